@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from atroposlib.cli import export_command as export_calls
 from atroposlib.cli.export_command import (
+    ExportKind,
     add_shared_flags,
     check_for_batch,
     consume_records,
@@ -17,7 +18,6 @@ from atroposlib.cli.export_command import (
     run_command,
 )
 from atroposlib.exporting.formats import DPO_FORMATS, DpoRecipe
-from atroposlib.exporting.output import with_score
 from atroposlib.exporting.selection import STRATEGIES, PairRule
 from atroposlib.utils.command_parser import CommandParser
 
@@ -34,7 +34,7 @@ _TASKS_PER_STEP = 8
 
 
 def main() -> None:
-    """Export until there are enough pairs, then print a report."""
+    """Export pairs and print a report."""
     parser = _parser()
     args = parser.parse_args()
     rule = PairRule(
@@ -43,14 +43,8 @@ def main() -> None:
         args.allow_negative_scores,
         args.minimum_score_diff_max_min,
     )
-    run_command(
-        parser,
-        args,
-        DPO_FORMATS,
-        lambda form, decode, truncation: DpoRecipe(form, rule, decode, truncation, seed=args.seed),
-        tasks_per_step=_TASKS_PER_STEP,
-        unit="pairs",
-    )
+    kind = ExportKind(DPO_FORMATS, partial(DpoRecipe, seed=args.seed), rule)
+    run_command(parser, args, kind, tasks_per_step=_TASKS_PER_STEP, unit="pairs")
 
 
 def grab_group_data(
@@ -64,38 +58,31 @@ def grab_group_data(
     """Return the pairs of one group, best first; the rejected sides are drawn at random.
 
     Args:
-        tok: tokenizer with `decode`; not used with `save_messages`.
-        datagroup: `tokens`, `scores`, and where there are some `masks` and `messages`.
-        save_messages: give chats as `pos` and `neg`, without `prefix`.
-        save_n_pairs_per_group: maximum number of pairs, and of worst trajectories that the rejected
+        tok: Tokenizer with `decode`; not used with `save_messages`.
+        datagroup: `tokens`, `scores`, and optionally `masks` and `messages`.
+        save_messages: Whether `pos` and `neg` are chats, without `prefix`.
+        save_n_pairs_per_group: Maximum number of pairs, and of worst trajectories that the rejected
             sides are drawn from.
-        allow_negative_scores: let scores of 0 and below be the better side.
-        minimum_score_diff_max_min: what the better score must exceed the other one by.
+        allow_negative_scores: Whether the better side may score 0 or less.
+        minimum_score_diff_max_min: Minimum difference between the sides, exclusive.
 
     Raises:
-        ConfigError: messages are asked for and the group has none.
+        ConfigError: `save_messages` is set and the group has no messages.
     """
     rule = PairRule(
         "best-random", save_n_pairs_per_group, allow_negative_scores, minimum_score_diff_max_min
     )
-    seed = random.getrandbits(32)
-    found = grab_group(
-        tok,
-        datagroup,
-        save_messages,
-        DPO_FORMATS,
-        lambda form, decode: DpoRecipe(form, rule, decode, seed=seed),
-    )
-    return [with_score(record, score) for record, score in found]
+    recipe = partial(DpoRecipe, seed=random.getrandbits(32))
+    return grab_group(tok, datagroup, save_messages, ExportKind(DPO_FORMATS, recipe, rule))
 
 
 async def register_to_api(
     group_size: int, max_token_len: int, api_url: str, num_steps: int
 ) -> None:
-    """Reset the run at an address, register as its trainer, and print both answers.
+    """Reset the run of a service, register as its trainer, and print both responses.
 
     Raises:
-        TrajectoryApiError: the service is away or refuses.
+        TrajectoryApiError: the service is unreachable or rejects a request.
     """
     await export_calls.register_to_api(
         group_size, max_token_len, api_url, num_steps, _TASKS_PER_STEP
@@ -115,29 +102,26 @@ async def dpo_data_grabber(
     minimum_score_diff_max_min: float,
     append_to_previous: bool,
 ) -> None:
-    """Act as the trainer at an address until `num_seqs_to_save` pairs are written.
+    """Act as the trainer of a service until `num_seqs_to_save` pairs are written.
 
     Raises:
-        ConfigError: the output exists and may not be added to; the service was not touched.
-        ExportStoppedError: the service went away; what was written is valid.
+        ConfigError: the output exists and `append_to_previous` is False; no request was sent.
+        ExportStoppedError: the service became unreachable; the output is valid.
     """
     rule = PairRule(
         "best-random", save_n_pairs_per_group, allow_negative_scores, minimum_score_diff_max_min
     )
-
-    def register(num_steps: int) -> None:
-        asyncio.run(register_to_api(group_size, max_token_len, api_url, num_steps))
-
     await consume_records(
         filepath,
         api_url,
         save_messages,
-        DPO_FORMATS,
-        lambda form, decode, truncation: DpoRecipe(form, rule, decode, truncation),
+        ExportKind(DPO_FORMATS, DpoRecipe, rule),
+        group_size=group_size,
+        max_token_len=max_token_len,
+        tasks_per_step=_TASKS_PER_STEP,
         tokenizer=tokenizer,
         max_records=num_seqs_to_save,
         appends=append_to_previous,
-        register=register,
     )
 
 
@@ -148,15 +132,15 @@ def _parser() -> CommandParser:
     )
     add_shared_flags(parser, DPO_FORMATS, min_score_diff=0.5)
     parser.add_argument(
-        "--save-n-pairs-per-group", type=int, default=3, help="of each group (%(default)s)"
+        "--save-n-pairs-per-group", type=int, default=3, help="pairs per group (%(default)s)"
     )
     parser.add_argument(
         "--pairs",
         choices=STRATEGIES,
         default="best-random",
-        help="how sides are paired; all need the score difference (%(default)s)",
+        help="pairing strategy; every pair has the minimum difference of scores (%(default)s)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="of random pairs (%(default)s)")
+    parser.add_argument("--seed", type=int, default=0, help="seed of best-random (%(default)s)")
     return parser
 
 

@@ -1,7 +1,6 @@
-"""The command line of an export: flags, progress bar, report, messages and exit codes.
+"""The shared part of `atropos-sft-gen` and `atropos-dpo-gen`: flags, progress, report, exit codes.
 
-`atropos-sft-gen` and `atropos-dpo-gen` share this page. It also holds what `atroposlib.cli.sft`
-and `atroposlib.cli.dpo` offer to scripts.
+It also has the functions that `atroposlib.cli.sft` and `atroposlib.cli.dpo` offer to scripts.
 """
 
 from __future__ import annotations
@@ -13,15 +12,16 @@ import signal
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from functools import partial
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, NamedTuple, NoReturn
 
 import msgspec
 
 from atroposlib.errors import ConfigError, MissingExtraError, TrajectoryApiError
-from atroposlib.exporting.formats import Recipe
+from atroposlib.exporting.formats import Format, Recipe
 from atroposlib.exporting.groups import BatchClient, ExportGroup
-from atroposlib.exporting.output import Mode, kind_of
+from atroposlib.exporting.output import Mode, kind_of, with_score
 from atroposlib.exporting.report import ExportReport, report_text
 from atroposlib.exporting.run import ExportRequest, ExportStoppedError, SourceRequest, run_export
 from atroposlib.exporting.texts import decoder_of
@@ -29,14 +29,15 @@ from atroposlib.utils.command_parser import end_command, integer_between
 from atroposlib.utils.text import find_common_prefix, without_secrets
 
 __all__ = [
+    "ExportKind",
     "add_shared_flags",
     "check_for_batch",
     "consume_records",
     "find_common_prefix",
     "grab_group",
+    "notify",
     "register_to_api",
     "run_command",
-    "tell",
 ]
 
 DEFAULT_TOKENIZER = "NousResearch/DeepHermes-3-Llama-3-8B-Preview"
@@ -44,16 +45,29 @@ _count = integer_between(1, 10**9)
 _RUNS_DIR = "atropos_runs"
 
 
+class ExportKind(NamedTuple):
+    """The records that a command makes."""
+
+    formats: Mapping[str, Format]
+    recipe: Callable[..., Recipe]
+    """Takes a format, the rule, a decoder and a rule on truncation."""
+    rule: Any
+    """A `SelectionRule` or a `PairRule`."""
+
+    def recipe_for(self, form: Format) -> Callable[..., Recipe]:
+        return partial(self.recipe, form, self.rule)
+
+
 def add_shared_flags(
-    parser: argparse.ArgumentParser, formats: Mapping[str, Any], *, min_score_diff: float
+    parser: argparse.ArgumentParser, formats: Mapping[str, Format], *, min_score_diff: float
 ) -> None:
-    """Add the flags that both commands have."""
-    parser.add_argument("filepath", help="file, or folder with --output dataset, to write")
+    """Add the flags of both commands."""
+    parser.add_argument("filepath", help="file to write, or folder with --output dataset")
     source = parser.add_argument_group(
-        "where groups come from",
-        "By default the service at --api-url. Groups are looked at while a trainer is registered; "
-        "while none is, this command stands in for one, so that environments start, and takes "
-        "them until a trainer registers.",
+        "source of groups",
+        "By default the service at --api-url. If a trainer is registered, groups are read without "
+        "taking them. If none is, this command registers in its place, so that environments "
+        "start, and takes the groups until a trainer registers.",
     )
     source.add_argument("--api-url", default="http://localhost:8000", help="(%(default)s)")
     chosen = source.add_mutually_exclusive_group()
@@ -62,54 +76,59 @@ def add_shared_flags(
     chosen.add_argument(
         "--consume",
         action="store_true",
-        help="be the trainer: RESETS the run at --api-url, registers, takes its batches for good",
+        help="RESET the run at --api-url, register as its trainer, take its batches permanently",
     )
-    source.add_argument("--data-dir", default=_RUNS_DIR, help="of --run (%(default)s)")
+    source.add_argument("--data-dir", default=_RUNS_DIR, help="folder of --run (%(default)s)")
     source.add_argument(
-        "--no-wait", action="store_true", help="end when all groups of the service were seen"
+        "--no-wait", action="store_true", help="end after the current groups of the service"
     )
     source.add_argument(
         "--group-size",
         type=_count,
         default=2,
-        help="trajectories per group that environments make; sent to the service where this "
-        "command stands in for a trainer, which takes batches of 64 such groups (%(default)s)",
+        help="trajectories per group of the environments; used if this command registers in place "
+        "of a trainer, with batches of 64 such groups (%(default)s)",
     )
     source.add_argument(
         "--max-token-len",
         type=_count,
         action=_StoreGiven,
         default=2048,
-        help="longest trajectory in tokens; sent to the service where this command stands in for "
-        "a trainer (%(default)s with --consume; else no limit unless given)",
+        help="maximum tokens of a trajectory; used if this command registers in place of a trainer "
+        "(%(default)s with --consume, else no limit unless given)",
     )
-    _add_choice_flags(parser, min_score_diff=min_score_diff)
+    _add_selection_flags(parser, min_score_diff=min_score_diff)
     _add_output_flags(parser, formats)
 
 
-def _add_choice_flags(parser: argparse.ArgumentParser, *, min_score_diff: float) -> None:
-    choice = parser.add_argument_group("what is taken")
+def _add_selection_flags(parser: argparse.ArgumentParser, *, min_score_diff: float) -> None:
+    choice = parser.add_argument_group("selection")
     choice.add_argument(
         "--num-seqs-to-save",
         type=_records,
         default=100,
         help="records to write, at least 1 (%(default)s)",
     )
-    choice.add_argument("--all", action="store_true", help="every record")
-    choice.add_argument("--allow-negative-scores", action="store_true", help="also 0 and below")
+    choice.add_argument("--all", action="store_true", help="write every record")
     choice.add_argument(
-        "--minimum-score-diff-max-min", type=float, default=min_score_diff, help="(%(default)s)"
+        "--allow-negative-scores", action="store_true", help="accept scores of 0 and below"
     )
     choice.add_argument(
-        "--drop-truncated", action="store_true", help="leave completions out that were cut"
+        "--minimum-score-diff-max-min",
+        type=float,
+        default=min_score_diff,
+        help="minimum difference of scores, exclusive (%(default)s)",
     )
     choice.add_argument(
-        "--keep-duplicates", action="store_true", help="write what was written before, too"
+        "--drop-truncated", action="store_true", help="leave out truncated completions"
+    )
+    choice.add_argument(
+        "--keep-duplicates", action="store_true", help="write duplicates of earlier records"
     )
 
 
 class _StoreGiven(argparse.Action):
-    """Stores a value, and once more under a name that has no default."""
+    """Stores a value also under `DEST_given`, which has no default."""
 
     def __call__(
         self,
@@ -134,8 +153,8 @@ def _records(text: str) -> int:
     return count
 
 
-def _add_output_flags(parser: argparse.ArgumentParser, formats: Mapping[str, Any]) -> None:
-    output = parser.add_argument_group("what is written")
+def _add_output_flags(parser: argparse.ArgumentParser, formats: Mapping[str, Format]) -> None:
+    output = parser.add_argument_group("output")
     output.add_argument(
         "--format",
         choices=formats,
@@ -144,7 +163,7 @@ def _add_output_flags(parser: argparse.ArgumentParser, formats: Mapping[str, Any
     output.add_argument(
         "--save-messages", action="store_true", help="the same as --format atropos-messages"
     )
-    output.add_argument("--keep-scores", action="store_true", help="a field score in every format")
+    output.add_argument("--keep-scores", action="store_true", help="add score to every format")
     output.add_argument(
         "--output",
         choices=("auto", "jsonl", "parquet", "dataset"),
@@ -153,21 +172,32 @@ def _add_output_flags(parser: argparse.ArgumentParser, formats: Mapping[str, Any
     )
     again = output.add_mutually_exclusive_group()
     again.add_argument(
-        "--append-to-previous", action="store_true", help="write more records to the output"
+        "--append-to-previous", action="store_true", help="add records to an existing output"
     )
     again.add_argument(
-        "--resume", action="store_true", help="go on until the output has --num-seqs-to-save"
+        "--resume",
+        action="store_true",
+        help="add records until the output has --num-seqs-to-save",
     )
-    output.add_argument("--push-to-hub", metavar="OWNER/NAME", help="then upload it")
-    output.add_argument("--public", action="store_true", help="of a repository made by that")
-    output.add_argument("--tokenizer", default=DEFAULT_TOKENIZER, help="(%(default)s)")
     output.add_argument(
-        "--any-tokenizer", action="store_true", help="also one that does not fit the groups"
+        "--push-to-hub", metavar="OWNER/NAME", help="upload the output to this hub repository"
+    )
+    output.add_argument(
+        "--public", action="store_true", help="make a repository created by --push-to-hub public"
+    )
+    output.add_argument(
+        "--tokenizer",
+        default=DEFAULT_TOKENIZER,
+        help="name or folder of the tokenizer that the groups were made with (%(default)s)",
+    )
+    output.add_argument(
+        "--any-tokenizer",
+        action="store_true",
+        help="accept a tokenizer that does not match the groups",
     )
 
 
-def _format_of(args: argparse.Namespace, formats: Mapping[str, Any]) -> Any:
-    """Return the format asked for; ConfigError when two different ones are."""
+def _format_of(args: argparse.Namespace, formats: Mapping[str, Format]) -> Format:
     if args.save_messages and args.format not in (None, "atropos-messages"):
         raise ConfigError(f"--save-messages and --format {args.format} are different formats")
     return formats["atropos-messages" if args.save_messages else args.format or "atropos"]
@@ -179,52 +209,54 @@ def _mode_of(args: argparse.Namespace) -> Mode:
     return "append" if args.append_to_previous else "new"
 
 
-def source_of(
-    args: argparse.Namespace, register: Callable[[], None], *, command: str
-) -> SourceRequest:
-    """Return where groups come from."""
-    token = os.environ.get("ATROPOS_API_TOKEN")
+def _source_of(args: argparse.Namespace, *, command: str, tasks_per_step: int) -> SourceRequest:
     api_url = args.api_url.rstrip("/")
     if args.file is not None:
         return SourceRequest("file", file=Path(args.file))
     if args.run is not None:
         return SourceRequest("run", run=args.run, data_dir=Path(args.data_dir))
     if args.consume:
-        return SourceRequest("consume", api_url=api_url, token=token, register=register)
+        sizes = (args.group_size, args.max_token_len)
+        return _consuming(api_url, *sizes, args.num_seqs_to_save, tasks_per_step)
     from atroposlib.api.client_consumer import consumer_registration
 
     stand_in = consumer_registration(
         command, group_size=args.group_size, max_token_len=getattr(args, "max_token_len_given", 0)
     )
+    token = os.environ.get("ATROPOS_API_TOKEN")
     return SourceRequest(
         "live", api_url=api_url, token=token, waits=not args.no_wait, stand_in=stand_in
     )
 
 
-def request_of(
-    args: argparse.Namespace,
-    formats: Mapping[str, Any],
-    recipe: Callable[..., Any],
-    source: SourceRequest,
-) -> ExportRequest:
-    """Put the flags together.
+def _consuming(
+    api_url: str, group_size: int, max_token_len: int, max_records: int, tasks_per_step: int
+) -> SourceRequest:
+    """Return a source that resets the run of a service and registers as its trainer."""
 
-    Raises:
-        ConfigError: flags contradict each other.
-    """
-    form = _format_of(args, formats)
+    def register() -> None:
+        num_steps = STEPS_PER_SEQUENCE * max_records
+        asyncio.run(register_to_api(group_size, max_token_len, api_url, num_steps, tasks_per_step))
+
+    token = os.environ.get("ATROPOS_API_TOKEN")
+    return SourceRequest("consume", api_url=api_url, token=token, register=register)
+
+
+def _request_of(args: argparse.Namespace, kind: ExportKind, source: SourceRequest) -> ExportRequest:
+    """Return the settings of an export; raises ConfigError for flags that exclude each other."""
+    form = _format_of(args, kind.formats)
     path = Path(args.filepath)
     if args.drop_truncated and not form.needs_tokenizer:
         raise ConfigError(
-            "--drop-truncated needs a format made of text: whether a completion was cut is seen "
-            "by its last token, which only its tokenizer knows"
+            "--drop-truncated needs a format made of text: its tokenizer is needed to recognize "
+            "the last token of a complete completion"
         )
     return ExportRequest(
         path=path,
         kind=kind_of(path, args.output),
         mode=_mode_of(args),
         source=source,
-        recipe=lambda decode, truncation: recipe(form, decode, truncation),
+        recipe=kind.recipe_for(form),
         has_score=form.has_score or args.keep_scores,
         needs_tokenizer=form.needs_tokenizer,
         tokenizer=args.tokenizer,
@@ -241,30 +273,23 @@ _INTERRUPTED = 130
 def run_command(
     parser: argparse.ArgumentParser,
     args: argparse.Namespace,
-    formats: Mapping[str, Any],
-    recipe: Callable[..., Recipe],
+    kind: ExportKind,
     *,
     tasks_per_step: int,
     unit: str,
 ) -> None:
-    """Do what the flags of a command say; ends the process when that fails.
+    """Run a command; a failure ends the process.
 
     Args:
-        parser: Of the command; reports flags that contradict each other.
-        args: parsed flags.
-        formats: of the command.
-        recipe: makes the recipe from a format, a decoder and a rule about truncation.
-        tasks_per_step: groups per batch of `--consume`.
-        unit: what a record is, in the plural.
+        parser: Parser of the command; reports flags that exclude each other.
+        args: Parsed flags.
+        kind: The records that the command makes.
+        tasks_per_step: Groups per batch with `--consume`.
+        unit: Plural name of a record.
     """
-
-    def register() -> None:
-        num_steps = STEPS_PER_SEQUENCE * args.num_seqs_to_save
-        sizes = (args.group_size, args.max_token_len)
-        asyncio.run(register_to_api(*sizes, args.api_url.rstrip("/"), num_steps, tasks_per_step))
-
     try:
-        request = request_of(args, formats, recipe, source_of(args, register, command=parser.prog))
+        source = _source_of(args, command=parser.prog, tasks_per_step=tasks_per_step)
+        request = _request_of(args, kind, source)
     except ConfigError as error:
         parser.error(str(error))
     _export_and_report(parser.prog, request, args, unit=unit)
@@ -273,10 +298,10 @@ def run_command(
 def _export_and_report(
     command: str, request: ExportRequest, args: argparse.Namespace, *, unit: str
 ) -> None:
-    """Export, print the report, push; ends the process with a message when that fails.
+    """Export, print the report, upload; a failure ends the process with a message.
 
-    Exit codes: 2 nothing was done, 1 the export ended early or the output holds no record at its
-    end, 130 it was interrupted.
+    Exit codes: 2 nothing was done, 1 the export ended early or the output has no records, 130 it
+    was interrupted.
     """
     signal.signal(signal.SIGTERM, _interrupt)
     try:
@@ -294,14 +319,14 @@ def _export_and_report(
         end_command(command, "stopped before anything was written", code=_INTERRUPTED)
     print(report_text(report, unit=unit))
     if not report.num_records and not request.path.exists():
-        end_command(command, _shortfall(request, report), code=1)
-    print(_shortfall(request, report))
+        end_command(command, _last_line(request, report), code=1)
+    print(_last_line(request, report))
     if args.push_to_hub and report.num_records:
         _push(command, request.path, args)
 
 
-def tell(line: str) -> None:
-    """Print a line where the progress bar is, without breaking it."""
+def notify(line: str) -> None:
+    """Print a line on standard error, above the progress bar."""
     from tqdm import tqdm
 
     tqdm.write(line, file=sys.stderr)
@@ -318,17 +343,17 @@ def _with_bar(request: ExportRequest, unit: str) -> ExportReport:
             if bar is None:  # its clock starts here, not when the tokenizer began to load
                 total = request.max_records
                 bar = ending.enter_context(tqdm(total=total, unit=f" {unit}", file=sys.stderr))
-            left_out = (f"{count} {reason}" for reason, count in report.refused.most_common(3))
-            bar.set_postfix_str(", ".join(left_out), refresh=False)
+            dropped = (f"{count} {reason}" for reason, count in report.dropped.most_common(3))
+            bar.set_postfix_str(", ".join(dropped), refresh=False)
             bar.update(num_records)
 
-        return run_export(request, tell=tell, progress=advance)
+        return run_export(request, notify=notify, progress=advance)
 
 
-def _shortfall(request: ExportRequest, report: ExportReport) -> str:
+def _last_line(request: ExportRequest, report: ExportReport) -> str:
     if report.num_records:
         return f"written to {request.path}"
-    if report.refused.get("no messages") == report.num_sequences and report.num_sequences:
+    if report.dropped["no messages"] == report.num_sequences and report.num_sequences:
         return (
             "nothing was written: the groups have no messages; run the environment with "
             "--env.include_messages true, or choose a --format made of text"
@@ -337,7 +362,7 @@ def _shortfall(request: ExportRequest, report: ExportReport) -> str:
         return f"nothing was added: {request.path} already holds at least the requested number"
     if not report.num_groups:
         return "nothing was written: there are no groups"
-    return "nothing was written: no trajectory passed, the reasons are above"
+    return "nothing was written: every trajectory was dropped, the reasons are above"
 
 
 def _push(command: str, path: Path, args: argparse.Namespace) -> None:
@@ -355,7 +380,7 @@ def _interrupt(*_: object) -> NoReturn:
 
 
 STEPS_PER_SEQUENCE = 2
-"""Steps registered for each record asked for: batches that give none must not end the run."""
+"""Steps registered per record, so that batches without records do not end the run early."""
 
 _POLL_S = 1.0
 
@@ -363,19 +388,19 @@ _POLL_S = 1.0
 async def register_to_api(
     group_size: int, max_token_len: int, api_url: str, num_steps: int, tasks_per_step: int = 64
 ) -> None:
-    """Reset the run at an address, register as its trainer, and print both answers.
+    """Reset the run of a service, register as its trainer, and print both responses.
 
     Args:
-        group_size: trajectories per group.
-        max_token_len: longest trajectory environments should send, in tokens.
-        api_url: of the service.
-        num_steps: batches of the run.
-        tasks_per_step: groups per batch.
+        group_size: Trajectories per group.
+        max_token_len: Maximum tokens of a trajectory.
+        api_url: Address of the service.
+        num_steps: Batches of the run.
+        tasks_per_step: Groups per batch.
 
     Raises:
-        TrajectoryApiError: the service is away or refuses.
+        TrajectoryApiError: the service is unreachable or rejects a request.
     """
-    tell(f"resetting the run at {without_secrets(api_url)} and registering as its trainer")
+    notify(f"resetting the run at {without_secrets(api_url)} and registering as its trainer")
     with BatchClient(api_url, token=os.environ.get("ATROPOS_API_TOKEN")) as client:
         answers = await asyncio.to_thread(
             client.take_over,
@@ -389,7 +414,7 @@ async def register_to_api(
 
 
 async def check_for_batch(api_url: str) -> list[dict[str, Any]]:
-    """Wait for the next batch and return its groups; asks every second."""
+    """Poll every second for the next batch, and return its groups."""
     with BatchClient(api_url, token=os.environ.get("ATROPOS_API_TOKEN")) as client:
         while True:
             batch = await asyncio.to_thread(client.next_groups)
@@ -399,87 +424,71 @@ async def check_for_batch(api_url: str) -> list[dict[str, Any]]:
 
 
 def grab_group(
-    tok: Any,
-    datagroup: Mapping[str, Any],
-    save_messages: bool,
-    formats: Mapping[str, Any],
-    recipe: Callable[..., Recipe],
-) -> list[tuple[dict[str, Any], float]]:
-    """Return the records of one group with their scores, best first.
+    tok: Any, datagroup: Mapping[str, Any], save_messages: bool, kind: ExportKind
+) -> list[dict[str, Any]]:
+    """Return the records of one group with the field `score`, best first.
 
     Args:
-        tok: tokenizer with `decode`; not used with `save_messages`.
-        datagroup: `tokens`, `scores`, and where there are some `masks` and `messages`.
-        save_messages: take the format `atropos-messages` instead of `atropos`.
-        formats: of the command.
-        recipe: makes the recipe from a format and a decoder.
-
-    Returns:
-        What the format can hold; the rest is left out.
+        tok: Tokenizer with `decode`; not used with `save_messages`.
+        datagroup: `tokens`, `scores`, and optionally `masks` and `messages`.
+        save_messages: Whether to use the format `atropos-messages` instead of `atropos`.
+        kind: The records to make.
 
     Raises:
-        ConfigError: messages are asked for and the group has none.
+        ConfigError: `save_messages` is set and the group has no messages.
     """
     if save_messages and not datagroup.get("messages"):
         raise ConfigError(
             "the group has no messages; run the environment with --env.include_messages true"
         )
     group = msgspec.convert(dict(datagroup), ExportGroup)
-    made = recipe(
-        _form_of_messages(formats, save_messages), None if save_messages else decoder_of(tok)
-    )
-    built = made.build(made.pick(group, "the group").picks)
-    return [(entry.record, entry.score) for entry in built if entry.record is not None]
+    form = kind.formats["atropos-messages" if save_messages else "atropos"]
+    recipe = kind.recipe_for(form)(None if save_messages else decoder_of(tok))
+    built = recipe.build(recipe.pick(group, "the group").picks)
+    return [with_score(entry.record, entry.score) for entry in built if entry.record is not None]
 
 
 async def consume_records(
     filepath: str,
     api_url: str,
     save_messages: bool,
-    formats: Mapping[str, Any],
-    recipe: Callable[..., Recipe],
+    kind: ExportKind,
     *,
+    group_size: int,
+    max_token_len: int,
+    tasks_per_step: int,
     tokenizer: str,
     max_records: int,
     appends: bool,
-    register: Callable[[int], None],
 ) -> None:
     """Act as the trainer of a service until `max_records` records are written.
 
     Args:
-        filepath: JSONL to write.
-        api_url: of the service.
-        save_messages: take the format `atropos-messages` instead of `atropos`.
-        formats: of the command.
-        recipe: makes the recipe from a format, a decoder and a rule about truncation.
-        tokenizer: name or folder.
-        max_records: to write.
-        appends: whether to add to a file that exists.
-        register: resets the run and registers for this number of steps.
+        filepath: JSON Lines file to write.
+        api_url: Address of the service.
+        save_messages: Whether to use the format `atropos-messages` instead of `atropos`.
+        kind: The records to make.
+        group_size: Trajectories per group.
+        max_token_len: Maximum tokens of a trajectory.
+        tasks_per_step: Groups per batch.
+        tokenizer: Name or folder.
+        max_records: Number of records.
+        appends: Whether to add to an existing file.
 
     Raises:
-        ConfigError: the output exists and may not be added to; the service was not touched.
-        ExportStoppedError: the service went away; what was written is valid.
+        ConfigError: the file exists and `appends` is False; no request was sent.
+        ExportStoppedError: the service became unreachable; the file is valid.
     """
-    form = _form_of_messages(formats, save_messages)
+    form = kind.formats["atropos-messages" if save_messages else "atropos"]
     request = ExportRequest(
         path=Path(filepath),
         kind="jsonl",
         mode="append" if appends else "new",
-        source=SourceRequest(
-            "consume",
-            api_url=api_url,
-            token=os.environ.get("ATROPOS_API_TOKEN"),
-            register=lambda: register(STEPS_PER_SEQUENCE * max_records),
-        ),
-        recipe=lambda decode, truncation: recipe(form, decode, truncation),
+        source=_consuming(api_url, group_size, max_token_len, max_records, tasks_per_step),
+        recipe=kind.recipe_for(form),
         has_score=form.has_score,
         needs_tokenizer=form.needs_tokenizer,
         tokenizer=tokenizer,
         max_records=max_records,
     )
-    await asyncio.to_thread(run_export, request, tell=tell)
-
-
-def _form_of_messages(formats: Mapping[str, Any], save_messages: bool) -> Any:
-    return formats["atropos-messages" if save_messages else "atropos"]
+    await asyncio.to_thread(run_export, request, notify=notify)

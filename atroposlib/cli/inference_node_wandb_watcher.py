@@ -1,6 +1,6 @@
-"""`inference-node-wandb-watcher`: log to wandb which engines of a node are healthy, step by step.
+"""`inference-node-wandb-watcher`: log the health of a node's engines to wandb, once per step.
 
-wait for the run's project ─► probe engines ─► log what was found when the step grew ─► every minute
+wait for the run's project ─► each minute: probe the engines, log their health if the step increased
 """
 
 from __future__ import annotations
@@ -30,7 +30,9 @@ def main() -> None:
         prog="inference-node-wandb-watcher",
         description="Log to wandb which inference servers of this node are healthy.",
     )
-    parser.add_argument("--api_addr", required=True, help="trajectory service, http://HOST:8000")
+    parser.add_argument(
+        "--api_addr", required=True, help="trajectory service, such as http://HOST:8000"
+    )
     parser.add_argument("--tp", type=int, required=True, help="tensor-parallel size of an engine")
     parser.add_argument("--node_num", type=int, required=True, help="index of this node")
     args = parser.parse_args()
@@ -47,22 +49,22 @@ def main() -> None:
 
 
 def run(api_addr: str, tp: int, node_num: int) -> None:
-    """Watch for ever.
+    """Watch until interrupted.
 
     Args:
-        api_addr: address of the trajectory service.
-        tp: GPUs of one engine; a node has eight.
-        node_num: index of this node, part of the metrics' names.
+        api_addr: Address of the trajectory service.
+        tp: GPUs per engine; a node has eight.
+        node_num: Index of this node, part of the metric names.
     """
     Watcher(api_addr, tp, node_num).watch()
 
 
 def update_wandb(health_statuses: Mapping[str, float], step: int | None = None) -> None:
-    """Log health by metric name to the wandb run of this process.
+    """Log health to the wandb run of this process.
 
     Args:
-        health_statuses: 1.0 for healthy, 0.0 otherwise.
-        step: of the trainer; None leaves it to wandb.
+        health_statuses: 1.0 for healthy, 0.0 otherwise, by metric name.
+        step: Step of the trainer; None for wandb's own step.
     """
     import wandb
 
@@ -70,14 +72,14 @@ def update_wandb(health_statuses: Mapping[str, float], step: int | None = None) 
 
 
 class Watcher:
-    """Polls the service and the engines; continues through an outage of either.
+    """Polls the service and the engines; continues when either is unreachable.
 
     Args:
-        api_addr: address of the trajectory service.
-        tp: GPUs of one engine.
-        node_num: index of this node.
-        engine_url: address of engine i, without a slash at the end.
-        sleep: waits; replaced in tests.
+        api_addr: Address of the trajectory service.
+        tp: GPUs per engine.
+        node_num: Index of this node.
+        engine_url: Returns the address of an engine, without a trailing slash.
+        sleep: Replaced in tests.
     """
 
     def __init__(
@@ -97,7 +99,7 @@ class Watcher:
         self._is_away = False
 
     def watch(self) -> None:
-        """Wait for the trainer to register, then log until stopped."""
+        """Wait for the trainer to register, then log until interrupted."""
         project, group = self._wait_for_project()
         wandb = _wandb()
         wandb.init(project=project, group=group, name=f"inf_node_{self._node_num}")
@@ -106,7 +108,7 @@ class Watcher:
             self._sleep(_PROBE_S)
 
     def log_once(self) -> bool:
-        """Probe the engines and log the result if the step grew; return whether it did."""
+        """Probe the engines and, if the step increased, log the result and return True."""
         healthy = self.probe()
         step = self._step()
         if step is None or step <= self._last_step:
@@ -116,7 +118,7 @@ class Watcher:
         return True
 
     def probe(self) -> dict[str, float]:
-        """Return the health of each engine by the name of its metric."""
+        """Return the health of each engine by metric name."""
         return {
             f"server/server_health_{self._node_num}_{i}": float(
                 _get(f"{url}/health_generate") is not None
@@ -136,7 +138,7 @@ class Watcher:
         return step if isinstance(step, int) else None
 
     def _ask(self, path: str) -> dict[str, Any]:
-        """Return an answer of the service, or an empty one with a warning once per outage."""
+        """Return a response of the service; without one, warn once per outage and return {}."""
         reply = _get(self._api_addr + path)
         try:
             answer = None if reply is None else reply.json()
@@ -144,17 +146,17 @@ class Watcher:
             answer = None
         if isinstance(answer, dict):
             if self._is_away:
-                logger.info("the trajectory service answers again")
+                logger.info("the trajectory service responds again")
             self._is_away = False
             return answer
         if not self._is_away:
-            logger.warning("no usable answer of %s%s; asking on", self._api_addr, path)
+            logger.warning("no valid response from %s%s; retrying", self._api_addr, path)
         self._is_away = True
         return {}
 
 
 def _get(url: str) -> Any:
-    """Return a reply of status 200, None for any other or none within ten seconds."""
+    """Return a response with status 200, or None."""
     import httpx
 
     try:

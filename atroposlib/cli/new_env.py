@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from atroposlib.errors import ConfigError
-from atroposlib.utils.command_parser import CommandParser
+from atroposlib.utils.command_parser import CommandParser, end_command
 from atroposlib.utils.writable import require_writable_folder
 
 __all__ = ["KINDS", "main", "write_environment"]
@@ -19,26 +19,26 @@ __all__ = ["KINDS", "main", "write_environment"]
 TEMPLATES = Path(__file__).with_name("new_env_templates")
 KINDS: Mapping[str, str] = {
     "single-turn": "one prompt, one answer, scored by a function",
-    "game": "several turns against a game, with a reward for each",
-    "tools": "a question answered with the help of Python functions",
-    "judge": "free answers, rated by a model",
+    "game": "several turns against a game, with a reward per turn",
+    "tools": "a question answered with Python functions as tools",
+    "judge": "free answers, rated by a judge model",
 }
 NEXT_STEPS = """\
 wrote {files}
 
 Now:
   {python} {script} check
-      tries every rule of an environment, without a model or a network
+      checks the environment, without a model or a network
   {python} -m pytest {test}
-      its test, which includes that check
+      runs its test, which includes that check
   edit {script} and {data}
-      what is asked, what an answer is worth, the items
+      the prompt, the score of an answer, the items
   {python} {script} process --env.total_steps 4 --env.use_wandb false \\
       --env.data_path_to_save_groups groups.jsonl --env.tokenizer_name MODEL \\
       --openai.model_name MODEL --openai.base_url http://localhost:9001/v1
-      four groups from a model that a vLLM server at that address serves, and groups.html to read
+      writes four groups, and groups.html, with a model that a vLLM server serves at that address
   {python} {script} serve ...
-      groups for a trainer; --help lists every setting
+      sends groups to a trainer; --help lists every setting
 """
 
 
@@ -49,7 +49,7 @@ def main() -> None:
     try:
         paths = write_environment(args.name, kind=args.kind, folder=Path(args.dir))
     except (ConfigError, OSError) as error:
-        sys.exit(_refused(str(error)))
+        end_command(parser.prog, f"error: {error}", code=2)
     script, test, data = (str(path) for path in paths)
     print(
         NEXT_STEPS.format(
@@ -64,18 +64,18 @@ def main() -> None:
 
 
 def write_environment(name: str, *, kind: str, folder: Path) -> list[Path]:
-    """Write the environment, its test and its data; nothing that exists is touched.
+    """Write an environment, its test and its data set.
 
     Args:
-        name: name of the environment and its module, in lower case with underscores.
-        kind: one of `KINDS`.
-        folder: made when missing.
+        name: Name of the environment and its module, in lower case with underscores.
+        kind: Key in `KINDS`.
+        folder: Created if missing.
 
     Returns:
         The three files, in this order.
 
     Raises:
-        ConfigError: the name cannot be used, or one of the files exists.
+        ConfigError: the name is not valid, or one of the files exists.
     """
     _check_name(name)
     stem = kind.replace("-", "_")
@@ -103,25 +103,19 @@ def _check_name(name: str) -> None:
     if not re.fullmatch(r"[a-z][a-z0-9_]*", name, re.ASCII):
         close = re.sub(r"[^a-z0-9]+", "_", re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", name).lower())
         close = close.strip("_0123456789")
-        hint = f"; {close} would do" if close else ""
+        hint = f"; use {close}" if close else ""
         raise ConfigError(
             f"name {name!r}: expected lower-case letters, digits and underscores, a letter "
             f"first{hint}"
         )
     if keyword.iskeyword(name) or keyword.issoftkeyword(name):
-        raise ConfigError(f"name {name!r} is a word of Python; {name}_env would do")
+        raise ConfigError(f"name {name!r} is a keyword of Python; use {name}_env")
     if name.startswith("test_") or name.endswith("_test") or name == "conftest":
-        raise ConfigError(f"name {name!r}: pytest would take the environment for a test")
+        raise ConfigError(f"name {name!r}: pytest would collect the environment as a test")
     if name in sys.stdlib_module_names or importlib.util.find_spec(name) is not None:
         raise ConfigError(
-            f"name {name!r}: there is a module of that name, which {name}.py would hide; "
-            f"{name}_env would do"
+            f"name {name!r}: {name}.py would shadow the module of that name; use {name}_env"
         )
-
-
-def _refused(message: str) -> int:
-    print(f"atropos-new-env: error: {message}", file=sys.stderr)
-    return 2
 
 
 def _parser() -> CommandParser:
@@ -132,7 +126,7 @@ def _parser() -> CommandParser:
         f"kinds:\n{kinds}",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument("name", metavar="NAME", help="as word_sums: of the file and the module")
+    parser.add_argument("name", metavar="NAME", help="name of the module, such as word_sums")
     parser.add_argument("--kind", choices=KINDS, default="single-turn", help="(%(default)s)")
     parser.add_argument("--dir", default=".", help="folder to write to (%(default)s)")
     return parser

@@ -15,7 +15,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from atroposlib.cli.export_command import tell
+from atroposlib.cli.export_command import notify
 from atroposlib.errors import ConfigError, GroupError, TrajectoryApiError
 from atroposlib.exporting.groups import (
     RawGroup,
@@ -37,13 +37,13 @@ _INTERRUPTED = 130
 
 
 def main() -> None:
-    """Run a sub-command.
+    """Run a subcommand.
 
     Exit codes: 2 nothing was done, 1 it ended early or scored no group, 130 it was interrupted.
     """
     parser = _parser()
     words = sys.argv[1:]
-    if words[:1] != ["score"]:  # which also takes flags of an environment
+    if words[:1] != ["score"]:  # which also accepts flags of an environment
         parser.refuse_unknown(words)
     args, others = parser.parse_known_args(words)
     if others and args.act is not _score:
@@ -57,6 +57,8 @@ def main() -> None:
 
 
 def _score(args: argparse.Namespace, flags: Sequence[str]) -> None:
+    from tqdm import tqdm
+
     from atroposlib.envs.commands import load_yaml, process_command
     from atroposlib.envs.settings import read_command
     from atroposlib.exporting import replay as rescoring
@@ -71,24 +73,19 @@ def _score(args: argparse.Namespace, flags: Sequence[str]) -> None:
     groups = dict(_full_groups(_source(args.groups, args.data_dir)))
     recorded = [rescoring.recorded_group(where, group) for where, group in groups.items()]
     if not recorded:
-        raise ConfigError(f"{args.groups} holds no group that can be read")
+        raise ConfigError(f"{args.groups} has no readable group")
     logging.basicConfig(level=logging.ERROR)
     env, model = rescoring.build_replayed(env_cls, settings, recorded)
-    with _items_bar(args.max_items) as bar:
-        results = asyncio.run(
-            rescoring.rescore(env, model, max_items=args.max_items, on_item=bar.update, tell=tell)
+    with tqdm(total=args.max_items, unit=" items", file=sys.stderr, leave=False) as bar:
+        rescored = rescoring.rescore(
+            env, model, max_items=args.max_items, on_item=bar.update, notify=notify
         )
+        results = asyncio.run(rescored)
     print(rescoring.rescoring_text(results, num_groups=len(recorded)))
     if all(result.new is None for result in results):
         end_command(_COMMAND, "no group was scored; the reasons are above", code=1)
     if args.save is not None:
         _save(Path(args.save), groups, results)
-
-
-def _items_bar(max_items: int) -> Any:  # tqdm carries no types
-    from tqdm import tqdm
-
-    return tqdm(total=max_items, unit=" items", file=sys.stderr, leave=False)
 
 
 def _save(path: Path, groups: dict[str, dict[str, Any]], results: Sequence[Any]) -> None:
@@ -100,7 +97,7 @@ def _save(path: Path, groups: dict[str, dict[str, Any]], results: Sequence[Any])
             scores = [old if new is None else new for new, old in pairs]
             group = {**groups[result.where], "scores": scores, "old_scores": result.old}
             file.write(json.dumps(group) + "\n")
-    print(f"groups with their new scores: {path}")
+    print(f"groups with new scores: {path}")
 
 
 def _post(args: argparse.Namespace, _: Sequence[str]) -> None:
@@ -113,8 +110,9 @@ def _post(args: argparse.Namespace, _: Sequence[str]) -> None:
         posted = asyncio.run(_post_all(args, groups))
     except PostingStoppedError as error:
         print(posting_text(error.posted))
-        done = args.skip + error.posted.num_groups + error.posted.num_refused
-        end_command(_COMMAND, f"{error}; to go on: the same command with --skip {done}", code=1)
+        done = args.skip + error.posted.num_groups + error.posted.num_rejected
+        again = f"to continue, run the same command with --skip {done}"
+        end_command(_COMMAND, f"{error}; {again}", code=1)
     print(posting_text(posted))
 
 
@@ -125,9 +123,9 @@ async def _post_all(args: argparse.Namespace, groups: Iterator[tuple[str, Any]])
     rule = RetryRule(attempts=None, deadline_s=args.patience_s)
     token = os.environ.get("ATROPOS_API_TOKEN")
     async with TrajectoryApiClient(args.api_url, token=token, post_retry=rule) as client:
-        await client.info()  # finds out which formats the service accepts
+        await client.info()  # negotiates the format of groups
         return await post_groups(
-            client, groups, groups_per_s=args.rate, max_in_flight=args.in_flight, tell=tell
+            client, groups, groups_per_s=args.rate, max_in_flight=args.in_flight, notify=notify
         )
 
 
@@ -135,31 +133,29 @@ def _diff(args: argparse.Namespace, _: Sequence[str]) -> None:
     from atroposlib.exporting.replay import comparison_text, record_run
 
     sources = [_source(name, args.data_dir) for name in (args.first, args.second)]
-    first, second = (record_run(read_groups(one, ExportReport(), tell)) for one in sources)
+    first, second = (record_run(read_groups(one, ExportReport(), notify)) for one in sources)
     print(comparison_text(first, second, names=(args.first, args.second)))
 
 
 def _source(name: str, data_dir: str) -> Iterator[RawGroup]:
     """Return the groups of a JSONL file, or of a stored run by its name or file."""
     path = Path(name)
-    if path.suffix != ".sqlite3" and path.is_file():
-        return read_jsonl(open_jsonl(path))
-    if path.suffix in (".jsonl", ".json"):
+    if path.suffix in (".jsonl", ".json") or (path.suffix != ".sqlite3" and path.is_file()):
         return read_jsonl(open_jsonl(path))
     return read_run(find_run(name, Path(data_dir)))
 
 
 def _full_groups(source: Iterator[RawGroup]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield groups with all their fields; say of each that cannot be read where and why."""
+    """Yield groups with all their fields; report unreadable ones on standard error."""
     for raw in source:
         try:
             yield raw.where, full_group(raw)
         except GroupError as error:
-            tell(f"{raw.where} is left out: {error}")
+            notify(f"{raw.where} is left out: {error}")
 
 
 def _environment_class(path: str) -> type[Any]:
-    """Return the environment of a script: `FILE.py`, or `FILE.py:CLASS` when it has several."""
+    """Return the environment class of `FILE.py`, or of `FILE.py:CLASS` if it has several."""
     from atroposlib.envs.base import BaseEnv
 
     name, _, wanted = path.partition(":")
@@ -195,14 +191,16 @@ def _parser() -> CommandParser:
 
     score = commands.add_parser(
         "score",
-        help="score groups with an environment's code of today, without a model",
+        help="score groups with the current code of an environment, without a model",
         description="Score recorded groups again. Settings of the environment may follow: "
         "--config FILE.yaml, or flags such as --env.tokenizer_name.",
     )
     score.add_argument("groups", help=groups_help)
-    score.add_argument("--env", required=True, metavar="FILE.py[:CLASS]", help="its script")
     score.add_argument(
-        "--max-items", type=int, default=10_000, help="items to look for prompts in (%(default)s)"
+        "--env", required=True, metavar="FILE.py[:CLASS]", help="script of the environment"
+    )
+    score.add_argument(
+        "--max-items", type=int, default=10_000, help="items to search for prompts (%(default)s)"
     )
     score.add_argument("--save", metavar="JSONL", help="write the groups with their new scores")
     score.set_defaults(act=_score)
@@ -210,12 +208,17 @@ def _parser() -> CommandParser:
     post = commands.add_parser("post", help="post groups to a service")
     post.add_argument("groups", help=groups_help)
     post.add_argument("--api-url", default="http://localhost:8000", help="(%(default)s)")
-    post.add_argument("--rate", type=_pace, help="groups per second; as fast as possible without")
-    post.add_argument("--in-flight", type=int, default=8, help="open requests (%(default)s)")
-    post.add_argument("--num-groups", type=int, help="the most to post")
-    post.add_argument("--skip", type=int, default=0, help="groups to leave out at the beginning")
+    post.add_argument("--rate", type=_rate, help="groups per second (default: no limit)")
+    post.add_argument("--in-flight", type=int, default=8, help="concurrent requests (%(default)s)")
+    post.add_argument("--num-groups", type=int, help="maximum number of groups")
     post.add_argument(
-        "--patience-s", type=float, default=60.0, help="wait for a service so long (%(default)s)"
+        "--skip", type=int, default=0, help="groups to skip at the start (%(default)s)"
+    )
+    post.add_argument(
+        "--patience-s",
+        type=float,
+        default=60.0,
+        help="seconds to wait for an unreachable service (%(default)s)",
     )
     post.set_defaults(act=_post)
 
@@ -224,15 +227,20 @@ def _parser() -> CommandParser:
     diff.add_argument("second", help=groups_help)
     diff.set_defaults(act=_diff)
     for command in (score, post, diff):
-        command.add_argument("--data-dir", default="atropos_runs", help="of runs (%(default)s)")
+        command.add_argument(
+            "--data-dir", default="atropos_runs", help="folder of stored runs (%(default)s)"
+        )
     return parser
 
 
-def _pace(text: str) -> float:
-    pace = float(text)
-    if not 0 < pace < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected groups per second, above 0, got {text}")
-    return pace
+def _rate(text: str) -> float:
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = 0.0
+    if not 0 < rate < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected groups per second, above 0, got {text!r}")
+    return rate
 
 
 if __name__ == "__main__":

@@ -40,11 +40,11 @@ _APP = "atroposlib.api:app"
 _LOOPBACK = ("127.0.0.1", "localhost", "::1")
 _SHUTDOWN_S = 3
 _KEEP_ALIVE_S = 75
-"""Longer than clients keep an idle connection, so that none is closed under a request."""
+"""Longer than clients keep an idle connection, so that none is closed during a request."""
 _SWITCH_INTERVAL_S = 0.001
-"""Longest turn of a thread that works on a large body while requests wait."""
+"""Switch interval of threads, so that one that decodes a large body delays requests less."""
 _DEFAULTS: Mapping[str, Any] = {"store": "sqlite"}
-"""Where the command differs from `ApiSettings`: its run outlives the process."""
+"""Defaults that differ from `ApiSettings`: the run of this command is stored."""
 _INTERRUPTED = 130
 _FLAG_NAMES = {
     "run_name": "--run",
@@ -54,7 +54,7 @@ _FLAG_NAMES = {
 
 
 def main() -> None:
-    """Serve until SIGINT or SIGTERM; settings that cannot be used end it with code 2."""
+    """Serve until SIGINT or SIGTERM; invalid settings end the process with code 2."""
     parser = _parser()
     args = parser.parse_args()
     settings = _settings(parser, args)
@@ -65,12 +65,12 @@ def main() -> None:
         _serve(settings, args.host, args.port, reload=args.reload)
     except (ConfigError, MissingExtraError) as error:
         end_command(parser.prog, error, code=2)
-    except KeyboardInterrupt:  # the server has said how to continue
+    except KeyboardInterrupt:  # the server has printed how to continue
         sys.exit(_INTERRUPTED)
     except SystemExit as stop:
         if not stop.code:
             raise
-        reason = f"cannot serve on {args.host}:{args.port}; the lines above say why"
+        reason = f"cannot serve on {args.host}:{args.port}; the reason is above"
         end_command(parser.prog, reason, code=1)
 
 
@@ -78,14 +78,14 @@ def _serve(settings: ApiSettings, host: str, port: int, *, reload: bool) -> None
     if not reload:
         server = _server(settings, host, port)
         server.run()
-        # Where the parent ignores SIGINT, Python does not turn it into this exception.
+        # If the parent process ignores SIGINT, Python does not raise this exception itself.
         if server.was_interrupted:
             raise KeyboardInterrupt
         return
     import uvicorn
     from uvicorn.supervisors import ChangeReload
 
-    # The supervisor watches and restarts; each process it starts builds its own service.
+    # The supervisor restarts processes; each of them builds its own service.
     watched = uvicorn.Config(_APP, host=host, port=port, reload=True, log_level="warning")
     sock = watched.bind_socket()
     print(_start_message(settings, host, sock.getsockname()[1]), flush=True)
@@ -120,17 +120,17 @@ def _server(
             super().handle_exit(sig, frame)
 
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-            # Before the server does, so that a problem with the store is reported in one line.
+            # Before the server does, so that an error of the store is reported in one line.
             await run.open()
             await super().startup(sockets=sockets)
-            # What was imported stays: a full collection need not walk it, which takes 40 ms.
+            # A full collection of the imported objects takes 40 ms and frees nothing.
             gc.freeze()
             if is_announced and self.started:
                 bound_port = self.servers[0].sockets[0].getsockname()[1]
                 print(_start_message(settings, host, bound_port, run), flush=True)
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
-            # Requests that wait for a batch would keep the process until they are cancelled.
+            # Requests that wait for a batch would delay the shutdown until they are cancelled.
             run.stop_waiting()
             await super().shutdown(sockets=sockets)
             if is_announced:
@@ -145,7 +145,7 @@ def _server(
         port=port,
         http=ObservedHttpProtocol,
         ws="none",
-        # One line per request does not help an operator and fills a pipe without a reader.
+        # One line per request does not help an operator, and can fill a pipe without a reader.
         access_log=False,
         log_config=logging,
         timeout_keep_alive=_KEEP_ALIVE_S,
@@ -168,7 +168,7 @@ def _parser() -> CommandParser:
     parser.add_argument(
         "--new-run",
         action="store_true",
-        help="create the run of --run without asking, also when its name is close to another's",
+        help="create the run of --run without asking, even if its name resembles another run's",
     )
     for name, field in ApiSettings.model_fields.items():
         _add_setting(parser, name, field)
@@ -176,7 +176,7 @@ def _parser() -> CommandParser:
 
 
 def _add_setting(parser: argparse.ArgumentParser, name: str, field: FieldInfo) -> None:
-    """Add the flag of one field of `ApiSettings`; what it takes is checked by the model."""
+    """Add the flag of one field of `ApiSettings`, which validates the value."""
     flag = _FLAG_NAMES.get(name, "--" + name.replace("_", "-"))
     default = _DEFAULTS.get(name, field.get_default())
     text = (field.description or "").replace("%", "%%")
@@ -205,7 +205,7 @@ def _settings(parser: argparse.ArgumentParser, args: argparse.Namespace) -> ApiS
         first = error.errors()[0]
         name = str(first["loc"][0])
         flag = _FLAG_NAMES.get(name, "--" + name.replace("_", "-"))
-        reason = first.get("ctx", {}).get("error")  # of our own checks, which name the value
+        reason = first.get("ctx", {}).get("error")  # from our validators, which name the value
         if reason is None:
             reason = f"{first['msg'][:1].lower()}{first['msg'][1:]}, not {first['input']!r}"
         parser.exit(2, f"{parser.prog}: error: argument {flag}: {reason}\n")
@@ -220,20 +220,20 @@ def _port(text: str) -> int:
 
 
 def _check_known(settings: ApiSettings, *, again: str) -> None:
-    """Ask before a run is made whose name is a slip away from that of another.
+    """Ask before a run is created whose name resembles that of another run.
 
     Raises:
-        ConfigError: there is no terminal to ask at, or the answer was no.
+        ConfigError: there is no terminal, or the answer is no.
     """
     name = settings.run_name
-    assert name is not None  # only called when it was given
+    assert name is not None  # only called with --run
     known = asyncio.run(known_runs(settings.store, settings.data_dir))
     meant = None if name in known else similar_run(name, known)
     if meant is None:
         return
-    is_in_file = settings.store == "sqlite"
-    place = str(settings.data_dir) if is_in_file else without_secrets(settings.store)
-    found = f"{place} holds the run {meant}, but not {name}"
+    is_sqlite = settings.store == "sqlite"
+    place = str(settings.data_dir) if is_sqlite else without_secrets(settings.store)
+    found = f"{place} has the run {meant}, but not {name}"
     if sys.stdin is not None and sys.stdin.isatty():
         try:
             answer = input(f"{found}. Create a new run {name}? [y/N] ")
@@ -264,7 +264,7 @@ def _again(settings: ApiSettings, host: str, port: int) -> str:
 
 def _stop_message(settings: ApiSettings, host: str, port: int) -> str:
     if settings.store == "memory":
-        return "stopped; the run was in memory and is gone"
+        return "stopped; the run was in memory and is lost"
     return f"stopped; continue with: {_again(settings, host, port)}"
 
 
@@ -278,20 +278,20 @@ def _start_message(settings: ApiSettings, host: str, port: int, run: Run | None 
         )
     elif settings.token_file is None:
         lines.append(
-            "anybody who can reach this address can post data and reset the run; "
-            "to ask for tokens: --token-file FILE"
+            "every client that reaches this address can post data and reset the run; "
+            "to require tokens: --token-file FILE"
         )
     else:
-        lines.append(f"callers need a token of {settings.token_file}")
+        lines.append(f"clients need a token of {settings.token_file}")
     return "\n".join(lines)
 
 
 def _whereabouts(settings: ApiSettings, run: Run | None) -> str:
     if settings.store == "memory":
-        kept = "the run is in memory: it is gone when this process ends"
+        kept = "the run is in memory: it is lost when this process ends"
         is_named = settings.run_name is not None
-        return f"{kept}, and --run {settings.run_name} continues nothing" if is_named else kept
-    assert settings.run_name is not None  # given or made up by `_settings`
+        return f"{kept}, and --run {settings.run_name} cannot continue it" if is_named else kept
+    assert settings.run_name is not None  # set by `_settings`
     name = settings.run_name
     place = run_file(settings.data_dir, name) if settings.store == "sqlite" else "Redis"
     if run is not None and not run.is_new:

@@ -1,12 +1,12 @@
-"""`atropos-sft-gen`: write the best trajectories of groups as examples to imitate."""
+"""`atropos-sft-gen`: write the best trajectories of groups as demonstrations."""
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Mapping
 from typing import Any
 
 from atroposlib.cli.export_command import (
+    ExportKind,
     add_shared_flags,
     check_for_batch,
     consume_records,
@@ -30,20 +30,14 @@ __all__ = [
 
 
 def main() -> None:
-    """Export until there are enough records, then print a report."""
+    """Export records and print a report."""
     parser = _parser()
     args = parser.parse_args()
     rule = SelectionRule(
         args.save_top_n_per_group, args.allow_negative_scores, args.minimum_score_diff_max_min
     )
-    run_command(
-        parser,
-        args,
-        SFT_FORMATS,
-        lambda form, decode, truncation: SftRecipe(form, rule, decode, truncation),
-        tasks_per_step=args.tasks_per_step,
-        unit="examples",
-    )
+    kind = ExportKind(SFT_FORMATS, SftRecipe, rule)
+    run_command(parser, args, kind, tasks_per_step=args.tasks_per_step, unit="examples")
 
 
 def grab_group_data(
@@ -57,25 +51,18 @@ def grab_group_data(
     """Return the records of one group, best first.
 
     Args:
-        tok: tokenizer with `decode`; not used with `save_messages`.
-        datagroup: `tokens`, `scores`, and where there are some `masks` and `messages`.
-        save_messages: give `messages` and `score` instead of `prefix`, `completion` and `score`.
-        save_top_n_per_group: the most to take.
-        allow_negative_scores: also take scores of 0 and below.
-        minimum_score_diff_max_min: what a score must exceed the lowest one by; 0 asks for nothing.
+        tok: Tokenizer with `decode`; not used with `save_messages`.
+        datagroup: `tokens`, `scores`, and optionally `masks` and `messages`.
+        save_messages: Whether records have `messages` instead of `prefix` and `completion`.
+        save_top_n_per_group: Maximum number of records.
+        allow_negative_scores: Whether scores of 0 and below are accepted.
+        minimum_score_diff_max_min: Minimum difference to the lowest score, exclusive; 0 for none.
 
     Raises:
-        ConfigError: messages are asked for and the group has none.
+        ConfigError: `save_messages` is set and the group has no messages.
     """
     rule = SelectionRule(save_top_n_per_group, allow_negative_scores, minimum_score_diff_max_min)
-    found = grab_group(
-        tok,
-        datagroup,
-        save_messages,
-        SFT_FORMATS,
-        lambda form, decode: SftRecipe(form, rule, decode),
-    )
-    return [{**record, "score": score} for record, score in found]
+    return grab_group(tok, datagroup, save_messages, ExportKind(SFT_FORMATS, SftRecipe, rule))
 
 
 async def sft_data_grabber(
@@ -92,38 +79,35 @@ async def sft_data_grabber(
     append_to_previous: bool,
     tasks_per_step: int = 64,
 ) -> None:
-    """Act as the trainer at an address until `num_seqs_to_save` records are written.
+    """Act as the trainer of a service until `num_seqs_to_save` records are written.
 
     Raises:
-        ConfigError: the output exists and may not be added to; the service was not touched.
-        ExportStoppedError: the service went away; what was written is valid.
+        ConfigError: the output exists and `append_to_previous` is False; no request was sent.
+        ExportStoppedError: the service became unreachable; the output is valid.
     """
     rule = SelectionRule(save_top_n_per_group, allow_negative_scores, minimum_score_diff_max_min)
-
-    def register(num_steps: int) -> None:
-        asyncio.run(register_to_api(group_size, max_token_len, api_url, num_steps, tasks_per_step))
-
     await consume_records(
         filepath,
         api_url,
         save_messages,
-        SFT_FORMATS,
-        lambda form, decode, truncation: SftRecipe(form, rule, decode, truncation),
+        ExportKind(SFT_FORMATS, SftRecipe, rule),
+        group_size=group_size,
+        max_token_len=max_token_len,
+        tasks_per_step=tasks_per_step,
         tokenizer=tokenizer,
         max_records=num_seqs_to_save,
         appends=append_to_previous,
-        register=register,
     )
 
 
 def _parser() -> CommandParser:
     parser = CommandParser(
         prog="atropos-sft-gen",
-        description="Write the best trajectories of scored groups as examples to imitate.",
+        description="Write the best trajectories of scored groups as demonstrations.",
     )
     add_shared_flags(parser, SFT_FORMATS, min_score_diff=0.0)
     parser.add_argument(
-        "--save-top-n-per-group", type=int, default=3, help="of each group (%(default)s)"
+        "--save-top-n-per-group", type=int, default=3, help="records per group (%(default)s)"
     )
     parser.add_argument(
         "--tasks-per-step", type=int, default=64, help="groups per batch of --consume (%(default)s)"

@@ -1,7 +1,7 @@
 """`view-run`: show the rollouts of a live service, a stored run or a file in a browser.
 
-The command takes no groups and resets nothing, so a training run is not affected. At a service
-without a trainer it stands in for one, so that environments start; a trainer takes its place.
+The command takes no groups and resets nothing, so a training run is not affected. If a service has
+no trainer, the command registers in its place until a trainer does, so that environments start.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ __all__ = ["build_interface", "find_common_prefix", "main", "view"]
 DEFAULT_TOKENIZER = "NousResearch/DeepHermes-3-Llama-3-8B-Preview"
 DEFAULT_URL = "http://localhost:8000"
 DEFAULT_PORT = 9101
-"""Not 9001: there the examples have their inference engine."""
+"""Not 9001, the port of the inference engine in examples."""
 TOKEN_VARIABLE = "ATROPOS_API_TOKEN"
 _SERVICE_WAIT_S = 10.0
 _TERMINATED = 128 + signal.SIGTERM
@@ -52,18 +52,18 @@ def view(prog: str, *, tokenizer: str, start_page: str) -> None:
     """Read the command line and serve the pages.
 
     Args:
-        prog: name of the command.
-        tokenizer: used where none is named.
-        start_page: page that is open at first.
+        prog: Name of the command.
+        tokenizer: Default of `--tokenizer`.
+        start_page: First page.
     """
     args = _parser(prog, tokenizer).parse_args()
     os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
     try:
-        # Before a service is asked for anything: what cannot be shown must not stand in.
+        # Before the command registers at a service: it must not hold a place it cannot use.
         require_free_port(args.host, args.port)
     except ConfigError as error:
         end_command(prog, error, code=2)
-    # By way of `close` in `_view`, which frees the place of the trainer.
+    # `sys.exit` runs `close` in `_view`, which ends the registration.
     former = signal.signal(signal.SIGTERM, lambda *_: sys.exit(_TERMINATED))
     try:
         _view(prog, args, start_page)
@@ -91,13 +91,13 @@ def _view(prog: str, args: argparse.Namespace, start_page: str) -> None:
 async def build_interface(
     group_size: int, max_token_len: int, tokenizer: str, port: int
 ) -> Any:  # the application
-    """Serve the pages of the service on this machine, without waiting for their end.
+    """Start to serve the pages of the service on this machine.
 
     Args:
-        group_size: boxes on the page of plain text.
-        max_token_len: not used: nothing is registered.
-        tokenizer: name or folder.
-        port: to listen on.
+        group_size: Boxes on the page of plain text.
+        max_token_len: Not used, since nothing is registered.
+        tokenizer: Name or folder.
+        port: Port to listen on.
     """
     from atroposlib.viewer.app import build_app, launch_app
     from atroposlib.viewer.sources import LiveSource
@@ -128,7 +128,7 @@ def _serve(prog: str, viewer: Viewer, args: argparse.Namespace, start_page: str)
 
 
 def _warn(prog: str, viewer: Viewer, api_url: str | None) -> None:
-    """Print on the terminal what the pages cannot show; the pages show the same message."""
+    """Print on the terminal why groups or texts are missing; the pages show the same messages."""
     problem = _reading_problem(viewer) if api_url is None else _service_problem(api_url)
     if problem is not None:
         print(f"{prog}: warning: {problem}", file=sys.stderr, flush=True)
@@ -139,23 +139,23 @@ def _warn(prog: str, viewer: Viewer, api_url: str | None) -> None:
 
 
 def _reading_problem(viewer: Viewer) -> str | None:
-    """Return why a file or a stored run shows no groups, or not all; None when it does."""
+    """Return why groups of a file or a stored run are missing, or None."""
     while viewer.is_reading:
         time.sleep(_READING_POLL_S)
     source = viewer.source
     if len(viewer.index) and not source.problems.count:
         return None
     if not source.problems.count:
-        return f"{source.title} holds no groups: {source.figures().why_empty}"
+        return f"{source.title} has no groups: {source.figures().why_empty}"
     num_groups = len(viewer.index) or "no"
     return (
-        f"{source.title} holds {num_groups} groups; {source.problems.count} entries cannot be "
+        f"{source.title} has {num_groups} groups; {source.problems.count} entries cannot be "
         f"shown, the first: {source.problems.messages[0]}"
     )
 
 
 def _service_problem(api_url: str) -> str | None:
-    """Return why a service cannot be looked at; None when it answers."""
+    """Return why the groups of a service cannot be read, or None."""
     from atroposlib.api.client_consumer import InspectionClient
     from atroposlib.api.client_transport import RetryRule
     from atroposlib.errors import TrajectoryApiError
@@ -167,7 +167,7 @@ def _service_problem(api_url: str) -> str | None:
         ) as client:
             client.status()
     except TrajectoryApiError as error:
-        return f"no groups can be seen yet: {error}"
+        return f"no groups can be shown yet: {error}"
     return None
 
 
@@ -221,23 +221,25 @@ def _run_path(run: str, data_dir: Path) -> Path:
 def _parser(prog: str, tokenizer: str) -> CommandParser:
     parser = CommandParser(
         prog=prog,
-        description="Look at rollouts in a browser; nothing is taken from the run they belong to. "
-        f"At a service without a trainer, {prog} stands in for one, so that environments start. "
-        f"A service that asks for a token is shown the one in {TOKEN_VARIABLE}.",
+        description="Show rollouts in a browser, without taking groups from the run. "
+        f"If a service has no trainer, {prog} registers in its place, so that environments start. "
+        f"A service that requires a token receives the one in {TOKEN_VARIABLE}.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
     )
     where = parser.add_mutually_exclusive_group()
-    where.add_argument("--api-url", default=DEFAULT_URL, help="service to look at")
-    where.add_argument("--file", help="JSON Lines file of groups, as `process` writes")
+    where.add_argument("--api-url", default=DEFAULT_URL, help="service to show")
+    where.add_argument("--file", help="JSON Lines file of groups, as `process` writes them")
     where.add_argument("--run", help="stored run: its name, or the path of its .sqlite3 file")
     parser.add_argument("--data-dir", default="atropos_runs", help="folder of stored runs")
     parser.add_argument(
-        "--metrics", help="folder with metrics.jsonl files of environments: what they dropped"
+        "--metrics", help="folder with metrics.jsonl files, to show what environments dropped"
     )
-    parser.add_argument("--tokenizer", default=tokenizer, help="name or folder of the run's own")
+    parser.add_argument(
+        "--tokenizer", default=tokenizer, help="name or folder of the run's tokenizer"
+    )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument(
-        "--port", type=integer_between(0, 65535), default=DEFAULT_PORT, help="0: a free one"
+        "--port", type=integer_between(0, 65535), default=DEFAULT_PORT, help="0: a free port"
     )
     parser.add_argument(
         "--allowed-host",
@@ -246,8 +248,8 @@ def _parser(prog: str, tokenizer: str) -> CommandParser:
         action="append",
         type=_host_name,
         default=[],
-        help="name beyond this machine's own that browsers reach it by, through a reverse proxy or "
-        "a tunnel; may be given several times",
+        help="additional host name of the pages, for a reverse proxy or a tunnel; may be given "
+        "several times",
     )
     parser.add_argument(
         "--group-size",
@@ -259,10 +261,10 @@ def _parser(prog: str, tokenizer: str) -> CommandParser:
         "--max-token-len",
         type=int,
         default=2048,
-        help="accepted for older scripts; it changes nothing",
+        help="has no effect; accepted for older scripts",
     )
     parser.add_argument(
-        "--share", action="store_true", help="also open a public link through Gradio's servers"
+        "--share", action="store_true", help="create a public link through Gradio's servers"
     )
     return parser
 

@@ -1,4 +1,4 @@
-"""`view-run-multimodal`: as `view-run`, open at the page of images."""
+"""`view-run-multimodal`: `view-run` with the page of images as its first page."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ DEFAULT_TOKENIZER = "Qwen/Qwen2-VL-2B-Instruct"
 
 
 def main() -> None:
-    """Serve the pages until SIGINT."""
+    """Serve the pages until SIGINT or SIGTERM."""
     view("view-run-multimodal", tokenizer=DEFAULT_TOKENIZER, start_page="images")
 
 

@@ -1,4 +1,4 @@
-"""Data sets and replays out of scored groups: what `atropos-sft-gen` and its like are made of.
+"""Exports and replays of scored groups: `atropos-sft-gen`, `atropos-dpo-gen`, `atropos-replay`.
 
 source ─► RawGroup ─► ExportGroup ─► selection or pairing ─► texts ─► record ─► output
 (file, stored run, service)           pure rules                     format     JSONL, Parquet

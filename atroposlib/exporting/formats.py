@@ -1,13 +1,12 @@
 """Records of SFT examples and preference pairs: one pure function per format.
 
-A format receives a trajectory, or a pair, with every field that some format needs. It returns one
-line of the output, without the score. A chat that a format cannot hold is refused with a reason,
-which the report counts.
+A format receives a trajectory or a pair and returns one record, without the score. For a chat that
+it does not support it raises `ChatError` with a reason, which the report counts.
 
-Two recipes lead from decoded groups to records:
+Two recipes make records of decoded groups:
 
 pick(group) ─► picks, a few per group          build(picks of many groups) ─► records
-               └ reasons for all left out                  texts decoded together
+               └ numbers dropped, by reason                texts decoded in one batch
 """
 
 from __future__ import annotations
@@ -23,6 +22,7 @@ from atroposlib.exporting.selection import (
     PairRule,
     SelectionRule,
     Span,
+    Trajectory,
     TrajectoryReader,
     TruncationRule,
     pair_prompt_length,
@@ -51,15 +51,11 @@ _ASSISTANT_ROLES = frozenset({"assistant", "agent"})
 
 
 class ChatError(ValueError):
-    """A chat that the asked form cannot hold; the message is the reason for the report."""
+    """A format does not support a chat; the message is the reason for the report."""
 
 
 def check_chat(messages: Any) -> Chat:
-    """Return a chat if it is one that ends with what the policy wrote.
-
-    Raises:
-        ChatError: it is not.
-    """
+    """Return the messages of a chat that ends with an assistant message; raises `ChatError`."""
     if not isinstance(messages, list) or not messages:
         raise ChatError("no messages")
     for message in messages:
@@ -71,7 +67,7 @@ def check_chat(messages: Any) -> Chat:
 
 
 def plain_chat(messages: Any) -> Chat:
-    """Return a chat with role, content and tool calls only; raises `ChatError`."""
+    """Return a chat without fields other than role, content and tool calls; raises `ChatError`."""
     chat = []
     for message in check_chat(messages):
         role = "assistant" if message["role"] in _ASSISTANT_ROLES else message["role"]
@@ -85,11 +81,11 @@ def plain_chat(messages: Any) -> Chat:
 
 
 def openai_chat(messages: Any) -> Chat:
-    """Return a chat as OpenAI's fine-tuning takes it; raises `ChatError`."""
+    """Return a chat in the format of OpenAI's fine-tuning; raises `ChatError`."""
     chat = plain_chat(messages)
     for message in chat:
         if message["role"] not in _OPENAI_ROLES:
-            raise ChatError("a role that OpenAI's format does not have")
+            raise ChatError("a role that OpenAI's format does not support")
         if message["role"] == "tool" and not message.get("tool_call_id"):
             raise ChatError("a tool message without tool_call_id")
         if message.get("tool_calls"):
@@ -98,20 +94,16 @@ def openai_chat(messages: Any) -> Chat:
 
 
 def split_chats(chosen: Sequence[Any], rejected: Sequence[Any]) -> tuple[Chat, Chat, Chat]:
-    """Return the messages two chats begin with, and the rest of each.
+    """Return the common first messages of two chats, and the other messages of each.
 
     Raises:
-        ChatError: one of the chats is the beginning of the other: nothing is left to prefer.
+        ChatError: one of the chats starts with the other, so nothing is left to prefer.
     """
-    shared = 0
-    for a, b in zip(chosen, rejected, strict=False):
-        if a != b:
-            break
-        shared += 1
-    prompt, preferred, other = list(chosen[:shared]), list(chosen[shared:]), list(rejected[shared:])
-    if not preferred or not other:
-        raise ChatError("both chats say the same")
-    return prompt, preferred, other
+    pairs = enumerate(zip(chosen, rejected, strict=False))
+    shared = next((i for i, (a, b) in pairs if a != b), None)
+    if shared is None:
+        raise ChatError("one chat of the pair starts with the other")
+    return list(chosen[:shared]), list(chosen[shared:]), list(rejected[shared:])
 
 
 def _openai_call(call: Any) -> dict[str, Any]:
@@ -127,31 +119,21 @@ def _openai_call(call: Any) -> dict[str, Any]:
     }
 
 
-_NO_TEXT = TextPair("", "")
-
-
 class Example(NamedTuple):
-    """One chosen trajectory."""
+    """The input of an SFT format."""
 
-    tokens: Sequence[int]
-    """[L]."""
-    mask: Sequence[int] | None
-    """[L]; None when the group says nothing about what to train on."""
-    prompt_length: int
-    """Tokens of the prompt."""
+    side: Trajectory
     text: TextPair
-    """Empty where the format does not ask for text."""
+    """Empty unless the format needs text."""
     segments: Sequence[str]
-    """Text of each of `spans_of`, where the format asks for them."""
-    messages: Any
-    """The chat as the environment gave it."""
+    """The text of each span of `spans_of`; empty unless the format needs segments."""
 
 
 class Preference(NamedTuple):
-    """One pair."""
+    """The input of a DPO format."""
 
     chosen: TextPair
-    """Empty where the format does not ask for text; both sides have the same prompt."""
+    """Empty unless the format needs text; both sides have the same prompt."""
     rejected: TextPair
     chosen_messages: Any
     rejected_messages: Any
@@ -161,52 +143,49 @@ class Format(NamedTuple):
     """A format of the output."""
 
     build: Callable[[Any], dict[str, Any]]
-    """Takes an `Example`, or a `Preference`."""
+    """Makes a record of an `Example` or a `Preference`."""
     about: str
-    """For people: who reads it."""
+    """Description for `--help`."""
     needs_text: bool = False
     needs_segments: bool = False
     needs_messages: bool = False
     has_score: bool = False
-    """Whether records carry the score unasked."""
+    """Whether records have the score without `--keep-scores`."""
 
     @property
     def needs_tokenizer(self) -> bool:
         return self.needs_text or self.needs_segments
 
 
-def spans_of(tokens: Sequence[int], mask: Sequence[int] | None, prompt_length: int) -> list[Span]:
-    """Return trained and other spans; without a mask every token after the prompt is trained."""
-    if mask:
-        return trained_spans(mask)
-    spans = [Span(0, prompt_length, False), Span(prompt_length, len(tokens), True)]
+def spans_of(side: Trajectory) -> list[Span]:
+    """Return trained and masked spans; without a mask every token after the prompt is trained."""
+    if side.mask:
+        return trained_spans(side.mask)
+    end = side.prompt_length
+    spans = [Span(0, end, False), Span(end, len(side.tokens), True)]
     return [span for span in spans if span.start < span.end]
 
 
 def _messages(example: Example) -> dict[str, Any]:
-    return {"messages": plain_chat(example.messages)}
+    return {"messages": plain_chat(example.side.messages)}
 
 
 def _chat_prompt_completion(example: Example) -> dict[str, Any]:
-    chat = plain_chat(check_chat(example.messages))
+    chat = plain_chat(example.side.messages)
     return {"prompt": chat[:-1], "completion": chat[-1:]}
 
 
 def _segments(example: Example) -> dict[str, Any]:
-    spans = spans_of(example.tokens, example.mask, example.prompt_length)
-    pairs = zip(spans, example.segments, strict=True)
+    pairs = zip(spans_of(example.side), example.segments, strict=True)
     return {"segments": [{"label": span.is_trained, "text": text} for span, text in pairs]}
 
 
 def _token_ids(example: Example) -> dict[str, Any]:
-    labels = list(example.mask or [])
-    if not labels:
-        ignored = [IGNORE_INDEX] * example.prompt_length
-        labels = [*ignored, *example.tokens[example.prompt_length :]]
+    tokens, end = example.side.tokens, example.side.prompt_length
     return {
-        "input_ids": list(example.tokens),
-        "attention_mask": [1] * len(example.tokens),
-        "labels": labels,
+        "input_ids": list(tokens),
+        "attention_mask": [1] * len(tokens),
+        "labels": list(example.side.mask or [*[IGNORE_INDEX] * end, *tokens[end:]]),
     }
 
 
@@ -218,8 +197,8 @@ SFT_FORMATS: Mapping[str, Format] = {
         has_score=True,
     ),
     "atropos-messages": Format(
-        lambda example: {"messages": example.messages},
-        "messages as the environment gave them, score",
+        lambda example: {"messages": example.side.messages},
+        "messages as the environment sent them, score",
         needs_messages=True,
         has_score=True,
     ),
@@ -233,11 +212,11 @@ SFT_FORMATS: Mapping[str, Format] = {
         needs_messages=True,
     ),
     "axolotl": Format(
-        _segments, "Axolotl, type input_output: segments as trained on", needs_segments=True
+        _segments, "Axolotl, type input_output: trained and masked segments", needs_segments=True
     ),
     "axolotl-chat": Format(_messages, "Axolotl, type chat_template: messages", needs_messages=True),
     "openai": Format(
-        lambda example: {"messages": openai_chat(example.messages)},
+        lambda example: {"messages": openai_chat(example.side.messages)},
         "OpenAI fine-tuning: messages",
         needs_messages=True,
     ),
@@ -280,9 +259,8 @@ def _pair_openai(pair: Preference) -> dict[str, Any]:
 
 
 def _check_single(chosen: Any, rejected: Any) -> None:
-    """Raise where one of the sides has more than the last message of its own."""
     if len(chosen) > 1 or len(rejected) > 1:
-        raise ChatError("the chats part before their last message")
+        raise ChatError("the chats differ before their last message")
 
 
 def _split(pair: Preference) -> tuple[Any, Any, Any]:
@@ -302,7 +280,7 @@ DPO_FORMATS: Mapping[str, Format] = {
     ),
     "atropos-messages": Format(
         lambda pair: {"pos": pair.chosen_messages, "neg": pair.rejected_messages},
-        "pos and neg as the environment gave them, score of pos",
+        "pos and neg as the environment sent them, score of pos",
         needs_messages=True,
         has_score=True,
     ),
@@ -332,40 +310,38 @@ DPO_FORMATS: Mapping[str, Format] = {
 
 
 class Built(NamedTuple):
-    """One record on its way to the output."""
+    """A record and its statistics for the report."""
 
     record: dict[str, Any] | None
-    """None when the format cannot hold it."""
+    """None if the format does not support the chat."""
     score: float
     num_tokens: int
-    """Of the completion, both sides of a pair together."""
+    """Completion tokens; of a pair, those of both sides."""
     is_truncated: bool
     where: str
     reason: str = ""
-    """Reason why the format cannot hold it."""
+    """Reason why there is no record."""
 
 
 class Picked(NamedTuple):
-    """The picks of one group."""
+    """The trajectories or pairs selected from one group."""
 
     picks: list[Any]
-    """Opaque; for `build` of the same recipe."""
-    refused: dict[str, int]
-    """Trajectories left out, by reason."""
+    """Opaque; input of `build` of the same recipe."""
+    dropped: Mapping[str, int]
+    """Numbers of trajectories that were dropped, by reason."""
 
 
 class Recipe(Protocol):
-    """One way to make records."""
+    """Selects trajectories or pairs, and makes records of them."""
 
-    def pick(self, group: ExportGroup, where: str) -> Picked:
-        """Choose what becomes records."""
+    def pick(self, group: ExportGroup, where: str) -> Picked: ...
 
-    def build(self, picks: Sequence[Any]) -> list[Built]:
-        """Make the records, decoding all texts together."""
+    def build(self, picks: Sequence[Any]) -> list[Built]: ...
 
 
 class SftRecipe:
-    """Examples to imitate."""
+    """Makes records of the best trajectories."""
 
     def __init__(
         self,
@@ -380,41 +356,27 @@ class SftRecipe:
         self._reader = TrajectoryReader(truncation, needs_messages=form.needs_messages)
 
     def pick(self, group: ExportGroup, where: str) -> Picked:
-        sides, refused = self._reader.read(group)
+        sides, dropped = self._reader.read(group)
         selection = select(group.scores, self._rule, eligible=list(sides))
         picks = [(where, sides[i]) for i in selection.chosen]
-        return Picked(picks, {**refused, **selection.refused})
+        return Picked(picks, {**dropped, **selection.dropped})
 
     def build(self, picks: Sequence[Any]) -> list[Built]:
-        texts = self._texts(picks)
-        segments = self._segments(picks)
+        parts = [(side.tokens, side.prompt_length) for _, side in picks]
+        texts = _texts(self._form, self._decode, parts)
         built = []
-        for i, (where, side) in enumerate(picks):
-            example = Example(
-                tokens=side.tokens,
-                mask=side.mask,
-                prompt_length=side.prompt_length,
-                text=texts[i] if texts else _NO_TEXT,
-                segments=segments[i] if segments else (),
-                messages=side.messages,
-            )
+        for (where, side), text, segments in zip(picks, texts, self._segments(picks), strict=True):
             place = f"{where}, trajectory {side.position + 1}"
-            record, reason = _record_or_reason(self._form, example)
+            record, reason = _record_or_reason(self._form, Example(side, text, segments))
             num_tokens = len(side.tokens) - side.prompt_length
             built.append(Built(record, side.score, num_tokens, side.is_truncated, place, reason))
         return built
 
-    def _texts(self, picks: Sequence[Any]) -> list[TextPair]:
-        if not self._form.needs_text:
-            return []
-        assert self._decode is not None
-        return split_texts([(side.tokens, side.prompt_length) for _, side in picks], self._decode)
-
     def _segments(self, picks: Sequence[Any]) -> list[list[str]]:
         if not self._form.needs_segments:
-            return []
+            return [[] for _ in picks]
         assert self._decode is not None
-        spans = [spans_of(side.tokens, side.mask, side.prompt_length) for _, side in picks]
+        spans = [spans_of(side) for _, side in picks]
         rows = [
             side.tokens[span.start : span.end]
             for (_, side), own in zip(picks, spans, strict=True)
@@ -425,7 +387,7 @@ class SftRecipe:
 
 
 class DpoRecipe:
-    """Preference pairs."""
+    """Makes records of preference pairs."""
 
     def __init__(
         self,
@@ -443,17 +405,17 @@ class DpoRecipe:
         self._reader = TrajectoryReader(truncation, needs_messages=form.needs_messages)
 
     def pick(self, group: ExportGroup, where: str) -> Picked:
-        sides, refused = self._reader.read(group)
+        sides, dropped = self._reader.read(group)
         positions = list(sides)
         if not positions:
-            return Picked([], refused)
+            return Picked([], dropped)
         scores = [group.scores[i] for i in positions]
         pairing = pair_up(scores, self._rule, GroupChooser(self._seed, where))
         picks = [
             (where, sides[positions[pair.chosen]], sides[positions[pair.rejected]])
             for pair in pairing.pairs
         ]
-        return Picked(picks, {**refused, **pairing.refused})
+        return Picked(picks, {**dropped, **pairing.dropped})
 
     def build(self, picks: Sequence[Any]) -> list[Built]:
         lengths = [
@@ -465,36 +427,34 @@ class DpoRecipe:
             )
             for _, chosen, rejected in picks
         ]
-        texts = self._texts(picks, lengths)
-        built = []
-        for i, (where, chosen, rejected) in enumerate(picks):
-            pair = Preference(
-                texts[2 * i] if texts else _NO_TEXT,
-                texts[2 * i + 1] if texts else _NO_TEXT,
-                chosen.messages,
-                rejected.messages,
-            )
-            place = f"{where}, trajectories {chosen.position + 1} and {rejected.position + 1}"
-            record, reason = _record_or_reason(self._form, pair)
-            num_tokens = len(chosen.tokens) + len(rejected.tokens) - 2 * lengths[i]
-            is_cut = chosen.is_truncated or rejected.is_truncated
-            built.append(Built(record, chosen.score, num_tokens, is_cut, place, reason))
-        return built
-
-    def _texts(self, picks: Sequence[Any], lengths: Sequence[int]) -> list[TextPair]:
-        if not self._form.needs_text:
-            return []
-        assert self._decode is not None
         parts = [
             (side.tokens, length)
             for (_, *pair), length in zip(picks, lengths, strict=True)
             for side in pair
         ]
-        return split_texts(parts, self._decode)
+        texts = _texts(self._form, self._decode, parts)
+        built = []
+        for i, (where, chosen, rejected) in enumerate(picks):
+            best, worst = texts[2 * i : 2 * i + 2]
+            pair = Preference(best, worst, chosen.messages, rejected.messages)
+            place = f"{where}, trajectories {chosen.position + 1} and {rejected.position + 1}"
+            record, reason = _record_or_reason(self._form, pair)
+            num_tokens = len(chosen.tokens) + len(rejected.tokens) - 2 * lengths[i]
+            is_truncated = chosen.is_truncated or rejected.is_truncated
+            built.append(Built(record, chosen.score, num_tokens, is_truncated, place, reason))
+        return built
+
+
+def _texts(
+    form: Format, decode: Decoder | None, parts: Sequence[tuple[Sequence[int], int]]
+) -> list[TextPair]:
+    if not form.needs_text:
+        return [TextPair("", "")] * len(parts)
+    assert decode is not None
+    return split_texts(parts, decode)
 
 
 def _record_or_reason(form: Format, source: Any) -> tuple[dict[str, Any] | None, str]:
-    """Build a record; a chat that the format cannot hold gives the reason instead."""
     try:
         return form.build(source), ""
     except ChatError as error:

@@ -2,11 +2,11 @@
 
     file       JSON Lines, one group per line, as `process` writes them
     run        the SQLite file of a stored run, which a service may be using
-    live       the inspection routes of a service; takes nothing, and may wait for more
+    live       the inspection routes of a service, without taking groups; may wait for more
     consume    the batches of a service, taken as its trainer after a reset
 
-JSON is decoded by msgspec, five fields only. Text that msgspec refuses and Python's reader accepts,
-such as a lone surrogate that a model wrote, is decoded by the latter.
+msgspec decodes five fields of a JSON group. Text that it rejects but Python's decoder accepts, such
+as a lone surrogate that a model generated, is decoded by the latter.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import sqlite3
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -46,44 +46,39 @@ _MAX_UNPACKED_BYTES = 2**31
 
 
 class RawGroup(NamedTuple):
-    """One group, not decoded yet."""
+    """An encoded group."""
 
     where: str
-    """Where it was found, for messages: `line 12`, `group 7`."""
-    lane: Lane
+    """Place for messages: `line 12`, `group 7`."""
+    format: Lane
     content: bytes
 
 
 class ExportGroup(msgspec.Struct, gc=False):
-    """What an export reads of a group; other fields are ignored."""
+    """The fields of a group that an export reads."""
 
     tokens: list[list[int]]
     """[G][L] prompt and completion ids."""
     scores: list[float]
-    """[G] one number per trajectory."""
+    """[G]."""
     masks: list[list[int]] | None = None
-    """[G][L] -100, or the id where it is trained on; None when the group has none."""
+    """[G][L] the id where it is trained, -100 elsewhere."""
     messages: list[Any] | None = None
-    """[G] one chat per trajectory; None when the environment gave none."""
+    """[G] one chat per trajectory."""
     tokenized_from_text: bool | None = None
-    """Whether the tokens were made from the text of a server that reports none."""
+    """Whether the tokens were made from text, because the server reports no token ids."""
 
 
 _decoder = msgspec.json.Decoder(ExportGroup)
 
 
-def lane_of_payload(content: bytes) -> Lane:
-    """Return the format of a stored group: JSON objects start with a brace."""
-    return "json" if content[:1] == b"{" else "msgpack"
-
-
 def export_group(raw: RawGroup) -> ExportGroup:
-    """Decode what an export needs of a group.
+    """Decode the fields of a group that an export reads.
 
     Raises:
-        GroupError: it is not a group; the message says what is wrong, never what the text holds.
+        GroupError: it is not a group; the message does not quote its content.
     """
-    if raw.lane == "json":
+    if raw.format == "json":
         try:
             group = _decoder.decode(raw.content)
         except (msgspec.DecodeError, UnicodeDecodeError):
@@ -95,8 +90,8 @@ def export_group(raw: RawGroup) -> ExportGroup:
 
 
 def full_group(raw: RawGroup) -> dict[str, Any]:
-    """Decode a group with every field it has; raises like `export_group`."""
-    if raw.lane != "json":
+    """Decode all fields of a group; raises like `export_group`."""
+    if raw.format != "json":
         return _unpacked(raw.content)
     value = _plain_json(raw.content)
     if not isinstance(value, dict):
@@ -109,7 +104,11 @@ def _plain_json(content: bytes) -> Any:
     try:
         return json.loads(content)
     except (ValueError, RecursionError) as error:
-        raise GroupError(f"not JSON: {_without_content(error)}") from error
+        # Its own message would quote the text, which is untrusted.
+        reason = type(error).__name__
+        if isinstance(error, json.JSONDecodeError):
+            reason = f"{error.msg} at character {error.pos + 1}"
+        raise GroupError(f"not JSON: {reason}") from error
 
 
 def _converted(value: Any) -> ExportGroup:
@@ -133,17 +132,12 @@ def _check(group: ExportGroup) -> None:
     num_sequences = len(group.tokens)
     if num_sequences == 0:
         raise GroupError("tokens: empty; a group needs at least one trajectory")
-    rows: tuple[tuple[str, Sequence[Any] | None], ...] = (
-        ("scores", group.scores),
-        ("masks", group.masks),
-        ("messages", group.messages),
-    )
-    for name, column in rows:
-        # An empty list in an optional field is how some environments say that it was not filled.
-        if column and len(column) != num_sequences:
+    # Some environments send an empty list for an optional field that they do not fill.
+    masks, messages = group.masks or None, group.messages or None
+    columns = {"scores": group.scores, "masks": masks, "messages": messages}
+    for name, column in columns.items():
+        if column is not None and len(column) != num_sequences:
             raise GroupError(f"{name}: {len(column)} entries, tokens has {num_sequences}")
-    if len(group.scores) != num_sequences:
-        raise GroupError(f"scores: {len(group.scores)} entries, tokens has {num_sequences}")
     for i, (mask, ids) in enumerate(zip(group.masks or (), group.tokens, strict=False)):
         if len(mask) != len(ids):
             raise GroupError(f"masks[{i}]: {len(mask)} entries, tokens[{i}] has {len(ids)}")
@@ -151,22 +145,15 @@ def _check(group: ExportGroup) -> None:
         raise GroupError("scores: a score is not a finite number")
 
 
-def _without_content(error: Exception) -> str:
-    """Say where text stopped being JSON, without repeating the text."""
-    if isinstance(error, json.JSONDecodeError):
-        return f"{error.msg} at character {error.pos + 1}"
-    return type(error).__name__
-
-
 def _kind(value: Any) -> str:
     return {list: "a list", str: "a text", type(None): "null"}.get(type(value), "a number")
 
 
 def open_jsonl(path: Path) -> Path:
-    """Return the path if a file can be read there.
+    """Return the path of a readable file.
 
     Raises:
-        ConfigError: there is none, or it may not be read.
+        ConfigError: the file does not exist or is not readable.
     """
     try:
         with path.open("rb"):
@@ -176,7 +163,7 @@ def open_jsonl(path: Path) -> Path:
 
 
 def read_jsonl(path: Path) -> Iterator[RawGroup]:
-    """Yield the lines of a file that are not blank; whether each is a group is not looked at."""
+    """Yield the lines of a file that are not blank, without decoding them."""
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             content = line.strip()
@@ -190,19 +177,19 @@ _QUIET_ROUNDS_BEFORE_HINT = 5
 
 
 def check_inspectable(client: InspectionClient) -> None:
-    """Make sure that the service is there and lets itself be looked at.
+    """Check that a service has the inspection routes.
 
     Raises:
-        ConfigError: it is a service without the inspection routes.
-        TrajectoryApiError: it is away, or the token is not enough.
+        ConfigError: it does not have them.
+        TrajectoryApiError: it is unreachable, or the role of the token does not suffice.
     """
     try:
         client.groups("queued", limit=1)
     except TrajectoryApiError as error:
         if error.status in (404, 405):
             raise ConfigError(
-                f"the service at {without_secrets(client.base_url)} has no routes to look at "
-                "groups; --consume takes its batches as a trainer would"
+                f"the service at {without_secrets(client.base_url)} has no inspection routes; "
+                "--consume takes its batches as a trainer would"
             ) from error
         raise
 
@@ -211,33 +198,32 @@ def watch_groups(
     client: InspectionClient,
     *,
     is_endless: bool,
-    tell: Callable[[str], None] = lambda _: None,
+    notify: Callable[[str], None] = lambda _: None,
     consumer: Consumer | None = None,
     sleep: Callable[[float], None] = time.sleep,
 ) -> Iterator[RawGroup]:
-    """Yield every group once: the last delivered ones, those in flight, those that wait, new ones.
+    """Yield every group once: delivered ones, those in flight, queued ones, then new ones.
 
-    Groups that leave between two looks and are not kept by the service any more are missed.
+    Groups that the service discards between two polls are missed.
 
     Args:
-        client: of the service.
-        is_endless: whether to wait for more groups once all were seen.
-        tell: gets a sentence when nothing comes and the reason is known.
-        consumer: stands in for a trainer while there is none, and takes what was yielded; None
-            only looks.
-        sleep: waits; replaced in tests.
+        client: Client of the service.
+        is_endless: Whether to wait for new groups.
+        notify: Receives a line with the reason if no groups arrive.
+        consumer: Registers in place of a trainer while there is none, and takes the groups that
+            were yielded. None takes no groups.
+        sleep: Replaced in tests.
     """
     seen: set[int] = set()
-    told: set[str] = set()
+    reported: set[str] = set()
     num_quiet_rounds = 0
     try:
         while True:
             has_leased = consumer is not None and consumer.attend()
             entries = (entry for state in _STATES for entry in client.new_groups(state, seen))
             new = sorted({entry["id"] for entry in entries})
-            for payload in client.payloads(new):
-                if payload is not None:
-                    yield RawGroup(f"group {payload.group_id}", payload.lane, payload.content)
+            for payload in filter(None, client.payloads(new)):
+                yield RawGroup(f"group {payload.group_id}", payload.lane, payload.content)
             seen.update(new)
             if not is_endless:
                 return
@@ -245,17 +231,17 @@ def watch_groups(
                 consumer.settle()
             num_quiet_rounds = 0 if new else num_quiet_rounds + 1
             if num_quiet_rounds == _QUIET_ROUNDS_BEFORE_HINT:
-                reason = _why_quiet(client)
-                if reason not in told:  # groups come and go; each reason is news once
-                    tell(reason)
-                told.add(reason)
+                reason = _reason_for_no_groups(client)
+                if reason not in reported:
+                    notify(reason)
+                reported.add(reason)
             sleep(0.0 if new or has_leased else _POLL_S)
     finally:
         if consumer is not None:
             consumer.release()
 
 
-def _why_quiet(client: InspectionClient) -> str:
+def _reason_for_no_groups(client: InspectionClient) -> str:
     if int(client.info()["batch_size"]) < 0:
         return (
             "no trainer is registered, so environments do not start; start one, or let this "
@@ -264,10 +250,10 @@ def _why_quiet(client: InspectionClient) -> str:
     if not any(env["is_connected"] for env in client.envs()):
         return (
             "no environment is connected yet: start one with `serve`, and with "
-            f"--env.rollout_server_url {without_secrets(client.base_url)} where that is not its "
+            f"--env.rollout_server_url {without_secrets(client.base_url)} unless that is its "
             "default"
         )
-    return "waiting for new groups; Ctrl-C ends the export and keeps what is written"
+    return "waiting for new groups; Ctrl-C ends the export and keeps the records written so far"
 
 
 _SUFFIX = ".sqlite3"
@@ -275,14 +261,10 @@ _ROWS_PER_READ = 500
 
 
 def find_run(run: str, data_dir: Path) -> Path:
-    """Return the file of a run.
-
-    Args:
-        run: the name of a run in `data_dir`, or the path of its file.
-        data_dir: where the service keeps runs.
+    """Return the file of a run, given by its name in `data_dir` or by the path of its file.
 
     Raises:
-        ConfigError: there is no such run, or the file is not one of a run.
+        ConfigError: the run does not exist, or the file is not that of a run.
     """
     path = Path(run) if run.endswith(_SUFFIX) else data_dir / f"{run}{_SUFFIX}"
     if not path.is_file():
@@ -303,7 +285,7 @@ def find_run(run: str, data_dir: Path) -> Path:
 
 
 def read_run(path: Path) -> Iterator[RawGroup]:
-    """Yield the groups of a run in order of arrival; discarded ones are left out."""
+    """Yield the groups of a run in order of arrival, except discarded ones."""
     connection = _connect(path)
     after = -1
     try:
@@ -313,25 +295,26 @@ def read_run(path: Path) -> Iterator[RawGroup]:
             (after, _ROWS_PER_READ),
         ).fetchall():
             for group_id, content in rows:
-                yield RawGroup(f"group {group_id}", lane_of_payload(content), content)
+                is_json = content[:1] == b"{"
+                yield RawGroup(f"group {group_id}", "json" if is_json else "msgpack", content)
             after = rows[-1][0]
     except sqlite3.DatabaseError as error:
-        raise ConfigError(f"{path} cannot be read behind group {after}: {error}") from error
+        raise ConfigError(f"{path} cannot be read after group {after}: {error}") from error
     finally:
         connection.close()
 
 
 def _connect(path: Path) -> sqlite3.Connection:
-    """Open a file of a run for reading only; one that is not in use needs no files beside it."""
-    is_at_rest = not path.with_name(path.name + "-wal").exists()
-    options = "mode=ro&immutable=1" if is_at_rest else "mode=ro"
+    """Open the file of a run read-only; without a write-ahead log, SQLite creates no files."""
+    is_in_use = path.with_name(path.name + "-wal").exists()
+    options = "mode=ro" if is_in_use else "mode=ro&immutable=1"
     uri = f"{path.resolve().as_uri()}?{options}"
-    # Generators may be closed by another thread than the one that began to read.
+    # A generator may be closed by another thread than the one that started it.
     return sqlite3.connect(uri, uri=True, timeout=10.0, check_same_thread=False)
 
 
 class BatchClient(SyncClient):
-    """Takes the batches of a run as its trainer; every request is sent once."""
+    """Takes the batches of a run as its trainer, without retries."""
 
     def __init__(self, base_url: str, *, token: str | None) -> None:
         super().__init__(base_url, retry=RetryRule(attempts=1), token=token)
@@ -339,10 +322,10 @@ class BatchClient(SyncClient):
     def take_over(
         self, *, group_size: int, tasks_per_step: int, max_token_len: int, num_steps: int
     ) -> list[Any]:
-        """Reset the run and register as its trainer; return both answers.
+        """Reset the run, register as its trainer, and return both responses.
 
         Raises:
-            TrajectoryApiError: the service is away or refuses.
+            TrajectoryApiError: the service is unreachable or rejects a request.
         """
         settings = {
             "wandb_group": "test",
@@ -357,10 +340,10 @@ class BatchClient(SyncClient):
         return [self._fetch("/reset_data").text, self._ask("POST", "/register", plain(settings))]
 
     def next_groups(self) -> list[dict[str, Any]] | None:
-        """Return the groups of the next batch; None if none is ready or no trainer is registered.
+        """Return the groups of the next batch, None if none is ready or no trainer is registered.
 
         Raises:
-            TrajectoryApiError: the service is away or refuses.
+            TrajectoryApiError: the service is unreachable or rejects the request.
         """
         answer = self._ask("GET", "/batch")
         if not isinstance(answer, dict) or answer.get("status") == "error":
@@ -368,22 +351,13 @@ class BatchClient(SyncClient):
         return answer.get("batch")
 
 
-def consume_groups(
-    fetch: Callable[[], list[dict[str, Any]] | None],
-    *,
-    sleep: Callable[[float], None] = time.sleep,
-) -> Iterator[RawGroup]:
-    """Yield the groups of batch after batch, for ever.
-
-    Args:
-        fetch: takes the next batch, None when there is none.
-        sleep: waits; replaced in tests.
-    """
+def consume_groups(client: BatchClient) -> Iterator[RawGroup]:
+    """Yield the groups of one batch after the other, without end."""
     number = 0
     while True:
-        batch = fetch()
+        batch = client.next_groups()
         for group in batch or ():
             number += 1
             yield RawGroup(f"received group {number}", "json", json.dumps(group).encode())
         if not batch:
-            sleep(_POLL_S)
+            time.sleep(_POLL_S)

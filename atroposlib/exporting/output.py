@@ -1,11 +1,11 @@
 """The output of an export: JSON Lines, a Parquet file, a dataset folder, or a data set on the hub.
 
-Invariants: an existing output is overwritten only on request; it is valid after every write; an
-export can be resumed.
+Invariants: existing records are never overwritten; a JSON Lines file is valid after every write;
+an export can be resumed.
 
-JSON Lines grow in place, whole lines per write. Parquet and dataset folders cannot grow. Their
-records are kept in `NAME.part.jsonl` in the same folder until the export ends, also when it ends
-early. After a crash `--resume` continues from that file.
+Whole lines are appended to JSON Lines. Parquet files and dataset folders are written when the
+export ends; until then their records are in `NAME.part.jsonl` next to them. After a crash,
+`--resume` continues from that file.
 """
 
 from __future__ import annotations
@@ -45,23 +45,18 @@ _canonical = msgspec.json.Encoder(order="deterministic")
 
 
 class Line(NamedTuple):
-    """One record as it is written."""
+    """One encoded record."""
 
     content: bytes
     """JSON, without the line break."""
     key: bytes
     """Equal for records with equal content, regardless of their score."""
     is_repaired: bool
-    """Whether half characters, which no file can hold, were replaced."""
+    """Whether lone surrogates, which UTF-8 cannot encode, were replaced."""
 
 
 def encode_line(record: Mapping[str, Any], *, score: float | None) -> Line:
-    """Write a record.
-
-    Args:
-        record: the fields of its format.
-        score: added as the field `score`; None leaves it out.
-    """
+    """Encode a record; a `score` that is not None is added as a field."""
     is_repaired = False
     try:
         key = content_key(record)
@@ -73,27 +68,24 @@ def encode_line(record: Mapping[str, Any], *, score: float | None) -> Line:
 
 
 def content_key(record: Mapping[str, Any]) -> bytes:
-    """Return what tells records apart: a digest of all fields but the score."""
-    said = {name: value for name, value in record.items() if name != _SCORE}
-    return hashlib.blake2b(_canonical.encode(said), digest_size=_KEY_BYTES).digest()
+    """Return a digest of all fields except the score."""
+    content = {name: value for name, value in record.items() if name != _SCORE}
+    return hashlib.blake2b(_canonical.encode(content), digest_size=_KEY_BYTES).digest()
 
 
 def without_lone_surrogates(value: Any) -> Any:
-    """Return a value in which halves of surrogate pairs are joined, or replaced where alone."""
+    """Return a value with surrogate pairs joined and lone surrogates replaced."""
     if isinstance(value, str):
         return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     if isinstance(value, Mapping):
-        return {
-            without_lone_surrogates(name): without_lone_surrogates(entry)
-            for name, entry in value.items()
-        }
+        return {without_lone_surrogates(k): without_lone_surrogates(v) for k, v in value.items()}
     if isinstance(value, list):
         return [without_lone_surrogates(entry) for entry in value]
     return value
 
 
 def with_score(record: Mapping[str, Any], score: float) -> dict[str, Any]:
-    """Insert the score after the chosen side of a pair, else at the end."""
+    """Return a record with its score: after the field `pos` if there is one, else at the end."""
     fields: dict[str, Any] = {}
     for name, value in record.items():
         fields[name] = value
@@ -104,44 +96,39 @@ def with_score(record: Mapping[str, Any], score: float) -> dict[str, Any]:
 
 
 _SHARD = Path("data") / "train-00000-of-00001.parquet"
-# Without a list of its files: `datasets` then finds them by their names and caches by what they
-# hold. With one it caches by the folder's name alone, and shows an earlier export of that name.
+# The card has no list of files: with one, `datasets` caches by the folder's name alone and loads an
+# earlier export of that name. Without one, it finds files by name and caches by content.
 _CARD = "{num_rows} rows with the columns {columns}.\n"
 _ROWS_PER_GROUP = 10_000
 
 
-def parquet_of(path: Path) -> Path:
-    """Return the Parquet file of an output: itself, or the one in the folder."""
-    return path / _SHARD if path.is_dir() else path
-
-
 def read_columns(path: Path) -> Iterator[dict[str, Any]]:
-    """Yield the records of an output that `write_columns` made.
+    """Yield the records of an output of `write_columns`.
 
     Raises:
-        ConfigError: there is none, or it cannot be read.
+        ConfigError: it does not exist or cannot be read.
     """
     import pyarrow  # type: ignore[import-untyped]
     from pyarrow import parquet
 
     try:
-        with parquet.ParquetFile(parquet_of(path)) as file:
+        with parquet.ParquetFile(path / _SHARD if path.is_dir() else path) as file:
             for batch in file.iter_batches(_ROWS_PER_GROUP):
                 yield from (_without_padding(row) for row in batch.to_pylist())
     except (OSError, pyarrow.ArrowException) as error:
-        raise ConfigError(f"{path} is not an export that can be added to: {error}") from error
+        raise ConfigError(f"{path} is not an export, so nothing can be added: {error}") from error
 
 
 def write_columns(records: Sequence[dict[str, Any]], path: Path, *, is_folder: bool) -> None:
-    """Write records in place of what is at `path`; a reader sees the old or the new ones.
+    """Replace the file or folder at `path`; a reader sees either the old or the new records.
 
     Args:
-        records: with the same fields all.
-        path: file or folder.
-        is_folder: whether to make a folder with a card, as the hub has them.
+        records: Records with the same fields.
+        path: File or folder.
+        is_folder: Whether to write a folder with a dataset card.
 
     Raises:
-        ConfigError: a field holds values of several kinds, which a column cannot.
+        ConfigError: a field has values of several types, which a column cannot store.
     """
     import pyarrow  # type: ignore[import-untyped]
     from pyarrow import parquet
@@ -150,8 +137,8 @@ def write_columns(records: Sequence[dict[str, Any]], path: Path, *, is_folder: b
         table = pyarrow.Table.from_pylist(list(records))
     except pyarrow.ArrowException as error:
         raise ConfigError(
-            f"{path} cannot be written: a field holds values of several kinds ({error}); "
-            "--output jsonl can hold them"
+            f"{path} cannot be written: a field has values of several types ({error}); "
+            "--output jsonl accepts them"
         ) from error
     unfinished = path.with_name(f"{path.name}.tmp")
     if not is_folder:
@@ -164,7 +151,7 @@ def write_columns(records: Sequence[dict[str, Any]], path: Path, *, is_folder: b
     card = _CARD.format(num_rows=table.num_rows, columns=", ".join(table.column_names))
     (unfinished / "README.md").write_text(card, encoding="utf-8")
     if path.is_dir():
-        # A folder cannot take another's place in one step: file by file it can.
+        # A folder cannot be replaced atomically; its files can.
         (unfinished / _SHARD).replace(path / _SHARD)
         (unfinished / "README.md").replace(path / "README.md")
         shutil.rmtree(unfinished)
@@ -173,7 +160,7 @@ def write_columns(records: Sequence[dict[str, Any]], path: Path, *, is_folder: b
 
 
 def _without_padding(value: Any) -> Any:
-    """Drop the nulls that a column adds to objects which lack a field others have."""
+    """Remove the nulls that a column adds to objects without some of its fields."""
     if isinstance(value, dict):
         return {name: _without_padding(entry) for name, entry in value.items() if entry is not None}
     if isinstance(value, list):
@@ -184,31 +171,29 @@ def _without_padding(value: Any) -> Any:
 OutputKind = Literal["jsonl", "parquet", "dataset"]
 Mode = Literal["new", "append", "resume"]
 
-_NAME_FIELD = "score"
-
 
 @dataclass
 class Existing:
-    """The content that an earlier export left in a file."""
+    """The content of an output before an export."""
 
     keys: set[bytes] = field(default_factory=set)
-    """Content keys of its records."""
+    """Content keys of all records, new ones included."""
     num_records: int = 0
     fields: frozenset[str] | None = None
-    """Names of the fields of its first record; None when there is none."""
+    """Field names of the first record, without `score`; None if there are no records."""
     broken_lines: list[int] = field(default_factory=list)
     """Numbers of lines that are not records; they are kept."""
     num_cut_bytes: int = 0
-    """Half a line at the end, left by a killed export, that was removed."""
+    """Size of an incomplete last line, left by a killed export, that was removed."""
 
 
 class Output:
-    """An open output; `open_output` makes one.
+    """An open output, made by `open_output`.
 
     Attributes:
-        path: the output.
-        existing: what was there before.
-        num_written: records written since it was opened.
+        path: File or folder.
+        existing: The content before this export.
+        num_written: Records written since the output was opened.
     """
 
     def __init__(self, path: Path, kind: OutputKind, file: BinaryIO, existing: Existing) -> None:
@@ -222,24 +207,22 @@ class Output:
         return key in self.existing.keys
 
     def write(self, lines: Sequence[Line], fields: Iterable[str]) -> None:
-        """Add records; once this returns they survive the end of the process.
+        """Append records; they are flushed to the operating system.
 
         Raises:
-            ConfigError: the file holds records of another format.
-            OSError: the disk is full, or the like; what was written before stays valid.
+            ConfigError: the file has records of another format.
+            OSError: the write failed; records written before stay valid.
         """
         if not lines:
             return
-        self._check_fields(frozenset(fields) - {_NAME_FIELD})
+        self._check_fields(frozenset(fields) - {_SCORE})
         self._file.write(b"".join(line.content + b"\n" for line in lines))
         self._file.flush()
         self.existing.keys.update(line.key for line in lines)
         self.num_written += len(lines)
 
     def close(self) -> None:
-        """Finish the output; Parquet and dataset folders come into being here.
-
-        An export without a record leaves no file.
+        """Finish the output: write a Parquet file or dataset folder, remove a file without records.
 
         Raises:
             ConfigError: the records do not fit into columns; they are in `NAME.part.jsonl`.
@@ -260,36 +243,36 @@ class Output:
             self.existing.fields = fields
         elif known != fields:
             raise ConfigError(
-                f"{self.path} holds records with {', '.join(sorted(known))}, the format asked for "
-                f"has {', '.join(sorted(fields))}; take the same --format, or another file"
+                f"{self.path} has records with {', '.join(sorted(known))}, but this --format "
+                f"has {', '.join(sorted(fields))}; use the same --format, or another file"
             )
 
 
-def kind_of(path: Path, asked: str) -> OutputKind:
-    """Return what to write: what was asked for, or with `auto` what the name says."""
-    if asked in ("jsonl", "parquet", "dataset"):
-        return asked  # type: ignore[return-value]
+def kind_of(path: Path, wanted: str) -> OutputKind:
+    """Return the kind of output; `auto` selects it by the name."""
+    if wanted in ("jsonl", "parquet", "dataset"):
+        return wanted  # type: ignore[return-value]
     if path.suffix == ".parquet":
         return "parquet"
     return "dataset" if path.is_dir() else "jsonl"
 
 
 def open_output(path: Path, kind: OutputKind, mode: Mode) -> Output:
-    """Open an output, making missing folders.
+    """Open an output, creating missing folders.
 
     Args:
-        path: file, or folder for `dataset`.
-        kind: what to write.
-        mode: `new` refuses what exists; `append` and `resume` keep it and add to it.
+        path: A file, or a folder for `dataset`.
+        kind: Kind of output.
+        mode: `new` rejects an existing output; `append` and `resume` add to it.
 
     Raises:
-        ConfigError: there is something already, it is not an export, or nothing can be written.
+        ConfigError: the output exists, is not an export, or is not writable.
     """
     part = path if kind == "jsonl" else _part_of(path)
     for found in {path, part}:
         if mode == "new" and found.exists():
             raise ConfigError(
-                f"{found} exists and is left as it is; --resume goes on with that export, "
+                f"{found} exists and is left as it is; --resume continues that export, "
                 "--append-to-previous adds to it, or choose another name"
             )
     try:
@@ -308,7 +291,7 @@ def _part_of(path: Path) -> Path:
 
 
 def _write_part(part: Path, records: Iterable[dict[str, Any]]) -> None:
-    """Write all records or no file: what is half there would be taken for an unfinished export."""
+    """Write all records or no file: an incomplete one would be resumed as an export."""
     unfinished = part.with_name(part.name + ".tmp")
     with unfinished.open("wb") as file:
         for record in records:
@@ -323,39 +306,30 @@ def _records(part: Path) -> list[dict[str, Any]]:
 
 def _read_existing(path: Path) -> Existing:
     existing = Existing()
-    end = 0  # of the last whole line
+    end = 0  # of the last complete line
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             record = _decoded(line)
             if isinstance(record, dict):
-                _take_note(existing, record)
+                existing.keys.add(content_key(record))
+                existing.num_records += 1
+                existing.fields = existing.fields or frozenset(record) - {_SCORE}
             elif line.strip() and line.endswith(b"\n"):
                 existing.broken_lines.append(number)
             if line.endswith(b"\n") or isinstance(record, dict):
                 end += len(line)
         size = file.tell()
-    if size and not existing.num_records and (existing.broken_lines or not _is_our_half(path)):
-        raise ConfigError(f"{path} holds no records of an export; it is left as it is")
+        file.seek(0)
+        is_record_start = file.read(2) == b'{"'
+    if size and not existing.num_records and (existing.broken_lines or not is_record_start):
+        raise ConfigError(f"{path} has no records of an export; it is left as it is")
     existing.num_cut_bytes = size - end
-    _mend_end(path, end)
+    _repair_end(path, end)
     return existing
 
 
-def _is_our_half(path: Path) -> bool:
-    """Whether a file without any whole line begins as our records do."""
-    with path.open("rb") as file:
-        return file.read(2) == b'{"'
-
-
-def _take_note(existing: Existing, record: dict[str, Any]) -> None:
-    existing.keys.add(content_key(record))
-    existing.num_records += 1
-    if existing.fields is None:
-        existing.fields = frozenset(record) - {_NAME_FIELD}
-
-
-def _mend_end(path: Path, end: int) -> None:
-    """Remove half a line at the end; give the last whole one its line break."""
+def _repair_end(path: Path, end: int) -> None:
+    """Remove an incomplete last line, or add a missing line break."""
     with path.open("rb+") as file:
         file.truncate(end)
         if end:
@@ -372,7 +346,7 @@ def _decoded(line: bytes) -> Any:
 
 
 def check_repository(name: str) -> str:
-    """Return the name of a repository if the hub could have it; ConfigError otherwise."""
+    """Return a valid repository name; raises ConfigError for an invalid one."""
     from huggingface_hub.errors import HFValidationError
     from huggingface_hub.utils._validators import validate_repo_id
 
@@ -386,32 +360,27 @@ def check_repository(name: str) -> str:
 def push_to_hub(
     path: Path, repository: str, *, is_public: bool, load: Callable[..., Any] | None = None
 ) -> None:
-    """Upload an export as the split `train`; the account is the one of `hf auth login`.
+    """Upload an export as the split `train`, with the account of `hf auth login`.
 
     Args:
-        path: JSONL, Parquet or dataset folder.
-        repository: OWNER/NAME; made when missing.
-        is_public: whether everybody may read a repository that is made here.
-        load: reads the export; `datasets.load_dataset` by default.
+        path: JSON Lines or Parquet file, or dataset folder.
+        repository: OWNER/NAME; created if missing.
+        is_public: Whether a repository created here is public.
+        load: Loads the export; None is `datasets.load_dataset`.
 
     Raises:
-        ConfigError: the hub cannot be reached or refuses; the export is unharmed.
+        ConfigError: the hub is unreachable or rejects the upload; the export is unchanged.
     """
     if load is None:
         from datasets import load_dataset
 
         load = load_dataset
+    kind = "parquet" if path.suffix == ".parquet" else "json"
+    source = (str(path),) if path.is_dir() else (kind, None, None, str(path))
     try:
-        load(*_load_arguments(path), split="train").push_to_hub(repository, private=not is_public)
+        load(*source, split="train").push_to_hub(repository, private=not is_public)
     except Exception as error:  # of three libraries, each with errors of its own
         raise ConfigError(
-            f"{path} is written but not on the hub ({type(error).__name__}: {error}); "
-            f"when the hub can be reached: hf upload --repo-type dataset {repository} {path}"
+            f"{path} is written, but its upload failed ({type(error).__name__}: {error}); "
+            f"to upload it later: hf upload --repo-type dataset {repository} {path}"
         ) from error
-
-
-def _load_arguments(path: Path) -> tuple[Any, ...]:
-    if path.is_dir():
-        return (str(path),)
-    kind = "parquet" if path.suffix == ".parquet" else "json"
-    return (kind, None, None, str(path))

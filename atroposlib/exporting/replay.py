@@ -1,17 +1,15 @@
-"""Replay of recorded trajectories: rescoring with current environment code, without a model.
+"""Rescoring of recorded trajectories without a model, and comparison of two runs by prompt.
 
 item of the environment ─► its prompt ─► groups recorded for that prompt
-                                            │ replayed by the recorded engine, one at a time
+                                            │ replayed by recorded servers, one at a time
                                             ▼
-                          current collect_trajectories ─► new scores next to the recorded ones
+                          current collect_trajectories ─► new and recorded scores
 
-The recorded engine is an inference server that answers with tokens an earlier policy wrote:
+Recorded servers reply with tokens that an earlier policy generated:
 
-    environment asks ─► prompt ids ─► the trajectory that continues these ids ─► its ids
+    request ─► prompt ids ─► a recorded trajectory that starts with them ─► its next completion
 
-A request that no recorded trajectory continues is refused; the engine never generates tokens.
-
-The page also compares two runs, prompt by prompt. That part is pure.
+They reject a request that no recorded trajectory continues, and never generate tokens.
 """
 
 from __future__ import annotations
@@ -60,11 +58,11 @@ _NUM_SLOTS = 4096
 
 
 class NotRecordedError(InferenceError):
-    """The environment asked something that the record has no answer to."""
+    """No recorded trajectory continues the prompt of a request."""
 
 
 class RecordedGroup(NamedTuple):
-    """One group of an earlier run."""
+    """A group of an earlier run."""
 
     where: str
     tokens: list[list[int]]
@@ -73,7 +71,7 @@ class RecordedGroup(NamedTuple):
     logprobs: list[list[float]] | None
 
     def prompts(self) -> set[tuple[int, ...]]:
-        """Return what the policy read before it first wrote, of each trajectory."""
+        """Return the ids before the first completion of each trajectory."""
         found = set()
         for ids, mask in zip(self.tokens, self.masks, strict=True):
             start = next((span.start for span in trained_spans(mask) if span.is_trained), None)
@@ -90,11 +88,11 @@ class Turn(NamedTuple):
 
 
 class RecordedModel:
-    """Finds groups by their prompts and plays one of them at a time.
+    """Finds groups by their prompts and replays one of them at a time.
 
     Args:
-        groups: of the earlier run.
-        end_ids: special tokens; a completion without one at its end was cut.
+        groups: Groups of the earlier run.
+        end_ids: Special tokens; a completion that ends with another token was truncated.
     """
 
     def __init__(self, groups: Sequence[RecordedGroup], end_ids: Collection[int]) -> None:
@@ -105,58 +103,58 @@ class RecordedModel:
             for prompt in group.prompts():
                 self._waiting[prompt].append(number)
         self._done: set[int] = set()
-        self._playing: RecordedGroup | None = None
+        self._replayed: RecordedGroup | None = None
         self._used: set[tuple[int, int]] = set()
-        self.asked: tuple[int, ...] | None = None
-        """The prompt that was asked for first since `listen`; None when none was."""
+        self.requested: tuple[int, ...] | None = None
+        """Prompt of the first request since `listen`, None without a request."""
 
     @property
     def num_waiting(self) -> int:
         return len(self._groups) - len(self._done)
 
     def listen(self) -> None:
-        """Answer nothing, only take note of the next prompt."""
-        self._playing, self.asked = None, None
+        """Record the prompt of the next request, and reject it."""
+        self._replayed, self.requested = None, None
 
-    def play_next(self) -> RecordedGroup | None:
-        """Play the next group with the prompt last asked for; None when there is none left."""
-        left = [i for i in self._waiting.get(self.asked or (), ()) if i not in self._done]
+    def replay_next(self) -> RecordedGroup | None:
+        """Replay the next group with the requested prompt; None if none is left."""
+        left = [i for i in self._waiting.get(self.requested or (), ()) if i not in self._done]
         if not left:
             return None
         self._done.add(left[0])
-        self._playing = self._groups[left[0]]
+        self._replayed = self._groups[left[0]]
         self._used = set()
-        return self._playing
+        return self._replayed
 
     def answer(self, prompt_ids: Sequence[int], num_replies: int) -> list[Turn]:
-        """Return what the policy wrote after a prompt, once per trajectory.
+        """Return the recorded completions of a prompt, each of them once.
 
         Raises:
-            NotRecordedError: no trajectory of the group goes on there, or too few do.
+            NotRecordedError: too few trajectories of the group continue the prompt.
         """
         prompt = list(prompt_ids)
-        if self._playing is None:
-            self.asked = self.asked or tuple(prompt)
-            raise NotRecordedError("the group is looked for by its prompt")
+        if self._replayed is None:
+            self.requested = self.requested or tuple(prompt)
+            raise NotRecordedError("no group is replayed; the prompt is recorded")
         turns: list[Turn] = []
-        for i, ids in enumerate(self._playing.tokens):
+        for i, ids in enumerate(self._replayed.tokens):
             place = (i, len(prompt))
             if len(turns) == num_replies:
                 break
             if place not in self._used and ids[: len(prompt)] == prompt:
-                turn = _turn_at(self._playing, i, len(prompt))
+                turn = _turn_at(self._replayed, i, len(prompt))
                 if turn is not None:
                     self._used.add(place)
                     turns.append(turn)
         if len(turns) < num_replies:
+            where, prompt_text = self._replayed.where, f"a prompt of {len(prompt)} tokens"
             raise NotRecordedError(
-                f"{self._playing.where}: {num_replies} replies to a prompt of {len(prompt)} tokens "
-                f"were asked for, {len(turns)} are recorded"
+                f"{where}: {num_replies} replies to {prompt_text} were requested, "
+                f"{len(turns)} are recorded"
             )
         return turns
 
     def finish_reason(self, turn: Turn) -> Any:
-        """Return `stop`, or `length` for a turn that does not end with a special token."""
         return "stop" if turn.ids and turn.ids[-1] in self._end_ids else "length"
 
     def without_end(self, ids: list[int]) -> list[int]:
@@ -164,7 +162,7 @@ class RecordedModel:
 
 
 class RecordedServer(ServerHarness):
-    """An inference server of an environment that is replayed."""
+    """An inference server that replies with recorded completions."""
 
     def __init__(self, model: RecordedModel, tokenizer: Any, config: Any) -> None:
         super().__init__()
@@ -195,13 +193,9 @@ class RecordedServer(ServerHarness):
 
     def _answers(self, ids: list[int], kwargs: Mapping[str, Any]) -> list[Answer]:
         turns = self.model.answer(ids, kwargs.get("n") or 1)
-        return [
-            Answer(
-                str(self.tokenizer.decode(self.model.without_end(turn.ids))),
-                self.model.finish_reason(turn),
-            )
-            for turn in turns
-        ]
+        texts = [str(self.tokenizer.decode(self.model.without_end(turn.ids))) for turn in turns]
+        reasons = map(self.model.finish_reason, turns)
+        return [Answer(*pair) for pair in zip(texts, reasons, strict=True)]
 
     def _prompt_ids(self, kwargs: Mapping[str, Any]) -> list[int]:
         ids, prompt = kwargs.get("input_ids"), kwargs.get("prompt")
@@ -223,22 +217,22 @@ def _turn_at(group: RecordedGroup, trajectory: int, start: int) -> Turn | None:
     return None
 
 
-_MOST_SHOWN = 20
-_ROUNDS_WITHOUT_NEWS = 4
-"""So often an environment that draws its items at random hardly leaves one out."""
-_LEAST_ITEMS_WITHOUT_NEWS = 100
+_MAX_SHOWN = 20
+_ROUNDS_OF_REPEATED_ITEMS = 4
+"""After this many rounds an environment that draws items at random has drawn nearly all of them."""
+_MIN_REPEATED_ITEMS = 100
 
 
 class Rescored(NamedTuple):
-    """One group, scored again."""
+    """A group with its recorded and its new scores."""
 
     where: str
     old: list[float]
-    """[G] recorded."""
+    """[G]."""
     new: list[float | None] | None
-    """[G]; None for a trajectory that did not come back; None when the group did not."""
+    """[G], None for a trajectory that the environment did not return; None without any."""
     reason: str = ""
-    """Reason why the environment returned no group."""
+    """Reason why there are no new scores."""
 
     def changes(self) -> list[tuple[int, float, float]]:
         return [
@@ -249,7 +243,7 @@ class Rescored(NamedTuple):
 
 
 def recorded_group(where: str, group: Mapping[str, Any]) -> RecordedGroup:
-    """Take what a replay needs out of a group."""
+    """Return the fields of a group that a replay needs."""
     return RecordedGroup(
         where,
         group["tokens"],
@@ -260,11 +254,7 @@ def recorded_group(where: str, group: Mapping[str, Any]) -> RecordedGroup:
 
 
 def build_replayed(env_cls: type[Any], settings: Any, groups: Sequence[RecordedGroup]) -> Any:
-    """Build an environment that the recorded engine answers.
-
-    Returns:
-        The environment and its `RecordedModel`.
-    """
+    """Build an environment with recorded servers; return it with its `RecordedModel`."""
     changes = {
         "use_wandb": False,
         "data_path_to_save_groups": None,
@@ -285,26 +275,24 @@ async def rescore(
     model: RecordedModel,
     *,
     max_items: int,
-    on_group: Callable[[Rescored], None] = lambda _: None,
-    on_item: Callable[[], None] = lambda: None,
-    tell: Callable[[str], None] = lambda _: None,
+    on_item: Callable[[], object],
+    notify: Callable[[str], None],
 ) -> list[Rescored]:
-    """Score all groups again whose prompts the environment still asks.
+    """Score the groups whose prompts the environment still requests.
 
     Args:
-        env: of `build_replayed`.
-        model: of `build_replayed`.
-        max_items: items of the environment to look at, before the rest counts as not found. Fewer
-            are looked at when it hands the same ones round.
-        on_group: called after each group.
-        on_item: called after each item.
-        tell: gets a line when the items repeat.
+        env: From `build_replayed`.
+        model: From `build_replayed`.
+        max_items: Maximum number of items to draw. Fewer are drawn if they repeat.
+        on_item: Called after each item.
+        notify: Receives a line if the items repeat.
     """
     results: list[Rescored] = []
-    rounds = _Rounds()
+    prompts: set[tuple[int, ...] | None] = set()
+    num_repeated = 0
     await settle(env.setup())
     try:
-        for _ in range(max_items):
+        for num_items in range(1, max_items + 1):
             if not model.num_waiting:
                 break
             item = await settle(env.get_next_item())
@@ -312,39 +300,21 @@ async def rescore(
                 break
             model.listen()
             await _collect(env, item)
-            has_news = rounds.has_news(model.asked)
-            while (group := model.play_next()) is not None:
+            num_repeated = num_repeated + 1 if model.requested in prompts else 0
+            prompts.add(model.requested)
+            while (group := model.replay_next()) is not None:
                 env.config.group_size = len(group.tokens)
                 results.append(_compare(group, *await _collect(env, item)))
-                on_group(results[-1])
             on_item()
-            if not has_news:
-                tell(f"the environment repeats its items: {rounds.text()}")
+            limit = max(_MIN_REPEATED_ITEMS, _ROUNDS_OF_REPEATED_ITEMS * len(prompts))
+            if num_repeated >= limit:
+                counts = f"{len(prompts)} different prompts in {num_items} items"
+                notify(f"the environment repeats its items: {counts}")
                 break
     finally:
         await settle(env.close())
         await env.server.close()
     return results
-
-
-class _Rounds:
-    """Tells when an environment hands the same items round."""
-
-    def __init__(self) -> None:
-        self._seen: set[tuple[int, ...] | None] = set()
-        self._num_items = 0
-        self._num_repeated = 0
-
-    def has_news(self, prompt: tuple[int, ...] | None) -> bool:
-        """Take note of the prompt of an item; False after several rounds without a new one."""
-        self._num_items += 1
-        self._num_repeated = self._num_repeated + 1 if prompt in self._seen else 0
-        self._seen.add(prompt)
-        limit = max(_LEAST_ITEMS_WITHOUT_NEWS, _ROUNDS_WITHOUT_NEWS * len(self._seen))
-        return self._num_repeated < limit
-
-    def text(self) -> str:
-        return f"{len(self._seen)} different prompts in {self._num_items} items"
 
 
 async def _collect(env: Any, item: Any) -> tuple[list[Any], str]:
@@ -356,7 +326,7 @@ async def _collect(env: Any, item: Any) -> tuple[list[Any], str]:
         return [], str(error)
     found = collected if isinstance(collected, list) else [collected]
     groups = [group for group in found if group]
-    return groups, "" if groups else "the environment gives no group of it now"
+    return groups, "" if groups else "the environment no longer returns a group of it"
 
 
 def _compare(group: RecordedGroup, found: Sequence[Mapping[str, Any]], reason: str) -> Rescored:
@@ -371,13 +341,13 @@ def _compare(group: RecordedGroup, found: Sequence[Mapping[str, Any]], reason: s
         left = by_tokens.get(tuple(ids))
         scores.append(left.pop(0) if left else None)
     if not any(score is not None for score in scores):
-        reason = "the environment makes other tokens of it now"
+        reason = "the environment now returns other tokens for it"
         return Rescored(group.where, group.scores, None, reason)
     return Rescored(group.where, group.scores, scores)
 
 
 def rescoring_text(results: Sequence[Rescored], *, num_groups: int) -> str:
-    """Write for people what changed."""
+    """Return the changes of scores as text."""
     done = [result for result in results if result.new is not None]
     changed = [result for result in done if result.changes()]
     old = [score for result in done for score in result.old]
@@ -388,22 +358,22 @@ def rescoring_text(results: Sequence[Rescored], *, num_groups: int) -> str:
     ]
     if new:
         lines.append(f"mean score {sum(old) / len(old):.4g} before, {sum(new) / len(new):.4g} now")
-    for result in changed[:_MOST_SHOWN]:
+    for result in changed[:_MAX_SHOWN]:
         shown = ", ".join(f"{i + 1}: {a:g} to {b:g}" for i, a, b in result.changes())
         lines.append(f"  {result.where}: {shown}")
-    if len(changed) > _MOST_SHOWN:
-        lines.append(f"  and {len(changed) - _MOST_SHOWN} more groups")
+    if len(changed) > _MAX_SHOWN:
+        lines.append(f"  and {len(changed) - _MAX_SHOWN} more groups")
     failed = [result for result in results if result.new is None]
-    lines += [f"  {result.where} not scored: {result.reason}" for result in failed[:_MOST_SHOWN]]
+    lines += [f"  {result.where} not scored: {result.reason}" for result in failed[:_MAX_SHOWN]]
     if num_groups > len(results):
         lines.append(
-            f"{num_groups - len(results)} groups not found: the environment did not ask their "
+            f"{num_groups - len(results)} groups not found: the environment did not request their "
             "prompts; their items may come later (--max-items), or prompts or tokenizer changed"
         )
     return "\n".join(lines)
 
 
-_MOST_CHANGES_SHOWN = 10
+_MAX_CHANGES_SHOWN = 10
 
 
 @dataclass
@@ -411,14 +381,14 @@ class PromptRecord:
     """The trajectories of one prompt in a run."""
 
     where: str
-    """Where it was first found."""
+    """Place of its first group."""
     scores: list[float] = field(default_factory=list)
     completions: set[tuple[int, ...]] = field(default_factory=set)
 
 
 @dataclass
 class RunRecord:
-    """The data of a run that a comparison uses."""
+    """The scores and completions of a run, by prompt."""
 
     num_groups: int = 0
     scores: list[float] = field(default_factory=list)
@@ -428,7 +398,7 @@ class RunRecord:
 
 
 def record_run(groups: Iterable[tuple[str, ExportGroup]]) -> RunRecord:
-    """Gather the groups of a run by prompt."""
+    """Collect the groups of a run by prompt."""
     run = RunRecord()
     for where, group in groups:
         run.num_groups += 1
@@ -445,8 +415,8 @@ def record_run(groups: Iterable[tuple[str, ExportGroup]]) -> RunRecord:
 
 
 def comparison_text(first: RunRecord, second: RunRecord, *, names: tuple[str, str]) -> str:
-    """Write for people how two runs differ."""
-    rows = [("", *names), *_figures(first, second)]
+    """Return a comparison of two runs as text."""
+    rows = [("", *names), *_summary(first, second)]
     widths = [max(len(row[i]) for row in rows) for i in range(3)]
     lines = ["  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)) for row in rows]
     shared = first.prompts.keys() & second.prompts.keys()
@@ -461,7 +431,7 @@ def comparison_text(first: RunRecord, second: RunRecord, *, names: tuple[str, st
     return "\n".join([*lines, *_changes(first.prompts, second.prompts, shared)])
 
 
-def _figures(*runs: RunRecord) -> list[tuple[str, ...]]:
+def _summary(*runs: RunRecord) -> list[tuple[str, ...]]:
     rows: dict[str, list[float | None]] = {
         "groups": [run.num_groups for run in runs],
         "trajectories": [len(run.scores) for run in runs],
@@ -487,7 +457,7 @@ def _changes(
     lines = [f"mean score of {ups} of them is higher in the second run, of {downs} lower"]
     for change in sorted(by_change, key=abs, reverse=True):
         for prompt in by_change[change]:
-            if change and len(lines) <= _MOST_CHANGES_SHOWN:
+            if change and len(lines) <= _MAX_CHANGES_SHOWN:
                 before, after = first[prompt], second[prompt]
                 lines.append(
                     f"  {before.where} and {after.where}: {fmean(before.scores):.4g} to "

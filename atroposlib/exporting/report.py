@@ -1,10 +1,10 @@
-"""Counts of an export, kept while it runs, and the text and histograms made of them; pure."""
+"""Counts of an export, and its report with histograms; pure."""
 
 from __future__ import annotations
 
 from array import array
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from atroposlib.envs.live_view import score_bars
@@ -13,22 +13,6 @@ __all__ = ["DUPLICATE", "ExportReport", "report_text"]
 
 _WIDTH = 30
 _MAX_BARS = 10
-
-
-def histogram_lines(values: Sequence[float]) -> list[str]:
-    """Draw how values are spread: a line per range, or per value when there are few of them."""
-    if not values:
-        return []
-    bars = score_bars(values, max_bars=_MAX_BARS)
-    widest = max(len(bar.label) for bar in bars)
-    most = max(bar.num_scores for bar in bars)
-    return [
-        f"{bar.label:>{widest}}  {'#' * -(-_WIDTH * bar.num_scores // most):{_WIDTH}}  "
-        f"{bar.num_scores}"
-        for bar in bars
-    ]
-
-
 DUPLICATE = "duplicate of a record already written"
 _MOST_NAMED = 10
 
@@ -40,36 +24,33 @@ class ExportReport:
     num_groups: int = 0
     """Groups that could be read."""
     num_sequences: int = 0
-    """Their trajectories."""
+    """Trajectories of these groups."""
     num_from_text: int = 0
-    """Groups whose tokens were made from the text of a server that reports none."""
+    """Groups whose tokens were made from text, because the server reports no token ids."""
     num_records: int = 0
     """Records written."""
-    refused: Counter[str] = field(default_factory=Counter)
-    """Trajectories left out, by reason."""
+    dropped: Counter[str] = field(default_factory=Counter)
+    """Trajectories that were not written, by reason."""
     broken: list[str] = field(default_factory=list)
     """The first groups that could not be read, with the reason."""
     num_broken: int = 0
     num_repaired: int = 0
-    """Records in which half characters were replaced."""
+    """Records in which lone surrogates were replaced."""
     num_truncated: int = 0
-    """Trajectories written although they were cut before their end."""
+    """Records with a truncated completion."""
     truncated: list[str] = field(default_factory=list)
-    """Where the first of them are."""
+    """The places of the first truncated trajectories."""
     knows_truncation: bool = False
+    """Whether the end-of-turn tokens are known."""
     scores: array[float] = field(default_factory=lambda: array("d"))
-    """Of the records written."""
+    """Scores of the records."""
     lengths: array[int] = field(default_factory=lambda: array("q"))
-    """Tokens of their completions."""
+    """Completion tokens of the records."""
 
     def add_broken(self, where: str, reason: str) -> None:
         self.num_broken += 1
         if len(self.broken) < _MOST_NAMED:
             self.broken.append(f"{where}: {reason}")
-
-    def add_refused(self, refused: Mapping[str, int]) -> None:
-        for reason, count in refused.items():
-            self.refused[reason] += count
 
     def add_record(self, *, where: str, score: float, length: int, is_truncated: bool) -> None:
         self.num_records += 1
@@ -82,12 +63,12 @@ class ExportReport:
 
 
 def report_text(report: ExportReport, *, unit: str) -> str:
-    """Write the report for people."""
+    """Return the report as text; `unit` is the plural name of a record."""
     lines = [
         f"{report.num_records} {unit} from {report.num_groups} groups with "
         f"{report.num_sequences} trajectories"
     ]
-    lines += _table("left out", dict(report.refused.most_common()))
+    lines += _dropped_lines(report.dropped)
     if report.num_broken:
         lines.append(f"groups that could not be read: {report.num_broken}")
         lines += [f"  {line}" for line in report.broken]
@@ -99,30 +80,38 @@ def report_text(report: ExportReport, *, unit: str) -> str:
             "token ids"
         )
     if report.num_repaired:
-        lines.append(f"half characters replaced in {report.num_repaired} {unit}")
+        lines.append(f"lone surrogates replaced in {report.num_repaired} {unit}")
     lines += _truncation_lines(report, unit)
     if report.num_records:
-        lines += ["scores", *(f"  {line}" for line in histogram_lines(report.scores))]
-        lines += [
-            "tokens of completions",
-            *(f"  {line}" for line in histogram_lines(report.lengths)),
-        ]
+        lines += ["scores", *_histogram_lines(report.scores)]
+        lines += ["tokens of completions", *_histogram_lines(report.lengths)]
     return "\n".join(lines)
 
 
-def _table(title: str, counts: Mapping[str, int]) -> list[str]:
+def _dropped_lines(counts: Counter[str]) -> list[str]:
     if not counts:
         return []
     widest = max(len(str(count)) for count in counts.values())
-    rows = [f"  {count:>{widest}}  {reason}" for reason, count in counts.items()]
-    return [f"{title}: {sum(counts.values())} trajectories", *rows]
+    rows = [f"  {count:>{widest}}  {reason}" for reason, count in counts.most_common()]
+    return [f"left out: {sum(counts.values())} trajectories", *rows]
+
+
+def _histogram_lines(values: Sequence[float]) -> list[str]:
+    bars = score_bars(values, max_bars=_MAX_BARS)
+    widest = max(len(bar.label) for bar in bars)
+    most = max(bar.num_scores for bar in bars)
+    return [
+        f"  {bar.label:>{widest}}  {'#' * -(-_WIDTH * bar.num_scores // most):{_WIDTH}}  "
+        f"{bar.num_scores}"
+        for bar in bars
+    ]
 
 
 def _truncation_lines(report: ExportReport, unit: str) -> list[str]:
     if not report.knows_truncation:
         return []
     if not report.num_truncated:
-        return ["none of the completions was cut before its end"]
+        return ["no completion was truncated"]
     more = report.num_truncated - len(report.truncated)
     named = "; ".join(report.truncated) + (f"; and {more} more" if more else "")
-    return [f"cut before their end: {report.num_truncated} {unit} ({named})"]
+    return [f"truncated: {report.num_truncated} {unit} ({named})"]

@@ -4,7 +4,7 @@ source ─► chunk of groups ─► recipe.pick ─► recipe.build ─► new 
                  │                                             │
                  └──────────────── report ◄────────────────────┘
 
-The output is checked first: a refused export has changed nothing.
+The output is opened before the source, so that a rejected export changes nothing.
 """
 
 from __future__ import annotations
@@ -17,18 +17,21 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, Literal
 
+from atroposlib.api.client_consumer import Consumer, InspectionClient
 from atroposlib.errors import AtroposError, ConfigError, GroupError, TrajectoryApiError
 from atroposlib.exporting.formats import Built, Recipe
 from atroposlib.exporting.groups import (
     BatchClient,
     ExportGroup,
     RawGroup,
+    check_inspectable,
     consume_groups,
     export_group,
     find_run,
     open_jsonl,
     read_jsonl,
     read_run,
+    watch_groups,
 )
 from atroposlib.exporting.output import Line, Mode, Output, OutputKind, encode_line, open_output
 from atroposlib.exporting.report import DUPLICATE, ExportReport
@@ -48,22 +51,22 @@ __all__ = [
 CHUNK_GROUPS = 256
 
 _OBJECTS_PER_COLLECTION = 200_000
-"""Rows of tokens are containers: by default a collection would follow every few groups."""
+"""Threshold of the garbage collector; the default one is reached after a few groups."""
 
 
 Progress = Callable[[int, ExportReport], None]
-"""Receives the records written since the last call: 0 once all is prepared, then per chunk."""
+"""Receives the number of records written since the last call: 0 at the start, then per chunk."""
 
 
 def read_groups(
-    source: Iterator[RawGroup], report: ExportReport, tell: Callable[[str], None]
+    source: Iterator[RawGroup], report: ExportReport, notify: Callable[[str], None]
 ) -> Iterator[tuple[str, ExportGroup]]:
-    """Yield the groups of a source that can be read, each with where it was.
+    """Yield the readable groups of a source, each with its place.
 
     Args:
-        source: groups, not decoded yet.
-        report: counts them, and those that cannot be read.
-        tell: gets a line for each group that cannot be read, a few at most.
+        source: Encoded groups.
+        report: Counts readable and unreadable groups.
+        notify: Receives a line for each of the first unreadable groups.
     """
     for raw in source:
         try:
@@ -71,7 +74,7 @@ def read_groups(
         except GroupError as error:
             report.add_broken(raw.where, str(error))
             if report.num_broken <= len(report.broken):
-                tell(f"{raw.where} is left out: {error}")
+                notify(f"{raw.where} is left out: {error}")
             continue
         report.num_groups += 1
         report.num_from_text += bool(group.tokenized_from_text)
@@ -91,18 +94,19 @@ def export_groups(
     chunk_groups: int = CHUNK_GROUPS,
     progress: Progress = lambda *_: None,
 ) -> None:
-    """Write records until the source ends or there are enough.
+    """Write records until the source ends or there are `max_records`.
 
     Args:
-        groups: with where each was found.
-        recipe: makes records of groups.
-        output: takes them; what it holds already is not written again.
-        report: counts what happens.
-        has_score: whether records carry the score.
-        max_records: the most to write; None for no limit.
-        keeps_duplicates: whether a record that was there before is written again.
-        chunk_groups: groups handled together: more are faster, fewer are written sooner.
-        progress: called at the beginning and after every chunk.
+        groups: Groups with their places.
+        recipe: Makes records of groups.
+        output: Receives the records.
+        report: Counts records and dropped trajectories.
+        has_score: Whether records have the field `score`.
+        max_records: None for no limit.
+        keeps_duplicates: Whether duplicates of earlier records are written.
+        chunk_groups: Groups processed together; larger chunks are faster, smaller ones are written
+            sooner.
+        progress: Called at the start and after every chunk.
     """
     progress(0, report)
     with _rare_collections():
@@ -110,30 +114,25 @@ def export_groups(
             chunk = list(islice(groups, chunk_groups))
             if not chunk:
                 return
-            room = None if max_records is None else max_records - report.num_records
+            picks: list[Any] = []
+            for where, group in chunk:
+                picked = recipe.pick(group, where)
+                report.dropped.update(picked.dropped)
+                picks += picked.picks
             lines = _new_lines(
-                recipe.build(_pick(chunk, recipe, report)),
+                recipe.build(picks),
                 output,
                 report,
-                room,
+                None if max_records is None else max_records - report.num_records,
                 has_score=has_score,
                 keeps_duplicates=keeps_duplicates,
             )
             progress(_write(lines, output, report), report)
 
 
-def _pick(chunk: list[tuple[str, ExportGroup]], recipe: Recipe, report: ExportReport) -> list[Any]:
-    picks: list[Any] = []
-    for where, group in chunk:
-        picked = recipe.pick(group, where)
-        report.add_refused(picked.refused)
-        picks += picked.picks
-    return picks
-
-
 @contextmanager
 def _rare_collections() -> Iterator[None]:
-    """Collect garbage less often: what an export makes is freed without it."""
+    """Collect garbage less often: an export makes no reference cycles."""
     before = gc.get_threshold()
     gc.set_threshold(_OBJECTS_PER_COLLECTION, *before[1:])
     try:
@@ -151,18 +150,18 @@ def _new_lines(
     has_score: bool,
     keeps_duplicates: bool,
 ) -> list[tuple[Line, Built]]:
-    """Return up to `room` records as lines, without those that were written before."""
+    """Encode up to `room` records that are not duplicates."""
     lines: list[tuple[Line, Built]] = []
     keys: set[bytes] = set()
     for candidate in built:
         if room is not None and len(lines) >= room:
             break
         if candidate.record is None:
-            report.refused[candidate.reason] += 1
+            report.dropped[candidate.reason] += 1
             continue
         line = encode_line(candidate.record, score=candidate.score if has_score else None)
         if not keeps_duplicates and (line.key in keys or line.key in output):
-            report.refused[DUPLICATE] += 1
+            report.dropped[DUPLICATE] += 1
             continue
         keys.add(line.key)
         lines.append((line, candidate))
@@ -183,33 +182,32 @@ def _write(lines: list[tuple[Line, Built]], output: Output, report: ExportReport
     return len(lines)
 
 
-_GROUPS_TO_JUDGE = 32
+_CHECKED_GROUPS = 32
 _SERVICE_START_S = 60.0
 _SECONDS_BEFORE_NOTE = 1.0
 
 
 @dataclass(frozen=True)
 class SourceRequest:
-    """Where groups come from."""
+    """The source of an export."""
 
     kind: Literal["live", "consume", "run", "file"]
     api_url: str = ""
-    """Of `live` and `consume`."""
+    """For `live` and `consume`."""
     run: str = ""
     data_dir: Path = Path("atropos_runs")
     file: Path = Path()
     token: str | None = None
-    """Shown to the service."""
+    """API token for the service."""
     waits: bool = True
-    """Whether `live` waits for groups to come."""
+    """Whether `live` waits for new groups."""
     stand_in: Mapping[str, Any] | None = None
-    """Of `live`: what to register as consumer with while there is no trainer; None only looks."""
+    """For `live`: registration as consumer while there is no trainer; None does not register."""
     register: Callable[[], None] | None = None
-    """Of `consume`: resets the run and registers as its trainer."""
+    """For `consume`: resets the run and registers as its trainer."""
 
     @property
     def is_endless(self) -> bool:
-        """Whether more groups may always come."""
         return self.kind == "consume" or (self.kind == "live" and self.waits)
 
 
@@ -222,24 +220,24 @@ class ExportRequest:
     mode: Mode
     source: SourceRequest
     recipe: Callable[[Decoder | None, TruncationRule], Recipe]
-    """Makes the recipe once the tokenizer is there."""
+    """Makes the recipe after the tokenizer is loaded."""
     has_score: bool
     needs_tokenizer: bool
     tokenizer: str
     """Name or folder."""
     max_records: int | None
-    """Records to write; with mode `resume`, to have in the end. None for all."""
+    """Maximum number of new records; with mode `resume`, of all records. None for no limit."""
     drops_truncated: bool = False
     keeps_duplicates: bool = False
     checks_tokenizer: bool = True
 
 
 class ExportStoppedError(AtroposError, RuntimeError):
-    """An export ended before it was done; what it wrote is valid.
+    """An export ended early; its output is valid.
 
     Attributes:
-        report: of what was done until then.
-        is_interrupt: whether a person stopped it.
+        report: Counts until then.
+        is_interrupt: Whether the user stopped it.
     """
 
     def __init__(self, message: str, report: ExportReport, *, is_interrupt: bool) -> None:
@@ -249,22 +247,22 @@ class ExportStoppedError(AtroposError, RuntimeError):
 
 
 def run_export(
-    request: ExportRequest, *, tell: Callable[[str], None], progress: Progress = lambda *_: None
+    request: ExportRequest, *, notify: Callable[[str], None], progress: Progress = lambda *_: None
 ) -> ExportReport:
-    """Export; returns the report.
+    """Run an export and return its report.
 
     Raises:
-        ConfigError: the output exists, the source is not there, the tokenizer is the wrong one.
-        ExportStoppedError: the service went away, the disk is full, or it was interrupted.
+        ConfigError: the output exists, the source does not, or the tokenizer does not match.
+        ExportStoppedError: the service became unreachable, a write failed, or the user interrupted.
     """
     report = ExportReport()
     with ExitStack() as ending:
         output = open_output(request.path, request.kind, request.mode)
         ending.callback(output.close)
-        _tell_existing(output, tell)
-        source = ending.enter_context(closing(_open_source(request.source, ending, tell)))
+        _describe_existing(output, notify)
+        source = ending.enter_context(closing(_open_source(request.source, ending, notify)))
         try:
-            _export(request, source, output, report, tell, progress)
+            _export(request, source, output, report, notify, progress)
         except KeyboardInterrupt:
             raise _stopped("stopped", output, report, is_interrupt=True) from None
         except (TrajectoryApiError, OSError) as error:
@@ -277,23 +275,23 @@ def _export(
     source: Iterator[RawGroup],
     output: Output,
     report: ExportReport,
-    tell: Callable[[str], None],
+    notify: Callable[[str], None],
     progress: Progress,
 ) -> None:
     room = request.max_records
     if room is not None and request.mode == "resume":
         room = max(0, room - output.existing.num_records)
     if room == 0:
-        return  # without waiting for a group whose tokenizer could be judged
-    groups = read_groups(source, report, tell)
+        return  # without waiting for a group to check the tokenizer with
+    groups = read_groups(source, report, notify)
     decode, truncation = None, TruncationRule()
     if request.needs_tokenizer:
         tokenizer = load_tokenizer(request.tokenizer)
-        num_judged = 1 if request.source.is_endless else _GROUPS_TO_JUDGE
-        first = list(islice(groups, num_judged))
+        num_checked = 1 if request.source.is_endless else _CHECKED_GROUPS
+        first = list(islice(groups, num_checked))
         groups = chain(first, groups)
         if request.checks_tokenizer:
-            _check(request.tokenizer, tokenizer, [group for _, group in first], tell)
+            _check(request.tokenizer, tokenizer, [group for _, group in first], notify)
         decode = decoder_of(tokenizer)
         truncation = TruncationRule(frozenset(tokenizer.all_special_ids), request.drops_truncated)
         report.knows_truncation = bool(truncation.end_ids)
@@ -305,14 +303,13 @@ def _export(
         has_score=request.has_score,
         max_records=room,
         keeps_duplicates=request.keeps_duplicates,
-        # What comes by and by is written as it comes.
         chunk_groups=1 if request.source.is_endless else CHUNK_GROUPS,
         progress=progress,
     )
 
 
 def _open_source(
-    request: SourceRequest, ending: ExitStack, tell: Callable[[str], None]
+    request: SourceRequest, ending: ExitStack, notify: Callable[[str], None]
 ) -> Any:  # a generator of RawGroup
     if request.kind == "file":
         return read_jsonl(open_jsonl(request.file))
@@ -322,80 +319,77 @@ def _open_source(
         assert request.register is not None
         request.register()
         return _consume(request, ending)
-    return _open_service(request, ending, tell)
+    return _open_service(request, ending, notify)
 
 
 def _consume(request: SourceRequest, ending: ExitStack) -> Iterator[RawGroup]:
     client = ending.enter_context(BatchClient(request.api_url, token=request.token))
-    return consume_groups(client.next_groups)
+    return consume_groups(client)
 
 
 def _open_service(
-    request: SourceRequest, ending: ExitStack, tell: Callable[[str], None]
+    request: SourceRequest, ending: ExitStack, notify: Callable[[str], None]
 ) -> Iterator[RawGroup]:
-    """Look at a running service, standing in for a trainer while there is none."""
-    from atroposlib.api.client_consumer import Consumer, InspectionClient
-    from atroposlib.exporting.groups import check_inspectable, watch_groups
-
+    """Read the groups of a service, registered as consumer while it has no trainer."""
     client = ending.enter_context(InspectionClient(request.api_url, token=request.token))
     consumer = None
     if request.waits and request.stand_in is not None:
-        _wait_for_service(request, tell)
-        consumer = Consumer(request.api_url, request.stand_in, tell, token=request.token)
+        _wait_for_service(request, notify)
+        consumer = Consumer(request.api_url, request.stand_in, notify, token=request.token)
         ending.enter_context(consumer)
     try:
         check_inspectable(client)
     except ConfigError:
-        # An older service: its groups are seen only by taking them.
+        # The groups of an older service can only be read by taking its batches.
         if consumer is None or int(client.info()["batch_size"]) >= 0:
             raise
         consumer.register()
         return _consume(request, ending)
-    return watch_groups(client, is_endless=request.waits, tell=tell, consumer=consumer)
+    return watch_groups(client, is_endless=request.waits, notify=notify, consumer=consumer)
 
 
-def _wait_for_service(request: SourceRequest, tell: Callable[[str], None]) -> None:
-    """Let a service that is started with the same line come up."""
+def _wait_for_service(request: SourceRequest, notify: Callable[[str], None]) -> None:
+    """Wait for a service that is started at the same time."""
     from atroposlib.api.client import TrainerClient
 
-    is_told = False
+    is_noted = False
 
-    def say(waited_s: float) -> None:
-        nonlocal is_told
-        if waited_s >= _SECONDS_BEFORE_NOTE and not is_told:
-            is_told = True
-            tell(
+    def note(waited_s: float) -> None:
+        nonlocal is_noted
+        if waited_s >= _SECONDS_BEFORE_NOTE and not is_noted:
+            is_noted = True
+            notify(
                 f"waiting up to {_SERVICE_START_S:.0f} s for the service at "
                 f"{without_secrets(request.api_url)}; `run-api` starts one"
             )
 
     with TrainerClient(request.api_url, token=request.token) as trainer:
-        trainer.wait_until_up(_SERVICE_START_S, on_wait=say)
+        trainer.wait_until_up(_SERVICE_START_S, on_wait=note)
 
 
 def _check(
-    name: str, tokenizer: Any, groups: list[ExportGroup], tell: Callable[[str], None]
+    name: str, tokenizer: Any, groups: list[ExportGroup], notify: Callable[[str], None]
 ) -> None:
-    verdict = check_tokenizer(tokenizer, groups)
-    if verdict.reason is None:
+    mismatch = check_tokenizer(tokenizer, groups)
+    if mismatch is None:
         return
-    if verdict.is_wrong:
+    if mismatch.is_certain:
         raise ConfigError(
-            f"{name} is not the tokenizer these groups were made with: {verdict.reason}; name the "
+            f"{name} is not the tokenizer these groups were made with: {mismatch.reason}; set the "
             "right one with --tokenizer, or export anyway with --any-tokenizer"
         )
-    tell(f"warning: {name} may not be the tokenizer of these groups: {verdict.reason}")
+    notify(f"warning: {name} may not be the tokenizer of these groups: {mismatch.reason}")
 
 
-def _tell_existing(output: Output, tell: Callable[[str], None]) -> None:
+def _describe_existing(output: Output, notify: Callable[[str], None]) -> None:
     existing = output.existing
     if existing.num_records:
-        tell(f"{output.path} holds {existing.num_records} records; they stay")
+        notify(f"{output.path} has {existing.num_records} records; they are kept")
     if existing.num_cut_bytes:
-        tell(f"half a line at its end ({existing.num_cut_bytes} bytes) was removed")
+        notify(f"an incomplete last line ({existing.num_cut_bytes} bytes) was removed")
     if existing.broken_lines:
         named = ", ".join(map(str, existing.broken_lines[:10]))
-        tell(f"{len(existing.broken_lines)} of its lines are not records and stay: {named}")
+        notify(f"{len(existing.broken_lines)} of its lines are not records and are kept: {named}")
 
 
 def _stopped(
@@ -403,6 +397,6 @@ def _stopped(
 ) -> ExportStoppedError:
     num_records = output.existing.num_records + output.num_written
     kept = f"{num_records} records are in {output.path}" if num_records else "nothing was written"
-    again = "--resume goes on with it: the same command with that flag"
-    message = f"{reason}; {kept}" + (f"; {again}" if num_records else "")
+    again = "; to continue, run the same command with --resume" if num_records else ""
+    message = f"{reason}; {kept}{again}"
     return ExportStoppedError(message, report, is_interrupt=is_interrupt)

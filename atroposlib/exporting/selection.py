@@ -1,16 +1,16 @@
-"""The choice of trajectories: SFT examples, preference pairs, prompt boundaries; pure.
+"""Selection of trajectories: SFT examples, preference pairs, prompt lengths; pure.
 
 Strategies for pairs:
 
-    best-random     the n best, each against a random one of the n worst that is low enough
-    best-worst      best against worst, second best against second worst, ...
-    all-pairs       every pair whose scores are far enough apart, the widest first
-    one-per-group   the best against the worst, whatever n is
+    best-random     the n best, each with a random one of the n worst that is low enough
+    best-worst      best with worst, second best with second worst, ...
+    all-pairs       every pair with a large enough difference of scores, the largest first
+    one-per-group   the best with the worst, regardless of n
 
 In every strategy a pair needs `rejected score < chosen score - min_score_diff`, strictly.
 
-The end of a prompt is found from masks and tokens, never from text. Trajectories that cannot be
-used are counted by reason. Random draws are made by a `Chooser` that is passed in.
+The prompt length is computed from masks and tokens, never from text. Trajectories that are dropped
+are counted by reason. A `Chooser` argument makes random draws.
 """
 
 from __future__ import annotations
@@ -32,6 +32,7 @@ __all__ = [
     "PairRule",
     "SelectionRule",
     "Span",
+    "Trajectory",
     "TrajectoryReader",
     "TruncationRule",
     "common_prefix_length",
@@ -51,20 +52,20 @@ class SelectionRule(NamedTuple):
     """The conditions on an SFT example."""
 
     num_best: int = 3
-    """The most that are taken from one group."""
+    """Maximum number of examples per group."""
     allow_negative: bool = False
-    """Whether scores of 0 and below pass."""
+    """Whether scores of 0 and below are accepted."""
     min_score_diff: float = 0.0
-    """Minimum difference to the lowest score of the group; 0 disables the condition."""
+    """Minimum difference to the lowest score of the group, exclusive; 0 disables the condition."""
 
 
 class Selection(NamedTuple):
-    """The outcome for one group."""
+    """The trajectories selected from one group."""
 
     chosen: list[int]
     """Positions in the group, best first."""
-    refused: dict[str, int]
-    """Trajectories that were left out, by reason."""
+    dropped: Mapping[str, int]
+    """Numbers of other trajectories, by reason."""
 
 
 def rank(scores: Sequence[float]) -> list[int]:
@@ -79,55 +80,46 @@ def select(
 
     Args:
         scores: [G].
-        rule: what they must satisfy.
-        eligible: positions to choose from, in order; None for all. The lowest score is that of the
-            whole group nevertheless.
+        rule: Conditions on the trajectories.
+        eligible: Positions to choose from; None for all. The lowest score is always that of the
+            whole group.
     """
-    chosen = rank(scores)
-    if eligible is not None and len(eligible) < len(scores):
-        allowed = set(eligible)
-        chosen = [i for i in chosen if i in allowed]
-    refused: dict[str, int] = {}
-
-    def keep(kept: list[int], reason: str) -> list[int]:
-        if len(kept) < len(chosen):
-            refused[reason] = len(chosen) - len(kept)
-        return kept
-
-    if not rule.allow_negative:
-        chosen = keep([i for i in chosen if scores[i] > 0], BELOW_ZERO)
+    allowed = range(len(scores)) if eligible is None else set(eligible)
+    ranked = [i for i in rank(scores) if i in allowed]
+    positive = ranked if rule.allow_negative else [i for i in ranked if scores[i] > 0]
+    apart = positive
     if rule.min_score_diff > 0:
         lowest = min(scores)
-        chosen = keep([i for i in chosen if scores[i] - lowest > rule.min_score_diff], TOO_CLOSE)
-    chosen = keep(chosen[: max(0, rule.num_best)], BEYOND_BEST)
-    return Selection(chosen, refused)
+        apart = [i for i in positive if scores[i] - lowest > rule.min_score_diff]
+    best = apart[: max(0, rule.num_best)]
+    dropped = Counter(
+        {
+            BELOW_ZERO: len(ranked) - len(positive),
+            TOO_CLOSE: len(positive) - len(apart),
+            BEYOND_BEST: len(apart) - len(best),
+        }
+    )
+    return Selection(best, +dropped)
 
 
 NO_REJECTED = "no trajectory low enough to pair with"
-NO_PAIRS_ASKED = "beyond the pairs of the group"
+BEYOND_PAIRS = "beyond the pairs of the group"
 
 
 class Chooser(Protocol):
-    """The one method needed of `random.Random`."""
+    """The method of `random.Random` that a strategy uses."""
 
-    def randrange(self, stop: int, /) -> int:
-        """Return a whole number from 0 to `stop` - 1."""
+    def randrange(self, stop: int, /) -> int: ...
 
 
 class GroupChooser:
-    """Draws for one group, the same whenever that group is seen: an export may be resumed.
-
-    Args:
-        seed: of the export.
-        where: names the group.
-    """
+    """Draws that depend only on the seed and the place of a group, so that exports can resume."""
 
     def __init__(self, seed: int, where: str) -> None:
         self._name = f"{seed}:{where}"
         self._num_draws = 0
 
     def randrange(self, stop: int, /) -> int:
-        """Return a whole number from 0 to `stop` - 1."""
         self._num_draws += 1
         name = f"{self._name}:{self._num_draws}".encode()
         return int.from_bytes(hashlib.blake2b(name, digest_size=8).digest(), "big") % stop
@@ -138,11 +130,11 @@ class PairRule(NamedTuple):
 
     strategy: str = "best-random"
     num_pairs: int = 3
-    """The most that are made of one group."""
+    """Maximum number of pairs per group."""
     allow_negative: bool = False
     """Whether a chosen trajectory may score 0 or less."""
     min_score_diff: float = 0.5
-    """Minimum difference between the chosen and the rejected score; exclusive."""
+    """Minimum difference between the chosen and the rejected score, exclusive."""
 
 
 class Pair(NamedTuple):
@@ -153,11 +145,11 @@ class Pair(NamedTuple):
 
 
 class Pairing(NamedTuple):
-    """The outcome for one group."""
+    """The pairs of one group."""
 
     pairs: list[Pair]
-    refused: dict[str, int]
-    """Trajectories that could not be a chosen side, by reason."""
+    dropped: Mapping[str, int]
+    """Numbers of trajectories that are not a chosen side, by reason."""
 
 
 def pair_up(scores: Sequence[float], rule: PairRule, chooser: Chooser) -> Pairing:
@@ -165,25 +157,20 @@ def pair_up(scores: Sequence[float], rule: PairRule, chooser: Chooser) -> Pairin
 
     Args:
         scores: [G].
-        rule: what pairs must satisfy.
-        chooser: draws the rejected side where the strategy is random.
+        rule: Conditions on the pairs.
+        chooser: Draws the rejected side if the strategy is random.
     """
     order = rank(scores)
     best = order if rule.allow_negative else [i for i in order if scores[i] > 0]
-    refused = {BELOW_ZERO: len(order) - len(best)} if len(best) < len(order) else {}
+    dropped = Counter({BELOW_ZERO: len(order) - len(best)})
     if rule.num_pairs <= 0:
-        pairs: list[Pair] = []
-        refused[NO_PAIRS_ASKED] = len(best)
-    else:
-        pairs = STRATEGIES[rule.strategy](scores, best, rule, chooser)
-    unpaired = len(best) - len({pair.chosen for pair in pairs})
-    reachable = sum(_is_low_enough(scores, i, order[-1], rule) for i in best)
-    if rule.num_pairs > 0 and len(best) > reachable:
-        refused[NO_REJECTED] = len(best) - reachable
-        unpaired -= len(best) - reachable
-    if rule.num_pairs > 0 and unpaired > 0:
-        refused[NO_PAIRS_ASKED] = unpaired
-    return Pairing(pairs, refused)
+        dropped[BEYOND_PAIRS] = len(best)
+        return Pairing([], +dropped)
+    pairs = STRATEGIES[rule.strategy](scores, best, rule, chooser)
+    num_unpaired = len(best) - len({pair.chosen for pair in pairs})
+    dropped[NO_REJECTED] = sum(not _is_low_enough(scores, i, order[-1], rule) for i in best)
+    dropped[BEYOND_PAIRS] = num_unpaired - dropped[NO_REJECTED]
+    return Pairing(pairs, +dropped)
 
 
 def _is_low_enough(scores: Sequence[float], chosen: int, rejected: int, rule: PairRule) -> bool:
@@ -193,7 +180,7 @@ def _is_low_enough(scores: Sequence[float], chosen: int, rejected: int, rule: Pa
 def _best_random(
     scores: Sequence[float], best: Sequence[int], rule: PairRule, chooser: Chooser
 ) -> list[Pair]:
-    """Draw for the lowest of the best first: what suits it suits all above it, too."""
+    """Draw for the lowest of the best first: its candidates suit all better ones too."""
     worst = sorted(range(len(scores)), key=scores.__getitem__)[: rule.num_pairs]
     pairs = []
     for chosen in reversed(best[: rule.num_pairs]):
@@ -238,7 +225,7 @@ STRATEGIES: Mapping[
 
 
 class Span(NamedTuple):
-    """A stretch of tokens that are all trained on, or all not."""
+    """A range of positions that are all trained, or all masked."""
 
     start: int
     end: int
@@ -246,58 +233,42 @@ class Span(NamedTuple):
 
 
 def prompt_lengths(group: ExportGroup) -> list[int | None]:
-    """Return how many tokens the prompt of each trajectory has.
+    """Return the number of prompt tokens of each trajectory.
 
-    The first trained token ends the prompt. When no mask of the group tells prompt from completion
-    (masks are absent, or all or nothing is trained on), the tokens that all trajectories begin with
-    are the prompt, short of the last token of the shortest one; a lone trajectory has none then.
+    The first trained token ends the prompt. Without masks that separate prompt and completion, the
+    prompt is the common prefix of all trajectories, except for the last token of the shortest one.
+    A single trajectory without such a mask has no prompt.
 
     Returns:
-        [G] tokens of the prompt; None for a trajectory of which nothing is trained on while others
-        of its group are.
+        [G]; None for a trajectory without trained tokens in a group that has trained tokens.
     """
-    firsts = _prompt_ends(group)
-    if firsts is None:
-        shared = common_prefix_length(group.tokens) if len(group.tokens) > 1 else 0
-        shortest = min(map(len, group.tokens))
-        return [min(shared, max(0, shortest - 1))] * len(group.tokens)
-    return firsts
+    if has_prompt_masks(group):
+        return [_first_trained(mask) for mask in group.masks or ()]
+    shared = common_prefix_length(group.tokens) if len(group.tokens) > 1 else 0
+    shortest = min(map(len, group.tokens))
+    return [min(shared, max(0, shortest - 1))] * len(group.tokens)
 
 
 def has_prompt_masks(group: ExportGroup) -> bool:
-    """Whether some mask of the group has both trained and other tokens."""
+    """Whether a mask of the group has both trained and masked tokens."""
     return any(0 < mask.count(IGNORE_INDEX) < len(mask) for mask in group.masks or ())
 
 
-def _prompt_ends(group: ExportGroup) -> list[int | None] | None:
-    """Return the first trained position of each trajectory; None when no mask tells any."""
-    if not group.masks or not has_prompt_masks(group):
-        return None
-    return [_first_trained(mask) for mask in group.masks]
-
-
 def common_prefix_length(rows: Sequence[Any]) -> int:
-    """Return how many entries all rows begin with; rows are lists of tokens, or texts."""
+    """Return the length of the common prefix of token lists or texts."""
     return len(os.path.commonprefix(rows))  # noqa: RUF071 - of rows, not of paths
 
 
 def pair_prompt_length(
     chosen: Sequence[int], rejected: Sequence[int], *, chosen_prompt: int, rejected_prompt: int
 ) -> int:
-    """Return the tokens that the prompt of a preference pair has.
-
-    Both sides must have been asked the same: the prompt is what both prompts begin with.
-    """
+    """Return the number of prompt tokens of a pair: the length of its prompts' common prefix."""
     longest = min(chosen_prompt, rejected_prompt)
     return common_prefix_length([chosen[:longest], rejected[:longest]])
 
 
 def trained_spans(mask: Sequence[int]) -> list[Span]:
-    """Cut a trajectory where training begins or ends, by its mask [L].
-
-    Returns:
-        Spans that cover the trajectory, in order, trained and not by turns.
-    """
+    """Split a trajectory by its mask [L] into alternating trained and masked spans, in order."""
     spans: list[Span] = []
     start = 0
     for i in range(1, len(mask) + 1):
@@ -317,25 +288,25 @@ def _first_trained(mask: list[int]) -> int | None:
     return None
 
 
-NOTHING_TRAINED = "nothing of it is trained on"
-TRUNCATED = "cut before its end"
+NOTHING_TRAINED = "every token is masked"
+TRUNCATED = "truncated"
 PLACEHOLDERS = "placeholder tokens of ATROPOS_ALLOW_DUMMY_MANAGED_SERVER"
 
 
 class TruncationRule(NamedTuple):
-    """The signs of a truncated completion, and whether it is dropped."""
+    """The rule that recognizes truncated completions, and whether they are dropped."""
 
     end_ids: Collection[int] = ()
-    """Special tokens, one of which ends every whole completion; none when that is not known."""
+    """Special tokens that end a complete completion; empty if unknown."""
     drops: bool = False
 
 
 UNKNOWN_ENDS = TruncationRule()
-"""Nothing is taken for truncated."""
+"""Treats no completion as truncated."""
 
 
 class Trajectory(NamedTuple):
-    """A trajectory that was picked."""
+    """A usable trajectory of a group."""
 
     tokens: list[int]
     mask: list[int] | None
@@ -347,41 +318,47 @@ class Trajectory(NamedTuple):
 
 
 class TrajectoryReader:
-    """Reads trajectories of a group: prompts, chats, truncation; refuses unusable ones."""
+    """Reads the usable trajectories of a group."""
 
     def __init__(self, truncation: TruncationRule, *, needs_messages: bool) -> None:
         self._end_ids = frozenset(truncation.end_ids)
         self._drops = truncation.drops
         self._needs_messages = needs_messages
 
-    def read(self, group: ExportGroup) -> tuple[dict[int, Trajectory], dict[str, int]]:
-        """Return usable trajectories by position, and how many are not, by reason."""
+    def read(self, group: ExportGroup) -> tuple[dict[int, Trajectory], Counter[str]]:
+        """Return usable trajectories by position, and the numbers of others by reason."""
         masks = group.masks if has_prompt_masks(group) else None
         sides: dict[int, Trajectory] = {}
-        refused: Counter[str] = Counter()
+        dropped: Counter[str] = Counter()
         for i, prompt_length in enumerate(prompt_lengths(group)):
             messages = group.messages[i] if group.messages else None
             reason = self._why_not(prompt_length, messages)
             if has_placeholder_tokens(group.tokens[i]):
-                reason = PLACEHOLDERS  # its messages too may be made of them
+                reason = PLACEHOLDERS  # its messages may be made of them too
             mask = masks[i] if masks else None
-            is_cut = reason is None and self._is_cut(group.tokens[i], mask)
-            if is_cut and self._drops:
+            is_truncated = reason is None and self._is_truncated(group.tokens[i], mask)
+            if is_truncated and self._drops:
                 reason = TRUNCATED
             if reason is not None:
-                refused[reason] += 1
+                dropped[reason] += 1
                 continue
             sides[i] = Trajectory(
-                group.tokens[i], mask, prompt_length or 0, messages, group.scores[i], i, is_cut
+                group.tokens[i],
+                mask,
+                prompt_length or 0,
+                messages,
+                group.scores[i],
+                i,
+                is_truncated,
             )
-        return sides, dict(refused)
+        return sides, dropped
 
     def _why_not(self, prompt_length: int | None, messages: Any) -> str | None:
         if self._needs_messages:
             return None if messages else "no messages"
         return NOTHING_TRAINED if prompt_length is None else None
 
-    def _is_cut(self, ids: list[int], mask: list[int] | None) -> bool:
+    def _is_truncated(self, ids: list[int], mask: list[int] | None) -> bool:
         if not self._end_ids or not ids:
             return False
         last = len(ids) - 1

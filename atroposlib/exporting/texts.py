@@ -1,21 +1,20 @@
-r"""Token ids as text: batched decoding, the forms of a message, and the check of the tokenizer.
+r"""Token ids as text: batched decoding, and the check that a tokenizer matches the groups.
 
-Decoding. The text of a prompt is what its tokens decode to. The completion is the rest of the whole
-text, cut by length. Both sides are decoded on their own where a boundary falls inside a character,
-or where the tokenizer writes the parts differently from the whole.
+Decoding. The completion is the decoded trajectory after the decoded prompt. If the boundary falls
+inside a character, or the prompt decodes differently on its own, both are decoded separately.
 
 Tokenizer check. A group does not name its tokenizer. Evidence against one is: ids that it lacks;
-chats that do not occur in the decoded tokens; special tokens that its chat template does not
-write at their places; prompts whose text it encodes to other tokens.
+chats that do not occur in the decoded tokens; special tokens before messages that its chat template
+does not write there; prompts whose text it encodes to other tokens.
 
 Two tokenizers may share all tokens of plain text and differ in special tokens only. Text decoded
-with the wrong one holds every message, after the wrong special tokens:
+with the wrong one contains every message, after the wrong special tokens:
 
     right one    <|im_start|>user\nHow much is it?<|im_end|>
     wrong one    <|begin_of_text|>user\nHow much is it?<|eot_id|>
 
-So the nearest special token before each message is compared with what the template writes. A
-tokenizer without a template, or text without special tokens, allows no conclusion.
+Therefore the last special token before each message is compared with that of the rendered chat.
+Without a chat template, or without special tokens in the text, there is no evidence.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import zip_longest
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from atroposlib.envs.server_handling.chat_rendering import render_messages
 from atroposlib.errors import ConfigError
@@ -46,18 +45,11 @@ __all__ = [
 ]
 
 Decoder = Callable[[Sequence[Sequence[int]]], list[str]]
-"""Turns rows of ids into texts, special tokens included."""
-
-
-class Tokenizer(Protocol):
-    """The part of a tokenizer's interface that exports use."""
-
-    def decode(self, ids: Sequence[int], /) -> str:
-        """Return the text of ids, special tokens included."""
+"""Decodes rows of ids to texts, special tokens included."""
 
 
 class TextPair(NamedTuple):
-    """The text of one trajectory, or of one side of a pair."""
+    """The text of one trajectory."""
 
     prompt: str
     completion: str
@@ -67,7 +59,7 @@ def load_tokenizer(name: str) -> Any:
     """Load a tokenizer by name or from a folder.
 
     Raises:
-        ConfigError: there is none; the message says how to name one on this machine.
+        ConfigError: it cannot be loaded.
     """
     from transformers import AutoTokenizer
 
@@ -77,48 +69,33 @@ def load_tokenizer(name: str) -> Any:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         reason = missing_folder(name) or reason
         raise ConfigError(
-            f"the tokenizer {name} cannot be loaded ({reason}); --tokenizer takes the name or the "
-            "folder of the one the groups were made with"
+            f"the tokenizer {name} cannot be loaded ({reason}); --tokenizer is the name or folder "
+            "of the tokenizer that the groups were made with"
         ) from error
 
 
 def decoder_of(tokenizer: Any) -> Decoder:
-    """Return the fastest way to decode many rows with a tokenizer, any kind of it."""
+    """Return a function that decodes rows of ids, in one batch if the tokenizer supports it."""
     transformers = sys.modules.get("transformers")
     if transformers is not None and isinstance(tokenizer, transformers.PreTrainedTokenizerFast):
         backend = tokenizer.backend_tokenizer
-
-        def decode_together(rows: Sequence[Sequence[int]]) -> list[str]:
-            return list(backend.decode_batch(list(rows), skip_special_tokens=False))
-
-        return decode_together
-
-    def decode_singly(rows: Sequence[Sequence[int]]) -> list[str]:
-        return [str(tokenizer.decode(list(ids))) for ids in rows]
-
-    return decode_singly
+        return lambda rows: list(backend.decode_batch(list(rows), skip_special_tokens=False))
+    return lambda rows: [str(tokenizer.decode(list(ids))) for ids in rows]
 
 
 def split_texts(parts: Sequence[tuple[Sequence[int], int]], decode: Decoder) -> list[TextPair]:
-    """Decode trajectories: ids [L] and the number of prompt tokens, where each is cut."""
-    prompts: dict[tuple[int, ...], int] = {}
-    places = [prompts.setdefault(tuple(ids[:length]), len(prompts)) for ids, length in parts]
+    """Decode trajectories, each given as its ids [L] and the number of its prompt tokens."""
+    prompts = dict.fromkeys(tuple(ids[:length]) for ids, length in parts)
     texts = decode([*(ids for ids, _ in parts), *prompts])
-    wholes, prompt_texts = texts[: len(parts)], texts[len(parts) :]
-    pairs = [_cut(whole, prompt_texts[place]) for whole, place in zip(wholes, places, strict=True)]
-    apart = [i for i, pair in enumerate(pairs) if pair is None]
-    rests = decode([parts[i][0][parts[i][1] :] for i in apart]) if apart else []
-    again = dict(zip(apart, rests, strict=True))
+    text_of = dict(zip(prompts, texts[len(parts) :], strict=True))
+    starts = [text_of[tuple(ids[:length])] for ids, length in parts]
+    apart = [i for i, prompt in enumerate(starts) if not texts[i].startswith(prompt)]
+    rests = decode([parts[i][0][parts[i][1] :] for i in apart])
+    completions = dict(zip(apart, rests, strict=True))
     return [
-        pair if pair is not None else TextPair(prompt_texts[places[i]], again[i])
-        for i, pair in enumerate(pairs)
+        TextPair(prompt, completions.get(i, texts[i][len(prompt) :]))
+        for i, prompt in enumerate(starts)
     ]
-
-
-def _cut(whole: str, prompt: str) -> TextPair | None:
-    if whole.startswith(prompt):
-        return TextPair(prompt, whole[len(prompt) :])
-    return None
 
 
 _COMPARED_CHARS = 200
@@ -126,21 +103,21 @@ _THINKING_END = "</think>"
 
 
 class Place(NamedTuple):
-    """Where a text was found."""
+    """The position of a text in a longer one."""
 
     start: int
     end: int
 
 
 def message_texts(chat: Any) -> list[list[str]]:
-    """Return what each message with text may look like in a rendered chat.
+    """Return the forms that each message with text may have in a rendered chat.
 
-    A template may trim a content, drop the thinking before an answer, and write the content of a
-    tool message as JSON. Of a long content the beginning is returned. Contents that are no text,
-    and messages with calls, which some templates write without their content, are left out.
+    A template may strip content, drop the thinking before an answer, and write the content of a
+    tool message as JSON. Long content is truncated. Messages without text are left out, and so are
+    messages with tool calls, which some templates write without their content.
 
     Args:
-        chat: messages; anything else has no texts.
+        chat: A list of messages; other values have no texts.
     """
     messages = chat if isinstance(chat, list) else []
     contents = [
@@ -152,7 +129,7 @@ def message_texts(chat: Any) -> list[list[str]]:
 
 
 def find_text(text: str, forms: Sequence[str], start: int = 0) -> Place | None:
-    """Return where the first of several forms that occurs in a text stands, from `start` on."""
+    """Return the place of the first form that occurs in a text at `start` or later."""
     for form in forms:
         found = text.find(form, start)
         if found >= 0:
@@ -181,11 +158,11 @@ class _Opening(NamedTuple):
 
 
 class TemplateReader:
-    """Compares texts with what the chat template of a tokenizer writes."""
+    """Compares texts with chats that the template of a tokenizer renders."""
 
     def __init__(self, tokenizer: Any) -> None:
         self._tokenizer = tokenizer
-        added = getattr(tokenizer, "added_tokens_decoder", None) or {}  # some kinds have none
+        added = getattr(tokenizer, "added_tokens_decoder", None) or {}  # not in all classes
         names = {*tokenizer.all_special_tokens, *(str(token) for token in added.values())}
         longest_first = sorted(filter(None, names), key=len, reverse=True)
         self._special = re.compile("|".join(map(re.escape, longest_first)) or r"(?!)")
@@ -193,28 +170,29 @@ class TemplateReader:
         self._has_template = bool(getattr(tokenizer, "chat_template", None))
 
     def openings_match(self, text: str, chat: Any) -> list[bool]:
-        """Tell of each message whether the template opens it with what stands before it in a text.
+        """Compare the special tokens before each message in a text with those of the template.
 
         Returns:
-            One entry per message that can be judged; fewer than there are messages, or none.
+            One entry per message that has such tokens in both.
         """
         written = self._rendered(chat)
         if written is None:
             return []
         known = frozenset(self._special.findall(written))
         wanted_texts = message_texts(chat)
-        matches = []
-        for found, wanted in zip(
+        pairs = zip(
             self._openings(text, wanted_texts), self._openings(written, wanted_texts), strict=True
-        ):
-            if found is not None and wanted is not None:
-                matches.append(_is_same(found, wanted, known))
-        return matches
+        )
+        return [
+            _is_same(found, wanted, known)
+            for found, wanted in pairs
+            if found is not None and wanted is not None
+        ]
 
     def opens_answer(self, prompt: str) -> bool | None:
-        """Tell whether a prompt ends with what the template opens an answer with.
+        """Whether a prompt ends with the template's special tokens before an answer.
 
-        None where the prompt holds no special tokens, or the template gives nothing to compare.
+        None if the prompt or the template has no special tokens there.
         """
         written = self._rendered(_QUESTION)
         if written is None:
@@ -230,11 +208,11 @@ class TemplateReader:
             return None
         try:
             return render_messages(self._tokenizer, chat)
-        except Exception:  # noqa: BLE001 - a template is a program and may refuse in any way
+        except Exception:  # noqa: BLE001 - a template is a program and may raise anything
             return None
 
     def _openings(self, text: str, wanted_texts: Sequence[Sequence[str]]) -> list[_Opening | None]:
-        """Return what stands before each message; None for one of which nothing can be said."""
+        """Return the opening of each message, None for one without evidence."""
         openings: list[_Opening | None] = []
         end = 0
         for forms in wanted_texts:
@@ -247,18 +225,18 @@ class TemplateReader:
         specials = [
             match[0]
             for match in self._special.finditer(text, start, end)
-            if match.start() > 0  # also a text that no template wrote begins with such a token
+            if match.start() > 0  # text without a template may start with a special token too
         ]
-        if not specials or specials[-1] == self._end:  # which a bare text has between turns, too
+        if not specials or specials[-1] == self._end:  # as between the turns of such a text
             return None
         return _Opening(specials[-1], frozenset(specials[:-1]))
 
 
 def _is_same(found: _Opening, wanted: _Opening, known: frozenset[str]) -> bool:
-    """Whether a message is opened as the template does it, which writes the `known` tokens.
+    """Whether a message has the same opening in a text as in the rendered chat.
 
-    Tokens of an image or of thinking may follow in a text; the template, which is given the
-    message alone, does not write them.
+    In a text, tokens of an image or of thinking may follow the opening. They are not among the
+    `known` special tokens of the rendered chat.
     """
     is_followed = wanted.nearest in found.others and found.nearest not in known
     return found.nearest == wanted.nearest or is_followed
@@ -268,78 +246,76 @@ _MIN_SHARED = 0.9
 _MIN_FOUND = 0.5
 _MIN_SAMPLES = 3
 _MIN_TOKENS = 4
-_TELLING_CHARS = 20
-"""So much text is not spelt by the wrong tokenizer by chance."""
+_LONG_CHARS = 20
+"""Shorter messages may occur by chance in text that the wrong tokenizer decodes."""
 
 
-class TokenizerVerdict(NamedTuple):
-    """The evidence against a tokenizer."""
+class Mismatch(NamedTuple):
+    """Evidence that a tokenizer does not match the groups."""
 
-    is_wrong: bool
-    """Whether it cannot be the right one."""
-    reason: str | None
-    """None without evidence against it."""
+    reason: str
+    is_certain: bool
 
 
-def check_tokenizer(tokenizer: Any, groups: Sequence[ExportGroup]) -> TokenizerVerdict:
-    """Judge a tokenizer by the first groups of an export."""
+def check_tokenizer(tokenizer: Any, groups: Sequence[ExportGroup]) -> Mismatch | None:
+    """Return evidence against a tokenizer from the first groups of an export, or None."""
     highest = max((max(ids, default=0) for group in groups for ids in group.tokens), default=0)
     if highest >= len(tokenizer):
-        return TokenizerVerdict(
-            True, f"the groups hold token {highest}, the tokenizer has {len(tokenizer)} tokens"
-        )
+        reason = f"the groups have token {highest}, the tokenizer has {len(tokenizer)} tokens"
+        return Mismatch(reason, is_certain=True)
     template = TemplateReader(tokenizer)
     texts = [
         (tokenizer.decode(list(ids)), chat)
         for group in groups
         for ids, chat in zip_longest(group.tokens, group.messages or ())
     ]
-    reason = _judge_messages(texts) or _judge_openings(template, texts)
-    if reason is not None:
-        return TokenizerVerdict(True, reason)
-    return TokenizerVerdict(False, _judge_prompts(tokenizer, template, groups))
+    mismatch = _message_mismatch(texts) or _opening_mismatch(template, texts)
+    if mismatch is not None:
+        return Mismatch(mismatch, is_certain=True)
+    mismatch = _prompt_mismatch(tokenizer, template, groups)
+    return None if mismatch is None else Mismatch(mismatch, is_certain=False)
 
 
-def _judge_messages(texts: Sequence[tuple[str, Any]]) -> str | None:
-    """Say what is wrong when most chats do not occur in the text of their tokens."""
-    told = [says for text, chat in texts if (says := _says(text, chat)) is not None]
-    if len(told) < _MIN_SAMPLES or sum(told) >= _MIN_FOUND * len(told):
+def _message_mismatch(texts: Sequence[tuple[str, Any]]) -> str | None:
+    """Return a reason if most chats do not occur in the text of their tokens."""
+    matches = [match for text, chat in texts if (match := _contains(text, chat)) is not None]
+    if len(matches) < _MIN_SAMPLES or sum(matches) >= _MIN_FOUND * len(matches):
         return None
-    count = f"only {sum(told)}" if any(told) else "none"
-    return f"in {count} of {len(told)} trajectories the tokens decode to their messages"
+    count = f"only {sum(matches)}" if any(matches) else "none"
+    return f"in {count} of {len(matches)} trajectories the tokens decode to their messages"
 
 
-def _says(text: str, chat: Any) -> bool | None:
-    """Whether a text holds a chat; None when the chat has no text to look for.
+def _contains(text: str, chat: Any) -> bool | None:
+    """Whether a text contains a chat; None for a chat without text.
 
-    Short messages may be found by chance: they count only where there are no longer ones. Of these
-    half are enough, or the last one, where an environment drops or changes what was said before.
+    Short messages count only in chats without long ones. Half of the long messages are enough, or
+    the last one, since environments may drop or change earlier messages.
     """
     wanted = message_texts(chat)
     if not wanted:
         return None
-    telling = [forms for forms in wanted if min(map(len, forms)) >= _TELLING_CHARS]
-    found = [find_text(text, forms) is not None for forms in telling or wanted]
-    if telling:
+    long = [forms for forms in wanted if min(map(len, forms)) >= _LONG_CHARS]
+    found = [find_text(text, forms) is not None for forms in long or wanted]
+    if long:
         return found[-1] or 2 * sum(found) >= len(found)
     return 2 * sum(found) > len(found)
 
 
-def _judge_openings(template: TemplateReader, texts: Sequence[tuple[str, Any]]) -> str | None:
-    """Return the objection when most messages follow other special tokens than expected."""
+def _opening_mismatch(template: TemplateReader, texts: Sequence[tuple[str, Any]]) -> str | None:
+    """Return a reason if most messages follow other special tokens than in the rendered chat."""
     matches = [match for text, chat in texts for match in template.openings_match(text, chat)]
     if len(matches) < _MIN_SAMPLES or sum(matches) >= _MIN_FOUND * len(matches):
         return None
     return (
-        f"before {matches.count(False)} of {len(matches)} messages stand other special tokens "
-        "than its chat template writes"
+        f"{matches.count(False)} of {len(matches)} messages follow other special tokens than its "
+        "chat template writes"
     )
 
 
-def _judge_prompts(
+def _prompt_mismatch(
     tokenizer: Any, template: TemplateReader, groups: Sequence[ExportGroup]
 ) -> str | None:
-    """Say what is odd about the prompts, which nothing but their tokens tells."""
+    """Return a reason if prompts encode to other tokens, or end with other special tokens."""
     prompts = [
         group.tokens[0][: lengths[0]]
         for group in groups
@@ -352,17 +328,17 @@ def _judge_prompts(
     shares = [_shared(tokenizer, ids, text) for ids, text in zip(prompts, texts, strict=True)]
     share = sum(shares) / len(shares)
     if share < _MIN_SHARED:
-        return f"it writes the text of prompts with other tokens ({share:.0%} are the same)"
+        return f"it encodes the text of prompts to other tokens ({share:.0%} are the same)"
     opened = [opens for text in texts if (opens := template.opens_answer(text)) is not None]
     if len(opened) >= _MIN_SAMPLES and sum(opened) < _MIN_FOUND * len(opened):
         return (
             f"{opened.count(False)} of {len(opened)} prompts end with other special tokens than "
-            "its chat template opens an answer with"
+            "its chat template writes before an answer"
         )
     return None
 
 
 def _shared(tokenizer: Any, ids: Sequence[int], text: str) -> float:
-    """Return the share of tokens that come back when their text is encoded again."""
+    """Return the fraction of tokens that are the same when their text is encoded again."""
     again = tokenizer.encode(text, add_special_tokens=False)
     return sum((Counter(ids) & Counter(again)).values()) / max(len(ids), len(again))

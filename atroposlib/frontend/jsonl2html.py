@@ -2,14 +2,15 @@ r"""A static HTML page of groups: `python -m atroposlib.frontend.jsonl2html INPU
 
 JSON Lines (one group with `messages` and `scores` per line) ─► Markdown as safe HTML ─► one file
 
-The file needs no other file: it can be opened, sent or archived. Rendering is pure.
+The file is self-contained: it can be opened, sent or archived. Rendering is pure.
 
-Model output is untrusted. Raw HTML is shown as text; links and images are not made. The content
-policy of the page allows its own script only and loads nothing.
+Model output is untrusted. Raw HTML, links and images in it are shown as text. The content security
+policy of the page allows only its own script and loads nothing.
 
 Every character of a message stays visible. Markdown would hide characters that a reward may depend
 on: the backslash of `\{`, the `#` of a board, a row of `_ _ _`, the stars of `2*3*4`. Rules that
-drop such characters are off, CSS restores the marks of headings and emphasis, and spaces are kept.
+drop such characters are disabled, CSS restores the marks of headings and emphasis, and spaces are
+kept.
 """
 
 from __future__ import annotations
@@ -47,10 +48,10 @@ __all__ = [
 ]
 
 MAX_MARKDOWN_CHARACTERS = 200_000
-"""Longer texts are shown as they are: Markdown's cost grows faster than the text."""
+"""Longer texts are shown without Markdown, whose cost grows faster than the text."""
 
-KEPT_TEXTS = 256
-"""Prompts repeat within a group: rendering them once halves the time of a page."""
+CACHED_TEXTS = 256
+"""Prompts repeat within a group; rendering them once halves the time of a page."""
 
 ACTIVE_RULES = ["link", "image", "autolink", "reference", "html_inline", "html_block", "entity"]
 SWALLOWING_RULES = ["escape", "hr", "lheading"]
@@ -58,17 +59,17 @@ WORDED_HEADING = re.compile(r" {0,3}#{1,6}[ \t]+[^\W_].*(?<![#\s])\s*")
 """A heading with words, not a row of a board such as `# # _`."""
 
 
-@lru_cache(maxsize=KEPT_TEXTS)
+@lru_cache(maxsize=CACHED_TEXTS)
 def render_markdown(text: str) -> str:
-    """Return Markdown text as safe HTML; raw HTML in it appears as text, control codes as signs."""
+    """Return Markdown as safe HTML; raw HTML is shown as text, control characters as symbols."""
     if len(text) > MAX_MARKDOWN_CHARACTERS:
-        return _as_is(text)
+        return _preformatted(text)
     try:
         rendered: str = _converter().render(inert_block(text))
         return rendered
     except (RecursionError, ValueError, IndexError) as error:
         logger.debug("shown without Markdown: %s", error)
-        return _as_is(text)
+        return _preformatted(text)
 
 
 @cache
@@ -77,8 +78,7 @@ def _converter() -> Any:
     from markdown_it.rules_block import heading
     from markdown_it.rules_inline import emphasis
 
-    # Raw HTML is ordinary text and gets escaped. Links stay text as well: a reader sees the
-    # address and cannot follow it by accident.
+    # Raw HTML is escaped. Links stay text: the address is visible and cannot be followed.
     converter = MarkdownIt("commonmark", {"html": False, "breaks": True}).enable("table")
     converter.disable([*ACTIVE_RULES, *SWALLOWING_RULES])
     converter.block.ruler.at(
@@ -86,9 +86,9 @@ def _converter() -> Any:
     )
     converter.inline.ruler.at("emphasis", _only_stars(emphasis.tokenize))
     converter.inline.ruler.at("newline", _break_line)
-    # The language a fence names would become an attribute; nothing on the page uses it.
+    # The language of a fence would become an attribute, which the page does not use.
     converter.add_render_rule("fence", lambda _, tokens, i, *__: _code_block(tokens[i].content))
-    # The style keeps line ends, so a second one in the markup would be an empty line.
+    # The style keeps line breaks, so another one in the markup would be an empty line.
     converter.add_render_rule("softbreak", lambda *_: "<br>")
     return converter
 
@@ -102,7 +102,7 @@ def _only_worded(heading: Callable[..., bool]) -> Callable[..., bool]:
 
 
 def _only_stars(tokenize: Callable[..., bool]) -> Callable[..., bool]:
-    """Leave `__init__` and `_ _` alone."""
+    """Disable emphasis with underscores, as in `__init__` and `_ _`."""
 
     def rule(state: StateInline, silent: bool) -> bool:
         return state.src[state.pos] != "_" and tokenize(state, silent)
@@ -111,7 +111,7 @@ def _only_stars(tokenize: Callable[..., bool]) -> Callable[..., bool]:
 
 
 def _break_line(state: StateInline, silent: bool) -> bool:
-    """End a line as Markdown's own rule does, but keep the spaces on both sides."""
+    """End a line like Markdown's own rule, but keep the spaces on both sides."""
     if state.src[state.pos] != "\n":
         return False
     if not silent:
@@ -124,21 +124,21 @@ def _code_block(text: str) -> str:
     return f"<pre><code>{html.escape(text, quote=False)}</code></pre>\n"
 
 
-def _as_is(text: str) -> str:
+def _preformatted(text: str) -> str:
     return f"<pre>{html.escape(inert_block(text), quote=False)}</pre>"
 
 
 logger = logging.getLogger(__name__)
 
 IMAGE_STARTS = {"iVBORw0KGgo": "png", "/9j/": "jpeg", "R0lGOD": "gif", "UklGR": "webp"}
-"""How base64 of an image begins."""
+"""Image type by the first characters of its base64 text."""
 PROMPT_ROLES = frozenset({"system", "developer", "user", "environment"})
 MAX_QUESTION_CHARACTERS = 120
 INLINE_IMAGE = re.compile(r"data:image/(png|jpeg|gif|webp);base64,[A-Za-z0-9+/=\s]+")
 
 
 def get_score_class(score: Any) -> str:
-    """Return the CSS class of a score: positive, negative or zero; empty for other types."""
+    """Return the CSS class of a score; empty for values that are not numbers."""
     if isinstance(score, bool) or not isinstance(score, int | float):
         return ""
     if score > 0:
@@ -147,19 +147,15 @@ def get_score_class(score: Any) -> str:
 
 
 def create_html_for_group(group_data: Mapping[str, Any], index: int) -> str:
-    """Return one group as a collapsible block.
+    """Return one group as a collapsible block, or an empty string for a group without items.
 
     Args:
         group_data: `messages` [G], each a text or a chat, and `scores` [G]. Unequal lengths are
-            cut to the shorter one with a warning. A prompt that all of them begin with is
-            folded from the second on. Base64 texts in `images` are shown above them, each once,
-            and so is `gold_answer`, a text or one per turn. `reward_parts` [G], numbers by name,
-            are shown after the score. The heading has the `step`, else `policy_version`, and the
-            first line of the question.
-        index: number of the group on the page.
-
-    Returns:
-        The block, empty when there is nothing to show.
+            truncated to the shorter one with a warning. A common prompt is collapsed after the
+            first chat. Optional fields: base64 `images` and the `gold_answer`, a text or one per
+            turn, are shown above the messages; `reward_parts` [G], numbers by name, after the
+            score; `step` or `policy_version` in the heading, with the start of the question.
+        index: Number of the group on the page.
     """
     messages = group_data.get("messages") or []
     scores = group_data.get("scores") or []
@@ -171,7 +167,7 @@ def create_html_for_group(group_data: Mapping[str, Any], index: int) -> str:
             len(scores),
             min(len(messages), len(scores)),
         )
-    pairs = list(zip(messages, scores))  # noqa: B905 - cut to the shorter, as announced above
+    pairs = list(zip(messages, scores))  # noqa: B905 - truncated, as the warning says
     if not pairs:
         return ""
     num_shared = _num_shared([chat for chat, _ in pairs])
@@ -201,16 +197,16 @@ def create_html_for_group(group_data: Mapping[str, Any], index: int) -> str:
 
 
 def render_page(input_name: str, groups: Sequence[str], *, num_from_text: int = 0) -> str:
-    """Return the whole page: one file that loads nothing from elsewhere.
+    """Return a page that loads nothing.
 
     Args:
-        input_name: named in the title.
-        groups: what `create_html_for_group` returned, in the order they are to be shown.
-        num_from_text: how many of them are `tokenized_from_text`.
+        input_name: Name of the input, shown in the title.
+        groups: Results of `create_html_for_group`, in the order of the page.
+        num_from_text: Number of groups that are `tokenized_from_text`.
     """
     script = _resource("page.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    empty = '<p class="empty">No data: no line held messages and scores.</p>'
+    empty = '<p class="empty">No data: no line has messages and scores.</p>'
     return Template(_resource("template.html")).substitute(
         title=inert_markup(f"Rendered Messages - {input_name}"),
         style=_resource("page.css"),
@@ -227,7 +223,7 @@ def render_page(input_name: str, groups: Sequence[str], *, num_from_text: int = 
 
 
 def scores_differ(group_data: Mapping[str, Any]) -> bool:
-    """Whether the group has at least two different scores, and so something to learn from."""
+    """Whether a group has at least two different scores."""
     scores = group_data.get("scores")
     numbers = {s for s in scores if get_score_class(s)} if isinstance(scores, list) else set()
     return len(numbers) > 1
@@ -270,7 +266,7 @@ def _parts(parts: Any) -> str:
 
 
 def _num_shared(chats: Sequence[Any]) -> int:
-    """Return how many messages of the prompt, from the first on, are the same in all chats."""
+    """Return the number of first messages, all of the prompt, that are the same in all chats."""
     first, *others = chats
     if not isinstance(first, list) or not all(isinstance(chat, list) for chat in others):
         return 0
@@ -330,7 +326,7 @@ def _split_content(content: Any) -> tuple[str, list[str]]:
 
 
 def image_address(part: Mapping[str, Any]) -> str:
-    """Return the address of an image that is a part of a message."""
+    """Return the address of an image part of a message."""
     value = part.get("image_url", part.get("image", ""))
     return str(value.get("url", "")) if isinstance(value, dict) else str(value)
 
@@ -343,14 +339,13 @@ def _group_images(images: Any) -> str:
 
 
 def _from_text(group: Mapping[str, Any]) -> str:
-    """Say of a group whose tokens no engine reported where they come from."""
     if not group.get("tokenized_from_text"):
         return ""
     return '<p class="hint">tokenized from text: no token ids or logprobs of the server</p>\n'
 
 
 def _gold(answer: Any) -> str:
-    """Return a perfect answer, one per turn where it is a list; folded, as it gives all away."""
+    """Return the gold answer, collapsed by default; a list has one per turn."""
     turns = answer if isinstance(answer, list) else [answer]
     texts = "\n".join(render_markdown(turn) for turn in turns if isinstance(turn, str))
     if not texts:
@@ -362,7 +357,7 @@ def _gold(answer: Any) -> str:
 
 
 def as_data_address(text: str) -> str:
-    """Return base64 of an image as a `data:` address; anything else as it is."""
+    """Return base64 text of an image as a `data:` address; other texts unchanged."""
     kind = next((kind for start, kind in IMAGE_STARTS.items() if text.startswith(start)), None)
     return text if kind is None else f"data:image/{kind};base64,{text}"
 
@@ -370,7 +365,7 @@ def as_data_address(text: str) -> str:
 def _image(url: str) -> str:
     if INLINE_IMAGE.fullmatch(url):
         return f'<img class="image" alt="image in the message" src="{url}">'
-    # An address elsewhere is named, not loaded: opening a page must not call anybody.
+    # Other addresses are shown and not loaded: opening a page must not send requests.
     return f'<p class="image">[image: {inert_markup(url[:200]) or "no address"}]</p>'
 
 
@@ -379,21 +374,21 @@ def _resource(name: str) -> str:
     return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
-# ruff: noqa: T201 - this is a door: it tells on the terminal what it wrote
+# ruff: noqa: T201 - an entry point: it prints the path of the page
 
 
 def generate_html(input_path: str | Path, output_path: str | Path | None = None) -> None:
     """Write the page of a JSON Lines file of groups.
 
-    Lines that hold no group are skipped with a warning that gives their number. Groups whose scores
-    differ come first; a group keeps its number in the file.
+    Lines without a group are skipped with a warning. Groups with different scores come first; a
+    group keeps its number.
 
     Args:
-        input_path: the file to read.
-        output_path: the page; default is the input path with the suffix `.html`.
+        input_path: JSON Lines file.
+        output_path: The page; default is the input path with the suffix `.html`.
 
     Raises:
-        SystemExit: with code 1 when the input is missing or the page cannot be written.
+        SystemExit: with code 1, the input does not exist or the page cannot be written.
     """
     source = Path(input_path)
     if not source.is_file():
@@ -413,13 +408,13 @@ def generate_html(input_path: str | Path, output_path: str | Path | None = None)
         page = render_page(source.name, blocks, num_from_text=num_from_text)
         target.write_text(page, encoding="utf-8", errors="replace")
     except OSError as error:
-        _fail(f"cannot make {target} from {source}: {error}")
+        _fail(f"cannot write {target} from {source}: {error}")
     print(f"wrote {len(blocks)} groups to {target}")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line."""
-    parser = CommandParser(prog="jsonl2html", description="Page of a file of groups.")
+    parser = CommandParser(prog="jsonl2html", description="Write an HTML page of a file of groups.")
     parser.add_argument("input", nargs="?", help="JSON Lines file of groups")
     parser.add_argument("output", nargs="?", help="page to write (default: INPUT with .html)")
     parser.add_argument("--input_path", help="same as INPUT")
@@ -427,7 +422,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     given = parser.parse_args(arguments)
     input_path = given.input_path or given.input
     if input_path is None:
-        parser.error("name the file to read")
+        parser.error("expected the file to read: INPUT or --input_path")
     generate_html(input_path, given.output_path or given.output)
 
 

@@ -269,13 +269,13 @@ def test_run_api_says_new_or_resuming_and_how_to_continue_after_ctrl_c(free_port
     assert "resuming mine: step 0, 1 group waiting" in outputs[1]
 
 
-def test_run_api_in_memory_says_that_its_run_is_gone(free_port):
+def test_run_api_in_memory_says_that_its_run_is_lost(free_port):
     with running(free_port) as process:
         wait_until_up(free_port)
         process.send_signal(signal.SIGINT)
         output, _ = process.communicate(timeout=120)
 
-    assert output.splitlines()[-1] == "stopped; the run was in memory and is gone"
+    assert output.splitlines()[-1] == "stopped; the run was in memory and is lost"
 
 
 def test_ctrl_c_ends_with_130_under_a_parent_that_ignores_interrupts(free_port):
@@ -322,7 +322,7 @@ def test_run_api_refuses_a_misspelt_run_without_a_terminal(free_port, tmp_path):
 
     assert process.returncode == 2
     assert output.splitlines() == [
-        f"run-api: {tmp_path} holds the run mine, but not mien; continue it with --run mine, or "
+        f"run-api: {tmp_path} has the run mine, but not mien; continue it with --run mine, or "
         f"create a new one with: run-api --run mien --data-dir {tmp_path} --host localhost "
         f"--port {free_port} --new-run"
     ]
@@ -345,7 +345,7 @@ def test_run_api_refuses_a_misspelt_run_in_redis_too(free_port, redis_server):
 
     assert process.returncode == 2
     (line,) = output.splitlines()
-    assert f"{redis_server.url} holds the run math-7b-train, but not math-7b-tarin" in line
+    assert f"{redis_server.url} has the run math-7b-train, but not math-7b-tarin" in line
     assert "--new-run" in line
     with running(free_port, *command, "math-7b-tarin", "--new-run"):
         wait_until_up(free_port)
@@ -359,8 +359,8 @@ def test_run_api_asks_nothing_in_memory_and_says_that_a_name_continues_nothing(f
         process.terminate()
         output, _ = process.communicate(timeout=120)
 
-    assert "the run is in memory: it is gone when this process ends" in output
-    assert "--run mine continues nothing" in output
+    assert "the run is in memory: it is lost when this process ends" in output
+    assert "--run mine cannot continue it" in output
 
 
 @pytest.mark.parametrize(("answer", "is_made"), [("y", True), ("", False), ("no", False)])

@@ -131,7 +131,7 @@ def test_tokenizer_and_service_that_are_not_there_are_warned_about(
 
     viewer.close()
     service, tokenizer = capsys.readouterr().err.splitlines()
-    assert service.startswith("view-run: warning: no groups can be seen yet: ")
+    assert service.startswith("view-run: warning: no groups can be shown yet: ")
     assert f"127.0.0.1:{free_port}" in service
     assert "view-run: warning: tokenizer bytes could not be loaded" in tokenizer
     assert "--tokenizer (no such folder)" in tokenizer
@@ -151,9 +151,9 @@ def test_nothing_is_said_when_all_is_there(
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("", "holds no groups: The file is empty so far; groups appear as they are written."),
-        ("x\n{}\n", "holds no groups; 2 entries cannot be shown, the first: line 1: not JSON"),
-        (GROUP + "{}\n", "holds 1 groups; 1 entries cannot be shown, the first: line 2: neither"),
+        ("", "has no groups: The file is empty so far; groups appear as they are written."),
+        ("x\n{}\n", "has no groups; 2 entries cannot be shown, the first: line 1: not JSON"),
+        (GROUP + "{}\n", "has 1 groups; 1 entries cannot be shown, the first: line 2: neither"),
     ],
 )
 def test_file_that_shows_no_groups_or_not_all_is_warned_about(

@@ -78,7 +78,7 @@ def test_outages_of_the_service_are_survived_and_said_once(
     assert not watched.log_once()
     world.answers[f"{SERVICE}/status"] = [1]
     assert not watched.log_once()
-    assert caplog.text.count("no usable answer") == 1
+    assert caplog.text.count("no valid response") == 1
 
     world.step(1)
     assert watched.log_once()

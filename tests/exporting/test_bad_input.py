@@ -20,12 +20,12 @@ ANSI = "\x1b[2J\x1b]0;title\x07red\x1b[31m"
 
 
 @pytest.fixture
-def told() -> list[str]:
+def notices() -> list[str]:
     return []
 
 
 def test_broken_lines_are_named_by_number_and_the_rest_is_used(
-    groups: list[Any], tmp_path: Path, told: list[str]
+    groups: list[Any], tmp_path: Path, notices: list[str]
 ) -> None:
     good = json.dumps(groups[0])
     ragged = json.dumps({**groups[0], "masks": [[1]] * 4})
@@ -34,25 +34,25 @@ def test_broken_lines_are_named_by_number_and_the_rest_is_used(
     source.write_bytes("\n".join(lines).encode("latin-1"))
 
     request = sft_request(tmp_path / "out", source, format="tokens", keeps_duplicates=True)
-    report = run_export(request, tell=told.append)
+    report = run_export(request, notify=notices.append)
 
     assert (report.num_groups, report.num_records, report.num_broken) == (2, 4, 5)
-    assert [line.split(" is left out")[0] for line in told] == [
+    assert [line.split(" is left out")[0] for line in notices] == [
         f"line {number}" for number in (2, 4, 5, 6, 7)
     ]
     assert "line 6: masks[0]: 1 entries, tokens[0] has" in report_text(report, unit="examples")
 
 
 def test_messages_about_broken_lines_hold_nothing_of_the_text(
-    tmp_path: Path, told: list[str]
+    tmp_path: Path, notices: list[str]
 ) -> None:
     source = tmp_path / "groups.jsonl"
     source.write_text(f'{{"tokens": [["{ANSI}"]], "scores": [1]}}\n{{"tokens" {ANSI}\n')
 
-    run_export(sft_request(tmp_path / "out", source, format="tokens"), tell=told.append)
+    run_export(sft_request(tmp_path / "out", source, format="tokens"), notify=notices.append)
 
-    assert len(told) == 2
-    assert "\x1b" not in "".join(told)
+    assert len(notices) == 2
+    assert "\x1b" not in "".join(notices)
 
 
 def test_odd_model_output_is_written_whole_and_valid(tokenizer: Any, tmp_path: Path) -> None:
@@ -66,7 +66,7 @@ def test_odd_model_output_is_written_whole_and_valid(tokenizer: Any, tmp_path: P
     path = tmp_path / "out.jsonl"
 
     request = sft_request(path, source, format="trl-messages", rule=SelectionRule(4))
-    report = run_export(request, tell=print)
+    report = run_export(request, notify=print)
 
     written = [record["messages"][1]["content"] for record in read_records(path)]
     assert written == ["half \ufffd character", *answers[1:]]
@@ -74,9 +74,9 @@ def test_odd_model_output_is_written_whole_and_valid(tokenizer: Any, tmp_path: P
     assert b"\x1b" not in path.read_bytes()
 
 
-@pytest.mark.parametrize("lane", ["json", "msgpack"])
-def test_groups_of_both_lanes_are_read_alike(lane: Any, groups: list[Any]) -> None:
-    raw = RawGroup("group 1", lane, encode_group(groups[0], lane))
+@pytest.mark.parametrize("name", ["json", "msgpack"])
+def test_groups_of_both_formats_are_read_alike(name: Any, groups: list[Any]) -> None:
+    raw = RawGroup("group 1", name, encode_group(groups[0], name))
 
     read = export_group(raw)
 
@@ -132,8 +132,8 @@ def test_tokenizer_that_lacks_tokens_is_refused_before_anything_is_written(
     source = write_groups(tmp_path / "groups.jsonl", [{"tokens": tokens, "scores": [1.0]}])
     request = sft_request(tmp_path / "out", source, tokenizer=tokenizer.name_or_path)
 
-    with pytest.raises(ConfigError, match="hold token 100000, the tokenizer has"):
-        run_export(request, tell=print)
+    with pytest.raises(ConfigError, match="have token 100000, the tokenizer has"):
+        run_export(request, notify=print)
 
     assert not (tmp_path / "out").exists()
 
@@ -144,35 +144,37 @@ def test_tokenizer_that_contradicts_the_messages_is_refused_unless_asked_for(
     request = sft_request(tmp_path / "out", groups_file, tokenizer=other_tokenizer)
 
     with pytest.raises(ConfigError, match=r"in none of 80 trajectories .* --any-tokenizer"):
-        run_export(request, tell=print)
+        run_export(request, notify=print)
 
     anyway = sft_request(
         tmp_path / "out", groups_file, tokenizer=other_tokenizer, checks_tokenizer=False
     )
-    assert run_export(anyway, tell=print).num_records == 40
+    assert run_export(anyway, notify=print).num_records == 40
 
 
 def test_tokenizer_that_writes_prompts_otherwise_is_warned_about(
-    groups: list[Any], other_tokenizer: str, tokenizer: Any, tmp_path: Path, told: list[str]
+    groups: list[Any], other_tokenizer: str, tokenizer: Any, tmp_path: Path, notices: list[str]
 ) -> None:
     bare = [{k: v for k, v in group.items() if k != "messages"} for group in groups]
     source = write_groups(tmp_path / "groups.jsonl", bare)
 
-    run_export(sft_request(tmp_path / "a", source, tokenizer=other_tokenizer), tell=told.append)
-    assert "may not be the tokenizer of these groups" in told[0]
-
-    told.clear()
     run_export(
-        sft_request(tmp_path / "b", source, tokenizer=tokenizer.name_or_path), tell=told.append
+        sft_request(tmp_path / "a", source, tokenizer=other_tokenizer), notify=notices.append
     )
-    assert told == []
+    assert "may not be the tokenizer of these groups" in notices[0]
+
+    notices.clear()
+    run_export(
+        sft_request(tmp_path / "b", source, tokenizer=tokenizer.name_or_path), notify=notices.append
+    )
+    assert notices == []
 
 
 def test_missing_tokenizer_and_missing_file_are_named(groups_file: Path, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="no-such-folder cannot be loaded"):
         run_export(
-            sft_request(tmp_path / "a", groups_file, tokenizer="./no-such-folder"), tell=print
+            sft_request(tmp_path / "a", groups_file, tokenizer="./no-such-folder"), notify=print
         )
     with pytest.raises(ConfigError, match="cannot be read: No such file"):
-        run_export(sft_request(tmp_path / "b", tmp_path / "none.jsonl"), tell=print)
+        run_export(sft_request(tmp_path / "b", tmp_path / "none.jsonl"), notify=print)
     assert {path.name for path in tmp_path.iterdir()} == {"groups.jsonl"}

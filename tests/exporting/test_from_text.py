@@ -76,10 +76,10 @@ async def test_exports_hold_the_text_of_the_provider(tokenizer: Any, tmp_path: P
     name = tokenizer.name_or_path
 
     report = run_export(
-        sft_request(tmp_path / "sft.jsonl", source, format="trl", tokenizer=name), tell=print
+        sft_request(tmp_path / "sft.jsonl", source, format="trl", tokenizer=name), notify=print
     )
     run_export(
-        dpo_request(tmp_path / "dpo.jsonl", source, format="trl", tokenizer=name), tell=print
+        dpo_request(tmp_path / "dpo.jsonl", source, format="trl", tokenizer=name), notify=print
     )
 
     end = tokenizer.eos_token
@@ -111,9 +111,9 @@ def test_placeholder_tokens_reach_no_export(tokenizer: Any, tmp_path: Path) -> N
         request = make(
             path, source, format=name, tokenizer=tokenizer.name_or_path, checks_tokenizer=False
         )
-        report = run_export(request, tell=print)
+        report = run_export(request, notify=print)
         reason = "placeholder tokens of ATROPOS_ALLOW_DUMMY_MANAGED_SERVER"
-        assert (report.num_records, report.refused[reason]) == (0, 2)
+        assert (report.num_records, report.dropped[reason]) == (0, 2)
 
 
 @pytest.mark.slow
@@ -136,7 +136,7 @@ async def test_exports_train_a_model_in_trl(tokenizer: Any, tmp_path: Path) -> N
     ):
         path = tmp_path / f"{make.__name__}.jsonl"
         request = make(path, source, format="trl", tokenizer=tokenizer.name_or_path)
-        run_export(request, tell=print)
+        run_export(request, notify=print)
         rows = datasets.load_dataset(
             "json", data_files=str(path), split="train", cache_dir=str(tmp_path / "cache")
         )

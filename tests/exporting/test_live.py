@@ -80,19 +80,19 @@ def test_export_waits_for_groups_and_stops_at_the_number(
 
 def test_no_trainer_is_said_when_nothing_comes(start_service: Start) -> None:
     service = start_service("--store", "memory")
-    told: list[str] = []
+    notices: list[str] = []
 
     class Stop(Exception):
         pass
 
-    def tell(line: str) -> None:
-        told.append(line)
+    def notify(line: str) -> None:
+        notices.append(line)
         raise Stop
 
     with InspectionClient(service.url) as client, contextlib.suppress(Stop):
-        next(watch_groups(client, is_endless=True, tell=tell, sleep=lambda _: None))
+        next(watch_groups(client, is_endless=True, notify=notify, sleep=lambda _: None))
 
-    assert told == [
+    assert notices == [
         "no trainer is registered, so environments do not start; start one, or let this command "
         "be the trainer with --consume"
     ]
@@ -115,7 +115,9 @@ def test_service_that_goes_away_leaves_a_valid_file_and_says_how_to_go_on(
 
     assert done.returncode == 1, done.stderr
     assert "got no answer" in done.stderr
-    assert f"6 records are in {path}; --resume goes on with it" in done.stderr
+    assert (
+        f"6 records are in {path}; to continue, run the same command with --resume" in done.stderr
+    )
     assert len(read_records(path)) == 6
 
     again = start_service("--run", "r", "--data-dir", str(tmp_path))

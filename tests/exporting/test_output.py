@@ -59,7 +59,7 @@ def test_output_is_written_refused_and_added_to(name: str, kind: Any, tmp_path: 
     assert {entry.name for entry in path.parent.iterdir()} == {name}
 
 
-def test_folders_of_one_name_are_told_apart_by_whoever_loads_them(tmp_path: Path) -> None:
+def test_folders_of_one_name_are_loaded_separately(tmp_path: Path) -> None:
     for texts in ("ab", "xyz"):
         folder = tmp_path / texts / "same-name"
         output = open_output(folder, "dataset", "new")
@@ -97,7 +97,7 @@ def test_file_that_is_no_export_is_left_as_it_is(tmp_path: Path) -> None:
     path = tmp_path / "notes.txt"
     path.write_text("my notes\nmore of them")
 
-    with pytest.raises(ConfigError, match="holds no records of an export"):
+    with pytest.raises(ConfigError, match="has no records of an export"):
         open_output(path, "jsonl", "append")
 
     assert path.read_text() == "my notes\nmore of them"
@@ -132,7 +132,7 @@ def test_other_format_is_not_mixed_in(tmp_path: Path) -> None:
 
     output = open_output(path, "jsonl", "append")
 
-    with pytest.raises(ConfigError, match="holds records with completion, prefix, the format"):
+    with pytest.raises(ConfigError, match="has records with completion, prefix, but this --format"):
         write(output, "b")
 
 
@@ -149,7 +149,7 @@ def test_values_of_several_kinds_do_not_fit_into_columns_and_stay_as_lines(tmp_p
     lines = [encode_line({"messages": [{"content": c}]}, score=None) for c in ("a", [1])]
     output.write(lines, ["messages"])
 
-    with pytest.raises(ConfigError, match="--output jsonl can hold them"):
+    with pytest.raises(ConfigError, match="--output jsonl accepts them"):
         output.close()
 
     assert len(read_records(tmp_path / "out.parquet.part.jsonl")) == 2
@@ -160,10 +160,10 @@ def test_resumed_export_has_every_record_once_and_stops_at_the_number(
 ) -> None:
     whole, parts = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl"
     name = {"tokenizer": tokenizer.name_or_path}
-    run_export(dpo_request(whole, groups_file, **name), tell=print)
+    run_export(dpo_request(whole, groups_file, **name), notify=print)
     for number, mode in ((7, "new"), (20, "resume"), (20, "resume"), (1000, "resume")):
         request = dpo_request(parts, groups_file, max_records=number, mode=mode, **name)
-        report = run_export(request, tell=print)
+        report = run_export(request, notify=print)
         assert len(read_records(parts)) == min(number, 40), report
 
     assert parts.read_bytes() == whole.read_bytes()
@@ -173,7 +173,7 @@ def test_append_writes_that_many_more(groups_file: Path, tmp_path: Path) -> None
     path = tmp_path / "out.jsonl"
     for mode in ("new", "append"):
         request = sft_request(path, groups_file, format="tokens", max_records=3, mode=mode)
-        run_export(request, tell=print)
+        run_export(request, notify=print)
 
     records = read_records(path)
     assert len(records) == 6
@@ -183,12 +183,12 @@ def test_append_writes_that_many_more(groups_file: Path, tmp_path: Path) -> None
 def test_duplicates_are_counted_or_kept(groups: list[Any], tmp_path: Path) -> None:
     source = write_groups(tmp_path / "groups.jsonl", [groups[0], groups[0]])
 
-    once = run_export(sft_request(tmp_path / "a", source, format="tokens"), tell=print)
+    once = run_export(sft_request(tmp_path / "a", source, format="tokens"), notify=print)
     twice = run_export(
-        sft_request(tmp_path / "b", source, format="tokens", keeps_duplicates=True), tell=print
+        sft_request(tmp_path / "b", source, format="tokens", keeps_duplicates=True), notify=print
     )
 
-    assert (once.num_records, once.refused[DUPLICATE], twice.num_records) == (2, 2, 4)
+    assert (once.num_records, once.dropped[DUPLICATE], twice.num_records) == (2, 2, 4)
 
 
 def test_full_disk_ends_the_export_and_says_how_to_go_on(
@@ -206,10 +206,10 @@ def test_full_disk_ends_the_export_and_says_how_to_go_on(
     path = tmp_path / "out.jsonl"
 
     with pytest.raises(ExportStoppedError, match=r"No space left.* 8 records are in .*--resume"):
-        run_export(sft_request(path, groups_file, format="tokens"), tell=print)
+        run_export(sft_request(path, groups_file, format="tokens"), notify=print)
 
     monkeypatch.undo()
-    run_export(sft_request(path, groups_file, format="tokens", mode="resume"), tell=print)
+    run_export(sft_request(path, groups_file, format="tokens", mode="resume"), notify=print)
     assert len(read_records(path)) == 40
 
 
@@ -236,7 +236,7 @@ def test_export_that_leaves_no_records_exits_with_1_and_the_reason(
     flags = (tmp_path / "out", "--format", "tokens", "--file")
 
     assert export(monkeypatch, *flags, low) == 1
-    assert "nothing was written: no trajectory passed" in capsys.readouterr().err
+    assert "nothing was written: every trajectory was dropped" in capsys.readouterr().err
     assert export(monkeypatch, *flags, none) == 1
     assert "nothing was written: there are no groups" in capsys.readouterr().err
     assert not (tmp_path / "out").exists()

@@ -174,7 +174,7 @@ def test_segments_of_several_turns_keep_what_is_not_trained_on_apart() -> None:
 
 def test_boundary_inside_a_character_keeps_all_bytes(tokenizer: Any) -> None:
     row = tokenizer.encode("x\N{SNOWMAN}y", add_special_tokens=False)
-    cut = 2  # behind x and the first of three bytes
+    cut = 2  # after x and the first of three bytes
 
     [pair] = split_texts([(row, cut)], decoder_of(tokenizer))
 
@@ -190,7 +190,7 @@ def test_boundary_inside_a_character_keeps_all_bytes(tokenizer: Any) -> None:
         ([ASK, {"content": "x"}], "a message without a role"),
         (
             [{"role": "moderator", "content": "x"}, GOOD],
-            "a role that OpenAI's format does not have",
+            "a role that OpenAI's format does not support",
         ),
         ([{"role": "tool", "content": "x"}, GOOD], "a tool message without tool_call_id"),
         ([ASK, {"role": "assistant", "tool_calls": ["x"]}], "a tool call without a function"),
@@ -205,7 +205,7 @@ def test_chat_that_openai_would_refuse_is_left_out_with_the_reason(
     picked = recipe.pick(group, "line 1")
     built = recipe.build(picked.picks)
 
-    assert [*picked.refused, *(entry.reason for entry in built)] == [reason]
+    assert [*picked.dropped, *(entry.reason for entry in built)] == [reason]
 
 
 def test_openai_chat_has_tool_arguments_as_text_and_no_other_keys() -> None:
@@ -230,11 +230,11 @@ def test_openai_chat_has_tool_arguments_as_text_and_no_other_keys() -> None:
     assert record["messages"][3] == {"role": "assistant", "content": "2"}
 
 
-def test_chats_that_say_the_same_make_no_pair() -> None:
+def test_equal_chats_make_no_pair() -> None:
     group = group_of("same", "same", scores=[1.0, -1.0])
 
     assert dpo_records(group, "trl-chat") == [None]
-    with pytest.raises(ChatError, match="say the same"):
+    with pytest.raises(ChatError, match="starts with the other"):
         split_chats([ASK], [ASK])
 
 

@@ -113,7 +113,7 @@ def score(
     return run
 
 
-def test_scores_of_today_stand_beside_the_recorded_ones(
+def test_new_scores_are_shown_next_to_the_recorded_ones(
     score: Callable[..., Any], tokenizer: Any, tmp_path: Path
 ) -> None:
     groups = make_groups(tokenizer, 3)
@@ -260,7 +260,7 @@ def test_what_was_not_recorded_is_never_made_up() -> None:
     model = RecordedModel([group], end_ids=[3])
     with pytest.raises(NotRecordedError):
         model.answer([1], 1)
-    assert model.play_next() is group
+    assert model.replay_next() is group
 
     turns = model.answer([1], 2)
 
@@ -328,18 +328,18 @@ async def test_posting_stops_where_the_service_went_away(groups: list[Any]) -> N
             if self.num_posts > 3:
                 raise TrajectoryApiError("POST got no answer")
 
-    told: list[str] = []
+    notices: list[str] = []
     with pytest.raises(PostingStoppedError, match="got no answer") as caught:
         await post_groups(
             Failing(),  # type: ignore[arg-type]
             ((f"line {i}", group) for i, group in enumerate(groups)),
             groups_per_s=None,
             max_in_flight=1,
-            tell=told.append,
+            notify=notices.append,
         )
 
-    assert (caught.value.posted.num_groups, caught.value.posted.num_refused) == (2, 1)
-    assert told == ["line 1 was refused: POST answered 422: bad"]
+    assert (caught.value.posted.num_groups, caught.value.posted.num_rejected) == (2, 1)
+    assert notices == ["line 1 was rejected: POST answered 422: bad"]
 
 
 def test_two_runs_are_compared_by_prompt() -> None:

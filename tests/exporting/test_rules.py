@@ -57,7 +57,7 @@ def test_select(scores: list[float], rule: SelectionRule, chosen: list[int]) -> 
     selection = select(scores, rule)
 
     assert selection.chosen == chosen
-    assert sum(selection.refused.values()) == len(scores) - len(chosen)
+    assert sum(selection.dropped.values()) == len(scores) - len(chosen)
 
 
 def test_select_among_eligible_ones_compares_with_the_lowest_of_all() -> None:
@@ -101,7 +101,7 @@ def test_pair_up(scores: list[float], rule: PairRule, pairs: list[tuple[int, int
 
     assert pairing.pairs == [Pair(*pair) for pair in pairs]
     unpaired = len(scores) - len({chosen for chosen, _ in pairs})
-    assert sum(pairing.refused.values()) == unpaired
+    assert sum(pairing.dropped.values()) == unpaired
 
 
 def test_chooser_draws_the_same_for_the_same_group_and_all_there_is() -> None:

@@ -55,7 +55,7 @@ def test_every_format_loads(output: str, groups_file: Path, tokenizer: Any, tmp_
                     max_records=5,
                     tokenizer=tokenizer.name_or_path,
                 ),
-                tell=print,
+                notify=print,
             )
             assert len(load(path, output)) == 5, name
 
@@ -83,7 +83,7 @@ def test_sft_trainer_takes_a_step(
 
     path = tmp_path / "out.jsonl"
     request = sft_request(path, groups_file, format=name, tokenizer=tokenizer.name_or_path)
-    run_export(request, tell=print)
+    run_export(request, notify=print)
     trainer = SFTTrainer(
         model=str(model_folder),
         args=SFTConfig(**settings(tmp_path)),
@@ -97,7 +97,7 @@ def test_sft_trainer_takes_a_step(
     batch = next(iter(trainer.get_train_dataloader()))
     trained = (batch["labels"] != -100).sum().item()
     assert 0 < trained <= batch["labels"].numel()
-    if name != "trl-messages":  # there TRL trains on prompts too, unless told otherwise
+    if name != "trl-messages":  # there TRL trains on prompts too by default
         assert trained < batch["attention_mask"].sum().item()
 
 
@@ -110,7 +110,7 @@ def test_dpo_trainer_takes_a_step(
 
     path = tmp_path / "out.jsonl"
     request = dpo_request(path, groups_file, format=name, tokenizer=tokenizer.name_or_path)
-    run_export(request, tell=print)
+    run_export(request, notify=print)
     trainer = DPOTrainer(
         model=str(model_folder),
         args=DPOConfig(**settings(tmp_path)),

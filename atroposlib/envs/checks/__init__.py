@@ -1,1 +1,1 @@
-"""Parts of `python env.py check`, one subject per file; `atroposlib.envs.check` joins them."""
+"""Parts of `python env.py check`, one subject per file; see `atroposlib.envs.check`."""

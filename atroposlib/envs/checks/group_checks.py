@@ -1,14 +1,10 @@
-"""What the groups of an item tell: shape, masks, logprobs, context, numbers and scores.
+"""Rules on the groups of an item: shape, masks, logprobs, context, numbers and scores; pure.
 
-The shape of a group, and the numbers in it. Pure.
-
-Laying a trajectory over what the model wrote: masks, logprobs and prefix continuity. Pure.
+Masks, logprobs and context are checked by aligning a trajectory with the replies of the model:
 
 tokens   p p p p c c c e o o o c c e        p prompt, c sampled, o observation, e end of turn
 spans            [-----]       [---]        found by prompt and reply, each a `Span`
 masks    . . . . c c c e . . . c c e        trained positions must lie in a span
-
-Whether scores tell good answers from bad ones. Pure.
 """
 
 from __future__ import annotations
@@ -18,35 +14,22 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from atroposlib.envs.checks.report import Findings, hook_site
-from atroposlib.envs.checks.runner import COLLECTING, SCORING, Rehearsal
+from atroposlib.envs.checks.runner import COLLECTING, SCORING, DryRun
 from atroposlib.envs.checks.scripted_model import Role, SampledReply
 from atroposlib.envs.rollouts import check_signal, wrong_number
 from atroposlib.errors import GroupError
 from atroposlib.scored_data import IGNORE_INDEX, MASKED_LOGPROB
 from atroposlib.wire import encode_group
 
-__all__ = [
-    "Alignment",
-    "ScoredReply",
-    "Span",
-    "align",
-    "check_groups",
-    "equal_scores",
-    "non_finite_path",
-    "scored_replies",
-    "shape_problem",
-    "too_good",
-    "wrong_score",
-]
+__all__ = ["Alignment", "Span", "align", "check_groups"]
 
 NUMBER_FIELDS = ("scores", "advantages", "inference_logprobs", "ref_logprobs")
 
 
 def shape_problem(group: Any, *, group_size: int) -> str | None:
-    """Return what the service or the base class would refuse a group for, or None.
+    """Return why the base class or the service would reject a group, or None.
 
-    Infinite and NaN values are left to `non_finite_path`, scores that are not numbers to
-    `wrong_score`.
+    `non_finite_path` reports infinite and NaN values, `wrong_score` scores that are not numbers.
     """
     if isinstance(group, Mapping):
         scores = [0.0] * len(group["scores"]) if wrong_score(group) else group.get("scores")
@@ -62,18 +45,15 @@ def shape_problem(group: Any, *, group_size: int) -> str | None:
 
 
 def wrong_score(group: Any) -> str | None:
-    """Return the first score of a group that is not a number, or None."""
+    """Return an error message for the first score that is not a number, or None."""
     scores = group.get("scores") if isinstance(group, Mapping) else None
     return wrong_number("scores", scores) if isinstance(scores, list | tuple) else None
 
 
 def non_finite_path(group: Mapping[str, Any]) -> str | None:
-    """Return where the first number that is not finite stands, or None."""
-    for name in NUMBER_FIELDS:
-        path = _non_finite(group.get(name), name)
-        if path:
-            return path
-    return None
+    """Return an error message for the first number that is not finite, or None."""
+    paths = (_non_finite(group.get(name), name) for name in NUMBER_FIELDS)
+    return next((path for path in paths if path), None)
 
 
 def _non_finite(value: Any, path: str) -> str | None:
@@ -92,20 +72,21 @@ def _finite(value: Any) -> Any:
 
 
 TOLERANCE = 1e-4
+"""Largest difference of a logprob from the engine's."""
 
 
 class Span(NamedTuple):
-    """Where one reply lies in a trajectory."""
+    """The position of one reply in a trajectory."""
 
     start: int
     end: int
     reply: SampledReply
     is_exact: bool
-    """Whether the tokens before it are those the model read."""
+    """Whether the tokens before it are the prompt that the model received."""
 
 
 class Alignment(NamedTuple):
-    """One trajectory against what the model wrote; texts say what is wrong, None nothing."""
+    """A trajectory compared with the replies of the model; a problem is None if there is none."""
 
     spans: list[Span]
     mask_problem: str | None
@@ -125,12 +106,12 @@ def align(
     """Compare one trajectory with the replies of the model.
 
     Args:
-        path: its index for messages, as `[0]`.
+        path: Index of the trajectory for error messages, such as `[0]`.
         tokens: [L].
         masks: [L].
-        logprobs: [L], or None when the group has none.
-        sampled: every reply given for the item.
-        tokenizer: of the environment.
+        logprobs: [L], or None for a group without logprobs.
+        sampled: All replies to the requests of the item.
+        tokenizer: Tokenizer of the environment.
     """
     trained = [i for i, mask in enumerate(masks) if mask != IGNORE_INDEX]
     spans = _spans(list(tokens), trained, sampled)
@@ -149,7 +130,7 @@ def align(
 def _spans(
     tokens: list[int], trained: Sequence[int], sampled: Sequence[SampledReply]
 ) -> list[Span]:
-    """Find the replies in a trajectory: by their whole context first, by their text otherwise."""
+    """Locate replies in a trajectory: first by prompt and tokens, then by tokens alone."""
     exact: dict[int, Span] = {}
     for reply in sampled:
         start = len(reply.prompt_ids)
@@ -171,7 +152,10 @@ def _spans(
 
 
 def _shared(ids: Sequence[int], tokens: Sequence[int]) -> int:
-    """Return how many tokens of a reply begin `tokens`: all, all but the end of turn, or none."""
+    """Return the number of reply tokens that `tokens` starts with.
+
+    It is all of them, all but the end of turn, or 0.
+    """
     for length in (len(ids), len(ids) - 1):
         if length > 0 and list(tokens[:length]) == list(ids[:length]):
             return length
@@ -179,7 +163,7 @@ def _shared(ids: Sequence[int], tokens: Sequence[int]) -> int:
 
 
 def _loose_span(tokens: list[int], start: int, sampled: Sequence[SampledReply]) -> Span | None:
-    """Find a reply of several tokens that begins at `start`, behind another context."""
+    """Return the longest reply of several tokens at `start`, regardless of the tokens before it."""
     longest: Span | None = None
     for reply in sampled:
         length = _shared(reply.ids, tokens[start:])
@@ -201,7 +185,7 @@ def _mask_problem(
                 f"masks{path}[{i}] is {mask}; expected {IGNORE_INDEX} or the token, {token} "
                 f"({_text([token], tokenizer)!r})"
             )
-    # Tokens without text only close a turn: a chat template adds them behind a reply.
+    # Tokens without text only close a turn: a chat template adds them after a reply.
     foreign = [
         i
         for i, mask in enumerate(masks)
@@ -211,7 +195,7 @@ def _mask_problem(
         i = foreign[0]
         shown = _text(tokens[i : i + 12], tokenizer)
         return (
-            f"masks{path} trains on {len(foreign)} tokens that the model did not write, from "
+            f"masks{path} trains on {len(foreign)} tokens that the model did not generate, from "
             f"position {i}: {shown!r}"
         )
     return None
@@ -228,8 +212,7 @@ def _logprob_problem(
     if shift:
         direction = "early" if shift < 0 else "late"
         return (
-            f"inference_logprobs{path} are shifted: each stands {abs(shift)} position too "
-            f"{direction}"
+            f"inference_logprobs{path} are shifted: each is {abs(shift)} position too {direction}"
         )
     for span in spans:
         for i, known in _known(span, masks):
@@ -249,7 +232,7 @@ def _logprob_problem(
 
 
 def _shift(masks: Sequence[int], logprobs: Sequence[float], spans: Sequence[Span]) -> int:
-    """Return by how many positions the logprobs are moved; 0 when they are not."""
+    """Return the number of positions that the logprobs are shifted by: -1, 0 or 1."""
     pairs = [pair for span in spans for pair in _known(span, masks)]
     if len(pairs) < 3 or _share(pairs, logprobs, 0) == 1.0:
         return 0
@@ -257,7 +240,7 @@ def _shift(masks: Sequence[int], logprobs: Sequence[float], spans: Sequence[Span
 
 
 def _share(pairs: Sequence[tuple[int, float]], logprobs: Sequence[float], by: int) -> float:
-    """Return the share of known logprobs found `by` positions from where they belong."""
+    """Return the fraction of known logprobs that are `by` positions from their token."""
     hits = [
         0 <= i + by < len(logprobs) and abs(logprobs[i + by] - known) <= TOLERANCE
         for i, known in pairs
@@ -266,7 +249,7 @@ def _share(pairs: Sequence[tuple[int, float]], logprobs: Sequence[float], by: in
 
 
 def _known(span: Span, masks: Sequence[int]) -> list[tuple[int, float]]:
-    """Return position and engine's logprob of each trained token of a reply."""
+    """Return the position and the engine's logprob of each trained token of a reply."""
     if span.reply.logprobs is None:
         return []
     values = zip(range(span.start, span.end), span.reply.logprobs, strict=False)
@@ -284,9 +267,9 @@ def _context_problem(
         first = next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(read), len(found)))
         return (
             f"tokens{path} has {len(found)} tokens before the reply at {span.start}, the model "
-            f"read {len(read)}; the first difference is at {first}: "
+            f"received {len(read)}; the first difference is at {first}: "
             f"{_text(found[first : first + 12], tokenizer)!r}, "
-            f"the model read {_text(read[first : first + 12], tokenizer)!r}"
+            f"the model received {_text(read[first : first + 12], tokenizer)!r}"
         )
     return None
 
@@ -296,23 +279,23 @@ def _text(ids: Sequence[int], tokenizer: Any) -> str:
 
 
 class ScoredReply(NamedTuple):
-    """What one trajectory was worth."""
+    """The score of one trajectory with the role of its last reply."""
 
     role: Role
     score: float
-    is_muted: bool
-    """Whether it cannot move the policy."""
+    is_masked: bool
+    """Whether the trajectory has no gradient: every token is masked or its advantage is 0."""
 
 
 def scored_replies(group: Mapping[str, Any], roles: Sequence[Role | None]) -> list[ScoredReply]:
-    """Return the worth of each trajectory whose role is known and whose score is a finite number.
+    """Return the scores of trajectories with a known role and a finite score.
 
-    Where all scores of a group are equal and it has token-level advantages, the mean over the
-    trained tokens is the worth: such an environment says it all in the advantages.
+    If all scores of a group are equal and it has token-level advantages, the mean advantage of the
+    trained tokens takes the place of the score.
 
     Args:
         group: [G] trajectories.
-        roles: [G] who answered, None where that cannot be told.
+        roles: [G] role of the last reply, None if unknown.
     """
     scores = list(group["scores"])
     advantages = group.get("advantages")
@@ -326,14 +309,14 @@ def scored_replies(group: Mapping[str, Any], roles: Sequence[Role | None]) -> li
         trained = [i for i, label in enumerate(mask) if label != IGNORE_INDEX]
         if isinstance(advantage, list | tuple) and len(advantage) == len(mask) and trained:
             score = sum(advantage[i] for i in trained) / len(trained)
-        is_muted = not trained or bool((override or {}).get("set_advantage_to_zero"))
+        is_masked = not trained or bool((override or {}).get("set_advantage_to_zero"))
         if role is not None and wrong_number("", [score]) is None and math.isfinite(score):
-            found.append(ScoredReply(role, float(score), is_muted))
+            found.append(ScoredReply(role, float(score), is_masked))
     return found
 
 
 def equal_scores(replies: Sequence[ScoredReply]) -> str | None:
-    """Return what all answers score, gold and others, or None when they differ."""
+    """Return an error message if the gold answer and all others score the same, or None."""
     scores = {reply.score for reply in replies}
     roles = {reply.role for reply in replies}
     if len(scores) > 1 or "gold" not in roles or len(roles) < 2:
@@ -343,19 +326,19 @@ def equal_scores(replies: Sequence[ScoredReply]) -> str | None:
 
 
 def too_good(
-    replies: Sequence[ScoredReply], roles: Sequence[Role], *, unless_muted: bool = False
+    replies: Sequence[ScoredReply], roles: Sequence[Role], *, unless_masked: bool = False
 ) -> str | None:
-    """Return which of the answers scores at least as much as the gold one, or None.
+    """Return an error message for an answer that does not score less than the gold one, or None.
 
     Args:
-        replies: all answers to one item.
-        roles: those that must score less than gold.
-        unless_muted: let an answer pass that cannot move the policy.
+        replies: All answers to one item.
+        roles: Roles that must score less than gold.
+        unless_masked: Whether a trajectory without a gradient may score as much.
     """
     gold = [reply.score for reply in replies if reply.role == "gold"]
     for reply in replies:
-        muted = unless_muted and reply.is_muted
-        if gold and reply.role in roles and reply.score >= min(gold) and not muted:
+        is_exempt = unless_masked and reply.is_masked
+        if gold and reply.role in roles and reply.score >= min(gold) and not is_exempt:
             return f"the {NAMES[reply.role]} scores {reply.score:g}, the gold answer {min(gold):g}"
     return None
 
@@ -364,29 +347,37 @@ NAMES: dict[Role, str] = {
     "gold": "gold answer",
     "empty": "empty answer",
     "garbage": "meaningless answer",
-    "truncated": "first half of the gold answer, cut by the token budget,",
-    "unclosed": "gold answer inside a thought that was cut by the token budget",
+    "truncated": "first half of the gold answer, truncated by the token budget,",
+    "unclosed": "gold answer inside a thought that was truncated by the token budget",
 }
 
 
 NO_GOLD = (
-    "check_gold_answer gives none; define check_gold_answer(self, item) -> str and return what a "
-    "perfect model would write"
+    "there is no gold answer; define check_gold_answer(self, item) -> str and return the reply of "
+    "a perfect model"
 )
-SCORE_RULES = ("spread", "wrong", "truncated")
-SCORING_TIMED_OUT = "scoring timed out and gave its default"
-NO_NUMBER = "return a number for every answer; one that cannot be judged gets a score as well"
+WORSE_ROLES: Mapping[str, tuple[Role, ...]] = {
+    "wrong": ("empty", "garbage"),
+    "truncated": ("truncated", "unclosed"),
+}
+"""Roles that must score less than gold, by rule."""
+SCORE_RULES = ("spread", *WORSE_ROLES)
+SCORING_TIMED_OUT = "scoring timed out and returned its default"
+NO_NUMBER = "return a number for every answer, also for one that cannot be parsed"
 
 
-def check_groups(env: Any, rehearsal: Rehearsal, findings: Findings) -> None:
-    """Look at the groups made of one item against a script."""
+def check_groups(env: Any, run: DryRun, findings: Findings) -> None:
+    """Check the groups that one item yielded, and add the findings."""
     site = hook_site(type(env), COLLECTING)
-    if not rehearsal.groups:
-        _tell_of_no_group(rehearsal, findings, site)
+    if not run.groups:
+        if run.script.turns:
+            findings.fail("rollout", "good and bad answers together yielded no group", site)
+        else:
+            findings.skip("rollout", f"bad answers alone yielded no group; {NO_GOLD}")
         return
-    findings.passed("rollout", f"{len(rehearsal.sampled)} replies to an item became a group")
+    findings.passed("rollout", f"{len(run.sampled)} replies to an item became a group")
     replies: list[ScoredReply] = []
-    for group in rehearsal.groups:
+    for group in run.groups:
         problem = shape_problem(group, group_size=env.config.group_size)
         if problem:
             findings.fail("shape", problem, site)
@@ -399,25 +390,18 @@ def check_groups(env: Any, rehearsal: Rehearsal, findings: Findings) -> None:
         path = non_finite_path(group)
         if path:
             findings.fail("finite", path, scoring_site)
-        alignments = _alignments(group, rehearsal, env.tokenizer)
+        alignments = _alignments(group, run.sampled, env.tokenizer)
         _check_alignments(group, alignments, findings, site)
         roles = [a.spans[-1].reply.role if a.spans else None for a in alignments]
         replies += scored_replies(group, roles)
-    first = rehearsal.groups[0]
-    findings.passed("shape", f"{_count(first)} trajectories, group_size {env.config.group_size}")
+    num_trajectories = len(run.groups[0]["tokens"])
+    findings.passed("shape", f"{num_trajectories} trajectories, group_size {env.config.group_size}")
     findings.passed("finite", "scores, advantages and logprobs")
-    _check_scores(replies, rehearsal, findings, hook_site(type(env), SCORING))
-
-
-def _tell_of_no_group(rehearsal: Rehearsal, findings: Findings, site: str | None) -> None:
-    if rehearsal.script.turns:
-        findings.fail("rollout", "no group came of good and bad answers mixed", site)
-        return
-    findings.skip("rollout", f"no group came of bad answers alone; {NO_GOLD}")
+    _check_scores(replies, run, findings, hook_site(type(env), SCORING))
 
 
 def _can_be_aligned(group: Any) -> bool:
-    """Whether the rows of a group have one length each, whatever else is wrong with it."""
+    """Whether tokens, masks and logprobs of each trajectory have the same length."""
     try:
         lengths = [[len(row) for row in group[name]] for name in ("tokens", "masks")]
         logprobs = group.get("inference_logprobs")
@@ -427,11 +411,11 @@ def _can_be_aligned(group: Any) -> bool:
         return False
 
 
-def _alignments(group: Any, rehearsal: Rehearsal, tokenizer: Any) -> list[Alignment]:
+def _alignments(group: Any, sampled: Sequence[SampledReply], tokenizer: Any) -> list[Alignment]:
     logprobs = group.get("inference_logprobs") or [None] * len(group["tokens"])
     rows = zip(group["tokens"], group["masks"], logprobs, strict=True)
     return [
-        align(f"[{i}]", tokens, masks, values, rehearsal.sampled, tokenizer)
+        align(f"[{i}]", tokens, masks, values, sampled, tokenizer)
         for i, (tokens, masks, values) in enumerate(rows)
     ]
 
@@ -453,66 +437,44 @@ def _check_alignments(
     findings.passed("masks", f"{trained} of {sum(map(len, group['tokens']))} tokens are trained")
     spans = [span for alignment in alignments for span in alignment.spans]
     if any(span.reply.has_images for span in spans):
-        findings.skip("context", "the model saw images, which no tokens of the group stand for")
+        findings.skip("context", "the prompt had images, which the tokens of a group lack")
     else:
-        findings.passed("context", f"{len(spans)} replies stand behind the tokens the model read")
+        findings.passed("context", f"{len(spans)} replies follow the prompts the model received")
     if group.get("inference_logprobs"):
         findings.passed("logprobs", "each is the one the engine reported")
     else:
-        findings.skip("logprobs", "groups carry no inference_logprobs; managed_server gives them")
+        findings.skip("logprobs", "groups have no inference_logprobs; use managed_server")
 
 
 def _check_scores(
-    replies: list[ScoredReply], rehearsal: Rehearsal, findings: Findings, site: str | None
+    replies: list[ScoredReply], run: DryRun, findings: Findings, site: str | None
 ) -> None:
-    if not rehearsal.script.turns:
-        for name in SCORE_RULES:
-            findings.skip(name, NO_GOLD)
-        return
+    reason = "no trajectory has the gold answer and a finite score" if run.script.turns else NO_GOLD
     if not any(reply.role == "gold" for reply in replies):
         for name in SCORE_RULES:
-            findings.skip(name, "no trajectory with the gold answer and a finite score was found")
+            findings.skip(name, reason)
         return
-    if rehearsal.num_score_timeouts:
+    timed_out = ""
+    if run.num_score_timeouts:
+        timed_out = f"; {SCORING_TIMED_OUT}"
         findings.note(
-            f"scoring timed out {rehearsal.num_score_timeouts} times and its default was taken: "
-            "look at what the scoring function does with such an answer, or raise "
-            "--env.score_timeout_s"
+            f"scoring timed out {run.num_score_timeouts} times and its default was used: check "
+            "the scoring function with such an answer, or raise --env.score_timeout_s"
         )
-    scores: dict[Role, float] = {reply.role: reply.score for reply in replies}
-    seen = ", ".join(f"{role} {score:g}" for role, score in scores.items())
     equal = equal_scores(replies)
     if equal:
-        late = f"; {SCORING_TIMED_OUT}" if rehearsal.num_score_timeouts else ""
-        findings.fail("spread", f"{equal}{late}", site)
+        findings.fail("spread", f"{equal}{timed_out}", site)
         for name in ("wrong", "truncated"):
             findings.skip(name, "all scores are equal")
         return
-    findings.passed("spread", seen)
-    is_late = rehearsal.num_score_timeouts > 0
-    _check_role(replies, ("empty", "garbage"), "wrong", findings, site, is_late=is_late)
-    _check_role(replies, ("truncated", "unclosed"), "truncated", findings, site, is_late=is_late)
-
-
-def _check_role(
-    replies: list[ScoredReply],
-    roles: tuple[Role, ...],
-    name: str,
-    findings: Findings,
-    site: str | None,
-    *,
-    is_late: bool,
-) -> None:
-    present = sorted({reply.role for reply in replies} & set(roles))
-    if not present:
-        findings.passed(name, "the environment gives up groups with such answers")
-        return
-    problem = too_good(replies, roles, unless_muted=name == "truncated")
-    if problem:
-        late = f"; {SCORING_TIMED_OUT}" if is_late else ""
-        findings.fail(name, f"{problem}{late}", site)
-    findings.passed(name, f"{', '.join(present)}: below gold")
-
-
-def _count(group: Any) -> int:
-    return len(group["tokens"])
+    scores: dict[Role, float] = {reply.role: reply.score for reply in replies}
+    findings.passed("spread", ", ".join(f"{role} {score:g}" for role, score in scores.items()))
+    for name, roles in WORSE_ROLES.items():
+        present = sorted({reply.role for reply in replies} & set(roles))
+        problem = too_good(replies, roles, unless_masked=name == "truncated")
+        if problem:
+            findings.fail(name, f"{problem}{timed_out}", site)
+        elif present:
+            findings.passed(name, f"{', '.join(present)}: below gold")
+        else:
+            findings.passed(name, "the environment drops groups with such answers")

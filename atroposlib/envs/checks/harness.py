@@ -1,4 +1,4 @@
-"""The harness of `check`: an environment against a scripted model.
+"""The harness of `check`: dry runs of an environment, and their observations as findings.
 
 The environment is built three times with the same seed:
 
@@ -6,8 +6,7 @@ The environment is built three times with the same seed:
     second run  setup -> the same items -> groups -> close            (determinism)
     third run   setup -> the same items -> groups, rolled out with another seed -> close  (scores)
 
-What was observed in a run becomes findings: errors, stalls, attempts, leftovers. Two runs are
-compared as sorted collections, since the rollouts of a group may send requests in any order.
+Runs are compared as sorted collections, since the rollouts of a group send requests in any order.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from atroposlib.envs.checks.report import (
     is_named_method,
     mentioned_site,
     method_name,
-    misspelt_setting,
+    misspelled_setting,
     traceback_site,
 )
 from atroposlib.envs.checks.runner import (
@@ -41,7 +40,7 @@ from atroposlib.envs.checks.runner import (
     OTHER_SEED,
     SCORE_METHODS,
     SCORING,
-    Rehearsal,
+    DryRun,
     Stage,
     StepTimeoutError,
     changed_path,
@@ -49,9 +48,9 @@ from atroposlib.envs.checks.runner import (
     check_evaluation,
     check_failed_rollout,
     data_of,
+    dry_run,
     is_local_tokenizer,
     next_item,
-    rehearse,
     seeded,
     staged_settings,
 )
@@ -72,35 +71,24 @@ from atroposlib.envs.settings import Settings
 from atroposlib.utils.aio import settle
 from atroposlib.utils.score_pool import ScoreTimeoutError
 
-__all__ = [
-    "Trace",
-    "changed_score",
-    "check_class",
-    "difference",
-    "judge_determinism",
-    "judge_leftovers",
-    "judge_network",
-    "judge_stalls",
-    "judging",
-    "run_checks",
-    "trace_of",
-]
+__all__ = ["check_class", "finding_on_error", "run_checks"]
 
 CONTEXT = 40
+"""Characters shown around the first difference of two prompts."""
 
 
 class Trace(NamedTuple):
-    """What one run asked and what it made of the answers."""
+    """The prompts and trajectories of one run, sorted."""
 
     prompts: list[str]
     trajectories: list[tuple[str, str]]
-    """Tokens, and score; as text, so that NaN equals itself."""
+    """Tokens and score, as text, so that NaN equals itself."""
 
 
-def trace_of(rehearsals: Sequence[Rehearsal]) -> Trace:
-    """Return the trace of some items."""
-    prompts = sorted(sampled.prompt for r in rehearsals for sampled in r.sampled)
-    groups = [group for rehearsal in rehearsals for group in rehearsal.groups]
+def trace_of(runs: Sequence[DryRun]) -> Trace:
+    """Return the trace of the dry runs of several items."""
+    prompts = sorted(sampled.prompt for run in runs for sampled in run.sampled)
+    groups = [group for run in runs for group in run.groups]
     trajectories = [row for group in groups for row in _rows(group)]
     return Trace(prompts, sorted(trajectories))
 
@@ -110,11 +98,11 @@ def _rows(group: Any) -> list[tuple[str, str]]:
         pairs = zip(group["tokens"], group["scores"], strict=False)
         return [(json.dumps(tokens, default=str), repr(float(score))) for tokens, score in pairs]
     except (TypeError, KeyError, ValueError):
-        return []  # the check of the shape says what is wrong with it
+        return []  # reported under the rule `shape`
 
 
 def difference(first: Trace, second: Trace) -> str | None:
-    """Return what the second run did otherwise, or None."""
+    """Return an error message for the first difference between two runs, or None."""
     if len(first.prompts) != len(second.prompts):
         return f"{len(first.prompts)} prompts in the first run, {len(second.prompts)} in the second"
     for one, other in zip(first.prompts, second.prompts, strict=True):
@@ -126,13 +114,13 @@ def difference(first: Trace, second: Trace) -> str | None:
     if scores[0] != scores[1]:
         shown = [", ".join(f"{float(score):g}" for score in row) for row in scores]
         return f"the scores differ: {shown[0]} in the first run, {shown[1]} in the second"
-    return "the same prompts and replies gave other tokens or scores to the trajectories"
+    return "with the same prompts and replies, trajectories have different tokens or scores"
 
 
 def changed_score(one: Trace, other: Trace) -> str | None:
-    """Return how the score of the same answer changed between two runs, or None.
+    """Return an error message if the same answer scores differently in two runs, or None.
 
-    Only trajectories that both runs have are compared: prompts may differ under another seed.
+    Only trajectories of both runs are compared, since prompts may differ under another seed.
     """
     scores = _scores_by_tokens(one), _scores_by_tokens(other)
     for tokens in sorted(scores[0].keys() & scores[1].keys()):
@@ -157,41 +145,49 @@ def _apart(one: str, other: str) -> str:
     return f"{one[start : start + CONTEXT]!r} and {other[start : start + CONTEXT]!r}"
 
 
-RAISED_BY_AUTHOR = "correct that line, or what reaches it"
-RAISED_ABOUT_METHOD = "correct that method: the arguments it takes, or what it returns"
-TOO_LATE = "look for what it waits for; a step of the check may take a minute"
+RAISED_BY_AUTHOR = "correct that line, or the values that reach it"
+RAISED_ABOUT_METHOD = "correct the arguments or the return value of that method"
+TOO_LATE = "find what it waits for; the limit for a step of the check is one minute"
 SCORED_TOO_LONG = (
-    "score in a worker with a limit and a default: await self.score_pool.run(function, *args, "
+    "score in a worker with a time limit and a default: await self.score_pool.run(function, *args, "
     "timeout=5, default=0.0)"
 )
-SCORED_BY_LUCK = (
-    "score by the item and the answer alone; luck that belongs to the task goes into the item, as "
-    "a seed"
+RANDOM_SCORE = (
+    "let the score depend on the item and the answer only; if the task needs randomness, store a "
+    "seed in the item"
 )
 
 NOT_RENDERED = (
-    "keep to the roles and the order that the template knows, or name a tokenizer whose template "
-    "takes this conversation: --env.tokenizer_name"
+    "use the roles and the order that the template supports, or set --env.tokenizer_name to a "
+    "tokenizer whose template supports this conversation"
 )
 NO_TEMPLATE = (
-    "name the tokenizer of an instruct model with --env.tokenizer_name, or write the prompt as "
-    "text and ask for a completion"
+    "set --env.tokenizer_name to the tokenizer of an instruct model, or write the prompt as text "
+    "and request a completion"
 )
 RENDERERS = ("apply_chat_template", "_apply_chat_template")
 """Methods of tokenizers that turn a conversation into a prompt."""
 
 BEFORE_ROLLOUTS = ("config", "setup")
-"""Rules whose own remedy also fits what a package raises."""
+"""Rules whose own remedy also fits exceptions from installed packages."""
 
 OTHER_HOOKS = ("start_conversation", "score_all", "prompt", "score")
-"""Methods of authors whose base class collects; in the order in which they tell most."""
+"""Methods that authors define where the base class collects; the most specific first."""
 
 
 @contextmanager
-def judging(
+def finding_on_error(
     findings: Findings, name: str, env_cls: type[Any], hooks: Sequence[str]
 ) -> Iterator[None]:
-    """Turn what a step raises into a finding of one rule, and go on behind the block."""
+    """Record an exception of the block as a failure of one rule, and suppress it.
+
+    Args:
+        findings: Collects the finding.
+        name: Key in `RULES`.
+        env_cls: Class of the environment.
+        hooks: The finding points at the first of these that the author defines, unless a line of
+            the author raised the exception.
+    """
     try:
         yield
     except Exception as error:  # noqa: BLE001 - one step of the check: what it raises is the result
@@ -199,14 +195,14 @@ def judging(
             findings.skip(name, "stopped by the attempt to reach the network")
             return
         if _is_unrendered(error) and findings.has_failed("rollout"):
-            findings.skip(name, "stopped by the chat template, as the rollouts")
+            findings.skip(name, "stopped by the chat template, like the rollouts")
             return
         where, remedy = _place_and_remedy(name, error, env_cls, hooks)
-        findings.fail(name, _told(error), where, remedy=remedy)
+        findings.fail(name, _description(error), where, remedy=remedy)
 
 
-def _told(error: Exception) -> str:
-    """Return what is shown of an exception; a time limit that ended the scoring is called that."""
+def _description(error: Exception) -> str:
+    """Return the text of an exception, prefixed if scoring timed out or a template failed."""
     text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     if _is_unrendered(error):
         reason = "it has none" if _lacks_template(error) else text
@@ -240,7 +236,7 @@ def _frames(error: Exception) -> list[FrameType]:
 def _place_and_remedy(
     name: str, error: Exception, env_cls: type[Any], hooks: Sequence[str]
 ) -> tuple[str | None, str | None]:
-    """Return the place in the author's files, and the remedy where the rule's does not fit."""
+    """Return the place in the author's files, and a remedy if the rule's does not fit."""
     if _is_scoring_timeout(error):
         where = error.where if isinstance(error, StepTimeoutError) else None
         where = where or traceback_site(error.__traceback__) or hook_site(env_cls, SCORING)
@@ -256,7 +252,7 @@ def _place_and_remedy(
     mentioned = mentioned_site(error, SCORING)
     if mentioned is not None:
         return mentioned, RAISED_ABOUT_METHOD
-    if isinstance(error, NotImplementedError):  # a hook is not there at all
+    if isinstance(error, NotImplementedError):  # the author does not define a hook
         return hook_site(env_cls, hooks) or class_site(env_cls), None
     where = hook_site(env_cls, (*hooks, *OTHER_HOOKS)) or class_site(env_cls)
     if isinstance(error, TimeoutError | asyncio.TimeoutError):
@@ -272,26 +268,24 @@ def _is_by_network(error: BaseException | None) -> bool:
     return False
 
 
-def judge_determinism(
+def _report_determinism(
     env_cls: type[Any],
-    first: list[Rehearsal],
-    second: list[Rehearsal],
-    other_seed: list[Rehearsal],
+    first: list[DryRun],
+    second: list[DryRun],
+    other_seed: list[DryRun],
     findings: Findings,
 ) -> None:
-    """Compare runs of the same items: two with one seed, and one that rolls out with another."""
     changed = difference(trace_of(first), trace_of(second))
     if changed:
         findings.fail("determinism", changed, hook_site(env_cls, ("get_next_item", *COLLECTING)))
     changed = changed_score(trace_of(first), trace_of(other_seed))
     if changed:
         where = hook_site(env_cls, SCORING)
-        findings.fail("determinism", changed, where, remedy=SCORED_BY_LUCK)
+        findings.fail("determinism", changed, where, remedy=RANDOM_SCORE)
     findings.passed("determinism", f"two runs of {len(first)} items are the same")
 
 
-def judge_network(attempts: list[NetworkAttempt], findings: Findings) -> None:
-    """Tell of attempts to reach other machines, and of servers on this one."""
+def _report_network(attempts: list[NetworkAttempt], findings: Findings) -> None:
     blocked = [attempt for attempt in attempts if attempt.is_blocked]
     if blocked:
         hosts = ", ".join(dict.fromkeys(attempt.host for attempt in blocked))
@@ -300,38 +294,39 @@ def judge_network(attempts: list[NetworkAttempt], findings: Findings) -> None:
     for attempt in attempts:
         if not attempt.is_blocked:
             findings.note(
-                f"{attempt.where} connects to {attempt.host} by itself; the scripted model "
+                f"{attempt.where} connects to {attempt.host} directly; the scripted model "
                 "answers through self.server only"
             )
-    findings.passed("network", "nothing but this machine was reached for")
+    findings.passed("network", "no other machine was contacted")
 
 
-def judge_stalls(stalls: list[Stall], findings: Findings) -> None:
-    """Tell of the longest call that held the event loop."""
+def _report_stalls(stalls: list[Stall], findings: Findings) -> None:
     if stalls:
         longest = max(stalls)
-        what = "one call" if longest.where else "a computation that let no other thread run"
-        findings.fail("blocking", f"{what} held it for {longest.duration_s:.2f} s", longest.where)
-    findings.passed("blocking", "no call held it for more than 100 ms")
+        what = "one call" if longest.where else "a computation that held the interpreter"
+        duration = f"{longest.duration_s:.2f} s"
+        findings.fail("blocking", f"{what} blocked it for {duration}", longest.where)
+    findings.passed("blocking", "no call blocked it for more than 100 ms")
 
 
-async def judge_leftovers(before: Running, findings: Findings) -> None:
-    """Tell of what goes on running after `close`, and end its tasks."""
+async def _report_leftovers(before: Running, findings: Findings) -> None:
+    """Report what still runs after `close`, and cancel leftover tasks."""
     await asyncio.get_running_loop().shutdown_default_executor()
     left = await wait_for_end(before)
     if left:
         names = ", ".join(sorted({leftover.what for leftover in left}))
         where = next((leftover.where for leftover in left if leftover.where), None)
-        findings.fail("leftovers", f"after close() there is still {names}", where)
+        findings.fail("leftovers", f"still running after close(): {names}", where)
     findings.passed("leftovers", "tasks, threads and processes have ended")
     await end_leftover_tasks(before)
 
 
 NUM_ITEMS = 2
+"""Items that must yield a group."""
 MAX_ITEMS = 6
-"""Items looked at until so many of them gave a group."""
+"""Items rolled out at most."""
 
-MISSPELT = "correct the name, or declare a setting of your own as a field of env_config_cls"
+MISSPELLED = "correct the name, or declare a setting of your own as a field of env_config_cls"
 
 UNDESCRIBED_TOOL = re.compile(r'"name": "(\w+)", "description": ""')
 
@@ -340,22 +335,17 @@ def run_checks(env_cls: type[Any], settings: Settings) -> CheckReport:
     """Check an environment class under the settings of a run."""
     started_at = time.monotonic()
     findings = Findings()
-    _judge_class(env_cls, settings, findings)
+    _check_class(env_cls, settings, findings)
     if not missing_methods(env_cls):
         outside_event_loop(lambda: _run_all(env_cls, settings, findings))
     return _report(env_cls, findings, started_at)
 
 
 def check_class(env_cls: type[Any], read_settings: Callable[[], Settings]) -> CheckReport:
-    """Check an environment class; settings that cannot be read become a finding.
-
-    Args:
-        env_cls: the environment.
-        read_settings: called once; what it raises is reported under `config`.
-    """
+    """Check an environment class; an exception of `read_settings` becomes a finding."""
     started_at = time.monotonic()
     findings = Findings()
-    with judging(findings, "config", env_cls, ["config_init"]):
+    with finding_on_error(findings, "config", env_cls, ["config_init"]):
         return run_checks(env_cls, read_settings())
     return _report(env_cls, findings, started_at)
 
@@ -369,17 +359,17 @@ def _report(env_cls: type[Any], findings: Findings, started_at: float) -> CheckR
     )
 
 
-def _judge_class(env_cls: type[Any], settings: Settings, findings: Findings) -> None:
-    """Look at what can be told without an instance: methods to be written, names of settings."""
+def _check_class(env_cls: type[Any], settings: Settings, findings: Findings) -> None:
+    """Check for missing methods and misspelled settings."""
     missing = missing_methods(env_cls)
     if missing:
         lines = " and ".join(f"`{line}`" for line in missing.values())
         detail = f"{env_cls.__name__} has no {', no '.join(missing)}"
         findings.fail("config", detail, class_site(env_cls), remedy=f"write {lines}")
-    misspelt = misspelt_setting(env_cls, settings.env)
-    if misspelt:
+    misspelled = misspelled_setting(env_cls, settings.env)
+    if misspelled:
         where = hook_site(env_cls, ["config_init"]) or class_site(env_cls)
-        findings.fail("config", misspelt, where, remedy=MISSPELT)
+        findings.fail("config", misspelled, where, remedy=MISSPELLED)
 
 
 def _run_all(env_cls: type[Any], settings: Settings, findings: Findings) -> None:
@@ -392,18 +382,18 @@ def _run_all(env_cls: type[Any], settings: Settings, findings: Findings) -> None
     ):
         if is_stand_in:
             findings.note(
-                f"the tokenizer {name} is not on this machine; one token per character stands in "
-                "for it, and max_token_length is four times as large"
+                f"the tokenizer {name} is not on this machine; a tokenizer of characters replaces "
+                "it, and max_token_length is multiplied by 4"
             )
             findings.note(
-                "its chat template was not tried either: a conversation that it refuses shows with "
-                "a tokenizer that is here, --env.tokenizer_name FOLDER"
+                "its chat template was not tried; to check that it accepts the conversations, set "
+                "--env.tokenizer_name to a folder on this machine"
             )
         staged = staged_settings(settings, Path(folder), is_stand_in=is_stand_in)
         if staged.env.group_size != settings.env.group_size:
             findings.note(
-                f"group_size is {staged.env.group_size} for the check, not "
-                f"{settings.env.group_size}, so that every kind of answer is in a group"
+                f"the check uses group_size {staged.env.group_size} instead of "
+                f"{settings.env.group_size}, so that a group has every kind of answer"
             )
         first = _run(env_cls, staged, findings, output, is_stand_in=is_stand_in)
         if first:
@@ -411,8 +401,8 @@ def _run_all(env_cls: type[Any], settings: Settings, findings: Findings) -> None
                 _run(env_cls, staged, Findings(), None, is_stand_in=is_stand_in, rollout_seed=seed)
                 for seed in (None, OTHER_SEED)
             )
-            judge_determinism(env_cls, first, second, third, findings)
-    judge_network(attempts, findings)
+            _report_determinism(env_cls, first, second, third, findings)
+    _report_network(attempts, findings)
 
 
 def _run(
@@ -423,12 +413,12 @@ def _run(
     *,
     is_stand_in: bool,
     rollout_seed: int | None = None,
-) -> list[Rehearsal]:
-    """Build an environment, rehearse it and close it; everything is checked where `output` is."""
+) -> list[DryRun]:
+    """Build an environment, run it and close it; without `output` only its items are rolled out."""
     _load_slow_modules()
     with seeded():
         before = Running.now()
-        with judging(findings, "config", env_cls, ["__init__", "config_init"]):
+        with finding_on_error(findings, "config", env_cls, ["__init__", "config_init"]):
             # The environment writes into its config: each run has its own.
             own = settings._replace(env=settings.env.model_copy(deep=True))
             stage = Stage.build(env_cls, own, is_stand_in=is_stand_in)
@@ -438,10 +428,7 @@ def _run(
 
 
 def _load_slow_modules() -> None:
-    """Import what a real inference server would have imported, so that nothing waits for it.
-
-    The OpenAI client imports its parts when they are first used; `BaseEnv.client` is one.
-    """
+    """Import the modules that the OpenAI client loads on first use, before stalls are measured."""
     import openai.types.chat
     import openai.types.completion
 
@@ -458,74 +445,70 @@ async def _perform(
     output: CapturedOutput | None,
     before: Running,
     rollout_seed: int | None,
-) -> list[Rehearsal]:
+) -> list[DryRun]:
     env_cls = type(stage.env)
-    rehearsals: list[Rehearsal] = []
-    with judging(findings, "setup", env_cls, ["setup"]):
+    runs: list[DryRun] = []
+    with finding_on_error(findings, "setup", env_cls, ["setup"]):
         await settle(stage.env.setup())
         findings.passed("setup")
         with watch_loop() as stalls:
-            with judging(findings, "rollout", env_cls, COLLECTING):
-                rehearsals = await _rehearse_items(stage, findings, rollout_seed)
+            with finding_on_error(findings, "rollout", env_cls, COLLECTING):
+                runs = await _run_items(stage, findings, rollout_seed)
             if output is not None:
-                await _try_failures(stage, findings, output, rehearsals)
-        judge_stalls(stalls, findings)
-    with judging(findings, "leftovers", env_cls, ["close"]):
+                await _try_failures(stage, findings, output, runs)
+        _report_stalls(stalls, findings)
+    with finding_on_error(findings, "leftovers", env_cls, ["close"]):
         await settle(stage.env.close())
         await stage.env._close_score_pool()
         await stage.env.server.close()
     stage.env._close_records()
-    await judge_leftovers(before, findings)
-    return rehearsals
+    await _report_leftovers(before, findings)
+    return runs
 
 
-async def _rehearse_items(
-    stage: Stage, findings: Findings, rollout_seed: int | None
-) -> list[Rehearsal]:
-    """Roll out items until enough of them gave a group, and look at what came of each.
+async def _run_items(stage: Stage, findings: Findings, rollout_seed: int | None) -> list[DryRun]:
+    """Roll out items until enough of them yield a group, and check the groups.
 
-    A `rollout_seed` holds while an item is rolled out; the next item is drawn as without it.
+    A `rollout_seed` applies to rollouts only: the items are the same with every seed.
     """
-    rehearsals: list[Rehearsal] = []
+    runs: list[DryRun] = []
     for _ in range(MAX_ITEMS):
         item = await next_item(stage.env)
         if item is None:
             break
         before = data_of(item)
         with nullcontext() if rollout_seed is None else seeded(rollout_seed):
-            rehearsal = await rehearse(stage, item)
-        rehearsals.append(rehearsal)
-        for tool in UNDESCRIBED_TOOL.findall("".join(r.prompt for r in rehearsal.sampled)):
-            findings.note(f"tool {tool} has no docstring; the model is told its name and types")
+            run = await dry_run(stage, item)
+        runs.append(run)
+        for tool in UNDESCRIBED_TOOL.findall("".join(r.prompt for r in run.sampled)):
+            findings.note(f"tool {tool} has no docstring; the model sees its name and types only")
         changed = changed_path(before, data_of(item))
         if changed:
             findings.fail("items", f"after a rollout {changed}", _site(stage, *COLLECTING))
-        if rehearsal.groups:
-            check_groups(stage.env, rehearsal, findings)
-        if sum(bool(r.groups) for r in rehearsals) == NUM_ITEMS:
+        if run.groups:
+            check_groups(stage.env, run, findings)
+        if sum(bool(each.groups) for each in runs) == NUM_ITEMS:
             break
-    if not rehearsals:
-        findings.fail("rollout", "get_next_item gives no item", _site(stage, "get_next_item"))
-        return rehearsals
-    if not any(r.groups for r in rehearsals):
-        check_groups(stage.env, rehearsals[-1], findings)
-    findings.passed("items", f"{len(rehearsals)} items are as they were")
-    return rehearsals
+    if not runs:
+        findings.fail("rollout", "get_next_item returns None", _site(stage, "get_next_item"))
+        return runs
+    if not any(run.groups for run in runs):
+        check_groups(stage.env, runs[-1], findings)
+    findings.passed("items", f"{len(runs)} items are unchanged")
+    return runs
 
 
 async def _try_failures(
-    stage: Stage, findings: Findings, output: CapturedOutput, rehearsals: list[Rehearsal]
+    stage: Stage, findings: Findings, output: CapturedOutput, runs: list[DryRun]
 ) -> None:
     env_cls = type(stage.env)
-    if rehearsals:
-        num_first_requests = max(r.num_first_requests for r in rehearsals)
-        with judging(findings, "siblings", env_cls, COLLECTING):
-            await check_failed_rollout(
-                stage, findings, output, num_first_requests=num_first_requests
-            )
-        with judging(findings, "cancel", env_cls, COLLECTING):
+    if runs:
+        max_in_flight = max(run.max_in_flight for run in runs)
+        with finding_on_error(findings, "siblings", env_cls, COLLECTING):
+            await check_failed_rollout(stage, findings, output, max_in_flight=max_in_flight)
+        with finding_on_error(findings, "cancel", env_cls, COLLECTING):
             await check_cancel(stage, findings)
-    with judging(findings, "evaluation", env_cls, ["evaluate"]):
+    with finding_on_error(findings, "evaluation", env_cls, ["evaluate"]):
         await check_evaluation(stage, findings)
 
 

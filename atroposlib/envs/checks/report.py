@@ -1,10 +1,7 @@
-"""What a check found: one outcome per rule, as an object, as text and as JSON.
+"""The rules of `check`, the report of its findings, and their places in the author's files.
 
-The rules an environment is checked against, in the order of the report.
-
-Where in the author's own files something happened, as `file:line`.
-
-Whether the author gave a setting in Python under a name that was meant to be another.
+A report has one outcome per rule and can be printed, or written as text or JSON. A place is a
+`file:line` outside Python, installed packages and this library.
 """
 
 from __future__ import annotations
@@ -18,7 +15,8 @@ import re
 import sys
 import sysconfig
 import traceback
-from collections.abc import Callable, Iterable, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import CodeType, FrameType, TracebackType
@@ -42,7 +40,7 @@ __all__ = [
     "is_named_method",
     "mentioned_site",
     "method_name",
-    "misspelt_setting",
+    "misspelled_setting",
     "pending_method",
     "stack_site",
     "traceback_site",
@@ -50,93 +48,93 @@ __all__ = [
 
 
 class Rule(NamedTuple):
-    """One rule."""
+    """A rule that every environment must follow."""
 
     title: str
-    """What is looked at, as the table shows it."""
+    """Name of the rule in the table of the report."""
     rule: str
-    """What must hold."""
+    """The condition that must hold."""
     remedy: str
-    """What to do when it does not."""
+    """Advice for an environment that breaks the rule."""
 
 
 RULES: dict[str, Rule] = {
     "config": Rule(
         "settings",
-        "config_init gives settings that the environment can be built from",
-        "correct config_init, or the arguments the constructor takes",
+        "config_init returns settings that the environment can be built from",
+        "correct config_init, or the arguments that the constructor takes",
     ),
     "setup": Rule(
         "setup",
-        "setup loads the data and ends without raising",
+        "setup loads the data and returns without raising",
         "run setup on a small local data set: --dataset-path, or check_settings of the class",
     ),
     "network": Rule(
         "no network",
-        "nothing but the inference servers is reached over the network",
+        "only the inference servers are reached over the network",
         "load data and models from local files: --dataset-path here, and a setting for the path",
     ),
     "rollout": Rule(
         "rollouts",
-        "an item becomes at least one group",
+        "an item yields at least one group",
         "return (group, backlog) from collect_trajectories, or a trajectory from "
         "collect_trajectory",
     ),
     "shape": Rule(
         "group shape",
-        "a group has group_size trajectories; tokens, masks, scores and logprobs line up",
+        "a group has group_size trajectories; tokens, masks, scores and logprobs match in length",
         "give every trajectory one entry in each field, and one mask and logprob per token",
     ),
     "masks": Rule(
         "masks",
-        "a mask is -100, or the token where the model wrote it",
-        "take node.masked_tokens of managed_server, or masks of tokenize_for_trainer",
+        "masks[t] is -100, or tokens[t] where the model generated that token",
+        "use node.masked_tokens from managed_server, or masks from tokenize_for_trainer",
     ),
     "logprobs": Rule(
         "logprobs",
-        "inference_logprobs[t] is what the engine reported for tokens[t]; 1.0 where masked",
-        "take node.logprobs of managed_server as they are; the trainer shifts, not the environment",
+        "inference_logprobs[t] is the engine's logprob of tokens[t]; 1.0 where masked",
+        "use node.logprobs from managed_server unchanged; the trainer does the causal shift",
     ),
     "context": Rule(
         "prefix continuity",
-        "the tokens before each trained reply are those the model read when it wrote it",
-        "keep one managed_server session per rollout and take its tokens; do not encode the "
+        "the tokens before each trained reply are the prompt that the model received",
+        "keep one managed_server session per rollout and use its tokens; do not tokenize the "
         "conversation again",
     ),
     "finite": Rule(
         "finite numbers",
         "scores, advantages and logprobs are finite numbers",
-        "find the division by zero or the log of zero, and give such trajectories a real score",
+        "find the division by zero or the log of zero, and give such trajectories a finite score",
     ),
     "spread": Rule(
         "scores differ",
-        "answers of different worth get different scores",
-        "a group of equal scores trains nothing; look at what the scoring function compares",
+        "answers of different quality get different scores",
+        "check what the scoring function compares; a group of equal scores has zero advantages",
     ),
     "wrong": Rule(
         "wrong answers",
         "an empty and a meaningless answer score less than the gold answer",
-        "score the answer, not its form, and compare with the gold answer of this very item",
+        "score the content of the answer, not its form, and compare it with the item's gold answer",
     ),
     "truncated": Rule(
         "truncated answers",
-        "an answer that was cut before its end scores less than the gold answer, or is muted",
-        'check finish_reason: "length" marks a cut answer; read answers only behind </think>',
+        "a truncated answer scores less than the gold answer, or is masked",
+        'check finish_reason: "length" marks a truncated answer; read answers only after </think>',
     ),
     "determinism": Rule(
         "determinism",
         "two runs with the same seed and the same replies give the same prompts and scores, and "
         "the same answer scores the same under another seed",
-        "draw from random.Random(seed) of your own, sort sets, leave clock and uuid out of prompts",
+        "use a random.Random(seed), sort sets, and keep timestamps and UUIDs out of prompts",
     ),
     "items": Rule(
         "items unchanged",
         "a rollout does not change its item",
-        "copy what you change: messages = list(item['messages'])",
+        "copy a value before changing it: messages = list(item['messages'])",
     ),
     "siblings": Rule(
         "failed rollouts",
-        "when one rollout fails, the others of its group run to their end",
+        "when one rollout fails, the other rollouts of its group run to completion",
         "gather with return_exceptions=True, or write collect_trajectory and let the base class "
         "gather",
     ),
@@ -148,23 +146,23 @@ RULES: dict[str, Rule] = {
     "cancel": Rule(
         "cancelled rollouts",
         "a cancelled rollout ends at once, and its item can be rolled out again",
-        "do not catch CancelledError or BaseException without raising it again",
+        "re-raise CancelledError, also where BaseException is caught",
     ),
     "evaluation": Rule(
         "evaluation",
-        "evaluate ends, and its results are written",
+        "evaluate returns, and its results are written",
         "call self.evaluate_log(metrics, samples=...) or add the metrics in wandb_log",
     ),
     "blocking": Rule(
         "event loop",
-        "no call holds the event loop for more than 100 ms",
-        "await it in a thread (asyncio.to_thread) or in the score pool; await asyncio.sleep, never "
+        "no call blocks the event loop for more than 100 ms",
+        "run it in a thread (asyncio.to_thread) or in the score pool; use asyncio.sleep instead of "
         "time.sleep",
     ),
     "leftovers": Rule(
         "nothing left running",
         "tasks, threads and processes end with close()",
-        "keep what you start, and cancel, join or close it in close()",
+        "keep a reference to each task, thread and process, and end it in close()",
     ),
 }
 
@@ -178,35 +176,35 @@ MARKS: dict[Status, str] = {
     "skipped": "[yellow]skipped[/yellow]",
 }
 
+PRECEDENCE: Sequence[Status] = ("skipped", "passed", "failed")
+"""A later status replaces an earlier one."""
+
 NOT_REACHED = "not reached; see the failures"
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of one rule."""
+    """The result of checking one rule."""
 
     name: str
     """Key in `RULES`."""
     status: Status
     detail: str = ""
-    """What was seen."""
+    """The observation: how the rule is broken, or why it was skipped."""
     where: str | None = None
-    """`file:line`, where it can be told."""
+    """`file:line` in the author's files, None if unknown."""
     special_remedy: str | None = None
-    """Takes the place of the rule's."""
+    """Replaces the remedy of the rule."""
 
     @property
     def remedy(self) -> str:
-        """What to do when the rule does not hold."""
         return self.special_remedy or self.rule.remedy
 
     @property
     def rule(self) -> Rule:
-        """The rule that was looked at."""
         return RULES[self.name]
 
     def as_json(self) -> dict[str, Any]:
-        """Return a mapping of plain values."""
         return {
             "check": self.name,
             "status": self.status,
@@ -219,7 +217,7 @@ class Outcome:
 
 @dataclass(frozen=True)
 class CheckReport:
-    """The outcome of a check.
+    """The findings of a check.
 
     Example:
         report = check_environment(MyEnv)
@@ -230,30 +228,27 @@ class CheckReport:
     outcomes: Sequence[Outcome]
     """One per rule, in the order of `RULES`."""
     notes: Sequence[str] = ()
-    """What a reader should know about how the check was made."""
+    """Remarks on how the check was made, such as a substituted tokenizer."""
     duration_s: float = 0.0
 
     @property
     def failures(self) -> list[Outcome]:
-        """The rules that do not hold."""
         return [outcome for outcome in self.outcomes if outcome.status == "failed"]
 
     @property
     def passed(self) -> bool:
-        """Whether no rule was found broken; skipped rules do not count."""
+        """Whether no rule is broken; skipped rules do not count."""
         return not self.failures
 
     @property
     def text(self) -> str:
-        """The report as plain text."""
         from rich.console import Console
 
-        console = Console(file=io.StringIO(), width=WIDTH, color_system=None)
-        self.print_to(console)
-        return str(console.file.getvalue())  # type: ignore[attr-defined]  # the StringIO above
+        stream = io.StringIO()
+        self.print_to(Console(file=stream, width=WIDTH, color_system=None))
+        return stream.getvalue()
 
     def as_json(self) -> dict[str, Any]:
-        """Return the report as a mapping of plain values."""
         return {
             "environment": self.environment,
             "passed": self.passed,
@@ -263,7 +258,7 @@ class CheckReport:
         }
 
     def print_to(self, console: Any) -> None:
-        """Print a table of the rules and, below it, each failure with its remedy.
+        """Print a table of the rules, then each failure with its remedy.
 
         Rules that were not reached share one row.
         """
@@ -287,14 +282,9 @@ class CheckReport:
             console.print(f"note: {escape(note)}", highlight=False)
         for outcome in self.failures:
             _print_failure(console, outcome)
-        console.print(self._verdict(), highlight=False)
-
-    def _verdict(self) -> str:
-        counts = dict.fromkeys(MARKS, 0)
-        for outcome in self.outcomes:
-            counts[outcome.status] += 1
-        summary = ", ".join(f"{count} {status}" for status, count in counts.items() if count)
-        return f"\n{summary} in {self.duration_s:.1f} s"
+        counts = Counter(outcome.status for outcome in self.outcomes)
+        summary = ", ".join(f"{counts[status]} {status}" for status in MARKS if counts[status])
+        console.print(f"\n{summary} in {self.duration_s:.1f} s", highlight=False)
 
 
 def _print_failure(console: Any, outcome: Outcome) -> None:
@@ -314,48 +304,46 @@ def _print_failure(console: Any, outcome: Outcome) -> None:
 
 @dataclass
 class Findings:
-    """Gathers what is seen while a check runs; the first failure of a rule is the one told."""
+    """Collects the findings of a check.
 
-    _failed: dict[str, Outcome] = field(default_factory=dict)
-    _skipped: dict[str, str] = field(default_factory=dict)
-    _passed: dict[str, str] = field(default_factory=dict)
+    A failure of a rule replaces a pass, and a pass replaces a skip. Otherwise the first outcome of
+    a rule is kept.
+    """
+
     notes: list[str] = field(default_factory=list)
+    _outcomes: dict[str, Outcome] = field(default_factory=dict)
 
     def fail(
         self, name: str, detail: str, where: str | None = None, *, remedy: str | None = None
     ) -> None:
-        """Record that a rule does not hold; `remedy` takes the place of the rule's."""
-        self._failed.setdefault(name, Outcome(name, "failed", detail, where, remedy))
+        """Record a broken rule; `remedy` replaces the rule's own."""
+        self._record(Outcome(name, "failed", detail, where, remedy))
 
     def skip(self, name: str, reason: str) -> None:
-        """Record why a rule could not be looked at."""
-        self._skipped.setdefault(name, reason)
+        """Record why a rule could not be checked."""
+        self._record(Outcome(name, "skipped", reason))
 
     def passed(self, name: str, detail: str = "") -> None:
-        """Record what was seen of a rule that holds; a failure goes before it, a skip does not."""
-        self._passed.setdefault(name, detail)
+        """Record that a rule holds."""
+        self._record(Outcome(name, "passed", detail))
 
     def note(self, text: str) -> None:
-        """Record how the check was made, once."""
+        """Add a remark to the report, once."""
         if text not in self.notes:
             self.notes.append(text)
 
     def has_failed(self, name: str) -> bool:
-        """Whether a rule was found broken."""
-        return name in self._failed
+        return name in self._outcomes and self._outcomes[name].status == "failed"
 
     def outcomes(self) -> list[Outcome]:
         """Return one outcome per rule; rules that were not reached are skipped."""
-        return [self._outcome(name) for name in RULES]
+        return [self._outcomes.get(name, Outcome(name, "skipped", NOT_REACHED)) for name in RULES]
 
-    def _outcome(self, name: str) -> Outcome:
-        if name in self._failed:
-            return self._failed[name]
-        if name in self._passed:
-            return Outcome(name, "passed", self._passed[name])
-        if name in self._skipped:
-            return Outcome(name, "skipped", self._skipped[name])
-        return Outcome(name, "skipped", NOT_REACHED)
+    def _record(self, outcome: Outcome) -> None:
+        known = self._outcomes.get(outcome.name)
+        rank = PRECEDENCE.index
+        if known is None or rank(outcome.status) > rank(known.status):
+            self._outcomes[outcome.name] = outcome
 
 
 LIBRARY = str(Path(__file__).resolve().parents[2])
@@ -365,21 +353,21 @@ INSTALLED = tuple(
     for folder in {*PREFIXES, sysconfig.get_paths()["stdlib"], LIBRARY}
 )
 LOOP_BOUNDARY = str(Path("asyncio", "events.py"))
-"""Frames outside of it belong to the caller of the loop, not to the code that runs in it."""
+"""Outer frames belong to the caller of the event loop, not to the code that it runs."""
 
 METHOD = re.compile(r"(\w+)\.(\w+)")
-"""How messages name a method: `MyEnv.score returned None`, `MyEnv.score() takes 2 …`."""
+"""Matches the method in `MyEnv.score returned None` and `MyEnv.score() takes 2 …`."""
 
 
 def is_own_file(file_name: str) -> bool:
-    """Whether a file is the author's: neither Python's, nor installed, nor of this library."""
+    """Whether a file is the author's: not of Python, an installed package or this library."""
     if file_name.startswith("<") or "site-packages" in file_name:
         return False
     return not str(Path(file_name).resolve()).startswith(INSTALLED)
 
 
 def shown(file_name: str, line: int) -> str:
-    """Return `file:line`, relative to the working directory where that is shorter."""
+    """Return `file:line`, relative to the working directory for files below it."""
     path = Path(file_name).resolve()
     if path.is_relative_to(Path.cwd()):
         path = path.relative_to(Path.cwd())
@@ -387,7 +375,7 @@ def shown(file_name: str, line: int) -> str:
 
 
 def stack_site(frame: FrameType | None) -> str | None:
-    """Return the innermost line of the author on a stack, as far as the event loop."""
+    """Return the innermost line of the author on a stack, up to the event loop."""
     while frame is not None and not frame.f_code.co_filename.endswith(LOOP_BOUNDARY):
         if is_own_file(frame.f_code.co_filename):
             return shown(frame.f_code.co_filename, frame.f_lineno)
@@ -396,31 +384,37 @@ def stack_site(frame: FrameType | None) -> str | None:
 
 
 def awaiting_site() -> str | None:
-    """Return a line of the author that waits for an installed package, None outside of a loop.
+    """Return a line of the author that awaits an installed package; None outside an event loop.
 
-    Clients look up names and connect in tasks of their own, on whose stack the author is not.
+    Clients resolve names and connect in tasks of their own, whose stack lacks the author's line.
     """
     try:
         tasks = asyncio.all_tasks()
     except RuntimeError:
         return None
-    sites = (_site_before_package(task.get_coro()) for task in tasks)
+    sites = (_site_before_package(task) for task in tasks)
     return next((site for site in sites if site is not None), None)
 
 
 def pending_method(names: Iterable[str]) -> tuple[str, str] | None:
-    """Return the method of the author a task waits in, and the line, if it has one of these names.
+    """Return the author's outermost method with one of these names that a task is suspended in.
 
-    The outermost one is named, as `MyEnv.score`.
+    Returns:
+        The method as `MyEnv.score`, and its current line as `file:line`.
     """
     for task in asyncio.all_tasks():
-        step: Any = task.get_coro()
-        while step is not None:
-            frame = getattr(step, "cr_frame", None)
+        for _, frame in _await_chain(task):
             if frame is not None and is_named_method(frame, names):
                 return method_name(frame), shown(frame.f_code.co_filename, frame.f_lineno)
-            step = getattr(step, "cr_await", None)
     return None
+
+
+def _await_chain(task: asyncio.Task[Any]) -> Iterator[tuple[Any, FrameType | None]]:
+    """Yield the coroutines that a task awaits, outermost first, with their frames."""
+    step: Any = task.get_coro()
+    while step is not None:
+        yield step, getattr(step, "cr_frame", None) or getattr(step, "gi_frame", None)
+        step = getattr(step, "cr_await", None) or getattr(step, "gi_yieldfrom", None)
 
 
 def is_named_method(frame: FrameType, names: Iterable[str]) -> bool:
@@ -429,36 +423,34 @@ def is_named_method(frame: FrameType, names: Iterable[str]) -> bool:
 
 
 def method_name(frame: FrameType) -> str:
-    """Return what a frame runs as `MyEnv.score`, or the bare name of a function."""
+    """Return the name of a frame's method as `MyEnv.score`, or of its function as `score`."""
     owner = frame.f_locals.get("self")
     name = frame.f_code.co_name
     return name if owner is None else f"{type(owner).__name__}.{name}"
 
 
-def _site_before_package(step: Any) -> str | None:
-    """Return the innermost line of the author in what a coroutine awaits, if a package follows."""
+def _site_before_package(task: asyncio.Task[Any]) -> str | None:
+    """Return the innermost line of the author in a task, if that line awaits a package."""
     site, is_in_package = None, False
-    while step is not None:
-        frame = getattr(step, "cr_frame", None) or getattr(step, "gi_frame", None)
+    for step, frame in _await_chain(task):
         if frame is not None and is_own_file(frame.f_code.co_filename):
             site, is_in_package = shown(frame.f_code.co_filename, frame.f_lineno), False
-        elif frame is None:  # an object's own __await__, which Python does not let us look into
+        elif frame is None:  # an object's own __await__, which has no frame
             is_in_package |= type(step).__name__ == "coroutine_wrapper"
         else:
             is_in_package |= "site-packages" in frame.f_code.co_filename
-        step = getattr(step, "cr_await", None) or getattr(step, "gi_yieldfrom", None)
     return site if is_in_package else None
 
 
 def traceback_site(
     trace: TracebackType | None, *, outermost: bool = False, anywhere: bool = False
 ) -> str | None:
-    """Return the line of the author where an exception was raised.
+    """Return the innermost line of the author in a traceback.
 
     Args:
-        trace: of the exception.
-        outermost: where it was caught instead.
-        anywhere: a line of this library or of another will do.
+        trace: Traceback of an exception.
+        outermost: Return the outermost line instead, where the exception was caught.
+        anywhere: Whether lines of this library and of packages count too.
     """
     lines = [
         shown(frame.filename, frame.lineno or 0)
@@ -471,12 +463,12 @@ def traceback_site(
 
 
 def code_site(code: CodeType | None) -> str | None:
-    """Return where a piece of code begins."""
+    """Return the first line of a code object."""
     return None if code is None else shown(code.co_filename, code.co_firstlineno)
 
 
 def hook_site(env_cls: type[Any], names: Iterable[str]) -> str | None:
-    """Return where a class defines the first of these methods that is the author's own."""
+    """Return the line of the first of these methods that is defined in the author's files."""
     for name in names:
         method: Callable[..., Any] | None = inspect.getattr_static(env_cls, name, None)
         function = inspect.unwrap(getattr(method, "__func__", method)) if method else None
@@ -486,7 +478,7 @@ def hook_site(env_cls: type[Any], names: Iterable[str]) -> str | None:
 
 
 def class_site(cls: type[Any]) -> str | None:
-    """Return where a class is defined; None for one made without a class statement."""
+    """Return the line of a class statement; None for a class made without one."""
     try:
         return shown(inspect.getfile(cls), inspect.getsourcelines(cls)[1])
     except (OSError, TypeError):
@@ -494,14 +486,14 @@ def class_site(cls: type[Any]) -> str | None:
 
 
 def mentioned_site(error: BaseException, others: Iterable[str] = ()) -> str | None:
-    """Return where the author defines the method that the message of an exception names.
+    """Return the line of the author's method that the message of an exception names.
 
-    The class is looked for among the objects this library worked with when it raised: it may be
-    that of the environment or of one of its conversations.
+    The class is searched among the local variables of the traceback: it may be the environment or
+    one of its conversations.
 
     Args:
-        error: with its traceback.
-        others: methods to point at when that class does not define the named one itself.
+        error: An exception with its traceback.
+        others: Alternatives for a class that does not define the named method itself.
     """
     named = METHOD.findall(str(error))
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
@@ -515,11 +507,11 @@ def mentioned_site(error: BaseException, others: Iterable[str] = ()) -> str | No
     return None
 
 
-def misspelt_setting(env_cls: type[Any], config: BaseModel) -> str | None:
-    """Return which undeclared setting resembles a declared one, or None.
+def misspelled_setting(env_cls: type[Any], config: BaseModel) -> str | None:
+    """Return an error message for an undeclared setting that resembles a declared one, or None.
 
-    A config keeps undeclared settings, so that an environment may read them; one that its files
-    read is the author's own, whatever it resembles.
+    A config keeps undeclared settings for the environment to read. A setting that the author's
+    files read is therefore not a misspelling.
     """
     known = sorted(f"{ENV_PREFIX}{name}" for name in type(config).model_fields)
     undeclared = config.model_extra or {}
@@ -533,7 +525,7 @@ def misspelt_setting(env_cls: type[Any], config: BaseModel) -> str | None:
 
 
 def _names_read(env_cls: type[Any]) -> set[str]:
-    """Return the attributes that the author's files of a class and its bases read.
+    """Return the attributes read by the author's files that define a class and its bases.
 
     `config.split` and `getattr(config, "split")` both read `split`.
     """
@@ -542,7 +534,7 @@ def _names_read(env_cls: type[Any]) -> set[str]:
         try:
             file_name = inspect.getfile(base)
         except (TypeError, OSError):
-            continue  # built in, or typed at a prompt
+            continue  # built in, or defined in an interactive session
         if is_own_file(file_name) and Path(file_name).is_file():
             for node in ast.walk(ast.parse(Path(file_name).read_bytes())):
                 names |= _read_by(node)

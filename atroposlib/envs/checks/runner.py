@@ -1,14 +1,6 @@
-"""Building an environment for a check: scripted servers, a temporary folder, no hub.
+"""One environment built for a check: its rollouts, a failed and a cancelled one, an evaluation.
 
 settings -> adjusted -> constructor -> servers replaced by scripted ones -> Stage
-
-Rolling out items of a staged environment the way the base class does, and keeping the trace.
-
-What becomes of a rollout that fails or is cancelled, and of its siblings.
-
-Whether an evaluation ends and leaves its results.
-
-Whether an item changed: its plain data, taken before and compared after.
 """
 
 from __future__ import annotations
@@ -49,7 +41,7 @@ __all__ = [
     "OTHER_SEED",
     "SCORE_METHODS",
     "SCORING",
-    "Rehearsal",
+    "DryRun",
     "Stage",
     "StepTimeoutError",
     "changed_path",
@@ -57,9 +49,9 @@ __all__ = [
     "check_evaluation",
     "check_failed_rollout",
     "data_of",
+    "dry_run",
     "is_local_tokenizer",
     "next_item",
-    "rehearse",
     "roll_out",
     "seeded",
     "staged_settings",
@@ -74,20 +66,19 @@ CHARACTERS_PER_TOKEN = 4
 
 @dataclass
 class Stage:
-    """One environment ready to be checked."""
+    """An environment whose inference servers are the scripted model."""
 
     env: Any
     model: ScriptedModel
 
     @classmethod
     def build(cls, env_cls: type[Any], settings: Settings, *, is_stand_in: bool) -> Stage:
-        """Construct an environment whose servers are the scripted model.
+        """Construct an environment.
 
         Args:
-            env_cls: the environment.
-            settings: from `staged_settings`.
-            is_stand_in: Whether the environment gets a tokenizer of one token per character
-                instead of loading the configured one.
+            env_cls: Class of the environment.
+            settings: Return value of `staged_settings`.
+            is_stand_in: Whether a tokenizer of characters replaces the configured one.
         """
         extra = {"tokenizer": CharTokenizer(template_bos=True)} if is_stand_in else None
         env = build_environment(env_cls, settings, extra)
@@ -100,7 +91,7 @@ class Stage:
 
 
 def staged_settings(settings: Settings, folder: Path, *, is_stand_in: bool) -> Settings:
-    """Return the settings of a run with what a check needs: no accounts, files in `folder`."""
+    """Return settings for a check: no accounts, files in `folder`, 5 to 8 rollouts per group."""
     group_size = min(max(settings.env.group_size, MIN_GROUP_SIZE), MAX_GROUP_SIZE)
     factor = CHARACTERS_PER_TOKEN if is_stand_in else 1
     changes = {
@@ -130,7 +121,7 @@ def is_local_tokenizer(name: str) -> bool:
 
 @contextmanager
 def seeded(seed: int = SEED) -> Iterator[None]:
-    """Seed Python's and NumPy's generators, and put their state back afterwards."""
+    """Seed the random generators of Python and NumPy, and restore their state at the end."""
     numpy = sys.modules.get("numpy")
     states = random.getstate(), numpy.random.get_state() if numpy else None
     random.seed(seed)
@@ -145,41 +136,41 @@ def seeded(seed: int = SEED) -> Iterator[None]:
 
 
 COLLECTING = ("postprocess_histories", "collect_trajectories", "collect_trajectory")
-"""Hooks a finding about a group points at: the first that the author wrote."""
+"""A finding about a group points at the first of these hooks that the author defines."""
 
 SCORE_METHODS = ("score", "_score", "compute_score", "reward", "compute_reward", "grade")
-"""What methods that score one answer are commonly called."""
+"""Common names of methods that score one answer."""
 
 SCORING = (*SCORE_METHODS, *COLLECTING)
-"""Methods a finding about scores points at: the first that the author wrote."""
+"""A finding about scores points at the first of these methods that the author defines."""
 
 STEP_LIMIT_S = 60.0
 MAX_BACKLOG_ROUNDS = 20
 
 FALLBACKS: Sequence[Sequence[Role]] = ((), ("gold", "empty", "garbage"), ("gold", "garbage"))
-"""Who answers, until a group comes: some environments give up groups with certain answers."""
+"""Roles tried in turn until there is a group: some environments drop groups with some answers."""
 
 Result = TypeVar("Result")
 
 
-class Rehearsal(NamedTuple):
-    """One item rolled out against a script."""
+class DryRun(NamedTuple):
+    """The rollouts of one item against the scripted model."""
 
     groups: list[Any]
-    """Groups as the environment gave them, arrays as lists; None entries left out."""
+    """Groups that the environment returned, arrays as lists; without None."""
     sampled: list[SampledReply]
-    num_first_requests: int
-    """Requests that were open together before the first was answered."""
+    max_in_flight: int
+    """Largest number of concurrent requests."""
     script: Script
     num_score_timeouts: int = 0
-    """Calls of the score pool that were ended because their time was up, and gave a default."""
+    """Calls of the score pool that timed out and returned their default."""
 
 
 class StepTimeoutError(TimeoutError):
-    """A step of the environment that did not end in time.
+    """A step of the environment did not end in time.
 
     Attributes:
-        where: the line of the author it waited at, None where that cannot be told.
+        where: The author's line that it was suspended at, None if unknown.
     """
 
     def __init__(self, message: str, where: str | None = None) -> None:
@@ -188,10 +179,10 @@ class StepTimeoutError(TimeoutError):
 
 
 async def within_limit(step: Awaitable[Result], *, limit_s: float = STEP_LIMIT_S) -> Result:
-    """Wait for a step of the environment, at most a minute.
+    """Wait for a step of the environment.
 
     Raises:
-        StepTimeoutError: the step takes longer; it says so where it was scoring.
+        StepTimeoutError: the step takes longer; the message names a scoring method it was in.
     """
     task = asyncio.ensure_future(step)
     try:
@@ -211,12 +202,12 @@ async def within_limit(step: Awaitable[Result], *, limit_s: float = STEP_LIMIT_S
 
 
 async def next_item(env: Any) -> Any:
-    """Return the environment's next item."""
+    """Return the next item of the environment, None if there is none."""
     return await within_limit(settle(env.get_next_item()))
 
 
 async def roll_out(env: Any, item: Any) -> list[Any]:
-    """Collect and postprocess the groups of an item, its backlog included."""
+    """Collect and postprocess the groups of an item and, until there is one, of its backlog."""
     groups: list[Any] = []
     backlog = [item]
     for _ in range(MAX_BACKLOG_ROUNDS):
@@ -231,27 +222,28 @@ async def roll_out(env: Any, item: Any) -> list[Any]:
     return groups
 
 
-async def rehearse(stage: Stage, item: Any) -> Rehearsal:
-    """Roll out an item against good and bad answers mixed.
+async def dry_run(stage: Stage, item: Any) -> DryRun:
+    """Roll out an item against good and bad answers.
 
-    When the environment makes no group of them, the answers it may refuse are left out by turns.
+    If this yields no group, the item is rolled out again with fewer kinds of answers.
     """
     gold = await settle(stage.env.check_gold_answer(item))
     num_before = _num_score_timeouts(stage.env)
-    rehearsal = Rehearsal([], [], 0, make_script(gold))
+    run = DryRun([], [], 0, make_script(gold))
     for roles in FALLBACKS if gold else FALLBACKS[:1]:
-        stage.model.start(make_script(gold, roles=roles))
+        script = make_script(gold, roles=roles)
+        stage.model.start(script)
         groups = await within_limit(roll_out(stage.env, item))
-        rehearsal = Rehearsal(
+        run = DryRun(
             groups,
             list(stage.model.sampled),
-            stage.model.most_in_flight,
-            make_script(gold, roles=roles),
+            stage.model.max_in_flight,
+            script,
             _num_score_timeouts(stage.env) - num_before,
         )
         if groups:
             break
-    return rehearsal
+    return run
 
 
 def _num_score_timeouts(env: Any) -> int:
@@ -267,9 +259,10 @@ def _plain(group: Any) -> Any:
         try:
             plain[field.name] = to_plain(plain.get(field.name))
         except TypeError:
-            continue  # the check of the shape says what is wrong with it
-    if isinstance(plain.get("inference_logprobs"), list) and not plain["inference_logprobs"]:
-        plain["inference_logprobs"] = None  # how some environments say that they have none
+            continue  # reported under the rule `shape`
+    logprobs = plain.get("inference_logprobs")
+    if isinstance(logprobs, list) and not logprobs:  # as some environments without logprobs do
+        plain["inference_logprobs"] = None
     return plain
 
 
@@ -280,8 +273,8 @@ OPAQUE = "<object>"
 def data_of(value: Any, depth: int = 0) -> Any:
     """Return a copy of the plain data in a value.
 
-    Mappings, sequences, sets, dataclasses and pydantic models are followed; other objects, such as
-    a game that an item carries, are left out: changing them is what they are for.
+    Mappings, sequences, sets, dataclasses and pydantic models are copied. Other objects are
+    replaced by a constant: a stateful object in an item, such as a game, may change.
     """
     if depth > MAX_DEPTH:
         return OPAQUE
@@ -299,7 +292,7 @@ def data_of(value: Any, depth: int = 0) -> Any:
 
 
 def changed_path(before: Any, after: Any, path: str = "item") -> str | None:
-    """Return what differs between two results of `data_of`, or None."""
+    """Return the path and values of the first difference between two copies, or None."""
     if isinstance(before, dict) and isinstance(after, dict):
         for key in [*before, *(key for key in after if key not in before)]:
             place = f"{path}[{key!r}]"
@@ -333,15 +326,15 @@ POLL_S = 0.005
 
 
 async def check_failed_rollout(
-    stage: Stage, findings: Findings, output: CapturedOutput, *, num_first_requests: int
+    stage: Stage, findings: Findings, output: CapturedOutput, *, max_in_flight: int
 ) -> None:
-    """Let one request of a group fail; look at the other rollouts and at the trace it leaves.
+    """Make one request of a group fail; check the other rollouts and whether it is reported.
 
     Args:
-        stage: what is checked.
-        findings: gathers what is seen.
-        output: what the environment logs and prints.
-        num_first_requests: requests that a group opens together.
+        stage: The environment.
+        findings: Collects the findings.
+        output: Log records and output of the environment.
+        max_in_flight: Largest number of concurrent requests of a group.
     """
     item = await next_item(stage.env)
     if item is None:
@@ -349,9 +342,9 @@ async def check_failed_rollout(
     gold = await settle(stage.env.check_gold_answer(item))
     model = stage.model
     model.start(make_script(gold))
-    model.fail_at = 1 if num_first_requests > 1 else 0
+    model.fail_at = 1 if max_in_flight > 1 else 0
     model.latency_s = SIBLING_LATENCY_S
-    traces = _Traces(stage.env, output)
+    position, num_counted = output.position(), _num_counted(stage.env)
     error, groups = await _outcome(stage.env, item)
     num_running, num_cancelled = model.num_in_flight, model.num_cancelled
     while model.num_in_flight:  # noqa: ASYNC110 - the requests of this check end by themselves
@@ -360,20 +353,26 @@ async def check_failed_rollout(
         for name in ("siblings", "swallowed"):
             findings.skip(name, "the rollout made no request that could fail")
         return
-    _judge_siblings(stage.env, findings, num_first_requests, num_running, num_cancelled)
+    _report_siblings(stage.env, findings, max_in_flight, num_running, num_cancelled)
     num_kept = sum(len(group["tokens"]) for group in groups if "tokens" in group)
     if error is not None:
         findings.passed("swallowed", f"{type(error).__name__} reaches the base class")
     elif num_kept >= stage.env.config.group_size:
-        findings.passed("swallowed", "the environment repeats a failed request by itself")
-    elif traces.tell_of(model.failure):
+        findings.passed("swallowed", "the environment retries a failed request itself")
+    elif _num_counted(stage.env) > num_counted or output.mentions(model.failure, since=position):
         findings.passed("swallowed", "the environment logs or counts it")
     else:
-        _tell_of_swallowed(stage.env, model.failure, findings)
+        findings.fail(
+            "swallowed",
+            "an inference request failed, and neither an exception nor a log line nor a count "
+            "reports it",
+            traceback_site(model.failure.__traceback__, outermost=True)
+            or hook_site(type(stage.env), COLLECTING),
+        )
 
 
 async def check_cancel(stage: Stage, findings: Findings) -> None:
-    """Cancel a rollout that waits for the model, and roll its item out again."""
+    """Cancel a rollout while it waits for the model, then roll out its item again."""
     item = await next_item(stage.env)
     if item is None:
         return
@@ -388,10 +387,10 @@ async def check_cancel(stage: Stage, findings: Findings) -> None:
     rollout.cancel()
     await asyncio.wait({rollout}, timeout=CANCEL_LIMIT_S)
     if not rollout.done():
-        findings.fail("cancel", f"a cancelled rollout ran on for {CANCEL_LIMIT_S:g} s", site)
+        findings.fail("cancel", f"a cancelled rollout continued for {CANCEL_LIMIT_S:g} s", site)
         return
     if not rollout.cancelled() and rollout.exception() is None:
-        findings.fail("cancel", "a cancelled rollout went on as if nothing had happened", site)
+        findings.fail("cancel", "a cancelled rollout returned without CancelledError", site)
         return
     changed = changed_path(before, data_of(item))
     if changed:
@@ -400,31 +399,26 @@ async def check_cancel(stage: Stage, findings: Findings) -> None:
     error, _ = await _outcome(stage.env, item)
     if error is not None:
         where = traceback_site(error.__traceback__) or site
-        findings.fail("cancel", f"rolling the item out again raised {error!r}", where)
+        findings.fail("cancel", f"rolling out the item again raised {error!r}", where)
     findings.passed("cancel", "it ended at once, and its item was rolled out again")
 
 
-def _tell_of_swallowed(env: Any, failure: Exception, findings: Findings) -> None:
-    findings.fail(
-        "swallowed",
-        "an inference request failed, and neither an exception nor a log line nor a count "
-        "tells of it",
-        traceback_site(failure.__traceback__, outermost=True) or hook_site(type(env), COLLECTING),
-    )
+def _num_counted(env: Any) -> int:
+    return int(sum((env.failure_counts + env.drop_counts).values()))
 
 
-def _judge_siblings(
+def _report_siblings(
     env: Any, findings: Findings, num_requests: int, num_running: int, num_cancelled: int
 ) -> None:
     site = hook_site(type(env), COLLECTING)
     if num_requests <= 1:
-        findings.passed("siblings", "one request makes the whole group")
+        findings.passed("siblings", "the group is made of one request at a time")
     elif num_running:
-        detail = f"the hook ended while {num_running} other rollouts of its group were running"
+        detail = f"the hook returned while {num_running} other rollouts of its group were running"
         findings.fail("siblings", detail, site)
     elif num_cancelled:
         findings.fail("siblings", f"{num_cancelled} other rollouts were cancelled", site)
-    findings.passed("siblings", f"the other {num_requests - 1} ran to their end")
+    findings.passed("siblings", f"the other {num_requests - 1} ran to completion")
 
 
 async def _outcome(env: Any, item: Any) -> tuple[Exception | None, list[Any]]:
@@ -434,30 +428,13 @@ async def _outcome(env: Any, item: Any) -> tuple[Exception | None, list[Any]]:
         return error, []
 
 
-class _Traces:
-    """What an environment has logged, printed and counted since this object was made."""
-
-    def __init__(self, env: Any, output: CapturedOutput) -> None:
-        self._env = env
-        self._output = output
-        self._since = output.position()
-        self._num_counted = self._count()
-
-    def tell_of(self, error: Exception) -> bool:
-        """Whether an error is visible in counters or output."""
-        return self._count() > self._num_counted or self._output.tells_of(error, since=self._since)
-
-    def _count(self) -> int:
-        return int(sum((self._env.failure_counts + self._env.drop_counts).values()))
-
-
 FILE_NAME = "metrics.json"
 
 
 async def check_evaluation(stage: Stage, findings: Findings) -> None:
-    """Evaluate once with wrong answers and look for the results in files and metrics.
+    """Evaluate once with wrong answers, then look for results in files and metrics.
 
-    Exceptions of `evaluate` are passed on.
+    Exceptions of `evaluate` propagate.
     """
     env = stage.env
     site = hook_site(type(env), ["evaluate"])
@@ -478,7 +455,7 @@ async def check_evaluation(stage: Stage, findings: Findings) -> None:
     elif not num_requests and not returned:
         findings.skip("evaluation", "evaluate does nothing")
     else:
-        findings.fail("evaluation", f"no result was written, after {requests} to the model", site)
+        findings.fail("evaluation", f"no result was written after {requests} to the model", site)
 
 
 def _check_file(path: Path, findings: Findings, site: str | None, requests: str) -> None:

@@ -1,16 +1,10 @@
-"""The scripted model behind the inference servers of a checked environment.
+"""The scripted model of `check`, its inference servers, and a tokenizer of characters.
 
-Every server of the environment is a `ScriptedServer`; all of them answer from one
-`ScriptedModel`, which records what was asked, gives known logprobs, fails and hangs on request.
-
-What the scripted model answers, and how it tells rollouts apart. Pure.
+Every server of the environment is a `ScriptedServer`. All of them share one `ScriptedModel`, which
+records requests, returns known logprobs, and fails or hangs on request.
 
 gold answer of the item ──► Script: a reply per role and turn
 prompt ──► continues a known text? its role, next turn : the next role in the order
-
-A tokenizer that needs no files: one token per character, with the interface the library uses.
-
-Messages whose content is a list of parts, as a model of text alone would read them. Pure.
 """
 
 from __future__ import annotations
@@ -24,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from atroposlib.envs.server_handling.chat_rendering import (
     Answer,
+    FinishReason,
     build_chat,
     build_completion,
     render_messages,
@@ -41,37 +36,37 @@ if TYPE_CHECKING:
     from openai.types.completion import Completion
 
 __all__ = [
-    "FAILURE",
     "GARBAGE",
     "CharTokenizer",
-    "Reply",
     "Role",
     "RoleBook",
     "SampledReply",
     "Script",
     "ScriptedModel",
     "ScriptedServer",
-    "has_images",
     "known_logprob",
     "make_script",
-    "text_only",
 ]
 
 Role = Literal["gold", "empty", "garbage", "truncated", "unclosed"]
 
 GARBAGE = "zqxv }{ wkjj ]] plomf (("
-"""Answers nothing, holds no digit, and breaks parsers that expect matching brackets."""
+"""A wrong answer without digits; its brackets do not match, which breaks some parsers."""
 
 THINK_END = "</think>"
 
 
 class Reply(NamedTuple):
-    """One answer of the scripted model."""
+    """One reply of the scripted model."""
 
     role: Role
     text: str
-    is_cut: bool = False
+    is_truncated: bool = False
     """Whether the token budget ended it: finish reason `length`, no end-of-turn token."""
+
+    @property
+    def finish_reason(self) -> FinishReason:
+        return "length" if self.is_truncated else "stop"
 
 
 class Script(NamedTuple):
@@ -80,10 +75,10 @@ class Script(NamedTuple):
     order: Sequence[Role]
     """Roles of the first, second, ... rollout; repeated."""
     turns: Sequence[str]
-    """The gold answer of each turn, the last one repeated; empty when there is none."""
+    """The gold answer of each turn, the last one repeated; empty without a gold answer."""
 
     def reply(self, role: Role, turn: int) -> Reply:
-        """Return the answer of a role at a turn, counted from 0."""
+        """Return the reply of a role at a turn, counted from 0."""
         gold = self.turns[min(turn, len(self.turns) - 1)] if self.turns else GARBAGE
         if role == "gold":
             return Reply(role, gold)
@@ -92,16 +87,16 @@ class Script(NamedTuple):
         if role == "garbage":
             return Reply(role, GARBAGE)
         if role == "unclosed":
-            return Reply(role, gold.replace(THINK_END, ""), is_cut=True)
-        return Reply(role, gold[: len(gold) // 2], is_cut=True)
+            return Reply(role, gold.replace(THINK_END, ""), is_truncated=True)
+        return Reply(role, gold[: len(gold) // 2], is_truncated=True)
 
 
 def make_script(gold: str | Sequence[str] | None, *, roles: Sequence[Role] = ()) -> Script:
     """Return the script of one item.
 
     Args:
-        gold: the item's gold answer, or one per turn; None when the environment does not tell.
-        roles: who answers, in this order; empty for all that make sense.
+        gold: Gold answer of the item, or one per turn; None if unknown.
+        roles: Order of the roles; empty for all that differ with this gold answer.
     """
     turns = [gold] if isinstance(gold, str) else list(gold or [])
     if roles:
@@ -117,7 +112,7 @@ def make_script(gold: str | Sequence[str] | None, *, roles: Sequence[Role] = ())
 
 
 class RoleBook:
-    """Remembers who wrote what, so that a rollout of several turns keeps its role."""
+    """Assigns roles to rollouts; a rollout of several turns keeps its role."""
 
     def __init__(self, script: Script) -> None:
         self.script = script
@@ -125,12 +120,7 @@ class RoleBook:
         self._num_started = 0
 
     def replies(self, prompt: str, num_replies: int) -> list[Reply]:
-        """Return the answers to a prompt and remember them.
-
-        Args:
-            prompt: the whole text the model reads.
-            num_replies: `n` of the request.
-        """
+        """Return `num_replies` replies to a prompt, and record them for later turns."""
         continued = [text for text in self._known if prompt != text and prompt.startswith(text)]
         if continued:
             role, turn = self._known[max(continued, key=len)]
@@ -152,12 +142,12 @@ IMAGE_PARTS = ("image_url", "image", "input_image")
 
 
 def has_images(messages: Sequence[Any]) -> bool:
-    """Whether a message holds an image."""
+    """Whether a message contains an image."""
     return any(part.get("type") in IMAGE_PARTS for message in messages for part in _parts(message))
 
 
 def text_only(message: Any) -> Any:
-    """Return a message with the texts of its parts as its content; others as they are."""
+    """Return a message whose content is the text of its parts, without images."""
     parts = _parts(message)
     if not parts:
         return message
@@ -171,64 +161,52 @@ def _parts(message: Any) -> list[Mapping[str, Any]]:
     return [part for part in entries if isinstance(part, Mapping)]
 
 
-FAILURE = "scripted failure of one request"
-"""In the message of every error the model raises on request."""
-
 NUM_SLOTS = 4096
 
 
 def known_logprob(token_id: int, position: int) -> float:
     """Return the logprob of a token at a position of its reply.
 
-    Neighbours differ, and every value is exact in binary, so that a shift shows.
+    Adjacent positions differ and every value is exact in binary, so that a shift can be detected.
     """
     return -(1 + (37 * position + token_id) % 2047) / 512
 
 
 @dataclass(frozen=True)
 class SampledReply:
-    """One reply as the engine would report it."""
+    """One request and its reply, as an engine reports them."""
 
     role: Role | None
-    """Who answered; None where the environment scripted the answer itself, as for a judge."""
+    """None for a reply from `check_judge_reply` of the environment."""
     prompt: str
     prompt_ids: list[int]
-    """[P] what the model read."""
+    """[P]."""
     ids: list[int]
-    """[C] what it wrote, with the end-of-turn token unless the reply was cut."""
+    """[C], with the end-of-turn token unless the reply was truncated."""
     logprobs: list[float] | None
-    """[C]; None when the request asked for text only."""
+    """[C]; None if the request was for text only."""
     has_images: bool = False
-    """Whether the model saw images, which no tokens of the environment stand for."""
-
-
-class _Seen(NamedTuple):
-    """What the model read for one request."""
-
-    prompt: str
-    prompt_ids: list[int]
-    has_images: bool
-    is_judge: bool
+    """Whether the prompt had images, which `prompt_ids` does not represent."""
 
 
 class ScriptedModel:
-    """Answers by a script and keeps what it answered.
+    """A model that replies by a script and records its replies.
 
     Args:
-        tokenizer: of the environment.
-        is_stand_in: whether the tokenizer replaces the configured one. Its prompts are longer,
-            so a missing `max_tokens` budget says nothing then.
-        judge_reply: the environment's own answer to some conversations, or None for the others.
+        tokenizer: Tokenizer of the environment.
+        is_stand_in: Whether the tokenizer replaces the configured one. Its prompts are longer, so
+            requests that leave no room for a reply are accepted.
+        judge_reply: `check_judge_reply` of the environment.
 
     Attributes:
-        sampled: replies to training requests since the last `start`.
-        fail_at: number of the training request that fails, counted from 0; None for none.
-        hangs: whether requests wait for ever.
-        latency_s: time before each answer.
-        failure: the error that was raised.
-        num_answered: requests answered since the beginning, evaluations included.
-        most_in_flight: most requests open at once since the last `start`.
-        num_cancelled: requests whose rollout was cancelled since then.
+        sampled: Replies to training requests since the last `start`.
+        fail_at: Index of the training request that fails, from 0; None if none fails.
+        hangs: Whether requests wait forever.
+        latency_s: Delay of each reply.
+        failure: The error that was raised by `fail_at`.
+        num_answered: Requests answered since construction, evaluations included.
+        max_in_flight: Largest number of concurrent requests since the last `start`.
+        num_cancelled: Requests cancelled since the last `start`.
     """
 
     def __init__(
@@ -241,7 +219,7 @@ class ScriptedModel:
         self.start(make_script(None))
 
     def start(self, script: Script) -> None:
-        """Begin with the rollouts of an item, and forget the last ones."""
+        """Start the rollouts of an item; resets all attributes but `num_answered`."""
         self._book = RoleBook(script)
         self.sampled: list[SampledReply] = []
         self.fail_at: int | None = None
@@ -249,7 +227,7 @@ class ScriptedModel:
         self.latency_s = 0.0
         self.failure: InferenceError | None = None
         self.num_requests = 0
-        self.most_in_flight = 0
+        self.max_in_flight = 0
         self.num_cancelled = 0
         self.num_in_flight = 0
 
@@ -265,12 +243,12 @@ class ScriptedModel:
         """Wait for the replies to one request.
 
         Raises:
-            InferenceError: it was this request's turn to fail, or it leaves no room for a reply.
+            InferenceError: `fail_at` selects this request, or `max_tokens` is below 1.
         """
         is_training = kwargs.get("split", "train") == "train"
         number, self.num_requests = self.num_requests, self.num_requests + int(is_training)
         self.num_in_flight += 1
-        self.most_in_flight = max(self.most_in_flight, self.num_in_flight)
+        self.max_in_flight = max(self.max_in_flight, self.num_in_flight)
         try:
             await self._delay(number, kwargs)
         except asyncio.CancelledError:
@@ -285,45 +263,43 @@ class ScriptedModel:
             replies = [Reply("gold", judged)] * num_replies
         else:
             replies = self._book.replies(prompt, num_replies)
-        seen = _Seen(prompt, list(prompt_ids), has_images(messages), is_judge=judged is not None)
-        pairs = [(reply, self._sampled(reply, seen, with_logprobs)) for reply in replies]
+        ids = [self._encode(reply) for reply in replies]
+        known = [[known_logprob(token_id, i) for i, token_id in enumerate(row)] for row in ids]
+        sampled = [
+            SampledReply(
+                role=None if judged is not None else reply.role,
+                prompt=prompt,
+                prompt_ids=list(prompt_ids),
+                ids=row,
+                logprobs=logprobs if with_logprobs else None,
+                has_images=has_images(messages),
+            )
+            for reply, row, logprobs in zip(replies, ids, known, strict=True)
+        ]
         if is_training:
-            self.sampled += [sampled for _, sampled in pairs]
-        return pairs
+            self.sampled += sampled
+        return list(zip(replies, sampled, strict=True))
 
     async def _delay(self, number: int, kwargs: dict[str, Any]) -> None:
         limit = kwargs.get("max_tokens")
         if isinstance(limit, int) and limit < 1 and limit != -1 and not self._is_stand_in:
             raise InferenceError(f"max_tokens must be at least 1, got {limit}")
         if number == self.fail_at:
-            self.failure = InferenceError(f"{FAILURE} (made by the check)")
+            self.failure = InferenceError("scripted failure of one request (made by the check)")
             raise self.failure
         if self.hangs:
             await asyncio.Event().wait()
         await asyncio.sleep(self.latency_s)
 
-    def _sampled(self, reply: Reply, seen: _Seen, with_logprobs: bool) -> SampledReply:
+    def _encode(self, reply: Reply) -> list[int]:
         ids = list(self.tokenizer.encode(reply.text, add_special_tokens=False))
-        if not reply.is_cut and self.tokenizer.eos_token_id is not None:
+        if not reply.is_truncated and self.tokenizer.eos_token_id is not None:
             ids.append(self.tokenizer.eos_token_id)
-        logprobs = [known_logprob(token_id, i) for i, token_id in enumerate(ids)]
-        return SampledReply(
-            role=None if seen.is_judge else reply.role,
-            prompt=seen.prompt,
-            prompt_ids=seen.prompt_ids,
-            ids=ids,
-            logprobs=logprobs if with_logprobs else None,
-            has_images=seen.has_images,
-        )
+        return ids
 
 
 class ScriptedServer(ServerHarness):
-    """One inference server of a checked environment.
-
-    Args:
-        model: who answers.
-        config: of the server it stands for.
-    """
+    """An inference server of a checked environment; it replies with the scripted model."""
 
     def __init__(self, model: ScriptedModel, config: Any) -> None:
         super().__init__()
@@ -334,7 +310,6 @@ class ScriptedServer(ServerHarness):
         self.eval_sem = AsyncSemWithAdaptiveWeight(NUM_SLOTS)
 
     async def chat_completion(self, **kwargs: Any) -> ChatCompletion:
-        """Return the scripted answers to `messages`."""
         messages = list(kwargs["messages"])
         shown = [text_only(message) for message in messages]
         prompt = render_messages(self.tokenizer, shown)
@@ -343,25 +318,23 @@ class ScriptedServer(ServerHarness):
         return build_chat(_answers(pairs), model=self.config.model_name, id_="check", created=0)
 
     async def completion(self, **kwargs: Any) -> Completion:
-        """Return the scripted continuations of `prompt`."""
         prompt, ids, messages = self._prompt(kwargs)
         pairs = await self.model.answer(prompt, ids, messages, kwargs)
-        answers = _answers(pairs)
-        return build_completion(answers, model=self.config.model_name, id_="check", created=0)
+        return build_completion(
+            _answers(pairs), model=self.config.model_name, id_="check", created=0
+        )
 
     async def tokens_and_logprobs_completion(self, **kwargs: Any) -> TokensAndLogprobs:
-        """Return the scripted continuations of `prompt` or `input_ids` as tokens."""
         prompt, ids, messages = self._prompt(kwargs)
         pairs = await self.model.answer(prompt, ids, messages, kwargs, with_logprobs=True)
         return (
             ids,
             [list(sampled.ids) for _, sampled in pairs],
             [list(sampled.logprobs or []) for _, sampled in pairs],
-            [_finish_reason(reply) for reply, _ in pairs],
+            [reply.finish_reason for reply, _ in pairs],
         )
 
     async def get_logprobs(self, **kwargs: Any) -> dict[str, Any]:
-        """Return a known logprob for each token of a prompt."""
         _, ids, _ = self._prompt(kwargs)
         return {
             "prompt_tokens": ids,
@@ -370,7 +343,7 @@ class ScriptedServer(ServerHarness):
         }
 
     def _prompt(self, kwargs: dict[str, Any]) -> tuple[str, list[int], list[Any]]:
-        """Return a prompt as text, as ids, and as the one message it would be."""
+        """Return a prompt as text, as ids, and as a user message."""
         prompt, ids = kwargs.get("prompt"), kwargs.get("input_ids")
         if not isinstance(prompt, str):
             ids = ids or list(prompt or [])
@@ -380,12 +353,8 @@ class ScriptedServer(ServerHarness):
         return prompt, list(ids), [{"role": "user", "content": prompt}]
 
 
-def _finish_reason(reply: Reply) -> Any:
-    return "length" if reply.is_cut else "stop"
-
-
 def _answers(pairs: Sequence[tuple[Reply, SampledReply]]) -> list[Answer]:
-    return [Answer(reply.text, _finish_reason(reply)) for reply, _ in pairs]
+    return [Answer(reply.text, reply.finish_reason) for reply, _ in pairs]
 
 
 _SPECIALS = re.compile("(<pad>|<s>|</s>)")
@@ -398,8 +367,8 @@ class CharTokenizer:
     `[role]content</s>\n` and opens the reply with `[assistant]`.
 
     Args:
-        template_bos: Whether the template itself writes the bos, as some real ones do.
-        strips_thinking: Whether the template drops `<think>` blocks of assistant messages.
+        template_bos: Whether the chat template starts with the bos, as some real ones do.
+        strips_thinking: Whether the chat template drops `<think>` blocks of assistant messages.
     """
 
     pad_token, bos_token, eos_token = "<pad>", "<s>", "</s>"
@@ -417,18 +386,16 @@ class CharTokenizer:
 
     @property
     def all_special_ids(self) -> list[int]:
-        """Ids of pad, bos and eos."""
         return [0, 1, 2]
 
     def __len__(self) -> int:
         return sys.maxunicode + 1
 
     def get_vocab(self) -> dict[str, int]:
-        """Return the ids below `vocab_size` by their text."""
         return {chr(i): i for i in range(3, self.vocab_size)} | self._specials
 
     def encode(self, text: str, add_special_tokens: bool = True, **_: Any) -> list[int]:
-        """Return one id per character, behind the bos unless told otherwise."""
+        """Return one id per character, after the bos unless `add_special_tokens` is False."""
         ids = [self.bos_token_id] if add_special_tokens else []
         for piece in _SPECIALS.split(text):
             if piece in self._specials:
@@ -438,7 +405,6 @@ class CharTokenizer:
         return ids
 
     def decode(self, token_ids: Any, skip_special_tokens: bool = False, **_: Any) -> str:
-        """Return the text of ids."""
         names = {i: s for s, i in self._specials.items()}
         pieces = []
         for token_id in (int(t) for t in token_ids):
@@ -451,21 +417,17 @@ class CharTokenizer:
     def batch_decode(
         self, sequences: Any, skip_special_tokens: bool = False, **_: Any
     ) -> list[str]:
-        """Return the text of each row of ids."""
         return [self.decode(ids, skip_special_tokens=skip_special_tokens) for ids in sequences]
 
     def convert_ids_to_tokens(self, ids: Sequence[int]) -> list[str]:
-        """Return the text of each id."""
         return [self.decode([i]) for i in ids]
 
     def convert_tokens_to_ids(self, tokens: Any) -> Any:
-        """Return the id of a token, or the ids of several."""
         if isinstance(tokens, str):
             return self.get_vocab().get(tokens, 0)
         return [self.get_vocab().get(token, 0) for token in tokens]
 
     def __call__(self, text: Any, add_special_tokens: bool = True, **_: Any) -> dict[str, Any]:
-        """Return `input_ids` and `attention_mask` of one text, or of several."""
         if isinstance(text, str):
             ids: Any = self.encode(text, add_special_tokens)
             return {"input_ids": ids, "attention_mask": [1] * len(ids)}
@@ -481,7 +443,7 @@ class CharTokenizer:
         return_dict: bool = False,
         **_: Any,
     ) -> Any:
-        """Render a conversation; ids unless `tokenize` is False, a mapping with `return_dict`."""
+        """Return ids, text if `tokenize` is False, or a mapping if `return_dict`."""
         text = self.bos_token if self.template_bos else ""
         if tools:
             text += f"[tools]{len(tools)}{self.eos_token}\n"

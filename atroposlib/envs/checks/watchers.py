@@ -1,15 +1,11 @@
-"""Finding calls that hold the event loop, with the line that made them.
+"""Watchers of a check: calls that block the event loop, network access, leftovers, output.
+
+A thread samples the stack of the event loop while a callback takes long:
 
     loop:    callback │ callback ──────────────────── │ callback
     thread:                      stack · stack · stack            -> one Stall
 
-Each callback is timed on its own: many short ones in a row are what a loop is for.
-
-What still runs after an environment was closed: tasks, threads and processes.
-
-Keeping the network out of reach while a check runs, and telling who reached for it.
-
-Holding back what an environment logs and prints, to read it and to keep the report clean.
+Each callback is timed separately, since many short ones in a row do not block the loop.
 """
 
 from __future__ import annotations
@@ -50,52 +46,50 @@ __all__ = [
 ]
 
 LIMIT_S = 0.1
-LOOK_INTERVAL_S = 0.01
+SAMPLE_INTERVAL_S = 0.01
 MIN_OWN_SHARE = 0.5
-"""Share of the looks at the stack that must show the author's code; imports do not count, since
-they happen once."""
-MIN_LOOKS_SHARE = 0.4
-"""Share of the looks that must have been possible. Under a call that waits, as `time.sleep`, all
-are; on a busy machine the loop and the watch are held up together."""
+"""Fraction of stack samples that must show the author's code; imports do not count, since they
+happen once."""
+MIN_SAMPLES_SHARE = 0.4
+"""Fraction of the expected stack samples that must exist. A blocking call such as `time.sleep`
+allows all of them; a busy machine delays the loop and the sampling thread alike."""
 
 
 class Stall(NamedTuple):
-    """One time in which the loop did nothing else."""
+    """A callback that blocked the event loop."""
 
     duration_s: float
     where: str | None
-    """The author's line that held it; None if it was not observed, as under a busy interpreter."""
+    """The author's line; None without stack samples, because the call held the interpreter."""
 
 
 class _Watch(threading.Thread):
-    """Looks at the stack of the loop's thread while a callback takes long."""
+    """Samples the stack of the loop's thread while a callback takes long."""
 
     def __init__(self, loop_thread: int) -> None:
         super().__init__(name="check-loop-watch", daemon=True)
         self.stalls: list[Stall] = []
         self._loop_thread = loop_thread
         self._started_at: float | None = None
-        self._seen: list[str | None] = []
+        self._samples: list[str | None] = []
         self._collected_s = 0.0
         self._collecting_since = 0.0
         self._ended = threading.Event()
 
     def run(self) -> None:
-        """Look every few milliseconds until `end`."""
-        while not self._ended.wait(LOOK_INTERVAL_S):
+        while not self._ended.wait(SAMPLE_INTERVAL_S):
             started_at = self._started_at
-            if started_at is not None and time.monotonic() - started_at > 2 * LOOK_INTERVAL_S:
-                self._seen.append(_site_of(sys._current_frames().get(self._loop_thread)))
+            if started_at is not None and time.monotonic() - started_at > 2 * SAMPLE_INTERVAL_S:
+                self._samples.append(_site_of(sys._current_frames().get(self._loop_thread)))
 
     def end(self) -> None:
-        """Stop looking."""
         self._ended.set()
         self.join()
 
     def time_callback(self, run: Any, handle: Any) -> None:
-        """Run one callback of the loop and judge how long it took."""
+        """Run one callback of the loop, and record a stall if it blocks the loop."""
         cpu_before = time.thread_time()
-        self._seen, self._collected_s = [], 0.0
+        self._samples, self._collected_s = [], 0.0
         self._started_at = started_at = time.monotonic()
         try:
             run(handle)
@@ -104,24 +98,26 @@ class _Watch(threading.Thread):
             duration_s = time.monotonic() - started_at - self._collected_s
             if duration_s > LIMIT_S:
                 computed_s = time.thread_time() - cpu_before - self._collected_s
-                self._judge(duration_s, self._seen, computed_s=computed_s)
+                self._add_stall(duration_s, self._samples, computed_s=computed_s)
 
     def note_collection(self, phase: str, _: Any) -> None:
-        """Take the time of Python's garbage collector out of what a callback took."""
+        """Measure garbage collections, which do not count as part of a callback."""
         if threading.get_ident() == self._loop_thread:
             if phase == "start":
                 self._collecting_since = time.monotonic()
             else:
                 self._collected_s += time.monotonic() - self._collecting_since
 
-    def _judge(self, duration_s: float, seen: list[str | None], *, computed_s: float) -> None:
-        own = [site for site in seen if site is not None]
-        was_waiting = len(seen) >= MIN_LOOKS_SHARE * duration_s / LOOK_INTERVAL_S
+    def _add_stall(
+        self, duration_s: float, samples: list[str | None], *, computed_s: float
+    ) -> None:
+        own = [site for site in samples if site is not None]
+        was_waiting = len(samples) >= MIN_SAMPLES_SHARE * duration_s / SAMPLE_INTERVAL_S
         if computed_s <= LIMIT_S and not was_waiting:
             return
-        if not seen:
+        if not samples:
             self.stalls.append(Stall(duration_s, None))
-        elif own and len(own) >= MIN_OWN_SHARE * len(seen):
+        elif own and len(own) >= MIN_OWN_SHARE * len(samples):
             self.stalls.append(Stall(duration_s, Counter(own).most_common(1)[0][0]))
 
 
@@ -136,7 +132,7 @@ def _site_of(frame: Any) -> str | None:
 
 @contextmanager
 def watch_loop() -> Iterator[list[Stall]]:
-    """Watch the event loop of this thread; yields the list that stalls are added to."""
+    """Watch the event loop of this thread; yields the list that stalls are appended to."""
     loop_thread = threading.get_ident()
     watch = _Watch(loop_thread)
     run = asyncio.Handle._run
@@ -161,20 +157,20 @@ def watch_loop() -> Iterator[list[Stall]]:
 GRACE_S = 1.0
 POLL_S = 0.02
 HELPERS = ("resource_tracker", "forkserver", "semaphore_tracker")
-"""Processes that Python keeps for itself, once per run."""
+"""Processes of Python itself."""
 HELPER_THREADS = ("asyncio_", "asyncio-waitpid-", "waitpid-", "check-")
 """Threads of the event loop and of the check itself."""
 
 
 class Leftover(NamedTuple):
-    """One thing that did not end."""
+    """A task, thread or process that still runs after `close`."""
 
     what: str
     where: str | None
 
 
 class Running(NamedTuple):
-    """What runs at one moment."""
+    """The tasks, threads and child processes at one moment."""
 
     tasks: frozenset[asyncio.Task[Any]]
     threads: frozenset[threading.Thread]
@@ -182,7 +178,7 @@ class Running(NamedTuple):
 
     @classmethod
     def now(cls) -> Running:
-        """Look at this process; outside of an event loop there are no tasks."""
+        """Return those of this process; without tasks outside an event loop."""
         try:
             tasks = asyncio.all_tasks()
         except RuntimeError:
@@ -191,7 +187,7 @@ class Running(NamedTuple):
 
 
 async def wait_for_end(before: Running) -> list[Leftover]:
-    """Wait a moment for what was started since `before`, and return what goes on running."""
+    """Wait up to a second for what was started since `before`, and return what still runs."""
     deadline = asyncio.get_running_loop().time() + GRACE_S
     while True:
         left = _started_since(before)
@@ -211,11 +207,11 @@ async def end_leftover_tasks(before: Running) -> None:
 
 def _started_since(before: Running) -> list[Leftover]:
     now = Running.now()
-    tasks = [
-        Leftover(f"task {_coroutine_name(task)}", code_site(_code_of(task)))
-        for task in now.tasks - before.tasks
-        if task is not asyncio.current_task()
-    ]
+    tasks = []
+    for task in now.tasks - before.tasks - {asyncio.current_task()}:
+        coroutine = task.get_coro()
+        name = getattr(coroutine, "__qualname__", task.get_name())
+        tasks.append(Leftover(f"task {name}", code_site(getattr(coroutine, "cr_code", None))))
     threads = [
         Leftover(f"thread {thread.name}", code_site(_target_code(thread)))
         for thread in now.threads - before.threads
@@ -228,16 +224,8 @@ def _started_since(before: Running) -> list[Leftover]:
     return tasks + threads + processes
 
 
-def _coroutine_name(task: asyncio.Task[Any]) -> str:
-    return getattr(task.get_coro(), "__qualname__", task.get_name())
-
-
-def _code_of(task: asyncio.Task[Any]) -> Any:
-    return getattr(task.get_coro(), "cr_code", None)
-
-
 def _target_code(thread: threading.Thread) -> Any:
-    target = getattr(thread, "_target", None)  # None for threads of a class of their own
+    target = getattr(thread, "_target", None)  # None for a subclass of Thread
     target = getattr(target, "__func__", target) or type(thread).run
     return getattr(target, "__code__", None)
 
@@ -249,15 +237,14 @@ def _child_processes() -> frozenset[int]:
             children |= {int(pid) for pid in listing.read_text().split()}
         except OSError:  # the thread has ended meanwhile
             continue
-    return frozenset(pid for pid in children if _command_line(pid) and not _is_helper(pid))
-
-
-def _is_helper(pid: int) -> bool:
-    return any(name in _command_line(pid) for name in HELPERS)
+    lines = {pid: _command_line(pid) for pid in children}
+    return frozenset(
+        pid for pid, line in lines.items() if line and not any(name in line for name in HELPERS)
+    )
 
 
 def _command_line(pid: int) -> str:
-    """Return how a process was started; empty for one that has ended."""
+    """Return the command line of a process; empty for one that has ended."""
     try:
         words = Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
     except OSError:
@@ -266,27 +253,27 @@ def _command_line(pid: int) -> str:
 
 
 class NetworkBlockedError(AtroposError, RuntimeError):
-    """Something reached for the network during a check.
+    """A network connection was attempted during a check.
 
-    No `OSError`: the clients of hubs would take it for a moment's trouble and retry for a minute.
+    Not an `OSError`, which the clients of hubs would retry for a minute.
     """
 
 
 class NetworkAttempt(NamedTuple):
-    """One attempt to reach another process over the network."""
+    """A network connection or name resolution."""
 
     host: str
     is_blocked: bool
-    """False on this machine, where connections are let through."""
+    """False for connections to this machine, which are allowed."""
     where: str | None
-    """The author's line that led to it."""
+    """The author's line that caused it."""
 
 
 @contextmanager
 def block_network() -> Iterator[list[NetworkAttempt]]:
-    """Refuse connections and look-ups of names other than this machine's; yield the attempts.
+    """Block connections and name resolution except for this machine; yields the attempts.
 
-    Connections to this machine are let through; those of the author's code are noted too.
+    The attempts include connections of the author's code to this machine, which are allowed.
     """
     attempts: list[NetworkAttempt] = []
 
@@ -294,7 +281,7 @@ def block_network() -> Iterator[list[NetworkAttempt]]:
         if not _is_local(host):
             where = stack_site(sys._getframe(2)) or awaiting_site()
             attempts.append(NetworkAttempt(str(host), True, where))
-            raise NetworkBlockedError(f"the check keeps the network out of reach, {host} included")
+            raise NetworkBlockedError(f"a check blocks the network; {host} cannot be reached")
 
     def note_local(address: Any) -> None:
         where = stack_site(sys._getframe(2)) or awaiting_site()
@@ -349,11 +336,11 @@ LIBRARY = "atroposlib."
 
 
 class CapturedOutput(logging.Handler):
-    """What was logged and printed.
+    """Log records and output of an environment.
 
     Attributes:
-        records: log records of level INFO and above.
-        printed: what went to the standard streams.
+        records: Log records of level INFO and above.
+        printed: Output on the standard streams.
     """
 
     def __init__(self) -> None:
@@ -362,15 +349,14 @@ class CapturedOutput(logging.Handler):
         self.printed = io.StringIO()
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Keep a record."""
         self.records.append(record)
 
     def position(self) -> tuple[int, int]:
-        """Return a mark for `tells_of`."""
+        """Return the current end of records and output, for `mentions`."""
         return len(self.records), self.printed.tell()
 
-    def tells_of(self, error: BaseException, *, since: tuple[int, int]) -> bool:
-        """Whether an error left a trace: its traceback, its text, or a warning of the author's."""
+    def mentions(self, error: BaseException, *, since: tuple[int, int]) -> bool:
+        """Whether there is a traceback, the text of the error, or a warning of the author's."""
         num_records, offset = since
         text = str(error)
         for record in self.records[num_records:]:
@@ -383,7 +369,7 @@ class CapturedOutput(logging.Handler):
 
 @contextlib.contextmanager
 def capture_output() -> Iterator[CapturedOutput]:
-    """Send log records and standard streams to the yielded object."""
+    """Redirect log records and standard streams to the yielded object."""
     captured = CapturedOutput()
     root = logging.getLogger()
     handlers, level = root.handlers[:], root.level

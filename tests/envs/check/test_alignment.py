@@ -38,7 +38,7 @@ def test_align_exact_trajectory_has_no_problem_and_one_span() -> None:
         (TOKENS[:-1], MASKS[:-1], LOGPROBS[:-1]),  # the end of turn left out
         ([*TOKENS, 10], [*MASKS, 10], None),  # the template's newline trained too
         (TOKENS, [-100] * 5 + IDS[2:], [1.0] * 5 + KNOWN[2:]),  # only the end trained
-        (TOKENS, [-100] * 7, [1.0] * 7),  # muted
+        (TOKENS, [-100] * 7, [1.0] * 7),  # masked
         (TOKENS, MASKS, None),
     ],
 )
@@ -50,7 +50,7 @@ def test_align_harmless_variant_has_no_problem(tokens: Any, masks: Any, logprobs
     ("masks", "message"),
     [
         ([-100, -100, -100, 1, 1, 1, 1], "masks[0][3] is 1; expected -100 or the token, 121 ('y')"),
-        (TOKENS, "trains on 2 tokens that the model did not write, from position 1: 'Q?yes'"),
+        (TOKENS, "trains on 2 tokens that the model did not generate, from position 1: 'Q?yes'"),
     ],
 )
 def test_align_wrong_mask_names_position_and_text(masks: Any, message: str) -> None:
@@ -62,8 +62,8 @@ def test_align_wrong_mask_names_position_and_text(masks: Any, message: str) -> N
 @pytest.mark.parametrize(
     ("logprobs", "message"),
     [
-        ([*LOGPROBS[1:], 1.0], "shifted: each stands 1 position too early"),
-        ([1.0, *LOGPROBS[:-1]], "shifted: each stands 1 position too late"),
+        ([*LOGPROBS[1:], 1.0], "shifted: each is 1 position too early"),
+        ([1.0, *LOGPROBS[:-1]], "shifted: each is 1 position too late"),
         ([1.0] * 3 + [0.0] * 4, "inference_logprobs[0][3] is 0; the engine reported"),
         ([0.0, *LOGPROBS[1:]], "is 0 where the mask is -100; expected 1.0"),
     ],
@@ -79,7 +79,7 @@ def test_align_other_context_names_the_first_difference() -> None:
 
     (problem,) = problems([*other, *IDS], [-100] * 4 + IDS, None)
 
-    assert "the model read 3; the first difference is at 2: '!?'" in problem
+    assert "the model received 3; the first difference is at 2: '!?'" in problem
 
 
 def test_known_logprob_of_neighbours_differs() -> None:

@@ -102,7 +102,7 @@ REFUSES_SYSTEM = "{% if messages[0]['role'] == 'system' %}{{ raise_exception('no
     ("template", "seen", "remedy"),
     [
         (None, "does not render the conversation: it has none", "of an instruct model"),
-        (REFUSES_SYSTEM + "{% endif %}", "TemplateError: no system role", "keep to the roles"),
+        (REFUSES_SYSTEM + "{% endif %}", "TemplateError: no system role", "use the roles"),
     ],
 )
 def test_check_with_a_real_template_that_refuses_the_rollout_says_so_once(

@@ -1,4 +1,4 @@
-"""`check` on what newcomers get wrong: each mistake is told at its place, with a fitting remedy."""
+"""`check` on common mistakes: each is reported at its place, with a fitting remedy."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from tests.envs.check.defects import SERVER, CleanEnv
 
 pytestmark = pytest.mark.slow
 
-METHOD_REMEDY = "correct that method: the arguments it takes, or what it returns"
+METHOD_REMEDY = "correct the arguments or the return value of that method"
 
 
 class Text(CleanEnv):
@@ -239,7 +239,7 @@ def test_check_score_by_luck_is_found_under_another_seed() -> None:
     assert failure.detail.startswith("the same answer scores 0.")
     assert "under another" in failure.detail
     assert (failure.where or "").endswith(line_of(LuckyScore.score))
-    assert failure.remedy.startswith("score by the item and the answer alone")
+    assert failure.remedy.startswith("let the score depend on the item and the answer only")
 
 
 def test_check_scoring_that_timed_out_is_called_that() -> None:
@@ -247,14 +247,14 @@ def test_check_scoring_that_timed_out_is_called_that() -> None:
 
     assert failure.detail.startswith("scoring timed out in SlowScore.score: TimeoutError")
     assert "test_check_mistakes.py:" in (failure.where or "")
-    assert failure.remedy.startswith("score in a worker with a limit")
+    assert failure.remedy.startswith("score in a worker with a time limit")
 
 
 def test_check_default_of_a_scoring_that_timed_out_is_not_taken_for_a_score() -> None:
     report = check_environment(PooledScore)
 
     spread = next(failure for failure in report.failures if failure.name == "spread")
-    assert spread.detail.endswith("; scoring timed out and gave its default")
+    assert spread.detail.endswith("; scoring timed out and returned its default")
     assert any("scoring timed out 5 times" in note for note in report.notes)
 
 
@@ -300,7 +300,7 @@ def test_check_line_that_raises_is_the_place_in_rollout_and_evaluation() -> None
     for name in ("rollout", "evaluation"):
         assert "could not convert" in found[name].detail
         assert "test_check_mistakes.py:" in (found[name].where or "")
-        assert found[name].remedy == "correct that line, or what reaches it"
+        assert found[name].remedy == "correct that line, or the values that reach it"
 
 
 def test_check_tool_without_docstring_is_noted() -> None:
@@ -338,7 +338,7 @@ def test_check_missing_methods_say_what_to_write_and_leave_one_row_for_the_rest(
     assert len(report.as_json()["checks"]) == 20
 
 
-class Misspelt(CleanEnv):
+class Misspelled(CleanEnv):
     @classmethod
     def config_init(cls) -> tuple[BaseEnvConfig, Any]:
         config = BaseEnvConfig(
@@ -362,8 +362,8 @@ class OwnSettings(CleanEnv):
         self.split = getattr(self.config, "eval_split")  # noqa: B009 - undeclared
 
 
-def test_check_misspelt_setting_in_python_is_told_with_the_near_name() -> None:
-    [failure] = check_environment(Misspelt).failures
+def test_check_misspelled_setting_in_python_is_reported_with_the_near_name() -> None:
+    [failure] = check_environment(Misspelled).failures
 
     assert failure.name == "config"
     assert failure.detail == "env.group_sise: no such setting; did you mean env.group_size?"

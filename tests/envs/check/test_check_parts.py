@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from atroposlib.envs.checks.harness import judging
+from atroposlib.envs.checks.harness import finding_on_error
 from atroposlib.envs.checks.report import Findings
 from atroposlib.envs.checks.runner import StepTimeoutError, changed_path, data_of, within_limit
 from atroposlib.envs.checks.scripted_model import GARBAGE, RoleBook, make_script
@@ -40,7 +40,7 @@ def test_role_book_several_completions_of_one_request_have_different_roles() -> 
 
     roles = ["gold", "empty", "garbage", "truncated", "unclosed", "gold"]
     assert [reply.role for reply in replies] == roles
-    assert [reply.is_cut for reply in replies] == [role in roles[3:5] for role in roles]
+    assert [reply.is_truncated for reply in replies] == [role in roles[3:5] for role in roles]
     assert replies[4].text == "<think>ab"
 
 
@@ -127,14 +127,14 @@ class RaisingEnv:
         raise KeyError("capitals")
 
 
-def test_judging_keeps_the_remedy_of_settings_unless_the_author_raises() -> None:
+def test_finding_on_error_keeps_the_remedy_of_settings_unless_the_author_raises() -> None:
     findings = Findings()
 
-    with judging(findings, "setup", RaisingEnv, ["setup"]):
+    with finding_on_error(findings, "setup", RaisingEnv, ["setup"]):
         RaisingEnv().setup()
-    with judging(findings, "config", RaisingEnv, ["setup"]):
+    with finding_on_error(findings, "config", RaisingEnv, ["setup"]):
         asyncio.run(None)  # type: ignore[arg-type]  # raises in a module of Python
-    with judging(findings, "rollout", RaisingEnv, ["setup"]):
+    with finding_on_error(findings, "rollout", RaisingEnv, ["setup"]):
         asyncio.run(None)  # type: ignore[arg-type]
 
     passed_on, raised, in_rollout = (o for o in findings.outcomes() if o.status == "failed")
