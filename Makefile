@@ -1,10 +1,10 @@
-# Each target is the only command a fresh machine needs: it installs what is missing first.
+# Each target first installs what is missing, so that it works in a fresh clone.
 SHELL := /bin/bash
 BIN := .venv/bin
 ARGS ?=
-# Tests run in two processes; those that share an engine stay together (tests/conftest.py).
+# Tests run in two processes; tests that share an engine run in the same one (tests/conftest.py).
 WORKERS ?= -n 2 --dist loadfile --no-loadscope-reorder
-# Every process of the demo and of the tests imports the same large packages: let the first cache them.
+# Processes of the demo and the tests import the same large packages; the first one caches their bytecode.
 unexport PYTHONDONTWRITEBYTECODE
 
 .PHONY: help demo test test-fast test-long test-clients first-hour lint format types docs clean
@@ -12,22 +12,22 @@ unexport PYTHONDONTWRITEBYTECODE
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
-demo:  ## Watch a small model get better through every real part (ARGS="--seed 1" passes flags)
+demo:  ## Train a small model with every component (ARGS="--seed 1" passes flags)
 	@.ci/install.sh examples,trainer
 	@$(BIN)/atropos-demo $(ARGS)
 
-test: lint types  ## Lint, types and the tests, those with a real engine included
+test: lint types  ## Lint, types and tests, including those with a real engine
 	$(BIN)/python -m pytest $(WORKERS) $(ARGS)
 
-test-fast:  ## The files that take less than two seconds each: no engine, no browser, few processes
+test-fast:  ## Only files that take less than two seconds: no engine, no browser, few processes
 	@.ci/install.sh all,dev
 	$(BIN)/python -m pytest $(WORKERS) --fast -m "not slow" $(ARGS)
 
-test-long:  ## What takes minutes each: thousands of histories, kill loops, every constant answer
+test-long:  ## Tests that take minutes: thousands of histories, kill loops, every constant answer
 	@.ci/install.sh all,dev
 	$(BIN)/python -m pytest $(WORKERS) --run-long -m long $(ARGS)
 
-test-clients:  ## Third-party agents and trainers, each installed for itself (docs/clients.md)
+test-clients:  ## Third-party agents and trainers, each in its own environment (docs/clients.md)
 	@.ci/install.sh all,dev
 	$(BIN)/python -m pytest tests/clients tests/environments/test_earlier_files.py --run-clients $(ARGS)
 
@@ -51,11 +51,11 @@ format:  ## Format and fix what can be fixed
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-docs:  ## Rewrite the generated pages
+docs:  ## Regenerate the generated pages
 	@.ci/install.sh all,dev
 	$(BIN)/python -m atroposlib.envs.config_docs > CONFIG.md
 	@$(BIN)/python -m environments.card_table
 	$(BIN)/python -m tests.clients.table > docs/clients.md
 
-clean:  ## Remove what the targets made
+clean:  ## Remove the files created by the targets
 	rm -rf .venv demo_runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

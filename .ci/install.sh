@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Makes .venv when missing and installs the project, an inference engine and the extras named.
+# Creates .venv if it is missing and installs the project, an inference engine and the given extras.
 #
 # Usage: .ci/install.sh EXTRAS          for the demo: examples,trainer; for the tests: all,dev
 #
-# Without an NVIDIA GPU it takes torch's CPU build and the CPU build of vLLM, both at the versions of
-# .ci/constraints.txt; with one it takes vLLM's own choice of torch. A stamp makes later calls instant,
-# also those for fewer extras.
-# With `dev`, as root and where apt is, it adds redis-server, chromium, bubblewrap and runc, which tests start.
+# Without an NVIDIA GPU, installs the CPU builds of torch and vLLM at the versions of .ci/constraints.txt;
+# with one, vLLM selects its version of torch. A stamp file makes later calls for the same or fewer extras
+# return at once. With `dev`, as root on a system with apt, also installs programs that tests start:
+# redis-server, chromium, bubblewrap and runc.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -17,7 +17,7 @@ inputs=(pyproject.toml .ci/constraints.txt .ci/overrides.txt .ci/install.sh)
 stamp="$venv/.installed-$(echo "$extras" | tr ',' '-')"
 
 has() { case ",$1," in *,$2,*) ;; *) false ;; esac; }  # has LIST NAME
-# Whether everything that is wanted was installed before, and nothing of the inputs is newer.
+# Whether all extras are installed and no input file is newer than the installation.
 is_installed() {
     local done_stamp had extra
     [ -x "$venv/bin/python" ] || return 1
@@ -35,8 +35,8 @@ is_installed && exit 0
 
 say() { printf '\033[1m==> %s\033[0m\n' "$*"; }
 has_gpu() { command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>&1; }
-# GB to download and on disk: measured with .ci/constraints.txt on Linux; with a GPU an estimate, for the
-# engine chooses the CUDA build of torch.
+# GB to download and on disk, measured with .ci/constraints.txt on Linux; an estimate for GPUs, where the
+# engine selects the CUDA build of torch.
 sizes() {
     if has_gpu; then echo "5 12"; elif has "$extras" all; then echo "1.0 3.2"; else echo "0.8 2.6"; fi
 }
@@ -50,7 +50,7 @@ sys.exit(sys.version_info < (3, 10))
 PY
 
 if [ ! -x "$venv/bin/python" ]; then
-    say "making $venv"
+    say "creating $venv"
     "$python" -m venv "$venv"
 fi
 uv=$(command -v uv || true)
@@ -59,7 +59,7 @@ if [ -z "$uv" ]; then
     [ -x "$uv" ] || "$venv/bin/python" -m pip install --quiet --disable-pip-version-check uv
 fi
 
-# uv reads its own variable for folders of wheels; pip's is honoured as well.
+# uv has its own variable for folders of wheels; pip's is honored too.
 if [ -n "${PIP_FIND_LINKS:-}" ] && [ -z "${UV_FIND_LINKS:-}" ]; then
     export UV_FIND_LINKS=$PIP_FIND_LINKS
 fi
@@ -71,7 +71,7 @@ if has_gpu; then
 else
     torch=$(grep -E '^torch==' .ci/constraints.txt)
     say "installing $torch (CPU build)"
-    # A wheel at hand first, then torch's own CPU channel, then whatever the index has.
+    # In this order: a local wheel, torch's CPU channel, the package index.
     if ! ls ${UV_FIND_LINKS:-/nonexistent}/torch-*cpu*.whl >/dev/null 2>&1; then
         install --torch-backend cpu "$torch" 2>/dev/null || install "$torch"
     else
@@ -82,7 +82,7 @@ else
 fi
 
 apt_install() { DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-recommends "$@" >/dev/null 2>&1; }
-# Real parts that tests start: a Redis server, a browser, the sandboxes of model-written code.
+# Programs that tests start: a Redis server, a browser, sandboxes for model-written code.
 if has "$extras" dev; then
     for pair in redis-server:redis-server chromium:chromium bwrap:bubblewrap runc:runc; do
         program=${pair%%:*} package=${pair##*:}
@@ -91,7 +91,7 @@ if has "$extras" dev; then
             say "installing $package"
             apt_install "$package" || { apt-get update -qq >/dev/null 2>&1 && apt_install "$package"; } || true
         fi
-        command -v "$program" >/dev/null 2>&1 || say "no $program here: the tests that need it are skipped"
+        command -v "$program" >/dev/null 2>&1 || say "$program is not installed: the tests that need it are skipped"
     done
 fi
 touch "$stamp"

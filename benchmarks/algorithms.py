@@ -1,7 +1,7 @@
-"""Train the demo's model with each policy loss, and with stale rollouts; measure what it learns.
+"""Train the demo's model with each policy loss, and with stale rollouts; measure its accuracy.
 
-Every row starts from the same warmed-up model and goes through the whole loop: a vLLM server, the
-service, the environment and the trainer. The floor is the accuracy before training.
+Each row starts from the same warmed-up model and runs the whole loop: a vLLM server, the service,
+the environment and the trainer. The baseline is the accuracy before training.
 
 Usage: python benchmarks/algorithms.py [--rows grpo,gspo,stale] [--steps N] [--json FILE]
 """
@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import statistics
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -21,15 +23,15 @@ from rich.console import Console
 from rich.table import Table
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-sys.path[0] = str(REPOSITORY)  # in this folder `environments` would be a benchmark, not the package
+sys.path[0] = str(REPOSITORY)  # this folder has a module `environments` too
 
 from benchmarks.demo_runs import names_of, run_demo  # noqa: E402
 from example_trainer.demo.settings import DemoSettings  # noqa: E402
 
 LAST_STEPS = 5
 
-# New weights after every eighth step only: what is trained on is 0 to 7 steps old, and what waits
-# in the queue adds to it, so 4 on average.
+# New weights after every eighth step only: rollouts are 0 to 7 steps old when sampled, plus their
+# time in the queue; 4 steps on average.
 STALE = ("--algorithm=dapo", "--vllm-restart-interval=8")
 
 ROWS: dict[str, tuple[str, ...]] = {
@@ -45,13 +47,13 @@ ROWS: dict[str, tuple[str, ...]] = {
 
 
 def main() -> None:
-    """Run the rows that were asked for and print the table."""
+    """Run the selected rows and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=names_of(ROWS), default=list(ROWS), help=", ".join(ROWS))
-    parser.add_argument("--steps", type=int, default=40, help="trainer steps of each row")
+    parser.add_argument("--steps", type=int, default=40, help="trainer steps per row")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--model", type=Path, help="a warmed-up tiny model; default: made first")
-    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--model", type=Path, help="a warmed-up tiny model; created by default")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
     args = parser.parse_args()
     with TemporaryDirectory() as folder:
         settings = replace(DemoSettings(), seed=args.seed, steps=args.steps)
@@ -69,7 +71,7 @@ def main() -> None:
 
 
 def _warmed_up(settings: DemoSettings, folder: Path) -> Path:
-    """Make the model all rows start from, by a demo of one step."""
+    # The demo saves the warmed-up model before its only step.
     return run_demo(replace(settings, steps=1), folder / "start").paths.tiny_model
 
 
@@ -80,26 +82,20 @@ def _train(settings: DemoSettings, folder: Path) -> dict[str, float]:
         "after": result.after.accuracy,
         "rise": result.after.accuracy - result.before.accuracy,
         "last_rewards": statistics.mean(point.reward for point in result.points[-LAST_STEPS:]),
-        "mismatch": statistics.mean(_mismatch(step) for step in steps),
-        "staleness": statistics.mean(_staleness(step) for step in steps),
+        "mismatch": _mean_of(steps, "alignment/diff_abs_mean", missing=0.0),
+        "staleness": _mean_of(steps, "train/staleness_mean", missing=math.nan),
         "seconds": result.seconds,
     }
 
 
-def _mismatch(step: dict[str, Any]) -> float:
-    """Mean absolute difference of the trainer's and the sampler's logprob."""
-    return float(step.get("alignment/diff_abs_mean", 0.0))
-
-
-def _staleness(step: dict[str, Any]) -> float:
-    """Policy versions between the sampling of a batch and its training, NaN when unknown."""
-    return float(step.get("train/staleness_mean", "nan"))
+def _mean_of(steps: Sequence[dict[str, Any]], metric: str, *, missing: float) -> float:
+    return statistics.mean(float(step.get(metric, missing)) for step in steps)
 
 
 def _table(figures: dict[str, dict[str, float]]) -> Table:
     table = Table(title="held-out accuracy by policy loss")
     table.add_column("loss", no_wrap=True)
-    columns = ("before", "after", "rise", "reward at the end", "mismatch", "steps old", "s")
+    columns = ("before", "after", "change", "last rewards", "mismatch", "staleness", "s")
     for column in columns:
         table.add_column(column, justify="right")
     for name, row in figures.items():

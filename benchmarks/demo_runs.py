@@ -1,4 +1,4 @@
-"""Runs of the demo for a benchmark: settings and an empty folder in, its figures out."""
+"""Runs of the demo with other settings, and the argument that selects rows of a benchmark."""
 
 from __future__ import annotations
 
@@ -16,16 +16,16 @@ __all__ = ["FinishedRun", "names_of", "run_demo"]
 
 
 class FinishedRun(NamedTuple):
-    """What a benchmark wants to know of a run."""
+    """Results and files of a run."""
 
     result: DemoResult
     steps: list[dict[str, Any]]
-    """The trainer's metrics, step by step."""
+    """Metrics of the trainer, one entry per step."""
     paths: DemoPaths
 
 
 def run_demo(settings: DemoSettings, folder: Path) -> FinishedRun:
-    """Go through a whole demo; returns once all its processes have ended."""
+    """Run a demo in an empty folder; returns when all its processes have ended."""
     paths = DemoPaths(folder.resolve())
     paths.logs.mkdir(parents=True)
     with RunProgress() as progress:
@@ -35,13 +35,13 @@ def run_demo(settings: DemoSettings, folder: Path) -> FinishedRun:
 
 
 def names_of(rows: Collection[str]) -> Callable[[str], list[str]]:
-    """Return the type of an argument that names some of the rows of a table, by commas."""
+    """Return an argument type that parses names of rows, separated by commas."""
 
     def chosen(text: str) -> list[str]:
         names = [name.strip() for name in text.split(",")]
         for name in names:
             if name not in rows:
-                raise argparse.ArgumentTypeError(f"{name!r} is none of {', '.join(rows)}")
+                raise argparse.ArgumentTypeError(f"expected one of {', '.join(rows)}, got {name!r}")
         return names
 
     return chosen

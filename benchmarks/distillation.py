@@ -1,8 +1,8 @@
-"""Distil the demo's model from a better one, without rewards; measure what it learns.
+"""Distill a better model into the demo's model, without rewards; measure its accuracy.
 
-Every row starts from the same warmed-up student and goes through the whole loop: a vLLM server, the
-service, an environment that asks a second vLLM server about every group, and the trainer, whose
-policy loss is switched off. The floor is a student that is its own teacher.
+Each row starts from the same warmed-up student and runs the whole loop: a vLLM server, the service,
+an environment that sends each group to the vLLM server of the teacher, and the trainer without a
+policy loss. The baseline is a student that is its own teacher.
 
 Usage: python benchmarks/distillation.py [--rows itself,cross_entropy] [--steps N] [--json FILE]
        [--student FOLDER --teacher FOLDER]
@@ -12,32 +12,52 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+import httpx
 from rich.console import Console
 from rich.table import Table
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-sys.path[0] = str(REPOSITORY)  # in this folder `environments` would be a benchmark, not the package
+sys.path[0] = str(REPOSITORY)  # this folder has a module `environments` too
 
 from benchmarks.demo_runs import names_of, run_demo  # noqa: E402
-from benchmarks.distillation_parts.teacher import ENVIRONMENT, serve_teacher  # noqa: E402
-from example_trainer.demo.settings import DemoSettings  # noqa: E402
+from example_trainer.demo.cli import measure_held_out  # noqa: E402
+from example_trainer.demo.settings import (  # noqa: E402
+    DemoPaths,
+    DemoSettings,
+    demo_plan,
+    environment_settings,
+)
+from example_trainer.demo.task import held_out_problems  # noqa: E402
+from example_trainer.launch.stack import (  # noqa: E402
+    common_variables,
+    engine_arguments,
+    engine_variables,
+)
+from example_trainer.processes import (  # noqa: E402
+    ManagedProcess,
+    find_free_port,
+    wait_until_ready,
+)
 
+ENVIRONMENT = Path("environments/reasoning_gym_environment/reasoning_gym_teacher_distill.py")
 TOP_K = 8
-ENDS = 3
-"""Steps the divergence at the start and at the end is a mean of."""
+NUM_STEPS_AT_ENDS = 3
+"""Steps over which the divergence at the start and at the end is averaged."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One way to be taught."""
+    """Settings of one row."""
 
     loss: str
     is_own_teacher: bool = False
@@ -50,15 +70,88 @@ ROWS: dict[str, Row] = {
 }
 
 
+@dataclass(frozen=True)
+class Teacher:
+    """A model on its own vLLM server."""
+
+    model: Path
+    base_url: str
+
+    def sections(self, *, top_k: int) -> dict[str, dict[str, Any]]:
+        """Return the sections of the environment's YAML file.
+
+        Args:
+            top_k: Most likely tokens per position that the environment requests.
+        """
+        return {
+            "env": {
+                "teacher_enabled": True,
+                "teacher_top_k": top_k,
+                # Groups with equal scores are as useful for distillation as others.
+                "ensure_scores_are_not_same": False,
+            },
+            "teacher": {
+                "server_type": "vllm",
+                "base_url": self.base_url,
+                "model_name": str(self.model),
+                "tokenizer_name": str(self.model),
+                "api_key": "none",  # pragma: allowlist secret
+            },
+        }
+
+    def accuracy(self, settings: DemoSettings) -> float:
+        """Return the accuracy on the held-out problems of the student."""
+        env = environment_settings(settings)
+        return measure_held_out(
+            self.base_url,
+            model_name=str(self.model),
+            problems=held_out_problems(env),
+            max_tokens=settings.max_tokens // 2,
+            on_tick=lambda num_answered: None,
+        ).accuracy
+
+
+@contextmanager
+def serve_teacher(settings: DemoSettings, model: Path, *, log_path: Path) -> Iterator[Teacher]:
+    """Serve a model with the demo's engine settings.
+
+    Raises:
+        ProcessFailedError: vLLM ended, or was not ready in time.
+    """
+    import torch
+
+    port, on_gpu = find_free_port(), torch.cuda.is_available()
+    # vLLM generates one token after the trajectory that the teacher reads.
+    room = replace(settings, max_tokens=settings.max_tokens + 1)
+    plan = demo_plan(room, DemoPaths(Path()), model=str(model), on_gpu=on_gpu)
+    process = ManagedProcess(
+        "teacher",
+        [sys.executable, *engine_arguments(plan, port=port)],
+        log_path=log_path,
+        env={**common_variables(plan, os.environ), **engine_variables(plan, os.environ)},
+        cwd=REPOSITORY,
+    )
+
+    def is_healthy() -> bool:
+        try:
+            return httpx.get(f"http://127.0.0.1:{port}/health", trust_env=False).status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    with process:
+        wait_until_ready(process, is_healthy, timeout_s=settings.start_limit_s)
+        yield Teacher(model, f"http://127.0.0.1:{port}/v1")
+
+
 def main() -> None:
-    """Run the rows that were asked for and print the table."""
+    """Run the selected rows and print the table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rows", type=names_of(ROWS), default=list(ROWS), help=", ".join(ROWS))
-    parser.add_argument("--steps", type=int, default=40, help="trainer steps of each row")
+    parser.add_argument("--steps", type=int, default=40, help="trainer steps per row")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--student", type=Path, help="a warmed-up tiny model")
-    parser.add_argument("--teacher", type=Path, help="a better one; default: both made first")
-    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--teacher", type=Path, help="a better model; both are created by default")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
     args = parser.parse_args()
     if (args.student is None) != (args.teacher is None):
         parser.error("give both --student and --teacher, or neither")
@@ -72,7 +165,7 @@ def main() -> None:
         figures = {}
         for name in args.rows:
             own = ROWS[name].is_own_teacher
-            figures[name] = _distil(
+            figures[name] = _distill(
                 settings,
                 teacher=(student if own else teacher).resolve(),
                 loss=ROWS[name].loss,
@@ -84,7 +177,7 @@ def main() -> None:
         args.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
 
 
-def _distil(settings: DemoSettings, *, teacher: Path, loss: str, folder: Path) -> dict[str, float]:
+def _distill(settings: DemoSettings, *, teacher: Path, loss: str, folder: Path) -> dict[str, float]:
     with serve_teacher(settings, teacher, log_path=folder.with_suffix(".log")) as served:
         accuracy = served.accuracy(settings)
         run = run_demo(
@@ -103,22 +196,22 @@ def _distil(settings: DemoSettings, *, teacher: Path, loss: str, folder: Path) -
         "teacher": accuracy,
         "after": after,
         "rise": after - before,
-        "divergence_at_start": statistics.mean(divergences[:ENDS]),
-        "divergence_at_end": statistics.mean(divergences[-ENDS:]),
-        "taught": _taught_share(run.steps),
+        "divergence_at_start": statistics.mean(divergences[:NUM_STEPS_AT_ENDS]),
+        "divergence_at_end": statistics.mean(divergences[-NUM_STEPS_AT_ENDS:]),
+        "taught": _taught_fraction(run.steps),
         "seconds": run.result.seconds,
     }
 
 
-def _taught_share(steps: Sequence[dict[str, Any]]) -> float:
-    """Return the share of the completions' tokens for which there was a teacher's answer."""
+def _taught_fraction(steps: Sequence[dict[str, Any]]) -> float:
+    """Return the fraction of trained tokens that have teacher logprobs."""
     taught = sum(step.get("distill/token_count", 0.0) for step in steps)
     return float(taught / sum(step["train/trained_tokens"] for step in steps))
 
 
 def _table(figures: dict[str, dict[str, float]]) -> Table:
-    table = Table(title="held-out accuracy of a student taught by another model, without rewards")
-    for column in ("loss", "student before", "teacher", "student after", "rise"):
+    table = Table(title="held-out accuracy before and after distillation without rewards")
+    for column in ("loss", "student before", "teacher", "student after", "change"):
         table.add_column(column, justify="left" if column == "loss" else "right")
     for column in ("divergence at start", "at end", "tokens taught", "seconds"):
         table.add_column(column, justify="right")

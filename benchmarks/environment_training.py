@@ -1,14 +1,13 @@
-"""Train four environments, each from a tiny model that is poor at it, and measure the rise.
+"""Train a tiny model in each of four environments, and measure the improvement.
 
 Usage: python benchmarks/environment_training.py [--rows blackjack,hangman] [--steps N]
        [--output DIR]
 
-Every row goes through the whole loop: a vLLM server on the CPU, the trajectory service, the
-environment's own `serve` and the GRPO trainer. The model is made as the demo makes its own
-(`example_trainer/demo`): a tokenizer taught on conversations of this environment and about a
-million random weights, which first imitate a poor player for a minute. It is not the demo's model,
-which knows nothing but sums. What is measured, before and after, is what the environment's own
-`evaluate` finds, sampled at temperature 1 as rollouts are; `start` is the floor.
+Each row runs the whole loop: a vLLM server on the CPU, the trajectory service, the environment's
+`serve` and the GRPO trainer. The model is created as in the demo (`example_trainer/demo`): a
+tokenizer trained on conversations of the environment, and about a million random weights, which
+first imitate a scripted policy for a minute. The environment's `evaluate` measures the model before
+and after, at temperature 1 like rollouts; `start` is the baseline.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ import math
 import statistics
 import sys
 import warnings
-from collections.abc import Callable
+from collections.abc import Mapping
 from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
@@ -29,53 +28,44 @@ from rich.console import Console
 from rich.table import Table
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-sys.path[0] = str(REPOSITORY)  # in this folder `environments` would be a benchmark, not the package
+sys.path[0] = str(REPOSITORY)  # this folder has a module `environments` too
 
 from benchmarks.demo_runs import names_of  # noqa: E402
-from benchmarks.environment_training_parts.arithmetic import arithmetic  # noqa: E402
-from benchmarks.environment_training_parts.blackjack import blackjack  # noqa: E402
-from benchmarks.environment_training_parts.curves import write_curves  # noqa: E402
-from benchmarks.environment_training_parts.hangman import hangman  # noqa: E402
-from benchmarks.environment_training_parts.lesson import Lesson  # noqa: E402
-from benchmarks.environment_training_parts.tool_calls import tool_calling  # noqa: E402
+from benchmarks.environment_training_parts.tasks import TASKS, TrainingTask  # noqa: E402
 from benchmarks.environment_training_parts.training import Trained, train  # noqa: E402
 from example_trainer.demo.settings import DemoPaths  # noqa: E402
 from example_trainer.launch.report import RunProgress  # noqa: E402
+from example_trainer.reporting.page import rolling_mean  # noqa: E402
 
-LESSONS: dict[str, Callable[[Path, int], Lesson]] = {
-    "arithmetic": arithmetic,
-    "blackjack": blackjack,
-    "hangman": hangman,
-    "tool_calling": tool_calling,
-}
 LAST_STEPS = 5
+CURVE_COLUMNS = 2
+CURVE_INCHES = 3.2
+CURVE_MEAN_STEPS = 10
 
 
 def main() -> None:
-    """Train the rows that were asked for, write curves and figures, and print the table."""
+    """Train the selected rows, write curves and results, and print the table."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--rows", type=names_of(LESSONS), default=list(LESSONS), help=", ".join(LESSONS)
-    )
+    parser.add_argument("--rows", type=names_of(TASKS), default=list(TASKS), help=", ".join(TASKS))
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--steps", type=int, help="trainer steps; default: those of the row")
-    parser.add_argument("--output", type=Path, help="folder for runs, curves and figures.json")
+    parser.add_argument("--steps", type=int, help="trainer steps; the default depends on the row")
+    parser.add_argument("--output", type=Path, help="folder of runs, curves and figures.json")
     args = parser.parse_args()
-    # Python repeats these for other people's packages when it compiles them, on the first run.
+    # Python warns about third-party packages when it compiles them, in the first run.
     warnings.filterwarnings("ignore", category=SyntaxWarning)
     output = args.output or Path("training_runs") / datetime.now().strftime("%Y%m%d-%H%M%S")
     figures: dict[str, dict[str, Any]] = {}
     for name in args.rows:
         paths = DemoPaths(output.resolve() / name)
         paths.logs.mkdir(parents=True)
-        lesson = LESSONS[name](paths.output, args.seed)
+        task = TASKS[name](paths.output, args.seed)
         if args.steps:
-            lesson = replace(lesson, settings=replace(lesson.settings, steps=args.steps))
+            task = replace(task, settings=replace(task.settings, steps=args.steps))
         Console().rule(name)
         with RunProgress() as progress:
-            figures[name] = _figures(lesson, train(lesson, paths, progress), paths)
+            figures[name] = _figures(task, train(task, paths, progress), paths)
         text = json.dumps(figures, indent=2)
         (output / "figures.json").write_text(text + "\n", encoding="utf-8")
         write_curves(figures, output / "curves.png")
@@ -85,11 +75,11 @@ def main() -> None:
         Console().print(text, highlight=False, soft_wrap=True)
 
 
-def _figures(lesson: Lesson, trained: Trained, paths: DemoPaths) -> dict[str, Any]:
+def _figures(task: TrainingTask, trained: Trained, paths: DemoPaths) -> dict[str, Any]:
     start, end = trained.start, trained.end
     rewards = [point.reward for point in trained.points]
     return {
-        "measure": lesson.measure,
+        "measure": task.measure,
         "episodes": len(end.values),
         "start": start.mean,
         "end": end.mean,
@@ -97,16 +87,16 @@ def _figures(lesson: Lesson, trained: Trained, paths: DemoPaths) -> dict[str, An
         "start_standard_error": start.standard_error,
         "end_standard_error": end.standard_error,
         "rise_standard_error": math.hypot(start.standard_error, end.standard_error),
-        "steps": lesson.settings.steps,
-        "trajectories_per_step": lesson.settings.sequences_per_step,
+        "steps": task.settings.steps,
+        "trajectories_per_step": task.settings.sequences_per_step,
         "first_rewards": statistics.fmean(rewards[:LAST_STEPS]),
         "last_rewards": statistics.fmean(rewards[-LAST_STEPS:]),
         "start_metrics": start.metrics,
         "end_metrics": end.metrics,
-        "seed": lesson.settings.seed,
+        "seed": task.settings.seed,
         "seconds": trained.seconds,
         "curve": str(paths.curve),
-        "reward_label": lesson.reward.label,
+        "reward_label": task.reward.label,
         "rewards": [list(point) for point in trained.points],
     }
 
@@ -127,6 +117,45 @@ def _table(figures: dict[str, dict[str, Any]]) -> Table:
             f"{row['seconds']:.0f}",
         )
     return table
+
+
+def write_curves(figures: Mapping[str, Mapping[str, Any]], path: Path) -> None:
+    """Draw the rewards of each row, and the measurements before and after, as a PNG."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    num_lines = -(-len(figures) // CURVE_COLUMNS)
+    figure = Figure(figsize=(10, CURVE_INCHES * num_lines), layout="constrained")
+    FigureCanvasAgg(figure)
+    panels = list(figure.subplots(num_lines, CURVE_COLUMNS, squeeze=False).flat)
+    for axes in panels:
+        axes.axis("off")
+    for axes, (name, row) in zip(panels, figures.items(), strict=False):
+        axes.axis("on")
+        _draw(axes, name, row)
+    figure.savefig(path, dpi=90)
+
+
+def _draw(axes: Any, name: str, row: Mapping[str, Any]) -> None:
+    steps = [step for step, _ in row["rewards"]]
+    rewards = [reward for _, reward in row["rewards"]]
+    axes.plot(steps, rewards, color="#9db4c0", linewidth=1, label="one step")
+    label = f"mean of {CURVE_MEAN_STEPS} steps"
+    axes.plot(
+        steps, rolling_mean(rewards, CURVE_MEAN_STEPS), color="#253237", linewidth=2, label=label
+    )
+    axes.errorbar(
+        [0, row["steps"]],
+        [row["start"], row["end"]],
+        yerr=[row["start_standard_error"], row["end_standard_error"]],
+        fmt="o",
+        color="#c2571a",
+        capsize=4,
+        label="measured before and after",
+    )
+    axes.set(title=name, xlabel="trainer step", ylabel=row["reward_label"])
+    axes.grid(alpha=0.3)
+    axes.legend(loc="lower right", fontsize="small")
 
 
 if __name__ == "__main__":

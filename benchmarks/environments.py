@@ -1,13 +1,13 @@
-"""Time the environments on their samples: scored completions a second, and holds of the event loop.
+"""Measure the environments on their samples: completions per second, and stalls of the event loop.
 
 Usage: python benchmarks/environments.py [--seconds S] [--only WORD] [--json FILE]
 
-Each environment rolls out its own items against a scripted model that answers at once, gold and
-wrong answers mixed: what is left is the environment's prompts, tokens, scores and groups. A hold
-is the processor time of one callback of the loop, so that other programs do not count; the
-first item warms up. The last rows are programs on one processor, four in flight: without a sandbox,
-which is the floor, and within. Programs a second tell on a quiet machine only; the processor time
-of each, all processes around it included, tells on a busy one too.
+Each environment rolls out its own items with a scripted model, which responds at once with correct
+and wrong answers. The measured work is thus prompts, tokens, scores and groups. A stall is the
+processor time of one callback of the loop, so that other programs do not count; the first item
+warms up. The last rows are programs on one core, four in flight: without a sandbox as the baseline,
+and in a sandbox. Programs per second are meaningful on an idle machine only; the processor time of
+a program, including all processes around it, is meaningful on a busy one too.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from rich.console import Console
 from rich.table import Table
 
 REPOSITORY = Path(__file__).resolve().parents[1]
-sys.path[0] = str(REPOSITORY)  # this folder has a module `environments`, which is this one
+sys.path[0] = str(REPOSITORY)  # this folder has a module `environments` too
 
 from atroposlib.envs.check import check_command  # noqa: E402
 from atroposlib.envs.checks.runner import (  # noqa: E402
@@ -50,7 +50,7 @@ from atroposlib.sandbox.interface import PYTHON  # noqa: E402
 from atroposlib.utils.aio import settle  # noqa: E402
 from environments.card_table import find_cards  # noqa: E402
 
-TARGET_HOLD_MS = 50.0
+TARGET_STALL_MS = 50.0
 TARGET_PROGRAMS = 50.0
 IN_FLIGHT = 4
 PR_SET_CHILD_SUBREAPER = 36
@@ -58,27 +58,27 @@ PROGRAM = "print(sum(range(1000)))"
 
 
 class Programs(NamedTuple):
-    """What running programs took."""
+    """Throughput of programs."""
 
     per_s: float
     processor_ms: float
-    """Of each, the time of all processes around it included."""
+    """Processor time per program, including all processes around it."""
 
 
 class Figures(NamedTuple):
-    """What one environment did."""
+    """Results of one environment."""
 
     completions_per_s: float
-    longest_hold_ms: float
+    longest_stall_ms: float
     num_completions: int
 
 
 def main() -> None:
-    """Measure, print, and write JSON when asked to."""
+    """Measure the selected environments and programs and print one table."""
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--seconds", type=float, default=2.0, help="for each environment")
-    parser.add_argument("--only", default="", help="part of the paths of modules, or sandbox")
-    parser.add_argument("--json", type=Path)
+    parser.add_argument("--seconds", type=float, default=2.0, help="time per environment")
+    parser.add_argument("--only", default="", help="part of the paths of modules, or `sandbox`")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
     chosen = parser.parse_args()
     results: dict[str, dict[str, Any]] = {}
     for path in find_cards():
@@ -98,29 +98,26 @@ def measure(path: str, seconds: float) -> Figures:
     """Roll out items of an environment for some seconds.
 
     Args:
-        path: its module, below `environments/`.
-        seconds: how long.
+        path: Module of the environment, relative to `environments/`.
+        seconds: Duration after the first item.
     """
     module: Any = importlib.import_module(f"environments.{path[:-3].replace('/', '.')}")
     source = (REPOSITORY / "environments" / path).read_text(encoding="utf-8")
     env_cls = getattr(module, re.findall(r"(\w+)\.cli\(\)", source)[-1])
     settings = check_command(env_cls)().layered({})
     is_stand_in = not is_local_tokenizer(settings.env.tokenizer_name)
-    with (
-        TemporaryDirectory() as folder,
-        seeded(),
-    ):
+    with TemporaryDirectory() as folder, seeded():
         staged = staged_settings(settings, Path(folder), is_stand_in=is_stand_in)
-        staged.env.num_score_workers = 1  # the first item starts it; a second would start later
+        staged.env.num_score_workers = 1  # started by the first item
         stage = Stage.build(env_cls, staged, is_stand_in=is_stand_in)
-        return asyncio.run(_rehearse(stage, seconds))
+        return asyncio.run(_roll_out_for(stage, seconds))
 
 
 async def programs_per_second(seconds: float) -> dict[str, Programs]:
-    """Run an empty and a short Python program on one processor, four in flight.
+    """Run an empty and a short program on one core, four in flight.
 
     Returns:
-        Figures by name; nothing where there is no sandbox.
+        Results by name; empty without a sandbox.
     """
     before = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {max(before)})
@@ -154,7 +151,7 @@ async def _repeat(run: Callable[[], Awaitable[Any]], seconds: float) -> Programs
 
 
 def _processor_s() -> float:
-    """Seconds that this process and its descendants spent, those it had not started included."""
+    """Return the processor time of this process and its descendants, adopted ones included."""
     with suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
@@ -163,7 +160,7 @@ def _processor_s() -> float:
 
 
 def _adopt_descendants() -> None:
-    """Become the parent of processes whose parent ends first, so that their time is counted."""
+    """Become the parent of orphaned descendants, so that their time is counted."""
     if ctypes.CDLL(None, use_errno=True).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl(PR_SET_CHILD_SUBREAPER)")
 
@@ -175,12 +172,12 @@ async def _run_bare() -> None:
     await process.wait()
 
 
-async def _rehearse(stage: Stage, seconds: float) -> Figures:
+async def _roll_out_for(stage: Stage, seconds: float) -> Figures:
     await settle(stage.env.setup())
     try:
         await _roll_out_next(stage)
-        favour_event_loop()  # as every command of an environment does once it is set up
-        with _watched_callbacks() as holds:
+        favour_event_loop()  # like the commands of an environment after `setup`
+        with _watched_callbacks() as stalls:
             started, count = time.perf_counter(), 0
             while time.perf_counter() - started < seconds:
                 count += await _roll_out_next(stage)
@@ -189,7 +186,7 @@ async def _rehearse(stage: Stage, seconds: float) -> Figures:
         await settle(stage.env.close())
         await stage.env._close_score_pool()
         await stage.env.server.close()
-    return Figures(count / elapsed, 1e3 * max(holds), count)
+    return Figures(count / elapsed, 1e3 * max(stalls), count)
 
 
 async def _roll_out_next(stage: Stage) -> int:
@@ -201,8 +198,8 @@ async def _roll_out_next(stage: Stage) -> int:
 
 @contextmanager
 def _watched_callbacks() -> Iterator[list[float]]:
-    """Yield a list that receives the processor seconds of every callback of the loop."""
-    holds = [0.0]
+    """Yield a list to which the processor seconds of every callback of the loop are added."""
+    stalls = [0.0]
     run = asyncio.events.Handle._run
 
     def timed(handle: Any) -> None:
@@ -210,11 +207,11 @@ def _watched_callbacks() -> Iterator[list[float]]:
         try:
             run(handle)
         finally:
-            holds.append(time.thread_time() - before)
+            stalls.append(time.thread_time() - before)
 
-    asyncio.events.Handle._run = timed  # type: ignore[method-assign]
+    asyncio.events.Handle._run = timed  # type: ignore[method-assign, assignment]
     try:
-        yield holds
+        yield stalls
     finally:
         asyncio.events.Handle._run = run  # type: ignore[method-assign]
 
@@ -227,23 +224,23 @@ def _measured(path: str, seconds: float) -> dict[str, Any]:
 
 
 def _print(results: dict[str, dict[str, Any]], programs: dict[str, Programs]) -> None:
-    table = Table("environment", "completions/s", "longest hold, ms", "completions")
+    table = Table("environment", "completions/s", "longest stall, ms", "completions")
     for path, row in results.items():
         if "error" in row:
             table.add_row(path, row["error"][:60], "", "")
             continue
-        late = " !" if row["longest_hold_ms"] > TARGET_HOLD_MS else ""
+        late = " !" if row["longest_stall_ms"] > TARGET_STALL_MS else ""
         table.add_row(
             path,
             f"{row['completions_per_s']:,.0f}",
-            f"{row['longest_hold_ms']:.1f}{late}",
+            f"{row['longest_stall_ms']:.1f}{late}",
             str(row["num_completions"]),
         )
     for name, figures in programs.items():
         table.add_row(
             name,
             f"{figures.per_s:.1f} programs/s (target {TARGET_PROGRAMS:g})",
-            f"{figures.processor_ms:.1f} ms of the processor each",
+            f"{figures.processor_ms:.1f} ms of processor time each",
         )
     Console().print(table)
 

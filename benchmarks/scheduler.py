@@ -1,10 +1,9 @@
-"""Measure the scheduler of an environment, and a naive loop beside it in the same run.
+"""Measure the scheduler of an environment, and a naive loop as the baseline in the same run.
 
-A simulated inference server with fixed slots and heavy-tailed latencies, the service, and a trainer
-that takes batches at a set pace; each in a process of its own, over real HTTP.
+The inference server is simulated, with fixed slots and heavy-tailed latencies. The trainer takes
+batches at a fixed rate. All parts are separate processes that communicate over HTTP.
 
-Takes about nine minutes; one scenario a minute and a half. `faster`, whose trainer never lets the
-queue fill, has no target and runs when asked for.
+Takes about nine minutes, a minute and a half per scenario.
 
 Usage: python benchmarks/scheduler.py [--scenario equal slower ...] [--seconds 15] [--json FILE]
 """
@@ -32,14 +31,13 @@ LONG = Load(slots=64, median_tokens=30_000, spread=0.1, most_tokens=32_768, toke
 
 SCENARIOS = {
     "equal": Scenario(MIXED, trainer_pace=1.0),
-    # Small batches reach the off-policy bound within the warm-up and leave it evenly.
+    # With small batches, the queue reaches the off-policy bound within the warm-up.
     "slower": Scenario(
         MIXED, trainer_pace=0.5, batch_size=32, max_batches_offpolicy=24, warm_up_s=25.0
     ),
     "ahead": Scenario(
         MIXED, trainer_pace=0.5, batch_size=32, max_batches_offpolicy=1_000, warm_up_s=8.0
     ),
-    "faster": Scenario(MIXED, trainer_pace=1.5),
     "many": Scenario(
         MANY,
         trainer_pace=1.5,
@@ -66,28 +64,26 @@ SCENARIOS = {
         warm_up_s=18.0,
     ),
 }
-"""`equal`, `ahead` and `slower` are what the targets on utilisation speak of: the trainer keeps up;
-it is slower and the environment may run ahead; it may not, and the slots follow the trainer's pace.
-`many` keeps 3,072 requests in flight; `sending` posts groups of 8 x 32k tokens that are there
-already, `long` also receives them from the engine as JSON."""
+"""Scenarios by name. In `equal`, the trainer is as fast as the engine. In `slower`, it is slower,
+and the off-policy bound limits generation to its rate; in `ahead`, the bound is not reached. `many`
+keeps 3,072 requests in flight. `sending` posts prepared groups of 8 x 32k tokens, and `long` also
+receives them from the engine as JSON."""
 
 
 class Figure(NamedTuple):
-    """One line of the table."""
+    """One row per scenario of the table."""
 
     name: str
     of: Callable[[Scenario, Outcome], float]
     form: str
-    target: str = ""
-    is_met: Callable[[float], bool] = lambda _: True
 
 
 def _share_of_allowed(scenario: Scenario, outcome: Outcome) -> float:
-    return outcome.utilisation / scenario.allowed_utilisation
+    return outcome.utilization / scenario.allowed_utilization
 
 
 FIGURES = (
-    Figure("slots busy", lambda _, o: o.utilisation, "{:.1%}"),
+    Figure("slots busy", lambda _, o: o.utilization, "{:.1%}"),
     Figure("  of what the trainer's pace allows", _share_of_allowed, "{:.1%}"),
     Figure("generated tokens delivered", lambda _, o: o.delivered_share, "{:.2%}"),
     Figure("sequences trained on per second", lambda _, o: o.taken_per_s, "{:.1f}"),
@@ -95,12 +91,12 @@ FIGURES = (
     Figure("loop stall p50", lambda _, o: o.stall_p50_ms, "{:.2f} ms"),
     Figure("loop stall p99", lambda _, o: o.stall_p99_ms, "{:.2f} ms"),
     Figure("loop stall max", lambda _, o: o.stall_max_ms, "{:.1f} ms"),
-    Figure("loop stall p99, own computing only", lambda _, o: o.own_stall_p99_ms, "{:.2f} ms"),
-    Figure("loop stall p99 of an idle process beside it", lambda _, o: o.idle_p99_ms, "{:.2f} ms"),
+    Figure("loop stall p99, own processor time only", lambda _, o: o.own_stall_p99_ms, "{:.2f} ms"),
+    Figure("loop stall p99 of an idle process", lambda _, o: o.idle_p99_ms, "{:.2f} ms"),
     Figure("environment CPU per delivered token", lambda _, o: o.cpu_us_per_token, "{:.2f} us"),
 )
 OF_THE_ENGINE = frozenset(figure.name for figure in FIGURES[:3]) | {FIGURES[4].name}
-"""Figures that mean nothing when no engine is asked."""
+"""Figures that are undefined without an engine."""
 
 TARGETS: dict[tuple[str, str], tuple[str, Callable[[float], bool]]] = {
     ("equal", "  of what the trainer's pace allows"): (">= 95%", lambda v: v >= 0.95),
@@ -118,7 +114,7 @@ TARGETS: dict[tuple[str, str], tuple[str, Callable[[float], bool]]] = {
 def rows_of(
     name: str, scenario: Scenario, ours: Outcome, naive: Outcome | None
 ) -> list[tuple[str, str, str, str, str, str]]:
-    """Return the lines of one scenario: what, measured, target, met, naive, ratio."""
+    """Return the rows of one scenario: name, value, target, met, value of the baseline, ratio."""
     rows = []
     for figure in FIGURES:
         if scenario.local_length and figure.name in OF_THE_ENGINE:
@@ -138,13 +134,12 @@ def rows_of(
 
 
 def main() -> None:
-    """Run the scenarios asked for and print one table."""
+    """Run the selected scenarios and print one table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=float, default=15.0, help="length of each measurement")
-    with_target = list(dict.fromkeys(name for name, _ in TARGETS))
-    parser.add_argument("--scenario", nargs="+", choices=SCENARIOS, default=with_target)
+    parser.add_argument("--scenario", nargs="+", choices=SCENARIOS, default=list(SCENARIOS))
     parser.add_argument("--without-naive", action="store_true", help="measure the scheduler only")
-    parser.add_argument("--json", type=Path, help="also write the figures here")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
     arguments = parser.parse_args()
 
     console = Console(width=150)

@@ -1,4 +1,4 @@
-"""Time how long each command takes to answer `--help`, against an interpreter that does nothing.
+"""Measure the time of `--help` of each command, compared with an empty interpreter.
 
 Usage: python benchmarks/startup.py [--runs N] [--json FILE]
 """
@@ -30,10 +30,10 @@ COMMANDS: dict[str, list[str]] = {
 
 
 def seconds_of(arguments: list[str]) -> float:
-    """Return the wall-clock seconds of one run.
+    """Return the duration of one run in seconds.
 
     Raises:
-        SystemExit: the command failed; its message is shown.
+        SystemExit: The command failed; the message has its output.
     """
     started = time.perf_counter()
     done = subprocess.run(
@@ -46,19 +46,19 @@ def seconds_of(arguments: list[str]) -> float:
 
 
 def measure(runs: int) -> dict[str, dict[str, float]]:
-    """Time every command `runs` times, in turn, after one warm-up each."""
+    """Run all commands `runs` times in turn, after one warm-up each."""
     for arguments in COMMANDS.values():
         seconds_of(arguments)
     samples: dict[str, list[float]] = {name: [] for name in COMMANDS}
     for _ in range(runs):
         for name, arguments in COMMANDS.items():
             samples[name].append(seconds_of(arguments))
-    floor = statistics.median(samples["empty interpreter"])
+    baseline = statistics.median(samples["empty interpreter"])
     return {
         name: {
             "median_s": statistics.median(values),
             "max_s": max(values),
-            "ratio_to_floor": statistics.median(values) / floor,
+            "ratio": statistics.median(values) / baseline,
         }
         for name, values in samples.items()
     }
@@ -67,16 +67,14 @@ def measure(runs: int) -> dict[str, dict[str, float]]:
 def main() -> None:
     """Run the benchmark and print its table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--runs", type=int, default=5, help="counted runs of each command")
-    parser.add_argument("--json", type=Path, help="also write the figures here")
+    parser.add_argument("--runs", type=int, default=5, help="measured runs of each command")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
     options = parser.parse_args()
 
     figures = measure(options.runs)
     table = Table("command", "median s", "max s", "x empty interpreter")
     for name, row in figures.items():
-        table.add_row(
-            name, f"{row['median_s']:.2f}", f"{row['max_s']:.2f}", f"{row['ratio_to_floor']:.1f}"
-        )
+        table.add_row(name, f"{row['median_s']:.2f}", f"{row['max_s']:.2f}", f"{row['ratio']:.1f}")
     Console().print(table)
     if options.json:
         options.json.write_text(json.dumps(figures, indent=2), encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Measure the stores of a run in one process: bytes and groups in, batches out, memory.
+"""Measure the SQLite store of a run in one process: appends, reads of a batch, and memory.
 
 Usage: python benchmarks/stores.py [--data-dir DIR] [--megabytes 400] [--fsync] [--json FILE]
 """
@@ -27,7 +27,7 @@ MAX_TINY_GROUPS = 40_000
 
 
 class Load(NamedTuple):
-    """Groups of one size, posted by so many at once."""
+    """Size of the groups, and number of concurrent writers."""
 
     payload_bytes: int
     num_posting: int
@@ -37,9 +37,8 @@ LOADS = (Load(300, 1), Load(300, 64), Load(33_000, 16), Load(135_000, 16), Load(
 
 
 class Row(NamedTuple):
-    """What was measured under one load."""
+    """Results under one load."""
 
-    store: str
     payload_bytes: int
     num_posting: int
     groups_per_s: float
@@ -52,7 +51,7 @@ class Row(NamedTuple):
 
 
 async def post(store: RunStore, numbers: Iterator[int], content: bytes) -> list[float]:
-    """Append a group per number; return the seconds each took."""
+    """Append a group per number; return the duration of each in seconds."""
     seconds: list[float] = []
     for _ in numbers:
         (group_id,) = await store.new_group_ids(1)
@@ -62,9 +61,9 @@ async def post(store: RunStore, numbers: Iterator[int], content: bytes) -> list[
     return seconds
 
 
-async def measure(kind: str, load: Load, options: argparse.Namespace, folder: Path) -> Row:
-    """Fill a fresh store under one load, and fetch a batch."""
-    store = open_store(kind, data_dir=folder, run_name="benchmark", fsync=options.fsync)
+async def measure(load: Load, options: argparse.Namespace, folder: Path) -> Row:
+    """Fill a new store under one load, and fetch a batch."""
+    store = open_store("sqlite", data_dir=folder, run_name="benchmark", fsync=options.fsync)
     await store.open(lambda position, record: None, lambda snapshot: None)
     num_groups = min(options.megabytes * 1_000_000 // load.payload_bytes, MAX_TINY_GROUPS)
     numbers, content = iter(range(num_groups)), os.urandom(load.payload_bytes)
@@ -79,7 +78,6 @@ async def measure(kind: str, load: Load, options: argparse.Namespace, folder: Pa
     seconds = sorted(second for part in lists for second in part)
     megabytes = num_groups * load.payload_bytes / 1e6
     return Row(
-        store=kind,
         payload_bytes=load.payload_bytes,
         num_posting=load.num_posting,
         groups_per_s=num_groups / elapsed,
@@ -93,33 +91,33 @@ async def measure(kind: str, load: Load, options: argparse.Namespace, folder: Pa
 
 
 def resident_megabytes() -> float:
-    """Return the resident memory of this process; Linux only."""
+    """Return the resident memory of this process on Linux."""
     pages = int(Path("/proc/self/statm").read_text().split()[1])
     return pages * os.sysconf("SC_PAGE_SIZE") / 1e6
 
 
 def show(rows: Sequence[Row]) -> None:
-    """Print the figures."""
-    table = Table(title=f"stores of a run; a batch is {GROUPS_PER_BATCH} groups")
+    """Print one row per load."""
+    table = Table(title=f"SQLite store of a run; a batch is {GROUPS_PER_BATCH} groups")
     for name in Row._fields:
         table.add_column(name.replace("_", " "), justify="right")
     for row in rows:
-        table.add_row(row.store, *[f"{value:,.4g}" for value in row[1:]])
+        table.add_row(*[f"{value:,.4g}" for value in row])
     Console(width=160).print(table)
 
 
 def main() -> None:
-    """Measure every store under every load."""
+    """Measure the store under every load."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--data-dir", type=Path, help="directory on the disk to measure")
-    parser.add_argument("--megabytes", type=int, default=400, help="payload per load")
+    parser.add_argument("--megabytes", type=int, default=400, help="total payload per load")
     parser.add_argument("--fsync", action="store_true", help="wait for the disk at every commit")
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
     options = parser.parse_args()
     rows: list[Row] = []
     for load in LOADS:
         with tempfile.TemporaryDirectory(dir=options.data_dir) as folder:
-            rows.append(asyncio.run(measure("sqlite", load, options, Path(folder))))
+            rows.append(asyncio.run(measure(load, options, Path(folder))))
     show(rows)
     if options.json:
         options.json.write_text(json.dumps([row._asdict() for row in rows], indent=1))

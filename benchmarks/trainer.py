@@ -1,21 +1,18 @@
-"""Time the trainer's optimiser step, and TRL's GRPOTrainer on the same batch in the same run.
+"""Measure an optimizer step of the trainer, and of TRL's GRPOTrainer with the same batch.
 
-Every contender is a process of its own that loads the same model from the same directory, gets the
-same token ids, scores and number of sequences per forward pass, and makes the same optimiser steps:
-AdamW in float32, the DAPO denominator, no KL, no dropout. Completions have heavy-tailed lengths and
-are made beforehand; nothing is generated.
+Each contender is a separate process with the same model, token ids, scores and number of sequences
+per forward pass. It runs the same optimizer steps: AdamW in float32, the DAPO denominator, no KL
+and no dropout. Completions have heavy-tailed lengths and are prepared in advance.
 
-What is timed is the step alone: forward, loss, backward, clipping, optimiser. TRL's share of
-making a batch (reward, advantages, padding) is left out of its time, ours is left in. The norm of
-the first gradient is printed for both: it is the same, so both do the same work. Peak memory is the
-highest resident set of the process while it steps, read from the kernel; `above the model` leaves
-out what the process held before its first step. The fastest step counts, and its CPU time stands
-beside it, because others may use the machine; for the same reason each process has one thread
-unless `--threads` says otherwise (threads that wait for a busy core burn time on both sides).
+Only the step is timed: forward, loss, backward, clipping, optimizer. The time in which TRL prepares
+a batch (reward, advantages, padding) is excluded, ours is included. The norm of the first gradient
+is printed for both; it is equal if both do the same work. Peak memory is the maximum resident set
+during the steps; `above the model` excludes the memory used before the first step. The fastest step
+counts and is shown with its CPU time, since other processes may use the machine. For the same
+reason, each process has one thread by default (`--threads`).
 
-`--checkpointing` measures all with gradient checkpointing, which both have on by default; it is off
-otherwise. Needs TRL, which the development requirements bring. Takes about two minutes of
-one core.
+`--checkpointing` enables gradient checkpointing in all contenders. Needs TRL, which is part of the
+extra `dev`. Takes about two minutes of one core.
 
 Usage: python benchmarks/trainer.py [--checkpointing] [--threads 1] [--steps 3] [--json FILE]
 """
@@ -45,7 +42,7 @@ _SAME_GRADIENT = 0.01
 def measure(
     name: str, folder: Path, workload: Workload, *, checkpointing: bool, threads: int
 ) -> dict[str, Any]:
-    """Run one contender in a process of its own; returns what it found."""
+    """Run one contender in another process; return its results."""
     result = folder / "result.json"
     task = {
         "model": str(folder / "model"),
@@ -102,16 +99,18 @@ def show(results: dict[str, dict[str, Any]]) -> None:
         if not math.isclose(
             ours["first_grad_norm"], theirs["first_grad_norm"], rel_tol=_SAME_GRADIENT
         ):
-            console.print(f"[red]{name}: another gradient than TRL's; the figures do not compare")
+            console.print(
+                f"[red]{name}: the gradient differs from TRL's; the results are not comparable"
+            )
 
 
 def main() -> None:
-    """Measure every contender and print what was found."""
+    """Measure every contender and print the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=3, help="timed optimiser steps")
-    parser.add_argument("--checkpointing", action="store_true", help="with gradient checkpointing")
-    parser.add_argument("--threads", type=int, default=1, help="of each contender")
-    parser.add_argument("--json", type=Path, help="write the figures here too")
+    parser.add_argument("--steps", type=int, default=3, help="timed optimizer steps")
+    parser.add_argument("--checkpointing", action="store_true", help="use gradient checkpointing")
+    parser.add_argument("--threads", type=int, default=1, help="threads of each contender")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
     arguments = parser.parse_args()
     workload = Workload(steps=arguments.steps)
     results = {}

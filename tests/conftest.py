@@ -17,7 +17,7 @@ from xdist.scheduler import LoadScopeScheduling
 from tests.redis_server import RedisServer
 
 FOLDERS_THAT_SHARE = ("end_to_end", "exporting", "packaging")
-"""Their fixtures of the session start an engine, a service or an installation."""
+"""Folders whose session fixtures start an engine, a service or an installation."""
 OPTIONS = (
     ("providers", "--runproviders"),
     ("gpu", "--run-gpu"),
@@ -47,7 +47,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     if "PYTEST_XDIST_WORKER" in os.environ:
-        # Threads of torch in several workers wait for each other; torch reads this when imported.
+        # Threads of torch in several workers compete for cores; torch reads this when imported.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 
@@ -72,7 +72,7 @@ SLOW_FILE = re.compile(r"^pytestmark = (\[\s*)?pytest\.mark\.slow\b", re.MULTILI
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    # A file that is ignored is not imported either, which takes as long as its tests.
+    # An ignored file is not imported either; importing takes as long as running its tests.
     if not config.getoption("--fast") or collection_path.suffix != ".py":
         return None
     return SLOW_FILE.search(collection_path.read_text(encoding="utf-8")) is not None or None
@@ -81,7 +81,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     _skip_without_option(config, items)
     _skip_other_parts(config, items)
-    # What takes longest starts first, so that no worker is left alone with it at the end.
+    # Slow tests start first, so that workers finish at about the same time.
     items.sort(key=lambda item: (item.path.parent.name not in FOLDERS_THAT_SHARE, not _slow(item)))
 
 
@@ -123,7 +123,7 @@ def _skip_without_option(config: pytest.Config, items: list[pytest.Item]) -> Non
 
 @pytest.fixture
 def free_port() -> int:
-    """A TCP port that nothing listens on now."""
+    """A TCP port that is currently unused."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -131,13 +131,13 @@ def free_port() -> int:
 
 @pytest.fixture
 def offline_hub(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let downloads fail at once instead of after the retries of the hub's client."""
+    """Make downloads fail at once instead of after the retries of the hub's client."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
 
 
 @pytest.fixture
 def offline_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where Weights & Biases records offline; it reads its settings once a process."""
+    """Folder of offline runs of Weights & Biases, which reads its settings once per process."""
     wandb = pytest.importorskip("wandb")
     monkeypatch.setenv("WANDB_MODE", "offline")
     monkeypatch.setenv("WANDB_DIR", str(tmp_path))
@@ -149,7 +149,7 @@ def offline_wandb(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[P
 
 @pytest.fixture(scope="session")
 def redis_server() -> Iterator[RedisServer]:
-    """A real Redis that loses everything when it ends; tests tell their runs apart by name."""
+    """A real Redis without persistence; each test names its own run."""
     server = RedisServer()
     server.start()
     yield server

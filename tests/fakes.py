@@ -1,8 +1,4 @@
-"""Stand-ins shared by the tests: a character-level tokenizer and a scripted inference engine.
-
-Both are real in the way that matters: the tokenizer obeys the tokenizer interface the library
-uses, the engine speaks HTTP on a loopback port.
-"""
+"""A character-level tokenizer and scripted inference engines, shared by the tests."""
 
 from tests.char_tokenizer import CharTokenizer
 from tests.scripted_dialects import ScriptedSGLang, ScriptedTrl

@@ -1,4 +1,4 @@
-"""A real Redis for tests: on a socket file of its own, stopped, killed and started at will."""
+"""A real Redis server for tests, on a Unix socket, that can be killed, frozen and restarted."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class RedisServer:
         if binary is None:
             pytest.skip("redis-server is not installed (Debian: apt-get install redis-server)")
         pytest.importorskip("redis", reason="pip install '.[redis]'")
-        # A short path: the name of a socket file may have 107 bytes.
+        # The path of a socket may have at most 107 bytes.
         self.folder = Path(tempfile.mkdtemp(prefix="redis-"))
         self.socket = self.folder / "s"
         self.url = f"unix://{self.socket}"
@@ -41,7 +41,7 @@ class RedisServer:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start it and wait until it has loaded its data."""
+        """Start the server and wait until it has loaded its data."""
         self._process = subprocess.Popen(self._command, stdout=subprocess.DEVNULL)
         deadline = time.monotonic() + READY_S
         while not self._answers():
@@ -50,24 +50,23 @@ class RedisServer:
             time.sleep(0.01)
 
     def kill(self) -> None:
-        """End it at once, without a word to anybody."""
+        """End the server at once, without a shutdown."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
             self._process = None
 
     def freeze(self) -> None:
-        """Let it hang: connections stay, nothing is answered."""
+        """Suspend the server: connections stay open, requests are not answered."""
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
 
     def thaw(self) -> None:
-        """Let it go on."""
         assert self._process is not None
         self._process.send_signal(signal.SIGCONT)
 
     def command(self, *words: str) -> bytes:
-        """Run one command on a connection of its own; return the raw reply."""
+        """Run one command on a new connection and return the raw reply."""
         with socket.socket(socket.AF_UNIX) as connection:
             connection.settimeout(READY_S)
             connection.connect(str(self.socket))
@@ -77,7 +76,6 @@ class RedisServer:
             return connection.recv(2**16)
 
     def close(self) -> None:
-        """Kill it and remove its data."""
         self.kill()
         shutil.rmtree(self.folder, ignore_errors=True)
 
@@ -89,9 +87,9 @@ class RedisServer:
 
 
 class FaultyWire:
-    """A proxy in front of a `RedisServer` that can lose a reply after the server has acted.
+    """A proxy of a `RedisServer` that can lose a reply to a command that was executed.
 
-    Use it as an asynchronous context; clients connect to `url`.
+    Use it as an asynchronous context manager; clients connect to `url`.
     """
 
     def __init__(self, server: RedisServer) -> None:
@@ -103,7 +101,7 @@ class FaultyWire:
         self.url = f"unix://{self._path}"
 
     def drop_reply_to(self, part: bytes) -> None:
-        """Cut the connection instead of passing on the reply to the next request with `part`."""
+        """Close the connection instead of forwarding the reply to the next request with `part`."""
         self._wanted = part
 
     async def __aenter__(self) -> FaultyWire:

@@ -1,4 +1,4 @@
-"""The scripted engine speaking like SGLang, and like the older servers of TRL."""
+"""Scripted engines with the routes of SGLang and of older TRL servers."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["ScriptedSGLang", "ScriptedTrl"]
 
 
 class ScriptedSGLang(ScriptedEngine):
-    """An engine with SGLang's `/generate` besides the OpenAI routes.
+    """An engine with SGLang's `/generate` in addition to the OpenAI routes.
 
     Attributes:
-        weight_version: What `meta_info` says of the weights.
+        weight_version: Version of the weights in `meta_info`.
     """
 
     weight_version: str | None = "default"
@@ -52,7 +52,7 @@ class ScriptedSGLang(ScriptedEngine):
         return {"text": text, "output_ids": ids, "meta_info": info}
 
     def _prompt_info(self, ids: list[int], top_k: int) -> dict[str, Any]:
-        """Per position the token's own logprob; likeliest are the token and its successors."""
+        """Return each token's logprob; its successors are the next most likely tokens."""
         own: list[list[Any]] = [[None, ids[0], None]]
         top: list[list[list[Any]] | None] = [None]
         for position, token_id in enumerate(ids[1:], start=1):
@@ -68,7 +68,7 @@ class ScriptedTrl(ScriptedEngine):
     """An older TRL server: `/generate/` with token ids, no OpenAI routes.
 
     Attributes:
-        prefix: Path in front of every route.
+        prefix: Path prefix of all routes.
     """
 
     prefix = ""

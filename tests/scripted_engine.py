@@ -16,17 +16,17 @@ __all__ = ["Fault", "RecordedRequest", "ScriptedEngine", "logprob_of"]
 
 
 def logprob_of(token_id: int, position: int) -> float:
-    """The logprob `ScriptedEngine` reports for a token sampled at a position of its reply."""
+    """Return the logprob that `ScriptedEngine` reports for a token at a position of its reply."""
     return -0.125 * (1 + (token_id + position) % 16)
 
 
 @dataclass
 class Fault:
-    """What happens to one request instead of an answer.
+    """A failure of one request.
 
-    `hang` answers after `ScriptedEngine.stop`, `drop` closes the connection, `cut` closes it in
-    the middle of an answer, `garbage` sends a 200 that is not JSON, `fewer_choices` answers one
-    choice, `no_logprobs` leaves them out.
+    `hang` responds after `ScriptedEngine.stop`, `drop` closes the connection, `cut` closes it in
+    the middle of a response, `garbage` sends a 200 that is not JSON, `fewer_choices` returns one
+    choice, `no_logprobs` omits logprobs.
     """
 
     kind: Literal["status", "hang", "drop", "cut", "garbage", "fewer_choices", "no_logprobs"] = (
@@ -53,16 +53,16 @@ class ScriptedEngine:
     echoes the prompt. A reply ends with the eos token unless `max_tokens` cuts it.
 
     Args:
-        replies: Where the texts come from.
-        returns_token_ids: Whether completions carry ids when asked, as a stock vLLM does.
-        offers_completions: Whether `/v1/completions` exists; many providers have chats only.
+        replies: Source of the texts.
+        returns_token_ids: Whether completions return ids on request, as a stock vLLM does.
+        offers_completions: Whether `/v1/completions` exists; many providers offer chats only.
         messages: Makes the message of each choice of a chat from the request, such as one with
             `tool_calls` or `reasoning_content`, in place of `replies`.
         offers_generate: Whether `POST /generate` of the contract's companion server exists.
-        honours_n: False answers one choice whatever `n` is.
-        max_model_len: Prompt plus `max_tokens` above it is refused as vLLM refuses it.
-        delay_s: Time before each answer.
-        model: Name in `/v1/models` and in answers.
+        honours_n: Whether a request returns `n` choices instead of one.
+        max_model_len: Limit on prompt plus `max_tokens`; larger requests get vLLM's error.
+        delay_s: Time before each response.
+        model: Name in `/v1/models` and in responses.
         aliases: Further names in `/v1/models`.
     """
 
@@ -113,7 +113,7 @@ class ScriptedEngine:
         return f"{self.root_url}/v1"
 
     def count(self, path: str) -> int:
-        """How many generation requests a path received."""
+        """Return the number of generation requests to a path."""
         return sum(request.path == path for request in self.requests)
 
     def fail_next(self, *faults: Fault) -> None:
@@ -128,7 +128,7 @@ class ScriptedEngine:
         await self.stop()
 
     async def start(self, port: int = 0) -> None:
-        """Listen; a port given on a second start brings the engine back at its old address."""
+        """Listen on a port; pass the earlier port to restart the engine at the same address."""
         self._stopping.clear()
         app = web.Application()
         self._add_routes(app)
@@ -139,7 +139,7 @@ class ScriptedEngine:
         self.port = self._runner.addresses[0][1]
 
     async def stop(self) -> None:
-        """Close the port and every connection; hanging requests end."""
+        """Close the port and all connections; hanging requests end."""
         self._stopping.set()
         if self._runner is not None:
             await self._runner.cleanup()
@@ -282,7 +282,7 @@ class ScriptedEngine:
         return answer
 
     def _prompt_logprobs(self, ids: Sequence[int], top_k: int) -> list[dict[str, Any] | None]:
-        """Per position None (first) or the chosen token and its `top_k - 1` successors."""
+        """Return None for the first position, else the token and its `top_k - 1` successors."""
         rows: list[dict[str, Any] | None] = [None]
         for position, token_id in enumerate(ids[1:], start=1):
             entries = {str(token_id + k): {"logprob": -0.5 - k} for k in range(max(1, top_k))}

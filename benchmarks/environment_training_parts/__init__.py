@@ -1,1 +1,1 @@
-"""The environments that are trained, each made small, and how one is trained and measured."""
+"""The environments that are trained, and the training of one of them."""

@@ -1,9 +1,8 @@
-"""A mock of vLLM's completions route that costs the machine as little as it can.
+"""A mock of vLLM's completions route with minimal overhead, so that measurements show the client.
 
-It answers bytes rendered beforehand in the form a stock vLLM sends them, ids and logprobs included,
-so that the client is what a measurement sees. Speaks HTTP/1.1 with kept connections.
+Its responses are prepared bytes in the format of a stock vLLM, with ids and logprobs.
 
-Usage: python mock_engine.py PROMPT_TOKENS OUTPUT_TOKENS ANSWER_MIN_S ANSWER_MAX_S; prints its port
+Usage: python mock_engine.py PROMPT_TOKENS OUTPUT_TOKENS; prints its URL
 """
 
 from __future__ import annotations
@@ -12,18 +11,27 @@ import asyncio
 import json
 import random
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import cast
 
-__all__ = ["build_answers"]
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from service_parts.server_process import run_server
+
+__all__ = ["mock_engine"]
 
 NUM_ANSWERS = 64
 VOCABULARY = 50_000
 
 
-def build_answers(num_prompt: int, num_output: int) -> list[bytes]:
-    """Return whole HTTP answers to `logprobs: 1, return_token_ids: true`."""
-    rng = random.Random(0)
-    return [_http(_completion(rng, num_prompt, num_output)) for _ in range(NUM_ANSWERS)]
+@contextmanager
+def mock_engine(*, prompt_tokens: int, output_tokens: int) -> Iterator[str]:
+    """Run the engine in another process; yields its root URL."""
+    command = [sys.executable, __file__, str(prompt_tokens), str(output_tokens)]
+    with run_server(command) as engine:
+        yield engine.url
 
 
 def _completion(rng: random.Random, num_prompt: int, num_output: int) -> bytes:
@@ -70,19 +78,17 @@ def _http(body: bytes) -> bytes:
 
 
 class Connection(asyncio.Protocol):
-    """Reads requests by their content-length and answers each after its time."""
+    """Reads requests by their content-length and responds to each with one of the answers."""
 
-    def __init__(self, answers: list[bytes], rng: random.Random, delays_s: tuple[float, float]):
-        self._answers, self._rng, self._delays_s = answers, rng, delays_s
+    def __init__(self, answers: list[bytes], rng: random.Random) -> None:
+        self._answers, self._rng = answers, rng
         self._received = b""
         self._transport: asyncio.Transport | None = None
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        """Keep the connection's other end."""
-        self._transport = cast(asyncio.Transport, transport)  # uvloop's is of another family
+        self._transport = cast(asyncio.Transport, transport)  # uvloop's has another base class
 
     def data_received(self, data: bytes) -> None:
-        """Take bytes; a whole request is answered later."""
         self._received += data
         while True:
             head_end = self._received.find(b"\r\n\r\n")
@@ -96,33 +102,25 @@ class Connection(asyncio.Protocol):
             if len(self._received) < whole:
                 return
             self._received = self._received[whole:]
-            self._answer_later(is_post=head.startswith(b"post"))
+            self._answer(is_post=head.startswith(b"post"))
 
-    def _answer_later(self, *, is_post: bool) -> None:
+    def _answer(self, *, is_post: bool) -> None:
         assert self._transport is not None
-        if not is_post:  # a health check
-            self._transport.write(_http(b"{}"))
-            return
-        answer = self._rng.choice(self._answers)
-        delay_s = self._rng.uniform(*self._delays_s)
-        if delay_s:
-            asyncio.get_running_loop().call_later(delay_s, self._transport.write, answer)
-        else:
-            self._transport.write(answer)
+        health = _http(b"{}")
+        self._transport.write(self._rng.choice(self._answers) if is_post else health)
 
 
-async def _serve(num_prompt: int, num_output: int, delays_s: tuple[float, float]) -> None:
-    answers, rng = build_answers(num_prompt, num_output), random.Random(1)
-    loop = asyncio.get_running_loop()
-    server = await loop.create_server(
-        lambda: Connection(answers, rng, delays_s), "127.0.0.1", 0, backlog=4096
+async def _serve(num_prompt: int, num_output: int) -> None:
+    rng = random.Random(0)
+    answers = [_http(_completion(rng, num_prompt, num_output)) for _ in range(NUM_ANSWERS)]
+    server = await asyncio.get_running_loop().create_server(
+        lambda: Connection(answers, rng), "127.0.0.1", 0, backlog=4096
     )
-    print(server.sockets[0].getsockname()[1], flush=True)
-    await asyncio.get_running_loop().run_in_executor(None, sys.stdin.read)
+    print(f"http://127.0.0.1:{server.sockets[0].getsockname()[1]}", flush=True)
+    await asyncio.Event().wait()
 
 
 if __name__ == "__main__":
     import uvloop
 
-    prompt, output, shortest, longest = sys.argv[1:]
-    uvloop.run(_serve(int(prompt), int(output), (float(shortest), float(longest))))
+    uvloop.run(_serve(int(sys.argv[1]), int(sys.argv[2])))

@@ -1,4 +1,4 @@
-"""The same request by our path and by plain aiohttp, which does the same useful work."""
+"""The same request through our server classes and with plain aiohttp, which does the same work."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CHAT_TEMPLATE = (
 
 
 def load_tokenizer(folder: Path) -> Any:
-    """Return a tokenizer of whole words: cheaper than a real one, so that our path shows."""
+    """Return a tokenizer of whole words, which is faster than a real one: the path is measured."""
     from transformers import AutoTokenizer
 
     tokenizer = AutoTokenizer.from_pretrained(str(write_tokenizer(folder)))
@@ -33,16 +33,16 @@ def load_tokenizer(folder: Path) -> Any:
     return tokenizer
 
 
-Way = Callable[[], Awaitable[None]]
+Request = Callable[[], Awaitable[None]]
 
 
 @dataclass
 class Paths:
-    """Ways to make one request at the mock engine.
+    """Requests to the mock engine.
 
     - plain: ids in; sampled ids and their logprobs out.
     - chat: messages in, rendered and encoded; ids, logprobs and the decoded text out.
-    - text: text in; text and logprobs out, through the OpenAI client on our side.
+    - text: text in; text and logprobs out. Our server uses the OpenAI client.
     """
 
     root_url: str
@@ -64,14 +64,11 @@ class Paths:
         self.manager.servers[0].tokenizer = self.tokenizer
 
     async def close(self) -> None:
-        """Close every connection."""
         await self.session.close()
         await self.manager.close()
 
-    def pair(
-        self, path: str
-    ) -> tuple[Callable[[], Awaitable[None]], Callable[[], Awaitable[None]]]:
-        """Return the direct and our way of a path."""
+    def pair(self, path: str) -> tuple[Request, Request]:
+        """Return the direct request and our request of a path."""
         return {
             "plain": (self._direct_plain, self._ours_plain),
             "chat": (self._direct_chat, self._ours_chat),

@@ -1,9 +1,9 @@
 """A simulated inference server: a fixed number of slots, heavy-tailed latencies, real HTTP.
 
-A completion holds one slot for as long as its tokens take, whether somebody still waits for it or
-not is noticed at once: a request that is given up frees its slot, and its tokens are wasted.
+A completion holds one slot while its tokens are generated. A cancelled request frees its slot at
+once, and its tokens are wasted.
 
-Usage: python inference_server.py JSON, where JSON are the fields of `Load`
+Usage: python inference_server.py JSON, where JSON has the fields of `Load`
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ _VOCABULARY = 50_000
 
 @dataclasses.dataclass(frozen=True)
 class Load:
-    """What the server can do, and how long completions are."""
+    """Capacity of the server, and lengths of completions."""
 
     slots: int = 256
-    """Completions generated at once."""
+    """Number of completions generated at once."""
     median_tokens: int = 400
     """Median length of a completion; the lengths are log-normal."""
     spread: float = 0.8
-    """Deviation of the logarithm of the length; 0 makes all equally long."""
+    """Standard deviation of the logarithm of the length; 0 makes all lengths equal."""
     most_tokens: int = 4_000
-    """Longest completion."""
+    """Length of the longest completion."""
     tokens_per_s: float = 200.0
     """Tokens that one slot generates per second."""
     seed: int = 0
@@ -48,7 +48,7 @@ class Load:
 
     @property
     def mean_tokens(self) -> float:
-        """Mean length of a completion, of a large sample."""
+        """Mean length of a completion, estimated from a sample."""
         rng = random.Random(self.seed + 1)
         return sum(self.draw_tokens(rng) for _ in range(100_000)) / 100_000
 
@@ -59,14 +59,13 @@ class Load:
 
 
 class Slots:
-    """The slots, and what they did so far."""
+    """The slots, with counters of their use."""
 
     def __init__(self, load: Load) -> None:
         self.load = load
         self.finished_tokens = 0
         self.wasted_tokens = 0
         self.num_in_flight = 0
-        self.most_in_flight = 0
         self._free = asyncio.Semaphore(load.slots)
         self._rng = random.Random(load.seed)
         self._busy = 0
@@ -74,10 +73,9 @@ class Slots:
         self._changed_at = time.monotonic()
 
     async def generate(self) -> int:
-        """Hold a slot for one completion; return its length."""
+        """Use a slot for one completion; return its length."""
         num_tokens = self.load.draw_tokens(self._rng)
         self.num_in_flight += 1
-        self.most_in_flight = max(self.most_in_flight, self.num_in_flight)
         try:
             async with self._free:
                 await self._hold(num_tokens)
@@ -105,7 +103,7 @@ class Slots:
         self._changed_at = now
 
     def figures(self) -> dict[str, float]:
-        """Return the totals until now."""
+        """Return the totals so far."""
         self._account(0)
         return {
             "at_s": self._changed_at,
@@ -113,12 +111,11 @@ class Slots:
             "finished_tokens": self.finished_tokens,
             "wasted_tokens": self.wasted_tokens,
             "in_flight": self.num_in_flight,
-            "most_in_flight": self.most_in_flight,
         }
 
 
 class Answers:
-    """Completions as a stock vLLM writes them; ids and logprobs come from a pool."""
+    """Completions in the format of a stock vLLM; ids and logprobs come from a pool."""
 
     def __init__(self, seed: int) -> None:
         rng = random.Random(seed)
@@ -127,7 +124,7 @@ class Answers:
         self._rng = rng
 
     def body(self, lengths: list[int]) -> bytes:
-        """Write one answer with a choice of each length."""
+        """Return a response with one choice per length."""
         choices = []
         for index, length in enumerate(lengths):
             first = self._rng.randrange(_POOL_TOKENS - length)
@@ -150,7 +147,7 @@ def build_app(load: Load) -> web.Application:
 
     async def complete(request: web.Request) -> web.Response:
         asked = msgspec.json.decode(await request.read())
-        if asked.get("max_tokens") == 1:  # the client's question which route gives token ids
+        if asked.get("max_tokens") == 1:  # the client detects which route returns token ids
             return web.Response(body=answers.body([1]), content_type="application/json")
         lengths = await asyncio.gather(*(slots.generate() for _ in range(asked.get("n") or 1)))
         return web.Response(body=answers.body(list(lengths)), content_type="application/json")
@@ -169,7 +166,7 @@ def build_app(load: Load) -> web.Application:
 
 
 async def serve(load: Load) -> None:
-    """Serve until the process ends; says where in its first line."""
+    """Print the URL and serve until the process ends."""
     runner = web.AppRunner(build_app(load), access_log=None, handler_cancellation=True)
     await runner.setup()
     site = web.TCPSite(runner, "127.0.0.1", 0, backlog=4096)

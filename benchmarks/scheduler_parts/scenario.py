@@ -1,4 +1,4 @@
-"""One run of inference server, service, trainer and environment, each in a process of its own."""
+"""One run of inference server, service and environment in separate processes, and a trainer."""
 
 from __future__ import annotations
 
@@ -10,8 +10,6 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +17,10 @@ import httpx
 
 from atroposlib.wire import MEDIA_TYPES
 from scheduler_parts.inference_server import Load
+from scheduler_parts.loop_watch import IdleLoop
+from service_parts.connection import Connection
+from service_parts.server_process import run_api, run_server
+from service_parts.workload import register_trainer
 
 __all__ = ["Outcome", "Scenario", "run_scenario"]
 
@@ -29,15 +31,15 @@ _STALLS = ("stall_p50_ms", "stall_p99_ms", "stall_max_ms", "own_stall_p99_ms")
 
 @dataclasses.dataclass(frozen=True)
 class Scenario:
-    """What is run."""
+    """Load and settings of one run."""
 
     load: Load
     trainer_pace: float
-    """Sequences the trainer takes per second, as a share of what all slots can generate."""
+    """Sequences the trainer takes per second, as a fraction of the capacity of all slots."""
     kind: Literal["scheduler", "naive"] = "scheduler"
     group_size: int = 8
     batch_size: int = 128
-    """Sequences."""
+    """Sequences per batch."""
     max_batches_offpolicy: int = 12
     max_workers: int = 128
     """Groups rolled out at once."""
@@ -45,62 +47,43 @@ class Scenario:
     window_s: float = 20.0
     grace_s: float = 60.0
     local_length: int = 0
-    """Tokens of trajectories that the environment has at hand; 0: the engine generates them."""
+    """Tokens per trajectory prepared in the environment; 0: the engine generates them."""
     local_s: float = 0.0
-    """Seconds such a rollout takes."""
+    """Mean duration of a rollout with prepared trajectories, in seconds."""
 
     @property
-    def allowed_utilisation(self) -> float:
-        """Share of the slots that can be busy for long: no more than the trainer takes.
-
-        What is generated beyond that piles up to the off-policy bound, and then generation has to
-        stand still.
-        """
+    def allowed_utilization(self) -> float:
+        """Fraction of the slots that can stay busy, limited by the rate of the trainer."""
         return min(1.0, self.trainer_pace)
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What came of it."""
+    """Results of one run; the *window* is the measured part after the warm-up."""
 
-    utilisation: float
-    """Share of the slots that was busy in the window."""
+    utilization: float
+    """Fraction of the slots that was busy in the window."""
     delivered_share: float
-    """Of all tokens generated in the whole run, those in groups the service accepted."""
+    """Fraction of the tokens generated in the whole run that is in accepted groups."""
     taken_per_s: float
-    """Sequences the trainer got per second of the window."""
+    """Sequences the trainer received per second of the window."""
     mean_in_flight: float
     cpu_us_per_token: float
-    """Processor time of the environment per token it delivered in the window, microseconds."""
+    """Processor time of the environment per token delivered in the window, in microseconds."""
     sent_tokens: int
     """Tokens delivered in the window."""
     stall_p50_ms: float
     stall_p99_ms: float
     stall_max_ms: float
     own_stall_p99_ms: float
-    """Delay during which the environment itself computed, the loop or a thread beside it."""
+    """Delay during which the environment itself used the processor, in any thread."""
     idle_p99_ms: float
-    """The same of a process beside it that does nothing: what the machine itself adds."""
+    """Stall of an idle process at the same time, which the machine itself causes."""
     failures: dict[str, int]
 
 
-class IdleLoop:
-    """An event loop with nothing to do, in a process of its own."""
-
-    def __init__(self) -> None:
-        script = str(_HERE / "loop_watch.py")
-        self._process = subprocess.Popen([sys.executable, script], stdout=subprocess.PIPE)
-
-    def stop(self) -> dict[str, float]:
-        """End it; return its figures."""
-        self._process.send_signal(signal.SIGTERM)
-        said, _ = self._process.communicate(timeout=30)
-        figures: dict[str, float] = json.loads(said)
-        return figures
-
-
 class PacedTrainer(threading.Thread):
-    """Takes a batch at fixed moments; one that is late is taken as soon as it is there."""
+    """Takes batches at a fixed rate; a late batch is taken as soon as it is available."""
 
     def __init__(self, url: str, *, batch_size: int, sequences_per_s: float) -> None:
         super().__init__(daemon=True)
@@ -111,7 +94,6 @@ class PacedTrainer(threading.Thread):
         self._stopping = threading.Event()
 
     def run(self) -> None:
-        """Take batches until stopped."""
         headers = {"Accept": MEDIA_TYPES["msgpack"], "Accept-Encoding": "identity"}
         due = time.monotonic()
         with httpx.Client(timeout=60) as client:
@@ -124,23 +106,28 @@ class PacedTrainer(threading.Thread):
                     due = max(due + self._period_s, time.monotonic() - self._period_s)
 
     def stop(self) -> None:
-        """End after the request under way."""
         self._stopping.set()
         self.join()
 
 
 def run_scenario(scenario: Scenario, tokenizer: Path) -> Outcome:
-    """Run it once; takes the warm-up, the window, and up to the grace period."""
+    """Run a scenario: the warm-up, the window, and at most the grace period."""
     load = scenario.load
+    engine_command = [
+        sys.executable,
+        str(_HERE / "inference_server.py"),
+        json.dumps(dataclasses.asdict(load)),
+    ]
     with (
         tempfile.TemporaryDirectory() as folder,
-        _inference(load) as inference_url,
-        _service(folder) as service_url,
+        run_server(engine_command) as engine,
+        run_api("--store", "sqlite", "--data-dir", folder, core=None) as service,
     ):
-        _register(service_url, scenario.batch_size)
+        with Connection(service.port) as connection:
+            register_trainer(connection, scenario.batch_size)
         pace = load.completions_per_s * scenario.trainer_pace
-        trainer = PacedTrainer(service_url, batch_size=scenario.batch_size, sequences_per_s=pace)
-        settings = _settings(scenario, inference_url, service_url, tokenizer, folder)
+        trainer = PacedTrainer(service.url, batch_size=scenario.batch_size, sequences_per_s=pace)
+        settings = _settings(scenario, engine.url, service.url, tokenizer, folder)
         script = str(_HERE / "environment_process.py")
         environment = subprocess.Popen(
             [sys.executable, script, json.dumps(settings)],
@@ -149,7 +136,7 @@ def run_scenario(scenario: Scenario, tokenizer: Path) -> Outcome:
             cwd=folder,
         )
         try:
-            return _measure(scenario, environment, trainer, inference_url)
+            return _measure(scenario, environment, trainer, engine.url)
         finally:
             environment.kill()
             environment.wait()
@@ -178,15 +165,15 @@ def _measure(
     environment.send_signal(signal.SIGUSR2)
     time.sleep(0.2)
     environment.send_signal(signal.SIGTERM)
-    said, _ = environment.communicate(timeout=scenario.grace_s + 60)
+    output, _ = environment.communicate(timeout=scenario.grace_s + 60)
     trainer.stop()
-    own = json.loads(said.splitlines()[-1])
-    if own["ticks"] == 0:  # the loop was held from before the window until after it
+    own = json.loads(output.splitlines()[-1])
+    if own["ticks"] == 0:  # the loop was blocked during the whole window
         own.update(dict.fromkeys(_STALLS, 1e3 * scenario.window_s))
     total, idle = _figures(inference_url), idle_loop.stop()
     elapsed = after["at_s"] - before["at_s"]
     return Outcome(
-        utilisation=(after["busy_slot_s"] - before["busy_slot_s"]) / elapsed / scenario.load.slots,
+        utilization=(after["busy_slot_s"] - before["busy_slot_s"]) / elapsed / scenario.load.slots,
         delivered_share=own["total_sent_tokens"]
         / max(1, total["finished_tokens"] + total["wasted_tokens"]),
         taken_per_s=taken / elapsed,
@@ -229,52 +216,3 @@ def _settings(
 def _figures(url: str) -> dict[str, float]:
     figures: dict[str, float] = httpx.get(url + "/figures", timeout=30).json()
     return figures
-
-
-def _register(url: str, batch_size: int) -> None:
-    registration = {
-        "wandb_group": "",
-        "wandb_project": "",
-        "batch_size": batch_size,
-        "max_token_len": 0,
-        "checkpoint_dir": "",
-        "save_checkpoint_interval": 0,
-        "starting_step": 0,
-        "num_steps": 1_000_000,
-    }
-    httpx.post(url + "/register", json=registration, timeout=30).raise_for_status()
-    httpx.get(url + "/batch", timeout=30).raise_for_status()
-
-
-@contextmanager
-def _inference(load: Load) -> Iterator[str]:
-    script = str(_HERE / "inference_server.py")
-    with _announced([sys.executable, script, json.dumps(dataclasses.asdict(load))]) as url:
-        yield url
-
-
-@contextmanager
-def _service(folder: str) -> Iterator[str]:
-    command = [sys.executable, "-m", "atroposlib.cli.run_api", "--port", "0", "--store", "sqlite"]
-    with _announced([*command, "--data-dir", folder]) as url:
-        yield url
-
-
-@contextmanager
-def _announced(command: list[str]) -> Iterator[str]:
-    """Run a server that says where it listens; yield its address."""
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    assert process.stdout is not None
-    try:
-        for line in process.stdout:
-            if "http://127.0.0.1:" in line:
-                port = line.partition("http://127.0.0.1:")[2].split()[0].strip("/").rstrip(",.")
-                break
-        else:
-            raise SystemExit(f"{command[1]} did not start")
-        # A full pipe would stop the server at its next log line.
-        threading.Thread(target=process.stdout.read, daemon=True).start()
-        yield f"http://127.0.0.1:{port}"
-    finally:
-        process.terminate()
-        process.wait(timeout=30)

@@ -1,37 +1,39 @@
-"""The groups that the benchmark posts: shaped like a rollout of a reasoning model."""
+"""Groups that benchmarks post, similar to rollouts of a reasoning model, and the registration."""
 
 from __future__ import annotations
 
+import json
 import random
 from functools import cache
 from typing import Any, NamedTuple
 
+import msgspec
+
 from atroposlib.scored_data import IGNORE_INDEX, MASKED_LOGPROB
 from atroposlib.wire import MEDIA_TYPES, Lane, encode_group
-from service_parts.connection import request_bytes
+from service_parts.connection import Connection, request_bytes
 
 __all__ = [
-    "REGISTRATION",
     "Shape",
+    "TypedGroup",
     "bytes_per_token",
     "group_of",
     "post_requests",
-    "registration_request",
+    "register_trainer",
 ]
 
 _VOCABULARY = 151_936
-_PROMPT_SHARE = 8  # one token in eight is prompt, and masked
+_PROMPT_SHARE = 8  # one token in eight belongs to the prompt and is masked
 _DISTINCT = 8
 
-REGISTRATION: dict[str, Any] = {
-    "wandb_group": "",
-    "wandb_project": "",
-    "max_token_len": 0,
-    "checkpoint_dir": "",
-    "save_checkpoint_interval": 0,
-    "starting_step": 0,
-    "num_steps": 1_000_000,
-}
+
+class TypedGroup(msgspec.Struct, gc=False):
+    """The numeric part of a group, as a typed decoder reads it."""
+
+    tokens: list[list[int]]
+    masks: list[list[int]]
+    scores: list[float]
+    inference_logprobs: list[list[float]] | None = None
 
 
 class Shape(NamedTuple):
@@ -44,7 +46,7 @@ class Shape(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """Tokens in one group."""
+        """Number of tokens of the group."""
         return self.trajectories * self.length
 
     def __str__(self) -> str:
@@ -52,7 +54,7 @@ class Shape(NamedTuple):
 
 
 def group_of(shape: Shape, *, seed: int = 0) -> dict[str, Any]:
-    """Make a group with random token ids; logprobs are float32 values, as engines give them."""
+    """Return a group with random token ids and, as from engines, float32 logprobs."""
     import numpy as np
 
     rng = random.Random(seed)
@@ -74,24 +76,30 @@ def group_of(shape: Shape, *, seed: int = 0) -> dict[str, Any]:
 
 
 @cache
-def post_requests(shape: Shape, lane: Lane, *, env_id: int | None = None) -> tuple[bytes, ...]:
-    """Return whole `POST /scored_data` requests with different groups of one shape."""
-    bodies = []
-    for seed in range(_DISTINCT):
-        group = group_of(shape, seed=seed) | ({} if env_id is None else {"env_id": env_id})
-        bodies.append(encode_group(group, lane))
+def post_requests(shape: Shape, lane: Lane) -> tuple[bytes, ...]:
+    """Return `POST /scored_data` requests with different groups of one shape."""
+    bodies = [encode_group(group_of(shape, seed=seed), lane) for seed in range(_DISTINCT)]
     return tuple(request_bytes("POST", "/scored_data", b, MEDIA_TYPES[lane]) for b in bodies)
 
 
 def bytes_per_token(shape: Shape, lane: Lane) -> float:
-    """Return how many bytes a token of such a group takes on the wire."""
+    """Return the encoded size of such a group per token."""
     bodies = [request.partition(b"\r\n\r\n")[2] for request in post_requests(shape, lane)]
     return sum(map(len, bodies)) / (len(bodies) * shape.num_tokens)
 
 
-def registration_request(batch_size: int) -> bytes:
-    """Return `POST /register` for a run that never ends."""
-    import json
-
-    body = json.dumps({**REGISTRATION, "batch_size": batch_size, "replace": True}).encode()
-    return request_bytes("POST", "/register", body)
+def register_trainer(connection: Connection, batch_size: int) -> None:
+    """Register the trainer of a run without end and request a batch, so that environments start."""
+    registration = {
+        "wandb_group": "",
+        "wandb_project": "",
+        "batch_size": batch_size,
+        "max_token_len": 0,
+        "checkpoint_dir": "",
+        "save_checkpoint_interval": 0,
+        "starting_step": 0,
+        "num_steps": 1_000_000,
+        "replace": True,
+    }
+    connection.expect(request_bytes("POST", "/register", json.dumps(registration).encode()))
+    connection.expect(request_bytes("GET", "/batch"))

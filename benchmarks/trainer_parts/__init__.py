@@ -1,1 +1,1 @@
-"""What `trainer.py` measures, a process for each contender."""
+"""Contenders of `trainer.py`, each run in its own process, and their workload."""

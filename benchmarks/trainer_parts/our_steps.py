@@ -1,11 +1,10 @@
-"""Optimiser steps of our trainer: `python -m trainer_parts.our_steps TASK`."""
+"""Optimizer steps of our trainer: `python -m trainer_parts.our_steps TASK`."""
 
 from __future__ import annotations
 
 import json
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 from atroposlib.scored_data import IGNORE_INDEX
@@ -14,15 +13,11 @@ from example_trainer.batch import build_batch
 from example_trainer.config import TrainingConfig
 from example_trainer.model import create_optimizer, load_model_and_tokenizer
 from example_trainer.training import Trainer, row_rules
-from trainer_parts.workload import Workload, current_mib, peak_mib, reset_peak, sequences
-
-
-class NoFeed:
-    """The benchmark hands batches to the step itself."""
+from trainer_parts.workload import StepLog, Workload, sequences
 
 
 def config_of(task: dict[str, Any], workload: Workload) -> TrainingConfig:
-    """Return the settings under which both trainers compute the same gradient."""
+    """Return settings with which both trainers compute the same gradient."""
     return TrainingConfig(
         model_name=task["model"],
         device="cpu",
@@ -43,7 +38,7 @@ def config_of(task: dict[str, Any], workload: Workload) -> TrainingConfig:
 
 
 def groups_of(workload: Workload) -> list[dict[str, Any]]:
-    """Return the batch as the service would deliver it."""
+    """Return the batch as delivered by the service."""
     flat, size = sequences(workload), workload.group_size
     return [
         {
@@ -56,7 +51,7 @@ def groups_of(workload: Workload) -> list[dict[str, Any]]:
 
 
 def main() -> None:
-    """Make the steps and write what they took."""
+    """Run the steps and write the results."""
     task = json.loads(sys.argv[1])
     workload = Workload(**task["workload"])
     config = config_of(task, workload)
@@ -66,14 +61,12 @@ def main() -> None:
         model=model,
         tokenizer=tokenizer,
         optimizer=create_optimizer(model, config),
-        feed=NoFeed(),  # type: ignore[arg-type]  # never asked
+        feed=None,  # type: ignore[arg-type]  # batches are passed to `train_on`
         weight_sync=None,
         run_log=RunLog(use_wandb=False, metrics_path=None),
     )
     groups, rules = groups_of(workload), row_rules(config)
-    before_mib = current_mib()
-    reset_peak()
-    times, cpu_times, norms = [], [], []
+    log = StepLog()
     for _ in range(workload.steps + 1):
         started, cpu_started = time.perf_counter(), time.process_time()
         batch = build_batch(
@@ -83,20 +76,10 @@ def main() -> None:
             pad_multiple=config.pad_multiple,
             packs=task["packing"] == "on",
         )
-        norms.append(trainer.train_on(batch)["train/grad_norm"])
-        times.append(time.perf_counter() - started)
-        cpu_times.append(time.process_time() - cpu_started)
-    step_s = min(times[1:])
-    tokens = sum(len(tokens) for group in groups for tokens in group["tokens"])
-    found = {
-        "tokens_per_s": tokens / step_s,
-        "step_s": step_s,
-        "step_cpu_s": min(cpu_times[1:]),
-        "peak_mib": peak_mib(),
-        "peak_above_model_mib": peak_mib() - before_mib,
-        "first_grad_norm": norms[0],
-    }
-    Path(task["result"]).write_text(json.dumps(found))
+        log.norms.append(trainer.train_on(batch)["train/grad_norm"])
+        log.times.append(time.perf_counter() - started)
+        log.cpu_times.append(time.process_time() - cpu_started)
+    log.write(task["result"], workload)
 
 
 if __name__ == "__main__":

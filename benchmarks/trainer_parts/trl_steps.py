@@ -1,22 +1,21 @@
-"""Optimiser steps of TRL's GRPOTrainer: `python -m trainer_parts.trl_steps TASK`."""
+"""Optimizer steps of TRL's GRPOTrainer: `python -m trainer_parts.trl_steps TASK`."""
 
 from __future__ import annotations
 
 import json
 import sys
 import time
-from pathlib import Path
 from typing import Any
 
 from datasets import Dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, TrainerCallback
 from trl import GRPOConfig, GRPOTrainer
 
-from trainer_parts.workload import Workload, current_mib, peak_mib, reset_peak, sequences
+from trainer_parts.workload import StepLog, Workload, sequences
 
 
 class TimedTrainer(GRPOTrainer):
-    """Leaves out of its time what it does to make a batch."""
+    """Measures the time for preparing batches, which does not count."""
 
     preparing_s = 0.0
     preparing_cpu_s = 0.0
@@ -31,34 +30,30 @@ class TimedTrainer(GRPOTrainer):
 
 
 class StepTimer(TrainerCallback):
-    """Times from the first micro-batch of a step to the end of its optimiser step."""
+    """Times from the first micro-batch of a step to the end of its optimizer step."""
 
     def __init__(self) -> None:
-        self.times: list[float] = []
-        self.cpu_times: list[float] = []
-        self.before_mib = 0.0
+        self.log: StepLog | None = None
         self.trainer: TimedTrainer | None = None
         self._started = self._cpu_started = 0.0
 
     def on_step_begin(self, *_: Any, **__: Any) -> None:
-        """Start the clocks; before the first step, look at what is held already."""
         assert self.trainer is not None
-        if not self.times:
-            self.before_mib = current_mib()
-            reset_peak()
+        if self.log is None:
+            self.log = StepLog()
         self.trainer.preparing_s = self.trainer.preparing_cpu_s = 0.0
         self._started, self._cpu_started = time.perf_counter(), time.process_time()
 
     def on_step_end(self, *_: Any, **__: Any) -> None:
-        """Stop the clocks."""
         assert self.trainer is not None
-        self.times.append(time.perf_counter() - self._started - self.trainer.preparing_s)
+        assert self.log is not None
+        self.log.times.append(time.perf_counter() - self._started - self.trainer.preparing_s)
         cpu_s = time.process_time() - self._cpu_started
-        self.cpu_times.append(cpu_s - self.trainer.preparing_cpu_s)
+        self.log.cpu_times.append(cpu_s - self.trainer.preparing_cpu_s)
 
 
 def config_of(task: dict[str, Any], workload: Workload) -> GRPOConfig:
-    """Return the settings under which both trainers compute the same gradient."""
+    """Return settings with which both trainers compute the same gradient."""
     return GRPOConfig(
         output_dir=task["folder"],
         use_cpu=True,
@@ -84,14 +79,14 @@ def config_of(task: dict[str, Any], workload: Workload) -> GRPOConfig:
 
 
 def main() -> None:
-    """Make the steps and write what they took."""
+    """Run the steps and write the results."""
     task = json.loads(sys.argv[1])
     workload = Workload(**task["workload"])
     flat = sequences(workload)
     scores = [s["score"] for s in flat]
 
     def rollout(prompts: list[str], _: Any) -> dict[str, Any]:
-        # Prompts come as `p<group>`, each so often as a group has members, in any order of groups.
+        # Prompts are `p<group>`, once per member of the group, in any order of groups.
         seen: dict[str, int] = {}
         chosen = []
         for prompt in prompts:
@@ -120,18 +115,11 @@ def main() -> None:
     )
     timer.trainer = trainer
     trainer.train()
-    step_s = min(timer.times[1:])
-    tokens = sum(len(s["prompt"]) + len(s["completion"]) for s in flat)
-    norms = [line["grad_norm"] for line in trainer.state.log_history if "grad_norm" in line]
-    found = {
-        "tokens_per_s": tokens / step_s,
-        "step_s": step_s,
-        "step_cpu_s": min(timer.cpu_times[1:]),
-        "peak_mib": peak_mib(),
-        "peak_above_model_mib": peak_mib() - timer.before_mib,
-        "first_grad_norm": norms[0],
-    }
-    Path(task["result"]).write_text(json.dumps(found))
+    assert timer.log is not None
+    timer.log.norms = [
+        line["grad_norm"] for line in trainer.state.log_history if "grad_norm" in line
+    ]
+    timer.log.write(task["result"], workload)
 
 
 if __name__ == "__main__":

@@ -1,19 +1,20 @@
-"""The batch and the model every contender gets, and how a process measures itself."""
+"""Batch and model of all contenders, and the measurements of their steps."""
 
 from __future__ import annotations
 
+import json
 import random
 import statistics
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["Workload", "current_mib", "peak_mib", "reset_peak", "sequences", "write_model"]
+__all__ = ["StepLog", "Workload", "sequences", "write_model"]
 
 _FIRST_WORD = 3  # 0 pads, 1 ends
 
 
 class Workload(NamedTuple):
-    """What is trained on."""
+    """Sizes of the batch and of the model."""
 
     num_groups: int = 4
     group_size: int = 8
@@ -28,27 +29,27 @@ class Workload(NamedTuple):
     hidden: int = 192
     layers: int = 4
     steps: int = 3
-    """Timed steps; one more is made before them."""
+    """Timed steps; one more step warms up."""
     seed: int = 0
 
     @property
     def num_sequences(self) -> int:
-        """Sequences of one optimiser step."""
+        """Sequences per optimizer step."""
         return self.num_groups * self.group_size
 
     def describe(self) -> str:
-        """Return the batch in a line."""
+        """Return a description of the batch."""
         lengths = [len(s["completion"]) for s in sequences(self)]
         return (
-            f"{self.num_sequences} sequences a step, {self.microbatch} a forward pass, prompts of "
-            f"{self.prompt_tokens} tokens, completions of {statistics.median(lengths):.0f} "
-            f"(median), {statistics.fmean(lengths):.0f} (mean), {max(lengths)} (most); "
+            f"{self.num_sequences} sequences per step, {self.microbatch} per forward pass, prompts "
+            f"of {self.prompt_tokens} tokens, completions of {statistics.median(lengths):.0f} "
+            f"(median), {statistics.fmean(lengths):.0f} (mean), {max(lengths)} (maximum); "
             f"{self.layers} layers of {self.hidden}, {self.vocabulary} words"
         )
 
 
 def sequences(workload: Workload) -> list[dict[str, Any]]:
-    """Return prompt, completion and score of every sequence, group after group."""
+    """Return prompt, completion and score of every sequence, in the order of groups."""
     rng = random.Random(workload.seed)
 
     def words(count: int) -> list[int]:
@@ -67,7 +68,7 @@ def sequences(workload: Workload) -> list[dict[str, Any]]:
 
 
 def write_model(directory: Path, workload: Workload) -> None:
-    """Save a model of random weights and a tokenizer."""
+    """Save a model with random weights and a tokenizer."""
     import torch
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
@@ -95,18 +96,46 @@ def write_model(directory: Path, workload: Workload) -> None:
     )
 
 
+class StepLog:
+    """Durations of steps and gradient norms; memory is measured from its creation.
+
+    The fastest step after the first one counts.
+    """
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+        self.cpu_times: list[float] = []
+        self.norms: list[float] = []
+        self._before_mib = current_mib()
+        reset_peak()
+
+    def write(self, path: str, workload: Workload) -> None:
+        """Write the results as JSON."""
+        step_s = min(self.times[1:])
+        num_tokens = sum(len(s["prompt"]) + len(s["completion"]) for s in sequences(workload))
+        results = {
+            "tokens_per_s": num_tokens / step_s,
+            "step_s": step_s,
+            "step_cpu_s": min(self.cpu_times[1:]),
+            "peak_mib": peak_mib(),
+            "peak_above_model_mib": peak_mib() - self._before_mib,
+            "first_grad_norm": self.norms[0],
+        }
+        Path(path).write_text(json.dumps(results))
+
+
 def reset_peak() -> None:
-    """Let the kernel forget the process's highest memory."""
+    """Reset the peak memory of this process in the kernel."""
     Path("/proc/self/clear_refs").write_text("5")
 
 
 def peak_mib() -> float:
-    """Return the highest resident memory since `reset_peak`, in MiB."""
+    """Return the peak resident memory since `reset_peak`, in MiB."""
     return _status_mib("VmHWM")
 
 
 def current_mib() -> float:
-    """Return the resident memory now, in MiB."""
+    """Return the resident memory, in MiB."""
     return _status_mib("VmRSS")
 
 
@@ -114,4 +143,4 @@ def _status_mib(name: str) -> float:
     for line in Path("/proc/self/status").read_text().splitlines():
         if line.startswith(name + ":"):
             return int(line.split()[1]) / 1024
-    raise RuntimeError(f"the kernel does not tell {name}")
+    raise RuntimeError(f"/proc/self/status has no {name}")

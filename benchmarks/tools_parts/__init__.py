@@ -1,1 +1,0 @@
-"""What `benchmarks/tools.py` measures, one tool per module."""
