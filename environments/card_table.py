@@ -2,13 +2,12 @@
 
     environments/**/*.py -> CARD = EnvironmentCard(...) -> one row each, between two marks
 
-The modules are read, not imported: the table needs none of what they need.
+The modules are parsed, not imported, so their dependencies are not needed.
 """
 
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
 from pathlib import Path
 
 from atroposlib.errors import ConfigError
@@ -24,7 +23,7 @@ COLUMNS = ("environment", "task", "turns", "reward", "data", "needs", "try it")
 
 
 def find_cards(folder: Path = FOLDER) -> dict[str, EnvironmentCard]:
-    """Return path of the module below `folder` -> its card, in the order of the paths.
+    """Return the card of each module below `folder`, by relative path, sorted.
 
     Raises:
         ConfigError: a card is not a call with plain strings, or lacks a field.
@@ -44,7 +43,7 @@ def card_table(cards: dict[str, EnvironmentCard]) -> str:
 
 
 def page_with_table(page: str, table: str) -> str:
-    """Return a page with what lies between its marks replaced.
+    """Return a page with the text between its marks replaced.
 
     Raises:
         ConfigError: the page lacks a mark.
@@ -57,23 +56,21 @@ def page_with_table(page: str, table: str) -> str:
 
 
 def _read_card(path: Path, source: str) -> EnvironmentCard:
-    for call in _card_calls(ast.parse(source)):
-        try:
-            return EnvironmentCard(**{str(k.arg): ast.literal_eval(k.value) for k in call.keywords})
-        except (TypeError, ValueError) as error:
-            raise ConfigError(
-                f"{path}: CARD cannot be read ({error}); expected EnvironmentCard(...) with plain "
-                "strings by name"
-            ) from error
-    raise ConfigError(f"{path}: expected CARD to be a call of EnvironmentCard")
-
-
-def _card_calls(tree: ast.Module) -> Iterator[ast.Call]:
-    for node in tree.body:
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Call):
-            names = [target.id for target in node.targets if isinstance(target, ast.Name)]
-            if "CARD" in names:
-                yield node.value
+    values = [
+        node.value
+        for node in ast.parse(source).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "CARD"
+    ]
+    if not values or not isinstance(values[0], ast.Call):
+        raise ConfigError(f"{path}: expected CARD to be a call of EnvironmentCard")
+    try:
+        fields = {str(k.arg): ast.literal_eval(k.value) for k in values[0].keywords}
+        return EnvironmentCard(**fields)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"{path}: CARD cannot be read ({error}); expected EnvironmentCard(...) with plain "
+            "strings by name"
+        ) from error
 
 
 def _row(path: str, card: EnvironmentCard) -> tuple[str, ...]:
@@ -83,7 +80,7 @@ def _row(path: str, card: EnvironmentCard) -> tuple[str, ...]:
 
 
 def main() -> None:
-    """Rewrite the page."""
+    """Rewrite the table of `environments/README.md`."""
     page = PAGE.read_text(encoding="utf-8")
     PAGE.write_text(page_with_table(page, card_table(find_cards())), encoding="utf-8")
 

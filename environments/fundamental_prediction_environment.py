@@ -1,9 +1,9 @@
-"""Fundamental prediction: what a company will do with a figure it guides, from a report about it.
+"""Fundamental prediction: direction and size of the change of a company's metric, from a report.
 
     report, metric -> [system, user] -> G completions -> direction and percentage -> +1 or -1
 
-The reward is 0 for a wrong direction and 1 + 0..1 for a right one, by how near the percentage is.
-Scores are its sign, +1 or -1, unless `magnitude_in_score` asks for the reward itself.
+The reward is 0 for a wrong direction. For a right one it is 1, plus up to 1 for the percentage.
+Scores are +1 or -1 for the direction alone, or the reward with `magnitude_in_score`.
 
     python environments/fundamental_prediction_environment.py process --env.dataset_path \
         environments/data/fundamental_prediction_sample --env.total_steps 4
@@ -63,34 +63,34 @@ TASK = (
 )
 
 DIRECTIONS = "maintained|raised|reduced"
-NEARNESS = ((0.0, 1.0), (1.0, 0.9), (5.0, 0.7), (10.0, 0.5), (20.0, 0.3))
-"""Difference in percentage points up to which a forecast is worth so much."""
+CLOSENESS = ((0.0, 1.0), (1.0, 0.9), (5.0, 0.7), (10.0, 0.5), (20.0, 0.3))
+"""Maximum difference in percentage points, and the reward up to it."""
 
 LONG_FRACTION, LONG_PENALTY = 0.95, 0.5
 
 
 class Prediction(NamedTuple):
-    """The forecast in a completion."""
+    """The forecast of a completion."""
 
     direction: str
     magnitude: str
-    """Percent, with its sign if it has one."""
+    """Percentage as written, sign included."""
 
 
 class FundamentalPredictionEnvConfig(HubItemsConfig, SingleTurnEnvConfig):
-    """Where the reports come from, and what counts in training."""
+    """Settings of the data set, of sampling and of the score."""
 
     temperature: float = Field(0.8, ge=0, description="Sampling temperature of rollouts.")
     eval_temperature: float = Field(0.2, ge=0, description="Sampling temperature of evaluations.")
     magnitude_in_score: bool = Field(
         False,
-        description="Score 0 to 2 with the nearness of the percentage, instead of +1 or -1 for the "
-        "direction alone.",
+        description="Whether scores run from 0 to 2 and include the percentage, instead of +1 or "
+        "-1 for the direction alone.",
     )
 
 
 def read_prediction(completion: str, metric: str) -> Prediction | None:
-    """Return the one forecast after the thinking; None without one, or with more than one."""
+    """Return the forecast after the thinking; None unless there is exactly one."""
     answer = answer_after_thinking(completion)
     if answer is None:
         return None
@@ -104,29 +104,29 @@ def read_prediction(completion: str, metric: str) -> Prediction | None:
 
 
 def magnitude_score(predicted: str, expected: str) -> float:
-    """Return how near two percentages are, 1.0 to 0.0; 0.0 where one is not a number."""
+    """Return the closeness of two percentages, 0.0 to 1.0; 0.0 if one is not a number."""
     try:
         difference = abs(float(predicted) - float(expected.strip().rstrip("%")))
     except ValueError:
         return 0.0
-    return next((worth for limit, worth in NEARNESS if difference <= limit), 0.0)
+    return next((reward for limit, reward in CLOSENESS if difference <= limit), 0.0)
 
 
 def reward_of(prediction: Prediction | None, *, answer: str, magnitude: str) -> float:
-    """Return 0.0 for a wrong or missing direction, else 1.0 and the nearness of the percentage."""
+    """Return 0.0 for a wrong or missing direction, else 1.0 plus the `magnitude_score`."""
     if prediction is None or prediction.direction != answer.strip().lower():
         return 0.0
     return 1.0 + magnitude_score(prediction.magnitude, magnitude)
 
 
 def _accuracies(rewards: Sequence[float]) -> tuple[float, float]:
-    """Return the part of right directions, and how near the percentages of those are."""
+    """Return the fraction of right directions and the mean `magnitude_score` of those."""
     right = [reward - 1.0 for reward in rewards if reward >= 1.0]
     return len(right) / len(rewards), statistics.fmean(right) if right else 0.0
 
 
 class FundamentalPredictionEnv(DatasetItems, ThinkingEnv):
-    """Reports about companies, and what became of a figure."""
+    """Reports about companies and the change of a metric; an item is a row of the data set."""
 
     env_config_cls = FundamentalPredictionEnvConfig
     config: FundamentalPredictionEnvConfig
@@ -182,7 +182,6 @@ class FundamentalPredictionEnv(DatasetItems, ThinkingEnv):
         }
 
     def evaluation_metrics(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, float]:
-        """Return the same of an evaluation, and the mean reward."""
         rewards = [sample["score"] for sample in samples]
         direction, magnitude = _accuracies(rewards)
         return {

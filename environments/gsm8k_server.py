@@ -1,10 +1,9 @@
-"""GSM8K: grade-school word problems, one turn, right or wrong.
+"""GSM8K, grade-school word problems with a numeric answer: a complete environment on one page.
 
     problem -> [system, user] -> G completions -> boxed answer against the gold one -> +1 or -1
 
-`DatasetItems` reads the problems, `SingleTurnEnv` samples, scores and evaluates; this page defines
-the prompt and the score. Run `python environments/gsm8k_server.py serve --help`, or, with a vLLM
-server on port 9001 and without the internet, make a few groups:
+`DatasetItems` reads the problems, `SingleTurnEnv` samples and evaluates; this page defines the
+prompt and the score. With a vLLM server on port 9001 and without the hub, make a few groups:
 
     python environments/gsm8k_server.py process --env.dataset_path environments/data/gsm8k_sample \
         --env.total_steps 4 --env.tokenizer_name NAME --openai.model_name NAME
@@ -21,8 +20,9 @@ from atroposlib.envs.base import APIServerConfig, Item, ScoredDataGroup
 from atroposlib.envs.dataset_items import DatasetItems, HubItemsConfig
 from atroposlib.envs.single_turn_env import SingleTurnEnv, SingleTurnEnvConfig, Trajectory
 from atroposlib.tasks.card import EnvironmentCard
-from atroposlib.utils.length_penalty import penalize_length
-from atroposlib.utils.math_check import MathVerdict, answer_text, check_math_answer
+from atroposlib.tasks.math_problems import math_record, math_verdict
+from atroposlib.tasks.single_turn_parts import default_configs, rank_by_length
+from atroposlib.utils.math_check import MathVerdict
 
 __all__ = ["GSM8kEnv", "GSM8kEnvConfig", "gold_answer"]
 
@@ -38,8 +38,6 @@ CARD = EnvironmentCard(
 
 MODEL = "NousResearch/DeepHermes-3-Llama-3-3B-Preview"
 SAMPLE = Path(__file__).with_name("data") / "gsm8k_sample"
-FREE_LENGTH_FRACTION = 0.5
-
 SYSTEM_PROMPT = (
     "You are an AI that thinks deeply and may reason at great length before it answers. Put your "
     "reasoning inside <think> </think> tags, work through the problem in small steps and check "
@@ -54,7 +52,7 @@ Problem = Mapping[str, str]
 
 
 class GSM8kEnvConfig(HubItemsConfig, SingleTurnEnvConfig):
-    """Where the problems come from and how completions are drawn."""
+    """Data set of the problems, and sampling of the completions."""
 
 
 def gold_answer(answer: str) -> str:
@@ -73,19 +71,19 @@ class GSM8kEnv(DatasetItems, SingleTurnEnv):
     columns = ("question", "answer")
     env_config_cls = GSM8kEnvConfig
     config: GSM8kEnvConfig
-    scores_thinking = True  # the check itself skips the thinking, also when it is unfinished
+    scores_thinking = True  # the check skips the thinking itself, also an unfinished one
     logs_percent_correct = True
     min_trained_tokens = 10
-    check_settings: ClassVar[dict[str, Any]] = {
-        "dataset_path": str(SAMPLE),
-        "num_score_workers": 1,
-    }
+    check_settings: ClassVar[dict[str, Any]] = {"dataset_path": str(SAMPLE), "num_score_workers": 1}
 
     @classmethod
     def config_init(cls) -> tuple[GSM8kEnvConfig, APIServerConfig]:
-        """Return the default settings."""
-        env_config = GSM8kEnvConfig(
-            tokenizer_name=MODEL,
+        """Return the default settings and the default server."""
+        return default_configs(
+            GSM8kEnvConfig,
+            MODEL,
+            port=9001,
+            server={"num_requests_for_eval": 256},
             group_size=8,
             total_steps=1000,
             batch_size=12,
@@ -93,20 +91,12 @@ class GSM8kEnv(DatasetItems, SingleTurnEnv):
             max_token_length=2048,
             wandb_name="gsm8k",
         )
-        server_config = APIServerConfig(
-            model_name=MODEL,
-            base_url="http://localhost:9001/v1",
-            api_key="x",
-            server_type="vllm",
-            num_requests_for_eval=256,
-        )
-        return env_config, server_config
 
     def prompt(self, item: Problem) -> list[dict[str, str]]:
-        """Return the messages that pose a problem and name the token budget."""
-        limit = self.config.max_token_length
+        """Return the messages that pose a problem and state the token budget."""
+        system = SYSTEM_PROMPT.format(max_token_length=self.config.max_token_length)
         return [
-            {"role": "system", "content": SYSTEM_PROMPT.format(max_token_length=limit)},
+            {"role": "system", "content": system},
             {"role": "user", "content": item["question"]},
         ]
 
@@ -118,13 +108,7 @@ class GSM8kEnv(DatasetItems, SingleTurnEnv):
         self, scores: Sequence[float], trajectories: Sequence[Trajectory]
     ) -> list[float]:
         """Rank a group of correct answers by length; up to half of the limit a score stays 1."""
-        if min(scores) < 1.0:
-            return list(scores)
-        lengths = [len(trajectory.tokens) for trajectory in trajectories]
-        limit = self.config.max_token_length
-        return penalize_length(
-            scores, lengths, max_tokens=limit, free_fraction=FREE_LENGTH_FRACTION
-        )
+        return rank_by_length(scores, trajectories, max_tokens=self.config.max_token_length)
 
     async def collect_trajectories(
         self, item: Problem
@@ -135,35 +119,19 @@ class GSM8kEnv(DatasetItems, SingleTurnEnv):
             return None, []
         return await super().collect_trajectories(item)
 
+    async def evaluate_item(self, item: Problem) -> dict[str, Any]:
+        """Return the record of one answer to a test problem, with both answers as parsed."""
+        record = await super().evaluate_item(item)
+        verdict = await self._verdict(item, record["messages"][-1]["content"])
+        return math_record(record, gold_answer(item["answer"]), verdict)
+
     def check_gold_answer(self, item: Problem) -> str:
         """Return the worked solution as a thought, and its number as the answer."""
         solution, number = item["answer"], gold_answer(item["answer"])
         return f"<think>{solution}\n</think>The answer is \\boxed{{{number}}}."
 
-    async def evaluate_item(self, item: Problem) -> dict[str, Any]:
-        """Return the record of one answer to a test problem, with both answers as parsed."""
-        sample = await super().evaluate_item(item)
-        completion = sample["messages"][-1]["content"]
-        verdict = await self._verdict(item, completion)
-        is_correct = sample["score"] > 0
-        return {
-            **sample,
-            "question": item["question"],
-            "gold_answer": gold_answer(item["answer"]),
-            "gold_parsed": verdict.gold_parsed,
-            "model_parsed": verdict.answer_parsed,
-            "score": int(is_correct),
-            "correct": is_correct,
-            "response_after_think": answer_text(completion),
-        }
-
-    async def _verdict(self, problem: Problem, completion: str) -> MathVerdict:
-        gold = gold_answer(problem["answer"])
-        timed_out = MathVerdict(False, True, gold, "")
-        verdict: MathVerdict = await self.score_pool.run(
-            check_math_answer, completion, gold, default=timed_out
-        )
-        return verdict
+    async def _verdict(self, item: Problem, completion: str) -> MathVerdict:
+        return await math_verdict(self.score_pool, completion, gold_answer(item["answer"]))
 
 
 if __name__ == "__main__":

@@ -2,7 +2,7 @@
 
     problem -> [system, user] -> G completions -> boxed answer against the gold one -> +1 or -1
 
-Problems, prompts and scores are those of `gsm8k_server.py`; the model and its server differ.
+Problems, prompts and scores are those of `gsm8k_server.py`; the model and the server differ.
 """
 
 from __future__ import annotations
@@ -40,17 +40,15 @@ class GSM8kEnv(gsm8k_server.GSM8kEnv):
 
     @classmethod
     def config_init(cls) -> tuple[GSM8kEnvConfig, APIServerConfig]:
-        """Return the settings for a server that TRL starts on port 9001."""
-        env_config, server_config = super().config_init()
-        env_config = env_config.model_copy(update={"tokenizer_name": MODEL})
-        server_config = server_config.model_copy(
-            update={
-                "model_name": MODEL,
-                "base_url": "http://localhost:9001",
-                "server_type": "trl",
-            }
+        config, server = super().config_init()
+        changes = {
+            "model_name": MODEL,
+            "base_url": "http://localhost:9001",
+            "server_type": "trl",
+        }
+        return config.model_copy(update={"tokenizer_name": MODEL}), server.model_copy(
+            update=changes
         )
-        return env_config, server_config
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
     problem -> G completions -> scores -> admitted group -> teacher reads it -> distill_* fields
 
 Problems, prompts and scores are those of `gsm8k_server.py`. The teacher must have the tokenizer of
-the policy, and only `serve` asks it:
+the policy, and is used by `serve` only:
 
     python environments/gsm8k_server_teacher_distill.py serve --teacher.model_name NAME \
         --teacher.base_url http://localhost:9003/v1
@@ -12,8 +12,6 @@ the policy, and only `serve` asks it:
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
-
-from pydantic import Field
 
 from atroposlib.envs.base import APIServerConfig
 from atroposlib.envs.teacher_distillation_env import (
@@ -45,16 +43,6 @@ CARD = EnvironmentCard(
 class GSM8kTeacherDistillConfig(GSM8kEnvConfig, TeacherDistillationConfig):
     """Settings of the problems and of the teacher."""
 
-    teacher_enabled: bool = Field(
-        True, description="Send a teacher's log-probabilities along with every group."
-    )
-    teacher_top_k: int = Field(
-        4,
-        ge=-1,
-        description="Likeliest tokens per position to take from the teacher; 0 takes the token "
-        "that stands there only, -1 asks the teacher nothing.",
-    )
-
 
 class GSM8kTeacherDistillEnv(GSM8kEnv, TeacherDistillationEnv):
     """The same problems; a teacher reads the completions."""
@@ -62,20 +50,18 @@ class GSM8kTeacherDistillEnv(GSM8kEnv, TeacherDistillationEnv):
     name = "gsm8k_teacher_distill"
     env_config_cls = GSM8kTeacherDistillConfig
     config: GSM8kTeacherDistillConfig
-    check_settings: ClassVar[dict[str, Any]] = {
-        **GSM8kEnv.check_settings,
-        "teacher_enabled": False,
-    }
+    check_settings: ClassVar[dict[str, Any]] = {**GSM8kEnv.check_settings, "teacher_enabled": False}
 
     @classmethod
     def config_init(cls) -> tuple[GSM8kTeacherDistillConfig, APIServerConfig]:
-        env_config, server_config = super().config_init()
-        own = {**env_config.model_dump(), "wandb_name": cls.name}
-        return GSM8kTeacherDistillConfig(**own), server_config
+        config, server = super().config_init()
+        changes = {"wandb_name": cls.name, "teacher_enabled": True, "teacher_top_k": 4}
+        settings = {**config.model_dump(exclude_unset=True), **changes}
+        return GSM8kTeacherDistillConfig(**settings), server
 
     @classmethod
     def teacher_config_init(cls) -> APIServerConfig:
-        """Return a teacher on port 9003; its model is named when it is served."""
+        """Return a placeholder for a teacher on port 9003; `serve` sets the model name."""
         return APIServerConfig(
             model_name="mock-teacher",
             base_url="http://localhost:9003/v1",

@@ -1,4 +1,4 @@
-"""Math: problems, and what grows out of them: preferences, judging, and self-correction.
+"""Math: problems, and the items that follow from them: preferences, judging, self-correction.
 
     normal: problem -> G solutions -> +1 or -1
       all right -> rlaif: which of the two least similar is better -> +1 and -1
@@ -30,6 +30,7 @@ from atroposlib.envs.single_turn_env import (
 from atroposlib.tasks.card import EnvironmentCard
 from atroposlib.tasks.math_problems import (
     MATH_SETS,
+    EvalAnswer,
     KeptGroup,
     KeptGroups,
     MathConfig,
@@ -45,6 +46,7 @@ from atroposlib.tasks.math_problems import (
     score,
     solve_messages,
 )
+from atroposlib.tasks.single_turn_parts import default_configs
 from atroposlib.utils.aio import all_results
 from atroposlib.utils.math_check import answer_text
 
@@ -64,10 +66,10 @@ CARD = EnvironmentCard(
 MODEL = "NousResearch/Hermes-4-14B"
 SAMPLING = {"temperature": 1.0, "top_p": 0.95}
 MIN_BUDGET = 1024
-"""With fewer tokens left for a solution an item is skipped."""
+"""An item is skipped if fewer tokens are left for a solution."""
 MAX_EVAL_TOKENS = 32765
 DIFFERENT = 0.975
-"""Correct solutions are compared by a judge when they have less than this in common."""
+"""Similarity below which two correct solutions are compared by a judge."""
 NUM_VOTES = 3
 """Votes in each order of the two solutions."""
 Messages = Sequence[Mapping[str, Any]]
@@ -78,10 +80,10 @@ SAMPLE = Path(__file__).with_name("data") / "math_sample"
 
 
 class RSConfig(MathConfig):
-    """How often solutions are judged."""
+    """Settings of the environment for chat models."""
 
     percent_to_judge: float = Field(
-        0.3, ge=0, le=1, description="Probability with which two solutions of a group are judged."
+        0.3, ge=0, le=1, description="Probability that two solutions of a mixed group are judged."
     )
 
 
@@ -89,7 +91,7 @@ class MathEnv(SolvingEnv):
     """Problems of competitions and textbooks.
 
     Attributes:
-        kept: trajectories that items of the backlog name.
+        kept: trajectories that backlog items refer to.
     """
 
     env_config_cls = RSConfig
@@ -103,8 +105,10 @@ class MathEnv(SolvingEnv):
 
     @classmethod
     def config_init(cls) -> tuple[RSConfig, list[APIServerConfig]]:
-        config = RSConfig(
-            tokenizer_name=MODEL,
+        config, server = default_configs(
+            RSConfig,
+            MODEL,
+            server={"server_type": "sglang"},
             group_size=16,
             max_token_length=16384,
             max_num_workers_per_node=12,
@@ -116,12 +120,6 @@ class MathEnv(SolvingEnv):
             eval_limit_ratio=0.1,
             total_steps=1000,
             wandb_name="math",
-        )
-        server = APIServerConfig(
-            model_name=MODEL,
-            base_url="http://localhost:9004/v1",
-            api_key="x",
-            server_type="sglang",
         )
         return config, [server]
 
@@ -135,7 +133,7 @@ class MathEnv(SolvingEnv):
         return await self.solve(item)
 
     async def solve(self, item: MathItem) -> Rollout:
-        """Sample solutions; their group, and what to judge next."""
+        """Sample solutions; return their group and the items that judge them."""
         messages = solve_messages(item.problem)
         trajectories = await self._sample(messages)
         answers = [trajectory.completion for trajectory in trajectories]
@@ -146,7 +144,7 @@ class MathEnv(SolvingEnv):
             score(is_correct=is_correct, is_cut=trajectory.is_truncated)
             for is_correct, trajectory in zip(correct, trajectories, strict=True)
         ]
-        self.figures.note_solutions(trajectories, scores)
+        self.metrics.note_solutions(trajectories, scores)
         self._note("normal", item, messages, trajectories[0], scores[0])
         if all(value == 1.0 for value in scores):
             later = await self._to_prefer(item, messages, trajectories)
@@ -157,7 +155,7 @@ class MathEnv(SolvingEnv):
         return self._group(messages, trajectories, scores), later
 
     async def prefer(self, item: MathItem) -> ScoredDataGroup | None:
-        """Let judges choose between two correct solutions; None when they are of two minds."""
+        """Let judges choose between two correct solutions; None for a tie."""
         kept = self.kept.take(item.kept)
         if kept is None:
             return None
@@ -176,7 +174,10 @@ class MathEnv(SolvingEnv):
         return group
 
     async def judge(self, item: MathItem) -> Rollout:
-        """Let the policy judge a solution; a right verdict on a wrong one earns what it helps."""
+        """Let the policy judge a solution.
+
+        A right verdict on a wrong solution scores the fraction of right retries that are given it.
+        """
         messages = judge_messages(item.problem, item.solutions[0])
         trajectories = await self._sample(messages)
         verdicts = [answer_text(trajectory.completion) for trajectory in trajectories]
@@ -185,7 +186,7 @@ class MathEnv(SolvingEnv):
             and boxed_word(verdict, ("True", "False")) == str(item.is_right)
             for verdict, trajectory in zip(verdicts, trajectories, strict=True)
         ]
-        self.figures.note("judge_train/percent_judge_correct", *map(float, is_right))
+        self.metrics.note("judge_train/percent_judge_correct", *map(float, is_right))
         if not any(is_right):
             return None, []
         later: list[MathItem] = []
@@ -213,7 +214,7 @@ class MathEnv(SolvingEnv):
     def check_gold_answer(self, item: MathItem) -> str:
         return f"<think>Straight to it.</think>The answer is {item.answer}."
 
-    async def answer_for_evaluation(self, problem: MathProblem) -> tuple[bool, dict[str, Any]]:
+    async def answer_for_evaluation(self, problem: MathProblem) -> EvalAnswer:
         messages = solve_messages(problem.question)
         reply = await self.server.chat_completion(
             messages=messages, n=1, max_tokens=MAX_EVAL_TOKENS, temperature=0.0, split="eval"
@@ -222,16 +223,10 @@ class MathEnv(SolvingEnv):
         completion = choice.message.content or ""
         correct = await self.check_answers([completion], problem.answer)
         is_correct = bool(correct and correct[0]) and choice.finish_reason != "length"
-        return is_correct, {
-            "messages": [*messages, {"role": "assistant", "content": completion}],
-            "gold_answer": problem.answer,
-            "subset": problem.subset,
-            "score": int(is_correct),
-            "finish_reason": choice.finish_reason,
-        }
+        return EvalAnswer(is_correct, messages, completion, choice.finish_reason)
 
     async def _retry(self, item: MathItem, verification: str, later: list[MathItem]) -> float:
-        """Solve again with the reasons of the verdict; returns the share that is right."""
+        """Sample retries that are given the verdict; return the fraction that is right."""
         messages = retry_messages(item.problem, item.solutions[0], verification)
         trajectories = await self._sample(messages)
         answers = [trajectory.completion for trajectory in trajectories]
@@ -243,7 +238,7 @@ class MathEnv(SolvingEnv):
             for is_correct, trajectory in zip(correct, trajectories, strict=True)
         ]
         share = scores.count(1.0) / len(scores)
-        self.figures.note("judge_train/judge_success_rate", share)
+        self.metrics.note("judge_train/judge_success_rate", share)
         if len(set(scores)) > 1:
             number = self.kept.put(KeptGroup(messages, trajectories, scores))
             later.append(MathItem(item.problem, item.answer, "selfcorrect", kept=number))
@@ -266,7 +261,7 @@ class MathEnv(SolvingEnv):
     def _to_judge(
         self, item: MathItem, trajectories: Sequence[Trajectory], scores: Sequence[float]
     ) -> list[MathItem]:
-        """A right and a wrong solution; none when there is no wrong one that was not cut."""
+        """Return items for a right and a wrong solution; empty without one of each."""
         if self.random.random() >= self.config.percent_to_judge:
             return []
         whole = [i for i, trajectory in enumerate(trajectories) if not trajectory.is_truncated]
@@ -280,10 +275,10 @@ class MathEnv(SolvingEnv):
         ]
 
     async def _sample(self, messages: Messages) -> list[Trajectory]:
-        """A whole group, or nothing when the prompt leaves too little room."""
+        """Sample a group; empty if the prompt leaves too little room."""
         budget = self._budget(messages)
         if budget < min(MIN_BUDGET, self.config.max_token_length // 2):
-            logger.warning("an item leaves no room in max_token_length; skipped")
+            logger.warning("item skipped: its prompt leaves no room in max_token_length")
             return []
         return await sample_trajectories(
             self.server,
@@ -320,7 +315,7 @@ class MathEnv(SolvingEnv):
             messages,
             trajectories,
             scores,
-            is_muted=self.is_muted(trajectories),
+            is_muted=self.is_masked(trajectories),
             generation_params=SAMPLING,
             include_messages=self.config.include_messages,
         )
@@ -329,7 +324,7 @@ class MathEnv(SolvingEnv):
         self, kind: str, item: MathItem, messages: Messages, trajectory: Trajectory, value: float
     ) -> None:
         prompt, gold = str(messages[-1]["content"]), item.answer
-        self.figures.note_rollout(kind, prompt, trajectory.completion, value, gold)
+        self.metrics.note_rollout(kind, prompt, trajectory.completion, value, gold)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Math zero: problems for a base model, which goes on with a plain text instead of a chat.
+"""Math zero: problems for a base model, which continues a plain text instead of a chat.
 
     text ending in "<think>" -> G continuations -> box in the last <answer> -> +1 or -1
 
-The length that a continuation may have grows with the trainer's steps. With a vLLM server on port
+The maximum length of a continuation grows with the trainer's step. With a vLLM server on port
 9001, and without the hub:
 
     python environments/math_server_zero.py process --env.total_steps 4 \
@@ -13,7 +13,6 @@ The length that a continuation may have grows with the trainer's steps. With a v
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
@@ -26,6 +25,7 @@ from atroposlib.tasks.card import EnvironmentCard
 from atroposlib.tasks.math_problems import (
     ZERO_SETS,
     ZERO_STOPS,
+    EvalAnswer,
     MathConfig,
     MathItem,
     MathProblem,
@@ -36,6 +36,7 @@ from atroposlib.tasks.math_problems import (
     zero_prompt,
     zero_reply,
 )
+from atroposlib.tasks.single_turn_parts import default_configs
 
 __all__ = ["MathEnv", "RSConfig", "curriculum_length"]
 
@@ -52,7 +53,7 @@ CARD = EnvironmentCard(
 MODEL = "Qwen/Qwen3-4B-Instruct-2507"
 SAMPLING: dict[str, Any] = {"temperature": 1.0, "top_p": 1.0}
 THINK_START = "<think>"
-"""End of the prompt; in the chats of groups it stands before the continuation."""
+"""End of the prompt; part of the completion in the messages of a group."""
 RESERVED_TOKENS = 2
 
 
@@ -60,31 +61,31 @@ SAMPLE = Path(__file__).with_name("data") / "math_sample"
 
 
 class RSConfig(MathConfig):
-    """How long continuations may be."""
+    """Settings of the environment for base models."""
 
     percent_length_penalty: float = Field(
         0.0,
         ge=0,
         le=1,
-        description="Probability with which a group of correct answers is scored by length; "
+        description="Probability that a group of only correct answers is scored by length; "
         "otherwise it is dropped.",
     )
     start_tok_length: int = Field(
-        8192, ge=1, description="Tokens of a continuation at the first step of the trainer."
+        8192, ge=1, description="Maximum tokens of a continuation at trainer step 0."
     )
 
 
 def curriculum_length(
     *, num_prompt_tokens: int, max_length: int, start_length: int, step: int, total_steps: int
 ) -> int:
-    """Return how many tokens a continuation may have; below 1 the prompt leaves no room."""
+    """Return the maximum tokens of a continuation; below 1 if the prompt leaves no room."""
     part = step / total_steps if total_steps > 0 else 1.0
     grown = start_length + (max_length - start_length) * part
     return int(min(max_length - num_prompt_tokens - RESERVED_TOKENS, grown))
 
 
 class MathEnv(SolvingEnv):
-    """Problems of competitions and textbooks, asked of a base model."""
+    """Problems of competitions and textbooks for a base model."""
 
     env_config_cls = RSConfig
     config: RSConfig
@@ -93,8 +94,11 @@ class MathEnv(SolvingEnv):
 
     @classmethod
     def config_init(cls) -> tuple[RSConfig, APIServerConfig]:
-        config = RSConfig(
-            tokenizer_name=MODEL,
+        return default_configs(
+            RSConfig,
+            MODEL,
+            port=9001,
+            server={"num_requests_for_eval": 256},
             group_size=8,
             batch_size=64,
             total_steps=120,
@@ -107,14 +111,6 @@ class MathEnv(SolvingEnv):
             eval_limit_ratio=0.1,
             wandb_name="math-zero-env",
         )
-        server = APIServerConfig(
-            model_name=MODEL,
-            base_url="http://localhost:9001/v1",
-            api_key="x",
-            server_type="vllm",
-            num_requests_for_eval=256,
-        )
-        return config, server
 
     async def collect_trajectories(
         self, item: MathItem
@@ -122,9 +118,9 @@ class MathEnv(SolvingEnv):
         prompt = zero_prompt(item.problem)
         budget = self._budget(prompt)
         if budget < 1:
-            logger.warning("a problem leaves no room in max_token_length; skipped")
+            logger.warning("item skipped: its prompt leaves no room in max_token_length")
             return None, []
-        self.figures.note("train/curr_token_length", budget)
+        self.metrics.note("train/curr_token_length", budget)
         trajectories = await sample_trajectories(
             self.server,
             self.tokenizer,
@@ -141,15 +137,14 @@ class MathEnv(SolvingEnv):
         if correct is None:
             return None, []
         scores = [score(is_correct=is_correct) for is_correct in correct]
-        self.figures.note_solutions(trajectories, scores)
-        gold = item.answer
-        self.figures.note_rollout("normal", item.problem, replies[0], scores[0], gold)
+        self.metrics.note_solutions(trajectories, scores)
+        self.metrics.note_rollout("normal", item.problem, replies[0], scores[0], item.answer)
         return self._group(item, trajectories, scores), []
 
     def check_gold_answer(self, item: MathItem) -> str:
         return f" Straight to it. </think> <answer> {item.answer} </answer>"
 
-    async def answer_for_evaluation(self, problem: MathProblem) -> tuple[bool, dict[str, Any]]:
+    async def answer_for_evaluation(self, problem: MathProblem) -> EvalAnswer:
         prompt = zero_prompt(problem.question)
         limit = self.config.max_token_length - self._num_tokens(prompt) - RESERVED_TOKENS
         [reply] = await complete(
@@ -163,39 +158,19 @@ class MathEnv(SolvingEnv):
             split="eval",
         )
         is_cut = reply.finish_reason == "length"
-        said = reply.completion.removeprefix(THINK_START)
-        correct = await self._are_correct([said], [is_cut], problem.answer)
+        continuation = reply.completion.removeprefix(THINK_START)
+        correct = await self._are_correct([continuation], [is_cut], problem.answer)
+        messages = [{"role": "user", "content": problem.question}]
         is_correct = bool(correct and correct[0])
-        return is_correct, {
-            "messages": [
-                {"role": "user", "content": problem.question},
-                {"role": "assistant", "content": reply.completion},
-            ],
-            "gold_answer": problem.answer,
-            "subset": problem.subset,
-            "score": int(is_correct),
-            "finish_reason": reply.finish_reason,
-        }
+        return EvalAnswer(is_correct, messages, reply.completion, reply.finish_reason)
 
-    async def log_evaluation(
-        self,
-        correct: Mapping[str, Sequence[bool]],
-        samples: Sequence[Mapping[str, Any]],
-        started_at: float,
-    ) -> None:
-        await self.evaluate_log(
-            metrics=subset_counts(correct),
-            task_name="math_zero",
-            samples=samples,
-            start_time=started_at,
-            end_time=time.time(),
-            generation_parameters={"temperature": 0.0},
-        )
+    def evaluation_result(self, correct: Mapping[str, Sequence[bool]]) -> dict[str, Any]:
+        return {"metrics": subset_counts(correct), "task_name": "math_zero"}
 
     async def _are_correct(
         self, replies: Sequence[str], is_cut: Sequence[bool], gold: str
     ) -> list[bool] | None:
-        """Whether the answer tag of each reply holds the gold answer; a cut reply has none."""
+        """Return whether each reply has the gold answer in its tag; None for an unreadable gold."""
         whole = [zero_reply(reply, is_cut=cut) for reply, cut in zip(replies, is_cut, strict=True)]
         answers = [
             "" if cut else zero_answer(reply) or ""
@@ -217,7 +192,7 @@ class MathEnv(SolvingEnv):
             [{"role": "user", "content": item.problem}],
             trajectories,
             scores,
-            is_muted=self.is_muted(trajectories),
+            is_muted=self.is_masked(trajectories),
             generation_params=SAMPLING,
             include_messages=self.config.include_messages,
         )

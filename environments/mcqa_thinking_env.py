@@ -1,4 +1,4 @@
-"""MCQA: questions with lettered options, thought about, answered in one sentence.
+"""MCQA: questions with lettered options, answered in one sentence after thinking.
 
     question, options -> [system, user] -> G completions -> the one option named -> +1 or -1
 
@@ -9,8 +9,8 @@ Reads the columns of AcademicMCQA and those of MMLU, with up to 26 options:
     python environments/mcqa_thinking_env.py process --env.dataset_path \
         environments/data/mcqa_sample --env.total_steps 4
 
-MMLU is read with `--env.dataset_name lighteval/mmlu --env.dataset_split test`, one of its subjects
-with `--env.dataset_subset astronomy`, or from files with `--env.dataset_path`.
+For MMLU: `--env.dataset_name lighteval/mmlu --env.dataset_split test`, and for one of its subjects
+`--env.dataset_subset astronomy`; or local files with `--env.dataset_path`.
 """
 
 from __future__ import annotations
@@ -55,34 +55,33 @@ LEADS = (
     r"(?i:\bthe\s{1,9}(?:(?:correct|best)\s{1,9})?answer\s{1,9}is|\bfinal\s{1,9}answer\b)"
     r"[ :*\n]{0,9}"
 )
-"""Phrases that announce an answer; the bounds keep the search short on any text."""
+"""Phrases that announce an answer; the bounds keep the search linear."""
 
 LETTER_END = r"(?=$|[^\w\s'\u2019-]|\s*\n|\s+(?:(?i:because|since|as|for)\b|[^\w\s]))"
-"""Behind a letter: the sentence ends or goes on with a reason, so that 'a dog' is not read as A."""
+"""After a letter: the sentence ends or a reason follows, so that 'a dog' is not read as A."""
 
 OTHER_LETTER = r"(?!\w\)?[\s,/&]{{1,5}}(?:(?:or|and)\s{{1,5}})?\(?[A-{last}]\b)"
-"""Not before a letter that another one follows: 'B or C', 'B, C'."""
-
+"""Rejects a letter that is followed by another one: 'B or C', 'B, C'."""
 
 TEXT_END = r"(?!\w|[.,]\d|\^|/\d)"
-"""Behind an option's text: no word and no number goes on."""
+"""After an option's text: no word or number continues."""
 
 ALSO = re.compile(
     r"[\s*_)\]]{0,5}(?:[,;/|&]|\(?(?i:or|and)\b)[\s*_(\[|]{0,5}"
     r"(?:(?i:or|and|also|maybe|perhaps|possibly)\b[\s*_(\[]{0,5}){0,2}"
 )
-"""Between an option and one that is named besides."""
+"""Between two options that an answer names."""
 
 
 class Question(NamedTuple):
     """One question."""
 
     prompt: str
-    """With the options in it."""
+    """Question with its options."""
     letter: str
-    """Of the right option."""
+    """Letter of the right option."""
     options: tuple[str, ...]
-    """Without their letters."""
+    """Options without their letters."""
 
     @property
     def text(self) -> str:
@@ -90,16 +89,16 @@ class Question(NamedTuple):
 
 
 class MCQAThinkingEnvConfig(HubItemsConfig, SingleTurnEnvConfig):
-    """Where the questions come from and how completions are drawn."""
+    """Settings of the data set and of sampling."""
 
     eval_temperature: float = Field(0.5, ge=0, description="Sampling temperature of evaluations.")
 
 
 def read_question(row: Mapping[str, Any]) -> Question:
-    """Return the question of a row in either of the two sets of columns.
+    """Return the question of a row of AcademicMCQA or MMLU.
 
     Raises:
-        ConfigError: the row has neither, or its answer is not among the options.
+        ConfigError: the row has the columns of neither, or its answer is not among the options.
     """
     options = row.get("options") or row.get("choices")
     body = row.get("prompt") or row.get("question")
@@ -120,9 +119,9 @@ def read_question(row: Mapping[str, Any]) -> Question:
 
 
 def named_options(answer: str, options: Sequence[str]) -> set[int]:
-    """Return the indices of the options that an answer names, by letter or by their exact text.
+    """Return the indices of the options that an answer names, by letter or exact text.
 
-    An option after `or`, `and` or a comma counts as named, too.
+    An option after `or`, `and` or a comma is also counted.
     """
     last = ascii_uppercase[len(options) - 1]
     texts = OptionTexts(options)
@@ -137,11 +136,11 @@ def named_options(answer: str, options: Sequence[str]) -> set[int]:
             named = ascii_uppercase.index((read[1] or read[2]).upper()), read.end()
         while named:
             found.add(named[0])
-            behind = ALSO.match(answer, named[1])
-            if behind is None:
+            link = ALSO.match(answer, named[1])
+            if link is None:
                 break
-            another = next_letter.match(answer, behind.end())
-            named = texts.match(answer, behind.end())
+            another = next_letter.match(answer, link.end())
+            named = texts.match(answer, link.end())
             if named is None and another:
                 named = ascii_uppercase.index(another[0]), another.end()
     boxed = rf"\\boxed\{{\s{{0,9}}(?:\\text\{{)?\(?([{either}])\)?\}}{{1,2}}"
@@ -149,9 +148,9 @@ def named_options(answer: str, options: Sequence[str]) -> set[int]:
 
 
 class OptionTexts:
-    """The texts of the options, to be found at a place of an answer.
+    """Matcher for the texts of the options.
 
-    A one-letter option is left out: it cannot be distinguished from an option's letter.
+    A one-letter text is left out: it cannot be distinguished from the letter of an option.
     """
 
     def __init__(self, options: Sequence[str]) -> None:
@@ -166,9 +165,9 @@ class OptionTexts:
         ]
 
     def match(self, answer: str, start: int) -> tuple[int, int] | None:
-        """Return which option stands at a place, and where it ends.
+        """Return the index and the end of the option at a position, None without one.
 
-        The longest counts, in any case, and of equally long ones that in its own case.
+        The longest match wins, and among equally long ones the one with matching case.
         """
         found = [
             (place.end(), is_exact, i)
@@ -183,7 +182,7 @@ class OptionTexts:
 
 
 def score_answer(completion: str, question: Question) -> float:
-    """Return 1.0 when the thinking is followed by the right option and no other, else -1.0."""
+    """Return 1.0 if the answer after the thinking names only the right option, else -1.0."""
     answer = answer_after_thinking(completion)
     if answer is None:
         return -1.0
@@ -192,7 +191,7 @@ def score_answer(completion: str, question: Question) -> float:
 
 
 class MCQAThinkingEnv(DatasetItems, ThinkingEnv):
-    """Questions with lettered options."""
+    """Questions with lettered options; an item is a row of the data set."""
 
     env_config_cls = MCQAThinkingEnvConfig
     config: MCQAThinkingEnvConfig

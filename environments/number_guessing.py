@@ -2,10 +2,10 @@
 
     secret -> user: find it -> [guess -> higher or lower] x N -> found, or out of turns
 
-A guess earns what it tells about the number, as a share of all there is to know, less the cost of a
-turn; the right one earns `WIN` on top. The shares of a won game add up to 1 however it was won, so
-that only fewer turns pay. A guess that is known to be wrong tells nothing, and a game that a limit
-ends is worth no more than one whose other turns are filled with nonsense. Needs no data:
+The reward of a guess is the fraction of the total information that it gains, minus a cost per turn.
+The right guess earns `WIN` in addition. The fractions of a won game add up to 1, so only fewer
+turns increase the return. A guess that is known to be wrong gains no information. A game that a
+limit ends scores no more than one whose remaining turns are invalid. Needs no data:
 
     python environments/number_guessing.py process --env.total_steps 4 \
         --env.tokenizer_name NAME --openai.model_name NAME
@@ -36,7 +36,7 @@ __all__ = ["GuessingGame", "NumberGuessingEnv", "NumberGuessingEnvConfig"]
 CARD = EnvironmentCard(
     task='find a hidden number by "higher" and "lower"',
     turns="up to 10",
-    reward="per turn, by what a guess tells; +1 when found",
+    reward="per turn, the information gained by the guess; +1 when found",
     data="made on the spot",
     command="process --env.total_steps 4",
 )
@@ -53,7 +53,7 @@ PROMPT = (
 
 
 class NumberGuessingEnvConfig(MultiTurnEnvConfig):
-    """How large the numbers are."""
+    """Settings of the hidden numbers."""
 
     highest: int = Field(100, ge=2, description="The largest number that may be hidden.")
     seed: int = Field(0, description="Seed of the hidden numbers.")
@@ -70,7 +70,7 @@ class GuessingGame(Conversation):
     def __init__(self, secret: int, *, highest: int, max_turns: int) -> None:
         self.secret = secret
         self.low, self.high = 1, highest
-        self.all_there_is_to_know = math.log(highest)
+        self.total_information = math.log(highest)
         self.max_turns = max_turns
         self.unfinished_reward = NOT_FOUND + max_turns * UNREADABLE
 
@@ -93,8 +93,8 @@ class GuessingGame(Conversation):
     def _narrow(self, low: int, high: int) -> float:
         before = self.high - self.low + 1
         self.low, self.high = max(self.low, low), min(self.high, high)
-        told = math.log(before / (self.high - self.low + 1)) / self.all_there_is_to_know
-        return told - TURN_COST
+        gained = math.log(before / (self.high - self.low + 1)) / self.total_information
+        return gained - TURN_COST
 
 
 class NumberGuessingEnv(MultiTurnEnv):

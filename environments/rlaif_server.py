@@ -1,9 +1,9 @@
-"""RLAIF: answers to real conversations, compared by the policy itself under a stated preference.
+"""RLAIF: answers to real conversations, judged by the policy itself by a stated preference.
 
     chat -> G answers, sometimes half of them steered -> each pair judged in both orders -> scores
 
-`--env.preference` is what the judge looks for, and what steers. Evaluations compare one answer to
-each test chat with the reply in the data.
+`--env.preference` is the criterion of the judge and the text that steers answers. Evaluations
+compare one answer to each test chat with the reply in the data.
 
     python environments/rlaif_server.py process --env.dataset_path environments/data/rlaif_sample \
         --env.total_steps 4
@@ -67,27 +67,29 @@ class Chat(NamedTuple):
     """One conversation to answer."""
 
     messages: Messages
-    """It ends with the user's."""
+    """Messages up to the last one of the user."""
     reference: str
-    """The reply in the data; empty where it has none."""
+    """Reply in the data; may be empty."""
     is_steered: bool = False
-    """Whether half of the answers are given under the preference."""
+    """Whether half of the answers are steered by the preference."""
 
 
 class RLAIFConfig(HubItemsConfig, SingleTurnEnvConfig):
     """Settings of the preference and of its judge."""
 
-    preference: str = Field(PREFERENCE, description="What makes an answer the better one.")
+    preference: str = Field(PREFERENCE, description="Criterion by which answers are compared.")
     steering_probability: float = Field(
-        0.05, ge=0, le=1, description="Part of the chats in which half the answers are steered."
+        0.05, ge=0, le=1, description="Fraction of chats in which half of the answers are steered."
     )
     num_verdicts: int = Field(3, ge=1, description="Verdicts on a pair, in each order.")
     judge_temperature: float = Field(1.0, ge=0, description="Sampling temperature of the judge.")
-    num_eval_chats: int = Field(64, ge=1, description="Test chats an evaluation answers.")
+    num_eval_chats: int = Field(
+        64, ge=1, description="Maximum number of test chats of an evaluation."
+    )
 
 
 def read_chat(conversation: Sequence[Mapping[str, Any]]) -> Chat | None:
-    """Return a conversation without its last reply; None when nothing is left to answer."""
+    """Return a conversation without its last reply; None if no user message is left to answer."""
     messages = [{"role": str(m["role"]), "content": str(m["content"] or "")} for m in conversation]
     last = messages.pop() if messages else {}
     if messages and messages[-1]["role"] == "assistant":
@@ -98,7 +100,7 @@ def read_chat(conversation: Sequence[Mapping[str, Any]]) -> Chat | None:
 
 
 def steered(messages: Messages, preference: str) -> Messages:
-    """Return a chat under the preference, in the place of its own system messages."""
+    """Return a chat whose system messages are replaced by one that states the preference."""
     system = {"role": "system", "content": STEERING.format(preference=preference)}
     return [system, *(m for m in messages if m["role"] != "system")]
 
@@ -106,11 +108,11 @@ def steered(messages: Messages, preference: str) -> Messages:
 def pair_scores(
     is_cut: Sequence[bool], margins: Mapping[tuple[int, int], float]
 ) -> list[float] | None:
-    """Return [G] mean results of each answer against the others; None when they are all the same.
+    """Return [G] mean results of each answer against the others; None if all are equal.
 
     Args:
-        is_cut: [G] whether an answer was cut; it loses by 1 against one that was not.
-        margins: pair of indices of two whole answers -> the result of the first, -0.5 to 0.5.
+        is_cut: [G] whether an answer was truncated; it loses by 1 against one that was not.
+        margins: results of pairs of complete answers, for the first one, -0.5 to 0.5.
     """
     totals = [0.0] * len(is_cut)
     for first, second in combinations(range(len(is_cut)), 2):
@@ -122,10 +124,10 @@ def pair_scores(
 
 
 class RLAIFEnv(DatasetItems, SingleTurnEnv):
-    """Conversations whose answers are judged against each other.
+    """Conversations whose answers are judged in pairs.
 
     Attributes:
-        judgements: pairs since the last log, with one verdict each.
+        judgements: pairs of answers since the last log, with one verdict each.
     """
 
     env_config_cls = RLAIFConfig
@@ -159,7 +161,6 @@ class RLAIFEnv(DatasetItems, SingleTurnEnv):
         raise NoDataError("no conversation of the data can be answered; expected user turns")
 
     def eval_items(self) -> Sequence[Chat]:  # type: ignore[override]
-        """Return test chats whose reply is known."""
         rows = (self.test[i] for i in range(min(len(self.test), self.config.num_eval_chats)))
         chats = (read_chat(row["conversation"]) for row in rows)
         return [chat for chat in chats if chat is not None and chat.reference]
@@ -201,7 +202,7 @@ class RLAIFEnv(DatasetItems, SingleTurnEnv):
         return group, []
 
     async def score(self, item: Chat, answer: str) -> float:
-        """Return how an answer does against the reply in the data: 1 won, 0 lost; to evaluate."""
+        """Return the share of votes of an answer against the reply in the data; in evaluations."""
         votes = await self._judge(item, answer, item.reference, split="eval")
         return 0.5 + votes.margin
 
@@ -224,13 +225,13 @@ class RLAIFEnv(DatasetItems, SingleTurnEnv):
         return None if answers is None else f"\\boxed{{{'B' if answers[1] == GOLD else 'A'}}}"
 
     def _read_hub(self) -> tuple[Any, Any]:
-        # Half a million conversations: decoded one by one, when they are asked for.
+        # Half a million conversations, each decoded when it is read.
         rows = hub_dataset(**self._hub_source()).shuffle(seed=self.config.dataset_seed)
-        num_test = self._num_test_rows(len(rows))
+        num_test = max(1, round(self.test_fraction * len(rows)))
         return rows.select(range(num_test, len(rows))), rows.select(range(num_test))
 
     def _prompts(self, item: Chat) -> list[tuple[Messages, int]]:
-        """Return the prompts of a chat, and how many answers each is to get."""
+        """Return the prompts of a chat and the number of answers to each."""
         num_steered = self.config.group_size // 2 if item.is_steered else 0
         if not num_steered:
             return [(item.messages, self.config.group_size)]
@@ -241,7 +242,7 @@ class RLAIFEnv(DatasetItems, SingleTurnEnv):
 
     def _is_too_long(self, messages: Messages) -> bool:
         limit = 1.5 * self.config.max_token_length
-        if self.max_token_len > 0:  # what the trainer takes, prompt and answer together
+        if self.max_token_len > 0:  # the trainer's limit of prompt and answer together
             limit = min(limit, self.max_token_len - self.config.max_token_length // 3)
         return len(render_chat_ids(self.tokenizer, messages, add_generation_prompt=True)) >= limit
 

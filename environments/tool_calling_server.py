@@ -1,8 +1,8 @@
-"""Single tool calling: the tools are listed, a request is made, the right calls are to be written.
+"""Single tool calling: the policy reads a list of tools and a request, and writes the calls.
 
     [system with tools, request] -> G completions -> calls against the expected ones -> +1 or -1
 
-Calls inside the thinking do not count. With a vLLM server on port 9004, and without the hub:
+Calls inside the thinking are ignored. With a vLLM server on port 9004, and without the hub:
 
     python environments/tool_calling_server.py process --env.total_steps 4 \
         --env.dataset_path environments/data/tool_calling_sample \
@@ -23,9 +23,8 @@ from atroposlib.envs.dataset_items import DatasetItems, HubItemsConfig
 from atroposlib.envs.single_turn_env import SingleTurnEnv, SingleTurnEnvConfig, Trajectory
 from atroposlib.errors import ConfigError
 from atroposlib.tasks.card import EnvironmentCard
-from atroposlib.tasks.single_turn_parts import DEEP_THINKING
+from atroposlib.tasks.single_turn_parts import DEEP_THINKING, default_configs, rank_by_length
 from atroposlib.tasks.tool_calls import calls_match, read_calls
-from atroposlib.utils.length_penalty import penalize_length
 
 __all__ = ["Request", "SingleToolCallingEnv", "SingleToolCallingEnvConfig", "request_of", "score"]
 
@@ -39,19 +38,18 @@ CARD = EnvironmentCard(
 
 MODEL = "NousResearch/DeepHermes-3-Llama-3-8B-Preview"
 SAMPLE = Path(__file__).with_name("data") / "tool_calling_sample"
-FREE_LENGTH_FRACTION = 0.5
 Request = dict[str, str]
 """One item: `tools` (the system text that lists them), `request` and `expected`."""
 
 
 class SingleToolCallingEnvConfig(HubItemsConfig, SingleTurnEnvConfig):
-    """Where the requests come from."""
+    """Settings of the data set and of sampling."""
 
     temperature: float = Field(0.8, ge=0, description="Sampling temperature of rollouts.")
 
 
 def request_of(row: Mapping[str, Any]) -> Request | None:
-    """Return the first system, human and gpt text of a row; None without a readable call."""
+    """Return the first system, human and gpt text of a row; None without a valid call."""
     texts: dict[str, str] = {}
     for message in row["conversations"]:
         texts.setdefault(str(message.get("from")), str(message.get("value")))
@@ -64,18 +62,15 @@ def request_of(row: Mapping[str, Any]) -> Request | None:
 
 
 def score(expected: str, answer: str) -> float:
-    """Return 1.0 when the calls of two texts are the same ones, else -1.0.
+    """Return 1.0 if the calls of an answer match the expected ones, else -1.0; see `calls_match`.
 
-    Args:
-        expected: text with at least one call.
-        answer: a completion without its thinking. Blocks that are no JSON object are left out; an
-            object may have more keys than expected.
+    Blocks that are not JSON objects are ignored.
     """
     return 1.0 if calls_match(read_calls(expected).calls, read_calls(answer).calls) else -1.0
 
 
 class SingleToolCallingEnv(DatasetItems, SingleTurnEnv):
-    """Requests and the calls that fulfil them."""
+    """Requests and the calls that they need; an item is a `Request`."""
 
     env_config_cls = SingleToolCallingEnvConfig
     config: SingleToolCallingEnvConfig
@@ -90,8 +85,10 @@ class SingleToolCallingEnv(DatasetItems, SingleTurnEnv):
 
     @classmethod
     def config_init(cls) -> tuple[SingleToolCallingEnvConfig, APIServerConfig]:
-        env_config = SingleToolCallingEnvConfig(
-            tokenizer_name=MODEL,
+        return default_configs(
+            SingleToolCallingEnvConfig,
+            MODEL,
+            server={"num_requests_for_eval": 256},
             group_size=16,
             max_num_workers_per_node=16,
             total_steps=2000,
@@ -103,14 +100,6 @@ class SingleToolCallingEnv(DatasetItems, SingleTurnEnv):
             eval_limit_ratio=0.1,
             wandb_name="toolcall_think",
         )
-        server = APIServerConfig(
-            model_name=MODEL,
-            base_url="http://localhost:9004/v1",
-            api_key="x",
-            server_type="vllm",
-            num_requests_for_eval=256,
-        )
-        return env_config, server
 
     async def setup(self) -> None:
         await super().setup()
@@ -136,14 +125,7 @@ class SingleToolCallingEnv(DatasetItems, SingleTurnEnv):
     def group_scores(
         self, scores: Sequence[float], trajectories: Sequence[Trajectory]
     ) -> Sequence[float]:
-        """Return the scores; a group in which all are right is ranked by length."""
-        if min(scores) < 1.0:
-            return scores
-        lengths = [len(trajectory.tokens) for trajectory in trajectories]
-        limit = self.config.max_token_length
-        return penalize_length(
-            scores, lengths, max_tokens=limit, free_fraction=FREE_LENGTH_FRACTION
-        )
+        return rank_by_length(scores, trajectories, max_tokens=self.config.max_token_length)
 
     def check_gold_answer(self, item: Request) -> str:
         return f"<think>These calls do it.</think>{item['expected']}"

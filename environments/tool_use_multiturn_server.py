@@ -1,9 +1,9 @@
-"""Tool use over several turns: calls along a dialogue of the data, scored as a whole.
+"""Tool use over several turns: calls along a recorded dialogue, scored as a whole.
 
-    request -> calls -> what the tools answered in the data -> calls -> ... -> share that was right
+    request -> calls -> recorded tool results -> calls -> ... -> fraction of right turns
 
-A dialogue ends at the first turn that is not the expected one. Every turn of the policy is trained
-on. With a vLLM server on port 9004, and without the hub:
+A dialogue ends at the first wrong turn. Every turn of the policy is trained on. With a vLLM server
+on port 9004, and without the hub:
 
     python environments/tool_use_multiturn_server.py process --env.total_steps 4 \
         --env.dataset_path environments/data/tool_dialogues_sample \
@@ -49,7 +49,7 @@ QUESTION = re.compile(r"\?|\b(?:please (?:tell|give|provide|share)|let me know)\
 
 
 class MultiTurnEnvConfig(ToolDialogueConfig):
-    """Settings of this environment; all stand in `ToolDialogueConfig`."""
+    """Settings of the environment: those of `ToolDialogueConfig`."""
 
 
 def score(
@@ -59,13 +59,13 @@ def score(
     wrong_call_penalty: float,
     min_right_calls: int,
 ) -> float:
-    """Return what a dialogue is worth.
+    """Return the score of a dialogue.
 
     Args:
-        checks: of the turns that were answered; the first wrong one is the last.
-        num_expected: turns of the whole dialogue.
-        wrong_call_penalty: added when it was not played to the end.
-        min_right_calls: fewer right call turns are a failure, whatever else.
+        checks: checks of the turns played; the first wrong turn is the last one.
+        num_expected: number of turns of the whole dialogue.
+        wrong_call_penalty: added to the score of an incomplete dialogue.
+        min_right_calls: minimum number of right call turns; with fewer, the score is `FAILED`.
     """
     num_right = sum(check.is_match for check in checks)
     num_right_calls = sum(check.is_match and check.is_call_turn for check in checks)
@@ -75,14 +75,14 @@ def score(
 
 
 def score_refusal(answer: str, check: TurnCheck | None, *, wrong_call_penalty: float) -> float:
-    """Return what the answer to a request is worth that no tool helps with: at best 1.2."""
+    """Return the score of a refusal, for a request that no tool can answer; at most 1.2."""
     if check is None or not check.is_match:
         return wrong_call_penalty
     return 1.0 + 0.1 * bool(REGRET.search(answer)) + 0.1 * bool(QUESTION.search(answer))
 
 
 class MultiTurnToolCallingEnv(ToolDialogueEnv):
-    """Dialogues whose score is that of the whole."""
+    """Dialogues with one score each."""
 
     name = "multiturn_tool_use"
     hub_dataset = "interstellarninja/toolace_hermes_sequential_tool_use"
@@ -102,7 +102,7 @@ class MultiTurnToolCallingEnv(ToolDialogueEnv):
         )
 
     async def setup(self) -> None:
-        """Read the dialogues; refusals may all be worth the same and are kept then."""
+        """Read the dialogues; groups of equal scores are kept for refusals."""
         if self.config.scenario_category == "relevance":
             self.config.ensure_scores_are_not_same = False
         await super().setup()
@@ -125,7 +125,7 @@ class MultiTurnToolCallingEnv(ToolDialogueEnv):
         return [0.0] * (num_turns - 1) + [earned]
 
     async def postprocess_histories(self, trajectories: Sequence[Rollout]) -> Any:
-        """Return the group with scores alone; one in which all are right loses by length."""
+        """Return the group without advantages; full scores are reduced by length."""
         group = await super().postprocess_histories(trajectories)
         if group is None:
             return None

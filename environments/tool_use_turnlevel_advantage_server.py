@@ -1,10 +1,10 @@
-"""Tool use over several turns, each turn with an advantage of its own.
+"""Tool use over several turns, with an advantage for each turn.
 
     turn rewards [G][T] -> z over the group, turn by turn ─┐
     outcomes [G]        -> z over the group, times lambda ─┴► advantage of each token of that turn
 
-`BaseMTGRPOEnv` may be subclassed: prompts, checks and rewards are methods. With a vLLM server on
-port 9004, and without the hub:
+Subclasses of `BaseMTGRPOEnv` override prompts, checks and rewards. With a vLLM server on port 9004,
+and without the hub:
 
     python environments/tool_use_turnlevel_advantage_server.py process --env.total_steps 4 \
         --env.dataset_path environments/data/tool_dialogues_sample \
@@ -43,7 +43,7 @@ __all__ = [
 ]
 
 CARD = EnvironmentCard(
-    task="call tools and tell what they answered, turn by turn",
+    task="call tools and summarize their results, turn by turn",
     turns="2 to 3 call turns and the texts between them",
     reward="a turn: 0.5 well-formed, 0.5 right, -0.2 wrong, 1 a text; all right: 1 more",
     data="Hermes reasoning tool use from the hub, or `--env.dataset_path`",
@@ -57,35 +57,35 @@ FAILED = -1.0
 
 
 class MTGRPOEnvConfig(ToolDialogueConfig):
-    """The rewards of turns."""
+    """Settings of the turn rewards and of the advantages."""
 
     turn_level_advantage_lambda: float = Field(
         1.0, ge=0, description="Weight of the outcome in the advantage of each turn."
     )
-    tool_execution_reward: float = Field(0.5, description="For a turn of well-formed calls.")
-    tool_match_reward: float = Field(0.5, description="For a turn of the expected calls.")
-    summary_reward: float = Field(1.0, description="For a text where a text is expected.")
+    tool_execution_reward: float = Field(0.5, description="Reward of a turn of well-formed calls.")
+    tool_match_reward: float = Field(0.5, description="Reward of a turn of the expected calls.")
+    summary_reward: float = Field(1.0, description="Reward of a text where a text is expected.")
     validate_think_blocks: bool = Field(
-        True, description="Take a turn for wrong unless it begins with its one thought."
+        True, description="Whether a turn is wrong unless it begins with its only thinking block."
     )
     generate_all_gpt_turns: bool = Field(
-        True, description="Let the policy also write the texts between calls."
+        True, description="Whether the policy also writes the texts between calls."
     )
-    max_gen_per_turn: int = Field(2048, ge=1, description="Tokens of one turn.")
-    scenario_category: Scenario = Field("all", description="Which dialogues are played.")
+    max_gen_per_turn: int = Field(2048, ge=1, description="Maximum tokens of one turn.")
+    scenario_category: Scenario = Field("all", description="Kind of the dialogues.")
     min_tool_call_turns: int = Field(
-        1, ge=0, description="Dialogues with fewer call turns are left out."
+        1, ge=0, description="Minimum number of call turns of a dialogue."
     )
     min_successful_turns: int = Field(
-        1, ge=0, description="A dialogue with fewer right turns scores -1."
+        1, ge=0, description="Minimum number of right turns; with fewer, a dialogue scores -1."
     )
     use_parallel_requests: bool = Field(
-        True, description="Play the dialogues of a group at the same time, not one by one."
+        True, description="Whether the dialogues of a group are played concurrently."
     )
 
 
 def standardized(values: Sequence[float]) -> list[float]:
-    """Return the values less their mean, over their population deviation where that is not 0."""
+    """Subtract the mean, and divide by the population standard deviation unless it is 0."""
     mean, deviation = statistics.fmean(values), statistics.pstdev(values)
     return [(value - mean) / (deviation or 1.0) for value in values]
 
@@ -96,17 +96,16 @@ def mtgrpo_advantages(
     """Return [G][T] advantages: each turn against the same turn of the group, plus the outcome.
 
     Args:
-        turn_rewards: [G][T]; a rollout that ended early takes no part in later turns.
+        turn_rewards: [G][T]; a rollout that ended early is left out of later turns.
         outcomes: [G].
-        outcome_weight: of the standardised outcome in every turn.
+        outcome_weight: weight of the standardized outcome in every turn.
 
     Example:
         turn_rewards  [1, 1] [1, 0]     by turn  [0, 1] [0, -1]
         outcomes      1      0          z        1      -1
         outcome_weight 1                         [1, 2] [-1, -2]
 
-    This is MT-GRPO, group-relative advantages of the turns and of the outcome, but with the mean
-    and the deviation of a turn taken over the rollouts that reached it.
+    Differs from MT-GRPO: mean and deviation of a turn are over the rollouts that reached it.
     """
     by_outcome = [outcome_weight * value for value in standardized(outcomes)]
     advantages = [[value] * len(row) for value, row in zip(by_outcome, turn_rewards, strict=True)]
@@ -119,7 +118,7 @@ def mtgrpo_advantages(
 
 
 class BaseMTGRPOEnv(ToolDialogueEnv):
-    """Dialogues whose turns have advantages of their own."""
+    """Dialogues with an advantage for each turn."""
 
     name = "base_mtgrpo"
     hub_dataset = "interstellarninja/hermes_reasoning_tool_use"
@@ -137,11 +136,11 @@ class BaseMTGRPOEnv(ToolDialogueEnv):
         return executed + matched
 
     def compute_outcome_reward(self, conversation: DialogueConversation) -> float:
-        """Return what a whole dialogue is worth: 1.0 when all its turns are right."""
+        """Return the outcome of a dialogue: 1.0 if all its turns are right, else 0.0."""
         return float(conversation.is_complete)
 
     def turn_rewards(self, conversation: DialogueConversation, *, num_turns: int) -> list[float]:
-        """Return the reward of each turn; one that a limit cut is a wrong one."""
+        """Return the reward of each turn; a turn that a limit cut is wrong."""
         expected = conversation.dialogue.expected_calls_by_turn[len(conversation.checks) :]
         cut = [TurnCheck(bool(calls), is_well_formed=False, is_match=False) for calls in expected]
         checks = [*conversation.checks, *cut][:num_turns]
@@ -155,13 +154,12 @@ class BaseMTGRPOEnv(ToolDialogueEnv):
         return statistics.fmean(rollout.rewards) + self.compute_outcome_reward(conversation)
 
     async def setup(self) -> None:
-        """Read the dialogues; a file in the working folder takes the place of the hub."""
         self.min_call_turns = self.config.min_tool_call_turns
         await super().setup()
 
     def _read(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
-        is_free = self.config.dataset_path is None and self.config.dataset_name is None
-        if is_free and LOCAL_FILE.is_file():
+        is_default = self.config.dataset_path is None and self.config.dataset_name is None
+        if is_default and LOCAL_FILE.is_file():
             return read_splits(
                 LOCAL_FILE,
                 self.columns,
@@ -176,7 +174,7 @@ class BaseMTGRPOEnv(ToolDialogueEnv):
         return [(await self.collect_trajectory(item))[0] for _ in range(self.config.group_size)], []
 
     async def postprocess_histories(self, trajectories: Sequence[Rollout]) -> Any:
-        """Return the group with the advantages of its turns; None when no score is above 0."""
+        """Return the group with the advantages of its turns; None if no score is above 0."""
         group = await super().postprocess_histories(trajectories)
         if group is None:
             return None
@@ -194,7 +192,7 @@ class BaseMTGRPOEnv(ToolDialogueEnv):
             [self.compute_outcome_reward(conversation_of(r)) for r in trajectories],
             outcome_weight=self.config.turn_level_advantage_lambda,
         )
-        # As many rows as the group has: a rollout has one for each of its sequences.
+        # One row per sequence of the group; a rollout may have several.
         rows = [
             (score, token_advantages(sequence.masks, sequence.spans, advantages))
             for rollout, score, advantages in zip(trajectories, scores, by_turn, strict=True)

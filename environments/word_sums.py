@@ -1,8 +1,8 @@
-"""Word sums: arithmetic on numbers too large for the head, with a calculator as a tool.
+"""Word sums: arithmetic with large numbers, with a calculator as tools.
 
     problem -> [user] -> turns that call add, multiply, ... -> <answer>NUMBER</answer> -> 1 or 0
 
-A call with an error costs a little, so a policy learns to call the tools correctly. Needs no data:
+A small penalty for failed calls trains the policy to call the tools correctly. Needs no data:
 
     python environments/word_sums.py process --env.total_steps 4 \
         --env.tokenizer_name NAME --openai.model_name NAME
@@ -40,7 +40,7 @@ STORY = (
 
 
 class WordSumsEnvConfig(MultiTurnEnvConfig):
-    """How hard the problems are."""
+    """Settings of the problems."""
 
     num_digits: int = Field(4, ge=1, le=12, description="Digits of the numbers in a problem.")
     seed: int = Field(0, description="Seed of the problems.")
@@ -108,14 +108,12 @@ class WordSumsEnv(MultiTurnEnv):
     }
 
     async def setup(self) -> None:
-        """Seed the problems; those of the evaluation have a seed of their own."""
         self.random = random.Random(self.config.seed)
 
     async def get_next_item(self) -> Problem:
         return self._make_problem(self.random)
 
     def eval_items(self) -> Sequence[Problem]:
-        """Return the same problems in every evaluation."""
         fixed = random.Random(f"evaluation {self.config.seed}")
         return [self._make_problem(fixed) for _ in range(NUM_EVAL_ITEMS)]
 

@@ -1,4 +1,4 @@
-"""Running code that a model wrote, kept away from everything else on the machine."""
+"""Execution of untrusted programs, isolated from the rest of the machine."""
 
 from __future__ import annotations
 
@@ -37,17 +37,17 @@ def open_sandbox(
     limits: SandboxLimits | None = None,
     allow_unbounded_memory: bool | None = None,
 ) -> Sandbox:
-    """Return a sandbox of a kind; nothing ever falls back to a weaker one.
+    """Return a sandbox of a kind; there is no fallback to another kind.
 
     Args:
-        kind: one of `KINDS`; None for what the environment variable `ATROPOS_SANDBOX` names, and
-            bubblewrap when it is not set.
-        limits: used when `run` is given none.
-        allow_unbounded_memory: run programs where nothing bounds their memory, too; None for
-            whether the environment variable `ATROPOS_SANDBOX_UNBOUNDED_MEMORY` is 1.
+        kind: one of `KINDS`; None takes the environment variable `ATROPOS_SANDBOX`, or bubblewrap
+            if it is not set.
+        limits: default limits of `run`.
+        allow_unbounded_memory: whether programs also run if nothing bounds their memory; None
+            takes the environment variable `ATROPOS_SANDBOX_UNBOUNDED_MEMORY`.
 
     Raises:
-        SandboxUnavailableError: it cannot be used here; the message says what to install.
+        SandboxUnavailableError: the kind is unknown or cannot be used on this machine.
     """
     kind = kind or os.environ.get(VARIABLE) or "bubblewrap"
     if allow_unbounded_memory is None:

@@ -1,16 +1,16 @@
 """The default sandbox: Linux namespaces through bubblewrap, limits set before the program runs.
 
-own pid, network, mount, user, ipc and host name; /usr read-only; writable: /box, /tmp, /dev/shm
-a filter of system calls; as root each program runs as another user of the machine
-boxes are set up in advance, while earlier programs run
+A program (a "box") has its own pid, network, mount, user, ipc and host name namespaces, /usr
+read-only, the writable folders /box, /tmp and /dev/shm, and a filter of system calls. As root, each
+program runs as a separate user. Boxes are set up in advance, while earlier programs run.
 
-A program waits at a gate until its limits are set:
+A box waits at a gate until its limits are set from outside:
 
-    bwrap sets the box up ──► reports its process ──► waits for a byte ──► runs the program
+    bwrap sets up the box ──► reports its process ──► waits for a byte ──► runs the program
 
-So the process is bounded from outside before the program starts. bwrap itself holds the writing end
-open while the box exists. Without the byte the program never starts, whichever process ends first.
-A box that still waits when this process is killed stays until the next such process ends it.
+bwrap itself holds the writing end of the pipe open while the box exists, so without the byte the
+program never starts, whichever process ends first. A box that is waiting when this process is
+killed remains until the next `Bubblewrap` is created.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from atroposlib.sandbox.interface import (
     SandboxError,
     SandboxLimits,
     SandboxResult,
+    as_bytes,
     checked_path,
     content_fd,
 )
@@ -50,11 +51,11 @@ __all__ = ["Bubblewrap"]
 SET_UP_S = 60.0
 READ_BYTES = 65_536
 WORDS = (b"--block-fd", b"--sync-fd", b"--disable-userns")
-"""Of the boxes made here, among those of other programs that use bubblewrap."""
+"""Arguments that distinguish boxes of this page from those of other users of bubblewrap."""
 
 
 class Gate:
-    """The report of bubblewrap, and the byte it waits for; made by `new_gate`."""
+    """The report of bubblewrap, and the byte it waits for; created by `new_gate`."""
 
     def __init__(
         self,
@@ -70,7 +71,7 @@ class Gate:
         self._reported = b""
         self._box: int | None = None
         self.fds = fds
-        """For bubblewrap to inherit: where it reports, the byte's reading and its writing end."""
+        """Inherited by bubblewrap: of the report, of the byte's reading and of its writing end."""
 
     @property
     def words(self) -> list[str]:
@@ -78,15 +79,15 @@ class Gate:
         return ["--json-status-fd", report, "--block-fd", reading, "--sync-fd", writing]
 
     async def wait_for_box(self) -> int | None:
-        """Wait until bubblewrap, started by now, has a process in the box; return its id.
+        """Wait until bubblewrap, already started, reports the box; return the id of its process.
 
         Returns:
-            None when bubblewrap ended instead.
+            The id; None if bubblewrap ended instead.
 
         Raises:
-            SandboxError: it takes longer than a minute.
+            SandboxError: there is no report within a minute.
         """
-        self._until_started.close()  # or the report would never end
+        self._until_started.close()  # otherwise the report would never end
         loop = asyncio.get_running_loop()
         reported: asyncio.Future[None] = loop.create_future()
         loop.add_reader(self._report_fd, self._read, reported)
@@ -107,13 +108,13 @@ class Gate:
         os.write(self.fds[2], b"!")
 
     def kill_box(self) -> None:
-        """End all processes of the box; one that waits at the gate would outlive bubblewrap."""
+        """End all processes of the box; a waiting one would outlive bubblewrap."""
         if self._box is not None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._box, signal.SIGKILL)
 
     def exit_code(self) -> int | None:
-        """The program's, once bubblewrap has ended; None when it ended before the program did."""
+        """Return the program's exit code after bubblewrap has ended; None if there is none."""
         while piece := os.read(self._report_fd, READ_BYTES):
             self._reported += piece
         return self._find("exit-code")
@@ -134,7 +135,7 @@ class Gate:
 
 @contextlib.contextmanager
 def new_gate() -> Iterator[Gate]:
-    """Make a gate; leave the context only when bubblewrap has ended."""
+    """Create a gate; exit the context only after bubblewrap has ended."""
     with contextlib.ExitStack() as held:
         report, report_end = os.pipe()
         held.callback(os.close, report)
@@ -148,7 +149,7 @@ def new_gate() -> Iterator[Gate]:
 
 
 def end_abandoned() -> None:
-    """End the boxes that wait at a gate whose opener has ended."""
+    """End the boxes that wait at a gate whose owner has ended."""
     for folder in Path("/proc").glob("[0-9]*"):
         with contextlib.suppress(OSError, KeyError):
             if (folder / "comm").read_text() == "bwrap\n" and _is_abandoned(folder):
@@ -156,7 +157,7 @@ def end_abandoned() -> None:
 
 
 def _is_abandoned(folder: Path) -> bool:
-    """Whether a process is the first of a box and the bubblewrap outside, its parent, has ended."""
+    """Whether a process is the first one of a box whose parent, bubblewrap, has ended."""
     rows = dict(row.split(":\t", 1) for row in (folder / "status").read_text().splitlines())
     is_first = rows["NSpid"].split()[-1] == "1"
     words = (folder / "cmdline").read_bytes().split(b"\0")
@@ -165,23 +166,23 @@ def _is_abandoned(folder: Path) -> bool:
     return Path("/proc", rows["PPid"], "comm").read_text() != "bwrap\n"
 
 
-NOT_FOUND = 127  # as a shell ends for a program that it cannot start
-BOXES_PER_SLOT = 3  # setting one up is mostly waiting for the kernel
-KEYS = "/proc/keys"  # would show the keys of who started this process
+NOT_FOUND = 127  # exit code of a shell for a missing program
+BOXES_PER_SLOT = 3  # the setup mostly waits for the kernel
+KEYS = "/proc/keys"  # lists the keys of the user of this process
 
 
 class Bubblewrap:
-    """Runs programs under `bwrap`.
+    """Runs programs with `bwrap`.
 
     Args:
-        limits: used when `run` is given none.
-        read_only: further folders of the machine the program may read.
-        max_parallel: programs at a time; None for one per processor this process may use.
-        allow_unbounded_memory: run programs where nothing bounds their memory, too.
-        groups: None for the control groups of this machine.
+        limits: default limits of `run`.
+        read_only: further folders of the machine that the program may read.
+        max_parallel: number of concurrent programs; None for one per usable processor.
+        allow_unbounded_memory: whether programs also run if nothing bounds their memory.
+        groups: control groups; None for those of this machine.
 
     Raises:
-        SandboxUnavailableError: a program it needs is missing, or nothing bounds memory here.
+        SandboxUnavailableError: a required program is missing, or nothing bounds memory here.
     """
 
     name = "bubblewrap"
@@ -202,7 +203,7 @@ class Bubblewrap:
         self._boxes = asyncio.Semaphore(BOXES_PER_SLOT * slots)
         self._groups = groups or ControlGroups()
         self._bwrap = find_program("bwrap", package="bubblewrap")
-        self._prlimit: str | None = None  # starting it takes a tenth of a short program's time
+        self._prlimit: str | None = None  # only if needed: it costs time per program
         if not may_limit_others():
             self._prlimit = find_program("prlimit", package="util-linux")
         self._chroot: str | None = None
@@ -223,7 +224,6 @@ class Bubblewrap:
         limits: SandboxLimits | None = None,
     ) -> SandboxResult:
         limits = limits or self._limits
-        content = stdin.encode("utf-8", "surrogatepass") if isinstance(stdin, str) else stdin
         async with self._boxes, self._groups.join(limits) as members:
             with contextlib.ExitStack() as held:
                 gate = held.enter_context(new_gate())
@@ -239,7 +239,7 @@ class Bubblewrap:
                 try:
                     finished = await run_bounded(
                         words,
-                        stdin=content,
+                        stdin=as_bytes(stdin),
                         limits=limits,
                         pass_fds=[*fds.values(), *filters, *gate.fds],
                         turn=self._turn(gate, limits, members),
@@ -258,9 +258,9 @@ class Bubblewrap:
         self, gate: Gate, limits: SandboxLimits, members: Membership
     ) -> AsyncIterator[None]:
         pid = await gate.wait_for_box()
-        # The kernel may take milliseconds to put a process into a control group.
+        # In a thread: the kernel may take milliseconds to move a process into a control group.
         if pid is None or not await asyncio.to_thread(self._bound, pid, limits, members):
-            yield  # bwrap says why on standard error
+            yield  # bwrap writes the reason to standard error
             return
         try:
             async with self._slots:
@@ -274,7 +274,7 @@ class Bubblewrap:
             gate.kill_box()
 
     def _bound(self, pid: int, limits: SandboxLimits, members: Membership) -> bool:
-        """Bound a process and what it starts; False when it has ended already."""
+        """Bound a process and its descendants; return False if it has already ended."""
         kill_first(pid)
         return members.add(pid) and (self._prlimit is not None or limit_process(pid, limits))
 
@@ -289,7 +289,7 @@ class Bubblewrap:
         disk = str(limits.disk_bytes)
         words = [self._bwrap, *gate.words]
         if self._chroot is not None:
-            user = next_user()  # to /, so that the user alone changes
+            user = next_user()  # chroot to / changes the user only
             words = [self._chroot, f"--userspec=+{user}:+{user}", "--groups=", "/", *words]
             words += ["--uid", str(NOBODY), "--gid", str(NOBODY)]
         words += ["--unshare-all", "--unshare-user", "--disable-userns", "--cap-drop", "ALL"]
@@ -306,7 +306,7 @@ class Bubblewrap:
             words += ["--size", disk, "--tmpfs", folder]
         for path, fd in files.items():
             words += ["--file", str(fd), f"/box/{path}"]
-        for path in ("/proc", "/dev", "/"):  # in /proc, what belongs to its own namespaces too
+        for path in ("/proc", "/dev", "/"):  # /proc includes settings of its own namespaces
             words += ["--remount-ro", path]
         words += ["--chdir", "/box", "--setenv", "HOME", "/box", "--setenv", "PATH", "/usr/bin"]
         words += ["--setenv", "LANG", "C.UTF-8"]
@@ -319,7 +319,7 @@ class Bubblewrap:
 
 
 def _exit_code(finished: Finished, gate: Gate) -> int | None:
-    """The program's; None when the box could not be set up."""
+    """Return the program's exit code; None if the box could not be set up."""
     code = gate.exit_code()
     if code is None and finished.stderr.startswith(b"bwrap: execvp "):
         return NOT_FOUND

@@ -1,14 +1,14 @@
 """Sandboxes by an OCI runtime: a container by runc or crun, or gVisor's own kernel by runsc.
 
     config.json, files ──► runtime run ──► timeout ──► copy files ──► prlimit ──► program
-    time is up, or cancelled ──► runtime delete --force
+    timeout or cancellation ──► runtime delete --force
 
-No image is used: /usr of the machine is the root, read-only. Before the first program, trial
-programs exceed each limit; a runtime that does not enforce one is refused.
+No image is used: /usr of the machine is mounted read-only. Before the first program, trial programs
+exceed each limit; a runtime that does not enforce all of them is rejected.
 
-A container has its own pid, network, mount, ipc and host name; /usr read-only; writable: /box,
-/tmp, /dev/shm; a user of its own without capabilities; a filter of system calls. The limits of each
-process are set inside by prlimit, because gVisor enforces no others.
+A container has its own pid, network, mount, ipc and host name namespaces, /usr read-only, the
+writable folders /box, /tmp and /dev/shm, a separate user without capabilities, and a filter of
+system calls. The limits of each process are set inside by prlimit, the only ones gVisor enforces.
 
 Source: Open Container Initiative, "Runtime Specification", version 1.0.2, config.md.
 """
@@ -35,6 +35,7 @@ from atroposlib.sandbox.interface import (
     SandboxLimits,
     SandboxResult,
     SandboxUnavailableError,
+    as_bytes,
     checked_path,
 )
 from atroposlib.sandbox.limits import (
@@ -59,7 +60,7 @@ GRACE_S = 5
 MASKED = ("/proc/kcore", "/proc/keys", "/proc/key-users", "/proc/timer_list", "/proc/scsi")
 WRITABLE = ("/tmp", "/box", "/dev/shm")
 FOLDERS = ("proc", "dev", "usr", "tmp", "box", "input")
-"""The empty folders a root needs for the mounts."""
+"""Mount points in the root."""
 COPY_AND_RUN = 'cp -r /input/. . && exec "$@"'
 
 
@@ -76,22 +77,22 @@ def container_spec(
     is_memory_counted: bool,
     has_own_kernel: bool,
 ) -> dict[str, Any]:  # JSON
-    """Return the configuration of one program's container.
+    """Return the configuration of the container of one program.
 
     Args:
-        command: the program and its arguments.
-        root: the folder that becomes /, with `FOLDERS` in it.
-        files: the folder whose content the program finds in /box.
-        limits: of memory, processes and disk.
+        command: program and arguments.
+        root: folder that becomes /, with `FOLDERS` in it.
+        files: folder with the files of the program.
+        limits: limits of memory, processes and disk.
         limit_words: command prefix that sets the limits of each process and runs the rest.
-        group: path of the control group the runtime makes; None for none.
-        bounds_swap: whether the runtime can bound memory and swap together.
-        user: whom the program runs as.
-        is_memory_counted: whether a control group bounds its memory.
+        group: path of the control group that the runtime creates; None for no group.
+        bounds_swap: whether memory and swap can be bounded together.
+        user: id of the user of the program.
+        is_memory_counted: whether a control group bounds the memory.
         has_own_kernel: whether the runtime is gVisor.
     """
-    # The first process cannot be killed from within, and with it all others end: the container
-    # does not outlive it, even when this process ends without removing it.
+    # The first process cannot be killed from inside, and its end ends all others: so the container
+    # ends after its time limit, even if this process does not remove it.
     end = ["/usr/bin/timeout", "--signal=KILL", str(math.ceil(limits.wall_s) + GRACE_S)]
     words = [*end, "/usr/bin/sh", "-c", COPY_AND_RUN, "sh", *limit_words, *command]
     linux: dict[str, Any] = {
@@ -101,8 +102,8 @@ def container_spec(
         "seccomp": call_rules(is_memory_counted=is_memory_counted, has_own_kernel=has_own_kernel),
     }
     if group is not None:
-        memory = limits.memory_bytes + 2 * limits.disk_bytes  # its folders lie in memory
-        processes = limits.max_processes + 1  # and the one that ends it
+        memory = limits.memory_bytes + 2 * limits.disk_bytes  # its folders are in memory
+        processes = limits.max_processes + 1  # plus `timeout`
         linux["cgroupsPath"] = group
         bounds = dict.fromkeys(("limit", "swap") if bounds_swap else ("limit",), memory)
         linux["resources"] = {"memory": bounds, "pids": {"limit": processes}}
@@ -127,14 +128,14 @@ def container_spec(
 
 
 def _mounts(files: str, disk_bytes: int) -> list[dict[str, Any]]:
-    mounts = [
+    size = f"size={disk_bytes}"
+    return [
         _mount("/proc", "proc", "proc", "noexec", "ro"),
         _mount("/dev", "tmpfs", "tmpfs", "mode=755", "size=65536"),
+        _mount("/usr", "bind", "/usr", "rbind", "ro"),
+        *(_mount(path, "tmpfs", "tmpfs", "mode=1777", size) for path in WRITABLE),
+        _mount("/input", "bind", files, "rbind", "ro"),
     ]
-    mounts += [_mount(path, "bind", path, "rbind", "ro") for path in ("/usr",)]
-    for path in WRITABLE:
-        mounts.append(_mount(path, "tmpfs", "tmpfs", "mode=1777", f"size={disk_bytes}"))
-    return [*mounts, _mount("/input", "bind", files, "rbind", "ro")]
 
 
 def _mount(path: str, kind: str, source: str, *options: str) -> dict[str, Any]:
@@ -179,12 +180,12 @@ for folder in ('/box', '/tmp', '/dev/shm'):
 
 
 class Trial(NamedTuple):
-    """A program that goes beyond a limit."""
+    """A program that exceeds a limit."""
 
     limit: str
     command: tuple[str, ...]
     holds: Callable[[SandboxResult], bool]
-    """Whether the limit stopped it."""
+    """Whether a result shows that the limit was enforced."""
     limits: SandboxLimits = LIMITS
 
 
@@ -202,7 +203,7 @@ TRIALS = (
 
 
 JOIN_GROUPS = 'set -e; for file in $1; do echo 0 > "$file"; done; shift; exec "$@"'
-KERNEL_BYTES = 256 * MEBIBYTE  # of gVisor itself
+KERNEL_BYTES = 256 * MEBIBYTE  # memory of gVisor itself
 KERNEL_THREADS = 512
 DELETE_TIMEOUT_S = 60
 
@@ -211,14 +212,15 @@ _numbers = itertools.count()
 
 @dataclass(frozen=True)
 class Runtime:
-    """A program that runs containers, as the OCI runtime specification has it."""
+    """An OCI runtime."""
 
     name: str
     programs: tuple[str, ...]
-    """Those of them that is installed first."""
+    """Alternative programs; the first one that is installed is used."""
     options: tuple[str, ...] = ()
     has_own_kernel: bool = False
-    """Processes are then counted within; around it this process makes the control group."""
+    """Whether it has its own kernel, which counts processes; this process then creates the control
+    group."""
 
 
 CONTAINER = Runtime("container", ("runc", "crun"))
@@ -231,17 +233,17 @@ GVISOR = Runtime(
 
 
 class Containers:
-    """Runs programs under an OCI runtime, as root.
+    """Runs programs with an OCI runtime, as root.
 
     Args:
         runtime: `CONTAINER` or `GVISOR`.
-        limits: used when `run` is given none.
-        max_parallel: programs at a time; None for one per processor this process may use.
-        allow_unbounded_memory: run programs where nothing bounds their memory, too.
+        limits: default limits of `run`.
+        max_parallel: number of concurrent programs; None for one per usable processor.
+        allow_unbounded_memory: whether programs also run if nothing bounds their memory.
 
     Raises:
-        SandboxUnavailableError: the runtime or a program it needs is missing, this process is
-            not root, or nothing bounds memory here.
+        SandboxUnavailableError: a required program is missing, this process is not root, or
+            nothing bounds memory here.
     """
 
     def __init__(
@@ -263,7 +265,7 @@ class Containers:
                 "root; without, use bubblewrap"
             )
         remove_abandoned()
-        # A container of the other kind does not start where it cannot have its control group.
+        # The other runtimes do not start a container without its control group.
         self._groups = ControlGroups() if runtime.has_own_kernel else None
         if self._groups is not None and not allow_unbounded_memory:
             require_bound(self._groups, has_filter=has_filter())
@@ -280,18 +282,12 @@ class Containers:
         stdin: str | bytes = b"",
         limits: SandboxLimits | None = None,
     ) -> SandboxResult:
-        """Run a command in an empty folder, see `Sandbox.run`.
-
-        Raises:
-            SandboxUnavailableError: a limit does not hold here.
-        """
-        content = stdin.encode("utf-8", "surrogatepass") if isinstance(stdin, str) else stdin
         paths = {checked_path(path): text for path, text in (files or {}).items()}
         async with self._trying:
             if not self._is_tried:
                 await self._try_limits()
                 self._is_tried = True
-        return await self._run(command, paths, content, limits or self._limits)
+        return await self._run(command, paths, as_bytes(stdin), limits or self._limits)
 
     async def _try_limits(self) -> None:
         for trial in TRIALS:
@@ -334,9 +330,9 @@ class Containers:
 
     @contextlib.asynccontextmanager
     async def _joined(self, name: str, limits: SandboxLimits) -> AsyncIterator[list[str]]:
-        """Yield the words that put gVisor into a control group and run the words after them.
+        """Yield a command prefix that moves gVisor into a control group and runs the rest.
 
-        Other runtimes make the group themselves, and need no words.
+        It is empty for other runtimes, which create the group themselves.
         """
         if self._groups is None:
             async with bounded_tcp(name, limits):
@@ -367,9 +363,8 @@ class Containers:
         for each in ("bin", "lib", "lib64"):
             (root / each).symlink_to(f"usr/{each}")
         for path, content in files.items():
-            data = content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content
             (given / path).parent.mkdir(parents=True, exist_ok=True)
-            (given / path).write_bytes(data)
+            (given / path).write_bytes(as_bytes(content))
         own_kernel = self._runtime.has_own_kernel
         spec = container_spec(
             command,
@@ -403,7 +398,7 @@ def _has_text(file: Path) -> bool:
 
 
 async def _kill(runtime: Sequence[str], name: str) -> None:
-    """Kill and remove a container that may not have come to be."""
+    """Kill and remove a container, if it exists."""
     words = [*runtime, "delete", "--force", name]
     try:
         await asyncio.to_thread(

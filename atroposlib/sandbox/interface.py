@@ -1,4 +1,4 @@
-"""The interface of every sandbox: limits, result, errors, and the files of a program."""
+"""The interface of a sandbox: limits, result, errors, and the files of a program."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ __all__ = [
     "SandboxLimits",
     "SandboxResult",
     "SandboxUnavailableError",
+    "as_bytes",
     "checked_path",
     "content_fd",
     "run_python",
@@ -35,7 +36,7 @@ class SandboxError(AtroposError, RuntimeError):
 
 
 class SandboxUnavailableError(SandboxError):
-    """No sandbox can be used on this machine; the message says what to install."""
+    """A sandbox cannot be used on this machine; the message has the reason and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -47,17 +48,17 @@ class SandboxLimits:
     """
 
     wall_s: float = 10.0
-    """Seconds until the program is killed, waiting included."""
+    """Wall-clock seconds until the program is killed."""
     cpu_s: int = 5
-    """Processor seconds of each of its processes."""
+    """CPU seconds of each process."""
     memory_bytes: int = 512 * MEBIBYTE
-    """Of each process; of all together too where control groups can be written."""
+    """Memory of each process, and of all processes together if control groups are writable."""
     max_processes: int = 16
-    """Processes and threads alive at a time."""
+    """Number of concurrent processes and threads."""
     disk_bytes: int = 64 * MEBIBYTE
-    """Of each folder it may write to; they live in memory and end with it."""
+    """Size of each writable folder; they are in memory and removed at the end."""
     output_bytes: int = MEBIBYTE
-    """Of its standard output and of its standard error; more ends it."""
+    """Size of standard output and of standard error; a program that writes more is ended."""
 
     def __post_init__(self) -> None:
         for field in fields(self):
@@ -71,22 +72,21 @@ class SandboxResult:
     """The ending of a program, and its output."""
 
     exit_code: int | None
-    """Of the program, 128 + the signal when one ended it; None when the sandbox ended it."""
+    """Exit code, 128 + n after signal n; None if the sandbox ended the program."""
     stdout: str
-    """Up to `output_bytes`; bytes that are no UTF-8 are replaced."""
+    """Up to `output_bytes`; invalid UTF-8 is replaced."""
     stderr: str
     ended_by: Ending
-    """`exit`: by itself, with any code; `signal`: by one; otherwise the limit it exceeded."""
+    """`exit` with any code, `signal`, or the limit that the program exceeded."""
     duration_s: float
 
     @property
     def is_success(self) -> bool:
-        """Whether it ended by itself with exit code 0."""
         return self.ended_by == "exit" and self.exit_code == 0
 
 
 class Sandbox(Protocol):
-    """A place where a program has no network, no files of the machine and bounded means."""
+    """Runs programs without network, without files of the machine, and with bounded resources."""
 
     name: str
 
@@ -101,19 +101,19 @@ class Sandbox(Protocol):
         """Run a command in an empty folder and wait for its end; cancelling kills it.
 
         Args:
-            command: the program and its arguments; the first is looked up on the sandbox's PATH.
-            files: relative path -> content, put into the folder first.
-            stdin: its standard input.
-            limits: None for the sandbox's own.
+            command: program and arguments; the program is looked up on the PATH of the sandbox.
+            files: contents of files in the folder, by relative path.
+            stdin: standard input.
+            limits: limits; None takes the defaults of the sandbox.
 
         Raises:
             SandboxError: the sandbox could not be set up.
-            ValueError: a path of `files` leaves the folder.
+            ValueError: a path of `files` is outside the folder.
         """
 
 
 PYTHON = ("/usr/bin/python3", "-I", "-B")
-"""The interpreter a sandbox sees: the system's, without the user's packages and settings."""
+"""Interpreter in a sandbox: that of the system, without packages and settings of the user."""
 
 
 async def run_python(
@@ -124,18 +124,7 @@ async def run_python(
     files: Mapping[str, str | bytes] | None = None,
     limits: SandboxLimits | None = None,
 ) -> SandboxResult:
-    """Run a Python program, given as its text.
-
-    Args:
-        sandbox: where.
-        source: the program; it becomes `main.py` in the sandbox's folder.
-        stdin: its standard input.
-        files: further files in its folder, relative path -> content.
-        limits: None for the sandbox's own.
-
-    Raises:
-        SandboxError: the sandbox could not be set up.
-    """
+    """Run a Python program, which becomes the file `main.py`; see `Sandbox.run`."""
     return await sandbox.run(
         [*PYTHON, "main.py"],
         files={**(files or {}), "main.py": source},
@@ -148,10 +137,10 @@ SEALS = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK | fcntl.F_S
 
 
 def checked_path(path: str) -> str:
-    """Return a relative path within the folder.
+    """Return a normalized relative path.
 
     Raises:
-        ValueError: it is empty, absolute, has a NUL or leads out of the folder.
+        ValueError: the path is empty, absolute, has a NUL or leads outside the folder.
     """
     pure = PurePosixPath(path)
     if not pure.parts or pure.is_absolute() or ".." in pure.parts or "\0" in path:
@@ -161,14 +150,18 @@ def checked_path(path: str) -> str:
     return str(pure)
 
 
+def as_bytes(content: str | bytes) -> bytes:
+    """Return content as bytes; text as UTF-8, lone surrogates included."""
+    return content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content
+
+
 @contextlib.contextmanager
 def content_fd(content: str | bytes) -> Iterator[int]:
     """Provide content in memory as a file descriptor that another process can only read."""
-    data = content.encode("utf-8", "surrogatepass") if isinstance(content, str) else content
     fd = os.memfd_create("sandbox-file", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         with open(fd, "wb", closefd=False) as file:
-            file.write(data)
+            file.write(as_bytes(content))
         fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
         os.lseek(fd, 0, os.SEEK_SET)
         yield fd

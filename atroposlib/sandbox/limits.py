@@ -1,10 +1,10 @@
 """Limits of a sandbox: of all its processes together, and of each process.
 
-Together: control groups of Linux, versions 1 and 2, for root, and in version 2 for a user to whom
-systemd has delegated a subtree. Where none is writable, the memory of a program is measured every
-50 ms, and the program is killed when it exceeds its limit.
+Together: control groups of Linux, versions 1 and 2, for root, and in version 2 also for users with
+a subtree delegated by systemd. If no control group is writable, the memory of a program is measured
+every 50 ms, and the program is killed when it exceeds its limit.
 
-Each process: resource limits and a user, set by programs that run before the sandboxed one.
+Each process: resource limits, set before the program starts, and a separate user.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ TCP_LIMIT = "memory.kmem.tcp.limit_in_bytes"
 MEMORY_LIMITS = ("memory.max", "memory.limit_in_bytes")
 LIMITS = (
     *("memory.max", "memory.swap.max", "pids.max"),
-    # without the second, what does not fit into the first would go to swap; TCP counts apart
+    # without a limit of memory and swap, further memory would be swapped; TCP is counted separately
     *("memory.limit_in_bytes", "memory.memsw.limit_in_bytes", TCP_LIMIT),
 )
 COUNTS = ("memory.events", "memory.oom_control")
@@ -61,8 +61,8 @@ REMOVE_TRIES = 50
 REMOVE_PAUSE_S = 0.002
 WATCH_PAUSE_S = 0.05
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-FILE_BYTES = 1536  # what the kernel keeps of an empty file, about
-SOCKET_BYTES = 212_992  # what one holds of what is not received, but for TCP: net.core.wmem_default
+FILE_BYTES = 1536  # approximate kernel memory of an empty file
+SOCKET_BYTES = 212_992  # buffer of a socket other than TCP: net.core.wmem_default
 FOLDERS = ("box", "tmp", "dev/shm")
 COUNTED = ("Pss_Anon:", "Pss_Shmem:", "SwapPss:")
 
@@ -74,18 +74,18 @@ class Membership:
     """The bounds of one program."""
 
     folders: tuple[str, ...]
-    """Its control groups."""
+    """Folders of its control groups."""
     memory_bytes: int
-    """Of all its processes and files."""
+    """Limit of all its processes and files together."""
     is_memory_counted: bool
-    """Whether a control group bounds it."""
+    """Whether a control group bounds the memory."""
     was_killed_here: bool = False
 
     def add(self, pid: int) -> bool:
-        """Move a process, and all that it starts later, into the groups.
+        """Move a process, and its later descendants, into the groups.
 
         Returns:
-            False when it has ended already.
+            False if the process has already ended.
 
         Raises:
             SandboxError: the kernel refuses it.
@@ -96,21 +96,21 @@ class Membership:
         except ProcessLookupError:
             return False
         except OSError as error:
-            raise SandboxError(f"a control group takes no process in: {error}") from error
+            raise SandboxError(f"a process cannot join a control group: {error}") from error
         return True
 
     @property
     def ran_out_of_memory(self) -> bool:
-        """Whether one of its processes was killed for memory."""
+        """Whether a process was killed for memory."""
         kills = (_kills(f"{folder}/{name}") for folder in self.folders for name in COUNTS)
         return self.was_killed_here or any(number > 0 for number in kills)
 
     async def watch(self, pid: int, kill: Callable[[], None]) -> None:
-        """Kill a program that takes too much; until cancelled, or at once if the kernel does it.
+        """Poll the memory of a program and kill it over the limit; return if the kernel does so.
 
         Args:
-            pid: of its first process.
-            kill: ends all of them.
+            pid: id of its first process.
+            kill: ends all of its processes.
         """
         while not self.is_memory_counted:
             await asyncio.sleep(WATCH_PAUSE_S)
@@ -121,7 +121,7 @@ class Membership:
 
 
 class ControlGroups:
-    """Makes and removes control groups."""
+    """Creates and removes control groups."""
 
     def __init__(self, root: Path = ROOT, own: Path = OWN) -> None:
         parents = _unified(root) or _separate(root) or _delegated(root, own)
@@ -137,18 +137,18 @@ class ControlGroups:
 
     @property
     def count_memory(self) -> bool:
-        """Whether the memory of a program can be bounded, whichever part of the kernel holds it."""
+        """Whether all memory of a program can be bounded, that of the kernel included."""
         return any(name in MEMORY_LIMITS for names in self._limits.values() for name in names)
 
     @contextlib.asynccontextmanager
     async def join(self, limits: SandboxLimits) -> AsyncIterator[Membership]:
-        """Make groups with these limits; they are removed at the end."""
+        """Create groups with these limits, and remove them at the end."""
         name = f"{os.getpid()}-{next(_numbers)}"
         values = _values(limits)
         folders = tuple(f"{parent}/{name}" for parent in self._limits)
         try:
             for folder, limited in zip(folders, self._limits.values(), strict=True):
-                Path(folder).mkdir(parents=True)  # noqa: ASYNC240 - lies in the kernel's memory
+                Path(folder).mkdir(parents=True)  # noqa: ASYNC240 - not on a disk
                 for file in limited:
                     _write(f"{folder}/{file}", values[file])
             yield Membership(folders, _memory_bytes(limits), self.count_memory)
@@ -158,16 +158,16 @@ class ControlGroups:
 
 
 def bounds_swap(root: Path = ROOT) -> bool:
-    """Whether the kernel counts memory and swap together, as it may be built without."""
+    """Whether the kernel can count memory and swap together."""
     is_unified = (root / "cgroup.controllers").exists()
     return is_unified or (root / "memory" / "memory.memsw.limit_in_bytes").exists()
 
 
 @contextlib.asynccontextmanager
 async def bounded_tcp(name: str, limits: SandboxLimits, root: Path = ROOT) -> AsyncIterator[None]:
-    """Make the group that another program is about to use, where that leaves TCP unbounded.
+    """Create the group of a container in advance, with a limit of TCP memory, in version 1.
 
-    Version 1 counts what sockets hold apart, and OCI runtimes do not set the limit any more.
+    Version 1 counts TCP buffers separately, and OCI runtimes no longer set that limit.
     """
     folder = root / "memory" / PARENT / name
     if not (root / "memory" / TCP_LIMIT).exists():
@@ -182,29 +182,24 @@ async def bounded_tcp(name: str, limits: SandboxLimits, root: Path = ROOT) -> As
 
 
 async def remove_group(name: str, root: Path = ROOT) -> None:
-    """Kill what is in a group that another program made, in whichever hierarchies, and remove it.
-
-    Args:
-        name: of its folder below `PARENT`.
-        root: where the kernel shows them.
-    """
+    """Kill the processes of a group that a runtime created, and remove it from all hierarchies."""
     for pattern in (f"{PARENT}/{name}", f"*/{PARENT}/{name}"):
-        for folder in root.glob(pattern):  # noqa: ASYNC240 - lies in the kernel's memory
+        for folder in root.glob(pattern):  # noqa: ASYNC240 - not on a disk
             with contextlib.suppress(OSError):
                 _kill(_pids(folder))
             await _remove(folder)
 
 
 def require_bound(groups: ControlGroups, *, has_filter: bool) -> None:
-    """Refuse to go on where a program could take all memory of the machine.
+    """Check that a program cannot take all memory of the machine.
 
     Args:
-        groups: those of this machine.
-        has_filter: whether calls whose memory belongs to no process can be refused; then the
-            limits of each process times their number are a bound, and the watch a closer one.
+        groups: control groups of this machine.
+        has_filter: whether calls whose memory belongs to no process can be blocked. The memory is
+            then bounded by the limits per process times their number, and by polling.
 
     Raises:
-        SandboxUnavailableError: nothing bounds it; the message says what to do.
+        SandboxUnavailableError: nothing bounds the memory.
     """
     if not groups.count_memory and not has_filter:
         raise SandboxUnavailableError(
@@ -216,7 +211,7 @@ def require_bound(groups: ControlGroups, *, has_filter: bool) -> None:
 
 
 def remove_abandoned(root: Path = ROOT, parents: Sequence[Path] = ()) -> None:
-    """Remove the groups of processes that ended without doing so, and what is left in them."""
+    """Remove groups left by ended processes of this library, and kill what is left in them."""
     for parent in {root / PARENT, *root.glob(f"*/{PARENT}"), *parents}:
         for folder in parent.glob("[0-9]*-[0-9]*"):
             if not Path("/proc", folder.name.split("-")[0]).exists():
@@ -226,7 +221,7 @@ def remove_abandoned(root: Path = ROOT, parents: Sequence[Path] = ()) -> None:
 
 
 def _pids(folder: Path) -> list[int]:
-    """The processes of a group; the kernel shows those of another pid namespace as 0."""
+    """Return the processes of a group; the kernel shows those of other pid namespaces as 0."""
     return [int(pid) for pid in (folder / "cgroup.procs").read_text().split() if pid != "0"]
 
 
@@ -237,13 +232,13 @@ def _kill(pids: Iterable[int]) -> None:
 
 
 def _is_orphan(pid: int) -> bool:
-    """Whether the process that started it is gone; where others share the groups, it may not be."""
+    """Whether the parent of a process has ended; groups may be shared with other processes."""
     status = Path(f"/proc/{pid}/status").read_text()
     return "\nPPid:\t1\n" in status
 
 
 def _unified(root: Path) -> tuple[Path, ...]:
-    """The parent in version 2, when it can be written and hands memory and pids down."""
+    """Return the parent in version 2, if it is writable and delegates memory and pids."""
     if not (root / "cgroup.controllers").exists():
         return ()
     parent = root / PARENT
@@ -257,7 +252,7 @@ def _unified(root: Path) -> tuple[Path, ...]:
 
 
 def _separate(root: Path) -> tuple[Path, ...]:
-    """The parents in version 1, those that can be written."""
+    """Return the writable parents in version 1."""
     parents = []
     for controller in ("memory", "pids"):
         parent = root / controller / PARENT
@@ -271,10 +266,10 @@ def _separate(root: Path) -> tuple[Path, ...]:
 
 
 def _delegated(root: Path, own: Path) -> tuple[Path, ...]:
-    """The parent in version 2 in the part that is this user's, as `user@1000.service`.
+    """Return the parent in version 2 within this user's subtree, such as `user@1000.service`.
 
-    It is a sibling of the group of this process, as the kernel moves a process only within a part
-    that is the user's, and hands controllers down only from groups that hold no process.
+    It is a sibling of the group of this process: the kernel moves a process only within the subtree
+    of its user, and delegates controllers only from groups without processes.
     """
     if not (root / "cgroup.controllers").exists():
         return ()
@@ -296,19 +291,19 @@ def _delegated(root: Path, own: Path) -> tuple[Path, ...]:
 
 
 def _memory_bytes(limits: SandboxLimits) -> int:
-    return limits.memory_bytes + 2 * limits.disk_bytes  # its folders lie in memory
+    return limits.memory_bytes + 2 * limits.disk_bytes  # its folders are in memory
 
 
 def _values(limits: SandboxLimits) -> dict[str, str]:
     memory = str(_memory_bytes(limits))
-    processes = str(limits.max_processes + 1)  # and the sandbox's own
+    processes = str(limits.max_processes + 1)  # plus that of the sandbox
     return dict(zip(LIMITS, (memory, "0", processes, memory, memory, memory), strict=True))
 
 
 def _memory_of(pid: int, enough: int) -> int:
-    """The bytes that a process, what it started, their folders and their sockets take.
+    """Return the bytes of a process, its descendants, their folders and their sockets.
 
-    Memory they share is counted more than once where that does not exceed `enough`.
+    Shared memory is counted once per process if the sum does not exceed `enough`.
     """
     files = _files_of(pid) + _sockets_of(pid)
     pids = _descendants(pid)
@@ -333,20 +328,20 @@ def _resident(pid: str) -> int:
 
 
 def _share(pid: str) -> int:
-    """Of memory that several processes share, a part each; what the kernel may drop is left out."""
+    """Return the memory of a process, shared memory divided, without reclaimable pages."""
     try:
         rows = (line.split() for line in _read(f"/proc/{pid}/smaps_rollup").splitlines())
         return sum(int(row[1]) * 1024 for row in rows if row[0] in COUNTED)
-    except OSError:  # it hides itself
+    except OSError:  # not readable
         return _resident(pid)
 
 
 def _sockets_of(pid: int) -> int:
-    """Of its network: sockets that are open or on their way to be, and what waits in TCP's."""
+    """Return the memory of the sockets of a network namespace, TCP buffers included."""
     taken = 0
     with contextlib.suppress(OSError, StopIteration):
         if os.path.samestat(os.stat(f"/proc/{pid}/ns/net"), os.stat("/proc/self/ns/net")):  # noqa: PTH116
-            return 0  # it is not in the box yet
+            return 0  # not in the box yet
         rows = Path(f"/proc/{pid}/net/sockstat").read_text().splitlines()
         taken += SOCKET_BYTES * next(int(row.split()[2]) for row in rows if "sockets: used" in row)
         for name in ("tcp", "tcp6"):
@@ -357,11 +352,11 @@ def _sockets_of(pid: int) -> int:
 
 
 def _files_of(pid: int) -> int:
-    """Of the folders it may write to: their content, and that there are files at all."""
+    """Return the memory of the writable folders, contents and inodes."""
     taken = 0
     with contextlib.suppress(OSError):
         if os.path.samestat(os.stat(f"/proc/{pid}/root/"), os.stat("/")):  # noqa: PTH116
-            return 0  # it is not in the box yet
+            return 0  # not in the box yet
     for folder in FOLDERS:
         with contextlib.suppress(OSError):
             state = os.statvfs(f"/proc/{pid}/root/{folder}")
@@ -371,7 +366,7 @@ def _files_of(pid: int) -> int:
 
 
 def _kills(file: str) -> int:
-    """Number of processes the kernel killed for memory, from one of the files `COUNTS`."""
+    """Return the number of processes killed for memory, from one of the files `COUNTS`."""
     try:
         rows = [line.split() for line in _read(file).splitlines()]
     except FileNotFoundError:
@@ -380,7 +375,7 @@ def _kills(file: str) -> int:
 
 
 def _write(file: str, text: str) -> None:
-    """Write to one of the kernel's files, at a third of the cost of a file object."""
+    """Write to a file of the kernel; without O_CREAT, and cheaper than with a file object."""
     fd = os.open(file, os.O_WRONLY)
     try:
         os.write(fd, text.encode())
@@ -397,10 +392,10 @@ def _read(file: str) -> str:
 
 
 async def _remove(folder: Path) -> None:
-    """Remove a group; its last processes may take a moment to vanish."""
+    """Remove a group; retries, since its last processes may take a moment to end."""
     for _ in range(REMOVE_TRIES):
         try:
-            folder.rmdir()  # noqa: ASYNC240 - lies in the kernel's memory, not on a disk
+            folder.rmdir()  # noqa: ASYNC240 - not on a disk
         except FileNotFoundError:
             return
         except OSError:
@@ -416,17 +411,17 @@ NOBODY = 65534
 USERS_IN_TURN = 16_384
 MAX_FILES = 256
 OOM_SCORE = 1000
-"""Programs are the first to be killed when the whole machine runs out of memory."""
+"""Makes programs the first to be killed when the machine runs out of memory."""
 UNUSED_USERS = ((1_879_048_192, 2_147_352_575), (60_578, 61_183))
-"""First and last ids that no machine gives to users, services or containers; the second range is
-for containers of 65536 users. Source: systemd's docs/UIDS-GIDS.md."""
+"""Ranges of ids that are not assigned to users, services or containers; the second one is for
+containers with 65536 ids. Source: systemd's docs/UIDS-GIDS.md."""
 
 
 def find_program(program: str, *, package: str) -> str:
     """Return the path of a program.
 
     Raises:
-        SandboxUnavailableError: it is not installed; the message names the package.
+        SandboxUnavailableError: the program is not installed; the message names `package`.
     """
     path = shutil.which(program)
     if path is None:
@@ -437,12 +432,13 @@ def find_program(program: str, *, package: str) -> str:
 
 
 def limit_words(prlimit: str, limits: SandboxLimits, *, processes: bool = True) -> list[str]:
-    """Return the command prefix that sets the limits and then runs the words after it.
+    """Return the command prefix that sets the limits and then runs the rest.
 
     Args:
         prlimit: path of the program.
-        limits: which.
-        processes: the number of processes too, where the kernel counts those of the box alone.
+        limits: the limits.
+        processes: whether the number of processes is limited; only if the kernel counts the
+            processes of the box alone.
     """
     bounds = _bounds(limits)
     if not processes:
@@ -451,10 +447,9 @@ def limit_words(prlimit: str, limits: SandboxLimits, *, processes: bool = True) 
 
 
 def may_limit_others() -> bool:
-    """Whether this process may set the limits of the processes of a box: `limit_process`.
+    """Whether this process may call `limit_process` for the processes of a box.
 
-    Their user is the one of this process, except that root hands over to another, whose limits
-    it may set only with the capability that containers often take away.
+    Root runs them as another user, and needs a capability that containers often lack.
     """
     if os.geteuid() != 0:
         return True
@@ -464,10 +459,10 @@ def may_limit_others() -> bool:
 
 
 def limit_process(pid: int, limits: SandboxLimits) -> bool:
-    """Set the limits of a process and of all that it starts later.
+    """Set the limits of a process and of its later descendants.
 
     Returns:
-        False when it has ended already.
+        False if the process has already ended.
 
     Raises:
         SandboxError: the kernel refuses it.
@@ -483,13 +478,10 @@ def limit_process(pid: int, limits: SandboxLimits) -> bool:
 
 
 def next_user() -> int:
-    """Return the user that the next program runs as, for root, which hands over to it.
+    """Return the user id of the next program of root; `NOBODY` if no other ids are available.
 
-    A user has keyrings, a count of processes, and rights over files and processes. Programs that
-    run at a time share none of it, nor do those of two processes of this kind on one machine.
-
-    Returns:
-        `NOBODY` always where this process may become no further users.
+    Concurrent programs have separate users, also those of different processes of this library: a
+    user has keyrings, a count of processes, and rights over files and processes.
     """
     unused = _unused_users()
     if unused is None:
@@ -501,7 +493,7 @@ def next_user() -> int:
 
 @functools.cache
 def _unused_users() -> tuple[int, int] | None:
-    """The first of `UNUSED_USERS` that the user namespace of this process has."""
+    """Return the first of `UNUSED_USERS` that the user namespace of this process contains."""
     maps = [(OWN_LIMITS / f"{kind}_map").read_text().splitlines() for kind in ("uid", "gid")]
     ranges = [[tuple(map(int, row.split())) for row in rows] for rows in maps]
     for first, last in UNUSED_USERS:
@@ -511,14 +503,14 @@ def _unused_users() -> tuple[int, int] | None:
 
 
 def kill_first(pid: int) -> None:
-    """Let the kernel choose a process, and what it starts, when the whole machine lacks memory."""
+    """Make the kernel kill a process and its descendants first when the machine lacks memory."""
     with contextlib.suppress(OSError):
         Path(f"/proc/{pid}/oom_score_adj").write_text(str(OOM_SCORE))
 
 
 def _bounds(limits: SandboxLimits) -> dict[str, tuple[int, int]]:
-    """Soft and hard limits by the names `prlimit` and the kernel give them."""
-    processes = limits.max_processes + 1  # and the sandbox's own, which waits for the program
+    """Return soft and hard limits by their names in `prlimit`."""
+    processes = limits.max_processes + 1  # plus that of the sandbox, which waits for the program
     return {
         "as": (limits.memory_bytes, limits.memory_bytes),
         "cpu": (limits.cpu_s, limits.cpu_s + 1),

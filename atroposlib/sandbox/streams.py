@@ -1,4 +1,4 @@
-"""A child process with bounded output and a deadline, and the result of its program."""
+"""A child process with bounded output and a time limit, and the result of its program."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ class Finished:
     stdout: bytes
     stderr: bytes
     stopped_for: Ending | None
-    """The limit it was killed for here, None when it ended otherwise."""
+    """The limit for which it was killed here; None if it ended otherwise."""
     duration_s: float
 
 
@@ -49,19 +49,19 @@ async def run_bounded(
     """Run a command until it ends, writes too much or takes too long; cancelling kills it.
 
     Args:
-        command: the program and its arguments.
-        stdin: its standard input.
-        limits: of its output and time.
-        pass_fds: what it inherits besides.
-        turn: entered once it is started and left at its end; the time counts from there.
-        kill: awaited when it has been killed, to kill what it started elsewhere.
+        command: program and arguments.
+        stdin: standard input.
+        limits: limits of output and time.
+        pass_fds: further file descriptors that it inherits.
+        turn: context entered after the start and exited at the end; the time limit starts in it.
+        kill: awaited after the command was killed, to kill processes it started elsewhere.
 
     Raises:
         OSError: the command cannot be started.
     """
     loop = asyncio.get_running_loop()
     record = _Record(limits.output_bytes, ended=loop.create_future(), full=loop.create_future())
-    # asyncio's pipe is a socket, through which a program could send files to this process.
+    # Not asyncio's pipe: it is a socket, over which a program could send file descriptors.
     with content_fd(stdin) if stdin else contextlib.nullcontext(subprocess.DEVNULL) as source:
         transport, _ = await loop.subprocess_exec(
             lambda: record,
@@ -94,7 +94,7 @@ async def run_bounded(
 
 
 class _Record(asyncio.SubprocessProtocol):
-    """The output of a child, up to `max_bytes` per stream."""
+    """Output of a child, up to `max_bytes` per stream."""
 
     def __init__(
         self, max_bytes: int, *, ended: asyncio.Future[None], full: asyncio.Future[None]
@@ -122,7 +122,7 @@ async def _end(
 ) -> None:
     if transport.get_returncode() is None:
         with contextlib.suppress(ProcessLookupError):
-            os.killpg(transport.get_pid(), signal.SIGKILL)  # it leads a session of its own
+            os.killpg(transport.get_pid(), signal.SIGKILL)  # it has its own session
         if kill is not None:
             await kill()
     await asyncio.wait({ended})
@@ -137,13 +137,13 @@ MAX_MESSAGE_CHARACTERS = 300
 def result_of(
     finished: Finished, *, exit_code: int | None, ran_out_of_memory: bool, around: str
 ) -> SandboxResult:
-    """Return how a program ended.
+    """Return the result of a program from the process that ran it.
 
     Args:
-        finished: what ran around it.
-        exit_code: of the program; None when it was stopped, or never ran.
-        ran_out_of_memory: whether the kernel killed one of its processes for that.
-        around: name of what ran around it.
+        finished: the process, such as bubblewrap.
+        exit_code: exit code of the program; None if it was stopped or never ran.
+        ran_out_of_memory: whether the kernel killed one of its processes for memory.
+        around: name of the process, for messages.
 
     Raises:
         SandboxError: the program never ran.

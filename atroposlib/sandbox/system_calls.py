@@ -1,14 +1,14 @@
-"""Which system calls a program may make: one list, for bubblewrap as BPF and for OCI runtimes.
+"""System calls of a program: one list, as BPF for bubblewrap and as rules for OCI runtimes.
 
-    call of another architecture          the process is killed
-    call newer than this page, clone3     ENOSYS; the C library then takes an older one
-    DENIED, new namespaces by clone       EPERM
-    sockets but AF_UNIX, AF_INET(6)       EAFNOSUPPORT, such as AF_VSOCK, which no namespace holds
-    UNCOUNTED, without a control group    EPERM: memory that no limit of a process counts
-    buffers of sockets, without one too   0, and they stay as they are
+    calls of another architecture           the process is killed
+    calls newer than this page, clone3      ENOSYS; the C library falls back to an older one
+    DENIED, new namespaces by clone         EPERM
+    sockets except AF_UNIX, AF_INET(6)      EAFNOSUPPORT, such as AF_VSOCK, without a namespace
+    UNCOUNTED, without a control group      EPERM: memory that no limit of a process counts
+    buffers of sockets, without one         ignored, with result 0
 
-All else is allowed: programs of many kinds run here. The filter is assembled here, as the Python
-bindings of libseccomp are unmaintained and need a library that bubblewrap does not bring.
+All other calls are allowed, since programs of many kinds run here. The filter is assembled here:
+the Python bindings of libseccomp are unmaintained and need a library that bubblewrap does not have.
 
 Source: the kernel's Documentation/userspace-api/seccomp_filter.rst, and its tables of numbers.
 """
@@ -28,7 +28,7 @@ __all__ = ["DENIED", "FAMILIES", "UNCOUNTED", "call_filter", "call_rules", "has_
 
 
 class Architecture(NamedTuple):
-    """The kernel's name of an architecture, and the column of its numbers below."""
+    """The kernel's constant of an architecture, and the column of its numbers below."""
 
     audit: int
     column: int
@@ -39,7 +39,7 @@ LAST_CALL = 466
 """removexattrat of Linux 6.13; numbers above 423 mean the same on every architecture."""
 
 DENIED: dict[str, tuple[int, int | None]] = {
-    # name: its number on x86_64 and on aarch64
+    # name: number on x86_64 and on aarch64
     # keyrings, which belong to a user, not to a box
     "add_key": (248, 217),
     "request_key": (249, 218),
@@ -51,7 +51,7 @@ DENIED: dict[str, tuple[int, int | None]] = {
     "process_madvise": (440, 440),
     "kcmp": (312, 272),
     "pidfd_getfd": (438, 438),
-    # what others do with the files of /usr
+    # observation of other programs' use of /usr
     "fanotify_init": (300, 262),
     "inotify_init": (253, None),
     "inotify_init1": (294, 26),
@@ -125,7 +125,7 @@ UNCOUNTED: dict[str, tuple[int, int | None]] = {
 
 FAMILIES = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6)
 PROTOCOLS = (0, socket.IPPROTO_ICMP, socket.IPPROTO_TCP, socket.IPPROTO_UDP)
-"""Others would load modules into the kernel of the machine; for AF_UNIX, 1 means AF_UNIX."""
+"""Other protocols would load kernel modules; for AF_UNIX, 1 is PF_UNIX."""
 SETSOCKOPT = (54, 208)
 BUFFERS = (socket.SO_SNDBUF, socket.SO_RCVBUF)
 SOCKETS = {"socket": (41, 198), "socketpair": (53, 199)}
@@ -139,25 +139,25 @@ NUMBER, ARCHITECTURE, ARGUMENTS = 0, 4, 16
 ALLOW, KILL_PROCESS, ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 
 PART = 8
-"""Numbers that are looked at one by one; the kernel tries the filter on each when it is set."""
+"""Numbers compared one by one; the kernel evaluates the filter for each number when it is set."""
 
 Instruction = tuple[int, int, int, int]
-"""Operation, where to go on if it is true and if not, and its operand."""
+"""Operation, jumps if true and if false, and operand."""
 
 
 def has_filter() -> bool:
-    """Whether system calls can be filtered here: a known architecture, and a kernel that does."""
+    """Whether system calls can be filtered: a known architecture, and a kernel with seccomp."""
     status = Path("/proc/self/status").read_text(encoding="utf-8", errors="replace")
     return os.uname().machine in MACHINES and "\nSeccomp:" in status
 
 
 @functools.cache
 def call_filter(*, is_memory_counted: bool, machine: str | None = None) -> bytes:
-    """Return the filter as the kernel takes it: little-endian `struct sock_filter`, one by one.
+    """Return the filter as an array of little-endian `struct sock_filter`.
 
     Args:
         is_memory_counted: whether a control group bounds the memory of a box.
-        machine: `x86_64` or `aarch64`; None for this machine's.
+        machine: `x86_64` or `aarch64`; None for that of this machine.
     """
     architecture = MACHINES[machine or os.uname().machine]
     column = architecture.column
@@ -166,7 +166,7 @@ def call_filter(*, is_memory_counted: bool, machine: str | None = None) -> bytes
         (LOAD, 0, 0, ARCHITECTURE),
         *_return_unless(JUMP_EQUAL, architecture.audit, KILL_PROCESS),
         (LOAD, 0, 0, NUMBER),
-        *_return_if(JUMP_ABOVE, LAST_CALL, ERRNO | errno.ENOSYS),  # those of x32 too
+        *_return_if(JUMP_ABOVE, LAST_CALL, ERRNO | errno.ENOSYS),  # includes calls of x32
         *_return_if(JUMP_EQUAL, CLONE3[column], ERRNO | errno.ENOSYS),
     ]
     for numbers in SOCKETS.values():
@@ -183,15 +183,15 @@ def call_filter(*, is_memory_counted: bool, machine: str | None = None) -> bytes
 
 
 def call_rules(*, is_memory_counted: bool, has_own_kernel: bool = False) -> dict[str, Any]:
-    """Return the same as `linux.seccomp` of an OCI runtime's configuration.
+    """Return the same as `linux.seccomp` of the configuration of an OCI runtime.
 
-    The runtime kills what another architecture calls. It leaves out what its libseccomp does not
-    know by name, and numbers newer than this page are allowed.
+    The runtime kills processes that call another architecture. Calls unknown to its libseccomp, and
+    calls newer than this page, are allowed.
 
     Args:
         is_memory_counted: whether a control group bounds the memory of a container.
-        has_own_kernel: whether it is gVisor, whose filter knows the error EPERM alone: no thread
-            would start if it answered clone3, and its namespaces are not those of the machine.
+        has_own_kernel: whether the runtime is gVisor. It supports only the error EPERM, with which
+            clone3 would prevent threads, and its namespaces are not those of the machine.
     """
     denied = [*DENIED, *(() if is_memory_counted else UNCOUNTED)]
     return {
@@ -199,7 +199,7 @@ def call_rules(*, is_memory_counted: bool, has_own_kernel: bool = False) -> dict
         "syscalls": [
             _refused(denied, errno.EPERM),
             *(_refused(["clone"], errno.EPERM, flag) for flag in _flags(NAMESPACES)),
-            # its flags lie in memory, where no filter sees them
+            # its flags are in memory, which a filter cannot read
             *([] if has_own_kernel else [_refused(["clone3"], errno.ENOSYS)]),
             *(_refused(SOCKETS, errno.EAFNOSUPPORT, other) for other in _others(0, FAMILIES)),
             *(_refused(SOCKETS, errno.EPROTONOSUPPORT, other) for other in _others(2, PROTOCOLS)),
@@ -216,7 +216,7 @@ def _return_unless(jump: int, operand: int, answer: int) -> list[Instruction]:
 
 
 def _argument(index: int) -> Instruction:
-    """Load the lower half of an argument; the kernel takes it for a C int as well."""
+    """Load the lower half of an argument, which the kernel also reads as a C int."""
     return (LOAD, 0, 0, ARGUMENTS + 8 * index)
 
 
@@ -225,7 +225,7 @@ def _block(number: int, rules: Sequence[Instruction]) -> list[Instruction]:
 
 
 def _part(numbers: Sequence[int]) -> list[Instruction]:
-    """Refuse these of the numbers up to the last of them; go on with those above."""
+    """Refuse these numbers, allow others up to the last one, and continue with larger ones."""
     jumps = [(JUMP_EQUAL, len(numbers) - place, 0, each) for place, each in enumerate(numbers)]
     answers = [(RETURN, 0, 0, ALLOW), (RETURN, 0, 0, ERRNO | errno.EPERM)]
     return [(JUMP_ABOVE, len(numbers) + 2, 0, numbers[-1]), *jumps, *answers]
@@ -242,7 +242,7 @@ def _return_unless_one_of(values: Sequence[int], answer: int) -> list[Instructio
 
 
 def _buffer_rules() -> list[Instruction]:
-    """Larger buffers of sockets: 0, as if it were done, as programs ask for it by the way."""
+    """Ignore changes of socket buffers with result 0, since many programs request them."""
     ignored = [pair for each in BUFFERS for pair in _return_if(JUMP_EQUAL, each, ERRNO)]
     other = _return_unless(JUMP_EQUAL, socket.SOL_SOCKET, ALLOW)
     return [_argument(1), *other, _argument(2), *ignored]
@@ -251,7 +251,7 @@ def _buffer_rules() -> list[Instruction]:
 def _refused(
     names: Iterable[str], number: int, condition: dict[str, Any] | None = None
 ) -> dict[str, Any]:
-    """One rule with one condition: of several, some runtimes want all and some want any."""
+    """Return a rule with one condition; runtimes combine several conditions differently."""
     rule: dict[str, Any] = {"names": list(names), "action": "SCMP_ACT_ERRNO", "errnoRet": number}
     return rule if condition is None else {**rule, "args": [condition]}
 
@@ -264,7 +264,7 @@ def _flags(mask: int) -> list[dict[str, Any]]:
 
 
 def _others(index: int, allowed: Sequence[int]) -> list[dict[str, Any]]:
-    """Conditions of which one holds when an argument is not among these values."""
+    """Return conditions of which one is true if an argument is not one of these values."""
     highest = max(allowed)
     between = [value for value in range(highest) if value not in allowed]
     conditions = [{"index": index, "value": value, "op": "SCMP_CMP_EQ"} for value in between]

@@ -1,7 +1,7 @@
-r"""The part of a completion that is the answer: a `\boxed{...}`, tags, a fenced program. Pure.
+r"""The answer in a completion: in `\boxed{...}`, in tags, or as a fenced program. Pure.
 
-Every search takes time in proportion to the text: a pattern such as `<a>(.*?)</a>` would search for
-the closing tag again after each of a thousand opening ones.
+All searches are linear in the text. A pattern such as `<a>(.*?)</a>` would search for the closing
+tag again after each of a thousand opening tags.
 """
 
 from __future__ import annotations
@@ -17,17 +17,14 @@ _BOX = "\\boxed{"
 
 
 def boxed_answer(text: str) -> str | None:
-    r"""Return the text after the last `\boxed{` as far as the next brace, stripped.
-
-    None when there is no box, or the last one is not closed.
-    """
+    r"""Return the stripped text from the last `\boxed{` to the next brace; None if not closed."""
     _, box, rest = text.rpartition(_BOX)
     inside, brace, _ = rest.partition("}")
     return inside.strip() if box and brace else None
 
 
 def tagged_answer(text: str) -> str | None:
-    """Return what stands in the first pair of tags on one line, stripped; None without a pair."""
+    """Return the stripped text in the first pair of tags on one line; None without a pair."""
     for line in text.split("\n"):
         opened = _OPENED.search(line)
         closed = _CLOSED.search(line, opened.end()) if opened else None
@@ -37,12 +34,12 @@ def tagged_answer(text: str) -> str | None:
 
 
 def only_tagged(text: str, tag: str) -> str | None:
-    """Return what stands between the tags, stripped; None unless there is exactly one such pair."""
+    """Return the stripped text between the tags; None unless there is exactly one pair."""
     _, opened, rest = text.partition(f"<{tag}>")
-    inside, closed, behind = rest.partition(f"</{tag}>")
+    inside, closed, after = rest.partition(f"</{tag}>")
     if not (opened and closed):
         return None
-    is_second = f"</{tag}>" in behind.partition(f"<{tag}>")[2]
+    is_second = f"</{tag}>" in after.partition(f"<{tag}>")[2]
     return None if is_second else inside.strip()
 
 
@@ -50,13 +47,10 @@ FENCE = "```"
 
 
 def last_code_block(answer: str) -> str | None:
-    """Return the content of the last fenced block that was closed, None when there is none.
-
-    Takes time in proportion to the length of the answer.
-    """
+    """Return the content of the last closed fenced block; None without one."""
     block: list[str] | None = None
     found = None
-    for line in answer.split("\n"):  # and at no other character: a text of the program may hold it
+    for line in answer.split("\n"):  # unlike splitlines: strings may contain other separators
         text = line.strip()
         if not text.startswith(FENCE) or (block is None and FENCE in text[len(FENCE) :]):
             if block is not None:
@@ -64,6 +58,6 @@ def last_code_block(answer: str) -> str | None:
         elif block is None:
             block = []
         else:
-            # A list item's block is indented as a whole.
+            # A block in a list item is indented as a whole.
             found, block = textwrap.dedent("\n".join(block)), None
     return found

@@ -1,8 +1,8 @@
-"""Blackjack as a task: the table, the prompt, the value of each decision, and how games are scored.
+"""Blackjack: the table, the prompt, the exact value of each decision, scores and metrics.
 
 table (cards) ─► chat (prompt) ─► reply ─► score of the decision ─► next hand
 
-Both environments of `environments/game_environments/gymnasium/blackjack/` play at this table.
+Shared by the environments of `environments/game_environments/gymnasium/blackjack/`.
 """
 
 from __future__ import annotations
@@ -39,14 +39,14 @@ __all__ = [
     "action_value",
     "best_action",
     "describe",
-    "evaluation_figures",
+    "evaluation_metrics",
     "fit_prompt",
     "form_bonus",
     "opening",
     "read_action",
     "score_reply",
     "shorten_thinking",
-    "training_figures",
+    "training_metrics",
     "value",
 ]
 
@@ -54,28 +54,30 @@ logger = logging.getLogger("environments.blackjack")
 
 
 class BlackjackEnvConfig(BaseEnvConfig):
-    """Which game is played, and how decisions are sampled and scored."""
+    """Settings of the game, of sampling and of the score."""
 
     env_name: str = Field("Blackjack-v1", description="Name of the game in gymnasium.")
     temperature: float = Field(
-        0.7, ge=0, description="Sampling temperature, of evaluations as well."
+        0.7, ge=0, description="Sampling temperature of rollouts and evaluations."
     )
-    top_p: float = Field(0.9, gt=0, le=1, description="Share of the likeliest tokens sampled from.")
-    max_turns: int = Field(5, ge=1, description="Decisions in one game.")
+    top_p: float = Field(0.9, gt=0, le=1, description="Nucleus of sampling; 1 disables it.")
+    max_turns: int = Field(5, ge=1, description="Maximum number of decisions in one game.")
     wandb_name: str | None = Field("blackjack", description="Name to register under.")
-    thinking_active: bool = Field(True, description="Ask the policy to think, and reward it.")
-    eval_episodes: int = Field(100, ge=0, description="Games of one evaluation.")
+    thinking_active: bool = Field(
+        True, description="Whether the policy is asked to think and rewarded for it."
+    )
+    eval_episodes: int = Field(100, ge=0, description="Number of games of one evaluation.")
     max_think_chars_history: int = Field(
-        3000, ge=0, description="Characters of thinking that stay in the chat of later decisions."
+        3000, ge=0, description="Maximum characters of thinking kept in earlier replies."
     )
     max_trajectory_tokens: int = Field(
-        24576, ge=1, description="Most tokens of prompt and reply; old decisions leave the prompt."
+        24576,
+        ge=1,
+        description="Maximum tokens of prompt and reply; the oldest decisions are dropped first.",
     )
-    debug_mode: bool = Field(False, description="Log every decision.")
-    group_size: int = Field(16, ge=1, description="Replies per decision.")
-    tiebreak_token_factor: float = Field(
-        0.01, ge=0, description="What the shortest reply earns more than the longest."
-    )
+    debug_mode: bool = Field(False, description="Whether every decision is logged.")
+    group_size: int = Field(16, ge=1, description="Number of replies per decision.")
+    tiebreak_token_factor: float = Field(0.01, ge=0, description="Maximum bonus for a short reply.")
 
 
 Action = Literal["hit", "stick"]
@@ -87,19 +89,19 @@ CARD_PROBABILITY = {card: (4 if card == 10 else 1) / 13 for card in range(1, 11)
 
 
 class Rules(NamedTuple):
-    """The two options of the game."""
+    """The two options of the game in gymnasium."""
 
     sab: bool = True
-    """A natural wins against all but a natural, as in the book of Sutton and Barto."""
+    """Whether a natural wins against everything but a natural, as in Sutton and Barto."""
     natural: bool = False
-    """Without `sab`: winning with a natural pays 1.5."""
+    """Whether winning with a natural pays 1.5; only without `sab`."""
 
 
 class Hand(NamedTuple):
     """The observation of the player."""
 
     total: int
-    """Sum of the hand, a usable ace counted as 11."""
+    """Sum of the hand, with a usable ace as 11."""
     usable_ace: bool
     dealer_card: int
     """1 to 10, an ace is 1."""
@@ -114,18 +116,18 @@ class _DealerEnd(NamedTuple):
 
 
 def value(hand: Hand, rules: Rules) -> float:
-    """Return V*: what a hand earns on average when it is played best."""
+    """Return V*, the expected reward of a hand under optimal play."""
     return max(action_value(hand, action, rules) for action in ACTIONS)
 
 
 def best_action(hand: Hand, rules: Rules) -> Action:
-    """Return the action that earns more on average."""
+    """Return the action with the higher expected reward."""
     return max(ACTIONS, key=lambda action: action_value(hand, action, rules))
 
 
 @lru_cache(maxsize=4096)
 def action_value(hand: Hand, action: Action, rules: Rules) -> float:
-    """Return what an action earns on average when the game is played best from there on."""
+    """Return Q*, the expected reward of an action followed by optimal play."""
     if action == "stick":
         ends = _dealer_ends(hand.dealer_card)
         return sum(chance * _result(hand, end, rules) for end, chance in ends.items())
@@ -150,7 +152,7 @@ def _result(hand: Hand, dealer: _DealerEnd, rules: Rules) -> float:
 
 @lru_cache(maxsize=16)
 def _dealer_ends(card: int) -> Mapping[_DealerEnd, float]:
-    """Return how the dealer may end who shows a card, with the probabilities."""
+    """Return the final hands of a dealer that shows a card, and their probabilities."""
     ends: dict[_DealerEnd, float] = {}
 
     def draw(total: int, usable_ace: bool, chance: float, num_cards: int) -> None:
@@ -180,13 +182,13 @@ class Table:
 
     Args:
         env_name: name of the game in gymnasium's registry.
-        seed: of the cards.
+        seed: seed of the cards.
 
     Attributes:
-        hand: what the player sees.
-        rules: of this game.
-        is_over: whether the last card fell.
-        reward: of the whole game so far; 0 until it is over.
+        hand: current observation.
+        rules: rules of the game.
+        is_over: whether the game has ended.
+        reward: reward of the game; 0 until it has ended.
     """
 
     def __init__(self, env_name: str, *, seed: int) -> None:
@@ -199,7 +201,7 @@ class Table:
         self.hand = _hand(observation, is_dealt=True)
 
     def play(self, action: Action) -> float:
-        """Take an action; returns its reward.
+        """Apply an action and return its reward.
 
         Raises:
             ValueError: the game is over.
@@ -215,7 +217,7 @@ class Table:
 
 def _hand(observation: Any, *, is_dealt: bool) -> Hand:
     total, dealer_card, usable_ace = (int(number) for number in observation)
-    # Two cards make 21 only as an ace and a ten.
+    # Two cards have the sum 21 only as an ace and a ten.
     return Hand(total, bool(usable_ace), dealer_card, is_natural=is_dealt and total == 21)
 
 
@@ -227,20 +229,20 @@ An ace counts 11 where that is not too much, else 1. The dealer takes cards up t
 ONE_CALL = "Answer each hand with one call of take_action."
 HAND = "Your hand counts {total}{ace}. The dealer shows {dealer_card}."
 TEMPLATE_ROLES = {"system": "system", "environment": "user", "agent": "assistant"}
-"""Chat templates know these; the others are those of the records."""
+"""Roles of the records, and the roles that chat templates accept."""
 MIN_REPLY_SHARE = 4
-"""A reply has at least one such part of the limit, as long as there are old turns to drop."""
+"""Old turns are dropped until a reply has at least 1 / `MIN_REPLY_SHARE` of the token limit."""
 
 
 class Prompt(NamedTuple):
     """The prompt of a decision."""
 
     chat: list[Mapping[str, str]]
-    """The turns that are in it."""
+    """Messages in the prompt."""
     text: str
     num_tokens: int
     budget: int
-    """Tokens the reply may have."""
+    """Maximum tokens of the reply."""
 
     @property
     def messages(self) -> list[dict[str, Any]]:
@@ -248,7 +250,7 @@ class Prompt(NamedTuple):
 
 
 def describe(hand: Hand) -> str:
-    """Return what the player sees, in words."""
+    """Return the observation as text."""
     return HAND.format(
         total=hand.total,
         ace=", with an ace that counts 11" if hand.usable_ace else "",
@@ -257,7 +259,7 @@ def describe(hand: Hand) -> str:
 
 
 def opening(hand: Hand, *, thinking_active: bool) -> list[Mapping[str, str]]:
-    """Return the rules and the first hand."""
+    """Return the messages with the rules and the first hand."""
     rules = [RULES, *([THINK_FIRST] if thinking_active else []), ONE_CALL]
     system = "\n".join(rules) + f"\n\n{tool_instructions([TAKE_ACTION])}"
     return [
@@ -267,21 +269,21 @@ def opening(hand: Hand, *, thinking_active: bool) -> list[Mapping[str, str]]:
 
 
 def fit_prompt(chat: Chat, tokenizer: Any, *, limit: int, thinking_active: bool) -> Prompt | None:
-    """Render a chat; its oldest turns are left out where they leave a reply too little room.
+    """Render a chat, without its oldest turns if they leave a reply too little room.
 
     Args:
-        chat: system message, then hands and replies, a hand last.
-        tokenizer: of the policy.
-        limit: most tokens of prompt and reply.
-        thinking_active: begin the reply with thinking.
+        chat: system message, then hands and replies; the last message is a hand.
+        tokenizer: tokenizer of the policy.
+        limit: maximum tokens of prompt and reply.
+        thinking_active: whether the reply begins with thinking.
 
     Returns:
-        None when not even the last hand leaves room for a reply.
+        The prompt; None if even the last hand leaves no room for a reply.
     """
     kept = list(chat)
     while True:
         text = render_messages(tokenizer, _as_messages(kept))
-        # Some templates open the thinking themselves.
+        # Some chat templates write the opening tag themselves.
         if thinking_active and not text.rstrip().endswith("<think>"):
             text += PREFILL
         num_tokens = len(tokenizer.encode(text, add_special_tokens=True))
@@ -296,9 +298,9 @@ def _as_messages(chat: Chat) -> list[dict[str, Any]]:
 
 
 PREFILL = "<think>\n"
-"""Prefix of a reply when thinking is requested; not written by the policy."""
+"""Prefix of a reply if thinking is requested; not written by the policy."""
 DEFAULT_ACTION: Action = "stick"
-"""The action that replaces an invalid reply."""
+"""Action for an invalid reply."""
 BONUS = 0.2
 
 THINK_START, THINK_END = "<think>", "</think>"
@@ -317,10 +319,10 @@ TAKE_ACTION = Tool.of(take_action)
 
 
 class ScoredReply(NamedTuple):
-    """The outcome of a reply."""
+    """Action and score of a reply."""
 
     action: Action | None
-    """None when the reply is invalid."""
+    """None if the reply is invalid."""
     score: float
 
     @property
@@ -329,7 +331,7 @@ class ScoredReply(NamedTuple):
 
 
 def read_action(reply: str) -> Action | None:
-    """Return the action of the one call after the thinking; None without a valid one."""
+    """Return the action of the only call after the thinking; None without a valid call."""
     answer = visible_text(reply)
     if answer.count("<tool_call>") != 1:
         return None
@@ -341,12 +343,12 @@ def read_action(reply: str) -> Action | None:
 
 
 def form_bonus(reply: str, *, is_valid: bool, thinking_active: bool) -> float:
-    """Return what the form is worth: a valid call, and thinking where it is asked for.
+    """Return the score of the form: of a valid call, and of thinking if it is requested.
 
     Args:
-        reply: with the prefill.
-        is_valid: whether it has a valid action.
-        thinking_active: whether thinking is asked for.
+        reply: reply, prefill included.
+        is_valid: whether the reply has a valid action.
+        thinking_active: whether thinking is requested.
     """
     bonus = BONUS if is_valid else -BONUS
     if not thinking_active:
@@ -367,16 +369,16 @@ def score_reply(
     length_share: float,
     tiebreak_factor: float,
 ) -> ScoredReply:
-    """Rate one reply to a hand.
+    """Score one reply to a hand.
 
     Args:
-        hand: what the player sees.
-        reply: with the prefill.
-        rules: of the game.
-        thinking_active: whether thinking is asked for.
-        is_cut: whether the token limit ended it; half a move is invalid.
-        length_share: tokens of the reply, as a share of `max_token_length`.
-        tiebreak_factor: what the shortest reply earns more than the longest.
+        hand: observation of the player.
+        reply: reply, prefill included.
+        rules: rules of the game.
+        thinking_active: whether thinking is requested.
+        is_cut: whether the reply was truncated, which makes it invalid.
+        length_share: tokens of the reply as a fraction of `max_token_length`.
+        tiebreak_factor: maximum bonus for a short reply.
     """
     action = None if is_cut else read_action(reply)
     played = action or DEFAULT_ACTION
@@ -387,31 +389,28 @@ def score_reply(
 
 
 def shorten_thinking(reply: str, *, max_chars: int) -> str:
-    """Keep the last paragraph of the thinking, and of that the last characters.
+    """Shorten the thinking to at most `max_chars` characters of its last paragraph.
 
-    Args:
-        reply: a finished reply; one without a closed thinking block is unchanged.
-        max_chars: the most characters that stay.
+    A reply without a closed thinking block is unchanged.
     """
-    before, inside, behind = _around_thinking(reply)
+    before, inside, after = _around_thinking(reply)
     if inside is None:
         return reply
     thinking = inside.strip()
     kept = _PARAGRAPHS.split(thinking)[-1]
     kept = kept[max(0, len(kept) - max_chars) :].strip()
     inner = kept if kept == thinking else f"... {kept}"
-    return f"{before}{THINK_START}\n{inner}\n{THINK_END}{behind}"
+    return f"{before}{THINK_START}\n{inner}\n{THINK_END}{after}"
 
 
 def _around_thinking(reply: str) -> tuple[str, str | None, str]:
-    """Return the text before, in and after the first thought; None for a missing thought.
+    """Return the text before, in and after the first thinking block; None for a missing block.
 
-    Without a pattern: this runs in the event loop, and one would search for the end of the thought
-    again after each of a thousand opening tags.
+    Linear, unlike a regular expression, since it runs in the event loop.
     """
     before, opened, rest = reply.partition(THINK_START)
-    inside, closed, behind = rest.partition(THINK_END)
-    return (before, inside, behind) if opened and closed else (reply, None, "")
+    inside, closed, after = rest.partition(THINK_END)
+    return (before, inside, after) if opened and closed else (reply, None, "")
 
 
 class PlayedGame:
@@ -419,7 +418,7 @@ class PlayedGame:
 
     Attributes:
         table: the cards.
-        chat: what was said, a hand last while the game goes on.
+        chat: messages so far; the last one is a hand until the game ends.
     """
 
     def __init__(self, config: BlackjackEnvConfig, *, seed: int) -> None:
@@ -457,13 +456,13 @@ class GameRecord(NamedTuple):
     """1 won, 0 drawn or not finished, -1 lost."""
     num_turns: int
     num_best: int
-    """Decisions that were valid and the best on average."""
+    """Number of decisions that were valid and optimal."""
     is_over: bool
     messages: list[Mapping[str, str]]
 
 
-def training_figures(games: Sequence[GameRecord]) -> dict[str, float]:
-    """Return the figures by their name without an area; none without games."""
+def training_metrics(games: Sequence[GameRecord]) -> dict[str, float]:
+    """Return the metrics of games, by name without an area; empty without games."""
     if not games:
         return {}
     return {
@@ -474,10 +473,10 @@ def training_figures(games: Sequence[GameRecord]) -> dict[str, float]:
     }
 
 
-def evaluation_figures(games: Sequence[GameRecord]) -> dict[str, float]:
-    """Return the figures of at least one game; rates are shares of the finished ones.
+def evaluation_metrics(games: Sequence[GameRecord]) -> dict[str, float]:
+    """Return the metrics of at least one game; rates are fractions of the finished games.
 
-    `action_accuracy` is the share of decisions that were valid and the best on average.
+    `action_accuracy` is the fraction of decisions that were valid and optimal.
     """
     num_turns = sum(game.num_turns for game in games)
     finished = [game for game in games if game.is_over]

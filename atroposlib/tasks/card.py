@@ -1,4 +1,4 @@
-"""The row of an environment in the table of environments; each module has one as `CARD`."""
+"""The row of an environment in the table of environments; the constant `CARD` of its module."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ __all__ = ["EnvironmentCard"]
 class EnvironmentCard:
     """One row of the table in `environments/README.md`.
 
-    The table is made without importing the module, so each field is written as a plain string, as
+    The table is generated without importing the module, so every field must be a string literal, as
     in `CARD = EnvironmentCard(task="sums of large numbers", turns="up to 6", ...)`.
     """
 
     task: str
     """The task, in a few words."""
     turns: str
-    """How many: `1`, `up to 10`."""
+    """Number of turns, such as `1` or `up to 10`."""
     reward: str
-    """The reward of a completion, or of a turn."""
+    """Reward of a completion, or of a turn."""
     data: str
-    """Where the items come from."""
+    """Source of the items."""
     command: str
-    """The smallest run, what follows `python FILE`: `process --env.total_steps 4`."""
+    """Arguments of the smallest run, such as `process --env.total_steps 4`."""
     needs: str = "core install"
     """Requirements beyond the core, such as `pip install '.[examples]'`."""

@@ -1,6 +1,6 @@
-"""Programming problems with tests: reading them, running a program on the tests, and the verdict.
+"""Programming problems with tests: reading problems, running programs and comparing outputs.
 
-row ─► Problem ─► program in a sandbox, test by test ─► output or value ─► expected one?
+row ─► Problem ─► program in a sandbox, test by test ─► output or value ─► comparison
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ __all__ = [
     "is_same_output",
     "is_same_value",
     "load_problems",
-    "pass_at_k",
     "passes_all_tests",
     "read_problem",
 ]
@@ -43,9 +42,9 @@ class Test(NamedTuple):
     """One test of a program."""
 
     input: Any
-    """Standard input as text; of a function a list of arguments, or text with one per line."""
+    """Standard input as text; for a function, a list of arguments or text with one per line."""
     output: Any
-    """Expected output; of a function its return value, as a value or as JSON text."""
+    """Expected output; for a function, its return value as a value or JSON text."""
 
 
 class Problem(NamedTuple):
@@ -57,7 +56,7 @@ class Problem(NamedTuple):
     tests: tuple[Test, ...]
     starter_code: str
     function: str
-    """Of `func`: its name, or that of a method of the class `Solution`."""
+    """For `func`: name of the function, or of a method of the class `Solution`."""
     difficulty: str
 
 
@@ -65,7 +64,7 @@ def read_problem(row: Mapping[str, Any]) -> Problem:
     """Return the problem of a row.
 
     Raises:
-        ConfigError: its tests or its kind cannot be read; the message says what was expected.
+        ConfigError: its tests or its kind are invalid.
     """
     tests = row["tests"]
     try:
@@ -96,14 +95,10 @@ def read_problem(row: Mapping[str, Any]) -> Problem:
 def load_problems(
     dataset_path: str | None, dataset_name: str
 ) -> tuple[list[Problem], list[Problem]]:
-    """Return training and evaluation problems, shuffled with a fixed seed.
-
-    Args:
-        dataset_path: file or folder with the columns of the hub's; None loads from the hub.
-        dataset_name: `normal` or `deepmind`, the training problems of the hub.
+    """Return training and evaluation problems, shuffled with a fixed seed; see `CodeConfig`.
 
     Raises:
-        ConfigError: something is missing or cannot be read; the message says what.
+        ConfigError: a file, data set or column is missing, or a row is invalid.
     """
     if dataset_path is not None:
         train, test = read_splits(
@@ -118,7 +113,7 @@ def load_problems(
 
 
 def _contest_rows(rows: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """Return contest problems in the columns of the others; those without tests are left out."""
+    """Return contest problems with the columns of RLVR problems, without those that lack tests."""
     kinds = ("private_tests", "generated_tests")
     found = []
     for row in rows:
@@ -136,28 +131,17 @@ MAX_NUMBER_CHARACTERS = 400
 
 
 def is_same_output(printed: str, expected: str) -> bool:
-    """Compare printed text line by line; `1.50` equals `1.5`, spaces around words do not count."""
+    """Compare text line by line and word by word; decimals by value, so `1.50` equals `1.5`."""
     left, right = printed.strip().splitlines(), expected.strip().splitlines()
     return len(left) == len(right) and all(map(_is_same_line, left, right))
 
 
 def is_same_value(returned: Any, expected: Any) -> bool:
-    """Compare values as JSON has them; floats up to rounding, truth values are no numbers."""
+    """Compare JSON values; floats up to rounding, and booleans are not equal to numbers."""
     try:
         return _is_same(returned, expected)
     except RecursionError:
         return False
-
-
-def pass_at_k(num_samples: int, num_correct: int, k: int) -> float:
-    """Return the probability that one of k samples, drawn from these, is correct.
-
-    Source: Chen et al. 2021, "Evaluating Large Language Models Trained on Code",
-    arXiv:2107.03374, section 2.1.
-    """
-    if num_samples - num_correct < k:
-        return 1.0
-    return 1.0 - math.comb(num_samples - num_correct, k) / math.comb(num_samples, k)
 
 
 def _is_same_line(left: str, right: str) -> bool:
@@ -198,7 +182,7 @@ def _is_same(left: Any, right: Any) -> bool:
 def _is_close(left: float, right: float) -> bool:
     try:
         return math.isclose(left, right, rel_tol=RELATIVE, abs_tol=RELATIVE)
-    except OverflowError:  # an integer beyond the floats
+    except OverflowError:  # an integer outside the range of floats
         return False
 
 
@@ -214,7 +198,7 @@ exec(
 )
 program = compile(open("solution.py").read(), "solution.py", "exec")
 """
-"""Names that answers to such problems use without importing them."""
+"""Imports that answers to such problems often omit."""
 
 RUNNER = PRELUDE + "exec(program, space)\n"
 
@@ -235,17 +219,16 @@ with open(result, "w") as file:
 os._exit(0)
 """
 )
-"""Calls the function; what the program prints goes to standard error, the result alone to
-standard output."""
+"""Calls the function. Standard output has the result only; prints go to standard error."""
 
 
 async def passes_all_tests(
     sandbox: Sandbox, program: str, problem: Problem, *, limits: SandboxLimits
 ) -> bool:
-    """Run a program on one test after the other, until one fails.
+    """Run a program on its tests in order, until one fails.
 
     Raises:
-        SandboxError: the sandbox could not be set up: no verdict on the program.
+        SandboxError: the sandbox could not be set up, so there is no verdict.
     """
     run = _call if problem.kind == "func" else _talk
     for test in problem.tests:
@@ -286,9 +269,10 @@ def _is_expected(printed: str, test: Test) -> bool:
 
 
 def expected_values(test: Test) -> list[Any]:
-    """Return the values of which the function must return one.
+    """Return the accepted return values of the function.
 
-    Text is JSON where the input is text; a list of arguments may go with a list of one value.
+    If the input is text, the output is JSON text. With a list of arguments, the output may be a
+    list of one value.
     """
     if isinstance(test.input, str) and isinstance(test.output, str):
         try:
@@ -301,7 +285,7 @@ def expected_values(test: Test) -> list[Any]:
 
 
 def arguments_of(test: Test) -> list[Any]:
-    """Return what the function is called with: a list, or text with a JSON value per line."""
+    """Return the arguments of the function, from a list or from text with a JSON value per line."""
     given = test.input
     if isinstance(given, list):
         return given

@@ -1,4 +1,4 @@
-"""Shared parts of games: an item per seed, words with clues, gymnasium, metrics of won games.
+"""Shared parts of games: items from seeds, words with clues, gymnasium, the win rate.
 
 seed -> item {"seed": n} -> the same game for every rollout of a group
 
@@ -12,11 +12,11 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 from pydantic import Field
 
-from atroposlib.envs.conversation import Conversation
+from atroposlib.envs.conversation import ChatMessage, Conversation
 from atroposlib.envs.multi_turn_env import MultiTurnEnv, MultiTurnEnvConfig, Rollout
 from atroposlib.errors import ConfigError, MissingExtraError
 
@@ -27,8 +27,10 @@ __all__ = [
     "Game",
     "GameEnv",
     "GameEnvConfig",
+    "Outcome",
     "evaluation_seeds",
     "load_gymnasium",
+    "opening_messages",
     "read_words",
     "words_at",
 ]
@@ -36,33 +38,47 @@ __all__ = [
 Difficulty = Literal["easy", "medium", "hard"]
 
 NUM_TRAINING_SEEDS = 1_000_001
-"""Training games have the seeds below, evaluation games those from here on."""
+"""Training games have smaller seeds; evaluation games have seeds from here on."""
 
 THINK_FIRST = "Think first, between <think> and </think>; only what stands behind it is read."
 
 
 def evaluation_seeds(num_games: int) -> range:
-    """Return the seeds of the evaluation, which no training game has."""
+    """Return the seeds of an evaluation, disjoint from those of training."""
     return range(NUM_TRAINING_SEEDS, NUM_TRAINING_SEEDS + num_games)
 
 
+def opening_messages(rules_and_state: str, *, thinking_active: bool) -> list[ChatMessage]:
+    """Return the first messages of a game, with `THINK_FIRST` as system message if wanted."""
+    system = [{"role": "system", "content": THINK_FIRST}] if thinking_active else []
+    return [*system, {"role": "user", "content": rules_and_state}]
+
+
+class Outcome(NamedTuple):
+    """Result of a move."""
+
+    reward: float
+    message: str
+    """Reply to the player."""
+
+
 class GameEnvConfig(MultiTurnEnvConfig):
-    """Which games are played."""
+    """Settings of games from seeds."""
 
     seed: int = Field(
-        0, ge=0, lt=NUM_TRAINING_SEEDS, description="Seed of the first game; the next has the next."
+        0,
+        ge=0,
+        lt=NUM_TRAINING_SEEDS,
+        description="Seed of the first game; later games have consecutive seeds.",
     )
-    eval_episodes: int = Field(100, ge=0, description="Games of one evaluation.")
+    eval_episodes: int = Field(100, ge=0, description="Number of games of one evaluation.")
 
 
 class Game(Conversation):
-    """One game seen as a conversation.
-
-    Attributes:
-        is_won: whether the policy reached the goal.
-    """
+    """One game as a conversation."""
 
     is_won: bool = False
+    """Whether the policy reached the goal."""
 
 
 class GameEnv(MultiTurnEnv):
@@ -85,7 +101,6 @@ class GameEnv(MultiTurnEnv):
         return {"seed": seed}
 
     def eval_items(self) -> Sequence[dict[str, int]]:
-        """Return the same games in every evaluation."""
         return [{"seed": seed} for seed in evaluation_seeds(self.config.eval_episodes)]
 
     def metrics_of(self, rollouts: Sequence[Rollout], area: str) -> dict[str, float]:
@@ -103,11 +118,11 @@ WORDS_PATH = Path(__file__).with_name("words.tsv")
 
 
 def read_words(text: str, *, name: str) -> dict[str, str]:
-    """Return the clue of each word, in the order of the lines.
+    """Return the clue of each word, in the order of the lines; empty lines are ignored.
 
     Args:
-        text: content of the file; empty lines are left out.
-        name: of the file, for messages.
+        text: content of the file.
+        name: name of the file, for error messages.
 
     Raises:
         ConfigError: a line is not a word with a clue, or a word occurs twice.
@@ -132,13 +147,10 @@ def read_words(text: str, *, name: str) -> dict[str, str]:
 
 @lru_cache(maxsize=4)
 def words_at(path: str | None) -> Mapping[str, str]:
-    """Return the words of a file, read once.
-
-    Args:
-        path: of the file; None for the shipped list.
+    """Return the words of a file and their clues; cached. None is the shipped list.
 
     Raises:
-        ConfigError: the file cannot be read or has a faulty line.
+        ConfigError: the file cannot be read or has an invalid line.
     """
     file = WORDS_PATH if path is None else Path(path)
     try:
@@ -153,7 +165,7 @@ def load_gymnasium() -> Any:
     """Return the package.
 
     Raises:
-        MissingExtraError: it is not installed.
+        MissingExtraError: gymnasium is not installed.
     """
     try:
         import gymnasium

@@ -1,13 +1,13 @@
-"""Questions about images, one turn, right or wrong: `ImageEnv`, and images as base64 PNG.
+"""Questions about images, in one turn: `ImageEnv`, and conversion of images to base64 PNG.
 
     row -> image as PNG, question, gold -> [system, user with image] -> G completions -> +1 or -1
 
     PIL image, bytes, {"bytes", "path"} of a Parquet file, base64, file name ─► png_base64
-    http(s) address ─► fetch_image ─► bytes
+    http(s) URL ─► fetch_image ─► bytes
 
-The policy sees the image and a system message that says how to answer. The tokens of a group are
-those of the question and the completion alone, made from their text: no text token stands for an
-image. It travels with them, under `images`.
+The policy reads a system message with the answer format, the question and the image. The tokens of
+a group are those of question and completion only, tokenized from text: images have no text tokens.
+They are sent in the field `images`.
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ from atroposlib.envs.dataset_items import hub_dataset
 from atroposlib.envs.single_turn_env import SingleTurnEnv, SingleTurnEnvConfig, completion_budget
 from atroposlib.errors import MissingExtraError, NoDataError
 from atroposlib.tasks.answers import boxed_answer, tagged_answer
+from atroposlib.tasks.single_turn_parts import default_configs
 from atroposlib.utils.local_records import find_split, read_records
 from atroposlib.utils.tokenize_for_trainer import tokenize_for_trainer
 
@@ -56,7 +57,7 @@ PNG_MODES = ("1", "L", "LA", "P", "RGB", "RGBA", "I;16")
 
 
 class ImageError(Exception):
-    """An image that cannot be had or read; the message says why."""
+    """An image cannot be downloaded or read."""
 
 
 def require_pillow() -> Any:
@@ -72,27 +73,23 @@ def require_pillow() -> Any:
     return Image
 
 
-def is_address(source: Any) -> bool:
-    """Whether an image has to be fetched over the network."""
-    return isinstance(source, str) and source.startswith(("http://", "https://"))
-
-
 def png_base64(source: Any, *, folder: Path | None = None) -> str:
-    """Return an image as base64 of a PNG; blocks while it is read and encoded.
+    """Return an image as base64 PNG; blocks while it is read and encoded.
 
     Args:
-        source: PIL image; encoded bytes; a mapping with `bytes` or `path`; a `data:` address;
-            base64; or the name of a file in `folder`.
-        folder: where files are looked up; None: names are refused.
+        source: PIL image; encoded bytes; a mapping with `bytes` or `path`; a `data:` URL; base64;
+            or the name of a file in `folder`.
+        folder: folder of files; None rejects file names.
 
     Raises:
-        ImageError: there is no such file, or what there is cannot be read as an image.
+        ImageError: the file is missing or is not an image.
         MissingExtraError: Pillow is not installed.
     """
     image_module = require_pillow()
     try:
-        is_decoded = isinstance(source, image_module.Image)
-        image = source if is_decoded else _opened(image_module, _encoded(source, folder))
+        image = source
+        if not isinstance(source, image_module.Image):
+            image = image_module.open(io.BytesIO(_encoded(source, folder)), formats=FORMATS)
         png = io.BytesIO()
         shown = image if image.mode in PNG_MODES else image.convert("RGB")
         shown.save(png, "PNG")
@@ -102,14 +99,10 @@ def png_base64(source: Any, *, folder: Path | None = None) -> str:
 
 
 async def fetch_image(address: str, *, timeout_s: float) -> bytes:
-    """Wait for the bytes at an address.
-
-    Args:
-        address: `http://` or `https://`.
-        timeout_s: time for all of it.
+    """Wait for the bytes at an http(s) URL, at most `timeout_s` seconds.
 
     Raises:
-        ImageError: it takes longer, is refused, or is larger than `MAX_IMAGE_BYTES`.
+        ImageError: the download fails, takes longer or is larger than `MAX_IMAGE_BYTES`.
     """
     timeout = aiohttp.ClientTimeout(total=timeout_s)
     content = bytearray()
@@ -125,10 +118,6 @@ async def fetch_image(address: str, *, timeout_s: float) -> bytes:
     except (aiohttp.ClientError, ValueError, OSError) as error:
         raise ImageError(f"{address} cannot be fetched: {error}") from error
     return bytes(content)
-
-
-def _opened(image_module: Any, content: bytes) -> Any:
-    return image_module.open(io.BytesIO(content), formats=FORMATS)
 
 
 def _encoded(source: Any, folder: Path | None) -> bytes:
@@ -148,7 +137,7 @@ def _encoded(source: Any, folder: Path | None) -> bytes:
 
 
 def _file(name: str, folder: Path | None) -> Path | None:
-    """Return a file inside the folder; a name that leads out of it is none."""
+    """Return a file inside the folder; None if there is none or the name leads outside."""
     if folder is None or len(name) > 255 or name.startswith("data:"):
         return None
     path = (folder / name).resolve()
@@ -164,22 +153,22 @@ def answer_boxed(answer: str) -> str:
 
 
 def answer_tagged(answer: str) -> str:
-    """Return the text of the first `<answer>` pair, or the whole answer when there is none."""
+    """Return the text between the first `<answer>` tags, or the whole answer without tags."""
     tagged = tagged_answer(answer)
     return answer.strip() if tagged is None else tagged
 
 
 def score_text(answer: str, gold: str) -> float:
-    """Return 1.0 when two texts are equal but for upper and lower case, else -1.0."""
+    """Return 1.0 if two texts are equal, ignoring case, else -1.0."""
     is_right = answer != "" and answer.casefold() == gold.strip().casefold()
     return RIGHT if is_right else WRONG
 
 
 def usable(text: Any) -> str:
-    """Return the text of a row's field, or of the first entry where it is a list.
+    """Return the text of a row's field, of the first entry if it is a list.
 
     Raises:
-        ValueError: it is empty, so the row cannot be asked or scored.
+        ValueError: the text is empty.
     """
     first = (text[0] if len(text) else "") if isinstance(text, list | tuple) else text
     shown = str("" if first is None else first).strip()
@@ -195,43 +184,44 @@ class ImageItem(TypedDict):
     """One question."""
 
     image: str
-    """Base64 of a PNG."""
+    """Base64 PNG."""
     question: str
     gold: str
-    """Gold answer in the form that `score` compares."""
+    """Gold answer in the form that `score_answer` compares."""
 
 
 class ImageEnvConfig(SingleTurnEnvConfig):
-    """Where the questions come from, and how long images and answers may take."""
+    """Settings of the data set and of time limits."""
 
     dataset_path: str | None = Field(
         None,
-        description="JSONL, JSON or Parquet file, or folder with a train file, in the columns of "
-        "the data set; images are base64 or names of files beside it. None loads it from the hub.",
+        description="JSONL, JSON or Parquet file, or folder with a train file, with the columns of "
+        "the hub's data set; images are base64 or names of files in the same folder. None loads "
+        "from the hub.",
     )
     dataset_seed: int = Field(0, description="Seed of the order and of the evaluation items.")
     num_eval_items: int = Field(
-        16, ge=0, description="Rows kept for evaluations, at most a quarter of them."
+        16, ge=0, description="Number of rows kept for evaluations, at most a quarter of all rows."
     )
     image_timeout_s: float = Field(
-        10.0, gt=0, description="Seconds the download of one image may take; then it is skipped."
+        10.0, gt=0, description="Timeout in seconds of the download of an image."
     )
     request_timeout_s: float = Field(
-        60.0, gt=0, description="Seconds the completions of one group may take."
+        60.0, gt=0, description="Timeout in seconds of the request for the completions of a group."
     )
 
 
 class ImageEnv(SingleTurnEnv):
-    r"""Write `question`, `gold` and `score_answer`; the rest is the same for all data sets.
+    """Base class of the image environments; write `question`, `gold` and `score_answer`.
 
     Attributes:
-        hub_name: data set on the hub, its split `train`.
-        columns: of a row.
-        image_column: the one with the image, or with its address.
-        instructions: system message; says how the answer is marked.
-        answer_form: gold answer as a completion marks it, `{}` for the text.
-        max_tokens: budget of one completion.
-        iter: rows handed out so far, those that could not be loaded among them.
+        hub_name: data set on the hub; its split `train` is read.
+        columns: columns of a row.
+        image_column: column with the image or its URL.
+        instructions: system message, with the answer format.
+        answer_form: format of a marked answer, with `{}` for its text.
+        max_tokens: maximum tokens of one completion.
+        iter: number of rows tried so far, including rows that were skipped.
     """
 
     hub_name: ClassVar[str]
@@ -254,8 +244,10 @@ class ImageEnv(SingleTurnEnv):
 
     @classmethod
     def config_init(cls) -> tuple[ImageEnvConfig, APIServerConfig]:
-        env_config = ImageEnvConfig(
-            tokenizer_name=MODEL,
+        return default_configs(
+            ImageEnvConfig,
+            MODEL,
+            port=9001,
             group_size=8,
             max_num_workers=2,
             total_steps=1000,
@@ -264,29 +256,22 @@ class ImageEnv(SingleTurnEnv):
             max_token_length=2048,
             wandb_name=cls.name,
         )
-        server_config = APIServerConfig(
-            model_name=MODEL,
-            base_url="http://localhost:9001/v1",
-            api_key="x",
-            server_type="vllm",
-        )
-        return env_config, server_config
 
     @abstractmethod
     def question(self, row: Mapping[str, Any]) -> str:
-        """Return what is asked; a ValueError skips the row."""
+        """Return the question of a row; a ValueError skips the row."""
 
     @abstractmethod
     def gold(self, row: Mapping[str, Any]) -> str:
-        """Return the gold answer; a ValueError skips the row."""
+        """Return the gold answer of a row; a ValueError skips the row."""
 
     @staticmethod
     @abstractmethod
     def score_answer(answer: str, gold: str) -> float:
-        """Return 1.0 for an answer that agrees with the gold one, else -1.0."""
+        """Return 1.0 for an answer that matches the gold one, else -1.0."""
 
     async def setup(self) -> None:
-        """Read the rows, or open the data set of the hub, whose images are read one by one."""
+        """Read the rows of a file, or open the data set of the hub; images are loaded later."""
         require_pillow()
         self.rows = await asyncio.to_thread(self._read)
         order = list(range(len(self.rows)))
@@ -296,10 +281,10 @@ class ImageEnv(SingleTurnEnv):
         logger.info("%d training and %d evaluation rows", len(self.train), len(self.held_out))
 
     async def get_next_item(self) -> ImageItem:
-        """Return the next row whose image and texts can be read; the others are counted.
+        """Return the next usable row; others are skipped and counted.
 
         Raises:
-            NoDataError: no row can be read.
+            NoDataError: no row is usable.
         """
         for _ in range(len(self.train)):
             index = self.train[self.iter % len(self.train)]
@@ -383,11 +368,11 @@ class ImageEnv(SingleTurnEnv):
         return group
 
     async def _load(self, index: int) -> ImageItem | None:
-        """Return the item of a row; None, counted as `failures/unusable_row`, if there is none."""
+        """Return the item of a row; None, counted as `failures/unusable_row`, if it is unusable."""
         try:
             row = await asyncio.to_thread(self.rows.__getitem__, index)
             source = row[self.image_column]
-            if is_address(source):
+            if isinstance(source, str) and source.startswith(("http://", "https://")):
                 source = await fetch_image(source, timeout_s=self.config.image_timeout_s)
             return {
                 "image": await asyncio.to_thread(png_base64, source, folder=self.folder),
@@ -409,7 +394,7 @@ class ImageEnv(SingleTurnEnv):
         return read_records(path, self.columns)
 
     def _budget(self, messages: Sequence[Mapping[str, Any]]) -> int:
-        """Return the tokens of a completion; the question counts, the image does not."""
+        """Return the maximum tokens of a completion; the image does not count."""
         text = [{"role": "user", "content": messages[-1]["content"][0]["text"]}]
         limit = self.config.max_token_length
         room = completion_budget(self.tokenizer, text, max_token_length=limit)

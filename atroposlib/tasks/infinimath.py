@@ -1,4 +1,4 @@
-"""Endless exercises in seven levels: generators, reading of answers, the level from the results.
+"""Exercises in seven levels: generators, reading and comparing answers, the curriculum.
 
 level ─► ProblemSource (mathgenerator, our own generators, reworded as a story) ─► Problem
 completion ─► answer ─► equal to the gold one? ─► MathCurriculum ─► level
@@ -39,7 +39,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 Generator = Callable[[Random], tuple[str, str]]
-"""Source of chance -> question and answer, an integer or a fraction."""
+"""Random source -> question and answer, an integer or a fraction."""
 
 
 def _sum(dice: Random) -> tuple[str, str]:
@@ -180,8 +180,7 @@ BUILTIN_GENERATORS: dict[int, Sequence[Generator]] = {
     6: (_determinant, _slope, _binary),
     7: (_integral, _remainder, _geometric_series),
 }
-"""Level -> its generators."""
-
+"""Generators by level."""
 
 GeneratorKind = Literal["auto", "mathgenerator", "builtin"]
 
@@ -208,10 +207,9 @@ GENERATOR_IDS: dict[int, tuple[int, ...]] = {
     ),
     7: (*range(65, 70), 74, 85, *range(92, 95), *range(98, 102), 106, 109, 111, 121),
 }
-"""Level -> identifiers of mathgenerator."""
+"""Identifiers of mathgenerator by level."""
 
 MAX_TRIES = 20
-Generate = Callable[[random.Random], tuple[str, str]]
 
 
 class Problem(NamedTuple):
@@ -227,11 +225,11 @@ class ProblemSource:
     """Makes exercises.
 
     Args:
-        kind: `mathgenerator`, `builtin`, or `auto` for the former where it is installed.
-        seed: of all exercises.
+        kind: `mathgenerator`, `builtin`, or `auto` for the former if it is installed.
+        seed: seed of all exercises.
 
     Raises:
-        MissingExtraError: mathgenerator is asked for and not installed.
+        MissingExtraError: `kind` is `mathgenerator`, which is not installed.
     """
 
     def __init__(self, kind: GeneratorKind, *, seed: int) -> None:
@@ -243,7 +241,7 @@ class ProblemSource:
         self._failed: set[Any] = set()
 
     def make(self, level: int, number: int | str) -> Problem:
-        """Return an exercise of a level.
+        """Return an exercise of a level; `number` selects it.
 
         Raises:
             ConfigError: no generator of the level works.
@@ -262,7 +260,7 @@ class ProblemSource:
         try:
             question, solution = _seeded(generator_id, dice)
         except Exception as error:  # noqa: BLE001 - third-party code that fails in many ways
-            # It stays among the others: what an exercise is may not depend on those before it.
+            # It is not removed: an exercise must not depend on the ones before it.
             if generator_id not in self._failed:
                 logger.warning("generator %d failed (%r); logged once", generator_id, error)
             self._failed.add(generator_id)
@@ -271,7 +269,7 @@ class ProblemSource:
 
 
 def _seeded(generator_id: int, dice: random.Random) -> tuple[Any, Any]:
-    """Call a generator of the package, which takes its chance from the global generator."""
+    """Call a generator of the package, which draws from Python's global random generator."""
     import mathgenerator
 
     state = random.getstate()
@@ -301,7 +299,7 @@ NUMBER = re.compile(r"-?[0-9]{1,40}(?:/[0-9]{1,40}|\.[0-9]{1,40})?")
 
 
 def has_thought(completion: str) -> bool:
-    """Whether the completion has one block of thinking with something in it, before its answer."""
+    """Whether the completion begins with one closed, non-empty thinking block."""
     opened, tag, rest = completion.partition("<think>")
     thought, closed, answer = rest.partition("</think>")
     is_single = "<think>" not in answer and "</think>" not in answer
@@ -309,7 +307,7 @@ def has_thought(completion: str) -> bool:
 
 
 def first_boxed(text: str) -> str | None:
-    r"""Return what stands in the first `\boxed{}`, with nested braces; None if it is not closed."""
+    r"""Return the content of the first `\boxed{}`, nested braces included; None if not closed."""
     inside = text.partition(BOX)[2][:MAX_ANSWER]
     depth = 1
     for index, character in enumerate(inside):
@@ -329,9 +327,9 @@ def read_answer(completion: str) -> str:
 
 
 def is_equal(answer: str, solution: str) -> bool:
-    """Compare two answers as numbers where both are, else as text without LaTeX and spaces."""
+    """Compare two answers as numbers if both are numbers, else as text without LaTeX and spaces."""
     one, other = _normalized(answer), _normalized(solution)
-    if bool(NAMED.match(one)) != bool(NAMED.match(other)):  # `x=5` answers 5, but not `y=5`
+    if bool(NAMED.match(one)) != bool(NAMED.match(other)):  # `x=5` equals `5`, but not `y=5`
         one, other = NAMED.sub("", one), NAMED.sub("", other)
     if not one:
         return False
@@ -356,13 +354,13 @@ KEPT_RESULTS = 1000
 
 
 class MathCurriculum:
-    """The level of the exercises and what came of them.
+    """The level of the exercises and the results at each level.
 
     Args:
-        level: where it starts, 1 to 7.
-        progress_threshold: mean result at which it goes up.
-        min_evaluations: results that mean is taken of.
-        history: restored results, level -> 0s and 1s; the levels may be texts, as in JSON.
+        level: first level, 1 to 7.
+        progress_threshold: mean result at which the level increases.
+        min_evaluations: number of latest results in that mean.
+        history: restored results (0 or 1) by level; the keys may be strings, as in JSON.
     """
 
     def __init__(
@@ -383,17 +381,17 @@ class MathCurriculum:
         self.history[level] = results[-max(KEPT_RESULTS, self.min_evaluations) :]
 
     def advance(self) -> bool:
-        """Go up one level when the latest results at this one allow it; tells whether it did."""
-        recent = self.history.get(self.level, [])[-self.min_evaluations :]
-        if self.level == MAX_LEVEL or len(recent) < self.min_evaluations:
+        """Increase the level if the latest results at it allow; return whether it increased."""
+        num_results = len(self.history.get(self.level, []))
+        if self.level == MAX_LEVEL or num_results < self.min_evaluations:
             return False
-        if statistics.fmean(recent) < self.progress_threshold:
+        if self.success_rate() < self.progress_threshold:
             return False
         self.level += 1
         return True
 
     def success_rate(self) -> float:
-        """Return the mean of the latest results at the level, 0.0 without any."""
+        """Return the mean of the latest results at the level; 0.0 without results."""
         recent = self.history.get(self.level, [])[-self.min_evaluations :]
         return statistics.fmean(recent) if recent else 0.0
 
@@ -419,12 +417,12 @@ MAX_TOKENS, TEMPERATURE, TIMEOUT_S = 512, 0.7, 60.0
 
 
 class WordProblems:
-    """Rewrites exercises.
+    """Rewrites exercises as stories, with a model of an OpenAI-compatible service.
 
     Args:
-        api_key: of the service; without one exercises stay as they are.
-        base_url: of the service; None is OpenAI's own.
-        model_name: who writes.
+        api_key: key of the service; without one, exercises are not rewritten.
+        base_url: base URL of the service; None is OpenAI's own.
+        model_name: name of the model.
     """
 
     def __init__(self, *, api_key: str | None, base_url: str | None, model_name: str) -> None:
@@ -433,7 +431,7 @@ class WordProblems:
         self._model_name = model_name
 
     async def rewrite(self, question: str) -> str:
-        """Wait for the story of an exercise; the exercise itself after a failure."""
+        """Wait for the story of an exercise; return the exercise itself after a failure."""
         if not self._api_key:
             return question
         import openai
@@ -446,11 +444,11 @@ class WordProblems:
                 temperature=TEMPERATURE,
             )
         except openai.OpenAIError as error:
-            logger.warning("an exercise stays as it is: %s", error)
+            logger.warning("exercise not rewritten: %s", error)
             return question
         [choice] = reply.choices[:1] or [None]
-        told = choice and choice.finish_reason != "length" and choice.message.content
-        return (told or question).strip()
+        story = choice and choice.finish_reason != "length" and choice.message.content
+        return (story or question).strip()
 
     async def close(self) -> None:
         if "_client" in vars(self):

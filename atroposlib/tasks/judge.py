@@ -1,11 +1,11 @@
-r"""A model as judge between two answers, asked so that an answer cannot speak to it.
+r"""A model as judge between two answers, with protection against instructions in the answers.
 
     case ─┬► A = first,  B = second ─► verdicts ─┐
           └► A = second, B = first  ─► verdicts ─┴► Votes
 
-The conversation and the answers stand between tags with a code that depends on every character
-of them: the author of an answer cannot know it, so an imitated tag closes nothing. Asking in
-both orders cancels a preference for the place.
+Conversation and answers are quoted between tags with a code, which is a hash of the quoted text.
+The author of an answer cannot predict it, and so cannot close the quotation. Requests in both
+orders cancel a preference of the judge for a position.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ class Case(NamedTuple):
     """Two answers to compare."""
 
     chat: Sequence[Mapping[str, Any]]
-    """The messages they answer."""
+    """Conversation that they answer."""
     first: str
     second: str
     criterion: str
-    """The criterion, in words."""
+    """Criterion of the comparison, as text."""
 
     def reversed(self) -> Case:
         return self._replace(first=self.second, second=self.first)
@@ -67,26 +67,26 @@ class Votes(NamedTuple):
     """The votes of the judge."""
 
     first: int
-    """Verdicts for the first answer."""
+    """Number of verdicts for the first answer."""
     second: int
     num_asked: int
-    """Verdicts asked for; some may name neither."""
+    """Number of verdicts requested; some may name neither answer."""
     sample: str
-    """One verdict in full, for the record."""
+    """Full text of one verdict."""
 
     @property
     def margin(self) -> float:
-        """The first answer's share of the votes less the mean share, -0.5 to 0.5."""
+        """Share of the votes of the first answer minus the mean share, -0.5 to 0.5."""
         return (self.first - self.second) / (2 * self.num_asked)
 
 
 def quotation_code(*parts: str) -> str:
-    """Return the code of the tags around texts: 16 digits that the author of a text cannot know."""
+    """Return the code of the tags around texts: 16 digits of a hash of the texts."""
     return hashlib.sha256("\0".join(parts).encode("utf-8", "replace")).hexdigest()[:16]
 
 
 def judge_messages(case: Case) -> list[dict[str, str]]:
-    """Return the request to a judge, the first answer as A."""
+    """Return the request to the judge, with the first answer as A."""
     conversation = "\n\n".join(f"[{m['role']}]\n{m['content']}" for m in case.chat)
     code = quotation_code(case.criterion, conversation, case.first, case.second)
     question = JUDGE_CASE.format(
@@ -99,7 +99,7 @@ def judge_messages(case: Case) -> list[dict[str, str]]:
 
 
 def quoted_answers(messages: Sequence[Mapping[str, Any]]) -> tuple[str, str] | None:
-    """Return the two answers of a request made by `judge_messages`; None for any other chat."""
+    """Return the two answers in a request of `judge_messages`; None for any other chat."""
     found = CODE.search(str(messages[0].get("content"))) if len(messages) == 2 else None
     if found is None:
         return None
@@ -114,21 +114,20 @@ def quoted_answers(messages: Sequence[Mapping[str, Any]]) -> tuple[str, str] | N
 
 
 def read_verdict(verdict: str) -> str | None:
-    """Return `A` or `B` from the last box after the thinking; None when it names neither."""
+    """Return `A` or `B` from the last box after the thinking; None if it names neither."""
     _, box, rest = visible_text(verdict).rpartition(BOX)
     letter = LETTER.match(rest) if box else None
     return letter[1] if letter else None
 
 
 async def ask_judge(server: Any, case: Case, *, num_verdicts: int, **sampling: Any) -> Votes:
-    """Wait for the verdicts on a case, equally many in either order.
+    """Wait for the verdicts on a case, the same number in each order.
 
     Args:
-        server: anything with `chat_completion`.
+        server: object with `chat_completion`.
         case: the two answers.
-        num_verdicts: in each order.
-        sampling: what else the requests carry, as `max_tokens` or `split`. A verdict that was cut
-            counts for neither answer.
+        num_verdicts: number of verdicts in each order; a truncated one counts for neither answer.
+        sampling: further request parameters, such as `max_tokens` or `split`.
     """
     answers = await all_results(
         server.chat_completion(messages=judge_messages(order), n=num_verdicts, **sampling)

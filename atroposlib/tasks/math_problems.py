@@ -1,7 +1,8 @@
-"""Mathematics problems, what is asked about them, and `SolvingEnv`, which checks answers.
+"""Mathematics problems: data sets, prompts, scoring rules, and environments that check answers.
 
-`environments/math_server.py` (a chat model) and `environments/math_server_zero.py` (a base model)
-are made of it: settings, problems, prompts, rules for scores, items of the backlog, metrics.
+`math_verdict` and `math_record` check and record the answers of single-turn environments.
+`SolvingEnv` is the base of `environments/math_server.py` (a chat model) and
+`environments/math_server_zero.py` (a base model), whose groups lead to further items.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from abc import abstractmethod
 from collections import OrderedDict, defaultdict, deque
 from collections.abc import Mapping, Sequence
 from decimal import Decimal
+from functools import partial
 from itertools import combinations
 from pathlib import Path
 from typing import Any, ClassVar, Literal, NamedTuple
@@ -31,22 +33,24 @@ from atroposlib.errors import ConfigError
 from atroposlib.tasks.judge import quotation_code
 from atroposlib.utils.aio import all_results
 from atroposlib.utils.local_records import read_splits
-from atroposlib.utils.math_check import MathVerdict, check_math_answer
+from atroposlib.utils.math_check import MathVerdict, answer_text, check_math_answer
+from atroposlib.utils.score_pool import ScorePool
 
 __all__ = [
     "MATH_SETS",
     "ZERO_SETS",
     "ZERO_STOPS",
+    "EvalAnswer",
     "KeptGroup",
     "KeptGroups",
     "MathConfig",
-    "MathFigures",
     "MathItem",
+    "MathMetrics",
     "MathProblem",
     "SolvingEnv",
     "boxed_word",
     "concise_scores",
-    "eval_figures",
+    "eval_metrics",
     "judge_messages",
     "lead_of_first",
     "least_similar_pair",
@@ -65,23 +69,26 @@ logger = logging.getLogger(__name__)
 
 
 class MathConfig(BaseEnvConfig):
-    """Where the problems come from and what counts; class of the shared settings."""
+    """Settings shared by the mathematics environments."""
 
-    run_evaluation: bool = Field(True, description="Load the evaluation sets, and evaluate.")
+    run_evaluation: bool = Field(
+        True, description="Whether to load the evaluation sets and to evaluate."
+    )
     mask_too_long_completions: bool = Field(
-        True, description="Keep completions that were cut from moving the policy."
+        True, description="Whether truncated completions are excluded from the policy update."
     )
     percent_length_penalty: float = Field(
         0.1,
         ge=0,
         le=1,
-        description="Probability with which a group of correct answers is scored by length; "
+        description="Probability that a group of only correct answers is scored by length; "
         "otherwise it is dropped.",
     )
     dataset_path: str | None = Field(
         None,
         description="JSONL, JSON or Parquet file, or folder with a train and a test file, with the "
-        "columns question and final_answer, and subset for tests; None loads from the hub.",
+        "columns question and final_answer, and optionally subset in the test file; None loads "
+        "from the hub.",
     )
 
 
@@ -96,7 +103,7 @@ class MathProblem(NamedTuple):
     answer: str
     r"""The gold answer inside `\boxed{}`."""
     subset: str
-    """The evaluation set it belongs to; empty for training."""
+    """Name of its evaluation set; empty for training."""
 
 
 class EvalSet(NamedTuple):
@@ -106,8 +113,9 @@ class EvalSet(NamedTuple):
     path: str
     split: str
     question: str
-    """Its columns."""
+    """Column of the question."""
     answer: str
+    """Column of the gold answer."""
 
 
 MATH_SETS = (
@@ -128,13 +136,11 @@ def load_problems(
     """Return training problems, shuffled with a fixed seed, and evaluation problems.
 
     Args:
-        dataset_path: file or folder with the columns `question` and `final_answer`, and `subset`
-            in the test file if there are several; None loads from the hub.
-        eval_sets: those of the hub; none of them for no evaluation.
+        dataset_path: file or folder as described by `MathConfig`; None loads from the hub.
+        eval_sets: evaluation sets of the hub; empty for no evaluation.
 
     Raises:
-        ConfigError: something is missing; the message says what. No training problem has an
-            answer that is text.
+        ConfigError: a file, column or data set is missing, or no training answer is text.
     """
     if dataset_path is not None:
         train_rows, test_rows = read_splits(
@@ -167,18 +173,13 @@ def _problems(
         if isinstance(gold, list) and gold:
             gold = gold[0]
         if isinstance(gold, int | float) and not isinstance(gold, bool) and subset:
-            gold = _number_text(gold)  # evaluation sets have numbers as well
+            gold = format(Decimal(repr(gold)), "f").removesuffix(".0")
         if isinstance(gold, str):
             name = str((row.get("subset") if subset == "test" else None) or subset)
             problems.append(MathProblem(row[question], f"\\boxed{{{gold}}}", name))
     if len(problems) < len(rows):
-        logger.warning("%d problems left out: answers are not text", len(rows) - len(problems))
+        logger.warning("%d problems skipped: answers are not text", len(rows) - len(problems))
     return problems
-
-
-def _number_text(number: float) -> str:
-    text = format(Decimal(repr(number)), "f")
-    return text.removesuffix(".0")
 
 
 Messages = list[dict[str, str]]
@@ -243,7 +244,7 @@ def judge_messages(problem: str, solution: str) -> Messages:
 
 
 def retry_messages(problem: str, solution: str, verification: str) -> Messages:
-    """Return the messages that ask for another solution, given what is said of the first."""
+    """Return the messages that ask for another solution, given a verification of the first."""
     return [
         *solve_messages(problem),
         {"role": "assistant", "content": solution},
@@ -252,7 +253,7 @@ def retry_messages(problem: str, solution: str, verification: str) -> Messages:
 
 
 def zero_prompt(problem: str) -> str:
-    """Return the text that a base model goes on with."""
+    """Return the text that a base model continues."""
     return ZERO.format(problem=problem)
 
 
@@ -261,9 +262,9 @@ def _thinking_about(request: str) -> Messages:
 
 
 MIN_LENGTH_SPREAD = 0.1
-"""Part of the shortest trajectory by which the longest must be longer, for lengths to count."""
+"""Minimum spread of lengths, as a fraction of the shortest, for scoring by length."""
 COMPARED_CHARACTERS = 2000
-"""End of an answer that is compared with others: comparing takes time that grows faster."""
+"""Characters compared, from the end of each answer: the cost grows quadratically."""
 WORD = re.compile(r"\w+|[^\w\s]")
 BOX = "\\boxed{"
 BOXED_WORD = re.compile(r"\s{0,9}(?:\\(?:text|textbf|mathrm|mathbf)\{\s{0,9})?(\w{1,20})\s{0,9}\}")
@@ -271,27 +272,23 @@ ANSWER_START, ANSWER_END = "<answer>", "</answer>"
 
 
 class Pair(NamedTuple):
-    """Two of several texts."""
+    """Indices of two texts."""
 
     first: int
     second: int
     similarity: float
-    """0 nothing in common, 1 equal."""
+    """From 0 (nothing in common) to 1 (equal)."""
 
 
 def score(*, is_correct: bool, is_cut: bool = False) -> float:
-    """Return what an answer is worth: 1.0 when it is correct and was not cut, else -1.0."""
+    """Return 1.0 for a correct answer that was not truncated, else -1.0."""
     return 1.0 if is_correct and not is_cut else -1.0
 
 
 def concise_scores(lengths: Sequence[int]) -> list[float] | None:
-    """Rank correct trajectories by their length, None when they are about equally long.
+    """Return [G] scores by [G] lengths in tokens; None if the lengths are about equal.
 
-    Args:
-        lengths: [G] tokens.
-
-    Returns:
-        [G] from 1.0 for the shortest to -1.0 for the longest, along half a cosine.
+    Scores run from 1.0 for the shortest to -1.0 for the longest, along half a cosine.
     """
     shortest, spread = min(lengths), max(lengths) - min(lengths)
     if spread <= MIN_LENGTH_SPREAD * shortest:
@@ -300,12 +297,9 @@ def concise_scores(lengths: Sequence[int]) -> list[float] | None:
 
 
 def least_similar_pair(texts: Sequence[str]) -> Pair:
-    """Return the two texts that have least in common; slow, for the score pool.
+    """Return the two texts that have least in common, compared word by word.
 
-    Words are compared, for characters would take half a minute for sixteen texts.
-
-    Args:
-        texts: two or more.
+    Takes seconds for sixteen long texts: call it through the score pool.
     """
     ends = [WORD.findall(text[-COMPARED_CHARACTERS:]) for text in texts]
     pairs = (
@@ -316,7 +310,7 @@ def least_similar_pair(texts: Sequence[str]) -> Pair:
 
 
 def boxed_word(answer: str, words: Sequence[str]) -> str | None:
-    r"""Return which of some words is in the last `\boxed{}` of an answer, None for any other."""
+    r"""Return the one of `words` in the last `\boxed{}` of an answer; None for any other text."""
     _before, box, rest = answer.rpartition(BOX)
     read = BOXED_WORD.match(rest) if box else None
     found = read[1].lower() if read else ""
@@ -324,12 +318,12 @@ def boxed_word(answer: str, words: Sequence[str]) -> str | None:
 
 
 def lead_of_first(forward: Sequence[str], reversed_: Sequence[str]) -> float:
-    """Return by how many votes the first of two solutions is ahead; 0 is a tie.
+    """Return the lead in votes of the first of two solutions; 0 is a tie.
 
     Args:
-        forward: answers of judges that saw the first solution first, without their thinking.
-        reversed_: answers of those that saw the second one first. A vote that cannot be read is
-            none.
+        forward: answers, without thinking, of judges that saw the first solution first. An answer
+            without a readable vote does not count.
+        reversed_: answers of judges that saw the second solution first.
     """
     worth = {"1": 1, "2": -1, None: 0}
     ahead = sum(worth[boxed_word(answer, ("1", "2"))] for answer in forward)
@@ -337,13 +331,13 @@ def lead_of_first(forward: Sequence[str], reversed_: Sequence[str]) -> float:
 
 
 def zero_reply(reply: str, *, is_cut: bool) -> str:
-    """Return a reply with the closing tag that the engine took away as a stop string."""
+    """Return a reply with the closing tag that the engine removed as a stop string."""
     is_open = reply.rfind(ANSWER_START) > reply.rfind(ANSWER_END)
     return f"{reply} {ANSWER_END}" if is_open and not is_cut else reply
 
 
 def zero_answer(reply: str) -> str | None:
-    """Return the content of the last closed answer tag that holds a box, None when none does."""
+    """Return the content of the last closed answer tag with a box; None without one."""
     end = len(reply)
     while (end := reply.rfind(ANSWER_END, 0, end)) != -1:
         start = reply.rfind(ANSWER_START, 0, end)
@@ -361,34 +355,34 @@ MOST_KEPT = 128
 
 
 class MathItem(NamedTuple):
-    """Something to roll out; small, since the backlog may hold many."""
+    """One item; small, since the backlog may hold many."""
 
     problem: str
     answer: str
     r"""The gold answer inside `\boxed{}`."""
     kind: Kind = "normal"
     solutions: tuple[str, ...] = ()
-    """The judged solutions, without thinking: one for `judge`, two for `rlaif`."""
+    """Solutions to judge, without thinking: one for `judge`, two for `rlaif`."""
     is_right: bool = False
-    """Of `judge`: whether the solution is."""
+    """For `judge`: whether the solution is right."""
     kept: int = -1
-    """Of `rlaif` and `selfcorrect`: where their trajectories are."""
+    """For `rlaif` and `selfcorrect`: number of their trajectories in `KeptGroups`."""
 
 
 class KeptGroup(NamedTuple):
-    """Trajectories that were sampled and wait for their group."""
+    """Sampled trajectories of a later group."""
 
     messages: Sequence[Mapping[str, Any]]
     trajectories: Sequence[Trajectory]
     scores: Sequence[float]
-    """Empty where they are still to be judged."""
+    """Empty for trajectories that are yet to be judged."""
 
 
 class KeptGroups:
-    """Trajectories that items of the backlog name by a number.
+    """Trajectories that backlog items refer to by number.
 
     Args:
-        most: maximum number held; the oldest is dropped first, and its item gives no group.
+        most: maximum number of groups; the oldest is dropped first, and its item yields no group.
     """
 
     def __init__(self, most: int = MOST_KEPT) -> None:
@@ -397,7 +391,7 @@ class KeptGroups:
         self._next = 0
 
     def put(self, group: KeptGroup) -> int:
-        """Keep a group; returns its number."""
+        """Store a group and return its number."""
         self._groups[self._next] = group
         self._next += 1
         if len(self._groups) > self._most:
@@ -405,7 +399,7 @@ class KeptGroups:
         return self._next - 1
 
     def take(self, number: int) -> KeptGroup | None:
-        """Hand a group out, once; None when it is not here."""
+        """Remove and return a group; None if it was taken or dropped."""
         return self._groups.pop(number, None)
 
 
@@ -418,7 +412,7 @@ TABLES = {
 TABLE_COLUMNS = ["prompt", "completion", "score", "gold answer"]
 
 
-class MathFigures:
+class MathMetrics:
     """Values since the last log, and the latest rollouts of each kind."""
 
     def __init__(self, most_rows: int) -> None:
@@ -429,12 +423,7 @@ class MathFigures:
         self._values[name] += values
 
     def note_solutions(self, trajectories: Sequence[Trajectory], scores: Sequence[float]) -> None:
-        """Add a group of solutions; a score of 1.0 is a correct one.
-
-        Args:
-            trajectories: [G].
-            scores: [G].
-        """
+        """Add [G] solutions and their [G] scores; 1.0 means correct."""
         self.note("train/pass_at_groupsize", float(1.0 in scores))
         self.note("train/percent_correct", *(float(score == 1.0) for score in scores))
         self.note("train/percent_overanswer", *(float(t.is_truncated) for t in trajectories))
@@ -445,7 +434,6 @@ class MathFigures:
     def note_rollout(
         self, kind: str, prompt: str, completion: str, score: float, gold: str
     ) -> None:
-        """Keep a row for the table of a kind."""
         self._rows[kind].append([prompt, completion, score, gold])
 
     def take(self) -> dict[str, float]:
@@ -454,30 +442,35 @@ class MathFigures:
         return means
 
     def take_tables(self) -> dict[str, list[list[Any]]]:
-        """Return the rows of each table that has some, and clear them."""
+        """Return the rows of every table that is not empty, and clear them."""
         tables = {TABLES[kind]: list(rows) for kind, rows in self._rows.items() if rows}
         for rows in self._rows.values():
             rows.clear()
         return tables
 
 
-def eval_figures(correct: Mapping[str, Sequence[bool]]) -> dict[str, float]:
+def _with_overall(correct: Mapping[str, Sequence[bool]]) -> dict[str, Sequence[bool]]:
+    return {**correct, "overall": [value for values in correct.values() for value in values]}
+
+
+def eval_metrics(correct: Mapping[str, Sequence[bool]]) -> dict[str, float]:
     """Return `eval/<subset>_percent_correct` and `eval/overall_percent_correct`.
 
     Args:
-        correct: subset -> whether each of its answers is correct; one answer or more in all.
+        correct: subset to the correctness of each of its answers.
     """
-    everything = {**correct, "overall": [value for values in correct.values() for value in values]}
-    return {f"eval/{name}_percent_correct": statistics.fmean(v) for name, v in everything.items()}
+    return {
+        f"eval/{name}_percent_correct": statistics.fmean(values)
+        for name, values in _with_overall(correct).items()
+    }
 
 
 def subset_counts(correct: Mapping[str, Sequence[bool]]) -> dict[str, float]:
-    """Return `<subset>_accuracy`, `_total` and `_correct` of each subset, and of all `overall`."""
-    everything = {**correct, "overall": [value for values in correct.values() for value in values]}
+    """Return `<subset>_accuracy`, `_total` and `_correct` for each subset and for `overall`."""
     return {
-        f"{name}_{what}": value
-        for name, values in everything.items()
-        for what, value in (
+        f"{name}_{metric}": value
+        for name, values in _with_overall(correct).items()
+        for metric, value in (
             ("accuracy", statistics.fmean(values)),
             ("total", len(values)),
             ("correct", sum(values)),
@@ -485,13 +478,54 @@ def subset_counts(correct: Mapping[str, Sequence[bool]]) -> dict[str, float]:
     }
 
 
+async def math_verdict(
+    pool: ScorePool, completion: str, gold: str, *, skip_thinking: bool = True
+) -> MathVerdict:
+    """Wait for `check_math_answer` in a worker; an answer that takes too long to check is wrong."""
+    timed_out = MathVerdict(False, True, gold, "")
+    return await pool.run(
+        partial(check_math_answer, skip_thinking=skip_thinking), completion, gold, default=timed_out
+    )
+
+
+def math_record(record: Mapping[str, Any], gold: str, verdict: MathVerdict) -> dict[str, Any]:
+    """Add both answers, as text and as parsed, to the evaluation record of a single-turn problem.
+
+    Args:
+        record: as returned by `SingleTurnEnv.evaluate_item`; a positive score means correct.
+        gold: the gold answer.
+        verdict: of the completion.
+    """
+    *_, question, completion = (message["content"] for message in record["messages"])
+    is_correct = record["score"] > 0
+    return {
+        **record,
+        "question": question,
+        "gold_answer": gold,
+        "gold_parsed": verdict.gold_parsed,
+        "model_parsed": verdict.answer_parsed,
+        "score": int(is_correct),
+        "correct": is_correct,
+        "response_after_think": answer_text(completion),
+    }
+
+
+class EvalAnswer(NamedTuple):
+    """One answer to an evaluation problem."""
+
+    is_correct: bool
+    prompt: Messages
+    completion: str
+    finish_reason: str
+
+
 class SolvingEnv(BaseEnv):
-    """Problems with an answer that can be checked.
+    """Mathematics problems whose groups may lead to further items.
 
     Attributes:
         iter: training problems handed out so far; kept in checkpoints.
-        figures: what the next log carries.
-        random: decides what happens with some probability only.
+        metrics: values for the next log.
+        random: source of randomness for decisions made with some probability.
     """
 
     name = "math"
@@ -504,11 +538,11 @@ class SolvingEnv(BaseEnv):
         self.train: list[MathProblem] = []
         self.test: list[MathProblem] = []
         self.random = random.Random(0)
-        self.figures = MathFigures(self.config.num_rollouts_to_keep)
+        self.metrics = MathMetrics(self.config.num_rollouts_to_keep)
 
     @abstractmethod
-    async def answer_for_evaluation(self, problem: MathProblem) -> tuple[bool, dict[str, Any]]:
-        """Wait for one answer; returns whether it is correct, and its record."""
+    async def answer_for_evaluation(self, problem: MathProblem) -> EvalAnswer:
+        """Wait for one answer to an evaluation problem."""
 
     async def setup(self) -> None:
         eval_sets = self.eval_sets if self.config.run_evaluation else ()
@@ -525,24 +559,20 @@ class SolvingEnv(BaseEnv):
     async def check_answers(
         self, answers: Sequence[str], gold: str, *, skip_thinking: bool = True
     ) -> list[bool] | None:
-        """Wait for the verdicts on answers, None when the gold answer cannot be read.
-
-        One that takes too long to check is wrong.
-        """
-        late = MathVerdict(False, True, gold, "")
+        """Return whether each answer is correct; None if the gold answer cannot be parsed."""
         verdicts = await all_results(
-            self.score_pool.run(_check, answer, gold, skip_thinking, default=late)
+            math_verdict(self.score_pool, answer, gold, skip_thinking=skip_thinking)
             for answer in answers
         )
         if not all(verdict.is_gold_readable for verdict in verdicts):
             return None
         return [verdict.is_correct for verdict in verdicts]
 
-    def is_muted(self, trajectories: Sequence[Trajectory]) -> list[bool]:
+    def is_masked(self, trajectories: Sequence[Trajectory]) -> list[bool]:
         return [self.config.mask_too_long_completions and t.is_truncated for t in trajectories]
 
     def maybe_concise_scores(self, trajectories: Sequence[Trajectory]) -> list[float] | None:
-        """Return scores by length for correct trajectories, None when they teach nothing now."""
+        """Return scores by length, with probability `percent_length_penalty`; else None."""
         if self.random.random() >= self.config.percent_length_penalty:
             return None
         return concise_scores([len(trajectory.tokens) for trajectory in trajectories])
@@ -554,37 +584,38 @@ class SolvingEnv(BaseEnv):
         started_at = time.time()
         answers = await all_results(self.answer_for_evaluation(problem) for problem in self.test)
         correct: defaultdict[str, list[bool]] = defaultdict(list)
-        for problem, (is_correct, _) in zip(self.test, answers, strict=True):
-            correct[problem.subset].append(is_correct)
-        samples = [sample for _, sample in answers]
-        await self.log_evaluation(correct, samples, started_at)
-        await self.wandb_log(eval_figures(correct))
-
-    async def log_evaluation(
-        self,
-        correct: Mapping[str, Sequence[bool]],
-        samples: Sequence[Mapping[str, Any]],
-        started_at: float,
-    ) -> None:
+        samples = []
+        for problem, answer in zip(self.test, answers, strict=True):
+            correct[problem.subset].append(answer.is_correct)
+            reply = {"role": "assistant", "content": answer.completion}
+            sample = {
+                "messages": [*answer.prompt, reply],
+                "gold_answer": problem.answer,
+                "subset": problem.subset,
+                "score": int(answer.is_correct),
+                "finish_reason": answer.finish_reason,
+            }
+            samples.append(sample)
         await self.evaluate_log(
-            metrics=eval_figures(correct),
+            **self.evaluation_result(correct),
             samples=samples,
             start_time=started_at,
             end_time=time.time(),
             generation_parameters={"temperature": 0.0},
         )
+        await self.wandb_log(eval_metrics(correct))
+
+    def evaluation_result(self, correct: Mapping[str, Sequence[bool]]) -> dict[str, Any]:
+        """Return the metrics, and possibly the task name, that are written to the result file."""
+        return {"metrics": eval_metrics(correct)}
 
     async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
         metrics = {} if wandb_metrics is None else wandb_metrics
-        metrics.update(self.figures.take())
+        metrics.update(self.metrics.take())
         metrics["train/iter"] = self.iter
-        for name, rows in self.figures.take_tables().items():
+        for name, rows in self.metrics.take_tables().items():
             metrics[name] = self.run_log.table(TABLE_COLUMNS, rows)
         await super().wandb_log(metrics)
 
     def save_checkpoint(self, step: int, data: Mapping[str, Any] | None = None) -> None:
         super().save_checkpoint(step, {**(data or {}), "iter": self.iter})
-
-
-def _check(answer: str, gold: str, skip_thinking: bool) -> MathVerdict:
-    return check_math_answer(answer, gold, skip_thinking=skip_thinking)

@@ -1,20 +1,20 @@
-"""Items of the reasoning-gym package: making, splitting, prompting and scoring them.
+"""Items of the reasoning-gym package: generation, split, prompts and scores.
 
     (seed, iteration) -> task -> complexity -> generator parameters -> item -> messages
-    completion -> answer -> is it safe? -> score of the package -> no more than highest_score
+    completion -> answer -> is it safe? -> score of the package, at most highest_score
 
-Everything is a function of the settings and the arguments: the same call gives the same item.
-Training items never repeat a question of the evaluation set. The package is imported when one of
-the functions below needs it.
+All functions are deterministic. Training items never repeat a question of the evaluation set. The
+package is imported on first use.
 
-Several scorers of the package run the answer as Python, by `eval` or sympy's `parse_expr`. They
-receive an answer only if its syntax tree consists of literals or, for sympy, of names, arithmetic
-and well-known functions: `eval` resolves names among the scorer's variables, which include the
-right answer. Other scorers repeat a move as often as an answer asks; such counts have few digits.
+Several scorers of the package run the answer as Python code, with `eval` or sympy's `parse_expr`.
+They receive an answer only if its syntax tree consists of literals or, for sympy, of names,
+arithmetic and well-known functions: with `eval`, names refer to the scorer's variables, one of
+which is the right answer. Other scorers repeat a move by a number in the answer; such numbers have
+few digits.
 
-Some scorers pay for answers that solve nothing. For these tasks the score is limited to what is
-beyond the best trivial answer, and items whose answer can be copied are not asked. A right answer
-keeps its score of 1.0.
+Some scorers give partial credit to trivial answers. For these tasks, only the score above that of
+the best trivial answer counts, and items whose answer can be copied from the question are skipped.
+A right answer always scores 1.0.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ START_COMPLEXITY = 0.3
 
 
 class ReasoningGymEnvConfig(SingleTurnEnvConfig):
-    """Which tasks to draw, how hard they are, and what is kept of the rollouts."""
+    """Settings of the tasks, of their complexity, of evaluations and of saved rollouts."""
 
     task_names: list[str] = Field(
         default_factory=list,
@@ -67,49 +67,55 @@ class ReasoningGymEnvConfig(SingleTurnEnvConfig):
     )
     task_params: dict[str, dict[str, Any]] = Field(
         default_factory=dict,
-        description="Generator parameters by task; they win over those of the complexity.",
+        description="Generator parameters by task; they override those of the complexity.",
     )
     system_prompt: str | None = Field(
         None, description="System message; None is the default prompt, an empty text sends none."
     )
-    top_p: float = Field(0.95, gt=0, le=1, description="Nucleus of rollouts; 1 samples from all.")
+    top_p: float = Field(0.95, gt=0, le=1, description="Nucleus of rollouts; 1 disables it.")
     eval_temperature: float = Field(0.1, ge=0, description="Sampling temperature of evaluations.")
     eval_budget_factor: float = Field(
-        2.0, gt=0, description="Evaluation tokens, as a multiple of max_token_length."
+        2.0, gt=0, description="Token limit of evaluations, as a multiple of max_token_length."
     )
     seed: int = Field(42, ge=0, description="Seed of the training items.")
     eval_seed: int = Field(123, ge=0, description="Seed of the evaluation items.")
-    num_eval_samples_per_task: int = Field(5, ge=1, description="Evaluation items per task.")
+    num_eval_samples_per_task: int = Field(
+        5, ge=1, description="Number of evaluation items per task."
+    )
     max_eval_tasks: int = Field(
-        20, ge=1, description="Tasks evaluated; more than that are drawn by eval_seed."
+        20, ge=1, description="Maximum number of evaluated tasks, drawn by eval_seed."
     )
     complexity_mode: Literal["curriculum", "random"] | None = Field(
         None,
-        description="How hard training items are: the package's defaults (None), drawn evenly "
-        "(random), or following the accuracy of each task (curriculum).",
+        description="Complexity of training items: the package's defaults (None), uniformly drawn "
+        "(random), or by the accuracy of each task (curriculum).",
     )
     curriculum_target_accuracy: float = Field(
-        0.7, ge=0, le=1, description="Accuracy at which the curriculum holds the complexity."
+        0.7, ge=0, le=1, description="Accuracy at which the complexity does not change."
     )
     mask_too_long_completions: bool = Field(
-        True, description="Keep truncated completions from moving the policy."
+        True, description="Whether truncated completions are excluded from the policy update."
     )
-    dump_rollouts: bool = Field(False, description="Save rollouts above the score threshold.")
-    dump_failed_rollouts: bool = Field(False, description="Save groups in which all scores are 0.")
+    dump_rollouts: bool = Field(
+        False, description="Whether rollouts above the score threshold are saved."
+    )
+    dump_failed_rollouts: bool = Field(
+        False, description="Whether groups in which all scores are 0 are saved."
+    )
     rollout_save_score_threshold: float = Field(
         0.7, ge=0, le=1, description="Score above which dump_rollouts saves a rollout."
     )
     dump_dir: str = Field("data_dumps", description="Folder of saved rollouts.")
-    debug_logging: bool = Field(False, description="Log every scored group.")
+    debug_logging: bool = Field(False, description="Whether every scored group is logged.")
     suppress_base_env_logs: bool = Field(
-        True, description="Show only warnings of the base environment class."
+        True, description="Whether the base environment class logs only warnings."
     )
 
     def validate_config(self) -> None:
-        """Refuse settings that contradict each other.
+        """Check settings against each other.
 
         Raises:
-            ConfigError: names the setting.
+            ConfigError: `task_params` has tasks that `task_names` does not list.
         """
         missing = sorted(set(self.task_params) - set(self.task_names)) if self.task_names else []
         if missing:
@@ -151,10 +157,10 @@ STRING_OF_LETTERS = re.compile(r"[A-E]+")
 MANY_MOVES = {"rubiks_cube": re.compile(r"\d{2}"), "rush_hour": re.compile(r"[+-]\d{2}")}
 PROPOSITION = re.compile(r"[A-Z\u00ac\u2227\u2228\u2192\u2194()\s]{1,500}")
 LONG_EXPONENT = re.compile(r"[0-9._][eE][-+]?[0-9_]{3}")
-"""sympy writes such a number out: 1e999999999 never ends."""
+"""sympy expands such a number: 1e999999999 never ends."""
 MAX_ANSWER_CHARACTERS = 10_000
 MAX_LENGTHENING = 4
-"""Times the gold answer's length that an answer may have, if that is more."""
+"""Maximum length of an answer as a multiple of the gold answer's, if that is more."""
 MAX_EXPRESSION_CHARACTERS = 2_000
 MAX_POWER = 1_000
 
@@ -162,18 +168,14 @@ ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
 
 
 def extract_answer(completion: str) -> str | None:
-    """Return the one answer a completion gives, or None.
+    """Return the answer of a completion; None unless there is exactly one.
 
-    Text inside `<think>` does not count; a chat template may have opened it in the prompt, and a
-    block that is never closed reaches to the end. Several answers count as no answer.
+    Text inside `<think>` is ignored. The chat template may have opened the block in the prompt, and
+    a block that is not closed extends to the end.
     """
     text = _without_thinking(completion)
-    if text.count("<answer>") != 1:
-        return None
-    match = ANSWER.search(text)
-    if match is None:
-        return None
-    return match[1].strip() or None
+    match = ANSWER.search(text) if text.count("<answer>") == 1 else None
+    return None if match is None else match[1].strip() or None
 
 
 def _without_thinking(completion: str) -> str:
@@ -183,25 +185,25 @@ def _without_thinking(completion: str) -> str:
         before, opened, _ = thought.partition("<think>")
         if opened:
             shown.append(before)
-        else:  # the chat template opened it: everything so far was thought
+        else:  # opened by the chat template: everything so far was thinking
             shown.clear()
     return "".join([*shown, rest.partition("<think>")[0]])
 
 
 def is_safe_answer(answer: str, task: str, *, gold: str | None = None) -> bool:
-    """Return whether a task's scorer may be given an answer, knowing that it may run it.
+    """Whether an answer may be passed to the scorer of a task, which may run it as code.
 
     Args:
-        answer: from `extract_answer`.
-        task: task name in the package.
-        gold: the item's own answer; None where many are right.
+        answer: result of `extract_answer`.
+        task: name of the task in the package.
+        gold: answer of the item; None if many are right.
     """
     if len(answer) > max(MAX_ANSWER_CHARACTERS, MAX_LENGTHENING * len(gold or "")):
         return False
     if task in MANY_MOVES:
         return MANY_MOVES[task].search(answer) is None
     if task == "propositional_logic":
-        # Its scorer tries all values of any text in the place of a variable.
+        # Its scorer enumerates the values of every variable.
         return PROPOSITION.fullmatch(answer) is not None
     if task == "string_insertion" and STRING_OF_LETTERS.fullmatch(answer):
         return True
@@ -214,7 +216,7 @@ def is_safe_answer(answer: str, task: str, *, gold: str | None = None) -> bool:
     try:
         tree = ast.parse(answer.strip(), mode="eval")
     except SyntaxError:
-        # `eval` fails on it as well, after which those scorers compare texts.
+        # `eval` also fails, and those scorers then compare texts.
         return task in EVALUATED_BY_PYTHON
     except (ValueError, RecursionError, MemoryError):
         return False
@@ -230,7 +232,7 @@ def _is_arithmetic(tree: ast.Expression) -> bool:
             if not named or node.keywords:
                 return False
         elif isinstance(node, ast.Constant):
-            # sympy runs texts as well; complex and boolean constants are not answers.
+            # sympy evaluates strings; complex and boolean constants are not answers.
             if type(node.value) not in (int, float):
                 return False
         elif not isinstance(node, LITERAL_NODES + ARITHMETIC_NODES):
@@ -239,7 +241,7 @@ def _is_arithmetic(tree: ast.Expression) -> bool:
 
 
 def _power(node: ast.AST) -> float:
-    """Return how high a value is raised at most: powers of powers multiply, 9**9**9 is not run."""
+    """Return an upper bound of the exponents; those of nested powers multiply."""
     inner = max([1.0, *map(_power, ast.iter_child_nodes(node))])
     if isinstance(node, ast.BinOp) and isinstance(node.op, ast.Pow):
         return _power(node.left) * _bound(node.right)
@@ -247,7 +249,7 @@ def _power(node: ast.AST) -> float:
 
 
 def _bound(exponent: ast.AST) -> float:
-    """Return what the absolute value of an exponent cannot exceed; infinite when unsure."""
+    """Return an upper bound of the absolute value of an exponent; infinite if unknown."""
     if isinstance(exponent, ast.Constant):
         return abs(exponent.value)  # type: ignore[arg-type]
     if isinstance(exponent, ast.Name):
@@ -270,7 +272,7 @@ def _bound(exponent: ast.AST) -> float:
 
 
 def as_key(params: Mapping[str, Any]) -> str:
-    """Return parameters as text, for caches."""
+    """Return parameters as text, for use as a cache key."""
     return json.dumps(params, sort_keys=True)
 
 
@@ -281,16 +283,16 @@ def make_dataset(task: str, params: Mapping[str, Any], *, seed: int, size: int =
 
 @lru_cache(maxsize=512)
 def scoring_dataset(task: str, params_key: str) -> Any:
-    """Return a generator to score with; kept, since some read word lists when they are made."""
+    """Return a generator for scoring; cached, since some read word lists on creation."""
     return make_dataset(task, json.loads(params_key), seed=0)
 
 
 @lru_cache(maxsize=64)
 def buildable_tasks(wanted: tuple[str, ...], params_key: str) -> tuple[str, ...]:
-    """Return the tasks asked for, sorted.
+    """Return the requested tasks, sorted; all that can be built without a request.
 
     Raises:
-        ConfigError: a name is unknown, or a task asked for refuses its parameters.
+        ConfigError: a name is unknown, or a requested task refuses its parameters.
     """
     known = _package().factory.DATASETS
     params = json.loads(params_key)
@@ -308,11 +310,11 @@ def buildable_tasks(wanted: tuple[str, ...], params_key: str) -> tuple[str, ...]
 
 @lru_cache(maxsize=4096)
 def complexity_params(task: str, complexity: float) -> Mapping[str, Any]:
-    """Read the parameters of a complexity off the package's own curriculum of the task.
+    """Return the generator parameters of a complexity, from the package's curriculum of the task.
 
-    Every attribute of the curriculum has a list of levels; complexity 0 is the first of each and
-    1 the last. A combination the generator refuses is lowered; a task without a curriculum has
-    only its defaults.
+    Every attribute of a curriculum has a list of levels; complexity 0 is the first level of each,
+    1 the last. The complexity is lowered if the generator refuses it. A task without a curriculum
+    has only its defaults.
     """
     factory = _package().factory
     if not factory.has_curriculum(task):
@@ -361,8 +363,8 @@ def _package() -> Any:
 
 
 if multiprocessing.parent_process() is not None:
-    # A worker that scores: it imports this module before the time of its first call begins, and
-    # the package takes seconds to load, on a busy machine longer than an answer may take.
+    # In a scoring worker, import the package together with this module: it takes seconds, which
+    # would count towards the time limit of the first call.
     with contextlib.suppress(MissingExtraError):  # raised by the first call instead
         _package()
 
@@ -381,11 +383,11 @@ FLOORS: Mapping[str, float] = {
     "time_intervals": 0.98,  # a time within a fiftieth of the longest interval
     "word_sorting": 0.2,  # the words in any order
 }
-"""Score of the package that an answer may reach without solving anything."""
+"""Maximum score of the package for answers that solve nothing."""
 NO_WAY_TO_FILL = '["No solution"]'
 CONTAINED = 0.8
-"""The same of an answer that contains the right one: several are named, or it is some digits of a
-number. The package takes for its score what part of the answer is right."""
+"""The same for an answer that contains the right one, such as a list of options. The package
+scores it by the fraction that is right."""
 OPERATORS: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,
@@ -395,11 +397,11 @@ OPERATORS: Mapping[type[ast.operator], Callable[[Fraction, Fraction], Fraction]]
 
 
 def highest_score(task: str, answer: str, entry: Mapping[str, Any]) -> float:
-    """Return the maximum score of an answer, regardless of the package's scorer.
+    """Return the maximum score of an answer, whatever the package's scorer returns.
 
-    The package counts numbers by their digits, so that 0e0 and 1_19 escape it, compares no number
-    of puzzle24 with those given, takes the common beginning of two probabilities for their
-    likeness, NaN for no distance at all and for sorted, and any text for no solution.
+    Covers flaws of its scorers. countdown finds numbers by their digits, and so misses 0e0 and
+    1_19. puzzle24 does not compare the numbers with those given. coin_flip compares the beginnings
+    of texts. NaN counts as distance 0 and as sorted. Any text counts as "no solution".
     """
     if task == "countdown":
         return float(PLAIN.fullmatch(answer) is not None)
@@ -417,16 +419,13 @@ def highest_score(task: str, answer: str, entry: Mapping[str, Any]) -> float:
 def partial_credit(
     task: str, score: float, trivial_scores: Sequence[float], *, contains_gold: bool
 ) -> float:
-    """Return what the package's score of a wrong answer is worth.
+    """Rescale the package's score of a wrong answer: 0 up to the best trivial answer, then linear.
 
     Args:
         task: name in the package.
-        score: below 1, from the package.
-        contains_gold: whether the right answer is a part of this one.
-        trivial_scores: the package's scores of `trivial_answers` to the same entry.
-
-    Returns:
-        0 for what the best trivial answer earns, and from there evenly up to 1.
+        score: score of the package, below 1.
+        trivial_scores: scores of the package for the `trivial_answers` to the same entry.
+        contains_gold: whether the answer contains the right one.
     """
     contained = CONTAINED if contains_gold else 0.0
     floor = max([contained, FLOORS.get(task, 0.0), *trivial_scores])
@@ -434,19 +433,19 @@ def partial_credit(
 
 
 def trivial_answers(task: str, entry: Mapping[str, Any]) -> list[str]:
-    """Return answers that can be written without solving anything; empty where none pays.
+    """Return answers that solve nothing; empty for tasks without credit for such answers.
 
-    They are the question's own words or board, and a board that is filled with one value.
+    They are the words or the board of the question, or a board filled with one value.
     """
     write = TRIVIAL.get(task)
     return [] if write is None else write(entry)
 
 
 def can_be_copied(task: str, entry: Mapping[str, Any]) -> bool:
-    """Return whether an entry has no answer to be found: none at all, or one the question shows.
+    """Whether the answer of an entry is empty or already shown in the question.
 
-    Most strings of string_insertion have no place where anything is to be inserted, and the package
-    counts the answer that jugs cannot be filled so as wrong.
+    Most strings of string_insertion need no insertion, and the package scores the gold answer of
+    jugs without a solution as wrong.
     """
     if entry["answer"] is None:
         return False
@@ -468,7 +467,7 @@ NOT_VALID = 0.05
 
 
 def repeats_a_premise(answer: str, entry: Mapping[str, Any], score: ScoreAnswer) -> bool:
-    """Return whether a conclusion says no more than one premise does, or than any two joined."""
+    """Whether a part of a conclusion, joined by AND, follows from one premise alone."""
     if answer == entry["metadata"]["example_answer"]:
         return False
     alone = [
@@ -479,10 +478,9 @@ def repeats_a_premise(answer: str, entry: Mapping[str, Any], score: ScoreAnswer)
 
 
 def concludes_anything(entry: Mapping[str, Any], score: ScoreAnswer) -> bool:
-    """Return whether an entry of propositional_logic cannot be used as a question.
+    """Whether an entry of propositional_logic is unusable.
 
-    Its premises contradict each other, so that everything follows from them, or its own example
-    does not follow.
+    Its premises contradict each other, so that everything follows, or its example does not follow.
     """
     variable = entry["metadata"]["variables"][0]
     contradiction = score(f"{variable} ∧ ¬{variable}", entry)
@@ -491,7 +489,7 @@ def concludes_anything(entry: Mapping[str, Any], score: ScoreAnswer) -> bool:
 
 
 def _joined_by_and(proposition: str) -> list[str]:
-    """Return what the outermost AND joins; the proposition alone where it is no such thing."""
+    """Return the operands of the outermost AND; the whole proposition without one."""
     text = proposition.strip()
     while text.startswith("(") and _closing(text) == len(text) - 1:
         text = text[1:-1].strip()
@@ -509,7 +507,7 @@ def _joined_by_and(proposition: str) -> list[str]:
 
 
 def _closing(text: str) -> int:
-    """Return where the bracket is closed that a text begins with; -1 where it is not."""
+    """Return the position of the bracket that closes the first one; -1 without one."""
     depth = 0
     for i, character in enumerate(text):
         depth += (character == "(") - (character == ")")
@@ -523,7 +521,7 @@ def _as_lines(board: Sequence[Sequence[Any]]) -> str:
 
 
 def _filled(entry: Mapping[str, Any]) -> list[str]:
-    """Return a board of digits with all its blanks filled by 1, by 2, ..."""
+    """Return the board with all blanks filled with 1, with 2, ..."""
     puzzle = entry["metadata"]["puzzle"]
     return [
         _as_lines([[cell or digit for cell in row] for row in puzzle])
@@ -532,7 +530,7 @@ def _filled(entry: Mapping[str, Any]) -> list[str]:
 
 
 def _dead_or_unchanged(entry: Mapping[str, Any]) -> list[str]:
-    """Return a board of the game of life with no living cell, and the one shown."""
+    """Return the board of the game of life without living cells, and the board shown."""
     shown = str(entry["question"]).rpartition("\n\n")[2].strip().rstrip(".")
     return [re.sub("1", "0", shown), shown]
 
@@ -564,7 +562,7 @@ SHOWN: Mapping[str, Callable[[Mapping[str, Any]], str]] = {
     "string_insertion": lambda metadata: str(metadata["string"]),
     "string_manipulation": lambda metadata: str(metadata["string"]),
 }
-"""The part of a question that may already be its answer."""
+"""Part of a question that may equal its answer."""
 
 
 def _makes_24(answer: str, numbers: list[int]) -> bool:
@@ -579,7 +577,7 @@ def _makes_24(answer: str, numbers: list[int]) -> bool:
 
 
 def _value(node: ast.expr, used: list[int]) -> Fraction:
-    """Return the exact value of an expression; its numbers are added to `used`."""
+    """Return the exact value of an expression and append its numbers to `used`."""
     if isinstance(node, ast.Constant) and isinstance(node.value, int):
         used.append(node.value)
         return Fraction(node.value)
@@ -597,9 +595,9 @@ def _is_probability(answer: str, entry: Mapping[str, Any]) -> bool:
     if rational:
         golds.append(f"{rational['numerator']}/{rational['denominator']}")
     try:
-        # By floats: as a fraction, 1e999999999 would be written out.
-        above, _, below = answer.replace(",", "").partition("/")
-        value = float(above) / float(below or 1)
+        # As floats: as a fraction, 1e999999999 would be expanded.
+        numerator, _, denominator = answer.replace(",", "").partition("/")
+        value = float(numerator) / float(denominator or 1)
         return any(math.isclose(value, float(Fraction(gold)), rel_tol=TOLERANCE) for gold in golds)
     except (ValueError, ZeroDivisionError, OverflowError):
         return False
@@ -616,28 +614,28 @@ DEFAULT_SYSTEM_PROMPT = (
 )
 
 MAX_ATTEMPTS = 200
-"""Draws before giving up finding a training question outside the evaluation set."""
+"""Maximum draws of a training question that is not in the evaluation set."""
 
 BARE_ANSWER_TASKS = frozenset(["propositional_logic", "quantum_lock"])
-"""Tasks whose scorer reads variables and buttons in the tags."""
+"""Tasks whose scorer would read the tags as variables or buttons."""
 
 DRAWS_PER_ITEM, DIFFERENT_DRAWS_PER_ITEM = 100, 4
-"""Draws for one evaluation item: all of them, and those that ask for something."""
+"""Maximum draws for one evaluation item: in all, and of usable entries."""
 
 EXACT_ANSWER_TASKS = frozenset(["game_of_life_halting"])
-"""Tasks whose own scorer accepts any text; their answer is compared with the gold answer."""
+"""Tasks whose scorer accepts any text; answers are compared with the gold answer instead."""
 
 
 @dataclass(frozen=True)
 class TaskItem:
-    """One question of one task; enough to build its scorer in another process."""
+    """One question of one task; sufficient to build its scorer in another process."""
 
     task: str
     """Name in the reasoning-gym package."""
     params: dict[str, Any]
-    """Generator parameters besides seed and size."""
+    """Generator parameters, without seed and size."""
     entry: dict[str, Any]
-    """The package's entry: `question`, `answer` (None where many are right), `metadata`."""
+    """Entry of the package: `question`, `answer` (None if many are right), `metadata`."""
     complexity: float | None = None
     """In [0, 1]; None means the package's default parameters."""
 
@@ -650,17 +648,15 @@ def task_names(config: ReasoningGymEnvConfig) -> tuple[str, ...]:
     """Return the tasks to draw from, sorted.
 
     Raises:
-        ConfigError: a name is unknown (the message suggests the nearest), or its parameters are
-            refused by the package.
+        ConfigError: a name is unknown, or the package refuses its parameters.
     """
     return buildable_tasks(tuple(config.task_names), as_key(config.task_params))
 
 
 def eval_items(config: ReasoningGymEnvConfig) -> list[TaskItem]:
-    """Return the evaluation set: distinct questions made from `eval_seed` at default complexity.
+    """Return the evaluation set: distinct questions from `eval_seed` at default complexity.
 
-    At most `max_eval_tasks` tasks with `num_eval_samples_per_task` questions each; a task that
-    has fewer different questions gives fewer.
+    At most `max_eval_tasks` tasks with at most `num_eval_samples_per_task` questions each.
     """
     return [item for task in _eval_task_names(config) for item in _eval_items(task, config)]
 
@@ -668,9 +664,9 @@ def eval_items(config: ReasoningGymEnvConfig) -> list[TaskItem]:
 def train_task_and_complexity(
     config: ReasoningGymEnvConfig, iteration: int
 ) -> tuple[str, float | None]:
-    """Return the task of one training item, and the complexity `complexity_mode` gives it.
+    """Return the task of a training item, and its complexity by `complexity_mode`.
 
-    Under `curriculum` the complexity is the one a task begins with; the environment replaces it.
+    For `curriculum` it is the initial complexity, which the environment replaces.
     """
     rng = Random(f"{config.seed}/{iteration}")
     task = rng.choice(task_names(config))
@@ -682,22 +678,22 @@ def train_task_and_complexity(
 def train_item(
     config: ReasoningGymEnvConfig, iteration: int, complexity: float | None = None
 ) -> TaskItem:
-    """Return one training item, whose question is not in the evaluation set.
+    """Return a training item, whose question is not in the evaluation set.
 
     Args:
-        config: settings; `seed` and `iteration` decide the task and the question.
+        config: settings; `seed` and `iteration` determine task and question.
         iteration: number of the item, from 0.
-        complexity: in [0, 1], overrides what `complexity_mode` gives.
+        complexity: in [0, 1]; None takes that of `complexity_mode`.
 
     Raises:
-        ConfigError: the evaluation set leaves no question to train on.
+        ConfigError: no question outside the evaluation set was found.
     """
     task, drawn = train_task_and_complexity(config, iteration)
     complexity = drawn if complexity is None else complexity
     held_out = _eval_questions(task, config)
     rng = Random(f"{config.seed}/{iteration}/{task}")
     for attempt in range(MAX_ATTEMPTS):
-        # A complexity the generator cannot serve is lowered with the attempts.
+        # Lowered with every attempt, since the generator may not support the complexity.
         hardness = None if complexity is None else complexity * (1 - attempt / MAX_ATTEMPTS)
         params = _params(task, config, hardness)
         try:
@@ -714,23 +710,23 @@ def train_item(
 
 
 def prompt_messages(item: TaskItem, config: ReasoningGymEnvConfig) -> list[dict[str, str]]:
-    """Return the messages that pose an item: the system message, if any, and the question."""
+    """Return the system message, if any, and the question."""
     prompt = DEFAULT_SYSTEM_PROMPT if config.system_prompt is None else config.system_prompt
     system = [{"role": "system", "content": prompt}] if prompt else []
     return [*system, {"role": "user", "content": item.question}]
 
 
 def score_completion(completion: str, item: TaskItem) -> float:
-    """Score a completion with the task's own scorer.
+    """Score a completion with the task's scorer.
 
     Args:
-        completion: everything the policy wrote, thinking included.
-        item: what was asked.
+        completion: the whole completion, thinking included.
+        item: the item.
 
     Returns:
-        In [0, 1]; 0 without exactly one answer outside the thinking, for an answer the scorer
-        fails on, and for one that is not safe to hand to it. No more than `highest_score` allows;
-        below 1, what is beyond the answers that solve nothing (`partial_credit`).
+        A score in [0, 1]. It is 0 without exactly one answer outside the thinking, for an unsafe
+        answer, and if the scorer fails. It is at most `highest_score`, and below 1 it is rescaled
+        by `partial_credit`.
     """
     answer = extract_answer(completion)
     if answer is None:
@@ -746,7 +742,7 @@ def score_completion(completion: str, item: TaskItem) -> float:
         return 0.0
     dataset = scoring_dataset(item.task, as_key(item.params))
     scorer = partial(_score, dataset)
-    # Some scorers look for the tags themselves; others take them for a part of the answer.
+    # Some scorers expect the tags; for others they would be part of the answer.
     texts = [answer] if task in BARE_ANSWER_TASKS else [answer, f"<answer>{answer}</answer>"]
     score = min(highest, max(scorer(text, item.entry) for text in texts))
     if task == "propositional_logic" and repeats_a_premise(answer, item.entry, scorer):
@@ -811,7 +807,7 @@ def _distinct_items(task: str, params_key: str, seed: int, num_items: int) -> tu
 
 
 def _params(task: str, config: ReasoningGymEnvConfig, complexity: float | None) -> dict[str, Any]:
-    """Return generator parameters: those of the complexity, then those of the settings."""
+    """Return generator parameters; those of the settings override those of the complexity."""
     own = config.task_params.get(task, {})
     if complexity is None:
         return dict(own)

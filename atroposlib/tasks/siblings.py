@@ -1,4 +1,4 @@
-"""Imports of one environment's file by another in the same folder."""
+"""Import of one environment file by another in the same folder."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ __all__ = ["sibling_imports"]
 def sibling_imports(file: str, folder: str = "") -> Iterator[None]:
     """Make the Python files next to a program importable by their bare names.
 
-    A file of `environments/` is a module of the clone and a program that runs from anywhere. What
-    it shares with many lives in `atroposlib`; the environment it extends lies next to it:
+    A file of `environments/` is a module of the repository, and a program that runs from anywhere.
+    It imports the environment that it extends like this:
 
         if TYPE_CHECKING or __package__:
             from environments.gsm8k_server import GSM8kEnv
@@ -25,10 +25,10 @@ def sibling_imports(file: str, folder: str = "") -> Iterator[None]:
 
     Args:
         file: `__file__` of the program.
-        folder: looked into first, relative to the folder of the program.
+        folder: folder searched first, relative to that of the program.
 
     Raises:
-        SystemExit: the file is not there; a line names it.
+        SystemExit: the file is missing.
     """
     path = Path(file).resolve()
     places = [path.parent / folder, path.parent]

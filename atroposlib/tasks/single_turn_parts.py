@@ -1,21 +1,25 @@
-"""Parts of single-turn environments: thinking in tags, and the settings of DeepHermes."""
+"""Shared parts of environments: thinking in tags, ranking by length, and default settings."""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any, TypeVar
 
-from atroposlib.envs.base import (
-    APIServerConfig,
-    BaseEnvConfig,
-    EvalHandlingEnum,
-)
+from atroposlib.envs.base import APIServerConfig, BaseEnvConfig, EvalHandlingEnum
 from atroposlib.envs.server_handling.chat_rendering import render_messages
-from atroposlib.envs.single_turn_env import SingleTurnEnv
+from atroposlib.envs.single_turn_env import SingleTurnEnv, Trajectory
+from atroposlib.utils.length_penalty import penalize_length
 
-__all__ = ["DEEP_THINKING", "ThinkingEnv", "answer_after_thinking", "deep_hermes_settings"]
+__all__ = [
+    "DEEP_THINKING",
+    "ThinkingEnv",
+    "answer_after_thinking",
+    "deep_hermes_settings",
+    "default_configs",
+    "rank_by_length",
+]
 
 DEEP_THINKING = (
     "You are an AI that thinks deeply. Before you answer you may reason for as long as you need: "
@@ -27,7 +31,7 @@ THINK_TAG = re.compile(r"<(/?)think>", re.IGNORECASE)
 
 
 def answer_after_thinking(completion: str) -> str | None:
-    """Return what follows the thinking; None unless there is exactly one pair of tags."""
+    """Return the text after the thinking; None unless there is exactly one pair of tags."""
     tags = list(THINK_TAG.finditer(completion))
     if [tag[1] for tag in tags] != ["", "/"]:
         return None
@@ -35,47 +39,83 @@ def answer_after_thinking(completion: str) -> str | None:
 
 
 class ThinkingEnv(SingleTurnEnv):
-    """`score` receives the whole completion; very short ones do not move the policy."""
+    """`score` receives the whole completion; completions under ten tokens are not trained on."""
 
     scores_thinking = True
     min_trained_tokens = 10
 
     @cached_property
     def opened_tag(self) -> str:
-        """The opening tag where the chat template writes it before every answer, else empty."""
+        """Opening tag if the chat template writes it before every answer, else empty."""
         prompt = render_messages(self.tokenizer, [{"role": "user", "content": "?"}])
         return "<think>" if prompt.rstrip().endswith("<think>") else ""
 
 
-MODEL = "NousResearch/DeepHermes-3-Llama-3-8B-Preview"
+def rank_by_length(
+    scores: Sequence[float],
+    trajectories: Sequence[Trajectory],
+    *,
+    max_tokens: int,
+    free_fraction: float = 0.5,
+    full_score: float = 1.0,
+) -> list[float]:
+    """Apply the linear length penalty to a group in which every score is at least `full_score`.
 
-SERVER = {"num_max_requests_at_once": 32, "num_requests_for_eval": 256}
+    Args:
+        scores: [G].
+        trajectories: [G]; their tokens count, prompt included.
+        max_tokens: length at which a score becomes 0.
+        free_fraction: fraction of `max_tokens` without a penalty.
+        full_score: any lower score leaves the group unchanged.
+    """
+    if min(scores) < full_score:
+        return list(scores)
+    lengths = [len(trajectory.tokens) for trajectory in trajectories]
+    return penalize_length(scores, lengths, max_tokens=max_tokens, free_fraction=free_fraction)
+
 
 Config = TypeVar("Config", bound=BaseEnvConfig)
+
+
+def default_configs(
+    config_cls: type[Config],
+    model: str,
+    *,
+    port: int = 9004,
+    server: Mapping[str, Any] | None = None,
+    **settings: Any,
+) -> tuple[Config, APIServerConfig]:
+    """Return the result of a `config_init`: settings for a model, and a vLLM server on this host.
+
+    Args:
+        config_cls: the environment's config class.
+        model: name of the model and of its tokenizer.
+        port: port of the server.
+        server: further settings of the server, which take precedence.
+        settings: settings of the environment.
+    """
+    common = {
+        "model_name": model,
+        "base_url": f"http://localhost:{port}/v1",
+        "api_key": "x",
+        "server_type": "vllm",
+    }
+    config = config_cls(tokenizer_name=model, **settings)
+    return config, APIServerConfig(**{**common, **(server or {})})
+
+
+DEEP_HERMES = "NousResearch/DeepHermes-3-Llama-3-8B-Preview"
+SERVER = {"num_max_requests_at_once": 32, "num_requests_for_eval": 256}
 
 
 def deep_hermes_settings(
     config_cls: type[Config], *, server: Mapping[str, Any] = SERVER, **settings: Any
 ) -> tuple[Config, APIServerConfig]:
-    """Return what `config_init` of such an environment returns.
-
-    Args:
-        config_cls: the environment's config class.
-        server: settings of the server besides its address.
-        settings: what is its own; they win.
-    """
+    """Return `default_configs` for DeepHermes 8B; `settings` take precedence over its defaults."""
     common = {
-        "tokenizer_name": MODEL,
         "batch_size": 1024,
         "inference_weight": 1.0,
         "eval_handling": EvalHandlingEnum.LIMIT_TRAIN,
         "eval_limit_ratio": 0.1,
     }
-    config = APIServerConfig(
-        model_name=MODEL,
-        base_url="http://localhost:9004/v1",
-        api_key="x",
-        server_type="vllm",
-        **server,
-    )
-    return config_cls(**{**common, **settings}), config
+    return default_configs(config_cls, DEEP_HERMES, server=server, **{**common, **settings})

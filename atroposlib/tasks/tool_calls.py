@@ -1,4 +1,4 @@
-"""Reading tool calls out of a text, and telling whether they are the expected ones. Pure.
+"""Reading tool calls from text, and comparing them with the expected calls. Pure.
 
 "<tool_call>{...}</tool_call>" ─► read_calls ─► [call] ─► calls_match(expected, written)
 """
@@ -23,11 +23,11 @@ class ReadCalls(NamedTuple):
     """The calls of a text."""
 
     calls: list[dict[str, Any]]
-    """Blocks that hold a JSON object, in order."""
+    """Contents of the blocks that are JSON objects, in order."""
     num_broken: int
-    """Blocks that hold none."""
+    """Number of other blocks."""
     rest: str
-    """The text outside the blocks."""
+    """Text outside the blocks."""
 
 
 def read_calls(text: str, *, allow_literals: bool = False) -> ReadCalls:
@@ -35,7 +35,7 @@ def read_calls(text: str, *, allow_literals: bool = False) -> ReadCalls:
 
     Args:
         text: a completion without its thinking.
-        allow_literals: also take a Python literal, as `{'name': 'f'}`, for the JSON it resembles.
+        allow_literals: whether Python literals such as `{'name': 'f'}` are also accepted.
     """
     blocks, rest = _split(text)
     read = [_read_object(block.strip(), allow_literals) for block in blocks]
@@ -46,10 +46,10 @@ def read_calls(text: str, *, allow_literals: bool = False) -> ReadCalls:
 def calls_match(
     expected: Sequence[dict[str, Any]], written: Sequence[dict[str, Any]], *, coerce: bool = False
 ) -> bool:
-    """Say whether each call written covers another expected one and none is missing.
+    """Whether the written calls can be paired with the expected ones so that each pair `covers`.
 
-    The order does not matter. A call may fit several expected ones, so pairs are exchanged until
-    all have one or no exchange helps.
+    The order does not matter. A call may match several expected ones, so this is a bipartite
+    matching by augmenting paths.
     """
     if len(expected) != len(written):
         return False
@@ -73,12 +73,12 @@ def calls_match(
 
 
 def covers(expected: Any, actual: Any, *, coerce: bool = False) -> bool:
-    """Say whether a value has all that is expected, at any depth; objects may have more keys.
+    """Whether a value equals the expected one; objects may have further keys, at any depth.
 
     Args:
         expected: parsed JSON.
         actual: parsed JSON.
-        coerce: take a text that is JSON for its value where the other side is not text, so that
+        coerce: whether a string is parsed as JSON if the other value is not a string, so that
             `"5"` equals 5.
     """
     if coerce and isinstance(expected, str) != isinstance(actual, str):
@@ -99,7 +99,7 @@ def covers(expected: Any, actual: Any, *, coerce: bool = False) -> bool:
 
 
 def _split(text: str) -> tuple[list[str], str]:
-    """Return the content of closed blocks, and the rest; linear in the text."""
+    """Return the contents of closed blocks, and the rest; linear in the length."""
     blocks: list[str] = []
     rest: list[str] = []
     position = 0
@@ -127,7 +127,7 @@ def _read_object(text: str, allow_literals: bool) -> dict[str, Any] | None:
 
 
 def _is_json(value: Any, left: int) -> bool:
-    """Say whether a value could stand in JSON, no deeper than `left`."""
+    """Whether a value is JSON with a nesting depth of at most `left`."""
     if isinstance(value, dict):
         is_fine = left > 0 and all(isinstance(key, str) for key in value)
         return is_fine and all(_is_json(part, left - 1) for part in value.values())

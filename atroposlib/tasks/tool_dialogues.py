@@ -1,6 +1,6 @@
-"""Dialogues with tools, played along a data set: settings, scenarios, turns and the environment.
+"""Recorded dialogues with tools: settings, scenarios, checks of turns, and the environment.
 
-row ─► Scenario (expected calls of each turn) ─► DialogueConversation ─► checked turns ─► scores
+row ─► Dialogue (expected calls of each turn) ─► DialogueConversation ─► checked turns ─► scores
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from atroposlib.utils.length_penalty import length_factor
 from atroposlib.utils.local_records import read_records
 
 __all__ = [
-    "MODEL",
     "Dialogue",
     "DialogueConversation",
     "DialogueRule",
@@ -48,45 +47,44 @@ __all__ = [
 
 FREE_LENGTH_FRACTION = 0.5
 FULL_SCORE = 0.99
-"""A group loses by length when all its scores are above."""
-
+"""Groups whose scores are all above are reduced by length."""
 
 Scenario = Literal["single", "multistep", "multiturn", "relevance", "all"]
-"""Which dialogues are taken: one call turn; calls one after the other; a call for each request;
-requests no tool helps with; all that have a call."""
+"""Kind of the dialogues: one call turn; sequential calls; a call for each of several requests;
+requests that no tool can answer; all dialogues with a call."""
 
 
 class ToolDialogueConfig(HubItemsConfig, MultiTurnEnvConfig):
-    """Which dialogues are played, and how the policy must write."""
+    """Settings of the dialogues and of the format of turns."""
 
-    max_tool_call_turns_cap: int = Field(2, ge=1, description="Call turns of one dialogue.")
+    max_tool_call_turns_cap: int = Field(
+        2, ge=1, description="Maximum number of call turns of one dialogue."
+    )
     validate_think_blocks: bool = Field(
-        False, description="Take a turn for wrong unless it begins with its one thought."
+        False, description="Whether a turn is wrong unless it begins with its only thinking block."
     )
     generate_all_gpt_turns: bool = Field(
         False,
-        description="Let the policy also write the texts between calls, which else are shown as "
-        "they stand in the data.",
+        description="Whether the policy also writes the texts between calls, instead of reading "
+        "those of the data.",
     )
-    max_gen_per_turn: int = Field(1024, ge=1, description="Tokens of one turn.")
-    wrong_call_penalty: float = Field(
-        -0.2, le=0, description="Added where a turn is not the expected one."
-    )
+    max_gen_per_turn: int = Field(1024, ge=1, description="Maximum tokens of one turn.")
+    wrong_call_penalty: float = Field(-0.2, le=0, description="Penalty for a wrong turn.")
     skip_completed: bool = Field(
-        True, description="Leave out dialogues that completed_dataset_id has."
+        True, description="Whether dialogues of completed_dataset_id are left out."
     )
     completed_dataset_id: str | None = Field(
         None,
-        description="File, or data set of the hub, with the column conversations: what was already "
-        "worked on.",
+        description="File, or data set of the hub, of completed dialogues, with the column "
+        "conversations.",
     )
     scenario_category: Scenario = Field(
         "multiturn",
-        description="Dialogues with one call turn; calls that depend on each other; a call for "
-        "each of several requests; requests no tool helps with; all with a call.",
+        description="Kind of the dialogues: one call turn; calls that depend on each other; a call "
+        "for each of several requests; requests that no tool can answer; all with a call.",
     )
     add_dynamic_few_shot: bool = Field(
-        True, description="Show a training dialogue, never the one that is played, as an example."
+        True, description="Whether the prompt shows another training dialogue as an example."
     )
     temperature: float = Field(0.8, ge=0, description="Sampling temperature of rollouts.")
 
@@ -94,12 +92,12 @@ class ToolDialogueConfig(HubItemsConfig, MultiTurnEnvConfig):
 def shortened_scores(
     scores: Sequence[float], lengths: Sequence[int], *, max_tokens: int
 ) -> list[float]:
-    """Return the scores of a group; one in which all are full loses by length.
+    """Return the scores of a group; if all are full, subtract a linear length penalty.
 
     Args:
         scores: [G].
         lengths: [G] tokens, prompt included.
-        max_tokens: the length that loses 1; half of it is free.
+        max_tokens: length at which the penalty is 1; it begins at half of it.
     """
     if min(scores) <= FULL_SCORE:
         return list(scores)
@@ -117,7 +115,7 @@ PATTERNS: Mapping[str, str] = {
     "relevance": r"HN.*",
     "all": r"H.*C.*",
 }
-"""H human, C reply with calls, N reply without, T answers of tools."""
+"""Sequences of messages: H human, C reply with calls, N reply without, T tool results."""
 
 TAG = re.compile(r"</?tool_(?:call|response)>")
 
@@ -126,11 +124,11 @@ class Dialogue(NamedTuple):
     """One item."""
 
     messages: tuple[ChatMessage, ...]
-    """The first messages that the policy reads."""
+    """Opening messages."""
     expected_calls_by_turn: tuple[tuple[str, ...], ...]
-    """[T] calls as canonical JSON; none where the turn is to be a text."""
+    """[T] expected calls as canonical JSON; empty for a text turn."""
     inter_turns: tuple[tuple[ChatMessage, ...], ...]
-    """[T - 1] what is read between two turns."""
+    """[T - 1] messages between two turns of the policy."""
 
     @property
     def num_call_turns(self) -> int:
@@ -138,41 +136,42 @@ class Dialogue(NamedTuple):
 
 
 class Helpers(NamedTuple):
-    """Texts appended to what the policy reads, by the kind of its next turn; may be empty."""
+    """Instructions appended to the last message before a turn; may be empty."""
 
     sequential: str = ""
-    """Behind a request that needs calls one after the other."""
+    """For requests that need sequential calls."""
     narration: str = ""
-    """Appended to answers of tools that the policy is to summarize for the user."""
+    """For tool results that the policy summarizes."""
     continuation: str = ""
-    """Behind the answers of tools after which more calls are needed."""
+    """For tool results after which more calls are needed."""
     relevance: str = ""
-    """Behind a request no tool helps with."""
+    """For requests that no tool can answer."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class DialogueRule:
-    """The content of a row."""
+    """Conversion of rows to dialogues."""
 
     scenario: Scenario = "multiturn"
     max_call_turns: int = 2
-    """Call turns of the policy; the dialogue ends after them."""
+    """Number of call turns after which a dialogue is cut."""
     generate_all: bool = False
-    """Whether the policy also writes the texts between calls; else those of the data are shown."""
+    """Whether the policy also writes the texts between calls, instead of reading those of the
+    data."""
     system_prompt: str = ""
-    """Comes before the system text of the row, which lists the tools."""
+    """Text before the system message of the row, which lists the tools."""
     helpers: Helpers = field(default_factory=Helpers)
 
 
 class TurnCheck(NamedTuple):
-    """The record of one turn."""
+    """The check of one turn."""
 
     is_call_turn: bool
     """Whether calls were expected."""
     is_well_formed: bool
-    """Whether it is what its kind must look like."""
+    """Whether the turn has the format of its kind."""
     is_match: bool
-    """Whether it is right as well."""
+    """Whether the turn is also right."""
 
 
 CheckTurn = Callable[[str, Sequence[str]], TurnCheck]
@@ -185,7 +184,7 @@ class _Message(NamedTuple):
 
 
 def dialogue_of(row: Mapping[str, Any], rule: DialogueRule) -> Dialogue | None:
-    """Return what the policy plays of a row; None when it is of another scenario."""
+    """Return the dialogue of a row; None if it is of another scenario."""
     messages = [_as_message(m) for m in row["conversations"] if m["from"] != "system"]
     systems = [m["value"] for m in row["conversations"] if m["from"] == "system"]
     kinds = re.sub("T+", "T", "".join(message.kind for message in messages))
@@ -210,7 +209,7 @@ def dialogue_of(row: Mapping[str, Any], rule: DialogueRule) -> Dialogue | None:
 
 
 def check_call_turn(answer: str, expected: Sequence[str]) -> TurnCheck:
-    """Check a turn, without its thinking, that must be calls and nothing else."""
+    """Check a turn, without its thinking, that must consist of calls only."""
     read = read_calls(answer, allow_literals=True)
     is_well_formed = bool(
         read.calls
@@ -224,24 +223,24 @@ def check_call_turn(answer: str, expected: Sequence[str]) -> TurnCheck:
 
 
 def check_text_turn(answer: str) -> TurnCheck:
-    """Check a turn, without its thinking, that must be a text without calls."""
+    """Check a turn, without its thinking, that must be text without calls."""
     is_text = bool(answer.strip()) and not TAG.search(answer)
     return TurnCheck(False, is_text, is_text)
 
 
 def has_leading_thought(text: str) -> bool:
-    """Say whether a turn begins with its one thought; the template may have opened it."""
+    """Whether a turn begins with its only thinking block; the template may have opened it."""
     before, closing, after = text.partition("</think>")
     thought = before.lstrip().removeprefix("<think>")
     return bool(closing) and "<think>" not in thought + after and "</think>" not in after
 
 
 class DialogueConversation(Conversation):
-    """The data's side of a dialogue; it ends at the first turn that is not the expected one.
+    """A recorded dialogue as a conversation; it ends at the first wrong turn.
 
     Attributes:
-        checks: [T] of the turns so far.
-        latest: the latest turn without its thinking.
+        checks: checks of the turns so far.
+        latest: latest turn without its thinking.
     """
 
     def __init__(self, dialogue: Dialogue, check_turn: CheckTurn) -> None:
@@ -320,7 +319,6 @@ def _with_helper(
     return [*chat[:-1], {"role": "user", "content": f"{chat[-1]['content']}\n\n{text}"}]
 
 
-MODEL = "NousResearch/DeepHermes-3-Llama-3-8B-Preview"
 MAX_EVAL_ITEMS = 128
 
 SYSTEM_PROMPT = (
@@ -342,10 +340,12 @@ RELEVANCE = (
 
 
 class ToolDialogueEnv(DatasetItems, MultiTurnEnv):
-    """Write `turn_rewards`; the texts and the checks of turns may be overridden.
+    """Base class of the dialogue environments; write `turn_rewards`.
+
+    Prompts and checks of turns may be overridden.
 
     Attributes:
-        min_call_turns: dialogues with fewer call turns are left out.
+        min_call_turns: minimum number of call turns of a dialogue.
         examples: dialogues that are shown as examples.
     """
 
@@ -359,16 +359,16 @@ class ToolDialogueEnv(DatasetItems, MultiTurnEnv):
         """Return [T] rewards of the turns of a rollout.
 
         Args:
-            conversation: has the checks of the turns; a turn that a limit cut has none.
+            conversation: the conversation; a turn that a limit cut has no check.
             num_turns: T, at least 1.
         """
 
     def get_system_prompt(self) -> str:
-        """Return what stands before the list of tools."""
+        """Return the text before the list of tools."""
         return SYSTEM_PROMPT
 
     def get_few_shot_example(self, dialogue: Dialogue) -> str:
-        """Return a dialogue as an example: its request and the calls to be written first."""
+        """Return an example: the request of a dialogue and the calls of its first turn."""
         calls = "\n".join(
             f"<tool_call>\n{call}\n</tool_call>" for call in dialogue.expected_calls_by_turn[0]
         )
@@ -378,29 +378,29 @@ class ToolDialogueEnv(DatasetItems, MultiTurnEnv):
         return f"An example, with tools of its own.\nUser: {request}\nYou: {thought}\n{answer}"
 
     def get_sequential_helper(self) -> str:
-        """Return the text appended to a request that needs sequential calls."""
+        """Return the instruction for requests that need sequential calls."""
         return SEQUENTIAL
 
     def get_narration_helper(self) -> str:
-        """Return the text appended to answers of tools that the user is to read."""
+        """Return the instruction for tool results that the policy summarizes."""
         return NARRATION
 
     def get_continuation_helper(self) -> str:
-        """Return the text appended to answers of tools after which more calls are needed."""
+        """Return the instruction for tool results after which more calls are needed."""
         return CONTINUATION
 
     def validate_tool_call_turn(self, text: str, expected: Sequence[str]) -> TurnCheck:
-        """Check a whole turn that must call tools."""
-        check = check_call_turn(visible_text(text), expected)
-        return check if self._thought_is_fine(text) else check._replace(**NOTHING_RIGHT)
+        """Check a whole turn, thinking included, that must call tools."""
+        return self._with_thought(text, check_call_turn(visible_text(text), expected))
 
     def validate_summary_turn(self, text: str) -> TurnCheck:
-        """Check a whole turn that must be a text."""
-        check = check_text_turn(visible_text(text))
-        return check if self._thought_is_fine(text) else check._replace(**NOTHING_RIGHT)
+        """Check a whole turn, thinking included, that must be text."""
+        return self._with_thought(text, check_text_turn(visible_text(text)))
 
-    def _thought_is_fine(self, text: str) -> bool:
-        return not self.config.validate_think_blocks or has_leading_thought(text)
+    def _with_thought(self, text: str, check: TurnCheck) -> TurnCheck:
+        if not self.config.validate_think_blocks or has_leading_thought(text):
+            return check
+        return check._replace(is_well_formed=False, is_match=False)
 
     async def setup(self) -> None:
         await super().setup()
@@ -490,7 +490,7 @@ class ToolDialogueEnv(DatasetItems, MultiTurnEnv):
         }
 
     def score_of(self, rollout: Rollout) -> float:
-        """Return what a whole dialogue is worth; the sum of its rewards unless overridden."""
+        """Return the score of a dialogue, by default the sum of its rewards."""
         return sum(rollout.rewards)
 
     def check_gold_answer(self, item: Item) -> Sequence[str]:
@@ -502,14 +502,11 @@ class ToolDialogueEnv(DatasetItems, MultiTurnEnv):
 
 
 def conversation_of(rollout: Rollout) -> DialogueConversation:
-    """Return what was played in a rollout of these environments."""
+    """Return the conversation of a rollout of these environments."""
     conversation = rollout.conversation
     if not isinstance(conversation, DialogueConversation):
         raise TypeError(f"the rollout is of {conversation!r}; expected a DialogueConversation")
     return conversation
-
-
-NOTHING_RIGHT = {"is_well_formed": False, "is_match": False}
 
 
 def _request_of(row: dict[str, Any]) -> str:

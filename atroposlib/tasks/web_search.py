@@ -1,9 +1,9 @@
 """Sources of pages: a corpus on disk, or the web through a search service.
 
     corpus.jsonl (id, title, text) ─► LocalCorpus: BM25 over titles and texts ─► hits, pages
-    search service ─► WebSearch ─► hits, pages
+    search service ─► TavilySearch ─► hits, pages
 
-The text of a page is untrusted data: `inert` neutralizes it before the policy reads it.
+The text of a page is untrusted: `inert` sanitizes it before the policy reads it.
 """
 
 from __future__ import annotations
@@ -38,17 +38,17 @@ LOOK_ALIKES = str.maketrans({"<": "\u2039", ">": "\u203a"})
 
 
 class SearchError(RuntimeError):
-    """A source cannot answer; the message is shown to the policy and holds no secret."""
+    """A source cannot answer; the message is shown to the policy and contains no secrets."""
 
 
 class Hit(NamedTuple):
     """One result of a search."""
 
     page: str
-    """Name by which the page is opened: an id, or an address."""
+    """Id or URL with which the page is opened."""
     title: str
     snippet: str
-    """The beginning of the page, or what the source thinks fits."""
+    """Beginning of the page, or an excerpt chosen by the source."""
 
 
 class Page(NamedTuple):
@@ -72,18 +72,17 @@ class SearchSource(Protocol):
 
 
 def inert(text: str) -> str:
-    """Return text without control characters and without tags.
+    """Return text without control characters, with angle brackets replaced by similar characters.
 
-    Angle brackets become look-alikes, so that no page can close the frame it is shown in, write a
-    call or an answer, or hold a special token of a tokenizer.
+    So a page cannot contain tags, tool calls, answers or special tokens of a tokenizer.
     """
     return inert_block(text).translate(LOOK_ALIKES)
 
 
 class LocalCorpus:
-    """Pages of a file, ranked by BM25; made by `load`.
+    """Pages of a file, ranked by BM25; created by `load`.
 
-    Source: Robertson et al. 1995, "Okapi at TREC-3", in the form of the bm25s package.
+    Source: Robertson et al. 1995, "Okapi at TREC-3", as implemented by the bm25s package.
     """
 
     def __init__(self, pages: dict[str, Page], index: Any, tokenize: Any) -> None:
@@ -104,7 +103,7 @@ class LocalCorpus:
             import bm25s
         except ImportError as error:
             raise MissingExtraError("bm25s", extra="examples") from error
-        # On import it gives its logger a level that lets unwanted messages through.
+        # On import the package sets a level on its logger.
         logging.getLogger("bm25s").setLevel(logging.NOTSET)
         rows = read_records(path, ["id", "title", "text"])
         pages = {str(row["id"]): Page(str(row["title"]), str(row["text"])) for row in rows}
@@ -155,10 +154,10 @@ class TavilySearch:
     """A search service over HTTP.
 
     Args:
-        environ: where the key is, under `KEY_VARIABLE`; it is sent in a header and shown nowhere.
-        base_url: address of the service.
-        timeout_s: for one request.
-        blocked_domains: their pages are neither found nor opened, nor are those below them.
+        environ: variables with the API key, under `KEY_VARIABLE`; it is never logged.
+        base_url: URL of the service.
+        timeout_s: timeout of one request.
+        blocked_domains: domains whose pages, subdomains included, are neither found nor opened.
 
     Raises:
         ConfigError: there is no key.
@@ -207,7 +206,7 @@ class TavilySearch:
     def _is_blocked(self, address: str) -> bool:
         try:
             host = (urlsplit(address).hostname or "").rstrip(".").lower()
-        except ValueError:  # no address at all
+        except ValueError:  # not a URL
             return True
         return any(host == domain or host.endswith(f".{domain}") for domain in self._blocked)
 
@@ -227,7 +226,7 @@ class TavilySearch:
         except TimeoutError:
             raise SearchError("the search service gave no answer in time") from None
         except (aiohttp.ClientError, ValueError, RecursionError) as error:
-            # The text of the error is left out: it may quote the request.
+            # Without the error's text, which may quote the request.
             raise SearchError(f"the search failed ({type(error).__name__})") from None
 
 

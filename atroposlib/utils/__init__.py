@@ -1,4 +1,4 @@
-"""Leaves with several users: one subject per file."""
+"""Utilities without dependencies on other packages of the library, one subject per file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ __all__: list[str] = []
 
 
 def __getattr__(name: str) -> Any:
-    if name == "ConfigHandler":  # where older runners import it from
+    if name == "ConfigHandler":  # imported from here by older runners
         from atroposlib.utils.config_handler import ConfigHandler
 
         return ConfigHandler

@@ -1,6 +1,6 @@
-"""Returns and advantages of trajectories whose steps have rewards of their own; pure.
+"""Returns and advantages of trajectories with a reward per step, in NumPy; pure.
 
-numpy throughout; torch tensors are taken wherever an array is.
+Torch tensors are accepted instead of arrays.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def allclose_to_first(
         rtol: relative tolerance, as in `numpy.allclose`.
         atol: absolute tolerance.
         equal_nan: whether NaN equals NaN; if not, a first element with NaN differs from itself.
-        return_vector: answer for each element instead of for all together.
+        return_vector: return a result for each element instead of one for all.
 
     Returns:
         Whether all are close; or (N,) booleans.
@@ -57,17 +57,14 @@ def allclose_to_first(
 
 
 def compute_stats(data: Sequence[Any]) -> dict[str, float]:
-    """Return the mean and the population variance of every number in nested lists.
-
-    Returns:
-        `{"mean": ..., "var": ...}`; the variance is never negative.
+    """Return `{"mean": ..., "var": ...}`, the population variance, of all numbers in nested lists.
 
     Raises:
-        ValueError: there is no number, or something that is neither a number nor a sequence.
+        ValueError: there are no numbers, or a value is neither a number nor a sequence.
     """
     numbers = np.asarray(_flatten(data), dtype=np.float64)
     if not len(numbers):
-        raise ValueError("no numbers to describe: the lists are empty")
+        raise ValueError("no numbers: the lists are empty")
     return {"mean": float(numbers.mean()), "var": float(numbers.var())}
 
 
@@ -110,7 +107,7 @@ def compute_grpo_process_supervision_advantages(
     Args:
         rewards: [G][T] step rewards; trajectories may differ in length.
         gamma: discount of later steps; None sums them undiscounted.
-        std_tol: the least standard deviation that counts as a signal.
+        std_tol: minimum standard deviation of the rewards.
 
     Returns:
         [G] arrays of shape (T,).

@@ -1,12 +1,12 @@
 """Helpers for an event loop: calls in one side thread, groups of tasks, and decoding in pieces.
 
-`SideThread` runs calls one after the other. Threads take the interpreter from the event loop and
-from each other: with several active threads the loop waits for each in turn, with one for one step.
+`SideThread` runs calls one at a time. Threads compete with the event loop for the interpreter lock:
+with several active threads the loop waits for each of them in turn, with one thread for one step.
 
-`all_results` and `end_task` leave no task running; `settle` awaits what can be awaited.
+`all_results` and `end_task` leave no task running; `settle` awaits awaitable results.
 
 `decode_long` decodes in pieces, so that other rollouts run in between. A tokenizer holds the
-interpreter while it decodes, also in a thread: too long for tens of thousands of tokens.
+interpreter lock while it decodes, also in a thread: too long for tens of thousands of tokens.
 
 `LoopTurns` bounds the synchronous work of one pass of the event loop. Encoding a request or
 decoding an answer blocks the loop for a fraction of a millisecond; with hundreds of rollouts ready
@@ -29,23 +29,23 @@ Result = TypeVar("Result")
 
 
 class SideThread:
-    """A thread that is started when it is first needed."""
+    """A thread that starts with the first call."""
 
     def __init__(self) -> None:
         self._pool: ThreadPoolExecutor | None = None
 
     async def run(self, function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
-        """Return `function(*args, **kwargs)`, called once the calls before it are done.
+        """Return `function(*args, **kwargs)`, called after all earlier calls.
 
         Cancelling is safe; a call that has started still runs to its end.
         """
         if self._pool is None:
-            self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="beside-the-loop")
+            self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="side-thread")
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._pool, partial(function, *args, **kwargs))
 
     def close(self) -> None:
-        """End the thread after the calls that wait; a later `run` starts another."""
+        """End the thread after the queued calls; a later `run` starts another."""
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.shutdown(wait=False)
@@ -57,10 +57,10 @@ _CANCEL_AGAIN_S = 0.25
 async def all_results(steps: Iterable[Awaitable[Result]]) -> list[Result]:
     """Wait for all steps, then return their results in order.
 
-    Unlike a bare `asyncio.gather` nothing runs on when one step fails.
+    Unlike with `asyncio.gather`, no step is still running when the exception of a step is raised.
 
     Raises:
-        BaseException: what the first step that failed raised, once all have ended.
+        BaseException: the exception of the first failed step, in order, after all have ended.
     """
     outcomes = await asyncio.gather(*steps, return_exceptions=True)
     results = []
@@ -72,10 +72,10 @@ async def all_results(steps: Iterable[Awaitable[Result]]) -> list[Result]:
 
 
 async def end_task(task: asyncio.Task[Any]) -> None:
-    """Cancel a task and wait until it has ended; what it raised is dropped.
+    """Cancel a task and wait until it has ended; its exception is dropped.
 
-    A task that goes on is cancelled again. Some libraries (redis) and `asyncio.wait_for` before
-    Python 3.12 lose a cancellation that comes together with a reply, and a loop would then run on.
+    A task that continues is cancelled again: some libraries (redis), and `asyncio.wait_for` before
+    Python 3.12, lose a cancellation that coincides with a reply.
     """
     while not task.done():
         task.cancel()
@@ -86,16 +86,15 @@ async def end_task(task: asyncio.Task[Any]) -> None:
 
 PIECE_TOKENS = 512
 CONTEXT_TOKENS = 8
-"""Tokens decoded again in front of a piece, so that spaces and letters join as in the whole."""
+"""Tokens decoded again before a piece, so that spaces and characters join as in the whole."""
 
-UNFINISHED_LETTER = "\ufffd"
+INCOMPLETE_CHARACTER = "\ufffd"
 
 
 async def decode_long(tokenizer: Any, ids: Sequence[int], **options: Any) -> str:
-    """Return `tokenizer.decode(ids, **options)`, decoded in pieces where that gives the same text.
+    """Return `tokenizer.decode(ids, **options)`, decoded in pieces that end between characters.
 
-    A piece ends where a letter does. A tokenizer whose texts cannot be joined decodes everything
-    at once.
+    A tokenizer whose pieces do not join to the same text decodes all ids at once.
     """
     ids = list(ids)
     pieces: list[str] = []
@@ -106,7 +105,7 @@ async def decode_long(tokenizer: Any, ids: Sequence[int], **options: Any) -> str
         before = tokenizer.decode(context, **options) if context else ""
         for end in range(end, min(end + CONTEXT_TOKENS, len(ids)) + 1):  # noqa: B020
             text = str(tokenizer.decode(context + ids[start:end], **options))
-            if end == len(ids) or not text.endswith(UNFINISHED_LETTER):
+            if end == len(ids) or not text.endswith(INCOMPLETE_CHARACTER):
                 break
         if not text.startswith(before):
             return str(tokenizer.decode(ids, **options))

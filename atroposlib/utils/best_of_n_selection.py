@@ -1,4 +1,4 @@
-"""Choosing one of several completions by two criteria; pure."""
+"""Selection of one of several completions by two criteria; pure."""
 
 from __future__ import annotations
 
@@ -15,15 +15,10 @@ def select_best_index(
 ) -> int:
     """Return the index with the best primary score; the secondary breaks exact ties.
 
-    Args:
-        primary_scores: [N] decides.
-        secondary_scores: [N] decides among equals, e.g. lengths; what is still tied goes to the
-            earliest.
-        primary_higher_is_better: False: the lowest primary score is best.
-        secondary_lower_is_better: False: the highest secondary score is best.
+    Remaining ties go to the earliest candidate.
 
     Raises:
-        ValueError: no scores, or not one of each kind per candidate.
+        ValueError: there are no scores, or the numbers of scores differ.
     """
     if not primary_scores or len(primary_scores) != len(secondary_scores):
         raise ValueError(

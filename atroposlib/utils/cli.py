@@ -28,21 +28,17 @@ _NUMBER = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][+-]?\d+)?|-inf", re.ASCII)
 
 
 class UsageError(ConfigError, FailedExecutionException):  # type: ignore[misc]  # an untyped base
-    """The command line or a configuration file asks for something impossible; exit code 2."""
+    """The command line or a configuration file is invalid; exit code 2."""
 
     def __init__(self, message: str, *, exit_code: int = 2) -> None:
         FailedExecutionException.__init__(self, exit_code, message)
 
 
 def get_prefixed_pydantic_model(base_model: type[BaseModel], prefix: str) -> type[BaseModel]:
-    """Copy a model, with `prefix` before the name of every field.
+    """Copy a model, with `prefix` (separator included, such as `env.`) before every field name.
 
-    Annotation, default, default factory and description are kept; constraints such as ranges are
-    not, because the original model checks them when it is built from the collected values.
-
-    Args:
-        base_model: The model to copy.
-        prefix: Put before each field name, separator included: `env.`.
+    Annotation, default, default factory and description are kept. Constraints such as ranges are
+    not: the original model checks them when it is built from the collected values.
     """
     # Any: pydantic's create_model takes field definitions as loosely typed keywords.
     fields: dict[str, Any] = {
@@ -57,7 +53,6 @@ def get_prefixed_pydantic_model(base_model: type[BaseModel], prefix: str) -> typ
 
 
 def _bare_field(field: FieldInfo) -> Any:
-    """A field with the same default and description, and nothing else."""
     if field.default_factory is not None:
         return Field(default_factory=field.default_factory, description=field.description)
     return Field(default=field.default, description=field.description)
@@ -66,16 +61,10 @@ def _bare_field(field: FieldInfo) -> Any:
 def adjust_model_defaults(
     model_class: type[BaseModel], defaults: Mapping[str, Any] | BaseModel
 ) -> type[BaseModel]:
-    """Subclass a model with other defaults.
+    """Return a subclass `<Name>WithDefaults` of a model with other defaults.
 
-    Args:
-        model_class: The model to start from.
-        defaults: New defaults by field name; names the model lacks are ignored. A None does not
-            displace a default factory.
-
-    Returns:
-        A subclass named `<Name>WithDefaults`; the changed fields keep annotation and description
-        and lose range constraints.
+    The changed fields keep annotation and description and lose constraints. Unknown names are
+    ignored, and None does not replace a default factory.
     """
     values = defaults.model_dump() if isinstance(defaults, BaseModel) else dict(defaults)
     fields: dict[str, Any] = {}
@@ -91,9 +80,9 @@ def adjust_model_defaults(
 
 
 def merge_dicts(*dicts: Mapping[str, Any]) -> dict[str, Any]:
-    """Merge mappings, later ones win; mappings under the same key are merged in turn.
+    """Merge mappings recursively; later values replace earlier ones.
 
-    A None or a scalar replaces a mapping. The arguments are not changed.
+    None or a scalar replaces a mapping. The arguments are not changed.
 
     Example:
         merge_dicts({"a": {"b": 1}}, {"a": {"c": 2}}) == {"a": {"b": 1, "c": 2}}
@@ -110,14 +99,10 @@ def merge_dicts(*dicts: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def extract_namespace(model: Any, prefix: str) -> dict[str, Any]:
-    """The entries whose key starts with `prefix`, with the prefix removed.
-
-    Args:
-        model: A mapping, or anything with `model_dump()` or `to_dict()`.
-        prefix: As in `env.`.
+    """Return the entries whose key starts with `prefix`, with the prefix removed.
 
     Raises:
-        TypeError: `model` has another type.
+        TypeError: `model` is not a mapping and has neither `model_dump()` nor `to_dict()`.
     """
     if isinstance(model, Mapping):
         values: Mapping[str, Any] = model
@@ -132,11 +117,11 @@ def extract_namespace(model: Any, prefix: str) -> dict[str, Any]:
 
 
 def get_double_dash_flags() -> dict[str, str | bool | None]:
-    """Read the `--flag` words of this process's command line, without interpreting them.
+    """Read the `--flag` words of this process's command line.
 
     `--k=v` and `--k v` give `"v"`; a flag followed by another flag or by nothing gives True; the
-    text `None` gives None. A word that begins with a dash counts as a value only when it is a
-    number, so `--env.total_steps -1` gives `"-1"`.
+    text `None` gives None. A word that begins with a dash is a value only if it is a number, so
+    `--env.total_steps -1` gives `"-1"`.
     """
     words = sys.argv[1:]
     flags: dict[str, str | bool | None] = {}
@@ -157,17 +142,12 @@ def get_double_dash_flags() -> dict[str, str | bool | None]:
 
 
 def refused_values(error: ValidationError, prefix: str = "") -> UsageError:
-    """Turn what pydantic refused into one message that names each field and the reason.
-
-    Args:
-        error: What building the model raised.
-        prefix: Put before each field name, separator included: `env.`.
-    """
+    """Convert a validation error to one that names each field, after `prefix`, and its reason."""
     lines = []
     for detail in error.errors(include_url=False):
         path = prefix + ".".join(str(part) for part in detail["loc"])
         reason = detail["msg"][:1].lower() + detail["msg"][1:]
-        # A key may have been typed into the wrong place; only short plain values are shown.
+        # An API key may have been given in the wrong place; only plain values are shown.
         shown = isinstance(detail["input"], (str, int, float)) and "key" not in path
         got = f" (got {detail['input']!r})" if shown and detail["type"] != "missing" else ""
         lines.append(f"{path}: {reason}{got}")

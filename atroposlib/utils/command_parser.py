@@ -17,11 +17,11 @@ from atroposlib.utils.text import near_name
 __all__ = ["CommandParser", "end_command", "exit_code_of", "integer_between"]
 
 _REFUSED_SETTINGS = (401, 403, 409)
-"""Statuses of a service for a wrong token, and for settings that differ from its run's."""
+"""HTTP statuses for an invalid token, and for settings that differ from those of the run."""
 
 
 def exit_code_of(error: Exception) -> int:
-    """Return how a command ends: 2 when a setting can never work, 1 when its work failed."""
+    """Return the exit code of a command: 2 for invalid settings, 1 for failed work."""
     if isinstance(error, (ConfigError, MissingExtraError)):
         return 2
     is_refused = isinstance(error, TrajectoryApiError) and error.status in _REFUSED_SETTINGS
@@ -48,15 +48,14 @@ def integer_between(least: int, most: int) -> Callable[[str], int]:
 
 
 class CommandParser(argparse.ArgumentParser):
-    """A parser for people: one line per mistake, exit code 2.
+    """An argument parser with one-line errors and a short help.
 
     Args:
-        often: Destinations of the arguments that the short help shows; empty shows all of them.
-        **options: Of `argparse.ArgumentParser`.
+        often: Destinations of the arguments in the short help; empty shows all of them.
+        **options: Options of `argparse.ArgumentParser`.
     """
 
     def __init__(self, *, often: Collection[str] = (), **options: Any) -> None:
-        # Options of argparse, which differ between versions of Python.
         super().__init__(**{**options, "add_help": False})
         self._often = frozenset(often)
         text = "show this help" + (", or every flag" if often else "") + ", and exit"
@@ -68,9 +67,9 @@ class CommandParser(argparse.ArgumentParser):
     def parse_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> argparse.Namespace:
-        """Parse like argparse; on an unknown flag suggest the near name and exit with 2."""
+        """Parse like argparse; for an unknown flag, suggest the nearest name and exit with 2."""
         given = list(sys.argv[1:] if args is None else args)
-        # Before argparse looks: a mistyped required flag should not be reported as missing.
+        # Before argparse, which would report a mistyped required flag as missing.
         self.refuse_unknown(self._before_terminator(given))
         parsed, rest = self.parse_known_args(given, namespace)
         if rest:
@@ -78,18 +77,18 @@ class CommandParser(argparse.ArgumentParser):
         return parsed
 
     def refuse_unknown(self, words: Iterable[str]) -> None:
-        """Exit with 2 when words that look like flags are unknown to this command."""
+        """Exit with 2 if a word is an unknown flag."""
         known = self._known_flags()
         unknown = [word for word in words if self._is_unknown_flag(word, known)]
         if unknown:
             self.error("; ".join(_explain(word, known) for word in unknown))
 
     def error(self, message: str) -> NoReturn:
-        """Print one line instead of the whole usage, exit with 2."""
+        """Print one line instead of the usage, and exit with 2."""
         self.exit(2, f"{self.prog}: error: {message} (see {self.prog} --help)\n")
 
     def short_help(self) -> str:
-        """Return the help with the arguments that are often needed."""
+        """Return the help of the required and the common arguments."""
         shown = [action for action in self._actions if self._is_often(action)]
         formatter = self._get_formatter()
         needed = [f"{a.option_strings[0]} {a.dest.upper()}" for a in shown if _is_flag_needed(a)]
@@ -109,7 +108,7 @@ class CommandParser(argparse.ArgumentParser):
         return not self._often or is_help or action.dest in self._often or _is_required(action)
 
     def _check_value(self, action: argparse.Action, value: Any) -> None:
-        """Refuse a value that is not among the choices, naming the nearest one."""
+        """Reject a value that is not among the choices; suggest the nearest one."""
         if action.choices is None or value in action.choices:
             return
         choices = [str(choice) for choice in action.choices]

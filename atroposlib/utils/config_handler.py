@@ -1,4 +1,4 @@
-"""Settings of the older example runners: YAML files by kind and name, overridden by flags."""
+"""Settings of older example runners: YAML files by kind and name, overridden by flags."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ _RUN_FLAGS = {
 
 
 class ConfigHandler:
-    """Loads `<config_dir>/envs/<env>.yaml` and what belongs to it.
+    """Loads `<config_dir>/envs/<env>.yaml` and the files of its agent and its dataset.
 
     Args:
-        config_dir: folder with `envs/`, `agents/` and `datasets/`; `configs` next to the package
-            when None.
+        config_dir: folder with `envs/`, `agents/` and `datasets/`; None is `configs` in the
+            package.
     """
 
     def __init__(self, config_dir: str | Path | None = None) -> None:
@@ -52,8 +52,8 @@ class ConfigHandler:
         """Return the settings of an environment and its agent.
 
         Args:
-            args: parsed flags; the command line's when None. Flags that are 0 or empty count as
-                not given.
+            args: parsed flags; None parses the command line. Flags that are 0 or empty are
+                ignored.
 
         Raises:
             ConfigError: a file is missing, or is not a mapping.

@@ -12,15 +12,7 @@ COLUMNS = ("Groups", "Version", "Filter", "n-shot", "Metric", "", "Value", "", "
 
 
 def format_metrics_table(task_name: str | None, metrics: Mapping[str, Any]) -> str:
-    """Return the Markdown table of an evaluation's metrics.
-
-    Args:
-        task_name: first column of every row.
-        metrics: name to value; a value that is not a number is shown as it is.
-
-    Returns:
-        One header, one rule and one row per metric, columns as wide as needed.
-    """
+    """Return the Markdown table of metrics, one row each, with `task_name` as first column."""
     rows = [list(COLUMNS)]
     for name, value in metrics.items():
         direction = "↑" if "correct" in name or "acc" in name else ""
@@ -36,20 +28,13 @@ def format_metrics_table(task_name: str | None, metrics: Mapping[str, Any]) -> s
 def display_metrics_table(
     task_name: str | None, metrics: Mapping[str, Any], start_time: float, end_time: float
 ) -> None:
-    """Print the table of an evaluation's metrics with its title and duration.
-
-    Args:
-        task_name: named in the title and in every row.
-        metrics: name to value; may be empty.
-        start_time: seconds since the epoch.
-        end_time: seconds since the epoch.
-    """
+    """Print the table of metrics with a title and the duration; times are in seconds."""
     text = (
         f"\nEvaluation results: {task_name}\n"
         f"{format_metrics_table(task_name, metrics)}\n"
         f"Evaluation took {end_time - start_time:.2f} seconds"
     )
-    print(text)  # noqa: T201 - printing is what callers ask this function for
+    print(text)  # noqa: T201 - the purpose of this function
 
 
 def _format_row(cells: list[str], widths: list[int]) -> str:

@@ -1,11 +1,11 @@
-"""Completions that start with different tokens: drawn first tokens, each continued once."""
+"""Completions with distinct first tokens: the first tokens are drawn, and each is continued."""
 
 from __future__ import annotations
 
 import asyncio
 import math
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
 __all__ = ["generate_with_diverse_first_tokens"]
@@ -18,15 +18,9 @@ class _HasServer(Protocol):
 
     server: Any
 
-    async def fallback_generate(
-        self,
-        messages: list[Mapping[str, Any]],
-        prefill: str,
-        n: int,
-        max_tokens: int,
-        temperature: float,
-    ) -> list[str]:
-        """Generate without logprobs."""
+    @property
+    def fallback_generate(self) -> Callable[..., Awaitable[list[str]]]:
+        """Called with the arguments of the function below, for servers without logprobs."""
 
 
 async def generate_with_diverse_first_tokens(
@@ -37,21 +31,21 @@ async def generate_with_diverse_first_tokens(
     max_tokens: int = 4096,
     temperature: float = 1.0,
 ) -> list[str]:
-    """Generate up to `n` completions, no two of which start with the same token.
+    """Generate up to `n` completions, each with a different first token.
 
-    Meant to be used as a method of an environment. Waits for one request that asks for the most
-    likely first tokens, then for one request per drawn token; cancelling is safe.
+    Meant as a method of an environment. Waits for one request for the most likely first tokens,
+    then for one request per drawn token; cancelling is safe.
 
     Args:
-        self: has `server`, and `fallback_generate` for servers that return no logprobs.
-        messages: the chat to reply to.
-        prefill: how every reply starts.
-        n: completions wanted; fewer when the server names fewer first tokens.
-        max_tokens: most tokens per completion, the first one included.
-        temperature: of the draw and of the continuations.
+        self: the environment.
+        messages: messages of the prompt.
+        prefill: prefix of every completion.
+        n: number of completions; there are fewer if the server returns fewer first tokens.
+        max_tokens: maximum tokens per completion, the first one included.
+        temperature: temperature of the draw and of the continuations.
 
     Returns:
-        The completions, each with its first token and without the prefill.
+        The completions, with the first token and without the prefill.
     """
     opened = [*messages, {"role": "assistant", "content": prefill}]
     first = await self.server.chat_completion(
@@ -90,10 +84,10 @@ def _first_token_logprobs(completion: Any) -> dict[str, float]:
 
 
 def _draw(logprobs: Mapping[str, float], n: int, temperature: float) -> list[str]:
-    """Draw distinct tokens, likelier ones first, weighted by `exp(logprob / temperature)`.
+    """Draw distinct tokens, weighted by `exp(logprob / temperature)`.
 
     Source: Efraimidis & Spirakis 2006, "Weighted random sampling with a reservoir": the n largest
-    of `log(u) / weight` are a weighted draw without repetition.
+    `log(u) / weight` are a weighted sample without replacement.
     """
     scale = max(temperature, 1e-6)
     keys = {

@@ -1,4 +1,4 @@
-"""Games of gymnasium by names that its newer releases have removed."""
+"""Gymnasium environments under names that newer releases removed."""
 
 from __future__ import annotations
 
@@ -11,17 +11,16 @@ __all__ = ["keep_removed_games"]
 logger = logging.getLogger(__name__)
 
 SUCCESSORS = {"Taxi-v3": "Taxi-v4"}
-"""Removed names, and the names of games with the same rules, states and actions."""
+"""Removed names, and the names of environments with the same rules, states and actions."""
 
 
 def keep_removed_games() -> None:
-    """Let `gymnasium.make` know removed names again, where gymnasium is imported.
+    """Register removed names again if gymnasium is imported.
 
-    Environment files make their games by these names. One that the installed gymnasium knows, or
-    whose successor it does not know, stays as it is.
+    Names that the installed gymnasium knows, or whose successor it does not know, are unchanged.
     """
     gymnasium = sys.modules.get("gymnasium")
-    registry = getattr(gymnasium, "registry", None)  # None while it is being imported, too
+    registry = getattr(gymnasium, "registry", None)  # None also during its import
     if registry is None:
         return
     for removed, successor in SUCCESSORS.items():
@@ -30,4 +29,4 @@ def keep_removed_games() -> None:
         game = copy.deepcopy(registry[successor])
         game.id, game.version = removed, int(removed.rpartition("-v")[2])
         registry[removed] = game
-        logger.info("this gymnasium has no %s; %s takes its place", removed, successor)
+        logger.info("this gymnasium has no %s; using %s instead", removed, successor)

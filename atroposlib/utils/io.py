@@ -1,4 +1,4 @@
-"""Reading HTTP replies."""
+"""Reading HTTP responses."""
 
 from __future__ import annotations
 
@@ -10,26 +10,17 @@ __all__ = ["parse_http_response", "retry_after_s"]
 
 
 class HttpResponse(Protocol):
-    """The three members of an asynchronous HTTP reply that are used here."""
+    """The members of an asynchronous HTTP response that are used here."""
 
-    def raise_for_status(self) -> Any:
-        """Raise when the status says failure."""
+    def raise_for_status(self) -> Any: ...
 
-    async def json(self) -> Any:
-        """Return the decoded body."""
+    async def json(self) -> Any: ...
 
-    async def text(self) -> str:
-        """Return the body as text."""
+    async def text(self) -> str: ...
 
 
 def retry_after_s(headers: Mapping[str, str]) -> float | None:
-    """Return the seconds a refusal asks to wait, at least 0.
-
-    None when it does not say, or says it as a date, which is not worth a parser.
-
-    Args:
-        headers: headers of the reply; looked up without regard to case by all HTTP clients.
-    """
+    """Return the seconds in `Retry-After`, at least 0; None if it is missing or a date."""
     try:
         return max(0.0, float(headers.get("Retry-After", "")))
     except ValueError:
@@ -37,17 +28,10 @@ def retry_after_s(headers: Mapping[str, str]) -> float | None:
 
 
 async def parse_http_response(resp: HttpResponse, logger: logging.Logger | None = None) -> Any:
-    """Return the decoded JSON body of a successful reply.
-
-    Args:
-        resp: the reply, its body not read yet.
-        logger: receives the failure; defaults to this module's logger.
-
-    Returns:
-        Parsed JSON.
+    """Return the decoded JSON body of a successful response, which was not read yet.
 
     Raises:
-        Exception: whatever `resp` raises, after the body the server sent has been logged.
+        Exception: any exception of `resp`; status and body are logged first.
     """
     try:
         resp.raise_for_status()

@@ -1,9 +1,9 @@
 """JSON text: values with NumPy numbers, lines of JSON Lines, and decoding in short steps.
 
-A line is read by msgspec where it is strict JSON, else by Python's tolerant reader.
+A line is read by msgspec if it is strict JSON, else by Python's tolerant decoder.
 
-`decode_in_steps` returns to the event loop between steps. A decoder holds the interpreter until it
-ends, also in a thread. For an answer with eight completions of 32k tokens that is 25 ms at once;
+`decode_in_steps` returns to the event loop between steps. A decoder holds the interpreter lock
+until it ends, also in a thread. For an answer with eight completions of 32k tokens that is 25 ms;
 in steps it is 2 ms each, and 5 ms to separate the completions.
 """
 
@@ -20,17 +20,16 @@ import msgspec
 __all__ = ["STEP_BYTES", "decode_in_steps", "decode_line", "encode_mapping", "to_plain"]
 
 _CALL_VALUES = 4096
-"""Longer lists are written in several calls, so that other threads get their turn in between."""
+"""Longer lists are encoded in several calls, so that other threads can run in between."""
 
 
 def to_plain(value: Any) -> Any:
-    """Turn a NumPy scalar or array into plain Python; refuse anything else.
+    """Convert a NumPy scalar or array to plain Python, as in `json.dumps(..., default=to_plain)`.
 
-    Suits `json.dumps(..., default=to_plain)`. NumPy is not imported for it: a value can only be
-    NumPy's when NumPy is already imported.
+    Does not import NumPy.
 
     Raises:
-        TypeError: the value is not NumPy's; the message names its type.
+        TypeError: the value has another type.
     """
     numpy = sys.modules.get("numpy")
     if numpy is not None and isinstance(value, numpy.ndarray | numpy.generic):
@@ -39,14 +38,14 @@ def to_plain(value: Any) -> Any:
 
 
 def encode_mapping(mapping: Mapping[str, Any], *, allow_nan: bool = False) -> str:
-    """Return one line of JSON, naming the key at fault when that is impossible.
+    """Return one line of JSON.
 
     Args:
-        mapping: plain containers, numbers and text, with NumPy values anywhere in them.
-        allow_nan: write NaN and infinities, which strict readers refuse.
+        mapping: plain containers, numbers and text; NumPy values are allowed anywhere.
+        allow_nan: whether NaN and infinities are written, which strict readers reject.
 
     Raises:
-        ValueError: a value cannot be written; the message begins with its top-level key.
+        ValueError: a value has no JSON form; the message begins with its top-level key.
     """
     dumps = partial(json.dumps, default=to_plain, allow_nan=allow_nan)
     try:
@@ -64,7 +63,7 @@ def encode_mapping(mapping: Mapping[str, Any], *, allow_nan: bool = False) -> st
 
 
 def _in_pieces(value: Any, dumps: Callable[[Any], str]) -> str:
-    """Return `dumps(value)`, called for the rows of a list of rows and for pieces of long ones."""
+    """Return `dumps(value)`; nested lists and long lists are encoded in several calls."""
     if type(value) is not list or not value:
         return dumps(value)
     if type(value[0]) is list:
@@ -79,11 +78,11 @@ _decoder = msgspec.json.Decoder()
 def decode_line(line: bytes) -> Any:
     """Return the value of one line.
 
-    What Python's own writer makes of odd values is read as well: NaN, infinities, halves of
-    surrogate pairs. Bytes that are no UTF-8 become replacement characters.
+    Also accepts extensions of Python's encoder: NaN, infinities, lone surrogates. Invalid UTF-8
+    becomes replacement characters.
 
     Raises:
-        ValueError: the line is not JSON; the message says where it stops being that.
+        ValueError: the line is not JSON; the message has the position.
         RecursionError: it is nested too deeply.
     """
     try:
@@ -102,15 +101,15 @@ _elements = msgspec.json.Decoder(list[msgspec.Raw])
 async def decode_in_steps(
     text: bytes | memoryview, before_step: Callable[[int], Awaitable[object]]
 ) -> Any:
-    """Return `msgspec.json.decode(text)`, taken apart where it is long and nested.
+    """Return `msgspec.json.decode(text)`; long nested values are decoded part by part.
 
     Args:
         text: the JSON.
-        before_step: awaited before every step, with the bytes that it reads.
+        before_step: awaited before every step, with the number of bytes it decodes.
 
     Raises:
-        msgspec.DecodeError: it is not JSON.
-        UnicodeDecodeError: it is not UTF-8.
+        msgspec.DecodeError: `text` is not JSON.
+        UnicodeDecodeError: `text` is not UTF-8.
     """
     await before_step(len(text))
     if len(text) > STEP_BYTES:
@@ -128,7 +127,7 @@ async def decode_in_steps(
 async def _decode_elements(
     elements: list[msgspec.Raw], before_step: Callable[[int], Awaitable[object]]
 ) -> list[Any]:
-    """Decode the elements of a list: long ones one by one, short ones many in a step."""
+    """Decode the elements of a list: long ones one by one, short ones several per step."""
     values: list[Any] = []
     start, num_bytes = 0, 0
     for end, element in enumerate(elements, start=1):

@@ -1,4 +1,4 @@
-"""The linear penalty on long completions, for groups in which everything is right."""
+"""The linear length penalty, for groups of only right answers."""
 
 from __future__ import annotations
 
@@ -8,14 +8,12 @@ __all__ = ["length_factor", "penalize_length"]
 
 
 def length_factor(num_tokens: int, *, max_tokens: int, free_fraction: float) -> float:
-    """Return what a score is multiplied by because of its length.
-
-    1 up to `free_fraction` of the limit, from there linearly down to 0 at the limit.
+    """Return the factor of a score: 1 up to `free_fraction` of the limit, then linearly down to 0.
 
     Args:
         num_tokens: L, prompt included.
         max_tokens: the limit, at least 1.
-        free_fraction: in [0, 1]; the part of the limit that costs nothing.
+        free_fraction: fraction of the limit without a penalty, in [0, 1].
     """
     free = free_fraction * max_tokens
     if num_tokens <= free:
@@ -28,7 +26,7 @@ def length_factor(num_tokens: int, *, max_tokens: int, free_fraction: float) -> 
 def penalize_length(
     scores: Sequence[float], lengths: Sequence[int], *, max_tokens: int, free_fraction: float
 ) -> list[float]:
-    """Return [G] scores, each times the `length_factor` of its [G] tokens."""
+    """Return [G] scores, multiplied by the `length_factor` of [G] lengths."""
     return [
         score * length_factor(length, max_tokens=max_tokens, free_fraction=free_fraction)
         for score, length in zip(scores, lengths, strict=True)

@@ -1,4 +1,4 @@
-"""Stand-ins for the streams of a terminal while a live view is drawn on it."""
+"""Replacements for the streams of a terminal while a live view is drawn on it."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ __all__ = ["LineStream", "can_show", "diverted"]
 
 
 def can_show(stream: Any) -> bool:
-    """Tell whether a stream is a terminal on which lines can be drawn again."""
+    """Whether a stream is a terminal on which lines can be redrawn."""
     return bool(stream.isatty()) and not Console(file=stream).is_dumb_terminal
 
 
 class LineStream:
-    """Stands in for a stream while a view is up; whole lines go to `write_line`.
+    """Replaces a stream while a view is shown, and passes complete lines to `write_line`.
 
     Args:
-        replaced: what it stands in for; answers for its encoding and file number.
-        write_line: takes one line, without its end; called from any thread.
+        replaced: the replaced stream; other attributes are delegated to it.
+        write_line: receives a line without its end; called from any thread.
     """
 
     def __init__(self, replaced: TextIO, write_line: Callable[[str], None]) -> None:
@@ -34,11 +34,10 @@ class LineStream:
         self._lock = threading.Lock()
 
     def write(self, text: str) -> int:
-        """Pass on the lines that are complete; keep the rest until it is."""
         with self._lock:
             *lines, self._started = (self._started + text).split("\n")
         for line in lines:
-            # Of a line written over again and again, as progress bars are, the last state counts.
+            # Of a line that is overwritten, such as a progress bar, only the last state is kept.
             self._write_line(line.rstrip("\r").rpartition("\r")[2])
         return len(text)
 
@@ -47,10 +46,10 @@ class LineStream:
             self.write(line)
 
     def flush(self) -> None:
-        """Do nothing: an unfinished line cannot stand above the view."""
+        """Do nothing: an incomplete line cannot be shown above the view."""
 
     def finish(self) -> None:
-        """Pass on a line that was not ended."""
+        """Pass on an incomplete line."""
         if self._started:
             self.write("\n")
 
@@ -62,7 +61,7 @@ class LineStream:
         return getattr(self.replaced, name)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Give back to the stream a method of its own, as W&B does when its recording ends."""
+        # W&B restores `write` when its recording ends: the method belongs to the replaced stream.
         is_its_own = name == "write" and getattr(value, "__self__", None) is self.replaced
         object.__setattr__(self.replaced if is_its_own else self, name, value)
 
@@ -74,14 +73,14 @@ def diverted(
     *,
     name: str | None = None,
 ) -> Iterator[None]:
-    """Give `write_line` the lines that are written to a stream, for the time of the context.
+    """Pass the lines written to a stream to `write_line`, within the context.
 
-    Log handlers that write to the stream are diverted, and what `sys` has under `name`.
+    Diverts log handlers that write to the stream, and the stream in `sys`.
 
     Args:
-        stream: the terminal's.
-        write_line: takes one line, without its end; called from any thread.
-        name: what the stream is called in `sys`, `stdout` or `stderr`; None: it is not there.
+        stream: stream of the terminal.
+        write_line: receives a line without its end; called from any thread.
+        name: name of the stream in `sys`, `stdout` or `stderr`; None if it is not in `sys`.
     """
     with contextlib.ExitStack() as ending:
         stand_in: Any = LineStream(stream, write_line)
@@ -96,11 +95,11 @@ def diverted(
 
 
 def _handlers_of(stream: TextIO) -> Iterator[Any]:
-    """The log handlers that write to a stream, of every logger there is."""
+    """Yield the log handlers of all loggers that write to a stream."""
     loggers = [logging.getLogger(), *logging.Logger.manager.loggerDict.values()]
     for known in loggers:
         for handler in known.handlers if isinstance(known, logging.Logger) else ():
             is_stream_handler = isinstance(handler, logging.StreamHandler)
-            # Its own: handlers that look `sys.stderr` up each time find the right one anyway.
+            # Handlers that look up `sys.stderr` on each call have no `stream` of their own.
             if is_stream_handler and vars(handler).get("stream") is stream:
                 yield handler

@@ -1,4 +1,4 @@
-"""A check whether an address can be listened on, made before a server starts."""
+"""A check, before a server starts, whether an address can be listened on."""
 
 from __future__ import annotations
 
@@ -12,18 +12,14 @@ __all__ = ["CannotListenError", "require_free_port"]
 
 
 class CannotListenError(ConfigError, OSError):
-    """An address cannot be listened on; the message says why, and which flags choose another."""
+    """An address cannot be listened on; the message has the reason and the flags to change it."""
 
 
 def require_free_port(host: str, port: int) -> None:
-    """Return when the address can be listened on.
-
-    Args:
-        host: name or address; of several addresses that a name has, one must be usable.
-        port: 0 for any free one.
+    """Check that an address can be listened on; of the addresses of a name, one is sufficient.
 
     Raises:
-        CannotListenError: it cannot.
+        CannotListenError: the address cannot be listened on.
     """
     try:
         found = socket.getaddrinfo(
@@ -33,13 +29,13 @@ def require_free_port(host: str, port: int) -> None:
     except OSError as error:
         raise _cannot_listen(host, port, error) from None
     for reason in unusable:
-        # A family that this machine does not have is passed over, as servers do.
+        # Servers skip address families that the machine does not have.
         if reason.errno == errno.EADDRINUSE or len(unusable) == len(found):
             raise _cannot_listen(host, port, reason) from None
 
 
 def _try(family: int, address: Any) -> OSError | None:
-    """Return why an address cannot be bound; None when it can."""
+    """Return the error of binding an address; None without an error."""
     try:
         with socket.socket(family) as probe:
             probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # as servers have it

@@ -1,4 +1,4 @@
-"""Reading a data set from files on disk, with no hub and no cache."""
+"""Reading data sets from local files, without a hub or a cache."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ def find_split(folder: Path, names: Sequence[str]) -> Path:
     """Return the file of a split: `<name>.jsonl`, `.json` or `.parquet`, or `<name>-*` of those.
 
     Args:
-        folder: where to look.
-        names: names the split may have, the first match wins.
+        folder: folder of the data set.
+        names: possible names of the split, in the order of the search.
 
     Raises:
-        ConfigError: there is no such file; the message lists what was looked for.
+        ConfigError: there is no such file.
     """
     for name in names:
         for suffix in SUFFIXES:
@@ -35,14 +35,10 @@ def find_split(folder: Path, names: Sequence[str]) -> Path:
 
 
 def require_data(path: Path, columns: Sequence[str]) -> None:
-    """Find out whether there is a file or a folder with files at a place; nothing is read.
-
-    Args:
-        path: the place.
-        columns: what rows must have, for the message.
+    """Check that a path is a file or a folder with a train file, without reading it.
 
     Raises:
-        ConfigError: there is none; the message says what is expected.
+        ConfigError: it is not; the message has the expected `columns`.
     """
     if path.is_dir():
         find_split(path, ["train"])
@@ -53,16 +49,15 @@ def require_data(path: Path, columns: Sequence[str]) -> None:
 def read_records(
     path: Path, columns: Sequence[str], *, optional: Sequence[str] = ()
 ) -> list[dict[str, Any]]:
-    """Return the rows of a JSON Lines, JSON or Parquet file, cut to some columns.
+    """Return the rows of a JSON Lines, JSON or Parquet file, reduced to some columns.
 
     Args:
         path: the file; a `.json` file holds one list of objects.
-        columns: every row must have them.
-        optional: columns a row may lack; None stands in for them.
+        columns: required columns.
+        optional: optional columns; None replaces a missing value.
 
     Raises:
-        ConfigError: the file is missing, unreadable, empty or lacks a column; the message says
-            which columns are expected.
+        ConfigError: the file is missing, unreadable or empty, or lacks a column.
     """
     expected = _expected(columns)
     if not path.is_file():
@@ -92,14 +87,14 @@ def read_splits(
 
     Args:
         path: a folder with a file for each split, or one file, a part of which becomes the test
-            split; a file of one row serves as both.
-        columns: every row must have them.
-        shuffle_seed: the same seed gives the same order and the same split.
-        test_fraction: part of a single file, at least one row.
-        optional: columns a row may lack; None stands in for them.
+            split. With only one row, both splits have it.
+        columns: required columns.
+        shuffle_seed: seed of the order and of the split.
+        test_fraction: fraction of a single file for the test split, at least one row.
+        optional: optional columns; None replaces a missing value.
 
     Raises:
-        ConfigError: a file or column is missing; the message says which are expected.
+        ConfigError: a file or column is missing.
     """
     if path.is_dir():
         train = read_records(find_split(path, ["train"]), columns, optional=optional)
@@ -119,7 +114,7 @@ def _expected(columns: Sequence[str]) -> str:
 
 
 def _sample_hint(path: Path) -> str:
-    """Return where the sample of a shipped environment comes from; empty for another path."""
+    """Return the source of the sample of a shipped environment; empty for another path."""
     if path.parent.name != "data" or not path.name.endswith("_sample"):
         return ""
     return (

@@ -1,9 +1,9 @@
-"""Checking a mathematical answer in a completion against the gold answer.
+"""Check of a mathematical answer in a completion against the gold answer.
 
     completion -> text after the last </think> -> boxed LaTeX -> compared with the gold answer
 
-Checking may take long and, on odd input, for ever: call it through a `ScorePool`. The time limits
-of math-verify itself work by signals, in the main thread only, and are switched off.
+A check may take long and, for unusual input, forever: call it through a `ScorePool`. The time
+limits of math-verify use signals, which work in the main thread only, and are disabled.
 """
 
 from __future__ import annotations
@@ -24,20 +24,16 @@ class MathVerdict(NamedTuple):
     """The result of one check."""
 
     is_correct: bool
-    """Whether the answer equals the gold answer."""
     is_gold_readable: bool
-    """False when the gold answer could not be parsed: the item is at fault, not the completion."""
+    """Whether the gold answer could be parsed; if not, the item is invalid."""
     gold_parsed: str
     """The parsed gold answer, for records."""
     answer_parsed: str
-    """The same of the completion; empty when no answer was found."""
+    """The parsed answer of the completion; empty without one."""
 
 
 def answer_text(completion: str) -> str:
-    """Return what follows the last `</think>`, or everything when there is none.
-
-    A completion that opens `<think>` and never closes it has no answer: empty text.
-    """
+    """Return the text after the last `</think>`, or before a `<think>` that is not closed."""
     if THINK_END in completion:
         return completion.rsplit(THINK_END, 1)[1]
     return completion.split("<think>", 1)[0] if "<think>" in completion else completion
@@ -46,13 +42,13 @@ def answer_text(completion: str) -> str:
 def check_math_answer(completion: str, gold: str, *, skip_thinking: bool = True) -> MathVerdict:
     r"""Compare the answer of a completion with the gold answer; never raises.
 
-    The answer is what math-verify finds first: boxed LaTeX before other LaTeX. A bare number in
-    prose does not count.
+    The answer is the first match of math-verify: boxed LaTeX before other LaTeX. A plain number in
+    prose is not an answer.
 
     Args:
-        completion: everything the policy wrote, thinking included.
-        gold: the answer as plain text or LaTeX, with or without `\boxed{}`.
-        skip_thinking: look at `answer_text` only; False takes the text as it is.
+        completion: the whole completion, thinking included.
+        gold: the gold answer as plain text or LaTeX, with or without `\boxed{}`.
+        skip_thinking: whether only the `answer_text` is searched.
     """
     _silence_parsers()
     boxed_gold = gold if "\\boxed" in gold else f"\\boxed{{{gold}}}"
@@ -67,7 +63,7 @@ def check_math_answer(completion: str, gold: str, *, skip_thinking: bool = True)
 
 @cache
 def _silence_parsers() -> None:
-    # They warn that their own time limits are off, which is what this module wants.
+    # They warn that their time limits are disabled, which is intended.
     for name in ("math_verify", "latex2sympy2_extended"):
         logging.getLogger(name).setLevel(logging.ERROR)
 
@@ -103,7 +99,7 @@ def _parse(text: str, config: Any) -> list[Any]:
                 parsing_timeout=None,
             )
         )
-    except Exception as error:  # noqa: BLE001 - the parser fails in many ways on odd text
+    except Exception as error:  # noqa: BLE001 - the parser fails in many ways on unusual text
         logger.debug("not readable as mathematics: %s", error)
         return []
 
@@ -113,12 +109,12 @@ def _verify(gold: list[Any], answer: list[Any]) -> bool:
 
     try:
         return bool(verify(gold, answer, timeout_seconds=None))
-    except Exception as error:  # noqa: BLE001 - comparing odd expressions fails in many ways
+    except Exception as error:  # noqa: BLE001 - comparison also fails in many ways
         logger.debug("not comparable: %s", error)
         return False
 
 
 if multiprocessing.parent_process() is not None:
-    # A worker that scores: it imports this module before the time of its first call begins, and
-    # the parsers take seconds to load, on a busy machine longer than an answer may take.
+    # In a scoring worker, import the parsers together with this module: they take seconds, which
+    # would count towards the time limit of the first call.
     import math_verify  # noqa: F401 - kept in sys.modules for the calls

@@ -1,4 +1,4 @@
-"""Keeping long conversations within a token limit: shorter thinking, fewer old messages."""
+"""Shortening long conversations to a token limit: shorter thinking, fewer old messages."""
 
 from __future__ import annotations
 
@@ -30,16 +30,10 @@ def strip_thinking(text: str) -> str:
 
 
 def truncate_thinking(text: str, tokenizer: Any, max_think_tokens: int) -> str:
-    """Shorten the first thinking block to at most `max_think_tokens` tokens.
+    """Shorten the first thinking block to at most `max_think_tokens` tokens, tags not counted.
 
-    The last paragraph is kept when it fits, otherwise the last tokens; what is left out shows as
-    `... `. A text without a well-ordered pair of tags, or one that cannot be tokenised, is
-    unchanged.
-
-    Args:
-        text: a completion.
-        tokenizer: has `encode(text, add_special_tokens=False)` and `decode(ids)`.
-        max_think_tokens: the limit, in tokens; the marker and the tags do not count.
+    The last paragraph is kept if it fits, otherwise the last tokens, after the marker `... `. A
+    text without a well-ordered pair of tags, or one that cannot be tokenized, is unchanged.
     """
     start, end = text.find(_OPEN), text.find(_CLOSE)
     if start < 0 or end < start:
@@ -48,7 +42,7 @@ def truncate_thinking(text: str, tokenizer: Any, max_think_tokens: int) -> str:
     try:
         kept = _shorten(thinking, tokenizer, max_think_tokens)
     except Exception as error:  # noqa: BLE001 - any tokenizer; the text itself is always usable
-        logger.warning("cannot shorten a thinking block, it stays whole: %s", error)
+        logger.warning("a thinking block could not be shortened: %s", error)
         return text
     inner = f"\n{kept}\n" if kept else ""
     return text[: start + len(_OPEN)] + inner + text[end:]
@@ -72,20 +66,19 @@ def ensure_trajectory_token_limit(
 ) -> list[Step]:
     """Drop old messages from the steps of a trajectory until every step fits.
 
-    A step holds alternatives of one turn: `messages` [A][messages], `tokens` and `masks` [A][L],
-    and `seed`, `parsed_actions`. Messages leave from the front, equally in every alternative; the
-    first message, the last assistant message and an `environment` message right before it stay.
-    The last assistant message is what a shortened step trains on. Lists that run along the tokens,
-    such as `advantages`, are cut in the same places, or left out where that is unknown.
+    A step has alternatives of one turn: `messages` [A][messages], `tokens` and `masks` [A][L],
+    and `seed`, `parsed_actions`. The oldest messages are dropped, the same number from every
+    alternative; the first message, the last assistant message and an `environment` message right
+    before it are kept. A shortened step trains the last assistant message. Lists with an entry per
+    token, such as `advantages`, are cut accordingly, or left out if they cannot be aligned.
 
     Args:
         trajectory: [T] steps; not changed.
-        tokenizer: one with a chat template.
-        max_trajectory_tokens: the most tokens an alternative may have.
+        tokenizer: tokenizer with a chat template.
+        max_trajectory_tokens: maximum tokens of an alternative.
 
     Returns:
-        The steps that fit, in order; incomplete ones and those that cannot fit are left out, each
-        with a warning.
+        The steps that fit, in order. Other steps are left out with a warning.
     """
     fitting = []
     for number, step in enumerate(trajectory):
@@ -144,7 +137,7 @@ def _removable_unit(chat: Sequence[Mapping[str, Any]]) -> int:
 
 
 def _carry_over(step: Step, shortened: Step) -> Step:
-    """Add the other fields of a step, those that run along the tokens cut like the tokens."""
+    """Add the other fields of a step; those with an entry per token are cut like the tokens."""
     for name, value in step.items():
         if name in _REWRITTEN:
             continue
@@ -171,7 +164,7 @@ def _runs_along(value: Any, tokens: Sequence[Sequence[int]]) -> bool:
 def _cut(
     rows: Sequence[list[Any]], before: Sequence[list[int]], after: Sequence[list[int]]
 ) -> list[list[Any]] | None:
-    """Take from each row what belongs to the tokens that are left: a head and a tail."""
+    """Return the entries of the kept tokens: a head and a tail of each row."""
     cut = []
     for row, old, new in zip(rows, before, after, strict=True):
         tail = 0

@@ -11,15 +11,10 @@ __all__ = ["get_std_min_max_avg"]
 def get_std_min_max_avg(
     name: str, data: Sequence[float], metrics_dict: dict[str, Any]
 ) -> dict[str, Any]:
-    """Add the mean, population deviation, maximum and minimum of a buffer to a metrics dict.
-
-    Args:
-        name: metric name; the keys are `<name>_mean`, `_std`, `_max` and `_min`.
-        data: the values; an empty buffer adds nothing.
-        metrics_dict: changed in place.
+    """Add `<name>_mean`, `_std` (population), `_max` and `_min` of the values to `metrics_dict`.
 
     Returns:
-        `metrics_dict` itself.
+        `metrics_dict`, changed in place; unchanged without values.
     """
     if len(data) == 0:
         return metrics_dict

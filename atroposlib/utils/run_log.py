@@ -1,8 +1,8 @@
-"""Destinations of a run's metrics: a local file always, TensorBoard and wandb on request.
+"""Destinations of a run's metrics: a local file, and optionally TensorBoard and W&B.
 
-`log` -> one line of JSON in `metrics_path` (needs no account and no network)
-      -> a TensorBoard event file in `tensorboard/` in the same folder (no account either)
-      -> `wandb.log` when a run is open (online, offline or disabled by `WANDB_MODE`)
+`log` -> one line of JSON in `metrics_path`
+      -> a TensorBoard event file in `tensorboard/` in the same folder
+      -> `wandb.log` if a run is open (online, offline or disabled by `WANDB_MODE`)
 
 Event files are written without TensorFlow or torch, one event per `log` with all its values:
 numbers become scalars, text and tables become text. The writer's own thread does the disk I/O.
@@ -33,10 +33,10 @@ MAX_CELL_CHARACTERS = 4000
 
 
 def require_tensorboard() -> None:
-    """Check that the package is there, so that a run learns it before it starts.
+    """Check that the package is installed.
 
     Raises:
-        MissingExtraError: it is not.
+        MissingExtraError: the tensorboard package is not installed.
     """
     try:
         import tensorboard.summary.writer.event_file_writer  # noqa: F401
@@ -48,9 +48,9 @@ class TensorboardLog:
     """The event file of one run.
 
     Args:
-        directory: where a new file is created; several runs of one training may share it.
-        steps_done: steps that stand; what older files there hold of later ones is no longer shown.
-            None: all of it is.
+        directory: folder of the new file; several runs of one training may share it.
+        steps_done: steps completed so far; TensorBoard hides later steps of older files in the
+            folder. None hides nothing.
 
     Raises:
         MissingExtraError: the tensorboard package is not installed.
@@ -69,11 +69,11 @@ class TensorboardLog:
             self._writer.add_event(Event(step=steps_done + 1, session_log=started))
 
     def log(self, metrics: Mapping[str, Any], *, step: int, time_s: float) -> None:
-        """Add one event; on disk within five seconds, or when the log is closed.
+        """Add one event, which is on disk within five seconds or when the log is closed.
 
         Args:
-            metrics: name to a number, text, or `{"columns": [...], "rows": [[...]]}`; anything
-                else has no form TensorBoard shows and is left out.
+            metrics: numbers, text, or `{"columns": [...], "rows": [[...]]}` by name; other values
+                are left out.
             step: trainer step.
             time_s: seconds since the epoch.
         """
@@ -89,7 +89,7 @@ class TensorboardLog:
 
 
 def _as_value(name: str, value: Any) -> Any:
-    """A value as the protocol buffer of its kind, or None."""
+    """Return a value as a protocol buffer; None for other types."""
     from tensorboard.compat.proto.summary_pb2 import Summary
 
     if isinstance(value, Real):
@@ -115,7 +115,7 @@ def _as_text(name: str, text: str) -> Any:
 
 
 def _html_table(columns: Sequence[Any], rows: Sequence[Sequence[Any]]) -> str:
-    """A table whose cells, which a model may have written, are shown and not interpreted."""
+    """Return a table with escaped cells, since a model may have written them."""
     head = "".join(f"<th>{_cell(column)}</th>" for column in columns)
     body = "".join(
         "<tr>" + "".join(f"<td><pre>{_cell(cell)}</pre></td>" for cell in row) + "</tr>"
@@ -127,7 +127,7 @@ def _html_table(columns: Sequence[Any], rows: Sequence[Sequence[Any]]) -> str:
 
 
 def _cell(value: Any) -> str:
-    # A blank line would end the HTML block for the Markdown reader that comes first.
+    # A blank line would end the HTML block in TensorBoard's Markdown.
     return html.escape(str(value)[:MAX_CELL_CHARACTERS]).replace("\n", "&#10;")
 
 
@@ -137,23 +137,22 @@ logger = logging.getLogger(__name__)
 class RunLog:
     """The metrics of one run.
 
-    A run never fails because of its metrics: when Weights & Biases cannot be reached, or the
-    event file cannot be written, a warning is logged once and the local file goes on.
+    Failures of W&B and TensorBoard do not end a run: they are logged as warnings, and the local
+    file continues.
 
     Args:
-        use_wandb: open a Weights & Biases run in `start`.
-        metrics_path: JSON Lines file, appended to; None sends the numbers to the log instead.
-        use_tensorboard: also write event files, to `tensorboard/` in the folder of `metrics_path`.
+        use_wandb: whether `start` opens a W&B run.
+        metrics_path: JSON Lines file, appended to; None logs the numbers instead.
+        use_tensorboard: whether event files are written, in the folder of `metrics_path`.
         now: clock, seconds since the epoch.
 
     Raises:
         MissingExtraError: `use_tensorboard` without the package.
 
     Attributes:
-        wandb_run: the open Weights & Biases run, or None.
-        metrics_path: the local file; may be set until the first `log`, since a run learns its
-            registered name late.
-        latest: what the last `log` recorded.
+        wandb_run: the open W&B run, or None.
+        metrics_path: the local file; may be set until the first `log`.
+        latest: metrics of the last `log`.
     """
 
     def __init__(
@@ -166,7 +165,7 @@ class RunLog:
     ) -> None:
         if use_tensorboard:
             require_tensorboard()
-        self.wandb_run: Any = None  # wandb carries no types worth following
+        self.wandb_run: Any = None  # wandb is untyped
         self._first_wandb_step = 0
         self._steps_done: int | None = None
         self._use_wandb = use_wandb
@@ -187,17 +186,16 @@ class RunLog:
         run_id: str | None = None,
         steps_done: int | None = None,
     ) -> None:
-        """Open the Weights & Biases run, when one was asked for.
+        """Open the W&B run, if `use_wandb`.
 
         Args:
-            project: its project, None for the account's default.
-            group: runs of one training share it.
-            name: display name, None lets wandb invent one.
-            config: settings to store; keys and passwords in them are masked.
-            run_id: names a Weights & Biases run that is continued where it exists; steps it has
-                are not sent again. None begins a new one.
-            steps_done: steps of the run that stand; TensorBoard no longer shows later ones that
-                are in its folder. None leaves all of them.
+            project: W&B project; None for the account's default.
+            group: group of the runs of one training.
+            name: display name; None lets W&B generate one.
+            config: settings to store; secrets in them are masked.
+            run_id: id of a W&B run to continue if it exists; its steps are not sent again. None
+                begins a new run.
+            steps_done: steps completed so far, see `TensorboardLog`.
         """
         self._steps_done = steps_done
         if not self._use_wandb or self.wandb_run is not None:
@@ -219,12 +217,7 @@ class RunLog:
             logger.warning("wandb is not available (%s); %s", error, remedy)
 
     def log(self, metrics: Mapping[str, Any], *, step: int) -> None:
-        """Record one set of metrics.
-
-        Args:
-            metrics: name to number, text or what `table` returned.
-            step: trainer step.
-        """
+        """Record the metrics of a trainer step: numbers, text or results of `table` by name."""
         self.latest = metrics
         self._log_locally(metrics, step)
         if self._use_tensorboard:
@@ -237,11 +230,7 @@ class RunLog:
             logger.warning("wandb refused the metrics of step %d: %s", step, error)
 
     def table(self, columns: Sequence[str], rows: Sequence[Sequence[Any]]) -> Any:
-        """Return a table that `log` accepts as a value.
-
-        Returns:
-            A `wandb.Table` while a Weights & Biases run is open, otherwise a plain record.
-        """
+        """Return a table for `log`: a `wandb.Table` if a W&B run is open, else a plain record."""
         if self.wandb_run is None:
             return {"columns": list(columns), "rows": [list(row) for row in rows]}
 
@@ -280,7 +269,7 @@ class RunLog:
         record = {"step": step, "time": self._now(), **metrics}
         try:
             line = json.dumps(record, default=self._to_record)
-        except (TypeError, ValueError) as error:  # an odd key inside a value, or a value in itself
+        except (TypeError, ValueError) as error:  # an invalid key inside a value, or a cycle
             raise ValueError(f"metrics of step {step} have no JSON form: {error}") from error
         self._file.write(line + "\n")
         self._file.flush()
@@ -297,11 +286,10 @@ class RunLog:
             self._tensorboard.log(records, step=step, time_s=self._now())
         except Exception as error:  # noqa: BLE001 - metrics must not end a run
             self._use_tensorboard = False
-            logger.warning("TensorBoard files cannot be written (%s); going on without", error)
+            logger.warning("TensorBoard files cannot be written (%s); disabled", error)
 
     def _to_record(self, value: Any) -> Any:
-        """Give a value JSON does not know a form it can have in the local file."""
-        # Authors make such tables with or without a run; never without the package.
+        # Environments create such tables with and without a run; never without the package.
         wandb = sys.modules.get("wandb")
         if wandb is not None and isinstance(value, wandb.Table):
             return {"columns": list(value.columns), "rows": [list(row) for row in value.data]}

@@ -1,18 +1,16 @@
-"""Running scoring code outside the event loop, each call with a time limit.
+"""Execution of scoring code outside the event loop, each call with a time limit.
 
 Checking an answer can take unbounded time: a completion such as `9**9**9**9` keeps a symbolic
-parser busy and holds the interpreter meanwhile. In a worker process it does not stall the event
-loop, and the worker is ended when its time is up.
+parser busy, which holds the interpreter lock. In a worker process it does not block the event loop,
+and the worker is terminated after the time limit.
 
     score = await self.score_pool.run(check_answer, completion, gold, timeout=5, default=0.0)
 
-Backends:
-
-| backend | a call whose time is up | a call that kills its worker |
+| backend | call over the time limit | call that kills its worker |
 |---|---|---|
-| processes | its worker is ended and replaced | the worker is replaced |
-| threads | runs on; only the wait ends | takes this process with it |
-| Ray | its worker is ended by Ray | Ray replaces the worker |
+| processes | the worker is terminated and replaced | the worker is replaced |
+| threads | the call continues; only the wait ends | this process ends |
+| Ray | Ray terminates the worker | Ray replaces the worker |
 """
 
 from __future__ import annotations
@@ -38,17 +36,17 @@ from atroposlib.utils.text import is_milestone
 __all__ = ["ScoreCrashError", "ScorePool", "ScoreTimeoutError"]
 
 MEMORY_LIMIT_BYTES = 4 * 2**30
-"""Address space of one worker; a runaway computation fails instead of taking the machine."""
+"""Address space of one worker; a computation that exceeds it fails."""
 
 PR_SET_PDEATHSIG = 1
-"""Linux: send this process a signal when its parent ends."""
+"""Option of `prctl` on Linux: signal this process when its parent ends."""
 
 OWNER_CHECK_INTERVAL_S = 1.0
 CLOSING_S = 5.0
 
 
 class ScoreTimeoutError(AtroposError, TimeoutError):
-    """A scoring function took longer than it may."""
+    """A scoring function exceeded its time limit."""
 
 
 class ScoreCrashError(AtroposError, RuntimeError):
@@ -56,30 +54,29 @@ class ScoreCrashError(AtroposError, RuntimeError):
 
 
 class ScoreBackend(Protocol):
-    """A place to run functions."""
+    """Executor of functions."""
 
     async def call(self, function: Callable[..., Any], args: Sequence[Any], limit_s: float) -> Any:
-        """Wait for a call.
+        """Wait for a call; cancelling gives it up.
 
         Raises:
             ScoreTimeoutError: it took longer than `limit_s`.
             ScoreCrashError: its worker died.
-            Exception: whatever `function` raises.
+            Exception: any exception of `function`.
         """
 
     def close(self) -> None:
-        """End the workers; running calls are given up. Closing twice is harmless."""
+        """End the workers; running calls are given up. Closing twice has no effect."""
 
 
 class ProcessBackend:
-    """Worker processes of this machine; they start with the first call."""
+    """Worker processes on this machine; they start with the first call."""
 
     def __init__(self, num_workers: int) -> None:
         self._num_workers = num_workers
         self._pool: Any = None  # a pebble.ProcessPool; pebble is imported when it is needed
 
     async def call(self, function: Callable[..., Any], args: Sequence[Any], limit_s: float) -> Any:
-        """Wait for a call; cancelling the wait ends the worker's work on it."""
         from pebble import ProcessExpired
 
         pool = self._workers()
@@ -102,11 +99,11 @@ class ProcessBackend:
 
     def _workers(self) -> Any:
         if self._pool is not None and not self._pool.active:
-            self.close()  # a pool whose own threads failed never runs anything again
+            self.close()  # a pool whose threads failed cannot run further calls
         if self._pool is None:
             from pebble import ProcessPool
 
-            # "spawn": a forked copy of a process with threads and open sockets is not safe.
+            # "spawn": forking a process with threads and open sockets is not safe.
             self._pool = ProcessPool(
                 max_workers=self._num_workers,
                 initializer=_prepare_worker,
@@ -117,14 +114,13 @@ class ProcessBackend:
 
 
 class ThreadBackend:
-    """Threads of this process, which do not keep it from ending."""
+    """Daemon threads of this process."""
 
     def __init__(self, num_workers: int) -> None:
         self._num_workers = num_workers
         self._pool: Any = None  # a pebble.ThreadPool
 
     async def call(self, function: Callable[..., Any], args: Sequence[Any], limit_s: float) -> Any:
-        """Wait for a call; the wait ends with the limit, the call itself does not."""
         if self._pool is None:
             from pebble import ThreadPool
 
@@ -139,7 +135,6 @@ class ThreadBackend:
         return value
 
     def close(self) -> None:
-        """Start no more calls; a call that still runs is abandoned."""
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.stop()
@@ -148,10 +143,7 @@ class ThreadBackend:
 
 
 class RayBackend:
-    """Tasks of a Ray cluster: the one that `RAY_ADDRESS` names, or a local one.
-
-    Args:
-        num_workers: tasks in flight at once.
+    """Tasks of a Ray cluster: that of `RAY_ADDRESS`, or a local one.
 
     Raises:
         MissingExtraError: Ray is not installed.
@@ -168,7 +160,6 @@ class RayBackend:
         self._task: Any = None
 
     async def call(self, function: Callable[..., Any], args: Sequence[Any], limit_s: float) -> Any:
-        """Wait for a call; cancelling the wait ends its worker."""
         async with self._slots:
             reference = self._remote().remote(function, list(args))
             self._running.add(reference)
@@ -188,7 +179,7 @@ class RayBackend:
         return value
 
     def close(self) -> None:
-        """End the tasks that run; the connection to the cluster is left to its other users."""
+        """End the running tasks; the connection to the cluster stays open for other users."""
         for reference in list(self._running):
             self._ray.cancel(reference, force=True)
         self._running.clear()
@@ -202,9 +193,9 @@ class RayBackend:
 
 
 def _outcome_of(function: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, Any]:
-    """Return what a call returned, or as second what it raised.
+    """Return the result and the exception of a call.
 
-    As a value, so that a `TimeoutError` of the function is not taken for the end of its time.
+    The exception is returned so that a `TimeoutError` of the function is not read as a time limit.
     """
     try:
         return function(*args), None
@@ -213,8 +204,7 @@ def _outcome_of(function: Callable[..., Any], args: Sequence[Any]) -> tuple[Any,
 
 
 def _prepare_worker(owner_pid: int) -> None:
-    # One thread each: the workers are the parallelism, and numerical libraries reserve memory for
-    # every thread they might start.
+    # One thread per worker: numerical libraries reserve memory for every thread they may start.
     os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
     with contextlib.suppress(ImportError, ValueError, OSError):
         import resource
@@ -225,13 +215,13 @@ def _prepare_worker(owner_pid: int) -> None:
 
 
 def _end_with_owner(owner_pid: int) -> None:
-    """Keep a worker from outliving a killed owner, also during a computation."""
+    """End a worker when its owner is killed, also during a computation."""
     if sys.platform == "linux":
         import ctypes
 
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
 
-    def watch() -> None:  # other systems, and an owner that died before the line above
+    def watch() -> None:  # for other systems, and an owner that died before the call above
         while os.getppid() == owner_pid:
             time.sleep(OWNER_CHECK_INTERVAL_S)
         os._exit(1)
@@ -244,7 +234,7 @@ logger = logging.getLogger(__name__)
 Result = TypeVar("Result")
 
 THREADS = 4
-"""Threads of a pool that was given no workers."""
+"""Number of threads of a pool without workers."""
 
 _BACKENDS: dict[str, type[ProcessBackend] | type[ThreadBackend] | type[RayBackend]] = {
     "PROCESS": ProcessBackend,
@@ -260,13 +250,13 @@ class _Absent(Enum):
 class ScorePool:
     """Workers for scoring functions; they start with the first call and end with `close`.
 
-    A call that takes too long, or whose worker dies, costs its own score and nothing else.
+    A call that takes too long, or whose worker dies, does not affect other calls.
 
     Args:
-        num_workers: calls at once; 0 runs them in threads of this process.
-        timeout_s: seconds one call may take when it names no limit.
-        backend: `PROCESS`, `THREAD` (nothing can be stopped when its time is up, only the wait
-            for it ends) or `RAY` (needs the extra `ray`).
+        num_workers: number of concurrent calls; 0 runs them in threads of this process.
+        timeout_s: default time limit of a call in seconds.
+        backend: `PROCESS`, `THREAD` (a call over the limit cannot be stopped) or `RAY` (needs the
+            extra `ray`).
 
     Attributes:
         counts: `calls`, `timeouts`, `crashes` and `errors` (functions that raised) so far.
@@ -287,7 +277,7 @@ class ScorePool:
 
     @property
     def num_timeouts(self) -> int:
-        """Calls ended so far because their time was up."""
+        """Number of calls that exceeded their time limit."""
         return self.counts["timeouts"]
 
     async def run(
@@ -297,21 +287,19 @@ class ScorePool:
         timeout: float | None = None,
         default: Result | Literal[_Absent.DEFAULT] = _Absent.DEFAULT,
     ) -> Result:
-        """Wait for a call of `function` in a worker.
-
-        Cancelling the wait gives the call up; its worker goes on with the next one.
+        """Wait for a call of `function` in a worker; cancelling gives the call up.
 
         Args:
             function: a module-level function, so that a worker can import it.
             args: its arguments, which must be picklable.
-            timeout: seconds this call may take, from when a worker takes it up.
-            default: returned when the time is up or the worker died; without it both raise.
+            timeout: time limit in seconds, from the start of the call in a worker.
+            default: result after the time limit or if the worker died; without it, both raise.
 
         Raises:
-            ScoreTimeoutError: the call took longer than allowed, and there is no default.
+            ScoreTimeoutError: the call exceeded its time limit, and there is no default.
             ScoreCrashError: the worker died, and there is no default.
             TypeError: `function` cannot be sent to a worker.
-            Exception: whatever `function` raises.
+            Exception: any exception of `function`.
         """
         limit_s = self._timeout_s if timeout is None else timeout
         if self._kind is not ThreadBackend:
@@ -331,7 +319,7 @@ class ScorePool:
         return result
 
     def close(self) -> None:
-        """End the workers; running calls are given up. Closing twice is harmless."""
+        """End the workers; running calls are given up. Closing twice has no effect."""
         backend, self._backend = self._backend, None
         if backend is not None:
             backend.close()
@@ -342,14 +330,14 @@ class ScorePool:
         error: Exception,
         function: Callable[..., Any],
     ) -> Result:
-        """Return the default; say so for the 1st, 10th, 100th, ... call that gets one."""
+        """Return the default, and log a warning for the 1st, 10th, 100th, ... such call."""
         if default is _Absent.DEFAULT:
             raise error
         count = self.counts["timeouts"] + self.counts["crashes"]
         name = getattr(function, "__qualname__", repr(function))
         level = logging.WARNING if is_milestone(count) else logging.DEBUG
-        told = "scoring given up: %s: %s; it counts as %.80r (%d so far)"
-        logger.log(level, told, name, error, default, count)
+        message = "scoring given up: %s: %s; it counts as %.80r (%d so far)"
+        logger.log(level, message, name, error, default, count)
         return default
 
     def _workers(self) -> ScoreBackend:

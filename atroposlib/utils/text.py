@@ -1,9 +1,7 @@
-"""Text made safe for people to read: untrusted text, repeated log lines, scores, secrets; pure.
+"""Sanitizing text for display: untrusted text, secrets, scores, misspelled names; pure.
 
-Models write any characters, and errors quote them: codes that clear the screen, move the cursor or
-set the window's title, characters that reverse the writing direction, half a surrogate pair.
-
-Also the hint for a misspelt name, and the text that several begin with.
+Models write any characters, and errors quote them: escape codes that clear the screen, move the
+cursor or set the window's title, characters that reverse the writing direction, lone surrogates.
 """
 
 from __future__ import annotations
@@ -33,7 +31,7 @@ __all__ = [
     "without_secrets",
 ]
 
-CONTROL_PICTURES = 0x2400  # U+2400 + n is the visible sign of control character n
+CONTROL_PICTURES = 0x2400  # U+2400 + n is the symbol of control character n
 REPLACEMENT = "\ufffd"
 MAX_NAME_CHARACTERS = 100
 USUAL_NAME = re.compile(rf"[\w./:@+-]{{1,{MAX_NAME_CHARACTERS}}}")
@@ -41,11 +39,11 @@ UNPRINTABLE = frozenset({"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"})
 
 
 def inert_line(text: str, *, max_characters: int) -> str:
-    """Return text as one line of visible characters.
+    """Return the beginning of a text as one line of visible characters.
 
     Args:
-        text: may be long; only its beginning is looked at.
-        max_characters: longest result; a longer one ends in `…`.
+        text: the text.
+        max_characters: maximum length of the result; longer text is cut and ends in `…`.
     """
     start = " ".join(text[: 4 * max_characters].split())
     cut = len(start) > max_characters or len(text) > 4 * max_characters
@@ -54,25 +52,21 @@ def inert_line(text: str, *, max_characters: int) -> str:
 
 
 def shown_name(name: str) -> str:
-    """Return a name that another program chose as a message may quote it.
-
-    One of the usual characters stays as it is, so that it can be copied. Any other is quoted as
-    Python does, and a long one is cut.
-    """
+    """Return an untrusted name for a message: quoted by `repr` and cut, unless it is harmless."""
     if USUAL_NAME.fullmatch(name):
         return name
     return repr(inert_line(name, max_characters=MAX_NAME_CHARACTERS))
 
 
 def inert_block(text: str) -> str:
-    """Return text with its lines and tabs kept, other unprintable characters made visible."""
+    """Return text with unprintable characters made visible, except line ends and tabs."""
     if text.replace("\n", "").replace("\t", "").isprintable():
         return text
     return "".join(c if c in "\n\t" or c.isprintable() else _visible(c) for c in text)
 
 
 def inert_markup(text: str) -> str:
-    """Return text as HTML that shows it and does nothing: fit for content and for attributes."""
+    """Return text escaped for HTML content and attributes."""
     return html.escape(inert_block(text), quote=True)
 
 
@@ -85,7 +79,7 @@ def _visible(character: str) -> str:
 
 
 def is_milestone(count: int, *, added: int = 1) -> bool:
-    """Whether a count has reached 1, 10, 100, ... by what was added to it last.
+    """Whether a count reached 1, 10, 100, ... with the last addition.
 
     Example:
         [n for n in range(1, 200) if is_milestone(n)] == [1, 10, 100]
@@ -95,7 +89,7 @@ def is_milestone(count: int, *, added: int = 1) -> bool:
 
 
 def short_score(score: Any) -> Any:
-    """Return a float with six significant digits; anything else as it is."""
+    """Return a float rounded to six significant digits; other values are unchanged."""
     return float(f"{score:.6g}") if isinstance(score, float) else score
 
 
@@ -117,14 +111,10 @@ URL_KEY = re.compile(
 
 
 def mask_secrets(settings: Any) -> Any:
-    """Return a copy of nested settings in which secrets are replaced by `MASK`.
+    """Return a copy of nested settings with secrets replaced by `MASK`.
 
-    A value is secret when its key says so (`api_key`, `password`, `hf_token`, ...); a user, a
-    password or a key inside a URL is hidden too. Empty values stay, so that one sees what was not
-    set.
-
-    Args:
-        settings: mappings, lists and scalars, as `model_dump()` gives them.
+    Secrets are values of keys such as `api_key`, `password` or `hf_token`, and users, passwords and
+    keys in URLs. Empty values are kept, to show that they are not set.
     """
     if isinstance(settings, Mapping):
         return {
@@ -139,17 +129,17 @@ def mask_secrets(settings: Any) -> Any:
 
 
 def is_masked(value: Any) -> bool:
-    """Whether a saved setting is what `mask_secrets` left of a secret."""
+    """Whether a saved setting was masked by `mask_secrets`."""
     return value == MASK or (isinstance(value, str) and f"://{MASK}@" in value)
 
 
 def hide_secrets(text: str) -> str:
-    """Return a text without the users, passwords and keys of the URLs in it."""
+    """Return a text with users, passwords and keys in URLs masked."""
     return URL_KEY.sub(rf"\1={MASK}", URL_PASSWORD.sub(f"{MASK}@", text))
 
 
 def hide_secrets_of_requests() -> None:
-    """Hide the secrets of URLs in what HTTP clients log of each request; later calls do nothing."""
+    """Mask secrets in URLs that HTTP clients log; further calls have no effect."""
     for name in HTTP_CLIENT_LOGGERS:
         client = logging.getLogger(name)
         if _hides_secrets not in client.filters:
@@ -162,7 +152,7 @@ def _hides_secrets(record: logging.LogRecord) -> bool:
 
 
 def without_secrets(url: str) -> str:
-    """Return what was given as a URL, without user, password and options, as messages show it."""
+    """Return a URL for messages, without user, password and query."""
     # A password may hold an unescaped question mark.
     user = USER_INFO.match(url)
     start = user.end() if user else 0
@@ -173,14 +163,14 @@ def without_secrets(url: str) -> str:
 
 
 def find_common_prefix(strings: Sequence[str]) -> str:
-    """Return the text all strings begin with; empty without strings."""
-    return os.path.commonprefix(strings)  # noqa: RUF071 - of texts, not of paths
+    """Return the longest common prefix; empty without strings."""
+    return os.path.commonprefix(strings)  # noqa: RUF071 - not for paths
 
 
 def near_name(name: str, known: Iterable[str]) -> str:
-    """`; did you mean X?` with the most similar known name, or an empty string.
+    """Return `; did you mean X?` with the most similar known name, or an empty string.
 
-    A name given without its prefix finds the full one: `group_size` suggests `env.group_size`.
+    A name without its prefix suggests the full name: `env.group_size` for `group_size`.
     """
     choices = list(known)
     close = get_close_matches(name, choices, n=1, cutoff=0.75)

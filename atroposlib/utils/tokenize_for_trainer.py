@@ -1,11 +1,11 @@
-"""Turning a chat into the token ids and masks of one trajectory.
+"""Conversion of a chat to the token ids and masks of one trajectory.
 
     chat      [system, user, assistant]
     tokens    [L] ids of the chat template
     masks     [L] -100 up to the trained message, from there the ids themselves
 
-Prefer the ids the engine returned (`managed_server`) where there are any: rendering text again can
-give other ids than the model wrote.
+Prefer the ids returned by the engine (`managed_server`): rendering the text again can give other
+ids than those that the model sampled.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 UNMASKED_ROLES = ["assistant", "agent"]
-"""Roles whose messages the policy wrote."""
+"""Roles of messages written by the policy."""
 
 Chat = Sequence[Message] | Sequence[Mapping[str, Any]]
 
@@ -38,12 +38,11 @@ class ChatTokenizer(Protocol):
     """The part of a tokenizer's interface that is used here."""
 
     @property
-    def eos_token_id(self) -> int | None:
-        """Id of the end-of-text token."""
+    def eos_token_id(self) -> int | None: ...
 
     @property
     def apply_chat_template(self) -> Any:
-        """Render a chat; the accepted options differ among tokenizers."""
+        """Function that renders a chat; the accepted options differ among tokenizers."""
 
 
 def tokenize_for_trainer(
@@ -56,17 +55,17 @@ def tokenize_for_trainer(
     """Render a chat as token ids and masks.
 
     Args:
-        tokenizer: one with a chat template.
-        chat: messages, the trained one last.
-        include_messages: add the chat itself under `messages`. A text here is read as the finish
-            reason too, since many environments pass it in this place.
-        train_on_all_assistant_turns: train on every message of `UNMASKED_ROLES`; otherwise on the
-            last message only, of any role.
-        finish_reason: `length` means the completion was cut: the end-of-text token that the
-            template added is removed, for the policy never wrote it.
+        tokenizer: tokenizer with a chat template.
+        chat: messages; the last one is trained.
+        include_messages: whether the chat is added under `messages`. A string is also used as the
+            finish reason, since many environments pass it in this position.
+        train_on_all_assistant_turns: whether every message of `UNMASKED_ROLES` is trained,
+            instead of the last message, of any role.
+        finish_reason: for `length`, a truncated completion, the end-of-text token added by the
+            template is removed, because the policy did not sample it.
 
     Returns:
-        `tokens` [L], `masks` [L], and `messages` when asked for.
+        `tokens` [L], `masks` [L], and `messages` if requested.
     """
     spans = _assistant_turns(chat) if train_on_all_assistant_turns else [len(chat) - 1]
     return _tokenize(tokenizer, chat, spans, include_messages, finish_reason)
@@ -78,10 +77,10 @@ def tokenize_for_trainer_multistep(
     include_messages: bool | str = False,
     finish_reason: str = "",
 ) -> dict[str, Any]:
-    """Render a chat of several turns, trained on its last assistant message only.
+    """Render a chat of several turns, of which only the last assistant message is trained.
 
-    Messages after it, such as a closing observation, stay masked; a chat without an assistant
-    message is masked throughout. Arguments and result are those of `tokenize_for_trainer`.
+    Messages after it, such as a final observation, are masked. Arguments and result are as for
+    `tokenize_for_trainer`.
     """
     return _tokenize(tokenizer, chat, _assistant_turns(chat)[-1:], include_messages, finish_reason)
 
@@ -89,17 +88,11 @@ def tokenize_for_trainer_multistep(
 def tokenize_for_trainer_dpo(
     tokenizer: ChatTokenizer, chosen: Chat, rejected: Chat, *, include_messages: bool = False
 ) -> dict[str, Any]:
-    """Render a preference pair, each side trained on its last message.
-
-    Args:
-        tokenizer: one with a chat template.
-        chosen: the chat that ends with the preferred message.
-        rejected: the chat that ends with the other one.
-        include_messages: add both chats.
+    """Render a preference pair; the last message of each chat is trained.
 
     Returns:
         `chosen_tokens`, `chosen_masks`, `rejected_tokens`, `rejected_masks`, and
-        `chosen_messages`, `rejected_messages` when asked for.
+        `chosen_messages`, `rejected_messages` if requested.
     """
     pair: dict[str, Any] = {}
     for side, chat in (("chosen", chosen), ("rejected", rejected)):
@@ -132,7 +125,7 @@ def _tokenize(
                 i,
                 i,
             )
-        # The last message reaches to the end, closing tokens of the template included.
+        # The last message extends to the end, closing tokens of the template included.
         end = len(tokens) if i == len(chat) - 1 else len(render_chat_ids(tokenizer, chat[: i + 1]))
         masks[len(prefix) : end] = tokens[len(prefix) : end]
     if finish_reason == "length" and tokens and tokens[-1] == tokenizer.eos_token_id:
@@ -149,13 +142,7 @@ def _tokenize(
 def render_chat_ids(
     tokenizer: ChatTokenizer, chat: Chat, *, add_generation_prompt: bool = False
 ) -> list[int]:
-    """Return the ids of a chat as a plain list, with transformers 4 and 5 and other tokenizers.
-
-    Args:
-        tokenizer: one with a chat template; it may know fewer options than transformers'.
-        chat: messages.
-        add_generation_prompt: open a reply at the end.
-    """
+    """Return the ids of a chat as a list, for transformers 4 and 5 and for other tokenizers."""
     options: dict[str, Any] = {"tokenize": True, "add_generation_prompt": add_generation_prompt}
     parameters = inspect.signature(tokenizer.apply_chat_template).parameters.values()
     if any(p.name == "return_dict" or p.kind is p.VAR_KEYWORD for p in parameters):

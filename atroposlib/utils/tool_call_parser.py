@@ -1,4 +1,4 @@
-"""Reading one tool call out of a completion; pure."""
+"""Reading one tool call from a completion; pure."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ class ParsedToolCall(NamedTuple):
     """The call in a completion; unpacks as `(name, arguments, is_error)`."""
 
     name: str
-    """Name of the tool; `-ERROR-` when there is no usable call."""
+    """Name of the tool; `-ERROR-` without a valid call."""
     arguments: Any
-    """Usually an object; any JSON value that the completion gave."""
+    """Usually an object; any JSON value is possible."""
     is_error: bool
 
 
 def extract_tool_call(text: str, preferred_tags: Sequence[str] | None = None) -> str | None:
-    """Return the stripped content of the first pair of tags that occurs, None without one.
+    """Return the stripped content of the first pair of tags; None without one.
 
     Args:
         text: the completion.
-        preferred_tags: names of tags, tried in this order; `tool_call` when None.
+        preferred_tags: names of tags, tried in this order; None is `tool_call`.
     """
     for tag in preferred_tags or ("tool_call",):
         found = re.search(rf"<{re.escape(tag)}>(.*?)</{re.escape(tag)}>", text, re.DOTALL)
@@ -46,13 +46,12 @@ def parse_tool_call(
 ) -> ParsedToolCall:
     """Read the first tool call of a completion.
 
-    The JSON is read as it stands; only when that fails are single quotes taken for double ones,
-    as some models write them.
+    If its JSON is invalid, single quotes are replaced by double quotes, as some models need.
 
     Args:
         response: the completion.
         available_tools: descriptions with `name` or `function.name`; a call of another tool is an
-            error. None allows every name.
+            error. None accepts every name.
         preferred_tags: see `extract_tool_call`.
     """
     text = extract_tool_call(response, preferred_tags)
@@ -71,7 +70,7 @@ def _read(text: str) -> Any:
         try:
             # Not strict: models put line breaks into strings.
             return json.loads(candidate, strict=False)
-        except (ValueError, RecursionError):  # ValueError: a number of too many digits, too
+        except (ValueError, RecursionError):  # ValueError also for a number with too many digits
             continue
     return None
 

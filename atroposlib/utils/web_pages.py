@@ -1,18 +1,18 @@
-"""Which requests of web pages a local server refuses: one rule for service, agent proxy and viewer.
+"""Protection of local servers against requests of web pages, for service, agent proxy and viewer.
 
-A browser lets any page send requests to any address it can reach, this machine included. The page
-cannot read the answers, but it needs none to erase a run.
+A browser lets any page send requests to any reachable address, this machine included. The page
+cannot read the responses, but it needs none to erase a run.
 
     request ─► WebPageMiddleware ─► WebPageRule.refusal_of ─► the application, or 403 or 415
 
-What browsers say about a request cannot be changed by the page that makes it:
+A page cannot change these headers of the browser:
 
-    Sec-Fetch-Site    how the page relates to the address; sent to HTTPS and to this machine alone
-    Origin            whose page it is; sent with every POST, with WebSockets, and by CORS
-    Host              the name the page has used; foreign where a name was rebound to this machine
-    User-Agent        starts with "Mozilla/" in every browser; left to judge a plain GET by
+    Sec-Fetch-Site    relation of the page to the server; sent to HTTPS and to this machine only
+    Origin            origin of the page; sent with POST, WebSockets and CORS requests
+    Host              name used by the page; a foreign name after DNS rebinding
+    User-Agent        starts with "Mozilla/" in every browser; the only sign of a plain GET
 
-Clients other than browsers send neither of the first two and are always served.
+Clients other than browsers send neither of the first two headers and are always served.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ _FRAMES = frozenset({b"document", b"iframe", b"frame", b"embed", b"object"})
 _BROWSER = b"Mozilla/"
 _DEFAULT_PORTS = {"http": "80", "https": "443"}
 _PRIVATE_ENDINGS = (".internal", ".local", ".lan", ".localdomain", ".home.arpa")
-"""Names below these are given out by the network a machine is in, never by public DNS."""
+"""Suffixes of names that local networks assign and public DNS does not."""
 _HOST_NAME = re.compile(r"[a-z0-9._-]+")
 _ALLOWED_HOST = re.compile(r"\*|(\*\.)?[a-z0-9]([a-z0-9._-]*[a-z0-9])?(:[0-9]{1,5})?")
 _MAX_HOST_CHARACTERS = 260
@@ -75,7 +75,7 @@ def check_allowed_host(name: str) -> str:
     """Return a name for `WebPageRule.allowed_hosts` in lower case.
 
     Raises:
-        ValueError: it is not a host name; the message says what was expected.
+        ValueError: it is not a host name.
     """
     lowered = name.strip().lower()
     if len(lowered) > _MAX_HOST_CHARACTERS or not _ALLOWED_HOST.fullmatch(lowered):
@@ -88,58 +88,56 @@ def check_allowed_host(name: str) -> str:
 
 
 def names_of_address(host: str) -> frozenset[str]:
-    """Return the name in an address to listen on, for `allowed_hosts`; empty for numbers.
-
-    An operator who listens on a name of the hosts file means to be called by it.
-    """
+    """Return the host name a server listens on, for `allowed_hosts`; empty for an IP address."""
     name = host.lower()
     return frozenset() if _is_address(name) or not _HOST_NAME.fullmatch(name) else frozenset({name})
 
 
 class WebPageRefusal(NamedTuple):
-    """The reason for a refusal, and the remedy."""
+    """A refused request."""
 
     status: int
     code: str
-    """Kind of the refusal, a word for programs."""
+    """Machine-readable kind of the refusal."""
     text: str
+    """Reason and remedy."""
 
 
 @dataclass(frozen=True)
 class WebPageRule:
     """The requests of browsers that one application accepts; pure except for a cache.
 
-    Example: `WebPageRule(allowed_hosts=frozenset({"runs.example.org"}))` serves programs, its own
-    pages under any local name and under that one, and links of other pages to what only shows.
+    Example: `WebPageRule(allowed_hosts=frozenset({"runs.example.org"}))` accepts programs, its own
+    pages under this name or a local one, and links of other pages to read-only pages.
     """
 
     allowed_hosts: frozenset[str] = frozenset()
-    """Names beyond this machine's own, as `check_allowed_host` returns them."""
+    """Further names of this machine, as returned by `check_allowed_host`."""
     allowed_origins: frozenset[str] = frozenset()
-    """Origins whose pages may send anything, as `https://runs.example.org`; `*` is every one."""
+    """Origins whose pages may send any request, such as `https://runs.example.org`; `*` is all."""
     machine_name: str = ""
-    """Own name of this machine, with or without its domain."""
+    """Name of this machine, with or without its domain."""
     media_types: frozenset[str] = JSON_TYPES
-    """Types of the bodies that the application reads; those ending in `+json` are read, too."""
+    """Media types that the application reads, in addition to types ending in `+json`."""
     changes: Callable[[Mapping[str, Any]], bool] = field(default=lambda scope: False)
-    """Whether a GET of this ASGI scope changes something."""
+    """Whether a GET of this ASGI scope changes state."""
     checks_host: bool = True
-    """Whether names matter; they need not where every request shows a key."""
+    """Whether host names are checked; unnecessary if every request is authenticated."""
     has_pages: bool = False
-    """Whether the application is one for browsers, whose own pages send what changes it."""
+    """Whether the application has pages of its own, which send requests that change state."""
     may_be_framed: bool = False
-    """Whether pages of other sites may show those of the application within their own."""
+    """Whether pages of other sites may embed the pages of the application."""
     host_remedy: str = ""
-    """Remedy that allows the name `{}`; empty without one."""
+    """Hint how to allow the name `{}`; may be empty."""
     origin_remedy: str = ""
-    """Remedy that allows the origin `{}`; empty without one."""
+    """Hint how to allow the origin `{}`; may be empty."""
     _passed: set[tuple[Any, ...]] = field(
         default_factory=set, init=False, repr=False, compare=False
     )
     """Cache: (method, address, host, content type) of accepted requests from programs."""
 
     def refusal_of(self, scope: Mapping[str, Any]) -> WebPageRefusal | None:
-        """Return why an ASGI request is refused; None when it may pass."""
+        """Return the refusal of an ASGI request; None if it is accepted."""
         sent = {name: value for name, value in scope["headers"] if name in _WATCHED}
         method: str = scope.get("method", "GET")
         origin, site = sent.get(b"origin"), sent.get(b"sec-fetch-site")
@@ -173,10 +171,7 @@ class WebPageRule:
     def _of_host(
         self, scope: Mapping[str, Any], sent: Mapping[bytes, bytes], *, is_browser: bool
     ) -> WebPageRefusal | None:
-        """Refuse names of this machine that another party chose.
-
-        Between machines any name may be right: only what pages send is refused there.
-        """
+        """Refuse unknown host names; from other machines, only in requests of web pages."""
         host = sent.get(b"host")
         if host is None or not self.checks_host:
             return None
@@ -185,7 +180,7 @@ class WebPageRule:
         from_page = not self.has_pages and origin and not self._is_allowed_origin(_text(origin))
         if not from_page and not (server and _is_loopback(server[0])):
             return None
-        # What is remembered of headers is bounded.
+        # Bounds the size of cached headers.
         if len(host) <= _MAX_HOST_CHARACTERS and _is_own_name(
             host, self.machine_name, not is_browser
         ):
@@ -204,14 +199,14 @@ class WebPageRule:
     def _of_page(
         self, scope: Mapping[str, Any], method: str, sent: Mapping[bytes, bytes]
     ) -> WebPageRefusal | None:
-        """Refuse what pages of other sites send; they may link to what only shows."""
+        """Refuse requests of pages of other sites, except links to read-only pages."""
         origin, site = sent.get(b"origin"), sent.get(b"sec-fetch-site")
         if origin is not None and self._is_allowed_origin(_text(origin)):
             return None
         if site in _FOREIGN_SITES:
             may_pass = origin is None and self._is_link(method, sent)
         elif site == b"same-origin" or origin is None:
-            may_pass = True  # the browser has compared them, after any proxy that changes names
+            may_pass = True  # compared by the browser, before any proxy that changes names
         else:
             may_pass = _is_same_origin(_text(origin), _text(sent.get(b"host", b"")))
         if may_pass:
@@ -230,7 +225,7 @@ class WebPageRule:
             return True
         scheme, _, authority = origin.partition("://")
         own = f":{_DEFAULT_PORTS.get(scheme, '')}"
-        # An origin is a name *and* a port: another port is the page of another program.
+        # An origin includes the port: another port is another program.
         return any(
             "*" not in allowed and authority.removesuffix(own) == allowed.removesuffix(own)
             for allowed in self.allowed_hosts
@@ -247,7 +242,7 @@ class WebPageRule:
     def _of_changing_get(
         self, scope: Mapping[str, Any], method: str, origin: bytes | None
     ) -> WebPageRefusal | None:
-        """Refuse GETs that change something: pages, previews and typed addresses send them."""
+        """Refuse GETs of browsers that change state; links and previews send them."""
         if not self.changes(scope):
             return None
         if origin is not None and self._is_allowed_origin(_text(origin)):
@@ -261,10 +256,7 @@ class WebPageRule:
         )
 
     def _of_type(self, sent: Mapping[bytes, bytes], *, is_browser: bool) -> WebPageRefusal | None:
-        """Refuse bodies of types that are not read here, such as those pages send unasked.
-
-        A body without a type is taken for JSON, except from a browser.
-        """
+        """Refuse bodies of other media types; from programs, a body without a type is JSON."""
         if self._is_read(sent):
             return None
         media_type = _media_type(sent.get(b"content-type", b"")[:_MAX_TYPE_CHARACTERS])
@@ -274,9 +266,9 @@ class WebPageRule:
             return None
         if not media_type and not is_browser:
             return None
-        told = f"the body is {_shown(media_type)}" if media_type else "the body has no type"
+        found = f"the body is {_shown(media_type)}" if media_type else "the body has no type"
         return WebPageRefusal(
-            415, "unsupported_media_type", f"{told}; send it as Content-Type: application/json"
+            415, "unsupported_media_type", f"{found}; send it as Content-Type: application/json"
         )
 
     def _is_read(self, sent: Mapping[bytes, bytes]) -> bool:
@@ -293,12 +285,12 @@ class WebPageRule:
 
 
 class WebPageMiddleware:
-    """Refuses what a rule refuses, before a body is read.
+    """Refuses requests by a rule, before the body is read.
 
     Args:
         app: The wrapped application.
-        rule: What is refused.
-        answer: Gives the response to a refusal; default: `{"detail": text}`.
+        rule: The rule.
+        answer: Returns the response to a refusal; the default is `{"detail": text}`.
     """
 
     def __init__(
@@ -319,7 +311,7 @@ class WebPageMiddleware:
         if refusal is None:
             await self.app(scope, receive, send)
             return
-        # Pages can make any number of them: each kind is logged once.
+        # Pages can send any number of requests, so each text is logged once.
         if refusal.text not in self._logged and len(self._logged) < _MAX_LOGGED:
             self._logged.add(refusal.text)
             logger.warning("refused %s: %s", scope.get("method", kind), refusal.text)
@@ -330,14 +322,14 @@ class WebPageMiddleware:
 
 
 def _detail(scope: Scope, refusal: WebPageRefusal) -> ASGIApp:
-    from starlette.responses import JSONResponse  # not for settings, which commands read first
+    from starlette.responses import JSONResponse  # not needed by settings, which import this page
 
     return JSONResponse({"detail": refusal.text}, refusal.status)
 
 
 @lru_cache(maxsize=1024)
 def _is_loopback(address: str) -> bool:
-    """Whether a connection that arrived at this address comes from this machine."""
+    """Whether a connection to this address comes from this machine."""
     try:
         ip = ipaddress.ip_address(address)
     except ValueError:
@@ -350,8 +342,7 @@ def _is_loopback(address: str) -> bool:
 def _is_own_name(host: bytes, machine_name: str, is_program: bool) -> bool:
     """Whether a `Host` header names this machine.
 
-    Names that public DNS never assigns are accepted from programs: an attacker would have to run
-    the network, and programs load no pages.
+    Programs may use names that public DNS does not assign, since they do not load pages.
     """
     name, _ = _name_and_port(_text(host))
     own = machine_name.lower()
@@ -384,7 +375,7 @@ def _is_same_origin(origin: str, host: str) -> bool:
 
 
 def _name_and_port(authority: str) -> tuple[str, str]:
-    """Split `name:port`; IPv6 addresses lose their brackets, names the dot at their end."""
+    """Split `name:port`; removes the brackets of IPv6 addresses and a final dot of names."""
     if authority.startswith("["):
         name, _, rest = authority[1:].partition("]")
         return name, rest.removeprefix(":")
@@ -402,6 +393,6 @@ def _text(value: bytes) -> str:
 
 
 def _shown(text: str) -> str:
-    """Return what a sender wrote as one short line of ASCII without control characters."""
+    """Return untrusted text as one short line of ASCII without control characters."""
     cut = text[:_SHOWN_CHARACTERS]
     return cut if re.fullmatch(r"[!-~]+", cut) else json.dumps(cut)

@@ -1,4 +1,4 @@
-"""A check whether a path can be written to, made before work starts."""
+"""A check, before work starts, whether a path can be written to."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ __all__ = ["require_writable_file", "require_writable_folder", "unwritable"]
 
 
 def require_writable_folder(folder: str | Path, setting: str, *, makes: bool = True) -> Path:
-    """Return a folder that files can be written to; it is created when missing.
+    """Return a folder after checking that files can be written to it.
 
     Args:
-        folder: where files are to go.
-        setting: what names it, such as `--save-path`.
-        makes: Whether to create the folder; False only finds out whether it could be created.
+        folder: the folder.
+        setting: setting of the folder for the message, such as `--save-path`.
+        makes: Whether a missing folder is created; if not, it is checked that it could be.
 
     Raises:
-        ConfigError: it cannot be created or written; the message names the folder and the setting.
+        ConfigError: the folder cannot be created or written.
     """
     path = Path(folder)
     try:
@@ -34,14 +34,10 @@ def require_writable_folder(folder: str | Path, setting: str, *, makes: bool = T
 
 
 def require_writable_file(file: str | Path, setting: str) -> Path:
-    """Return a file that can be written; its folder is created when missing, the file is not.
-
-    Args:
-        file: where something is to be written.
-        setting: what names it, such as `--output`.
+    """Return a file after checking that it can be written; a missing folder is created.
 
     Raises:
-        ConfigError: it cannot be written; the message names the file and the setting.
+        ConfigError: the file cannot be written; `setting` is named in the message.
     """
     path = Path(file)
     try:
@@ -55,12 +51,12 @@ def require_writable_file(file: str | Path, setting: str) -> Path:
 
 
 def unwritable(path: str | Path, error: OSError, setting: str | None) -> ConfigError:
-    """Return the error that says why a place cannot be written, and which flag chooses another.
+    """Return the error for a path that cannot be written, with the reason and the remedy.
 
     Args:
-        path: file or folder that was to be written.
-        error: what writing it, or making its folder, failed with.
-        setting: what names the place, such as `--data-dir`; None for an argument without a flag.
+        path: file or folder.
+        error: error of writing it, or of creating its folder.
+        setting: setting of the path, such as `--data-dir`; None for an argument without a flag.
     """
     remedy = "choose another place" + (f" with {setting}" if setting else "")
     return ConfigError(f"{path} cannot be written: {_reason(Path(path), error)}; {remedy}")

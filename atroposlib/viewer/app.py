@@ -1,7 +1,7 @@
 """The viewer as a Gradio application: its widgets, their events, and the content of each page.
 
-Every event changes the view of one browser tab and renders its page again; nothing reaches the
-run. Events skip Gradio's queue, which would take longer than rendering.
+Every event changes the view of one browser tab and renders its page again, without effect on the
+run. Events bypass Gradio's queue, which would take longer than rendering.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from atroposlib.utils.text import find_common_prefix, inert_block
 from atroposlib.utils.web_pages import WebPageMiddleware, WebPageRule, names_of_address
 from atroposlib.viewer.index import ORDERS, GroupFilter
 from atroposlib.viewer.pages import (
-    COLOURS,
+    COLORS,
     compare_page,
     conversation_page,
     empty,
@@ -54,22 +54,22 @@ _TITLES = {"plain": "Plain text", "groups": "Groups", "rollouts": "Side by side"
 
 @dataclass(frozen=True)
 class Widgets:
-    """Every widget that an event reads or changes; they are Gradio components."""
+    """The Gradio components that events read or change."""
 
     head: Any
     tabs: Any
     tab_of: dict[str, Any]
-    """A tab for each page."""
+    """Tab of each page."""
     html_of: dict[str, Any]
-    """The content of each page but that of plain text."""
+    """Content of each page except plain text."""
     filters: list[Any]
-    """In the order in which `filter_of` takes them."""
+    """In the order of the arguments of `filter_of`."""
     cleared: list[Any]
     """Values of the filters that match every group."""
     clear: Any
     environment: Any
     status: Any
-    colour: Any
+    color: Any
     next_group: Any
     previous_group: Any
     next_rollout: Any
@@ -78,7 +78,7 @@ class Widgets:
     previous_rows: Any
     grab: Any
     plain: list[Any]
-    """Prefix, then a box per score, then a box per output."""
+    """Box of the prefix, boxes of the scores, boxes of the outputs."""
 
     @property
     def shown(self) -> list[Any]:
@@ -87,7 +87,7 @@ class Widgets:
 
 
 def lay_out(gr: Any, *, start_page: str, group_size: int) -> Widgets:
-    """Make the widgets; called inside a `gradio.Blocks`."""
+    """Create the widgets; called inside a `gradio.Blocks`."""
     parts: dict[str, Any] = {"tab_of": {}, "html_of": {}}
     with gr.Row(elem_id="v-top", equal_height=True):
         parts["head"] = gr.HTML("", js_on_load=_CLICKS, elem_id="v-head", scale=8)
@@ -113,9 +113,9 @@ def _fill(gr: Any, page: str, parts: dict[str, Any], group_size: int) -> None:
     if page == "groups":
         _filters(gr, parts)
     if page == "tokens":
-        parts["colour"] = gr.Radio(
-            list(COLOURS), value=COLOURS[0], label="colour", show_label=False, container=False,
-            elem_id="v-colour",
+        parts["color"] = gr.Radio(
+            list(COLORS), value=COLORS[0], label="color", show_label=False, container=False,
+            elem_id="v-color",
         )  # fmt: skip
     parts["html_of"][page] = gr.HTML(
         "", js_on_load=_CLICKS, elem_id=f"v-{page}", elem_classes="v-page"
@@ -130,7 +130,7 @@ def _filters(gr: Any, parts: dict[str, Any]) -> None:
         order = _choice(gr, "order", list(ORDERS))
         signal = _choice(gr, "scores", ["any", "differ", "all equal"])
         ranges = [
-            # A box of numbers would show 0 where nothing was asked.
+            # A `gr.Number` would show 0 for an empty box.
             gr.Textbox(label=label, min_width=84, elem_classes="v-number")
             for label in ("score from", "to", "tokens from", "to", "step from", "to")
         ]
@@ -171,13 +171,13 @@ _MAX_CHIPS = 32
 
 
 class Screen:
-    """Markup of every page for a viewer."""
+    """HTML of all pages for a viewer."""
 
     def __init__(self, viewer: Viewer) -> None:
         self.viewer = viewer
 
     def head(self, view: ViewState) -> str:
-        """Return what stands above all pages: the source, the open group and its rollouts."""
+        """Return the head of all pages: the source, the open group and its rollouts."""
         viewer = self.viewer
         count = f"{len(viewer.index):,} groups" + (", reading on" if viewer.is_reading else "")
         source = f'<span class="v-source">{shown(viewer.source.title)}: {count}</span>'
@@ -203,7 +203,7 @@ class Screen:
             return self._listing(view)
         group = self._group(view)
         if group is None:
-            return empty("No group to show: none is here yet, or none passes the filters.")
+            return empty("No group to show: there is none yet, or none matches the filter.")
         if not isinstance(group, Group):
             return notice(group, "bad")
         if not group.rollouts:
@@ -211,7 +211,7 @@ class Screen:
         return self._group_page(group, view)
 
     def status(self, view: ViewState) -> str:
-        """Say which rows of how many the list shows."""
+        """Return the range of the listed rows and the number of matches."""
         matches = self.viewer.match(view.wanted, view.order)
         count = len(matches.positions)
         last = min(view.offset + ROWS_PER_PAGE, count)
@@ -224,7 +224,7 @@ class Screen:
         return text
 
     def plain(self, view: ViewState) -> tuple[str, list[str], list[str]]:
-        """Return the open group as plain text: common prefix, scores, what follows the prefix."""
+        """Return the open group as plain text: common prefix, scores, rest of each text."""
         group = self._group(view)
         if not isinstance(group, Group) or not group.rollouts:
             return "", [], []
@@ -251,7 +251,7 @@ class Screen:
         reader = self.viewer.reader
         rollout = group.rollouts[view.rollout % len(group.rollouts)]
         if view.page == "tokens":
-            return tokens_page(group, rollout, reader, colour=view.colour, start=view.token)
+            return tokens_page(group, rollout, reader, color=view.color, start=view.token)
         if view.page == "conversation":
             return conversation_page(rollout, reader)
         if view.page == "compare":
@@ -318,14 +318,14 @@ class Screen:
 
 
 def _most_different(group: Group, rollout: Rollout) -> Rollout:
-    """Return the rollout whose score is farthest from that of another, the first among equals."""
+    """Return the rollout with the largest difference in score; the first of several."""
     others = [other for other in group.rollouts if other is not rollout] or [rollout]
     return max(others, key=lambda other: abs((other.score or 0.0) - (rollout.score or 0.0)))
 
 
 _TICK_S = 2.0
 _SHARED_HOSTS = "*.gradio.live"
-"""Names that Gradio gives to the public links of `share`."""
+"""Host names of Gradio's public links, for `share`."""
 _EVENT: dict[str, Any] = {
     "queue": False,
     "show_progress": "hidden",
@@ -334,7 +334,7 @@ _EVENT: dict[str, Any] = {
 }
 
 _GROUP_PAGES = ("rollouts", "tokens", "conversation", "compare", "images")
-"""Pages that show one group; that of plain text opens its first by the button."""
+"""Pages that show one group; plain text opens one by its button only."""
 
 
 def build_app(viewer: Viewer, *, start_page: str = "overview", group_size: int = 2) -> Any:
@@ -363,17 +363,17 @@ def launch_app(
     share: bool = False,
     allowed_hosts: Collection[str] = (),
 ) -> str:
-    """Serve the application in the background; return its address.
+    """Serve the application in the background; return its URL.
 
     Args:
-        blocks: what `build_app` returned.
+        blocks: result of `build_app`.
         host: address to listen on.
         port: port to listen on; None or 0 takes a free one.
-        share: also open a public link through Gradio's servers.
-        allowed_hosts: names beyond this machine's own that browsers reach it by.
+        share: whether to also open a public link through Gradio's servers.
+        allowed_hosts: further host names of this machine that browsers may use.
 
     Raises:
-        CannotListenError: the address cannot be listened on; the message says why.
+        CannotListenError: the address cannot be listened on.
     """
     import gradio as gr
 
@@ -406,9 +406,10 @@ def launch_app(
 
 
 def _guarding(allowed_hosts: frozenset[str], *, share: bool) -> Callable[[Any], Any]:
-    """Return a lifespan that puts the guard against web pages around all of Gradio's layers.
+    """Return a lifespan that wraps the application in the protection against web pages.
 
-    Outside of them, since one answers other sites' preflights. Uploads are forms, which it refuses.
+    It is outside of Gradio's own middleware, which answers preflight requests of other sites. It
+    also refuses uploads, since they are forms.
     """
     rule = WebPageRule(
         allowed_hosts=allowed_hosts | {_SHARED_HOSTS} if share else allowed_hosts,
@@ -421,7 +422,7 @@ def _guarding(allowed_hosts: frozenset[str], *, share: bool) -> Callable[[Any], 
 
     @asynccontextmanager
     async def lifespan(app: Any) -> AsyncIterator[None]:
-        # Starlette has built the stack to be here, and serves no request before.
+        # Starlette has built the stack by now, and has not served a request yet.
         app.middleware_stack = WebPageMiddleware(app.middleware_stack, rule=rule)
         yield
 
@@ -429,8 +430,6 @@ def _guarding(allowed_hosts: frozenset[str], *, share: bool) -> Callable[[Any], 
 
 
 class _Wiring:
-    """Connects the widgets of one application with the screen."""
-
     def __init__(self, gr: Any, screen: Screen, widgets: Widgets, tab: Any) -> None:
         self.gr = gr
         self.screen = screen
@@ -456,13 +455,13 @@ class _Wiring:
             self._on(button.click, lambda view, by=by: self._turn(view, by), [])
         for widget in widgets.filters:
             self._on(widget.change, self._filter, widgets.filters)
-        self._on(widgets.colour.change, lambda view, c: replace(view, colour=c), [widgets.colour])
+        self._on(widgets.color.change, lambda view, c: replace(view, color=c), [widgets.color])
 
         def clicked(tab: BrowserTab, event: Any) -> dict[Any, Any]:
             with tab.turn:
                 return self._click(tab, event._data)
 
-        clicked.__annotations__["event"] = self.gr.EventData  # how Gradio knows what it is
+        clicked.__annotations__["event"] = self.gr.EventData  # read by Gradio
         for page in (widgets.head, *widgets.html_of.values()):
             page.click(clicked, [self.tab], self.outputs, **_EVENT)
         widgets.clear.click(lambda: list(widgets.cleared), None, widgets.filters, **_EVENT)
@@ -474,7 +473,6 @@ class _Wiring:
         ticking(self._tick, [self.tab, *widgets.filters], self.outputs, **_EVENT)
 
     def _on(self, event: Any, change: Callable[..., ViewState], inputs: list[Any]) -> None:
-
         def handle(tab: BrowserTab, *values: Any) -> dict[Any, Any]:
             with tab.turn:
                 return self._show(tab, change(tab.view, *values))
@@ -482,11 +480,10 @@ class _Wiring:
         event(handle, [self.tab, *inputs], self.outputs, **_EVENT)
 
     def _show(self, tab: BrowserTab, view: ViewState, *, moves: bool = False) -> dict[Any, Any]:
-        """Give a tab a view; return what then stands on screen.
+        """Set the view of a tab and return the changed widgets.
 
-        `moves` also opens the tab of its page.
-
-        A page of one group opens the first where none is open.
+        A page that shows one group opens the first group if none is open. With `moves`, the tab of
+        the page is also selected.
         """
         if view.group is None and view.page in _GROUP_PAGES:
             view = self._step(view, 1)
@@ -525,7 +522,7 @@ class _Wiring:
 
     def _step(self, view: ViewState, by: int) -> ViewState:
         matches = self.viewer.match(view.wanted, view.order).positions
-        group = self.viewer.neighbour(view.group, by, matches)
+        group = self.viewer.neighbor(view.group, by, matches)
         if group is None:
             return view
         place = int((matches == group).argmax()) if len(matches) else 0
@@ -544,9 +541,9 @@ class _Wiring:
         return replace(view, wanted=wanted, order=order, offset=0)
 
     def _tick(self, tab: BrowserTab, *values: Any) -> dict[Any, Any]:
-        """Show what is new; what is on screen is left alone when it is the same.
+        """Update the tab if its content has changed.
 
-        What stands in the filters applies: of two changes the first may have arrived last.
+        Applies the current filters, since two changes may arrive in reverse order.
         """
         with tab.turn:
             before = tab.view

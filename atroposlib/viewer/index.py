@@ -1,11 +1,10 @@
-"""The index over all groups of a source: figures, one line of text, and text to search.
+"""The index of all groups of a source: a summary of each group, and its text for searches.
 
 Filters and orders are computed from arrays, in milliseconds for a hundred thousand groups. One
 thread adds rows and others read them; a row is replaced when more is known about its group.
 
-Texts for the search are kept outside memory: in lower case, one after the other, in an unnamed file
-that is removed with the process. A search scans the file. It can pause and continue later, also
-over text that was added since.
+The texts are in an unnamed file, in lower case, which is removed with the process. A search scans
+the file. It can pause and continue later, also over text that was added since.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ __all__ = [
     "Order",
     "TextStore",
     "searchable_text",
-    "summarise",
+    "summarize",
 ]
 
 _WINDOW_BYTES = 4 * 2**20
@@ -66,7 +65,7 @@ class TextStore:
         return TextSearch(self, text.lower().encode("utf-8", errors="replace"))
 
     def find(self, wanted: bytes, start: int, stop: int) -> list[int]:
-        """Return the positions of the groups of entries from `start` to `stop` that have a text."""
+        """Return the positions of groups whose text contains `wanted`, for a range of entries."""
         with self._lock:
             self._file.flush()
             starts = self._starts[start : stop + 1]
@@ -88,29 +87,26 @@ class TextStore:
         return found
 
     def end_of_window(self, start: int) -> int:
-        """Return the entry before which a window of a few megabytes that begins at `start` ends."""
+        """Return the end of a window of a few megabytes of entries that begins at `start`."""
         with self._lock:
-            count = len(self._owners)
-            return min(count, max(start + 1, self._entry_at(self._starts[start] + _WINDOW_BYTES)))
-
-    def _entry_at(self, offset: int) -> int:
-        return bisect_right(self._starts, offset) - 1
+            end = bisect_right(self._starts, self._starts[start] + _WINDOW_BYTES) - 1
+            return min(len(self._owners), max(start + 1, end))
 
 
 class TextSearch:
-    """One search; `found` grows as it goes on."""
+    """One search; `found` grows with its progress."""
 
     def __init__(self, store: TextStore, wanted: bytes) -> None:
         self.found: set[int] = set()
-        """Positions of the groups that have the text."""
+        """Positions of the groups that contain the text."""
         self.num_searched = 0
-        """Texts looked at."""
+        """Number of texts searched."""
         self._store = store
         self._wanted = wanted
         self._lock = threading.Lock()
 
     def advance(self, budget_s: float) -> bool:
-        """Look at further texts for about so long; return whether all there are were seen."""
+        """Search further texts for about `budget_s`; return whether all were searched."""
         deadline = time.monotonic() + budget_s
         with self._lock:
             while self.num_searched < len(self._store):
@@ -131,35 +127,28 @@ class GroupSummary(NamedTuple):
     """One row of the list."""
 
     label: str
-    """Its name in the source: `line 12`, `group 7`."""
+    """Name in the source, such as `line 12` or `group 7`."""
     environment: str
     step: int | None
-    """Policy version or step it was made at; None where unknown."""
+    """Policy version or step of the group; None if unknown."""
     num_rollouts: int
     longest: int
-    """Tokens of its longest rollout."""
+    """Tokens of the longest rollout."""
     num_tokens: int
     scores: tuple[float, ...]
-    """[G] those that are numbers."""
+    """Scores that are numbers."""
     excerpt: str
-    """Start of the question, as one harmless line; empty when only tokens are there."""
+    """Start of the question as one sanitized line; empty without messages."""
 
 
-def summarise(
+def summarize(
     fields: Mapping[str, Any],
     *,
     label: str,
     environment: str | None = None,
     step: int | None = None,
 ) -> GroupSummary:
-    """Describe a group.
-
-    Args:
-        fields: the decoded group.
-        label: what the source calls it.
-        environment: its name where the source knows it; else what the group says.
-        step: likewise.
-    """
+    """Return the summary of a decoded group; None for a value takes that of the group."""
     group = group_of(fields)
     lengths = [len(rollout) for rollout in group.rollouts]
     return GroupSummary(
@@ -175,7 +164,7 @@ def summarise(
 
 
 def searchable_text(fields: Mapping[str, Any]) -> str:
-    """Return all text of a group's messages, what all rollouts begin with once; may be empty."""
+    """Return all text of a group's messages, shared messages once; may be empty."""
     group = group_of(fields)
     num_shared = group.num_shared_messages
     texts: list[str] = []
@@ -223,42 +212,42 @@ _KEPT_SEARCHES = 8
 
 
 class GroupFilter(NamedTuple):
-    """Which groups to list; None lets all pass."""
+    """A filter of groups; None accepts all values."""
 
     environment: str | None = None
     min_score: float | None = None
-    """At least one rollout scored this or more."""
+    """Minimum of the highest score."""
     max_score: float | None = None
-    """At least one rollout scored this or less."""
+    """Maximum of the lowest score."""
     min_tokens: int | None = None
-    """The longest rollout has this many tokens or more."""
+    """Minimum tokens of the longest rollout."""
     max_tokens: int | None = None
     min_step: int | None = None
     max_step: int | None = None
     text: str = ""
-    """Text that must occur, ignoring case."""
+    """Text that the group contains, ignoring case."""
     signal: Literal["any", "differ", "equal"] = "any"
     """Whether the scores of the group differ."""
 
 
 class Matches(NamedTuple):
-    """The answer to a filter."""
+    """The result of a filter."""
 
     positions: NDArray[np.int64]
     """Matching groups, in order."""
     is_complete: bool
-    """False while the text search has not seen every text."""
+    """Whether all texts were searched."""
     num_searched: int
-    """Texts searched so far, 0 without a text."""
+    """Number of texts searched so far, 0 without a text."""
 
 
 class GroupIndex:
-    """Summaries of groups by position, from 0 in the order they came."""
+    """Summaries of groups by position, from 0 in the order of arrival."""
 
     def __init__(self) -> None:
         self.texts = TextStore()
         self.version = 0
-        """Grows whenever a row is added or replaced."""
+        """Increases when a row is added or replaced."""
         self._rows: list[GroupSummary] = []
         self._lock = threading.Lock()
         self._figures: NDArray[np.float64] = np.empty((0, 6))
@@ -285,7 +274,6 @@ class GroupIndex:
             return len(self._rows) - 1
 
     def replace(self, position: int, summary: GroupSummary) -> None:
-        """Put what is known now in the place of what was."""
         with self._lock:
             self._environments.setdefault(summary.environment, len(self._environments))
             self._rows[position] = summary
@@ -293,7 +281,7 @@ class GroupIndex:
             self.version += 1
 
     def match(self, wanted: GroupFilter, order: Order = "oldest") -> Matches:
-        """List the groups that pass; a search of much text takes a quarter of a second per call."""
+        """Return the groups that match; a text search takes at most 0.25 s per call."""
         environment, low, high, mean, longest, step = self._columns().T
         accepted = np.ones(len(environment), dtype=bool)
         if wanted.environment is not None:
@@ -335,10 +323,9 @@ class GroupIndex:
     def rewards_by_step(
         self, max_groups: int = 20_000, *, max_points: int = 120
     ) -> dict[str, list[tuple[int, float]]]:
-        """Return the mean score at each step by the name of the environment, steps ascending.
+        """Return (step, mean score) of each environment, in ascending order of steps.
 
-        Where more than `max_points` steps are known, neighbors share a point. Groups of unknown
-        step are left out.
+        Neighboring steps are merged to at most `max_points`. Groups without a step are left out.
         """
         found: dict[str, dict[int, list[float]]] = {}
         for row in self._rows[-max_groups:]:
@@ -355,7 +342,7 @@ class GroupIndex:
             return search
 
     def _columns(self) -> NDArray[np.float64]:
-        """Return (groups, 6): environment, least, most and mean score, longest, step."""
+        """Return (groups, 6): environment, lowest, highest and mean score, longest, step."""
         with self._lock:
             if self._figures_version != self.version:
                 kept = min(self._stale_from, len(self._figures))

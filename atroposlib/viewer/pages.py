@@ -8,17 +8,18 @@
     tokens            one rollout token by token
     images            the images of a group next to the answers about them
 
-Text from a run is data. `shown` and `block` escape it and make control characters visible; CSS
-isolates its writing direction. Images come from the data only: a remote address is shown as text
-and never loaded.
+Text from a run is untrusted. `shown` and `block` escape it and make control characters visible; CSS
+isolates its writing direction. Images come from the data only: a remote URL is shown as text and
+never loaded.
 
-A token is one `<b>`: its class encodes whether it is trained on and how likely it was. Its
-`data-t` holds the text that the page's script shows at the pointer.
+A token is one `<b>`, whose class encodes whether it is trained and its probability. Its `data-t` is
+the text of the tooltip.
 """
 
 from __future__ import annotations
 
 import difflib
+import itertools
 import json
 import math
 import re
@@ -27,7 +28,6 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 from atroposlib.frontend.jsonl2html import as_data_address, image_address
-from atroposlib.scored_data import IGNORE_INDEX
 from atroposlib.utils.text import inert_markup
 from atroposlib.viewer.index import GroupSummary
 from atroposlib.viewer.rollouts import (
@@ -41,8 +41,8 @@ from atroposlib.viewer.sources import Problems, ServiceFigures
 from atroposlib.viewer.token_reader import RolloutText, TokenPiece, TokenReader
 
 __all__ = [
-    "COLOURS",
-    "Colour",
+    "COLORS",
+    "Color",
     "block",
     "compare_page",
     "conversation_page",
@@ -62,16 +62,16 @@ __all__ = [
 ]
 
 MAX_BLOCK_CHARACTERS = 20_000
-"""Longer texts are cut in two: the rest is folded away."""
+"""Maximum length of a text before its rest is folded."""
 
 
 def shown(text: object) -> str:
-    """Escape text of any origin for content or for an attribute."""
+    """Escape untrusted text for content or for an attribute."""
     return inert_markup(str(text))
 
 
 def block(text: str, *, max_characters: int = MAX_BLOCK_CHARACTERS) -> str:
-    """Show text with its line breaks; what is beyond the limit is folded."""
+    """Show text with its line breaks; the part over the limit is folded."""
     if len(text) <= max_characters:
         return f'<div class="v-text">{shown(text)}</div>'
     rest = text[max_characters:]
@@ -81,7 +81,7 @@ def block(text: str, *, max_characters: int = MAX_BLOCK_CHARACTERS) -> str:
 
 
 def folded(title: str, content: str, *, is_open: bool = False, kind: str = "") -> str:
-    """Fold markup away under a title, which is escaped here."""
+    """Fold markup under a title, which is escaped."""
     return (
         f'<details class="v-fold {kind}"{" open" if is_open else ""}>'
         f"<summary>{shown(title)}</summary>{content}</details>"
@@ -89,17 +89,17 @@ def folded(title: str, content: str, *, is_open: bool = False, kind: str = "") -
 
 
 def notice(text: str, kind: str = "note") -> str:
-    """Say something above a page; kinds are `note` and `bad`."""
+    """Show a message above a page; kinds are `note` and `bad`."""
     return f'<p class="v-notice v-{kind}" role="status">{shown(text)}</p>'
 
 
 def empty(text: str) -> str:
-    """Say that there is nothing, and what to do."""
+    """Show a message in place of missing content."""
     return f'<p class="v-empty">{shown(text)}</p>'
 
 
 def number(value: float | None) -> str:
-    """Write a number as short as it can be read."""
+    """Format a number compactly."""
     if value is None:
         return "-"
     if value == int(value) and abs(value) < 1e15:
@@ -108,7 +108,7 @@ def number(value: float | None) -> str:
 
 
 def score_class(score: float | None) -> str:
-    """Return the CSS class of a score: as in the page of a file, green, gold or pink."""
+    """Return the CSS class of a score: positive, zero, negative or missing."""
     if score is None:
         return "v-none"
     return "v-pos" if score > 0 else "v-neg" if score < 0 else "v-zero"
@@ -127,12 +127,12 @@ def chip(text: str, title: str = "") -> str:
 
 def part_chips(parts: Mapping[str, float]) -> str:
     """Show the named parts of a reward, each as a small fact."""
-    hint = "part of the reward, before it is weighed"
+    hint = "part of the reward, unweighted"
     return "".join(chip(f"{name} {number(value)}", hint) for name, value in parts.items())
 
 
 def figure(name: str, value: str, more: str = "") -> str:
-    """Show a figure large with its name; `more` is markup."""
+    """Show a value in large type with its name; `more` is markup."""
     return (
         f'<div class="v-figure"><span>{shown(name)}</span><strong>{shown(value)}</strong>'
         f"{more}</div>"
@@ -140,7 +140,7 @@ def figure(name: str, value: str, more: str = "") -> str:
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """Draw values as a small line; nothing for fewer than two."""
+    """Draw values as a small line; empty for fewer than two."""
     if len(values) < 2:
         return ""
     low, high = min(0.0, *values), max(values)
@@ -156,7 +156,7 @@ def sparkline(values: Sequence[float]) -> str:
 
 
 def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, kind: str = "") -> str:
-    """Make a table; cells are markup."""
+    """Return a table; cells are markup."""
     top = "".join(f"<th>{shown(name)}</th>" for name in head)
     body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
     return (
@@ -181,13 +181,13 @@ def overview_page(
     """Return the page.
 
     Args:
-        figures: values that the run reports.
-        problems: what could not be read.
-        scores: of the latest groups, by the name of their environment.
-        rewards: (step, mean score) by the name of their environment, steps ascending.
-        num_groups: groups listed here.
-        num_equal: of them, those whose scores are all equal.
-        metric_drops: groups that environments dropped, by reason.
+        figures: values reported by the run.
+        problems: groups that could not be read.
+        scores: scores of the latest groups by environment.
+        rewards: (step, mean score) by environment, in ascending order of steps.
+        num_groups: number of groups in the index.
+        num_equal: number of groups with equal scores.
+        metric_drops: groups dropped by environments, by reason.
     """
     parts = [notice(text) for text in figures.notes]
     if not num_groups and figures.why_empty:
@@ -271,8 +271,8 @@ def _drops(figures: ServiceFigures, metric_drops: Mapping[str, float]) -> str:
     rows += [(shown(reason), "environments", number(n)) for reason, n in metric_drops.items()]
     if not rows:
         return empty(
-            "None known. What environments drop stands in the metrics files they write: "
-            "name their folder with --metrics."
+            "None known. Environments record dropped groups in their metrics files; name the "
+            "folder with --metrics."
         )
     return table(("reason", "reported by", "count"), rows)
 
@@ -336,7 +336,7 @@ def images_page(group: Group, texts: list[RolloutText]) -> str:
 
 
 def images_of_group(group: Group) -> list[str]:
-    """Return addresses of a group's images, `data:` ones where they are in it, each once."""
+    """Return the URLs of a group's images, as `data:` URLs if possible, without duplicates."""
     found = list(_walk(group.fields.get("images")))
     for rollout in group.rollouts:
         for message in rollout.chat:
@@ -348,13 +348,13 @@ def images_of_group(group: Group) -> list[str]:
 
 
 def images_of_content(content: Any) -> list[str]:
-    """Return addresses of the images in the content of a message."""
+    """Return the URLs of the images in the content of a message."""
     parts = content if isinstance(content, list) else []
     return [address for part in parts if isinstance(part, Mapping) for address in _of_part(part)]
 
 
 def image_markup(address: str) -> str:
-    """Show an image of the data; name any other."""
+    """Show an image of the data; show the URL of any other image as text."""
     if _DATA_URL.fullmatch(address):
         return f'<img class="v-image" alt="image of the group" src="{shown(address)}">'
     cut = address[:_MAX_ADDRESS_CHARACTERS]
@@ -368,7 +368,7 @@ def _of_part(part: Mapping[str, Any]) -> list[str]:
 
 
 def _walk(value: Any) -> Iterator[str]:
-    """Yield the texts of an `images` field, which environments nest as they like."""
+    """Yield the URLs in an `images` field, which may be nested."""
     if isinstance(value, str) and value:
         yield as_data_address(value)
     elif isinstance(value, Mapping):
@@ -384,7 +384,7 @@ _LONG_TOOL_RESULT = 400
 
 
 def conversation_page(rollout: Rollout, reader: TokenReader) -> str:
-    """Return the page: a block per message; without messages one per stretch of the mask."""
+    """Return the page: a block per message; without messages, one per run of the mask."""
     parts = ""
     if rollout.reward_parts:
         score = score_chip(rollout.score)
@@ -394,14 +394,13 @@ def conversation_page(rollout: Rollout, reader: TokenReader) -> str:
     if not len(rollout):
         return empty("This rollout has neither messages nor tokens.")
     note = '<p class="v-legend">no messages were saved: these are its tokens as text</p>'
-    return (
-        parts
-        + note
-        + "".join(
-            _box("trained" if is_trained else "masked", _body(reader.text(ids)))
-            for is_trained, ids in _stretches(rollout)
+    boxes = (
+        _box("trained" if is_trained else "masked", _body(reader.text([t for _, t in run])))
+        for is_trained, run in itertools.groupby(
+            enumerate(rollout.tokens), key=lambda pair: rollout.is_trained(pair[0])
         )
     )
+    return "".join([parts, note, *boxes])
 
 
 def _message(message: Mapping[str, Any]) -> str:
@@ -434,7 +433,7 @@ def _body(text: str) -> str:
     spans += [(found.start(), found.end(), _spelled_call(found[1])) for found in
               _TOOL_CALL.finditer(text)]  # fmt: skip
     for start, stop, markup in sorted(spans):
-        if start < at:  # a call within a thought stays there
+        if start < at:  # a call inside the thinking
             continue
         parts += [_plain(text[at:start]), markup]
         at = stop
@@ -472,20 +471,9 @@ def _spelled_call(text: str) -> str:
         return folded("tool call that is not JSON", block(text), kind="v-call")
 
 
-def _stretches(rollout: Rollout) -> list[tuple[bool, list[int]]]:
-    stretches: list[tuple[bool, list[int]]] = []
-    for i, token_id in enumerate(rollout.tokens):
-        mask = rollout.masks[i] if i < len(rollout.masks) else IGNORE_INDEX
-        is_trained = mask != IGNORE_INDEX
-        if not stretches or stretches[-1][0] != is_trained:
-            stretches.append((is_trained, []))
-        stretches[-1][1].append(token_id)
-    return stretches
-
-
 _WORD = re.compile(r"\s+|\w+|[^\w\s]")
 _MAX_PIECES = 2500
-"""Comparing takes a time that grows with the square of the number of pieces."""
+"""Maximum number of compared pieces: the cost grows quadratically."""
 _SHORTEST_FOLDED = 200
 
 
@@ -510,10 +498,9 @@ def compare_page(left: Rollout, right: Rollout, left_text: str, right_text: str)
 
 
 def difference(left: str, right: str) -> tuple[str, list[tuple[bool, tuple[str, str]]], str]:
-    """Part two texts into a common start, pieces that are the same or not, and a common end.
+    """Split two texts into a common start, pieces that are equal or differ, and a common end.
 
-    Words are compared; lines where there are too many words, and all of it as one piece where
-    there are too many lines.
+    Compares words, or lines if there are too many words; too many lines are one piece.
     """
     before, after = _WORD.findall(left), _WORD.findall(right)
     num_start = _num_common(before, after)
@@ -579,7 +566,7 @@ def side_by_side_page(group: Group, texts: list[RolloutText], *, selected: int) 
 
 
 def _question(group: Group, texts: list[RolloutText]) -> str:
-    """Show what was asked: the last message before the answers, those before it folded."""
+    """Show the last message before the answers, with the earlier messages folded."""
     shared = group.rollouts[0].chat[: group.num_shared_messages]
     if not shared:
         prompt = texts[0].prompt
@@ -603,7 +590,7 @@ def _card(group: Group, rollout: Rollout, answer: str, is_selected: bool) -> str
     facts = [chip(f"{len(rollout):,} tokens"), chip(f"{rollout.num_trained:,} trained")]
     advantage = group.advantage(rollout)
     if advantage is not None:
-        facts.insert(0, chip(f"advantage {advantage:+.2f}", "score less mean, in deviations"))
+        facts.insert(0, _advantage_chip(advantage))
     sampled = [p for i, p in enumerate(rollout.logprobs) if rollout.is_trained(i)]
     if sampled:
         facts.append(chip(f"mean logprob {statistics.fmean(sampled):.2f}"))
@@ -620,8 +607,12 @@ def _card(group: Group, rollout: Rollout, answer: str, is_selected: bool) -> str
     )
 
 
-Colour = Literal["logprob", "advantage", "trained"]
-COLOURS: tuple[Colour, ...] = get_args(Colour)
+def _advantage_chip(advantage: float) -> str:
+    return chip(f"advantage {advantage:+.2f}", "score minus mean, in standard deviations")
+
+
+Color = Literal["logprob", "advantage", "trained"]
+COLORS: tuple[Color, ...] = get_args(Color)
 
 TOKENS_PER_PAGE = 3000
 _PROBABILITY_STEPS = (0.9, 0.7, 0.5, 0.3, 0.1, 0.03, 0.01)
@@ -629,20 +620,20 @@ _ADVANTAGE_STEPS = (0.1, 0.5, 1.0, 2.0)
 
 
 def tokens_page(
-    group: Group, rollout: Rollout, reader: TokenReader, *, colour: Colour, start: int
+    group: Group, rollout: Rollout, reader: TokenReader, *, color: Color, start: int
 ) -> str:
-    """Return a stretch of the tokens of a rollout."""
+    """Return the page: a range of the tokens of a rollout."""
     if not len(rollout):
         return empty("This rollout has no tokens; its messages are on the conversation page.")
     stop = min(len(rollout), start + TOKENS_PER_PAGE)
     pieces = reader.pieces(rollout.tokens[start:stop])
     whole_advantage = group.advantage(rollout)
     spans = "".join(
-        _span(rollout, start + i, piece, colour, whole_advantage) for i, piece in enumerate(pieces)
+        _span(rollout, start + i, piece, color, whole_advantage) for i, piece in enumerate(pieces)
     )
     return (
         f'<div class="v-chips">{_facts(rollout, whole_advantage, start, stop)}</div>'
-        f"{_legend(rollout, colour)}"
+        f"{_legend(rollout, color)}"
         f'<div class="v-tokens">{spans}</div>{_turn(start, stop, len(rollout))}'
     )
 
@@ -654,17 +645,17 @@ def _facts(rollout: Rollout, advantage: float | None, start: int, stop: int) -> 
         chip(f"{rollout.num_trained:,} trained"),
     ]
     if advantage is not None:
-        facts.append(chip(f"advantage {advantage:+.2f}", "score less mean, in deviations"))
+        facts.append(_advantage_chip(advantage))
     if len(rollout.masks) != len(rollout):
-        facts.append(chip("no mask of this length", "which tokens are trained on is not known"))
+        facts.append(chip("no mask of this length", "the trained tokens are not known"))
     return " ".join(facts)
 
 
-def _legend(rollout: Rollout, colour: Colour) -> str:
+def _legend(rollout: Rollout, color: Color) -> str:
     key = '<b class="m">masked</b> <b class="s">special</b> '
-    if colour == "trained":
+    if color == "trained":
         return f'<p class="v-legend">{key}<b class="t">trained</b></p>'
-    if colour == "advantage":
+    if color == "advantage":
         source = "of its own token" if rollout.advantages else "of the whole rollout"
         return (
             f'<p class="v-legend">{key}<b class="a-4">-2</b><b class="a-2">-0.5</b>'
@@ -680,7 +671,7 @@ def _legend(rollout: Rollout, colour: Colour) -> str:
 
 
 def _span(
-    rollout: Rollout, position: int, piece: TokenPiece, colour: Colour, advantage: float | None
+    rollout: Rollout, position: int, piece: TokenPiece, color: Color, advantage: float | None
 ) -> str:
     is_trained = rollout.is_trained(position)
     logprob = _at(rollout.logprobs, position) if is_trained else None
@@ -693,9 +684,9 @@ def _span(
         facts.append(f"advantage {own_advantage:+.3f}")
     if not is_trained:
         kind = "m"
-    elif colour == "logprob" and logprob is not None:
+    elif color == "logprob" and logprob is not None:
         kind = f"l{_step(math.exp(min(0.0, logprob)))}"
-    elif colour == "advantage":
+    elif color == "advantage":
         kind = _advantage_class(advantage if own_advantage is None else own_advantage)
     else:
         kind = "t"

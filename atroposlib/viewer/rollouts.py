@@ -1,8 +1,7 @@
-"""A group as the pages read it: tolerant where the wire format is strict; pure.
+"""Tolerant reading of groups, which may come from older versions and other programs; pure.
 
-Files may come from older versions and from other programs. A field of the wrong type counts as
-absent, and a rollout that lacks a field is shown without it. Multimodal chats that were saved as
-text are split into image and question again.
+Fields of the wrong type are ignored, and rollouts without a field are shown without it. Multimodal
+chats that were saved as text are split into image and question.
 """
 
 from __future__ import annotations
@@ -35,10 +34,10 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Rollout:
-    """One trajectory of a group; rows are empty where the group has none of that kind."""
+    """One trajectory of a group; fields that the group lacks are empty."""
 
     number: int
-    """Its place in the group, from 0."""
+    """Position in the group, from 0."""
     score: float | None
     tokens: Sequence[int] = ()
     masks: Sequence[int] = ()
@@ -47,9 +46,9 @@ class Rollout:
     advantages: Sequence[float] = ()
     """[L] token-level advantages."""
     messages: Any = None  # a chat, a text, or None
-    overrides: Any = None  # whatever the environment put there
+    overrides: Any = None  # of any type
     reward_parts: Mapping[str, float] = field(default_factory=dict)
-    """Named parts of its score, before they were weighed."""
+    """Unweighted named parts of the score."""
 
     def is_trained(self, position: int) -> bool:
         return position < len(self.masks) and self.masks[position] != IGNORE_INDEX
@@ -60,12 +59,12 @@ class Rollout:
 
     @property
     def first_trained(self) -> int:
-        """Position of the first token that carries loss, L without one."""
+        """Position of the first trained token; L without one."""
         return next((i for i, mask in enumerate(self.masks) if mask != IGNORE_INDEX), len(self))
 
     @property
     def chat(self) -> list[dict[str, Any]]:
-        """Its messages as role and content; a text counts as one message without a role."""
+        """Messages as role and content; a text is one message without a role."""
         if isinstance(self.messages, list):
             return [m if isinstance(m, dict) else {"content": m} for m in self.messages]
         return [] if self.messages is None else [{"content": self.messages}]
@@ -80,14 +79,14 @@ class Group:
 
     rollouts: list[Rollout]
     fields: Mapping[str, Any] = field(default_factory=dict)
-    """The group as read, for fields that belong to all of it."""
+    """The decoded group."""
 
     @property
     def scores(self) -> list[float]:
         return [rollout.score for rollout in self.rollouts if rollout.score is not None]
 
     def advantage(self, rollout: Rollout) -> float | None:
-        """Return the score of a rollout less the group's mean, in standard deviations."""
+        """Return the score of a rollout minus the mean of the group, in standard deviations."""
         scores = self.scores
         if rollout.score is None or not scores:
             return None
@@ -97,7 +96,7 @@ class Group:
 
     @property
     def num_shared_messages(self) -> int:
-        """Number of messages that all rollouts share; the last one is never counted."""
+        """Number of leading messages shared by all rollouts, at most all but the last."""
         chats = [rollout.chat for rollout in self.rollouts]
         shortest = min((len(chat) for chat in chats), default=0)
         if shortest == 0:
@@ -124,7 +123,7 @@ def group_of(fields: Mapping[str, Any]) -> Group:
 
 
 def text_of_content(content: Any) -> str:
-    """Return the text of a message's content; parts that are no text are named in brackets."""
+    """Return the text of a message's content; other parts are shown as names in brackets."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -189,13 +188,13 @@ _IMAGE_MARK = "[Image]"
 
 
 def image_address_in(chat_text: str) -> str | None:
-    """Return the first JPEG or PNG that stands in a text as a `data:` address."""
+    """Return the first `data:` URL of a JPEG or PNG in a text."""
     found = _IMAGE.search(chat_text)
     return found.group() if found else None
 
 
 def extract_image_from_chat(chat_text: str) -> Image | None:
-    """Return the first image in the text of a chat, None when there is none that can be read.
+    """Return the first image in the text of a chat; None without a readable image.
 
     Raises:
         MissingExtraError: Pillow is not installed.
@@ -218,7 +217,7 @@ def extract_image_from_chat(chat_text: str) -> Image | None:
 
 
 def extract_text_from_chat(chat_text: str) -> str:
-    """Return the question: the first text part, else what follows `[Image]`, else all of it."""
+    """Return the question: the first text part, else the text after `[Image]`, else all text."""
     found = _TEXT_PART.search(chat_text)
     if found:
         try:

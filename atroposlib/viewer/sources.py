@@ -1,11 +1,11 @@
-"""Sources of the viewer's groups; all of them only read.
+"""Read-only sources of the viewer's groups.
 
-    JsonlSource        a file of groups, which may still be growing
-    StoredRunSource    the file of a run: groups that wait, are in flight or were delivered last
+    JsonlSource        a file of groups, which may still grow
+    StoredRunSource    the file of a run: groups that are queued, in flight or were delivered last
     LiveSource         the inspection routes of a service
 
-A live source asks for `/metrics`, `/status` and new groups every two seconds, and reads the latest
-groups one by one. What it has read stays readable, in a file without a name.
+A live source requests `/metrics`, `/status` and new groups every two seconds, and reads the latest
+groups one by one. Groups that it has read remain readable, from an unnamed temporary file.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from atroposlib.api.store.sqlite_file import open_reader
 from atroposlib.errors import AtroposError, ConfigError, GroupError, TrajectoryApiError
 from atroposlib.utils.json_text import decode_line
 from atroposlib.utils.text import inert_line, without_secrets
-from atroposlib.viewer.index import GroupIndex, GroupSummary, searchable_text, summarise
+from atroposlib.viewer.index import GroupIndex, GroupSummary, searchable_text, summarize
 from atroposlib.wire import StoredPayload, convert_payload
 
 __all__ = [
@@ -51,16 +51,16 @@ _KEPT_PROBLEMS = 200
 
 
 class GroupGoneError(AtroposError, LookupError):
-    """A group that was listed can no longer be read; the message says why."""
+    """A listed group can no longer be read."""
 
 
 class Problems:
-    """What could not be read: all of it counted, the first of it told."""
+    """Errors of reading: their number, and the first messages."""
 
     def __init__(self) -> None:
         self.count = 0
         self.messages: list[str] = []
-        """The first ones, e.g. `line 12: not JSON (...)`."""
+        """First messages, such as `line 12: not JSON (...)`."""
         self._lock = threading.Lock()
 
     def add(self, message: str) -> None:
@@ -72,54 +72,54 @@ class Problems:
 
 @dataclass
 class ServiceFigures:
-    """What a run tells of itself besides its groups."""
+    """State of a run, as shown on the overview."""
 
     current: dict[str, float | str] = field(default_factory=dict)
-    """Figures by the words they are shown under."""
+    """Current values by label."""
     per_second: dict[str, list[float]] = field(default_factory=dict)
-    """Recent rates, oldest first."""
+    """Recent rates by label, oldest first."""
     history: dict[str, list[float]] = field(default_factory=dict)
-    """Recent values, oldest first."""
+    """Recent values by label, oldest first."""
     drops: dict[str, float] = field(default_factory=dict)
-    """Groups or requests that were not taken, by reason."""
+    """Number of rejected groups or requests, by reason."""
     notes: list[str] = field(default_factory=list)
-    """Sentences a person should read: stalls, a service that is away."""
+    """Warnings, such as stalls or an unreachable service."""
     why_empty: str = ""
-    """Why there are no groups, and what to do; shown while the list is empty."""
+    """Reason and remedy for an empty list; shown only then."""
 
 
 class GroupSource(Protocol):
-    """Groups by position, from 0 in the order they came.
+    """Groups by position, from 0 in the order of arrival.
 
     `advance` is called by one thread, `load` and `figures` by any.
     """
 
     title: str
-    """What it is, for the head of the page."""
+    """Description for the head of the page."""
     problems: Problems
 
     def advance(self, index: GroupIndex, budget_s: float) -> bool:
-        """Add groups to the index for about so long; return whether there is more right now."""
+        """Add groups to the index for about `budget_s`; return whether there are more."""
 
     def load(self, position: int) -> Mapping[str, Any]:
-        """Return a whole group.
+        """Return a decoded group.
 
         Raises:
-            GroupGoneError: it can no longer be read.
+            GroupGoneError: the group can no longer be read.
         """
 
     def figures(self) -> ServiceFigures:
-        """Return what the run tells of itself."""
+        """Return the state of the run."""
 
     def close(self) -> None:
-        """Let go of files and connections."""
+        """Close files and connections."""
 
 
 class JsonlSource:
-    """A file with one group per line; other lines are reported by number, the rest is used.
+    """A file with one group per line; invalid lines are reported by number and skipped.
 
     Raises:
-        ConfigError: there is no such file, or it cannot be read.
+        ConfigError: the file is missing or cannot be read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -135,18 +135,18 @@ class JsonlSource:
         self._stem = inert_line(path.stem, max_characters=60)
         self.problems = Problems()
         self._descriptor = self._file.fileno()
-        self._places = array("q")  # where each group's line begins
+        self._places = array("q")  # offset of each group's line
         self._lengths = array("q")
         self._offset = 0
         self._number = 1
         self._unfinished_at = -1
 
     def advance(self, index: GroupIndex, budget_s: float) -> bool:
-        """Read on; a last line without its end is looked at again when the file has grown."""
+        """Read further lines; an incomplete last line is read again when the file has grown."""
         deadline = time.monotonic() + budget_s
         size = os.fstat(self._descriptor).st_size
         if size < self._offset:
-            self.problems.add(f"{self.title} was cut short; start again to see what it holds now")
+            self.problems.add(f"{self.title} was truncated; restart the viewer to read it again")
             self._offset = size
         if size == self._unfinished_at:
             return False
@@ -172,13 +172,12 @@ class JsonlSource:
         return fields
 
     def figures(self) -> ServiceFigures:
-        """Return nothing but what could not be read: a file tells no more."""
-        unfinished = (
-            f"line {self._number} has no end yet: it is being written, or its writer was killed"
+        incomplete = (
+            f"line {self._number} is incomplete: it is being written, or its writer was killed"
         )
-        notes = [unfinished] if self._unfinished_at >= 0 else []
+        notes = [incomplete] if self._unfinished_at >= 0 else []
         why_empty = (
-            "No line of the file is a group; what is wrong with them stands below."
+            "No line of the file is a group; the errors are listed below."
             if self.problems.count
             else "The file is empty so far; groups appear as they are written."
         )
@@ -214,7 +213,7 @@ class JsonlSource:
         text = searchable_text(fields)
         if text:
             index.texts.add(len(self._places) - 1, text)
-        row = summarise(fields, label=f"line {number}")
+        row = summarize(fields, label=f"line {number}")
         if not row.environment:  # `process` names its file after the environment
             row = row._replace(environment=self._stem)
         index.add(row)
@@ -231,10 +230,10 @@ def _problem(fields: Any) -> str | None:
 
 
 def decode_payload(content: bytes) -> dict[str, Any]:
-    """Return the fields of a group as it is stored or sent.
+    """Return the fields of an encoded group.
 
     Raises:
-        GroupError: the bytes are no group.
+        GroupError: the bytes are not a group.
     """
     if content[:1] != b"{":
         content = bytes(convert_payload(StoredPayload("msgpack", content), "json"))
@@ -275,7 +274,7 @@ _HISTORIES = {
 
 
 class FigureLog:
-    """The figures of a service over the last minutes."""
+    """State of a service over the last minutes."""
 
     def __init__(self, now: Callable[[], float] = time.monotonic) -> None:
         self._now = now
@@ -284,7 +283,7 @@ class FigureLog:
         self._notes: list[str] = []
 
     def note_metrics(self, text: str) -> None:
-        """Take the answer of `/metrics`; lines it does not know are skipped."""
+        """Add a response of `/metrics`; unknown metrics are ignored."""
         from prometheus_client.parser import text_string_to_metric_families
 
         values: dict[str, float] = {}
@@ -299,7 +298,7 @@ class FigureLog:
                 elif not sample.labels:
                     values[sample.name] = sample.value
         for name, words in (
-            ("atropos_groups_loose_total", "taken, with fields that do not line up"),
+            ("atropos_groups_loose_total", "accepted, with fields of different lengths"),
             ("atropos_requests_repeated_total", "repeated requests, stored once"),
         ):
             if values.get(name):
@@ -317,9 +316,9 @@ class FigureLog:
 
     def _why_empty(self, problem: str | None, latest: Mapping[str, float]) -> str:
         if problem:
-            return "The service could not be read; the line above says why."
+            return "The service could not be read; the reason is above."
         if self._notes:
-            return "The service waits for something: the line above says what."
+            return "The service is stalled; the reason is above."
         if latest.get("atropos_groups_delivered_total"):
             return (
                 "Groups were delivered, and none is kept for inspection (--keep-past-groups of "
@@ -328,8 +327,8 @@ class FigureLog:
         if not latest.get("atropos_environments_connected", 1):
             return "No environment is connected: start one with `python my_env.py serve`."
         return (
-            "The service has not received any group yet. Environments send them once a trainer, or "
-            "a tool that stands in for one, has asked for a batch."
+            "The service has not received any group yet. Environments start when a trainer, or a "
+            "tool that replaces one, requests a batch."
         )
 
     def figures(self, problem: str | None) -> ServiceFigures:
@@ -358,7 +357,7 @@ def _rates(samples: list[tuple[float, dict[str, float]]], name: str) -> list[flo
 
 _POLL_S = 2.0
 _READ_AHEAD_GROUPS = 2000
-"""Of a long queue only the latest groups are read in full; others when they are opened."""
+"""Number of latest groups that are read in advance; others are read when they are opened."""
 _SPOOL_BYTES = 2**30
 _TIMEOUT_S = 10.0
 _NOT_ALLOWED = (401, 403)
@@ -368,16 +367,16 @@ class LiveSource:
     """A running service.
 
     Args:
-        base_url: its address.
-        token: shown to a service that asks for one; never logged. Payloads need one of an admin.
-        consumer: stands in for a trainer while there is none, so that environments start; closed
-            with the source.
+        base_url: URL of the service.
+        token: access token, which is never logged; reading groups needs an admin token.
+        consumer: takes the place of a missing trainer, so that environments start; closed with
+            the source.
     """
 
     def __init__(
         self, base_url: str, *, token: str | None = None, consumer: Consumer | None = None
     ) -> None:
-        # Asked again every two seconds anyway, and a person waits for what is opened.
+        # Without retries: it polls every two seconds, and a user waits for groups that are opened.
         self._client = InspectionClient(
             base_url, timeout_s=_TIMEOUT_S, retry=RetryRule(attempts=1), token=token
         )
@@ -395,7 +394,7 @@ class LiveSource:
         self._spool = _Spool()
 
     def advance(self, index: GroupIndex, budget_s: float) -> bool:
-        """Ask what is new every two seconds; in between read the latest groups in full."""
+        """Poll the service every two seconds; in between, read the latest groups."""
         deadline = time.monotonic() + budget_s
         if time.monotonic() - self._polled_at >= _POLL_S:
             self._poll(index)
@@ -405,7 +404,7 @@ class LiveSource:
         return bool(self._unread) and self._may_read
 
     def load(self, position: int) -> Mapping[str, Any]:
-        """Return a group as it was read before, or ask the service for it."""
+        """Return a group, from the temporary file if it was read before."""
         group_id = int(self._listed[position]["id"])
         content = self._spool.get(group_id)
         try:
@@ -422,7 +421,6 @@ class LiveSource:
         return self._log.figures(self._problem)
 
     def close(self) -> None:
-        """Leave the place of the trainer, if this has it, and close the connections."""
         if self._consumer is not None:
             self._consumer.close()
         self._client.close()
@@ -430,7 +428,7 @@ class LiveSource:
     def _poll(self, index: GroupIndex) -> None:
         try:
             metrics = self._client.metrics()
-            if metrics is not None:  # older services have none
+            if metrics is not None:  # not available from older services
                 self._log.note_metrics(metrics)
             self._log.note_status(self._client.status())
             for state in GROUP_STATES:
@@ -441,11 +439,11 @@ class LiveSource:
                 self._problem = None
         except TrajectoryApiError as error:
             self._problem = self._listing_refusal(error)
-        except ValueError as error:  # not metrics
+        except ValueError as error:
             self._problem = f"{without_secrets(self.base_url)}/metrics cannot be read: {error}"
 
     def _list(self, state: str, index: GroupIndex) -> None:
-        """Add the groups in one state that were not seen before, oldest first."""
+        """Add the new groups of one state, oldest first."""
         for row in self._client.new_groups(state, self._position_of):
             self._position_of[row["id"]] = index.add(_summary_of(row))
             self._listed.append(row)
@@ -454,25 +452,24 @@ class LiveSource:
     def _listing_refusal(self, error: TrajectoryApiError) -> str:
         if error.status is None:
             url = without_secrets(self.base_url)
-            return f"{url} does not answer ({error}); what was read stays here"
+            return f"{url} does not answer ({error}); groups that were read remain available"
         if error.status in _NOT_ALLOWED:
             return (
-                "this service asks for a token; put one of a trainer (lists) or an admin (lists "
-                "and groups) in ATROPOS_API_TOKEN and start again"
+                "this service requires a token; set ATROPOS_API_TOKEN to one of a trainer (lists) "
+                "or an admin (lists and groups) and start again"
             )
         if error.status == 404:
-            return "this service has no routes to look at groups: it is an older one"
+            return "this service is an older one, without routes for inspection"
         return str(error)
 
     def _fetch(self, group_id: int) -> bytes:
         payload = self._client.payload(group_id)
         if payload is None:
-            raise GroupGoneError(f"group {group_id} left the service before it was read here")
+            raise GroupGoneError(f"group {group_id} left the service before it was read")
         return payload.content
 
     def _read(self, position: int, index: GroupIndex) -> None:
-        """Read one group in full; what the listing did not say is added to the index."""
-        row = self._listed[position]
+        """Read one group and complete its row and its text in the index."""
         try:
             fields = self.load(position)
         except GroupGoneError as error:
@@ -484,15 +481,15 @@ class LiveSource:
         text = searchable_text(fields)
         if text:
             index.texts.add(position, text)
-        listed = _summary_of(row)
+        listed = index[position]
         index.replace(
             position,
-            summarise(fields, label=listed.label, environment=listed.environment, step=listed.step),
+            summarize(fields, label=listed.label, environment=listed.environment, step=listed.step),
         )
 
 
 class _Spool:
-    """Payloads by id in a file that goes with the process."""
+    """Payloads by id in an unnamed temporary file."""
 
     def __init__(self) -> None:
         self._file = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the source
@@ -519,7 +516,7 @@ class _Spool:
 
 
 def _summary_of(row: Mapping[str, Any]) -> GroupSummary:
-    """Describe a group that was listed and not read: two of its scores are known."""
+    """Return the summary of a listed group, of which only two scores are known."""
     name = row.get("env_name")
     count = int(row.get("num_sequences") or 0)
     return GroupSummary(
@@ -537,8 +534,8 @@ def _summary_of(row: Mapping[str, Any]) -> GroupSummary:
 def _refusal(error: TrajectoryApiError, group_id: int) -> str:
     if error.status in _NOT_ALLOWED:
         return (
-            "this service shows groups to admins only; put an admin token in ATROPOS_API_TOKEN "
-            "and start again"
+            "this service shows groups to admins only; set ATROPOS_API_TOKEN to an admin token and "
+            "start again"
         )
     return f"group {group_id} could not be read: {error}"
 
@@ -548,13 +545,10 @@ _KEPT = "SELECT group_id FROM payload WHERE group_id > ? AND group_id NOT IN (SE
 
 
 class StoredRunSource:
-    """A stored run; new groups appear while a service serves it.
-
-    Args:
-        path: the `.sqlite3` file of the run.
+    """The `.sqlite3` file of a run; new groups appear while a service uses it.
 
     Raises:
-        ConfigError: there is no such run, or the file is not one.
+        ConfigError: the file is missing or is not the file of a run.
     """
 
     def __init__(self, path: Path) -> None:
@@ -563,7 +557,7 @@ class StoredRunSource:
             known = f"; runs there: {near}" if near else ""
             raise ConfigError(
                 f"there is no stored run {path}{known}; name it with --run NAME --data-dir DIR, "
-                "or --run PATH.sqlite3 (a run in Redis is looked at with --api-url)"
+                "or --run PATH.sqlite3 (for a run in Redis, use --api-url)"
             )
         self.title = f"run {path.stem} ({path})"
         self.problems = Problems()
@@ -593,7 +587,7 @@ class StoredRunSource:
         group_id = self._ids[position]
         content = self._content(group_id)
         if content is None:
-            raise GroupGoneError(f"group {group_id} is not kept any more: it was delivered")
+            raise GroupGoneError(f"group {group_id} was delivered and is no longer kept")
         try:
             return decode_payload(content)
         except GroupError as error:
@@ -621,8 +615,8 @@ class StoredRunSource:
             "All groups of this run were delivered, and none is kept (--keep-past-groups of "
             "run-api)."
             if counters["groups/delivered"]
-            else "This run has not received any group: environments send them once a trainer, or a "
-            "tool that stands in for one, has asked for a batch."
+            else "This run has not received any group: environments start when a trainer, or a "
+            "tool that replaces one, requests a batch."
         )
         return ServiceFigures(current=current, drops=returned, why_empty=why_empty)
 
@@ -646,7 +640,7 @@ class StoredRunSource:
         if text:
             index.texts.add(len(self._ids) - 1, text)
         index.add(
-            summarise(
+            summarize(
                 fields,
                 label=f"group {group_id}",
                 environment=None if env is None else env.real_name,
@@ -662,7 +656,7 @@ class StoredRunSource:
         return bytes(rows[0][0]) if rows else None
 
     def _refresh(self) -> None:
-        """Apply what was written to the log since, and look for new payloads."""
+        """Apply new records of the log, and list new payloads."""
         with self._lock:
             position, snapshot = self._reader.execute(
                 "SELECT position, content FROM snapshot"

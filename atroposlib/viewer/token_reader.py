@@ -1,7 +1,7 @@
-"""The text of tokens and rollouts, and whether a tokenizer is the one of a run.
+"""The text of tokens and rollouts, and a check that the tokenizer is that of the run.
 
-The tokenizer is loaded in the background: pages show ids until it is loaded. The text of a rollout
-comes from its messages, else from its tokens.
+The tokenizer is loaded in the background; until then, pages show ids. The text of a rollout comes
+from its messages, else from its tokens.
 """
 
 from __future__ import annotations
@@ -27,33 +27,33 @@ logger = logging.getLogger(__name__)
 
 REPLACEMENT = "\ufffd"
 _MAX_JOINED = 8
-"""Bytes of one character are spread over this many tokens at most."""
+"""Maximum number of tokens of one character."""
 _MIN_COMPARED = 40
 _LEAST_AGREEMENT = 0.8
 _COMPARED_TOKENS = 600
 
 
 class TokenPiece(NamedTuple):
-    """One token as it is shown."""
+    """One token for display."""
 
     text: str
     is_special: bool
 
 
 class TokenReader:
-    """Reads tokens with the tokenizer of a name, or as ids while there is none.
+    """Converts tokens to text, or to ids in brackets without a tokenizer.
 
     Args:
-        name: what `load` is given.
-        load: returns a tokenizer; called once, in a thread of its own.
-        is_lazy: load when tokens are first asked for, or at `start`, and not at once: where groups
-            have messages, token texts may never be needed.
+        name: name of the tokenizer, the argument of `load`.
+        load: returns a tokenizer; called once, in a separate thread.
+        is_lazy: whether the tokenizer is loaded on first use or by `start`, instead of at once.
+            Groups with messages may never need it.
     """
 
     def __init__(self, name: str, load: Callable[[str], Any], *, is_lazy: bool = False) -> None:
         self.name = name
         self.problem: str | None = None
-        """Reason why no tokenizer was loaded; None while it loads and once it is loaded."""
+        """Reason why the tokenizer could not be loaded; None otherwise."""
         self._tokenizer: Any = None  # transformers carries no types
         self._pieces: dict[int, TokenPiece] = {}
         self._special: frozenset[int] = frozenset()
@@ -65,7 +65,7 @@ class TokenReader:
             self.start()
 
     def start(self) -> None:
-        """Begin to load; nothing happens the second time."""
+        """Start loading; further calls have no effect."""
         with self._starting:
             load, self._load_once = self._load_once, None
         if load is not None:
@@ -78,18 +78,18 @@ class TokenReader:
         return self._tokenizer is not None
 
     def wait(self, timeout_s: float) -> bool:
-        """Wait until loading has ended; return whether there is a tokenizer."""
+        """Wait until loading has ended; return whether it succeeded."""
         self._ready.wait(timeout_s)
         return self.is_ready
 
     def text(self, ids: Sequence[int]) -> str:
-        """Decode ids, special tokens included; ids in brackets while there is no tokenizer."""
+        """Decode ids, special tokens included."""
         if not self.is_ready or any(not 0 <= i < self._size for i in ids):
             return "".join(piece.text for piece in self.pieces(ids))
         return str(self._tokenizer.decode(list(ids), skip_special_tokens=False))
 
     def pieces(self, ids: Sequence[int]) -> list[TokenPiece]:
-        """Return the text of each token; a character spread over several is given to the last."""
+        """Return the text of each token; a character of several tokens is that of the last one."""
         if ids:
             self.start()
         pieces = [self._piece(token_id) for token_id in ids]
@@ -103,10 +103,10 @@ class TokenReader:
         return pieces
 
     def mismatch(self, group: Group) -> str | None:
-        """Say why this tokenizer is not the one a group was made with; None when it may be.
+        """Return the reason why a group was made with another tokenizer; None without evidence.
 
-        Ids beyond the vocabulary prove it, as does an answer whose text the tokens do not give.
-        Without messages the text is tokenised again: the wrong tokenizer gives other ids.
+        Evidence are ids outside the vocabulary and tokens whose text is not that of the answer.
+        Without messages, the text is tokenized again and the ids are compared.
         """
         if not self.is_ready:
             return None
@@ -132,7 +132,7 @@ class TokenReader:
             found = "".join(self.text(rollout.tokens).split())
             if wanted in found:
                 return None
-            # A reader of the answer may have taken parts out of it: most of the words do as well.
+            # A parser may have removed parts of the answer, so most of its words are sufficient.
             words = content.split()[:100]
             share = sum("".join(word.split()) in found for word in words) / len(words)
             return None if share >= _LEAST_AGREEMENT else "its tokens do not spell its messages"
@@ -143,7 +143,7 @@ class TokenReader:
         kept = sum((Counter(ids) & Counter(again)).values()) / len(ids)
         if kept >= _LEAST_AGREEMENT:
             return None
-        return f"of its tokens {kept:.0%} come back when their text is tokenised again"
+        return f"only {kept:.0%} of its tokens are the same after decoding and encoding"
 
     def _load(self, load: Callable[[str], Any]) -> None:
         try:
@@ -174,7 +174,7 @@ class TokenReader:
         return known
 
     def _join(self, ids: Sequence[int], pieces: list[TokenPiece], start: int) -> int:
-        """Spell a character out of the tokens from `start`; return the last one it takes."""
+        """Decode the character that begins at token `start`; return the position of its last."""
         for stop in range(start + 2, min(len(ids), start + _MAX_JOINED) + 1):
             if any(not 0 <= i < self._size for i in ids[start:stop]):
                 break
@@ -203,14 +203,14 @@ def texts_of(group: Group, reader: TokenReader) -> list[RolloutText]:
 
 
 def prompt_of(group: Group, rollout: Rollout, reader: TokenReader) -> str:
-    """Return what the model read before its first token."""
+    """Return the prompt of a rollout."""
     if rollout.chat:
         return _spell(rollout.chat[: group.num_shared_messages])
     return reader.text(rollout.tokens[: rollout.first_trained])
 
 
 def answer_of(group: Group, rollout: Rollout, reader: TokenReader) -> str:
-    """Return what came then, turns of tools and users included."""
+    """Return the text after the prompt, including later messages of tools and users."""
     if rollout.chat:
         rest = rollout.chat[group.num_shared_messages :]
         is_single = len(rest) == 1 and not any(rest[0].get(key) for key in _FURTHER)

@@ -1,9 +1,8 @@
-"""One source of groups with everything the pages need: index, tokenizer, cache, dropped groups.
+"""A source of groups with its index, tokenizer and cache, and the view of each browser tab.
 
 source ──► reading thread ──► index        pages ◄── viewer ◄── index, source, token reader
 
-Each browser tab has a view of its own. Counts of dropped groups, by reason, come from the metrics
-files that environments write next to a run.
+Counts of dropped groups, by reason, come from the metrics files of environments.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ from atroposlib.viewer.index import (
     Order,
     searchable_text,
 )
-from atroposlib.viewer.pages import Colour
+from atroposlib.viewer.pages import Color
 from atroposlib.viewer.rollouts import Group, group_of
 from atroposlib.viewer.sources import GroupSource
 from atroposlib.viewer.token_reader import TokenReader
@@ -52,9 +51,9 @@ _MAX_FILES = 50
 
 
 def drops_in_metrics(folder: Path) -> dict[str, float]:
-    """Return counts by reason, over the last lines of every `metrics.jsonl` under a folder.
+    """Return counts by reason from the last lines of every `metrics.jsonl` under a folder.
 
-    Counts of one file grow with the run, so that its last line that has them counts.
+    The counts of a file are cumulative, so the last value of each is used.
     """
     total: Counter[str] = Counter()
     for path in sorted(folder.rglob("metrics.jsonl"))[:_MAX_FILES]:
@@ -101,15 +100,15 @@ _KEPT_MATCHES = 8
 
 
 class Viewer:
-    """Safe for concurrent use; `close` ends the thread that reads.
+    """Safe for concurrent use; `close` ends the reading thread.
 
     Args:
-        source: where groups come from.
-        reader: gives tokens their text.
-        metrics_dir: folder with the metrics files of environments, or None.
+        source: source of the groups.
+        reader: reader of the tokens.
+        metrics_dir: folder with metrics files of environments, or None.
 
     Attributes:
-        is_reading: whether there was more to read at the last look.
+        is_reading: whether the source had more groups at the last read.
     """
 
     def __init__(
@@ -135,10 +134,10 @@ class Viewer:
         self.source.close()
 
     def group(self, position: int) -> Group:
-        """Return a whole group.
+        """Return a group.
 
         Raises:
-            GroupGoneError: it can no longer be read.
+            GroupGoneError: the group can no longer be read.
         """
         with self._lock:
             known = self._groups.pop(position, None)
@@ -153,7 +152,7 @@ class Viewer:
         return group
 
     def match(self, wanted: GroupFilter, order: Order) -> Matches:
-        """List the groups that pass; the same question is answered from memory."""
+        """Return the groups that match, as `GroupIndex.match`; results are cached."""
         version = self.index.version
         with self._lock:
             known = self._matches.get((wanted, order))
@@ -167,8 +166,8 @@ class Viewer:
                     self._matches.popitem(last=False)
         return matches
 
-    def neighbour(self, position: int | None, by: int, matches: NDArray[np.int64]) -> int | None:
-        """Return the group `by` places further in a listing; stays within it."""
+    def neighbor(self, position: int | None, by: int, matches: NDArray[np.int64]) -> int | None:
+        """Return the group `by` positions further in a list, or its first or last group."""
         if not len(matches):
             return position
         places = np.flatnonzero(matches == (-1 if position is None else position))
@@ -177,7 +176,7 @@ class Viewer:
         return int(matches[min(max(int(places[0]) + by, 0), len(matches) - 1)])
 
     def row(self, position: int) -> GroupSummary:
-        """Return the summary of a group, with the start of its tokens where it has no messages."""
+        """Return the summary of a group; without messages, its excerpt is from its tokens."""
         row = self.index[position]
         if row.excerpt or not self.reader.is_ready:
             return row
@@ -198,14 +197,14 @@ class Viewer:
             try:
                 self.is_reading = self.source.advance(self.index, _BUDGET_S)
                 has_more_text = self._add_texts_of_tokens()
-            except Exception:  # a page must go on showing what there is
-                logger.exception("reading %s failed; trying on", self.source.title)
+            except Exception:  # the pages keep showing what was read
+                logger.exception("reading %s failed; retrying", self.source.title)
                 self._stopped.wait(_PAUSE_S)
                 continue
             self._stopped.wait(_YIELD_S if self.is_reading or has_more_text else _PAUSE_S)
 
     def _add_texts_of_tokens(self) -> bool:
-        """Let groups without messages be searched by the text of their tokens, a few at a time."""
+        """Add the text of the next group without messages; return whether there may be more."""
         if self.is_reading:
             return False
         if not self.reader.is_ready:
@@ -238,7 +237,7 @@ _ANY_ENVIRONMENT = "all"
 
 @dataclass(frozen=True)
 class ViewState:
-    """One tab of a browser."""
+    """The view of one browser tab."""
 
     page: str = "overview"
     wanted: GroupFilter = NO_FILTER
@@ -249,28 +248,27 @@ class ViewState:
     """Position of the open group."""
     rollout: int = 0
     other: int | None = None
-    """The rollout that the open one is compared with; None: the one whose score differs most."""
-    colour: Colour = "logprob"
+    """Rollout that the open one is compared with; None for that with the most different score."""
+    color: Color = "logprob"
     token: int = 0
     """First token shown."""
     digest: int = 0
-    """Of what is on screen, so that a page that has not changed is left alone."""
+    """Hash of the content, to detect changes."""
 
 
 class BrowserTab:
-    """The view of one browser tab, whose events arrive at the same time and take turns.
+    """Holder of the view of one browser tab, whose concurrent events are serialized.
 
-    Were the view handed from event to event, one that began before another and ended after it
-    would undo what the other changed.
+    As a value passed from event to event, the view could lose changes of an overlapping event.
     """
 
     def __init__(self, view: ViewState) -> None:
         self.view = view
         self.turn = threading.Lock()
-        """Held while an event changes the view and shows it."""
+        """Held while an event changes and renders the view."""
 
     def __deepcopy__(self, memo: Any) -> BrowserTab:
-        """Another tab that begins alike: Gradio copies the first for each."""
+        # Gradio copies the initial state for each tab.
         return BrowserTab(self.view)
 
 
@@ -281,15 +279,15 @@ def filter_of(
     signal: Any,
     *ranges: Any,
 ) -> tuple[GroupFilter, Order]:
-    """Return the filter and order that widgets stand for.
+    """Return the filter and the order of the widgets' values.
 
     Args:
-        text: to search for.
+        text: text to search for.
         environment: a name, or `all`.
         order: one of `ORDERS`.
         signal: `any`, `differ` or `all equal`.
-        ranges: least and most score, tokens and step as typed, in this order; other text
-            leaves an end open.
+        ranges: minimum and maximum of score, tokens and step as typed, in this order; a text that
+            is not a number sets no bound.
     """
     low, high, shortest, longest, first, last = (*ranges, *[None] * 6)[:6]
     wanted = GroupFilter(
@@ -308,7 +306,6 @@ def filter_of(
 
 
 def _number(value: Any) -> float | None:
-    """Read what was typed; None, an open end, unless it is a number."""
     try:
         number = float(str(value).replace(",", ".") if value is not None else "nan")
     except ValueError:

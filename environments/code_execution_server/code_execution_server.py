@@ -1,4 +1,4 @@
-"""Code execution: programming problems, the answer's program run on tests in a sandbox.
+"""Code execution: programming problems; the program of an answer is run on tests in a sandbox.
 
     problem -> [system, user] -> G completions -> last fenced block -> sandbox -> +1 or -1
 
@@ -26,6 +26,7 @@ from typing import Any, ClassVar, Literal, NamedTuple
 from pydantic import Field
 
 from atroposlib.envs.base import EvalHandlingEnum
+from atroposlib.envs.eval import pass_at_k
 from atroposlib.envs.single_turn_env import (
     SingleTurnEnv,
     SingleTurnEnvConfig,
@@ -41,18 +42,17 @@ from atroposlib.tasks.code_tests import (
     arguments_of,
     expected_values,
     load_problems,
-    pass_at_k,
     passes_all_tests,
 )
 from atroposlib.utils.aio import all_results
 
-__all__ = ["Answer", "CodeConfig", "CodingEnv", "eval_figures", "lookup_program", "train_figures"]
+__all__ = ["Answer", "CodeConfig", "CodingEnv", "eval_metrics", "lookup_program", "train_metrics"]
 
 logger = logging.getLogger("environments.code_execution_server")
 
 
 def lookup_program(problem: Problem) -> str:
-    """Return a program that passes all tests of a problem by looking the answers up."""
+    """Return a program that passes all tests of a problem by looking up the answers."""
     if problem.kind == "stdin_stdout":
         known = {str(test.input).strip(): str(test.output) for test in problem.tests}
         return f"import sys\nprint({known!r}[sys.stdin.read().strip()])"
@@ -72,39 +72,35 @@ class Answer(NamedTuple):
     passes: bool
     is_cut: bool
     length: int
-    """Its tokens."""
+    """Number of tokens."""
 
 
-def train_figures(groups: Sequence[Sequence[Answer]]) -> dict[str, float]:
-    """Return the metrics `train_rewards/*`; none without groups.
-
-    Args:
-        groups: [N][G].
-    """
+def train_metrics(groups: Sequence[Sequence[Answer]]) -> dict[str, float]:
+    """Return the metrics `train_rewards/*` of [N][G] answers; empty without groups."""
     if not any(groups):
         return {}
     answers = [answer for group in groups for answer in group]
-    figures = {
+    metrics = {
         "rewards": statistics.fmean(1.0 if answer.passes else -1.0 for answer in answers),
         "pass@group_size": statistics.fmean(any(a.passes for a in group) for group in groups),
         **_shares_and_lengths(answers),
     }
-    return {f"train_rewards/{name}": value for name, value in figures.items()}
+    return {f"train_rewards/{name}": value for name, value in metrics.items()}
 
 
-def eval_figures(
+def eval_metrics(
     groups: Sequence[Sequence[Answer]], difficulties: Sequence[str], *, group_size: int
 ) -> dict[str, float]:
-    """Return the metrics `eval/*`; none without groups.
+    """Return the metrics `eval/*`; empty without groups.
 
     Args:
-        groups: [N] samples of each problem.
-        difficulties: [N] `easy`, `medium`, `hard` or anything else.
-        group_size: k of the second pass@k.
+        groups: [N] answers to each problem.
+        difficulties: [N] `easy`, `medium`, `hard` or any other text.
+        group_size: k of `pass@group_size`.
     """
     if not any(groups):
         return {}
-    figures = {"pass_1": statistics.fmean(_pass_at(group, 1) for group in groups)}
+    metrics = {"pass_1": statistics.fmean(_pass_at(group, 1) for group in groups)}
     for difficulty in DIFFICULTIES:
         rates = [
             _pass_at(group, 1)
@@ -112,10 +108,10 @@ def eval_figures(
             if other.lower() == difficulty
         ]
         if rates:
-            figures[f"{difficulty}_pass_1"] = statistics.fmean(rates)
-    figures["pass@group_size"] = statistics.fmean(_pass_at(group, group_size) for group in groups)
-    figures |= _shares_and_lengths([answer for group in groups for answer in group])
-    return {f"eval/{name}": value for name, value in figures.items()}
+            metrics[f"{difficulty}_pass_1"] = statistics.fmean(rates)
+    metrics["pass@group_size"] = statistics.fmean(_pass_at(group, group_size) for group in groups)
+    metrics |= _shares_and_lengths([answer for group in groups for answer in group])
+    return {f"eval/{name}": value for name, value in metrics.items()}
 
 
 def _pass_at(group: Sequence[Answer], k: int) -> float:
@@ -128,8 +124,8 @@ def _shares_and_lengths(answers: Sequence[Answer]) -> dict[str, float]:
         "correct_completion_length": [answer.length for answer in answers if answer.passes],
         "incorrect_completion_length": [answer.length for answer in answers if not answer.passes],
     }
-    figures = {name: statistics.fmean(values) for name, values in lengths.items() if values}
-    return {"overlong_ratio": statistics.fmean(answer.is_cut for answer in answers), **figures}
+    means = {name: statistics.fmean(values) for name, values in lengths.items() if values}
+    return {"overlong_ratio": statistics.fmean(answer.is_cut for answer in answers), **means}
 
 
 CARD = EnvironmentCard(
@@ -160,10 +156,11 @@ STARTER_NOTE = (
 
 
 class CodeConfig(SingleTurnEnvConfig):
-    """Where the problems come from, how completions are drawn, and where programs run."""
+    """Settings of the data set, of sampling and of the sandbox."""
 
     dataset_name: Literal["normal", "deepmind"] = Field(
-        "normal", description="Training problems of the hub: RLVR coding problems or code contests."
+        "normal",
+        description="Training problems of the hub: RLVR coding problems, or code contests.",
     )
     dataset_path: str | None = Field(
         None,
@@ -175,22 +172,24 @@ class CodeConfig(SingleTurnEnvConfig):
     top_p: float = Field(0.95, gt=0, le=1, description="Nucleus of rollouts.")
     eval_top_p: float = Field(0.95, gt=0, le=1, description="Nucleus of evaluations.")
     mute_truncated: bool = Field(
-        True, description="Keep completions that were cut from moving the policy."
+        True, description="Whether truncated completions are excluded from the policy update."
     )
-    start_idx: int = Field(0, ge=0, description="Training problem to begin with.")
+    start_idx: int = Field(0, ge=0, description="Index of the first training problem.")
     max_eval_token_length: int = Field(
-        40960, ge=1, description="Tokens of prompt and completion in evaluations."
+        40960, ge=1, description="Maximum tokens of prompt and completion in evaluations."
     )
     sandbox: str | None = Field(
         None,
-        description="Kind of sandbox that programs run in: bubblewrap, container or gvisor; None "
-        "takes what ATROPOS_SANDBOX names, bubblewrap without it.",
+        description="Kind of sandbox: bubblewrap, container or gvisor; None takes the kind in "
+        "ATROPOS_SANDBOX, or bubblewrap if it is not set.",
     )
-    test_timeout_s: float = Field(6.0, gt=0, description="Seconds one test of a program may take.")
+    test_timeout_s: float = Field(
+        6.0, gt=0, description="Timeout in seconds of one test of a program."
+    )
 
 
 class CodingEnv(SingleTurnEnv):
-    """Programming problems; an item is one.
+    """Programming problems; an item is a `Problem`.
 
     Attributes:
         iter: problems handed out so far; kept in checkpoints.
@@ -267,7 +266,7 @@ class CodingEnv(SingleTurnEnv):
 
     def train_metrics(self, scores: Sequence[float]) -> dict[str, float]:
         groups, self.answers = self.answers, []
-        return train_figures(groups)
+        return train_metrics(groups)
 
     def check_gold_answer(self, item: Problem) -> str | None:
         return f"<think>Look them up.</think>\n```python\n{lookup_program(item)}\n```"
@@ -277,7 +276,7 @@ class CodingEnv(SingleTurnEnv):
         evaluated = await all_results(self.evaluate_problem(problem) for problem in self.test)
         difficulties = [problem.difficulty for problem in self.test]
         groups = [answers for answers, _ in evaluated]
-        metrics = eval_figures(groups, difficulties, group_size=self.config.group_size)
+        metrics = eval_metrics(groups, difficulties, group_size=self.config.group_size)
         await self.evaluate_log(
             metrics=metrics,
             samples=[sample for _, samples in evaluated for sample in samples],

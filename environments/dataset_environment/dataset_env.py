@@ -1,8 +1,8 @@
-"""Dataset environment: any data set with a column of questions, rewarded by named functions.
+"""Dataset environment: any data set with a column of questions, scored by reward functions.
 
     row -> [system, user] (+ prefill) -> G completions -> reward functions, for the group -> scores
 
-A YAML file is all it takes; see `README.md` next to this file.
+It is configured by a YAML file; see `README.md` next to this file.
 
     python environments/dataset_environment/dataset_env.py process \
         --env.dataset_path environments/data/gsm8k_sample --env.total_steps 4
@@ -50,76 +50,87 @@ VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)(?::-([^}]*))?\}")
 
 
 class DatasetEnvConfig(SingleTurnEnvConfig):
-    """Which rows are asked, how they are rewarded, and how completions are drawn."""
+    """Settings of the data set, of the reward functions and of sampling."""
 
     dataset_name: str = Field(description="Data set of the hub, unless dataset_path is given.")
-    dataset_config: str | None = Field(None, description="Its configuration, if it has several.")
-    split: str = Field("train", description="Split whose rows are asked.")
+    dataset_config: str | None = Field(
+        None, description="Configuration of dataset_name, if it has several."
+    )
+    split: str = Field("train", description="Split of the training rows.")
     dataset_path: str | None = Field(
         None,
-        description="JSONL, JSON or Parquet file, or folder with one for each split; of a single "
-        "file the last tenth is kept for evaluations.",
+        description="JSONL, JSON or Parquet file, or folder with one file per split; the last "
+        "tenth of a single file is kept for evaluations.",
     )
     prompt_field: str = Field(description="Column of the question.")
     answer_field: str | None = Field(
-        None, description="Column of the gold answer; reward functions get it as solution."
+        None, description="Column of the gold answer, passed to reward functions as solution."
     )
     ground_truth_field: str | None = Field(
-        None, description="Column that reward functions get as ground_truth."
+        None, description="Column passed to reward functions as ground_truth."
     )
     item_fields: list[str] = Field(
-        default_factory=list, description="Further columns that reward functions find in item."
+        default_factory=list, description="Further columns, passed to reward functions in item."
     )
     system_prompt: str | None = Field(None, description="System message; None sends none.")
-    prefill: str | None = Field(None, description="How every completion begins; not trained.")
-    shuffle_dataset: bool = Field(True, description="Shuffle the rows, by dataset_seed.")
+    prefill: str | None = Field(None, description="Prefix of every completion; not trained.")
+    shuffle_dataset: bool = Field(
+        True, description="Whether the training rows are shuffled, by dataset_seed."
+    )
     dataset_seed: int = Field(42, description="Seed of the order.")
     max_generations_per_prompt: int = Field(
-        1, ge=1, description="Groups made of a row before the next one."
+        1, ge=1, description="Number of consecutive groups of one row."
     )
-    include_messages_in_scoring: bool = Field(False, description="Send groups with their chats.")
+    include_messages_in_scoring: bool = Field(
+        False, description="Whether groups are sent with their messages."
+    )
     reward_functions: list[str | dict[str, Any]] = Field(
         default_factory=list,
-        description="Names, or {type, weight, params}; several make their weighted mean.",
+        description="Names, or {type, weight, params}; several are combined to a weighted mean.",
     )
     reward_funcs: list[str | dict[str, Any]] = Field(
-        default_factory=list, description="The same, but several make their weighted sum."
+        default_factory=list,
+        description="The same as reward_functions, but combined to a weighted sum.",
     )
     temperature: float = Field(0.7, ge=0, description="Sampling temperature of rollouts.")
-    top_p: float = Field(0.9, gt=0, le=1, description="Nucleus of rollouts; 1 samples from all.")
-    max_tokens: int = Field(4096, ge=1, description="Tokens one completion may have.")
+    top_p: float = Field(0.9, gt=0, le=1, description="Nucleus of rollouts; 1 disables it.")
+    max_tokens: int = Field(4096, ge=1, description="Maximum tokens of one completion.")
     length_warmup_steps: int = Field(
-        0, ge=0, description="Trainer steps over which min_tokens grows to max_tokens; 0: at once."
+        0,
+        ge=0,
+        description="Trainer steps over which the maximum grows from min_tokens to max_tokens; 0 "
+        "disables the warmup.",
     )
-    min_tokens: int = Field(0, ge=0, description="Tokens one completion may have at step 0.")
+    min_tokens: int = Field(0, ge=0, description="Maximum tokens of one completion at step 0.")
     eval_dataset_name: str | None = Field(
         None, description="Data set of the hub for evaluations; None takes dataset_name."
     )
-    eval_dataset_config: str | None = Field(None, description="Its configuration.")
+    eval_dataset_config: str | None = Field(None, description="Configuration of eval_dataset_name.")
     eval_dataset_split: str | None = Field(
-        None, description="Split for evaluations; without it and a name the hub is not asked."
+        None,
+        description="Split for evaluations; without it and a name, no evaluation rows are "
+        "loaded from the hub.",
     )
 
 
 class RunFile(NamedTuple):
-    """One YAML file, read."""
+    """Contents of one YAML file."""
 
     env: DatasetEnvConfig
     servers: list[APIServerConfig]
     trainer: dict[str, Any]
-    """Flag of the trainer, without dashes -> value."""
+    """Flags of the trainer, without dashes, and their values."""
 
 
 def read_run_file(name_or_path: str, variables: Mapping[str, str]) -> RunFile:
-    """Return what a YAML file says.
+    """Read a YAML file.
 
     Args:
         name_or_path: a path, or the name of a file in `configs/` with or without `.yaml`.
-        variables: what `${NAME}` stands for, as `os.environ`.
+        variables: values of `${NAME}`, such as `os.environ`.
 
     Raises:
-        ConfigError: the file is missing or no such YAML, a section or setting is unknown or
-            refused, or a variable is not set.
+        ConfigError: the file is missing or invalid, or a variable is not set.
     """
     path = _find(name_or_path)
     content = _read_yaml(path)
@@ -141,7 +152,7 @@ def read_run_file(name_or_path: str, variables: Mapping[str, str]) -> RunFile:
             trainer=dict(content.get("trainer") or {}),
         )
     except (ValidationError, TypeError) as error:
-        # Not the values: one may be a key.
+        # Without the values: one may be an API key.
         places = (
             [".".join(map(str, e["loc"])) + ": " + e["msg"] for e in error.errors()]
             if isinstance(error, ValidationError)
@@ -151,10 +162,10 @@ def read_run_file(name_or_path: str, variables: Mapping[str, str]) -> RunFile:
 
 
 def expand_variables(value: Any, variables: Mapping[str, str], *, where: str) -> Any:
-    """Return a YAML value with `${NAME}` and `${NAME:-default}` replaced in all its texts.
+    """Return a YAML value with `${NAME}` and `${NAME:-default}` replaced in all strings.
 
     Raises:
-        ConfigError: a variable without a default is not set; the message names it.
+        ConfigError: a variable without a default is not set.
     """
 
     def replace(match: re.Match[str]) -> str:
@@ -212,7 +223,7 @@ def make_reward(config: DatasetEnvConfig) -> RewardFunction:
     """Return the reward function of a run.
 
     Raises:
-        ConfigError: none is named, or both lists are used.
+        ConfigError: no function is named, or both lists are used.
         UnknownRewardError: a name is not registered.
     """
     if bool(config.reward_functions) == bool(config.reward_funcs):
@@ -227,7 +238,7 @@ def make_reward(config: DatasetEnvConfig) -> RewardFunction:
 
 
 def token_limit(step: int, *, warmup_steps: int, min_tokens: int, max_tokens: int) -> int:
-    """Return how many tokens a completion may have at a trainer step, at least one."""
+    """Return the maximum tokens of a completion at a trainer step, at least 1."""
     if step >= warmup_steps:
         return max_tokens
     grown = min_tokens + (max_tokens - min_tokens) * step / warmup_steps
@@ -235,7 +246,7 @@ def token_limit(step: int, *, warmup_steps: int, min_tokens: int, max_tokens: in
 
 
 def read_rows(config: DatasetEnvConfig) -> tuple[list[Row], list[Row]]:
-    """Return the rows to ask and at most a hundred for evaluations; blocks.
+    """Return the training rows and at most a hundred evaluation rows; blocks.
 
     Raises:
         ConfigError: a file or column is missing, or the hub cannot be reached.
@@ -283,16 +294,16 @@ def _hub_rows(config: DatasetEnvConfig) -> tuple[list[Row], list[Row]]:
 
 
 class DatasetEnv(SingleTurnEnv):
-    """Rows of a data set.
+    """Rows of a data set, scored by reward functions; an item is a row.
 
     Attributes:
-        iter: groups handed out so far; kept in checkpoints.
-        reward_function: what completions are rewarded by.
+        iter: groups started so far; kept in checkpoints.
+        reward_function: scores the completions of a group.
     """
 
     env_config_cls = DatasetEnvConfig  # type: ignore[assignment] # it has required fields
     config: DatasetEnvConfig
-    scores_thinking = True  # reward functions look at its form
+    scores_thinking = True  # some reward functions check its format
     default_model = "NousResearch/DeepHermes-3-Llama-3-3B-Preview"
     default_settings: ClassVar[dict[str, Any]] = {
         "dataset_name": "gsm8k",
@@ -367,7 +378,7 @@ class DatasetEnv(SingleTurnEnv):
         super().save_checkpoint(step, {**(data or {}), "iter": self.iter})
 
     def check_gold_answer(self, item: Row) -> str | None:
-        """Return the gold answer after a thought, boxed; None where no column holds one."""
+        """Return the boxed gold answer after a thought; None without a column for it."""
         column = self.config.ground_truth_field or self.config.answer_field
         if column is None:
             return None

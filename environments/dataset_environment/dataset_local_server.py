@@ -1,4 +1,4 @@
-"""Try a YAML file: roll out a few of its rows and show what they earn, without a service.
+"""Try a YAML file: roll out a few rows and print their scores, without a service.
 
 python environments/dataset_environment/dataset_local_server.py --config dataset_local
 """
@@ -29,7 +29,7 @@ SHOWN_CHARACTERS = 100
 
 
 async def roll_out_items(run: RunFile, *, num_items: int) -> list[str]:
-    """Wait for the groups of the first rows; returns a line for each."""
+    """Wait for the groups of the first rows and return a line for each."""
     env = DatasetEnv(run.env, run.servers)
     lines = []
     try:
@@ -47,10 +47,10 @@ async def roll_out_items(run: RunFile, *, num_items: int) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Roll out the rows a command line asks for; exits 2 on settings that cannot be used."""
+    """Run the command; exit with 2 for invalid settings."""
     parser = argparse.ArgumentParser(description="Roll out a few rows of a YAML file.")
     parser.add_argument("--config", default="dataset_local", help="path, or name under configs/")
-    parser.add_argument("--num-items", type=int, default=NUM_ITEMS, help="rows to ask")
+    parser.add_argument("--num-items", type=int, default=NUM_ITEMS, help="number of rows")
     arguments = parser.parse_args(argv)
     try:
         run = read_run_file(arguments.config, os.environ)

@@ -1,9 +1,9 @@
-"""Start everything a training run needs on this machine: service, environment, trainer.
+"""Start the programs of a training run on this machine: service, environment, trainer.
 
     python environments/dataset_environment/launch_local_dataset_run.py --config gsm8k_debug
 
 The inference server must be running, or the trainer must start one (`weight-bridge-mode` in the
-`trainer` section). When the trainer ends, or one of the others fails, the rest is ended.
+`trainer` section). When the trainer ends, or another program fails, all programs are terminated.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ def environment_settings(run: RunFile) -> dict[str, Any]:
 
 
 def commands(run: RunFile, env_file: Path) -> dict[str, list[str]]:
-    """Return name -> command line of the three programs, in the order they are started.
+    """Return the command lines of the three programs by name, in the order of their start.
 
     Args:
-        run: what the YAML file says.
-        env_file: where `environment_settings` is written.
+        run: contents of the YAML file.
+        env_file: file with the `environment_settings`.
 
     Raises:
-        ConfigError: the service of the environment is not on this machine.
+        ConfigError: the URL of the service is not on this machine.
     """
     address = urlsplit(run.env.rollout_server_url)
     if address.hostname not in ("localhost", "127.0.0.1"):
@@ -83,7 +83,7 @@ def _flags(settings: dict[str, Any]) -> list[str]:
 
 
 def _run_all(lines: dict[str, list[str]]) -> int:
-    """Run the programs until the last one ends or another fails; returns the exit code."""
+    """Run the programs until the trainer ends or another one fails; return its exit code."""
     running: dict[str, subprocess.Popen[bytes]] = {}
     try:
         for name, line in lines.items():
@@ -106,12 +106,12 @@ def _run_all(lines: dict[str, list[str]]) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run what a command line asks for; exits with the code of the trainer."""
+    """Run the command; exit with the code of the trainer."""
     parser = argparse.ArgumentParser(description="Train on a data set, on this machine.")
     parser.add_argument("--config", default="dataset_local", help="path, or name under configs/")
     parser.add_argument("--dry-run", action="store_true", help="only print the command lines")
     arguments = parser.parse_args(argv)
-    with tempfile.TemporaryDirectory() as folder:  # only its owner can read it: keys are in it
+    with tempfile.TemporaryDirectory() as folder:  # readable by its owner only: it holds keys
         path = Path(folder, "environment.yaml")
         try:
             run = read_run_file(arguments.config, os.environ)

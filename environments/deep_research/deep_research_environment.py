@@ -1,9 +1,9 @@
 """Deep research: questions answered from pages that are searched, opened and cited.
 
-    question -> search, open, find ... -> answer with citations -> right? borne out? how many calls?
+    question -> search, open, find ... -> answer with citations -> right? supported? number of calls
 
-Pages come from a corpus on disk, or from a search service. Rules and reward: README.md next to this
-file. Without a hub, with a vLLM server on port 9001:
+Pages come from a corpus on disk or from a search service. `README.md` next to this file describes
+the rules and the reward. With a vLLM server on port 9001, without the hub:
 
     python environments/deep_research/deep_research_environment.py process --env.total_steps 4 \
         --env.tokenizer_name NAME --openai.model_name NAME
@@ -29,7 +29,14 @@ from atroposlib.envs.dataset_items import DatasetItems, LocalItemsConfig
 from atroposlib.envs.multi_turn_env import Limits, MultiTurnEnv, MultiTurnEnvConfig, Rollout
 from atroposlib.envs.tools import ToolCall, ToolConversation
 from atroposlib.tasks.card import EnvironmentCard
-from atroposlib.tasks.web_search import Hit, LocalCorpus, SearchError, SearchSource, inert
+from atroposlib.tasks.web_search import (
+    Hit,
+    LocalCorpus,
+    SearchError,
+    SearchSource,
+    TavilySearch,
+    inert,
+)
 
 __all__ = [
     "Answer",
@@ -52,18 +59,18 @@ MIN_QUOTE_WORDS = 4
 MAX_QUOTE_WORDS = 60
 MAX_CITATIONS = 5
 MAX_JUDGED = 10
-"""Citations after these count as false."""
+"""Maximum number of citations checked; further ones count as false."""
 MAX_ANSWER_CHARACTERS = 200
 ARTICLES = frozenset({"a", "an", "the"})
 
 ANSWER = re.compile(r"<answer>(.*?)</answer>", re.DOTALL)
-# No page shows an angle bracket, so a quote needs none.
+# Pages are shown without angle brackets, so quotes have none.
 CITATION = re.compile(r'<cite page="([^"<>]*)">([^<]*)</cite>')
 THOUSANDS = re.compile(r"(?<=\d),(?=\d{3}(?!\d))")
 SIGNED = re.compile(r"(?<!\w)-?\d+(?:[./]\d+)+|(?<!\w)-\d+|\w+[+#]*")
-"""Words of an answer, in which -5 is not 5, 3.5 is not 3/5, and C++ is not C."""
+"""Words of an answer; distinguishes -5 from 5, 3.5 from 3/5, and C++ from C."""
 ESCAPE = re.compile(r"\\[nrt]")
-"""How the JSON that pages are shown in spells the end of a line."""
+"""Escaped white space in the JSON in which pages are shown."""
 
 
 class Question(NamedTuple):
@@ -71,22 +78,22 @@ class Question(NamedTuple):
 
     question: str
     answers: Sequence[str]
-    """Ways to write the right answer."""
+    """Accepted spellings of the right answer."""
     pages: Sequence[str]
-    """Pages it takes; each must be cited."""
+    """Pages needed for the answer; each must be cited."""
     quotes: Sequence[str]
-    """A sentence of each of them that helps; for `check`."""
+    """One supporting sentence of each page; used by `check`."""
 
 
 class Citation(NamedTuple):
-    """Words said to stand on a page."""
+    """A quote and the page it is attributed to."""
 
     page: str
     quote: str
 
 
 class Answer(NamedTuple):
-    """The content of the last turn."""
+    """The answer in the last turn."""
 
     text: str
     citations: Sequence[Citation]
@@ -98,13 +105,13 @@ class Verdict(NamedTuple):
     score: float
     is_right: bool = False
     support: float = 0.0
-    """0 to 1: how far the citations bear the answer."""
+    """Support of the answer by its citations, 0 to 1."""
     num_fakes: int = 0
-    """Citations whose words are not on the page, or whose page was not read."""
+    """Number of citations whose quote is not on the page, or whose page was not read."""
 
 
 def parse_answer(text: str) -> Answer | None:
-    """Return the answer of a turn without its thinking; None unless there is exactly one."""
+    """Return the answer of a turn, given without thinking; None unless there is exactly one."""
     found = ANSWER.search(text) if text.count("<answer>") == 1 else None
     if found is None or text.count("</answer>") != 1:
         return None
@@ -132,14 +139,14 @@ def judge(
     num_calls: int,
     max_calls: int,
 ) -> Verdict:
-    """Return what an answer is worth.
+    """Assess an answer.
 
     Args:
-        answer: from `parse_answer`.
-        question: what was asked.
-        read: page -> whole text, of the pages opened in this rollout.
-        num_calls: tool calls that were made, wrong ones too.
-        max_calls: number at which the reward for economy reaches 0.
+        answer: result of `parse_answer`.
+        question: the question.
+        read: whole text of each page opened in this rollout.
+        num_calls: number of tool calls, failed ones included.
+        max_calls: number of calls at which the reward for economy is 0.
     """
     if answer is None:
         return Verdict(0.0)
@@ -151,7 +158,7 @@ def judge(
     if not _is_right(answer.text, question.answers):
         return Verdict(penalty, num_fakes=num_fakes)
     support = _support(answer, faithful, question)
-    economy = _economy(num_calls, _needed_calls(question), max_calls)
+    economy = _economy(num_calls, question, max_calls)
     score = RIGHT + support * (SUPPORTED + ECONOMICAL * economy) + penalty
     return Verdict(score, is_right=True, support=support, num_fakes=num_fakes)
 
@@ -175,7 +182,10 @@ def _is_faithful(citation: Citation, page: Sequence[str]) -> bool:
 
 
 def _support(answer: Answer, faithful: Sequence[Citation], question: Question) -> float:
-    """Return share of true citations times share of needed pages; 0 if none has the answer."""
+    """Return the fraction of true citations times the fraction of needed pages that are cited.
+
+    0 if no quote contains the answer.
+    """
     if not faithful or len(answer.citations) > MAX_CITATIONS:
         return 0.0
     golds = [words_of(gold) for gold in question.answers]
@@ -189,20 +199,16 @@ def _support(answer: Answer, faithful: Sequence[Citation], question: Question) -
     return covered * len(faithful) / len(answer.citations)
 
 
-def _needed_calls(question: Question) -> int:
-    """Return the calls of a straight way: a search and an opened page for each page."""
-    return 2 * max(1, len(question.pages))
-
-
-def _economy(num_calls: int, needed: int, max_calls: int) -> float:
-    """Return 1.0 up to the calls that are needed, from there linearly down to 0.0."""
+def _economy(num_calls: int, question: Question, max_calls: int) -> float:
+    """Return 1.0 up to one search and one `open` per needed page, then linearly down to 0.0."""
+    needed = 2 * max(1, len(question.pages))
     if num_calls <= needed:
         return 1.0
     return max(0.0, (max_calls - num_calls) / max(1, max_calls - needed))
 
 
 def _contains(words: Sequence[str], part: Sequence[str]) -> bool:
-    # Words hold no space, so joined texts contain each other only at the borders of words.
+    # Words have no spaces, so a match begins and ends at word boundaries.
     return bool(part) and f" {' '.join(part)} " in f" {' '.join(words)} "
 
 
@@ -211,9 +217,9 @@ DEFAULT_RESULTS = 5
 MAX_RESULTS = 10
 MAX_QUERY_CHARACTERS = 400
 PART_CHARACTERS = 2000
-"""Characters of a page that one `open` shows."""
+"""Characters of a page that one `open` returns."""
 MAX_PAGE_CHARACTERS = 100_000
-"""Characters kept of a page; the rest is dropped."""
+"""Maximum characters of a page; the rest is dropped."""
 MAX_PASSAGES = 5
 PASSAGE_MARGIN = 150
 MAX_TITLE_CHARACTERS = 200
@@ -240,8 +246,8 @@ class ResearchConversation(ToolConversation):
     """A question and the tools to answer it.
 
     Attributes:
-        read: page -> its whole text as it is shown, of the pages of which something was.
-        verdict: what the answer was worth; None while there is none.
+        read: whole text, as shown, of each page of which at least a part was shown.
+        verdict: assessment of the answer; None before there is one.
     """
 
     def __init__(
@@ -269,14 +275,14 @@ class ResearchConversation(ToolConversation):
         self._texts: dict[str, str] = {}
 
     def find_calls(self, answer: str) -> Sequence[ToolCall]:  # type: ignore[override]
-        """Return the calls of a turn; those above the limit become errors."""
+        """Return the calls of a turn; those over the limit are errors."""
         calls = super().find_calls(answer)
         error = f"a turn may have {MAX_CALLS_PER_TURN} calls; this one was not made"
         late = [ToolCall(name=call.name, error=error) for call in calls[MAX_CALLS_PER_TURN:]]
         return [*calls[:MAX_CALLS_PER_TURN], *late]
 
     async def score(self, turn: Turn) -> float:
-        # In a thread: pages of the web are long.
+        # In a thread: web pages are long.
         self.verdict = await asyncio.to_thread(
             judge,
             parse_answer(turn.answer),
@@ -348,14 +354,14 @@ class ResearchConversation(ToolConversation):
 
 
 def _name(page: str) -> str:
-    """Return a page's name as it is shown and as a citation can spell it."""
+    """Return the name of a page as shown, which a citation can contain."""
     return inert(page).replace('"', "'").strip()
 
 
 CARD = EnvironmentCard(
     task="answer questions from pages that are searched, opened and cited",
     turns="up to 10",
-    reward="0.4 right, 0.4 borne out by citations, 0.2 few calls; a false citation -0.2",
+    reward="0.4 right, 0.4 supported by citations, 0.2 few calls; a false citation -0.2",
     data="40 pages and 16 questions of this repository, or local files; the web by configuration",
     needs="`pip install '.[examples]'`",
     command="process --env.total_steps 4",
@@ -365,7 +371,7 @@ SAMPLE = Path(__file__).resolve().parent.parent / "data" / "deep_research_sample
 
 
 class DeepResearchEnvConfig(LocalItemsConfig, MultiTurnEnvConfig):
-    """Where questions and pages come from, and the limits of the research."""
+    """Settings of the questions, of the source of pages, and of limits."""
 
     dataset_path: str = Field(
         str(SAMPLE),
@@ -373,20 +379,24 @@ class DeepResearchEnvConfig(LocalItemsConfig, MultiTurnEnvConfig):
         "columns question, answers, pages, quotes.",
     )
     search_provider: Literal["local", "tavily"] = Field(
-        "local", description="Search the corpus, or the web with the key in TAVILY_API_KEY."
+        "local",
+        description="Source of pages: local is the corpus, tavily the web, with the key in "
+        "TAVILY_API_KEY.",
     )
     corpus_path: str = Field(
         str(SAMPLE / "corpus.jsonl"),
         description="JSONL, JSON or Parquet file of pages, with the columns id, title, text.",
     )
-    search_url: str = Field("https://api.tavily.com", description="Address of the search service.")
+    search_url: str = Field("https://api.tavily.com", description="URL of the search service.")
     blocked_domains: list[str] = Field(
         default_factory=list, description="Domains whose pages are neither found nor opened."
     )
-    max_steps: int = Field(10, ge=1, description="Turns of the policy in one rollout.")
-    tool_timeout: float = Field(15.0, gt=0, description="Seconds one tool call may take.")
-    thinking_active: bool = Field(True, description="Tell the policy that it may think in tags.")
-    eval_topics: int = Field(30, ge=0, description="Questions of an evaluation at most.")
+    max_steps: int = Field(10, ge=1, description="Maximum turns of the policy in one rollout.")
+    tool_timeout: float = Field(15.0, gt=0, description="Timeout of a tool call in seconds.")
+    thinking_active: bool = Field(
+        True, description="Whether the prompt allows thinking in tags before each turn."
+    )
+    eval_topics: int = Field(30, ge=0, description="Maximum number of questions of an evaluation.")
     temperature: float = Field(0.7, ge=0, description="Sampling temperature of rollouts.")
 
 
@@ -411,8 +421,6 @@ class DeepResearchEnv(DatasetItems, MultiTurnEnv):
         if self.config.search_provider == "local":
             self.source = await asyncio.to_thread(LocalCorpus.load, Path(self.config.corpus_path))
             return
-        from atroposlib.tasks.web_search import TavilySearch
-
         self.source = TavilySearch(
             os.environ,
             base_url=self.config.search_url,

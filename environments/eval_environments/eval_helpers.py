@@ -1,6 +1,6 @@
 """Shared parts of evaluations: prompts that request reasoning, and its extraction from answers.
 
-Providers put reasoning in different places; these look in all of them, in one order:
+Providers return reasoning in different fields, which are searched in this order:
 
     choice.reasoning_content ► message.reasoning_content ► message.reasoning
       ► choice.reasoning_details ► message.reasoning_details ► choice.reasoning
@@ -54,18 +54,17 @@ class Reasoning(NamedTuple):
     reasoning: str | None
     """Never blank; None with the source `none`."""
     source: Source
-    """Field or block it was found in."""
+    """Field or block of the reasoning."""
 
 
 class CompletionReasoning(NamedTuple):
-    """Reasoning of one choice and its text; unpacks as `(reasoning, source, content)`."""
+    """Reasoning and text of one choice; unpacks as `(reasoning, source, content)`."""
 
     reasoning: str | None
-    """Never blank; None with the source `none`."""
+    """As in `Reasoning`."""
     source: Source
-    """Field or block it was found in."""
     content: str | None
-    """Text of the message, reasoning blocks included; None when there is none."""
+    """Text of the message, reasoning blocks included; None without a text."""
 
 
 def extract_reasoning_from_response(response: Any, content: str | None = None) -> Reasoning:
@@ -73,7 +72,7 @@ def extract_reasoning_from_response(response: Any, content: str | None = None) -
 
     Args:
         response: A choice, as an object of the OpenAI client or as a mapping.
-        content: Text to look for reasoning blocks in; None takes that of the choice's message.
+        content: Text to search for reasoning blocks; None takes that of the choice's message.
     """
     message = _field(response, "message")
     fields: list[tuple[Source, Any]] = [
@@ -95,11 +94,11 @@ def extract_reasoning_from_response(response: Any, content: str | None = None) -
 
 
 def extract_reasoning_from_completion(completion: Any, choice_idx: int = 0) -> CompletionReasoning:
-    """Return reasoning and text of one choice of a chat answer; nothing if there is no such choice.
+    """Return reasoning and text of one choice of a chat answer; all None without such a choice.
 
     Args:
         completion: The answer, as an object of the OpenAI client or as a mapping.
-        choice_idx: Which choice, from 0.
+        choice_idx: Index of the choice.
     """
     choices = _field(completion, "choices")
     if not isinstance(choices, Sequence) or not 0 <= choice_idx < len(choices):
@@ -111,12 +110,12 @@ def extract_reasoning_from_completion(completion: Any, choice_idx: int = 0) -> C
 
 
 def _field(owner: Any, name: str) -> Any:
-    # Fields that providers add are not declared, so they are read by name.
+    # Fields added by providers are not declared.
     return owner.get(name) if isinstance(owner, Mapping) else getattr(owner, name, None)
 
 
 def _first_detail(details: Any) -> str | None:
-    """Return the text of the first entry that has some; others are encrypted or summaries."""
+    """Return the first text of the entries; others are encrypted or summaries."""
     entries = details if isinstance(details, Sequence) and not isinstance(details, str) else ()
     texts = (_field(entry, "text") for entry in entries)
     return next((text for text in texts if _is_text(text)), None)

@@ -1,4 +1,4 @@
-r"""The exercises without a model: ask for one, submit an answer, climb the levels.
+r"""The exercises for practice without a model: get one, submit an answer, advance by level.
 
 task = InfiniteMath(starting_level=2)
 task.get_state()["problem"]          # "What is 15 percent of 240?"
@@ -23,28 +23,19 @@ __all__ = ["InfiniteMath", "Submission"]
 
 
 class Submission(NamedTuple):
-    """The outcome of an answer."""
+    """Result of an answer."""
 
     is_correct: bool
     is_over: bool
-    """Whether the next exercise has been posed."""
+    """Whether the exercise has ended and the next one is current."""
     has_advanced: bool
-    """Whether that one is of a higher level."""
+    """Whether the next exercise is of a higher level."""
     solution: str | None
-    """Of the exercise that is over."""
+    """Solution of the exercise that ended."""
 
 
 class InfiniteMath:
-    """One exercise after the other.
-
-    Args:
-        starting_level: 1 to 7.
-        progress_threshold: mean result at which the level goes up.
-        min_evaluations: results that mean is taken of.
-        max_attempts_per_problem: answers allowed to one exercise.
-        generator: where exercises come from.
-        seed: of the exercises.
-    """
+    """A sequence of exercises; the arguments are settings of `InfiniteMathEnvConfig`."""
 
     def __init__(
         self,
@@ -67,7 +58,7 @@ class InfiniteMath:
         self.reset()
 
     def reset(self) -> dict[str, Any]:
-        """Forget all results and pose the first exercise; returns the state."""
+        """Clear all results, start with the first exercise and return the state."""
         self._curriculum.level = self._starting_level
         self._curriculum.history = {}
         self._number = -1
@@ -75,7 +66,7 @@ class InfiniteMath:
         return self.get_state()
 
     def get_state(self) -> dict[str, Any]:
-        """Return the exercise and where the curriculum stands, without the solution."""
+        """Return the exercise and the state of the curriculum, without the solution."""
         return {
             "problem": self._problem.question,
             "level": self._problem.level,
@@ -86,7 +77,7 @@ class InfiniteMath:
         }
 
     def submit_answer(self, answer: str) -> Submission:
-        """Check an answer; a right one, or the last attempt, is recorded and ends the exercise."""
+        """Check an answer; a right one or the last attempt ends the exercise."""
         is_correct = is_equal(read_answer(answer), self._problem.solution)
         self._attempts += 1
         if not is_correct and self._attempts < self._max_attempts:

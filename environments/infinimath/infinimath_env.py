@@ -1,10 +1,10 @@
-"""Infinimath: endless exercises in seven levels, harder as the policy gets better.
+"""Infinimath: generated exercises in seven levels, harder as the policy improves.
 
     level -> exercise -> [system, user] <think> -> G completions -> right? thought? boxed? -> score
       └──────── one up when the last results are good ◄────────────────┘
 
-Exercises come from the package mathgenerator where it is installed, else from generators of our
-own (`--env.generator builtin` for those in any case). Needs no data:
+Exercises come from the package mathgenerator if it is installed, else from built-in generators
+(always with `--env.generator builtin`). Needs no data:
 
     python environments/infinimath/infinimath_env.py process --env.generator builtin \
         --env.total_steps 4
@@ -37,51 +37,54 @@ from atroposlib.tasks.infinimath import (
     is_equal,
     read_answer,
 )
+from atroposlib.tasks.single_turn_parts import default_configs
 from atroposlib.utils.length_penalty import penalize_length
 
 __all__ = ["InfiniteMathEnv", "InfiniteMathEnvConfig", "reward_of"]
 
 
 class InfiniteMathEnvConfig(SingleTurnEnvConfig):
-    """The curriculum, the rewards, and where exercises come from."""
+    """Settings of the curriculum, the rewards and the exercises."""
 
     starting_level: int = Field(1, ge=1, le=MAX_LEVEL, description="Level of the first exercise.")
     progress_threshold: float = Field(
-        0.8, ge=0, le=1, description="Mean result at a level from which the next one is set."
+        0.8, ge=0, le=1, description="Mean result at which the curriculum advances by one level."
     )
-    min_evaluations: int = Field(5, ge=1, description="Latest results that mean is taken of.")
+    min_evaluations: int = Field(5, ge=1, description="Number of latest results in that mean.")
     max_attempts_per_problem: int = Field(
-        3, ge=1, description="Groups made of an exercise while no answer in them is right."
+        3, ge=1, description="Maximum number of groups of one exercise while no answer is right."
     )
     correct_reward: float = Field(1.0, description="Reward of a right answer.")
     incorrect_reward: float = Field(-1.0, description="Reward of a wrong answer.")
-    think_block_bonus: float = Field(0.2, ge=0, description="Added for a thought that is closed.")
-    boxed_answer_bonus: float = Field(0.2, ge=0, description="Added for a box behind the thought.")
+    think_block_bonus: float = Field(0.2, ge=0, description="Bonus for one closed thinking block.")
+    boxed_answer_bonus: float = Field(
+        0.2, ge=0, description="Bonus for a boxed answer after the thinking block."
+    )
     apply_length_penalty: bool = Field(
-        True, description="Rank groups in which all answers are right by length."
+        True, description="Whether groups of only right answers are ranked by length."
     )
     length_threshold_ratio: float = Field(
-        0.5, ge=0, le=1, description="Part of max_token_length that costs nothing in that ranking."
+        0.5, ge=0, le=1, description="Fraction of max_token_length without a length penalty."
     )
     temperature: float = Field(0.7, ge=0, description="Sampling temperature of rollouts.")
-    top_p: float = Field(0.9, gt=0, le=1, description="Nucleus of rollouts; 1 samples from all.")
+    top_p: float = Field(0.9, gt=0, le=1, description="Nucleus of rollouts; 1 disables it.")
     generator: GeneratorKind = Field(
         "auto",
-        description="Where exercises come from: mathgenerator, builtin, or auto for the former "
-        "where it is installed.",
+        description="Source of the exercises: mathgenerator, builtin, or auto for the former if "
+        "it is installed.",
     )
     problem_seed: int = Field(0, description="Seed of the exercises.")
     word_problem_model_name: str = Field(
-        "gpt-4.1-mini", description="Model that turns exercises into stories."
+        "gpt-4.1-mini", description="Model that rewrites exercises as stories."
     )
     word_problem_openai_api_key: str | None = Field(
         default_factory=lambda: os.environ.get("OPENAI_API_KEY"),
         repr=False,
-        description="Key for that model, the variable OPENAI_API_KEY by default; without one "
-        "exercises stay as they are.",
+        description="API key of that model, by default from OPENAI_API_KEY; without a key, "
+        "exercises are not rewritten.",
     )
     word_problem_openai_base_url: str | None = Field(
-        None, description="Address of that model; None is OpenAI's own."
+        None, description="Base URL of that model; None is OpenAI's own."
     )
 
     @model_validator(mode="after")
@@ -97,7 +100,7 @@ class InfiniteMathEnvConfig(SingleTurnEnvConfig):
 
     @property
     def best_wrong_reward(self) -> float:
-        """Maximum reward of a wrong answer: with a thought and in a box."""
+        """Maximum reward of a wrong answer: with both bonuses."""
         return self.incorrect_reward + self.think_block_bonus + self.boxed_answer_bonus
 
 
@@ -112,7 +115,7 @@ CARD = EnvironmentCard(
 
 MODEL = "NousResearch/Nous-Hermes-2-Yi-34B"
 EVALUATED = -1
-"""Stands in an evaluation's items for how often an exercise was asked before."""
+"""Number of earlier attempts in items of an evaluation."""
 SYSTEM_PROMPT = (
     "You are an expert in mathematics. Work through the problem inside <think> </think> tags, one "
     "step at a time, and check the result. Behind the closing tag give the answer once, as plainly "
@@ -122,7 +125,7 @@ NUM_EVAL_PROBLEMS = 10
 
 
 def reward_of(completion: str, solution: str, config: InfiniteMathEnvConfig) -> float:
-    """Return what a completion earns, with its bonuses; an empty one is wrong."""
+    """Return the reward of a completion, bonuses included; an empty one is wrong."""
     is_correct = is_equal(read_answer(completion), solution)
     reward = config.correct_reward if is_correct else config.incorrect_reward
     reward += config.think_block_bonus * has_thought(completion)
@@ -131,7 +134,7 @@ def reward_of(completion: str, solution: str, config: InfiniteMathEnvConfig) -> 
 
 
 def eval_problems(source: ProblemSource) -> dict[int, list[Problem]]:
-    """Return level -> the exercises an evaluation asks at it."""
+    """Return the evaluation exercises by level."""
     return {
         level: [source.make(level, f"evaluation {i}") for i in range(NUM_EVAL_PROBLEMS)]
         for level in range(1, MAX_LEVEL + 1)
@@ -139,12 +142,12 @@ def eval_problems(source: ProblemSource) -> dict[int, list[Problem]]:
 
 
 class InfiniteMathEnv(SingleTurnEnv):
-    """Exercises at the level of the curriculum.
+    """Exercises at the level of the curriculum; an item is an exercise and its earlier attempts.
 
     Attributes:
         iter: exercises handed out so far; kept in checkpoints, as are the next two.
-        curriculum_level: level of the next exercise.
-        performance_history: level -> latest results.
+        curriculum_level: restored level.
+        performance_history: restored results by level.
     """
 
     env_config_cls = InfiniteMathEnvConfig
@@ -173,8 +176,9 @@ class InfiniteMathEnv(SingleTurnEnv):
 
     @classmethod
     def config_init(cls) -> tuple[InfiniteMathEnvConfig, APIServerConfig]:
-        config = InfiniteMathEnvConfig(
-            tokenizer_name=MODEL,
+        return default_configs(
+            InfiniteMathEnvConfig,
+            MODEL,
             group_size=8,
             max_num_workers=64,
             total_steps=10000,
@@ -187,13 +191,6 @@ class InfiniteMathEnv(SingleTurnEnv):
             wandb_name="infinite_math",
             data_path_to_save_groups="data/infinite_math_groups.jsonl",
         )
-        server = APIServerConfig(
-            model_name=MODEL,
-            base_url="http://localhost:9004/v1",
-            api_key="x",
-            server_type="vllm",
-        )
-        return config, server
 
     async def setup(self) -> None:
         self.source = ProblemSource(self.config.generator, seed=self.config.problem_seed)
@@ -201,7 +198,6 @@ class InfiniteMathEnv(SingleTurnEnv):
         self.eval_problems = await asyncio.to_thread(eval_problems, self.source)
 
     async def get_next_item(self) -> tuple[Problem, int]:
-        """Make the next exercise; the number is how often it was asked before."""
         problem = self.source.make(self.curriculum.level, self.iter)
         self.iter += 1
         return problem, 0
@@ -221,8 +217,8 @@ class InfiniteMathEnv(SingleTurnEnv):
     async def collect_trajectories(
         self, item: tuple[Problem, int]
     ) -> tuple[ScoredDataGroup | None, list[Item]]:
-        """Roll out an exercise; an unsolved one may be asked again."""
-        problem, num_asked = await self._told(item)
+        """Roll out an exercise; an unsolved one may be attempted again."""
+        problem, num_asked = await self._rewritten(item)
         group, backlog = await super().collect_trajectories((problem, num_asked))
         self.curriculum.advance()
         is_unsolved = group is not None and max(group["scores"]) <= self.config.best_wrong_reward
@@ -231,9 +227,8 @@ class InfiniteMathEnv(SingleTurnEnv):
         return group, backlog
 
     async def evaluate_item(self, item: tuple[Problem, int]) -> dict[str, Any]:
-        """Wait for one answer to an exercise; returns its record, with the level."""
-        told = await self._told(item)
-        return {**await super().evaluate_item(told), "level": told[0].level}
+        record = await super().evaluate_item(await self._rewritten(item))
+        return {**record, "level": item[0].level}
 
     async def score(self, item: tuple[Problem, int], answer: str) -> float:
         problem, num_asked = item
@@ -270,7 +265,6 @@ class InfiniteMathEnv(SingleTurnEnv):
         }
 
     async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
-        """Add the results by level since the last log, and where the curriculum stands."""
         metrics = {} if wandb_metrics is None else wandb_metrics
         for level, results in self.results_since_log.items():
             metrics[f"train/level_{level}_correct"] = statistics.fmean(results)
@@ -309,7 +303,7 @@ class InfiniteMathEnv(SingleTurnEnv):
     def _is_correct(self, reward: float) -> bool:
         return reward > self.config.best_wrong_reward
 
-    async def _told(self, item: tuple[Problem, int]) -> tuple[Problem, int]:
+    async def _rewritten(self, item: tuple[Problem, int]) -> tuple[Problem, int]:
         problem, num_asked = item
         story = await self.word_problems.rewrite(problem.question)
         return problem._replace(question=story), num_asked

@@ -1,4 +1,4 @@
-"""CLEVR counting: how many things of a kind are in a drawn scene.
+"""CLEVR counting: the number of objects of a kind in a drawn scene.
 
 picture, question -> [system, user] -> G completions -> boxed number -> +1 or -1
 """
@@ -34,7 +34,7 @@ _COUNT = re.compile(r"<answer>\s*([0-9]{1,2})\s*</answer>")
 
 
 def gold_count(solution: str) -> str:
-    """Return the one or two digits inside the `<answer>` pair of a solution.
+    """Return the one or two digits between the `<answer>` tags of a solution.
 
     Raises:
         ValueError: the solution states no count.
@@ -46,7 +46,7 @@ def gold_count(solution: str) -> str:
 
 
 def score(answer: str, gold: str) -> float:
-    """Return 1.0 when the last box holds exactly the gold number, else -1.0."""
+    """Return 1.0 if the last box holds exactly the gold number, else -1.0."""
     return RIGHT if answer_boxed(answer) == gold else WRONG
 
 
@@ -54,7 +54,7 @@ SAMPLE = Path(__file__).resolve().parent.parent / "data" / "clevr_cogen_a_train_
 
 
 class MultimodalExampleEnv(ImageEnv):
-    """Counting in drawn scenes."""
+    """Questions about the number of objects in a drawn scene."""
 
     name = "clevr_cogen_a_train"
     hub_name = "leonardPKU/clevr_cogen_a_train"
@@ -63,16 +63,13 @@ class MultimodalExampleEnv(ImageEnv):
     max_tokens = 2048
     instructions = INSTRUCTIONS
     check_settings: ClassVar[dict[str, Any]] = {"dataset_path": str(SAMPLE)}
+    score_answer = staticmethod(score)
 
     def question(self, row: Mapping[str, Any]) -> str:
         return usable(row["problem"])
 
     def gold(self, row: Mapping[str, Any]) -> str:
         return gold_count(row["solution"])
-
-    @staticmethod
-    def score_answer(answer: str, gold: str) -> float:
-        return score(answer, gold)
 
 
 if __name__ == "__main__":

@@ -34,10 +34,7 @@ YES_NO = ("yes", "no")
 
 
 def score(answer: str, gold: str) -> float:
-    """Return 1.0 when the last box holds the gold answer, else -1.0.
-
-    Yes and no are compared without regard to case, everything else exactly.
-    """
+    """Return 1.0 if the last box holds the gold answer, else -1.0; only yes and no ignore case."""
     found = answer_boxed(answer)
     if gold.lower() in YES_NO:
         return RIGHT if found.lower() == gold.lower() else WRONG
@@ -48,7 +45,7 @@ SAMPLE = Path(__file__).resolve().parent.parent / "data" / "clevr_complex_sample
 
 
 class MultimodalComplexEnv(ImageEnv):
-    """Questions about drawn scenes."""
+    """Questions of several steps about a drawn scene."""
 
     name = "clevr_complex"
     hub_name = "MMInstruction/Clevr_CoGenT_TrainA_70K_Complex"
@@ -57,6 +54,7 @@ class MultimodalComplexEnv(ImageEnv):
     max_tokens = 2048
     instructions = INSTRUCTIONS
     check_settings: ClassVar[dict[str, Any]] = {"dataset_path": str(SAMPLE)}
+    score_answer = staticmethod(score)
 
     def question(self, row: Mapping[str, Any]) -> str:
         return usable(row["problem"])
@@ -65,10 +63,6 @@ class MultimodalComplexEnv(ImageEnv):
         return usable(
             tagged_answer(row["solution"]) or answer_boxed(row["solution"]) or row["solution"]
         )
-
-    @staticmethod
-    def score_answer(answer: str, gold: str) -> float:
-        return score(answer, gold)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Draws the sample data of this folder's environments: small pictures, and rows that ask of them.
+"""Draw the sample data of the environments in this folder: small images and their rows.
 
 python -m environments.multimodal_dpo.draw_samples [FOLDER]     default: environments/data
 """
@@ -37,7 +37,7 @@ BOOKS = [
 ]
 
 Drawn = tuple[Any, dict[str, Any]]
-"""A picture, and the columns that belong to it."""
+"""An image and its columns."""
 
 
 def draw_samples(folder: Path) -> None:
@@ -63,14 +63,14 @@ def draw_samples(folder: Path) -> None:
 
 
 def counted_scene(index: int, rng: random.Random) -> Drawn:
-    """Return a scene and the number of its things."""
+    """Return a scene and the number of its objects."""
     picture, things = scene(2 + index % 6, rng)
     solution = f"<answer> {len(things)} </answer>"
     return picture, {"problem": "How many things are there?", "solution": solution}
 
 
 def compared_scene(index: int, rng: random.Random) -> Drawn:
-    """Return a scene with a question of two steps."""
+    """Return a scene and a question of two steps."""
     picture, things = scene(3 + index % 4, rng)
     counts = Counter(shape for _, shape in things)
     if index % 2:
@@ -83,14 +83,14 @@ def compared_scene(index: int, rng: random.Random) -> Drawn:
 
 
 def labelled_scene(index: int, rng: random.Random) -> Drawn:
-    """Return a scene and how many of its things have one shape."""
+    """Return a scene and the number of its objects of one shape."""
     picture, things = scene(3 + index % 5, rng)
     shape = things[0][1]
     return picture, {"label": f"{shape}s", "count": sum(kind == shape for _, kind in things)}
 
 
 def explained_scene(index: int, rng: random.Random) -> Drawn:
-    """Return a scene of one thing and its color or shape."""
+    """Return a scene of one object and its color or shape."""
     picture, [(colour, shape)] = scene(1, rng)
     if index % 2:
         return picture, {"question": f"What colour is the {shape}?", "inline_text": [colour]}
@@ -98,7 +98,7 @@ def explained_scene(index: int, rng: random.Random) -> Drawn:
 
 
 def book_cover(index: int, _: random.Random) -> Drawn:
-    """Return a cover and two questions about what is printed on it."""
+    """Return a book cover and questions about its text."""
     title, author = BOOKS[index]
     picture, pen = canvas()
     colour = list(COLOURS.values())[index % len(COLOURS)]
@@ -125,13 +125,13 @@ def clock(index: int, rng: random.Random) -> Drawn:
 
 
 def at(turn: float, radius: float) -> tuple[float, float]:
-    """Return the point of a dial at a fraction of a turn from the top, clockwise."""
+    """Return the point of a dial at a fraction of a turn, clockwise from the top."""
     angle = 2 * math.pi * turn
     return SIZE / 2 + radius * math.sin(angle), SIZE / 2 - radius * math.cos(angle)
 
 
 def scene(num_things: int, rng: random.Random) -> tuple[Any, list[tuple[str, str]]]:
-    """Return a picture of things that do not touch, and color and shape of each."""
+    """Return an image of objects that do not touch, and color and shape of each."""
     picture, pen = canvas()
     cell = SIZE // 3
     things = []
@@ -151,7 +151,7 @@ def scene(num_things: int, rng: random.Random) -> tuple[Any, list[tuple[str, str
 
 
 def canvas() -> tuple[Any, Any]:
-    """Return an empty picture and a pen for it."""
+    """Return an empty image and a drawing object for it."""
     picture = require_pillow().new("RGB", (SIZE, SIZE), PAPER)
     from PIL import ImageDraw
 

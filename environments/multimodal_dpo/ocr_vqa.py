@@ -30,7 +30,7 @@ INSTRUCTIONS = (
 
 
 def score(answer: str, gold: str) -> float:
-    """Return 1.0 when the tagged answer is the gold one but for its case, else -1.0."""
+    """Return 1.0 if the tagged answer equals the gold one, ignoring case, else -1.0."""
     return score_text(answer_tagged(answer), gold)
 
 
@@ -38,23 +38,20 @@ SAMPLE = Path(__file__).resolve().parent.parent / "data" / "ocr_vqa_sample"
 
 
 class OcrVqaEnv(ImageEnv):
-    """Reading book covers."""
+    """Questions about the text on a book cover."""
 
     name = "ocr_vqa"
     hub_name = "howard-hou/OCR-VQA"
     columns = ("image", "questions", "answers")
     instructions = INSTRUCTIONS
     check_settings: ClassVar[dict[str, Any]] = {"dataset_path": str(SAMPLE)}
+    score_answer = staticmethod(score)
 
     def question(self, row: Mapping[str, Any]) -> str:
         return usable(row["questions"])
 
     def gold(self, row: Mapping[str, Any]) -> str:
         return usable(row["answers"])
-
-    @staticmethod
-    def score_answer(answer: str, gold: str) -> float:
-        return score(answer, gold)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""Clocks: the time that a clock face shows.
+"""Clocks: the time on a clock face.
 
     clock -> [system, user] -> G completions -> tagged time -> +1 or -1
 
-Times are compared as the hands show them: 3:05, 03:05 and, at the top of the dial, 0:05 and 12:05.
+Times are equal if the hands show the same: 3:05 and 03:05, or 0:05 and 12:05.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ HOURS_OF_DIAL = 12
 
 
 def clock_time(text: str) -> tuple[int, int] | None:
-    """Return hour (0 to 11) and minute of a text such as `03:15`; None when it is not a time.
+    """Return hour (0 to 11) and minute of a text such as `03:15`; None if it is not a time.
 
-    A dial has twelve hours: an hour above 12 is not read from it.
+    Hours above 12 are not on a dial.
     """
     found = _TIME.fullmatch(text.strip())
     if found is None:
@@ -49,7 +49,7 @@ def clock_time(text: str) -> tuple[int, int] | None:
 
 
 def score(answer: str, gold: str) -> float:
-    """Return 1.0 when the tagged time is the gold one, else -1.0."""
+    """Return 1.0 if the tagged time equals the gold one, else -1.0."""
     found = clock_time(answer_tagged(answer))
     return RIGHT if found is not None and found == clock_time(gold) else WRONG
 
@@ -58,13 +58,14 @@ SAMPLE = Path(__file__).resolve().parent.parent / "data" / "pixmo_clocks_sample"
 
 
 class ClockDatasetEnv(ImageEnv):
-    """Reading clocks."""
+    """Questions about the time on a clock face."""
 
     name = "pixmo_clocks"
     hub_name = "junyeong-nero/clock-dataset"
     columns = ("image", "hour", "minute")
     instructions = INSTRUCTIONS
     check_settings: ClassVar[dict[str, Any]] = {"dataset_path": str(SAMPLE)}
+    score_answer = staticmethod(score)
 
     def question(self, row: Mapping[str, Any]) -> str:
         return QUESTION
@@ -72,10 +73,6 @@ class ClockDatasetEnv(ImageEnv):
     def gold(self, row: Mapping[str, Any]) -> str:
         hour, minute = int(usable(row["hour"])), int(usable(row["minute"]))
         return f"{hour % HOURS_OF_DIAL or HOURS_OF_DIAL}:{minute:02d}"
-
-    @staticmethod
-    def score_answer(answer: str, gold: str) -> float:
-        return score(answer, gold)
 
 
 if __name__ == "__main__":

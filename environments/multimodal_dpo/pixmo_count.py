@@ -1,8 +1,8 @@
-"""PixMo counting: how many things of a kind are in a photograph.
+"""PixMo counting: the number of objects of a kind in a photograph.
 
     photograph, kind -> [system, user] -> G completions -> tagged number -> +1 or -1
 
-The data set names addresses; images that are gone, too slow or unreadable are skipped and counted.
+The data set has URLs; images that are missing, too slow or unreadable are skipped and counted.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ QUESTION = "How many of these are in the picture: {label}?"
 
 
 def score(answer: str, gold: str) -> float:
-    """Return 1.0 when the tagged answer is the gold number, else -1.0."""
+    """Return 1.0 if the tagged answer is the gold number, else -1.0."""
     return score_text(answer_tagged(answer), gold)
 
 
@@ -41,7 +41,7 @@ SAMPLE = Path(__file__).resolve().parent.parent / "data" / "pixmo_count_sample"
 
 
 class PixmoCountEnv(ImageEnv):
-    """Counting in photographs."""
+    """Questions about the number of objects in a photograph."""
 
     name = "pixmo_count"
     hub_name = "allenai/pixmo-count"
@@ -49,16 +49,13 @@ class PixmoCountEnv(ImageEnv):
     image_column = "image_url"
     instructions = INSTRUCTIONS
     check_settings: ClassVar[dict[str, Any]] = {"dataset_path": str(SAMPLE)}
+    score_answer = staticmethod(score)
 
     def question(self, row: Mapping[str, Any]) -> str:
         return QUESTION.format(label=usable(row["label"]))
 
     def gold(self, row: Mapping[str, Any]) -> str:
         return usable(row["count"])
-
-    @staticmethod
-    def score_answer(answer: str, gold: str) -> float:
-        return score(answer, gold)
 
 
 if __name__ == "__main__":

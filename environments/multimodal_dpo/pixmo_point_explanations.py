@@ -2,7 +2,7 @@
 
     photograph, question -> [system, user] -> G completions -> tagged answer -> +1 or -1
 
-The data set names addresses; images that are gone, too slow or unreadable are skipped and counted.
+The data set has URLs; images that are missing, too slow or unreadable are skipped and counted.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ INSTRUCTIONS = (
 
 
 def score(answer: str, gold: str) -> float:
-    """Return 1.0 when the tagged answer is the gold text but for its case, else -1.0."""
+    """Return 1.0 if the tagged answer equals the gold text, ignoring case, else -1.0."""
     return score_text(answer_tagged(answer), gold)
 
 
@@ -41,7 +41,7 @@ SAMPLE = Path(__file__).resolve().parent.parent / "data" / "pixmo_point_explanat
 
 
 class PixmoPointExplanationsEnv(ImageEnv):
-    """Questions about photographs."""
+    """Questions about a photograph, answered in a few words."""
 
     name = "pixmo_point_explanations"
     hub_name = "allenai/pixmo-point-explanations"
@@ -49,16 +49,13 @@ class PixmoPointExplanationsEnv(ImageEnv):
     image_column = "image_url"
     instructions = INSTRUCTIONS
     check_settings: ClassVar[dict[str, Any]] = {"dataset_path": str(SAMPLE)}
+    score_answer = staticmethod(score)
 
     def question(self, row: Mapping[str, Any]) -> str:
         return usable(row["question"])
 
     def gold(self, row: Mapping[str, Any]) -> str:
         return usable(row["inline_text"])
-
-    @staticmethod
-    def score_answer(answer: str, gold: str) -> float:
-        return score(answer, gold)
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from atroposlib.envs.single_turn_env import SingleTurnEnv, Trajectory
 from atroposlib.tasks import reasoning_gym as tasks
 from atroposlib.tasks.card import EnvironmentCard
 from atroposlib.tasks.reasoning_gym import START_COMPLEXITY, ReasoningGymEnvConfig, TaskItem
-from atroposlib.utils.length_penalty import penalize_length
+from atroposlib.tasks.single_turn_parts import default_configs, rank_by_length
 
 __all__ = ["Curriculum", "ReasoningGymEnv", "ReasoningGymEnvConfig"]
 
@@ -41,9 +41,8 @@ CARD = EnvironmentCard(
 
 MODEL = "NousResearch/DeepHermes-3-Llama-3-3B-Preview"
 CORRECT = 0.5
-"""Score from which a completion counts as correct in accuracies."""
+"""Minimum score of a correct completion, for accuracies."""
 FREE_LENGTH_FRACTION = 0.75
-
 
 WINDOW = 5
 STEP, JUMP = 0.05, 0.1
@@ -51,15 +50,15 @@ TOO_EASY, TOO_HARD = 0.9, 0.3
 
 
 class Curriculum:
-    """The complexity of each task, in [0, 1], moved towards a target accuracy.
+    """The complexity of each task, in [0, 1], adjusted towards a target accuracy.
 
-    After every group the mean of the last five group accuracies decides: above 0.9 or below 0.3
-    the complexity jumps by 0.1, otherwise it moves by 0.05, less when the five vary much.
+    The step after a group depends on the mean of the last five group accuracies: 0.1 if it is above
+    0.9 or below 0.3, else 0.05, reduced by up to half if the five vary.
 
     Args:
-        target_accuracy: accuracy at which the complexity rests.
-        accuracies: restored state, task to its last group accuracies.
-        complexities: restored state, task to complexity.
+        target_accuracy: accuracy at which the complexity does not change.
+        accuracies: restored last group accuracies by task.
+        complexities: restored complexities by task.
     """
 
     def __init__(
@@ -77,7 +76,7 @@ class Curriculum:
         return self.complexities.get(task, START_COMPLEXITY)
 
     def record(self, task: str, accuracy: float) -> None:
-        """Take note of one group's accuracy, in [0, 1], and move the task's complexity."""
+        """Record the accuracy of a group, in [0, 1], and adjust the complexity of its task."""
         recent = [*self.accuracies.get(task, []), accuracy][-WINDOW:]
         self.accuracies[task] = recent
         moved = self.complexity(task) + _move(recent, self.target_accuracy)
@@ -106,11 +105,7 @@ def _move(recent: list[float], target: float) -> float:
 
 
 class RolloutDump:
-    """Writes the trajectories that the settings ask for, each with its own score.
-
-    Args:
-        config: `dump_rollouts`, `dump_failed_rollouts`, the score threshold and the folder.
-    """
+    """Writes the trajectories selected by the settings, each with its score."""
 
     def __init__(self, config: ReasoningGymEnvConfig) -> None:
         self._config = config
@@ -123,13 +118,13 @@ class RolloutDump:
         trajectories: Sequence[Trajectory],
         scores: Sequence[float],
     ) -> None:
-        """Write what is wanted of one group.
+        """Write the selected trajectories of a group.
 
         Args:
-            item: what was asked.
-            messages: the prompt.
+            item: item of the group.
+            messages: prompt of the group.
             trajectories: [G].
-            scores: [G] as the task's scorer gave them.
+            scores: [G] scores of the task's scorer.
         """
         pairs = list(zip(trajectories, scores, strict=True))
         if self._config.dump_failed_rollouts and not any(scores):
@@ -166,17 +161,17 @@ class RolloutDump:
 
 
 class ReasoningGymEnv(SingleTurnEnv):
-    """Tasks of the reasoning-gym package.
+    """Tasks of the reasoning-gym package; an item is a `TaskItem`.
 
     Attributes:
         iter: training items handed out so far; kept in checkpoints.
-        curriculum_state: complexities of the tasks; kept in checkpoints.
+        curriculum_state: restored state of the curriculum.
     """
 
     name = "reasoning_gym"
     env_config_cls = ReasoningGymEnvConfig
     config: ReasoningGymEnvConfig
-    scores_thinking = True  # the scorer itself looks for the answer outside the thinking
+    scores_thinking = True  # the scorer itself ignores the thinking
     check_settings: ClassVar[dict[str, Any]] = {"num_score_workers": 1}
 
     def __init__(self, config: ReasoningGymEnvConfig, *args: Any, **kwargs: Any) -> None:
@@ -190,8 +185,9 @@ class ReasoningGymEnv(SingleTurnEnv):
 
     @classmethod
     def config_init(cls) -> tuple[ReasoningGymEnvConfig, APIServerConfig]:
-        env_config = ReasoningGymEnvConfig(
-            tokenizer_name=MODEL,
+        return default_configs(
+            ReasoningGymEnvConfig,
+            MODEL,
             group_size=8,
             total_steps=250,
             batch_size=1024,
@@ -205,13 +201,6 @@ class ReasoningGymEnv(SingleTurnEnv):
             complexity_mode="random",
             rollout_save_score_threshold=0.51,
         )
-        server_config = APIServerConfig(
-            model_name=MODEL,
-            base_url="http://localhost:9004/v1",
-            api_key="x",
-            server_type="vllm",
-        )
-        return env_config, server_config
 
     async def setup(self) -> None:
         if self.config.suppress_base_env_logs:
@@ -223,13 +212,13 @@ class ReasoningGymEnv(SingleTurnEnv):
         logger.info("%d tasks, %d evaluation items", len(names), len(self.eval_set))
 
     async def get_next_item(self) -> TaskItem:
-        """Make the next training item; it never repeats a question of the evaluation set."""
+        """Return the next training item, whose question is not in the evaluation set."""
         iteration, self.iter = self.iter, self.iter + 1
         complexity = None
         if self.config.complexity_mode == "curriculum":
             task, _ = tasks.train_task_and_complexity(self.config, iteration)
             complexity = self.curriculum.complexity(task)
-        # Some generators search for seconds; rollouts go on meanwhile.
+        # In a thread: some generators take seconds.
         return await asyncio.to_thread(tasks.train_item, self.config, iteration, complexity)
 
     def eval_items(self) -> Sequence[TaskItem]:
@@ -246,7 +235,7 @@ class ReasoningGymEnv(SingleTurnEnv):
         return {"temperature": self.config.temperature, "top_p": self.config.top_p}
 
     async def score(self, item: TaskItem, answer: str) -> float:
-        """Return the score of the task's own scorer; 0 if it takes too long."""
+        """Return the score of the task's scorer; 0 after a timeout."""
         return await self.score_pool.run(tasks.score_completion, answer, item, default=0.0)
 
     def note_group(
@@ -261,17 +250,16 @@ class ReasoningGymEnv(SingleTurnEnv):
     def group_scores(
         self, scores: Sequence[float], trajectories: Sequence[Trajectory]
     ) -> list[float]:
-        """Rank a group of correct answers by length; three quarters of the limit cost nothing."""
-        if min(scores) < CORRECT:
-            return list(scores)
-        lengths = [len(trajectory.tokens) for trajectory in trajectories]
-        limit = self.config.max_token_length
-        return penalize_length(
-            scores, lengths, max_tokens=limit, free_fraction=FREE_LENGTH_FRACTION
+        return rank_by_length(
+            scores,
+            trajectories,
+            max_tokens=self.config.max_token_length,
+            free_fraction=FREE_LENGTH_FRACTION,
+            full_score=CORRECT,
         )
 
     def check_gold_answer(self, item: TaskItem) -> str | None:
-        """Return the package's answer after a thought; None where it names no answer."""
+        """Return the package's answer after a thought; None if it has no answer."""
         answer = item.entry["answer"]
         return None if answer is None else f"<think>Done.</think><answer>{answer}</answer>"
 
@@ -297,7 +285,6 @@ class ReasoningGymEnv(SingleTurnEnv):
         return {"train/percent_correct": statistics.fmean(score >= CORRECT for score in scores)}
 
     async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
-        """Add the curriculum and the number of answers whose scoring took too long."""
         metrics = {} if wandb_metrics is None else wandb_metrics
         metrics["train/score_timeouts"] = self.score_pool.num_timeouts
         metrics.update(self.curriculum.metrics())
@@ -318,7 +305,7 @@ class ReasoningGymEnv(SingleTurnEnv):
         await super().close()
 
     def _shown(self, completion: str, *, is_cut: bool) -> str:
-        return completion  # a cut completion may hold its answer; the settings decide on muting
+        return completion  # a truncated completion may contain its answer
 
     def _is_muted(self, trajectory: Trajectory) -> bool:
         is_cut = self.config.mask_too_long_completions and trajectory.is_truncated

@@ -3,8 +3,7 @@
     task and question -> G completions -> scores -> group -> teacher reads it -> distill_* fields
 
 Items, prompts and scores are those of `reasoning_gym_environment.py`. The teacher must have the
-tokenizer of the policy and room for one token more than `max_token_length`, and only `serve` asks
-it:
+tokenizer of the policy and a context of `max_token_length` + 1 tokens, and is used by `serve` only:
 
     python environments/reasoning_gym_environment/reasoning_gym_teacher_distill.py serve \
         --teacher.model_name NAME --teacher.base_url http://localhost:9003/v1
@@ -13,8 +12,6 @@ it:
 from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
-
-from pydantic import Field
 
 from atroposlib.envs.base import APIServerConfig
 from atroposlib.envs.teacher_distillation_env import (
@@ -46,19 +43,6 @@ CARD = EnvironmentCard(
 class ReasoningGymTeacherDistillConfig(ReasoningGymEnvConfig, TeacherDistillationConfig):
     """Settings of the tasks and of the teacher."""
 
-    teacher_enabled: bool = Field(
-        True, description="Send a teacher's log-probabilities along with every group."
-    )
-    teacher_top_k: int = Field(
-        8,
-        ge=-1,
-        description="Likeliest tokens per position to take from the teacher; 0 takes the token "
-        "that stands there only, -1 asks the teacher nothing.",
-    )
-    ensure_scores_are_not_same: bool = Field(
-        False, description="Drop groups whose scores are all equal; a teacher has a use for them."
-    )
-
 
 class ReasoningGymTeacherDistillEnv(ReasoningGymEnv, TeacherDistillationEnv):
     """The same tasks; a teacher reads the completions."""
@@ -73,9 +57,15 @@ class ReasoningGymTeacherDistillEnv(ReasoningGymEnv, TeacherDistillationEnv):
 
     @classmethod
     def config_init(cls) -> tuple[ReasoningGymTeacherDistillConfig, APIServerConfig]:
-        env_config, server_config = super().config_init()
-        own = {**env_config.model_dump(exclude_unset=True), "wandb_name": cls.name}
-        return ReasoningGymTeacherDistillConfig(**own), server_config
+        config, server = super().config_init()
+        changes = {
+            "wandb_name": cls.name,
+            "teacher_enabled": True,
+            "teacher_top_k": 8,
+            "ensure_scores_are_not_same": False,  # a teacher scores every token of such a group
+        }
+        settings = {**config.model_dump(exclude_unset=True), **changes}
+        return ReasoningGymTeacherDistillConfig(**settings), server
 
 
 if __name__ == "__main__":

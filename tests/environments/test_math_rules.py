@@ -12,10 +12,10 @@ from atroposlib.tasks.math_problems import (
     ZERO_SETS,
     KeptGroup,
     KeptGroups,
-    MathFigures,
+    MathMetrics,
     boxed_word,
     concise_scores,
-    eval_figures,
+    eval_metrics,
     judge_messages,
     lead_of_first,
     least_similar_pair,
@@ -174,7 +174,7 @@ def test_kept_groups_are_bounded_and_handed_out_once() -> None:
 def test_evaluation_is_counted_by_subset() -> None:
     correct = {"aime24": [True, False], "amc23": [True, True]}
 
-    assert eval_figures(correct) == {
+    assert eval_metrics(correct) == {
         "eval/aime24_percent_correct": 0.5,
         "eval/amc23_percent_correct": 1.0,
         "eval/overall_percent_correct": 0.75,
@@ -188,7 +188,7 @@ def test_evaluation_is_counted_by_subset() -> None:
 
 
 def test_tables_keep_the_latest_rows_only() -> None:
-    figures = MathFigures(2)
+    figures = MathMetrics(2)
     for i in range(5):
         figures.note_rollout("normal", f"p{i}", "c", 1.0, "g")
 

@@ -9,12 +9,12 @@ import pytest
 
 from atroposlib.envs.multi_turn_env import Rollout
 from atroposlib.tasks.infinimath import MathCurriculum
-from atroposlib.tasks.math_problems import TABLES, MathFigures
+from atroposlib.tasks.math_problems import TABLES, MathMetrics
 from environments import math_server, math_server_zero
 from environments.code_execution_server.code_execution_server import (
     Answer,
-    eval_figures,
-    train_figures,
+    eval_metrics,
+    train_metrics,
 )
 from environments.deep_research.deep_research_environment import (
     DeepResearchEnv,
@@ -32,7 +32,7 @@ Logged = dict[str, Any]
 
 
 def test_mathematics() -> None:
-    figures = MathFigures(4)
+    figures = MathMetrics(4)
     right, wrong = (SimpleNamespace(is_truncated=cut, num_completion_tokens=9) for cut in (0, 1))
     figures.note_solutions([right, wrong], [1.0, -1.0])  # type: ignore[list-item]
 
@@ -121,10 +121,10 @@ def test_code_execution() -> None:
     common = {"pass@group_size", "overlong_ratio", *lengths}
     by_difficulty = {"easy_pass_1", "medium_pass_1", "hard_pass_1"}
 
-    evaluated = eval_figures(groups, ["easy", "medium", "hard"], group_size=2)
+    evaluated = eval_metrics(groups, ["easy", "medium", "hard"], group_size=2)
 
     assert set(evaluated) == {f"eval/{name}" for name in {"pass_1", *by_difficulty, *common}}
-    assert set(train_figures(groups)) == {f"train_rewards/{n}" for n in {"rewards", *common}}
+    assert set(train_metrics(groups)) == {f"train_rewards/{n}" for n in {"rewards", *common}}
 
 
 def test_deep_research() -> None:

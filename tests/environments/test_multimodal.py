@@ -52,7 +52,7 @@ def test_check_passes_offline(env_cls: type[ImageEnv]) -> None:
 
     assert report.passed, report.text
     [context] = [outcome for outcome in report.outcomes if outcome.name == "context"]
-    assert (context.status, context.detail.split(",")[0]) == ("skipped", "the model saw images")
+    assert (context.status, context.detail.split(",")[0]) == ("skipped", "the prompt had images")
 
 
 @each_environment

@@ -173,7 +173,7 @@ def test_hovering_a_token_shows_its_id_logprob_and_position(url: str, open_page:
     assert "position" in tip
     assert "</s>" in page.inner_text("#v-tokens .v-tokens")
     assert page.locator("#v-tokens .v-tokens b.m").count() > 10
-    page.click("#v-colour label >> nth=1")
+    page.click("#v-color label >> nth=1")
     page.wait_for_selector("#v-tokens .v-tokens b.a3")
     assert watched.complaints == []
 

@@ -53,7 +53,7 @@ def test_a_file_that_grows_is_read_on_and_half_a_line_waits(tmp_path: Path) -> N
         file.write(line[50:] + b"\n" + line)
     read_all(source, index)
 
-    assert "line 2 has no end yet" in notes[0]
+    assert "line 2 is incomplete" in notes[0]
     assert [index[i].label for i in range(len(index))] == ["line 1", "line 2", "line 3"]
     assert source.problems.count == 0
     assert source.figures().notes == []
@@ -68,7 +68,7 @@ def test_a_file_that_was_cut_is_said_and_not_misread(tmp_path: Path) -> None:
     path.write_text("")
     read_all(source, index)
 
-    assert "was cut short" in source.problems.messages[0]
+    assert "was truncated" in source.problems.messages[0]
     with pytest.raises(GroupGoneError, match="was changed"):
         source.load(0)
     source.close()
@@ -110,7 +110,7 @@ def test_groups_of_tokens_only_are_searched_by_their_text(
     assert viewer.row(0).excerpt.startswith("[user]one</s>[assistant]needle")
 
 
-def test_a_hostile_group_is_summarised_as_one_harmless_line(tmp_path: Path) -> None:
+def test_a_hostile_group_is_summarized_as_one_harmless_line(tmp_path: Path) -> None:
     source, index = JsonlSource(write_groups(tmp_path / "g.jsonl", [hostile_group()])), GroupIndex()
 
     read_all(source, index)

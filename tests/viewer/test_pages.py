@@ -3,7 +3,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from atroposlib.viewer.index import GroupIndex, summarise
+from atroposlib.viewer.index import GroupIndex, summarize
 from atroposlib.viewer.pages import (
     block,
     conversation_page,
@@ -107,7 +107,7 @@ def test_overview_draws_the_reward_over_steps_of_each_environment() -> None:
     index = GroupIndex()
     for step, scores in ((2, [1, 0]), (0, [0, 0]), (2, [1, 1]), (None, [9, 9])):
         fields: dict[str, Any] = {"scores": scores, "messages": [[], []]}
-        index.add(summarise(fields, label="group", environment="sums", step=step))
+        index.add(summarize(fields, label="group", environment="sums", step=step))
 
     page = overview(index)
 

@@ -149,7 +149,7 @@ def test_a_service_with_tokens_says_which_one_it_wants(tmp_path: Path, free_port
             source.close()
 
     assert seen["nobody"][0] == 0
-    assert "asks for a token" in seen["nobody"][1][0]
+    assert "requires a token" in seen["nobody"][1][0]
     assert seen["trainer"][0] == 3
     assert "to admins only" in seen["trainer"][1][0]
     assert seen["admin"] == (3, [])
@@ -193,7 +193,7 @@ def test_a_group_that_is_discarded_is_said_to_be_gone(url: str, settings: ApiSet
 
     httpx.get(url + "/reset_data").raise_for_status()
     wait_until(lambda: source._content(2) is None)
-    with pytest.raises(GroupGoneError, match="not kept any more"):
+    with pytest.raises(GroupGoneError, match="no longer kept"):
         source.load(2)
     source.close()
 

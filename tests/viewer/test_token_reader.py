@@ -73,7 +73,7 @@ def test_without_messages_tokenising_again_tells() -> None:
     assert reader.mismatch(group_of(right)) is None
     reason = reader.mismatch(group_of(wrong))
     assert reason is not None
-    assert "tokenised again" in reason
+    assert "same after decoding and encoding" in reason
 
 
 def test_a_character_of_several_tokens_is_given_to_the_last() -> None:

@@ -1,7 +1,7 @@
-"""Tokenizers that answer environments as they always have, whichever transformers is installed.
+"""Compatibility of tokenizers of transformers 5 with environments written for version 4.
 
-Version 5 changed what some calls return and took others away. Environment files are written
-against the earlier answers, so the tokenizer that an environment is given keeps them:
+Version 5 changed the results of some calls and removed others. The tokenizer that an environment
+receives keeps the earlier ones:
 
     call                            version 5          here, and in version 4
     apply_chat_template(messages)   a mapping          the ids, a list
@@ -9,7 +9,7 @@ against the earlier answers, so the tokenizer that an environment is given keeps
     batch_decode([])                one empty text     an empty list
     encode_plus, batch_encode_plus  removed            the mapping of `tokenizer(...)`
 
-Releases before 4.47 do not read `chat_template.jinja`, where recent models have their template.
+Releases before 4.47 do not read `chat_template.jinja`, the template file of recent models.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ FIRST_TO_READ_TEMPLATE_FILES = (4, 47)
 
 
 def keep_earlier_calls(tokenizer: Any) -> Any:
-    """Return the same tokenizer, whose methods answer as they do in version 4 of transformers.
+    """Make the methods of a tokenizer return the results of version 4; return the tokenizer.
 
-    It can be copied, pickled and saved as before. Anything but a tokenizer of transformers is
-    left as it is. Its chat template is read as by `read_template_file`.
+    It can still be copied, pickled and saved. Also applies `read_template_file`. Objects other than
+    tokenizers of transformers are unchanged.
     """
     method = getattr(type(tokenizer), "apply_chat_template", None)
     if method is None or "return_dict" not in inspect.signature(method).parameters:
         return tokenizer
     read_template_file(tokenizer)
-    # Module-level functions, since what stands in the tokenizer is pickled with it.
+    # Module-level functions, since attributes of the tokenizer are pickled with it.
     tokenizer.apply_chat_template = partial(_apply_chat_template, tokenizer)
     tokenizer.batch_decode = partial(_batch_decode, tokenizer)
     for name in ("encode_plus", "batch_encode_plus"):
@@ -49,9 +49,9 @@ def keep_earlier_calls(tokenizer: Any) -> Any:
 
 
 def read_template_file(tokenizer: Any) -> Any:
-    """Return the same tokenizer, with the template of its `chat_template.jinja` if it has none.
+    """Set the chat template of a tokenizer from its `chat_template.jinja`; return the tokenizer.
 
-    Releases of transformers before 4.47 leave that file unread.
+    Only if it has no template and transformers is older than 4.47.
     """
     if getattr(tokenizer, "chat_template", "its own"):
         return tokenizer
@@ -73,7 +73,7 @@ def read_template_file(tokenizer: Any) -> Any:
 
 
 def no_template_text(tokenizer: Any) -> str:
-    """Return what to say of a tokenizer that cannot render chats."""
+    """Return the error text for a tokenizer without a chat template."""
     name = str(getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__)
     return (
         f"the tokenizer {name} has no chat template, so chats cannot be rendered as prompts; name "

@@ -1,8 +1,7 @@
-"""A Qwen tokenizer whose chat template keeps what the model wrote.
+"""A Qwen tokenizer whose chat template renders all messages unchanged.
 
-The templates that ship with these models drop the thinking of earlier turns, so that a rendered
-history differs from the tokens that were sampled. The template next to this module renders every
-message as it is.
+The templates of these models drop the thinking of earlier turns, so that a rendered history differs
+from the sampled tokens. The template next to this module keeps it.
 """
 
 from __future__ import annotations
@@ -16,11 +15,9 @@ _TEMPLATE = Path(__file__).with_name("qwen_chat_template.jinja")
 
 
 class QwenFixedTokenizer:
-    """Wraps a tokenizer; everything but the chat template is the wrapped one's.
+    """Wraps a tokenizer and replaces its chat template.
 
-    Args:
-        model_name_or_path: as for `transformers.AutoTokenizer.from_pretrained`.
-        **kwargs: passed on to it.
+    The arguments are those of `transformers.AutoTokenizer.from_pretrained`.
     """
 
     def __init__(self, model_name_or_path: str, **kwargs: Any) -> None:
@@ -30,7 +27,7 @@ class QwenFixedTokenizer:
         self.tokenizer.chat_template = _TEMPLATE.read_text(encoding="utf-8")
 
     def __getattr__(self, name: str) -> Any:
-        if name == "tokenizer":  # not there yet, e.g. while being copied
+        if name == "tokenizer":  # not set yet, for example during a copy
             raise AttributeError(name)
         return getattr(self.tokenizer, name)
 
@@ -53,12 +50,7 @@ class QwenFixedTokenizer:
         add_generation_prompt: bool = False,
         **kwargs: Any,
     ) -> Any:
-        """Render a conversation; see the method of the same name in transformers.
-
-        Returns:
-            Token ids as a plain list unless `return_dict` asks for a mapping; text when `tokenize`
-            is False.
-        """
+        """Render a conversation as in transformers; ids are a list unless `return_dict` is set."""
         return self.tokenizer.apply_chat_template(
             conversation,
             tools=tools,

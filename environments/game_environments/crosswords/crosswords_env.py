@@ -1,9 +1,9 @@
-"""Crosswords: clues to words that cross, filled in over a few turns.
+"""Crosswords, filled in over several turns.
 
-    seed -> board -> ["1-Across: WORD" -> letters kept or rubbed out] x N -> solved, or no turn
+    seed -> board -> ["1-Across: WORD" -> letters kept or removed] x N -> solved, or out of turns
 
-The letters of a board are worth 1 together, solving it is worth 1 more; `README.md`
-explains the rewards. Nothing is downloaded:
+All letters of a board together are worth 1, and solving it is worth 1 more; `README.md` explains
+the rewards. No data is downloaded:
 
     python environments/game_environments/crosswords/crosswords_env.py process \
         --env.total_steps 4 --env.tokenizer_name NAME --openai.model_name NAME
@@ -24,7 +24,15 @@ from pydantic import Field
 from atroposlib.envs.conversation import ChatMessage, Reply, Turn
 from atroposlib.errors import ConfigError
 from atroposlib.tasks.card import EnvironmentCard
-from atroposlib.tasks.games import THINK_FIRST, Difficulty, Game, GameEnv, GameEnvConfig, words_at
+from atroposlib.tasks.games import (
+    Difficulty,
+    Game,
+    GameEnv,
+    GameEnvConfig,
+    Outcome,
+    opening_messages,
+    words_at,
+)
 
 __all__ = [
     "INVALID",
@@ -48,24 +56,24 @@ NUM_ATTEMPTS = 50
 
 
 class Cell(NamedTuple):
-    """A place on the board."""
+    """A position on the board."""
 
     row: int
     column: int
 
     def along(self, direction: Direction, steps: int) -> Cell:
-        """Return the place some steps further; backwards when negative."""
+        """Return the cell some steps further; backwards if negative."""
         if direction == "Across":
             return Cell(self.row, self.column + steps)
         return Cell(self.row + steps, self.column)
 
 
 class Level(NamedTuple):
-    """How large a board is."""
+    """Size of a board."""
 
     num_words: int
     side: int
-    """Most rows, and most columns."""
+    """Maximum number of rows and of columns."""
 
 
 LEVELS: Mapping[Difficulty, Level] = {
@@ -87,7 +95,7 @@ class Entry:
 
     @property
     def name(self) -> str:
-        """As players write it: `1-Across`."""
+        """Name in moves, such as `1-Across`."""
         return f"{self.number}-{self.direction}"
 
     @property
@@ -102,7 +110,7 @@ class Board:
     num_rows: int
     num_columns: int
     entries: tuple[Entry, ...]
-    """By number, Across before Down."""
+    """Sorted by number, Across before Down."""
 
     @property
     def letters(self) -> dict[Cell, str]:
@@ -114,10 +122,10 @@ class Board:
 
 
 def make_board(clues: Mapping[str, str], level: Level, *, seed: int) -> Board:
-    """Return the board of a seed, the same for the same words.
+    """Return the board of a seed; deterministic for the same words.
 
     Raises:
-        ConfigError: the words do not cross often enough.
+        ConfigError: no board was found with these words.
     """
     source = random.Random(seed)
     words = sorted(word for word in clues if len(word) <= level.side)
@@ -136,15 +144,13 @@ def make_board(clues: Mapping[str, str], level: Level, *, seed: int) -> Board:
 
 
 class _Layout:
-    """Words laid so far."""
-
     def __init__(self, side: int) -> None:
         self.side = side
         self.letters: dict[Cell, str] = {}
         self.placed: list[tuple[str, Cell, Direction]] = []
 
     def place(self, word: str) -> None:
-        """Lay a word at the first place where it fits, if there is one."""
+        """Place a word at the first position where it fits, if there is one."""
         for start, direction in self._places(word):
             if self._fits(word, start, direction):
                 self.placed.append((word, start, direction))
@@ -183,7 +189,7 @@ class _Layout:
 
 
 def _numbered(layout: _Layout, clues: Mapping[str, str]) -> Board:
-    """Cut off empty borders and number the starts from left to right, row by row."""
+    """Remove empty borders and number the starts from left to right, row by row."""
     top = min(cell.row for cell in layout.letters)
     left = min(cell.column for cell in layout.letters)
     starts = sorted({start for _, start, _ in layout.placed})
@@ -208,20 +214,12 @@ def _numbered(layout: _Layout, clues: Mapping[str, str]) -> Board:
 WIN = 1.0
 UNSOLVED = -0.5
 INVALID = -0.2
-"""More than the wrong letters of a turn can cost, so that trying is better."""
+"""Larger than the penalty of wrong letters in a turn, so that an attempt is better."""
 WRONG_CELL = 0.1
 """Penalty of a wrong letter, as a share of the reward of a right one."""
 
 _LINE = re.compile(r"[\s*-]*([0-9]+)\s*-\s*(across|down)\b(.*)", re.IGNORECASE | re.ASCII)
 _WORD = re.compile(r"\s*:[\s*]*([A-Za-z]+)[\s*.,;]*", re.ASCII)
-
-
-class Outcome(NamedTuple):
-    """The outcome of a turn."""
-
-    reward: float
-    message: str
-    """The reply to the player."""
 
 
 class CrosswordGame:
@@ -243,10 +241,10 @@ class CrosswordGame:
         return len(self.solved) == len(self.letters)
 
     def fill_in(self, text: str) -> Outcome:
-        """Write the words of a turn; one faulty line and none of them is written.
+        """Fill in the words of a turn; one invalid line makes the whole turn invalid.
 
         Args:
-            text: lines such as `1-Across: PEAR`; other lines are not looked at.
+            text: lines such as `1-Across: PEAR`; other lines are ignored.
 
         Raises:
             ValueError: the crossword is solved.
@@ -268,13 +266,13 @@ class CrosswordGame:
         return self._write(words)
 
     def pattern(self, entry: Entry) -> str:
-        """Return the letters of an entry that were found: `P _ A _`."""
+        """Return the found letters of an entry, such as `P _ A _`."""
         return " ".join(
             self.letters[cell].upper() if cell in self.solved else "_" for cell in entry.cells
         )
 
     def grid(self) -> str:
-        """Return the board: found letters, `_` for hidden ones, `#` where no letter belongs."""
+        """Return the board: found letters, `_` for hidden ones, `#` for cells without a letter."""
         rows = []
         for row in range(self.board.num_rows):
             cells = [Cell(row, column) for column in range(self.board.num_columns)]
@@ -336,7 +334,7 @@ ENTRY = "{name} (row {row}, column {column}, {length} letters): {clue} | {patter
 
 
 class CrosswordsEnvConfig(GameEnvConfig):
-    """Which boards are made, and how the game is played."""
+    """Settings of the boards and of the game."""
 
     difficulty: Difficulty = Field(
         "easy",
@@ -345,13 +343,15 @@ class CrosswordsEnvConfig(GameEnvConfig):
     words_path: str | None = Field(
         None, description="File with a word, a tab and a clue per line; None is the shipped list."
     )
-    thinking_active: bool = Field(True, description="Ask the policy to think before each turn.")
-    max_turns: int = Field(6, ge=1, description="Turns for one board.")
+    thinking_active: bool = Field(
+        True, description="Whether the policy is asked to think before each turn."
+    )
+    max_turns: int = Field(6, ge=1, description="Maximum number of turns for one board.")
 
 
 @lru_cache(maxsize=256)
 def board_of(difficulty: Difficulty, words_path: str | None, seed: int) -> Board:
-    """Return the board of a seed; kept, since a group plays the same one."""
+    """Return the board of a seed; cached, since all rollouts of a group use the same one."""
     return make_board(words_at(words_path), LEVELS[difficulty], seed=seed)
 
 
@@ -366,8 +366,8 @@ class Crossword(Game):
 
     def opening(self) -> list[ChatMessage]:
         rules = RULES.format(example=self.game.board.entries[0].name)
-        thinking = [{"role": "system", "content": THINK_FIRST}] if self.thinking_active else []
-        return [*thinking, {"role": "user", "content": f"{rules}\n\n{self._state(self.max_turns)}"}]
+        rules_and_state = f"{rules}\n\n{self._state(self.max_turns)}"
+        return opening_messages(rules_and_state, thinking_active=self.thinking_active)
 
     async def reply(self, turn: Turn) -> Reply:
         outcome = self.game.fill_in(turn.answer)
@@ -375,7 +375,7 @@ class Crossword(Game):
         if self.is_won:
             return Reply(reward=outcome.reward, is_done=True)
         turns_left = self.max_turns - turn.index - 1
-        # To stop early is worth no more than to fill the other turns with nonsense.
+        # Stopping early scores no more than invalid moves in all remaining turns.
         self.unfinished_reward = UNSOLVED + turns_left * INVALID
         state = self._state(turns_left)
         return Reply(f"{outcome.message}\n\n{state}", reward=outcome.reward)

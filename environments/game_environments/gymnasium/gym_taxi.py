@@ -1,9 +1,9 @@
-"""Taxi: bring a passenger to their destination in a town of five by five squares.
+"""Taxi: bring a passenger to their destination on a grid of five by five cells.
 
     seed -> map and places -> [number of an action -> new map] x N -> delivered, or an illegal one
 
-A game is worth 1 with the passenger delivered, 0 with the passenger picked up, else -1; an illegal
-action or an unreadable one ends it. Needs gymnasium, no data:
+A game scores 1 if the passenger was delivered, 0 if picked up, else -1. An illegal or invalid
+action ends it. Needs gymnasium, no data:
 
     python environments/game_environments/gymnasium/gym_taxi.py process --env.total_steps 4 \
         --env.tokenizer_name NAME --openai.model_name NAME
@@ -23,21 +23,27 @@ from pydantic import Field
 from atroposlib.envs.conversation import ChatMessage, Reply, Turn
 from atroposlib.envs.multi_turn_env import Rollout
 from atroposlib.tasks.card import EnvironmentCard
-from atroposlib.tasks.games import THINK_FIRST, Game, GameEnv, GameEnvConfig, load_gymnasium
+from atroposlib.tasks.games import (
+    Game,
+    GameEnv,
+    GameEnvConfig,
+    load_gymnasium,
+    opening_messages,
+)
 
 __all__ = ["DROP_OFF", "PICK_UP", "PLACES", "GymTaxiEnv", "TaxiRide", "read_action", "taxi_world"]
 
 ACTIONS = ("south", "north", "east", "west", "pick up", "drop off")
-"""By their number."""
+"""Names of the actions, by number."""
 PICK_UP, DROP_OFF = 4, 5
 PLACES = ("Red", "Green", "Yellow", "Blue")
 IN_TAXI = len(PLACES)
 NAMES = ("Taxi-v4", "Taxi-v3")
-"""The game by its name in newer and in older releases; the rules are the same."""
+"""Names of the game in newer and in older releases; the rules are the same."""
 
 
 class Traffic(NamedTuple):
-    """A state, decoded."""
+    """A decoded state."""
 
     row: int
     column: int
@@ -52,19 +58,15 @@ class Traffic(NamedTuple):
 
 
 class Step(NamedTuple):
-    """The result of an action."""
+    """Result of an action."""
 
     state: int
     is_done: bool
-    """Whether the passenger is where they want to be."""
+    """Whether the passenger was delivered."""
 
 
 class TaxiWorld:
-    """The rules, read from gymnasium; nothing here changes.
-
-    Args:
-        env: the game, unwrapped.
-    """
+    """The rules, read from the unwrapped gymnasium environment; immutable."""
 
     def __init__(self, env: Any) -> None:
         self._env = env
@@ -86,7 +88,7 @@ class TaxiWorld:
         return Step(int(after), bool(is_done))
 
     def shortest_way(self, state: int) -> list[int]:
-        """Return a shortest list of actions that brings the passenger to their destination."""
+        """Return a shortest sequence of actions that delivers the passenger."""
         ways: dict[int, list[int]] = {state: []}
         queue = deque([state])
         while queue:
@@ -101,7 +103,7 @@ class TaxiWorld:
         raise ValueError(f"no way leads from state {state} to the destination")
 
     def draw(self, state: int) -> str:
-        """Return the map with `T` where the taxi is."""
+        """Return the map, with `T` at the position of the taxi."""
         traffic = self.decode(state)
         rows = list(self.map)
         row, at = traffic.row + 1, 2 * traffic.column + 1
@@ -109,7 +111,7 @@ class TaxiWorld:
         return "\n".join(rows)
 
     def describe(self, state: int) -> str:
-        """Return where taxi, passenger and destination are, in words."""
+        """Return the positions of taxi, passenger and destination, as text."""
         traffic = self.decode(state)
         passenger = "in the taxi" if traffic.is_aboard else f"at {self._named(traffic.passenger)}"
         return (
@@ -124,7 +126,7 @@ class TaxiWorld:
 
 @lru_cache(maxsize=1)
 def taxi_world() -> TaxiWorld:
-    """Return the town, built once.
+    """Return the world; cached.
 
     Raises:
         MissingExtraError: gymnasium is not installed.
@@ -157,26 +159,25 @@ STATE = "```\n{map}\n```\n{description}\nAvailable actions: {actions}"
 
 
 def read_action(answer: str) -> int | None:
-    """Return the action whose number is the last character; None without such a number."""
+    """Return the action given by the last character; None if it is not an action's number."""
     last = answer.strip()[-1:]
     return int(last) if last.isascii() and last.isdigit() and int(last) < len(ACTIONS) else None
 
 
 class GymTaxiEnvConfig(GameEnvConfig):
-    """How long a ride may take."""
+    """Settings of a ride."""
 
-    max_turns: int = Field(40, ge=1, description="Actions in one game; the longest way has 18.")
-    max_turn_tokens: int | None = Field(256, ge=1, description="Tokens of one turn.")
-    thinking_active: bool = Field(False, description="Ask the policy to think before each action.")
+    max_turns: int = Field(
+        40, ge=1, description="Maximum number of actions; the longest shortest way has 18."
+    )
+    max_turn_tokens: int | None = Field(256, ge=1, description="Maximum tokens of one turn.")
+    thinking_active: bool = Field(
+        False, description="Whether the policy is asked to think before each action."
+    )
 
 
 class TaxiRide(Game):
-    """One game as a conversation.
-
-    Attributes:
-        state: where everything is.
-        was_picked_up: whether the passenger ever was in the taxi.
-    """
+    """One game as a conversation."""
 
     def __init__(self, world: TaxiWorld, *, seed: int, thinking_active: bool) -> None:
         self.world = world
@@ -186,11 +187,10 @@ class TaxiRide(Game):
         self.unfinished_reward = NOT_PICKED_UP
 
     def opening(self) -> list[ChatMessage]:
-        thinking = [{"role": "system", "content": THINK_FIRST}] if self.thinking_active else []
-        return [*thinking, {"role": "user", "content": f"{RULES}\n\n{self._shown()}"}]
+        return opening_messages(f"{RULES}\n\n{self._shown()}", thinking_active=self.thinking_active)
 
     async def reply(self, turn: Turn) -> Reply:
-        """Take the action; the game's reward is given for the turn that ends it."""
+        """Apply the action; the turn that ends the game has its whole reward."""
         action = read_action(turn.answer)
         if action is None or action not in self.world.legal(self.state):
             return Reply(reward=self.unfinished_reward, is_done=True)

@@ -2,8 +2,8 @@
 
     seed -> word -> [guess -> letters revealed, or a life lost] x N -> found, or no life left
 
-The letters of a word are worth 1 together, finding it is worth 1 more;
-`README.md` explains the rewards. Words come from the shipped list, nothing is downloaded:
+All letters of a word together are worth 1, and finding it is worth 1 more; `README.md` explains the
+rewards. Words come from the shipped list; no data is downloaded:
 
     python environments/game_environments/hangman/hangman_env.py process --env.total_steps 4 \
         --env.tokenizer_name NAME --openai.model_name NAME
@@ -25,11 +25,12 @@ from atroposlib.tasks.answers import only_tagged
 from atroposlib.tasks.card import EnvironmentCard
 from atroposlib.tasks.games import (
     NUM_TRAINING_SEEDS,
-    THINK_FIRST,
     Difficulty,
     Game,
     GameEnv,
     GameEnvConfig,
+    Outcome,
+    opening_messages,
     words_at,
 )
 
@@ -54,12 +55,12 @@ INVALID = -0.2
 
 
 class Level(NamedTuple):
-    """How hard a game is."""
+    """Difficulty of a game."""
 
     min_letters: int
     max_letters: int
     lives: int
-    """Wrong or invalid guesses until the game is lost."""
+    """Number of wrong or invalid guesses that lose the game."""
     shows_clue: bool
 
 
@@ -73,17 +74,17 @@ LEVELS: Mapping[Difficulty, Level] = {
 def hidden_word(
     words: Mapping[str, str], level: Level, *, seed: int, held_out_share: float = 0.0
 ) -> str:
-    """Return the word of a seed, the same for the same list of words.
+    """Return the word of a seed; deterministic for the same words.
 
     Args:
-        words: word -> clue.
-        level: how long the word may be.
-        seed: of the game; evaluations have those from `NUM_TRAINING_SEEDS` on.
-        held_out_share: about this share of the words occurs in evaluations and in no training
-            game; with a list so short that one side has none, both have all.
+        words: words and their clues.
+        level: determines the length of the word.
+        seed: seed of the game; evaluations have those from `NUM_TRAINING_SEEDS` on.
+        held_out_share: approximate fraction of words that occur only in evaluations. If one side
+            would have no word, both use all.
 
     Raises:
-        ConfigError: no word has the number of letters of the level.
+        ConfigError: no word has the length of the level.
     """
     fitting = sorted(w for w in words if level.min_letters <= len(w) <= level.max_letters)
     if not fitting:
@@ -95,24 +96,16 @@ def hidden_word(
 
 
 def _place(word: str) -> float:
-    """Return a number from 0 to 1 that depends on the word alone."""
+    """Return a hash of the word in [0, 1)."""
     return zlib.crc32(word.encode()) / 2**32
-
-
-class Outcome(NamedTuple):
-    """The outcome of a guess."""
-
-    reward: float
-    message: str
-    """The reply to the player."""
 
 
 class HangmanGame:
     """One game.
 
     Attributes:
-        word: the hidden word, in small letters.
-        lives: wrong or invalid guesses left.
+        word: the hidden word, in lower case.
+        lives: lives left.
         guesses: valid guesses so far, letters and words.
     """
 
@@ -137,20 +130,20 @@ class HangmanGame:
 
     @property
     def shown(self) -> str:
-        """The word with a line for each hidden letter: `_ _ a _ a`."""
+        """The word with `_` for each hidden letter, such as `_ _ a _ a`."""
         is_found = self.num_hidden == 0
         return " ".join(x if is_found or x in self.guesses else "_" for x in self.word)
 
     @property
     def forfeit(self) -> float:
-        """Reward of giving up: that of one invalid guess per life, and of the loss."""
+        """Reward of giving up: that of an invalid guess per life, plus that of the loss."""
         return self.lives * INVALID + LOSS
 
     def guess(self, text: str | None) -> Outcome:
-        """Take a guess; one that is wrong or invalid costs a life.
+        """Apply a guess; a wrong or invalid one costs a life.
 
         Args:
-            text: a letter or a word, in any case; None when the turn holds no readable guess.
+            text: a letter or a word, in any case; None if the turn has no valid guess.
 
         Raises:
             ValueError: the game is over.
@@ -201,7 +194,7 @@ STATE = "Word: {shown}\nGuessed: {guesses}\nLives: {lives}"
 
 
 class HangmanEnvConfig(GameEnvConfig):
-    """Which words are hidden, and how the game is played."""
+    """Settings of the words and of the game."""
 
     difficulty: Difficulty = Field(
         "easy",
@@ -215,10 +208,12 @@ class HangmanEnvConfig(GameEnvConfig):
         0.2,
         ge=0,
         lt=1,
-        description="Share of the words that only evaluations hide; with 0 they hide any.",
+        description="Fraction of the words that occur only in evaluations; 0 shares all words.",
     )
-    thinking_active: bool = Field(True, description="Ask the policy to think before each turn.")
-    max_turns: int = Field(20, ge=1, description="Guesses in one game.")
+    thinking_active: bool = Field(
+        True, description="Whether the policy is asked to think before each turn."
+    )
+    max_turns: int = Field(20, ge=1, description="Maximum number of guesses in one game.")
 
 
 class Hangman(Game):
@@ -237,8 +232,7 @@ class Hangman(Game):
             clue=f" Clue: {self.clue}." if self.clue else "",
             example=EXAMPLE[:num_letters],
         )
-        thinking = [{"role": "system", "content": THINK_FIRST}] if self.thinking_active else []
-        return [*thinking, {"role": "user", "content": f"{rules}\n\n{self._state()}"}]
+        return opening_messages(f"{rules}\n\n{self._state()}", thinking_active=self.thinking_active)
 
     async def reply(self, turn: Turn) -> Reply:
         outcome = self.game.guess(only_tagged(turn.answer, "guess"))

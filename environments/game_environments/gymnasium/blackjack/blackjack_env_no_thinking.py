@@ -1,4 +1,4 @@
-"""Blackjack without thinking: one game per conversation, rewarded by its result.
+"""Blackjack without thinking: one game per conversation, scored by its result.
 
     seed -> hand -> [hit or stick -> next hand] x N -> won 1, drawn 0, lost -1
 
@@ -43,7 +43,7 @@ _ACTION = re.compile(r"[\s.!*\"'`]*(hit|stick)[\s.!*\"'`]*", re.IGNORECASE | re.
 
 
 def read_action(answer: str) -> Action | None:
-    """Return the action of an answer that consists of nothing else; None of any other."""
+    """Return the action of an answer that consists of one only; None for any other answer."""
     found = _ACTION.fullmatch(answer)
     if found is None:
         return None
@@ -51,12 +51,12 @@ def read_action(answer: str) -> Action | None:
 
 
 class BlackjackEnvNoThinkingConfig(GameEnvConfig):
-    """Which game is played, and for how long."""
+    """Settings of a game."""
 
     env_name: str = Field("Blackjack-v1", description="Name of the game in gymnasium.")
-    max_episode_turns: int = Field(10, ge=1, description="Decisions in one game.")
+    max_episode_turns: int = Field(10, ge=1, description="Maximum number of decisions in one game.")
     temperature: float = Field(0.5, ge=0, description="Sampling temperature of rollouts.")
-    max_turn_tokens: int | None = Field(512, ge=1, description="Tokens of one decision.")
+    max_turn_tokens: int | None = Field(512, ge=1, description="Maximum tokens of one decision.")
 
 
 class BlackjackGame(Game):
@@ -104,7 +104,6 @@ class BlackjackEnvNoThinking(GameEnv):
         return BlackjackGame(Table(self.config.env_name, seed=item["seed"]))
 
     def limits(self) -> Limits:
-        """Return the limits of a game; `max_episode_turns` is the one of its turns."""
         return replace(super().limits(), max_turns=self.config.max_episode_turns)
 
     def metrics_of(self, rollouts: Sequence[Rollout], area: str) -> dict[str, float]:
@@ -112,7 +111,7 @@ class BlackjackEnvNoThinking(GameEnv):
             return {}
         rewards = [sum(rollout.rewards) for rollout in rollouts]
         games = [cast(BlackjackGame, rollout.conversation) for rollout in rollouts]
-        figures = {
+        metrics = {
             "avg_reward": statistics.fmean(rewards),
             "avg_turns": statistics.fmean(len(rollout.rewards) for rollout in rollouts),
             "win_rate": statistics.fmean(game.is_won for game in games),
@@ -120,7 +119,7 @@ class BlackjackEnvNoThinking(GameEnv):
             "draw_rate": statistics.fmean(reward == 0 for reward in rewards),
             "num_episodes": len(rollouts),
         }
-        return {f"{self.name}_{area}/{name}": figure for name, figure in figures.items()}
+        return {f"{self.name}_{area}/{name}": value for name, value in metrics.items()}
 
     def check_gold_answer(self, item: dict[str, int]) -> list[str] | None:
         for num_hits in range(self.config.max_episode_turns):

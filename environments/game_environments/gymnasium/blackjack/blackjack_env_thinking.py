@@ -1,10 +1,10 @@
-"""Blackjack with thinking: each decision is sampled G times, the best is played on.
+"""Blackjack with thinking: each decision is sampled G times, and the best reply is played.
 
     seed ─► hand ─► G replies ─► Q* - V* + form ─► a group ─┐
               ▲                       best reply ─► table ──┴─► next hand, until the game is over
 
-A group per decision, scored against the exact value of the hand (`atroposlib.tasks.blackjack`);
-the reply alone is trained. Earlier replies stay in the chat with their thinking cut short. Needs
+Each decision is a group, scored against the exact value of the hand (`atroposlib.tasks.blackjack`).
+Only the reply is trained. The thinking of earlier replies is shortened in the chat. Needs
 gymnasium, no data:
 
     python environments/game_environments/gymnasium/blackjack/blackjack_env_thinking.py process \
@@ -30,10 +30,10 @@ from atroposlib.tasks.blackjack import (
     ScoredReply,
     Table,
     best_action,
-    evaluation_figures,
+    evaluation_metrics,
     fit_prompt,
     score_reply,
-    training_figures,
+    training_metrics,
 )
 from atroposlib.tasks.card import EnvironmentCard
 from atroposlib.tasks.games import NUM_TRAINING_SEEDS, evaluation_seeds, load_gymnasium
@@ -48,7 +48,7 @@ logger = logging.getLogger("environments.blackjack")
 CARD = EnvironmentCard(
     task="play blackjack, one call of a tool per decision",
     turns="up to 5",
-    reward="per decision, what it loses against the best one on average; form up to 0.4 either way",
+    reward="per decision, its value minus that of the best one; form, up to 0.4 either way",
     data="made on the spot",
     needs="`pip install '.[examples]'`",
     command="process --env.total_steps 4",
@@ -60,11 +60,11 @@ class Replies(NamedTuple):
 
     group: ScoredDataGroup
     texts: list[str]
-    """[G] with the prefill."""
+    """[G] texts, prefill included."""
     scored: list[ScoredReply]
     """[G]"""
     best: int
-    """Index of the one that is played."""
+    """Index of the reply that is played."""
 
 
 class BlackjackEnv(BaseEnv):
@@ -72,7 +72,7 @@ class BlackjackEnv(BaseEnv):
 
     Attributes:
         iter: training games started; kept in checkpoints.
-        games_since_log: finished games whose figures the next log carries.
+        games_since_log: games finished since the last log.
     """
 
     env_config_cls = BlackjackEnvConfig
@@ -180,7 +180,7 @@ class BlackjackEnv(BaseEnv):
         games = await all_results(self._play_for_evaluation(seed) for seed in seeds)
         if not games:
             return
-        metrics = evaluation_figures(games)
+        metrics = evaluation_metrics(games)
         await self.evaluate_log(
             metrics=metrics,
             samples=[
@@ -215,10 +215,10 @@ class BlackjackEnv(BaseEnv):
     async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
         metrics = {} if wandb_metrics is None else wandb_metrics
         games, self.games_since_log = self.games_since_log, []
-        # The base class puts `wandb_prepend` and a line before every name.
+        # The base class prefixes every name with `wandb_prepend` and an underscore.
         area = "train" if self.wandb_prepend is not None else "blackjack_train"
-        figures = training_figures(games)
-        metrics.update({f"{area}/{name}": figure for name, figure in figures.items()})
+        latest = training_metrics(games)
+        metrics.update({f"{area}/{name}": value for name, value in latest.items()})
         await super().wandb_log(metrics)
 
     def save_checkpoint(self, step: int, data: Mapping[str, Any] | None = None) -> None:
