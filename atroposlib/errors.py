@@ -25,7 +25,7 @@ __all__ = [
 
 
 class AtroposError(Exception):
-    """Root of every exception this package raises on purpose."""
+    """Base class of the exceptions of this package."""
 
 
 class ConfigError(AtroposError, ValueError):
@@ -41,7 +41,7 @@ class NoTokenIdsError(ConfigError, NotImplementedError):
 
 
 class NoDataError(AtroposError, RuntimeError):
-    """An environment repeatedly produces no data; the message quotes its log."""
+    """An environment repeatedly produced no data; the message quotes its log."""
 
 
 class PromptError(AtroposError, ValueError):
@@ -60,8 +60,8 @@ class ContextOverflowError(InferenceError):
     """The prompt and its completion do not fit the engine's context.
 
     Attributes:
-        prompt_tokens: Length of the prompt, None if the engine did not report it.
-        context_tokens: Limit on prompt and completion together, None likewise.
+        prompt_tokens: Length of the prompt; None if the engine did not report it.
+        context_tokens: Limit on prompt and completion together; None likewise.
     """
 
     def __init__(
@@ -85,15 +85,15 @@ class NoTextCompletionsError(EngineSetupError):
 
 
 class RunStoreError(AtroposError, OSError):
-    """The store of a run cannot be reached or refuses to write; nothing was acknowledged."""
+    """The store of a run is unreachable or rejects a write; nothing was acknowledged."""
 
 
 class TrajectoryApiError(AtroposError, RuntimeError):
-    """The trajectory service refused a request or could not be reached.
+    """The trajectory service rejected a request or could not be reached.
 
     Attributes:
-        status: HTTP status of the refusal, None if no response arrived.
-        retry_after_s: Seconds the service asked to wait, None if unspecified.
+        status: HTTP status of the response; None if no response arrived.
+        retry_after_s: Seconds to wait, as requested by the service; None if unspecified.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class TrajectoryApiError(AtroposError, RuntimeError):
 
 
 class MissingExtraError(AtroposError, ImportError):
-    """An optional dependency is not installed; the message names the extra that brings it."""
+    """An optional dependency is not installed; the message names the extra that includes it."""
 
     def __init__(self, package: str, *, extra: str) -> None:
         super().__init__(

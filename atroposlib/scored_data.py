@@ -131,7 +131,6 @@ class GroupField(NamedTuple):
 
     @property
     def per_trajectory(self) -> bool:
-        """Whether the field has one entry per trajectory."""
         return self.shape.startswith("G")
 
 
@@ -164,20 +163,16 @@ def num_sequences(group: Mapping[str, Any]) -> int:
 
 
 def has_placeholder_tokens(tokens: Sequence[int]) -> bool:
-    """Whether a trajectory holds the placeholders of ATROPOS_ALLOW_DUMMY_MANAGED_SERVER.
-
-    Args:
-        tokens: [L] ids of one trajectory.
-    """
+    """Whether the [L] ids of a trajectory are `PLACEHOLDER_TOKENS`."""
     return len(tokens) == len(PLACEHOLDER_TOKENS) and tuple(tokens) == PLACEHOLDER_TOKENS
 
 
 def merge_items(items: Sequence[Mapping[str, Any]]) -> tuple[ScoredDataGroup, list[str]]:
-    """Stack trajectories into one group, keeping every field they carry.
+    """Stack trajectories into one group, keeping every field they have.
 
-    A per-trajectory field is kept when *every* item has it and dropped when only some do: a list
-    shorter than the group would silently belong to the wrong trajectories. Mappings of the whole
-    group (`group_overrides`, `generation_params`) are merged; later items take precedence.
+    A per-trajectory field is kept if *every* item has it, and dropped if only some do: in a shorter
+    list, entries would belong to the wrong trajectories. Mappings of the whole group
+    (`group_overrides`, `generation_params`) are merged; later items take precedence.
 
     Args:
         items: [G] trajectories, each with at least `tokens`, `masks`, `scores`.
@@ -213,14 +208,11 @@ def merge_items(items: Sequence[Mapping[str, Any]]) -> tuple[ScoredDataGroup, li
 
 
 def check_group(group: Mapping[str, Any]) -> None:
-    """Reject a group whose trajectories do not line up; called by senders and the service.
+    """Reject a group whose fields have different counts or lengths, or invalid numbers.
 
     Checks counts and lengths of `tokens`, `masks`, `scores` and `inference_logprobs`, that scores
-    and logprobs are finite, and that no score is beyond `MAX_SCORE`. Other fields are not checked;
-    trainers interpret them.
-
-    Args:
-        group: decoded group; its element types are checked by the codec, not here.
+    and logprobs are finite, and that no score is beyond `MAX_SCORE`. Element types are checked by
+    the codec. Other fields are not checked; trainers interpret them.
 
     Raises:
         GroupError: names the path and what was expected, e.g.

@@ -41,7 +41,7 @@ class Rule(NamedTuple):
     """One route and the roles that may call it."""
 
     route: str
-    """The path, with `{}` in place of values; a bounded label for metrics."""
+    """The path, with `{}` in place of values; also the label of metrics."""
     roles: frozenset[Role]
     is_open: bool = False
     """Whether the route needs no token."""
@@ -82,7 +82,7 @@ _ROLES_BY_ROUTE: Mapping[str, frozenset[Role]] = {
     "/reset_data": _ADMIN,
 }
 _CHANGING_GETS = frozenset({"/batch", "/reset_data", "/status-env"})
-"""The last one counts as a heartbeat of the environment."""
+"""The last one records a heartbeat of the environment."""
 _RULES = {
     **{route: Rule(route, _EVERY_ROLE, is_open=True) for route in _OPEN_ROUTES},
     **{
@@ -91,7 +91,6 @@ _RULES = {
     },
 }
 UNKNOWN_ROUTE = Rule("unknown", _ADMIN)
-"""The rule of paths without a rule."""
 _PATTERNS = [
     (re.compile(route.replace("{}", "[^/]+")), rule)
     for route, rule in _RULES.items()
@@ -100,22 +99,11 @@ _PATTERNS = [
 
 
 def rule_for(path: str, method: str = "GET") -> Rule:
-    """Return the rule of a request; `UNKNOWN_ROUTE` for paths without a rule.
-
-    Whatever is deleted, only admins may.
-    """
-    rule = _rule_of_path(path)
+    """Return the rule of a request; DELETE always requires the role admin."""
+    rule = _RULES.get(path) or next(
+        (templated for pattern, templated in _PATTERNS if pattern.fullmatch(path)), UNKNOWN_ROUTE
+    )
     return rule._replace(roles=_ADMIN, is_open=False) if method == "DELETE" else rule
-
-
-def _rule_of_path(path: str) -> Rule:
-    rule = _RULES.get(path)
-    if rule is not None:
-        return rule
-    for pattern, templated in _PATTERNS:
-        if pattern.fullmatch(path):
-            return templated
-    return UNKNOWN_ROUTE
 
 
 def changes_on_get(scope: Mapping[str, Any]) -> bool:
@@ -137,7 +125,7 @@ logger = logging.getLogger(__name__)
 _MIN_TOKEN_CHARS = 16
 _MAX_LOGGED_REFUSALS = 256
 _TOKEN = re.compile(r"[A-Za-z0-9\-._~+/]+=*")
-_ASK_FOR_TOKEN = "Bearer"
+_NO_TOKEN = "Bearer"
 _UNKNOWN_TOKEN = 'Bearer error="invalid_token"'
 _OTHER_ROLE = 'Bearer error="insufficient_scope"'
 
@@ -151,7 +139,7 @@ class Holder(NamedTuple):
 
 
 class TokenTable:
-    """Finds the holder of a token in a time that reveals nothing about the known tokens."""
+    """The holders of tokens; the time of a lookup reveals nothing about the known tokens."""
 
     def __init__(self) -> None:
         self._key = secrets.token_bytes(32)
@@ -161,11 +149,7 @@ class TokenTable:
         return len(self._holders)
 
     def add(self, token: str, holder: Holder) -> None:
-        """Add a token.
-
-        Raises:
-            ConfigError: another holder has the same token.
-        """
+        """Add a token; ConfigError if another holder has the same one."""
         digest = self._digest(token.encode())
         if digest in self._holders:
             other = self._holders[digest].name
@@ -173,7 +157,7 @@ class TokenTable:
         self._holders[digest] = holder
 
     def find(self, token: bytes) -> Holder | None:
-        # The key is secret, so the time of the lookup reveals nothing about the tokens.
+        # Digests are made with a secret key, so their comparison reveals nothing about tokens.
         return self._holders.get(self._digest(token))
 
     def _digest(self, token: bytes) -> bytes:
@@ -216,7 +200,7 @@ def read_token_file(path: Path) -> TokenTable:
 
 
 def _holder_of(words: list[str], number: int) -> Holder:
-    """Check the words of one line; messages show nothing of them but the role."""
+    """Check the words of one line; messages never contain a token."""
     roles = [role.value for role in Role]
     if words[0] not in roles:
         # Not quoted: the word may be a token on a line without a role.
@@ -232,10 +216,10 @@ def _holder_of(words: list[str], number: int) -> Holder:
 
 
 class BearerAuthMiddleware:
-    """Passes a request on if the holder of its token may call its route.
+    """Rejects requests without a known token (401) or with a wrong role for their route (403).
 
-    Requests are rejected before a body is read: 401 without a known token, 403 with the required
-    role. OPTIONS passes, because browsers send preflight requests without a token.
+    Requests are rejected before their body is read. OPTIONS is accepted without a token, because
+    browsers send preflight requests without one.
     """
 
     def __init__(self, app: ASGIApp, *, tokens: TokenTable) -> None:
@@ -256,7 +240,7 @@ class BearerAuthMiddleware:
             return None
         token = _bearer_token(scope)
         if token is None:
-            return self._refuse(401, rule, "a client", "this route needs a token", _ASK_FOR_TOKEN)
+            return self._refuse(401, rule, "a client", "this route needs a token", _NO_TOKEN)
         holder = self._tokens.find(token)
         if holder is None:
             return self._refuse(401, rule, "a client", "the token is unknown", _UNKNOWN_TOKEN)

@@ -9,7 +9,7 @@ trainers; `batches` is an iterator for trainers that have their own training loo
 
     batches: register ─► [ lease ─► the caller trains ─► acknowledge ] ... ─► `num_steps` are done
 
-Only this page and the `client_*` pages know the routes of the service; none imports the service.
+Only this module and the `client_*` modules know the routes; none of them imports the service.
 
 The iterator acknowledges a batch when the next one is requested, or explicitly. The last batch of a
 run is acknowledged when `with` is left, or when the program ends without an error. Batches that are
@@ -31,7 +31,7 @@ from functools import partial
 from typing import Any, Literal, overload
 
 from atroposlib.api.client_transport import (
-    BINARY_LANE_HEADERS,
+    BINARY_FORMAT_HEADERS,
     POST_RETRY,
     AsyncTransport,
     Body,
@@ -74,10 +74,10 @@ _STATUS_ENV_DEFAULTS = {"self_queue_size": 0, "max_group_size": 1, "unallocated_
 class TrajectoryApiClient:
     """Asynchronous client; one per event loop, safe for concurrent use.
 
-    Every method waits for the service and raises `TrajectoryApiError` if it refuses the request or
-    cannot be reached. Idempotent requests are retried. A posted group carries an `Idempotency-Key`;
-    if the service honors it, every retry is safe, also across a restart of the service. Cancelling
-    is safe, but a posted group may have arrived.
+    Every method waits for the service and raises `TrajectoryApiError` if it rejects the request or
+    cannot be reached. Idempotent requests are retried. A posted group has an `Idempotency-Key`; if
+    the service honors it, every retry is safe, also across a restart of the service. Cancelling is
+    safe, but a posted group may have arrived.
 
     Args:
         base_url: address of the service, e.g. `http://localhost:8000`.
@@ -118,7 +118,7 @@ class TrajectoryApiClient:
 
     @property
     def num_outages(self) -> int:
-        """Number of times the service was unreachable; after a change it may have been replaced."""
+        """Number of failed attempts to reach the service, which may be another one afterwards."""
         return self._transport.num_outages
 
     async def close(self) -> None:
@@ -129,9 +129,8 @@ class TrajectoryApiClient:
     async def register_trainer(self, **registration: Any) -> int:
         """Register a trainer with the fields of `POST /register`; return its id."""
         body = plain(registration)
-        return int(
-            (await self._transport.send("POST", "/register", body, is_repeatable=True))["uuid"]
-        )
+        answer = await self._transport.send("POST", "/register", body, is_repeatable=True)
+        return int(answer["uuid"])
 
     async def register_env(
         self,
@@ -160,7 +159,7 @@ class TrajectoryApiClient:
         return dict(await self._transport.send("POST", "/register-env", plain(request)))
 
     async def disconnect_env(self, env_id: int) -> None:
-        """Disconnect an environment; raises if the service does not know it."""
+        """Disconnect an environment; raises if its id is unknown."""
         body = plain({"env_id": env_id})
         answer = await self._transport.send("POST", "/disconnect-env", body, is_repeatable=True)
         if answer.get("status") != "success":
@@ -170,11 +169,11 @@ class TrajectoryApiClient:
             )
 
     async def info(self) -> dict[str, Any]:
-        """Return `batch_size` and `max_token_len`, -1 before a trainer registered."""
+        """Return `batch_size` and `max_token_len`; -1 before a trainer registered."""
         return dict(await self._get("/info"))
 
     async def wandb_info(self) -> dict[str, Any]:
-        """Return `group` and `project`, None before a trainer registered."""
+        """Return `group` and `project`; None before a trainer registered."""
         return dict(await self._get("/wandb_info"))
 
     async def status(self) -> dict[str, Any]:
@@ -182,15 +181,15 @@ class TrajectoryApiClient:
         return dict(await self._get("/status"))
 
     async def status_env(self, env_id: int) -> dict[str, Any]:
-        """Return the queue in units of one environment; status 404 asks it to register again."""
+        """Return the queue size in units of one environment; an unknown id raises status 404."""
         body = plain({"env_id": env_id})
         answer = await self._transport.send("GET", "/status-env", body, is_repeatable=True)
         return {**_STATUS_ENV_DEFAULTS, **answer}
 
     async def batch(self) -> list[dict[str, Any]] | None:
-        """Take the next batch, None when none is ready; raises when no trainer is registered."""
+        """Take the next batch; None if no batch is ready. Raises if no trainer is registered."""
         answer = await self._transport.send(
-            "GET", "/batch", headers=BINARY_LANE_HEADERS, is_repeatable=True
+            "GET", "/batch", headers=BINARY_FORMAT_HEADERS, is_repeatable=True
         )
         return delivered_groups(answer, self.base_url)
 
@@ -204,12 +203,12 @@ class TrajectoryApiClient:
 
         Args:
             group: fields of a scored group.
-            key: idempotency key of this delivery: a service that honors keys stores posts under one
-                key once. None generates a new key.
+            key: idempotency key: a service that honors keys stores posts with the same key only
+                once. None generates a new key.
 
         Raises:
             GroupError: the group is malformed; nothing was sent.
-            TrajectoryApiError: the service refused it, or was unreachable for too long.
+            TrajectoryApiError: the service rejected it, or was unreachable for too long.
         """
         return await self._post("/scored_data", encode_group, group, key)
 
@@ -222,12 +221,12 @@ class TrajectoryApiClient:
     async def _post(
         self, path: str, encode: Encoder, value: Any, key: str | None
     ) -> dict[str, Any]:
-        """Post in the best format that the service accepts, and remember which one that is."""
+        """Post in the best format that the service accepts, and use that format from now on."""
         headers = {"Idempotency-Key": key or uuid.uuid4().hex}
         refused: list[Body] = []
         traits = self._transport.traits
         for form in traits.formats():
-            # In a thread: a long group must not hold up the rollouts that share this event loop.
+            # In a thread: a long group must not delay the rollouts that share this event loop.
             body = await self._side_thread.run(
                 encode_body, encode, value, form, zstd=self._compresses
             )
@@ -265,14 +264,14 @@ class TrainerClient(SyncClient):
         """Wait until the service responds.
 
         Args:
-            timeout_s: how long to wait in total.
+            timeout_s: limit on the whole wait.
             on_wait: called before every further attempt, with the seconds waited so far.
             poll_s: pause between attempts.
 
         Raises:
-            NoServiceError: it did not respond in time, or another program responds at its address;
-                the message has the last reason.
-            TrajectoryApiError: it rejects the token.
+            NoServiceError: the service did not respond in time, or another program responds at its
+                address.
+            TrajectoryApiError: the token was rejected.
         """
         started = time.monotonic()
         while True:
@@ -309,22 +308,22 @@ class TrainerClient(SyncClient):
     def batch(
         self, *, lease_s: float | None = None, wait_s: float | None = None
     ) -> list[dict[str, Any]] | LeasedBatch | None:
-        """Take the next batch, None when none is ready.
+        """Take the next batch; None if no batch is ready.
 
         Args:
-            lease_s: seconds within which the batch must be acknowledged, otherwise it is
-                redelivered; None takes it without acknowledgement.
+            lease_s: duration of the lease, within which the batch must be acknowledged; otherwise
+                it is redelivered. None takes it without acknowledgement.
             wait_s: seconds the service may wait for a batch. Services without this option respond
                 at once.
 
         Returns:
-            The groups; with a lease, groups and the id to acknowledge.
+            The groups; with a lease, the groups and the id to acknowledge.
 
         Raises:
             TrajectoryApiError: no trainer is registered, or the service is unreachable.
         """
         path = batch_path(lease_s=lease_s, wait_s=wait_s)
-        answer = self._ask("GET", path, headers=BINARY_LANE_HEADERS, wait_s=wait_s or 0.0)
+        answer = self._ask("GET", path, headers=BINARY_FORMAT_HEADERS, wait_s=wait_s or 0.0)
         if lease_s is None:
             return delivered_groups(answer, self.base_url)
         return leased_batch(answer, self.base_url)
@@ -333,15 +332,13 @@ class TrainerClient(SyncClient):
         """Acknowledge a leased batch, so that it is not redelivered; idempotent.
 
         Args:
-            batch_id: id of the lease; None, from a service without leases, needs no
-                acknowledgement.
+            batch_id: id of the lease; None, from a service without leases, does nothing.
             steps_done: optimizer steps done, including that of this batch if it was trained on. The
                 step of the run grows by one only if it is smaller; 0 never increases it. With None,
                 and in services without this option, every batch counts as a step.
 
         Raises:
-            TrajectoryApiError: the lease has expired: the batch may have been redelivered to
-                another trainer.
+            TrajectoryApiError: the lease has expired, and the batch may have been redelivered.
         """
         if batch_id is not None:
             self._ask("POST", ack_path(batch_id, steps_done=steps_done))
@@ -352,10 +349,9 @@ class TrainerClient(SyncClient):
             self._ask("POST", f"/batch/{batch_id}/nack")
 
     def set_policy_version(self, version: int) -> bool:
-        """Report which weights the inference engine serves now.
+        """Report the version of the weights that the inference engine serves now.
 
-        Args:
-            version: grows with every update, e.g. the optimizer steps done.
+        `version` grows with every update, e.g. the optimizer steps done.
 
         Returns:
             False if the service is an older one without this route.
@@ -376,11 +372,11 @@ _SHORTEST_PAUSE_S = 0.05
 _LONGEST_PAUSE_S = 1.0
 _MOVED_ON = (404, 409)
 _AT_EXIT = RetryRule(attempts=2)
-"""Few attempts: a program that has finished should not wait for minutes."""
+"""Few attempts, so that a finished program does not wait for minutes."""
 
 
 class BatchIterator:
-    """Iterator over the batches of one run; made by `batches`, wrapped by `AsyncBatches`.
+    """Iterator over the batches of one run, created by `batches`.
 
     Use it from one thread at a time. Each entry is a `LeasedBatch`; `docs/wire.md` describes its
     `groups`.
@@ -415,7 +411,7 @@ class BatchIterator:
 
     @property
     def held(self) -> list[LeasedBatch]:
-        """The batches that are neither acknowledged nor returned, oldest first."""
+        """Batches that are neither acknowledged nor returned, oldest first."""
         return list(self._held.values())
 
     def __iter__(self) -> BatchIterator:
@@ -427,7 +423,7 @@ class BatchIterator:
         Raises:
             StopIteration: the run has done its steps, the iterator is closed, or no batch arrived
                 for `idle_limit_s`.
-            TrajectoryApiError: the service refused, or was unreachable for too long.
+            TrajectoryApiError: the service rejected a request, or was unreachable for too long.
         """
         batch = self.next_batch()
         if batch is None:
@@ -437,11 +433,10 @@ class BatchIterator:
     def ack(self, batch: LeasedBatch, *, is_trained: bool = True) -> None:
         """Acknowledge a batch as trained; a second call changes nothing.
 
-        If its lease had expired, a warning is logged: another trainer may have received the batch
-        too.
+        If its lease has expired, a warning is logged, since another trainer may have received it.
 
         Args:
-            batch: taken from this iterator.
+            batch: batch of this iterator.
             is_trained: Whether it was used for an optimizer step. If not, the batch is dropped and
                 the service delivers another in its place. Older services count it as a step in
                 either case.
@@ -463,7 +458,7 @@ class BatchIterator:
             self.num_acknowledged += is_trained
 
     def nack(self, batch: LeasedBatch) -> None:
-        """Return a batch: the service redelivers it next, to any trainer of the run."""
+        """Return a batch; the service redelivers it next, to any trainer of the run."""
         if batch.batch_id is None or self._held.pop(batch.batch_id, None) is None:
             return
         try:
@@ -473,12 +468,12 @@ class BatchIterator:
                 raise
 
     def set_policy_version(self, version: int) -> None:
-        """Report which weights the inference engine serves now."""
+        """Report the version of the weights; see `TrainerClient.set_policy_version`."""
         self._register()
         self._client.set_policy_version(version)
 
     def stop_waiting(self) -> None:
-        """End a wait in another thread at its next request, without a batch."""
+        """End a wait in another thread without a batch, at its next request."""
         self._is_ending = True
 
     def close(self) -> None:
@@ -501,26 +496,22 @@ class BatchIterator:
         self.leave(is_failed=exc_type is not None)
 
     def leave(self, *, is_failed: bool = False) -> None:
-        """End as `with` does: acknowledge the last batch of the run, return any other.
+        """End as `with` does: acknowledge the last batch of the run and return any other.
 
         Args:
-            is_failed: Whether training on the current batch did not finish; then it is returned
-                even if it is the last.
+            is_failed: Whether training on the current batch failed; it is then returned even if it
+                is the last.
         """
         if not is_failed and self._acknowledges_at_next and not self._is_closed and self._held:
             try:
-                self._acknowledge_last()
+                status = self._client.status()
+                num_leased = max(len(self._held), status.get("leased_batches", 0))
+                is_last = status["current_step"] + num_leased >= self._registration["num_steps"]
+                for batch in self.held if is_last else ():
+                    self.ack(batch)
             except TrajectoryApiError as error:
                 logger.warning("the last batch could not be acknowledged: %s", error)
         self.close()
-
-    def _acknowledge_last(self) -> None:
-        """Acknowledge the held batches if that completes the steps of the run."""
-        status = self._client.status()
-        num_leased = max(len(self._held), status.get("leased_batches", 0))
-        if status["current_step"] + num_leased >= self._registration["num_steps"]:
-            for batch in self.held:
-                self.ack(batch)
 
     def _leave_at_exit(self) -> None:
         """End at interpreter exit without `with`; after an uncaught error the batch is returned."""
@@ -547,7 +538,10 @@ class BatchIterator:
         idle_since = self._clock()
         while not self._is_ending:
             asked_at = self._clock()
-            batch = self._take(self._patience_s(asked_at - idle_since))
+            left_s = _LONGEST_WAIT_S
+            if self._idle_limit_s is not None:
+                left_s = min(left_s, max(0.0, self._idle_limit_s - (asked_at - idle_since)))
+            batch = self._take(left_s)
             if batch is not None and batch.groups:
                 if batch.batch_id is not None:
                     self._held[batch.batch_id] = batch
@@ -556,15 +550,10 @@ class BatchIterator:
             is_late = self._idle_limit_s is not None and now - idle_since >= self._idle_limit_s
             if is_late or self._is_over():
                 return None
-            if now - asked_at < _SHORTEST_PAUSE_S:  # a service that does not know `wait`
+            if now - asked_at < _SHORTEST_PAUSE_S:  # a service without the option `wait`
                 self._sleep(pause_s)
                 pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
         return None
-
-    def _patience_s(self, idle_s: float) -> float:
-        if self._idle_limit_s is None:
-            return _LONGEST_WAIT_S
-        return min(_LONGEST_WAIT_S, max(0.0, self._idle_limit_s - idle_s))
 
     def _take(self, wait_s: float) -> LeasedBatch | None:
         try:
@@ -586,7 +575,7 @@ class BatchIterator:
             self._is_registered = self._is_registered_at_exit = True
 
     def _is_over(self) -> bool:
-        # Ask the service instead of counting: other processes may do steps of this run too.
+        # The service counts, since other processes may do steps of this run too.
         return bool(self._client.status()["current_step"] >= self._registration["num_steps"])
 
 
@@ -611,16 +600,17 @@ def batches(
 
     Args:
         base_url: address of the service.
-        batch_size: sequences per batch, exactly.
+        batch_size: exact number of sequences per batch.
         num_steps: batches of the whole run, including the `starting_step` earlier ones.
-        max_token_len: longest sequence environments should send, in tokens.
-        starting_step: batches trained before, when a run is continued.
-        lease_s: seconds within which a batch must be acknowledged, otherwise it is redelivered.
-        acknowledge: With `next`, a batch counts as trained when the next one is requested; the last
-            of the run when `with` is left or the program ends without an error. With `explicit`,
-            only `ack` acknowledges, and several batches may be held at a time.
+        max_token_len: maximum length of the sequences that environments send, in tokens.
+        starting_step: batches trained before, if a run is continued.
+        lease_s: duration of a lease, within which a batch must be acknowledged; otherwise it is
+            redelivered.
+        acknowledge: With `next`, a batch counts as trained when the next one is requested, and the
+            last of the run when `with` is left or the program ends without an error. With
+            `explicit`, only `ack` acknowledges, and several batches may be held at a time.
         idle_limit_s: also end if no batch arrives within this time; None waits without limit.
-        service_timeout_s: how long to wait for an unreachable service; the wait is logged.
+        service_timeout_s: maximum wait for an unreachable service; the wait is logged.
         token: bearer token, sent to the service; never logged.
         **registration: further fields of `POST /register`, such as `checkpoint_dir`. `replace=True`
             replaces the settings of a running run, and sets its step to `starting_step`.
@@ -660,13 +650,13 @@ def batches(
 
 
 class AsyncBatches:
-    """The same iterator for `async for`; requests are made in a thread, not on the event loop.
+    """Wrapper of a `BatchIterator` for `async for`; requests are made in a thread.
 
     Cancelling is safe: a batch that arrives afterwards becomes the next one, or is returned at the
     end.
 
     Args:
-        batches: the return value of `batches`; owned by this object from now on.
+        batches: return value of `batches`; owned by this object.
 
     Example:
         >>> async with AsyncBatches(batches(url, batch_size=32, num_steps=100)) as stream:
@@ -697,15 +687,12 @@ class AsyncBatches:
         return batch
 
     async def ack(self, batch: LeasedBatch, *, is_trained: bool = True) -> None:
-        """Acknowledge a batch as trained, or drop it; see `BatchIterator.ack`."""
         await self._side_thread.run(self._batches.ack, batch, is_trained=is_trained)
 
     async def nack(self, batch: LeasedBatch) -> None:
-        """Return a batch; see `BatchIterator.nack`."""
         await self._side_thread.run(self._batches.nack, batch)
 
     async def set_policy_version(self, version: int) -> None:
-        """Report which weights the inference engine serves now."""
         await self._side_thread.run(self._batches.set_policy_version, version)
 
     async def __aenter__(self) -> AsyncBatches:
@@ -716,7 +703,7 @@ class AsyncBatches:
         fetching, self._fetching = self._fetching, None
         is_failed = exc_type is not None
         if fetching is not None:
-            with contextlib.suppress(Exception):  # the caller has left and will not request it
-                is_failed = await fetching is not None or is_failed  # no caller has seen that batch
+            with contextlib.suppress(Exception):  # the caller will not request this batch again
+                is_failed = await fetching is not None or is_failed  # and was not given it
         await self._side_thread.run(partial(self._batches.leave, is_failed=is_failed))
         self._side_thread.close()

@@ -4,12 +4,12 @@ Without a registered trainer, environments do not start. A tool that only reads 
 inspection routes therefore registers as consumer until a trainer registers:
 
     no trainer ──► register as consumer ──► take groups after reading ──► a trainer registers:
-                           ▲                                              continue by reading only
-                           └── another consumer has left ◄── read ◄┘
-    close ──► the place is free
+                           ▲                                              only read
+                           └── another consumer has ended ◄── only read ◄┘
+    close ──► unregister
 
-A batch is leased, read with the rest, and acknowledged only then, so that no group leaves the
-service unread. `InspectionClient` takes, changes and resets nothing.
+A batch is leased, its groups are read with all others, and only then is it acknowledged, so that no
+group leaves the service unread. `InspectionClient` does not change the run.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ from contextlib import suppress
 from typing import Any, NamedTuple
 
 from atroposlib.api.client_transport import (
-    BINARY_LANE_HEADERS,
+    BINARY_FORMAT_HEADERS,
     SyncClient,
-    answer_lane,
     batch_path,
+    format_of_response,
     leased_batch,
     plain,
     says_unregistered,
@@ -34,7 +34,7 @@ from atroposlib.errors import TrajectoryApiError
 from atroposlib.wire import Lane
 
 PATIENCE_S = 30.0
-"""Seconds without a request after which another consumer counts as gone, as in the service."""
+"""Seconds without a request after which another consumer may be replaced, as in the service."""
 _LEASE_S = 120.0
 _NUM_STEPS = 1_000_000
 _GROUPS_PER_BATCH = 64
@@ -49,7 +49,8 @@ def consumer_registration(name: str, *, group_size: int, max_token_len: int) -> 
     Args:
         name: name of the tool; shown in logs with its process and machine.
         group_size: trajectories per group; a batch holds up to 64 such groups.
-        max_token_len: longest trajectory environments should send, in tokens; 0 sets no limit.
+        max_token_len: maximum length of the trajectories that environments send, in tokens; 0: no
+            limit.
     """
     return {
         "wandb_group": "test",
@@ -65,7 +66,7 @@ def consumer_registration(name: str, *, group_size: int, max_token_len: int) -> 
 
 
 def _full_name(tool: str) -> str:
-    """Return a name that is unique among concurrent tools, in printable characters."""
+    """Return a name in printable characters that is unique among concurrent tools."""
     host = "".join(filter(str.isprintable, socket.gethostname()))[:_HOST_CHARACTERS]
     return f"{tool} (process {os.getpid()} on {host})"
 
@@ -76,31 +77,32 @@ class Consumer(SyncClient):
     Args:
         base_url: address of the service.
         settings: return value of `consumer_registration`.
-        tell: called with a line of text when the place is taken, handed over or held by another
-            tool.
+        report: called with a line of text when the registered client changes.
         takes: Whether batches are taken, so that environments continue; otherwise they pause once
             the queue is full.
-        **options: Arguments of `SyncClient`.
+        **options: arguments of `SyncClient`.
     """
 
     def __init__(
         self,
         base_url: str,
         settings: Mapping[str, Any],
-        tell: Callable[[str], None],
+        report: Callable[[str], None],
         *,
         takes: bool = True,
         **options: Any,
     ) -> None:
         super().__init__(base_url, **options)
         self._settings = settings
-        self._tell = tell
+        self._report = report
         self._takes = takes
         self._uuid: int | None = None
-        self._had_place = False
+        self._was_registered = False
         self._can_hand_over = True
+        """Whether the service replaces a consumer when a trainer registers."""
         self._may_register = True
         self._other: str | None = None
+        """Name of the last reported other consumer."""
         self._leased: str | None = None
 
     @property
@@ -109,7 +111,9 @@ class Consumer(SyncClient):
         return self._uuid is not None
 
     def attend(self) -> bool:
-        """Check which client is registered and act on it; call every second or two.
+        """Check which client is registered, register if none is, and lease a batch.
+
+        Call it every second or two.
 
         Returns:
             Whether a batch was leased; `settle` acknowledges it.
@@ -127,21 +131,21 @@ class Consumer(SyncClient):
         return self._uuid is not None and self._takes and self._lease()
 
     def settle(self) -> None:
-        """Acknowledge the leased batch: everything in it was read."""
+        """Acknowledge the leased batch, after its groups were read."""
         self._finish("ack")
 
     def release(self) -> None:
-        """Return the leased batch, if the service still responds."""
+        """Return the leased batch; if the service does not respond, its lease expires."""
         try:
             self._finish("nack")
         except TrajectoryApiError:
-            self._leased = None  # its lease expires
+            self._leased = None
 
     def close(self) -> None:
-        """Free the place for another tool, and close the connections."""
+        """Unregister, and close the connections."""
         uuid, self._uuid = self._uuid, None
         if uuid is not None and self._can_hand_over:
-            # An unreachable or older service frees the place after a while.
+            # An unreachable service replaces a silent consumer after a while.
             with suppress(TrajectoryApiError):
                 self._ask("DELETE", f"/register?consumer={uuid}")
         super().close()
@@ -155,21 +159,21 @@ class Consumer(SyncClient):
         try:
             answer = self._ask("POST", "/register", plain(dict(self._settings)))
         except TrajectoryApiError as error:
-            if error.status == 409:  # another tool was faster; the next check finds out which
+            if error.status == 409:  # another client was faster; the next check finds out which
                 return
             if error.status not in _NOT_ALLOWED:
                 raise
             self._may_register = False
-            self._tell(
+            self._report(
                 f"no trainer is registered, so environments do not start, and {name} may not "
                 "stand in for one: set ATROPOS_API_TOKEN to a trainer's or admin's token"
             )
             return
         self._uuid, self._other = int(answer["uuid"]), None
-        self._had_place = True
+        self._was_registered = True
         self._can_hand_over = answer.get("consumer") == full_name
         if not self._can_hand_over:
-            self._tell(
+            self._report(
                 f"no trainer is registered: {name} registers as one, so that environments start. "
                 "This service is an older one that cannot hand over: reset it, by GET "
                 "/reset_data, before a trainer starts"
@@ -177,23 +181,23 @@ class Consumer(SyncClient):
             if not self._takes and self._lease():  # it starts with the first request
                 self.release()
         elif self._takes:
-            self._tell(
+            self._report(
                 f"no trainer is registered: {name} stands in and takes the groups, so that "
                 "environments go on; a trainer that registers takes over"
             )
         else:
-            self._tell(
+            self._report(
                 f"no trainer is registered: {name} stands in, so that environments start; groups "
                 "stay in the queue for a trainer, and environments pause once it is full"
             )
 
     def _note_trainer(self) -> None:
-        if self._had_place:
-            self._tell(
+        if self._was_registered:
+            self._report(
                 "a trainer has registered and takes the groups from here on; this command goes on "
                 "by looking at them"
             )
-        self._had_place = False
+        self._was_registered = False
         self._uuid = self._leased = self._other = None
 
     def _note_other(self, name: str, idle_s: float | None) -> None:
@@ -204,7 +208,7 @@ class Consumer(SyncClient):
             self.register()
         elif self._other != name:
             self._other = name
-            self._tell(
+            self._report(
                 f"{name} already takes the groups of this run, so that environments go on; this "
                 "command looks at the same groups and takes none"
             )
@@ -212,12 +216,12 @@ class Consumer(SyncClient):
     def _lease(self) -> bool:
         path = batch_path(lease_s=_LEASE_S, wait_s=None, consumer=self._uuid)
         try:
-            answer = self._ask("GET", path, headers=BINARY_LANE_HEADERS)
+            answer = self._ask("GET", path, headers=BINARY_FORMAT_HEADERS)
             batch = leased_batch(answer, self.base_url)
         except TrajectoryApiError as error:
             if error.status != 409 and not says_unregistered(error):
                 raise
-            self._uuid = None  # the next check finds out which tool is registered now
+            self._uuid = None  # the next check finds out which client is registered now
             return False
         if batch is None:
             return False
@@ -231,7 +235,7 @@ class Consumer(SyncClient):
         try:
             self._ask("POST", f"/batch/{leased}/{verb}")
         except TrajectoryApiError as error:
-            if error.status not in _MOVED_ON:  # handed over meanwhile
+            if error.status not in _MOVED_ON:  # a trainer has registered meanwhile
                 raise
 
 
@@ -249,7 +253,7 @@ class GroupPayload(NamedTuple):
 
     group_id: int
     lane: Lane
-    """Encoding of `content`, JSON or MessagePack."""
+    """Format of `content`."""
     content: bytes
 
 
@@ -257,7 +261,7 @@ class InspectionClient(SyncClient):
     """Reads the state of a trajectory service; methods raise `TrajectoryApiError`."""
 
     def metrics(self) -> str | None:
-        """Return the metrics in Prometheus text format, None from a service without them."""
+        """Return the metrics in Prometheus text format; None from a service without them."""
         try:
             return self._fetch("/metrics").text
         except TrajectoryApiError as error:
@@ -272,10 +276,7 @@ class InspectionClient(SyncClient):
     def groups(self, state: str, *, offset: int = 0, limit: int = _PAGE_GROUPS) -> dict[str, Any]:
         """Return one page of `GET /groups`: `groups`, `total` and `next_offset`.
 
-        Args:
-            state: one of `GROUP_STATES`.
-            offset: position of the first group.
-            limit: maximum number of groups to list, 1 to 1000.
+        `state` is one of `GROUP_STATES`; a page lists 1 to 1000 groups.
         """
         return dict(self._ask("GET", f"/groups?state={state}&offset={offset}&limit={limit}"))
 
@@ -298,14 +299,14 @@ class InspectionClient(SyncClient):
         return [found[group_id] for group_id in sorted(found)]
 
     def payload(self, group_id: int) -> GroupPayload | None:
-        """Return one group, None if the service no longer has it."""
+        """Return one group; None if the service no longer has it."""
         try:
-            reply = self._fetch(f"/groups/{group_id}/payload", headers=BINARY_LANE_HEADERS)
+            reply = self._fetch(f"/groups/{group_id}/payload", headers=BINARY_FORMAT_HEADERS)
         except TrajectoryApiError as error:
             if error.status in _GONE:
                 return None
             raise
-        return GroupPayload(group_id, answer_lane(reply.headers), reply.content)
+        return GroupPayload(group_id, format_of_response(reply.headers), reply.content)
 
     def payloads(self, group_ids: Sequence[int]) -> Iterator[GroupPayload | None]:
         """Yield groups in the order of the ids, with a few concurrent requests."""

@@ -1,9 +1,9 @@
-"""What all clients share: body formats, retries, errors with a remedy, and the two transports.
+"""Base of all clients: formats of bodies, retries, error messages, and the two transports.
 
-`AsyncTransport` serves `TrajectoryApiClient`; `SyncClient` is the base of `TrainerClient` and
+`AsyncTransport` is used by `TrajectoryApiClient`; `SyncClient` is the base of `TrainerClient` and
 `InspectionClient`. Each has one connection pool; the rules above them are pure.
 
-`ServiceTraits` holds what a client has learned about its service, and chooses the format of bodies:
+`ServiceTraits` chooses the format of bodies by the responses of the service:
 
 | service | format of posted groups |
 |---|---|
@@ -11,7 +11,7 @@
 | any other | JSON, gzip if that saves time |
 | rejected gzip, accepted the same content plain | plain JSON |
 
-`WaitNotes` decides when a wait for the service is logged: at the first failure, then at growing
+`WaitLog` decides when a wait for the service is logged: at the first failure, then at growing
 intervals.
 """
 
@@ -40,7 +40,7 @@ _MIN_GZIP_BYTES = 1024
 _ADVERTISING_PATHS = frozenset({"/info", "/wandb_info", "/register", "/register-env"})
 _FORMAT_REFUSALS = (400, 415, 422)
 
-BINARY_LANE_HEADERS = {"Accept": f"{MEDIA_TYPES['msgpack']}; zstd=1, {MEDIA_TYPES['json']};q=0.5"}
+BINARY_FORMAT_HEADERS = {"Accept": f"{MEDIA_TYPES['msgpack']}; zstd=1, {MEDIA_TYPES['json']};q=0.5"}
 """Headers that request groups in the binary format; services without it send JSON."""
 
 
@@ -68,7 +68,6 @@ class Body(NamedTuple):
 
     @property
     def is_compressed(self) -> bool:
-        """Whether the content is gzip."""
         return "Content-Encoding" in self.headers
 
     @property
@@ -78,27 +77,27 @@ class Body(NamedTuple):
 
 
 class ServiceTraits:
-    """Traits of a service, learned from its responses; the latest response counts.
+    """Traits of a service, known from its responses; the latest response counts.
 
     Attributes:
-        honours_keys: Whether a repeated `Idempotency-Key` stores nothing twice. True for services
-            that have the binary format.
+        honors_keys: Whether groups with a repeated `Idempotency-Key` are stored only once. True for
+            services that have the binary format.
     """
 
     def __init__(self) -> None:
-        self.honours_keys = False
+        self.honors_keys = False
         self._takes_binary = False
         self._takes_gzip = True
 
     def learn(self, path: str, headers: Mapping[str, str]) -> None:
         """Update from the `Accept-Post` header of a successful response.
 
-        A service with the binary format always sends it; its absence means that an older service
-        has taken over.
+        A service with the binary format always sends it. Its absence means that an older service
+        now responds at the address.
         """
         offer = headers.get("Accept-Post", "")
         if offer or path in _ADVERTISING_PATHS:
-            self._takes_binary = self.honours_keys = MEDIA_TYPES["msgpack"] in offer.lower()
+            self._takes_binary = self.honors_keys = MEDIA_TYPES["msgpack"] in offer.lower()
 
     def formats(self) -> list[Format]:
         """Return the formats to try, best first."""
@@ -117,7 +116,7 @@ class ServiceTraits:
             if body.is_compressed:
                 self._takes_gzip = False
             else:
-                self._takes_binary = self.honours_keys = False
+                self._takes_binary = self.honors_keys = False
 
 
 def is_on_this_machine(url: str) -> bool:
@@ -142,25 +141,14 @@ def encode_body(encode: Encoder, value: Any, form: Format, *, zstd: bool = False
 
 
 def plain(request: Mapping[str, Any]) -> Body:
-    """Encode a small request."""
+    """Encode a small request as JSON."""
     return Body(msgspec.json.encode(request), {"Content-Type": MEDIA_TYPES["json"]})
 
 
-def answer_lane(headers: Mapping[str, str]) -> Lane:
-    """Return the format of a response."""
+def format_of_response(headers: Mapping[str, str]) -> Lane:
+    """Return the format of a response by its `Content-Type`."""
     media_type = headers.get("Content-Type", "").partition(";")[0].strip().lower()
     return "msgpack" if media_type == MEDIA_TYPES["msgpack"] else "json"
-
-
-def decode_answer(content: bytes, headers: Mapping[str, str]) -> Any:
-    """Decode a response in its own format.
-
-    Raises:
-        ValueError: it cannot be decoded.
-    """
-    if answer_lane(headers) == "msgpack":
-        return decode_batch(content, "msgpack")
-    return msgspec.json.decode(content)
 
 
 _MAX_QUOTED_CHARS = 500
@@ -212,14 +200,14 @@ class RetryRule(NamedTuple):
         passed_s: float = 0.0,
         jitter: float = 0.0,
     ) -> float | None:
-        """Return the seconds to wait before the next attempt, None to give up.
+        """Return the seconds to wait before the next attempt; None to give up.
 
         Args:
-            error: why the attempt failed.
-            attempt: how many attempts were made, from 1.
+            error: the failure.
+            attempt: number of attempts made, from 1.
             is_repeatable: Whether the request is idempotent. If not, it is retried only after
                 failures in which the service did nothing.
-            passed_s: seconds since the first attempt began.
+            passed_s: seconds since the start of the first attempt.
             jitter: 0 to 1, lengthens the pause by up to a quarter, to spread many clients out.
         """
         if self.attempts is not None and attempt >= self.attempts:
@@ -256,10 +244,10 @@ def _may_repeat(error: TrajectoryApiError, *, is_repeatable: bool) -> bool:
 
 
 def auth_headers(token: str | None) -> dict[str, str]:
-    """Return the header that carries a token; empty without a token.
+    """Return the header with a token; empty without a token.
 
     Raises:
-        ConfigError: the token cannot be sent; the message does not show it.
+        ConfigError: the token cannot be sent; the message does not contain it.
     """
     token = (token or "").strip()
     if not token:
@@ -275,11 +263,11 @@ def auth_headers(token: str | None) -> dict[str, str]:
 def unreachable(
     method: str, url: str, error: Exception, *, attempt: int, sent: bool
 ) -> TrajectoryApiError:
-    """Describe a request that received no response."""
-    what = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    what = hide_secrets(what)
+    """Return the error for a request that received no response."""
+    reason = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
     message = (
-        f"{method} {without_secrets(url)} got no answer (attempt {attempt}): {what}; "
+        f"{method} {without_secrets(url)} got no answer (attempt {attempt}): "
+        f"{hide_secrets(reason)}; "
         "is the trajectory service running there? `run-api` starts one"
     )
     return TrajectoryApiError(message) if sent else NotReachedError(message)
@@ -303,49 +291,44 @@ def read_answer(
         NoServiceError: a route that every service has is missing.
         TrajectoryApiError: the status is not 2xx, or the body cannot be decoded.
     """
+    is_json = format_of_response(headers) == "json"
     try:
-        answer = decode_answer(content, headers)
+        answer = msgspec.json.decode(content) if is_json else decode_batch(content, "msgpack")
     except (msgspec.DecodeError, ValueError):
         answer = None
-    is_null = answer_lane(headers) == "json" and content.strip() == b"null"
+    is_null = is_json and content.strip() == b"null"
     if 200 <= status < 300 and (answer is not None or is_null):
         return answer
-    shown_url = without_secrets(url)
-    if _lacks_common_route(status, url):  # the body, possibly an HTML page, adds nothing
+    shown_url, route = without_secrets(url), _last_part(url)
+    if status in _MISSING_ROUTE_STATUSES and route in _COMMON_ROUTES:
+        # The body, possibly an HTML page, is not shown.
         raise NoServiceError(
             f"{method} {shown_url} answered {status} (attempt {attempt}): the server at this "
             "address is not a trajectory service; check the address, `run-api` starts a service",
             status=status,
         )
     detail = answer.get("detail", answer) if isinstance(answer, dict) else None
-    said = _spell(detail) if detail else content[: 4 * _MAX_QUOTED_CHARS].decode(errors="replace")
+    text = _spell(detail) if detail else content[: 4 * _MAX_QUOTED_CHARS].decode(errors="replace")
     for secret in (secrets or {}).values():
-        said = said.replace(secret, "***").replace(secret.removeprefix("Bearer "), "***")
-    remedy = _remedy(status, url)
-    if "--replace-run" in said:  # a current service includes the remedy
+        text = text.replace(secret, "***").replace(secret.removeprefix("Bearer "), "***")
+    remedy = _CONFLICT_REMEDIES.get(route) if status == 409 else _REMEDIES.get(status)
+    if "--replace-run" in text:  # a current service includes the remedy
         remedy = None
     raise TrajectoryApiError(
-        f"{method} {shown_url} answered {status} (attempt {attempt}): {said[:_MAX_QUOTED_CHARS]}"
+        f"{method} {shown_url} answered {status} (attempt {attempt}): {text[:_MAX_QUOTED_CHARS]}"
         + (f"; {remedy}" if remedy else ""),
         status=status,
         retry_after_s=retry_after_s(headers),
     )
 
 
-def _lacks_common_route(status: int, url: str) -> bool:
+def _last_part(url: str) -> str:
     path = url.partition("?")[0]
-    return status in _MISSING_ROUTE_STATUSES and path[path.rfind("/") :] in _COMMON_ROUTES
-
-
-def _remedy(status: int, url: str) -> str | None:
-    if status == 409:
-        path = url.partition("?")[0]
-        return _CONFLICT_REMEDIES.get(path[path.rfind("/") :])
-    return _REMEDIES.get(status)
+    return path[path.rfind("/") :]
 
 
 def _spell(detail: Any) -> str:
-    """Join the reasons of the service: `path: message; path: message`."""
+    """Join the reasons in a response: `path: message; path: message`."""
     if not isinstance(detail, list):
         return str(detail)
     return "; ".join(
@@ -356,10 +339,10 @@ def _spell(detail: Any) -> str:
 def batch_path(*, lease_s: float | None, wait_s: float | None, consumer: int | None = None) -> str:
     """Return the path that requests a batch; older services ignore the query."""
     numbers = {"lease": lease_s, "wait": wait_s}
-    wishes = {name: f"{value:g}" for name, value in numbers.items() if value is not None}
+    options = {name: f"{value:g}" for name, value in numbers.items() if value is not None}
     if consumer is not None:
-        wishes["consumer"] = str(consumer)
-    query = "&".join(f"{name}={value}" for name, value in wishes.items())
+        options["consumer"] = str(consumer)
+    query = "&".join(f"{name}={value}" for name, value in options.items())
     return f"/batch?{query}" if query else "/batch"
 
 
@@ -370,7 +353,7 @@ def ack_path(batch_id: str, *, steps_done: int | None) -> str:
 
 
 def delivered_groups(answer: Mapping[str, Any], url: str) -> list[dict[str, Any]] | None:
-    """Return the groups of `GET /batch`, None when no batch is ready.
+    """Return the groups of a response of `GET /batch`; None if no batch is ready.
 
     Raises:
         TrajectoryApiError: no trainer is registered.
@@ -392,11 +375,7 @@ def says_unregistered(error: TrajectoryApiError) -> bool:
 
 
 def leased_batch(answer: Mapping[str, Any], url: str) -> LeasedBatch | None:
-    """Return the batch of `GET /batch?lease=`, None if none is ready.
-
-    Raises:
-        TrajectoryApiError: no trainer is registered.
-    """
+    """Return the batch of a response of `GET /batch?lease=`; otherwise like `delivered_groups`."""
     groups = delivered_groups(answer, url)
     if groups is None:
         return None
@@ -416,7 +395,13 @@ def service_address(text: str) -> str:
         ConfigError: it does not start with http:// or https://, or has no host or an invalid port.
     """
     address = text.rstrip("/")
-    if not _is_http(address):
+    is_http = address.lower().startswith(("http://", "https://"))
+    try:
+        parts = urlsplit(address)
+        is_valid = is_http and bool(parts.hostname) and parts.port != 0
+    except ValueError:  # an invalid port or IPv6 host
+        is_valid = False
+    if not is_valid:
         raise ConfigError(
             f"the address of the trajectory service is {text!r}; expected an address such as "
             "http://localhost:8000"
@@ -424,20 +409,10 @@ def service_address(text: str) -> str:
     return address
 
 
-def _is_http(address: str) -> bool:
-    if not address.lower().startswith(("http://", "https://")):
-        return False
-    try:
-        parts = urlsplit(address)
-        return bool(parts.hostname) and parts.port != 0
-    except ValueError:  # an invalid port or IPv6 host
-        return False
-
-
 _FIRST_REPEAT_S = 30.0
 
 
-class WaitNotes:
+class WaitLog:
     """Decides when a wait is logged: at the first failure, after 30 s, then at doubling intervals.
 
     Each kind of failure is logged separately. Not thread-safe.
@@ -463,10 +438,10 @@ class WaitNotes:
 
     def end(self) -> bool:
         """Reset after a response; return whether any failure was logged."""
-        was_told = bool(self._due_s)
+        was_logged = bool(self._due_s)
         self._first_at.clear()
         self._due_s.clear()
-        return was_told
+        return was_logged
 
 
 logger = logging.getLogger(__name__)
@@ -482,7 +457,7 @@ class AsyncTransport:
     Arguments are those of `TrajectoryApiClient`; the address has no slash at the end.
 
     Attributes:
-        traits: traits of the service, learned from its responses.
+        traits: traits of the service, known from its responses.
         num_outages: attempts that reached no service, or only a proxy without one.
     """
 
@@ -503,7 +478,7 @@ class AsyncTransport:
         self._post_retry = post_retry
         self._auth_headers = auth_headers(token)
         self._session: aiohttp.ClientSession | None = None
-        self._notes = WaitNotes(time.monotonic)
+        self._waits = WaitLog(time.monotonic)
 
     async def close(self) -> None:
         """Close the connections; the next request opens new ones."""
@@ -532,8 +507,7 @@ class AsyncTransport:
             is_post: Whether it posts groups, which use `post_retry`.
 
         Raises:
-            TrajectoryApiError: it was refused, or there was no response within the limits of the
-                rule.
+            TrajectoryApiError: the request was rejected, or received no response in time.
         """
         rule = self._post_retry if is_post else self._retry
         started = time.monotonic()
@@ -546,18 +520,16 @@ class AsyncTransport:
                 delay_s = rule.delay_s(
                     error,
                     attempt=attempt,
-                    is_repeatable=is_repeatable or (is_post and self.traits.honours_keys),
+                    is_repeatable=is_repeatable or (is_post and self.traits.honors_keys),
                     passed_s=time.monotonic() - started,
                     jitter=random.random() if is_post else 0.0,
                 )
                 if delay_s is None:
                     raise
-                if (is_post or rule.attempts is None) and (note := self._notes.due(error)):
-                    what = "posting" if is_post else "asking"
-                    until = "takes it" if is_post else "answers"
-                    logger.warning("%s again until the service %s: %s", what, until, note)
+                if (is_post or rule.attempts is None) and (text := self._waits.due(error)):
+                    logger.warning("retrying until the service responds: %s", text)
             else:
-                self._notes.end()
+                self._waits.end()
                 return answer
             await asyncio.sleep(delay_s)
             attempt += 1
@@ -598,7 +570,7 @@ class AsyncTransport:
 
 
 async def _pieces(content: bytes) -> AsyncIterator[memoryview]:
-    """Split a long body, so that other tasks run between the pieces."""
+    """Split a long body so that other tasks run between the pieces."""
     view = memoryview(content)
     for start in range(0, len(view), _PIECE_BYTES):
         yield view[start : start + _PIECE_BYTES]
@@ -610,7 +582,7 @@ _T = TypeVar("_T")
 class SyncClient:
     """A connection pool to the trajectory service; thread-safe.
 
-    Its methods wait for the service and raise `TrajectoryApiError` if it refuses the request or
+    Its methods wait for the service and raise `TrajectoryApiError` if it rejects the request or
     cannot be reached.
 
     Args:
@@ -677,8 +649,8 @@ class SyncClient:
     ) -> Any:
         """Send until there is a response; return it decoded.
 
-        Arguments are those of `AsyncTransport.send`; `wait_s` are the seconds that the service was
-        asked to wait, added to the limit.
+        Arguments are those of `AsyncTransport.send`; `wait_s`, the time for which the service may
+        wait, is added to the timeout.
         """
 
         def attempt_once(attempt: int) -> Any:
@@ -699,11 +671,10 @@ class SyncClient:
         """Call with attempt number 1, 2, ... until it succeeds or the rule gives up.
 
         All requests of the synchronous clients may be retried: reading changes nothing, and a batch
-        that was lost in transit is redelivered. Waits of a rule without a number of attempts are
-        logged.
+        that was lost in transit is redelivered.
         """
         started = self._clock()
-        notes = WaitNotes(self._clock)
+        waits = WaitLog(self._clock)
         attempt = 1
         while True:
             try:
@@ -717,11 +688,11 @@ class SyncClient:
                 )
                 if delay_s is None:
                     raise
-                if self._retry.attempts is None and (note := notes.due(error)):
+                if self._retry.attempts is None and (text := waits.due(error)):
                     limit_s = self._retry.deadline_s
-                    logger.warning("%s; trying again for up to %g s in all", note, limit_s)
+                    logger.warning("%s; retrying for up to %g s in total", text, limit_s)
             else:
-                if notes.end():
+                if waits.end():
                     logger.info("the trajectory service has answered; going on")
                 return answer
             self._sleep(delay_s)

@@ -16,7 +16,7 @@ from atroposlib.api.queue import QueuedGroup, oldest_combination
 from atroposlib.api.schemas import MAX_GROUP_SIZE, RegisterEnv
 
 MIN_ENV_WEIGHT = 0.01
-"""The smallest weight an environment is given, so that none is starved completely."""
+"""Smallest weight of an environment, so that each gets some capacity."""
 
 _UNREADABLE_NAME = "unreadable"
 
@@ -45,13 +45,13 @@ class EnvRecord:
     buffer: list[QueuedGroup] = field(default_factory=list)
     """Groups smaller than `group_size` that do not yet add up to it, oldest first."""
     _reachable: int = field(default=0, init=False, repr=False, compare=False)
-    """Bit set of the sums the buffer can make, 0 if it must be recomputed."""
+    """Bit set of the sums of buffered groups; 0 if it must be recomputed."""
 
     @property
     def buffered_sequences(self) -> int:
         return sum(group.num_sequences for group in self.buffer)
 
-    def wants_to_buffer(self, num_sequences: int) -> bool:
+    def must_buffer(self, num_sequences: int) -> bool:
         """Whether a group of this size must be buffered; larger groups are queued at once."""
         return self.group_size is not None and num_sequences < self.group_size
 
@@ -62,7 +62,6 @@ class EnvRecord:
         return released
 
     def remove_buffered(self, group_ids: Container[int]) -> list[QueuedGroup]:
-        """Remove groups from the buffer; return those that were in it."""
         removed = [group for group in self.buffer if group.group_id in group_ids]
         if removed:
             self.buffer = [group for group in self.buffer if group.group_id not in group_ids]
@@ -71,7 +70,7 @@ class EnvRecord:
 
     @property
     def has_searchable_size(self) -> bool:
-        """Whether the group size is within the bounds of the search; earlier versions have none."""
+        """Whether the group size is within the bounds of the search; older versions allowed any."""
         return self.group_size is None or 0 < self.group_size <= MAX_GROUP_SIZE
 
     def buffer_group(self, group: QueuedGroup) -> list[QueuedGroup]:
@@ -81,9 +80,10 @@ class EnvRecord:
         """
         target = self.group_size or 0
         within_target = (1 << (target + 1)) - 1
-        reachable = self._reachable or _reachable_sums(self.buffer, within_target)
         self.buffer.append(group)
-        reachable |= reachable << group.num_sequences & within_target
+        reachable = self._reachable or 1
+        for added in [group] if self._reachable else self.buffer:
+            reachable |= reachable << added.num_sequences & within_target
         self._reachable = reachable
         if not reachable >> target & 1:
             return []
@@ -95,24 +95,15 @@ class EnvRecord:
         return released
 
 
-def _reachable_sums(groups: Iterable[QueuedGroup], within_target: int) -> int:
-    reachable = 1
-    for group in groups:
-        reachable |= reachable << group.num_sequences & within_target
-    return reachable
-
-
 class EnvRegistry:
-    """Every registered environment, by id; ids count up from 0."""
+    """Every registered environment, by id."""
 
     def __init__(self) -> None:
         self._envs: list[EnvRecord] = []
         self._namesakes: Counter[str] = Counter()
         self._buffered_by_env: dict[int, int] = {}
         self.buffered_sequences = 0
-        """Sequences in all buffers."""
         self.buffered_bytes = 0
-        """Payload bytes in all buffers."""
 
     def __len__(self) -> int:
         return len(self._envs)
@@ -208,47 +199,31 @@ class EnvRegistry:
 
     @cached_property
     def minimums(self) -> Mapping[int, float]:
-        return minimum_shares(self._envs)
+        """Guaranteed shares of connected environments by id, in order of registration."""
+        return {
+            env.env_id: env.min_batch_allocation
+            for env in self._envs
+            if env.is_connected and env.min_batch_allocation is not None
+        }
 
     @cached_property
     def total_weight(self) -> float:
-        return total_weight(self._envs)
+        """Context length times weight, summed over connected environments."""
+        return sum(e.max_token_length * max(0.0, e.weight) for e in self._envs if e.is_connected)
 
     @cached_property
     def unallocated_fraction(self) -> float:
-        return unallocated_fraction(self.minimums)
+        """Part of a batch that is not guaranteed to an environment, 0 to 1."""
+        return 1.0 - min(1.0, sum(self.minimums.values()))
 
     def _forget_sums(self) -> None:
         for name in ("minimums", "total_weight", "unallocated_fraction"):
             self.__dict__.pop(name, None)
 
 
-def total_weight(envs: Iterable[EnvRecord]) -> float:
-    """Return context length times weight, summed over connected environments."""
-    return sum(e.max_token_length * max(0.0, e.weight) for e in envs if e.is_connected)
-
-
-def weight_share(env: EnvRecord, total: float) -> float:
-    """Return the share of inference capacity of one environment, at least `MIN_ENV_WEIGHT`.
-
-    A disconnected environment adds nothing to the total but still gets an answer. Without a
-    positive total the share is `MIN_ENV_WEIGHT`.
-    """
-    if total <= 0:
+def weight_share(env: EnvRecord, total_weight: float) -> float:
+    """Return the share of inference capacity of one environment, at least `MIN_ENV_WEIGHT`."""
+    if total_weight <= 0:
         return MIN_ENV_WEIGHT
-    share = env.max_token_length * env.weight / total
+    share = env.max_token_length * env.weight / total_weight
     return max(MIN_ENV_WEIGHT, share) if math.isfinite(share) else MIN_ENV_WEIGHT
-
-
-def minimum_shares(envs: Iterable[EnvRecord]) -> dict[int, float]:
-    """Return the guaranteed shares of connected environments, in order of registration."""
-    return {
-        env.env_id: env.min_batch_allocation
-        for env in envs
-        if env.is_connected and env.min_batch_allocation is not None
-    }
-
-
-def unallocated_fraction(minimums: Mapping[int, float]) -> float:
-    """Return the part of a batch that no environment has reserved, 0 to 1."""
-    return 1.0 - min(1.0, sum(minimums.values()))

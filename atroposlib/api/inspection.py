@@ -1,15 +1,14 @@
 """Read-only routes: status of the run, its groups and its environments; removing one stuck group.
 
-A request looks at a bounded number of groups however long the queue is: `list_groups` stops after
-`_MAX_SCANNED` and returns the offset to continue at. Positions move as batches leave, so a
-continued listing may skip or repeat groups.
+A request reads at most `_MAX_SCANNED` groups, whatever the length of the queue; `list_groups`
+returns the offset of the next page. Positions change as batches leave the queue, so the next page
+may skip or repeat groups.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import Sequence
 from itertools import islice
 from typing import Annotated, Any, NamedTuple
 
@@ -18,7 +17,7 @@ from starlette.responses import Response
 
 from atroposlib.api.queue import QueuedGroup
 from atroposlib.api.responses import PiecesResponse, json_response
-from atroposlib.api.routes import IN_EITHER_LANE, RunOfApp, advertises_lanes, refused
+from atroposlib.api.routes import IN_EITHER_FORMAT, RunOfApp, advertises_formats, refused
 from atroposlib.api.settings import ApiSettings
 from atroposlib.api.state import GroupState, RunState, find_group, walk_groups
 from atroposlib.wire import MEDIA_TYPES, convert_payload, lane_of_accept
@@ -31,7 +30,7 @@ _NO_EXAMPLE_KEYS = (
 )
 
 
-@inspection_router.get("/wandb_info", dependencies=[advertises_lanes])
+@inspection_router.get("/wandb_info", dependencies=[advertises_formats])
 async def wandb_info(run: RunOfApp) -> dict[str, Any]:
     """Return the trainer's run group and project, null before it registered."""
     registration = run.state.registration
@@ -40,7 +39,7 @@ async def wandb_info(run: RunOfApp) -> dict[str, Any]:
     return {"group": registration.wandb_group, "project": registration.wandb_project}
 
 
-@inspection_router.get("/info", dependencies=[advertises_lanes])
+@inspection_router.get("/info", dependencies=[advertises_formats])
 async def info(run: RunOfApp) -> dict[str, Any]:
     """Return the batch size and the length limit, -1 before the trainer registered."""
     registration = run.state.registration
@@ -58,11 +57,11 @@ async def get_status(run: RunOfApp, request: Request) -> dict[str, Any]:
     `expired_envs`, `set_aside_records` that could not be applied, `set_aside_groups` whose payloads
     are missing or damaged, `set_aside_group_ids` of the latest of them, `store_full` (why new
     groups are rejected), `policy_version`, `run`, `consumer` (the `name` of a tool that stands in
-    for a trainer and `idle_s`, seconds since it asked for a batch), and `stalls`: why queued groups
-    do not form a batch.
+    for a trainer and `idle_s`, seconds since it requested a batch), and `stalls` (why queued groups
+    do not form a batch).
     """
     state, delivery = run.state, run.state.delivery
-    leased = sum(handout.lease_until is not None for handout in delivery.in_flight.values())
+    leased = sum(batch.lease_until is not None for batch in delivery.in_flight.values())
     settings: ApiSettings = request.app.state.settings
     counts = {
         "buffered_sequences": state.envs.buffered_sequences,
@@ -108,9 +107,9 @@ class GroupFilter(NamedTuple):
 
     env_id: int | None = None
     min_score: float | None = None
-    """Groups with at least one score this high or higher."""
+    """Matches groups whose highest score is at least this."""
     max_score: float | None = None
-    """Groups with at least one score this low or lower."""
+    """Matches groups whose lowest score is at most this."""
 
     def accepts(self, group: QueuedGroup) -> bool:
         return (
@@ -139,13 +138,14 @@ def list_groups(
     limit: int,
     now: float,
 ) -> GroupPage:
-    """Describe up to `limit` groups in one state from a position on, in order.
-
-    `now` is the Unix time for their ages.
-    """
+    """Describe up to `limit` groups in one state from a position on; `now` is the Unix time."""
     is_filtered = wanted != GroupFilter()
     total = _count(state, where)
-    seen = _window(state, where, offset, _MAX_SCANNED if is_filtered else limit)
+    length = _MAX_SCANNED if is_filtered else limit
+    if where is GroupState.QUEUED:
+        seen = state.queue.window(offset, length)
+    else:
+        seen = list(islice(walk_groups(state, where), offset, offset + length))
     found: list[dict[str, Any]] = []
     position = offset
     for position, group in enumerate(seen, start=offset):
@@ -184,12 +184,6 @@ def describe_group(
     }
 
 
-def _window(state: RunState, where: GroupState, offset: int, length: int) -> Sequence[QueuedGroup]:
-    if where is GroupState.QUEUED:
-        return state.queue.window(offset, length)
-    return list(islice(walk_groups(state, where), offset, offset + length))
-
-
 def _count(state: RunState, where: GroupState) -> int:
     if where is GroupState.QUEUED:
         return len(state.queue)
@@ -199,7 +193,7 @@ def _count(state: RunState, where: GroupState) -> int:
 
 
 def describe_envs(state: RunState, *, offset: int, limit: int, now: float) -> dict[str, Any]:
-    """Describe up to `limit` environments from an id on, in order of registration."""
+    """Describe up to `limit` environments in order of registration; `now` is the Unix time."""
     described = [
         {
             "env_id": env.env_id,
@@ -279,17 +273,14 @@ async def remove_group(group_id: GroupId, run: RunOfApp) -> dict[str, Any]:
 @groups_router.get(
     "/groups/{group_id}/payload",
     response_model=None,
-    responses={**refused(404, 410), **IN_EITHER_LANE},
+    responses={**refused(404, 410), **IN_EITHER_FORMAT},
 )
 async def get_group_payload(group_id: GroupId, run: RunOfApp, request: Request) -> Response:
     """Return one group as it was posted, as JSON or, by `Accept`, MessagePack."""
     payload = await run.payload(group_id)
     if payload is None:
-        raise (
-            _without_payload(group_id)
-            if find_group(run.state, group_id)
-            else _missing(group_id, run)
-        )
+        is_known = find_group(run.state, group_id) is not None
+        raise _without_payload(group_id) if is_known else _missing(group_id, run)
     wanted = lane_of_accept(request.headers.get("accept"))
     # Conversion is CPU-bound; a thread leaves the event loop free.
     try:

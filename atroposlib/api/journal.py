@@ -6,9 +6,9 @@
 Invariants:
 
 - The state holds exactly the records applied.
-- A record that is damaged or invalid is set aside under a counted name, and the run continues
-  without it. A record of a kind unknown to this version stops the run for good, because every
-  later decision could be wrong. No failure of one record prevents the next from being applied.
+- A record that is damaged or invalid is set aside and counted, and the run continues without it. A
+  record of a kind unknown to this version stops the run, because every later decision could be
+  wrong. A failure of one record does not prevent the next from being applied.
 - Guarded records of this process are decided and written one after another: the lock spans reading
   the state and writing.
 
@@ -40,7 +40,7 @@ from atroposlib.api.records import (
     kind_of,
 )
 from atroposlib.api.schemas import Registration
-from atroposlib.api.state import Handout, KeyEntry, RunState
+from atroposlib.api.state import DeliveredBatch, KeyEntry, RunState
 from atroposlib.api.store.base import Payload, RunStore, StoreFullError
 from atroposlib.errors import ConfigError, RunStoreError
 
@@ -60,8 +60,8 @@ class _Head(msgspec.Struct):
     trainer_ids: list[str]
     envs: list[EnvRecord]
     next_batch_id: int
-    in_flight: list[Handout]
-    returned: list[Handout]
+    in_flight: list[DeliveredBatch]
+    returned: list[DeliveredBatch]
     acknowledged: list[tuple[int, int]]
     past: list[QueuedGroup]
     step: int
@@ -121,7 +121,7 @@ def snapshot(state: RunState) -> bytes:
 
 
 def restore(state: RunState, content: bytes) -> None:
-    """Replace a state by that of a snapshot.
+    """Replace a state with that of a snapshot.
 
     Raises:
         ConfigError: the snapshot is damaged, or was written by a later version of the service.
@@ -130,7 +130,7 @@ def restore(state: RunState, content: bytes) -> None:
         parts = list(_parts_of(content))
         (head,) = (_head_decoder.decode(part) for kind, part in parts if kind == _HEAD)
         queue = [g for kind, part in parts if kind == _QUEUE for g in _queue_decoder.decode(part)]
-        given_up = [
+        discardable = [
             i for kind, part in parts if kind == _DISCARDABLE for i in _ids_decoder.decode(part)
         ]
         keys = [k for kind, part in parts if kind == _KEYS for k in _keys_decoder.decode(part)]
@@ -147,12 +147,12 @@ def restore(state: RunState, content: bytes) -> None:
         if not env.has_searchable_size:
             for group in state.envs.stop_buffering(env):
                 state.queue.append(group)
-    state.payloads.give_up(given_up)
+    state.payloads.mark_discardable(discardable)
     state.keys.restore(keys)
 
 
 def _parts_of(content: bytes) -> Iterator[tuple[bytes, memoryview]]:
-    """Split a snapshot into its parts; ValueError if it is foreign or truncated."""
+    """Split a snapshot into its parts; ValueError if its format is unknown or it is truncated."""
     if content[:1] != _FORMAT:
         raise ValueError(f"format {content[:1].hex() or 'none'}, expected {_FORMAT.hex()}")
     view = memoryview(content)
@@ -186,7 +186,7 @@ def _head_of(state: RunState) -> _Head:
 
 
 def _plain(env: EnvRecord) -> EnvRecord:
-    """Copy an environment without fields that are local to this replica."""
+    """Copy an environment without values that are local to this replica."""
     return dataclasses.replace(env, largest_group=env.group_size or 1, buffer=list(env.buffer))
 
 
@@ -221,7 +221,7 @@ T = TypeVar("T")
 
 def _num_payloads(state: RunState) -> int:
     """Approximate number of payloads the store must have; buffers are counted by sequences."""
-    in_batches = sum(len(handout.groups) for handout in state.delivery.pending())
+    in_batches = sum(len(batch.groups) for batch in state.delivery.pending())
     return len(state.queue) + state.envs.buffered_sequences + in_batches + len(state.past)
 
 
@@ -241,7 +241,7 @@ class RunLog:
         self._on_applied = on_applied
         self._position = 0
         self._num_records = 0  # in the log after its snapshot
-        self._least_when_full = _MIN_RECORDS_TO_COMPACT // 100
+        self._min_when_full = _MIN_RECORDS_TO_COMPACT // 100
         self.is_new = True
         """Whether the run has no records yet."""
         self._outcomes: dict[int, Admission | None] = {}
@@ -257,7 +257,7 @@ class RunLog:
         self.check()
 
     def check(self) -> None:
-        """Raise if the run could not be read in full."""
+        """Raise `failure` if the run cannot continue."""
         if self.failure is not None:
             raise self.failure
 
@@ -288,15 +288,14 @@ class RunLog:
         if known is not None and known.digest == record.digest:
             return Admission(known.placements)
         raise RunStoreError(
-            "the groups were written, but where they went was lost with the connection to the "
-            "store; requests that carry an idempotency key can be repeated safely"
+            "the groups were written, but the connection to the store was lost before the result "
+            "arrived; requests with an idempotency key can be repeated safely"
         )
 
     async def guarded(self, decide: Callable[[], tuple[Record | None, T]]) -> T:
-        """Make a decision on the state and write it; repeat if another replica was faster.
+        """Decide on the state and write the decision; repeat if another replica was faster.
 
-        `decide` reads the state and returns the guarded record to write, or None, and the result.
-        Its exceptions propagate.
+        `decide` returns the guarded record to write, or None, and the result of this call.
         """
         async with self._deciding:
             while True:
@@ -311,25 +310,25 @@ class RunLog:
         """Discard payloads that are no longer needed; failures are retried later."""
         ledger = self.state.payloads
         if self.store.full_reason is not None:
-            ledger.give_up_past()  # space for new groups matters more than inspection
+            ledger.discard_past()  # space for new groups matters more than inspection
         while group_ids := ledger.take_discardable(_DISCARDED_AT_ONCE):
             try:
                 await self.store.discard(group_ids)
             except OSError as error:
-                ledger.give_up(group_ids)
+                ledger.mark_discardable(group_ids)
                 logger.warning("payloads are kept until the store works again: %s", error)
                 return
             except BaseException:
-                ledger.give_up(group_ids)
+                ledger.mark_discardable(group_ids)
                 raise
             await asyncio.sleep(0)
 
     async def compact_if_due(self) -> None:
-        """Replace a long log by a snapshot, in slices so that other tasks run in between."""
+        """Replace a long log with a snapshot, in slices so that other tasks run in between."""
         alive = _num_payloads(self.state)
         is_full = self.store.full_reason is not None  # then a shorter log frees space
-        least = self._least_when_full if is_full else _MIN_RECORDS_TO_COMPACT
-        if self._num_records <= max(least, _RECORDS_PER_GROUP_TO_COMPACT * alive):
+        min_records = self._min_when_full if is_full else _MIN_RECORDS_TO_COMPACT
+        if self._num_records <= max(min_records, _RECORDS_PER_GROUP_TO_COMPACT * alive):
             return
         num_records, position = self._num_records, self._position
         parts = []
@@ -341,7 +340,7 @@ class RunLog:
         try:
             await self.store.compact(content, position=position)
         except StoreFullError:
-            self._least_when_full = 2 * num_records
+            self._min_when_full = 2 * num_records
             return
         self._num_records = max(0, self._num_records - num_records)
         logger.info("wrote a snapshot in place of %d records", num_records)
@@ -353,13 +352,13 @@ class RunLog:
         except ConfigError as error:
             self.failure = error
         except Exception as error:
-            logger.exception("the run's snapshot cannot be taken over")
+            logger.exception("the run's snapshot cannot be loaded")
             self.failure = ConfigError(
-                f"the run's snapshot cannot be taken over ({error!r}); serve the run with the "
+                f"the run's snapshot cannot be loaded ({error!r}); serve the run with the "
                 "version that wrote it, or start another run"
             )
         if self.state.fault is not None:
-            self._tell_fault("the snapshot of the run was taken over in part")
+            self._log_fault("a part of the run's snapshot cannot be loaded")
         self._num_records = 0
         self.is_new = False
 
@@ -374,7 +373,7 @@ class RunLog:
         self._count(position)
         outcome = self.state.apply(record)
         if self.state.fault is not None:
-            self._tell_fault(f"record {position} of the run ({kind_of(type(record))}) is set aside")
+            self._log_fault(f"record {position} of the run ({kind_of(type(record))}) is invalid")
         if isinstance(record, GroupsAdmitted) and record.groups:
             first = record.groups[0].group_id
             if first in self._outcomes:
@@ -385,19 +384,19 @@ class RunLog:
             logger.exception("record %d of the run was applied, but its callback failed", position)
 
     def _skip(self, position: int, error: UnreadableRecordError) -> None:
-        """Set a damaged record aside if its kind is known; else stop the run."""
+        """Set a damaged record aside if its kind is known; otherwise stop the run."""
         if error.record_type is None:
             self.failure = error
             logger.error("the run stops: %s", error)
             return
         self._count(position)
         self.state.skip(error.record_type, error.__cause__ or error)
-        self._tell_fault(f"record {position} of the run ({kind_of(error.record_type)}) is damaged")
+        self._log_fault(f"record {position} of the run ({kind_of(error.record_type)}) is damaged")
 
     def _count(self, position: int) -> None:
         self._position = position + 1
         self._num_records += 1
         self.is_new = False
 
-    def _tell_fault(self, what: str) -> None:
-        logger.error("%s, the run goes on without it: %s", what, self.state.fault)
+    def _log_fault(self, problem: str) -> None:
+        logger.error("%s; the run continues without it: %s", problem, self.state.fault)

@@ -1,7 +1,4 @@
-"""Log lines of the service, as text or JSON; levels are set by the entry point.
-
-Lines about a request carry its id (`middleware.RequestErrorsMiddleware`).
-"""
+"""Log lines of the service, as text or JSON; lines about a request contain its id."""
 
 from __future__ import annotations
 
@@ -30,12 +27,8 @@ _CONTROLS_OF_TRACEBACKS = {k: v for k, v in _CONTROLS.items() if chr(k) not in "
 def log_config(log_format: LogFormat, *, level: str = "INFO") -> dict[str, Any]:
     """Return a configuration of the loggers for `uvicorn.Config(log_config=)` or `dictConfig`.
 
-    uvicorn's own loggers pass through the same handler. Other packages are logged at WARNING and
-    above.
-
-    Args:
-        log_format: `text`: one readable line per event; `json`: one object per line.
-        level: minimum level of the service and uvicorn.
+    `level` is the minimum level of the service and uvicorn; other packages are logged at WARNING
+    and above.
 
     Raises:
         ValueError: the format is unknown.

@@ -4,9 +4,9 @@
     RequestMetrics ── counted per request ──────────┼─► registry of this application ─► /metrics
     histograms ── observed when a batch is sent ────┘
 
-Metrics read from the run are the same in every replica that serves it. Those counted per request
-and observed per batch belong to this replica and add up over replicas. Reading costs at most
-O(environments): nothing here scans the queue.
+Metrics read from the run are the same in every replica that serves it. Those counted per request or
+observed per batch belong to this replica; their total is the sum over replicas. Reading costs at
+most O(environments), because the queue is not scanned.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from prometheus_client.registry import Collector
 
 from atroposlib.api.middleware import RequestMetrics
 from atroposlib.api.stalls import Stall
-from atroposlib.api.state import GROUPS_SET_ASIDE, SET_ASIDE, Handout, RunState
+from atroposlib.api.state import GROUPS_SET_ASIDE, SET_ASIDE, DeliveredBatch, RunState
 
 _MAX_ENVIRONMENT_NAMES = 100
 _OTHER_NAMES = "other"
@@ -48,15 +48,12 @@ class MeteredRun(Protocol):
     """Counters of this replica."""
 
     @property
-    def now(self) -> float:
-        """Unix time in seconds."""
+    def now(self) -> float: ...
 
     @property
-    def full_reason(self) -> str | None:
-        """Reason for which the store rejects new groups; None while it accepts them."""
+    def full_reason(self) -> str | None: ...
 
-    def stalls(self) -> list[Stall]:
-        """Return the reasons why queued groups do not form a batch."""
+    def stalls(self) -> list[Stall]: ...
 
 
 class Figure(NamedTuple):
@@ -66,7 +63,7 @@ class Figure(NamedTuple):
     """Ends in `_total` if it is a counter; else it is a gauge."""
     help: str
     read: Callable[[MeteredRun], Reading]
-    """Returns a number, one number per label value, or None without a value."""
+    """Returns one number, one number per label value, or None without a value."""
     label: str | None = None
 
 
@@ -84,7 +81,7 @@ def _by_reason(counters: Counter[str], prefix: str) -> Reading:
 
 def _batches_pending(run: MeteredRun) -> Reading:
     in_flight = run.state.delivery.in_flight.values()
-    leased = sum(handout.lease_until is not None for handout in in_flight)
+    leased = sum(batch.lease_until is not None for batch in in_flight)
     returned = len(run.state.delivery.returned)
     return {"sending": len(in_flight) - leased, "leased": leased, "returned": returned}
 
@@ -98,7 +95,7 @@ def _environments(run: MeteredRun) -> Reading:
 
 
 def _queued_by_environment(run: MeteredRun) -> Reading:
-    """Sum queued sequences by environment name; names after the first hundred share a label."""
+    """Sum queued sequences by environment name; names after the first hundred share one label."""
     names = [env.desired_name for env in run.state.envs]
     known = dict.fromkeys(islice(dict.fromkeys(names), _MAX_ENVIRONMENT_NAMES), 0.0)
     for env_id, num_sequences in run.state.queue.sequences_by_env.items():
@@ -329,15 +326,14 @@ class ServiceMetrics:
         ProcessCollector(registry=self.registry)
 
     def observe_store(self, operation: str, seconds: float) -> None:
-        """Observe the duration of an `append` or a `fetch`."""
         self._store_series[operation].observe(seconds)
 
-    def observe_handout(self, handout: Handout) -> None:
+    def observe_delivery(self, batch: DeliveredBatch) -> None:
         """Observe the age of the groups of a batch; only its first attempt counts."""
-        if handout.attempt != 1:
+        if batch.attempt != 1:
             return
-        self._age_s.observe(max(0.0, handout.at - group.received_at) for group in handout.groups)
-        ages = map(self._run.state.staleness_of, handout.groups)
+        self._age_s.observe(max(0.0, batch.at - group.received_at) for group in batch.groups)
+        ages = map(self._run.state.staleness_of, batch.groups)
         self._staleness.observe(age for age in ages if age is not None)
 
     def render(self, accept: str = "") -> tuple[bytes, str]:

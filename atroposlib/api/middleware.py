@@ -4,18 +4,18 @@
     response ◄─ GZipResponseMiddleware: gzip ───────────────────────────  application
 
 gzip runs piece by piece, large pieces in threads, since zlib releases the GIL. No call handles more
-than one piece, so a decompression bomb is detected at the limit, and a client that disconnected
-within milliseconds.
+than one piece, so a decompression bomb is detected at the limit, and a disconnect within
+milliseconds.
 
-Large bodies are read only while the budget has room. While other requests wait for room, senders
-that are too slow lose theirs:
+Large bodies are read only while the budget has room. While other requests wait for room, requests
+whose sender is too slow are rejected:
 
     body ─ piece by piece ─► Account.take ─► kept until the response is sent ─► Account.close
                                   │
                                   └ no room: the next piece is not read, the sender waits
 
-Each request has an id, which all its log lines carry. A response 500 has the same id, so that it
-can be matched with the traceback in the log.
+Each request has an id, which is part of all its log lines. A response 500 has the same id, so that
+it can be matched with the traceback in the log.
 """
 
 from __future__ import annotations
@@ -60,11 +60,11 @@ class GzipError(Exception):
 
 
 class BodyTooLargeError(Exception):
-    """The body exceeds the cap."""
+    """The decompressed body exceeds the limit."""
 
 
 class Inflater:
-    """Inflates one gzip stream of any number of members up to a cap of `max_bytes`."""
+    """Decompresses one gzip stream of any number of members, up to `max_bytes`."""
 
     def __init__(self, max_bytes: int, threads: Executor | None = None) -> None:
         self._member = zlib.decompressobj(_GZIP_WINDOW)
@@ -76,7 +76,7 @@ class Inflater:
     async def inflate(self, data: bytes) -> list[bytes]:
         """Return the next decompressed pieces of `data`, about 1 MiB in total at most.
 
-        Must be called again with `b""` until it returns nothing, before the next data.
+        Call it again with `b""` until it returns nothing, before the next data.
 
         Raises:
             GzipError: the data is not gzip.
@@ -112,17 +112,13 @@ class Inflater:
         return pieces
 
     def finish(self) -> None:
-        """Check that the stream is complete.
-
-        Raises:
-            GzipError: it is cut short.
-        """
+        """Raise `GzipError` if the stream is incomplete."""
         if self._is_member_open:
             raise GzipError
 
 
 class Deflater:
-    """Compresses the bodies of responses of at least `min_bytes`, at a level from 1 (fastest) to 9.
+    """Compresses response bodies of at least `min_bytes`, at a level from 1 (fastest) to 9.
 
     Long pieces are compressed in `threads`; None is the default executor of the loop.
     """
@@ -139,12 +135,14 @@ class Deflater:
     def start(self) -> DeflaterStream:
         return DeflaterStream(self._level, self._threads)
 
-    async def deflate(self, pieces: Iterable[bytes], is_gone: Callable[[], bool]) -> list[bytes]:
+    async def deflate(
+        self, pieces: Iterable[bytes], is_disconnected: Callable[[], bool]
+    ) -> list[bytes]:
         """Compress a body; the result is incomplete if the client disconnected meanwhile."""
         stream = self.start()
         compressed: list[bytes] = []
         for piece in pieces:
-            if is_gone():
+            if is_disconnected():
                 break
             compressed.append(await stream.feed(piece))
         compressed.append(await stream.feed(b"", is_last=True))
@@ -159,7 +157,7 @@ class DeflaterStream:
         self._threads = threads
 
     async def feed(self, piece: bytes, *, is_last: bool = False) -> bytes:
-        """Compress a piece; return the bytes that are ready, after the last piece all of them."""
+        """Compress a piece; return the bytes that are ready, or all bytes after the last piece."""
 
         def work() -> bytes:
             ready = self._stream.compress(piece)
@@ -184,10 +182,7 @@ async def _in_thread(threads: Executor | None, num_bytes: int, work: Callable[[]
 
 
 class Pace:
-    """Whether bytes are sent or received fast enough; pure.
-
-    Only time spent waiting for the other side counts.
-    """
+    """Checks whether bytes are sent or received fast enough; pure."""
 
     grace_s: ClassVar[float] = 60.0
     """Time before the rate is checked; also the longest time without any byte."""
@@ -196,6 +191,7 @@ class Pace:
 
     def __init__(self) -> None:
         self.turn_s = 0.0
+        """Seconds spent waiting for the other side."""
         self.num_bytes = 0
         self._silent_s = 0.0
 
@@ -206,7 +202,6 @@ class Pace:
 
     @property
     def is_too_slow(self) -> bool:
-        """Whether no byte arrived for too long, or the average rate is too low."""
         allowed_s = self.grace_s + self.num_bytes / self.min_bytes_per_s
         return self._silent_s >= self.grace_s or self.turn_s >= allowed_s
 
@@ -218,9 +213,9 @@ class Pace:
 class BodyBudget:
     """Shares the memory for request bodies among the requests of one service.
 
-    The oldest request always receives room, so that one request can always finish: memory holds at
-    most `max_bytes` plus one body. When a request has waited for `patience_s`, requests that send
-    more slowly than `min_bytes_per_s` are evicted.
+    The oldest request always gets room, so that one request can always finish. Memory holds at most
+    `max_bytes` plus one body. When a request has waited for `patience_s`, requests whose sender is
+    slower than `min_bytes_per_s` are evicted.
     """
 
     patience_s: ClassVar[float] = 5.0
@@ -229,7 +224,6 @@ class BodyBudget:
     def __init__(self, max_bytes: int) -> None:
         self._max_bytes = max_bytes
         self.held_bytes = 0
-        """Bytes taken and not yet given back."""
         self._accounts: dict[int, Account] = {}
         self._waiting: deque[_Waiting] = deque()
 
@@ -248,10 +242,9 @@ class BodyBudget:
         self._waiting.append(waiting)
         try:
             while not waiting.granted.done():
-                await asyncio.wait([waiting.granted], timeout=self.patience_s)
-                if not waiting.granted.done():
-                    for each in list(self._accounts.values()):
-                        each.evict_if_slow(self.patience_s, self.min_bytes_per_s)
+                done, _ = await asyncio.wait([waiting.granted], timeout=self.patience_s)
+                for each in () if done else list(self._accounts.values()):
+                    each.evict_if_slow(self.patience_s, self.min_bytes_per_s)
         finally:
             if waiting in self._waiting:
                 self._waiting.remove(waiting)
@@ -283,18 +276,18 @@ class Account:
         self.held_bytes = 0
         self.pace = Pace()
         self.is_evicted = False
-        """Whether the request must end, because others wait for its room."""
+        """Whether the request must end because others wait for its room."""
         self._reader: asyncio.Task[Any] | None = None
         """The task that waits for the next piece, if any."""
         self._reading_since = 0.0
         self._is_stopped = False
-        self._watch: asyncio.TimerHandle | None = None
+        self._timer: asyncio.TimerHandle | None = None
 
     async def read(self, receive: Receive, *, timeout_s: float) -> Message | None:
         """Wait for the next piece; None when evicted, or after a timeout that all pieces share."""
         self._reader, self._reading_since = asyncio.current_task(), time.monotonic()
-        if self._watch is None:  # one timer for all pieces, since most arrive at once
-            self._watch_for(timeout_s, timeout_s)
+        if self._timer is None:  # one timer for all pieces, since most arrive at once
+            self._start_timer(timeout_s, timeout_s)
         try:
             return await receive()
         except asyncio.CancelledError:
@@ -315,17 +308,17 @@ class Account:
             self.is_evicted = True
             self._stop()
 
-    def _watch_for(self, seconds: float, timeout_s: float) -> None:
+    def _start_timer(self, seconds: float, timeout_s: float) -> None:
         loop = asyncio.get_running_loop()
-        self._watch = loop.call_later(seconds, self._look, timeout_s)
+        self._timer = loop.call_later(seconds, self._check_timeout, timeout_s)
 
-    def _look(self, timeout_s: float) -> None:
-        """Stop reading if the sender was silent for too long; else check again later."""
+    def _check_timeout(self, timeout_s: float) -> None:
+        """Stop reading if the sender sent nothing for too long; else check again later."""
         left_s = timeout_s
         if self._reader is not None:
             left_s -= time.monotonic() - self._reading_since
         if left_s > 0:
-            self._watch_for(left_s, timeout_s)
+            self._start_timer(left_s, timeout_s)
         else:
             self._stop()
 
@@ -338,17 +331,13 @@ class Account:
         await self._budget.grant(self, num_bytes)
 
     def close(self) -> None:
-        if self._watch is not None:
-            self._watch.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
         self._budget.forget(self)
 
 
 def _uncancel(task: asyncio.Task[Any] | None) -> None:
-    """Undo our own cancellation; another one that came meanwhile stays in effect.
-
-    Raises:
-        CancelledError: there was another one (detectable since Python 3.11).
-    """
+    """Undo our own cancellation; raise if there was another one (detected from Python 3.11 on)."""
     if sys.version_info >= (3, 11) and task is not None and task.uncancel() > 0:
         raise asyncio.CancelledError
 
@@ -364,7 +353,7 @@ _SMALL_BYTES = 64 * 1024
 """Bodies up to this size are buffered by the connection anyway."""
 _SLOW_RETRY_AFTER_S = 10
 _INFLATED_AT_ONCE = 64 * 1024
-"""Compressed bytes per call; bounds the output of a decompression bomb."""
+"""Compressed bytes per call, which limits the output of a decompression bomb."""
 _PLAIN_ENCODINGS = ("", "identity", "utf-8", "utf8")
 """`Content-Encoding` of uncompressed bodies; some senders put a charset there."""
 
@@ -375,7 +364,7 @@ _DENSE_TYPES = (MEDIA_TYPES["msgpack"],)
 class GZipRequestMiddleware:
     """Decompresses request bodies sent as gzip; rejects bodies above the limit with 413.
 
-    `budget` shares the memory for bodies with other requests; None: one for this middleware.
+    `budget` limits the memory of all request bodies; None creates one for this middleware.
     """
 
     def __init__(
@@ -456,7 +445,7 @@ class GZipRequestMiddleware:
 
 
 def _announced(scope: Scope) -> tuple[int | None, str]:
-    """Return the announced length (0: no body, None: unknown) and the encoding of a request."""
+    """Return length (0: no body, None: unknown) and encoding, by the headers of a request."""
     length: int | None = 0
     encoding = ""
     for name, value in scope["headers"]:
@@ -496,7 +485,7 @@ def _replay(pieces: list[bytes], receive: Receive) -> Receive:
 
 
 def _paced(receive: Receive, account: Account) -> Receive:
-    """Pass messages on; reject with 408 a sender that is silent or too slow within its body.
+    """Pass messages on; reject with 408 a sender that sends nothing for too long, or too slowly.
 
     An evicted request gets 503, since it may be retried when there is room.
     """
@@ -548,10 +537,7 @@ def _capped(receive: Receive, max_body_bytes: int, account: Account) -> Receive:
 
 
 class GZipResponseMiddleware:
-    """Compresses responses that are long enough, for clients that accept gzip.
-
-    Applies only to responses that announce their length.
-    """
+    """Compresses responses with a long enough `Content-Length`, for clients that accept gzip."""
 
     def __init__(
         self, app: ASGIApp, *, min_bytes: int, level: int, threads: Executor | None = None
@@ -596,8 +582,7 @@ class _GzipSender:
         return {**message, "headers": headers.raw}
 
 
-_SENDERS_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
-
+_CLIENT_ID = re.compile(rb"[A-Za-z0-9._-]{1,64}")
 
 _request_id: ContextVar[str] = ContextVar("request_id", default="")
 
@@ -623,9 +608,9 @@ class RequestErrorsMiddleware:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        # Each request runs in its own task, so the id need not be reset: later log lines of the
-        # server about the request still carry it.
-        _request_id.set(_senders_id(scope) or f"{self._prefix}-{next(self._numbers)}")
+        # Each request runs in its own task, so the id need not be reset; later log lines of the
+        # server about the request also contain it.
+        _request_id.set(_client_id(scope) or f"{self._prefix}-{next(self._numbers)}")
         is_started = False
 
         async def note_start(message: Message) -> None:
@@ -636,7 +621,7 @@ class RequestErrorsMiddleware:
         try:
             await self.app(scope, receive, note_start)
         except ClientDisconnect:
-            logger.debug("the client of %s %s left", scope["method"], scope["path"])
+            logger.debug("the client of %s %s disconnected", scope["method"], scope["path"])
         except Exception:
             if is_started:
                 raise  # the server ends the connection and logs the traceback
@@ -646,16 +631,16 @@ class RequestErrorsMiddleware:
             await refusal(scope, receive, send)
 
 
-def _senders_id(scope: Mapping[str, Any]) -> str:
+def _client_id(scope: Mapping[str, Any]) -> str:
     for name, value in scope["headers"]:
         if name == b"x-request-id":
-            return value.decode() if _SENDERS_ID.fullmatch(value) else ""
+            return value.decode() if _CLIENT_ID.fullmatch(value) else ""
     return ""
 
 
 _BUCKETS_S = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.1, 0.5, 2.5, 10.0, 60.0)
 _METHODS = frozenset({"GET", "HEAD", "POST", "PUT", "PATCH", "DELETE", "OPTIONS"})
-_CLIENT_LEFT = 499
+_CLIENT_DISCONNECTED = 499
 
 
 class _Series(NamedTuple):
@@ -722,7 +707,7 @@ class RequestMetricsMiddleware:
         route = rule_for(path_of(scope)).route
         method = scope["method"] if scope["method"] in _METHODS else "other"
         series = self._metrics.series(method, route)
-        status = _CLIENT_LEFT
+        status = _CLIENT_DISCONNECTED
 
         async def note_status(message: Message) -> None:
             nonlocal status

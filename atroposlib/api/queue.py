@@ -1,4 +1,4 @@
-"""The queue of groups that wait for a batch: its limits, and the rules that choose a batch; pure.
+"""The queue of groups that wait for a batch, its limits, and the rules that choose a batch; pure.
 
     append ──► oldest … newest ──► plan_batch ──► remove
     restore_front ──► (before the oldest)
@@ -14,7 +14,7 @@ of trajectories. A batch is chosen in one of two ways, and groups are never spli
 
 The rules work on sizes alone and return positions in the order given.
 
-Invariants: a group is queued at most once; every counter equals what a walk over the queue gives.
+Invariants: a group is queued at most once; every counter equals the sum over the queued groups.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ UNKNOWN_VERSION = -1
 
 
 class QueuedGroup(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """What batching and inspection know of a group, without its tokens.
+    """The attributes of a group that batching and inspection use, without its tokens.
 
-    Holds no references that could form a cycle, so the garbage collector skips it: 100,000 of
+    Contains no references that could form a cycle, so the garbage collector skips it: 100,000 of
     them would make every full collection tens of milliseconds longer.
     """
 
     group_id: int
     env_id: int | None
-    """Registered sender; None when no registration has the id that was sent."""
+    """Registered sender; None if the id that was sent is not registered."""
     num_sequences: int
     num_tokens: int
     num_bytes: int = 0
@@ -54,21 +54,21 @@ class QueuedGroup(msgspec.Struct, frozen=True, array_like=True, gc=False):
     lane: Literal["json", "msgpack"] = "json"
     """Encoding of the stored payload."""
     version: int = 0
-    """Policy version the sender stamped, else the trainer's at admission; `UNKNOWN_VERSION` where
-    there was none, or where that trainer's steps are not those of the present one."""
+    """Policy version set by the sender, else the trainer's at admission. `UNKNOWN_VERSION` if there
+    was none, or if it came from a trainer that was replaced."""
     received_at: float = 0.0
     """Unix time of admission, in seconds."""
     min_score: float = 0.0
     max_score: float = 0.0
     checksum: int | None = None
-    """Checksum of the stored payload (`checksum_of`); None for groups of earlier versions."""
+    """Checksum of the stored payload (`checksum_of`); None for groups stored by older versions."""
 
     @property
     def known_version(self) -> int | None:
         return None if self.version == UNKNOWN_VERSION else self.version
 
     def is_payload(self, content: bytes) -> bool:
-        """Whether `content` is the payload that was posted.
+        """Whether `content` is the stored payload.
 
         Without a checksum, only a wrong length or invalid JSON is detected.
         """
@@ -106,17 +106,14 @@ class GroupQueue:
         self._refused: tuple[int, Mapping[int, float]] | None = None
         """The last plan with minimums that failed, until a change that could let it succeed."""
         self.largest_group = 0
-        """Sequences in the largest queued group, 0 when the queue is empty."""
+        """Sequences in the largest queued group; 0 if the queue is empty."""
         self.num_sequences = 0
-        """Sequences in all queued groups."""
         self.num_tokens = 0
-        """Tokens in all queued groups."""
         self.num_bytes = 0
         """Payload bytes of all queued groups."""
         self.sequences_by_env: Counter[int | None] = Counter()
-        """Queued sequences of every sender that has some."""
+        """Queued sequences of each sender that has some; None for unregistered senders."""
         self.groups_by_version: Counter[int] = Counter()
-        """Queued groups per policy version."""
 
     def __len__(self) -> int:
         return len(self._groups)
@@ -125,15 +122,15 @@ class GroupQueue:
         return iter(self._groups.values())
 
     def largest_group_of(self, env_id: int) -> int:
-        """Sequences in the largest queued group of one environment, 0 when it has none."""
+        """Return the sequences in the largest queued group of one environment, else 0."""
         return max((size for env, size in self._num_by_row if env == env_id), default=0)
 
     def groups_by_size(self) -> dict[int, int]:
-        """Return how many groups are queued of every size."""
+        """Return the number of queued groups of each size."""
         return dict(self._num_by_size)
 
     def has_packable(self, env_id: int) -> bool:
-        """Whether one environment could fill any of a guaranteed share."""
+        """Whether one environment has a whole pack queued, which a guaranteed share requires."""
         return any(
             self.largest_group % size == 0 and count * size >= self.largest_group
             for (env, size), count in self._num_by_row.items()
@@ -142,7 +139,7 @@ class GroupQueue:
 
     @property
     def unpackable_sequences(self) -> int:
-        """Sequences in groups whose size never adds up to the largest queued size."""
+        """Sequences in groups whose size does not divide the largest queued size."""
         return sum(
             size * count for size, count in self._num_by_size.items() if self.largest_group % size
         )
@@ -170,7 +167,7 @@ class GroupQueue:
             self._refused = None
 
     def restore_front(self, groups: Sequence[QueuedGroup]) -> None:
-        """Put groups back before all others, in the order given; O(queue).
+        """Insert groups before all others, in the order given; O(queue).
 
         Raises:
             ValueError: one of the groups is queued already; nothing has changed.
@@ -183,11 +180,7 @@ class GroupQueue:
             self._count(group, 1)
 
     def remove(self, group_ids: Iterable[int]) -> list[QueuedGroup]:
-        """Take groups out of the queue, wherever they are; ids that are not queued are skipped.
-
-        Returns:
-            The removed groups, in the order asked for.
-        """
+        """Remove groups and return them in the order of the ids; unknown ids are skipped."""
         removed = []
         for group_id in group_ids:
             group = self._groups.pop(group_id, None)
@@ -200,16 +193,15 @@ class GroupQueue:
     def plan_batch(
         self, batch_size: int, minimums: Mapping[int, float] | None = None
     ) -> list[QueuedGroup] | None:
-        """Choose the next batch; the queue stays as it is.
+        """Choose the next batch without removing it.
 
         Args:
-            batch_size: sequences wanted, at least 1.
+            batch_size: sequences of the batch, at least 1.
             minimums: environment → guaranteed share of the batch; a mapping that is passed again
                 must be unchanged.
 
         Returns:
-            Groups in order of delivery that hold exactly `batch_size` sequences; None when the
-            queue cannot provide them.
+            Groups with exactly `batch_size` sequences in order of delivery, or None.
         """
         if self.num_sequences < batch_size:
             return None
@@ -232,7 +224,7 @@ class GroupQueue:
         """Choose the oldest groups that together hold at most `batch_size` sequences.
 
         Returns:
-            Groups in queue order, one at least; None while fewer than `batch_size` sequences wait.
+            At least one group, in queue order; None while fewer than `batch_size` sequences wait.
         """
         if self.num_sequences < batch_size:
             return None
@@ -254,15 +246,13 @@ class GroupQueue:
         )
         if in_packs < batch_size:
             return None
-        return pack_exact(self._sizes(), largest=largest, batch_size=batch_size)
+        sizes = (group.num_sequences for group in self)
+        return pack_exact(sizes, largest=largest, batch_size=batch_size)
 
     def _plan_combination(self, batch_size: int) -> list[int] | None:
         if not is_reachable(self._num_by_size, batch_size):
             return None
-        return oldest_combination(list(self._sizes()), batch_size)
-
-    def _sizes(self) -> Iterator[int]:
-        return (group.num_sequences for group in self)
+        return oldest_combination([group.num_sequences for group in self], batch_size)
 
     def _at(self, positions: Sequence[int]) -> list[QueuedGroup]:
         groups = list(islice(self, max(positions) + 1))
@@ -288,7 +278,7 @@ class GroupQueue:
 
 
 class _SizesAndOwners:
-    """Groups as the packing rule reads them; may be iterated again."""
+    """(size, owner) of each group; may be iterated several times."""
 
     def __init__(self, groups: Collection[QueuedGroup]) -> None:
         self._groups = groups
@@ -298,14 +288,14 @@ class _SizesAndOwners:
 
 
 def _add(counter: Counter[_Key], key: _Key, number: int) -> None:
-    """Add to a counter that holds no zeros."""
+    """Add to a counter; an entry that becomes zero is removed."""
     counter[key] += number
     if not counter[key]:
         del counter[key]
 
 
 class QueueView(NamedTuple):
-    """Queue figures in units of one environment's own groups."""
+    """Size of the queue in units of one environment's own groups."""
 
     queue_groups: int
     own_groups: int
@@ -320,18 +310,10 @@ def queue_view(
     batch_size: int,
     minimums: Mapping[int, float],
 ) -> QueueView:
-    """Return how full the queue is for one environment, in units of its own groups.
+    """Return the size of the queue in groups of one environment, of `group_size` sequences.
 
-    The sequences of every other sender count in whole packs, less what the batch reserves for
-    that sender: its guaranteed share takes those.
-
-    Args:
-        env_id: the asking environment.
-        sequences_by_env: queued sequences per sender.
-        group_size: sequences per group of the asking environment, at least 1.
-        pack_size: sequences in the largest queued group, at least 1.
-        batch_size: sequences per batch.
-        minimums: guaranteed shares of connected environments.
+    Sequences of each other sender count in whole packs of `pack_size`, the largest queued group.
+    The part of a batch that is reserved for that sender by its share in `minimums` is subtracted.
     """
     available = 0
     for other, num_sequences in sequences_by_env.items():
@@ -345,25 +327,21 @@ def queue_view(
 
 
 SEARCH_BITS = 1 << 28
-"""Bits the exact search may use (32 MiB): it looks at the oldest groups that fit."""
+"""Maximum number of bits of the exact search (32 MiB), which limits the groups it considers."""
 
 _REACHABLE_BITS = 1 << 31
-"""Bits that may be examined to find that no combination exists, some tenths of a second."""
+"""Maximum number of bits examined by `is_reachable`, a few tenths of a second."""
 
 
 def pack_exact(sizes: Iterable[int], *, largest: int, batch_size: int) -> list[int] | None:
     """Choose whole packs until they hold exactly `batch_size` sequences.
 
-    A pack is a run of equally sized groups that together hold `largest` sequences. Packs are taken
-    in the order in which they complete; the last one may be taken in part.
-
-    Args:
-        sizes: sequences per group, oldest first; read only as far as needed.
-        largest: the largest size there is.
-        batch_size: sequences wanted.
+    A pack is a series of equally sized groups that together hold `largest` sequences, the size of
+    the largest group. Packs are taken in the order in which they complete; the last one may be
+    taken in part. `sizes`, oldest first, are read only as far as needed.
 
     Returns:
-        Positions in order of delivery, or None when packs do not add up to `batch_size`.
+        Positions in order of delivery; None if packs do not add up to `batch_size`.
     """
     open_packs: dict[int, list[int]] = defaultdict(list)
     taken: list[int] = []
@@ -393,20 +371,20 @@ def pack_with_minimums(
 ) -> list[int] | None:
     """Choose a batch in which some owners have a guaranteed share.
 
-    First every owner with a minimum takes its share, in the order of `minimums`; then the rest is
-    filled oldest first. All or nothing: an owner that cannot fill its share refuses the batch.
+    First each owner with a minimum gets its share, in the order of `minimums`; then the rest is
+    filled oldest first. If an owner cannot fill its share, there is no batch.
 
     Args:
         groups: (size, owner) oldest first, read twice and only as far as needed; groups without an
             owner have no guaranteed share.
-        largest: the largest size there is.
-        batch_size: sequences wanted.
+        largest: the largest size among the groups.
+        batch_size: sequences of the batch.
         minimums: owner → share of the batch; shares that exceed the batch are scaled down.
-        num_by_row: (owner, size) → groups of both; counted when it is not given.
-        ownerless_last: let groups without an owner only fill what owned groups leave.
+        num_by_row: (owner, size) → number of groups; None counts them.
+        ownerless_last: Whether groups without an owner are taken only after all others.
 
     Returns:
-        Positions in order of delivery, minimums first, or None.
+        Positions in order of delivery, minimums first; None without a batch.
     """
     if num_by_row is None:
         num_by_row = Counter((owner, size) for size, owner in groups)
@@ -448,7 +426,7 @@ def pack_with_minimums(
 def _num_packable(
     num_by_row: Mapping[tuple[int | None, int], int], largest: int
 ) -> dict[tuple[int | None, int], int]:
-    """Return how many groups of each owner and size, the oldest, are part of a whole pack."""
+    """Return the number of groups of each owner and size that are part of a whole pack."""
     packable = {
         (owner, size): count - count % (largest // size)
         for (owner, size), count in num_by_row.items()
@@ -460,7 +438,7 @@ def _num_packable(
 class _PackReader:
     """Yields the groups of an owner in the order in which their packs complete.
 
-    Reads the queue once for all owners, as far as the owners asked for.
+    Reads the queue once for all owners, and only as far as needed.
     """
 
     def __init__(
@@ -497,9 +475,9 @@ class _PackReader:
 def scaled_needs(
     minimums: Mapping[int, float], smallest: Mapping[int | None, int], batch_size: int
 ) -> dict[int, int]:
-    """Return the sequences owed to each owner of a share, scaled down to what a batch holds.
+    """Return the sequences guaranteed to each owner, scaled down so that they fit into a batch.
 
-    Shares below one sequence are left out; an owner is owed at least its smallest group.
+    Shares below one sequence are left out. A scaled share is at least the owner's smallest group.
     """
     needs = {owner: int(batch_size * share) for owner, share in minimums.items()}
     needs = {owner: need for owner, need in needs.items() if need > 0}
@@ -513,22 +491,18 @@ def scaled_needs(
 def oldest_combination(sizes: Sequence[int], target: int) -> list[int]:
     """Find groups that hold exactly `target` sequences, preferring older ones.
 
-    Subset sum over bit sets: bit `n` of a set says that `n` sequences can be reached. Exact as long
-    as the candidates fit into the search: always up to targets of 4,096 sequences; beyond, the
-    oldest candidates are searched, so that time and memory are bounded.
-
-    Args:
-        sizes: sequences per group, at least 1 each, oldest first.
-        target: sequences wanted.
+    Subset sum over bit sets: bit `n` is set if a sum of `n` sequences can be reached. The search is
+    exact for targets up to 4,096 sequences. For larger ones only the oldest candidates are
+    searched, which limits time and memory. `sizes` are at least 1 each, oldest first.
 
     Returns:
-        Ascending positions; empty when no combination exists.
+        Ascending positions; empty if no combination exists.
     """
     if not 0 < target <= sum(sizes):
         return []
     candidates = _oldest_of_each_size(sizes, target)[: SEARCH_BITS // target]
     within_target = (1 << (target + 1)) - 1
-    reachable_from = [1]  # by the candidates behind each one, built from the back
+    reachable_from = [1]  # by the candidates after each one, built from the end
     for position in reversed(candidates):
         later = reachable_from[-1]
         reachable_from.append((later | later << sizes[position]) & within_target)
@@ -548,11 +522,7 @@ def oldest_combination(sizes: Sequence[int], target: int) -> list[int]:
 
 
 def _oldest_of_each_size(sizes: Sequence[int], target: int) -> list[int]:
-    """Return the positions that can be part of the oldest combination.
-
-    Of equally sized groups the older ones are preferred, so that of size `s` only the first
-    `target // s` can be chosen.
-    """
+    """Return the positions of candidates: of groups of size `s`, the first `target // s`."""
     counts: dict[int, int] = {}
     positions = []
     for position, size in enumerate(sizes):
@@ -566,7 +536,7 @@ def _oldest_of_each_size(sizes: Sequence[int], target: int) -> list[int]:
 def is_reachable(num_by_size: Mapping[int, int], target: int) -> bool:
     """Whether some combination of groups holds exactly `target` sequences.
 
-    False also when that takes more than `_REACHABLE_BITS` to find out.
+    Also False if finding out would take more than `_REACHABLE_BITS`.
     """
     if not 0 < target <= SEARCH_BITS:
         return False
@@ -592,29 +562,29 @@ class RunLimits:
     """Limits of a run; 0 means no limit unless the field says otherwise."""
 
     max_queue_sequences: int = 0
-    """Sequences that may wait in the queue and in buffers."""
+    """Maximum number of sequences in the queue and in buffers."""
     max_queue_bytes: int = 0
-    """Payload bytes that may wait in the queue and in buffers."""
+    """Maximum number of payload bytes in the queue and in buffers."""
     max_staleness_steps: int = 0
     """Maximum number of trainer steps while a group waits."""
     env_expiry_s: float = 600.0
-    """Seconds of silence after which an environment counts as disconnected; 0: never."""
+    """Seconds without a heartbeat after which an environment counts as disconnected."""
     max_waiting_requests: int = 4096
-    """Maximum number of requests that wait for a batch at a time; 0: no limit."""
+    """Maximum number of requests that wait for a batch."""
     max_batches_in_flight: int = 1024
-    """Maximum number of delivered, unacknowledged batches at a time; 0: no limit."""
+    """Maximum number of delivered, unacknowledged batches."""
     keep_past_groups: int = 256
-    """Delivered groups kept for inspection; 0 keeps none."""
+    """Maximum number of delivered groups kept for inspection; 0 keeps none."""
     keep_past_bytes: int = 256 * 1024 * 1024
-    """Payload bytes of delivered groups kept for inspection; 0 keeps none."""
+    """Maximum number of payload bytes of delivered groups kept; 0 keeps none."""
 
 
 class QueueFullError(TrajectoryApiError):
-    """The queue has no room for these groups; retry after `retry_after_s`."""
+    """The queue is full; retry after `retry_after_s`."""
 
 
 class BusyError(TrajectoryApiError):
-    """Too many waiting requests, or unacknowledged batches; retry after `retry_after_s`."""
+    """Too many requests wait, or batches are unacknowledged; retry after `retry_after_s`."""
 
 
 class KeyReusedError(TrajectoryApiError):
@@ -634,21 +604,21 @@ class OversizedGroupError(GroupError):
 
 
 class Placement(NamedTuple):
-    """Placement of a posted group: queued or buffered."""
+    """Whether a posted group was queued or buffered."""
 
     buffered_sequences: int | None
-    """Sequences left in the sender's buffer; None when the group went straight to the queue."""
+    """Sequences left in the sender's buffer; None if the group was queued directly."""
 
 
 class Admission(NamedTuple):
-    """The outcome of one request that posts groups."""
+    """Result of one request that posts groups."""
 
     placements: list[Placement]
     """[groups] placements, in the order of the request."""
     is_repeat: bool = False
-    """Whether the request had been stored before; the placements are then the earlier ones."""
+    """Whether the request was stored before; the placements are then the earlier ones."""
     is_key_reused: bool = False
-    """Whether its key had been used for another body; nothing was stored."""
+    """Whether its key was used for another body; nothing was stored."""
 
 
 class Waiting(NamedTuple):
@@ -666,10 +636,9 @@ class Waiting(NamedTuple):
 
 
 def check_sizes(sizes: Iterable[int], *, batch_size: int) -> None:
-    """Reject groups that are larger than a batch; `batch_size` is 0 before a trainer registered.
+    """Raise `OversizedGroupError` for the first group that is larger than a batch.
 
-    Raises:
-        OversizedGroupError: names the first group that is too large.
+    `batch_size` is 0 before a trainer registered.
     """
     limit = batch_size or MAX_BATCH_SIZE
     for index, size in enumerate(sizes):
@@ -684,13 +653,9 @@ def check_sizes(sizes: Iterable[int], *, batch_size: int) -> None:
 def check_room(
     limits: RunLimits, *, waiting: Waiting, arriving: Waiting, retry_after_s: float
 ) -> None:
-    """Reject groups for which there is no room.
+    """Raise `QueueFullError` if the arriving groups and those that wait exceed a limit.
 
-    A request larger than a whole limit is admitted when nothing waits; otherwise it could never be
-    admitted.
-
-    Raises:
-        QueueFullError: the groups and those that wait exceed a limit; the message names it.
+    A request larger than a limit is admitted if nothing waits; otherwise it could never be.
     """
     if waiting.num_sequences <= 0:
         return
@@ -712,11 +677,11 @@ def room_for(
 ) -> int | None:
     """Return how many sequences may still be produced; None without a limit.
 
-    Staleness is bounded by the number of batches ahead of a new group: with `max_staleness_steps`
-    batches ahead of it, it is that many steps old when it is delivered.
+    Staleness is limited by the number of batches before a new group: after `max_staleness_steps`
+    batches, a group is that many steps old when it is delivered.
 
     Args:
-        limits: the bounds.
+        limits: limits of the run.
         waiting: sequences and bytes in the queue and in buffers.
         pending_sequences: sequences of batches formed but not acknowledged.
         batch_size: sequences per batch; 0 before a trainer registered.

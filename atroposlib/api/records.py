@@ -21,11 +21,11 @@ _FORMAT = b"\x01"
 """First byte of every record; incremented by a change that older readers would misread."""
 
 ReturnReason = Literal["lost", "refused", "expired", "owner_gone"]
-"""Why a batch was returned: its body did not arrive, its receiver returned it, its lease expired,
-or the replica that was sending it is gone."""
+"""Reason for which a batch was returned: its body did not arrive, its receiver returned it, its
+lease expired, or the replica that was sending it has stopped."""
 
 PayloadFlaw = Literal["missing", "damaged"]
-"""Why a group cannot be delivered: its payload is missing from the store, or damaged."""
+"""Reason for which a group cannot be delivered: its payload in the store is missing or damaged."""
 
 
 class _Record(msgspec.Struct, frozen=True, array_like=True, tag=True, gc=False):
@@ -39,20 +39,19 @@ class TrainerRegistered(_Record, frozen=True, tag="trainer_registered"):
 
     settings: dict[str, Any]  # the fields of `schemas.Registration`
     trainer_id: str
-    """Its id, a 128-bit number in hexadecimal."""
+    """128-bit number in hexadecimal."""
     at: float
 
 
 class ConsumerLeft(_Record, frozen=True, tag="consumer_left"):
-    """The consumer has ended; another one or a trainer may register."""
+    """A consumer has ended; another one or a trainer may register."""
 
     trainer_id: str
-    """Its id, a 128-bit number in hexadecimal."""
     at: float
 
 
 class TrainerStarted(_Record, frozen=True, tag="trainer_started"):
-    """A trainer asked for a batch for the first time."""
+    """A trainer requested a batch for the first time."""
 
     is_guarded: ClassVar[bool] = False
     epoch: int
@@ -97,13 +96,13 @@ class GroupsAdmitted(_Record, frozen=True, tag="groups_admitted"):
     groups: list[QueuedGroup]
     at: float
     num_loose: int = 0
-    """Groups in which an optional field does not line up with `tokens`."""
+    """Groups in which the lengths of an optional field differ from those of `tokens`."""
     key: str | None = None
     """Idempotency key of the request."""
     digest: int = 0
-    """Digest of its body, to distinguish a repetition from another use of the key."""
+    """Digest of the body, to distinguish a repetition from another use of the key."""
     num_from_text: int = 0
-    """Groups whose tokens were made from text."""
+    """Groups whose tokens were encoded from text."""
 
 
 class BatchFormed(_Record, frozen=True, tag="batch_formed"):
@@ -139,7 +138,7 @@ class BatchAcknowledged(_Record, frozen=True, tag="batch_acknowledged"):
 class BatchPassedOver(_Record, frozen=True, tag="batch_passed_over"):
     """A batch was acknowledged without a step: not trained on, or already counted.
 
-    A separate record, so that a service that does not know it stops instead of counting a step.
+    This is a separate record so that an older service stops instead of counting a step.
     """
 
     batch_id: int
@@ -150,7 +149,7 @@ class BatchPassedOver(_Record, frozen=True, tag="batch_passed_over"):
 class BatchesReturned(_Record, frozen=True, tag="batches_returned"):
     """Batches were returned and will be redelivered before a new one is formed."""
 
-    handouts: list[tuple[int, int]]
+    batches: list[tuple[int, int]]
     """(batch_id, attempt) of each."""
     reason: ReturnReason
     at: float
@@ -214,7 +213,7 @@ class UnreadableRecordError(ConfigError):
     """A record is damaged, or was written by a later version of the service.
 
     Attributes:
-        record_type: Its type, if the beginning is readable; None if unknown to this version.
+        record_type: Type of the record; None if it is unknown to this version.
     """
 
     def __init__(self, message: str, record_type: RecordType | None = None) -> None:
@@ -236,7 +235,7 @@ def encode_record(record: Record) -> bytes:
     return _FORMAT + _encoder.encode(record)
 
 
-_beginnings = {_encoder.encode(kind_of(each)): each for each in get_args(Record)}
+_types_by_tag = {_encoder.encode(kind_of(each)): each for each in get_args(Record)}
 
 
 def decode_record(content: bytes) -> Record:
@@ -256,11 +255,6 @@ def decode_record(content: bytes) -> Record:
         raise UnreadableRecordError(
             f"the run holds a record this service cannot read ({error}); serve the run with the "
             "version that wrote it, or start another run",
-            _type_at_beginning(content),
+            # The tag follows the format byte and the header of the array.
+            next((each for tag, each in _types_by_tag.items() if content.startswith(tag, 2)), None),
         ) from error
-
-
-def _type_at_beginning(content: bytes) -> RecordType | None:
-    """Return the type of a record by its name, which follows the format byte and array header."""
-    found = (kind for name, kind in _beginnings.items() if content.startswith(name, 2))
-    return next(found, None)

@@ -3,10 +3,10 @@
     response ── write ──► transport buffer ──► kernel's send queue ──► client's kernel ──► client
                           └────────── unconfirmed_bytes ─────────┘     └── not visible ──┘
 
-`ObservedHttpProtocol` puts a `Connection` into the ASGI scope of each request, which counts the
-bytes on their way down to the kernel's send queue. Under other servers, responses rely on ASGI,
-which ends at the transport buffer. The protocol closes connections whose client stops sending
-within a request, or sends headers above the size limit.
+`ObservedHttpProtocol` adds a `Connection` to the ASGI scope of each request, which counts the bytes
+in both buffers. Under other servers, responses rely on ASGI, which ends at the transport buffer.
+The protocol closes connections whose client stops sending within a request, or sends headers above
+the size limit.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from atroposlib.api.middleware import Deflater, Pace
 EXTENSION = "atroposlib.connection"
 """Key in the `extensions` of an ASGI scope for `{"connection": Connection}`."""
 
-_FIRST_LOOK_S = 0.0005
-_LONGEST_LOOK_S = 0.02
+_FIRST_POLL_S = 0.0005
+_LONGEST_POLL_S = 0.02
 
 
 class Connection:
@@ -44,12 +44,12 @@ class Connection:
     @staticmethod
     def of(scope: Mapping[str, Any]) -> Connection | None:
         """Return the connection of a request; None under a server that does not provide it."""
-        told = (scope.get("extensions") or {}).get(EXTENSION) or {}
-        found: Connection | None = told.get("connection")
-        return found
+        extension = (scope.get("extensions") or {}).get(EXTENSION) or {}
+        connection: Connection | None = extension.get("connection")
+        return connection
 
     def unconfirmed_bytes(self) -> int:
-        """Bytes written and not yet confirmed by the client's machine."""
+        """Return the number of bytes written and not yet confirmed by the client's machine."""
         if self._unconfirmed_at_end is not None:
             return self._unconfirmed_at_end
         return self._transport.get_write_buffer_size() + _send_queue_bytes(self._transport)
@@ -63,12 +63,12 @@ class Connection:
             self._unconfirmed_at_end = self.unconfirmed_bytes()
 
     def note_failure(self) -> None:
-        """Record that the connection broke: an unknown number of unread bytes is lost."""
+        """Record that the connection broke, with an unknown number of unread bytes."""
         if self._unconfirmed_at_end is None:
             self._unconfirmed_at_end = sys.maxsize
 
-    async def wait_until_confirmed(self, is_gone: Callable[[], bool]) -> bool:
-        """Wait until the client's machine has confirmed every byte, or the client is gone.
+    async def wait_until_confirmed(self, is_disconnected: Callable[[], bool]) -> bool:
+        """Wait until the client's machine has confirmed every byte, or the client disconnected.
 
         A client that closed its side without a reset after the last byte has received it too: a
         connection that is closed with unread bytes is reset.
@@ -77,15 +77,15 @@ class Connection:
             Whether everything arrived at the client's machine. Whether the client's program has
             read it is unknown.
         """
-        wait_s = _FIRST_LOOK_S
-        while self.unconfirmed_bytes() and not is_gone():
+        wait_s = _FIRST_POLL_S
+        while self.unconfirmed_bytes() and not is_disconnected():
             await asyncio.sleep(wait_s)
-            wait_s = min(2 * wait_s, _LONGEST_LOOK_S)
+            wait_s = min(2 * wait_s, _LONGEST_POLL_S)
         return self.unconfirmed_bytes() == 0
 
 
 def _send_queue_bytes(transport: asyncio.Transport) -> int:
-    """Bytes in the kernel's send queue; 0 on systems that do not report it."""
+    """Return the number of bytes in the kernel's send queue; 0 if the system does not report it."""
     socket = transport.get_extra_info("socket")
     if socket is None or not sys.platform.startswith("linux"):
         return 0
@@ -100,14 +100,14 @@ def _send_queue_bytes(transport: asyncio.Transport) -> int:
     return count[0]
 
 
-_LOOKS_PER_SILENCE = 4
-_HEAD_BEGINS = b"HTTP/1.1 "
+_CHECKS_PER_TIMEOUT = 4
+_STATUS_LINE_START = b"HTTP/1.1 "
 
 
-class WholeAnswers:
-    """A transport that sends the headers of a response with the first bytes of its body.
+class JoiningTransport:
+    """Sends the headers of a response together with the first bytes of its body.
 
-    Saves one system call and one packet per response.
+    This saves one system call and one packet per response.
     """
 
     def __init__(self, transport: asyncio.Transport, loop: asyncio.AbstractEventLoop) -> None:
@@ -119,11 +119,11 @@ class WholeAnswers:
         return getattr(self._transport, name)
 
     def write(self, data: bytes) -> None:
-        """Send bytes; headers are held back until the next write or the next loop iteration."""
+        """Send bytes; headers are delayed until the next write or the next loop iteration."""
         if self._head:
             head, self._head = self._head, b""
             self._transport.writelines((head, data))
-        elif data.startswith(_HEAD_BEGINS):
+        elif data.startswith(_STATUS_LINE_START):
             self._head = data
             self._loop.call_soon(self._flush)
         else:
@@ -143,7 +143,7 @@ class WholeAnswers:
 
 
 class ObservedHttpProtocol(HttpToolsProtocol):
-    """Puts the `Connection` into the scope of every request it reads."""
+    """Adds the `Connection` to the scope of each request, and enforces timeouts and size limits."""
 
     max_silence_s: ClassVar[float] = 60.0
     """Timeout for the headers of a request, and between two pieces of its body."""
@@ -152,28 +152,27 @@ class ObservedHttpProtocol(HttpToolsProtocol):
 
     observed: Connection | None = None
     _head_bytes: int | None = None  # of the request whose headers are being read
-    _has_begun = False  # headers, within the current piece
+    _has_started = False  # headers, within the current piece
     _is_receiving = False  # a request has started and is not complete
     _pace: Pace  # of the body that is being received
-    _looked_at = 0.0
-    _begun_at = 0.0
+    _checked_at = 0.0
+    _started_at = 0.0
     _waiting_since = 0.0
-    _watch: asyncio.TimerHandle | None = None
+    _timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(WholeAnswers(transport, self.loop))  # type: ignore[arg-type]
-        self._waiting_since = self._looked_at = self.loop.time()
+        super().connection_made(JoiningTransport(transport, self.loop))  # type: ignore[arg-type]
+        self._waiting_since = self._checked_at = self.loop.time()
         self._pace = Pace()
-        self._look_for_silence()
+        self._check_timeout()
 
     def data_received(self, data: bytes) -> None:
-        """Parse data; reject headers above the size limit."""
         if self._head_bytes is None:
             self._waiting_since = self.loop.time()
-        self._has_begun = False
+        self._has_started = False
         super().data_received(data)
         # A piece in which headers start may mostly consist of other requests.
-        if self._head_bytes is not None and not self._has_begun:
+        if self._head_bytes is not None and not self._has_started:
             self._head_bytes += len(data)
             if self._head_bytes > self.max_head_bytes:
                 self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
@@ -181,8 +180,8 @@ class ObservedHttpProtocol(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._is_receiving = True
-        self._has_begun = True
-        self._begun_at = self.loop.time()
+        self._has_started = True
+        self._started_at = self.loop.time()
         self._head_bytes = 0
         self._pace = Pace()
         if self.observed is None:
@@ -208,29 +207,29 @@ class ObservedHttpProtocol(HttpToolsProtocol):
         super().eof_received()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self._watch is not None:
-            self._watch.cancel()
+        if self._timer is not None:
+            self._timer.cancel()
         if self.observed is not None:
             self.observed.note_failure()
         super().connection_lost(exc)
 
-    def _look_for_silence(self) -> None:
-        """Close the connection if the client was silent for too long; else check again later."""
+    def _check_timeout(self) -> None:
+        """Close the connection if the client sent nothing for too long; else check again later."""
         now = self.loop.time()
         is_idle = self.cycle is not None and not self._is_receiving
         if is_idle or self.flow.read_paused:
             self._waiting_since = now
         elif self._is_receiving:
-            self._pace.add(now - max(self._looked_at, self._begun_at), 0)
-        self._looked_at = now
+            self._pace.add(now - max(self._checked_at, self._started_at), 0)
+        self._checked_at = now
         left_s = self.max_silence_s - (now - self._waiting_since)
         is_too_slow = self._is_receiving and self._head_bytes is None and self._pace.is_too_slow
         if left_s <= 0 or is_too_slow:
             self._refuse(HTTPStatus.REQUEST_TIMEOUT)
         else:
             # Often enough to notice pauses in which the service itself does not read.
-            self._watch = self.loop.call_later(
-                min(left_s, self.max_silence_s / _LOOKS_PER_SILENCE), self._look_for_silence
+            self._timer = self.loop.call_later(
+                min(left_s, self.max_silence_s / _CHECKS_PER_TIMEOUT), self._check_timeout
             )
 
     def _refuse(self, status: HTTPStatus) -> None:
@@ -249,8 +248,8 @@ class ObservedHttpProtocol(HttpToolsProtocol):
 logger = logging.getLogger(__name__)
 
 _SLICE_BYTES = 256 * 1024
-_LOOK_S = 0.25
-_LAST_LOOK_S = 5.0
+_FIRST_CHECK_S = 0.25
+_LONGEST_CHECK_S = 5.0
 
 Report = Callable[[], Awaitable[Any]]
 
@@ -260,11 +259,11 @@ class PiecesResponse(Response):
 
     Other requests are served between slices of 256 KiB.
 
-    Meaning of *arrived*. Under `run-api`, everything was confirmed by the client's machine before
-    the client closed or broke the connection. Under another ASGI server, everything was handed
-    to the connection and the client was still there. Neither proves that the client's program
-    read the body: what fits into the socket buffers of its machine counts as arrived even if the
-    program then ends without reading. If that matters, the client must acknowledge the body.
+    Under `run-api`, a body has *arrived* if the client's machine confirmed all of it before the
+    connection was closed. Under another ASGI server, it has arrived if all of it was passed to the
+    connection while the client was connected. Neither proves that the client's program read the
+    body: it may end while the body is in the socket buffers of its machine. If that matters, the
+    client must acknowledge the body.
 
     Under `run-api`, a client that reads the body more slowly than `Pace` allows is disconnected,
     and the body counts as lost.
@@ -300,48 +299,47 @@ class PiecesResponse(Response):
         self._num_sent = 0
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        gone = asyncio.ensure_future(wait_until_gone(receive))
+        disconnect = asyncio.ensure_future(wait_for_disconnect(receive))
         has_arrived = False
         try:
-            await self._compress(scope, gone)
-            has_arrived = await self._deliver(scope, send, gone)
+            await self._compress(scope, disconnect)
+            has_arrived = await self._deliver(scope, send, disconnect)
         finally:
-            gone.cancel()
+            disconnect.cancel()
             await self._report(self._on_arrived if has_arrived else self._on_lost)
         if has_arrived:
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-    async def _compress(self, scope: Scope, gone: asyncio.Future[None]) -> None:
+    async def _compress(self, scope: Scope, disconnect: asyncio.Future[None]) -> None:
         if self._deflater is None:
             return
         self.headers.add_vary_header("Accept-Encoding")
         length = int(self.headers["Content-Length"])
         if self._deflater.applies_to(Headers(scope=scope), length):
-            self._pieces = await self._deflater.deflate(_slices(self._pieces), gone.done)
+            self._pieces = await self._deflater.deflate(_slices(self._pieces), disconnect.done)
             self.headers["Content-Encoding"] = "gzip"
             self.headers["Content-Length"] = str(sum(map(len, self._pieces)))
 
-    async def _deliver(self, scope: Scope, send: Send, gone: asyncio.Future[None]) -> bool:
+    async def _deliver(self, scope: Scope, send: Send, disconnect: asyncio.Future[None]) -> bool:
         connection = Connection.of(scope)
         if connection is None or self._on_lost is None:
-            await self._send_all(send, gone)
+            await self._send_all(send, disconnect)
             await asyncio.sleep(0)
-            return not gone.done()
+            return not disconnect.done()
         watching = asyncio.ensure_future(self._abort_slow(connection))
         try:
-            return await self._send_all(send, gone) and await connection.wait_until_confirmed(
-                gone.done
-            )
+            is_sent = await self._send_all(send, disconnect)
+            return is_sent and await connection.wait_until_confirmed(disconnect.done)
         finally:
             watching.cancel()
 
-    async def _send_all(self, send: Send, gone: asyncio.Future[None]) -> bool:
+    async def _send_all(self, send: Send, disconnect: asyncio.Future[None]) -> bool:
         start = {"type": "http.response.start", "status": self.status_code}
         await send({**start, "headers": self.raw_headers})
         for piece in _slices(self._pieces):
             # Lets other requests run, and a disconnect be noticed.
             await asyncio.sleep(0)
-            if gone.done():
+            if disconnect.done():
                 return False
             self._num_sent += len(piece)
             await send({"type": "http.response.body", "body": piece, "more_body": True})
@@ -352,12 +350,12 @@ class PiecesResponse(Response):
     async def _abort_slow(self, connection: Connection) -> None:
         """Disconnect the client if it does not read; runs until cancelled."""
         pace = Pace()
-        wait_s, confirmed = _LOOK_S, 0
+        wait_s, confirmed = _FIRST_CHECK_S, 0
         while not pace.is_too_slow:
             await asyncio.sleep(min(wait_s, pace.grace_s / 4))
             now_confirmed = max(confirmed, self._num_sent - connection.unconfirmed_bytes())
             pace.add(min(wait_s, pace.grace_s / 4), now_confirmed - confirmed)
-            wait_s, confirmed = min(2 * wait_s, _LAST_LOOK_S), now_confirmed
+            wait_s, confirmed = min(2 * wait_s, _LONGEST_CHECK_S), now_confirmed
         logger.warning(
             "disconnecting a slow client: it read %d bytes in %.0f s", confirmed, pace.turn_s
         )
@@ -391,7 +389,7 @@ def _slices(pieces: Sequence[bytes]) -> Iterator[bytes]:
         yield b"".join(small)
 
 
-async def wait_until_gone(receive: Receive) -> None:
+async def wait_for_disconnect(receive: Receive) -> None:
     """Wait until the client disconnected, or has its response; safe to cancel."""
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -31,10 +31,10 @@ from starlette.routing import Route
 from atroposlib.api.metrics import ServiceMetrics
 from atroposlib.api.queue import Admission, OversizedGroupError, Placement
 from atroposlib.api.records import PayloadFlaw
-from atroposlib.api.responses import PiecesResponse, json_response, wait_until_gone
+from atroposlib.api.responses import PiecesResponse, json_response, wait_for_disconnect
 from atroposlib.api.run import RegistrationConflictError, Run
 from atroposlib.api.schemas import EnvIdentifier, Policy, RegisterEnv, Registration, ScoredData
-from atroposlib.api.state import MAX_KEY_CHARACTERS, AckResult, Handout
+from atroposlib.api.state import AckResult, DeliveredBatch
 from atroposlib.api.store.base import WatchedStore
 from atroposlib.errors import AtroposError
 from atroposlib.wire import (
@@ -72,18 +72,16 @@ class PostedGroups(NamedTuple):
 
 
 async def read_groups(request: Request, run: Run, decode: Decode) -> PostedGroups:
-    """Read the body of a request that posts groups.
+    """Read the body of a request that posts groups; a body of an unknown type is read as JSON.
 
     Args:
-        request: has the groups in either format; a body of an unknown type is read as JSON.
+        request: the request.
         run: counts rejected requests.
         decode: takes body, format and `max_bytes`, the limit on the decompressed size of groups.
 
     Raises:
         WireError: the body is not in its format, or a group in it is malformed.
-        HTTPException: 422, the idempotency key cannot be used.
     """
-    key = _key_of(request)
     body = await request.body()
     lane: Lane = lane_of(request.headers.get("content-type")) or "json"
     work = partial(decode, body, lane, max_bytes=request.app.state.settings.max_body_bytes)
@@ -91,31 +89,18 @@ async def read_groups(request: Request, run: Run, decode: Decode) -> PostedGroup
         # A MessagePack body may hold a zstd frame; the map of one group holds none.
         may_unfold = lane == "msgpack" and not _MAP_BEGINS(body) and _ZSTD_MAGIC in body
         is_small = len(body) <= _INLINE_BYTES and not may_unfold
-        groups = work() if is_small else await in_threads(request, work)
+        groups = work() if is_small else await _in_threads(request, work)
     except WireError as error:
         run.counters[f"groups/refused_{error.kind}"] += 1
         raise
-    return PostedGroups(groups, key, 0 if key is None else _digest(body))
+    key = request.headers.get("idempotency-key")
+    digest = 0 if key is None else zlib.crc32(body) << 32 | len(body) & 0xFFFFFFFF
+    return PostedGroups(groups, key, digest)
 
 
-async def in_threads(request: Request, work: Callable[[], T]) -> T:
-    """Run work on large bodies in a thread."""
+async def _in_threads(request: Request, work: Callable[[], T]) -> T:
     threads: Executor = request.app.state.threads
     return await asyncio.get_running_loop().run_in_executor(threads, work)
-
-
-def _key_of(request: Request) -> str | None:
-    key = request.headers.get("idempotency-key")
-    if key is None:
-        return None
-    if not 0 < len(key) <= MAX_KEY_CHARACTERS or not all("!" <= char <= "~" for char in key):
-        text = f"Idempotency-Key: expected 1 to {MAX_KEY_CHARACTERS} visible ASCII characters"
-        raise HTTPException(422, f"{text}, such as a random UUID per request")
-    return key
-
-
-def _digest(body: bytes) -> int:
-    return zlib.crc32(body) << 32 | len(body) & 0xFFFFFFFF
 
 
 class _EnvIdentifier(msgspec.Struct):
@@ -159,9 +144,6 @@ def _read_env_id_laxly(request: Request, body: bytes) -> int:
     )
 
 
-_LANES = ", ".join(MEDIA_TYPES.values())
-
-
 async def run_of(request: Request) -> Run:
     """Return the run of the application; load it if that has not happened yet."""
     run: Run = request.app.state.run
@@ -169,15 +151,17 @@ async def run_of(request: Request) -> Run:
     return run
 
 
-async def _advertise_lanes(response: Response) -> None:
-    response.headers["Accept-Post"] = _LANES
+_ACCEPT_POST = ", ".join(MEDIA_TYPES.values())
+
+
+async def _advertise_formats(response: Response) -> None:
+    response.headers["Accept-Post"] = _ACCEPT_POST
 
 
 RunOfApp = Annotated[Run, Depends(run_of)]
 
-advertises_lanes = Depends(_advertise_lanes)
+advertises_formats = Depends(_advertise_formats)
 """Adds `Accept-Post` to responses: the media types in which groups may be posted."""
-
 
 Responses = dict[int | str, dict[str, Any]]
 
@@ -215,7 +199,6 @@ _MEANINGS = {
     429: "Too many batches are not acknowledged.",
     503: "The queue is full, too many requests wait, or the store fails; nothing was stored.",
 }
-_IN_TEXT = (400,)
 
 
 def refused(*statuses: int) -> Responses:
@@ -225,7 +208,7 @@ def refused(*statuses: int) -> Responses:
 
 def _document(status: int) -> dict[str, Any]:
     content: dict[str, Any] = {"application/json": {"schema": _REFUSAL}}
-    if status in _IN_TEXT:
+    if status == 400:
         content["text/plain"] = {"schema": {"type": "string"}}
     document = {"description": _MEANINGS[status], "content": content}
     return document | ({"headers": _RETRY_AFTER} if status in (429, 503) else {})
@@ -234,17 +217,34 @@ def _document(status: int) -> dict[str, Any]:
 EVERYWHERE = refused(400, 403, 408, 413, 415, 422, 503)
 """Statuses that any request may receive."""
 
-IN_EITHER_LANE: Responses = {200: {"content": {media: {} for media in MEDIA_TYPES.values()}}}
+IN_EITHER_FORMAT: Responses = {200: {"content": {media: {} for media in MEDIA_TYPES.values()}}}
 """Groups, in the requested format."""
 
 
 trainer_router = APIRouter(tags=["trainer"])
 
 _INT64_MAX = 2**63 - 1
-Found = tuple[Handout, list[StoredPayload]]
+Found = tuple[DeliveredBatch, list[StoredPayload]]
+LeaseSeconds = Annotated[
+    float | None,
+    Query(
+        ge=1,
+        le=86400,
+        description="Duration of the lease in seconds, after which the batch is redelivered.",
+    ),
+]
+WaitSeconds = Annotated[
+    float, Query(ge=0, le=300, description="Seconds to wait for a batch if none is ready.")
+]
+ConsumerId = Annotated[
+    str | None,
+    Query(
+        max_length=64, description="The `uuid` of a consumer; 409 if it is no longer registered."
+    ),
+]
 
 
-@trainer_router.post("/register", dependencies=[advertises_lanes], responses=refused(409))
+@trainer_router.post("/register", dependencies=[advertises_formats], responses=refused(409))
 async def register(registration: Registration, run: RunOfApp) -> dict[str, Any]:
     """Start a run, or join it with the same settings except `starting_step`; 409 otherwise.
 
@@ -275,29 +275,14 @@ async def release_consumer(
 
 
 @trainer_router.get(
-    "/batch", response_model=None, responses={**IN_EITHER_LANE, **refused(409, 429)}
+    "/batch", response_model=None, responses={**IN_EITHER_FORMAT, **refused(409, 429)}
 )
 async def get_batch(
     request: Request,
     run: RunOfApp,
-    lease: Annotated[
-        float | None,
-        Query(
-            ge=1,
-            le=86400,
-            description="Duration of the lease in seconds, after which the batch is redelivered.",
-        ),
-    ] = None,
-    wait: Annotated[
-        float, Query(ge=0, le=300, description="Seconds to wait for a batch if none is ready.")
-    ] = 0.0,
-    consumer: Annotated[
-        str | None,
-        Query(
-            max_length=64,
-            description="The `uuid` of a consumer; 409 if it is no longer registered.",
-        ),
-    ] = None,
+    lease: LeaseSeconds = None,
+    wait: WaitSeconds = 0.0,
+    consumer: ConsumerId = None,
 ) -> Response:
     """Return the oldest batch of exactly `batch_size` sequences, or null.
 
@@ -314,8 +299,8 @@ async def get_batch(
     found = await _next_batch(request, run, lease_s=lease, wait_s=wait)
     if found is None:
         return _small({"batch": None}, accepted)
-    handout, payloads = found
-    lost = partial(run.give_back, handout.token)
+    batch, payloads = found
+    lost = partial(run.return_batch, batch.token)
     if consumer is not None:  # a trainer may have registered during the wait
         try:
             _require_consumer(run, consumer)
@@ -325,12 +310,12 @@ async def get_batch(
     envelope: dict[str, Any] = {}
     if lease is not None:
         envelope = {
-            "batch_id": handout.token,
+            "batch_id": batch.token,
             "lease_expires_in_s": lease,
             "policy_versions": [
                 # A group in the binary format has its own.
                 group.known_version if group.lane == "json" else None
-                for group in handout.groups
+                for group in batch.groups
             ],
         }
     try:
@@ -346,7 +331,7 @@ async def get_batch(
         headers={"Vary": "Accept"},
         # Groups in the binary format keep the compression of their sender.
         deflater=request.app.state.deflater if accepted.lane == "json" else None,
-        on_arrived=partial(run.acknowledge, handout.token) if lease is None else None,
+        on_arrived=partial(run.acknowledge, batch.token) if lease is None else None,
         on_lost=lost,
     )
 
@@ -356,23 +341,23 @@ def _require_consumer(run: Run, consumer: str) -> None:
     if not run.state.is_consumer(consumer):
         by = run.state.consumer or "a trainer"
         raise HTTPException(409, f"{by} has registered in place of this consumer")
-    run.hear_consumer()
+    run.note_consumer_request()
 
 
 async def _next_batch(
     request: Request, run: Run, *, lease_s: float | None, wait_s: float
 ) -> Found | None:
-    """Wait for a batch until the client disconnects."""
+    """Wait for a batch, until the client disconnects."""
     if not wait_s:
         return await run.next_batch(lease_s=lease_s)
     finding = asyncio.ensure_future(run.next_batch(lease_s=lease_s, wait_s=wait_s))
-    leaving = asyncio.ensure_future(wait_until_gone(request.receive))
+    disconnect = asyncio.ensure_future(wait_for_disconnect(request.receive))
     try:
-        await asyncio.wait((finding, leaving), return_when=asyncio.FIRST_COMPLETED)
-        # If the client left just as its batch was found, sending detects it.
+        await asyncio.wait((finding, disconnect), return_when=asyncio.FIRST_COMPLETED)
+        # If the client disconnected just as its batch was found, sending detects it.
         return await finding if finding.done() else None
     finally:
-        leaving.cancel()
+        disconnect.cancel()
         finding.cancel()
 
 
@@ -385,7 +370,7 @@ async def _pieces_of(
     """Write a batch; groups of the other format are converted in a thread."""
     lane, accepts_zstd = accepted
     if not all(is_spliceable(p, lane, accepts_zstd=accepts_zstd) for p in payloads):
-        payloads = await in_threads(request, partial(_converted, payloads, accepted))
+        payloads = await _in_threads(request, partial(_converted, payloads, accepted))
     return batch_pieces(payloads, lane, envelope=envelope, accepts_zstd=True)
 
 
@@ -406,31 +391,28 @@ async def _set_aside_unreadable(
         True if there were any; otherwise the batch is returned, to be redelivered next.
     """
     token = found[0].token
+    is_set_aside = False
     try:
         flaws = {}
         if isinstance(error, Exception) and not isinstance(error, MemoryError):
-            flaws = await in_threads(request, partial(_flaws_of, found, accepted))
-        if flaws and await run.set_aside(token, flaws) == "returned":
-            return True
-    except BaseException:
-        await run.give_back(token)
-        raise
-    await run.give_back(token)
-    return False
+            flaws = await _in_threads(request, partial(_flaws_of, found, accepted))
+        is_set_aside = bool(flaws) and await run.set_aside(token, flaws) == "returned"
+        return is_set_aside
+    finally:
+        if not is_set_aside:
+            await run.return_batch(token)
 
 
 def _flaws_of(found: Found, accepted: AcceptedLane) -> dict[int, PayloadFlaw]:
     """Find the groups of a batch whose damaged payloads cannot be converted.
 
     Only groups stored without a checksum, by an earlier version, can be damaged here: a payload
-    whose checksum holds is intact, whatever made the conversion fail.
-
-    Raises:
-        MemoryError: memory ran out, which does not mean that a payload is damaged.
+    with a correct checksum is intact, whatever made the conversion fail. Running out of memory does
+    not mean that a payload is damaged, so `MemoryError` is raised.
     """
-    handout, payloads = found
+    batch, payloads = found
     flaws: dict[int, PayloadFlaw] = {}
-    for group, payload in zip(handout.groups, payloads, strict=True):
+    for group, payload in zip(batch.groups, payloads, strict=True):
         if group.checksum is not None:
             continue
         try:
@@ -480,7 +462,7 @@ async def return_batch(batch_id: str, run: RunOfApp) -> dict[str, Any]:
 
     409 if it was redelivered or acknowledged meanwhile, 404 for an unknown batch.
     """
-    result = await run.give_back(batch_id, reason="refused")
+    result = await run.return_batch(batch_id, reason="refused")
     _refuse_stale(batch_id, result)
     done = {"returned": "returned", "repeated": "already returned"}
     return {"status": done[result], "current_step": run.state.step}
@@ -626,7 +608,7 @@ async def scored_data_list(request: Request) -> Response:
     return _answer(answer, admission)
 
 
-@environments_router.post("/register-env", dependencies=[advertises_lanes])
+@environments_router.post("/register-env", dependencies=[advertises_formats])
 async def register_env_url(request: RegisterEnv, run: RunOfApp) -> dict[str, Any]:
     """Join the run and get an id, or a request to wait until the trainer requests batches."""
     env = await run.register_env(request)

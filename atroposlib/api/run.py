@@ -1,11 +1,11 @@
 """One run, as the service operates it: decides on the state, writes records, then responds.
 
-    route ──► Run ──► EnvDesk, AdmissionDesk, DeliveryDesk ── decide ──► RunLog ── append ──► store
-                                        ▲                                  │ apply, in log order,
-                                        └────────────── RunState ◄─────────┘ also of other replicas
+    route ──► Run ──► EnvLifecycle, Admissions, Deliveries ── decide ──► RunLog ── append ──► store
+                                     ▲                                     │ apply in log order,
+                                     └─────────── RunState ◄───────────────┘ also of other replicas
 
-`EnvDesk` handles registration and heartbeats of environments, `AdmissionDesk` posted groups,
-`DeliveryDesk` (in `run_delivery`) batches.
+`EnvLifecycle` handles registration and heartbeats of environments, `Admissions` posted groups,
+`Deliveries` (in `run_delivery`) batches.
 
 Invariant: the state changes only through the log. Coroutines wait for the store. Cancelling one
 leaves the run consistent: a record is written in full or not at all, and a batch delivered to a
@@ -52,13 +52,13 @@ from atroposlib.api.records import (
     Record,
     ReturnReason,
 )
-from atroposlib.api.run_delivery import DeliveryDesk
+from atroposlib.api.run_delivery import Deliveries
 from atroposlib.api.schemas import RegisterEnv, Registration
 from atroposlib.api.stalls import Stall, StallWatch
 from atroposlib.api.state import (
     AckResult,
+    DeliveredBatch,
     GroupState,
-    Handout,
     RunState,
     check_key,
     find_group,
@@ -73,8 +73,7 @@ def steady_clock(
 ) -> Callable[[], float]:
     """Return a clock of Unix time that does not jump when the system clock is changed.
 
-    It reads Unix time once and then advances with the monotonic clock. Differences between its
-    times are durations. Its dates are as accurate as the system clock was at this call.
+    It reads Unix time once, at this call, and then advances with the monotonic clock.
     """
     offset = unix() - monotonic()
     return lambda: offset + monotonic()
@@ -118,9 +117,10 @@ def env_view(state: RunState, env: EnvRecord) -> EnvView:
 
 
 def _groups_to_start(state: RunState, *, weight: float, group_size: int) -> int | None:
-    """Divide the room among environments; if there is any, each may start at least one group.
+    """Divide the free space of the queue among environments.
 
-    Rounding shares down to 0 would stall a run in which many environments share little room.
+    If there is any, each environment may start at least one group: rounding shares down to 0 would
+    stall a run in which many environments share little space.
     """
     room = room_for(
         state.limits,
@@ -133,16 +133,16 @@ def _groups_to_start(state: RunState, *, weight: float, group_size: int) -> int 
     return max(1, int(room * min(1.0, weight)) // group_size) if room > 0 else 0
 
 
-_NOTE_INTERVAL_S = 30.0
+_HEARTBEAT_INTERVAL_S = 30.0
 
 
-class EnvDesk:
+class EnvLifecycle:
     """Handles registration, heartbeats and timeouts of the environments of a run.
 
-    Each replica hears of some environments. All heartbeats are written in one record, at most every
-    30 s, so that all replicas agree which environments are silent. Silence is measured by the clock
-    of this process, from when it applied the last record that names an environment: the clocks of
-    other processes may be hours off.
+    Each replica receives requests of some environments. It writes their heartbeats in one record,
+    at most every 30 s, so that all replicas agree which environments are silent. Silence is
+    measured by the clock of this process, from when it applied the last record that names an
+    environment, because the clocks of other processes may be hours off.
     """
 
     def __init__(self, log: RunLog, clock: Callable[[], float]) -> None:
@@ -150,17 +150,16 @@ class EnvDesk:
         self._state = log.state
         self._clock = clock
         self._expiry_s = log.state.limits.env_expiry_s
-        self._interval_s = min(_NOTE_INTERVAL_S, self._expiry_s / 4 or _NOTE_INTERVAL_S)
+        self._interval_s = min(_HEARTBEAT_INTERVAL_S, self._expiry_s / 4 or _HEARTBEAT_INTERVAL_S)
         self._heard: dict[int, float] = {}
-        """Environment id → last request to this process that is not yet in a record."""
+        """Environment id → time of its last request to this process that is not yet in a record."""
         self._learned: dict[int, float] = {}
-        """Environment id → when this process last applied a record that names it."""
+        """Environment id → time at which this process last applied a record that names it."""
         self._epoch = 0
-        self._noted_at = self._since = 0.0
+        self._written_at = self._since = 0.0
 
     def start(self) -> None:
-        """Start: silence counts from now at the earliest."""
-        self._since = self._noted_at = self._clock()
+        self._since = self._written_at = self._clock()
 
     async def register(self, request: RegisterEnv) -> EnvRecord | None:
         """Add an environment to the run; None until a trainer has requested a batch."""
@@ -179,7 +178,7 @@ class EnvDesk:
         return env
 
     def _has_been_taken_over(self, request: RegisterEnv) -> bool:
-        """Whether it is already registered, in the run that a trainer has taken over."""
+        """Whether the sender is already registered, in the run that a trainer has taken over."""
         env = self._state.envs.find(request.env_id)
         return (
             env is not None
@@ -200,10 +199,9 @@ class EnvDesk:
         return await self._log.guarded(decide)
 
     async def view_for(self, env_id: int) -> EnvView | None:
-        """Return the view of one environment; None for an unknown id.
+        """Record a heartbeat and return the view of its environment; None for an unknown id.
 
-        Records the heartbeat, and the largest group the environment has queued: later views are in
-        that unit. Reconnects an environment that had timed out.
+        Also records the largest group that the environment has queued, the unit of later views.
         """
         env = await self.hear(env_id)
         if env is None:
@@ -213,7 +211,11 @@ class EnvDesk:
         return env_view(self._state, env)
 
     async def hear(self, env_id: int | None) -> EnvRecord | None:
-        """Record a heartbeat; return its environment, None for an unknown id."""
+        """Record a heartbeat, which reconnects an environment that had timed out.
+
+        Returns:
+            The environment; None for an unknown id.
+        """
         env = await self._find(env_id)
         if env is None:
             return None
@@ -221,12 +223,18 @@ class EnvDesk:
         self._forget_former_epoch()
         self._heard[env.env_id] = now
         if env.is_expired:
-            await self._log.guarded(lambda: (self._revival_of(env.env_id, now), None))
+
+            def decide() -> tuple[Record | None, None]:
+                found = self._state.envs.find(env_id)
+                is_expired = found is not None and found.is_expired
+                return EnvRevived(env.env_id, now) if is_expired else None, None
+
+            await self._log.guarded(decide)
             logger.info("environment %d (%s) reconnected", env.env_id, env.real_name)
         return env
 
     def note(self, record: Record) -> None:
-        """Update from the environments that a record names, of any replica."""
+        """Update from an applied record, of any replica."""
         env_ids: Iterable[int | None]
         if isinstance(record, GroupsAdmitted):
             env_ids = {group.env_id for group in record.groups}
@@ -243,19 +251,22 @@ class EnvDesk:
                 self._learned[env_id] = now
 
     def last_heard(self, env_id: int) -> float:
-        """Return the time of the last heartbeat of an environment, received or by a record."""
+        """Return the time of the last heartbeat of an environment, by the clock of this process."""
         self._forget_former_epoch()
         return max(self._learned.get(env_id, 0.0), self._heard.get(env_id, 0.0), self._since)
 
     async def watch(self) -> None:
         """Write heartbeats if due, and disconnect environments that timed out."""
-        notes = self._notes_due(self._clock())
-        if notes is not None:
-            await self._log.append(notes)
+        seen = self._heartbeats_due(self._clock())
+        if seen is not None:
+            await self._log.append(seen)
 
         def decide() -> tuple[Record | None, int | None]:
-            expired = self._expiry_due(self._clock())
-            return expired, None if expired is None else expired.env_id
+            now = self._clock()
+            for env in self._state.envs if self._expiry_s else ():
+                if env.is_connected and now - self.last_heard(env.env_id) > self._expiry_s:
+                    return EnvDisconnected(env.env_id, True, now), env.env_id
+            return None, None
 
         while (env_id := await self._log.guarded(decide)) is not None:
             logger.warning(
@@ -264,10 +275,10 @@ class EnvDesk:
                 self._expiry_s,
             )
 
-    def _notes_due(self, now: float) -> EnvsSeen | None:
-        if now - self._noted_at < self._interval_s:
+    def _heartbeats_due(self, now: float) -> EnvsSeen | None:
+        if now - self._written_at < self._interval_s:
             return None
-        self._noted_at = now
+        self._written_at = now
         self._forget_former_epoch()
         seen = {
             env_id: heard
@@ -277,18 +288,6 @@ class EnvDesk:
         self._heard.clear()
         return EnvsSeen(self._state.epoch, seen) if seen else None
 
-    def _expiry_due(self, now: float) -> EnvDisconnected | None:
-        if not self._expiry_s:
-            return None
-        for env in self._state.envs:
-            if env.is_connected and now - self.last_heard(env.env_id) > self._expiry_s:
-                return EnvDisconnected(env.env_id, True, now)
-        return None
-
-    def _revival_of(self, env_id: int, now: float) -> EnvRevived | None:
-        env = self._state.envs.find(env_id)
-        return EnvRevived(env_id, now) if env is not None and env.is_expired else None
-
     def _forget_former_epoch(self) -> None:
         if self._epoch != self._state.epoch:
             self._heard.clear()
@@ -296,7 +295,7 @@ class EnvDesk:
             self._epoch = self._state.epoch
 
     async def _find(self, env_id: int | None) -> EnvRecord | None:
-        """Look an environment up; if unknown, apply the records of other replicas first."""
+        """Find an environment; if its id is unknown, apply the records of other replicas first."""
         if env_id is not None and self._state.envs.find(env_id) is None:
             await self._log.store.sync()
         return self._state.envs.find(env_id)
@@ -307,7 +306,7 @@ _RETRY_AFTER_BOUNDS_S = (1.0, 30.0)
 _RETRY_AFTER_S = 5.0
 
 
-class AdmissionDesk:
+class Admissions:
     """Admits groups to a run.
 
     Invariant: groups that are being written count as waiting, so that concurrent requests cannot
@@ -336,16 +335,16 @@ class AdmissionDesk:
 
         Args:
             groups: the groups of one request.
-            key: idempotency key of the request; with a key that was used before, nothing is stored
-                and the earlier result is returned.
+            key: idempotency key of the request; if it was used before, nothing is stored and the
+                earlier result is returned.
             digest: digest of the body, to distinguish a repetition from another use of the key; the
                 lowest 64 bits count.
 
         Raises:
-            GroupError: the key is empty or too long.
+            GroupError: the key is invalid.
             KeyReusedError: the key was used for another body.
             OversizedGroupError: a group holds more than a batch; nothing is stored.
-            QueueFullError: there is no room; retry after `retry_after_s`.
+            QueueFullError: the queue is full; retry after `retry_after_s`.
         """
         digest &= _MAX_DIGEST
         repeated = self._find_repeated(key, digest)
@@ -423,7 +422,7 @@ class AdmissionDesk:
         return Admission(known.placements, is_repeat=True)
 
     def _retry_after_s(self) -> float:
-        """Estimate the seconds until the next batch is taken."""
+        """Estimate the seconds until the trainer takes the next batch."""
         before, last = self._formed_at
         if not before:
             return _RETRY_AFTER_S
@@ -446,14 +445,14 @@ _REFUSALS: Mapping[type[Exception], str] = {
     OversizedGroupError: "oversized",
     KeyReusedError: "key_reused",
 }
-"""Why groups are rejected, in the names of counters."""
+"""Reason of a rejection in the name of its counter, by error class."""
 
 CONSUMER_PATIENCE_S = 30.0
-"""Seconds without a request for a batch after which another consumer may replace one."""
+"""Seconds without a request for a batch after which another consumer may replace a consumer."""
 
 
 class RegistrationConflictError(ConfigError):
-    """A trainer registered settings that differ from those of the running run."""
+    """A registration conflicts with the settings, or the trainer, of the running run."""
 
 
 class Run:
@@ -479,15 +478,15 @@ class Run:
         self.replica = replica
         self.state = RunState(self.limits)
         self.counters: Counter[str] = Counter()
-        """Counters of this process, e.g. rejected requests; see `state.counters` for the run."""
-        self.on_handed_out: Callable[[Handout], None] = lambda handout: None
+        """Counters of this process, such as rejected requests; `state` has those of the run."""
+        self.on_delivered: Callable[[DeliveredBatch], None] = lambda batch: None
         """Called with every batch that this process delivers; must not raise."""
         self._clock = clock = clock or steady_clock()
         self._log = RunLog(store, self.state, on_applied=self._on_applied)
-        self._envs = EnvDesk(self._log, clock)
-        self._admissions = AdmissionDesk(self._log, clock)
+        self._envs = EnvLifecycle(self._log, clock)
+        self._admissions = Admissions(self._log, clock)
         self._stalls = StallWatch(self.state, self._envs.last_heard, clock=clock)
-        self._deliveries = DeliveryDesk(
+        self._deliveries = Deliveries(
             self._log, clock, replica=replica, report_stall=self._stalls.report
         )
         self._consumer_asked_at: float | None = None
@@ -497,7 +496,7 @@ class Run:
         """Whether the run had no records before it was opened here."""
 
     async def open(self) -> None:
-        """Load the run, and return batches that this replica was sending when it ended; idempotent.
+        """Load the run and return batches that this replica was sending when it ended; idempotent.
 
         Raises:
             ConfigError: the store cannot be used, or its format is unknown to this version.
@@ -544,8 +543,7 @@ class Run:
             A random 128-bit id.
 
         Raises:
-            RegistrationConflictError: the settings differ, or a consumer may not register; the
-                message says which.
+            RegistrationConflictError: the settings differ, or a consumer may not register now.
         """
         await self.open()
         trainer_id = uuid4()
@@ -587,12 +585,12 @@ class Run:
             logger.info("%s has ended; no trainer is registered", name)
         return has_left
 
-    def hear_consumer(self) -> None:
+    def note_consumer_request(self) -> None:
         self._consumer_asked_at = self._clock()
 
     @property
     def consumer_idle_s(self) -> float | None:
-        """Seconds since the consumer requested a batch; None if it never did."""
+        """Seconds since the consumer last requested a batch; None if it has not requested one."""
         asked_at = self._consumer_asked_at
         return None if asked_at is None else max(0.0, self._clock() - asked_at)
 
@@ -623,7 +621,7 @@ class Run:
     async def admit(
         self, groups: Sequence[DecodedGroup], *, key: str | None = None, digest: int = 0
     ) -> Admission:
-        """Store groups, all or none; see `AdmissionDesk.admit`."""
+        """Store groups, all or none; see `Admissions.admit`."""
         await self.open()
         for env_id in {group.env_id for group in groups}:
             await self._envs.hear(env_id)
@@ -638,28 +636,28 @@ class Run:
 
     async def next_batch(
         self, *, lease_s: float | None = None, wait_s: float = 0.0
-    ) -> tuple[Handout, list[StoredPayload]] | None:
-        """Deliver the oldest batch that can be formed; see `DeliveryDesk.next_batch`."""
+    ) -> tuple[DeliveredBatch, list[StoredPayload]] | None:
+        """Deliver the oldest batch that can be formed; see `Deliveries.next_batch`."""
         try:
             found = await self._deliveries.next_batch(lease_s=lease_s, wait_s=wait_s)
         except BusyError:
             self.counters["requests/refused_busy"] += 1
             raise
         if found is not None:
-            self.on_handed_out(found[0])
+            self.on_delivered(found[0])
         return found
 
-    async def acknowledge(self, handout_token: str, *, steps_done: int | None = None) -> AckResult:
-        """Acknowledge a batch and discard its groups; see `DeliveryDesk.acknowledge`."""
-        result = await self._deliveries.acknowledge(handout_token, steps_done=steps_done)
+    async def acknowledge(self, token: str, *, steps_done: int | None = None) -> AckResult:
+        """Acknowledge a batch and discard its groups; see `Deliveries.acknowledge`."""
+        result = await self._deliveries.acknowledge(token, steps_done=steps_done)
         await self._log.discard()
         return result
 
-    async def give_back(self, handout_token: str, *, reason: ReturnReason = "lost") -> AckResult:
-        return await self._deliveries.give_back(handout_token, reason=reason)
+    async def return_batch(self, token: str, *, reason: ReturnReason = "lost") -> AckResult:
+        return await self._deliveries.return_batch(token, reason=reason)
 
-    async def set_aside(self, handout_token: str, flaws: Mapping[int, PayloadFlaw]) -> AckResult:
-        return await self._deliveries.set_aside(handout_token, flaws)
+    async def set_aside(self, token: str, flaws: Mapping[int, PayloadFlaw]) -> AckResult:
+        return await self._deliveries.set_aside(token, flaws)
 
     async def set_policy_version(self, version: int) -> None:
         await self._log.append(records.PolicyVersionSet(self.state.epoch, version))
@@ -720,12 +718,12 @@ class Run:
     async def tick(self) -> None:
         """Run periodic work; call about once a second.
 
-        Applies records of other replicas, returns batches whose lease expired or whose replica is
-        gone, writes heartbeats, discards payloads, and compacts the log.
+        Applies records of other replicas, returns batches whose lease expired or whose replica has
+        stopped, writes heartbeats, discards payloads, and compacts the log.
         """
         await self.store.sync()
         self._log.check()
-        await self._deliveries.settle_owed()
+        await self._deliveries.settle_unwritten()
         await self._deliveries.return_expired()
         await self._return_orphans(is_start=False)
         await self._envs.watch()

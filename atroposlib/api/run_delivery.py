@@ -1,13 +1,13 @@
 """Delivery of batches: lease, acknowledgement, return, and redelivery after a timeout.
 
-    next_batch ──► in flight ── acknowledge ──► done
-                      │  ▲
-    give_back, expiry ▼  │ next_batch, before a new batch is formed
-                    returned
+          next_batch ──► in flight ── acknowledge ──► done
+                            │  ▲
+    return_batch, expiry    ▼  │ next_batch, before a new batch is formed
+                          returned
 
-The receiver of a leased batch has until the lease expires. A batch without a lease is being sent by
-one replica, and is returned if that replica is gone. Requests that wait for a batch form a queue:
-first come, first served, woken one at a time.
+A leased batch must be acknowledged before its lease expires. A batch without a lease is being sent
+by one replica, and is returned if that replica stops. Requests that wait for a batch are served in
+the order of their arrival, and woken one at a time.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from atroposlib.api import records
 from atroposlib.api.journal import RunLog
 from atroposlib.api.queue import BusyError, QueuedGroup
 from atroposlib.api.records import PayloadFlaw, Record, ReturnReason
-from atroposlib.api.state import AckResult, BatchToken, Handout, parse_token
+from atroposlib.api.state import AckResult, BatchToken, DeliveredBatch, parse_token
 from atroposlib.api.store.base import DamagedPayloadError
 from atroposlib.wire import StoredPayload
 
 
 class Waiters:
-    """A queue of waiting coroutines; a ticket keeps the place of one woken without success."""
+    """A queue of waiting coroutines; a ticket keeps the place of one that must wait again."""
 
     def __init__(self) -> None:
         self._tickets = count()
@@ -42,10 +42,7 @@ class Waiters:
         return next(self._tickets)
 
     def wake(self) -> None:
-        """Wake the coroutine that has waited longest, if any.
-
-        Skips cancelled tasks, which stay in the queue until they run again.
-        """
+        """Wake the coroutine that has waited longest; cancelled ones are skipped."""
         while self._waiting:
             future = self._waiting.pop(min(self._waiting))
             if not future.done():
@@ -59,12 +56,9 @@ class Waiters:
             self._time_out(ticket)
 
     async def wait(self, ticket: int, *, timeout_s: float) -> bool:
-        """Wait to be woken.
+        """Wait to be woken; return False after a timeout.
 
-        Safe to cancel: if it had already been woken, the next in the queue is woken instead.
-
-        Returns:
-            True if woken, False if the time ran out.
+        Safe to cancel: if the coroutine was already woken, the next one is woken instead.
         """
         if timeout_s <= 0 or self._is_closed:
             return False
@@ -93,17 +87,17 @@ logger = logging.getLogger(__name__)
 _RETRY_AFTER_S = 5.0
 
 
-def _require_less(number: int, limit: int, what: str, *, status: int) -> None:
+def _require_less(number: int, limit: int, text: str, *, status: int) -> None:
     if limit and number >= limit:
         raise BusyError(
-            f"{limit} {what} retry in {_RETRY_AFTER_S:g} s",
+            f"{limit} {text} retry in {_RETRY_AFTER_S:g} s",
             status=status,
             retry_after_s=_RETRY_AFTER_S,
         )
 
 
-class DeliveryDesk:
-    """Delivers the batches of a run and records whether they were received.
+class Deliveries:
+    """Delivers the batches of a run and records whether they arrived.
 
     `report_stall` is called when enough sequences are queued but form no batch.
     """
@@ -124,46 +118,44 @@ class DeliveryDesk:
         self._waiters = Waiters()
         self._leased_since: dict[str, float] = {}
         """Token of a leased batch → start of its lease, by the clock of this process."""
-        self._owed: dict[BatchToken, bool] = {}
-        """Outcomes not written yet: token → whether the batch arrived."""
+        self._unwritten: dict[BatchToken, bool] = {}
+        """Outcomes that are not written yet: token → whether the batch arrived."""
         self._background: set[asyncio.Task[None]] = set()
         self._report_stall = report_stall
 
     def start(self) -> None:
         """Restart the leases of batches that were in flight when the run was opened."""
         self._leased_since = {
-            handout.token: self._clock()
-            for handout in self._state.delivery.in_flight.values()
-            if handout.lease_s is not None
+            batch.token: self._clock()
+            for batch in self._state.delivery.in_flight.values()
+            if batch.lease_s is not None
         }
 
     def note(self, record: Record) -> None:
-        """Record when the lease of a batch started.
+        """Record when the lease of a batch started, by the clock of this process.
 
-        Uses the clock of this process: those of other replicas and earlier processes may be hours
-        off.
+        The clocks of other replicas and of earlier processes may be hours off.
         """
         if isinstance(record, records.BatchFormed | records.BatchHandedOut):
-            handout = self._state.delivery.in_flight.get(record.batch_id)
-            if handout is not None and handout.lease_s is not None:
-                self._leased_since[handout.token] = self._clock()
+            batch = self._state.delivery.in_flight.get(record.batch_id)
+            if batch is not None and batch.lease_s is not None:
+                self._leased_since[batch.token] = self._clock()
 
     async def next_batch(
         self, *, lease_s: float | None = None, wait_s: float = 0.0
-    ) -> tuple[Handout, list[StoredPayload]] | None:
+    ) -> tuple[DeliveredBatch, list[StoredPayload]] | None:
         """Deliver the oldest batch that can be formed, returned ones first.
 
-        Must be followed by `acknowledge` or `give_back` of its token. A batch is returned if its
-        payloads could not be read or its caller was cancelled. Groups whose payloads are missing or
-        damaged are set aside and replaced by others.
+        The caller must `acknowledge` or return the batch. It is returned here if its payloads
+        cannot be read or the caller is cancelled. Groups whose payloads are missing or damaged are
+        set aside and replaced by others.
 
         Args:
-            lease_s: seconds the receiver has to acknowledge; None if this process acknowledges once
-                the body is sent.
+            lease_s: duration of the lease; None if this process acknowledges once the body is sent.
             wait_s: seconds to wait for a batch; callers are served in the order of their calls.
 
         Returns:
-            The handout and its payloads in order of delivery; None without a batch.
+            The batch and its payloads in order of delivery; None without a batch.
 
         Raises:
             BusyError: too many requests wait for a batch, or too many batches are unacknowledged.
@@ -196,28 +188,30 @@ class DeliveryDesk:
             if not await self._waiters.wait(ticket, timeout_s=left):
                 return None
 
-    async def _try_batch(self, lease_s: float | None) -> tuple[Handout, list[StoredPayload]] | None:
+    async def _try_batch(
+        self, lease_s: float | None
+    ) -> tuple[DeliveredBatch, list[StoredPayload]] | None:
         while self._state.may_form_batch:
-            token = await self._hand_out(lease_s)
+            token = await self._deliver(lease_s)
             if token is None:
                 self._report_stall()
                 return None
-            handout = self._state.delivery.find(token)
-            if handout is None:
+            batch = self._state.delivery.find(token)
+            if batch is None:
                 continue  # reset by another replica
             try:
-                contents = await self._read(token, handout.groups)
+                contents = await self._read(token, batch.groups)
             except asyncio.CancelledError:
                 self._abandon(token)
                 raise
             except Exception:
-                if await self.give_back(str(token)) == "unknown":
+                if await self.return_batch(str(token)) == "unknown":
                     continue  # reset while it was read
                 raise
             if contents is None:
                 continue
-            lanes = (group.lane for group in handout.groups)
-            return handout, list(map(StoredPayload, lanes, contents))
+            lanes = (group.lane for group in batch.groups)
+            return batch, list(map(StoredPayload, lanes, contents))
         return None
 
     async def _read(self, token: BatchToken, groups: Sequence[QueuedGroup]) -> list[bytes] | None:
@@ -243,9 +237,9 @@ class DeliveryDesk:
         return None if flaws else contents
 
     async def set_aside(self, text: str, flaws: Mapping[int, PayloadFlaw]) -> AckResult:
-        """Remove groups of a batch in flight from the run and queue its other groups again.
+        """Remove groups of a batch in flight from the run, and queue its other groups again.
 
-        `flaws` are the groups by id, with the flaw of their payload.
+        `flaws` maps the ids of these groups to the flaw of their payload.
         """
         token = parse_token(text)
         if token is None:
@@ -266,16 +260,16 @@ class DeliveryDesk:
                 )
         return result
 
-    async def _hand_out(self, lease_s: float | None) -> BatchToken | None:
-        """Put a batch in flight; return its token. If cancelled, the batch is returned."""
-        handing = asyncio.ensure_future(self._log.guarded(lambda: self._plan_handout(lease_s)))
+    async def _deliver(self, lease_s: float | None) -> BatchToken | None:
+        """Put a batch in flight and return its token; if cancelled, the batch is returned."""
+        delivering = asyncio.ensure_future(self._log.guarded(lambda: self._plan_delivery(lease_s)))
         try:
-            return await asyncio.shield(handing)
+            return await asyncio.shield(delivering)
         except asyncio.CancelledError:
-            handing.add_done_callback(self._abandon_result)
+            delivering.add_done_callback(self._abandon_result)
             raise
 
-    def _plan_handout(self, lease_s: float | None) -> tuple[Record | None, BatchToken | None]:
+    def _plan_delivery(self, lease_s: float | None) -> tuple[Record | None, BatchToken | None]:
         now = self._clock()
         lease_until = None if lease_s is None else now + lease_s
         delivery = self._state.delivery
@@ -322,7 +316,7 @@ class DeliveryDesk:
 
         return await self._settle(token, decide, has_arrived=True)
 
-    async def give_back(self, text: str, *, reason: ReturnReason = "lost") -> AckResult:
+    async def return_batch(self, text: str, *, reason: ReturnReason = "lost") -> AckResult:
         """Return a batch, to be redelivered to the next caller."""
         token = parse_token(text)
         if token is None:
@@ -355,69 +349,63 @@ class DeliveryDesk:
                 await self._store.sync()
                 result = await self._log.guarded(decide)
         except OSError:
-            handout = self._state.delivery.find(token)
-            if handout is not None and handout.lease_until is None:
-                self._owed[token] = has_arrived  # no other process knows it
+            batch = self._state.delivery.find(token)
+            if batch is not None and batch.lease_until is None:
+                self._unwritten[token] = has_arrived  # only this process knows it
             raise
-        self._owed.pop(token, None)
+        self._unwritten.pop(token, None)
         return result
 
     async def return_expired(self) -> None:
         """Return every batch whose lease has expired."""
         now = self._clock()
-        leased = [h for h in self._state.delivery.in_flight.values() if h.lease_s is not None]
+        leased = [b for b in self._state.delivery.in_flight.values() if b.lease_s is not None]
         known = self._leased_since
-        self._leased_since = {h.token: known.get(h.token, now) for h in leased}
+        self._leased_since = {b.token: known.get(b.token, now) for b in leased}
 
-        def expired() -> list[Handout]:
-            return [
-                handout
-                for handout in self._state.delivery.in_flight.values()
-                if handout.lease_s is not None
-                and now - self._leased_since.get(handout.token, now) >= handout.lease_s
-            ]
+        def has_expired(batch: DeliveredBatch) -> bool:
+            if batch.lease_s is None:
+                return False
+            return now - self._leased_since.get(batch.token, now) >= batch.lease_s
 
-        await self._return_all(expired, "expired")
+        await self._return_all(has_expired, "expired")
 
-    async def settle_owed(self) -> None:
+    async def settle_unwritten(self) -> None:
         """Retry outcomes that could not be written, and return batches of cancelled callers."""
-        for token, has_arrived in list(self._owed.items()):
+        for token, has_arrived in list(self._unwritten.items()):
             if has_arrived:
                 await self.acknowledge(str(token))
             else:
-                await self.give_back(str(token))
+                await self.return_batch(str(token))
 
     async def return_orphans(self, alive: Collection[str] | None, *, is_start: bool) -> None:
-        """Return batches that were being sent by replicas that are gone.
+        """Return batches that were being sent by replicas that have stopped.
 
         Args:
-            alive: names of the replicas that serve the run; None: this one alone.
-            is_start: Whether this replica has just started: batches under its name were sent by its
-                earlier process.
+            alive: names of the replicas that serve the run; None: only this one.
+            is_start: Whether this replica has just started, so that batches under its name were
+                sent by its earlier process.
         """
 
-        def orphans() -> list[Handout]:
-            return [
-                handout
-                for handout in self._state.delivery.in_flight.values()
-                if handout.lease_until is None and is_gone(handout.owner)
-            ]
-
-        def is_gone(owner: str) -> bool:
-            if owner == self._replica:
+        def is_orphan(batch: DeliveredBatch) -> bool:
+            if batch.lease_until is not None:
+                return False
+            if batch.owner == self._replica:
                 return is_start
-            return alive is None or owner not in alive
+            return alive is None or batch.owner not in alive
 
-        await self._return_all(orphans, "owner_gone")
+        await self._return_all(is_orphan, "owner_gone")
 
-    async def _return_all(self, find: Callable[[], list[Handout]], reason: ReturnReason) -> None:
-        def decide() -> tuple[Record | None, list[str]]:
-            found = find()
-            tokens = [(handout.batch_id, handout.attempt) for handout in found]
-            record = records.BatchesReturned(tokens, reason, self._clock()) if tokens else None
-            return record, [handout.token for handout in found]
+    async def _return_all(
+        self, is_lost: Callable[[DeliveredBatch], bool], reason: ReturnReason
+    ) -> None:
+        def decide() -> tuple[Record | None, list[BatchToken]]:
+            in_flight = self._state.delivery.in_flight.values()
+            tokens = [BatchToken(b.batch_id, b.attempt) for b in in_flight if is_lost(b)]
+            record = records.BatchesReturned([*tokens], reason, self._clock()) if tokens else None
+            return record, tokens
 
-        if not find():
+        if not any(map(is_lost, self._state.delivery.in_flight.values())):
             return
         for token in await self._log.guarded(decide):
             logger.warning(
@@ -430,7 +418,6 @@ class DeliveryDesk:
             self._waiters.wake()
 
     def stop_waiting(self) -> None:
-        """End all waits for a batch without one."""
         self._waiters.close()
 
     async def close(self) -> None:
@@ -438,17 +425,17 @@ class DeliveryDesk:
         if self._background:
             await asyncio.gather(*self._background, return_exceptions=True)
 
-    def _abandon_result(self, handing: asyncio.Future[BatchToken | None]) -> None:
-        if handing.cancelled() or handing.exception() is not None:
+    def _abandon_result(self, delivering: asyncio.Future[BatchToken | None]) -> None:
+        if delivering.cancelled() or delivering.exception() is not None:
             return
-        token = handing.result()
+        token = delivering.result()
         if token is not None:
             self._abandon(token)
 
     def _abandon(self, token: BatchToken) -> None:
-        """Return the batch of a cancelled caller, at once or, if the store fails, with a tick."""
-        self._owed[token] = False
-        task = asyncio.ensure_future(self.settle_owed())
+        """Return the batch of a cancelled caller; if the store fails, the next ticks retry."""
+        self._unwritten[token] = False
+        task = asyncio.ensure_future(self.settle_unwritten())
         self._background.add(task)
         task.add_done_callback(self._forget_background)
 

@@ -1,4 +1,4 @@
-"""Models of request bodies; replies are plain dictionaries, exact to the contract."""
+"""Models of request bodies; responses are plain dictionaries."""
 
 from __future__ import annotations
 
@@ -8,9 +8,9 @@ from unicodedata import category
 from pydantic import AfterValidator, BaseModel, Field, model_validator
 
 MAX_BATCH_SIZE = 2**20
-"""Sequences that a batch may hold."""
+"""Maximum number of sequences in a batch."""
 MAX_GROUP_SIZE = 4096
-"""Upper bound of `group_size`; up to here the search in buffers is exact and fast."""
+"""Maximum `group_size`, up to which the search in buffers is exact and fast."""
 
 _MAX_NUMBER = 2**53 - 1  # exact in every JSON reader
 _INT64_MAX = 2**63 - 1
@@ -47,9 +47,9 @@ Name = Annotated[
 # Trainers without Weights & Biases have no names.
 OptionalName = Annotated[Name | None, AfterValidator(lambda name: name or "")]
 Number = Annotated[int, Field(ge=-_MAX_NUMBER, le=_MAX_NUMBER)]
-# Only Python accepts wider integers; other clients could not read them back.
+# Only Python accepts wider integers; other clients could not read them.
 Int64 = Annotated[int, Field(ge=-(2**63), le=_INT64_MAX)]
-# Bounds given to a field of type `Number` would be overruled by those of the type.
+# The bounds of the type `Number` would override those of a field.
 Version = Annotated[int, Field(ge=0, le=_MAX_NUMBER)]
 
 
@@ -89,13 +89,13 @@ class Registration(BaseModel):
 
         The checkpoint interval is left out if both trainers derived it from the number of steps.
         """
-        passed_over = {"starting_step", "replace", "consumer"}
+        ignored = {"starting_step", "replace", "consumer"}
         if all(each.save_checkpoint_interval == each.num_steps for each in (self, asked)):
-            passed_over.add("save_checkpoint_interval")
+            ignored.add("save_checkpoint_interval")
         return [
             f"{name} is {getattr(self, name)!r}, this request says {getattr(asked, name)!r}"
             for name in Registration.model_fields
-            if name not in passed_over and getattr(self, name) != getattr(asked, name)
+            if name not in ignored and getattr(self, name) != getattr(asked, name)
         ]
 
 
@@ -179,14 +179,14 @@ class ScoredData(BaseModel):
 
 
 class Status(BaseModel):
-    """Answer of `GET /status`."""
+    """Response of `GET /status`."""
 
     current_step: int
     queue_size: int
 
 
 class Info(BaseModel):
-    """Answer of `GET /info`."""
+    """Response of `GET /info`."""
 
     batch_size: int = -1
     max_token_len: int = -1

@@ -4,8 +4,8 @@
                                          ├─── Run ───┤
     environments ◄─ GET /status-env ─────┘           └── GET /status ─► any client
 
-`REFUSALS` maps each kind of error to its response. `StateView` offers a run under the attribute
-names that tools read from `app.state`.
+`REFUSALS` maps each kind of error to its response. `StateView` has the attributes that tools read
+from `app.state`.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def refusal_of(error: WireError) -> Response:
 
 
 async def _refuse_invalid(request: Request, error: Exception) -> Response:
-    """Respond to a failed validation like the framework, but never fail to echo the input."""
+    """Respond to a failed validation like the framework, but with an input that can be encoded."""
     assert isinstance(error, RequestValidationError)  # registered for this class only
     return _detail(error.errors())
 
@@ -151,7 +151,7 @@ async def _refuse_without_store(request: Request, error: Exception) -> Response:
     if isinstance(error, StoreFullError):
         text = f"{error}; nothing was stored"
     else:
-        # The store logs when it starts to fail; a line per request would hide that one.
+        # The store logs when it starts to fail; a line per request would hide that line.
         logger.debug("%s %s was not served: %s", request.method, request.url.path, error)
         text = f"the store of the run does not work: {error}; nothing was acknowledged"
     return json_response({"detail": text}, 503, {"Retry-After": str(_RETRY_AFTER_S)})
@@ -171,20 +171,12 @@ REFUSALS: Mapping[type[Exception], Callable[[Request, Exception], Awaitable[Resp
 
 
 def _detail(errors: Sequence[Any]) -> Response:
-    return json_response(
-        {
-            "detail": [
-                {
-                    "type": error["type"],
-                    "loc": error["loc"],
-                    "msg": error["msg"],
-                    "input": _echo(error.get("input")),
-                }
-                for error in errors
-            ]
-        },
-        422,
-    )
+    kept = ("type", "loc", "msg")
+    detail = [
+        {**{key: error[key] for key in kept}, "input": _echo(error.get("input"))}
+        for error in errors
+    ]
+    return json_response({"detail": detail}, 422)
 
 
 def _echo(value: Any) -> Any:
@@ -218,7 +210,7 @@ def _view(read: Callable[[RunState], Any]) -> property:
     return property(lambda self: read(self.run.state))
 
 
-def _registered(name: str, default: Any) -> property:
+def _setting(name: str, default: Any) -> property:
     return _view(lambda run: getattr(run.registration, name) if run.registration else default)
 
 
@@ -238,33 +230,31 @@ class StateView(State):
     envs = _view(_describe_envs)
     requesters = _view(lambda run: list(run.trainer_ids))
     latest = _view(lambda run: run.latest)
-    group = _registered("wandb_group", None)
-    project = _registered("wandb_project", None)
-    batchsize = _registered("batch_size", -1)
-    max_token_len = _registered("max_token_len", -1)
-    checkpoint_dir = _registered("checkpoint_dir", "")
-    save_checkpoint_interval = _registered("save_checkpoint_interval", -1)
-    num_steps = _registered("num_steps", -1)
+    group = _setting("wandb_group", None)
+    project = _setting("wandb_project", None)
+    batchsize = _setting("batch_size", -1)
+    max_token_len = _setting("max_token_len", -1)
+    checkpoint_dir = _setting("checkpoint_dir", "")
+    save_checkpoint_interval = _setting("save_checkpoint_interval", -1)
+    num_steps = _setting("num_steps", -1)
     status_dict = _view(lambda run: {"step": run.step})
 
 
 logger = logging.getLogger(__name__)
 
 _BODY_THREADS = 2
-"""Threads for large bodies; their work releases the GIL."""
+"""Number of threads for large bodies, whose work releases the GIL."""
 _TICK_S = 1.0
 
 
 def create_app(settings: ApiSettings | None = None) -> FastAPI:
-    """Create an application with its own run.
-
-    The run is loaded when the application starts, or by its first request.
+    """Create an application with its own run, loaded at the start or by the first request.
 
     Args:
-        settings: limits and switches; None: the defaults, with a run in memory.
+        settings: None uses the defaults, with a run in memory.
 
     Raises:
-        ConfigError: the settings name a store or a token file that cannot be used.
+        ConfigError: the store or the token file cannot be used.
     """
     settings = settings or ApiSettings()
     replica = uuid4().hex
@@ -280,7 +270,7 @@ def create_app(settings: ApiSettings | None = None) -> FastAPI:
     limits = RunLimits(**{limit.name: getattr(settings, limit.name) for limit in fields(RunLimits)})
     run = Run(store, limits=limits, replica=replica)
     metrics = ServiceMetrics(run)
-    run.on_handed_out = metrics.observe_handout
+    run.on_delivered = metrics.observe_delivery
     store.observe = metrics.observe_store
     threads = ThreadPoolExecutor(_BODY_THREADS, thread_name_prefix="bodies")
     application = FastAPI(
@@ -303,8 +293,8 @@ def create_app(settings: ApiSettings | None = None) -> FastAPI:
         groups_router,
     ):
         application.include_router(router)
-    # These read the request and build the response themselves, which saves a quarter of the time.
-    # The same routes in the routers remain for the OpenAPI document.
+    # These routes bypass the framework, which saves a quarter of the time. The same routes in the
+    # routers remain for the OpenAPI document.
     application.router.routes[:0] = BUSIEST_ROUTES
     for kind, refuse in REFUSALS.items():
         application.add_exception_handler(kind, refuse)
@@ -331,17 +321,17 @@ def _lifespan_of(
 
 async def _tick(run: Run) -> None:
     """Run the periodic work of the run despite errors; cancelled when the service stops."""
-    trouble = ""
+    last_error = ""
     while True:
         await asyncio.sleep(_TICK_S)
         try:
             await run.tick()
-            trouble = ""
+            last_error = ""
         except Exception as error:
             # An unreachable store fails every second in the same way.
-            if str(error) != trouble:
+            if str(error) != last_error:
                 logger.exception("the periodic work of the run failed; retrying")
-            trouble = str(error)
+            last_error = str(error)
 
 
 def _add_middleware(application: FastAPI, settings: ApiSettings, threads: Executor) -> None:
@@ -393,7 +383,7 @@ app = create_app()
 
 
 def _scored_data_to_dict(scored_data: ScoredData) -> dict[str, Any]:
-    """Return a group as `/batch` delivers it: a dictionary with fourteen keys and its notes."""
+    """Return a group as `/batch` delivers it: a dictionary with fourteen keys and present notes."""
     notes = {field.name for field in GROUP_FIELDS if field.is_note}
     values = scored_data.model_dump()
     return {key: value for key, value in values.items() if value is not None or key not in notes}

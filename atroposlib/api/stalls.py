@@ -1,9 +1,8 @@
-"""Stalls: why queued groups do not form a batch.
+"""Stalls: reasons for which queued groups do not form a batch.
 
-`find_stalls` does not scan the queue: it reads counters, and makes one plan. It costs that plan and
-O(environments), so it serves `/status` and metrics, not every request.
-
-`StallWatch` logs each reason once.
+`find_stalls` does not scan the queue: it reads counters, and plans one batch. Its cost is that plan
+and O(environments), so it is called for `/status` and metrics, not for every request. `StallWatch`
+logs each reason once.
 """
 
 from __future__ import annotations
@@ -46,10 +45,10 @@ class Patience(NamedTuple):
 def find_stalls(
     queue: GroupQueue, envs: EnvRegistry, *, batch_size: int, patience: Patience | None = None
 ) -> list[Stall]:
-    """Find every reason why groups are not delivered.
+    """Find every reason for which groups are not delivered.
 
-    Shares and sizes are checked only once the queue holds a batch. Without `patience`, reasons that
-    depend on time are skipped.
+    Shares and sizes are checked only once the queue holds enough sequences for a batch. Without
+    `patience`, reasons that depend on time are skipped.
     """
     found = [*_oversized(queue, batch_size), *_unpackable(queue)]
     if 0 < batch_size <= queue.num_sequences:
@@ -83,7 +82,7 @@ def _unpackable(queue: GroupQueue) -> Iterator[Stall]:
 
 
 def _unfilled_shares(queue: GroupQueue, envs: EnvRegistry, batch_size: int) -> Iterator[Stall]:
-    """Find shares that prevent a batch: environments without a single pack."""
+    """Find guaranteed shares that prevent a batch: environments without a single pack."""
     for env_id, share in envs.minimums.items():
         env = envs.find(env_id)
         need = min(batch_size, int(batch_size * share))
@@ -162,11 +161,7 @@ class StallWatch:
     """Finds and logs the stalls of a run."""
 
     def __init__(
-        self,
-        state: RunState,
-        last_heard: Callable[[int], float],
-        *,
-        clock: Callable[[], float],
+        self, state: RunState, last_heard: Callable[[int], float], *, clock: Callable[[], float]
     ) -> None:
         self._state = state
         self._last_heard = last_heard
@@ -175,7 +170,7 @@ class StallWatch:
         self._reported_at = 0.0
 
     def find_all(self) -> list[Stall]:
-        """Find all reasons, including silent environments and groups waiting in buffers."""
+        """Find all reasons, including those that depend on time."""
         return self._find(Patience(self._clock(), self._last_heard))
 
     def _find(self, patience: Patience | None = None) -> list[Stall]:
@@ -183,7 +178,7 @@ class StallWatch:
         return find_stalls(state.queue, state.envs, batch_size=state.batch_size, patience=patience)
 
     def report(self) -> None:
-        """Log once per reason why enough sequences do not form a batch; checks at intervals."""
+        """Log each reason for which enough sequences form no batch, once; checks at intervals."""
         state, now = self._state, self._clock()
         if abs(now - self._reported_at) < _REPORT_INTERVAL_S:
             return

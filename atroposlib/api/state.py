@@ -19,14 +19,14 @@ Invariants:
 
 `Delivery` holds the batches from delivery to acknowledgement:
 
-    hand_out ──► in flight ── acknowledge ──► gone (its step counted)
-                    │  ▲
-          give_back ▼  │ hand_out_again (next attempt)
-                  returned (redelivered before anything new is formed)
+    deliver ──► in flight ── acknowledge ──► removed, its step counted
+                   │  ▲
+      return_batch ▼  │ redeliver, the next attempt
+                 returned: redelivered before a new batch is formed
 
 Each delivery of a batch is an *attempt* with its own token. A returned batch can be acknowledged
-under its last token until it is redelivered; after that the old token is expired. An unknown token,
-such as one from before a reset, changes nothing.
+under its last token until it is redelivered; after that the old token has expired. An unknown
+token, such as one from before a reset, changes nothing.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ before; `expired`: the batch was redelivered or acknowledged; `unknown`: no such
 
 
 class BatchToken(NamedTuple):
-    """Names one attempt to deliver one batch; written as `17-1`."""
+    """Identifies one attempt to deliver one batch; written as `17-1`."""
 
     batch_id: int
     attempt: int
@@ -74,16 +74,13 @@ class BatchToken(NamedTuple):
 def parse_token(text: str) -> BatchToken | None:
     """Parse a token; None if the text is malformed."""
     batch_id, separator, attempt = text.partition("-")
-    if not (separator and _is_number(batch_id) and _is_number(attempt)):
+    numbers = [batch_id, attempt]
+    if not separator or not all(len(n) < 19 and n.isascii() and n.isdigit() for n in numbers):
         return None
     return BatchToken(int(batch_id), int(attempt))
 
 
-def _is_number(text: str) -> bool:
-    return len(text) < 19 and text.isascii() and text.isdigit()
-
-
-class Handout(msgspec.Struct, frozen=True, array_like=True):
+class DeliveredBatch(msgspec.Struct, frozen=True, array_like=True):
     """One delivery of a batch to one client."""
 
     batch_id: int
@@ -119,81 +116,81 @@ class Delivery:
 
     def __init__(self) -> None:
         self.next_id = 0
-        self.in_flight: dict[int, Handout] = {}
-        self.returned: dict[int, Handout] = {}
+        self.in_flight: dict[int, DeliveredBatch] = {}
+        self.returned: dict[int, DeliveredBatch] = {}
         self.acknowledged: dict[int, int] = {}
         """Recently acknowledged batches → their attempt, oldest first."""
         self.num_sequences = 0
         """Sequences in unacknowledged batches."""
 
     @property
-    def oldest_returned(self) -> Handout | None:
+    def oldest_returned(self) -> DeliveredBatch | None:
         """The batch to redeliver next; None if none was returned."""
         return self.returned[min(self.returned)] if self.returned else None
 
-    def pending(self) -> list[Handout]:
+    def pending(self) -> list[DeliveredBatch]:
         return [*self.in_flight.values(), *self.returned.values()]
 
-    def hand_out(
+    def deliver(
         self, groups: Sequence[QueuedGroup], *, owner: str, at: float, lease_until: float | None
-    ) -> Handout:
+    ) -> DeliveredBatch:
         """Put a newly formed batch in flight."""
-        handout = Handout(self.next_id, 1, tuple(groups), owner, at, lease_until)
+        batch = DeliveredBatch(self.next_id, 1, tuple(groups), owner, at, lease_until)
         self.next_id += 1
-        self.in_flight[handout.batch_id] = handout
-        self.num_sequences += handout.num_sequences
-        return handout
+        self.in_flight[batch.batch_id] = batch
+        self.num_sequences += batch.num_sequences
+        return batch
 
-    def hand_out_again(
+    def redeliver(
         self, token: BatchToken, *, owner: str, at: float, lease_until: float | None
-    ) -> Handout | None:
-        """Put a returned batch in flight under its next attempt; None when it is not waiting."""
+    ) -> DeliveredBatch | None:
+        """Put a returned batch in flight under its next attempt; None if it was not returned."""
         before = self.returned.get(token.batch_id)
         if before is None or before.attempt + 1 != token.attempt:
             return None
         del self.returned[token.batch_id]
-        again = Handout(token.batch_id, token.attempt, before.groups, owner, at, lease_until)
-        self.in_flight[token.batch_id] = again
-        return again
+        batch = DeliveredBatch(token.batch_id, token.attempt, before.groups, owner, at, lease_until)
+        self.in_flight[token.batch_id] = batch
+        return batch
 
-    def acknowledge(self, token: BatchToken) -> Handout | None:
+    def acknowledge(self, token: BatchToken) -> DeliveredBatch | None:
         """Remove an acknowledged batch; None if the token is not the current one."""
-        handout = self._current(token)
-        if handout is None:
+        batch = self._current(token)
+        if batch is None:
             return None
-        self._forget(handout)
+        self._forget(batch)
         self.acknowledged[token.batch_id] = token.attempt
         while len(self.acknowledged) > _KEPT_ACKNOWLEDGEMENTS:
             del self.acknowledged[next(iter(self.acknowledged))]
-        return handout
+        return batch
 
-    def give_back(self, token: BatchToken) -> Handout | None:
+    def return_batch(self, token: BatchToken) -> DeliveredBatch | None:
         """Mark a batch for redelivery; None if the token is not in flight."""
-        handout = self.find(token)
-        if handout is None:
+        batch = self.find(token)
+        if batch is None:
             return None
         del self.in_flight[token.batch_id]
-        self.returned[token.batch_id] = handout
-        return handout
+        self.returned[token.batch_id] = batch
+        return batch
 
     def dissolve(self, batch_id: int) -> tuple[QueuedGroup, ...]:
         """Remove a returned batch and return its groups, which are queued again."""
-        handout = self.returned[batch_id]
-        self._forget(handout)
-        return handout.groups
+        batch = self.returned[batch_id]
+        self._forget(batch)
+        return batch.groups
 
     def change_groups(
         self, change: Callable[[Iterable[QueuedGroup]], Iterable[QueuedGroup]]
     ) -> None:
-        """Replace the descriptions of all groups in batches; sizes must not change."""
+        """Replace the descriptions of all groups in batches; their sizes must stay the same."""
         for batches in (self.in_flight, self.returned):
-            for batch_id, handout in batches.items():
-                groups = tuple(change(handout.groups))
-                batches[batch_id] = msgspec.structs.replace(handout, groups=groups)
+            for batch_id, batch in batches.items():
+                groups = tuple(change(batch.groups))
+                batches[batch_id] = msgspec.structs.replace(batch, groups=groups)
 
-    def find(self, token: BatchToken) -> Handout | None:
-        handout = self.in_flight.get(token.batch_id)
-        return handout if handout is not None and handout.attempt == token.attempt else None
+    def find(self, token: BatchToken) -> DeliveredBatch | None:
+        batch = self.in_flight.get(token.batch_id)
+        return batch if batch is not None and batch.attempt == token.attempt else None
 
     def ack_result(self, token: BatchToken) -> AckResult:
         """Return the result that acknowledging would have, without doing it."""
@@ -205,15 +202,17 @@ class Delivery:
 
     def return_result(self, token: BatchToken) -> AckResult:
         """Return the result that returning would have, without doing it."""
-        handout = self._current(token)
-        if handout is None:
+        batch = self._current(token)
+        if batch is None:
             return self._stale_result(token)
         return "returned" if token.batch_id in self.in_flight else "repeated"
 
-    def restore(self, in_flight: Iterable[Handout], returned: Iterable[Handout]) -> None:
-        self.in_flight = {handout.batch_id: handout for handout in in_flight}
-        self.returned = {handout.batch_id: handout for handout in returned}
-        self.num_sequences = sum(handout.num_sequences for handout in self.pending())
+    def restore(
+        self, in_flight: Iterable[DeliveredBatch], returned: Iterable[DeliveredBatch]
+    ) -> None:
+        self.in_flight = {batch.batch_id: batch for batch in in_flight}
+        self.returned = {batch.batch_id: batch for batch in returned}
+        self.num_sequences = sum(batch.num_sequences for batch in self.pending())
 
     def clear(self) -> None:
         """Remove every batch; ids are not reused, so that late acknowledgements are recognized."""
@@ -222,23 +221,23 @@ class Delivery:
         self.acknowledged.clear()
         self.num_sequences = 0
 
-    def _current(self, token: BatchToken) -> Handout | None:
-        handout = self.in_flight.get(token.batch_id) or self.returned.get(token.batch_id)
-        return handout if handout is not None and handout.attempt == token.attempt else None
+    def _current(self, token: BatchToken) -> DeliveredBatch | None:
+        batch = self.in_flight.get(token.batch_id) or self.returned.get(token.batch_id)
+        return batch if batch is not None and batch.attempt == token.attempt else None
 
     def _stale_result(self, token: BatchToken) -> AckResult:
-        pending = self.in_flight.get(token.batch_id) or self.returned.get(token.batch_id)
-        last = pending.attempt if pending else self.acknowledged.get(token.batch_id, 0)
+        batch = self.in_flight.get(token.batch_id) or self.returned.get(token.batch_id)
+        last = batch.attempt if batch else self.acknowledged.get(token.batch_id, 0)
         return "expired" if 1 <= token.attempt <= last else "unknown"
 
-    def _forget(self, handout: Handout) -> None:
-        self.in_flight.pop(handout.batch_id, None)
-        self.returned.pop(handout.batch_id, None)
-        self.num_sequences -= handout.num_sequences
+    def _forget(self, batch: DeliveredBatch) -> None:
+        self.in_flight.pop(batch.batch_id, None)
+        self.returned.pop(batch.batch_id, None)
+        self.num_sequences -= batch.num_sequences
 
 
 class PastGroups:
-    """Delivered groups, oldest first, bounded in number and in payload bytes."""
+    """Delivered groups, oldest first, limited in number and in payload bytes."""
 
     def __init__(self, *, max_groups: int, max_bytes: int) -> None:
         self._max_groups = max_groups
@@ -266,18 +265,18 @@ class PastGroups:
             self.num_bytes -= known.num_bytes if known else 0
             self._groups[group.group_id] = group
             self.num_bytes += group.num_bytes
-        fallen = []
+        removed = []
         while len(self._groups) > self._max_groups or self.num_bytes > self._max_bytes:
             oldest = self._groups.pop(next(iter(self._groups)))
             self.num_bytes -= oldest.num_bytes
-            fallen.append(oldest.group_id)
-        return fallen
+            removed.append(oldest.group_id)
+        return removed
 
     def clear(self) -> list[int]:
-        forgotten = list(self._groups)
+        removed = list(self._groups)
         self._groups.clear()
         self.num_bytes = 0
-        return forgotten
+        return removed
 
 
 class PayloadLedger:
@@ -298,11 +297,11 @@ class PayloadLedger:
         return list(self._discardable)
 
     def take_discardable(self, limit: int) -> list[int]:
-        """Remove and return up to `limit` ids of groups whose payloads are no longer needed."""
+        """Remove and return up to `limit` ids of `discardable`."""
         held = self._discardable
         return [held.popleft() for _ in range(min(limit, len(held)))]
 
-    def give_up(self, group_ids: Iterable[int]) -> None:
+    def mark_discardable(self, group_ids: Iterable[int]) -> None:
         self._discardable.extend(group_ids)
 
     def note_queued(self, group: QueuedGroup) -> None:
@@ -320,7 +319,7 @@ class PayloadLedger:
         """Mark removed groups as discardable, except the latest."""
         self._release(group.group_id for group in groups)
 
-    def give_up_past(self) -> None:
+    def discard_past(self) -> None:
         """Mark groups kept for inspection as discardable, except the latest."""
         self._release(self.past.clear())
 
@@ -332,17 +331,16 @@ class PayloadLedger:
                 self._discardable.append(group_id)
 
     def forget(self, group_ids: Iterable[int]) -> None:
-        """Mark everything as discardable: the given ids of the run, the past, the latest."""
-        self.give_up(group_ids)
-        self.give_up(self.past.clear())
+        """Mark everything as discardable: the given ids, delivered groups, and the latest group."""
+        self.mark_discardable(group_ids)
+        self.mark_discardable(self.past.clear())
         if self.latest_is_held and self.latest is not None:
             self._discardable.append(self.latest.group_id)
         self.latest = None
         self.latest_is_held = False
 
 
-MAX_KEY_CHARACTERS = 255
-
+_MAX_KEY_CHARACTERS = 255
 _MAX_KEYS = 65_536
 _MAX_BYTES = 32 * 1024 * 1024
 _ENTRY_BYTES = 256  # approximate size of an entry without its key and placements
@@ -358,25 +356,20 @@ class KeyEntry(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
     @property
     def placements(self) -> list[Placement]:
-        """Placements of its groups at the time it was stored."""
         return [Placement(size) for size in self.buffered]
 
 
 def check_key(key: str) -> None:
-    """Reject a key of invalid length.
-
-    Raises:
-        GroupError: the key is empty or longer than `MAX_KEY_CHARACTERS`.
-    """
-    if not 0 < len(key) <= MAX_KEY_CHARACTERS:
+    """Raise `GroupError` unless an idempotency key has a valid length and valid characters."""
+    if not 0 < len(key) <= _MAX_KEY_CHARACTERS or not all("!" <= char <= "~" for char in key):
         raise GroupError(
-            f"the idempotency key has {len(key)} characters, expected 1 to {MAX_KEY_CHARACTERS}; "
-            "a random UUID per request does"
+            f"Idempotency-Key: expected 1 to {_MAX_KEY_CHARACTERS} visible ASCII characters, such "
+            "as a random UUID per request"
         )
 
 
 class KeyBook:
-    """The newest idempotency keys, bounded in number and in bytes."""
+    """The newest idempotency keys, limited in number and in bytes."""
 
     def __init__(self) -> None:
         self._entries: dict[str, KeyEntry] = {}
@@ -389,7 +382,7 @@ class KeyBook:
         return self._entries.get(key)
 
     def items(self) -> Iterable[tuple[str, KeyEntry]]:
-        """Every key with its entry, oldest first."""
+        """Return every key with its entry, oldest first."""
         return self._entries.items()
 
     def remember(self, key: str, digest: int, placements: Sequence[Placement]) -> None:
@@ -456,7 +449,7 @@ class RunState:
         self.counters: Counter[str] = Counter()
         """Counters over the whole life of the run, including resets."""
         self.set_aside_groups: deque[tuple[int, PayloadFlaw]] = deque(maxlen=_KEPT_FLAWS)
-        """(group_id, flaw) of the groups set aside most recently."""
+        """[(group_id, flaw)] of the groups set aside most recently."""
         self.epoch = 0
         """Number of resets of the run."""
         self.fence = 0
@@ -464,7 +457,7 @@ class RunState:
         """Why the last record was set aside; None if it was applied."""
 
     def _forget_run(self) -> None:
-        """Set what a reset sets, too."""
+        """Set the attributes that a reset sets, too."""
         self.registration: Registration | None = None
         self.run_id: str | None = None
         """Identifies a run from its first registration until a reset, or until a trainer replaces a
@@ -481,15 +474,11 @@ class RunState:
         self.is_started = False
         """Whether the trainer has requested a batch; environments wait until then."""
         self.policy_version: int | None = None
-        """The policy version that the trainer last reported; None if it never did."""
+        """The policy version that the trainer last reported; None if it has not reported one."""
         self.trainer_ids: deque[int] = deque(maxlen=_KEPT_TRAINER_IDS)
 
     def apply(self, record: records.Record) -> Admission | None:
-        """Apply a record.
-
-        Returns:
-            The admission for groups; None for every other record.
-        """
+        """Apply a record; return the admission of groups, None for every other record."""
         self.fault = None
         if record.is_guarded:
             self.fence += 1
@@ -527,12 +516,12 @@ class RunState:
 
     @property
     def batch_size(self) -> int:
-        """Sequences per batch, 0 before a trainer registered."""
+        """Sequences per batch; 0 before a trainer registered."""
         return self.registration.batch_size if self.registration else 0
 
     @property
     def consumer(self) -> str | None:
-        """The registered consumer; None if a trainer, or none, is registered."""
+        """Name of the registered consumer; None if a trainer or no client is registered."""
         return self.registration.consumer if self.registration else None
 
     @property
@@ -568,7 +557,7 @@ class RunState:
 
     @property
     def current_version(self) -> int:
-        """The policy version of the trainer, for staleness: as reported, else the step."""
+        """Policy version of the trainer, for staleness: the reported one, else the step."""
         return self.step if self.policy_version is None else self.policy_version
 
     def staleness_of(self, group: QueuedGroup) -> int | None:
@@ -602,11 +591,11 @@ class RunState:
     def _admit(self, record: records.GroupsAdmitted) -> Admission:
         if record.epoch != self.epoch:
             # The run of these groups was reset while they were written.
-            self.payloads.give_up(group.group_id for group in record.groups)
+            self.payloads.mark_discardable(group.group_id for group in record.groups)
             return Admission([Placement(None) for _ in record.groups])
         known = self.keys.find(record.key) if record.key is not None else None
         if known is not None:
-            self.payloads.give_up(group.group_id for group in record.groups)
+            self.payloads.mark_discardable(group.group_id for group in record.groups)
             is_same = known.digest == record.digest
             return Admission(known.placements, is_repeat=is_same, is_key_reused=not is_same)
         _require_sound(record)
@@ -626,7 +615,7 @@ class RunState:
             env.last_seen = max(env.last_seen, group.received_at)
         elif group.env_id is not None:
             group = msgspec.structs.replace(group, env_id=None)
-        if env is None or not env.wants_to_buffer(group.num_sequences):
+        if env is None or not env.must_buffer(group.num_sequences):
             self._enqueue(group)
             return Placement(None)
         for released in self.envs.buffer(env, group):
@@ -668,19 +657,13 @@ class RunState:
             self._dissolve_all()
 
     def _dissolve_all(self) -> None:
-        """Queue the groups leased by a consumer again.
-
-        They get new batch ids, so that a late acknowledgement does not match them.
-        """
-        for handout in list(self.delivery.in_flight.values()):
-            self.delivery.give_back(BatchToken(handout.batch_id, handout.attempt))
+        """Queue the groups leased by a consumer again; a late acknowledgement has no effect."""
+        for batch in list(self.delivery.in_flight.values()):
+            self.delivery.return_batch(BatchToken(batch.batch_id, batch.attempt))
         self._dissolve(sorted(self.delivery.returned))
 
     def _forget_later_versions(self) -> None:
-        """Mark policy versions as unknown that the registered trainer has not reached.
-
-        They come from a consumer, or from a replaced trainer.
-        """
+        """Mark versions as unknown that the trainer has not reached; they are of another client."""
         known = partial(_without_versions_after, self.step)
         if any(version > self.step for version in self.queue.groups_by_version):
             queued = known(self.queue)
@@ -695,8 +678,8 @@ class RunState:
         """Queue the groups of returned batches again if the batch size has changed."""
         misfits = [
             batch_id
-            for batch_id, handout in sorted(self.delivery.returned.items())
-            if handout.num_sequences != self.batch_size
+            for batch_id, batch in sorted(self.delivery.returned.items())
+            if batch.num_sequences != self.batch_size
         ]
         self._dissolve(misfits)
 
@@ -748,13 +731,13 @@ class RunState:
         if record.batch_id != self.delivery.next_id:
             return
         groups = self.queue.remove(record.group_ids)
-        self.delivery.hand_out(
+        self.delivery.deliver(
             groups, owner=record.owner, at=record.at, lease_until=record.lease_until
         )
         self.counters["batches/formed"] += 1
 
-    def _hand_out_again(self, record: records.BatchHandedOut) -> None:
-        self.delivery.hand_out_again(
+    def _redeliver(self, record: records.BatchHandedOut) -> None:
+        self.delivery.redeliver(
             BatchToken(record.batch_id, record.attempt),
             owner=record.owner,
             at=record.at,
@@ -769,20 +752,20 @@ class RunState:
         self.counters["batches/without_step"] += is_settled
 
     def _settle(self, token: BatchToken) -> bool:
-        """Remove a received batch; return whether it was not settled before."""
-        handout = self.delivery.acknowledge(token)
-        if handout is None:
+        """Remove an acknowledged batch; return whether it was pending."""
+        batch = self.delivery.acknowledge(token)
+        if batch is None:
             return False
         self.counters["batches/delivered"] += 1
-        self.counters["groups/delivered"] += len(handout.groups)
-        self.counters["sequences/delivered"] += handout.num_sequences
-        self.counters["tokens/delivered"] += sum(group.num_tokens for group in handout.groups)
-        self.payloads.note_delivered(handout.groups)
+        self.counters["groups/delivered"] += len(batch.groups)
+        self.counters["sequences/delivered"] += batch.num_sequences
+        self.counters["tokens/delivered"] += sum(group.num_tokens for group in batch.groups)
+        self.payloads.note_delivered(batch.groups)
         return True
 
     def _take_back(self, record: records.BatchesReturned) -> None:
-        for batch_id, attempt in record.handouts:
-            if self.delivery.give_back(BatchToken(batch_id, attempt)) is not None:
+        for batch_id, attempt in record.batches:
+            if self.delivery.return_batch(BatchToken(batch_id, attempt)) is not None:
                 self.counters["batches/returned"] += 1
                 self.counters[f"batches/returned_{record.reason}"] += 1
         self._dissolve_misfits()
@@ -799,7 +782,7 @@ class RunState:
         self.payloads.note_removed(removed)
 
     def _set_groups_aside(self, record: records.GroupsSetAside) -> None:
-        if self.delivery.give_back(BatchToken(record.batch_id, record.attempt)) is None:
+        if self.delivery.return_batch(BatchToken(record.batch_id, record.attempt)) is None:
             return
         flaws = dict(record.flaws)
         groups = {group.group_id: group for group in self.delivery.dissolve(record.batch_id)}
@@ -820,10 +803,10 @@ class RunState:
 
     def _reset(self, record: records.RunReset) -> None:
         self.epoch += 1
-        forgotten = [group.group_id for group in self.queue]
-        forgotten += [group.group_id for env in self.envs for group in env.buffer]
-        forgotten += [i for handout in self.delivery.pending() for i in handout.group_ids]
-        self.payloads.forget(forgotten)
+        group_ids = [group.group_id for group in self.queue]
+        group_ids += [group.group_id for env in self.envs for group in env.buffer]
+        group_ids += [i for batch in self.delivery.pending() for i in batch.group_ids]
+        self.payloads.forget(group_ids)
         self.delivery.clear()
         self._forget_run()
 
@@ -835,7 +818,7 @@ def walk_groups(state: RunState, where: GroupState) -> Iterable[QueuedGroup]:
     if where is GroupState.BUFFERED:
         return (group for env in state.envs for group in env.buffer)
     if where is GroupState.IN_FLIGHT:
-        return (group for handout in state.delivery.pending() for group in handout.groups)
+        return (group for batch in state.delivery.pending() for group in batch.groups)
     return reversed(list(state.past))
 
 
@@ -863,7 +846,7 @@ _HANDLERS: dict[type[Any], Callable[[RunState, Any], Admission | None]] = {
     records.EnvRevived: RunState._revive_env,
     records.EnvsSeen: RunState._note_seen,
     records.BatchFormed: RunState._form_batch,
-    records.BatchHandedOut: RunState._hand_out_again,
+    records.BatchHandedOut: RunState._redeliver,
     records.BatchAcknowledged: RunState._acknowledge,
     records.BatchPassedOver: RunState._pass_over,
     records.BatchesReturned: RunState._take_back,
@@ -882,11 +865,7 @@ def _without_versions_after(step: int, groups: Iterable[QueuedGroup]) -> list[Qu
 
 
 def _require_sound(record: records.GroupsAdmitted) -> None:
-    """Reject impossible sizes, whose sums would be meaningless or overflow.
-
-    Raises:
-        GroupError: names what is wrong.
-    """
+    """Raise `GroupError` for impossible sizes, whose sums would be meaningless or overflow."""
     for group in record.groups:
         if not (
             0 < group.num_sequences <= _MAX_GROUP_FIGURE

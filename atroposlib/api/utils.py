@@ -22,12 +22,10 @@ def grab_exact_from_heterogeneous_queue(
 ) -> tuple[list[Group] | None, list[Group]]:
     """Take groups that hold exactly `batch_size` sequences, in whole packs of the largest size.
 
-    Args:
-        queue: groups, oldest first; not changed.
-        batch_size: sequences wanted.
+    `queue` has the oldest groups first and is not modified.
 
     Returns:
-        The batch and a new list of what is left; or None and the same `queue`.
+        The batch and a new list of the other groups; without a batch None and `queue` itself.
     """
     sizes = [num_sequences(group) for group in queue]
     if not sizes or sum(sizes) < batch_size:
@@ -40,14 +38,11 @@ def find_groups_summing_to_target(
 ) -> list[int]:
     """Find groups that together hold exactly `target_size` sequences.
 
-    Older groups are preferred: a group is left out only when no combination holds it.
-
-    Args:
-        buffer: groups, oldest first.
-        target_size: sequences wanted.
+    `buffer` has the oldest groups first, which are preferred: a group is left out only if no
+    combination contains it.
 
     Returns:
-        Ascending indices; empty when no combination exists.
+        Ascending indices; empty if no combination exists.
     """
     return oldest_combination([num_sequences(group) for group in buffer], target_size)
 
@@ -57,15 +52,11 @@ def grab_batch_with_minimum_allocations(
 ) -> tuple[list[Group] | None, list[Group]]:
     """Take a batch in which connected environments get their guaranteed share.
 
-    Groups without `env_id` fill what the others leave.
-
-    Args:
-        queue: groups, oldest first; not changed.
-        batch_size: sequences wanted.
-        env_configs: `registered_id`, `connected` and `min_batch_allocation` per environment.
+    Groups without `env_id` are taken only if the others leave room. `env_configs` has the keys
+    `registered_id`, `connected` and `min_batch_allocation` for each environment.
 
     Returns:
-        The batch, minimums first, and a new list of what is left; or None and the same `queue`.
+        As `grab_exact_from_heterogeneous_queue`; the batch starts with guaranteed shares.
     """
     if not queue:
         return None, queue
@@ -90,5 +81,6 @@ def grab_batch_with_minimum_allocations(
 def _split(queue: list[Group], taken: list[int] | None) -> tuple[list[Group] | None, list[Group]]:
     if taken is None:
         return None, queue
-    gone = set(taken)
-    return [queue[i] for i in taken], [group for i, group in enumerate(queue) if i not in gone]
+    positions = set(taken)
+    rest = [group for i, group in enumerate(queue) if i not in positions]
+    return [queue[i] for i in taken], rest

@@ -53,9 +53,9 @@ from atroposlib.wire.json_format import (
 from atroposlib.wire.zstd_frames import plain_blob
 
 BITS = "bits"
-"""Type of `masks` whose entries are `IGNORE_INDEX` or their token: one bit, set where trained."""
+"""Type of `masks` whose entries are `IGNORE_INDEX` or their token: one bit each, set if trained."""
 TEXT = "json"
-"""Type of `advantages` without one row of numbers per trajectory: JSON text."""
+"""Type of `advantages` without rows of numbers: JSON text."""
 
 _TYPES: Mapping[str, tuple[str, ...]] = {
     "int": ("u1", "u2", "i4", "i8", "u4", "i1", "i2"),
@@ -88,7 +88,7 @@ class Numbers(NamedTuple):
 def check_column(name: str, column: Column, tokens: list[int] | None) -> list[int] | None:
     """Check the sizes, the type and the numbers of a field that is not of type `TEXT`.
 
-    `tokens` are the numbers of tokens, [G]; None for the field `tokens` itself.
+    `tokens` are the lengths of the trajectories, [G]; None for the field `tokens` itself.
 
     Returns:
         [G] entries of each row; None for a field with one number per trajectory.
@@ -112,7 +112,7 @@ def check_column(name: str, column: Column, tokens: list[int] | None) -> list[in
         total = sum(lengths)
         if field.shape == "GLK":
             total = _sum_counts(name, column.counts, total)
-    needed = _num_bytes(column.dtype, total)
+    needed = (total + 7) // 8 if column.dtype == BITS else total * int(column.dtype[1])
     if len(column.data) != needed:
         raise GroupError(
             f"{name}: {len(column.data)} bytes of data, "
@@ -121,10 +121,6 @@ def check_column(name: str, column: Column, tokens: list[int] | None) -> list[in
     if field.dtype == "float":
         require_finite(name, _numbers(column, lengths))
     return lengths
-
-
-def _num_bytes(dtype: str, total: int) -> int:
-    return (total + 7) // 8 if dtype == BITS else total * int(dtype[1])
 
 
 def _lengths_of(name: str, column: Column, tokens: list[int] | None) -> list[int]:
@@ -174,9 +170,9 @@ def require_finite(name: str, numbers: Numbers) -> None:
 
 
 def unpack(name: str, column: Column, tokens: Numbers | None) -> Numbers:
-    """Read a field that passed `check_column`, with the tokens of its group.
+    """Read a field that passed `check_column`, as a view on the received bytes if possible.
 
-    Numbers are views on the received bytes, except those of a bitmap.
+    `tokens` are those of its group; None for `tokens` itself.
     """
     if _FIELDS[name].shape == "G":
         return _numbers(column, None)
@@ -242,13 +238,7 @@ def _blob_type(name: str, *, is_strict: bool) -> Any:
             value = column if field.name in NUMERIC_FIELDS else memoryview
             fields.append((field.name, (INT64 if field.name == "env_id" else value) | None, None))
     fields.append(("policy_version", INT64 | None, None))
-    return msgspec.defstruct(
-        name,
-        fields,
-        kw_only=True,
-        gc=False,
-        forbid_unknown_fields=is_strict,
-    )
+    return msgspec.defstruct(name, fields, kw_only=True, gc=False, forbid_unknown_fields=is_strict)
 
 
 _blob_decoder = msgspec.msgpack.Decoder(_blob_type("Blob", is_strict=False))
@@ -261,11 +251,7 @@ def decode_binary_group(body: bytes, *, max_bytes: int) -> DecodedGroup:
 
 
 def decode_binary_groups(blobs: Sequence[memoryview], *, max_bytes: int) -> list[DecodedGroup]:
-    """Read and check the groups of a list; one malformed group rejects the whole list.
-
-    `max_bytes` limits the total decompressed size. The path of a `WireError` starts with the index
-    of the group.
-    """
+    """Read and check the groups of a list; see `groups.decode_groups`."""
     groups: list[DecodedGroup] = []
     for i, blob in enumerate(blobs):
         try:
@@ -338,7 +324,11 @@ def _check(check: Callable[[Any], _Checked], group: Any) -> _Checked:
 def _check_fields(group: Any) -> tuple[dict[str, Lengths], list[float]]:
     lengths = _check_columns(group)
     for name in OPAQUE_FIELDS:
-        entries = _check_opaque(name, getattr(group, name))
+        data = getattr(group, name)
+        if data is None:
+            continue
+        _require_text(name, data)
+        entries = read_opaque(name, data)
         if entries is not None:
             lengths[name] = [None] * entries
     scores: list[float] = unpack("scores", group.scores, None).flat.tolist()
@@ -361,13 +351,6 @@ def _check_columns(group: Any) -> dict[str, Lengths]:
         if of_rows is not None:
             lengths[name] = of_rows
     return lengths
-
-
-def _check_opaque(name: str, data: memoryview | None) -> int | None:
-    if data is None:
-        return None
-    _require_text(name, data)
-    return read_opaque(name, data)
 
 
 def _require_text(name: str, data: memoryview) -> None:
@@ -413,11 +396,7 @@ _SMALLEST = (("u1", 0, 2**8), ("u2", 0, 2**16), ("i4", -(2**31), 2**31))
 
 
 def gather(name: str, value: Any) -> Numbers | None:
-    """Collect the numbers of a field from lists or arrays.
-
-    Returns:
-        The numbers; None if any entry is not a number of the field's kind.
-    """
+    """Collect the numbers of a field from lists or arrays; None if an entry is of another kind."""
     field = _FIELDS[name]
     kinds, code = ("iu", "q") if field.dtype == "int" else ("fiu", "d")
     try:
@@ -455,13 +434,10 @@ def _joined(parts: Sequence[NDArray[Any]], code: str) -> NDArray[Any]:
 
 
 def gather_rows(name: str, texts: Sequence[JsonText]) -> Numbers | None:
-    """Decode the rows of a field from JSON, one by one.
+    """Decode the rows of a field from JSON, one by one; raises `WireError`.
 
     Returns:
         The numbers; None if `advantages` have single numbers in place of rows.
-
-    Raises:
-        WireError: a row does not fit the field.
     """
     parts: list[Numbers] = []
     for row in read_rows(name, texts):
@@ -480,11 +456,7 @@ def gather_rows(name: str, texts: Sequence[JsonText]) -> Numbers | None:
 
 
 def pack(name: str, numbers: Numbers, tokens: Numbers) -> Column:
-    """Write a field; the tokens of its group are used for `masks` and for equal lengths.
-
-    Raises:
-        GroupError: a number is not finite.
-    """
+    """Write a field of a group with these tokens; GroupError if a number is not finite."""
     if _FIELDS[name].dtype == "float":
         require_finite(name, numbers)
     flat, dtype = numbers.flat, BITS
@@ -543,7 +515,7 @@ def encode_binary_group(group: Mapping[str, Any]) -> bytes:
 
 
 def _gather_laxly(name: str, value: Any) -> Numbers | bytes:
-    """Read a field with the lax rules of JSON, such as numbers written as text."""
+    """Read a field by the lax rules of JSON, such as numbers written as text."""
     text = write_field(name, value)
     if name == "scores":
         found = gather(name, read_scores(text).values)
@@ -553,11 +525,7 @@ def _gather_laxly(name: str, value: Any) -> Numbers | bytes:
 
 
 def write_group(fields: Mapping[str, Any]) -> bytes:
-    """Write a group from its present fields by name.
-
-    These are `Numbers`, integers, and JSON text of opaque fields and of `advantages` with single
-    numbers.
-    """
+    """Write a group from its present fields: `Numbers`, integers and JSON texts, by name."""
     tokens = fields["tokens"]
     written: dict[str, Any] = {"format": FORMAT}
     for name, value in fields.items():

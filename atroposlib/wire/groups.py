@@ -3,10 +3,10 @@
     JSON:    [group, ...]        {"batch": [group, ...] | null, other keys}
     binary:  array [bin, ...]    map {"batch": array [bin, ...] | nil, other keys}
 
-The format of a body is called `lane` in code: `json` or `msgpack`, the binary format.
+In code the format of a body is called `lane`: `json`, or `msgpack` for the binary format.
 
-Stored groups are spliced into lists, so a list costs no more than copying its bytes. The binary
-codec, and numpy with it, is imported on first use.
+Stored groups are spliced into lists, so writing a list only copies bytes. The binary codec, and
+numpy with it, is imported on first use.
 """
 
 from __future__ import annotations
@@ -36,7 +36,6 @@ MEDIA_TYPES: Mapping[Lane, str] = MappingProxyType(
 )
 """The media type of each format, for `Content-Type` and `Accept`."""
 
-
 _LANES: Mapping[str, Lane] = {
     "application/json": "json",
     "text/json": "json",
@@ -45,13 +44,12 @@ _LANES: Mapping[str, Lane] = {
     "application/vnd.msgpack": "msgpack",
 }
 
-
 BODY_TYPES = frozenset(_LANES)
 """Every accepted `Content-Type`."""
 
 
 class AcceptedLane(NamedTuple):
-    """The format a client reads, and whether it also reads compressed groups."""
+    """The format that a client accepts, and whether it accepts compressed groups."""
 
     lane: Lane
     accepts_zstd: bool
@@ -66,17 +64,17 @@ def lane_of(content_type: str | None) -> Lane | None:
 def lane_of_accept(accept: str | None) -> AcceptedLane:
     """Choose the format of the response by an `Accept` header.
 
-    `application/msgpack;zstd=1` also accepts compressed groups.
-
-    Returns:
-        The named format with the highest weight, the first one among equals. JSON for a client that
-        names none, or accepts any. A format with weight 0 is chosen only if no other is left.
+    The format with the highest weight is chosen, and the first one among equals. JSON is the
+    default. `application/msgpack;zstd=1` also accepts compressed groups.
     """
     best, best_weight = AcceptedLane("json", False), 0.0
     for entry in (accept or "").split(","):
         name, parameters = _parts(entry)
         lane = _LANES.get(name) or ("json" if name in ("*/*", "application/*") else None)
-        weight = _weight(parameters.get("q", "1"))
+        try:
+            weight = float(parameters.get("q", "1"))
+        except ValueError:
+            weight = 0.0
         if lane is not None and weight > best_weight:
             accepts_zstd = lane == "msgpack" and parameters.get("zstd") == "1"
             best, best_weight = AcceptedLane(lane, accepts_zstd), weight
@@ -87,13 +85,6 @@ def _parts(entry: str) -> tuple[str, dict[str, str]]:
     name, *parameters = (part.strip().lower() for part in entry.split(";"))
     pairs = (parameter.partition("=") for parameter in parameters)
     return name, {key.strip(): value.strip().strip('"') for key, _, value in pairs}
-
-
-def _weight(text: str) -> float:
-    try:
-        return float(text)
-    except ValueError:
-        return 0.0
 
 
 _blobs_decoder = msgspec.msgpack.Decoder(list[memoryview])
@@ -111,10 +102,7 @@ def is_spliceable(payload: StoredPayload, lane: Lane, *, accepts_zstd: bool = Fa
 
 
 def convert_payload(payload: StoredPayload, lane: Lane, *, accepts_zstd: bool = False) -> bytes:
-    """Return a stored group in a format, converted if it is stored in the other one.
-
-    A compressed group stays compressed only if `accepts_zstd` is set.
-    """
+    """Return a stored group in a format; it stays compressed only if `accepts_zstd` is set."""
     if is_spliceable(payload, lane, accepts_zstd=accepts_zstd):
         return payload.content
     if payload.lane == "json":
@@ -139,8 +127,8 @@ def batch_pieces(
     """Write the body of `GET /batch` as pieces to be sent one after another.
 
     Args:
-        payloads: the groups of the batch; None without a batch.
-        lane: the format of the response.
+        payloads: groups of the batch; None without a batch.
+        lane: format of the response.
         envelope: further keys of the response, such as `batch_id`.
         accepts_zstd: Whether compressed groups may stay compressed.
     """
@@ -164,11 +152,8 @@ def decode_batch(
 ) -> Any:
     """Read the body of `GET /batch`; raises `WireError`.
 
-    Args:
-        body: body of the response.
-        lane: its format.
-        as_arrays: Whether rows of numbers in the binary format are arrays instead of lists.
-        max_bytes: limit on the decompressed size of one group.
+    In the binary format, `as_arrays` returns rows of numbers as arrays instead of lists, and
+    `max_bytes` limits the decompressed size of one group.
 
     Returns:
         The response; `batch` is a list of groups with all fourteen fields, or None.
@@ -212,7 +197,7 @@ def _decode(decoder: Any, content: Any) -> Any:
 
 
 def _array_of(blobs: Sequence[bytes]) -> list[bytes]:
-    """Write a MessagePack array of binary values, without joining them."""
+    """Return a MessagePack array of binary values as pieces."""
     pieces = [_header(len(blobs), 0x90, b"\xdd")]
     for blob in blobs:
         pieces += (b"\xc6" + struct.pack(">I", len(blob)), blob)
@@ -232,7 +217,7 @@ def decode_group(body: bytes, lane: Lane = "json", *, max_bytes: int = _MAX_BYTE
     Args:
         body: in JSON an object: unknown keys are ignored, numeric strings and integral floats are
             read as integers, integers as floats. In the binary format a group, or its zstd frame.
-        lane: the format of the body.
+        lane: format of the body.
         max_bytes: limit on the decompressed size of a group.
 
     Raises:
@@ -261,14 +246,10 @@ def decode_groups(
 
 
 def encode_group(group: Mapping[str, Any], lane: Lane = "json", *, zstd: bool = False) -> bytes:
-    """Write one group in canonical form.
+    """Write one group in canonical form; an integer `policy_version` is included.
 
-    numpy arrays and scalars, and pydantic models such as chat messages, are converted.
-
-    Args:
-        group: the group; an integer `policy_version` is included.
-        lane: the format to write.
-        zstd: Whether to compress it; binary format only.
+    numpy arrays and scalars, and pydantic models such as chat messages, are converted. `zstd`
+    compresses the group; it applies to the binary format only.
 
     Raises:
         GroupError: the group is malformed (see `scored_data.check_group`), or a field has a value

@@ -5,7 +5,7 @@
 `walk_group` finds rows by their brackets: a row of numbers ends at the next `]`, so most bytes of a
 group need not be scanned. This is exact once every row has been decoded as an array, since an array
 that ends at the first `]` is the whole value. An opaque value ends where the next key starts, which
-is tested. The walk stops at the first construct it does not know, and a parser reads the rest.
+is tested. The walk stops at the first unexpected construct, and a parser reads the rest.
 
 Rows are then decoded and checked one by one, long ones in several calls so that other threads can
 run. Memory holds the body, the payload and one row. A canonical row is spliced into the payload
@@ -13,8 +13,8 @@ unchanged; one that needs lax conversion (numbers as strings, integral floats fo
 for floats) is rewritten. The parser determines the path of every error.
 
 `check_layout` applies `scored_data.check_group` to the lengths of rows, because a codec never holds
-all numbers of a group at once. The other checks concern errors that only a foreign sender can make:
-the outer shape of opaque fields.
+all numbers of a group at once. The shape of opaque fields is checked here only: our own senders
+cannot write a wrong one.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from unicodedata import category
 import msgspec
 
 from atroposlib.errors import GroupError
-from atroposlib.scored_data import GROUP_FIELDS, MAX_SCORE, GroupField, check_group
+from atroposlib.scored_data import GROUP_FIELDS, MAX_SCORE, check_group
 from atroposlib.utils.json_text import to_plain
 
 Lane = Literal["json", "msgpack"]
@@ -72,11 +72,11 @@ class DecodedGroup(NamedTuple):
     min_score: float
     max_score: float
     policy_version: int | None
-    """Version of the policy that sampled it; None if the sender did not set one."""
+    """Policy version that sampled it; None if the sender did not set one."""
     is_loose: bool
-    """Whether an optional field does not line up with `tokens`: accepted, but counted."""
+    """Whether the lengths of an optional field differ from those of `tokens`."""
     is_from_text: bool = False
-    """Whether its tokens were made from text, by its own field."""
+    """Whether its field `tokenized_from_text` is true."""
 
 
 class StoredPayload(NamedTuple):
@@ -129,11 +129,7 @@ _LOOSE_FIELDS = tuple(f for f in GROUP_FIELDS if f.per_trajectory and not f.requ
 
 
 def check_opaque(name: str, value: Any) -> None:
-    """Check the outer shape of an opaque field.
-
-    Raises:
-        GroupError: the message has the path.
-    """
+    """Check the outer shape of an opaque field; the message of a `GroupError` has the path."""
     if name == "messages":
         _check_messages(value)
     elif name in ("generation_params", "group_overrides"):
@@ -173,11 +169,7 @@ def _check_reward_parts(value: Any) -> None:
 
 
 def _check_label(path: str, text: str) -> None:
-    """Reject labels that are too long or have control characters; they become names of metrics.
-
-    Raises:
-        GroupError: it is too long, or has control characters.
-    """
+    """Reject labels that are too long or have control characters; they become metric names."""
     if len(text) > MAX_LABEL_CHARACTERS:
         raise GroupError(f"{path}: {len(text)} characters, expected at most {MAX_LABEL_CHARACTERS}")
     if not text.isprintable() and any(category(char) in ("Cc", "Zl", "Zp") for char in text):
@@ -203,11 +195,9 @@ def _check_messages(value: Any) -> None:
 
 
 def check_layout(lengths: Mapping[str, Lengths], scores: Sequence[float]) -> None:
-    """Check counts, lengths and scores with `check_group`, and raise its `GroupError`.
+    """Check counts, lengths and scores with `check_group`; raises its `GroupError`.
 
-    Args:
-        lengths: lengths of the rows of every present field except `scores`, by name.
-        scores: [G] the scores.
+    `lengths` are the lengths of the rows of every present field except `scores`.
     """
     if _is_right(lengths, scores):  # ten times faster
         return
@@ -231,7 +221,7 @@ def _is_right(lengths: Mapping[str, Lengths], scores: Sequence[float]) -> bool:
 
 
 class _Row:
-    """Stands for a row of numbers that are already checked."""
+    """Placeholder for a row of numbers that are already checked."""
 
     __slots__ = ("_length",)
 
@@ -246,7 +236,7 @@ class _Row:
 
 
 def is_loose(lengths: Mapping[str, Lengths]) -> bool:
-    """Whether an optional field has other counts or lengths than `tokens`; accepted, counted."""
+    """Whether an optional field has other counts or lengths than `tokens`; this is accepted."""
     tokens = lengths["tokens"]
     for field in _LOOSE_FIELDS:
         rows = lengths.get(field.name)
@@ -264,8 +254,8 @@ def is_loose(lengths: Mapping[str, Lengths]) -> bool:
 
 _ROW_FIELDS = frozenset(f.name for f in GROUP_FIELDS if f.shape == "GL")
 _OPAQUE_FIELDS = frozenset(f.name for f in GROUP_FIELDS if f.dtype == "json") - {"env_id"}
-_walk_NAMES = b"|".join(f.name.encode() for f in GROUP_FIELDS)
-_walk_NEXT_KEY = re.compile(rb',[ \t\r\n]*"(?:%b)"[ \t\r\n]*:' % _walk_NAMES)
+_FIELD_NAMES = b"|".join(f.name.encode() for f in GROUP_FIELDS)
+_NEXT_FIELD = re.compile(rb',[ \t\r\n]*"(?:%b)"[ \t\r\n]*:' % _FIELD_NAMES)
 _OPENING = re.compile(rb"[ \t\r\n]*\{")
 _KEY = re.compile(rb'[ \t\r\n]*"([a-z_]+)"[ \t\r\n]*:[ \t\r\n]*')
 _NULL = re.compile(rb"null(?=[ \t\r\n,}])")
@@ -275,11 +265,11 @@ _ROWS_OPENING = re.compile(rb"\[[ \t\r\n]*(?=\[)")
 _AFTER_ROW = re.compile(rb"[ \t\r\n]*([,\]])[ \t\r\n]*")
 
 
-_CALL_BYTES = 256 * 1024
+_SEARCH_BYTES = 256 * 1024
 """Bytes per search, so that other threads can run in between."""
 _MAX_KEY_BYTES = 64
 _MAX_TRIES = 4
-"""Attempts to find the next key; keys inside values may resemble it, then a parser is faster."""
+"""Attempts to find the next key; if keys inside values resemble it, a parser is faster."""
 _value_decoder = msgspec.json.Decoder(msgspec.Raw)
 
 
@@ -304,11 +294,7 @@ class Walk(NamedTuple):
 
 
 def walk_group(body: bytes, start: int = 0) -> Walk | None:
-    """Walk over the group that starts at a position.
-
-    Returns:
-        The result; None if the first field cannot be walked, or a key occurs twice.
-    """
+    """Walk over the group at a position; None if its first field fails or a key occurs twice."""
     opening = _OPENING.match(body, start)
     if opening is None:
         return None
@@ -321,7 +307,7 @@ def walk_group(body: bytes, start: int = 0) -> Walk | None:
         if key is None or found is None or after is None:
             return Walk(fields, position, False) if fields else None
         if key.group(1).decode() in fields:
-            return None  # the first value would be ignored
+            return None  # parsers ignore the first value
         fields[key.group(1).decode()] = found[0]
         position = after.end()
         if after.group(1) == b"}":
@@ -361,10 +347,10 @@ def _walk_opaque(body: bytes, start: int) -> tuple[bytes, int] | None:
 
 def _find_next_key(body: bytes, start: int) -> int:
     while start < len(body):
-        found = _walk_NEXT_KEY.search(body, start, start + _CALL_BYTES + _MAX_KEY_BYTES)
+        found = _NEXT_FIELD.search(body, start, start + _SEARCH_BYTES + _MAX_KEY_BYTES)
         if found is not None:
             return found.start()
-        start += _CALL_BYTES
+        start += _SEARCH_BYTES
     return -1
 
 
@@ -395,8 +381,8 @@ ROW_FIELDS = frozenset(f.name for f in GROUP_FIELDS if f.shape in ("GL", "GLK"))
 JsonText = bytes | memoryview | msgspec.Raw
 
 _INDEXED_FIELDS = tuple(f.name for f in GROUP_FIELDS if f.required or f.aligned)
-_rows_CALL_BYTES = 192 * 1024
-"""Longer rows are decoded in several calls."""
+_ROW_BYTES = 192 * 1024
+"""Rows longer than this are decoded in several calls."""
 
 
 class ReadRow(NamedTuple):
@@ -481,10 +467,7 @@ def read_integer(name: str, text: JsonText) -> int | None:
 
 
 def read_opaque(name: str, text: JsonText) -> int | None:
-    """Decode an opaque value to check it; its bytes are kept.
-
-    Returns:
-        Number of entries if it is a list, else None.
+    """Check an opaque value; return the number of entries if it is a list, else None.
 
     Raises:
         WireError: it is not JSON, or does not have the outer shape of the field.
@@ -518,10 +501,10 @@ def _is_canonical(codec: _RowCodec, text: bytes, values: list[Any]) -> bool:
 
 
 def _decode_strictly(codec: _RowCodec, text: bytes) -> list[Any] | None:
-    """Decode a canonical row, else return None."""
+    """Decode a canonical row; None for another one."""
     values: list[Any] = []
     try:
-        if len(text) <= _rows_CALL_BYTES:
+        if len(text) <= _ROW_BYTES:
             values = codec.strict.decode(text)
         else:
             for piece in _cut(text, codec.separator):
@@ -537,8 +520,8 @@ def _decode_strictly(codec: _RowCodec, text: bytes) -> list[Any] | None:
 def _cut(text: bytes, separator: bytes) -> Iterator[bytes]:
     """Cut an array at commas: it is valid if and only if every piece is valid and not empty."""
     start, opening = 0, b""
-    while len(text) - start > _rows_CALL_BYTES:
-        found = text.find(separator, start + _rows_CALL_BYTES)
+    while len(text) - start > _ROW_BYTES:
+        found = text.find(separator, start + _ROW_BYTES)
         if found < 0:
             break
         comma = found + len(separator) - 1
@@ -562,18 +545,15 @@ def _is_finite(value: Any) -> bool:
     return all(map(_is_finite, value)) if isinstance(value, list) else math.isfinite(value)
 
 
-_CALL_NUMBERS = 16 * 1024
+_ENCODED_NUMBERS = 16 * 1024
 
 
 def write_row(row: Any, encode: Callable[[Any], bytes]) -> bytes:
-    """Return `encode(row)`, encoding long rows in several calls.
-
-    A row is [L] or [L][K], a list or an array; other values are encoded in one call.
-    """
+    """Return `encode(row)` for a row [L] or [L][K], encoding long rows in several calls."""
     if row is None or isinstance(row, str | dict | float | int) or len(row) == 0:
         return encode(row)
     per_entry = len(row[0]) if isinstance(row[0], list) else 1
-    step = max(1, _CALL_NUMBERS // max(1, per_entry))
+    step = max(1, _ENCODED_NUMBERS // max(1, per_entry))
     if len(row) <= step:
         return encode(row)
     parts = (encode(row[start : start + step])[1:-1] for start in range(0, len(row), step))
@@ -591,18 +571,17 @@ _NAMES = (*(field.name for field in GROUP_FIELDS), "policy_version")
 _NOTES = {field.name for field in GROUP_FIELDS if field.is_note} | {"policy_version"}
 
 
-def _parsed_field(field: GroupField, *, is_rest: bool) -> Any:
-    is_required = field.required and not is_rest
-    wire_type: Any = msgspec.Raw
-    if field.name in ROW_FIELDS:
-        wire_type = list[msgspec.Raw] if is_required else list[msgspec.Raw] | None
-    return (field.name, wire_type) if is_required else (field.name, wire_type, msgspec.UNSET)
-
-
 def _parsed_type(name: str, *, is_rest: bool) -> Any:
-    fields = [_parsed_field(field, is_rest=is_rest) for field in GROUP_FIELDS]
-    version = ("policy_version", msgspec.Raw, msgspec.UNSET)
-    return msgspec.defstruct(name, [*fields, version], kw_only=True, gc=False)
+    fields: list[Any] = []
+    for field in GROUP_FIELDS:
+        rows: Any = list[msgspec.Raw] if field.name in ROW_FIELDS else msgspec.Raw
+        if field.required and not is_rest:
+            fields.append((field.name, rows))
+        else:
+            optional = rows | None if field.name in ROW_FIELDS else rows
+            fields.append((field.name, optional, msgspec.UNSET))
+    fields.append(("policy_version", msgspec.Raw, msgspec.UNSET))
+    return msgspec.defstruct(name, fields, kw_only=True, gc=False)
 
 
 _Group = _parsed_type("Group", is_rest=False)
@@ -640,11 +619,7 @@ def encode_json_group(group: Mapping[str, Any]) -> bytes:
 
 
 def write_field(name: str, value: Any) -> bytes:
-    """Write one value as JSON.
-
-    Raises:
-        GroupError: JSON cannot express the value; the message names the field.
-    """
+    """Write one value as JSON; raises `GroupError` with the name of the field."""
     try:
         if name in ROW_FIELDS and isinstance(value, list):
             return b"[%b]" % b",".join(write_row(row, _encode) for row in value)
@@ -658,7 +633,7 @@ def _encode(value: Any) -> bytes:
 
 
 def find_fields(body: bytes) -> dict[str, Any]:
-    """Find the fields of a group, and the rows of its columns, without reading them.
+    """Find the fields of a group and their rows, without decoding them.
 
     Returns:
         The present fields by name: `RowTexts` or a list of texts for fields with rows, None for
@@ -676,12 +651,12 @@ def find_fields(body: bytes) -> dict[str, Any]:
         rest = _present(_rest_decoder.decode(b"{" + body[walk.end :]))
     except (msgspec.DecodeError, RecursionError):
         return _parse_fields(body)
-    # If a key occurs twice, its first value would not be checked.
+    # If a key occurs twice, its first value is not checked.
     return walk.fields | rest if walk.fields.keys().isdisjoint(rest) else _parse_fields(body)
 
 
 def _walk_groups(body: bytes) -> list[DecodedGroup] | None:
-    """Read an array in which every group can be walked to its end, else return None."""
+    """Read an array of groups by walking over it; None if a group cannot be walked to its end."""
     groups: list[DecodedGroup] = []
     position = _LIST_OPENING.match(body)
     while position is not None:
@@ -782,7 +757,7 @@ def splice(texts: Mapping[str, JsonText]) -> bytes:
 
 
 def _encodable(value: Any) -> Any:
-    """Convert types that environments commonly leave in a group to JSON types."""
+    """Convert common types of environments, such as pydantic models, to JSON types."""
     from pydantic import BaseModel
 
     return value.model_dump() if isinstance(value, BaseModel) else to_plain(value)

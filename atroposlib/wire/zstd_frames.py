@@ -9,12 +9,12 @@ _LEVEL = 3
 
 
 def is_compressed(blob: bytes | memoryview) -> bool:
-    """Whether this is a zstd frame; no uncompressed group starts like one."""
+    """Whether this is a zstd frame; an uncompressed group never starts like one."""
     return bytes(blob[:4]) == _MAGIC
 
 
 def compressed_blob(blob: bytes) -> bytes:
-    """Return the zstd frame of a group, valid wherever the group is."""
+    """Return the zstd frame of a group."""
     import zstandard
 
     return zstandard.ZstdCompressor(level=_LEVEL).compress(blob)

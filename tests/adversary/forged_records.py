@@ -128,8 +128,8 @@ class Forger:
         pending = list(self._state.delivery.pending())
         if not pending:
             return [self._rng.randint(0, 9), 1]
-        handout = self._rng.choice(pending)
-        return [handout.batch_id, handout.attempt + (self._rng.random() < 0.3)]
+        batch = self._rng.choice(pending)
+        return [batch.batch_id, batch.attempt + (self._rng.random() < 0.3)]
 
     def _env_id(self) -> int:
         return self._rng.randint(0, len(self._state.envs))

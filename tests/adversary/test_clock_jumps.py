@@ -34,12 +34,12 @@ async def test_machine_whose_clock_jumps_ends_no_lease(monkeypatch: pytest.Monke
     run = await started_run(batch_size=1, env_expiry_s=EXPIRY_S)
     await run.register_env(env_request())
     await run.admit([decoded()])
-    handout, _ = await run.next_batch(lease_s=LEASE_S)
+    batch, _ = await run.next_batch(lease_s=LEASE_S)
 
     for jump_s in JUMPS_S:
         unix.now = NOW + jump_s
         await run.tick()
-    assert run.state.delivery.in_flight == {0: handout}
+    assert run.state.delivery.in_flight == {0: batch}
     assert run.state.envs.find(0).is_connected
 
     monotonic.now += EXPIRY_S + 1
@@ -56,7 +56,7 @@ async def test_lease_lasts_as_long_as_it_says_after_a_start_with_another_time(
     store, clock = MemoryRunStore(), Clock(NOW)
     run = await started_run(store, batch_size=1, clock=clock)
     await run.admit([decoded()])
-    handout, _ = await run.next_batch(lease_s=LEASE_S)
+    batch, _ = await run.next_batch(lease_s=LEASE_S)
     if is_compacted:
         run._log._num_records = 10**6
         await run.tick()
@@ -65,7 +65,7 @@ async def test_lease_lasts_as_long_as_it_says_after_a_start_with_another_time(
     again = await open_run(store, clock=clock)
     clock.now += LEASE_S - 1
     await again.tick()
-    assert again.state.delivery.in_flight == {0: handout}
+    assert again.state.delivery.in_flight == {0: batch}
     clock.now += 1
     await again.tick()
 

@@ -87,7 +87,7 @@ async def filled(place: Place, num_groups: int, *, batch_size: int = 4) -> list[
     run = await opened(place)
     await run.register_trainer(registration(batch_size=batch_size))
     for number in range(num_groups):
-        await run.admit([decoded(2, content=payload(number))], key=f"key {number}", digest=number)
+        await run.admit([decoded(2, content=payload(number))], key=f"key-{number}", digest=number)
     group_ids = [group.group_id for group in run.state.queue]
     await run.close()
     return group_ids
@@ -117,7 +117,7 @@ async def test_spoilt_payload_is_set_aside_and_the_others_leave_in_full_batches(
     assert run.state.counters[f"groups/set_aside_{flaw}"] == run.state.num_set_aside_groups == 1
     assert run.state.counters["sequences/set_aside"] == 2
     assert (run.state.step, [group.group_id for group in run.state.queue]) == (2, [ids[5]])
-    assert (await run.admit([decoded(2)], key="key 1", digest=1)).is_repeat
+    assert (await run.admit([decoded(2)], key="key-1", digest=1)).is_repeat
     await run.close()
 
     again = await opened(place)
@@ -142,7 +142,7 @@ async def test_payload_spoilt_while_a_batch_is_out_ends_no_lease(place):
     again = await opened(place)
 
     assert await again.acknowledge(first[0].token) == "acked"
-    assert await again.give_back(second[0].token) == "returned"
+    assert await again.return_batch(second[0].token) == "returned"
     assert await again.next_batch() is None
     assert await again.acknowledge(second[0].token) in ("expired", "unknown")
     await again.admit([decoded(2, content=b"[]")])
@@ -180,15 +180,15 @@ async def test_random_damage_is_accounted_for_exactly(place, seed):
 
     delivered: list[int] = []
     while (found := await run.next_batch(lease_s=rng.choice((None, 60.0)))) is not None:
-        handout, payloads = found
-        assert handout.num_sequences == 4
-        for group_id, stored in zip(handout.group_ids, payloads, strict=True):
+        batch, payloads = found
+        assert batch.num_sequences == 4
+        for group_id, stored in zip(batch.group_ids, payloads, strict=True):
             assert stored.content == payload(ids.index(group_id))
         if rng.random() < 0.3:
-            assert await run.give_back(handout.token) == "returned"
+            assert await run.return_batch(batch.token) == "returned"
             continue
-        assert await run.acknowledge(handout.token) == "acked"
-        delivered += handout.group_ids
+        assert await run.acknowledge(batch.token) == "acked"
+        delivered += batch.group_ids
     left = [group.group_id for group in run.state.queue]
     set_aside = run.state.num_set_aside_groups
     await run.close()
@@ -353,11 +353,11 @@ async def test_bytes_flipped_in_the_file_itself_never_deliver_another_group(tmp_
                 break
             if found is None:
                 break
-            handout, payloads = found
-            for group_id, stored in zip(handout.group_ids, payloads, strict=True):
+            batch, payloads = found
+            for group_id, stored in zip(batch.group_ids, payloads, strict=True):
                 assert stored.content == contents[group_ids.index(group_id)]
             try:
-                await again.acknowledge(handout.token)
+                await again.acknowledge(batch.token)
             except OSError:
                 break
         outcomes["set aside"] += again.state.num_set_aside_groups > 0

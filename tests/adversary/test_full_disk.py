@@ -17,7 +17,7 @@ from atroposlib.api.run import Run
 from atroposlib.api.settings import ApiSettings
 from atroposlib.api.store.base import StoreFullError
 from atroposlib.api.store.open import open_store
-from atroposlib.api.store.sqlite import LOOK_FOR_ROOM_S
+from atroposlib.api.store.sqlite import SPACE_CHECK_S
 from atroposlib.errors import ConfigError, RunStoreError
 from tests.api.helpers import Service, StoreOfServices, make_group
 from tests.api.run_helpers import decoded, env_request, registration, take
@@ -90,13 +90,13 @@ async def drain(run: Run, *, size: int, lease_s: float | None = None) -> list[in
     """Take every batch; return the numbers of its groups, whose contents are checked."""
     numbers = []
     while (found := await run.next_batch(lease_s=lease_s)) is not None:
-        handout, payloads = found
-        assert handout.num_sequences == 4
+        batch, payloads = found
+        assert batch.num_sequences == 4
         for stored in payloads:
             number = int(stored.content.split(b",")[0].split()[1])
             assert stored.content == payload(number, size)
             numbers.append(number)
-        assert await run.acknowledge(handout.token) == "acked"
+        assert await run.acknowledge(batch.token) == "acked"
         await run.tick()
     return numbers
 
@@ -194,7 +194,7 @@ async def test_log_file_deleted_to_free_the_disk_does_not_end_the_writing_thread
     with pytest.raises(StoreFullError):
         await run.admit([decoded(2, content=payload(10**6, 6_000_000))])
     (disk / "run.sqlite3-wal").unlink()
-    await asyncio.sleep(3 * LOOK_FOR_ROOM_S)
+    await asyncio.sleep(3 * SPACE_CHECK_S)
     async with asyncio.timeout(240):
         with contextlib.suppress(RunStoreError):
             await run.admit([decoded(2, content=payload(10**6 + 1, 200))])

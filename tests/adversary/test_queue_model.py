@@ -111,7 +111,7 @@ class Model:
             return []
         return packed(self.queue) or oldest_combination(self.queue, BATCH_SIZE)
 
-    def give_back(self, batch_ids: Iterable[int]) -> None:
+    def return_batch(self, batch_ids: Iterable[int]) -> None:
         for batch_id in list(batch_ids):
             self.returned[batch_id] = self.in_flight.pop(batch_id)
 
@@ -282,8 +282,8 @@ class RunMachine(RuleBasedStateMachine):
         if not expected.groups:
             assert found is None
             return
-        handout, payloads = found
-        assert (handout.batch_id, handout.attempt) == (batch_id, expected.attempt)
+        batch, payloads = found
+        assert (batch.batch_id, batch.attempt) == (batch_id, expected.attempt)
         serials = [group.serial for group in expected.groups]
         assert [int(payload.content) for payload in payloads] == serials
         assert sum(group.size for group in expected.groups) == BATCH_SIZE
@@ -316,16 +316,16 @@ class RunMachine(RuleBasedStateMachine):
             assert result == model.stale(batch_id, attempt)
 
     @rule(number=NUMBERS)
-    def give_back(self, number: int) -> None:
+    def return_batch(self, number: int) -> None:
         batch_id, attempt = self.tokens[-1 - number % min(8, len(self.tokens))]
-        result = self.do(self.run.give_back(f"{batch_id}-{attempt}", reason="refused"))
+        result = self.do(self.run.return_batch(f"{batch_id}-{attempt}", reason="refused"))
         if self.model.find(batch_id, attempt) is None:
             assert result == self.model.stale(batch_id, attempt)
         elif batch_id in self.model.returned:
             assert result == "repeated"
         else:
             assert result == "returned"
-            self.model.give_back([batch_id])
+            self.model.return_batch([batch_id])
 
     @rule(seconds=st.sampled_from([0.0, 1.0, 4.0, 5.0, 60.0]))
     def let_time_pass(self, seconds: float) -> None:
@@ -336,7 +336,7 @@ class RunMachine(RuleBasedStateMachine):
             for batch_id, batch in self.model.in_flight.items()
             if batch.lease_until is not None and batch.lease_until <= self.clock.now
         ]
-        self.model.give_back(expired)
+        self.model.return_batch(expired)
 
     @rule(number=NUMBERS)
     def remove_a_group(self, number: int) -> None:
@@ -360,7 +360,7 @@ class RunMachine(RuleBasedStateMachine):
             self.store = self.new_store()
         self.run = self.open()
         being_sent = [i for i, b in self.model.in_flight.items() if b.lease_until is None]
-        self.model.give_back(being_sent)
+        self.model.return_batch(being_sent)
         for batch in self.model.in_flight.values():  # leases begin anew
             batch.lease_until = self.clock.now + batch.lease_s
 
@@ -393,7 +393,7 @@ class RunMachine(RuleBasedStateMachine):
     @invariant()
     def every_group_is_accounted_for(self) -> None:
         state, model = self.run.state, self.model
-        pending = sum(len(handout.groups) for handout in state.delivery.pending())
+        pending = sum(len(batch.groups) for batch in state.delivery.pending())
         assert state.counters["groups/received"] == model.next_serial
         assert state.counters["groups/delivered"] == model.num_delivered
         assert model.next_serial == (

@@ -10,7 +10,7 @@ from atroposlib.api import records
 from atroposlib.api.queue import QueuedGroup
 from atroposlib.api.schemas import RegisterEnv, Registration
 from atroposlib.api.stalls import Stall, find_stalls
-from atroposlib.api.state import Handout, RunState
+from atroposlib.api.state import DeliveredBatch, RunState
 from tests.api.helpers import REGISTRATION
 
 
@@ -56,10 +56,10 @@ class FakeRun:
         ]
         self.state.apply(records.GroupsAdmitted(0, groups, at))
 
-    def acknowledge(self, handout: Handout) -> None:
-        self.state.apply(records.BatchAcknowledged(handout.batch_id, handout.attempt, self.now))
+    def acknowledge(self, batch: DeliveredBatch) -> None:
+        self.state.apply(records.BatchAcknowledged(batch.batch_id, batch.attempt, self.now))
 
-    def form(self, lease_until: float | None = None) -> Handout:
+    def form(self, lease_until: float | None = None) -> DeliveredBatch:
         groups = self.state.queue.plan_batch(self.state.batch_size, self.state.envs.minimums)
         assert groups is not None
         batch_id = self.state.delivery.next_id

@@ -1,71 +1,65 @@
-"""What one environment is told, against the worked example of the contract."""
+"""The values reported to one environment, against the worked example of the contract."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import pytest
 
-from atroposlib.api.environments import (
-    MIN_ENV_WEIGHT,
-    minimum_shares,
-    total_weight,
-    unallocated_fraction,
-    weight_share,
-)
+from atroposlib.api.environments import MIN_ENV_WEIGHT, EnvRegistry, weight_share
 from atroposlib.api.queue import queue_view
+from atroposlib.api.schemas import RegisterEnv
 
 
-@dataclass
-class Env:
-    env_id: int
-    max_token_length: int = 1000
-    weight: float = 1.0
-    min_batch_allocation: float | None = None
-    is_connected: bool = True
+def registry_of(*envs: dict[str, object], disconnected: int | None = None) -> EnvRegistry:
+    registry = EnvRegistry()
+    for env in envs:
+        fields = {"desired_name": "env", "max_token_length": 1000, "weight": 1.0, **env}
+        registry.add(RegisterEnv.model_construct(**fields), now=0.0)
+    if disconnected is not None:
+        registry.connect(list(registry)[disconnected], False)
+    return registry
+
+
+def shares_of(registry: EnvRegistry) -> list[float]:
+    return [weight_share(env, registry.total_weight) for env in registry]
 
 
 def test_env_weight_is_the_share_of_context_times_weight():
     # 1000*1 + 1000*3 + 500*1 + 0 = 4500
-    envs = [Env(0), Env(1, weight=3), Env(2, 500), Env(3, weight=-1)]
+    registry = registry_of({}, {"weight": 3}, {"max_token_length": 500}, {"weight": -1})
 
-    weights = [weight_share(env, total_weight(envs)) for env in envs]
-
-    assert weights == pytest.approx([1000 / 4500, 3000 / 4500, 500 / 4500, MIN_ENV_WEIGHT])
+    assert shares_of(registry) == pytest.approx(
+        [1000 / 4500, 3000 / 4500, 500 / 4500, MIN_ENV_WEIGHT]
+    )
 
 
 @pytest.mark.parametrize("weight", [0.0, -2.0])
 def test_env_weight_without_a_positive_total_is_the_minimum(weight):
-    env = Env(0, weight=weight)
-
-    assert weight_share(env, total_weight([env])) == MIN_ENV_WEIGHT
+    assert shares_of(registry_of({"weight": weight})) == [MIN_ENV_WEIGHT]
 
 
 def test_env_weight_of_a_disconnected_environment_does_not_count_itself():
-    gone, there = Env(0, is_connected=False), Env(1)
-
-    assert weight_share(gone, total_weight([gone, there])) == 1.0
-    assert weight_share(there, total_weight([gone, there])) == 1.0
+    assert shares_of(registry_of({}, {}, disconnected=0)) == [1.0, 1.0]
 
 
 def test_env_weight_that_overflows_is_the_minimum():
-    env = Env(0, max_token_length=2**62, weight=1e300)
+    env = {"max_token_length": 2**62, "weight": 1e300}
 
-    assert weight_share(env, total_weight([env, env])) == MIN_ENV_WEIGHT
+    assert shares_of(registry_of(env, env)) == [MIN_ENV_WEIGHT] * 2
 
 
 def test_minimum_shares_leave_out_the_disconnected_and_the_unreserved():
-    envs = [Env(0), Env(1, min_batch_allocation=0.25), Env(2, min_batch_allocation=0.5)]
-    envs[2].is_connected = False
+    shares = ({}, {"min_batch_allocation": 0.25}, {"min_batch_allocation": 0.5})
 
-    assert minimum_shares(envs) == {1: 0.25}
+    assert registry_of(*shares, disconnected=2).minimums == {1: 0.25}
 
 
 @pytest.mark.parametrize(
-    ("shares", "expected"), [({}, 1.0), ({1: 0.25, 2: 0.5}, 0.25), ({1: 0.8, 2: 0.8}, 0.0)]
+    ("shares", "expected"), [((), 1.0), ((0.25, 0.5), 0.25), ((0.8, 0.8), 0.0)]
 )
 def test_unallocated_fraction_is_what_no_share_takes(shares, expected):
-    assert unallocated_fraction(shares) == expected
+    registry = registry_of(*({"min_batch_allocation": share} for share in shares))
+
+    assert registry.unallocated_fraction == expected
 
 
 @pytest.mark.parametrize(

@@ -129,9 +129,7 @@ def test_trainer_client_that_waits_for_the_service_says_so_ever_more_rarely(free
 
     told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
     assert f"GET {url}/status got no answer (attempt 1)" in told[0]
-    assert [line.rpartition("; ")[2] for line in told] == [
-        "trying again for up to 600 s in all"
-    ] * 6
+    assert [line.rpartition("; ")[2] for line in told] == ["retrying for up to 600 s in total"] * 6
     assert "(for 34 s now)" in told[1]  # the first attempt after half a minute
     assert len("".join(traceback.format_exception(caught.value)).split("Traceback")) == 2
 

@@ -12,8 +12,8 @@ from atroposlib.api.client_transport import (
     Body,
     Format,
     ServiceTraits,
-    decode_answer,
     encode_body,
+    format_of_response,
     is_on_this_machine,
 )
 
@@ -72,7 +72,7 @@ def test_traits_of_an_unknown_service_are_the_oldest():
     traits = ServiceTraits()
 
     assert traits.formats() == [GZIP, PLAIN]
-    assert not traits.honours_keys
+    assert not traits.honors_keys
 
 
 @pytest.mark.parametrize("path", ["/info", "/wandb_info", "/register", "/register-env"])
@@ -81,13 +81,13 @@ def test_traits_follow_the_latest_advert(path):
 
     traits.learn(path, OFFER)
     assert traits.formats() == [BINARY, GZIP, PLAIN]
-    assert traits.honours_keys
+    assert traits.honors_keys
     traits.learn("/status", {})
-    assert traits.honours_keys
+    assert traits.honors_keys
 
     traits.learn(path, {})  # an older service has taken over
     assert traits.formats() == [GZIP, PLAIN]
-    assert not traits.honours_keys
+    assert not traits.honors_keys
 
 
 def test_traits_drop_the_refused_formats_and_the_promise_of_keys():
@@ -96,7 +96,7 @@ def test_traits_drop_the_refused_formats_and_the_promise_of_keys():
 
     traits.drop([BINARY_BODY])
     assert traits.formats() == [GZIP, PLAIN]
-    assert not traits.honours_keys
+    assert not traits.honors_keys
     traits.drop([GZIP_BODY])
     assert traits.formats() == [PLAIN]
 
@@ -117,6 +117,7 @@ def test_traits_tell_refusals_of_format_from_those_of_content(status, body, expe
     assert ServiceTraits().may_be_format(status, body) is expected
 
 
-def test_decode_answer_goes_by_the_media_type_whatever_its_parameters():
-    assert decode_answer(b"[1.5]", {"Content-Type": "application/json; charset=utf-8"}) == [1.5]
-    assert decode_answer(b"[1.5]", {}) == [1.5]
+def test_format_of_a_response_is_that_of_its_media_type_whatever_its_parameters():
+    assert format_of_response({"Content-Type": "application/json; charset=utf-8"}) == "json"
+    assert format_of_response({"Content-Type": "Application/MsgPack;v=1"}) == "msgpack"
+    assert format_of_response({}) == "json"

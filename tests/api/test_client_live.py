@@ -67,7 +67,7 @@ async def test_groups_arrive_to_the_last_digit_in_either_lane(url, trainer, lear
         client._compresses = compresses
         if learns:
             await client.info()
-        assert client._transport.traits.honours_keys is learns
+        assert client._transport.traits.honors_keys is learns
         assert await client.post_group(group) == {"status": "received"}
         assert (await client.post_groups([group, group]))["groups_processed"] == 2
         assert await client.batch() == await asyncio.to_thread(trainer.batch)

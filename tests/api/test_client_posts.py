@@ -150,7 +150,7 @@ async def test_post_repeats_under_one_key_until_the_service_is_well(free_port, c
     assert keys[5] != keys[0]
     assert all(len(str(key)) == 32 for key in keys)
     # Every reason once: 500, 502, 503.
-    assert caplog.text.count("posting again until the service takes it") == 3
+    assert caplog.text.count("retrying until the service responds") == 3
 
 
 async def test_post_uses_the_key_of_its_caller(free_port):
@@ -252,7 +252,7 @@ async def test_get_of_a_client_that_waits_is_told(free_port, caplog):
         with pytest.raises(TrajectoryApiError) as caught:
             await client.info()
 
-    assert caplog.text.count("asking again until the service answers: GET http") == 1
+    assert caplog.text.count("retrying until the service responds: GET http") == 1
     assert caught.value.__suppress_context__
 
 

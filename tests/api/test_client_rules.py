@@ -9,7 +9,7 @@ from atroposlib.api.client_transport import (
     NoServiceError,
     NotReachedError,
     RetryRule,
-    WaitNotes,
+    WaitLog,
     auth_headers,
     batch_path,
     delivered_groups,
@@ -207,7 +207,7 @@ def test_service_address_that_no_client_can_reach_is_refused(address):
 
 def test_wait_notes_come_at_first_after_half_a_minute_and_then_ever_more_rarely():
     now = 0.0
-    notes = WaitNotes(lambda: now)
+    notes = WaitLog(lambda: now)
 
     told = {}
     for second in range(601):
@@ -221,7 +221,7 @@ def test_wait_notes_come_at_first_after_half_a_minute_and_then_ever_more_rarely(
 
 
 def test_wait_notes_tell_each_kind_of_failure_and_begin_anew_after_an_answer():
-    notes = WaitNotes(lambda: 5.0)
+    notes = WaitLog(lambda: 5.0)
 
     assert [notes.due(e) for e in (LOST, NOT_REACHED, LOST)] == [str(LOST), str(NOT_REACHED), None]
     assert notes.end()

@@ -73,7 +73,7 @@ async def test_consumer_that_leaves_frees_the_place_and_leaves_the_rest() -> Non
     leased = await run.next_batch(lease_s=60)
     assert leased is not None
     former, uuid = run.state.run_id, str(run.state.trainer_ids[-1])
-    run.hear_consumer()
+    run.note_consumer_request()
 
     assert not await run.release_consumer("17")
     assert await run.release_consumer(uuid)
@@ -163,7 +163,7 @@ async def test_late_word_of_a_consumer_changes_nothing_for_the_trainer() -> None
 async def test_consumer_is_refused_while_a_trainer_or_another_at_work_is_registered() -> None:
     clock = Clock()
     run = await consumed_run(clock=clock)
-    run.hear_consumer()
+    run.note_consumer_request()
     clock.now += 2
 
     with pytest.raises(RegistrationConflictError, match=r"an-export already takes .* 2 s ago"):

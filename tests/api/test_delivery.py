@@ -11,7 +11,7 @@ import pytest
 
 from atroposlib.api.queue import QueuedGroup
 from atroposlib.api.server import create_app
-from atroposlib.api.state import BatchToken, Delivery, Handout, parse_token
+from atroposlib.api.state import BatchToken, DeliveredBatch, Delivery, parse_token
 from atroposlib.api.store.base import MemoryRunStore
 from tests.api.helpers import REGISTRATION, make_group, serve
 from tests.api.run_helpers import Clock, decoded, started_run, take
@@ -19,53 +19,53 @@ from tests.api.run_helpers import Clock, decoded, started_run, take
 pytestmark = pytest.mark.slow
 
 
-def hand_out(delivery: Delivery, group_id: int = 0) -> BatchToken:
+def deliver(delivery: Delivery, group_id: int = 0) -> BatchToken:
     groups = [QueuedGroup(group_id, None, 1, 1)]
-    handout = delivery.hand_out(groups, owner="", at=0.0, lease_until=None)
-    return BatchToken(handout.batch_id, handout.attempt)
+    batch = delivery.deliver(groups, owner="", at=0.0, lease_until=None)
+    return BatchToken(batch.batch_id, batch.attempt)
 
 
-def hand_out_again(delivery: Delivery) -> Handout | None:
+def redeliver(delivery: Delivery) -> DeliveredBatch | None:
     oldest = delivery.oldest_returned
     if oldest is None:
         return None
     token = BatchToken(oldest.batch_id, oldest.attempt + 1)
-    return delivery.hand_out_again(token, owner="", at=1.0, lease_until=None)
+    return delivery.redeliver(token, owner="", at=1.0, lease_until=None)
 
 
 def test_returned_batches_leave_again_oldest_first_under_a_new_token():
     delivery = Delivery()
-    first, second = hand_out(delivery, 0), hand_out(delivery, 1)
-    delivery.give_back(second)
-    delivery.give_back(first)
+    first, second = deliver(delivery, 0), deliver(delivery, 1)
+    delivery.return_batch(second)
+    delivery.return_batch(first)
 
-    again = [hand_out_again(delivery), hand_out_again(delivery), hand_out_again(delivery)]
+    again = [redeliver(delivery), redeliver(delivery), redeliver(delivery)]
 
-    assert [handout and handout.token for handout in again] == ["0-2", "1-2", None]
+    assert [batch and batch.token for batch in again] == ["0-2", "1-2", None]
     assert (len(delivery.pending()), delivery.num_sequences) == (2, 2)
 
 
 def test_acknowledge_counts_once():
     delivery = Delivery()
-    token = hand_out(delivery)
+    token = deliver(delivery)
 
     counted = [delivery.acknowledge(token) is not None for _ in range(2)]
 
     assert counted == [True, False]
     assert delivery.ack_result(token) == "repeated"
-    assert delivery.give_back(token) is None
+    assert delivery.return_batch(token) is None
     assert (len(delivery.pending()), delivery.num_sequences) == (0, 0)
 
 
 def test_returned_batch_is_acknowledged_until_it_is_handed_out_again():
     delivery = Delivery()
-    kept, moved = hand_out(delivery, 0), hand_out(delivery, 1)
-    delivery.give_back(kept)
-    delivery.give_back(moved)
+    kept, moved = deliver(delivery, 0), deliver(delivery, 1)
+    delivery.return_batch(kept)
+    delivery.return_batch(moved)
 
     results = [delivery.ack_result(kept), delivery.return_result(moved)]
     assert delivery.acknowledge(kept) is not None
-    hand_out_again(delivery)
+    redeliver(delivery)
 
     assert results == ["acked", "repeated"]
     assert delivery.ack_result(moved) == delivery.return_result(moved) == "expired"
@@ -74,19 +74,19 @@ def test_returned_batch_is_acknowledged_until_it_is_handed_out_again():
 
 def test_acknowledge_after_clear_is_not_counted():
     delivery = Delivery()
-    token = hand_out(delivery)
+    token = deliver(delivery)
 
     delivery.clear()
 
     assert delivery.ack_result(token) == "unknown"
     assert delivery.acknowledge(token) is None
-    assert hand_out(delivery, 1).batch_id != token.batch_id
+    assert deliver(delivery, 1).batch_id != token.batch_id
 
 
 def test_acknowledgements_are_remembered_in_bounded_number():
     delivery = Delivery()
     for number in range(5000):
-        delivery.acknowledge(hand_out(delivery, number))
+        delivery.acknowledge(deliver(delivery, number))
 
     assert len(delivery.acknowledged) == 4096
     assert delivery.ack_result(BatchToken(4999, 1)) == "repeated"
@@ -113,17 +113,17 @@ async def test_lease_that_ran_out_returns_the_batch_to_the_front():
     clock = Clock()
     run = await started_run(batch_size=1, clock=clock)
     await run.admit([decoded(), decoded()])
-    handout, _ = await run.next_batch(lease_s=60)
+    batch, _ = await run.next_batch(lease_s=60)
 
     clock.now += 59
     await run.tick()
-    assert run.state.delivery.in_flight == {0: handout}
+    assert run.state.delivery.in_flight == {0: batch}
     clock.now += 1
     await run.tick()
 
     again, _ = await run.next_batch(lease_s=60)
     assert (again.token, again.group_ids) == ("0-2", [0])
-    assert await run.acknowledge(handout.token) == "expired"
+    assert await run.acknowledge(batch.token) == "expired"
     assert await run.acknowledge(again.token) == "acked"
     assert await run.acknowledge(again.token) == "repeated"
     assert run.state.step == 1
@@ -133,11 +133,11 @@ async def test_acknowledgement_after_expiry_counts_while_nobody_has_the_batch():
     clock = Clock()
     run = await started_run(batch_size=1, clock=clock)
     await run.admit([decoded()])
-    handout, _ = await run.next_batch(lease_s=1)
+    batch, _ = await run.next_batch(lease_s=1)
     clock.now += 2
     await run.tick()
 
-    assert await run.acknowledge(handout.token) == "acked"
+    assert await run.acknowledge(batch.token) == "acked"
 
     assert await run.next_batch() is None
     assert run.state.step == 1
@@ -146,24 +146,24 @@ async def test_acknowledgement_after_expiry_counts_while_nobody_has_the_batch():
 async def test_batch_given_back_is_next():
     run = await started_run(batch_size=1)
     await run.admit([decoded(), decoded()])
-    handout, _ = await run.next_batch(lease_s=60)
+    batch, _ = await run.next_batch(lease_s=60)
 
-    assert await run.give_back(handout.token, reason="refused") == "returned"
-    assert await run.give_back(handout.token) == "repeated"
+    assert await run.return_batch(batch.token, reason="refused") == "returned"
+    assert await run.return_batch(batch.token) == "repeated"
 
     assert [await take(run), await take(run)] == [[0], [1]]
-    assert await run.give_back(handout.token) == "expired"
-    assert await run.give_back("nonsense") == await run.acknowledge("9-1") == "unknown"
+    assert await run.return_batch(batch.token) == "expired"
+    assert await run.return_batch("nonsense") == await run.acknowledge("9-1") == "unknown"
 
 
 async def test_returned_batch_of_another_size_is_packed_anew():
     run = await started_run(batch_size=2)
     await run.admit([decoded() for _ in range(5)])
-    handout, _ = await run.next_batch()
+    batch, _ = await run.next_batch()
     settings = run.state.registration.model_copy(update={"batch_size": 3, "replace": True})
 
     await run.register_trainer(settings)
-    await run.give_back(handout.token)
+    await run.return_batch(batch.token)
 
     assert [await take(run), await take(run)] == [[0, 1, 2], None]
 
@@ -203,15 +203,15 @@ class UnwritableStore(MemoryRunStore):
         return await super().append(record, payloads, fence=fence)
 
 
-@pytest.mark.parametrize(("method", "step"), [("acknowledge", 1), ("give_back", 0)])
+@pytest.mark.parametrize(("method", "step"), [("acknowledge", 1), ("return_batch", 0)])
 async def test_word_of_a_batch_that_could_not_be_written_is_written_later(method, step):
     store = UnwritableStore()
     run = await started_run(store, batch_size=1)
     await run.admit([decoded()])
-    handout, _ = await run.next_batch()
+    batch, _ = await run.next_batch()
     store.is_failing = True
     with pytest.raises(OSError, match="disk full"):
-        await getattr(run, method)(handout.token)
+        await getattr(run, method)(batch.token)
 
     store.is_failing = False
     await run.tick()

@@ -12,7 +12,7 @@ import pytest
 from starlette.types import Receive, Scope, Send
 
 from atroposlib.api.middleware import Deflater
-from atroposlib.api.responses import PiecesResponse, WholeAnswers
+from atroposlib.api.responses import JoiningTransport, PiecesResponse
 from tests.api.helpers import serve
 
 pytestmark = pytest.mark.slow
@@ -174,7 +174,7 @@ class Recorder:
 
 async def test_head_and_first_bytes_of_an_answer_are_written_together():
     recorder = Recorder()
-    transport = WholeAnswers(recorder, asyncio.get_running_loop())
+    transport = JoiningTransport(recorder, asyncio.get_running_loop())
     transport.write(b"HTTP/1.1 200 OK\r\n\r\n")
     assert transport.get_write_buffer_size() == 19
     transport.write(b"some ")

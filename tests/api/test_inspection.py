@@ -33,7 +33,7 @@ async def test_status_tells_what_its_two_figures_leave_out(service: Service) -> 
     run = service.app.state.run
     sending, _ = await run.next_batch()
     leased, _ = await run.next_batch(lease_s=60)
-    await run.give_back(sending.token)
+    await run.return_batch(sending.token)
 
     status = service.get("/status").json()
 

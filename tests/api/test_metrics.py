@@ -95,9 +95,9 @@ def test_metrics_tell_how_old_groups_were_when_they_left(run: FakeRun) -> None:
     run.admit(2, age_s=100, version=3)
     run.state.apply(records.PolicyVersionSet(0, 4))
     metrics = ServiceMetrics(run)
-    handout = run.form()
+    batch = run.form()
 
-    metrics.observe_handout(handout)
+    metrics.observe_delivery(batch)
 
     found = read(metrics)
     ages = [found[f"atropos_handed_out_age_seconds_bucket {le}"] for le in ("5.0", "15.0", "300.0")]
@@ -115,8 +115,8 @@ def test_batch_that_leaves_again_is_not_observed_twice(run: FakeRun) -> None:
     run.state.apply(records.BatchesReturned([(first.batch_id, 1)], "expired", run.now))
     run.state.apply(records.BatchHandedOut(first.batch_id, 2, "", run.now))
 
-    metrics.observe_handout(first)
-    metrics.observe_handout(run.state.delivery.in_flight[first.batch_id])
+    metrics.observe_delivery(first)
+    metrics.observe_delivery(run.state.delivery.in_flight[first.batch_id])
 
     assert read(metrics)["atropos_handed_out_age_seconds_count"] == 1
 

@@ -37,9 +37,9 @@ async def test_batch_brings_the_payloads_in_order():
     run = await started_run(batch_size=2)
     await run.admit([decoded(content=b"first"), decoded(content=b"second")])
 
-    handout, payloads = await run.next_batch()
+    batch, payloads = await run.next_batch()
 
-    assert handout.token == "0-1"
+    assert batch.token == "0-1"
     assert payloads == [("json", b"first"), ("json", b"second")]
 
 
@@ -125,11 +125,11 @@ async def test_reset_forgets_everything_but_goes_on_counting_ids():
     run = await started_run(store, batch_size=1)
     await run.admit([decoded(), decoded(), decoded()])
     await take(run)
-    handout, _ = await run.next_batch()
+    batch, _ = await run.next_batch()
 
     await run.reset()
 
-    assert await run.acknowledge(handout.token) == "unknown"
+    assert await run.acknowledge(batch.token) == "unknown"
     assert (run.state.step, len(run.state.queue), run.state.registration) == (0, 0, None)
     assert [await run.payload(i) for i in range(3)] == [None] * 3
     await run.register_trainer(registration(batch_size=1))

@@ -144,7 +144,7 @@ async def test_replica_overtaken_by_a_snapshot_goes_on_from_it():
 async def test_groups_whose_outcome_is_lost_are_not_answered_with_a_guess():
     here, there = await two_replicas()
 
-    with pytest.raises(RunStoreError, match="where they went was lost"):
+    with pytest.raises(RunStoreError, match="before the result arrived"):
         await here.admit([decoded()])
 
     assert len(there.state.queue) == 1

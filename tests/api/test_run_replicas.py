@@ -79,24 +79,24 @@ class Cluster:
             if found is None:
                 await asyncio.sleep(0)
                 continue
-            handout, payloads = found
-            assert len(payloads) == len(handout.groups)
+            batch, payloads = found
+            assert len(payloads) == len(batch.groups)
             fate = self.random.random()
             if fate < 0.15:
-                while await self.call("give_back", handout.token) is None:
+                while await self.call("return_batch", batch.token) is None:
                     pass
             elif fate < 0.25 and lease_s:
                 pass  # the trainer died; its lease runs out
             else:
-                await self._acknowledge(handout)
+                await self._acknowledge(batch)
         raise AssertionError(f"{sum(self.acknowledged.values())} of {until} groups were delivered")
 
-    async def _acknowledge(self, handout) -> None:
+    async def _acknowledge(self, batch) -> None:
         result = None
         while result is None:
-            result = await self.call("acknowledge", handout.token)
+            result = await self.call("acknowledge", batch.token)
         if result in ("acked", "repeated"):
-            self.acknowledged.update(handout.group_ids)
+            self.acknowledged.update(batch.group_ids)
 
     async def pass_time(self) -> None:
         while True:

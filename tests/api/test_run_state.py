@@ -137,7 +137,7 @@ def test_every_payload_is_held_by_somebody_or_given_up_once(data):
 
     held = [group.group_id for group in state.queue]
     held += [group.group_id for env in state.envs for group in env.buffer]
-    held += [i for handout in state.delivery.pending() for i in handout.group_ids]
+    held += [i for batch in state.delivery.pending() for i in batch.group_ids]
     held += [group.group_id for group in state.past]
     if state.payloads.latest_is_held:
         held.append(state.latest_group_id)

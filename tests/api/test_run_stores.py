@@ -43,8 +43,8 @@ async def test_run_survives_a_restart(open_store):
 
     again = await open_run(open_store("r"), replica="r")
 
-    handout, payloads = await again.next_batch()
-    assert (handout.token, handout.group_ids) == (f"{sent.batch_id}-2", [2, 3])
+    batch, payloads = await again.next_batch()
+    assert (batch.token, batch.group_ids) == (f"{sent.batch_id}-2", [2, 3])
     assert [payload.content for payload in payloads] == [b"2", b"3"]
     assert await again.acknowledge(leased.token) == "acked"
     assert (await again.admit([decoded()], key="k", digest=1)).is_repeat
@@ -58,8 +58,8 @@ async def test_refused_batch_is_no_step_before_and_after_a_restart(open_store):
     await run.register_trainer(registration(batch_size=1))
     await run.admit([decoded(), decoded(), decoded()])
     for steps_done in (1, 1, 2):
-        handout, _ = await run.next_batch(lease_s=60)
-        assert await run.acknowledge(handout.token, steps_done=steps_done) == "acked"
+        batch, _ = await run.next_batch(lease_s=60)
+        assert await run.acknowledge(batch.token, steps_done=steps_done) == "acked"
     told = run.state.step, snapshot(run.state)
     await run.close()
 
@@ -67,7 +67,7 @@ async def test_refused_batch_is_no_step_before_and_after_a_restart(open_store):
 
     assert (again.state.step, snapshot(again.state)) == told
     assert again.state.step == 2
-    assert await again.acknowledge(handout.token, steps_done=2) == "repeated"
+    assert await again.acknowledge(batch.token, steps_done=2) == "repeated"
     await again.close()
 
 
@@ -80,8 +80,8 @@ async def train(run: Run, delivered: Counter[bytes]) -> None:
     while sum(delivered.values()) < NUM_GROUPS:
         found = await run.next_batch(lease_s=60, wait_s=0.2)
         if found is not None:
-            handout, payloads = found
-            assert await run.acknowledge(handout.token) == "acked"
+            batch, payloads = found
+            assert await run.acknowledge(batch.token) == "acked"
             delivered.update(payload.content for payload in payloads)
 
 

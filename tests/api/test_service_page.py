@@ -17,7 +17,7 @@ PAGE = (Path(__file__).parents[2] / "docs" / "service.md").read_text(encoding="u
 
 
 def metrics_table() -> str:
-    lines = ["| metric | kind | labels | what it tells |", "|---|---|---|---|"]
+    lines = ["| metric | kind | labels | meaning |", "|---|---|---|---|"]
     metrics = ServiceMetrics(FakeRun())
     metrics.requests.series("GET", "/status").durations.observe(0)
     metrics.requests.count("GET", "/status", 200)

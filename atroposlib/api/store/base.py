@@ -7,7 +7,7 @@ The state of a run results from applying the records of the log in order. A stor
 records: it writes them, and passes each to `apply` exactly once per process, in the same order in
 every process.
 
-Guarded records: a record that would be wrong if another replica had acted meanwhile is appended
+Guarded records: a record that would be wrong if another replica had written meanwhile is appended
 with a *fence*, the number of guarded records applied so far. The store rejects it if the log holds
 more of them. The caller has then applied the records of the other replica, and decides again.
 
@@ -34,18 +34,15 @@ Apply = Callable[[int, bytes], None]
 If it raises, the store still applies the records after it: see `applied`."""
 
 Restore = Callable[[bytes], None]
-"""Loads a snapshot of the whole state: when a run is opened, and later, replacing the state, if
-another replica compacted records that this one has not applied."""
+"""Loads a snapshot in place of the state: when a run is opened, and when another replica compacted
+records that this one has not applied."""
 
 PayloadCheck = Callable[[bytes], bool]
 """Returns whether these bytes are the payload that was stored."""
 
 
 def applied(apply: Apply, position: int, record: bytes) -> None:
-    """Apply a record of the log; exceptions are logged and not raised.
-
-    The writers of later records wait for their application, some with a lock held.
-    """
+    """Apply a record of the log; exceptions are logged, since later records must be applied too."""
     try:
         apply(position, record)
     except Exception:
@@ -70,11 +67,7 @@ class StoreFullError(RunStoreError):
 def check_payloads(
     group_ids: Sequence[int], contents: Sequence[bytes], checks: Sequence[PayloadCheck]
 ) -> None:
-    """Run the checks of payloads that were read.
-
-    Raises:
-        DamagedPayloadError: a check failed; names the group.
-    """
+    """Run the checks of payloads that were read; raise `DamagedPayloadError` if one fails."""
     for group_id, content, is_intact in zip(group_ids, contents, checks, strict=False):
         if not is_intact(content):
             raise damaged_payload(group_id)
@@ -110,10 +103,10 @@ class RunStore(Protocol):
         Args:
             record: the encoded record.
             payloads: the groups of the record.
-            fence: for a guarded record, the guarded records applied so far; None for others.
+            fence: number of guarded records applied so far, for a guarded record; None for others.
 
         Returns:
-            True once the record is durable, as far as the store is, and applied. False if the fence
+            True once the record is as durable as the store allows, and applied. False if the fence
             has moved: nothing was written, and the records of other replicas have been applied.
 
         Raises:
@@ -123,7 +116,7 @@ class RunStore(Protocol):
         """
 
     async def sync(self) -> None:
-        """Apply the records that other replicas have appended; no-op without replicas."""
+        """Apply the records that other replicas have appended."""
 
     async def new_group_ids(self, count: int) -> range:
         """Reserve ids that no replica has used or will use."""
@@ -147,18 +140,14 @@ class RunStore(Protocol):
         """Delete payloads; unknown ids are skipped."""
 
     async def compact(self, snapshot: bytes, *, position: int) -> None:
-        """Replace the records before `position` by a snapshot.
+        """Replace the records before `position` with a snapshot of the state after them.
 
-        Later records stay: they may have been applied while the snapshot was written. A snapshot
-        older than the stored one changes nothing.
-
-        Args:
-            snapshot: the state after the first `position` records of the log.
-            position: position of the first record that is not in the snapshot.
+        Later records stay, since they may have been applied while the snapshot was written. A
+        snapshot older than the stored one changes nothing.
         """
 
     async def alive_replicas(self) -> frozenset[str] | None:
-        """Return the names of replicas that serve this run; None if only this process can."""
+        """Return the names of the replicas that serve this run; None if only this process can."""
 
     async def close(self) -> None:
         """Release all resources; called once, when the service stops."""
@@ -171,7 +160,7 @@ _FAILURE_COUNTS_S = 30.0
 
 
 class WatchedStore:
-    """Wraps a store and records failures, see `problem`, and durations.
+    """Wraps a store; records failures (see `problem`) and durations.
 
     `observe` is called after every successful append and fetch; it may be replaced.
     """
@@ -190,17 +179,17 @@ class WatchedStore:
         """(operation, has payloads) → time and reason of its last failure."""
 
     async def problem(self, *, timeout_s: float = 2.0) -> str | None:
-        """Return why the store is not usable now, None if it is.
+        """Query the store; return the reason for which it is not usable, None if it is.
 
-        Queries the store. An operation that failed in the last 30 s and has not succeeded since
-        also counts: a full disk can still be queried and read.
+        An operation that failed in the last 30 s and has not succeeded since also counts, because a
+        full disk can still be queried and read.
         """
         try:
             await asyncio.wait_for(self.sync(), timeout_s)
         except asyncio.TimeoutError:
             return f"the store did not answer within {timeout_s:g} s"
         except Exception as error:  # noqa: BLE001 - any error is the answer
-            return _told(error)
+            return _describe(error)
         since = self._clock() - _FAILURE_COUNTS_S
         failures = (reason for at, reason in self._failures.values() if at > since)
         return self.store.full_reason or next(failures, None)
@@ -253,22 +242,22 @@ class WatchedStore:
 
     @contextmanager
     def _noting_failure(self, operation: str, has_payloads: bool = False) -> Iterator[None]:
-        """Record a failure, and log the first one in a row."""
+        """Record a failure; log it if the previous call succeeded."""
         try:
             yield
         except (KeyError, DamagedPayloadError):
             raise  # concerns one group, which the run sets aside and counts
         except Exception as error:
             if (operation, has_payloads) not in self._failures:
-                logger.error("the store fails to %s: %s", operation, _told(error))
-            told = f"{operation}: {_told(error)}"
-            self._failures[operation, has_payloads] = self._clock(), told
+                logger.error("the store fails to %s: %s", operation, _describe(error))
+            reason = f"{operation}: {_describe(error)}"
+            self._failures[operation, has_payloads] = self._clock(), reason
             raise
         if self._failures.pop((operation, has_payloads), None) is not None:
             logger.info("the store can %s again", operation)
 
 
-def _told(error: Exception) -> str:
+def _describe(error: Exception) -> str:
     return f"{type(error).__name__}: {error}"
 
 
@@ -279,7 +268,7 @@ class MemoryRunStore:
     """
 
     def __init__(self) -> None:
-        self._apply: Apply = _ignore
+        self._apply: Apply
         self._snapshot: bytes | None = None
         self._first_position = 0
         self._records: list[bytes] = []
@@ -312,7 +301,7 @@ class MemoryRunStore:
         return True
 
     async def sync(self) -> None:
-        """Do nothing: there are no other replicas."""
+        """Do nothing, since there are no other replicas."""
 
     async def new_group_ids(self, count: int) -> range:
         first = self._next_group_id
@@ -341,8 +330,4 @@ class MemoryRunStore:
         return None
 
     async def close(self) -> None:
-        """Do nothing: the run may be opened again while this object exists."""
-
-
-def _ignore(position: int, record: bytes) -> None:
-    """Placeholder for the caller's `apply` until the store is opened."""
+        """Do nothing, since the run may be opened again."""

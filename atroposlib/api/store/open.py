@@ -16,7 +16,7 @@ REDIS_SCHEMES = ("redis://", "rediss://", "unix://")
 MAX_RUN_NAME = 100
 SEPARATORS = re.compile(r"[-_.+]+")
 MIN_SLIP_LETTERS = 4
-"""Words with fewer letters, such as `a` and `b`, never count as misspelled."""
+"""Words with fewer letters, such as `a` and `b`, never count as misspellings."""
 RUN_NAME = re.compile(rf"[A-Za-z0-9_][A-Za-z0-9_.+-]{{0,{MAX_RUN_NAME - 1}}}")
 WORDS = (
     "aspen birch cedar coral delta fern grove hazel ivory maple meadow moss "
@@ -45,7 +45,7 @@ def check_run_name(name: str) -> str:
 
 
 def check_store_url(url: str) -> str:
-    """Return the URL if its kind of store exists; ConfigError otherwise."""
+    """Return the URL if it names a known store; ConfigError otherwise."""
     if url in ("memory", "sqlite") or url.startswith(REDIS_SCHEMES):
         return url
     raise ConfigError(
@@ -54,7 +54,7 @@ def check_store_url(url: str) -> str:
 
 
 def similar_run(name: str, known: Iterable[str]) -> str | None:
-    """Return an existing run of which a new name may be a misspelling, None without one.
+    """Return an existing run of which a new name may be a misspelling; None without one.
 
     Misspellings differ only in case or in `-_.+`, or by one letter that is missing, added, changed
     or swapped. Names of a series are new: `math-2` after `math-1`, `exp-b` after `exp-a`,
@@ -88,12 +88,12 @@ def _is_slip(word: str, other: str) -> bool:
     apart = [i for i in range(len(word)) if word[i] != other[i]]
     if len(apart) == 1:
         return len(word) > MIN_SLIP_LETTERS
-    trades = len(apart) == 2 and apart[0] + 1 == apart[1]
-    return trades and word[apart[0]] == other[apart[1]] and word[apart[1]] == other[apart[0]]
+    is_swap = len(apart) == 2 and apart[0] + 1 == apart[1]
+    return is_swap and word[apart[0]] == other[apart[1]] and word[apart[1]] == other[apart[0]]
 
 
 def stored_runs(data_dir: Path) -> list[str]:
-    """Return the names of the runs that the sqlite store has in a directory."""
+    """Return the names of the sqlite runs in a directory."""
     return sorted(path.name.removesuffix(".sqlite3") for path in data_dir.glob("*.sqlite3"))
 
 
@@ -119,18 +119,18 @@ def run_file(data_dir: Path, run_name: str) -> Path:
 def open_store(
     url: str, *, data_dir: Path, run_name: str, fsync: bool = False, replica: str = ""
 ) -> RunStore:
-    """Return the store of a run; the run is loaded, or created, by its `open`.
+    """Return the store of a run; its `open` loads the run, or creates it.
 
     Args:
-        url: `memory`, `sqlite` or the URL of a Redis.
-        data_dir: Directory of files, for `sqlite`; created when missing.
-        run_name: Name of the run: a new name creates a run, an existing one resumes it.
-        fsync: `sqlite` only: every write waits for the disk, so that a power failure loses nothing
-            either.
+        url: `memory`, `sqlite` or the URL of a Redis server.
+        data_dir: directory of the files of `sqlite`; created if missing.
+        run_name: a new name creates a run, an existing one resumes it.
+        fsync: `sqlite` only: Whether every write waits for the disk, so that a power failure loses
+            nothing.
         replica: `redis` only: name of this process among those that serve the run.
 
     Raises:
-        ConfigError: the URL or the name cannot be used.
+        ConfigError: the URL or the name is invalid.
         MissingExtraError: the client library of Redis is not installed.
     """
     check_run_name(run_name)

@@ -6,16 +6,16 @@
                    └─ a heartbeat at intervals
 
 Connection: a call that fails because the server is unreachable is retried, with growing pauses,
-until its deadline. No password leaves this page, in logs or in errors.
+until its deadline. Logs and errors never contain the password.
 
-Log: one task sends one call at a time, so replies arrive in order. A call whose reply was lost is
-sent again under the same number. Every `poll_s` the task reads the records of other replicas.
+Log: one task sends one call at a time, so replies arrive in order. Every `poll_s` it reads the
+records of other replicas.
 
     append ─► waiting ─► one script call ─► Redis      many records and payloads in one round trip
     apply ◄── reply: every record from the last known position to the end
 
-Concurrent `append` calls share the next script call. If another replica has replaced records that
-are unknown here by a snapshot, the reply has the snapshot: `restore` may be called at any time.
+Concurrent `append` calls share the next script call. If another replica has replaced unknown
+records with a snapshot, the reply contains it, so `restore` may be called at any time.
 
 Keys, which scripts change atomically:
 
@@ -29,8 +29,8 @@ Keys, which scripts change atomically:
 The braces put all keys of a run on one node of a cluster.
 
 *Tags.* A record starts with eight random bytes of the attempt that wrote it. A replica that knows
-the log up to a position also knows the tag there. Every script compares it first, so that a log
-that lost records and was extended since is not mistaken for the known one.
+the log up to a position also knows the tag there. Every script compares it first, to detect a log
+that has lost records and was extended afterwards.
 
 *Sessions.* A store numbers its calls and sends one at a time. A call whose reply was lost is sent
 again under its number, and gets the same answer; one that arrives late changes nothing.
@@ -87,7 +87,7 @@ def connect(url: str) -> Redis:
     try:
         pool = BlockingConnectionPool.from_url(url, max_connections=_MAX_CONNECTIONS)
     except ValueError:
-        # The reason may quote the URL with its password, so it is not shown.
+        # The reason may contain the URL with its password, so it is not shown.
         raise ConfigError(
             "the Redis URL is malformed; expected redis://[[user]:password@]host[:port][/database]"
             ", rediss://... or unix:///path; percent-encode special characters in the password"
@@ -144,7 +144,7 @@ class RunLostError(RunStoreError, ConfigError):
 
 
 class RedisFullError(StoreFullError):
-    """Redis is at its memory limit and accepts no more payloads."""
+    """Redis is at its memory limit and rejects payloads."""
 
 
 class RedisLink:
@@ -158,14 +158,14 @@ class RedisLink:
         self._client = connect(url)
         self._execute: Callable[..., Awaitable[Any]] = self._client.execute_command
         self._patience_s = patience_s
-        self._is_away = False
+        self._is_unreachable = False
         self.address = address_of(self._client)
 
     async def open(self) -> None:
         """Check the server; wait for it up to a few seconds.
 
         Raises:
-            ConfigError: it cannot be reached, refuses the user, or is too old.
+            ConfigError: it cannot be reached, rejects the user, or is too old.
         """
         try:
             deadline = time.monotonic() + min(_OPEN_S, self._patience_s)
@@ -225,11 +225,7 @@ class RedisLink:
     async def attempt(
         self, make_call: Callable[[], Awaitable[Any]], deadline: float | None = None
     ) -> Any:
-        """Await a call, and retry while the server is unreachable, until the deadline.
-
-        Raises:
-            RunStoreError: as for `call`.
-        """
+        """Await a call, and retry while the server is unreachable; arguments as for `call`."""
         from redis.exceptions import RedisError
 
         if deadline is None:
@@ -243,12 +239,16 @@ class RedisLink:
             except RedisError as error:
                 if not is_passing(error):
                     raise self._explain(error, attempts) from error
-                self._note_away(error)
+                if not self._is_unreachable:
+                    self._is_unreachable = True
+                    logger.warning(
+                        "Redis at %s does not respond, retrying: %s", self.address, error
+                    )
                 if time.monotonic() + pause_s > deadline:
                     raise self._explain(error, attempts) from error
             else:
-                if self._is_away:
-                    self._is_away = False
+                if self._is_unreachable:
+                    self._is_unreachable = False
                     logger.info("Redis at %s responds again", self.address)
                 return result
             await asyncio.sleep(pause_s)
@@ -257,11 +257,6 @@ class RedisLink:
     async def close(self) -> None:
         await self._client.aclose()
         await self._client.connection_pool.disconnect()
-
-    def _note_away(self, error: Exception) -> None:
-        if not self._is_away:
-            self._is_away = True
-            logger.warning("Redis at %s does not respond, retrying: %s", self.address, error)
 
     def _explain(self, error: Exception, attempts: int) -> RunStoreError:
         from redis.exceptions import OutOfMemoryError
@@ -503,7 +498,7 @@ _FULL_COUNTS_S = 30.0
 
 
 class _Item:
-    """An append that waits to be sent; without a record, a request to read new records."""
+    """An append that waits to be sent; without a record, a request to read the log."""
 
     def __init__(
         self, record: bytes | None, payloads: Sequence[Payload] = (), fence: int | None = None
@@ -579,7 +574,7 @@ class RedisLog:
 
     @property
     def full_reason(self) -> str | None:
-        """Why Redis rejected payloads in the last 30 s; None if it has since accepted some."""
+        """Why Redis rejected payloads in the last 30 s; None if it has accepted some since."""
         if self._refused is None or time.monotonic() - self._refused[0] > _FULL_COUNTS_S:
             return None
         return self._refused[1]
@@ -595,7 +590,7 @@ class RedisLog:
         await self._link.call(COMPACT, self._keys[:3], arguments)
 
     async def close(self) -> None:
-        """Send waiting records, for a few seconds at most, and stop following."""
+        """Send waiting records, for at most a few seconds, and stop following the log."""
         self._is_closing = True
         self._is_wanted.set()
         if self._task is not None:
@@ -655,7 +650,7 @@ class RedisLog:
     async def _exchange(self, batch: list[_Item]) -> None:
         """Send a batch, apply the reply, and resolve the items."""
         writing = [item for item in batch if item.record is not None]
-        # A poll without waiting callers is not retried; the next one is due soon.
+        # A poll without waiting callers is not retried, since the next one is due soon.
         deadline = min(item.since for item in batch) + self._outage_s if batch else 0.0
         try:
             page = await (self._write(writing, deadline) if writing else self._read(deadline))
@@ -673,7 +668,7 @@ class RedisLog:
             item.resolve(True)
 
     async def _refuse(self, batch: Collection[_Item], error: RunStoreError) -> None:
-        """Fail a batch; at the memory limit only items with payloads, since others free memory."""
+        """Fail a batch; at the memory limit only items with payloads, as others free memory."""
         light = [item for item in batch if not item.payloads]
         is_full = isinstance(error, RedisFullError) and len(light) < len(batch)
         if is_full:
@@ -714,7 +709,7 @@ class RedisLog:
             self._take(await self._read(deadline))
 
     def _take(self, page: _Page) -> None:
-        """Apply a page; it starts where the last one ended, or with a snapshot."""
+        """Apply a page, which starts at the end of the last one or with a snapshot."""
         if self._position < page.base:
             if page.snapshot is not None:
                 self._restore(page.snapshot)
@@ -734,10 +729,10 @@ _BEATS_PER_EXPIRY = 6
 
 
 async def runs_in_redis(url: str) -> list[str]:
-    """Return the sorted names of the runs in a Redis.
+    """Return the sorted names of the runs in a Redis database.
 
-    Scans every key of the database, about a second per million. Returns an empty list if Redis does
-    not respond or denies permission: opening the run reports the error.
+    Scans every key, about a second per million. Returns an empty list if Redis does not respond or
+    denies permission, since opening the run reports the error.
     """
     client = connect(url)
     from redis.exceptions import RedisError
@@ -755,19 +750,18 @@ async def runs_in_redis(url: str) -> list[str]:
 class RedisRunStore:
     """A `RunStore` in Redis 7 or later; any replica may fail at any time.
 
-    Calls wait up to `outage_s` for an unreachable Redis. If `append` raises, its record was not
-    acknowledged, but may have been written, as after a cancellation.
+    If `append` raises, its record was not acknowledged, but may have been written.
 
     Args:
-        url: `redis://`, `rediss://` or `unix://`, with password and database where needed.
-        run_name: Name of the run, the same for all its replicas.
-        replica: Name of this process among the replicas; empty: a random name.
-        outage_s: Seconds that calls wait for an unreachable Redis.
-        poll_s: Interval of polling for records of other replicas.
-        expiry_s: Seconds without a heartbeat after which a replica counts as failed.
+        url: `redis://`, `rediss://` or `unix://`, with password and database if needed.
+        run_name: name of the run, the same for all its replicas.
+        replica: name of this process among the replicas; empty: a random name.
+        outage_s: maximum wait of a call for an unreachable Redis, in seconds.
+        poll_s: interval of polling for records of other replicas, in seconds.
+        expiry_s: seconds without a heartbeat after which a replica counts as stopped.
 
     Raises:
-        ConfigError: the URL is malformed, or the name empty.
+        ConfigError: the URL is malformed, or the name is empty.
         MissingExtraError: the client library is not installed.
     """
 
@@ -800,7 +794,7 @@ class RedisRunStore:
     async def open(self, apply: Apply, restore: Restore) -> None:
         """Load or create the run, and follow the records of other replicas.
 
-        Records of other replicas are applied as they are read, at any await of this process. A
+        Records of other replicas are applied when they are read, at any await of this process. A
         replica that missed compacted records loads a snapshot.
 
         Raises:
@@ -863,8 +857,8 @@ class RedisRunStore:
     async def alive_replicas(self) -> frozenset[str] | None:
         """Return the replicas with a recent heartbeat.
 
-        Silence counts only while this replica can reach Redis: for `expiry_s` after opening and
-        after an outage, every replica seen in the last hour counts as alive.
+        For `expiry_s` after opening and after an outage of Redis, every replica with a heartbeat in
+        the last hour counts as alive.
         """
         now = time.monotonic()
         is_sure = now - self._last_beat <= self._expiry_s < now - self._beats_since

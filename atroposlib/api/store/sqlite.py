@@ -68,7 +68,7 @@ _NO_SUCH_LOCKS = (errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)
 class FileLock:
     """Prevents a run from being opened twice; released by the system when this process ends.
 
-    There are two locks. The lock on `NAME.lock` also holds when the run's file is deleted and
+    There are two locks. The lock on `NAME.lock` remains valid if the run's file is deleted and
     created again. The lock on the run's file also applies to links to it.
     """
 
@@ -91,8 +91,9 @@ class FileLock:
             descriptor = os.open(self._name_path, os.O_RDWR | os.O_CREAT, OWNER_ONLY)
             try:
                 self._lock(descriptor, _lock_file)
-                if _is_at(descriptor, self._name_path):  # its previous owner may have removed it
-                    self._name = descriptor
+                with contextlib.suppress(FileNotFoundError):  # its previous owner removed it
+                    is_same = os.path.samestat(os.fstat(descriptor), self._name_path.stat())
+                    self._name = descriptor if is_same else None
             finally:
                 if self._name is None:
                     os.close(descriptor)
@@ -108,11 +109,7 @@ class FileLock:
             raise
 
     def require_in_place(self) -> None:
-        """Raise if the path no longer refers to the locked file.
-
-        Raises:
-            RunStoreError: the file was deleted or replaced.
-        """
+        """Raise `RunStoreError` if the locked file was deleted or replaced."""
         # Called before every commit, so it is a single system call.
         try:
             found = os.stat(self._text)  # noqa: PTH116 - a path object takes four times as long
@@ -143,13 +140,6 @@ class FileLock:
             self._name_path.unlink(missing_ok=True)
             os.close(self._name)
             self._name = None
-
-
-def _is_at(descriptor: int, path: Path) -> bool:
-    try:
-        return os.path.samestat(os.fstat(descriptor), path.stat())
-    except FileNotFoundError:
-        return False
 
 
 def _lock_file(descriptor: int) -> None:
@@ -203,11 +193,11 @@ class Command:
 
 
 class Done(NamedTuple):
-    """The outcome of a request."""
+    """Outcome of a request."""
 
     request: Append | Command
     position: int | None = None
-    """Position of an append in the log; None if the fence had moved, or for a command."""
+    """Position of an append in the log; None if the fence has moved, and for a command."""
     error: RunStoreError | None = None
 
 
@@ -220,15 +210,15 @@ MAX_WAL_BYTES = 128 * 2**20
 """Size of the log file above which a checkpoint waits for readers, so that the log restarts."""
 
 SLICE_S = 0.003
-"""Longest time for which deleting delays new requests."""
+"""Maximum time for which deleting delays new requests."""
 
 _ROOM_ABOVE_BYTES = 8 * PAGE_BYTES
 SLICE_PAYLOADS = 64
 SLICE_RECORDS = 1000
-LOOK_FOR_ROOM_S = 0.5
+SPACE_CHECK_S = 0.5
 """Interval between checks for free space while the disk is full."""
 
-TELL_FULL_S = 60.0
+LOG_FULL_S = 60.0
 FORGET_TOO_LARGE_S = 30.0
 CLOSE_S = 2.0
 """Time to delete garbage on closing; the rest is deleted when the run is resumed."""
@@ -241,11 +231,11 @@ class Writer:
 
     When the disk is full, records with payloads are rejected. All other records use the reserved
     space, one step at a time. Groups are accepted again once the reserve is complete, or once the
-    file itself has as much free space.
+    file itself has the same amount of free space.
 
     Attributes:
-        full_reason: Why groups, or groups above a certain size, are rejected now; None while all
-            are accepted.
+        full_reason: Reason for which groups, or groups above a certain size, are rejected now; None
+            while all are accepted.
         refuses_payloads: Whether all groups are rejected.
     """
 
@@ -259,14 +249,15 @@ class Writer:
         self.full_reason: str | None = None
         self.refuses_payloads = False
         self._too_large_bytes = 0
-        """Size of the largest commit that recently did not fit; 0 if there was none."""
+        """Size of the largest commit that recently did not fit; 0 without one."""
         self._too_large_at = 0.0
         self._connection = connection
         self._lock = lock
+        self._disk = f"the disk of {lock.path}"
         self._reserve = reserve
         self._checkpoint_bytes = min(CHECKPOINT_BYTES, reserve.whole_bytes // 2)
         self._room_checked_bytes = reserve.whole_bytes // 8
-        self._told_at = float("-inf")
+        self._logged_full_at = float("-inf")
         self._deliver = deliver
         self._queue: SimpleQueue[Append | Command | None] = SimpleQueue()
         self._held: Append | Command | None = None
@@ -280,7 +271,6 @@ class Writer:
         self._thread.start()
 
     def submit(self, request: Append | Command) -> None:
-        """Queue a request; its outcome is delivered later."""
         self._queue.put(request)
 
     def close(self) -> None:
@@ -298,7 +288,7 @@ class Writer:
         self._has_garbage = True
 
     def make_room(self, write: Callable[[], T]) -> T:
-        """Call `write` and return its result; on a full disk, use reserved space for it."""
+        """Call `write` and return its result; use reserved space on a full disk."""
         while True:
             try:
                 return write()
@@ -306,11 +296,11 @@ class Writer:
                 if not is_full(error, self._reserve):
                     raise
                 self._note_full(str(error))
-                if not self._reserve.give_up():
+                if not self._reserve.release():
                     raise
 
     def compact(self, snapshot: bytes, position: int) -> None:
-        """Replace the log before a position by a snapshot; its records become garbage.
+        """Replace the log before a position with a snapshot; its records become garbage.
 
         Raises:
             StoreFullError: the disk is full and the snapshot does not fit the reserved space.
@@ -348,7 +338,7 @@ class Writer:
             elif request is not None:
                 self._run_command(request)
             if self.full_reason is not None and not self._is_closing:
-                self._seek_room()
+                self._check_space()
             if not self._is_closing:
                 self._tidy()
         self._finish()
@@ -359,7 +349,7 @@ class Writer:
         if request is not None:
             return request
         try:
-            timeout_s = None if self.full_reason is None else LOOK_FOR_ROOM_S
+            timeout_s = None if self.full_reason is None else SPACE_CHECK_S
             request = self._queue.get(block=wait, timeout=timeout_s)
         except Empty:
             return None
@@ -367,7 +357,7 @@ class Writer:
         return request
 
     def _gather(self, first: Append) -> list[Append]:
-        """Take the appends that wait after the first one, up to the limits of one commit."""
+        """Collect the appends that wait after the first one, up to the limits of one commit."""
         appends = [first]
         num_bytes = first.num_bytes
         while num_bytes < MAX_COMMIT_BYTES and len(appends) < MAX_COMMIT_RECORDS:
@@ -436,21 +426,15 @@ class Writer:
         except FileNotFoundError:  # deleted to free space
             return 0
 
-    def _told_place(self) -> str:
-        return f"the disk of {self._lock.path}"
-
     def _note_full(self, error: str) -> None:
-        """Start to reject groups."""
-        if self.full_reason is None and time.monotonic() - self._told_at > TELL_FULL_S:
-            self._told_at = time.monotonic()
+        if self.full_reason is None and time.monotonic() - self._logged_full_at > LOG_FULL_S:
+            self._logged_full_at = time.monotonic()
             logger.error(
-                "%s is full (%s): new groups are rejected until space is freed",
-                self._told_place(),
-                error,
+                "%s is full (%s): new groups are rejected until space is freed", self._disk, error
             )
         self.refuses_payloads = True
         self.full_reason = (
-            f"{self._told_place()} is full ({error}); new groups are rejected until space is "
+            f"{self._disk} is full ({error}); new groups are rejected until space is "
             "freed: delete files, or let the trainer take batches"
         )
 
@@ -459,12 +443,12 @@ class Writer:
         self._too_large_at = time.monotonic()
         self._too_large_bytes = max(num_bytes, self._too_large_bytes)
         self.full_reason = (
-            f"{self._told_place()} is full: there is no space for a group of {num_bytes} bytes; "
+            f"{self._disk} is full: there is no space for a group of {num_bytes} bytes; "
             "delete files, or let the trainer take batches"
         )
 
-    def _seek_room(self) -> None:
-        """Check whether groups can be accepted again."""
+    def _check_space(self) -> None:
+        """Accept groups again if there is enough space."""
         try:
             self.make_room(self._checkpoint)
             self._return_space()
@@ -475,20 +459,19 @@ class Writer:
             if not self.refuses_payloads and self._has_room(self._too_large_bytes):
                 self._too_large_bytes = 0
                 self.full_reason = None
-                logger.info("%s has free space again: new groups are accepted", self._told_place())
+                logger.info("%s has free space again: new groups are accepted", self._disk)
         except (sqlite3.Error, OSError) as error:  # the writer thread must not end
             logger.debug("no free space yet: %s", error)
 
     def _has_inner_room(self) -> bool:
-        """Whether the file has enough free space inside, which other programs cannot use."""
+        """Whether the file has enough free space inside."""
         whole, left = self._reserve.whole_bytes, self._reserve.num_bytes
         return left >= whole // 2 and left + free_bytes(self._connection) >= 2 * whole
 
     def _return_space(self) -> None:
         """Return free space inside the file to the disk when little data is left in it."""
-        self._connection.execute(
-            "PRAGMA temp_store = MEMORY"
-        )  # temporary files would need space on another disk
+        # Temporary files would need space on another disk.
+        self._connection.execute("PRAGMA temp_store = MEMORY")
         below = self._reserve.whole_bytes // 2
         if self.make_room(lambda: shrink(self._connection, below_bytes=below)):
             truncate = "PRAGMA wal_checkpoint(TRUNCATE)"
@@ -553,7 +536,7 @@ class Writer:
             logger.warning("the garbage in the run's file could not be deleted: %s", error)
 
     def _delete_slice(self) -> bool:
-        """Delete garbage for a few milliseconds at most; return whether there may be more."""
+        """Delete garbage for at most a few milliseconds; return whether there may be more."""
         execute = self._connection.execute
         deadline = time.monotonic() + SLICE_S
         with self._transaction():
@@ -564,19 +547,20 @@ class Writer:
             rows = execute(f"SELECT group_id FROM garbage ORDER BY group_id LIMIT {SLICE_PAYLOADS}")
             group_ids = [group_id for (group_id,) in rows.fetchall()]
             for index, group_id in enumerate(group_ids):
-                try:
-                    execute("DELETE FROM payload WHERE group_id = ?", (group_id,))
-                except sqlite3.DatabaseError as error:
-                    if not is_damage(error):
-                        raise
-                    # Its space stays occupied; the remaining garbage can still be deleted.
-                    logger.warning(
-                        "the damaged payload of group %d cannot be deleted: %s", group_id, error
-                    )
+                self._delete_payload(group_id)
                 if time.monotonic() > deadline or index == len(group_ids) - 1:
                     execute("DELETE FROM garbage WHERE group_id <= ?", (group_id,))
                     break
         return deleted > 0 or bool(group_ids)
+
+    def _delete_payload(self, group_id: int) -> None:
+        try:
+            self._connection.execute("DELETE FROM payload WHERE group_id = ?", (group_id,))
+        except sqlite3.DatabaseError as error:
+            if not is_damage(error):
+                raise
+            # Its space stays occupied; the remaining garbage can still be deleted.
+            logger.warning("the damaged payload of group %d cannot be deleted: %s", group_id, error)
 
     def _checkpoint(self) -> None:
         self._unsaved_bytes = 0
@@ -623,10 +607,10 @@ T = TypeVar("T")
 
 
 class SqliteRunStore:
-    """A `RunStore` in the file `path`, created with its directory; one process at a time.
+    """A `RunStore` in the file `path`, created with its directory; used by one process at a time.
 
-    Invariant: records are applied on the event loop that opened the store, in log order, once each
-    and after their commit.
+    Invariant: each record is applied once, after its commit, in log order, on the event loop that
+    opened the store.
     """
 
     def __init__(
@@ -643,7 +627,7 @@ class SqliteRunStore:
         self._reserved_until = 0
 
     async def open(self, apply: Apply, restore: Restore) -> None:
-        """Lock and load the file; ConfigError when it cannot be used."""
+        """Lock and load the file; ConfigError if it cannot be used."""
         self._apply = apply
         self._loop: AbstractEventLoop = asyncio.get_running_loop()
         connection, reader, reserve = await self._in_reader(self._open_file)
@@ -674,7 +658,7 @@ class SqliteRunStore:
         return await future
 
     async def sync(self) -> None:
-        """Do nothing: there are no other replicas."""
+        """Do nothing, since there are no other replicas."""
 
     async def new_group_ids(self, count: int) -> range:
         if self._open_writer().refuses_payloads:
@@ -753,7 +737,7 @@ class SqliteRunStore:
                     connection.close()
                     raise damaged_file(self._path, error) from error
             except ConfigError as error:
-                if not is_full(error.__cause__, reserve) or not reserve.give_up():
+                if not is_full(error.__cause__, reserve) or not reserve.release():
                     raise
 
     def _close_file(self, writer: Writer) -> None:
@@ -822,11 +806,7 @@ class SqliteRunStore:
             left = iter(zip_longest(group_ids, checks))
             while len(contents) < len(group_ids):
                 with _transaction(reader):
-                    for group_id, is_intact in islice(left, READ_AT_ONCE):
-                        content = _read_payload(reader, group_id)
-                        if is_intact is not None and not is_intact(content):
-                            raise damaged_payload(group_id)
-                        contents.append(content)
+                    contents += [_read_payload(reader, *one) for one in islice(left, READ_AT_ONCE)]
             return contents
         except sqlite3.Error as error:
             kind = DamagedPayloadError if is_damage(error) else RunStoreError
@@ -847,7 +827,9 @@ def _transaction(reader: sqlite3.Connection) -> Iterator[None]:
             reader.execute("ROLLBACK")
 
 
-def _read_payload(reader: sqlite3.Connection, group_id: int) -> bytes:
+def _read_payload(
+    reader: sqlite3.Connection, group_id: int, is_intact: PayloadCheck | None
+) -> bytes:
     if group_id > MAX_GROUP_ID:
         raise KeyError(group_id)
     rows = reader.execute(
@@ -860,4 +842,6 @@ def _read_payload(reader: sqlite3.Connection, group_id: int) -> bytes:
     content = rows[0][0]
     if not isinstance(content, bytes):
         raise DamagedPayloadError(f"the payload of group {group_id} is no longer bytes")
+    if is_intact is not None and not is_intact(content):
+        raise damaged_payload(group_id)
     return content

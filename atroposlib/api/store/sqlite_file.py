@@ -20,7 +20,7 @@ from typing import Any
 from atroposlib.errors import ConfigError
 
 PAGE_BYTES = 32_768
-"""Measured: larger pages make small commits slow, smaller ones make large payloads slow."""
+"""Chosen by measurement: larger pages slow down small commits, smaller ones large payloads."""
 
 OWNER_ONLY = 0o600
 """Mode of the files of a run."""
@@ -28,8 +28,8 @@ OWNER_ONLY = 0o600
 MAX_RESERVE_BYTES = 32 * 2**20
 MIN_RESERVE_BYTES = 2**20
 _RESERVE_STEPS = 16
-_NOTE_BYTES = 8
-_NOTE_BLOCK = 4096
+_HEADER_BYTES = 8
+_HEADER_BLOCK = 4096
 
 APPLICATION_ID = 0x41_54_52_50
 SCHEMA_VERSION = 1
@@ -45,7 +45,7 @@ CONNECTION_OPTIONS: dict[str, Any] = {
 
 WAL_KEPT_BYTES = 64 * 2**20
 SHRINK_BELOW_BYTES = 32 * 2**20
-"""A file with at most this much in use is rewritten on closing, which frees the rest."""
+"""A file with at most this much data is rewritten on closing, which frees the rest."""
 
 SCHEMA = f"""
 BEGIN IMMEDIATE;
@@ -79,33 +79,33 @@ class SpaceReserve:
     def __init__(self, path: Path, *, whole_bytes: int | None = None) -> None:
         self._path = path
         self._descriptor = os.open(path, os.O_RDWR | os.O_CREAT, OWNER_ONLY)
-        self._hindrance: int | None = None
+        self._last_errno: int | None = None
         self.num_bytes = os.fstat(self._descriptor).st_size
         """Current size."""
-        self.whole_bytes = self._noted_size() or self._begin(whole_bytes)
-        """Full size, which it has when the disk is not full."""
+        self.whole_bytes = self._recorded_size() or self._create(whole_bytes)
+        """Full size, which it has while the disk is not full."""
 
-    def _noted_size(self) -> int | None:
-        """Return the full size that an earlier process recorded; None if there is none."""
-        note = os.pread(self._descriptor, _NOTE_BYTES, 0)
-        size = int.from_bytes(note, "little") if len(note) == _NOTE_BYTES else 0
+    def _recorded_size(self) -> int | None:
+        """Return the full size that an earlier process recorded; None without one."""
+        header = os.pread(self._descriptor, _HEADER_BYTES, 0)
+        size = int.from_bytes(header, "little") if len(header) == _HEADER_BYTES else 0
         return size if MIN_RESERVE_BYTES <= size <= MAX_RESERVE_BYTES else None
 
-    def _begin(self, whole_bytes: int | None) -> int:
-        """Create the reserve, smaller on a disk with little space; return its full size."""
+    def _create(self, whole_bytes: int | None) -> int:
+        """Allocate the reserve, smaller on a disk with little space; return its full size."""
         wanted = size = whole_bytes or _usual_reserve(self._path.parent)
         while not self._grow(size) and size > MIN_RESERVE_BYTES:
             size = max(size // 2, MIN_RESERVE_BYTES)
         if self.num_bytes < size:
             return wanted
-        os.pwrite(self._descriptor, size.to_bytes(_NOTE_BYTES, "little"), 0)
+        os.pwrite(self._descriptor, size.to_bytes(_HEADER_BYTES, "little"), 0)
         return size
 
-    def give_up(self) -> bool:
+    def release(self) -> bool:
         """Free one step of the reserve; False if it is used up."""
-        if self.num_bytes <= _NOTE_BLOCK:
+        if self.num_bytes <= _HEADER_BLOCK:
             return False
-        self._cut(max(_NOTE_BLOCK, self.num_bytes - self._step_bytes))
+        self._cut(max(_HEADER_BLOCK, self.num_bytes - self._step_bytes))
         return True
 
     def restore(self) -> bool:
@@ -121,10 +121,8 @@ class SpaceReserve:
         if self._grow(size + num_bytes):
             self._cut(size)
             return True
-        return self._hindrance not in (
-            errno.ENOSPC,
-            errno.EDQUOT,
-        )  # another cause: let the write itself fail
+        # For another cause, the write itself fails.
+        return self._last_errno not in (errno.ENOSPC, errno.EDQUOT)
 
     def close(self, *, keep: bool) -> None:
         """Close the reserve, and remove it unless it is kept for the next start."""
@@ -145,7 +143,7 @@ class SpaceReserve:
                 for start in range(self.num_bytes, size, 2**20):
                     os.write(self._descriptor, os.urandom(min(2**20, size - start)))
         except OSError as error:
-            self._hindrance = error.errno
+            self._last_errno = error.errno
             with contextlib.suppress(OSError):
                 os.ftruncate(self._descriptor, self.num_bytes)
             return False
@@ -158,7 +156,7 @@ class SpaceReserve:
 
 
 def _usual_reserve(folder: Path) -> int:
-    """Return a sixteenth of the disk, within bounds; the maximum if its size is unknown."""
+    """Return a sixteenth of the disk, within limits; the maximum if its size is unknown."""
     if sys.platform == "win32":
         return MAX_RESERVE_BYTES
     disk = os.statvfs(folder)
@@ -205,7 +203,7 @@ def open_reader(path: Path) -> sqlite3.Connection:
 
 
 def is_damage(error: sqlite3.Error) -> bool:
-    """Whether an error means that the file is damaged, not that it is busy, full or missing."""
+    """Whether an error means that the file is damaged, rather than busy, full or missing."""
     return type(error) is sqlite3.DatabaseError  # the others have their own classes
 
 

@@ -3,11 +3,11 @@
     messages ─► render_messages ─► text ─► encode_prompt ─► ids
     ids ─► text_of ─► completion ─► content, tool calls ─► build_chat
 
-`calls_of`, `said_form` and `reply_forms` normalize messages for comparison; `turn_recording` has
-the rules. `render_added` and `encode_added` give the text that a template writes after a reply.
+`calls_of`, `normal_form` and `reply_forms` normalize messages for comparison; `turn_recording` has
+the rules. `render_added` returns the text that a template writes after a reply.
 
-Tool calls in answers are plain dictionaries. The OpenAI client's own types turn each into an
-object, which cannot be indexed, so the answer types here are subclasses.
+Tool calls in answers are plain dictionaries. The OpenAI client's own types convert them to objects,
+which cannot be indexed, so the answer types here are subclasses.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _PLACEHOLDERS = {THINKING_START: "\ue000think\ue001", THINKING_END: "\ue000/thin
 _REPLY = "\ue002reply\ue003"
 
 _STANDS_FOR = {"developer": "system"}
-"""Roles that most templates silently skip, mapped to the role with the same meaning."""
+"""Roles that most templates silently skip, mapped to an equivalent role."""
 
 _SHOWN_START = 60
 
@@ -61,7 +61,7 @@ PIECE_TOKENS = 2048
 """Maximum number of tokens encoded at once; longer pieces would block the event loop."""
 
 _WORD_WITHIN = 64
-"""How many tokens after a piece are searched for the start of a word."""
+"""Number of tokens after a piece that are searched for the start of a word."""
 
 _COPIES: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 """Copies that encode the spelling of special tokens as text, by the original tokenizer."""
@@ -130,7 +130,7 @@ def _canonical_arguments(arguments: Any) -> str:
 
 
 def _with_plain_numbers(value: Any) -> Any:
-    """Convert floats with integer values to integers, as clients in other languages do."""
+    """Convert floats with integral values to integers, as clients in other languages do."""
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, Mapping):
@@ -140,34 +140,34 @@ def _with_plain_numbers(value: Any) -> Any:
     return value
 
 
-def said_form(text: str) -> str:
+def normal_form(text: str) -> str:
     """Return a reply's text in a normalized form, equal for texts with equal meaning.
 
     Whitespace around thoughts and text is removed. Within thoughts, whitespace is collapsed, and
     repeated or empty thoughts are dropped. The opening tag may be missing.
     """
-    head, end, said = text.rpartition(THINKING_END)
-    said = said.strip()
-    while said.startswith(THINKING_START):  # truncated within the thinking
-        said = said.removeprefix(THINKING_START).lstrip()
-    if said in INSERTED_TEXTS:
-        said = ""
+    head, end, rest = text.rpartition(THINKING_END)
+    rest = rest.strip()
+    while rest.startswith(THINKING_START):  # truncated within the thinking
+        rest = rest.removeprefix(THINKING_START).lstrip()
+    if rest in INSERTED_TEXTS:
+        rest = ""
     thoughts = [" ".join(part.split()) for part in _TAGS.split(head)] if end else []
     distinct = dict.fromkeys(filter(None, thoughts))
-    return "\0".join([*distinct, "", said]) if distinct else said
+    return "\0".join([*distinct, "", rest]) if distinct else rest
 
 
 def reply_forms(text: str, *, has_calls: bool = False) -> frozenset[str]:
-    """Return the `said_form` of every form in which a reply's text may be sent back.
+    """Return the `normal_form` of every form in which a reply's text may be sent back.
 
     A reply that calls tools (`has_calls`) may be sent back without its text.
     """
-    said = text.rpartition(THINKING_END)[2]
-    is_cut = said.lstrip().startswith(THINKING_START)
-    forms = {text, said, "" if is_cut else said}
+    rest = text.rpartition(THINKING_END)[2]
+    is_cut = rest.lstrip().startswith(THINKING_START)
+    forms = {text, rest, "" if is_cut else rest}
     if has_calls:
-        forms |= {"", text[: len(text) - len(said)]}
-    return frozenset(map(said_form, forms))
+        forms |= {"", text[: len(text) - len(rest)]}
+    return frozenset(map(normal_form, forms))
 
 
 def render_messages(
@@ -187,8 +187,8 @@ def render_messages(
         tokenizer: Any object with `apply_chat_template`; None for the plain lines.
         messages: Conversation so far; not modified.
         tools: Tool definitions for the template; None leaves the argument out.
-        keep_thinking: Hide `<think>` tags of assistant messages from the template, since many
-            templates drop earlier thinking and a continued sequence would no longer match.
+        keep_thinking: Whether `<think>` tags of assistant messages are hidden from the template.
+            Many templates drop earlier thinking; a continued sequence would no longer match.
 
     Raises:
         ConfigError: the tokenizer has no chat template.
@@ -217,14 +217,11 @@ def check_texts(
     start: int = 0,
     keeps_thinking: bool = True,
 ) -> None:
-    """Raise unless a prompt holds the text of every message from `start` on.
+    """Raise `PromptError` unless a prompt contains the text of every message from `start` on.
 
     Surrounding whitespace may differ, and the text may appear as JSON, as in tool results.
     Parts of a message that are not text are not checked. Without `keeps_thinking`, the assistant's
     thinking may be left out.
-
-    Raises:
-        PromptError: a text is missing; names the message and its role.
     """
     position = 0
     for i, message in enumerate(messages[start:], start=start):
@@ -247,7 +244,7 @@ def render_either(
 ) -> str:
     """Return the text of a conversation in the first of two forms that the template accepts.
 
-    Some templates recognize a tool call by its `tool_calls`, and refuse two answers in a row.
+    Some templates recognize a tool call only by its `tool_calls`, and reject two answers in a row.
     """
     refusals = _refusals()
     try:
@@ -266,25 +263,21 @@ def render_added(
 ) -> str | None:
     """Return the text a template writes after a reply: its end, the added messages, the opening.
 
-    The result does not depend on how the template would write the messages before the reply. The
-    reply follows one short question: some templates put the system text or the tools before the
-    *last* question and would repeat them. A template that refuses this gets the whole history.
+    The reply follows one short question, since some templates put the system text or the tools
+    before the *last* question and would repeat them. A template that rejects this gets the whole
+    history.
 
     Returns:
-        The text, or None if the template refuses both.
+        The text, or None if the template rejects both.
     """
-    question = {"role": "user", "content": "?"}
-    for before in ([question], list(history)):
-        text = tail_behind(render, before, added)
-        if text is not None:
-            return text
-    return None
+    text = text_after_reply(render, [{"role": "user", "content": "?"}], added)
+    return text_after_reply(render, history, added) if text is None else text
 
 
-def tail_behind(
+def text_after_reply(
     render: Render, before: Sequence[Mapping[str, Any]], added: Sequence[Mapping[str, Any]]
 ) -> str | None:
-    """Return what a template writes after a reply to `before`; None if it refuses."""
+    """Return the text that a template writes after a reply to `before`; None if it rejects it."""
     marker = _REPLY
     while any(marker in str(message.get("content")) for message in before):
         marker += _REPLY
@@ -361,7 +354,7 @@ def _is_written_otherwise(text: str, prompt: str) -> bool:
 
 
 def _with_parsed_arguments(message: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a message whose calls hold arguments as objects, as chat templates expect them."""
+    """Return a message whose calls have arguments as objects, as chat templates expect them."""
     calls = message.get("tool_calls")
     if not isinstance(calls, Sequence) or not calls:
         return message
@@ -406,7 +399,7 @@ def encode_model_text(tokenizer: Any, text: str, *, own_marks: str = "") -> list
     """Return the ids of a model's text, encoding the spelling of special tokens as plain text.
 
     A model that spells `<|im_end|>` in its answer has not ended its turn, and must not be trained
-    as if it had. Tokens that stay in texts, such as `<think>`, are encoded as usual.
+    to end it. Tokens that stay in texts, such as `<think>`, are encoded as usual.
 
     Args:
         tokenizer: Any tokenizer. Texts that contain special tokens are encoded with its option
@@ -493,8 +486,7 @@ def hidden_tail(tokenizer: Any, ids: Sequence[int]) -> list[int]:
 async def has_ids_of_text(tokenizer: Any, ids: Sequence[int], *, hides_specials: bool) -> bool:
     """Whether encoding the text of these ids returns the same ids; models may sample others.
 
-    Long texts are encoded in pieces that start at a word, so that each piece encodes as in the
-    whole text.
+    Long texts are encoded in pieces that start at a word, which does not change their encoding.
     """
     start = 0
     while start < len(ids):
@@ -533,13 +525,13 @@ class ToolAnswer(NamedTuple):
     content: str | None
     """Text before the calls."""
     tool_calls: list[dict[str, Any]]
-    """The calls in the form of the chat APIs."""
+    """Calls in the form of the chat APIs."""
 
 
 def as_finish_reason(reason: Any) -> FinishReason:
-    """Return a reason both OpenAI types accept; engines send text, an object or null.
+    """Return a reason that both OpenAI types accept, `stop` for an unknown one.
 
-    Unknown reasons become `stop`, so that the answer can be built.
+    Engines send text, an object with a `type`, or null.
     """
     if isinstance(reason, Mapping):
         reason = reason.get("type")
@@ -555,10 +547,7 @@ def build_chat(
     created: int,
     usage: CompletionUsage | None = None,
 ) -> ChatCompletion:
-    """Build a chat answer with one choice per completion, numbered from 0; `created` in seconds.
-
-    Tool calls are plain dictionaries: they can be indexed, and reused in messages unchanged.
-    """
+    """Build a chat answer with one choice per completion, numbered from 0; `created` in seconds."""
     choices: list[Choice] = []
     for i, answer in enumerate(answers):
         if isinstance(answer, ToolAnswer):

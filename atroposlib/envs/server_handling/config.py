@@ -1,4 +1,4 @@
-"""Settings of inference servers: the models, the reasoning options, and how servers are chosen.
+"""Settings of inference servers, their reasoning options, and the choice of servers.
 
 config_init, YAML section `openai`, `--openai.*` flags
     └─► resolve_openai_configs ─► one server, a list of servers, or a baseline for discovery
@@ -72,11 +72,7 @@ class ServerBaseline(BaseModel):
 
 
 class APIServerConfig(ServerBaseline):
-    """One inference server.
-
-    An empty `api_key` or `base_url` means *not set*, exactly like None: see `known_base_url` and
-    `key_for_client`.
-    """
+    """One inference server; an empty `api_key` or `base_url` means *not set*, exactly like None."""
 
     api_key: str | None = Field(
         default="",
@@ -110,17 +106,16 @@ class APIServerConfig(ServerBaseline):
 
     @property
     def known_base_url(self) -> str | None:
-        """The configured URL, or None if it is not set."""
         return self.base_url or None
 
     @property
     def shown_base_url(self) -> str:
-        """The URL for messages, without user and password."""
+        """URL for messages, without user and password."""
         return without_secrets(self.known_base_url or "at the official endpoint")
 
     @property
     def key_for_client(self) -> str | None:
-        """The key for an OpenAI client; None lets the client read its environment variables."""
+        """Key for an OpenAI client; None lets the client read its environment variables."""
         if self.api_key:
             return self.api_key
         return LOCAL_API_KEY if self.known_base_url else None
@@ -131,7 +126,7 @@ OpenaiConfig = APIServerConfig
 
 
 class ServerManagerConfig(BaseModel):
-    """Settings of `ServerManager` itself."""
+    """Settings of `ServerManager`."""
 
     slurm: bool = Field(
         default=False,
@@ -191,7 +186,6 @@ class ReasoningConfig:
             self.enabled = True
 
     def is_reasoning_kwargs_active(self) -> bool:
-        """Whether requests should carry reasoning fields."""
         return self.enabled
 
     def build_extra_body(
@@ -200,9 +194,9 @@ class ReasoningConfig:
         """Return the request fields for this reasoning, or None if it is disabled.
 
         Args:
-            base_url: Where the request goes; OpenAI itself takes one flat field.
-            use_max_tokens: Convert an effort to its token limit in `EFFORT_TO_MAX_TOKENS`, for
-                providers that accept only limits.
+            base_url: URL of the request; OpenAI itself has one flat field.
+            use_max_tokens: Whether to convert an effort to its token limit in
+                `EFFORT_TO_MAX_TOKENS`, for providers that accept only limits.
         """
         if not self.enabled:
             return None
@@ -220,8 +214,8 @@ class ReasoningConfig:
     def add_to(self, kwargs: dict[str, Any], *, base_url: str | None) -> dict[str, Any]:
         """Return the arguments of a chat with the provider's reasoning fields added.
 
-        Other entries of `extra_body` are kept. For OpenAI itself, temperature is set to 1, the only
-        value its reasoning models accept, and `max_tokens` becomes `max_completion_tokens`.
+        For OpenAI itself, temperature is set to 1, the only value that its reasoning models accept,
+        and `max_tokens` becomes `max_completion_tokens`.
         """
         body = self.build_extra_body(base_url)
         if body is None:
@@ -235,10 +229,9 @@ class ReasoningConfig:
 
     @classmethod
     def from_env_config(cls, env_config: Any) -> ReasoningConfig:
-        """Read `thinking_mode`, `reasoning_effort` and `max_reasoning_tokens` of a config.
+        """Read `thinking_mode`, `reasoning_effort` and `max_reasoning_tokens` of any object.
 
-        Args:
-            env_config: Any object; missing attributes count as disabled.
+        Missing attributes count as disabled.
         """
         return cls(
             enabled=bool(getattr(env_config, "thinking_mode", False)),
@@ -248,10 +241,7 @@ class ReasoningConfig:
 
 
 def how_to_start(config: APIServerConfig) -> str:
-    """Return advice for a server that has never answered.
-
-    A start command is given only for a local address.
-    """
+    """Return the remedy for a server that has never answered, with a command if it is local."""
     address = urlsplit(config.known_base_url or "")
     start = "start it"
     if address.hostname in LOOPBACK:
@@ -269,12 +259,10 @@ ServerConfigs = ServerBaseline | APIServerConfig | Sequence[ServerBaseline | API
 
 
 def server_entries(section: Any) -> list[dict[str, Any]]:
-    """Return the servers of a YAML section: one per mapping, or one per entry of a list.
-
-    None and empty containers hold no server.
+    """Return the servers of a YAML section: one for a mapping, or one per entry of a list.
 
     Raises:
-        UsageError: the section or one of its entries is neither.
+        UsageError: the section or one of its entries has another type.
     """
     if not section:
         return []
@@ -298,21 +286,21 @@ def resolve_openai_configs(
 
     Several servers, from the YAML file or from `config_init`, are used unchanged: a flag cannot
     name one of them. One server, or none, is merged with the YAML entry and the flags. A
-    `ServerBaseline` (URLs are discovered) stays a baseline while only its own fields are
-    overridden; a URL or a key turns it into one server.
+    `ServerBaseline` (URLs are discovered) stays a baseline if only its own fields are overridden; a
+    URL or a key converts it to one server.
 
     Args:
         default_server_configs: Server settings returned by `config_init`.
         openai_config_dict: Settings of the single server, all layers merged.
-        yaml_config: The parsed YAML file; its `openai` entry is read.
-        cli_passed_flags: Flags given by the user; names that begin with `openai.` count.
+        yaml_config: Parsed YAML file; its `openai` entry is used.
+        cli_passed_flags: Flags given by the user; names that begin with `openai.` are used.
         logger: Receives a warning about a default of an unexpected type.
 
     Returns:
-        A list of configs, one bare config where the default was bare, or a baseline.
+        A list of configs, one bare config if the default was bare, or a baseline.
 
     Raises:
-        UsageError: flags or a YAML mapping meet several servers, or a value is refused.
+        UsageError: flags or a YAML mapping are given for several servers, or a value is invalid.
     """
     entries = server_entries(yaml_config.get(_SECTION))
     flags = [name for name in cli_passed_flags if name.startswith(_PREFIX)]
@@ -350,7 +338,7 @@ def _is_list(configs: Any, *, at_least: int = 0) -> bool:
 
 
 def server_class_of(configs: ServerConfigs) -> type[APIServerConfig]:
-    """Return the class of the environment's server settings, so that added fields are kept."""
+    """Return the class of the environment's server settings, which may have added fields."""
     first = next(iter(configs), None) if isinstance(configs, list | tuple) else configs
     return type(first) if isinstance(first, APIServerConfig) else APIServerConfig
 

@@ -88,14 +88,14 @@ Choose = Callable[[Any, bool], Awaitable[Any]]
 
 
 class SessionServer:
-    """Proxies a server and sends each request to the session's current one.
+    """Sends each request to the current server of a session.
 
     A request whose server is down is sent to another one: a session sends whole token sequences,
     so any server of the same model can continue it. All other attributes, such as `config` and
     `tokenizer`, are those of the current server.
 
     Attributes:
-        current: The server that took the last request.
+        current: Server of the last request.
     """
 
     def __init__(self, first: Any, choose: Choose) -> None:
@@ -125,7 +125,7 @@ class SessionServer:
             try:
                 return await getattr(self.current, method)(**failing_over(self.current, kwargs))
             except ServerDownError as error:
-                logger.debug("%s; its session goes on at another server", error)
+                logger.debug("%s; the session continues at another server", error)
 
 
 def present_server(server: Any) -> Any:
@@ -136,7 +136,7 @@ def present_server(server: Any) -> Any:
 class DummyManagedServer:
     """A session at a server without token ids: real texts, placeholder tokens.
 
-    Lets an environment run against any provider. Its sequences do not hold the sampled tokens and
+    Lets an environment run with any provider. Its sequences do not contain the sampled tokens and
     must not be trained on: `metadata["dummy_tokens"]` is True in each, and exports and trainers
     refuse them (`scored_data.has_placeholder_tokens`).
     """
@@ -192,7 +192,7 @@ class DummyManagedServer:
 class ManagedServerAdapter:
     """A managed server with the interface of an async OpenAI client.
 
-    Offers `chat.completions.create` and `completions.create`; other methods of the client raise,
+    It has `chat.completions.create` and `completions.create`; other methods of the client raise,
     since they would bypass the recording of tokens.
     """
 
@@ -221,13 +221,14 @@ class ManagedServer:
     Args:
         server: Any object with `tokens_and_logprobs_completion`.
         tokenizer: Default: the server's, else the one of its model name; None if neither loads.
-        track_tree: Keep every sequence by its text instead of replacing the continued one.
+        track_tree: Whether to keep every sequence by its text instead of replacing the continued
+            one.
         tool_parser: Name of a tool-call format. With it, prompts include the `tools` of a chat,
             calls in completions are parsed, and calls in messages are rendered as they were
             sampled. Sequences always hold the raw text. None leaves tools out of prompts.
-        preserve_think_blocks: Kept for compatibility; thinking is preserved either way.
-        strip_think_blocks: Let the chat template drop earlier thinking. Such a turn then starts
-            a new sequence, as its prompt differs from what was sampled.
+        preserve_think_blocks: Ignored; thinking is preserved unless `strip_think_blocks` is set.
+        strip_think_blocks: Whether the chat template may drop earlier thinking. Such a turn then
+            starts a new sequence, since its prompt differs from the sampled tokens.
         policy_version: Called before each request; returns the policy version that the service
             reports, for engines that do not name their weights.
 
@@ -263,7 +264,7 @@ class ManagedServer:
 
     @property
     def is_text_only(self) -> bool:
-        """Whether the server is known to report no token ids, so that texts are tokenized here."""
+        """Whether the server reports no token ids, so that texts are tokenized here."""
         # Test and user-defined servers may lack the attribute.
         return not getattr(present_server(self.server), "gives_token_ids", True)
 
@@ -344,10 +345,7 @@ class ManagedServer:
         return rows
 
     def get_state(self) -> dict[str, Any]:
-        """Return `{"nodes": [...]}`, or `{"sequences": ..., "tree": ...}` in tree mode.
-
-        The returned containers are copies; `reset` does not change them.
-        """
+        """Return copies: `{"nodes": [...]}`, or `{"sequences": ..., "tree": ...}` in tree mode."""
         if self.track_tree:
             return {"sequences": dict(self.sequences), "tree": dict(self.sequences)}
         return {"nodes": list(self.current_nodes)}
@@ -362,7 +360,7 @@ class ManagedServer:
     ) -> tuple[list[Answer | ToolAnswer], CompletionUsage | None]:
         """Send one request, record its sequences, return the answers.
 
-        Usage is reported only by servers without token ids; None otherwise.
+        Only servers without token ids report the usage.
         """
         if self.is_text_only:
             return await self._sample_texts(turn, kwargs)
@@ -469,7 +467,7 @@ class ManagedServer:
         return self._end_of_turn
 
     def _end_texts(self, turn: Turn) -> list[str]:
-        """Return the texts with which servers may end a reply, the chat template's first."""
+        """Return the texts with which servers may end a reply, that of the template first."""
         end_ids = self._end_ids(turn)
         eos = getattr(self.tokenizer, "eos_token_id", None)
         ends = [end_ids, end_ids[:1], [] if eos is None else [eos]]
@@ -492,7 +490,7 @@ class ManagedServer:
         return [given for given, _ in recorded]
 
     def _keep(self, records: Sequence[NodeRecord], parent: Continuation | None) -> None:
-        """Keep new sequences; in list mode the first replaces the sequence it continues."""
+        """Keep new sequences; in list mode the first one replaces the sequence it continues."""
         for record in records:
             self._records.add(record)
         fresh = [record.node for record in records]
@@ -533,7 +531,7 @@ class ManagedServer:
         translator = self._get_translator()
         if translator is None:
             return render(messages)
-        as_text = translator.convert_messages_for_template(messages, honours_content=True)
+        as_text = translator.convert_messages_for_template(messages, compares_content=True)
         return render_either(render, as_text, messages)
 
     def _get_translator(self) -> ToolCallTranslator | None:

@@ -75,8 +75,8 @@ def read_proxy_file(path: Path) -> ProxyFile:
     """Read the configuration file.
 
     Raises:
-        ConfigError: it cannot be read, or a field is missing, unknown or wrong; the message
-            never contains keys from the file.
+        ConfigError: it cannot be read, or a field is missing, unknown or invalid; the message never
+            contains keys of the file.
     """
     try:
         return ProxyFile.model_validate_json(path.read_bytes())

@@ -9,9 +9,8 @@
 A check that cannot be made passes: the route is missing or forbidden, or the answer is too long or
 malformed. If the server cannot be reached, the next request repeats the check.
 
-The client's own HTTP library scans every connection for every request, which takes milliseconds
-with a thousand requests in flight. So its transport is replaced by aiohttp; all layers above it
-are the client's own.
+The client's own HTTP library scans all connections for each request, which takes milliseconds with
+a thousand requests in flight. So its transport is replaced with aiohttp.
 """
 
 from __future__ import annotations
@@ -63,7 +62,7 @@ _ERROR_TEXT_LIMIT = 2000
 _LONG_BYTES = 2**17
 
 TEST_TEXT = "The tokenizer check: 12345 apples, naïve café, x = f(y) + 3;\nzwölf Übungen."
-"""Digits, accents, code and a line break, but no text that a tokenizer reads as a special token."""
+"""Digits, accents, code and a line break, but no spelling of a special token."""
 
 CHECK_TIMEOUT_S = 10.0
 MAX_LISTING_BYTES = 2_000_000
@@ -97,7 +96,7 @@ class _Connections:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def open(self) -> aiohttp.ClientSession:
-        # A session belongs to the loop it was created on; a second asyncio.run needs a new one.
+        # A session belongs to the loop on which it was created; another asyncio.run needs its own.
         loop = asyncio.get_running_loop()
         if self._session is None or self._session.closed or self._loop is not loop:
             self._loop = loop
@@ -117,8 +116,7 @@ class EngineHttp:
     """Requests to one engine over persistent connections, opened on first use.
 
     Attributes:
-        turns: Limits how many answers are decoded per pass of the event loop; shared by the
-            servers on one loop.
+        turns: Limits the answers decoded per pass of the event loop; shared by all servers on it.
     """
 
     def __init__(self, base_url: str, *, api_key: str | None, timeout_s: float) -> None:
@@ -143,8 +141,8 @@ class EngineHttp:
     ) -> Any:
         """Return the decoded JSON answer of a POST.
 
-        The decoder reads only the needed fields of answers of the expected form; others, and very
-        long ones, are decoded completely. The default timeout is the server's.
+        `decoder` decodes only the needed fields. Answers of another form, and very long ones, are
+        decoded completely. The default timeout is that of the server.
 
         Raises:
             EngineStatusError: the engine answered an error status; its text is quoted.
@@ -195,10 +193,10 @@ class EngineHttp:
             return decode_answer(response, bytes(raw))
 
     async def answers(self, path: str = "/health") -> bool:
-        """Whether the server is up: any answer below 500 to a GET counts.
+        """Whether the server is up: it answers a GET with a status below 500.
 
-        A reverse proxy in front of a dead engine answers 502 to 504; a server that lacks the
-        path or requires a key answers 4xx and is up.
+        A reverse proxy without its engine answers 502 to 504. A server that lacks the path or
+        requires a key answers 4xx and is up.
         """
         timeout = aiohttp.ClientTimeout(total=min(_PROBE_TIMEOUT_S, self._timeout_s))
         url = f"{self.root_url}{path}"
@@ -213,7 +211,7 @@ class EngineHttp:
 
 
 def _loads(raw: bytes) -> Any:
-    """Decode an answer; `msgspec` is eight times faster, `json` also accepts NaN."""
+    """Decode an answer; `msgspec` is eight times faster, but only `json` accepts NaN."""
     try:
         return msgspec.json.decode(raw)
     except (msgspec.DecodeError, UnicodeDecodeError):
@@ -244,11 +242,11 @@ class ServedModel(NamedTuple):
 
     name: str
     root: str | None
-    """Source it was loaded from; None if the server does not say."""
+    """Source from which it was loaded; None if unknown."""
 
 
 class _NotReachableError(Exception):
-    """The server gave no answer; the check may succeed later."""
+    """The server cannot be reached, or is not ready; the check may succeed later."""
 
 
 class EngineIdentity:
@@ -271,13 +269,12 @@ class EngineIdentity:
         self._tokenizer_search: SharedSearch[None] = SharedSearch()
 
     def expect_tokenizer(self, tokenizer: Any, *, name: str) -> None:
-        """Compare the engine's ids with those of a tokenizer, from the next check on."""
         self._tokenizer, self._tokenizer_name = tokenizer, name
         self._is_tokenizer_asked = False
 
     @property
     def unknown_model(self) -> str | None:
-        """The message if the server does not list the configured model; None if it does."""
+        """Error message if the server does not list the configured model; None if it does."""
         if not self.served or self._model_name in UNNAMED_MODELS:
             return None
         if any(model.name == self._model_name for model in self.served):
@@ -291,11 +288,7 @@ class EngineIdentity:
             await self._models_search.result(self._find_models)
 
     async def check_tokenizer(self) -> None:
-        """Compare the engine's ids for a test text with those of the expected tokenizer, once.
-
-        Raises:
-            EngineSetupError: They differ.
-        """
+        """Compare the ids of a test text, once; EngineSetupError if the engine's differ."""
         if self._tokenizer is not None and not self._is_tokenizer_asked:
             await self._tokenizer_search.result(self._compare_tokenizers)
 
@@ -338,11 +331,7 @@ class EngineIdentity:
             return None
 
     async def _answer(self, path: str, body: dict[str, Any] | None) -> Any:
-        """Return an answer; None if the server gives no usable one.
-
-        Raises:
-            _NotReachableError: the server cannot be reached, or is not ready.
-        """
+        """Return an answer; None if it is unusable. Raises `_NotReachableError`."""
         try:
             return await self._http.ask_briefly(
                 path, body, timeout_s=CHECK_TIMEOUT_S, max_bytes=MAX_LISTING_BYTES
@@ -445,10 +434,10 @@ Create = Callable[..., Awaitable[AnyCompletion]]
 
 
 def make_http_client(base_url: str) -> Any:
-    """Return an HTTP client for `openai.AsyncClient`; None keeps the client's default.
+    """Return an HTTP client for `openai.AsyncClient`; None for the client's default.
 
     Servers with an `http://` URL are engines in the local network. Others are providers on the
-    internet, where certificates and proxies matter more than many concurrent requests.
+    internet, where certificates and proxies are more important than concurrency.
     """
     hide_secrets_of_requests()
     if not base_url.startswith("http://"):
@@ -524,7 +513,6 @@ class _Stream:
             raise _translated(self._library, error, self._request) from error
 
     async def aclose(self) -> None:
-        """Return the connection to the pool if everything was read, else close it."""
         self._answer.release()
 
 
@@ -594,7 +582,7 @@ class OpenAICompatibleServer(APIServer):
         )
         self.identity = EngineIdentity(self.http, model_name=config.model_name)
         self._limit_name: str | None = None
-        # Checks are cheap there; internet providers are checked only after a refusal.
+        # Checks are fast there; internet providers are checked only after a refusal.
         self._is_in_local_network = (config.known_base_url or "").startswith("http://")
         self.share_turns(self._turns)
 
@@ -620,7 +608,7 @@ class OpenAICompatibleServer(APIServer):
         return None if unknown is None else EngineSetupError(unknown)
 
     async def check_server_status_task(self, chat_completion: bool = True) -> None:
-        """Probe until the server answers, then return; a failed request starts it again."""
+        """Probe until the server answers; a failed request starts the task again."""
         while not await self.health.confirm(self.probe):  # noqa: ASYNC110 - asks a server
             await asyncio.sleep(self.health_poll_s)
 
@@ -656,10 +644,10 @@ class OpenAICompatibleServer(APIServer):
         return answer
 
     def _chat_limit_name(self, kwargs: Mapping[str, Any]) -> str:
-        """Return the server's name for the maximum length of a reply, as far as it is known.
+        """Return the server's name for the maximum length of a reply.
 
-        Every compatible server accepts `max_tokens`. OpenAI itself receives the caller's name, as
-        its models differ.
+        Compatible servers accept `max_tokens`. OpenAI itself receives the caller's name, since its
+        models differ.
         """
         if self._limit_name is None and is_official_openai(self._request_url()):
             return next(
@@ -729,10 +717,10 @@ class OpenAICompatibleServer(APIServer):
 def other_limit_name(error: Exception, kwargs: Mapping[str, Any]) -> str | None:
     """Return the other name of the reply limit if a server refused the one that was sent."""
     sent = next((name for name in LIMIT_NAMES if name in kwargs), None)
-    said = str(error)
-    if sent is None or http_status(error) not in (400, 422) or not _UNKNOWN_FIELD.search(said):
+    text = str(error)
+    if sent is None or http_status(error) not in (400, 422) or not _UNKNOWN_FIELD.search(text):
         return None
-    if re.search(rf"\b{sent}\b", said) is None:
+    if re.search(rf"\b{sent}\b", text) is None:
         return None
     return next(name for name in LIMIT_NAMES if name != sent)
 
@@ -761,11 +749,11 @@ _UNFINISHED = frozenset({"abort", "error"})
 def sampling_options(kwargs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the request options to send to the engine, under the engine's names.
 
-    Unset values (None) are left out, `extra_body` is merged in, and the older names of
-    `max_tokens` are translated. `logprobs` is dropped: the request body always asks for the sampled
-    token's logprob.
+    Unset values (None) are left out, `extra_body` is merged in, and older names of `max_tokens` are
+    translated. `logprobs` is dropped, since the request body always requests the logprob of the
+    sampled token.
 
-    `max_tokens` given as None or -1 lets the completion fill the context and becomes None; if it is
+    `max_tokens` given as None or -1 lets the completion fill the context and becomes None. If it is
     left out, the engine stops after its default of 16 tokens.
     """
     options = {name: value for name, value in kwargs.items() if value is not None}
@@ -781,13 +769,13 @@ def sampling_options(kwargs: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def drop_double_bos(ids: Sequence[int], bos_token_id: int | None) -> list[int]:
-    """Return `ids` with a single bos if both the template and the tokenizer added one."""
+    """Return `ids` with a single bos, also if both the template and the tokenizer added one."""
     doubled = len(ids) > 1 and ids[0] == ids[1] == bos_token_id
     return list(ids[1:] if doubled else ids)
 
 
 def list_of(mapping: Mapping[str, Any], name: str) -> list[Any]:
-    """Return a list field of an answer; raises `InferenceError` if it is missing."""
+    """Return a list field of an answer; InferenceError if it is missing."""
     value = mapping.get(name)
     if not isinstance(value, list):
         raise InferenceError(f"the engine's answer has no {name}")
@@ -807,10 +795,7 @@ def check_sequences(
 ) -> None:
     """Raise `InferenceError` for an aborted completion, or one without one logprob per id.
 
-    Args:
-        ids: [n][C] sampled ids.
-        logprobs: [n][C] logprobs as the engine sent them.
-        finish_reasons: [n] text, an object with a `type`, or null.
+    `ids` and `logprobs` are [n][C]; [n] finish reasons are text, objects with a `type`, or null.
     """
     for i, (row, values, reason) in enumerate(zip(ids, logprobs, finish_reasons, strict=True)):
         kind = reason.get("type") if isinstance(reason, Mapping) else reason
@@ -835,9 +820,7 @@ def prompt_logprobs_answer(
 ) -> dict[str, Any]:
     """Return the answer of `get_logprobs`.
 
-    Args:
-        prompt_ids: [P] the prompt.
-        rows: [P] the logprobs of the candidates at each position; empty for unknown ones.
+    The [P] rows are the logprobs of the candidates at each position by id; empty for unknown ones.
     """
     return {
         "prompt_tokens": prompt_ids,
@@ -867,7 +850,7 @@ class TokenServer(OpenAICompatibleServer):
 
     @property
     def tokenizer(self) -> Any:
-        """The served model's tokenizer, loaded at first use; may be assigned."""
+        """Tokenizer of the served model, loaded at first use; may be assigned."""
         if self._tokenizer is None:
             self._tokenizer = self._load_tokenizer()
         return self._tokenizer
@@ -899,10 +882,7 @@ class TokenServer(OpenAICompatibleServer):
 
 
 def top_k_of(kwargs: dict[str, Any]) -> int:
-    """Remove `top_k` (or `top_logprobs`) from `kwargs` and return it; default 1.
-
-    0 requests the prompt's own tokens only.
-    """
+    """Remove `top_k` (or `top_logprobs`) from `kwargs` and return it; 1 by default."""
     top_k = kwargs.pop("top_k", None)
     top_logprobs = kwargs.pop("top_logprobs", None)
     if top_k is None:

@@ -47,9 +47,9 @@ async def create_proxy_session(
 
     Args:
         proxy_url: URL of the proxy, without `/v1`.
-        base_url: Inference server the proxy should use; None lets it choose.
+        base_url: Inference server to use; None lets the proxy choose.
         tool_parser: Tool-call format of the model.
-        track_tree: Keep every sequence instead of replacing the one that is continued.
+        track_tree: Whether to keep every sequence instead of replacing the continued one.
         model_name: Name to use if the proxy does not return one.
         admin_key: Administrator key of the proxy, if it has one.
 
@@ -104,9 +104,7 @@ class ProxyManagedServer:
     async def chat_completion(self, **kwargs: Any) -> ChatCompletion:
         """Return the answer to `messages` and refresh the state.
 
-        Args:
-            **kwargs: Fields of an OpenAI chat request; `max_tokens` is 1024, `temperature` 1.0
-                and `n` 1 unless given.
+        `kwargs` are the fields of an OpenAI chat request; `max_tokens` defaults to 1024.
 
         Raises:
             RuntimeError: the proxy refused, with its message.
@@ -142,7 +140,7 @@ class ProxyManagedServer:
         self._nodes = []
 
     async def cleanup(self) -> None:
-        """Delete the session; a failure is logged, as the session expires by itself."""
+        """Delete the session; a failure is only logged, since the session expires by itself."""
         try:
             await self._ask("DELETE", "", None, timeout_s=_SHORT_TIMEOUT_S)
         except (RuntimeError, OSError, aiohttp.ClientError, asyncio.TimeoutError) as error:
@@ -168,14 +166,9 @@ class ProxyManagedServer:
 
 
 async def _ask(
-    method: str,
-    url: str,
-    body: Mapping[str, Any] | None,
-    *,
-    key: str | None,
-    timeout_s: float,
+    method: str, url: str, body: Mapping[str, Any] | None, *, key: str | None, timeout_s: float
 ) -> Any:
-    """Return the JSON of an answer; raises `InferenceError`, a RuntimeError, for a refusal."""
+    """Return the JSON of an answer; InferenceError, a RuntimeError, for a refusal."""
     headers = {"Authorization": f"Bearer {key}"} if key else {}
     timeout = aiohttp.ClientTimeout(total=timeout_s)
     async with (

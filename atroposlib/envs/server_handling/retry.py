@@ -83,7 +83,7 @@ _CHAT_ONLY_TEXT = re.compile(
 MAX_QUOTED_CHARACTERS = 500
 
 _KEY_TEXT = re.compile(r"\b(?:sk|hf|gsk|key)-?_?[A-Za-z0-9_\-*]{8,}")
-"""Text that looks like an API key, complete or masked by a provider."""
+"""Text that resembles an API key, complete or masked by a provider."""
 
 
 class EngineStatusError(InferenceError):
@@ -141,7 +141,7 @@ def is_retryable(error: BaseException) -> bool:
     """Whether the same request may succeed later.
 
     Refusals (4xx other than 408, 409, 429) and programming errors are final. Broken connections,
-    time-outs, 5xx and answers that cannot be used are not.
+    timeouts, 5xx and unusable answers are not.
     """
     status = http_status(error)
     if status is not None:
@@ -162,7 +162,7 @@ def is_outage_suspect(error: BaseException) -> bool:
 
 
 def retry_after_s(error: BaseException) -> float | None:
-    """Return how long the server asked to wait, in seconds, capped; None if it did not say."""
+    """Return the wait that the server requested, in seconds and limited; None without one."""
     import openai
 
     wanted: float | None = None
@@ -174,12 +174,9 @@ def retry_after_s(error: BaseException) -> float | None:
 
 
 def backoff_s(attempt: int, *, longest_s: float, draw: float) -> float:
-    """Return a random exponential wait before the next attempt, in seconds.
+    """Return a random exponential wait after `attempt` attempts, in seconds.
 
-    Args:
-        attempt: Attempts made so far, from 1.
-        longest_s: Upper bound.
-        draw: Uniform random number in [0, 1).
+    `draw` is a uniform random number in [0, 1).
     """
     return float(draw * min(longest_s, 2.0 ** (attempt - 1)))
 
@@ -190,7 +187,7 @@ def describe(error: BaseException) -> str:
 
 
 def describe_connection(error: BaseException) -> str:
-    """Return why a server could not be reached, from the innermost cause of the error."""
+    """Return the innermost cause of a connection error, for messages."""
     innermost = error
     while innermost.__cause__ is not None:
         innermost = innermost.__cause__
@@ -199,11 +196,11 @@ def describe_connection(error: BaseException) -> str:
 
 def as_context_overflow(error: BaseException) -> ContextOverflowError | None:
     """Return the typed error if an engine refused a request as too long, else None."""
-    said = str(error)
-    if http_status(error) not in (400, 413, 422) or not _OVERFLOW_TEXT.search(said):
+    text = str(error)
+    if http_status(error) not in (400, 413, 422) or not _OVERFLOW_TEXT.search(text):
         return None
-    prompt_tokens = _first_number(_PROMPT_LENGTH_TEXTS, said)
-    context_tokens = _first_number(_CONTEXT_LENGTH_TEXTS, said)
+    prompt_tokens = _first_number(_PROMPT_LENGTH_TEXTS, text)
+    context_tokens = _first_number(_CONTEXT_LENGTH_TEXTS, text)
     return ContextOverflowError(
         f"the prompt of {_amount(prompt_tokens)} and its completion do not fit the engine's "
         f"context of {_amount(context_tokens)}; shorten the prompt or lower max_tokens. "
@@ -230,18 +227,18 @@ def as_setup_error(
     The `api_key` is removed from the message, even if the server repeats it.
     """
     status = http_status(error)
-    said, shown_url = _without_key(str(error), api_key), without_secrets(url)
+    text, shown_url = _without_key(str(error), api_key), without_secrets(url)
     if status in (401, 403):
         key = "the api_key that is set" if api_key else "a request without an api_key"
         return EngineSetupError(
             f"inference server {shown_url} refuses {key} ({status}); set api_key of this server, "
-            f"or OPENAI_API_KEY for the official endpoint. Response of the server: {said}"
+            f"or OPENAI_API_KEY for the official endpoint. Response of the server: {text}"
         )
     if status == 404:
         return EngineSetupError(
             f"inference server {shown_url} returned 404 for model {model!r}: unknown route or "
             "model; check model_name, server_type and base_url, which usually ends in /v1. "
-            f"Response of the server: {said}"
+            f"Response of the server: {text}"
         )
     return None
 
@@ -252,18 +249,17 @@ def as_missing_completions(
     """Return the typed error if a server does not offer text completions, else None.
 
     An unknown model is refused with the same status; a chat request then fails for the same reason.
-
-    The `api_key` is removed from the message, even if the server repeats it.
+    The `api_key` is removed from the message.
     """
     status = http_status(error)
-    said = str(error)
-    if status not in _NOT_OFFERED and not (status == 400 and _CHAT_ONLY_TEXT.search(said)):
+    text = str(error)
+    if status not in _NOT_OFFERED and not (status == 400 and _CHAT_ONLY_TEXT.search(text)):
         return None
     shown_url = without_secrets(url)
     return NoTextCompletionsError(
         f"inference server {shown_url} offers no text completions for model {model!r} ({status}); "
         "use chat_completion, or check model_name, server_type and base_url, which usually ends in "
-        f"/v1. Response of the server: {_without_key(said, api_key)}"
+        f"/v1. Response of the server: {_without_key(text, api_key)}"
     )
 
 

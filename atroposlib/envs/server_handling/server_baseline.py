@@ -10,8 +10,8 @@ up to `MAX_ATTEMPTS` times. Health is probed only at start and after failures:
     request fails -> confirm() -> one shared probe -> up: retry / down: watch() until it is back
 
 An answer with tokens may name the weights that sampled them. An integer name is interpreted as the
-policy version that the trainer reports to the service; `sampled_versions` collects the versions of
-a rollout, whichever code makes its requests.
+policy version that the trainer reports to the service. `sampled_versions` collects the versions of
+a rollout.
 
 Invariants: one slot is held per attempt; an attempt that fails because the server went down is
 counted as an outage, not as an attempt.
@@ -74,10 +74,10 @@ __all__ = [
 ]
 
 SEND_COST_S = 0.0004
-"""Estimated seconds to send one request: render the prompt, encode and write the body."""
+"""Estimated CPU time to send one request, in seconds: render the prompt, encode, write the body."""
 
 ROUTE_COST_S = 0.0001
-"""Estimated seconds to choose a server for one request and acquire its slot."""
+"""Estimated CPU time to choose a server for one request and acquire its slot, in seconds."""
 
 
 class AsyncSemWithAdaptiveWeight(asyncio.Semaphore):
@@ -161,8 +161,8 @@ class AsyncSemWithAdaptiveWeight(asyncio.Semaphore):
 class SemaphoreWithOwnSlot(AsyncSemWithAdaptiveWeight):
     """View of a semaphore for a caller that already holds one of its slots.
 
-    The first `acquire` uses the held slot, so that the caller cannot deadlock with itself; further
-    ones compete for slots of the original. Weight and counts are the original's.
+    The first `acquire` uses the held slot, so that the caller cannot deadlock; further ones wait
+    for slots of the original. Weight and counts are those of the original.
     """
 
     def __init__(self, original: AsyncSemWithAdaptiveWeight) -> None:
@@ -204,24 +204,20 @@ TokensAndLogprobs = tuple[list[int], list[list[int]], list[list[float]], list[An
 
 
 class SharedSearch(Generic[T]):
-    """Lets concurrent callers share one running search; a failed one is repeated on the next call.
-
-    The caller stores the result.
-    """
+    """Lets concurrent callers share one running search; the caller stores the result."""
 
     def __init__(self) -> None:
         self.running: asyncio.Task[T] | None = None
 
     async def result(self, find: Callable[[], Coroutine[Any, Any, T]]) -> T:
         """Return the result of the running or a new search; cancelling does not stop the search."""
-        if not _is_running(self.running):
+        if self.running is None or not _is_running(self.running):
             self.running = asyncio.create_task(find())
-        assert self.running is not None
         return await asyncio.shield(self.running)
 
 
 def _is_running(task: asyncio.Task[Any] | None) -> bool:
-    # A task of a closed loop never finishes, so it does not count.
+    # A task of a closed loop never finishes.
     return task is not None and not task.done() and task.get_loop() is asyncio.get_running_loop()
 
 
@@ -230,8 +226,6 @@ class ServerHealth:
 
     Invariant: while `is_up` is False because of a probe, one watcher task runs that resets it. A
     value set by a caller holds until the next probe.
-
-    Name, startup timeout and remedy are for messages.
 
     Attributes:
         has_answered: Whether the server ever answered; until then its address may be wrong.
@@ -268,7 +262,7 @@ class ServerHealth:
         self._is_up = value
 
     def start_watching(self, watch: Callable[[], Coroutine[Any, Any, None]]) -> None:
-        """Run `watch` in the background unless it already runs on this event loop."""
+        """Run `watch` in the background, unless it already runs on this event loop."""
         if not _is_running(self.watcher):
             self.watcher = asyncio.create_task(watch())
 
@@ -287,7 +281,7 @@ class ServerHealth:
 class RequestFailures:
     """The failures of one request.
 
-    A failure because the server went down does not use up an attempt and may happen `MAX_OUTAGES`
+    A failure because the server went down does not count as an attempt and may happen `MAX_OUTAGES`
     times. Other transient failures are retried until `MAX_ATTEMPTS` attempts were made.
 
     Attributes:
@@ -342,8 +336,7 @@ class RequestFailures:
             ) from error
         return True
 
-    def as_never_answered(self) -> EngineSetupError:
-        """Return the error of a server that did not answer within its startup timeout."""
+    def never_answered_error(self) -> EngineSetupError:
         tried = f" ({describe_connection(self._last_error)})" if self._last_error else ""
         return EngineSetupError(
             f"inference server {self._server_name} has not answered within "
@@ -372,7 +365,7 @@ class RequestStats:
         _append_bounded(self.attempts, num_attempts, self.max_length)
 
     def metrics(self, prefix: str, *, attempts_name: str) -> dict[str, float]:
-        """Return the means of timings and attempts; only those with data."""
+        """Return the statistics of timings and attempts, as far as there is data."""
         metrics = {}
         if self.timings_s:
             timings = np.asarray(self.timings_s)
@@ -431,7 +424,7 @@ class APIServer(ABC):
         )
         self.train_stats = RequestStats(config.rolling_buffer_length)
         self.eval_stats = RequestStats(config.rolling_buffer_length)
-        # Names that the public contract gives to the same lists.
+        # Public names of the same lists.
         self.request_timings = self.train_stats.timings_s
         self.attempts_list = self.train_stats.attempts
         self.eval_request_timings = self.eval_stats.timings_s
@@ -499,7 +492,7 @@ class APIServer(ABC):
     def expect_tokenizer(self, tokenizer: Any, *, name: str, is_for_all: bool = False) -> None:
         """Compare the engine's ids with a tokenizer's at the first request; no-op by default.
 
-        `is_for_all` says whether text requests are also trained on, not only token requests.
+        With `is_for_all`, text requests are checked too, since they are trained on.
         """
         return
 
@@ -541,7 +534,7 @@ class APIServer(ABC):
         return await self._request(self._get_logprobs_wrapper, kwargs, gives_tokens=True)
 
     async def update_weight(self, weight: float) -> None:
-        """Set the share of this server's slots that may be used."""
+        """Set the share of the server's slots that may be used."""
         self.sem.update_weight(weight)
         self.eval_sem.update_weight(weight)
 
@@ -563,7 +556,7 @@ class APIServer(ABC):
     def with_own_slot(self) -> APIServer:
         """Return a view of this server for a caller that holds one of its training slots.
 
-        The view shares all state with this server. Its first request in flight uses the held slot,
+        The view shares all state with this server. Its first request in flight uses the held slot;
         further ones acquire slots as usual.
         """
         view = copy.copy(self)
@@ -640,7 +633,7 @@ class APIServer(ABC):
             if raise_when_down:
                 raise ServerDownError(f"inference server {self.health.name} is down")
             if not self.health.has_answered and time.monotonic() > deadline:
-                self.setup_error = failures.as_never_answered()
+                self.setup_error = failures.never_answered_error()
                 raise self.setup_error
             await asyncio.sleep(self.health_poll_s)
 
@@ -675,9 +668,9 @@ class APIServer(ABC):
 
 
 def failing_over(server: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
-    """Return a request for one of several servers: if it is down, the next one is asked.
+    """Return the arguments of a request to one of several servers, which raises if that is down.
 
-    Servers of other classes receive `kwargs` unchanged; they raise or wait as they like.
+    Servers of other classes receive `kwargs` unchanged.
     """
     return {**kwargs, "raise_when_down": True} if isinstance(server, APIServer) else kwargs
 
@@ -731,9 +724,8 @@ def join_answers(parts: Sequence[TokensAndLogprobs]) -> TokensAndLogprobs:
 def policy_version_of(weight_version: Any, reported: int | None) -> int | None:
     """Return the policy version of a completion.
 
-    Args:
-        weight_version: The engine's name of the weights; used if it is an integer.
-        reported: Policy version the service reported when the completion was requested.
+    This is the engine's name of its weights if it is an integer, else the version that the service
+    reported when the completion was requested.
     """
     text = str(weight_version)
     return int(text) if text.isascii() and text.isdigit() else reported
@@ -756,14 +748,12 @@ class SampledVersions:
         self.oldest = version if self.oldest is None else min(self.oldest, version)
 
     def add_finish_reason(self, tokens: Sequence[int], reason: str) -> None:
-        """Record why the last completion of a sequence ended."""
         self._reasons[hash(tuple(tokens))] = reason
 
     def finish_reasons(self, sequences: Sequence[Sequence[int]]) -> list[str | None] | None:
-        """Return [G] the finish reason of each sequence; None if all are unknown.
+        """Return [G] the finish reason of each of [G][L] sequences; None if all are unknown.
 
-        Args:
-            sequences: [G][L] token ids; one that differs from what was recorded has no reason.
+        A sequence that differs from the recorded tokens has no reason.
         """
         reasons = [self._reasons.get(hash(tuple(tokens))) for tokens in sequences]
         return reasons if any(reason is not None for reason in reasons) else None
@@ -790,9 +780,9 @@ def note_sampled(
     """Record a completion in every open collection of this task.
 
     Args:
-        version: Its policy version; None records none.
-        tokens: [L] its whole sequence, prompt included.
-        finish_reason: Why it ended; None records none.
+        version: Policy version of the completion; None if unknown.
+        tokens: [L] its whole sequence, including the prompt.
+        finish_reason: Reason for which it ended; None if unknown.
         is_from_text: Whether its tokens were encoded from text.
     """
     for versions in _OPEN.get():
@@ -805,10 +795,10 @@ def note_sampled(
 
 def note_node(tokens: Sequence[int], metadata: Mapping[str, Any] | None) -> None:
     """Record the metadata of a sequence sampled by another process in every open collection."""
-    said = metadata or {}
+    fields = metadata or {}
     note_sampled(
-        said.get("policy_version"),
+        fields.get("policy_version"),
         tokens=tokens,
-        finish_reason=said.get("finish_reason"),
-        is_from_text=bool(said.get(FROM_TEXT)),
+        finish_reason=fields.get("finish_reason"),
+        is_from_text=bool(fields.get(FROM_TEXT)),
     )

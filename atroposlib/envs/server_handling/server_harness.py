@@ -56,12 +56,7 @@ class ServerHarness:
     """A server with preset answers, one per conversation or prompt.
 
     It can be used alone or through a `ServerManager` built with `testing=True`. Attributes such as
-    `tokenizer`, `config` or `get_logprobs` may be assigned; `get_logprobs` does not exist until it
-    is assigned.
-
-    Attributes:
-        response_map: Answers of chats and completions by their key.
-        tokens_and_logprobs_map: Answers with tokens, by prompt.
+    `tokenizer` or `get_logprobs` may be assigned. Without a preset answer, requests raise KeyError.
     """
 
     def __init__(self) -> None:
@@ -73,7 +68,6 @@ class ServerHarness:
         self.config: Any = APIServerConfig(model_name="test_model", health_check=False)
 
     def conv_to_dictkey(self, input_message: Sequence[Mapping[str, Any]]) -> str:
-        """Return the key of a conversation in `response_map`."""
         lines = []
         for message in input_message:
             lines += [f"role:{message['role']}", f"content:{message['content']}"]
@@ -95,7 +89,6 @@ class ServerHarness:
         output_logprobs_list: list[list[float]],
         finish_reasons: list[Any],
     ) -> None:
-        """Answer this prompt with these tokens."""
         self.tokens_and_logprobs_map[prompt] = (
             prompt_tokens,
             output_tokens_list,
@@ -104,19 +97,16 @@ class ServerHarness:
         )
 
     async def chat_completion(self, **kwargs: Any) -> Any:
-        """Return the answer set for `messages`; KeyError names a conversation without one."""
         return self.response_map[self.conv_to_dictkey(kwargs["messages"])]
 
     async def completion(self, **kwargs: Any) -> Any:
-        """Return the answer set for `prompt`; KeyError names a prompt without one."""
         return self.response_map[kwargs["prompt"]]
 
     async def tokens_and_logprobs_completion(self, **kwargs: Any) -> TokensAndLogprobs:
-        """Return the tokens set for `prompt`; KeyError names a prompt without them."""
         return self.tokens_and_logprobs_map[kwargs["prompt"]]
 
     async def update_weight(self, weight: float) -> None:
-        """Do nothing: preset answers need no slots."""
+        """Do nothing, since preset answers need no slots."""
 
     async def wandb_metrics(
         self, metrics_dict: dict[str, Any] | None, server_name: str | None
@@ -124,4 +114,4 @@ class ServerHarness:
         return {} if metrics_dict is None else metrics_dict
 
     async def close(self) -> None:
-        """Do nothing: there is no connection."""
+        """Do nothing, since there is no connection."""

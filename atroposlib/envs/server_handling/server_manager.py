@@ -88,7 +88,7 @@ OVERLOAD_RATIO = 2.0
 OVERLOAD_MARGIN = 16
 """A server is overloaded if it has more requests in flight than `OVERLOAD_RATIO` times those of
 the least loaded server plus this margin. Below that, prefilling the conversation on another server
-would cost more than waiting."""
+costs more than waiting."""
 
 MAX_CONVERSATIONS = 32_768
 
@@ -127,8 +127,8 @@ def least_loaded(
     Args:
         servers: At least one.
         is_training: Whether training slots count, rather than evaluation slots.
-        open_sessions: Sessions per `id(server)`; breaks ties between equally loaded servers, so
-            that sessions opened together spread before their first request. The first wins ties.
+        open_sessions: Sessions per `id(server)`, which break ties between equally loaded servers:
+            sessions that are opened together are distributed before their first request.
     """
     sessions = open_sessions or {}
     healthy = [server for server in servers if server.server_healthy]
@@ -178,7 +178,7 @@ class ConversationMemory:
         for i in range(len(messages) - 1, 0, -1):
             if messages[i].get("role") != "assistant":
                 continue
-            for key in (keys[i], keys[i - 1]):  # the second, as callers may rewrite the reply
+            for key in (keys[i], keys[i - 1]):  # the second, since callers may change the reply
                 if key in self._server_of:
                     return self._server_of[key]
         return None
@@ -205,7 +205,7 @@ def _prefix_keys(messages: Sequence[Mapping[str, Any]]) -> list[int]:
 
 
 def _key(before: int, message: Mapping[str, Any]) -> int:
-    # A collision sends a conversation to a server without its prefix, which only costs time.
+    # A collision only costs time: the conversation is sent to a server without its prefix.
     content = message.get("content")
     text = content if isinstance(content, str) else repr(content)
     return hash((before, message.get("role"), text))
@@ -317,7 +317,7 @@ def _integer(environ: Mapping[str, str], name: str, *, default: int | None) -> i
 def find_configs(
     configs: ServerBaseline | Sequence[APIServerConfig], *, slurm: bool
 ) -> list[APIServerConfig]:
-    """Return one config per server: as listed, or discovered in the cluster job."""
+    """Return one config per server, as listed or as discovered in the cluster job."""
     if isinstance(configs, APIServerConfig):
         configs = [configs]
     if isinstance(configs, ServerBaseline):
@@ -332,11 +332,7 @@ def make_server(
     server_class: type[APIServer],
     reasoning_config: ReasoningConfig | None,
 ) -> APIServer:
-    """Build the server of one config; if the class is abstract, `server_type` selects it.
-
-    Raises:
-        ConfigError: this version has no class for the config's `server_type`.
-    """
+    """Build the server of one config; if the class is abstract, `server_type` selects it."""
     if inspect.isabstract(server_class):
         if config.server_type not in _ENGINES:
             raise ConfigError(
@@ -385,14 +381,14 @@ def open_session(
 
 
 class Answered(NamedTuple):
-    """An answer and the server that gave it."""
+    """An answer and its server."""
 
     server: Any
     answer: Any
 
 
 def merge_choices(parts: Sequence[Answered]) -> Any:
-    """Return one chat or completion with the choices of all, numbered from 0."""
+    """Return one chat or completion with the choices of all parts, numbered from 0."""
     if len(parts) == 1:
         return parts[0].answer
     return append_choices(parts[0].answer, [part.answer for part in parts[1:]])
@@ -406,12 +402,12 @@ class ServerManager:
             servers (see `configs_from_baseline`).
         server_class: Class of every server; if abstract, each config's `server_type` selects it.
             A bool is interpreted as `slurm`, as in version 0.1.
-        slurm: Replace the listed servers by those on the nodes of the Slurm job.
-        testing: Use one `ServerHarness` instead of servers.
+        slurm: Whether to use the servers on the nodes of the Slurm job instead of the listed ones.
+        testing: Whether to use one `ServerHarness` instead of servers.
         max_n_completions: Larger `n` is split into several requests.
         reasoning_config: Reasoning options added to every chat.
         proxy_url: URL of a managed-server proxy; default: ATROPOS_PROXY_URL.
-        use_proxy: Open tracked sessions at the proxy; enabled automatically if a URL is known.
+        use_proxy: Whether tracked sessions are opened at the proxy; always with a known URL.
         tool_parser: Name of the tool-call format of tracked sessions.
 
     Attributes:
@@ -484,7 +480,8 @@ class ServerManager:
         return merge_choices(parts)  # type: ignore[no-any-return]
 
     async def completion(self, **kwargs: Any) -> Completion:
-        return merge_choices(await self._split(lambda s: s.completion, kwargs))  # type: ignore[no-any-return]
+        parts = await self._split(lambda s: s.completion, kwargs)
+        return merge_choices(parts)  # type: ignore[no-any-return]
 
     async def tokens_and_logprobs_completion(self, **kwargs: Any) -> TokensAndLogprobs:
         reported = self.policy_version
@@ -513,7 +510,7 @@ class ServerManager:
         return sum(s.num_answered for s in self.servers if isinstance(s, APIServer))
 
     def failures_text(self) -> str:
-        """Return how many requests failed and the latest error; empty if none failed."""
+        """Return the number of failed requests and the latest error; empty without failures."""
         servers = [server for server in self.servers if isinstance(server, APIServer)]
         count = sum(server.num_failed for server in servers)
         if not count:
@@ -523,7 +520,7 @@ class ServerManager:
 
     @property
     def setup_error(self) -> EngineSetupError | None:
-        """The setup error that has prevented every answer so far, or None."""
+        """Setup error that has prevented every answer so far, or None."""
         if self.num_answered:
             return None
         errors = [s.setup_error for s in self.servers if isinstance(s, APIServer)]
@@ -546,7 +543,7 @@ class ServerManager:
         started = time.monotonic()
         while not self._servers_with_slots(is_training):
             waited_s = time.monotonic() - started
-            if all(_is_hopeless(server, waited_s=waited_s) for server in self.servers):
+            if all(_is_timed_out(server, waited_s=waited_s) for server in self.servers):
                 addresses = ", ".join(server.health.name for server in self.servers)
                 self._setup_error = EngineSetupError(
                     f"none of the inference servers has answered within {waited_s:.0f} seconds: "
@@ -586,7 +583,7 @@ class ServerManager:
         Args:
             tokenizer: Renders chats and decodes completions; default: the server's own.
             base_url: Use the server with this URL instead of the least loaded one.
-            preserve_think_blocks: Kept for compatibility; thinking is preserved either way.
+            preserve_think_blocks: Ignored; thinking is always preserved.
 
         Raises:
             RuntimeError: the configured managed-server proxy refused the session.
@@ -704,7 +701,7 @@ class ServerManager:
 
     @cached_property
     def _num_sessions(self) -> Counter[int]:
-        # Sessions opened at the same time have no requests in flight yet; counting spreads them.
+        # Counts sessions without requests in flight yet, to distribute those opened together.
         return Counter()
 
     @cached_property
@@ -712,8 +709,8 @@ class ServerManager:
         return ConversationMemory()
 
 
-def _is_hopeless(server: Any, *, waited_s: float) -> bool:
-    """Whether a server that never answered has exceeded its startup timeout."""
+def _is_timed_out(server: Any, *, waited_s: float) -> bool:
+    """Whether a server has not answered within its startup timeout."""
     if not isinstance(server, APIServer) or server.server_healthy or server.health.has_answered:
         return False
     return waited_s > server.config.startup_timeout

@@ -35,7 +35,6 @@ __all__ = ["SGLangServer", "resolve_openai_configs"]
 _NAMES: Mapping[str, str] = {"max_tokens": "max_new_tokens", "seed": "sampling_seed"}
 """SGLang's names of options; it refuses unknown names."""
 
-
 _FORMS = ("structured_outputs", "response_format")
 """vLLM's and OpenAI's names of structured-output options."""
 
@@ -50,10 +49,7 @@ _FORM_NAMES: Mapping[str, str] = {
 def tokens_body(prompt_ids: list[int], options: Mapping[str, Any]) -> dict[str, Any]:
     """Return a request body for the sampled ids and their logprobs.
 
-    Args:
-        prompt_ids: [P] prompt.
-        options: Sampling options with the limit under `max_tokens`; None lets the completion fill
-            the context.
+    A `max_tokens` of None lets the completion fill the context.
     """
     named = {_NAMES.get(name, name): value for name, value in options.items()}
     sampling_params = {name: named[name] for name in named if name not in _FORMS} | _form_of(named)
@@ -70,10 +66,8 @@ def prompt_logprobs_body(
 ) -> dict[str, Any]:
     """Return a request body for logprobs of every prompt position.
 
-    Args:
-        prompt_ids: [P] prompt.
-        options: As in `tokens_body`; `n`, `temperature` and `top_p` are overridden.
-        top_k: Candidates per position in addition to the prompt's own token.
+    `top_k` is the number of candidates in addition to the prompt's own token; `n`, `temperature`
+    and `top_p` are overridden.
     """
     fixed = {"n": 1, "temperature": 0.0, "top_p": 1.0}
     return {

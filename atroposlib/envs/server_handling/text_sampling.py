@@ -7,10 +7,10 @@
 Special tokens that a model spells in its text are encoded as plain text. One end-of-turn marker
 that a server left at the end of a finished reply is removed.
 
-The ids are the tokenizer's encoding of the text. The model may have sampled others with unknown
-probability, so these sequences have no logprobs. They suit SFT, DPO, distillation and viewing; a
-policy gradient needs exact tokens. Images and other non-text parts of a message are sent to the
-server and have no tokens.
+The ids are the tokenizer's encoding of the text. The model may have sampled others, so these
+sequences have no logprobs. They are suitable for SFT, DPO, distillation and viewing; a policy
+gradient needs exact tokens. Images and other non-text parts of a message are sent to the server and
+have no tokens.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class TextReply(NamedTuple):
     is_ended: bool
     """Whether the model ended its turn itself, rather than a stop string or a limit."""
     own_marks: str = ""
-    """The tool-call markup added here, with placeholders for everything the model chose."""
+    """Tool-call markup added here, with placeholders for names and arguments."""
 
 
 def reply_of(
@@ -74,8 +74,8 @@ def reply_of(
         render_calls: Renders tool calls as text; None uses the Hermes format.
         opens_thinking: Whether the prompt ends with `<think>`, which the reply then lacks.
         has_stop_strings: Whether the request has stop strings.
-        end_texts: Possible end-of-turn markers. One is removed from the end of a finished reply,
-            where some servers leave it.
+        end_texts: Possible end-of-turn markers. Some servers leave one at the end of a finished
+            reply; it is removed.
     """
     reason = choice.finish_reason
     is_ended = reason in _ENDED or as_finish_reason(reason) == "stop"
@@ -147,7 +147,7 @@ def provider_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, A
 
 @lru_cache(maxsize=1)
 def announce_text_tokens(server_name: str, tokenizer_name: str) -> None:
-    """Log once per process that texts are tokenized, with which tokenizer, and the consequences."""
+    """Log once per process that texts are tokenized, the tokenizer, and the consequences."""
     logger.warning(
         "inference server %s reports no token ids: its texts are tokenized with %s. Groups are "
         "marked tokenized_from_text and carry no logprobs: they serve SFT, DPO, distillation, "

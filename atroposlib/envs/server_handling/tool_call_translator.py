@@ -20,8 +20,8 @@ from atroposlib.envs.server_handling.chat_rendering import (
     THINKING_END,
     as_mapping,
     calls_of,
+    normal_form,
     reply_forms,
-    said_form,
     spoken_text,
 )
 from atroposlib.envs.server_handling.tool_formats import (
@@ -88,9 +88,7 @@ class ToolCallTranslator:
 
         If calls are found: the text before them or None, the calls, `tool_calls`. Otherwise, and if
         one of several calls is malformed: the unchanged completion, None, `stop`. Calls inside the
-        thinking are ignored.
-
-        Without `tools`, or with the choice `none`, nothing is parsed.
+        thinking are ignored. Without `tools`, or with the choice `none`, nothing is parsed.
         """
         if self.parser is None or not tools or tool_choice == "none":
             return raw_text, None, "stop"
@@ -113,7 +111,7 @@ class ToolCallTranslator:
         self._remember_meaning(ids, content, tool_calls)
 
     def render_calls(self, calls: Sequence[FunctionCall]) -> str:
-        """Return calls as text in this format; in the Hermes format if it is unknown."""
+        """Return calls as text in this format, or in the Hermes format if it is unknown."""
         return (self.parser or HermesFormat()).render(calls)
 
     def reconstruct_raw_text_from_tool_calls(self, tool_calls: Sequence[Any]) -> str:
@@ -125,23 +123,21 @@ class ToolCallTranslator:
         return self._render(calls)
 
     def convert_messages_for_template(
-        self, messages: Sequence[Any], *, honours_content: bool = False
+        self, messages: Sequence[Any], *, compares_content: bool = False
     ) -> list[Any]:
         """Return the messages with every assistant message that calls tools as plain text.
 
         The text is the completion itself if it is known; else the message's content and the
-        rendered calls, on separate lines. All other messages are the same objects.
-
-        With `honours_content`, a completion counts as unknown if the message's content differs from
-        it; otherwise the content of known calls is ignored.
+        rendered calls, on separate lines. All other messages are the same objects. With
+        `compares_content`, a completion counts as unknown if the message's content differs from it.
         """
-        return [self._as_text(message, honours_content) for message in messages]
+        return [self._as_text(message, compares_content) for message in messages]
 
     def decode_with_tool_awareness(self, token_ids: Sequence[int], has_tools: bool = False) -> str:
         """Return the text of ids; special tokens stay when they may mark tool calls."""
         return str(self.tokenizer.decode(token_ids, skip_special_tokens=not has_tools))
 
-    def _as_text(self, message: Any, honours_content: bool) -> Any:
+    def _as_text(self, message: Any, compares_content: bool) -> Any:
         if not isinstance(message, Mapping) or message.get("role") != "assistant":
             return message
         tool_calls = message.get("tool_calls")
@@ -149,7 +145,7 @@ class ToolCallTranslator:
             return message
         calls = [as_mapping(call) for call in tool_calls]
         content = spoken_text(message.get("content"))
-        text = self._recall(calls, content if honours_content else "")
+        text = self._recall(calls, content if compares_content else "")
         if text is None:
             rendered = self._render(calls)
             text = f"{content}\n{rendered}" if content else rendered
@@ -180,16 +176,16 @@ class ToolCallTranslator:
         return ToolCall(id=call_id, function=function)
 
     def _recall(self, calls: Sequence[Mapping[str, Any]], content: str = "") -> str | None:
-        """Return the completion of the first call and mark its calls as recently used.
+        """Return the completion that made these calls; None if it is unknown or differs from them.
 
-        None if it is unknown, or if calls or content differ from it.
+        Marks its calls as recently used.
         """
         remembered = self.call_id_to_raw_text
         ids = [str(call.get("id")) for call in calls]
         if not ids or ids[0] not in remembered:
             return None
         answer = self._answers.get(ids[0])
-        if answer is not None and not answer.is_said_by(calls, content):
+        if answer is not None and not answer.is_repeated_by(calls, content):
             return None
         for call_id in ids:
             if call_id in remembered:
@@ -198,16 +194,16 @@ class ToolCallTranslator:
 
 
 class _ToolAnswer(NamedTuple):
-    """The answer given for one completion that calls tools."""
+    """Answer for one completion that calls tools."""
 
     content: str | None
     meaning: list[tuple[str, str]]
     """Name and canonical arguments of each call."""
 
-    def is_said_by(self, calls: Sequence[Mapping[str, Any]], content: str) -> bool:
+    def is_repeated_by(self, calls: Sequence[Mapping[str, Any]], content: str) -> bool:
         """Whether a message repeats this answer, possibly without its text or its thinking."""
         forms = reply_forms(self.content or "", has_calls=True)
-        return _meaning(calls) == self.meaning and said_form(content) in forms
+        return _meaning(calls) == self.meaning and normal_form(content) in forms
 
 
 def _meaning(calls: Sequence[Any]) -> list[tuple[str, str]]:
@@ -217,7 +213,7 @@ def _meaning(calls: Sequence[Any]) -> list[tuple[str, str]]:
 def _calls_after_thinking(
     parser: ToolCallFormat, text: str, tools: Sequence[Any]
 ) -> list[FoundCall]:
-    """Return the calls of a completion, without those before the `</think>` that ends its thinking.
+    """Return the calls of a completion after the `</think>` that ends its thinking.
 
     The prompt may have opened the thinking, so only its end is searched. A tag inside a call, such
     as in the text of an argument, is ignored.

@@ -20,7 +20,7 @@ from pydantic import BaseModel
 
 
 class FunctionCall(BaseModel):
-    """The function a model asks for."""
+    """Name and arguments of a call."""
 
     name: str
     arguments: str
@@ -47,7 +47,7 @@ class FoundCall(NamedTuple):
     arguments: str
     """JSON text of an object."""
     start: int
-    """Index in the completion where the call begins, its tag included."""
+    """Index in the completion where the call begins, including its tag."""
     end: int
     call_id: str | None = None
     """Id written by the model; None in most formats."""
@@ -68,8 +68,8 @@ class ToolCallFormat(ABC):
     def find_calls(self, text: str, start: int, tools: Sequence[Any]) -> list[FoundCall]:
         """Return the calls of a completion in their order.
 
-        All or nothing: one malformed call makes the list empty, so that a partial set of calls is
-        never executed. Never raises, whatever the text.
+        If one call is malformed, the list is empty, so that a partial set of calls is never
+        executed. Never raises, whatever the text.
 
         Args:
             text: The completion.
@@ -78,11 +78,7 @@ class ToolCallFormat(ABC):
         """
 
     def frame_of(self, name: str) -> tuple[str, str] | None:
-        """Return the text around the arguments of a call, if these are written as a JSON object.
-
-        Returns:
-            The text before and after the arguments; None if the format writes them differently.
-        """
+        """Return the text before and after the arguments; None if they are not a JSON object."""
         return None
 
     @abstractmethod
@@ -93,7 +89,7 @@ class ToolCallFormat(ABC):
 def parameter_schemas(tools: Sequence[Any]) -> dict[str, Mapping[str, Any]]:
     """Map the name of every tool to the JSON schemas of its parameters by their names.
 
-    Malformed definitions are left out: they come from the caller and were never validated.
+    Malformed definitions, which callers may send, are left out.
     """
     schemas: dict[str, Mapping[str, Any]] = {}
     for tool in tools:
@@ -119,12 +115,10 @@ class ReadValue(NamedTuple):
 
 
 class NamedCall(NamedTuple):
-    """A call described by a JSON object."""
+    """A call described by a JSON object; fields as in `FoundCall`."""
 
     name: str
-    """Name of the function, never empty."""
     arguments: str
-    """JSON text of an object."""
     call_id: str | None
 
 
@@ -193,6 +187,10 @@ def object_of(call: FunctionCall, arguments_key: str = "arguments") -> Mapping[s
     return {"name": call.name, arguments_key: whole_value(call.arguments, blank={})}
 
 
+def _json(call: FunctionCall, arguments_key: str = "arguments") -> str:
+    return json.dumps(object_of(call, arguments_key), ensure_ascii=False)
+
+
 def whole_value(text: str, *, blank: Any = None) -> Any:
     """Return a text decoded as JSON; `blank` if it is empty, the text itself if it is not JSON."""
     if not text.strip():
@@ -242,9 +240,7 @@ class HermesFormat(ToolCallFormat):
         )
 
     def render(self, calls: Sequence[FunctionCall]) -> str:
-        return "\n".join(
-            f"{OPEN}{json.dumps(object_of(call), ensure_ascii=False)}{CLOSE}" for call in calls
-        )
+        return "\n".join(f"{OPEN}{_json(call)}{CLOSE}" for call in calls)
 
 
 def read_tagged_json(text: str, start: int) -> FoundCall | None:
@@ -311,7 +307,6 @@ class QwenFormat(ToolCallFormat):
         return calls
 
     def frame_of(self, name: str) -> tuple[str, str] | None:
-        """Return the tag and the object around the arguments; None for function elements."""
         if self.writes_elements:
             return None
         named = json.dumps(name, ensure_ascii=False)
@@ -365,7 +360,7 @@ def _typed(text: str, schema: Any) -> Any:
 
 
 def _kinds(schema: Mapping[str, Any]) -> set[str]:
-    """Return the JSON types a schema allows; empty if it does not say."""
+    """Return the JSON types that a schema allows; empty if it does not restrict them."""
     kind = schema.get("type")
     if isinstance(kind, str):
         return {kind}
@@ -381,10 +376,6 @@ def _kinds(schema: Mapping[str, Any]) -> set[str]:
 def _listed(schema: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
     entries = schema.get(key)
     return [e for e in entries if isinstance(e, Mapping)] if isinstance(entries, list) else []
-
-
-def _json(call: FunctionCall) -> str:
-    return json.dumps(object_of(call), ensure_ascii=False)
 
 
 def _element(call: FunctionCall) -> str:
@@ -430,9 +421,7 @@ class Llama3JsonFormat(ToolCallFormat):
         return f'{{"name": {json.dumps(name, ensure_ascii=False)}, "parameters": ', "}"
 
     def render(self, calls: Sequence[FunctionCall]) -> str:
-        return "; ".join(
-            json.dumps(object_of(call, "parameters"), ensure_ascii=False) for call in calls
-        )
+        return "; ".join(_json(call, "parameters") for call in calls)
 
 
 def _known_object(text: str, start: int, names: set[str]) -> int | None:

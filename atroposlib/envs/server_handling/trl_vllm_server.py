@@ -78,7 +78,7 @@ class TrlVllmServer(VLLMServer):
         super().__init__(config, reasoning_config)
         # TRL users give the URL without /v1, which vLLM's OpenAI routes need.
         self.openai.base_url = f"{self.http.root_url}/v1"
-        # Read now, called at first use: users who replace the class do so only during construction.
+        # Users may replace the class during construction only, so its method is read here.
         self._from_pretrained = AutoTokenizer.from_pretrained
         self._headers = {"Authorization": f"Bearer {config.api_key}"} if config.api_key else {}
         self._is_searched = False
@@ -164,7 +164,7 @@ class TrlVllmServer(VLLMServer):
         ):
             if isinstance(response, ClientResponse):
                 return decode_answer(response, await response.read())
-            return await response.json()  # a replaced session may return a minimal response
+            return await response.json()  # of a replaced session, such as in tests
 
     async def _find_generate_once(self) -> str | None:
         """Return the URL of TRL's own route; None if vLLM's server runs."""

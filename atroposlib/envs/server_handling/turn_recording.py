@@ -7,7 +7,7 @@ Two messages are the same if these are equal:
 - role, `name`, and the text of the content. A list of text parts equals their concatenation;
   missing, null and empty content are equal.
 - for assistant messages also the calls, in order: name, and arguments as JSON values, so spacing,
-  key order and `1.0` for `1` are ignored. Their text is compared in its `said_form`: without
+  key order and `1.0` for `1` are ignored. Their text is compared in its `normal_form`: without
   whitespace around thoughts and text, and with repeated thoughts once.
 
 Ids of calls, `tool_call_id` and all other fields are ignored. Among replies with equal meaning, the
@@ -68,10 +68,10 @@ from atroposlib.envs.server_handling.chat_rendering import (
     has_ids_of_text,
     hidden_tail,
     is_hidden,
+    normal_form,
     render_added,
     reply_forms,
-    said_form,
-    tail_behind,
+    text_after_reply,
     text_of,
     text_of_content,
     text_of_end,
@@ -87,8 +87,7 @@ Render = Callable[[Sequence[Mapping[str, Any]], Sequence[Any] | None], str]
 """Renders messages and tools as prompt text."""
 
 _OPENING_TOKENS = 16
-"""How many tokens before a reply are searched for a special token, where encoding can restart."""
-
+"""Number of tokens before a reply that are searched for a special token, which splits encoding."""
 
 Keys = frozenset[str]
 """The keys of all equivalent forms of one message."""
@@ -117,27 +116,24 @@ class SampledReply:
 
     @cached_property
     def keys(self) -> Keys:
-        texts = {said_form(self._content)}
+        texts = {normal_form(self._content)}
         if not self._keeps_thinking:
             texts = set(reply_forms(self._content, has_calls=bool(self.call_ids)))
         if self.call_ids:
             texts.add("")
         elif self.raw_text != self._content:
             texts |= (
-                {said_form(self.raw_text)} if self._keeps_thinking else reply_forms(self.raw_text)
+                {normal_form(self.raw_text)} if self._keeps_thinking else reply_forms(self.raw_text)
             )
         forms = {_key("assistant", None, self._calls, text) for text in texts}
-        raw_form = _key("assistant", None, _calls_text([]), said_form(self.raw_text))
+        raw_form = _key("assistant", None, _calls_text([]), normal_form(self.raw_text))
         return frozenset(forms | {raw_form})
 
     def likeness(self, content: str) -> int:
-        """Return 3 for this reply's content, 2 for other spacing, 1 without its thinking, else 0.
-
-        An empty content matches an empty reply better than a reply that is only thinking.
-        """
+        """Return 3 for this content, 2 for other spacing, 1 without its thinking, else 0."""
         if content == self._content:
             return 3
-        if said_form(content) == said_form(self._content):
+        if normal_form(content) == normal_form(self._content):
             return 2
         return int(content == self._content.rpartition(THINKING_END)[2])
 
@@ -180,17 +176,17 @@ def earlier_turns(parent: Conversation | None, keys: Sequence[str]) -> tuple[Key
 
 
 def message_key(message: Any) -> str:
-    """Return a short text that is equal for messages with equal meaning."""
+    """Return a digest that is equal for messages with equal meaning."""
     fields = as_mapping(message)
     role = str(fields.get("role"))
     text = text_of_content(fields.get("content"))
     if role != "assistant":
         return _key(role, fields.get("name"), "", text)
-    return _key(role, None, _calls_text(calls_of(fields.get("tool_calls"))), said_form(text))
+    return _key(role, None, _calls_text(calls_of(fields.get("tool_calls"))), normal_form(text))
 
 
 def digest(value: Any) -> str:
-    """Return a short text that is equal for equal JSON values."""
+    """Return a digest that is equal for equal JSON values."""
     return _hashed(json.dumps(value, sort_keys=True, default=str))
 
 
@@ -244,12 +240,11 @@ class SequenceNode(BaseModel):
 def continue_ids(
     node: SequenceNode, added_ids: Sequence[int], is_hidden: Callable[[int], bool]
 ) -> list[int]:
-    """Return the node's tokens followed by the added ones, the shared end of turn only once.
+    """Return the node's tokens followed by the added ones, with a shared end of turn only once.
 
     The sampled end-of-turn tokens are not part of the node's text, so the next prompt repeats
-    them; the longest overlap between them and the start of `added_ids` is skipped.
-
-    `is_hidden` says whether a token is absent from the text of the node.
+    them; the longest overlap between them and the start of `added_ids` is skipped. `is_hidden`
+    returns whether a token is absent from texts.
     """
     num_hidden = 0
     for token_id, mask in zip(reversed(node.tokens), reversed(node.masked_tokens), strict=True):
@@ -281,7 +276,7 @@ def make_node(
         prompt_ids: [P] ids the engine read.
         completion_ids: [C] ids it sampled.
         completion_logprobs: [C] their logprobs; padded with `MASKED_LOGPROB` or cut to C.
-        finish_reason: Why sampling ended.
+        finish_reason: Reason for which sampling ended.
         parent: Node the prompt continues. Its masks and logprobs are copied for the common prefix
             of its tokens and the prompt; None masks the whole prompt.
         notes: Further entries of `SequenceNode.metadata`.
@@ -303,7 +298,7 @@ def make_node(
     try:  # ten times faster than the model's validation, which blocks the event loop
         fields["tokens"] = msgspec.convert(fields["tokens"], list[int])
         fields["logprobs"] = msgspec.convert(fields["logprobs"], list[float])
-    except msgspec.ValidationError:  # numbers of other kinds, or none
+    except msgspec.ValidationError:  # other types of numbers, or other values
         return SequenceNode(**fields)
     return SequenceNode.model_construct(**fields)
 
@@ -320,7 +315,7 @@ class TurnEnd:
     """Where one sampled reply ends in its sequence."""
 
     num_tokens: int
-    """Number of tokens up to this end, the sampled end of turn included."""
+    """Number of tokens up to this end, including the sampled end of turn."""
     text_length: int
     """Length of the sequence's text up to this end."""
     num_reply_ids: int
@@ -344,7 +339,7 @@ class NodeRecord:
 
     node: SequenceNode
     ends: tuple[TurnEnd, ...] = ()
-    """Its sampled replies, oldest first; empty for a node not recorded here."""
+    """Its sampled replies, oldest first; empty for a node that was not recorded here."""
 
     @property
     def last(self) -> TurnEnd | None:
@@ -371,7 +366,7 @@ class Continuation:
 
     record: NodeRecord
     added_text: str
-    """Text after it, the end of its last turn included."""
+    """Text after it, including the end of its last turn."""
     is_rerendered: bool
     """Whether the chat template would write the recorded turns differently."""
     is_same_reply: bool = False
@@ -443,7 +438,7 @@ class NodeRecords:
         return best[0].up_to(best[1]) if best is not None else None
 
     def _beginnings(self, nodes: Sequence[SequenceNode]) -> Iterator[tuple[NodeRecord, int]]:
-        """Yield every record with each number of replies after which it may be continued."""
+        """Yield every record with each number of replies after which it can be continued."""
         for node in nodes:
             record = self._of(node)
             for num_ends in range(len(record.ends), min(1, len(record.ends)) - 1, -1):
@@ -515,7 +510,7 @@ def continue_chat(
 ) -> Continuation | None:
     """Return the sequence that a chat continues; None for a new one.
 
-    `strips_thinking` says whether the template may drop earlier thinking.
+    `strips_thinking` is whether the template may drop earlier thinking.
     """
     cut = _cut_reply(records, nodes, request)
     if cut is not None:
@@ -564,7 +559,7 @@ def _rest_of_prompt(
 ) -> str | None:
     """Return the prompt after the recorded text; None unless the turn ends exactly there.
 
-    A prompt may start with the text and still be within the turn: `10` starts with `1`, and every
+    A prompt that starts with the text may still be within the turn: `10` starts with `1`, and every
     prompt starts with the text of an empty reply.
     """
     if not request.prompt.startswith(record.node.full_text):
@@ -573,7 +568,7 @@ def _rest_of_prompt(
     end_text = record.last.end_text if record.last is not None else ""
     if end_text and rest.startswith(end_text):
         return rest
-    tail = tail_behind(lambda messages: render(messages, request.tools), history, added)
+    tail = text_after_reply(lambda messages: render(messages, request.tools), history, added)
     return rest if tail is not None and tail + request.partial_text == rest else None
 
 
@@ -613,10 +608,8 @@ class Sampled:
     weight_version: str | None
     """The engine's name of its weights."""
     policy_version: int | None
-    """The policy version of these weights."""
     reply: TextReply | None = None
-    """Answer of a server without token ids; `ids` are then encoded from its text. None: `ids` were
-    sampled."""
+    """Answer of a server without token ids, whose text was encoded; None: `ids` were sampled."""
     num_end_ids: int = 0
     """Number of ids after the text of `reply`."""
 
@@ -640,12 +633,10 @@ class Turn:
 
     @property
     def _last(self) -> TurnEnd | None:
-        """The end of the continued sequence."""
         return self.parent.record.last if self.parent is not None else None
 
     @property
     def _metadata(self) -> Mapping[str, Any]:
-        """The metadata of the continued sequence."""
         return (self.parent.record.node.metadata if self.parent is not None else None) or {}
 
     def input_ids(self) -> list[int]:
@@ -657,11 +648,7 @@ class Turn:
         return continue_ids(node, added_ids, lambda i: is_hidden(self.tokenizer, i))
 
     def check_prompt(self) -> None:
-        """Raise unless the prompt holds every new message; recorded ones were checked before.
-
-        Raises:
-            PromptError: the chat template left out the text of a message.
-        """
+        """Raise `PromptError` unless the prompt has the text of every message that was added."""
         if self.chat is None:
             return
         last = self._last
@@ -722,7 +709,7 @@ class Turn:
 
     @property
     def full_prompt(self) -> str:
-        """The text of the ids sent; differs from `prompt` if that renders turns differently."""
+        """Text of the ids sent; differs from `prompt` if the template renders turns differently."""
         if self.parent is None:
             return self.prompt
         return self.parent.record.node.full_text + self.parent.added_text
@@ -788,14 +775,14 @@ class Turn:
 
     @property
     def _partial_text(self) -> str:
-        """The part of this reply that is already in the prompt."""
+        """Part of this reply that is already in the prompt."""
         if self.parent is not None and self.parent.is_same_reply:
             last = self._last
             return last.conversation.reply.raw_text if last and last.conversation else ""
         return self.chat.partial_text if self.chat is not None else ""
 
     def _answer_with_calls(self, reply: TextReply) -> Answer | ToolAnswer:
-        """Return an answer with the server's structured calls; without any, use `_answer_of`."""
+        """Return an answer with the server's structured calls, or those in its text."""
         if self.translator is None or self.chat is None or not reply.tool_calls:
             return self._answer_of(Answer(reply.text, reply.finish_reason))
         self.translator.remember_answer(reply.text, reply.content, reply.tool_calls)

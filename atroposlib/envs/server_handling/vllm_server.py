@@ -62,21 +62,16 @@ class _CompletionsAnswer(TypedDict, total=False):
 
 
 COMPLETIONS_DECODER = msgspec.json.Decoder(_CompletionsAnswer)
-"""Decodes the needed fields of a `/v1/completions` answer and skips the texts and the candidates
-of every position, which are most of it."""
+"""Decodes the needed fields of a `/v1/completions` answer. Most of an answer, the texts and the
+candidates of every position, is skipped."""
 
 
 def completions_body(
     model: str, prompt_ids: list[int], options: Mapping[str, Any]
 ) -> dict[str, Any]:
     """Return a request body for `/v1/completions` with ids and sampled logprobs enabled."""
-    return {
-        "model": model,
-        "prompt": prompt_ids,
-        "logprobs": 1,
-        "return_token_ids": True,
-        **options,
-    }
+    fixed = {"model": model, "prompt": prompt_ids, "logprobs": 1, "return_token_ids": True}
+    return {**fixed, **options}
 
 
 def generate_body(prompt_ids: list[int], options: Mapping[str, Any]) -> dict[str, Any]:
@@ -126,15 +121,17 @@ def parse_generate(
 
 
 def prompt_rows(value: Any, num_positions: int) -> list[Any]:
-    """Return one entry per prompt position, removing an outer list around all of them.
+    """Return one entry per prompt position, without an outer list around all of them.
 
     Entries may be lists themselves, so only a single list with the length of the prompt counts as
-    an outer one.
+    an outer one. For one position, `[[{...}]]` is the entry `[{...}]`.
     """
     if not isinstance(value, list):
         raise ValueError("the engine's answer has no prompt_logprobs")
-    if _is_outer_list(value, num_positions):
-        return list(value[0])
+    inner = value[0] if len(value) == 1 else None
+    is_whole = isinstance(inner, list) and len(inner) == num_positions
+    if inner is not None and is_whole and (num_positions > 1 or isinstance(inner[0], list)):
+        return list(inner)
     if len(value) != num_positions:
         raise InferenceError(
             f"the engine answered {len(value)} prompt logprobs for {num_positions} tokens"
@@ -142,18 +139,11 @@ def prompt_rows(value: Any, num_positions: int) -> list[Any]:
     return value
 
 
-def _is_outer_list(value: list[Any], num_positions: int) -> bool:
-    if len(value) != 1 or not isinstance(value[0], list) or len(value[0]) != num_positions:
-        return False
-    # For one position `[[{...}]]` is ambiguous; only a third level of nesting decides.
-    return num_positions > 1 or isinstance(value[0][0], list)
-
-
 def normalize_topk_entry(entry: Any) -> tuple[list[int], list[float]]:
     """Convert one position's logprobs to parallel lists of ids and logprobs.
 
-    Accepts `{id: logprob}`, the engine's `{id: {"logprob": ...}}`, or a list of either; any other
-    value, such as null at the first position, gives two empty lists.
+    Accepts `{id: logprob}`, the engine's `{id: {"logprob": ...}}`, or a list of either. Other
+    values, such as null at the first position, give two empty lists.
     """
     entries = _entries_of(entry)
     return list(entries), list(entries.values())
@@ -184,11 +174,10 @@ def __getattr__(name: str) -> Any:
 class VLLMServer(TokenServer):
     """A vLLM server, accessed over HTTP only.
 
-    The first token request detects which route returns tokens, and the result is kept.
-
-    The logprobs are those of the engine's `--logprobs-mode`: by default *raw*, the log-softmax of
-    the model's logits before temperature, top-p and penalties. At temperature 1 without
-    truncation they equal those of the sampling distribution.
+    The first token request detects which route returns tokens. The logprobs are those of the
+    engine's `--logprobs-mode`: by default *raw*, the log-softmax of the model's logits before
+    temperature, top-p and penalties. At temperature 1 without truncation they equal those of the
+    sampling distribution.
     """
 
     lists_every_model = True

@@ -70,7 +70,7 @@ from atroposlib.envs.server_handling.proxy.requests import (
     LARGEST_LIMIT,
     MOST_STOPS,
     inner_names,
-    not_honoured,
+    unsupported_names,
 )
 from atroposlib.errors import ContextOverflowError
 
@@ -85,7 +85,7 @@ FieldsT = TypeVar("FieldsT", bound="CountFields")
 THREAD_NOT_FOUND = "thread_not_found"
 """Error code after which clients send the whole conversation again."""
 
-_MAX_HELD = 1024
+_MAX_STORED = 1024
 
 Block = dict[str, Any]
 
@@ -169,9 +169,9 @@ def _read(model: type[FieldsT], body: Mapping[str, Any]) -> FieldsT:
 
 
 def ignored_fields(fields: CountFields, body: Mapping[str, Any]) -> list[str]:
-    """Return the names of unsupported fields of a request; nested ones as `thinking.budget`."""
+    """Return the names of unsupported fields of a request, nested ones as `thinking.budget`."""
     known = {*MessagesFields.model_fields, "mcp_servers", "model", *SHARED_OPTIONS}
-    names = not_honoured(body, known)
+    names = unsupported_names(body, known)
     names += inner_names("thinking", fields.thinking, known=("type", "display"))
     names += inner_names("output_config", fields.output_config, known=("format",))
     for tool in fields.tools or ():
@@ -244,41 +244,38 @@ def _response_format(output_format: Any) -> dict[str, Any] | None:
 
 
 @dataclass(frozen=True)
-class HeldConversation:
+class StoredConversation:
     """A conversation up to and including one Message."""
 
     messages: Sequence[ChatMessage] = ()
-    """Chat messages, the system message included."""
+    """Chat messages, including the system message."""
     tools: list[dict[str, Any]] | None = None
     """Tools as the client defined them; requests that continue leave them out."""
 
 
 class MessagesState:
-    """State that one session keeps for the Messages protocol."""
+    """State of one session for the Messages protocol."""
 
     def __init__(self) -> None:
         self.turns = GivenTurns()
-        self._held: Bounded[str, HeldConversation] = Bounded(_MAX_HELD)
+        self.stored: Bounded[str, StoredConversation] = Bounded(_MAX_STORED)
 
-    def hold(self, message_id: str, conversation: HeldConversation) -> None:
-        self._held.keep(message_id, conversation)
-
-    def continued(self, fields: CountFields) -> HeldConversation:
+    def continued(self, fields: CountFields) -> StoredConversation:
         """Return the conversation a request continues, empty for a new one; 404 if unknown."""
         if fields.thread is None or fields.thread.type == "create":
-            return HeldConversation()
+            return StoredConversation()
         message_id = fields.thread.previous_message_id
         if message_id is None:
             refuse("thread.previous_message_id", "expected the id of a Message, got nothing")
-        held = self._held.recall(message_id)
-        if held is None:
+        stored = self.stored.recall(message_id)
+        if stored is None:
             raise ProxyRefusal(
                 f"this session has no stored conversation that ends with {message_id!r}; send the "
                 "whole conversation",
                 status=404,
                 code=THREAD_NOT_FOUND,
             )
-        return held
+        return stored
 
 
 def content_blocks(answer: ShownAnswer, *, omits_thinking: bool = False) -> list[Block]:
@@ -314,7 +311,7 @@ def message_object(
 ) -> dict[str, Any]:
     """Return the Message of an answer with these content blocks.
 
-    `fills_context` says whether only the context limited the length of the answer.
+    With `fills_context`, only the context limited the length of the answer.
     """
     stop_reason = _STOP_REASONS.get(answer.finish_reason, "end_turn")
     if fills_context and stop_reason == "max_tokens":
@@ -363,7 +360,7 @@ def anthropic_model_card(model_name: str, created: float) -> dict[str, Any]:
 def error_body(refusal: ProxyRefusal) -> dict[str, Any]:
     """Return `{"type": "error", "error": {"type", "message"}}` in Anthropic's vocabulary.
 
-    `error` has `details` with an `error_code` if clients recognize it.
+    If clients recognize the code, `error` has `details` with an `error_code`.
     """
     fallback = "api_error" if refusal.status >= 500 else "invalid_request_error"
     kind = _ERROR_TYPES.get(refusal.status, fallback)
@@ -374,10 +371,7 @@ def error_body(refusal: ProxyRefusal) -> dict[str, Any]:
 
 
 def message_events(message: Mapping[str, Any], answer: ShownAnswer) -> Iterator[Fields]:
-    """Yield the events of a message.
-
-    The text of its calls' arguments is streamed unchanged from the answer.
-    """
+    """Yield the events of a message; arguments of calls are streamed unchanged from the answer."""
     usage = {**message["usage"], "output_tokens": 0, "output_tokens_details": None}
     unfinished: Fields = {"content": [], "stop_reason": None, "stop_sequence": None, "usage": usage}
     yield {"type": "message_start", "message": {**message, **unfinished}}
@@ -458,7 +452,7 @@ def _add_user(entries: list[ChatMessage | SentTurn], content: Any, path: str) ->
 
 
 def _add_user_text(entries: list[ChatMessage | SentTurn], text: str) -> None:
-    """Add text to the user's turn, joining adjacent messages as templates expect turns."""
+    """Add text to the user's turn; adjacent messages are joined, as templates expect one."""
     last = entries[-1] if entries else None
     if isinstance(last, Mapping) and last["role"] == "user":
         entries[-1] = {"role": "user", "content": f"{last['content']}\n{text}"}
@@ -510,7 +504,7 @@ def _call_of(block: Mapping[str, Any], path: str) -> ChatMessage:
 
 
 async def create_message(exchange: Exchange) -> Response:
-    """Answer a request with a Message, or with its events when `stream` is set."""
+    """Answer a request with a Message, or with its events if `stream` is set."""
     state = _state_of(exchange)
     fields = read_request(exchange.body)
     prompt = _prompt(fields, exchange)
@@ -527,7 +521,7 @@ async def create_message(exchange: Exchange) -> Response:
     message = message_object(answer, content, model=model, fills_context=fills_context)
     if fields.thread is not None:
         messages = [*before, turn.message]
-        state.hold(message["id"], HeldConversation(messages, prompt.tools))
+        state.stored.keep(message["id"], StoredConversation(messages, prompt.tools))
     if not fields.stream:
         return JSONResponse(message)
     events = message_events(message, answer)
@@ -547,7 +541,7 @@ class _Prompt(NamedTuple):
 
     request: dict[str, Any]
     conversation: list[ChatMessage]
-    """Its messages, before any are joined."""
+    """Messages before any are joined."""
     tools: list[dict[str, Any]] | None
     """Tools as the client defined them, in this request or in the continued thread."""
 
@@ -563,7 +557,7 @@ async def _answer(
     """Answer a request; also return whether only the context limited the answer.
 
     Clients must give a limit and often give a large one. If it does not fit after the prompt, it is
-    lifted, as Anthropic does; a prompt that does not fit is refused.
+    ignored, as Anthropic does; a prompt that does not fit is refused.
     """
     splits = fields.splits_thinking
     try:
@@ -575,10 +569,10 @@ async def _answer(
 
 def _prompt(fields: CountFields, exchange: Exchange) -> _Prompt:
     state = _state_of(exchange)
-    held = state.continued(fields)
-    tools = held.tools if fields.tools is None else fields.tools
+    stored = state.continued(fields)
+    tools = stored.tools if fields.tools is None else fields.tools
     entries = read_messages(fields.messages, fields.system)
-    conversation = state.turns.restore(entries, held.messages)
+    conversation = state.turns.restore(entries, stored.messages)
     options = chat_options(fields.model_copy(update={"tools": tools}), exchange.body)
     request = chat_request(
         options, conversation, param="messages", continues_turns=not fields.splits_thinking

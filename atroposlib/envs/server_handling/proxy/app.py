@@ -82,7 +82,7 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 _SAFE_NAME = re.compile(r"[A-Za-z0-9_.-]{1,64}")
 _MOST_NAMES = 16
 
-_GONE = 499
+_CLIENT_DISCONNECTED = 499
 """Status of a response to a disconnected client; appears only in logs."""
 
 _NODES = TypeAdapter(list[SequenceNode])
@@ -235,21 +235,21 @@ def answer_unknown_routes(app: FastAPI, dialects: Sequence[Dialect]) -> None:
     """Answer unknown routes below `/v1` with the error body of the most likely dialect.
 
     It is chosen by the version header, else by a common prefix of routes, else the first dialect. A
-    dialect's route without `/v1` comes from a client whose base URL lacks it. `detail` is the
-    framework's own, as in every other answer to an unknown route.
+    dialect's route without `/v1` comes from a client whose base URL lacks it. `detail` is that of
+    the framework.
     """
 
     async def unknown(request: Request, error: HTTPException) -> Response:
         body: dict[str, Any] = {"detail": error.detail}
-        said = f"unknown request URL: {request.method} {request.url.path}"
+        text = f"unknown request URL: {request.method} {request.url.path}"
         path = request.scope["path"]
-        dialect = _meant_dialect(path, request.headers, dialects)
+        dialect = _dialect_of_path(path, request.headers, dialects)
         if dialect is None:
             starts = [f"/{part}" for part in path.strip("/").split("/")[:2]]
             dialect = next(filter(None, (_dialect_of(start, dialects) for start in starts)), None)
-            said += "; the routes are below /v1, so the client's base URL must end with /v1"
+            text += "; the routes are below /v1, so the client's base URL must end with /v1"
         if dialect is not None:
-            refusal = ProxyRefusal(said, status=error.status_code, code="unknown_url")
+            refusal = ProxyRefusal(text, status=error.status_code, code="unknown_url")
             body |= dialect.error_body(refusal)
         return JSONResponse(body, status_code=error.status_code, headers=error.headers)
 
@@ -261,7 +261,7 @@ def refuse_web_pages(app: FastAPI, dialects: Sequence[Dialect], settings: ProxyS
 
     def answer(scope: Scope, refused: WebPageRefusal) -> Response:
         refusal = ProxyRefusal(refused.text, status=refused.status, code=refused.code)
-        dialect = _meant_dialect(scope["path"], Headers(scope=scope), dialects) or dialects[0]
+        dialect = _dialect_of_path(scope["path"], Headers(scope=scope), dialects) or dialects[0]
         return JSONResponse(dialect.error_body(refusal), refusal.status)
 
     rule = WebPageRule(
@@ -274,7 +274,7 @@ def refuse_web_pages(app: FastAPI, dialects: Sequence[Dialect], settings: ProxyS
     app.add_middleware(WebPageMiddleware, rule=rule, answer=answer)
 
 
-def _meant_dialect(
+def _dialect_of_path(
     path: str, headers: Mapping[str, str], dialects: Sequence[Dialect]
 ) -> Dialect | None:
     """Return the dialect of a request below `/v1`; None for other requests."""
@@ -305,17 +305,15 @@ def answered(
 ) -> Endpoint:
     """Wrap an endpoint so that exceptions become error responses of the proxy.
 
-    Args:
-        endpoint: The endpoint, which may raise.
-        error_body_for: Returns the function that builds the body of an error response.
-        invalid_status: Status for a body with missing or mistyped fields.
+    `error_body_for` returns the function that builds the body of an error response;
+    `invalid_status` is the status for a body with missing or mistyped fields.
     """
 
     async def guarded(request: Request) -> Response:
         try:
             return await endpoint(request)
         except ClientDisconnect:
-            return Response(status_code=_GONE)
+            return Response(status_code=_CLIENT_DISCONNECTED)
         except Exception as error:  # one request: answered, and logged if unexpected
             refusal = as_refusal(error)
             if refusal.status == 422:
@@ -346,22 +344,22 @@ def _endpoint(route: Route, state: ProxyState) -> Endpoint:
 
 
 async def _watched(request: Request, work: Awaitable[Response]) -> Response:
-    """Await `work`, and cancel it if the client disconnects; the body must have been read."""
+    """Await `work`, and cancel it if the client disconnects. The body must have been read."""
     task = asyncio.ensure_future(work)
-    hang_up = asyncio.ensure_future(_hang_up(request))
+    disconnect = asyncio.ensure_future(_wait_for_disconnect(request))
     try:
-        await asyncio.wait({task, hang_up}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({task, disconnect}, return_when=asyncio.FIRST_COMPLETED)
         if not task.done():
             raise ClientDisconnect
         return task.result()
     finally:
-        hang_up.cancel()
+        disconnect.cancel()
         if not task.done():
             task.cancel()
             await asyncio.gather(task, return_exceptions=True)
 
 
-async def _hang_up(request: Request) -> None:
+async def _wait_for_disconnect(request: Request) -> None:
     while (await request.receive())["type"] != "http.disconnect":
         pass
 
@@ -371,7 +369,7 @@ def _is_anthropic(request: Request) -> bool:
 
 
 class ManagementRoutes:
-    """Routes for the operator of the agents: health, models, servers and sessions."""
+    """Routes for operators: health, models, servers and sessions."""
 
     def __init__(self, state: ProxyState) -> None:
         self._state = state
@@ -428,7 +426,7 @@ class ManagementRoutes:
         return JSONResponse(describe(model_name, created))
 
     def _served(self, request: Request) -> tuple[str, float]:
-        """Return name and creation time of the model of the session in the URL, or of the proxy."""
+        """Return model name and creation time of the session in the URL, or of the proxy."""
         if "uuid" in request.path_params:
             session = session_of(request, self._state)
             return session.model_name, session.created_at
@@ -525,7 +523,7 @@ def create_app(
 
 
 def app_of_state(state: ProxyState, dialects: Sequence[Dialect] = (OPENAI, *DIALECTS)) -> FastAPI:
-    """Build the application around a state that the caller shares."""
+    """Build the application with an existing state."""
 
     @contextlib.asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
@@ -562,12 +560,9 @@ class _EmbeddedServer(uvicorn.Server):
 
 @contextlib.asynccontextmanager
 async def serving(app: FastAPI, *, host: str, port: int) -> AsyncIterator[int]:
-    """Serve `app` in the running event loop and yield its port; connections are closed on exit.
+    """Serve `app` in the running event loop and yield its port; OSError if it cannot be bound.
 
-    Port 0 selects a free one; the lifespan of `app` is run.
-
-    Raises:
-        OSError: the address cannot be bound.
+    Port 0 selects a free one. Connections are closed on exit.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.create_server((host, port), family=family, backlog=2048) as listener:
@@ -594,22 +589,20 @@ async def serving(app: FastAPI, *, host: str, port: int) -> AsyncIterator[int]:
 
 
 class AgentTrajectory(NamedTuple):
-    """The sequences and the score of one agent's rollout."""
+    """Sequences and score of one agent's rollout."""
 
     nodes: list[SequenceNode]
-    """Its sequences: one per conversation; sub-agents and rewritten histories add more."""
+    """One sequence per conversation; sub-agents and rewritten histories add more."""
     score: float
-    """The score of each of its sequences."""
+    """Score of each sequence."""
 
 
 def group_of_agents(trajectories: Sequence[AgentTrajectory]) -> ScoredDataGroup | None:
     """Combine the agents of one item into a group: a row per sequence, with its agent's score.
 
-    `group_overrides` holds the number of rows if it differs from the number of agents. If any
-    sequence was encoded from text, the group is marked and has no logprobs.
-
-    Returns:
-        The group, or None if an agent sampled nothing.
+    `group_overrides` has the number of rows if it differs from the number of agents. If any
+    sequence was encoded from text, the group is marked and has no logprobs. None if an agent
+    sampled nothing.
     """
     if not trajectories or not all(trajectory.nodes for trajectory in trajectories):
         return None
@@ -656,17 +649,14 @@ class AgentSession:
 
     @property
     def session_ids(self) -> list[str]:
-        """The values of `X-Session-ID` that requests with this key named, oldest first."""
+        """Values of `X-Session-ID` in requests with this key, oldest first."""
         return list(self._session.parts)
 
     def nodes(self, session_id: str | None = None) -> list[SequenceNode]:
         """Return the sequences recorded so far; empty once the session has ended.
 
-        The policy versions of the sequences are credited to the calling rollout, since agents
-        sample outside its task.
-
-        Args:
-            session_id: Return only sequences of requests with this `X-Session-ID`; None for all.
+        Their policy versions are recorded for the calling rollout, since agents sample outside its
+        task. With `session_id`, only sequences of requests with this `X-Session-ID` are returned.
         """
         parts = self._session.parts
         session = self._session if session_id is None else parts.get(session_id)
@@ -683,7 +673,7 @@ class AgentProxy:
     """A proxy on a local port, for any number of rollouts; `start` and `close`, or `async with`.
 
     Every route requires a key: agents have that of their session; the administrator key is random
-    and never disclosed.
+    and secret.
 
     Args:
         server_manager: The environment's `self.server`.
@@ -691,7 +681,7 @@ class AgentProxy:
         model_name: Model name in answers.
         host: Address to bind; agents in containers may need a non-local one.
         port: Port to bind; 0 selects a free one.
-        settings: Limits; keys are always required, whatever it says.
+        settings: Limits; keys are always required.
         clock: Seconds since the epoch, for the expiry of sessions.
     """
 
@@ -757,7 +747,7 @@ class AgentProxy:
 
         Args:
             tool_parser: Tool-call format of the model.
-            track_tree: Keep every sequence instead of replacing the one that is continued.
+            track_tree: Whether to keep every sequence instead of replacing the continued one.
             base_url: Inference server to use; None chooses the least loaded one.
 
         Raises:

@@ -88,9 +88,8 @@ def demand_of(
             refuse("tool_choice", f"{expected}; got {tool_choice!r}")
         is_required = tool_choice == "required"
     if is_required and not known:
-        raise bad_request(
-            "tool_choice is only allowed when tools are specified", param="tool_choice"
-        )
+        text = "tool_choice is only allowed when tools are specified"
+        raise bad_request(text, param="tool_choice")
     is_single = parallel_tool_calls is False and bool(known) and tool_choice != "none"
     is_limited = is_required or names != known
     fields = [("tool_choice", is_limited), ("parallel_tool_calls", is_single)]
@@ -99,7 +98,7 @@ def demand_of(
 
 
 def strict_fields(tool_choice: Any, tools: Sequence[Any] | None) -> tuple[str, ...]:
-    """Return the field name `tools.strict` if a tool sets it, else nothing.
+    """Return the field name `tools.strict` if a tool sets it, else no name.
 
     Without other constraints the field is ignored: clients set it for every tool by default, and a
     structural tag changes the logprobs of the whole reply.
@@ -115,12 +114,10 @@ def structural_tag(
     *,
     is_thinking: bool,
 ) -> str | None:
-    """Return the structural tag of a reply that meets a demand, as JSON text for xgrammar.
+    """Return the structural tag for the constraints of a reply, as JSON text for xgrammar.
 
-    A reply may start with thinking. A required call follows immediately.
-
-    Returns:
-        None if the calls of this format cannot be described.
+    A reply may start with thinking; a required call follows immediately. None if a structural tag
+    cannot describe the calls of this format.
     """
     tags = []
     for function in map(_function_of, tools):
@@ -194,13 +191,10 @@ IGNORED_HEADER = "X-Atropos-Ignored"
 def chat_answer(
     answer: ChatCompletion, samples: Sequence[Sample], *, model: str, text_of: TextOf | None
 ) -> dict[str, Any]:
-    """Return a chat completion.
+    """Return a chat completion for the answer of a managed server.
 
-    Args:
-        answer: Answer of the managed server.
-        samples: Samples of the engine; empty for a server without token ids.
-        model: Model name in the answer.
-        text_of: Decodes ids, to add logprobs; None leaves logprobs out.
+    `samples` are empty for a server without token ids; `text_of` decodes ids, to add logprobs, and
+    None leaves logprobs out.
     """
     rows = _rows_of(samples)
     choices = []
@@ -381,9 +375,9 @@ def _prompt_of(managed: ManagedServer, kwargs: Mapping[str, Any]) -> RenderedPro
     try:
         text, ids = managed.prompt_of_chat(kwargs["messages"], kwargs.get("tools"))
     except Exception as error:  # templates may raise any exception
-        said = str(error) if isinstance(error, PromptError) else None
+        text = f"the chat template refused the messages: {error}"
         raise bad_request(
-            said or f"the chat template refused the messages: {error}",
+            str(error) if isinstance(error, PromptError) else text,
             code="render_failed",
             param="messages",
         ) from error
@@ -426,21 +420,20 @@ class Exchange:
     headers: Mapping[str, str]
     """Headers by lower-case name."""
     ignored: set[str] = field(default_factory=set)
-    """Unsupported fields of the body; handlers add to it, and the response lists them in
-    `IGNORED_HEADER`."""
+    """Unsupported fields of the body, added by handlers; listed in `IGNORED_HEADER`."""
 
     async def complete_chat(
         self, body: Mapping[str, Any] | ChatCompletionProxyRequest
     ) -> dict[str, Any]:
         """Answer an OpenAI chat request and record its sequences.
 
-        `stream` is left to the dialect: the answer is complete. Fields that the session's server
-        does not support are added to `ignored`.
+        The answer is complete, whatever `stream` is. Fields that the session's server does not
+        support are added to `ignored`.
 
         Returns:
-            An OpenAI chat completion: `id`, `object`, `created`, `model`, `choices`, `usage`. Each
-            choice has `message` (`content` text or None, `tool_calls` only if there are any),
-            `finish_reason` and `logprobs` (None unless requested).
+            An OpenAI chat completion. Each choice has `message` (`content` text or None,
+            `tool_calls` only if there are any), `finish_reason` and `logprobs` (None unless
+            requested).
 
         Raises:
             ProxyRefusal: the request is malformed or unsupported, or the session is closed.
@@ -521,7 +514,7 @@ class Dialect:
     """
 
     name: str
-    """Also the key of its state in `SessionState.dialect_state`."""
+    """Name, and key of its state in `SessionState.dialect_state`."""
     routes: tuple[Route, ...]
     error_body: Callable[[ProxyRefusal], dict[str, Any]]
     """Builds the body of an error response; status and headers come from the refusal."""

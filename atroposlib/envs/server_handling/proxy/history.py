@@ -35,8 +35,8 @@ from atroposlib.envs.server_handling.chat_rendering import (
     THINKING_START,
     calls_of,
     leading_systems_joined,
+    normal_form,
     reply_forms,
-    said_form,
 )
 from atroposlib.envs.server_handling.proxy.exchange import Exchange
 from atroposlib.envs.server_handling.proxy.refusals import ProxyRefusal, refuse
@@ -116,7 +116,7 @@ class GivenTurn:
 
     message: ChatMessage
     text: str
-    """The part of it that the client was shown as text."""
+    """Part of it that was sent to the client as text."""
 
     @cached_property
     def calls(self) -> frozenset[Call]:
@@ -124,14 +124,14 @@ class GivenTurn:
 
     @cached_property
     def forms(self) -> frozenset[str]:
-        """The forms in which a client may send its text back, normalized for comparison."""
+        """Normalized forms in which a client may send its text back."""
         has_calls = bool(self.calls)
         whole = reply_forms(self.message.get("content") or "", has_calls=has_calls)
         return whole | reply_forms(self.text, has_calls=has_calls)
 
-    def is_meant_by(self, sent: SentTurn) -> bool:
+    def is_repeated_by(self, sent: SentTurn) -> bool:
         """Whether a sent turn with the same id repeats this one or some of its calls unchanged."""
-        if bool(self.calls) != bool(sent.calls) or said_form(sent.text) not in self.forms:
+        if bool(self.calls) != bool(sent.calls) or normal_form(sent.text) not in self.forms:
             return False
         return self.calls.issuperset(calls_of(sent.calls))
 
@@ -165,9 +165,7 @@ class GivenTurns:
         """Return the chat messages of a history, with recognized turns as they were sampled.
 
         Clients may list each call of a turn followed by its result; such a turn becomes one message
-        again.
-
-        `before` are the preceding chat messages, restored earlier.
+        again. `before` are the preceding chat messages, restored earlier.
         """
         messages = list(before)
         conversation = _Conversation()
@@ -188,7 +186,7 @@ class GivenTurns:
                 conversation.extend(messages[num_read:])
                 num_read = len(messages)
                 turn = self._by_place.recall(conversation.key(entry.text))
-                if turn is not None and not turn.is_meant_by(entry):
+                if turn is not None and not turn.is_repeated_by(entry):
                     turn = None
             messages.append(entry.as_message() if turn is None else turn.message)
         return messages
@@ -219,7 +217,7 @@ class GivenTurns:
         """Return the stored turn with one of the ids, unless the client changed it."""
         for turn_id in [*(str(call["id"]) for call in sent.calls), *sent.ids]:
             turn = self._by_id.recall(turn_id)
-            if turn is not None and turn.is_meant_by(sent):
+            if turn is not None and turn.is_repeated_by(sent):
                 return turn
         return None
 
@@ -234,7 +232,7 @@ class _Restored(NamedTuple):
 def whole_turn(
     turn: GivenTurn, conversation: Sequence[ChatMessage]
 ) -> tuple[GivenTurn, Sequence[ChatMessage]]:
-    """Return a turn with the partial reply of its request prepended, and the messages before it."""
+    """Return a turn with the partial reply of its request prepended, and the messages before."""
     if not conversation or conversation[-1]["role"] != "assistant":
         return turn, conversation
     start = conversation[-1].get("content") or ""
@@ -245,8 +243,8 @@ def whole_turn(
 class _Conversation:
     """A running digest of messages, so that each is read once for any number of look-ups.
 
-    Assistant messages contribute their calls and the text after the thinking, since clients may or
-    may not include thinking in a history.
+    It includes the calls of assistant messages and their text after the thinking, since clients may
+    leave out thinking.
     """
 
     def __init__(self) -> None:
@@ -257,19 +255,19 @@ class _Conversation:
             text = message.get("content") or ""
             calls = [call[1:] for call in calls_of(message.get("tool_calls"))]
             if message["role"] == "assistant":
-                text = "" if calls else _said(text)
+                text = "" if calls else _without_thinking(text)
             head = [message["role"], len(text), calls]
             self._digest.update(json.dumps(head).encode())
             self._digest.update(_bytes_of(text))  # not as JSON: histories are long
 
     def key(self, text: str) -> bytes:
         digest = self._digest.copy()
-        digest.update(_bytes_of(_said(text)))
+        digest.update(_bytes_of(_without_thinking(text)))
         return digest.digest()
 
 
-def _said(text: str) -> str:
-    return said_form(text.rpartition(THINKING_END)[2])
+def _without_thinking(text: str) -> str:
+    return normal_form(text.rpartition(THINKING_END)[2])
 
 
 def _bytes_of(text: str) -> bytes:
@@ -293,14 +291,14 @@ class ShownAnswer:
 
     message: ChatMessage
     thinking: str | None
-    """The thinking at its start; None without any, or if it was not requested separately."""
+    """Thinking at its start; None without thinking, or if it was not requested separately."""
     text: str
-    """The rest of its text, without the stop sequence that ended it."""
+    """Rest of its text, without the stop sequence that ended it."""
     calls: tuple[ShownCall, ...]
     finish_reason: str
     """`stop`, `length`, `tool_calls` or `content_filter`."""
     stop_sequence: str | None
-    """The stop sequence of the request that ended it; None without one."""
+    """Stop sequence that ended it; None without one."""
     num_prompt_tokens: int
     num_completion_tokens: int
 
@@ -314,7 +312,6 @@ class ShownAnswer:
 
     @property
     def as_turn(self) -> GivenTurn:
-        """The turn that the session stores for this answer."""
         return GivenTurn(self.message, self.text)
 
 
@@ -364,13 +361,9 @@ def object_at(value: Any, path: str) -> Mapping[str, Any]:
 
 
 def joined_text(value: Any, path: str, *, kinds: Iterable[str], separator: str = "\n") -> str:
-    """Return the text of a content: a string, or a list of text parts.
+    """Return the text of a content: a string, a list of text parts, or None for an empty one.
 
-    Args:
-        value: Content as the client sent it; None counts as empty.
-        path: Path of the field.
-        kinds: Accepted types of text parts, the recommended one first.
-        separator: Inserted between parts.
+    `kinds` are the accepted types of text parts, the recommended one first.
 
     Raises:
         ProxyRefusal: a part of another type, such as an image.
@@ -423,8 +416,8 @@ def chat_request(
 ) -> dict[str, Any]:
     """Return the chat request of a conversation whose next turn is the assistant's.
 
-    `param` is the name of the field that holds the messages; `continues_turns` allows an assistant
-    text at the end, which is continued.
+    `param` is the name of the field with the messages; `continues_turns` allows an assistant text
+    at the end, which is continued.
 
     Raises:
         ProxyRefusal: the last turn is the assistant's and cannot be continued.
@@ -441,10 +434,7 @@ def chat_request(
 async def answer_turn(
     exchange: Exchange, request: Mapping[str, Any], *, splits_thinking: bool
 ) -> ShownAnswer:
-    """Answer a chat request of one choice and return the answer in parts.
-
-    The text is cut before the first stop sequence of the request.
-    """
+    """Answer a chat request of one choice; return the answer in parts."""
     completion = await exchange.complete_chat(request)
     choice = completion["choices"][0]
     message = choice["message"]
@@ -475,7 +465,7 @@ def thought_of(
 ) -> Thought:
     """Return the thinking and the text of a choice.
 
-    An answer without tags is all thinking if the prompt opened it and a limit truncated it.
+    A truncated answer without tags consists of thinking if the prompt opened it.
     """
     content = choice["message"].get("content") or ""
     if choice["finish_reason"] == "length" and "think>" not in content:

@@ -66,9 +66,9 @@ def as_sampled(
 def cut_chat(
     session: SessionState, request: ChatCompletionProxyRequest, answer: Mapping[str, Any]
 ) -> None:
-    """Cut the texts of a chat answer before the first stop sequence.
+    """Cut the texts of a chat answer before the first stop sequence; modifies `answer`.
 
-    Modifies `answer`; the session keeps the texts as they were sampled.
+    The session keeps the texts as they were sampled.
     """
     stops = _stops_of(request)
     for choice in answer["choices"] if stops else ():
@@ -104,7 +104,7 @@ def stream_of(
 ) -> Response:
     """Return a completion as chunks: those of each choice, the usage if requested, `[DONE]`.
 
-    `changes_of` yields the changes that build up a choice; `kind` is the `object` of each chunk.
+    `changes_of` yields the deltas of a choice; `kind` is the `object` of each chunk.
     """
     head = {"object": kind, **{name: answer[name] for name in ("id", "created", "model")}}
     includes_usage = bool((request.stream_options or {}).get("include_usage"))
@@ -179,7 +179,7 @@ async def create_completion(exchange: Exchange) -> Response:
     request = _read(exchange, CompletionProxyRequest)
     answer = await exchange.complete_text(request)
     for choice in answer["choices"]:
-        # Nothing is stored: the agent decides whether its next prompt contains the stop sequence.
+        # Nothing is stored, since the agent decides whether its next prompt has the stop sequence.
         choice["text"], _ = cut_at_stop(choice["text"], _stops_of(request))
     if request.stream:
         return stream_of(request, answer, _text_changes, kind=answer["object"])

@@ -1,4 +1,4 @@
-"""Convert every error to `ProxyRefusal`, which each dialect renders in its own shape.
+"""Convert every error to `ProxyRefusal`, which each dialect renders in its own format.
 
 raised anywhere ── as_refusal ──► ProxyRefusal ── the dialect's `error_body` ──► HTTP response
 """
@@ -32,9 +32,9 @@ class ProxyRefusal(AtroposError):
         status: HTTP status.
         kind: Error type in OpenAI's vocabulary, such as `invalid_request_error`.
         code: Specific error code, such as `context_length_exceeded`; agents may branch on it.
-        param: Field of the request that is wrong; None if not a single field.
+        param: Invalid field of the request; None if it is not a single field.
         retry_after_s: Seconds for a Retry-After header; None leaves it out.
-        details: One entry per wrong field of a body, in FastAPI's format.
+        details: One entry per invalid field of a body, in FastAPI's format.
     """
 
     def __init__(
@@ -58,7 +58,7 @@ class ProxyRefusal(AtroposError):
 
     @property
     def headers(self) -> dict[str, str]:
-        """Headers of the response; final refusals tell clients not to retry."""
+        """Headers of the response; those of a final refusal prevent retries of clients."""
         if self.retry_after_s is not None:
             return {"Retry-After": str(self.retry_after_s)}
         return {"x-should-retry": "false"} if self.status in _FINAL else {}
@@ -92,8 +92,7 @@ def refuse(path: str, message: str) -> NoReturn:
 def invalid_body(details: list[dict[str, Any]]) -> ProxyRefusal:
     """Return the refusal of a body with missing or mistyped fields (422).
 
-    Args:
-        details: pydantic's errors with `loc`, `msg` and `type`; at least one.
+    `details` are pydantic's errors with `loc`, `msg` and `type`; at least one.
     """
     places = [".".join(str(part) for part in entry["loc"]) for entry in details]
     problems = "; ".join(
@@ -138,10 +137,7 @@ def upstream_unavailable(reason: str) -> ProxyRefusal:
 
 
 def wrong_setup(reason: str) -> ProxyRefusal:
-    """Return the refusal for a wrong setup of the environment (424).
-
-    Not 5xx, since clients retry those and the request fails until the setup is corrected.
-    """
+    """Return the refusal for a wrong setup of the environment (424), which clients do not retry."""
     return ProxyRefusal(reason, status=424, code="environment_setup")
 
 

@@ -82,7 +82,7 @@ _REFUSED = {
     "use_beam_search": "beams are not samples of the policy",
     "web_search_options": "no search is available",
 }
-_ASK_WHEN_EMPTY = ("web_search_options",)
+_ACTIVE_WHEN_EMPTY = ("web_search_options",)
 _WITHOUT_EFFECT = frozenset(
     {
         "metadata",
@@ -94,28 +94,28 @@ _WITHOUT_EFFECT = frozenset(
 )
 """Fields for a provider's bookkeeping, which do not affect an answer."""
 
-_ASK_NOTHING: dict[str, tuple[Any, ...]] = {
+_DEFAULT_VALUES: dict[str, tuple[Any, ...]] = {
     "service_tier": ("auto", "default"),
     "store": (False,),
     "truncation": ("disabled",),
 }
-"""Values of unsupported fields that request nothing."""
+"""Values of unsupported fields that have no effect."""
 
 
 class Thought(NamedTuple):
     """A completion split into thinking and text."""
 
     thinking: str | None
-    """The thinking at its start; None without any."""
+    """Thinking at its start; None without thinking."""
     text: str
-    """The text after the thinking; without thinking, the unchanged completion."""
+    """Text after the thinking; the unchanged completion without thinking."""
 
 
 def split_thinking(completion: str) -> Thought:
     """Split a completion that begins with thinking; whitespace around both parts is dropped.
 
-    The opening tag may be missing, since templates that open the thinking put it in the prompt; the
-    closing tag is missing if the completion was truncated. Later tags are kept as text.
+    The opening tag is missing if the template wrote it into the prompt, the closing tag if the
+    completion was truncated. Later tags are kept as text.
     """
     head, closed, tail = completion.partition(THINKING_END)
     opened = head.lstrip()
@@ -349,21 +349,21 @@ def text_kwargs(request: CompletionProxyRequest, *, max_choices: int) -> list[di
 def ignored_fields(body: Mapping[str, Any], model: type[SamplingRequest]) -> list[str]:
     """Return the names of a body's unsupported fields, sorted."""
     known = model.model_fields.keys() | ENGINE_OPTIONS | _REFUSED.keys() | {"modalities"}
-    return not_honoured(body, known) + inner_names(
+    return unsupported_names(body, known) + inner_names(
         "stream_options", body.get("stream_options"), known=("include_usage",)
     )
 
 
-def not_honoured(body: Mapping[str, Any], known: Iterable[str]) -> list[str]:
-    """Return the names of a body's fields that request something but are ignored.
+def unsupported_names(body: Mapping[str, Any], known: Iterable[str]) -> list[str]:
+    """Return the names of a body's fields that are ignored although they may have an effect.
 
-    `known` are the fields that are supported, or refused.
+    `known` are the fields that are supported or refused.
     """
     others = set(body) - set(known) - _WITHOUT_EFFECT
     return sorted(
         name
         for name in others
-        if body[name] is not None and body[name] not in _ASK_NOTHING.get(name, ())
+        if body[name] is not None and body[name] not in _DEFAULT_VALUES.get(name, ())
     )
 
 
@@ -382,7 +382,7 @@ def _check(request: SamplingRequest, *, num_choices: int, max_choices: int) -> N
     extra = request.model_extra or {}
     for name, reason in _REFUSED.items():
         value = extra.get(name)
-        if value not in (None, [], {}, False) or (value == {} and name in _ASK_WHEN_EMPTY):
+        if value not in (None, [], {}, False) or (value == {} and name in _ACTIVE_WHEN_EMPTY):
             raise bad_request(
                 f"{name} is not supported: {reason}", code="unsupported_field", param=name
             )
@@ -396,7 +396,7 @@ def _check(request: SamplingRequest, *, num_choices: int, max_choices: int) -> N
 
 
 def _check_message(message: ChatMessage, path: str) -> None:
-    """Raise 400 for a malformed message, of which the prompt would lack a part."""
+    """Raise 400 for a malformed message, which would be incomplete in the prompt."""
     if message.role not in _ROLES:
         expected = f"expected one of {', '.join(_ROLES)}; got {message.role!r}"
         refuse(f"{path}.role", expected)

@@ -73,7 +73,11 @@ from atroposlib.envs.server_handling.proxy.refusals import (
     openai_error_body,
     refuse,
 )
-from atroposlib.envs.server_handling.proxy.requests import LARGEST_LIMIT, inner_names, not_honoured
+from atroposlib.envs.server_handling.proxy.requests import (
+    LARGEST_LIMIT,
+    inner_names,
+    unsupported_names,
+)
 
 _UNSUPPORTED = {
     "background": "a response is answered on its own connection",
@@ -190,9 +194,9 @@ def chat_options(fields: ResponsesFields, body: Mapping[str, Any]) -> dict[str, 
 
 
 def ignored_fields(fields: ResponsesFields, body: Mapping[str, Any]) -> list[str]:
-    """Return the names of unsupported fields of a request; nested ones as `reasoning.effort`."""
+    """Return the names of unsupported fields of a request, nested ones as `reasoning.effort`."""
     known = {*ResponsesFields.model_fields, *_UNSUPPORTED, *SHARED_OPTIONS}
-    names = not_honoured(body, known | {"model", "stop", "stream_options"})
+    names = unsupported_names(body, known | {"model", "stop", "stream_options"})
     names += inner_names("stream_options", body.get("stream_options"), known=())
     names += inner_names("reasoning", fields.reasoning, known=())
     names += inner_names("text", fields.text, known=("format",))
@@ -225,13 +229,13 @@ def namespaces_of(fields: ResponsesFields) -> dict[str, tuple[str, str]]:
 
 
 def _is_providers(tool: Mapping[str, Any]) -> bool:
-    """Whether a tool is hosted by a provider and cannot run here."""
+    """Whether a tool runs at a provider only."""
     kind = str(tool.get("type"))
     return any(kind == name or kind.startswith(f"{name}_") for name in _PROVIDER_TOOLS)
 
 
 def _tools(tool: Mapping[str, Any], path: str) -> list[dict[str, Any]]:
-    """Return a tool in the format of the chat APIs; for a namespace, each of its functions."""
+    """Return a tool, or each function of a namespace, in the format of the chat APIs."""
     if tool.get("type") != _NAMESPACE:
         return [_tool(tool, path)]
     namespace = text_at(tool.get("name"), f"{path}.name")
@@ -305,11 +309,9 @@ def output_items(
 ) -> list[Item]:
     """Return the output items of an answer: thinking, text, then calls.
 
-    Args:
-        answer: The answer to convert. An empty answer becomes an empty message.
-        include: The request's `include`. If requested, a reasoning item's `encrypted_content`
-            identifies the turn within this session.
-        namespaces: Namespace and name of each function in a namespace, by the model's name.
+    An empty answer becomes an empty message. If `include` requests it, the `encrypted_content` of a
+    reasoning item identifies the turn within this session. `namespaces` is as returned by
+    `namespaces_of`.
     """
     status = "incomplete" if answer.finish_reason == "length" else "completed"
     items: list[Item] = []
@@ -388,10 +390,7 @@ def listed_items(sent: Any) -> list[Item]:
 def page_of(items: Sequence[Mapping[str, Any]], query: Mapping[str, str]) -> dict[str, Any]:
     """Return one page of a list of items.
 
-    `query` may hold `order` (`desc` unless `asc`), `limit` (1 to 100, else 20), and `after`, an id.
-
-    Raises:
-        ProxyRefusal: a parameter is invalid.
+    `query` may have `order` (`desc` unless `asc`), `limit` (1 to 100, else 20), and `after`, an id.
     """
     ordered = list(items) if query.get("order") == "asc" else list(items)[::-1]
     after = query.get("after")
@@ -506,10 +505,9 @@ def _part_events(part: Mapping[str, Any]) -> Iterator[tuple[str, Fields]]:
 
 
 def read_input(value: Any, find_item: FindItem) -> list[ChatMessage | SentTurn]:
-    """Return the entries of a request's `input`.
+    """Return the entries of a request's `input`; text becomes a user message.
 
-    Text becomes a user message. `find_item` returns an earlier output item of the session by its
-    id.
+    `find_item` returns an earlier output item of the session by its id.
 
     Raises:
         ProxyRefusal: an item cannot be given to a model that reads text and calls functions.
@@ -646,11 +644,7 @@ class StoredResponse:
 
 
 class ResponsesState:
-    """State that one session keeps for the Responses protocol: its turns and stored responses.
-
-    Args:
-        max_stored: Maximum number of stored responses; the oldest are dropped first.
-    """
+    """State of one session for the Responses protocol: its turns and the latest responses."""
 
     def __init__(self, *, max_stored: int = _MAX_STORED) -> None:
         self.turns = GivenTurns()
@@ -697,7 +691,7 @@ class ResponsesState:
 
 
 async def create_response(exchange: Exchange) -> Response:
-    """Answer a request with a Response object, or with its events when `stream` is set."""
+    """Answer a request with a Response object, or with its events if `stream` is set."""
     state = _state_of(exchange)
     fields = read_request(exchange.body)
     conversation = _conversation(fields, state)

@@ -7,8 +7,8 @@ ManagedServer --> SampledServer --> the session's server --down--> another healt
 
 Invariants:
 
-- The number of open sessions, parts included, never exceeds `max_sessions`.
-- A session idle for `session_idle_s` cannot be found any more; requests in flight count as use.
+- The number of open sessions, including parts, never exceeds `max_sessions`.
+- A session idle for `session_idle_s` can no longer be found; requests in flight count as use.
 - A closed session holds no sequences, and its requests in flight are cancelled.
 - Sessions are looked up by a digest of their key; keys are never logged.
 """
@@ -86,13 +86,11 @@ class Sample:
 
 
 class SampledServer(SessionServer):
-    """The inference server of one session, which can record a `Sample` per request.
+    """Inference server of one session, which appends a `Sample` to the argument `samples`.
 
-    A request with the argument `samples`, a list, gets its sample appended to that list.
-
-    Requests stay at one server, whose cache holds the conversation. If it is down, they move to
+    Requests stay at one server, whose cache has the conversation. If it is down, they move to
     another healthy one, or wait up to `wait_s` for any; then `ServerDownError` is raised. Without
-    `others` the session is pinned to `server`.
+    `others` the session stays at `server`.
     """
 
     def __init__(self, server: Any, others: Sequence[Any] = (), *, wait_s: float) -> None:
@@ -125,8 +123,8 @@ class SampledServer(SessionServer):
 class SessionState:
     """One agent's session: its key, recorded sequences and requests in flight.
 
-    Everything recorded in it is dropped when it is closed. Several requests may run at the same
-    time; each continues the recorded sequence its prompt starts with, or starts a new one.
+    Several requests may run at the same time; each continues the recorded sequence with which its
+    prompt starts, or starts a new one.
     """
 
     uuid: str
@@ -155,14 +153,14 @@ class SessionState:
 
     @property
     def nodes(self) -> list[SequenceNode]:
-        """The recorded sequences, oldest first; the session's own, then those of each part."""
+        """Recorded sequences, oldest first: those of the session, then those of each part."""
         state = self.managed_server.get_state()
         nodes = state["sequences"].values() if "sequences" in state else state["nodes"]
         return [*nodes, *(node for part in self.parts.values() for node in part.nodes)]
 
     @property
     def num_in_flight(self) -> int:
-        """Number of requests that wait for the engine, those of its parts included."""
+        """Number of requests that wait for the engine, including those of its parts."""
         return len(self._in_flight) + sum(part.num_in_flight for part in self.parts.values())
 
     @property
@@ -175,9 +173,8 @@ class SessionState:
     ) -> tuple[T, list[Sample]]:
         """Send one request to the managed server; return its answer and its samples.
 
-        Cancelling releases the engine's slot, and nothing is recorded.
-
-        `call` makes the request, with the list as its argument `samples`.
+        `call` makes the request, with the list as its argument `samples`. Cancelling releases the
+        engine's slot, and nothing is recorded.
 
         Raises:
             ProxyRefusal: the session was deleted before or during the request.
@@ -222,9 +219,7 @@ def address_of(server: Any) -> str | None:
 
 
 def choose_server(servers: list[Any], base_url: str | None, open_sessions: Counter[int]) -> Any:
-    """Return the server with a URL, or the healthy one with most free training slots.
-
-    `open_sessions` per `id(server)` breaks ties between equally loaded servers.
+    """Return the server with a URL, or the least loaded one.
 
     Raises:
         ProxyRefusal: no server is configured (503), or none has this URL (404).
@@ -293,11 +288,7 @@ class ProxySettings(BaseModel):
 
 
 class SessionStore:
-    """Sessions by name and by key digest.
-
-    A session idle for `session_idle_s` is deleted when it is looked up; `expire` deletes idle
-    sessions that are not looked up.
-    """
+    """Sessions by name and by key digest; idle ones are deleted when looked up, and by `expire`."""
 
     def __init__(
         self,
@@ -322,8 +313,8 @@ class SessionStore:
     def sessions_per_server(self) -> Counter[int]:
         """Open sessions per `id` of the server they use now."""
         opened = [p for s in self._by_uuid.values() for p in (s, *s.parts.values())]
-        faces: list[Any] = [session.managed_server.server for session in opened]
-        return Counter(id(face.current) for face in faces)
+        servers: list[Any] = [session.managed_server.server for session in opened]
+        return Counter(id(server.current) for server in servers)
 
     def _check_room(self) -> None:
         self.expire()
@@ -346,16 +337,14 @@ class SessionStore:
         return session
 
     def part(self, session: SessionState, part_id: str, *, opens: bool) -> SessionState:
-        """Return the part of a session that requests name, and update its last use.
+        """Return a part of a session by its id, and update its last use.
 
-        A part records its own sequences. It is opened by the first request that names it, and ends
-        with the session.
-
-        The session's own name is the session; `opens` allows opening an unknown part.
+        A part records its own sequences. With `opens`, an unknown part is opened; it ends with the
+        session. The id of the session itself returns the session.
 
         Raises:
-            ProxyRefusal: 404 for an unknown part, 429 if too many sessions are open, 400 for a
-                name that is too long.
+            ProxyRefusal: 404 for an unknown part, 429 if too many sessions are open, 400 for an id
+                that is too long.
         """
         if part_id == session.uuid:
             return session
@@ -476,11 +465,9 @@ class ProxyState:
     def _open_backend(self, request: SessionCreateRequest) -> ManagedServer | DummyManagedServer:
         """Return a managed server for a new session.
 
-        Texts of a server without token ids are tokenized; without a tokenizer, or if
-        ATROPOS_ALLOW_DUMMY_MANAGED_SERVER is set, the session holds placeholder tokens.
-
-        A session that requested a server stays there; others move to a server of the same class
-        and model if theirs is down.
+        Without token ids and a tokenizer, or if ATROPOS_ALLOW_DUMMY_MANAGED_SERVER is set, the
+        session has placeholder tokens. A session that requested a server stays there; others move
+        to a server of the same class and model if theirs is down.
         """
         server = choose_server(self.servers, request.base_url, self.sessions.sessions_per_server)
         others = [
@@ -490,18 +477,18 @@ class ProxyState:
             and type(other) is type(server)
             and other.config.model_name == server.config.model_name
         ]
-        face = SampledServer(server, others, wait_s=self.settings.upstream_wait_s)
+        sampled = SampledServer(server, others, wait_s=self.settings.upstream_wait_s)
         try:
             return open_session(
-                face,
+                sampled,
                 self._tokenizer,
                 tool_parser=request.tool_parser,
-                # Read at every request; the manager of a standalone proxy lacks it.
+                # Read at every request; the manager of a standalone proxy lacks the attribute.
                 policy_version=lambda: getattr(self._server_manager, "policy_version", None),
                 track_tree=request.track_tree,
             )
         except NoTokenIdsError:
-            return DummyManagedServer(face, track_tree=request.track_tree)
+            return DummyManagedServer(sampled, track_tree=request.track_tree)
 
     async def set_up(self, request: SetupRequest) -> None:
         """Replace the servers, and the model and tokenizer if they are given.
