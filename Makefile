@@ -53,7 +53,7 @@ format:  ## Format and fix what can be fixed
 
 docs:  ## Regenerate the generated pages
 	@.ci/install.sh all,dev
-	$(BIN)/python -m atroposlib.envs.config_docs > CONFIG.md
+	@$(BIN)/python -m helpers.config_page > CONFIG.md
 	@$(BIN)/python -m environments.card_table
 	$(BIN)/python -m tests.clients.table > docs/clients.md
 

@@ -1,18 +1,21 @@
-"""Write `CONFIG.md` from the settings classes: `python -m atroposlib.envs.config_docs`."""
+"""Write `CONFIG.md` from the settings classes: `python -m helpers.config_page > CONFIG.md`."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from importlib import import_module
-from importlib.util import find_spec
 from typing import NamedTuple
 
 import annotated_types
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
 
+from atroposlib.api.settings import ApiSettings
+from atroposlib.envs.config import BaseEnvConfig
+from atroposlib.envs.server_handling.config import APIServerConfig, ServerManagerConfig
 from atroposlib.envs.settings import describe_type, shown_default
+from atroposlib.envs.teacher_distillation_env import TeacherDistillationConfig
+from example_trainer.config import TrainingConfig
 
 __all__ = ["ENVIRONMENT_VARIABLES", "SECTIONS", "Section", "config_page"]
 
@@ -21,47 +24,46 @@ class Section(NamedTuple):
     """One table of the page."""
 
     title: str
-    model: str
-    """`module:Class`; a section whose package is not installed is left out."""
+    model: type[BaseModel]
     intro: str
-    base: str = ""
-    """`module:Class` with its own table, whose fields are left out of this one."""
+    base: type[BaseModel] = BaseModel
+    """Class with a table of its own, whose fields are left out of this one."""
 
 
 SECTIONS = (
     Section(
         "Environment",
-        "atroposlib.envs.config:BaseEnvConfig",
+        BaseEnvConfig,
         "Flags `--env.<name>` and section `env:` of the YAML file. Environments add fields and "
         "change defaults: `python <environment>.py --help all` lists those of one environment.",
     ),
     Section(
         "Inference server",
-        "atroposlib.envs.server_handling.config:APIServerConfig",
+        APIServerConfig,
         "Flags `--openai.<name>` and section `openai:`. A mapping is one server, a list with "
         "several entries configures several servers, which flags cannot change.",
     ),
     Section(
         "Server manager",
-        "atroposlib.envs.server_handling.config:ServerManagerConfig",
+        ServerManagerConfig,
         "Flags `--<name>` and top-level keys of the YAML file.",
     ),
     Section(
         "Teacher",
-        "atroposlib.envs.teacher_distillation_env:TeacherDistillationConfig",
+        TeacherDistillationConfig,
         "Additional flags `--env.<name>` of environments that subclass `TeacherDistillationEnv`. "
         "The teacher's servers have the settings of an inference server, as flags "
         "`--teacher.<name>` of `serve` and section `teacher:`.",
-        base="atroposlib.envs.config:BaseEnvConfig",
+        base=BaseEnvConfig,
     ),
     Section(
         "Trajectory service",
-        "atroposlib.api.settings:ApiSettings",
+        ApiSettings,
         "Arguments of `create_app(ApiSettings(...))`; `run-api --help` lists the flags.",
     ),
     Section(
         "Trainer",
-        "example_trainer.config:TrainingConfig",
+        TrainingConfig,
         "Flags `--<name>` of `atropos-grpo`, with hyphens for underscores.",
     ),
 )
@@ -98,7 +100,7 @@ Hugging Face."""
 INTRO = """# Configuration
 
 This page is generated from the settings classes; change their descriptions, then run
-`python -m atroposlib.envs.config_docs > CONFIG.md`.
+`python -m helpers.config_page > CONFIG.md`.
 
 An environment script takes its settings from four places; later ones take precedence:
 
@@ -138,20 +140,16 @@ def config_page() -> str:
 
 def _sections() -> Iterator[str]:
     for section in SECTIONS:
-        if find_spec(section.model.partition(".")[0]) is None:
-            continue
-        model = _model(section.model)
-        inherited = _model(section.base).model_fields if section.base else {}
         rows = [
             _row(field_name, field)
-            for field_name, field in model.model_fields.items()
-            if not field.exclude and field_name not in inherited
+            for field_name, field in section.model.model_fields.items()
+            if not field.exclude and field_name not in section.base.model_fields
         ]
         yield "\n".join(
             [
                 f"## {section.title}",
                 "",
-                f"`{model.__name__}`. {section.intro}",
+                f"`{section.model.__name__}`. {section.intro}",
                 "",
                 "| name | value | default | bounds | meaning |",
                 "|---|---|---|---|---|",
@@ -159,12 +157,6 @@ def _sections() -> Iterator[str]:
                 "",
             ]
         )
-
-
-def _model(path: str) -> type[BaseModel]:
-    module, _, name = path.partition(":")
-    model: type[BaseModel] = getattr(import_module(module), name)
-    return model
 
 
 def _row(name: str, field: FieldInfo) -> str:

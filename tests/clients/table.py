@@ -22,22 +22,23 @@ _HEAD = """\
 
 Each program below runs unmodified, at the version given, with the proxy of [agents.md](agents.md). A test asks two
 questions with several tool calls, some of them concurrent. The engine is scripted, samples unusual tokenizations, and
-uses chat templates like those of Llama 3, Qwen 2.5, Qwen 3, Mistral and plain ChatML. The test asserts that every call of
-the engine is at its place in the recorded sequences, and that every trained token is one that was sampled.
+uses chat templates like those of Llama 3, Qwen 2.5, Qwen 3, Mistral and plain ChatML. The test asserts that the recorded
+sequences contain every call of the engine, and that every trained token was sampled.
 
 `make test-clients` runs the tests. It installs each program into its own virtual environment in the user's cache
-(`ATROPOS_CLIENTS_DIR` selects another folder; 2.6 GB in all) and skips, with the reason, what cannot be installed.
+(`ATROPOS_CLIENTS_DIR` selects another folder; 2.6 GB in total). Programs that cannot be installed are skipped, and the
+reason is shown.
 
-A conversation is one row if the program sends its history back unchanged. If it rewrites its history, each call is a row
-of its own; every row is exact.
+A conversation is one row if the program sends its history back unchanged. If it rewrites its history, each call is a
+separate row; every row is exact.
 
 | Program | Version | API | Rows of a conversation | What to set |
 |---|---|---|---|---|
 """
 
 _TAIL = """
-`OPENAI_BASE_URL` and `OPENAI_API_KEY`, or `ANTHROPIC_BASE_URL` and `ANTHROPIC_API_KEY`, are those of
-`agent.environment`; any model name is accepted.
+`agent.environment` contains the values of `OPENAI_BASE_URL`, `OPENAI_API_KEY`, `ANTHROPIC_BASE_URL` and
+`ANTHROPIC_API_KEY`; any model name is accepted.
 
 {notes}
 
@@ -46,11 +47,12 @@ _TAIL = """
 | Program | Version | What works |
 |---|---|---|
 | Axolotl's Atropos plugin, its dataset | {axolotl} | receives every row with the tokens that were posted; a batch is \
-acknowledged as it is sent, and the environment ends after the last; groups need different `scores` and a shared prompt |
+acknowledged when it is sent, and the environment ends after the last one; groups need different `scores` and a shared \
+prompt |
 | TensorBoard | {tensorboard} | shows every metric of a run at its step |
 | wandb, offline runs | {wandb} | the records of a run contain every metric at its step |
 | TRL `GRPOTrainer` | {trl} | the programs of [other_trainers.md](other_trainers.md), for TRL and for Axolotl: every batch is \
-acknowledged and the environment ends with the training; one process. Tested in this project's own virtual environment |
+acknowledged and the environment ends with the training; one process only. Tested in this project's virtual environment |
 """
 
 

@@ -226,16 +226,16 @@ def _train_rows() -> list[Row]:
         Row("wrong tokenizer", f"{TRAIN} {TOK}", "takes the tokenizer of --model; leave it out"),
         Row("missing tokenizer", TRAIN.replace("./model", "./onlymodel"), "onlymodel' cannot be"),
         Row("wrong port of the engine", f"{TRAIN} --engine-url {{api}}",
-            "leave --engine-url out to have one launched"),
+            "omit --engine-url to launch one"),
         Row("dead engine", f"{TRAIN} --engine-url {DEAD}",
             "start it with VLLM_SERVER_DEV_MODE=1 vllm serve"),
         Row("typo", f"{TRAIN} --stesp 3", "did you mean --steps"),
         Row("typo", f"{TRAIN} --env.group_sise 3", "did you mean --env.group_size"),
         Row("typo", TRAIN.replace("mine.py", "mein.py"), "mein.py: there is no such file"),
         Row("port in use", f"{TRAIN} --engine-args=--port={{taken}}",
-            "name it with --engine-url"),
+            "with --engine-url"),
         Row("other settings after a failed first start", f"{TRAIN} --output run --lr 1e-5",
-            "go on with it by --resume", first=f"{TRAIN} --output run --engine-args=--nonsense"),
+            "continue it with --resume", first=f"{TRAIN} --output run --engine-args=--nonsense"),
     ]  # fmt: skip
 
 
