@@ -38,6 +38,7 @@ from atroposlib.wire.json_format import (
     WireError,
     check_layout,
     decode_value,
+    encodable,
     find_fields,
     from_group_error,
     from_validation,
@@ -507,11 +508,21 @@ def encode_binary_group(group: Mapping[str, Any]) -> bytes:
             fields[name] = gather(name, group[name]) or _gather_laxly(name, group[name])
     for name in OPAQUE_FIELDS:
         if group.get(name) is not None:
-            fields[name] = write_field(name, group[name])
+            fields[name] = _json_text(name, group[name])
     for name in ("env_id", "policy_version"):
-        if group.get(name) is not None:
-            fields[name] = read_integer(name, write_field(name, group[name]))
+        value = group.get(name)
+        if type(value) is int and -(2**63) <= value < 2**63:
+            fields[name] = value
+        elif value is not None:  # such as a numpy integer, or a number written as text
+            fields[name] = read_integer(name, write_field(name, value))
     return write_group(fields)
+
+
+def _json_text(name: str, value: Any) -> bytes:
+    try:
+        return msgspec.json.encode(value, enc_hook=encodable)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise GroupError(f"{name}: cannot be sent: {error}") from error
 
 
 def _gather_laxly(name: str, value: Any) -> Numbers | bytes:

@@ -629,7 +629,7 @@ def write_field(name: str, value: Any) -> bytes:
 
 
 def _encode(value: Any) -> bytes:
-    return msgspec.json.encode(value, enc_hook=_encodable)
+    return msgspec.json.encode(value, enc_hook=encodable)
 
 
 def find_fields(body: bytes) -> dict[str, Any]:
@@ -756,7 +756,7 @@ def splice(texts: Mapping[str, JsonText]) -> bytes:
     return b"".join([*pieces, b"}"])
 
 
-def _encodable(value: Any) -> Any:
+def encodable(value: Any) -> Any:
     """Convert common types of environments, such as pydantic models, to JSON types."""
     from pydantic import BaseModel
 
