@@ -61,18 +61,16 @@ logger = logging.getLogger(__name__)
 _LONG_POLL_S = 20.0
 _SHORTEST_POLL_S = 0.05
 _LONGEST_POLL_S = 1.0
-_SECONDS_BETWEEN_NOTES = 30.0
-_LET_GO = (404, 409)
+_SECONDS_BETWEEN_LOG_LINES = 30.0
+_LEASE_ENDED = (404, 409)
 _ENVIRONMENT_CHECKPOINT_STEPS = 3
-"""Steps between checkpoints of the environments, which are small, where ours go by minutes."""
+"""Steps between checkpoints of the environments if the trainer's own are scheduled by minutes."""
 
 
 def open_client(url: str, *, patience_s: float | None = None) -> TrainerClient:
-    """Return a client that shows the token in `ATROPOS_API_TOKEN`, if there is one.
+    """Return a client that sends the token in `ATROPOS_API_TOKEN`, if it is set.
 
-    Args:
-        url: Address of the service.
-        patience_s: Seconds that each request waits for an unreachable service; None: a few retries.
+    Each request waits `patience_s` seconds for an unreachable service; None: a few retries.
     """
     retry = (
         None
@@ -83,7 +81,7 @@ def open_client(url: str, *, patience_s: float | None = None) -> TrainerClient:
 
 
 def registration_of(config: TrainingConfig, *, starting_step: int = 0) -> dict[str, Any]:
-    """Return the body of `POST /register` for a run that has done `starting_step` steps."""
+    """Return the body of `POST /register` for a run that has completed `starting_step` steps."""
     interval = config.checkpoint_interval
     if interval is None:
         interval = _ENVIRONMENT_CHECKPOINT_STEPS
@@ -100,10 +98,10 @@ def registration_of(config: TrainingConfig, *, starting_step: int = 0) -> dict[s
 
 
 class TrajectoryFeed:
-    """Delivers one batch of groups per optimizer step, waiting as long as it takes.
+    """Delivers one batch of groups per optimizer step, without a limit on the waiting time.
 
-    A service that was restarted empty is registered with again. How long an unreachable service is
-    waited for is the client's rule (`open_client`).
+    If the service has lost this run in a restart, the feed registers again. The client limits the
+    time to wait for an unreachable service (`open_client`).
     """
 
     def __init__(
@@ -122,29 +120,27 @@ class TrajectoryFeed:
         self._is_registered = False
 
     def connect(self) -> None:
-        """Wait until the service answers, saying so.
+        """Wait until the service answers, and log the wait.
 
         Raises:
-            TrajectoryApiError: it did not within `service_timeout_s`.
+            TrajectoryApiError: it did not answer within `service_timeout_s`.
         """
-        next_note_s = 0.0
+        url = without_secrets(self._config.atropos_url)
+        next_log_s = 0.0
 
-        def note(waited_s: float) -> None:
-            nonlocal next_note_s
-            if waited_s >= next_note_s:
-                logger.info(
-                    "waiting for the service at %s (run-api)",
-                    without_secrets(self._config.atropos_url),
-                )
-                next_note_s = waited_s + _SECONDS_BETWEEN_NOTES
+        def on_wait(waited_s: float) -> None:
+            nonlocal next_log_s
+            if waited_s >= next_log_s:
+                logger.info("waiting for the service at %s (run-api)", url)
+                next_log_s = waited_s + _SECONDS_BETWEEN_LOG_LINES
 
-        self._client.wait_until_up(self._config.service_timeout_s, on_wait=note)
+        self._client.wait_until_up(self._config.service_timeout_s, on_wait=on_wait)
 
     def register(self, step: int) -> None:
-        """Tell the service about this run, `step` optimiser steps into it.
+        """Register this run, which has completed `step` optimizer steps.
 
-        Under `replace_run` the first call takes over a run with other settings; a service that
-        forgot this one later is not asked to, since it may serve another run by then.
+        With `replace_run`, the first call replaces a run that has other settings. Later calls do
+        not: a service that has lost this run may serve another one by then.
         """
         body = registration_of(self._config, starting_step=step)
         if self._config.replace_run and not self._is_registered:
@@ -153,68 +149,64 @@ class TrajectoryFeed:
         self._is_registered = True
 
     def report_policy(self, version: int) -> None:
-        """Tell the service that the engine serves the weights of `version` optimizer steps.
+        """Report that the engine serves the weights after `version` optimizer steps.
 
         Raises:
-            TrajectoryApiError: the service refused, or stayed away.
+            TrajectoryApiError: the service rejected the request or is unreachable.
         """
         self._policy_version = version
         self._client.set_policy_version(version)
 
     def next_batch(self, step: int) -> LeasedBatch:
-        """Wait for the next batch and lease it.
+        """Wait for the next batch and lease it; `step` optimizer steps are completed.
 
-        The service is asked to answer once there is one; a service that answers at once is asked
-        again after growing pauses.
-
-        Args:
-            step: Optimiser steps done, told to a service that has forgotten this run.
+        Requests are long polls. A service without long polling is polled at growing intervals.
 
         Raises:
-            TrajectoryApiError: the service refused, or stayed away.
+            TrajectoryApiError: the service rejected the request or is unreachable.
         """
         poll_s = _SHORTEST_POLL_S
-        next_note_s = self._clock() + _SECONDS_BETWEEN_NOTES
+        next_log_s = self._clock() + _SECONDS_BETWEEN_LOG_LINES
         while True:
-            asked_at = self._clock()
+            sent_at = self._clock()
             batch = self._take(step)
             if batch is not None and batch.groups:
                 return batch
-            if self._clock() >= next_note_s:
+            if self._clock() >= next_log_s:
                 logger.info("step %d: no full batch yet; %s", step + 1, self._why_no_batch(step))
-                next_note_s = self._clock() + _SECONDS_BETWEEN_NOTES
-            if self._clock() - asked_at < _LONG_POLL_S / 2:
+                next_log_s = self._clock() + _SECONDS_BETWEEN_LOG_LINES
+            if self._clock() - sent_at < _LONG_POLL_S / 2:
                 self._sleep(poll_s)
                 poll_s = min(2 * poll_s, _LONGEST_POLL_S)
 
     def acknowledge(self, batch_id: str | None, *, steps_done: int) -> None:
-        """Tell the service that a batch is trained, or refused; may be repeated.
+        """Acknowledge a batch that was trained or rejected; idempotent.
 
-        A service that has let the batch go meanwhile is told nothing: that it is trained stands in
-        the checkpoints, and a batch that comes twice is recognised.
+        An expired lease is only logged: the checkpoints record that the batch was trained, and a
+        batch that is delivered twice is recognized.
 
         Args:
-            batch_id: Its hand-out token; None, from a service without leases, is passed over.
-            steps_done: Optimizer steps done; a service that has counted as many counts no other.
+            batch_id: Lease token; None, from a service without leases, is ignored.
+            steps_done: Optimizer steps completed; the service counts each step once.
 
         Raises:
-            TrajectoryApiError: the service stayed away.
+            TrajectoryApiError: the service is unreachable.
         """
         try:
             self._client.ack(batch_id, steps_done=steps_done)
         except TrajectoryApiError as error:
-            if error.status not in _LET_GO:
+            if error.status not in _LEASE_ENDED:
                 raise
-            logger.warning("batch %s is done, its lease was over: %s", batch_id, error)
+            logger.warning("batch %s was acknowledged after its lease ended: %s", batch_id, error)
 
     def _why_no_batch(self, step: int) -> str:
-        """Say what to look at; older services count refused batches as steps."""
+        # Services of earlier versions count rejected batches as steps.
         service_step = int(self._client.status()["current_step"])
         if service_step <= step:
             return "are environments running?"
         return (
             f"the service counts {service_step} steps, this trainer has done {step}: environments "
-            "may have ended too early, start them again with --env.end_with_trainer false"
+            "may have ended too early; restart them with --env.end_with_trainer false"
         )
 
     def _take(self, step: int) -> LeasedBatch | None:
@@ -223,7 +215,7 @@ class TrajectoryFeed:
         except TrajectoryApiError as error:
             if not says_unregistered(error):
                 raise
-            logger.warning("the service does not know this run; registering again")
+            logger.warning("the service has no record of this run; registering again")
             self.register(step)
             if self._policy_version is not None:
                 self._client.set_policy_version(self._policy_version)
@@ -231,7 +223,7 @@ class TrajectoryFeed:
 
 
 def check_atropos_api(url: str, timeout: float = 30) -> bool:
-    """Say whether the service answers within `timeout` seconds."""
+    """Return whether the service answers within `timeout` seconds."""
     with open_client(url) as client:
         try:
             client.wait_until_up(timeout)
@@ -241,20 +233,20 @@ def check_atropos_api(url: str, timeout: float = 30) -> bool:
 
 
 def register_trainer(config: TrainingConfig) -> int:
-    """Register a fresh run and return the uuid the service answers.
+    """Register a new run and return the uuid that the service assigns.
 
     Raises:
-        TrajectoryApiError: the service refused, or could not be reached.
+        TrajectoryApiError: the service rejected the request or is unreachable.
     """
     with open_client(config.atropos_url) as client:
         return client.register(**registration_of(config))
 
 
 def get_batch(url: str = "http://localhost:8000") -> dict[str, Any]:
-    """Ask once for a batch: `{"batch": groups}`, or `{"batch": None}` when none is ready.
+    """Request a batch once: `{"batch": groups}`, or `{"batch": None}` if none is ready.
 
     Raises:
-        TrajectoryApiError: the service refused, or could not be reached.
+        TrajectoryApiError: the service rejected the request or is unreachable.
     """
     with open_client(url) as client:
         return {"batch": client.batch()}
@@ -262,11 +254,11 @@ def get_batch(url: str = "http://localhost:8000") -> dict[str, Any]:
 
 JOURNAL_DIRECTORY = "journal"
 SMALLEST_LIMIT_BYTES = 2**30
-"""The records may take as much in any case."""
+"""Lower bound of the size at which a checkpoint replaces the records."""
 _RECORD = re.compile(r"step_(\d+)\.batch")
 _REFUSED = re.compile(r"refused_(\d+)\.batch")
 _MOST_REFUSED_KEPT = 16
-"""The newest ones: such batches must not fill the disk."""
+"""Rejected batches kept on disk, the newest."""
 
 
 class _Record(msgspec.Struct, frozen=True):
@@ -277,9 +269,9 @@ class _Record(msgspec.Struct, frozen=True):
 
 
 def checkpoint_bytes(model: Any, *, trained_only: bool) -> int:
-    """Return about how much a resumable checkpoint takes: weights, and two moments of each trained.
+    """Return the approximate size of a checkpoint: weights, and two moments per trained weight.
 
-    `trained_only`: adapters are saved without the model they belong to.
+    `trained_only`: frozen weights are not saved, as with adapters.
     """
     trained = total = 0
     for parameter in model.parameters():
@@ -295,12 +287,12 @@ def _read_run_id(marker: Path) -> str:
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"--resume: {marker} cannot be read: {error!r}; restore it") from error
     if not isinstance(run_id, str):
-        raise ConfigError(f"--resume: {marker}: run_id is {run_id!r:.40}, expected a text")
+        raise ConfigError(f"--resume: {marker}: run_id is {run_id!r:.40}, expected a string")
     return run_id
 
 
 class BatchJournal:
-    """Reads and writes the records of one run; passes over those of others in its directory."""
+    """Reads and writes the records of one run; ignores those of other runs in its directory."""
 
     def __init__(self, directory: Path, run_id: str) -> None:
         self.directory = directory
@@ -313,15 +305,14 @@ class BatchJournal:
 
     @property
     def size_bytes(self) -> int:
-        """How much the records take on disk."""
         return sum(self._sizes.values())
 
     @classmethod
     def open(cls, save_path: str | Path, *, resume: bool) -> BatchJournal:
-        """Continue the run whose journal is there, or start a new run and drop what was there.
+        """Open the journal of the run to resume, or start a new run with an empty journal.
 
         Raises:
-            ConfigError: there is no run to continue, or nothing says which one it is.
+            ConfigError: there is no run to resume, or its id is unknown.
         """
         directory = Path(save_path) / JOURNAL_DIRECTORY
         marker = directory / "run.json"
@@ -329,12 +320,12 @@ class BatchJournal:
             return cls(directory, _read_run_id(marker))
         if resume and not has_unnamed_checkpoint(save_path):
             raise ConfigError(
-                f"--resume: there is no {marker}, which says which run {save_path} holds; restore "
-                "it, name another --save-path, or leave --resume out to start a new run"
+                f"--resume: {marker} is missing, which contains the id of the run in {save_path}; "
+                "restore it, choose another --save-path, or omit --resume to start a new run"
             )
         directory.mkdir(parents=True, exist_ok=True)
         run_id = uuid.uuid4().hex
-        # From here on the records and checkpoints that are left belong to no run.
+        # Remaining records and checkpoints belong to no run from here on.
         write_file(marker, json.dumps({"run_id": run_id}).encode())
         for path in directory.glob("*.batch*"):
             path.unlink()
@@ -346,14 +337,14 @@ class BatchJournal:
         return self.directory / f"step_{step}.batch"
 
     def write(self, step: int, batch: LeasedBatch) -> None:
-        """Keep the batch of an optimiser step; it is on disk when this returns."""
+        """Record the batch of an optimizer step; it is on disk when this returns."""
         record = _Record(self.run_id, step, batch.batch_id, batch.groups)
         content = msgspec.msgpack.encode(record)
         write_file(self.path_of(step), content)
         self._sizes[step] = len(content)
 
     def read(self, step: int) -> LeasedBatch | None:
-        """Return the batch that an earlier life of this run took for a step, None if there is none.
+        """Return the batch that this run recorded for a step, None if there is none.
 
         Raises:
             ConfigError: the record cannot be read.
@@ -372,10 +363,7 @@ class BatchJournal:
         return LeasedBatch(record.groups, record.batch_id)
 
     def set_aside(self, step: int) -> Path:
-        """Take the batch of a step out of the run; returns where it is kept.
-
-        Of those that were taken out the newest are kept.
-        """
+        """Rename the batch of a step to `refused_<k>.batch` and return its path."""
         self._sizes.pop(step, None)
         names = (path.name for path in self.directory.iterdir())
         numbers = sorted(int(found.group(1)) for found in map(_REFUSED.fullmatch, names) if found)
@@ -385,14 +373,14 @@ class BatchJournal:
         return self.path_of(step).rename(self.directory / f"refused_{number}.batch")
 
     def count_after(self, step: int) -> int:
-        """Return how many steps after `step` have their batch here without a gap."""
+        """Return the number of consecutive steps after `step` that have a record."""
         last = step
         while self.read(last + 1) is not None:
             last += 1
         return last - step
 
     def forget_through(self, step: int) -> None:
-        """Delete the records of steps up to `step`: a checkpoint holds what they taught."""
+        """Delete the records and checkpoints of steps that a checkpoint of `step` covers."""
         for done in [known for known in self._sizes if known <= step]:
             self.path_of(done).unlink(missing_ok=True)
             del self._sizes[done]
@@ -403,16 +391,16 @@ _KEPT_MARKS = 1024
 
 
 class BatchMark(NamedTuple):
-    """What tells a batch from every other, also across hand-outs and resets of the service."""
+    """Identity of a batch, the same across redeliveries and restarts of the service."""
 
     number: str
-    """The service's number of the batch, without the attempt."""
+    """Number of the batch at the service, without the delivery attempt."""
     digest: str
     """Hash of its groups."""
 
     @classmethod
     def of(cls, batch: LeasedBatch) -> BatchMark | None:
-        """Return the mark of a batch; None from a service without leases."""
+        """Return the mark of a batch; None if the service has no leases."""
         if batch.batch_id is None:
             return None
         digest = hashlib.blake2b(msgspec.msgpack.encode(batch.groups), digest_size=16)
@@ -420,13 +408,13 @@ class BatchMark(NamedTuple):
 
 
 class DurableFeed:
-    """Hands out the journal's batches first, then the service's; passes over repeated ones.
+    """Delivers the batches of the journal, then those of the service; skips repeated ones.
 
     Args:
-        feed: The connection to the service.
-        journal: Where batches are kept until a checkpoint holds them.
-        state: What `state` returned for the checkpoint that is continued; None without one.
-        journal_limit_bytes: From this size of its records on a checkpoint has to replace them.
+        feed: Connection to the service.
+        journal: Records of the batches that no checkpoint covers yet.
+        state: Return value of `state` for the resumed checkpoint; None without one.
+        journal_limit_bytes: Size of the records at which a checkpoint has to replace them.
     """
 
     def __init__(
@@ -444,20 +432,17 @@ class DurableFeed:
         self._batch_id: str | None = (state or {}).get("batch_id")
 
     def settle(self, steps_done: int) -> None:
-        """Acknowledge what the checkpoint of so many steps holds, in case it was killed before."""
+        """Acknowledge the last batch of the resumed checkpoint, in case that did not happen."""
         self._feed.acknowledge(self._batch_id, steps_done=steps_done)
 
     def next_batch(self, step: int) -> LeasedBatch:
-        """Wait for the batch of the optimiser step that follows `step` finished ones.
-
-        It is in the journal when this returns.
-        """
+        """Wait for the batch of step `step + 1`; it is in the journal when this returns."""
         batch = self._journal.read(step + 1)
         if batch is None:
             batch = self._new_batch(step)
             self._journal.write(step + 1, batch)
         else:
-            logger.info("step %d: its batch was in the journal", step + 1)
+            logger.info("step %d: batch read from the journal", step + 1)
         mark = BatchMark.of(batch)
         self._batch_id = batch.batch_id
         if mark is not None:
@@ -469,30 +454,28 @@ class DurableFeed:
             batch = self._feed.next_batch(step)
             if BatchMark.of(batch) not in self._marks:
                 return batch
-            logger.warning("batch %s was trained before; passing over it", batch.batch_id)
+            logger.warning("batch %s was trained before; skipping it", batch.batch_id)
             self._feed.acknowledge(batch.batch_id, steps_done=step)
 
     def refuse(self, step: int, batch_id: str | None) -> None:
-        """Set the batch of the step after `step` aside: it cannot be trained as things are set.
+        """Reject the batch of step `step + 1`, which cannot be trained with these settings.
 
-        The service is told that it makes no step: environments stay until the last one is done.
+        It is acknowledged without a step, so that the service still expects all steps.
         """
         path = self._journal.set_aside(step + 1)
         self._feed.acknowledge(batch_id, steps_done=step)
         logger.error(
-            "batch %s is refused and kept as %s; --resume goes on without it", batch_id, path
+            "batch %s is rejected and kept as %s; --resume continues without it", batch_id, path
         )
 
     def acknowledge(self, batch_id: str | None, *, steps_done: int) -> None:
-        """Tell the service that a batch is trained, and its weights published."""
         self._feed.acknowledge(batch_id, steps_done=steps_done)
 
     def report_policy(self, version: int) -> None:
-        """Tell the service which weights the engine serves now."""
         self._feed.report_policy(version)
 
     def state(self) -> dict[str, Any]:
-        """Return what a checkpoint written after training the latest batch has to hold."""
+        """Return the JSON object to save in a checkpoint after the latest batch was trained."""
         return {
             "run_id": self._journal.run_id,
             "batch_id": self._batch_id,
@@ -500,7 +483,7 @@ class DurableFeed:
         }
 
     def wants_checkpoint(self) -> bool:
-        """Say whether the journal has become so large that a checkpoint has to replace it."""
+        """Return whether the journal is so large that a checkpoint has to replace it."""
         return self._journal.size_bytes >= self._journal_limit_bytes
 
     def saved(self, step: int) -> None:

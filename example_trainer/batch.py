@@ -1,12 +1,12 @@
-r"""Batches: the groups of one optimizer step in, its microbatches and counts out.
+r"""Batches: turn the groups of one optimizer step into microbatches and counts.
 
     groups [N] --rows--> rows [L] --shift_row--> [L-1] --pad---> (B, T)    one sequence per row
                                                      \--pack--> (1, T)    all in one row
 
-The causal shift happens in `shift_row` and nowhere else: position t of every tensor is about
-predicting token t+1 from tokens 0..t. Right padding needs no attention mask, because a causal
-model never looks right; `packed_attention` separates packed sequences. Microbatches have about the
-same number of tokens, and each rank gets as many forward passes.
+The causal shift happens in `shift_row` and nowhere else: position t of every tensor belongs to
+the prediction of token t+1 from tokens 0..t. Right padding needs no attention mask, because causal
+attention never reads later positions; `packed_attention` separates packed sequences. Microbatches
+have about the same number of tokens, and each rank gets the same number of forward passes.
 
 Shape suffixes: S sequences of one microbatch, B its rows, T their length: B = S padded, B = 1
 packed.
@@ -35,7 +35,7 @@ _PAD_TOKEN = 0  # never attended to and never trained on, so any valid id will d
 
 @dataclass(frozen=True)
 class Microbatch:
-    """Sequences of one forward pass, shifted; a row each, right-padded, or all in one row."""
+    """Shifted sequences of one forward pass, one per right-padded row or all in one row."""
 
     tokens_BT: torch.Tensor
     """(B, T) int64 inputs."""
@@ -48,29 +48,28 @@ class Microbatch:
     temperatures_S: torch.Tensor
     """(S,) float32."""
     is_sft_BT: torch.Tensor | None = None
-    """(B, T) bool, tokens of demonstrations; None without any."""
+    """(B, T) bool, tokens of demonstrations; None without demonstrations."""
     ref_logprobs_BT: torch.Tensor | None = None
-    """(B, T) float32, `MASKED_LOGPROB` where unknown; None without any."""
+    """(B, T) float32, `MASKED_LOGPROB` where unknown; None if all are unknown."""
     distill_token_ids_BTK: torch.Tensor | None = None
-    """(B, T, K) int64 what a teacher expects as the label, padded; None without a teacher."""
+    """(B, T, K) int64, the teacher's top tokens for the label, padded; None without a teacher."""
     distill_logprobs_BTK: torch.Tensor | None = None
-    """(B, T, K) float32 the teacher's logprobs of these, padded."""
+    """(B, T, K) float32, the teacher's logprobs of these tokens, padded."""
     sequence_ids_BT: torch.Tensor | None = None
-    """(B, T) int64 number of the sequence, from 0; None: one sequence per row."""
+    """(B, T) int64 index of the sequence, from 0; None: one sequence per row."""
     position_ids_BT: torch.Tensor | None = None
     """(B, T) int64 position within the sequence; None: the column."""
     sequence_lengths: tuple[int, ...] | None = None
-    """[S] tokens of each sequence that has any, in order; None: one sequence per row."""
+    """[S] lengths of the non-empty sequences, in order; None: one sequence per row."""
 
     @property
     def temperatures_BT(self) -> torch.Tensor:
-        """(B, T) sampling temperature of the sequence each token belongs to."""
         if self.sequence_ids_BT is not None:
             return self.temperatures_S[self.sequence_ids_BT]
         return self.temperatures_S[:, None].expand(self.tokens_BT.shape)
 
     def with_reference(self, reference_BT: torch.Tensor) -> Microbatch:
-        """Return the same micro-batch with these reference logprobs where the groups gave none."""
+        """Return a copy that has these reference logprobs where the groups have none."""
         given_BT = self.ref_logprobs_BT
         if given_BT is not None:
             reference_BT = torch.where(given_BT == MASKED_LOGPROB, reference_BT, given_BT)
@@ -86,43 +85,39 @@ class Microbatch:
 
 
 def padded_length(longest: int, *, multiple: int = PAD_MULTIPLE) -> int:
-    """Return the columns for rows of at most `longest` unshifted tokens: such a multiple."""
+    """Return the padded length, a multiple of `multiple`, of rows of `longest` unshifted tokens."""
     return max(1, -(-(longest - 1) // multiple)) * multiple
 
 
 def shift_row(row: Row) -> Row:
-    """Align inputs with what they predict: inputs lose the last token, all else the first."""
+    """Align inputs with their labels: drop the last token, and the first of every other field."""
+
+    def without_first(values: Sequence[Any] | None) -> Sequence[Any] | None:
+        return None if values is None else values[1:]
+
     return replace(
         row,
         tokens=row.tokens[:-1],
         labels=row.labels[1:],
         advantages=row.advantages[1:],
-        inference_logprobs=_without_first(row.inference_logprobs),
-        ref_logprobs=_without_first(row.ref_logprobs),
-        distill_token_ids=_without_first(row.distill_token_ids),
-        distill_logprobs=_without_first(row.distill_logprobs),
+        inference_logprobs=without_first(row.inference_logprobs),
+        ref_logprobs=without_first(row.ref_logprobs),
+        distill_token_ids=without_first(row.distill_token_ids),
+        distill_logprobs=without_first(row.distill_logprobs),
     )
-
-
-def _without_first(values: Sequence[Any] | None) -> Sequence[Any] | None:
-    return None if values is None else values[1:]
 
 
 def make_microbatch(
     rows: Sequence[Row], *, columns: int | None = None, pad_multiple: int = PAD_MULTIPLE
 ) -> Microbatch:
-    """Shift and pad at least one row into a micro-batch of `columns` T.
-
-    Without `columns` it is the smallest multiple that holds the longest row.
-    """
+    """Shift and pad at least one row; `columns` is T, by default that of the longest row."""
     longest = max(len(row.tokens) for row in rows)
     width = columns or padded_length(longest, multiple=pad_multiple)
-    shifted = [shift_row(row) for row in rows]
-    return _tensors([[row] for row in shifted], width)
+    return _tensors([[shift_row(row)] for row in rows], width)
 
 
 def make_packed_microbatch(rows: Sequence[Row]) -> Microbatch:
-    """Shift at least one row and put all one after another into the one row of a micro-batch."""
+    """Shift at least one row and concatenate all into one row."""
     shifted = [shift_row(row) for row in rows]
     lengths = [len(row.tokens) for row in shifted]
     if not any(lengths):
@@ -138,7 +133,7 @@ def make_packed_microbatch(rows: Sequence[Row]) -> Microbatch:
 
 
 def _tensors(packs: Sequence[Sequence[Row]], width: int) -> Microbatch:
-    """Turn packs of shifted rows, each a row of the tensors, into a micro-batch without packing."""
+    """Build a microbatch whose rows are the concatenated packs of shifted rows."""
     rows = [row for pack in packs for row in pack]
 
     def joined(field: str, fill: Any) -> list[list[Any]]:
@@ -164,7 +159,7 @@ def _tensors(packs: Sequence[Sequence[Row]], width: int) -> Microbatch:
 
 
 def _chain(pack: Sequence[Row], field: str, fill: Any) -> list[Any]:
-    """Return a field of the rows one after another; a row without it counts as filled."""
+    """Concatenate a field of the rows; `fill` stands in for a row without it."""
     values: list[Any] = []
     for row in pack:
         own = getattr(row, field)
@@ -179,7 +174,7 @@ def _pad(values: Sequence[Any], fill: Any, width: int) -> list[Any]:
 def _teacher_tensors(
     packs: Sequence[Sequence[Row]], width: int
 ) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return (B, T, K) ids and logprobs of the teacher, None when no row has any."""
+    """Return the teacher's (B, T, K) ids and logprobs, None if no row has any."""
     rows = [row for pack in packs for row in pack]
     num_choices = max((len(ids) for row in rows for ids in row.distill_token_ids or ()), default=0)
     if not num_choices:
@@ -197,18 +192,17 @@ def _teacher_tensors(
 
 
 def balanced_bins(lengths: Sequence[int], num_bins: int) -> list[list[int]]:
-    """Spread sequences over bins so that the fullest holds few more tokens than the others.
+    """Distribute sequences over bins so that the number of tokens per bin is balanced.
 
-    The longest first, each into the bin that is emptiest so far: the fullest bin holds at most 4/3
-    of what the best spread would need.
+    Longest first, each into the least full bin: the fullest bin has at most 4/3 of the tokens
+    that it has in the optimal distribution.
 
     Args:
         lengths: Tokens of each sequence.
-        num_bins: Bins, at least 1; some stay out of the result when there are fewer sequences.
+        num_bins: Maximum number of bins, at least 1; empty ones are left out.
 
     Returns:
-        Indices into `lengths` per bin, rising in each, bins by their first index; every index
-        once.
+        Indices into `lengths` per bin, ascending in each, bins ordered by their first index.
 
     Source: Graham 1969, "Bounds on Multiprocessing Timing Anomalies" (LPT).
     """
@@ -220,7 +214,7 @@ def balanced_bins(lengths: Sequence[int], num_bins: int) -> list[list[int]]:
         load, number = heapq.heappop(loads)
         bins[number].append(index)
         heapq.heappush(loads, (load + lengths[index], number))
-    # A sequence without tokens may leave its bin the emptiest: another bin then stays empty.
+    # A sequence without tokens leaves its bin the least full, so that another one may stay empty.
     return sorted(sorted(indices) for indices in bins if indices)
 
 
@@ -231,18 +225,17 @@ def plan_microbatches(
     max_tokens: int | None = None,
     multiple_of: int = 1,
 ) -> list[list[int]]:
-    """Return which sequences each micro-batch packs into its one row.
+    """Assign sequences to packed microbatches.
 
     Args:
         lengths: Tokens of each sequence.
-        num_microbatches: How many there are, where `max_tokens` allows it.
-        max_tokens: Tokens of a micro-batch; there are more of them when it takes that, and one
-            sequence that is longer has its own. None: no limit.
-        multiple_of: Their number is a multiple of this where there are sequences enough: each of
-            so many ranks then gets the same number.
+        num_microbatches: Number of microbatches, increased if `max_tokens` requires it.
+        max_tokens: Maximum tokens of a microbatch; a longer sequence has its own. None: no limit.
+        multiple_of: The number of microbatches is a multiple of this, for instance of the number of
+            ranks, unless there are too few sequences.
 
     Returns:
-        Indices into `lengths` per micro-batch, as `balanced_bins` orders them.
+        Indices into `lengths` per microbatch, as `balanced_bins` orders them.
     """
     count = max(1, num_microbatches)
     if max_tokens is not None:
@@ -259,41 +252,41 @@ def plan_microbatches(
 
 @dataclass(frozen=True)
 class BatchSummary:
-    """What the log says about a batch before any forward pass."""
+    """Statistics of a batch that are known before the forward pass."""
 
     score_mean: float
     score_std: float
     advantage_mean: float
-    """Over the tokens the policy loss trains, as is the deviation."""
+    """Over the tokens that the policy loss trains, as is the deviation."""
     advantage_std: float
     num_groups: int
-    num_silent_groups: int
-    """Groups without an advantage, a demonstration or a teacher: they carry no gradient."""
+    num_zero_gradient_groups: int
+    """Groups without an advantage, a demonstration or a teacher."""
     num_truncated_rows: int
     num_rows_without_logprobs: int
-    num_rows_of_cut_sampling: int
-    """Rows the engine drew from a part of the vocabulary only, by top-p, top-k or min-p."""
+    num_rows_of_partial_sampling: int
+    """Rows sampled from a part of the vocabulary, by top-p, top-k or min-p."""
     num_input_tokens: int
-    """Tokens fed to the model, padding not counted."""
+    """Tokens fed to the model, without padding."""
     padding_fraction: float
     unknown_fields: frozenset[str] = frozenset()
-    """Fields of groups that nothing here reads."""
+    """Fields of groups that the trainer does not read."""
     bad_groups: Mapping[int, str] = field(default_factory=dict)
-    """Why groups were left out, by their index in what was delivered."""
+    """Reason for each group that was left out, by its index in the delivered batch."""
     num_refused_before: int = 0
-    """Groups of batches that were refused whole since the step before."""
+    """Groups of the batches rejected as a whole since the previous step."""
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Everything one optimiser step consumes."""
+    """Input of one optimizer step."""
 
     microbatches: list[Microbatch]
     totals: BatchTotals
     """Counts over the whole batch, the denominators of the loss."""
     summary: BatchSummary
     needs_reference: bool = False
-    """Whether the trainer has to score the reference, for some of the rows."""
+    """Whether the trainer has to compute reference logprobs for some of the rows."""
 
 
 def build_batch(
@@ -307,27 +300,27 @@ def build_batch(
     num_ranks: int = 1,
     skips_bad_groups: bool = False,
 ) -> Batch:
-    """Build the tensors of one optimiser step.
+    """Build the tensors of one optimizer step.
 
-    Padded micro-batches take sequences in order, the last may have fewer. Packed ones have about
-    the same number of tokens each. Without `max_tokens` their number follows from
-    `microbatch_size`; with it, it is the smallest that keeps that limit.
+    Padded microbatches take sequences in order. Packed ones have about the same number of tokens
+    each; with `max_tokens`, their number is the smallest that keeps to this limit.
 
     Args:
         groups: [N] groups as the service delivers them.
-        rules: How groups become rows.
-        microbatch_size: Sequences per forward pass where `max_tokens` is None; packed: on average.
-        pad_multiple: The columns of padded rows are a multiple of this.
+        rules: Settings of the conversion to rows.
+        microbatch_size: Sequences per forward pass if `max_tokens` is None; packed: on average.
+        pad_multiple: T of padded rows is a multiple of this.
         packs: Whether the sequences of a forward pass share a row.
-        max_tokens: Maximum tokens of a forward pass, padding included, where no sequence is longer;
+        max_tokens: Maximum tokens of a forward pass, with padding, unless one sequence is longer;
             None: no limit.
         num_ranks: Ranks that share the passes; with `max_tokens` each gets at least one.
-        skips_bad_groups: Leave out groups that cannot be trained; the summary says why.
+        skips_bad_groups: Whether to leave out untrainable groups and name the reasons in the
+            summary.
 
     Raises:
-        GroupError: a group is malformed or cannot be honoured, or each one is where those are left
-            out; the message names the path.
-        ConfigError: as above, of groups with tokens that no model sampled.
+        GroupError: a group, or with `skips_bad_groups` every group, is malformed or unsupported;
+            the message names the path.
+        ConfigError: as above, for tokens that were not sampled by a model.
     """
     delivered, groups, rows_by_group = groups, [], []
     bad_groups: dict[int, str] = {}
@@ -361,7 +354,7 @@ def build_batch(
         needs_reference=rules.scores_reference
         and any(row.ref_logprobs is None and not row.is_sft for row in rows),
         totals=_count(rows),
-        summary=replace(_summarise(groups, rows_by_group, microbatches), bad_groups=bad_groups),
+        summary=replace(_summarize(groups, rows_by_group, microbatches), bad_groups=bad_groups),
     )
 
 
@@ -373,7 +366,7 @@ def _padded_ends(
     max_tokens: int | None,
     num_ranks: int,
 ) -> list[int]:
-    """Return behind which row each padded micro-batch ends."""
+    """Return the end index of each padded microbatch."""
     if max_tokens is None:
         return [*range(microbatch_size, len(rows), microbatch_size), len(rows)]
     most_rows = max(1, len(rows) // num_ranks)
@@ -389,7 +382,7 @@ def _padded_ends(
 
 
 def _count(rows: Sequence[Row]) -> BatchTotals:
-    """Count what the reductions divide by; the shift takes the first position away."""
+    """Count the denominators of the reductions; the shift removes the first position."""
     policy = [n for row in rows if not row.is_sft and (n := _num_trained(row))]
     return BatchTotals(
         num_tokens=sum(policy),
@@ -408,7 +401,7 @@ def _num_trained(row: Row) -> int:
     return sum(label != IGNORE_INDEX for label in row.labels[1:])
 
 
-def _summarise(
+def _summarize(
     groups: Sequence[Mapping[str, Any]],
     rows_by_group: Sequence[Sequence[Row]],
     microbatches: Sequence[Microbatch],
@@ -424,12 +417,12 @@ def _summarise(
         advantage_mean=statistics.fmean(advantages) if advantages else 0.0,
         advantage_std=_deviation(advantages),
         num_groups=len(groups),
-        num_silent_groups=sum(
-            not any(_teaches(row) for row in members) for members in rows_by_group
+        num_zero_gradient_groups=sum(
+            not any(_has_gradient(row) for row in members) for members in rows_by_group
         ),
         num_truncated_rows=sum(row.is_truncated for row in rows),
         num_rows_without_logprobs=sum(row.inference_logprobs is None for row in rows),
-        num_rows_of_cut_sampling=sum(row.is_cut_sampling for row in rows),
+        num_rows_of_partial_sampling=sum(row.is_partially_sampled for row in rows),
         num_input_tokens=num_inputs,
         padding_fraction=1.0 - num_inputs / num_cells if num_cells else 0.0,
         unknown_fields=frozenset(name for group in groups for name in unknown_fields(group)),
@@ -437,7 +430,6 @@ def _summarise(
 
 
 def _trained_advantages(row: Row) -> list[float]:
-    """Return the advantage of each trained token; the shift takes the first position away."""
     pairs = zip(row.labels[1:], row.advantages[1:], strict=True)
     return [advantage for label, advantage in pairs if label != IGNORE_INDEX]
 
@@ -449,16 +441,16 @@ def _deviation(values: Sequence[float]) -> float:
     return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / len(values))
 
 
-def _teaches(row: Row) -> bool:
+def _has_gradient(row: Row) -> bool:
     return row.is_sft or row.distill_token_ids is not None or any(row.advantages)
 
 
 def split_batch(batch: Batch, world_size: int) -> list[Batch]:
-    """Deal the micro-batches out, the largest first, each to the rank with the fewest tokens.
+    """Distribute the microbatches, largest first, each to the rank with the fewest tokens.
 
-    Ranks whose weights are sharded wait for one another in every forward pass, so a rank with
-    fewer micro-batches gets ones without a trained token. Counts and summary stay those of the
-    whole batch: the shares' losses and gradients add up to its own.
+    Ranks with sharded weights synchronize in every forward pass, so that ranks with fewer
+    microbatches get additional ones without trained tokens. Counts and summary remain those of the
+    whole batch: the losses and gradients of the shares add up to those of the batch.
     """
     if world_size == 1:
         return [batch]

@@ -1,15 +1,15 @@
-"""Checkpoints: a standard model directory plus the state a killed run resumes from.
+"""Checkpoints: a standard model directory and the state that a killed run resumes from.
 
     step_<n>/ config.json, model.safetensors, tokenizer ...    loadable by transformers and vLLM
               trainer/ trainer_state.safetensors, .json        optimizer, random state, step,
-                                                               and which batches are trained
+                                                               trained batches
               trainer/ checksums.json                          of every other file
 
-The trainer's state has a folder of its own because engines load every `*.safetensors` file they
-find next to the weights. Earlier versions wrote it there: such checkpoints can be resumed from, and
-`move_training_state` brings them to the present layout.
+The trainer's state has its own folder because engines load every `*.safetensors` file next to the
+weights. Earlier versions wrote it there; a run can resume from such a checkpoint, and
+`move_training_state` converts it to the present layout.
 
-A directory appears complete or not at all: it is written under a temporary name and renamed.
+A directory is written under a temporary name and renamed, so that it is either complete or absent.
 """
 
 from __future__ import annotations
@@ -31,7 +31,6 @@ __all__ = [
     "drop_checkpoints_before",
     "drop_old_checkpoints",
     "find_intact_checkpoint",
-    "find_latest_checkpoint",
     "has_unnamed_checkpoint",
     "load_feed_state",
     "load_step_metrics",
@@ -55,10 +54,7 @@ _STEP_DIRECTORY = re.compile(r"step_(\d+)")
 
 
 def replace_directory(path: Path, write: Callable[[Path], None]) -> Path:
-    """Fill a fresh directory through `write` and put it in the place of `path` by renaming.
-
-    When `write` raises, what stood at `path` before is untouched.
-    """
+    """Let `write` fill a new directory and replace `path` with it; unchanged if `write` raises."""
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = path.with_name(f".{path.name}.new")
     retired = path.with_name(f".{path.name}.old")
@@ -96,24 +92,11 @@ def save_checkpoint(
     step_metrics: Mapping[str, float] | None = None,
     writes: bool = True,
 ) -> Path:
-    """Save model and tokenizer as `step_<step>`, or the final one, replacing what stood there.
+    """Save a transformers model and its tokenizer under `save_path` and return the directory.
 
-    Args:
-        model: A transformers model.
-        tokenizer: Its tokenizer.
-        save_path: Parent directory.
-        step: Optimiser steps done.
-        is_final: Name the directory `final_name`.
-        final_name: Name of the final directory.
-        optimizer: With it the directory can be resumed from.
-        feed_state: Which batches are trained, as JSON; kept for the feed of the resumed run.
-        optimizer_state: Of the whole model; None: `optimizer.state_dict()`.
-        states_by_rank: `random_states` of every rank; None: those of this process alone.
-        step_metrics: Of the last step, for a run killed before it has logged them.
-        writes: False only returns the path; for ranks that leave the writing to rank 0.
-
-    Returns:
-        The directory.
+    It is named `step_<step>`, or `final_name` if `is_final`, and replaces an existing one. With an
+    optimizer, a run can resume from it; the arguments after `optimizer` are those of
+    `save_training_state`. Unless `writes`, only the path is returned, for ranks other than 0.
     """
 
     def write(directory: Path) -> None:
@@ -155,11 +138,16 @@ def save_training_state(
     states_by_rank: Sequence[Mapping[str, Any]] | None = None,
     step_metrics: Mapping[str, float] | None = None,
 ) -> None:
-    """Write all but the model to the folder `trainer` of a checkpoint, without pickling.
+    """Write the state of the run to the folder `trainer` of a checkpoint, without pickling.
 
-    Optimizer, the random generators of Python, numpy and torch, the step and its metrics, what the
-    feed wants to know again. The learning rate needs no state of its own: it is a function of the
-    step. The arguments are those of `save_checkpoint`.
+    Args:
+        directory: The checkpoint.
+        optimizer: Its class is recorded, and its state unless `optimizer_state` is given.
+        step: Optimizer steps completed; the learning rate is a function of it.
+        feed_state: JSON object for `load_feed_state`, such as the batches trained.
+        optimizer_state: Of the whole model; None: `optimizer.state_dict()`.
+        states_by_rank: `random_states` of every rank; None: of this process alone.
+        step_metrics: Of the last step, for a run that is killed before it has logged them.
     """
     import numpy as np
     import torch
@@ -193,18 +181,13 @@ def save_training_state(
 
 
 def load_training_state(directory: Path, optimizer: Any, *, rank: int = 0) -> int:
-    """Restore optimiser and random generators from a checkpoint.
+    """Restore optimizer and random generators; return the optimizer steps completed.
 
-    Args:
-        directory: Of the checkpoint.
-        optimizer: Of the whole model, or of this rank's part of it.
-        rank: Whose random state is restored, rank 0's where the checkpoint has none of it.
-
-    Returns:
-        Optimiser steps done when it was written.
+    The optimizer is that of the whole model or of this rank's shard. If the checkpoint has no
+    random state of `rank`, that of rank 0 is used.
 
     Raises:
-        ConfigError: the checkpoint belongs to another kind of optimiser.
+        ConfigError: the checkpoint was written with another class of optimizer.
     """
     import numpy as np
     import torch
@@ -238,12 +221,11 @@ def load_training_state(directory: Path, optimizer: Any, *, rank: int = 0) -> in
 
 
 def move_training_state(checkpoint: Path) -> bool:
-    """Bring a checkpoint of the earlier layout to the present one; returns whether it was one.
+    """Convert a checkpoint of the earlier layout, on which engines fail; return whether it was one.
 
-    Engines fail on the earlier layout. Each file is moved by renaming, and is found in either
-    place, so that the checkpoint can be resumed from at every moment.
+    Each file is renamed and read from either place, so that a run can resume at any time.
     """
-    # The record last: a checkpoint counts as resumable by it.
+    # The record last: it marks a checkpoint as resumable.
     present = [name for name in (_TENSORS, _STATE) if (checkpoint / name).is_file()]
     for name in present:
         folder = checkpoint / _STATE_FOLDER
@@ -256,7 +238,7 @@ def move_training_state(checkpoint: Path) -> bool:
 
 
 def _state_file(checkpoint: Path, name: str) -> Path:
-    """Return where a file of the trainer's state is, in the present layout or the earlier one."""
+    """Return the path of a file of the trainer's state in the present or the earlier layout."""
     path, earlier = checkpoint / _STATE_FOLDER / name, checkpoint / name
     return earlier if earlier.is_file() and not path.is_file() else path
 
@@ -282,37 +264,22 @@ def _state_name(generator: str, rank: int) -> str:
 
 
 def load_feed_state(directory: Path) -> dict[str, Any]:
-    """Return the `feed_state` a checkpoint was saved with, empty without one."""
-    record = _read_record(directory)
-    state: dict[str, Any] = record.get("feed", {})
-    return state
+    """Return the `feed_state` of a checkpoint, empty without one."""
+    return dict(_read_record(directory).get("feed", {}))
 
 
 def load_step_metrics(directory: Path) -> dict[str, float]:
-    """Return the metrics of a checkpoint's last step, empty where it has none."""
-    record = _read_record(directory)
-    metrics: dict[str, float] = record.get("metrics", {})
-    return metrics
-
-
-def find_latest_checkpoint(*places: str | Path, run_id: str | None = None) -> Path | None:
-    """Return the resumable `step_<n>` directory with the largest n in these places, or None.
-
-    With a `run_id` those that name another run are passed over.
-    """
-    steps: dict[int, Path] = {}
-    for place in places:
-        steps |= _resumable_checkpoints(place, run_id)
-    return steps[max(steps)] if steps else None
+    """Return the metrics of a checkpoint's last step, empty if it has none."""
+    return dict(_read_record(directory).get("metrics", {}))
 
 
 def find_intact_checkpoint(*places: str | Path, run_id: str | None = None) -> Path | None:
-    """Return the newest resumable checkpoint that is whole; log what is wrong with newer ones.
+    """Return the resumable `step_<n>` directory with the largest n that is intact, or None.
 
-    The arguments are those of `find_latest_checkpoint`.
+    Damaged ones are logged. With a `run_id`, the checkpoints of other runs are ignored.
 
     Raises:
-        ConfigError: there are some, and each is damaged; the message names the newest.
+        ConfigError: every checkpoint is damaged; the message names the newest.
     """
     steps: dict[int, Path] = {}
     for place in places:
@@ -323,24 +290,21 @@ def find_intact_checkpoint(*places: str | Path, run_id: str | None = None) -> Pa
             check_checkpoint(steps[step])
         except ConfigError as error:
             first = first or error
-            logger.error(
-                "%s; passing over it: later steps are trained again, from new batches", error
-            )
+            logger.error("%s; skipping it: later steps are repeated, with new batches", error)
         else:
             return steps[step]
     if first is not None:
         raise ConfigError(
-            f"{first}; no other checkpoint of the run is whole: restore one, or start without "
+            f"{first}; no other checkpoint of the run is intact: restore one, or start without "
             "--resume"
         )
     return None
 
 
 def check_checkpoint(checkpoint: Path) -> None:
-    """Read every file of a checkpoint and compare it with its checksum.
+    """Compare every file of a checkpoint with its checksum.
 
-    Of a checkpoint without checksums, as earlier versions wrote them, what can be told from the
-    files themselves is checked.
+    In a checkpoint of an earlier version, without checksums, only the headers are checked.
 
     Raises:
         ConfigError: names the file that is damaged or missing.
@@ -358,15 +322,15 @@ def check_checkpoint(checkpoint: Path) -> None:
     for name in names:
         path = checkpoint / name
         try:
-            is_right = _checksum(path) == checksums[name]
+            is_intact = _checksum(path) == checksums[name]
         except OSError as error:
             raise ConfigError(f"{path} cannot be read: {error.strerror}") from error
-        if not is_right:
+        if not is_intact:
             raise ConfigError(f"{path} is damaged: its checksum is not that of {manifest}")
 
 
 def has_unnamed_checkpoint(save_path: str | Path) -> bool:
-    """Whether there is a resumable checkpoint of a version that did not name runs."""
+    """Return whether there is a resumable checkpoint without a run id, of an earlier version."""
     return any(
         "run_id" not in load_feed_state(path)
         for path in _resumable_checkpoints(save_path, None).values()
@@ -406,7 +370,7 @@ def _check_headers(checkpoint: Path) -> None:
 
 def drop_old_checkpoints(save_path: str | Path, *, keep: int, run_id: str | None = None) -> None:
     """Delete all but the newest `keep` resumable checkpoints of a run."""
-    for pattern in (".step_*.old", ".step_*.new"):  # what a killed save left
+    for pattern in (".step_*.old", ".step_*.new"):  # left over by a killed process
         for leftover in Path(save_path).glob(pattern):
             shutil.rmtree(leftover, ignore_errors=True)
     checkpoints = _resumable_checkpoints(save_path, run_id)
@@ -415,14 +379,14 @@ def drop_old_checkpoints(save_path: str | Path, *, keep: int, run_id: str | None
 
 
 def drop_checkpoints_before(step: int, directory: Path) -> None:
-    """Delete the resumable checkpoints in a directory that are older than one of `step`."""
+    """Delete the resumable checkpoints in a directory that are older than `step`."""
     for number, path in _resumable_checkpoints(directory, None).items():
         if number < step:
             _drop(path)
 
 
 def _drop(checkpoint: Path) -> None:
-    # Renamed first, so that no half of a checkpoint stands under its name.
+    # Renamed first, so that an incomplete checkpoint never has its name.
     retired = checkpoint.with_name(f".{checkpoint.name}.old")
     checkpoint.rename(retired)
     shutil.rmtree(retired, ignore_errors=True)
@@ -431,9 +395,9 @@ def _drop(checkpoint: Path) -> None:
 def _resumable_checkpoints(
     save_path: str | Path, run_id: str | None, *, keeps_damaged: bool = False
 ) -> dict[int, Path]:
-    """Return the `step_<n>` directories that hold a training state, by n.
+    """Return the `step_<n>` directories with a training state, by n.
 
-    One whose state cannot be read does not say of which run it is.
+    `keeps_damaged`: include those whose state, and thereby whose run id, cannot be read.
     """
     steps: dict[int, Path] = {}
     root = Path(save_path)
@@ -451,7 +415,7 @@ def _resumable_checkpoints(
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Put a file in place atomically and durably: write a temporary file, sync, rename."""
+    """Write a file atomically and durably: write a temporary file, sync, rename."""
     fresh = path.with_name(f"{path.name}.new")
     with fresh.open("wb") as file:
         file.write(content)

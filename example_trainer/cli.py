@@ -71,18 +71,14 @@ OFTEN_NEEDED = (
     *("atropos_url", "save_path", "checkpoint_interval", "resume", "use_wandb", "wandb_project"),
     *("device", "train_dtype", "microbatch_tokens", "lora_r", "quiet"),
 )
-"""Fields that `--help` shows, where a parser has them; `--help all` shows every flag."""
-
-
-class TrainerParser(CommandParser):
-    """The parser of the trainer's commands."""
+"""Fields that `--help` shows; `--help all` shows every flag."""
 
 
 def parse_layer_indices(text: str) -> list[int] | None:
-    """Parse `0-3,28-31` into sorted, unique layer indices; empty text means all layers.
+    """Parse `0-3,28-31` into sorted, unique layer indices; an empty string means all layers.
 
     Raises:
-        argparse.ArgumentTypeError: a part is not an index or a rising `a-b` range.
+        argparse.ArgumentTypeError: a part is not an index or an ascending `a-b` range.
     """
     indices: set[int] = set()
     for part in filter(None, (piece.strip() for piece in text.split(","))):
@@ -93,13 +89,13 @@ def parse_layer_indices(text: str) -> list[int] | None:
             )
         low, high = int(first), int(last) if dash else int(first)
         if high < low:
-            raise argparse.ArgumentTypeError(f"range {part!r} runs backwards; write {high}-{low}")
+            raise argparse.ArgumentTypeError(f"range {part!r} is descending; write {high}-{low}")
         indices.update(range(low, high + 1))
     return sorted(indices) or None
 
 
 def _device(text: str) -> str:
-    # argparse runs this on the default "auto" too, after --help has had its chance to exit.
+    # argparse also converts the default "auto", but only after --help would have exited.
     return default_device() if text == "auto" else text
 
 
@@ -146,60 +142,36 @@ def _add_flags(parser: argparse.ArgumentParser, title: str, group: type[BaseMode
         section.add_argument(*flags, **{**options, **_value_options(name, field)})
 
 
-def add_model_args(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that choose the model."""
-    _add_flags(parser, "model", fields.ModelFields)
+def _adder(
+    *sections: tuple[str, type[BaseModel]],
+) -> Callable[[argparse.ArgumentParser], None]:
+    def add(parser: argparse.ArgumentParser) -> None:
+        for title, group in sections:
+            _add_flags(parser, title, group)
+
+    return add
 
 
-def add_training_args(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the loop, the optimiser and the checkpoints."""
-    _add_flags(parser, "training", fields.TrainingFields)
+add_model_args = _adder(("model", fields.ModelFields))
+add_training_args = _adder(("training", fields.TrainingFields))
+add_grpo_args = _adder(("grpo", fields.GrpoFields), ("other loss terms", fields.ExtraLossFields))
+add_vllm_args = _adder(("vllm", fields.VllmFields))
+add_atropos_args = _adder(("atropos", fields.AtroposFields))
+add_wandb_args = _adder(("metrics", fields.WandbFields))
+add_mode_args = _adder(("mode", fields.ModeFields))
+add_lora_args = _adder(("lora", fields.LoraFields))
+add_distributed_args = _adder(("distributed", fields.DistributedFields))
+add_debug_args = _adder(("debug", fields.DebugFields))
+
+_COMMON_ARGS = (
+    *(add_model_args, add_training_args, add_grpo_args, add_vllm_args, add_atropos_args),
+    add_wandb_args,
+)
 
 
-def add_grpo_args(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of advantages and losses."""
-    _add_flags(parser, "grpo", fields.GrpoFields)
-    _add_flags(parser, "beside the policy loss", fields.ExtraLossFields)
-
-
-def add_vllm_args(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the inference engine."""
-    _add_flags(parser, "vllm", fields.VllmFields)
-
-
-def add_atropos_args(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the trajectory service."""
-    _add_flags(parser, "atropos", fields.AtroposFields)
-
-
-def add_wandb_args(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of the metric logs."""
-    _add_flags(parser, "metrics", fields.WandbFields)
-
-
-def add_mode_args(parser: argparse.ArgumentParser) -> None:
-    """Add the flags that choose how weights reach the engine."""
-    _add_flags(parser, "mode", fields.ModeFields)
-
-
-def add_lora_args(parser: argparse.ArgumentParser) -> None:
-    """Add the LoRA flags."""
-    _add_flags(parser, "lora", fields.LoraFields)
-
-
-def add_distributed_args(parser: argparse.ArgumentParser) -> None:
-    """Add the flags of multi-process training."""
-    _add_flags(parser, "distributed", fields.DistributedFields)
-
-
-def add_debug_args(parser: argparse.ArgumentParser) -> None:
-    """Add the diagnostic flags."""
-    _add_flags(parser, "debug", fields.DebugFields)
-
-
-def create_base_parser(description: str) -> TrainerParser:
+def create_base_parser(description: str) -> CommandParser:
     """Return a parser without flags that shows defaults in its help."""
-    return TrainerParser(
+    return CommandParser(
         description=description,
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
@@ -207,22 +179,18 @@ def create_base_parser(description: str) -> TrainerParser:
     )
 
 
-def create_unified_parser() -> TrainerParser:
+def create_unified_parser() -> CommandParser:
     """Return the parser of the one-command launcher, without mode, LoRA and cluster flags."""
     parser = create_base_parser("Launch a vLLM engine and train against it with GRPO.")
-    for add in (add_model_args, add_training_args, add_grpo_args, add_vllm_args, add_atropos_args):
+    for add in (*_COMMON_ARGS, add_debug_args):
         add(parser)
-    add_wandb_args(parser)
-    add_debug_args(parser)
     return parser
 
 
-def create_full_parser() -> TrainerParser:
+def create_full_parser() -> CommandParser:
     """Return the parser with every flag."""
     parser = create_base_parser("Train a language model with GRPO on an Atropos service.")
-    for add in (add_model_args, add_training_args, add_grpo_args, add_vllm_args, add_atropos_args):
-        add(parser)
-    for add in (add_wandb_args, add_mode_args, add_lora_args, add_distributed_args, add_debug_args):
+    for add in (*_COMMON_ARGS, add_mode_args, add_lora_args, add_distributed_args, add_debug_args):
         add(parser)
     return parser
 
@@ -233,11 +201,7 @@ def parse_args(argv: Sequence[str] | None = None) -> argparse.Namespace:
 
 
 def config_from_args(args: argparse.Namespace, **overrides: Any) -> TrainingConfig:
-    """Build the config from parsed flags; fields without a flag keep their defaults.
-
-    Args:
-        args: What one of the parsers here returned.
-        **overrides: Values that win over the flags.
+    """Build the config from parsed flags; `overrides` have precedence over them.
 
     Raises:
         pydantic.ValidationError: a value is out of bounds, or settings contradict each other.
@@ -252,7 +216,7 @@ def config_from_args(args: argparse.Namespace, **overrides: Any) -> TrainingConf
 
 
 def describe_errors(error: ValidationError) -> str:
-    """Put a validation error into one line per flag, for the entry point to print."""
+    """Return the message of a validation error, with the flag and value of each problem."""
     lines = []
     for problem in error.errors():
         name = str(problem["loc"][0]) if problem["loc"] else ""
@@ -263,11 +227,9 @@ def describe_errors(error: ValidationError) -> str:
 
 
 def torchrun_settings(environment: Mapping[str, str], *, device: str) -> dict[str, Any]:
-    """Return the settings that torchrun's variables stand for, none outside torchrun.
+    """Return the settings given by torchrun's environment variables, empty outside torchrun.
 
-    Args:
-        environment: Of this process.
-        device: `cuda` becomes the GPU of this process's number on its host.
+    A `device` of `cuda` becomes the GPU of the local rank.
 
     Raises:
         ConfigError: a variable is not an integer.
@@ -289,7 +251,7 @@ def torchrun_settings(environment: Mapping[str, str], *, device: str) -> dict[st
 
 @contextmanager
 def require_extra(extra: str) -> Iterator[None]:
-    """Import optional packages inside this; a missing one raises `MissingExtraError`."""
+    """Context for imports of optional packages; a missing one raises `MissingExtraError`."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -304,14 +266,14 @@ def run_training(
 ) -> None:
     """Make the config and train.
 
-    Exits with 2 when the settings can never work or torch is missing, with 1 and the cause when
-    training fails, with 128 + n after signal n. SIGINT and SIGTERM unwind the run, so every child
-    ends first.
+    Exits with 2 if settings are invalid or torch is missing, with 1 if training fails, and with
+    128 + n after signal n. SIGINT and SIGTERM unwind the run, so that every child process ends
+    first.
     """
     try:
         with require_extra("trainer"):
             config = make_config()
-            import torch  # noqa: F401 - told here when missing, not in the middle of the start
+            import torch  # noqa: F401 - reported here if missing, not in the middle of the start
         require_built_mode(config)
         require_reference(config)
         require_model_folder(config.model_name)
@@ -328,7 +290,7 @@ def run_training(
     )
     logging.getLogger("httpx").setLevel(logging.WARNING)  # one line per poll otherwise
     signal.signal(signal.SIGTERM, _exit_on_signal)
-    # Heavy imports come after the flags were found to be right.
+    # Heavy imports follow the check of the flags.
     from transformers.utils.logging import disable_progress_bar
 
     from example_trainer.trainers import train
@@ -359,7 +321,7 @@ def _live_view(config: TrainingConfig) -> contextlib.AbstractContextManager[Live
 
 
 def _exit_on_signal(number: int, _frame: FrameType | None) -> NoReturn:
-    # The second signal of an impatient sender must not interrupt the clean-up of the first.
+    # A second signal must not interrupt the cleanup after the first.
     signal.signal(number, signal.SIG_IGN)
-    logger.info("received %s, ending", signal.Signals(number).name)
+    logger.info("received %s, exiting", signal.Signals(number).name)
     sys.exit(128 + number)

@@ -1,4 +1,4 @@
-"""The earlier trainer's functions for collating a batch, on top of `batch`."""
+"""The earlier trainer's functions for collating a batch, based on `batch`."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ _NO_LIMIT = 2**31
 
 
 class CollatedBatch(NamedTuple):
-    """Five parallel lists, one entry per micro-batch."""
+    """Five parallel lists, one entry per microbatch."""
 
     tokens: list[torch.Tensor]
     """(B, T) inputs."""
     labels: list[torch.Tensor]
     """(B, T) labels."""
     advantages: list[torch.Tensor]
-    """(B, 1), or (B, T) where the groups carry token-level advantages."""
+    """(B, 1), or (B, T) if the groups have token-level advantages."""
     temperatures: list[torch.Tensor]
     """(B, 1, 1)."""
     inference_logprobs: list[torch.Tensor] | None
-    """(B, T), `MASKED_LOGPROB` where unknown; None when no group carried any."""
+    """(B, T), `MASKED_LOGPROB` where unknown; None if no group has any."""
 
 
 def pad_data_to_good_offset(
@@ -41,17 +41,16 @@ def pad_data_to_good_offset(
     *,
     seq_len: int | None = None,
 ) -> CollatedBatch:
-    """Collate the body of `GET /batch`; every micro-batch gets the same number of columns.
+    """Collate the body of `GET /batch`; every microbatch has the same number of columns.
 
     Args:
         data: `{"batch": groups}`.
-        batch_size: Rows per micro-batch; the last one may have fewer.
-        extract_inference_logprobs: False leaves the fifth list out.
-        seq_len: Longest row in tokens, None for no limit.
+        batch_size: Rows per microbatch; the last one may have fewer.
+        extract_inference_logprobs: Whether to return the fifth list.
+        seq_len: Maximum length of a row in tokens; None: no limit.
 
     Raises:
-        GroupError: there is no group, or one is malformed or asks for something that cannot be
-            honoured.
+        GroupError: there is no group, or one is malformed or not supported.
     """
     rules = RowRules(seq_len=seq_len or _NO_LIMIT)
     groups = data["batch"]
@@ -90,11 +89,7 @@ def get_data(
     atropos_url: str = "http://localhost:8000",
     extract_inference_logprobs: bool = True,
 ) -> tuple[list[CollatedBatch], None]:
-    """Wait for a batch and collate it together with every further batch already waiting.
-
-    Returns:
-        The collated batches, one per optimiser step, and None.
-    """
+    """Wait for a batch; return it and every batch that is ready, collated, and None."""
     collated: list[CollatedBatch] = []
     while True:
         data = get_batch(atropos_url)

@@ -1,4 +1,4 @@
-"""HTTP control of running vLLM and SGLang engines: connection, weight updates, several as one."""
+"""HTTP clients of running vLLM and SGLang engines, and in-place weight updates."""
 
 from __future__ import annotations
 
@@ -19,32 +19,30 @@ _MAX_QUOTED_CHARS = 500
 
 
 class EngineConnection:
-    """Requests to one engine; what goes wrong is an `InferenceError` that names the request.
+    """HTTP requests to one engine, whose address is without `/v1`.
 
-    Args:
-        base_url: Address without `/v1`.
-        timeout_s: Seconds one request may take; a large model reloads for minutes.
+    The default timeout allows for large models, which take minutes to reload.
     """
 
     def __init__(self, base_url: str, *, timeout_s: float = 600.0) -> None:
         self.base_url = base_url
-        # The engine is a neighbour: proxy settings of the environment do not concern it.
         hide_secrets_of_requests()
+        # `trust_env=False`: proxies of the environment are not for a local engine.
         self._http = httpx.Client(base_url=base_url, timeout=timeout_s, trust_env=False)
 
     @property
     def shown_url(self) -> str:
-        """The address for messages, without user and password."""
+        """Address for messages, without user and password."""
         return without_secrets(self.base_url)
 
     def close(self) -> None:
         self._http.close()
 
     def send(self, method: str, path: str, **options: Any) -> httpx.Response:
-        """Return the engine's answer, whatever its status; options as for `httpx.Client.request`.
+        """Return the response, of any status; options are those of `httpx.Client.request`.
 
         Raises:
-            InferenceError: There is none.
+            InferenceError: The engine did not respond.
         """
         try:
             return self._http.request(method, path, **options)
@@ -52,10 +50,10 @@ class EngineConnection:
             raise InferenceError(f"{method} {self.shown_url}{path} failed: {error!r}") from error
 
     def post(self, path: str, **options: Any) -> httpx.Response:
-        """Return the answer to a POST; arguments as for `send`.
+        """Return the response to a POST, with the arguments of `send`.
 
         Raises:
-            InferenceError: There is none, or its status is not 200.
+            InferenceError: The engine did not respond, or with a status other than 200.
         """
         answer = self.send("POST", path, **options)
         if answer.status_code != 200:
@@ -77,31 +75,27 @@ class EngineControl(EngineConnection):
     """Updates the weights of one vLLM server by its development routes."""
 
     def require_in_place_updates(self) -> None:
-        """Check that the engine can reload its weights while it runs.
-
-        Raises:
-            NoInPlaceUpdatesError: it does not offer that; names what to do.
-        """
-        # Without a method the route refuses with 400 and changes nothing; 404 means no route.
+        """Raise `NoInPlaceUpdatesError` if the engine cannot reload its weights while it runs."""
+        # A request without a method is rejected with 400 and has no effect; 404 means no route.
         status = self.send("POST", "/collective_rpc", json={}).status_code
         if status != 400:
             raise NoInPlaceUpdatesError(
-                f"the engine at {self.shown_url} offers no in-place weight updates (POST "
+                f"the engine at {self.shown_url} has no in-place weight updates (POST "
                 f"/collective_rpc answered {status}); start vLLM with VLLM_SERVER_DEV_MODE=1 in "
                 "its environment, or stop it and let the trainer launch its own "
                 "(--weight-bridge-mode auto, or none to restart it for each update)"
             )
 
     def returns_processed_logprobs(self) -> bool:
-        """Say whether logprobs come after temperature and top-p; False when it does not tell."""
+        """Return whether logprobs are after temperature and top-p; False if unknown."""
         mode = self._settings().get("model_config", {}).get("logprobs_mode", "raw")
         return str(mode).startswith("processed")
 
     def keeps_stale_output_layer(self) -> bool:
-        """Say whether a reload would miss an output layer tied to the embedding.
+        """Return whether a reload does not update an output layer tied to the embedding.
 
-        vLLM packs that layer's weights once on a CPU. A model it was given untied is exempt, so
-        the config of what it serves is looked at where this host can read it.
+        On a CPU, vLLM packs the weights of that layer once. An untied model is not affected, which
+        its config shows if this host can read it.
         """
         settings = self._settings()
         if settings.get("device_config", {}).get("device") != "cpu":
@@ -109,9 +103,9 @@ class EngineControl(EngineConnection):
         served = Path(str(settings.get("model_config", {}).get("model"))) / "config.json"
         if not served.is_file():
             return True
-        # Left out of the file it means tied for most architectures, so only a plain no counts.
-        told = json.loads(served.read_text(encoding="utf-8")).get("tie_word_embeddings")
-        return told is not False
+        # In most architectures the default is tied, so that only an explicit false counts.
+        is_tied = json.loads(served.read_text(encoding="utf-8")).get("tie_word_embeddings")
+        return is_tied is not False
 
     def _settings(self) -> dict[str, Any]:
         answer = self.send("GET", "/server_info", params={"config_format": "json"})
@@ -121,19 +115,15 @@ class EngineControl(EngineConnection):
             return {}
 
     def reload_weights(self, directory: Path, *, pause_mode: str, version: int = 0) -> None:
-        """Load the weights in `directory` into the running engine.
+        """Load the weights in `directory`, which the engine's host can read, into the engine.
 
-        With `pause_mode` `keep`, requests under way are frozen and continue under the new weights;
-        their key-value caches are dropped and computed again, so that no token depends on both.
-        With `none` they run on, and tokens between the update and the renewal of their caches do.
-
-        Args:
-            directory: A Hugging Face model directory the engine's host can read.
-            pause_mode: `keep`, `wait`, `abort` or `none`, what happens to running requests.
-            version: Optimiser steps behind the weights; vLLM has no place for it.
+        `pause_mode` applies to running requests: `wait` for them, `abort` them, or `keep` them
+        paused. The latter continue under the new weights with recomputed key-value caches, so that
+        no token depends on both. With `none` they continue to run, and tokens before the renewal of
+        their caches depend on both. vLLM does not use `version`, the policy version.
 
         Raises:
-            InferenceError: a request failed; the engine is told to resume in any case.
+            InferenceError: a request failed; the engine is resumed in any case.
         """
         if pause_mode == "none":
             self._reload(directory)
@@ -150,8 +140,8 @@ class EngineControl(EngineConnection):
         reset = self.post("/reset_prefix_cache", params={"reset_running_requests": "true"})
         if reset.content and reset.json().get("success") is False:
             raise InferenceError(
-                f"the engine at {self.shown_url} kept its prefix cache after the weights "
-                "changed; use --sync-pause-mode wait"
+                f"the engine at {self.shown_url} did not reset its prefix cache after the weight "
+                "update; use --sync-pause-mode wait"
             )
 
     def _resume(self) -> None:
@@ -178,18 +168,16 @@ class SglangControl(EngineConnection):
             )
 
     def returns_processed_logprobs(self) -> bool:
-        """Return False: SGLang does not tell; `logprobs_mode` decides where it differs."""
-        return False
+        return False  # SGLang does not report it
 
     def keeps_stale_output_layer(self) -> bool:
-        """Return False: SGLang keeps no second copy of the output layer."""
         return False
 
     def reload_weights(self, directory: Path, *, pause_mode: str, version: int = 0) -> None:
         """Load the weights in `directory` into the running engine; see `EngineControl`.
 
-        `pause_mode` `keep`: requests go back to the queue, their caches are computed again; `none`:
-        they are frozen for the moment of the update and keep their caches.
+        With `pause_mode` `keep`, requests return to the queue and their caches are recomputed; with
+        `none`, they are paused during the update and keep their caches.
         """
         mode = _PAUSE_MODES.get(pause_mode)
         if mode is None:
@@ -212,13 +200,13 @@ class SglangControl(EngineConnection):
         )
         if answer.json().get("success") is False:
             raise InferenceError(
-                f"the engine at {self.shown_url} did not take the weights: "
+                f"the engine at {self.shown_url} did not load the weights: "
                 f"{str(answer.json().get('message'))[:500]}"
             )
 
 
 class EngineFleet:
-    """Has the methods of one control; all engines take the same weights, at the same time."""
+    """Several engines with the interface of one, updated with the same weights in parallel."""
 
     def __init__(self, controls: Sequence[EngineControl | SglangControl]) -> None:
         self._controls = controls
@@ -238,7 +226,7 @@ class EngineFleet:
         return any(control.keeps_stale_output_layer() for control in self._controls)
 
     def reload_weights(self, directory: Path, *, pause_mode: str, version: int = 0) -> None:
-        """Load the weights in every engine; one that fails lets the others finish."""
+        """Load the weights in every engine; all finish before an error is raised."""
 
         def reload(control: EngineControl | SglangControl) -> None:
             control.reload_weights(directory, pause_mode=pause_mode, version=version)
@@ -256,7 +244,7 @@ def engine_addresses(config: TrainingConfig) -> list[str]:
 
 
 def control_of(config: TrainingConfig) -> EngineControl | SglangControl | EngineFleet:
-    """Return what updates the engines the config names."""
+    """Return the client that updates the configured engines."""
     kind = SglangControl if config.engine == "sglang" else EngineControl
     controls = [kind(address) for address in engine_addresses(config)]
     return controls[0] if len(controls) == 1 else EngineFleet(controls)

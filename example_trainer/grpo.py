@@ -10,8 +10,8 @@ from pathlib import Path
 from typing import Any
 
 if __package__ in (None, ""):
-    # Run as a file: the package's parent goes where Python put the package's own folder, whose
-    # module names (`config`, `data`, ...) must not become importable at the top level.
+    # Run as a file: replace the package's folder, whose modules (`config`, `data`, ...) must not
+    # be importable at the top level, by its parent.
     sys.path[0] = str(Path(__file__).resolve().parent.parent)
 
 from example_trainer.cli import (
@@ -31,7 +31,7 @@ _EARLIER_NAMES = {
     "register_trainer": "api",
     "train": "trainers",
 }
-"""Module of each function that stood in this file when it was the whole trainer."""
+"""Module of each function that this file contained in earlier versions."""
 
 
 def __getattr__(name: str) -> Any:
@@ -41,7 +41,7 @@ def __getattr__(name: str) -> Any:
 
 
 def first_example() -> TrainingConfig:
-    """Return the run that `python example_trainer/grpo.py` without flags makes."""
+    """Return the config of `python example_trainer/grpo.py` without flags."""
     return TrainingConfig(
         model_name="Qwen/Qwen2.5-1.5B-Instruct",
         training_steps=20,
@@ -52,7 +52,7 @@ def first_example() -> TrainingConfig:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Train as the flags say; exits 0 when done, 2 on wrong settings, 1 on failure."""
+    """Train according to the flags; exit with 0 on success, 2 on invalid settings, 1 on failure."""
     parser = create_full_parser()
 
     def make_config() -> TrainingConfig:

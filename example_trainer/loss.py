@@ -2,22 +2,22 @@
 
     policy loss x correction + kl      over the policy's tokens, one denominator
     + sft                              over the demonstrations' tokens
-    + distillation                     over the positions with a teacher's answer
+    + distillation                     over the positions with teacher logprobs
 
-Notation: l trainer logprob (with gradient), o the same without gradient when the batch was built
-(proximal), mu the inference engine's logprob, f the reference model's, A advantage, m mask, sg
-stop-gradient. Losses are minimized.
+Notation: l trainer logprob (with gradient), o the trainer's logprob when the batch was built,
+without gradient (proximal), mu the inference engine's logprob, f the reference model's, A
+advantage, m mask, sg stop-gradient. Losses are minimized.
 
-Denominators count the whole batch, so the sum over microbatches depends neither on the split nor on
-padding or packing.
+Denominators count the whole batch, so that the sum over microbatches depends neither on the split
+nor on padding or packing.
 
-The engine that sampled and the trainer round differently and may hold weights of different age.
-With w = exp(o - mu), detached, a correction multiplies the policy loss of a token; the other terms
-are unchanged. The denominator counts dropped and truncated tokens too, so a correction never makes
-the others weigh more.
+The sampling engine and the trainer round differently and may have different weights. A correction
+multiplies the policy loss of a token by a function of w = exp(o - mu), detached; the other terms
+are unchanged. Denominators include dropped and truncated tokens, so that a correction does not
+increase the weight of the others.
 
-Shape suffixes: B rows of one microbatch, T padded length, K the teacher's choices, padded. Every
-tensor is already shifted (`batch`): position t is about token t+1. A row holds one sequence, or
+Shape suffixes: B rows of one microbatch, T padded length, K the teacher's top tokens, padded. Every
+tensor is already shifted (`batch`): position t belongs to token t+1. A row has one sequence, or
 several if `sequence_ids_BT` is given; a sequence never spans two microbatches.
 """
 
@@ -41,11 +41,11 @@ from example_trainer.loss_choice import (
 )
 
 LOG_RATIO_LIMIT = 20.0
-"""Log ratios are clamped to +-this before exp: e^20 is beyond any cap and still finite."""
+"""Bound of the absolute log ratio before exp: e^20 exceeds any cap and is finite."""
 
 
 def log_ratio_BT(new_BT: torch.Tensor, old_BT: torch.Tensor) -> torch.Tensor:
-    """Return `new - old`, clamped so that its exponential stays finite."""
+    """Return `new - old`, clamped so that its exponential is finite."""
     return (new_BT - old_BT).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
 
 
@@ -55,21 +55,19 @@ class BatchTotals(NamedTuple):
     num_tokens: int
     """Tokens the policy loss trains."""
     num_sequences: int
-    """Sequences with at least one such token; fully masked ones do not count."""
+    """Sequences with at least one such token."""
     num_sft_tokens: int = 0
     """Tokens of demonstrations."""
     num_distill_tokens: int = 0
-    """Trained positions a teacher answered for."""
+    """Trained positions with teacher logprobs."""
 
 
 def sequence_sums_BT(
     values_BT: torch.Tensor, sequence_ids_BT: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return at every position the sum over the sequence the position belongs to.
+    """Return at every position the sum of the values, 0 at padding, over its sequence.
 
-    Args:
-        values_BT: (B, T), 0 at padding.
-        sequence_ids_BT: (B, T) number of the sequence within the micro-batch; None: one per row.
+    `sequence_ids_BT`: (B, T) index of the sequence in the microbatch; None: one per row.
     """
     if sequence_ids_BT is None:
         return values_BT.sum(dim=1, keepdim=True).expand_as(values_BT)
@@ -82,7 +80,7 @@ def sequence_sums_BT(
 def sequence_means_BT(
     values_BT: torch.Tensor, mask_BT: torch.Tensor, sequence_ids_BT: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return at every position the mean over its sequence's masked-in positions."""
+    """Return at every position the mean over the positions of its sequence in the mask."""
     sums_BT = sequence_sums_BT(torch.where(mask_BT, values_BT, 0.0), sequence_ids_BT)
     counts_BT = sequence_sums_BT(mask_BT.to(values_BT.dtype), sequence_ids_BT)
     return sums_BT / counts_BT.clamp(min=1)
@@ -97,18 +95,18 @@ def masked_reduce(
     horizon: int = 1,
     sequence_ids_BT: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Reduce per-token losses to this micro-batch's share of the batch loss.
+    """Reduce per-token losses to this microbatch's share of the batch loss.
 
     | reduction | denominator | also known as |
     |---|---|---|
     | `token_mean` | trained tokens of the batch | DAPO, verl `token-mean` |
-    | `sequence_mean` | sequences x each one's own tokens: short ones weigh more | GRPO |
+    | `sequence_mean` | sequences x own tokens: higher weight in short sequences | GRPO |
     | `dr_grpo` | sequences x horizon | Dr.GRPO, verl `seq-mean-token-sum-norm` |
     | `sequence_sum` | sequences | verl `seq-mean-token-sum` |
     | `sum` | 1: grows with the batch | Tinker |
 
-    A batch without trained tokens gives a zero that can still be sent backward, so that ranks
-    which wait for one another do not hang.
+    Without trained tokens the result is a zero with a gradient, so that the ranks' collective
+    operations do not hang.
     """
     masked_BT = torch.where(mask_BT, loss_BT, 0.0)
     if reduction == "sum":
@@ -125,19 +123,19 @@ def masked_reduce(
 
 @dataclass(frozen=True)
 class PolicyInputs:
-    """One micro-batch as a policy loss sees it."""
+    """Inputs of a policy loss for one microbatch."""
 
     logprobs_BT: torch.Tensor
     """(B, T) l, with gradient; finite at masked positions too."""
     anchor_BT: torch.Tensor
-    """(B, T) o or mu, the denominator of the ratio; equal to sg(l) at masked positions and where
-    mu is unknown, so that the ratio there is 1."""
+    """(B, T) o or mu, the denominator of the ratio; sg(l) at masked positions and where mu is
+    unknown, so that the ratio is 1 there."""
     advantages_BT: torch.Tensor
     """(B, T) A."""
     mask_BT: torch.Tensor
     """(B, T) bool, positions this loss trains."""
     sequence_ids_BT: torch.Tensor | None = None
-    """(B, T) number of the sequence within the micro-batch; None: one sequence per row."""
+    """(B, T) index of the sequence in the microbatch; None: one sequence per row."""
 
     @property
     def ratio_BT(self) -> torch.Tensor:
@@ -146,55 +144,53 @@ class PolicyInputs:
 
 
 class PolicyTerms(NamedTuple):
-    """What a policy loss answers."""
+    """Result of a policy loss."""
 
     loss_BT: torch.Tensor
-    """(B, T) loss of each token, with gradient; what stands at masked positions is not used."""
+    """(B, T) loss of each token, with gradient; values at masked positions are ignored."""
     ratio_BT: torch.Tensor
-    """(B, T) the ratio its bound looked at, without gradient."""
+    """(B, T) the ratio that is clipped or masked, without gradient."""
     bound_BT: torch.Tensor
-    """(B, T) bool, where its clip or mask changed the gradient."""
+    """(B, T) bool, where the clip or mask changed the gradient."""
 
 
 class PolicyLoss(Protocol):
-    """One algorithm: the loss of every token of a micro-batch."""
+    """One algorithm: the loss of every token of a microbatch."""
 
     def __call__(self, inputs: PolicyInputs) -> PolicyTerms: ...
 
 
 class Weights(NamedTuple):
-    """What a correction answers, both without gradient."""
+    """Result of a correction, without gradient."""
 
     weight_BT: torch.Tensor
-    """(B, T) multiplies the policy loss of each token; 1 for a sequence without any mu."""
+    """(B, T) factor of the policy loss of each token; 1 for a sequence without any mu."""
     cut_BT: torch.Tensor
-    """(B, T) bool, where the correction truncated or dropped."""
+    """(B, T) bool, where the correction truncated or dropped the token."""
 
 
 @dataclass(frozen=True)
 class Mismatch:
-    """How far sampler and trainer are apart, on one micro-batch."""
+    """Difference between sampler and trainer on one microbatch."""
 
     log_weight_BT: torch.Tensor
     """(B, T) o - mu without gradient, 0 where masked or where mu is unknown."""
     mask_BT: torch.Tensor
     """(B, T) bool, positions the policy loss trains."""
     sequence_ids_BT: torch.Tensor | None = None
-    """(B, T) number of the sequence within the micro-batch; None: one sequence per row."""
+    """(B, T) index of the sequence in the microbatch; None: one sequence per row."""
 
     @property
     def sequence_sums_BT(self) -> torch.Tensor:
-        """(B, T) sum of o - mu over the sequence of each position."""
         return sequence_sums_BT(self.log_weight_BT, self.sequence_ids_BT)
 
     @property
     def sequence_means_BT(self) -> torch.Tensor:
-        """(B, T) mean of o - mu over the trained positions of the sequence of each position."""
         return sequence_means_BT(self.log_weight_BT, self.mask_BT, self.sequence_ids_BT)
 
 
 class Correction(Protocol):
-    """A weight against the difference between sampler and trainer."""
+    """A weight that corrects the mismatch between sampler and trainer."""
 
     def __call__(self, mismatch: Mismatch) -> Weights: ...
 
@@ -204,8 +200,8 @@ def clipped_surrogate_BT(
 ) -> torch.Tensor:
     """Return PPO's pessimistic per-token loss, `max(-A r, -A clip(r, 1-low, 1+high))`.
 
-    The same formula holds for both signs of A: a token is left alone once the step has moved it
-    past the bound in the direction A asks for, and never before.
+    For both signs of A, the gradient of a token is zero once its ratio exceeds the bound in the
+    direction of A, and only then.
 
     Source: Schulman et al. 2017, arXiv:1707.06347, equation 7; the asymmetric bound is
     "clip-higher" of Yu et al. 2025, "DAPO", arXiv:2503.14476.
@@ -217,7 +213,7 @@ def clipped_surrogate_BT(
 def bound_by_clip_BT(
     ratio_BT: torch.Tensor, advantages_BT: torch.Tensor, *, clip_low: float, clip_high: float
 ) -> torch.Tensor:
-    """Return where the surrogate's gradient is zero because the clip binds."""
+    """Return where the clip makes the gradient of the surrogate zero."""
     above_BT = (ratio_BT > 1.0 + clip_high) & (advantages_BT > 0)
     below_BT = (ratio_BT < 1.0 - clip_low) & (advantages_BT < 0)
     return above_BT | below_BT
@@ -234,13 +230,13 @@ def _clipped_terms(
 
 @dataclass(frozen=True)
 class Grpo:
-    """Group relative policy optimisation.
+    """Group relative policy optimization.
 
     Paper: Shao et al. 2024, "DeepSeekMath", arXiv:2402.03300.
     Formula: `max(-A r, -A clip(r, 1 - low, 1 + high))`, `r = exp(l - anchor)`, with
     `A = (R - mean) / std` within the group.
-    Denominator: `sequence_mean`, each sequence's own length, then the number of sequences; so a
-    token of a short answer weighs more than one of a long answer.
+    Denominator: `sequence_mean`, the length of each sequence, then the number of sequences; tokens
+    of short answers have a higher weight.
     Differs from the paper: the KL penalty is off unless `kl_coef` is set.
     """
 
@@ -256,23 +252,23 @@ class DrGrpo(Grpo):
     """GRPO done right: without its two biases.
 
     Paper: Liu et al. 2025, "Understanding R1-Zero-Like Training", arXiv:2503.20783.
-    Formula: GRPO's, with `A = R - mean`: dividing by the deviation favours questions that are
+    Formula: GRPO's, with `A = R - mean`: dividing by the deviation favors questions that are
     nearly always or nearly never solved.
-    Denominator: `dr_grpo`, sequences x `loss_horizon`, a constant; so length does not change the
-    weight of a token.
+    Denominator: `dr_grpo`, sequences x `loss_horizon`, a constant; the weight of a token does not
+    depend on length.
     Differs from the paper: the sampler's mismatch is corrected by default.
     """
 
 
 @dataclass(frozen=True)
 class Dapo(Grpo):
-    """Decoupled clip and dynamic sampling policy optimisation; the default.
+    """Decoupled clip and dynamic sampling policy optimization; the default.
 
     Paper: Yu et al. 2025, "DAPO", arXiv:2503.14476.
-    Formula: GRPO's with the upper bound raised ("clip-higher", 0.28), so that unlikely tokens may
-    grow. Overlong shaping is a penalty on scores: see `advantages.overlong_penalty`.
-    Denominator: `token_mean`, the trained tokens of the whole batch, never of a micro-batch.
-    Differs from the paper: dynamic sampling is the environments' business
+    Formula: GRPO's with a higher upper bound ("clip-higher", 0.28), so that the probability of
+    unlikely tokens can grow. Overlong shaping is a penalty on scores: `rows.overlong_penalty`.
+    Denominator: `token_mean`, the trained tokens of the whole batch, not of a microbatch.
+    Differs from the paper: dynamic sampling is left to the environments
     (`ensure_scores_are_not_same` drops groups without a signal).
     """
 
@@ -284,7 +280,7 @@ class DualClip(Grpo):
     """PPO with a second bound for negative advantages.
 
     Paper: Ye et al. 2019, "Mastering Complex Control in MOBA Games", arXiv:1912.09729.
-    Formula: for A < 0 `min(clipped surrogate, -A c)`: a token that became far likelier than when
+    Formula: for A < 0 `min(clipped surrogate, -A c)`: a token that became much more likely since
     it was sampled cannot dominate the step. For A >= 0 GRPO's.
     Denominator: `token_mean`.
     Differs from the paper: no critic; advantages come from the group.
@@ -305,14 +301,14 @@ class DualClip(Grpo):
 
 @dataclass(frozen=True)
 class Cispo:
-    """Clipped importance-sampling policy optimisation.
+    """Clipped importance-sampling policy optimization.
 
     Paper: MiniMax 2025, "MiniMax-M1", arXiv:2506.13585.
-    Formula: `-sg(clip(r, 1 - low, 1 + high)) A l`: every token keeps a gradient, only its weight is
-    bounded, so rare tokens that steer a long thought are not silenced.
+    Formula: `-sg(clip(r, 1 - low, 1 + high)) A l`: only the weight of a token is bounded, so that
+    rare tokens which determine the course of a completion keep a gradient.
     Denominator: `token_mean`.
-    Differs from the paper: it bounds above only; that is `clip_eps 1` (a lower bound of 0), and
-    `clip_eps_high 4` is then a cap of 5.
+    Differs from the paper: it has an upper bound only; `clip_eps 1` gives a lower bound of 0, and
+    `clip_eps_high 4` a cap of 5.
     """
 
     clip_low: float = 0.2
@@ -327,15 +323,15 @@ class Cispo:
 
 @dataclass(frozen=True)
 class Gspo:
-    """Group sequence policy optimisation.
+    """Group sequence policy optimization.
 
     Paper: Zheng et al. 2025, "Group Sequence Policy Optimization", arXiv:2507.18071.
     Formula: `max(-A s, -A clip(s, 1 - low, 1 + high))` with one ratio per sequence,
     `s = exp(mean_t (l - anchor))`. Computed as GSPO-token, `log s_t = sg(mean) + l - sg(l)`: the
-    same value and gradient where all tokens share A, and right where they do not.
+    same value and gradient if all tokens share A, and valid if they do not.
     Denominator: `sequence_mean`.
-    Differs from the paper: the bounds are the common 0.2; the paper's, 3e-4 and 4e-4, fit the far
-    narrower spread of a mean and are set with `clip_eps` and `clip_eps_high`.
+    Differs from the paper: the default bounds are 0.2; the paper's, 3e-4 and 4e-4, fit the much
+    narrower distribution of a mean and are set with `clip_eps` and `clip_eps_high`.
     """
 
     clip_low: float = 0.2
@@ -351,13 +347,13 @@ class Gspo:
 
 @dataclass(frozen=True)
 class Dppo:
-    """Divergence-bounded policy optimisation with a quadratic pull to the sampler.
+    """Divergence-bounded policy optimization with a quadratic pull to the sampler.
 
     Source: prime-rl's default loss.
-    Formula: `-[keep] A exp(l - mu) + pull (l - mu)^2`. A token is dropped when its probability
-    already moved by more than `max_shift` the way A asks: `e^l - e^mu > max_shift` for A > 0,
-    `< -max_shift` for A <= 0. A ratio bound would silence rare tokens, whose ratio is large at
-    next to no change of probability. The pull stays on dropped tokens.
+    Formula: `-[keep] A exp(l - mu) + pull (l - mu)^2`. A token is dropped if its probability has
+    already moved by more than `max_shift` in the direction of A: `e^l - e^mu > max_shift` for
+    A > 0, `< -max_shift` for A <= 0. A bound on the ratio would drop rare tokens, whose ratio is
+    large for a small change of probability. The pull applies to dropped tokens as well.
     Denominator: `token_mean`.
     Differs from the source: tokens without mu count as on policy (ratio 1, no pull).
     """
@@ -401,7 +397,7 @@ class ImportanceSampling:
     Source: Tinker's `importance_sampling` loss; REINFORCE where the ratio is 1.
     Formula: `-A exp(l - mu)`; unbiased per token, with a variance that grows with staleness.
     Denominator: `token_mean`. Tinker sums: `loss_reduction sum`.
-    Differs from the clipped family: no token is ever left alone.
+    Differs from the clipped family: every token always has a gradient.
     """
 
     def __call__(self, inputs: PolicyInputs) -> PolicyTerms:
@@ -431,13 +427,13 @@ class TokenTruncation:
 
 @dataclass(frozen=True)
 class TokenMask:
-    """IcePop: tokens on which the two engines disagree are dropped.
+    """IcePop: drop tokens on which the two engines disagree.
 
     Paper: Ling team 2025, "Every Step Evolves", arXiv:2510.18855.
     Formula: `w` inside `[floor, cap]`, 0 outside.
     Denominator: the policy loss's own.
-    Differs from truncation: such a token teaches nothing instead of a bounded something, and so
-    does one that the trainer finds much less likely than the sampler did.
+    Differs from truncation: such a token has no gradient instead of a bounded one, and neither has
+    a token that is much less likely for the trainer than for the sampler.
     """
 
     cap: float = 5.0
@@ -457,7 +453,8 @@ class SequenceTruncation:
     Formula: `min(exp(sum_t (o - mu)), cap)`, the same for every token of the sequence. Unbiased
     before the cap, of high variance on long sequences.
     Denominator: the policy loss's own.
-    Differs from the token form: the product of all ratios, so one odd token moves all others.
+    Differs from the token form: it is the product of all ratios, so that one outlier changes the
+    weight of all tokens.
     """
 
     cap: float = 2.0
@@ -469,13 +466,13 @@ class SequenceTruncation:
 
 @dataclass(frozen=True)
 class SequenceMask:
-    """Sequences far from their sampler are dropped whole.
+    """Drop whole sequences that are far from their sampler.
 
     Source: TRL's default, with cap 3 and no floor.
-    Formula: `exp(sum_t (o - mu))` for every token where it is inside `[floor, cap]`, 0 outside.
+    Formula: `exp(sum_t (o - mu))` for every token if it is inside `[floor, cap]`, 0 outside.
     Denominator: the policy loss's own.
-    Differs from `GeometricMask`: the product moves away from 1 with length, so long sequences are
-    dropped sooner.
+    Differs from `GeometricMask`: the product deviates more from 1 in long sequences, which are
+    dropped more often.
     """
 
     cap: float = 3.0
@@ -489,13 +486,13 @@ class SequenceMask:
 
 @dataclass(frozen=True)
 class GeometricMask:
-    """Sequences whose tokens are on average far from their sampler are dropped whole.
+    """Drop whole sequences whose tokens are on average far from their sampler.
 
     Source: NeMo RL's sequence mask (bounds 0.999 and 1.002) and SkyRL's (0.99 and 1.01).
-    Formula: `w` of each token where `exp(mean_t (o - mu))` is inside `[floor, cap]`, 0 outside.
+    Formula: `w` of each token if `exp(mean_t (o - mu))` is inside `[floor, cap]`, 0 outside.
     Denominator: the policy loss's own.
     Differs from `SequenceMask`: the mean does not grow with length, hence the narrow bounds; and
-    sequences that stay keep their token weights raw, without a cap.
+    the token weights of the remaining sequences have no cap.
     """
 
     cap: float = 1.01
@@ -541,13 +538,13 @@ def kl_BT(
 
     | estimator | formula | value | gradient as a loss |
     |---|---|---|---|
-    | k1 | `l - f` | unbiased, may be negative | zero in expectation: it penalises nothing |
+    | k1 | `l - f` | unbiased, may be negative | zero in expectation |
     | k2 | `(l - f)^2 / 2` | biased | that of the true KL, on policy |
     | k3 | `e^(f - l) - (f - l) - 1` | unbiased, never negative | of KL(reference \|\| policy) |
 
-    Multiplied by the ratio `e^(l - sg l)`, as `KlPenalty.is_unbiased` does, a loss has the gradient
-    of its expectation: for k1 and k3 that is KL(policy || reference) itself, for k2 its own biased
-    value.
+    Multiplied by the ratio `e^(l - sg l)`, as with `KlPenalty.is_unbiased`, the loss has the
+    gradient of its expectation: that of KL(policy || reference) for k1 and k3, that of the biased
+    value for k2.
 
     Source: Schulman 2020, "Approximating KL Divergence". Differs in k3: the exponent is clamped.
     """
@@ -567,8 +564,8 @@ class KlPenalty:
     is DeepSeek-V3.2's, arXiv:2512.02556.
     Formula: `coef * kl(l, f)`, with `is_unbiased` `coef * r * kl(l, f)`; see `kl_BT`.
     Denominator: the policy loss's own.
-    Differs from the paper: r is the ratio of each token to the anchor, as in TRL; a correction
-    against the sampler's mismatch does not multiply it.
+    Differs from the paper: r is the ratio of each token to the anchor, as in TRL; it is not
+    multiplied by a correction of the sampler's mismatch.
     """
 
     coef: float
@@ -576,21 +573,17 @@ class KlPenalty:
     is_unbiased: bool = False
     """Whether the estimate is multiplied by the ratio, so that its gradient is unbiased."""
 
-    def __call__(self, logprobs_BT: torch.Tensor, ref_logprobs_BT: torch.Tensor) -> torch.Tensor:
-        """Return (B, T) the estimate, neither weighed nor multiplied by the coefficient."""
-        return kl_BT(logprobs_BT, ref_logprobs_BT, estimator=self.estimator)
-
 
 @dataclass(frozen=True)
 class SupervisedLoss:
     """The loss of trajectories marked `sft` by `overrides[i]` or `group_overrides`.
 
     Source: maximum likelihood of given tokens, the loss of supervised fine-tuning.
-    Formula: `-coef l`; no advantage, ratio, clip, correction or KL: nothing sampled the tokens, so
-    there is no policy they could be off.
-    Denominator: the demonstration tokens of the whole batch, counted apart from the policy's, so
-    that neither kind dilutes the other (as prime-rl's components do).
-    Differs from the policy losses: neither its score nor its siblings' changes its gradient.
+    Formula: `-coef l`, without advantage, ratio, clip, correction or KL, since the tokens were not
+    sampled from a policy.
+    Denominator: the demonstration tokens of the whole batch, counted separately from those of the
+    policy, so that the weight of either does not depend on the other (as in prime-rl).
+    Differs from the policy losses: the gradient does not depend on the scores of the group.
     """
 
     coef: float = 1.0
@@ -598,7 +591,7 @@ class SupervisedLoss:
     def __call__(
         self, logprobs_BT: torch.Tensor, mask_BT: torch.Tensor, num_tokens: int
     ) -> torch.Tensor:
-        """Return this micro-batch's share, not yet multiplied by the coefficient."""
+        """Return this microbatch's share, before the coefficient."""
         return torch.where(mask_BT, -logprobs_BT, 0.0).sum() / max(1, num_tokens)
 
 
@@ -607,10 +600,10 @@ PADDED_TEACHER_LOGPROB = -1e9
 
 
 class TeacherTokens(NamedTuple):
-    """The teacher's choices and what the student thinks of them."""
+    """The teacher's top tokens and the student's logprobs of them."""
 
     ids_BTK: torch.Tensor
-    """(B, T, K) ids, `PADDED_TEACHER_ID` where there are fewer than K."""
+    """(B, T, K) ids, `PADDED_TEACHER_ID` if there are fewer than K."""
     teacher_logprobs_BTK: torch.Tensor
     """(B, T, K) logprobs, `PADDED_TEACHER_LOGPROB` at padding."""
     student_logprobs_BTK: torch.Tensor
@@ -623,36 +616,36 @@ class TeacherTokens(NamedTuple):
 
 @dataclass(frozen=True)
 class Distillation:
-    """Pulls the student to the teacher's distribution where the student goes.
+    """On-policy distillation: moves the student towards the teacher on the student's own samples.
 
     Paper: Agarwal et al. 2023, "On-Policy Distillation of Language Models" (GKD), arXiv:2306.13649.
-    Formula, with p the teacher's K logprobs divided by `temperature` and normalised over them:
+    Formula, with p the teacher's K logprobs divided by `temperature` and normalized over them:
     `cross_entropy` is `-sum_k p log q`, q the student over its whole vocabulary, whose gradient is
-    that of KL(p || q); `reverse_kl` is `sum_k q' (log q' - log p)`, q' the student normalised over
-    the same K, which seeks one mode of the teacher and needs K of 2 or more.
-    Denominator: trained positions of the whole batch with at least one choice of the teacher's.
-    Differs from the paper: the teacher's tail beyond K is unknown; `cross_entropy` therefore
-    takes mass from the tail, `reverse_kl` leaves the tail alone.
+    that of KL(p || q); `reverse_kl` is `sum_k q' (log q' - log p)`, q' the student normalized over
+    the same K, which is mode-seeking and needs K of 2 or more.
+    Denominator: trained positions of the whole batch with at least one token of the teacher's.
+    Differs from the paper: the teacher's distribution beyond K is unknown; `cross_entropy` reduces
+    the student's probability there, `reverse_kl` does not change it.
     """
 
     coef: float
     kind: Literal["cross_entropy", "reverse_kl"] = "cross_entropy"
     temperature: float = 1.0
-    """Divides the logits of both; the student's are divided before they come here."""
+    """Divisor of both logits; `TeacherTokens` contains the student's after the division."""
 
     def __call__(
         self, teacher: TeacherTokens, mask_BT: torch.Tensor, num_tokens: int
     ) -> torch.Tensor:
-        """Return this micro-batch's share, not yet multiplied by the coefficient."""
+        """Return this microbatch's share, before the coefficient."""
         return _share(self.token_loss_BT(teacher), teacher, mask_BT, num_tokens)
 
     def divergence(
         self, teacher: TeacherTokens, mask_BT: torch.Tensor, num_tokens: int
     ) -> torch.Tensor:
-        """Return this micro-batch's share of the mean KL(p || q) in nats, without gradient.
+        """Return this microbatch's share of the mean KL(p || q) in nats, without gradient.
 
-        Unlike the cross entropy it is 0 for a student that is like its teacher, and it means the
-        same for both kinds of loss. Of a teacher's tail beyond K it knows nothing.
+        Unlike the cross entropy it is 0 if the student equals the teacher. It is the same for both
+        kinds of loss, and ignores the teacher's distribution beyond K.
         """
         student_BTK = teacher.student_logprobs_BTK.detach()
         log_p_BTK = self._teacher_BTK(teacher)
@@ -661,21 +654,21 @@ class Distillation:
         return _share(divergence_BT, teacher, mask_BT, num_tokens)
 
     def token_loss_BT(self, teacher: TeacherTokens) -> torch.Tensor:
-        """Return (B, T) the loss of each position, 0 where the teacher said nothing."""
+        """Return the (B, T) loss of each position, 0 without teacher logprobs."""
         valid_BTK = teacher.valid_BTK
         student_BTK = teacher.student_logprobs_BTK
         log_p_BTK = self._teacher_BTK(teacher)
         if self.kind == "cross_entropy":
             terms_BTK = -log_p_BTK.exp() * student_BTK
         else:
-            log_q_BTK = _normalised(student_BTK, valid_BTK)
+            log_q_BTK = _normalized(student_BTK, valid_BTK)
             terms_BTK = log_q_BTK.exp() * (log_q_BTK - log_p_BTK)
         return torch.where(valid_BTK, terms_BTK, 0.0).sum(dim=-1)
 
     def _teacher_BTK(self, teacher: TeacherTokens) -> torch.Tensor:
         dtype = teacher.student_logprobs_BTK.dtype
         scaled_BTK = teacher.teacher_logprobs_BTK.to(dtype) / self.temperature
-        return _normalised(scaled_BTK, teacher.valid_BTK)
+        return _normalized(scaled_BTK, teacher.valid_BTK)
 
 
 def _share(
@@ -685,14 +678,14 @@ def _share(
     return torch.where(used_BT, values_BT, 0.0).sum() / max(1, num_tokens)
 
 
-def _normalised(logprobs_BTK: torch.Tensor, valid_BTK: torch.Tensor) -> torch.Tensor:
-    # A finite filler keeps rows without any choice, and their gradients, free of NaN.
+def _normalized(logprobs_BTK: torch.Tensor, valid_BTK: torch.Tensor) -> torch.Tensor:
+    # A finite fill value avoids NaN in rows without any token, and in their gradients.
     return torch.where(valid_BTK, logprobs_BTK, PADDED_TEACHER_LOGPROB).log_softmax(dim=-1)
 
 
 @dataclass(frozen=True)
 class LossInputs:
-    """One micro-batch, shifted; None where the groups carried nothing of the kind."""
+    """One shifted microbatch; fields that its groups do not have are None."""
 
     trainer_logprobs_BT: torch.Tensor
     """(B, T) l, with gradient."""
@@ -703,46 +696,44 @@ class LossInputs:
     inference_logprobs_BT: torch.Tensor
     """(B, T) mu, `MASKED_LOGPROB` where unknown; that sentinel is never exponentiated."""
     proximal_logprobs_BT: torch.Tensor | None = None
-    """(B, T) o; None means the present l without gradient, right for one step per batch."""
+    """(B, T) o; None: sg(l), which is equal with one step per batch."""
     ref_logprobs_BT: torch.Tensor | None = None
     """(B, T) f, `MASKED_LOGPROB` where unknown."""
     is_sft_BT: torch.Tensor | None = None
     """(B, T) bool, tokens of demonstrations."""
     teacher: TeacherTokens | None = None
     sequence_ids_BT: torch.Tensor | None = None
-    """(B, T) number of the sequence within the micro-batch; None: one sequence per row."""
+    """(B, T) index of the sequence in the microbatch; None: one sequence per row."""
 
 
 class LossTerms(NamedTuple):
-    """One micro-batch's share of the loss, and what the diagnostics want to see, detached."""
+    """One microbatch's share of the loss, and detached tensors for the diagnostics."""
 
     loss: torch.Tensor
-    """Scalar with gradient; the shares of all micro-batches add up to the loss of the batch."""
+    """Scalar with gradient; the shares of all microbatches add up to the loss of the batch."""
     mask_BT: torch.Tensor
     """(B, T) bool, tokens the policy loss trains."""
     ratio_BT: torch.Tensor
-    """(B, T) ratio that the algorithm's bound saw."""
+    """(B, T) ratio of `PolicyTerms`."""
     bound_BT: torch.Tensor
-    """(B, T) bool, where that bound changed the gradient."""
+    """(B, T) bool, where the algorithm's clip or mask changed the gradient."""
     weights: Weights | None
-    """What the correction made of the mismatch."""
     kl_BT: torch.Tensor | None
     """(B, T) KL estimate, 0 where masked or unknown."""
     parts: dict[str, float]
-    """Micro-batch shares of the parts in use: kl_penalty (multiplied by its coefficient), policy,
-    sft and distill (before theirs), and the divergence from the teacher, which the loss does
-    not contain."""
+    """Microbatch shares of the terms in use: kl_penalty (after its coefficient), policy, sft and
+    distill (before theirs), and the divergence from the teacher, which is not in the loss."""
 
 
 @dataclass(frozen=True)
 class TrainingLoss:
     """Composes an algorithm, a correction, a KL penalty, demonstrations and distillation.
 
-    With `anchor="trainer"` the ratio is `exp(l - o)`. One optimiser step is made per batch, so
-    `o = sg(l)`: the ratio is 1 with the gradient of l, the clip cannot bind, and what corrects for
-    stale or differently rounded rollouts is the detached weight of the correction. With
-    `anchor="inference"` the ratio is `exp(l - mu)` and itself holds that mismatch; a correction
-    beside it would count it twice and is refused. Tokens without mu have ratio and weight 1.
+    With `anchor="trainer"` the ratio is `exp(l - o)`, and `o = sg(l)` with one optimizer step per
+    batch. The ratio is then 1 with the gradient of l, and the clip has no effect. The detached
+    weight of the correction accounts for stale or differently rounded rollouts. With
+    `anchor="inference"` the ratio is `exp(l - mu)` and contains that mismatch; an additional
+    correction would count it twice and is rejected. Tokens without mu have ratio and weight 1.
 
     Raises:
         ConfigError: anchor and correction contradict each other.
@@ -753,9 +744,8 @@ class TrainingLoss:
     correction: Correction | None = None
     reduction: Reduction = "token_mean"
     horizon: int = 1
-    """Tokens per sequence that the reduction `dr_grpo` divides by."""
+    """Constant sequence length in the denominator of the reduction `dr_grpo`."""
     policy_coef: float = 1.0
-    """Weight of the policy loss; 0: what is rewarded moves nothing."""
     kl: KlPenalty | None = None
     sft: SupervisedLoss = field(default_factory=SupervisedLoss)
     distillation: Distillation | None = None
@@ -766,7 +756,7 @@ class TrainingLoss:
             raise ConfigError(f"horizon={self.horizon}: needs at least one token per sequence")
 
     def __call__(self, inputs: LossInputs, totals: BatchTotals) -> LossTerms:
-        """Compute this micro-batch's share of the loss; `totals` count the whole batch."""
+        """Compute this microbatch's share of the loss; `totals` count the whole batch."""
         trained_BT = inputs.labels_BT != IGNORE_INDEX
         is_sft_BT = inputs.is_sft_BT
         mask_BT = trained_BT if is_sft_BT is None else trained_BT & ~is_sft_BT
@@ -778,8 +768,8 @@ class TrainingLoss:
         loss, parts = self.policy_coef * policy_share, {"policy": policy_share}
         kl_BT = self._kl_BT(inputs, mask_BT)
         if self.kl is not None and kl_BT is not None:
-            weighed_BT = kl_BT * policy.ratio_BT if self.kl.is_unbiased else kl_BT
-            parts["kl_penalty"] = self.kl.coef * self._reduce(weighed_BT, policy, totals)
+            weighted_BT = kl_BT * policy.ratio_BT if self.kl.is_unbiased else kl_BT
+            parts["kl_penalty"] = self.kl.coef * self._reduce(weighted_BT, policy, totals)
             loss = loss + parts["kl_penalty"]
         if is_sft_BT is not None:
             parts["sft"] = self.sft(
@@ -836,7 +826,7 @@ class TrainingLoss:
         known_BT = mask_BT & (inputs.ref_logprobs_BT != MASKED_LOGPROB)
         logprobs_BT = torch.where(known_BT, inputs.trainer_logprobs_BT, 0.0)
         reference_BT = torch.where(known_BT, inputs.ref_logprobs_BT.to(logprobs_BT.dtype), 0.0)
-        return self.kl(logprobs_BT, reference_BT)
+        return kl_BT(logprobs_BT, reference_BT, estimator=self.kl.estimator)
 
     def _reduce(
         self, loss_BT: torch.Tensor, policy: PolicyInputs, totals: BatchTotals
@@ -858,7 +848,7 @@ def _proximal_BT(inputs: LossInputs) -> torch.Tensor:
 
 
 def make_loss(config: TrainingConfig) -> TrainingLoss:
-    """Return the loss the settings describe."""
+    """Return the loss that the settings describe."""
     choice = config.loss_choice
     bounds = (
         {"clip_low": choice.clip_low, "clip_high": choice.clip_high}
@@ -867,10 +857,14 @@ def make_loss(config: TrainingConfig) -> TrainingLoss:
     )
     if choice.name == "dual_clip":
         bounds["dual_clip"] = config.dual_clip
+    correction: Correction | None = None
+    if (chosen := choice.correction) is not None:
+        limits = {"cap": chosen.cap} | ({} if chosen.floor is None else {"floor": chosen.floor})
+        correction = CORRECTION_CLASSES[chosen.name](**limits)
     return TrainingLoss(
         algorithm=POLICY_LOSSES[choice.name](**bounds),
         anchor=choice.anchor,
-        correction=_make_correction(config),
+        correction=correction,
         reduction=choice.reduction,
         horizon=config.loss_horizon or config.seq_len,
         policy_coef=config.policy_coef,
@@ -884,14 +878,3 @@ def make_loss(config: TrainingConfig) -> TrainingLoss:
         if config.distill_coef
         else None,
     )
-
-
-def _make_correction(config: TrainingConfig) -> Correction | None:
-    chosen = config.loss_choice.correction
-    if chosen is None:
-        return None
-    bounds = (
-        {"cap": chosen.cap} if chosen.floor is None else {"cap": chosen.cap, "floor": chosen.floor}
-    )
-    correction: Correction = CORRECTION_CLASSES[chosen.name](**bounds)
-    return correction

@@ -1,7 +1,7 @@
-"""The settings of advantages and policy losses: names, defaults, and the loss they choose.
+"""Settings of advantages and policy losses: names, defaults, and the loss that they select.
 
-Importing this module does not import torch: the command line reads it. The classes are in
-`example_trainer.loss`, in `POLICY_LOSSES` and `CORRECTION_CLASSES` under the same names.
+This module does not import torch, for the sake of the command line. The classes are in
+`example_trainer.loss`: `POLICY_LOSSES` and `CORRECTION_CLASSES` have the same keys.
 """
 
 from __future__ import annotations
@@ -27,26 +27,26 @@ KlEstimator = Literal["k1", "k2", "k3"]
 
 @dataclass(frozen=True)
 class Algorithm:
-    """A policy loss and the settings its paper pairs it with."""
+    """A policy loss and the default settings of its paper."""
 
     paper: str
     reduction: Reduction = "token_mean"
     advantage_std: AdvantageStd = "population"
     anchors: tuple[Anchor, ...] = ("trainer", "inference")
-    """What its ratio may divide by; the first is the default."""
+    """Possible denominators of its ratio; the first is the default."""
     clip_high: float | None = None
-    """Upper clip where the flag is not given, None for the lower one mirrored."""
+    """Default upper clip; None: the same as the lower one."""
     takes_clip: bool = True
     """Whether `clip_low` and `clip_high` are arguments of the class."""
 
 
 @dataclass(frozen=True)
 class CorrectionRow:
-    """A correction for the mismatch between sampler and trainer, and its usual bounds."""
+    """Default bounds of a correction for the mismatch between sampler and trainer."""
 
     cap: float
     floor: float | None = None
-    """Lower bound, None if the class takes none."""
+    """Lower bound, None if the class has none."""
 
 
 ALGORITHMS: dict[AlgorithmName, Algorithm] = {
@@ -94,7 +94,7 @@ class CorrectionChoice:
 
 @dataclass(frozen=True)
 class LossChoice:
-    """Every setting of the policy loss, nothing left to `auto`."""
+    """Every setting of the policy loss, with `auto` resolved."""
 
     name: AlgorithmName
     anchor: Anchor
@@ -110,14 +110,10 @@ class LossChoice:
 
 
 def refuse_double_count(anchor: Anchor, *, is_corrected: bool) -> None:
-    """Refuse a ratio to the sampler together with a weight against the sampler's mismatch.
-
-    Raises:
-        ConfigError: both are asked for.
-    """
+    """Raise `ConfigError` if a correction would count the ratio to the sampler twice."""
     if anchor == "inference" and is_corrected:
         raise ConfigError(
-            "ratio_anchor=inference already weighs each token by exp(trainer - inference "
+            "ratio_anchor=inference already weights each token by exp(trainer - inference "
             "logprob); an importance_correction or importance_cap would count that mismatch "
             "twice. Leave them out, or use ratio_anchor=trainer"
         )
@@ -128,42 +124,41 @@ class GrpoFields(BaseModel):
 
     algorithm: AlgorithmName = Field(
         default="dapo",
-        description="Policy loss; it brings the settings below that stand at auto or none.",
+        description="Policy loss; it determines the defaults of the settings below.",
     )
     policy_coef: float = Field(
         default=1.0,
         ge=0,
         allow_inf_nan=False,
-        description="Weight of the policy loss; 0: no reward is used, what is learned comes from "
-        "a teacher or from demonstrations alone.",
+        description="Weight of the policy loss; 0: train on a teacher or on demonstrations only.",
     )
     clip_eps: float = Field(
-        default=DEFAULT_CLIP, gt=0, le=1, description="Lower clip: ratios below 1 - this."
+        default=DEFAULT_CLIP, gt=0, le=1, description="Lower bound of the ratio: 1 - clip_eps."
     )
     clip_eps_high: float | None = Field(
         default=None,
         gt=0,
-        description="Upper clip: ratios above 1 + this; none: 0.28 for dapo and cispo, else the "
-        "same as clip_eps.",
+        description="Upper bound of the ratio: 1 + clip_eps_high; none: 0.28 for dapo and cispo, "
+        "else the same as clip_eps.",
     )
     dual_clip: float = Field(
         default=DEFAULT_DUAL_CLIP,
         gt=1,
         allow_inf_nan=False,
-        description="Bound of the ratio at negative advantages (dual_clip).",
+        description="Upper bound of the ratio for negative advantages (dual_clip).",
     )
     ratio_anchor: Literal["auto", Anchor] = Field(
         default="auto",
         description="Denominator of the ratio: the trainer's own logprobs before the step, or the "
-        "inference engine's (then no importance correction). auto: inference for dppo, ipo and "
+        "inference engine's (without importance correction). auto: inference for dppo, ipo and "
         "importance_sampling, else trainer.",
     )
     importance_correction: Literal["auto", "none", CorrectionName] = Field(
         default="auto",
-        description="Weight exp(trainer - inference logprob) against the sampler's mismatch: "
-        "truncated or masked (IcePop) per token, truncated or masked per sequence, or raw with "
-        "sequences masked by their geometric mean. auto: token_truncate (token_mask with a floor) "
-        "under the trainer anchor, none under the inference anchor.",
+        description="Weight exp(trainer - inference logprob) for the mismatch with the sampler: "
+        "truncated or masked (IcePop) per token, truncated or masked per sequence, or unbounded "
+        "with sequences masked by their geometric mean. auto: none with the inference anchor, "
+        "else token_truncate, or token_mask if importance_floor is given.",
     )
     importance_cap: float | None = Field(
         default=None,
@@ -183,12 +178,14 @@ class GrpoFields(BaseModel):
         "sequences x loss_horizon, mean of sequence sums, or plain sum. auto: the algorithm's.",
     )
     loss_horizon: int | None = Field(
-        default=None, ge=1, description="Tokens dr_grpo divides each sequence by; none: seq_len."
+        default=None,
+        ge=1,
+        description="Constant sequence length in the denominator of dr_grpo; none: seq_len.",
     )
     advantage_std: Literal["auto", AdvantageStd] = Field(
         default="auto",
-        description="Deviation a group's centred scores are divided by. auto: none for dr_grpo, "
-        "dppo, ipo and importance_sampling, else population.",
+        description="Standard deviation by which a group's centered scores are divided. auto: none "
+        "for dr_grpo, dppo, ipo and importance_sampling, else population.",
     )
     advantage_eps: float = Field(
         default=1e-8, ge=0, allow_inf_nan=False, description="Added to that deviation."
@@ -202,42 +199,44 @@ class GrpoFields(BaseModel):
     overlong_buffer_tokens: int = Field(
         default=0,
         ge=0,
-        description="The penalty grows linearly over the last so many tokens before that.",
+        description="Number of tokens before overlong_max_tokens over which the penalty grows "
+        "linearly.",
     )
     truncated_completions: Literal["train", "mask"] = Field(
         default="train",
-        description="What to do with a trajectory that seq_len cuts or whose last completion the "
-        "engine cut (finish_reasons of the group, else a completion of "
-        "generation_params.max_tokens tokens): train on it, or mask it (overlong filtering).",
+        description="Whether to train on trajectories truncated by seq_len or by the engine, or to "
+        "mask them (overlong filtering). The group's finish_reasons decide, else a completion of "
+        "generation_params.max_tokens tokens counts as truncated.",
     )
     logprobs_mode: Literal["auto", "raw", "processed"] = Field(
         default="auto",
         description="Whether the engine's logprobs are after temperature scaling (processed) or "
-        "before (raw). The trainer's logits are divided by the temperature in either case; raw "
-        "logprobs are moved by what that changes. auto: processed for an engine launched here, "
-        "else what the engine says, else raw.",
+        "before (raw). The trainer divides its logits by the temperature in either case, and "
+        "corrects raw logprobs by the effect of that. auto: processed for an engine launched here, "
+        "else as the engine reports, else raw.",
     )
     unsupported_fields: Literal["refuse", "ignore"] = Field(
         default="refuse",
-        description="What to do with a group field or override the loss cannot honour.",
+        description="Whether to reject or ignore group fields and overrides that the loss does not "
+        "use.",
     )
     on_bad_group: Literal["skip", "stop"] = Field(
         default="skip",
-        description="What to do with a group that is malformed or refused: skip leaves it out of "
-        "its batch, counts it (train/bad_groups) and goes on; stop ends the run with the reason.",
+        description="Handling of a group that is malformed or rejected: leave it out of its batch "
+        "and count it (train/bad_groups), or end the run with the reason.",
     )
     allow_tokenized_from_text: bool = Field(
         default=False,
-        description="Train the policy loss on groups whose tokens were made from the text of a "
-        "server without token ids; they have no logprobs and may not be what the model sampled.",
+        description="Whether the policy loss accepts groups whose tokens were made from the text "
+        "of a server without token ids; they have no logprobs and may differ from those sampled.",
     )
 
     @property
     def loss_choice(self) -> LossChoice:
-        """The policy loss with nothing left to auto.
+        """The policy loss with `auto` resolved.
 
         Raises:
-            ConfigError: two settings contradict each other, or one has nothing to act on.
+            ConfigError: two settings contradict each other, or one has no effect.
         """
         row, name = ALGORITHMS[self.algorithm], self.algorithm
         anchor = row.anchors[0] if self.ratio_anchor == "auto" else self.ratio_anchor
@@ -278,7 +277,7 @@ class GrpoFields(BaseModel):
         if name == "none" or (name == "auto" and anchor == "inference"):
             if cap is not None or floor is not None:
                 raise ConfigError(
-                    "importance_cap and importance_floor bound a correction and there is none; "
+                    "importance_cap and importance_floor have no effect without a correction; "
                     "leave them out, or set importance_correction"
                 )
             return None

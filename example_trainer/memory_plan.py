@@ -1,18 +1,18 @@
-"""How much memory an optimiser step takes on one rank, worked out from sizes before it is made.
+"""Predict the memory of an optimizer step on one rank from the sizes of the model.
 
 | part | bytes on a rank |
 |---|---|
-| weights | parameters x their size, over the ranks where sharded |
+| weights | parameters x their size, divided by the ranks if sharded |
 | gradients | trained parameters x their size, likewise |
-| optimiser | trained parameters x bytes of state (`STATE_BYTES`), likewise |
-| gathered | sharded only: what lies outside the blocks, and two blocks, whole |
-| activations | tokens of the largest pass x what is kept for the backward pass per token |
-| casts | autocast only: parameters x 2, the bfloat16 copies the forward pass keeps |
+| optimizer | trained parameters x bytes of state (`STATE_BYTES`), likewise |
+| gathered | sharded only: the parameters outside the blocks, and two unsharded blocks |
+| activations | tokens of the largest pass x bytes stored per token for the backward pass |
+| casts | autocast only: parameters x 2, the bfloat16 copies of the forward pass |
 | logits | three float32 copies of one chunk x vocabulary, and the output layer's gradient |
 
-Activations are an estimate: what a layer keeps depends on the kernels it runs. The kept tensors of
-a Llama-like layer are about ten hidden-sized ones and four of the intermediate size; with gradient
-checkpointing each layer keeps its input, and one layer all of them.
+Activations are estimated, since they depend on the kernels. A Llama-like layer stores about ten
+tensors of the hidden size and four of the intermediate size. With gradient checkpointing, each
+layer stores its input, and one layer all of them.
 """
 
 from __future__ import annotations
@@ -22,47 +22,47 @@ from typing import NamedTuple
 
 GIB = 2**30
 STATE_BYTES = {"adamw": 2.0, "adamw_8bit": 2.0, "adafactor": 0.0}
-"""Bytes of optimiser state per trained parameter; `adamw` counts in sizes of the parameter."""
+"""Bytes of optimizer state per trained parameter; of `adamw` in units of the parameter's size."""
 _HIDDEN_COPIES = 10
 _INTERMEDIATE_COPIES = 4
 _LOGIT_COPIES = 3
 
 
 class ModelSizes(NamedTuple):
-    """What memory depends on in a model."""
+    """Sizes of a model that determine its memory."""
 
     num_parameters: int
     num_trained: int
     num_outside_blocks: int
-    """Parameters of embeddings, output layer and norms outside of the blocks."""
+    """Parameters of embeddings, output layer and norms outside the transformer blocks."""
     num_layers: int
     hidden: int
     intermediate: int
     vocabulary: int
     weight_bytes: int
-    """Bytes of one parameter, on average."""
+    """Mean bytes of one parameter."""
     trained_bytes: int | None = None
-    """Bytes of one trained parameter; None: as of the others."""
+    """Bytes of one trained parameter; None: `weight_bytes`."""
 
 
 class StepSetup(NamedTuple):
-    """What memory depends on in the settings."""
+    """Settings of a step that determine its memory."""
 
     pass_tokens: int
-    """Tokens of the largest forward pass, padding included."""
+    """Tokens of the largest forward pass, with padding."""
     chunk_tokens: int
-    """Tokens whose logits exist at one time."""
+    """Tokens whose logits are computed at a time."""
     activation_bytes: int
     """Bytes of one activation."""
     optimizer: str
-    """`adamw`, `adamw_8bit` (only where it really is) or `adafactor`."""
+    """`adamw`, `adamw_8bit` or `adafactor`, after fallbacks."""
     gradient_checkpointing: bool
     shards: int = 1
-    """Ranks the weights are spread over; 1 where each rank holds all."""
+    """Number of ranks that share the weights."""
 
 
 class MemoryPlan(NamedTuple):
-    """Bytes of one rank at the fullest moment of a step."""
+    """Peak memory of a step on one rank, in bytes."""
 
     weights: float
     gradients: float
@@ -77,7 +77,7 @@ class MemoryPlan(NamedTuple):
         return sum(self)
 
     def describe(self, available_bytes: float) -> str:
-        """Return one line with the parts in GiB, the total and what there is."""
+        """Return one line with the parts, their total and the available memory in GiB."""
         parts = ", ".join(
             f"{name} {value / GIB:.2f}" for name, value in self._asdict().items() if value
         )
@@ -85,7 +85,7 @@ class MemoryPlan(NamedTuple):
 
 
 def plan_memory(model: ModelSizes, setup: StepSetup) -> MemoryPlan:
-    """Work out what a step takes."""
+    """Predict the memory of a step."""
     trained_bytes = model.trained_bytes or model.weight_bytes
     per_parameter = STATE_BYTES[setup.optimizer]
     if setup.optimizer == "adamw":
@@ -109,12 +109,13 @@ def plan_memory(model: ModelSizes, setup: StepSetup) -> MemoryPlan:
 
 
 def advice(model: ModelSizes, setup: StepSetup, available_bytes: float) -> list[str]:
-    """Return what would make a step fit, the cheapest first; empty when it does."""
+    """Return measures that reduce the memory of a step, cheapest first; empty if it fits."""
     plan = plan_memory(model, setup)
     if plan.total <= available_bytes:
         return []
     found = [
-        f"a step needs about {plan.total / GIB:.1f} GiB and {available_bytes / GIB:.1f} are there"
+        f"a step needs about {plan.total / GIB:.1f} GiB; {available_bytes / GIB:.1f} GiB are "
+        "available"
     ]
 
     def consider(changed: StepSetup, text: str) -> None:
@@ -136,7 +137,7 @@ def advice(model: ModelSizes, setup: StepSetup, available_bytes: float) -> list[
     if ranks is not None:
         found.append(f"{ranks} ranks with --parallel-mode fsdp fit (torchrun)")
     if model.num_trained == model.num_parameters:
-        found.append("--weight-bridge-mode lora_only keeps gradients and states of adapters alone")
+        found.append("--weight-bridge-mode lora_only has gradients and states of adapters only")
     return found
 
 
@@ -148,17 +149,15 @@ def _activation_bytes_per_token(model: ModelSizes, setup: StepSetup) -> float:
 
 
 def _tokens_that_fit(model: ModelSizes, setup: StepSetup, available_bytes: float) -> int:
-    """Return the tokens of a pass for which the rest leaves room, 0 when it leaves none."""
+    """Return the tokens of a pass whose activations fit into the remaining memory."""
     fixed = plan_memory(model, setup)._replace(activations=0.0).total
     return max(0, math.floor((available_bytes - fixed) / _activation_bytes_per_token(model, setup)))
 
 
 def _ranks_that_fit(model: ModelSizes, setup: StepSetup, available_bytes: float) -> int | None:
-    """Return the smallest power of two of ranks that is more than now and fits; None: none does."""
-    ranks = 2
-    while ranks <= 1024:
+    """Return the smallest power of two, above the present number of ranks, that fits, or None."""
+    for ranks in (2, 4, 8, 16, 32, 64, 128, 256, 512, 1024):
         changed = setup._replace(shards=ranks)
         if ranks > setup.shards and plan_memory(model, changed).total <= available_bytes:
             return ranks
-        ranks *= 2
     return None

@@ -1,14 +1,13 @@
 """Metrics of the trainer: their names, diagnostics of a step, the metrics file, the live view.
 
-The metrics file holds one line per step:
+The metrics file has one line per step:
 
     metrics.jsonl             of the current run; a resumed run truncates it to its checkpoint
     metrics_settings.json     its settings and its id
     metrics.<n>.jsonl ...     of earlier runs with the same path
 
-Diagnostics of an optimizer step are sums over trained tokens, turned into metrics at the end.
-Each is a mean over the tokens of the whole batch that the policy loss trains. It therefore depends
-neither on padding nor on how the batch was split into microbatches.
+Diagnostics of an optimizer step are means over the tokens of the whole batch that the policy loss
+trains. They depend neither on padding nor on the split into microbatches.
 """
 
 from __future__ import annotations
@@ -58,14 +57,14 @@ if TYPE_CHECKING:
 
 
 def claim_metrics_file(path: Path, *, run_id: str, steps_done: int) -> bool:
-    """Make a metrics file ready for a run that goes on after `steps_done` steps.
+    """Prepare a metrics file for a run that continues after `steps_done` steps.
 
-    The run's own file loses the lines of later steps, which are trained and logged again, and a
-    last line that was half written. A file of another run is kept under another name.
+    The lines of later steps, which are repeated, and an incomplete last line are removed. A file of
+    another run is renamed.
 
     Returns:
-        Whether the run's own file lacks the line of step `steps_done`: the run was killed between
-        the checkpoint of that step and its line.
+        Whether the line of step `steps_done` is missing: the run was killed between writing the
+        checkpoint of that step and the line.
     """
     is_own = read_settings(path).get("run_id") == run_id
     if not path.is_file():
@@ -80,7 +79,7 @@ def claim_metrics_file(path: Path, *, run_id: str, steps_done: int) -> bool:
 
 
 def length_through(lines: Iterable[bytes], steps_done: int) -> int:
-    """Return how many bytes of a metrics file hold whole lines of steps up to `steps_done`."""
+    """Return the length in bytes of the complete lines of steps up to `steps_done`."""
     length = 0
     for line in lines:
         step = _step_of(line)
@@ -91,7 +90,6 @@ def length_through(lines: Iterable[bytes], steps_done: int) -> int:
 
 
 def _step_of(line: bytes) -> int | None:
-    """Return the step of a line, or None if the record is incomplete."""
     if not line.endswith(b"\n"):
         return None
     try:
@@ -114,17 +112,17 @@ logger = logging.getLogger(__name__)
 
 
 class StepTimes(NamedTuple):
-    """Where the seconds of one step went."""
+    """Durations of the parts of one step."""
 
     fetch_s: float
     """Waiting for the batch."""
     compute_s: float
-    """Building tensors, forward, backward, optimiser."""
+    """Building tensors, forward, backward, optimizer."""
     sync_s: float
     """Saving and publishing weights."""
 
     def metrics(self, *, num_input_tokens: int) -> dict[str, float]:
-        """Return the times, and the tokens per second of the computing part."""
+        """Return the durations, and the tokens per second of `compute_s`."""
         return {
             "train/step_time": sum(self),
             "train/data_fetch_time": self.fetch_s,
@@ -136,15 +134,15 @@ class StepTimes(NamedTuple):
 
 
 def with_wandb_names(config: TrainingConfig, run_id: str) -> TrainingConfig:
-    """Return the config with wandb settings that can work.
+    """Return the config with complete wandb settings.
 
-    Without a project wandb is switched off with a warning. A missing group becomes the first eight
-    letters and digits of the run's id: random, and the same when the run is resumed.
+    Without a project, wandb is disabled with a warning. A missing group becomes the first eight
+    characters of the run's random id, which a resumed run keeps.
     """
     if not config.use_wandb:
         return config
     if not config.wandb_project:
-        logger.warning("use_wandb needs wandb_project; going on with the local metrics file only")
+        logger.warning("use_wandb needs wandb_project; writing the local metrics file only")
         return config.model_copy(update={"use_wandb": False})
     if config.wandb_group:
         return config
@@ -158,13 +156,13 @@ def open_run_log(
     steps_done: int = 0,
     last_metrics: Mapping[str, float] | None = None,
 ) -> RunLog:
-    """Open the run's log: always a JSONL file, others where the config asks for them.
+    """Open the run's log: a JSONL file, and wandb and TensorBoard as configured.
 
     Args:
         config: Settings.
-        run_id: Which run it is; one that is continued goes on in its own file.
-        steps_done: Steps of it that stand; those after them will be logged again.
-        last_metrics: Of the last of them; logged when the run was killed before it did.
+        run_id: Id of the run; a resumed run continues its own file.
+        steps_done: Steps completed; later ones will be logged again.
+        last_metrics: Metrics of step `steps_done`, logged if its line is missing.
     """
     path = metrics_path_of(config)
     lacks_last = claim_metrics_file(path, run_id=run_id, steps_done=steps_done)
@@ -188,7 +186,7 @@ def open_run_log(
 
 
 def write_run_report(config: TrainingConfig) -> None:
-    """Write the report of a run to the folder of its metrics; failures do not end the run."""
+    """Write the report of a run to the folder of its metrics; failures are logged."""
     path = metrics_path_of(config)
     if not path.is_file():
         return
@@ -207,7 +205,7 @@ def metrics_path_of(config: TrainingConfig) -> Path:
 
 
 def batch_metrics(summary: BatchSummary) -> dict[str, float]:
-    """Return what is known of a batch before the forward pass."""
+    """Return the metrics of a batch that are known before the forward pass."""
     return {
         "train/reward_mean": summary.score_mean,
         "train/reward_std": summary.score_std,
@@ -215,11 +213,11 @@ def batch_metrics(summary: BatchSummary) -> dict[str, float]:
         "train/advantage_std": summary.advantage_std,
         "train/num_groups": summary.num_groups,
         "train/bad_groups": len(summary.bad_groups) + summary.num_refused_before,
-        "train/zero_advantage_groups_fraction": summary.num_silent_groups
+        "train/zero_advantage_groups_fraction": summary.num_zero_gradient_groups
         / max(1, summary.num_groups),
         "train/truncated_rows": summary.num_truncated_rows,
         "train/rows_without_logprobs": summary.num_rows_without_logprobs,
-        "train/cut_sampling_rows": summary.num_rows_of_cut_sampling,
+        "train/cut_sampling_rows": summary.num_rows_of_partial_sampling,
         "train/padding_fraction": summary.padding_fraction,
     }
 
@@ -234,7 +232,7 @@ def part_counts(totals: BatchTotals) -> dict[str, float]:
 
 
 def step_line(step: int, total: int, metrics: Mapping[str, float]) -> str:
-    """Return the one line the terminal shows for a step."""
+    """Return the log line of a step."""
     loss = metrics["train/loss"]
     parts = [
         f"step {step}/{total}",
@@ -256,14 +254,11 @@ def step_line(step: int, total: int, metrics: Mapping[str, float]) -> str:
 
 
 class StepStats:
-    """Collects diagnostics micro-batch by micro-batch.
-
-    Attributes:
-        loss: Sum of the micro-batches' loss shares.
-    """
+    """Sums of the diagnostics of a step, added up by microbatch."""
 
     def __init__(self, *, clip_low: float, clip_high: float) -> None:
         self.loss = 0.0
+        """Sum of the loss shares."""
         self._bounds = (1.0 - clip_low, 1.0 + clip_high)
         self._parts_sums: dict[str, float] = defaultdict(float)
         self._sums: dict[str, float] = defaultdict(float)
@@ -277,7 +272,7 @@ class StepStats:
         *,
         has_raw_logprobs: bool = False,
     ) -> None:
-        """Add one micro-batch, its logprobs at the sampling temperatures; keeps plain numbers."""
+        """Add one microbatch, with its logprobs at the sampling temperatures."""
         trainer_logprobs_BT = scores.logprobs_BT.detach()
         self.loss += float(terms.loss.detach())
         mask_BT = terms.mask_BT
@@ -342,12 +337,12 @@ class StepStats:
         """Return the step's metrics under their public names.
 
         `grpo/mean_ratio`, `grpo/clipped_fraction` and `alignment/*` compare the trainer's
-        logprobs with the inference engine's; they are left out when no group carried any.
-        `grpo/bound_fraction` counts the tokens whose gradient the algorithm's own clip or mask
-        changed, `grpo/truncated_fraction` those whose importance weight was cut.
+        logprobs with the inference engine's and are omitted without the latter.
+        `grpo/bound_fraction` is the share of tokens whose gradient the algorithm's own clip or
+        mask changed, `grpo/truncated_fraction` of those whose importance weight was truncated.
         `grpo/policy_loss`, `sft/loss` and `distill/loss` are before their coefficients;
         `distill/kl`, the student's divergence from the teacher, is not in the loss. The entropy
-        is that of the trainer's own distribution, left out where whole logits are computed; its
+        is that of the trainer's distribution, omitted if logits are computed as a whole; its
         estimate is minus the mean logprob of the sampled tokens.
         """
         sums = self._sums
@@ -403,7 +398,7 @@ class StepStats:
 
 
 def sum_stats(parts: Sequence[StepStats]) -> StepStats:
-    """Return the first of the parts of a batch with all others added to it."""
+    """Add the statistics of all ranks to those of the first, and return it."""
     first, *others = parts
     for other in others:
         first.add_up(other)
@@ -436,14 +431,23 @@ _TIMES = (
     ("waiting", "train/data_fetch_time"),
     ("forward", "train/forward_time"),
     ("backward", "train/backward_time"),
-    ("optimiser", "train/optimizer_time"),
+    ("optimizer", "train/optimizer_time"),
     ("publishing", "train/sync_time"),
 )
 
 
+def time_shares(history: Sequence[Mapping[str, float]]) -> list[tuple[str, float]]:
+    """Return the share of each part in the total time of the given steps; empty if it is 0."""
+    total = sum(record.get("train/step_time", 0.0) for record in history)
+    if not total:
+        return []
+    found = [(name, sum(record.get(key, 0.0) for record in history)) for name, key in _TIMES]
+    return [(name, seconds / total) for name, seconds in found if seconds]
+
+
 @dataclass
-class RunState:
-    """What is known of a run at a moment."""
+class TrainingView:
+    """State of a run, rendered by rich as a panel of the terminal's width, at most `_WIDEST`."""
 
     name: str
     total_steps: int
@@ -453,54 +457,38 @@ class RunState:
     history: deque[Mapping[str, float]] = field(default_factory=lambda: deque(maxlen=_KEPT_STEPS))
     """Metrics of the last steps, oldest first."""
 
-
-def time_shares(history: Sequence[Mapping[str, float]]) -> list[tuple[str, float]]:
-    """Return what share of the time of all given steps went where; empty without any time."""
-    total = sum(record.get("train/step_time", 0.0) for record in history)
-    if not total:
-        return []
-    found = [(name, sum(record.get(key, 0.0) for record in history)) for name, key in _TIMES]
-    return [(name, seconds / total) for name, seconds in found if seconds]
-
-
-class RunView:
-    """A run as rich renders it: a panel as wide as the terminal, at most `_WIDEST`."""
-
-    def __init__(self, state: RunState) -> None:
-        self._state = state
-
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width = min(options.max_width, _WIDEST)
+        history = list(self.history)  # a copy: another thread appends to it
         table = Table.grid(padding=(0, 2))
         table.add_column(style="dim", no_wrap=True)
         table.add_column(justify="right", no_wrap=True)
         table.add_column(no_wrap=True)
         for name, key in _ROWS:
-            values = [record[key] for record in self._state.history if key in record]
+            values = [record[key] for record in history if key in record]
             if values:
                 trend = "" if options.ascii_only else sparkline(values, width=max(8, width - 46))
                 table.add_row(name, Text(short_number(float(values[-1])), style="bold"), trend)
         body = Table.grid()
-        body.add_row(Text(self._headline(), overflow="ellipsis", no_wrap=True))
-        if self._state.history:
+        body.add_row(Text(self._headline(history), overflow="ellipsis", no_wrap=True))
+        if history:
             body.add_row(table)
-            shares = "  ".join(f"{n} {s:.0%}" for n, s in time_shares(list(self._state.history)))
+            shares = "  ".join(f"{n} {s:.0%}" for n, s in time_shares(history))
             body.add_row(Text(shares, style="dim", overflow="ellipsis", no_wrap=True))
-        title = Text(inert_line(self._state.name, max_characters=max(8, width // 2)), style="bold")
+        title = Text(inert_line(self.name, max_characters=max(8, width // 2)), style="bold")
         yield Panel(body, box=ROUNDED, title=title, title_align="left", width=width)
 
-    def _headline(self) -> str:
-        state = self._state
-        parts = [f"step {state.step} of {state.total_steps}", _clock(state.elapsed_s)]
-        times = [r["train/step_time"] for r in state.history if "train/step_time" in r]
-        if times and state.step < state.total_steps:
-            left_s = (state.total_steps - state.step) * sum(times) / len(times)
+    def _headline(self, history: Sequence[Mapping[str, float]]) -> str:
+        parts = [f"step {self.step} of {self.total_steps}", _clock(self.elapsed_s)]
+        times = [r["train/step_time"] for r in history if "train/step_time" in r]
+        if times and self.step < self.total_steps:
+            left_s = (self.total_steps - self.step) * sum(times) / len(times)
             parts.append(f"about {_clock(left_s)} left")
-        return " | ".join([*parts, inert_line(state.activity, max_characters=60)])
+        return " | ".join([*parts, inert_line(self.activity, max_characters=60)])
 
 
 def sparkline(values: Sequence[float], *, width: int) -> str:
-    """Draw the last values as a row of bars, from their lowest to their highest."""
+    """Draw the last values as a row of bars scaled to their range."""
     shown = [float(value) for value in values[-width:]]
     finite = [value for value in shown if value - value == 0]
     if not finite:
@@ -524,9 +512,9 @@ _REFRESHES_PER_SECOND = 2
 
 
 class LiveDisplay:
-    """The view of one run, from `with` to its end; a thread of rich's draws it.
+    """Live view of one run, drawn by a thread of rich; used as a context manager.
 
-    Log handlers that write to the terminal are diverted to lines above the view, and put back.
+    Log handlers that write to the terminal are redirected to lines above the view, and restored.
     """
 
     def __init__(
@@ -537,18 +525,18 @@ class LiveDisplay:
         stream: TextIO,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self._state = RunState(name, total_steps)
+        self._view = TrainingView(name, total_steps)
         self._stream = stream
         self._clock = clock
         self._started = clock()
         self._ending = contextlib.ExitStack()
 
     def show_activity(self, text: str) -> None:
-        self._state.activity = text
+        self._view.activity = text
 
     def show_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._state.step = step
-        self._state.history.append(dict(metrics))
+        self._view.step = step
+        self._view.history.append(dict(metrics))
 
     def __enter__(self) -> LiveDisplay:
         console = Console(file=self._stream)
@@ -578,9 +566,9 @@ class LiveDisplay:
         self.show_activity("ended" if exc is None else "failed")
         self._ending.close()
 
-    def _render(self) -> RunView:
-        self._state.elapsed_s = self._clock() - self._started
-        return RunView(self._state)
+    def _render(self) -> TrainingView:
+        self._view.elapsed_s = self._clock() - self._started
+        return self._view
 
 
 def _write_line(console: Console, line: str) -> None:

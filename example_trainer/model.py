@@ -33,40 +33,35 @@ __all__ = [
 
 _TARGET_MODULES = ["q_proj", "v_proj"]
 _ENGINE_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""The ranks vLLM's `--max-lora-rank` takes."""
+"""Values that vLLM's `--max-lora-rank` accepts."""
 
 
 def is_adapter(directory: str | Path) -> bool:
-    """Say whether a directory holds adapters rather than a model."""
+    """Return whether a directory contains adapters rather than a model."""
     return (Path(directory) / "adapter_config.json").is_file()
 
 
 def engine_rank(rank: int) -> int:
-    """Return the smallest `--max-lora-rank` of vLLM that takes adapters of a rank.
+    """Return the smallest `--max-lora-rank` of vLLM for adapters of a rank.
 
     Raises:
-        ConfigError: it takes none of that rank.
+        ConfigError: the rank is too large for vLLM.
     """
     for possible in _ENGINE_RANKS:
         if possible >= rank:
             return possible
-    raise ConfigError(f"lora_r={rank}: vLLM takes ranks up to {_ENGINE_RANKS[-1]}")
+    raise ConfigError(f"lora_r={rank}: vLLM supports ranks up to {_ENGINE_RANKS[-1]}")
 
 
 def add_adapters(model: Any, config: TrainingConfig, *, source: str | None = None) -> None:
-    """Freeze a model and put adapters into it, which alone are trained and saved.
+    """Freeze a transformers model in place and add adapters, which alone are trained and saved.
 
-    The model keeps its class, so whatever reads its layers finds them. Adapters are float32 unless
-    they are sharded together with the frozen weights, which then give the type.
-
-    Args:
-        model: A transformers model; changed in place.
-        config: The `lora_` settings.
-        source: A directory of adapters to go on from; None or a model: fresh ones, which leave the
-            model's output as it is.
+    The class of the model is unchanged. Adapters are float32, or of the type of the frozen weights
+    if they are sharded together. `source` may be a directory of adapters to continue from; new
+    adapters do not change the model's output.
 
     Raises:
-        ConfigError: a layer or module is not there.
+        ConfigError: a layer or module does not exist.
         MissingExtraError: peft is not installed.
     """
     try:
@@ -107,24 +102,23 @@ def _require_layers(model: Any, indices: Collection[int], setting: str) -> None:
 
 
 def _require_plain_output_layer(model: Any) -> None:
-    """Refuse adapters on the output layer, whose weights alone the loss would read."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     if isinstance(model.get_output_embeddings(), BaseTunerLayer):
         raise ConfigError(
-            "lora_target_modules: adapters on the output layer (lm_head) are not supported, its "
-            "logprobs are computed from its weights alone; name layers inside the blocks, such as "
+            "lora_target_modules: adapters on the output layer (lm_head) are not supported, since "
+            "logprobs are computed from its weights only; name layers inside the blocks, such as "
             "q_proj v_proj"
         )
 
 
 @contextlib.contextmanager
 def without_adapters(model: Any) -> Iterator[None]:
-    """Let a model answer as without its adapters, which stay trainable."""
+    """Context in which a model computes without its adapters, which remain trainable."""
     from peft.tuners.tuners_utils import BaseTunerLayer
 
     layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
-    # The public switch also turns gradients off and on, which sharded weights do not take.
+    # The public method also changes `requires_grad`, which sharded weights do not support.
     for layer in layers:
         layer._disable_adapters = True
     try:
@@ -147,12 +141,11 @@ def load_model_and_tokenizer(
 
     Args:
         config: Settings; `train_dtype`, `gradient_checkpointing` and `train_layer_indices` apply.
-        single_copy: Sharing weights with the engine; not built yet.
-        source: Directory to load instead of `config.model_name`, e.g. a checkpoint.
+        single_copy: Whether to share weights with the engine; not built yet.
+        source: Directory to load instead of `config.model_name`, such as a checkpoint.
 
     Raises:
-        ConfigError: `single_copy`, a layer index the model lacks, a device or weights that are not
-            there.
+        ConfigError: `single_copy` is set, or a layer, the device or the weights do not exist.
     """
     if single_copy:
         raise ConfigError("single_copy needs weight_bridge_mode=shared_vllm, not built yet")
@@ -162,7 +155,7 @@ def load_model_and_tokenizer(
     except ImportError as error:
         raise MissingExtraError("torch", extra="trainer") from error
     _require_device(config.device, torch)
-    # Adapters are put into the model they were trained with, which lies elsewhere.
+    # A checkpoint of adapters does not contain the model.
     name = config.model_name if config.uses_lora else source or config.model_name
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
@@ -172,8 +165,8 @@ def load_model_and_tokenizer(
         model = _load(name, dtype=getattr(torch, config.loaded_dtype), device=config.device)
     except (OSError, ValueError, KeyError) as error:  # KeyError: an unknown architecture
         raise unloadable(name, error) from error
-    _make_ready(model, config)
-    _tell_idle_layers(config)
+    _move_to_device(model, config)
+    _warn_of_unused_layers(config)
     if config.uses_lora:
         add_adapters(model, config, source=source)
     elif config.train_layer_indices is not None:
@@ -189,7 +182,7 @@ def load_model_and_tokenizer(
 
 
 def load_frozen_model(name: str, config: TrainingConfig) -> Any:
-    """Load a model that is asked and never trained; bfloat16 on CUDA, float32 on a CPU.
+    """Load a model for inference only, in bfloat16 on CUDA and float32 on a CPU.
 
     Raises:
         ConfigError: it cannot be loaded.
@@ -201,7 +194,7 @@ def load_frozen_model(name: str, config: TrainingConfig) -> Any:
         model = _load(name, dtype=torch.bfloat16 if on_gpu else torch.float32, device=config.device)
     except OSError as error:
         raise ConfigError(f"reference_model {name!r} cannot be loaded: {error}") from error
-    _make_ready(model, config)
+    _move_to_device(model, config)
     return model.requires_grad_(False).eval()
 
 
@@ -212,41 +205,38 @@ def _load(name: str, *, dtype: Any, device: str) -> Any:
     for kind in kinds[:-1]:
         try:
             return AutoModelForCausalLM.from_pretrained(name, dtype=dtype, attn_implementation=kind)
-        except (ImportError, ValueError) as error:  # its code has no such attention
+        except (ImportError, ValueError) as error:  # not implemented for this model
             if "attention" not in str(error).lower() and "attn" not in str(error).lower():
                 raise
             logger.info("attention %s cannot be used: %s", kind, error)
     return AutoModelForCausalLM.from_pretrained(name, dtype=dtype, attn_implementation=kinds[-1])
 
 
-def _make_ready(model: Any, config: TrainingConfig) -> None:
+def _move_to_device(model: Any, config: TrainingConfig) -> None:
     model.config.use_cache = False
     if config.packing != "off" and model.config._attn_implementation == "sdpa":
         use_packed_attention(model)
     model.to(config.device)
 
 
-def _tell_idle_layers(config: TrainingConfig) -> None:
-    """Say that a choice of blocks is the other mode's; scripts give both, whatever they run."""
-    if config.uses_lora and config.train_layer_indices is not None:
+def _warn_of_unused_layers(config: TrainingConfig) -> None:
+    used, unused, indices = "train_layer_indices", "lora_layer_indices", config.lora_layer_indices
+    if config.uses_lora:
+        used, unused, indices = unused, used, config.train_layer_indices
+    if indices is not None:
         logger.warning(
-            "train_layer_indices is not used: weight_bridge_mode=%s trains adapters, whose blocks "
-            "lora_layer_indices chooses",
+            "%s is not used: weight_bridge_mode=%s trains the blocks of %s",
+            unused,
             config.weight_bridge_mode,
-        )
-    if not config.uses_lora and config.lora_layer_indices is not None:
-        logger.warning(
-            "lora_layer_indices is not used: weight_bridge_mode=%s trains the model's own weights, "
-            "whose blocks train_layer_indices chooses",
-            config.weight_bridge_mode,
+            used,
         )
 
 
 def freeze_other_layers(model: Any, layer_indices: Collection[int]) -> None:
-    """Leave only the named transformer blocks trainable; all else is frozen.
+    """Freeze all parameters outside the given transformer blocks.
 
     Raises:
-        ConfigError: an index is out of range, or no parameter lies in a block.
+        ConfigError: an index is out of range, or no parameter is in a block.
     """
     _require_layers(model, layer_indices, "train_layer_indices")
     found = False
@@ -270,7 +260,7 @@ def _require_device(device: str, torch: Any) -> None:
 
 
 def autocast(config: TrainingConfig) -> contextlib.AbstractContextManager[Any]:
-    """Return the context every forward pass of a run is made in, trials of the model included."""
+    """Return the context for every forward pass of a run."""
     import torch
 
     kind = "cuda" if config.device.startswith("cuda") else "cpu"
@@ -281,19 +271,20 @@ def autocast(config: TrainingConfig) -> contextlib.AbstractContextManager[Any]:
 
 
 def attention_kinds(obstacle_to_flash: str | None) -> tuple[str, ...]:
-    """Return the attention implementations of transformers to try, the fastest first."""
+    """Return the attention implementations of transformers to try, fastest first."""
     return ("sdpa", "eager") if obstacle_to_flash else ("flash_attention_2", "sdpa", "eager")
 
 
 def attention_note(model: Any, device: str) -> str:
-    """Return which attention a model runs, for the log, and why not flash attention."""
+    """Return the attention implementation of a model, with the reason if it is not flash-attn."""
     from example_trainer.scoring import PACKED_ATTENTION
 
     used = model.config._attn_implementation
     if used.startswith("flash_attention"):
         return str(used)
     name = "sdpa for each sequence" if used == PACKED_ATTENTION else used
-    return f"{name} ({_obstacle_to_flash_attention(device) or 'the model takes no flash-attn'})"
+    reason = _obstacle_to_flash_attention(device) or "not supported by the model"
+    return f"{name} ({reason})"
 
 
 def _obstacle_to_flash_attention(device: str) -> str | None:
@@ -305,23 +296,24 @@ def _obstacle_to_flash_attention(device: str) -> str | None:
     return flash_attention_obstacle(
         torch.cuda.get_device_capability(device),
         is_installed=importlib.util.find_spec("flash_attn") is not None,
-        is_taken=is_flash_attn_2_available(),
+        is_supported=is_flash_attn_2_available(),
     )
 
 
 def flash_attention_obstacle(
-    capability: tuple[int, int] | None, *, is_installed: bool = False, is_taken: bool = False
+    capability: tuple[int, int] | None, *, is_installed: bool = False, is_supported: bool = False
 ) -> str | None:
-    """Return why flash attention cannot be used, None where it can.
+    """Return the reason why flash attention cannot be used, or None.
 
-    `capability`: of CUDA, None if it is not a GPU; `is_taken`: transformers takes the package.
+    `capability`: of CUDA, None without a GPU; `is_supported`: whether transformers accepts the
+    installed version.
     """
     if capability is None:
         return "flash-attn needs a GPU"
     if not is_installed:
         return "flash-attn is not installed"
-    if not is_taken:
-        return "transformers does not take the installed flash-attn"
+    if not is_supported:
+        return "transformers does not support the installed flash-attn"
     if capability < (8, 0):
         major, minor = capability
         return f"flash-attn needs compute capability 8.0, this GPU has {major}.{minor}"
@@ -329,7 +321,7 @@ def flash_attention_obstacle(
 
 
 def use_packed_attention(model: Any) -> None:
-    """Swap the attention for one that handles packed rows; only where the logits stay the same."""
+    """Use an attention that supports packed rows, provided that the logits do not change."""
     import torch
 
     from example_trainer.scoring import PACKED_ATTENTION, register
@@ -397,15 +389,15 @@ def create_optimizer_for_params(params: Iterable[Any], config: TrainingConfig) -
 
 
 class OptimizerChoice(NamedTuple):
-    """Which optimizer runs, and what about it a person should know."""
+    """The optimizer of a run and the reason for a fallback."""
 
     name: Literal["adamw", "adamw_8bit", "adafactor"]
     is_fused: bool = False
     """Whether one kernel updates all weights."""
     is_stochastic: bool = False
-    """Whether weights and states are bfloat16, rounded up or down at random."""
+    """Whether weights and states are bfloat16 with stochastic rounding."""
     note: str = ""
-    """Why it is not the one that was asked for, or what it loses; empty: nothing."""
+    """Reason why it differs from the configured one, or a loss of precision."""
 
     def describe(self) -> str:
         kind = {"adamw": "AdamW", "adamw_8bit": "8-bit AdamW", "adafactor": "Adafactor"}[self.name]
@@ -417,10 +409,10 @@ class OptimizerChoice(NamedTuple):
 def choose_optimizer(
     config: TrainingConfig, *, trains_bfloat16: bool, has_bitsandbytes: bool | None = None
 ) -> OptimizerChoice:
-    """Return the optimizer that `config.optimizer` means on this device.
+    """Resolve `config.optimizer` for this device.
 
-    `adamw_8bit` needs bitsandbytes (looked up if None), a GPU and whole weights; elsewhere AdamW
-    takes its place. AdamW is fused on CUDA, and rounds stochastically where it trains bfloat16.
+    `adamw_8bit` needs bitsandbytes (looked up if None), a GPU and unsharded weights; otherwise it
+    becomes AdamW. AdamW is fused on CUDA, and rounds stochastically if it trains bfloat16.
     """
     on_gpu = config.device.startswith("cuda")
     if has_bitsandbytes is None:

@@ -1,11 +1,11 @@
-"""The processes that train one model together, and their sharded state.
+"""Training of one model by several processes, and their sharded state.
 
-    rank 0: service --lease--> batch --split--> one share a rank       engine, checkpoints, log
+    rank 0: service --lease--> batch --split--> one share per rank     engine, checkpoints, log
     all:    share --forward, backward--> gradients --sum over ranks--> the same optimizer step
 
 `fsdp` shards weights, gradients and optimizer state (torch's FSDP2); `data` replicates them. The
-loss is divided by counts over the whole batch, so gradients are summed over ranks, never averaged,
-and the result is that of one process.
+loss is divided by counts over the whole batch. Gradients are therefore summed over ranks, not
+averaged, and the result equals that of one process.
 """
 
 from __future__ import annotations
@@ -26,22 +26,16 @@ from example_trainer.config import TrainingConfig
 logger = logging.getLogger(__name__)
 
 _LONGEST_WAIT = datetime.timedelta(days=30)
-"""Other ranks wait so long for rank 0, which itself waits for batches and for the engine."""
+"""Timeout of the other ranks for rank 0, which waits for batches and for the engine."""
 
 Value = TypeVar("Value")
 
 
 class Parallel:
-    """One rank's view of the group; with one process every method is a no-op.
+    """Collective operations of one rank; with one process every method is a no-op.
 
-    Every method but the properties must be called by all ranks, in the same order.
-
-    Args:
-        rank: Number of this process, 0 leads.
-        world_size: Number of processes.
-        mode: `fsdp` or `data`.
-        device: Torch device of this rank.
-        control: Group of torch.distributed that carries Python objects; None with one process.
+    All ranks must call the methods, except properties, in the same order. `control` is the group of
+    torch.distributed that transfers Python objects; None with one process.
     """
 
     def __init__(
@@ -61,7 +55,7 @@ class Parallel:
 
     @property
     def is_main(self) -> bool:
-        """Whether this process talks to the service, the engine, the disk and the log."""
+        """Whether this process uses the service, the engine, the disk and the log."""
         return self.rank == 0
 
     @property
@@ -70,11 +64,10 @@ class Parallel:
 
     @property
     def is_sharded(self) -> bool:
-        """Whether each rank holds a part of the weights only."""
         return not self.is_alone and self._mode == "fsdp"
 
     def scatter(self, shares: Sequence[Value] | None) -> Value:
-        """Give rank r the r-th of the shares of rank 0; the other ranks pass None."""
+        """Return share r of rank 0's shares on rank r; the other ranks pass None."""
         if self.is_alone:
             assert shares is not None
             return shares[0]
@@ -102,10 +95,10 @@ class Parallel:
         return values
 
     def shard(self, scorer: Any) -> None:
-        """Leave this rank its part of the model in `scorer`; the optimiser is made afterwards.
+        """Shard the model in `scorer` in place, before the optimizer is created.
 
-        Each transformer block is gathered when it is used and let go again; what lies outside the
-        blocks is gathered for the whole pass, because the loss reads the output layer's weights.
+        Each transformer block is gathered while it is used. The parameters outside the blocks are
+        gathered for the whole pass, because the loss uses the weights of the output layer.
         """
         if not self.is_sharded:
             return
@@ -122,11 +115,11 @@ class Parallel:
 
     @property
     def loss_factor(self) -> float:
-        """What a rank's loss is multiplied by before `backward`: FSDP2 averages over ranks."""
+        """Factor of a rank's loss before `backward`, since FSDP2 averages over ranks."""
         return float(self.world_size) if self.is_sharded else 1.0
 
     def sum_gradients(self, model: Any) -> None:
-        """Add the ranks' gradients up, where the model itself does not."""
+        """Sum the gradients over the ranks, unless FSDP2 does."""
         if self.is_alone or self.is_sharded:
             return
         pending = []
@@ -139,25 +132,22 @@ class Parallel:
             work.wait()
 
     def clip_gradients(self, model: Any, *, max_norm: float) -> float:
-        """Clip the gradient of the whole model; returns its norm before that."""
+        """Clip the gradient of the whole model and return its norm before that."""
         norm = torch.nn.utils.clip_grad_norm_(model.parameters(), max_norm)
         if self.is_sharded:
-            norm = norm.full_tensor()  # a DTensor: the sum of the ranks' shares is still to be made
+            norm = norm.full_tensor()  # a DTensor, not summed over the ranks yet
         return float(norm)
 
     def whole_model(self, model: Any) -> Any:
-        """Return something that saves like the whole model; full weights on rank 0 only."""
+        """Return an object that saves like the whole model; full weights on rank 0 only."""
         if not self.is_sharded:
             return model
-
         return GatheredModel(model, gather_weights(model, keep=self.is_main))
 
     def whole_optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return the optimiser's state for the whole model; empty on other ranks than 0."""
+        """Return the optimizer state of the whole model; empty on ranks other than 0."""
         if not self.is_sharded:
-            state: dict[str, Any] = optimizer.state_dict()
-            return state
-
+            return dict(optimizer.state_dict())
         return gather_optimizer_state(optimizer, keep=self.is_main)
 
 
@@ -166,7 +156,7 @@ ONE_PROCESS = Parallel()
 
 @contextlib.contextmanager
 def open_parallel(config: TrainingConfig) -> Iterator[Parallel]:
-    """Join the other ranks for the time of the context.
+    """Context in which this process belongs to the process group.
 
     Raises:
         ConfigError: the rank is not below the number of processes.
@@ -194,15 +184,12 @@ def open_parallel(config: TrainingConfig) -> Iterator[Parallel]:
         device=config.device,
         control=dist.new_group(backend="gloo", timeout=_LONGEST_WAIT),
     )
-    # Not after a failure: the other ranks may never come to the end, torchrun ends them.
+    # Not after a failure: the other ranks may never get here, and torchrun ends them.
     dist.destroy_process_group()
 
 
 class GatheredModel:
-    """A model whose weights are sharded, with all of them on the CPU: it saves like any.
-
-    `weights` are whole tensors by name; the model is asked for everything else.
-    """
+    """A sharded model that saves like a whole one; `weights` are full tensors on the CPU."""
 
     def __init__(self, model: Any, weights: Mapping[str, torch.Tensor]) -> None:
         self._model = model
@@ -219,11 +206,9 @@ class GatheredModel:
 
 
 def gather_weights(model: Any, *, keep: bool) -> dict[str, torch.Tensor]:
-    """Return the whole weights on the CPU; tied ones share a tensor. All ranks call this.
+    """Return the full weights on the CPU; tied ones share a tensor. All ranks call this.
 
-    Args:
-        model: Whose parameters are DTensors.
-        keep: False takes part and returns nothing.
+    A rank without `keep` takes part in the communication and returns an empty dictionary.
     """
     whole: dict[str, torch.Tensor] = {}
     by_identity: dict[int, torch.Tensor] = {}
@@ -236,7 +221,7 @@ def gather_weights(model: Any, *, keep: bool) -> dict[str, torch.Tensor]:
 
 
 def gather_optimizer_state(optimizer: Any, *, keep: bool) -> dict[str, Any]:
-    """Return what `optimizer.state_dict()` would be of the whole model. All ranks call this."""
+    """Return the `state_dict()` of an optimizer of the whole model. All ranks call this."""
     state = optimizer.state_dict()
     slots = {
         index: {
@@ -249,7 +234,7 @@ def gather_optimizer_state(optimizer: Any, *, keep: bool) -> dict[str, Any]:
 
 
 def load_optimizer_state(optimizer: Any, state: Mapping[str, Any]) -> None:
-    """Load the state of a whole model, each rank its part where the parameters are sharded."""
+    """Load the optimizer state of the whole model; each rank loads its shard."""
     from torch.distributed.tensor import DTensor, distribute_tensor
 
     parameters = [p for group in optimizer.param_groups for p in group["params"]]

@@ -1,20 +1,19 @@
 """The trained model prepared for the loop, and the frozen reference of the KL penalty.
 
-Architectures differ in ways that no flag shows: recurrent layers carry state across packed
-sequences, heads scale or cap their logits. `probe` therefore tries the model on a few tokens.
+Some architectures cannot be packed or scored by chunks: recurrent layers carry state across packed
+sequences, heads scale or cap their logits. `probe` therefore tests the model on a few tokens.
 
     --reference-model NAME_OR_PATH    a separate model, loaded in addition to the trained one
-    a LoRA mode                       the trained model with its adapters switched off
-    --reference-model groups          nothing here: environments send `ref_logprobs`
+    a LoRA mode                       the trained model with its adapters disabled
+    --reference-model groups          no model: environments send `ref_logprobs`
 
-Groups that carry `ref_logprobs` keep them; only the others are scored.
+Groups with `ref_logprobs` keep them; the others are scored.
 """
 
 from __future__ import annotations
 
 import contextlib
 import logging
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
@@ -44,24 +43,24 @@ logger = logging.getLogger(__name__)
 
 _LENGTHS = (5, 7)
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
-_HALF_TOLERANCE = 0.2  # of a logprob; a leak or an unknown scale shows as far more
+_HALF_TOLERANCE = 0.2  # of a logprob; mixed sequences or scaled logits exceed it by far
 
 _FOREIGN_ERRORS = (
     TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError, NotImplementedError
 )  # fmt: skip
-"""What the code of a model raises on arguments it does not know."""
+"""Errors that the code of a model raises for arguments it does not support."""
 
 
 @dataclass(frozen=True)
 class Capabilities:
-    """What training on a model may use."""
+    """Features of a model that training can use."""
 
     packs: bool
     """Whether several sequences may share a row."""
     whole_logits: bool
-    """Whether its logits are more than its output layer on its hidden states."""
+    """Whether logits are not just the output layer applied to the hidden states."""
     obstacle: str | None = None
-    """Why sequences are padded although packing was not switched off; None where they are not."""
+    """Reason why the model cannot be packed; None if it can, or packing is off."""
 
 
 def probe(
@@ -70,46 +69,41 @@ def probe(
     packing: Literal["auto", "on", "off"],
     autocast: contextlib.AbstractContextManager[Any] | None = None,
 ) -> Capabilities:
-    """Try the model on two short sequences.
+    """Test a transformers causal language model on two short sequences.
 
     Args:
-        model: A transformers causal language model; its mode and gradients are left as they are.
-        packing: `on` insists, `off` does not even try.
-        autocast: What its forward passes will be made in: kernels that take bfloat16 only refuse
-            float32 weights outside of it. None: nothing.
+        model: Its mode and gradients are unchanged.
+        packing: `off` omits the test of packing.
+        autocast: Context of its forward passes, without which bfloat16 kernels may reject float32
+            weights; None: no context.
 
     Raises:
-        ConfigError: packing is `on` and the model mixes up or misplaces packed sequences.
+        ConfigError: packing is `on` and not supported by the model.
     """
-    with _evaluating(model), torch.no_grad(), autocast or contextlib.nullcontext():
-        obstacle = None if packing == "off" else _obstacle_to_packing(model)
-        whole_logits = not _is_linear_head(model)
+    was_training = model.training
+    model.eval()
+    try:
+        with torch.no_grad(), autocast or contextlib.nullcontext():
+            obstacle = None if packing == "off" else _obstacle_to_packing(model)
+            whole_logits = not _is_linear_head(model)
+    finally:
+        model.train(was_training)
     if obstacle is not None and packing == "on":
         raise ConfigError(f"packing=on: {obstacle}; train this model with --packing off")
     return Capabilities(packing != "off" and obstacle is None, whole_logits, obstacle)
 
 
-@contextlib.contextmanager
-def _evaluating(model: Any) -> Iterator[None]:
-    was_training = model.training
-    model.eval()
-    try:
-        yield
-    finally:
-        model.train(was_training)
-
-
 def _obstacle_to_packing(model: Any) -> str | None:
-    """Return why sequences cannot share a row, None when they can."""
+    """Return the reason why sequences cannot share a row, or None."""
     first, second = _sequences(model)
     other = first.flip(0)
     try:
         packed = _packed_logits(model, first, second)[-len(second) :]
         disturbed = _packed_logits(model, other, second)[-len(second) :]
     except _FOREIGN_ERRORS as error:
-        return f"its forward refuses packed rows ({type(error).__name__}: {error})"
+        return f"its forward rejects packed rows ({type(error).__name__}: {error})"
     if not torch.allclose(packed, disturbed, atol=1e-6, rtol=0):
-        return "its layers let packed sequences see each other"
+        return "its layers mix packed sequences"
     alone = model(input_ids=second[None]).logits[0]
     dtype, alone = alone.dtype, alone.to(packed.dtype)
     difference = (packed.log_softmax(-1) - alone.log_softmax(-1)).abs().max()
@@ -155,23 +149,21 @@ def _tolerance(dtype: torch.dtype) -> float:
 
 
 class Policy(NamedTuple):
-    """A model as the loop uses it."""
+    """A model prepared for the training loop."""
 
     scorer: PolicyScorer
-    """Around the model; each rank's part of it where weights are sharded."""
+    """Wrapper of the model, or of this rank's shard."""
     packs: bool
     """Whether several sequences may share a row."""
     layout: str = ""
-    """How sequences are laid out and why, for the log."""
+    """Layout of sequences and the reason for it, for the log."""
 
 
 def prepare_policy(model: Any, config: TrainingConfig, parallel: Parallel = ONE_PROCESS) -> Policy:
-    """Try the model, wrap it, and leave this rank its part; the optimizer is made afterwards.
-
-    The model, whole and on `config.device`, is changed in place where its weights are sharded.
+    """Test, wrap and shard the model, in place, before the optimizer is created.
 
     Raises:
-        ConfigError: packing is insisted on and the model cannot.
+        ConfigError: `packing` is `on` and not supported by the model.
     """
     can = probe(model, packing=config.packing, autocast=autocast(config))
     scorer = PolicyScorer(
@@ -185,7 +177,7 @@ def prepare_policy(model: Any, config: TrainingConfig, parallel: Parallel = ONE_
 
 
 def setup_line(model: Any, config: TrainingConfig, policy: Policy) -> str:
-    """Return what was chosen for this model and device, and why where it is a fallback."""
+    """Return the settings chosen for this model and device, and the reasons for fallbacks."""
     trained = next(p for p in model.parameters() if p.requires_grad)
     optimizer = choose_optimizer(config, trains_bfloat16=str(trained.dtype) == "torch.bfloat16")
     weights = str(trained.dtype).removeprefix("torch.")
@@ -208,7 +200,7 @@ def _layout(can: Capabilities, config: TrainingConfig) -> str:
     elif can.obstacle is not None:
         layout = f"sequences padded ({can.obstacle})"
     if can.whole_logits:
-        layout += ", whole logits (the model's logits are more than its output layer)"
+        layout += ", whole logits (the model's head is not a linear layer)"
     return layout
 
 
@@ -223,7 +215,7 @@ def log_step_plan(
 ) -> None:
     """Log the shapes of this rank's first batch and the memory of the largest possible step.
 
-    `reference_bytes` are held by a reference model and not available to the step.
+    `reference_bytes`: memory of a reference model, not available to the step.
     """
     sizes = sizes_of(model)
     setup = step_setup(config, sizes, optimizer=optimizer, packs=packs)
@@ -240,7 +232,7 @@ def log_step_plan(
 
 
 def shape_lines(batch: Batch, sizes: ModelSizes, setup: StepSetup) -> list[str]:
-    """Return the shapes of the tensors of a batch, a line each kind."""
+    """Return lines with the shapes of the inputs, hidden states and logits of a batch."""
     shapes = [tuple(mb.tokens_BT.shape) for mb in batch.microbatches]
     largest = max(shapes, key=lambda shape: shape[0] * shape[1])
     trained = max(int((mb.labels_BT >= 0).sum()) for mb in batch.microbatches)
@@ -280,7 +272,7 @@ def sizes_of(model: Any) -> ModelSizes:
 def step_setup(
     config: TrainingConfig, sizes: ModelSizes, *, optimizer: Any, packs: bool
 ) -> StepSetup:
-    """Return what of the settings decides about memory, for the largest batch they allow."""
+    """Return the settings that determine memory, for the largest batch they allow."""
     longest = padded_length(config.seq_len, multiple=1 if packs else config.pad_multiple)
     tokens = config.batch_size * longest
     if config.microbatch_tokens is not None:
@@ -298,7 +290,7 @@ def step_setup(
 
 
 def _available_bytes(device: str, model: Any, *, reference_bytes: int) -> float:
-    """Return the device's free memory and what the model holds of it already."""
+    """Return the free memory of the device plus that of the model."""
     if device.startswith("cuda"):
         free, _ = torch.cuda.mem_get_info(device)
         return float(free + torch.cuda.memory_reserved(device) - reference_bytes)
@@ -309,12 +301,9 @@ def _available_bytes(device: str, model: Any, *, reference_bytes: int) -> float:
 
 
 class Reference:
-    """Scores micro-batches under frozen weights, at the temperatures of sampling.
+    """Scores microbatches under frozen weights, at the sampling temperatures.
 
-    Args:
-        config: Settings; forward passes are made as those of the trained model.
-        scorer: Around the model that is asked.
-        has_adapters: Whether that is the trained model, to be asked without its adapters.
+    `has_adapters`: whether `scorer` wraps the trained model, whose adapters are disabled for it.
     """
 
     def __init__(
@@ -326,7 +315,7 @@ class Reference:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the weights that only the reference needs, on this rank."""
+        """Memory of the reference's own weights on this rank."""
         if self._has_adapters:
             return 0
         return sum(p.numel() * p.element_size() for p in self._scorer.parameters())
@@ -334,10 +323,10 @@ class Reference:
     @torch.no_grad()  # type: ignore[untyped-decorator]
     def logprobs_BT(self, microbatch: Microbatch) -> torch.Tensor:
         """Return (B, T) logprobs of the labels, `MASKED_LOGPROB` where ignored."""
-        switched_off: contextlib.AbstractContextManager[None] = (
+        disabled: contextlib.AbstractContextManager[None] = (
             without_adapters(self._scorer.model) if self._has_adapters else contextlib.nullcontext()
         )
-        with switched_off, autocast(self._config):
+        with disabled, autocast(self._config):
             logprobs_BT = self._scorer(microbatch).logprobs_BT
         return torch.where(microbatch.labels_BT == IGNORE_INDEX, MASKED_LOGPROB, logprobs_BT)
 
@@ -345,13 +334,11 @@ class Reference:
 def open_reference(
     config: TrainingConfig, model: Any, policy: Policy, parallel: Parallel = ONE_PROCESS
 ) -> Reference | None:
-    """Return what scores the reference; None where nothing does.
-
-    A reference model is shared among the ranks as the trained one is.
+    """Load the reference of the KL penalty, sharded like the trained model; None without one.
 
     Raises:
         ConfigError: the reference model cannot be loaded, has fewer tokens than the trained one, or
-            cannot take packed sequences where that one can.
+            cannot be packed while that one can.
     """
     source = config.reference_source
     if source == "base":
@@ -369,7 +356,7 @@ def open_reference(
     reference = prepare_policy(frozen, config, parallel)
     if policy.packs and not reference.packs:
         raise ConfigError(
-            f"reference_model {name!r} takes no packed sequences ({reference.layout}); use "
+            f"reference_model {name!r} does not support packed sequences ({reference.layout}); use "
             "--packing off"
         )
     return Reference(config, reference.scorer)

@@ -1,18 +1,18 @@
-"""Run one command and outlive it just long enough to end everything it started.
+"""Run one command, then end every process that it started.
 
-A guardian stands between a program and each command it starts (see `processes.ManagedProcess`):
+A guardian is the parent of each command that a program starts (see `processes.ManagedProcess`):
 
     program --control socket--> guardian --own session--> command --> its children, in any session
 
-The command is asked to end, then killed, when the program asks for it, when the program dies in
-any way (the control socket reaches its end, or the guardian's parent changes), and when the
-guardian itself gets SIGTERM. When the command ends for any reason, including SIGKILL, whatever it
-left behind is ended too: on Linux the guardian is a "child subreaper", so orphans become its own
-children and can be found. If the guardian is killed, the kernel kills the command.
+The command gets SIGTERM, then SIGKILL, when the program requests it, when the program dies in any
+way (the control socket is closed, or the guardian's parent changes), and when the guardian gets
+SIGTERM. When the command ends for any reason, including SIGKILL, its remaining children are ended
+too: on Linux the guardian is a "child subreaper", so that orphans become its own children. If the
+guardian is killed, the kernel kills the command.
 
-Only the standard library is imported, so that starting through a guardian costs some 30 ms. The
-file is run as a script. Exit codes: that of the command; 128 + n after signal n; 127 when the
-command could not be started.
+Only the standard library is imported, so that a guardian starts in about 30 ms. The file is run as
+a script. Exit codes: that of the command; 128 + n after signal n; 127 if the command could not be
+started.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ _PR_SET_CHILD_SUBREAPER = 36
 
 
 def main(argv: list[str]) -> int:
-    """Run `argv` as a command under guard and return the exit code for this process.
+    """Run the command `argv` and return the exit code for this process.
 
     The process id of the command is written to the control socket as one line. A line with a
-    number, read from it, asks to stop with that many seconds of grace.
+    number, read from it, requests to stop the command, with that grace period in seconds.
     """
     prctl = _load_prctl()
     if prctl is not None:
@@ -53,7 +53,7 @@ def main(argv: list[str]) -> int:
     except OSError as error:
         sys.stderr.write(f"cannot start {argv[0]!r}: {error}\n")
         return COULD_NOT_START
-    with contextlib.suppress(OSError):  # a dead parent is noticed in the loop
+    with contextlib.suppress(OSError):  # the loop detects a dead parent
         os.write(CONTROL_FD, f"{command.pid}\n".encode())
     status = _watch(command.pid, wakeup_fd, stop_signals)
     _end_orphans(command.pid)
@@ -70,7 +70,7 @@ def _load_prctl() -> Callable[[int, int], object] | None:
 
 
 def _listen_for_signals() -> tuple[int, list[int]]:
-    """Turn signals into wake-ups; return the descriptor to wait on and the list they fill."""
+    """Return a file descriptor that becomes readable on a signal, and the list of stop signals."""
     received: list[int] = []
     read_fd, write_fd = os.pipe()
     os.set_blocking(read_fd, False)
@@ -83,7 +83,7 @@ def _listen_for_signals() -> tuple[int, list[int]]:
 
 
 def _start(argv: list[str], prctl: Callable[[int, int], object] | None) -> subprocess.Popen[bytes]:
-    """Start the command in a session of its own, to be killed by the kernel if we are."""
+    """Start the command in its own session; the kernel kills it if this process is killed."""
 
     def die_with_guardian() -> None:
         if prctl is not None:
@@ -96,7 +96,7 @@ def _start(argv: list[str], prctl: Callable[[int, int], object] | None) -> subpr
 
 
 def _watch(command_pid: int, wakeup_fd: int, stop_signals: list[int]) -> int:
-    """Wait for the command to end, asking it to when told; return its wait status."""
+    """Wait for the command to end, or end it on request; return its wait status."""
     parent_pid = os.getppid()
     readable = [CONTROL_FD, wakeup_fd]
     kill_at: float | None = None
@@ -112,14 +112,14 @@ def _watch(command_pid: int, wakeup_fd: int, stop_signals: list[int]) -> int:
             grace_s = PARENT_GONE_GRACE_S
         if grace_s is not None and kill_at is None:
             kill_at = time.monotonic() + grace_s
-            readable = [wakeup_fd]  # one request is enough, and an ended socket is always readable
+            readable = [wakeup_fd]  # a closed socket is always readable
             _signal(command_pid, signal.SIGTERM)
         if kill_at is not None and time.monotonic() >= kill_at:
             _signal(command_pid, signal.SIGKILL)
 
 
 def _read_request() -> float:
-    """Read the grace period the parent asks for; its death counts as a request."""
+    """Read the requested grace period in seconds; the parent's death counts as a request."""
     try:
         line = os.read(CONTROL_FD, 64)
     except OSError:
@@ -131,7 +131,7 @@ def _read_request() -> float:
 
 
 def _reap(command_pid: int) -> int | None:
-    """Collect every ended child; return the wait status of the command if it was among them."""
+    """Reap every ended child; return the wait status of the command if it is one of them."""
     result = None
     while True:
         try:
@@ -145,7 +145,7 @@ def _reap(command_pid: int) -> int | None:
 
 
 def _end_orphans(command_pid: int) -> None:
-    """End what the command left behind: SIGTERM, a short grace, then SIGKILL until none is left."""
+    """End the remaining children: SIGTERM, a grace period, then SIGKILL until none is left."""
     started = time.monotonic()
     signum = signal.SIGTERM
     while time.monotonic() - started < SWEEP_LIMIT_S:
@@ -162,11 +162,11 @@ def _end_orphans(command_pid: int) -> None:
 
 
 def _descendants(root_pid: int) -> list[int]:
-    """List the living processes below `root_pid`, from /proc (empty where there is none)."""
+    """List the running descendants of `root_pid` from /proc; empty on other systems."""
     children: dict[int, list[int]] = {}
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError, ValueError, IndexError):
-            # The name in parentheses may hold anything; the fields follow the last one.
+            # The name in parentheses may contain any character; the fields follow the last ")".
             state, parent = stat.read_text(errors="replace").rpartition(")")[2].split()[:2]
             if state != "Z":
                 children.setdefault(int(parent), []).append(int(stat.parent.name))
@@ -185,7 +185,7 @@ def _signal(pid: int, signum: int) -> None:
 
 
 def _signal_group(pgid: int, signum: int) -> bool:
-    """Signal a process group; False when it has no member left."""
+    """Signal a process group; return False if it is empty."""
     try:
         os.killpg(pgid, signum)
     except (ProcessLookupError, PermissionError):

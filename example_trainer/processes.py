@@ -1,8 +1,8 @@
-"""Child processes with one owner: started, watched, logged, and never left behind.
+"""Child processes: start, monitor and log them, and end all their descendants.
 
-Every command runs behind a guardian (`process_guardian`) in a session of its own, its output goes
-to a log file. The command and everything it started end when `stop` is called, when the owner
-dies in any way, and when the command itself ends; nothing is ever found by name or port.
+Every command runs under a guardian (`process_guardian`) in its own session, and its output goes to
+a log file. The command and its descendants end when `stop` is called, when this process dies in
+any way, and when the command itself ends. Processes are never looked up by name or port.
 """
 
 from __future__ import annotations
@@ -40,16 +40,13 @@ _POINTS_ELSEWHERE = re.compile(
 
 
 class ProcessFailedError(AtroposError, RuntimeError):
-    """A child process ended, or was not ready in time; the message names the cause it logged.
+    """A child process ended, or was not ready in time.
 
-    Where the log holds no cause the message shows the end of it.
-
-    Attributes:
-        process: The process that failed.
+    The message contains the exception from its log, else the end of the log.
     """
 
     def __init__(self, process: ManagedProcess, reason: str) -> None:
-        # An exception that was logged says nothing about a process that runs, or was killed.
+        # A logged exception is not the cause if the process is running or was killed.
         cause = process.log_cause() if (process.poll() or 0) > 0 else ""
         tail = process.log_tail() or "(the log is empty)"
         super().__init__(
@@ -62,9 +59,9 @@ class ProcessFailedError(AtroposError, RuntimeError):
 
 
 class ManagedProcess:
-    """One command, from its start to the end of its last descendant.
+    """One command and its descendants.
 
-    Used as a context manager it starts on entry and stops on exit.
+    As a context manager it starts on entry and stops on exit.
 
     Example:
         ```python
@@ -74,10 +71,10 @@ class ManagedProcess:
         ```
 
     Args:
-        name: What messages call it.
+        name: Name for messages.
         command: Program and arguments.
-        log_path: Where stdout and stderr go; its folder is made, an existing log is appended to.
-        env: The whole environment of the command, by default that of this process.
+        log_path: File to which stdout and stderr are appended; its folder is created.
+        env: The complete environment of the command, by default that of this process.
         cwd: Working directory, by default that of this process.
     """
 
@@ -102,16 +99,16 @@ class ManagedProcess:
         self._log_start = 0
 
     def start(self) -> None:
-        """Start the command; returns once it runs.
+        """Start the command; return once it runs.
 
         Raises:
             ProcessFailedError: The command cannot be executed.
             RuntimeError: It was started before.
         """
         if self._guardian is not None:
-            raise RuntimeError(f"{self.name} was started before; make a new ManagedProcess")
+            raise RuntimeError(f"{self.name} was started before; create a new ManagedProcess")
         self.log_path.parent.mkdir(parents=True, exist_ok=True)
-        # Held before anything runs: once it closes, for whatever reason, the guardian ends all.
+        # Created first: when it is closed, for any reason, the guardian ends all processes.
         self._control, theirs = socket.socketpair()
         with theirs, self.log_path.open("ab") as log:
             self._log_start = log.seek(0, os.SEEK_END)
@@ -132,7 +129,7 @@ class ManagedProcess:
 
     @property
     def pid(self) -> int:
-        """Process id of the command itself (not of its guardian); raises before `start`."""
+        """Process id of the command, not of its guardian; raises before `start`."""
         if self._command_pid is None:
             raise RuntimeError(f"{self.name} has not been started")
         return self._command_pid
@@ -144,44 +141,43 @@ class ManagedProcess:
 
     @property
     def returncode(self) -> int | None:
-        """Exit code as `subprocess` has it (-n after signal n), None while running or unstarted."""
+        """Result of `poll`."""
         return self.poll()
 
     def poll(self) -> int | None:
-        """Check whether it has ended, never waiting; see `returncode`."""
+        """Return the exit code (-n after signal n), None while it is running or not started."""
         if self._guardian is None or self._guardian.poll() is None:
             return None
         code = self._guardian.returncode
         if code < 0 and not self._swept:
-            # The guardian was killed; the kernel took the command with it, not its children.
+            # The guardian was killed; the kernel has killed the command, but not its children.
             self._kill_group()
         self._swept = True
         return 128 - code if 128 < code < 128 + signal.NSIG else code
 
     def is_alive(self) -> bool:
-        """Say whether it was started and has not ended."""
         return self._guardian is not None and self.poll() is None
 
     def wait(self, *, timeout_s: float) -> int | None:
-        """Wait for it to end; None when `timeout_s` seconds were not enough."""
+        """Wait for it to end; return the exit code, None after `timeout_s` seconds."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._started().wait(timeout=timeout_s)
         return self.poll()
 
     def request_stop(self, *, grace_s: float = 10.0) -> None:
-        """Ask it to end with SIGTERM, and kill it after `grace_s` seconds, without waiting."""
+        """Request SIGTERM, and SIGKILL after `grace_s` seconds, without waiting."""
         if self._control is not None and self.is_alive():
             with contextlib.suppress(OSError):  # it ended in between
                 self._control.sendall(f"{grace_s}\n".encode())
 
     def stop(self, *, grace_s: float = 10.0) -> int | None:
-        """End it with all its descendants and wait until they are gone; harmless when it ended.
+        """End it with all its descendants, wait for that, and return the exit code; idempotent.
 
-        SIGKILL follows SIGTERM after `grace_s` seconds. Returns the exit code, None if unstarted.
+        SIGKILL follows SIGTERM after `grace_s` seconds.
         """
         if self._guardian is not None:
             self.request_stop(grace_s=grace_s)
-            # Longer than the guardian's own limits: past them the guardian itself is at fault.
+            # Longer than the guardian's own limits: by then the guardian has failed.
             if self.wait(timeout_s=grace_s + 15.0) is None:
                 self._kill_group()
                 self._guardian.kill()
@@ -192,7 +188,7 @@ class ManagedProcess:
         return self.poll()
 
     def describe_exit(self) -> str:
-        """Say in words how it ended, as in "ended with exit code 1"."""
+        """Return a phrase such as "ended with exit code 1"."""
         code = self.poll()
         if code is None:
             return "is running" if self._guardian is not None else "was not started"
@@ -201,15 +197,11 @@ class ManagedProcess:
         return f"ended with exit code {code}"
 
     def log_tail(self, *, lines: int = 20) -> str:
-        """Return the last lines that were logged since the start, empty if nothing was."""
+        """Return the last lines logged since the start."""
         return "\n".join(self._logged(_TAIL_BYTES).rstrip().splitlines()[-lines:])
 
     def log_cause(self) -> str:
-        """Return the exception that ended the process as its log has it, empty where it has none.
-
-        A Python program that starts others logs several: theirs, and its own that they failed.
-        The last that says what happened counts, with the lines that belong to its message.
-        """
+        """Return the exception that ended the process from its log, empty if there is none."""
         return find_cause(self._logged(_CAUSE_BYTES))
 
     def _logged(self, limit_bytes: int) -> str:
@@ -233,7 +225,7 @@ class ManagedProcess:
         return self._guardian
 
     def _receive_command_pid(self, control: socket.socket) -> int | None:
-        """Read the line the guardian sends once the command runs; None when it ended before."""
+        """Read the line that the guardian sends once the command runs; None if it ended before."""
         line = b""
         deadline = time.monotonic() + _START_TIMEOUT_S
         while not line.endswith(b"\n"):
@@ -247,14 +239,18 @@ class ManagedProcess:
         return int(line)
 
     def _kill_group(self) -> None:
-        """Kill what is left in the session of the command; only needed without a guardian."""
+        """Kill the remaining processes of the command's session, without the guardian."""
         if self._command_pid is not None:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(self._command_pid, signal.SIGKILL)
 
 
 def find_cause(log: str) -> str:
-    """Return the exception a log of a Python program ends with; see `ManagedProcess.log_cause`."""
+    """Return the exception with which a Python program's log ends, with its whole message.
+
+    A program that starts others logs their exceptions and its own about them; the last one that
+    does not refer to another is returned.
+    """
     lines = [_LOG_PREFIX.sub("", _COLOR.sub("", line), count=1) for line in log.splitlines()]
     cause = ""
     is_in_traceback = False
@@ -271,10 +267,9 @@ def find_cause(log: str) -> str:
 
 
 def _message_at(lines: Sequence[str], number: int) -> str:
-    """Join the lines of an exception's message: up to an empty one or one of another kind."""
+    """Join the lines of an exception's message, of which pydantic's have several."""
     message = [lines[number].strip()]
     for line in lines[number + 1 : number + _CAUSE_LINES]:
-        # pydantic indents what it found wrong; other messages have a line break now and then.
         if not line.startswith("  ") or line.lstrip().startswith("For further information"):
             break
         message.append(line.strip())
@@ -289,15 +284,9 @@ def wait_until_ready(
     poll_s: float = 0.25,
     on_wait: Callable[[float], None] | None = None,
 ) -> float:
-    """Wait until a started process answers as it should; returns the seconds that took.
+    """Poll `is_ready` every `poll_s` seconds until it is true; return the seconds waited.
 
-    Args:
-        process: What is waited for.
-        is_ready: Asked again and again; should answer within seconds and not raise.
-        timeout_s: Seconds after which waiting ends.
-        poll_s: Seconds between two questions.
-        on_wait: Called with the seconds waited so far, before each pause. What it raises ends
-            the wait.
+    `on_wait` is called with the seconds waited before each pause, and may raise to end the wait.
 
     Raises:
         ProcessFailedError: The process ended, or was not ready in time.
@@ -317,7 +306,7 @@ def wait_until_ready(
 
 
 def find_free_port(host: str = "127.0.0.1") -> int:
-    """Find a TCP port on `host` that nothing listens on now, by binding it and letting it go."""
+    """Find a free TCP port on `host` by binding and releasing it."""
     return find_free_ports(1, host)[0]
 
 

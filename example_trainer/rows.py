@@ -1,11 +1,11 @@
-"""Rows: the trajectories of scored groups, each with everything the loss needs of it.
+"""Rows: convert the trajectories of scored groups to the inputs of the loss.
 
     group [G][L] --(check, advantages, overrides, temperature, truncation)--> G rows [L]
 
 Each field of a group is used here or rejected by name, with a `GroupError` that gives its path;
-later code validates nothing again. `scored_data.check_group` has checked that trajectories line up,
-but leaves optional fields loose, since the service passes them through. Pure; nothing is shifted or
-padded here: that is `batch`.
+later code does not validate again. `scored_data.check_group` checks the lengths of trajectories,
+but not the optional fields, which the service forwards as they are. Pure. Shifting and padding
+happen in `batch`.
 """
 
 from __future__ import annotations
@@ -31,10 +31,7 @@ _SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 
 
 def drop_unfilled(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the group with None for each optional field that holds nothing at all.
-
-    Some environments send an empty list, or nulls and empty lists, for what they did not fill.
-    """
+    """Return the group with None for empty optional fields: lists of nulls and empty lists."""
     return {
         name: None if name in _OPTIONAL and _is_unfilled(value) else value
         for name, value in group.items()
@@ -48,9 +45,9 @@ def _is_unfilled(value: Any) -> bool:
 
 
 def check_tokens(group: Mapping[str, Any], *, vocabulary: int | None) -> None:
-    """Check that ids are ids, and that a mask is `IGNORE_INDEX` or the token where it is trained.
+    """Check that token ids are valid, and that a mask is `IGNORE_INDEX` or the trained token.
 
-    A mask of zeros and ones would otherwise train the model to say the tokens 0 and 1.
+    A mask of zeros and ones would otherwise train the model to predict the tokens 0 and 1.
     """
     for i, (tokens, masks) in enumerate(zip(group["tokens"], group["masks"], strict=True)):
         _check_ids(f"tokens[{i}]", tokens, vocabulary)
@@ -78,24 +75,27 @@ def check_switches(group: Mapping[str, Any]) -> None:
     """Check the shapes of `overrides`, `group_overrides`, `generation_params`, `finish_reasons`."""
     for name in ("generation_params", "group_overrides"):
         _check_mapping(name, group.get(name))
+    tokens = group["tokens"]
     reasons = group.get("finish_reasons")
-    if reasons is not None and len(reasons) != len(group["tokens"]):
-        raise GroupError(
-            f"finish_reasons: {len(reasons)} entries, tokens has {len(group['tokens'])}; each "
-            "trajectory needs one, null where it is unknown"
-        )
+    if reasons is not None:
+        remedy = "; each trajectory needs one, null where it is unknown"
+        _check_length("finish_reasons", reasons, "tokens", tokens, remedy)
     overrides = group.get("overrides")
     if overrides is None:
         return
     if not isinstance(overrides, Sequence) or isinstance(overrides, str):
         raise GroupError("overrides: expected a list with one object per trajectory")
-    if len(overrides) != len(group["tokens"]):
-        raise GroupError(
-            f"overrides: {len(overrides)} entries, tokens has {len(group['tokens'])}; each "
-            "trajectory needs one, {} where nothing is switched"
-        )
+    remedy = "; each trajectory needs one, {} for no override"
+    _check_length("overrides", overrides, "tokens", tokens, remedy)
     for i, override in enumerate(overrides):
         _check_mapping(f"overrides[{i}]", override)
+
+
+def _check_length(
+    path: str, values: Sequence[Any], other: str, others: Sequence[Any], remedy: str = ""
+) -> None:
+    if len(values) != len(others):
+        raise GroupError(f"{path}: {len(values)} entries, {other} has {len(others)}{remedy}")
 
 
 def _check_mapping(path: str, value: Any) -> None:
@@ -109,8 +109,8 @@ def _check_mapping(path: str, value: Any) -> None:
 
 
 def check_numbers(path: str, values: Sequence[Any]) -> None:
-    """Check that all values of one row are numbers that a float of 32 bits holds, too."""
-    # Faster than the loop that names the value.
+    """Check that all values of one row are numbers in the range of float32."""
+    # Faster than the loop below, which finds the invalid value.
     try:
         if not len(values) or (
             math.isfinite(sum(values)) and max(values) <= MAX_SCORE and min(values) >= -MAX_SCORE
@@ -125,14 +125,14 @@ def check_numbers(path: str, values: Sequence[Any]) -> None:
 def _check_number(path: str, value: Any) -> None:
     if not isinstance(value, (int, float)):
         raise GroupError(f"{path}: {value!r:.40} is not a finite number")
-    if not -MAX_SCORE <= value <= MAX_SCORE:  # also of an integer beyond all floats
+    if not -MAX_SCORE <= value <= MAX_SCORE:  # also for integers outside the range of floats
         is_finite = isinstance(value, int) or math.isfinite(value)
         reason = f"is beyond ±{MAX_SCORE:g}" if is_finite else "is not a finite number"
         raise GroupError(f"{path}: {value!r:.40} {reason}")
 
 
 def check_teacher_ids(path: str, ids: Sequence[int], *, vocabulary: int | None) -> None:
-    """Check that the choices at one position are ids the model has, or padding."""
+    """Check that the teacher's tokens at one position are in the vocabulary, or padding."""
     if len(ids) and vocabulary is not None and max(ids) >= vocabulary:
         raise GroupError(
             f"{path}: id {max(ids)}, the model's vocabulary has {vocabulary} entries; teacher and "
@@ -140,16 +140,16 @@ def check_teacher_ids(path: str, ids: Sequence[int], *, vocabulary: int | None) 
         )
     if len(ids) and min(ids) < PADDED_TEACHER_ID:
         raise GroupError(
-            f"{path}: {min(ids)} is neither a token id nor {PADDED_TEACHER_ID}, which pads"
+            f"{path}: {min(ids)} is neither a token id nor {PADDED_TEACHER_ID}, the padding"
         )
 
 
-_HONOURED_OVERRIDES = {"set_advantage_to_zero", "temperature", "sft"}
-# The last two told the environment's own teacher what to do; nothing is left to honour here.
-_HONOURED_GROUP_OVERRIDES = {
+_SUPPORTED_OVERRIDES = {"set_advantage_to_zero", "temperature", "sft"}
+# The last two are settings of the environment's own teacher and have no effect here.
+_SUPPORTED_GROUP_OVERRIDES = {
     "temperature", "group_size", "sft", "skip_teacher_top_k", "teacher_top_k"
 }  # fmt: skip
-# Stamped on every group, for the staleness of what was sampled.
+# Groups also have a `policy_version`, from which staleness is computed.
 _KNOWN_FIELDS = {field.name for field in GROUP_FIELDS} | {"policy_version"}
 _REMEDY = "leave it out in the environment, or train without it: --unsupported-fields ignore"
 
@@ -157,7 +157,7 @@ _REMEDY = "leave it out in the environment, or train without it: --unsupported-f
 def refuse_unsupported(
     group: Mapping[str, Any], *, uses_reference: bool, uses_teacher: bool
 ) -> None:
-    """Refuse what the settings give the loss no use for."""
+    """Reject fields and overrides that the loss does not use under these settings."""
     unused = {"images": "this trainer is text only"}
     if not uses_teacher:
         reason = "distillation is off; set --distill-coef"
@@ -169,55 +169,54 @@ def refuse_unsupported(
             raise GroupError(f"{field}: {reason}; {_REMEDY}")
     for i, override in enumerate(group.get("overrides") or ()):
         for key, value in (override or {}).items():
-            if value and key not in _HONOURED_OVERRIDES:
-                raise GroupError(f"overrides[{i}].{key}: this trainer cannot honour it; {_REMEDY}")
+            if value and key not in _SUPPORTED_OVERRIDES:
+                raise GroupError(f"overrides[{i}].{key}: not supported by this trainer; {_REMEDY}")
     for key, value in (group.get("group_overrides") or {}).items():
-        if value and key not in _HONOURED_GROUP_OVERRIDES:
-            raise GroupError(f"group_overrides.{key}: this trainer cannot honour it; {_REMEDY}")
+        if value and key not in _SUPPORTED_GROUP_OVERRIDES:
+            raise GroupError(f"group_overrides.{key}: not supported by this trainer; {_REMEDY}")
 
 
 def refuse_unsampled(
     group: Mapping[str, Any], are_sft: Sequence[bool], *, uses_rewards: bool, allow: bool
 ) -> None:
-    """Refuse tokens that no model sampled where a policy gradient would take them for its own.
+    """Reject tokens that no model sampled, unless they are trained without a policy gradient.
 
-    `are_sft` [G] are the demonstrations; `uses_rewards` says whether the policy loss takes part.
+    `are_sft` [G] marks demonstrations; `uses_rewards` is whether the policy loss is used.
 
     Raises:
-        ConfigError: every group of that environment is like that, so none is passed over.
+        ConfigError: rather than `GroupError`, since every group of the environment is affected.
     """
     if any(map(has_placeholder_tokens, group["tokens"])):
         raise ConfigError(
-            "a group holds placeholder tokens; start the environment without "
+            "a group contains placeholder tokens; start the environment without "
             "ATROPOS_ALLOW_DUMMY_MANAGED_SERVER"
         )
     if not group.get("tokenized_from_text") or not uses_rewards or allow:
         return
-    is_policy = [not sft and not is_silenced(group, i) for i, sft in enumerate(are_sft)]
-    if any(is_policy):
+    if any(not sft and not has_zeroed_advantage(group, i) for i, sft in enumerate(are_sft)):
         raise ConfigError(
             "a group is tokenized_from_text: its server reported no token ids, so a policy "
-            "gradient has neither the sampled tokens nor their logprobs. Sample from an engine "
-            "with --openai.server_type vllm or sglang, export the groups for SFT or DPO, or train "
-            "on them as they are with --allow-tokenized-from-text"
+            "gradient has neither the sampled tokens nor their logprobs. Sample with "
+            "--openai.server_type vllm or sglang, export the groups for SFT or DPO, or train on "
+            "them as they are with --allow-tokenized-from-text"
         )
 
 
 def unknown_fields(group: Mapping[str, Any]) -> set[str]:
-    """Return the filled fields of a group that are in no list of ours: they change nothing."""
+    """Return the filled fields of a group that the trainer does not read."""
     return {name for name, value in group.items() if value and name not in _KNOWN_FIELDS}
 
 
 def is_demonstration(group: Mapping[str, Any], i: int) -> bool:
-    """Tell whether trajectory i is trained by likelihood: its own `sft`, else the group's.
+    """Return whether trajectory i is trained by likelihood: its own `sft`, else the group's.
 
     Raises:
-        GroupError: it is to be trained and silenced at once.
+        GroupError: `set_advantage_to_zero` is set too.
     """
     own = _override(group, i).get("sft")
     of_group = (group.get("group_overrides") or {}).get("sft")
     is_sft = bool(of_group if own is None else own)
-    if is_sft and is_silenced(group, i):
+    if is_sft and has_zeroed_advantage(group, i):
         raise GroupError(
             f"overrides[{i}]: sft and set_advantage_to_zero exclude each other; a demonstration "
             "has no advantage. Mask its tokens to leave it out"
@@ -225,16 +224,16 @@ def is_demonstration(group: Mapping[str, Any], i: int) -> bool:
     return is_sft
 
 
-def is_silenced(group: Mapping[str, Any], i: int) -> bool:
-    """Tell whether trajectory i gets no advantage, whatever its score."""
+def has_zeroed_advantage(group: Mapping[str, Any], i: int) -> bool:
+    """Return whether an override sets the advantage of trajectory i to zero."""
     return bool(_override(group, i).get("set_advantage_to_zero"))
 
 
-def is_cut_by_engine(group: Mapping[str, Any], i: int) -> bool:
-    """Tell whether the engine cut the last completion of trajectory i.
+def is_truncated_by_engine(group: Mapping[str, Any], i: int) -> bool:
+    """Return whether the engine truncated the last completion of trajectory i.
 
-    The engine's own finish reason decides where the group carries it; else a completion counts as
-    cut that is as long as `generation_params.max_tokens` lets the engine make one.
+    The engine's finish reason decides. In a group without finish reasons, a completion of
+    `generation_params.max_tokens` tokens counts as truncated.
     """
     reasons = group.get("finish_reasons") or ()
     if i < len(reasons) and reasons[i] is not None:
@@ -248,8 +247,8 @@ def is_cut_by_engine(group: Mapping[str, Any], i: int) -> bool:
     return sum(1 for _ in itertools.takewhile(lambda la: la != IGNORE_INDEX, from_last)) >= limit
 
 
-def samples_from_a_part(group: Mapping[str, Any]) -> bool:
-    """Tell whether the engine drew from a part of the vocabulary only (top-p, top-k, min-p)."""
+def is_partially_sampled(group: Mapping[str, Any]) -> bool:
+    """Return whether the engine sampled from a part of the vocabulary (top-p, top-k, min-p)."""
     params = group.get("generation_params") or {}
     top_p, top_k, min_p = (params.get(name) for name in ("top_p", "top_k", "min_p"))
     return (
@@ -260,7 +259,7 @@ def samples_from_a_part(group: Mapping[str, Any]) -> bool:
 
 
 def float_rows(group: Mapping[str, Any], field: str) -> Sequence[Sequence[float]] | None:
-    """Return an optional [G][L] field of finite numbers, None when it was never filled."""
+    """Return an optional [G][L] field of finite numbers, None if it is absent."""
     rows: Sequence[Sequence[float]] | None = group.get(field) or None
     if rows is not None:
         _check_lengths(field, rows, group["tokens"])
@@ -272,7 +271,7 @@ def float_rows(group: Mapping[str, Any], field: str) -> Sequence[Sequence[float]
 def teacher_row(
     group: Mapping[str, Any], i: int, *, vocabulary: int | None
 ) -> tuple[Sequence[Sequence[int]] | None, Sequence[Sequence[float]] | None]:
-    """Return [L][K] ids and logprobs of the teacher for trajectory i, None without a teacher."""
+    """Return the teacher's [L][K] ids and logprobs for trajectory i, None without a teacher."""
     ids, logprobs = group.get("distill_token_ids"), group.get("distill_logprobs")
     if not ids and not logprobs:
         return None, None
@@ -282,18 +281,15 @@ def teacher_row(
     _check_lengths("distill_token_ids", ids, group["tokens"])
     _check_lengths("distill_logprobs", logprobs, group["tokens"])
     for t, (id_row, logprob_row) in enumerate(zip(ids[i], logprobs[i], strict=True)):
-        if len(id_row) != len(logprob_row):
-            raise GroupError(
-                f"distill_logprobs[{i}][{t}]: {len(logprob_row)} entries, "
-                f"distill_token_ids[{i}][{t}] has {len(id_row)}"
-            )
-        check_teacher_ids(f"distill_token_ids[{i}][{t}]", id_row, vocabulary=vocabulary)
-        check_numbers(f"distill_logprobs[{i}][{t}]", logprob_row)
+        ids_path, path = f"distill_token_ids[{i}][{t}]", f"distill_logprobs[{i}][{t}]"
+        _check_length(path, logprob_row, ids_path, id_row)
+        check_teacher_ids(ids_path, id_row, vocabulary=vocabulary)
+        check_numbers(path, logprob_row)
     return ids[i], logprobs[i]
 
 
 def temperature_of(group: Mapping[str, Any], i: int) -> float:
-    """Return the sampling temperature of trajectory i, 1 where unknown or greedy."""
+    """Return the sampling temperature of trajectory i, 1 if unknown or greedy."""
     for source in (
         _override(group, i),
         group.get("generation_params") or {},
@@ -301,7 +297,7 @@ def temperature_of(group: Mapping[str, Any], i: int) -> float:
     ):
         value = source.get("temperature")
         if value is not None:
-            # Greedy decoding has no distribution to divide by.
+            # Logits cannot be divided by the temperature of greedy decoding, 0.
             return float(value) if float(value) > 0 else 1.0
     return 1.0
 
@@ -312,30 +308,19 @@ def _override(group: Mapping[str, Any], i: int) -> Mapping[str, Any]:
 
 
 def _check_lengths(field: str, rows: Sequence[Any], tokens: Sequence[Sequence[int]]) -> None:
-    if len(rows) != len(tokens):
-        raise GroupError(f"{field}: {len(rows)} entries, tokens has {len(tokens)}")
+    _check_length(field, rows, "tokens", tokens)
     for i, (row, ids) in enumerate(zip(rows, tokens, strict=True)):
-        if len(row) != len(ids):
-            raise GroupError(f"{field}[{i}]: {len(row)} entries, tokens[{i}] has {len(ids)}")
+        _check_length(f"{field}[{i}]", row, f"tokens[{i}]", ids)
 
 
 def group_advantages(
     scores: Sequence[float], *, std: Literal["sample", "population", "none"], eps: float
 ) -> list[float]:
-    """Centre the scores of one group and divide them by their deviation.
+    """Turn the [G] scores of one group into [G] advantages, `(score - mean) / (deviation + eps)`.
 
-    `(score - mean) / (deviation + eps)`. `sample` with 1e-6 is verl's number, with 1e-4 TRL's;
-    `population` with 0 the earlier Atropos trainer's; `none` is Dr.GRPO's, the mean baseline
-    alone. A group whose scores are all equal yields zeros: it carries no signal. A group of one
-    keeps its raw score, because it has no siblings to be compared with.
-
-    Args:
-        scores: [G] one finite score per trajectory.
-        std: Which deviation divides.
-        eps: Added to the deviation.
-
-    Returns:
-        [G] advantages, in the order of `scores`.
+    `sample` with 1e-6 equals verl, with 1e-4 TRL; `population` with 0 equals the earlier Atropos
+    trainer; `none` subtracts the mean only, as Dr.GRPO does. A group whose scores are all equal
+    yields zeros. A group of one keeps its score, since there is no other to compare it with.
 
     Source: Shao et al. 2024, "DeepSeekMath", arXiv:2402.03300, section 4.1; Liu et al. 2025,
     "Understanding R1-Zero-Like Training", arXiv:2503.20783, for `none`.
@@ -345,18 +330,18 @@ def group_advantages(
     if min(scores) == max(scores):
         return [0.0] * len(scores)
     mean = math.fsum(scores) / len(scores)
-    centred = [score - mean for score in scores]
+    centered = [score - mean for score in scores]
     if std == "none":
-        return centred
+        return centered
     degrees = len(scores) - 1 if std == "sample" else len(scores)
-    deviation = math.sqrt(math.fsum(c * c for c in centred) / degrees)
-    return [c / (deviation + eps) for c in centred]
+    deviation = math.sqrt(math.fsum(c * c for c in centered) / degrees)
+    return [c / (deviation + eps) for c in centered]
 
 
 def overlong_penalty(num_tokens: int, *, max_tokens: int, buffer_tokens: int) -> float:
-    """Return what DAPO's overlong shaping adds to the score of a completion, from 0 down to -1.
+    """Return the penalty, from -1 to 0, that DAPO's overlong shaping adds to a score.
 
-    0 up to `max_tokens - buffer_tokens`, then falling linearly to -1 at `max_tokens`, -1 beyond.
+    It is 0 up to `max_tokens - buffer_tokens`, falls linearly to -1 at `max_tokens`, and stays -1.
 
     Source: Yu et al. 2025, "DAPO", arXiv:2503.14476, equation 13.
     """
@@ -368,34 +353,34 @@ def overlong_penalty(num_tokens: int, *, max_tokens: int, buffer_tokens: int) ->
 
 @dataclass(frozen=True)
 class RowRules:
-    """The settings that decide how groups become rows."""
+    """Settings of the conversion of groups to rows."""
 
     seq_len: int
-    """Tokens a row keeps at most; the rest is cut from its end."""
+    """Maximum length of a row in tokens; longer ones are truncated."""
     advantage_std: Literal["sample", "population", "none"] = "population"
     advantage_eps: float = 1e-8
     unsupported_fields: Literal["refuse", "ignore"] = "refuse"
     allow_tokenized_from_text: bool = False
-    """Whether the policy loss takes tokens that were made from text."""
+    """Whether the policy loss accepts tokens that were made from text."""
     vocabulary: int | None = None
-    """Token ids the model has; None: unknown."""
+    """Size of the model's vocabulary; None: unknown."""
     overlong_max_tokens: int | None = None
     """Trained tokens at which the score loses 1; None: no penalty."""
     overlong_buffer_tokens: int = 0
     truncated_completions: Literal["train", "mask"] = "train"
     uses_rewards: bool = True
-    """Whether the policy loss takes part; without it every advantage is 0."""
+    """Whether the policy loss is used; without it every advantage is 0."""
     uses_reference: bool = False
     """Whether the loss has a KL penalty."""
     scores_reference: bool = False
-    """Whether the trainer scores the reference itself where a group carries no `ref_logprobs`."""
+    """Whether the trainer computes the `ref_logprobs` that a group does not contain."""
     uses_teacher: bool = False
-    """Whether the loss distils."""
+    """Whether the loss has a distillation term."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One trajectory, unshifted; every list has its L entries."""
+    """One trajectory of L tokens, unshifted."""
 
     tokens: Sequence[int]
     """[L] token ids."""
@@ -404,44 +389,35 @@ class Row:
     advantages: Sequence[float]
     """[L] multiplier of each token's loss."""
     inference_logprobs: Sequence[float] | None
-    """[L] logprobs of the engine that sampled, None when the group carried none."""
+    """[L] logprobs of the engine that sampled, None if the group has none."""
     temperature: float
     """Sampling temperature, above 0."""
     is_truncated: bool = False
-    """Whether tokens were cut to fit `seq_len`."""
-    is_cut_sampling: bool = False
-    """Whether the engine drew from a part of the vocabulary only, so that its logprobs are either
-    not of what it drew from, or not comparable with the trainer's."""
+    """Whether tokens were truncated to `seq_len`."""
+    is_partially_sampled: bool = False
+    """Whether the engine sampled from a part of the vocabulary; its logprobs are then not
+    comparable with the trainer's."""
     is_sft: bool = False
     """Whether it is a demonstration, trained by likelihood."""
     ref_logprobs: Sequence[float] | None = None
     """[L] logprobs of a reference model."""
     distill_token_ids: Sequence[Sequence[int]] | None = None
-    """[L][K] what a teacher expects at each position; K may differ and be 0."""
+    """[L][K] the teacher's top tokens at each position; K may differ and be 0."""
     distill_logprobs: Sequence[Sequence[float]] | None = None
-    """[L][K] the teacher's logprobs of these."""
+    """[L][K] the teacher's logprobs of these tokens."""
 
 
 def rows_from_group(group: Mapping[str, Any], rules: RowRules, *, name: str = "group") -> list[Row]:
-    """Turn one scored group into rows.
+    """Convert one scored group, as the service delivers it, to [G] rows.
 
-    Advantages come from the group's token-level `advantages` where it has them, else from its
-    scores; both are passed over where rewards are not used. `overrides[i].set_advantage_to_zero`
-    silences trajectory i after that. Trajectories marked `sft` have no advantage, and their scores
-    no part in their siblings'. `messages` are not read: tokens say what they say.
-
-    Args:
-        group: A group as the service delivers it; null fields count as absent.
-        rules: The settings.
-        name: How errors call this group.
-
-    Returns:
-        [G] rows in the order of the group.
+    Advantages are the group's token-level `advantages` if it has them, else they are computed from
+    its scores. They are zero without a policy loss, and under
+    `overrides[i].set_advantage_to_zero`. Trajectories marked `sft` have no advantage, and their
+    scores do not enter those of the others. Errors refer to the group by `name`.
 
     Raises:
-        GroupError: the group is malformed, or asks for something this trainer cannot do.
-        ConfigError: its tokens are not those that a model sampled; every group of its environment
-            is like that.
+        GroupError: the group is malformed, or uses a feature that this trainer does not support.
+        ConfigError: its tokens were not sampled by a model, which holds for its whole environment.
     """
     try:
         group = drop_unfilled(group)
@@ -462,7 +438,7 @@ def rows_from_group(group: Mapping[str, Any], rules: RowRules, *, name: str = "g
         if needs_reference and reference is None and not all(are_sft):
             raise GroupError(
                 "ref_logprobs: missing; the KL penalty needs them. Let the environment send "
-                "them, name a --reference-model, or set --kl-coef 0"
+                "them, set --reference-model, or set --kl-coef 0"
             )
         return [
             _row(group, i, rules, advantages[i], reference[i] if reference else None, is_sft=is_sft)
@@ -471,7 +447,7 @@ def rows_from_group(group: Mapping[str, Any], rules: RowRules, *, name: str = "g
     except GroupError as error:
         raise GroupError(f"{name}: {error}") from error
     except ArithmeticError as error:
-        raise GroupError(f"{name}: its numbers cannot be computed with: {error}") from error
+        raise GroupError(f"{name}: arithmetic with its numbers fails: {error}") from error
 
 
 def _row(
@@ -485,9 +461,9 @@ def _row(
 ) -> Row:
     keep = slice(0, rules.seq_len)
     tokens, labels = group["tokens"][i], group["masks"][i][keep]
-    is_cut = len(tokens) > rules.seq_len
+    is_truncated = len(tokens) > rules.seq_len
     may_mask = rules.truncated_completions == "mask" and not is_sft
-    if may_mask and (is_cut or is_cut_by_engine(group, i)):
+    if may_mask and (is_truncated or is_truncated_by_engine(group, i)):
         labels = [IGNORE_INDEX] * len(labels)
     logprobs = group.get("inference_logprobs")
     ids, teacher = (
@@ -499,8 +475,8 @@ def _row(
         advantages=advantages[keep],
         inference_logprobs=None if logprobs is None else logprobs[i][keep],
         temperature=1.0 if is_sft else temperature_of(group, i),  # it was not sampled
-        is_truncated=is_cut,
-        is_cut_sampling=samples_from_a_part(group),
+        is_truncated=is_truncated,
+        is_partially_sampled=is_partially_sampled(group),
         is_sft=is_sft,
         ref_logprobs=None if ref_logprobs is None else ref_logprobs[keep],
         distill_token_ids=None if ids is None else ids[keep],
@@ -511,23 +487,21 @@ def _row(
 def _token_advantages(
     group: Mapping[str, Any], rules: RowRules, are_sft: Sequence[bool]
 ) -> list[list[float]]:
-    """Return [G][L] advantages; demonstrations get zeros, and what they sent is not looked at."""
+    """Return [G][L] advantages; those of demonstrations are zero, whatever the group contains."""
     if not rules.uses_rewards:
         return [[0.0] * len(tokens) for tokens in group["tokens"]]
     given = group.get("advantages")
     if given is None:
         given = _score_advantages(group, rules, are_sft)
-    if len(given) != len(group["tokens"]):
-        raise GroupError(f"advantages: {len(given)} entries, tokens has {len(group['tokens'])}")
+    _check_length("advantages", given, "tokens", group["tokens"])
     result = []
     for i, (value, tokens) in enumerate(zip(given, group["tokens"], strict=True)):
-        if are_sft[i] or is_silenced(group, i):
+        if are_sft[i] or has_zeroed_advantage(group, i):
             result.append([0.0] * len(tokens))
             continue
-        # May-2025 environments send one number per trajectory.
+        # Environments of May 2025 send one number per trajectory.
         row = [float(value)] * len(tokens) if isinstance(value, (int, float)) else list(value)
-        if len(row) != len(tokens):
-            raise GroupError(f"advantages[{i}]: {len(row)} entries, tokens[{i}] has {len(tokens)}")
+        _check_length(f"advantages[{i}]", row, f"tokens[{i}]", tokens)
         check_numbers(f"advantages[{i}]", row)
         result.append(row)
     return result
@@ -536,7 +510,7 @@ def _token_advantages(
 def _score_advantages(
     group: Mapping[str, Any], rules: RowRules, are_sft: Sequence[bool]
 ) -> list[float]:
-    """Return [G] one advantage per trajectory, from the scores of those that were sampled."""
+    """Return [G] advantages, computed from the scores of the sampled trajectories."""
     sampled = [i for i, is_sft in enumerate(are_sft) if not is_sft]
     scores = [float(group["scores"][i]) for i in sampled]
     if rules.overlong_max_tokens is not None:

@@ -16,10 +16,10 @@ __all__ = ["main"]
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Train in one command; exits 0 when done, 2 on wrong flags, 1 on failure.
+    """Train in one command; exit with 0 on success, 2 on invalid flags, 1 on failure.
 
-    The engine is launched (or the one at the port used), takes new weights in place and ends with
-    the run. The trajectory service and the environments are started separately.
+    An engine is launched, or the one at the port is used, and updated in place. The trajectory
+    service and the environments are started separately.
     """
     parser = create_unified_parser()
     run_training(

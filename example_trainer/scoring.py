@@ -2,15 +2,15 @@
 
     tokens --backbone--> hidden states --trained positions only, by chunks--> logprobs, entropy
 
-From hidden states the logits of all tokens never exist: each chunk is projected, reduced and thrown
-away, and projected again in the backward pass. Exact up to rounding.
+The logits of all tokens are never stored: each chunk is projected, reduced and discarded, and
+projected again in the backward pass. Exact up to rounding.
 
-A packed row holds sequences one after another. Each is a causal attention of its own, without a
-mask and without a T x T matrix: the work is the sum of the squares of the lengths. With flash-attn
-installed the model uses its variable-length kernels instead, through the same arguments.
+A packed row contains several sequences. Causal attention is computed for each, without a mask and
+without a T x T matrix: the cost is the sum of the squares of the lengths. If flash-attn is
+installed, the model uses its variable-length kernels instead, through the same arguments.
 
 Shape suffixes: B rows of one microbatch, T their length, N trained positions, D hidden or
-head size, H heads, V vocabulary, K targets per token or the teacher's choices.
+head size, H heads, V vocabulary, K targets per token or the teacher's top tokens.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ from example_trainer.loss import TeacherTokens
 PACKED_ATTENTION = "atropos_packed"
 """Name under which transformers finds `packed_attention`."""
 
-_NOT_DONE = ("softcap", "s_aux", "position_bias")
+_UNSUPPORTED = ("softcap", "s_aux", "position_bias")
 
 
 def register() -> None:
-    """Make the implementation known to transformers, which then builds no mask for it."""
+    """Register `packed_attention` with transformers, which does not build a mask for it."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
     ALL_ATTENTION_FUNCTIONS.register(PACKED_ATTENTION, packed_attention)
 
 
 def packing_arguments(lengths: Sequence[int], *, device: torch.device) -> dict[str, Any]:
-    """Return what a model's forward gets for its one row in addition to `position_ids`.
+    """Return the arguments of a model's forward for one packed row, except `position_ids`.
 
-    `lengths` are the tokens of each sequence of the row, in order, each above 0.
+    `lengths` are the lengths of the sequences of the row, in order, each above 0.
     """
     ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
     return {
@@ -68,29 +68,29 @@ def packed_attention(
     sequence_lengths: tuple[int, ...] | None = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Attend causally within each sequence; the signature is transformers'.
+    """Causal attention within each sequence, with the signature that transformers expects.
 
     Args:
-        module: The layer that asks.
+        module: Unused.
         query: (B, H, T, D).
         key: (B, H or fewer, T, D).
-        value: As `key`.
-        attention_mask: None; masks are not built for this implementation.
+        value: Shape of `key`.
+        attention_mask: Unused; transformers builds no masks for this implementation.
         dropout: Share of the weights that is dropped.
-        scaling: Factor of the scores; None: one over the root of D.
-        sliding_window: Tokens a query looks back on, itself included; None: all.
-        sequence_lengths: Tokens of each sequence of the only row; None: each row is one sequence.
-        **others: What else transformers passes.
+        scaling: Factor of the scores; None: 1 / sqrt(D).
+        sliding_window: Number of tokens that a query attends to, with itself; None: all.
+        sequence_lengths: Lengths of the sequences of a single row; None: one sequence per row.
+        **others: Further arguments of transformers.
 
     Returns:
-        (B, T, H, D) and None in the place of the weights.
+        (B, T, H, D), and None instead of the attention weights.
 
     Raises:
-        NotImplementedError: the layer asks for more than this.
+        NotImplementedError: an argument is not supported.
     """
-    asked = [name for name in _NOT_DONE if others.get(name) is not None]
-    if asked:
-        raise NotImplementedError(f"packed attention has no {', '.join(asked)}")
+    unsupported = [name for name in _UNSUPPORTED if others.get(name) is not None]
+    if unsupported:
+        raise NotImplementedError(f"packed attention has no {', '.join(unsupported)}")
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
@@ -106,7 +106,7 @@ def packed_attention(
 
 
 def _reach(query: torch.Tensor, window: int | None) -> dict[str, Any]:
-    """Return how far back the queries of one sequence look."""
+    """Return the arguments that restrict attention to the past, or to a window of it."""
     length = query.shape[2]
     if window is None or window >= length:
         return {"is_causal": True}
@@ -119,18 +119,19 @@ _CHUNK_BYTES = {"cpu": 16 * 2**20, "cuda": 256 * 2**20}
 
 
 class LinearLogprobs(NamedTuple):
-    """What is known of each token's distribution."""
+    """Logprobs of the targets and entropy of each token."""
 
     logprobs_NK: torch.Tensor
-    """(N, K) of the targets, with gradient; float32 at least."""
+    """(N, K) logprobs of the targets, with gradient; at least float32."""
     entropy_N: torch.Tensor
     """(N,) in nats, without gradient."""
     untempered_N: torch.Tensor | None = None
-    """(N,) of the first target at temperature 1, without gradient; None without temperatures."""
+    """(N,) logprob of the first target at temperature 1, without gradient; None without
+    temperatures."""
 
 
 def auto_chunk_tokens(vocabulary: int, device: torch.device) -> int:
-    """Return so many tokens that their float32 logits take a bounded part of memory."""
+    """Return the number of tokens whose float32 logits fit into a fixed memory budget."""
     budget = _CHUNK_BYTES.get(device.type, _CHUNK_BYTES["cuda"])
     return max(16, budget // (4 * vocabulary))
 
@@ -147,16 +148,16 @@ def linear_logprobs(
     """Return the logprobs of targets under `softmax((hidden @ weight.T + bias) / temperature)`.
 
     Args:
-        hidden_ND: (N, D) what the output layer gets.
-        weight_VD: (V, D) of the output layer.
-        bias_V: (V,) of the output layer, None without.
+        hidden_ND: (N, D) input of the output layer.
+        weight_VD: (V, D) weight of the output layer.
+        bias_V: (V,) bias of the output layer, or None.
         targets_NK: (N, K) ids, each from 0 to V - 1.
         temperatures_N: (N,) above 0; None: 1.
-        chunk_tokens: Tokens projected at a time; None: what fits a fixed budget.
+        chunk_tokens: Tokens projected at a time; None: `auto_chunk_tokens`.
     """
     chunk = chunk_tokens or auto_chunk_tokens(weight_VD.shape[0], hidden_ND.device)
     device_type = hidden_ND.device.type
-    # Autocast is over when the backward pass projects again, so its type is settled here.
+    # The backward pass, outside the autocast context, has to use the same type.
     dtype = hidden_ND.dtype
     if torch.is_autocast_enabled(device_type):
         dtype = torch.get_autocast_dtype(device_type)
@@ -183,7 +184,7 @@ class _Function(torch.autograd.Function):  # type: ignore[misc]  # torch has no 
         num_tokens, num_targets = targets_NK.shape
         logprobs_NK = hidden_ND.new_empty((num_tokens, num_targets), dtype=wide)
         entropy_N = hidden_ND.new_empty(num_tokens, dtype=wide)
-        normaliser_N = hidden_ND.new_empty(num_tokens, dtype=wide)
+        normalizer_N = hidden_ND.new_empty(num_tokens, dtype=wide)
         has_temperatures = temperatures_N is not None
         untempered_N = hidden_ND.new_empty(num_tokens if has_temperatures else 0, dtype=wide)
         with torch.autocast(hidden_ND.device.type, enabled=False):
@@ -194,12 +195,12 @@ class _Function(torch.autograd.Function):  # type: ignore[misc]  # torch has no 
                     chosen = logits.gather(-1, targets_NK[part, :1])[:, 0]
                     untempered_N[part] = chosen - logits.logsumexp(-1)
                     logits /= temperatures_N[part, None]
-                normaliser_N[part] = logits.logsumexp(-1)
-                logits -= normaliser_N[part, None]
+                normalizer_N[part] = logits.logsumexp(-1)
+                logits -= normalizer_N[part, None]
                 logprobs_NK[part] = logits.gather(-1, targets_NK[part])
                 entropy_N[part] = -(logits.exp() * logits).sum(-1)
         ctx.save_for_backward(
-            hidden_ND, weight_VD, bias_V, targets_NK, temperatures_N, normaliser_N
+            hidden_ND, weight_VD, bias_V, targets_NK, temperatures_N, normalizer_N
         )
         ctx.chunk, ctx.dtype = chunk, dtype
         ctx.mark_non_differentiable(entropy_N, untempered_N)
@@ -207,9 +208,9 @@ class _Function(torch.autograd.Function):  # type: ignore[misc]  # torch has no 
 
     @staticmethod
     def backward(ctx: Any, grad_NK: torch.Tensor, *_: Any) -> tuple[Any, ...]:
-        hidden_ND, weight_VD, bias_V, targets_NK, temperatures_N, normaliser_N = ctx.saved_tensors
+        hidden_ND, weight_VD, bias_V, targets_NK, temperatures_N, normalizer_N = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        wide = normaliser_N.dtype
+        wide = normalizer_N.dtype
         weight = weight_VD.to(ctx.dtype)
         grad_hidden = torch.empty_like(hidden_ND) if needs_hidden else None
         grad_weight = torch.zeros_like(weight_VD, dtype=wide) if needs_weight else None
@@ -217,7 +218,7 @@ class _Function(torch.autograd.Function):  # type: ignore[misc]  # torch has no 
         for part in _parts(len(hidden_ND), ctx.chunk):
             hidden, grad = hidden_ND[part], grad_NK[part]
             logits = _logits(hidden, weight, bias_V, temperatures_N, part, wide)
-            slope = logits.sub_(normaliser_N[part, None]).exp_()
+            slope = logits.sub_(normalizer_N[part, None]).exp_()
             slope *= -grad.sum(-1, keepdim=True)
             slope.scatter_add_(-1, targets_NK[part], grad.to(wide))
             if temperatures_N is not None:
@@ -252,7 +253,7 @@ def _logits(
     part: slice,
     wide: torch.dtype,
 ) -> torch.Tensor:
-    """Return the logits of one chunk, divided by the temperatures; the caller may change them."""
+    """Return a new tensor with the logits of one chunk, divided by the temperatures."""
     logits = (hidden.to(weight.dtype) @ weight.T).to(wide)
     if bias is not None:
         logits += bias
@@ -264,13 +265,9 @@ def _logits(
 def token_logprobs_BT(
     logits_BTV: torch.Tensor, labels_BT: torch.Tensor, temperatures: torch.Tensor | None = None
 ) -> torch.Tensor:
-    """Return the logprob of each label, 0 where ignored; float32 at least.
+    """Return the (B, T) logprobs of the labels, 0 where ignored; at least float32.
 
-    Args:
-        logits_BTV: (B, T, V) of any float type.
-        labels_BT: (B, T) ids or `IGNORE_INDEX`.
-        temperatures: (B,) or (B, T) divides the logits; None or values at most 0 leave them as
-            they are.
+    `temperatures`, (B,) or (B, T), divide the logits; values of at most 0 count as 1.
     """
     logits_BTV = _at_least_float32(logits_BTV)
     if temperatures is not None:
@@ -285,12 +282,9 @@ def token_logprobs_BT(
 def topk_logprobs_BTK(
     logits_BTV: torch.Tensor, ids_BTK: torch.Tensor, *, temperature: float = 1.0
 ) -> torch.Tensor:
-    """Return the logprob of each given id under `logits / temperature`; float32 at least.
+    """Return the (B, T, K) logprobs of ids under `logits / temperature`; at least float32.
 
-    Args:
-        logits_BTV: (B, T, V) of any float type.
-        ids_BTK: (B, T, K) ids; negative ones are padding and get the logprob of id 0.
-        temperature: Divides the logits.
+    Negative ids are padding and get the logprob of id 0.
 
     Raises:
         GroupError: an id is outside the vocabulary.
@@ -302,7 +296,7 @@ def topk_logprobs_BTK(
 
 
 def require_known_ids(ids_BTK: torch.Tensor, *, vocabulary: int) -> None:
-    """Raise `GroupError` where a teacher's id is one that the student has no logit for."""
+    """Raise `GroupError` if a teacher's id is outside the student's vocabulary."""
     largest = int(ids_BTK.max()) if ids_BTK.numel() else -1
     if largest >= vocabulary:
         raise GroupError(
@@ -317,21 +311,21 @@ def _at_least_float32(logits_BTV: torch.Tensor) -> torch.Tensor:
 
 
 class TokenScores(NamedTuple):
-    """What the loss and the diagnostics want to know of the policy."""
+    """Outputs of the policy for the loss and the diagnostics."""
 
     logprobs_BT: torch.Tensor
-    """(B, T) of the labels, with gradient; 0 where ignored."""
+    """(B, T) logprobs of the labels, with gradient; 0 where ignored."""
     entropy_BT: torch.Tensor | None
-    """(B, T) in nats, without gradient, 0 where ignored; None where logits were whole."""
+    """(B, T) in nats, without gradient, 0 where ignored; None with whole logits."""
     teacher: TeacherTokens | None
-    """The teacher's choices; None in a micro-batch without any."""
+    """None in a microbatch without teacher logprobs."""
     untempered_BT: torch.Tensor | None = None
-    """(B, T) of the labels at temperature 1, without gradient, 0 where ignored; None where every
-    temperature is 1, and `logprobs_BT` are those."""
+    """(B, T) logprobs of the labels at temperature 1, without gradient, 0 where ignored; None if
+    every temperature is 1."""
 
 
 def packed_inputs(microbatch: Microbatch) -> dict[str, Any]:
-    """Return the arguments of the model's forward for a micro-batch of either kind."""
+    """Return the arguments of the model's forward for a packed or padded microbatch."""
     inputs: dict[str, Any] = {"input_ids": microbatch.tokens_BT}
     if microbatch.sequence_lengths is not None:
         device = microbatch.tokens_BT.device
@@ -341,19 +335,17 @@ def packed_inputs(microbatch: Microbatch) -> dict[str, Any]:
 
 
 class PolicyScorer(torch.nn.Module):  # type: ignore[misc]  # torch has no types here
-    """A causal language model asked about given tokens, never about its whole logits.
+    """Scores given tokens under a causal language model without storing its logits.
 
-    The output layer sees trained positions only, a chunk at a time. It is a module around the
-    model, so that whatever shards or wraps modules may take it as a whole.
-
-    Logits are divided by the sampling temperatures: the policy that sampled is the one whose
-    logprobs an advantage multiplies.
+    The output layer is applied to trained positions only, a chunk at a time. Logits are divided by
+    the sampling temperatures, since advantages refer to the policy that sampled. The scorer is a
+    module around the model, so that it can be sharded or wrapped as a whole.
 
     Args:
         model: A transformers causal language model.
-        distill_temperature: Divides the logits that are compared with a teacher's.
-        whole_logits: Compute all logits at once, for models whose head is more than a linear layer.
-        chunk_tokens: Tokens projected at a time; None: what fits a fixed budget.
+        distill_temperature: Divisor of the logits that are compared with a teacher's.
+        whole_logits: Whether to compute all logits at once, for models whose head is not linear.
+        chunk_tokens: Tokens projected at a time; None: `auto_chunk_tokens`.
     """
 
     def __init__(
@@ -371,11 +363,7 @@ class PolicyScorer(torch.nn.Module):  # type: ignore[misc]  # torch has no types
         self._chunk_tokens = chunk_tokens
 
     def forward(self, microbatch: Microbatch) -> TokenScores:
-        """Score a micro-batch.
-
-        Raises:
-            GroupError: a teacher's id is outside the vocabulary.
-        """
+        """Score a microbatch; raises `GroupError` if a teacher's id is outside the vocabulary."""
         if self._whole_logits:
             return self._from_logits(microbatch)
         hidden_BTD = self.model.base_model(**packed_inputs(microbatch)).last_hidden_state
@@ -436,18 +424,12 @@ class PolicyScorer(torch.nn.Module):  # type: ignore[misc]  # torch has no types
 def at_sampling_temperature(
     microbatch: Microbatch, scores: TokenScores, *, has_raw_logprobs: bool
 ) -> Microbatch:
-    r"""Return the micro-batch with the others' logprobs at the temperatures of sampling.
+    r"""Return the microbatch with reference and raw engine logprobs at the sampling temperatures.
 
-    Those of a reference model are at temperature 1, and those of an engine may be. The trainer's
-    own logprobs are at the sampling temperature T, so each is moved by what T changes for the
-    trainer: `mu_T = mu_1 + sg(l_T - l_1)`. That is exact where both have the same weights, and
-    keeps the difference between them, which corrections weigh and the KL penalty estimates:
-    `l_T - mu_T = l_1 - mu_1`.
-
-    Args:
-        microbatch: As the groups gave it.
-        scores: Of the trainer.
-        has_raw_logprobs: Whether the engine's logprobs are before temperature scaling.
+    The trainer's logprobs are at the sampling temperature T, those of a reference model and of an
+    engine with `has_raw_logprobs` at temperature 1. The latter are shifted by the effect of T on
+    the trainer's: `mu_T = mu_1 + sg(l_T - l_1)`. That is exact if both have the same weights, and
+    preserves the difference that corrections and the KL penalty use: `l_T - mu_T = l_1 - mu_1`.
     """
     if scores.untempered_BT is None:
         return microbatch
@@ -472,6 +454,6 @@ def _is_tempered(microbatch: Microbatch) -> bool:
 
 
 def _spread(values: torch.Tensor, mask_BT: torch.Tensor) -> torch.Tensor:
-    """Put values of the trained positions, (N, ...), in their places; (B, T, ...), 0 elsewhere."""
+    """Scatter (N, ...) values of the trained positions to (B, T, ...), 0 elsewhere."""
     empty = values.new_zeros((*mask_BT.shape, *values.shape[1:]))
     return empty.index_put(torch.nonzero(mask_BT, as_tuple=True), values)

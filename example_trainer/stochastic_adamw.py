@@ -1,9 +1,8 @@
-"""AdamW for bfloat16 weights: what rounding would lose survives on average.
+"""AdamW for bfloat16 weights with stochastic rounding, which preserves small updates on average.
 
-A bfloat16 number has 8 significant bits, so the next one is 0.4 to 0.8 % away. An update of a
-learning rate such as 1e-6 is far smaller than half that distance: rounded to the nearest, most
-weights never change. Rounded up or down at random, with the probability that the distances give,
-the expected weight is the exact one.
+A bfloat16 number has 8 significant bits; the distance to the next one is 0.4 to 0.8 %. Updates
+with a learning rate such as 1e-6 are much smaller than half of that: rounded to nearest, most
+weights never change. With stochastic rounding, the expected weight is exact.
 
 Source: Gupta et al. 2015, "Deep Learning with Limited Numerical Precision", arXiv:1502.02551.
 """
@@ -16,21 +15,21 @@ from typing import Any
 import torch
 
 _CHUNK = 2**24
-"""Elements updated at a time, so that float32 copies of a large embedding never exist whole."""
+"""Elements updated at a time, to limit the memory of float32 copies."""
 _LOW_BITS = 16
 """Bits of a float32 that bfloat16 does not have."""
 
 
 def round_stochastically(values: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
-    """Return contiguous float32 values rounded to bfloat16, up or down at random; exact ones stay.
+    """Return contiguous float32 values rounded stochastically to bfloat16.
 
-    The generator is on the device of the values.
+    The generator must be on the device of the values.
     """
     bits = values.view(torch.int32)
     noise = torch.randint(
         0, 1 << _LOW_BITS, bits.shape, dtype=torch.int32, device=values.device, generator=generator
     )
-    # Adding below the bits that stay carries into them with the right probability.
+    # The sum carries into the remaining bits with the right probability.
     rounded = (bits + noise) & (-1 << _LOW_BITS)
     return rounded.view(torch.float32).to(torch.bfloat16)
 
@@ -38,9 +37,9 @@ def round_stochastically(values: torch.Tensor, generator: torch.Generator) -> to
 class AdamW(torch.optim.AdamW):  # type: ignore[misc]  # torch has no types here
     """torch's AdamW, with stochastic rounding where weights and states are bfloat16.
 
-    Takes and saves the same state, so that either continues the other's checkpoints. The random
-    numbers follow from `seed` and the step alone: a resumed run repeats them, and ranks that hold
-    the same weights draw the same. Parameters are sharded or whole.
+    The format of the state is the same, so that either can load the other's checkpoints. The random
+    numbers depend on `seed` and the step only: a resumed run repeats them, and ranks with the same
+    weights draw the same ones. Parameters may be sharded.
     """
 
     def __init__(
@@ -80,8 +79,8 @@ class AdamW(torch.optim.AdamW):  # type: ignore[misc]  # torch has no types here
             generators[parameter.device] = generator.manual_seed(self._seed * 1_000_003 + step)
         generator = generators[parameter.device]
         tensors = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
-        held = [_held_here(tensor) for tensor in tensors]
-        flat = [tensor.contiguous().view(-1) for tensor in held]
+        local = [_local(tensor) for tensor in tensors]
+        flat = [tensor.contiguous().view(-1) for tensor in local]
         weights, gradients, means, squares = flat
         beta1, beta2 = group["betas"]
         for start in range(0, weights.numel(), _CHUNK):
@@ -95,12 +94,12 @@ class AdamW(torch.optim.AdamW):  # type: ignore[misc]  # torch has no types here
             for stored, exact in ((weights, weight), (means, mean), (squares, square)):
                 is_half = stored.dtype == torch.bfloat16
                 stored[part] = round_stochastically(exact, generator) if is_half else exact
-        for tensor, copy in zip(held, flat, strict=True):
+        for tensor, copy in zip(local, flat, strict=True):
             if not tensor.is_contiguous():
                 tensor.copy_(copy.view(tensor.shape))
 
 
-def _held_here(tensor: torch.Tensor) -> torch.Tensor:
+def _local(tensor: torch.Tensor) -> torch.Tensor:
     from torch.distributed.tensor import DTensor
 
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor

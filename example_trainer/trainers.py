@@ -1,4 +1,4 @@
-"""Whole runs: a config in, a trained model out, and nothing left running."""
+"""Complete runs: train a model from a config, and end every process that was started."""
 
 from __future__ import annotations
 
@@ -51,17 +51,14 @@ _EARLIER_MODE_NAMES = {"none": "legacy"}
 
 
 def train(config: TrainingConfig, *, view: LiveDisplay | None = None) -> Path:
-    """Run one training from a config; returns the directory of the final model.
+    """Run one training and return the directory of the final model.
 
-    Waits for the service and for the engine. Whatever it started has ended when it returns or
-    raises.
-
-    Args:
-        config: Settings.
-        view: Shows the run in progress; None: not shown.
+    Waits for the service and for the engine. Every process that it started has ended when it
+    returns or raises. `view` displays the run in progress.
 
     Raises:
-        AtroposError: a setting is wrong, the engine died, the service refused or stayed away.
+        AtroposError: a setting is invalid, the engine died, or the service rejected a request or is
+            unreachable.
     """
     _seed(config.seed)
     require_reference(config)
@@ -82,7 +79,7 @@ def _lead(
     stack: contextlib.ExitStack,
     view: LiveDisplay | None,
 ) -> Path:
-    """Train as rank 0, or alone: with the service, the engine, the checkpoints and the log."""
+    """Train as rank 0, with the service, the engine, the checkpoints and the log."""
     if weight_sync is not None:
         weight_sync.check_before_load()
     require_writable_folder(config.save_path, "--save-path")
@@ -93,7 +90,7 @@ def _lead(
         open_client(config.atropos_url, patience_s=config.service_timeout_s)
     )
     service = TrajectoryFeed(client, config)
-    service.connect()  # before the model is loaded, which takes its time
+    service.connect()  # before the model is loaded, which takes long
     checkpoint = parallel.broadcast(_checkpoint_to_continue(config, journal))
     loaded = _load(config, parallel, checkpoint)
     run_log = open_run_log(
@@ -107,7 +104,7 @@ def _lead(
     service.register(loaded.steps_done + journal.count_after(loaded.steps_done))
     feed = _open_feed(config, service, journal, checkpoint, loaded.model)
     feed.settle(loaded.steps_done)
-    # Sharded weights are gathered by all ranks together, so the others are told when.
+    # All ranks gather sharded weights together; `_follow` calls this too.
     model = parallel.whole_model(loaded.model)
     if weight_sync is not None:
         weight_sync.start(model, loaded.tokenizer, source=loaded.source, step=loaded.steps_done)
@@ -145,8 +142,8 @@ def _open_feed(
     limit_bytes = max(SMALLEST_LIMIT_BYTES, checkpoint_bytes(model, trained_only=config.uses_lora))
     if config.checkpoint_interval == 0:
         logger.info(
-            "checkpoint_interval=0: a resumed run trains all its steps again, from batches kept in "
-            "%s; once they take %.1f GiB a checkpoint replaces them there",
+            "checkpoint_interval=0: a resumed run repeats all its steps with the batches in %s; "
+            "when they take %.1f GiB, a checkpoint replaces them",
             journal.directory,
             limit_bytes / 2**30,
         )
@@ -170,7 +167,7 @@ def _follow(config: TrainingConfig, parallel: Parallel, weight_sync: WeightSync 
 
 
 class _Loaded(NamedTuple):
-    """What a run trains, brought to where it continues."""
+    """Model and optimizer of a run, restored from its checkpoint."""
 
     model: Any
     tokenizer: Any
@@ -178,7 +175,7 @@ class _Loaded(NamedTuple):
     reference: Reference | None
     optimizer: Any
     source: str
-    """Directory or name the weights came from."""
+    """Directory or name of the loaded weights."""
     steps_done: int
 
 
@@ -225,26 +222,22 @@ def _make_trainer(
 
 
 def train_legacy(config: TrainingConfig) -> Path:
-    """Run the mode `none`: the trainer owns the engine and restarts it on new weights."""
+    """Run the mode `none`: the trainer launches the engine and restarts it on new weights."""
     return _train_in_mode(config, "none")
 
 
 def train_lora(config: TrainingConfig) -> Path:
-    """Run the mode `lora_only`: adapters are swapped in an engine that is running."""
+    """Run the mode `lora_only`: adapters are swapped in a running engine."""
     return _train_in_mode(config, "lora_only")
 
 
 def train_lora_restart(config: TrainingConfig) -> Path:
-    """Run the mode `lora_restart`: the trainer owns the engine and restarts it on adapters."""
+    """Run the mode `lora_restart`: the trainer launches an engine, restarted on new adapters."""
     return _train_in_mode(config, "lora_restart")
 
 
 def train_shared_vllm(config: TrainingConfig) -> Path:
-    """Run the mode `shared_vllm`, which is not built.
-
-    Raises:
-        ConfigError: names the modes there are; `in_place` updates a running engine too.
-    """
+    """Raise `ConfigError`: the mode `shared_vllm` is not built; use `in_place`."""
     return _train_in_mode(config, "shared_vllm")
 
 

@@ -52,12 +52,11 @@ from example_trainer.metrics import (
 from example_trainer.model import autocast
 from example_trainer.parallel import ONE_PROCESS, Parallel
 from example_trainer.policy import Policy, Reference, log_step_plan, prepare_policy
-from example_trainer.rows import RowRules, is_cut_by_engine
+from example_trainer.rows import RowRules, is_truncated_by_engine
 from example_trainer.scoring import TokenScores, at_sampling_temperature, token_logprobs_BT
 from example_trainer.weight_sync import WeightSync
 
 __all__ = [
-    "ComputeUse",
     "ModelShape",
     "PhaseClock",
     "Publisher",
@@ -86,7 +85,7 @@ def compute_grpo_loss(
     inference_logprobs: torch.Tensor | None,
     clip_eps: float = 0.2,
 ) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Compute one micro-batch's GRPO loss, anchored on the inference engine's logprobs.
+    """Compute one microbatch's GRPO loss, anchored on the inference engine's logprobs.
 
     Formula: `max(-A r, -A clip(r, 1 - eps, 1 + eps))` with `r = exp(l - mu)`, the mean over each
     row's trained tokens, then over the rows, divided by `gradient_accumulation_steps`. Logits are
@@ -94,27 +93,26 @@ def compute_grpo_loss(
     itself uses `make_loss`, whose denominators count the whole batch.
 
     Args:
-        model: Called as `model(input_ids=...)`, answers with `.logits`.
+        model: Called as `model(input_ids=...)`, returns an object with `.logits`.
         tokens: (B, T) inputs, already shifted.
         labels: (B, T) ids or `IGNORE_INDEX`.
         advantages: (B, 1) or (B, T).
-        temperatures: (B, 1, 1) or (B,); values at most 0 count as 1.
-        gradient_accumulation_steps: Micro-batches of the step.
+        temperatures: (B, 1, 1) or (B,); values of at most 0 count as 1.
+        gradient_accumulation_steps: Microbatches of the step.
         inference_logprobs: (B, T), `MASKED_LOGPROB` where unknown.
         clip_eps: Both bounds of the clip.
 
     Returns:
-        The loss, and metrics: plain numbers, and `training_logprobs` and `inference_logprobs` as
-        flat tensors of the trained positions. Without a trained position the loss is a zero that
-        can be sent backward.
+        The loss, a zero with a gradient if no position is trained, and the metrics: numbers, and
+        the flat tensors `training_logprobs` and `inference_logprobs` of the trained positions.
 
     Raises:
-        ConfigError: there are no inference logprobs at all.
+        ConfigError: `inference_logprobs` is None.
     """
     if inference_logprobs is None:
         raise ConfigError(
             "inference_logprobs: None, and the ratio needs them; run the environment with "
-            "--openai.server_type vllm, whose completions carry logprobs"
+            "--openai.server_type vllm, whose completions have logprobs"
         )
     logits = model(input_ids=tokens).logits
     logprobs_BT = token_logprobs_BT(logits, labels, temperatures.flatten())
@@ -163,10 +161,10 @@ def _mean(values: torch.Tensor) -> float:
 
 
 def is_sync_due(step: int, config: TrainingConfig, *, publishes_final: bool) -> bool:
-    """Say whether weights are published after the optimiser step number `step` (from 1).
+    """Return whether weights are published after optimizer step `step`, counted from 1.
 
-    Every `vllm_restart_interval` steps, 0 meaning never; after the last step only if the
-    engine goes on running.
+    They are every `vllm_restart_interval` steps (0: never), and after the last step only if
+    `publishes_final`.
     """
     interval = config.vllm_restart_interval
     if interval == 0:
@@ -177,9 +175,9 @@ def is_sync_due(step: int, config: TrainingConfig, *, publishes_final: bool) -> 
 
 
 class Publisher:
-    """Saves and publishes what is due; every rank calls it, rank 0 writes and speaks.
+    """Writes checkpoints and publishes weights on schedule; every rank calls it, rank 0 writes.
 
-    The arguments are those of `Trainer`; `clock` is for checkpoints that go by minutes.
+    The arguments are those of `Trainer`; `clock` is that of `checkpoint_minutes`.
     """
 
     def __init__(
@@ -206,20 +204,20 @@ class Publisher:
         self._saved_at = clock()
 
     def before_step(self, step: int) -> None:
-        """Let the engine make room for the optimiser step number `step`."""
+        """Let the engine free memory for optimizer step `step`."""
         if self._weight_sync is not None and self._parallel.is_main:
             self._weight_sync.before_step(sync_follows=self._is_sync_due(step))
 
     def after_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write and publish what is due after a step; the final model is `finish`'s business.
+        """Write and publish what is due after a step, except the final model, see `finish`.
 
-        `metrics` are those of the step known so far, kept with a checkpoint.
+        `metrics` of the step, as far as they are known, are saved with a checkpoint.
         """
         self._step_metrics = metrics
         publishes = self._is_sync_due(step) and step < self._config.training_steps
-        # Clock and journal are those of rank 0, and saving takes all ranks.
-        wants_cut = self._feed is not None and self._feed.wants_checkpoint()
-        saves, cuts_journal = self._parallel.broadcast((self._is_checkpoint_due(step), wants_cut))
+        # Rank 0 has the clock and the journal; all ranks take part in saving.
+        is_full = self._feed is not None and self._feed.wants_checkpoint()
+        saves, cuts_journal = self._parallel.broadcast((self._is_checkpoint_due(step), is_full))
         cuts_journal = cuts_journal and not saves
         if not saves and not publishes and not cuts_journal:
             return
@@ -227,7 +225,7 @@ class Publisher:
         checkpoint: Path | None = None
         if saves:
             checkpoint = self._save(model, step, is_resumable=True)
-            self._note_saved(step)
+            self._drop_covered(step)
         if cuts_journal:
             self._save(model, step, is_resumable=True, folder=JOURNAL_DIRECTORY)
             if self._feed is not None:
@@ -236,7 +234,7 @@ class Publisher:
             self._publish(model, step, checkpoint)
 
     def finish(self, step: int) -> Path:
-        """Write the final model, publish it if the engine goes on running; return its directory."""
+        """Write the final model, publish it if the engine keeps running; return its directory."""
         model = self._parallel.whole_model(self._model)
         final = self._save(model, step, is_final=True)
         if self._is_sync_due(step):
@@ -251,7 +249,7 @@ class Publisher:
         interval = self._config.checkpoint_interval
         if interval is not None:
             return interval > 0 and step % interval == 0
-        # The final model follows the last step at once.
+        # After the last step, the final model is written.
         waited_s = self._clock() - self._saved_at
         return step < self._config.training_steps and (
             waited_s >= 60 * self._config.checkpoint_minutes
@@ -289,7 +287,8 @@ class Publisher:
             writes=self._parallel.is_main,
         )
 
-    def _note_saved(self, step: int) -> None:
+    def _drop_covered(self, step: int) -> None:
+        """Delete the records and checkpoints that a new checkpoint replaces."""
         self._saved_at = self._clock()
         if self._feed is None:
             return
@@ -310,13 +309,7 @@ class Publisher:
 
 
 class PhaseClock:
-    """Adds up seconds by phase.
-
-    Args:
-        device: Torch device. On CUDA the end of a phase waits for the device: its kernels run
-            after the call that started them has returned.
-        clock: Monotonic seconds.
-    """
+    """Adds up seconds by phase; on CUDA, the end of a phase synchronizes with the device."""
 
     def __init__(
         self, device: str = "cpu", *, clock: Callable[[], float] = time.perf_counter
@@ -346,11 +339,10 @@ def group_metrics(
 ) -> dict[str, float]:
     """Return staleness and truncation of a batch of [N] groups, as means over trajectories.
 
-    `train/staleness_mean` and `train/staleness_max` are optimizer steps between the weights that
-    sampled a group and those that are trained, which are `step` steps old; left out where no group
-    has a `policy_version`, or only one that this trainer has not reached.
-    `train/staleness_unknown_fraction` is the share of those trajectories.
-    `train/truncation_rate` is the share that the engine's limit or `seq_len` cut.
+    `train/staleness_mean` and `train/staleness_max` are `step`, the completed optimizer steps,
+    minus the group's `policy_version`. Groups without a version, or with one above `step`, are
+    excluded; `train/staleness_unknown_fraction` is the share of their trajectories.
+    `train/truncation_rate` is the share truncated by the engine's limit or `seq_len`.
     """
     sizes = [len(group["tokens"]) for group in groups]
     versions = [group.get("policy_version") for group in groups]
@@ -361,14 +353,14 @@ def group_metrics(
     ]
     known = sum(size for _, size in ages)
     total = max(1, sum(sizes))
-    num_cut = sum(
-        len(tokens) > seq_len or is_cut_by_engine(group, i)
+    num_truncated = sum(
+        len(tokens) > seq_len or is_truncated_by_engine(group, i)
         for group in groups
         for i, tokens in enumerate(group["tokens"])
     )
     metrics = {
         "train/staleness_unknown_fraction": 1.0 - known / total,
-        "train/truncation_rate": num_cut / total,
+        "train/truncation_rate": num_truncated / total,
     }
     if known:
         metrics["train/staleness_mean"] = sum(age * size for age, size in ages) / known
@@ -389,22 +381,22 @@ _PEAKS = (
     ("A10", 125e12),
     ("L4", 121e12),
 )
-"""Dense bfloat16 FLOPs per second from the makers' data sheets, by a part of the device's name; the
-first that fits counts."""
+"""Dense bfloat16 FLOPs per second from data sheets, by a part of the device's name; the first
+match counts."""
 
 
 def peak_flops_of(device_name: str) -> float | None:
-    """Return the bfloat16 peak of a device in FLOPs per second, None where it is not known."""
+    """Return the bfloat16 peak of a device in FLOPs per second, None if unknown."""
     return next((peak for part, peak in _PEAKS if part in device_name), None)
 
 
 class ModelShape(NamedTuple):
-    """What the number of FLOPs depends on."""
+    """Sizes of a model that determine its FLOPs."""
 
     num_body_parameters: int
-    """All but the embeddings and the output layer."""
+    """Parameters outside the embeddings and the output layer."""
     num_head_parameters: int
-    """Of the output layer, also when it is tied to the embedding."""
+    """Parameters of the output layer, tied or not."""
     num_layers: int
     attention_width: int
     """Heads times their dimension."""
@@ -429,11 +421,12 @@ class ModelShape(NamedTuple):
         return cls(body, head.weight.numel(), layers, heads * width)
 
     def step_flops(self, lengths: Iterable[int], *, num_trained_tokens: float) -> float:
-        """Return the FLOPs of forward and backward; what is computed twice counts once.
+        """Return the FLOPs of forward and backward passes, without recomputation.
 
-        Two per parameter and token forward, twice that backward (Kaplan et al. 2020,
-        arXiv:2001.08361); causal attention forward `2 L^2` times its width per layer. The output
-        layer is counted for trained tokens only, since it sees no others.
+        Forward: 2 per parameter and token, plus `2 L^2` times the width of causal attention per
+        layer. Backward: twice that. The output layer is applied to trained tokens only.
+
+        Source: Kaplan et al. 2020, arXiv:2001.08361.
         """
         counts = list(lengths)
         body = 6.0 * self.num_body_parameters * sum(counts)
@@ -442,38 +435,11 @@ class ModelShape(NamedTuple):
         return body + head + attention
 
 
-class ComputeUse:
-    """Turns what a step trained into `train/mfu`.
-
-    Args:
-        model: Before it is sharded or wrapped.
-        device: Torch device; on anything but a known GPU there is no peak to compare with.
-        num_devices: That share a step.
-    """
-
-    def __init__(self, model: Any, device: str, *, num_devices: int = 1) -> None:
-        peak = peak_flops_of(_name_of(device))
-        self._peak = None if peak is None else peak * num_devices
-        self._shape = None if peak is None else ModelShape.of(model)
-
-    def metrics(
-        self, lengths: Iterable[int], *, num_trained_tokens: float, seconds: float
-    ) -> dict[str, float]:
-        """Return `train/mfu`, a share of 1; nothing where it is not known."""
-        if self._peak is None or self._shape is None or seconds <= 0:
-            return {}
-        flops = self._shape.step_flops(lengths, num_trained_tokens=num_trained_tokens)
-        return {"train/mfu": flops / seconds / self._peak}
-
-
-def _name_of(device: str) -> str:
-    if not device.startswith("cuda"):
-        return ""
-    return str(torch.cuda.get_device_name(device))
-
-
 class StepObserver:
-    """Collects what one step has to say, and shows it where there is a view."""
+    """Collects the metrics of one step outside the loss, and displays the step in a view.
+
+    `train/mfu` needs a known GPU; `num_devices` devices share a step.
+    """
 
     def __init__(
         self,
@@ -485,7 +451,10 @@ class StepObserver:
     ) -> None:
         self._seq_len = config.seq_len
         self._phases = PhaseClock(config.device)
-        self._compute_use = ComputeUse(model, config.device, num_devices=num_devices)
+        on_gpu = config.device.startswith("cuda")
+        peak = peak_flops_of(torch.cuda.get_device_name(config.device)) if on_gpu else None
+        self._peak_flops = None if peak is None else peak * num_devices
+        self._shape = None if peak is None else ModelShape.of(model)
         self._view = view
         self._group_metrics: dict[str, float] = {}
         self._lengths: list[int] = []
@@ -495,7 +464,7 @@ class StepObserver:
             self._view.show_activity(activity)
 
     def take_groups(self, groups: Sequence[Mapping[str, Any]], *, step: int) -> None:
-        """Look at the groups of the step that follows `step` finished ones."""
+        """Record the groups of the step after `step` completed ones."""
         self._group_metrics = group_metrics(groups, step=step, seq_len=self._seq_len)
         self._lengths = [
             max(0, min(len(tokens), self._seq_len) - 1)
@@ -507,13 +476,15 @@ class StepObserver:
         return self._phases.measure(phase)
 
     def metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Return the further metrics of a step whose own are given, and reset."""
-        use = self._compute_use.metrics(
-            self._lengths,
-            num_trained_tokens=metrics["train/trained_tokens"],
-            seconds=metrics["train/compute_time"],
-        )
-        return {**self._group_metrics, **self._phases.take_metrics(), **use}
+        """Return the metrics that complement those of a step, and reset."""
+        found = {**self._group_metrics, **self._phases.take_metrics()}
+        seconds = metrics["train/compute_time"]
+        if self._peak_flops is not None and self._shape is not None and seconds > 0:
+            flops = self._shape.step_flops(
+                self._lengths, num_trained_tokens=metrics["train/trained_tokens"]
+            )
+            found["train/mfu"] = flops / seconds / self._peak_flops
+        return found
 
     def show(self, step: int, metrics: Mapping[str, float]) -> None:
         if self._view is not None:
@@ -523,12 +494,12 @@ class StepObserver:
 _MISALIGNED_LOGPROB = 0.5
 _SUSPICIOUS_GAP = 2.0
 _WRONG_MODE_GAP = 0.05
-"""Nats by which sampler and trainer differ on average, and half of it under the other mode, before
-`--logprobs-mode` is doubted; rounding makes less."""
+"""Mean difference of sampler and trainer, in nats, above which `--logprobs-mode` may be wrong;
+rounding causes less."""
 
 
 class StepNotes:
-    """Warns about batches and metrics that look wrong."""
+    """Logs warnings about suspicious batches and metrics."""
 
     def __init__(self, *, has_raw_logprobs: bool = False) -> None:
         self._noted_fields: frozenset[str] = frozenset()
@@ -536,9 +507,9 @@ class StepNotes:
         self._is_mode_noted = False
 
     def add(self, summary: BatchSummary, metrics: Mapping[str, float]) -> None:
-        """Say what there is to say about one step; an unknown field is named once in a run."""
+        """Log the warnings of one step; an unknown field is logged once in a run."""
         for name in sorted(summary.unknown_fields - self._noted_fields):
-            logger.warning("groups carry a field %r, which nothing in this trainer reads", name)
+            logger.warning("groups have a field %r, which this trainer does not read", name)
         self._noted_fields |= summary.unknown_fields
         if summary.bad_groups:
             logger.warning(
@@ -548,19 +519,19 @@ class StepNotes:
                 next(iter(summary.bad_groups.values())),
             )
         if metrics["train/skipped_steps"]:
-            logger.warning("the gradient was not finite; this step left the weights as they were")
-        if summary.num_silent_groups == summary.num_groups:
+            logger.warning("the gradient was not finite; this step did not change the weights")
+        if summary.num_zero_gradient_groups == summary.num_groups:
             logger.warning(
-                "no group had an advantage, a demonstration or a teacher's answer: this batch "
-                "carried no gradient"
+                "no group had an advantage, a demonstration or teacher logprobs: this batch had no "
+                "gradient"
             )
         if summary.num_truncated_rows:
-            logger.warning("%d sequences were cut to seq_len", summary.num_truncated_rows)
-        if summary.num_rows_of_cut_sampling:
+            logger.warning("%d sequences were truncated to seq_len", summary.num_truncated_rows)
+        if summary.num_rows_of_partial_sampling:
             logger.warning(
                 "%d sequences were sampled with top-p, top-k or min-p: their logprobs and the "
                 "trainer's are not of the same distribution",
-                summary.num_rows_of_cut_sampling,
+                summary.num_rows_of_partial_sampling,
             )
         inference_mean = metrics.get("logprobs/inference_mean")
         if inference_mean is None:
@@ -575,7 +546,7 @@ class StepNotes:
             logger.warning("trainer and engine logprobs differ by %.2f in the mean", gap)
 
     def _note_wrong_mode(self, metrics: Mapping[str, float]) -> None:
-        """Say once that the engine's logprobs look like those of the other `--logprobs-mode`."""
+        """Log once if the engine's logprobs look like those of the other `--logprobs-mode`."""
         difference = metrics["alignment/diff_abs_mean"]
         other = metrics.get("alignment/other_mode_diff_abs_mean")
         if other is None or self._is_mode_noted:
@@ -586,8 +557,8 @@ class StepNotes:
                 ("raw", "processed") if self._has_raw_logprobs else ("processed", "raw")
             )
             logger.warning(
-                "the engine's logprobs are taken for %s ones and differ from the trainer's by %.2f "
-                "on average, by %.2f if they are %s: set --logprobs-mode %s",
+                "the engine's logprobs, assumed to be %s, differ from the trainer's by %.2f on "
+                "average, and by %.2f if they are %s: set --logprobs-mode %s",
                 present,
                 difference,
                 other,
@@ -597,14 +568,15 @@ class StepNotes:
 
 
 _MOST_REFUSED_BATCHES = 3
-"""Batches in a row without a group to train before the first step; then the settings are at fault.
+"""Consecutive batches without a trainable group that end a run before its first step.
 
-Later ones are skipped: one environment must not end a run that trains on others' groups.
+This indicates wrong settings. After the first step such batches are skipped: an environment must
+not end a run that trains on the groups of others.
 """
 
 
 def row_rules(config: TrainingConfig) -> RowRules:
-    """Return how the settings turn groups into rows."""
+    """Return the settings of the conversion of groups to rows."""
     return RowRules(
         seq_len=config.seq_len,
         advantage_std=config.loss_choice.advantage_std,
@@ -621,10 +593,10 @@ def row_rules(config: TrainingConfig) -> RowRules:
 
 
 def learning_rate_at(step: int, config: TrainingConfig) -> float:
-    """Return the learning rate of the optimiser step that follows `step` finished ones.
+    """Return the learning rate of the optimizer step after `step` completed ones.
 
-    It rises linearly over `warmup_steps`, then follows `lr_schedule` from `lr` towards `min_lr`,
-    which it would reach one step after the last.
+    It rises linearly over `warmup_steps`, then follows `lr_schedule` from `lr` to `min_lr`, which
+    it would reach one step after the last.
     """
     if step < config.warmup_steps:
         return config.lr * (step + 1) / config.warmup_steps
@@ -639,24 +611,23 @@ def learning_rate_at(step: int, config: TrainingConfig) -> float:
 
 
 class Trainer:
-    """One run: the model, its optimiser and everything a step needs.
+    """The training loop of one run.
 
     Args:
         config: Settings.
         model: A causal language model in training mode on `config.device`.
-        tokenizer: Saved beside the model, not used otherwise.
-        optimizer: Over the model's trainable parameters.
-        feed: Where batches come from; None on ranks other than 0.
-        weight_sync: How the engine gets new weights; started on rank 0, which alone calls it.
-            None: there is no engine.
-        run_log: Where metrics go.
-        steps_done: Optimiser steps of the run that is continued.
+        tokenizer: Saved with the model, not used otherwise.
+        optimizer: Optimizer of the model's trainable parameters.
+        feed: Source of the batches; None on ranks other than 0.
+        weight_sync: Updates the engine, on rank 0 only; already started. None: no engine.
+        run_log: Log of the metrics.
+        steps_done: Optimizer steps completed before this process.
         processed_logprobs: Whether the engine's logprobs are after temperature scaling.
-        policy: The model made ready for `parallel`; None: made ready here, for one process.
-        reference: Scores the KL penalty's reference; None: groups carry `ref_logprobs`.
-        parallel: The ranks that train together; feed, engine and log are those of rank 0.
-        view: Shows the run in progress; None: not shown.
-        clock: Seconds for the time split.
+        policy: The model prepared for `parallel`; None: prepared here, for one process.
+        reference: Model of the KL penalty; None: groups have `ref_logprobs`.
+        parallel: The ranks that train together.
+        view: Displays the run in progress.
+        clock: Monotonic seconds, for durations.
     """
 
     def __init__(
@@ -712,7 +683,7 @@ class Trainer:
         self._observer = StepObserver(config, model, num_devices=parallel.world_size, view=view)
 
     def run(self) -> Path:
-        """Train until `training_steps` are done; returns the directory of the final model."""
+        """Train up to `training_steps` and return the directory of the final model."""
         while self.steps_done < self.config.training_steps:
             if self._weight_sync is not None and self._parallel.is_main:
                 self._weight_sync.check_alive()
@@ -761,7 +732,7 @@ class Trainer:
         self._notes.add(batch.summary, metrics)
 
     def _take_shares(self) -> tuple[str | None, list[Batch]]:
-        """Lease the next batch; returns its token and each rank's share of it."""
+        """Lease the next batch; return its lease token and each rank's share."""
         leased, batch = self._next_batch()
         bad_groups = batch.summary.bad_groups
         self._observer.take_groups(
@@ -771,11 +742,11 @@ class Trainer:
         return leased.batch_id, split_batch(batch, self._parallel.world_size)
 
     def _next_batch(self) -> tuple[LeasedBatch, Batch]:
-        """Lease and build the next batch; pass over some that hold no group to train.
+        """Lease and build the next batch, skipping those without a trainable group.
 
         Raises:
-            GroupError: a batch cannot be trained, or several in a row before the first step; each
-                is refused.
+            GroupError: a batch with `on_bad_group="stop"`, or several in a row before the first
+                step, cannot be trained; each is rejected.
             ConfigError: this run cannot train on the groups of an environment.
         """
         assert self._feed is not None  # only rank 0 leases batches
@@ -785,7 +756,7 @@ class Trainer:
             try:
                 batch = self._build(leased)
             except (GroupError, ConfigError) as error:
-                # Refused in any case: it must not be met again by a run that is resumed.
+                # Rejected in any case, so that a resumed run does not receive it again.
                 self._feed.refuse(self.steps_done, leased.batch_id)
                 num_batches += 1
                 num_groups += len(leased.groups)
@@ -816,14 +787,13 @@ class Trainer:
         )
 
     def train_on(self, batch: Batch) -> dict[str, float]:
-        """Take one optimiser step on a batch; returns its metrics.
+        """Take one optimizer step on a batch and return its metrics.
 
-        A step whose gradient is not finite is skipped and counted, so that one bad batch cannot
-        poison the weights.
+        A step whose gradient is not finite is skipped and counted, to protect the weights.
         """
         learning_rate = learning_rate_at(self.steps_done, self.config)
         for parameters in self._optimizer.param_groups:
-            # Adafactor with relative_step finds its own rate and holds None here.
+            # None with Adafactor's relative_step, which computes the rate itself.
             if parameters["lr"] is not None:
                 parameters["lr"] = learning_rate
         stats = StepStats(clip_low=self._choice.clip_low, clip_high=self._choice.clip_high)

@@ -1,7 +1,7 @@
 """Serve a model with vLLM under the earlier trainer's routes: `/generate`, `/bridge`, `/lora`.
 
-Runs as a file and with `python -m`. In addition to the flags below it takes those of vLLM's engine.
-A stock vLLM does all the trainer needs; this server is for clients that call `/generate`:
+Runs as a file and with `python -m`, with the flags below and those of vLLM's engine. The trainer
+needs a stock vLLM only; this server is for clients that call `/generate`:
 
     {"prompt": TEXT or {"prompt_token_ids": [P]}, "stream": false, ...sampling parameters}
     {"text": [n], "prompt": TEXT, "finish_reasons": [n],
@@ -46,40 +46,22 @@ from atroposlib.errors import ConfigError, MissingExtraError
 from atroposlib.utils.command_parser import end_command
 from atroposlib.utils.text import near_name
 
-__all__ = [
-    "Adapter",
-    "CompanionState",
-    "EngineFacts",
-    "EngineTypes",
-    "GenerateRequest",
-    "RequestError",
-    "adapter_routes",
-    "app",
-    "bridge_routes",
-    "create_app",
-    "engine",
-    "generate_answer",
-    "generation_routes",
-    "load_engine_types",
-    "main",
-    "read_request",
-    "sampling_params",
-]
+__all__ = ["app", "create_app", "engine", "main"]
 
 
 class EngineTypes(NamedTuple):
-    """What vLLM's engine wants its requests made of."""
+    """Types of vLLM that the requests to its engine consist of."""
 
     sampling_params: Any
     """`SamplingParams`."""
     final_only: Any
-    """The output kind that answers once."""
+    """`RequestOutputKind.FINAL_ONLY`."""
     cumulative: Any
-    """The output kind that answers with all there is so far."""
+    """`RequestOutputKind.CUMULATIVE`."""
     lora_request: Any
     """`LoRARequest`."""
     client_errors: tuple[type[Exception], ...] = (ValueError,)
-    """What the engine raises when the request is to blame."""
+    """Errors that an invalid request raises."""
 
 
 def load_engine_types() -> EngineTypes:
@@ -96,7 +78,7 @@ def load_engine_types() -> EngineTypes:
         raise MissingExtraError("vllm", extra="vllm") from error
     try:
         from vllm.exceptions import VLLMClientError
-    except ImportError:  # before it had exceptions of its own
+    except ImportError:  # an older vLLM
         client_errors: tuple[type[Exception], ...] = (ValueError,)
     else:
         client_errors = (ValueError, VLLMClientError)
@@ -111,7 +93,7 @@ def load_engine_types() -> EngineTypes:
 
 @dataclass(frozen=True)
 class EngineFacts:
-    """What is told about the engine."""
+    """Properties of the engine that the routes report."""
 
     model: str | None = None
     dtype: str | None = None
@@ -122,7 +104,7 @@ class EngineFacts:
 
 @dataclass(frozen=True)
 class Adapter:
-    """A LoRA adapter the engine has loaded."""
+    """A LoRA adapter loaded in the engine."""
 
     name: str
     number: int
@@ -132,65 +114,59 @@ class Adapter:
 
 @dataclass
 class CompanionState:
-    """One engine and what was done to it.
-
-    Args:
-        find_engine: Returns vLLM's `AsyncLLM`, or what is like it; None before it is up.
-        find_types: Returns the types it is spoken to with.
-    """
+    """State of the server: its engine and the adapter in use."""
 
     find_engine: Callable[[], Any]
+    """Returns vLLM's `AsyncLLM`, None before it has started."""
     find_types: Callable[[], EngineTypes] = load_engine_types
     environment: Mapping[str, str] = field(default_factory=dict)
-    """Variables of the process: `LOGDIR` is where adapters are looked for."""
+    """Environment variables; adapters are listed from `LOGDIR`."""
     facts: EngineFacts = field(default_factory=EngineFacts)
     adapter: Adapter | None = None
-    """Attached to every `/generate` request; None: the model alone."""
+    """Used for every `/generate` request; None: the model without adapter."""
     load_count: int = 0
     adapters_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
-    """Two loads at a time must not leave the older of them in use."""
+    """Serializes loads, so that the last one is in use afterwards."""
     _requests: itertools.count[int] = field(default_factory=itertools.count)
 
     def engine(self) -> Any:
-        """Return the engine; 503 while it is not up."""
+        """Return the engine; 503 before it has started."""
         engine = self.find_engine()
         if engine is None:
-            raise HTTPException(503, "the engine is not up")
+            raise HTTPException(503, "the engine has not started")
         return engine
 
     def request_id(self) -> str:
-        """Return an id that no other request of this process has."""
         return f"companion-{next(self._requests)}"
 
 
 _LOWEST_LOGPROB = -9999.0
-"""Stands for minus infinity, which JSON has no word for."""
+"""Replaces minus infinity, which JSON cannot represent."""
 
 _OWN_KEYS = frozenset({"prompt", "stream"})
 _INTERNAL = frozenset({"output_kind", "flat_logprobs", "skip_clone", "output_text_buffer_length"})
 
 
 class RequestError(ValueError):
-    """A request that cannot be answered; the message says what to change."""
+    """An invalid request; answered with status 400."""
 
 
 class GenerateRequest(NamedTuple):
-    """A body of `/generate`, taken apart."""
+    """A parsed body of `/generate`."""
 
     prompt: str | dict[str, list[int]]
     """Text, or `{"prompt_token_ids": [P]}`."""
     stream: bool
     sampling: dict[str, Any]
-    """What goes to vLLM's `SamplingParams`."""
+    """Arguments of vLLM's `SamplingParams`."""
 
     @property
     def wants_logprobs(self) -> bool:
-        """Whether logprobs were asked for; 0 asks for those of the sampled tokens."""
+        """Whether logprobs are requested; 0 requests those of the sampled tokens."""
         return self.sampling.get("logprobs") is not None
 
     @property
     def wants_prompt_logprobs(self) -> bool:
-        """Whether logprobs of the prompt were asked for."""
         return self.sampling.get("prompt_logprobs") is not None
 
 
@@ -199,10 +175,10 @@ class _Logprob(Protocol):
 
 
 def read_request(body: Any) -> GenerateRequest:
-    """Take the body of `POST /generate` apart.
+    """Parse the body of `POST /generate`.
 
     Raises:
-        RequestError: not an object, no usable prompt, or `stream` is not a boolean.
+        RequestError: it is not an object, has no valid prompt, or `stream` is not a boolean.
     """
     if not isinstance(body, dict):
         raise RequestError("the body must be a JSON object with a prompt")
@@ -218,9 +194,7 @@ def _read_prompt(prompt: Any) -> str | dict[str, list[int]]:
         return prompt
     ids = prompt.get("prompt_token_ids") if isinstance(prompt, dict) else None
     if not isinstance(ids, list) or not ids:
-        raise RequestError(
-            'prompt: expected a text or {"prompt_token_ids": [...]}, neither of them empty'
-        )
+        raise RequestError('prompt: expected a non-empty text or {"prompt_token_ids": [...]}')
     for t, token in enumerate(ids):
         if isinstance(token, bool) or not isinstance(token, int) or token < 0:
             raise RequestError(f"prompt.prompt_token_ids[{t}]: {token!r:.40} is not a token id")
@@ -228,9 +202,7 @@ def _read_prompt(prompt: Any) -> str | dict[str, list[int]]:
 
 
 def sampling_params(kind: Any, given: Mapping[str, Any], **fixed: Any) -> Any:
-    """Make vLLM's sampling parameters; a wrong type must not reach the engine, which it would end.
-
-    `fixed` are values the caller sets.
+    """Create vLLM's sampling parameters; a value of a wrong type would end the engine.
 
     Raises:
         RequestError: a name is unknown, or a value has the wrong type or is out of range.
@@ -239,7 +211,7 @@ def sampling_params(kind: Any, given: Mapping[str, Any], **fixed: Any) -> Any:
     for name in given:
         if name not in known:
             raise RequestError(
-                f"{name}: no sampling parameter of this engine{near_name(name, known)}"
+                f"{name}: not a sampling parameter of this engine{near_name(name, known)}"
             )
     try:
         params = msgspec.convert(dict(given), kind, str_keys=True)
@@ -251,7 +223,7 @@ def sampling_params(kind: Any, given: Mapping[str, Any], **fixed: Any) -> Any:
 
 
 def generate_answer(output: Any, request: GenerateRequest) -> dict[str, Any]:
-    """Return the answer to one request from vLLM's finished `RequestOutput`."""
+    """Return the response to one request from vLLM's finished `RequestOutput`."""
     answer: dict[str, Any] = {
         "text": [choice.text for choice in output.outputs],
         "prompt": output.prompt,
@@ -270,17 +242,13 @@ def generate_answer(output: Any, request: GenerateRequest) -> dict[str, Any]:
 
 
 def _positions(entries: Iterable[Mapping[int, _Logprob] | None]) -> list[Any]:
-    """Return one list with one mapping per position; null where the engine has none."""
-    return [None if entry is None else [_by_id(entry)] for entry in entries]
-
-
-def _by_id(entry: Mapping[int, _Logprob]) -> dict[str, float]:
-    return {str(token): max(value.logprob, _LOWEST_LOGPROB) for token, value in entry.items()}
-
-
-def streamed_texts(output: Any, prompt: str | None) -> dict[str, Sequence[str]]:
-    """Return one line of a stream: prompt and text so far of each choice."""
-    return {"text": [(prompt or "") + choice.text for choice in output.outputs]}
+    """Return for each position a list with one mapping, null where the engine has none."""
+    return [
+        None
+        if entry is None
+        else [{str(token): max(value.logprob, _LOWEST_LOGPROB) for token, value in entry.items()}]
+        for entry in entries
+    ]
 
 
 _CLIENT_CLOSED = 499
@@ -289,7 +257,7 @@ Result = TypeVar("Result")
 
 
 def generation_routes(state: CompanionState) -> APIRouter:
-    """Return the routes that make the engine write."""
+    """Return the routes that generate text."""
     router = APIRouter()
 
     @router.get("/health")
@@ -301,25 +269,25 @@ def generation_routes(state: CompanionState) -> APIRouter:
         engine = state.engine()
         probe = GenerateRequest({"prompt_token_ids": [0]}, False, {"max_tokens": 1})
         try:
-            output = await _unless_gone(request, _finish(engine, state, probe))
+            output = await _unless_disconnected(request, _finish(engine, state, probe))
         except Exception:
-            logger.exception("the engine does not generate")
-            return JSONResponse({"detail": "the engine does not generate"}, status_code=500)
+            logger.exception("the engine cannot generate")
+            return JSONResponse({"detail": "the engine cannot generate"}, status_code=500)
         return Response(status_code=_CLIENT_CLOSED if output is None else 200)
 
     @router.post("/generate")
     async def generate(request: Request) -> Response:
         engine = state.engine()
-        asked = read_request(await _json_of(request))
-        if asked.stream:
-            outputs = _outputs(engine, state, asked)
-            first = await anext(outputs)  # what the engine refuses is said before the 200
-            lines = _lines(first, outputs, asked)
+        parsed = read_request(await _json_of(request))
+        if parsed.stream:
+            outputs = _outputs(engine, state, parsed)
+            first = await anext(outputs)  # errors of the engine precede the status 200
+            lines = _lines(first, outputs, parsed)
             return StreamingResponse(lines, media_type="application/x-ndjson")
-        output = await _unless_gone(request, _finish(engine, state, asked))
+        output = await _unless_disconnected(request, _finish(engine, state, parsed))
         if output is None:
             return Response(status_code=_CLIENT_CLOSED)
-        return JSONResponse(generate_answer(output, asked))
+        return JSONResponse(generate_answer(output, parsed))
 
     return router
 
@@ -332,28 +300,28 @@ async def _json_of(request: Request) -> Any:
 
 
 async def _outputs(
-    engine: Any, state: CompanionState, asked: GenerateRequest
+    engine: Any, state: CompanionState, parsed: GenerateRequest
 ) -> AsyncGenerator[Any, None]:
-    """Yield what the engine has so far; closing this ends the request in the engine."""
+    """Yield the outputs of the engine; closing the generator aborts the request."""
     types, adapter = state.find_types(), state.adapter
-    kind = types.cumulative if asked.stream else types.final_only
+    kind = types.cumulative if parsed.stream else types.final_only
     try:
-        params = sampling_params(types.sampling_params, asked.sampling, output_kind=kind)
+        params = sampling_params(types.sampling_params, parsed.sampling, output_kind=kind)
     except types.client_errors as error:
         raise RequestError(str(error)) from error
     more = {}
     if adapter is not None:
         more["lora_request"] = types.lora_request(adapter.name, adapter.number, adapter.path)
     try:
-        async for output in engine.generate(asked.prompt, params, state.request_id(), **more):
+        async for output in engine.generate(parsed.prompt, params, state.request_id(), **more):
             yield output
     except types.client_errors as error:  # a prompt that is too long, an id outside the vocabulary
         raise RequestError(str(error)) from error
 
 
-async def _finish(engine: Any, state: CompanionState, asked: GenerateRequest) -> Any:
+async def _finish(engine: Any, state: CompanionState, parsed: GenerateRequest) -> Any:
     final = None
-    async for output in _outputs(engine, state, asked):
+    async for output in _outputs(engine, state, parsed):
         final = output
     if final is None:
         raise RuntimeError("the engine ended without an answer")
@@ -361,24 +329,34 @@ async def _finish(engine: Any, state: CompanionState, asked: GenerateRequest) ->
 
 
 async def _lines(
-    first: Any, rest: AsyncGenerator[Any, None], asked: GenerateRequest
+    first: Any, rest: AsyncGenerator[Any, None], parsed: GenerateRequest
 ) -> AsyncIterator[bytes]:
     async with contextlib.aclosing(rest):
-        yield _line(first, asked)
+        yield _line(first, parsed)
         async for output in rest:
-            yield _line(output, asked)
+            yield _line(output, parsed)
 
 
-def _line(output: Any, asked: GenerateRequest) -> bytes:
-    given = asked.prompt if isinstance(asked.prompt, str) else None
-    texts = streamed_texts(output, given if output.prompt is None else output.prompt)
-    return (json.dumps(texts) + "\n").encode()
+def _line(output: Any, parsed: GenerateRequest) -> bytes:
+    """Return one line of a stream: the prompt and the text so far of each choice."""
+    prompt = output.prompt
+    if prompt is None and isinstance(parsed.prompt, str):
+        prompt = parsed.prompt
+    texts = [(prompt or "") + choice.text for choice in output.outputs]
+    return (json.dumps({"text": texts}) + "\n").encode()
 
 
-async def _unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> Result | None:
-    """Wait for work, or give it up when the client closes the connection; None then."""
+async def _unless_disconnected(
+    request: Request, work: Coroutine[Any, Any, Result]
+) -> Result | None:
+    """Wait for work; cancel it and return None if the client closes the connection."""
+
+    async def wait_for_disconnect() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
     working = asyncio.ensure_future(work)
-    watching = asyncio.ensure_future(_wait_until_gone(request))
+    watching = asyncio.ensure_future(wait_for_disconnect())
     try:
         await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
         return await working if working.done() else None
@@ -388,12 +366,7 @@ async def _unless_gone(request: Request, work: Coroutine[Any, Any, Result]) -> R
         await asyncio.gather(working, watching, return_exceptions=True)
 
 
-async def _wait_until_gone(request: Request) -> None:
-    while (await request.receive())["type"] != "http.disconnect":
-        pass
-
-
-_TOLD = (
+_SHOWN_VARIABLES = (
     "CUDA_VISIBLE_DEVICES",
     "LOGDIR",
     "NUM_INFERENCE_NODES",
@@ -401,11 +374,11 @@ _TOLD = (
     "VLLM_ENABLE_SHARED_WEIGHTS",
     "VLLM_WORKER_MULTIPROC_METHOD",
 )
-"""Environment variables `/bridge/debug` shows; others may hold keys."""
+"""Environment variables that `/bridge/debug` shows; others may contain keys."""
 
 
 def bridge_routes(state: CompanionState, app: FastAPI) -> APIRouter:
-    """Return the routes under `/bridge`; memory is never shared with a trainer."""
+    """Return the routes under `/bridge`; memory is not shared with a trainer."""
     router = APIRouter(prefix="/bridge")
 
     @router.get("/info")
@@ -436,7 +409,11 @@ def bridge_routes(state: CompanionState, app: FastAPI) -> APIRouter:
             "engine_type": None if engine is None else type(engine).__name__,
             "vllm_version": _vllm_version(),
             "patch_applied": False,
-            "env_vars": {n: state.environment[n] for n in _TOLD if n in state.environment},
+            "env_vars": {
+                name: state.environment[name]
+                for name in _SHOWN_VARIABLES
+                if name in state.environment
+            },
             "model_config": {"model": state.facts.model, "dtype": state.facts.dtype},
         }
 
@@ -455,7 +432,6 @@ def bridge_routes(state: CompanionState, app: FastAPI) -> APIRouter:
 def _add_pausing(router: APIRouter, state: CompanionState) -> None:
     @router.post("/pause")
     async def pause() -> dict[str, str]:
-        """Freeze running requests and start none; their caches are computed again afterwards."""
         engine = state.engine()
         if not _can(engine, "pause_generation"):
             return {"status": "not_supported"}
@@ -493,7 +469,7 @@ def _add_sleeping(router: APIRouter, state: CompanionState) -> None:
 
 
 def _can(engine: Any, method: str) -> bool:
-    # vLLM learned to pause in 0.12; the class says what the installed one can.
+    # Versions of vLLM before 0.12 cannot pause.
     return callable(getattr(type(engine), method, None))
 
 
@@ -555,7 +531,7 @@ def adapter_routes(state: CompanionState) -> APIRouter:
 async def _load(state: CompanionState, request: LoadRequest) -> dict[str, Any]:
     engine = state.engine()
     if not state.facts.has_lora:
-        raise RequestError("this engine takes no adapters; start it with --enable-lora")
+        raise RequestError("this engine does not support adapters; start it with --enable-lora")
     path = Path(request.adapter_path)
     config = await asyncio.to_thread(_read_config, path)
     number = state.load_count + 1
@@ -583,10 +559,10 @@ async def _add_to_engine(engine: Any, lora_request: Any) -> None:
     try:
         added = await engine.add_lora(lora_request)
     except Exception as error:
-        # The engine's process reports a bad adapter as a plain exception of its own.
-        raise RequestError(f"the engine refused the adapter: {error}") from error
+        # The engine's process reports an invalid adapter as a plain exception.
+        raise RequestError(f"the engine rejected the adapter: {error}") from error
     if not added:
-        raise RequestError("the engine refused the adapter; its log says why")
+        raise RequestError("the engine rejected the adapter; see its log")
 
 
 def _read_config(path: Path) -> dict[str, Any]:
@@ -598,12 +574,12 @@ def _read_config(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise RequestError(f"adapter_path: {file} cannot be read: {error}") from error
     if not isinstance(config, dict):
-        raise RequestError(f"adapter_path: {file} holds no object")
+        raise RequestError(f"adapter_path: {file} is not a JSON object")
     return config
 
 
 def _available_adapters(folder: str | None) -> list[str]:
-    if not folder or not Path(folder).is_dir():
+    if not folder:
         return []
     return sorted(str(file.parent) for file in Path(folder).glob(f"*/{_CONFIG_NAME}"))
 
@@ -624,7 +600,7 @@ def create_app(state: CompanionState) -> FastAPI:
 
 logger = logging.getLogger(__name__)
 
-_SECONDS_BETWEEN_LOOKS = 10.0
+_REFRESH_INTERVAL_S = 10.0
 
 engine: Any = None
 """vLLM's engine; None until `main` has started it."""
@@ -634,7 +610,7 @@ app = create_app(_state)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Serve until interrupted; exits with 2 when flags are wrong or vLLM is missing."""
+    """Serve until interrupted; exit with 2 if flags are invalid or vLLM is missing."""
     try:
         parser = _parser()
     except MissingExtraError as error:
@@ -648,7 +624,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _parser() -> Any:
-    # vLLM forks a process that CUDA must not have been used in before.
+    # vLLM must not fork a process that has used CUDA.
     os.environ.setdefault("VLLM_WORKER_MULTIPROC_METHOD", "spawn")
     try:
         from vllm import AsyncEngineArgs
@@ -658,28 +634,28 @@ def _parser() -> Any:
     parser = FlexibleArgumentParser(
         description="Serve a model with vLLM by /generate.", conflict_handler="resolve"
     )
-    # The engine's come first: where both have a flag, such as --log-level, it is the server's.
+    # The engine's first: the server's flags replace those of the same name, such as --log-level.
     parser = AsyncEngineArgs.add_cli_args(parser)
     parser.add_argument("--host", default=None, help="Address to bind; none: 127.0.0.1.")
     parser.add_argument("--port", type=int, default=9001, help="Port.")
     parser.add_argument("--ssl-keyfile", default=None, help="Key of the certificate.")
     parser.add_argument("--ssl-certfile", default=None, help="Certificate to serve TLS with.")
     parser.add_argument(
-        "--ssl-ca-certs", default=None, help="Certificates of who may sign clients."
+        "--ssl-ca-certs", default=None, help="Certificates that may sign those of clients."
     )
     parser.add_argument(
         "--enable-ssl-refresh",
         action="store_true",
-        help="Load the certificates again when their files change.",
+        help="Whether to reload the certificates when their files change.",
     )
     parser.add_argument(
         "--ssl-cert-reqs",
         type=int,
         choices=[int(value) for value in ssl.VerifyMode],
         default=int(ssl.CERT_NONE),
-        help="Whether clients must show a certificate: 0 no, 1 may, 2 must.",
+        help="Certificates of clients: 0 none, 1 optional, 2 required.",
     )
-    parser.add_argument("--root-path", default=None, help="Path prefix behind a proxy.")
+    parser.add_argument("--root-path", default=None, help="Path prefix added by a proxy.")
     parser.add_argument(
         "--log-level",
         dest="server_log_level",
@@ -700,7 +676,7 @@ def _refuse_shared_weights() -> None:
 
 
 async def _serve(args: Any) -> None:
-    global engine  # the contract's name for it, which tests of others replace
+    global engine  # a name of the contract, which external tests replace
     from vllm import AsyncEngineArgs, AsyncLLMEngine
 
     engine = AsyncLLMEngine.from_engine_args(AsyncEngineArgs.from_cli_args(args))
@@ -735,17 +711,17 @@ async def _answer_requests(args: Any) -> None:
 
 
 async def _refresh_certificates(context: ssl.SSLContext, args: Any) -> None:
-    """Load certificate and key again whenever one of their files has changed; never ends."""
+    """Reload certificate and key whenever one of their files has changed; never returns."""
     files = [Path(args.ssl_certfile), Path(args.ssl_keyfile or args.ssl_certfile)]
     changed_at = [file.stat().st_mtime for file in files]
     while True:
-        await asyncio.sleep(_SECONDS_BETWEEN_LOOKS)
+        await asyncio.sleep(_REFRESH_INTERVAL_S)
         try:
             found = [file.stat().st_mtime for file in files]
             if found != changed_at:
                 context.load_cert_chain(files[0], args.ssl_keyfile)
                 changed_at = found
-        except OSError as error:  # half replaced: looked at again
+        except OSError as error:  # not all files replaced yet
             logger.warning("the new certificate cannot be loaded yet: %s", error)
 
 

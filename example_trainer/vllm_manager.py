@@ -1,7 +1,7 @@
-"""The vLLM server the trainer may own: its command, its readiness, its end.
+"""The vLLM server that the trainer launches: its command, readiness and end.
 
-Only stock vLLM is used, over HTTP; the server is known by the process that was started, never
-looked up by name or port.
+Stock vLLM is used over HTTP. The server is the process that was started; it is never looked up by
+name or port.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-_SECONDS_BETWEEN_NOTES = 15.0
+_SECONDS_BETWEEN_LOG_LINES = 15.0
 _ORPHAN_LIMIT_S = 60.0
 _CPU_CACHE_VARIABLE = "VLLM_CPU_KVCACHE_SPACE"
 _CPU_CACHE_FLAGS = ("--kv-cache-memory-bytes", "--gpu-memory-utilization")
@@ -51,14 +51,14 @@ _TORCHRUN_NAMES = {
 
 
 def is_port_in_use(port: int, host: str = "127.0.0.1") -> bool:
-    """Say whether something accepts connections on a port."""
+    """Return whether a process accepts connections on a port."""
     with socket.socket() as probe:
         probe.settimeout(1.0)
         return probe.connect_ex((host, port)) == 0
 
 
 def check_vllm_health(port: int, host: str = "127.0.0.1") -> bool:
-    """Say whether an engine answers `GET /health` with 200."""
+    """Return whether an engine answers `GET /health` with 200."""
     try:
         return httpx.get(f"http://{host}:{port}/health", timeout=5.0).status_code == 200
     except httpx.HTTPError:
@@ -66,7 +66,7 @@ def check_vllm_health(port: int, host: str = "127.0.0.1") -> bool:
 
 
 def wait_for_vllm_ready(port: int, timeout: float = 120) -> bool:
-    """Wait up to `timeout` seconds for an engine to become healthy; False when it did not."""
+    """Wait up to `timeout` seconds for an engine to be healthy; return whether it is."""
     deadline = time.monotonic() + timeout
     while not check_vllm_health(port):
         if time.monotonic() >= deadline:
@@ -76,9 +76,9 @@ def wait_for_vllm_ready(port: int, timeout: float = 120) -> bool:
 
 
 def vllm_command(config: TrainingConfig, model_path: str) -> list[str]:
-    """Return the argument vector of a stock vLLM server; it answers to `config.model_name`."""
+    """Return the command of a stock vLLM server that serves `config.model_name`."""
     on_gpu = config.device.startswith("cuda")
-    # bfloat16 is the flag's default and means a GPU; the trainer itself is float32 on a CPU.
+    # The default, bfloat16, is for GPUs; on a CPU the trainer uses float32.
     dtype = "float32" if config.dtype == "bfloat16" and not on_gpu else config.dtype
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", model_path, "--served-model-name", config.model_name]
@@ -92,10 +92,7 @@ def vllm_command(config: TrainingConfig, model_path: str) -> list[str]:
 
 
 def launches_with_processed_logprobs(config: TrainingConfig) -> bool:
-    """Whether the logprobs of an engine launched here are after temperature scaling.
-
-    They are unless `logprobs_mode` or `vllm_args` ask for others.
-    """
+    """Return whether the logprobs of a launched engine are after temperature scaling."""
     own = _own_logprobs_mode(config)
     return config.logprobs_mode != "raw" if own is None else own.startswith("processed")
 
@@ -115,12 +112,12 @@ def vllm_environment(
     """Return the environment of the server.
 
     Args:
-        config: `vllm_gpu` chooses the GPU, counted among those this process was given.
+        config: Settings; `vllm_gpu` is an index into the GPUs visible to this process.
         inherited: Environment of this process.
-        updatable: Offer the routes that replace weights in place; they let anyone who reaches the
-            port load files, so the server should stay on a loopback address.
+        updatable: Whether to enable the routes for in-place updates, by which clients can load
+            files: the server should stay on a loopback address.
     """
-    # What torchrun tells this process would make the engine look for the trainer's other ranks.
+    # With torchrun's variables, the engine would look for the other ranks of the trainer.
     environment = {
         name: value
         for name, value in inherited.items()
@@ -149,25 +146,24 @@ def vllm_environment(
 
 
 def cpu_cache_gib(available_bytes: int) -> int:
-    """Return GiB of memory for the caches of an engine on a CPU.
+    """Return the GiB for the caches of an engine on a CPU: a quarter of the memory, from 1 to 4.
 
-    A quarter of what is free, from 1 to 4. Left to itself vLLM takes most of the machine's memory,
-    of which the trainer needs its own, and does not start where other programs have some of it.
+    By default, vLLM reserves most of the machine's memory, and does not start if less is free.
     """
     return max(1, min(_MOST_CPU_CACHE_GIB, available_bytes // (4 * 2**30)))
 
 
 def wait_for_orphaned_engine(config: TrainingConfig) -> None:
-    """Wait for the engine of a killed trainer to end, where the run left a note of one.
+    """Wait for the engine of a killed trainer, recorded in `engine.json`, to end.
 
-    It ends by itself seconds after its trainer. Until then it holds the port, and a resumed run
-    would take it for an engine that others run.
+    It ends by itself within seconds. Until then it uses the port, and a resumed run would take it
+    for an external engine.
     """
-    path = _note_of_engine(config)
+    path = _record_of_engine(config)
     try:
-        note = json.loads(path.read_text(encoding="utf-8"))
-        is_orphaned = note["host"] == socket.gethostname() and not _is_running(note["trainer"])
-        guardian = note["guardian"]
+        record = json.loads(path.read_text(encoding="utf-8"))
+        is_orphaned = record["host"] == socket.gethostname() and not _is_running(record["trainer"])
+        guardian = record["guardian"]
     except (OSError, ValueError, KeyError, TypeError):
         return
     if not is_orphaned:
@@ -179,12 +175,12 @@ def wait_for_orphaned_engine(config: TrainingConfig) -> None:
         time.sleep(0.2)
 
 
-def _note_of_engine(config: TrainingConfig) -> Path:
+def _record_of_engine(config: TrainingConfig) -> Path:
     return Path(config.save_path) / "engine.json"
 
 
 def _identity(pid: int) -> list[float]:
-    """Return what tells a process from a later one with the same number."""
+    """Return process id and start time, since ids are reused."""
     import psutil
 
     return [pid, psutil.Process(pid).create_time()]
@@ -203,11 +199,9 @@ def _is_running(identity: Sequence[float]) -> bool:
 
 
 class VllmServer:
-    """One vLLM server on a fixed port, started and stopped as often as needed.
+    """A vLLM server on a fixed port, which can be restarted; its log is `vllm.log` in `log_dir`.
 
-    Args:
-        config: Settings; output goes to `vllm.log` under `log_dir`.
-        updatable: Whether it must offer in-place weight updates.
+    `updatable`: whether it has to support in-place weight updates.
     """
 
     def __init__(self, config: TrainingConfig, *, updatable: bool) -> None:
@@ -216,11 +210,11 @@ class VllmServer:
         self._process: ManagedProcess | None = None
 
     def start(self, model_path: str, *, more: Sequence[str] = ()) -> None:
-        """Start the server on a model, with more arguments, and wait until it is healthy.
+        """Start the server on a model, with additional arguments, and wait until it is healthy.
 
         Raises:
             InferenceError: the port is taken.
-            ProcessFailedError: it ended or was not ready in time; shows the cause from its log.
+            ProcessFailedError: it ended or was not ready in time.
         """
         config = self._config
         if is_port_in_use(config.vllm_port, config.vllm_connect_host):
@@ -238,56 +232,52 @@ class VllmServer:
         logger.info("starting vLLM on port %d (log: %s)", config.vllm_port, process.log_path)
         process.start()
         try:
-            self._leave_note(process)
+            self._write_record(process)
             waited_s = self._wait(process)
         except BaseException:
             self.stop()
             raise
         logger.info("vLLM is ready after %.0f s", waited_s)
 
-    def _leave_note(self, process: ManagedProcess) -> None:
-        """Write down who owns the engine, for `wait_for_orphaned_engine` of a resumed run."""
+    def _write_record(self, process: ManagedProcess) -> None:
+        """Record the owner of the engine for `wait_for_orphaned_engine`."""
         import psutil
 
-        with contextlib.suppress(psutil.NoSuchProcess):  # its end is reported by who waits for it
-            path = _note_of_engine(self._config)
+        with contextlib.suppress(psutil.NoSuchProcess):  # `wait_until_ready` reports its end
+            path = _record_of_engine(self._config)
             path.parent.mkdir(parents=True, exist_ok=True)
-            note = {
+            record = {
                 "host": socket.gethostname(),
                 "trainer": _identity(os.getpid()),
                 "guardian": _identity(process.guardian_pid),
             }
-            write_file(path, json.dumps(note).encode())
+            write_file(path, json.dumps(record).encode())
 
     def _wait(self, process: ManagedProcess) -> float:
         config = self._config
-        next_note_s = _SECONDS_BETWEEN_NOTES
+        next_log_s = _SECONDS_BETWEEN_LOG_LINES
 
-        def note(waited_s: float) -> None:
-            nonlocal next_note_s
-            if waited_s >= next_note_s:
+        def on_wait(waited_s: float) -> None:
+            nonlocal next_log_s
+            if waited_s >= next_log_s:
                 logger.info("vLLM is still starting (%.0f s)", waited_s)
-                next_note_s += _SECONDS_BETWEEN_NOTES
+                next_log_s += _SECONDS_BETWEEN_LOG_LINES
 
         return wait_until_ready(
             process,
             lambda: check_vllm_health(config.vllm_port, config.vllm_connect_host),
             timeout_s=config.vllm_start_timeout_s,
-            on_wait=note,
+            on_wait=on_wait,
         )
 
     def check_alive(self) -> None:
-        """Raise if the server exited without being stopped.
-
-        Raises:
-            ProcessFailedError: shows how it ended, and why where its log says so.
-        """
+        """Raise `ProcessFailedError` if the server exited without being stopped."""
         if self._process is not None and not self._process.is_alive():
             raise ProcessFailedError(self._process, self._process.describe_exit())
 
     def stop(self) -> None:
-        """End the server and everything it started; harmless when it is not running."""
+        """End the server and its descendants; idempotent."""
         process, self._process = self._process, None
         if process is not None:
             process.stop()
-            _note_of_engine(self._config).unlink(missing_ok=True)
+            _record_of_engine(self._config).unlink(missing_ok=True)

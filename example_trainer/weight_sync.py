@@ -1,7 +1,7 @@
-"""How new weights reach the inference engine: one protocol, one class per strategy.
+"""Weight updates of the inference engine: one protocol, one class per strategy.
 
-`RestartSync` and `LoraRestartSync` restart one of ours,
-`InPlaceSync` and `LoraSwapSync` update a running one, and `AutoSync` chooses.
+`RestartSync` and `LoraRestartSync` restart an engine that the trainer owns. `InPlaceSync` and
+`LoraSwapSync` update a running engine. `AutoSync` chooses.
 """
 
 from __future__ import annotations
@@ -37,18 +37,16 @@ from example_trainer.vllm_manager import (
 
 
 class OwnedEngine:
-    """What the strategies that restart an engine share; each says itself what it is started on.
+    """Common part of the strategies that restart an engine.
 
-    Works with any vLLM and leaves the GPU to the optimiser step before a restart; costs the
-    engine's start-up time per update.
-
-    Attributes:
-        mode_for_running_engine: Weight bridge mode to recommend where an engine runs already.
+    They work with any vLLM and free the GPU for the optimizer step before a restart. Each update
+    takes the startup time of the engine.
     """
 
     mode: str
     publishes_final = False
     mode_for_running_engine: str
+    """Weight bridge mode to recommend if an engine is already running."""
 
     def __init__(self, config: TrainingConfig) -> None:
         self._config = config
@@ -66,7 +64,7 @@ class OwnedEngine:
             )
 
     def before_step(self, *, sync_follows: bool) -> None:
-        """Stop the engine when it is restarted after the step anyway: frees its GPU memory."""
+        """Stop the engine, which frees its GPU memory, if it is restarted after the step."""
         if sync_follows:
             self._server.stop()
 
@@ -86,11 +84,11 @@ _ADAPTER_DIRECTORY = re.compile(r"adapter_step_(\d+)")
 
 
 class AdapterFolders:
-    """The directories `adapter_step_<step>` under `save_path` that adapters are published from.
+    """Directories `adapter_step_<step>` under `save_path` with the published adapters.
 
-    Every step has a path of its own: vLLM keeps the caches of an adapter it knows by its path. As
-    many are kept as checkpoints (`keep_checkpoints`). A resumed run also removes those that the
-    run wrote before it was interrupted; other runs' are left alone.
+    Every step has its own path, since vLLM keeps the caches of an adapter by path. The newest
+    `keep_checkpoints` are kept, including those that a resumed run wrote before. A new run does not
+    remove those of earlier runs.
     """
 
     def __init__(self, config: TrainingConfig) -> None:
@@ -100,17 +98,13 @@ class AdapterFolders:
         """Oldest first."""
 
     def write(self, model: Any, step: int) -> Path:
-        """Write the adapters the model has after `step`; returns the directory."""
+        """Write the adapters of the model after `step` and return the directory."""
         path = self._root / f"adapter_step_{step}"
         self._written = [each for each in self._written if each != path] + [path]
         return replace_directory(path, model.save_pretrained)
 
     def drop_old(self) -> None:
-        """Delete all but the newest.
-
-        To be called once the engine serves the adapters written last: it may load those before
-        again until then.
-        """
+        """Delete all but the newest, which the engine has to serve by now."""
         if self._keep is None:
             return
         for path in self._written[: -self._keep]:
@@ -129,12 +123,11 @@ class AdapterFolders:
 
 
 class LoraSwapSync:
-    """Swaps the adapter of a running vLLM that is not ours, under one name, without a pause.
+    """Swaps the adapter of a running external vLLM, under one name and without a pause.
 
-    A stock vLLM is asked by its own route, the companion server (`companion`) by its `/lora/load`.
-
-    Rollouts ask for the model `lora_name`. Requests under way go on with the new adapter from
-    their next token, with the caches of the old one; new requests use the new one alone.
+    A stock vLLM and the companion server (`vllm_api_server`) have different routes. Rollouts
+    request the model `lora_name`. Running requests continue with the new adapter and the caches of
+    the old one; new requests use the new adapter only.
     """
 
     mode = "lora_only"
@@ -153,7 +146,7 @@ class LoraSwapSync:
                 "weight_bridge_mode=lora_only needs a running vLLM: start one, or use "
                 "--weight-bridge-mode lora_restart, which launches its own"
             )
-        # Without a name the routes refuse and change nothing; 404 and 405 mean no route.
+        # A request without a name is rejected and has no effect; 404 and 405 mean no route.
         statuses = {}
         for route in (_VLLM_ROUTE, _COMPANION_ROUTE):
             statuses[route] = self._engine.send("POST", route, json={}).status_code
@@ -162,7 +155,7 @@ class LoraSwapSync:
                 break
         else:
             raise ConfigError(
-                f"the engine at {self._engine.shown_url} takes no adapters while it runs (POST "
+                f"the engine at {self._engine.shown_url} cannot load adapters while it runs (POST "
                 f"{_VLLM_ROUTE} answered {statuses[_VLLM_ROUTE]}); start vLLM with --enable-lora "
                 f"--max-lora-rank {engine_rank(self._config.lora_r)} and "
                 "VLLM_ALLOW_RUNTIME_LORA_UPDATING=True "
@@ -173,7 +166,7 @@ class LoraSwapSync:
         self.publish(model, step=step, checkpoint=None)
 
     def before_step(self, *, sync_follows: bool) -> None:
-        """Nothing to do: the engine keeps generating during the step."""
+        pass
 
     def publish(self, model: Any, *, checkpoint: Path | None, step: int = 0) -> None:
         directory = self._folders.write(model, step)
@@ -192,7 +185,7 @@ class LoraSwapSync:
         self._folders.drop_old()
 
     def check_alive(self) -> None:
-        """The engine is not ours; a dead one shows at the next swap."""
+        """Do nothing: the next swap fails if the external engine has died."""
 
     def returns_processed_logprobs(self) -> bool:
         with contextlib.closing(EngineControl(self._engine.base_url)) as control:
@@ -203,7 +196,7 @@ class LoraSwapSync:
 
 
 class LoraRestartSync(OwnedEngine):
-    """Owns an engine and restarts it on the adapters; rollouts ask for the model `lora_name`."""
+    """Restarts an owned engine on new adapters; rollouts request the model `lora_name`."""
 
     mode = "lora_restart"
     mode_for_running_engine = "lora_only"
@@ -229,14 +222,14 @@ class LoraRestartSync(OwnedEngine):
 
 
 SHARED_MEMORY = Path("/dev/shm")
-"""Where Linux lets processes of one host share memory as files."""
+"""Linux's file system in shared memory."""
 
 
 def transport_directory(config: TrainingConfig) -> Path:
-    """Return the directory through which an engine gets weights in place; it need not exist.
+    """Return the directory for the weights of in-place updates; it need not exist.
 
     Raises:
-        ConfigError: shared memory is asked for and this system has none as files.
+        ConfigError: `sync_transport` is `shared_memory`, which this system does not have.
     """
     if config.sync_transport == "disk":
         return Path(config.save_path) / "sync_weights"
@@ -248,10 +241,9 @@ def transport_directory(config: TrainingConfig) -> Path:
 
 
 def require_shared_memory_for(model: Any) -> None:
-    """Check that two copies of the weights fit: the one in place and the one being written.
+    """Raise `ConfigError` if shared memory has no space for two copies of the weights.
 
-    Raises:
-        ConfigError: they do not; containers often allow little.
+    One is in place while the other is written. Containers often have little.
     """
     need_bytes = 2 * sum(value.nbytes for value in model.state_dict().values())
     free_bytes = shutil.disk_usage(SHARED_MEMORY).free
@@ -264,18 +256,18 @@ def require_shared_memory_for(model: Any) -> None:
 
 
 def ties_output_to_input(model: Any) -> bool:
-    """Say whether the output layer of a transformers model is its input embedding."""
+    """Return whether the output layer of a transformers model is its input embedding."""
     head = model.get_output_embeddings()
     return head is not None and head.weight is model.get_input_embeddings().weight
 
 
 def export_for_engine(model: Any, directory: Path, *, tokenizer: Any = None) -> Path:
-    """Write a model directory, with a tokenizer if given, in which every layer has its own weights.
+    """Write an untied copy of a model, and a tokenizer if given, replacing `directory` atomically.
 
-    An output layer tied to the input embedding is written out as a layer, and the config says it
-    is none: vLLM on a CPU keeps a packed copy of the output layer which a reload replaces only
-    when the checkpoint has weights for it. An engine that runs the model tied passes over the
-    additional tensor. The model is not changed; the directory is replaced at once.
+    An output layer tied to the input embedding is written as a separate tensor, and the config
+    declares it untied: on a CPU, vLLM has a packed copy of the output layer, which a reload
+    replaces only if the checkpoint contains the layer. An engine with the tied model ignores the
+    additional tensor.
     """
     is_tied = ties_output_to_input(model)
 
@@ -286,14 +278,14 @@ def export_for_engine(model: Any, directory: Path, *, tokenizer: Any = None) -> 
             state[f"{name}.weight"] = state[f"{name}.weight"].clone()
         model.save_pretrained(target, state_dict=state, safe_serialization=True)
         if is_tied:
-            _say_untied(target / "config.json")
+            _declare_untied(target / "config.json")
         if tokenizer is not None:
             tokenizer.save_pretrained(target)
 
     return replace_directory(directory, write)
 
 
-def _say_untied(path: Path) -> None:
+def _declare_untied(path: Path) -> None:
     settings = json.loads(path.read_text(encoding="utf-8"))
     for section in (settings, settings.get("text_config", {})):
         if "tie_word_embeddings" in section or section is settings:
@@ -305,50 +297,46 @@ logger = logging.getLogger(__name__)
 
 
 class WeightSync(Protocol):
-    """Keeps an engine serving, under weights that follow the trainer's.
+    """Updates the weights of an engine.
 
-    Order of calls: `check_before_load`, `start`, then per step `before_step`, `publish` where due,
+    Order of calls: `check_before_load`, `start`, then per step `before_step`, `publish` if due,
     `check_alive`; `close` at the end, also after a failure at any point.
     """
 
     publishes_final: bool
-    """Whether the engine outlives the run and so wants the final weights too."""
+    """Whether the engine outlives the run and needs the final weights."""
 
     @property
     def mode(self) -> str:
-        """Name of the strategy, as `weight_bridge_mode` has it."""
+        """Value of `weight_bridge_mode`."""
 
     def check_before_load(self) -> None:
-        """Fail early on what is wrong before the model is loaded."""
+        """Raise an error for a wrong setup, before the model is loaded."""
 
     def start(self, model: Any, tokenizer: Any, *, source: str, step: int = 0) -> None:
-        """Make sure an engine serves the model, loaded from `source` after so many steps."""
+        """Let an engine serve the model, which was loaded from `source` after `step` steps."""
 
     def before_step(self, *, sync_follows: bool) -> None:
-        """Make room for the optimiser step, when weights are published right after it."""
+        """Free memory for the optimizer step if weights are published after it."""
 
     def publish(self, model: Any, *, checkpoint: Path | None, step: int = 0) -> None:
-        """Let the engine serve the weights the model has after `step`; returns once it does.
+        """Let the engine serve the weights after `step`, and return once it does.
 
-        `checkpoint` has them too; None where none was saved after this step.
+        `checkpoint` contains the same weights; None if none was saved after this step.
         """
 
     def check_alive(self) -> None:
-        """Raise when an engine of ours has died."""
+        """Raise an error if an owned engine has died."""
 
     def returns_processed_logprobs(self) -> bool:
-        """Say whether the engine's logprobs are known to be after temperature scaling."""
+        """Return whether the engine's logprobs are known to be after temperature scaling."""
 
     def close(self) -> None:
-        """End what was started, close what was opened; harmless when repeated."""
+        """End owned processes and close connections; idempotent."""
 
 
 def require_built_mode(config: TrainingConfig) -> None:
-    """Refuse the settings of the contract that this version has no code for.
-
-    Raises:
-        ConfigError: names the setting and what exists.
-    """
+    """Raise `ConfigError` for settings of the contract that are not implemented."""
     if config.weight_bridge_mode not in BUILT_MODES:
         raise ConfigError(
             f"weight_bridge_mode={config.weight_bridge_mode} is not built yet; use one of: "
@@ -359,12 +347,10 @@ def require_built_mode(config: TrainingConfig) -> None:
 
 
 def make_weight_sync(config: TrainingConfig) -> WeightSync | None:
-    """Return the strategy `config.weight_bridge_mode` names, None for `off`.
-
-    In the mode `off` groups come from elsewhere and the weights go into checkpoints only.
+    """Return the strategy of `config.weight_bridge_mode`, None for `off`.
 
     Raises:
-        ConfigError: that mode is not built yet.
+        ConfigError: the mode is not built yet.
     """
     require_built_mode(config)
     if config.weight_bridge_mode == "off":
@@ -380,10 +366,10 @@ def make_weight_sync(config: TrainingConfig) -> WeightSync | None:
 
 
 class RestartSync(OwnedEngine):
-    """Owns an engine and restarts it on the new weights.
+    """Restarts an owned engine on the new weights.
 
-    Those are in a checkpoint where one was saved after the same step. Where none was, they are
-    written to `engine_weights` under `save_path`, each time in place of those before.
+    Without a checkpoint of the same step, the weights are written to `engine_weights` under
+    `save_path`, which is replaced each time.
     """
 
     mode = "none"
@@ -403,7 +389,7 @@ class RestartSync(OwnedEngine):
         self._server.start(str(checkpoint or self.write_weights(model, self._tokenizer)))
 
     def write_weights(self, model: Any, tokenizer: Any) -> Path:
-        """Write what the engine is started on; returns the directory."""
+        """Write the weights for the engine and return the directory."""
         self._tokenizer = tokenizer
 
         def write(directory: Path) -> None:
@@ -418,11 +404,11 @@ class RestartSync(OwnedEngine):
 
 
 class InPlaceSync:
-    """Lets a running engine reload its weights from files; no restart, caches dropped.
+    """Lets a running engine reload its weights from files, without a restart.
 
-    Uses the engine that already answers at `vllm_port`, and leaves it running at the end;
-    launches and owns one when the port is free. The weights pass through a directory that the
-    engine's host must be able to read: under `save_path`, or in memory both share.
+    An engine at `vllm_port` is used and left running at the end. If the port is free, an engine is
+    launched and owned. The engine's host has to be able to read the directory of the weights,
+    which is under `save_path` or in shared memory.
     """
 
     mode = "in_place"
@@ -463,12 +449,12 @@ class InPlaceSync:
         except InferenceError as error:
             raise EngineSetupError(
                 f"no engine answers at an address of --engine-urls: {error}; start it with "
-                f"VLLM_SERVER_DEV_MODE=1 vllm serve {self._config.model_name}, or leave "
-                "--engine-urls out to have one launched"
+                f"VLLM_SERVER_DEV_MODE=1 vllm serve {self._config.model_name}, or omit "
+                "--engine-urls to launch one"
             ) from error
 
     def start(self, model: Any, tokenizer: Any, *, source: str, step: int = 0) -> None:
-        """Launch an engine unless one is there; bring one that is there to the present weights."""
+        """Launch an engine, or update an external one if the run does not start from its model."""
         is_tied = ties_output_to_input(model)
         if self._is_external:
             if is_tied and self._control.keeps_stale_output_layer():
@@ -486,7 +472,7 @@ class InPlaceSync:
         self._control.require_in_place_updates()
 
     def before_step(self, *, sync_follows: bool) -> None:
-        """Nothing to do: the engine keeps generating during the step."""
+        pass
 
     def publish(self, model: Any, *, checkpoint: Path | None, step: int = 0) -> None:
         if self._config.sync_transport == "shared_memory":
@@ -509,12 +495,11 @@ class InPlaceSync:
 
 
 class AutoSync:
-    """Updates in place where the engine can do it, else restarts an engine; the log says which.
+    """Updates in place if the engine supports it, else restarts an owned engine; logs the choice.
 
-    An engine that runs already has to be updatable: this trainer would not restart what others
-    started. An engine of its own is launched for updates in place, and restarted from then on where
-    it turns out that it cannot reload weights, as an older vLLM cannot. One that listens beyond
-    this host is restarted from the start: the routes for updates would let others load files.
+    An external engine has to support updates, since the trainer does not restart it. An owned
+    engine is restarted if it cannot reload weights, as with an older vLLM, or if other hosts can
+    reach it: the routes for updates would let them load files.
     """
 
     publishes_final = True
@@ -537,7 +522,7 @@ class AutoSync:
         is_running = bool(config.engine_urls) or is_port_in_use(port, host)
         self._owns_engine = not is_running and config.engine == "vllm"
         if self._owns_engine and not _is_loopback(config.vllm_host):
-            self._restart_from_now_on()
+            self._switch_to_restarts()
         self._sync.check_before_load()
         if not self._owns_engine:
             reason = "the running engine reloads its weights; it is left running at the end"
@@ -546,7 +531,7 @@ class AutoSync:
         else:
             reason = (
                 f"a vLLM is launched on port {port} and restarted on new weights: with --vllm-host "
-                f"{config.vllm_host}, other hosts would reach the routes for updates in place"
+                f"{config.vllm_host}, other hosts could reach the routes for in-place updates"
             )
         logger.info("weight bridge mode: %s (chosen by auto): %s", self.mode, reason)
 
@@ -586,13 +571,13 @@ class AutoSync:
 
     def _fall_back(self, error: Exception) -> RestartSync:
         logger.warning(
-            "weight bridge mode: none from here on (chosen by auto): the launched vLLM cannot "
-            "reload its weights and is restarted on new ones: %s",
+            "weight bridge mode: none (chosen by auto): the launched vLLM cannot reload its "
+            "weights and is restarted on new ones: %s",
             error,
         )
-        return self._restart_from_now_on()
+        return self._switch_to_restarts()
 
-    def _restart_from_now_on(self) -> RestartSync:
+    def _switch_to_restarts(self) -> RestartSync:
         self._sync.close()
         restart = RestartSync(self._config)
         self._sync = restart

@@ -1,1 +1,1 @@
-"""The demo: the whole loop on one machine, by one command."""
+"""The demo: all components on one machine, by one command."""

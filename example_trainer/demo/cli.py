@@ -1,6 +1,6 @@
-"""`atropos-demo`: watch a small language model get better, on one machine, by one command.
+"""`atropos-demo`: train a small language model on one machine, by one command.
 
-    tiny model --warm-up--> partial skill --four processes--> more skill --> curve, page, figures
+    tiny model --supervised--> some accuracy --RL, four processes--> more accuracy --> report
 
 Accuracy on held-out problems is measured through the inference server that samples the rollouts.
 """
@@ -52,13 +52,13 @@ from example_trainer.reporting.writing import write_report
 _ENVIRONMENT_PACKAGES = {"examples": ("reasoning_gym",)}
 _REAL_MODEL = "Qwen/Qwen2.5-1.5B-Instruct"
 _PHASES_OF_TINY_MODEL = (
-    "Make a small language model with random weights",
-    "Teach it sums by supervised learning, then a bad habit: to answer without working them out",
+    "Create a small language model with random weights",
+    "Train it on sums by supervised learning, first with all steps, then with some direct answers",
 )
 _PHASES = (
     "Start the trajectory service and the inference engine",
-    "Measure: problems never trained on",
-    "Reinforcement learning: the environment, vLLM and the trainer work at the same time",
+    "Measure accuracy on problems never trained on",
+    "Reinforcement learning: the environment, vLLM and the trainer run at the same time",
     "Measure again",
     "Write the report",
 )
@@ -67,8 +67,8 @@ _PHASES = (
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the demo.
 
-    Exits with 0 when all went well, 1 when a part failed, 2 on wrong settings, 130 after Ctrl-C and
-    143 after SIGTERM; no process it started is left in any of these cases.
+    Exits with 0 on success, 1 if a process failed, 2 on invalid settings, 130 after Ctrl-C and 143
+    after SIGTERM. Every process that it started has ended in each of these cases.
     """
     with ending_signals():
         try:
@@ -82,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def _run(args: argparse.Namespace) -> None:
-    # Python repeats these for other people's packages when it compiles them, on the first run.
+    # From dependencies, which Python compiles on the first run.
     warnings.filterwarnings("ignore", category=SyntaxWarning)
     require_packages(extras=_ENVIRONMENT_PACKAGES)
     require_clone()
@@ -103,13 +103,13 @@ def _run(args: argparse.Namespace) -> None:
 
     with RunProgress() as progress:
         progress.note(
-            f"everything goes to {shown_path(paths.output)}; "
+            f"output goes to {shown_path(paths.output)}, "
             f"logs of the processes to {shown_path(paths.logs)}"
         )
         progress.announce(
             "a few minutes on two CPU cores; nothing is downloaded"
             if settings.uses_tiny_model
-            else f"with {settings.model}, as long as that takes",
+            else f"with {settings.model}; the duration depends on the model",
             [*(_PHASES_OF_TINY_MODEL if settings.uses_tiny_model else ()), *_PHASES],
         )
         result = Demo(settings, paths, progress).run()
@@ -119,40 +119,33 @@ def _run(args: argparse.Namespace) -> None:
 def _parser() -> CommandParser:
     parser = CommandParser(
         prog="atropos-demo",
-        description="Make a small language model from scratch, teach it a little arithmetic, then "
-        "let it get better by reinforcement learning through four real processes: vLLM, the "
-        "trajectory service, an environment and the GRPO trainer.",
+        description="Create a small language model, train it on a little arithmetic, then improve "
+        "it by reinforcement learning with four processes: vLLM, the trajectory service, an "
+        "environment and the GRPO trainer.",
         allow_abbrev=False,
     )
-    parser.add_argument(
-        "--model", help="hub name or folder of a model to use instead of the small one"
-    )
-    parser.add_argument(
-        "--seed", type=whole_number(0), default=0, help="seed of everything (default 0)"
-    )
-    parser.add_argument(
-        "--steps", type=whole_number(1), help="trainer steps (default: the profile's)"
-    )
-    parser.add_argument("--lr", type=float, help="learning rate (default 2e-4; 1e-6 with --model)")
-    parser.add_argument(
+    add = parser.add_argument
+    add("--model", help="hub name or folder of a model to use instead of the small one")
+    add("--seed", type=whole_number(0), default=0, help="seed of the run (default 0)")
+    add("--steps", type=whole_number(1), help="trainer steps (default: the profile's)")
+    add("--lr", type=float, help="learning rate (default 2e-4; 1e-6 with --model)")
+    add(
         "--max-tokens",
         type=whole_number(32),
-        help="longest prompt and completion together (default 64; 1024 with --model)",
+        help="maximum tokens of prompt and completion (default 64; 1024 with --model)",
     )
-    parser.add_argument(
+    add(
         "--algorithm",
         choices=ALGORITHMS,
         metavar="NAME",
         help=f"policy loss of the trainer: {', '.join(ALGORITHMS)} (default: the trainer's)",
     )
-    parser.add_argument(
-        "--output", type=Path, help="folder to write to (default demo_runs/<date>-<time>)"
-    )
-    parser.add_argument(
+    add("--output", type=Path, help="folder to write to (default demo_runs/<date>-<time>)")
+    add(
         "--profile",
         choices=["full", "quick"],
         default="full",
-        help="full learns visibly; quick passes once through every part in about a minute",
+        help="full: visible improvement; quick: three steps through every part, about a minute",
     )
     return parser
 
@@ -181,16 +174,14 @@ _TICK_S = 0.5
 
 
 class HeldOutResult(NamedTuple):
-    """How a model did on the held-out problems."""
+    """Result of a model on the held-out problems."""
 
     num_correct: int
-    """Problems answered correctly."""
     num_problems: int
-    """Problems asked."""
 
     @property
     def accuracy(self) -> float:
-        """Share answered correctly, from 0 to 1."""
+        """Share of correct answers, from 0 to 1."""
         return self.num_correct / self.num_problems
 
 
@@ -202,14 +193,13 @@ def measure_held_out(
     max_tokens: int,
     on_tick: Callable[[int], None],
 ) -> HeldOutResult:
-    """Ask an OpenAI-compatible server every problem once, sampling at temperature 1.
+    """Sample one answer per problem from an OpenAI-compatible server, at temperature 1 as rollouts.
 
-    That is how rollouts are drawn: it measures the policy that is trained, its habits included.
-    `on_tick` is called about twice a second with the number of answers so far; what it raises ends
+    `on_tick` is called about twice a second with the number of answers so far, and may raise to end
     the measurement.
 
     Raises:
-        InferenceError: A request failed; an answer that could not be had is not a wrong answer.
+        InferenceError: A request failed; a missing answer does not count as a wrong one.
     """
     return asyncio.run(
         _measure(base_url, model_name, problems, max_tokens=max_tokens, on_tick=on_tick)
@@ -251,7 +241,7 @@ async def _measure(
         finally:
             for task in pending:
                 task.cancel()
-            # All of them, so that no second failure is reported later as never looked at.
+            # Retrieve all exceptions, which asyncio would otherwise log.
             await asyncio.gather(*tasks, return_exceptions=True)
     return HeldOutResult(num_correct, len(problems))
 
@@ -275,7 +265,7 @@ _GROUPS_PER_END = 16
 
 
 class DemoResult(NamedTuple):
-    """What came out of a run."""
+    """Results of a run."""
 
     before: HeldOutResult
     after: HeldOutResult
@@ -293,11 +283,11 @@ class Demo:
         self._supervisor = Supervisor()
 
     def run(self) -> DemoResult:
-        """Go through all phases.
+        """Run all phases.
 
         Raises:
             ProcessFailedError: One of the processes ended or was not ready in time.
-            AtroposError: Something else failed for a known reason.
+            AtroposError: Another part failed.
         """
         with self._supervisor:
             problems = held_out_problems(environment_settings(self.settings))
@@ -306,9 +296,9 @@ class Demo:
             loop.start_servers()
             if student is not None:
                 self._warm_up(student, problems)
-            # The engine has started on random weights, to save the time.
+            # The engine has started on the random weights meanwhile.
             loop.wait_for_servers(reload_from=self.paths.tiny_model if student else None)
-            # Started now, so that it has loaded by the time the measurement is done.
+            # The trainer loads during the measurement.
             loop.start_trainer()
             before = self._measure(loop, problems, "before")
             loop.reinforce()
@@ -325,7 +315,7 @@ class Demo:
         return self.settings.uses_tiny_model and self.settings.warmed_up_model is None
 
     def _make_student(self) -> Student:
-        self.progress.begin("make", "Making a small model from scratch", expected="a few seconds")
+        self.progress.begin("make", "Creating a small model", expected="a few seconds")
         student = make_student(
             environment_settings(self.settings),
             shape=self.settings.shape,
@@ -356,23 +346,23 @@ class Demo:
         settings = self.settings.warm_up
         self.progress.begin(
             "warm_up",
-            "Teaching it a little by supervised learning, and a bad habit, while the engine starts",
+            "Supervised learning while the engine starts",
             expected="a minute or two",
         )
 
         last_step = 0
-        self.progress.note("worked solutions first:")
+        self.progress.note("solutions with all steps:")
 
         def on_check(step: int, loss: float, accuracy: float) -> None:
             nonlocal last_step
             self._supervisor.check()
             if step < last_step:
-                self.progress.note("then the bad habit, answers without the working:")
+                self.progress.note("then some solutions without steps:")
             last_step = step
-            state = f"step {step}, loss {loss:.2f}, {accuracy:.0%} right"
-            self.progress.update(min(accuracy, settings.skill_accuracy), None, state)
+            state = f"step {step}, loss {loss:.2f}, accuracy {accuracy:.0%}"
+            self.progress.update(min(accuracy, settings.worked_accuracy), None, state)
 
-        skill, habit = teach_student(
+        worked, mixed = teach_student(
             student,
             environment_settings(self.settings),
             measured=problems[:_NUM_WARM_UP_PROBLEMS],
@@ -381,13 +371,13 @@ class Demo:
             on_check=on_check,
         )
         self.progress.note(
-            f"working sums out step by step: {skill.accuracy:.0%} right after {skill.steps} steps"
+            f"accuracy with all steps: {worked.accuracy:.0%} after {worked.steps} optimizer steps"
         )
         self.progress.note(
-            f"after {habit.steps} more, {settings.hasty_share:.0%} of them answered at once: "
-            f"{habit.accuracy:.0%} right"
+            f"accuracy with {settings.direct_share:.0%} direct answers: {mixed.accuracy:.0%} after "
+            f"{mixed.steps} more"
         )
-        if skill.accuracy < settings.skill_accuracy:
+        if worked.accuracy < settings.worked_accuracy:
             self.progress.note(f"this machine is slow: stopped after {settings.limit_s:g} s")
 
     def _measure(self, loop: TrainingLoop, problems: list[Problem], when: str) -> HeldOutResult:
@@ -410,9 +400,9 @@ class Demo:
                 on_tick=on_tick,
             )
         except InferenceError:
-            loop.check()  # rather name the part that failed, when one did
+            loop.check()  # rather report the process that failed, if one did
             raise
-        self.progress.note(f"{result.num_correct} of {result.num_problems} right")
+        self.progress.note(f"{result.num_correct} of {result.num_problems} correct")
         return result
 
     def _report(self, before: HeldOutResult, after: HeldOutResult) -> DemoResult:

@@ -1,8 +1,8 @@
 """Settings, paths, plan and model of one run of the demo.
 
-The tokenizer of the model is byte-level BPE, so it can encode any text, but its merges are learned
-on the texts of the task and may span words: a sentence that occurs in every prompt becomes one
-token. Digits stay apart, one token each. No file is downloaded.
+The tokenizer of the model is byte-level BPE and can encode any text. Its merges are learned on the
+texts of the task and may span words: a sentence that occurs in every prompt becomes one token. Each
+digit is a token. No file is downloaded.
 """
 
 from __future__ import annotations
@@ -41,13 +41,12 @@ class TinyModelShape:
     hidden_size: int = 128
     """Width of the residual stream."""
     num_layers: int = 4
-    """Number of transformer blocks."""
     num_heads: int = 4
     """Attention heads; the width of one head must be a multiple of 32 for vLLM on CPU."""
     max_length: int = 256
-    """Longest sequence in tokens."""
+    """Maximum sequence length in tokens."""
     max_vocabulary: int = 768
-    """Most tokens of its tokenizer; 259 of them are the bytes and the marks of a chat."""
+    """Maximum size of the vocabulary; 259 entries are bytes and special tokens."""
 
 
 def train_tokenizer(
@@ -56,9 +55,9 @@ def train_tokenizer(
     max_length: int,
     max_vocabulary: int = TinyModelShape.max_vocabulary,
 ) -> PreTrainedTokenizerFast:
-    """Learn a tokenizer from conversations of the task and give it a ChatML template.
+    """Train a tokenizer with a ChatML template on conversations of the task.
 
-    Any text round-trips, `<|im_end|>` ends a turn, `<|endoftext|>` pads.
+    `<|im_end|>` ends a turn, `<|endoftext|>` is the padding token.
     """
     with require_extra("trainer"):
         from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
@@ -67,8 +66,8 @@ def train_tokenizer(
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
-            # The line that opens a message stays apart: the tokens of a prompt are a prefix of
-            # those of the whole conversation, whatever the completion begins with.
+            # No merges across the first line of a message: the tokens of a prompt are a prefix of
+            # those of the conversation, for any completion.
             pre_tokenizers.Split(Regex(r"\A(system|user|assistant)\n"), behavior="isolated"),
             pre_tokenizers.Split(Regex(r"[0-9]"), behavior="isolated"),
             # Without the usual word pattern, so that merges may span words.
@@ -103,7 +102,7 @@ def train_tokenizer(
 def build_model(
     tokenizer: PreTrainedTokenizerFast, shape: TinyModelShape, *, seed: int
 ) -> PreTrainedModel:
-    """Make a Llama-like model with random float32 weights for `tokenizer`."""
+    """Create a Llama-like model with random float32 weights for `tokenizer`."""
     with require_extra("trainer"):
         import torch
         from transformers import LlamaConfig, LlamaForCausalLM
@@ -117,7 +116,7 @@ def build_model(
         num_attention_heads=shape.num_heads,
         num_key_value_heads=shape.num_heads,
         max_position_embeddings=shape.max_length,
-        # vLLM on a CPU does not replace a tied output layer when weights change in place.
+        # On a CPU, vLLM does not update a tied output layer in place.
         tie_word_embeddings=False,
         bos_token_id=None,
         eos_token_id=tokenizer.eos_token_id,
@@ -133,13 +132,13 @@ def save_tiny_model(
     with require_extra("trainer"):
         from transformers.utils import logging as transformers_logging
 
-    transformers_logging.disable_progress_bar()  # one bar of its own for a file of 4 MB
+    transformers_logging.disable_progress_bar()  # the file has 4 MB
     model.save_pretrained(os.fspath(folder))
     tokenizer.save_pretrained(os.fspath(folder))
 
 
 REPOSITORY = Path(__file__).resolve().parents[2]
-"""Root of the clone this module lies in."""
+"""Root of the clone that contains this module."""
 
 ENVIRONMENT_DOOR = (
     Path("environments") / "reasoning_gym_environment" / "reasoning_gym_environment.py"
@@ -148,11 +147,11 @@ ENVIRONMENT_DOOR = (
 
 
 def require_clone() -> None:
-    """Make `environments` importable; raises `ConfigError` outside of a clone."""
+    """Make `environments` importable; raise `ConfigError` outside of a clone."""
     if not (REPOSITORY / ENVIRONMENT_DOOR).is_file():
         raise ConfigError(
-            f"the demo runs {ENVIRONMENT_DOOR} of the repository, and there is none under "
-            f"{REPOSITORY}; clone the repository and type `make demo` there"
+            f"the demo runs {ENVIRONMENT_DOOR} of the repository, which is missing under "
+            f"{REPOSITORY}; clone the repository and run `make demo` there"
         )
     if str(REPOSITORY) not in sys.path:
         sys.path.append(str(REPOSITORY))
@@ -163,16 +162,16 @@ Profile = Literal["full", "quick"]
 
 @dataclass(frozen=True)
 class TaskSettings:
-    """The reasoning-gym task the model learns."""
+    """The reasoning-gym task of the demo."""
 
     name: str = "chain_sum"
     """Name of the task in the reasoning-gym package."""
     num_terms: int = 3
-    """Numbers in one sum; with one digit each, three make 4,000 different problems."""
+    """Numbers in one sum; three numbers of one digit give 4,000 problems."""
     num_digits: int = 1
     """Digits of each number."""
     system_prompt: str | None = "Give the answer in <answer> tags."
-    """What the model is told first; None leaves the environment's own prompt."""
+    """Replaces the environment's system prompt; None keeps it."""
 
     @property
     def params(self) -> dict[str, int]:
@@ -187,71 +186,70 @@ class TaskSettings:
 
 @dataclass(frozen=True)
 class WarmUpSettings:
-    """Supervised learning in two parts: a skill, then a bad habit that leaves it partial.
+    """Supervised learning in two parts: worked solutions, then a mix with direct answers.
 
-    The first part shows worked solutions. In the second some solutions answer at once, as in data
-    made by people in a hurry, and the model, no good at that, gets those wrong. Both parts end on
-    measured accuracy, so that every seed starts alike.
+    The model answers directly with low accuracy, which reinforcement learning can improve. Both
+    parts end on measured accuracy, so that the starting point is similar for every seed.
     """
 
-    skill_accuracy: float = 0.6
-    """The first part ends once this share of held-out problems is answered correctly."""
+    worked_accuracy: float = 0.6
+    """Accuracy on held-out problems at which the first part ends."""
     start_accuracy: tuple[float, float] = (0.33, 0.5)
-    """The second part ends once the share answered correctly lies between these."""
-    hasty_share: float = 0.4
-    """Share of the solutions of the second part that answer at once."""
+    """Range of accuracy in which the second part ends."""
+    direct_share: float = 0.4
+    """Share of direct answers in the second part."""
     limit_s: float = 240.0
-    """Seconds after which each part ends in any case."""
+    """Maximum duration of each part in seconds."""
     lr: float = 2e-3
     """Learning rate of the first part."""
-    habit_lr: float = 1e-3
-    """Learning rate of the second part; gentle enough to keep what the first has taught."""
+    mixed_lr: float = 1e-3
+    """Learning rate of the second part."""
     batch_size: int = 64
     """Conversations per step."""
     num_conversations: int = 20_000
-    """Conversations drawn for it, held-out problems left out."""
+    """Number of training conversations."""
     steps_per_check: int = 20
-    """Steps between two measurements; the habit needs as many to settle."""
+    """Steps between two measurements."""
 
 
 @dataclass(frozen=True)
 class DemoSettings:
-    """Everything one run of the demo can be told."""
+    """Settings of one run of the demo."""
 
     model: str | None = None
-    """Hub name or folder of a model; None makes a tiny one and warms it up."""
+    """Hub name or folder of a model; None: train a tiny one."""
     seed: int = 0
     """Seed of the weights, the problems, the sampling and the trainer."""
     steps: int = 60
-    """Optimiser steps of the reinforcement learning."""
+    """Optimizer steps of the reinforcement learning."""
     groups_per_step: int = 16
-    """Problems in one optimiser step."""
+    """Problems in one optimizer step."""
     group_size: int = 8
     """Completions sampled for each problem."""
     lr: float = 2e-4
     """Learning rate of the reinforcement learning."""
     max_tokens: int = 64
-    """Longest prompt and completion together, in tokens."""
+    """Maximum tokens of prompt and completion."""
     num_held_out: int = 512
-    """Problems accuracy is measured on; none of them is ever trained on."""
+    """Number of problems that accuracy is measured on."""
     task: TaskSettings | None = TaskSettings()
-    """What is learned; None where `environment_sections` say it, of any environment."""
+    """The task; None if `environment_sections` determine it."""
     warm_up: WarmUpSettings = WarmUpSettings()
-    """How the tiny model gets its partial skill; unused with `model`."""
+    """Supervised learning of the tiny model."""
     warmed_up_model: Path | None = None
-    """Folder of a tiny model to start from; None makes one and warms it up."""
+    """Folder of a tiny model after supervised learning; None: train one."""
     trainer_flags: tuple[str, ...] = ()
-    """Further flags of the trainer, such as `--algorithm=gspo`; they come last and win."""
+    """Additional flags of the trainer, such as `--algorithm=gspo`; they have precedence."""
     environment_door: Path = ENVIRONMENT_DOOR
     """Script of the environment, relative to the repository."""
     environment_sections: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Further settings of the environment, by section of its YAML file; they win."""
+    """Additional settings of the environment, by section of its YAML file; with precedence."""
     shape: TinyModelShape = field(default_factory=TinyModelShape)
-    """Sizes of the tiny model; unused with `model`."""
+    """Sizes of the tiny model."""
     stall_limit_s: float = 300.0
-    """Seconds without a trainer step after which the run counts as stuck."""
+    """Seconds without a trainer step after which the run fails."""
     start_limit_s: float = 600.0
-    """Seconds each part may take to answer for the first time."""
+    """Maximum seconds for the start of each process."""
 
     @property
     def uses_tiny_model(self) -> bool:
@@ -281,21 +279,21 @@ def settings_for(
     max_tokens: int | None = None,
     algorithm: str | None = None,
 ) -> DemoSettings:
-    """Return the settings of a profile with the given values in place of its own.
+    """Return the settings of a profile with the given values.
 
-    `full` learns visibly; `quick` only passes once through every part. A real `model` in place of
-    the tiny one changes the defaults that depend on size.
+    `quick` runs through every part without learning much. A `model` instead of the tiny one changes
+    the defaults that depend on size.
     """
     task = TaskSettings()
     settings = DemoSettings(model=model, seed=seed)
     if algorithm is not None:
         settings = replace(settings, trainer_flags=(f"--algorithm={algorithm}",))
     if model is not None:
-        # A real model follows the environment's own instructions and thinks in more tokens.
+        # A larger model follows the environment's own instructions and needs more tokens.
         task = replace(task, num_terms=6, num_digits=3, system_prompt=None)
         settings = replace(settings, lr=1e-6, max_tokens=1024, stall_limit_s=1800.0, task=task)
     if profile == "quick":
-        # Just enough skill that the tries at one problem differ: equal scores teach nothing.
+        # Just enough accuracy that scores within a group differ.
         settings = replace(
             settings,
             steps=3,
@@ -303,7 +301,7 @@ def settings_for(
             num_held_out=32,
             task=replace(task, num_terms=2),
             shape=replace(settings.shape, num_layers=2),
-            warm_up=replace(settings.warm_up, skill_accuracy=0.2, start_accuracy=(0.0, 1.0)),
+            warm_up=replace(settings.warm_up, worked_accuracy=0.2, start_accuracy=(0.0, 1.0)),
         )
     return replace(
         settings,
@@ -315,7 +313,7 @@ def settings_for(
 
 @dataclass(frozen=True)
 class DemoPaths(RunPaths):
-    """Where one run of the demo writes; the environment's files lie in `output` itself."""
+    """Output paths of one run of the demo; the environment's files are in `output` itself."""
 
     @property
     def tiny_model(self) -> Path:
@@ -323,17 +321,15 @@ class DemoPaths(RunPaths):
 
     @property
     def groups(self) -> Path:
-        """JSONL file of the groups the environment scored."""
         return self.output / "groups.jsonl"
 
     @property
     def environment_metrics(self) -> Path:
-        """JSONL file of the environment's metrics."""
         return self.output / "environment_metrics.jsonl"
 
 
 def demo_plan(settings: DemoSettings, paths: DemoPaths, *, model: str, on_gpu: bool) -> RunPlan:
-    """Return the run of the demo, or of a benchmark with settings of its own."""
+    """Return the plan of a run of the demo, or of a benchmark based on it."""
     environment = EnvironmentPlan(
         script=settings.environment_door,
         folder=paths.output,
@@ -353,7 +349,7 @@ def demo_plan(settings: DemoSettings, paths: DemoPaths, *, model: str, on_gpu: b
         sequences_per_step=settings.sequences_per_step,
         context_tokens=settings.max_tokens,
         work=f"{settings.groups_per_step} problems x {settings.group_size} tries",
-        expected="a few minutes" if settings.uses_tiny_model else "as long as the model needs",
+        expected="a few minutes" if settings.uses_tiny_model else "depends on the model",
         seed=settings.seed,
         on_gpu=on_gpu,
         engine_flags=_engine_flags(settings, on_gpu=on_gpu),
@@ -367,7 +363,7 @@ def demo_plan(settings: DemoSettings, paths: DemoPaths, *, model: str, on_gpu: b
 
 
 def environment_settings(settings: DemoSettings) -> dict[str, Any]:
-    """Return the settings of the environment that the demo chooses, by field of its config."""
+    """Return the settings of the environment, by field of its config."""
     return {
         **({} if settings.task is None else _task_fields(settings, settings.task)),
         "temperature": 1.0,
@@ -388,7 +384,7 @@ def _task_fields(settings: DemoSettings, task: TaskSettings) -> dict[str, Any]:
         "eval_seed": settings.eval_seed,
         "num_eval_samples_per_task": settings.num_held_out,
         "top_p": 1.0,
-        # The checks of this task are two lines of arithmetic: no need for more processes.
+        # Scoring is two lines of arithmetic, which needs no further processes.
         "num_score_workers": 0,
     }
 
@@ -415,7 +411,7 @@ def _trainer_flags(settings: DemoSettings) -> tuple[str, ...]:
     }
     arguments = tuple(f"--{name}={value}" for name, value in flags.items())
     if settings.uses_tiny_model:
-        # So small that a GPU would not be faster, and memory is plentiful.
+        # A GPU would not be faster, and memory is sufficient.
         arguments += ("--device=cpu", "--no-gradient-checkpointing")
     return arguments + settings.trainer_flags
 
@@ -423,9 +419,9 @@ def _trainer_flags(settings: DemoSettings) -> tuple[str, ...]:
 def _variables(settings: DemoSettings) -> Mapping[str, str]:
     variables = {"WANDB_MODE": "disabled"}
     if settings.uses_tiny_model:
-        # The processes share a few cores; more threads than cores only wait for one another.
+        # The processes share a few cores.
         variables["OMP_NUM_THREADS"] = "1"
-        # Nothing is downloaded, so no process waits for a network that may not be there.
+        # Nothing is downloaded, and a network may not be available.
         variables["HF_HUB_OFFLINE"] = "1"
         variables["HF_DATASETS_OFFLINE"] = "1"
     return variables

@@ -1,7 +1,4 @@
-"""The small model of the demo, from random weights to a partial skill at the task.
-
-Supervised learning on conversations, on the assistant's messages, until a measured accuracy.
-"""
+"""The small model of the demo: supervised learning from random weights to a measured accuracy."""
 
 from __future__ import annotations
 
@@ -28,21 +25,21 @@ _RAMP_STEPS = 30
 
 
 class Example(NamedTuple):
-    """One conversation as the model sees it."""
+    """The tokens of one conversation."""
 
     tokens: list[int]
-    """[L] messages in the order they were said."""
+    """[L] token ids."""
     is_learned: list[bool]
-    """[L] whether the token was written by the assistant; the ends of its turns were."""
+    """[L] whether the token belongs to the assistant, including the ends of its turns."""
 
 
 def encode_conversation(
     tokenizer: PreTrainedTokenizerFast, messages: Sequence[Mapping[str, Any]]
 ) -> Example:
-    """Turn a conversation that ends with the assistant into the tokens of a rollout of it.
+    """Tokenize a conversation that ends with the assistant, as in a rollout.
 
-    A prompt, a completion and what follows are encoded apart, as they are when the completion is
-    sampled. The template adds messages behind those before, as ChatML does.
+    Prompts and completions are encoded separately, since completions are sampled. The template
+    must append messages to the preceding ones, as ChatML does.
     """
     tokens: list[int] = []
     is_learned: list[bool] = []
@@ -60,7 +57,7 @@ def encode_conversation(
 
 
 def prompt_text(tokenizer: PreTrainedTokenizerFast, messages: Sequence[Mapping[str, Any]]) -> str:
-    """Return the conversation up to where the model begins to write."""
+    """Return the text of the conversation with the generation prompt."""
     return str(
         tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
     )
@@ -75,7 +72,7 @@ def supervised_steps(
     pad_token: int,
     seed: int,
 ) -> Iterator[float]:
-    """Train `model` in place on the CPU, one optimizer step for each loss taken; never ends.
+    """Train `model` in place on the CPU, one optimizer step per loss, without end.
 
     The learning rate rises linearly over the first steps.
     """
@@ -96,7 +93,7 @@ def supervised_steps(
 def _batches(
     examples: Sequence[Example], size: int, rng: random.Random
 ) -> Iterator[Sequence[Example]]:
-    """Draw batches for ever, each pass in a new order."""
+    """Yield batches without end, each pass in a new order."""
     while True:
         order = rng.sample(examples, len(examples))
         for start in range(0, len(order) - size + 1, size):
@@ -115,7 +112,7 @@ def _loss(model: Any, batch: Sequence[Example], *, pad_token: int) -> torch.Tens
         [e.is_learned + [False] * m for e, m in zip(batch, missing, strict=True)]
     )
     hidden = model.model(tokens_BL).last_hidden_state[:, :-1]
-    # Only where something is learned: the vocabulary projection is a large part of the work.
+    # Only trained positions: the vocabulary projection takes much of the time.
     logits = model.lm_head(hidden[learned_BL[:, 1:]])
     return torch.nn.functional.cross_entropy(logits, tokens_BL[:, 1:][learned_BL[:, 1:]])
 
@@ -124,18 +121,17 @@ _MAX_COMPLETION_TOKENS = 32
 
 
 class WarmUpResult(NamedTuple):
-    """How it ended."""
+    """Result of a part of the supervised learning."""
 
     accuracy: float
     """Share of the measured problems answered correctly at the end."""
     steps: int
-    """Optimiser steps taken."""
+    """Optimizer steps taken."""
     seconds: float
-    """How long it took."""
 
 
 def encode_example(tokenizer: PreTrainedTokenizerFast, problem: Problem, solution: str) -> Example:
-    """Turn a problem and a solution to it into tokens."""
+    """Tokenize a problem with a solution."""
     return encode_conversation(
         tokenizer, [*problem.messages, {"role": "assistant", "content": solution}]
     )
@@ -156,11 +152,11 @@ def warm_up(
     on_check: Callable[[int, float, float], None],
     clock: Callable[[], float] = time.monotonic,
 ) -> WarmUpResult:
-    """Train `model` in place on the CPU until its accuracy is as it should be, or the time is over.
+    """Train `model` in place on the CPU until `is_enough` accuracy, or for `limit_s` seconds.
 
-    Every `steps_per_check` steps the share of `measured` problems answered correctly goes to
-    `is_enough`, and with step and loss to `on_check`; what that raises ends the warm-up. None of
-    these problems is among the `examples`. The learning rate rises linearly over the first steps.
+    Every `steps_per_check` steps the accuracy on the `measured` problems, which are not among the
+    `examples`, is passed to `is_enough`, and with step and loss to `on_check`, which may raise to
+    end the training.
     """
     losses = supervised_steps(
         model,
@@ -234,7 +230,7 @@ class Student(NamedTuple):
 def make_student(
     env_settings: Mapping[str, Any], *, shape: TinyModelShape, seed: int, folder: Path
 ) -> Student:
-    """Make a tokenizer for the environment's task and a model with random weights; write both."""
+    """Create a tokenizer for the environment's task and a model with random weights; write both."""
     conversations = [
         [*problem.messages, {"role": "assistant", "content": problem.worked_solution}]
         for problem in training_problems(env_settings, _NUM_TOKENIZER_PROBLEMS)
@@ -249,7 +245,7 @@ def student_of(
     seed: int,
     folder: Path,
 ) -> Student:
-    """Make a tokenizer for conversations and a model with random weights, and write both."""
+    """Create a tokenizer for conversations and a model with random weights, and write both."""
     tokenizer = train_tokenizer(
         conversations, max_length=shape.max_length, max_vocabulary=shape.max_vocabulary
     )
@@ -267,9 +263,9 @@ def teach_student(
     seed: int,
     on_check: Callable[[int, float, float], None],
 ) -> list[WarmUpResult]:
-    """Teach the student in place, first a skill, then a bad habit, and write it again.
+    """Train the student in place in the two parts of `WarmUpSettings`, and write it again.
 
-    `measured` are held-out problems, on whose accuracy each part ends; returns how both ended.
+    `measured` are held-out problems, whose accuracy ends each part. Returns the result of each.
     """
     import torch
 
@@ -280,13 +276,13 @@ def teach_student(
     parts = (
         (
             [problem.worked_solution for problem in problems],
-            lambda accuracy: accuracy >= settings.skill_accuracy,
+            lambda accuracy: accuracy >= settings.worked_accuracy,
             settings.lr,
         ),
         (
-            [habitual_solution(problem, settings.hasty_share, rng) for problem in problems],
+            [mixed_solution(problem, settings.direct_share, rng) for problem in problems],
             lambda accuracy: lowest <= accuracy <= highest,
-            settings.habit_lr,
+            settings.mixed_lr,
         ),
     )
     results = [
@@ -312,7 +308,7 @@ def teach_student(
     return results
 
 
-def habitual_solution(problem: Problem, hasty_share: float, rng: random.Random) -> str:
-    """Return a solution that answers at once, with this probability, or a worked one."""
-    is_hasty = rng.random() < hasty_share
-    return problem.hasty_solution if is_hasty else problem.worked_solution
+def mixed_solution(problem: Problem, direct_share: float, rng: random.Random) -> str:
+    """Return a direct solution with probability `direct_share`, else a worked one."""
+    is_direct = rng.random() < direct_share
+    return problem.direct_solution if is_direct else problem.worked_solution

@@ -1,7 +1,6 @@
-"""The problems of the demo, made and scored by the environment's own code.
+"""The problems of the demo, generated and scored by the environment's code.
 
-seed -> training problems (warm-up)      never the same question
-     -> held-out problems (measuring) -- as one of these
+The training problems and the held-out problems of a seed are disjoint.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Problem:
-    """One question, as the environment poses and scores it."""
+    """One problem of the environment."""
 
     item: TaskItem
     messages: list[dict[str, str]]
@@ -27,35 +26,31 @@ class Problem:
 
     @property
     def worked_solution(self) -> str:
-        """A completion that works the problem out step by step, then answers."""
-        return worked_sum(self._expression)
+        """A completion with all steps and the answer."""
+        return worked_sum(str(self.item.entry["metadata"]["expression"]))
 
     @property
-    def hasty_solution(self) -> str:
-        """A completion that answers at once."""
+    def direct_solution(self) -> str:
+        """A completion with the answer only."""
         return f"<answer>{self.item.entry['answer']}</answer>"
 
-    @property
-    def _expression(self) -> str:
-        return str(self.item.entry["metadata"]["expression"])
-
     def is_correct(self, completion: str) -> bool:
-        """Say whether the environment gives a completion the full score."""
+        """Return whether the environment gives a completion the full score."""
         from atroposlib.tasks.reasoning_gym import score_completion
 
         return score_completion(completion, self.item) >= 1.0
 
 
 def worked_sum(expression: str) -> str:
-    """Work out a sum from left to right, one equation per sign, then the answer.
+    """Compute a sum from left to right, with one equation per operator, then the answer.
 
     `4 - 1 - 7` gives `4 - 1 = 3 ; 3 - 7 = -4 <answer>-4</answer>`.
 
     Raises:
-        ValueError: `expression` is not a chain of whole numbers joined by + and -.
+        ValueError: `expression` is not a sequence of integers joined by + and -.
     """
     if not re.fullmatch(r"-?\d+( [+-] -?\d+)*", expression):
-        raise ValueError(f"not a sum of whole numbers: {expression!r}")
+        raise ValueError(f"not a sum of integers: {expression!r}")
     first, *rest = expression.split(" ")
     total = int(first)
     equations = []
@@ -67,7 +62,7 @@ def worked_sum(expression: str) -> str:
 
 
 def held_out_problems(env_settings: Mapping[str, Any]) -> list[Problem]:
-    """Return the environment's evaluation set; it never trains on any of these questions."""
+    """Return the environment's evaluation set, which is disjoint from its training set."""
     config = _config(env_settings)
     from atroposlib.tasks.reasoning_gym import eval_items
 
@@ -76,7 +71,7 @@ def held_out_problems(env_settings: Mapping[str, Any]) -> list[Problem]:
 
 
 def training_problems(env_settings: Mapping[str, Any], count: int) -> list[Problem]:
-    """Return the first `count` training problems the environment would draw."""
+    """Return the first `count` training problems of the environment."""
     config = _config(env_settings)
     from atroposlib.tasks.reasoning_gym import train_item
 

@@ -1,1 +1,1 @@
-"""Runs of several processes: `atropos-train`, and what `atropos-demo` is made of."""
+"""Runs of several processes: `atropos-train`, and the common parts of `atropos-demo`."""

@@ -1,4 +1,4 @@
-"""`atropos-train`: train a model on environments of yours by one command.
+"""`atropos-train`: train a model on given environments by one command.
 
 engine, service ──► evaluate ──► environments + trainer ──► evaluate ──► curve, pages, summary
 """
@@ -13,7 +13,7 @@ import shlex
 import sys
 import warnings
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,8 +21,9 @@ from typing import Any, NamedTuple
 from pydantic import ValidationError
 
 from atroposlib.errors import AtroposError, ConfigError
+from atroposlib.utils.command_parser import CommandParser
 from atroposlib.utils.text import without_secrets
-from example_trainer.cli import TrainerParser, config_from_args, create_full_parser, describe_errors
+from example_trainer.cli import config_from_args, create_full_parser, describe_errors
 from example_trainer.config import TrainingConfig, require_model_folder
 from example_trainer.launch import report
 from example_trainer.launch.options import (
@@ -81,13 +82,13 @@ _OWN_FLAGS = {
     "gpu_memory_utilization": "--gpu-memory-utilization",
     "vllm_args": "--engine-args",
 }
-"""Settings of the trainer that a flag of this command sets."""
+"""Settings of the trainer that are set by a flag of this command."""
 
 _OFTEN_NEEDED = (
     *("files", "model", "steps", "output", "resume", "lr", "groups_per_step", "context_tokens"),
     *("seed", "device", "no_evaluate", "engine_url", "engine_args", "gpu_memory_utilization"),
 )
-"""Arguments that `--help` shows; `--help all` shows the trainer's as well."""
+"""Arguments that `--help` shows; `--help all` includes the trainer's."""
 
 _NAMES_OF_SETTINGS = {
     "model": "model_name",
@@ -101,7 +102,7 @@ _FIXED = {
     "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_layer_indices",
     "lora_name", "help",
 }  # fmt: skip
-"""Settings of the trainer that follow from the run itself."""
+"""Settings of the trainer that the run determines."""
 
 
 _FIXED_IN_ENVIRONMENTS = {
@@ -111,7 +112,7 @@ _FIXED_IN_ENVIRONMENTS = {
     "data_path_to_save_groups": f"{_PROGRAM} needs the groups for its report; leave it out",
     "total_steps": "it is --steps here",
 }
-"""Settings of environments that follow from the run itself, and why."""
+"""Settings of environments that the run determines, and the reasons."""
 
 _FIXED_ENGINE_ARGS = ("--host", "--port", "--model", "--served-model-name")
 
@@ -119,9 +120,9 @@ _FIXED_ENGINE_ARGS = ("--host", "--port", "--model", "--served-model-name")
 def main(argv: Sequence[str] | None = None) -> None:
     """Train.
 
-    Exits with 0 when all went well, 1 when a process failed, 2 when something asked for cannot be
-    done (nothing has been started then), 130 after Ctrl-C and 143 after SIGTERM. No process it
-    started is left in any of these cases.
+    Exits with 0 on success, 1 if a process failed, 2 for invalid settings, before any process is
+    started, 130 after Ctrl-C and 143 after SIGTERM. Every process that it started has ended in each
+    of these cases.
     """
     words = list(sys.argv[1:] if argv is None else argv)
     with ending_signals():
@@ -129,7 +130,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         own, environment_flags = _split_words(words)
         _refuse_own_settings(parser, own)
         arguments = parser.parse_args(own)
-        # Python repeats these for other packages when it compiles them, on the first run.
+        # From dependencies, which Python compiles on the first run.
         warnings.filterwarnings("ignore", category=SyntaxWarning)
         try:
             prepared = _prepare(parser, arguments, environment_flags)
@@ -141,12 +142,12 @@ def main(argv: Sequence[str] | None = None) -> None:
             )
             parser.exit(2, f"{_PROGRAM}: error: {text}\n")
         except KeyboardInterrupt:
-            parser.exit(130, "\nstopped before anything was started\n")
+            parser.exit(130, "\nstopped before a process was started\n")
         _train(prepared)
 
 
 class _Prepared(NamedTuple):
-    """A run about which nothing was found wrong."""
+    """A run that has passed all checks."""
 
     paths: RunPaths
     plan: RunPlan
@@ -155,7 +156,7 @@ class _Prepared(NamedTuple):
 
 
 def _prepare(
-    parser: TrainerParser,
+    parser: CommandParser,
     arguments: argparse.Namespace,
     environment_flags: dict[str, tuple[str, ...]],
 ) -> _Prepared:
@@ -170,7 +171,7 @@ def _prepare(
         folder = arguments.output or _RUNS / datetime.now().strftime("%Y%m%d-%H%M%S")
     paths = RunPaths(folder.resolve())
     if not is_resumed:
-        require_new_folder(paths.output)  # before what takes its time
+        require_new_folder(paths.output)  # before the checks that take longer
         require_model_folder(options.model)
     require_packages(launches_engine=options.engine_url is None)
     if options.engine_url is not None:
@@ -212,7 +213,7 @@ def _train(prepared: _Prepared) -> None:
                 f"{_PROGRAM}: {plan.model} on {', '.join(e.name for e in plan.environments)}",
                 phases(plan, unties=needs_untying(plan, model)),
             )
-            progress.note(f"everything goes to {shown_path(paths.output)}; logs to its folder logs")
+            progress.note(f"output goes to {shown_path(paths.output)}, logs to its folder logs")
             for note in notes:
                 progress.note(note)
             result = TrainRun(plan, paths, progress, model=model).run()
@@ -233,7 +234,7 @@ def _print_result(plan: RunPlan, paths: RunPaths, result: TrainResult) -> None:
         print(f"\n{curve_text(result.points, metric=result.metric)}")
     for name in [name for name in result.after if name in result.before]:
         before, after = result.before[name], result.after[name]
-        print(f"\n{name}, measured by its own evaluate")
+        print(f"\n{name}, measured by its evaluate")
         for key in [key for key in after if key in before]:
             shown = f"before {plain_number(before[key])}, after {plain_number(after[key])}"
             change = plain_number(after[key] - before[key])
@@ -259,25 +260,25 @@ def _print_result(plan: RunPlan, paths: RunPaths, result: TrainResult) -> None:
     print(f"  {more}   # train on")
 
 
-def _parser() -> TrainerParser:
-    parser = TrainerParser(
+def _parser() -> CommandParser:
+    parser = CommandParser(
         prog=_PROGRAM,
         usage=f"{_PROGRAM} FILE.py [FILE.py=WEIGHT ...] --model NAME_OR_PATH [--steps N] "
         "[--env.NAME VALUE ...] [--trainer.NAME VALUE ...]",
-        description="Train a model on environments of yours: starts the inference engine, the "
-        "trajectory service, the environments and the trainer, and ends with results before and "
-        "after, a report and the trained model. Ctrl-C ends every process; --resume goes on.\n\n"
+        description="Train a model on the given environments: start the inference engine, the "
+        "trajectory service, the environments and the trainer, and write results before and "
+        "after, a report and the trained model. Ctrl-C ends every process; --resume continues.\n\n"
         f"{_ENVIRONMENT_PREFIX}NAME VALUE sets any setting of every environment, "
         f"{_ENVIRONMENT_PREFIX}FILE.NAME VALUE of one of\nseveral (FILE without .py); "
         "`python FILE.py serve --help all` lists them with their defaults.\n"
-        f"{_TRAINER_PREFIX}NAME VALUE passes a flag of atropos-grpo on to the trainer.",
+        f"{_TRAINER_PREFIX}NAME VALUE passes a flag of atropos-grpo to the trainer.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
         often=_OFTEN_NEEDED,
     )
     _add_run_flags(parser)
     _add_engine_flags(parser)
-    trainer = parser.add_argument_group("flags of atropos-grpo, passed on to the trainer")
+    trainer = parser.add_argument_group("flags of atropos-grpo, passed to the trainer")
     for action in create_full_parser()._actions:
         if action.dest not in _OWN_FLAGS and action.dest not in _FIXED:
             _add_trainer_flag(trainer, action)
@@ -285,7 +286,7 @@ def _parser() -> TrainerParser:
 
 
 def _add_trainer_flag(group: Any, action: argparse.Action) -> None:
-    """Add a flag of the trainer under `--trainer.`; only what is typed appears in the result."""
+    """Add a flag of the trainer under `--trainer.`, without a default."""
     names = [
         f"{_TRAINER_PREFIX}{name.removeprefix('--')}"
         for name in action.option_strings
@@ -312,8 +313,8 @@ def _add_trainer_flag(group: Any, action: argparse.Action) -> None:
     group.add_argument(*names, **options)
 
 
-def _refuse_own_settings(parser: TrainerParser, words: Sequence[str]) -> None:
-    """Name the flag of this command for a setting of the trainer that it sets itself."""
+def _refuse_own_settings(parser: CommandParser, words: Sequence[str]) -> None:
+    """Reject settings of the trainer that this command sets, naming its own flag."""
     for word in words:
         setting = word.removeprefix(_TRAINER_PREFIX).partition("=")[0]
         name = _NAMES_OF_SETTINGS.get(setting, setting.replace("-", "_"))
@@ -324,12 +325,12 @@ def _refuse_own_settings(parser: TrainerParser, words: Sequence[str]) -> None:
 
 
 def _options(
-    parser: TrainerParser,
+    parser: CommandParser,
     arguments: argparse.Namespace,
     environment_flags: dict[str, tuple[str, ...]],
 ) -> TrainOptions:
     if not arguments.files:
-        parser.error("name the file of an environment; atropos-new-env writes one to start from")
+        parser.error("give the file of an environment; atropos-new-env writes one to start from")
     if arguments.model is None:
         parser.error("--model is missing: the hub name or the folder of the model to train")
     given = {
@@ -355,8 +356,8 @@ def _options(
     unknown = environment_flags.keys() - {"", *options.names()}
     if unknown:
         raise ConfigError(
-            f"{_ENVIRONMENT_PREFIX}{min(unknown)}.: there is no environment of that name; there is "
-            f"{', '.join(options.names())}"
+            f"{_ENVIRONMENT_PREFIX}{min(unknown)}.: there is no environment of that name; expected "
+            f"one of {', '.join(options.names())}"
         )
     return options
 
@@ -391,7 +392,7 @@ def _typed_trainer_flags(arguments: argparse.Namespace) -> tuple[str, ...]:
 
 
 def _trainer_config(plan: RunPlan) -> TrainingConfig:
-    """Return the settings the trainer will have; raises what it would refuse them with."""
+    """Return the settings of the trainer, or raise its error for invalid ones."""
     [_, _, *words] = trainer_arguments(
         plan, RunPaths(Path()), engine_url="http://127.0.0.1:1", service_url="http://127.0.0.1:2"
     )
@@ -401,7 +402,7 @@ def _trainer_config(plan: RunPlan) -> TrainingConfig:
 
 
 def _folder_to_resume(
-    parser: TrainerParser,
+    parser: CommandParser,
     arguments: argparse.Namespace,
     environment_flags: dict[str, tuple[str, ...]],
 ) -> Path:
@@ -415,13 +416,13 @@ def _folder_to_resume(
     if changed:
         parser.error(
             f"{changed[0].removeprefix('----') if changed[0].startswith('----') else changed[0]}: "
-            "--resume goes on with the settings of the run; only --steps may change"
+            "--resume continues with the settings of the run; only --steps may change"
         )
     if arguments.resume:
         return Path(arguments.resume)
     runs = [path.parent for path in _RUNS.glob("*/run.json")]
     if not runs:
-        raise ConfigError(f"--resume: there is no run under {_RUNS}/; name the folder of one")
+        raise ConfigError(f"--resume: there is no run under {_RUNS}/; give the folder of one")
     return max(runs, key=lambda path: (path / "run.json").stat().st_mtime)
 
 
@@ -429,7 +430,7 @@ def _require_steps_to_do(options: TrainOptions, paths: RunPaths) -> None:
     done = count_steps(paths.trainer_metrics)
     if done >= options.steps and paths.final_model.is_dir():
         raise ConfigError(
-            f"the run in {shown_path(paths.output)} has done its {done} steps; to train on, add "
+            f"the run in {shown_path(paths.output)} has done its {done} steps; to continue, add "
             f"--steps {2 * done}"
         )
 
@@ -449,15 +450,15 @@ def _machine(device: str) -> Machine:
 
 
 def _split_words(words: Sequence[str]) -> tuple[list[str], dict[str, tuple[str, ...]]]:
-    """Part the flags of environments from those of this command.
+    """Separate the flags of environments from those of this command.
 
     Returns:
         The other words, files first, and the flags by environment name; those for all under "".
     """
     own: list[str] = []
-    files: list[str] = []  # argparse takes them in one place only
+    files: list[str] = []  # argparse expects them next to each other
     flags: dict[str, tuple[str, ...]] = {}
-    name: str | None = None  # the environment whose flag takes the words that follow
+    name: str | None = None  # the environment of the preceding flag
     for word in words:
         if word.startswith(_ENVIRONMENT_PREFIX):
             name, word = _environment_flag(word)
@@ -471,7 +472,7 @@ def _split_words(words: Sequence[str]) -> tuple[list[str], dict[str, tuple[str, 
 
 
 def _environment_flag(word: str) -> tuple[str, str]:
-    """Read `--env.FILE.NAME=VALUE` as a flag for one environment, `--env.NAME=VALUE` for all."""
+    """Parse `--env.FILE.NAME=VALUE`, for one environment, or `--env.NAME=VALUE`, for all."""
     flag, equals, value = word.removeprefix(_ENVIRONMENT_PREFIX).partition("=")
     name, _, setting = flag.rpartition(".")
     return name, f"{_ENVIRONMENT_PREFIX}{setting}{equals}{value}"
@@ -527,8 +528,8 @@ def _shell_words(text: str) -> str:
     fixed = [word for word in words if word.partition("=")[0] in _FIXED_ENGINE_ARGS]
     if fixed:
         raise argparse.ArgumentTypeError(
-            f"{fixed[0]}: {_PROGRAM} sets this itself; to use an engine of yours, name it with "
-            "--engine-url"
+            f"{fixed[0]}: {_PROGRAM} sets this itself; to use a running engine, give its address "
+            "with --engine-url"
         )
     return text
 
@@ -539,7 +540,7 @@ def _add_run_flags(parser: argparse.ArgumentParser) -> None:
         nargs="*",
         type=_environment_file,
         metavar="FILE.py[=WEIGHT]",
-        help="environments; with several, their shares of each batch are as their weights "
+        help="environments; with several, weights are their relative shares of each batch "
         "(default 1)",
     )
     parser.add_argument("--model", help="hub name or folder of the model to train")
@@ -554,14 +555,14 @@ def _add_run_flags(parser: argparse.ArgumentParser) -> None:
         nargs="?",
         const="",
         metavar="FOLDER",
-        help=f"go on with the run in this folder, or with the newest under {_RUNS}/; its "
-        "settings hold, --steps may be raised",
+        help=f"continue the run in this folder, or the newest under {_RUNS}/, with its settings; "
+        "--steps may be increased",
     )
     parser.add_argument(
         "--lr",
         type=_positive,
-        help="learning rate (default: 1e-6, which is usual where all weights are trained; "
-        "2e-4 below 20 million parameters. atropos-grpo by itself takes 1e-5)",
+        help="learning rate (default: 1e-6, which is common if all weights are trained; "
+        "2e-4 below 20 million parameters. The default of atropos-grpo is 1e-5)",
     )
     parser.add_argument(
         "--groups-per-step",
@@ -571,8 +572,8 @@ def _add_run_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--context-tokens",
         type=whole_number(16),
-        help="longest prompt and completion together, in tokens (default: the largest "
-        "env.max_token_length and 1024 more, at most what the model reads)",
+        help="maximum tokens of prompt and completion (default: the largest env.max_token_length "
+        "plus 1024, at most the context of the model)",
     )
     parser.add_argument(
         "--seed", type=whole_number(0), help="seed of engine and trainer (default: 0)"
@@ -580,7 +581,7 @@ def _add_run_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--no-evaluate",
         action="store_true",
-        help="do not measure before and after training (default: the environments' evaluate does)",
+        help="do not run the environments' evaluate before and after training",
     )
 
 
@@ -588,27 +589,27 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device",
         choices=["auto", "cpu", "cuda"],
-        help="where engine and trainer run; auto: on the GPU if there is one. One GPU is "
-        "shared, of several the trainer has the first and the engine the last; "
-        "CUDA_VISIBLE_DEVICES chooses among them (default: auto)",
+        help="device of engine and trainer; auto: the GPU if there is one. One GPU is shared; with "
+        "several, the trainer uses the first and the engine the last; CUDA_VISIBLE_DEVICES selects "
+        "among them (default: auto)",
     )
     parser.add_argument(
         "--engine-url",
         type=_address,
         metavar="URL",
         help="use the vLLM at this address, started with VLLM_SERVER_DEV_MODE=1 (default: "
-        "one is launched)",
+        "launch one)",
     )
     parser.add_argument(
         "--engine-args",
         type=_shell_words,
         metavar="'ARGS'",
-        help="further arguments for the launched vLLM, as one word (default: none)",
+        help="additional arguments for the launched vLLM, as one word (default: none)",
     )
     parser.add_argument(
         "--gpu-memory-utilization",
         type=_fraction,
-        help="share of GPU memory for the launched vLLM (default: 0.45; 0.9 on a GPU of its own)",
+        help="share of GPU memory for the launched vLLM (default: 0.45; 0.9 on a separate GPU)",
     )
 
 
@@ -620,15 +621,15 @@ Evaluations = Mapping[str, Mapping[str, float]]
 
 
 class TrainResult(NamedTuple):
-    """What came out of a run."""
+    """Results of a run."""
 
     before: Evaluations
     after: Evaluations
     metric: report.RewardMetric
     points: list[report.RewardPoint]
-    """Reward around each trainer step."""
+    """Mean reward by trainer step."""
     has_rollouts: bool
-    """Whether there is a page of rollouts."""
+    """Whether the page of rollouts was written."""
     seconds: float
 
     @property
@@ -640,11 +641,11 @@ class TrainResult(NamedTuple):
 
 
 def write_options(options: TrainOptions, paths: RunPaths) -> None:
-    """Keep the command line of a run in its folder, readable by its owner only.
+    """Write the command line of a run to its folder, readable by its owner only.
 
-    Flags may hold keys of providers, which a resumed run needs again.
+    Flags may contain API keys, which a resumed run needs.
     """
-    text = json.dumps(options.as_json(), indent=2)
+    text = json.dumps(asdict(options), indent=2)
     path = paths.output / RUN_FILE
     unfinished = path.with_suffix(".new")
     unfinished.touch(mode=0o600)
@@ -653,25 +654,21 @@ def write_options(options: TrainOptions, paths: RunPaths) -> None:
 
 
 def read_options(folder: Path) -> TrainOptions:
-    """Read the command line of the run in a folder.
-
-    Raises:
-        ConfigError: There is no run of `atropos-train`.
-    """
+    """Read the command line of the run in a folder; raise `ConfigError` if there is none."""
     path = folder / RUN_FILE
     try:
         return TrainOptions.from_json(json.loads(path.read_text(encoding="utf-8")))
     except FileNotFoundError as error:
         raise ConfigError(
-            f"--resume {folder}: there is no run to resume; expected a folder that atropos-train "
-            f"has written, with {RUN_FILE}"
+            f"--resume {folder}: there is no run to resume; expected an output folder of "
+            f"atropos-train, with {RUN_FILE}"
         ) from error
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ConfigError(f"--resume {folder}: {path} cannot be read: {error}") from error
 
 
 def phases(plan: RunPlan, *, unties: bool) -> list[str]:
-    """Return the titles of the phases of a run, in their order."""
+    """Return the titles of the phases of a run in order."""
     evaluated = [each.name for each in plan.environments if each.is_evaluated]
     titles = ["Copy the model for the engine"] if unties else []
     titles.append(
@@ -680,7 +677,7 @@ def phases(plan: RunPlan, *, unties: bool) -> list[str]:
         else "Start the trajectory service and the inference engine"
     )
     if evaluated:
-        titles.append(f"Measure before training: evaluate of {', '.join(evaluated)}")
+        titles.append(f"Measure before training: `evaluate` of {', '.join(evaluated)}")
     titles.append(f"Train for {plan.steps} steps of {plan.work}")
     if evaluated:
         titles.append("Measure after training")
@@ -700,11 +697,11 @@ class TrainRun:
         self._supervisor = Supervisor()
 
     def run(self) -> TrainResult:
-        """Go through all phases.
+        """Run all phases.
 
         Raises:
             ProcessFailedError: One of the processes ended or was not ready in time.
-            AtroposError: Something else failed for a known reason.
+            AtroposError: Another part failed.
         """
         with self._supervisor:
             if self._unties:
@@ -719,7 +716,7 @@ class TrainRun:
         return self._report(before, after)
 
     def _untie(self) -> Path:
-        """Write the model with an output layer of its own, which vLLM on a CPU can replace."""
+        """Write an untied copy of the model, whose output layer vLLM on a CPU can update."""
         from transformers import AutoModelForCausalLM, AutoTokenizer
 
         from example_trainer.weight_sync import export_for_engine
@@ -757,16 +754,15 @@ class TrainRun:
                 continue
             self._progress.begin(
                 f"evaluate_{when}_{environment.name}",
-                f"Measuring {when} training: evaluate of {environment.name}",
-                expected="as long as its questions take",
+                f"Measuring {when} training: `evaluate` of {environment.name}",
+                expected="depends on the environment",
             )
             metrics = loop.evaluate(environment, when)
             if metrics:
                 results[environment.name] = metrics
-                shown = ", ".join(
-                    f"{key} {report.plain_number(value)}" for key, value in metrics.items()
+                self._progress.note(
+                    ", ".join(f"{key} {plain_number(value)}" for key, value in metrics.items())
                 )
-                self._progress.note(shown)
         return results
 
     def _report(self, before: Evaluations, after: Evaluations) -> TrainResult:
@@ -812,9 +808,9 @@ class TrainRun:
 
 
 def needs_untying(plan: RunPlan, model: ModelFacts) -> bool:
-    """Whether the engine needs a copy of the model whose output layer is not its embedding.
+    """Return whether the engine needs an untied copy of the model.
 
-    vLLM on a CPU keeps a packed copy of a tied output layer, which in-place updates do not reach.
+    On a CPU, vLLM has a packed copy of a tied output layer, which in-place updates do not change.
     """
     return model.is_tied and not plan.on_gpu and plan.engine_url is None
 

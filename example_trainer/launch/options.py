@@ -1,8 +1,8 @@
 """The options of `atropos-train` and the plan of the run that follows from them; pure.
 
-    options + facts about model, environments and machine ─► RunPlan, notes on what was chosen
+    options + facts about model, environments and machine ─► RunPlan, notes on the choices
 
-`atropos-train` and `atropos-demo` each make a `RunPlan`; `stack` turns it into processes.
+`atropos-train` and `atropos-demo` each create a `RunPlan`; `stack` turns it into processes.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import contextlib
 import math
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,38 +30,34 @@ class EnvironmentPlan:
     script: Path
     """The environment's file, absolute or relative to `RunPlan.working_folder`."""
     folder: Path
-    """Where its settings, groups, metrics and evaluations go."""
+    """Output folder of its settings, groups, metrics and evaluations."""
     name: str = "environment"
-    """What tables call it; differs between the environments of a run."""
+    """Unique name for tables."""
     settings: Mapping[str, Any] = field(default_factory=dict)
-    """Section `env` of its YAML file, over what every environment of a run gets."""
+    """Section `env` of its YAML file, with precedence over the settings of every environment."""
     sections: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
-    """Further settings by section of the YAML file; they win over `settings`."""
+    """Additional settings by section of the YAML file, with precedence over `settings`."""
     flags: tuple[str, ...] = ()
-    """Flags for its command line, such as `--env.group_size=8`; they win over the YAML file."""
+    """Flags such as `--env.group_size=8`, with precedence over the YAML file."""
     num_servers: int = 1
-    """Inference servers its own defaults name; each becomes the engine of the run."""
+    """Number of inference servers in its defaults; each is replaced by the engine of the run."""
     is_evaluated: bool = False
     """Whether its `evaluate` measures something."""
 
     @property
     def process_name(self) -> str:
-        """What messages and logs call its process."""
         return "environment" if self.name == "environment" else f"environment {self.name}"
 
     @property
     def config(self) -> Path:
-        """YAML file the environment is started with."""
         return self.folder / "environment.yaml"
 
     @property
     def groups(self) -> Path:
-        """JSONL file of the groups it has scored."""
         return self.folder / "groups.jsonl"
 
     @property
     def metrics(self) -> Path:
-        """JSONL file of its metrics."""
         return self.folder / "environment_metrics.jsonl"
 
     def evaluation(self, when: str) -> Path:
@@ -71,55 +67,55 @@ class EnvironmentPlan:
 
 @dataclass(frozen=True)
 class RunPlan:
-    """Everything the processes of a run are started with."""
+    """Settings of the processes of a run."""
 
     model: str
-    """Hub name or folder of the model: the trainer's, and the name the engine serves it under."""
+    """Hub name or folder of the model, and its name in the engine."""
     environments: tuple[EnvironmentPlan, ...]
-    """At least one; names differ."""
+    """At least one; names are unique."""
     steps: int
     """Optimizer steps of the whole run."""
     sequences_per_step: int
     """Trajectories in one optimizer step."""
     context_tokens: int
-    """Longest prompt and completion together, in tokens."""
+    """Maximum tokens of prompt and completion."""
     work: str = ""
-    """What one step consists of, for the progress lines: `16 problems x 8 tries`."""
-    expected: str = "as long as the model needs"
-    """How long training should take, in words."""
+    """Work of one step for the progress lines: `16 problems x 8 tries`."""
+    expected: str = "depends on the model"
+    """Expected duration of the training, in words."""
     seed: int = 0
     """Seed of the engine and of the trainer."""
     on_gpu: bool = False
     """Whether engine and trainer run on a GPU."""
     engine_model: Path | None = None
-    """Folder the engine loads where that is not `model`."""
+    """Folder of the engine's copy of the model; None: `model`."""
     engine_url: str | None = None
-    """Address, without `/v1`, of an engine that runs already; None launches one."""
+    """Address, without `/v1`, of a running engine; None: launch one."""
     engine_flags: tuple[str, ...] = ()
-    """Further arguments of vLLM."""
+    """Additional arguments of vLLM."""
     engine_variables: Mapping[str, str] = field(default_factory=dict)
-    """Further environment variables of vLLM."""
+    """Additional environment variables of vLLM."""
     trainer_flags: tuple[str, ...] = ()
-    """Further flags of `atropos-grpo`; they come last and win."""
+    """Additional flags of `atropos-grpo`, with precedence."""
     trainer_variables: Mapping[str, str] = field(default_factory=dict)
-    """Further environment variables of the trainer."""
+    """Additional environment variables of the trainer."""
     variables: Mapping[str, str] = field(default_factory=dict)
-    """Further environment variables of every process."""
+    """Additional environment variables of every process."""
     import_folder: Path | None = None
-    """Put first on the module search path of every process."""
+    """First entry of the module search path of every process."""
     working_folder: Path = field(default_factory=Path.cwd)
     """Working directory of the environments."""
     is_resumed: bool = False
-    """Whether the trainer goes on from its checkpoints."""
+    """Whether the trainer continues from its checkpoints."""
     stall_limit_s: float = 1800.0
-    """Seconds without a trainer step after which the run counts as stuck."""
+    """Seconds without a trainer step after which the run fails."""
     start_limit_s: float = 600.0
-    """Seconds each process may take to answer for the first time."""
+    """Maximum seconds for the start of each process."""
 
 
 @dataclass(frozen=True)
 class RunPaths:
-    """Where one run writes; every path lies under `output`."""
+    """Output paths of one run, all under `output`."""
 
     output: Path
     """Folder of the run, absolute."""
@@ -167,16 +163,15 @@ class RunPaths:
 
 
 def shown_path(path: Path) -> str:
-    """Return an absolute path as a person would type it in the working directory."""
+    """Return an absolute path relative to the working directory, if it is inside."""
     here = Path.cwd()
     return str(path.relative_to(here)) if path.is_relative_to(here) else str(path)
 
 
 def batch_sequences(group_sizes: Sequence[int], groups: int) -> int:
-    """Return a batch size that whole groups of every size add up to.
+    """Return a batch size that is a multiple of every group size.
 
-    About `groups` groups of mean size, rounded up to a multiple of every size's common multiple
-    and at least one group of each environment.
+    It is about `groups` groups of mean size, rounded up, with at least one of each environment.
     """
     common = math.lcm(*group_sizes)
     wanted = max(sum(group_sizes), round(groups * sum(group_sizes) / len(group_sizes)))
@@ -186,10 +181,10 @@ def batch_sequences(group_sizes: Sequence[int], groups: int) -> int:
 def batch_shares(
     weights: Sequence[float], group_sizes: Sequence[int], sequences: int
 ) -> list[float]:
-    """Return the part of each batch that is reserved for each environment.
+    """Return the share of each batch that is reserved for each environment.
 
-    Every share is a whole number of groups, less half a sequence, so that rounding never asks for
-    one group more than there is room for; what is left goes to the first group that comes.
+    A share is an integer number of groups minus half a sequence, so that rounding never reserves
+    more groups than fit. The remainder is not reserved.
     """
     total = sum(weights)
     shares = []
@@ -200,14 +195,14 @@ def batch_shares(
 
 
 TINY_PARAMETERS = 20_000_000
-"""Models below this are learning setups: they need large steps and no care for memory."""
+"""Smaller models are for experiments: large learning rate, no limits on memory."""
 
 PROMPT_ROOM_TOKENS = 1024
-"""Room in the engine's context beyond `max_token_length`, for environments that limit completions
-alone or ask the engine something else as well."""
+"""Tokens of the engine's context beyond `max_token_length`, for environments that limit completions
+only or send other requests as well."""
 
 CPU_TOKEN_LIMIT = 512
-"""Longest conversation of a model that is not tiny, on a CPU, unless a flag asks for more."""
+"""Maximum conversation length on a CPU, unless the model is tiny or a flag is given."""
 
 _PARALLEL_SIZES = (
     ("--tensor-parallel-size", "-tp"),
@@ -220,21 +215,20 @@ _SHARED_GPU_UTILIZATION = 0.45
 _OWN_GPU_UTILIZATION = 0.9
 _FLOPS_PER_CORE = 2e10
 _FLOPS_PER_PARAMETER_AND_TOKEN = 10
-"""2 to generate, 6 to train, 2 to compute activations again."""
+"""2 to generate, 6 to train, 2 to recompute activations."""
 
 
 class EnvironmentFile(NamedTuple):
     """One environment of the command line."""
 
     path: str
-    """As typed."""
     weight: float = 1.0
     """Share of every batch, relative to the others."""
 
 
 @dataclass(frozen=True)
 class TrainOptions:
-    """The command line of a run, kept in its folder so that it can be resumed."""
+    """The command line of a run, saved in its folder for `--resume`."""
 
     files: tuple[EnvironmentFile, ...]
     model: str
@@ -249,23 +243,20 @@ class TrainOptions:
     engine_args: str = ""
     gpu_memory_utilization: float | None = None
     environment_flags: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """Flags by environment name; those under "" go to every environment."""
+    """Flags by environment name; those under "" are for every environment."""
     trainer_flags: tuple[str, ...] = ()
     working_folder: str = "."
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self)
-
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> TrainOptions:
-        """Return the options that `as_json` wrote."""
+        """Return the options from the JSON form of `asdict`."""
         known = dict(values)
         known["files"] = tuple(EnvironmentFile(*each) for each in known["files"])
         known["trainer_flags"] = tuple(known["trainer_flags"])
         return cls(**known)
 
     def names(self) -> list[str]:
-        """Return a name for each file: its stem, numbered where it repeats."""
+        """Return a name for each file: its stem, numbered if it repeats."""
         names: list[str] = []
         for file in self.files:
             stem = Path(file.path).stem
@@ -274,33 +265,32 @@ class TrainOptions:
         return names
 
     def flags_of(self, name: str) -> tuple[str, ...]:
-        """Return the flags of one environment, its own after those for all."""
         return (*self.environment_flags.get("", ()), *self.environment_flags.get(name, ()))
 
 
 class Machine(NamedTuple):
-    """Where the run takes place."""
+    """Hardware of a run."""
 
     gpus: tuple[str, ...]
-    """Ids of the GPUs, as `CUDA_VISIBLE_DEVICES` names them; empty to run on the CPU."""
+    """Ids of the GPUs, as in `CUDA_VISIBLE_DEVICES`; empty to run on the CPU."""
     num_cores: int
     gpu_bytes: int = 0
-    """Memory of the first GPU; 0 where it is not known."""
+    """Memory of the first GPU; 0 if unknown."""
     has_bfloat16: bool = True
-    """Whether the GPUs compute in bfloat16."""
+    """Whether the GPUs support bfloat16."""
 
 
 class Placement(NamedTuple):
-    """Which GPUs a run uses, and how."""
+    """Assignment of GPUs to trainer and engine."""
 
     trainer: tuple[str, ...]
     """GPU of the trainer; empty on a CPU."""
     engine: tuple[str, ...]
-    """GPUs of the engine that is launched; empty on a CPU, or where none is launched."""
+    """GPUs of the launched engine; empty on a CPU, or if none is launched."""
     engine_share: float
-    """Part of the memory of its GPUs that the engine takes; 0 where none is launched."""
+    """Share of the memory of its GPUs that the engine uses; 0 if none is launched."""
     idle: tuple[str, ...]
-    """GPUs that nothing uses."""
+    """Unused GPUs."""
 
     @property
     def is_shared(self) -> bool:
@@ -309,18 +299,18 @@ class Placement(NamedTuple):
 
     @property
     def trainer_share(self) -> float:
-        """Part of the memory of its GPU that is left to the trainer."""
+        """Share of the memory of its GPU that the trainer can use."""
         return 1.0 - self.engine_share if self.is_shared else 1.0
 
     def describe(self) -> str:
-        """Return one line that a person reads; empty on a CPU."""
+        """Return one line for the log; empty on a CPU."""
         if not self.trainer:
             return ""
         [trainer] = self.trainer
         if self.is_shared:
             return (
-                f"GPU {trainer} is shared: the engine takes {self.engine_share:.0%} of its memory "
-                "(--gpu-memory-utilization), the trainer has the rest"
+                f"GPU {trainer} is shared: the engine uses {self.engine_share:.0%} of its memory "
+                "(--gpu-memory-utilization), the trainer the rest"
             )
         if not self.engine:
             return f"trainer on GPU {trainer}"
@@ -332,7 +322,7 @@ class Placement(NamedTuple):
 
 
 class Chosen(NamedTuple):
-    """A run, and what a person should know about how it came about."""
+    """The plan of a run, and notes on the choices that the user should know."""
 
     plan: RunPlan
     notes: list[str]
@@ -347,7 +337,7 @@ def make_plan(
     machine: Machine,
     is_resumed: bool = False,
 ) -> Chosen:
-    """Choose every setting that the command line leaves open.
+    """Choose every setting that the command line does not give.
 
     Raises:
         ConfigError: the options do not fit the model.
@@ -392,7 +382,7 @@ def make_plan(
         variables=_thread_variables(machine, is_tiny=is_tiny),
         working_folder=Path(options.working_folder),
         is_resumed=is_resumed,
-        # A step of a large model on a CPU takes long; a dead process is noticed at once anyway.
+        # A step of a large model on a CPU takes long; a dead process is detected independently.
         stall_limit_s=1800.0 if on_gpu or is_tiny else 6 * 3600.0,
     )
     notes += _template_notes(options, model)
@@ -405,7 +395,7 @@ def _template_notes(options: TrainOptions, model: ModelFacts) -> list[str]:
     if model.has_chat_template:
         return []
     return [
-        f"{options.model} has no chat template: environments that pose chats will fail; choose "
+        f"{options.model} has no chat template: environments that send messages will fail; choose "
         "an instruction-tuned model for those"
     ]
 
@@ -419,11 +409,11 @@ def _work(sequences: int, sizes: Sequence[int]) -> str:
 def place(options: TrainOptions, machine: Machine) -> Placement:
     """Divide the GPUs between trainer and engine.
 
-    One GPU is shared. Of several the trainer has the first, and the engine as many of the last as
-    `--engine-args` makes it use, one without that.
+    One GPU is shared. With several, the trainer uses the first, and the engine the last N that
+    `--engine-args` requires, by default one.
 
     Raises:
-        ConfigError: The engine would use more GPUs than there are for it.
+        ConfigError: The engine requires more GPUs than are free.
     """
     gpus = machine.gpus
     if options.engine_url is not None or not gpus:
@@ -437,7 +427,7 @@ def place(options: TrainOptions, machine: Machine) -> Placement:
     if wanted > free:
         raise ConfigError(
             f"--engine-args '{options.engine_args}' uses {wanted} GPUs; there "
-            + (f"are {free} beside the trainer's" if len(gpus) > 1 else "is one")
+            + (f"are {free} in addition to the trainer's" if len(gpus) > 1 else "is one")
         )
     default = _SHARED_GPU_UTILIZATION if len(gpus) == 1 else _OWN_GPU_UTILIZATION
     share = options.gpu_memory_utilization or default
@@ -451,11 +441,7 @@ def place(options: TrainOptions, machine: Machine) -> Placement:
 def require_gpu_memory(
     model: ModelFacts, config: TrainingConfig, machine: Machine, placement: Placement
 ) -> None:
-    """Refuse a model whose weights, gradients and optimizer states alone exceed the memory.
-
-    Raises:
-        ConfigError: Says what there is and what takes less.
-    """
+    """Raise `ConfigError` if weights, gradients and optimizer states exceed the memory."""
     if not (machine.gpus and machine.gpu_bytes) or config.train_layer_indices is not None:
         return
     weight_bytes = {"float32": 4, "bfloat16": 2}[config.loaded_dtype]
@@ -469,20 +455,17 @@ def require_gpu_memory(
     if placement.is_shared:
         remedies += ["a second GPU", "a smaller --gpu-memory-utilization"]
     if config.resolved_train_dtype != "bfloat16":
-        remedies.append("--trainer.train-dtype bfloat16, which takes half")
+        remedies.append("--trainer.train-dtype bfloat16, which needs half")
     raise ConfigError(
         f"{config.model_name} does not fit: weights, gradients and {optimizer.name} states of "
-        f"{model.num_parameters / 1e9:.1f} billion parameters take {needed / GIB:.0f} GiB, and "
-        f"{available / GIB:.0f} GiB of GPU {placement.trainer[0]} are the trainer's; take "
-        + ", or ".join(remedies)
+        f"{model.num_parameters / 1e9:.1f} billion parameters need {needed / GIB:.0f} GiB, and "
+        f"{available / GIB:.0f} GiB of GPU {placement.trainer[0]} are available to the trainer; "
+        "use " + ", or ".join(remedies)
     )
 
 
 def visible_gpus(variable: str, count: int) -> tuple[str, ...]:
-    """Return the ids of the GPUs a process sees, as `CUDA_VISIBLE_DEVICES` names them.
-
-    `variable` is its value here, `count` the GPUs seen; ids after an invalid one are not.
-    """
+    """Return the ids of the `count` visible GPUs, given the value of `CUDA_VISIBLE_DEVICES`."""
     named = [each.strip() for each in variable.split(",") if each.strip()]
     return tuple(named[:count] if named else map(str, range(count)))
 
@@ -501,7 +484,7 @@ def _listed(gpus: Sequence[str]) -> str:
 
 
 def _visible(gpus: Sequence[str], machine: Machine) -> dict[str, str]:
-    """Return the variable that shows a process its GPUs where it should not see all."""
+    """Return the variable that restricts a process to its GPUs, unless it uses none or all."""
     return {"CUDA_VISIBLE_DEVICES": ",".join(gpus)} if 0 < len(gpus) < len(machine.gpus) else {}
 
 
@@ -512,7 +495,7 @@ def _token_limits(
     machine: Machine,
     notes: list[str],
 ) -> list[int]:
-    """Return `max_token_length` of each environment; its own where the model can read that much."""
+    """Return `max_token_length` of each environment, limited by the context of the model."""
     limits = []
     for name, facts in zip(options.names(), environments, strict=True):
         most = [limit for limit in (model.context_tokens, options.context_tokens) if limit]
@@ -577,7 +560,7 @@ def _environment_plan(
 def _engine_flags(machine: Machine, placement: Placement) -> tuple[str, ...]:
     if not machine.gpus:
         return ("--dtype", "float32", "--enforce-eager", "--max-num-seqs", "256")
-    # The trainer's forward passes are bfloat16; weights on disk may be of another type.
+    # As the trainer's forward passes; the type of the weights on disk may differ.
     dtype = ("--dtype", "bfloat16") if machine.has_bfloat16 else ()
     return (*dtype, "--gpu-memory-utilization", str(placement.engine_share))
 
@@ -606,9 +589,9 @@ def _trainer_flags(
 
 
 def _thread_variables(machine: Machine, *, is_tiny: bool) -> dict[str, str]:
-    """The processes share the cores; more threads than cores only wait for one another."""
     if machine.gpus:
         return {}
+    # Several processes share the cores.
     return {"OMP_NUM_THREADS": "1" if is_tiny else str(max(1, machine.num_cores // 2))}
 
 

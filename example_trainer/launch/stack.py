@@ -1,4 +1,4 @@
-"""The processes of a run: their commands, the order they start in, and how they are watched.
+"""The processes of a run: their commands, the order of their start, and their supervision.
 
     environments --completions--> inference engine <--new weights-- trainer
         |                                                             ^
@@ -7,8 +7,8 @@
     start_servers ──► wait_for_servers ──► start_trainer ──► reinforce ──► the trainer has ended
                                         └─► evaluate ◄────────────────────────────────────┘
 
-`build_stack` is a function of the plan; `Supervisor` ends all processes when one fails and names
-the failure; `TrainingLoop` starts them and waits.
+`build_stack` creates the processes from the plan, `TrainingLoop` starts them and waits, and
+`Supervisor` reports the first one that fails and ends all others.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ _CPU_ENGINE_GIB = 1
 
 @dataclass(frozen=True)
 class Stack:
-    """The processes of one run, not started yet, and where they answer."""
+    """The processes of one run, not started yet, and their addresses."""
 
     engine: ManagedProcess | None
-    """None where an engine runs already."""
+    """None if a running engine is used."""
     service: ManagedProcess
     environments: tuple[ManagedProcess, ...]
     trainer: ManagedProcess
@@ -57,9 +57,9 @@ class Stack:
 def build_stack(
     plan: RunPlan, paths: RunPaths, *, ports: tuple[int, int], inherited: Mapping[str, str]
 ) -> Stack:
-    """Describe the processes; writes the YAML file of each environment.
+    """Create the processes, and write the YAML file of each environment.
 
-    `ports`: free ones for the engine and for the service; `inherited`: environment variables.
+    `ports`: free ports for the engine and the service; `inherited`: environment variables.
     """
     engine_port, service_port = ports
     engine_url = plan.engine_url or f"http://127.0.0.1:{engine_port}"
@@ -120,9 +120,9 @@ def evaluation_process(
     *,
     inherited: Mapping[str, str],
 ) -> ManagedProcess:
-    """Describe the `evaluate` command of an environment; writes its YAML file.
+    """Create the process of an environment's `evaluate` command, and write its YAML file.
 
-    The stack of the plan has been built; `when` is `before` or `after`.
+    `build_stack` must have been called; `when` is `before` or `after`.
     """
     folder = environment.evaluation(when)
     sections = yaml.safe_load(environment.config.read_text(encoding="utf-8"))
@@ -143,21 +143,18 @@ def evaluation_process(
 
 
 def write_yaml(content: Mapping[str, Any], path: Path) -> None:
-    """Write the settings of an environment to the file it is started with, for its owner only.
-
-    They may hold keys, and passwords in addresses.
-    """
+    """Write the settings of an environment, which may contain keys, readable by the owner only."""
     path.parent.mkdir(parents=True, exist_ok=True)
     path.touch(mode=0o600)
     path.write_text(yaml.safe_dump(dict(content), sort_keys=False), encoding="utf-8")
 
 
 def common_variables(plan: RunPlan, inherited: Mapping[str, str]) -> dict[str, str]:
-    """Return the environment variables every process gets."""
+    """Return the environment variables of every process."""
     variables = {
         **inherited,
         "TOKENIZERS_PARALLELISM": "false",
-        "PYTHONUNBUFFERED": "1",  # a log is read while it is written
+        "PYTHONUNBUFFERED": "1",  # logs are read while they are written
         **plan.variables,
     }
     if plan.import_folder is not None:
@@ -167,7 +164,7 @@ def common_variables(plan: RunPlan, inherited: Mapping[str, str]) -> dict[str, s
 
 
 def engine_variables(plan: RunPlan, inherited: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of vLLM: in-place weight updates, no usage report, CPU settings."""
+    """Return the variables of vLLM: in-place updates, no usage reports, CPU settings."""
     variables = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
     if not plan.on_gpu:
         own = {
@@ -183,10 +180,10 @@ def engine_arguments(plan: RunPlan, *, port: int) -> list[str]:
     arguments = ["-m", "vllm.entrypoints.openai.api_server"]
     arguments += ["--model", str(plan.engine_model or plan.model)]
     arguments += ["--served-model-name", plan.model]
-    # Never to be bound elsewhere: in-place updates let anyone who reaches the port load files.
+    # Loopback only: clients of the routes for in-place updates can load files.
     arguments += ["--host", "127.0.0.1", "--port", str(port)]
     arguments += ["--max-model-len", str(plan.context_tokens), "--seed", str(plan.seed)]
-    # The trainer divides its logits by the temperature where the engine has done so.
+    # After temperature scaling, as the trainer's.
     arguments += ["--logprobs-mode", "processed_logprobs"]
     arguments += ["--disable-uvicorn-access-log"]  # thousands of short requests a minute
     return [*arguments, *plan.engine_flags]
@@ -216,9 +213,9 @@ def trainer_arguments(
     arguments = ["-m", "example_trainer.grpo"]
     arguments += [f"--{name}={value}" for name, value in flags.items()]
     if plan.is_resumed:
-        # The service may know the run with fewer steps.
+        # The service may have registered the run with fewer steps.
         arguments.append("--replace-run")
-        # A trainer that ended before its run started has nothing to resume.
+        # A trainer that ended before it created its journal cannot resume.
         if (paths.checkpoints / JOURNAL_DIRECTORY / "run.json").is_file():
             arguments.append("--resume")
     return [*arguments, *plan.trainer_flags]
@@ -227,10 +224,7 @@ def trainer_arguments(
 def environment_sections(
     plan: RunPlan, environment: EnvironmentPlan, *, engine_url: str, service_url: str
 ) -> dict[str, Any]:
-    """Return the content of the YAML file an environment is started with.
-
-    What is set here is what the run needs; everything else is the environment's own default.
-    """
+    """Return the content of an environment's YAML file: the settings that the run determines."""
     engine = {
         "server_type": "vllm",
         "base_url": f"{engine_url}/v1",
@@ -244,7 +238,7 @@ def environment_sections(
             "total_steps": plan.steps,
             "tokenizer_name": plan.model,
             "rollout_server_url": service_url,
-            "rollout_grace_s": 0.0,  # nothing takes the groups of a run that is stopped
+            "rollout_grace_s": 0.0,  # groups of a stopped run are not used
             "use_wandb": False,
             "include_messages": True,
             "data_path_to_save_groups": str(environment.groups),
@@ -258,7 +252,7 @@ def environment_sections(
     for name, given in environment.sections.items():
         sections[name] = {**sections.get(name, {}), **given}
     if environment.num_servers > 1:
-        # An environment with several servers takes a list of them alone.
+        # An environment with several servers accepts a list only.
         sections["openai"] = [sections["openai"]] * environment.num_servers
     return sections
 
@@ -281,9 +275,9 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 @contextlib.contextmanager
 def ending_signals() -> Iterator[None]:
-    """Let the first SIGINT or SIGTERM unwind the program once, and ignore those after it.
+    """Raise `KeyboardInterrupt` on SIGINT and `SystemExit(143)` on SIGTERM, once.
 
-    SIGINT raises `KeyboardInterrupt`, SIGTERM `SystemExit` with 143.
+    Further signals are ignored.
     """
     previous = {number: signal.signal(number, _interrupt) for number in _SIGNALS}
     try:
@@ -294,7 +288,7 @@ def ending_signals() -> Iterator[None]:
 
 
 def _interrupt(number: int, _frame: FrameType | None) -> NoReturn:
-    # One interruption is enough: a second one must not break off the ending of the processes.
+    # A second signal must not interrupt the end of the processes.
     for each in _SIGNALS:
         signal.signal(each, signal.SIG_IGN)
     if number == signal.SIGINT:
@@ -303,10 +297,10 @@ def _interrupt(number: int, _frame: FrameType | None) -> NoReturn:
 
 
 class Supervisor:
-    """Owns processes: starts them, notices when one ends, stops all of them together.
+    """Starts processes, detects that one has failed, and stops all of them.
 
-    A process that ends by itself is a failure unless it was started with `may_finish` and ends
-    with code 0. Used as a context manager, it stops every process on exit.
+    A process that ends by itself has failed, unless it was started with `may_finish` and its exit
+    code is 0. As a context manager, it stops every process on exit.
     """
 
     def __init__(
@@ -321,21 +315,18 @@ class Supervisor:
         self._may_finish: set[str] = set()
 
     def start(self, process: ManagedProcess, *, may_finish: bool = False) -> None:
-        """Start a process and watch it from now on.
-
-        `may_finish`: ending with code 0 is what it should do at some time.
-        """
-        # Known before it runs: an interruption during the start must not leave it behind.
+        """Start a process and supervise it."""
+        # Added first, so that it is stopped after an interruption of `start`.
         self._processes.append(process)
         if may_finish:
             self._may_finish.add(process.name)
         process.start()
 
     def check(self) -> None:
-        """Raise `ProcessFailedError` when one of the processes has ended but should not have.
+        """Raise `ProcessFailedError` if a process has failed.
 
-        Processes fail because those they depend on failed: the first one in the order of starting
-        is named, after a moment in which it may still be seen to end.
+        Processes often fail because one that they depend on has failed. The error names the first
+        in the order of their start, after a short time for its end to be detected.
         """
         if self._first_failed() is None:
             return
@@ -354,17 +345,17 @@ class Supervisor:
         timeout_s: float,
         on_wait: Callable[[float], None] | None = None,
     ) -> float:
-        """Wait for one process while watching all; see `processes.wait_until_ready`."""
+        """Wait for one process while supervising all; see `processes.wait_until_ready`."""
 
-        def watch(waited_s: float) -> None:
+        def check_and_report(waited_s: float) -> None:
             self.check()
             if on_wait is not None:
                 on_wait(waited_s)
 
-        return wait_until_ready(process, is_ready, timeout_s=timeout_s, on_wait=watch)
+        return wait_until_ready(process, is_ready, timeout_s=timeout_s, on_wait=check_and_report)
 
     def stop(self, *, grace_s: float = 8.0) -> None:
-        """End every process and wait until all are gone; those started last are asked first."""
+        """End every process, in the reverse order of their start, and wait until all have ended."""
         for process in reversed(self._processes):
             process.request_stop(grace_s=grace_s)
         for process in reversed(self._processes):
@@ -390,10 +381,10 @@ _TITLE = "VLLM::"
 
 
 class EngineWatch:
-    """The processes that an engine, started and ready, has started by now and needs.
+    """Detects that a worker process of a running engine has died.
 
-    vLLM's server can outlive its workers for minutes: while it waits for an answer that will not
-    come, for instance in the middle of a weight update, it neither ends nor reports it.
+    vLLM's server can outlive its workers for minutes, for instance while it waits for them in a
+    weight update.
     """
 
     def __init__(self, engine: ManagedProcess) -> None:
@@ -401,30 +392,30 @@ class EngineWatch:
             import psutil
 
         self._engine = engine
-        # Only those that carry the engine's title: other children come and go.
-        self._parts = {
+        # Only those with the engine's title: other children are temporary.
+        self._workers = {
             child: title
             for child in psutil.Process(engine.pid).children(recursive=True)
             if (title := " ".join(child.cmdline())).startswith(_TITLE)
         }
 
     def check(self) -> None:
-        """Raise `ProcessFailedError` when one of them is gone."""
+        """Raise `ProcessFailedError` if a worker has died."""
         import psutil
 
-        for part, title in self._parts.items():
+        for worker, title in self._workers.items():
             try:
-                is_gone = part.status() == psutil.STATUS_ZOMBIE
+                has_ended = worker.status() == psutil.STATUS_ZOMBIE
             except psutil.NoSuchProcess:
-                is_gone = True
-            if is_gone:
+                has_ended = True
+            if has_ended:
                 raise ProcessFailedError(self._engine, f"lost its process {title.strip()}")
 
 
 class StallWatch:
-    """Raises once the trainer has made no step for `limit_s` seconds.
+    """Detects that the trainer has made no step for `limit_s` seconds.
 
-    When an environment has ended, one minute is enough.
+    If an environment has ended, one minute is enough.
     """
 
     def __init__(self, limit_s: float, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -436,10 +427,7 @@ class StallWatch:
     def check(
         self, num_steps: int, *, trainer: ManagedProcess, environments: Sequence[ManagedProcess]
     ) -> None:
-        """Raise `ProcessFailedError` when nothing has happened for too long.
-
-        An environment that has ended while the trainer still waits is named, else the trainer.
-        """
+        """Raise `ProcessFailedError` of an ended environment, else of the trainer."""
         now = self._clock()
         if num_steps != self._num_steps:
             self._num_steps, self._since = num_steps, now
@@ -457,9 +445,9 @@ _USAGE_ERROR = 2
 
 
 class TrainingLoop:
-    """The processes of one run, none of them started yet; `supervisor` ends them.
+    """Starts the processes of one run in order and waits for them; `supervisor` ends them.
 
-    `reward` is the metric of the first environment that is shown; None finds one.
+    `reward` is the displayed metric of the first environment; None: find one.
     """
 
     def __init__(
@@ -481,13 +469,13 @@ class TrainingLoop:
         self._engine_watch: EngineWatch | None = None
 
     def start_servers(self) -> None:
-        """Start the engine and the service, and return before they answer."""
+        """Start the engine and the service, without waiting for them."""
         if self.stack.engine is not None:
             self._supervisor.start(self.stack.engine)
         self._supervisor.start(self.stack.service)
 
     def wait_for_servers(self, *, reload_from: Path | None) -> None:
-        """Wait until both answer; the engine then loads the changed weights in `reload_from`.
+        """Wait until both are healthy, then load the weights in `reload_from` into the engine.
 
         Raises:
             ProcessFailedError: One of them ended or was not ready in time.
@@ -508,20 +496,19 @@ class TrainingLoop:
                 control.close()
 
     def start_trainer(self) -> None:
-        """Start the trainer, which loads and then waits for a batch."""
         self._supervisor.start(self.stack.trainer, may_finish=True)
 
     def check(self) -> None:
-        """Raise when a process of the run, or one that the engine runs on, has ended."""
+        """Raise `ProcessFailedError` if a process of the run or a worker of the engine has died."""
         self._supervisor.check()
         if self._engine_watch is not None:
             self._engine_watch.check()
 
     def reinforce(self) -> None:
-        """Start the environments and wait until the trainer has done all its steps.
+        """Start the environments and wait until the trainer has ended.
 
         Raises:
-            ProcessFailedError: A process ended that should not have, or nothing happens.
+            ProcessFailedError: A process failed, or the trainer makes no steps.
         """
         plan, stack = self._plan, self.stack
         self._progress.begin(
@@ -541,19 +528,18 @@ class TrainingLoop:
         self.check()
 
     def evaluate(self, environment: EnvironmentPlan, when: str) -> dict[str, float]:
-        """Run the `evaluate` command of an environment against the engine, `before` or `after`.
+        """Run `evaluate` of an environment, `before` or `after` training, and return its metrics.
 
-        Returns:
-            The metrics it reports; empty where it measured nothing, or failed on its own account.
+        The metrics are empty if it measured nothing or failed.
 
         Raises:
-            ProcessFailedError: Its settings are wrong, or a part of the run ended.
+            ProcessFailedError: Its settings are invalid, or a process of the run failed.
         """
         process = evaluation_process(
             self._plan, environment, self._paths, when, inherited=os.environ
         )
         started = time.monotonic()
-        # Not supervised: training goes on without an evaluation, as it does while serving.
+        # Not supervised, since training can continue without an evaluation.
         with process:
             while process.is_alive():
                 self.check()

@@ -1,1 +1,1 @@
-"""How trainers of others take their batches from the trajectory service."""
+"""Other trainers on batches of the trajectory service."""

@@ -4,8 +4,8 @@
          ▲                                                                                │
          └──────────── engine ◄── weights, and their version: PublishWeights ─────────────┘
 
-TRL makes advantages, loss and steps by its own rules; rewards are the scores of the groups. It
-takes trajectories as drawn from the weights it trains: environments should not work far ahead.
+TRL computes advantages, loss and steps by its own rules; rewards are the scores of the groups. It
+assumes that trajectories were sampled from the current weights: keep staleness low.
 """
 
 from __future__ import annotations
@@ -23,29 +23,33 @@ from atroposlib.errors import ConfigError, GroupError
 from atroposlib.scored_data import IGNORE_INDEX, check_group
 from atroposlib.utils.command_parser import CommandParser
 from example_trainer.engine import EngineControl
-from example_trainer.rows import is_demonstration, is_silenced, refuse_unsampled, temperature_of
+from example_trainer.rows import (
+    has_zeroed_advantage,
+    is_demonstration,
+    refuse_unsampled,
+    temperature_of,
+)
 
 _UNUSED_FIELDS = ("advantages", "distill_token_ids", "distill_logprobs", "images")
-_PROMPT = "what the service delivers"
+_PROMPT = "placeholder"
 
 
 def service_reward(
     prompts: Sequence[Any], completions: Sequence[Any], *, score: Sequence[float], **_others: Any
 ) -> list[float]:
-    """Reward each completion with the score its environment gave; a reward function of TRL."""
+    """Return the scores of the environment; a reward function of TRL."""
     return list(score)
 
 
 class ServiceRollouts:
-    """Hands groups of the service to TRL as if they had just been sampled; a `rollout_func`.
+    """Returns groups of the service to TRL as new samples; a `rollout_func`.
 
-    A batch is acknowledged when TRL asks for the next one, as its steps are done then, and the last
-    one when `train` has ended: a callback that this adds to the trainer does it.
+    A batch is acknowledged when TRL requests the next one, and the last one when `train` has ended,
+    by a callback that this adds to the trainer.
 
     Args:
-        stream: from `batches`, with as many sequences per batch as TRL asks for at a time: its
-            `generation_batch_size`.
-        allow_tokenized_from_text: take groups whose tokens were made from text.
+        stream: Result of `batches`, with TRL's `generation_batch_size` as batch size.
+        allow_tokenized_from_text: Whether to accept groups whose tokens were made from text.
     """
 
     def __init__(self, stream: BatchIterator, *, allow_tokenized_from_text: bool = False) -> None:
@@ -54,12 +58,12 @@ class ServiceRollouts:
         self._trainer: Any = None
 
     def __call__(self, prompts: Sequence[Any], trainer: Any) -> dict[str, Any]:
-        """Wait for a batch; returns token ids, logprobs, the mask of trained tokens and scores.
+        """Wait for a batch; return token ids, logprobs, the mask of trained tokens and scores.
 
         Raises:
-            GroupError: a group asks for what TRL has no place for; the message names the field.
-            ConfigError: its size or temperature is not what the trainer is set to, or the run has
-                no batch left.
+            GroupError: a group has a field that TRL does not support; the message names it.
+            ConfigError: the size or temperature of a group differs from the trainer's, or the run
+                has no batch left.
         """
         if trainer.accelerator.num_processes > 1:
             raise ConfigError("this recipe feeds one process; TRL runs on several")
@@ -69,8 +73,8 @@ class ServiceRollouts:
         batch = next(self._stream, None)
         if batch is None:
             raise ConfigError(
-                "the run has all its batches, but TRL asks for more: give `batches` as many "
-                "num_steps as TRL generates batches"
+                "the run has no more batches, but TRL asks for more: set num_steps of `batches` to "
+                "the number of batches that TRL generates"
             )
         rows: list[dict[str, Any]] = []
         for i, group in enumerate(batch.groups):
@@ -94,7 +98,7 @@ class ServiceRollouts:
         return output
 
     def finish(self) -> None:
-        """Acknowledge the last batch; called when TRL's `train` has ended without an error."""
+        """Acknowledge the last batch, after TRL's `train` has ended without an error."""
         for batch in self._stream.held:
             self._stream.ack(batch)
 
@@ -106,9 +110,9 @@ def rollouts_of(
     temperature: float,
     allow_tokenized_from_text: bool = False,
 ) -> list[dict[str, Any]]:
-    """Turn a group into what TRL wants of each of `size` completions.
+    """Convert a group to TRL's fields of each of `size` completions.
 
-    A completion begins at the first trained token; `env_mask` is 0 where the environment wrote.
+    A completion starts at the first trained token; `env_mask` is 0 at tokens of the environment.
 
     Raises:
         GroupError, ConfigError: as for `ServiceRollouts`.
@@ -120,8 +124,8 @@ def rollouts_of(
     )
     if len(group["tokens"]) != size:
         raise ConfigError(
-            f"{len(group['tokens'])} trajectories, TRL's num_generations is {size}: let the "
-            "environment's group_size be the same, and send whole groups"
+            f"{len(group['tokens'])} trajectories, TRL's num_generations is {size}: set the "
+            "environment's group_size to the same, and send whole groups"
         )
     sampled_at = temperature_of(group, 0)
     if any(temperature_of(group, i) != temperature for i in range(size)):
@@ -162,16 +166,16 @@ def _rollout(
 def _refuse_unused(group: Mapping[str, Any]) -> None:
     for name in _UNUSED_FIELDS:
         if group.get(name):
-            raise GroupError(f"{name}: TRL's GRPOTrainer has no place for it")
+            raise GroupError(f"{name}: not supported by TRL's GRPOTrainer")
     for i in range(len(group["tokens"])):
-        if is_demonstration(group, i) or is_silenced(group, i):
+        if is_demonstration(group, i) or has_zeroed_advantage(group, i):
             raise GroupError(
-                f"overrides[{i}]: TRL's GRPOTrainer honours neither sft nor set_advantage_to_zero"
+                f"overrides[{i}]: TRL's GRPOTrainer supports neither sft nor set_advantage_to_zero"
             )
 
 
 def _acknowledge_at_end(rollouts: ServiceRollouts) -> Any:
-    """Return a callback of transformers for the batch after which TRL asks for no other."""
+    """Return a callback of transformers that acknowledges the last batch."""
     from transformers import TrainerCallback
 
     class AcknowledgeLastBatch(TrainerCallback):  # type: ignore[misc]  # it has no types here
@@ -184,13 +188,13 @@ def _acknowledge_at_end(rollouts: ServiceRollouts) -> Any:
 def publish_weights(
     stream: BatchIterator, engine_url: str, directory: Path, *, interval: int
 ) -> Any:
-    """Return a callback of transformers that lets a running vLLM have the weights.
+    """Return a callback of transformers that updates the weights of a running vLLM.
 
     Args:
-        stream: receives the version the engine serves.
-        engine_url: of a vLLM with its development routes, without `/v1`.
-        directory: where the engine's host can read the weights.
-        interval: optimiser steps between two updates.
+        stream: Receives the policy version that the engine serves.
+        engine_url: Address of a vLLM with its development routes, without `/v1`.
+        directory: Directory for the weights, which the engine's host can read.
+        interval: Optimizer steps between two updates.
     """
     from transformers import TrainerCallback
 
@@ -215,7 +219,7 @@ def publish_weights(
 
 
 def make_trainer(settings: argparse.Namespace, rollouts: ServiceRollouts) -> Any:
-    """Return TRL's trainer, fed by the service, as the flags say."""
+    """Return TRL's trainer on batches of the service, configured by the flags."""
     from datasets import Dataset
     from transformers import AutoTokenizer
     from trl import GRPOConfig, GRPOTrainer  # type: ignore[attr-defined]  # its lazy package
@@ -223,7 +227,7 @@ def make_trainer(settings: argparse.Namespace, rollouts: ServiceRollouts) -> Any
     tokenizer = AutoTokenizer.from_pretrained(settings.model)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
-    # TRL asks for completions of a dataset's prompts; what they are is the environments' business.
+    # TRL requires a dataset of prompts; those of the environments are used instead.
     prompts = Dataset.from_dict({"prompt": [_PROMPT] * settings.batch_size})
     return GRPOTrainer(
         model=settings.model,
@@ -259,28 +263,28 @@ def _parser() -> argparse.ArgumentParser:
     add = parser.add_argument
     add("--model", required=True, help="hub name or directory of the model")
     add("--atropos-url", default="http://localhost:8000", help="the trajectory service")
-    add("--output-dir", type=Path, default=Path("trl_grpo"), help="where the model goes")
-    add("--max-steps", type=int, default=20, help="optimiser steps")
-    add("--batch-size", type=int, default=32, help="sequences per optimiser step")
+    add("--output-dir", type=Path, default=Path("trl_grpo"), help="folder of the trained model")
+    add("--max-steps", type=int, default=20, help="optimizer steps")
+    add("--batch-size", type=int, default=32, help="sequences per optimizer step")
     add("--micro-batch-size", type=int, default=8, help="sequences per forward pass")
     add("--num-generations", type=int, default=8, help="trajectories per group")
-    add("--max-token-len", type=int, default=2048, help="longest sequence in tokens")
-    add("--temperature", type=float, default=1.0, help="what the engine samples at")
+    add("--max-token-len", type=int, default=2048, help="maximum sequence length in tokens")
+    add("--temperature", type=float, default=1.0, help="sampling temperature of the engine")
     add("--lr", type=float, default=1e-6, help="learning rate")
     add("--bf16", action="store_true", help="run the model in bfloat16")
     add("--cpu", action="store_true", help="train on the CPU")
     add(
         "--allow-tokenized-from-text",
         action="store_true",
-        help="take groups of servers without token ids, whose tokens were made from their text",
+        help="accept groups of servers without token ids, whose tokens were made from text",
     )
-    add("--engine-url", help="a vLLM that gets the weights, e.g. http://localhost:9001")
-    add("--publish-every", type=int, default=1, help="optimiser steps between weight updates")
+    add("--engine-url", help="a vLLM to update with new weights, e.g. http://localhost:9001")
+    add("--publish-every", type=int, default=1, help="optimizer steps between weight updates")
     return parser
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Train as the flags say and save the model."""
+    """Train according to the flags and save the model."""
     parser = _parser()
     settings = parser.parse_args(argv)
     for whole, part in (("batch_size", "micro_batch_size"), ("batch_size", "num_generations")):
@@ -313,4 +317,4 @@ if __name__ == "__main__":
     try:
         main()
     except KeyboardInterrupt:
-        sys.exit(130)  # the batch in hand was returned when the stream was closed
+        sys.exit(130)  # closing the stream has returned the unacknowledged batch

@@ -2,9 +2,8 @@
 
     JSONL lines -> records, one per step -> series, smoothed and thinned out -> SVG -> page
 
-The page runs no script and makes no request. Its style follows the system's light or dark mode and
-covers printing: colors are classes (`c0` ... `c5`). All text that comes from a run (settings,
-names, metrics) is escaped.
+The page has no scripts and makes no requests. Its style supports light and dark mode and printing;
+colors are classes (`c0` ... `c5`). All text of a run (settings, names, metrics) is escaped.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from atroposlib.utils.text import inert_line, inert_markup
 
 
 class Series(NamedTuple):
-    """One line of a chart; x rises, both lists have the same length."""
+    """One line of a chart; x is ascending, both lists have the same length."""
 
     name: str
     xs: Sequence[float]
@@ -29,7 +28,7 @@ class Series(NamedTuple):
 
 
 def rolling_mean(values: Sequence[float], window: int) -> list[float]:
-    """Return at each place the mean of the last `window` values up to it."""
+    """Return at each position the mean of the last `window` values."""
     recent: deque[float] = deque(maxlen=window)
     means = []
     for value in values:
@@ -39,7 +38,7 @@ def rolling_mean(values: Sequence[float], window: int) -> list[float]:
 
 
 def thin_out(series: Series, *, max_points: int) -> Series:
-    """Return a series shortened to a maximum length by averaging consecutive points."""
+    """Shorten a series to at most `max_points` by averaging consecutive points."""
     size = -(-len(series.xs) // max_points)
     if size <= 1:
         return series
@@ -52,7 +51,7 @@ def thin_out(series: Series, *, max_points: int) -> Series:
 
 
 def round_ticks(low: float, high: float, *, most: int = 5) -> list[float]:
-    """Return round numbers, evenly spaced, that enclose both; at most `most` intervals."""
+    """Return evenly spaced round numbers that enclose the range, with at most `most` intervals."""
     if not high - low > max(abs(high) * 1e-9, 1e-300):
         half = max(abs(high) / 2, 1e-300) if high else 0.5
         low, high = low - half, high + half
@@ -67,7 +66,7 @@ def round_ticks(low: float, high: float, *, most: int = 5) -> list[float]:
 
 
 def short_number(value: float) -> str:
-    """Write a number in a few characters: 0.0123, 1.5, 12,345, 3.4e-07."""
+    """Format a number in a few characters: 0.0123, 1.5, 12,345, 3.4e-07."""
     size = abs(value)
     if value == 0:
         return "0"
@@ -83,23 +82,22 @@ def _mean(values: Sequence[float]) -> float:
 
 
 STEP_SIGN = "train/loss"
-"""A record of an optimiser step has it, and no other record has."""
+"""Metric that only the records of optimizer steps have."""
 
 
 class RunRecords(NamedTuple):
     """The newest run recorded in a metrics file."""
 
     steps: Sequence[Mapping[str, Any]]
-    """One record per optimiser step, in order; each has `step`."""
+    """One record per optimizer step, in order; each has `step`."""
     num_unreadable: int
-    """Lines that hold no record; a file that is still being written may end in one."""
+    """Lines that are not a record; a file that is being written may end in one."""
 
 
 def read_records(lines: Iterable[str]) -> RunRecords:
-    """Read the newest run of a metrics file.
+    """Read the newest run of a metrics file, which starts again at the first step.
 
-    Of two records of a step the later one counts. A file to which a second run was appended begins
-    again at its first step, and what stood before is left out.
+    Of several records of a step, the last one counts.
     """
     by_step: dict[int, Mapping[str, Any]] = {}
     num_unreadable = 0
@@ -122,7 +120,7 @@ def read_records(lines: Iterable[str]) -> RunRecords:
 
 
 def series_of(steps: Sequence[Mapping[str, Any]], key: str, name: str) -> Series | None:
-    """Return a metric over the steps that have a finite number for it; None without any."""
+    """Return the finite values of a metric by step; None without any."""
     points = [
         (float(record["step"]), float(record[key]))
         for record in steps
@@ -133,7 +131,7 @@ def series_of(steps: Sequence[Mapping[str, Any]], key: str, name: str) -> Series
     return Series(name, [x for x, _ in points], [y for _, y in points])
 
 
-NUM_COLOURS = 6
+NUM_COLORS = 6
 _WIDTH, _HEIGHT = 520, 240
 _LEFT, _RIGHT, _TOP, _BOTTOM = 62, 12, 10, 34
 _MAX_POINTS = 400
@@ -141,7 +139,7 @@ _SMOOTHED_FROM = 24
 
 
 class _Frame:
-    """Where numbers lie on the chart, and its axes."""
+    """Coordinates and axes of a chart."""
 
     def __init__(self, xs: Sequence[float], ys: Sequence[float]) -> None:
         self._x_low, self._x_high = min(xs), max(xs)
@@ -188,17 +186,17 @@ class _Frame:
 
 
 def line_chart(title: str, series: Sequence[Series], *, smooths: bool = True) -> str:
-    """Draw at least one line; longer ones pale, with their rolling mean on top if `smooths`."""
+    """Draw at least one line; if `smooths`, long ones are pale, with their rolling mean on top."""
     thinned = [thin_out(one, max_points=_MAX_POINTS) for one in series]
     frame = _Frame([x for one in thinned for x in one.xs], [y for one in thinned for y in one.ys])
     drawn = [
-        _line(one, frame, f"c{i % NUM_COLOURS}", smooths=smooths) for i, one in enumerate(thinned)
+        _line(one, frame, f"c{i % NUM_COLORS}", smooths=smooths) for i, one in enumerate(thinned)
     ]
     return _svg(title, frame.axes() + "".join(drawn))
 
 
 def stacked_chart(title: str, series: Sequence[Series]) -> str:
-    """Draw shares, all over the same steps and none below 0, the first at the bottom."""
+    """Draw non-negative series over the same steps as stacked areas, the first at the bottom."""
     thinned = [thin_out(one, max_points=_MAX_POINTS) for one in series]
     xs = thinned[0].xs
     floors = [[0.0] * len(xs)]
@@ -210,27 +208,27 @@ def stacked_chart(title: str, series: Sequence[Series]) -> str:
         there = [f"{frame.x(x):.1f},{frame.y(y):.1f}" for x, y in zip(xs, high, strict=True)]
         back = [f"{frame.x(x):.1f},{frame.y(y):.1f}" for x, y in zip(xs, low, strict=True)]
         points = " ".join([*there, *reversed(back)])
-        areas.append(f'<polygon class="area c{i % NUM_COLOURS}" points="{points}"/>')
+        areas.append(f'<polygon class="area c{i % NUM_COLORS}" points="{points}"/>')
     return _svg(title, "".join(areas) + frame.axes())
 
 
 def legend(names: Sequence[str]) -> str:
     """Return the legend of a chart as HTML: each series with its color."""
     return "".join(
-        f'<span class="key"><i class="c{i % NUM_COLOURS}"></i>{inert_markup(name)}</span>'
+        f'<span class="key"><i class="c{i % NUM_COLORS}"></i>{inert_markup(name)}</span>'
         for i, name in enumerate(names)
     )
 
 
-def _line(series: Series, frame: _Frame, colour: str, *, smooths: bool) -> str:
+def _line(series: Series, frame: _Frame, color: str, *, smooths: bool) -> str:
     if len(series.xs) == 1:
         x, y = frame.x(series.xs[0]), frame.y(series.ys[0])
-        return f'<circle class="dot {colour}" cx="{x:.1f}" cy="{y:.1f}" r="3"/>'
+        return f'<circle class="dot {color}" cx="{x:.1f}" cy="{y:.1f}" r="3"/>'
     if not smooths or len(series.xs) < _SMOOTHED_FROM:
-        return _polyline(series.xs, series.ys, frame, f"line {colour}")
+        return _polyline(series.xs, series.ys, frame, f"line {color}")
     means = rolling_mean(series.ys, len(series.ys) // 12)
-    return _polyline(series.xs, series.ys, frame, f"line pale {colour}") + _polyline(
-        series.xs, means, frame, f"line {colour}"
+    return _polyline(series.xs, series.ys, frame, f"line pale {color}") + _polyline(
+        series.xs, means, frame, f"line {color}"
     )
 
 
@@ -300,8 +298,8 @@ _TIMES = (
     ("train/data_fetch_time", "waiting for a batch"),
     ("train/forward_time", "forward"),
     ("train/backward_time", "backward"),
-    ("train/optimizer_time", "optimiser"),
-    ("train/other_compute_time", "other computing"),
+    ("train/optimizer_time", "optimizer"),
+    ("train/other_compute_time", "other computation"),
     ("train/sync_time", "saving and publishing"),
 )
 _COMPUTE_PARTS = ("train/forward_time", "train/backward_time", "train/optimizer_time")
@@ -315,18 +313,18 @@ class Fact(NamedTuple):
 
 
 class HeldOut(NamedTuple):
-    """What was measured on problems that were not trained on."""
+    """Result on problems that were not trained on."""
 
     name: str
-    """The measured quantity, e.g. `share of right answers`."""
+    """The measured quantity, such as `share of right answers`."""
     before: float | None
-    """Before the training; None where it was not measured."""
+    """Value before the training; None if it was not measured."""
     after: float
     num_problems: int | None = None
 
 
 class Chart(NamedTuple):
-    """Which metrics a chart shows, and how each is called in it."""
+    """Metrics of a chart and their names in it."""
 
     title: str
     note: str
@@ -342,24 +340,24 @@ CHARTS = (
     ),
     Chart(
         "Advantage",
-        "over trained tokens; without a spread there is nothing to learn from",
+        "over trained tokens; without a deviation there is no gradient",
         (("train/advantage_mean", "mean"), ("train/advantage_std", "deviation")),
     ),
     Chart(
         "Loss",
-        "a policy loss need not fall while the reward rises",
-        (("train/loss", "whole"), ("grpo/policy_loss", "policy"), ("sft/loss", "demonstrations"),
+        "a policy loss need not decrease while the reward increases",
+        (("train/loss", "total"), ("grpo/policy_loss", "policy"), ("sft/loss", "demonstrations"),
          ("distill/loss", "distillation")),
     ),
     Chart(
         "KL divergence",
-        "in nats per token; k3 estimates, from the teacher over its choices",
+        "in nats per token; k3 estimates, for the teacher over its top tokens",
         (("alignment/k3", "from the sampler"), ("grpo/mean_kl", "from the reference"),
          ("distill/kl", "from the teacher")),
     ),
     Chart(
         "Entropy",
-        "nats per token; a fall to near 0 means the policy has stopped exploring",
+        "nats per token; near 0, the policy has stopped exploring",
         (("train/entropy", "of the policy"), ("train/entropy_estimate", "estimated by samples")),
     ),
     Chart(
@@ -367,7 +365,7 @@ CHARTS = (
         "share of tokens",
         (("grpo/clipped_fraction", "outside the clip range"),
          ("grpo/bound_fraction", "gradient changed by the clip"),
-         ("grpo/truncated_fraction", "importance weight cut")),
+         ("grpo/truncated_fraction", "importance weight truncated")),
     ),
     Chart("Ratio", "trainer to sampler, mean over tokens", (("grpo/mean_ratio", "ratio"),)),
     Chart(
@@ -382,18 +380,18 @@ CHARTS = (
     ),
     Chart(
         "Staleness",
-        "optimiser steps between sampling and training",
+        "optimizer steps between sampling and training",
         (("train/staleness_mean", "mean"), ("train/staleness_max", "largest")),
     ),
     Chart("Gradient norm", "before it is clipped", (("train/grad_norm", "norm"),)),
     Chart(
         "Trajectories",
         "shares",
-        (("train/truncation_rate", "cut before their end"),
+        (("train/truncation_rate", "truncated"),
          ("train/zero_advantage_groups_fraction", "groups without a gradient"),
          ("train/padding_fraction", "padding")),
     ),
-    Chart("Throughput", "tokens fed to the model per second of computing",
+    Chart("Throughput", "tokens fed to the model per second of computation",
           (("train/tokens_per_s", "tokens/s"),)),
     Chart("Use of the device", "model FLOPs over its peak (MFU)", (("train/mfu", "MFU"),)),
     Chart("Learning rate", "", (("train/lr", "learning rate"),), smooths=False),
@@ -434,10 +432,19 @@ def make_page(
     held_out: Sequence[HeldOut] = (),
     notes: Sequence[str] = (),
 ) -> str:
-    """Return the whole page of a run: records in order, figures at the top, findings as sentences.
+    """Return the page of a run.
 
-    `changed` are those settings that are not at their defaults, without secrets as all of them;
-    `notes` are sentences about the page itself. Held-out results are shown first.
+    Args:
+        steps: Records of the steps in order.
+        title: Heading of the page.
+        facts: Numbers at the top.
+        findings: Sentences about possible problems.
+        settings: Settings of the run, without secrets.
+        changed: Those settings that are not at their defaults.
+        accuracy: Accuracy logged by the environment.
+        reward_parts: Named parts of the reward.
+        held_out: Results on held-out problems, shown first.
+        notes: Sentences about the page itself.
     """
     parts = [
         f"<h1>{inert_markup(title)}</h1>",
@@ -469,7 +476,7 @@ def _held_out(results: Sequence[HeldOut]) -> str:
 
 
 def _sentence(result: HeldOut) -> str:
-    """Write a result as `share of right answers: 0.12 before, 0.47 after (+0.35), 100 problems`."""
+    """Return `share of right answers: 0.12 before, 0.47 after (+0.35), 100 problems`."""
     after = short_number(float(f"{result.after:.3g}"))
     problems = "" if result.num_problems is None else f", {result.num_problems} problems"
     if result.before is None:
@@ -488,22 +495,21 @@ def _meanings(
     meanings = {}
     if held_out:
         meanings["held-out result"] = (
-            "measured on problems that are not trained on, with the model before the training and "
-            "after it"
+            "measured on problems that are not trained on, before and after the training"
         )
     if any("train/reward_mean" in record for record in steps):
         meanings["reward"] = (
-            "mean score of the trajectories in the batches that were trained on, as the "
-            "environments sent them; groups whose scores are all equal are usually not among them"
+            "mean score of the trajectories that were trained on, as sent by the environments; "
+            "groups whose scores are all equal are usually not included"
         )
     if accuracy is not None:
         meanings["accuracy"] = (
-            "share of right answers among all tries of the environment since its last log, groups "
-            "that were not sent included"
+            "share of right answers among all tries of the environment since its last log, "
+            "including groups that were not sent"
         )
     for part in reward_parts:
         meanings[part.name] = (
-            "a named part of the environment's reward: mean over all tries, before it is weighed"
+            "a named part of the environment's reward: mean over all tries, before its weight"
         )
     rows = "".join(
         f"<dt>{inert_markup(name)}</dt><dd>{inert_markup(text)}.</dd>"
@@ -511,7 +517,7 @@ def _meanings(
     )
     return (
         f'<section><h2>What the rewards are</h2><dl class="meanings">{rows}</dl></section>'
-        if (rows)
+        if rows
         else ""
     )
 
@@ -528,7 +534,7 @@ def _findings(findings: Sequence[str], *, has_steps: bool) -> str:
     if not has_steps:
         return '<p class="warn">No step was logged.</p>'
     if not findings:
-        return '<p class="good">Nothing conspicuous in the metrics.</p>'
+        return '<p class="good">No findings in the metrics.</p>'
     rows = "".join(f"<li>{inert_markup(text)}</li>" for text in findings)
     return f'<section class="warn"><h2>Worth checking</h2><ul>{rows}</ul></section>'
 
@@ -539,7 +545,7 @@ def _charts(
     cards = [
         _card("Accuracy", "measured by the environment", [accuracy]) if accuracy is not None else ""
     ]
-    cards.append(_card("Parts of the reward", "means before they are weighed", reward_parts))
+    cards.append(_card("Parts of the reward", "means before their weights", reward_parts))
     for chart in CHARTS:
         found = [series_of(steps, key, name) for key, name in chart.lines]
         cards.append(_card(chart.title, chart.note, _distinct(found), smooths=chart.smooths))
@@ -551,9 +557,9 @@ def _charts(
 
 
 def _distinct(found: Sequence[Series | None]) -> list[Series]:
-    """Return the series there are, less those that would cover the first."""
-    there = [one for one in found if one is not None]
-    return [one for i, one in enumerate(there) if i == 0 or one.ys != there[0].ys]
+    """Return the series that exist, without those that are equal to the first."""
+    present = [one for one in found if one is not None]
+    return [one for i, one in enumerate(present) if i == 0 or one.ys != present[0].ys]
 
 
 def _card(title: str, note: str, series: Sequence[Series], *, smooths: bool = True) -> str:
@@ -612,7 +618,7 @@ def _settings(settings: Mapping[str, Any], changed: Mapping[str, Any]) -> str:
     if not settings:
         return ""
     return (
-        "<section><h2>Settings</h2><p>Those that are not at their defaults:</p>"
+        "<section><h2>Settings</h2><p>Settings that differ from their defaults:</p>"
         f"{_pairs(changed)}<details><summary>All {len(settings)} settings</summary>"
         f"{_pairs(settings)}</details></section>"
     )

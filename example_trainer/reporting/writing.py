@@ -1,4 +1,4 @@
-"""`atropos-report`: read the metrics and settings of a run and write its report."""
+"""`atropos-report`: write the report of a run from its metrics and settings."""
 
 from __future__ import annotations
 
@@ -25,61 +25,61 @@ from example_trainer.reporting.page import (
     short_number,
 )
 
-_findings_END_SHARE = 0.1
+_FINDINGS_END_SHARE = 0.1
 _FEW_STEPS = 4
 _COLLAPSED_ENTROPY = 0.2
-"""Of what it was at the start."""
+"""Share of the entropy at the start."""
 
 
 class Limit(NamedTuple):
-    """The mean of a metric over the last tenth of a run should not be above `most`."""
+    """Maximum of the mean of a metric over the last tenth of a run."""
 
     key: str
     most: float
     what: str
-    """The value that is too high, and the remedy."""
+    """Description of an exceeded limit, and the remedy."""
 
 
 LIMITS = (
     Limit(
         "grpo/clipped_fraction",
         0.3,
-        "many ratios to the sampler's logprobs lie outside the clip range: take smaller steps "
-        "(--lr), publish weights more often, or use --importance-correction",
+        "many ratios to the sampler's logprobs are outside the clip range: use a smaller --lr, "
+        "publish weights more often, or use --importance-correction",
     ),
     Limit(
         "alignment/diff_abs_mean",
         0.1,
-        "the trainer's and the engine's logprobs differ: look at dtypes, at the temperature and "
-        "at --logprobs-mode, and at staleness below",
+        "the trainer's and the engine's logprobs differ: check dtypes, the temperature, "
+        "--logprobs-mode, and staleness below",
     ),
     Limit(
         "train/staleness_mean",
         4,
         "groups were sampled by weights several steps old: publish more often "
-        "(--vllm-restart-interval), or let environments work less ahead",
+        "(--vllm-restart-interval), or reduce max_batches_offpolicy of the environments",
     ),
     Limit(
         "train/truncation_rate",
         0.2,
-        "many completions were cut before their end: raise the token limits, or shorten answers "
-        "with --overlong-max-tokens",
+        "many completions were truncated: increase the token limits, or shorten answers with "
+        "--overlong-max-tokens",
     ),
     Limit(
         "train/zero_advantage_groups_fraction",
         0.5,
-        "most groups carry no gradient, because all their scores are equal: make problems harder "
-        "or easier, or groups larger",
+        "most groups have no gradient, because all their scores are equal: use harder or easier "
+        "problems, or larger groups",
     ),
     Limit(
         "train/padding_fraction", 0.5, "most of the computed tokens are padding: use --packing on"
     ),
-    Limit("alignment/missing_fraction", 0.0, "tokens came without the sampler's logprobs"),
+    Limit("alignment/missing_fraction", 0.0, "tokens have no logprobs of the sampler"),
 )
 
 
 def find(steps: Sequence[Mapping[str, Any]]) -> list[str]:
-    """Return what there is to say of a run, as sentences; nothing for a run without steps."""
+    """Return sentences about possible problems of a run."""
     if not steps:
         return []
     found = [text for limit in LIMITS if (text := _above(steps, limit))]
@@ -97,7 +97,7 @@ def _above(steps: Sequence[Mapping[str, Any]], limit: Limit) -> str | None:
 
 
 def _worst(steps: Sequence[Mapping[str, Any]], key: str) -> str:
-    """Return the largest value of a metric and its step; empty where there is only one."""
+    """Return the largest value of a metric and its step; empty for a single step."""
     series = series_of(steps, key, key)
     if series is None or len(series.ys) < 2:
         return ""
@@ -107,14 +107,15 @@ def _worst(steps: Sequence[Mapping[str, Any]], key: str) -> str:
 
 def _events(steps: Sequence[Mapping[str, Any]]) -> list[str]:
     skipped = sum(float(record.get("train/skipped_steps") or 0) for record in steps)
-    no_number = [record["step"] for record in steps if record["train/loss"] != record["train/loss"]]
+    losses = [(record["step"], record["train/loss"]) for record in steps]
+    not_numbers = [step for step, loss in losses if loss != loss]
     found = []
     if skipped:
         found.append(
             f"{skipped:.0f} of {len(steps)} steps were skipped, since their gradient was not finite"
         )
-    if no_number:
-        found.append(f"the loss was no number at {len(no_number)} steps, first {no_number[0]}")
+    if not_numbers:
+        found.append(f"the loss was NaN at {len(not_numbers)} steps, first at {not_numbers[0]}")
     return found
 
 
@@ -126,8 +127,8 @@ def _collapse(steps: Sequence[Mapping[str, Any]]) -> list[str]:
         if len(steps) >= _FEW_STEPS and first > 0 and last < _COLLAPSED_ENTROPY * first:
             return [
                 f"the entropy fell from {short_number(first)} to {short_number(last)}: the policy "
-                "hardly explores any more (a higher --clip-eps-high, a KL penalty, or an earlier "
-                "checkpoint may help)"
+                "has almost stopped exploring (a higher --clip-eps-high, a KL penalty, or an "
+                "earlier checkpoint may help)"
             ]
         return []
     return []
@@ -137,11 +138,11 @@ def _waits(steps: Sequence[Mapping[str, Any]]) -> list[str]:
     total = _sum(steps, "train/step_time")
     found = []
     for key, what in (
-        ("train/data_fetch_time", "waiting for batches: environments or the engine are the limit"),
-        ("train/sync_time", "saving and publishing weights: do it less often"),
+        ("train/data_fetch_time", "waiting for batches: environments or the engine are too slow"),
+        ("train/sync_time", "saving and publishing weights: do so less often"),
     ):
         if total and len(steps) >= _FEW_STEPS and _sum(steps, key) > total / 2:
-            found.append(f"{_sum(steps, key) / total:.0%} of the time went into {what}")
+            found.append(f"{_sum(steps, key) / total:.0%} of the time was spent {what}")
     return found
 
 
@@ -159,7 +160,7 @@ def _start_mean(steps: Sequence[Mapping[str, Any]], key: str) -> float | None:
 
 
 def _num_end(steps: Sequence[Mapping[str, Any]]) -> int:
-    return max(1, round(len(steps) * _findings_END_SHARE))
+    return max(1, round(len(steps) * _FINDINGS_END_SHARE))
 
 
 def _mean(steps: Sequence[Mapping[str, Any]], key: str) -> float | None:
@@ -172,9 +173,9 @@ _ACCURACY = "share of right answers"
 _ACCURACY_KEY = "percent_correct"
 _PART_KEY = "train/reward/"
 _MOST_PARTS = 6
-"""As many lines as the charts have colours."""
+"""Number of colors of the charts."""
 _END_SHARE = 10
-"""One part of so many of the steps makes a figure of the start, and of the end."""
+"""Divisor of the number of steps for the means at the start and at the end."""
 
 
 def settings_path(metrics_path: Path) -> Path:
@@ -189,7 +190,7 @@ def write_settings(
     *,
     run_id: str | None = None,
 ) -> None:
-    """Keep the settings of a run, and which are changed, for its report; secrets are masked."""
+    """Write the settings of a run, and the changed ones, for its report; secrets are masked."""
     path = settings_path(metrics_path)
     path.parent.mkdir(parents=True, exist_ok=True)
     kept = {"settings": mask_secrets(settings), "changed": mask_secrets(changed), "run_id": run_id}
@@ -204,23 +205,23 @@ def write_report(
     held_out: Sequence[HeldOut] = (),
     needs_steps: bool = False,
 ) -> int:
-    """Write the report of the newest run in a metrics file; returns its number of steps.
+    """Write the report of the newest run in a metrics file and return its number of steps.
 
     Args:
         metrics_path: JSON Lines of the trainer; its settings are read from the same folder.
-        report_path: the HTML file.
+        report_path: The HTML file.
         environment_path: JSON Lines of an environment, for its accuracy and parts of its reward.
-        held_out: results on problems that were not trained on.
-        needs_steps: refuse metrics without a step instead of writing a report of none.
+        held_out: Results on problems that were not trained on.
+        needs_steps: Whether to reject metrics without a step.
 
     Raises:
-        ConfigError: a file cannot be read, or holds no step although there must be some.
+        ConfigError: a file cannot be read, or has no step despite `needs_steps`.
     """
     records = read_records(_lines(metrics_path))
     if needs_steps and not records.steps:
         raise ConfigError(
-            f"{metrics_path}: holds no metrics of a trainer (no line with step and {STEP_SIGN}); "
-            "metrics of an environment are given with --environment, beside those of its trainer"
+            f"{metrics_path}: no metrics of a trainer (no line with step and {STEP_SIGN}); give "
+            "the metrics of an environment with --environment, in addition to those of its trainer"
         )
     kept = read_settings(metrics_path)
     settings, changed = kept.get("settings", {}), kept.get("changed", {})
@@ -316,19 +317,17 @@ def _dates(steps: Sequence[Mapping[str, Any]]) -> list[Fact]:
 
 
 def _accuracy(lines: Sequence[str]) -> Series | None:
-    """Find the environment's share of right answers."""
     found = _series(lines, lambda key: _ACCURACY if key.endswith(_ACCURACY_KEY) else None)
     return found[0] if found else None
 
 
 def _reward_parts(lines: Sequence[str]) -> list[Series]:
-    """Find the named parts of the environment's reward."""
     parts = _series(lines, lambda key: key.rpartition(_PART_KEY)[2] if _PART_KEY in key else None)
     return parts[:_MOST_PARTS]
 
 
 def _series(lines: Sequence[str], name_of: Callable[[str], str | None]) -> list[Series]:
-    """Find metrics of an environment, whose name stands before theirs; sorted by name."""
+    """Return the metrics of an environment for which `name_of` returns a name, sorted by it."""
     points: dict[str, dict[float, float]] = {}
     for line in lines:
         try:
@@ -336,7 +335,7 @@ def _series(lines: Sequence[str], name_of: Callable[[str], str | None]) -> list[
             step, entries = float(record["step"]), reversed(record.items())
         except (ValueError, TypeError, KeyError, AttributeError):
             continue
-        for key, value in entries:  # of several with one name the first counts
+        for key, value in entries:  # reversed: of several with one name, the first counts
             name = name_of(key)
             if name is not None and isinstance(value, int | float) and math.isfinite(value):
                 points.setdefault(name, {})[step] = float(value)
@@ -351,12 +350,12 @@ def _notes(records: RunRecords, settings: Mapping[str, Any]) -> list[str]:
     if records.num_unreadable:
         notes.append(f"Lines of the metrics that could not be read: {records.num_unreadable}.")
     if not settings:
-        notes.append("The settings of the run were not beside its metrics.")
+        notes.append("The settings of the run were not found next to its metrics.")
     return notes
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Write the report; exits 0 when done, 2 on wrong flags or when a file cannot be used."""
+    """Write the report; exit with 0 on success, 2 for invalid flags or unusable files."""
     parser = CommandParser(
         prog="atropos-report",
         description="Write the report of a training run: one HTML file with its curves.",
@@ -366,7 +365,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         "metrics", type=Path, metavar="METRICS.jsonl", help="metrics of the trainer, or its folder"
     )
     parser.add_argument(
-        "--output", type=Path, help=f"the HTML file; default: {REPORT_NAME} beside the metrics"
+        "--output", type=Path, help=f"the HTML file; default: {REPORT_NAME} next to the metrics"
     )
     parser.add_argument(
         "--environment", type=Path, help="metrics of an environment, for its accuracy"

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# The engines of one node: GPUS / TP vLLM servers on the ports from 9000, each with GPUs of its own.
+# The engines of one node: GPUS / TP vLLM servers on ports from 9000, each with its own GPUs.
 #
 #   engines.sh MODEL GPUS TP
 #
-# They take new weights in place, by routes that let whoever reaches a port load files: run them in
-# a network of their own. Ends, with all of them, when one has ended.
+# Clients of the routes for in-place updates can load files: run the engines in a private network.
+# The script ends all engines when one has ended.
 set -euo pipefail
 
 model="$1" gpus="$2" tp="$3"

@@ -27,7 +27,7 @@ _START_UP_S = 5.0
 
 @dataclass
 class Outcome:
-    """What became of a run."""
+    """Outcome of a run."""
 
     final_model: bytes
     """The file of the final weights."""

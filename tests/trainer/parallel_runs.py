@@ -36,7 +36,7 @@ def service_with(groups: Sequence[dict[str, Any]], folder: Path, name: str) -> I
 def run_trainer(
     service: Replica, folder: Path, *extra: str, ranks: int, steps: int, final: str
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Train the model beside the folder.
+    """Train the model next to the folder.
 
     Args:
         service: holds the groups.
@@ -82,6 +82,6 @@ def run_trainer(
 
 
 def largest_difference(weights: dict[str, Any], others: dict[str, Any]) -> float:
-    """How far two sets of weights are apart at most."""
+    """Return the largest difference of two sets of weights."""
     assert weights.keys() == others.keys()
     return max(float((weights[name] - others[name]).abs().max()) for name in weights)

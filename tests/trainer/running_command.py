@@ -88,7 +88,7 @@ class RunningCommand:
 
 @contextlib.contextmanager
 def running(folder: Path, *words: object) -> Iterator[RunningCommand]:
-    """Run `python -m` with these words, in this folder, and leave nothing of it behind."""
+    """Run `python -m` with these words in this folder, and end all its processes."""
     command = RunningCommand(folder, *words)
     try:
         yield command

@@ -39,7 +39,7 @@ class FakeClock:
 class ScriptedClient:
     """Answers `batch` from a list; the last answer repeats.
 
-    `policy_error` is what `set_policy_version` raises, if anything; `on_wait` is told how long an
+    `policy_error` is raised by `set_policy_version`, if set; `on_wait` receives the seconds that an
     answer may take.
     """
 
@@ -155,7 +155,7 @@ def test_feed_goes_on_when_the_service_has_let_the_batch_go(tmp_path, caplog, st
 
     feed.acknowledge("7-1", steps_done=1)
 
-    assert "7-1 is done, its lease was over" in caplog.text
+    assert "batch 7-1 was acknowledged after its lease ended" in caplog.text
 
 
 def test_feed_passes_on_a_refused_acknowledgement(tmp_path):
@@ -168,14 +168,14 @@ def test_feed_passes_on_a_refused_acknowledgement(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("service_step", "told"),
+    ("service_step", "expected"),
     [
         (3, "step 4: no full batch yet; are environments running?"),
         (4, "the service counts 4 steps, this trainer has done 3: environments may have ended"),
     ],
 )
 def test_feed_that_waits_for_long_says_when_the_service_counts_more_steps(
-    tmp_path, caplog, service_step, told
+    tmp_path, caplog, service_step, expected
 ):
     client = ScriptedClient(*[None] * 60, BATCH)
     client.service_step = service_step
@@ -185,7 +185,7 @@ def test_feed_that_waits_for_long_says_when_the_service_counts_more_steps(
         feed.next_batch(3)
 
     assert caplog.text.count("no full batch yet") == 1
-    assert told in caplog.text
+    assert expected in caplog.text
 
 
 def test_feed_reports_the_policy_once(tmp_path):

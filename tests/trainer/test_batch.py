@@ -153,7 +153,7 @@ def test_group_with_equal_scores_counts_as_silent():
 
     summary = build_batch(groups, RULES, microbatch_size=2).summary
 
-    assert (summary.num_groups, summary.num_silent_groups) == (2, 1)
+    assert (summary.num_groups, summary.num_zero_gradient_groups) == (2, 1)
 
 
 @pytest.mark.parametrize(

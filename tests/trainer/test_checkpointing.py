@@ -12,7 +12,6 @@ from atroposlib.errors import ConfigError
 from example_trainer.checkpointing import (
     drop_old_checkpoints,
     find_intact_checkpoint,
-    find_latest_checkpoint,
     load_training_state,
     move_training_state,
     replace_directory,
@@ -80,10 +79,10 @@ def test_latest_checkpoint_is_the_largest_step_that_can_be_resumed(tmp_path):
     save_checkpoint(model, SavedTokenizer(), tmp_path, 11)
     final = save_checkpoint(model, SavedTokenizer(), tmp_path, 12, is_final=True)
 
-    assert find_latest_checkpoint(tmp_path) == tmp_path / "step_10"
+    assert find_intact_checkpoint(tmp_path) == tmp_path / "step_10"
     assert final == tmp_path / "final_model"
     assert (final / "model.safetensors").is_file()
-    assert find_latest_checkpoint(tmp_path / "nowhere") is None
+    assert find_intact_checkpoint(tmp_path / "nowhere") is None
 
 
 def test_replaced_directory_keeps_nothing_of_the_old_one(tmp_path):
@@ -153,13 +152,13 @@ def test_checkpoint_of_the_earlier_layout_resumes_and_gets_the_present_one(tmp_p
     before = torch.optim.AdamW(model.parameters())
     after = torch.optim.AdamW(model.parameters())
 
-    assert find_latest_checkpoint(tmp_path, run_id="r") == path
+    assert find_intact_checkpoint(tmp_path, run_id="r") == path
     steps = [load_training_state(path, before)]
     assert move_training_state(path)
     steps.append(load_training_state(path, after))
 
     assert steps == [2, 2]
-    assert find_latest_checkpoint(tmp_path, run_id="r") == path
+    assert find_intact_checkpoint(tmp_path, run_id="r") == path
     assert [file.name for file in path.glob("*.safetensors")] == ["model.safetensors"]
     assert not move_training_state(path)
     for one, other in zip(
@@ -234,7 +233,7 @@ def test_damaged_checkpoint_is_named_and_the_one_before_it_is_taken(
     older, newer = two_checkpoints(tmp_path)
     if not has_checksums:
         if damage is flip_a_byte or name in ("config.json", "trainer/checksums.json"):
-            pytest.skip("only a checksum tells")
+            pytest.skip("only a checksum detects this")
         for path in (older, newer):
             (path / "trainer" / "checksums.json").unlink()
     assert find_intact_checkpoint(tmp_path, run_id="r") == newer
@@ -244,7 +243,7 @@ def test_damaged_checkpoint_is_named_and_the_one_before_it_is_taken(
     assert find_intact_checkpoint(tmp_path, run_id="r") == older
     (line,) = caplog.messages
     assert str(newer / name) in line
-    assert "passing over it" in line
+    assert "skipping it" in line
 
 
 def test_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(tmp_path):

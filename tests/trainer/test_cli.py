@@ -122,7 +122,7 @@ def test_config_from_args_reaches_every_field_that_has_a_flag():
         (["--modle", "m"], "did you mean --model?"),
         (["--model", "m", "--training-step=3"], "did you mean --training-steps?"),
         (["--model", "m", "--optimizer", "sgd"], "invalid choice: 'sgd'"),
-        (["--model", "m", "--train-layer-indices", "5-2"], "runs backwards"),
+        (["--model", "m", "--train-layer-indices", "5-2"], "is descending"),
         (["--model", "m", "--train-layer-indices", "-5"], "'-5' is not a layer index"),
         (["--model", "m", "--train-layer-indices=-5"], "'-5' is not a layer index"),
         (["--model", "m", "--train-layer-indices", "a"], "'a' is not a layer index"),

@@ -56,8 +56,8 @@ def test_demo_finished_has_written_its_report_and_leaves_nothing(tmp_path: Path)
 @pytest.mark.parametrize(
     ("moment", "signum", "code"),
     [
-        ("1. Making", signal.SIGINT, 130),
-        pytest.param("2. Teaching", signal.SIGINT, 130, marks=pytest.mark.long),
+        ("1. Creating", signal.SIGINT, 130),
+        pytest.param("2. Supervised", signal.SIGINT, 130, marks=pytest.mark.long),
         pytest.param("3. Waiting", signal.SIGTERM, 143, marks=pytest.mark.long),
         pytest.param("4. Measuring", signal.SIGINT, 130, marks=pytest.mark.long),
         pytest.param("5. Reinforcement", signal.SIGINT, 130, marks=pytest.mark.long),

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from example_trainer.demo.settings import TaskSettings, TinyModelShape, build_model, train_tokenizer
-from example_trainer.demo.student import encode_example, habitual_solution, warm_up
+from example_trainer.demo.student import encode_example, mixed_solution, warm_up
 from example_trainer.demo.task import (
     Problem,
     held_out_problems,
@@ -49,7 +49,7 @@ def test_worked_sum_chain_shows_every_step(expression: str, expected: str) -> No
 
 @pytest.mark.parametrize("expression", ["", "2 * 3", "2 +", "(1 + 2)", "1.5 + 2"])
 def test_worked_sum_anything_else_is_refused(expression: str) -> None:
-    with pytest.raises(ValueError, match="not a sum of whole numbers"):
+    with pytest.raises(ValueError, match="not a sum of integers"):
         worked_sum(expression)
 
 
@@ -138,23 +138,23 @@ def test_encode_example_ends_the_turn_and_marks_where_the_completion_begins() ->
     assert tokenizer.decode(completion) == f"{problem.worked_solution}<|im_end|>"
 
 
-@pytest.mark.parametrize(("hasty_share", "is_hasty"), [(0.0, False), (1.0, True)])
-def test_habitual_solution_certain_habit_is_always_the_same(
-    hasty_share: float, is_hasty: bool
+@pytest.mark.parametrize(("direct_share", "is_direct"), [(0.0, False), (1.0, True)])
+def test_mixed_solution_with_a_share_of_0_or_1_is_always_the_same(
+    direct_share: float, is_direct: bool
 ) -> None:
     for problem in training_problems(ENV_SETTINGS, 50):
-        solution = habitual_solution(problem, hasty_share, random.Random(0))
+        solution = mixed_solution(problem, direct_share, random.Random(0))
 
-        assert solution == (problem.hasty_solution if is_hasty else problem.worked_solution)
+        assert solution == (problem.direct_solution if is_direct else problem.worked_solution)
         assert problem.is_correct(solution)
 
 
-def test_habitual_solution_in_between_shows_both_in_proportion() -> None:
+def test_mixed_solution_in_between_shows_both_in_proportion() -> None:
     rng = random.Random(0)
 
-    num_hasty = sum(
-        habitual_solution(problem, 0.25, rng) == problem.hasty_solution
+    num_direct = sum(
+        mixed_solution(problem, 0.25, rng) == problem.direct_solution
         for problem in training_problems(ENV_SETTINGS, 400)
     )
 
-    assert 70 <= num_hasty <= 130  # 100 expected, deviation 8.7
+    assert 70 <= num_direct <= 130  # 100 expected, deviation 8.7

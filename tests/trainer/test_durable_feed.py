@@ -14,7 +14,7 @@ from atroposlib.utils.run_log import RunLog
 from example_trainer import api, checkpointing, training
 from example_trainer.api import BatchJournal, DurableFeed, checkpoint_bytes
 from example_trainer.checkpointing import (
-    find_latest_checkpoint,
+    find_intact_checkpoint,
     load_feed_state,
     load_training_state,
     save_checkpoint,
@@ -81,7 +81,7 @@ def live(tmp_path, service, *, resume, checkpoint_interval=2, journal_limit_byte
     checkpoint = None
     if resume:
         places = (config.save_path, journal.directory)
-        checkpoint = find_latest_checkpoint(*places, run_id=journal.run_id)
+        checkpoint = find_intact_checkpoint(*places, run_id=journal.run_id)
     model = tiny_llama(seed=5)
     if checkpoint is not None:
         model = type(model).from_pretrained(checkpoint).train()
@@ -243,7 +243,7 @@ def test_refused_batch_is_set_aside_and_acknowledged(tmp_path, caplog):
 
     assert (service.acknowledged, service.step) == (["0-1"], 0)
     assert [path.name for path in (tmp_path / "journal").glob("*.batch")] == ["refused_1.batch"]
-    assert "batch 0-1 is refused and kept as" in caplog.text
+    assert "batch 0-1 is rejected and kept as" in caplog.text
     assert feed.next_batch(0).batch_id == "1-1"
 
 
@@ -309,4 +309,4 @@ def test_checkpoint_of_a_version_that_did_not_name_runs_is_resumed(tmp_path):
 
     journal = BatchJournal.open(tmp_path, resume=True)
 
-    assert find_latest_checkpoint(tmp_path, run_id=journal.run_id) == tmp_path / "step_1"
+    assert find_intact_checkpoint(tmp_path, run_id=journal.run_id) == tmp_path / "step_1"

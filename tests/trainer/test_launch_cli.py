@@ -49,7 +49,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: object) -> str:
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        ([], "name the file of an environment"),
+        ([], "give the file of an environment"),
         (["my_words.py"], "--model is missing"),
         (["my_words.py", "--modle", "m"], "did you mean --model?"),
         (["my_words.py", "--trainer.clipeps", "1"], "did you mean --trainer.clip-eps?"),
@@ -80,7 +80,7 @@ def test_main_wrong_words_are_refused_in_one_line(
         (["other.py"], "other.py: there is no such file; "),
         (["test_my_words.py"], "holds no environment"),
         (["my_words.py", "--env.grup_size=3"], "did you mean --env.group_size?"),
-        (["my_words.py", "--env.other.group_size=3"], "there is my_words"),
+        (["my_words.py", "--env.other.group_size=3"], "expected one of my_words"),
         (["my_words.py", "--env.max_token_length=300"], "exceeds the context of 128 tokens"),
         (["my_words.py", "--context-tokens=300"], "reads at most 128 tokens"),
         (["my_words.py", "--trainer.clip-eps=3"], "--trainer.clip-eps: "),

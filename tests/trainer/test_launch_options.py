@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -64,8 +64,8 @@ def test_one_gpu_is_shared_and_the_environments_limit_is_kept() -> None:
     assert plan.engine_flags == ("--dtype", "bfloat16", "--gpu-memory-utilization", "0.45")
     assert (plan.engine_variables, plan.trainer_variables) == ({}, {})
     assert notes == [
-        "GPU 3 is shared: the engine takes 45% of its memory (--gpu-memory-utilization), the "
-        "trainer has the rest"
+        "GPU 3 is shared: the engine uses 45% of its memory (--gpu-memory-utilization), the "
+        "trainer the rest"
     ]
 
 
@@ -130,7 +130,10 @@ def test_parallel_engine_gets_all_gpus_but_the_trainers(engine_args: str) -> Non
 
 @pytest.mark.parametrize(
     ("machine", "message"),
-    [(FOUR_GPUS, "uses 4 GPUs; there are 3 beside the trainer's"), (ONE_GPU, "there is one")],
+    [
+        (FOUR_GPUS, "uses 4 GPUs; there are 3 in addition to the trainer's"),
+        (ONE_GPU, "there is one"),
+    ],
 )
 def test_parallel_engine_beyond_the_gpus_is_refused(machine: Machine, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
@@ -158,10 +161,18 @@ def test_running_engine_leaves_the_trainer_a_gpu_of_its_own() -> None:
     ("machine", "flags", "refusal"),
     [
         # 7 billion parameters at 4 + 4 + 8 bytes are 104 GiB; 55 % of 80 GiB are 44.
-        (ONE_GPU, (), r"take 104 GiB, and 44 GiB of GPU 3 are the trainer's; .*a second GPU"),
+        (
+            ONE_GPU,
+            (),
+            r"need 104 GiB, and 44 GiB of GPU 3 are available to the trainer; .*a second GPU",
+        ),
         # At 2 + 2 + 4 bytes they are 52.
-        (ONE_GPU, ("--train-dtype=bfloat16",), "take 52 GiB"),
-        (FOUR_GPUS, (), "80 GiB of GPU 0 are the trainer's; take a smaller model, or --trainer"),
+        (ONE_GPU, ("--train-dtype=bfloat16",), "need 52 GiB"),
+        (
+            FOUR_GPUS,
+            (),
+            "80 GiB of GPU 0 are available to the trainer; use a smaller model, or --trainer",
+        ),
         (FOUR_GPUS, ("--train-dtype=bfloat16",), None),
         (FOUR_GPUS, ("--train-layer-indices=0",), None),
         (CPU, (), None),
@@ -313,7 +324,7 @@ def test_options_survive_their_file() -> None:
         OPTIONS, trainer_flags=("--clip-eps=0.1",), environment_flags={"asks": ["--env.x=1"]}
     )
 
-    again = TrainOptions.from_json(json.loads(json.dumps(options.as_json())))
+    again = TrainOptions.from_json(json.loads(json.dumps(asdict(options))))
 
     assert again == options
 

@@ -1,4 +1,4 @@
-"""What a run leaves behind, and what it says while it runs."""
+"""The results of a run and its progress display."""
 
 from __future__ import annotations
 

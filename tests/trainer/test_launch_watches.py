@@ -1,4 +1,4 @@
-"""What is wrong with a run although its processes are alive is noticed, and the right one named."""
+"""Failures of a run whose processes are alive are detected, and the cause is named."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.trainer.test_processes import SLEEP
 
 
 class Clock:
-    """Seconds that pass only when told."""
+    """A clock that advances on request."""
 
     def __init__(self) -> None:
         self.now = 0.0

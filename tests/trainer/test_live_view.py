@@ -9,7 +9,7 @@ import sys
 from rich.console import Console
 
 from atroposlib.utils.line_stream import can_show
-from example_trainer.metrics import LiveDisplay, RunState, RunView, sparkline, time_shares
+from example_trainer.metrics import LiveDisplay, TrainingView, sparkline, time_shares
 
 STEP = {
     "train/reward_mean": 0.5,
@@ -27,17 +27,17 @@ class Terminal(io.StringIO):
         return True
 
 
-def shown(state: RunState, *, width: int = 100) -> str:
+def shown(view: TrainingView, *, width: int = 100) -> str:
     console = Console(file=io.StringIO(), width=width, force_terminal=False, record=True)
-    console.print(RunView(state))
+    console.print(view)
     return console.export_text()
 
 
 def test_view_shows_figures_trend_and_time_left():
-    state = RunState("a/model", 10, activity="training", step=2, elapsed_s=65)
-    state.history.extend([{**STEP, "train/reward_mean": 0.1}, STEP])
+    view = TrainingView("a/model", 10, activity="training", step=2, elapsed_s=65)
+    view.history.extend([{**STEP, "train/reward_mean": 0.1}, STEP])
 
-    text = shown(state)
+    text = shown(view)
 
     assert "step 2 of 10 | 1:05 | about 0:32 left | training" in text
     assert "a/model" in text
@@ -46,15 +46,28 @@ def test_view_shows_figures_trend_and_time_left():
 
 
 def test_view_before_the_first_step_and_on_a_narrow_terminal():
-    assert "loading" in shown(RunState("m", 10))
-    state = RunState("m", 10, step=1)
-    state.history.append(STEP)
+    assert "loading" in shown(TrainingView("m", 10))
+    view = TrainingView("m", 10, step=1)
+    view.history.append(STEP)
 
-    assert max(map(len, shown(state, width=30).splitlines())) <= 30
+    assert max(map(len, shown(view, width=30).splitlines())) <= 30
+
+
+def test_view_is_rendered_while_another_thread_adds_a_step():
+    view = TrainingView("m", 10, step=1)
+
+    class RecordReadDuringAppend(dict):
+        def __contains__(self, key: object) -> bool:
+            view.history.append(STEP)
+            return super().__contains__(key)
+
+    view.history.append(RecordReadDuringAppend(STEP))
+
+    assert "reward" in shown(view)
 
 
 def test_view_shows_control_characters_of_names_as_signs():
-    assert "\x1b" not in shown(RunState("evil\x1b]0;title\x07", 1, activity="\x1b[2J"))
+    assert "\x1b" not in shown(TrainingView("evil\x1b]0;title\x07", 1, activity="\x1b[2J"))
 
 
 def test_sparkline_spans_from_lowest_to_highest_and_skips_what_is_no_number():

@@ -1,4 +1,4 @@
-"""LoRA adapters: what is trained, what is saved, how an engine is told."""
+"""LoRA adapters: trained weights, saved files, updates of an engine."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def test_advice_names_what_saves_most_easily_first_and_what_would_fit():
     lines = advice(LARGE, LARGE_SETUP, 120 * GIB)
 
     assert "a step needs about" in lines[0]
-    assert "120.0 are there" in lines[0]
+    assert "120.0 GiB are available" in lines[0]
     assert lines[1].startswith("--gradient-checkpointing saves")
     assert any(line.startswith("--optimizer adafactor saves") for line in lines)
     assert any("ranks with --parallel-mode fsdp fit" in line for line in lines)

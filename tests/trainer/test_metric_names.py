@@ -95,8 +95,8 @@ def test_event_files_hold_what_the_lines_hold(run_folder):
 
 
 def test_advantages_are_those_of_the_tokens_the_policy_loss_trains(run_folder):
-    # Scores 1 and 0 are advantages 1 and -1; beside a demonstration the score 0 stands alone, and
-    # is 0. Two tokens each.
+    # Scores 1 and 0 are advantages 1 and -1. In a group with a demonstration the score 0 is the
+    # only one, and its advantage is 0. Two tokens each.
     first = lines_of(run_folder)[0]
 
     assert first["train/advantage_mean"] == pytest.approx(0.0)

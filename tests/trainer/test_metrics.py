@@ -1,4 +1,4 @@
-"""What is logged: step statistics worked out by hand, wandb settings, the terminal line."""
+"""Metrics: step statistics worked out by hand, wandb settings, the terminal line."""
 
 from __future__ import annotations
 

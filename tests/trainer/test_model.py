@@ -52,20 +52,22 @@ def test_gpu_that_is_not_there_is_refused_before_anything_is_loaded(
 
 
 @pytest.mark.parametrize(
-    ("capability", "is_installed", "is_taken", "reason"),
+    ("capability", "is_installed", "is_supported", "reason"),
     [
         (None, True, True, "flash-attn needs a GPU"),
         ((9, 0), False, False, "flash-attn is not installed"),
-        ((9, 0), True, False, "transformers does not take the installed flash-attn"),
+        ((9, 0), True, False, "transformers does not support the installed flash-attn"),
         ((7, 5), True, True, "flash-attn needs compute capability 8.0, this GPU has 7.5"),
         ((8, 0), True, True, None),
         ((12, 0), True, True, None),
     ],
 )
 def test_flash_attention_is_used_where_all_it_needs_is_there(
-    capability, is_installed, is_taken, reason
+    capability, is_installed, is_supported, reason
 ):
-    obstacle = flash_attention_obstacle(capability, is_installed=is_installed, is_taken=is_taken)
+    obstacle = flash_attention_obstacle(
+        capability, is_installed=is_installed, is_supported=is_supported
+    )
 
     assert obstacle == reason
     assert attention_kinds(obstacle)[0] == ("flash_attention_2" if reason is None else "sdpa")

@@ -194,7 +194,7 @@ def test_probe_refuses_to_pack_a_model_whose_state_crosses_sequences():
     can = probe(Recurrent(), packing="auto")
 
     assert (can.packs, can.whole_logits) == (False, True)
-    assert can.obstacle == "its layers let packed sequences see each other"
+    assert can.obstacle == "its layers mix packed sequences"
     with pytest.raises(ConfigError, match="packing=on: its layers"):
         probe(Recurrent(), packing="on")
 
@@ -239,7 +239,7 @@ def mixed_groups():
 
 
 def loss_and_gradient(tmp_path, *, algorithm, whole_logits=False, **layout):
-    """What one batch gives, in double precision."""
+    """Return loss and gradients of one batch in double precision."""
     model = tiny_llama(dtype=torch.float64)
     trainer = make_trainer(
         tmp_path,
@@ -373,6 +373,6 @@ def test_setup_says_why_a_model_is_not_packed(tmp_path):
     policy = prepare_policy(Recurrent(), tiny_config(tmp_path))
 
     assert policy.layout == (
-        "sequences padded (its layers let packed sequences see each other), whole logits (the "
-        "model's logits are more than its output layer)"
+        "sequences padded (its layers mix packed sequences), whole logits (the model's head is not "
+        "a linear layer)"
     )

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
     ("settings", "message"),
     [
         ({"kl_coef": 0.1}, "kl_coef=0.1 needs a reference: --reference-model NAME_OR_PATH"),
-        ({"reference_model": "m"}, "reference_model has no use without a KL penalty"),
+        ({"reference_model": "m"}, "reference_model has no effect without a KL penalty"),
         ({"kl_coef": 0.1, "reference_model": "m"}, None),
         ({"kl_coef": 0.1, "reference_model": "groups"}, None),
         ({"kl_coef": 0.1, "weight_bridge_mode": "lora_only"}, None),

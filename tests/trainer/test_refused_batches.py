@@ -26,7 +26,7 @@ class MixedEnv(SmallEnv):
 
 
 def train(config):
-    """What `trainers.train` does for a new run, without an engine."""
+    """Train a new run like `trainers.train`, without an engine."""
     model = tiny_llama()
     with open_client(config.atropos_url) as client:
         service = TrajectoryFeed(client, config)

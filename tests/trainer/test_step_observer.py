@@ -1,4 +1,4 @@
-"""What is measured beside the loss: age and cuts of groups, phases, FLOPs; worked out by hand."""
+"""Metrics of a step outside the loss: staleness and truncation of groups, phases, FLOPs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from example_trainer.training import (
-    ComputeUse,
     ModelShape,
     PhaseClock,
     StepObserver,
@@ -118,12 +117,6 @@ def test_peak_of_a_device(name, peak):
     assert peak_flops_of(name) == peak
 
 
-def test_use_of_a_device_without_a_known_peak_is_left_out():
-    use = ComputeUse(tiny_llama(), "cpu")
-
-    assert use.metrics([5], num_trained_tokens=2, seconds=1.0) == {}
-
-
 class RecordingView:
     def __init__(self):
         self.activities, self.steps = [], {}
@@ -135,7 +128,7 @@ class RecordingView:
         self.steps[step] = metrics
 
 
-def test_observer_tells_its_view_and_begins_each_step_anew(tmp_path):
+def test_observer_updates_its_view_and_starts_each_step_from_zero(tmp_path):
     view = RecordingView()
     observer = StepObserver(tiny_config(tmp_path), tiny_llama(), view=view)
     known = {"train/trained_tokens": 1.0, "train/compute_time": 1.0}
@@ -149,6 +142,7 @@ def test_observer_tells_its_view_and_begins_each_step_anew(tmp_path):
 
     assert first["train/staleness_mean"] == 2.0
     assert first["train/forward_time"] >= 0.0
+    assert "train/mfu" not in first, "the peak of a CPU is unknown"
     assert "train/forward_time" not in observer.metrics(known)
     assert (view.activities, view.steps) == (["training"], {4: first})
 

@@ -90,7 +90,7 @@ def test_train_on_two_files_ends_with_results_and_leaves_nothing(
         summary = json.loads((command.output / "summary.json").read_text())
         assert summary["environments"] == ["writes", "other"]
         assert set(summary["evaluations_after"]) == {"writes", "other"}
-        assert "writes, measured by its own evaluate\n  eval/mean_score: before" in command.said()
+        assert "writes, measured by its evaluate\n  eval/mean_score: before" in command.said()
         assert steps_logged(command) == [1, 2]
         for name in ("report.html", "rollouts.html", "reward_curve.png"):
             assert (command.output / name).stat().st_size > 0

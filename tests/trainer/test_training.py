@@ -293,7 +293,7 @@ def test_gradient_of_the_loop_equals_one_written_out_by_hand(tmp_path):
 
 
 def engine_logprobs(model, completion, *, temperature):
-    """What an engine would report for a completion of the prompt 1 2 3."""
+    """Return the logprobs of an engine for a completion of the prompt 1 2 3."""
     tokens = torch.tensor([[1, 2, 3, *completion]])
     labels = torch.tensor([[-100, -100, *completion]])
     with torch.no_grad():

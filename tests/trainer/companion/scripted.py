@@ -1,4 +1,4 @@
-"""A scripted engine behind the companion server's routes."""
+"""A scripted engine for the companion server."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from example_trainer.vllm_api_server import CompanionState, EngineFacts, EngineT
 
 
 class ClientError(Exception):
-    """What newer engines raise, which is no ValueError."""
+    """Error of newer engines, which is not a `ValueError`."""
 
 
 class Params(msgspec.Struct, dict=True):

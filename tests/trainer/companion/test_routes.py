@@ -13,7 +13,7 @@ from atroposlib.envs.server_handling.vllm_server import (
     parse_generate,
     prompt_rows,
 )
-from example_trainer.vllm_api_server import _unless_gone
+from example_trainer.vllm_api_server import _unless_disconnected
 from tests.trainer.companion.scripted import ClientError, serve
 
 pytestmark = pytest.mark.slow
@@ -69,15 +69,15 @@ def test_keys_of_a_json_object_become_token_ids(client, engine):
     ("body", "message"),
     [
         ([], "must be a JSON object"),
-        ({}, "prompt: expected a text"),
-        ({"prompt": ""}, "prompt: expected a text"),
-        ({"prompt": ["a"]}, "prompt: expected a text"),
-        ({"prompt": {"prompt_token_ids": []}}, "prompt: expected a text"),
+        ({}, "prompt: expected a non-empty text"),
+        ({"prompt": ""}, "prompt: expected a non-empty text"),
+        ({"prompt": ["a"]}, "prompt: expected a non-empty text"),
+        ({"prompt": {"prompt_token_ids": []}}, "prompt: expected a non-empty text"),
         ({"prompt": {"prompt_token_ids": [1, -2]}}, r"prompt.prompt_token_ids[1]: -2"),
         ({"prompt": {"prompt_token_ids": [1, "2"]}}, r"prompt.prompt_token_ids[1]: '2'"),
         ({"prompt": "x", "stream": "yes"}, "stream: expected true or false"),
         ({"prompt": "x", "max_token": 3}, "did you mean max_tokens?"),
-        ({"prompt": "x", "output_kind": "final"}, "output_kind: no sampling parameter"),
+        ({"prompt": "x", "output_kind": "final"}, "output_kind: not a sampling parameter"),
         ({"prompt": "x", "temperature": "hot"}, "Expected `float`, got `str` - at `$.temperature`"),
         ({"prompt": "x", "n": 0}, "n must be at least 1"),
         ({"prompt": "x", "max_tokens": 0}, "max_tokens must be at least 1"),
@@ -138,7 +138,7 @@ def test_client_that_goes_away_ends_the_request():
             return {"type": "http.disconnect"}
 
     async def run() -> Any:
-        return await _unless_gone(GoneRequest(), forever()), ended.is_set()
+        return await _unless_disconnected(GoneRequest(), forever()), ended.is_set()
 
     assert asyncio.run(run()) == (None, True)
 
@@ -162,7 +162,7 @@ def test_without_an_engine_the_answer_is_503(method, path):
     answer = serve(None).request(method, path, json={"prompt": "x"})
 
     assert answer.status_code == 503
-    assert answer.json() == {"detail": "the engine is not up"}
+    assert answer.json() == {"detail": "the engine has not started"}
 
 
 @pytest.mark.parametrize("path", ["/health", "/bridge/debug", "/bridge/list_endpoints"])

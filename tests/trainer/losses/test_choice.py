@@ -123,7 +123,7 @@ def test_algorithms_that_only_centre_scores_do_not_divide_them(algorithm):
         ),
         ({"algorithm": "dppo", "importance_correction": "token_mask"}, "mismatch twice"),
         ({"algorithm": "dppo", "ratio_anchor": "trainer"}, "leave ratio_anchor at auto"),
-        ({"importance_correction": "none", "importance_cap": 2.0}, "there is none"),
+        ({"importance_correction": "none", "importance_cap": 2.0}, "without a correction"),
         ({"importance_correction": "token_truncate", "importance_floor": 0.5}, "no lower bound"),
         ({"importance_floor": 2.0, "importance_cap": 2.0}, "must be below importance_cap"),
         ({"policy_coef": 0.0, "sft_coef": 0.0}, "nothing is trained"),

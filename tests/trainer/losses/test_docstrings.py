@@ -1,4 +1,4 @@
-"""What a reader learns of each part of the loss: source, formula, denominator, difference."""
+"""Docstrings of the loss terms name source, formula, denominator and difference."""
 
 from __future__ import annotations
 

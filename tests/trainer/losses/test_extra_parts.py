@@ -1,4 +1,4 @@
-"""What stands beside the policy loss: demonstrations, distillation, a KL penalty."""
+"""Loss terms except the policy loss: demonstrations, distillation, a KL penalty."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def test_advantages_sent_with_demonstrations_are_not_looked_at():
 
     assert batch.totals == (0, 0, 1, 0)
     assert batch.microbatches[0].is_sft_BT[0, :3].all()
-    assert batch.summary.num_silent_groups == 0
+    assert batch.summary.num_zero_gradient_groups == 0
 
 
 def test_demonstration_that_is_silenced_is_refused():
@@ -114,7 +114,7 @@ def test_rewards_that_are_not_used_leave_no_advantage():
     batch = build_batch([scored, given], rules, microbatch_size=4)
 
     assert not batch.microbatches[0].advantages_BT.any()
-    assert batch.summary.num_silent_groups == 2
+    assert batch.summary.num_zero_gradient_groups == 2
 
 
 def teacher(student, teacher_logprobs=((-0.5, -1.5),), ids=((1, 2),)):

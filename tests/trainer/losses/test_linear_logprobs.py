@@ -158,5 +158,5 @@ def test_chunks_take_a_fraction_of_the_memory_of_whole_logits():
     }
 
     assert mebibytes["whole"] > 2 * 128  # the logits and their gradient, 128 MiB each
-    # What comes besides differs by 100 MiB from run to run: how much of the code is in memory.
+    # The rest, such as code in memory, varies by 100 MiB between runs.
     assert mebibytes["chunks"] < mebibytes["whole"] - 128

@@ -38,7 +38,7 @@ def rows_at(model, tokens):
 
 
 def as_sent(teacher):
-    """The group as an environment sends it: at t the teacher's view of t, beside it the token."""
+    """The group as an environment sends it: at t, the token and the teacher's logprobs for it."""
     ids, logprobs = [], []
     for tokens in TOKENS:
         ids.append([[]])

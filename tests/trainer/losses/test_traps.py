@@ -89,7 +89,7 @@ def test_sampling_from_a_part_of_the_vocabulary_is_counted(params, is_cut):
 
     summary = build_batch([sampled], RowRules(seq_len=64), microbatch_size=2).summary
 
-    assert summary.num_rows_of_cut_sampling == (2 if is_cut else 0)
+    assert summary.num_rows_of_partial_sampling == (2 if is_cut else 0)
 
 
 def test_logprobs_are_aligned_with_tokens_and_shifted_once():

@@ -85,9 +85,9 @@ def test_records_without_a_loss_are_no_steps():
         ([{"grpo/clipped_fraction": 0.4}], "clip range"),
         ([{"alignment/diff_abs_mean": 0.2}], "dtypes"),
         ([{"train/staleness_mean": 5.0}], "several steps old"),
-        ([{"train/truncation_rate": 0.5}], "cut before their end"),
+        ([{"train/truncation_rate": 0.5}], "completions were truncated"),
         ([{"train/skipped_steps": 1.0}], "1 of 1 steps were skipped"),
-        ([{"train/loss": float("nan")}], "no number at 1 steps, first 1"),
+        ([{"train/loss": float("nan")}], "NaN at 1 steps, first at 1"),
         ([{"train/entropy": 1.0}] + [{"train/entropy": 0.1}] * 3, "from 1 to 0.1"),
         ([{"train/step_time": 4.0, "train/data_fetch_time": 3.0}] * 4, "75% of the time"),
     ],
@@ -184,8 +184,8 @@ def test_door_refuses_metrics_without_a_step_of_a_trainer(tmp_path, capsys, reco
 
     assert ending.value.code == 2
     said = capsys.readouterr().err
-    assert "metrics.jsonl: holds no metrics of a trainer" in said
-    assert "given with --environment" in said
+    assert "metrics.jsonl: no metrics of a trainer" in said
+    assert "with --environment" in said
     assert not (tmp_path / "report.html").exists()
 
 

@@ -9,7 +9,7 @@ import sys
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 LACKS = os.environ.get("FAKE_VLLM_LACKS")
-"""What an older vLLM would lack: the `route` for updates, or the `reload` behind it."""
+"""Feature that an older vLLM lacks: the `route` for updates, or the `reload` itself."""
 
 
 class Handler(BaseHTTPRequestHandler):
