@@ -55,7 +55,7 @@ class ExtraLossFields(BaseModel):
     )
     kl_estimator: KlEstimator = Field(
         default="k3",
-        description="Estimator of the KL penalty; k1 has no effect in expectation.",
+        description="Estimator of the KL penalty; as a loss, k1 has zero gradient in expectation.",
     )
     sft_coef: float = Field(
         default=1.0,
@@ -105,11 +105,11 @@ class VllmFields(BaseModel):
     vllm_start_timeout_s: float = Field(
         default=600.0,
         gt=0,
-        description="Seconds within which a launched engine has to answer /health.",
+        description="Maximum time until a launched engine responds to /health, in seconds.",
     )
     vllm_args: str = Field(
         default="",
-        description="Additional arguments for a launched engine: --vllm-args='--enforce-eager'.",
+        description="Additional arguments of a launched engine, such as --vllm-args='--enforce-eager'.",
     )
     sync_pause_mode: Literal["keep", "wait", "abort", "none"] = Field(
         default="keep",
@@ -143,7 +143,7 @@ class ModeFields(BaseModel):
         "none; the log reports the choice. none: restart an engine that the trainer owns; "
         "in_place: reload weights while the engine at vllm_port, or a launched one, is running; "
         "lora_only: swap LoRA adapters in the running engine at vllm_port; lora_restart: restart "
-        "an owned engine on new adapters; off: no engine, for groups sampled before.",
+        "an owned engine on new adapters; off: no engine; the groups were sampled earlier.",
     )
     vllm_config_path: str | None = Field(
         default=None, description="Bridge file of shared_vllm (mode not built yet)."
@@ -156,8 +156,10 @@ class ModeFields(BaseModel):
 class LoraFields(BaseModel):
     """LoRA adapters, for the modes lora_only and lora_restart."""
 
-    lora_r: int = Field(default=16, ge=1, description="Rank.")
-    lora_alpha: int = Field(default=32, ge=1, description="Scale.")
+    lora_r: int = Field(default=16, ge=1, description="Rank of the LoRA adapters.")
+    lora_alpha: int = Field(
+        default=32, ge=1, description="LoRA alpha: updates are scaled by lora_alpha / lora_r."
+    )
     lora_dropout: float = Field(default=0.0, ge=0, lt=1, description="Dropout on adapter inputs.")
     lora_target_modules: list[str] | None = Field(
         default=None, description="Names of the modules with adapters; none: q_proj and v_proj."
@@ -221,7 +223,7 @@ class TrainingFields(BaseModel):
         default=2048, ge=2, description="Maximum sequence length in tokens; longer ones are cut."
     )
     gradient_accumulation_steps: int = Field(
-        default=32, ge=1, description="Sequences per optimizer step, divided by batch_size."
+        default=32, ge=1, description="Optimizer steps take batch_size times this many sequences."
     )
     pad_multiple: int = Field(
         default=64,
@@ -335,7 +337,7 @@ class WandbFields(BaseModel):
         default=False, description="Whether to log metrics to Weights & Biases as well."
     )
     wandb_project: str | None = Field(
-        default=None, description="Project of Weights & Biases, which is not used without one."
+        default=None, description="Weights & Biases project; none: no metrics are sent there."
     )
     wandb_group: str | None = Field(
         default=None, description="Run group of Weights & Biases; none: a random name."
@@ -345,7 +347,7 @@ class WandbFields(BaseModel):
     )
     quiet: bool = Field(
         default=False,
-        description="Whether to omit the live view and log lines only, as without a terminal.",
+        description="Whether to write log lines only, without the live view; a live view needs a terminal.",
     )
     use_tensorboard: bool = Field(
         default=False,

@@ -205,8 +205,8 @@ class GrpoFields(BaseModel):
     truncated_completions: Literal["train", "mask"] = Field(
         default="train",
         description="Whether to train on trajectories truncated by seq_len or by the engine, or to "
-        "mask them (overlong filtering). The group's finish_reasons decide, else a completion of "
-        "generation_params.max_tokens tokens counts as truncated.",
+        "mask them (overlong filtering). Truncation is determined by the group's finish_reasons; "
+        "without them, a completion of generation_params.max_tokens tokens counts as truncated.",
     )
     logprobs_mode: Literal["auto", "raw", "processed"] = Field(
         default="auto",

@@ -117,7 +117,7 @@ class ApiSettings(BaseModel):
     token_file: Path | None = Field(
         default=None,
         description="File with the bearer tokens of environments, trainers and administrators; "
-        "None allows every client all requests.",
+        "None disables authentication.",
     )
     log_format: Literal["text", "json"] = Field(
         default="text", description="Format of log lines: text, or one JSON object per line."

@@ -93,7 +93,7 @@ class BaseEnvConfig(BaseModel):
         -1,
         ge=-1,
         description="Sequences per training batch; "
-        "-1 takes the trainer's value, which also replaces any other.",
+        "-1 uses the value of the trainer, which also replaces other values.",
     )
     max_batches_offpolicy: int = Field(
         3,

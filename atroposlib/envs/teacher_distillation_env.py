@@ -68,7 +68,7 @@ class TeacherDistillationConfig(BaseEnvConfig):
         0,
         ge=NOT_WANTED,
         description="Number of the teacher's most likely tokens per position; 0 takes only the "
-        "token of the trajectory, -1 sends no requests.",
+        "token of the trajectory, -1 disables requests to the teacher.",
     )
 
 

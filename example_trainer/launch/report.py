@@ -47,8 +47,8 @@ class RewardMetric(NamedTuple):
 
 SHARE_RIGHT = RewardMetric(
     key="train/percent_correct",
-    label="share of tries that are right",
-    summary="{:.0%} of the tries right",
+    label="fraction of correct answers",
+    summary="{:.0%} of the answers correct",
     limits=(0.0, 1.0),
 )
 

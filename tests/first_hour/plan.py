@@ -97,7 +97,7 @@ STEPS: tuple[Step, ...] = (
         shows=("scores differ +│ passed +│ gold 1, empty 0, garbage 0", "19 passed, 1 skipped"),
     ),
     NotRun("README.md", "check of multiplication", "the output of the check above"),
-    NotRun("README.md", "share of tries that are right", "the output of `make demo`"),
+    NotRun("README.md", "fraction of correct answers", "the output of `make demo`"),
     Run(
         "README.md",
         "MODEL=Qwen/Qwen2.5-1.5B-Instruct",

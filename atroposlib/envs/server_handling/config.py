@@ -100,8 +100,8 @@ class APIServerConfig(ServerBaseline):
         default=60.0,
         ge=0,
         description="Maximum wait for a server that has never answered, in seconds; after that, "
-        "requests fail with a hint about what to check. A server that answered before is waited "
-        "for up to engine_timeout.",
+        "requests fail with a hint about what to check. For a server that answered before, the "
+        "limit is engine_timeout.",
     )
 
     @property
