@@ -25,6 +25,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from atroposlib.errors import ConfigError
 
+logger = logging.getLogger(__name__)
+
 
 class Role(str, Enum):
     """The role of the holder of a token."""
@@ -37,7 +39,7 @@ class Role(str, Enum):
     """May call every route, including those that show or delete data."""
 
 
-class Rule(NamedTuple):
+class AccessRule(NamedTuple):
     """One route and the roles that may call it."""
 
     route: str
@@ -84,13 +86,13 @@ _ROLES_BY_ROUTE: Mapping[str, frozenset[Role]] = {
 _CHANGING_GETS = frozenset({"/batch", "/reset_data", "/status-env"})
 """The last one records a heartbeat of the environment."""
 _RULES = {
-    **{route: Rule(route, _EVERY_ROLE, is_open=True) for route in _OPEN_ROUTES},
+    **{route: AccessRule(route, _EVERY_ROLE, is_open=True) for route in _OPEN_ROUTES},
     **{
-        route: Rule(route, roles, changes_on_get=route in _CHANGING_GETS)
+        route: AccessRule(route, roles, changes_on_get=route in _CHANGING_GETS)
         for route, roles in _ROLES_BY_ROUTE.items()
     },
 }
-UNKNOWN_ROUTE = Rule("unknown", _ADMIN)
+UNKNOWN_ROUTE = AccessRule("unknown", _ADMIN)
 _PATTERNS = [
     (re.compile(route.replace("{}", "[^/]+")), rule)
     for route, rule in _RULES.items()
@@ -98,12 +100,14 @@ _PATTERNS = [
 ]
 
 
-def rule_for(path: str, method: str = "GET") -> Rule:
-    """Return the rule of a request; DELETE always requires the role admin."""
+def rule_for(path: str, method: str = "GET") -> AccessRule:
+    """Return the rule of a request. DELETE requires the role admin, except to unregister."""
     rule = _RULES.get(path) or next(
         (templated for pattern, templated in _PATTERNS if pattern.fullmatch(path)), UNKNOWN_ROUTE
     )
-    return rule._replace(roles=_ADMIN, is_open=False) if method == "DELETE" else rule
+    if method == "DELETE" and path != "/register":
+        return rule._replace(roles=_ADMIN, is_open=False)
+    return rule
 
 
 def changes_on_get(scope: Mapping[str, Any]) -> bool:
@@ -119,8 +123,6 @@ def path_of(scope: Mapping[str, Any]) -> str:
         return path[len(prefix) :]
     return path
 
-
-logger = logging.getLogger(__name__)
 
 _MIN_TOKEN_CHARS = 16
 _MAX_LOGGED_REFUSALS = 256
@@ -250,7 +252,9 @@ class BearerAuthMiddleware:
         message = f"this route needs the role {needed}; the token has {holder.role.value}"
         return self._refuse(403, rule, holder.name, message, _OTHER_ROLE)
 
-    def _refuse(self, status: int, rule: Rule, name: str, text: str, challenge: str) -> Response:
+    def _refuse(
+        self, status: int, rule: AccessRule, name: str, text: str, challenge: str
+    ) -> Response:
         """Return the response of a refusal; each kind is logged once."""
         kind = (name, rule.route, text)
         if kind not in self._logged and len(self._logged) < _MAX_LOGGED_REFUSALS:

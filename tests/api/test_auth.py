@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import logging
 import os
+import re
 from pathlib import Path
 
 import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
+from starlette.routing import Route
 
 from atroposlib.api.auth import (
     UNKNOWN_ROUTE,
@@ -20,9 +22,11 @@ from atroposlib.api.auth import (
     read_token_file,
     rule_for,
 )
+from atroposlib.api.server import create_app
 from atroposlib.errors import ConfigError
 from tests.api.helpers import TOKENS
 
+REPO = Path(__file__).resolve().parents[2]
 FILE = f"""
 # who may do what
 environment {TOKENS[Role.ENVIRONMENT]} maths
@@ -114,6 +118,32 @@ def test_route_without_a_rule_is_for_admins() -> None:
     assert rule_for("/batch/3-1/ack").route == "/batch/{}/ack"
     for path in ("/groups/", "/groups/1/2", "/batch/1/2/ack", "/Status", "/status/", "", "//"):
         assert rule_for(path) is UNKNOWN_ROUTE
+
+
+def test_deletion_is_for_admins_except_of_the_own_registration() -> None:
+    assert rule_for("/groups/7", "DELETE").roles == {Role.ADMIN}
+    assert rule_for("/batch", "DELETE").roles == {Role.ADMIN}
+    assert rule_for("/register", "DELETE").roles == {Role.TRAINER, Role.ADMIN}
+
+
+def routes_of(app: FastAPI) -> list[str]:
+    """Paths of the application as rules write them: `{}` in place of each parameter."""
+    return [
+        re.sub(r"{[^}]+}", "{}", route.path) for route in app.routes if isinstance(route, Route)
+    ]
+
+
+def test_each_route_of_the_service_has_a_rule_and_a_row_in_its_documentation() -> None:
+    page = (REPO / "docs" / "service.md").read_text(encoding="utf-8")
+    documented = [*re.findall(r"`(/[^`]*)`", page), "/batch/ID/ack", "/batch/ID/nack"]
+
+    routes = routes_of(create_app())
+
+    assert {"/batch/{}/ack", "/groups/{}/payload", "/scored_data"} <= set(routes)
+    for route in routes:
+        assert rule_for(route.replace("{}", "7")).route == route
+        if not route.startswith(("/docs/", "/openapi.json", "/redoc")):
+            assert route.replace("{}", "ID") in documented
 
 
 def test_path_of_a_request_leaves_out_the_prefix_of_a_proxy() -> None:
