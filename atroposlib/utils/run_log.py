@@ -21,11 +21,13 @@ from numbers import Real
 from pathlib import Path
 from typing import Any, TextIO
 
-from atroposlib.errors import MissingExtraError
+from atroposlib.errors import ConfigError, MissingExtraError
 from atroposlib.utils.json_text import to_plain
 from atroposlib.utils.text import mask_secrets
 
-__all__ = ["RunLog"]
+__all__ = ["MetricsLog"]
+
+logger = logging.getLogger(__name__)
 
 FLUSH_INTERVAL_S = 5
 MAX_TABLE_ROWS = 16
@@ -131,10 +133,19 @@ def _cell(value: Any) -> str:
     return html.escape(str(value)[:MAX_CELL_CHARACTERS]).replace("\n", "&#10;")
 
 
-logger = logging.getLogger(__name__)
+def _require_account(wandb: Any) -> None:
+    """Raise instead of letting W&B ask for an account, which would stop a run in a terminal."""
+    if sys.stdin is None or not sys.stdin.isatty() or wandb.setup().settings.mode != "online":
+        return
+    try:
+        is_known = wandb.login(prompt=False)
+    except TypeError:  # versions without `prompt`
+        is_known = wandb.api.api_key is not None
+    if not is_known:
+        raise ConfigError("no account: run `wandb login` or set WANDB_API_KEY")
 
 
-class RunLog:
+class MetricsLog:
     """The metrics of one run.
 
     Failures of W&B and TensorBoard do not end a run: they are logged as warnings, and the local
@@ -203,6 +214,7 @@ class RunLog:
         try:
             import wandb
 
+            _require_account(wandb)
             self.wandb_run = wandb.init(
                 project=project,
                 group=group,

@@ -2,6 +2,9 @@ from __future__ import annotations
 
 import json
 import logging
+import os
+import subprocess
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -9,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from atroposlib.utils.run_log import RunLog
+from atroposlib.utils.run_log import MetricsLog
 
 pytestmark = pytest.mark.slow
 
@@ -20,7 +23,7 @@ def read(path: Path) -> list[dict[str, Any]]:
 
 def test_local_file_gets_every_call_at_once(tmp_path: Path) -> None:
     path = tmp_path / "new" / "metrics.jsonl"
-    log = RunLog(use_wandb=False, metrics_path=path, now=lambda: 99.0)
+    log = MetricsLog(use_wandb=False, metrics_path=path, now=lambda: 99.0)
     log.start(project="p", group=None, name="n", config={})
 
     log.log({"a": np.float32(0.5), "b": [np.int64(2)], "t": log.table(["x"], [["y"]])}, step=3)
@@ -37,7 +40,7 @@ def test_local_file_gets_every_call_at_once(tmp_path: Path) -> None:
 
 def test_local_file_is_appended_to_after_a_restart(tmp_path: Path) -> None:
     for step in (1, 2):
-        log = RunLog(use_wandb=False, metrics_path=tmp_path / "m.jsonl")
+        log = MetricsLog(use_wandb=False, metrics_path=tmp_path / "m.jsonl")
         log.log({}, step=step)
         log.finish()
 
@@ -47,7 +50,7 @@ def test_local_file_is_appended_to_after_a_restart(tmp_path: Path) -> None:
 def test_local_file_keeps_the_rows_of_a_wandb_table_without_a_run(tmp_path: Path) -> None:
     import wandb
 
-    log = RunLog(use_wandb=False, metrics_path=tmp_path / "m.jsonl")
+    log = MetricsLog(use_wandb=False, metrics_path=tmp_path / "m.jsonl")
 
     log.log({"t": wandb.Table(columns=["text", "answer"], data=[["a", "4"]])}, step=1)
     log.finish()
@@ -57,7 +60,7 @@ def test_local_file_keeps_the_rows_of_a_wandb_table_without_a_run(tmp_path: Path
 
 
 def test_without_a_file_numbers_go_to_the_log(caplog: pytest.LogCaptureFixture) -> None:
-    log = RunLog(use_wandb=False, metrics_path=None)
+    log = MetricsLog(use_wandb=False, metrics_path=None)
 
     with caplog.at_level(logging.INFO):
         log.log({"train/score": 0.25, "t": log.table(["x"], [])}, step=7)
@@ -67,7 +70,7 @@ def test_without_a_file_numbers_go_to_the_log(caplog: pytest.LogCaptureFixture) 
 
 
 def test_offline_run_is_recorded_without_its_secrets(offline_wandb: Path) -> None:
-    log = RunLog(use_wandb=True, metrics_path=offline_wandb / "m.jsonl")
+    log = MetricsLog(use_wandb=True, metrics_path=offline_wandb / "m.jsonl")
     # pragma: allowlist nextline secret
     settings = {"api_key": "sk-topsecret", "group_size": 4}
     log.start(project="atropos", group="g", name="n", config=settings)
@@ -94,7 +97,7 @@ def test_disabled_wandb_still_writes_the_local_file(
     offline_wandb: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_MODE", "disabled")
-    log = RunLog(use_wandb=True, metrics_path=offline_wandb / "m.jsonl")
+    log = MetricsLog(use_wandb=True, metrics_path=offline_wandb / "m.jsonl")
     log.start(project=None, group=None, name=None, config={})
 
     log.log({"a": 1, "t": log.table(["x"], [[1]])}, step=0)
@@ -113,7 +116,7 @@ def test_wandb_that_cannot_start_warns_with_the_remedy_and_the_run_goes_on(
         raise wandb.errors.UsageError("no API key configured")
 
     monkeypatch.setattr(wandb, "init", fail)
-    log = RunLog(use_wandb=True, metrics_path=tmp_path / "m.jsonl")
+    log = MetricsLog(use_wandb=True, metrics_path=tmp_path / "m.jsonl")
 
     with caplog.at_level(logging.WARNING):
         log.start(project=None, group=None, name=None, config={})
@@ -134,7 +137,7 @@ def test_wandb_that_fails_later_does_not_end_the_run(
 
         finish = log
 
-    log = RunLog(use_wandb=True, metrics_path=tmp_path / "m.jsonl")
+    log = MetricsLog(use_wandb=True, metrics_path=tmp_path / "m.jsonl")
     log.wandb_run = BrokenRun()
 
     with caplog.at_level(logging.WARNING):
@@ -147,7 +150,7 @@ def test_wandb_that_fails_later_does_not_end_the_run(
 
 def test_local_file_that_ends_within_a_line_goes_on_with_a_new_one(tmp_path: Path) -> None:
     (tmp_path / "m.jsonl").write_text('{"step": 1}\n{"ste')
-    log = RunLog(use_wandb=False, metrics_path=tmp_path / "m.jsonl")
+    log = MetricsLog(use_wandb=False, metrics_path=tmp_path / "m.jsonl")
 
     log.log({}, step=2)
     log.finish()
@@ -174,7 +177,7 @@ def test_named_wandb_run_is_continued_and_gets_no_step_again(
     opened: dict[str, Any] = {}
     run = ContinuedRun()
     monkeypatch.setattr(wandb, "init", lambda **options: opened.update(options) or run)
-    log = RunLog(use_wandb=True, metrics_path=tmp_path / "m.jsonl")
+    log = MetricsLog(use_wandb=True, metrics_path=tmp_path / "m.jsonl")
 
     log.start(project="p", group="g", name=None, config={}, run_id="abc")
     for step in (3, 4, 5):
@@ -183,3 +186,34 @@ def test_named_wandb_run_is_continued_and_gets_no_step_again(
     assert (opened["id"], opened["resume"]) == ("abc", "allow")
     assert run.steps == [4, 5]
     assert [row["step"] for row in read(tmp_path / "m.jsonl")] == [3, 4, 5]
+
+
+@pytest.mark.slow
+def test_start_in_a_terminal_without_an_account_does_not_ask_for_one(tmp_path: Path) -> None:
+    code = (
+        "from pathlib import Path\n"
+        "from atroposlib.utils.run_log import MetricsLog\n"
+        "log = MetricsLog(use_wandb=True, metrics_path=Path('m.jsonl'))\n"
+        "log.start(project='p', group=None, name=None, config={})\n"
+        "log.log({'a': 1}, step=0)\n"
+        "log.finish()\n"
+    )
+    known = {name: value for name, value in os.environ.items() if not name.startswith("WANDB_")}
+    ours, theirs = os.openpty()  # a terminal in which nothing is typed
+
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        env={**known, "HOME": str(tmp_path), "PYTHONPATH": str(Path.cwd())},
+        stdin=theirs,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+
+    os.close(ours)
+    os.close(theirs)
+    assert done.returncode == 0, done.stderr
+    assert "wandb is not available (no account: run `wandb login`" in done.stderr
+    assert [row["step"] for row in read(tmp_path / "m.jsonl")] == [0]
