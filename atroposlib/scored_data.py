@@ -12,6 +12,8 @@ A *group* is G trajectories of one dataset item, scored together. A worked examp
 `masks[i][t]` is `IGNORE_INDEX` where the token is not trained on, otherwise the token id itself;
 `inference_logprobs[i][t]` is `MASKED_LOGPROB` where masked, otherwise finite and at most 0.
 All code that depends on the set of fields (wire, service, merging, trainer) reads `GROUP_FIELDS`.
+One more key, `policy_version`, names the weights that sampled the group. It is not a field: the
+service stores it separately and reports it with each lease (docs/wire.md).
 """
 
 from __future__ import annotations
