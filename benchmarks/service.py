@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 
 from atroposlib.api.schemas import MAX_BATCH_SIZE
-from atroposlib.wire import MEDIA_TYPES, Lane
+from atroposlib.wire import MEDIA_TYPES, WireFormat
 from service_parts.connection import (
     Connection,
     Latencies,
@@ -45,7 +45,7 @@ from service_parts.workload import (
 
 SMALL, LARGE = Shape(8, 1024), Shape(8, 4096)
 SHAPES = (SMALL, LARGE, SMALL._replace(has_logprobs=True), LARGE._replace(has_logprobs=True))
-FORMATS: tuple[Lane, ...] = ("json", "msgpack")
+FORMATS: tuple[WireFormat, ...] = ("json", "msgpack")
 INGEST_TARGETS = {"json": 5e6, "msgpack": 25e6}
 DRAIN_TARGETS = {"json": 20e6, "msgpack": 60e6}
 DRAINED_TOKENS = 16_000_000
@@ -119,7 +119,7 @@ def service(store: str, *, batch_size: int, num_envs: int = 1) -> Iterator[Serve
         yield server
 
 
-def batch_request(body_format: Lane) -> bytes:
+def batch_request(body_format: WireFormat) -> bytes:
     """Return an uncompressed `GET /batch` in a format."""
     return request_bytes(
         "GET", "/batch", Accept=MEDIA_TYPES[body_format], Accept_Encoding="identity"
@@ -205,7 +205,7 @@ def drain(options: Options) -> list[Row]:
     return rows
 
 
-def drain_rate(store: str, body_format: Lane, shape: Shape) -> Rate:
+def drain_rate(store: str, body_format: WireFormat, shape: Shape) -> Rate:
     """Return the rate of tokens while batches of 64 groups are fetched until the queue is empty."""
     count = max(64, DRAINED_TOKENS // shape.num_tokens // 64 * 64)
     with service(store, batch_size=64 * shape.trajectories) as server:
@@ -289,7 +289,7 @@ def large_batch(options: Options) -> list[Row]:
             meter, stop, sizes = Meter(server), threading.Event(), list[int]()
 
             def fetch(
-                port: int, body_format: Lane, stop: threading.Event, sizes: list[int]
+                port: int, body_format: WireFormat, stop: threading.Event, sizes: list[int]
             ) -> None:
                 with Connection(port) as connection:
                     for _ in range(rounds):

@@ -37,7 +37,7 @@ from atroposlib.exporting.selection import PairRule, SelectionRule
 from atroposlib.exporting.texts import Decoder, decoder_of
 from atroposlib.frontend.jsonl2html import generate_html
 from atroposlib.viewer.app import build_app, launch_app
-from atroposlib.viewer.index import GroupFilter
+from atroposlib.viewer.index import RowFilter
 from atroposlib.viewer.sources import JsonlSource
 from atroposlib.viewer.token_reader import TokenReader
 from atroposlib.viewer.viewer import Viewer
@@ -257,15 +257,15 @@ def _searches(viewer: Viewer) -> Iterator[BrowserFigure]:
     """Search for words that occur once and words that occur in all groups."""
     times = []
     for number in range(10):
-        wanted = GroupFilter(text=f"answer {number}" if number % 2 else f"question {number * 997}")
+        wanted = RowFilter(text=f"answer {number}" if number % 2 else f"question {number * 997}")
         times.append(_timed_ms(lambda wanted=wanted: _search(viewer, wanted)))  # type: ignore[misc]
     yield _figure("text search of all groups", times)
-    ordered = [_timed_ms(lambda: viewer.index.match(GroupFilter(min_score=0.5), "spread"))
+    ordered = [_timed_ms(lambda: viewer.index.match(RowFilter(min_score=0.5), "spread"))
                for _ in range(10)]  # fmt: skip
     yield _figure("filter and order of all groups", ordered)
 
 
-def _search(viewer: Viewer, wanted: GroupFilter) -> None:
+def _search(viewer: Viewer, wanted: RowFilter) -> None:
     while not viewer.match(wanted, "oldest").is_complete:
         pass
 

@@ -35,7 +35,13 @@ from atroposlib.tasks.single_turn_parts import (
     deep_hermes_settings,
 )
 
-__all__ = ["MCQAThinkingEnv", "MCQAThinkingEnvConfig", "Question", "read_question", "score_answer"]
+__all__ = [
+    "ChoiceQuestion",
+    "MCQAThinkingEnv",
+    "MCQAThinkingEnvConfig",
+    "read_question",
+    "score_answer",
+]
 
 CARD = EnvironmentCard(
     task="questions with lettered options (AcademicMCQA, MMLU)",
@@ -73,7 +79,7 @@ ALSO = re.compile(
 """Between two options that an answer names."""
 
 
-class Question(NamedTuple):
+class ChoiceQuestion(NamedTuple):
     """One question."""
 
     prompt: str
@@ -94,7 +100,7 @@ class MCQAThinkingEnvConfig(HubItemsConfig, SingleTurnEnvConfig):
     eval_temperature: float = Field(0.5, ge=0, description="Sampling temperature of evaluations.")
 
 
-def read_question(row: Mapping[str, Any]) -> Question:
+def read_question(row: Mapping[str, Any]) -> ChoiceQuestion:
     """Return the question of a row of AcademicMCQA or MMLU.
 
     Raises:
@@ -115,7 +121,7 @@ def read_question(row: Mapping[str, Any]) -> Question:
     if not row.get("prompt"):
         pairs = zip(letters, options, strict=True)
         body = "\n".join([str(body), *(f"{name}. {option}" for name, option in pairs)])
-    return Question(str(body), letter.upper(), tuple(str(option) for option in options))
+    return ChoiceQuestion(str(body), letter.upper(), tuple(str(option) for option in options))
 
 
 def named_options(answer: str, options: Sequence[str]) -> set[int]:
@@ -181,7 +187,7 @@ class OptionTexts:
         return option, end
 
 
-def score_answer(completion: str, question: Question) -> float:
+def score_answer(completion: str, question: ChoiceQuestion) -> float:
     """Return 1.0 if the answer after the thinking names only the right option, else -1.0."""
     answer = answer_after_thinking(completion)
     if answer is None:

@@ -21,7 +21,7 @@ from atroposlib.envs.multi_turn_env import MultiTurnEnv, MultiTurnEnvConfig, Tur
 from atroposlib.envs.tools import ToolConversation, ToolResult
 from atroposlib.tasks.card import EnvironmentCard
 
-__all__ = ["Problem", "SumConversation", "WordSumsEnv", "WordSumsEnvConfig"]
+__all__ = ["SumConversation", "WordSum", "WordSumsEnv", "WordSumsEnvConfig"]
 
 CARD = EnvironmentCard(
     task="sums of large numbers, with a calculator as tools",
@@ -46,7 +46,7 @@ class WordSumsEnvConfig(MultiTurnEnvConfig):
     seed: int = Field(0, description="Seed of the problems.")
 
 
-class Problem(NamedTuple):
+class WordSum(NamedTuple):
     """One problem."""
 
     boxes: int
@@ -81,7 +81,7 @@ def multiply(a: int, b: int) -> int:
 class SumConversation(ToolConversation):
     """One problem and a calculator."""
 
-    def __init__(self, problem: Problem) -> None:
+    def __init__(self, problem: WordSum) -> None:
         question = STORY.format(**problem._asdict())
         super().__init__([{"role": "user", "content": question}], [add, multiply])
         self.problem = problem
@@ -110,22 +110,22 @@ class WordSumsEnv(MultiTurnEnv):
     async def setup(self) -> None:
         self.random = random.Random(self.config.seed)
 
-    async def get_next_item(self) -> Problem:
+    async def get_next_item(self) -> WordSum:
         return self._make_problem(self.random)
 
-    def eval_items(self) -> Sequence[Problem]:
+    def eval_items(self) -> Sequence[WordSum]:
         fixed = random.Random(f"evaluation {self.config.seed}")
         return [self._make_problem(fixed) for _ in range(NUM_EVAL_ITEMS)]
 
-    def start_conversation(self, item: Problem) -> SumConversation:
+    def start_conversation(self, item: WordSum) -> SumConversation:
         return SumConversation(item)
 
-    def check_gold_answer(self, item: Problem) -> Any:
+    def check_gold_answer(self, item: WordSum) -> Any:
         return f"<answer>{item.answer}</answer>"
 
-    def _make_problem(self, source: random.Random) -> Problem:
+    def _make_problem(self, source: random.Random) -> WordSum:
         low, high = 10 ** (self.config.num_digits - 1), 10**self.config.num_digits - 1
-        return Problem(*(source.randint(low, high) for _ in range(3)))
+        return WordSum(*(source.randint(low, high) for _ in range(3)))
 
 
 if __name__ == "__main__":

@@ -261,7 +261,7 @@ _MOST_REFUSED_KEPT = 16
 """Rejected batches kept on disk, the newest."""
 
 
-class _Record(msgspec.Struct, frozen=True):
+class _BatchRecord(msgspec.Struct, frozen=True):
     run_id: str
     step: int
     batch_id: str | None
@@ -338,7 +338,7 @@ class BatchJournal:
 
     def write(self, step: int, batch: LeasedBatch) -> None:
         """Record the batch of an optimizer step; it is on disk when this returns."""
-        record = _Record(self.run_id, step, batch.batch_id, batch.groups)
+        record = _BatchRecord(self.run_id, step, batch.batch_id, batch.groups)
         content = msgspec.msgpack.encode(record)
         write_file(self.path_of(step), content)
         self._sizes[step] = len(content)
@@ -353,7 +353,7 @@ class BatchJournal:
         if not path.is_file():
             return None
         try:
-            record = msgspec.msgpack.decode(path.read_bytes(), type=_Record)
+            record = msgspec.msgpack.decode(path.read_bytes(), type=_BatchRecord)
         except msgspec.DecodeError as error:
             raise ConfigError(
                 f"{path} is not a batch record: {error}; restore it, or start without --resume"

@@ -57,6 +57,8 @@ __all__ = [
     "torchrun_settings",
 ]
 
+logger = logging.getLogger("example_trainer")
+
 _FLAGS_BY_FIELD = {
     "model_name": ("--model", "--model-name"),
     "vllm_gpu_memory_utilization": ("--gpu-memory-utilization", "--vllm-gpu-memory-utilization"),
@@ -256,9 +258,6 @@ def require_extra(extra: str) -> Iterator[None]:
         yield
     except ModuleNotFoundError as error:
         raise MissingExtraError(error.name or "a package", extra=extra) from error
-
-
-logger = logging.getLogger("example_trainer")
 
 
 def run_training(

@@ -109,7 +109,8 @@ class VllmFields(BaseModel):
     )
     vllm_args: str = Field(
         default="",
-        description="Additional arguments of a launched engine, such as --vllm-args='--enforce-eager'.",
+        description="Additional arguments of a launched engine, such as "
+        "--vllm-args='--enforce-eager'.",
     )
     sync_pause_mode: Literal["keep", "wait", "abort", "none"] = Field(
         default="keep",
@@ -347,7 +348,8 @@ class WandbFields(BaseModel):
     )
     quiet: bool = Field(
         default=False,
-        description="Whether to write log lines only, without the live view; a live view needs a terminal.",
+        description="Whether to write log lines only, without the live view; a live view needs "
+        "a terminal.",
     )
     use_tensorboard: bool = Field(
         default=False,

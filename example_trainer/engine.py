@@ -15,6 +15,8 @@ from atroposlib.errors import ConfigError, InferenceError
 from atroposlib.utils.text import hide_secrets_of_requests, inert_block, without_secrets
 from example_trainer.config import TrainingConfig
 
+logger = logging.getLogger(__name__)
+
 _MAX_QUOTED_CHARS = 500
 
 
@@ -62,9 +64,6 @@ class EngineConnection:
                 f"{inert_block(answer.text[:_MAX_QUOTED_CHARS])}"
             )
         return answer
-
-
-logger = logging.getLogger(__name__)
 
 
 class NoInPlaceUpdatesError(ConfigError):

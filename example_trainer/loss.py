@@ -170,7 +170,7 @@ class Weights(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Mismatch:
+class PolicyMismatch:
     """Difference between sampler and trainer on one microbatch."""
 
     log_weight_BT: torch.Tensor
@@ -192,7 +192,7 @@ class Mismatch:
 class Correction(Protocol):
     """A weight that corrects the mismatch between sampler and trainer."""
 
-    def __call__(self, mismatch: Mismatch) -> Weights: ...
+    def __call__(self, mismatch: PolicyMismatch) -> Weights: ...
 
 
 def clipped_surrogate_BT(
@@ -420,7 +420,7 @@ class TokenTruncation:
 
     cap: float = 2.0
 
-    def __call__(self, mismatch: Mismatch) -> Weights:
+    def __call__(self, mismatch: PolicyMismatch) -> Weights:
         weight_BT = _bounded_exp(mismatch.log_weight_BT)
         return Weights(weight_BT.clamp(max=self.cap), weight_BT > self.cap)
 
@@ -439,7 +439,7 @@ class TokenMask:
     cap: float = 5.0
     floor: float = 0.5
 
-    def __call__(self, mismatch: Mismatch) -> Weights:
+    def __call__(self, mismatch: PolicyMismatch) -> Weights:
         weight_BT = _bounded_exp(mismatch.log_weight_BT)
         cut_BT = (weight_BT < self.floor) | (weight_BT > self.cap)
         return Weights(torch.where(cut_BT, 0.0, weight_BT), cut_BT)
@@ -459,7 +459,7 @@ class SequenceTruncation:
 
     cap: float = 2.0
 
-    def __call__(self, mismatch: Mismatch) -> Weights:
+    def __call__(self, mismatch: PolicyMismatch) -> Weights:
         weight_BT = _bounded_exp(mismatch.sequence_sums_BT)
         return Weights(weight_BT.clamp(max=self.cap), weight_BT > self.cap)
 
@@ -478,7 +478,7 @@ class SequenceMask:
     cap: float = 3.0
     floor: float = 0.0
 
-    def __call__(self, mismatch: Mismatch) -> Weights:
+    def __call__(self, mismatch: PolicyMismatch) -> Weights:
         weight_BT = _bounded_exp(mismatch.sequence_sums_BT)
         cut_BT = (weight_BT < self.floor) | (weight_BT > self.cap)
         return Weights(torch.where(cut_BT, 0.0, weight_BT), cut_BT)
@@ -498,7 +498,7 @@ class GeometricMask:
     cap: float = 1.01
     floor: float = 0.99
 
-    def __call__(self, mismatch: Mismatch) -> Weights:
+    def __call__(self, mismatch: PolicyMismatch) -> Weights:
         mean_BT = _bounded_exp(mismatch.sequence_means_BT)
         cut_BT = (mean_BT < self.floor) | (mean_BT > self.cap)
         return Weights(torch.where(cut_BT, 0.0, _bounded_exp(mismatch.log_weight_BT)), cut_BT)
@@ -818,7 +818,7 @@ class TrainingLoss:
         inference_BT = inputs.inference_logprobs_BT.to(proximal_BT.dtype)
         known_BT = mask_BT & (inference_BT != MASKED_LOGPROB)
         log_weight_BT = torch.where(known_BT, proximal_BT - inference_BT, 0.0)
-        return self.correction(Mismatch(log_weight_BT, mask_BT, inputs.sequence_ids_BT))
+        return self.correction(PolicyMismatch(log_weight_BT, mask_BT, inputs.sequence_ids_BT))
 
     def _kl_BT(self, inputs: LossInputs, mask_BT: torch.Tensor) -> torch.Tensor | None:
         if self.kl is None or inputs.ref_logprobs_BT is None:

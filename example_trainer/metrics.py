@@ -1,4 +1,4 @@
-"""Metrics of the trainer: their names, diagnostics of a step, the metrics file, the live view.
+"""Metrics of the trainer: names, diagnostics of a step, the metrics file, the live view.
 
 The metrics file has one line per step:
 
@@ -37,7 +37,7 @@ from rich.text import Text
 from atroposlib.errors import ConfigError
 from atroposlib.scored_data import MASKED_LOGPROB
 from atroposlib.utils.line_stream import diverted
-from atroposlib.utils.run_log import RunLog
+from atroposlib.utils.run_log import MetricsLog
 from atroposlib.utils.text import inert_block, inert_line
 from example_trainer.batch import BatchSummary, Microbatch
 from example_trainer.config import TrainingConfig
@@ -54,6 +54,8 @@ from example_trainer.scoring import TokenScores
 
 if TYPE_CHECKING:
     from rich.console import ConsoleOptions, RenderResult
+
+logger = logging.getLogger(__name__)
 
 
 def claim_metrics_file(path: Path, *, run_id: str, steps_done: int) -> bool:
@@ -108,9 +110,6 @@ def _set_aside(path: Path) -> None:
     path.rename(aside)
 
 
-logger = logging.getLogger(__name__)
-
-
 class StepTimes(NamedTuple):
     """Durations of the parts of one step."""
 
@@ -155,7 +154,7 @@ def open_run_log(
     run_id: str,
     steps_done: int = 0,
     last_metrics: Mapping[str, float] | None = None,
-) -> RunLog:
+) -> MetricsLog:
     """Open the run's log: a JSONL file, and wandb and TensorBoard as configured.
 
     Args:
@@ -169,7 +168,7 @@ def open_run_log(
     settings = config.model_dump(mode="json")
     changed = {name: settings[name] for name in config.model_dump(exclude_defaults=True)}
     write_settings(path, settings, changed, run_id=run_id)
-    log = RunLog(
+    log = MetricsLog(
         use_wandb=config.use_wandb, metrics_path=path, use_tensorboard=config.use_tensorboard
     )
     log.start(

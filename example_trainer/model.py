@@ -31,6 +31,8 @@ __all__ = [
     "without_adapters",
 ]
 
+logger = logging.getLogger(__name__)
+
 _TARGET_MODULES = ["q_proj", "v_proj"]
 _ENGINE_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM's `--max-lora-rank` accepts."""
@@ -127,8 +129,6 @@ def without_adapters(model: Any) -> Iterator[None]:
         for layer in layers:
             layer._disable_adapters = False
 
-
-logger = logging.getLogger(__name__)
 
 _PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
 _BLOCK = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")

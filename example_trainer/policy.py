@@ -148,7 +148,7 @@ def _tolerance(dtype: torch.dtype) -> float:
     return _TOLERANCE.get(dtype, _HALF_TOLERANCE)
 
 
-class Policy(NamedTuple):
+class PreparedPolicy(NamedTuple):
     """A model prepared for the training loop."""
 
     scorer: PolicyScorer
@@ -159,7 +159,9 @@ class Policy(NamedTuple):
     """Layout of sequences and the reason for it, for the log."""
 
 
-def prepare_policy(model: Any, config: TrainingConfig, parallel: Parallel = ONE_PROCESS) -> Policy:
+def prepare_policy(
+    model: Any, config: TrainingConfig, parallel: Parallel = ONE_PROCESS
+) -> PreparedPolicy:
     """Test, wrap and shard the model, in place, before the optimizer is created.
 
     Raises:
@@ -173,10 +175,10 @@ def prepare_policy(model: Any, config: TrainingConfig, parallel: Parallel = ONE_
         chunk_tokens=config.logprob_chunk_tokens,
     )
     parallel.shard(scorer)
-    return Policy(scorer, can.packs, _layout(can, config))
+    return PreparedPolicy(scorer, can.packs, _layout(can, config))
 
 
-def setup_line(model: Any, config: TrainingConfig, policy: Policy) -> str:
+def setup_line(model: Any, config: TrainingConfig, policy: PreparedPolicy) -> str:
     """Return the settings chosen for this model and device, and the reasons for fallbacks."""
     trained = next(p for p in model.parameters() if p.requires_grad)
     optimizer = choose_optimizer(config, trains_bfloat16=str(trained.dtype) == "torch.bfloat16")
@@ -332,7 +334,7 @@ class Reference:
 
 
 def open_reference(
-    config: TrainingConfig, model: Any, policy: Policy, parallel: Parallel = ONE_PROCESS
+    config: TrainingConfig, model: Any, policy: PreparedPolicy, parallel: Parallel = ONE_PROCESS
 ) -> Reference | None:
     """Load the reference of the KL penalty, sharded like the trained model; None without one.
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from atroposlib.utils.run_log import RunLog
+from atroposlib.utils.run_log import MetricsLog
 from atroposlib.utils.writable import require_writable_file, require_writable_folder
 from example_trainer.api import (
     SMALLEST_LIMIT_BYTES,
@@ -39,7 +39,13 @@ from example_trainer.metrics import (
 )
 from example_trainer.model import create_optimizer, load_model_and_tokenizer
 from example_trainer.parallel import Parallel, open_parallel
-from example_trainer.policy import Policy, Reference, open_reference, prepare_policy, setup_line
+from example_trainer.policy import (
+    PreparedPolicy,
+    Reference,
+    open_reference,
+    prepare_policy,
+    setup_line,
+)
 from example_trainer.training import Trainer
 from example_trainer.weight_sync import WeightSync, make_weight_sync
 
@@ -160,7 +166,7 @@ def _follow(config: TrainingConfig, parallel: Parallel, weight_sync: WeightSync 
         loaded,
         None,
         weight_sync,
-        RunLog(use_wandb=False, metrics_path=None),
+        MetricsLog(use_wandb=False, metrics_path=None),
         processed_logprobs=bool(parallel.broadcast(None)),
     )
     return trainer.run()
@@ -171,7 +177,7 @@ class _Loaded(NamedTuple):
 
     model: Any
     tokenizer: Any
-    policy: Policy
+    policy: PreparedPolicy
     reference: Reference | None
     optimizer: Any
     source: str
@@ -199,7 +205,7 @@ def _make_trainer(
     loaded: _Loaded,
     feed: DurableFeed | None,
     weight_sync: WeightSync | None,
-    run_log: RunLog,
+    run_log: MetricsLog,
     *,
     processed_logprobs: bool,
     view: LiveDisplay | None = None,

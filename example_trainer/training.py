@@ -22,7 +22,7 @@ import torch
 from atroposlib.api.client import LeasedBatch
 from atroposlib.errors import ConfigError, GroupError
 from atroposlib.scored_data import IGNORE_INDEX, MASKED_LOGPROB
-from atroposlib.utils.run_log import RunLog
+from atroposlib.utils.run_log import MetricsLog
 from example_trainer.api import JOURNAL_DIRECTORY, DurableFeed
 from example_trainer.batch import Batch, BatchSummary, Microbatch, build_batch, split_batch
 from example_trainer.checkpointing import (
@@ -51,7 +51,7 @@ from example_trainer.metrics import (
 )
 from example_trainer.model import autocast
 from example_trainer.parallel import ONE_PROCESS, Parallel
-from example_trainer.policy import Policy, Reference, log_step_plan, prepare_policy
+from example_trainer.policy import PreparedPolicy, Reference, log_step_plan, prepare_policy
 from example_trainer.rows import RowRules, is_truncated_by_engine
 from example_trainer.scoring import TokenScores, at_sampling_temperature, token_logprobs_BT
 from example_trainer.weight_sync import WeightSync
@@ -639,10 +639,10 @@ class Trainer:
         optimizer: Any,
         feed: DurableFeed | None,
         weight_sync: WeightSync | None,
-        run_log: RunLog,
+        run_log: MetricsLog,
         steps_done: int = 0,
         processed_logprobs: bool = False,
-        policy: Policy | None = None,
+        policy: PreparedPolicy | None = None,
         reference: Reference | None = None,
         parallel: Parallel = ONE_PROCESS,
         view: LiveDisplay | None = None,

@@ -48,6 +48,8 @@ from atroposlib.utils.text import near_name
 
 __all__ = ["app", "create_app", "engine", "main"]
 
+logger = logging.getLogger(__name__)
+
 
 class EngineTypes(NamedTuple):
     """Types of vLLM that the requests to its engine consist of."""
@@ -597,8 +599,6 @@ def create_app(state: CompanionState) -> FastAPI:
     app.include_router(adapter_routes(state))
     return app
 
-
-logger = logging.getLogger(__name__)
 
 _REFRESH_INTERVAL_S = 10.0
 

@@ -35,6 +35,8 @@ from example_trainer.vllm_manager import (
     wait_for_orphaned_engine,
 )
 
+logger = logging.getLogger(__name__)
+
 
 class OwnedEngine:
     """Common part of the strategies that restart an engine.
@@ -291,9 +293,6 @@ def _declare_untied(path: Path) -> None:
         if "tie_word_embeddings" in section or section is settings:
             section["tie_word_embeddings"] = False
     path.write_text(json.dumps(settings, indent=2), encoding="utf-8")
-
-
-logger = logging.getLogger(__name__)
 
 
 class WeightSync(Protocol):

@@ -66,6 +66,8 @@ __all__ = [
     "says_unregistered",
 ]
 
+logger = logging.getLogger(__name__)
+
 
 _STATUS_ENV_DEFAULTS = {"self_queue_size": 0, "max_group_size": 1, "unallocated_fraction": 1.0}
 """Fields that older services leave out of `GET /status-env`."""
@@ -364,8 +366,6 @@ class TrainerClient(SyncClient):
             raise
         return True
 
-
-logger = logging.getLogger(__name__)
 
 _LONGEST_WAIT_S = 5.0
 _SHORTEST_PAUSE_S = 0.05

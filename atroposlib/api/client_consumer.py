@@ -31,7 +31,7 @@ from atroposlib.api.client_transport import (
     says_unregistered,
 )
 from atroposlib.errors import TrajectoryApiError
-from atroposlib.wire import Lane
+from atroposlib.wire import WireFormat
 
 PATIENCE_S = 30.0
 """Seconds without a request after which another consumer may be replaced, as in the service."""
@@ -252,7 +252,7 @@ class GroupPayload(NamedTuple):
     """One group, encoded."""
 
     group_id: int
-    lane: Lane
+    wire_format: WireFormat
     """Format of `content`."""
     content: bytes
 

@@ -34,7 +34,9 @@ from typing_extensions import Self
 from atroposlib.errors import ConfigError, TrajectoryApiError
 from atroposlib.utils.io import retry_after_s
 from atroposlib.utils.text import hide_secrets, hide_secrets_of_requests, without_secrets
-from atroposlib.wire import MEDIA_TYPES, Lane, decode_batch
+from atroposlib.wire import MEDIA_TYPES, WireFormat, decode_batch
+
+logger = logging.getLogger(__name__)
 
 _MIN_GZIP_BYTES = 1024
 _ADVERTISING_PATHS = frozenset({"/info", "/wandb_info", "/register", "/register-env"})
@@ -48,16 +50,16 @@ Encoder = Callable[..., bytes]
 """`wire.encode_group` or `wire.encode_groups`."""
 
 
-class Format(NamedTuple):
+class BodyEncoding(NamedTuple):
     """Encoding of a request body."""
 
-    lane: Lane
+    wire_format: WireFormat
     is_gzip_wanted: bool = False
 
 
-_BINARY = Format("msgpack")
-_GZIP = Format("json", is_gzip_wanted=True)
-_PLAIN = Format("json")
+_BINARY = BodyEncoding("msgpack")
+_GZIP = BodyEncoding("json", is_gzip_wanted=True)
+_PLAIN = BodyEncoding("json")
 
 
 class Body(NamedTuple):
@@ -99,7 +101,7 @@ class ServiceTraits:
         if offer or path in _ADVERTISING_PATHS:
             self._takes_binary = self.honors_keys = MEDIA_TYPES["msgpack"] in offer.lower()
 
-    def formats(self) -> list[Format]:
+    def formats(self) -> list[BodyEncoding]:
         """Return the formats to try, best first."""
         formats = [_BINARY] if self._takes_binary else []
         if self._takes_gzip:
@@ -124,20 +126,20 @@ def is_on_this_machine(url: str) -> bool:
     return urlsplit(url).hostname in ("localhost", "127.0.0.1", "::1")
 
 
-def encode_body(encode: Encoder, value: Any, form: Format, *, zstd: bool = False) -> Body:
+def encode_body(encode: Encoder, value: Any, form: BodyEncoding, *, zstd: bool = False) -> Body:
     """Encode a group or groups with an encoder; `zstd` applies to the binary format only.
 
     Raises:
         GroupError: a group is malformed.
     """
-    content = encode(value, form.lane, zstd=zstd)
+    content = encode(value, form.wire_format, zstd=zstd)
     if form.is_gzip_wanted and len(content) >= _MIN_GZIP_BYTES:
         # Level 1: token ids shrink well already, and higher levels cost more than they save.
         packed = gzip.compress(content, compresslevel=1)
         if len(packed) < len(content):
             headers = {"Content-Type": MEDIA_TYPES["json"], "Content-Encoding": "gzip"}
             return Body(packed, headers)
-    return Body(content, {"Content-Type": MEDIA_TYPES[form.lane]})
+    return Body(content, {"Content-Type": MEDIA_TYPES[form.wire_format]})
 
 
 def plain(request: Mapping[str, Any]) -> Body:
@@ -145,7 +147,7 @@ def plain(request: Mapping[str, Any]) -> Body:
     return Body(msgspec.json.encode(request), {"Content-Type": MEDIA_TYPES["json"]})
 
 
-def format_of_response(headers: Mapping[str, str]) -> Lane:
+def format_of_response(headers: Mapping[str, str]) -> WireFormat:
     """Return the format of a response by its `Content-Type`."""
     media_type = headers.get("Content-Type", "").partition(";")[0].strip().lower()
     return "msgpack" if media_type == MEDIA_TYPES["msgpack"] else "json"
@@ -443,8 +445,6 @@ class WaitLog:
         self._due_s.clear()
         return was_logged
 
-
-logger = logging.getLogger(__name__)
 
 _PIECE_BYTES = 2**18
 _MAX_INLINE_BYTES = 2**16

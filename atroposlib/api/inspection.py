@@ -20,7 +20,7 @@ from atroposlib.api.responses import PiecesResponse, json_response
 from atroposlib.api.routes import IN_EITHER_FORMAT, RunOfApp, advertises_formats, refused
 from atroposlib.api.settings import ApiSettings
 from atroposlib.api.state import GroupState, RunState, find_group, walk_groups
-from atroposlib.wire import MEDIA_TYPES, convert_payload, lane_of_accept
+from atroposlib.wire import MEDIA_TYPES, convert_payload, format_of_accept
 
 inspection_router = APIRouter(tags=["inspection"])
 
@@ -174,7 +174,7 @@ def describe_group(
         "num_sequences": group.num_sequences,
         "num_tokens": group.num_tokens,
         "num_bytes": group.num_bytes,
-        "lane": group.lane,
+        "lane": group.wire_format,
         "policy_version": group.known_version,
         "staleness": state.staleness_of(group),
         "received_at": group.received_at,
@@ -281,15 +281,15 @@ async def get_group_payload(group_id: GroupId, run: RunOfApp, request: Request) 
     if payload is None:
         is_known = find_group(run.state, group_id) is not None
         raise _without_payload(group_id) if is_known else _missing(group_id, run)
-    wanted = lane_of_accept(request.headers.get("accept"))
+    wanted = format_of_accept(request.headers.get("accept"))
     # Conversion is CPU-bound; a thread leaves the event loop free.
     try:
         content = await asyncio.to_thread(
-            convert_payload, payload, wanted.lane, accepts_zstd=wanted.accepts_zstd
+            convert_payload, payload, wanted.wire_format, accepts_zstd=wanted.accepts_zstd
         )
     except Exception as error:
         raise _without_payload(group_id) from error
-    return PiecesResponse([content], media_type=MEDIA_TYPES[wanted.lane])
+    return PiecesResponse([content], media_type=MEDIA_TYPES[wanted.wire_format])
 
 
 def _without_payload(group_id: int) -> HTTPException:

@@ -29,7 +29,7 @@ from typing import Any, TypeVar
 import msgspec
 
 from atroposlib.api.environments import EnvRecord
-from atroposlib.api.queue import Admission, QueuedGroup
+from atroposlib.api.queue import AdmittedGroups, QueuedGroup
 from atroposlib.api.records import (
     GroupsAdmitted,
     PayloadFlaw,
@@ -43,6 +43,8 @@ from atroposlib.api.schemas import Registration
 from atroposlib.api.state import DeliveredBatch, KeyEntry, RunState
 from atroposlib.api.store.base import Payload, RunStore, StoreFullError
 from atroposlib.errors import ConfigError, RunStoreError
+
+logger = logging.getLogger(__name__)
 
 _FORMAT = b"\x01"
 _HEAD, _QUEUE, _DISCARDABLE, _KEYS = b"h", b"q", b"d", b"k"
@@ -210,8 +212,6 @@ def _restore_head(state: RunState, head: _Head) -> None:
     state.payloads.note_delivered(head.past)
 
 
-logger = logging.getLogger(__name__)
-
 _MIN_RECORDS_TO_COMPACT = 10_000
 _RECORDS_PER_GROUP_TO_COMPACT = 4
 _DISCARDED_AT_ONCE = 500
@@ -244,7 +244,7 @@ class RunLog:
         self._min_when_full = _MIN_RECORDS_TO_COMPACT // 100
         self.is_new = True
         """Whether the run has no records yet."""
-        self._outcomes: dict[int, Admission | None] = {}
+        self._outcomes: dict[int, AdmittedGroups | None] = {}
         self._deciding = asyncio.Lock()
 
     async def open(self) -> None:
@@ -266,7 +266,9 @@ class RunLog:
         self.check()
         await self.store.append(encode_record(record))
 
-    async def append_groups(self, record: GroupsAdmitted, payloads: Sequence[Payload]) -> Admission:
+    async def append_groups(
+        self, record: GroupsAdmitted, payloads: Sequence[Payload]
+    ) -> AdmittedGroups:
         """Write groups with their payloads, all or none; return their admission."""
         self.check()
         first = record.groups[0].group_id
@@ -278,7 +280,7 @@ class RunLog:
         finally:
             del self._outcomes[first]
 
-    def _outcome_in_state(self, record: GroupsAdmitted) -> Admission:
+    def _outcome_in_state(self, record: GroupsAdmitted) -> AdmittedGroups:
         """Find the outcome of groups whose record was compacted by another replica.
 
         Raises:
@@ -286,7 +288,7 @@ class RunLog:
         """
         known = self.state.keys.find(record.key) if record.key is not None else None
         if known is not None and known.digest == record.digest:
-            return Admission(known.placements)
+            return AdmittedGroups(known.placements)
         raise RunStoreError(
             "the groups were written, but the connection to the store was lost before the result "
             "arrived; requests with an idempotency key can be repeated safely"

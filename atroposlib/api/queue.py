@@ -51,7 +51,7 @@ class QueuedGroup(msgspec.Struct, frozen=True, array_like=True, gc=False):
     num_tokens: int
     num_bytes: int = 0
     """Bytes of the stored payload."""
-    lane: Literal["json", "msgpack"] = "json"
+    wire_format: Literal["json", "msgpack"] = "json"
     """Encoding of the stored payload."""
     version: int = 0
     """Policy version set by the sender, else the trainer's at admission. `UNKNOWN_VERSION` if there
@@ -76,7 +76,7 @@ class QueuedGroup(msgspec.Struct, frozen=True, array_like=True, gc=False):
             return checksum_of(content) == self.checksum
         if self.num_bytes and len(content) != self.num_bytes:
             return False
-        if self.lane == "msgpack":
+        if self.wire_format == "msgpack":
             return True
         try:
             msgspec.json.decode(content, type=msgspec.Raw)
@@ -610,7 +610,7 @@ class Placement(NamedTuple):
     """Sequences left in the sender's buffer; None if the group was queued directly."""
 
 
-class Admission(NamedTuple):
+class AdmittedGroups(NamedTuple):
     """Result of one request that posts groups."""
 
     placements: list[Placement]

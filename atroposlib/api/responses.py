@@ -27,6 +27,8 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from atroposlib.api.middleware import Deflater, Pace
 
+logger = logging.getLogger(__name__)
+
 EXTENSION = "atroposlib.connection"
 """Key in the `extensions` of an ASGI scope for `{"connection": Connection}`."""
 
@@ -244,8 +246,6 @@ class ObservedHttpProtocol(HttpToolsProtocol):
             self.transport.write(STATUS_LINE[status] + head % len(text) + text)
         self.transport.close()
 
-
-logger = logging.getLogger(__name__)
 
 _SLICE_BYTES = 256 * 1024
 _FIRST_CHECK_S = 0.25

@@ -29,29 +29,35 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response
 from starlette.routing import Route
 
 from atroposlib.api.metrics import ServiceMetrics
-from atroposlib.api.queue import Admission, OversizedGroupError, Placement
+from atroposlib.api.queue import AdmittedGroups, OversizedGroupError, Placement
 from atroposlib.api.records import PayloadFlaw
 from atroposlib.api.responses import PiecesResponse, json_response, wait_for_disconnect
 from atroposlib.api.run import RegistrationConflictError, Run
-from atroposlib.api.schemas import EnvIdentifier, Policy, RegisterEnv, Registration, ScoredData
+from atroposlib.api.schemas import (
+    EnvIdentifier,
+    PolicyReport,
+    RegisterEnv,
+    Registration,
+    ScoredData,
+)
 from atroposlib.api.state import AckResult, DeliveredBatch
 from atroposlib.api.store.base import WatchedStore
 from atroposlib.errors import AtroposError
 from atroposlib.wire import (
     BODY_NOT_TEXT,
     MEDIA_TYPES,
-    AcceptedLane,
+    AcceptedFormat,
     DecodedGroup,
-    Lane,
     StoredPayload,
     WireError,
+    WireFormat,
     batch_pieces,
     convert_payload,
     decode_group,
     decode_groups,
+    format_of_accept,
+    format_of_type,
     is_spliceable,
-    lane_of,
-    lane_of_accept,
 )
 
 T = TypeVar("T")
@@ -72,7 +78,7 @@ class PostedGroups(NamedTuple):
 
 
 async def read_groups(request: Request, run: Run, decode: Decode) -> PostedGroups:
-    """Read the body of a request that posts groups; a body of an unknown type is read as JSON.
+    """Read the body of a request that posts groups: JSON unless its content type is MessagePack.
 
     Args:
         request: the request.
@@ -83,11 +89,11 @@ async def read_groups(request: Request, run: Run, decode: Decode) -> PostedGroup
         WireError: the body is not in its format, or a group in it is malformed.
     """
     body = await request.body()
-    lane: Lane = lane_of(request.headers.get("content-type")) or "json"
-    work = partial(decode, body, lane, max_bytes=request.app.state.settings.max_body_bytes)
+    wire_format: WireFormat = format_of_type(request.headers.get("content-type")) or "json"
+    work = partial(decode, body, wire_format, max_bytes=request.app.state.settings.max_body_bytes)
     try:
         # A MessagePack body may hold a zstd frame; the map of one group holds none.
-        may_unfold = lane == "msgpack" and not _MAP_BEGINS(body) and _ZSTD_MAGIC in body
+        may_unfold = wire_format == "msgpack" and not _MAP_BEGINS(body) and _ZSTD_MAGIC in body
         is_small = len(body) <= _INLINE_BYTES and not may_unfold
         groups = work() if is_small else await _in_threads(request, work)
     except WireError as error:
@@ -290,7 +296,7 @@ async def get_batch(
     body was sent in full; with one, once `batch_id` is acknowledged. A batch that did not arrive is
     redelivered next. After the first call, environments may register.
     """
-    accepted = lane_of_accept(request.headers.get("accept"))
+    accepted = format_of_accept(request.headers.get("accept"))
     if run.state.registration is None:
         message = "Trainer not registered. Call /register first."
         return _small({"status": "error", "message": message, "batch": []}, accepted)
@@ -314,7 +320,7 @@ async def get_batch(
             "lease_expires_in_s": lease,
             "policy_versions": [
                 # A group in the binary format has its own.
-                group.known_version if group.lane == "json" else None
+                group.known_version if group.wire_format == "json" else None
                 for group in batch.groups
             ],
         }
@@ -327,10 +333,10 @@ async def get_batch(
         return await get_batch(request, run, lease=lease, wait=wait, consumer=consumer)
     return PiecesResponse(
         pieces,
-        media_type=MEDIA_TYPES[accepted.lane],
+        media_type=MEDIA_TYPES[accepted.wire_format],
         headers={"Vary": "Accept"},
         # Groups in the binary format keep the compression of their sender.
-        deflater=request.app.state.deflater if accepted.lane == "json" else None,
+        deflater=request.app.state.deflater if accepted.wire_format == "json" else None,
         on_arrived=partial(run.acknowledge, batch.token) if lease is None else None,
         on_lost=lost,
     )
@@ -364,26 +370,26 @@ async def _next_batch(
 async def _pieces_of(
     request: Request,
     payloads: list[StoredPayload],
-    accepted: AcceptedLane,
+    accepted: AcceptedFormat,
     envelope: dict[str, Any],
 ) -> list[bytes]:
     """Write a batch; groups of the other format are converted in a thread."""
-    lane, accepts_zstd = accepted
-    if not all(is_spliceable(p, lane, accepts_zstd=accepts_zstd) for p in payloads):
+    wire_format, accepts_zstd = accepted
+    if not all(is_spliceable(p, wire_format, accepts_zstd=accepts_zstd) for p in payloads):
         payloads = await _in_threads(request, partial(_converted, payloads, accepted))
-    return batch_pieces(payloads, lane, envelope=envelope, accepts_zstd=True)
+    return batch_pieces(payloads, wire_format, envelope=envelope, accepts_zstd=True)
 
 
-def _converted(payloads: list[StoredPayload], accepted: AcceptedLane) -> list[StoredPayload]:
-    lane, accepts_zstd = accepted
+def _converted(payloads: list[StoredPayload], accepted: AcceptedFormat) -> list[StoredPayload]:
+    wire_format, accepts_zstd = accepted
     return [
-        StoredPayload(lane, convert_payload(payload, lane, accepts_zstd=accepts_zstd))
+        StoredPayload(wire_format, convert_payload(payload, wire_format, accepts_zstd=accepts_zstd))
         for payload in payloads
     ]
 
 
 async def _set_aside_unreadable(
-    request: Request, run: Run, found: Found, accepted: AcceptedLane, error: BaseException
+    request: Request, run: Run, found: Found, accepted: AcceptedFormat, error: BaseException
 ) -> bool:
     """Set aside the damaged groups of a batch that could not be encoded.
 
@@ -403,7 +409,7 @@ async def _set_aside_unreadable(
             await run.return_batch(token)
 
 
-def _flaws_of(found: Found, accepted: AcceptedLane) -> dict[int, PayloadFlaw]:
+def _flaws_of(found: Found, accepted: AcceptedFormat) -> dict[int, PayloadFlaw]:
     """Find the groups of a batch whose damaged payloads cannot be converted.
 
     Only groups stored without a checksum, by an earlier version, can be damaged here: a payload
@@ -424,8 +430,8 @@ def _flaws_of(found: Found, accepted: AcceptedLane) -> dict[int, PayloadFlaw]:
     return flaws
 
 
-def _small(content: dict[str, Any], accepted: AcceptedLane) -> Response:
-    if accepted.lane == "json":
+def _small(content: dict[str, Any], accepted: AcceptedFormat) -> Response:
+    if accepted.wire_format == "json":
         return json_response(content)
     return Response(msgspec.msgpack.encode(content), media_type=MEDIA_TYPES["msgpack"])
 
@@ -480,7 +486,7 @@ def _refuse_stale(batch_id: str, result: AckResult) -> None:
 
 
 @trainer_router.post("/policy")
-async def set_policy(policy: Policy, run: RunOfApp) -> dict[str, Any]:
+async def set_policy(policy: PolicyReport, run: RunOfApp) -> dict[str, Any]:
     """Record the policy version that the trainer serves now."""
     await run.set_policy_version(policy.version)
     return {"status": "success", "policy_version": run.state.policy_version}
@@ -568,11 +574,11 @@ async def scored_data(request: Request) -> Response:
     return _answer(reply_of(admission.placements[0]), admission)
 
 
-def _decode_one(body: bytes, lane: Lane, *, max_bytes: int) -> list[DecodedGroup]:
-    return [decode_group(body, lane, max_bytes=max_bytes)]
+def _decode_one(body: bytes, wire_format: WireFormat, *, max_bytes: int) -> list[DecodedGroup]:
+    return [decode_group(body, wire_format, max_bytes=max_bytes)]
 
 
-async def _admit(run: Run, posted: PostedGroups, *, is_list: bool) -> Admission:
+async def _admit(run: Run, posted: PostedGroups, *, is_list: bool) -> AdmittedGroups:
     try:
         return await run.admit(posted.groups, key=posted.key, digest=posted.digest)
     except OversizedGroupError as error:
@@ -587,7 +593,7 @@ def reply_of(placement: Placement) -> dict[str, Any]:
     return {"status": "buffered", "buffer_size": placement.buffered_sequences}
 
 
-def _answer(content: dict[str, Any], admission: Admission) -> Response:
+def _answer(content: dict[str, Any], admission: AdmittedGroups) -> Response:
     headers = {"Idempotent-Replayed": "true"} if admission.is_repeat else None
     return json_response(content, headers=headers)
 

@@ -27,7 +27,7 @@ from atroposlib.api.environments import EnvRecord, weight_share
 from atroposlib.api.journal import RunLog
 from atroposlib.api.queue import (
     UNKNOWN_VERSION,
-    Admission,
+    AdmittedGroups,
     BusyError,
     KeyReusedError,
     OversizedGroupError,
@@ -66,6 +66,8 @@ from atroposlib.api.state import (
 from atroposlib.api.store.base import DamagedPayloadError, Payload, RunStore, StoreFullError
 from atroposlib.errors import ConfigError
 from atroposlib.wire import DecodedGroup, StoredPayload
+
+logger = logging.getLogger(__name__)
 
 
 def steady_clock(
@@ -328,7 +330,7 @@ class Admissions:
 
     async def admit(
         self, groups: Sequence[DecodedGroup], *, key: str | None = None, digest: int = 0
-    ) -> Admission:
+    ) -> AdmittedGroups:
         """Store groups, all or none, then queue or buffer each in order.
 
         If cancelled, either all groups are admitted or none.
@@ -349,7 +351,7 @@ class Admissions:
         digest &= _MAX_DIGEST
         repeated = self._find_repeated(key, digest)
         if repeated is not None or not groups:
-            return repeated or Admission([])
+            return repeated or AdmittedGroups([])
         is_exact = self._state.consumer is None  # a consumer accepts groups of any size
         check_sizes(
             (group.num_sequences for group in groups),
@@ -372,7 +374,7 @@ class Admissions:
 
     async def _admit(
         self, groups: Sequence[DecodedGroup], key: str | None, digest: int
-    ) -> Admission:
+    ) -> AdmittedGroups:
         group_ids = await self._log.store.new_group_ids(len(groups))
         now = self._clock()
         record = GroupsAdmitted(
@@ -402,7 +404,7 @@ class Admissions:
             num_sequences=group.num_sequences,
             num_tokens=group.num_tokens,
             num_bytes=len(group.payload),
-            lane=group.lane,
+            wire_format=group.wire_format,
             version=version,
             received_at=now,
             min_score=group.min_score,
@@ -410,7 +412,7 @@ class Admissions:
             checksum=checksum_of(group.payload),
         )
 
-    def _find_repeated(self, key: str | None, digest: int) -> Admission | None:
+    def _find_repeated(self, key: str | None, digest: int) -> AdmittedGroups | None:
         if key is None:
             return None
         check_key(key)
@@ -419,7 +421,7 @@ class Admissions:
             return None
         if known.digest != digest:
             raise _key_reused(key)
-        return Admission(known.placements, is_repeat=True)
+        return AdmittedGroups(known.placements, is_repeat=True)
 
     def _retry_after_s(self) -> float:
         """Estimate the seconds until the trainer takes the next batch."""
@@ -436,8 +438,6 @@ def _key_reused(key: str | None) -> KeyReusedError:
         status=422,
     )
 
-
-logger = logging.getLogger(__name__)
 
 _REFUSALS: Mapping[type[Exception], str] = {
     QueueFullError: "queue_full",
@@ -620,7 +620,7 @@ class Run:
 
     async def admit(
         self, groups: Sequence[DecodedGroup], *, key: str | None = None, digest: int = 0
-    ) -> Admission:
+    ) -> AdmittedGroups:
         """Store groups, all or none; see `Admissions.admit`."""
         await self.open()
         for env_id in {group.env_id for group in groups}:
@@ -682,7 +682,7 @@ class Run:
             (content,) = await self.store.fetch([group_id], [group.is_payload])
         except (KeyError, DamagedPayloadError):
             return None
-        return StoredPayload(group.lane, content)
+        return StoredPayload(group.wire_format, content)
 
     def _find_group(self, group_id: int) -> QueuedGroup | None:
         """Return a group whose payload the store has, in any state."""

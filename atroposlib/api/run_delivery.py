@@ -25,6 +25,8 @@ from atroposlib.api.state import AckResult, BatchToken, DeliveredBatch, parse_to
 from atroposlib.api.store.base import DamagedPayloadError
 from atroposlib.wire import StoredPayload
 
+logger = logging.getLogger(__name__)
+
 
 class Waiters:
     """A queue of waiting coroutines; a ticket keeps the place of one that must wait again."""
@@ -81,8 +83,6 @@ class Waiters:
         if future is not None and not future.done():
             future.set_result(False)
 
-
-logger = logging.getLogger(__name__)
 
 _RETRY_AFTER_S = 5.0
 
@@ -210,8 +210,8 @@ class Deliveries:
                 raise
             if contents is None:
                 continue
-            lanes = (group.lane for group in batch.groups)
-            return batch, list(map(StoredPayload, lanes, contents))
+            wire_formats = (group.wire_format for group in batch.groups)
+            return batch, list(map(StoredPayload, wire_formats, contents))
         return None
 
     async def _read(self, token: BatchToken, groups: Sequence[QueuedGroup]) -> list[bytes] | None:

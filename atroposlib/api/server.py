@@ -115,6 +115,8 @@ __all__ = [
     "wandb_info",
 ]
 
+logger = logging.getLogger(__name__)
+
 _MAX_ECHO_BYTES = 200
 _RETRY_AFTER_S = 5
 
@@ -239,8 +241,6 @@ class StateView(State):
     num_steps = _setting("num_steps", -1)
     status_dict = _view(lambda run: {"step": run.step})
 
-
-logger = logging.getLogger(__name__)
 
 _BODY_THREADS = 2
 """Number of threads for large bodies, whose work releases the GIL."""

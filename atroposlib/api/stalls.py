@@ -15,6 +15,8 @@ from atroposlib.api.environments import EnvRecord, EnvRegistry
 from atroposlib.api.queue import GroupQueue
 from atroposlib.api.state import RunState
 
+logger = logging.getLogger(__name__)
+
 _MAX_NAMED = 5
 
 
@@ -151,8 +153,6 @@ def _named(envs: list[EnvRecord], detail: Callable[[EnvRecord], str]) -> str:
     more = f" and {len(envs) - _MAX_NAMED} more" if len(envs) > _MAX_NAMED else ""
     return f"environment{'s' if len(envs) > 1 else ''} {', '.join(names)}{more}"
 
-
-logger = logging.getLogger(__name__)
 
 _REPORT_INTERVAL_S = 1.0
 

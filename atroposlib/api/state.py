@@ -17,7 +17,7 @@ Invariants:
 - Any registration replaces a consumer; the batch it had leased is queued again.
 - `fence` is the number of guarded records applied.
 
-`Delivery` holds the batches from delivery to acknowledgement:
+`BatchLedger` holds the batches from delivery to acknowledgement:
 
     deliver ──► in flight ── acknowledge ──► removed, its step counted
                    │  ▲
@@ -43,7 +43,7 @@ from atroposlib.api import records
 from atroposlib.api.environments import EnvRegistry
 from atroposlib.api.queue import (
     UNKNOWN_VERSION,
-    Admission,
+    AdmittedGroups,
     GroupQueue,
     Placement,
     QueuedGroup,
@@ -111,7 +111,7 @@ class DeliveredBatch(msgspec.Struct, frozen=True, array_like=True):
         return sum(group.num_sequences for group in self.groups)
 
 
-class Delivery:
+class BatchLedger:
     """Keeps batches until they are acknowledged; returned ones are redelivered first."""
 
     def __init__(self) -> None:
@@ -440,7 +440,7 @@ class RunState:
 
     def start_over(self) -> None:
         self._forget_run()
-        self.delivery = Delivery()
+        self.delivery = BatchLedger()
         self.payloads = PayloadLedger(
             max_past_groups=self.limits.keep_past_groups,
             max_past_bytes=self.limits.keep_past_bytes,
@@ -477,7 +477,7 @@ class RunState:
         """The policy version that the trainer last reported; None if it has not reported one."""
         self.trainer_ids: deque[int] = deque(maxlen=_KEPT_TRAINER_IDS)
 
-    def apply(self, record: records.Record) -> Admission | None:
+    def apply(self, record: records.Record) -> AdmittedGroups | None:
         """Apply a record; return the admission of groups, None for every other record."""
         self.fault = None
         if record.is_guarded:
@@ -588,16 +588,16 @@ class RunState:
             self.queue.num_bytes + self.envs.buffered_bytes,
         )
 
-    def _admit(self, record: records.GroupsAdmitted) -> Admission:
+    def _admit(self, record: records.GroupsAdmitted) -> AdmittedGroups:
         if record.epoch != self.epoch:
             # The run of these groups was reset while they were written.
             self.payloads.mark_discardable(group.group_id for group in record.groups)
-            return Admission([Placement(None) for _ in record.groups])
+            return AdmittedGroups([Placement(None) for _ in record.groups])
         known = self.keys.find(record.key) if record.key is not None else None
         if known is not None:
             self.payloads.mark_discardable(group.group_id for group in record.groups)
             is_same = known.digest == record.digest
-            return Admission(known.placements, is_repeat=is_same, is_key_reused=not is_same)
+            return AdmittedGroups(known.placements, is_repeat=is_same, is_key_reused=not is_same)
         _require_sound(record)
         placements = [self._place(group) for group in record.groups]
         self.counters["groups/received"] += len(record.groups)
@@ -607,7 +607,7 @@ class RunState:
         self.counters["groups/tokenized_from_text"] += record.num_from_text
         if record.key is not None:
             self.keys.remember(record.key, record.digest, placements)
-        return Admission(placements)
+        return AdmittedGroups(placements)
 
     def _place(self, group: QueuedGroup) -> Placement:
         env = self.envs.find(group.env_id)
@@ -836,7 +836,7 @@ def find_group(state: RunState, group_id: int) -> tuple[QueuedGroup, GroupState]
     return None
 
 
-_HANDLERS: dict[type[Any], Callable[[RunState, Any], Admission | None]] = {
+_HANDLERS: dict[type[Any], Callable[[RunState, Any], AdmittedGroups | None]] = {
     records.GroupsAdmitted: RunState._admit,
     records.TrainerRegistered: RunState._register_trainer,
     records.ConsumerLeft: RunState._release_consumer,

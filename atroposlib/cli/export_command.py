@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, NoReturn
 import msgspec
 
 from atroposlib.errors import ConfigError, MissingExtraError, TrajectoryApiError
-from atroposlib.exporting.formats import Format, Recipe
+from atroposlib.exporting.formats import OutputFormat, Recipe
 from atroposlib.exporting.groups import BatchClient, ExportGroup
 from atroposlib.exporting.output import Mode, kind_of, with_score
 from atroposlib.exporting.report import ExportReport, report_text
@@ -48,18 +48,18 @@ _RUNS_DIR = "atropos_runs"
 class ExportKind(NamedTuple):
     """The records that a command makes."""
 
-    formats: Mapping[str, Format]
+    formats: Mapping[str, OutputFormat]
     recipe: Callable[..., Recipe]
     """Takes a format, the rule, a decoder and a rule on truncation."""
     rule: Any
     """A `SelectionRule` or a `PairRule`."""
 
-    def recipe_for(self, form: Format) -> Callable[..., Recipe]:
+    def recipe_for(self, form: OutputFormat) -> Callable[..., Recipe]:
         return partial(self.recipe, form, self.rule)
 
 
 def add_shared_flags(
-    parser: argparse.ArgumentParser, formats: Mapping[str, Format], *, min_score_diff: float
+    parser: argparse.ArgumentParser, formats: Mapping[str, OutputFormat], *, min_score_diff: float
 ) -> None:
     """Add the flags of both commands."""
     parser.add_argument("filepath", help="file to write, or folder with --output dataset")
@@ -153,7 +153,7 @@ def _records(text: str) -> int:
     return count
 
 
-def _add_output_flags(parser: argparse.ArgumentParser, formats: Mapping[str, Format]) -> None:
+def _add_output_flags(parser: argparse.ArgumentParser, formats: Mapping[str, OutputFormat]) -> None:
     output = parser.add_argument_group("output")
     output.add_argument(
         "--format",
@@ -197,7 +197,7 @@ def _add_output_flags(parser: argparse.ArgumentParser, formats: Mapping[str, For
     )
 
 
-def _format_of(args: argparse.Namespace, formats: Mapping[str, Format]) -> Format:
+def _format_of(args: argparse.Namespace, formats: Mapping[str, OutputFormat]) -> OutputFormat:
     if args.save_messages and args.format not in (None, "atropos-messages"):
         raise ConfigError(f"--save-messages and --format {args.format} are different formats")
     return formats["atropos-messages" if args.save_messages else args.format or "atropos"]

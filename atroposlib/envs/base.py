@@ -52,7 +52,7 @@ from atroposlib.envs.reporting import (
     save_env_checkpoint,
 )
 from atroposlib.envs.rollouts import (
-    Delivery,
+    GroupDelivery,
     GroupWriter,
     StragglerRule,
     assemble_group,
@@ -68,14 +68,14 @@ from atroposlib.envs.server_handling.config import (
 )
 from atroposlib.envs.server_handling.server_baseline import APIServer
 from atroposlib.envs.server_handling.server_manager import ServerManager
-from atroposlib.envs.service_session import EnvSession, Registration
+from atroposlib.envs.service_session import EnvRegistration, EnvSession
 from atroposlib.errors import ConfigError
 from atroposlib.scored_data import ScoredDataGroup, ScoredDataItem
 from atroposlib.type_definitions import UUID, Item, Message
 from atroposlib.utils.aio import SideThread, settle
 from atroposlib.utils.gymnasium_names import keep_removed_games
 from atroposlib.utils.model_paths import missing_folder
-from atroposlib.utils.run_log import RunLog
+from atroposlib.utils.run_log import MetricsLog
 from atroposlib.utils.score_pool import ScorePool
 from atroposlib.utils.tokenizers.earlier_calls import keep_earlier_calls
 
@@ -132,6 +132,8 @@ __all__ = [
     "resolve_openai_configs",
     "wandb",
 ]
+
+logger = logging.getLogger(__name__)
 
 LOCAL_VLLM_URL = "http://localhost:9001/v1"
 
@@ -325,8 +327,6 @@ class EnvHooks(metaclass=ABCMeta):
             await asyncio.to_thread(pool.close)
 
 
-logger = logging.getLogger(__name__)
-
 LAZY_NAMES = {
     "AutoTokenizer": "transformers",
     "adjust_model_defaults": "atroposlib.utils.cli",
@@ -451,7 +451,7 @@ class BaseEnv(EnvHooks):
     n_groups_to_process: int
     group_size_to_process: int
 
-    run_log: RunLog = held_by("reporter")
+    run_log: MetricsLog = held_by("reporter")
     run_figures: RunFigures = held_by("reporter")
     settings_yaml: str | None = held_by("reporter")
     drop_counts: Counter[str] = held_by("reporter")
@@ -514,8 +514,8 @@ class BaseEnv(EnvHooks):
         )
         self._side_thread = SideThread()
         self.reporter = Reporter(self)
-        self.registration = Registration(self, self.reporter, token=_service_token)
-        self.delivery = Delivery(self, self.reporter, self._side_thread)
+        self.registration = EnvRegistration(self, self.reporter, token=_service_token)
+        self.delivery = GroupDelivery(self, self.reporter, self._side_thread)
         self.rollout_scheduler = RolloutScheduler(
             # Looked up at each call, so that hooks of an instance can be replaced.
             run_rollout=lambda item_uuid: self.handle_env(item_uuid),

@@ -30,6 +30,8 @@ __all__ = [
     "pass_at_k",
 ]
 
+logger = logging.getLogger(__name__)
+
 
 def evaluate_log(
     metrics: Mapping[str, Any],
@@ -104,9 +106,6 @@ def _as_text(value: Any) -> Any:
         return to_plain(value)
     except TypeError:
         return str(value)
-
-
-logger = logging.getLogger(__name__)
 
 
 def pass_at_k(m: int, c: int, k: int) -> float:

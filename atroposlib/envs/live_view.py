@@ -53,6 +53,8 @@ __all__ = [
     "view_lines",
 ]
 
+logger = logging.getLogger(__name__)
+
 
 class ScoreBar(NamedTuple):
     """Number of scores with one value, or in one range."""
@@ -282,8 +284,6 @@ def _error_lines(errors: tuple[ErrorLine, ...]) -> list[Text]:
         lines.append(Text.assemble((f"{moment} {times}", "dim"), (text, style)))
     return lines
 
-
-logger = logging.getLogger(__name__)
 
 NOTHING_YET = RunSnapshot(name="", activity="", elapsed_s=0.0, step=0, total_steps=-1)
 LINES_LEFT_FOR_THE_LOG = 4

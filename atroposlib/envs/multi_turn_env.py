@@ -93,6 +93,8 @@ __all__ = [
     "turn_advantages",
 ]
 
+logger = logging.getLogger(__name__)
+
 Normalization = Literal["returns", "rewards", "none"]
 """Values that are normalized within the group: discounted returns, rewards, or none."""
 
@@ -569,9 +571,6 @@ def group_of_rollouts(
     if len(rows) != len(rollouts):
         group["group_overrides"] = {"group_size": len(rows)}
     return group
-
-
-logger = logging.getLogger(__name__)
 
 
 class MultiTurnEnvConfig(BaseEnvConfig):

@@ -17,11 +17,11 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 from atroposlib.envs.reporting import Reporter
-from atroposlib.envs.rollouts import Delivery, annotate_groups, as_pair
+from atroposlib.envs.rollouts import GroupDelivery, annotate_groups, as_pair
 from atroposlib.envs.run_snapshot import RecentErrors
 from atroposlib.envs.scheduler import DrivenEnv, expect_engine_tokenizer, setup_error_of
 from atroposlib.envs.server_handling.server_baseline import sampled_versions
-from atroposlib.envs.service_session import EngineWatch, Registration
+from atroposlib.envs.service_session import EngineWatch, EnvRegistration
 from atroposlib.errors import InferenceError, NoDataError
 from atroposlib.utils.aio import settle
 from atroposlib.utils.text import short_score
@@ -57,8 +57,8 @@ class ProcessRun:
         self,
         env: DrivenEnv,
         reporter: Reporter,
-        registration: Registration,
-        delivery: Delivery,
+        registration: EnvRegistration,
+        delivery: GroupDelivery,
     ) -> None:
         self._env = env
         self._reporter = reporter

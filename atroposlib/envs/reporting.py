@@ -46,7 +46,7 @@ from atroposlib.scored_data import ScoredDataGroup
 from atroposlib.utils.aio import decode_long, settle
 from atroposlib.utils.json_text import encode_mapping
 from atroposlib.utils.metrics import get_std_min_max_avg
-from atroposlib.utils.run_log import RunLog
+from atroposlib.utils.run_log import MetricsLog
 from atroposlib.utils.score_pool import ScorePool
 from atroposlib.utils.text import near_name
 from atroposlib.utils.writable import unwritable
@@ -69,6 +69,8 @@ __all__ = [
     "save_env_checkpoint",
     "weigh",
 ]
+
+logger = logging.getLogger(__name__)
 
 Reward: TypeAlias = float | Mapping[str, float]
 """Return value of a scoring method: a number, or numbers by part name."""
@@ -417,8 +419,6 @@ def _read(path: Path) -> dict[str, Any] | None:
     return data
 
 
-logger = logging.getLogger(__name__)
-
 OTHER_CLIENTS = frozenset({"aiohttp", "anthropic", "httpx", "litellm", "openai", "requests"})
 """Packages through which an environment may send requests without its server manager."""
 
@@ -483,7 +483,7 @@ class Reporter:
 
     def __init__(self, env: ReportedEnv) -> None:
         config = env.config
-        self.run_log = RunLog(
+        self.run_log = MetricsLog(
             use_wandb=config.use_wandb,
             metrics_path=None if config.metrics_path is None else Path(config.metrics_path),
             use_tensorboard=config.use_tensorboard,

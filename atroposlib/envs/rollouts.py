@@ -18,7 +18,7 @@ the environment scores later; a result of None means that there is no group.
 `check_signal`, `check_lengths` and `Vocabulary` are the pure rules of admission. Each reason to
 drop a group is the name of a counter, `drops/<reason>` in the metrics.
 
-`Delivery` is a member of every environment. It holds the JSON Lines writer and the number of
+`GroupDelivery` is a member of every environment. It holds the JSON Lines writer and the number of
 groups sent, and calls `complete_groups`, `add_rollouts_for_wandb` and `_send_scored_data_to_api`
 on its environment, so that overrides apply.
 
@@ -57,7 +57,7 @@ from atroposlib.utils.text import is_milestone
 
 __all__ = [
     "Admission",
-    "Delivery",
+    "GroupDelivery",
     "GroupWriter",
     "StragglerError",
     "StragglerRule",
@@ -72,6 +72,8 @@ __all__ = [
     "run_group",
     "wrong_number",
 ]
+
+logger = logging.getLogger(__name__)
 
 ENDING_S = 5.0
 """Seconds to wait for cancelled rollouts."""
@@ -216,8 +218,6 @@ async def _end(rollouts: Iterable[asyncio.Future[Any]]) -> None:
     for rollout in stuck:
         logger.error("a rollout ignores its cancellation: %s", rollout)
 
-
-logger = logging.getLogger(__name__)
 
 MAX_CHARACTERS = 500
 REQUIRED = tuple(field.name for field in GROUP_FIELDS if field.required)
@@ -542,7 +542,7 @@ DEFAULTED_FIELDS = (
 
 
 class DeliveringEnv(Protocol):
-    """Attributes and methods of an environment that `Delivery` uses."""
+    """Attributes and methods of an environment that `GroupDelivery` uses."""
 
     config: BaseEnvConfig
     tokenizer: Any
@@ -558,7 +558,7 @@ class DeliveringEnv(Protocol):
     ) -> None: ...
 
 
-class Delivery:
+class GroupDelivery:
     """Admits, records and sends the groups of one environment.
 
     Args:

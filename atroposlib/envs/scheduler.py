@@ -40,13 +40,13 @@ from typing import Any, Protocol
 
 from atroposlib.envs.config import BaseEnvConfig, EvalHandlingEnum, StragglerPolicyEnum
 from atroposlib.envs.reporting import Reporter
-from atroposlib.envs.rollouts import Delivery, annotate_groups, as_pair
+from atroposlib.envs.rollouts import GroupDelivery, annotate_groups, as_pair
 from atroposlib.envs.run_snapshot import RepeatedErrors
 from atroposlib.envs.server_handling.server_baseline import sampled_versions
 from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.envs.service_session import (
     EngineWatch,
-    Registration,
+    EnvRegistration,
     crossed_boundary,
     failure_pause_s,
     is_run_finished,
@@ -449,8 +449,8 @@ class ServingLoop:
         env: DrivenEnv,
         *,
         reporter: Reporter,
-        registration: Registration,
-        delivery: Delivery,
+        registration: EnvRegistration,
+        delivery: GroupDelivery,
         scheduler: RolloutScheduler,
         evaluations: EvaluationRunner,
     ) -> None:

@@ -4,7 +4,7 @@
 while the environment is not registered. A group keeps one idempotency key until it is accepted:
 services that honor keys store it once, older ones at least once.
 
-`Registration` is a member of every environment. It holds the registered name, step, limits and
+`EnvRegistration` is a member of every environment. It holds the registered name, step, limits and
 queue status. It calls `register_env`, `_register_env`, `get_server_info` and `load_checkpoint` on
 its environment, so that overrides apply.
 
@@ -49,9 +49,9 @@ __all__ = [
     "UNKNOWN_ENV_STATUSES",
     "CapacityLimits",
     "EngineWatch",
+    "EnvRegistration",
     "EnvSession",
     "QueueStatus",
-    "Registration",
     "crossed_boundary",
     "derived_batch_size",
     "failure_pause_s",
@@ -61,6 +61,8 @@ __all__ = [
     "own_share_groups",
     "worker_limit",
 ]
+
+logger = logging.getLogger(__name__)
 
 UNKNOWN_BATCH_SIZE = -1
 FAILURES_BEFORE_PAUSE = 16
@@ -256,8 +258,6 @@ def failure_pause_s(consecutive_failures: int) -> float:
         return 0.0
     return float(min(LONGEST_FAILURE_PAUSE_S, FIRST_FAILURE_PAUSE_S * 2.0 ** min(excess, 16)))
 
-
-logger = logging.getLogger(__name__)
 
 Answer = TypeVar("Answer")
 
@@ -482,7 +482,7 @@ class EnvSession:
 
 
 class RegisteringEnv(Protocol):
-    """Attributes and methods of an environment that `Registration` uses."""
+    """Attributes and methods of an environment that `EnvRegistration` uses."""
 
     config: BaseEnvConfig
     server: Any
@@ -496,7 +496,7 @@ class RegisteringEnv(Protocol):
     def load_checkpoint(self) -> None: ...
 
 
-class Registration:
+class EnvRegistration:
     """The registration of one environment, and the settings and status of the service.
 
     Args:

@@ -46,6 +46,8 @@ __all__ = [
     "sample_trajectories",
 ]
 
+logger = logging.getLogger(__name__)
+
 RESERVED_TOKENS = 2
 
 
@@ -239,9 +241,6 @@ def build_group(
     if include_messages:
         group["messages"] = [trajectory.chat(messages) for trajectory in trajectories]
     return group
-
-
-logger = logging.getLogger(__name__)
 
 
 class SingleTurnEnvConfig(BaseEnvConfig):

@@ -22,9 +22,9 @@ from atroposlib.exporting.selection import (
     PairRule,
     SelectionRule,
     Span,
-    Trajectory,
     TrajectoryReader,
     TruncationRule,
+    UsableTrajectory,
     pair_prompt_length,
     pair_up,
     select,
@@ -119,10 +119,10 @@ def _openai_call(call: Any) -> dict[str, Any]:
     }
 
 
-class Example(NamedTuple):
+class SftExample(NamedTuple):
     """The input of an SFT format."""
 
-    side: Trajectory
+    side: UsableTrajectory
     text: TextPair
     """Empty unless the format needs text."""
     segments: Sequence[str]
@@ -139,11 +139,11 @@ class Preference(NamedTuple):
     rejected_messages: Any
 
 
-class Format(NamedTuple):
+class OutputFormat(NamedTuple):
     """A format of the output."""
 
     build: Callable[[Any], dict[str, Any]]
-    """Makes a record of an `Example` or a `Preference`."""
+    """Makes a record of an `SftExample` or a `Preference`."""
     about: str
     """Description for `--help`."""
     needs_text: bool = False
@@ -157,7 +157,7 @@ class Format(NamedTuple):
         return self.needs_text or self.needs_segments
 
 
-def spans_of(side: Trajectory) -> list[Span]:
+def spans_of(side: UsableTrajectory) -> list[Span]:
     """Return trained and masked spans; without a mask every token after the prompt is trained."""
     if side.mask:
         return trained_spans(side.mask)
@@ -166,21 +166,21 @@ def spans_of(side: Trajectory) -> list[Span]:
     return [span for span in spans if span.start < span.end]
 
 
-def _messages(example: Example) -> dict[str, Any]:
+def _messages(example: SftExample) -> dict[str, Any]:
     return {"messages": plain_chat(example.side.messages)}
 
 
-def _chat_prompt_completion(example: Example) -> dict[str, Any]:
+def _chat_prompt_completion(example: SftExample) -> dict[str, Any]:
     chat = plain_chat(example.side.messages)
     return {"prompt": chat[:-1], "completion": chat[-1:]}
 
 
-def _segments(example: Example) -> dict[str, Any]:
+def _segments(example: SftExample) -> dict[str, Any]:
     pairs = zip(spans_of(example.side), example.segments, strict=True)
     return {"segments": [{"label": span.is_trained, "text": text} for span, text in pairs]}
 
 
-def _token_ids(example: Example) -> dict[str, Any]:
+def _token_ids(example: SftExample) -> dict[str, Any]:
     tokens, end = example.side.tokens, example.side.prompt_length
     return {
         "input_ids": list(tokens),
@@ -189,38 +189,40 @@ def _token_ids(example: Example) -> dict[str, Any]:
     }
 
 
-SFT_FORMATS: Mapping[str, Format] = {
-    "atropos": Format(
+SFT_FORMATS: Mapping[str, OutputFormat] = {
+    "atropos": OutputFormat(
         lambda example: {"prefix": example.text.prompt, "completion": example.text.completion},
         "prefix, completion, score",
         needs_text=True,
         has_score=True,
     ),
-    "atropos-messages": Format(
+    "atropos-messages": OutputFormat(
         lambda example: {"messages": example.side.messages},
         "messages as the environment sent them, score",
         needs_messages=True,
         has_score=True,
     ),
-    "trl": Format(
+    "trl": OutputFormat(
         lambda example: example.text._asdict(), "TRL: prompt, completion", needs_text=True
     ),
-    "trl-messages": Format(_messages, "TRL: conversational messages", needs_messages=True),
-    "trl-chat": Format(
+    "trl-messages": OutputFormat(_messages, "TRL: conversational messages", needs_messages=True),
+    "trl-chat": OutputFormat(
         _chat_prompt_completion,
         "TRL: conversational prompt, completion",
         needs_messages=True,
     ),
-    "axolotl": Format(
+    "axolotl": OutputFormat(
         _segments, "Axolotl, type input_output: trained and masked segments", needs_segments=True
     ),
-    "axolotl-chat": Format(_messages, "Axolotl, type chat_template: messages", needs_messages=True),
-    "openai": Format(
+    "axolotl-chat": OutputFormat(
+        _messages, "Axolotl, type chat_template: messages", needs_messages=True
+    ),
+    "openai": OutputFormat(
         lambda example: {"messages": openai_chat(example.side.messages)},
         "OpenAI fine-tuning: messages",
         needs_messages=True,
     ),
-    "tokens": Format(_token_ids, "TRL and Axolotl: input_ids, attention_mask, labels"),
+    "tokens": OutputFormat(_token_ids, "TRL and Axolotl: input_ids, attention_mask, labels"),
 }
 """The formats of `atropos-sft-gen`, by name."""
 
@@ -267,8 +269,8 @@ def _split(pair: Preference) -> tuple[Any, Any, Any]:
     return split_chats(plain_chat(pair.chosen_messages), plain_chat(pair.rejected_messages))
 
 
-DPO_FORMATS: Mapping[str, Format] = {
-    "atropos": Format(
+DPO_FORMATS: Mapping[str, OutputFormat] = {
+    "atropos": OutputFormat(
         lambda pair: {
             "prefix": pair.chosen.prompt,
             "pos": pair.chosen.completion,
@@ -278,33 +280,33 @@ DPO_FORMATS: Mapping[str, Format] = {
         needs_text=True,
         has_score=True,
     ),
-    "atropos-messages": Format(
+    "atropos-messages": OutputFormat(
         lambda pair: {"pos": pair.chosen_messages, "neg": pair.rejected_messages},
         "pos and neg as the environment sent them, score of pos",
         needs_messages=True,
         has_score=True,
     ),
-    "trl": Format(_explicit, "TRL: prompt, chosen, rejected", needs_text=True),
-    "trl-implicit": Format(
+    "trl": OutputFormat(_explicit, "TRL: prompt, chosen, rejected", needs_text=True),
+    "trl-implicit": OutputFormat(
         lambda pair: {"chosen": "".join(pair.chosen), "rejected": "".join(pair.rejected)},
         "TRL: chosen and rejected with the prompt in both",
         needs_text=True,
     ),
-    "trl-chat": Format(
+    "trl-chat": OutputFormat(
         _chat_explicit, "TRL: conversational prompt, chosen, rejected", needs_messages=True
     ),
-    "trl-chat-implicit": Format(
+    "trl-chat-implicit": OutputFormat(
         _chat_implicit, "TRL: conversational chosen and rejected", needs_messages=True
     ),
-    "axolotl": Format(
+    "axolotl": OutputFormat(
         _explicit, "Axolotl, type user_defined.default: prompt, chosen, rejected", needs_text=True
     ),
-    "axolotl-chat": Format(
+    "axolotl-chat": OutputFormat(
         _axolotl_chat,
         "Axolotl, type chat_template.default: messages, chosen, rejected",
         needs_messages=True,
     ),
-    "openai": Format(_pair_openai, "OpenAI preference fine-tuning", needs_messages=True),
+    "openai": OutputFormat(_pair_openai, "OpenAI preference fine-tuning", needs_messages=True),
 }
 """The formats of `atropos-dpo-gen`, by name."""
 
@@ -345,7 +347,7 @@ class SftRecipe:
 
     def __init__(
         self,
-        form: Format,
+        form: OutputFormat,
         rule: SelectionRule,
         decode: Decoder | None,
         truncation: TruncationRule = UNKNOWN_ENDS,
@@ -367,7 +369,7 @@ class SftRecipe:
         built = []
         for (where, side), text, segments in zip(picks, texts, self._segments(picks), strict=True):
             place = f"{where}, trajectory {side.position + 1}"
-            record, reason = _record_or_reason(self._form, Example(side, text, segments))
+            record, reason = _record_or_reason(self._form, SftExample(side, text, segments))
             num_tokens = len(side.tokens) - side.prompt_length
             built.append(Built(record, side.score, num_tokens, side.is_truncated, place, reason))
         return built
@@ -391,7 +393,7 @@ class DpoRecipe:
 
     def __init__(
         self,
-        form: Format,
+        form: OutputFormat,
         rule: PairRule,
         decode: Decoder | None,
         truncation: TruncationRule = UNKNOWN_ENDS,
@@ -446,7 +448,7 @@ class DpoRecipe:
 
 
 def _texts(
-    form: Format, decode: Decoder | None, parts: Sequence[tuple[Sequence[int], int]]
+    form: OutputFormat, decode: Decoder | None, parts: Sequence[tuple[Sequence[int], int]]
 ) -> list[TextPair]:
     if not form.needs_text:
         return [TextPair("", "")] * len(parts)
@@ -454,7 +456,7 @@ def _texts(
     return split_texts(parts, decode)
 
 
-def _record_or_reason(form: Format, source: Any) -> tuple[dict[str, Any] | None, str]:
+def _record_or_reason(form: OutputFormat, source: Any) -> tuple[dict[str, Any] | None, str]:
     try:
         return form.build(source), ""
     except ChatError as error:

@@ -25,7 +25,7 @@ from atroposlib.api.client_transport import RetryRule, SyncClient, plain
 from atroposlib.api.store.sqlite_file import APPLICATION_ID
 from atroposlib.errors import ConfigError, GroupError, TrajectoryApiError
 from atroposlib.utils.text import without_secrets
-from atroposlib.wire import Lane
+from atroposlib.wire import WireFormat
 
 __all__ = [
     "BatchClient",
@@ -50,7 +50,7 @@ class RawGroup(NamedTuple):
 
     where: str
     """Place for messages: `line 12`, `group 7`."""
-    format: Lane
+    format: WireFormat
     content: bytes
 
 
@@ -223,7 +223,7 @@ def watch_groups(
             entries = (entry for state in _STATES for entry in client.new_groups(state, seen))
             new = sorted({entry["id"] for entry in entries})
             for payload in filter(None, client.payloads(new)):
-                yield RawGroup(f"group {payload.group_id}", payload.lane, payload.content)
+                yield RawGroup(f"group {payload.group_id}", payload.wire_format, payload.content)
             seen.update(new)
             if not is_endless:
                 return

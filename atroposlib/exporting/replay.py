@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from atroposlib.envs.rollouts import as_pair
 from atroposlib.envs.running import build_environment
 from atroposlib.envs.server_handling.chat_rendering import (
-    Answer,
+    TextAnswer,
     build_chat,
     build_completion,
     render_messages,
@@ -80,7 +80,7 @@ class RecordedGroup(NamedTuple):
         return found
 
 
-class Turn(NamedTuple):
+class ReplayedTurn(NamedTuple):
     """One completion of the policy within a trajectory."""
 
     ids: list[int]
@@ -126,7 +126,7 @@ class RecordedModel:
         self._used = set()
         return self._replayed
 
-    def answer(self, prompt_ids: Sequence[int], num_replies: int) -> list[Turn]:
+    def answer(self, prompt_ids: Sequence[int], num_replies: int) -> list[ReplayedTurn]:
         """Return the recorded completions of a prompt, each of them once.
 
         Raises:
@@ -136,7 +136,7 @@ class RecordedModel:
         if self._replayed is None:
             self.requested = self.requested or tuple(prompt)
             raise NotRecordedError("no group is replayed; the prompt is recorded")
-        turns: list[Turn] = []
+        turns: list[ReplayedTurn] = []
         for i, ids in enumerate(self._replayed.tokens):
             place = (i, len(prompt))
             if len(turns) == num_replies:
@@ -154,7 +154,7 @@ class RecordedModel:
             )
         return turns
 
-    def finish_reason(self, turn: Turn) -> Any:
+    def finish_reason(self, turn: ReplayedTurn) -> Any:
         return "stop" if turn.ids and turn.ids[-1] in self._end_ids else "length"
 
     def without_end(self, ids: list[int]) -> list[int]:
@@ -191,11 +191,11 @@ class RecordedServer(ServerHarness):
             [self.model.finish_reason(turn) for turn in turns],
         )
 
-    def _answers(self, ids: list[int], kwargs: Mapping[str, Any]) -> list[Answer]:
+    def _answers(self, ids: list[int], kwargs: Mapping[str, Any]) -> list[TextAnswer]:
         turns = self.model.answer(ids, kwargs.get("n") or 1)
         texts = [str(self.tokenizer.decode(self.model.without_end(turn.ids))) for turn in turns]
         reasons = map(self.model.finish_reason, turns)
-        return [Answer(*pair) for pair in zip(texts, reasons, strict=True)]
+        return [TextAnswer(*pair) for pair in zip(texts, reasons, strict=True)]
 
     def _prompt_ids(self, kwargs: Mapping[str, Any]) -> list[int]:
         ids, prompt = kwargs.get("input_ids"), kwargs.get("prompt")
@@ -207,13 +207,13 @@ class RecordedServer(ServerHarness):
         return [int(i) for i in self.tokenizer.encode(text, add_special_tokens=False)]
 
 
-def _turn_at(group: RecordedGroup, trajectory: int, start: int) -> Turn | None:
+def _turn_at(group: RecordedGroup, trajectory: int, start: int) -> ReplayedTurn | None:
     for span in trained_spans(group.masks[trajectory]):
         if span.is_trained and span.start == start:
             ids = group.tokens[trajectory][start : span.end]
             known = group.logprobs
             logprobs = known[trajectory][start : span.end] if known else [0.0] * len(ids)
-            return Turn(ids, logprobs)
+            return ReplayedTurn(ids, logprobs)
     return None
 
 

@@ -28,13 +28,13 @@ __all__ = [
     "STRATEGIES",
     "UNKNOWN_ENDS",
     "GroupChooser",
-    "Pair",
     "PairRule",
+    "PreferencePair",
     "SelectionRule",
     "Span",
-    "Trajectory",
     "TrajectoryReader",
     "TruncationRule",
+    "UsableTrajectory",
     "common_prefix_length",
     "pair_prompt_length",
     "pair_up",
@@ -137,7 +137,7 @@ class PairRule(NamedTuple):
     """Minimum difference between the chosen and the rejected score, exclusive."""
 
 
-class Pair(NamedTuple):
+class PreferencePair(NamedTuple):
     """Positions of both sides in their group."""
 
     chosen: int
@@ -147,7 +147,7 @@ class Pair(NamedTuple):
 class Pairing(NamedTuple):
     """The pairs of one group."""
 
-    pairs: list[Pair]
+    pairs: list[PreferencePair]
     dropped: Mapping[str, int]
     """Numbers of trajectories that are not a chosen side, by reason."""
 
@@ -179,7 +179,7 @@ def _is_low_enough(scores: Sequence[float], chosen: int, rejected: int, rule: Pa
 
 def _best_random(
     scores: Sequence[float], best: Sequence[int], rule: PairRule, chooser: Chooser
-) -> list[Pair]:
+) -> list[PreferencePair]:
     """Draw for the lowest of the best first: its candidates suit all better ones too."""
     worst = sorted(range(len(scores)), key=scores.__getitem__)[: rule.num_pairs]
     pairs = []
@@ -188,23 +188,23 @@ def _best_random(
         if candidates:
             rejected = candidates[chooser.randrange(len(candidates))]
             worst.remove(rejected)
-            pairs.append(Pair(chosen, rejected))
+            pairs.append(PreferencePair(chosen, rejected))
     return pairs[::-1]
 
 
 def _best_worst(
     scores: Sequence[float], best: Sequence[int], rule: PairRule, _: Chooser
-) -> list[Pair]:
+) -> list[PreferencePair]:
     worst = rank(scores)[::-1]
-    pairs = [Pair(*sides) for sides in zip(best, worst, strict=False)]
+    pairs = [PreferencePair(*sides) for sides in zip(best, worst, strict=False)]
     return [p for p in pairs if _is_low_enough(scores, *p, rule)][: rule.num_pairs]
 
 
 def _all_pairs(
     scores: Sequence[float], best: Sequence[int], rule: PairRule, _: Chooser
-) -> list[Pair]:
+) -> list[PreferencePair]:
     pairs = [
-        Pair(chosen, rejected)
+        PreferencePair(chosen, rejected)
         for chosen in best
         for rejected in range(len(scores))
         if _is_low_enough(scores, chosen, rejected, rule)
@@ -214,7 +214,7 @@ def _all_pairs(
 
 
 STRATEGIES: Mapping[
-    str, Callable[[Sequence[float], Sequence[int], PairRule, Chooser], list[Pair]]
+    str, Callable[[Sequence[float], Sequence[int], PairRule, Chooser], list[PreferencePair]]
 ] = {
     "best-random": _best_random,
     "best-worst": _best_worst,
@@ -305,7 +305,7 @@ UNKNOWN_ENDS = TruncationRule()
 """Treats no completion as truncated."""
 
 
-class Trajectory(NamedTuple):
+class UsableTrajectory(NamedTuple):
     """A usable trajectory of a group."""
 
     tokens: list[int]
@@ -325,10 +325,10 @@ class TrajectoryReader:
         self._drops = truncation.drops
         self._needs_messages = needs_messages
 
-    def read(self, group: ExportGroup) -> tuple[dict[int, Trajectory], Counter[str]]:
+    def read(self, group: ExportGroup) -> tuple[dict[int, UsableTrajectory], Counter[str]]:
         """Return usable trajectories by position, and the numbers of others by reason."""
         masks = group.masks if has_prompt_masks(group) else None
-        sides: dict[int, Trajectory] = {}
+        sides: dict[int, UsableTrajectory] = {}
         dropped: Counter[str] = Counter()
         for i, prompt_length in enumerate(prompt_lengths(group)):
             messages = group.messages[i] if group.messages else None
@@ -342,7 +342,7 @@ class TrajectoryReader:
             if reason is not None:
                 dropped[reason] += 1
                 continue
-            sides[i] = Trajectory(
+            sides[i] = UsableTrajectory(
                 group.tokens[i],
                 mask,
                 prompt_length or 0,

@@ -250,19 +250,19 @@ _LONG_CHARS = 20
 """Shorter messages may occur by chance in text that the wrong tokenizer decodes."""
 
 
-class Mismatch(NamedTuple):
+class TokenizerMismatch(NamedTuple):
     """Evidence that a tokenizer does not match the groups."""
 
     reason: str
     is_certain: bool
 
 
-def check_tokenizer(tokenizer: Any, groups: Sequence[ExportGroup]) -> Mismatch | None:
+def check_tokenizer(tokenizer: Any, groups: Sequence[ExportGroup]) -> TokenizerMismatch | None:
     """Return evidence against a tokenizer from the first groups of an export, or None."""
     highest = max((max(ids, default=0) for group in groups for ids in group.tokens), default=0)
     if highest >= len(tokenizer):
         reason = f"the groups have token {highest}, the tokenizer has {len(tokenizer)} tokens"
-        return Mismatch(reason, is_certain=True)
+        return TokenizerMismatch(reason, is_certain=True)
     template = TemplateReader(tokenizer)
     texts = [
         (tokenizer.decode(list(ids)), chat)
@@ -271,9 +271,9 @@ def check_tokenizer(tokenizer: Any, groups: Sequence[ExportGroup]) -> Mismatch |
     ]
     mismatch = _message_mismatch(texts) or _opening_mismatch(template, texts)
     if mismatch is not None:
-        return Mismatch(mismatch, is_certain=True)
+        return TokenizerMismatch(mismatch, is_certain=True)
     mismatch = _prompt_mismatch(tokenizer, template, groups)
-    return None if mismatch is None else Mismatch(mismatch, is_certain=False)
+    return None if mismatch is None else TokenizerMismatch(mismatch, is_certain=False)
 
 
 def _message_mismatch(texts: Sequence[tuple[str, Any]]) -> str | None:

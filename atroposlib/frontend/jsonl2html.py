@@ -47,6 +47,8 @@ __all__ = [
     "main",
 ]
 
+logger = logging.getLogger(__name__)
+
 MAX_MARKDOWN_CHARACTERS = 200_000
 """Longer texts are shown without Markdown, whose cost grows faster than the text."""
 
@@ -127,8 +129,6 @@ def _code_block(text: str) -> str:
 def _preformatted(text: str) -> str:
     return f"<pre>{html.escape(inert_block(text), quote=False)}</pre>"
 
-
-logger = logging.getLogger(__name__)
 
 IMAGE_STARTS = {"iVBORw0KGgo": "png", "/9j/": "jpeg", "R0lGOD": "gif", "UklGR": "webp"}
 """Image type by the first characters of its base64 text."""

@@ -60,7 +60,9 @@ async def run_bounded(
         OSError: the command cannot be started.
     """
     loop = asyncio.get_running_loop()
-    record = _Record(limits.output_bytes, ended=loop.create_future(), full=loop.create_future())
+    record = _ChildOutput(
+        limits.output_bytes, ended=loop.create_future(), full=loop.create_future()
+    )
     # Not asyncio's pipe: it is a socket, over which a program could send file descriptors.
     with content_fd(stdin) if stdin else contextlib.nullcontext(subprocess.DEVNULL) as source:
         transport, _ = await loop.subprocess_exec(
@@ -93,7 +95,7 @@ async def run_bounded(
     )
 
 
-class _Record(asyncio.SubprocessProtocol):
+class _ChildOutput(asyncio.SubprocessProtocol):
     """Output of a child, up to `max_bytes` per stream."""
 
     def __init__(

@@ -19,7 +19,7 @@ from atroposlib.sandbox import Sandbox, SandboxLimits, run_python
 from atroposlib.utils.local_records import read_splits
 
 __all__ = [
-    "Problem",
+    "CodeProblem",
     "Test",
     "arguments_of",
     "expected_values",
@@ -47,7 +47,7 @@ class Test(NamedTuple):
     """Expected output; for a function, its return value as a value or JSON text."""
 
 
-class Problem(NamedTuple):
+class CodeProblem(NamedTuple):
     """One problem."""
 
     question: str
@@ -60,7 +60,7 @@ class Problem(NamedTuple):
     difficulty: str
 
 
-def read_problem(row: Mapping[str, Any]) -> Problem:
+def read_problem(row: Mapping[str, Any]) -> CodeProblem:
     """Return the problem of a row.
 
     Raises:
@@ -82,7 +82,7 @@ def read_problem(row: Mapping[str, Any]) -> Problem:
             f"problem {row['problem'][:60]!r}: expected one test or more, a problem_type out of "
             f"{', '.join(KINDS)}, and fn_name with func; got {len(pairs)}, {kind!r}, {function!r}"
         )
-    return Problem(
+    return CodeProblem(
         question=row["problem"],
         kind=kind,
         tests=pairs,
@@ -94,7 +94,7 @@ def read_problem(row: Mapping[str, Any]) -> Problem:
 
 def load_problems(
     dataset_path: str | None, dataset_name: str
-) -> tuple[list[Problem], list[Problem]]:
+) -> tuple[list[CodeProblem], list[CodeProblem]]:
     """Return training and evaluation problems, shuffled with a fixed seed; see `CodeConfig`.
 
     Raises:
@@ -223,7 +223,7 @@ os._exit(0)
 
 
 async def passes_all_tests(
-    sandbox: Sandbox, program: str, problem: Problem, *, limits: SandboxLimits
+    sandbox: Sandbox, program: str, problem: CodeProblem, *, limits: SandboxLimits
 ) -> bool:
     """Run a program on its tests in order, until one fails.
 
@@ -238,7 +238,7 @@ async def passes_all_tests(
 
 
 async def _talk(
-    sandbox: Sandbox, program: str, _: Problem, test: Test, limits: SandboxLimits
+    sandbox: Sandbox, program: str, _: CodeProblem, test: Test, limits: SandboxLimits
 ) -> bool:
     result = await run_python(
         sandbox,
@@ -252,7 +252,7 @@ async def _talk(
 
 
 async def _call(
-    sandbox: Sandbox, program: str, problem: Problem, test: Test, limits: SandboxLimits
+    sandbox: Sandbox, program: str, problem: CodeProblem, test: Test, limits: SandboxLimits
 ) -> bool:
     call = json.dumps([problem.function, arguments_of(test)])
     files = {"solution.py": program, "call.json": call}

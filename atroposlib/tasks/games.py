@@ -27,7 +27,7 @@ __all__ = [
     "Game",
     "GameEnv",
     "GameEnvConfig",
-    "Outcome",
+    "MoveResult",
     "evaluation_seeds",
     "load_gymnasium",
     "opening_messages",
@@ -54,7 +54,7 @@ def opening_messages(rules_and_state: str, *, thinking_active: bool) -> list[Cha
     return [*system, {"role": "user", "content": rules_and_state}]
 
 
-class Outcome(NamedTuple):
+class MoveResult(NamedTuple):
     """Result of a move."""
 
     reward: float

@@ -25,9 +25,9 @@ __all__ = [
     "BUILTIN_GENERATORS",
     "DESCRIPTIONS",
     "MAX_LEVEL",
+    "Exercise",
     "GeneratorKind",
     "MathCurriculum",
-    "Problem",
     "ProblemSource",
     "WordProblems",
     "first_boxed",
@@ -212,7 +212,7 @@ GENERATOR_IDS: dict[int, tuple[int, ...]] = {
 MAX_TRIES = 20
 
 
-class Problem(NamedTuple):
+class Exercise(NamedTuple):
     """One exercise."""
 
     question: str
@@ -240,7 +240,7 @@ class ProblemSource:
         self._seed = seed
         self._failed: set[Any] = set()
 
-    def make(self, level: int, number: int | str) -> Problem:
+    def make(self, level: int, number: int | str) -> Exercise:
         """Return an exercise of a level; `number` selects it.
 
         Raises:
@@ -250,7 +250,7 @@ class ProblemSource:
         for _ in range(MAX_TRIES):
             question, solution = self._try(level, dice)
             if question and solution:
-                return Problem(question, solution, level)
+                return Exercise(question, solution, level)
         raise ConfigError(f"no generator of level {level} made an exercise; try generator builtin")
 
     def _try(self, level: int, dice: random.Random) -> tuple[str, str]:

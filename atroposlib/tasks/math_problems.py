@@ -271,7 +271,7 @@ BOXED_WORD = re.compile(r"\s{0,9}(?:\\(?:text|textbf|mathrm|mathbf)\{\s{0,9})?(\
 ANSWER_START, ANSWER_END = "<answer>", "</answer>"
 
 
-class Pair(NamedTuple):
+class LeastSimilarPair(NamedTuple):
     """Indices of two texts."""
 
     first: int
@@ -296,14 +296,16 @@ def concise_scores(lengths: Sequence[int]) -> list[float] | None:
     return [math.cos(math.pi * (length - shortest) / spread) for length in lengths]
 
 
-def least_similar_pair(texts: Sequence[str]) -> Pair:
+def least_similar_pair(texts: Sequence[str]) -> LeastSimilarPair:
     """Return the two texts that have least in common, compared word by word.
 
     Takes seconds for sixteen long texts: call it through the score pool.
     """
     ends = [WORD.findall(text[-COMPARED_CHARACTERS:]) for text in texts]
     pairs = (
-        Pair(i, k, difflib.SequenceMatcher(None, ends[i], ends[k], autojunk=False).ratio())
+        LeastSimilarPair(
+            i, k, difflib.SequenceMatcher(None, ends[i], ends[k], autojunk=False).ratio()
+        )
         for i, k in combinations(range(len(ends)), 2)
     )
     return min(pairs, key=lambda pair: pair.similarity)

@@ -54,6 +54,8 @@ __all__ = [
     "train_task_and_complexity",
 ]
 
+logger = logging.getLogger(__name__)
+
 START_COMPLEXITY = 0.3
 """Complexity of a task's first item under `curriculum`."""
 
@@ -602,8 +604,6 @@ def _is_probability(answer: str, entry: Mapping[str, Any]) -> bool:
     except (ValueError, ZeroDivisionError, OverflowError):
         return False
 
-
-logger = logging.getLogger(__name__)
 
 DEFAULT_SYSTEM_PROMPT = (
     "You are an AI that thinks deeply and may reason for as long as a problem needs. Put all of "

@@ -35,6 +35,8 @@ from atroposlib.utils.text import is_milestone
 
 __all__ = ["ScoreCrashError", "ScorePool", "ScoreTimeoutError"]
 
+logger = logging.getLogger(__name__)
+
 MEMORY_LIMIT_BYTES = 4 * 2**30
 """Address space of one worker; a computation that exceeds it fails."""
 
@@ -228,8 +230,6 @@ def _end_with_owner(owner_pid: int) -> None:
 
     threading.Thread(target=watch, daemon=True).start()
 
-
-logger = logging.getLogger(__name__)
 
 Result = TypeVar("Result")
 

@@ -17,7 +17,7 @@ from atroposlib.errors import MissingExtraError
 from atroposlib.utils.listening import require_free_port
 from atroposlib.utils.text import find_common_prefix, inert_block
 from atroposlib.utils.web_pages import WebPageMiddleware, WebPageRule, names_of_address
-from atroposlib.viewer.index import ORDERS, GroupFilter
+from atroposlib.viewer.index import ORDERS, RowFilter
 from atroposlib.viewer.pages import (
     COLORS,
     compare_page,
@@ -34,7 +34,7 @@ from atroposlib.viewer.pages import (
     side_by_side_page,
     tokens_page,
 )
-from atroposlib.viewer.rollouts import Group, Rollout
+from atroposlib.viewer.rollouts import Group, ShownRollout
 from atroposlib.viewer.sources import GroupGoneError
 from atroposlib.viewer.token_reader import RolloutText, answer_of, texts_of
 from atroposlib.viewer.viewer import PAGES, ROWS_PER_PAGE, BrowserTab, Viewer, ViewState, filter_of
@@ -281,7 +281,7 @@ class Screen:
 
     def _overview(self) -> str:
         viewer = self.viewer
-        equal = viewer.match(GroupFilter(signal="equal"), "oldest")
+        equal = viewer.match(RowFilter(signal="equal"), "oldest")
         return overview_page(
             viewer.source.figures(),
             viewer.source.problems,
@@ -317,7 +317,7 @@ class Screen:
         return notice(reason, "bad") if reason else ""
 
 
-def _most_different(group: Group, rollout: Rollout) -> Rollout:
+def _most_different(group: Group, rollout: ShownRollout) -> ShownRollout:
     """Return the rollout with the largest difference in score; the first of several."""
     others = [other for other in group.rollouts if other is not rollout] or [rollout]
     return max(others, key=lambda other: abs((other.score or 0.0) - (rollout.score or 0.0)))

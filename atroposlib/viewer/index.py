@@ -27,11 +27,11 @@ from atroposlib.viewer.rollouts import Group, group_of, text_of_content
 
 __all__ = [
     "ORDERS",
-    "GroupFilter",
     "GroupIndex",
     "GroupSummary",
     "Matches",
     "Order",
+    "RowFilter",
     "TextStore",
     "searchable_text",
     "summarize",
@@ -211,7 +211,7 @@ _SEARCH_BUDGET_S = 0.25
 _KEPT_SEARCHES = 8
 
 
-class GroupFilter(NamedTuple):
+class RowFilter(NamedTuple):
     """A filter of groups; None accepts all values."""
 
     environment: str | None = None
@@ -280,7 +280,7 @@ class GroupIndex:
             self._stale_from = min(self._stale_from, position)
             self.version += 1
 
-    def match(self, wanted: GroupFilter, order: Order = "oldest") -> Matches:
+    def match(self, wanted: RowFilter, order: Order = "oldest") -> Matches:
         """Return the groups that match; a text search takes at most 0.25 s per call."""
         environment, low, high, mean, longest, step = self._columns().T
         accepted = np.ones(len(environment), dtype=bool)

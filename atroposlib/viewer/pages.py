@@ -32,7 +32,7 @@ from atroposlib.utils.text import inert_markup
 from atroposlib.viewer.index import GroupSummary
 from atroposlib.viewer.rollouts import (
     Group,
-    Rollout,
+    ShownRollout,
     extract_text_from_chat,
     image_address_in,
     text_of_content,
@@ -383,7 +383,7 @@ _TOOL_CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _LONG_TOOL_RESULT = 400
 
 
-def conversation_page(rollout: Rollout, reader: TokenReader) -> str:
+def conversation_page(rollout: ShownRollout, reader: TokenReader) -> str:
     """Return the page: a block per message; without messages, one per run of the mask."""
     parts = ""
     if rollout.reward_parts:
@@ -477,7 +477,7 @@ _MAX_PIECES = 2500
 _SHORTEST_FOLDED = 200
 
 
-def compare_page(left: Rollout, right: Rollout, left_text: str, right_text: str) -> str:
+def compare_page(left: ShownRollout, right: ShownRollout, left_text: str, right_text: str) -> str:
     """Return the page: both answers side by side, their differences in color."""
     if left.number == right.number:
         return empty("Choose two different rollouts to compare.")
@@ -527,7 +527,7 @@ def _num_common(left: list[str], right: list[str]) -> int:
     return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(left), len(right)))
 
 
-def _heads(left: Rollout, right: Rollout) -> str:
+def _heads(left: ShownRollout, right: ShownRollout) -> str:
     heads = "".join(
         f"<h4>rollout {r.number} {score_chip(r.score)} {len(r):,} tokens</h4>"
         for r in (left, right)
@@ -586,7 +586,7 @@ def _question(group: Group, texts: list[RolloutText]) -> str:
     )
 
 
-def _card(group: Group, rollout: Rollout, answer: str, is_selected: bool) -> str:
+def _card(group: Group, rollout: ShownRollout, answer: str, is_selected: bool) -> str:
     facts = [chip(f"{len(rollout):,} tokens"), chip(f"{rollout.num_trained:,} trained")]
     advantage = group.advantage(rollout)
     if advantage is not None:
@@ -620,7 +620,7 @@ _ADVANTAGE_STEPS = (0.1, 0.5, 1.0, 2.0)
 
 
 def tokens_page(
-    group: Group, rollout: Rollout, reader: TokenReader, *, color: Color, start: int
+    group: Group, rollout: ShownRollout, reader: TokenReader, *, color: Color, start: int
 ) -> str:
     """Return the page: a range of the tokens of a rollout."""
     if not len(rollout):
@@ -638,7 +638,7 @@ def tokens_page(
     )
 
 
-def _facts(rollout: Rollout, advantage: float | None, start: int, stop: int) -> str:
+def _facts(rollout: ShownRollout, advantage: float | None, start: int, stop: int) -> str:
     facts = [
         f"score {score_chip(rollout.score)}",
         chip(f"tokens {start:,} to {stop - 1:,} of {len(rollout):,}"),
@@ -651,7 +651,7 @@ def _facts(rollout: Rollout, advantage: float | None, start: int, stop: int) -> 
     return " ".join(facts)
 
 
-def _legend(rollout: Rollout, color: Color) -> str:
+def _legend(rollout: ShownRollout, color: Color) -> str:
     key = '<b class="m">masked</b> <b class="s">special</b> '
     if color == "trained":
         return f'<p class="v-legend">{key}<b class="t">trained</b></p>'
@@ -671,7 +671,7 @@ def _legend(rollout: Rollout, color: Color) -> str:
 
 
 def _span(
-    rollout: Rollout, position: int, piece: TokenPiece, color: Color, advantage: float | None
+    rollout: ShownRollout, position: int, piece: TokenPiece, color: Color, advantage: float | None
 ) -> str:
     is_trained = rollout.is_trained(position)
     logprob = _at(rollout.logprobs, position) if is_trained else None

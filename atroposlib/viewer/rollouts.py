@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Group",
-    "Rollout",
+    "ShownRollout",
     "extract_image_from_chat",
     "extract_text_from_chat",
     "group_of",
@@ -33,7 +33,7 @@ __all__ = [
 
 
 @dataclass(frozen=True)
-class Rollout:
+class ShownRollout:
     """One trajectory of a group; fields that the group lacks are empty."""
 
     number: int
@@ -77,7 +77,7 @@ class Rollout:
 class Group:
     """G rollouts of one item."""
 
-    rollouts: list[Rollout]
+    rollouts: list[ShownRollout]
     fields: Mapping[str, Any] = field(default_factory=dict)
     """The decoded group."""
 
@@ -85,7 +85,7 @@ class Group:
     def scores(self) -> list[float]:
         return [rollout.score for rollout in self.rollouts if rollout.score is not None]
 
-    def advantage(self, rollout: Rollout) -> float | None:
+    def advantage(self, rollout: ShownRollout) -> float | None:
         """Return the score of a rollout minus the mean of the group, in standard deviations."""
         scores = self.scores
         if rollout.score is None or not scores:
@@ -141,12 +141,12 @@ def _text_of_part(part: Any) -> str:
     return f"[{part.get('type', 'unknown')} part]"
 
 
-def _rollout(columns: Mapping[str, Sequence[Any]], number: int) -> Rollout:
+def _rollout(columns: Mapping[str, Sequence[Any]], number: int) -> ShownRollout:
     def entry(name: str) -> Any:
         rows = columns[name]
         return rows[number] if number < len(rows) else None
 
-    return Rollout(
+    return ShownRollout(
         number=number,
         score=_number(entry("scores")),
         tokens=_integers(entry("tokens")),

@@ -13,7 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from atroposlib.viewer.rollouts import Group, Rollout, text_of_content
+from atroposlib.viewer.rollouts import Group, ShownRollout, text_of_content
 
 __all__ = [
     "RolloutText",
@@ -122,7 +122,7 @@ class TokenReader:
                 return f"tokenizer {self.name} does not seem to fit this group: {reason}"
         return None
 
-    def _mismatch_of(self, rollout: Rollout) -> str | None:
+    def _mismatch_of(self, rollout: ShownRollout) -> str | None:
         if not len(rollout):
             return None
         answers = [m for m in rollout.chat if m.get("role") == "assistant"] or rollout.chat
@@ -202,14 +202,14 @@ def texts_of(group: Group, reader: TokenReader) -> list[RolloutText]:
     ]
 
 
-def prompt_of(group: Group, rollout: Rollout, reader: TokenReader) -> str:
+def prompt_of(group: Group, rollout: ShownRollout, reader: TokenReader) -> str:
     """Return the prompt of a rollout."""
     if rollout.chat:
         return _spell(rollout.chat[: group.num_shared_messages])
     return reader.text(rollout.tokens[: rollout.first_trained])
 
 
-def answer_of(group: Group, rollout: Rollout, reader: TokenReader) -> str:
+def answer_of(group: Group, rollout: ShownRollout, reader: TokenReader) -> str:
     """Return the text after the prompt, including later messages of tools and users."""
     if rollout.chat:
         rest = rollout.chat[group.num_shared_messages :]

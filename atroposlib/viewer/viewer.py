@@ -23,11 +23,11 @@ from atroposlib.utils.json_text import decode_line
 from atroposlib.utils.text import inert_line
 from atroposlib.viewer.index import (
     ORDERS,
-    GroupFilter,
     GroupIndex,
     GroupSummary,
     Matches,
     Order,
+    RowFilter,
     searchable_text,
 )
 from atroposlib.viewer.pages import Color
@@ -44,6 +44,8 @@ __all__ = [
     "drops_in_metrics",
     "filter_of",
 ]
+
+logger = logging.getLogger(__name__)
 
 _PREFIX = "drops/"
 _READ_BYTES = 4 * 2**20
@@ -90,8 +92,6 @@ def _drops(line: bytes) -> dict[str, float]:
     return found
 
 
-logger = logging.getLogger(__name__)
-
 _BUDGET_S = 0.1
 _PAUSE_S = 0.5
 _YIELD_S = 0.01
@@ -120,7 +120,7 @@ class Viewer:
         self.is_reading = True
         self._metrics_dir = metrics_dir
         self._groups: OrderedDict[int, Group] = OrderedDict()
-        self._matches: OrderedDict[tuple[GroupFilter, Order], tuple[int, Matches]] = OrderedDict()
+        self._matches: OrderedDict[tuple[RowFilter, Order], tuple[int, Matches]] = OrderedDict()
         self._lock = threading.Lock()
         self._stopped = threading.Event()
         self._without_text: list[int] = []
@@ -151,7 +151,7 @@ class Viewer:
                 self._groups.popitem(last=False)
         return group
 
-    def match(self, wanted: GroupFilter, order: Order) -> Matches:
+    def match(self, wanted: RowFilter, order: Order) -> Matches:
         """Return the groups that match, as `GroupIndex.match`; results are cached."""
         version = self.index.version
         with self._lock:
@@ -230,7 +230,7 @@ class Viewer:
 
 PAGES = ("overview", "groups", "rollouts", "tokens", "conversation", "compare", "images", "plain")
 ROWS_PER_PAGE = 20
-NO_FILTER = GroupFilter()
+NO_FILTER = RowFilter()
 _SIGNALS = {"any": "any", "differ": "differ", "all equal": "equal"}
 _ANY_ENVIRONMENT = "all"
 
@@ -240,7 +240,7 @@ class ViewState:
     """The view of one browser tab."""
 
     page: str = "overview"
-    wanted: GroupFilter = NO_FILTER
+    wanted: RowFilter = NO_FILTER
     order: Order = "oldest"
     offset: int = 0
     """First row of the list."""
@@ -278,7 +278,7 @@ def filter_of(
     order: Any,
     signal: Any,
     *ranges: Any,
-) -> tuple[GroupFilter, Order]:
+) -> tuple[RowFilter, Order]:
     """Return the filter and the order of the widgets' values.
 
     Args:
@@ -290,7 +290,7 @@ def filter_of(
             is not a number sets no bound.
     """
     low, high, shortest, longest, first, last = (*ranges, *[None] * 6)[:6]
-    wanted = GroupFilter(
+    wanted = RowFilter(
         environment=None if environment in (None, "", _ANY_ENVIRONMENT) else str(environment),
         min_score=_number(low),
         max_score=_number(high),

@@ -269,7 +269,7 @@ def _decode_plain(body: bytes | memoryview, content: bytes | memoryview) -> Deco
     lengths, scores = _check(_check_fields, group)
     return DecodedGroup(
         payload=write_map(msgspec.structs.asdict(group)) if has_unknown_keys else bytes(body),
-        lane="msgpack",
+        wire_format="msgpack",
         num_sequences=len(scores),
         num_tokens=sum(length or 0 for length in lengths["tokens"]),
         env_id=group.env_id,

@@ -3,7 +3,7 @@
     JSON:    [group, ...]        {"batch": [group, ...] | null, other keys}
     binary:  array [bin, ...]    map {"batch": array [bin, ...] | nil, other keys}
 
-In code the format of a body is called `lane`: `json`, or `msgpack` for the binary format.
+In code, `wire_format` is `json`, or `msgpack` for the binary format.
 
 Stored groups are spliced into lists, so writing a list only copies bytes. The binary codec, and
 numpy with it, is imported on first use.
@@ -20,9 +20,9 @@ import msgspec
 
 from atroposlib.wire.json_format import (
     DecodedGroup,
-    Lane,
     StoredPayload,
     WireError,
+    WireFormat,
     decode_json_group,
     decode_json_groups,
     decode_value,
@@ -31,12 +31,12 @@ from atroposlib.wire.json_format import (
 )
 from atroposlib.wire.zstd_frames import compressed_blob, is_compressed, plain_blob
 
-MEDIA_TYPES: Mapping[Lane, str] = MappingProxyType(
+MEDIA_TYPES: Mapping[WireFormat, str] = MappingProxyType(
     {"json": "application/json", "msgpack": "application/msgpack"}
 )
 """The media type of each format, for `Content-Type` and `Accept`."""
 
-_LANES: Mapping[str, Lane] = {
+_FORMATS: Mapping[str, WireFormat] = {
     "application/json": "json",
     "text/json": "json",
     "application/msgpack": "msgpack",
@@ -44,40 +44,40 @@ _LANES: Mapping[str, Lane] = {
     "application/vnd.msgpack": "msgpack",
 }
 
-BODY_TYPES = frozenset(_LANES)
+BODY_TYPES = frozenset(_FORMATS)
 """Every accepted `Content-Type`."""
 
 
-class AcceptedLane(NamedTuple):
+class AcceptedFormat(NamedTuple):
     """The format that a client accepts, and whether it accepts compressed groups."""
 
-    lane: Lane
+    wire_format: WireFormat
     accepts_zstd: bool
 
 
-def lane_of(content_type: str | None) -> Lane | None:
+def format_of_type(content_type: str | None) -> WireFormat | None:
     """Return the format of a body: JSON without a type, None for an unknown type."""
     name, _ = _parts(content_type or "")
-    return _LANES.get(name or "application/json")
+    return _FORMATS.get(name or "application/json")
 
 
-def lane_of_accept(accept: str | None) -> AcceptedLane:
+def format_of_accept(accept: str | None) -> AcceptedFormat:
     """Choose the format of the response by an `Accept` header.
 
     The format with the highest weight is chosen, and the first one among equals. JSON is the
     default. `application/msgpack;zstd=1` also accepts compressed groups.
     """
-    best, best_weight = AcceptedLane("json", False), 0.0
+    best, best_weight = AcceptedFormat("json", False), 0.0
     for entry in (accept or "").split(","):
         name, parameters = _parts(entry)
-        lane = _LANES.get(name) or ("json" if name in ("*/*", "application/*") else None)
+        wire_format = _FORMATS.get(name) or ("json" if name in ("*/*", "application/*") else None)
         try:
             weight = float(parameters.get("q", "1"))
         except ValueError:
             weight = 0.0
-        if lane is not None and weight > best_weight:
-            accepts_zstd = lane == "msgpack" and parameters.get("zstd") == "1"
-            best, best_weight = AcceptedLane(lane, accepts_zstd), weight
+        if wire_format is not None and weight > best_weight:
+            accepts_zstd = wire_format == "msgpack" and parameters.get("zstd") == "1"
+            best, best_weight = AcceptedFormat(wire_format, accepts_zstd), weight
     return best
 
 
@@ -94,23 +94,27 @@ _json_decoder = msgspec.json.Decoder()
 _UNLIMITED = 2**63
 
 
-def is_spliceable(payload: StoredPayload, lane: Lane, *, accepts_zstd: bool = False) -> bool:
+def is_spliceable(
+    payload: StoredPayload, wire_format: WireFormat, *, accepts_zstd: bool = False
+) -> bool:
     """Whether a stored group needs no conversion; see `convert_payload`."""
-    if payload.lane != lane:
+    if payload.wire_format != wire_format:
         return False
-    return lane == "json" or accepts_zstd or not is_compressed(payload.content)
+    return wire_format == "json" or accepts_zstd or not is_compressed(payload.content)
 
 
-def convert_payload(payload: StoredPayload, lane: Lane, *, accepts_zstd: bool = False) -> bytes:
+def convert_payload(
+    payload: StoredPayload, wire_format: WireFormat, *, accepts_zstd: bool = False
+) -> bytes:
     """Return a stored group in a format; it stays compressed only if `accepts_zstd` is set."""
-    if is_spliceable(payload, lane, accepts_zstd=accepts_zstd):
+    if is_spliceable(payload, wire_format, accepts_zstd=accepts_zstd):
         return payload.content
-    if payload.lane == "json":
+    if payload.wire_format == "json":
         from atroposlib.wire.binary_format import binary_of_json
 
         return binary_of_json(payload.content)
     blob = plain_blob(payload.content, max_bytes=_UNLIMITED)
-    if lane == "msgpack":
+    if wire_format == "msgpack":
         return bytes(blob)
     from atroposlib.wire.binary_format import json_of_binary
 
@@ -119,7 +123,7 @@ def convert_payload(payload: StoredPayload, lane: Lane, *, accepts_zstd: bool = 
 
 def batch_pieces(
     payloads: Sequence[StoredPayload] | None,
-    lane: Lane = "json",
+    wire_format: WireFormat = "json",
     *,
     envelope: Mapping[str, Any] | None = None,
     accepts_zstd: bool = False,
@@ -128,14 +132,15 @@ def batch_pieces(
 
     Args:
         payloads: groups of the batch; None without a batch.
-        lane: format of the response.
+        wire_format: format of the response.
         envelope: further keys of the response, such as `batch_id`.
         accepts_zstd: Whether compressed groups may stay compressed.
     """
     contents = [
-        convert_payload(payload, lane, accepts_zstd=accepts_zstd) for payload in payloads or ()
+        convert_payload(payload, wire_format, accepts_zstd=accepts_zstd)
+        for payload in payloads or ()
     ]
-    if lane == "json":
+    if wire_format == "json":
         return _json_pieces(None if payloads is None else contents, envelope or {})
     pieces = [_header(1 + len(envelope or {}), 0x80, b"\xdf"), msgspec.msgpack.encode("batch")]
     if payloads is None:
@@ -148,7 +153,11 @@ def batch_pieces(
 
 
 def decode_batch(
-    body: bytes, lane: Lane = "json", *, as_arrays: bool = False, max_bytes: int = 2**30
+    body: bytes,
+    wire_format: WireFormat = "json",
+    *,
+    as_arrays: bool = False,
+    max_bytes: int = 2**30,
 ) -> Any:
     """Read the body of `GET /batch`; raises `WireError`.
 
@@ -158,7 +167,7 @@ def decode_batch(
     Returns:
         The response; `batch` is a list of groups with all fourteen fields, or None.
     """
-    if lane == "json":
+    if wire_format == "json":
         return decode_value(_json_decoder, body, ())
     from atroposlib.wire.binary_format import read_blob
 
@@ -211,19 +220,21 @@ def _header(count: int, short: int, long: bytes) -> bytes:
 _MAX_BYTES = 2**30
 
 
-def decode_group(body: bytes, lane: Lane = "json", *, max_bytes: int = _MAX_BYTES) -> DecodedGroup:
+def decode_group(
+    body: bytes, wire_format: WireFormat = "json", *, max_bytes: int = _MAX_BYTES
+) -> DecodedGroup:
     """Read and check one group; return it in canonical form.
 
     Args:
         body: in JSON an object: unknown keys are ignored, numeric strings and integral floats are
             read as integers, integers as floats. In the binary format a group, or its zstd frame.
-        lane: format of the body.
+        wire_format: format of the body.
         max_bytes: limit on the decompressed size of a group.
 
     Raises:
         WireError: the body is not in this format, or the group is malformed.
     """
-    if lane == "json":
+    if wire_format == "json":
         return decode_json_group(body)
     from atroposlib.wire.binary_format import decode_binary_group
 
@@ -231,21 +242,23 @@ def decode_group(body: bytes, lane: Lane = "json", *, max_bytes: int = _MAX_BYTE
 
 
 def decode_groups(
-    body: bytes, lane: Lane = "json", *, max_bytes: int = _MAX_BYTES
+    body: bytes, wire_format: WireFormat = "json", *, max_bytes: int = _MAX_BYTES
 ) -> list[DecodedGroup]:
     """Read and check an array of groups; one malformed group rejects the whole array.
 
     `max_bytes` limits the total decompressed size. Errors are those of `decode_group`; their path
     starts with the index of the group.
     """
-    if lane == "json":
+    if wire_format == "json":
         return decode_json_groups(body)
     from atroposlib.wire.binary_format import decode_binary_groups
 
     return decode_binary_groups(_decode(_blobs_decoder, body), max_bytes=max_bytes)
 
 
-def encode_group(group: Mapping[str, Any], lane: Lane = "json", *, zstd: bool = False) -> bytes:
+def encode_group(
+    group: Mapping[str, Any], wire_format: WireFormat = "json", *, zstd: bool = False
+) -> bytes:
     """Write one group in canonical form; an integer `policy_version` is included.
 
     numpy arrays and scalars, and pydantic models such as chat messages, are converted. `zstd`
@@ -255,7 +268,7 @@ def encode_group(group: Mapping[str, Any], lane: Lane = "json", *, zstd: bool = 
         GroupError: the group is malformed (see `scored_data.check_group`), or a field has a value
             that cannot be encoded; the message names the field.
     """
-    if lane == "json":
+    if wire_format == "json":
         return encode_json_group(group)
     from atroposlib.wire.binary_format import encode_binary_group
 
@@ -264,10 +277,10 @@ def encode_group(group: Mapping[str, Any], lane: Lane = "json", *, zstd: bool = 
 
 
 def encode_groups(
-    groups: Iterable[Mapping[str, Any]], lane: Lane = "json", *, zstd: bool = False
+    groups: Iterable[Mapping[str, Any]], wire_format: WireFormat = "json", *, zstd: bool = False
 ) -> bytes:
     """Write a list of groups in canonical form; arguments and errors as for `encode_group`."""
-    encoded = [encode_group(group, lane, zstd=zstd) for group in groups]
-    if lane == "json":
+    encoded = [encode_group(group, wire_format, zstd=zstd) for group in groups]
+    if wire_format == "json":
         return b"[%b]" % b",".join(encoded)
     return b"".join(_array_of(encoded))

@@ -32,7 +32,7 @@ from atroposlib.errors import GroupError
 from atroposlib.scored_data import GROUP_FIELDS, MAX_SCORE, check_group
 from atroposlib.utils.json_text import to_plain
 
-Lane = Literal["json", "msgpack"]
+WireFormat = Literal["json", "msgpack"]
 """Format of groups: JSON text, or the binary format of `docs/wire.md`."""
 
 BODY_NOT_TEXT = "There was an error parsing the body"
@@ -65,7 +65,7 @@ class DecodedGroup(NamedTuple):
     """A checked group: its canonical bytes, and the attributes that batching uses."""
 
     payload: bytes
-    lane: Lane
+    wire_format: WireFormat
     num_sequences: int
     num_tokens: int
     env_id: int | None
@@ -82,7 +82,7 @@ class DecodedGroup(NamedTuple):
 class StoredPayload(NamedTuple):
     """The canonical bytes of a group, and their format."""
 
-    lane: Lane
+    wire_format: WireFormat
     content: bytes
 
 
@@ -719,7 +719,7 @@ def _read_group(fields: Mapping[str, Any]) -> DecodedGroup:
     check_layout(lengths, scores.values)
     return DecodedGroup(
         payload=splice(texts),
-        lane="json",
+        wire_format="json",
         num_sequences=len(scores.values),
         num_tokens=sum(length or 0 for length in lengths["tokens"]),
         env_id=env_id,

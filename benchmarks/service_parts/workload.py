@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import msgspec
 
 from atroposlib.scored_data import IGNORE_INDEX, MASKED_LOGPROB
-from atroposlib.wire import MEDIA_TYPES, Lane, encode_group
+from atroposlib.wire import MEDIA_TYPES, WireFormat, encode_group
 from service_parts.connection import Connection, request_bytes
 
 __all__ = [
@@ -76,15 +76,15 @@ def group_of(shape: Shape, *, seed: int = 0) -> dict[str, Any]:
 
 
 @cache
-def post_requests(shape: Shape, lane: Lane) -> tuple[bytes, ...]:
+def post_requests(shape: Shape, wire_format: WireFormat) -> tuple[bytes, ...]:
     """Return `POST /scored_data` requests with different groups of one shape."""
-    bodies = [encode_group(group_of(shape, seed=seed), lane) for seed in range(_DISTINCT)]
-    return tuple(request_bytes("POST", "/scored_data", b, MEDIA_TYPES[lane]) for b in bodies)
+    bodies = [encode_group(group_of(shape, seed=seed), wire_format) for seed in range(_DISTINCT)]
+    return tuple(request_bytes("POST", "/scored_data", b, MEDIA_TYPES[wire_format]) for b in bodies)
 
 
-def bytes_per_token(shape: Shape, lane: Lane) -> float:
+def bytes_per_token(shape: Shape, wire_format: WireFormat) -> float:
     """Return the encoded size of such a group per token."""
-    bodies = [request.partition(b"\r\n\r\n")[2] for request in post_requests(shape, lane)]
+    bodies = [request.partition(b"\r\n\r\n")[2] for request in post_requests(shape, wire_format)]
     return sum(map(len, bodies)) / (len(bodies) * shape.num_tokens)
 
 

@@ -8,7 +8,7 @@ import time
 from typing import Any
 
 from atroposlib.scored_data import IGNORE_INDEX
-from atroposlib.utils.run_log import RunLog
+from atroposlib.utils.run_log import MetricsLog
 from example_trainer.batch import build_batch
 from example_trainer.config import TrainingConfig
 from example_trainer.model import create_optimizer, load_model_and_tokenizer
@@ -63,7 +63,7 @@ def main() -> None:
         optimizer=create_optimizer(model, config),
         feed=None,  # type: ignore[arg-type]  # batches are passed to `train_on`
         weight_sync=None,
-        run_log=RunLog(use_wandb=False, metrics_path=None),
+        run_log=MetricsLog(use_wandb=False, metrics_path=None),
     )
     groups, rules = groups_of(workload), row_rules(config)
     log = StepLog()

@@ -38,7 +38,7 @@ from atroposlib.sandbox import SandboxLimits, open_sandbox
 from atroposlib.tasks.answers import last_code_block
 from atroposlib.tasks.card import EnvironmentCard
 from atroposlib.tasks.code_tests import (
-    Problem,
+    CodeProblem,
     arguments_of,
     expected_values,
     load_problems,
@@ -46,12 +46,19 @@ from atroposlib.tasks.code_tests import (
 )
 from atroposlib.utils.aio import all_results
 
-__all__ = ["Answer", "CodeConfig", "CodingEnv", "eval_metrics", "lookup_program", "train_metrics"]
+__all__ = [
+    "CodeConfig",
+    "CodingEnv",
+    "ProgramAnswer",
+    "eval_metrics",
+    "lookup_program",
+    "train_metrics",
+]
 
 logger = logging.getLogger("environments.code_execution_server")
 
 
-def lookup_program(problem: Problem) -> str:
+def lookup_program(problem: CodeProblem) -> str:
     """Return a program that passes all tests of a problem by looking up the answers."""
     if problem.kind == "stdin_stdout":
         known = {str(test.input).strip(): str(test.output) for test in problem.tests}
@@ -66,7 +73,7 @@ def lookup_program(problem: Problem) -> str:
 DIFFICULTIES = ("easy", "medium", "hard")
 
 
-class Answer(NamedTuple):
+class ProgramAnswer(NamedTuple):
     """One completion."""
 
     passes: bool
@@ -75,7 +82,7 @@ class Answer(NamedTuple):
     """Number of tokens."""
 
 
-def train_metrics(groups: Sequence[Sequence[Answer]]) -> dict[str, float]:
+def train_metrics(groups: Sequence[Sequence[ProgramAnswer]]) -> dict[str, float]:
     """Return the metrics `train_rewards/*` of [N][G] answers; empty without groups."""
     if not any(groups):
         return {}
@@ -89,7 +96,7 @@ def train_metrics(groups: Sequence[Sequence[Answer]]) -> dict[str, float]:
 
 
 def eval_metrics(
-    groups: Sequence[Sequence[Answer]], difficulties: Sequence[str], *, group_size: int
+    groups: Sequence[Sequence[ProgramAnswer]], difficulties: Sequence[str], *, group_size: int
 ) -> dict[str, float]:
     """Return the metrics `eval/*`; empty without groups.
 
@@ -114,11 +121,11 @@ def eval_metrics(
     return {f"eval/{name}": value for name, value in metrics.items()}
 
 
-def _pass_at(group: Sequence[Answer], k: int) -> float:
+def _pass_at(group: Sequence[ProgramAnswer], k: int) -> float:
     return pass_at_k(len(group), sum(answer.passes for answer in group), min(k, len(group)))
 
 
-def _shares_and_lengths(answers: Sequence[Answer]) -> dict[str, float]:
+def _shares_and_lengths(answers: Sequence[ProgramAnswer]) -> dict[str, float]:
     lengths = {
         "completion_length": [answer.length for answer in answers],
         "correct_completion_length": [answer.length for answer in answers if answer.passes],
@@ -189,7 +196,7 @@ class CodeConfig(SingleTurnEnvConfig):
 
 
 class CodingEnv(SingleTurnEnv):
-    """Programming problems; an item is a `Problem`.
+    """Programming problems; an item is a `CodeProblem`.
 
     Attributes:
         iter: problems handed out so far; kept in checkpoints.
@@ -218,7 +225,7 @@ class CodingEnv(SingleTurnEnv):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.iter = 0
-        self.answers: list[list[Answer]] = []
+        self.answers: list[list[ProgramAnswer]] = []
 
     async def setup(self) -> None:
         self.sandbox = open_sandbox(self.config.sandbox)
@@ -230,12 +237,12 @@ class CodingEnv(SingleTurnEnv):
         )
         logger.info("%d training and %d test problems", len(self.train), len(self.test))
 
-    async def get_next_item(self) -> Problem:
+    async def get_next_item(self) -> CodeProblem:
         problem = self.train[(self.config.start_idx + self.iter) % len(self.train)]
         self.iter += 1
         return problem
 
-    def prompt(self, item: Problem) -> list[dict[str, str]]:
+    def prompt(self, item: CodeProblem) -> list[dict[str, str]]:
         note = STDIN_NOTE
         if item.kind == "func":
             note = STARTER_NOTE.format(starter_code=item.starter_code or f"def {item.function}")
@@ -247,7 +254,7 @@ class CodingEnv(SingleTurnEnv):
     def sampling(self) -> dict[str, Any]:
         return {"temperature": self.config.temperature, "top_p": self.config.top_p}
 
-    async def score(self, item: Problem, answer: str) -> float:
+    async def score(self, item: CodeProblem, answer: str) -> float:
         program = last_code_block(answer)
         if program is None:
             return -1.0
@@ -255,11 +262,11 @@ class CodingEnv(SingleTurnEnv):
         return 1.0 if passes else -1.0
 
     def note_group(
-        self, item: Problem, trajectories: Sequence[Trajectory], scores: Sequence[float]
+        self, item: CodeProblem, trajectories: Sequence[Trajectory], scores: Sequence[float]
     ) -> None:
         self.answers.append(
             [
-                Answer(score > 0, trajectory.is_truncated, trajectory.num_completion_tokens)
+                ProgramAnswer(score > 0, trajectory.is_truncated, trajectory.num_completion_tokens)
                 for trajectory, score in zip(trajectories, scores, strict=True)
             ]
         )
@@ -268,7 +275,7 @@ class CodingEnv(SingleTurnEnv):
         groups, self.answers = self.answers, []
         return train_metrics(groups)
 
-    def check_gold_answer(self, item: Problem) -> str | None:
+    def check_gold_answer(self, item: CodeProblem) -> str | None:
         return f"<think>Look them up.</think>\n```python\n{lookup_program(item)}\n```"
 
     async def evaluate(self, *args: Any, **kwargs: Any) -> None:
@@ -290,7 +297,9 @@ class CodingEnv(SingleTurnEnv):
         )
         await self.wandb_log(metrics)
 
-    async def evaluate_problem(self, problem: Problem) -> tuple[list[Answer], list[dict[str, Any]]]:
+    async def evaluate_problem(
+        self, problem: CodeProblem
+    ) -> tuple[list[ProgramAnswer], list[dict[str, Any]]]:
         messages = self.prompt(problem)
         budget = completion_budget(
             self.tokenizer, messages, max_token_length=self.config.max_eval_token_length
@@ -316,7 +325,7 @@ class CodingEnv(SingleTurnEnv):
         )
         answers, samples = [], []
         for (text, _), cut, score in zip(replies, is_cut, scores, strict=True):
-            answers.append(Answer(score.total > 0, cut, len(self.tokenizer.encode(text))))
+            answers.append(ProgramAnswer(score.total > 0, cut, len(self.tokenizer.encode(text))))
             chat = [*messages, {"role": "assistant", "content": text}]
             samples.append({"messages": chat, "score": score.total})
         return answers, samples

@@ -39,9 +39,9 @@ from atroposlib.tasks.web_search import (
 )
 
 __all__ = [
-    "Answer",
     "DeepResearchEnv",
     "DeepResearchEnvConfig",
+    "FinalAnswer",
     "Question",
     "ResearchConversation",
     "Verdict",
@@ -92,7 +92,7 @@ class Citation(NamedTuple):
     quote: str
 
 
-class Answer(NamedTuple):
+class FinalAnswer(NamedTuple):
     """The answer in the last turn."""
 
     text: str
@@ -110,7 +110,7 @@ class Verdict(NamedTuple):
     """Number of citations whose quote is not on the page, or whose page was not read."""
 
 
-def parse_answer(text: str) -> Answer | None:
+def parse_answer(text: str) -> FinalAnswer | None:
     """Return the answer of a turn, given without thinking; None unless there is exactly one."""
     found = ANSWER.search(text) if text.count("<answer>") == 1 else None
     if found is None or text.count("</answer>") != 1:
@@ -119,7 +119,7 @@ def parse_answer(text: str) -> Answer | None:
     if not answer or len(answer) > MAX_ANSWER_CHARACTERS:
         return None
     citations = [Citation(page.strip(), quote) for page, quote in CITATION.findall(text)]
-    return Answer(answer, citations)
+    return FinalAnswer(answer, citations)
 
 
 def words_of(text: str) -> list[str]:
@@ -132,7 +132,7 @@ def _folded(text: str) -> str:
 
 
 def judge(
-    answer: Answer | None,
+    answer: FinalAnswer | None,
     question: Question,
     read: Mapping[str, str],
     *,
@@ -181,7 +181,7 @@ def _is_faithful(citation: Citation, page: Sequence[str]) -> bool:
     )
 
 
-def _support(answer: Answer, faithful: Sequence[Citation], question: Question) -> float:
+def _support(answer: FinalAnswer, faithful: Sequence[Citation], question: Question) -> float:
     """Return the fraction of true citations times the fraction of needed pages that are cited.
 
     0 if no quote contains the answer.

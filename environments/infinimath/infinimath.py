@@ -11,9 +11,9 @@ from typing import Any, NamedTuple
 
 from atroposlib.tasks.infinimath import (
     DESCRIPTIONS,
+    Exercise,
     GeneratorKind,
     MathCurriculum,
-    Problem,
     ProblemSource,
     is_equal,
     read_answer,
@@ -91,4 +91,4 @@ class InfiniteMath:
     def _pose(self) -> None:
         self._number += 1
         self._attempts = 0
-        self._problem: Problem = self._source.make(self._curriculum.level, self._number)
+        self._problem: Exercise = self._source.make(self._curriculum.level, self._number)

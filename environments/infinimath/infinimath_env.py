@@ -27,9 +27,9 @@ from atroposlib.envs.single_turn_env import SingleTurnEnv, SingleTurnEnvConfig, 
 from atroposlib.tasks.card import EnvironmentCard
 from atroposlib.tasks.infinimath import (
     MAX_LEVEL,
+    Exercise,
     GeneratorKind,
     MathCurriculum,
-    Problem,
     ProblemSource,
     WordProblems,
     first_boxed,
@@ -133,7 +133,7 @@ def reward_of(completion: str, solution: str, config: InfiniteMathEnvConfig) -> 
     return reward + config.boxed_answer_bonus * is_boxed
 
 
-def eval_problems(source: ProblemSource) -> dict[int, list[Problem]]:
+def eval_problems(source: ProblemSource) -> dict[int, list[Exercise]]:
     """Return the evaluation exercises by level."""
     return {
         level: [source.make(level, f"evaluation {i}") for i in range(NUM_EVAL_PROBLEMS)]
@@ -167,7 +167,7 @@ class InfiniteMathEnv(SingleTurnEnv):
         self.performance_history: dict[Any, list[int]] = {}
         self.curriculum = self._make_curriculum()
         self.results_since_log: dict[int, list[bool]] = defaultdict(list)
-        self.eval_problems: dict[int, list[Problem]] = {}
+        self.eval_problems: dict[int, list[Exercise]] = {}
         self.word_problems = WordProblems(
             api_key=config.word_problem_openai_api_key,
             base_url=config.word_problem_openai_base_url,
@@ -197,15 +197,15 @@ class InfiniteMathEnv(SingleTurnEnv):
         # In a thread: importing mathgenerator takes seconds.
         self.eval_problems = await asyncio.to_thread(eval_problems, self.source)
 
-    async def get_next_item(self) -> tuple[Problem, int]:
+    async def get_next_item(self) -> tuple[Exercise, int]:
         problem = self.source.make(self.curriculum.level, self.iter)
         self.iter += 1
         return problem, 0
 
-    def eval_items(self) -> Sequence[tuple[Problem, int]]:
+    def eval_items(self) -> Sequence[tuple[Exercise, int]]:
         return [(problem, EVALUATED) for problem in self.eval_problems[self.curriculum.level]]
 
-    def prompt(self, item: tuple[Problem, int]) -> list[dict[str, str]]:
+    def prompt(self, item: tuple[Exercise, int]) -> list[dict[str, str]]:
         return [
             {"role": "system", "content": SYSTEM_PROMPT},
             {"role": "user", "content": item[0].question},
@@ -215,7 +215,7 @@ class InfiniteMathEnv(SingleTurnEnv):
         return {"temperature": self.config.temperature, "top_p": self.config.top_p}
 
     async def collect_trajectories(
-        self, item: tuple[Problem, int]
+        self, item: tuple[Exercise, int]
     ) -> tuple[ScoredDataGroup | None, list[Item]]:
         """Roll out an exercise; an unsolved one may be attempted again."""
         problem, num_asked = await self._rewritten(item)
@@ -226,11 +226,11 @@ class InfiniteMathEnv(SingleTurnEnv):
             backlog = [*backlog, (item[0], num_asked + 1)]
         return group, backlog
 
-    async def evaluate_item(self, item: tuple[Problem, int]) -> dict[str, Any]:
+    async def evaluate_item(self, item: tuple[Exercise, int]) -> dict[str, Any]:
         record = await super().evaluate_item(await self._rewritten(item))
         return {**record, "level": item[0].level}
 
-    async def score(self, item: tuple[Problem, int], answer: str) -> float:
+    async def score(self, item: tuple[Exercise, int], answer: str) -> float:
         problem, num_asked = item
         reward = reward_of(answer, problem.solution, self.config)
         is_correct = self._is_correct(reward)
@@ -289,7 +289,7 @@ class InfiniteMathEnv(SingleTurnEnv):
         await self.word_problems.close()
         await super().close()
 
-    def check_gold_answer(self, item: tuple[Problem, int]) -> str:
+    def check_gold_answer(self, item: tuple[Exercise, int]) -> str:
         return f"I work it out.\n</think>\nThe answer is \\boxed{{{item[0].solution}}}."
 
     def _make_curriculum(self) -> MathCurriculum:
@@ -303,7 +303,7 @@ class InfiniteMathEnv(SingleTurnEnv):
     def _is_correct(self, reward: float) -> bool:
         return reward > self.config.best_wrong_reward
 
-    async def _rewritten(self, item: tuple[Problem, int]) -> tuple[Problem, int]:
+    async def _rewritten(self, item: tuple[Exercise, int]) -> tuple[Exercise, int]:
         problem, num_asked = item
         story = await self.word_problems.rewrite(problem.question)
         return problem._replace(question=story), num_asked

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 _RAMP_STEPS = 30
 
 
-class Example(NamedTuple):
+class TokenizedConversation(NamedTuple):
     """The tokens of one conversation."""
 
     tokens: list[int]
@@ -35,7 +35,7 @@ class Example(NamedTuple):
 
 def encode_conversation(
     tokenizer: PreTrainedTokenizerFast, messages: Sequence[Mapping[str, Any]]
-) -> Example:
+) -> TokenizedConversation:
     """Tokenize a conversation that ends with the assistant, as in a rollout.
 
     Prompts and completions are encoded separately, since completions are sampled. The template
@@ -53,7 +53,7 @@ def encode_conversation(
         tokens += [*read, *written, tokenizer.eos_token_id]
         is_learned += [False] * len(read) + [True] * (len(written) + 1)
         text = f"{prompt}{message['content']}{tokenizer.eos_token}"
-    return Example(tokens, is_learned)
+    return TokenizedConversation(tokens, is_learned)
 
 
 def prompt_text(tokenizer: PreTrainedTokenizerFast, messages: Sequence[Mapping[str, Any]]) -> str:
@@ -65,7 +65,7 @@ def prompt_text(tokenizer: PreTrainedTokenizerFast, messages: Sequence[Mapping[s
 
 def supervised_steps(
     model: PreTrainedModel,
-    examples: Sequence[Example],
+    examples: Sequence[TokenizedConversation],
     *,
     lr: float,
     batch_size: int,
@@ -91,8 +91,8 @@ def supervised_steps(
 
 
 def _batches(
-    examples: Sequence[Example], size: int, rng: random.Random
-) -> Iterator[Sequence[Example]]:
+    examples: Sequence[TokenizedConversation], size: int, rng: random.Random
+) -> Iterator[Sequence[TokenizedConversation]]:
     """Yield batches without end, each pass in a new order."""
     while True:
         order = rng.sample(examples, len(examples))
@@ -100,7 +100,7 @@ def _batches(
             yield order[start : start + size]
 
 
-def _loss(model: Any, batch: Sequence[Example], *, pad_token: int) -> torch.Tensor:
+def _loss(model: Any, batch: Sequence[TokenizedConversation], *, pad_token: int) -> torch.Tensor:
     import torch
 
     length = max(len(example.tokens) for example in batch)
@@ -130,7 +130,9 @@ class WarmUpResult(NamedTuple):
     seconds: float
 
 
-def encode_example(tokenizer: PreTrainedTokenizerFast, problem: Problem, solution: str) -> Example:
+def encode_example(
+    tokenizer: PreTrainedTokenizerFast, problem: Problem, solution: str
+) -> TokenizedConversation:
     """Tokenize a problem with a solution."""
     return encode_conversation(
         tokenizer, [*problem.messages, {"role": "assistant", "content": solution}]
@@ -141,7 +143,7 @@ def warm_up(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerFast,
     *,
-    examples: Sequence[Example],
+    examples: Sequence[TokenizedConversation],
     measured: Sequence[Problem],
     is_enough: Callable[[float], bool],
     lr: float,

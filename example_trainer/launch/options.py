@@ -280,7 +280,7 @@ class Machine(NamedTuple):
     """Whether the GPUs support bfloat16."""
 
 
-class Placement(NamedTuple):
+class GpuPlacement(NamedTuple):
     """Assignment of GPUs to trainer and engine."""
 
     trainer: tuple[str, ...]
@@ -406,7 +406,7 @@ def _work(sequences: int, sizes: Sequence[int]) -> str:
     return f"{sequences // sizes[0]} items x {sizes[0]} tries"
 
 
-def place(options: TrainOptions, machine: Machine) -> Placement:
+def place(options: TrainOptions, machine: Machine) -> GpuPlacement:
     """Divide the GPUs between trainer and engine.
 
     One GPU is shared. With several, the trainer uses the first, and the engine the last N that
@@ -417,7 +417,7 @@ def place(options: TrainOptions, machine: Machine) -> Placement:
     """
     gpus = machine.gpus
     if options.engine_url is not None or not gpus:
-        return Placement(gpus[:1], (), 0.0, gpus[1:])
+        return GpuPlacement(gpus[:1], (), 0.0, gpus[1:])
     engine_args = shlex.split(options.engine_args)
     wanted = 1
     for names in _PARALLEL_SIZES:
@@ -433,13 +433,13 @@ def place(options: TrainOptions, machine: Machine) -> Placement:
     share = options.gpu_memory_utilization or default
     with contextlib.suppress(TypeError, ValueError):  # vLLM rejects anything else
         share = float(_last_value(engine_args, ("--gpu-memory-utilization",)))  # type: ignore[arg-type]
-    return Placement(
+    return GpuPlacement(
         trainer=gpus[:1], engine=gpus[-wanted:], engine_share=share, idle=gpus[1:-wanted]
     )
 
 
 def require_gpu_memory(
-    model: ModelFacts, config: TrainingConfig, machine: Machine, placement: Placement
+    model: ModelFacts, config: TrainingConfig, machine: Machine, placement: GpuPlacement
 ) -> None:
     """Raise `ConfigError` if weights, gradients and optimizer states exceed the memory."""
     if not (machine.gpus and machine.gpu_bytes) or config.train_layer_indices is not None:
@@ -557,7 +557,7 @@ def _environment_plan(
     )
 
 
-def _engine_flags(machine: Machine, placement: Placement) -> tuple[str, ...]:
+def _engine_flags(machine: Machine, placement: GpuPlacement) -> tuple[str, ...]:
     if not machine.gpus:
         return ("--dtype", "float32", "--enforce-eager", "--max-num-seqs", "256")
     # As the trainer's forward passes; the type of the weights on disk may differ.
@@ -565,7 +565,9 @@ def _engine_flags(machine: Machine, placement: Placement) -> tuple[str, ...]:
     return (*dtype, "--gpu-memory-utilization", str(placement.engine_share))
 
 
-def _engine_variables(machine: Machine, placement: Placement, *, is_tiny: bool) -> dict[str, str]:
+def _engine_variables(
+    machine: Machine, placement: GpuPlacement, *, is_tiny: bool
+) -> dict[str, str]:
     if machine.gpus:
         return _visible(placement.engine, machine)
     return {} if is_tiny else {"VLLM_CPU_KVCACHE_SPACE": "4"}

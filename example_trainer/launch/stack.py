@@ -380,7 +380,7 @@ _LIMIT_WITHOUT_ENVIRONMENT_S = 60.0
 _TITLE = "VLLM::"
 
 
-class EngineWatch:
+class EngineWorkerWatch:
     """Detects that a worker process of a running engine has died.
 
     vLLM's server can outlive its workers for minutes, for instance while it waits for them in a
@@ -412,7 +412,7 @@ class EngineWatch:
                 raise ProcessFailedError(self._engine, f"lost its process {title.strip()}")
 
 
-class StallWatch:
+class TrainerStallWatch:
     """Detects that the trainer has made no step for `limit_s` seconds.
 
     If an environment has ended, one minute is enough.
@@ -466,7 +466,7 @@ class TrainingLoop:
         self._progress = progress
         self._supervisor = supervisor
         self._reward = reward
-        self._engine_watch: EngineWatch | None = None
+        self._engine_watch: EngineWorkerWatch | None = None
 
     def start_servers(self) -> None:
         """Start the engine and the service, without waiting for them."""
@@ -487,7 +487,7 @@ class TrainingLoop:
         self._wait_until_healthy(stack.service, f"{stack.service_url}/info")
         if stack.engine is not None:
             self._wait_until_healthy(stack.engine, f"{stack.engine_url}/health")
-            self._engine_watch = EngineWatch(stack.engine)
+            self._engine_watch = EngineWorkerWatch(stack.engine)
         if reload_from is not None:
             control = EngineControl(stack.engine_url)
             try:
@@ -518,7 +518,7 @@ class TrainingLoop:
         )
         for environment in stack.environments:
             self._supervisor.start(environment, may_finish=True)
-        watch = StallWatch(plan.stall_limit_s)
+        watch = TrainerStallWatch(plan.stall_limit_s)
         while stack.trainer.is_alive():
             self.check()
             steps = report.count_steps(self._paths.trainer_metrics)

@@ -253,7 +253,7 @@ async def test_binary_group_of_an_earlier_version_that_cannot_be_converted_is_se
     run.state.queue.remove([group.group_id for group in groups])
     broken = b"\x81" * len(store._payloads[0])
     store._payloads[0] = broken
-    changed = msgspec.structs.replace(groups[0], lane="msgpack", checksum=None)
+    changed = msgspec.structs.replace(groups[0], wire_format="msgpack", checksum=None)
     for group in (changed, groups[1]):
         run.state.queue.append(group)
 

@@ -35,7 +35,7 @@ def decoded(
     """Return a group as the wire hands it over."""
     return DecodedGroup(
         payload=content,
-        lane="json",
+        wire_format="json",
         num_sequences=size,
         num_tokens=size,
         env_id=env_id,

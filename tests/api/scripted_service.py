@@ -27,11 +27,11 @@ async def scripted(handler: Handler, port: int) -> AsyncIterator[str]:
 
 
 class ScriptedService:
-    """Plays back one answer per post; `/info` makes the offer of the binary lane, or not.
+    """Plays back one answer per post; `/info` makes the offer of the binary format, or not.
 
     Args:
         answers: statuses, or responses, one for each post; the last one repeats.
-        is_current: whether the service has the binary lane and honours keys.
+        is_current: whether the service has the binary format and honours keys.
     """
 
     def __init__(self, *answers: int | web.Response, is_current: bool = True) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from atroposlib.api.client_transport import (
     Body,
-    Format,
+    BodyEncoding,
     ServiceTraits,
     encode_body,
     format_of_response,
@@ -18,15 +18,19 @@ from atroposlib.api.client_transport import (
 )
 
 OFFER = {"Accept-Post": "application/json, application/msgpack"}
-BINARY, GZIP, PLAIN = Format("msgpack"), Format("json", is_gzip_wanted=True), Format("json")
+BINARY, GZIP, PLAIN = (
+    BodyEncoding("msgpack"),
+    BodyEncoding("json", is_gzip_wanted=True),
+    BodyEncoding("json"),
+)
 BINARY_BODY = Body(b"1", {"Content-Type": "application/msgpack"})
 GZIP_BODY = Body(b"1", {"Content-Type": "application/json", "Content-Encoding": "gzip"})
 PLAIN_BODY = Body(b"1", {"Content-Type": "application/json"})
 
 
-def encoded(content: bytes, form: Format = GZIP) -> Body:
-    def encode(value: Any, lane: str, *, zstd: bool) -> bytes:
-        assert lane == form.lane
+def encoded(content: bytes, form: BodyEncoding = GZIP) -> Body:
+    def encode(value: Any, wire_format: str, *, zstd: bool) -> bytes:
+        assert wire_format == form.wire_format
         assert zstd is False
         return content
 

@@ -1,4 +1,4 @@
-"""Both clients against the real service: lanes, leases, waiting, tokens, restarts."""
+"""Both clients against the real service: formats, leases, waiting, tokens, restarts."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def rich_group(rng: random.Random, **extra: Any) -> dict[str, Any]:
 
 @pytest.mark.parametrize("compresses", [False, True])
 @pytest.mark.parametrize("learns", [False, True])
-async def test_groups_arrive_to_the_last_digit_in_either_lane(url, trainer, learns, compresses):
+async def test_groups_arrive_to_the_last_digit_in_either_format(url, trainer, learns, compresses):
     group = rich_group(random.Random(0))
 
     async with TrajectoryApiClient(url) as client:

@@ -26,7 +26,7 @@ def busy(seconds: str) -> web.Response:
     return web.json_response({"detail": "full"}, status=503, headers={"Retry-After": seconds})
 
 
-async def test_post_takes_the_binary_lane_once_it_is_offered(free_port):
+async def test_post_takes_the_binary_format_once_it_is_offered(free_port):
     service = ScriptedService(200)
     group = make_group(1, length=2000)
 
@@ -113,7 +113,7 @@ async def test_post_of_many_pieces_arrives_whole(free_port):
     assert service.sent("Content-Length") == [str(len(service.bodies[0]))]
 
 
-async def test_post_refused_for_its_content_keeps_the_lane(free_port):
+async def test_post_refused_for_its_content_keeps_the_format(free_port):
     service = ScriptedService(422)
 
     async with scripted(service, free_port) as url, TrajectoryApiClient(url) as client:

@@ -73,7 +73,7 @@ def client(service: ScriptedTrainerService) -> Iterator[TrainerClient]:
         yield trainer
 
 
-def test_plain_batch_asks_as_trainers_always_did_and_offers_the_binary_lane(service, client):
+def test_plain_batch_asks_as_trainers_always_did_and_offers_the_binary_format(service, client):
     service.answers = [(200, {"batch": GROUPS})]
 
     assert client.batch() == GROUPS

@@ -11,7 +11,7 @@ import pytest
 
 from atroposlib.api.queue import QueuedGroup
 from atroposlib.api.server import create_app
-from atroposlib.api.state import BatchToken, DeliveredBatch, Delivery, parse_token
+from atroposlib.api.state import BatchLedger, BatchToken, DeliveredBatch, parse_token
 from atroposlib.api.store.base import MemoryRunStore
 from tests.api.helpers import REGISTRATION, make_group, serve
 from tests.api.run_helpers import Clock, decoded, started_run, take
@@ -19,13 +19,13 @@ from tests.api.run_helpers import Clock, decoded, started_run, take
 pytestmark = pytest.mark.slow
 
 
-def deliver(delivery: Delivery, group_id: int = 0) -> BatchToken:
+def deliver(delivery: BatchLedger, group_id: int = 0) -> BatchToken:
     groups = [QueuedGroup(group_id, None, 1, 1)]
     batch = delivery.deliver(groups, owner="", at=0.0, lease_until=None)
     return BatchToken(batch.batch_id, batch.attempt)
 
 
-def redeliver(delivery: Delivery) -> DeliveredBatch | None:
+def redeliver(delivery: BatchLedger) -> DeliveredBatch | None:
     oldest = delivery.oldest_returned
     if oldest is None:
         return None
@@ -34,7 +34,7 @@ def redeliver(delivery: Delivery) -> DeliveredBatch | None:
 
 
 def test_returned_batches_leave_again_oldest_first_under_a_new_token():
-    delivery = Delivery()
+    delivery = BatchLedger()
     first, second = deliver(delivery, 0), deliver(delivery, 1)
     delivery.return_batch(second)
     delivery.return_batch(first)
@@ -46,7 +46,7 @@ def test_returned_batches_leave_again_oldest_first_under_a_new_token():
 
 
 def test_acknowledge_counts_once():
-    delivery = Delivery()
+    delivery = BatchLedger()
     token = deliver(delivery)
 
     counted = [delivery.acknowledge(token) is not None for _ in range(2)]
@@ -58,7 +58,7 @@ def test_acknowledge_counts_once():
 
 
 def test_returned_batch_is_acknowledged_until_it_is_handed_out_again():
-    delivery = Delivery()
+    delivery = BatchLedger()
     kept, moved = deliver(delivery, 0), deliver(delivery, 1)
     delivery.return_batch(kept)
     delivery.return_batch(moved)
@@ -73,7 +73,7 @@ def test_returned_batch_is_acknowledged_until_it_is_handed_out_again():
 
 
 def test_acknowledge_after_clear_is_not_counted():
-    delivery = Delivery()
+    delivery = BatchLedger()
     token = deliver(delivery)
 
     delivery.clear()
@@ -84,7 +84,7 @@ def test_acknowledge_after_clear_is_not_counted():
 
 
 def test_acknowledgements_are_remembered_in_bounded_number():
-    delivery = Delivery()
+    delivery = BatchLedger()
     for number in range(5000):
         delivery.acknowledge(deliver(delivery, number))
 

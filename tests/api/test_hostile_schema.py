@@ -44,7 +44,7 @@ LONGEST_WAIT_S = 0.02
 
 @schemathesis.serializer("application/msgpack")
 def as_it_is(context: Any, value: Any) -> bytes:
-    """Bytes of the binary lane are generated as bytes."""
+    """Bytes of the binary format are generated as bytes."""
     return value if isinstance(value, bytes) else str(value).encode("utf-8", "surrogatepass")
 
 

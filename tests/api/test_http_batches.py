@@ -1,4 +1,4 @@
-"""Batches over HTTP: leases, long polls, lanes, and clients that leave in the middle."""
+"""Batches over HTTP: leases, long polls, formats, and clients that leave in the middle."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def test_requests_are_served_while_a_slow_client_takes_its_batch(live):
 @pytest.mark.parametrize("posted", ["json", "msgpack"])
 @pytest.mark.parametrize("taken", ["json", "msgpack"])
 @pytest.mark.parametrize("lease", ["", "?lease=9"])
-def test_groups_cross_lanes_unchanged(service, posted, taken, lease):
+def test_groups_cross_formats_unchanged(service, posted, taken, lease):
     messages = [[{"role": "user", "content": "é"}]] * 2
     group = {**make_group(2, length=5, score=0.25), "messages": messages, "env_id": 4}
     media_type = {"json": "application/json", "msgpack": MSGPACK}
@@ -240,11 +240,11 @@ def test_binary_batches_are_not_compressed_again(service):
 
 
 @pytest.mark.parametrize("path", ["/info", "/wandb_info"])
-def test_lanes_are_advertised(service, path):
+def test_formats_are_advertised(service, path):
     assert service.get(path).headers["accept-post"] == f"application/json, {MSGPACK}"
 
 
-def test_lanes_are_advertised_to_who_registers(service):
+def test_formats_are_advertised_to_who_registers(service):
     service.get("/batch")
     request = {"max_token_length": 1, "desired_name": "e", "weight": 1}
     for path, body in (("/register-env", request), ("/register", {**REGISTRATION,

@@ -156,7 +156,7 @@ def test_group_and_payload_are_found_wherever_the_group_is(service: Service) -> 
         assert set(payload.json()) == GROUP_KEYS
 
 
-async def test_group_of_the_binary_lane_is_shown_as_json(service: Service) -> None:
+async def test_group_of_the_binary_format_is_shown_as_json(service: Service) -> None:
     body = encode_group(make_group(2, length=3), "msgpack")
     await service.app.state.run.admit([decode_group(body, "msgpack")])
 

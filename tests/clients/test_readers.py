@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from atroposlib.utils.run_log import RunLog
+from atroposlib.utils.run_log import MetricsLog
 
 pytestmark = pytest.mark.slow
 
@@ -59,7 +59,7 @@ def history_in(file: Path) -> list[dict[str, Any]]:
 def test_readers_find_every_number_at_its_step(offline_wandb: Path, tmp_path: Path) -> None:
     accumulators = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     logged = [{"train/reward": 0.25 * step, "train/num_rows": step} for step in range(4)]
-    log = RunLog(use_wandb=True, metrics_path=tmp_path / "metrics.jsonl", use_tensorboard=True)
+    log = MetricsLog(use_wandb=True, metrics_path=tmp_path / "metrics.jsonl", use_tensorboard=True)
 
     log.start(project="atropos", group="g", name="n", config={"group_size": 4})
     for step, metrics in enumerate(logged):

@@ -6,6 +6,7 @@ import ast
 import fnmatch
 import subprocess
 import sys
+from collections import Counter
 
 import pytest
 
@@ -100,6 +101,26 @@ def test_only_doors_and_tests_import_doors(complete: dict[str, set[str]]) -> Non
     ]
 
     assert not upward
+
+
+SHARED_CLASS_NAMES = {
+    "GSM8kEnv": "gsm8k_server_axolotl.py is the earlier script of the same environment",
+    "MathEnv": "names of the earlier math_server and math_server_zero",
+    "RSConfig": "names of the earlier math_server and math_server_zero",
+    "MultiTurnEnvConfig": "name of the earlier tool_use_multiturn_server",
+    "ToolCall": "a call as the chat APIs have it, and as tools receive it",
+}
+"""Class names that stand for two classes, and why."""
+
+
+def test_a_class_name_stands_for_one_class() -> None:
+    defined: Counter[str] = Counter()
+    for folder in ("atroposlib", "example_trainer", "environments"):
+        for path in (REPOSITORY / folder).rglob("*.py"):
+            tree = ast.parse(path.read_text(encoding="utf-8"))
+            defined.update(node.name for node in ast.walk(tree) if isinstance(node, ast.ClassDef))
+
+    assert {name for name, count in defined.items() if count > 1} == set(SHARED_CLASS_NAMES)
 
 
 @pytest.mark.parametrize("module", PURE_RULES)

@@ -10,7 +10,7 @@ from atroposlib.errors import ConfigError
 from atroposlib.sandbox import SandboxLimits, SandboxUnavailableError, open_sandbox
 from atroposlib.tasks.answers import last_code_block
 from atroposlib.tasks.code_tests import (
-    Problem,
+    CodeProblem,
     is_same_output,
     is_same_value,
     load_problems,
@@ -19,8 +19,8 @@ from atroposlib.tasks.code_tests import (
 )
 from environments.code_execution_server.code_execution_server import (
     SAMPLE,
-    Answer,
     CodingEnv,
+    ProgramAnswer,
     eval_metrics,
     lookup_program,
     train_metrics,
@@ -41,19 +41,19 @@ def _has_sandbox() -> None:
         pytest.skip(str(error))
 
 
-def sums(**changes: Any) -> Problem:
+def sums(**changes: Any) -> CodeProblem:
     tests = {"input": ["1 2\n", "10 5\n"], "output": ["3\n", "15\n"]}
     return read_problem({"problem": "Print the sum.", "tests": tests, **changes})
 
 
-def doubled(tests: dict[str, Any] | None = None) -> Problem:
+def doubled(tests: dict[str, Any] | None = None) -> CodeProblem:
     tests = tests or {"input": ["[1, 2]", "[]"], "output": ["[2, 4]", "[]"]}
     return read_problem(
         {"problem": "Double.", "problem_type": "func", "fn_name": "double", "tests": tests}
     )
 
 
-async def passes(program: str, problem: Problem) -> bool:
+async def passes(program: str, problem: CodeProblem) -> bool:
     return await passes_all_tests(open_sandbox(), program, problem, limits=LIMITS)
 
 
@@ -204,7 +204,7 @@ def test_unreadable_problem_says_what_was_expected(row: dict[str, Any]) -> None:
 
 
 def test_figures_are_means_over_problems_and_answers() -> None:
-    right, wrong = Answer(True, False, 10), Answer(False, True, 30)
+    right, wrong = ProgramAnswer(True, False, 10), ProgramAnswer(False, True, 30)
 
     trained = train_metrics([[right, wrong], [wrong, wrong]])
     evaluated = eval_metrics([[right, wrong], [wrong, wrong]], ["easy", "hard"], group_size=2)

@@ -16,12 +16,12 @@ from environments.game_environments.crosswords.crosswords_env import (
     UNSOLVED,
     WIN,
     Board,
+    BoardSize,
     Cell,
     Crossword,
     CrosswordGame,
     CrosswordsEnv,
     Entry,
-    Level,
     board_of,
     make_board,
 )
@@ -73,7 +73,7 @@ def test_board_hangs_together_and_is_numbered_in_reading_order(seed: int) -> Non
 
 def test_words_that_never_cross_make_no_board() -> None:
     with pytest.raises(ConfigError, match="longer word list"):
-        make_board({"aaa": "a", "bbb": "b"}, Level(2, side=5), seed=0)
+        make_board({"aaa": "a", "bbb": "b"}, BoardSize(2, side=5), seed=0)
 
 
 BOARD = Board(

@@ -15,8 +15,8 @@ from atroposlib.errors import ConfigError, MissingExtraError
 from atroposlib.tasks.infinimath import (
     BUILTIN_GENERATORS,
     MAX_LEVEL,
+    Exercise,
     MathCurriculum,
-    Problem,
     ProblemSource,
     WordProblems,
     first_boxed,
@@ -229,7 +229,7 @@ async def test_unsolved_exercise_is_asked_again(monkeypatch: pytest.MonkeyPatch)
     async with ScriptedEngine([PROBED, "no", "no", "no", "no"]) as engine:
         env = make_env(InfiniteMathEnv, engine, monkeypatch, group_size=2, **SETTINGS)
         await env.setup()
-        item = Problem("?", "1", 1), 0
+        item = Exercise("?", "1", 1), 0
         _, backlog = await env.collect_trajectories(item)
         _, last = await env.collect_trajectories((item[0], 2))
         await env.close()
@@ -248,7 +248,7 @@ async def test_group_is_ranked_by_length_and_moves_the_curriculum(
         settings = {**SETTINGS, "group_size": 2, "max_token_length": 1600, "min_evaluations": 2}
         env = make_env(InfiniteMathEnv, engine, monkeypatch, **settings)
         await env.setup()
-        group, backlog = await env.collect_trajectories((Problem("?", "5", 1), 0))
+        group, backlog = await env.collect_trajectories((Exercise("?", "5", 1), 0))
         monkeypatch.setattr(env.run_log, "log", lambda metrics, step: logged.update(metrics))
         await env.wandb_log()
         await env.close()
@@ -272,9 +272,9 @@ async def test_level_is_looked_at_once_per_group_and_evaluations_are_no_training
     async with ScriptedEngine([PROBED, *replies, replies[0]]) as engine:
         env = make_env(InfiniteMathEnv, engine, monkeypatch, **settings)
         await env.setup()
-        await env.collect_trajectories((Problem("?", "5", 1), 0))
+        await env.collect_trajectories((Exercise("?", "5", 1), 0))
         level, results = env.curriculum.level, list(env.results_since_log[1])
-        env.eval_problems[1] = [Problem("?", "5", 1)]
+        env.eval_problems[1] = [Exercise("?", "5", 1)]
         await env.evaluate_item(env.eval_items()[0])
         await env.close()
         await env.server.close()

@@ -7,8 +7,8 @@ import pytest
 from atroposlib.envs.check import check_environment
 from atroposlib.errors import ConfigError
 from environments.mcqa_thinking_env import (
+    ChoiceQuestion,
     MCQAThinkingEnv,
-    Question,
     named_options,
     read_question,
     score_answer,
@@ -17,7 +17,7 @@ from tests.environments.offline import PROBED, make_env
 from tests.fakes import ScriptedEngine
 
 OPTIONS = ("Bananas", "Apple pie", "a dog", "Cats and dogs")
-QUESTION = Question("Which?", "B", OPTIONS)
+QUESTION = ChoiceQuestion("Which?", "B", OPTIONS)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,11 @@ def test_rows_of_both_data_sets_give_the_same_question() -> None:
     ours = {"prompt": "Q?\nA. x\nB. y", "answer": 1, "ground_truth": "B", "options": ["x", "y"]}
     mmlu = {"question": "Q?", "subject": "s", "choices": ["x", "y"], "answer": 1}
 
-    assert read_question(ours) == read_question(mmlu) == Question("Q?\nA. x\nB. y", "B", ("x", "y"))
+    assert (
+        read_question(ours)
+        == read_question(mmlu)
+        == ChoiceQuestion("Q?\nA. x\nB. y", "B", ("x", "y"))
+    )
     assert read_question(ours).text == "y"
 
 

@@ -12,7 +12,7 @@ from atroposlib.tasks.infinimath import MathCurriculum
 from atroposlib.tasks.math_problems import TABLES, MathMetrics
 from environments import math_server, math_server_zero
 from environments.code_execution_server.code_execution_server import (
-    Answer,
+    ProgramAnswer,
     eval_metrics,
     train_metrics,
 )
@@ -116,7 +116,7 @@ async def test_judgements(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_code_execution() -> None:
-    groups = [[Answer(True, False, 3), Answer(False, True, 5)]] * 3
+    groups = [[ProgramAnswer(True, False, 3), ProgramAnswer(False, True, 5)]] * 3
     lengths = {"completion_length", "correct_completion_length", "incorrect_completion_length"}
     common = {"pass@group_size", "overlong_ratio", *lengths}
     by_difficulty = {"easy_pass_1", "medium_pass_1", "hard_pass_1"}

@@ -9,11 +9,11 @@ import pytest
 from atroposlib.envs.check import check_environment
 from atroposlib.envs.conversation import Turn
 from atroposlib.scored_data import check_group
-from environments.word_sums import Problem, SumConversation, WordSumsEnv
+from environments.word_sums import SumConversation, WordSum, WordSumsEnv
 from tests.environments.offline import make_env, read_groups, run_process
 from tests.fakes import ScriptedEngine
 
-PROBLEM = Problem(1234, 5678, 90)
+PROBLEM = WordSum(1234, 5678, 90)
 
 
 def call(name: str, **arguments: object) -> str:

@@ -7,8 +7,8 @@ import pytest
 from atroposlib.exporting.groups import ExportGroup
 from atroposlib.exporting.selection import (
     GroupChooser,
-    Pair,
     PairRule,
+    PreferencePair,
     SelectionRule,
     Span,
     common_prefix_length,
@@ -99,7 +99,7 @@ def test_select_among_eligible_ones_compares_with_the_lowest_of_all() -> None:
 def test_pair_up(scores: list[float], rule: PairRule, pairs: list[tuple[int, int]]) -> None:
     pairing = pair_up(scores, rule, Last())
 
-    assert pairing.pairs == [Pair(*pair) for pair in pairs]
+    assert pairing.pairs == [PreferencePair(*pair) for pair in pairs]
     unpaired = len(scores) - len({chosen for chosen, _ in pairs})
     assert sum(pairing.dropped.values()) == unpaired
 

@@ -17,7 +17,10 @@ from atroposlib.wire import encode_group
 
 def test_run_at_rest_is_read_without_touching_its_folder(groups: list[Any], tmp_path: Path) -> None:
     connection = open_writer(tmp_path / "old.sqlite3", fsync=False)
-    rows = [(i, encode_group(groups[i], lane)) for i, lane in enumerate(("json", "msgpack") * 2)]
+    rows = [
+        (i, encode_group(groups[i], wire_format))
+        for i, wire_format in enumerate(("json", "msgpack") * 2)
+    ]
     connection.executemany("INSERT INTO payload VALUES (?, ?)", rows)
     connection.execute("INSERT INTO garbage VALUES (1)")
     connection.close()

@@ -44,8 +44,6 @@ CODE = ("atroposlib/*.py", "example_trainer/*.py", "environments/*.py", "benchma
 PROMPT = "a prompt, which models read: its text is data"
 KEPT = {
     "atroposlib/api/inspection.py": ("lane", "a JSON key of the contract"),
-    "atroposlib/wire/__init__.py": ("lane", "the name of a parameter"),
-    "atroposlib/wire/groups.py": ("lane", "the name of a parameter"),
     "atroposlib/envs/reward_fns/repetition_penalty_reward.py": ("whom", "a list of words"),
     "atroposlib/sandbox/limits.py": ("nobody", "a user of the system"),
     "atroposlib/tasks/games.py": ("behind", PROMPT),

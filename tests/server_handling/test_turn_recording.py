@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from atroposlib.envs.server_handling.managed_server import ManagedServer
-from atroposlib.envs.server_handling.turn_recording import SampledReply, message_key
+from atroposlib.envs.server_handling.turn_recording import RecordedReply, message_key
 from tests.server_handling.conversation_plans import Reply
 from tests.server_handling.random_conversations import TOOLS, TokenEngine
 from tests.server_handling.test_token_continuity import family_of
@@ -91,7 +91,7 @@ def test_reply_may_come_back_without_thinking_unless_that_counts() -> None:
     bare = message_key(assistant("ok"))
 
     for keeps_thinking in (False, True):
-        reply = SampledReply("why</think>ok", "why</think>ok", None, keeps_thinking=keeps_thinking)
+        reply = RecordedReply("why</think>ok", "why</think>ok", None, keeps_thinking=keeps_thinking)
         assert message_key(assistant("why</think>ok")) in reply.keys
         assert (bare in reply.keys) is not keeps_thinking
 

@@ -8,7 +8,11 @@ import pytest
 import torch
 
 from example_trainer.demo.settings import TinyModelShape, build_model, train_tokenizer
-from example_trainer.demo.student import Example, encode_conversation, supervised_steps
+from example_trainer.demo.student import (
+    TokenizedConversation,
+    encode_conversation,
+    supervised_steps,
+)
 
 CONVERSATION = [
     {"role": "system", "content": "Answer with one word."},
@@ -58,7 +62,7 @@ def test_supervised_steps_learn_only_what_the_assistant_wrote(tokenizer: Any) ->
     assert user_loss(model, examples[0]) > 1.0
 
 
-def user_loss(model: Any, example: Example) -> float:
+def user_loss(model: Any, example: TokenizedConversation) -> float:
     """Return the cross-entropy of what the assistant did not write."""
     tokens = torch.tensor(example.tokens)
     is_read = ~torch.tensor(example.is_learned)[1:]

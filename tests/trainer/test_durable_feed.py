@@ -10,7 +10,7 @@ import torch
 
 from atroposlib.api.client import LeasedBatch
 from atroposlib.errors import ConfigError
-from atroposlib.utils.run_log import RunLog
+from atroposlib.utils.run_log import MetricsLog
 from example_trainer import api, checkpointing, training
 from example_trainer.api import BatchJournal, DurableFeed, checkpoint_bytes
 from example_trainer.checkpointing import (
@@ -97,7 +97,7 @@ def live(tmp_path, service, *, resume, checkpoint_interval=2, journal_limit_byte
         optimizer=optimizer,
         feed=feed,
         weight_sync=None,
-        run_log=RunLog(use_wandb=False, metrics_path=tmp_path / "metrics.jsonl"),
+        run_log=MetricsLog(use_wandb=False, metrics_path=tmp_path / "metrics.jsonl"),
         steps_done=steps_done,
     )
     return (trainer.run() / "model.safetensors").read_bytes()

@@ -10,7 +10,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from example_trainer.launch.stack import EngineWatch, StallWatch
+from example_trainer.launch.stack import EngineWorkerWatch, TrainerStallWatch
 from example_trainer.processes import ManagedProcess, ProcessFailedError
 from tests.trainer.test_processes import SLEEP
 
@@ -35,7 +35,7 @@ def trainer(tmp_path: Path) -> Iterator[ManagedProcess]:
 
 def test_stall_watch_steps_go_on_says_nothing(trainer: ManagedProcess) -> None:
     clock = Clock()
-    watch = StallWatch(100.0, clock=clock)
+    watch = TrainerStallWatch(100.0, clock=clock)
 
     for num_steps in range(5):
         clock.now += 99.0
@@ -44,7 +44,7 @@ def test_stall_watch_steps_go_on_says_nothing(trainer: ManagedProcess) -> None:
 
 def test_stall_watch_no_step_for_too_long_names_the_trainer(trainer: ManagedProcess) -> None:
     clock = Clock()
-    watch = StallWatch(100.0, clock=clock)
+    watch = TrainerStallWatch(100.0, clock=clock)
     clock.now = 50.0
     watch.check(1, trainer=trainer, environments=[trainer])
     clock.now = 150.0
@@ -57,7 +57,7 @@ def test_stall_watch_environment_ended_early_is_named_sooner(
     trainer: ManagedProcess, tmp_path: Path
 ) -> None:
     clock = Clock()
-    watch = StallWatch(1000.0, clock=clock)
+    watch = TrainerStallWatch(1000.0, clock=clock)
     environment = ManagedProcess(
         "environment", [sys.executable, "-c", "pass"], log_path=tmp_path / "environment.log"
     )
@@ -87,7 +87,7 @@ def child_of(engine: ManagedProcess, title: str) -> psutil.Process:
 def test_engine_watch_lost_process_is_named_and_others_do_not_count(tmp_path: Path) -> None:
     with ManagedProcess("engine", ["bash", "-c", ENGINE], log_path=tmp_path / "log") as engine:
         worker, helper = child_of(engine, "VLLM::Worker"), child_of(engine, "helper")
-        watch = EngineWatch(engine)
+        watch = EngineWorkerWatch(engine)
 
         helper.kill()
         watch.check()

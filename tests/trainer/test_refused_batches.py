@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 
 from atroposlib.envs import base
-from atroposlib.utils.run_log import RunLog
+from atroposlib.utils.run_log import MetricsLog
 from example_trainer.api import BatchJournal, DurableFeed, TrajectoryFeed, open_client
 from example_trainer.model import create_optimizer
 from example_trainer.training import Trainer
@@ -38,7 +38,7 @@ def train(config):
             optimizer=create_optimizer(model, config),
             feed=DurableFeed(service, BatchJournal.open(config.save_path, resume=False)),
             weight_sync=None,
-            run_log=RunLog(use_wandb=False, metrics_path=None),
+            run_log=MetricsLog(use_wandb=False, metrics_path=None),
         )
         trainer.run()
         return trainer.steps_done, client.status()["current_step"]

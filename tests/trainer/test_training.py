@@ -9,7 +9,7 @@ import torch
 
 from atroposlib.api.client import LeasedBatch
 from atroposlib.errors import ConfigError, GroupError
-from atroposlib.utils.run_log import RunLog
+from atroposlib.utils.run_log import MetricsLog
 from example_trainer.batch import build_batch
 from example_trainer.config import TrainingConfig
 from example_trainer.model import create_optimizer
@@ -98,7 +98,7 @@ def make_trainer(tmp_path, *, groups=None, model=None, reference=None, **setting
         optimizer=create_optimizer(model, config),
         feed=ScriptedFeed(groups or [group([[PREFERRED], [REJECTED]] * 2, [1.0, 0.0] * 2)]),
         weight_sync=RecordingSync(),
-        run_log=RunLog(use_wandb=False, metrics_path=tmp_path / "metrics.jsonl"),
+        run_log=MetricsLog(use_wandb=False, metrics_path=tmp_path / "metrics.jsonl"),
         reference=reference,
         processed_logprobs=settings.get("logprobs_mode") == "processed",
     )

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from atroposlib.errors import MissingExtraError
-from atroposlib.utils.run_log import RunLog
+from atroposlib.utils.run_log import MetricsLog
 
 pytest.importorskip("tensorboard")
 
@@ -32,7 +32,9 @@ def read(directory: Path) -> dict[tuple[str, int], Any]:
 
 
 def test_tensorboard_gets_the_same_metrics_beside_the_json_file(tmp_path: Path) -> None:
-    log = RunLog(use_wandb=False, metrics_path=tmp_path / "run" / "m.jsonl", use_tensorboard=True)
+    log = MetricsLog(
+        use_wandb=False, metrics_path=tmp_path / "run" / "m.jsonl", use_tensorboard=True
+    )
 
     log.log({"a": np.float32(0.5), "n": np.int64(2), "done": True, "note": "x < y"}, step=3)
     log.log({"a": float("inf")}, step=4)
@@ -49,7 +51,7 @@ def test_tensorboard_gets_the_same_metrics_beside_the_json_file(tmp_path: Path) 
 
 
 def test_tensorboard_shows_tables_with_what_a_model_wrote_escaped(tmp_path: Path) -> None:
-    log = RunLog(use_wandb=False, metrics_path=tmp_path / "m.jsonl", use_tensorboard=True)
+    log = MetricsLog(use_wandb=False, metrics_path=tmp_path / "m.jsonl", use_tensorboard=True)
 
     rows = [["<script>x</script>\n\n# title", 1.0], *([["y", 0.0]] * 20)]
     log.log({"train/rollouts": log.table(["text", "score"], rows), "list": [1, 2]}, step=1)
@@ -66,7 +68,7 @@ def test_tensorboard_shows_tables_with_what_a_model_wrote_escaped(tmp_path: Path
 def test_tensorboard_shows_wandb_tables_without_a_run(tmp_path: Path) -> None:
     import wandb
 
-    log = RunLog(use_wandb=False, metrics_path=tmp_path / "m.jsonl", use_tensorboard=True)
+    log = MetricsLog(use_wandb=False, metrics_path=tmp_path / "m.jsonl", use_tensorboard=True)
     log.log({"t": wandb.Table(columns=["answer"], data=[["42"]])}, step=1)
     log.finish()
 
@@ -79,14 +81,14 @@ def test_tensorboard_missing_is_told_before_the_run(
     monkeypatch.setitem(sys.modules, "tensorboard.summary.writer.event_file_writer", None)
 
     with pytest.raises(MissingExtraError, match=r"'\.\[tensorboard\]'"):
-        RunLog(use_wandb=False, metrics_path=tmp_path / "m.jsonl", use_tensorboard=True)
+        MetricsLog(use_wandb=False, metrics_path=tmp_path / "m.jsonl", use_tensorboard=True)
 
 
 def test_tensorboard_that_cannot_be_written_warns_once_and_the_run_goes_on(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "tensorboard").write_text("a file in the way")
-    log = RunLog(use_wandb=False, metrics_path=tmp_path / "m.jsonl", use_tensorboard=True)
+    log = MetricsLog(use_wandb=False, metrics_path=tmp_path / "m.jsonl", use_tensorboard=True)
 
     with caplog.at_level(logging.WARNING):
         log.log({"a": 1}, step=1)
@@ -101,9 +103,9 @@ def test_tensorboard_is_not_imported_unless_asked_for_and_needs_no_torch(tmp_pat
     code = (
         "import sys\n"
         "from pathlib import Path\n"
-        "from atroposlib.utils.run_log import RunLog\n"
+        "from atroposlib.utils.run_log import MetricsLog\n"
         "assert 'tensorboard' not in sys.modules\n"
-        "log = RunLog(use_wandb=False, metrics_path=Path('m.jsonl'), use_tensorboard=True)\n"
+        "log = MetricsLog(use_wandb=False, metrics_path=Path('m.jsonl'), use_tensorboard=True)\n"
         "log.log({'a': 1}, step=0)\n"
         "log.finish()\n"
         "assert not {'torch', 'tensorflow'} & set(sys.modules)\n"

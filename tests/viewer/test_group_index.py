@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from atroposlib.viewer.index import GroupFilter, GroupIndex, GroupSummary, Order, TextStore
+from atroposlib.viewer.index import GroupIndex, GroupSummary, Order, RowFilter, TextStore
 from atroposlib.viewer.viewer import filter_of
 
 ROWS = [  # environment, step, longest, scores
@@ -26,19 +26,19 @@ def index() -> GroupIndex:
 @pytest.mark.parametrize(
     ("wanted", "expected"),
     [
-        (GroupFilter(), [0, 1, 2, 3]),
-        (GroupFilter(environment="maths"), [0, 2, 3]),
-        (GroupFilter(environment="none"), []),
-        (GroupFilter(min_score=1.0), [0, 2]),  # one score at least so high
-        (GroupFilter(max_score=0.0), [0, 2]),  # one score at least so low
-        (GroupFilter(min_tokens=10, max_tokens=20), [0, 2]),
-        (GroupFilter(min_step=1), [1, 2]),
-        (GroupFilter(min_step=0, max_step=0), [0]),
-        (GroupFilter(signal="equal"), [1, 3]),
-        (GroupFilter(signal="differ"), [0, 2]),
+        (RowFilter(), [0, 1, 2, 3]),
+        (RowFilter(environment="maths"), [0, 2, 3]),
+        (RowFilter(environment="none"), []),
+        (RowFilter(min_score=1.0), [0, 2]),  # one score at least so high
+        (RowFilter(max_score=0.0), [0, 2]),  # one score at least so low
+        (RowFilter(min_tokens=10, max_tokens=20), [0, 2]),
+        (RowFilter(min_step=1), [1, 2]),
+        (RowFilter(min_step=0, max_step=0), [0]),
+        (RowFilter(signal="equal"), [1, 3]),
+        (RowFilter(signal="differ"), [0, 2]),
     ],
 )
-def test_filters(index: GroupIndex, wanted: GroupFilter, expected: list[int]) -> None:
+def test_filters(index: GroupIndex, wanted: RowFilter, expected: list[int]) -> None:
     assert index.match(wanted).positions.tolist() == expected
 
 
@@ -55,16 +55,16 @@ def test_filters(index: GroupIndex, wanted: GroupFilter, expected: list[int]) ->
     ],
 )
 def test_orders(index: GroupIndex, order: Order, expected: list[int]) -> None:
-    assert index.match(GroupFilter(), order).positions.tolist() == expected
+    assert index.match(RowFilter(), order).positions.tolist() == expected
 
 
 def test_a_row_that_is_replaced_or_added_counts_from_then_on(index: GroupIndex) -> None:
-    assert index.match(GroupFilter(min_score=5.0)).positions.tolist() == []
+    assert index.match(RowFilter(min_score=5.0)).positions.tolist() == []
 
     index.replace(1, index[1]._replace(scores=(9.0,), environment="new"))
     index.add(index[0]._replace(scores=(7.0,)))
 
-    assert index.match(GroupFilter(min_score=5.0)).positions.tolist() == [1, 4]
+    assert index.match(RowFilter(min_score=5.0)).positions.tolist() == [1, 4]
     assert index.environments == ["maths", "code", "new"]
 
 
@@ -72,8 +72,8 @@ def test_text_is_found_whatever_the_size_of_its_letters(index: GroupIndex) -> No
     for position, text in enumerate(("Äpfel und Birnen", "birnen", "nichts")):
         index.texts.add(position, text)
 
-    matches = index.match(GroupFilter(text="BIRNEN"))
-    both = index.match(GroupFilter(text="birnen", environment="maths"))
+    matches = index.match(RowFilter(text="BIRNEN"))
+    both = index.match(RowFilter(text="birnen", environment="maths"))
 
     assert (matches.positions.tolist(), matches.is_complete, matches.num_searched) == (
         [0, 1],
@@ -81,14 +81,14 @@ def test_text_is_found_whatever_the_size_of_its_letters(index: GroupIndex) -> No
         3,
     )
     assert both.positions.tolist() == [0]
-    assert index.match(GroupFilter(text="äpfel")).positions.tolist() == [0]
+    assert index.match(RowFilter(text="äpfel")).positions.tolist() == [0]
 
 
 def test_text_does_not_match_across_two_groups(index: GroupIndex) -> None:
     index.texts.add(0, "one")
     index.texts.add(1, "two")
 
-    assert index.match(GroupFilter(text="one\ntwo")).positions.tolist() == []
+    assert index.match(RowFilter(text="one\ntwo")).positions.tolist() == []
 
 
 def test_a_search_goes_on_where_it_stopped_and_over_what_came_since() -> None:
@@ -112,7 +112,7 @@ def test_what_is_typed_becomes_a_filter() -> None:
     typed = filter_of(" word ", "maths", "best", "all equal", "0,5", "x", "10", "", "-1", None)
 
     assert typed == (
-        GroupFilter(
+        RowFilter(
             environment="maths",
             min_score=0.5,
             min_tokens=10,
@@ -122,4 +122,4 @@ def test_what_is_typed_becomes_a_filter() -> None:
         ),
         "best",
     )
-    assert filter_of("", "all", "nonsense", "nonsense") == (GroupFilter(), "oldest")
+    assert filter_of("", "all", "nonsense", "nonsense") == (RowFilter(), "oldest")

@@ -33,7 +33,7 @@ def settings(tmp_path: Path) -> ApiSettings:
 
 @pytest.fixture
 def url(settings: ApiSettings, free_port: int) -> Iterator[str]:
-    """A service with a trainer, an environment and three groups, one of them in the binary lane."""
+    """A service with a trainer, an environment and three groups, one in the binary format."""
     with serve(create_app(settings), free_port) as url:
         start(url)
         yield url

@@ -37,9 +37,9 @@ FINITE = st.floats(allow_nan=False, allow_infinity=False)
 def test_tokens_made_from_text_are_counted_in_both_formats():
     group = {**GROUP, "tokenized_from_text": True}
 
-    for lane in ("json", "msgpack"):
-        assert decode_group(encode_group(group, lane), lane).is_from_text is True
-        assert decode_group(encode_group(GROUP, lane), lane).is_from_text is False
+    for wire_format in ("json", "msgpack"):
+        assert decode_group(encode_group(group, wire_format), wire_format).is_from_text is True
+        assert decode_group(encode_group(GROUP, wire_format), wire_format).is_from_text is False
 
 
 def test_payload_has_every_field_in_table_order():
@@ -48,16 +48,16 @@ def test_payload_has_every_field_in_table_order():
     assert list(json.loads(payload)) == [f.name for f in GROUP_FIELDS if not f.is_note]
 
 
-@pytest.mark.parametrize("lane", ["json", "msgpack"])
-def test_notes_travel_where_they_are_written(lane):
+@pytest.mark.parametrize("wire_format", ["json", "msgpack"])
+def test_notes_travel_where_they_are_written(wire_format):
     notes = {
         "reward_parts": [{"format": 0.5, "answer": 1}, {}],
         "finish_reasons": ["stop", "length"],
         "tokenized_from_text": True,
     }
 
-    payload = decode_group(encode_group({**GROUP, **notes}, lane), lane).payload
-    body = b"".join(batch_pieces([StoredPayload(lane, payload)], "json"))
+    payload = decode_group(encode_group({**GROUP, **notes}, wire_format), wire_format).payload
+    body = b"".join(batch_pieces([StoredPayload(wire_format, payload)], "json"))
 
     (group,) = decode_batch(body, "json")["batch"]
     assert {name: group[name] for name in notes} == notes

@@ -1,4 +1,4 @@
-"""Any group survives both lanes and the ways between them; any bytes are answered."""
+"""Any group survives both formats and the ways between them; any bytes are answered."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from hypothesis import strategies as st
 
 from atroposlib.scored_data import GROUP_FIELDS
 from atroposlib.wire import (
-    Lane,
     StoredPayload,
     WireError,
+    WireFormat,
     batch_pieces,
     convert_payload,
     decode_batch,
@@ -26,7 +26,7 @@ from tests.wire.groups import FULL_GROUP, groups
 
 pytestmark = pytest.mark.slow
 
-LANES: tuple[Lane, ...] = ("json", "msgpack")
+FORMATS: tuple[WireFormat, ...] = ("json", "msgpack")
 BODIES = {
     "json": encode_group(FULL_GROUP),
     "msgpack": encode_group(FULL_GROUP, "msgpack"),
@@ -42,11 +42,11 @@ def exact(group: Any) -> str:
 
 @fuzz
 @given(group=groups())
-def test_any_group_is_the_same_in_both_lanes_and_across(group):
+def test_any_group_is_the_same_in_both_formats_and_across(group):
     stored = {}
-    for lane in LANES:
-        decoded = decode_group(encode_group(group, lane), lane)
-        stored[lane] = StoredPayload(lane, decoded.payload)
+    for wire_format in FORMATS:
+        decoded = decode_group(encode_group(group, wire_format), wire_format)
+        stored[wire_format] = StoredPayload(wire_format, decoded.payload)
         assert decoded.num_sequences == len(group["tokens"])
         assert decoded.num_tokens == sum(map(len, group["tokens"]))
         assert decoded.env_id == group.get("env_id")
@@ -60,9 +60,9 @@ def test_any_group_is_the_same_in_both_lanes_and_across(group):
 
     assert as_text == expected
     for payload in stored.values():
-        for lane in LANES:
-            body = b"".join(batch_pieces([payload], lane))
-            assert exact(decode_batch(body, lane)["batch"][0]) == exact(as_text)
+        for wire_format in FORMATS:
+            body = b"".join(batch_pieces([payload], wire_format))
+            assert exact(decode_batch(body, wire_format)["batch"][0]) == exact(as_text)
 
 
 @fuzz
@@ -79,11 +79,11 @@ def test_conversion_back_and_forth_gives_the_same_bytes(group):
 
 
 @fuzz
-@given(body=st.binary(max_size=200), lane=st.sampled_from(LANES), read=st.sampled_from(
+@given(body=st.binary(max_size=200), wire_format=st.sampled_from(FORMATS), read=st.sampled_from(
     [decode_group, decode_groups, decode_batch]))  # fmt: skip
-def test_any_bytes_are_read_or_refused(body, lane, read):
+def test_any_bytes_are_read_or_refused(body, wire_format, read):
     with contextlib.suppress(WireError):
-        read(body, lane)
+        read(body, wire_format)
 
 
 @fuzz
@@ -93,21 +93,21 @@ def test_damaged_groups_are_read_or_refused(name, data):
     for position in data.draw(st.lists(st.integers(0, len(body) - 1), max_size=3)):
         body[position] ^= 1 << data.draw(st.integers(0, 7))
     damaged = bytes(body[: data.draw(st.integers(len(body) // 2, len(body)))])
-    lane: Lane = "json" if name == "json" else "msgpack"
-    other: Lane = "msgpack" if name == "json" else "json"
+    wire_format: WireFormat = "json" if name == "json" else "msgpack"
+    other: WireFormat = "msgpack" if name == "json" else "json"
 
     try:
-        decoded = decode_group(damaged, lane, max_bytes=100_000)
+        decoded = decode_group(damaged, wire_format, max_bytes=100_000)
     except WireError:
         return
-    converted = convert_payload(StoredPayload(lane, decoded.payload), other)
+    converted = convert_payload(StoredPayload(wire_format, decoded.payload), other)
     assert decode_group(converted, other).num_tokens == decoded.num_tokens
 
 
 @pytest.mark.parametrize("name", sorted(BODIES))
 def test_every_truncation_is_refused(name):
-    lane: Lane = "json" if name == "json" else "msgpack"
+    wire_format: WireFormat = "json" if name == "json" else "msgpack"
 
     for size in range(len(BODIES[name])):
         with pytest.raises(WireError):
-            decode_group(BODIES[name][:size], lane)
+            decode_group(BODIES[name][:size], wire_format)

@@ -65,6 +65,8 @@ from atroposlib.utils.aio import end_task
 if TYPE_CHECKING:
     from redis.asyncio import Redis
 
+logger = logging.getLogger(__name__)
+
 
 _SOCKET_TIMEOUT_S = 10.0
 _CONNECT_TIMEOUT_S = 5.0
@@ -128,8 +130,6 @@ def is_passing(error: Exception) -> bool:
     )
     return isinstance(error, passing) or str(error).startswith(("BUSY ", "LOADING ", "MISCONF "))
 
-
-logger = logging.getLogger(__name__)
 
 _OPEN_S = 5.0
 _FIRST_PAUSE_S = 0.05

@@ -61,6 +61,8 @@ from atroposlib.api.store.sqlite_file import (
 from atroposlib.errors import ConfigError, RunStoreError
 from atroposlib.utils.writable import unwritable
 
+logger = logging.getLogger(__name__)
+
 _LOCKED_BYTE = 2**62
 _NO_SUCH_LOCKS = (errno.EINVAL, errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP)
 
@@ -222,8 +224,6 @@ LOG_FULL_S = 60.0
 FORGET_TOO_LARGE_S = 30.0
 CLOSE_S = 2.0
 """Time to delete garbage on closing; the rest is deleted when the run is resumed."""
-
-logger = logging.getLogger(__name__)
 
 
 class Writer:

@@ -3,7 +3,7 @@
 Masks, logprobs and context are checked by aligning a trajectory with the replies of the model:
 
 tokens   p p p p c c c e o o o c c e        p prompt, c sampled, o observation, e end of turn
-spans            [-----]       [---]        found by prompt and reply, each a `Span`
+spans            [-----]       [---]        found by prompt and reply, each a `ReplySpan`
 masks    . . . . c c c e . . . c c e        trained positions must lie in a span
 """
 
@@ -15,13 +15,13 @@ from typing import Any, NamedTuple
 
 from atroposlib.envs.checks.report import Findings, hook_site
 from atroposlib.envs.checks.runner import COLLECTING, SCORING, DryRun
-from atroposlib.envs.checks.scripted_model import Role, SampledReply
+from atroposlib.envs.checks.scripted_model import Role, ScriptedSample
 from atroposlib.envs.rollouts import check_signal, wrong_number
 from atroposlib.errors import GroupError
 from atroposlib.scored_data import IGNORE_INDEX, MASKED_LOGPROB
 from atroposlib.wire import encode_group
 
-__all__ = ["Alignment", "Span", "align", "check_groups"]
+__all__ = ["Alignment", "ReplySpan", "align", "check_groups"]
 
 NUMBER_FIELDS = ("scores", "advantages", "inference_logprobs", "ref_logprobs")
 
@@ -75,12 +75,12 @@ TOLERANCE = 1e-4
 """Largest difference of a logprob from the engine's."""
 
 
-class Span(NamedTuple):
+class ReplySpan(NamedTuple):
     """The position of one reply in a trajectory."""
 
     start: int
     end: int
-    reply: SampledReply
+    reply: ScriptedSample
     is_exact: bool
     """Whether the tokens before it are the prompt that the model received."""
 
@@ -88,7 +88,7 @@ class Span(NamedTuple):
 class Alignment(NamedTuple):
     """A trajectory compared with the replies of the model; a problem is None if there is none."""
 
-    spans: list[Span]
+    spans: list[ReplySpan]
     mask_problem: str | None
     logprob_problem: str | None
     context_problem: str | None
@@ -100,7 +100,7 @@ def align(
     tokens: Sequence[int],
     masks: Sequence[int],
     logprobs: Sequence[float] | None,
-    sampled: Sequence[SampledReply],
+    sampled: Sequence[ScriptedSample],
     tokenizer: Any,
 ) -> Alignment:
     """Compare one trajectory with the replies of the model.
@@ -128,17 +128,17 @@ def align(
 
 
 def _spans(
-    tokens: list[int], trained: Sequence[int], sampled: Sequence[SampledReply]
-) -> list[Span]:
+    tokens: list[int], trained: Sequence[int], sampled: Sequence[ScriptedSample]
+) -> list[ReplySpan]:
     """Locate replies in a trajectory: first by prompt and tokens, then by tokens alone."""
-    exact: dict[int, Span] = {}
+    exact: dict[int, ReplySpan] = {}
     for reply in sampled:
         start = len(reply.prompt_ids)
         length = _shared(reply.ids, tokens[start:])
         if tokens[:start] != reply.prompt_ids or not length:
             continue
         if start not in exact or start + length > exact[start].end:
-            exact[start] = Span(start, start + length, reply, True)
+            exact[start] = ReplySpan(start, start + length, reply, True)
     spans = list(exact.values())
     covered = {i for span in spans for i in range(span.start, span.end)}
     for i in trained:
@@ -162,13 +162,15 @@ def _shared(ids: Sequence[int], tokens: Sequence[int]) -> int:
     return 0
 
 
-def _loose_span(tokens: list[int], start: int, sampled: Sequence[SampledReply]) -> Span | None:
+def _loose_span(
+    tokens: list[int], start: int, sampled: Sequence[ScriptedSample]
+) -> ReplySpan | None:
     """Return the longest reply of several tokens at `start`, regardless of the tokens before it."""
-    longest: Span | None = None
+    longest: ReplySpan | None = None
     for reply in sampled:
         length = _shared(reply.ids, tokens[start:])
         if length > 1 and (longest is None or start + length > longest.end):
-            longest = Span(start, start + length, reply, False)
+            longest = ReplySpan(start, start + length, reply, False)
     return longest
 
 
@@ -206,7 +208,7 @@ def _logprob_problem(
     tokens: Sequence[int],
     masks: Sequence[int],
     logprobs: Sequence[float],
-    spans: Sequence[Span],
+    spans: Sequence[ReplySpan],
 ) -> str | None:
     shift = _shift(masks, logprobs, spans)
     if shift:
@@ -231,7 +233,7 @@ def _logprob_problem(
     return None
 
 
-def _shift(masks: Sequence[int], logprobs: Sequence[float], spans: Sequence[Span]) -> int:
+def _shift(masks: Sequence[int], logprobs: Sequence[float], spans: Sequence[ReplySpan]) -> int:
     """Return the number of positions that the logprobs are shifted by: -1, 0 or 1."""
     pairs = [pair for span in spans for pair in _known(span, masks)]
     if len(pairs) < 3 or _share(pairs, logprobs, 0) == 1.0:
@@ -248,7 +250,7 @@ def _share(pairs: Sequence[tuple[int, float]], logprobs: Sequence[float], by: in
     return sum(hits) / len(hits)
 
 
-def _known(span: Span, masks: Sequence[int]) -> list[tuple[int, float]]:
+def _known(span: ReplySpan, masks: Sequence[int]) -> list[tuple[int, float]]:
     """Return the position and the engine's logprob of each trained token of a reply."""
     if span.reply.logprobs is None:
         return []
@@ -257,7 +259,7 @@ def _known(span: Span, masks: Sequence[int]) -> list[tuple[int, float]]:
 
 
 def _context_problem(
-    path: str, tokens: Sequence[int], spans: Sequence[Span], tokenizer: Any
+    path: str, tokens: Sequence[int], spans: Sequence[ReplySpan], tokenizer: Any
 ) -> str | None:
     for span in spans:
         if span.is_exact or span.reply.has_images:
@@ -278,7 +280,7 @@ def _text(ids: Sequence[int], tokenizer: Any) -> str:
     return str(tokenizer.decode(list(ids), skip_special_tokens=True))
 
 
-class ScoredReply(NamedTuple):
+class ScoredTrajectory(NamedTuple):
     """The score of one trajectory with the role of its last reply."""
 
     role: Role
@@ -287,7 +289,9 @@ class ScoredReply(NamedTuple):
     """Whether the trajectory has no gradient: every token is masked or its advantage is 0."""
 
 
-def scored_replies(group: Mapping[str, Any], roles: Sequence[Role | None]) -> list[ScoredReply]:
+def scored_replies(
+    group: Mapping[str, Any], roles: Sequence[Role | None]
+) -> list[ScoredTrajectory]:
     """Return the scores of trajectories with a known role and a finite score.
 
     If all scores of a group are equal and it has token-level advantages, the mean advantage of the
@@ -311,11 +315,11 @@ def scored_replies(group: Mapping[str, Any], roles: Sequence[Role | None]) -> li
             score = sum(advantage[i] for i in trained) / len(trained)
         is_masked = not trained or bool((override or {}).get("set_advantage_to_zero"))
         if role is not None and wrong_number("", [score]) is None and math.isfinite(score):
-            found.append(ScoredReply(role, float(score), is_masked))
+            found.append(ScoredTrajectory(role, float(score), is_masked))
     return found
 
 
-def equal_scores(replies: Sequence[ScoredReply]) -> str | None:
+def equal_scores(replies: Sequence[ScoredTrajectory]) -> str | None:
     """Return an error message if the gold answer and all others score the same, or None."""
     scores = {reply.score for reply in replies}
     roles = {reply.role for reply in replies}
@@ -326,7 +330,7 @@ def equal_scores(replies: Sequence[ScoredReply]) -> str | None:
 
 
 def too_good(
-    replies: Sequence[ScoredReply], roles: Sequence[Role], *, unless_masked: bool = False
+    replies: Sequence[ScoredTrajectory], roles: Sequence[Role], *, unless_masked: bool = False
 ) -> str | None:
     """Return an error message for an answer that does not score less than the gold one, or None.
 
@@ -376,7 +380,7 @@ def check_groups(env: Any, run: DryRun, findings: Findings) -> None:
             findings.skip("rollout", f"bad answers alone yielded no group; {NO_GOLD}")
         return
     findings.passed("rollout", f"{len(run.sampled)} replies to an item became a group")
-    replies: list[ScoredReply] = []
+    replies: list[ScoredTrajectory] = []
     for group in run.groups:
         problem = shape_problem(group, group_size=env.config.group_size)
         if problem:
@@ -411,7 +415,7 @@ def _can_be_aligned(group: Any) -> bool:
         return False
 
 
-def _alignments(group: Any, sampled: Sequence[SampledReply], tokenizer: Any) -> list[Alignment]:
+def _alignments(group: Any, sampled: Sequence[ScriptedSample], tokenizer: Any) -> list[Alignment]:
     logprobs = group.get("inference_logprobs") or [None] * len(group["tokens"])
     rows = zip(group["tokens"], group["masks"], logprobs, strict=True)
     return [
@@ -447,7 +451,7 @@ def _check_alignments(
 
 
 def _check_scores(
-    replies: list[ScoredReply], run: DryRun, findings: Findings, site: str | None
+    replies: list[ScoredTrajectory], run: DryRun, findings: Findings, site: str | None
 ) -> None:
     reason = "no trajectory has the gold answer and a finite score" if run.script.turns else NO_GOLD
     if not any(reply.role == "gold" for reply in replies):

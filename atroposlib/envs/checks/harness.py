@@ -56,10 +56,10 @@ from atroposlib.envs.checks.runner import (
 )
 from atroposlib.envs.checks.watchers import (
     CapturedOutput,
+    LoopStall,
     NetworkAttempt,
     NetworkBlockedError,
     Running,
-    Stall,
     block_network,
     capture_output,
     end_leftover_tasks,
@@ -300,7 +300,7 @@ def _report_network(attempts: list[NetworkAttempt], findings: Findings) -> None:
     findings.passed("network", "no other machine was contacted")
 
 
-def _report_stalls(stalls: list[Stall], findings: Findings) -> None:
+def _report_stalls(stalls: list[LoopStall], findings: Findings) -> None:
     if stalls:
         longest = max(stalls)
         what = "one call" if longest.where else "a computation that held the interpreter"

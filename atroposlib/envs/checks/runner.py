@@ -22,9 +22,9 @@ from atroposlib.envs.checks.report import Findings, hook_site, pending_method, t
 from atroposlib.envs.checks.scripted_model import (
     CharTokenizer,
     Role,
-    SampledReply,
     Script,
     ScriptedModel,
+    ScriptedSample,
     ScriptedServer,
     make_script,
 )
@@ -158,7 +158,7 @@ class DryRun(NamedTuple):
 
     groups: list[Any]
     """Groups that the environment returned, arrays as lists; without None."""
-    sampled: list[SampledReply]
+    sampled: list[ScriptedSample]
     max_in_flight: int
     """Largest number of concurrent requests."""
     script: Script

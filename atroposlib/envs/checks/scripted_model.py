@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from atroposlib.envs.server_handling.chat_rendering import (
-    Answer,
     FinishReason,
+    TextAnswer,
     build_chat,
     build_completion,
     render_messages,
@@ -40,9 +40,9 @@ __all__ = [
     "CharTokenizer",
     "Role",
     "RoleBook",
-    "SampledReply",
     "Script",
     "ScriptedModel",
+    "ScriptedSample",
     "ScriptedServer",
     "known_logprob",
     "make_script",
@@ -56,7 +56,7 @@ GARBAGE = "zqxv }{ wkjj ]] plomf (("
 THINK_END = "</think>"
 
 
-class Reply(NamedTuple):
+class ScriptedReply(NamedTuple):
     """One reply of the scripted model."""
 
     role: Role
@@ -77,18 +77,18 @@ class Script(NamedTuple):
     turns: Sequence[str]
     """The gold answer of each turn, the last one repeated; empty without a gold answer."""
 
-    def reply(self, role: Role, turn: int) -> Reply:
+    def reply(self, role: Role, turn: int) -> ScriptedReply:
         """Return the reply of a role at a turn, counted from 0."""
         gold = self.turns[min(turn, len(self.turns) - 1)] if self.turns else GARBAGE
         if role == "gold":
-            return Reply(role, gold)
+            return ScriptedReply(role, gold)
         if role == "empty":
-            return Reply(role, "")
+            return ScriptedReply(role, "")
         if role == "garbage":
-            return Reply(role, GARBAGE)
+            return ScriptedReply(role, GARBAGE)
         if role == "unclosed":
-            return Reply(role, gold.replace(THINK_END, ""), is_truncated=True)
-        return Reply(role, gold[: len(gold) // 2], is_truncated=True)
+            return ScriptedReply(role, gold.replace(THINK_END, ""), is_truncated=True)
+        return ScriptedReply(role, gold[: len(gold) // 2], is_truncated=True)
 
 
 def make_script(gold: str | Sequence[str] | None, *, roles: Sequence[Role] = ()) -> Script:
@@ -119,7 +119,7 @@ class RoleBook:
         self._known: dict[str, tuple[Role, int]] = {}
         self._num_started = 0
 
-    def replies(self, prompt: str, num_replies: int) -> list[Reply]:
+    def replies(self, prompt: str, num_replies: int) -> list[ScriptedReply]:
         """Return `num_replies` replies to a prompt, and record them for later turns."""
         continued = [text for text in self._known if prompt != text and prompt.startswith(text)]
         if continued:
@@ -173,7 +173,7 @@ def known_logprob(token_id: int, position: int) -> float:
 
 
 @dataclass(frozen=True)
-class SampledReply:
+class ScriptedSample:
     """One request and its reply, as an engine reports them."""
 
     role: Role | None
@@ -221,7 +221,7 @@ class ScriptedModel:
     def start(self, script: Script) -> None:
         """Start the rollouts of an item; resets all attributes but `num_answered`."""
         self._book = RoleBook(script)
-        self.sampled: list[SampledReply] = []
+        self.sampled: list[ScriptedSample] = []
         self.fail_at: int | None = None
         self.hangs = False
         self.latency_s = 0.0
@@ -239,7 +239,7 @@ class ScriptedModel:
         kwargs: dict[str, Any],
         *,
         with_logprobs: bool = False,
-    ) -> list[tuple[Reply, SampledReply]]:
+    ) -> list[tuple[ScriptedReply, ScriptedSample]]:
         """Wait for the replies to one request.
 
         Raises:
@@ -260,13 +260,13 @@ class ScriptedModel:
         num_replies = kwargs.get("n") or 1
         judged = self._judge_reply(messages)
         if judged is not None:
-            replies = [Reply("gold", judged)] * num_replies
+            replies = [ScriptedReply("gold", judged)] * num_replies
         else:
             replies = self._book.replies(prompt, num_replies)
         ids = [self._encode(reply) for reply in replies]
         known = [[known_logprob(token_id, i) for i, token_id in enumerate(row)] for row in ids]
         sampled = [
-            SampledReply(
+            ScriptedSample(
                 role=None if judged is not None else reply.role,
                 prompt=prompt,
                 prompt_ids=list(prompt_ids),
@@ -291,7 +291,7 @@ class ScriptedModel:
             await asyncio.Event().wait()
         await asyncio.sleep(self.latency_s)
 
-    def _encode(self, reply: Reply) -> list[int]:
+    def _encode(self, reply: ScriptedReply) -> list[int]:
         ids = list(self.tokenizer.encode(reply.text, add_special_tokens=False))
         if not reply.is_truncated and self.tokenizer.eos_token_id is not None:
             ids.append(self.tokenizer.eos_token_id)
@@ -353,8 +353,8 @@ class ScriptedServer(ServerHarness):
         return prompt, list(ids), [{"role": "user", "content": prompt}]
 
 
-def _answers(pairs: Sequence[tuple[Reply, SampledReply]]) -> list[Answer]:
-    return [Answer(reply.text, reply.finish_reason) for reply, _ in pairs]
+def _answers(pairs: Sequence[tuple[ScriptedReply, ScriptedSample]]) -> list[TextAnswer]:
+    return [TextAnswer(reply.text, reply.finish_reason) for reply, _ in pairs]
 
 
 _SPECIALS = re.compile("(<pad>|<s>|</s>)")

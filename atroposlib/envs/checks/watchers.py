@@ -34,10 +34,10 @@ from atroposlib.errors import AtroposError
 __all__ = [
     "CapturedOutput",
     "Leftover",
+    "LoopStall",
     "NetworkAttempt",
     "NetworkBlockedError",
     "Running",
-    "Stall",
     "block_network",
     "capture_output",
     "end_leftover_tasks",
@@ -55,7 +55,7 @@ MIN_SAMPLES_SHARE = 0.4
 allows all of them; a busy machine delays the loop and the sampling thread alike."""
 
 
-class Stall(NamedTuple):
+class LoopStall(NamedTuple):
     """A callback that blocked the event loop."""
 
     duration_s: float
@@ -68,7 +68,7 @@ class _Watch(threading.Thread):
 
     def __init__(self, loop_thread: int) -> None:
         super().__init__(name="check-loop-watch", daemon=True)
-        self.stalls: list[Stall] = []
+        self.stalls: list[LoopStall] = []
         self._loop_thread = loop_thread
         self._started_at: float | None = None
         self._samples: list[str | None] = []
@@ -116,9 +116,9 @@ class _Watch(threading.Thread):
         if computed_s <= LIMIT_S and not was_waiting:
             return
         if not samples:
-            self.stalls.append(Stall(duration_s, None))
+            self.stalls.append(LoopStall(duration_s, None))
         elif own and len(own) >= MIN_OWN_SHARE * len(samples):
-            self.stalls.append(Stall(duration_s, Counter(own).most_common(1)[0][0]))
+            self.stalls.append(LoopStall(duration_s, Counter(own).most_common(1)[0][0]))
 
 
 def _site_of(frame: Any) -> str | None:
@@ -131,7 +131,7 @@ def _site_of(frame: Any) -> str | None:
 
 
 @contextmanager
-def watch_loop() -> Iterator[list[Stall]]:
+def watch_loop() -> Iterator[list[LoopStall]]:
     """Watch the event loop of this thread; yields the list that stalls are appended to."""
     loop_thread = threading.get_ident()
     watch = _Watch(loop_thread)

@@ -24,6 +24,8 @@ from atroposlib.utils.text import near_name
 
 __all__ = ["LegacyFunctionWrapper", "RewardRegistry", "registry"]
 
+logger = logging.getLogger(__name__)
+
 WORD_BORDER = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 
 
@@ -127,8 +129,6 @@ def _accepted_keywords(func: Callable[..., Any]) -> set[str] | None:
     by_name = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
     return {parameter.name for parameter in parameters[1:] if parameter.kind in by_name}
 
-
-logger = logging.getLogger(__name__)
 
 PACKAGE = __name__.rpartition(".")[0]
 

@@ -512,7 +512,7 @@ def _end_of_piece(tokenizer: Any, ids: Sequence[int], start: int) -> int:
 FinishReason = Literal["stop", "length", "content_filter"]
 
 
-class Answer(NamedTuple):
+class TextAnswer(NamedTuple):
     """One completion as text."""
 
     text: str
@@ -540,7 +540,7 @@ def as_finish_reason(reason: Any) -> FinishReason:
 
 
 def build_chat(
-    answers: Sequence[Answer | ToolAnswer],
+    answers: Sequence[TextAnswer | ToolAnswer],
     *,
     model: str,
     id_: str,
@@ -571,7 +571,7 @@ def build_chat(
 
 
 def build_completion(
-    answers: Sequence[Answer],
+    answers: Sequence[TextAnswer],
     *,
     model: str,
     id_: str,

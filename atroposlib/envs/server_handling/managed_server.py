@@ -28,7 +28,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from atroposlib.envs.server_handling.chat_rendering import (
     THINKING_START,
-    Answer,
+    TextAnswer,
     ToolAnswer,
     as_finish_reason,
     build_chat,
@@ -66,7 +66,7 @@ from atroposlib.envs.server_handling.turn_recording import (
     NodeRecords,
     Sampled,
     SequenceNode,
-    Turn,
+    TurnRequest,
     continue_chat,
     plain_messages,
 )
@@ -305,11 +305,11 @@ class ManagedServer:
 
     def _chat_turn(
         self, messages: Sequence[Any], tools: Sequence[Any] | None, tool_choice: Any
-    ) -> Turn:
+    ) -> TurnRequest:
         translator = self._get_translator() if tools else None
         shown_tools = tools if translator is not None else None
         chat = ChatRequest.of(messages, shown_tools, self._convert_messages_to_prompt)
-        turn = Turn(
+        turn = TurnRequest(
             self.tokenizer,
             chat.prompt,
             self._find_conversation(chat),
@@ -323,9 +323,9 @@ class ManagedServer:
 
     async def completion(self, **kwargs: Any) -> Completion:
         prompt = kwargs.pop("prompt")
-        turn = Turn(self.tokenizer, prompt, self._records.find_text(self._nodes(), prompt))
+        turn = TurnRequest(self.tokenizer, prompt, self._records.find_text(self._nodes(), prompt))
         sampled, usage = await self._sample(turn, kwargs)
-        answers = [answer for answer in sampled if isinstance(answer, Answer)]
+        answers = [answer for answer in sampled if isinstance(answer, TextAnswer)]
         return build_completion(answers, usage=usage, **self._answer_head())
 
     async def get_logprobs(self, **kwargs: Any) -> dict[str, Any]:
@@ -356,8 +356,8 @@ class ManagedServer:
         self._records = NodeRecords()
 
     async def _sample(
-        self, turn: Turn, kwargs: dict[str, Any]
-    ) -> tuple[list[Answer | ToolAnswer], CompletionUsage | None]:
+        self, turn: TurnRequest, kwargs: dict[str, Any]
+    ) -> tuple[list[TextAnswer | ToolAnswer], CompletionUsage | None]:
         """Send one request, record its sequences, return the answers.
 
         Only servers without token ids report the usage.
@@ -395,8 +395,8 @@ class ManagedServer:
         return await self._record(turn, sampled), None
 
     async def _sample_texts(
-        self, turn: Turn, kwargs: dict[str, Any]
-    ) -> tuple[list[Answer | ToolAnswer], CompletionUsage | None]:
+        self, turn: TurnRequest, kwargs: dict[str, Any]
+    ) -> tuple[list[TextAnswer | ToolAnswer], CompletionUsage | None]:
         """Request texts from a server without token ids, tokenize them, record the sequences."""
         if self.tokenizer is None:
             raise NoTokenIdsError(
@@ -442,7 +442,7 @@ class ManagedServer:
         return await self._record(turn, sampled), answer.usage
 
     def _sampled_of(
-        self, reply: TextReply, prompt_ids: list[int], turn: Turn, reported: int | None
+        self, reply: TextReply, prompt_ids: list[int], turn: TurnRequest, reported: int | None
     ) -> Sampled:
         ids = encode_model_text(self.tokenizer, reply.text, own_marks=reply.own_marks)
         end_ids = self._end_ids(turn) if reply.is_ended else []
@@ -457,7 +457,7 @@ class ManagedServer:
             num_end_ids=len(end_ids),
         )
 
-    def _end_ids(self, turn: Turn) -> list[int]:
+    def _end_ids(self, turn: TurnRequest) -> list[int]:
         """Return the ids that end a reply: those of the chat template, or eos for a bare text."""
         if turn.chat is None:
             eos = getattr(self.tokenizer, "eos_token_id", None)
@@ -466,7 +466,7 @@ class ManagedServer:
             self._end_of_turn = end_of_turn_ids(self.tokenizer, self._convert_messages_to_prompt)
         return self._end_of_turn
 
-    def _end_texts(self, turn: Turn) -> list[str]:
+    def _end_texts(self, turn: TurnRequest) -> list[str]:
         """Return the texts with which servers may end a reply, that of the template first."""
         end_ids = self._end_ids(turn)
         eos = getattr(self.tokenizer, "eos_token_id", None)
@@ -474,8 +474,8 @@ class ManagedServer:
         return [text_of_end(self.tokenizer, ids) for ids in ends]
 
     async def _record(
-        self, turn: Turn, completions: Sequence[Sampled]
-    ) -> list[Answer | ToolAnswer]:
+        self, turn: TurnRequest, completions: Sequence[Sampled]
+    ) -> list[TextAnswer | ToolAnswer]:
         notes = await turn.notes_of_prompt()
         recorded = []
         for sampled in completions:

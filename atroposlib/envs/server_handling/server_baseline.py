@@ -73,6 +73,8 @@ __all__ = [
     "ServerBaseline",
 ]
 
+logger = logging.getLogger(__name__)
+
 SEND_COST_S = 0.0004
 """Estimated CPU time to send one request, in seconds: render the prompt, encode, write the body."""
 
@@ -194,8 +196,6 @@ class SemaphoreWithOwnSlot(AsyncSemWithAdaptiveWeight):
         else:
             self._own_is_free = True
 
-
-logger = logging.getLogger(__name__)
 
 T = TypeVar("T")
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from atroposlib.envs.server_handling.chat_rendering import (
-    Answer,
     FinishReason,
+    TextAnswer,
     build_chat,
     build_completion,
 )
@@ -46,10 +46,10 @@ def create_completion(
 
 def _answers(
     resp: str | list[str], n: int, finish_reason: FinishReason | list[FinishReason]
-) -> list[Answer]:
+) -> list[TextAnswer]:
     texts = resp if isinstance(resp, list) else [resp] * n
     reasons = finish_reason if isinstance(finish_reason, list) else [finish_reason] * n
-    return [Answer(texts[i], reasons[i]) for i in range(n)]
+    return [TextAnswer(texts[i], reasons[i]) for i in range(n)]
 
 
 class ServerHarness:

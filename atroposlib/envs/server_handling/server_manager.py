@@ -84,6 +84,8 @@ __all__ = [
     "VLLMServer",
 ]
 
+logger = logging.getLogger(__name__)
+
 OVERLOAD_RATIO = 2.0
 OVERLOAD_MARGIN = 16
 """A server is overloaded if it has more requests in flight than `OVERLOAD_RATIO` times those of
@@ -210,8 +212,6 @@ def _key(before: int, message: Mapping[str, Any]) -> int:
     text = content if isinstance(content, str) else repr(content)
     return hash((before, message.get("role"), text))
 
-
-logger = logging.getLogger(__name__)
 
 LOCAL_URLS = tuple(f"http://localhost:{port}/v1" for port in range(9004, 9008))
 """URLs that a baseline uses outside a cluster job."""

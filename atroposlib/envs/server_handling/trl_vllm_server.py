@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import aiohttp
 from aiohttp import ClientResponse, ClientTimeout
 
-from atroposlib.envs.server_handling.chat_rendering import Answer, build_chat, build_completion
+from atroposlib.envs.server_handling.chat_rendering import TextAnswer, build_chat, build_completion
 from atroposlib.envs.server_handling.openai_compatible import (
     check_count,
     decode_answer,
@@ -130,7 +130,7 @@ class TrlVllmServer(VLLMServer):
             "created": int(time.time()),
         }
 
-    async def _generate(self, url: str, prompt: str, kwargs: dict[str, Any]) -> list[Answer]:
+    async def _generate(self, url: str, prompt: str, kwargs: dict[str, Any]) -> list[TextAnswer]:
         body = self._body(prompt, kwargs)
         ids = await self._post(url, body, timeout_s=kwargs.get("timeout"))
         if not isinstance(ids, Mapping):
@@ -152,9 +152,9 @@ class TrlVllmServer(VLLMServer):
             logger.warning("TRL's /generate/ ignores unsupported %s", ", ".join(sorted(ignored)))
         return {"prompts": [prompt], **_DEFAULTS, **given}
 
-    def _answer_of(self, ids: list[int]) -> Answer:
+    def _answer_of(self, ids: list[int]) -> TextAnswer:
         text = self.tokenizer.decode(ids, skip_special_tokens=True)
-        return Answer(text, "stop" if self.tokenizer.eos_token_id in ids else "length")
+        return TextAnswer(text, "stop" if self.tokenizer.eos_token_id in ids else "length")
 
     async def _post(self, url: str, body: dict[str, Any], *, timeout_s: float | None) -> Any:
         timeout = ClientTimeout(total=timeout_s or self.config.timeout)

@@ -57,8 +57,8 @@ from pydantic import BaseModel
 
 from atroposlib.envs.server_handling.chat_rendering import (
     THINKING_END,
-    Answer,
     FinishReason,
+    TextAnswer,
     ToolAnswer,
     as_mapping,
     calls_of,
@@ -93,7 +93,7 @@ Keys = frozenset[str]
 """The keys of all equivalent forms of one message."""
 
 
-class SampledReply:
+class RecordedReply:
     """A sampled reply, and the forms in which a caller may send it back.
 
     With `keeps_thinking`, a reply sent back without its thinking counts as a different one.
@@ -139,12 +139,12 @@ class SampledReply:
 
 
 @dataclass(frozen=True)
-class Conversation:
+class RecordedTurns:
     """The turns of one recorded sequence."""
 
     earlier: tuple[Keys, ...]
     """[M-1] the forms of each message before the reply."""
-    reply: SampledReply
+    reply: RecordedReply
     tools_key: str
     """Digest of the tool definitions in the prompt."""
     has_thinking: bool = False
@@ -155,7 +155,7 @@ class Conversation:
         return len(self.earlier) + 1
 
 
-def matched_length(conversation: Conversation, keys: Sequence[str]) -> int:
+def matched_length(conversation: RecordedTurns, keys: Sequence[str]) -> int:
     """Return the length of a conversation if a request starts with it, else 0.
 
     `keys` are the [M] `message_key` of the messages of the request.
@@ -168,7 +168,7 @@ def matched_length(conversation: Conversation, keys: Sequence[str]) -> int:
     return length if is_prefix else 0
 
 
-def earlier_turns(parent: Conversation | None, keys: Sequence[str]) -> tuple[Keys, ...]:
+def earlier_turns(parent: RecordedTurns | None, keys: Sequence[str]) -> tuple[Keys, ...]:
     """Return the turns before a new reply: those of the continued conversation, then the added."""
     known = (*parent.earlier, parent.reply.keys) if parent is not None else ()
     known = known[: len(keys)]  # if the request continues the reply itself, the messages before it
@@ -326,7 +326,7 @@ class TurnEnd:
     """Whether special tokens are left out of its text."""
     end_text: str
     """The sampled end of turn as a template writes it; empty if the reply was truncated."""
-    conversation: Conversation | None
+    conversation: RecordedTurns | None
     """Its turns; None if it was sampled for a bare prompt."""
     weight_version: str | None
     """The engine's name of its weights."""
@@ -615,7 +615,7 @@ class Sampled:
 
 
 @dataclass(frozen=True)
-class Turn:
+class TurnRequest:
     """One request: its prompt, and the recorded sequence it continues."""
 
     tokenizer: Any
@@ -660,7 +660,7 @@ class Turn:
 
     async def record(
         self, sampled: Sampled, notes: Mapping[str, Any]
-    ) -> tuple[Answer | ToolAnswer, NodeRecord]:
+    ) -> tuple[TextAnswer | ToolAnswer, NodeRecord]:
         """Return the caller's answer for a completion, and the record of its sequence.
 
         Long texts are decoded in a way that does not block other sessions.
@@ -669,7 +669,7 @@ class Turn:
             end_ids = self._end_ids(sampled.ids)
             reply_ids = list(sampled.ids[: len(sampled.ids) - len(end_ids)])
             text = await self._text_of(sampled.ids, reply_ids)
-            given = self._answer_of(Answer(text, sampled.finish_reason))
+            given = self._answer_of(TextAnswer(text, sampled.finish_reason))
         else:
             num_reply_ids = len(sampled.ids) - sampled.num_end_ids
             reply_ids, end_ids = sampled.ids[:num_reply_ids], sampled.ids[num_reply_ids:]
@@ -757,7 +757,7 @@ class Turn:
             start -= 1
         return tail[start:]
 
-    def _answer_of(self, answer: Answer) -> Answer | ToolAnswer:
+    def _answer_of(self, answer: TextAnswer) -> TextAnswer | ToolAnswer:
         """Return an answer with its tool calls, or the answer unchanged if it has none."""
         if self.translator is None or self.chat is None:
             return answer
@@ -781,27 +781,27 @@ class Turn:
             return last.conversation.reply.raw_text if last and last.conversation else ""
         return self.chat.partial_text if self.chat is not None else ""
 
-    def _answer_with_calls(self, reply: TextReply) -> Answer | ToolAnswer:
+    def _answer_with_calls(self, reply: TextReply) -> TextAnswer | ToolAnswer:
         """Return an answer with the server's structured calls, or those in its text."""
         if self.translator is None or self.chat is None or not reply.tool_calls:
-            return self._answer_of(Answer(reply.text, reply.finish_reason))
+            return self._answer_of(TextAnswer(reply.text, reply.finish_reason))
         self.translator.remember_answer(reply.text, reply.content, reply.tool_calls)
         return ToolAnswer(reply.content, reply.tool_calls)
 
-    def _conversation_of(self, text: str, given: Answer | ToolAnswer) -> Conversation | None:
+    def _conversation_of(self, text: str, given: TextAnswer | ToolAnswer) -> RecordedTurns | None:
         if self.chat is None:
             return None
         calls = given.tool_calls if isinstance(given, ToolAnswer) else None
         content = given.content if isinstance(given, ToolAnswer) else given.text
         known = self._last.conversation if self._last is not None else None
         partial_text = self._partial_text
-        reply = SampledReply(
+        reply = RecordedReply(
             partial_text + text,
             partial_text + (content or ""),
             calls,
             keeps_thinking=self.strips_thinking,
         )
-        return Conversation(
+        return RecordedTurns(
             earlier=earlier_turns(known, self.chat.keys),
             reply=reply,
             tools_key=self.chat.tools_key,

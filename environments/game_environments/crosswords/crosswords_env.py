@@ -29,7 +29,7 @@ from atroposlib.tasks.games import (
     Game,
     GameEnv,
     GameEnvConfig,
-    Outcome,
+    MoveResult,
     opening_messages,
     words_at,
 )
@@ -40,13 +40,13 @@ __all__ = [
     "UNSOLVED",
     "WIN",
     "Board",
+    "BoardSize",
     "Cell",
     "Crossword",
     "CrosswordGame",
     "CrosswordsEnv",
     "Entry",
-    "Level",
-    "Outcome",
+    "MoveResult",
     "board_of",
     "make_board",
 ]
@@ -68,7 +68,7 @@ class Cell(NamedTuple):
         return Cell(self.row + steps, self.column)
 
 
-class Level(NamedTuple):
+class BoardSize(NamedTuple):
     """Size of a board."""
 
     num_words: int
@@ -76,10 +76,10 @@ class Level(NamedTuple):
     """Maximum number of rows and of columns."""
 
 
-LEVELS: Mapping[Difficulty, Level] = {
-    "easy": Level(3, side=7),
-    "medium": Level(6, side=9),
-    "hard": Level(10, side=12),
+LEVELS: Mapping[Difficulty, BoardSize] = {
+    "easy": BoardSize(3, side=7),
+    "medium": BoardSize(6, side=9),
+    "hard": BoardSize(10, side=12),
 }
 
 
@@ -121,7 +121,7 @@ class Board:
         }
 
 
-def make_board(clues: Mapping[str, str], level: Level, *, seed: int) -> Board:
+def make_board(clues: Mapping[str, str], level: BoardSize, *, seed: int) -> Board:
     """Return the board of a seed; deterministic for the same words.
 
     Raises:
@@ -240,7 +240,7 @@ class CrosswordGame:
     def is_won(self) -> bool:
         return len(self.solved) == len(self.letters)
 
-    def fill_in(self, text: str) -> Outcome:
+    def fill_in(self, text: str) -> MoveResult:
         """Fill in the words of a turn; one invalid line makes the whole turn invalid.
 
         Args:
@@ -292,7 +292,7 @@ class CrosswordGame:
             return f"{name} is solved already."
         return None
 
-    def _write(self, words: dict[str, str]) -> Outcome:
+    def _write(self, words: dict[str, str]) -> MoveResult:
         right: set[Cell] = set()
         wrong: set[tuple[Cell, str]] = set()
         for name, word in words.items():
@@ -305,7 +305,7 @@ class CrosswordGame:
         self.solved |= new
         reward = (len(new) - WRONG_CELL * len(wrong)) / len(self.letters)
         message = f"{len(new)} new letters are right, {len(wrong)} are wrong and were rubbed out."
-        return Outcome(reward + (WIN if self.is_won else 0.0), message)
+        return MoveResult(reward + (WIN if self.is_won else 0.0), message)
 
     def _shown(self, cell: Cell) -> str:
         if cell not in self.letters:
@@ -313,8 +313,8 @@ class CrosswordGame:
         return self.letters[cell].upper() if cell in self.solved else "_"
 
 
-def _invalid(problem: str) -> Outcome:
-    return Outcome(INVALID, f"{problem} Nothing was written.")
+def _invalid(problem: str) -> MoveResult:
+    return MoveResult(INVALID, f"{problem} Nothing was written.")
 
 
 CARD = EnvironmentCard(

@@ -29,7 +29,7 @@ from atroposlib.tasks.games import (
     Game,
     GameEnv,
     GameEnvConfig,
-    Outcome,
+    MoveResult,
     opening_messages,
     words_at,
 )
@@ -40,11 +40,11 @@ __all__ = [
     "LOSS",
     "WIN",
     "WRONG",
+    "Difficulty",
     "Hangman",
     "HangmanEnvConfig",
     "HangmanGame",
     "HangmanOnlineEnv",
-    "Level",
     "hidden_word",
 ]
 
@@ -54,7 +54,7 @@ WRONG = -0.1
 INVALID = -0.2
 
 
-class Level(NamedTuple):
+class GameLevel(NamedTuple):
     """Difficulty of a game."""
 
     min_letters: int
@@ -64,15 +64,15 @@ class Level(NamedTuple):
     shows_clue: bool
 
 
-LEVELS: Mapping[Difficulty, Level] = {
-    "easy": Level(3, 5, lives=8, shows_clue=True),
-    "medium": Level(4, 7, lives=7, shows_clue=False),
-    "hard": Level(6, 12, lives=5, shows_clue=False),
+LEVELS: Mapping[Difficulty, GameLevel] = {
+    "easy": GameLevel(3, 5, lives=8, shows_clue=True),
+    "medium": GameLevel(4, 7, lives=7, shows_clue=False),
+    "hard": GameLevel(6, 12, lives=5, shows_clue=False),
 }
 
 
 def hidden_word(
-    words: Mapping[str, str], level: Level, *, seed: int, held_out_share: float = 0.0
+    words: Mapping[str, str], level: GameLevel, *, seed: int, held_out_share: float = 0.0
 ) -> str:
     """Return the word of a seed; deterministic for the same words.
 
@@ -139,7 +139,7 @@ class HangmanGame:
         """Reward of giving up: that of an invalid guess per life, plus that of the loss."""
         return self.lives * INVALID + LOSS
 
-    def guess(self, text: str | None) -> Outcome:
+    def guess(self, text: str | None) -> MoveResult:
         """Apply a guess; a wrong or invalid one costs a life.
 
         Args:
@@ -160,7 +160,7 @@ class HangmanGame:
         if revealed == 0:
             return self._lose_life(WRONG, f"{guess} is wrong.")
         reward = revealed / len(self.word) + (WIN if self.is_won else 0.0)
-        return Outcome(reward, f"{guess} is right.")
+        return MoveResult(reward, f"{guess} is right.")
 
     def _problem(self, text: str | None, guess: str) -> str | None:
         if text is None:
@@ -173,9 +173,9 @@ class HangmanGame:
             return f"{guess} was guessed before."
         return None
 
-    def _lose_life(self, reward: float, message: str) -> Outcome:
+    def _lose_life(self, reward: float, message: str) -> MoveResult:
         self.lives -= 1
-        return Outcome(reward + (LOSS if self.lives == 0 else 0.0), message)
+        return MoveResult(reward + (LOSS if self.lives == 0 else 0.0), message)
 
 
 CARD = EnvironmentCard(

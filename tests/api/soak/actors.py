@@ -10,7 +10,7 @@ from uuid import uuid4
 
 import httpx
 
-from atroposlib.wire import MEDIA_TYPES, Lane, decode_batch, encode_group
+from atroposlib.wire import MEDIA_TYPES, WireFormat, decode_batch, encode_group
 from tests.api.soak.ledger import Ledger
 
 __all__ = [
@@ -94,17 +94,17 @@ class Environment(Actor):
         self._pause_s = pause_s
 
     def step(self) -> None:
-        """Post one group, in either lane."""
+        """Post one group, in either format."""
         number = self._ledger.new_number()
-        lane: Lane = self._rng.choice(("json", "msgpack"))
+        wire_format: WireFormat = self._rng.choice(("json", "msgpack"))
         group = numbered_group(
             number,
             size=self._rng.choice(self._sizes),
             length=self._rng.randint(1, 200),
             env_id=self._env_id,
         )
-        headers = {"Content-Type": MEDIA_TYPES[lane], "Idempotency-Key": uuid4().hex}
-        content = encode_group(group, lane)
+        headers = {"Content-Type": MEDIA_TYPES[wire_format], "Idempotency-Key": uuid4().hex}
+        content = encode_group(group, wire_format)
         while True:
             # Also after `stop`: a group that was sent must be known to have arrived.
             answer = self.ask("POST", "/scored_data", content=content, headers=headers)
@@ -120,7 +120,7 @@ class Environment(Actor):
 
 
 class Trainer(Actor):
-    """Takes batches in either lane; with leases it acknowledges most and gives some back."""
+    """Takes batches in either format; with leases it acknowledges most and gives some back."""
 
     def __init__(
         self,
@@ -138,16 +138,16 @@ class Trainer(Actor):
 
     def step(self) -> None:
         """Take one batch, if there is one within a moment."""
-        lane: Lane = self._rng.choice(("json", "msgpack"))
+        wire_format: WireFormat = self._rng.choice(("json", "msgpack"))
         query: dict[str, float] = {"wait": 0.5}
         if self._lease_s is not None:
             query["lease"] = self._lease_s
-        headers = {"Accept": MEDIA_TYPES[lane], "Accept-Encoding": "identity"}
+        headers = {"Accept": MEDIA_TYPES[wire_format], "Accept-Encoding": "identity"}
         answer = self.ask("GET", "/batch", params=query, headers=headers)
         if answer is None:
             return
         assert answer.status_code == 200, f"GET /batch: {answer.status_code} {answer.text[:300]}"
-        got = decode_batch(answer.content, lane)
+        got = decode_batch(answer.content, wire_format)
         if got["batch"] is None:
             return
         self._check(got["batch"])

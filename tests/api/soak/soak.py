@@ -1,4 +1,4 @@
-"""Two trainers and fifty environments for minutes: mixed lanes, sizes and shares, one account.
+"""Two trainers and fifty environments for minutes: mixed formats, sizes and shares, one account.
 
 python -m tests.api.soak.soak --minutes 5 --store sqlite
 """

@@ -1,7 +1,7 @@
 """A run opened by a test: its store, and what the store has applied.
 
 `stores.py` is what the conformance suite asks of a store. A further store joins with one entry in
-`test_run_store.py`: a function that returns a store of the same run each time it is called.
+`conftest.py`: a function that returns a store of the same run each time it is called.
 """
 
 from __future__ import annotations

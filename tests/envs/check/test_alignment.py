@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 
 from atroposlib.envs.checks.group_checks import align
-from atroposlib.envs.checks.scripted_model import CharTokenizer, SampledReply, known_logprob
+from atroposlib.envs.checks.scripted_model import CharTokenizer, ScriptedSample, known_logprob
 
 PROMPT = [1, ord("Q"), ord("?")]
 IDS = [ord("y"), ord("e"), ord("s"), 2]
 KNOWN = [known_logprob(token, i) for i, token in enumerate(IDS)]
-REPLY = SampledReply("gold", "<s>Q?", PROMPT, IDS, KNOWN)
+REPLY = ScriptedSample("gold", "<s>Q?", PROMPT, IDS, KNOWN)
 TOKENS = PROMPT + IDS
 MASKS = [-100, -100, -100, *IDS]
 LOGPROBS = [1.0, 1.0, 1.0, *KNOWN]

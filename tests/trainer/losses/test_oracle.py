@@ -17,7 +17,7 @@ from example_trainer.loss import (
     ImportanceSampling,
     Ipo,
     KlPenalty,
-    Mismatch,
+    PolicyMismatch,
     SequenceMask,
     SequenceTruncation,
     TokenMask,
@@ -169,7 +169,7 @@ def per_token(weights):
 def test_weights_of_the_oracle(correction, expected):
     log_weight = torch.where(MASK, double(PROXIMAL) - double(INFERENCE), 0.0)
 
-    weights = correction(Mismatch(log_weight, MASK))
+    weights = correction(PolicyMismatch(log_weight, MASK))
 
     torch.testing.assert_close(weights.weight_BT[MASK], double(expected), atol=1e-6, rtol=0)
     raw = double(TOKEN_WEIGHTS)

@@ -1,4 +1,4 @@
-"""The binary lane: what it writes, what it refuses, and what hostile bytes can do to it."""
+"""The binary format: what it writes, what it refuses, and what hostile bytes can do to it."""
 
 from __future__ import annotations
 
@@ -246,7 +246,7 @@ def test_false_sizes_allocate_nothing():
     assert peak_bytes < 1_000_000
 
 
-def test_batch_converts_only_groups_of_the_other_lane():
+def test_batch_converts_only_groups_of_the_other_format():
     payloads = [
         StoredPayload("json", decode_group(encode_group(FULL_GROUP)).payload),
         StoredPayload("msgpack", encode_group(FULL_GROUP, "msgpack")),
@@ -264,13 +264,13 @@ def test_batch_converts_only_groups_of_the_other_lane():
     assert decode_batch(b"".join(as_compressed), "msgpack") == {"batch": [FULL_GROUP] * 3}
 
 
-@pytest.mark.parametrize("lane", ["json", "msgpack"])
-def test_batch_that_is_not_text_is_refused(lane):
+@pytest.mark.parametrize("wire_format", ["json", "msgpack"])
+def test_batch_that_is_not_text_is_refused(wire_format):
     blob = changed(images=b'"\xff"')
-    body = b'{"a":"\xff"}' if lane == "json" else msgspec.msgpack.encode({"batch": [blob]})
+    body = b'{"a":"\xff"}' if wire_format == "json" else msgspec.msgpack.encode({"batch": [blob]})
 
     with pytest.raises(WireError) as caught:
-        decode_batch(body, lane)
+        decode_batch(body, wire_format)
 
     assert caught.value.kind == "not_text"
 

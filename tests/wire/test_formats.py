@@ -1,14 +1,14 @@
-"""Negotiation of lanes."""
+"""Negotiation of formats."""
 
 from __future__ import annotations
 
 import pytest
 
-from atroposlib.wire import MEDIA_TYPES, lane_of, lane_of_accept
+from atroposlib.wire import MEDIA_TYPES, format_of_accept, format_of_type
 
 
 @pytest.mark.parametrize(
-    ("content_type", "lane"),
+    ("content_type", "wire_format"),
     [
         (None, "json"),
         ("", "json"),
@@ -21,12 +21,12 @@ from atroposlib.wire import MEDIA_TYPES, lane_of, lane_of_accept
         ("application/octet-stream", None),
     ],
 )
-def test_lane_of_a_body(content_type, lane):
-    assert lane_of(content_type) == lane
+def test_format_of_a_body(content_type, wire_format):
+    assert format_of_type(content_type) == wire_format
 
 
 @pytest.mark.parametrize(
-    ("accept", "lane", "accepts_zstd"),
+    ("accept", "wire_format", "accepts_zstd"),
     [
         (None, "json", False),
         ("", "json", False),
@@ -45,17 +45,19 @@ def test_lane_of_a_body(content_type, lane):
         (",;,=;q", "json", False),
     ],
 )
-def test_lane_of_an_answer(accept, lane, accepts_zstd):
-    assert lane_of_accept(accept) == (lane, accepts_zstd)
+def test_format_of_an_answer(accept, wire_format, accepts_zstd):
+    assert format_of_accept(accept) == (wire_format, accepts_zstd)
 
 
-def test_lane_of_an_answer_to_a_client_that_names_none_is_json():
-    assert lane_of_accept("*/*").lane == "json"
-    assert lane_of_accept(None).lane == "json"
+def test_format_of_an_answer_to_a_client_that_names_none_is_json():
+    assert format_of_accept("*/*").wire_format == "json"
+    assert format_of_accept(None).wire_format == "json"
 
 
-def test_media_types_lead_back_to_their_lanes():
-    assert {lane: lane_of(media_type) for lane, media_type in MEDIA_TYPES.items()} == {
+def test_media_types_lead_back_to_their_formats():
+    assert {
+        wire_format: format_of_type(media_type) for wire_format, media_type in MEDIA_TYPES.items()
+    } == {
         "json": "json",
         "msgpack": "msgpack",
     }
