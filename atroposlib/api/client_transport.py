@@ -240,9 +240,9 @@ def _may_repeat(error: TrajectoryApiError, *, is_repeatable: bool) -> bool:
     if isinstance(error, NoServiceError):
         return False
     was_not_sent = isinstance(error, NotReachedError)
-    was_put_off = error.status in _BUSY_STATUSES and error.retry_after_s is not None
-    may_be_passing = error.status is None or error.status >= 500 or error.status == 408
-    return was_not_sent or was_put_off or (is_repeatable and may_be_passing)
+    is_rate_limited = error.status in _BUSY_STATUSES and error.retry_after_s is not None
+    is_transient = error.status is None or error.status >= 500 or error.status == 408
+    return was_not_sent or is_rate_limited or (is_repeatable and is_transient)
 
 
 def auth_headers(token: str | None) -> dict[str, str]:

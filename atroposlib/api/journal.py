@@ -262,7 +262,7 @@ class RunLog:
             raise self.failure
 
     async def append(self, record: Record) -> None:
-        """Write a record that commutes with others, and apply it."""
+        """Write a record whose order among others does not matter, and apply it."""
         self.check()
         await self.store.append(encode_record(record))
 

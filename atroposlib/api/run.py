@@ -153,9 +153,9 @@ class EnvLifecycle:
         self._clock = clock
         self._expiry_s = log.state.limits.env_expiry_s
         self._interval_s = min(_HEARTBEAT_INTERVAL_S, self._expiry_s / 4 or _HEARTBEAT_INTERVAL_S)
-        self._heard: dict[int, float] = {}
+        self._unwritten: dict[int, float] = {}
         """Environment id → time of its last request to this process that is not yet in a record."""
-        self._learned: dict[int, float] = {}
+        self._recorded: dict[int, float] = {}
         """Environment id → time at which this process last applied a record that names it."""
         self._epoch = 0
         self._written_at = self._since = 0.0
@@ -205,14 +205,14 @@ class EnvLifecycle:
 
         Also records the largest group that the environment has queued, the unit of later views.
         """
-        env = await self.hear(env_id)
+        env = await self.record_heartbeat(env_id)
         if env is None:
             return None
         largest = self._state.queue.largest_group_of(env_id)
         env.largest_group = max(env.largest_group, largest)
         return env_view(self._state, env)
 
-    async def hear(self, env_id: int | None) -> EnvRecord | None:
+    async def record_heartbeat(self, env_id: int | None) -> EnvRecord | None:
         """Record a heartbeat, which reconnects an environment that had timed out.
 
         Returns:
@@ -223,7 +223,7 @@ class EnvLifecycle:
             return None
         now = self._clock()
         self._forget_former_epoch()
-        self._heard[env.env_id] = now
+        self._unwritten[env.env_id] = now
         if env.is_expired:
 
             def decide() -> tuple[Record | None, None]:
@@ -250,12 +250,12 @@ class EnvLifecycle:
         now = self._clock()
         for env_id in env_ids:
             if env_id is not None and self._state.envs.find(env_id) is not None:
-                self._learned[env_id] = now
+                self._recorded[env_id] = now
 
-    def last_heard(self, env_id: int) -> float:
+    def last_heartbeat(self, env_id: int) -> float:
         """Return the time of the last heartbeat of an environment, by the clock of this process."""
         self._forget_former_epoch()
-        return max(self._learned.get(env_id, 0.0), self._heard.get(env_id, 0.0), self._since)
+        return max(self._recorded.get(env_id, 0.0), self._unwritten.get(env_id, 0.0), self._since)
 
     async def watch(self) -> None:
         """Write heartbeats if due, and disconnect environments that timed out."""
@@ -266,7 +266,7 @@ class EnvLifecycle:
         def decide() -> tuple[Record | None, int | None]:
             now = self._clock()
             for env in self._state.envs if self._expiry_s else ():
-                if env.is_connected and now - self.last_heard(env.env_id) > self._expiry_s:
+                if env.is_connected and now - self.last_heartbeat(env.env_id) > self._expiry_s:
                     return EnvDisconnected(env.env_id, True, now), env.env_id
             return None, None
 
@@ -283,17 +283,17 @@ class EnvLifecycle:
         self._written_at = now
         self._forget_former_epoch()
         seen = {
-            env_id: heard
-            for env_id, heard in self._heard.items()
-            if heard > self._learned.get(env_id, 0.0) and self._state.envs.find(env_id) is not None
+            env_id: at
+            for env_id, at in self._unwritten.items()
+            if at > self._recorded.get(env_id, 0.0) and self._state.envs.find(env_id) is not None
         }
-        self._heard.clear()
+        self._unwritten.clear()
         return EnvsSeen(self._state.epoch, seen) if seen else None
 
     def _forget_former_epoch(self) -> None:
         if self._epoch != self._state.epoch:
-            self._heard.clear()
-            self._learned.clear()
+            self._unwritten.clear()
+            self._recorded.clear()
             self._epoch = self._state.epoch
 
     async def _find(self, env_id: int | None) -> EnvRecord | None:
@@ -485,7 +485,7 @@ class Run:
         self._log = RunLog(store, self.state, on_applied=self._on_applied)
         self._envs = EnvLifecycle(self._log, clock)
         self._admissions = Admissions(self._log, clock)
-        self._stalls = StallWatch(self.state, self._envs.last_heard, clock=clock)
+        self._stalls = StallWatch(self.state, self._envs.last_heartbeat, clock=clock)
         self._deliveries = Deliveries(
             self._log, clock, replica=replica, report_stall=self._stalls.report
         )
@@ -624,7 +624,7 @@ class Run:
         """Store groups, all or none; see `Admissions.admit`."""
         await self.open()
         for env_id in {group.env_id for group in groups}:
-            await self._envs.hear(env_id)
+            await self._envs.record_heartbeat(env_id)
         try:
             admission = await self._admissions.admit(groups, key=key, digest=digest)
         except tuple(_REFUSALS) as error:

@@ -36,7 +36,7 @@ class Patience(NamedTuple):
 
     now: float
     """Unix time, in seconds."""
-    last_heard: Callable[[int], float]
+    last_heartbeat: Callable[[int], float]
     """Environment id → Unix time of its last heartbeat."""
     silence_s: float = 60.0
     """Seconds without a heartbeat; 0: no timeout."""
@@ -115,7 +115,7 @@ def _silent(envs: EnvRegistry, batch_size: int, patience: Patience) -> Iterator[
     if not patience.silence_s:
         return
     silences = {
-        env.env_id: patience.now - patience.last_heard(env.env_id)
+        env.env_id: patience.now - patience.last_heartbeat(env.env_id)
         for env in envs
         if env.is_connected
     }
@@ -161,17 +161,17 @@ class StallWatch:
     """Finds and logs the stalls of a run."""
 
     def __init__(
-        self, state: RunState, last_heard: Callable[[int], float], *, clock: Callable[[], float]
+        self, state: RunState, last_heartbeat: Callable[[int], float], *, clock: Callable[[], float]
     ) -> None:
         self._state = state
-        self._last_heard = last_heard
+        self._last_heartbeat = last_heartbeat
         self._clock = clock
         self._last_text = ""
         self._reported_at = 0.0
 
     def find_all(self) -> list[Stall]:
         """Find all reasons, including those that depend on time."""
-        return self._find(Patience(self._clock(), self._last_heard))
+        return self._find(Patience(self._clock(), self._last_heartbeat))
 
     def _find(self, patience: Patience | None = None) -> list[Stall]:
         state = self._state

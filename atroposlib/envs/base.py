@@ -8,6 +8,19 @@ library stores and returns items as they are; it never hashes, copies, compares 
     get_next_item -> collect_trajectories -> postprocess_histories -> the trainer
                        (G x collect_trajectory)
 
+Under `serve`, the methods below are called in this order for one item; all can be overridden:
+
+    add_train_workers                     while there is room          serving_loop.add_workers
+      get_next_item                       hook                         rollout_scheduler
+      handle_env                          one task per item            serving_loop.roll_out
+        collect_trajectories              hook
+        postprocess_histories             hook, if there is a result
+        handle_send_to_api                if there are groups          delivery.deliver
+          complete_groups                 hook, after admission
+          add_rollouts_for_wandb          for each group               reporter.add_rollouts
+          _send_scored_data_to_api        one request                  delivery.send
+        cleanup                           hook
+
 `BaseEnv` has the methods that the library calls, which may be overridden too. Each delegates to one
 member. Members call all hooks on the environment, so overrides and replaced methods apply
 everywhere. A public attribute is declared here and held by the member named in its `held_by`.

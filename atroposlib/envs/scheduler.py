@@ -700,15 +700,15 @@ class ServingLoop:
         except Exception as error:  # noqa: BLE001 - a failed rollout is a result, and counted
             self._reporter.count_failure(type(error).__name__)
             self._failures_in_a_row += 1
-            if not self._end_over(error):
+            if not self._stop_if_fatal(error):
                 self._reporter.errors.log("a rollout failed, its group is lost", error)
             return None
         if not collected:
             self._failures_in_a_row = 0
-            self._end_over(setup_error_of(self._env.server))
+            self._stop_if_fatal(setup_error_of(self._env.server))
         return collected
 
-    def _end_over(self, error: Exception | None) -> bool:
+    def _stop_if_fatal(self, error: Exception | None) -> bool:
         """End the run on an error of the settings before the first group; return whether it ends.
 
         Later, such an error fails one rollout: an engine may be restarted with other settings.

@@ -40,7 +40,7 @@ def kinds(stalls: Sequence[Stall]) -> list[tuple[str, int]]:
 
 
 def patience(now: float, heard: float = 0.0, **limits: float) -> Patience:
-    return Patience(now=now, last_heard=lambda _: heard, **limits)
+    return Patience(now=now, last_heartbeat=lambda _: heard, **limits)
 
 
 @pytest.mark.parametrize(
