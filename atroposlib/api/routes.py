@@ -35,12 +35,12 @@ from atroposlib.api.responses import PiecesResponse, json_response, wait_for_dis
 from atroposlib.api.run import RegistrationConflictError, Run
 from atroposlib.api.schemas import (
     EnvIdentifier,
-    PolicyReport,
+    Policy,
     RegisterEnv,
     Registration,
     ScoredData,
 )
-from atroposlib.api.state import AckResult, DeliveredBatch
+from atroposlib.api.state import AckResult, DeliveredBatch, check_key
 from atroposlib.api.store.base import WatchedStore
 from atroposlib.errors import AtroposError
 from atroposlib.wire import (
@@ -86,8 +86,12 @@ async def read_groups(request: Request, run: Run, decode: Decode) -> PostedGroup
         decode: takes body, format and `max_bytes`, the limit on the decompressed size of groups.
 
     Raises:
+        GroupError: the idempotency key has invalid characters or is too long.
         WireError: the body is not in its format, or a group in it is malformed.
     """
+    key = request.headers.get("idempotency-key")
+    if key is not None:
+        check_key(key)  # before the body, which may be large
     body = await request.body()
     wire_format: WireFormat = format_of_type(request.headers.get("content-type")) or "json"
     work = partial(decode, body, wire_format, max_bytes=request.app.state.settings.max_body_bytes)
@@ -99,7 +103,6 @@ async def read_groups(request: Request, run: Run, decode: Decode) -> PostedGroup
     except WireError as error:
         run.counters[f"groups/refused_{error.kind}"] += 1
         raise
-    key = request.headers.get("idempotency-key")
     digest = 0 if key is None else zlib.crc32(body) << 32 | len(body) & 0xFFFFFFFF
     return PostedGroups(groups, key, digest)
 
@@ -486,7 +489,7 @@ def _refuse_stale(batch_id: str, result: AckResult) -> None:
 
 
 @trainer_router.post("/policy")
-async def set_policy(policy: PolicyReport, run: RunOfApp) -> dict[str, Any]:
+async def set_policy(policy: Policy, run: RunOfApp) -> dict[str, Any]:
     """Record the policy version that the trainer serves now."""
     await run.set_policy_version(policy.version)
     return {"status": "success", "policy_version": run.state.policy_version}

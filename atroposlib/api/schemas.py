@@ -142,7 +142,7 @@ class EnvIdentifier(BaseModel):
     env_id: Int64
 
 
-class PolicyReport(BaseModel):
+class Policy(BaseModel):
     """Body of `POST /policy`: the trainer serves new weights."""
 
     version: Version = Field(description="Version of the policy, a number that grows.")

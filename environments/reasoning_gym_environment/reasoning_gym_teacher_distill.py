@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from pydantic import Field
+
 from atroposlib.envs.base import APIServerConfig
 from atroposlib.envs.teacher_distillation_env import (
     TeacherDistillationConfig,
@@ -43,6 +45,21 @@ CARD = EnvironmentCard(
 class ReasoningGymTeacherDistillConfig(ReasoningGymEnvConfig, TeacherDistillationConfig):
     """Settings of the tasks and of the teacher."""
 
+    teacher_enabled: bool = Field(
+        default=True,
+        description="Whether to send a teacher's log-probabilities with every group.",
+    )
+    teacher_top_k: int = Field(
+        default=8,
+        ge=-1,
+        description="Number of the teacher's most likely tokens per position; 0 takes only the "
+        "token of the trajectory, -1 disables requests to the teacher.",
+    )
+    ensure_scores_are_not_same: bool = Field(
+        default=False,
+        description="Whether to drop groups with equal scores; a teacher scores their tokens too.",
+    )
+
 
 class ReasoningGymTeacherDistillEnv(ReasoningGymEnv, TeacherDistillationEnv):
     """The same tasks; a teacher reads the completions."""
@@ -58,13 +75,7 @@ class ReasoningGymTeacherDistillEnv(ReasoningGymEnv, TeacherDistillationEnv):
     @classmethod
     def config_init(cls) -> tuple[ReasoningGymTeacherDistillConfig, APIServerConfig]:
         config, server = super().config_init()
-        changes = {
-            "wandb_name": cls.name,
-            "teacher_enabled": True,
-            "teacher_top_k": 8,
-            "ensure_scores_are_not_same": False,  # a teacher scores every token of such a group
-        }
-        settings = {**config.model_dump(exclude_unset=True), **changes}
+        settings = {**config.model_dump(exclude_unset=True), "wandb_name": cls.name}
         return ReasoningGymTeacherDistillConfig(**settings), server
 
 

@@ -74,6 +74,21 @@ def test_key_that_cannot_be_one_is_422(service, key):
     assert "visible ASCII" in answer.json()["detail"]
 
 
+def test_invalid_key_is_rejected_before_the_body_counts(service):
+    service.start()
+    before = service.get("/metrics").text
+
+    answer = service.post("/scored_data", json={}, headers={"Idempotency-Key": "with space"})
+
+    assert "visible ASCII" in answer.json()["detail"]
+    refused = "atropos_requests_refused_total{"
+    lines = [
+        [line for line in text.splitlines() if line.startswith(refused)]
+        for text in (before, service.get("/metrics").text)
+    ]
+    assert lines[0] == lines[1]
+
+
 def test_repeated_key_is_known_after_a_restart(tmp_path):
     settings = ApiSettings(store="sqlite", data_dir=tmp_path, run_name="mine")
     replies = []
