@@ -13,6 +13,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, ClassVar
 
+from pydantic import Field
+
 from atroposlib.envs.base import APIServerConfig
 from atroposlib.envs.teacher_distillation_env import (
     TeacherDistillationConfig,
@@ -43,6 +45,17 @@ CARD = EnvironmentCard(
 class GSM8kTeacherDistillConfig(GSM8kEnvConfig, TeacherDistillationConfig):
     """Settings of the problems and of the teacher."""
 
+    teacher_enabled: bool = Field(
+        default=True,
+        description="Whether to send a teacher's log-probabilities with every group.",
+    )
+    teacher_top_k: int = Field(
+        default=4,
+        ge=-1,
+        description="Number of the teacher's most likely tokens per position; 0 takes only the "
+        "token of the trajectory, -1 disables requests to the teacher.",
+    )
+
 
 class GSM8kTeacherDistillEnv(GSM8kEnv, TeacherDistillationEnv):
     """The same problems; a teacher reads the completions."""
@@ -55,8 +68,7 @@ class GSM8kTeacherDistillEnv(GSM8kEnv, TeacherDistillationEnv):
     @classmethod
     def config_init(cls) -> tuple[GSM8kTeacherDistillConfig, APIServerConfig]:
         config, server = super().config_init()
-        changes = {"wandb_name": cls.name, "teacher_enabled": True, "teacher_top_k": 4}
-        settings = {**config.model_dump(exclude_unset=True), **changes}
+        settings = {**config.model_dump(exclude_unset=True), "wandb_name": cls.name}
         return GSM8kTeacherDistillConfig(**settings), server
 
     @classmethod

@@ -27,6 +27,18 @@ SETTINGS: dict[type[TeacherDistillationEnv], dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("env_cls", SETTINGS)
+def test_config_made_without_the_command_line_asks_the_teacher(
+    env_cls: type[TeacherDistillationEnv],
+) -> None:
+    config, _ = env_cls.config_init()
+    plain = env_cls.env_config_cls()
+
+    for name in ("teacher_enabled", "teacher_top_k", "ensure_scores_are_not_same"):
+        assert getattr(plain, name) == getattr(config, name)
+    assert plain.teacher_enabled
+
+
+@pytest.mark.parametrize("env_cls", SETTINGS)
 async def test_groups_carry_what_the_teacher_says_of_every_token(
     env_cls: type[TeacherDistillationEnv], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
