@@ -10,15 +10,15 @@ library stores and returns items as they are; it never hashes, copies, compares 
 
 Under `serve`, the methods below are called in this order for one item; all can be overridden:
 
-    add_train_workers                     while there is room          serving_loop.add_workers
+    add_train_workers                     while there is room          _serving_loop.add_workers
       get_next_item                       hook                         rollout_scheduler
-      handle_env                          one task per item            serving_loop.roll_out
+      handle_env                          one task per item            _serving_loop.roll_out
         collect_trajectories              hook
         postprocess_histories             hook, if there is a result
-        handle_send_to_api                if there are groups          delivery.deliver
+        handle_send_to_api                if there are groups          _delivery.deliver
           complete_groups                 hook, after admission
-          add_rollouts_for_wandb          for each group               reporter.add_rollouts
-          _send_scored_data_to_api        one request                  delivery.send
+          add_rollouts_for_wandb          for each group               _reporter.add_rollouts
+          _send_scored_data_to_api        one request                  _delivery.send
         cleanup                           hook
 
 `BaseEnv` has the methods that the library calls, which may be overridden too. Each delegates to one
@@ -26,12 +26,12 @@ member. Members call all hooks on the environment, so overrides and replaced met
 everywhere. A public attribute is declared here and held by the member named in its `held_by`.
 
     member               responsible for                                     module
-    reporter             metrics, tables, evaluation results                 reporting
-    registration         registration, step, limits, status of the queue     service_session
-    delivery             admitting, saving and sending groups                rollouts
+    _reporter            metrics, tables, evaluation results                 reporting
+    _registration        registration, step, limits, status of the queue     service_session
+    _delivery            admitting, saving and sending groups                rollouts
     rollout_scheduler    rollout tasks, backlog, time limits                 scheduler
     evaluation_runner    the evaluation task                                 scheduler
-    serving_loop         `serve`: rollouts for a trainer                     scheduler
+    _serving_loop        `serve`: rollouts for a trainer                     scheduler
     (none)               `process` and `evaluate`                            offline
 
 Names that need heavy packages are imported on first access.
@@ -41,12 +41,13 @@ from __future__ import annotations
 
 import asyncio
 import importlib
+import inspect
 import logging
 import os
 import sys
 from abc import ABCMeta, abstractmethod
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from types import MappingProxyType, TracebackType
 from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
@@ -394,36 +395,125 @@ def _as_list(server_configs: Any) -> Any:
     return server_configs if is_accepted else [server_configs]
 
 
-class _HeldBy:
-    """Attribute of an environment that one of its members holds, maybe under another name."""
+_NO_DEFAULT = object()
 
-    def __init__(self, member: str, name: str = "") -> None:
-        self._member = member
-        self._name = name
+
+class _HeldBy:
+    """Attribute of an environment that one of its members holds, maybe under another name.
+
+    Before the member exists, the value is in the environment.
+    """
+
+    def __init__(self, member: str, name: str = "", default: Any = _NO_DEFAULT) -> None:
+        self.member = member
+        self.name = name
+        self._default = default
 
     def __set_name__(self, owner: type[Any], name: str) -> None:
         self._own_name = name
-        self._name = self._name or name
+        self.name = self.name or name
+
+    def __get__(self, env: Any, owner: type[Any]) -> Any:
+        if env is not None and self.member in vars(env):
+            return getattr(vars(env)[self.member], self.name)
+        if env is not None and self._own_name in vars(env):
+            return vars(env)[self._own_name]
+        if self._default is not _NO_DEFAULT:
+            return self._default
+        if env is None:
+            return self
+        raise AttributeError(f"{owner.__name__!r} object has no attribute {self._own_name!r} yet")
+
+    def __set__(self, env: Any, value: Any) -> None:
+        if self.member in vars(env):
+            setattr(vars(env)[self.member], self.name, value)
+        else:  # before the constructor of the base class, where authors may set any attribute
+            vars(env)[self._own_name] = value
+
+    def replace_default(self, cls: type[Any], value: Any) -> None:
+        """Replace a value in the class of an author, which would hide this attribute."""
+        held = _HeldBy(self.member, self.name, default=value)
+        held.__set_name__(cls, self._own_name)
+        setattr(cls, self._own_name, held)
+
+
+class _Member:
+    """A member of an environment, made when it is first used.
+
+    It takes over attributes that were set on the environment, as in tests that make one without its
+    constructor. If the class of an author has a property instead of an attribute, the member reads
+    and sets that.
+    """
+
+    def __init__(self, make: Callable[[Any], Any]) -> None:
+        self._make = make
+
+    def __set_name__(self, owner: type[Any], name: str) -> None:
+        self._name = name
 
     def __get__(self, env: Any, owner: type[Any]) -> Any:
         if env is None:
             return self
-        if self._member in vars(env):
-            return getattr(vars(env)[self._member], self._name)
-        try:
-            return vars(env)[self._own_name]
-        except KeyError:
-            message = f"{owner.__name__!r} object has no attribute {self._own_name!r} yet"
-            raise AttributeError(message) from None
+        member = vars(env)[self._name] = self._make(env)
+        properties = {}
+        for name, held in HELD_ATTRIBUTES.items():
+            if held.member != self._name:
+                continue
+            if _is_property(inspect.getattr_static(owner, name)):
+                properties[held.name] = name
+            elif name in vars(env):
+                setattr(member, held.name, vars(env).pop(name))
+        if properties:
+            _use_properties(member, env, properties)
+        return member
 
-    def __set__(self, env: Any, value: Any) -> None:
-        if self._member in vars(env):
-            setattr(vars(env)[self._member], self._name, value)
-        else:  # before the constructor of the base class, where authors may set any attribute
-            vars(env)[self._own_name] = value
+
+def _is_property(found: Any) -> bool:
+    return hasattr(type(found), "__set__") and not isinstance(found, _HeldBy)
+
+
+def _use_properties(member: Any, env: Any, names: Mapping[str, str]) -> None:
+    """Let a member use properties of the environment in place of its own attributes.
+
+    Args:
+        member: the member.
+        env: the environment.
+        names: attribute of the member to property of the environment.
+    """
+
+    def use(name: str) -> property:
+        return property(lambda _: getattr(env, name), lambda _, value: setattr(env, name, value))
+
+    initial = {own: vars(member).pop(own) for own in names if own in vars(member)}
+    kind = type(member)
+    member.__class__ = type(kind.__name__, (kind,), {own: use(name) for own, name in names.items()})
+    for own, value in initial.items():
+        setattr(member, own, value)
+
+
+def _make_scheduler(env: BaseEnv) -> RolloutScheduler:
+    return RolloutScheduler(
+        # Looked up at each call, so that hooks of an instance can be replaced.
+        run_rollout=lambda item_uuid: env.handle_env(item_uuid),
+        next_item=lambda: settle(env.get_next_item()),
+        count_failure=env.count_failure,
+        count_straggler=env.count_straggler,
+    )
+
+
+def _make_serving_loop(env: BaseEnv) -> ServingLoop:
+    return ServingLoop(
+        env,
+        reporter=env._reporter,
+        registration=env._registration,
+        delivery=env._delivery,
+        scheduler=env.rollout_scheduler,
+        evaluations=env.evaluation_runner,
+    )
 
 
 held_by: Any = _HeldBy  # untyped, so that attributes can be declared with their own types
+made_by: Any = _Member
 
 
 class BaseEnv(EnvHooks):
@@ -464,41 +554,60 @@ class BaseEnv(EnvHooks):
     n_groups_to_process: int
     group_size_to_process: int
 
-    run_log: MetricsLog = held_by("reporter")
-    run_figures: RunFigures = held_by("reporter")
-    settings_yaml: str | None = held_by("reporter")
-    drop_counts: Counter[str] = held_by("reporter")
-    failure_counts: Counter[str] = held_by("reporter")
-    straggler_counts: Counter[str] = held_by("reporter")
-    note_counts: Counter[str] = held_by("reporter")
-    reward_parts_since_log: PartSums = held_by("reporter")
-    completion_lengths: list[int] = held_by("reporter")
-    rollouts_for_wandb: list[Any] = held_by("reporter")
-    task_duration: list[float] = held_by("reporter")
-    succeeded_task_duration: list[float] = held_by("reporter")
-    failed_task_duration: list[float] = held_by("reporter")
-    task_successful: list[int] = held_by("reporter")
-    mainloop_timings: list[float] = held_by("reporter")
-    workers_added_list: list[int] = held_by("reporter")
-    service_session: EnvSession | None = held_by("registration")
-    env_id: int | None = held_by("registration")
-    status_dict: dict[str, Any] | None = held_by("registration")
-    curr_step: int = held_by("registration")
-    max_token_len: int = held_by("registration")
-    max_num_workers: int = held_by("registration")
-    wandb_project: str | None = held_by("registration")
-    wandb_group: str | None = held_by("registration")
-    wandb_prepend: str | None = held_by("registration")
-    checkpoint_dir: str = held_by("registration")
-    checkpoint_interval: int = held_by("registration")
-    jsonl_writer: GroupWriter | None = held_by("delivery")
-    items_sent_this_step: int = held_by("delivery")
+    _stand_in_tokenizer: Any = None
+    """Tokenizer that `check` uses in place of the configured one."""
+
+    _side_thread: SideThread = made_by(lambda env: SideThread())
+    _reporter: Reporter = made_by(Reporter)
+    _registration: EnvRegistration = made_by(
+        lambda env: EnvRegistration(env, env._reporter, token=_service_token)
+    )
+    _delivery: GroupDelivery = made_by(
+        lambda env: GroupDelivery(env, env._reporter, env._side_thread)
+    )
+    rollout_scheduler: RolloutScheduler = made_by(_make_scheduler)
+    evaluation_runner: EvaluationRunner = made_by(
+        lambda env: EvaluationRunner(
+            on_end=env.rollout_scheduler.wake, count_failure=env.count_failure
+        )
+    )
+    _serving_loop: ServingLoop = made_by(_make_serving_loop)
+
+    run_log: MetricsLog = held_by("_reporter")
+    run_figures: RunFigures = held_by("_reporter")
+    settings_yaml: str | None = held_by("_reporter")
+    drop_counts: Counter[str] = held_by("_reporter")
+    failure_counts: Counter[str] = held_by("_reporter")
+    straggler_counts: Counter[str] = held_by("_reporter")
+    note_counts: Counter[str] = held_by("_reporter")
+    reward_parts_since_log: PartSums = held_by("_reporter")
+    completion_lengths: list[int] = held_by("_reporter")
+    rollouts_for_wandb: list[Any] = held_by("_reporter")
+    task_duration: list[float] = held_by("_reporter")
+    succeeded_task_duration: list[float] = held_by("_reporter")
+    failed_task_duration: list[float] = held_by("_reporter")
+    task_successful: list[int] = held_by("_reporter")
+    mainloop_timings: list[float] = held_by("_reporter")
+    workers_added_list: list[int] = held_by("_reporter")
+    service_session: EnvSession | None = held_by("_registration")
+    env_id: int | None = held_by("_registration")
+    status_dict: dict[str, Any] | None = held_by("_registration")
+    curr_step: int = held_by("_registration")
+    max_token_len: int = held_by("_registration")
+    max_num_workers: int = held_by("_registration")
+    wandb_project: str | None = held_by("_registration")
+    wandb_group: str | None = held_by("_registration")
+    wandb_prepend: str | None = held_by("_registration")
+    checkpoint_dir: str = held_by("_registration")
+    checkpoint_interval: int = held_by("_registration")
+    jsonl_writer: GroupWriter | None = held_by("_delivery")
+    items_sent_this_step: int = held_by("_delivery")
     workers: set[asyncio.Task[Any]] = held_by("rollout_scheduler")
     backlog: list[Any] = held_by("rollout_scheduler")
     running_items: dict[str, dict[str, Any]] = held_by("rollout_scheduler")
     last_completed_item: Any = held_by("rollout_scheduler")
     eval_runner: asyncio.Task[Any] | None = held_by("evaluation_runner", "task")
-    last_loop_time: float | None = held_by("serving_loop")
+    last_loop_time: float | None = held_by("_serving_loop")
 
     def __init__(
         self, config: BaseEnvConfig, server_configs: Any, slurm: bool = False, testing: bool = False
@@ -520,33 +629,19 @@ class BaseEnv(EnvHooks):
         self.server_configs: list[Any] = (
             servers if isinstance(servers, list) else [s.config for s in self.server.servers]
         )
-        self.tokenizer = (
-            _load_tokenizer(config.tokenizer_name)
-            if self.tokenizer is None
-            else keep_earlier_calls(self.tokenizer)
+        stand_in = self._stand_in_tokenizer
+        self.tokenizer = keep_earlier_calls(
+            _load_tokenizer(config.tokenizer_name) if stand_in is None else stand_in
         )
-        self._side_thread = SideThread()
-        self.reporter = Reporter(self)
-        self.registration = EnvRegistration(self, self.reporter, token=_service_token)
-        self.delivery = GroupDelivery(self, self.reporter, self._side_thread)
-        self.rollout_scheduler = RolloutScheduler(
-            # Looked up at each call, so that hooks of an instance can be replaced.
-            run_rollout=lambda item_uuid: self.handle_env(item_uuid),
-            next_item=lambda: settle(self.get_next_item()),
-            count_failure=self.count_failure,
-            count_straggler=self.count_straggler,
-        )
-        self.evaluation_runner = EvaluationRunner(
-            on_end=self.rollout_scheduler.wake, count_failure=self.count_failure
-        )
-        self.serving_loop = ServingLoop(
-            self,
-            reporter=self.reporter,
-            registration=self.registration,
-            delivery=self.delivery,
-            scheduler=self.rollout_scheduler,
-            evaluations=self.evaluation_runner,
-        )
+        for name, held in HELD_ATTRIBUTES.items():
+            vars(self).pop(name, None)  # set by an author before this constructor
+            found = inspect.getattr_static(type(self), name)
+            if not isinstance(found, _HeldBy) and not _is_property(found):
+                held.replace_default(type(self), found)
+        for name in MEMBERS:
+            vars(self).pop(name, None)
+        for name in MEMBERS:
+            getattr(self, name)
 
     async def env_manager(self) -> None:
         """Serve until the last step of the trainer; waits for the service and the trainer.
@@ -558,7 +653,7 @@ class BaseEnv(EnvHooks):
         Raises:
             InferenceError: no inference server was up for `engine_timeout`, before the last step.
         """
-        await self.serving_loop.run()
+        await self._serving_loop.run()
 
     async def process_manager(self) -> None:
         """Make `n_groups_to_process` groups without a service; write them and an HTML page.
@@ -569,7 +664,7 @@ class BaseEnv(EnvHooks):
             NoDataError: too many items in a row gave no group.
             InferenceError: no inference server was up for `engine_timeout`, once one had answered.
         """
-        await ProcessRun(self, self.reporter, self.registration, self.delivery).run()
+        await ProcessRun(self, self._reporter, self._registration, self._delivery).run()
 
     async def _run_evaluate(self) -> None:
         """Set up and evaluate once, without a service.
@@ -578,14 +673,14 @@ class BaseEnv(EnvHooks):
             NoDataError: no request to a model was answered.
             InferenceError: no inference server was up for `engine_timeout`, once one had answered.
         """
-        await evaluate_once(self, self.reporter)
+        await evaluate_once(self, self._reporter)
 
     async def setup_wandb(self) -> None:
         """Wait for the trainer's project and open a Weights & Biases run in it.
 
         Does nothing if the environment has set `wandb_project` and opened a run itself.
         """
-        await self.registration.open_wandb()
+        await self._registration.open_wandb()
 
     async def register_env(self) -> None:
         """Wait for the service and the trainer, and register.
@@ -593,11 +688,11 @@ class BaseEnv(EnvHooks):
         Raises:
             ConfigError: neither the config nor the trainer sets a number of steps.
         """
-        await self.registration.register()
+        await self._registration.register()
 
     async def _register_env(self) -> dict[str, Any]:
         """Send one registration request and return the response."""
-        return await self.registration.ask_to_register()
+        return await self._registration.ask_to_register()
 
     async def get_server_info(self) -> None:
         """Fetch batch size and length limit of the trainer.
@@ -605,26 +700,26 @@ class BaseEnv(EnvHooks):
         Raises:
             ConfigError: no batch size is known, or a group does not fit into a batch.
         """
-        await self.registration.fetch_settings()
+        await self._registration.fetch_settings()
 
     async def get_status(self) -> None:
         """Fetch `status_dict`; register again if the service does not know the environment."""
-        await self.registration.fetch_status()
+        await self._registration.fetch_status()
 
     async def env_step_checks(self) -> None:
         """On a new trainer step, evaluate, save and log; called after each `get_status`."""
-        await self.serving_loop.act_on_step()
+        await self._serving_loop.act_on_step()
 
     async def add_train_workers(self) -> None:
         """Start rollouts up to the limit; called when there is room."""
-        await self.serving_loop.add_workers()
+        await self._serving_loop.add_workers()
 
     async def handle_env(self, item_uuid: str) -> Any:
         """Roll out, score and send the item of `running_items[item_uuid]`.
 
         Returns the groups; None if the rollout failed or the uuid is unknown.
         """
-        return await self.serving_loop.roll_out(item_uuid)
+        return await self._serving_loop.roll_out(item_uuid)
 
     async def handle_send_to_api(
         self,
@@ -645,7 +740,7 @@ class BaseEnv(EnvHooks):
             abort_on_any_max_length_exceeded: Whether to drop groups with a trajectory that is too
                 long for the trainer.
         """
-        await self.delivery.deliver(
+        await self._delivery.deliver(
             scored_data,
             item,
             is_sent=do_send_to_api,
@@ -656,7 +751,7 @@ class BaseEnv(EnvHooks):
         self, scored_data: ScoredDataGroup | list[ScoredDataGroup]
     ) -> None:
         """Send one group, or several in one request; log and count a rejection."""
-        await self.delivery.send(scored_data)
+        await self._delivery.send(scored_data)
 
     async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
         """Log the metrics since the last call.
@@ -668,11 +763,11 @@ class BaseEnv(EnvHooks):
         Args:
             wandb_metrics: metrics to log as well; changed in place.
         """
-        await self.reporter.log({} if wandb_metrics is None else wandb_metrics)
+        await self._reporter.log({} if wandb_metrics is None else wandb_metrics)
 
     async def create_rollout_table(self, wandb_metrics: dict[str, Any]) -> dict[str, Any]:
         """Add the kept rollouts as table `train/rollouts`; called by `wandb_log`."""
-        return self.reporter.add_rollout_table(wandb_metrics)
+        return self._reporter.add_rollout_table(wandb_metrics)
 
     async def add_rollouts_for_wandb(
         self, scored_data: ScoredDataGroup, item: Item | None = None
@@ -681,11 +776,11 @@ class BaseEnv(EnvHooks):
 
         A row is `(decoded text, score, *rollout_cells(item))`.
         """
-        await self.reporter.add_rollouts(scored_data, item)
+        await self._reporter.add_rollouts(scored_data, item)
 
     def perf_stats(self, metrics_dict: dict[str, Any]) -> dict[str, Any]:
         """Add statistics of the durations of rollouts and of the loop."""
-        return self.reporter.add_durations(metrics_dict)
+        return self._reporter.add_durations(metrics_dict)
 
     async def evaluate_log(
         self,
@@ -706,7 +801,7 @@ class BaseEnv(EnvHooks):
         Raises:
             NoDataError: no request of the evaluation was answered, and every metric is 0.
         """
-        self.reporter.write_evaluation(
+        self._reporter.write_evaluation(
             metrics,
             task_name=task_name,
             model_name=model_name,
@@ -746,7 +841,7 @@ class BaseEnv(EnvHooks):
     @property
     def derived_batch_size(self) -> int:
         """Number of sequences of each batch that this environment may fill, -1 when unknown."""
-        return self.registration.derived_batch_size
+        return self._registration.derived_batch_size
 
     @property
     def wandb_run(self) -> Any:
@@ -759,9 +854,9 @@ class BaseEnv(EnvHooks):
 
     async def _run_close_hook(self) -> None:
         self.run_figures.end()
-        await self.reporter.tolerate(self.close(), "close")
-        await self.reporter.tolerate(self._close_score_pool(), "closing the score pool")
-        await self.reporter.tolerate(self.server.close(), "closing the inference connections")
+        await self._reporter.tolerate(self.close(), "close")
+        await self._reporter.tolerate(self._close_score_pool(), "closing the score pool")
+        await self._reporter.tolerate(self.server.close(), "closing the inference connections")
 
     def _close_records(
         self,
@@ -769,9 +864,9 @@ class BaseEnv(EnvHooks):
         error: BaseException | None = None,
         traceback: TracebackType | None = None,
     ) -> None:
-        self.delivery.close()
+        self._delivery.close()
         self._side_thread.close()
-        self.reporter.close(error, step=self.curr_step)
+        self._reporter.close(error, step=self.curr_step)
 
     @cached_property
     def client(self) -> Any:
@@ -819,3 +914,7 @@ class BaseEnv(EnvHooks):
         from atroposlib.envs.check import check_command
 
         return check_command(cls)
+
+
+HELD_ATTRIBUTES = {name: held for name, held in vars(BaseEnv).items() if isinstance(held, _HeldBy)}
+MEMBERS = [name for name, member in vars(BaseEnv).items() if isinstance(member, _Member)]

@@ -172,7 +172,7 @@ def _offline_part(env: BaseEnv) -> dict[str, Any]:
 
 def _serving_part(env: BaseEnv) -> dict[str, Any]:
     now = time.time()
-    queue_groups = env.registration.queue_status().queue_groups
+    queue_groups = env._registration.queue_status().queue_groups
     started = [record["start_time"] for record in env.running_items.values()]
     is_batch_known = env.config.batch_size > 0
     return {
@@ -192,11 +192,11 @@ def _serving_part(env: BaseEnv) -> dict[str, Any]:
 def _activity(env: BaseEnv) -> str:
     if env.run_figures.is_over:
         return "closing"
-    if not env.registration.session().is_registered:
+    if not env._registration.session().is_registered:
         return "waiting for the service"
     if env.evaluation_runner.is_running:
         return "evaluating"
-    if env.registration.are_starts_held_back:
+    if env._registration.are_starts_held_back:
         return "held back: queue is full"
     return "rolling out" if env.workers else "waiting for items or room"
 

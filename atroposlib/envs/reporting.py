@@ -459,6 +459,7 @@ class ReportedEnv(Protocol):
     async def create_rollout_table(self, wandb_metrics: dict[str, Any], /) -> Any: ...
     def rollout_cells(self, item: Any, /) -> Sequence[Any]: ...
     def perf_stats(self, metrics_dict: dict[str, Any], /) -> Any: ...
+    def count_failure(self, name: str, /) -> None: ...
     def _opened_score_pool(self) -> ScorePool | None: ...
 
 
@@ -507,18 +508,12 @@ class Reporter:
         self._env = env
         self._num_answered_before: int | None = None
 
-    def count_failure(self, name: str) -> None:
-        self.failure_counts[name] += 1
-
-    def count_straggler(self, name: str) -> None:
-        self.straggler_counts[name] += 1
-
     async def tolerate(self, result: Any, hook: str) -> None:
         """Await the result of a hook; count and log its exception instead of raising it."""
         try:
             await settle(result)
         except Exception as error:  # noqa: BLE001 - counted and logged
-            self.count_failure(type(error).__name__)
+            self._env.count_failure(type(error).__name__)
             self.errors.log(f"{hook} failed", error)
 
     def add_rollout(self, *, duration_s: float, has_data: bool) -> None:
@@ -661,7 +656,7 @@ class Reporter:
             step: Last trainer step of the run.
         """
         if isinstance(error, Exception) and not self.failure_counts:
-            self.count_failure(type(error).__name__)
+            self._env.count_failure(type(error).__name__)
         self.run_log.finish()
         logger.info(
             "environment closed at step %d; groups dropped: %s; failures: %s",

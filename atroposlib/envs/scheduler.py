@@ -419,6 +419,7 @@ class DrivenEnv(Protocol):
     async def wandb_log(self, wandb_metrics: dict[str, Any], /) -> None: ...
     async def evaluate(self) -> Any: ...
     def save_checkpoint(self, step: int, /) -> None: ...
+    def count_failure(self, name: str, /) -> None: ...
     async def _run_close_hook(self) -> None: ...
     def _close_records(
         self,
@@ -514,7 +515,7 @@ class ServingLoop:
         if self._env.config.engine_timeout:
             limit_s = min(limit_s, self._env.config.engine_timeout)
         if not await watch.guard(self._evaluations.finish(), limit_s=limit_s):
-            self._reporter.count_failure("final_evaluation")
+            self._env.count_failure("final_evaluation")
             logger.error(
                 "the final evaluation is given up: no inference server was up for %g s (%s). "
                 "The training run is over, the engine may have left with the trainer",
@@ -698,7 +699,7 @@ class ServingLoop:
             if collected:
                 collected = await settle(self._env.postprocess_histories(collected))
         except Exception as error:  # noqa: BLE001 - a failed rollout is a result, and counted
-            self._reporter.count_failure(type(error).__name__)
+            self._env.count_failure(type(error).__name__)
             self._failures_in_a_row += 1
             if not self._stop_if_fatal(error):
                 self._reporter.errors.log("a rollout failed, its group is lost", error)

@@ -239,7 +239,7 @@ class TeacherDistillationEnv(BaseEnv):
     async def _run_close_hook(self) -> None:
         await super()._run_close_hook()
         if self.teacher_server is not None:
-            await self.reporter.tolerate(
+            await self._reporter.tolerate(
                 self.teacher_server.close(), "closing the teacher's connections"
             )
 

@@ -109,7 +109,7 @@ class NaiveEnv(BenchmarkEnv):
         finally:
             await self._http.close()
             await self.server.close()
-            await self.registration.session().leave(timeout_s=5)
+            await self._registration.session().leave(timeout_s=5)
 
     async def _adjust(self) -> None:
         config, queued = self.config, (self.status_dict or {})["queue_size"]

@@ -311,7 +311,7 @@ def test_wandb_run_of_process_has_a_dated_name(make_env: MakeEnv) -> None:
     started: list[dict[str, Any]] = []
     env.run_log.start = lambda **run: started.append(run)
 
-    env.reporter.start_local_run()
+    env._reporter.start_local_run()
 
     assert (started[0]["project"], started[0]["group"]) == (None, None)
     assert re.fullmatch(r"small-\d{4}-\d\d-\d\d-[a-z]{6}", started[0]["name"])

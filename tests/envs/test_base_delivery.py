@@ -210,7 +210,7 @@ def test_run_log_start_writes_settings_that_have_no_json_form_as_text(make_env: 
     started: list[dict[str, Any]] = []
     env.run_log.start = lambda **run: started.append(run)
 
-    env.reporter.start_local_run()
+    env._reporter.start_local_run()
 
     assert started[0]["config"]["reward"] == str(max)
     assert started[0]["config"]["vocabulary"] == ["a"]

@@ -138,7 +138,7 @@ async def test_figures_of_the_conversations_are_logged_once(
 ) -> None:
     async with ScriptedEngine(["1"]) as engine:
         env = make_countdown(engine, metrics_path="metrics.jsonl", max_turns=2)
-        env.reporter.start_local_run()
+        env._reporter.start_local_run()
         await roll_out(env, 1)
         await roll_out(env, 3)
         await env.wandb_log({})

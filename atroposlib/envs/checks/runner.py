@@ -80,7 +80,7 @@ class Stage:
             settings: Return value of `staged_settings`.
             is_stand_in: Whether a tokenizer of characters replaces the configured one.
         """
-        extra = {"tokenizer": CharTokenizer(template_bos=True)} if is_stand_in else None
+        extra = {"_stand_in_tokenizer": CharTokenizer(template_bos=True)} if is_stand_in else None
         env = build_environment(env_cls, settings, extra)
         model = ScriptedModel(
             env.tokenizer, is_stand_in=is_stand_in, judge_reply=env.check_judge_reply
@@ -440,7 +440,7 @@ async def check_evaluation(stage: Stage, findings: Findings) -> None:
     site = hook_site(type(env), ["evaluate"])
     stage.model.start(make_script(None))
     num_before = stage.model.num_answered
-    env.reporter.start_local_run()
+    env._reporter.start_local_run()
     returned = await within_limit(settle(env.evaluate()))
     await within_limit(settle(env.wandb_log({})))
     num_requests = stage.model.num_answered - num_before
