@@ -8,7 +8,7 @@
 set -euo pipefail
 role=$1 url=${2%/} count=$3
 
-call() { # METHOD PATH [BODY [HEADER]]: prints the response; retries failures after `Retry-After` seconds
+call() { # METHOD PATH [BODY [HEADER]]: prints the response; retries failures, after the pause in `Retry-After` if there is one
     curl --silent --show-error --fail-with-body --retry 8 --retry-connrefused --max-time 60 \
         --request "$1" --header "Content-Type: application/json" ${4:+--header "$4"} \
         ${TOKEN:+--header "Authorization: Bearer $TOKEN"} ${3:+--data-binary "$3"} "$url$2"

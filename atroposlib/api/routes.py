@@ -33,13 +33,7 @@ from atroposlib.api.queue import AdmittedGroups, OversizedGroupError, Placement
 from atroposlib.api.records import PayloadFlaw
 from atroposlib.api.responses import PiecesResponse, json_response, wait_for_disconnect
 from atroposlib.api.run import RegistrationConflictError, Run
-from atroposlib.api.schemas import (
-    EnvIdentifier,
-    Policy,
-    RegisterEnv,
-    Registration,
-    ScoredData,
-)
+from atroposlib.api.schemas import EnvIdentifier, Policy, RegisterEnv, Registration, ScoredData
 from atroposlib.api.state import AckResult, DeliveredBatch, check_key
 from atroposlib.api.store.base import WatchedStore
 from atroposlib.errors import AtroposError
@@ -91,7 +85,7 @@ async def read_groups(request: Request, run: Run, decode: Decode) -> PostedGroup
     """
     key = request.headers.get("idempotency-key")
     if key is not None:
-        check_key(key)  # before the body, which may be large
+        check_key(key)  # before the body is received, which may be large
     body = await request.body()
     wire_format: WireFormat = format_of_type(request.headers.get("content-type")) or "json"
     work = partial(decode, body, wire_format, max_bytes=request.app.state.settings.max_body_bytes)

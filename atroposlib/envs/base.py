@@ -630,9 +630,7 @@ class BaseEnv(EnvHooks):
             servers if isinstance(servers, list) else [s.config for s in self.server.servers]
         )
         stand_in = self._stand_in_tokenizer
-        self.tokenizer = keep_earlier_calls(
-            _load_tokenizer(config.tokenizer_name) if stand_in is None else stand_in
-        )
+        self.tokenizer = _load_tokenizer(config.tokenizer_name) if stand_in is None else stand_in
         for name, held in HELD_ATTRIBUTES.items():
             vars(self).pop(name, None)  # set by an author before this constructor
             found = inspect.getattr_static(type(self), name)

@@ -621,6 +621,7 @@ def _show_progress_messages() -> None:
     )
     for http_client in ("httpx", "httpx2"):  # the OpenAI client uses one or the other
         logging.getLogger(http_client).setLevel(logging.WARNING)
+    logging.getLogger("huggingface_hub").propagate = False  # it has a handler of its own
 
 
 _ARGUMENT = "teacher_server_configs"

@@ -1,4 +1,4 @@
-"""Attributes of environments and the members that hold them, with what classes of authors do."""
+"""Attributes that members of an environment hold, and classes of authors that override them."""
 
 from __future__ import annotations
 
