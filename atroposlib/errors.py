@@ -11,6 +11,11 @@ __all__ = [
     "ConfigError",
     "ContextOverflowError",
     "EngineSetupError",
+    "EpisodeConnectionError",
+    "EpisodeError",
+    "EpisodeFailedError",
+    "EpisodeRewardError",
+    "EpisodeTimeoutError",
     "GroupError",
     "InferenceError",
     "MissingExtraError",
@@ -82,6 +87,26 @@ class EngineSetupError(ConfigError, InferenceError):
 
 class NoTextCompletionsError(EngineSetupError):
     """An inference server serves chat completions only, so it cannot continue a plain prompt."""
+
+
+class EpisodeError(AtroposError, RuntimeError):
+    """An environment of another library broke a rollout; the subclass names how."""
+
+
+class EpisodeFailedError(EpisodeError):
+    """An environment of another library raised an exception, or broke its protocol."""
+
+
+class EpisodeTimeoutError(EpisodeError, TimeoutError):
+    """An environment of another library did not answer a call in time."""
+
+
+class EpisodeRewardError(EpisodeError, ValueError):
+    """An environment of another library gave no reward, or one that is not a finite number."""
+
+
+class EpisodeConnectionError(EpisodeError, ConnectionError):
+    """The server of an episode disappeared, and with it the state of the episode."""
 
 
 class RunStoreError(AtroposError, OSError):

@@ -105,7 +105,7 @@ class EngineFacts:
 
 
 @dataclass(frozen=True)
-class Adapter:
+class LoadedAdapter:
     """A LoRA adapter loaded in the engine."""
 
     name: str
@@ -124,7 +124,7 @@ class CompanionState:
     environment: Mapping[str, str] = field(default_factory=dict)
     """Environment variables; adapters are listed from `LOGDIR`."""
     facts: EngineFacts = field(default_factory=EngineFacts)
-    adapter: Adapter | None = None
+    adapter: LoadedAdapter | None = None
     """Used for every `/generate` request; None: the model without adapter."""
     load_count: int = 0
     adapters_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -537,7 +537,7 @@ async def _load(state: CompanionState, request: LoadRequest) -> dict[str, Any]:
     path = Path(request.adapter_path)
     config = await asyncio.to_thread(_read_config, path)
     number = state.load_count + 1
-    adapter = Adapter(request.adapter_name or f"adapter_{number}", number, str(path))
+    adapter = LoadedAdapter(request.adapter_name or f"adapter_{number}", number, str(path))
     await _add_to_engine(engine, state.find_types().lora_request(adapter.name, number, str(path)))
     previous, state.adapter, state.load_count = state.adapter, adapter, number
     if previous is not None:

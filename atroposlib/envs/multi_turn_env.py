@@ -389,6 +389,10 @@ class Rollout:
     outcome: Outcome = "done"
     conversation: Conversation | None = None
     """The conversation, in its final state."""
+    metrics: dict[str, float] = field(default_factory=dict)
+    """Measurements other than the reward; their means are logged as `<area>/metric/<name>`."""
+    item: Item = None
+    """The item of the conversation, if its environment sets it."""
 
 
 async def play(
@@ -673,6 +677,7 @@ class MultiTurnEnv(BaseEnv):
                     "rewards": rollout.rewards,
                     "outcome": rollout.outcome,
                     **({"reward_parts": of_rollout} if of_rollout else {}),
+                    **({"metrics": rollout.metrics} if rollout.metrics else {}),
                 }
                 for rollout, of_rollout in zip(rollouts, parts, strict=True)
             ],
@@ -740,4 +745,16 @@ def rollout_metrics(rollouts: Sequence[Rollout], area: str, *, discount: float) 
         f"{area}/mean_return": statistics.fmean(returns),
         f"{area}/mean_turns": statistics.fmean(len(rollout.rewards) for rollout in rollouts),
         f"{area}/fraction_done": statistics.fmean(r.outcome == "done" for r in rollouts),
+        **_mean_metrics(rollouts, area),
+    }
+
+
+def _mean_metrics(rollouts: Sequence[Rollout], area: str) -> dict[str, float]:
+    """Return the mean of each metric over the rollouts that have it."""
+    names = dict.fromkeys(name for rollout in rollouts for name in rollout.metrics)
+    return {
+        f"{area}/metric/{name}": statistics.fmean(
+            rollout.metrics[name] for rollout in rollouts if name in rollout.metrics
+        )
+        for name in names
     }

@@ -38,7 +38,7 @@ from atroposlib.envs.server_handling.proxy.requests import (
 )
 from atroposlib.envs.server_handling.proxy.sessions import Sample, SessionState
 from atroposlib.envs.server_handling.tool_formats import ToolCallFormat, registry
-from atroposlib.errors import AtroposError, PromptError
+from atroposlib.errors import AtroposError, ContextOverflowError, PromptError
 
 if TYPE_CHECKING:
     from openai.types.chat import ChatCompletion
@@ -384,6 +384,28 @@ def _prompt_of(managed: ManagedServer, kwargs: Mapping[str, Any]) -> RenderedPro
     return RenderedPrompt(text, ids)
 
 
+def _limit_length(session: SessionState, kwargs: dict[str, Any]) -> None:
+    """Lower `max_tokens` to what `max_sequence_tokens` leaves for the completion.
+
+    Raises:
+        ContextOverflowError: the prompt leaves no room.
+    """
+    limit, managed = session.max_sequence_tokens, session.managed_server
+    if limit is None or not isinstance(managed, ManagedServer) or managed.tokenizer is None:
+        return
+    num_prompt_tokens = len(_prompt_of(managed, kwargs).ids)
+    room = limit - num_prompt_tokens
+    if room < 1:
+        raise ContextOverflowError(
+            f"the prompt has {num_prompt_tokens} tokens, prompt and completion are limited to "
+            f"{limit}; reduce the length of the messages",
+            prompt_tokens=num_prompt_tokens,
+            context_tokens=limit,
+        )
+    wanted = kwargs.get("max_tokens")
+    kwargs["max_tokens"] = room if wanted is None else min(wanted, room)
+
+
 async def _run_all(
     session: SessionState, calls: list[dict[str, Any]]
 ) -> list[tuple[Any, list[Sample]]]:
@@ -443,6 +465,7 @@ class Exchange:
         request = _chat_request(body)
         kwargs = chat_kwargs(request, max_choices=session.max_choices)
         self.ignored.update(_constrain(session, request, kwargs))
+        _limit_length(session, kwargs)
         try:
             answer, samples = await session.run(
                 lambda managed, samples: managed.chat_completion(**{**kwargs, "samples": samples})

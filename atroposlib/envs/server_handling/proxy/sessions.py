@@ -146,6 +146,8 @@ class SessionState:
     dialect_state: dict[str, Any] = field(default_factory=dict, repr=False)
     """State of each dialect for this session by the dialect's name, e.g. stored responses."""
     wanted: SessionCreateRequest = field(default_factory=SessionCreateRequest)
+    max_sequence_tokens: int | None = None
+    """Limit of prompt and completion together; None leaves it to the engine."""
     parts: dict[str, SessionState] = field(default_factory=dict, repr=False)
     """Separate sessions under the same key, by the id that their requests name."""
     is_closed: bool = False
@@ -260,6 +262,13 @@ class ProxySettings(BaseModel):
     )
     max_choices: int = Field(
         default=128, ge=1, description="Maximum n of one request, multiplied by its prompts."
+    )
+    max_sequence_tokens: int | None = Field(
+        default=None,
+        ge=1,
+        description="Maximum number of tokens of a chat, prompt and completion together: a "
+        "completion is limited to what remains, and a longer prompt is refused as an engine "
+        "refuses one beyond its context. None leaves it to the engine.",
     )
     upstream_wait_s: float = Field(
         default=120.0,
@@ -379,6 +388,7 @@ class SessionStore:
             tool_parser=request.tool_parser,
             base_url=address_of(managed_server.server),
             max_choices=self._settings.max_choices,
+            max_sequence_tokens=self._settings.max_sequence_tokens,
             created_at=now,
             last_accessed=now,
             clock=self._clock,

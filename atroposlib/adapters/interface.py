@@ -1,0 +1,348 @@
+"""The interface between environments of other libraries and ours.
+
+An `Adapter` stands for one task set of another library: a verifiers package, a server that speaks
+the OpenEnv protocol, a Gymnasium environment. It yields items, and starts an episode for each
+rollout of an item. There are two kinds of episodes:
+
+    Episode        we ask for every turn      begin ─► messages ─► turn ─► reply ─► Reply ─► …
+    AgentEpisode   the other library's own    run(endpoint) ─► requests to our agent proxy ─► end
+                   loop asks the model
+
+Both end with a reward, named parts of it and metrics. `AdapterEnv` plays them with exact tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import math
+import queue
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import MappingProxyType
+from typing import Any, ClassVar, TypeVar
+
+from pydantic import BaseModel, ConfigDict
+
+from atroposlib.envs.conversation import ChatMessage, Reply, Turn
+from atroposlib.envs.reporting import Reward
+from atroposlib.errors import EpisodeFailedError, EpisodeRewardError, EpisodeTimeoutError
+
+__all__ = [
+    "Adapter",
+    "AdapterArgs",
+    "AgentEndpoint",
+    "AgentEpisode",
+    "Episode",
+    "EpisodeEnd",
+    "EpisodeThread",
+    "EpisodeThreads",
+    "finite_reward",
+]
+
+Item = dict[str, Any]
+"""One task, as JSON; shared by the rollouts of its group and stored in the backlog."""
+
+Result = TypeVar("Result")
+
+
+class AdapterArgs(BaseModel):
+    """Arguments of an adapter, from `--args`; each adapter defines its own fields."""
+
+    model_config = ConfigDict(extra="forbid", protected_namespaces=())
+
+
+class Episode(ABC):
+    """One rollout of an environment that is asked turn by turn.
+
+    An exception of any method fails the rollout, not its siblings.
+
+    Attributes:
+        metrics: measurements of the rollout other than its reward; read after `close`.
+        unfinished_reward: added to the last turn if a limit ends the episode.
+    """
+
+    unfinished_reward: Reward = 0.0
+
+    def __init__(self) -> None:
+        self.metrics: dict[str, float] = {}
+
+    @abstractmethod
+    async def begin(self) -> Sequence[ChatMessage]:
+        """Start the episode and return the first messages for the policy; called once."""
+
+    @abstractmethod
+    async def reply(self, turn: Turn) -> Reply:
+        """Answer a turn of the policy; not called for one that a limit truncated."""
+
+    async def truncated(self) -> Reward:
+        """Return the reward of an episode that a limit ended; called once, before `close`.
+
+        Override it if the other library can score unfinished episodes.
+        """
+        return self.unfinished_reward
+
+    async def close(self) -> None:
+        """Release the session; called once, also after a failed `begin`."""
+        return
+
+
+@dataclass(frozen=True)
+class AgentEndpoint:
+    """Where the model of an `AgentEpisode` answers, and with which settings."""
+
+    base_url: str
+    """Base URL for OpenAI clients; ends in `/v1`."""
+    api_key: str = field(repr=False)
+    """Key of this rollout; identifies its session."""
+    model: str
+    max_tokens: int
+    """Limit of one completion."""
+    temperature: float
+
+
+@dataclass(frozen=True)
+class EpisodeEnd:
+    """The result of an `AgentEpisode`."""
+
+    reward: Reward
+    """A number, or named parts to be summed with the setting `reward_weights`."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """Measurements other than the reward."""
+    messages: Sequence[ChatMessage] = ()
+    """The chat, for the pages that show rollouts."""
+    is_truncated: bool = False
+    """Whether a limit of the other library ended the episode."""
+
+
+class AgentEpisode(ABC):
+    """One rollout of an environment with a loop of its own, which asks the model through a client.
+
+    Attributes:
+        tool_parser: format of the model's tool calls, a name of `tool_formats`.
+    """
+
+    tool_parser: str = "hermes"
+
+    @abstractmethod
+    async def run(self, endpoint: AgentEndpoint) -> EpisodeEnd:
+        """Run the whole episode; its tokens are those that the endpoint sampled meanwhile."""
+
+    async def close(self) -> None:
+        """Release resources; called once however the rollout ends."""
+        return
+
+
+class Adapter(ABC):
+    """One task set of another library.
+
+    The constructor is cheap and touches neither network nor disk; `open` does.
+
+    Args:
+        name: name of the task set, the part of `KIND:NAME` after the colon.
+        args: validated arguments, an `args_cls`.
+        seed: seed of the choice and order of items.
+        step_timeout_s: time limit of one request to the other side. `AdapterEnv` also cancels
+            `begin` and `reply` after this time, so adapters without requests may ignore it.
+
+    Attributes:
+        args_cls: model of the arguments.
+        default_settings: settings of `AdapterEnv` that suit this kind of task, such as `max_turns`.
+        max_concurrent: number of episodes that the other side can run at the same time; None
+            sets no limit.
+    """
+
+    args_cls: ClassVar[type[AdapterArgs]] = AdapterArgs
+    default_settings: ClassVar[Mapping[str, Any]] = MappingProxyType({})
+    max_concurrent: int | None = None
+
+    def __init__(self, name: str, args: Any, *, seed: int, step_timeout_s: float = 60.0) -> None:
+        self.name = name
+        self.args = args
+        self.seed = seed
+        self.step_timeout_s = step_timeout_s
+
+    async def open(self) -> None:
+        """Load the task set, or connect to its server; called once, before everything else.
+
+        Raises:
+            ConfigError: the name is unknown, or a protocol version does not fit.
+            EpisodeConnectionError: the server cannot be reached.
+        """
+        return
+
+    async def close(self) -> None:
+        """Release what `open` holds; called once, after the last episode has been closed."""
+        return
+
+    @abstractmethod
+    async def item(self, index: int) -> Item:
+        """Return training item `index`; called with 0, 1, 2, ... in this order.
+
+        After a restart the first index is the one after the last. A finite task set starts again
+        after its last item. The item holds what `start` needs, including the seed of the episode.
+        """
+
+    async def eval_items(self, limit: int) -> Sequence[Item]:
+        """Return at most `limit` items for evaluations, not trained on if possible."""
+        return ()
+
+    @abstractmethod
+    def start(self, item: Item) -> Episode | AgentEpisode:
+        """Return a new episode of an item; it connects in `begin` or `run`, not here."""
+
+    def gold_answer(self, item: Item) -> str | Sequence[str] | None:
+        """Return the answer of a perfect model, one per turn as a list; None if it is unknown."""
+        return None
+
+    def note_rewards(self, item: Item, rewards: Sequence[float]) -> None:
+        """Note the [G] total rewards of a finished group; curricula use them."""
+        return
+
+    def metrics(self) -> dict[str, float]:
+        """Return measurements of the task set since the last call, such as its difficulty."""
+        return {}
+
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint needs in addition to the index of the next item, as JSON."""
+        return {}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from a `state`; called after `open`."""
+        return
+
+
+def finite_reward(value: Any, where: str) -> float:
+    """Return a reward of another library as a float.
+
+    Args:
+        value: the reward; numbers of NumPy and tensors of one element are numbers.
+        where: start of the error message, such as `FrozenLake-v1`.
+
+    Raises:
+        EpisodeRewardError: it is missing, not a number, or not finite.
+    """
+    if value is None:
+        raise EpisodeRewardError(f"{where} gave no reward; expected a finite number")
+    try:
+        number = float(value)
+    except (TypeError, ValueError) as error:
+        raise EpisodeRewardError(
+            f"{where} gave the reward {value!r:.100}; expected a finite number"
+        ) from error
+    if not math.isfinite(number):
+        raise EpisodeRewardError(f"{where} gave the reward {number}; expected a finite number")
+    return number
+
+
+class EpisodeThreads:
+    """Threads for episodes of a synchronous library.
+
+    All calls of an episode run in the same thread, since such libraries may hold handles of their
+    thread. A cancelled call is abandoned together with its thread, which does not keep the process
+    alive. The number of abandoned threads is limited: a library whose calls never return would
+    otherwise fill memory and cores without notice.
+
+    Args:
+        where: start of error messages, such as `FrozenLake-v1`.
+        max_abandoned: number of threads that may hang at the same time.
+
+    Attributes:
+        num_abandoned: threads whose last call has not returned.
+    """
+
+    def __init__(self, where: str, *, max_abandoned: int = 64) -> None:
+        self.where = where
+        self.max_abandoned = max_abandoned
+        self.num_abandoned = 0
+        self._lock = threading.Lock()
+
+    def open(self) -> EpisodeThread:
+        """Return a thread for one episode.
+
+        Raises:
+            EpisodeFailedError: too many calls have not returned.
+        """
+        if self.num_abandoned >= self.max_abandoned:
+            raise EpisodeFailedError(
+                f"{self.where}: {self.num_abandoned} calls have not returned; no more are made"
+            )
+        return EpisodeThread(self)
+
+    def count_abandoned(self, change: int) -> None:
+        with self._lock:
+            self.num_abandoned += change
+
+
+class EpisodeThread:
+    """A thread for the calls of one episode; made by `EpisodeThreads.open`."""
+
+    def __init__(self, owner: EpisodeThreads) -> None:
+        self._owner = owner
+        self._calls: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._is_abandoned = False
+
+    async def call(self, function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
+        """Run a function in the thread and return its result; cancelling abandons the thread.
+
+        Raises:
+            EpisodeTimeoutError: an earlier call was cancelled.
+            Exception: an exception of the function.
+        """
+        if self._is_abandoned:
+            raise EpisodeTimeoutError(f"{self._owner.where}: an earlier call has not returned")
+        future: concurrent.futures.Future[Result] = concurrent.futures.Future()
+        self._put(lambda: _run_into(future, function, args, kwargs))
+        try:
+            return await asyncio.wrap_future(future)
+        except asyncio.CancelledError:
+            if not self._is_abandoned:
+                self._is_abandoned = True
+                self._owner.count_abandoned(1)
+            raise
+
+    async def close(self, cleanup: Callable[[], Any] | None = None) -> None:
+        """Run `cleanup` and end the thread; if a call was abandoned, once that call returns."""
+        try:
+            if cleanup is not None and self._is_abandoned:
+                self._put(lambda: _run_into(concurrent.futures.Future(), cleanup, (), {}))
+            elif cleanup is not None:
+                await self.call(cleanup)
+        finally:
+            if self._thread is not None:
+                self._calls.put(None)
+
+    def _put(self, call: Callable[[], None]) -> None:
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._work, name="episode", daemon=True)
+            self._thread.start()
+        self._calls.put(call)
+
+    def _work(self) -> None:
+        while (call := self._calls.get()) is not None:
+            call()
+        if self._is_abandoned:
+            self._owner.count_abandoned(-1)  # the call has returned after all
+
+
+def _run_into(
+    future: concurrent.futures.Future[Any],
+    function: Callable[..., Any],
+    args: Sequence[Any],
+    kwargs: Mapping[str, Any],
+) -> None:
+    if not future.set_running_or_notify_cancel():
+        return
+    try:
+        result = function(*args, **kwargs)
+    except (StopIteration, SystemExit, KeyboardInterrupt) as error:
+        # A coroutine cannot raise the first; the others would end the program of the rollout.
+        text = f"{type(error).__name__}: {error}"
+        future.set_exception(EpisodeFailedError(f"a call raised {text}"))
+    except BaseException as error:  # noqa: BLE001 - the caller gets it
+        future.set_exception(error)
+    else:
+        future.set_result(result)

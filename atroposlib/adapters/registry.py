@@ -1,0 +1,136 @@
+"""The kinds of adapters: where each is implemented and which package it needs.
+
+    KIND:NAME ─► KINDS[KIND] ─► is the package installed, in a supported version? ─► Adapter
+
+Modules of adapters are imported on use, so that one missing package affects one kind only.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
+from pydantic import ValidationError
+
+from atroposlib.adapters.interface import Adapter, AdapterArgs
+from atroposlib.errors import ConfigError, MissingExtraError
+from atroposlib.utils.cli import refused_values
+from atroposlib.utils.text import near_name
+
+__all__ = ["KINDS", "Kind", "adapter_class", "make_adapter", "read_args", "split_spec"]
+
+
+@dataclass(frozen=True)
+class Kind:
+    """One kind of adapters."""
+
+    summary: str
+    """What it adapts, in a few words."""
+    target: str
+    """Module and class, as `module:Class`."""
+    names: str
+    """Meaning of NAME, with an example."""
+    extra: str | None = None
+    """Extra of this package that installs what the kind needs; None: the core is enough."""
+    package: str | None = None
+    """Distribution that must be installed, if any."""
+    versions: str = ""
+    """Supported versions of it, as in `>=0.4,<0.5`."""
+
+
+PAGES = "atroposlib.adapters"
+KINDS: dict[str, Kind] = {
+    "gymnasium": Kind(
+        "Gymnasium environments with discrete or text actions",
+        f"{PAGES}.gymnasium:GymnasiumAdapter",
+        "an environment id, such as FrozenLake-v1",
+        extra="gymnasium",
+        package="gymnasium",
+        versions=">=1.0,<2",
+    ),
+}
+"""Every kind, by the word before the colon."""
+
+
+def split_spec(spec: str) -> tuple[str, str]:
+    """Split `KIND:NAME`.
+
+    Raises:
+        ConfigError: the kind is unknown, or a part is missing.
+    """
+    kind, colon, name = spec.partition(":")
+    if kind not in KINDS:
+        raise ConfigError(
+            f"{spec!r}: there is no adapter of the kind {kind!r}"
+            f"{near_name(kind, KINDS) or '; expected one of ' + ', '.join(KINDS)}"
+        )
+    if not colon or not name:
+        raise ConfigError(f"{spec!r}: expected {kind}:NAME, where NAME is {KINDS[kind].names}")
+    return kind, name
+
+
+def adapter_class(kind: str) -> type[Adapter]:
+    """Import the adapter of a kind.
+
+    Raises:
+        MissingExtraError: its package is not installed.
+        ConfigError: the installed version is not supported.
+    """
+    entry = KINDS[kind]
+    if entry.package is not None:
+        _require(entry.package, entry.versions, extra=str(entry.extra))
+    module, _, name = entry.target.partition(":")
+    found: type[Adapter] = getattr(importlib.import_module(module), name)
+    return found
+
+
+def make_adapter(
+    spec: str, args: Mapping[str, Any], *, seed: int, step_timeout_s: float = 60.0
+) -> Adapter:
+    """Make the adapter of `KIND:NAME`; it is not opened yet.
+
+    Args:
+        spec: `KIND:NAME`.
+        args: values of its `args_cls`.
+        seed: seed of the choice and order of items.
+        step_timeout_s: time limit of one request to the other side, for adapters with requests.
+
+    Raises:
+        ConfigError: an unknown kind or argument, or a value out of range.
+        MissingExtraError: the package of the kind is not installed.
+    """
+    kind, name = split_spec(spec)
+    adapter_cls = adapter_class(kind)
+    return adapter_cls(
+        name, read_args(adapter_cls.args_cls, args), seed=seed, step_timeout_s=step_timeout_s
+    )
+
+
+def read_args(args_cls: type[AdapterArgs], args: Mapping[str, Any]) -> AdapterArgs:
+    """Validate arguments; an unknown one is an error that suggests a similar name."""
+    for name in args:
+        if name not in args_cls.model_fields:
+            known = ", ".join(args_cls.model_fields) or "none"
+            hint = near_name(name, args_cls.model_fields) or f"; expected one of: {known}"
+            raise ConfigError(f"--args: unknown argument {name!r}{hint}")
+    try:
+        return args_cls.model_validate(dict(args))
+    except ValidationError as error:
+        raise refused_values(error, "--args: ") from error
+
+
+def _require(package: str, versions: str, *, extra: str) -> None:
+    try:
+        installed = importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        raise MissingExtraError(package, extra=extra) from None
+    if not SpecifierSet(versions, prereleases=True).contains(Version(installed)):
+        raise ConfigError(
+            f"{package} {installed} is installed; this adapter supports {package}{versions}: "
+            f"pip install '{package}{versions}'"
+        )

@@ -1,0 +1,165 @@
+"""`ToolEpisode`: an episode whose tools run in another program.
+
+    open_session ─► question, tools ─► turn with calls ─► call_tool x N ─► results ─► …
+                                       turn without a call ─► finish ─► reward
+
+The policy sees tools and results as in `atroposlib.envs.tools`: definitions in the system message,
+calls in `<tool_call>` blocks, results in `<tool_response>` blocks.
+"""
+
+from __future__ import annotations
+
+import json
+from abc import abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from atroposlib.adapters.interface import Episode
+from atroposlib.envs.conversation import ChatMessage, Reply, Turn
+from atroposlib.envs.reporting import Reward
+from atroposlib.envs.tools import INSTRUCTIONS, ToolCall, parse_tool_calls
+
+__all__ = ["ForeignTool", "ToolEpisode", "ToolOutcome", "ToolQuestion"]
+
+MAX_CALLS = 16
+"""Calls of one turn that are run; further ones get an error as their result."""
+
+
+@dataclass(frozen=True)
+class ForeignTool:
+    """The description of a tool that another program runs."""
+
+    name: str
+    description: str
+    parameters: Mapping[str, Any] = field(default_factory=dict)
+    """JSON schema of the arguments, an object."""
+
+    def definition(self) -> dict[str, Any]:
+        """Return the description in the format of the chat APIs."""
+        schema = {"type": "object", "properties": {}, **self.parameters}
+        return {
+            "type": "function",
+            "function": {
+                "name": self.name,
+                "description": self.description,
+                "parameters": schema,
+            },
+        }
+
+
+@dataclass(frozen=True)
+class ToolQuestion:
+    """The start of an episode."""
+
+    messages: Sequence[ChatMessage]
+    """The question; a system message may be its first."""
+    tools: Sequence[ForeignTool]
+
+
+@dataclass(frozen=True)
+class ToolOutcome:
+    """The result of one call."""
+
+    text: str
+    """Result for the policy."""
+    is_error: bool = False
+    reward: Reward = 0.0
+    """Reward of the call, added to that of its turn."""
+    is_done: bool = False
+    """Whether the call ended the episode."""
+
+
+class ToolEpisode(Episode):
+    """Runs the calls of each turn in another program, in the order in which they were written.
+
+    Attributes:
+        num_calls: calls so far.
+        num_failed_calls: those that were malformed, named no tool, or ended with an error.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.num_calls = 0
+        self.num_failed_calls = 0
+        self._tools: dict[str, ForeignTool] = {}
+
+    @abstractmethod
+    async def open_session(self) -> ToolQuestion:
+        """Start a session and return its question and tools."""
+
+    @abstractmethod
+    async def call_tool(self, name: str, arguments: dict[str, Any]) -> ToolOutcome:
+        """Run one call of a tool that exists."""
+
+    @abstractmethod
+    async def finish(self, turn: Turn) -> Reply:
+        """Answer the first turn without a call; usually its reward, with `is_done`."""
+
+    async def begin(self) -> Sequence[ChatMessage]:
+        question = await self.open_session()
+        self._tools = {tool.name: tool for tool in question.tools}
+        messages = list(question.messages)
+        if not self._tools:
+            return messages
+        definitions = "\n".join(
+            json.dumps(tool.definition(), ensure_ascii=False) for tool in question.tools
+        )
+        instructions = INSTRUCTIONS.format(definitions=definitions)
+        if messages and messages[0]["role"] == "system":
+            instructions = f"{messages[0]['content']}\n\n{instructions}"
+            messages = messages[1:]
+        return [{"role": "system", "content": instructions}, *messages]
+
+    async def reply(self, turn: Turn) -> Reply:
+        calls = parse_tool_calls(turn.answer) if self._tools else []
+        if not calls:
+            return await self.finish(turn)
+        outcomes = []
+        for position, call in enumerate(calls):
+            outcomes.append(await self._outcome_of(call, position))
+            if outcomes[-1].is_done:
+                break
+        self.metrics.update(tool_calls=self.num_calls, failed_tool_calls=self.num_failed_calls)
+        blocks = [_block(call.name, o) for call, o in zip(calls, outcomes, strict=False)]
+        return Reply(
+            "\n".join(blocks),
+            reward=_sum_of([outcome.reward for outcome in outcomes]),
+            is_done=outcomes[-1].is_done,
+        )
+
+    async def _outcome_of(self, call: ToolCall, position: int) -> ToolOutcome:
+        self.num_calls += 1
+        problem = call.error
+        if problem is None and position >= MAX_CALLS:
+            problem = f"at most {MAX_CALLS} calls of one turn are run"
+        if problem is None and call.name not in self._tools:
+            problem = f"there is no tool {call.name!r}; there are {', '.join(self._tools)}"
+        arguments = {} if call.arguments is None else call.arguments
+        if problem is None and not isinstance(arguments, dict):
+            problem = "arguments: expected a JSON object"
+        if problem is None:
+            outcome = await self.call_tool(call.name, arguments)
+        else:
+            outcome = ToolOutcome(problem, is_error=True)
+        self.num_failed_calls += outcome.is_error
+        return outcome
+
+
+def _sum_of(rewards: Sequence[Reward]) -> Reward:
+    """Return the sum of rewards; parts with the same name are added."""
+    numbers = [reward for reward in rewards if not isinstance(reward, Mapping)]
+    if len(numbers) == len(rewards):
+        return sum(numbers)
+    parts: dict[str, float] = {}
+    for reward in rewards:
+        named = reward if isinstance(reward, Mapping) else {"reward": reward}
+        for name, value in named.items():
+            parts[name] = parts.get(name, 0.0) + value
+    return parts
+
+
+def _block(name: str, outcome: ToolOutcome) -> str:
+    shown = {"name": name, "error" if outcome.is_error else "content": outcome.text}
+    text = json.dumps(shown, ensure_ascii=False).encode("utf-8", "replace").decode()
+    return f"<tool_response>\n{text}\n</tool_response>"
