@@ -118,6 +118,7 @@ class GuardedConversation(Conversation):
 
     async def reply(self, turn: Turn) -> Reply:
         reply = await self._call(self.episode.reply(turn))
+        self._has_ended = True  # after an invalid reward, nothing is left to score
         self._check_reward(reply.reward)
         self._has_ended = reply.is_done
         return reply
@@ -129,14 +130,15 @@ class GuardedConversation(Conversation):
         self.is_closed = True
         try:
             if self._opening and not self._has_ended:
-                self.unfinished_reward = await self._call(self.episode.truncated())
+                limit_s = min(self._step_timeout_s, CLOSE_S)
+                self.unfinished_reward = await self._call(self.episode.truncated(), limit_s)
                 self._check_reward(self.unfinished_reward)
         finally:
             await close_quietly(self.episode, self._where)
 
-    async def _call(self, call: Awaitable[Result]) -> Result:
+    async def _call(self, call: Awaitable[Result], limit_s: float | None = None) -> Result:
         try:
-            return await _within(call, self._step_timeout_s, self._where)
+            return await _within(call, limit_s or self._step_timeout_s, self._where)
         except BaseException:
             self._has_ended = True  # nothing is left to score
             raise

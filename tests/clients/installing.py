@@ -67,6 +67,23 @@ def python_of(name: str, *, limit_s: float) -> Path:
     return python
 
 
+def interpreter_of(version: str) -> str:
+    """Return a Python of a version, from the path or from pyenv's folder.
+
+    Raises:
+        NotInstallableError: there is none.
+    """
+    root = Path(os.environ.get("PYENV_ROOT") or Path.home() / ".pyenv")
+    found = [*filter(None, [shutil.which(f"python{version}")])]
+    found += [str(path) for path in sorted(root.glob(f"versions/{version}.*/bin/python"))]
+    for program in found:
+        # A shim of pyenv exists for versions that are not active; it fails when run.
+        done = subprocess.run([program, "-c", ""], capture_output=True, check=False)
+        if done.returncode == 0:
+            return program
+    raise NotInstallableError(f"there is no Python {version} on this machine")
+
+
 def node_program(*, limit_s: float) -> Path:
     """Return a Node that every client runs on, whichever the machine has."""
     python = python_of(NODE, limit_s=limit_s)

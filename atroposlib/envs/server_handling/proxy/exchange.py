@@ -393,7 +393,7 @@ def _limit_length(session: SessionState, kwargs: dict[str, Any]) -> None:
     limit, managed = session.max_sequence_tokens, session.managed_server
     if limit is None or not isinstance(managed, ManagedServer) or managed.tokenizer is None:
         return
-    num_prompt_tokens = len(_prompt_of(managed, kwargs).ids)
+    num_prompt_tokens = len(_prompt_of(managed, kwargs).token_ids)
     room = limit - num_prompt_tokens
     if room < 1:
         raise ContextOverflowError(
