@@ -249,7 +249,7 @@ class AdapterEnv(MultiTurnEnv):
         return self._eval_items
 
     def start_conversation(self, item: Item) -> Conversation:
-        """Return a conversation that has not begun; `collect_trajectory` begins it."""
+        """Return a conversation before its first message; `collect_trajectory` starts it."""
         episode = self.adapter.start(item)
         if not isinstance(episode, Episode):
             raise TypeError(f"{type(episode).__name__} runs a loop of its own; it has no turns")

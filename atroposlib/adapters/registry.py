@@ -11,16 +11,18 @@ import importlib
 import importlib.metadata
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 from pydantic import ValidationError
 
-from atroposlib.adapters.interface import Adapter, AdapterArgs
 from atroposlib.errors import ConfigError, MissingExtraError
 from atroposlib.utils.cli import refused_values
 from atroposlib.utils.text import near_name
+
+if TYPE_CHECKING:  # programs that only need the names of the kinds do not import environments
+    from atroposlib.adapters.interface import Adapter, AdapterArgs
 
 __all__ = ["KINDS", "Kind", "adapter_class", "make_adapter", "read_args", "split_spec"]
 
@@ -30,7 +32,7 @@ class Kind:
     """One kind of adapters."""
 
     summary: str
-    """What it adapts, in a few words."""
+    """Description of the adapted task sets, in a few words."""
     target: str
     """Module and class, as `module:Class`."""
     names: str

@@ -14,13 +14,12 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
 
 import yaml
 
 from atroposlib.adapters.env import environment_class
 from atroposlib.adapters.registry import KINDS, Kind, adapter_class, read_args, split_spec
-from atroposlib.envs.commands import run_cli
 from atroposlib.errors import ConfigError, MissingExtraError
 from atroposlib.utils.cli import UsageError
 
@@ -31,7 +30,7 @@ ARGS_SETTING = "--env.adapter_args"
 USAGE = "usage: atropos-env KIND:NAME serve|process|evaluate|check [--args ...] [--name value ...]"
 
 
-def main() -> NoReturn:
+def main() -> None:
     """Run the command line of this process; exit codes are those of environment scripts."""
     program = Path(sys.argv[0]).name
     words = sys.argv[1:]
@@ -50,7 +49,7 @@ def main() -> NoReturn:
     except (ConfigError, MissingExtraError, UsageError) as error:
         sys.stderr.write(f"{program}: error: {error}\n")
         sys.exit(2)
-    run_cli(env_cls)
+    env_cls.cli()
 
 
 def read_arguments(words: Sequence[str]) -> dict[str, Any]:
@@ -60,7 +59,7 @@ def read_arguments(words: Sequence[str]) -> dict[str, Any]:
         words: `name=value` pairs, JSON objects and paths of YAML files; later ones override.
 
     Raises:
-        UsageError: a word is none of these.
+        UsageError: a word has another form.
     """
     arguments: dict[str, Any] = {}
     for word in words:

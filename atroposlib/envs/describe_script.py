@@ -1,6 +1,7 @@
 """Describe the environment of a script and its settings, without running it.
 
     python -m atroposlib.envs.describe_script SCRIPT [--env.group_size 8 ...] ─► one line of JSON
+    python -m atroposlib.envs.describe_script -m MODULE ARGUMENT [...]        ─► the same
 
 Programs that start environments, such as `atropos-train`, run this in a separate process. The
 script is executed as by `python SCRIPT`, up to its call of `cli()`; flags are read and checked as
@@ -31,6 +32,10 @@ _WITHOUT_ITEMS = ("atroposlib.envs.single_turn_env", "atroposlib.envs.multi_turn
 """Modules whose `evaluate` calls `eval_items`, and whose `eval_items` returns no items."""
 
 
+_LIMIT_CONVERSATIONS = ("atroposlib.envs.multi_turn_env", "atroposlib.adapters.env")
+"""Modules whose `collect_trajectory` limits prompt and completions to `max_token_length`."""
+
+
 class _Found(BaseException):
     """Ends a script at its call of `cli()`; no `except Exception` of the script stops it."""
 
@@ -39,12 +44,15 @@ class _Found(BaseException):
         self.env_cls = env_cls
 
 
-def describe_script(script: Path, words: Sequence[str] = ()) -> dict[str, Any]:
+def describe_script(
+    script: Path, words: Sequence[str] = (), *, argument: str | None = None
+) -> dict[str, Any]:
     """Return a description of the environment of a script.
 
     Args:
-        script: The environment's file.
+        script: The environment's file; with `argument`, a module.
         words: Flags of `serve`, as split by the shell.
+        argument: Word between the module and the name of the command.
 
     Returns:
         `class_name`, `name`, `group_size`, `max_token_length`, `num_servers` (inference servers in
@@ -55,7 +63,7 @@ def describe_script(script: Path, words: Sequence[str] = ()) -> dict[str, Any]:
         ConfigError: the script runs no environment, is not complete, or rejects a setting.
         Exception: an exception of the script itself.
     """
-    env_cls = _environment_of(script, words)
+    env_cls = _environment_of(script, words, argument)
     missing = missing_methods(env_cls)
     if missing:
         lines = " and ".join(f"`{line}`" for line in missing.values())
@@ -74,7 +82,7 @@ def describe_script(script: Path, words: Sequence[str] = ()) -> dict[str, Any]:
         "max_token_length": settings.env.max_token_length,
         "num_servers": len(servers) if isinstance(servers, list | tuple) else 1,
         "limits_conversation": _defining_module(env_cls, "_budget") == _WITHOUT_ITEMS[0]
-        or _defining_module(env_cls, "collect_trajectory") == _WITHOUT_ITEMS[1],
+        or _defining_module(env_cls, "collect_trajectory") in _LIMIT_CONVERSATIONS,
         "is_evaluated": not (
             _defining_module(env_cls, "evaluate") in _WITHOUT_ITEMS
             and _defining_module(env_cls, "eval_items") in _WITHOUT_ITEMS
@@ -84,11 +92,15 @@ def describe_script(script: Path, words: Sequence[str] = ()) -> dict[str, Any]:
 
 def main() -> NoReturn:
     """Describe the script that the command line names; exit with 2 and one line on an error."""
-    script, words = Path(sys.argv[1]), sys.argv[2:]
+    words, argument = sys.argv[1:], None
+    if words[0] == "-m":
+        _, module, argument, *words = words
+        words = [module, *words]
+    script, words = Path(words[0]), words[1:]
     try:
         # Output of the script must not mix with the description.
         with contextlib.redirect_stdout(sys.stderr):
-            facts = describe_script(script, words)
+            facts = describe_script(script, words, argument=argument)
     except AtroposError as error:
         sys.stderr.write(f"{error}\n")
         sys.exit(2)
@@ -96,18 +108,21 @@ def main() -> NoReturn:
     sys.exit(0)
 
 
-def _environment_of(script: Path, words: Sequence[str]) -> type[Any]:
+def _environment_of(script: Path, words: Sequence[str], argument: str | None) -> type[Any]:
     """Execute a script up to its call of `cli()` and return the class."""
 
     def found(env_cls: type[Any]) -> NoReturn:
         raise _Found(env_cls)
 
-    sys.argv = [str(script), "serve", *words]
-    sys.path[0] = str(script.resolve().parent)
+    sys.argv = [str(script), *([] if argument is None else [argument]), "serve", *words]
     original = vars(BaseEnv)["cli"]
     BaseEnv.cli = classmethod(found)  # type: ignore[method-assign,assignment]
     try:
-        names = runpy.run_path(str(script), run_name="__main__")
+        if argument is not None:
+            names = runpy.run_module(str(script), run_name="__main__")
+        else:
+            sys.path[0] = str(script.resolve().parent)
+            names = runpy.run_path(str(script), run_name="__main__")
     except _Found as call:
         return call.env_cls
     finally:

@@ -331,7 +331,7 @@ class DemoPaths(RunPaths):
 def demo_plan(settings: DemoSettings, paths: DemoPaths, *, model: str, on_gpu: bool) -> RunPlan:
     """Return the plan of a run of the demo, or of a benchmark based on it."""
     environment = EnvironmentPlan(
-        script=settings.environment_door,
+        program=(str(settings.environment_door),),
         folder=paths.output,
         settings=environment_settings(settings),
         sections={

@@ -20,6 +20,7 @@ from typing import Any, NamedTuple
 
 from pydantic import ValidationError
 
+from atroposlib.adapters.registry import KINDS
 from atroposlib.errors import AtroposError, ConfigError
 from atroposlib.utils.command_parser import CommandParser
 from atroposlib.utils.text import without_secrets
@@ -65,7 +66,9 @@ _PROGRAM = "atropos-train"
 _RUNS = Path("train_runs")
 _TRAINER_PREFIX = "--trainer."
 _ENVIRONMENT_PREFIX = "--env."
-_FILE = re.compile(r"(?P<path>.+\.py)(?:=(?P<weight>.*))?")
+_KIND = "|".join(map(re.escape, KINDS))
+_FILE = re.compile(rf"(?P<path>.+\.py|(?:{_KIND}):.+?)(?:=(?P<weight>[^=]*))?")
+"""An environment: its file or KIND:NAME, and its weight."""
 
 _OWN_FLAGS = {
     "model_name": "--model",
@@ -177,7 +180,7 @@ def _prepare(
     if options.engine_url is not None:
         served_model(options.engine_url, options.model)
     environments = [
-        describe_environment(Path(options.working_folder, file.path), options.flags_of(name))
+        describe_environment(file.program(Path(options.working_folder)), options.flags_of(name))
         for file, name in zip(options.files, options.names(), strict=True)
     ]
     model = read_model(options.model)
@@ -263,7 +266,7 @@ def _print_result(plan: RunPlan, paths: RunPaths, result: TrainResult) -> None:
 def _parser() -> CommandParser:
     parser = CommandParser(
         prog=_PROGRAM,
-        usage=f"{_PROGRAM} FILE.py [FILE.py=WEIGHT ...] --model NAME_OR_PATH [--steps N] "
+        usage=f"{_PROGRAM} FILE.py|KIND:NAME [ENV=WEIGHT ...] --model NAME_OR_PATH [--steps N] "
         "[--env.NAME VALUE ...] [--trainer.NAME VALUE ...]",
         description="Train a model on the given environments: start the inference engine, the "
         "trajectory service, the environments and the trainer, and write results before and "
@@ -482,7 +485,7 @@ def _environment_file(text: str) -> EnvironmentFile:
     match = _FILE.fullmatch(text)
     if match is None:
         raise argparse.ArgumentTypeError(
-            f"expected the file of an environment, FILE.py, got {text!r}"
+            f"expected an environment as FILE.py or KIND:NAME (atropos-env list), got {text!r}"
         )
     if match["weight"] is None:
         return EnvironmentFile(match["path"])

@@ -9,12 +9,14 @@ from __future__ import annotations
 
 import contextlib
 import math
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from atroposlib.adapters.registry import KINDS
 from atroposlib.errors import ConfigError
 from example_trainer.config import TrainingConfig
 from example_trainer.launch.preflight import EnvironmentFacts, ModelFacts
@@ -27,8 +29,9 @@ from example_trainer.reporting.writing import REPORT_NAME
 class EnvironmentPlan:
     """One environment process of a run."""
 
-    script: Path
-    """The environment's file, absolute or relative to `RunPlan.working_folder`."""
+    program: tuple[str, ...]
+    """Words after `python`: the environment's file, absolute or relative to
+    `RunPlan.working_folder`, or `-m`, a module and its argument."""
     folder: Path
     """Output folder of its settings, groups, metrics and evaluations."""
     name: str = "environment"
@@ -222,8 +225,26 @@ class EnvironmentFile(NamedTuple):
     """One environment of the command line."""
 
     path: str
+    """File of an environment, or KIND:NAME of a task set of another library."""
     weight: float = 1.0
     """Share of every batch, relative to the others."""
+
+    @property
+    def is_task_set(self) -> bool:
+        return self.path.partition(":")[0] in KINDS and not self.path.endswith(".py")
+
+    @property
+    def stem(self) -> str:
+        """Name for folders and flags."""
+        if self.is_task_set:
+            return re.sub(r"[^A-Za-z0-9]+", "_", self.path).strip("_")[:64]
+        return Path(self.path).stem
+
+    def program(self, folder: Path) -> tuple[str, ...]:
+        """Return the words after `python` that start its commands, from a working folder."""
+        if self.is_task_set:
+            return ("-m", "atroposlib.cli.env", self.path)
+        return (str(folder / self.path),)
 
 
 @dataclass(frozen=True)
@@ -259,7 +280,7 @@ class TrainOptions:
         """Return a name for each file: its stem, numbered if it repeats."""
         names: list[str] = []
         for file in self.files:
-            stem = Path(file.path).stem
+            stem = file.stem
             repeats = sum(name == stem or name.startswith(f"{stem}-") for name in names)
             names.append(f"{stem}-{repeats + 1}" if repeats else stem)
         return names
@@ -547,7 +568,7 @@ def _environment_plan(
         settings["min_batch_allocation"] = share
         settings["inference_weight"] = file.weight
     return EnvironmentPlan(
-        script=Path(options.working_folder, file.path),
+        program=file.program(Path(options.working_folder)),
         folder=folder,
         name=name,
         settings=settings,

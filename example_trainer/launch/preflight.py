@@ -110,18 +110,25 @@ def _count_parameters(config: object, name: str) -> int:
 
 
 def describe_environment(
-    script: Path, flags: Sequence[str], *, variables: Mapping[str, str] | None = None
+    program: Sequence[str], flags: Sequence[str], *, variables: Mapping[str, str] | None = None
 ) -> EnvironmentFacts:
-    """Describe the environment of a file, in a separate process.
+    """Describe the environment of a program, in a separate process.
+
+    Args:
+        program: Words after `python` that start its commands: a file, or `-m`, a module and its
+            argument.
+        flags: Flags of `serve`.
+        variables: Environment variables; None means those of this process.
 
     Raises:
         ConfigError: The file does not exist, has no environment, or rejects a flag.
     """
-    if not script.is_file():
+    script = Path(program[-1])
+    if program[0] != "-m" and not script.is_file():
         near = sorted(script.parent.glob("*.py")) if script.parent.is_dir() else []
         hint = f"; {script.parent} has {', '.join(p.name for p in near[:5])}" if near else ""
         raise ConfigError(f"{script}: there is no such file{hint}")
-    command = [sys.executable, "-m", "atroposlib.envs.describe_script", str(script), *flags]
+    command = [sys.executable, "-m", "atroposlib.envs.describe_script", *program, *flags]
     try:
         done = subprocess.run(
             command,
@@ -139,7 +146,8 @@ def describe_environment(
         ) from error
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        raise ConfigError(last if str(script) in last else f"{script}: {last}")
+        name = program[-1]
+        raise ConfigError(last if name in last else f"{name}: {last}")
     return EnvironmentFacts(**json.loads(done.stdout.strip().splitlines()[-1]))
 
 

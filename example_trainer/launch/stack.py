@@ -80,7 +80,7 @@ def build_stack(
             plan, environment, engine_url=engine_url, service_url=service_url
         )
         write_yaml(sections, environment.config)
-        command = [str(environment.script), "serve", "--config", str(environment.config)]
+        command = [*environment.program, "serve", "--config", str(environment.config)]
         environments.append(
             part(
                 environment.process_name, [*command, *environment.flags], folder=plan.working_folder
@@ -135,7 +135,7 @@ def evaluation_process(
     write_yaml(sections, config)
     return _process(
         f"evaluation {when} of {environment.name}",
-        [str(environment.script), "evaluate", "--config", str(config), *environment.flags],
+        [*environment.program, "evaluate", "--config", str(config), *environment.flags],
         paths,
         common_variables(plan, inherited),
         plan.working_folder,

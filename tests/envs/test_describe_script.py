@@ -91,3 +91,15 @@ def test_describe_script_refuses_in_one_line(
     assert message in done.stderr
     assert len(done.stderr.strip().splitlines()) == 1
     assert done.stdout == ""
+
+
+def test_describe_script_reads_a_module_with_an_argument() -> None:
+    words = ["-m", "atroposlib.cli.env", "gymnasium:FrozenLake-v1", "--env.group_size", "5"]
+    command = [sys.executable, "-m", "atroposlib.envs.describe_script", *words]
+
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+
+    facts = json.loads(done.stdout)
+    assert facts["name"] == "gymnasium_FrozenLake-v1"
+    assert facts["group_size"] == 5
+    assert facts["limits_conversation"]

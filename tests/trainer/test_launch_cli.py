@@ -59,7 +59,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: object) -> str:
         (["my_words.py", "--steps", "0"], "expected an integer of at least 1, got '0'"),
         (["my_words.py", "--lr", "nan"], "expected a number above 0, got 'nan'"),
         (["my_words.py=-1", "--model", "m"], "expected a number above 0, got '-1'"),
-        (["my_words", "--model", "m"], "expected the file of an environment, FILE.py"),
+        (["my_words", "--model", "m"], "expected an environment as FILE.py or KIND:NAME"),
         (["--engine-url", "host:1"], "expected an address such as http://HOST:9001"),
         (["--engine-args", "'"], "cannot be split into arguments"),
         (["--resume"], "there is no run under train_runs/"),

@@ -336,3 +336,16 @@ def test_path_is_shown_from_the_working_directory_where_it_lies_below(
 
     assert shown_path(tmp_path / "runs" / "a") == str(Path("runs", "a"))
     assert shown_path(tmp_path.parent) == str(tmp_path.parent)
+
+
+def test_task_set_of_another_library_is_started_by_its_command() -> None:
+    file = EnvironmentFile("gymnasium:FrozenLake-v1", 2.0)
+    script = EnvironmentFile("folder/asks.py")
+
+    assert file.program(Path("/work")) == ("-m", "atroposlib.cli.env", "gymnasium:FrozenLake-v1")
+    assert script.program(Path("/work")) == ("/work/folder/asks.py",)
+    assert TrainOptions(files=(file, file, script), model="m").names() == [
+        "gymnasium_FrozenLake_v1",
+        "gymnasium_FrozenLake_v1-2",
+        "asks",
+    ]
