@@ -15,6 +15,9 @@ from pathlib import Path
 from string import ascii_lowercase
 from typing import Any
 
+from atroposlib.adapters.env import GuardedConversation
+from atroposlib.adapters.interface import Episode
+from atroposlib.adapters.registry import make_adapter
 from atroposlib.envs.conversation import ChatMessage, Conversation
 from atroposlib.envs.multi_turn_env import Limits, TokenSequence, play
 from atroposlib.tasks.blackjack import ACTIONS, Table
@@ -409,9 +412,104 @@ def wrong_calls(
     return wrong
 
 
+FROZEN_LAKE = "gymnasium:FrozenLake-v1"
+FROZEN_LAKE_SCRIPT = """from atroposlib.adapters.env import environment_class
+
+environment_class({spec!r}).cli()
+"""
+FROZEN_LAKE_TURNS = 10
+FROZEN_LAKE_TOKENS = 512
+NUM_LAKE_GAMES = 400
+AIMED_MOVES = 0.5
+"""Fraction of the moves that follow a shortest path; the others are random."""
+LAKE_ROUTE = {
+    **{(0, 0): "down", (1, 0): "down", (2, 0): "right", (2, 1): "down", (3, 1): "right"},
+    **{(0, 1): "left", (0, 2): "down", (0, 3): "left", (1, 2): "down", (2, 2): "down"},
+    (3, 2): "right",
+}
+"""A move on a shortest path, by row and column of the map of 4 x 4 cells."""
+LAKE_MOVES = ("left", "down", "right", "up")
+
+
+def frozen_lake(folder: Path, seed: int) -> TrainingTask:
+    """Return the task of walking over a frozen lake, from Gymnasium through its adapter.
+
+    The scripted policy takes a right move half of the time. `folder` gets the script.
+    """
+    script = folder / "frozen_lake.py"
+    script.write_text(FROZEN_LAKE_SCRIPT.format(spec=FROZEN_LAKE), encoding="utf-8")
+
+    def conversations(count: int) -> Iterator[Messages]:
+        yield from asyncio.run(_walks_over_the_lake(count, random.Random(seed)))
+
+    return TrainingTask(
+        settings=DemoSettings(
+            seed=seed,
+            steps=40,
+            groups_per_step=8,
+            group_size=16,
+            max_tokens=FROZEN_LAKE_TOKENS,
+            shape=TinyModelShape(max_length=FROZEN_LAKE_TOKENS),
+            task=None,
+            environment_door=script,
+            environment_sections={
+                "env": {
+                    "adapter_seed": seed,
+                    "max_turns": FROZEN_LAKE_TURNS,
+                    "max_turn_tokens": 12,
+                    "num_eval_items": NUM_LAKE_GAMES,
+                }
+            },
+        ),
+        evaluation={"eval_temperature": 1.0},
+        warm_up=WarmUp(steps=100, num_conversations=2_000, batch_size=32),
+        conversations=conversations,
+        measure=f"fraction of {NUM_LAKE_GAMES} walks that reach the goal",
+        value=lambda score: float(score > CORRECT),
+        reward=RewardMetric(
+            key="train/metric/solved",
+            label="fraction of walks that reach the goal",
+            summary="{:.0%} of the walks reach the goal",
+            limits=(0.0, 1.0),
+        ),
+    )
+
+
+async def _walks_over_the_lake(count: int, rng: random.Random) -> list[Messages]:
+    adapter = make_adapter(FROZEN_LAKE, {}, seed=0)
+    await adapter.open()
+    walks = []
+    for number in range(count):
+        episode = adapter.start({"seed": number})
+        assert isinstance(episode, Episode)
+        walk = GuardedConversation(episode, where=FROZEN_LAKE, step_timeout_s=60)
+        await walk.begin()
+        limits = Limits(max_turns=FROZEN_LAKE_TURNS)
+        walks.append((await play(walk, _Walker(rng), limits=limits)).messages)
+    return walks
+
+
+class _Walker(_ScriptedPolicy):
+    """Reads its cell, in brackets, from the last map of the chat."""
+
+    def __init__(self, rng: random.Random) -> None:
+        super().__init__(str)
+        self._rng = rng
+
+    async def write(self, chat: Sequence[ChatMessage], *, max_tokens: int) -> _Written:
+        rows = [line for line in str(chat[-1]["content"]).splitlines() if "[" in line]
+        lines = str(chat[-1]["content"]).splitlines()
+        move = self._rng.choice(LAKE_MOVES)
+        if rows and self._rng.random() < AIMED_MOVES:
+            place = len(lines) - lines.index(rows[-1])
+            move = LAKE_ROUTE.get((4 - place, rows[-1].index("[")), move)
+        return _Written(f"<action>{move}</action>")
+
+
 TASKS: Mapping[str, Callable[[Path, int], TrainingTask]] = {
     "arithmetic": arithmetic,
     "blackjack": blackjack,
+    "frozen_lake": frozen_lake,
     "hangman": hangman,
     "tool_calling": tool_calling,
 }
