@@ -36,8 +36,8 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from atroposlib.envs.single_turn_env import SingleTurnEnvConfig
 from atroposlib.errors import ConfigError, MissingExtraError
+from atroposlib.tasks.single_turn_parts import SavedRolloutsConfig
 from atroposlib.utils.text import near_name
 
 __all__ = [
@@ -60,7 +60,7 @@ START_COMPLEXITY = 0.3
 """Complexity of a task's first item under `curriculum`."""
 
 
-class ReasoningGymEnvConfig(SingleTurnEnvConfig):
+class ReasoningGymEnvConfig(SavedRolloutsConfig):
     """Settings of the tasks, of their complexity, of evaluations and of saved rollouts."""
 
     task_names: list[str] = Field(
@@ -97,20 +97,6 @@ class ReasoningGymEnvConfig(SingleTurnEnvConfig):
     )
     mask_too_long_completions: bool = Field(
         True, description="Whether truncated completions are excluded from the policy update."
-    )
-    dump_rollouts: bool = Field(
-        False, description="Whether rollouts above the score threshold are saved."
-    )
-    dump_failed_rollouts: bool = Field(
-        False, description="Whether groups in which all scores are 0 are saved."
-    )
-    rollout_save_score_threshold: float = Field(
-        0.7, ge=0, le=1, description="Score above which dump_rollouts saves a rollout."
-    )
-    dump_dir: str = Field("data_dumps", description="Folder of saved rollouts.")
-    debug_logging: bool = Field(False, description="Whether every scored group is logged.")
-    suppress_base_env_logs: bool = Field(
-        True, description="Whether the base environment class logs only warnings."
     )
 
     def validate_config(self) -> None:

@@ -1,19 +1,26 @@
-"""Shared parts of environments: thinking in tags, ranking by length, and default settings."""
+"""Shared parts of environments: thinking, ranking by length, saved rollouts, default settings."""
 
 from __future__ import annotations
 
+import logging
 import re
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, Protocol, TypeVar
+
+from pydantic import Field
 
 from atroposlib.envs.base import APIServerConfig, BaseEnvConfig, EvalHandlingEnum
+from atroposlib.envs.rollouts import GroupWriter
 from atroposlib.envs.server_handling.chat_rendering import render_messages
-from atroposlib.envs.single_turn_env import SingleTurnEnv, Trajectory
+from atroposlib.envs.single_turn_env import SingleTurnEnv, SingleTurnEnvConfig, Trajectory
 from atroposlib.utils.length_penalty import penalize_length
 
 __all__ = [
     "DEEP_THINKING",
+    "RolloutDump",
+    "SavedRolloutsConfig",
     "ThinkingEnv",
     "answer_after_thinking",
     "deep_hermes_settings",
@@ -72,6 +79,102 @@ def rank_by_length(
         return list(scores)
     lengths = [len(trajectory.tokens) for trajectory in trajectories]
     return penalize_length(scores, lengths, max_tokens=max_tokens, free_fraction=free_fraction)
+
+
+class SavedRolloutsConfig(SingleTurnEnvConfig):
+    """Settings of saved rollouts and of logging."""
+
+    dump_rollouts: bool = Field(
+        False, description="Whether rollouts above the score threshold are saved."
+    )
+    dump_failed_rollouts: bool = Field(
+        False, description="Whether groups in which all scores are 0 are saved."
+    )
+    rollout_save_score_threshold: float = Field(
+        0.7, ge=0, le=1, description="Score above which dump_rollouts saves a rollout."
+    )
+    dump_dir: str = Field("data_dumps", description="Folder of saved rollouts.")
+    debug_logging: bool = Field(False, description="Whether every scored group is logged.")
+    suppress_base_env_logs: bool = Field(
+        True, description="Whether the base environment class logs only warnings."
+    )
+
+    def set_log_levels(self, logger: logging.Logger) -> None:
+        """Set the levels of the base class's logger and of an environment's own."""
+        if self.suppress_base_env_logs:
+            logging.getLogger("atroposlib.envs.base").setLevel(logging.WARNING)
+        if self.debug_logging:
+            logger.setLevel(logging.DEBUG)
+
+
+class SavingRules(Protocol):
+    """The settings that select saved rollouts."""
+
+    dump_rollouts: bool
+    dump_failed_rollouts: bool
+    rollout_save_score_threshold: float
+    dump_dir: str
+
+
+class RolloutDump:
+    """Writes the trajectories selected by the settings, each with its score.
+
+    Args:
+        config: settings that select trajectories.
+        name: start of the names of the files, `<name>_rollouts.jsonl` and
+            `<name>_failed_rollouts.jsonl`, which are created with their first group.
+    """
+
+    def __init__(self, config: SavingRules, name: str) -> None:
+        self._config = config
+        self._name = name
+        self._writers: dict[str, GroupWriter] = {}
+
+    def save(
+        self,
+        details: Mapping[str, Any],
+        messages: Sequence[Mapping[str, Any]],
+        trajectories: Sequence[Trajectory],
+        scores: Sequence[float],
+    ) -> None:
+        """Write the selected trajectories of a group.
+
+        Args:
+            details: JSON values of the item, written with them.
+            messages: prompt of the group.
+            trajectories: [G].
+            scores: [G].
+        """
+        pairs = list(zip(trajectories, scores, strict=True))
+        if self._config.dump_failed_rollouts and not any(scores):
+            self._write("failed_rollouts", details, messages, pairs)
+        elif self._config.dump_rollouts:
+            threshold = self._config.rollout_save_score_threshold
+            good = [(trajectory, score) for trajectory, score in pairs if score > threshold]
+            self._write("rollouts", details, messages, good)
+
+    def close(self) -> None:
+        for writer in self._writers.values():
+            writer.close()
+
+    def _write(
+        self,
+        kind: str,
+        details: Mapping[str, Any],
+        messages: Sequence[Mapping[str, Any]],
+        pairs: Sequence[tuple[Trajectory, float]],
+    ) -> None:
+        if not pairs:
+            return
+        if kind not in self._writers:
+            path = Path(self._config.dump_dir) / f"{self._name}_{kind}.jsonl"
+            self._writers[kind] = GroupWriter(path)
+        record = {
+            **details,
+            "messages": [trajectory.chat(messages) for trajectory, _ in pairs],
+            "scores": [score for _, score in pairs],
+        }
+        self._writers[kind].write(record)
 
 
 Config = TypeVar("Config", bound=BaseEnvConfig)

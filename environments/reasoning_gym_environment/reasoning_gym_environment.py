@@ -15,16 +15,14 @@ import asyncio
 import logging
 import statistics
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any, ClassVar
 
 from atroposlib.envs.base import APIServerConfig, EvalHandlingEnum
-from atroposlib.envs.rollouts import GroupWriter
 from atroposlib.envs.single_turn_env import SingleTurnEnv, Trajectory
 from atroposlib.tasks import reasoning_gym as tasks
 from atroposlib.tasks.card import EnvironmentCard
 from atroposlib.tasks.reasoning_gym import START_COMPLEXITY, ReasoningGymEnvConfig, TaskItem
-from atroposlib.tasks.single_turn_parts import default_configs, rank_by_length
+from atroposlib.tasks.single_turn_parts import RolloutDump, default_configs, rank_by_length
 
 __all__ = ["Curriculum", "ReasoningGymEnv", "ReasoningGymEnvConfig"]
 
@@ -104,62 +102,6 @@ def _move(recent: list[float], target: float) -> float:
     return STEP * stability if accuracy > target else -STEP * stability
 
 
-class RolloutDump:
-    """Writes the trajectories selected by the settings, each with its score."""
-
-    def __init__(self, config: ReasoningGymEnvConfig) -> None:
-        self._config = config
-        self._writers: dict[str, GroupWriter] = {}
-
-    def save(
-        self,
-        item: TaskItem,
-        messages: Sequence[Mapping[str, str]],
-        trajectories: Sequence[Trajectory],
-        scores: Sequence[float],
-    ) -> None:
-        """Write the selected trajectories of a group.
-
-        Args:
-            item: item of the group.
-            messages: prompt of the group.
-            trajectories: [G].
-            scores: [G] scores of the task's scorer.
-        """
-        pairs = list(zip(trajectories, scores, strict=True))
-        if self._config.dump_failed_rollouts and not any(scores):
-            self._write("failed_rollouts", item, messages, pairs)
-        elif self._config.dump_rollouts:
-            threshold = self._config.rollout_save_score_threshold
-            good = [(trajectory, score) for trajectory, score in pairs if score > threshold]
-            self._write("rollouts", item, messages, good)
-
-    def close(self) -> None:
-        for writer in self._writers.values():
-            writer.close()
-
-    def _write(
-        self,
-        kind: str,
-        item: TaskItem,
-        messages: Sequence[Mapping[str, str]],
-        pairs: Sequence[tuple[Trajectory, float]],
-    ) -> None:
-        if not pairs:
-            return
-        if kind not in self._writers:
-            path = Path(self._config.dump_dir) / f"reasoning_gym_{kind}.jsonl"
-            self._writers[kind] = GroupWriter(path)
-        record = {
-            "task": item.task,
-            "complexity": item.complexity,
-            "gold_answer": item.entry["answer"],
-            "messages": [trajectory.chat(messages) for trajectory, _ in pairs],
-            "scores": [score for _, score in pairs],
-        }
-        self._writers[kind].write(record)
-
-
 class ReasoningGymEnv(SingleTurnEnv):
     """Tasks of the reasoning-gym package; an item is a `TaskItem`.
 
@@ -181,7 +123,7 @@ class ReasoningGymEnv(SingleTurnEnv):
         self.curriculum = Curriculum(target_accuracy=config.curriculum_target_accuracy)
         self.curriculum_state: dict[str, Any] = {}
         self.eval_set: list[TaskItem] = []
-        self.rollout_dump = RolloutDump(config)
+        self.rollout_dump = RolloutDump(config, "reasoning_gym")
 
     @classmethod
     def config_init(cls) -> tuple[ReasoningGymEnvConfig, APIServerConfig]:
@@ -203,10 +145,7 @@ class ReasoningGymEnv(SingleTurnEnv):
         )
 
     async def setup(self) -> None:
-        if self.config.suppress_base_env_logs:
-            logging.getLogger("atroposlib.envs.base").setLevel(logging.WARNING)
-        if self.config.debug_logging:
-            logger.setLevel(logging.DEBUG)
+        self.config.set_log_levels(logger)
         self.eval_set = await asyncio.to_thread(tasks.eval_items, self.config)
         names = tasks.task_names(self.config)
         logger.info("%d tasks, %d evaluation items", len(names), len(self.eval_set))
@@ -245,7 +184,12 @@ class ReasoningGymEnv(SingleTurnEnv):
             accuracy = statistics.fmean(score >= CORRECT for score in scores)
             self.curriculum.record(item.task, accuracy)
         logger.debug("%s, complexity %s: scores %s", item.task, item.complexity, scores)
-        self.rollout_dump.save(item, self.prompt(item), trajectories, scores)
+        details = {
+            "task": item.task,
+            "complexity": item.complexity,
+            "gold_answer": item.entry["answer"],
+        }
+        self.rollout_dump.save(details, self.prompt(item), trajectories, scores)
 
     def group_scores(
         self, scores: Sequence[float], trajectories: Sequence[Trajectory]
