@@ -76,7 +76,7 @@ class LocalItemsConfig(BaseEnvConfig):
 
     dataset_path: str = Field(
         "data.jsonl",
-        description="JSONL, JSON or Parquet file, or folder with a train and a test file.",
+        description="JSONL, JSON, CSV or Parquet file, or folder with a train and a test file.",
     )
     dataset_seed: int = Field(
         0, description="Seed of the order, and of the choice of test rows from a single file."
@@ -88,7 +88,7 @@ class HubItemsConfig(LocalItemsConfig):
 
     dataset_path: str | None = Field(  # type: ignore[assignment]
         None,
-        description="JSONL, JSON or Parquet file, or folder with a train and a test file; "
+        description="JSONL, JSON, CSV or Parquet file, or folder with a train and a test file; "
         "None loads the data set of the hub.",
     )
     dataset_name: str | None = Field(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import random
 from collections.abc import Sequence
@@ -12,11 +13,11 @@ from atroposlib.errors import ConfigError
 
 __all__ = ["find_split", "read_records", "read_splits", "require_data"]
 
-SUFFIXES = (".jsonl", ".json", ".parquet")
+SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
 
 
 def find_split(folder: Path, names: Sequence[str]) -> Path:
-    """Return the file of a split: `<name>.jsonl`, `.json` or `.parquet`, or `<name>-*` of those.
+    """Return the file of a split: `<name>.jsonl`, `.json`, `.parquet` or `.csv`, or `<name>-*`.
 
     Args:
         folder: folder of the data set.
@@ -49,10 +50,11 @@ def require_data(path: Path, columns: Sequence[str]) -> None:
 def read_records(
     path: Path, columns: Sequence[str], *, optional: Sequence[str] = ()
 ) -> list[dict[str, Any]]:
-    """Return the rows of a JSON Lines, JSON or Parquet file, reduced to some columns.
+    """Return the rows of a JSON Lines, JSON, Parquet or CSV file, reduced to some columns.
 
     Args:
-        path: the file; a `.json` file holds one list of objects.
+        path: the file; a `.json` file holds one list of objects, and the values of a `.csv` file,
+            whose first line has the columns, are texts.
         columns: required columns.
         optional: optional columns; None replaces a missing value.
 
@@ -64,7 +66,7 @@ def read_records(
         raise ConfigError(f"no data file {path}; {expected}{_sample_hint(path)}")
     try:
         rows = _read(path)
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, csv.Error) as error:
         raise ConfigError(f"{path} cannot be read ({error}); {expected}") from error
     if not rows:
         raise ConfigError(f"{path} holds no rows; {expected}")
@@ -129,6 +131,9 @@ def _read(path: Path) -> list[Any]:
 
         rows: list[Any] = pyarrow.parquet.read_table(path).to_pylist()
         return rows
+    if path.suffix == ".csv":
+        with path.open(encoding="utf-8-sig", newline="") as file:
+            return list(csv.DictReader(file))
     text = path.read_text(encoding="utf-8")
     if path.suffix == ".json":
         loaded = json.loads(text)

@@ -61,3 +61,20 @@ def test_folder_without_a_split_is_refused(tmp_path: Path) -> None:
 def test_missing_sample_of_a_shipped_environment_names_its_place(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"environments/data/sums_sample.*--env.dataset_path"):
         read_splits(tmp_path / "data" / "sums_sample", ["question"], shuffle_seed=0)
+
+
+def test_csv_file_is_read_with_quoted_line_breaks(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text('\ufeffquestion,answer,other\r\n"a, b\nc",1,x\r\n"d ""e""",2,y\r\n')
+
+    rows = read_records(path, COLUMNS)
+
+    assert rows == [{"question": "a, b\nc", "answer": "1"}, {"question": 'd "e"', "answer": "2"}]
+
+
+def test_csv_file_with_a_short_row_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text("question,answer\na,1\nb\n")
+
+    with pytest.raises(ConfigError, match="row 1 has no answer"):
+        read_records(path, COLUMNS)
