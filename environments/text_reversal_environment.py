@@ -49,8 +49,8 @@ CARD = EnvironmentCard(
 SAMPLE = Path(__file__).with_name("data") / "text_reversal_sample"
 OPEN, CLOSE = "<reversed_text>", "</reversed_text>"
 BASE_PROMPT = (
-    "You reverse texts. Write the characters of the user's text in the opposite order, the last one "
-    "first, and change nothing else: letters keep their case, and spaces, line breaks and "
+    "You reverse texts. Write the characters of the user's text in the opposite order, the last "
+    "one first, and change nothing else: letters keep their case, and spaces, line breaks and "
     f"punctuation are characters as well. Put the result between {OPEN} and {CLOSE}, exactly once "
     "and without anything else between the tags."
 )

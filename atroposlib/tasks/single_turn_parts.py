@@ -123,11 +123,14 @@ class RolloutDump:
         config: settings that select trajectories.
         name: start of the names of the files, `<name>_rollouts.jsonl` and
             `<name>_failed_rollouts.jsonl`, which are created with their first group.
+        batch_size: number of groups of a file that are written together.
     """
 
-    def __init__(self, config: SavingRules, name: str) -> None:
+    def __init__(self, config: SavingRules, name: str, *, batch_size: int = 1) -> None:
         self._config = config
         self._name = name
+        self._batch_size = batch_size
+        self._waiting: dict[str, list[dict[str, Any]]] = {}
         self._writers: dict[str, GroupWriter] = {}
 
     def save(
@@ -154,6 +157,8 @@ class RolloutDump:
             self._write("rollouts", details, messages, good)
 
     def close(self) -> None:
+        for kind in self._waiting:
+            self._flush(kind)
         for writer in self._writers.values():
             writer.close()
 
@@ -166,15 +171,23 @@ class RolloutDump:
     ) -> None:
         if not pairs:
             return
-        if kind not in self._writers:
-            path = Path(self._config.dump_dir) / f"{self._name}_{kind}.jsonl"
-            self._writers[kind] = GroupWriter(path)
         record = {
             **details,
             "messages": [trajectory.chat(messages) for trajectory, _ in pairs],
             "scores": [score for _, score in pairs],
         }
-        self._writers[kind].write(record)
+        self._waiting.setdefault(kind, []).append(record)
+        if len(self._waiting[kind]) >= self._batch_size:
+            self._flush(kind)
+
+    def _flush(self, kind: str) -> None:
+        records = self._waiting[kind]
+        if records and kind not in self._writers:
+            path = Path(self._config.dump_dir) / f"{self._name}_{kind}.jsonl"
+            self._writers[kind] = GroupWriter(path)
+        for record in records:
+            self._writers[kind].write(record)
+        records.clear()
 
 
 Config = TypeVar("Config", bound=BaseEnvConfig)
