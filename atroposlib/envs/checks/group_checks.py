@@ -102,6 +102,8 @@ def align(
     logprobs: Sequence[float] | None,
     sampled: Sequence[ScriptedSample],
     tokenizer: Any,
+    *,
+    is_demonstration: bool = False,
 ) -> Alignment:
     """Compare one trajectory with the replies of the model.
 
@@ -112,10 +114,14 @@ def align(
         logprobs: [L], or None for a group without logprobs.
         sampled: All replies to the requests of the item.
         tokenizer: Tokenizer of the environment.
+        is_demonstration: Whether the trajectory is trained by likelihood (`sft`), so that its
+            trained tokens may come from a data set.
     """
     trained = [i for i, mask in enumerate(masks) if mask != IGNORE_INDEX]
     spans = _spans(list(tokens), trained, sampled)
     written = {i for span in spans for i in range(span.start, span.end)}
+    if is_demonstration:
+        written = set(range(len(tokens)))
     return Alignment(
         spans=spans,
         mask_problem=_mask_problem(path, tokens, masks, written, tokenizer),
@@ -419,9 +425,26 @@ def _alignments(group: Any, sampled: Sequence[ScriptedSample], tokenizer: Any) -
     logprobs = group.get("inference_logprobs") or [None] * len(group["tokens"])
     rows = zip(group["tokens"], group["masks"], logprobs, strict=True)
     return [
-        align(f"[{i}]", tokens, masks, values, sampled, tokenizer)
+        align(
+            f"[{i}]",
+            tokens,
+            masks,
+            values,
+            sampled,
+            tokenizer,
+            is_demonstration=_is_demonstration(group, i),
+        )
         for i, (tokens, masks, values) in enumerate(rows)
     ]
+
+
+def _is_demonstration(group: Any, i: int) -> bool:
+    overrides = group.get("overrides")
+    is_listed = isinstance(overrides, list) and i < len(overrides)
+    for switches in (overrides[i] if is_listed else None, group.get("group_overrides")):
+        if isinstance(switches, Mapping) and switches.get("sft") is not None:
+            return bool(switches["sft"])
+    return False
 
 
 def _check_alignments(

@@ -384,6 +384,9 @@ async def check_cancel(stage: Stage, findings: Findings) -> None:
     rollout = asyncio.create_task(roll_out(stage.env, item))
     while not stage.model.num_in_flight and not rollout.done():  # noqa: ASYNC110
         await asyncio.sleep(POLL_S)
+    if rollout.done() and not stage.model.num_in_flight and rollout.exception() is None:
+        findings.skip("cancel", "the rollout made no request during which it could be cancelled")
+        return
     rollout.cancel()
     await asyncio.wait({rollout}, timeout=CANCEL_LIMIT_S)
     if not rollout.done():

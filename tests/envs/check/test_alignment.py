@@ -87,3 +87,13 @@ def test_known_logprob_of_neighbours_differs() -> None:
 
     assert all(a != b for a, b in itertools.pairwise(values))
     assert max(values) < 0
+
+
+def test_align_demonstration_may_train_on_tokens_of_a_data_set() -> None:
+    found = align("[0]", TOKENS, TOKENS, None, [], CharTokenizer(), is_demonstration=True)
+    wrong = align(
+        "[0]", TOKENS, [*TOKENS[:-1], 9], None, [], CharTokenizer(), is_demonstration=True
+    )
+
+    assert found.mask_problem is None
+    assert "masks[0][6] is 9" in (wrong.mask_problem or "")
