@@ -20,6 +20,7 @@ import io
 import json
 import zipfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import lru_cache
 from pathlib import Path
 from random import Random
 from typing import Any, Literal, NamedTuple
@@ -178,8 +179,9 @@ finish({"schema": schema, "valid": [is_valid(text) for text in call["texts"]]})
 )
 
 
-def packages() -> dict[str, bytes]:
-    """Return the files of pydantic and of the YAML parser for the sandbox, by path; blocks."""
+@lru_cache(maxsize=1)
+def packages() -> Mapping[str, bytes]:
+    """Return the files of pydantic and of the YAML parser for the sandbox, by path; cached."""
     archive = io.BytesIO()
     with zipfile.ZipFile(archive, "w") as file:
         for name in PACKAGES:
@@ -200,7 +202,7 @@ def packages() -> dict[str, bytes]:
                 continue
             folder = f"{distribution.replace('-', '_')}-{version}.dist-info"
             file.writestr(f"{folder}/METADATA", f"Name: {distribution}\nVersion: {version}\n")
-    files = {"packages.zip": archive.getvalue()}
+    files: dict[str, bytes] = {"packages.zip": archive.getvalue()}
     core = _origin(CORE)
     for path in core.parent.iterdir() if core else ():
         if path.suffix in (".py", ".so"):
@@ -224,7 +226,7 @@ class SchemaChecker:
     def __init__(self, sandbox: Sandbox, limits: SandboxLimits) -> None:
         self._sandbox = sandbox
         self._limits = limits
-        self._files: dict[str, bytes] = {}
+        self._files: Mapping[str, bytes] = {}
 
     async def open(self) -> None:
         """Collect the packages, and try them in the sandbox.
