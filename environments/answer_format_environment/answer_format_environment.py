@@ -2,7 +2,7 @@
 
     question, format -> [system, user] -> G completions -> the form, exactly once? -> 1 or 0
 
-`atroposlib/tasks/answer_formats.py` has the table of formats. The content of the answer is not
+`atroposlib/tasks/answers.py` has the table of formats. The content of the answer is not
 compared, so train it together with environments that do. Without the hub:
 
     python environments/answer_format_environment/answer_format_environment.py process \
@@ -25,7 +25,7 @@ from atroposlib.envs.base import APIServerConfig, Item, ScoredDataGroup
 from atroposlib.envs.dataset_items import DatasetItems, LocalItemsConfig, hub_rows
 from atroposlib.envs.single_turn_env import Trajectory
 from atroposlib.errors import ConfigError
-from atroposlib.tasks.answer_formats import FORMATS, AnswerFormat, DatasetType, formats_for
+from atroposlib.tasks.answers import FORMATS, AnswerFormat, DatasetType, formats_for
 from atroposlib.tasks.card import EnvironmentCard
 from atroposlib.tasks.single_turn_parts import (
     DEEP_THINKING,

@@ -11,7 +11,7 @@ import pytest
 
 from atroposlib.envs.check import check_environment
 from atroposlib.errors import ConfigError
-from atroposlib.tasks.answer_formats import FORMATS, AnswerFormat, formats_for
+from atroposlib.tasks.answers import FORMATS, AnswerFormat, formats_for
 from environments.answer_format_environment.answer_format_environment import (
     SAMPLE,
     AnswerFormatEnv,
