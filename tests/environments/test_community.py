@@ -1,0 +1,103 @@
+"""The contributed environments: layout of each folder, `check` of each environment."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from atroposlib.envs.base import BaseEnv
+from atroposlib.envs.check import check_environment
+from atroposlib.errors import MissingExtraError
+from environments.card_table import find_cards
+from environments.community.roman_numerals.roman_numerals_env import (
+    Numeral,
+    score_numeral,
+    to_roman,
+)
+
+FOLDER = Path(__file__).parents[2] / "environments" / "community"
+NAMES = sorted(path.name for path in FOLDER.iterdir() if path.is_dir() and path.name[0] not in "._")
+MAX_FOLDER_BYTES = 200_000
+IMPORT = re.compile(r"^\s*(?:from|import)\s+environments\b", re.MULTILINE)
+
+
+def files_of(name: str) -> list[Path]:
+    return [
+        path
+        for path in (FOLDER / name).rglob("*")
+        if path.is_file() and "__pycache__" not in path.parts
+    ]
+
+
+def environment_of(name: str) -> type[Any]:
+    """Return the class of a contributed environment; skips if a package is missing."""
+    try:
+        module = importlib.import_module(f"environments.community.{name}.{name}_env")
+    except MissingExtraError as error:
+        pytest.skip(str(error))
+    own = [
+        member
+        for _, member in inspect.getmembers(module, inspect.isclass)
+        if issubclass(member, BaseEnv) and member.__module__ == module.__name__
+    ]
+    assert len(own) == 1, f"expected one subclass of BaseEnv, found {own}"
+    return own[0]
+
+
+def test_there_is_an_example() -> None:
+    assert "roman_numerals" in NAMES
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_folder_has_the_layout_of_the_page(name: str) -> None:
+    files = files_of(name)
+    modules = [path.name for path in files if path.suffix == ".py"]
+    others = {path.relative_to(FOLDER / name).parts[0] for path in files} - set(modules)
+
+    assert re.fullmatch(r"[a-z][a-z0-9_]*", name)
+    assert modules == [f"{name}_env.py"]
+    assert "README.md" in others
+    assert others <= {"README.md", "sample"}
+    assert list(find_cards(FOLDER / name)) == modules
+    assert sum(path.stat().st_size for path in files) <= MAX_FOLDER_BYTES
+    source = (FOLDER / name / modules[0]).read_text(encoding="utf-8")
+    assert not IMPORT.search(source), "it imports another file of environments/"
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_environment_passes_the_check(name: str) -> None:
+    report = check_environment(environment_of(name))
+
+    if any("is not installed; run in a clone" in failure.detail for failure in report.failures):
+        pytest.skip(report.text)
+    assert report.passed, report.text
+
+
+@pytest.mark.parametrize(
+    ("number", "numeral"),
+    [(1, "I"), (4, "IV"), (9, "IX"), (48, "XLVIII"), (1994, "MCMXCIV"), (3999, "MMMCMXCIX")],
+)
+def test_roman_numeral(number: int, numeral: str) -> None:
+    assert to_roman(number) == numeral
+
+
+@pytest.mark.parametrize(
+    ("answer", "item", "total"),
+    [
+        ("<answer>IV</answer>", Numeral(4, True), 1.0),
+        ("It is <answer> 4 </answer>.", Numeral(4, False), 1.0),
+        ("<answer>IIII</answer>", Numeral(4, True), 0.1),
+        ("<answer>iv</answer>", Numeral(4, True), 0.1),
+        ("<answer>IV</answer><answer>IV</answer>", Numeral(4, True), 0.0),
+        ("<answer></answer>", Numeral(4, True), 0.0),
+        ("IV", Numeral(4, True), 0.0),
+        ("", Numeral(4, True), 0.0),
+    ],
+)
+def test_roman_answer(answer: str, item: Numeral, total: float) -> None:
+    assert sum(score_numeral(answer, item).values()) == pytest.approx(total)
