@@ -215,6 +215,9 @@ def _origin(name: str) -> Path | None:
     return Path(spec.origin) if spec and spec.origin else None
 
 
+MAX_SCHEMAS = 1000
+
+
 class SchemaChecker:
     """Validates texts against models in a sandbox.
 
@@ -227,6 +230,7 @@ class SchemaChecker:
         self._sandbox = sandbox
         self._limits = limits
         self._files: Mapping[str, bytes] = {}
+        self._schemas: dict[tuple[str, str], dict[str, Any]] = {}
 
     async def open(self) -> None:
         """Collect the packages, and try them in the sandbox.
@@ -244,16 +248,22 @@ class SchemaChecker:
             )
 
     async def schema(self, source: str, model_name: str) -> dict[str, Any]:
-        """Return the JSON schema of a model; empty if pydantic cannot make one.
+        """Return the JSON schema of a model, the last 1,000 cached; empty if there is none.
 
         Raises:
             ModelSourceError: the source fails, or has no model of this name.
         """
-        answer = await self._ask(source, model_name, "json", [])
-        if answer is None:
-            raise ModelSourceError(f"{model_name}: its source exceeded the limits of the sandbox")
-        schema: dict[str, Any] = answer["schema"]
-        return schema
+        key = (source, model_name)
+        if key not in self._schemas:
+            answer = await self._ask(source, model_name, "json", [])
+            if answer is None:
+                raise ModelSourceError(
+                    f"{model_name}: its source exceeds the limits of the sandbox"
+                )
+            while len(self._schemas) >= MAX_SCHEMAS:
+                self._schemas.pop(next(iter(self._schemas)))
+            self._schemas[key] = answer["schema"]
+        return self._schemas[key]
 
     async def validate(
         self, source: str, model_name: str, syntax: Syntax, texts: Sequence[str]

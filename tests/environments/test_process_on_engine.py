@@ -31,8 +31,11 @@ pytestmark = [
 
 ENVIRONMENTS = PAGE.parent
 NEED_RIGHT_ANSWERS = (
+    "answer_format_environment/answer_format_environment.py",
+    "letter_counting_environment/letter_counting_environment.py",
     "math_server.py",
     "math_server_zero.py",
+    "pydantic_schema_following_environment/pydantic_schema_following_environment.py",
     "rlaif_server.py",
     "tool_use_turnlevel_advantage_server.py",
 )

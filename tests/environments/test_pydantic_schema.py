@@ -107,7 +107,7 @@ async def test_xml_list_may_be_repeated_elements(checker: SchemaChecker) -> None
         ("import no_such_module", "Pet", "no_such_module"),
         ("x = (", "Pet", "SyntaxError"),
         ("raise SystemExit('out')", "Pet", "SystemExit: out"),
-        ("while True: pass", "Pet", "exceeded the limits"),
+        ("while True: pass", "Pet", "exceeds the limits"),
     ],
 )
 async def test_source_that_cannot_be_used_is_an_error(
