@@ -48,6 +48,7 @@ from atroposlib.tasks.single_turn_parts import (
     deep_hermes_settings,
     rank_by_length,
 )
+from atroposlib.utils.local_records import read_records
 
 __all__ = ["IFConfig", "InstructionFollowingEnv", "score_completion"]
 
@@ -194,8 +195,6 @@ class InstructionFollowingEnv(DatasetItems, ThinkingEnv):
         train, test = super()._read()
         path = self.config.resume_from_unsolved_dataset
         if path is not None:
-            from atroposlib.utils.local_records import read_records
-
             train = read_records(Path(path), self.columns, optional=self.optional_columns)
         return train, test
 
