@@ -147,7 +147,7 @@ class InstructionFollowingEnv(DatasetItems, ThinkingEnv):
     columns = ("messages", "ground_truth")
     optional_columns = ("constraint", "example")
     logs_percent_correct = True
-    check_settings: ClassVar[dict[str, Any]] = {"dataset_path": str(SAMPLE)}
+    check_settings: ClassVar[dict[str, Any]] = {"dataset_path": str(SAMPLE), "unsolved_path": None}
 
     def __init__(self, config: IFConfig, *args: Any, **kwargs: Any) -> None:
         config.dataset_seed = config.dataset_shuffle_seed

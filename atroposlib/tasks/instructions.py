@@ -1,4 +1,4 @@
-"""Instructions whose fulfilment a program can verify, and the curriculum over such items.
+"""Instructions that a program can verify, and the curriculum over such items.
 
     row -> Instruction(verifier, arguments) -> is_followed(text)
 

@@ -88,7 +88,8 @@ RULES: dict[str, Rule] = {
     "masks": Rule(
         "masks",
         "masks[t] is -100, or tokens[t] where the model generated that token",
-        "use node.masked_tokens from managed_server, or masks from tokenize_for_trainer",
+        "use node.masked_tokens from managed_server, or masks from tokenize_for_trainer; mark a "
+        "demonstration from a data set with the override sft",
     ),
     "logprobs": Rule(
         "logprobs",
