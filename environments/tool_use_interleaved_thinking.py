@@ -39,7 +39,7 @@ from atroposlib.envs.server_handling.chat_rendering import render_messages
 from atroposlib.envs.server_handling.turn_recording import SequenceNode
 from atroposlib.envs.single_turn_env import RESERVED_TOKENS
 from atroposlib.envs.tools import Tool, parse_tool_calls, run_tool_calls, tool_instructions
-from atroposlib.errors import ConfigError
+from atroposlib.errors import ConfigError, NoTextCompletionsError
 from atroposlib.sandbox import (
     Sandbox,
     SandboxLimits,
@@ -344,8 +344,11 @@ class _Piece(NamedTuple):
 class InlinePolicy:
     """Continues one assistant message; generation stops after each tool call.
 
+    A server that only answers chats cannot continue a message: there, each piece is a message, and
+    responses are messages of the user.
+
     Args:
-        server: a server with text completions, or a managed server for this message only.
+        server: a server, or a managed server for this message only.
         tokenizer: tokenizer for rendering the prompt.
         is_managed: Whether `server` records tokens.
         sampling: further parameters of each request, such as `temperature`.
@@ -355,8 +358,10 @@ class InlinePolicy:
         self._server = server
         self._tokenizer = tokenizer
         self._is_managed = is_managed
-        self._sampling = sampling
-        self._opening: list[ChatMessage] = []
+        self._sampling = {"n": 1, "stop": [CLOSE_CALL], **sampling}
+        self._is_chat_only = False
+        self._chat: list[ChatMessage] = []
+        self._num_opening = 0
         self._prompt = ""
         self._text = ""
         self._num_tokens = 0
@@ -371,34 +376,48 @@ class InlinePolicy:
     async def write(self, chat: Sequence[ChatMessage], *, max_tokens: int) -> _Piece:
         added = self._added(chat)
         if not self._text:
-            self._opening, self._prompt = list(chat), added
+            self._num_opening, self._prompt = len(chat), added
         prompt = self._text + added
-        answer = await self._server.completion(
-            prompt=prompt, n=1, max_tokens=max_tokens, stop=[CLOSE_CALL], **self._sampling
-        )
-        [choice] = answer.choices
-        self._text = prompt + choice.text
+        piece = await self._sample(prompt, chat, max_tokens=max_tokens)
+        self._text = prompt + piece.text
+        self._chat = [*chat, {"role": "assistant", "content": piece.text}]
         if self._is_managed:
             self._note_node(known_length=len(self._node.tokens) if self._node else 0)
         else:
             self._num_tokens = len(self._tokenizer.encode(self._text))
-        return _Piece(choice.text, choice.finish_reason == "length")
+        return piece
 
     def sequences(self) -> list[TokenSequence]:
         node = self._node
         if node is None:
             return []
-        written = {"role": "assistant", "content": node.full_text[len(self._prompt) :]}
+        written = {"role": "assistant", "content": self._text[len(self._prompt) :]}
+        is_one_message = not self._is_chat_only
         return [
             TokenSequence(
                 tokens=node.tokens,
                 masks=node.masked_tokens,
                 inference_logprobs=node.logprobs,
-                messages=[*self._opening, written],
+                messages=[*self._chat[: self._num_opening], written]
+                if is_one_message
+                else _as_turns(self._chat),
                 spans=list(self._spans),
                 finish_reason=(node.metadata or {}).get("finish_reason"),
             )
         ]
+
+    async def _sample(self, prompt: str, chat: Sequence[ChatMessage], *, max_tokens: int) -> _Piece:
+        sampling = {**self._sampling, "max_tokens": max_tokens}
+        if not self._is_chat_only:
+            try:
+                answer = await self._server.completion(prompt=prompt, **sampling)
+                [choice] = answer.choices
+                return _Piece(choice.text, choice.finish_reason == "length")
+            except NoTextCompletionsError:
+                self._is_chat_only = True
+        answer = await self._server.chat_completion(messages=_as_turns(chat), **sampling)
+        [choice] = answer.choices
+        return _Piece(choice.message.content or "", choice.finish_reason == "length")
 
     def _added(self, chat: Sequence[ChatMessage]) -> str:
         """Return the prompt, or the response to the last call."""
@@ -406,10 +425,18 @@ class InlinePolicy:
 
     def _note_node(self, *, known_length: int) -> None:
         node: SequenceNode = self._server.get_state()["nodes"][-1]
-        trained = (i for i in range(known_length, len(node.tokens)))
-        start = next((i for i in trained if node.masked_tokens[i] != IGNORE_INDEX), known_length)
+        positions = range(known_length, len(node.tokens))
+        sampled = (i for i in positions if node.masked_tokens[i] != IGNORE_INDEX)
+        start = next(sampled, known_length)
         self._spans.append(TurnSpan(len(self._spans), start, len(node.tokens)))
-        self._node, self._text, self._num_tokens = node, node.full_text, len(node.tokens)
+        self._node, self._num_tokens = node, len(node.tokens)
+        if not self._is_chat_only:
+            self._text = node.full_text
+
+
+def _as_turns(chat: Sequence[ChatMessage]) -> list[ChatMessage]:
+    """Return a chat whose responses of tools are messages of the user."""
+    return [{**m, "role": "user"} if m["role"] == "tool" else m for m in chat]
 
 
 class InterleavedInlineConfig(HubItemsConfig, MultiTurnEnvConfig):

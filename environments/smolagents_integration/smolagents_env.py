@@ -9,7 +9,7 @@ without network; its variables live on because each step runs after all earlier 
 recorded results of tools. Needs smolagents, here or in a virtual environment of its own
 (`--env.agent_python`), and a sandbox:
 
-    pip install 'smolagents[openai]>=1.26'
+    pip install '.[smolagents]'
     python environments/smolagents_integration/smolagents_env.py process --env.total_steps 4 \
         --env.dataset_path environments/data/smolagents_sample
 """
@@ -63,7 +63,7 @@ CARD = EnvironmentCard(
     turns="up to 12",
     reward="0.5 right, 0.2 form, 0.1 each for final_answer, few errors and few steps",
     data="GAIA or other files at `--env.dataset_path`",
-    needs="`pip install 'smolagents[openai]'`; a sandbox",
+    needs="`pip install '.[smolagents]'`, bubblewrap",
     command="process --env.dataset_path environments/data/smolagents_sample --env.total_steps 4",
 )
 

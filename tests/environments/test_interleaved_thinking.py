@@ -11,7 +11,6 @@ import pytest
 from atroposlib.envs.check import check_environment
 from atroposlib.envs.conversation import Turn
 from atroposlib.envs.tools import Tool
-from atroposlib.errors import NoTextCompletionsError
 from atroposlib.sandbox import SandboxUnavailableError, open_sandbox
 from atroposlib.scored_data import check_group
 from environments.tool_use_interleaved_thinking import (
@@ -223,9 +222,7 @@ async def test_process_masks_results_within_one_message(
     for group in read_groups(out):
         check_group(group)
         assert sorted(group["scores"]) == [-1.0, -1.0, 1.2, 1.2]
-        rows = zip(
-            group["tokens"], group["masks"], group["messages"], group["scores"], strict=True
-        )
+        rows = zip(group["tokens"], group["masks"], group["messages"], group["scores"], strict=True)
         for ids, masks, chat, score in rows:
             trained = "".join(chr(i) for i, m in zip(ids, masks, strict=True) if m > 2)
             assert "<tool_response>" not in trained
@@ -251,15 +248,38 @@ async def test_evaluation_calls_tools_on_a_plain_server(
     assert report["results"]["all"]["eval/calls"] == 0.5
 
 
-async def test_server_of_chats_only_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with ScriptedEngine(Thinking(), offers_completions=False) as engine:
-        env = make_env(InterleavedInlineEnv, engine, monkeypatch, dataset_path=str(SAMPLE))
-        await env.setup()
-        with pytest.raises(NoTextCompletionsError):
-            await env.play_for_evaluation(await env.get_next_item())
+async def test_server_of_chats_only_gets_responses_as_messages_of_the_user(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    data = tmp_path / "data.jsonl"
+    data.write_text(json.dumps({"problem": "6 * 7?", "answer": "42"}) + "\n")
 
+    def reply(body: dict[str, Any]) -> dict[str, str]:
+        last = body["messages"][-1]
+        if "<tool_response>" in last["content"]:
+            return {"content": "It is 42.</think>\\boxed{42}"}
+        return {"content": f"<think>{call()}"}
+
+    async with ScriptedEngine(messages=reply, offers_completions=False) as engine:
+        env = make_env(
+            InterleavedInlineEnv,
+            engine,
+            monkeypatch,
+            dataset_path=str(data),
+        )
+        await env.setup()
+        rollout = await env.play_for_evaluation(await env.get_next_item())
         await env.server.close()
         await env.close()
+
+    assert [message["role"] for message in rollout.messages[-3:]] == [
+        "assistant",
+        "tool",
+        "assistant",
+    ]
+    assert rollout.rewards == pytest.approx([0.0, 1.2])
+    sent = [message["role"] for message in engine.requests[-1].body["messages"]]
+    assert sent == ["system", "user", "assistant", "user", "assistant", "user"]
 
 
 def test_worked_example_of_the_prompt_follows_the_rules() -> None:

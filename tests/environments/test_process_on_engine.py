@@ -100,6 +100,8 @@ def test_process_of_a_card_writes_groups_and_their_page(
 ) -> None:
     if "bubblewrap" in find_cards()[path].needs and shutil.which("bwrap") is None:
         pytest.skip("bubblewrap is not installed")
+    if "smolagents" in find_cards()[path].needs:
+        pytest.importorskip("smolagents")
 
     code = _run(path, _words(path, noisy_engine, tmp_path), monkeypatch)
 

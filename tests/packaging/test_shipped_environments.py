@@ -22,6 +22,7 @@ EXTENDED = {
     "reasoning_gym_environment/reasoning_gym_teacher_distill.py": (
         "reasoning_gym_environment/reasoning_gym_environment.py"
     ),
+    "reward_model_env.py": "rlaif_server.py",
 }
 """Environment that extends another one -> that one, which is copied with it."""
 CHECKED = {
