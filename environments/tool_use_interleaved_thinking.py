@@ -57,7 +57,7 @@ __all__ = [
     "InterleavedConversation",
     "InterleavedInlineConfig",
     "InterleavedInlineEnv",
-    "Problem",
+    "NumberProblem",
     "calculate",
     "score_message",
 ]
@@ -167,7 +167,7 @@ def _bounded(value: Any) -> int | float:
     return value
 
 
-class Problem(NamedTuple):
+class NumberProblem(NamedTuple):
     """One item."""
 
     question: str
@@ -178,10 +178,10 @@ class Problem(NamedTuple):
 NUMBER = re.compile(r"[-+]?[\d,]*\.?\d+(?:/\d+)?")
 
 
-def read_problem(row: Mapping[str, Any]) -> Problem | None:
+def read_problem(row: Mapping[str, Any]) -> NumberProblem | None:
     """Return the problem of a row; None if its answer is not a number."""
     answer = str(row.get("answer") or row.get("expected_answer") or "").strip()
-    return Problem(str(row["problem"]), answer) if NUMBER.fullmatch(answer) else None
+    return NumberProblem(str(row["problem"]), answer) if NUMBER.fullmatch(answer) else None
 
 
 def score_message(pieces: Sequence[str], answer: str, *, num_results: int) -> dict[str, float]:
@@ -290,7 +290,7 @@ class InterleavedConversation(Conversation):
 
     unfinished_reward = MALFORMED
 
-    def __init__(self, problem: Problem, tools: Sequence[Tool], *, timeout_s: float) -> None:
+    def __init__(self, problem: NumberProblem, tools: Sequence[Tool], *, timeout_s: float) -> None:
         self.problem = problem
         self.pieces: list[str] = []
         self.num_results = 0
@@ -454,7 +454,7 @@ class InterleavedInlineConfig(HubItemsConfig, MultiTurnEnvConfig):
 
 
 class InterleavedInlineEnv(DatasetItems, MultiTurnEnv):
-    """Problems with a number as answer; an item is a `Problem`.
+    """Problems with a number as answer; an item is a `NumberProblem`.
 
     Attributes:
         tools: the calculator and, where a sandbox is available, Python; set by `setup`.
@@ -492,7 +492,7 @@ class InterleavedInlineEnv(DatasetItems, MultiTurnEnv):
         python = PythonTool(sandbox, timeout_s=self.config.tool_timeout_s)
         self.tools.append(Tool.of(python.python_interpreter))
 
-    def start_conversation(self, item: Problem) -> InterleavedConversation:
+    def start_conversation(self, item: NumberProblem) -> InterleavedConversation:
         # The sandbox ends a program itself; its set-up takes time of its own.
         return InterleavedConversation(item, self.tools, timeout_s=self.config.tool_timeout_s + 30)
 
@@ -503,7 +503,7 @@ class InterleavedInlineEnv(DatasetItems, MultiTurnEnv):
     async def play_for_evaluation(self, item: Any) -> Rollout:
         return await self._play(item, None, temperature=self.config.eval_temperature, split="eval")
 
-    async def _play(self, item: Problem, managed: Any, **sampling: Any) -> Rollout:
+    async def _play(self, item: NumberProblem, managed: Any, **sampling: Any) -> Rollout:
         policy = InlinePolicy(
             self.server if managed is None else managed,
             self.tokenizer,
@@ -532,7 +532,7 @@ class InterleavedInlineEnv(DatasetItems, MultiTurnEnv):
             f"{area}/failed_calls": statistics.fmean(talk.num_errors for talk in talks),
         }
 
-    def check_gold_answer(self, item: Problem) -> str:
+    def check_gold_answer(self, item: NumberProblem) -> str:
         return f"<think>That is known.</think>\nIt is \\boxed{{{item.answer}}}."
 
     def _read_hub(self) -> tuple[Any, Any]:

@@ -93,7 +93,7 @@ class StepLimit(Exception):
     """The agent used its steps without a final answer."""
 
 
-class StepNotes:
+class WrittenSteps:
     """Callback of smolagents after each step.
 
     Args:
@@ -139,7 +139,7 @@ def run_task(task: Mapping[str, Any], channel: EnvironmentChannel) -> dict[str, 
         extra_body={"include_stop_str_in_output": True},
         **task["sampling"],
     )
-    notes = StepNotes(task["max_steps"])
+    notes = WrittenSteps(task["max_steps"])
     agent = CodeAgent(
         tools=[make_tool(definition) for definition in task["tools"]],
         model=model,

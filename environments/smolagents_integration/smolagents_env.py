@@ -100,7 +100,7 @@ class AgentRun(NamedTuple):
 
     answer: str
     texts: list[str]
-    """What the model wrote, step by step."""
+    """Texts of the model, step by step."""
     num_errors: int
     """Number of steps that failed or had no code."""
     is_own_answer: bool

@@ -18,7 +18,7 @@ from environments.tool_use_interleaved_thinking import (
     SAMPLE,
     InterleavedConversation,
     InterleavedInlineEnv,
-    Problem,
+    NumberProblem,
     PythonTool,
     calculate,
     calculator,
@@ -28,7 +28,7 @@ from environments.tool_use_interleaved_thinking import (
 from tests.environments.offline import evaluate, make_env, read_groups, run_process
 from tests.fakes import ScriptedEngine
 
-PROBLEM = Problem("What is 6 times 7?", "42")
+PROBLEM = NumberProblem("What is 6 times 7?", "42")
 RIGHT, WRONG = {"answer": 1.0, "tool": 0.0}, {"answer": -1.0, "tool": 0.0}
 HELPED = {"answer": 1.0, "tool": 0.2}
 

@@ -10,10 +10,9 @@ import pytest
 from atroposlib.envs.check import check_environment
 from atroposlib.errors import ConfigError
 from atroposlib.scored_data import check_group
-from environments.intern_bootcamp.intern_bootcamp_env import (
+from atroposlib.tasks.bootcamps import (
     BootcampCase,
     Coinsbootcamp,
-    InternBootcampEnv,
     UnsafeVerifierError,
     bootcamp_reward,
     load_bootcamp,
@@ -21,6 +20,7 @@ from environments.intern_bootcamp.intern_bootcamp_env import (
     package_tasks,
     verify_answer,
 )
+from environments.intern_bootcamp.intern_bootcamp_env import InternBootcampEnv
 from tests.environments.offline import PROBED, evaluate, make_env, read_groups, run_process
 from tests.fakes import ScriptedEngine
 
@@ -236,6 +236,28 @@ async def test_process_scores_groups(tmp_path: Path, monkeypatch: pytest.MonkeyP
     [group] = read_groups(out)
     check_group(group)
     assert sorted(group["scores"]) == pytest.approx([-0.5, -0.3, 1.0])
+
+
+async def test_refusal_in_a_worker_fails_the_group_under_its_name(
+    tasks: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with ScriptedEngine([PROBED, PROBED, "__import__('os').getcwd()"]) as engine:
+        env = make_env(
+            InternBootcampEnv,
+            engine,
+            monkeypatch,
+            task_name=f"{tasks}:Evalbootcamp",
+            num_score_workers=1,
+            num_eval_cases=0,
+        )
+        await env.setup()
+        item = await env.get_next_item()
+        with pytest.raises(UnsafeVerifierError, match="select another task"):
+            await env.collect_trajectories(item)
+
+        await env.server.close()
+        await env.close()
+        await env._close_score_pool()
 
 
 async def test_evaluation_names_the_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
