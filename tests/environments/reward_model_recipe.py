@@ -1,4 +1,4 @@
-"""Training of `environments/data/reward_model_sample`, a classifier of 30,000 parameters.
+"""Training of `environments/data/reward_model_sample`, a classifier of 26,000 parameters.
 
 It reads bytes and prefers finished sentences of English to empty, cut or meaningless ones:
 
