@@ -37,8 +37,11 @@ __all__ = [
     "ScoredDataItem",
     "check_group",
     "has_placeholder_tokens",
+    "has_zeroed_advantage",
+    "is_demonstration",
     "merge_items",
     "num_sequences",
+    "temperature_of",
 ]
 
 IGNORE_INDEX = -100
@@ -167,6 +170,47 @@ def num_sequences(group: Mapping[str, Any]) -> int:
 def has_placeholder_tokens(tokens: Sequence[int]) -> bool:
     """Whether the [L] ids of a trajectory are `PLACEHOLDER_TOKENS`."""
     return len(tokens) == len(PLACEHOLDER_TOKENS) and tuple(tokens) == PLACEHOLDER_TOKENS
+
+
+def is_demonstration(group: Mapping[str, Any], i: int) -> bool:
+    """Return whether trajectory i is trained by likelihood: its own `sft`, else the group's.
+
+    Raises:
+        GroupError: `set_advantage_to_zero` is set too.
+    """
+    own = _override_of(group, i).get("sft")
+    of_group = (group.get("group_overrides") or {}).get("sft")
+    is_sft = bool(of_group if own is None else own)
+    if is_sft and has_zeroed_advantage(group, i):
+        raise GroupError(
+            f"overrides[{i}]: sft and set_advantage_to_zero exclude each other; a demonstration "
+            "has no advantage. Mask its tokens to leave it out"
+        )
+    return is_sft
+
+
+def has_zeroed_advantage(group: Mapping[str, Any], i: int) -> bool:
+    """Return whether an override sets the advantage of trajectory i to zero."""
+    return bool(_override_of(group, i).get("set_advantage_to_zero"))
+
+
+def temperature_of(group: Mapping[str, Any], i: int) -> float:
+    """Return the sampling temperature of trajectory i, 1 if unknown or greedy."""
+    for source in (
+        _override_of(group, i),
+        group.get("generation_params") or {},
+        group.get("group_overrides") or {},
+    ):
+        value = source.get("temperature")
+        if value is not None:
+            # Logits cannot be divided by the temperature of greedy decoding, 0.
+            return float(value) if float(value) > 0 else 1.0
+    return 1.0
+
+
+def _override_of(group: Mapping[str, Any], i: int) -> Mapping[str, Any]:
+    overrides = group.get("overrides") or []
+    return (overrides[i] or {}) if i < len(overrides) else {}
 
 
 def merge_items(items: Sequence[Mapping[str, Any]]) -> tuple[ScoredDataGroup, list[str]]:

@@ -23,6 +23,9 @@ from atroposlib.scored_data import (
     MAX_SCORE,
     check_group,
     has_placeholder_tokens,
+    has_zeroed_advantage,
+    is_demonstration,
+    temperature_of,
 )
 from example_trainer.loss import PADDED_TEACHER_ID
 
@@ -207,28 +210,6 @@ def unknown_fields(group: Mapping[str, Any]) -> set[str]:
     return {name for name, value in group.items() if value and name not in _KNOWN_FIELDS}
 
 
-def is_demonstration(group: Mapping[str, Any], i: int) -> bool:
-    """Return whether trajectory i is trained by likelihood: its own `sft`, else the group's.
-
-    Raises:
-        GroupError: `set_advantage_to_zero` is set too.
-    """
-    own = _override(group, i).get("sft")
-    of_group = (group.get("group_overrides") or {}).get("sft")
-    is_sft = bool(of_group if own is None else own)
-    if is_sft and has_zeroed_advantage(group, i):
-        raise GroupError(
-            f"overrides[{i}]: sft and set_advantage_to_zero exclude each other; a demonstration "
-            "has no advantage. Mask its tokens to leave it out"
-        )
-    return is_sft
-
-
-def has_zeroed_advantage(group: Mapping[str, Any], i: int) -> bool:
-    """Return whether an override sets the advantage of trajectory i to zero."""
-    return bool(_override(group, i).get("set_advantage_to_zero"))
-
-
 def is_truncated_by_engine(group: Mapping[str, Any], i: int) -> bool:
     """Return whether the engine truncated the last completion of trajectory i.
 
@@ -286,25 +267,6 @@ def teacher_row(
         check_teacher_ids(ids_path, id_row, vocabulary=vocabulary)
         check_numbers(path, logprob_row)
     return ids[i], logprobs[i]
-
-
-def temperature_of(group: Mapping[str, Any], i: int) -> float:
-    """Return the sampling temperature of trajectory i, 1 if unknown or greedy."""
-    for source in (
-        _override(group, i),
-        group.get("generation_params") or {},
-        group.get("group_overrides") or {},
-    ):
-        value = source.get("temperature")
-        if value is not None:
-            # Logits cannot be divided by the temperature of greedy decoding, 0.
-            return float(value) if float(value) > 0 else 1.0
-    return 1.0
-
-
-def _override(group: Mapping[str, Any], i: int) -> Mapping[str, Any]:
-    overrides = group.get("overrides") or []
-    return (overrides[i] or {}) if i < len(overrides) else {}
 
 
 def _check_lengths(field: str, rows: Sequence[Any], tokens: Sequence[Sequence[int]]) -> None:

@@ -24,6 +24,7 @@ import contextlib
 import logging
 import os
 import sys
+import threading
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
@@ -378,8 +379,9 @@ _AT_EXIT = RetryRule(attempts=2)
 class BatchIterator:
     """Iterator over the batches of one run, created by `batches`.
 
-    Use it from one thread at a time. Each entry is a `LeasedBatch`; `docs/wire.md` describes its
-    `groups`.
+    Use it from one thread at a time. With `acknowledge="explicit"`, other threads may call `ack`,
+    `nack` and `set_policy_version` while one waits for a batch. Each entry is a `LeasedBatch`;
+    `docs/wire.md` describes its `groups`.
 
     Attributes:
         num_acknowledged: batches acknowledged as trained through this iterator.
@@ -408,6 +410,7 @@ class BatchIterator:
         self._is_closed = self._is_ending = False
         self._process_id = os.getpid()
         self._held: dict[str, LeasedBatch] = {}
+        self._registering = threading.Lock()
 
     @property
     def held(self) -> list[LeasedBatch]:
@@ -567,7 +570,9 @@ class BatchIterator:
             return None
 
     def _register(self) -> None:
-        if not self._is_registered:
+        with self._registering:
+            if self._is_registered:
+                return
             step = self._registration["starting_step"] + self.num_acknowledged
             self._client.register(**{**self._registration, "starting_step": step})
             if not self._is_registered_at_exit:

@@ -20,15 +20,16 @@ from typing import Any
 
 from atroposlib.api.client import BatchIterator, batches
 from atroposlib.errors import ConfigError, GroupError
-from atroposlib.scored_data import IGNORE_INDEX, check_group
-from atroposlib.utils.command_parser import CommandParser
-from example_trainer.engine import EngineControl
-from example_trainer.rows import (
+from atroposlib.scored_data import (
+    IGNORE_INDEX,
+    check_group,
     has_zeroed_advantage,
     is_demonstration,
-    refuse_unsampled,
     temperature_of,
 )
+from atroposlib.utils.command_parser import CommandParser
+from example_trainer.engine import EngineControl
+from example_trainer.rows import refuse_unsampled
 
 _UNUSED_FIELDS = ("advantages", "distill_token_ids", "distill_logprobs", "images")
 _PROMPT = "placeholder"
