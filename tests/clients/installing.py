@@ -23,6 +23,7 @@ __all__ = [
     "NotInstallableError",
     "node_folder",
     "node_program",
+    "packages_of",
     "pinned_version",
     "python_of",
 ]
@@ -56,9 +57,7 @@ def python_of(name: str, *, limit_s: float) -> Path:
     python = folder / "bin" / "python"
 
     def make() -> None:
-        uv = shutil.which("uv", path=os.pathsep.join([str(Path(sys.executable).parent), _PATH]))
-        if uv is None:
-            raise NotInstallableError("uv is not installed; pip install uv")
+        uv = _uv()
         _run([uv, "venv", "--quiet", "--clear", "--python", sys.executable, str(folder)], limit_s)
         install = [uv, "pip", "install", "--quiet", "--no-deps", "--python", str(python)]
         _run([*install, "-r", str(pins)], limit_s)
@@ -82,6 +81,37 @@ def interpreter_of(version: str) -> str:
         if done.returncode == 0:
             return program
     raise NotInstallableError(f"there is no Python {version} on this machine")
+
+
+def packages_of(name: str, *, limit_s: float, python_version: str | None = None) -> Path:
+    """Return a folder of packages for `PYTHONPATH`, beside those of the interpreter that runs.
+
+    `python_version` resolves them for another version: packages in pure Python may require one that
+    they do not need.
+
+    Raises:
+        NotInstallableError: as for `python_of`.
+    """
+    pins = PINS / f"{name}.txt"
+    folder = _folder_of(name, pins.read_bytes())
+
+    def make() -> None:
+        shutil.rmtree(folder, ignore_errors=True)
+        install = [_uv(), "pip", "install", "--quiet", "--no-deps", "--target", str(folder)]
+        install += ["--python", sys.executable]
+        if python_version is not None:
+            install += ["--python-version", python_version]
+        _run([*install, "-r", str(pins)], limit_s)
+
+    _make_once(folder, make, limit_s)
+    return folder
+
+
+def _uv() -> str:
+    uv = shutil.which("uv", path=os.pathsep.join([str(Path(sys.executable).parent), _PATH]))
+    if uv is None:
+        raise NotInstallableError("uv is not installed; pip install uv")
+    return uv
 
 
 def node_program(*, limit_s: float) -> Path:
