@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import os
 import re
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import httpx
 import pytest
@@ -47,6 +50,31 @@ class SmallVocabularyEnv(SmallEnv):
         }, backlog
 
 
+class SampledVocabularyEnv(SmallVocabularyEnv):
+    """The same with logprobs, as from an engine that samples both tokens equally often."""
+
+    async def collect_trajectory(self, item: int) -> tuple[Any, list[Any]]:
+        scored, backlog = await super().collect_trajectory(item)
+        return {**scored, "inference_logprobs": [1.0, 1.0, 1.0, math.log(0.5)]}, backlog
+
+
+class EngineStub(BaseHTTPRequestHandler):
+    """Answers the requests with which weights are updated, as a vLLM does."""
+
+    requests: ClassVar[list[tuple[str, bytes]]] = []
+
+    def do_POST(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        self.requests.append((self.path.partition("?")[0], body))
+        self.send_response(400 if body == b"{}" else 200)
+        self.send_header("Content-Length", "2")
+        self.end_headers()
+        self.wfile.write(b"{}")
+
+    def log_message(self, *_: Any) -> None:
+        pass
+
+
 async def ended(env: SmallEnv, *command: str, **variables: str) -> str:
     """Run a trainer beside an environment until both have ended; return what it printed."""
     serving = asyncio.create_task(env.env_manager())
@@ -55,12 +83,29 @@ async def ended(env: SmallEnv, *command: str, **variables: str) -> str:
         *command,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", **variables},
+        env={
+            **os.environ,
+            "PYTHONPATH": str(PAGE.parents[1]),
+            "OMP_NUM_THREADS": "1",
+            "HF_HUB_OFFLINE": "1",
+            **variables,
+        },
     )
     output, _ = await asyncio.wait_for(training.communicate(), 900)
     assert training.returncode == 0, output.decode()[-3000:]
     await asyncio.wait_for(serving, 120)
     return output.decode()
+
+
+def save_trl_model(directory: Path) -> Path:
+    """A tiny model with the tokens that TRL asks for."""
+    from transformers import AutoTokenizer
+
+    model = save_tiny_model(directory)
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    tokenizer.eos_token = tokenizer.pad_token = "w0"
+    tokenizer.save_pretrained(model)
+    return model
 
 
 async def check_end(env: SmallEnv, service: LiveService, *, num_steps: int) -> None:
@@ -79,12 +124,7 @@ async def test_trl_ends_with_all_acknowledged_and_the_environment_ended(
     trainer: str, tmp_path: Path, service: LiveService, make_env: Callable[..., Any]
 ) -> None:
     pytest.importorskip("trl")
-    from transformers import AutoTokenizer
-
-    model = save_tiny_model(tmp_path / "model")
-    tokenizer = AutoTokenizer.from_pretrained(model)
-    tokenizer.eos_token = tokenizer.pad_token = "w0"
-    tokenizer.save_pretrained(model)
+    model = save_trl_model(tmp_path / "model")
     page = PAGE.read_text("utf-8")
     (section,) = re.findall(rf"\n## {trainer}\n(.*?)(?=\n## |\Z)", page, re.DOTALL)
     block = re.findall(r"```python\n(.*?)```", section, re.DOTALL)[0]
@@ -100,6 +140,48 @@ async def test_trl_ends_with_all_acknowledged_and_the_environment_ended(
     await ended(env, *command)
 
     await check_end(env, service, num_steps=NUM_STEPS)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+async def test_trls_asynchronous_trainer_takes_20_steps_and_updates_the_engine(
+    tmp_path: Path, service: LiveService, make_env: Callable[..., Any]
+) -> None:
+    pytest.importorskip("trl")
+    model = save_trl_model(tmp_path / "model")
+    (section,) = re.findall(
+        r"\n### Asynchronous.*?\n(.*?)(?=\n##)", PAGE.read_text("utf-8"), re.DOTALL
+    )
+    block = re.findall(r"```python\n(.*?)```", section, re.DOTALL)[0]
+    service.start()
+    engine = ThreadingHTTPServer(("127.0.0.1", 0), EngineStub)
+    threading.Thread(target=engine.serve_forever, daemon=True).start()
+    text = block.replace("http://localhost:8000", service.url)
+    text = text.replace("http://localhost:9001", f"http://127.0.0.1:{engine.server_port}")
+    text = text.replace("Qwen/Qwen2.5-1.5B-Instruct", str(model))
+    program = tmp_path / "program.py"
+    program.write_text(text, encoding="utf-8")
+    env = make_env(
+        SampledVocabularyEnv, rollout_server_url=service.url, group_size=8, total_steps=1000
+    )
+
+    try:
+        output = await ended(env, str(program), TRL_EXPERIMENTAL_SILENCE="1")
+    finally:
+        await asyncio.to_thread(engine.shutdown)
+        engine.server_close()
+
+    await check_end(env, service, num_steps=NUM_STEPS)
+    assert output.count("'loss'") == NUM_STEPS
+    assert "'batch/samples_per_step': '32'" in output
+    paths = [path for path, _ in EngineStub.requests]
+    # Once to check the routes, then before the first step and after each of the 20.
+    assert paths.count("/pause") == paths.count("/resume") == NUM_STEPS + 1
+    assert paths.count("/collective_rpc") == NUM_STEPS + 2
+    assert b"reload_weights" in EngineStub.requests[-3][1]
+    assert (tmp_path / "trained" / "published" / "model.safetensors").exists()
+    left = await asyncio.to_thread(lambda: httpx.get(f"{service.url}/status").json())
+    assert left["policy_version"] == NUM_STEPS + 1
 
 
 @pytest.mark.clients

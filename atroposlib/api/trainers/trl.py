@@ -138,8 +138,10 @@ class SampleLedger:
     """
 
     def __init__(self) -> None:
-        self.num_trained = 0
+        self.num_expected = 0
+        """Samples that were not dropped, wherever they are."""
         self.num_handed_out = 0
+        self.num_trained = 0
         self._lock = threading.Lock()
         self._in_training: deque[_Share] = deque()
         self._finished: list[LeasedBatch] = []
@@ -148,6 +150,7 @@ class SampleLedger:
         """Add a batch, whose samples enter the queue."""
         share = _Share(batch, num_samples)
         with self._lock:
+            self.num_expected += num_samples
             if not num_samples:
                 self._finished.append(batch)
         return share
@@ -161,6 +164,7 @@ class SampleLedger:
     def drop(self, share: _Share) -> None:
         """Count a sample that nothing trains on."""
         with self._lock:
+            self.num_expected -= 1
             self._settle(share)
 
     def trained(self, num_samples: int) -> None:
@@ -353,8 +357,8 @@ class ServiceRolloutWorker:
         while not self._is_stopping:
             self._room.clear()
             num_waiting = self.rollout_buffer.qsize()
-            num_missing = self._num_samples_wanted - self._ledger.num_handed_out - num_waiting
-            if num_waiting < self._samples_per_step and num_missing > 0:
+            is_short = self._ledger.num_expected < self._num_samples_wanted
+            if num_waiting < self._samples_per_step and is_short:
                 return True
             self._room.wait(_ROOM_CHECK_S)
         return False
@@ -468,15 +472,25 @@ class EngineReload:
             without `/v1`.
         directory: directory for the weights, which the engine's host can read.
         timeout_s: limit on one request; a large model takes minutes to reload.
+        transport: replaces the network in tests.
     """
 
-    def __init__(self, engine_url: str, directory: str | Path, *, timeout_s: float = 600.0) -> None:
+    def __init__(
+        self,
+        engine_url: str,
+        directory: str | Path,
+        *,
+        timeout_s: float = 600.0,
+        transport: httpx.BaseTransport | None = None,
+    ) -> None:
         self._directory = Path(directory).resolve()
         self._shown_url = without_secrets(engine_url)
         hide_secrets_of_requests()
         # `trust_env=False`: proxies of the environment are not for a local engine.
         base_url = engine_url.rstrip("/").removesuffix("/v1")
-        self._http = httpx.Client(base_url=base_url, timeout=timeout_s, trust_env=False)
+        self._http = httpx.Client(
+            base_url=base_url, timeout=timeout_s, trust_env=False, transport=transport
+        )
 
     def init_weight_transfer(self) -> None:
         """Check that the engine can reload its weights while it runs."""

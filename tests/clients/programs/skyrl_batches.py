@@ -14,12 +14,13 @@ if sys.version_info < (3, 12):
     # SkyRL asks for Python 3.12, where pydantic accepts this class.
     typing.TypedDict = typing_extensions.TypedDict  # type: ignore[misc]
 
-from atroposlib.api.client import batches
-from atroposlib.api.trainers.skyrl import service_generator
 from skyrl.train.dataset.preprocess import convert_prompts_responses_to_batch_tensors
 from skyrl.train.generators.base import GeneratorInterface
 from skyrl.train.generators.utils import prepare_generator_input
 from skyrl.train.utils.trainer_utils import validate_generator_output
+
+from atroposlib.api.client import batches
+from atroposlib.api.trainers.skyrl import service_generator
 
 url, num_batches = sys.argv[1], int(sys.argv[2])
 NAMES = ("sequences", "attention_mask", "response_mask", "rewards", "loss_mask", "logprobs")

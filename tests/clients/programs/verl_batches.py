@@ -6,10 +6,11 @@ Arguments: address of the service, batches to take. Prints one JSON object per b
 import json
 import sys
 
-from atroposlib.api.client import batches
-from atroposlib.api.trainers.verl import data_protos
 from verl import DataProto
 from verl.trainer.ppo.core_algos import compute_grpo_outcome_advantage
+
+from atroposlib.api.client import batches
+from atroposlib.api.trainers.verl import data_protos
 
 url, num_batches = sys.argv[1], int(sys.argv[2])
 with batches(url, batch_size=4, num_steps=num_batches, max_token_len=64) as stream:

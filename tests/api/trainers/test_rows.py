@@ -1,0 +1,125 @@
+"""Rows of groups for other trainers: what is carried over, and what is rejected by name."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from atroposlib.api.client import LeasedBatch
+from atroposlib.api.trainers import FaceRules, TrainerRow, groups_of_rows
+from atroposlib.errors import ConfigError, GroupError
+
+PLAIN = FaceRules("the trainer")
+GROUP = {
+    "tokens": [[1, 2, 7, 9, 8], [1, 2, 6]],
+    "masks": [[-100, -100, 7, -100, 8], [-100, -100, 6]],
+    "scores": [1, 0.25],
+    "inference_logprobs": [[1.0, 1.0, -0.5, 1.0, -0.25], [1.0, 1.0, -2.0]],
+}
+
+
+def rows_of(rules: FaceRules = PLAIN, **fields: Any) -> list[TrainerRow]:
+    (rows,) = groups_of_rows(LeasedBatch([{**GROUP, **fields}], "1"), rules)
+    return rows
+
+
+def test_rows_keep_every_span_of_several_turns() -> None:
+    first, second = rows_of(policy_version=3, finish_reasons=["stop", "length"])
+
+    assert first.tokens == [1, 2, 7, 9, 8]
+    assert first.is_trained == [0, 0, 1, 0, 1]
+    assert first.logprobs == [0.0, 0.0, -0.5, 0.0, -0.25]
+    assert first.tokens[first.response] == [7, 9, 8]
+    assert (first.score, second.score) == (1.0, 0.25)
+    assert (first.policy_version, second.finish_reason) == (3, "length")
+
+
+def test_rows_of_a_masked_trajectory_have_a_prompt_of_one_token() -> None:
+    first, _ = rows_of(masks=[[-100] * 5, [-100, -100, 6]])
+
+    assert (first.num_trained_tokens, first.num_prompt_tokens) == (0, 1)
+
+
+def test_rows_have_advantages_and_overrides_where_the_trainer_takes_them() -> None:
+    rules = FaceRules("the trainer", takes_advantages=True)
+
+    first, second = rows_of(
+        rules,
+        advantages=[[9.0, 9.0, 1.5, 9.0, 2.5], -1.0],  # an earlier environment: one number
+        overrides=[{}, {"set_advantage_to_zero": True}],
+    )
+
+    assert first.advantages == [0.0, 0.0, 1.5, 0.0, 2.5]
+    assert second.advantages == [0.0, 0.0, -1.0]
+    assert (first.has_zeroed_advantage, second.has_zeroed_advantage) == (False, True)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"images": ["x"]}, "group 0: images: not supported by the trainer"),
+        ({"ref_logprobs": [[0.0] * 5, [0.0] * 3]}, "ref_logprobs: not supported"),
+        ({"distill_token_ids": [[[1]]]}, "distill_token_ids: not supported"),
+        ({"advantages": [[0.0] * 5, [0.0] * 3]}, "advantages: the trainer computes its own"),
+        ({"overrides": [{"set_advantage_to_zero": True}, {}]}, r"overrides\[0\].set_advantage"),
+        ({"overrides": [{"sft": True}, {}]}, "sft of trajectory 0"),
+        ({"overrides": [{"clip": 1}, {}]}, r"overrides\[0\].clip: not supported"),
+        ({"overrides": [{}]}, "overrides: 1 entries, tokens has 2"),
+        ({"overrides": {"sft": True}}, "overrides: expected a list"),
+        ({"overrides": [3, {}]}, r"overrides\[0\]: expected an object"),
+        ({"group_overrides": {"clip": 1}}, "group_overrides.clip: not supported"),
+        ({"masks": [[-100, -100, 1, -100, 1], [-100, -100, 6]]}, r"masks\[0\]\[2\]: 1; expected"),
+        ({"masks": [[1, 2, 7, 9, 8], [-100, -100, 6]]}, r"masks\[0\]: a trajectory needs a prompt"),
+        ({"tokens": [[1, 2, 7, 9, 8], [1, -2, 6]]}, r"tokens\[1\]\[1\]: -2 is not a token id"),
+        ({"scores": [1.0]}, "scores: 1 entries"),
+    ],
+)
+def test_rows_reject_what_the_trainer_cannot_use(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(GroupError, match=message):
+        rows_of(**fields)
+
+
+@pytest.mark.parametrize(
+    ("rules", "fields", "message"),
+    [
+        (FaceRules("X", temperature=0.5), {}, "sampled at temperature 1, that of X is 0.5"),
+        (FaceRules("X", group_size=4), {}, "2 trajectories, X expects 4"),
+        (PLAIN, {"tokenized_from_text": True}, "tokenized_from_text"),
+        (
+            PLAIN,
+            {
+                "tokens": [list(range(128))],
+                "masks": [[-100, *range(1, 128)]],
+                "scores": [1.0],
+                "inference_logprobs": None,
+            },
+            "placeholder tokens",
+        ),
+    ],
+)
+def test_rows_reject_settings_that_differ(
+    rules: FaceRules, fields: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        rows_of(rules, **fields)
+
+
+def test_rows_without_logprobs_are_rejected_where_they_are_needed() -> None:
+    with pytest.raises(GroupError, match="inference_logprobs: missing, and X needs them"):
+        rows_of(FaceRules("X", needs_logprobs=True), inference_logprobs=None)
+
+    assert rows_of(inference_logprobs=None)[0].logprobs is None
+
+
+def test_rows_leave_out_the_fields_that_are_ignored() -> None:
+    rules = FaceRules("X", ignored_fields=("images", "advantages", "set_advantage_to_zero"))
+
+    rows = rows_of(
+        rules,
+        images=["x"],
+        advantages=[[1.0] * 5, [1.0] * 3],
+        overrides=[{"set_advantage_to_zero": True}, {}],
+    )
+
+    assert [row.advantages for row in rows] == [None, None]
