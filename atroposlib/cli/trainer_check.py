@@ -77,7 +77,7 @@ class Taken:
     batch_id: str | None
     """None without a lease."""
     outcome: str = ""
-    """How it was settled: `trained`, `skipped`, `returned`, `lost`; empty while it is held."""
+    """Its end: `trained`, `skipped`, `returned`, `lost`; empty while it is held."""
 
 
 class Relay:

@@ -53,6 +53,10 @@ prompt |
 | wandb, offline runs | {wandb} | the records of a run contain every metric at its step |
 | TRL `GRPOTrainer` | {trl} | the programs of [other_trainers.md](other_trainers.md), for TRL and for Axolotl: every batch is \
 acknowledged and the environment ends with the training; one process only. Tested in this project's virtual environment |
+| TRL `AsyncGRPOTrainer` | {trl} | 20 steps on a CPU: every batch is acknowledged after its optimizer step, and the engine \
+reloads each version of the weights. Tested in this project's virtual environment |
+| verl, `DataProto` | {verl} | tensors and columns of its agent loop; its advantages within the groups of the service |
+| SkyRL, `GeneratorOutput` | {skyrl} | its check of outputs and its conversion to tensors accept every batch |
 """
 
 
@@ -61,6 +65,7 @@ def page() -> str:
     rows = "\n".join(_row(client) for client in CLIENTS)
     notes = "\n".join(_notes())
     versions = {name: _tested_version(name) for name in ("tensorboard", "trl", "wandb")}
+    versions |= {name: pinned_version(name, name) for name in ("skyrl", "verl")}
     versions["axolotl"] = pinned_version("axolotl-plugin", "axolotl-plugin-atropos")
     return _HEAD + rows + "\n" + _TAIL.format(notes=notes, **versions)
 

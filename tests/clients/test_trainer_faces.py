@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -51,11 +52,16 @@ def batches_in(
     except NotInstallableError as error:
         pytest.skip(str(error))
     service.start()
+    page = (REPOSITORY / "docs" / "other_trainers.md").read_text(encoding="utf-8")
+    module = f"atroposlib.api.trainers.{name}"
+    (block,) = (b for b in re.findall(r"```python\n(.*?)```", page, re.DOTALL) if module in b)
+    program = tmp_path / "block.py"
+    program.write_text(block.replace("http://localhost:8000", service.url), encoding="utf-8")
     for group in (TWO_TURNS, LONG_PROMPT) * 2:
         httpx.post(f"{service.url}/scored_data", json=group).raise_for_status()
 
     run = subprocess.run(
-        [sys.executable, str(PROGRAMS / f"{name}_batches.py"), service.url, "2"],
+        [sys.executable, str(PROGRAMS / f"{name}_batches.py"), str(program)],
         capture_output=True,
         text=True,
         timeout=300,

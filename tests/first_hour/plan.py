@@ -312,10 +312,38 @@ STEPS: tuple[Step, ...] = (
         limit_s=900,
     ),
     Run("docs/other_trainers.md", "from atroposlib.api.client import batches"),
+    Run(
+        "docs/other_trainers.md",
+        "from trl.experimental.async_grpo import AsyncGRPOConfig",
+        before=f"{QWEN_ENGINE}\nrun-api --store memory &\n"
+        "python environments/gsm8k_server.py serve --model_name=Qwen/Qwen2.5-1.5B-Instruct"
+        " --tokenizer_name=Qwen/Qwen2.5-1.5B-Instruct --env.group_size 8 &\n"
+        "unset PYTHONPATH  # TRL would take the stand-in for vLLM itself",
+        until=("loss",),
+        limit_s=900,
+    ),
+    NotRun(
+        "docs/other_trainers.md",
+        "from collections.abc import Callable",
+        "verl is not installed here; tests/clients/test_trainer_faces.py runs it",
+    ),
+    NotRun(
+        "docs/other_trainers.md",
+        "from typing import Any",
+        "SkyRL is not installed here; tests/clients/test_trainer_faces.py runs it",
+    ),
     Run("docs/other_trainers.md", "from typing import Any"),
     NotRun(
         "docs/other_trainers.md", "base_model:", "a config of Axolotl, which is not installed here"
     ),
+    Run("docs/other_trainers.md", "import sys", save_as="my_trainer.py"),
+    Run(
+        "docs/other_trainers.md",
+        "atropos-trainer-check http://localhost:8000",
+        before="run-api --store memory &\nawait-url http://localhost:8000/health/live",
+        shows=("ok +restart", "17 ok, 0 broken, 1 not exercised"),
+    ),
+    NotRun("docs/other_trainers.md", "ok            registers", "the output of the check above"),
     Run("docs/other_trainers.md", "atropos-sft-gen axolotl_sft.jsonl", before=GROUPS),
     NotRun("environments/game_environments/crosswords/README.md", "# # # R", PICTURE),
     NotRun("environments/game_environments/hangman/README.md", "Word:", PICTURE),

@@ -43,7 +43,7 @@ _KNOWN_GROUP_OVERRIDES = {
 
 @dataclass(frozen=True)
 class FaceRules:
-    """What one trainer can take, and what the caller has chosen."""
+    """Limits of one trainer, and choices of the caller."""
 
     trainer: str
     """Name in error messages."""

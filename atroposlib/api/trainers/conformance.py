@@ -1,4 +1,4 @@
-"""What a trainer should do, the content it is checked with, and the table of results; pure.
+"""Rules for trainers, the content that they are checked with, and the table of results; pure.
 
 `atropos-trainer-check` plays the environment, stands between trainer and service, and notes in a
 `Checklist` which rules were exercised and which were broken.
@@ -22,13 +22,14 @@ __all__ = [
     "Checklist",
     "Content",
     "KnownTrajectory",
+    "TrainerRule",
     "check_rows",
     "report_text",
 ]
 
 
-class Rule(NamedTuple):
-    """What a trainer should do."""
+class TrainerRule(NamedTuple):
+    """One rule, with a remedy for trainers that break it."""
 
     name: str
     text: str
@@ -36,88 +37,90 @@ class Rule(NamedTuple):
 
 
 RULES = (
-    Rule(
+    TrainerRule(
         "registers",
         "registers with settings that the service accepts, before it takes batches",
         "send POST /register with all fields first",
     ),
-    Rule(
+    TrainerRule(
         "waits",
         "does not flood the service while there is no batch",
         "ask with GET /batch?wait=30, or pause for a second after null",
     ),
-    Rule(
+    TrainerRule(
         "acknowledges",
         "acknowledges or returns each leased batch before its lease ends",
         "send POST /batch/ID/ack after the optimizer step, or ask for a longer lease",
     ),
-    Rule(
+    TrainerRule(
         "versions",
         "reports policy versions that never decrease",
         "send POST /policy with the number of weight updates so far",
     ),
-    Rule(
+    TrainerRule(
         "json",
         "takes groups that were posted as JSON",
         "read groups in the format of the response's Content-Type",
     ),
-    Rule(
+    TrainerRule(
         "binary",
         "takes groups that were posted in the binary format",
         "read groups in the format of the response's Content-Type",
     ),
-    Rule("sizes", "takes a batch of groups of several sizes", "do not assume one group size"),
-    Rule(
+    TrainerRule(
+        "sizes", "takes a batch of groups of several sizes", "do not assume one group size"
+    ),
+    TrainerRule(
         "masks",
         "takes trajectories of several turns, and trains on the sampled tokens only",
         "train where masks[i][t] is not -100, in all spans",
     ),
-    Rule(
+    TrainerRule(
         "overrides",
         "takes a group with set_advantage_to_zero, and honors it",
         "set the advantage of that trajectory to zero, or reject the batch: ack?steps_done=0",
     ),
-    Rule(
+    TrainerRule(
         "advantages",
         "takes advantages per token, and uses them in place of the scores",
         "use advantages if present, or reject the batch: ack?steps_done=0",
     ),
-    Rule(
+    TrainerRule(
         "busy",
         "retries a batch request that got 503, after Retry-After",
         "wait for the seconds in Retry-After, then send the request again",
     ),
-    Rule(
+    TrainerRule(
         "lost_batch",
         "asks again when the response of a batch is cut off",
         "retry GET /batch after a broken connection: the batch is redelivered",
     ),
-    Rule(
+    TrainerRule(
         "outage",
         "survives a service that is out of reach for two seconds",
         "retry with increasing pauses, for minutes",
     ),
-    Rule(
+    TrainerRule(
         "busy_ack",
         "repeats an acknowledgement that got 503, after Retry-After",
         "send the acknowledgement again: repeating it is safe",
     ),
-    Rule(
+    TrainerRule(
         "lost_lease",
         "continues when an acknowledgement gets 409",
         "log it and request the next batch: the groups may be delivered again",
     ),
-    Rule(
+    TrainerRule(
         "restart",
         'registers again when GET /batch answers {"status": "error"}',
         "send POST /register, with the steps done as starting_step, and continue",
     ),
-    Rule(
+    TrainerRule(
         "rows",
         "trains on every trajectory of the acknowledged batches, once",
         "train on each row of a batch before you acknowledge it",
     ),
-    Rule(
+    TrainerRule(
         "ends",
         "ends after num_steps, with no batch left unacknowledged",
         "stop once the run has its steps; acknowledge or return every batch",

@@ -126,7 +126,7 @@ def service_generator(stream: BatchIterator, **options: Any) -> Any:
             self._batches = AsyncBatches(stream)
 
         async def generate(self, input_batch: Mapping[str, Any]) -> Any:
-            """Return the next batch, as many rows as there are prompts.
+            """Return the next batch, with one row for each prompt.
 
             Raises:
                 ConfigError: the batch does not fit the prompts, the run has no batch left, or SkyRL

@@ -1,10 +1,12 @@
 """Batches through a generator for SkyRL's trainer, checked by SkyRL itself.
 
-Arguments: address of the service, batches to take. Prints one JSON object per batch.
+Argument: file of the generator, as `docs/other_trainers.md` prints it; it takes two batches.
+Prints one JSON object per batch.
 """
 
 import asyncio
 import json
+import runpy
 import sys
 import typing
 
@@ -19,18 +21,13 @@ from skyrl.train.generators.base import GeneratorInterface
 from skyrl.train.generators.utils import prepare_generator_input
 from skyrl.train.utils.trainer_utils import validate_generator_output
 
-from atroposlib.api.client import batches
-from atroposlib.api.trainers.skyrl import service_generator
-
-url, num_batches = sys.argv[1], int(sys.argv[2])
 NAMES = ("sequences", "attention_mask", "response_mask", "rewards", "loss_mask", "logprobs")
 
 
 async def main() -> None:
-    stream = batches(url, batch_size=4, num_steps=num_batches, max_token_len=64)
-    generator = service_generator(stream, temperature=1.0)
+    generator = runpy.run_path(sys.argv[1])["generator"]()
     assert isinstance(generator, GeneratorInterface)
-    for step in range(num_batches):
+    for step in range(2):
         prompts = [
             {"prompt": [], "env_class": None, "env_extras": {}, "uid": f"prompt {i}"}
             for i in range(2)

@@ -16,7 +16,7 @@ import httpx
 import pytest
 import yaml
 
-from atroposlib.cli import dpo, sft
+from atroposlib.cli import dpo, sft, trainer_check
 from example_trainer.recipes import trl_grpo
 from tests.api.helpers import make_group
 from tests.envs.live_service import LiveService
@@ -79,7 +79,7 @@ def test_the_arguments_of_trl_and_axolotl_are_callables_of_their_kind(service):
     for_trl: dict = {}
     for_axolotl: dict = {}
     exec(program(2, service), for_trl)
-    exec(program(3, service), for_axolotl)
+    exec(program(6, service), for_axolotl)
 
     assert isinstance(for_trl["arguments"]["rollout_func"], trl_grpo.ServiceRollouts)
     assert list(inspect.signature(for_axolotl["rollout_func"]).parameters) == ["prompts", "trainer"]
@@ -96,14 +96,18 @@ def test_the_config_of_axolotl_names_a_reward_that_takes_prompts_and_completions
     assert reward(["p"], ["c"], score=[0.5], others=1) == [0.5]
     assert len(inspect.signature(reward).parameters) >= 2  # Axolotl insists
     assert config["micro_batch_size"] * config["gradient_accumulation_steps"] == 32
-    assert "batch_size=32, num_steps=20" in blocks("python")[3]
+    assert "batch_size=32, num_steps=20" in blocks("python")[6]
     assert config["max_steps"] == 20
 
 
 def test_commands_have_flags_that_exist(capsys):
-    doors = {"atropos-sft-gen": sft.main, "atropos-dpo-gen": dpo.main}
+    doors = {
+        "atropos-sft-gen": sft.main,
+        "atropos-dpo-gen": dpo.main,
+        "atropos-trainer-check": trainer_check.main,
+    }
     lines = [line for block in blocks("bash") for line in block.splitlines()]
-    assert len(lines) == 3
+    assert len(lines) == 4
     for line in lines:
         words = shlex.split(line)
         if words[0] == "python":
