@@ -344,7 +344,7 @@ def _with_lease(request: web.Request) -> str:
 
 def _busy() -> web.Response:
     return web.json_response(
-        {"detail": "the service is busy; retry later"},
+        {"detail": "the service is busy"},
         status=503,
         headers={"Retry-After": str(_RETRY_AFTER_S)},
     )

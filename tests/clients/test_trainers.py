@@ -17,6 +17,8 @@ from typing import Any, ClassVar
 import httpx
 import pytest
 
+from atroposlib.api.trainers.conformance import RULE_NAMES
+from atroposlib.cli.trainer_check import CheckSettings, check
 from tests.clients.installing import NotInstallableError, python_of
 from tests.clients.running import PROGRAMS
 from tests.envs import conftest as envs_conftest
@@ -108,11 +110,17 @@ def save_trl_model(directory: Path) -> Path:
     return model
 
 
+def check_status(service: LiveService, *, num_steps: int) -> None:
+    """Check that the run has its steps, and that no batch is leased."""
+    left = httpx.get(f"{service.url}/status").json()
+    assert left["current_step"] == num_steps
+    assert left.get("leased_batches", 0) == 0
+
+
 async def check_end(env: SmallEnv, service: LiveService, *, num_steps: int) -> None:
     """Check that the run has its steps, no batch is leased, and the environment was closed."""
-    left = await asyncio.to_thread(lambda: httpx.get(f"{service.url}/status").json())
-    assert left["current_step"] == env.curr_step == num_steps
-    assert left.get("leased_batches", 0) == 0
+    await asyncio.to_thread(check_status, service, num_steps=num_steps)
+    assert env.curr_step == num_steps
     assert env.events == ["setup", "close"]
 
 
@@ -182,6 +190,51 @@ async def test_trls_asynchronous_trainer_takes_20_steps_and_updates_the_engine(
     assert (tmp_path / "trained" / "published" / "model.safetensors").exists()
     left = await asyncio.to_thread(lambda: httpx.get(f"{service.url}/status").json())
     assert left["policy_version"] == NUM_STEPS + 1
+
+
+TRAINERS = {
+    "atropos-grpo": "-m example_trainer.grpo --model {model} --atropos-url {{url}} "
+    "--training-steps 8 --batch-size 2 --gradient-accumulation-steps 2 --seq-len 64 "
+    "--weight-bridge-mode off --checkpoint-interval 0 --save-path {out}",
+    "TRL": "{program} {{url}} {model} {out}",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.long
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("trainer", TRAINERS)
+async def test_trainers_keep_every_rule_of_the_check(
+    trainer: str, tmp_path: Path, service: LiveService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a service that is busy, restarts, and ends a lease in the middle of the run."""
+    pytest.importorskip("trl")
+    model = save_trl_model(tmp_path / "model")
+    service.start()
+    monkeypatch.setenv("PYTHONPATH", str(PAGE.parents[1]))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    command = TRAINERS[trainer].format(
+        model=model, out=tmp_path / "out", program=PROGRAMS / "trl_async_grpo.py"
+    )
+    # TRL has one advantage per trajectory.
+    without = ("advantages",) if trainer == "TRL" else ()
+
+    checklist, _ = await check(
+        CheckSettings(
+            url=service.url,
+            command=f"{sys.executable} {command}",
+            port=0,
+            rows=None,
+            vocabulary=32,
+            without=without,
+            idle_s=120,
+            limit_s=400,
+        )
+    )
+
+    assert checklist.broken == {}
+    assert {rule for rule in RULE_NAMES if checklist.result(rule) != "ok"} == {"rows", *without}
+    await asyncio.to_thread(check_status, service, num_steps=8)
 
 
 @pytest.mark.clients

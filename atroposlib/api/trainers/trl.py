@@ -19,6 +19,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Sequence
 from pathlib import Path
@@ -47,6 +48,7 @@ _TRAINER = "TRL's asynchronous GRPO"
 _ADVANTAGE_EPS = 1e-8
 _JOIN_S = 90.0
 _ROOM_CHECK_S = 1.0
+_REPEAT_S = 10.0
 
 
 def from_service(
@@ -248,6 +250,9 @@ class ServiceRolloutWorker:
         self._num_groups = 0
         self._thread: threading.Thread | None = None
         self._room = threading.Event()
+        self._lost: list[Any] = []
+        """Tokens of trained batches that will be delivered again, since their lease had ended."""
+        self._settled = threading.Event()
         self._is_stopping = self._has_ended = False
         self._failure: BaseException | None = None
 
@@ -259,6 +264,8 @@ class ServiceRolloutWorker:
 
     def stop(self) -> None:
         """Return the batches that are not trained, and end."""
+        if self._last_step >= self._max_steps:
+            self._settle_repeats()
         self._is_stopping = True
         self._stream.stop_waiting()
         self._room.set()
@@ -320,7 +327,32 @@ class ServiceRolloutWorker:
         for batch in self._ledger.take_finished():
             # If samples were dropped, a step takes more than one batch; the run counts steps.
             num_steps = self._ledger.num_trained // self._samples_per_step
-            self._stream.ack(batch, is_trained=self._stream.num_acknowledged < num_steps)
+            num_before = self._stream.num_acknowledged
+            is_trained = num_before < num_steps
+            self._stream.ack(batch, is_trained=is_trained)
+            if is_trained and self._stream.num_acknowledged == num_before:
+                self._lost.append(_tokens_of(batch))
+                self._room.set()
+
+    def _settle_repeats(self) -> None:
+        """Wait until trained batches whose lease had ended are delivered again.
+
+        Otherwise the run would lack their steps, and environments would wait for them.
+        """
+        deadline = time.monotonic() + _REPEAT_S
+        num_steps = self._max_steps - self._first_step
+        while self._lost and self._stream.num_acknowledged < num_steps:
+            if self._failure is not None or time.monotonic() >= deadline:
+                return
+            self._settled.wait(_ROOM_CHECK_S)
+            self._settled.clear()
+
+    def _was_trained(self, batch: LeasedBatch) -> bool:
+        """Return whether a batch was trained before, under a lease that has ended."""
+        if not self._lost or (tokens := _tokens_of(batch)) not in self._lost:
+            return False
+        self._lost.remove(tokens)
+        return True
 
     def _has_all(self) -> bool:
         return self._ledger.num_handed_out >= self._num_samples_wanted
@@ -348,7 +380,11 @@ class ServiceRolloutWorker:
                 if batch is None:
                     self._has_ended = not self._is_stopping
                     return
-                self._push(batch)
+                if self._was_trained(batch):
+                    self._stream.ack(batch)
+                    self._settled.set()
+                else:
+                    self._push(batch)
         except BaseException as error:  # noqa: BLE001 - raised in TRL's thread by `check_health`
             self._failure = error
 
@@ -358,7 +394,7 @@ class ServiceRolloutWorker:
             self._room.clear()
             num_waiting = self.rollout_buffer.qsize()
             is_short = self._ledger.num_expected < self._num_samples_wanted
-            if num_waiting < self._samples_per_step and is_short:
+            if num_waiting < self._samples_per_step and (is_short or self._lost):
                 return True
             self._room.wait(_ROOM_CHECK_S)
         return False
@@ -383,6 +419,10 @@ class ServiceRolloutWorker:
             self.rollout_buffer.put_nowait((sample, share))
         if not samples:
             self._acknowledge()
+
+
+def _tokens_of(batch: LeasedBatch) -> list[Any]:
+    return [group["tokens"] for group in batch.groups]
 
 
 def samples_of(rows: Sequence[TrainerRow], *, group_id: int, version: int) -> list[Any]:
