@@ -142,6 +142,10 @@ def test_pure_rules_import_nothing_impure(module: str) -> None:
     ("module", "heavy"),
     [
         ("atroposlib.api.client", ["fastapi", "torch", "transformers", "wandb", "openai"]),
+        ("atroposlib.api.trainers.trl", ["fastapi", "torch", "transformers", "trl"]),
+        ("atroposlib.api.trainers.verl", ["fastapi", "torch", "verl"]),
+        ("atroposlib.api.trainers.skyrl", ["fastapi", "torch", "skyrl"]),
+        ("atroposlib.cli.trainer_check", ["fastapi", "torch", "transformers"]),
         ("atroposlib.scored_data", ["fastapi", "torch", "transformers", "numpy"]),
         ("atroposlib.wire", ["fastapi", "numpy", "zstandard"]),
         ("atroposlib.envs.base", ["torch", "transformers", "wandb", "datasets", "fastapi"]),

@@ -142,7 +142,11 @@ def data_proto(
     return DataProto.from_dict(
         tensors=tensors,
         non_tensors=_columns(batch, groups),
-        meta_info={"batch_id": batch.batch_id, "temperature": temperature},
+        meta_info={
+            "batch_id": batch.batch_id,
+            "temperature": temperature,
+            "reward_extra_keys": _reward_parts(rows),
+        },
     )
 
 
@@ -189,7 +193,6 @@ def _columns(batch: LeasedBatch, groups: Sequence[Sequence[TrainerRow]]) -> dict
     rows = [row for group in groups for row in group]
     name = batch.batch_id or "batch"
     uids = [f"{name}/{g}" for g, group in enumerate(groups) for _ in group]
-    parts = dict.fromkeys(key for row in rows for key in row.reward_parts)
     columns: dict[str, list[Any]] = {
         "uid": uids,
         "min_global_steps": [row.policy_version for row in rows],
@@ -197,12 +200,17 @@ def _columns(batch: LeasedBatch, groups: Sequence[Sequence[TrainerRow]]) -> dict
         "finish_reason": [row.finish_reason for row in rows],
         "multi_modal_inputs": [{} for _ in rows],
     }
-    columns |= {key: [row.reward_parts.get(key) for row in rows] for key in parts}
+    columns |= {key: [row.reward_parts.get(key) for row in rows] for key in _reward_parts(rows)}
     made: dict[str, Any] = {"__num_turns__": np.array([_num_spans(row) for row in rows], np.int32)}
     for key, values in columns.items():
         made[key] = np.empty(len(rows), dtype=object)
         made[key][:] = values
     return made
+
+
+def _reward_parts(rows: Sequence[TrainerRow]) -> list[str]:
+    """Return the names of the parts of the reward, in the order in which they first appear."""
+    return list(dict.fromkeys(key for row in rows for key in row.reward_parts))
 
 
 def _num_spans(row: TrainerRow) -> int:

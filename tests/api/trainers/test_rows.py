@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import sys
+from functools import partial
 from typing import Any
 
 import pytest
 
 from atroposlib.api.client import LeasedBatch
 from atroposlib.api.trainers import FaceRules, TrainerRow, groups_of_rows
-from atroposlib.errors import ConfigError, GroupError
+from atroposlib.api.trainers.skyrl import generator_output
+from atroposlib.api.trainers.verl import data_proto
+from atroposlib.errors import ConfigError, GroupError, MissingExtraError
 
 PLAIN = FaceRules("the trainer")
 GROUP = {
@@ -123,3 +127,15 @@ def test_rows_leave_out_the_fields_that_are_ignored() -> None:
     )
 
     assert [row.advantages for row in rows] == [None, None]
+
+
+@pytest.mark.parametrize("name", ["skyrl", "verl"])
+def test_a_trainer_that_is_not_installed_is_named_with_its_extra(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, name, None)
+    group = LeasedBatch([GROUP], "1")
+    convert = {"skyrl": generator_output, "verl": partial(data_proto, pad_token_id=0)}[name]
+
+    with pytest.raises(MissingExtraError, match=rf"{name} is not installed; .*'\.\[{name}\]'"):
+        convert(group)

@@ -10,6 +10,7 @@ import runpy
 import sys
 import typing
 
+import pytest
 import typing_extensions
 
 if sys.version_info < (3, 12):
@@ -17,9 +18,11 @@ if sys.version_info < (3, 12):
     typing.TypedDict = typing_extensions.TypedDict  # type: ignore[misc]
 
 from skyrl.train.dataset.preprocess import convert_prompts_responses_to_batch_tensors
-from skyrl.train.generators.base import GeneratorInterface
+from skyrl.train.generators.base import BatchMetadata, GeneratorInterface
 from skyrl.train.generators.utils import prepare_generator_input
 from skyrl.train.utils.trainer_utils import validate_generator_output
+
+from atroposlib.errors import ConfigError
 
 NAMES = ("sequences", "attention_mask", "response_mask", "rewards", "loss_mask", "logprobs")
 
@@ -52,6 +55,9 @@ async def main() -> None:
         made = {key: output[key] for key in ("stop_reasons", "rollout_metrics", "env_metrics")}
         made |= {n: t.tolist() for n, t in zip(NAMES, tensors, strict=False)}
         print(json.dumps(made), flush=True)
+    request["batch_metadata"] = BatchMetadata(global_step=3, training_phase="eval")
+    with pytest.raises(ConfigError, match="trainer.eval_interval=-1"):
+        await generator.generate(request)
     await generator.close()
 
 
