@@ -60,6 +60,8 @@ _FIRST_FAULT_AFTER = 2
 _OUTAGE_S = 2.0
 _HOLD_S = 1.5
 _MOST_NULLS = 30
+_MOST_SEQUENCES = 1024
+_MOST_STEPS = 100
 _MOST_REFUSALS = 10
 _MAX_BODY_BYTES = 64 * 2**20
 _UPSTREAM_S = 400.0
@@ -129,7 +131,8 @@ class Relay:
         )
         app = web.Application(client_max_size=_MAX_BODY_BYTES)
         app.router.add_route("*", "/{path:.*}", self._answer)
-        runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        # Bodies are passed on as they are, compressed or not.
+        runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0, auto_decompress=False)
         await runner.setup()
         site = web.TCPSite(runner, "127.0.0.1", port)
         await site.start()
@@ -232,7 +235,7 @@ class Relay:
             return
         self.checklist.saw("registers")
         if self.registration is None:
-            self.registration = dict(json.loads(await request.read()))
+            self.registration = await _sent_json(request)
         if self._pending == "restart":
             self._recovered("restart")
 
@@ -241,7 +244,7 @@ class Relay:
         if reply.status != 200:
             self.checklist.broke("versions", f"POST /policy got {reply.status}")
             return
-        version = int(json.loads(await request.read())["version"])
+        version = int((await _sent_json(request))["version"])
         if version < self._versions[-1]:
             self.checklist.broke("versions", f"version {version} after {self._versions[-1]}")
         self._versions.append(version)
@@ -365,6 +368,14 @@ async def _cut_off(request: web.Request, reply: web.Response) -> web.StreamRespo
     await half.prepare(request)
     await half.write(body[: len(body) // 2])
     return _cut(request)
+
+
+async def _sent_json(request: web.Request) -> dict[str, Any]:
+    """Return the body of a request that the service has accepted."""
+    body = await request.read()
+    if "gzip" in request.headers.get("Content-Encoding", "").lower():
+        body = gzip.decompress(body)
+    return dict(json.loads(body))
 
 
 def _body(reply: web.Response) -> bytes:
@@ -546,7 +557,6 @@ async def _watch(
     checklist = relay.checklist
     started = time.monotonic()
     posting: asyncio.Task[None] | None = None
-    status: dict[str, Any] = {}
     done_at: float | None = None
     reason = ""
     try:
@@ -554,8 +564,7 @@ async def _watch(
             await asyncio.sleep(_POLL_S)
             now = time.monotonic()
             if posting is None and relay.registration is not None:
-                size = int(relay.registration["batch_size"])
-                content = Content(size, settings.vocabulary, settings.without)
+                content = _content_for(relay.registration, settings)
                 posting = asyncio.create_task(side.run(content))
             if posting is not None and posting.done():
                 posting.result()
@@ -581,7 +590,9 @@ async def _watch(
             with suppress(asyncio.CancelledError, TrajectoryApiError):
                 await posting
     exit_code = None if trainer is None else trainer.exit_code
-    _judge_end(relay, status, reason, is_over=done_at is not None, exit_code=exit_code)
+    status = await client.status()  # again, since the trainer may have returned a batch
+    is_over = relay.registration is not None and _is_over(status, relay)
+    _judge_end(relay, status, reason, is_over=is_over, exit_code=exit_code)
     notes = [f"stopped: {reason}; the trainer took {len(relay.taken)} batches"]
     wanted = max(len(SLOTS), len(FAULTS) + _FIRST_FAULT_AFTER)
     if side.num_steps and side.num_steps < wanted:
@@ -591,6 +602,16 @@ async def _watch(
     if relay.taken and not any(one.batch_id for one in relay.taken):
         notes.append("it takes batches without a lease: if it is killed, its last batch is lost")
     return notes
+
+
+def _content_for(registration: Mapping[str, Any], settings: CheckSettings) -> Content:
+    for name, most in (("batch_size", _MOST_SEQUENCES), ("num_steps", _MOST_STEPS)):
+        if int(registration[name]) > most:
+            raise ConfigError(
+                f"the trainer registered {name} {registration[name]}; the check supports up to "
+                f"{most}"
+            )
+    return Content(int(registration["batch_size"]), settings.vocabulary, settings.without)
 
 
 def _is_over(status: Mapping[str, Any], relay: Relay) -> bool:

@@ -6,6 +6,7 @@ Arguments: address of the service, file for the rows.
 from __future__ import annotations
 
 import argparse
+import gzip
 import itertools
 import json
 import sys
@@ -17,6 +18,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("url")
 parser.add_argument("rows")
 parser.add_argument("--flaw", default="")
+parser.add_argument("--gzip", action="store_true")
 parser.add_argument("--steps", type=int, default=8)
 parser.add_argument("--batch-size", type=int, default=4)
 args = parser.parse_args()
@@ -47,20 +49,22 @@ def request(method: str, path: str, **options: object) -> httpx.Response:
 def register() -> None:
     if flaw == "registers":
         return
-    request(
-        "POST",
-        "/register",
-        json={
-            "wandb_group": "",
-            "wandb_project": "",
-            "batch_size": args.batch_size,
-            "max_token_len": 64,
-            "checkpoint_dir": "",
-            "save_checkpoint_interval": 0,
-            "starting_step": steps_done,
-            "num_steps": args.steps,
-        },
-    ).raise_for_status()
+    settings = {
+        "wandb_group": "",
+        "wandb_project": "",
+        "batch_size": args.batch_size,
+        "max_token_len": 64,
+        "checkpoint_dir": "",
+        "save_checkpoint_interval": 0,
+        "starting_step": steps_done,
+        "num_steps": args.steps,
+    }
+    headers = {"Content-Type": "application/json"}
+    body = json.dumps(settings).encode()
+    if args.gzip:
+        body = gzip.compress(body)
+        headers["Content-Encoding"] = "gzip"
+    request("POST", "/register", content=body, headers=headers).raise_for_status()
 
 
 def train(group: dict) -> None:

@@ -246,3 +246,18 @@ def test_report_names_reason_and_remedy_of_each_broken_rule() -> None:
     assert "reason: it ended" in text
     assert next(rule for rule in RULES if rule.name == "busy").remedy in text
     assert text.endswith("a note\n1 ok, 1 broken, 16 not exercised")
+
+
+async def test_a_run_that_is_too_large_for_the_check_is_refused(
+    service: LiveService, tmp_path: Path
+) -> None:
+    with pytest.raises(ConfigError, match="registered num_steps 101; the check supports up to 100"):
+        await checked(service, small_trainer(tmp_path / "rows.jsonl", "--steps=101"))
+
+
+async def test_a_compressed_registration_is_passed_on(service: LiveService, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+
+    checklist = await checked(service, small_trainer(rows, "--gzip"), rows=rows)
+
+    assert checklist.broken == {}

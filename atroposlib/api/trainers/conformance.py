@@ -163,7 +163,7 @@ SLOTS: tuple[tuple[str, Literal["json", "msgpack"]], ...] = (
 )
 """Content and format of the first batches; those after them have plain content."""
 OPTIONAL_CONTENT = ("overrides", "advantages")
-_PROMPT_TOKENS = 4
+_PROMPT_TOKENS = 6
 _LOGPROB = -0.5
 
 

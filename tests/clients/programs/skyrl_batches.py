@@ -56,7 +56,7 @@ async def main() -> None:
         made |= {n: t.tolist() for n, t in zip(NAMES, tensors, strict=False)}
         print(json.dumps(made), flush=True)
     request["batch_metadata"] = BatchMetadata(global_step=3, training_phase="eval")
-    with pytest.raises(ConfigError, match="trainer.eval_interval=-1"):
+    with pytest.raises(ConfigError, match=r"trainer\.eval_interval=-1"):
         await generator.generate(request)
     await generator.close()
 
