@@ -12,6 +12,7 @@ from pydantic.fields import FieldInfo
 
 from atroposlib.api.settings import ApiSettings
 from atroposlib.envs.config import BaseEnvConfig
+from atroposlib.envs.evaluation import EvaluationConfig
 from atroposlib.envs.server_handling.config import APIServerConfig, ServerManagerConfig
 from atroposlib.envs.settings import describe_type, shown_default
 from atroposlib.envs.teacher_distillation_env import TeacherDistillationConfig
@@ -49,6 +50,13 @@ SECTIONS = (
         "Flags `--<name>` and top-level keys of the YAML file.",
     ),
     Section(
+        "Evaluation",
+        EvaluationConfig,
+        "Additional flags `--env.<name>` of environments that subclass `SingleTurnEnv` or "
+        "`MultiTurnEnv`; see [evaluations.md](docs/evaluations.md).",
+        base=BaseEnvConfig,
+    ),
+    Section(
         "Teacher",
         TeacherDistillationConfig,
         "Additional flags `--env.<name>` of environments that subclass `TeacherDistillationEnv`. "
@@ -70,7 +78,8 @@ SECTIONS = (
 
 ENVIRONMENT_VARIABLES = {
     # pragma: allowlist nextline secret
-    "OPENAI_API_KEY": "Key of the official OpenAI endpoint, if `api_key` is empty.",
+    "OPENAI_API_KEY": "Key of the official OpenAI endpoint, if `api_key` is empty; key of the "
+    "server of the shipped evaluations, and of their judge.",
     "OPENAI_BASE_URL": "Address of the inference server, if `base_url` is empty.",
     # pragma: allowlist nextline secret
     "ATROPOS_API_TOKEN": "Token that environments and the trainer send to a trajectory service "

@@ -223,6 +223,9 @@ class ScriptedEngine:
         prompt_ids = self.tokenizer.apply_chat_template(
             body["messages"], tools=body.get("tools"), add_generation_prompt=True
         )
+        if not (body.get("max_completion_tokens") or body.get("max_tokens")):
+            # A chat without a limit may fill the context; a completion has 16 tokens.
+            body = {**body, "max_tokens": max(1, self.max_model_len - len(prompt_ids))}
         choices = [
             {
                 "index": i,

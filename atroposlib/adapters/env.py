@@ -44,6 +44,7 @@ from atroposlib.envs.multi_turn_env import (
     TurnSpan,
     discounted_return,
     play,
+    rollout_of_record,
 )
 from atroposlib.envs.reporting import Reward, weigh
 from atroposlib.envs.server_handling.proxy import AgentProxy, AgentSession, ProxySettings
@@ -271,6 +272,12 @@ class AdapterEnv(MultiTurnEnv):
 
     async def play_for_evaluation(self, item: Item) -> Rollout:
         return await self._roll_out(item, is_evaluation=True)
+
+    async def restored_rollout(self, item: Item, saved: dict[str, Any]) -> Rollout:
+        """Return the recorded rollout; the other library plays no episode for it."""
+        rollout = rollout_of_record(saved)
+        rollout.item = item
+        return rollout
 
     async def postprocess_histories(self, trajectories: Sequence[Rollout]) -> Any:
         group = await super().postprocess_histories(trajectories)

@@ -8,13 +8,13 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import math
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from atroposlib.envs.evaluation_statistics import pass_at_k
 from atroposlib.envs.server_handling.config import APIServerConfig
 from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.errors import ConfigError
@@ -106,22 +106,6 @@ def _as_text(value: Any) -> Any:
         return to_plain(value)
     except TypeError:
         return str(value)
-
-
-def pass_at_k(m: int, c: int, k: int) -> float:
-    """Estimate the probability that at least one of `k` samples is correct.
-
-    Args:
-        m: Number of samples drawn.
-        c: Number of correct samples among them.
-        k: Number of attempts.
-
-    Source: Chen et al. 2021, "Evaluating Large Language Models Trained on Code",
-    arXiv:2107.03374, section 2.1: `1 - C(m - c, k) / C(m, k)`.
-    """
-    if m - c < k:
-        return 1.0
-    return 1.0 - math.prod(1.0 - k / i for i in range(m - c + 1, m + 1))
 
 
 class EvalBase(ABC):

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import json
 import logging
 import statistics
 import time
@@ -39,7 +40,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 import numpy as np
 from pydantic import Field
 
-from atroposlib.envs.base import BaseEnv, BaseEnvConfig, Item
+from atroposlib.envs.base import BaseEnv, Item
 from atroposlib.envs.conversation import (
     A_CHAT,
     ChatMessage,
@@ -50,6 +51,8 @@ from atroposlib.envs.conversation import (
     checked_chat,
     is_chat,
 )
+from atroposlib.envs.evaluation import EvaluationConfig, EvaluationRun, stable_form
+from atroposlib.envs.evaluation_statistics import numbers_of, uncertainty_metrics
 from atroposlib.envs.reporting import (
     RewardWeights,
     check_weight_names,
@@ -67,7 +70,7 @@ from atroposlib.utils.advantages import (
     compute_grpo_process_supervision_advantages,
     compute_stats,
 )
-from atroposlib.utils.aio import all_results, settle
+from atroposlib.utils.aio import settle
 
 __all__ = [
     "ChatMessage",
@@ -78,6 +81,7 @@ __all__ = [
     "MultiTurnEnvConfig",
     "Normalization",
     "Policy",
+    "RecordedPolicy",
     "Reply",
     "Rollout",
     "TokenPolicy",
@@ -89,6 +93,7 @@ __all__ = [
     "group_of_rollouts",
     "parts_of",
     "play",
+    "rollout_of_record",
     "token_advantages",
     "turn_advantages",
 ]
@@ -352,6 +357,29 @@ class TokenPolicy:
         )
 
 
+class RecordedPolicy:
+    """Repeats the turns of a recorded conversation, without a server.
+
+    Args:
+        replies: the completions; the conversation is truncated after the last one.
+        is_last_cut: Whether a token limit truncated the last completion.
+    """
+
+    def __init__(self, replies: Sequence[str], *, is_last_cut: bool) -> None:
+        self._replies = list(replies)
+        self._is_last_cut = is_last_cut
+
+    def budget(self, chat: Sequence[ChatMessage], *, max_tokens: int) -> int:
+        return len(self._replies)
+
+    async def write(self, chat: Sequence[ChatMessage], *, max_tokens: int) -> Written:
+        text = self._replies.pop(0)
+        return _Written(text, self._is_last_cut and not self._replies)
+
+    def sequences(self) -> list[TokenSequence]:
+        return []
+
+
 def _start_of_last_run(masks: Sequence[int], at_least: int) -> int:
     """Return the start of the sampled tokens at the end, at least `at_least`."""
     start = len(masks)
@@ -386,6 +414,8 @@ class Rollout:
     """[T] unweighted parts of each reward; empty if it is a number."""
     messages: list[ChatMessage] = field(default_factory=list)
     """The final chat."""
+    replies: list[str] = field(default_factory=list)
+    """[T] the completions, in order."""
     outcome: Outcome = "done"
     conversation: Conversation | None = None
     """The conversation, in its final state."""
@@ -468,6 +498,7 @@ async def _play_turns(
                 raise
             return "truncated"
         rollout.messages = [*rollout.messages, {"role": "assistant", "content": written.text}]
+        rollout.replies.append(written.text)
         rollout.rewards.append(0.0)
         rollout.reward_parts.append({})
         if written.is_cut:
@@ -577,7 +608,7 @@ def group_of_rollouts(
     return group
 
 
-class MultiTurnEnvConfig(BaseEnvConfig):
+class MultiTurnEnvConfig(EvaluationConfig):
     """Limits and rewards of conversations; `max_token_length` limits a whole conversation."""
 
     max_turns: int = Field(8, ge=1, description="Turns of the policy in one conversation.")
@@ -588,7 +619,6 @@ class MultiTurnEnvConfig(BaseEnvConfig):
         None, gt=0, description="Time limit of one conversation in seconds; None: no limit."
     )
     temperature: float = Field(1.0, ge=0, description="Sampling temperature of rollouts.")
-    eval_temperature: float = Field(0.0, ge=0, description="Sampling temperature of evaluations.")
     reward_discount: float = Field(
         1.0, ge=0, le=1, description="Weight of the next turn's return in a turn's return."
     )
@@ -658,34 +688,89 @@ class MultiTurnEnv(BaseEnv):
         )
 
     async def evaluate(self, *args: Any, **kwargs: Any) -> None:
-        """Play every evaluation item once and log the mean return."""
+        """Play every evaluation item `eval_samples_per_item` times; log and write the metrics."""
         started_at = time.time()
-        rollouts = await all_results(self.play_for_evaluation(i) for i in self.eval_items())
-        if not rollouts:
-            logger.info("no evaluation: eval_items gives none")
-            return
-        self._check_weights(rollouts)
+        with EvaluationRun[Rollout](self, encode=_record_of, decode=self.restored_rollout) as run:
+            samples = await run.sample(self.eval_items(), self.play_for_evaluation)
+            if not samples:
+                logger.info("no evaluation: eval_items gives none")
+                return
+            rollouts = [sample.record for sample in samples]
+            self._check_weights(rollouts)
+            discount = self.config.reward_discount
+            parts = [parts_of(rollout, discount=discount) for rollout in rollouts]
+            metrics = {**part_means(parts, "eval"), **self.metrics_of(rollouts, "eval")}
+            values = [self.evaluation_values(rollout) for rollout in rollouts]
+            metrics |= await asyncio.to_thread(
+                uncertainty_metrics,
+                metrics,
+                item_ids=[sample.item_id for sample in samples],
+                values=values,
+                is_correct=[self.is_correct(rollout) for rollout in rollouts],
+            )
+            await self.evaluate_log(
+                metrics=metrics,
+                samples=[
+                    {
+                        "messages": sample.record.messages,
+                        "score": self.score_of(sample.record),
+                        "rewards": sample.record.rewards,
+                        "outcome": sample.record.outcome,
+                        **({"reward_parts": of_rollout} if of_rollout else {}),
+                        **({"metrics": sample.record.metrics} if sample.record.metrics else {}),
+                        "item_id": sample.item_id,
+                        "sample_index": sample.sample_index,
+                        "metric_values": of_metrics,
+                    }
+                    for sample, of_rollout, of_metrics in zip(samples, parts, values, strict=True)
+                ],
+                start_time=started_at,
+                end_time=time.time(),
+                generation_parameters=run.sampling({"temperature": self.config.eval_temperature}),
+            )
+        await self.wandb_log(numbers_of(metrics))
+
+    def evaluation_values(self, rollout: Rollout) -> dict[str, float]:
+        """Return the values of one rollout whose means are metrics, by name of the metric.
+
+        They give the confidence intervals and are compared by `atropos-compare`. A name that
+        `metrics_of` does not have, or has with another mean, gets no interval.
+        """
         discount = self.config.reward_discount
-        parts = [parts_of(rollout, discount=discount) for rollout in rollouts]
-        metrics = {**part_means(parts, "eval"), **self.metrics_of(rollouts, "eval")}
-        await self.evaluate_log(
-            metrics=metrics,
-            samples=[
-                {
-                    "messages": rollout.messages,
-                    "score": self.score_of(rollout),
-                    "rewards": rollout.rewards,
-                    "outcome": rollout.outcome,
-                    **({"reward_parts": of_rollout} if of_rollout else {}),
-                    **({"metrics": rollout.metrics} if rollout.metrics else {}),
-                }
-                for rollout, of_rollout in zip(rollouts, parts, strict=True)
-            ],
-            start_time=started_at,
-            end_time=time.time(),
-            generation_parameters={"temperature": self.config.eval_temperature},
+        return {
+            "eval/mean_return": discounted_return(rollout.rewards, discount=discount),
+            "eval/fraction_done": float(rollout.outcome == "done"),
+        }
+
+    def is_correct(self, rollout: Rollout) -> bool:
+        """Whether a conversation counts as correct for pass@k; the default is a positive score."""
+        return self.score_of(rollout) > 0
+
+    async def restored_rollout(self, item: Item, saved: dict[str, Any]) -> Rollout | None:
+        """Return a conversation that an interrupted evaluation has recorded.
+
+        The conversation is repeated with the recorded replies, for its final state. If it goes
+        another way, the result is None, and it is played again.
+
+        Args:
+            item: the evaluation item.
+            saved: the record; `rollout_of_record` reads it.
+        """
+        if saved["outcome"] == "timed_out":
+            return None
+        rollout = await play(
+            self.start_conversation(item),
+            RecordedPolicy(saved["replies"], is_last_cut=saved["is_last_cut"]),
+            limits=self.limits(),
+            reward_weights=self.config.reward_weights,
         )
-        await self.wandb_log(metrics)
+        repeated = _record_of(rollout)
+        if any(repeated[name] != saved[name] for name in ("replies", "outcome", "messages")):
+            return None
+        # A judge need not repeat its rewards, and `play_for_evaluation` may change them.
+        recorded = rollout_of_record(saved)
+        recorded.conversation, recorded.item = rollout.conversation, rollout.item
+        return recorded
 
     async def play_for_evaluation(self, item: Item) -> Rollout:
         """Play one conversation on a server that answers chats."""
@@ -734,6 +819,27 @@ class MultiTurnEnv(BaseEnv):
         finished, self.rollouts_since_log = self.rollouts_since_log, []
         metrics.update(self.metrics_of(finished, "train"))
         await super().wandb_log(metrics)
+
+
+def _record_of(rollout: Rollout) -> dict[str, Any]:
+    ends_with_reply = bool(rollout.messages) and rollout.messages[-1]["role"] == "assistant"
+    saved = {
+        "replies": rollout.replies,
+        "is_last_cut": rollout.outcome == "truncated" and ends_with_reply,
+        "messages": rollout.messages,
+        "outcome": rollout.outcome,
+        "rewards": rollout.rewards,
+        "reward_parts": rollout.reward_parts,
+        "metrics": rollout.metrics,
+    }
+    plain: dict[str, Any] = json.loads(json.dumps(stable_form(saved)))
+    return plain
+
+
+def rollout_of_record(saved: Mapping[str, Any]) -> Rollout:
+    """Return the rollout of a record, without its conversation and its item."""
+    names = ("replies", "messages", "outcome", "rewards", "reward_parts", "metrics")
+    return Rollout(**{name: saved[name] for name in names})
 
 
 def rollout_metrics(rollouts: Sequence[Rollout], area: str, *, discount: float) -> dict[str, float]:

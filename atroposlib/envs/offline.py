@@ -16,6 +16,7 @@ from numbers import Real
 from types import TracebackType
 from typing import Any, NamedTuple
 
+from atroposlib.envs.evaluation_statistics import INTERVAL_ENDS
 from atroposlib.envs.reporting import Reporter
 from atroposlib.envs.rollouts import GroupDelivery, annotate_groups, as_pair
 from atroposlib.envs.run_snapshot import RecentErrors
@@ -262,9 +263,12 @@ async def evaluate_once(env: DrivenEnv, reporter: Reporter) -> None:
         reporter.begin_evaluation()
         await while_engines_stay(env, settle(env.evaluate()))
         reporter.require_answers(None)
-        for name, value in reporter.run_log.latest.items():
-            if "eval/" in name and isinstance(value, Real):
-                logger.info("%s: %.4g", name, value)
+        latest = reporter.run_log.latest
+        for name, value in latest.items():
+            if "eval/" in name and isinstance(value, Real) and not name.endswith(INTERVAL_ENDS):
+                low, high = latest.get(f"{name}_ci_low"), latest.get(f"{name}_ci_high")
+                shown = "" if low is None else f" (95% interval {low:.4g} to {high:.4g})"
+                logger.info("%s: %.4g%s", name, value, shown)
 
 
 async def while_engines_stay(env: DrivenEnv, work: Coroutine[Any, Any, None]) -> None:

@@ -7,18 +7,22 @@ The G completions are sampled in one request. Evaluations use the same `prompt` 
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import statistics
 import time
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import Any, ClassVar, NamedTuple
 
 from pydantic import Field
 
-from atroposlib.envs.base import BaseEnv, BaseEnvConfig, Item, ScoredDataGroup
+from atroposlib.envs.base import BaseEnv, Item, ScoredDataGroup
 from atroposlib.envs.conversation import checked_chat, visible_text
+from atroposlib.envs.evaluation import EvaluationConfig, EvaluationRun
+from atroposlib.envs.evaluation_statistics import numbers_of, uncertainty_metrics
 from atroposlib.envs.reporting import (
     Reward,
     RewardWeights,
@@ -243,11 +247,14 @@ def build_group(
     return group
 
 
-class SingleTurnEnvConfig(BaseEnvConfig):
+async def _as_saved(_: Any, record: dict[str, Any]) -> dict[str, Any]:
+    return record
+
+
+class SingleTurnEnvConfig(EvaluationConfig):
     """Sampling and scoring; `max_token_length` is the limit of prompt and completion together."""
 
     temperature: float = Field(1.0, ge=0, description="Sampling temperature of rollouts.")
-    eval_temperature: float = Field(0.0, ge=0, description="Sampling temperature of evaluations.")
     mute_truncated: bool = Field(
         False, description="Whether to exclude truncated completions from training."
     )
@@ -328,6 +335,28 @@ class SingleTurnEnv(BaseEnv):
             return {"eval/percent_correct": statistics.fmean(score > 0 for score in scores)}
         return {"eval/mean_score": statistics.fmean(scores)}
 
+    def evaluation_values(self, record: Mapping[str, Any]) -> dict[str, float]:
+        """Return the values of one record whose means are metrics, by name of the metric.
+
+        They give the confidence intervals and are compared by `atropos-compare`. A name that
+        `evaluation_metrics` does not have, or has with another mean, gets no interval.
+        """
+        score = record.get("score")
+        if not isinstance(score, Real):
+            return {}  # a record of an environment with metrics of its own
+        value = float(score)
+        if self.logs_percent_correct:
+            return {"eval/percent_correct": float(value > 0)}
+        return {"eval/mean_score": value}
+
+    def is_correct(self, record: Mapping[str, Any]) -> bool:
+        """Whether a record counts as correct for pass@k."""
+        return bool(record.get("correct", (record.get("score") or 0) > 0))
+
+    def evaluation_sampling(self) -> dict[str, Any]:
+        """Return the sampling settings of evaluations, for the result."""
+        return {"temperature": self.config.eval_temperature, "max_tokens": self.eval_token_limit}
+
     @property
     def eval_token_limit(self) -> int:
         """Limit of prompt and completion in evaluations; `max_token_length` by default."""
@@ -379,26 +408,40 @@ class SingleTurnEnv(BaseEnv):
         return group, []
 
     async def evaluate(self, *args: Any, **kwargs: Any) -> None:
-        """Ask every evaluation item once and log the mean score."""
+        """Sample every evaluation item `eval_samples_per_item` times; log and write the metrics."""
         started_at = time.time()
-        samples = await all_results(self.evaluate_item(item) for item in self.eval_items())
-        if not samples:
-            logger.info("no evaluation: eval_items gives none")
-            return
-        parts = [sample.get("reward_parts", {}) for sample in samples]
-        check_weight_names(self.config.reward_weights, parts, self._score_name)
-        metrics = {**part_means(parts, "eval"), **self.evaluation_metrics(samples)}
-        await self.evaluate_log(
-            metrics=metrics,
-            samples=samples,
-            start_time=started_at,
-            end_time=time.time(),
-            generation_parameters={
-                "temperature": self.config.eval_temperature,
-                "max_tokens": self.eval_token_limit,
-            },
-        )
-        await self.wandb_log(metrics)
+        with EvaluationRun[dict[str, Any]](self, encode=dict, decode=_as_saved) as run:
+            samples = await run.sample(self.eval_items(), self.evaluate_item)
+            if not samples:
+                logger.info("no evaluation: eval_items gives none")
+                return
+            records = [sample.record for sample in samples]
+            parts = [record.get("reward_parts", {}) for record in records]
+            check_weight_names(self.config.reward_weights, parts, self._score_name)
+            metrics = {**part_means(parts, "eval"), **self.evaluation_metrics(records)}
+            metrics |= await asyncio.to_thread(
+                uncertainty_metrics,
+                metrics,
+                item_ids=[sample.item_id for sample in samples],
+                values=[self.evaluation_values(record) for record in records],
+                is_correct=[self.is_correct(record) for record in records],
+            )
+            await self.evaluate_log(
+                metrics=metrics,
+                samples=[
+                    {
+                        **sample.record,
+                        "item_id": sample.item_id,
+                        "sample_index": sample.sample_index,
+                        "metric_values": self.evaluation_values(sample.record),
+                    }
+                    for sample in samples
+                ],
+                start_time=started_at,
+                end_time=time.time(),
+                generation_parameters=run.sampling(self.evaluation_sampling()),
+            )
+        await self.wandb_log(numbers_of(metrics))
 
     async def evaluate_item(self, item: Item) -> dict[str, Any]:
         """Sample and score one answer to an evaluation item; return its record."""

@@ -8,17 +8,25 @@ from typing import Any
 
 __all__ = ["display_metrics_table", "format_metrics_table"]
 
+_ENDS = ("_stderr", "_ci_low", "_ci_high")
 COLUMNS = ("Groups", "Version", "Filter", "n-shot", "Metric", "", "Value", "", "Stderr")
 
 
 def format_metrics_table(task_name: str | None, metrics: Mapping[str, Any]) -> str:
-    """Return the Markdown table of metrics, one row each, with `task_name` as first column."""
+    """Return the Markdown table of metrics, one row each, with `task_name` as first column.
+
+    The standard error of a metric is its `<name>_stderr`, which has no row of its own; neither have
+    the ends of its interval.
+    """
     rows = [list(COLUMNS)]
     for name, value in metrics.items():
+        if any(name.endswith(end) and name.removesuffix(end) in metrics for end in _ENDS):
+            continue
         direction = "↑" if "correct" in name or "acc" in name else ""
         label = name.removeprefix("eval/").replace("_", " ")
         shown = _format_value(value)
-        rows.append([str(task_name), "1", "none", "", label, direction, shown, "±", "0.0000"])
+        stderr = _format_value(metrics.get(f"{name}_stderr", 0.0))
+        rows.append([str(task_name), "1", "none", "", label, direction, shown, "±", stderr])
     widths = [max(1, *(len(row[i]) for row in rows)) for i in range(len(COLUMNS))]
     lines = [_format_row(row, widths) for row in rows]
     lines.insert(1, "|" + "|".join("-" * (width + 2) for width in widths) + "|")

@@ -257,6 +257,25 @@ async def test_evaluation_plays_the_evaluation_items(make_fake: MakeEnv, tmp_pat
     assert results["eval/metric/closed"] == 1.0
 
 
+async def test_resumed_evaluation_plays_no_episode_for_finished_items(
+    make_fake: MakeEnv, tmp_path: Any
+) -> None:
+    async with ScriptedEngine([PROBED, "a"]) as engine:
+        settings = {"num_eval_items": 3, "data_dir_to_save_evals": "evals"}
+        env = await make_fake(engine, **settings)
+        made().behaviours = [ends(1.0), raises, ends(0.5)]
+        with pytest.raises(EpisodeFailedError):
+            await env.evaluate()
+        env = await make_fake(engine, **settings)
+        made().behaviours = [ends(0.0)]
+        await env.evaluate()
+
+    assert len(made().episodes) == 1
+    results = json.loads((tmp_path / "evals" / "metrics.json").read_text())["results"]["all"]
+    assert results["eval/mean_return"] == pytest.approx(0.5)
+    assert results["eval/metric/closed"] == 1.0
+
+
 async def test_checkpoint_has_the_position_and_the_adapters_state(make_fake: MakeEnv) -> None:
     async with ScriptedEngine([PROBED]) as engine:
         env = await make_fake(engine)

@@ -38,7 +38,8 @@ def test_commands_of_cards_end_after_a_few_groups() -> None:
     endless = [
         path
         for path, card in find_cards().items()
-        if not re.search(r"--env\.total_steps [1-9]\b", card.command)
+        if not card.command.startswith("evaluate ")
+        and not re.search(r"--env\.total_steps [1-9]\b", card.command)
     ]
 
     assert endless == [], "without --env.total_steps, `process` makes all groups of a training run"

@@ -16,6 +16,9 @@ from environments import math_server, math_server_zero
 from environments.code_execution_server.code_execution_server import CodingEnv
 from environments.dataset_environment.dataset_env import DatasetEnv
 from environments.deep_research.deep_research_environment import DeepResearchEnv
+from environments.eval_environments.drop_eval import DROPEvalEnv
+from environments.eval_environments.gsm8k_eval import GSM8KEvalEnv
+from environments.eval_environments.mmlu_eval import MMLUEvalEnv
 from environments.fundamental_prediction_environment import FundamentalPredictionEnv
 from environments.game_environments.crosswords.crosswords_env import CrosswordsEnv
 from environments.game_environments.gymnasium.blackjack.blackjack_env_no_thinking import (
@@ -58,6 +61,9 @@ TEMPERATURES: dict[type[BaseEnv], float] = {
     CrosswordsEnv: 0.0,
     NumberGuessingEnv: 0.0,
     WordSumsEnv: 0.0,
+    MMLUEvalEnv: 0.0,
+    GSM8KEvalEnv: 0.6,
+    DROPEvalEnv: 0.6,
     MultiTurnToolCallingEnv: 0.0,
     MultiTurnToolUseTurnLevelAdvantageEnv: 0.0,
     DeepResearchEnv: 0.0,

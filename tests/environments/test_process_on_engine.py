@@ -6,6 +6,7 @@ about scores; the groups must be well-formed, the page must show them, and noise
 
 from __future__ import annotations
 
+import json
 import math
 import runpy
 import shlex
@@ -42,10 +43,12 @@ NEED_RIGHT_ANSWERS = (
 """They make no group where no answer is right, or no judge takes sides; noise does neither."""
 PATHS = [
     path
-    for path in find_cards()
+    for path, card in find_cards().items()
     # The model reads no images.
     if path not in NEED_RIGHT_ANSWERS and not path.startswith("multimodal_dpo/")
+    if card.command.startswith("process ")
 ]
+EVALUATIONS = [path for path, card in find_cards().items() if card.command.startswith("evaluate ")]
 
 MAX_TOKENS = 8192
 GROUP_SIZE, NUM_GROUPS = 3, 2
@@ -136,6 +139,33 @@ def test_process_of_a_card_without_a_right_answer_says_so_alone(
     assert "error: 2 items in a row gave no data" in output.err.splitlines()[-1]
     assert output.out == ""
     assert not (tmp_path / "groups.html").exists()
+
+
+@pytest.mark.parametrize("path", EVALUATIONS)
+def test_evaluate_of_a_card_counts_noise_as_wrong(
+    path: str,
+    noisy_engine: EngineWithModel,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    words = _words(path, noisy_engine, tmp_path)
+    words += ["--env.data_dir_to_save_evals", str(tmp_path), "--env.eval_max_tokens", "200"]
+    words += ["--env.eval_samples_per_item", "2", "--openai.server_type", "openai"]
+
+    code = _run(path, words, monkeypatch)
+
+    output = capsys.readouterr()
+    assert code == 0, output.err
+    assert "Traceback" not in output.err
+    metrics = json.loads((tmp_path / "metrics.json").read_text())["results"]["all"]
+    [total, correct] = (
+        next(metrics[prefix + name] for prefix in ("", "eval/") if prefix + name in metrics)
+        for name in ("total_evaluated", "total_correct")
+    )
+    assert total == len(read_groups(tmp_path / "samples.jsonl")) >= 10
+    assert correct <= total / 2  # a letter may be right by chance
+    assert 0 <= metrics["eval/pass_at_2"] <= 1
 
 
 def _run(path: str, words: list[str], monkeypatch: pytest.MonkeyPatch) -> object:

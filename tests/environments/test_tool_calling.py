@@ -203,7 +203,7 @@ async def test_evaluation_is_greedy_and_counts_as_evaluation(
             SingleToolCallingEnv, engine, monkeypatch, tmp_path, dataset_path=str(SAMPLE)
         )
 
-    assert report["results"]["all"] == {"eval/percent_correct": 1.0}
+    assert report["results"]["all"]["eval/percent_correct"] == 1.0
     assert report["config_general"]["generation_parameters"]["temperature"] == 0.0
 
 

@@ -117,7 +117,14 @@ async def test_evaluate_asks_each_test_row_once(
         await env.close()
 
     report = json.loads((tmp_path / "evals" / "metrics.json").read_text())
-    assert report["results"]["all"] == {"eval/mean_score": 0.5}
+    metrics = report["results"]["all"]
+    # Wilson's interval of 1 of 2.
+    assert metrics.keys() == {
+        f"eval/mean_score{end}" for end in ("", "_stderr", "_ci_low", "_ci_high")
+    }
+    assert metrics["eval/mean_score"] == 0.5
+    assert metrics["eval/mean_score_ci_low"] == pytest.approx(0.0945, abs=1e-4)
+    assert metrics["eval/mean_score_ci_high"] == pytest.approx(0.9055, abs=1e-4)
 
 
 async def test_prompt_without_room_for_an_answer_is_wrong_and_not_sent(

@@ -263,6 +263,23 @@ STEPS: tuple[Step, ...] = (
         "atropos-replay post",
         before=f"{GROUPS}\nrun-api --store memory & await-url http://localhost:8000/health/live",
     ),
+    Run(
+        "docs/evaluations.md",
+        "MODEL=Qwen/Qwen2.5-1.5B-Instruct",
+        before=QWEN_ENGINE,
+        shows=("accuracy", "evaluation results are in results/greedy"),
+    ),
+    Run(
+        "docs/evaluations.md",
+        "MODEL=Qwen/Qwen2.5-1.5B-Instruct",
+        before=QWEN_ENGINE,
+        shows=("eval/pass_at_4: .*95% interval", "evaluation results are in results/sampled"),
+    ),
+    Run(
+        "docs/evaluations.md",
+        "atropos-compare results/greedy results/sampled",
+        shows=("task gsm8k_eval", '"p_value"'),
+    ),
     Run("docs/looking_at_rollouts.md", "python environments/word_sums.py process", before=ENGINE),
     Run("docs/looking_at_rollouts.md", "view-run --file sums.jsonl", until=("keys: ",)),
     Run(

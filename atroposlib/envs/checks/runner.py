@@ -29,6 +29,7 @@ from atroposlib.envs.checks.scripted_model import (
     make_script,
 )
 from atroposlib.envs.checks.watchers import CapturedOutput
+from atroposlib.envs.evaluation_statistics import INTERVAL_ENDS
 from atroposlib.envs.rollouts import as_pair
 from atroposlib.envs.running import build_environment
 from atroposlib.envs.settings import Settings
@@ -467,7 +468,7 @@ def _check_file(path: Path, findings: Findings, site: str | None, requests: str)
     except (ValueError, KeyError) as error:
         findings.fail("evaluation", f"{path.name} cannot be read: {error!r}", site)
         return
-    names = ", ".join(metrics) or "no metric"
+    names = ", ".join(name for name in metrics if not name.endswith(INTERVAL_ENDS)) or "no metric"
     findings.passed("evaluation", f"{requests}; {path.name} has {names}")
 
 

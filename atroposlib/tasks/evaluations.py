@@ -1,0 +1,786 @@
+r"""Evaluations by table: the base of all, mathematics in a box, and answers in free text.
+
+    EvalSource (data set, columns) ─► rows ─► read ─► EvalQuestion ─► prompt ─► one chat per sample
+                                                                                    │
+    metrics.json ◄─ evaluation_metrics ◄─ record ◄─ grade: EvalGrade ◄─ answer_part ┘
+
+A data set is a row of a table: where it is, its columns, and how a row becomes a question. The
+programs of `environments/eval_environments/` name one row each. `choice_evaluations` has the
+questions with options, `ifeval` the instructions that a program can verify.
+
+`EvaluationEnv` is a `SingleTurnEnv`: `evaluate` is its purpose, and `process`, `serve` and `check`
+work as well, with the grade as score.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import re
+import statistics
+import string
+from abc import abstractmethod
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple
+
+from pydantic import Field
+
+from atroposlib.envs.base import APIServerConfig, EvalHandlingEnum
+from atroposlib.envs.dataset_items import hub_rows
+from atroposlib.envs.single_turn_env import SingleTurnEnv, SingleTurnEnvConfig
+from atroposlib.errors import ConfigError, ContextOverflowError, EngineSetupError, InferenceError
+from atroposlib.tasks.eval_answers import (
+    answer_part,
+    compare_math_strings,
+    extract_freeform_from_answer_tag,
+    only_boxed_answer,
+    validate_thinking_format,
+)
+from atroposlib.tasks.math_problems import math_verdict
+from atroposlib.tasks.single_turn_parts import default_configs
+from atroposlib.utils.local_records import find_split, read_records, require_data
+from atroposlib.utils.score_pool import ScorePool
+
+__all__ = [
+    "BOXED_SOURCES",
+    "TEXT_SOURCES",
+    "BoxedEvalConfig",
+    "BoxedEvalEnv",
+    "EvalFamilyConfig",
+    "EvalGrade",
+    "EvalQuestion",
+    "EvalReply",
+    "EvalSource",
+    "EvaluationEnv",
+    "TextEvalEnv",
+    "best_drop_match",
+    "contains_answer",
+    "create_system_content",
+    "format_math_answer_instruction",
+    "get_default_thinking_prompt",
+    "metric_key",
+    "normalized_answer",
+]
+
+logger = logging.getLogger(__name__)
+
+MODEL = "NousResearch/Hermes-3-Llama-3.1-8B"
+TEST_FILES = ("test", "validation", "valid", "val", "train")
+EXAMPLE_FILES = ("dev", "validation", "valid", "val", "train")
+
+
+def get_default_thinking_prompt(custom_prompt: str | None = None) -> str | None:
+    """Return the prompt that asks for thinking: the given one; without one, none."""
+    return custom_prompt
+
+
+def create_system_content(
+    thinking_mode: bool,
+    custom_thinking_prompt: str | None = None,
+    custom_system_prompt: str | None = None,
+) -> str | None:
+    """Return the system message of an evaluation; None if there is nothing to say.
+
+    Args:
+        thinking_mode: Whether the thinking prompt is used.
+        custom_thinking_prompt: asks for thinking; may be None.
+        custom_system_prompt: follows after a blank line; may be None.
+    """
+    thinking = get_default_thinking_prompt(custom_thinking_prompt) if thinking_mode else None
+    return "\n\n".join(part for part in (thinking, custom_system_prompt) if part) or None
+
+
+def format_math_answer_instruction(include_hope: bool = True) -> str:
+    r"""Return the request for exactly one `\boxed{}`.
+
+    Args:
+        include_hope: Whether to ask for the closing sentence that many models were trained on.
+    """
+    if include_hope:
+        return (
+            "Close with this sentence, with your result in place of ANSWER, and use \\boxed "
+            "nowhere else:\nTherefore, the final answer is: $\\boxed{ANSWER}$. "
+            "I hope it is correct."
+        )
+    return "Give your final answer once, in the form \\boxed{ANSWER}, and use \\boxed nowhere else."
+
+
+class EvalQuestion(NamedTuple):
+    """One item of an evaluation."""
+
+    question: str
+    """The question as the data set has it."""
+    gold: Any
+    """The gold answer, in the form that the family grades."""
+    choices: tuple[str, ...] = ()
+    """The texts of the options, if any."""
+    groups: tuple[tuple[str, str], ...] = ()
+    """Name and value of what metrics are also given for, such as `("subject", "astronomy")`."""
+    examples: tuple[tuple[str, str], ...] = ()
+    """Solved questions before this one: prompt and answer."""
+    reference: str | None = None
+    """A completion that is correct, if the data set has one; for `check`."""
+
+
+class EvalGrade(NamedTuple):
+    """The result of one completion."""
+
+    score: float
+    """1.0 if correct, 0.0 if not."""
+    answer: str | None
+    """The answer as found in the completion."""
+    method: str
+    """The way it was found, such as `answer_tag` or `no_boxed`."""
+    is_compliant: bool
+    """Whether the answer was in the requested form."""
+    values: Mapping[str, float] = {}
+    """Further values whose means are metrics, by name of the metric."""
+
+
+class EvalReply(NamedTuple):
+    """One completion, as sampled for an evaluation."""
+
+    text: str
+    reasoning: str | None
+    """Reasoning that the server returned in a field of its own."""
+    finish_reason: str
+
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalSource:
+    """A data set of the hub and the metrics of its evaluation.
+
+    Example:
+        EvalSource(path="openai/gsm8k", subset="main", columns=("question", "answer"), read=...)
+    """
+
+    path: str
+    """Name on the hub."""
+    columns: tuple[str, ...]
+    """Required columns, of local files as well."""
+    read: Callable[[Row], EvalQuestion]
+    """Converts a row; raises `ConfigError` for one that it cannot read."""
+    subset: str | None = None
+    subsets: tuple[str, ...] | None = None
+    """All configurations to load; an empty tuple means all that the hub lists."""
+    subset_column: str = "subset"
+    """Column that is added with the name of the configuration, if there are several."""
+    split: str = "test"
+    optional: tuple[str, ...] = ()
+    example_split: str | None = None
+    """Split with the solved questions of few-shot prompts."""
+    overall: str = "accuracy"
+    """Name of the main metric; its first part, as in `eval/`, is that of all others."""
+    group_metrics: Mapping[str, str] = field(default_factory=dict)
+    """Group to the name of its metrics, such as `eval/subject_{}_accuracy`."""
+
+    @property
+    def prefix(self) -> str:
+        area, slash, _ = self.overall.rpartition("/")
+        return area + slash
+
+
+class EvalFamilyConfig(SingleTurnEnvConfig):
+    """Data, requests and prompts of an evaluation."""
+
+    dataset_path: str | None = Field(
+        None,
+        description="JSONL, JSON or Parquet file, or folder with a test file, with the columns of "
+        "the data set; None loads it from the hub.",
+    )
+    dataset_name: str | None = Field(
+        None, description="Data set of the hub with the same columns; None uses the usual one."
+    )
+    dataset_subset: str | None = Field(
+        None, description="Configuration of the data set; None uses the usual one, or all."
+    )
+    dataset_split: str | None = Field(
+        None, description="Split of the data set; None uses the usual one."
+    )
+    thinking_mode: bool = Field(
+        True,
+        description="Whether to ask the inference server for reasoning and to send "
+        "custom_thinking_prompt.",
+    )
+    custom_system_prompt: str | None = Field(
+        None, description="Text of the system message after custom_thinking_prompt."
+    )
+    eval_temperature: float = Field(0.6, ge=0, description="Sampling temperature of evaluations.")
+    eval_max_tokens: int = Field(
+        0, ge=0, description="Token limit of a completion; 0 leaves it to the inference server."
+    )
+    max_retries: int = Field(
+        3, ge=1, le=100, description="Tries for one sample, also if its completion is too short."
+    )
+    retry_delay: float = Field(1.0, ge=0, description="Seconds between two tries.")
+    min_response_length: int = Field(
+        1, ge=0, description="Characters below which a completion counts as a failed try."
+    )
+    full_debug: bool = Field(False, description="Whether to log every completion and its grade.")
+
+
+class EvaluationEnv(SingleTurnEnv):
+    """One data set of an evaluation; an item is an `EvalQuestion`.
+
+    Implement `question_text` and `grade`.
+
+    Attributes:
+        source: row of the table of the family.
+        iter: number of items handed out for training.
+    """
+
+    source: ClassVar[EvalSource]
+    env_config_cls = EvalFamilyConfig
+    config: EvalFamilyConfig
+    scores_thinking = True  # `grade` removes it
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.iter = 0
+        self.questions: list[EvalQuestion] = []
+
+    @classmethod
+    def config_init(cls) -> tuple[Any, APIServerConfig]:
+        return default_configs(
+            cls.env_config_cls,
+            MODEL,
+            port=9000,
+            server={
+                "api_key": os.environ.get("OPENAI_API_KEY"),
+                "server_type": "openai",
+                "num_requests_for_eval": 1024,
+            },
+            group_size=1,
+            total_steps=1,
+            steps_per_eval=1,
+            eval_handling=EvalHandlingEnum.STOP_TRAIN,
+            wandb_name=cls.name,
+        )
+
+    @classmethod
+    def check_inputs(cls, config: Any) -> None:
+        if config.dataset_path:
+            path = _local_file(Path(config.dataset_path), TEST_FILES)
+            require_data(path, cls.source.columns)
+
+    async def setup(self) -> None:
+        """Read the questions.
+
+        Raises:
+            ConfigError: the data set cannot be loaded, lacks a column or has an unreadable row.
+        """
+        self.questions = await asyncio.to_thread(self.load_questions)
+        if not self.questions:
+            raise ConfigError(f"{self.place_of_data} has no question for these settings")
+        logger.info("%d questions from %s", len(self.questions), self.place_of_data)
+
+    @property
+    def place_of_data(self) -> str:
+        return self.config.dataset_path or self.config.dataset_name or self.source.path
+
+    def load_questions(self) -> list[EvalQuestion]:
+        """Read all questions; called in a thread by `setup`."""
+        return self.read_rows(self.rows(self.config.dataset_split or self.source.split, TEST_FILES))
+
+    def read_rows(self, rows: Sequence[Row]) -> list[EvalQuestion]:
+        """Convert rows; an error names the row."""
+        questions = []
+        for number, row in enumerate(rows):
+            try:
+                questions.append(self.source.read(row))
+            except (ConfigError, LookupError, TypeError, ValueError) as error:
+                raise ConfigError(
+                    f"{self.place_of_data}: row {number} is not a question of "
+                    f"{type(self).__name__}: {error!r}; expected the columns "
+                    f"{', '.join(self.source.columns)}"
+                ) from error
+        return questions
+
+    def rows(self, split: str, files: Sequence[str]) -> list[dict[str, Any]]:
+        """Return the rows of a split, or of the first of `files` in a local folder."""
+        source, config = self.source, self.config
+        if config.dataset_path:
+            path = _local_file(Path(config.dataset_path), files)
+            optional = (*source.optional, source.subset_column)
+            return read_records(path, source.columns, optional=optional)
+        name = config.dataset_name or source.path
+        loaded: list[dict[str, Any]] = []
+        for subset in self.subsets_of(name):
+            rows = hub_rows(name, split=split, subset=subset)
+            missing = sorted(set(source.columns) - set(rows[0] if rows else source.columns))
+            if missing:
+                raise ConfigError(f"{name} on the hub has no {', '.join(missing)}")
+            loaded += [{source.subset_column: subset, **row} for row in rows]
+        return loaded
+
+    def subsets_of(self, name: str) -> Sequence[str | None]:
+        """Return the configurations of a data set of the hub to load."""
+        if self.config.dataset_subset:
+            return [self.config.dataset_subset]
+        if self.source.subsets is None or name != self.source.path:
+            return [None if name != self.source.path else self.source.subset]
+        return self.source.subsets or _all_subsets(name)
+
+    @abstractmethod
+    def question_text(self, item: EvalQuestion) -> str:
+        """Return the question with its options and the request for the form of the answer."""
+
+    @abstractmethod
+    async def grade(self, item: EvalQuestion, completion: str) -> EvalGrade:
+        """Grade a completion, which may contain thinking; empty if it was truncated."""
+
+    def gold_text(self, item: EvalQuestion) -> str:
+        """Return the gold answer for records."""
+        return str(item.gold)
+
+    async def get_next_item(self) -> EvalQuestion:
+        item = self.questions[self.iter % len(self.questions)]
+        self.iter += 1
+        return item
+
+    def eval_items(self) -> Sequence[EvalQuestion]:
+        return self.questions
+
+    def prompt(self, item: EvalQuestion) -> list[dict[str, str]]:
+        """Return the system message, if there is one, the examples and the question."""
+        config = self.config
+        system = create_system_content(
+            config.thinking_mode, config.custom_thinking_prompt, config.custom_system_prompt
+        )
+        messages = [{"role": "system", "content": system}] if system else []
+        for question, answer in item.examples:
+            messages.append({"role": "user", "content": question})
+            messages.append({"role": "assistant", "content": answer})
+        return [*messages, {"role": "user", "content": self.question_text(item)}]
+
+    async def score(self, item: EvalQuestion, answer: str) -> float:
+        return (await self.grade(item, answer)).score
+
+    async def evaluate_item(self, item: EvalQuestion) -> dict[str, Any]:
+        """Sample and grade one answer; return its record."""
+        messages = self.prompt(item)
+        reply = await self.reply_to(messages)
+        is_cut = reply.finish_reason == "length"
+        grade = await self.grade(item, "" if is_cut else reply.text)
+        has_thinking = bool(reply.reasoning) or _has_thinking(reply.text)
+        record = {
+            "messages": [*messages, {"role": "assistant", "content": reply.text}],
+            "score": grade.score,
+            "is_correct": grade.score > 0,
+            "question": item.question,
+            "gold_answer": self.gold_text(item),
+            "model_answer": grade.answer,
+            "extraction_method": grade.method,
+            "format_compliant": grade.is_compliant and not is_cut,
+            "has_thinking": has_thinking,
+            "finish_reason": reply.finish_reason,
+            "groups": dict(item.groups),
+            "values": dict(grade.values),
+        }
+        if reply.reasoning:
+            record["reasoning"] = reply.reasoning
+        if self.config.full_debug:
+            logger.info("completion %r: %s", reply.text, grade)
+        return record
+
+    async def reply_to(self, messages: Sequence[Mapping[str, str]]) -> EvalReply:
+        """Sample one completion, with up to `max_retries` tries.
+
+        A prompt that does not fit the engine's context gives an empty, truncated reply.
+
+        Raises:
+            InferenceError: every try failed.
+        """
+        config = self.config
+        limit = {"max_tokens": config.eval_max_tokens} if config.eval_max_tokens else {}
+        failure: Exception | None = None
+        reply: EvalReply | None = None
+        for number in range(1, config.max_retries + 1):
+            if number > 1:
+                await asyncio.sleep(config.retry_delay)
+            try:
+                chat = await self.server.chat_completion(
+                    messages=list(messages),
+                    n=1,
+                    temperature=config.eval_temperature,
+                    split="eval",
+                    **limit,
+                )
+                reply = _reply_of(chat)
+            except ContextOverflowError:
+                return EvalReply("", None, "length")
+            except (EngineSetupError, asyncio.CancelledError):
+                raise
+            except Exception as error:
+                failure = error
+                logger.debug("try %d of %d failed", number, config.max_retries, exc_info=True)
+                continue
+            if len(reply.text.strip()) >= config.min_response_length:
+                return reply
+        if reply is not None:
+            return reply
+        raise InferenceError(
+            f"no reply to a question after {config.max_retries} tries (--env.max_retries); the "
+            f"last error: {failure!r}"
+        ) from failure
+
+    def evaluation_values(self, record: Mapping[str, Any]) -> dict[str, float]:
+        values = {self.source.overall: float(record["score"]), **record["values"]}
+        for group, name in self.source.group_metrics.items():
+            if group in record["groups"]:
+                metric = name.format(metric_key(record["groups"][group]))
+                values[metric] = float(record["score"])
+        return values
+
+    def evaluation_metrics(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        """Return accuracy, overall and by group, and the rates of formats and methods."""
+        values: dict[str, list[float]] = {}
+        for sample in samples:
+            for name, value in self.evaluation_values(sample).items():
+                values.setdefault(name, []).append(value)
+        means = {name: statistics.fmean(found) for name, found in values.items()}
+        prefix = self.source.prefix
+        return {
+            self.source.overall: means.pop(self.source.overall),
+            f"{prefix}total_evaluated": len(samples),
+            f"{prefix}total_correct": sum(sample["is_correct"] for sample in samples),
+            **dict(sorted(means.items())),
+            **{
+                f"{prefix}{name}": statistics.fmean(bool(sample[key]) for sample in samples)
+                for name, key in (
+                    ("format_compliance_rate", "format_compliant"),
+                    ("thinking_utilization_rate", "has_thinking"),
+                )
+            },
+        }
+
+    def evaluation_sampling(self) -> dict[str, Any]:
+        """Return the settings of requests; a limit of None is that of the inference server."""
+        limit = self.config.eval_max_tokens or None
+        return {"temperature": self.config.eval_temperature, "max_new_tokens": limit}
+
+    async def evaluate_log(self, metrics: Mapping[str, Any], *args: Any, **options: Any) -> None:
+        """Write the result under the name of the evaluation; for the arguments see `BaseEnv`."""
+        if not args:
+            options.setdefault("task_name", self.name)
+        await super().evaluate_log(metrics, *args, **options)
+
+    def save_checkpoint(self, step: int, data: Mapping[str, Any] | None = None) -> None:
+        super().save_checkpoint(step, {**(data or {}), "iter": self.iter})
+
+
+def metric_key(value: str) -> str:
+    """Return a value as part of a metric's name: `High School` as `high_school`."""
+    return re.sub(r"[^\w.+-]+", "_", value.strip().lower()).strip("_") or "unknown"
+
+
+def _local_file(path: Path, names: Sequence[str]) -> Path:
+    return find_split(path, names) if path.is_dir() else path
+
+
+def _all_subsets(name: str) -> list[str]:
+    import datasets
+
+    try:
+        return list(datasets.get_dataset_config_names(name))
+    except (OSError, ValueError) as error:
+        raise ConfigError(
+            f"{name} cannot be loaded from the hub ({error}); --env.dataset_path takes local files "
+            "instead"
+        ) from error
+
+
+def _has_thinking(text: str) -> bool:
+    is_valid, rest = validate_thinking_format(text, True)
+    return is_valid and len(rest) < len(text.strip())
+
+
+def _reply_of(chat: Any) -> EvalReply:
+    choice = chat.choices[0]
+    message = choice.message
+    # Fields added by providers are not declared.
+    fields = (getattr(message, name, None) for name in ("reasoning_content", "reasoning"))
+    reasoning = next((text for text in fields if isinstance(text, str) and text.strip()), None)
+    return EvalReply(message.content or "", reasoning, choice.finish_reason or "stop")
+
+
+class BoxedEvalConfig(EvalFamilyConfig):
+    """Settings of the evaluations with a boxed answer."""
+
+    max_math_workers: int = Field(
+        64,
+        ge=1,
+        le=1024,
+        description="Maximum number of processes that check answers; at most one per core is used.",
+    )
+    include_hope_suffix: bool = Field(
+        True,
+        description="Whether to ask for a closing sentence that ends with 'I hope it is correct'.",
+    )
+
+
+class BoxedEvalEnv(EvaluationEnv):
+    r"""Mathematics with the answer in exactly one `\boxed{}`; `gold` is the answer as text."""
+
+    env_config_cls: type[Any] = BoxedEvalConfig
+    config: BoxedEvalConfig
+
+    @cached_property
+    def score_pool(self) -> ScorePool:
+        """Workers for the check, at most `max_math_workers` and one per core."""
+        most = min(self.config.max_math_workers, os.cpu_count() or 1)
+        return ScorePool(
+            num_workers=most if self.config.num_score_workers else 0,
+            timeout_s=self.config.score_timeout_s,
+            backend=self.config.score_backend.value,
+        )
+
+    def question_text(self, item: EvalQuestion) -> str:
+        instruction = format_math_answer_instruction(self.config.include_hope_suffix)
+        return f"{item.question}\n\n{instruction}"
+
+    async def grade(self, item: EvalQuestion, completion: str) -> EvalGrade:
+        boxed = only_boxed_answer(completion)
+        if boxed.text is None:
+            return EvalGrade(0.0, None, boxed.method, False)
+        verdict = await math_verdict(
+            self.score_pool, f"\\boxed{{{boxed.text}}}", item.gold, skip_thinking=False
+        )
+        is_compared = verdict.is_gold_readable and bool(verdict.answer_parsed)
+        is_correct = verdict.is_correct
+        if not is_compared:
+            is_correct = compare_math_strings(boxed.text, item.gold)
+        method = "math_verify" if is_compared else "string_compare"
+        return EvalGrade(float(is_correct), boxed.text, method, True)
+
+    def evaluation_metrics(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+        methods = Counter(sample["extraction_method"] for sample in samples)
+        prefix, total = self.source.prefix, len(samples)
+        return {
+            **super().evaluation_metrics(samples),
+            f"{prefix}has_boxed_rate": 1 - methods["no_boxed"] / total,
+            f"{prefix}multiple_boxed_rate": methods["multiple_boxed"] / total,
+            f"{prefix}verification_methods": dict(methods),
+        }
+
+    def check_gold_answer(self, item: EvalQuestion) -> str:
+        return f"<think>Step by step.</think>The answer is $\\boxed{{{item.gold}}}$."
+
+
+def _boxed_reader(
+    question: str, answer: Callable[[Row], str], groups: Sequence[str] = ()
+) -> Callable[[Row], EvalQuestion]:
+    def read(row: Row) -> EvalQuestion:
+        gold = answer(row).strip()
+        if not gold:
+            raise ConfigError("its gold answer is empty")
+        values = tuple((name, str(row[name])) for name in groups if row.get(name) is not None)
+        return EvalQuestion(str(row[question]), gold, groups=values)
+
+    return read
+
+
+BOXED_SOURCES: Mapping[str, EvalSource] = {
+    "gsm8k": EvalSource(
+        path="openai/gsm8k",
+        subset="main",
+        columns=("question", "answer"),
+        read=_boxed_reader(
+            "question", lambda row: row["answer"].rsplit("####", 1)[-1].replace(",", "")
+        ),
+    ),
+    "aime": EvalSource(
+        path="HuggingFaceH4/aime_2024",
+        split="train",
+        columns=("problem", "answer"),
+        optional=("year",),
+        read=_boxed_reader("problem", lambda row: str(row["answer"]), ("year",)),
+        group_metrics={"year": "aime_{}_accuracy"},
+    ),
+    "math500": EvalSource(
+        path="HuggingFaceH4/MATH-500",
+        columns=("problem", "answer"),
+        optional=("subject", "level"),
+        read=_boxed_reader("problem", lambda row: str(row["answer"]), ("subject", "level")),
+        group_metrics={"subject": "subject_{}_accuracy", "level": "level_{}_accuracy"},
+    ),
+}
+"""Data sets of mathematics."""
+
+
+_ARTICLES = re.compile(r"\b(?:a|an|the)\b")
+_WORD_PUNCTUATION = str.maketrans("", "", string.punctuation)
+NUMBER_WORDS = {
+    "zero": "0", "one": "1", "two": "2", "three": "3", "four": "4", "five": "5", "six": "6",
+    "seven": "7", "eight": "8", "nine": "9", "ten": "10", "eleven": "11", "twelve": "12",
+}  # fmt: skip
+
+
+def normalized_answer(text: str) -> str:
+    """Return a short answer for comparison: lower case, without articles and punctuation.
+
+    Numbers are written alike: `1,000` and `1000.0`, `three` and `3`.
+    """
+    words = []
+    for word in re.split(r"[\s\u2013\u2014-]+", text.lower()):
+        number = _as_number(word.strip(string.punctuation.replace("-", "") + "$%"))
+        words.append(number if number is not None else word.translate(_WORD_PUNCTUATION))
+    return " ".join(_ARTICLES.sub(" ", " ".join(words)).split())
+
+
+def _as_number(word: str) -> str | None:
+    word = NUMBER_WORDS.get(word, word).replace(",", "")
+    if not re.fullmatch(r"\d{1,30}(?:\.\d{1,30})?", word):
+        return None
+    return f"{float(word):.12g}"
+
+
+def contains_answer(reply: str, gold: str) -> bool:
+    """Return whether the words of the gold answer occur in a reply, in order and adjacent."""
+    wanted, words = normalized_answer(gold).split(), normalized_answer(reply).split()
+    if not wanted:
+        return False
+    return any(
+        words[start : start + len(wanted)] == wanted
+        for start in range(len(words) - len(wanted) + 1)
+    )
+
+
+MAX_SPANS = 32
+
+
+def best_drop_match(reply: str, golds: Sequence[Sequence[str]]) -> tuple[bool, float]:
+    """Return whether a reply equals one of the gold answers, and its best F1 score of words.
+
+    Args:
+        reply: the answer; for a gold answer of several spans, they are separated by commas,
+            semicolons, lines or `and`.
+        golds: accepted answers, each a list of spans.
+
+    Source: Dua et al. 2019, "DROP", arXiv:1903.00161, section 5. Differs in aligning spans
+    greedily, best pairs first.
+    """
+    is_equal, best = False, 0.0
+    for spans in golds:
+        wanted = [normalized_answer(span) for span in spans]
+        texts = re.split(r"[,;\n]|\band\b", reply) if len(spans) > 1 else [reply]
+        given = [text for each in texts[:MAX_SPANS] if (text := normalized_answer(each))]
+        is_equal = is_equal or (bool(given) and sorted(given) == sorted(wanted))
+        best = max(best, _aligned_f1(given, wanted))
+    return is_equal, 1.0 if is_equal else best
+
+
+def _aligned_f1(given: Sequence[str], wanted: Sequence[str]) -> float:
+    pairs = sorted(
+        ((_word_f1(one, two), i, k) for i, one in enumerate(given) for k, two in enumerate(wanted)),
+        reverse=True,
+    )
+    used_given: set[int] = set()
+    used_wanted: set[int] = set()
+    total = 0.0
+    for score, i, k in pairs:
+        if i not in used_given and k not in used_wanted:
+            used_given.add(i)
+            used_wanted.add(k)
+            total += score
+    return total / max(len(given), len(wanted), 1)
+
+
+def _word_f1(given: str, wanted: str) -> float:
+    first, second = set(given.split()), set(wanted.split())
+    numbers = {word for word in second if word[0].isdigit()}
+    common = first & second
+    if not common or (numbers and not numbers & first):
+        return 0.0
+    precision, recall = len(common) / len(first), len(common) / len(second)
+    return 2 * precision * recall / (precision + recall)
+
+
+ANSWER_REQUEST = "Give your final answer, as short as possible, between <answer> and </answer>."
+
+
+class TextEvalEnv(EvaluationEnv):
+    """Questions with a short answer in tags; `gold` is the list of accepted answers.
+
+    Implement `grade_text`.
+    """
+
+    answer_request: ClassVar[str] = ANSWER_REQUEST
+
+    def question_text(self, item: EvalQuestion) -> str:
+        return f"{item.question}\n\n{self.answer_request}"
+
+    async def grade(self, item: EvalQuestion, completion: str) -> EvalGrade:
+        found = extract_freeform_from_answer_tag(answer_part(completion))
+        return await self.grade_text(item, found.text, found.method)
+
+    @abstractmethod
+    async def grade_text(self, item: EvalQuestion, answer: str | None, method: str) -> EvalGrade:
+        """Grade the text between the tags; None without one."""
+
+    def gold_text(self, item: EvalQuestion) -> str:
+        return " | ".join(", ".join(spans) for spans in item.gold)
+
+    def check_gold_answer(self, item: EvalQuestion) -> str:
+        return f"<think>I looked.</think><answer>{', '.join(item.gold[0])}</answer>"
+
+
+def _read_drop(row: Row) -> EvalQuestion:
+    answers = [row["answer"], *_as_rows(row.get("validated_answers"))]
+    golds = [spans for answer in answers if (spans := _drop_spans(answer))]
+    if not golds:
+        raise ConfigError("its answer has neither number nor spans nor date")
+    unique = tuple(dict.fromkeys(tuple(spans) for spans in golds))
+    return EvalQuestion(f"{row['passage']}\n\nQuestion: {row['question']}", unique)
+
+
+def _as_rows(columns: Any) -> list[Any]:
+    """Return a list of answers, which the hub stores as one mapping of lists."""
+    if not isinstance(columns, Mapping):
+        return list(columns or ())
+    count = max((len(values) for values in columns.values()), default=0)
+    return [
+        {name: values[i] for name, values in columns.items() if i < len(values)}
+        for i in range(count)
+    ]
+
+
+def _drop_spans(answer: Any) -> list[str]:
+    if isinstance(answer, str):
+        return [answer] if answer.strip() else []
+    spans = [str(span) for span in answer.get("spans") or () if str(span).strip()]
+    number = str(answer.get("number") or "").strip()
+    date = answer.get("date") or {}
+    words = [str(date.get(part) or "").strip() for part in ("day", "month", "year")]
+    return (
+        spans
+        or ([number] if number else [])
+        or ([" ".join(filter(None, words))] if any(words) else [])
+    )
+
+
+TEXT_SOURCES: Mapping[str, EvalSource] = {
+    "drop": EvalSource(
+        path="lighteval/drop_harness",
+        split="validation",
+        columns=("passage", "question", "answer"),
+        optional=("validated_answers",),
+        read=_read_drop,
+        overall="eval/accuracy",
+    ),
+    "simpleqa": EvalSource(
+        path="lighteval/SimpleQA",
+        columns=("problem", "answer"),
+        read=lambda row: EvalQuestion(str(row["problem"]), ((str(row["answer"]),),)),
+        overall="eval/exact_match_accuracy",
+    ),
+}
+"""Data sets with answers in free text."""
