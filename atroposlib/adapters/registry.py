@@ -47,6 +47,11 @@ class Kind:
 
 PAGES = "atroposlib.adapters"
 KINDS: dict[str, Kind] = {
+    "dataset": Kind(
+        "data sets of files or of the hub, with reward functions by name",
+        f"{PAGES}.dataset:DatasetAdapter",
+        "a file, a folder or a name on the hub, such as tasks.jsonl or openai/gsm8k",
+    ),
     "gymnasium": Kind(
         "Gymnasium environments with discrete or text actions",
         f"{PAGES}.gymnasium:GymnasiumAdapter",
@@ -54,6 +59,14 @@ KINDS: dict[str, Kind] = {
         extra="gymnasium",
         package="gymnasium",
         versions=">=1.0,<2",
+    ),
+    "mcp": Kind(
+        "the tools of MCP servers, for the tasks of a file",
+        f"{PAGES}.mcp:McpAdapter",
+        "a file of tasks, such as tasks.jsonl",
+        extra="mcp",
+        package="mcp",
+        versions=">=2.3,<3",
     ),
 }
 """Every kind, by the word before the colon."""
