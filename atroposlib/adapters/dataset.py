@@ -201,7 +201,7 @@ class TaskRows:
         if answer is None or not any(isinstance(each, comparing) for each in functions):
             return None
         gold = str(answer).rsplit("####", 1)[-1].strip()
-        return f"<think>I work it out.</think> <answer>\\boxed{{{gold}}}</answer>"
+        return f"<answer>\\boxed{{{gold}}}</answer>"
 
     def metrics(self) -> dict[str, float]:
         counts = self._pool.counts
