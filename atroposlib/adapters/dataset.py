@@ -74,7 +74,7 @@ class DatasetArgs(AdapterArgs):
     )
     system_prompt: str | None = Field(None, description="System message; null sends none.")
     reward_functions: list[str | dict[str, Any]] = Field(
-        default_factory=lambda: ["accuracy"],
+        ["accuracy"],
         description="Names, or {type, weight, params}; several are combined to a weighted mean, "
         "and each is a named part of the reward.",
     )

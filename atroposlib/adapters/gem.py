@@ -1,9 +1,9 @@
-"""Environments of GEM: text in, text out.
+r"""Environments of GEM: text in, text out.
 
     reset(seed) ─► observation ─► turn ─► step(answer) ─► observation + reward ─► …
 
 NAME is an id of the package, such as `game:GuessTheNumber-v0-easy`. Answers are passed on without
-the thinking; most games read the text in `\\boxed{}`. Environments that run answers as code in this
+the thinking; most games read the text in `\boxed{}`. Environments that run answers as code in this
 process, or that cannot be used from several threads, are refused; the message names a replacement.
 """
 

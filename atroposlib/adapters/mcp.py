@@ -158,7 +158,7 @@ class McpArgs(DatasetArgs):
         SYSTEM_PROMPT, description="System message, before the tools; null sends none."
     )
     reward_functions: list[str | dict[str, Any]] = Field(
-        default_factory=lambda: ["answer_text"],
+        ["answer_text"],
         description="Names, or {type, weight, params}; for rows with an answer. Each is a named "
         "part of the reward, in addition to `calls` for rows with expected calls.",
     )

@@ -106,7 +106,8 @@ def legal_move(env: Any, moves: Sequence[str], source: Any) -> str:
         EpisodeFailedError: none of the moves is legal.
     """
     player = env.state.current_player_id
-    for move in source.sample(list(moves), len(moves)):
+    shuffled: list[str] = source.sample(list(moves), len(moves))
+    for move in shuffled:
         tried = copy.deepcopy(env)
         errors = getattr(tried.state, "error_count", 0)
         tried.step(move)
@@ -342,7 +343,7 @@ class TextArenaAdapter(Adapter):
         for count in range(1, MAX_PLAYERS + 1) if chosen is None else (chosen,):
             try:
                 env.reset(num_players=count, seed=0)
-            except Exception as error:  # any exception of the game: it refuses this number
+            except Exception as error:  # noqa: BLE001 - any exception of the game
                 problem = error
             else:
                 self.num_players = count

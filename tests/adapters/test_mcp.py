@@ -40,7 +40,7 @@ QUESTION = re.compile(r"What is (\d+) and")
 
 
 def call(name: str, **arguments: Any) -> str:
-    return f'<tool_call>{json.dumps({"name": name, "arguments": arguments})}</tool_call>'
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
 
 
 def solve(prompt: str) -> str:
@@ -126,7 +126,9 @@ async def test_stdio_server_is_called_and_both_parts_are_rewarded(tasks: str, pi
         rollouts, group = await roll_out(env)
         assert env.adapter.metrics()["sessions_open"] == 0
 
-    assert [rollout.reward_parts[-1] for rollout in rollouts] == [{"answer_text": 1, "calls": 1}] * 2
+    assert [rollout.reward_parts[-1] for rollout in rollouts] == [
+        {"answer_text": 1, "calls": 1}
+    ] * 2
     assert group["scores"] == [2.0, 2.0]
     assert len(os.listdir(pids)) == 3  # one to list the tools, one for each rollout
     assert running(pids) == []
@@ -193,15 +195,15 @@ async def test_shared_session_is_opened_once(tasks: str, pids: Path) -> None:
         (call("long_text", length=500), "[400 more characters]"),
     ],
 )
-async def test_error_of_a_tool_is_a_result(tasks: str, pids: Path, written: str, shown: str) -> None:
+async def test_error_of_a_tool_is_a_result(
+    tasks: str, pids: Path, written: str, shown: str
+) -> None:
     args = {
         **ARGS, "servers": [command(pids)], "tool_timeout_s": 0.5, "max_result_characters": 100,
     }  # fmt: skip
     replies = iter(["ok", written, "<answer>40</answer>"])
 
-    async with adapter_env(
-        f"mcp:{tasks}", args, lambda _: next(replies), group_size=1
-    ) as env:
+    async with adapter_env(f"mcp:{tasks}", args, lambda _: next(replies), group_size=1) as env:
         [rollout], _ = await roll_out(env)
 
     assert shown in rollout.messages[-2]["content"]
@@ -215,9 +217,7 @@ async def test_crash_of_a_server_fails_its_rollout_which_is_repeated(
     replies = iter(["ok", call("crash"), "<answer>40</answer>"])
     args = {**ARGS, "servers": [command(pids)], "sessions": sessions}
 
-    async with adapter_env(
-        f"mcp:{tasks}", args, lambda _: next(replies), group_size=1
-    ) as env:
+    async with adapter_env(f"mcp:{tasks}", args, lambda _: next(replies), group_size=1) as env:
         [rollout], _ = await roll_out(env)
         failures = dict(env.reporter.counts) if hasattr(env, "reporter") else None
 
@@ -258,9 +258,7 @@ async def test_cancelled_rollout_ends_its_sessions(tasks: str, pids: Path) -> No
     def policy(prompt: str) -> str:
         return call("hang") if QUESTION.search(prompt) else "ok"
 
-    async with adapter_env(
-        f"mcp:{tasks}", {**ARGS, "servers": [command(pids)]}, policy
-    ) as env:
+    async with adapter_env(f"mcp:{tasks}", {**ARGS, "servers": [command(pids)]}, policy) as env:
         item = await env.get_next_item()
         rolling = asyncio.create_task(env.collect_trajectories(item))
         while len(running(pids)) < 2:
@@ -320,9 +318,7 @@ def test_killed_process_leaves_no_server(tasks: str, pids: Path) -> None:
 async def test_stderr_of_a_server_is_not_kept(
     tasks: str, pids: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    adapter = make_adapter(
-        f"mcp:{tasks}", {**ARGS, "servers": [command(pids, "--noisy")]}, seed=0
-    )
+    adapter = make_adapter(f"mcp:{tasks}", {**ARGS, "servers": [command(pids, "--noisy")]}, seed=0)
     await adapter.open()
     episode = adapter.start(await adapter.item(0))
     await episode.begin()
@@ -400,7 +396,12 @@ async def test_row_without_a_reward_is_rejected(tmp_path: Path, pids: Path) -> N
     ("made", "num_calls", "penalizes_extra", "expected"),
     [
         ([("add", {"a": 1, "b": 2})], 1, True, 0.5),
-        ([("add", {"a": 1}), ("add", {"a": 3, "b": 9})], 2, True, 1.0),  # further arguments are fine
+        (
+            [("add", {"a": 1}), ("add", {"a": 3, "b": 9})],
+            2,
+            True,
+            1.0,
+        ),  # further arguments are fine
         ([("add", {"a": 3}), ("add", {"a": 1}), ("add", {"a": 5})], 4, True, 0.5),  # one failed
         ([("add", {"a": 3}), ("add", {"a": 1}), ("add", {"a": 5})], 4, False, 1.0),
         ([("add", {"a": 1}), ("add", {"a": 1})], 2, True, 0.5),  # a call counts once
@@ -413,9 +414,7 @@ def test_calls_reward(
     wanted = [{"name": "add", "arguments": {"a": 1}}, {"name": "add", "arguments": {"a": 3}}]
     written = [{"name": name, "arguments": arguments} for name, arguments in made]
 
-    reward = calls_reward(
-        wanted, written, num_calls=num_calls, penalizes_extra=penalizes_extra
-    )
+    reward = calls_reward(wanted, written, num_calls=num_calls, penalizes_extra=penalizes_extra)
 
     assert reward == expected
 
