@@ -186,20 +186,20 @@ async def test_shared_session_is_opened_once(tasks: str, pids: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("written", "shown"),
+    ("written", "shown", "limit_s"),
     [
-        (call("fail"), "this tool always fails"),
-        (call("add", a="x"), "validation error"),
-        (call("sub", a=1), "there is no tool 'sub'"),
-        (call("hang"), "gave no answer within 0.5 s"),
-        (call("long_text", length=500), "[400 more characters]"),
+        (call("fail"), "this tool always fails", 30),
+        (call("add", a="x"), "validation error", 30),
+        (call("sub", a=1), "there is no tool 'sub'", 30),
+        (call("hang"), "gave no answer within 0.5 s", 0.5),
+        (call("long_text", length=500), "[400 more characters]", 30),
     ],
 )
 async def test_error_of_a_tool_is_a_result(
-    tasks: str, pids: Path, written: str, shown: str
+    tasks: str, pids: Path, written: str, shown: str, limit_s: float
 ) -> None:
     args = {
-        **ARGS, "servers": [command(pids)], "tool_timeout_s": 0.5, "max_result_characters": 100,
+        **ARGS, "servers": [command(pids)], "tool_timeout_s": limit_s, "max_result_characters": 100,
     }  # fmt: skip
     replies = iter(["ok", written, "<answer>40</answer>"])
 
@@ -219,10 +219,8 @@ async def test_crash_of_a_server_fails_its_rollout_which_is_repeated(
 
     async with adapter_env(f"mcp:{tasks}", args, lambda _: next(replies), group_size=1) as env:
         [rollout], _ = await roll_out(env)
-        failures = dict(env.reporter.counts) if hasattr(env, "reporter") else None
 
     assert rollout.reward_parts[-1]["answer_text"] == 1.0
-    assert failures is None or failures.get("failures/EpisodeConnectionError", 1) == 1
     assert running(pids) == []
 
 
@@ -426,11 +424,15 @@ def test_headers_are_not_shown() -> None:
     assert expand("Bearer ${KEY}", {"KEY": "k"}, "a") == "Bearer k"
 
 
-def test_check_command_is_green(tasks: str, pids: Path) -> None:
+def test_check_command_is_green(
+    tasks: str, pids: Path, free_port: int, http_server: Callable[[], Any]
+) -> None:
+    http_server()
     program = [sys.executable, "-m", "atroposlib.cli.env", f"mcp:{tasks}", "check"]
+    url = f"http://127.0.0.1:{free_port}/mcp"
 
     done = subprocess.run(
-        [*program, "--args", f"servers=[{command(pids)}]", "eval_every=0"],
+        [*program, "--args", f"servers=[{url}]", "eval_every=0", "score_workers=1"],
         env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
         capture_output=True,
         text=True,
@@ -438,3 +440,4 @@ def test_check_command_is_green(tasks: str, pids: Path) -> None:
     )
 
     assert done.returncode == 0, done.stdout + done.stderr
+    assert httpx.get(f"http://127.0.0.1:{free_port}/sessions").json() == 0
