@@ -18,6 +18,7 @@ import random
 import re
 import shutil
 import tempfile
+import warnings
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -382,8 +383,11 @@ class TextWorldAdapter(Adapter):
         self._files.close()
 
     def _check_names(self) -> None:
-        import textworld  # noqa: F401 - takes seconds, which the first item would wait for
+        from jericho import UnsupportedGameWarning  # the interpreter of the package
         from textworld.challenges import CHALLENGES
+
+        # Made games report their score themselves.
+        warnings.filterwarnings("ignore", category=UnsupportedGameWarning)
 
         if not self.names and not Path(self.name).is_file():
             raise ConfigError(f"no game file {self.name}")

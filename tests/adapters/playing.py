@@ -48,6 +48,7 @@ async def adapter_env(
             yield env
         finally:
             await env.close()
+            await env.server.close()
 
 
 async def roll_out(env: AdapterEnv, item: Any = None) -> Any:

@@ -70,7 +70,7 @@ async def test_frozen_lake_is_solved_with_exact_tokens(make_env: Callable[..., A
     ("name", "answers"),
     [
         ("Blackjack-v1", ["hit", "stick"]),
-        ("Taxi-v3", ["south", "pickup"]),
+        ("Taxi-v3", ["south", "pick up"]),
         ("CliffWalking-v1", ["up", "right"]),
         ("FrozenLake-v1", ["left"]),
     ],

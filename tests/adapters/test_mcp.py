@@ -188,7 +188,7 @@ async def test_shared_session_is_opened_once(tasks: str, pids: Path) -> None:
 @pytest.mark.parametrize(
     ("written", "shown", "limit_s"),
     [
-        (call("fail"), "this tool always fails", 30),
+        (call("fail"), "Error executing tool fail", 30),
         (call("add", a="x"), "validation error", 30),
         (call("sub", a=1), "there is no tool 'sub'", 30),
         (call("hang"), "gave no answer within 0.5 s", 0.5),
