@@ -91,7 +91,7 @@ class DatasetArgs(AdapterArgs):
         20,
         ge=0,
         le=1_000_000,
-        description="One of so many rows is reserved for evaluations, by its content; 0: none.",
+        description="One of this many rows is reserved for evaluations, by its content; 0: none.",
     )
     score_workers: int = Field(
         2, ge=0, le=256, description="Processes of the reward functions; 0: threads."

@@ -70,7 +70,7 @@ class TextArenaArgs(AdapterArgs):
     )
     opponent: Literal["random", "model"] = Field(
         "random",
-        description="Who plays the other seats: random legal moves, or a model behind an "
+        description="Who plays the other seats: random legal moves, or a model with an "
         "OpenAI-compatible API.",
     )
     opponent_moves: list[str] | None = Field(

@@ -165,7 +165,7 @@ class GameFiles:
         self._users.move_to_end(key)
 
     def give_back(self, key: str) -> None:
-        """Note that an episode has ended; delete the oldest games that nobody uses."""
+        """Note that an episode has ended; delete the oldest games that are not in use."""
         self._users[key] -= 1
         for old in [key for key, users in self._users.items() if not users]:
             if len(self._users) <= self._max_games:

@@ -22,7 +22,9 @@ from tests.adapters.playing import adapter_env, roll_out
 pytestmark = pytest.mark.slow
 
 REPOSITORY = Path(__file__).parents[2]
-ROWS = [{"question": f"What is {n} + {n}?", "answer": str(2 * n), "level": n % 3} for n in range(40)]
+ROWS = [
+    {"question": f"What is {n} + {n}?", "answer": str(2 * n), "level": n % 3} for n in range(40)
+]
 
 
 def write(path: Path, rows: Any = ROWS) -> str:
@@ -154,7 +156,10 @@ async def test_reward_functions_are_named_parts(
 ) -> None:
     make_env()  # puts the character tokenizer in place
     name = write(tmp_path / "rows.jsonl")
-    functions = ["accuracy", {"type": "format", "weight": 3, "params": {"preferred_tags": ["think"]}}]
+    functions = [
+        "accuracy",
+        {"type": "format", "weight": 3, "params": {"preferred_tags": ["think"]}},
+    ]
     args = {"reward_functions": functions, "score_workers": 1, "shuffle_buffer": 0}
 
     async with adapter_env(f"dataset:{name}", args, lambda _: "\\boxed{4}", group_size=1) as env:
@@ -181,9 +186,7 @@ async def test_reward_function_that_raises_fails_its_rollout_only(
     name = write(tmp_path / "rows.jsonl")
     args = {"reward_functions": ["strict_number"], "score_workers": 0}
     replies = iter(["ok", "x", "x", "0.5"])
-    async with adapter_env(
-        f"dataset:{name}", args, lambda _: next(replies), group_size=1
-    ) as env:
+    async with adapter_env(f"dataset:{name}", args, lambda _: next(replies), group_size=1) as env:
         item = await env.get_next_item()
         with pytest.raises(EpisodeError, match="could not convert"):
             await env.collect_trajectory(item)
@@ -246,7 +249,11 @@ async def test_gold_answer_scores_highest(tmp_path: Path) -> None:
         await adapter.start(item).reply(Turn(text, 0, ())) for text in (str(gold), "", "1000")
     ]
 
-    assert [reply.reward for reply in replies] == [{"accuracy": 1}, {"accuracy": 0}, {"accuracy": 0}]
+    assert [reply.reward for reply in replies] == [
+        {"accuracy": 1},
+        {"accuracy": 0},
+        {"accuracy": 0},
+    ]
 
 
 def test_check_command_is_green(tmp_path: Path) -> None:

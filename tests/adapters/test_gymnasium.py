@@ -249,7 +249,9 @@ def test_plain_text_marks_highlighted_characters() -> None:
 
 def test_check_command_is_green(tmp_path: Path) -> None:
     mapping = tmp_path / "lake.yaml"
-    mapping.write_text("env_kwargs: {map_name: 4x4}\nactions: {0: west, 1: south, 2: east, 3: north}\n")
+    mapping.write_text(
+        "env_kwargs: {map_name: 4x4}\nactions: {0: west, 1: south, 2: east, 3: north}\n"
+    )
     spec = "gymnasium:FrozenLake-v1"
 
     done = subprocess.run(

@@ -68,7 +68,9 @@ async def test_items_are_json_and_make_the_same_question_again() -> None:
 
 
 async def test_weights_decide_how_often_a_task_is_drawn() -> None:
-    adapter = await opened("chain_sum+leg_counting+countdown", weights={"countdown": 8, "chain_sum": 0})
+    adapter = await opened(
+        "chain_sum+leg_counting+countdown", weights={"countdown": 8, "chain_sum": 0}
+    )
 
     drawn = Counter([(await adapter.item(index))["task"] for index in range(300)])
 

@@ -36,7 +36,9 @@ GUESS = "textarena:GuessTheNumber-v0"
 def guess(prompt: str) -> str:
     """Halve the interval that the hints leave."""
     low, high = 1, 20
-    for guessed, hint in re.findall(r"\[(\d+)\](?:(?!\[\d).)*?number is (lower|higher)", prompt, re.S):
+    for guessed, hint in re.findall(
+        r"\[(\d+)\](?:(?!\[\d).)*?number is (lower|higher)", prompt, re.S
+    ):
         low, high = (low, int(guessed) - 1) if hint == "lower" else (int(guessed) + 1, high)
     return f"[{(low + high) // 2}]"
 

@@ -174,7 +174,9 @@ def test_settings_of_the_environment_become_those_of_the_adapter() -> None:
     assert config.max_turns == 7
     published, _ = TextWorldEnv.config_init()
     assert (published.group_size, published.max_token_length) == (16, 32768)
-    assert published.challenge_names == list(DEFAULT_SETTINGS) or len(published.challenge_names) == 4
+    assert (
+        published.challenge_names == list(DEFAULT_SETTINGS) or len(published.challenge_names) == 4
+    )
 
 
 @pytest.mark.parametrize(
