@@ -66,7 +66,8 @@ def check_tokens(rollout: Any) -> None:
     """Check that exactly the completions of the policy are trained, token by token."""
     for sequence in rollout.sequences:
         written = [m["content"] for m in sequence.messages if m["role"] == "assistant"]
-        trained = [t for t, m in zip(sequence.tokens, sequence.masks, strict=True) if m != -100]
-        assert all(m in (IGNORE_INDEX, t) for t, m in zip(sequence.tokens, sequence.masks))
+        labels = zip(sequence.tokens, sequence.masks, strict=True)
+        trained = [token for token, mask in labels if mask != IGNORE_INDEX]
+        assert set(sequence.masks) <= {IGNORE_INDEX, *trained}
         eos = CharTokenizer().eos_token
         assert CharTokenizer().decode(trained).replace(eos, "") == "".join(written)

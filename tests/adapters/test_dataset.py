@@ -95,7 +95,8 @@ async def test_evaluation_rows_are_not_trained_on(tmp_path: Path) -> None:
     held_out = {item["messages"][-1]["content"] for item in await adapter.eval_items(100)}
     trained = set(await questions(adapter, 0, 60))
 
-    assert held_out and trained
+    assert held_out
+    assert trained
     assert held_out.isdisjoint(trained)
     assert held_out | trained == {row["question"] for row in ROWS}
 

@@ -107,7 +107,8 @@ async def test_minigrid_is_played_as_text() -> None:
     opening, *replies, metrics = await play(adapter, await adapter.item(0), moves)
 
     assert "forward" in opening[0]["content"]
-    assert replies[-1].is_done and replies[-1].reward > 0.9
+    assert replies[-1].is_done
+    assert replies[-1].reward > 0.9
     assert metrics["solved"] == 1.0
 
 
@@ -175,7 +176,8 @@ async def test_text_space_takes_the_text_of_the_answer() -> None:
     assert "at most 20 characters" in opening[0]["content"]
     assert first.messages == "you wrote no"
     assert invalid.reward == -0.1
-    assert last.is_done and last.reward == 1.0
+    assert last.is_done
+    assert last.reward == 1.0
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,8 @@ def solve(prompt: str) -> str:
         return "ok"
     if "<tool_response>" not in prompt:
         return call("add", a=int(found[0]), b=int(found[0]))
-    return f"<answer>{json.loads(prompt.split('<tool_response>')[1].split('<')[0])['content']}</answer>"
+    result = json.loads(prompt.split("<tool_response>")[1].split("<")[0])
+    return f"<answer>{result['content']}</answer>"
 
 
 @pytest.fixture
@@ -112,8 +113,18 @@ def is_running(pid: int) -> bool:
     return state != "Z"
 
 
+def started(pids: Path) -> list[int]:
+    """Return the ids of all servers so far."""
+    return [int(file.name) for file in pids.iterdir()]
+
+
 def running(pids: Path) -> list[int]:
-    return [pid for pid in map(int, os.listdir(pids)) if is_running(pid)]
+    return [pid for pid in started(pids) if is_running(pid)]
+
+
+def open_sessions(port: int) -> int:
+    """Return the number of sessions on the side of the HTTP server."""
+    return int(httpx.get(f"http://127.0.0.1:{port}/sessions").json())
 
 
 ARGS = {"shuffle_buffer": 0, "eval_every": 0, "score_workers": 0}
@@ -130,7 +141,7 @@ async def test_stdio_server_is_called_and_both_parts_are_rewarded(tasks: str, pi
         {"answer_text": 1, "calls": 1}
     ] * 2
     assert group["scores"] == [2.0, 2.0]
-    assert len(os.listdir(pids)) == 3  # one to list the tools, one for each rollout
+    assert len(started(pids)) == 3  # one to list the tools, one for each rollout
     assert running(pids) == []
 
 
@@ -148,7 +159,7 @@ async def test_two_servers_with_equal_names_are_prefixed(
 
     assert "near_add" in rollout.messages[0]["content"]
     assert rollout.messages[-2]["content"].count('"content"') == 2
-    assert httpx.get(f"http://127.0.0.1:{free_port}/sessions").json() == 0
+    assert open_sessions(free_port) == 0
 
 
 @pytest.mark.parametrize("kind", ["stdio", "http"])
@@ -181,7 +192,7 @@ async def test_shared_session_is_opened_once(tasks: str, pids: Path) -> None:
         await roll_out(env)
         assert env.adapter.metrics()["sessions_open"] == 1
 
-    assert len(os.listdir(pids)) == 2
+    assert len(started(pids)) == 2
     assert running(pids) == []
 
 
@@ -259,13 +270,10 @@ async def test_cancelled_rollout_ends_its_sessions(tasks: str, pids: Path) -> No
     async with adapter_env(f"mcp:{tasks}", {**ARGS, "servers": [command(pids)]}, policy) as env:
         item = await env.get_next_item()
         rolling = asyncio.create_task(env.collect_trajectories(item))
-        while len(running(pids)) < 2:
-            await asyncio.sleep(0.02)
-        await asyncio.sleep(0.3)
+        await asyncio.to_thread(wait_until, lambda: len(running(pids)) == 2)
         rolling.cancel()
         await asyncio.wait({rolling})
-        while running(pids):
-            await asyncio.sleep(0.02)
+        await asyncio.to_thread(wait_until, lambda: running(pids) == [])
         assert env.adapter.metrics()["sessions_open"] == 0
 
 
@@ -363,7 +371,7 @@ async def test_protocol_version_that_does_not_fit_is_said_first(tasks: str) -> N
     servers = {"old": {"command": sys.executable, "args": ["-c", OLD_SERVER]}}
     adapter = make_adapter(f"mcp:{tasks}", {**ARGS, "servers": servers}, seed=0)
 
-    with pytest.raises(ConfigError, match="old: the protocol does not fit.*1999-01-01"):
+    with pytest.raises(ConfigError, match=r"old: the protocol does not fit.*1999-01-01"):
         await adapter.open()
     await adapter.close()
 
@@ -440,4 +448,4 @@ def test_check_command_is_green(
     )
 
     assert done.returncode == 0, done.stdout + done.stderr
-    assert httpx.get(f"http://127.0.0.1:{free_port}/sessions").json() == 0
+    assert open_sessions(free_port) == 0

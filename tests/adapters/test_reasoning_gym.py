@@ -106,7 +106,8 @@ async def test_evaluation_questions_are_not_trained_on() -> None:
     held_out = {await question(adapter, item) for item in await adapter.eval_items(5)}
     trained = {await question(adapter, await adapter.item(index)) for index in range(40)}
 
-    assert held_out and held_out.isdisjoint(trained)
+    assert held_out
+    assert held_out.isdisjoint(trained)
 
 
 async def test_answer_that_would_run_as_code_scores_zero(tmp_path: Path) -> None:

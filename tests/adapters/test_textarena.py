@@ -113,8 +113,10 @@ async def test_second_invalid_move_loses() -> None:
     second = await episode.reply(Turn("nothing", 1, ()))
     await episode.close()
 
-    assert "invalid move" in first.messages and not first.is_done
-    assert second.is_done and second.reward == -1.0
+    assert "invalid move" in first.messages
+    assert not first.is_done
+    assert second.is_done
+    assert second.reward == -1.0
     assert episode.metrics["invalid_move"] == 1.0
 
 
@@ -168,7 +170,8 @@ async def test_model_opponent_is_asked_for_its_moves() -> None:
         await adapter.close()
 
     assert "placed their symbol (X) in cell 8" in game[1].messages
-    assert game[-1].is_done and game[-1].reward == 1.0
+    assert game[-1].is_done
+    assert game[-1].reward == 1.0
 
 
 async def test_opponent_that_does_not_answer_fails_the_rollout() -> None:
