@@ -15,11 +15,14 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import contextlib
 import math
 import queue
+import random
+import sys
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
@@ -39,7 +42,9 @@ __all__ = [
     "EpisodeEnd",
     "EpisodeThread",
     "EpisodeThreads",
+    "ThreadRandom",
     "finite_reward",
+    "separate_random",
 ]
 
 Item = dict[str, Any]
@@ -258,6 +263,7 @@ class EpisodeThreads:
         self.max_abandoned = max_abandoned
         self.num_abandoned = 0
         self._lock = threading.Lock()
+        self._alone = threading.Lock()
 
     def open(self) -> EpisodeThread:
         """Return a thread for one episode.
@@ -270,6 +276,27 @@ class EpisodeThreads:
                 f"{self.where}: {self.num_abandoned} calls have not returned; no more are made"
             )
         return EpisodeThread(self)
+
+    @contextlib.contextmanager
+    def alone(self, timeout_s: float) -> Iterator[None]:
+        """Keep other threads out of a call that uses variables of the whole library.
+
+        Args:
+            timeout_s: time to wait for the thread inside, which is then given up.
+
+        Raises:
+            EpisodeTimeoutError: the thread inside has not returned.
+        """
+        lock = self._alone
+        if not lock.acquire(timeout=timeout_s):
+            self._alone = threading.Lock()  # the one inside may never return
+            raise EpisodeTimeoutError(
+                f"{self.where}: the call of another episode has not returned within {timeout_s:g} s"
+            )
+        try:
+            yield
+        finally:
+            lock.release()
 
     def count_abandoned(self, change: int) -> None:
         with self._lock:
@@ -346,3 +373,85 @@ def _run_into(
         future.set_exception(error)
     else:
         future.set_result(result)
+
+
+class ThreadRandom:
+    """Stands for the module `random` in a library; each thread has a generator of its own.
+
+    A library that uses the functions of `random` shares one generator between all its episodes, so
+    that a seed determines nothing once several run at the same time.
+    """
+
+    def __init__(self) -> None:
+        self._local = threading.local()
+
+    def __getattr__(self, name: str) -> Any:
+        own: Any = vars(self._local).setdefault("generator", random.Random())
+        return getattr(own, name) if name in _FUNCTIONS_OF_RANDOM else getattr(random, name)
+
+
+class _ThreadNumpyRandom:
+    """The same for `numpy.random`."""
+
+    def __init__(self) -> None:
+        self._local = threading.local()
+
+    def __getattr__(self, name: str) -> Any:
+        import numpy
+
+        own: Any = vars(self._local).setdefault("generator", numpy.random.RandomState())
+        of_module = getattr(numpy.random, name)
+        # Functions of the module are methods of its global generator.
+        is_global = isinstance(getattr(of_module, "__self__", None), numpy.random.RandomState)
+        return getattr(own, name) if is_global or name == "seed" else of_module
+
+
+class _NumpyWithThreadRandom:
+    """Stands for the module `numpy` in a library."""
+
+    random = _ThreadNumpyRandom()
+
+    def __getattr__(self, name: str) -> Any:
+        import numpy
+
+        return getattr(numpy, name)
+
+
+_FUNCTIONS_OF_RANDOM = frozenset(
+    name for name, value in vars(random).items() if hasattr(value, "__self__")
+)
+_THREAD_RANDOM = ThreadRandom()
+_NUMPY = _NumpyWithThreadRandom()
+
+
+def separate_random(package: str) -> ThreadRandom:
+    """Give each thread a generator of its own in the loaded modules of a package.
+
+    Call it again after a module was imported. Code outside the package keeps the global generator.
+
+    Args:
+        package: name of the package, such as `textarena`.
+
+    Returns:
+        The stand-in for `random`; its `seed` seeds the generator of the calling thread.
+    """
+    for module_name, module in list(sys.modules.items()):
+        if module_name != package and not module_name.startswith(f"{package}."):
+            continue
+        for name, value in list(vars(module).items()):
+            if value is random:
+                setattr(module, name, _THREAD_RANDOM)
+            elif value is sys.modules.get("numpy"):
+                setattr(module, name, _NUMPY)
+            elif getattr(value, "__self__", None) is random.seed.__self__:  # type: ignore[attr-defined]
+                setattr(module, name, _late_function(value.__name__))
+    return _THREAD_RANDOM
+
+
+def _late_function(name: str) -> Callable[..., Any]:
+    """Return the function of the calling thread's generator, looked up with each call."""
+
+    def function(*args: Any, **kwargs: Any) -> Any:
+        return getattr(_THREAD_RANDOM, name)(*args, **kwargs)
+
+    return function

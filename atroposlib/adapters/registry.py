@@ -47,6 +47,19 @@ class Kind:
 
 PAGES = "atroposlib.adapters"
 KINDS: dict[str, Kind] = {
+    "dataset": Kind(
+        "data sets of files or of the hub, with reward functions by name",
+        f"{PAGES}.dataset:DatasetAdapter",
+        "a file, a folder or a name on the hub, such as tasks.jsonl or openai/gsm8k",
+    ),
+    "gem": Kind(
+        "games of GEM",
+        f"{PAGES}.gem:GemAdapter",
+        "an environment id, such as game:GuessTheNumber-v0-easy",
+        extra="gem",
+        package="gem-llm",
+        versions=">=0.1,<0.2",
+    ),
     "gymnasium": Kind(
         "Gymnasium environments with discrete or text actions",
         f"{PAGES}.gymnasium:GymnasiumAdapter",
@@ -54,6 +67,38 @@ KINDS: dict[str, Kind] = {
         extra="gymnasium",
         package="gymnasium",
         versions=">=1.0,<2",
+    ),
+    "mcp": Kind(
+        "the tools of MCP servers, for the tasks of a file",
+        f"{PAGES}.mcp:McpAdapter",
+        "a file of tasks, such as tasks.jsonl",
+        extra="mcp",
+        package="mcp",
+        versions=">=2.3,<3",
+    ),
+    "reasoning-gym": Kind(
+        "tasks of reasoning-gym, mixtures and curricula",
+        f"{PAGES}.reasoning_gym:ReasoningGymAdapter",
+        "a task, several joined by +, or all, such as chain_sum+leg_counting",
+        extra="reasoning-gym",
+        package="reasoning-gym",
+        versions=">=0.1.20,<0.2",
+    ),
+    "textarena": Kind(
+        "games of TextArena, against a random or a model opponent",
+        f"{PAGES}.textarena:TextArenaAdapter",
+        "a game id, such as GuessTheNumber-v0 or TicTacToe-v0",
+        extra="textarena",
+        package="textarena",
+        versions=">=0.7,<0.8",
+    ),
+    "textworld": Kind(
+        "text adventures of TextWorld",
+        f"{PAGES}.textworld:TextWorldAdapter",
+        "a challenge, several joined by +, or a game file, such as tw-simple",
+        extra="textworld",
+        package="textworld",
+        versions=">=1.7,<2",
     ),
 }
 """Every kind, by the word before the colon."""

@@ -47,17 +47,30 @@ def hub_rows(
     return [dict(row) for row in rows]
 
 
-def hub_dataset(path: str, *, split: str, subset: str | None = None) -> Any:
-    """Return a split whose rows are decoded on access; arguments and errors as for `hub_rows`."""
+def hub_dataset(
+    path: str,
+    *,
+    split: str,
+    subset: str | None = None,
+    is_streamed: bool = False,
+    remedy: str = "--env.dataset_path takes local files instead",
+) -> Any:
+    """Return a split whose rows are decoded on access; errors as for `hub_rows`.
+
+    Args:
+        path: name of the data set, `owner/name`.
+        split: `train`, `test`, ...
+        subset: name of its configuration, if it has several.
+        is_streamed: Whether to return an `IterableDataset`, whose rows are downloaded as they are
+            read.
+        remedy: end of the error message.
+    """
     import datasets
 
     try:
-        return datasets.load_dataset(path, subset, split=split)
+        return datasets.load_dataset(path, subset, split=split, streaming=is_streamed)
     except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"{path} cannot be loaded from the hub ({error}); --env.dataset_path takes local files "
-            "instead"
-        ) from error
+        raise ConfigError(f"{path} cannot be loaded from the hub ({error}); {remedy}") from error
 
 
 Row = dict[str, Any]

@@ -27,6 +27,7 @@ import math
 import multiprocessing
 import operator
 import re
+import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -41,7 +42,9 @@ from atroposlib.tasks.single_turn_parts import SavedRolloutsConfig
 from atroposlib.utils.text import near_name
 
 __all__ = [
+    "CORRECT",
     "START_COMPLEXITY",
+    "Curriculum",
     "ReasoningGymEnvConfig",
     "TaskItem",
     "eval_items",
@@ -58,6 +61,8 @@ logger = logging.getLogger(__name__)
 
 START_COMPLEXITY = 0.3
 """Complexity of a task's first item under `curriculum`."""
+CORRECT = 0.5
+"""Minimum score of a correct completion, for accuracies."""
 
 
 class ReasoningGymEnvConfig(SavedRolloutsConfig):
@@ -798,3 +803,63 @@ def _params(task: str, config: ReasoningGymEnvConfig, complexity: float | None) 
     if complexity is None:
         return dict(own)
     return {**complexity_params(task, round(complexity, 2)), **own}
+
+
+WINDOW = 5
+STEP, JUMP = 0.05, 0.1
+TOO_EASY, TOO_HARD = 0.9, 0.3
+
+
+class Curriculum:
+    """The complexity of each task, in [0, 1], adjusted towards a target accuracy.
+
+    The step after a group depends on the mean of the last five group accuracies: 0.1 if it is above
+    0.9 or below 0.3, else 0.05, reduced by up to half if the five vary.
+
+    Args:
+        target_accuracy: accuracy at which the complexity does not change.
+        accuracies: restored last group accuracies by task.
+        complexities: restored complexities by task.
+    """
+
+    def __init__(
+        self,
+        *,
+        target_accuracy: float,
+        accuracies: Mapping[str, list[float]] | None = None,
+        complexities: Mapping[str, float] | None = None,
+    ) -> None:
+        self.target_accuracy = target_accuracy
+        self.accuracies = {task: list(values) for task, values in (accuracies or {}).items()}
+        self.complexities = dict(complexities or {})
+
+    def complexity(self, task: str) -> float:
+        return self.complexities.get(task, START_COMPLEXITY)
+
+    def record(self, task: str, accuracy: float) -> None:
+        """Record the accuracy of a group, in [0, 1], and adjust the complexity of its task."""
+        recent = [*self.accuracies.get(task, []), accuracy][-WINDOW:]
+        self.accuracies[task] = recent
+        moved = self.complexity(task) + _move(recent, self.target_accuracy)
+        self.complexities[task] = min(1.0, max(0.0, moved))
+
+    def metrics(self) -> dict[str, float]:
+        if not self.complexities:
+            return {}
+        values = {f"curriculum/{task}": c for task, c in self.complexities.items()}
+        return {**values, "curriculum/mean_complexity": statistics.fmean(values.values())}
+
+    def state(self) -> dict[str, Any]:
+        return {"accuracies": self.accuracies, "complexities": self.complexities}
+
+
+def _move(recent: list[float], target: float) -> float:
+    accuracy = statistics.fmean(recent)
+    if accuracy > TOO_EASY:
+        return JUMP
+    if accuracy < TOO_HARD:
+        return -JUMP
+    if accuracy == target:
+        return 0.0
+    stability = max(0.5, 1 - statistics.pstdev(recent))
+    return STEP * stability if accuracy > target else -STEP * stability

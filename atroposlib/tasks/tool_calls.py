@@ -11,7 +11,7 @@ import math
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-__all__ = ["ReadCalls", "calls_match", "covers", "read_calls"]
+__all__ = ["ReadCalls", "calls_match", "covers", "num_matching", "read_calls"]
 
 OPEN, CLOSE = "<tool_call>", "</tool_call>"
 MAX_DEPTH = 50
@@ -48,11 +48,19 @@ def calls_match(
 ) -> bool:
     """Whether the written calls can be paired with the expected ones so that each pair `covers`.
 
-    The order does not matter. A call may match several expected ones, so this is a bipartite
-    matching by augmenting paths.
+    The order does not matter.
     """
-    if len(expected) != len(written):
-        return False
+    num_expected = len(expected)
+    return num_expected == len(written) == num_matching(expected, written, coerce=coerce)
+
+
+def num_matching(
+    expected: Sequence[dict[str, Any]], written: Sequence[dict[str, Any]], *, coerce: bool = False
+) -> int:
+    """Return the maximum number of disjoint pairs of an expected and a written call that `covers`.
+
+    A call may match several expected ones, so this is a bipartite matching by augmenting paths.
+    """
     fits = [
         [i for i, call in enumerate(written) if covers(wanted, call, coerce=coerce)]
         for wanted in expected
@@ -69,7 +77,7 @@ def calls_match(
                 return True
         return False
 
-    return all(place(wanted, set()) for wanted in range(len(expected)))
+    return sum(place(wanted, set()) for wanted in range(len(expected)))
 
 
 def covers(expected: Any, actual: Any, *, coerce: bool = False) -> bool:

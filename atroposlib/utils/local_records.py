@@ -5,19 +5,21 @@ from __future__ import annotations
 import csv
 import json
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from atroposlib.errors import ConfigError
 
-__all__ = ["find_split", "read_records", "read_splits", "require_data"]
+__all__ = ["SUFFIXES", "find_split", "iter_records", "read_records", "read_splits", "require_data"]
 
-SUFFIXES = (".jsonl", ".json", ".parquet", ".csv")
+SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".yaml")
+PARQUET_ROWS = 1000
+"""Rows of a Parquet file that are decoded at a time."""
 
 
 def find_split(folder: Path, names: Sequence[str]) -> Path:
-    """Return the file of a split: `<name>.jsonl`, `.json`, `.parquet` or `.csv`, or `<name>-*`.
+    """Return the file of a split: `<name>.jsonl`, ... (see `SUFFIXES`), or `<name>-*`.
 
     Args:
         folder: folder of the data set.
@@ -47,10 +49,40 @@ def require_data(path: Path, columns: Sequence[str]) -> None:
         raise ConfigError(f"no data file {path}; {_expected(columns)}{_sample_hint(path)}")
 
 
+def iter_records(path: Path) -> Iterator[Any]:
+    """Yield the rows of a file with one of the `SUFFIXES`; JSON and YAML are read as a whole.
+
+    Raises:
+        ValueError: the content is malformed; the message names the line.
+        OSError: the file cannot be read.
+    """
+    if path.suffix == ".parquet":
+        import pyarrow.parquet  # type: ignore[import-untyped]
+
+        with pyarrow.parquet.ParquetFile(path) as file:
+            for batch in file.iter_batches(batch_size=PARQUET_ROWS):
+                yield from batch.to_pylist()
+    elif path.suffix in (".json", ".yaml"):
+        text = path.read_text(encoding="utf-8")
+        loaded = json.loads(text) if path.suffix == ".json" else _parsed_yaml(text)
+        yield from loaded if isinstance(loaded, list) else [loaded]
+    elif path.suffix == ".csv":
+        with path.open(encoding="utf-8-sig", newline="") as table:
+            try:
+                yield from csv.DictReader(table)
+            except csv.Error as error:
+                raise ValueError(f"not a table: {error}") from error
+    else:
+        with path.open(encoding="utf-8", newline="\n") as lines:
+            for number, line in enumerate(lines, start=1):
+                if line.strip():
+                    yield _parsed(line.rstrip("\n"), number)
+
+
 def read_records(
     path: Path, columns: Sequence[str], *, optional: Sequence[str] = ()
 ) -> list[dict[str, Any]]:
-    """Return the rows of a JSON Lines, JSON, Parquet or CSV file, reduced to some columns.
+    """Return the rows of a JSON Lines, JSON, YAML, Parquet or CSV file, reduced to some columns.
 
     Args:
         path: the file; a `.json` file holds one list of objects, and the values of a `.csv` file,
@@ -65,8 +97,8 @@ def read_records(
     if not path.is_file():
         raise ConfigError(f"no data file {path}; {expected}{_sample_hint(path)}")
     try:
-        rows = _read(path)
-    except (ValueError, OSError, csv.Error) as error:
+        rows = list(iter_records(path))
+    except (ValueError, OSError) as error:
         raise ConfigError(f"{path} cannot be read ({error}); {expected}") from error
     if not rows:
         raise ConfigError(f"{path} holds no rows; {expected}")
@@ -125,24 +157,13 @@ def _sample_hint(path: Path) -> str:
     )
 
 
-def _read(path: Path) -> list[Any]:
-    if path.suffix == ".parquet":
-        import pyarrow.parquet  # type: ignore[import-untyped]
+def _parsed_yaml(text: str) -> Any:
+    import yaml
 
-        rows: list[Any] = pyarrow.parquet.read_table(path).to_pylist()
-        return rows
-    if path.suffix == ".csv":
-        with path.open(encoding="utf-8-sig", newline="") as file:
-            return list(csv.DictReader(file))
-    text = path.read_text(encoding="utf-8")
-    if path.suffix == ".json":
-        loaded = json.loads(text)
-        return loaded if isinstance(loaded, list) else [loaded]
-    return [
-        _parsed(line, number)
-        for number, line in enumerate(text.split("\n"), start=1)
-        if line.strip()
-    ]
+    try:
+        return yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise ValueError(f"not YAML: {error}") from error
 
 
 def _parsed(line: str, number: int) -> Any:

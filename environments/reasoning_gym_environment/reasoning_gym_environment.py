@@ -21,7 +21,12 @@ from atroposlib.envs.base import APIServerConfig, EvalHandlingEnum
 from atroposlib.envs.single_turn_env import SingleTurnEnv, Trajectory
 from atroposlib.tasks import reasoning_gym as tasks
 from atroposlib.tasks.card import EnvironmentCard
-from atroposlib.tasks.reasoning_gym import START_COMPLEXITY, ReasoningGymEnvConfig, TaskItem
+from atroposlib.tasks.reasoning_gym import (
+    CORRECT,
+    Curriculum,
+    ReasoningGymEnvConfig,
+    TaskItem,
+)
 from atroposlib.tasks.single_turn_parts import RolloutDump, default_configs, rank_by_length
 
 __all__ = ["Curriculum", "ReasoningGymEnv", "ReasoningGymEnvConfig"]
@@ -38,68 +43,7 @@ CARD = EnvironmentCard(
 )
 
 MODEL = "NousResearch/DeepHermes-3-Llama-3-3B-Preview"
-CORRECT = 0.5
-"""Minimum score of a correct completion, for accuracies."""
 FREE_LENGTH_FRACTION = 0.75
-
-WINDOW = 5
-STEP, JUMP = 0.05, 0.1
-TOO_EASY, TOO_HARD = 0.9, 0.3
-
-
-class Curriculum:
-    """The complexity of each task, in [0, 1], adjusted towards a target accuracy.
-
-    The step after a group depends on the mean of the last five group accuracies: 0.1 if it is above
-    0.9 or below 0.3, else 0.05, reduced by up to half if the five vary.
-
-    Args:
-        target_accuracy: accuracy at which the complexity does not change.
-        accuracies: restored last group accuracies by task.
-        complexities: restored complexities by task.
-    """
-
-    def __init__(
-        self,
-        *,
-        target_accuracy: float,
-        accuracies: Mapping[str, list[float]] | None = None,
-        complexities: Mapping[str, float] | None = None,
-    ) -> None:
-        self.target_accuracy = target_accuracy
-        self.accuracies = {task: list(values) for task, values in (accuracies or {}).items()}
-        self.complexities = dict(complexities or {})
-
-    def complexity(self, task: str) -> float:
-        return self.complexities.get(task, START_COMPLEXITY)
-
-    def record(self, task: str, accuracy: float) -> None:
-        """Record the accuracy of a group, in [0, 1], and adjust the complexity of its task."""
-        recent = [*self.accuracies.get(task, []), accuracy][-WINDOW:]
-        self.accuracies[task] = recent
-        moved = self.complexity(task) + _move(recent, self.target_accuracy)
-        self.complexities[task] = min(1.0, max(0.0, moved))
-
-    def metrics(self) -> dict[str, float]:
-        if not self.complexities:
-            return {}
-        values = {f"curriculum/{task}": c for task, c in self.complexities.items()}
-        return {**values, "curriculum/mean_complexity": statistics.fmean(values.values())}
-
-    def state(self) -> dict[str, Any]:
-        return {"accuracies": self.accuracies, "complexities": self.complexities}
-
-
-def _move(recent: list[float], target: float) -> float:
-    accuracy = statistics.fmean(recent)
-    if accuracy > TOO_EASY:
-        return JUMP
-    if accuracy < TOO_HARD:
-        return -JUMP
-    if accuracy == target:
-        return 0.0
-    stability = max(0.5, 1 - statistics.pstdev(recent))
-    return STEP * stability if accuracy > target else -STEP * stability
 
 
 class ReasoningGymEnv(SingleTurnEnv):

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from atroposlib.envs.reward_fns import registry
 from atroposlib.envs.reward_fns.accuracy_reward import (
     AccuracyReward,
     _extract_final_answer,
@@ -182,3 +183,23 @@ def test_cascading_format_reward_needs_text_behind_the_block() -> None:
 )
 def test_get_completion_content(completion: Any, text: str) -> None:
     assert get_completion_content(completion) == text
+
+
+@pytest.mark.parametrize(
+    ("completion", "gold", "reward"),
+    [
+        ("<think>Rome?</think>It is <answer> paris. </answer>", "Paris", 1.0),
+        ("<answer>Rome</answer> no: <answer>Paris</answer>", "Paris", 1.0),
+        ("So it must be\nNew  York", "new york", 1.0),
+        ("<answer>\\boxed{42}</answer>", 42, 1.0),
+        ("<answer>1,000.0</answer>", "1000", 1.0),
+        ("<answer>12</answer>", "4 * 3 #### 12", 1.0),
+        ("<answer>Paris or Rome</answer>", "Paris", 0.0),
+        ("Paris\nor Rome", "Paris", 0.0),
+        ("<answer></answer>\nParis", "Paris", 0.0),
+        ("", "", 0.0),
+        ("", None, 0.0),
+    ],
+)
+def test_answer_text(completion: str, gold: object, reward: float) -> None:
+    assert registry.create("answer_text")([completion], solution=gold) == [reward]

@@ -98,3 +98,16 @@ def test_a_part_whose_errors_are_tolerated_is_left_out(
 def test_an_unknown_normalization_is_refused() -> None:
     with pytest.raises(ConfigError, match="expected one of none, sum, minmax"):
         CombinedReward([], normalization="mean")  # type: ignore[arg-type]
+
+
+def test_parts_add_up_to_the_reward() -> None:
+    combined = CombinedReward(
+        ["accuracy", {"type": "accuracy", "weight": 3.0}], normalization="sum", weight=2.0
+    )
+
+    parts = combined.parts(["\\boxed{4}", "5"], solution="4")
+
+    assert parts[0] == {"accuracyreward": 0.5, "accuracyreward_2": 1.5}
+    assert [sum(each.values()) for each in parts] == combined(["\\boxed{4}", "5"], solution="4")
+    with pytest.raises(ConfigError, match="minmax"):
+        CombinedReward(["accuracy"], normalization="minmax").parts(["4"], solution="4")

@@ -1,4 +1,4 @@
-r"""Reward for a mathematical answer that equals the gold answer.
+r"""Rewards for an answer that equals the gold answer: a mathematical one, or a text.
 
 completion -> text after the last </think> -> math-verify (boxed LaTeX first)
                                            -> else a plain number in \boxed{} or after ####
@@ -14,7 +14,7 @@ from atroposlib.envs.reward_fns.registry import registry
 from atroposlib.envs.reward_fns.reward_function import RewardFunction, one_per_completion
 from atroposlib.utils.math_check import check_math_answer
 
-__all__ = ["AccuracyReward", "accuracy_reward"]
+__all__ = ["AccuracyReward", "AnswerTextReward", "accuracy_reward"]
 
 THINK_END = "</think>"
 BOX = "\\boxed"
@@ -123,3 +123,52 @@ def accuracy_reward(
 ) -> list[float]:
     """Return the rewards of `AccuracyReward` with its defaults."""
     return AccuracyReward().compute(completions, solution, ground_truth, **kwargs)
+
+
+@registry.register
+class AnswerTextReward(RewardFunction):
+    r"""1.0 if the text in `<answer>` tags equals the gold answer, 0.0 otherwise.
+
+    Case, surrounding punctuation and repeated spaces do not count, and numbers are compared by
+    value. Without tags, the answer is the last `\boxed{}`, else the last line that is not empty.
+    """
+
+    def compute(
+        self,
+        completions: list[Any],
+        solution: Any = None,
+        ground_truth: Any = None,
+        **kwargs: Any,
+    ) -> list[float]:
+        """Return [G] 1.0 or 0.0; 0.0 without a gold answer; arguments as for `AccuracyReward`."""
+        golds = one_per_completion(
+            solution if ground_truth is None else ground_truth, len(completions)
+        )
+        return [
+            float(gold is not None and _is_same_text(_final_answer(self.get_content(each)), gold))
+            for each, gold in zip(completions, golds, strict=True)
+        ]
+
+
+def _final_answer(completion: str) -> str:
+    text = completion.rpartition(THINK_END)[2]
+    before, closed, _ = text.rpartition("</answer>")
+    if closed:
+        text = before.rpartition("<answer>")[2]
+    boxed = BOXED_CONTENT.findall(text)
+    if boxed:
+        return str(boxed[-1])
+    lines = [line for line in text.split("\n") if line.strip()]
+    return lines[-1] if lines and not closed else text
+
+
+def _is_same_text(answer: str, gold: Any) -> bool:
+    wanted, found = _plain(_extract_final_answer(str(gold))), _plain(answer)
+    if wanted == found:
+        return bool(wanted)
+    numbers = (_normalize_numerical_value(wanted), _normalize_numerical_value(found))
+    return None not in numbers and numbers[0] == numbers[1]
+
+
+def _plain(text: str) -> str:
+    return " ".join(text.casefold().split()).strip(" .,;:!?\"'`*")

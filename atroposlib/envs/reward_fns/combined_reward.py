@@ -58,22 +58,45 @@ class CombinedReward(RewardFunction):
         """Return [G] weighted sums, normalized as configured."""
         if not completions:
             return []
-        totals = [0.0] * len(completions)
-        for part in self.reward_functions:
+        columns = self._weighted(completions, kwargs).values()
+        return self._normalize([sum(c[i] for c in columns) for i in range(len(completions))])
+
+    def parts(self, completions: list[Any], **kwargs: Any) -> list[dict[str, float]]:
+        """Return [G] the weighted reward of each part by its name; their sums are the rewards.
+
+        Names of parts that occur twice get a number. `normalization` must be "none" or "sum".
+        """
+        if self.normalization == "minmax":
+            raise ConfigError('parts of rewards that are normalized by "minmax" have no sum')
+        scale = self.weight / self._divisor()
+        columns = self._weighted(completions, kwargs)
+        return [
+            {name: column[i] * scale for name, column in columns.items()}
+            for i in range(len(completions))
+        ]
+
+    def _weighted(
+        self, completions: list[Any], keywords: Mapping[str, Any]
+    ) -> dict[str, list[float]]:
+        """Return [G] weighted rewards of each part; zeros for one whose exception is tolerated."""
+        columns: dict[str, list[float]] = {}
+        for number, part in enumerate(self.reward_functions, start=1):
             tolerates_errors = self.tolerates_errors or part.tolerates_errors
-            raw = part.try_compute(completions, kwargs, tolerates_errors=tolerates_errors)
-            if raw is None:
-                continue
-            weighted = [reward * part.weight for reward in raw]
-            part.log_metrics(raw, weighted)
-            totals = [total + reward for total, reward in zip(totals, weighted, strict=True)]
-        return self._normalize(totals)
+            raw = part.try_compute(completions, keywords, tolerates_errors=tolerates_errors)
+            name = part.name if part.name not in columns else f"{part.name}_{number}"
+            columns[name] = [0.0] * len(completions)
+            if raw is not None:
+                columns[name] = [reward * part.weight for reward in raw]
+                part.log_metrics(raw, columns[name])
+        return columns
+
+    def _divisor(self) -> float:
+        sum_of_weights = sum(part.weight for part in self.reward_functions)
+        return sum_of_weights if self.normalization == "sum" and sum_of_weights > 0 else 1.0
 
     def _normalize(self, totals: list[float]) -> list[float]:
-        if self.normalization == "sum":
-            sum_of_weights = sum(part.weight for part in self.reward_functions)
-            return [t / sum_of_weights for t in totals] if sum_of_weights > 0 else totals
         low, high = min(totals), max(totals)
         if self.normalization == "minmax" and high > low:
             return [(total - low) / (high - low) for total in totals]
-        return totals
+        divisor = self._divisor()
+        return [total / divisor for total in totals]

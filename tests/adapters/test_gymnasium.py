@@ -1,0 +1,268 @@
+"""The adapter of Gymnasium, against the installed environments."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import re
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("gymnasium", reason="needs the package gymnasium")
+
+import gymnasium
+from gymnasium import spaces
+
+from atroposlib.adapters.gymnasium import GymnasiumAdapter, find_action, plain_text
+from atroposlib.adapters.registry import make_adapter
+from atroposlib.envs.conversation import Turn
+from atroposlib.errors import ConfigError, EpisodeError
+from tests.adapters.playing import adapter_env, roll_out
+
+pytestmark = pytest.mark.slow
+
+REPOSITORY = Path(__file__).parents[2]
+LAKE = {"env_kwargs": {"is_slippery": False, "map_name": "4x4"}}
+TO_THE_GOAL = ["down", "down", "right", "right", "down", "right"]
+
+
+async def opened(name: str, **args: Any) -> GymnasiumAdapter:
+    adapter = make_adapter(f"gymnasium:{name}", args, seed=3)
+    await adapter.open()
+    assert isinstance(adapter, GymnasiumAdapter)
+    return adapter
+
+
+async def play(adapter: GymnasiumAdapter, item: Any, answers: list[str]) -> list[Any]:
+    """Return the first messages and the replies of an episode."""
+    episode = adapter.start(item)
+    seen: list[Any] = [await episode.begin()]
+    for index, answer in enumerate(answers):
+        seen.append(await episode.reply(Turn(answer, index, ())))
+        if seen[-1].is_done:
+            break
+    await episode.close()
+    return [*seen, episode.metrics]
+
+
+async def test_frozen_lake_is_solved_with_exact_tokens(make_env: Callable[..., Any]) -> None:
+    make_env()  # puts the character tokenizer in place
+
+    def policy(prompt: str) -> str:
+        return f"<action>{TO_THE_GOAL[min(5, len(re.findall('<action>[a-z]', prompt)))]}</action>"
+
+    async with adapter_env("gymnasium:FrozenLake-v1", LAKE, policy) as env:
+        rollouts, group = await roll_out(env)
+
+    assert group["scores"] == [1.0, 1.0]
+    assert [rollout.metrics["solved"] for rollout in rollouts] == [1.0, 1.0]
+    assert "[S]FFF" in rollouts[0].messages[0]["content"]
+    assert len(rollouts[0].rewards) == 6
+
+
+@pytest.mark.parametrize(
+    ("name", "answers"),
+    [
+        ("Blackjack-v1", ["hit", "stick"]),
+        ("Taxi-v3", ["south", "pick up"]),
+        ("CliffWalking-v1", ["up", "right"]),
+        ("FrozenLake-v1", ["left"]),
+    ],
+)
+async def test_shipped_mapping_names_the_actions(name: str, answers: list[str]) -> None:
+    adapter = await opened(name)
+    item = await adapter.item(0)
+
+    games = await asyncio.gather(*(play(adapter, item, answers) for _ in range(3)))
+
+    assert games[0] == games[1] == games[2]  # the same seed
+    opening, *replies, metrics = games[0]
+    assert all(answer in opening[0]["content"].lower() for answer in answers)
+    assert metrics["invalid_answers"] == 0
+    assert metrics["steps"] == len(replies)
+
+
+async def test_seeds_of_items_differ_and_repeat() -> None:
+    first, again = await opened("Blackjack-v1"), await opened("Blackjack-v1")
+
+    items = [await first.item(index) for index in range(20)]
+
+    assert items == [await again.item(index) for index in range(20)]
+    assert len({item["seed"] for item in items}) == 20
+    held_out = await first.eval_items(5)
+    assert {item["seed"] for item in items}.isdisjoint(item["seed"] for item in held_out)
+
+
+async def test_minigrid_is_played_as_text() -> None:
+    pytest.importorskip("minigrid", reason="needs the package minigrid")
+    adapter = await opened("minigrid:MiniGrid-Empty-5x5-v0")
+    moves = ["forward", "forward", "right", "forward", "forward"]
+
+    opening, *replies, metrics = await play(adapter, await adapter.item(0), moves)
+
+    assert "forward" in opening[0]["content"]
+    assert replies[-1].is_done
+    assert replies[-1].reward > 0.9
+    assert metrics["solved"] == 1.0
+
+
+async def test_time_limit_of_the_environment_is_a_truncation() -> None:
+    limited = {"env_kwargs": {"max_episode_steps": 2, **LAKE["env_kwargs"]}}
+    adapter = await opened("FrozenLake-v1", **limited)
+
+    *_, reply, metrics = await play(adapter, await adapter.item(0), ["up", "up"])
+
+    assert reply.is_done
+    assert metrics["truncated"] == 1.0
+
+
+@pytest.mark.parametrize(("ends", "is_done"), [(False, False), (True, True)])
+async def test_answer_without_an_action_costs_a_little(ends: bool, is_done: bool) -> None:
+    adapter = await opened("FrozenLake-v1", invalid_reward=-0.5, ends_on_invalid=ends)
+
+    _, reply, metrics = await play(adapter, await adapter.item(0), ["up and down"])
+
+    assert (reply.reward, reply.is_done) == (-0.5, is_done)
+    assert metrics["invalid_answers"] == 1
+
+
+class Echo(gymnasium.Env):  # type: ignore[type-arg]
+    """A text environment that breaks on request."""
+
+    action_space = spaces.Text(20)
+    observation_space = spaces.Text(20)
+
+    def reset(self, *, seed: int | None = None, options: Any = None) -> Any:
+        super().reset(seed=seed)
+        return "write yes", {}
+
+    def step(self, action: str) -> Any:
+        if action == "raise":
+            raise KeyError("a defect of the environment")
+        if action == "stop":
+            raise StopIteration
+        if action == "hang":
+            time.sleep(3)
+        reward: Any = {"nan": float("nan"), "none": None, "yes": 1.0}.get(action, 0.0)
+        return f"you wrote {action}", reward, action == "yes", False, {}
+
+
+class Continuous(Echo):
+    action_space = spaces.Box(0, 1)  # type: ignore[assignment]
+
+
+@pytest.fixture(autouse=True)
+def registered() -> Iterator[None]:
+    for name, env_cls in (("Echo-v0", Echo), ("Continuous-v0", Continuous)):
+        gymnasium.register(name, env_cls, disable_env_checker=True, order_enforce=False)
+    yield
+    for name in ("Echo-v0", "Continuous-v0"):
+        del gymnasium.registry[name]
+
+
+async def test_text_space_takes_the_text_of_the_answer() -> None:
+    adapter = await opened("Echo-v0")
+
+    opening, first, invalid, last, _ = await play(
+        adapter, await adapter.item(0), ["<action>no</action>", "y" * 21, "<think>hm</think>yes"]
+    )
+
+    assert "at most 20 characters" in opening[0]["content"]
+    assert first.messages == "you wrote no"
+    assert invalid.reward == -0.1
+    assert last.is_done
+    assert last.reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        ("raise", "EpisodeFailedError"),
+        ("stop", "EpisodeFailedError"),
+        ("hang", "EpisodeTimeoutError"),
+        ("nan", "EpisodeRewardError"),
+        ("none", "EpisodeRewardError"),
+    ],
+)
+async def test_broken_environment_fails_its_rollout_and_no_other(
+    make_env: Callable[..., Any], answer: str, error: str
+) -> None:
+    make_env()
+    replies = iter(["ok", answer, "yes"])
+
+    async with adapter_env(
+        "gymnasium:Echo-v0", {}, lambda _: next(replies), episode_retries=0, step_timeout_s=0.5
+    ) as env:
+        item = await env.get_next_item()
+        with pytest.raises(EpisodeError) as caught:
+            await env.collect_trajectory(item)
+        rollout, _ = await env.collect_trajectory(item)
+
+    assert type(caught.value).__name__ == error
+    assert rollout.rewards == [1.0]
+    assert env.episodes_open == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "args", "message"),
+    [
+        ("FrozenLak-v1", {}, "FrozenLak"),
+        ("Continuous-v0", {}, "expected a Discrete or a Text space"),
+        ("FrozenLake-v1", {"actions": {7: "jump"}}, "has no action 7; expected 0 to 3"),
+        ("FrozenLake-v1", {"env_kwargs": {"no_such": 1}}, "no_such"),
+        ("Echo-v0", {"observation": "render"}, "has no ansi rendering"),
+        ("no_such_module:Env-v0", {}, "no_such_module"),
+    ],
+)
+async def test_wrong_mapping_is_named_before_the_first_rollout(
+    name: str, args: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        await opened(name, **args)
+
+
+@pytest.mark.parametrize(
+    ("answer", "number"),
+    [
+        ("<action>pick up</action>", 2),
+        ("I would rather not go up.\n<action>DOWN</action>", 1),
+        ("up", 0),
+        ("`Up`.", 0),
+        ("I go up", 0),
+        ("up or down", None),
+        ("<action>up</action> then <action>pick  up</action>", 2),
+        ("cup", None),
+        ("", None),
+    ],
+)
+def test_find_action(answer: str, number: int | None) -> None:
+    assert find_action(answer, {"up": 0, "down": 1, "pick up": 2}) == number
+
+
+def test_plain_text_marks_highlighted_characters() -> None:
+    assert plain_text("\n\x1b[41mS\x1b[0mFF\n\x1b[2K") == "[S]FF"
+
+
+def test_check_command_is_green(tmp_path: Path) -> None:
+    mapping = tmp_path / "lake.yaml"
+    mapping.write_text(
+        "env_kwargs: {map_name: 4x4}\nactions: {0: west, 1: south, 2: east, 3: north}\n"
+    )
+    spec = "gymnasium:FrozenLake-v1"
+
+    done = subprocess.run(
+        [sys.executable, "-m", "atroposlib.cli.env", spec, "check", "--args", str(mapping)],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+    assert done.returncode == 0, done.stdout + done.stderr

@@ -1,0 +1,451 @@
+"""The adapter of MCP servers, against the installed SDK and its servers."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+pytest.importorskip("mcp.client.client", reason="needs mcp 2")
+
+from atroposlib.adapters.mcp import McpArgs, calls_reward, expand
+from atroposlib.adapters.registry import make_adapter
+from atroposlib.errors import ConfigError, EpisodeConnectionError
+from tests.adapters.playing import adapter_env, roll_out
+
+pytestmark = pytest.mark.slow
+
+SERVER = Path(__file__).with_name("mcp_servers.py")
+REPOSITORY = Path(__file__).parents[2]
+ROWS = [
+    {
+        "question": f"What is {n} and {n}?",
+        "answer": str(2 * n),
+        "expected_calls": [{"name": "add", "arguments": {"a": n, "b": n}}],
+    }
+    for n in (20, 21, 22)
+]
+QUESTION = re.compile(r"What is (\d+) and")
+
+
+def call(name: str, **arguments: Any) -> str:
+    return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
+
+
+def solve(prompt: str) -> str:
+    """Call `add` with the numbers of the question, then give its result."""
+    found = QUESTION.findall(prompt)
+    if not found:
+        return "ok"
+    if "<tool_response>" not in prompt:
+        return call("add", a=int(found[0]), b=int(found[0]))
+    result = json.loads(prompt.split("<tool_response>")[1].split("<")[0])
+    return f"<answer>{result['content']}</answer>"
+
+
+@pytest.fixture
+def pids(tmp_path: Path) -> Path:
+    """The folder of the process ids of servers."""
+    folder = tmp_path / "pids"
+    folder.mkdir()
+    return folder
+
+
+@pytest.fixture
+def tasks(tmp_path: Path, make_env: Callable[..., Any]) -> str:
+    make_env()  # puts the character tokenizer in place
+    path = tmp_path / "tasks.jsonl"
+    path.write_text("\n".join(map(json.dumps, ROWS)))
+    return str(path)
+
+
+@pytest.fixture
+def http_server(pids: Path, free_port: int) -> Iterator[Callable[[], subprocess.Popen[bytes]]]:
+    """Starts the server on a port that stays the same."""
+    started: list[subprocess.Popen[bytes]] = []
+
+    def start() -> subprocess.Popen[bytes]:
+        command = [sys.executable, str(SERVER), str(pids), "--http", str(free_port)]
+        started.append(subprocess.Popen(command, stderr=subprocess.DEVNULL))
+        wait_until(lambda: is_listening(free_port))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+def is_listening(port: int) -> bool:
+    try:
+        return httpx.get(f"http://127.0.0.1:{port}/sessions").status_code == 200
+    except httpx.TransportError:
+        return False
+
+
+def wait_until(condition: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline, "the condition was not met"
+        time.sleep(0.02)
+
+
+def command(pids: Path, *flags: str) -> str:
+    return " ".join([sys.executable, str(SERVER), str(pids), *flags])
+
+
+def is_running(pid: int) -> bool:
+    try:
+        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return False
+    return state != "Z"
+
+
+def started(pids: Path) -> list[int]:
+    """Return the ids of all servers so far."""
+    return [int(file.name) for file in pids.iterdir()]
+
+
+def running(pids: Path) -> list[int]:
+    return [pid for pid in started(pids) if is_running(pid)]
+
+
+def open_sessions(port: int) -> int:
+    """Return the number of sessions on the side of the HTTP server."""
+    return int(httpx.get(f"http://127.0.0.1:{port}/sessions").json())
+
+
+ARGS = {"shuffle_buffer": 0, "eval_every": 0, "score_workers": 0}
+
+
+async def test_stdio_server_is_called_and_both_parts_are_rewarded(tasks: str, pids: Path) -> None:
+    args = {**ARGS, "servers": {"calc": command(pids)}}
+
+    async with adapter_env(f"mcp:{tasks}", args, solve) as env:
+        rollouts, group = await roll_out(env)
+        assert env.adapter.metrics()["sessions_open"] == 0
+
+    assert [rollout.reward_parts[-1] for rollout in rollouts] == [
+        {"answer_text": 1, "calls": 1}
+    ] * 2
+    assert group["scores"] == [2.0, 2.0]
+    assert len(started(pids)) == 3  # one to list the tools, one for each rollout
+    assert running(pids) == []
+
+
+async def test_two_servers_with_equal_names_are_prefixed(
+    tasks: str, pids: Path, free_port: int, http_server: Callable[[], Any]
+) -> None:
+    http_server()
+    servers = {"near": command(pids), "far": f"http://127.0.0.1:{free_port}/mcp"}
+    replies = iter(["ok", call("near_remember", text="a") + call("far_remember", text="b"), "4"])
+
+    async with adapter_env(
+        f"mcp:{tasks}", {**ARGS, "servers": servers}, lambda _: next(replies), group_size=1
+    ) as env:
+        [rollout], _ = await roll_out(env)
+
+    assert "near_add" in rollout.messages[0]["content"]
+    assert rollout.messages[-2]["content"].count('"content"') == 2
+    assert open_sessions(free_port) == 0
+
+
+@pytest.mark.parametrize("kind", ["stdio", "http"])
+async def test_rollouts_have_sessions_of_their_own(
+    tasks: str, pids: Path, free_port: int, http_server: Callable[[], Any], kind: str
+) -> None:
+    http_server()
+    server = command(pids) if kind == "stdio" else f"http://127.0.0.1:{free_port}/mcp"
+    adapter = make_adapter(f"mcp:{tasks}", {**ARGS, "servers": [server]}, seed=0)
+    await adapter.open()
+    episodes = [adapter.start(await adapter.item(0)) for _ in range(2)]
+    await asyncio.gather(*(episode.begin() for episode in episodes))
+
+    seen = [
+        (await episode.call_tool("remember", {"text": text})).text
+        for text in "ab"
+        for episode in episodes
+    ]
+
+    assert seen == ["a", "a", "a b", "a b"]
+    await asyncio.gather(*(episode.close() for episode in episodes))
+    await adapter.close()
+
+
+async def test_shared_session_is_opened_once(tasks: str, pids: Path) -> None:
+    args = {**ARGS, "servers": [command(pids)], "sessions": "shared"}
+
+    async with adapter_env(f"mcp:{tasks}", args, solve, group_size=3) as env:
+        await roll_out(env)
+        await roll_out(env)
+        assert env.adapter.metrics()["sessions_open"] == 1
+
+    assert len(started(pids)) == 2
+    assert running(pids) == []
+
+
+@pytest.mark.parametrize(
+    ("written", "shown", "limit_s"),
+    [
+        (call("fail"), "Error executing tool fail", 30),
+        (call("add", a="x"), "validation error", 30),
+        (call("sub", a=1), "there is no tool 'sub'", 30),
+        (call("hang"), "gave no answer within 0.5 s", 0.5),
+        (call("long_text", length=500), "[400 more characters]", 30),
+    ],
+)
+async def test_error_of_a_tool_is_a_result(
+    tasks: str, pids: Path, written: str, shown: str, limit_s: float
+) -> None:
+    args = {
+        **ARGS, "servers": [command(pids)], "tool_timeout_s": limit_s, "max_result_characters": 100,
+    }  # fmt: skip
+    replies = iter(["ok", written, "<answer>40</answer>"])
+
+    async with adapter_env(f"mcp:{tasks}", args, lambda _: next(replies), group_size=1) as env:
+        [rollout], _ = await roll_out(env)
+
+    assert shown in rollout.messages[-2]["content"]
+    assert rollout.reward_parts[-1] == {"answer_text": 1.0, "calls": 0.0}
+
+
+@pytest.mark.parametrize("sessions", ["per_rollout", "shared"])
+async def test_crash_of_a_server_fails_its_rollout_which_is_repeated(
+    tasks: str, pids: Path, sessions: str
+) -> None:
+    replies = iter(["ok", call("crash"), "<answer>40</answer>"])
+    args = {**ARGS, "servers": [command(pids)], "sessions": sessions}
+
+    async with adapter_env(f"mcp:{tasks}", args, lambda _: next(replies), group_size=1) as env:
+        [rollout], _ = await roll_out(env)
+
+    assert rollout.reward_parts[-1]["answer_text"] == 1.0
+    assert running(pids) == []
+
+
+async def test_http_server_that_disappears_and_returns_is_reached_again(
+    tasks: str, free_port: int, http_server: Callable[[], subprocess.Popen[bytes]]
+) -> None:
+    first = http_server()
+    args = {**ARGS, "servers": [f"http://127.0.0.1:{free_port}/mcp"], "connect_attempts": 2}
+    adapter = make_adapter(f"mcp:{tasks}", args, seed=0)
+    await adapter.open()
+    episode = adapter.start(await adapter.item(0))
+    await episode.begin()
+    first.kill()
+    first.wait()
+
+    with pytest.raises(EpisodeConnectionError, match="server_1 is lost"):
+        await episode.call_tool("add", {"a": 1, "b": 2})
+    await episode.close()
+    lost = adapter.start(await adapter.item(1))
+    with pytest.raises(EpisodeConnectionError, match="2 attempts"):
+        await lost.begin()
+    await lost.close()
+    http_server()
+    again = adapter.start(await adapter.item(2))
+    await again.begin()
+    assert (await again.call_tool("add", {"a": 1, "b": 2})).text == "3"
+    await again.close()
+    assert adapter.metrics()["sessions_open"] == 0
+    await adapter.close()
+
+
+async def test_cancelled_rollout_ends_its_sessions(tasks: str, pids: Path) -> None:
+    def policy(prompt: str) -> str:
+        return call("hang") if QUESTION.search(prompt) else "ok"
+
+    async with adapter_env(f"mcp:{tasks}", {**ARGS, "servers": [command(pids)]}, policy) as env:
+        item = await env.get_next_item()
+        rolling = asyncio.create_task(env.collect_trajectories(item))
+        await asyncio.to_thread(wait_until, lambda: len(running(pids)) == 2)
+        rolling.cancel()
+        await asyncio.wait({rolling})
+        await asyncio.to_thread(wait_until, lambda: running(pids) == [])
+        assert env.adapter.metrics()["sessions_open"] == 0
+
+
+async def test_server_that_ignores_the_end_of_stdin_is_terminated(tasks: str, pids: Path) -> None:
+    async with adapter_env(
+        f"mcp:{tasks}", {**ARGS, "servers": [command(pids, "--deaf")]}, solve, group_size=1
+    ) as env:
+        await roll_out(env)
+
+    assert running(pids) == []
+
+
+KILLED = """
+import asyncio, sys
+from atroposlib.adapters.registry import make_adapter
+
+async def main():
+    args = {"servers": [sys.argv[2]], "score_workers": 0, "eval_every": 0}
+    adapter = make_adapter(f"mcp:{sys.argv[1]}", args, seed=0)
+    await adapter.open()
+    for index in range(3):
+        await adapter.start(await adapter.item(index)).begin()
+    print("begun", flush=True)
+    await asyncio.sleep(3600)
+
+asyncio.run(main())
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs prctl of Linux")
+def test_killed_process_leaves_no_server(tasks: str, pids: Path) -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", KILLED, tasks, command(pids, "--deaf")],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"begun\n"
+    assert len(running(pids)) == 3
+
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+
+    wait_until(lambda: running(pids) == [])
+
+
+async def test_stderr_of_a_server_is_not_kept(
+    tasks: str, pids: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    adapter = make_adapter(f"mcp:{tasks}", {**ARGS, "servers": [command(pids, "--noisy")]}, seed=0)
+    await adapter.open()
+    episode = adapter.start(await adapter.item(0))
+    await episode.begin()
+
+    with pytest.raises(EpisodeConnectionError, match="its stderr ends: the last line"):
+        await episode.call_tool("crash", {})
+
+    await episode.close()
+    await adapter.close()
+    assert "xxx" not in capfd.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("servers", "message"),
+    [
+        ({}, "expected at least one MCP server"),
+        ({"a": "no-such-program-here"}, "no program 'no-such-program-here'"),
+        ({"a": {"command": "x", "url": "http://x"}}, "a command or a url"),
+        ({"a": {"command": sys.executable, "env": {"KEY": "${NO_SUCH_VARIABLE}"}}}, "NO_SUCH_VAR"),
+    ],
+)
+async def test_wrong_servers_are_named_before_the_first_rollout(
+    tasks: str, servers: Any, message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        await make_adapter(f"mcp:{tasks}", {**ARGS, "servers": servers}, seed=0).open()
+
+
+OLD_SERVER = """
+import json, sys
+for line in sys.stdin:
+    request = json.loads(line)
+    if "id" in request and request["method"] == "initialize":
+        result = {"protocolVersion": "1999-01-01", "capabilities": {},
+                  "serverInfo": {"name": "old", "version": "0"}}
+        print(json.dumps({"jsonrpc": "2.0", "id": request["id"], "result": result}), flush=True)
+    elif "id" in request:
+        error = {"code": -32601, "message": "unknown"}
+        print(json.dumps({"jsonrpc": "2.0", "id": request["id"], "error": error}), flush=True)
+"""
+
+
+async def test_protocol_version_that_does_not_fit_is_said_first(tasks: str) -> None:
+    servers = {"old": {"command": sys.executable, "args": ["-c", OLD_SERVER]}}
+    adapter = make_adapter(f"mcp:{tasks}", {**ARGS, "servers": servers}, seed=0)
+
+    with pytest.raises(ConfigError, match=r"old: the protocol does not fit.*1999-01-01"):
+        await adapter.open()
+    await adapter.close()
+
+
+async def test_server_that_ends_at_once_is_named_with_its_stderr(tasks: str) -> None:
+    servers = {"broken": {"command": sys.executable, "args": ["-c", "import no_such_module"]}}
+    adapter = make_adapter(
+        f"mcp:{tasks}", {**ARGS, "servers": servers, "connect_attempts": 1}, seed=0
+    )
+
+    with pytest.raises(EpisodeConnectionError, match="no_such_module"):
+        await adapter.open()
+    await adapter.close()
+
+
+async def test_row_without_a_reward_is_rejected(tmp_path: Path, pids: Path) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps([{"question": "q"}]))
+    adapter = make_adapter(f"mcp:{path}", {**ARGS, "servers": [command(pids)]}, seed=0)
+    await adapter.open()
+
+    with pytest.raises(ConfigError, match="none of 'answer', 'expected_calls'"):
+        await adapter.item(0)
+    await adapter.close()
+
+
+@pytest.mark.parametrize(
+    ("made", "num_calls", "penalizes_extra", "expected"),
+    [
+        ([("add", {"a": 1, "b": 2})], 1, True, 0.5),
+        (
+            [("add", {"a": 1}), ("add", {"a": 3, "b": 9})],
+            2,
+            True,
+            1.0,
+        ),  # further arguments are fine
+        ([("add", {"a": 3}), ("add", {"a": 1}), ("add", {"a": 5})], 4, True, 0.5),  # one failed
+        ([("add", {"a": 3}), ("add", {"a": 1}), ("add", {"a": 5})], 4, False, 1.0),
+        ([("add", {"a": 1}), ("add", {"a": 1})], 2, True, 0.5),  # a call counts once
+        ([], 0, True, 0.0),
+    ],
+)
+def test_calls_reward(
+    made: list[Any], num_calls: int, penalizes_extra: bool, expected: float
+) -> None:
+    wanted = [{"name": "add", "arguments": {"a": 1}}, {"name": "add", "arguments": {"a": 3}}]
+    written = [{"name": name, "arguments": arguments} for name, arguments in made]
+
+    reward = calls_reward(wanted, written, num_calls=num_calls, penalizes_extra=penalizes_extra)
+
+    assert reward == expected
+
+
+def test_headers_are_not_shown() -> None:
+    args = McpArgs(servers={"a": {"url": "http://x", "headers": {"Authorization": "secret"}}})
+
+    assert "secret" not in repr(args)
+    assert expand("Bearer ${KEY}", {"KEY": "k"}, "a") == "Bearer k"
+
+
+def test_check_command_is_green(
+    tasks: str, pids: Path, free_port: int, http_server: Callable[[], Any]
+) -> None:
+    http_server()
+    program = [sys.executable, "-m", "atroposlib.cli.env", f"mcp:{tasks}", "check"]
+    url = f"http://127.0.0.1:{free_port}/mcp"
+
+    done = subprocess.run(
+        [*program, "--args", f"servers=[{url}]", "eval_every=0", "score_workers=1"],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert open_sessions(free_port) == 0
