@@ -53,7 +53,7 @@ OTHER_CONNECTIONS = 64
 POLL_S = 0.02
 
 
-class Protocol(NamedTuple):
+class ServedProtocol(NamedTuple):
     """One protocol and what it needs."""
 
     summary: str
@@ -69,8 +69,8 @@ class Protocol(NamedTuple):
 
 
 PAGES = "atroposlib.serving"
-PROTOCOLS: dict[str, Protocol] = {
-    "openenv": Protocol(
+PROTOCOLS: dict[str, ServedProtocol] = {
+    "openenv": ServedProtocol(
         "OpenEnv 0.10: TRL, SkyRL and other clients",
         f"{PAGES}.openenv",
         "create_openenv_app",
@@ -78,14 +78,14 @@ PROTOCOLS: dict[str, Protocol] = {
         offers_tools=True,
         has_websockets=True,
     ),
-    "ors": Protocol(
+    "ors": ServedProtocol(
         "Open Reward Standard: tasks, prompts and tools over HTTP",
         f"{PAGES}.ors",
         "create_ors_app",
         "openreward",
         offers_tools=True,
     ),
-    "verifiers": Protocol(
+    "verifiers": ServedProtocol(
         "a package for verifiers 0.4 and prime-rl, and the server it asks",
         f"{PAGES}.verifiers",
         "create_episode_app",
@@ -175,7 +175,7 @@ def make_host(
     return EpisodeHost(env, settings, offers_tools=offers_tools)
 
 
-def _load_page(protocol: Protocol) -> Callable[[EpisodeHost], Any]:
+def _load_page(protocol: ServedProtocol) -> Callable[[EpisodeHost], Any]:
     if protocol.package is not None and importlib.util.find_spec(protocol.package) is None:
         raise MissingExtraError(
             protocol.package, extra=EXTRAS.get(protocol.package, protocol.package)
@@ -190,7 +190,7 @@ def _load_page(protocol: Protocol) -> Callable[[EpisodeHost], Any]:
 async def _serve(
     host: EpisodeHost,
     create: Callable[[EpisodeHost], Any],
-    protocol: Protocol,
+    protocol: ServedProtocol,
     args: argparse.Namespace,
 ) -> None:
     try:
@@ -221,7 +221,7 @@ async def listening(
     """
     import uvicorn
 
-    class Server(uvicorn.Server):
+    class UnsignalledServer(uvicorn.Server):
         """Leaves signals to the program."""
 
         @contextlib.contextmanager
@@ -241,7 +241,7 @@ async def listening(
         timeout_graceful_shutdown=STOP_S,
     )
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
-    server = Server(config)
+    server = UnsignalledServer(config)
     task = asyncio.create_task(server.serve())
     try:
         while not server.started and not task.done():  # noqa: ASYNC110 - it has no event

@@ -20,6 +20,7 @@ from openreward.environments import Environment, Server
 from openreward.environments import tool as mark_tool
 from openreward.environments.types import ImageBlock, Message, Split, TextBlock, ToolOutput
 from pydantic import BaseModel, ConfigDict, Field
+from starlette.datastructures import Headers
 from starlette.responses import JSONResponse
 
 from atroposlib.envs.conversation import ChatMessage
@@ -253,16 +254,23 @@ class OrsSessions:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        session = dict(scope["headers"]).get(b"x-session-id", b"").decode("latin-1").strip()
+        session = Headers(scope=scope).get("x-session-id", "").strip()  # as the server reads it
         path = scope["path"].rstrip("/")
         if len(session) > MAX_ID_CHARS:
             await JSONResponse({"detail": "X-Session-ID is too long"}, 400)(scope, receive, send)
             return
-        is_new = path == "/create" and session and session not in self._last_used
+        is_new = path == "/create" and session not in self._last_used
         if is_new and len(self._last_used) >= self._host.max_sessions:
             text = f"{len(self._last_used)} sessions are open, which is the limit; try later"
             await JSONResponse({"detail": text}, 503)(scope, receive, send)
             return
+        if is_new:
+            body = await _body_of(receive)
+            if _names_toolset(body):
+                text = "toolsets of the openreward package are not served; leave toolset_name out"
+                await JSONResponse({"detail": text}, 400)(scope, receive, send)
+                return
+            receive = _replay(body, receive)
         if is_new or session in self._last_used:
             self._touch(session)
         status = 0
@@ -299,3 +307,31 @@ class OrsSessions:
         async with httpx.AsyncClient(transport=transport, base_url="http://server") as client:
             for session in idle:
                 await client.post("/delete", headers={"X-Session-ID": session})
+
+
+async def _body_of(receive: Receive) -> bytes:
+    body, has_more = b"", True
+    while has_more:
+        message = await receive()
+        body += message.get("body", b"")
+        has_more = message.get("more_body", False)
+    return body
+
+
+def _replay(body: bytes, receive: Receive) -> Receive:
+    """Return a `receive` that gives a body again, and then what follows it."""
+    waiting = [{"type": "http.request", "body": body, "more_body": False}]
+
+    async def receive_again() -> Any:
+        return waiting.pop() if waiting else await receive()
+
+    return receive_again
+
+
+def _names_toolset(body: bytes) -> bool:
+    """Whether a session is to have tools of the package; some of them reach other machines."""
+    try:
+        created = json.loads(body)
+    except (ValueError, RecursionError):
+        return False  # the server refuses it
+    return isinstance(created, dict) and created.get("toolset_name") is not None

@@ -28,6 +28,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic import BaseModel, ConfigDict, Field
 
 from atroposlib.adapters.env import AdapterEnv, GuardedConversation
+from atroposlib.adapters.interface import finite_reward
 from atroposlib.api.auth import Role, TokenTable, read_token_file
 from atroposlib.envs.conversation import ChatMessage, Conversation, Outcome, Reply, Turn
 from atroposlib.envs.multi_turn_env import MultiTurnEnv
@@ -314,6 +315,7 @@ class ServedEpisode:
         if not isinstance(reply, Reply):
             raise TypeError(f"{type(conversation).__name__}.reply returned {reply!r:.100}")
         weighed = weigh(reply.reward, self._host.reward_weights, "reply gave the reward")
+        finite_reward(weighed.total, self._host.name)
         self.rewards.append(weighed.total + 0.0)  # not -0.0
         history = None if reply.history is None else list(reply.history)
         self._chat = [*(self._chat if history is None else history), *reply.chat_messages()]
@@ -338,6 +340,7 @@ class ServedEpisode:
         weighed = weigh(
             self._conversation.unfinished_reward, self._host.reward_weights, "unfinished_reward is"
         )
+        finite_reward(weighed.total, self._host.name)
         if played.outcome == "truncated":
             self.rewards.append(weighed.total)
         else:
@@ -672,9 +675,9 @@ class _ClientGate:
         if not self._is_known(headers.get(b"authorization", b"")):
             await _refuse(scope, receive, send, 401, "a bearer token of a trainer is required")
             return
+        text = f"the body is too large; at most {self._max_bytes} bytes are accepted"
         declared = headers.get(b"content-length", b"")
         if declared and not (declared.isdigit() and int(declared[:20]) <= self._max_bytes):
-            text = f"the body is too large; at most {self._max_bytes} bytes are accepted"
             await _refuse(scope, receive, send, 413, text)
             return
         received = 0
@@ -684,10 +687,15 @@ class _ClientGate:
             message = await receive()
             received += len(message.get("body", b""))
             if scope["type"] == "http" and received > self._max_bytes:
-                return {"type": "http.disconnect"}
+                raise RefusedRequestError(text, status=413)
             return message
 
-        await self._app(scope, limited, send)
+        try:
+            await self._app(scope, limited, send)
+        except RefusedRequestError as error:
+            if received <= self._max_bytes:
+                raise
+            await _refuse(scope, receive, send, error.status, text)  # nothing is sent before a body
 
     def _is_known(self, authorization: bytes) -> bool:
         if self._tokens is None:

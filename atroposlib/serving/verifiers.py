@@ -270,6 +270,8 @@ class AtroposEnv(vf.Env[AtroposEnvConfig]):
         async with agents.player.interaction(task) as interaction:
             while not answer["is_done"]:
                 segment = await interaction.turn(answer["messages"])
+                if segment.terminated and interaction.trace.errors:
+                    return  # verifiers records the failure; there is nothing to score
                 turn = {"text": segment.last_reply, "is_truncated": segment.terminated}
                 response = await client.post(f"/v1/episodes/{opening['id']}/turns", json=turn)
                 check(response)
