@@ -51,6 +51,8 @@ STOP_S = 5
 OTHER_CONNECTIONS = 64
 """Connections in addition to two for each episode."""
 POLL_S = 0.02
+ENVIRONMENT_FLAGS = (ARGS_FLAG, "--config")
+"""Flags of the environment without a dot in their name."""
 
 
 class ServedProtocol(NamedTuple):
@@ -129,15 +131,17 @@ class _TokenizerOnUse:
 def main() -> NoReturn:
     """Serve until SIGINT or SIGTERM; invalid settings end the process with code 2."""
     parser = _parser()
+    # Before argparse, which would report a missing argument first.
+    parser.refuse_unknown(word for word in sys.argv[1:] if not _is_for_environment(word))
     args, words = parser.parse_known_args()
     try:
-        _run(parser, args, words)
+        _run(args, words)
     except AtroposError as error:
         end_command(parser.prog, error, code=exit_code_of(error))
     sys.exit(0)
 
 
-def _run(parser: argparse.ArgumentParser, args: argparse.Namespace, words: Sequence[str]) -> None:
+def _run(args: argparse.Namespace, words: Sequence[str]) -> None:
     protocol = PROTOCOLS[args.protocol]
     if args.package is not None and args.protocol != "verifiers":
         raise ConfigError("--package: only --as verifiers writes a package")
@@ -294,19 +298,33 @@ def _environment_settings(env_cls: type[Any], target: str, words: Sequence[str])
     return settings
 
 
+def _is_for_environment(word: str) -> bool:
+    """Whether a word is a flag of the environment: `--env.*`, `--openai.*`, `--config`."""
+    flag = word.partition("=")[0]
+    return "." in flag or flag in ENVIRONMENT_FLAGS
+
+
 def _serving_settings(args: argparse.Namespace) -> ServingSettings:
     try:
         return ServingSettings(
             **{name: getattr(args, name) for name in ServingSettings.model_fields}
         )
     except ValidationError as error:
-        raise refused_values(error, "--") from error
+        text = str(refused_values(error, "--"))
+        for name in ServingSettings.model_fields:
+            text = text.replace(f"--{name}:", f"{_flag_of(name)}:")
+        raise ConfigError(text) from error
+
+
+def _flag_of(setting: str) -> str:
+    return "--" + setting.replace("_", "-")
 
 
 def _parser() -> CommandParser:
     parser = CommandParser(
         prog="atropos-serve-env",
-        description="Serve an environment to trainers of other libraries.",
+        description="Serve an environment to trainers of other libraries. Other flags, such as "
+        "--env.seed 3, are settings of the environment; its own --help lists them.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
         allow_abbrev=False,
     )
@@ -322,7 +340,7 @@ def _parser() -> CommandParser:
     )
     for name, field in ServingSettings.model_fields.items():
         parser.add_argument(
-            "--" + name.replace("_", "-"),
+            _flag_of(name),
             dest=name,
             default=field.get_default(),
             help=field.description,

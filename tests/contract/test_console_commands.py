@@ -20,6 +20,7 @@ MISSPELT = {  # a flag of each command with a letter missing, and the flag
     "atropos-sft-gen": ("--tokenzer", "--tokenizer"),
     "atropos-dpo-gen": ("--tokenzer", "--tokenizer"),
     "atropos-replay": ("--data-dri", "--data-dir"),
+    "atropos-serve-env": ("--prt", "--port"),
     "atropos-trainer-check": ("--comand", "--command"),
     "inference-node-wandb-watcher": ("--api_adr", "--api_addr"),
     "atropos-grpo": ("--modle", "--model"),
