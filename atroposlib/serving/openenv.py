@@ -1,4 +1,4 @@
-"""Our environments behind the protocol of OpenEnv, with its own server.
+"""Our environments as servers of OpenEnv, with its own application.
 
     websocket /ws   reset(seed, split, index) ─► observation ─► step(action) ─► observation, reward
     POST /mcp       openenv/session/create, tools/list, tools/call: tools of the same episode

@@ -1,4 +1,4 @@
-"""Our environments behind the Open Reward Standard, with the server of the openreward package.
+"""Our environments as servers of the Open Reward Standard, with the openreward package.
 
     POST /create ─► session ─► GET prompt or messages, tools ─► POST call ─► text, reward, finished
          split, index          session header                   a tool     ─► … ─► POST /delete

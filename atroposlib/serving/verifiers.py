@@ -54,7 +54,7 @@ class EpisodeRequest(BaseModel):
     seed: int | None = None
 
 
-class TurnRequest(BaseModel):
+class WrittenTurn(BaseModel):
     """One turn of the policy."""
 
     model_config = ConfigDict(extra="forbid")
@@ -128,7 +128,7 @@ def create_episode_app(host: EpisodeHost) -> FastAPI:
         return EpisodeResponse(episode, max_turns=host.max_turns)
 
     @app.post("/v1/episodes/{episode_id}/turns")
-    async def write(episode_id: str, turn: TurnRequest) -> dict[str, Any]:
+    async def write(episode_id: str, turn: WrittenTurn) -> dict[str, Any]:
         episode = host.find(episode_id)
         return _as_json(await episode.write(turn.text, is_truncated=turn.is_truncated))
 
