@@ -34,7 +34,13 @@ from atroposlib.envs.commands import EnvCommand, load_yaml, make_command
 from atroposlib.envs.running import build_environment, missing_methods, run_foreground
 from atroposlib.envs.settings import Settings, read_command
 from atroposlib.errors import AtroposError, ConfigError, MissingExtraError
-from atroposlib.serving.sessions import EpisodeHost, ServingSettings, protect, require_servable
+from atroposlib.serving.sessions import (
+    EpisodeHost,
+    ServingSettings,
+    difference_from_training,
+    protect,
+    require_servable,
+)
 from atroposlib.utils.cli import refused_values
 from atroposlib.utils.command_parser import CommandParser, end_command, exit_code_of
 from atroposlib.utils.command_parser import integer_between as integer
@@ -267,6 +273,9 @@ def _start_message(host: EpisodeHost, args: argparse.Namespace, port: int) -> st
         f"splits {', '.join(f'{s} ({host.num_tasks(s)})' for s in host.splits())}, "
         f"at most {host.max_turns} turns, {host.max_sessions} episodes at a time{tools}",
     ]
+    difference = difference_from_training(type(host.env))
+    if difference is not None:
+        lines.append(difference)
     if args.package is not None:
         from atroposlib.serving.verifiers import write_package
 

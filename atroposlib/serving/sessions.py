@@ -48,6 +48,7 @@ __all__ = [
     "RefusedRequestError",
     "ServedEpisode",
     "ServingSettings",
+    "difference_from_training",
     "protect",
     "require_servable",
     "text_of_messages",
@@ -118,12 +119,34 @@ def require_servable(env_cls: type[Any]) -> None:
     Raises:
         ConfigError: it has neither prompts and scores nor conversations.
     """
+    name = getattr(env_cls, "__name__", env_cls)
     if not isinstance(env_cls, type) or not issubclass(env_cls, (SingleTurnEnv, MultiTurnEnv)):
         raise ConfigError(
-            f"{getattr(env_cls, '__name__', env_cls)} cannot be served: it collects its "
-            "trajectories itself; expected a SingleTurnEnv, with `prompt` and `score`, or a "
-            "MultiTurnEnv, with `start_conversation`"
+            f"{name} cannot be served: it collects its trajectories itself; expected a "
+            "SingleTurnEnv, with `prompt` and `score`, or a MultiTurnEnv, with `start_conversation`"
         )
+    own = (MultiTurnEnv.collect_trajectory, AdapterEnv.collect_trajectory)
+    if issubclass(env_cls, MultiTurnEnv) and env_cls.collect_trajectory not in own:
+        raise ConfigError(
+            f"{name} cannot be served: its collect_trajectory changes rollouts, so the rewards of "
+            "its conversations are not those of its training"
+        )
+
+
+def difference_from_training(env_cls: type[Any]) -> str | None:
+    """Return how the rewards of clients may differ from those of our groups; None if they do not.
+
+    Example: `group_scores of GSM8kEnv applies to groups of our own training only`.
+    """
+    base = SingleTurnEnv if issubclass(env_cls, SingleTurnEnv) else MultiTurnEnv
+    names = ("collect_trajectories", "group_scores", "postprocess_histories")
+    if issubclass(env_cls, AdapterEnv):
+        return None
+    changed = [n for n in names if getattr(env_cls, n, None) is not getattr(base, n, None)]
+    if not changed:
+        return None
+    verb = "apply" if len(changed) > 1 else "applies"
+    return f"{', '.join(changed)} of {env_cls.__name__} {verb} to groups of our own training only"
 
 
 def text_of_messages(messages: Sequence[ChatMessage]) -> str:

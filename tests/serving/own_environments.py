@@ -164,6 +164,22 @@ class OwnCallsEnv(EchoEnv):
         return OwnCalls(item, [double])
 
 
+class RescoringEnv(EchoEnv):
+    """Changes the rewards of finished conversations."""
+
+    async def collect_trajectory(self, item: Any) -> Any:
+        rollout, backlog = await super().collect_trajectory(item)
+        rollout.rewards = [0.0 for _ in rollout.rewards]
+        return rollout, backlog
+
+
+class RankingEnv(QuestionEnv):
+    """Ranks the answers of a group."""
+
+    def group_scores(self, scores: Sequence[float], trajectories: Sequence[Any]) -> list[float]:
+        return [float(rank) for rank, _ in enumerate(scores)]
+
+
 class CollectingEnv(BaseEnv):
     """Collects its groups itself."""
 

@@ -10,9 +10,16 @@ from typing import Any
 import httpx
 import pytest
 
+from atroposlib.cli.serve_env import find_environment
 from atroposlib.envs.multi_turn_env import Limits, Rollout, play
 from atroposlib.errors import ConfigError
-from atroposlib.serving.sessions import RefusedRequestError, ServingSettings, protect
+from atroposlib.serving.sessions import (
+    RefusedRequestError,
+    ServingSettings,
+    difference_from_training,
+    protect,
+)
+from tests.adapters.fake_kind import add_fake_kind
 from tests.serving.own_environments import Echo
 from tests.serving.served import OWN, WORD_SUMS, opened
 
@@ -322,6 +329,35 @@ async def test_environment_that_collects_itself_is_refused_by_name() -> None:
     with pytest.raises(ConfigError, match="CollectingEnv cannot be served: it collects"):
         async with opened(f"{OWN}:CollectingEnv"):
             pass
+
+
+async def test_adapter_with_a_loop_of_its_own_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    add_fake_kind(monkeypatch)
+
+    with pytest.raises(ConfigError, match="FakeAgent runs a loop of its own"):
+        async with opened("fake:any", "--args", "is_agent=true"):
+            pass
+
+    async with opened("fake:any") as host:
+        assert (await host.start()).messages == [{"role": "user", "content": "begin"}]
+
+
+async def test_environment_that_changes_finished_rollouts_is_refused() -> None:
+    with pytest.raises(ConfigError, match="RescoringEnv cannot be served: its collect_trajectory"):
+        async with opened(f"{OWN}:RescoringEnv"):
+            pass
+
+
+@pytest.mark.parametrize(
+    ("target", "difference"),
+    [
+        ("EchoEnv", None),
+        ("QuestionEnv", None),
+        ("RankingEnv", "group_scores of RankingEnv applies to groups of our own training only"),
+    ],
+)
+def test_rules_of_groups_are_named(target: str, difference: str | None) -> None:
+    assert difference_from_training(find_environment(f"{OWN}:{target}")) == difference
 
 
 async def echo(scope: Any, receive: Any, send: Any) -> None:
