@@ -21,6 +21,7 @@ MISSPELT = {  # a flag of each command with a letter missing, and the flag
     "atropos-dpo-gen": ("--tokenzer", "--tokenizer"),
     "atropos-replay": ("--data-dri", "--data-dir"),
     "atropos-compare": ("--metrc", "--metric"),
+    "atropos-serve-env": ("--prt", "--port"),
     "atropos-trainer-check": ("--comand", "--command"),
     "inference-node-wandb-watcher": ("--api_adr", "--api_addr"),
     "atropos-grpo": ("--modle", "--model"),

@@ -77,6 +77,7 @@ post-groups http://localhost:8000 4 &"""
 
 EXCERPT = "part of a class, shown to explain it; tests run the class"
 PICTURE = "a drawing"
+SERVED = "needs the packages of an ecosystem; tests/serving/test_page.py runs it with them"
 
 STEPS: tuple[Step, ...] = (
     # README
@@ -310,6 +311,21 @@ STEPS: tuple[Step, ...] = (
         "needs 8 GPUs; tests run two ranks",
     ),
     Run("docs/distillation.md", "STUDENT=", until=("step 3",), limit_s=900),
+    *(
+        NotRun("docs/serving_environments.md", line, SERVED)
+        for line in (
+            "pip install '.[openenv]'",
+            "atropos-serve-env environments/number_guessing.py --as openenv",
+            "openenv validate",
+            "from openenv import GenericEnvClient",
+            "from openenv import GenericEnvClient",
+            "pip install '.[ors]'",
+            "atropos-serve-env environments/word_sums.py --as ors",
+            "import asyncio",
+            "atropos-serve-env environments/number_guessing.py --as verifiers",
+            "pip install ./guessing",
+        )
+    ),
     Run("docs/other_trainers.md", "from atroposlib.api.client import batches", before=POSTED),
     Run(
         "docs/other_trainers.md",

@@ -1,0 +1,1 @@
+"""Our environments as servers of other ecosystems' protocols, one page per protocol."""
