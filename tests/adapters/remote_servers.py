@@ -1,0 +1,172 @@
+"""Servers of other libraries as processes, and environments of ours that use them."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from atroposlib.adapters.env import AdapterEnv, AdapterEnvConfig, environment_class
+from atroposlib.envs import base
+from atroposlib.envs.base import APIServerConfig
+from tests.fakes import CharTokenizer, ScriptedEngine
+
+__all__ = [
+    "Server",
+    "at_engine",
+    "roll_out",
+    "run_command",
+    "spawn_rollouts",
+    "stand_in_tokenizers",
+    "text_of",
+]
+
+START_S = 240.0
+WAIT_S = 60.0
+ROOT = Path(__file__).parents[2]
+
+
+class Server:
+    """A server process that can be killed and started again on its port.
+
+    Args:
+        module: module to run, such as `tests.adapters.serve_openenv`.
+        port: a free port, its only argument.
+    """
+
+    def __init__(self, module: str, port: int) -> None:
+        self.url = f"http://127.0.0.1:{port}"
+        self._command = [sys.executable, "-m", module, str(port)]
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def start(self) -> None:
+        self._process = subprocess.Popen(self._command, cwd=ROOT, stdout=subprocess.DEVNULL)
+        deadline = time.monotonic() + START_S
+        while self.sessions() is None:
+            assert self._process.poll() is None, f"{self._command} ended"
+            assert time.monotonic() < deadline, f"{self._command} does not answer"
+            time.sleep(0.05)
+
+    def kill(self) -> None:
+        assert self._process is not None
+        self._process.kill()
+        self._process.wait()
+
+    def pause(self) -> None:
+        """Stop the process without closing its connections."""
+        assert self._process is not None
+        self._process.send_signal(signal.SIGSTOP)
+
+    def resume(self) -> None:
+        assert self._process is not None
+        self._process.send_signal(signal.SIGCONT)
+
+    def get(self, path: str) -> Any:
+        with urllib.request.urlopen(self.url + path, timeout=5) as response:
+            return json.load(response)
+
+    def sessions(self) -> int | None:
+        """Return the server's number of sessions; None if it does not answer."""
+        try:
+            return int(self.get("/test/sessions"))
+        except (OSError, urllib.error.URLError):
+            return None
+
+    async def wait_for_sessions(self, count: int) -> None:
+        deadline = time.monotonic() + WAIT_S
+        while (found := await asyncio.to_thread(self.sessions)) != count:
+            assert time.monotonic() < deadline, f"{found} sessions, not {count}"
+            await asyncio.sleep(0.05)
+
+    @contextmanager
+    def running(self) -> Iterator[Server]:
+        self.start()
+        try:
+            yield self
+        finally:
+            self.kill()
+
+
+class CharTokenizers:
+    """Stands in for `AutoTokenizer`."""
+
+    @staticmethod
+    def from_pretrained(name: str) -> CharTokenizer:
+        return CharTokenizer()
+
+
+def stand_in_tokenizers(monkeypatch: Any) -> None:
+    monkeypatch.setitem(vars(base), "AutoTokenizer", CharTokenizers)
+
+
+def at_engine(
+    spec: str, engine: ScriptedEngine, args: dict[str, Any] | None = None, **settings: Any
+) -> AdapterEnv:
+    """Build the environment of an adapter at an engine."""
+    env_cls = environment_class(spec)
+    chosen: dict[str, Any] = {
+        **env_cls.default_settings,
+        "use_wandb": False,
+        "tokenizer_name": "characters",
+        "group_size": 2,
+        "max_token_length": 6000,
+        "adapter_args": args or {},
+        **settings,
+    }
+    server = APIServerConfig(
+        model_name="m", base_url=engine.base_url, server_type="vllm", health_check=False
+    )
+    return env_cls(AdapterEnvConfig(**chosen), server)
+
+
+async def roll_out(env: AdapterEnv, item: Any) -> Any:
+    """Return the group of an item."""
+    rollouts, _ = await env.collect_trajectories(item)
+    return await env.postprocess_histories(rollouts)
+
+
+def text_of(ids: Sequence[int]) -> str:
+    return CharTokenizer().decode(ids)
+
+
+def run_command(spec: str, command: str, *flags: str, folder: Path) -> Any:
+    """Run `atropos-env SPEC COMMAND` and return the finished process, with its output as text."""
+    words = [sys.executable, "-m", "atroposlib.cli.env", spec, command, *flags]
+    return subprocess.run(
+        words, cwd=folder, env=_environment(), capture_output=True, text=True, timeout=300
+    )
+
+
+HOLD = """
+import asyncio, json, sys
+from atroposlib.adapters.registry import make_adapter
+
+async def main():
+    adapter = make_adapter(sys.argv[1], json.loads(sys.argv[2]), seed=1)
+    await adapter.open()
+    episodes = [adapter.start(await adapter.item(i)) for i in range(3)]
+    await asyncio.gather(*(episode.begin() for episode in episodes))
+    await asyncio.Event().wait()
+
+asyncio.run(main())
+"""
+
+
+def spawn_rollouts(spec: str, args: dict[str, Any], folder: Path) -> subprocess.Popen[bytes]:
+    """Start a process that begins three episodes and waits."""
+    words = [sys.executable, "-c", HOLD, spec, json.dumps(args)]
+    return subprocess.Popen(words, cwd=folder, env=_environment())
+
+
+def _environment() -> dict[str, str]:
+    return {**os.environ, "PYTHONPATH": str(ROOT), "WANDB_MODE": "disabled"}
