@@ -3,8 +3,8 @@
     open      /list_environments, /version, splits ─► number of tasks
     episode   create ─► messages, tools ─► turn ─► call ─► reward, finished ─► … ─► delete
 
-openreward's client keeps sessions alive with a ping every 10 s; the server removes those without
-one after 15 minutes. A session is deleted however its rollout ends.
+A session is kept alive with pings and deleted however its rollout ends. The server itself removes
+one that has had no ping for 15 minutes, such as that of a process that was killed.
 """
 
 from __future__ import annotations
@@ -50,6 +50,9 @@ __all__ = ["OrsAdapter", "OrsArgs", "OrsEpisode"]
 
 SUPPORTED = (0, 1)
 """Major and minor version of the servers of the SDK that are supported."""
+PING_S = 10.0
+"""Interval of the messages that keep a session alive."""
+CUT = "truncated"
 CREATING_S = 8.0
 """Time limit of a session's creation that goes on after its rollout has ended."""
 
@@ -105,7 +108,8 @@ class OrsEpisode(ToolEpisode):
         except ToolCallError as error:
             is_over = error.reason == "episode_finished"
             return ToolOutcome(error.detail, is_error=True, is_done=is_over)
-        self.metrics.update(numbers_of(output.metadata))
+        # Tools name so the truncation of their output, metrics that of the episode.
+        self.metrics.update({k: v for k, v in numbers_of(output.metadata).items() if k != CUT})
         is_done = output.finished is True
         return ToolOutcome(_text_of(output.blocks), reward=self._reward(output), is_done=is_done)
 
@@ -176,13 +180,13 @@ class OrsAdapter(Adapter):
         self.max_concurrent = args.max_concurrent
         self._secrets: Mapping[str, str] = {}
         self._api: Any = None
+        self._session_class: Any = None
         self._environment: Any = None
         self._train: tuple[str, TaskOrder] | None = None
         self._eval: tuple[str, TaskOrder] | None = None
 
     async def open(self) -> None:
-        from openreward.api.environments.client import AsyncEnvironmentsAPI
-
+        api_class, self._session_class = await asyncio.to_thread(_client_classes)
         self._secrets = read_pairs(self.args.secrets_file, "secrets_file")
         api_key = read_pairs(self.args.api_key_file, "api_key_file").get("api_key", "")
         http = HttpSession(
@@ -197,7 +201,7 @@ class OrsAdapter(Adapter):
             await self._read_splits(http, name)
         finally:
             await http.close()
-        self._api = AsyncEnvironmentsAPI(base_url=self.url, api_key=api_key)
+        self._api = api_class(base_url=self.url, api_key=api_key)
         self._environment = self._api.get(name, variant=name)
 
     async def close(self) -> None:
@@ -216,8 +220,13 @@ class OrsAdapter(Adapter):
 
     def session(self, item: Item) -> Any:
         """Return a new session of the client; it is created on entering."""
-        secrets = dict(self._secrets) or None
-        return self._environment.session(secrets=secrets, split=item["split"], index=item["index"])
+        return self._session_class(
+            self._environment,
+            secrets=dict(self._secrets) or None,
+            api_key=self._environment.api_key,
+            split=item["split"],
+            index=item["index"],
+        )
 
     def _item(self, source: tuple[str, TaskOrder] | None, index: int) -> Item:
         assert source is not None  # set by `open`
@@ -260,6 +269,26 @@ class OrsAdapter(Adapter):
         if not isinstance(count, int) or count < 1:
             raise ConfigError(f"split {split!r} of {self.url}#{name} has {count!r} tasks")
         return TaskOrder(count, self.seed)
+
+
+def _client_classes() -> tuple[type[Any], type[Any]]:
+    """Import the classes of the client, which takes seconds."""
+    from openreward.api.environments.client import AsyncEnvironmentsAPI, AsyncSession
+
+    class LoopSession(AsyncSession):  # type: ignore[misc]
+        """A session whose pings end with it; those of the client are sent by a lasting thread."""
+
+        async def _run_ping(self, url: str, sid: str, *_: Any, **__: Any) -> None:
+            headers = {"X-Session-ID": sid, "X-Deployment": self.deployment}
+            if self.api_key:
+                headers["X-API-Key"] = self.api_key
+            while True:
+                await asyncio.sleep(PING_S)
+                with contextlib.suppress(aiohttp.ClientError, OSError):  # calls report lost servers
+                    async with self.client.post("/ping", headers=headers):
+                        pass
+
+    return AsyncEnvironmentsAPI, LoopSession
 
 
 def _check_version(answer: Any, url: str) -> None:

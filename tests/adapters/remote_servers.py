@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -29,6 +30,7 @@ __all__ = [
     "spawn_rollouts",
     "stand_in_tokenizers",
     "text_of",
+    "unused_port",
 ]
 
 START_S = 240.0
@@ -75,6 +77,11 @@ class Server:
         with urllib.request.urlopen(self.url + path, timeout=5) as response:
             return json.load(response)
 
+    def post(self, path: str) -> None:
+        request = urllib.request.Request(self.url + path, method="POST")
+        with urllib.request.urlopen(request, timeout=5):
+            pass
+
     def sessions(self) -> int | None:
         """Return the server's number of sessions; None if it does not answer."""
         try:
@@ -95,6 +102,12 @@ class Server:
             yield self
         finally:
             self.kill()
+
+
+def unused_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
 
 
 class CharTokenizers:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-import socket
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from tests.adapters.remote_servers import (
     spawn_rollouts,
     stand_in_tokenizers,
     text_of,
+    unused_port,
 )
 from tests.fakes import ScriptedEngine
 
@@ -37,12 +37,6 @@ pytestmark = pytest.mark.slow
 
 MODULE = "tests.adapters.serve_openenv"
 ANSWER = "<action>{}</action>"
-
-
-def unused_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @pytest.fixture(scope="module")
