@@ -26,6 +26,7 @@ from pydantic import Field
 
 from atroposlib.adapters.interface import Adapter, Episode, Item, finite_reward
 from atroposlib.adapters.remote import (
+    OPEN_REQUEST_S,
     Answer,
     HttpSession,
     RemoteArgs,
@@ -141,7 +142,13 @@ def opening_messages(params: Mapping[str, Any], where: str) -> list[ChatMessage]
             f"{where}: {PARAMS}.input is {given!r:.100}; expected a text or a list of messages "
             "(`gym dataset render` fills in prompt templates)"
         )
-    return messages + [_opening_message(entry, where) for entry in entries]
+    for entry in entries:
+        message = _opening_message(entry, where)
+        if message["role"] == "system" and messages and messages[-1]["role"] == "system":
+            joined = f"{messages.pop()['content']}\n\n{message['content']}"
+            message = {"role": "system", "content": joined}  # chat templates allow one
+        messages.append(message)
+    return messages
 
 
 def _opening_message(entry: Any, where: str) -> ChatMessage:
@@ -210,12 +217,12 @@ class NemoSession:
 
     async def start(self, route: str) -> Mapping[str, Any]:
         """Start the session; tried again while the server is unreachable."""
-        self._outages = self._adapter.num_outages
         self._http = http = self._adapter.http()
         limit_s = min(self._adapter.args.reconnect_s, 0.8 * self._adapter.step_timeout_s)
         answer = await repeat_until_connected(
             lambda: http.post(route, self._row), limit_s=limit_s, where=self._adapter.url
         )
+        self._outages = self._adapter.num_outages
         return _mapping(answer)
 
     async def post(self, route: str, body: Any, headers: Mapping[str, str] | None = None) -> Answer:
@@ -454,7 +461,7 @@ class NemoGymAdapter(Adapter):
         self._order = TaskOrder(len(self._tasks), self.seed)
         path = self.args.eval_tasks
         self._eval_tasks = await asyncio.to_thread(Tasks, path) if path else self._tasks
-        http = self.http()
+        http = self.http(max(self.step_timeout_s, OPEN_REQUEST_S))
         try:
             api = await repeat_until_connected(
                 lambda: http.get("/openapi.json"), limit_s=self.args.reconnect_s, where=self.url
@@ -483,9 +490,10 @@ class NemoGymAdapter(Adapter):
         is_verify = self._style == "verify"
         return NemoVerifyEpisode(self, item) if is_verify else NemoStepEpisode(self, item)
 
-    def http(self) -> HttpSession:
+    def http(self, timeout_s: float | None = None) -> HttpSession:
         """Return requests with cookies of their own."""
-        return HttpSession(self.url, headers=self._headers, timeout_s=self.step_timeout_s)
+        limit_s = self.step_timeout_s if timeout_s is None else timeout_s
+        return HttpSession(self.url, headers=self._headers, timeout_s=limit_s)
 
     async def _watch_server(self) -> None:
         """Count outages: a server that was restarted accepts old cookies, but has no old state."""

@@ -26,6 +26,7 @@ from pydantic import Field
 from atroposlib.adapters.gymnasium import EVAL_SEEDS, find_action
 from atroposlib.adapters.interface import Adapter, Episode, Item, finite_reward
 from atroposlib.adapters.remote import (
+    OPEN_REQUEST_S,
     Answer,
     HttpSession,
     RemoteArgs,
@@ -375,7 +376,8 @@ class OpenEnvAdapter(Adapter):
     async def open(self) -> None:
         self.headers = read_pairs(self.args.headers_file, "headers_file")
         self.client_class = await asyncio.to_thread(_one_session_class)  # imports for seconds
-        http = HttpSession(self.url, headers=self.headers, timeout_s=self.step_timeout_s)
+        timeout_s = max(self.step_timeout_s, OPEN_REQUEST_S)
+        http = HttpSession(self.url, headers=self.headers, timeout_s=timeout_s)
         try:
             schema, description = await repeat_until_connected(
                 lambda: self._read_server(http), limit_s=self.args.reconnect_s, where=self.url

@@ -21,6 +21,7 @@ from pydantic import Field
 
 from atroposlib.adapters.interface import Adapter, Item, finite_reward
 from atroposlib.adapters.remote import (
+    OPEN_REQUEST_S,
     HttpSession,
     RemoteArgs,
     TaskOrder,
@@ -192,7 +193,7 @@ class OrsAdapter(Adapter):
         http = HttpSession(
             self.url,
             headers={"X-API-Key": api_key} if api_key else {},
-            timeout_s=self.step_timeout_s,
+            timeout_s=max(self.step_timeout_s, OPEN_REQUEST_S),
         )
         try:
             name = await repeat_until_connected(

@@ -40,6 +40,7 @@ from atroposlib.errors import (
 from atroposlib.utils.text import near_name, without_secrets
 
 __all__ = [
+    "OPEN_REQUEST_S",
     "Answer",
     "HttpSession",
     "RemoteArgs",
@@ -52,6 +53,8 @@ __all__ = [
     "shown_value",
 ]
 
+OPEN_REQUEST_S = 30.0
+"""Least time limit of a request before the first episode; a server may build its answer first."""
 CONNECT_S = 10.0
 """Time limit of opening one connection."""
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
