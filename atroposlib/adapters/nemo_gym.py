@@ -27,7 +27,7 @@ from pydantic import Field
 from atroposlib.adapters.interface import Adapter, Episode, Item, finite_reward
 from atroposlib.adapters.remote import (
     OPEN_REQUEST_S,
-    Answer,
+    HttpAnswer,
     HttpSession,
     RemoteArgs,
     TaskOrder,
@@ -225,7 +225,9 @@ class NemoSession:
         self._outages = self._adapter.num_outages
         return _mapping(answer)
 
-    async def post(self, route: str, body: Any, headers: Mapping[str, str] | None = None) -> Answer:
+    async def post(
+        self, route: str, body: Any, headers: Mapping[str, str] | None = None
+    ) -> HttpAnswer:
         """Send a request of the session.
 
         Raises:
@@ -413,7 +415,7 @@ class NemoVerifyEpisode(ToolEpisode):
         return result
 
 
-def _mapping(answer: Answer) -> Mapping[str, Any]:
+def _mapping(answer: HttpAnswer) -> Mapping[str, Any]:
     content = answer.json()
     if not isinstance(content, Mapping):
         raise EpisodeFailedError(f"{answer.where}: expected a JSON object, got {content!r:.100}")
@@ -515,7 +517,9 @@ class NemoGymAdapter(Adapter):
             await asyncio.sleep(WATCH_S)
 
 
-def _check_routes(api: Answer, url: str, row: Mapping[str, Any]) -> Literal["verify", "gymnasium"]:
+def _check_routes(
+    api: HttpAnswer, url: str, row: Mapping[str, Any]
+) -> Literal["verify", "gymnasium"]:
     """Return the style of a server.
 
     Raises:

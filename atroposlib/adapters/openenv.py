@@ -27,7 +27,7 @@ from atroposlib.adapters.gymnasium import EVAL_SEEDS, find_action
 from atroposlib.adapters.interface import Adapter, Episode, Item, finite_reward
 from atroposlib.adapters.remote import (
     OPEN_REQUEST_S,
-    Answer,
+    HttpAnswer,
     HttpSession,
     RemoteArgs,
     TaskOrder,
@@ -578,7 +578,7 @@ class OpenEnvAdapter(Adapter):
             raise ConfigError(f"observation_field: unknown field {field!r}{hint}")
 
 
-def _checked_schema(api: Answer, schema: Answer, url: str) -> Mapping[str, Any]:
+def _checked_schema(api: HttpAnswer, schema: HttpAnswer, url: str) -> Mapping[str, Any]:
     """Return the schemas of a server.
 
     Raises:

@@ -1,4 +1,4 @@
-"""What adapters of servers share: addresses, requests, back-off, and the order of tasks.
+"""Parts of adapters of servers: addresses, requests, back-off, and the order of tasks.
 
     URL ─► server_address ─► HttpSession ─► request, repeated with back-off ─► JSON
     size of a split, seed ─► TaskOrder ─► task of item 0, 1, 2, ...
@@ -41,7 +41,7 @@ from atroposlib.utils.text import near_name, without_secrets
 
 __all__ = [
     "OPEN_REQUEST_S",
-    "Answer",
+    "HttpAnswer",
     "HttpSession",
     "RemoteArgs",
     "TaskOrder",
@@ -135,7 +135,7 @@ def read_pairs(path: Path | None, argument: str) -> dict[str, str]:
     return content
 
 
-class Answer(NamedTuple):
+class HttpAnswer(NamedTuple):
     """The response to a request."""
 
     status: int
@@ -179,16 +179,18 @@ class HttpSession:
             timeout=aiohttp.ClientTimeout(total=timeout_s, sock_connect=CONNECT_S),
         )
 
-    async def get(self, path: str) -> Answer:
+    async def get(self, path: str) -> HttpAnswer:
         return await self._request("GET", path)
 
-    async def post(self, path: str, body: Any, headers: Mapping[str, str] | None = None) -> Answer:
+    async def post(
+        self, path: str, body: Any, headers: Mapping[str, str] | None = None
+    ) -> HttpAnswer:
         return await self._request("POST", path, json=body, headers=headers)
 
     async def close(self) -> None:
         await self._client.close()
 
-    async def _request(self, method: str, path: str, **content: Any) -> Answer:
+    async def _request(self, method: str, path: str, **content: Any) -> HttpAnswer:
         where = f"{method} {self._url}{path}"
         try:
             async with self._client.request(method, self._url + path, **content) as response:
@@ -198,7 +200,7 @@ class HttpSession:
         except (aiohttp.ClientError, OSError) as error:
             text = f"{where}: {type(error).__name__}: {error}"
             raise EpisodeConnectionError(text) from error
-        answer = Answer(response.status, body.decode("utf-8", "replace"), where)
+        answer = HttpAnswer(response.status, body.decode("utf-8", "replace"), where)
         if answer.status in (502, 503, 504):  # a proxy in front of a server that does not answer
             raise EpisodeConnectionError(f"{where}: status {answer.status}: {answer.text[:300]}")
         return answer

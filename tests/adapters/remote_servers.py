@@ -21,12 +21,15 @@ from atroposlib.adapters.env import AdapterEnv, AdapterEnvConfig, environment_cl
 from atroposlib.envs import base
 from atroposlib.envs.base import APIServerConfig
 from tests.fakes import CharTokenizer, ScriptedEngine
+from tests.first_hour.blocks import blocks_of
 
 __all__ = [
+    "ROOT",
     "Server",
     "at_engine",
     "roll_out",
     "run_command",
+    "run_page",
     "spawn_rollouts",
     "stand_in_tokenizers",
     "text_of",
@@ -179,6 +182,50 @@ def spawn_rollouts(spec: str, args: dict[str, Any], folder: Path) -> subprocess.
     """Start a process that begins three episodes and waits."""
     words = [sys.executable, "-c", HOLD, spec, json.dumps(args)]
     return subprocess.Popen(words, cwd=folder, env=_environment())
+
+
+SKIPPED = ("pip install", "python3.12 -m venv")
+"""Starts of blocks that install what the tests run in."""
+SHIM = """#!/bin/sh
+exec {python} -m {module} "$@"
+"""
+
+
+async def run_page(page: str, folder: Path, engine: ScriptedEngine, tokenizer: Path) -> str:
+    """Run the blocks of a page of an adapter as one shell script, and return its output.
+
+    Python blocks become the file that their first line names, JSON blocks `tasks.jsonl`. The
+    server gets a free port, and the model is the scripted engine.
+    """
+    script = ["set -e", "trap 'kill $(jobs -p)' EXIT"]
+    port = unused_port()
+    for block in blocks_of(page, (ROOT / page).read_text(encoding="utf-8")):
+        if block.language == "python":
+            (folder / block.first_line.removeprefix("# ")).write_text(block.text)
+        elif block.language == "json":
+            (folder / "tasks.jsonl").write_text(block.text)
+        elif block.language == "bash" and not block.first_line.startswith(SKIPPED):
+            script.append(block.text)
+    text = "\n".join(script).replace("8100", str(port)).replace("nemo/bin/", "")
+    text = text.replace("Qwen/Qwen3-0.6B", str(tokenizer))
+    text = text.replace("http://localhost:9001/v1", engine.base_url)
+    text = text.replace(" &\n", f" &\nuntil curl -s -o wait 127.0.0.1:{port}; do sleep 0.1; done\n")
+    for name, module in (("atropos-env", "atroposlib.cli.env"), ("uvicorn", "uvicorn")):
+        shim = folder / "bin" / name
+        shim.parent.mkdir(exist_ok=True)
+        shim.write_text(SHIM.format(python=sys.executable, module=module))
+        shim.chmod(0o755)
+    environment = _environment()
+    environment["PATH"] = f"{folder / 'bin'}{os.pathsep}{environment['PATH']}"
+    environment["PYTHONPATH"] += f"{os.pathsep}{folder}"
+    process = await asyncio.create_subprocess_exec(
+        "bash", "-c", text, cwd=folder, env=environment,
+        stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+    )  # fmt: skip
+    output, _ = await asyncio.wait_for(process.communicate(), 400)
+    shown = output.decode(errors="replace")
+    assert process.returncode == 0, shown[-8000:]
+    return shown
 
 
 def _environment() -> dict[str, str]:

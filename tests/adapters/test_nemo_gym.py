@@ -26,11 +26,13 @@ from tests.adapters.remote_servers import (
     at_engine,
     roll_out,
     run_command,
+    run_page,
     stand_in_tokenizers,
     text_of,
     unused_port,
 )
 from tests.fakes import ScriptedEngine
+from tests.templates.make_tokenizers import FOLDER, load_tokenizer
 
 pytest.importorskip("nemo_gym", reason="needs nemo-gym==0.4.0 and Python 3.12")
 pytestmark = pytest.mark.slow
@@ -444,3 +446,18 @@ def test_check_passes(server: Server, tmp_path: Path) -> None:
         flags = ["--args", f"tasks={write_tasks(row)}"]
         done = run_command(f"nemo-gym:{server.url}/{path}", "check", *flags, folder=tmp_path)
         assert done.returncode == 0, done.stdout + done.stderr
+
+
+async def test_page_every_command_works(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer("qwen2_5")
+    async with ScriptedEngine(
+        [call("increment_counter", count=3), "done"], tokenizer=tokenizer
+    ) as engine:
+        output = await run_page("docs/adapters/nemo_gym.md", tmp_path, engine, FOLDER / "qwen2_5")
+
+    assert "nothing left running" in output
+    groups = (tmp_path / "groups.jsonl").read_text().splitlines()
+    assert len(groups) >= 2
+    for group in groups:
+        check_group(json.loads(group))
+    assert "eval/mean_return" in output

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import yaml
 
 from atroposlib.adapters.interface import Adapter
 from atroposlib.adapters.registry import make_adapter
@@ -21,16 +22,20 @@ from atroposlib.errors import (
 )
 from atroposlib.scored_data import check_group
 from tests.adapters.remote_servers import (
+    ROOT,
     Server,
     at_engine,
     roll_out,
     run_command,
+    run_page,
     spawn_rollouts,
     stand_in_tokenizers,
     text_of,
     unused_port,
 )
 from tests.fakes import ScriptedEngine
+from tests.first_hour.blocks import blocks_of
+from tests.templates.make_tokenizers import FOLDER, load_tokenizer
 
 pytest.importorskip("openenv", reason="needs pip install '.[openenv]'")
 pytestmark = pytest.mark.slow
@@ -351,3 +356,31 @@ def test_check_passes(server: Server, tmp_path: Path) -> None:
     for path in ("guess", "sums"):
         done = run_command(f"openenv:{server.url}/{path}", "check", folder=tmp_path)
         assert done.returncode == 0, done.stdout + done.stderr
+
+
+async def test_page_mapping_is_taken(server: Server, tmp_path: Path) -> None:
+    page = (ROOT / "docs/adapters/openenv.md").read_text(encoding="utf-8")
+    [block] = [b for b in blocks_of("openenv.md", page) if b.language == "yaml"]
+    mapping = {**yaml.safe_load(block.text), "action_field": "guess"}
+
+    adapter: Any = await opened(
+        f"{server.url}/guess", **{**mapping, "observation_field": "message"}
+    )
+
+    assert adapter.action_of("I say <action>two</action>") == {"guess": 2}
+    assert adapter.action_of("three") is None
+    assert "Guess my number. Write one action" in adapter.prompt
+
+
+async def test_page_every_command_works(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer("qwen2_5")
+    model, replies = FOLDER / "qwen2_5", [ANSWER.format(n) for n in range(10)]
+    async with ScriptedEngine(replies, tokenizer=tokenizer, model=str(model)) as engine:
+        output = await run_page("docs/adapters/openenv.md", tmp_path, engine, model)
+
+    assert "nothing left running" in output
+    groups = (tmp_path / "groups.jsonl").read_text().splitlines()
+    assert len(groups) >= 2
+    for group in groups:
+        check_group(json.loads(group))
+    assert "eval/mean_return" in output

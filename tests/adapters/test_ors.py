@@ -25,12 +25,14 @@ from tests.adapters.remote_servers import (
     at_engine,
     roll_out,
     run_command,
+    run_page,
     spawn_rollouts,
     stand_in_tokenizers,
     text_of,
     unused_port,
 )
 from tests.fakes import ScriptedEngine
+from tests.templates.make_tokenizers import FOLDER, load_tokenizer
 
 pytest.importorskip("openreward", reason="needs pip install '.[ors]'")
 pytestmark = pytest.mark.slow
@@ -356,3 +358,17 @@ def test_check_passes(server: Server, tmp_path: Path) -> None:
     done = run_command(f"ors:{server.url}#sums", "check", folder=tmp_path)
 
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+async def test_page_every_command_works(tmp_path: Path) -> None:
+    tokenizer = load_tokenizer("qwen2_5")
+    model, replies = FOLDER / "qwen2_5", ["7", "8", "9"]
+    async with ScriptedEngine(replies, tokenizer=tokenizer, model=str(model)) as engine:
+        output = await run_page("docs/adapters/ors.md", tmp_path, engine, model)
+
+    assert "nothing left running" in output
+    groups = (tmp_path / "groups.jsonl").read_text().splitlines()
+    assert len(groups) >= 2
+    for group in groups:
+        check_group(json.loads(group))
+    assert "eval/mean_return" in output
