@@ -62,7 +62,9 @@ API_MAJOR = 1
 NUM_TRIAL_SESSIONS = 16
 """Sessions that `open` tries to hold at once, to find the limit of the server."""
 PING_S = 10.0
-"""Interval of keep-alive messages; a half-open connection is noticed after twice this time."""
+"""Interval of keep-alive messages."""
+PONG_S = 20.0
+"""Time limit of their answers; servers whose event loop is busy answer late."""
 CLOSING_S = 12.0
 
 _CODE = re.compile(r"\(code: (?:WSErrorCode\.)?(\w+)\)\s*\Z")
@@ -150,7 +152,7 @@ class OpenEnvSession:
             base_url=self._adapter.url,
             message_timeout_s=self._adapter.step_timeout_s,
             websocket_ping_interval_s=PING_S,
-            websocket_ping_timeout_s=PING_S,
+            websocket_ping_timeout_s=PONG_S,
             headers=dict(self._adapter.headers) or None,
             mode="simulation",
         )

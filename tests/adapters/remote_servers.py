@@ -222,7 +222,7 @@ async def run_page(page: str, folder: Path, engine: ScriptedEngine, tokenizer: P
         "bash", "-c", text, cwd=folder, env=environment,
         stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
     )  # fmt: skip
-    output, _ = await asyncio.wait_for(process.communicate(), 400)
+    output, _ = await asyncio.wait_for(process.communicate(), 1000)
     shown = output.decode(errors="replace")
     assert process.returncode == 0, shown[-8000:]
     return shown

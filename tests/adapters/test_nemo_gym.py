@@ -448,6 +448,7 @@ def test_check_passes(server: Server, tmp_path: Path) -> None:
         assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.timeout(1200)
 async def test_page_every_command_works(tmp_path: Path) -> None:
     tokenizer = load_tokenizer("qwen2_5")
     async with ScriptedEngine(

@@ -291,6 +291,7 @@ async def test_half_open_connection_fails_the_step(
     free_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("atroposlib.adapters.openenv.PING_S", 0.3)
+    monkeypatch.setattr("atroposlib.adapters.openenv.PONG_S", 0.3)
     with Server(MODULE, free_port).running() as server:
         adapter = await opened(f"{server.url}/guess")
         episode = await begun(adapter, {"seed": 1, "reset": {}})
@@ -372,6 +373,7 @@ async def test_page_mapping_is_taken(server: Server, tmp_path: Path) -> None:
     assert "Guess my number. Write one action" in adapter.prompt
 
 
+@pytest.mark.timeout(1200)
 async def test_page_every_command_works(tmp_path: Path) -> None:
     tokenizer = load_tokenizer("qwen2_5")
     model, replies = FOLDER / "qwen2_5", [ANSWER.format(n) for n in range(10)]
