@@ -451,10 +451,9 @@ def test_check_passes(server: Server, tmp_path: Path) -> None:
 @pytest.mark.timeout(1200)
 async def test_page_every_command_works(tmp_path: Path) -> None:
     tokenizer = load_tokenizer("qwen2_5")
-    async with ScriptedEngine(
-        [call("increment_counter", count=3), "done"], tokenizer=tokenizer
-    ) as engine:
-        output = await run_page("docs/adapters/nemo_gym.md", tmp_path, engine, FOLDER / "qwen2_5")
+    model, replies = FOLDER / "qwen2_5", [call("increment_counter", count=3), "done"]
+    async with ScriptedEngine(replies, tokenizer=tokenizer, model=str(model)) as engine:
+        output = await run_page("docs/adapters/nemo_gym.md", tmp_path, engine, model)
 
     assert "nothing left running" in output
     groups = (tmp_path / "groups.jsonl").read_text().splitlines()
