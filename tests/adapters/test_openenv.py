@@ -323,10 +323,10 @@ async def test_kill_of_our_process_leaves_no_session(server: Server, tmp_path: P
         ("/absent", {}, "not an OpenEnv server"),
         ("/blank", {}, "no fields"),
         ("/guess", {"action_field": "gues"}, "did you mean guess"),
-        ("/guess", {"observation_field": "mesage"}, "did you mean message"),
+        ("/guess", {"observation_field": "messages"}, "did you mean message"),
         ("/guess", {"interface": "tools"}, "lists no MCP tools"),
         ("/guess", {"split": "train"}, "has no tasks"),
-        ("/tasks", {"split": "trian"}, "did you mean train"),
+        ("/tasks", {"split": "trains"}, "did you mean train"),
         ("/sums", {"answer_tool": "add"}, "one required argument"),
     ],
 )
