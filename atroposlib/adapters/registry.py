@@ -76,6 +76,27 @@ KINDS: dict[str, Kind] = {
         package="mcp",
         versions=">=2.3,<3",
     ),
+    "nemo-gym": Kind(
+        "resource servers of NeMo Gym, with tasks from a file",
+        f"{PAGES}.nemo_gym:NemoGymAdapter",
+        "the URL of a running resource server, such as http://127.0.0.1:8000",
+    ),
+    "openenv": Kind(
+        "environments that an OpenEnv server serves",
+        f"{PAGES}.openenv:OpenEnvAdapter",
+        "the URL of a running server, such as http://127.0.0.1:8000",
+        extra="openenv",
+        package="openenv",
+        versions=">=0.10,<0.11",
+    ),
+    "ors": Kind(
+        "environments that a server of the Open Reward Standard serves",
+        f"{PAGES}.ors:OrsAdapter",
+        "URL or URL#ENVIRONMENT of a running server, such as http://127.0.0.1:8080#wordle",
+        extra="ors",
+        package="openreward",
+        versions=">=0.1.157,<0.2",
+    ),
     "reasoning-gym": Kind(
         "tasks of reasoning-gym, mixtures and curricula",
         f"{PAGES}.reasoning_gym:ReasoningGymAdapter",

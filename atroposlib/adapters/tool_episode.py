@@ -19,8 +19,9 @@ from atroposlib.adapters.interface import Episode
 from atroposlib.envs.conversation import ChatMessage, Reply, Turn
 from atroposlib.envs.reporting import Reward
 from atroposlib.envs.tools import INSTRUCTIONS, ToolCall, parse_tool_calls
+from atroposlib.errors import ConfigError
 
-__all__ = ["ForeignTool", "ToolEpisode", "ToolOutcome", "ToolQuestion"]
+__all__ = ["ForeignTool", "ToolEpisode", "ToolOutcome", "ToolQuestion", "answer_argument"]
 
 MAX_CALLS = 16
 """Calls of one turn that are run; further ones get an error as their result."""
@@ -55,6 +56,20 @@ class ToolQuestion:
     messages: Sequence[ChatMessage]
     """The question; a system message may be its first."""
     tools: Sequence[ForeignTool]
+
+    def opening(self) -> list[ChatMessage]:
+        """Return the messages with the instructions for the tools in the system message."""
+        messages = list(self.messages)
+        if not self.tools:
+            return messages
+        definitions = "\n".join(
+            json.dumps(tool.definition(), ensure_ascii=False) for tool in self.tools
+        )
+        instructions = INSTRUCTIONS.format(definitions=definitions)
+        if messages and messages[0]["role"] == "system":
+            instructions = f"{messages[0]['content']}\n\n{instructions}"
+            messages = messages[1:]
+        return [{"role": "system", "content": instructions}, *messages]
 
 
 @dataclass(frozen=True)
@@ -96,20 +111,14 @@ class ToolEpisode(Episode):
     async def finish(self, turn: Turn) -> Reply:
         """Answer the first turn without a call; usually its reward, with `is_done`."""
 
+    def note_call(self, call: ToolCall, outcome: ToolOutcome) -> None:
+        """Note a call and its outcome, also of a call that was not run; for transcripts."""
+        return
+
     async def begin(self) -> Sequence[ChatMessage]:
         question = await self.open_session()
         self._tools = {tool.name: tool for tool in question.tools}
-        messages = list(question.messages)
-        if not self._tools:
-            return messages
-        definitions = "\n".join(
-            json.dumps(tool.definition(), ensure_ascii=False) for tool in question.tools
-        )
-        instructions = INSTRUCTIONS.format(definitions=definitions)
-        if messages and messages[0]["role"] == "system":
-            instructions = f"{messages[0]['content']}\n\n{instructions}"
-            messages = messages[1:]
-        return [{"role": "system", "content": instructions}, *messages]
+        return question.opening()
 
     async def reply(self, turn: Turn) -> Reply:
         calls = parse_tool_calls(turn.answer) if self._tools else []
@@ -118,6 +127,7 @@ class ToolEpisode(Episode):
         outcomes = []
         for position, call in enumerate(calls):
             outcomes.append(await self._outcome_of(call, position))
+            self.note_call(call, outcomes[-1])
             if outcomes[-1].is_done:
                 break
         self.metrics.update(tool_calls=self.num_calls, failed_tool_calls=self.num_failed_calls)
@@ -144,6 +154,23 @@ class ToolEpisode(Episode):
             outcome = ToolOutcome(problem, is_error=True)
         self.num_failed_calls += outcome.is_error
         return outcome
+
+
+def answer_argument(tool: ForeignTool, answer: str) -> dict[str, Any]:
+    """Return the arguments of a call that passes an answer to a tool.
+
+    Raises:
+        ConfigError: it is not clear which argument takes the answer.
+    """
+    names = list(tool.parameters.get("properties") or {})
+    required = [name for name in tool.parameters.get("required") or () if name in names]
+    fitting = names if len(names) == 1 else required
+    if len(fitting) != 1:
+        raise ConfigError(
+            f"answer_tool: {tool.name!r} takes the arguments {names}; expected a tool with one "
+            "argument, or one required argument"
+        )
+    return {fitting[0]: answer}
 
 
 def _sum_of(rewards: Sequence[Reward]) -> Reward:

@@ -79,6 +79,13 @@ EXCERPT = "part of a class, shown to explain it; tests run the class"
 PICTURE = "a drawing"
 SERVED = "needs the packages of an ecosystem; tests/serving/test_page.py runs it with them"
 
+
+def _in_own_environment(page: str, test: str, *first_lines: str) -> list[NotRun]:
+    """Return the steps of a page whose packages exclude those of the walk."""
+    reason = f"needs packages in an environment of their own; tests/adapters/{test} runs it"
+    return [NotRun(page, line, reason) for line in first_lines]
+
+
 STEPS: tuple[Step, ...] = (
     # README
     Run(
@@ -380,6 +387,24 @@ STEPS: tuple[Step, ...] = (
     Run("docs/other_trainers.md", "atropos-sft-gen axolotl_sft.jsonl", before=GROUPS),
     NotRun("environments/game_environments/crosswords/README.md", "# # # R", PICTURE),
     NotRun("environments/game_environments/hangman/README.md", "Word:", PICTURE),
+    *_in_own_environment(
+        "docs/adapters/openenv.md",
+        "test_openenv.py",
+        *("pip install '.[openenv]'", "# guess_server.py", "uvicorn guess_server:app"),
+        *("MODEL=Qwen/Qwen3-0.6B", 'prompt: "Guess my number.'),
+    ),
+    *_in_own_environment(
+        "docs/adapters/ors.md",
+        "test_ors.py",
+        *("pip install '.[ors]'", "# sums_server.py", "uvicorn sums_server:app"),
+        "MODEL=Qwen/Qwen3-0.6B",
+    ),
+    *_in_own_environment(
+        "docs/adapters/nemo_gym.md",
+        "test_nemo_gym.py",
+        *("python3.12 -m venv nemo", "# counter_server.py", '{"responses_create_params"'),
+        *("nemo/bin/uvicorn counter_server:app", "MODEL=Qwen/Qwen3-0.6B"),
+    ),
     Run(
         "README.md",
         "make demo",
