@@ -11,6 +11,7 @@ runs in a loop of its own (`EpisodeLoop`), since scoring functions may block.
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import contextvars
@@ -24,9 +25,11 @@ import os
 import random
 import secrets
 import signal
-import sys
+import traceback
+import types
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import openai
@@ -52,7 +55,6 @@ __all__ = ["VerifiersAdapter", "VerifiersArgs", "VerifiersEpisode"]
 CLOUD_RUNTIMES = ("prime", "modal", "e2b")
 CLOUD_CLASSES = ("SandboxEnv", "PythonEnv", "CliAgentEnv", "BrowserEnv", "HarborEnv", "RLMEnv")
 """Environments of the 0.1 line that start sandboxes of Prime Intellect."""
-CHAT_PROGRAM = "chat_program.py"
 
 
 class VerifiersArgs(AdapterArgs):
@@ -491,10 +493,10 @@ def key_in_environment(api_key: str) -> Iterator[str]:
 
 @functools.cache
 def chat_harness_cls() -> Any:
-    """Return the library's `null` harness, run by this interpreter instead of one made by uv.
+    """Return the library's `null` harness with its chat program run in this process.
 
-    The library would download the packages of its chat program; it depends on the same packages,
-    so they are installed here.
+    The library starts an interpreter per rollout, with packages that uv downloads; it depends on
+    the same packages, so they are installed here.
     """
     from verifiers.v1.harnesses.null import NullHarness
 
@@ -503,24 +505,60 @@ def chat_harness_cls() -> Any:
             return
 
         async def launch(self, ctx: Any, trace: Any, runtime: Any, *rest: Any, **named: Any) -> Any:
-            return await super().launch(ctx, trace, ThisPython(runtime), *rest, **named)
+            return await super().launch(ctx, trace, ThisProcess(runtime), *rest, **named)
 
     return LocalChatHarness
 
 
-class ThisPython:
-    """A runtime of verifiers that runs scripts with this interpreter."""
+_words: contextvars.ContextVar[Sequence[str]] = contextvars.ContextVar("words", default=())
+
+
+class WordsParser(argparse.ArgumentParser):
+    """Reads the command line of the chat program of the calling task."""
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        return super().parse_known_args(list(_words.get()) if args is None else args, namespace)
+
+
+@functools.cache
+def chat_program(source: str) -> Any:
+    """Return the library's chat program as a module that takes its arguments from `_words`."""
+    program = types.ModuleType("chat_program")
+    exec(compile(source, "chat_program.py", "exec"), vars(program))  # the installed library's own
+    vars(program)["argparse"] = types.SimpleNamespace(
+        ArgumentParser=WordsParser, Namespace=argparse.Namespace
+    )
+    return program
+
+
+class ThisProcess:
+    """A runtime of verifiers whose chat program runs in this process."""
 
     def __init__(self, runtime: Any) -> None:
         self._runtime = runtime
+        self._source = ""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._runtime, name)
 
-    async def prepare_uv_script(self, script: str | bytes, *_: Any, **__: Any) -> list[str]:
-        data = script.encode() if isinstance(script, str) else script
-        await self._runtime.write(CHAT_PROGRAM, data)
-        return [sys.executable, CHAT_PROGRAM]
+    async def prepare_uv_script(self, script: str, *_: Any, **__: Any) -> list[str]:
+        self._source = script
+        return []
+
+    async def run_program(self, argv: Sequence[str], env: Mapping[str, str]) -> Any:
+        import verifiers.v1 as vf
+
+        flag = "--initial-messages-file="
+        folder = Path(self._runtime.workdir)
+        _words.set([f"{flag}{folder / w[len(flag) :]}" if w.startswith(flag) else w for w in argv])
+        try:
+            await chat_program(self._source).main()
+        except SystemExit as error:
+            return vf.ProgramResult(exit_code=int(error.code or 0), stdout="", stderr="")
+        except Exception:  # noqa: BLE001 - verifiers reports what its program prints
+            text = traceback.format_exc()
+            return vf.ProgramResult(exit_code=1, stdout="", stderr=text)
+        return vf.ProgramResult(exit_code=0, stdout="", stderr="")
 
 
 def end_of_trace(trace: Any, where: str) -> EpisodeEnd:

@@ -24,6 +24,9 @@ pytest.importorskip("verifiers", reason="verifiers is not installed")
 from atroposlib.adapters import registry
 from atroposlib.adapters.registry import make_adapter
 from atroposlib.adapters.verifiers import VerifiersAdapter
+from atroposlib.envs.base import APIServerConfig
+from atroposlib.envs.server_handling.proxy import AgentProxy
+from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.errors import (
     ConfigError,
     EpisodeError,
@@ -78,6 +81,12 @@ def at_three(**env_args: Any) -> dict[str, Any]:
     return {"shuffle": False, "env_args": {"offset": 3, **env_args}}
 
 
+def without_tools(**env_args: Any) -> dict[str, Any]:
+    """As `at_three`, without the process of the tool in 0.4."""
+    task = {"task": {"has_tools": False}} if HAS_TASKSETS else {}
+    return at_three(**task, **env_args)
+
+
 def opened(args: dict[str, Any], **settings: Any) -> VerifiersAdapter:
     adapter = make_adapter(SPEC, args, **{"seed": 0, **settings})
     assert isinstance(adapter, VerifiersAdapter)
@@ -120,7 +129,7 @@ async def test_policy_with_the_tool_reaches_the_known_reward_with_exact_tokens()
 async def test_wrong_answer_earns_what_the_rubric_says() -> None:
     async with (
         ScriptedEngine(lambda prompt: "It is certainly twelve thousand") as engine,
-        playing(engine, SPEC, at_three()) as env,
+        playing(engine, SPEC, without_tools()) as env,
     ):
         group = await group_of(env)
 
@@ -179,13 +188,10 @@ async def test_broken_rollout_is_counted_and_the_next_one_goes_on(
         playing(
             engine,
             SPEC,
-            at_three(fault=fault, count=1),
-            conversation_timeout_s=4.0 if fault == "blocks" else 30.0,
-            episode_retries=1,
+            without_tools(fault=fault, count=1),
+            conversation_timeout_s=8.0 if error is EpisodeTimeoutError else 120.0,
         ) as env,
     ):
-        if fault == "hangs":
-            env.config.conversation_timeout_s = 15.0
         item = await env.get_next_item()
         with pytest.raises(error):
             await env.collect_trajectory(item)
@@ -264,7 +270,10 @@ async def test_environment_for_the_older_interface_is_refused_with_the_version_t
     [
         ({"harness": "bash"}, "runs commands of the model on this machine"),
         ({"runtime": "prime"}, "a paid service"),
-        ({"env_settings": {"agent": {"client": {"base_url": "http://x/v1"}}}}, "0 agents without"),
+        (
+            {"env_settings": {"agent": {"client": {"type": "eval", "base_url": "http://x/v1"}}}},
+            "0 agents without",
+        ),
     ],
 )
 async def test_placement_that_is_unsafe_or_paid_is_refused(
@@ -300,7 +309,10 @@ async def test_rewards_of_a_whole_group_are_refused() -> None:
 
 
 async def test_empty_answer_is_scored_as_the_policys() -> None:
-    async with ScriptedEngine(lambda prompt: "") as engine, playing(engine, SPEC) as env:
+    async with (
+        ScriptedEngine(lambda prompt: "") as engine,
+        playing(engine, SPEC, without_tools()) as env,
+    ):
         group = await group_of(env)
 
     assert group["scores"] in ([0.0, 0.0], [1.0, 1.0])  # short, where the version scores it
@@ -356,7 +368,7 @@ def test_unsupported_version_and_missing_package_are_one_line(
 
 
 def test_check_passes(tmp_path: Path) -> None:
-    words = [SPEC, "check", "--args", json.dumps(at_three())]
+    words = [SPEC, "check", "--args", json.dumps(without_tools())]
     done = subprocess.run(
         [sys.executable, "-m", "atroposlib.cli.env", *words],
         cwd=tmp_path,
@@ -440,16 +452,21 @@ async def test_public_environment_file_logs_the_rubric(make_env: MakeEnv) -> Non
 
 
 async def test_evaluation_program_writes_rates_of_each_function(tmp_path: Path) -> None:
-    async with ScriptedEngine(
-        messages=lambda body: {"role": "assistant", "content": "The sum is 7"}
-    ) as engine:
-        flags = read_flags(
-            [
-                *("--server-url", engine.base_url, "--model-name", "m", "--vf-env-name", SUMS),
-                *("--max-eval-items", "1", "--eval-dir", str(tmp_path / "results")),
-            ]
+    async with ScriptedEngine(lambda prompt: "The sum is 7") as engine:
+        server = APIServerConfig(
+            model_name="m", base_url=engine.base_url, server_type="vllm", health_check=False
         )
-        metrics = await evaluate(flags, {"eval_args": {"offset": 3}})
+        manager = ServerManager([server])
+        async with AgentProxy(manager, CharTokenizer()) as proxy, proxy.session() as session:
+            flags = read_flags(
+                [
+                    *("--server-url", session.base_url, "--api-key", session.api_key),
+                    *("--model-name", "m", "--vf-env-name", SUMS, "--max-eval-items", "1"),
+                    *("--eval-dir", str(tmp_path / "results")),
+                ]
+            )
+            metrics = await evaluate(flags, {**without_tools(), "eval_args": {"offset": 3}})
+        await manager.close()
 
     assert metrics["accuracy"] == 1.0
     assert metrics["avg_score"] == 3.0
