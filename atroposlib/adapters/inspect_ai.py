@@ -110,6 +110,7 @@ class Worker:
         self.task = task
         self.summary: dict[str, Any] = {}
         self._process: asyncio.subprocess.Process | None = None
+        self._ending = asyncio.Lock()
 
     async def start(self) -> None:
         """Start the process and load the task in it.
@@ -129,6 +130,7 @@ class Worker:
         )
         reply = await self.ask(self.task)
         if "error" in reply:
+            await self.end()
             raise ConfigError(f"{self.where}: {reply['error']}")
         self.summary = reply
 
@@ -164,17 +166,28 @@ class Worker:
         return self._process is not None and self._process.returncode is None
 
     async def end(self) -> None:
-        """Interrupt the process, so that inspect releases its sandboxes, then kill its group."""
+        """End the process and what it started; returns when it has ended.
+
+        One with sandboxes is interrupted first, so that inspect can release them.
+        """
         process, self._process = self._process, None
-        if process is None:
-            return
-        with contextlib.suppress(ProcessLookupError):
-            process.send_signal(signal.SIGINT)
-        with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(process.wait(), END_S)
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.killpg(process.pid, signal.SIGKILL)
-        await process.wait()
+        if process is not None and self.task["sandbox"] is None:
+            kill_group(process.pid)  # at once, also if the event loop ends before the next line
+        async with self._ending:
+            if process is None:
+                return
+            if self.task["sandbox"] is not None:
+                with contextlib.suppress(ProcessLookupError):
+                    process.send_signal(signal.SIGINT)
+                with contextlib.suppress(asyncio.TimeoutError):
+                    await asyncio.wait_for(process.wait(), END_S)
+                kill_group(process.pid)
+            await process.wait()
+
+
+def kill_group(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, signal.SIGKILL)
 
 
 class InspectEpisode(AgentEpisode):
@@ -244,8 +257,8 @@ class InspectAdapter(Adapter):
                 await worker.start()
             yield worker
         except BaseException:
+            await worker.end()
             self._workers.discard(worker)
-            await asyncio.shield(worker.end())
             raise
         if worker in self._workers:
             self._idle.append(worker)

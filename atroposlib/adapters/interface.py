@@ -371,7 +371,8 @@ class EpisodeLoop:
         )
         is_lost = asyncio.ensure_future(lost.wait())
         try:
-            await asyncio.wait({running, is_lost}, return_when=asyncio.FIRST_COMPLETED)
+            waited: set[asyncio.Future[Any]] = {running, is_lost}
+            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
             if not running.done():
                 raise EpisodeTimeoutError(f"{self.where}: another rollout blocked the library")
             return running.result()

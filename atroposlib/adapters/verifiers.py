@@ -415,7 +415,7 @@ class TasksetSource(Source):
         import verifiers.v1 as vf
 
         seats = {name: seat for name, seat in config if isinstance(seat, vf.AgentConfig)}
-        open_seats = [name for name, seat in seats.items() if seat.client is None]
+        open_seats: list[str] = [name for name, seat in seats.items() if seat.client is None]
         if len(open_seats) != 1:
             raise ConfigError(
                 f"verifiers:{self.name} has {len(open_seats)} agents without a model of their own "
