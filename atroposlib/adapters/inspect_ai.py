@@ -377,7 +377,7 @@ class LoadedTask:
     """The task of a worker, and the evaluation of one of its samples."""
 
     def __init__(self, request: Mapping[str, Any]) -> None:
-        # The functions behind `inspect eval`; the public `eval` gives no access to samples.
+        # The loader that `inspect eval` uses; the public `eval` gives no access to samples.
         from inspect_ai._eval.loader import load_tasks
 
         os.environ.setdefault("INSPECT_LOG_LEVEL", "error")
