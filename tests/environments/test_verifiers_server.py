@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from atroposlib.envs.commands import serve_command
+from atroposlib.envs.commands import load_yaml, serve_command
 from atroposlib.envs.multi_turn_env import Rollout
-from atroposlib.envs.settings import load_yaml
 from environments.verifiers_server import VerifiersEnv, VfEnvConfig, rubric_metrics
 
 CONFIG = Path(__file__).parents[2] / "environments" / "configs" / "verifiers.yaml"
