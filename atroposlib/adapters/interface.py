@@ -22,7 +22,7 @@ import random
 import sys
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
@@ -40,6 +40,7 @@ __all__ = [
     "AgentEpisode",
     "Episode",
     "EpisodeEnd",
+    "EpisodeLoop",
     "EpisodeThread",
     "EpisodeThreads",
     "ThreadRandom",
@@ -353,6 +354,108 @@ class EpisodeThread:
             call()
         if self._is_abandoned:
             self._owner.count_abandoned(-1)  # the call has returned after all
+
+
+class EpisodeLoop:
+    """An event loop in a thread of its own, for a library whose coroutines may block their loop.
+
+    Episodes of all rollouts run in it, so that a scoring function that never returns does not
+    block the service. It is noticed when a call is cancelled: if the loop does not react within
+    `reaction_s`, its thread is abandoned, the other calls fail, and the next call opens a new loop.
+
+    Args:
+        where: start of error messages, such as `verifiers:wordle`.
+        reaction_s: seconds after which a loop that does not react is abandoned.
+        max_abandoned: number of loops that may hang at the same time.
+
+    """
+
+    def __init__(self, where: str, *, reaction_s: float = 2.0, max_abandoned: int = 16) -> None:
+        self.where = where
+        self.reaction_s = reaction_s
+        self.max_abandoned = max_abandoned
+        self._num_opened = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._lost: asyncio.Event | None = None
+
+    @property
+    def generation(self) -> int:
+        """The number of the loop that the next call runs in; objects of an earlier one are lost."""
+        return self._num_opened + (self._loop is None)
+
+    async def call(
+        self, function: Callable[..., Coroutine[Any, Any, Result]], *args: Any, **kwargs: Any
+    ) -> Result:
+        """Run a coroutine function in the loop and return its result; cancelling cancels it.
+
+        Raises:
+            EpisodeTimeoutError: another call has blocked the loop.
+            Exception: an exception of the function.
+        """
+        loop, lost = self._opened()
+        running = asyncio.wrap_future(
+            asyncio.run_coroutine_threadsafe(function(*args, **kwargs), loop)
+        )
+        is_lost = asyncio.ensure_future(lost.wait())
+        try:
+            waited: set[asyncio.Future[Any]] = {running, is_lost}
+            await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+            if not running.done():
+                raise EpisodeTimeoutError(f"{self.where}: another rollout blocked the library")
+            return running.result()
+        except asyncio.CancelledError:
+            running.cancel()
+            if not lost.is_set():
+                await self._check(loop)
+            raise
+        finally:
+            is_lost.cancel()
+
+    async def close(self) -> None:
+        """Cancel what is running and end the thread."""
+        loop, self._loop = self._loop, None
+        if loop is not None:
+            ended = asyncio.run_coroutine_threadsafe(_cancel_others(), loop)
+            await asyncio.wait({asyncio.wrap_future(ended)}, timeout=self.reaction_s)
+            loop.call_soon_threadsafe(loop.stop)
+
+    def _opened(self) -> tuple[asyncio.AbstractEventLoop, asyncio.Event]:
+        if self._loop is None or self._lost is None:
+            if self._num_opened > self.max_abandoned:
+                raise EpisodeFailedError(
+                    f"{self.where}: {self.max_abandoned} calls have blocked the library; no more "
+                    "are made"
+                )
+            self._num_opened += 1
+            self._loop, self._lost = asyncio.new_event_loop(), asyncio.Event()
+            threading.Thread(
+                target=self._work, args=(self._loop,), name="episodes", daemon=True
+            ).start()
+        return self._loop, self._lost
+
+    async def _check(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Abandon the loop if it does not react."""
+        reaction = asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop)
+        done, _ = await asyncio.wait({asyncio.wrap_future(reaction)}, timeout=self.reaction_s)
+        if not done and self._loop is loop and self._lost is not None:
+            self._lost.set()
+            self._loop = self._lost = None
+
+    @staticmethod
+    def _work(loop: asyncio.AbstractEventLoop) -> None:
+        asyncio.set_event_loop(loop)
+        try:
+            loop.run_forever()
+        finally:
+            loop.run_until_complete(loop.shutdown_asyncgens())
+            loop.close()
+
+
+async def _cancel_others() -> None:
+    tasks = asyncio.all_tasks() - {asyncio.current_task()}
+    for task in tasks:
+        task.cancel()
+    await asyncio.gather(*tasks, return_exceptions=True)
 
 
 def _run_into(

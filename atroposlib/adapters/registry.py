@@ -120,6 +120,21 @@ KINDS: dict[str, Kind] = {
         extra="textworld",
         package="textworld",
         versions=">=1.7,<2",
+    "verifiers": Kind(
+        "environments for verifiers, with their tools, loop and rubric",
+        f"{PAGES}.verifiers:VerifiersAdapter",
+        "an installed package, as verifiers names it, such as wordle or owner/wordle",
+        extra="verifiers",
+        package="verifiers",
+        versions=">=0.1.9,!=0.2.*,!=0.3.*,<0.5",
+    ),
+    "inspect_ai": Kind(
+        "tasks of Inspect, with their solvers and scorers",
+        f"{PAGES}.inspect_ai:InspectAdapter",
+        "a task as `inspect eval` takes it, such as inspect_evals/gsm8k or file.py@task",
+        extra="inspect_ai",
+        package="inspect-ai",
+        versions=">=0.3.250,<0.4",
     ),
 }
 """Every kind, by the word before the colon."""

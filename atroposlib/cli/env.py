@@ -45,7 +45,9 @@ def main() -> None:
         kept, arguments = split_arguments(words[1:])
         read_args(adapter_class(split_spec(words[0])[0]).args_cls, arguments)
         given = [ARGS_SETTING, json.dumps(arguments)] if arguments else []
-        sys.argv = [f"{program} {words[0]}", *kept, *given]
+        # Commands print the last part of a path as the name of the program.
+        name = program if "/" in words[0] else f"{program} {words[0]}"
+        sys.argv = [name, *kept, *given]
     except (ConfigError, MissingExtraError, UsageError) as error:
         sys.stderr.write(f"{program}: error: {error}\n")
         sys.exit(2)

@@ -12,7 +12,7 @@ from atroposlib.envs.base import APIServerConfig
 from atroposlib.scored_data import IGNORE_INDEX, check_group
 from tests.fakes import CharTokenizer, ScriptedEngine
 
-__all__ = ["adapter_env", "check_tokens", "roll_out"]
+__all__ = ["adapter_env", "check_tokens", "group_of", "playing", "roll_out"]
 
 
 @contextlib.asynccontextmanager
@@ -71,3 +71,32 @@ def check_tokens(rollout: Any) -> None:
         assert set(sequence.masks) <= {IGNORE_INDEX, *trained}
         eos = CharTokenizer().eos_token
         assert CharTokenizer().decode(trained).replace(eos, "") == "".join(written)
+
+
+@contextlib.asynccontextmanager
+async def playing(
+    engine: ScriptedEngine, spec: str, args: dict[str, Any] | None = None, **settings: Any
+) -> AsyncIterator[AdapterEnv]:
+    """Yield the environment of `KIND:NAME`, set up; its tokens are characters."""
+    chosen = {"group_size": 2, "max_token_length": 20_000, "num_eval_items": 4, **settings}
+    config = AdapterEnvConfig(
+        adapter=spec,
+        adapter_args=args or {},
+        use_wandb=False,
+        tokenizer_name="characters",
+        **chosen,
+    )
+    server = APIServerConfig(
+        model_name="m", base_url=engine.base_url, server_type="vllm", health_check=False
+    )
+    env = environment_class(spec)(config, server)
+    try:
+        await env.setup()
+        yield env
+    finally:
+        await env.close()
+
+
+async def group_of(env: AdapterEnv) -> Any:
+    rollouts, _ = await env.collect_trajectories(await env.get_next_item())
+    return await env.postprocess_histories(rollouts)
