@@ -68,6 +68,14 @@ KINDS: dict[str, Kind] = {
         package="gymnasium",
         versions=">=1.0,<2",
     ),
+    "inspect_ai": Kind(
+        "tasks of Inspect, with their solvers and scorers",
+        f"{PAGES}.inspect_ai:InspectAdapter",
+        "a task as `inspect eval` takes it, such as inspect_evals/gsm8k or file.py@task",
+        extra="inspect_ai",
+        package="inspect-ai",
+        versions=">=0.3.250,<0.4",
+    ),
     "mcp": Kind(
         "the tools of MCP servers, for the tasks of a file",
         f"{PAGES}.mcp:McpAdapter",
@@ -120,6 +128,7 @@ KINDS: dict[str, Kind] = {
         extra="textworld",
         package="textworld",
         versions=">=1.7,<2",
+    ),
     "verifiers": Kind(
         "environments for verifiers, with their tools, loop and rubric",
         f"{PAGES}.verifiers:VerifiersAdapter",
@@ -127,14 +136,6 @@ KINDS: dict[str, Kind] = {
         extra="verifiers",
         package="verifiers",
         versions=">=0.1.9,!=0.2.*,!=0.3.*,<0.5",
-    ),
-    "inspect_ai": Kind(
-        "tasks of Inspect, with their solvers and scorers",
-        f"{PAGES}.inspect_ai:InspectAdapter",
-        "a task as `inspect eval` takes it, such as inspect_evals/gsm8k or file.py@task",
-        extra="inspect_ai",
-        package="inspect-ai",
-        versions=">=0.3.250,<0.4",
     ),
 }
 """Every kind, by the word before the colon."""

@@ -38,7 +38,28 @@ class Ecosystem:
     """Version of Python; None means that of the main environment."""
 
 
-ECOSYSTEMS: dict[str, Ecosystem] = {}
+ADAPTERS = "tests/adapters"
+SERVING = "tests/serving"
+ECOSYSTEMS = {
+    ecosystem.name: ecosystem
+    for ecosystem in (
+        Ecosystem(
+            "games",
+            tuple(f"{ADAPTERS}/test_{kind}.py" for kind in ("gymnasium", "textarena", "textworld")),
+        ),
+        Ecosystem("gem", (f"{ADAPTERS}/test_gem.py",)),
+        Ecosystem("inspect_ai", (f"{ADAPTERS}/test_inspect_ai.py",)),
+        Ecosystem("nemo_gym", (f"{ADAPTERS}/test_nemo_gym.py",), version="3.12"),
+        Ecosystem("openenv", (f"{ADAPTERS}/test_openenv.py",)),
+        Ecosystem("ors", (f"{ADAPTERS}/test_ors.py",)),
+        Ecosystem("verifiers", (f"{ADAPTERS}/test_verifiers.py",)),
+        Ecosystem("verifiers_rubric", (f"{ADAPTERS}/test_verifiers.py",)),
+        Ecosystem(
+            "serving", tuple(f"{SERVING}/test_{part}.py" for part in ("openenv", "ors", "page"))
+        ),
+        Ecosystem("serving_verifiers", (f"{SERVING}/test_verifiers.py", f"{SERVING}/test_page.py")),
+    )
+}
 
 
 def python_with(name: str, *, limit_s: float = 900) -> Path:
@@ -72,7 +93,7 @@ def pin(name: str) -> None:
         "--no-annotate",
         "--no-emit-index-url",
     ]
-    command += ["--python", interpreter_of(version), "--override", str(FOLDER / "overrides.txt")]
+    command += ["--python", interpreter_of(version)]
     command += [str(REPOSITORY / "pyproject.toml"), str(REQUIREMENTS / f"{name}.txt"), "-"]
     command += ["-o", str(PINS / f"{name}.txt")]
     text = "\n".join(TEST_PACKAGES)
