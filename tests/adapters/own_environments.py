@@ -12,6 +12,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -40,20 +41,29 @@ class Ecosystem:
 
 ADAPTERS = "tests/adapters"
 SERVING = "tests/serving"
+
+
+def _tests_of(*kinds: str, pages: Sequence[str] = ()) -> tuple[str, ...]:
+    """Return the test files of adapters, and the tests of pages whose servers need no fixture."""
+    page = f"{ADAPTERS}/test_pages.py::test_every_command_of_the_page_works"
+    files = [f"{ADAPTERS}/test_{kind}.py" for kind in kinds]
+    return (*files, *(f"{page}[{kind}]" for kind in pages))
+
+
 ECOSYSTEMS = {
     ecosystem.name: ecosystem
     for ecosystem in (
         Ecosystem(
             "games",
-            tuple(f"{ADAPTERS}/test_{kind}.py" for kind in ("gymnasium", "textarena", "textworld")),
+            _tests_of("gymnasium", "textarena", "textworld", pages=("textarena", "textworld")),
         ),
-        Ecosystem("gem", (f"{ADAPTERS}/test_gem.py",)),
-        Ecosystem("inspect_ai", (f"{ADAPTERS}/test_inspect_ai.py",)),
-        Ecosystem("nemo_gym", (f"{ADAPTERS}/test_nemo_gym.py",), version="3.12"),
-        Ecosystem("openenv", (f"{ADAPTERS}/test_openenv.py",)),
-        Ecosystem("ors", (f"{ADAPTERS}/test_ors.py",)),
-        Ecosystem("verifiers", (f"{ADAPTERS}/test_verifiers.py",)),
-        Ecosystem("verifiers_rubric", (f"{ADAPTERS}/test_verifiers.py",)),
+        Ecosystem("gem", _tests_of("gem", pages=("gem",))),
+        Ecosystem("inspect_ai", _tests_of("inspect_ai", pages=("inspect_ai",))),
+        Ecosystem("nemo_gym", _tests_of("nemo_gym"), version="3.12"),
+        Ecosystem("openenv", _tests_of("openenv")),
+        Ecosystem("ors", _tests_of("ors")),
+        Ecosystem("verifiers", _tests_of("verifiers")),
+        Ecosystem("verifiers_rubric", _tests_of("verifiers", pages=("verifiers",))),
         Ecosystem(
             "serving", tuple(f"{SERVING}/test_{part}.py" for part in ("openenv", "ors", "page"))
         ),

@@ -47,11 +47,12 @@ class Server:
     Args:
         module: module to run, such as `tests.adapters.serve_openenv`.
         port: a free port, its only argument.
+        python: interpreter; None means the one that runs this.
     """
 
-    def __init__(self, module: str, port: int) -> None:
+    def __init__(self, module: str, port: int, *, python: Path | None = None) -> None:
         self.url = f"http://127.0.0.1:{port}"
-        self._command = [sys.executable, "-m", module, str(port)]
+        self._command = [str(python or sys.executable), "-m", module, str(port)]
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
@@ -185,7 +186,7 @@ def spawn_rollouts(spec: str, args: dict[str, Any], folder: Path) -> subprocess.
 
 
 SKIPPED = ("pip install", "python3.12 -m venv")
-"""Starts of blocks that install what the tests run in."""
+"""Starts of lines that install what the tests run in."""
 SHIM = """#!/bin/sh
 exec {python} -m {module} "$@"
 """
@@ -204,10 +205,13 @@ async def run_page(page: str, folder: Path, engine: ScriptedEngine, tokenizer: P
             (folder / block.first_line.removeprefix("# ")).write_text(block.text)
         elif block.language == "json":
             (folder / "tasks.jsonl").write_text(block.text)
-        elif block.language == "bash" and not block.first_line.startswith(SKIPPED):
-            script.append(block.text)
+        elif block.language == "bash":
+            lines = block.text.splitlines(keepends=True)
+            script.append("".join(line for line in lines if not line.startswith(SKIPPED)))
+    (folder / "environments").symlink_to(ROOT / "environments")
     text = "\n".join(script).replace("8100", str(port)).replace("nemo/bin/", "")
-    text = text.replace("Qwen/Qwen3-0.6B", str(tokenizer))
+    for model in ("Qwen/Qwen3-0.6B", "Qwen/Qwen2.5-1.5B-Instruct"):
+        text = text.replace(model, str(tokenizer))
     text = text.replace("http://localhost:9001/v1", engine.base_url)
     text = text.replace(" &\n", f" &\nuntil curl -s -o wait 127.0.0.1:{port}; do sleep 0.1; done\n")
     for name, module in (("atropos-env", "atroposlib.cli.env"), ("uvicorn", "uvicorn")):

@@ -21,7 +21,7 @@ def test_adapters_pass_their_tests_with_the_installed_packages(name: str) -> Non
         python = python_with(name)
     except NotInstallableError as error:
         pytest.skip(f"{name}: {error}")
-    command = [str(python), "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    command = [str(python), "-m", "pytest", "-q", "--run-clients", "-p", "no:cacheprovider"]
 
     done = subprocess.run(
         [*command, *ECOSYSTEMS[name].tests],

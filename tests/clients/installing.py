@@ -46,21 +46,28 @@ def cache_folder() -> Path:
     return (Path(cache) if cache else Path.home() / ".cache") / "atropos-clients"
 
 
-def python_of(name: str, *, limit_s: float) -> Path:
+def python_of(name: str, *, limit_s: float, pins: Path = PINS, version: str | None = None) -> Path:
     """Return the interpreter of a Python environment, which is made if missing.
+
+    Args:
+        name: Name of the environment, and of its file in `pins`.
+        limit_s: Time limit of the installation in seconds.
+        pins: Folder with the pins.
+        version: Version of Python, such as `3.12`; None means the one that runs this.
 
     Raises:
         NotInstallableError: its packages cannot be had, or not within `limit_s` seconds.
     """
-    pins = PINS / f"{name}.txt"
-    folder = _folder_of(name, pins.read_bytes())
+    pinned = pins / f"{name}.txt"
+    folder = _folder_of(name, pinned.read_bytes() + (version or "").encode())
     python = folder / "bin" / "python"
 
     def make() -> None:
         uv = _uv()
-        _run([uv, "venv", "--quiet", "--clear", "--python", sys.executable, str(folder)], limit_s)
+        wanted = interpreter_of(version) if version else sys.executable
+        _run([uv, "venv", "--quiet", "--clear", "--python", wanted, str(folder)], limit_s)
         install = [uv, "pip", "install", "--quiet", "--no-deps", "--python", str(python)]
-        _run([*install, "-r", str(pins)], limit_s)
+        _run([*install, "-r", str(pinned)], limit_s)
 
     _make_once(folder, make, limit_s)
     return python

@@ -16,6 +16,7 @@ from environments.word_sums import WordSumsEnv
 REPOSITORY = Path(__file__).parents[2]
 EXAMPLE = "environments/configs/example.yaml"
 READ_ELSEWHERE = {
+    "atroposlib/adapters": "tests/adapters/test_gymnasium.py",
     "environments/configs": "tests/environments/test_verifiers_server.py",
     "environments/dataset_environment/configs": "tests/environments/test_dataset_env.py",
     ".": "read by pre-commit and, below, as YAML",
