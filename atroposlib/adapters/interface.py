@@ -53,6 +53,9 @@ Item = dict[str, Any]
 
 Result = TypeVar("Result")
 
+LOOP_CLOSE_S = 10.0
+"""Time that cancelled coroutines of a library have to release what they hold."""
+
 
 class AdapterArgs(BaseModel):
     """Arguments of an adapter, from `--args`; each adapter defines its own fields."""
@@ -416,7 +419,7 @@ class EpisodeLoop:
         loop, self._loop = self._loop, None
         if loop is not None:
             ended = asyncio.run_coroutine_threadsafe(_cancel_others(), loop)
-            await asyncio.wait({asyncio.wrap_future(ended)}, timeout=self.reaction_s)
+            await asyncio.wait({asyncio.wrap_future(ended)}, timeout=LOOP_CLOSE_S)
             loop.call_soon_threadsafe(loop.stop)
 
     def _opened(self) -> tuple[asyncio.AbstractEventLoop, asyncio.Event]:

@@ -223,7 +223,7 @@ async def test_what_cannot_be_played_is_refused_by_open(
 
 
 async def test_local_sandbox_runs_if_it_is_allowed() -> None:
-    call = '<tool_call>{"name": "bash", "arguments": {"cmd": "echo $((40 + 2))"}}</tool_call>'
+    call = '<tool_call>{"name": "bash", "arguments": {"command": "echo $((40 + 2))"}}</tool_call>'
 
     def reply(prompt: str) -> str:
         return "The sum is 1" if "42" in prompt else call
@@ -239,15 +239,21 @@ async def test_local_sandbox_runs_if_it_is_allowed() -> None:
 
 
 async def test_grader_answers_for_a_model_graded_scorer() -> None:
-    args = {**IN_ORDER, "grader": "mockllm/model"}
+    graded = {"role": "assistant", "content": "GRADE: C"}
     async with (
         ScriptedEngine(lambda prompt: "1") as engine,
-        playing(engine, f"inspect_ai:{FILE}@graded", args, episode_retries=0) as env,
+        ScriptedEngine(messages=lambda body: graded) as grader,
     ):
-        rollout, _ = await env.collect_trajectory(await env.get_next_item())
+        args = {
+            **IN_ORDER,
+            "grader": "openai-api/grader/m",
+            "grader_args": {"base_url": grader.base_url, "api_key": "x"},
+        }
+        async with playing(engine, f"inspect_ai:{FILE}@graded", args) as env:
+            rollout, _ = await env.collect_trajectory(await env.get_next_item())
 
-    assert rollout.rewards == [0.0]  # the default answer of inspect's mock model has no grade
-    assert rollout.metrics["num_turns"] == 1.0
+    assert rollout.rewards == [1.0]
+    assert len(grader.requests) == 1
 
 
 def test_check_passes(tmp_path: Path) -> None:

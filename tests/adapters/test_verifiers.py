@@ -215,7 +215,7 @@ async def test_cancelled_rollout_leaves_no_session_and_no_process() -> None:
             with pytest.raises(asyncio.CancelledError):
                 await rolling
             assert env.episodes_open == 0
-            assert children() == []
+            await until(lambda: not children())
         assert not [name for name in os.environ if name.startswith("ATROPOS_")]
 
 
