@@ -260,18 +260,19 @@ class AdapterEnv(MultiTurnEnv):
 
     async def collect_trajectory(self, item: Item) -> tuple[Rollout, list[Item]]:
         """Play one episode; repeat it if the other library breaks it."""
-        for tries_left in range(self.config.episode_retries, -1, -1):
-            try:
-                return await self._roll_out(item, is_evaluation=False), []
-            except EpisodeError as error:
-                if not tries_left:
-                    raise
-                self.count_failure(type(error).__name__)
-                logger.warning("a rollout is repeated: %s", error)
-        raise AssertionError("unreachable")
+        return await self._roll_out_again(item, is_evaluation=False), []
 
     async def play_for_evaluation(self, item: Item) -> Rollout:
-        return await self._roll_out(item, is_evaluation=True)
+        return await self._roll_out_again(item, is_evaluation=True)
+
+    async def _roll_out_again(self, item: Item, *, is_evaluation: bool) -> Rollout:
+        for _ in range(self.config.episode_retries):
+            try:
+                return await self._roll_out(item, is_evaluation=is_evaluation)
+            except EpisodeError as error:
+                self.count_failure(type(error).__name__)
+                logger.warning("a rollout is repeated: %s", error)
+        return await self._roll_out(item, is_evaluation=is_evaluation)
 
     async def restored_rollout(self, item: Item, saved: dict[str, Any]) -> Rollout:
         """Return the recorded rollout; the other library plays no episode for it."""

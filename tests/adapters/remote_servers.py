@@ -198,7 +198,7 @@ async def run_page(page: str, folder: Path, engine: ScriptedEngine, tokenizer: P
     Python blocks become the file that their first line names, JSON blocks `tasks.jsonl`. The
     server gets a free port, and the model is the scripted engine.
     """
-    script = ["set -e", "trap 'kill $(jobs -p)' EXIT"]
+    script = ["set -e", "trap 'kill $(jobs -p) 2>/dev/null || true' EXIT"]
     port = unused_port()
     for block in blocks_of(page, (ROOT / page).read_text(encoding="utf-8")):
         if block.language == "python":

@@ -249,12 +249,13 @@ async def test_concurrent_episodes_are_limited(make_fake: MakeEnv) -> None:
 async def test_evaluation_plays_the_evaluation_items(make_fake: MakeEnv, tmp_path: Any) -> None:
     async with ScriptedEngine([PROBED, "a"]) as engine:
         env = await make_fake(engine, num_eval_items=3, data_dir_to_save_evals="evals")
-        made().behaviours = [ends(1.0), ends(0.0), ends(0.5)]
+        made().behaviours = [raises, ends(1.0), ends(0.0), ends(0.5)]
         await env.evaluate()
 
     results = json.loads((tmp_path / "evals" / "metrics.json").read_text())["results"]["all"]
     assert results["eval/mean_return"] == pytest.approx(0.5)
     assert results["eval/metric/closed"] == 1.0
+    assert env.failure_counts == {"EpisodeFailedError": 1}
 
 
 async def test_resumed_evaluation_plays_no_episode_for_finished_items(

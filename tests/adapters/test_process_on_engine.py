@@ -75,7 +75,7 @@ CASES = {
     "textarena": Case("textarena:GuessTheNumber-v0", "games"),
     "textworld": Case("textworld:tw-coin_collector", "games", ("settings={{level: 5}}",)),
     "verifiers_sophistry": Case("verifiers:sophistry-bench-sprint", "verifiers_rubric"),
-    "verifiers_stardata": Case("verifiers:staros-stardata", "verifiers_rubric"),
+    "verifiers_stardata": Case("verifiers:stardata.envs.constraint_gym", "verifiers_rubric"),
 }
 
 SUMS = """
