@@ -7,7 +7,7 @@ WORKERS ?= -n 2 --dist loadfile --no-loadscope-reorder
 # Processes of the demo and the tests import the same large packages; the first one caches their bytecode.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-fast test-long test-clients first-hour lint format types docs clean
+.PHONY: help demo test test-fast test-long test-clients test-adapters first-hour lint format types docs clean
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -30,6 +30,10 @@ test-long:  ## Tests that take minutes: thousands of histories, kill loops, ever
 test-clients:  ## Third-party agents and trainers, each in its own environment (docs/clients.md)
 	@.ci/install.sh all,dev
 	$(BIN)/python -m pytest tests/clients tests/environments/test_earlier_files.py --run-clients $(ARGS)
+
+test-adapters:  ## Environments of other libraries, each with its installed package (docs/adapters)
+	@.ci/install.sh all,dev
+	$(BIN)/python -m pytest tests/adapters --run-clients $(ARGS)
 
 first-hour:  ## Run every code block of README and docs in a fresh clone, as a newcomer would
 	@.ci/install.sh all,dev
