@@ -20,9 +20,10 @@ import shutil
 import tempfile
 import warnings
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
 from pydantic import Field
 
@@ -47,6 +48,8 @@ __all__ = [
     "plain_feedback",
     "random_settings",
 ]
+
+Result = TypeVar("Result")
 
 GAME_SUFFIXES = (".z8", ".z5", ".z6", ".ulx", ".json")
 EVAL_SEEDS = 1_000_000_000
@@ -179,7 +182,11 @@ class GameFiles:
 
 
 class TextWorldEpisode(Episode):
-    """One game, in a thread of its own."""
+    """One game, in a thread of its own.
+
+    The interpreter of games is native code that crashes when games run at the same time, so calls
+    of all games take turns; each takes milliseconds.
+    """
 
     def __init__(self, adapter: TextWorldAdapter, item: Item) -> None:
         super().__init__()
@@ -195,7 +202,7 @@ class TextWorldEpisode(Episode):
     async def begin(self) -> Sequence[ChatMessage]:
         path = await self._adapter.taken_game(self._item)
         self._has_game = True
-        shown = await self._thread.call(self._reset, path)
+        shown = await self._thread.call(self._alone, self._reset, path)
         return [{"role": "user", "content": f"{self._adapter.args.prompt}\n\n{shown}".strip()}]
 
     async def reply(self, turn: Turn) -> Reply:
@@ -203,16 +210,20 @@ class TextWorldEpisode(Episode):
         self._steps += 1
         if not command:
             return Reply("Write one command.")
-        shown, reward, is_done = await self._thread.call(self._step, command)
+        shown, reward, is_done = await self._thread.call(self._alone, self._step, command)
         return Reply(shown, reward=reward, is_done=is_done)
 
     async def close(self) -> None:
         self.metrics.update(steps=self._steps, score=self._score, max_score=self._max_score)
         try:
-            await self._thread.close(self._close)
+            await self._thread.close(partial(self._alone, self._close))
         finally:
             if self._has_game:
                 self._adapter.give_back(self._item)
+
+    def _alone(self, call: Callable[..., Result], *args: Any) -> Result:
+        with self._adapter.threads.alone(MAKE_TIMEOUT_S):
+            return call(*args)
 
     def _reset(self, path: str) -> str:
         self._env = self._adapter.start_game(path)

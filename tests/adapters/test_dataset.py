@@ -200,7 +200,7 @@ async def test_reward_function_that_raises_fails_its_rollout_only(
     ("text", "args", "message"),
     [
         ('[{"prompt": "x", "answer": 1}]', {}, "no column 'question'; the columns are prompt"),
-        ('[{"question": "x", "anser": 1}]', {}, "did you mean anser"),
+        ('[{"question": "x", "answr": 1}]', {}, "did you mean answr"),
         ("[]", {}, "holds no rows"),
         ("[1]", {}, "row 0 is 1; expected columns by name"),
         ("{nothing", {}, "cannot be read"),

@@ -344,7 +344,13 @@ async def test_open_unreachable_server_is_tried_again_for_a_while(free_port: int
 
 @pytest.mark.parametrize(
     "name",
-    ["ftp://host", "http://user:secret@host", "http://host?key=secret", "host", "http://h:x"],
+    [
+        "ftp://host",
+        "http://user:secret@host",  # pragma: allowlist secret
+        "http://host?key=secret",
+        "host",
+        "http://h:x",
+    ],
 )
 def test_address_what_is_no_url_of_a_server_is_refused(name: str) -> None:
     with pytest.raises(ConfigError) as refused:

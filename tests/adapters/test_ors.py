@@ -152,6 +152,9 @@ async def test_tool_with_the_finished_flag_ends_the_episode(server: Server) -> N
     await server.wait_for_sessions(0)
 
 
+ABSENT = "absent.yaml"
+
+
 @pytest.mark.parametrize(
     ("answer", "error", "text"),
     [("raise", EpisodeFailedError, "unlucky"), ("none", EpisodeRewardError, "without a reward")],
@@ -321,7 +324,7 @@ async def test_kill_of_our_process_leaves_no_session(server: Server, tmp_path: P
         ("#sums", {"split": "tarin"}, "did you mean train"),
         ("#sums", {"eval_split": "validation"}, "expected one of: train, test"),
         ("/absent", {}, "not a server of the Open Reward Standard"),
-        ("#sums", {"api_key_file": "absent.yaml"}, "api_key_file absent.yaml"),
+        ("#sums", {"api_key_file": ABSENT}, "api_key_file absent.yaml"),
     ],
 )
 async def test_open_what_cannot_work_is_refused(

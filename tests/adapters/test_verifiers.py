@@ -241,7 +241,7 @@ async def test_signal_handlers_of_the_process_are_kept() -> None:
     [
         ("no-such-env", {}, "there is no module 'no_such_env'"),
         ("json", {}, "json"),
-        (SUMS, {"env_args": {"ofset": 3}}, "ofset"),
+        (SUMS, {"env_args": {"offst": 3}}, "offst"),
         (SUMS, {"held_out": 8}, "8 training tasks, 8 of them held out"),
         (SUMS, {"env_args": {"count": 0}}, "0 training tasks|cannot be loaded"),
     ],

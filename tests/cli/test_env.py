@@ -68,8 +68,8 @@ def test_kind_alone_shows_its_arguments() -> None:
     [
         (["gymnasum:FrozenLake-v1", "check"], "did you mean gymnasium?"),
         (["gymnasium", "check"], "expected gymnasium:NAME"),
-        (["gymnasium:FrozenLake-v1", "check", "--args", "promt=x"], "did you mean prompt?"),
-        (["gymnasium:FrozenLake-v1", "chek"], "did you mean check?"),
+        (["gymnasium:FrozenLake-v1", "check", "--args", "prompts=x"], "did you mean prompt?"),
+        (["gymnasium:FrozenLake-v1", "checks"], "did you mean check?"),
     ],
 )
 def test_mistake_is_one_line(words: list[str], message: str) -> None:

@@ -28,7 +28,8 @@ pytestmark = pytest.mark.slow
 @contextlib.asynccontextmanager
 async def client_of(served: Served) -> AsyncIterator[Any]:
     """Yield the client's environment."""
-    async with AsyncEnvironmentsAPI(base_url=served.url, api_key="none") as api:
+    no_key = "none"
+    async with AsyncEnvironmentsAPI(base_url=served.url, api_key=no_key) as api:
         yield api.get(served.host.name, base_url=served.url)
 
 
