@@ -68,7 +68,9 @@ def hub_dataset(
     import datasets
 
     try:
-        return datasets.load_dataset(path, subset, split=split, streaming=is_streamed)
+        if is_streamed:
+            return datasets.load_dataset(path, subset, split=split, streaming=True)
+        return datasets.load_dataset(path, subset, split=split)
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be loaded from the hub ({error}); {remedy}") from error
 
