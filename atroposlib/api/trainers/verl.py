@@ -87,7 +87,6 @@ def data_proto(
         MissingExtraError: verl is not installed.
     """
     try:
-        import torch
         from verl import DataProto
     except ImportError as error:
         raise MissingExtraError("verl", extra="verl") from error
@@ -104,6 +103,23 @@ def data_proto(
     longest_response = max(len(row.tokens) - row.num_prompt_tokens for row in rows)
     width_P = _width("prompt_length", prompt_length, longest_prompt)
     width_R = _width("response_length", response_length, longest_response)
+
+    return DataProto.from_dict(
+        tensors=_tensors(rows, width_P=width_P, width_R=width_R, pad_token_id=pad_token_id),
+        non_tensors=_columns(batch, groups),
+        meta_info={
+            "batch_id": batch.batch_id,
+            "temperature": temperature,
+            "reward_extra_keys": _reward_parts(rows),
+        },
+    )
+
+
+def _tensors(
+    rows: Sequence[TrainerRow], *, width_P: int, width_R: int, pad_token_id: int
+) -> dict[str, Any]:
+    """Return the tensors of B rows: prompts padded on the left, responses on the right."""
+    import torch
 
     def left(values: Sequence[Sequence[Any]], fill: Any) -> Any:
         return torch.tensor([[fill] * (width_P - len(row)) + list(row) for row in values])
@@ -139,15 +155,7 @@ def data_proto(
     if advantages is not None:
         tensors["advantages"] = right(advantages, 0.0)
         tensors["returns"] = tensors["advantages"].clone()
-    return DataProto.from_dict(
-        tensors=tensors,
-        non_tensors=_columns(batch, groups),
-        meta_info={
-            "batch_id": batch.batch_id,
-            "temperature": temperature,
-            "reward_extra_keys": _reward_parts(rows),
-        },
-    )
+    return tensors
 
 
 def _width(name: str, wanted: int | None, longest: int) -> int:
