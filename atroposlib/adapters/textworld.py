@@ -20,10 +20,9 @@ import shutil
 import tempfile
 import warnings
 from collections import OrderedDict
-from collections.abc import Callable, Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar
 
 from pydantic import Field
 
@@ -49,12 +48,14 @@ __all__ = [
     "random_settings",
 ]
 
-Result = TypeVar("Result")
-
 GAME_SUFFIXES = (".z8", ".z5", ".z6", ".ulx", ".json")
 EVAL_SEEDS = 1_000_000_000
 """First seed of evaluations; those of training are smaller."""
-MAX_COMMAND_CHARACTERS = 200
+MAX_COMMAND_CHARACTERS = 100
+META_COMMANDS = frozenset(
+    ("save", "restore", "restart", "quit", "script", "transcript", "noscript", "unscript", "undo")
+)
+"""Words that address the interpreter: they end games, or read and write files."""
 MAKE_TIMEOUT_S = 120.0
 CLOSE_S = 12.0
 PROMPT = (
@@ -81,6 +82,7 @@ DEFAULT_SETTINGS: Mapping[str, Mapping[str, Any]] = {
 
 _ART = re.compile(r"[\s_|\\/<>$]*[_|\\/<>$][\s_|\\/<>$]*")
 _STATUS = re.compile(r">| {20}")
+_UNSAFE = re.compile(r"[^A-Za-z0-9 ,.'\n-]")
 _TAGGED = re.compile(r"<action>(.*?)</action>", re.DOTALL | re.IGNORECASE)
 
 
@@ -131,9 +133,13 @@ def random_settings(challenge: str, source: random.Random) -> dict[str, Any]:
 
 
 def command_of(answer: str) -> str:
-    """Return the command of an answer: in `<action>` tags, else its first line with text."""
+    """Return the command of an answer: in `<action>` tags, else its first line with text.
+
+    Only letters, digits and simple punctuation are kept: the interpreter is native code, which
+    reads a backslash as a command of its own and ends this process at control characters.
+    """
     tagged = _TAGGED.findall(answer)
-    text = tagged[-1] if tagged else answer
+    text = _UNSAFE.sub("", (tagged[-1] if tagged else answer).replace("\t", " "))
     lines = [line.strip(" \t>`\"'") for line in text.splitlines() if line.strip()]
     return lines[0][:MAX_COMMAND_CHARACTERS] if lines else ""
 
@@ -182,11 +188,7 @@ class GameFiles:
 
 
 class TextWorldEpisode(Episode):
-    """One game, in a thread of its own.
-
-    The interpreter of games is native code that crashes when games run at the same time, so calls
-    of all games take turns; each takes milliseconds.
-    """
+    """One game, in a thread of its own."""
 
     def __init__(self, adapter: TextWorldAdapter, item: Item) -> None:
         super().__init__()
@@ -202,28 +204,24 @@ class TextWorldEpisode(Episode):
     async def begin(self) -> Sequence[ChatMessage]:
         path = await self._adapter.taken_game(self._item)
         self._has_game = True
-        shown = await self._thread.call(self._alone, self._reset, path)
+        shown = await self._thread.call(self._reset, path)
         return [{"role": "user", "content": f"{self._adapter.args.prompt}\n\n{shown}".strip()}]
 
     async def reply(self, turn: Turn) -> Reply:
         command = command_of(turn.answer)
         self._steps += 1
-        if not command:
-            return Reply("Write one command.")
-        shown, reward, is_done = await self._thread.call(self._alone, self._step, command)
+        if not command or META_COMMANDS & set(re.split(r"[^a-z]+", command.lower())):
+            return Reply("Write one command of the game.")
+        shown, reward, is_done = await self._thread.call(self._step, command)
         return Reply(shown, reward=reward, is_done=is_done)
 
     async def close(self) -> None:
         self.metrics.update(steps=self._steps, score=self._score, max_score=self._max_score)
         try:
-            await self._thread.close(partial(self._alone, self._close))
+            await self._thread.close(self._close)
         finally:
             if self._has_game:
                 self._adapter.give_back(self._item)
-
-    def _alone(self, call: Callable[..., Result], *args: Any) -> Result:
-        with self._adapter.threads.alone(MAKE_TIMEOUT_S):
-            return call(*args)
 
     def _reset(self, path: str) -> str:
         self._env = self._adapter.start_game(path)

@@ -20,6 +20,7 @@ from atroposlib.adapters.registry import make_adapter
 from atroposlib.adapters.textworld import (
     DEFAULT_SETTINGS,
     TextWorldAdapter,
+    TextWorldEpisode,
     command_of,
     plain_feedback,
     random_settings,
@@ -155,7 +156,8 @@ def test_random_settings_are_those_of_the_challenge(challenge: str) -> None:
         ("\n> take key\nand leave", "take key"),
         ("I should look. <action>look</action>", "look"),
         ("", ""),
-        ("x" * 500, "x" * 200),
+        ("x" * 500, "x" * 100),
+        ("go \x01\x02\x00north é\x1b\\d", "go north d"),
     ],
 )
 def test_command_of(answer: str, command: str) -> None:
@@ -200,3 +202,25 @@ def test_check_command_is_green(tmp_path: Path, program: list[str]) -> None:
     )
 
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+async def test_hostile_commands_neither_end_the_process_nor_write_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    source = random.Random(3)
+    hostile = ["save", "restore", "script", "\\x", "\\d", "\x00", "quit", "restart", ""]
+    letters = [chr(code) for code in range(1, 0x800)]
+    hostile += ["".join(source.choices(letters, k=source.randrange(300))) for _ in range(300)]
+
+    adapter = make_adapter("textworld:tw-coin_collector", {"settings": {"level": 1}}, seed=0)
+    await adapter.open()
+    episode = adapter.start(await adapter.item(0))
+    assert isinstance(episode, TextWorldEpisode)
+    await episode.begin()
+    replies = [await episode.reply(Turn(text, i, ())) for i, text in enumerate(hostile)]
+    await episode.close()
+    await adapter.close()
+
+    assert all(reply.messages or reply.is_done for reply in replies)
+    assert list(tmp_path.iterdir()) == []
