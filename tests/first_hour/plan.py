@@ -359,7 +359,7 @@ STEPS: tuple[Step, ...] = (
         "python environments/gsm8k_server.py serve --model_name=Qwen/Qwen2.5-1.5B-Instruct"
         " --tokenizer_name=Qwen/Qwen2.5-1.5B-Instruct --env.group_size 8 &\n"
         "unset PYTHONPATH  # TRL would take the stand-in for vLLM itself",
-        until=("loss",),
+        shows=("20/20",),
         limit_s=900,
     ),
     NotRun(
