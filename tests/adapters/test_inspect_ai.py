@@ -57,7 +57,7 @@ async def until(holds: Callable[[], bool]) -> None:
 def workers_of(pid: int) -> list[int]:
     """Workers below a process."""
     listed = subprocess.run(
-        ["ps", "-o", "pid=,args=", "--ppid", str(pid)], capture_output=True, text=True
+        ["ps", "-ww", "-o", "pid=,args=", "--ppid", str(pid)], capture_output=True, text=True
     ).stdout
     rows = [line.split(maxsplit=1) for line in listed.splitlines()]
     return [int(child) for child, words in rows if "atroposlib.adapters.inspect_ai" in words]

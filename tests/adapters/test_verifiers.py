@@ -222,7 +222,7 @@ async def test_cancelled_rollout_leaves_no_session_and_no_process() -> None:
 def children() -> list[str]:
     """Command lines of the processes below this one."""
     listed = subprocess.run(
-        ["ps", "-o", "args=", "--ppid", str(os.getpid())], capture_output=True, text=True
+        ["ps", "-ww", "-o", "args=", "--ppid", str(os.getpid())], capture_output=True, text=True
     ).stdout
     return [line for line in listed.splitlines() if "vf_sums" in line or "chat_program" in line]
 
