@@ -395,7 +395,7 @@ STEPS: tuple[Step, ...] = (
     Run(
         "docs/adapters/README.md",
         "MODEL=Qwen/Qwen2.5-1.5B-Instruct",
-        # The model of random weights finds no way over the lake, so all scores of a group are equal.
+        # A model of random weights finds no way over the lake: all scores of a group are equal.
         until=("waiting for the first batch",),
         limit_s=900,
     ),
