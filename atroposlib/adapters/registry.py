@@ -158,15 +158,19 @@ def split_spec(spec: str) -> tuple[str, str]:
     return kind, name
 
 
-def adapter_class(kind: str) -> type[Adapter]:
+def adapter_class(kind: str, *, needs_package: bool = True) -> type[Adapter]:
     """Import the adapter of a kind.
+
+    Args:
+        kind: a key of `KINDS`.
+        needs_package: Whether its package must be installed; not to read its arguments only.
 
     Raises:
         MissingExtraError: its package is not installed.
         ConfigError: the installed version is not supported.
     """
     entry = KINDS[kind]
-    if entry.package is not None:
+    if needs_package and entry.package is not None:
         _require(entry.package, entry.versions, extra=str(entry.extra))
     module, _, name = entry.target.partition(":")
     found: type[Adapter] = getattr(importlib.import_module(module), name)

@@ -128,7 +128,7 @@ def _state_of(kind: Kind) -> str:
 def _page_of_kind(name: str) -> str:
     kind = KINDS[name]
     lines = [f"{name}: {kind.summary}", f"NAME is {kind.names}.", f"Package: {_state_of(kind)}"]
-    fields = adapter_class(name).args_cls.model_fields
+    fields = adapter_class(name, needs_package=False).args_cls.model_fields
     lines += ["", "Arguments (--args name=value):"] if fields else ["", "No arguments."]
     for argument, field in fields.items():
         default = "required" if field.is_required() else f"default {field.get_default()!r}"
