@@ -171,7 +171,7 @@ async def _within(call: Awaitable[Result], timeout_s: float | None, where: str) 
         return task.result()
     except asyncio.CancelledError as error:
         raise EpisodeFailedError(f"{where} cancelled itself") from error
-    except (AtroposError, NotImplementedError):
+    except AtroposError:
         raise
     except Exception as error:  # any exception of the other library fails this rollout only
         text = f"{type(error).__name__}: {error}"

@@ -63,6 +63,10 @@ async def raises(turn: Turn) -> Reply:
     raise KeyError("board")
 
 
+async def is_not_written(turn: Turn) -> Reply:
+    raise NotImplementedError
+
+
 async def hangs(turn: Turn) -> Reply:
     await asyncio.sleep(3600)
     raise AssertionError("not cancelled")
@@ -100,6 +104,7 @@ async def test_episodes_become_a_group_with_parts_and_metrics(make_fake: MakeEnv
     ("breaks", "error"),
     [
         (raises, EpisodeFailedError),
+        (is_not_written, EpisodeFailedError),
         (hangs, EpisodeTimeoutError),
         (ends(float("nan")), EpisodeRewardError),
         (ends(None), EpisodeRewardError),
