@@ -1,0 +1,1 @@
+"""Tasks in folders, and the agents that work on them."""

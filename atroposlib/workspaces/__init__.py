@@ -1,0 +1,1 @@
+"""Prepared states of a machine, forked for each rollout of an agent."""

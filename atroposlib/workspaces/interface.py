@@ -1,0 +1,212 @@
+"""The interface of workspaces: a state that is prepared once and forked for each rollout.
+
+    WorkspaceSpec ─► prepare ─► Base ─► fork ─► Workspace ─► run, put, collect, changes ─► close
+                     once a task          once a rollout
+
+A workspace is a root folder `/` of its own: programs see the system below /usr and the files of the
+base, and write to a layer that ends with the workspace. `fork` takes milliseconds, since nothing is
+copied. A workspace whose process was killed leaves no file, mount or process behind.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from atroposlib.errors import AtroposError
+from atroposlib.sandbox import SandboxLimits
+
+__all__ = [
+    "NO_NETWORK",
+    "Base",
+    "CommandResult",
+    "FileChange",
+    "Network",
+    "Output",
+    "Workspace",
+    "WorkspaceError",
+    "WorkspaceSpec",
+    "Workspaces",
+]
+
+
+class WorkspaceError(AtroposError, RuntimeError):
+    """A workspace could not be prepared, forked or read; the message has the reason."""
+
+
+@dataclass(frozen=True)
+class Network:
+    """The addresses that programs of a workspace reach.
+
+    There is no route out of a workspace. `allowlist` and `public` are reached through a forward
+    proxy, named by HTTP_PROXY and HTTPS_PROXY, that refuses private and loopback addresses.
+    """
+
+    mode: Literal["none", "allowlist", "public"] = "none"
+    allowed_hosts: tuple[str, ...] = ()
+    """Host names, `*.name`, IP addresses or CIDR ranges; for `allowlist`."""
+    forwards: Mapping[int, str] = field(default_factory=dict)
+    """Ports on 127.0.0.1 of the workspace, each with the `host:port` it leads to: how an agent
+    reaches the model."""
+
+
+NO_NETWORK = Network()
+
+
+@dataclass(frozen=True)
+class WorkspaceSpec:
+    """How a state is prepared.
+
+    `source` is a build context with a Dockerfile, or without one a folder whose files are copied to
+    `workdir`.
+    """
+
+    name: str
+    source: Path | None = None
+    image: str | None = None
+    """Image of a registry or of this machine, in place of a Dockerfile."""
+    workdir: str = "/app"
+    env: Mapping[str, str] = field(default_factory=dict, repr=False)
+    limits: SandboxLimits = field(default_factory=SandboxLimits)
+    """Limits of each command; `disk_bytes` is that of the layer of a workspace."""
+    build_network: Network = NO_NETWORK
+    build_timeout_s: float = 600.0
+
+
+class Output(NamedTuple):
+    """A piece of output, as it arrives."""
+
+    time_s: float
+    """Seconds since the start of the command."""
+    stream: Literal["stdout", "stderr"]
+    data: bytes
+
+
+@dataclass(frozen=True)
+class CommandResult:
+    """The end of one command."""
+
+    exit_code: int | None
+    """Exit code, 128 + n after signal n; None if a limit ended the command."""
+    ended_by: Literal["exit", "wall_time", "cpu_time", "memory", "output", "signal"]
+    output: tuple[Output, ...]
+    """Up to `output_bytes` per stream, in the order of arrival."""
+    duration_s: float
+
+    @property
+    def is_success(self) -> bool:
+        return self.ended_by == "exit" and self.exit_code == 0
+
+    @property
+    def text(self) -> str:
+        """Output of both streams, as text."""
+        return b"".join(piece.data for piece in self.output).decode("utf-8", "replace")
+
+
+class FileChange(NamedTuple):
+    """A difference between a workspace and its base."""
+
+    path: str
+    """Absolute path in the workspace."""
+    kind: Literal["added", "modified", "removed"]
+    size: int
+    """Bytes of the new content; 0 if removed."""
+    diff: str | None
+    """Unified diff; None for binary or large files."""
+
+
+class Workspace(ABC):
+    """One fork of a base; commands run in it one after the other, each in a box of its own."""
+
+    workdir: str
+
+    @abstractmethod
+    async def run(
+        self,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+        stdin: bytes = b"",
+        network: Network = NO_NETWORK,
+        read_only: Mapping[str, Path] | None = None,
+        writable: Mapping[str, Path] | None = None,
+        limits: SandboxLimits | None = None,
+        on_output: Callable[[Output], None] | None = None,
+    ) -> CommandResult:
+        """Run a command until it ends; all of its processes end with it. Cancelling kills it.
+
+        Args:
+            command: program and arguments, looked up on PATH of the workspace.
+            env: variables in addition to those of the base; nothing else of this process.
+            cwd: absolute path; None means `workdir`.
+            stdin: standard input.
+            network: what the command reaches.
+            read_only: folders and files of this machine, by the path at which they appear. They are
+                visible to this command only.
+            writable: folders of this machine that the command may write to.
+            limits: None takes those of the spec.
+            on_output: called with each piece of output.
+
+        Raises:
+            WorkspaceError: the command could not be started.
+        """
+
+    @abstractmethod
+    async def collect(self, paths: Sequence[str], *, max_bytes: int) -> bytes:
+        """Return files and folders as a tar archive of regular files and folders only.
+
+        Links, devices, sockets and setuid bits are left out; a path that does not exist is left
+        out. The archive has paths relative to `/`.
+
+        Raises:
+            WorkspaceError: the files exceed `max_bytes`, or 100,000 in number.
+        """
+
+    @abstractmethod
+    async def put(self, archive: bytes) -> None:
+        """Extract a tar archive with paths relative to `/` into the workspace."""
+
+    @abstractmethod
+    async def changes(self, *, max_diff_bytes: int = 100_000) -> list[FileChange]:
+        """Return what differs from the base, by path; up to 1,000 entries."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """End all processes and remove all files of the workspace; safe to call twice."""
+
+
+class Base(ABC):
+    """A prepared state."""
+
+    spec: WorkspaceSpec
+
+    @abstractmethod
+    async def fork(self) -> Workspace:
+        """Return a new workspace with the files of the base; one of the warm ones if there is."""
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Close its warm workspaces, and remove its files unless the cache keeps them."""
+
+
+class Workspaces(ABC):
+    """A kind of workspace on this or another machine."""
+
+    name: str
+
+    @abstractmethod
+    async def prepare(self, spec: WorkspaceSpec) -> Base:
+        """Build a state, or take it from the cache; the same spec is built once.
+
+        Raises:
+            WorkspaceError: the build failed; the message has the line and the end of its output.
+            ConfigError: this kind of workspace cannot build the spec.
+        """
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Close all bases and workspaces; safe to call twice."""
