@@ -929,6 +929,7 @@ def _changes(
 ) -> list[FileChange]:
     found: list[FileChange] = []
     left = MAX_ALL_DIFFS
+    parents = {posixpath.dirname(path) for path in listed}
     for path, kind in sorted(listed.items()):
         if len(found) == MAX_CHANGES:
             break
@@ -936,8 +937,12 @@ def _changes(
             found.append(FileChange(path, kind, 0, None))
             continue
         state = states.get(path)
-        if state is None or stat.S_ISDIR(state.mode):
-            continue  # the engine lists the files in it
+        if state is None:
+            continue
+        if stat.S_ISDIR(state.mode):
+            if kind == "added" and path not in parents:
+                found.append(FileChange(f"{path}/", kind, 0, None))
+            continue
         before, after = old.get(path), new.get(path)
         if kind == "modified" and before is not None and before == after:
             continue
