@@ -9,17 +9,18 @@ that was killed are recognized.
 
 from __future__ import annotations
 
-import contextlib
+import asyncio
 import hashlib
 import itertools
 import os
 import re
+import secrets
 import shlex
 import shutil
 import socket
-import tarfile
+import subprocess
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -28,11 +29,23 @@ from atroposlib.sandbox.interface import SandboxLimits
 from atroposlib.sandbox.streams import Finished, run_bounded
 from atroposlib.workspaces.interface import Network, WorkspaceError
 from atroposlib.workspaces.network import is_running, process_name
+from atroposlib.workspaces.transfer import tar_of
 
-__all__ = ["LABEL", "ContainerEngine", "message_of", "new_name", "remote_folder", "tar_of"]
+__all__ = [
+    "KEEPER",
+    "LABEL",
+    "ContainerEngine",
+    "EngineOptions",
+    "Keeper",
+    "message_of",
+    "new_name",
+    "remote_folder",
+]
 
 LABEL = "atropos.workspace"
 TIMEOUT_S = 120.0
+READY_S = 120.0
+END_S = 20.0
 MESSAGE_BYTES = 1_000_000
 MESSAGE_LINES = 15
 KIND = re.compile(r"(podman|docker)(?:\+ssh://((?:[\w.-]+@)?[\w][\w.-]*)(?::([0-9]{1,5}))?/?)?")
@@ -45,9 +58,37 @@ VARIABLES = (
 BUILD = """
 folder=$(mktemp -d) && trap 'rm -rf "$folder"' EXIT && tar -x -o -f - -C "$folder" && "$@" "$folder"
 """
+KEEPER = """
+mkdir -p "$1" 2>/dev/null
+for name in dd tar stat; do command -v $name >/dev/null || missing="$missing $name"; done
+echo "ready:$(command -v python3):$missing"
+while read -r token; do
+  while kill -KILL -1 2>/dev/null; do wait; done
+  kills=0
+  for file in /sys/fs/cgroup/memory.events /sys/fs/cgroup/memory/memory.oom_control; do
+    if [ -r "$file" ]; then
+      while read -r name value; do [ "$name" = oom_kill ] && kills=$value; done < "$file"
+    fi
+  done
+  echo "$token $kills"
+done
+"""
 REMOTE_FOLDERS = "/tmp/atropos-container-"
 
 _numbers = itertools.count()
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """Further options for the program of a container engine."""
+
+    common: tuple[str, ...] = ()
+    """Before each command, such as `--storage-driver`."""
+    build: tuple[str, ...] = ()
+    run: tuple[str, ...] = ()
+    """Such as `--runtime NAME` or `--storage-opt size=10G`."""
+    ssh: tuple[str, ...] = ()
+    """Such as `-i FILE`."""
 
 
 @dataclass(frozen=True)
@@ -56,10 +97,7 @@ class ContainerEngine:
 
     Args:
         kind: `podman`, `docker`, or either of them with `+ssh://[user@]host[:port]`.
-        options: options before the command, such as `--runtime`.
-        build_options: options of `build`.
-        run_options: options of `run`.
-        ssh_options: options of `ssh`, such as `-i FILE`.
+        options: its options.
 
     Raises:
         ConfigError: the kind is unknown.
@@ -67,10 +105,7 @@ class ContainerEngine:
     """
 
     kind: str
-    options: tuple[str, ...] = ()
-    build_options: tuple[str, ...] = ()
-    run_options: tuple[str, ...] = ()
-    ssh_options: tuple[str, ...] = ()
+    options: EngineOptions = EngineOptions()
 
     def __post_init__(self) -> None:
         found = KIND.fullmatch(self.kind)
@@ -101,7 +136,7 @@ class ContainerEngine:
             arguments: command of the engine and its arguments.
             forwards: over SSH, sockets of the other machine that lead to sockets of this one.
         """
-        words = [self.program, *self.options, *arguments]
+        words = [self.program, *self.options.common, *arguments]
         if not forwards:
             return self.shell("", *words) if self.is_remote else words
         opened = shlex.join(path for path, _ in forwards)
@@ -129,7 +164,7 @@ class ContainerEngine:
             ssh += ["-R", f"{there}:{here}"]
         if found[3]:
             ssh += ["-p", found[3]]
-        return [*ssh, *self.ssh_options, "--", found[2], shlex.join(words)]
+        return [*ssh, *self.options.ssh, "--", found[2], shlex.join(words)]
 
     async def run(
         self,
@@ -184,10 +219,10 @@ class ContainerEngine:
                 f"{context}: a build by {self.program} has the network `none` or `public`, not an "
                 "allowlist and no forwards"
             )
-        words = [self.program, *self.options, "build", "--force-rm", "--tag", tag]
+        words = [self.program, *self.options.common, "build", "--force-rm", "--tag", tag]
         words += ["--label", f"{LABEL}=base"]
         words += ["--network", "none"] if network.mode == "none" else []
-        words += self.build_options
+        words += self.options.build
         if not self.is_remote:
             finished = await self.run([*words, str(context)], timeout_s=timeout_s)
         else:
@@ -240,34 +275,95 @@ def _is_abandoned(name: str) -> bool:
 
 
 def remote_folder(name: str) -> str:
+    """Return the folder of a container on another machine."""
     return f"{REMOTE_FOLDERS}{name}"
 
 
-@contextlib.contextmanager
-def tar_of(sources: Mapping[str, Path | None]) -> Iterator[int]:
-    """Provide a tar archive of files and folders of this machine, links included.
+class Keeper:
+    """The process on this machine whose standard input keeps a container running."""
 
-    Args:
-        sources: the files and folders by absolute path in the archive; None for an empty folder
-            that everyone may write to.
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self._process = process
+        self.python = ""
+        """Path of the Python interpreter of the image; empty if it has none."""
+        self.num_memory_kills = 0
 
-    Returns:
-        Descriptor of a temporary file.
-    """
-    with tempfile.TemporaryFile() as file:
-        with tarfile.open(fileobj=file, mode="w", format=tarfile.GNU_FORMAT) as archive:
-            for inside, source in sources.items():
-                if source is None:
-                    folder = tarfile.TarInfo(inside.strip("/"))
-                    folder.type, folder.mode = tarfile.DIRTYPE, 0o777
-                    archive.addfile(folder)
-                else:
-                    archive.add(source, inside.strip("/") or ".", filter=_of_root)
-        file.seek(0)
-        yield file.fileno()
+    @classmethod
+    async def start(cls, words: Sequence[str], env: Mapping[str, str]) -> Keeper:
+        """Start the container and wait until its first process runs.
 
+        Raises:
+            WorkspaceError: it does not start, or the image lacks a program.
+        """
+        with tempfile.TemporaryFile() as errors:
+            process = await asyncio.create_subprocess_exec(
+                *words,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=errors,
+                env=env,
+                start_new_session=True,
+            )
+            keeper = cls(process)
+            try:
+                line = await asyncio.wait_for(keeper.read(), READY_S)
+                found = re.fullmatch(r"ready:(.*):(.*)", line)
+                if found is None:
+                    await process.wait()
+                    errors.seek(0)
+                    text = errors.read(2000).decode("utf-8", "replace").strip()
+                    raise WorkspaceError(f"a container did not start: {text or line}")
+            except asyncio.TimeoutError as error:
+                await keeper.close()
+                raise WorkspaceError(f"a container did not start in {READY_S:g} s") from error
+            except BaseException:
+                await keeper.close()
+                raise
+        keeper.python = found[1]
+        if found[2]:
+            await keeper.close()
+            raise WorkspaceError(
+                f"the image of a workspace lacks{found[2]}: add the packages to its Dockerfile"
+            )
+        return keeper
 
-def _of_root(member: tarfile.TarInfo) -> tarfile.TarInfo:
-    member.uid = member.gid = 0
-    member.uname = member.gname = ""
-    return member
+    @property
+    def is_running(self) -> bool:
+        return self._process.returncode is None
+
+    async def read(self) -> str:
+        assert self._process.stdout is not None
+        return (await self._process.stdout.readline()).decode("utf-8", "replace").strip()
+
+    async def end_processes(self) -> None:
+        """End all processes of the container except the first one, and wait for their end.
+
+        Raises:
+            WorkspaceError: the container has ended, or its first process does not answer.
+        """
+        token = secrets.token_hex(8)
+        assert self._process.stdin is not None
+        try:
+            self._process.stdin.write(f"{token}\n".encode())
+            await self._process.stdin.drain()
+            line = await asyncio.wait_for(self._answer(token), END_S)
+        except (OSError, asyncio.TimeoutError, ValueError) as error:
+            await self.close()
+            raise WorkspaceError("the container of a workspace has ended") from error
+        self.num_memory_kills = int(line) if line.isdigit() else 0
+
+    async def _answer(self, token: str) -> str:
+        while line := await self.read():
+            if line.startswith(token):
+                return line.removeprefix(token).strip()
+        raise ConnectionResetError
+
+    async def close(self) -> None:
+        """End the container: its first process reads the end of its input."""
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        try:
+            await asyncio.wait_for(self._process.wait(), END_S)
+        except asyncio.TimeoutError:
+            self._process.kill()
+            await self._process.wait()

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import difflib
 import hashlib
 import io
 import logging
@@ -24,7 +23,6 @@ import secrets
 import shlex
 import shutil
 import stat
-import subprocess
 import tarfile
 import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
@@ -33,15 +31,17 @@ from pathlib import Path
 from typing import Literal, NamedTuple
 
 from atroposlib.errors import ConfigError
-from atroposlib.sandbox.interface import SandboxError, SandboxLimits
+from atroposlib.sandbox.interface import Ending, SandboxError, SandboxLimits
 from atroposlib.sandbox.streams import ending_of, run_bounded
 from atroposlib.workspaces.container_engine import (
+    KEEPER,
     LABEL,
     ContainerEngine,
+    EngineOptions,
+    Keeper,
     message_of,
     new_name,
     remote_folder,
-    tar_of,
 )
 from atroposlib.workspaces.interface import (
     NO_NETWORK,
@@ -57,43 +57,32 @@ from atroposlib.workspaces.interface import (
     WorkspaceSpec,
 )
 from atroposlib.workspaces.network import MOUNTED, NetworkGate, new_folder, remove_abandoned
+from atroposlib.workspaces.transfer import (
+    MAX_FILES,
+    OutputRecord,
+    extract,
+    regular_files,
+    tar_of,
+    unified_diff,
+)
 
 __all__ = ["ContainerWorkspaces"]
 
 logger = logging.getLogger(__name__)
 
-READY_S = 120.0
-END_S = 20.0
 CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL", "SETGID", "SETUID")
 """What package managers and `su` need; not those for devices, mounts or raw packets."""
 OTHER_PROCESSES = 8
 """Processes of a container in addition to those of a command."""
-MAX_FILES = 100_000
 MEMBER_BYTES = 2048
 """Bytes of one file in an archive, in addition to its content."""
 MAX_CHANGES = 1000
 MAX_ALL_DIFFS = 4 * 2**20
-MAX_DIFF_LINES = 2000
 MAX_WORDS_BYTES = 100_000
 UNCHANGED = ("/etc/hosts", "/etc/hostname", "/etc/resolv.conf", "/etc/mtab", "/run/.containerenv")
 OWN_FOLDERS = ("/run/atropos", "/proc", "/sys", "/dev")
 HIDDEN = ".atropos-hidden"
 
-KEEPER = """
-mkdir -p "$1" 2>/dev/null
-for name in dd tar stat; do command -v $name >/dev/null || missing="$missing $name"; done
-echo "ready:$(command -v python3):$missing"
-while read -r token; do
-  while kill -KILL -1 2>/dev/null; do wait; done
-  kills=0
-  for file in /sys/fs/cgroup/memory.events /sys/fs/cgroup/memory/memory.oom_control; do
-    if [ -r "$file" ]; then
-      while read -r name value; do [ "$name" = oom_kill ] && kills=$value; done < "$file"
-    fi
-  done
-  echo "$token $kills"
-done
-"""
 COMMAND = """
 ulimit -c 0; ulimit -S -t "$1"; ulimit -H -t "$2"; ulimit -f "$3"
 eval "$(dd bs=1 count="$4" 2>/dev/null)"
@@ -119,6 +108,9 @@ for path do
   if [ -e "$path{HIDDEN}" ] || [ -L "$path{HIDDEN}" ]; then mv "$path{HIDDEN}" "$path"; fi
 done
 """
+STDERR = 2
+SOME_MISSING = 2
+"""Highest exit code of `tar` and `stat` if some files could not be read."""
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
 
 
@@ -127,10 +119,7 @@ class ContainerWorkspaces(Workspaces):
 
     Args:
         kind: `podman`, `docker`, or either of them with `+ssh://[user@]host[:port]`.
-        container_options: options before each command of the engine, such as `--storage-driver`.
-        build_options: further options of `build`.
-        run_options: further options of `run`, such as `--runtime` or `--storage-opt size=10G`.
-        ssh_options: options of `ssh`, such as `-i FILE`.
+        options: further options for the program of the engine.
         warm: number of workspaces per base that are made in advance.
         max_warm: number of these in total.
 
@@ -143,21 +132,12 @@ class ContainerWorkspaces(Workspaces):
         self,
         kind: str,
         *,
-        container_options: Sequence[str] = (),
-        build_options: Sequence[str] = (),
-        run_options: Sequence[str] = (),
-        ssh_options: Sequence[str] = (),
+        options: EngineOptions | None = None,
         warm: int = 1,
         max_warm: int = 16,
     ) -> None:
         self.name = kind
-        self.engine = ContainerEngine(
-            kind,
-            tuple(container_options),
-            build_options=tuple(build_options),
-            run_options=tuple(run_options),
-            ssh_options=tuple(ssh_options),
-        )
+        self.engine = ContainerEngine(kind, options or EngineOptions())
         self._warm = warm
         self._max_warm = max_warm
         self._bases: set[ContainerBase] = set()
@@ -346,96 +326,6 @@ class ContainerBase(Base):
         return workspace
 
 
-class Keeper:
-    """The process on this machine whose standard input keeps a container running."""
-
-    def __init__(self, process: asyncio.subprocess.Process) -> None:
-        self._process = process
-        self.python = ""
-        """Path of the Python interpreter of the image; empty if it has none."""
-        self.num_memory_kills = 0
-
-    @classmethod
-    async def start(cls, words: Sequence[str], env: Mapping[str, str]) -> Keeper:
-        """Start the container and wait until its first process runs.
-
-        Raises:
-            WorkspaceError: it does not start, or the image lacks a program.
-        """
-        with tempfile.TemporaryFile() as errors:
-            process = await asyncio.create_subprocess_exec(
-                *words,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                env=env,
-                start_new_session=True,
-            )
-            keeper = cls(process)
-            try:
-                line = await asyncio.wait_for(keeper.read(), READY_S)
-                found = re.fullmatch(r"ready:(.*):(.*)", line)
-                if found is None:
-                    await process.wait()
-                    errors.seek(0)
-                    text = errors.read(2000).decode("utf-8", "replace").strip()
-                    raise WorkspaceError(f"a container did not start: {text or line}")
-            except asyncio.TimeoutError as error:
-                await keeper.close()
-                raise WorkspaceError(f"a container did not start in {READY_S:g} s") from error
-            except BaseException:
-                await keeper.close()
-                raise
-        keeper.python = found[1]
-        if found[2]:
-            await keeper.close()
-            raise WorkspaceError(
-                f"the image of a workspace lacks{found[2]}: add the packages to its Dockerfile"
-            )
-        return keeper
-
-    @property
-    def is_running(self) -> bool:
-        return self._process.returncode is None
-
-    async def read(self) -> str:
-        assert self._process.stdout is not None
-        return (await self._process.stdout.readline()).decode("utf-8", "replace").strip()
-
-    async def end_processes(self) -> None:
-        """End all processes of the container except the first one, and wait for their end.
-
-        Raises:
-            WorkspaceError: the container has ended, or its first process does not answer.
-        """
-        token = secrets.token_hex(8)
-        assert self._process.stdin is not None
-        try:
-            self._process.stdin.write(f"{token}\n".encode())
-            await self._process.stdin.drain()
-            line = await asyncio.wait_for(self._answer(token), END_S)
-        except (OSError, asyncio.TimeoutError, ValueError) as error:
-            await self.close()
-            raise WorkspaceError("the container of a workspace has ended") from error
-        self.num_memory_kills = int(line) if line.isdigit() else 0
-
-    async def _answer(self, token: str) -> str:
-        while line := await self.read():
-            if line.startswith(token):
-                return line.removeprefix(token).strip()
-        raise ConnectionResetError
-
-    async def close(self) -> None:
-        """End the container: its first process reads the end of its input."""
-        if self._process.stdin is not None:
-            self._process.stdin.close()
-        try:
-            await asyncio.wait_for(self._process.wait(), END_S)
-        except asyncio.TimeoutError:
-            self._process.kill()
-            await self._process.wait()
-
-
 class ContainerWorkspace(Workspace):
     """A container, and the commands that run in it."""
 
@@ -496,14 +386,17 @@ class ContainerWorkspace(Workspace):
             self._network(network) as opened,
         ):
             script = _script({**self._spec.env, **opened.env, **(env or {})})
-            record = Record(f"<{secrets.token_hex(16)}>", on_output)
+            record = OutputRecord(on_output)
+            marked = MarkedOutput(record)
             arguments = [*_limit_words(limits), str(len(script)), cwd or self.workdir]
-            arguments += [record.mark, *opened.words(command)]
+            arguments += [marked.mark, *opened.words(command)]
             words = self._engine.words(
                 *("exec", "-i", self._name, "sh", "-c", COMMAND, "sh", *arguments),
                 forwards=opened.forwards,
             )
-            return await self._run(words, script + stdin, limits, record, command[0])
+            finished = await self._run(words, script + stdin, limits, marked, command[0])
+        ended_by, exit_code, duration_s = finished
+        return CommandResult(exit_code, ended_by, record.output(), duration_s)
 
     async def collect(self, paths: Sequence[str], *, max_bytes: int) -> bytes:
         async with self._lock:
@@ -557,7 +450,7 @@ class ContainerWorkspace(Workspace):
         words += ["--memory", str(limits.memory_bytes), "--memory-swap", str(limits.memory_bytes)]
         words += ["--pids-limit", str(limits.max_processes + OTHER_PROCESSES)]
         words += ["--shm-size", str(limits.disk_bytes), "--ulimit", "nofile=1024:1024"]
-        words += ["--volume", f"{sockets}:{MOUNTED}:ro", *self._engine.run_options]
+        words += ["--volume", f"{sockets}:{MOUNTED}:ro", *self._engine.options.run]
         words += ["--entrypoint", "sh", self._image, "-c", KEEPER, "sh", self.workdir]
         return self._engine.words(*words)
 
@@ -604,13 +497,13 @@ class ContainerWorkspace(Workspace):
         words: Sequence[str],
         stdin: bytes,
         limits: SandboxLimits,
-        record: Record,
+        marked: MarkedOutput,
         program: str,
-    ) -> CommandResult:
+    ) -> tuple[Ending, int | None, float]:
         assert self._keeper is not None
         keeper = self._keeper
         kills = keeper.num_memory_kills
-        bounded = replace(limits, output_bytes=limits.output_bytes + len(record.mark))
+        bounded = replace(limits, output_bytes=limits.output_bytes + len(marked.mark))
         try:
             finished = await run_bounded(
                 words,
@@ -618,11 +511,11 @@ class ContainerWorkspace(Workspace):
                 limits=bounded,
                 env=self._engine.env(),
                 kill=keeper.end_processes,
-                on_output=record.add,
+                on_output=marked.add,
             )
             if finished.stopped_for is None:
                 await keeper.end_processes()
-            if not record.is_started:
+            if not marked.is_started:
                 raise WorkspaceError(f"{program} could not be started: {message_of(finished)}")
             ended_by, exit_code = ending_of(
                 finished,
@@ -632,7 +525,7 @@ class ContainerWorkspace(Workspace):
             )
         except (OSError, SandboxError) as error:
             raise WorkspaceError(f"{program} could not be started: {error}") from error
-        return CommandResult(exit_code, ended_by, record.output(), finished.duration_s)
+        return ended_by, exit_code, finished.duration_s
 
     @contextlib.asynccontextmanager
     async def _attached(
@@ -650,12 +543,12 @@ class ContainerWorkspace(Workspace):
             if posixpath.normpath(path) != path or not path.startswith("/") or path == "/":
                 raise WorkspaceError(f"expected an absolute path for a mount, got {path!r}")
         sources = {path: source.resolve() for path, source in read_only.items()}
-        with contextlib.ExitStack() as held:
-            archive = await asyncio.to_thread(
-                held.enter_context, tar_of({**sources, **dict.fromkeys(writable)})
-            )
-            await self._tool(ATTACH, paths, stdin=archive, user="0")
         try:
+            with contextlib.ExitStack() as held:
+                archive = await asyncio.to_thread(
+                    held.enter_context, tar_of({**sources, **dict.fromkeys(writable)})
+                )
+                await self._tool(ATTACH, paths, stdin=archive, user="0")
             for path, folder in writable.items():
                 with tar_of({path: folder}) as archive:
                     await self._tool("exec tar -x -o -f - -C /", [], stdin=archive)
@@ -720,7 +613,8 @@ class ContainerWorkspace(Workspace):
             raise WorkspaceContentError(
                 f"the files of a workspace of {self._spec.name} exceed {max_bytes} bytes"
             )
-        if finished.returncode != 0 and not (may_fail and self.is_running):
+        is_done = finished.returncode == 0 or (may_fail and finished.returncode <= SOME_MISSING)
+        if not is_done:
             raise WorkspaceContentError(
                 f"the files of a workspace of {self._spec.name} cannot be read or written: "
                 f"{message_of(finished)}"
@@ -746,35 +640,22 @@ class State(NamedTuple):
         return stat.S_ISREG(self.mode) and self.size <= max_bytes
 
 
-class Record:
+class MarkedOutput:
     """The output of a command, which starts after a mark in standard error."""
 
-    def __init__(self, mark: str, on_output: Callable[[Output], None] | None) -> None:
-        self.mark = mark
+    def __init__(self, record: OutputRecord) -> None:
+        self.mark = f"<{secrets.token_hex(16)}>"
         self.is_started = False
         self._before = b""
-        self._pieces: list[Output] = []
-        self._on_output = on_output
+        self._record = record
 
     def add(self, fd: int, data: bytes, time_s: float) -> None:
-        stream: Literal["stdout", "stderr"] = "stdout" if fd == 1 else "stderr"
-        if stream == "stderr" and not self.is_started:
+        if fd == STDERR and not self.is_started:
             self._before += data
             _, found, data = self._before.partition(self.mark.encode())
-            if not found:
-                return
-            self.is_started = True
-        if not data:
-            return
-        self._pieces.append(Output(time_s, stream, data))
-        if self._on_output is not None:
-            try:
-                self._on_output(self._pieces[-1])
-            except Exception:
-                logger.exception("the output of a workspace could not be passed on")
-
-    def output(self) -> tuple[Output, ...]:
-        return tuple(self._pieces)
+            self.is_started = bool(found)
+        if data:
+            self._record.add(fd, data, time_s)
 
 
 def _script(env: Mapping[str, str]) -> bytes:
@@ -806,103 +687,6 @@ def _batches(paths: Sequence[str]) -> Iterator[list[str]]:
             batch, size = [], 0
     if batch:
         yield batch
-
-
-def regular_files(*archives: bytes, max_bytes: int | None = None, strict: bool = False) -> bytes:
-    """Return a tar archive with the regular files and folders of others.
-
-    Hard links become files. Other links, devices and setuid bits are left out.
-
-    Args:
-        archives: archives whose contents are not trusted.
-        max_bytes: bound of the contents; None for no bound.
-        strict: whether other kinds of files, and paths outside /, are errors.
-
-    Raises:
-        WorkspaceContentError: an archive is malformed or exceeds a bound.
-    """
-    output = io.BytesIO()
-    done: dict[str, tuple[int, int]] = {}
-    total = 0
-    with tarfile.open(fileobj=output, mode="w", format=tarfile.PAX_FORMAT) as kept:
-        for archive in filter(None, archives):
-            try:
-                with tarfile.open(fileobj=io.BytesIO(archive), mode="r:") as members:
-                    for member in members:
-                        total += _keep(members, member, kept, done, strict=strict)
-                        _check_bounds(total, len(done), max_bytes)
-            except (tarfile.TarError, EOFError, OSError) as error:
-                raise WorkspaceContentError(f"an archive is malformed: {error}") from error
-    return output.getvalue()
-
-
-def _check_bounds(total: int, num_files: int, max_bytes: int | None) -> None:
-    if max_bytes is not None and total > max_bytes:
-        raise WorkspaceContentError(f"the files exceed {max_bytes} bytes")
-    if num_files > MAX_FILES:
-        raise WorkspaceContentError(f"there are more than {MAX_FILES} files")
-
-
-def _keep(
-    members: tarfile.TarFile,
-    member: tarfile.TarInfo,
-    kept: tarfile.TarFile,
-    done: dict[str, tuple[int, int]],
-    *,
-    strict: bool,
-) -> int:
-    """Copy a regular file or folder to another archive; return the size of its content."""
-    name = posixpath.normpath(member.name)
-    is_outside = name.startswith(("/", "../")) or name == ".."
-    if strict and (is_outside or not (member.isdir() or member.isreg())):
-        raise WorkspaceContentError(
-            f"{member.name!r} in an archive: expected regular files and folders with paths "
-            "relative to /"
-        )
-    if is_outside or name in done or name == ".":
-        return 0
-    copy = tarfile.TarInfo(name)
-    copy.mode, copy.mtime = member.mode & 0o777, int(member.mtime)
-    if member.isdir():
-        copy.type = tarfile.DIRTYPE
-        kept.addfile(copy)
-        done[name] = (0, 0)
-        return 0
-    if member.islnk():
-        linked = _linked(members, member)
-        if linked is None:
-            return 0
-        member = linked
-    if not member.isreg():
-        return 0
-    copy.size = member.size
-    kept.addfile(copy, members.extractfile(member))
-    done[name] = (0, member.size)
-    return member.size
-
-
-def _linked(members: tarfile.TarFile, member: tarfile.TarInfo) -> tarfile.TarInfo | None:
-    try:
-        found = members.getmember(member.linkname)
-    except KeyError:
-        return None
-    return found if found.isreg() else None
-
-
-def extract(archive: bytes, inside: str, folder: Path) -> None:
-    """Write the files of a folder of a workspace to a folder of this machine."""
-    start = inside.strip("/")
-    with tarfile.open(fileobj=io.BytesIO(archive), mode="r:") as members:
-        for member in members:
-            if member.name == start or not member.name.startswith(f"{start}/"):
-                continue
-            place = folder / member.name.removeprefix(f"{start}/")
-            content = members.extractfile(member)
-            if content is None:
-                place.mkdir(parents=True, exist_ok=True)
-            else:
-                place.parent.mkdir(parents=True, exist_ok=True)
-                place.write_bytes(content.read())
 
 
 Kind = Literal["added", "modified", "removed"]
@@ -948,22 +732,8 @@ def _changes(
             continue
         diff = None
         if after is not None and (kind == "added" or before is not None):
-            diff = _diff(path, before, after)
+            diff = unified_diff(path, before, after)
         if diff is not None:
             left -= len(diff)
         found.append(FileChange(path, kind, state.size, diff if left >= 0 else None))
     return found
-
-
-def _diff(path: str, old: bytes | None, new: bytes) -> str | None:
-    """Return a unified diff; None if a content is not text or has too many lines."""
-    try:
-        texts = [list(io.StringIO((text or b"").decode(), newline="\n")) for text in (old, new)]
-    except UnicodeDecodeError:
-        return None
-    if max(map(len, texts)) > MAX_DIFF_LINES or b"\0" in (old or b"") + new:
-        return None
-    lines = difflib.unified_diff(texts[0], texts[1], "/dev/null" if old is None else path, path)
-    return "".join(
-        line if line.endswith("\n") else f"{line}\n\\ No newline at end of file\n" for line in lines
-    )
