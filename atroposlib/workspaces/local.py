@@ -467,6 +467,7 @@ class LocalWorkspace(Workspace):
             user=self._layer.user,
             shown_user=AGENT,
             hostname="workspace",
+            mark=self._owner.mounts.mark,
             written=("", "dev/shm"),
             of_process=OF_PROCESS,
         )
@@ -510,6 +511,7 @@ class LocalWorkspace(Workspace):
             fds=list(self._layer.fds),
             enter=self._layer.enter,
             user=self._layer.user,
+            mark=self._owner.mounts.mark,
             written=("merged",),
         )
         disk = self._spec.limits.disk_bytes

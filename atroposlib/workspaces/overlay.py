@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
+import secrets
 import socket
 import subprocess
 import sys
@@ -73,6 +75,8 @@ class Mounts:
 
     def __init__(self, *, kind: Kind = "any") -> None:
         self._kind = kind
+        self.mark = f"ATROPOS_OWNER_{secrets.token_hex(8)}"
+        """Word in the command line of every box; the server ends these if this process is killed."""
         self._nsenter = find_program("nsenter", package="util-linux")
         self._server: Server | None = None
 
@@ -118,7 +122,9 @@ class Mounts:
     def close(self) -> None:
         if self._server is not None:
             server, self._server = self._server, None
-            server.control.close()  # the program ends
+            with contextlib.suppress(OSError):
+                server.control.send(b"end")
+            server.control.close()
             server.process.wait()
 
     async def _ask(
@@ -145,7 +151,7 @@ class Mounts:
 
     def _send(self, text: bytes, fds: Sequence[int]) -> None:
         for is_last in (False, True):
-            server = self._server = self._server or _start()
+            server = self._server = self._server or _start(self.mark)
             try:
                 socket.send_fds(server.control, [text], fds)
             except OSError as error:  # it ended, for example for lack of memory
@@ -158,13 +164,12 @@ class Mounts:
                 return
 
 
-def _start() -> Server:
-    # In the thread of the event loop: the program ends with the thread that starts it.
+def _start(mark: str) -> Server:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         program = str(Path(__file__).with_name("mount_server.py"))
         process = subprocess.Popen(
-            [sys.executable, "-I", "-S", program, str(os.getpid())],
+            [sys.executable, "-I", "-S", program, mark],
             stdin=theirs.fileno(),
             env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"},
             start_new_session=True,

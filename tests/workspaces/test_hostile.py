@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import io
 import os
 import subprocess
@@ -32,6 +33,7 @@ LIMITS = SandboxLimits(
     wall_s=60.0, cpu_s=30, memory_bytes=2**28, max_processes=24, disk_bytes=2**24
 )
 REPOSITORY = Path(__file__).parents[2]
+SECONDS = 100_000 + os.getpid()
 MARK = "atropos-hostile-test"
 
 
@@ -110,12 +112,13 @@ async def test_machine_and_other_workspaces_are_not_visible(
         workspace,
         f"cat {secret} /tmp/other /app/other /etc/shadow; ls /home /sys /boot /oldroot /newroot "
         "/usr/../sys; find / -name secret -not -path '/proc/*'; "
-        "cat /proc/*/cmdline | tr '\\0' ' ' | grep -c pytest",
+        "ls -d /proc/[0-9]* | wc -l",
     )
     await other.close()
 
     output = b"".join(piece.data for piece in result.output if piece.stream == "stdout").split()
-    assert output == [b"/home:", b"agent", b"0"]
+    assert output[:2] == [b"/home:", b"agent"]
+    assert int(output[2]) < 6
 
 
 async def test_only_the_workspace_is_writable(base: Base, workspace: Workspace) -> None:
@@ -158,7 +161,9 @@ while not os.path.exists('/tmp/started'):
 """
     result = await python(workspace, daemon)
     before = await shell(workspace, f"stat -c %s /tmp/{MARK}; ls /proc | grep -c '^[0-9]'")
-    after = await shell(workspace, f"sleep 0.2; stat -c %s /tmp/{MARK}; ls /proc | grep -c '^[0-9]'")
+    after = await shell(
+        workspace, f"sleep 0.2; stat -c %s /tmp/{MARK}; ls /proc | grep -c '^[0-9]'"
+    )
 
     assert result.is_success, result
     assert before.text == after.text
@@ -219,10 +224,10 @@ async def test_disk_is_bounded_over_several_commands(workspace: Workspace) -> No
     many = await python(
         workspace, "import itertools\nfor n in itertools.count(): open(f'/tmp/{n}', 'w')"
     )
-    used = await shell(workspace, "rm -rf /app/[abc]; du -s --apparent-size -B1 / 2>/dev/null")
+    used = await shell(workspace, "rm -rf /app/[abc]; du -sx --apparent-size -B1 / 2>/dev/null")
 
     assert "No space left" in many.text
-    assert int(used.text.split()[0]) < 2 * LIMITS.disk_bytes + 2**30
+    assert int(used.text.split()[0]) < 2 * LIMITS.disk_bytes
 
 
 async def test_workspace_full_of_files_can_be_read(workspace: Workspace) -> None:
@@ -445,18 +450,22 @@ async def test_variables_of_a_command_are_hidden_from_other_users(workspace: Wor
     key = "key-" + os.urandom(8).hex()
     running = asyncio.create_task(shell(workspace, "sleep 2; echo $KEY", env={"KEY": key}))
     await asyncio.sleep(0.3)
-    lines = [path.read_bytes() for path in _command_lines()]
+    lines = _command_lines()
     result = await running
 
     assert result.text.strip() == key
     assert not any(key.encode() in line for line in lines)
 
 
-def _command_lines() -> list[Path]:
-    return [path for path in Path("/proc").glob("[0-9]*/cmdline") if os.access(path, os.R_OK)]
+def _command_lines() -> list[bytes]:
+    lines = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            lines.append(path.read_bytes())
+    return lines
 
 
-OWNER = """
+OWNER = f"""
 import asyncio, sys
 from pathlib import Path
 from atroposlib.sandbox import SandboxLimits
@@ -469,7 +478,7 @@ async def main():
     workspaces = LocalWorkspaces(cache=folder / "cache")
     base = await workspaces.prepare(WorkspaceSpec("killed", limits=limits))
     forks = [await base.fork() for _ in range(3)]
-    daemon = "(setsid sleep 6543 &) ; head -c 1M /dev/zero > /tmp/x; echo ready; sleep 6543"
+    daemon = "(setsid sleep {SECONDS} &) ; head -c 1M /dev/zero > /tmp/x; echo ready; sleep {SECONDS}"
     seen = asyncio.Event()
     runs = [
         asyncio.create_task(f.run(["bash", "-c", daemon], on_output=lambda _: seen.set()))
@@ -483,24 +492,26 @@ asyncio.run(main())
 """
 
 
-def leftovers(marks: tuple[str, ...]) -> list[str]:
-    """Return processes whose command line, or mounts of processes that, have one of the words."""
+def leftovers(folder: Path) -> list[str]:
+    """Return processes of the owner, and processes with mounts of its folder."""
     found = []
-    for folder in Path("/proc").glob("[0-9]*"):
+    for process in Path("/proc").glob("[0-9]*"):
         try:
-            line = (folder / "cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace")
-            mounts = (folder / "mountinfo").read_text()
+            line = (
+                (process / "cmdline").read_bytes().replace(b"\0", b" ").decode("utf-8", "replace")
+            )
+            mounts = (process / "mountinfo").read_text()
         except OSError:
             continue
-        if any(mark in line for mark in marks) or "atropos" in mounts:
-            found.append(f"{folder.name} {line}")
+        if f"sleep {SECONDS}" in line or str(folder) in line or str(folder) in mounts:
+            found.append(f"{process.name} {line}")
     return found
 
 
 @pytest.mark.parametrize("is_root", [True, False])
 async def test_nothing_is_left_after_the_owner_is_killed(tmp_path: Path, is_root: bool) -> None:
     prefix = _prefix(tmp_path, is_root=is_root)
-    before = set(leftovers(("sleep 6543",)))
+    assert leftovers(tmp_path) == []
     python_path = {"PYTHONPATH": str(REPOSITORY), "PATH": os.environ["PATH"]}
     owner = subprocess.Popen(
         [*prefix, "-c", OWNER, str(tmp_path)], stdout=subprocess.PIPE, env=python_path, text=True,
@@ -509,18 +520,18 @@ async def test_nothing_is_left_after_the_owner_is_killed(tmp_path: Path, is_root
     try:
         assert owner.stdout is not None
         assert await asyncio.to_thread(owner.stdout.readline) == "ready\n"
-        assert set(leftovers(("sleep 6543",))) - before
+        assert len(leftovers(tmp_path)) > 3
     finally:
         owner.kill()  # the process only, not its group
         owner.wait()
 
-    for _ in range(200):
-        left = {line for line in leftovers(("sleep 6543", str(tmp_path))) if line not in before}
+    for _ in range(600):
+        left = leftovers(tmp_path)
         if not left:
             break
         await asyncio.sleep(0.05)
 
-    assert left == set()
+    assert left == []
     kinds = sorted(path.suffix or "base" for path in (tmp_path / "cache").iterdir())
     assert kinds == [".lock", "base"]
 
@@ -543,17 +554,11 @@ def _prefix(folder: Path, *, is_root: bool) -> list[str]:
     return words
 
 
-async def counts() -> tuple[int, int, int]:
-    """Return open files, children and mount namespaces of this machine that this process sees."""
-    await asyncio.sleep(0.1)
-    spaces = set()
-    for path in Path("/proc").glob("[0-9]*/ns/mnt"):
-        try:
-            spaces.add(path.readlink())
-        except OSError:
-            continue
+def counts() -> tuple[int, int, int]:
+    """Return the numbers of open files, of children, and of mounts that this process sees."""
     children = Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()
-    return len(list(Path("/proc/self/fd").iterdir())), len(children), len(spaces)
+    files = len(list(Path("/proc/self/fd").iterdir()))
+    return files, len(children), len(Path("/proc/self/mountinfo").read_text().splitlines())
 
 
 async def _rollouts(base: Base, number: int) -> None:
@@ -565,19 +570,19 @@ async def _rollouts(base: Base, number: int) -> None:
         await workspace.close()
 
 
-@pytest.mark.parametrize(
-    "number", [pytest.param(30), pytest.param(500, marks=pytest.mark.long)]
-)
+@pytest.mark.parametrize("number", [pytest.param(30), pytest.param(500, marks=pytest.mark.long)])
 async def test_rollouts_in_a_row_leave_no_growth(base: Base, number: int) -> None:
     await _rollouts(base, 5)
-    before = await counts()
+    before = counts()
     memory = _shared_memory()
 
     await _rollouts(base, number)
-    after = await counts()
+    for _ in range(100):  # until the workspaces made in advance are there again
+        if counts() == before:
+            break
+        await asyncio.sleep(0.05)
 
-    assert after[:2] == before[:2]
-    assert abs(after[2] - before[2]) <= 3  # those of unrelated processes
+    assert counts() == before
     assert _shared_memory() - memory < 2**25  # of which one rollout writes 2**21
 
 
