@@ -13,12 +13,14 @@ namespace, a file system in memory covers /sys, which no workspace uses and ever
     /sys/upper     what the workspace has changed, on top of the base
     /sys/merged    the root folder of the workspace
     /sys/binds     files and folders of the machine for one command
+    /sys/network   sockets that lead out of the workspace, created by the client
 """
 
 from __future__ import annotations
 
 import contextlib
 import ctypes
+import glob
 import json
 import os
 import signal
@@ -85,12 +87,12 @@ def new_namespace(user: int | None) -> list[int]:
 
 
 def fork(request: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
-    """Create a workspace; reply with the descriptors of its namespaces."""
+    """Create a workspace; reply with descriptors of its folder for sockets and its namespaces."""
     user = request["user"]
     namespaces = new_namespace(user)
     size = f"size={request['size']},nr_inodes={request['inodes']},mode=755"
     mount("atropos", ROOT, "tmpfs", MS_NOSUID | MS_NODEV, size)
-    for name in ("base", "upper", "work", "merged", "binds"):
+    for name in ("base", "upper", "work", "merged", "binds", "network"):
         os.mkdir(f"{ROOT}/{name}", 0o755)  # noqa: PTH102 - starts faster
     mount(request["base"], f"{ROOT}/base", None, MS_BIND | MS_REC)
     with_flags = MS_BIND | MS_REMOUNT | MS_RDONLY | MS_NOSUID | MS_NODEV
@@ -98,16 +100,18 @@ def fork(request: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
     if user is not None:
         for name in ("upper", "merged"):
             os.chown(f"{ROOT}/{name}", user, user)
+    network = os.open(f"{ROOT}/network", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    fds = [network, *namespaces]
     kind = request["kind"]
     if kind in ("overlay", "any"):
         try:
             overlay(own_user=user is None)
-            return {"kind": "overlay"}, namespaces
+            return {"kind": "overlay"}, fds
         except RefusedError:
             if kind == "overlay":
                 raise
     copy(f"{ROOT}/base", f"{ROOT}/merged")
-    return {"kind": "copy"}, namespaces
+    return {"kind": "copy"}, fds
 
 
 def overlay(*, own_user: bool) -> None:
@@ -226,6 +230,14 @@ def serve(control: socket.socket) -> bool:
             os.close(fd)
 
 
+def remove_groups(client: str) -> None:
+    """Remove the control groups of a client, which are empty now."""
+    pattern = f"/sys/fs/cgroup/**/atropos-sandbox/{client}-*"
+    for folder in [*glob.glob(pattern.replace("**/", "")), *glob.glob(pattern.replace("**", "*"))]:
+        with contextlib.suppress(OSError):
+            os.rmdir(folder)  # noqa: PTH106
+
+
 def end_boxes(mark: str) -> None:
     """End the boxes of a client that was killed, also those that were about to start.
 
@@ -252,3 +264,4 @@ if __name__ == "__main__":
     os.umask(0o022)
     if serve(socket.socket(fileno=0)):
         end_boxes(sys.argv[1])
+        remove_groups(sys.argv[2])

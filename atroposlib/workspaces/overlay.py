@@ -17,9 +17,11 @@ from typing import Any, Literal, NamedTuple
 from atroposlib.sandbox.limits import find_program
 from atroposlib.workspaces.interface import WorkspaceError
 
-__all__ = ["BASE", "BINDS", "MERGED", "UPPER", "Layer", "Mounts"]
+__all__ = ["BASE", "BINDS", "MERGED", "NETWORK", "UPPER", "Layer", "Mounts"]
 
-BASE, UPPER, MERGED, BINDS = (f"/sys/{name}" for name in ("base", "upper", "merged", "binds"))
+BASE, UPPER, MERGED, BINDS, NETWORK = (
+    f"/sys/{name}" for name in ("base", "upper", "merged", "binds", "network")
+)
 """Folders within the namespace of a layer; see `mount_server`."""
 MAX_REPLY_BYTES = 65_536
 FILE_BYTES = 4096
@@ -37,7 +39,7 @@ class Layer:
     """
 
     def __init__(self, fds: list[int], *, user: int | None, kind: Kind, nsenter: str) -> None:
-        self.fds = fds
+        self._network, *self.fds = fds
         self.user = user
         self.kind = kind
         self._nsenter = nsenter
@@ -54,7 +56,18 @@ class Layer:
     def is_open(self) -> bool:
         return bool(self.fds)
 
+    @property
+    def network_folder(self) -> Path:
+        """Folder that programs in the layer see as `NETWORK`, as this process can open it."""
+        return Path(f"/proc/self/fd/{self._network}")
+
+    def clear_network(self) -> None:
+        for name in os.listdir(self._network):
+            os.unlink(name, dir_fd=self._network)
+
     def close(self) -> None:
+        if self.fds:
+            os.close(self._network)
         while self.fds:
             os.close(self.fds.pop())
 
@@ -141,7 +154,7 @@ class Mounts:
                 raise WorkspaceError(
                     f"mounts of a workspace took more than {REPLY_S:g} s"
                 ) from error
-            text, received, _, _ = socket.recv_fds(ours, MAX_REPLY_BYTES, 2)
+            text, received, _, _ = socket.recv_fds(ours, MAX_REPLY_BYTES, 3)
         if not text:
             raise WorkspaceError("the program that makes the mounts of workspaces has ended")
         reply = json.loads(text)
@@ -169,7 +182,7 @@ def _start(mark: str) -> Server:
     with theirs:
         program = str(Path(__file__).with_name("mount_server.py"))
         process = subprocess.Popen(
-            [sys.executable, "-I", "-S", program, mark],
+            [sys.executable, "-I", "-S", program, mark, str(os.getpid())],
             stdin=theirs.fileno(),
             env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"},
             start_new_session=True,
