@@ -393,24 +393,37 @@ async def test_settings_of_the_workspace_do_not_change_how_it_is_read(workspace:
 
 
 async def test_mounts_are_not_placed_through_links(workspace: Workspace, tmp_path: Path) -> None:
-    (tmp_path / "test.sh").write_text("echo real")
+    tests = tmp_path / "tests"
+    tests.mkdir(mode=0o755)
     await shell(workspace, "ln -s /app /tests; mkdir /other; ln -s /etc /other/place")
 
-    for inside in ("/tests", "/other/place/tests", "/usr/tests", "/proc/tests", "/"):
-        with pytest.raises(WorkspaceError):
-            await workspace.run(["true"], read_only={inside: tmp_path})
+    for inside in ("/tests", "/other/place/tests", "/usr/tests", "/proc/tests", "/", "relative"):
+        with pytest.raises(WorkspaceError, match=r"mount"):
+            await workspace.run(["true"], read_only={inside: tests})
     result = await workspace.run(["true"])
 
     assert result.is_success
 
 
+async def test_mount_that_is_not_readable_is_an_error(workspace: Workspace, tmp_path: Path) -> None:
+    (tmp_path / "private").mkdir(mode=0o700)
+
+    with pytest.raises(WorkspaceError, match="No such file"):
+        await workspace.run(["true"], read_only={"/tests": tmp_path / "missing"})
+    if os.geteuid() == 0:
+        with pytest.raises(WorkspaceError, match=r"chmod -R o\+rX"):
+            await workspace.run(["true"], read_only={"/tests": tmp_path / "private"})
+
+
 async def test_mounted_folder_is_visible_to_its_command_only_and_read_only(
     workspace: Workspace, tmp_path: Path
 ) -> None:
-    (tmp_path / "test.sh").write_text("echo real")
+    tests = tmp_path / "tests"
+    tests.mkdir(mode=0o755)
+    (tests / "test.sh").write_text("echo real")
 
     first = await shell(
-        workspace, "cat /tests/test.sh; echo x > /tests/test.sh", read_only={"/tests": tmp_path}
+        workspace, "cat /tests/test.sh; echo x > /tests/test.sh", read_only={"/tests": tests}
     )
     second = await shell(workspace, "ls -A /tests; grep -c tests /proc/self/mountinfo")
 
