@@ -19,6 +19,7 @@ import math
 import os
 import posixpath
 import shutil
+import stat
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -50,7 +51,7 @@ from atroposlib.workspaces.interface import (
     WorkspaceSpec,
 )
 from atroposlib.workspaces.network import NetworkGate
-from atroposlib.workspaces.overlay import BASE, MERGED, UPPER, Kind, Layer, Mounts
+from atroposlib.workspaces.overlay import BASE, MERGED, NETWORK, UPPER, Kind, Layer, Mounts
 from atroposlib.workspaces.transfer import OutputRecord, extract
 
 __all__ = ["LocalWorkspaces"]
@@ -425,12 +426,14 @@ class LocalWorkspace(Workspace):
         limits: SandboxLimits,
         record: OutputRecord,
     ) -> CommandResult:
-        async with NetworkGate(network, user=self._layer.user) as gate:
+        self._layer.clear_network()
+        async with NetworkGate(network, folder=self._layer.network_folder) as gate:
             variables = {**self._env, **gate.env, **env}
             _check_command(command, variables)
             for inside, folder in writable.items():
                 await self._put(await asyncio.to_thread(_archive_of, folder, inside))
-            mounts = await self._bind({**read_only, **gate.mounts})
+            sockets = dict.fromkeys(gate.mounts, Path(NETWORK))
+            mounts = await self._bind({**read_only, **sockets})
             box = self._box(mounts, variables, cwd, limits)
             words = gate.words(command)
             try:
@@ -464,6 +467,7 @@ class LocalWorkspace(Workspace):
             user=self._layer.user,
             shown_user=AGENT,
             hostname="workspace",
+            mark=self._owner.mounts.mark,
             written=("", "dev/shm"),
             of_process=OF_PROCESS,
         )
@@ -476,13 +480,30 @@ class LocalWorkspace(Workspace):
         for path in inside:
             if not path.startswith("/") or path == "/":
                 raise WorkspaceError(f"expected an absolute path for a mount, got {path!r}")
-        sources = [str(source.resolve()) for source in read_only.values()]
+        sources = [str(self._readable(source)) for source in read_only.values()]
         places = await self._owner.mounts.attach(
             self._layer, list(zip(sources, inside, strict=True))
         )
         self._hidden.update(inside)
         pairs = zip(places, inside, strict=True)
         return [word for place, path in pairs for word in ("--ro-bind", place, path)]
+
+    def _readable(self, source: Path) -> Path:
+        """Return the real path of a mount, which root's programs must be able to read."""
+        if source == Path(NETWORK):
+            return source
+        try:
+            real = source.resolve(strict=True)
+            mode = real.stat().st_mode
+        except OSError as error:
+            raise WorkspaceError(f"cannot mount {source}: {error}") from error
+        needed = 0o005 if stat.S_ISDIR(mode) else 0o004
+        if self._layer.user is not None and mode & needed != needed:
+            raise WorkspaceError(
+                f"cannot mount {source}: programs in workspaces of root run as another user, who "
+                f"cannot read it; run `chmod -R o+rX {source}`"
+            )
+        return real
 
     async def _collect(self, paths: Sequence[str], max_bytes: int) -> bytes:
         request = {"paths": list(paths), "max_bytes": max_bytes}
@@ -507,6 +528,7 @@ class LocalWorkspace(Workspace):
             fds=list(self._layer.fds),
             enter=self._layer.enter,
             user=self._layer.user,
+            mark=self._owner.mounts.mark,
             written=("merged",),
         )
         disk = self._spec.limits.disk_bytes
