@@ -286,6 +286,21 @@ print(sorted(map(int, os.listdir("/proc/self/fd")))[:4])
     assert output == f"given {variables}\nno child\n[0, 1, 2, 3]\n"
 
 
+async def test_relay_outlives_a_command_that_ends_all_python_programs(port: int) -> None:
+    program = f"""{HTTP}
+import os
+own = os.getpid()
+for pid in filter(str.isdigit, os.listdir("/proc")):
+    if int(pid) != own and "python" in open(f"/proc/{{pid}}/comm").read():
+        os.kill(int(pid), 9)
+print(len(ask("/large")))
+"""
+    async with NetworkGate(forward(port)) as gate:
+        first = await run_python(gate, program.replace("import os\n", "import os; ask('/large')\n"))
+
+    assert int(first) == LARGE_BYTES
+
+
 async def test_relay_ends_with_its_command_where_processes_outlive_it(port: int) -> None:
     """The box of this test shares the processes of the machine."""
     async with NetworkGate(forward(port)) as gate:
