@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import ipaddress
 import re
 import socket
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -32,6 +34,7 @@ PORTS = frozenset({80, 443})
 """Ports of every allowed host; an entry `host:port` adds another one."""
 MAX_NAME_CHARACTERS = 253
 MAX_TRIED = 4
+MAX_LOOKUPS = 8
 RESOLVE_S = 10.0
 CONNECT_S = 10.0
 LABEL = r"[a-z0-9_](?:[a-z0-9_-]{0,61}[a-z0-9_])?"
@@ -207,8 +210,15 @@ def is_own(address: Address) -> bool:
 async def resolve(name: str, port: int) -> Sequence[str]:
     """Return the addresses of a name, as the system resolves it."""
     loop = asyncio.get_running_loop()
-    found = await loop.getaddrinfo(name, port, type=socket.SOCK_STREAM)
+    look_up = functools.partial(socket.getaddrinfo, name, port, type=socket.SOCK_STREAM)
+    found = await loop.run_in_executor(_lookup_threads(), look_up)
     return [str(address[0]) for *_, address in found]
+
+
+@functools.cache
+def _lookup_threads() -> ThreadPoolExecutor:
+    """Return threads of their own, since a name server that does not answer blocks them."""
+    return ThreadPoolExecutor(MAX_LOOKUPS, thread_name_prefix="atropos-lookup")
 
 
 async def dial(
