@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+import atroposlib.workspaces
 from atroposlib.errors import ConfigError
 from atroposlib.sandbox import SandboxLimits
 from atroposlib.workspaces import (
@@ -425,3 +427,11 @@ async def test_settings_that_cannot_work_are_errors(engines: Engines, tmp_path: 
 def test_unknown_kind_is_an_error(kind: str) -> None:
     with pytest.raises(ConfigError, match="as the kind of workspace"):
         open_workspaces(kind)
+
+
+def test_program_of_the_readme_runs(engines: Engines) -> None:
+    readme = Path(atroposlib.workspaces.__file__).with_name("README.md").read_text(encoding="utf-8")
+    programs = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    [program] = [program for program in programs if "EngineOptions" in program]
+
+    subprocess.run([sys.executable, "-c", program], check=True)
