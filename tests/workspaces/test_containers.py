@@ -32,6 +32,7 @@ from atroposlib.workspaces import (
     open_workspaces,
 )
 from atroposlib.workspaces.container_engine import new_name
+from atroposlib.workspaces.containers import ContainerWorkspaces
 from tests.workspaces.containers import IMAGE, PLAIN_IMAGE, Engines, open_engines
 
 pytestmark = pytest.mark.slow
@@ -435,3 +436,51 @@ def test_program_of_the_readme_runs(engines: Engines) -> None:
     [program] = [program for program in programs if "EngineOptions" in program]
 
     subprocess.run([sys.executable, "-c", program], check=True)
+
+
+async def test_program_has_no_rights_over_the_machine(local: Workspace) -> None:
+    program = """
+mount -t tmpfs none /mnt && echo mounted
+mknod /dev/disk b 8 0 && echo device
+echo 1 > /proc/sys/kernel/panic && echo kernel
+rm -rf /run/atropos/network/* && touch /run/atropos/network/x && echo sockets
+hostname other && echo hostname
+ping -c 1 127.0.0.1 >/dev/null && echo raw
+kill -9 1; sleep 0.1; echo remains
+"""
+    result = await local.run(["sh", "-c", program])
+    stdout = b"".join(piece.data for piece in result.output if piece.stream == "stdout")
+
+    assert stdout.decode().split() == ["remains"]
+
+
+async def test_program_that_writes_to_the_keeper_does_not_stop_the_workspace(
+    local: Workspace,
+) -> None:
+    program = "echo junk > /proc/1/fd/1; echo junk > /proc/1/fd/0; (setsid sleep 1000 &); sleep 0.2"
+    await local.run(["sh", "-c", program])
+    listed = await local.run(["ps"])
+
+    assert listed.is_success
+    assert "sleep 1000" not in listed.text
+
+
+async def test_many_forks_leave_nothing(engines: Engines) -> None:
+    workspaces = ContainerWorkspaces("podman", options=engines.options, warm=0)
+    base = await workspaces.prepare(SPEC)
+    await (await base.fork()).close()
+    before = _left(engines)
+    for _ in range(5):
+        workspace = await base.fork()
+        await workspace.run(["true"], network=Network(forwards={8000: "127.0.0.1:1"}))
+        await workspace.close()
+    after = _left(engines)
+    await workspaces.close()
+
+    assert after == before
+
+
+def _left(engines: Engines) -> tuple[list[str], list[str], set[str]]:
+    descriptors = sorted(path.name for path in Path("/proc/self/fd").iterdir())
+    own = {path for path in _own_folders() if f"-{os.getpid()}-" in path}
+    return descriptors, engines.containers(), own
