@@ -147,7 +147,7 @@ class LocalWorkspaces(Workspaces):
                 f"{spec.name}: workspaces of the kind bubblewrap have no images, but the image "
                 f"{spec.image!r} is set; expected a Dockerfile or a folder, or the kind podman"
             )
-        recipe = await asyncio.to_thread(read_recipe, spec)
+        recipe = await asyncio.to_thread(read_recipe, spec, variables=ENV)
         base = LocalBase(self, spec, recipe)
         await base.open()
         self._bases.add(base)
