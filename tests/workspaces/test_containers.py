@@ -424,6 +424,12 @@ async def test_settings_that_cannot_work_are_errors(engines: Engines, tmp_path: 
         await workspaces.prepare(WorkspaceSpec("allowlist", source=tmp_path, build_network=network))
 
 
+@pytest.mark.parametrize("options", [{"other": ["--x"]}, {"run": "--x"}, {"run": [1]}])
+def test_unknown_options_are_an_error(options: dict[str, list[str]]) -> None:
+    with pytest.raises(ConfigError, match="named common, build, run, ssh, got"):
+        open_workspaces("podman", engine_options=options)
+
+
 @pytest.mark.parametrize("kind", ["podman+http://host", "docker+ssh://a b", "docker+ssh://-oX"])
 def test_unknown_kind_is_an_error(kind: str) -> None:
     with pytest.raises(ConfigError, match="as the kind of workspace"):
