@@ -16,7 +16,7 @@ import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from atroposlib.errors import AtroposError, ConfigError, MissingExtraError
 from atroposlib.utils.command_parser import (
@@ -295,9 +295,39 @@ def _new(args: argparse.Namespace) -> int:
     return 0 if reports[0].is_valid else 1
 
 
+def _swe(args: argparse.Namespace) -> int:
+    from atroposlib.agent_tasks.swe import SweSettings, write_swe_tasks
+
+    settings = SweSettings(
+        repositories=Path(args.repositories),
+        test_command=args.test_command,
+        log_format=args.log_format,
+        image=args.image,
+        setup_command=args.setup_command,
+        memory_mb=args.memory_mb,
+    )
+    require_writable_folder(args.out, "--out")
+    folders = write_swe_tasks(_swe_rows(args.rows), settings, Path(args.out))
+    print(f"{len(folders)} tasks in {args.out}; now: atropos-tasks validate {args.out}")
+    return 0
+
+
+def _swe_rows(name: str) -> Sequence[dict[str, Any]]:
+    from atroposlib.agent_tasks.swe import COLUMNS
+    from atroposlib.utils.local_records import read_records
+
+    if not name.startswith("hf:"):
+        return read_records(Path(name), COLUMNS, optional=("image",))
+    from atroposlib.envs.dataset_items import hub_dataset
+
+    path, _, split = name.removeprefix("hf:").partition(":")
+    rows = hub_dataset(path, split=split or "test", remedy="a local file of rows needs no hub")
+    return [dict(row) for row in rows]
+
+
 def _parser() -> CommandParser:
     parser = CommandParser(prog=_COMMAND, description="Write, look at, run and check task folders.")
-    commands = parser.add_subparsers(required=True, metavar="{new,validate,run,list,show}")
+    commands = parser.add_subparsers(required=True, metavar="{new,validate,run,list,show,swe}")
     tasks_help = "a task, a folder of tasks, or hf:NAME, a data set of a hub"
 
     new = commands.add_parser("new", help="write a small task, and check it")
@@ -338,6 +368,37 @@ def _parser() -> CommandParser:
     show = commands.add_parser("show", help="show one task: limits, notes, instruction")
     show.add_argument("task", help="folder of the task")
     show.set_defaults(act=_show)
+
+    swe = commands.add_parser(
+        "swe",
+        help="write tasks from rows in the style of SWE-bench",
+        description="Write a task folder for each row: repository at the base commit, patch as "
+        "solution, test files after the test patch in the verifier.",
+    )
+    swe.add_argument(
+        "rows", metavar="ROWS", help="JSONL, JSON, Parquet or CSV, or hf:NAME[:SPLIT] of a hub"
+    )
+    swe.add_argument(
+        "--repositories", required=True, metavar="DIR",
+        help="folder with OWNER__NAME as repository, .bundle or .tar of each row",
+    )  # fmt: skip
+    swe.add_argument("--out", required=True, metavar="DIR", help="folder of the tasks")
+    swe.add_argument(
+        "--test-command", default="python3 -m pytest -rA {tests}", metavar="COMMAND",
+        help="how tests are run; {tests} stands for their files (%(default)s)",
+    )  # fmt: skip
+    swe.add_argument(
+        "--log-format", choices=("pytest", "unittest"), default="pytest",
+        help="how its output is read (%(default)s)",
+    )  # fmt: skip
+    swe.add_argument("--image", default="python:3.11-slim", help="base image (%(default)s)")
+    swe.add_argument(
+        "--setup-command", default="", metavar="COMMAND", help="prepares the repository once"
+    )
+    swe.add_argument(
+        "--memory-mb", type=integer_between(1, 2**20), default=2048, help="(%(default)s)"
+    )
+    swe.set_defaults(act=_swe)
 
     for command in (new, validate):
         command.add_argument(

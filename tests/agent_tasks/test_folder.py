@@ -113,7 +113,9 @@ def test_task_without_keys_has_the_defaults_of_the_format(tmp_path: Path) -> Non
 
 
 def test_task_of_an_older_version_is_read(tmp_path: Path) -> None:
-    old = 'version = "1.0"\n[environment]\nmemory = "2G"\nstorage = "512M"\nallow_internet = false\n'
+    old = (
+        'version = "1.0"\n[environment]\nmemory = "2G"\nstorage = "512M"\nallow_internet = false\n'
+    )
 
     task = load_task(make_task(tmp_path / "old", old))
 
@@ -190,8 +192,8 @@ def test_bad_key_or_value_is_refused_with_its_line(
 
 
 def test_key_without_effect_becomes_a_note(tmp_path: Path) -> None:
-    toml = '[agent]\nuser = "root"\n[environment]\nskills_dir = "/s"\n[verifier.environment]\ncpus = 1\n'
-    folder = make_task(tmp_path / "t", toml)
+    toml = '[agent]\nuser = "root"\n[environment]\nskills_dir = "/s"\n'
+    folder = make_task(tmp_path / "t", f"{toml}[verifier.environment]\ncpus = 1\n")
 
     notes = load_task(folder).notes
 
@@ -330,7 +332,9 @@ def test_data_set_of_a_hub_in_the_cache_is_loaded(
     make_task(dataset / "snapshots" / revision / "a")
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr("huggingface_hub._snapshot_download.HF_HUB_CACHE", str(tmp_path), raising=False)
+    monkeypatch.setattr(
+        "huggingface_hub._snapshot_download.HF_HUB_CACHE", str(tmp_path), raising=False
+    )
 
     assert [task.name for task in load_tasks("hf:org/tasks")] == ["a"]
 
