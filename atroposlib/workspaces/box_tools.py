@@ -243,16 +243,16 @@ class Changes:
         if any(state and state.st_size > self._max_diff_bytes for state in (old, new)):
             return None
         try:
-            texts = [_lines(BASE + path, old), _lines(MERGED + path, new)]
+            before, after = _lines(BASE + path, old), _lines(MERGED + path, new)
         except (UnicodeDecodeError, OSError):
             return None
-        if max(map(len, texts)) > MAX_DIFF_LINES:
+        if max(len(before), len(after)) > MAX_DIFF_LINES:
             return None
-        labels = ["/dev/null" if state is None else path for state in (old, new)]
+        first, second = ("/dev/null" if state is None else path for state in (old, new))
         lines = list(_modes(old, new))
         signal.setitimer(signal.ITIMER_REAL, DIFF_S)
         try:
-            for line in difflib.unified_diff(*texts, *labels):
+            for line in difflib.unified_diff(before, after, first, second):
                 lines += (
                     [line] if line.endswith("\n") else [line, "\n\\ No newline at end of file\n"]
                 )

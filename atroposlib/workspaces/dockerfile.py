@@ -13,7 +13,6 @@ import glob
 import hashlib
 import io
 import json
-import os
 import posixpath
 import re
 import shlex
@@ -30,8 +29,10 @@ from atroposlib.workspaces.interface import WorkspaceSpec
 __all__ = ["CopyStep", "Recipe", "RunStep", "missing_packages", "read_recipe"]
 
 MAX_CONTEXT_FILES = 100_000
-IGNORED = ("USER", "CMD", "ENTRYPOINT", "LABEL", "EXPOSE", "HEALTHCHECK", "STOPSIGNAL", "VOLUME")
-IGNORED += ("MAINTAINER", "ONBUILD")
+IGNORED = (
+    *("USER", "CMD", "ENTRYPOINT", "LABEL", "EXPOSE", "HEALTHCHECK", "STOPSIGNAL", "VOLUME"),
+    *("MAINTAINER", "ONBUILD"),
+)
 MANAGERS = re.compile(
     r"\b(apt-get|apt|apk|yum|dnf|microdnf|zypper|pacman|dpkg|sudo|useradd|adduser)\b"
 )
@@ -68,14 +69,17 @@ class CopyStep:
             member.type, member.mode = tarfile.DIRTYPE, 0o755
             archive.addfile(member)
         elif isinstance(content, Path) and content.is_symlink():
-            member.type, member.linkname = tarfile.SYMTYPE, os.readlink(content)
+            member.type, member.linkname = tarfile.SYMTYPE, str(content.readlink())
             archive.addfile(member)
         else:
-            is_path = isinstance(content, Path)
-            data = content.read_bytes() if isinstance(content, Path) else content
-            mode = content.stat().st_mode & 0o777 if is_path else 0o644
-            member.mode = mode | 0o600 if self.mode is None else self.mode
-            member.mtime = int(content.stat().st_mtime) if is_path else 0
+            data = content if isinstance(content, bytes) else b""
+            member.mode = 0o644
+            if isinstance(content, Path):
+                data, state = content.read_bytes(), content.stat()
+                member.mode = state.st_mode & 0o777 | 0o600
+                member.mtime = int(state.st_mtime)
+            if self.mode is not None:
+                member.mode = self.mode
             member.size = len(data)
             archive.addfile(member, io.BytesIO(data))
 
@@ -204,7 +208,7 @@ class _Reader:
         self._file = file
         self._are_missing = are_missing
         self._args: dict[str, str] = {}
-        self._shell = ("/bin/sh", "-c")
+        self._shell: tuple[str, ...] = ("/bin/sh", "-c")
         self._folders = {"/", "/tmp", "/opt", "/home/agent", "/srv", "/root", "/etc", "/usr"}
         self._num_stages = 0
         self._has_workdir = False
@@ -510,7 +514,7 @@ def _fingerprinted(recipe: Recipe, files: Mapping[str, Path]) -> Recipe:
 
     for name, path in files.items():
         if path.is_symlink():
-            update("link", name, os.readlink(path))
+            update("link", name, path.readlink())
         elif path.is_file():
             content = hashlib.sha256(path.read_bytes()).hexdigest()
             update("file", name, path.stat().st_mode & 0o111, content)
