@@ -87,7 +87,7 @@ HIDDEN_FOLDERS = ("/tests", "/solution", "/logs/verifier")
 
 @dataclass(frozen=True)
 class AgentCommand:
-    """What is executed in the workspace for one rollout, placeholders already filled in."""
+    """A program that is executed in the workspace for one rollout; no placeholders are left."""
 
     name: str
     command: Sequence[str]
@@ -368,7 +368,7 @@ def changed_sources(
 
 @dataclass
 class _Work:
-    """What an agent left."""
+    """The files that an agent left, and how it ended."""
 
     fork_ms: float
     outcome: Outcome = "done"
