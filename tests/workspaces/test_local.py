@@ -338,7 +338,8 @@ async def test_workspaces_are_made_in_advance_up_to_a_limit(tmp_path: Path) -> N
         await asyncio.sleep(0.02)
     await workspaces.close()
 
-    assert sorted(warm) == [1, 3]
+    assert sum(warm) == 4
+    assert max(warm) <= 3
     for fork in forks:
         with pytest.raises(WorkspaceError, match="closed"):
             await fork.run(["true"])
