@@ -71,7 +71,7 @@ __all__ = ["ContainerWorkspaces"]
 logger = logging.getLogger(__name__)
 
 CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL", "SETGID", "SETUID")
-"""What package managers and `su` need; not those for devices, mounts or raw packets."""
+"""Those of package managers and `su`, without those for devices, mounts or raw packets."""
 OTHER_PROCESSES = 8
 """Processes of a container in addition to those of a command."""
 MEMBER_BYTES = 2048
@@ -108,7 +108,7 @@ for path do
   if [ -e "$path{HIDDEN}" ] || [ -L "$path{HIDDEN}" ]; then mv "$path{HIDDEN}" "$path"; fi
 done
 """
-STDERR = 2
+STDOUT, STDERR = 1, 2
 SOME_MISSING = 2
 """Highest exit code of `tar` and `stat` if some files could not be read."""
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -387,7 +387,7 @@ class ContainerWorkspace(Workspace):
         ):
             script = _script({**self._spec.env, **opened.env, **(env or {})})
             record = OutputRecord(on_output)
-            marked = MarkedOutput(record)
+            marked = MarkedOutput(record, limits.output_bytes)
             arguments = [*_limit_words(limits), str(len(script)), cwd or self.workdir]
             arguments += [marked.mark, *opened.words(command)]
             words = self._engine.words(
@@ -643,8 +643,9 @@ class State(NamedTuple):
 class MarkedOutput:
     """The output of a command, which starts after a mark in standard error."""
 
-    def __init__(self, record: OutputRecord) -> None:
+    def __init__(self, record: OutputRecord, max_bytes: int) -> None:
         self.mark = f"<{secrets.token_hex(16)}>"
+        self._left = {STDOUT: max_bytes, STDERR: max_bytes}
         self.is_started = False
         self._before = b""
         self._record = record
@@ -654,6 +655,8 @@ class MarkedOutput:
             self._before += data
             _, found, data = self._before.partition(self.mark.encode())
             self.is_started = bool(found)
+        data = data[: self._left[fd]]
+        self._left[fd] -= len(data)
         if data:
             self._record.add(fd, data, time_s)
 
