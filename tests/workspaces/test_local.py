@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import io
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -82,6 +83,28 @@ async def output(base: Base, command: str) -> str:
     await workspace.close()
     assert result.is_success, result
     return result.text
+
+
+async def test_program_of_the_readme_runs(tmp_path: Path) -> None:
+    new_workspaces(tmp_path)
+    readme = REPOSITORY / "atroposlib" / "workspaces" / "README.md"
+    program = re.findall(r"```python\n(.*?)```", readme.read_text(encoding="utf-8"), re.DOTALL)[0]
+    env = {"PYTHONPATH": str(REPOSITORY), "ATROPOS_WORKSPACES_DIR": str(tmp_path / "cache")}
+    words = [sys.executable, "-c", program]
+
+    done = await asyncio.to_thread(
+        subprocess.run, words, capture_output=True, text=True, env={**os.environ, **env}
+    )
+
+    assert done.stdout == "0 2 sorted.txt\n\nadded /app/sorted.txt 8\ntwo\n\n", done.stderr
+
+
+def test_readme_names_every_module() -> None:
+    folder = REPOSITORY / "atroposlib" / "workspaces"
+    modules = {path.name for path in folder.glob("*.py")} - {"__init__.py"}
+    rows = re.findall(r"^\| (`\w+\.py`.*?) \|", (folder / "README.md").read_text(), re.MULTILINE)
+
+    assert modules == set(re.findall(r"`(\w+\.py)`", " ".join(rows)))
 
 
 async def test_command_has_user_folder_variables_and_input(workspace: Workspace) -> None:
