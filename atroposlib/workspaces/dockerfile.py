@@ -26,7 +26,7 @@ from pathlib import Path, PurePosixPath
 from atroposlib.errors import ConfigError
 from atroposlib.workspaces.interface import WorkspaceSpec
 
-__all__ = ["CopyStep", "BuildPlan", "RunStep", "missing_packages", "read_plan"]
+__all__ = ["BuildPlan", "CopyStep", "RunStep", "missing_packages", "read_plan"]
 
 MAX_CONTEXT_FILES = 100_000
 IGNORED = (
