@@ -180,6 +180,7 @@ class LocalBase(Base):
         self._cached: CachedBase | None = None
         self._warm: list[LocalWorkspace] = []
         self._open: set[LocalWorkspace] = set()
+        self._num_coming = 0
         self._refill: asyncio.Task[None] | None = None
         self._until_check = 0
         self._lock = asyncio.Lock()
@@ -187,7 +188,8 @@ class LocalBase(Base):
 
     @property
     def num_warm(self) -> int:
-        return len(self._warm)
+        """Number of workspaces made in advance, and being made."""
+        return len(self._warm) + self._num_coming
 
     async def open(self) -> CachedBase:
         """Take the base from the cache, or build it."""
@@ -261,12 +263,16 @@ class LocalBase(Base):
         """Make workspaces in advance; a failure is reported by the next fork."""
         try:
             while len(self._warm) < self._owner.num_warm_for(self):
+                self._num_coming = 1
                 async with self._lock:
                     if self._cached is None:
                         return
                     self._warm.append(await self._new())
+                    self._num_coming = 0
         except WorkspaceError as error:
             logger.warning("no workspace of %s in advance: %s", self.spec.name, error)
+        finally:
+            self._num_coming = 0
 
     async def _build(self, root: Path) -> dict[str, Any]:
         """Write the files of the base to a folder: an empty root folder, then the plan."""

@@ -210,7 +210,8 @@ def answer(request: dict[str, Any], reply: socket.socket, namespaces: list[int])
             answered = {}
     except (MountError, OSError) as error:
         answered = {"error": str(error)}
-    socket.send_fds(reply, [json.dumps(answered).encode()], fds)
+    with contextlib.suppress(BrokenPipeError):  # the client no longer waits
+        socket.send_fds(reply, [json.dumps(answered).encode()], fds)
 
 
 def serve(control: socket.socket) -> bool:
