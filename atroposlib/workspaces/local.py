@@ -60,7 +60,7 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 """Changed when the same source is prepared differently."""
 AGENT = 1000
 HOME = "/home/agent"
@@ -90,6 +90,8 @@ FILES = {
     "etc/nsswitch.conf": "passwd: files\ngroup: files\nhosts: files\n",
     "etc/resolv.conf": "",
 }
+EMPTY_SIZE = (2**25, 10_000)
+"""Bound of bytes and number of files of an empty root folder."""
 OF_PROCESS = ProcessBounds(memory="data", max_files=4096)
 TOOL_LIMITS = SandboxLimits(wall_s=300.0, cpu_s=300, memory_bytes=2**30, max_processes=4)
 TOOLS = Path(__file__).with_name("box_tools.py").read_text(encoding="utf-8")
@@ -97,7 +99,6 @@ MAX_CHANGES_BYTES = 64 * 2**20
 MAX_FILES = 100_000
 MEMBER_BYTES = 16_384
 """Bound of the headers of one file in an archive."""
-CHECK_EVERY = 32
 MAX_MESSAGE_CHARACTERS = 2000
 
 
@@ -110,6 +111,8 @@ class LocalWorkspaces(Workspaces):
         warm: number of workspaces per base that are made in advance.
         max_warm: number of these in total.
         max_parallel: number of concurrent commands.
+        check_every: number of forks after which the files of a base are compared with those that
+            were built.
         kind: whether the files of a base are copied or overlaid; "any" copies only where overlays
             are refused.
 
@@ -127,6 +130,7 @@ class LocalWorkspaces(Workspaces):
         warm: int = 2,
         max_warm: int = 64,
         max_parallel: int = 256,
+        check_every: int = 32,
         kind: Kind = "any",
     ) -> None:
         try:
@@ -137,6 +141,7 @@ class LocalWorkspaces(Workspaces):
         if not Path(PYTHON[0]).exists():
             raise WorkspaceError(f"{PYTHON[0]} is missing; on Debian: apt-get install python3")
         self.cache = BaseCache(cache, max_bytes=cache_bytes)
+        self.check_every = check_every
         self._warm = warm
         self._max_warm = max_warm
         self._bases: set[LocalBase] = set()
@@ -195,7 +200,7 @@ class LocalBase(Base):
         """Take the base from the cache, or build it."""
         if self._cached is None:
             self._cached = await self._owner.cache.get(self._key, self._build)
-            self._until_check = CHECK_EVERY
+            self._until_check = self._owner.check_every
         return self._cached
 
     async def fork(self) -> Workspace:
@@ -235,7 +240,7 @@ class LocalBase(Base):
         """Compare the files of the base with those that were built."""
         assert self._cached is not None
         changed = await asyncio.to_thread(self._cached.changed_file)
-        self._until_check = CHECK_EVERY
+        self._until_check = self._owner.check_every
         if changed is not None:
             cached, self._cached = self._cached, None
             for workspace in self._warm:
@@ -250,7 +255,10 @@ class LocalBase(Base):
     async def _new(self) -> LocalWorkspace:
         cached = await self.open()
         layer = await self._owner.mounts.fork(
-            cached.root, user=self.user, disk_bytes=self.spec.limits.disk_bytes
+            cached.root,
+            user=self.user,
+            disk_bytes=self.spec.limits.disk_bytes,
+            base_size=cached.size,
         )
         env, workdir = cached.settings["env"], cached.settings["workdir"]
         return LocalWorkspace(self._owner, layer, self.spec, env, workdir, on_close=self.forget)
@@ -279,7 +287,10 @@ class LocalBase(Base):
         empty = root.with_name("empty")
         await asyncio.to_thread(_write_empty_root, empty, self.user, self._plan.workdir)
         layer = await self._owner.mounts.fork(
-            empty, user=self.user, disk_bytes=self.spec.limits.disk_bytes
+            empty,
+            user=self.user,
+            disk_bytes=self.spec.limits.disk_bytes,
+            base_size=EMPTY_SIZE,
         )
         env = {**ENV, **self._plan.env, **self.spec.env}
         workspace = LocalWorkspace(self._owner, layer, self.spec, ENV, self._plan.workdir)
@@ -606,6 +617,10 @@ def _write_empty_root(root: Path, user: int | None, workdir: str) -> None:
                 shutil.copyfile(Path("/", name), place)
     for name, text in FILES.items():
         (root / name).write_text(text)
+    if not Path("/usr/bin/python").exists():  # as on Debian; images for Python have it
+        own_programs = root / HOME.lstrip("/") / ".local/bin"
+        own_programs.mkdir(parents=True)
+        (own_programs / "python").symlink_to(PYTHON[0])
     if user is not None:
         for folder, folders, files in os.walk(root):
             for name in (".", *folders, *files):

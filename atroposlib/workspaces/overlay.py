@@ -93,13 +93,16 @@ class Mounts:
         self._nsenter = find_program("nsenter", package="util-linux")
         self._server: Server | None = None
 
-    async def fork(self, base: Path, *, user: int | None, disk_bytes: int) -> Layer:
+    async def fork(
+        self, base: Path, *, user: int | None, disk_bytes: int, base_size: tuple[int, int]
+    ) -> Layer:
         """Return a new layer on top of a folder.
 
         Args:
             base: root folder of the base.
             user: user of its files; None if this process is not root.
             disk_bytes: limit of the changes.
+            base_size: bytes and number of files of the base; for a copy.
 
         Raises:
             WorkspaceError: the kernel refuses it.
@@ -109,6 +112,7 @@ class Mounts:
             "base": str(base),
             "size": disk_bytes,
             "inodes": max(disk_bytes // FILE_BYTES, MIN_FILES),
+            "base_size": base_size,
             "user": user,
             "kind": self._kind,
         }
