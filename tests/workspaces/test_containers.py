@@ -67,7 +67,8 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
 
 
 @pytest.fixture(
-    scope="module", params=["podman", pytest.param("docker", marks=pytest.mark.clients), "ssh"]
+    scope="module",
+    params=["podman", *(pytest.param(each, marks=pytest.mark.long) for each in ("docker", "ssh"))],
 )
 def engine(request: pytest.FixtureRequest, engines: Engines) -> Iterator[tuple[str, EngineOptions]]:
     with ExitStack() as held:
