@@ -159,9 +159,15 @@ class LocalWorkspaces(Workspaces):
         return base
 
     async def close(self) -> None:
+        changed = None
         for base in list(self._bases):
-            await base.close()
+            try:
+                await base.close()
+            except WorkspaceError as error:
+                changed = error
         self.mounts.close()
+        if changed is not None:
+            raise changed
 
     def forget(self, base: LocalBase) -> None:
         self._bases.discard(base)
