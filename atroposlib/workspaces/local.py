@@ -159,9 +159,15 @@ class LocalWorkspaces(Workspaces):
         return base
 
     async def close(self) -> None:
+        changed = None
         for base in list(self._bases):
-            await base.close()
+            try:
+                await base.close()
+            except WorkspaceError as error:
+                changed = error
         self.mounts.close()
+        if changed is not None:
+            raise changed
 
     def forget(self, base: LocalBase) -> None:
         self._bases.discard(base)
@@ -479,7 +485,6 @@ class LocalWorkspace(Workspace):
             mounts=words,
             cwd=cwd,
             env=env,
-            fds=list(self._layer.fds),
             enter=self._layer.enter,
             user=self._layer.user,
             shown_user=AGENT,
@@ -542,7 +547,6 @@ class LocalWorkspace(Workspace):
             mounts=words,
             cwd="/",
             env={"LANG": "C.UTF-8"},
-            fds=list(self._layer.fds),
             enter=self._layer.enter,
             user=self._layer.user,
             mark=self._owner.mounts.mark,

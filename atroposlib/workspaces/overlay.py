@@ -46,10 +46,13 @@ class Layer:
 
     @property
     def enter(self) -> list[str]:
-        """Command prefix that enters the layer."""
+        """Command prefix that enters the layer.
+
+        The programs inherit no descriptor of it: they would find it open.
+        """
         words = [self._nsenter]
         for name, fd in zip(("mount", "user"), self.fds, strict=False):
-            words.append(f"--{name}=/proc/self/fd/{fd}")
+            words.append(f"--{name}=/proc/{os.getpid()}/fd/{fd}")
         return [*words, *(["--preserve-credentials"] if len(self.fds) > 1 else []), "--"]
 
     @property

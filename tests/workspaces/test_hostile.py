@@ -263,6 +263,21 @@ except OSError as error:
     assert "hidden" in result.text or MARK not in result.text
 
 
+async def test_program_inherits_only_its_input_and_output(workspace: Workspace) -> None:
+    program = """
+import os
+for number in range(300):
+    try:
+        os.fstat(number)
+        print(number)
+    except OSError:
+        pass
+"""
+    result = await python(workspace, program, stdin=b"x")
+
+    assert result.text.split() == ["0", "1", "2"]
+
+
 async def test_collect_takes_regular_files_only(workspace: Workspace) -> None:
     program = r"""
 import os, socket
