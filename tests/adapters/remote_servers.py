@@ -220,7 +220,8 @@ async def run_page(page: str, folder: Path, engine: ScriptedEngine, tokenizer: P
         shim.write_text(SHIM.format(python=sys.executable, module=module))
         shim.chmod(0o755)
     environment = _environment()
-    environment["PATH"] = f"{folder / 'bin'}{os.pathsep}{environment['PATH']}"
+    folders = [str(folder / "bin"), str(Path(sys.executable).parent), environment["PATH"]]
+    environment["PATH"] = os.pathsep.join(folders)  # commands of the page call `python`
     environment["PYTHONPATH"] += f"{os.pathsep}{folder}"
     process = await asyncio.create_subprocess_exec(
         "bash", "-c", text, cwd=folder, env=environment,
