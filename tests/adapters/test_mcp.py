@@ -349,20 +349,23 @@ async def test_kill_of_the_command_leaves_no_session(
     tasks: str, tmp_path: Path, free_port: int, http_server: Callable[[], Any]
 ) -> None:
     http_server()
-    args = {"servers": [f"http://127.0.0.1:{free_port}/mcp"], "eval_every": 0}
+    servers = [f"http://127.0.0.1:{free_port}/mcp"]
+    args = {"servers": servers, "eval_every": 0, "max_sessions": 2}
     model = FOLDER / "qwen2_5"
-    engine = ScriptedEngine(
-        [call("add", a=1, b=2)],
-        tokenizer=load_tokenizer("qwen2_5"),
-        model=str(model),
-        delay_s=0.5,
-    )
-    async with engine:
+    second_turns: list[str] = []
+
+    def policy(prompt: str) -> str:
+        if prompt.count("<tool_response>") == 1:
+            second_turns.append(prompt)
+        return call("add", a=1, b=2)
+
+    tokenizer = load_tokenizer("qwen2_5")
+    async with ScriptedEngine(policy, tokenizer=tokenizer, model=str(model), delay_s=1.0) as engine:
         process = spawn_process(f"mcp:{tasks}", args, engine, model, tmp_path)
         try:
-            await asyncio.to_thread(
-                wait_until, lambda: open_sessions(free_port) >= 2, limit_s=120.0
-            )
+            # The id of a session is known once its first request has been answered.
+            await asyncio.to_thread(wait_until, lambda: len(second_turns) >= 2, limit_s=120.0)
+            assert open_sessions(free_port) == 2
         finally:
             process.kill()
             await asyncio.to_thread(process.wait)
