@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
+import sys
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -37,7 +37,7 @@ from atroposlib.errors import (
     EpisodeFailedError,
     EpisodeTimeoutError,
 )
-from atroposlib.utils.text import near_name, without_secrets
+from atroposlib.utils.text import near_name, shown_name, without_secrets
 
 __all__ = [
     "OPEN_REQUEST_S",
@@ -63,6 +63,8 @@ MAX_TEXT = 200_000
 MAX_TASKS = 10_000_000
 """Tasks of a split that are used."""
 MAX_METRICS = 32
+MAX_NUMBER = sys.float_info.max
+REDIRECTIONS = (301, 302, 303, 307, 308)
 
 Result = TypeVar("Result")
 
@@ -157,7 +159,7 @@ class HttpAnswer(NamedTuple):
             raise EpisodeFailedError(f"{self.where}: status {self.status}: {self.text[:300]}")
         try:
             return json.loads(self.text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             text = f"{self.where}: expected JSON, got {self.text[:100]!r}"
             raise EpisodeFailedError(text) from error
 
@@ -193,7 +195,16 @@ class HttpSession:
     async def _request(self, method: str, path: str, **content: Any) -> HttpAnswer:
         where = f"{method} {self._url}{path}"
         try:
-            async with self._client.request(method, self._url + path, **content) as response:
+            # A redirection could lead to any host that this machine reaches.
+            async with self._client.request(
+                method, self._url + path, allow_redirects=False, **content
+            ) as response:
+                if response.status in REDIRECTIONS:
+                    target = shown_name(response.headers.get("Location", ""))
+                    raise EpisodeFailedError(
+                        f"{where}: the server redirects to {target}, which is not followed; give "
+                        "the URL of the server itself"
+                    )
                 body = await _read_limited(response, where)
         except (asyncio.TimeoutError, TimeoutError) as error:
             raise EpisodeTimeoutError(f"{where}: no response in time") from error
@@ -302,6 +313,6 @@ def numbers_of(values: Any) -> dict[str, float]:
     numbers = {
         str(name): float(value)
         for name, value in values.items()
-        if isinstance(value, bool | int | float) and math.isfinite(value)
+        if isinstance(value, bool | int | float) and abs(value) <= MAX_NUMBER
     }
     return dict(list(numbers.items())[:MAX_METRICS])
