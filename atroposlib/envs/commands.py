@@ -63,7 +63,7 @@ from atroposlib.errors import (
 )
 from atroposlib.utils.cli import UsageError, refused_values
 from atroposlib.utils.command_parser import exit_code_of
-from atroposlib.utils.text import near_name, without_secrets
+from atroposlib.utils.text import InertFormatter, near_name, without_secrets
 from atroposlib.utils.writable import require_writable_file, require_writable_folder
 
 if TYPE_CHECKING:
@@ -616,9 +616,9 @@ def _differences(serve: Sequence[Flag], other: Sequence[Flag]) -> list[str]:
 def _show_progress_messages() -> None:
     """Show INFO messages, except those of each HTTP request, and warnings without their code."""
     warnings.formatwarning = lambda message, category, *_, **__: f"{category.__name__}: {message}\n"
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    handler = logging.StreamHandler()
+    handler.setFormatter(InertFormatter())
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
     for http_client in ("httpx", "httpx2"):  # the OpenAI client uses one or the other
         logging.getLogger(http_client).setLevel(logging.WARNING)
     logging.getLogger("huggingface_hub").propagate = False  # it has a handler of its own
