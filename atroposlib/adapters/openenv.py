@@ -53,7 +53,7 @@ from atroposlib.errors import (
     EpisodeRewardError,
     EpisodeTimeoutError,
 )
-from atroposlib.utils.text import near_name
+from atroposlib.utils.text import near_name, texts_in_tag
 
 __all__ = ["OpenEnvAdapter", "OpenEnvArgs", "OpenEnvEpisode", "OpenEnvToolEpisode"]
 
@@ -68,7 +68,6 @@ PONG_S = 20.0
 CLOSING_S = 12.0
 
 _CODE = re.compile(r"\(code: (?:WSErrorCode\.)?(\w+)\)\s*\Z")
-_TAGGED = re.compile(r"<action>(.*?)</action>", re.DOTALL | re.IGNORECASE)
 _CONVERTERS: dict[str, Any] = {"string": str, "integer": int, "number": float}
 
 Result = TypeVar("Result")
@@ -410,7 +409,7 @@ class OpenEnvAdapter(Adapter):
 
     def action_of(self, answer: str) -> dict[str, Any] | None:
         """Return the action of a turn; None if it holds none."""
-        tagged = _TAGGED.findall(answer)
+        tagged = texts_in_tag(answer, "action")
         text = (tagged[-1] if tagged else answer).strip()
         names = self.args.actions
         if names is not None:
@@ -419,7 +418,7 @@ class OpenEnvAdapter(Adapter):
         if self.args.action_field is None:
             try:
                 action = json.loads(text)
-            except ValueError:
+            except (ValueError, RecursionError):
                 return None
             return {**self.args.action_constants, **action} if isinstance(action, dict) else None
         value = _converted(text, self._fields.get(self.args.action_field, {}))
@@ -628,6 +627,6 @@ def _converted(text: str, schema: Mapping[str, Any]) -> Any:
         return {"true": True, "false": False}.get(text.lower())
     try:
         value = _CONVERTERS.get(str(kind), json.loads)(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text if kind is None else None
     return None if isinstance(value, float) and not math.isfinite(value) else value
