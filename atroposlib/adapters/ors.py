@@ -32,6 +32,7 @@ from atroposlib.adapters.remote import (
     repeat_until_connected,
     server_address,
     shown_value,
+    split_names,
 )
 from atroposlib.adapters.session_guard import EndRequest, SessionGuard
 from atroposlib.adapters.tool_episode import (
@@ -262,8 +263,7 @@ class OrsAdapter(Adapter):
         return choose(wanted, names, "", "environment")
 
     async def _read_splits(self, http: HttpSession, name: str) -> None:
-        splits = (await http.get(f"/{name}/splits")).json()
-        known = [str(split["name"]) for split in splits]
+        known = split_names(await http.get(f"/{name}/splits"))
         train = choose(self.args.split, known, "train", "split")
         others = [split for split in known if split != train] or known
         evaluation = choose(

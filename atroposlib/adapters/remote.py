@@ -51,6 +51,7 @@ __all__ = [
     "repeat_until_connected",
     "server_address",
     "shown_value",
+    "split_names",
 ]
 
 OPEN_REQUEST_S = 30.0
@@ -304,6 +305,21 @@ def shown_value(value: Any) -> str:
     if len(text) <= MAX_TEXT:
         return text
     return f"{text[:MAX_TEXT]}\n({len(text) - MAX_TEXT} more characters are not shown)"
+
+
+def split_names(answer: HttpAnswer) -> list[str]:
+    """Return the names of the splits that a server lists.
+
+    Raises:
+        ConfigError: the answer is not a list of objects with a name.
+    """
+    listed = answer.json()
+    is_list = isinstance(listed, list) and all(isinstance(split, Mapping) for split in listed)
+    if not is_list or not all(isinstance(split.get("name"), str) for split in listed):
+        raise ConfigError(
+            f"{answer.where}: expected a list of objects with a name, got {listed!r:.100}"
+        )
+    return [split["name"] for split in listed]
 
 
 def numbers_of(values: Any) -> dict[str, float]:

@@ -8,8 +8,8 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 import pytest
 from aiohttp import web
 
-from atroposlib.adapters.remote import HttpAnswer, HttpSession, numbers_of
-from atroposlib.errors import EpisodeFailedError
+from atroposlib.adapters.remote import HttpAnswer, HttpSession, numbers_of, split_names
+from atroposlib.errors import ConfigError, EpisodeFailedError
 
 
 @contextlib.asynccontextmanager
@@ -57,3 +57,13 @@ def test_numbers_that_are_not_finite_are_left_out() -> None:
     values = {"a": 1, "b": 10**400, "c": float("nan"), "d": -float("inf"), "e": "1", "f": True}
 
     assert numbers_of(values) == {"a": 1.0, "f": 1.0}
+
+
+@pytest.mark.parametrize(
+    "text", ["null", "{}", '["train"]', '[{"title": "train"}]', '[{"name": 1}]']
+)
+def test_splits_of_another_form_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="GET /splits: expected a list of objects"):
+        split_names(HttpAnswer(200, text, "GET /splits"))
+
+    assert split_names(HttpAnswer(200, '[{"name": "train"}]', "GET /splits")) == ["train"]

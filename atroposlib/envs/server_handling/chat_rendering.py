@@ -433,7 +433,7 @@ def encode_model_text(tokenizer: Any, text: str, *, own_marks: str = "") -> list
 
 
 def special_spellings(tokenizer: Any) -> re.Pattern[str] | None:
-    """Return a pattern of the special tokens as texts spell them; None if there are none.
+    """Return a pattern of the special tokens as texts spell them; None without any.
 
     The tags of thinking and tools are left out: messages of ours have them.
     """
