@@ -200,19 +200,17 @@ class HttpSession:
             async with self._client.request(
                 method, self._url + path, allow_redirects=False, **content
             ) as response:
-                if response.status in REDIRECTIONS:
-                    target = shown_name(response.headers.get("Location", ""))
-                    raise EpisodeFailedError(
-                        f"{where}: the server redirects to {target}, which is not followed; give "
-                        "the URL of the server itself"
-                    )
                 body = await _read_limited(response, where)
         except (asyncio.TimeoutError, TimeoutError) as error:
             raise EpisodeTimeoutError(f"{where}: no response in time") from error
         except (aiohttp.ClientError, OSError) as error:
             text = f"{where}: {type(error).__name__}: {error}"
             raise EpisodeConnectionError(text) from error
-        answer = HttpAnswer(response.status, body.decode("utf-8", "replace"), where)
+        text = body.decode("utf-8", "replace")
+        if response.status in REDIRECTIONS:
+            target = shown_name(response.headers.get("Location", ""))
+            text = f"the server redirects to {target}, which is not followed; give its own URL"
+        answer = HttpAnswer(response.status, text, where)
         if answer.status in (502, 503, 504):  # a proxy in front of a server that does not answer
             raise EpisodeConnectionError(f"{where}: status {answer.status}: {answer.text[:300]}")
         return answer

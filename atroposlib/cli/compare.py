@@ -14,7 +14,6 @@ import re
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -166,7 +165,7 @@ def _item_of(record: Any) -> str | None:
 
 def _is_number(value: Any) -> bool:
     """Whether a value is a finite number; NaN cannot be compared."""
-    return isinstance(value, Real) and abs(value) <= MAX_NUMBER
+    return isinstance(value, int | float) and abs(value) <= MAX_NUMBER
 
 
 def compare_runs(runs: Sequence[EvaluationResult]) -> list[RunComparison]:
