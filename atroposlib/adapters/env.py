@@ -17,7 +17,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from pydantic import Field
 
@@ -51,10 +51,12 @@ from atroposlib.envs.server_handling.proxy import AgentProxy, AgentSession, Prox
 from atroposlib.envs.single_turn_env import RESERVED_TOKENS
 from atroposlib.errors import (
     AtroposError,
+    ConfigError,
     EpisodeError,
     EpisodeFailedError,
     EpisodeRewardError,
     EpisodeTimeoutError,
+    MissingExtraError,
 )
 
 __all__ = ["AdapterEnv", "AdapterEnvConfig", "environment_class"]
@@ -200,6 +202,11 @@ class AdapterEnv(MultiTurnEnv):
     config: AdapterEnvConfig
     adapter: Adapter
     default_model = "Qwen/Qwen3-0.6B"
+    check_settings: ClassVar[Mapping[str, Any]] = {"num_eval_items": 4}
+    mistakes: ClassVar = (ConfigError, MissingExtraError, EpisodeError)
+    """Exceptions of `setup` that end `check` in one line: the name or an argument is wrong."""
+    no_gold_answer: ClassVar = "the adapter knows no right answer"
+    """What `check` says in place of the advice to define `check_gold_answer`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
