@@ -20,7 +20,7 @@ import re
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from dataclasses import replace
 from functools import cached_property
-from typing import Any, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from pydantic import Field
 
@@ -52,13 +52,16 @@ from atroposlib.envs.multi_turn_env import (
 from atroposlib.envs.reporting import Reward, weigh
 from atroposlib.envs.server_handling.chat_rendering import special_spellings, without_specials
 from atroposlib.envs.server_handling.proxy import AgentProxy, AgentSession, ProxySettings
+from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.envs.single_turn_env import RESERVED_TOKENS
 from atroposlib.errors import (
     AtroposError,
+    ConfigError,
     EpisodeError,
     EpisodeFailedError,
     EpisodeRewardError,
     EpisodeTimeoutError,
+    MissingExtraError,
 )
 
 __all__ = ["AdapterEnv", "AdapterEnvConfig", "environment_class"]
@@ -245,6 +248,11 @@ class AdapterEnv(MultiTurnEnv):
     config: AdapterEnvConfig
     adapter: Adapter
     default_model = "Qwen/Qwen3-0.6B"
+    check_settings: ClassVar[Mapping[str, Any]] = {"num_eval_items": 4}
+    mistakes: ClassVar = (ConfigError, MissingExtraError, EpisodeError)
+    """Exceptions of `setup` that end `check` in one line: the name or an argument is wrong."""
+    no_gold_answer: ClassVar = "the adapter knows no right answer"
+    """Text of `check` in place of the advice to define `check_gold_answer`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -411,10 +419,15 @@ class AdapterEnv(MultiTurnEnv):
     async def _run_agent(self, episode: AgentEpisode, *, is_evaluation: bool) -> Rollout:
         proxy = await self._started_proxy()
         try:
+            if isinstance(self.server, ServerManager):
+                # The proxy refuses requests while the engine is down: the episode would fail.
+                await self.server.wait_for_sem(is_training=not is_evaluation)
             async with proxy.session(tool_parser=episode.tool_parser) as session:
                 endpoint = self._endpoint(session, is_evaluation=is_evaluation)
                 end = await _within(
-                    episode.run(endpoint), self.config.conversation_timeout_s, self.config.adapter
+                    episode.run(endpoint),
+                    self.config.conversation_timeout_s,
+                    self.config.adapter,
                 )
                 _checked_reward(end.reward, self.config.adapter)
                 return self._agent_rollout(session, end)

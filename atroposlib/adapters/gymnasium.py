@@ -213,6 +213,11 @@ class GymnasiumAdapter(Adapter):
             return gymnasium.make(self.name, **kwargs)
         except (gymnasium.error.Error, ImportError, TypeError) as error:
             raise ConfigError(f"gymnasium.make({self.name!r}) failed: {error}") from error
+        except (LookupError, ValueError) as error:  # a value in env_kwargs
+            raise ConfigError(
+                f"gymnasium.make({self.name!r}) failed with env_kwargs {self.args.env_kwargs}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
 
     def action_of(self, answer: str) -> Any:
         """Return the action of an answer; None if it names none."""

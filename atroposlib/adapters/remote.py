@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import sys
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
@@ -24,6 +25,7 @@ import yaml
 from pydantic import Field
 from tenacity import (
     AsyncRetrying,
+    RetryCallState,
     RetryError,
     retry_if_exception_type,
     stop_after_delay,
@@ -54,10 +56,14 @@ __all__ = [
     "split_names",
 ]
 
+logger = logging.getLogger(__name__)
+
 OPEN_REQUEST_S = 30.0
 """Least time limit of a request before the first episode; a server may build its answer first."""
 CONNECT_S = 10.0
 """Time limit of opening one connection."""
+ATTEMPTS_BEFORE_LOG = 3
+"""A server that does not answer this many attempts is named in the log."""
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
 MAX_TEXT = 200_000
 """Characters of one value that are shown to the policy."""
@@ -238,10 +244,16 @@ async def repeat_until_connected(
     Raises:
         EpisodeConnectionError: the last attempt failed; the message has their number.
     """
+
+    def log_waiting(state: RetryCallState) -> None:
+        if state.attempt_number == ATTEMPTS_BEFORE_LOG:
+            logger.warning("%s does not answer; waiting up to %g s for it", where, limit_s)
+
     attempts = AsyncRetrying(
         retry=retry_if_exception_type(EpisodeConnectionError),
         wait=wait_random_exponential(multiplier=0.2, max=3.0),
         stop=stop_after_delay(limit_s),
+        before_sleep=log_waiting,
     )
 
     async def attempt() -> Result:

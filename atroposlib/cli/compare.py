@@ -208,10 +208,8 @@ def _chosen_metrics(runs: Sequence[EvaluationResult], wanted: Sequence[str] | No
     )
     for name in wanted or ():
         if name not in known:
-            raise ConfigError(
-                f"no result has the metric {name!r}{near_name(name, known)}; they have "
-                f"{', '.join(known)}"
-            )
+            hint = near_name(name, known) or f"; they have {', '.join(known)}"
+            raise ConfigError(f"no result has the metric {name!r}{hint}")
     return list(wanted or known)
 
 

@@ -15,6 +15,7 @@ from atroposlib.envs.base import APIServerConfig
 from atroposlib.envs.conversation import Reply, Turn
 from atroposlib.errors import (
     ConfigError,
+    EngineSetupError,
     EpisodeFailedError,
     EpisodeRewardError,
     EpisodeTimeoutError,
@@ -209,6 +210,21 @@ async def test_agent_keeps_the_engines_tokens_and_its_reward(make_fake: MakeEnv)
     assert rollout.rewards == [0.5]
     assert rollout.metrics == {"num_turns": 2}
     assert group["scores"] == [0.5]
+
+
+async def test_agent_does_not_start_while_no_engine_answers(make_fake: MakeEnv) -> None:
+    async with ScriptedEngine([]) as engine:
+        env = await make_fake(engine, adapter_args={"is_agent": True}, group_size=1)
+        [server] = env.server.servers
+        server.config.startup_timeout = 0.05
+        server.server_healthy = False
+
+        with pytest.raises(EngineSetupError, match="has answered"):
+            await env.collect_trajectory(await env.get_next_item())
+        await env.close()
+
+    [episode] = made().episodes
+    assert episode.calls == ["close"]
 
 
 async def test_agent_completions_end_at_the_limit_of_the_rollout(make_fake: MakeEnv) -> None:
