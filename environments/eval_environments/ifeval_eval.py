@@ -261,10 +261,10 @@ def _number_of_sections(text: str, given: Arguments) -> bool:
 
 def _is_json(text: str, _: Arguments) -> bool:
     block = text.strip()
-    start, _, content = block.partition("\n")
-    is_fenced = start.rstrip().lower() in ("```", "```json") and content.endswith("\n```")
+    start, *content = block.split("\n", 1)
+    is_fenced = start.rstrip().lower() in ("```", "```json") and block.endswith("\n```")
     try:
-        json.loads(content.removesuffix("\n```") if is_fenced else text)
+        json.loads(content[0].removesuffix("\n```") if content and is_fenced else text)
     except (ValueError, RecursionError):
         return False
     return True
