@@ -237,7 +237,7 @@ def finite_reward(value: Any, where: str) -> float:
         raise EpisodeRewardError(f"{where} gave no reward; expected a finite number")
     try:
         number = float(value)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise EpisodeRewardError(
             f"{where} gave the reward {value!r:.100}; expected a finite number"
         ) from error

@@ -52,7 +52,8 @@ async def test_every_command_of_the_page_works(kind: str, tmp_path: Path) -> Non
 
 
 def check_groups(folder: Path) -> None:
-    rows = [json.loads(row) for file in folder.rglob("*.jsonl") for row in file.open()]
+    files = [file for file in folder.rglob("*.jsonl") if file.is_file()]
+    rows = [json.loads(row) for file in files for row in file.open()]
     groups = [row for row in rows if "inference_logprobs" in row]
     assert groups
     for group in groups:
