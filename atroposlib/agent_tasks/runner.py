@@ -384,7 +384,7 @@ class _Work:
     """Paths of the base that the agent removed, or that the artifacts replace."""
 
 
-class _Piece(NamedTuple):
+class _LastOutput(NamedTuple):
     stream: str
     until: float
 
@@ -398,7 +398,7 @@ class _EventLog:
         self._phase_started = 0.0
         self._max_output_bytes = max_output_bytes
         self._num_bytes: dict[str, int] = {}
-        self._last: _Piece | None = None
+        self._last: _LastOutput | None = None
 
     def copy(self) -> _EventLog:
         copied = _EventLog(self._max_output_bytes)
@@ -460,7 +460,7 @@ class _EventLog:
             self.events[-1]["text"] += text
         elif text:
             self.events.append({"at": at, "kind": "output", "stream": stream, "text": text})
-            self._last = _Piece(stream, at + _MERGE_S)
+            self._last = _LastOutput(stream, at + _MERGE_S)
 
 
 @asynccontextmanager
