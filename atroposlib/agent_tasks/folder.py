@@ -770,8 +770,10 @@ def _check_file(path: Path, root: Path) -> None:
     if path.is_symlink():
         try:
             target = path.resolve()
-        except (OSError, RuntimeError):  # a circle; RuntimeError up to Python 3.12
-            raise ConfigError(f"{path} is a link that leads to itself") from None
+        except (OSError, RuntimeError):  # up to Python 3.12
+            target = path
+        if target.is_symlink():
+            raise ConfigError(f"{path} is a link that leads to itself")
         if not target.is_relative_to(root):
             raise ConfigError(
                 f"{path} is a link that leads out of {root.name}/; copy the file in its place"
