@@ -1,1 +1,79 @@
 """Prepared states of a machine, forked for each rollout of an agent."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from atroposlib.errors import ConfigError
+from atroposlib.workspaces.container_engine import EngineOptions, as_options
+from atroposlib.workspaces.containers import ContainerWorkspaces
+from atroposlib.workspaces.interface import (
+    NO_NETWORK,
+    Base,
+    CommandResult,
+    FileChange,
+    Network,
+    Output,
+    Workspace,
+    WorkspaceContentError,
+    WorkspaceError,
+    Workspaces,
+    WorkspaceSpec,
+)
+from atroposlib.workspaces.local import LocalWorkspaces
+
+__all__ = [
+    "NO_NETWORK",
+    "Base",
+    "CommandResult",
+    "EngineOptions",
+    "FileChange",
+    "Network",
+    "Output",
+    "Workspace",
+    "WorkspaceContentError",
+    "WorkspaceError",
+    "WorkspaceSpec",
+    "Workspaces",
+    "open_workspaces",
+]
+
+FOLDER_VARIABLE = "ATROPOS_WORKSPACES_DIR"
+KINDS = ("bubblewrap", "podman", "docker", "podman+ssh://USER@HOST", "docker+ssh://USER@HOST")
+
+
+def open_workspaces(
+    kind: str = "bubblewrap",
+    *,
+    cache: Path | None = None,
+    engine_options: EngineOptions | Mapping[str, Sequence[str]] | None = None,
+) -> Workspaces:
+    """Return workspaces of a kind.
+
+    Args:
+        kind: one of `KINDS`.
+        cache: folder of prepared bases; None takes the environment variable
+            `ATROPOS_WORKSPACES_DIR`, or a folder of the user's cache if it is not set. Container
+            engines keep theirs themselves.
+        engine_options: further options for the program of a container engine; a mapping has the
+            fields of `EngineOptions`.
+
+    Raises:
+        ConfigError: the kind is unknown.
+        WorkspaceError: it cannot be used on this machine.
+    """
+    if kind.startswith(("podman", "docker")):
+        return ContainerWorkspaces(kind, options=as_options(engine_options))
+    if kind != "bubblewrap":
+        raise ConfigError(f"no kind of workspace is called {kind!r}; known: {', '.join(KINDS)}")
+    return LocalWorkspaces(cache=cache or _cache_folder())
+
+
+def _cache_folder() -> Path:
+    named = os.environ.get(FOLDER_VARIABLE)
+    if named:
+        return Path(named).absolute()
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache, "atropos", "workspaces").absolute()
