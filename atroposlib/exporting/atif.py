@@ -110,8 +110,7 @@ def _traced_steps(record: RolloutRecord) -> dict[int, list[dict[str, Any]]]:
         for call in row.calls
         if call.turn is not None
     }
-    first = {"source": "user", "message": trace.get("instruction", "")}
-    branches: dict[int, list[dict[str, Any]]] = {0: [first]}
+    branches: dict[int, list[dict[str, Any]]] = {0: _first_steps(record)}
     call_steps: dict[tuple[int, str], dict[str, Any]] = {}
     for i, event in enumerate(trace.get("events", [])):
         steps = branches.setdefault(event.get("branch", 0), [])
@@ -130,6 +129,15 @@ def _traced_steps(record: RolloutRecord) -> dict[int, list[dict[str, Any]]]:
             known = call_steps.get((event.get("branch", 0), event.get("call_id", "")))
             _add_result(known or _agent_step(steps), i, event, is_known=known is not None)
     return {branch: steps for branch, steps in branches.items() if steps}
+
+
+def _first_steps(record: RolloutRecord) -> list[dict[str, Any]]:
+    """Return the messages before the first answer; without messages, the instruction."""
+    chat = record.rows[0].chat or []
+    stop = next((i for i, m in enumerate(chat) if m.get("role") == "assistant"), 0)
+    instruction = (record.trace or {}).get("instruction", "")
+    steps = list(_steps_of_chat(chat[:stop]))
+    return steps or [{"source": "user", "message": instruction}]
 
 
 def _agent_step(steps: list[dict[str, Any]]) -> dict[str, Any]:
