@@ -43,7 +43,7 @@ _MAX_FILE_BYTES = 2**30
 
 @dataclass
 class TracesReport:
-    """What an export or an import wrote."""
+    """Counts of an export or an import."""
 
     num_groups: int = 0
     num_rollouts: int = 0
