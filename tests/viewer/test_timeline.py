@@ -9,8 +9,16 @@ from typing import Any
 
 import pytest
 
+from atroposlib.viewer.index import searchable_text, summarize
 from atroposlib.viewer.rollouts import group_of
-from atroposlib.viewer.timeline import MAX_EVENTS, MAX_TEXT_CHARACTERS, plain_text, timeline_page
+from atroposlib.viewer.timeline import (
+    MAX_DIFF_CHARACTERS,
+    MAX_EVENT_MARKUP,
+    MAX_EVENTS,
+    MAX_TEXT_CHARACTERS,
+    plain_text,
+    timeline_page,
+)
 from tests.exporting.traced_groups import chat_group, make_trace, traced_group
 from tests.viewer.groups import ATTACKS, make_group
 
@@ -124,3 +132,21 @@ def test_long_texts_are_folded_and_longer_ones_cut() -> None:
 )
 def test_plain_text_has_no_escape_sequences(text: str, expected: str) -> None:
     assert plain_text(text) == expected
+
+
+def test_page_of_a_long_rollout_has_a_limit() -> None:
+    events = [{"at": i, "kind": "turn", "text": "words " * 20_000} for i in range(100)]
+    change = {"path": "/a", "kind": "added", "size": 9, "diff": "+x\n" * 30_000}
+
+    page = page_of({"events": events, "changes": [change] * 9})
+
+    assert len(page) < MAX_EVENT_MARKUP + 20 * MAX_DIFF_CHARACTERS
+    assert "more events are in the group" in page
+    assert page.count("too large for the page") == 4
+
+
+def test_agents_are_found_by_task_and_turns_without_messages() -> None:
+    group = {**traced_group(), "messages": None}
+
+    assert summarize(group, label="line 1").excerpt == "greet-by-name: Greet by name."
+    assert "A sub-agent writes the test." in searchable_text(group)
