@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from atroposlib.exporting.traces import TracesReport, export_traces, import_traces
-from tests.exporting.traced_groups import shipped_group, traced_group
+from tests.exporting.traced_groups import chat_group, shipped_group, traced_group
 
-GROUPS = [traced_group, shipped_group]
+GROUPS = [traced_group, shipped_group, chat_group]
 
 
 def exported(folder: Path, kind: Any, group: dict[str, Any]) -> list[Path]:

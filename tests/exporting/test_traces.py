@@ -93,6 +93,26 @@ def test_atif_has_steps_with_calls_results_and_ids(tmp_path: Path) -> None:
     assert document["extra"]["reward"] == 1.0
 
 
+@pytest.mark.parametrize("kind", ["atif", "openenv"])
+def test_answers_of_the_prompt_are_context(kind: str, tmp_path: Path) -> None:
+    group = chat_group()
+    example = [{"role": "user", "content": "1 + 1"}, {"role": "assistant", "content": "2"}]
+    example[1]["reasoning_content"] = "one and one"
+    group["messages"][0][:0] = example
+
+    document, other = exported(tmp_path / "traces", kind, group)
+
+    if kind == "atif":
+        assert document["steps"][1]["is_copied_context"] is True
+        assert "metrics" not in document["steps"][1]
+        assert document["steps"][3]["message"] == "7"
+        assert document["steps"][3]["metrics"]["completion_tokens"] == 2  # and the end token
+        assert "is_copied_context" not in other["steps"][1]
+    else:
+        assert document["turns"][0]["response"]["choices"][0]["message"]["content"] == "7"
+    assert imported(tmp_path / "traces") == [group]
+
+
 def test_openenv_has_one_turn_for_each_call_with_its_chat(tmp_path: Path) -> None:
     group = traced_group()
 
