@@ -407,3 +407,23 @@ def test_export_of_a_group_does_not_change_it(tmp_path: Path) -> None:
     exported(tmp_path / "traces", "atif", group)
 
     assert group == before
+
+
+@pytest.mark.slow
+def test_imported_text_becomes_a_demonstration(
+    tmp_path: Path, tokenizer: Any, run_command: Run
+) -> None:
+    path = written(tmp_path / "t.json", atif(asks("What is 1 + 1?"), says("The answer is 2")))
+    groups, out = tmp_path / "groups.jsonl", tmp_path / "best.jsonl"
+    name = tokenizer.name_or_path
+
+    run_command(
+        *("replay", "import-traces", path, "--tokenizer", name, "--reward", 1, "--output", groups)
+    )
+    done = run_command("sft", out, "--file", groups, "--tokenizer", name, "--all")
+
+    assert done.returncode == 0, done.stderr
+    (record,) = map(json.loads, out.read_text().splitlines())
+    assert "The answer is 2" in record["completion"]
+    assert "What is 1 + 1?" in record["prefix"]
+    assert record["score"] == 1.0
