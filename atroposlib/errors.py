@@ -24,6 +24,7 @@ __all__ = [
     "NoTokenIdsError",
     "PromptError",
     "RunStoreError",
+    "TaskError",
     "TrajectoryApiError",
     "UnknownRewardError",
 ]
@@ -111,6 +112,10 @@ class EpisodeConnectionError(EpisodeError, ConnectionError):
 
 class RunStoreError(AtroposError, OSError):
     """The store of a run is unreachable or rejects a write; nothing was acknowledged."""
+
+
+class TaskError(AtroposError, RuntimeError):
+    """A task folder cannot do what was asked of it; the message names the task and the remedy."""
 
 
 class TrajectoryApiError(AtroposError, RuntimeError):

@@ -3,22 +3,81 @@
     Base ─► fork ─► agent's command ─► artifacts ─► second fork ─► tests/test.sh ─► reward
                           │
                           └ requests ─► proxy ─► engine
+
+The agent never sees `tests/` and `solution/`: they appear in the second fork only, for the command
+that verifies. No program of the agent runs in the second fork before the verifier starts.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
-from typing import Literal
+import asyncio
+import codecs
+import fnmatch
+import io
+import json
+import logging
+import math
+import os
+import tarfile
+import time
+from collections import defaultdict
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path, PurePosixPath
+from typing import Literal, NamedTuple
 
-from atroposlib.agent_tasks.folder import Task
+from atroposlib.agent_tasks.folder import Artifact, Task, resolve_variables
 from atroposlib.agent_tasks.trace import TraceEvent
-from atroposlib.workspaces.interface import Base, FileChange, Network, Workspaces
+from atroposlib.errors import ConfigError, TaskError
+from atroposlib.sandbox import SandboxLimits
+from atroposlib.workspaces.interface import (
+    Base,
+    CommandResult,
+    FileChange,
+    Network,
+    Output,
+    Workspace,
+    WorkspaceError,
+    Workspaces,
+    WorkspaceSpec,
+)
 
-__all__ = ["AgentCommand", "TaskRun", "TaskRunner"]
+__all__ = [
+    "AgentCommand",
+    "TaskRun",
+    "TaskRunner",
+    "changed_sources",
+    "released_variables",
+    "task_reward",
+]
+
+logger = logging.getLogger(__name__)
 
 Outcome = Literal["done", "agent_timeout", "agent_failed", "verifier_timeout", "verifier_failed"]
+
+VARIABLES = "ATROPOS_TASK_VARIABLES"
+MEBIBYTE = 2**20
+MEMORY_BYTES = 2048 * MEBIBYTE
+DISK_BYTES = 1024 * MEBIBYTE
+MAX_PROCESSES = 512
+_CPUS = 4
+_MAX_PRINTED_BYTES = 16 * MEBIBYTE
+"""Output after which a program is ended; less is kept."""
+_MAX_REWARD_BYTES = 64 * 1024
+_MAX_REWARD = 1e6
+_MAX_PARTS = 100
+_MAX_EVENTS = 20_000
+_MERGE_S = 0.05
+"""Pieces of output within this time become one event."""
+_CLEANUP_S = 30.0
+SYSTEM_FOLDERS = (
+    *("/bin", "/boot", "/dev", "/etc", "/home", "/lib", "/lib32", "/lib64", "/libx32", "/opt"),
+    *("/proc", "/root", "/run", "/sbin", "/sys", "/usr"),
+)
+"""Folders with programs and settings that a verifier executes or reads."""
+HIDDEN_FOLDERS = ("/tests", "/solution", "/logs/verifier")
+"""Folders of the verifier, never taken from the agent."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +105,7 @@ class TaskRun:
     reward: float
     """0 unless the verifier wrote one."""
     reward_parts: dict[str, float]
+    """The numbers of `reward.json` other than `reward`."""
     agent_exit_code: int | None
     verifier_exit_code: int | None
     verifier_output: str
@@ -53,7 +113,9 @@ class TaskRun:
     events: list[TraceEvent]
     duration_s: float
     metrics: dict[str, float]
-    """`fork_ms`, `agent_s`, `verifier_s`."""
+    """`fork_ms`, `agent_s`, `verifier_s`, `artifact_bytes`."""
+    error: str = ""
+    """Why the outcome is not `done`; empty if it is."""
 
 
 class TaskRunner:
@@ -61,19 +123,491 @@ class TaskRunner:
 
     Args:
         workspaces: the kind of workspace.
-        max_output_bytes: output of an agent that is kept.
+        max_output_bytes: output of an agent, and of a verifier, that is kept.
+        variables: variables of the machine that tasks may name as `${NAME}`; None takes those
+            that `ATROPOS_TASK_VARIABLES` lists.
     """
 
-    def __init__(self, workspaces: Workspaces, *, max_output_bytes: int = 1_000_000) -> None: ...
+    def __init__(
+        self,
+        workspaces: Workspaces,
+        *,
+        max_output_bytes: int = 1_000_000,
+        variables: Mapping[str, str] | None = None,
+    ) -> None:
+        self._workspaces = workspaces
+        self._max_output_bytes = max_output_bytes
+        self._variables = released_variables(os.environ) if variables is None else variables
+        self._bases: dict[Path, Base] = {}
+        self._locks: defaultdict[Path, asyncio.Lock] = defaultdict(asyncio.Lock)
 
-    async def base(self, task: Task) -> Base: ...
+    async def base(self, task: Task) -> Base:
+        """Return the prepared state of a task; waits while it is built, once per task.
+
+        Raises:
+            WorkspaceError: the build failed.
+            ConfigError: this kind of workspace cannot build it.
+        """
+        key = task.folder.resolve()
+        async with self._locks[key]:
+            if key not in self._bases:
+                self._bases[key] = await self._workspaces.prepare(_spec(task))
+            return self._bases[key]
 
     async def run(self, task: Task, agent: AgentCommand | Literal["oracle", "nothing"]) -> TaskRun:
         """Run an agent, the solution of the task, or nothing, and verify the result.
 
+        A result that cannot be verified has the outcome `verifier_failed`, or `verifier_timeout`,
+        and no reward. Cancelling ends all processes and removes the workspaces.
+
         Raises:
             WorkspaceError: the workspace failed; agent and verifier are not to blame.
-            TaskError: the verifier wrote a reward that is not a finite number, or none.
+            TaskError: the oracle was asked for and the task has no solution.
+            ConfigError: a variable of the task is missing on this machine.
         """
+        return (await self.run_repeatedly(task, agent, repeats=1))[0]
 
-    async def close(self) -> None: ...
+    async def run_repeatedly(
+        self, task: Task, agent: AgentCommand | Literal["oracle", "nothing"], *, repeats: int
+    ) -> list[TaskRun]:
+        """Run an agent once and verify its result several times, each in a workspace of its own.
+
+        Raises: as `run`.
+        """
+        log = _EventLog(self._max_output_bytes)
+        self._variables_of(task, task.verifier_env)  # a missing one ends the run before it starts
+        work = await self._work(task, agent, log)
+        return [await self._verified(task, work, log.copy()) for _ in range(repeats)]
+
+    async def close(self) -> None:
+        """Close the bases; the workspaces stay open for other users."""
+        bases, self._bases = list(self._bases.values()), {}
+        for base in bases:
+            await base.close()
+
+    async def _work(
+        self, task: Task, agent: AgentCommand | Literal["oracle", "nothing"], log: _EventLog
+    ) -> _Work:
+        command = self._command(task, agent)
+        base = await self.base(task)
+        log.start_phase("fork")
+        async with _forked(base) as workspace:
+            work = _Work(fork_ms=1000 * log.phase_s(), workdir=workspace.workdir)
+            await workspace.put(_archive({}, ("logs/agent", "logs/artifacts", "logs/verifier")))
+            if command is not None:
+                log.start_phase("agent")
+                await self._run_agent(task, command, workspace, work, log)
+                work.agent_s = log.phase_s()
+            log.start_phase("artifacts")
+            await _collect(task, workspace, work)
+        return work
+
+    def _command(
+        self, task: Task, agent: AgentCommand | Literal["oracle", "nothing"]
+    ) -> AgentCommand | None:
+        if agent == "nothing":
+            return None
+        if isinstance(agent, AgentCommand):
+            _check_mounts(task, agent.read_only.values())
+            return agent
+        if not (task.solution_folder / "solve.sh").is_file():
+            raise TaskError(f"{task.name} has no {task.solution_folder / 'solve.sh'} to run")
+        env = self._variables_of(task, task.solution_env)
+        return AgentCommand(
+            name="oracle",
+            command=("bash", "/solution/solve.sh"),
+            env={"DEBIAN_FRONTEND": "noninteractive", **env},
+            read_only={"/solution": task.solution_folder},
+        )
+
+    async def _run_agent(
+        self, task: Task, agent: AgentCommand, workspace: Workspace, work: _Work, log: _EventLog
+    ) -> None:
+        if agent.files:
+            files = {path.lstrip("/"): text.encode() for path, text in agent.files.items()}
+            await workspace.put(_archive(files))
+        result = await workspace.run(
+            agent.command,
+            env={**self._variables_of(task, task.env), **agent.env},
+            stdin=agent.stdin,
+            network=replace(task.agent_network, forwards=agent.forwards),
+            read_only=agent.read_only,
+            limits=_limits(task, task.agent_timeout_s),
+            on_output=log.output("agent"),
+        )
+        log.end_phase(result)
+        work.agent_exit_code = result.exit_code
+        if result.ended_by == "wall_time":
+            work.outcome = "agent_timeout"
+            work.error = f"the agent was ended after {task.agent_timeout_s:g} s"
+        elif not result.is_success:
+            work.outcome, work.error = "agent_failed", f"the agent {_ending(result)}"
+        if work.error:
+            log.error(work.error)
+
+    async def _verified(self, task: Task, work: _Work, log: _EventLog) -> TaskRun:
+        """Verify the artifacts in a workspace of its own."""
+        run = TaskRun(
+            outcome=work.outcome,
+            reward=0.0,
+            reward_parts={},
+            agent_exit_code=work.agent_exit_code,
+            verifier_exit_code=None,
+            verifier_output="",
+            changes=work.changes,
+            events=log.events,
+            duration_s=0.0,
+            metrics={
+                "fork_ms": work.fork_ms,
+                "agent_s": work.agent_s,
+                "artifact_bytes": float(len(work.archive or b"")),
+            },
+            error=work.error,
+        )
+        if work.archive is not None:
+            log.start_phase("verifier")
+            await self._verify(task, work, log, run)
+            run.metrics["verifier_s"] = log.phase_s()
+        if run.outcome in ("verifier_failed", "verifier_timeout"):
+            log.error(run.error)
+        run.duration_s = log.now()
+        return run
+
+    async def _verify(self, task: Task, work: _Work, log: _EventLog, run: TaskRun) -> None:
+        env = self._variables_of(task, {**task.env, **task.verifier_env})
+        async with _forked(await self.base(task)) as workspace:
+            await _restore(workspace, work)
+            result = await workspace.run(
+                ("bash", "/tests/test.sh"),
+                # The user's site-packages may be the agent's.
+                env={"PYTHONNOUSERSITE": "1", **env},
+                cwd=workspace.workdir,
+                network=task.verifier_network,
+                read_only={"/tests": task.tests_folder},
+                limits=_limits(task, task.verifier_timeout_s),
+                on_output=log.output("verifier"),
+            )
+            log.end_phase(result)
+            run.verifier_exit_code = result.exit_code
+            run.verifier_output = log.text("verifier")
+            if result.ended_by == "wall_time":
+                run.outcome = "verifier_timeout"
+                run.error = f"tests/test.sh was ended after {task.verifier_timeout_s:g} s"
+                return
+            try:
+                run.reward, run.reward_parts = await _read_reward(workspace)
+            except (ValueError, WorkspaceError) as error:
+                run.outcome = "verifier_failed"
+                run.error = f"{error}; tests/test.sh {_ending(result)}"
+
+    def _variables_of(self, task: Task, env: Mapping[str, str]) -> dict[str, str]:
+        return resolve_variables(env, self._variables, str(task.folder / "task.toml"))
+
+
+def released_variables(environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables that `ATROPOS_TASK_VARIABLES` lists, of those that are set."""
+    names = (name.strip() for name in environ.get(VARIABLES, "").split(","))
+    return {name: environ[name] for name in names if name in environ}
+
+
+def task_reward(text: str, *, is_json: bool) -> tuple[float, dict[str, float]]:
+    """Return the reward and its other parts, from the text of `reward.json` or `reward.txt`.
+
+    The reward is the number `reward`, or without it the mean of all numbers.
+
+    Raises:
+        ValueError: a number is missing, not finite, or larger than 1,000,000.
+    """
+    name = "reward.json" if is_json else "reward.txt"
+    try:
+        value = json.loads(text) if is_json else float(text)
+    except (ValueError, RecursionError):
+        raise ValueError(f"{name}: expected a number, got {text.strip()[:80]!r}") from None
+    numbers = value if isinstance(value, dict) else {"reward": value}
+    if not 0 < len(numbers) <= _MAX_PARTS:
+        raise ValueError(f"{name}: expected 1 to {_MAX_PARTS} numbers, got {len(numbers)}")
+    for key, number in numbers.items():
+        is_number = isinstance(number, (int, float)) and abs(number) <= _MAX_REWARD
+        if not is_number or len(key) > 100:
+            raise ValueError(
+                f"{name}: expected finite numbers up to {_MAX_REWARD:,.0f}, got {key[:80]!r}: "
+                f"{str(number)[:80]}"
+            )
+    parts = {key: float(number) for key, number in numbers.items()}
+    reward = parts.pop("reward", None)
+    return (sum(parts.values()) / len(parts) if reward is None else reward), parts
+
+
+def changed_sources(
+    changes: Sequence[FileChange], workdir: str, *, is_verifier_separate: bool
+) -> list[FileChange]:
+    """Return the changes that the verifier sees if the task names no artifacts."""
+    return [
+        change
+        for change in changes
+        if not _is_below(change.path, HIDDEN_FOLDERS)
+        and (
+            not is_verifier_separate
+            or (workdir != "/" and _is_below(change.path, (workdir,)))
+            or not _is_below(change.path, SYSTEM_FOLDERS)
+        )
+    ]
+
+
+@dataclass
+class _Work:
+    """What an agent left."""
+
+    fork_ms: float
+    workdir: str
+    outcome: Outcome = "done"
+    error: str = ""
+    agent_s: float = 0.0
+    agent_exit_code: int | None = None
+    changes: list[FileChange] = field(default_factory=list)
+    archive: bytes | None = None
+    """The artifacts; None if they are too large."""
+    removed: list[str] = field(default_factory=list)
+    """Paths of the base that the agent removed, or that the artifacts replace."""
+
+
+class _Piece(NamedTuple):
+    stream: str
+    until: float
+
+
+class _EventLog:
+    """Events of one run; output beyond a number of bytes is counted, not kept."""
+
+    def __init__(self, max_output_bytes: int) -> None:
+        self.events: list[TraceEvent] = []
+        self._started = time.monotonic()
+        self._phase_started = 0.0
+        self._max_output_bytes = max_output_bytes
+        self._num_bytes: dict[str, int] = {}
+        self._last: _Piece | None = None
+
+    def copy(self) -> _EventLog:
+        copied = _EventLog(self._max_output_bytes)
+        copied.events = [event.copy() for event in self.events]
+        copied._started = self._started
+        return copied
+
+    def now(self) -> float:
+        return time.monotonic() - self._started
+
+    def phase_s(self) -> float:
+        return self.now() - self._phase_started
+
+    def start_phase(self, name: str) -> None:
+        self._phase_started = self.now()
+        self._last = None
+        self.events.append({"at": self._phase_started, "kind": "phase", "text": name})
+
+    def end_phase(self, result: CommandResult) -> None:
+        phase = next(event for event in reversed(self.events) if event["kind"] == "phase")
+        phase["exit_code"] = result.exit_code
+
+    def error(self, text: str) -> None:
+        self.events.append({"at": self.now(), "kind": "error", "text": text})
+
+    def output(self, program: str) -> Callable[[Output], None]:
+        """Return a receiver for the output of a program that starts now."""
+        start = self.now()
+        decode = {
+            stream: codecs.getincrementaldecoder("utf-8")("replace").decode
+            for stream in ("stdout", "stderr")
+        }
+
+        def receive(piece: Output) -> None:
+            self._receive(
+                program, f"{program}/{piece.stream}", start + piece.time_s,
+                decode[piece.stream](piece.data), len(piece.data),
+            )  # fmt: skip
+
+        return receive
+
+    def text(self, program: str) -> str:
+        """Return the output of a program that was kept."""
+        return "".join(
+            event["text"]
+            for event in self.events
+            if event["kind"] == "output" and event["stream"].startswith(f"{program}/")
+        )
+
+    def _receive(self, program: str, stream: str, at: float, text: str, size: int) -> None:
+        before = self._num_bytes.get(program, 0)
+        self._num_bytes[program] = before + size
+        if before >= self._max_output_bytes or len(self.events) >= _MAX_EVENTS:
+            return
+        if self._num_bytes[program] >= self._max_output_bytes:
+            text = text[: self._max_output_bytes - before]
+            text += f"\n[output beyond {self._max_output_bytes} bytes is left out]\n"
+        if self._last is not None and self._last.stream == stream and at <= self._last.until:
+            self.events[-1]["text"] += text
+        elif text:
+            self.events.append({"at": at, "kind": "output", "stream": stream, "text": text})
+            self._last = _Piece(stream, at + _MERGE_S)
+
+
+@asynccontextmanager
+async def _forked(base: Base) -> AsyncIterator[Workspace]:
+    workspace = await base.fork()
+    try:
+        yield workspace
+    finally:
+        # Cancelling a second time must not leave its processes.
+        await asyncio.shield(workspace.close())
+
+
+def _spec(task: Task) -> WorkspaceSpec:
+    has_files = task.environment_folder.is_dir()
+    spec = WorkspaceSpec(
+        name=task.name,
+        source=task.environment_folder if has_files else None,
+        image=task.image,
+        limits=_limits(task, task.agent_timeout_s),
+        build_network=Network("public"),
+        build_timeout_s=task.build_timeout_s,
+    )
+    return spec if task.workdir is None else replace(spec, workdir=task.workdir)
+
+
+def _limits(task: Task, timeout_s: float) -> SandboxLimits:
+    return SandboxLimits(
+        wall_s=timeout_s,
+        cpu_s=math.ceil(timeout_s * max(task.cpus or _CPUS, 1)),
+        memory_bytes=task.memory_bytes or MEMORY_BYTES,
+        max_processes=MAX_PROCESSES,
+        disk_bytes=task.disk_bytes or DISK_BYTES,
+        output_bytes=_MAX_PRINTED_BYTES,
+    )
+
+
+def _ending(result: CommandResult) -> str:
+    if result.ended_by == "exit":
+        return f"ended with exit code {result.exit_code}"
+    if result.ended_by == "signal":
+        return f"was ended by a signal (exit code {result.exit_code})"
+    return f"was ended by its limit of {result.ended_by.replace('_', ' ')}"
+
+
+def _check_mounts(task: Task, folders: Collection[Path]) -> None:
+    """Refuse software of an agent whose folder contains the tests or the solution."""
+    for folder in folders:
+        path = folder.resolve()
+        for hidden in (task.tests_folder.resolve(), task.solution_folder.resolve()):
+            if hidden.is_relative_to(path) or path.is_relative_to(hidden):
+                raise ConfigError(
+                    f"{folder} would show {hidden.name}/ of {task.name} to the agent; keep tasks "
+                    "out of the folders of the agent's software"
+                )
+
+
+def _is_below(path: str, folders: Sequence[str]) -> bool:
+    pure = PurePosixPath(path)
+    return any(pure.is_relative_to(folder) for folder in folders)
+
+
+async def _collect(task: Task, workspace: Workspace, work: _Work) -> None:
+    """Read the artifacts from the agent's workspace."""
+    work.changes = await workspace.changes()
+    declared = task.artifacts
+    seen = changed_sources(
+        work.changes, workspace.workdir, is_verifier_separate=task.is_verifier_separate
+    )
+    if declared:
+        sources = [artifact.source for artifact in declared]
+        work.removed = [c.path for c in work.changes if c.kind == "removed"]
+        work.removed = [path for path in work.removed if _is_below(path, sources)]
+    else:
+        sources = [change.path for change in seen if change.kind != "removed"]
+        work.removed = [change.path for change in seen if change.kind == "removed"]
+    sources = list(dict.fromkeys([*sources, "/logs/artifacts"]))
+    max_bytes = task.disk_bytes or DISK_BYTES
+    try:
+        archive = await workspace.collect(sources, max_bytes=max_bytes)
+    except WorkspaceError as error:
+        work.outcome = "agent_failed"
+        work.error = f"the artifacts cannot be read: {error}"
+        return
+    work.archive = await asyncio.to_thread(_without_hidden, archive, declared)
+
+
+async def _restore(workspace: Workspace, work: _Work) -> None:
+    """Bring the artifacts into a fresh workspace."""
+    if work.removed:
+        limits = replace(SandboxLimits(), wall_s=_CLEANUP_S)
+        for n in range(0, len(work.removed), 1000):
+            some = work.removed[n : n + 1000]
+            await workspace.run(("rm", "-rf", "--", *some), cwd="/", limits=limits)
+    await workspace.put(_archive({}, ("logs/agent", "logs/artifacts", "logs/verifier")))
+    if work.archive:
+        await workspace.put(work.archive)
+
+
+async def _read_reward(workspace: Workspace) -> tuple[float, dict[str, float]]:
+    paths = ("/logs/verifier/reward.json", "/logs/verifier/reward.txt")
+    archive = await workspace.collect(paths, max_bytes=_MAX_REWARD_BYTES)
+    found = []
+    with tarfile.open(fileobj=io.BytesIO(archive)) as tar:
+        for path in paths:
+            if path.lstrip("/") not in tar.getnames():
+                continue
+            file = tar.extractfile(path.lstrip("/"))
+            if file is not None:
+                text = file.read(_MAX_REWARD_BYTES).decode("utf-8", "replace")
+                found.append(task_reward(text, is_json=path.endswith(".json")))
+    if not found:
+        raise ValueError("there is no /logs/verifier/reward.txt or reward.json")
+    if found[0][0] != found[-1][0]:
+        # Programs of the agent that the tests execute can write one of the two.
+        raise ValueError(f"reward.json says {found[0][0]:g}, reward.txt {found[-1][0]:g}")
+    return found[0]
+
+
+def _archive(files: Mapping[str, bytes], folders: Sequence[str] = ()) -> bytes:
+    """Return a tar archive of files and folders, by path relative to `/`."""
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=buffer, mode="w") as tar:
+        for path in folders:
+            entry = tarfile.TarInfo(path)
+            entry.type, entry.mode = tarfile.DIRTYPE, 0o755
+            tar.addfile(entry)
+        for path, content in files.items():
+            entry = tarfile.TarInfo(path)
+            entry.size, entry.mode = len(content), 0o755 if content[:2] == b"#!" else 0o644
+            tar.addfile(entry, io.BytesIO(content))
+    return buffer.getvalue()
+
+
+def _without_hidden(archive: bytes, artifacts: Sequence[Artifact]) -> bytes:
+    """Return an archive without the folders of the verifier, and without what artifacts exclude."""
+
+    def is_kept(entry: tarfile.TarInfo) -> bool:
+        is_hidden = _is_below(f"/{entry.name}", HIDDEN_FOLDERS)
+        return not is_hidden and not any(_is_excluded(entry.name, each) for each in artifacts)
+
+    buffer = io.BytesIO()
+    with tarfile.open(fileobj=io.BytesIO(archive)) as old:
+        entries = old.getmembers()
+        if all(map(is_kept, entries)):
+            return archive
+        with tarfile.open(fileobj=buffer, mode="w") as new:
+            for entry in filter(is_kept, entries):
+                new.addfile(entry, old.extractfile(entry) if entry.isfile() else None)
+    return buffer.getvalue()
+
+
+def _is_excluded(name: str, artifact: Artifact) -> bool:
+    """Whether a pattern matches the path below the source, from any of its folders on."""
+    path, source = PurePosixPath("/", name), PurePosixPath(artifact.source)
+    if not path.is_relative_to(source):
+        return False
+    parts = path.relative_to(source).parts
+    spans = [
+        "/".join(parts[first:last])
+        for first in range(len(parts))
+        for last in range(first + 1, len(parts) + 1)
+    ]
+    return any(fnmatch.fnmatchcase(span, pattern) for span in spans for pattern in artifact.exclude)

@@ -18,9 +18,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import logging
 import os
 import signal
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from atroposlib.sandbox.interface import (
@@ -32,9 +34,11 @@ from atroposlib.sandbox.interface import (
     content_fd,
 )
 from atroposlib.sandbox.limits import (
+    FOLDERS,
     NOBODY,
     ControlGroups,
     Membership,
+    ProcessBounds,
     find_program,
     kill_first,
     limit_process,
@@ -43,10 +47,12 @@ from atroposlib.sandbox.limits import (
     next_user,
     require_bound,
 )
-from atroposlib.sandbox.streams import Finished, result_of, run_bounded
+from atroposlib.sandbox.streams import Finished, OutputCallback, result_of, run_bounded
 from atroposlib.sandbox.system_calls import call_filter, has_filter
 
-__all__ = ["Bubblewrap"]
+logger = logging.getLogger(__name__)
+
+__all__ = ["KERNEL_FOLDERS", "Box", "BoxRun", "Bubblewrap"]
 
 SET_UP_S = 60.0
 READ_BYTES = 65_536
@@ -113,6 +119,19 @@ class Gate:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._box, signal.SIGKILL)
 
+    async def wait_for_end(self) -> None:
+        """Wait until the processes of the box have ended, after `kill_box`."""
+        if self._box is not None:
+            loop = asyncio.get_running_loop()
+            ended = loop.create_future()
+            loop.add_reader(self._box, lambda: ended.done() or ended.set_result(None))
+            try:
+                await asyncio.wait_for(ended, SET_UP_S)
+            except asyncio.TimeoutError:
+                logger.warning("the processes of a sandbox do not end")
+            finally:
+                loop.remove_reader(self._box)
+
     def exit_code(self) -> int | None:
         """Return the program's exit code after bubblewrap has ended; None if there is none."""
         while piece := os.read(self._report_fd, READ_BYTES):
@@ -171,6 +190,41 @@ BOXES_PER_SLOT = 3  # the setup mostly waits for the kernel
 KEYS = "/proc/keys"  # lists the keys of the user of this process
 
 
+KERNEL_FOLDERS = ("--proc", "/proc", "--dev", "/dev")
+
+
+@dataclass(frozen=True)
+class Box:
+    """What a program sees, and the user it runs as."""
+
+    mounts: Sequence[str]
+    """Arguments of bubblewrap for its root folder, with `KERNEL_FOLDERS`."""
+    cwd: str
+    env: Mapping[str, str]
+    fds: Sequence[int] = ()
+    """File descriptors that `enter` and `mounts` refer to."""
+    enter: Sequence[str] = ()
+    """Command prefix that enters other namespaces before bubblewrap creates its own."""
+    user: int | None = None
+    """User of the machine as which root runs it; None takes one that no other program has."""
+    shown_user: int = NOBODY
+    """The user id that programs see."""
+    hostname: str = "sandbox"
+    written: Sequence[str] = FOLDERS
+    """Writable folders in memory, relative to its root folder."""
+    of_process: ProcessBounds = field(default_factory=ProcessBounds)
+
+
+@dataclass(frozen=True)
+class BoxRun:
+    """A program of a box that has ended."""
+
+    finished: Finished
+    exit_code: int | None
+    """None if the program was stopped or never ran."""
+    ran_out_of_memory: bool
+
+
 class Bubblewrap:
     """Runs programs with `bwrap`.
 
@@ -224,42 +278,81 @@ class Bubblewrap:
         limits: SandboxLimits | None = None,
     ) -> SandboxResult:
         limits = limits or self._limits
-        async with self._boxes, self._groups.join(limits) as members:
+        with contextlib.ExitStack() as held:
+            fds = {
+                checked_path(path): held.enter_context(content_fd(content))
+                for path, content in (files or {}).items()
+            }
+            run = await self.run_in(
+                self._own_box(fds, limits), command, stdin=as_bytes(stdin), limits=limits
+            )
+            return result_of(
+                run.finished,
+                exit_code=run.exit_code,
+                ran_out_of_memory=run.ran_out_of_memory,
+                around=self.name,
+            )
+
+    async def run_in(
+        self,
+        box: Box,
+        command: Sequence[str],
+        *,
+        stdin: bytes,
+        limits: SandboxLimits,
+        on_output: OutputCallback | None = None,
+    ) -> BoxRun:
+        """Run a command in a box with folders, user and variables of its own choice.
+
+        Raises:
+            SandboxError: the box could not be set up.
+        """
+        groups = self._groups.join(limits, written=tuple(box.written))
+        async with self._boxes, groups as members:
             with contextlib.ExitStack() as held:
                 gate = held.enter_context(new_gate())
-                fds = {
-                    checked_path(path): held.enter_context(content_fd(content))
-                    for path, content in (files or {}).items()
-                }
+                inherited = [*box.fds, *gate.fds]
                 filters = []
                 if self._has_filter:
                     calls = call_filter(is_memory_counted=members.is_memory_counted)
                     filters.append(held.enter_context(content_fd(calls)))
-                words = self._command(command, fds, filters, limits, gate)
+                variables = held.enter_context(content_fd(_variables(box.env)))
+                of_process = box.of_process
+                if members.is_memory_counted and of_process.memory == "data":
+                    of_process = replace(of_process, memory=None)
+                words = [*box.enter, *self._words(box, [*filters], variables, gate), "--"]
+                if self._prlimit is not None:
+                    words += limit_words(self._prlimit, limits, of_process=of_process)
                 try:
                     finished = await run_bounded(
-                        words,
-                        stdin=as_bytes(stdin),
+                        [*words, *command],
+                        stdin=stdin,
                         limits=limits,
-                        pass_fds=[*fds.values(), *filters, *gate.fds],
-                        turn=self._turn(gate, limits, members),
+                        pass_fds=[*inherited, *filters, variables],
+                        turn=self._turn(gate, limits, members, of_process),
+                        on_output=on_output,
                     )
                 except OSError as error:
                     raise SandboxError(f"{words[0]} cannot be started: {error}") from error
-                return result_of(
+                return BoxRun(
                     finished,
                     exit_code=None if finished.stopped_for else _exit_code(finished, gate),
                     ran_out_of_memory=members.ran_out_of_memory,
-                    around=self.name,
                 )
 
     @contextlib.asynccontextmanager
     async def _turn(
-        self, gate: Gate, limits: SandboxLimits, members: Membership
+        self,
+        gate: Gate,
+        limits: SandboxLimits,
+        members: Membership,
+        of_process: ProcessBounds,
     ) -> AsyncIterator[None]:
         pid = await gate.wait_for_box()
         # In a thread: the kernel may take milliseconds to move a process into a control group.
-        if pid is None or not await asyncio.to_thread(self._bound, pid, limits, members):
+        if pid is None or not await asyncio.to_thread(
+            self._bound, pid, limits, members, of_process
+        ):
             yield  # bwrap writes the reason to standard error
             return
         try:
@@ -272,50 +365,57 @@ class Bubblewrap:
                     watch.cancel()
         finally:
             gate.kill_box()
+            await asyncio.shield(gate.wait_for_end())
 
-    def _bound(self, pid: int, limits: SandboxLimits, members: Membership) -> bool:
+    def _bound(
+        self, pid: int, limits: SandboxLimits, members: Membership, of_process: ProcessBounds
+    ) -> bool:
         """Bound a process and its descendants; return False if it has already ended."""
         kill_first(pid)
-        return members.add(pid) and (self._prlimit is not None or limit_process(pid, limits))
+        return members.add(pid) and (
+            self._prlimit is not None or limit_process(pid, limits, of_process)
+        )
 
-    def _command(
-        self,
-        command: Sequence[str],
-        files: Mapping[str, int],
-        filters: Sequence[int],
-        limits: SandboxLimits,
-        gate: Gate,
-    ) -> list[str]:
-        disk = str(limits.disk_bytes)
-        words = [self._bwrap, *gate.words]
-        if self._chroot is not None:
-            user = next_user()  # chroot to / changes the user only
-            words = [self._chroot, f"--userspec=+{user}:+{user}", "--groups=", "/", *words]
-            words += ["--uid", str(NOBODY), "--gid", str(NOBODY)]
-        words += ["--unshare-all", "--unshare-user", "--disable-userns", "--cap-drop", "ALL"]
-        words += ["--die-with-parent", "--new-session", "--hostname", "sandbox", "--clearenv"]
-        words += ["--ro-bind", "/usr", "/usr"]
+    def _own_box(self, files: Mapping[str, int], limits: SandboxLimits) -> Box:
+        """Return a box with /usr of the machine and an empty folder for the files of a program."""
+        words = ["--ro-bind", "/usr", "/usr"]
         for name in ("bin", "lib", "lib64"):
             words += ["--symlink", f"usr/{name}", f"/{name}"]
         for folder in self._read_only:
             words += ["--ro-bind", folder, folder]
-        words += ["--proc", "/proc", "--dev", "/dev"]
-        for path in self._masked:
-            words += ["--ro-bind", "/dev/null", path]
+        words += [*KERNEL_FOLDERS]
         for folder in ("/tmp", "/box", "/dev/shm"):
-            words += ["--size", disk, "--tmpfs", folder]
+            words += ["--size", str(limits.disk_bytes), "--tmpfs", folder]
         for path, fd in files.items():
             words += ["--file", str(fd), f"/box/{path}"]
-        for path in ("/proc", "/dev", "/"):  # /proc includes settings of its own namespaces
-            words += ["--remount-ro", path]
-        words += ["--chdir", "/box", "--setenv", "HOME", "/box", "--setenv", "PATH", "/usr/bin"]
-        words += ["--setenv", "LANG", "C.UTF-8"]
+        words += ["--remount-ro", "/"]
+        env = {"HOME": "/box", "PATH": "/usr/bin", "LANG": "C.UTF-8"}
+        return Box(mounts=words, cwd="/box", env=env, fds=list(files.values()))
+
+    def _words(self, box: Box, filters: Sequence[int], variables: int, gate: Gate) -> Iterator[str]:
+        if self._chroot is not None:
+            user = next_user() if box.user is None else box.user
+            # chroot to / changes the user only
+            yield from (self._chroot, f"--userspec=+{user}:+{user}", "--groups=", "/")
+        yield from (self._bwrap, *gate.words)
+        if self._chroot is not None or box.shown_user != NOBODY:
+            yield from ("--uid", str(box.shown_user), "--gid", str(box.shown_user))
+        yield from ("--unshare-all", "--unshare-user", "--disable-userns", "--cap-drop", "ALL")
+        yield from ("--die-with-parent", "--new-session", "--hostname", box.hostname, "--clearenv")
+        yield from box.mounts
+        for path in self._masked:
+            yield from ("--ro-bind", "/dev/null", path)
+        for path in ("/proc", "/dev"):  # /proc includes settings of its own namespaces
+            yield from ("--remount-ro", path)
+        yield from ("--chdir", box.cwd, "--args", str(variables))
         for fd in filters:
-            words += ["--seccomp", str(fd)]
-        words.append("--")
-        if self._prlimit is not None:
-            words += limit_words(self._prlimit, limits)
-        return [*words, *command]
+            yield from ("--seccomp", str(fd))
+
+
+def _variables(env: Mapping[str, str]) -> bytes:
+    """Return variables as arguments in a file: command lines are visible to other users."""
+    words = [word for name, value in env.items() for word in ("--setenv", name, value)]
+    return b"".join(os.fsencode(word) + b"\0" for word in words)
 
 
 def _exit_code(finished: Finished, gate: Gate) -> int | None:

@@ -21,15 +21,18 @@ import signal
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
+from typing import Literal
 
 from atroposlib.sandbox.interface import SandboxError, SandboxLimits, SandboxUnavailableError
 
 __all__ = [
+    "FOLDERS",
     "NOBODY",
     "OOM_SCORE",
     "PARENT",
     "ControlGroups",
     "Membership",
+    "ProcessBounds",
     "bounded_tcp",
     "bounds_swap",
     "find_program",
@@ -79,6 +82,8 @@ class Membership:
     """Limit of all its processes and files together."""
     is_memory_counted: bool
     """Whether a control group bounds the memory."""
+    written: tuple[str, ...]
+    """Folders in memory that the program writes to, relative to its root folder."""
     was_killed_here: bool = False
 
     def add(self, pid: int) -> bool:
@@ -114,7 +119,7 @@ class Membership:
         """
         while not self.is_memory_counted:
             await asyncio.sleep(WATCH_PAUSE_S)
-            if _memory_of(pid, self.memory_bytes) > self.memory_bytes:
+            if _memory_of(pid, self.memory_bytes, self.written) > self.memory_bytes:
                 self.was_killed_here = True
                 kill()
                 return
@@ -141,8 +146,15 @@ class ControlGroups:
         return any(name in MEMORY_LIMITS for names in self._limits.values() for name in names)
 
     @contextlib.asynccontextmanager
-    async def join(self, limits: SandboxLimits) -> AsyncIterator[Membership]:
-        """Create groups with these limits, and remove them at the end."""
+    async def join(
+        self, limits: SandboxLimits, *, written: tuple[str, ...] = FOLDERS
+    ) -> AsyncIterator[Membership]:
+        """Create groups with these limits, and remove them at the end.
+
+        Args:
+            limits: the limits.
+            written: folders in memory that the program writes to, relative to its root folder.
+        """
         name = f"{os.getpid()}-{next(_numbers)}"
         values = _values(limits)
         folders = tuple(f"{parent}/{name}" for parent in self._limits)
@@ -151,7 +163,7 @@ class ControlGroups:
                 Path(folder).mkdir(parents=True)  # noqa: ASYNC240 - not on a disk
                 for file in limited:
                     _write(f"{folder}/{file}", values[file])
-            yield Membership(folders, _memory_bytes(limits), self.count_memory)
+            yield Membership(folders, _memory_bytes(limits), self.count_memory, written)
         finally:
             for folder in folders:
                 await asyncio.shield(_remove(Path(folder)))
@@ -300,12 +312,12 @@ def _values(limits: SandboxLimits) -> dict[str, str]:
     return dict(zip(LIMITS, (memory, "0", processes, memory, memory, memory), strict=True))
 
 
-def _memory_of(pid: int, enough: int) -> int:
+def _memory_of(pid: int, enough: int, written: Iterable[str]) -> int:
     """Return the bytes of a process, its descendants, their folders and their sockets.
 
     Shared memory is counted once per process if the sum does not exceed `enough`.
     """
-    files = _files_of(pid) + _sockets_of(pid)
+    files = _files_of(pid, written) + _sockets_of(pid)
     pids = _descendants(pid)
     resident = files + sum(map(_resident, pids))
     return resident if resident <= enough else files + sum(map(_share, pids))
@@ -351,13 +363,13 @@ def _sockets_of(pid: int) -> int:
     return taken
 
 
-def _files_of(pid: int) -> int:
+def _files_of(pid: int, written: Iterable[str]) -> int:
     """Return the memory of the writable folders, contents and inodes."""
     taken = 0
     with contextlib.suppress(OSError):
         if os.path.samestat(os.stat(f"/proc/{pid}/root/"), os.stat("/")):  # noqa: PTH116
             return 0  # not in the box yet
-    for folder in FOLDERS:
+    for folder in written:
         with contextlib.suppress(OSError):
             state = os.statvfs(f"/proc/{pid}/root/{folder}")
             taken += (state.f_blocks - state.f_bfree) * state.f_frsize
@@ -410,6 +422,18 @@ CAP_SYS_RESOURCE = 24
 NOBODY = 65534
 USERS_IN_TURN = 16_384
 MAX_FILES = 256
+
+
+@dataclass(frozen=True)
+class ProcessBounds:
+    """The limits of each process that differ between kinds of programs."""
+
+    memory: Literal["as", "data"] | None = "as"
+    """Resource that `memory_bytes` limits; "data" leaves out address space that is reserved only.
+    None if a control group suffices."""
+    max_files: int = MAX_FILES
+
+
 OOM_SCORE = 1000
 """Makes programs the first to be killed when the machine runs out of memory."""
 UNUSED_USERS = ((1_879_048_192, 2_147_352_575), (60_578, 61_183))
@@ -431,7 +455,13 @@ def find_program(program: str, *, package: str) -> str:
     return str(Path(path).resolve())
 
 
-def limit_words(prlimit: str, limits: SandboxLimits, *, processes: bool = True) -> list[str]:
+def limit_words(
+    prlimit: str,
+    limits: SandboxLimits,
+    *,
+    processes: bool = True,
+    of_process: ProcessBounds = ProcessBounds(),
+) -> list[str]:
     """Return the command prefix that sets the limits and then runs the rest.
 
     Args:
@@ -439,8 +469,9 @@ def limit_words(prlimit: str, limits: SandboxLimits, *, processes: bool = True) 
         limits: the limits.
         processes: whether the number of processes is limited; only if the kernel counts the
             processes of the box alone.
+        of_process: further limits of each process.
     """
-    bounds = _bounds(limits)
+    bounds = _bounds(limits, of_process)
     if not processes:
         del bounds["nproc"]
     return [prlimit, *(f"--{name}={soft}:{hard}" for name, (soft, hard) in bounds.items()), "--"]
@@ -458,7 +489,9 @@ def may_limit_others() -> bool:
     return bool(int(held, 16) >> CAP_SYS_RESOURCE & 1)
 
 
-def limit_process(pid: int, limits: SandboxLimits) -> bool:
+def limit_process(
+    pid: int, limits: SandboxLimits, of_process: ProcessBounds = ProcessBounds()
+) -> bool:
     """Set the limits of a process and of its later descendants.
 
     Returns:
@@ -468,7 +501,7 @@ def limit_process(pid: int, limits: SandboxLimits) -> bool:
         SandboxError: the kernel refuses it.
     """
     try:
-        for name, bound in _bounds(limits).items():
+        for name, bound in _bounds(limits, of_process).items():
             resource.prlimit(pid, getattr(resource, f"RLIMIT_{name.upper()}"), bound)
     except ProcessLookupError:
         return False
@@ -508,14 +541,15 @@ def kill_first(pid: int) -> None:
         Path(f"/proc/{pid}/oom_score_adj").write_text(str(OOM_SCORE))
 
 
-def _bounds(limits: SandboxLimits) -> dict[str, tuple[int, int]]:
+def _bounds(limits: SandboxLimits, of_process: ProcessBounds) -> dict[str, tuple[int, int]]:
     """Return soft and hard limits by their names in `prlimit`."""
     processes = limits.max_processes + 1  # plus that of the sandbox, which waits for the program
+    memory = of_process.memory
     return {
-        "as": (limits.memory_bytes, limits.memory_bytes),
+        **({} if memory is None else {memory: (limits.memory_bytes, limits.memory_bytes)}),
         "cpu": (limits.cpu_s, limits.cpu_s + 1),
         "nproc": (processes, processes),
         "fsize": (limits.disk_bytes, limits.disk_bytes),
-        "nofile": (MAX_FILES, MAX_FILES),
+        "nofile": (of_process.max_files, of_process.max_files),
         "core": (0, 0),
     }

@@ -20,9 +20,11 @@ from atroposlib.sandbox.interface import (
     content_fd,
 )
 
-__all__ = ["Finished", "result_of", "run_bounded"]
+__all__ = ["Finished", "OutputCallback", "ending_of", "result_of", "run_bounded"]
 
 STDOUT, STDERR = 1, 2
+OutputCallback = Callable[[int, bytes, float], None]
+"""Receives 1 or 2 for the stream, a piece of output, and seconds since the start."""
 
 
 @dataclass(frozen=True)
@@ -45,6 +47,7 @@ async def run_bounded(
     pass_fds: Sequence[int] = (),
     turn: AbstractAsyncContextManager[None] | None = None,
     kill: Callable[[], Awaitable[None]] | None = None,
+    on_output: OutputCallback | None = None,
 ) -> Finished:
     """Run a command until it ends, writes too much or takes too long; cancelling kills it.
 
@@ -55,13 +58,17 @@ async def run_bounded(
         pass_fds: further file descriptors that it inherits.
         turn: context entered after the start and exited at the end; the time limit starts in it.
         kill: awaited after the command was killed, to kill processes it started elsewhere.
+        on_output: called with each piece of output within its limit; must not raise.
 
     Raises:
         OSError: the command cannot be started.
     """
     loop = asyncio.get_running_loop()
     record = _ChildOutput(
-        limits.output_bytes, ended=loop.create_future(), full=loop.create_future()
+        limits.output_bytes,
+        ended=loop.create_future(),
+        full=loop.create_future(),
+        on_output=on_output,
     )
     # Not asyncio's pipe: it is a socket, over which a program could send file descriptors.
     with content_fd(stdin) if stdin else contextlib.nullcontext(subprocess.DEVNULL) as source:
@@ -75,7 +82,7 @@ async def run_bounded(
         )
     try:
         async with turn or contextlib.nullcontext():
-            started_at = time.monotonic()
+            started_at = record.started_at = time.monotonic()
             done, _ = await asyncio.wait(
                 {record.ended, record.full},
                 timeout=limits.wall_s,
@@ -99,16 +106,26 @@ class _ChildOutput(asyncio.SubprocessProtocol):
     """Output of a child, up to `max_bytes` per stream."""
 
     def __init__(
-        self, max_bytes: int, *, ended: asyncio.Future[None], full: asyncio.Future[None]
+        self,
+        max_bytes: int,
+        *,
+        ended: asyncio.Future[None],
+        full: asyncio.Future[None],
+        on_output: OutputCallback | None,
     ) -> None:
         self.outputs = {STDOUT: bytearray(), STDERR: bytearray()}
         self.ended = ended
         self.full = full
+        self.started_at = time.monotonic()
         self._max_bytes = max_bytes
+        self._on_output = on_output
 
     def pipe_data_received(self, fd: int, data: bytes) -> None:
         into = self.outputs[fd]
-        into += data[: self._max_bytes - len(into)]
+        piece = data[: self._max_bytes - len(into)]
+        into += piece
+        if self._on_output is not None and piece:
+            self._on_output(fd, piece, time.monotonic() - self.started_at)
         if len(into) >= self._max_bytes and not self.full.done():
             self.full.set_result(None)
 
@@ -136,13 +153,13 @@ FIRST_SIGNAL_EXIT = 128 + 1
 MAX_MESSAGE_CHARACTERS = 300
 
 
-def result_of(
+def ending_of(
     finished: Finished, *, exit_code: int | None, ran_out_of_memory: bool, around: str
-) -> SandboxResult:
-    """Return the result of a program from the process that ran it.
+) -> tuple[Ending, int | None]:
+    """Return the ending of a program, and its exit code unless it was stopped.
 
     Args:
-        finished: the process, such as bubblewrap.
+        finished: the process that ran the program, such as bubblewrap.
         exit_code: exit code of the program; None if it was stopped or never ran.
         ran_out_of_memory: whether the kernel killed one of its processes for memory.
         around: name of the process, for messages.
@@ -150,25 +167,32 @@ def result_of(
     Raises:
         SandboxError: the program never ran.
     """
-    stderr = finished.stderr.decode("utf-8", "replace")
-    ended_by: Ending
     if finished.stopped_for is not None:
-        ended_by, exit_code = finished.stopped_for, None
-    elif ran_out_of_memory:
-        ended_by = "memory"
-    elif exit_code is None:
+        return finished.stopped_for, None
+    if ran_out_of_memory:
+        return "memory", exit_code
+    if exit_code is None:
+        stderr = finished.stderr.decode("utf-8", "replace")
         raise SandboxError(
             f"{around} ended with {finished.returncode} before the program did: "
             f"{stderr[:MAX_MESSAGE_CHARACTERS].strip() or 'no message'}"
         )
-    elif exit_code == SIGXCPU_EXIT:
-        ended_by = "cpu_time"
-    else:
-        ended_by = "signal" if exit_code >= FIRST_SIGNAL_EXIT else "exit"
+    if exit_code == SIGXCPU_EXIT:
+        return "cpu_time", exit_code
+    return ("signal" if exit_code >= FIRST_SIGNAL_EXIT else "exit"), exit_code
+
+
+def result_of(
+    finished: Finished, *, exit_code: int | None, ran_out_of_memory: bool, around: str
+) -> SandboxResult:
+    """Return the result of a program; see `ending_of`."""
+    ended_by, exit_code = ending_of(
+        finished, exit_code=exit_code, ran_out_of_memory=ran_out_of_memory, around=around
+    )
     return SandboxResult(
         exit_code=exit_code,
         stdout=finished.stdout.decode("utf-8", "replace"),
-        stderr=stderr,
+        stderr=finished.stderr.decode("utf-8", "replace"),
         ended_by=ended_by,
         duration_s=finished.duration_s,
     )

@@ -22,6 +22,7 @@ MISSPELT = {  # a flag of each command with a letter missing, and the flag
     "atropos-replay": ("--data-dri", "--data-dir"),
     "atropos-compare": ("--metrc", "--metric"),
     "atropos-serve-env": ("--prt", "--port"),
+    "atropos-tasks": ("--workspcaes", "--workspaces"),
     "atropos-trainer-check": ("--comand", "--command"),
     "inference-node-wandb-watcher": ("--api_adr", "--api_addr"),
     "atropos-grpo": ("--modle", "--model"),

@@ -1,0 +1,292 @@
+"""Checks of a task: is its reward right, repeatable, hidden and hard to forge?
+
+builds    the environment builds
+oracle    the solution scores 1
+nothing   doing nothing scores 0
+repeats   the verifier gives the same numbers each time
+hidden    the agent finds no file of tests/ and solution/ in its workspace
+forgery   modules and settings that an agent leaves in its folder do not make the verifier
+          report success; a warning unless asked for strictly
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import logging
+import math
+import os
+import shlex
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from atroposlib.agent_tasks.folder import Task
+from atroposlib.agent_tasks.runner import SYSTEM_FOLDERS, AgentCommand, TaskRun, TaskRunner
+from atroposlib.errors import AtroposError
+
+__all__ = ["CHECKS", "CheckResult", "TaskReport", "validate_task", "validate_tasks"]
+
+logger = logging.getLogger(__name__)
+
+CHECKS = ("builds", "oracle", "nothing", "repeats", "hidden", "forgery")
+Status = Literal["ok", "failed", "warning", "not run"]
+
+_MIN_DIGEST_BYTES = 16
+"""Smaller files are equal by chance."""
+_SCRIPTS = frozenset({".sh", ".py", ".js", ".ts", ".rb", ".pl", ".go", ".rs"})
+_SHADOWED_MODULES = (
+    *("argparse", "collections", "csv", "dataclasses", "datetime", "difflib", "hashlib", "json"),
+    *("math", "os", "pathlib", "pytest", "random", "re", "shutil", "sqlite3", "string"),
+    *("subprocess", "tempfile", "typing", "unittest", "conftest", "sitecustomize"),
+)
+_FORGED_MODULE = """\
+import posix
+out = posix.open("/logs/verifier/reward.txt", 0o1101)
+posix.write(out, b"1")
+posix._exit(0)
+"""
+_FORGED_PROGRAM = "echo 1 > /logs/verifier/reward.txt"
+
+
+@dataclass(frozen=True)
+class CheckResult:
+    """One check of one task."""
+
+    name: str
+    status: Status
+    reason: str = ""
+
+
+@dataclass
+class TaskReport:
+    """All checks of one task, in the order of `CHECKS`."""
+
+    name: str
+    folder: Path
+    results: list[CheckResult] = field(default_factory=list)
+    notes: Sequence[str] = ()
+    duration_s: float = 0.0
+
+    @property
+    def is_valid(self) -> bool:
+        return all(result.status in ("ok", "warning") for result in self.results)
+
+    def status(self, name: str) -> Status:
+        """Return the status of a check; `not run` if an earlier one made it pointless."""
+        return next((r.status for r in self.results if r.name == name), "not run")
+
+
+async def validate_tasks(
+    runner: TaskRunner,
+    tasks: Sequence[Task],
+    *,
+    repeats: int = 10,
+    jobs: int = 2,
+    is_strict: bool = False,
+    on_report: Callable[[TaskReport], None] | None = None,
+) -> list[TaskReport]:
+    """Check tasks, `jobs` at a time; the reports are in the order of the tasks."""
+    slots = asyncio.Semaphore(jobs)
+
+    async def validate(task: Task) -> TaskReport:
+        async with slots:
+            report = await validate_task(runner, task, repeats=repeats, is_strict=is_strict)
+        if on_report is not None:
+            on_report(report)
+        return report
+
+    return list(await asyncio.gather(*map(validate, tasks)))
+
+
+async def validate_task(
+    runner: TaskRunner, task: Task, *, repeats: int = 10, is_strict: bool = False
+) -> TaskReport:
+    """Check one task. A check that fails does not end the others, except `builds`.
+
+    Args:
+        runner: runs the programs of the task.
+        task: the task.
+        repeats: runs of the verifier on the solution, and on the untouched environment.
+        is_strict: whether a forged success fails the task; otherwise it is a warning.
+    """
+    loop = asyncio.get_running_loop()
+    started = loop.time()
+    report = TaskReport(task.name, task.folder, notes=task.notes)
+    add = report.results.append
+    try:
+        await runner.base(task)
+    except AtroposError as error:
+        add(CheckResult("builds", "failed", str(error)))
+        return report
+    add(CheckResult("builds", "ok"))
+    oracle, failed = await _runs(runner, task, "oracle", repeats)
+    add(failed or _check_reward("oracle", oracle, 1.0, "the solution"))
+    nothing, failed = await _runs(runner, task, "nothing", repeats)
+    add(failed or _check_reward("nothing", nothing, 0.0, "doing nothing"))
+    add(_check_repeats(oracle, nothing))
+    add(await _check_hidden(runner, task))
+    add(await _check_forgery(runner, task, is_strict=is_strict))
+    report.duration_s = loop.time() - started
+    return report
+
+
+async def _runs(
+    runner: TaskRunner, task: Task, agent: Literal["oracle", "nothing"], repeats: int
+) -> tuple[list[TaskRun], CheckResult | None]:
+    try:
+        return await runner.run_repeatedly(task, agent, repeats=repeats), None
+    except AtroposError as error:
+        return [], CheckResult(agent, "failed", str(error))
+
+
+def _check_reward(name: str, runs: Sequence[TaskRun], expected: float, what: str) -> CheckResult:
+    wrong = next((r for r in runs if r.outcome != "done" or r.reward != expected), None)
+    if wrong is None:
+        return CheckResult(name, "ok")
+    if wrong.outcome != "done":
+        reason = f"{what}: {wrong.outcome.replace('_', ' ')}: {wrong.error}"
+    else:
+        reason = f"{what} scores {wrong.reward:g}, expected {expected:g}"
+    printed = wrong.verifier_output.strip()
+    return CheckResult(name, "failed", f"{reason}{_quoted_end(printed)}")
+
+
+def _quoted_end(text: str, most: int = 300) -> str:
+    return f"; the verifier printed: {text[-most:]}" if text else ""
+
+
+def _check_repeats(*several: Sequence[TaskRun]) -> CheckResult:
+    if not all(several):
+        return CheckResult("repeats", "failed", "the verifier did not run")
+    for runs in several:
+        results = [(run.outcome, run.reward, run.reward_parts) for run in runs]
+        for number, result in enumerate(results[1:], 2):
+            if result != results[0]:
+                first, other = (_shown_result(*each) for each in (results[0], result))
+                reason = f"run 1 of the verifier gives {first}, run {number} gives {other}"
+                return CheckResult("repeats", "failed", reason)
+    return CheckResult("repeats", "ok")
+
+
+def _shown_result(outcome: str, reward: float, parts: dict[str, float]) -> str:
+    numbers = "".join(f", {name} {value:g}" for name, value in sorted(parts.items()))
+    return f"reward {reward:g}{numbers}" if outcome == "done" else outcome.replace("_", " ")
+
+
+async def _check_hidden(runner: TaskRunner, task: Task) -> CheckResult:
+    secrets = await asyncio.to_thread(_hidden_files, task)
+    names = {path.name for path in secrets.values()} - await asyncio.to_thread(_shown_names, task)
+    sizes = {path.stat().st_size for path in secrets.values()}
+    probe = AgentCommand(name="probe", command=("sh", "-c", _search_script(names, sizes)))
+    try:
+        run = await runner.run(task, probe)
+    except AtroposError as error:
+        return CheckResult("hidden", "failed", f"the search could not run: {error}")
+    lines = _printed(run, "agent/stdout").splitlines()
+    if "searched" not in lines:
+        return CheckResult(
+            "hidden", "failed", f"the search did not end: {run.error or 'no output'}"
+        )
+    for line in lines:
+        kind, _, rest = line.partition(" ")
+        if kind == "found":
+            return CheckResult("hidden", "failed", f"the agent can read {rest}")
+        if kind == "file":
+            digest, _, path = rest.partition("  ")
+            if digest in secrets:
+                shown = secrets[digest].relative_to(task.folder)
+                return CheckResult("hidden", "failed", f"the agent can read {shown} as {path}")
+    return CheckResult("hidden", "ok")
+
+
+def _printed(run: TaskRun, stream: str) -> str:
+    events = (e for e in run.events if e["kind"] == "output" and e["stream"] == stream)
+    return "".join(event["text"] for event in events)
+
+
+def _files(folder: Path) -> Iterable[Path]:
+    for parent, _, names in os.walk(folder):
+        yield from (Path(parent, name) for name in names)
+
+
+def _digest(path: Path) -> str:
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def _hidden_files(task: Task) -> dict[str, Path]:
+    """Return the files of tests/ and solution/ that the agent must not find, by SHA-256.
+
+    Left out are tiny files, and data that is also in environment/: the input of both sides.
+    """
+    shown = {_digest(path) for path in _files(task.environment_folder)}
+    found = {}
+    for folder in (task.tests_folder, task.solution_folder):
+        for path in _files(folder):
+            digest = _digest(path)
+            is_input = digest in shown and path.suffix not in _SCRIPTS
+            if path.stat().st_size >= _MIN_DIGEST_BYTES and not is_input:
+                found[digest] = path
+    return found
+
+
+def _shown_names(task: Task) -> set[str]:
+    return {path.name for path in _files(task.environment_folder)}
+
+
+def _search_script(names: Iterable[str], sizes: Iterable[int]) -> str:
+    """Return a script that prints files of these names, and the digests of those of these sizes.
+
+    Programs of the system may have the same names as tests, so their digests are compared only.
+    """
+    by_name = " -o ".join(f"-name {shlex.quote(_literal(name))}" for name in sorted(names))
+    by_size = " -o ".join(f"-size {size}c" for size in sorted(sizes))
+    system = " -o ".join(f"-path {folder}" for folder in SYSTEM_FOLDERS)
+    kernel = r"\( -path /proc -o -path /sys \) -prune"
+    script = "for folder in /tests /solution; do [ -e $folder ] && echo found $folder; done\n"
+    if by_name:
+        script += (
+            rf"find / \( {system} \) -prune -o -type f \( {by_name} \) -print 2>/dev/null"
+            ' | while IFS= read -r file; do echo "found $file"; done\n'
+        )
+    if by_size:
+        script += (
+            rf"find / {kernel} -o -type f \( {by_size} \) -exec sha256sum {{}} + 2>/dev/null"
+            ' | while IFS= read -r line; do echo "file $line"; done\n'
+        )
+    return script + "echo searched\n"
+
+
+def _literal(name: str) -> str:
+    """Return a pattern of `find` that matches one name."""
+    return "".join(f"\\{c}" if c in "*?[]\\" else c for c in name)
+
+
+async def _check_forgery(runner: TaskRunner, task: Task, *, is_strict: bool) -> CheckResult:
+    forger = AgentCommand(name="forger", command=("sh", "-c", _forging_script()))
+    try:
+        run = await runner.run(task, forger)
+    except AtroposError as error:
+        return CheckResult("forgery", "failed", f"the forger could not run: {error}")
+    if run.reward == 0 or not math.isfinite(run.reward):
+        return CheckResult("forgery", "ok")
+    return CheckResult(
+        "forgery",
+        "failed" if is_strict else "warning",
+        f"modules or settings of git in the agent's folder make the verifier report {run.reward:g}; "
+        "run Python as `python3 -I` from another folder, and git with `-c core.fsmonitor=false`",
+    )
+
+
+def _forging_script() -> str:
+    """Return a script that plants modules and settings which programs of a verifier may load."""
+    modules = " ".join(_SHADOWED_MODULES)
+    write = f"printf %s {shlex.quote(_FORGED_MODULE)}"
+    return (
+        f"for module in {modules}; do [ -e $module.py ] || {write} > $module.py; done 2>/dev/null\n"
+        "find . -maxdepth 3 -type d -name .git 2>/dev/null | while IFS= read -r git; do\n"
+        f'printf \'[core]\\n\\tfsmonitor = "{_FORGED_PROGRAM}; false"\\n\' >> "$git/config"\n'
+        "done\n"
+        "exit 0\n"
+    )
