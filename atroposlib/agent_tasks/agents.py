@@ -35,6 +35,7 @@ from atroposlib.utils.text import near_name
 
 __all__ = [
     "PRESETS",
+    "STATE_FOLDER",
     "Agent",
     "AgentSettings",
     "ModelAddress",
@@ -46,7 +47,9 @@ __all__ = [
 
 PROGRAMS = Path(__file__).parent / "programs"
 PROGRAMS_IN_BOX = "/opt/atropos/programs"
-INSTRUCTION_FILE = "/tmp/atropos/instruction.md"
+STATE_FOLDER = "/tmp/atropos"
+"""Folder of a box for the settings and logs of agents."""
+INSTRUCTION_FILE = f"{STATE_FOLDER}/instruction.md"
 MAX_WORD_BYTES = 128 * 1024 - 1
 """Longest argument of a program on Linux."""
 SYSTEM_FOLDERS = (Path("/usr"), Path("/bin"), Path("/lib"), Path("/lib64"))
@@ -117,7 +120,7 @@ PRESETS: dict[str, Preset] = {
             *("--cost-limit", "0", "--config", "mini.yaml"),
             *("--config", "agent.step_limit={max_turns}"),
             *("--config", "model.model_kwargs.max_tokens={max_tokens}"),
-            *("--output", "/tmp/atropos/mini.json", "--task={instruction}"),
+            *("--output", f"{STATE_FOLDER}/mini.json", "--task={instruction}"),
         ),
         runtime="python",
         package="mini-swe-agent",
@@ -127,7 +130,7 @@ PRESETS: dict[str, Preset] = {
             "LITELLM_LOCAL_MODEL_COST_MAP": "True",
             "MSWEA_CONFIGURED": "true",
             "MSWEA_COST_TRACKING": "ignore_errors",
-            "MSWEA_GLOBAL_CONFIG_DIR": "/tmp/atropos/mini",
+            "MSWEA_GLOBAL_CONFIG_DIR": f"{STATE_FOLDER}/mini",
         },
     ),
     "smolagents": Preset(
@@ -176,7 +179,7 @@ PRESETS: dict[str, Preset] = {
         env={
             "CLAUDE_CODE_DISABLE_NONESSENTIAL_TRAFFIC": "1",
             "CLAUDE_CODE_MAX_OUTPUT_TOKENS": "{max_tokens}",
-            "CLAUDE_CONFIG_DIR": "/tmp/atropos/claude",
+            "CLAUDE_CONFIG_DIR": f"{STATE_FOLDER}/claude",
             "DISABLE_AUTOUPDATER": "1",
         },
     ),

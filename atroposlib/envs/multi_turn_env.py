@@ -424,7 +424,7 @@ class Rollout:
     item: Item = None
     """The item of the conversation, if its environment sets it."""
     trace: Any = None
-    """Record of an agent's rollout as JSON, for the field `traces` of the group; None: no record."""
+    """Record of an agent's rollout as JSON, for the field `traces` of the group."""
 
 
 async def play(

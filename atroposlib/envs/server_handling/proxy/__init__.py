@@ -8,4 +8,11 @@ from atroposlib.envs.server_handling.proxy.app import (
 )
 from atroposlib.envs.server_handling.proxy.sessions import AgentTurn, ProxySettings
 
-__all__ = ["AgentProxy", "AgentSession", "AgentTrajectory", "AgentTurn", "ProxySettings", "group_of_agents"]
+__all__ = [
+    "AgentProxy",
+    "AgentSession",
+    "AgentTrajectory",
+    "AgentTurn",
+    "ProxySettings",
+    "group_of_agents",
+]

@@ -439,9 +439,7 @@ def _note_turns(
     for sample in samples:
         num_choices = len(sample.completion_ids)
         own, replies = replies[:num_choices], replies[num_choices:]
-        session.log.add(
-            sample, messages, own, asked_at=asked_at, answered_at=session.clock()
-        )
+        session.log.add(sample, messages, own, asked_at=asked_at, answered_at=session.clock())
 
 
 def _text_of(session: SessionState) -> TextOf | None:

@@ -97,6 +97,8 @@ class AgentTurn:
     """The chat of the request; empty once a later request has continued it."""
     added: Sequence[Mapping[str, Any]]
     """Its messages after the last one of the assistant: results of tools, or the first prompt."""
+    is_continuation: bool
+    """Whether the chat has a turn of the assistant."""
     reply: Mapping[str, Any]
     """The message of the answer, with `content` and maybe `tool_calls`."""
     num_tokens: int
@@ -130,14 +132,15 @@ class TurnLog:
             is_continued = turn.messages and turn.end <= len(sample.prompt_ids)
             if is_continued and _id_digest(prompt[: turn.end * _ID_BYTES]) == turn.digest:
                 turn.messages = ()
-        added = messages[_num_known(messages) :]
+        num_known = _num_known(messages)
         for ids, reply in zip(sample.completion_ids, replies, strict=False):
             self.turns.append(
                 AgentTurn(
                     asked_at=asked_at,
                     answered_at=answered_at,
                     messages=messages,
-                    added=added,
+                    added=messages[num_known:],
+                    is_continuation=num_known > 0,
                     reply=reply,
                     num_tokens=len(ids),
                     end=len(sample.prompt_ids) + len(ids),
