@@ -53,7 +53,9 @@ MODEL_PORT = 47100
 """Port of every box on which the model answers."""
 MAX_EVENT_CHARACTERS = 20_000
 """Text of one event of a trace; longer ones are cut."""
-EXIT_CODE = re.compile(r"(?:exit[ _]code|returncode|exited with code)\"?[:= ]+(-?\d{1,3})\b", re.IGNORECASE)
+EXIT_CODE = re.compile(
+    r"(?:exit[ _]code|returncode|exited with code)\"?[:= ]+(-?\d{1,3})\b", re.IGNORECASE
+)
 
 
 class TasksArgs(AdapterArgs):
@@ -244,6 +246,15 @@ class TasksAdapter(Adapter):
 
     def start(self, item: Item) -> TaskEpisode:
         return TaskEpisode(self, item)
+
+    def gold_answer(self, item: Item) -> Sequence[str] | None:
+        """Return the solution as one command of the agent `shell`, if it is a single file."""
+        solution = self.task(item["task"]).solution_folder
+        files = [path.name for path in solution.rglob("*")] if solution.is_dir() else []
+        if item["agent"] != "shell" or files != ["solve.sh"]:
+            return None
+        script = (solution / "solve.sh").read_text("utf-8")
+        return None if "```" in script else [f"```sh\n{script}\n```", "Done."]
 
     def agent(self, name: str) -> Agent:
         """Return an agent, which a stored item may name although it was removed.
