@@ -95,6 +95,8 @@ ENVIRONMENT_VARIABLES = {
     "bubblewrap, container or gvisor. The default is bubblewrap.",
     "ATROPOS_SANDBOX_UNBOUNDED_MEMORY": "`1` also runs such programs if their memory cannot be "
     "limited: no control group can be written and system calls cannot be filtered.",
+    "ATROPOS_TASK_VARIABLES": "Names of variables of this machine, separated by commas, that "
+    "`task.toml` may name as `${NAME}`; none by default.",
     "SLURM_JOB_NODELIST": "Nodes of the Slurm job, where servers are discovered.",
     "NUM_TRAINING_NODES": "Number of nodes at the start of that list that train; the others serve "
     "inference.",

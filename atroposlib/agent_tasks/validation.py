@@ -274,8 +274,8 @@ async def _check_forgery(runner: TaskRunner, task: Task, *, is_strict: bool) -> 
     return CheckResult(
         "forgery",
         "failed" if is_strict else "warning",
-        f"modules or settings of git in the agent's folder make the verifier report {run.reward:g}; "
-        "run Python as `python3 -I` from another folder, and git with `-c core.fsmonitor=false`",
+        f"modules or settings of git in the agent's folder make the verifier report {run.reward:g};"
+        " run Python as `python3 -I`, and git with `-c core.fsmonitor=false`",
     )
 
 

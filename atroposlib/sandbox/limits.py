@@ -44,6 +44,7 @@ __all__ = [
     "remove_abandoned",
     "remove_group",
     "require_bound",
+    "user_of",
 ]
 
 logger = logging.getLogger(__name__)
@@ -516,11 +517,15 @@ def next_user() -> int:
     Concurrent programs have separate users, also those of different processes of this library: a
     user has keyrings, a count of processes, and rights over files and processes.
     """
+    return user_of(os.getpid() * USERS_IN_TURN + next(_numbers) % USERS_IN_TURN)
+
+
+def user_of(number: int) -> int:
+    """Return the unused user id with a number; `NOBODY` if no such ids are available."""
     unused = _unused_users()
     if unused is None:
         return NOBODY
     first, last = unused
-    number = os.getpid() * USERS_IN_TURN + next(_numbers) % USERS_IN_TURN
     return first + number % (last - first + 1)
 
 

@@ -27,6 +27,7 @@ __all__ = [
     "Network",
     "Output",
     "Workspace",
+    "WorkspaceContentError",
     "WorkspaceError",
     "WorkspaceSpec",
     "Workspaces",
@@ -35,6 +36,13 @@ __all__ = [
 
 class WorkspaceError(AtroposError, RuntimeError):
     """A workspace could not be prepared, forked or read; the message has the reason."""
+
+
+class WorkspaceContentError(WorkspaceError):
+    """The files of a workspace exceed a limit or cannot be read or written as requested.
+
+    The programs that ran in the workspace are the cause, not the machine.
+    """
 
 
 @dataclass(frozen=True)
@@ -110,7 +118,8 @@ class FileChange(NamedTuple):
     """A difference between a workspace and its base."""
 
     path: str
-    """Absolute path in the workspace."""
+    """Absolute path in the workspace, with a final `/` for an empty folder. Bytes that are not
+    UTF-8 are surrogate escapes, as of `os.fsdecode`."""
     kind: Literal["added", "modified", "removed"]
     size: int
     """Bytes of the new content; 0 if removed."""
@@ -147,7 +156,8 @@ class Workspace(ABC):
             network: what the command reaches.
             read_only: folders and files of this machine, by the path at which they appear. They are
                 visible to this command only.
-            writable: folders of this machine that the command may write to.
+            writable: folders of this machine that the command may write to. Their regular files and
+                folders are copied back at the end, within the limit of disk.
             limits: None takes those of the spec.
             on_output: called with each piece of output.
 
@@ -163,12 +173,17 @@ class Workspace(ABC):
         out. The archive has paths relative to `/`.
 
         Raises:
-            WorkspaceError: the files exceed `max_bytes`, or 100,000 in number.
+            WorkspaceContentError: the files exceed `max_bytes`, or 100,000 in number.
         """
 
     @abstractmethod
     async def put(self, archive: bytes) -> None:
-        """Extract a tar archive with paths relative to `/` into the workspace."""
+        """Extract a tar archive with paths relative to `/` into the workspace.
+
+        Raises:
+            WorkspaceContentError: the archive has links, devices, or paths outside the workspace;
+                or the files do not fit into it.
+        """
 
     @abstractmethod
     async def changes(self, *, max_diff_bytes: int = 100_000) -> list[FileChange]:

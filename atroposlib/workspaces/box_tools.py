@@ -1,0 +1,307 @@
+"""Programs that read and write the files of a workspace, run in a box as its user.
+
+The box has /usr of the machine read-only, the root folder of the workspace at /merged, and for
+`changes` the base at /base and its changes at /upper. Files are untrusted, and so is what is
+printed. It is run as a script by the Python of the system and needs only the standard library:
+
+    collect   {"paths": [...], "max_bytes": n} on standard input, a tar archive on standard output
+    put       a tar archive on standard input
+    changes   {"max_diff_bytes": n, ...} on standard input, one JSON list per line as output
+"""
+
+from __future__ import annotations
+
+import contextlib
+import difflib
+import errno
+import io
+import itertools
+import json
+import os
+import signal
+import stat
+import sys
+import tarfile
+from collections.abc import Iterator
+from types import FrameType
+from typing import Any, BinaryIO
+
+BASE, UPPER, MERGED = "/base", "/upper", "/merged"
+MAX_LINKS = 40
+MAX_FILES = 100_000
+MAX_CHANGES = 1000
+MAX_DIFF_LINES = 5000
+MAX_ALL_DIFFS = 4 * 2**20
+DIFF_S = 1.0
+PIECE_BYTES = 1 << 20
+REFUSED = 3
+"""Exit code for a reason that is printed to standard error."""
+
+
+class RefusedError(Exception):
+    """The files cannot be read or written; the message has the reason."""
+
+
+def resolve(path: str, root: str = MERGED) -> str:
+    """Return a path in which links, except for the last name, are followed within the root."""
+    rest = [name for name in reversed(path.split("/")) if name not in ("", ".")]
+    found: list[str] = []
+    num_links = 0
+    while rest:
+        name = rest.pop()
+        if name == "..":
+            found = found[:-1]
+            continue
+        place = "/".join([root, *found, name])
+        if rest and os.path.islink(place):  # noqa: PTH114 - bytes that are not UTF-8
+            num_links += 1
+            if num_links > MAX_LINKS:
+                raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
+            target = os.readlink(place)  # noqa: PTH115
+            if target.startswith("/"):
+                found = []
+            rest += [word for word in reversed(target.split("/")) if word not in ("", ".")]
+        else:
+            found.append(name)
+    return "/".join([root, *found])
+
+
+def entries(folder: str) -> list[str]:
+    """Return the names in a folder, which is made readable if needed, in the order of paths."""
+    try:
+        return sorted(os.listdir(folder))  # noqa: PTH208
+    except PermissionError:
+        os.chmod(folder, 0o700)  # noqa: PTH101
+        return sorted(os.listdir(folder))  # noqa: PTH208
+
+
+def open_file(path: str) -> BinaryIO:
+    flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        return os.fdopen(os.open(path, flags), "rb")
+    except PermissionError:
+        os.chmod(path, 0o600)  # noqa: PTH101
+        return os.fdopen(os.open(path, flags), "rb")
+
+
+def walk(place: str, shown: str) -> Iterator[tuple[str, str, os.stat_result]]:
+    """Yield path, path in the archive and state of a file or folder and of all below it."""
+    waiting = [(place, shown)]
+    while waiting:
+        place, shown = waiting.pop()
+        try:
+            state = os.lstat(place)  # noqa: PTH116
+        except (FileNotFoundError, NotADirectoryError):
+            continue
+        yield place, shown, state
+        if stat.S_ISDIR(state.st_mode):
+            names = reversed(entries(place))
+            waiting += [(f"{place}/{name}", f"{shown}/{name}".lstrip("/")) for name in names]
+
+
+def collect(request: dict[str, Any], output: BinaryIO) -> None:
+    left, done = request["max_bytes"], set()
+    with tarfile.open(fileobj=output, mode="w|", format=tarfile.PAX_FORMAT) as archive:
+        for path in request["paths"]:
+            place = resolve(path)
+            for found, name, state in walk(place, os.path.normpath(path).strip("/")):
+                is_folder = stat.S_ISDIR(state.st_mode)
+                if name in done or name in ("", ".") or not (is_folder or stat.S_ISREG(state.st_mode)):
+                    continue
+                done.add(name)
+                left -= 0 if is_folder else state.st_size
+                if left < 0:
+                    raise RefusedError(f"the files exceed {request['max_bytes']} bytes")
+                if len(done) > MAX_FILES:
+                    raise RefusedError(f"there are more than {MAX_FILES} files")
+                add(archive, found, name, state)
+
+
+def add(archive: tarfile.TarFile, path: str, name: str, state: os.stat_result) -> None:
+    member = tarfile.TarInfo(name)
+    member.mode = state.st_mode & 0o777
+    member.mtime = int(state.st_mtime)
+    if stat.S_ISDIR(state.st_mode):
+        member.type = tarfile.DIRTYPE
+        archive.addfile(member)
+        return
+    member.size = state.st_size
+    with open_file(path) as content:
+        archive.addfile(member, content)
+
+
+def put(archive_file: BinaryIO) -> None:
+    with tarfile.open(fileobj=archive_file, mode="r:") as archive:
+        members = list(itertools.islice(archive, MAX_FILES + 1))
+        if len(members) > MAX_FILES:
+            raise RefusedError(f"the archive has more than {MAX_FILES} files")
+        for member in members:
+            check(member)
+        folders = [member for member in members if member.isdir()]
+        for member in members:
+            extract(archive, member)
+        for member in reversed(folders):  # last, since a folder may be read-only
+            place = resolve(member.name + "/.")
+            os.chmod(place, member.mode & 0o777)  # noqa: PTH101
+            os.utime(place, (member.mtime, member.mtime))
+
+
+def check(member: tarfile.TarInfo) -> None:
+    name = member.name
+    if name.startswith("/") or ".." in name.split("/") or "\0" in name or not name:
+        raise RefusedError(f"the archive has the path {name!r}: expected a path relative to /")
+    if not (member.isdir() or (member.isreg() and not member.issparse())):
+        raise RefusedError(f"{name!r} in the archive is neither a regular file nor a folder")
+
+
+def extract(archive: tarfile.TarFile, member: tarfile.TarInfo) -> None:
+    names = [name for name in member.name.split("/") if name not in ("", ".")]
+    if not names:
+        return
+    place = MERGED
+    for count in range(1, len(names) + (1 if member.isdir() else 0)):
+        place = resolve("/".join(names[:count]) + "/.")
+        if not os.path.isdir(place):  # noqa: PTH112
+            os.mkdir(place)  # noqa: PTH102
+    if member.isdir():
+        return
+    place = resolve("/".join(names))
+    if os.path.lexists(place):
+        os.unlink(place)  # noqa: PTH108 - a link is replaced, not followed
+    content = archive.extractfile(member)
+    flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
+    with os.fdopen(os.open(place, flags, 0o600), "wb") as file:
+        while piece := content.read(PIECE_BYTES) if content is not None else b"":
+            file.write(piece)
+    os.chmod(place, member.mode & 0o777)  # noqa: PTH101
+    os.utime(place, (member.mtime, member.mtime))
+
+
+class Changes:
+    """The differences between base and workspace; folders of the base that were not written to are
+    not visited."""
+
+    def __init__(self, request: dict[str, Any]) -> None:
+        self._max_diff_bytes = request["max_diff_bytes"]
+        self._hidden = set(request["hidden"])
+        self._diffs_left = max(MAX_ALL_DIFFS, self._max_diff_bytes)
+
+    def within(self, folder: str) -> Iterator[list[Any]]:
+        """Yield `path, kind, size, diff` of all changes below a folder that both have."""
+        old, new = set(entries(BASE + folder)), set(entries(MERGED + folder))
+        for name in sorted(old | new):
+            path = f"{folder}/{name}"
+            if name not in new:
+                yield from self._all(BASE, path, "removed")
+            elif name not in old:
+                yield from self._all(MERGED, path, "added")
+            elif os.path.lexists(UPPER + path):
+                yield from self._both(path)
+
+    def _both(self, path: str) -> Iterator[list[Any]]:
+        old, new = os.lstat(BASE + path), os.lstat(MERGED + path)  # noqa: PTH116
+        if stat.S_ISDIR(old.st_mode) and stat.S_ISDIR(new.st_mode):
+            yield from self.within(path)
+        elif stat.S_ISDIR(old.st_mode) or stat.S_ISDIR(new.st_mode):
+            yield from self._all(BASE, path, "removed")
+            yield from self._all(MERGED, path, "added")
+        elif _differ(path, old, new):
+            yield [path, "modified", new.st_size, self._diff(path, old, new)]
+
+    def _all(self, root: str, path: str, kind: str) -> Iterator[list[Any]]:
+        """Yield a file, or the files of a folder, and folders that are empty."""
+        for place, _, state in walk(root + path, ""):
+            found = place[len(root) :]
+            if stat.S_ISDIR(state.st_mode):
+                if not entries(place) and found not in self._hidden:
+                    yield [found + "/", kind, 0, None]
+            elif found not in self._hidden or state.st_size:
+                pair = (state, None) if kind == "removed" else (None, state)
+                size = 0 if kind == "removed" else state.st_size
+                yield [found, kind, size, self._diff(found, *pair)]
+
+    def _diff(
+        self, path: str, old: os.stat_result | None, new: os.stat_result | None
+    ) -> str | None:
+        if any(state and state.st_size > self._max_diff_bytes for state in (old, new)):
+            return None
+        try:
+            texts = [_lines(BASE + path, old), _lines(MERGED + path, new)]
+        except (UnicodeDecodeError, OSError):
+            return None
+        if max(map(len, texts)) > MAX_DIFF_LINES:
+            return None
+        labels = ["/dev/null" if state is None else path for state in (old, new)]
+        lines = list(_modes(old, new))
+        signal.setitimer(signal.ITIMER_REAL, DIFF_S)
+        try:
+            for line in difflib.unified_diff(*texts, *labels):
+                lines += [line] if line.endswith("\n") else [line, "\n\\ No newline at end of file\n"]
+        except TimeoutError:
+            return None
+        finally:
+            signal.setitimer(signal.ITIMER_REAL, 0)
+        diff = "".join(lines)
+        self._diffs_left -= len(diff)
+        return diff if self._diffs_left >= 0 else None
+
+
+def _lines(path: str, state: os.stat_result | None) -> list[str]:
+    if state is None:
+        return []
+    if stat.S_ISLNK(state.st_mode):
+        return [os.fsencode(os.readlink(path)).decode() + "\n"]  # noqa: PTH115
+    if not stat.S_ISREG(state.st_mode):
+        return []
+    with open_file(path) as file:
+        text = file.read().decode()
+    if "\0" in text:
+        raise OSError(errno.EINVAL, "not a text")
+    return list(io.StringIO(text, newline="\n"))
+
+
+def _modes(old: os.stat_result | None, new: os.stat_result | None) -> Iterator[str]:
+    if old and new and (old.st_mode ^ new.st_mode) & 0o111:
+        yield f"old mode {old.st_mode & 0o777:o}\nnew mode {new.st_mode & 0o777:o}\n"
+
+
+def _differ(path: str, old: os.stat_result, new: os.stat_result) -> bool:
+    if stat.S_IFMT(old.st_mode) != stat.S_IFMT(new.st_mode) or old.st_size != new.st_size:
+        return True
+    if stat.S_ISLNK(new.st_mode):
+        return os.readlink(BASE + path) != os.readlink(MERGED + path)  # noqa: PTH115
+    if not stat.S_ISREG(new.st_mode):
+        return False
+    if (old.st_mode ^ new.st_mode) & 0o111:
+        return True
+    with open_file(BASE + path) as first, open_file(MERGED + path) as second:
+        while piece := first.read(PIECE_BYTES):
+            if piece != second.read(PIECE_BYTES):
+                return True
+    return False
+
+
+def stop_diff(_signal: int, _frame: FrameType | None) -> None:
+    raise TimeoutError
+
+
+def main(action: str) -> int:
+    signal.signal(signal.SIGALRM, stop_diff)
+    try:
+        if action == "put":
+            put(sys.stdin.buffer)
+        elif action == "collect":
+            collect(json.load(sys.stdin), sys.stdout.buffer)
+        else:
+            found = Changes(json.load(sys.stdin)).within("")
+            for change in itertools.islice(found, MAX_CHANGES):
+                print(json.dumps(change))  # noqa: T201 - read by the workspace
+    except (RefusedError, OSError, tarfile.TarError, RecursionError) as error:
+        with contextlib.suppress(OSError):
+            os.write(2, ascii(str(error) or type(error).__name__)[1:-1].encode())
+        return REFUSED
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1]))
