@@ -123,10 +123,10 @@ class Gate:
         """Wait until the processes of the box have ended, after `kill_box`."""
         if self._box is not None:
             loop = asyncio.get_running_loop()
-            ended = loop.create_future()
-            loop.add_reader(self._box, lambda: ended.done() or ended.set_result(None))
+            ended = asyncio.Event()
+            loop.add_reader(self._box, ended.set)
             try:
-                await asyncio.wait_for(ended, SET_UP_S)
+                await asyncio.wait_for(ended.wait(), SET_UP_S)
             except asyncio.TimeoutError:
                 logger.warning("the processes of a sandbox do not end")
             finally:

@@ -5,6 +5,7 @@
     DENIED, new namespaces by clone         EPERM
     sockets except AF_UNIX, AF_INET(6)      EAFNOSUPPORT, such as AF_VSOCK, without a namespace
     UNCOUNTED, without a control group      EPERM: memory that no limit of a process counts
+    extended attributes, without one        EOPNOTSUPP, for the same reason
     buffers of sockets, without one         ignored, with result 0
 
 All other calls are allowed, since programs of many kinds run here. The filter is assembled here:
@@ -122,6 +123,8 @@ UNCOUNTED: dict[str, tuple[int, int | None]] = {
     "setxattrat": (463, 463),
 }
 """Calls whose memory belongs to no process, so that RLIMIT_AS does not count it."""
+ATTRIBUTES = ("setxattr", "lsetxattr", "fsetxattr", "setxattrat")
+"""Some of these: `sed -i` and `cp -p` fail if they are forbidden, not if they are unsupported."""
 
 FAMILIES = (socket.AF_UNIX, socket.AF_INET, socket.AF_INET6)
 PROTOCOLS = (0, socket.IPPROTO_ICMP, socket.IPPROTO_TCP, socket.IPPROTO_UDP)
@@ -175,6 +178,10 @@ def call_filter(*, is_memory_counted: bool, machine: str | None = None) -> bytes
     program += _block(CLONE[column], [_argument(0), *is_new])
     if not is_memory_counted:
         program += _block(SETSOCKOPT[column], _buffer_rules())
+        for name in ATTRIBUTES:
+            number = UNCOUNTED[name][column]
+            assert number is not None
+            program += _return_if(JUMP_EQUAL, number, ERRNO | errno.EOPNOTSUPP)
     refused = sorted(number for each in denied.values() if (number := each[column]) is not None)
     for start in range(0, len(refused), PART):
         program += _part(refused[start : start + PART])

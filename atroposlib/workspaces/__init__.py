@@ -1,1 +1,65 @@
 """Prepared states of a machine, forked for each rollout of an agent."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from atroposlib.errors import ConfigError
+from atroposlib.workspaces.interface import (
+    NO_NETWORK,
+    Base,
+    CommandResult,
+    FileChange,
+    Network,
+    Output,
+    Workspace,
+    WorkspaceContentError,
+    WorkspaceError,
+    Workspaces,
+    WorkspaceSpec,
+)
+from atroposlib.workspaces.local import LocalWorkspaces
+
+__all__ = [
+    "NO_NETWORK",
+    "Base",
+    "CommandResult",
+    "FileChange",
+    "Network",
+    "Output",
+    "Workspace",
+    "WorkspaceContentError",
+    "WorkspaceError",
+    "WorkspaceSpec",
+    "Workspaces",
+    "open_workspaces",
+]
+
+FOLDER_VARIABLE = "ATROPOS_WORKSPACES_DIR"
+KINDS = ("bubblewrap",)
+
+
+def open_workspaces(kind: str = "bubblewrap", *, cache: Path | None = None) -> Workspaces:
+    """Return workspaces of a kind.
+
+    Args:
+        kind: one of `KINDS`.
+        cache: folder of prepared bases; None takes the environment variable
+            `ATROPOS_WORKSPACES_DIR`, or a folder of the user's cache if it is not set.
+
+    Raises:
+        ConfigError: the kind is unknown.
+        WorkspaceError: it cannot be used on this machine.
+    """
+    if kind != "bubblewrap":
+        raise ConfigError(f"no kind of workspace is called {kind!r}; known: {', '.join(KINDS)}")
+    return LocalWorkspaces(cache=cache or _cache_folder())
+
+
+def _cache_folder() -> Path:
+    named = os.environ.get(FOLDER_VARIABLE)
+    if named:
+        return Path(named).absolute()
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache, "atropos", "workspaces").absolute()

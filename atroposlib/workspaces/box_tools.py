@@ -5,7 +5,7 @@ The box has /usr of the machine read-only, the root folder of the workspace at /
 printed. It is run as a script by the Python of the system and needs only the standard library:
 
     collect   {"paths": [...], "max_bytes": n} on standard input, a tar archive on standard output
-    put       a tar archive on standard input
+    put       a tar archive on standard input; put-links: which may have symbolic links
     changes   {"max_diff_bytes": n, ...} on standard input, one JSON list per line as output
 """
 
@@ -76,6 +76,7 @@ def entries(folder: str) -> list[str]:
 
 
 def open_file(path: str) -> BinaryIO:
+    """Open a regular file, which is made readable if needed."""
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         return os.fdopen(os.open(path, flags), "rb")
@@ -90,7 +91,7 @@ def walk(place: str, shown: str) -> Iterator[tuple[str, str, os.stat_result]]:
     while waiting:
         place, shown = waiting.pop()
         try:
-            state = os.lstat(place)  # noqa: PTH116
+            state = os.lstat(place)
         except (FileNotFoundError, NotADirectoryError):
             continue
         yield place, shown, state
@@ -100,13 +101,18 @@ def walk(place: str, shown: str) -> Iterator[tuple[str, str, os.stat_result]]:
 
 
 def collect(request: dict[str, Any], output: BinaryIO) -> None:
+    """Write the regular files and folders of some paths as an archive."""
     left, done = request["max_bytes"], set()
     with tarfile.open(fileobj=output, mode="w|", format=tarfile.PAX_FORMAT) as archive:
         for path in request["paths"]:
             place = resolve(path)
             for found, name, state in walk(place, os.path.normpath(path).strip("/")):
                 is_folder = stat.S_ISDIR(state.st_mode)
-                if name in done or name in ("", ".") or not (is_folder or stat.S_ISREG(state.st_mode)):
+                if (
+                    name in done
+                    or name in ("", ".")
+                    or not (is_folder or stat.S_ISREG(state.st_mode))
+                ):
                     continue
                 done.add(name)
                 left -= 0 if is_folder else state.st_size
@@ -118,6 +124,7 @@ def collect(request: dict[str, Any], output: BinaryIO) -> None:
 
 
 def add(archive: tarfile.TarFile, path: str, name: str, state: os.stat_result) -> None:
+    """Add one file or folder to an archive, without owner and special permissions."""
     member = tarfile.TarInfo(name)
     member.mode = state.st_mode & 0o777
     member.mtime = int(state.st_mtime)
@@ -130,13 +137,14 @@ def add(archive: tarfile.TarFile, path: str, name: str, state: os.stat_result) -
         archive.addfile(member, content)
 
 
-def put(archive_file: BinaryIO) -> None:
+def put(archive_file: BinaryIO, *, has_links: bool) -> None:
+    """Extract an archive, after a check of all of its members."""
     with tarfile.open(fileobj=archive_file, mode="r:") as archive:
         members = list(itertools.islice(archive, MAX_FILES + 1))
         if len(members) > MAX_FILES:
             raise RefusedError(f"the archive has more than {MAX_FILES} files")
         for member in members:
-            check(member)
+            check(member, has_links=has_links)
         folders = [member for member in members if member.isdir()]
         for member in members:
             extract(archive, member)
@@ -146,15 +154,19 @@ def put(archive_file: BinaryIO) -> None:
             os.utime(place, (member.mtime, member.mtime))
 
 
-def check(member: tarfile.TarInfo) -> None:
+def check(member: tarfile.TarInfo, *, has_links: bool) -> None:
+    """Raise an error if a member is not a file or folder within the workspace."""
     name = member.name
     if name.startswith("/") or ".." in name.split("/") or "\0" in name or not name:
         raise RefusedError(f"the archive has the path {name!r}: expected a path relative to /")
+    if member.issym() and has_links:
+        return
     if not (member.isdir() or (member.isreg() and not member.issparse())):
         raise RefusedError(f"{name!r} in the archive is neither a regular file nor a folder")
 
 
 def extract(archive: tarfile.TarFile, member: tarfile.TarInfo) -> None:
+    """Write one member; a file or link in its place is replaced."""
     names = [name for name in member.name.split("/") if name not in ("", ".")]
     if not names:
         return
@@ -168,6 +180,9 @@ def extract(archive: tarfile.TarFile, member: tarfile.TarInfo) -> None:
     place = resolve("/".join(names))
     if os.path.lexists(place):
         os.unlink(place)  # noqa: PTH108 - a link is replaced, not followed
+    if member.issym():
+        os.symlink(member.linkname, place)  # noqa: PTH211
+        return
     content = archive.extractfile(member)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
     with os.fdopen(os.open(place, flags, 0o600), "wb") as file:
@@ -178,8 +193,10 @@ def extract(archive: tarfile.TarFile, member: tarfile.TarInfo) -> None:
 
 
 class Changes:
-    """The differences between base and workspace; folders of the base that were not written to are
-    not visited."""
+    """The differences between base and workspace, by path.
+
+    Folders of the base to which nothing was written are not visited.
+    """
 
     def __init__(self, request: dict[str, Any]) -> None:
         self._max_diff_bytes = request["max_diff_bytes"]
@@ -199,7 +216,7 @@ class Changes:
                 yield from self._both(path)
 
     def _both(self, path: str) -> Iterator[list[Any]]:
-        old, new = os.lstat(BASE + path), os.lstat(MERGED + path)  # noqa: PTH116
+        old, new = os.lstat(BASE + path), os.lstat(MERGED + path)
         if stat.S_ISDIR(old.st_mode) and stat.S_ISDIR(new.st_mode):
             yield from self.within(path)
         elif stat.S_ISDIR(old.st_mode) or stat.S_ISDIR(new.st_mode):
@@ -226,17 +243,19 @@ class Changes:
         if any(state and state.st_size > self._max_diff_bytes for state in (old, new)):
             return None
         try:
-            texts = [_lines(BASE + path, old), _lines(MERGED + path, new)]
+            before, after = _lines(BASE + path, old), _lines(MERGED + path, new)
         except (UnicodeDecodeError, OSError):
             return None
-        if max(map(len, texts)) > MAX_DIFF_LINES:
+        if max(len(before), len(after)) > MAX_DIFF_LINES:
             return None
-        labels = ["/dev/null" if state is None else path for state in (old, new)]
+        first, second = ("/dev/null" if state is None else path for state in (old, new))
         lines = list(_modes(old, new))
         signal.setitimer(signal.ITIMER_REAL, DIFF_S)
         try:
-            for line in difflib.unified_diff(*texts, *labels):
-                lines += [line] if line.endswith("\n") else [line, "\n\\ No newline at end of file\n"]
+            for line in difflib.unified_diff(before, after, first, second):
+                lines += (
+                    [line] if line.endswith("\n") else [line, "\n\\ No newline at end of file\n"]
+                )
         except TimeoutError:
             return None
         finally:
@@ -282,14 +301,16 @@ def _differ(path: str, old: os.stat_result, new: os.stat_result) -> bool:
 
 
 def stop_diff(_signal: int, _frame: FrameType | None) -> None:
+    """Interrupt a comparison that takes too long."""
     raise TimeoutError
 
 
 def main(action: str) -> int:
+    """Return 0, or `REFUSED` with the reason as standard error."""
     signal.signal(signal.SIGALRM, stop_diff)
     try:
-        if action == "put":
-            put(sys.stdin.buffer)
+        if action.startswith("put"):
+            put(sys.stdin.buffer, has_links=action == "put-links")
         elif action == "collect":
             collect(json.load(sys.stdin), sys.stdout.buffer)
         else:

@@ -158,7 +158,7 @@ class BaseCache:
             fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
                 fcntl.flock(fd, kind | fcntl.LOCK_NB)
-                if os.path.samestat(os.fstat(fd), path.stat()):  # noqa: ASYNC240 - not slow
+                if os.path.samestat(os.fstat(fd), path.stat()):
                     return fd
             except FileNotFoundError:
                 pass
@@ -232,7 +232,7 @@ def _states(root: Path) -> dict[str, list[int]]:
 
 
 def _walk(folder: str) -> Iterator[tuple[str, os.stat_result]]:
-    yield folder, os.lstat(folder)  # noqa: PTH116 - names need not be UTF-8
+    yield folder, os.lstat(folder)
     waiting = [folder]
     while waiting:
         try:

@@ -12,19 +12,22 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import hashlib
 import io
 import json
 import logging
+import math
 import os
+import posixpath
+import shutil
 import tarfile
-import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path, PurePosixPath
-from typing import Any
+from pathlib import Path
+from typing import Any, Literal, TypeVar
 
 from atroposlib.errors import ConfigError
-from atroposlib.sandbox.bubblewrap import KERNEL_FOLDERS, Box, BoxRun, Bubblewrap
+from atroposlib.sandbox.bubblewrap import KERNEL_FOLDERS, Box, Bubblewrap
 from atroposlib.sandbox.interface import (
     PYTHON,
     SandboxError,
@@ -33,7 +36,8 @@ from atroposlib.sandbox.interface import (
 )
 from atroposlib.sandbox.limits import ProcessBounds, user_of
 from atroposlib.sandbox.streams import ending_of
-from atroposlib.workspaces.cache import BaseCache, CachedBase
+from atroposlib.workspaces.cache import BaseCache, CachedBase, remove_tree
+from atroposlib.workspaces.dockerfile import CopyStep, Recipe, read_recipe
 from atroposlib.workspaces.interface import (
     NO_NETWORK,
     Base,
@@ -44,13 +48,15 @@ from atroposlib.workspaces.interface import (
     Workspace,
     WorkspaceContentError,
     WorkspaceError,
-    WorkspaceSpec,
     Workspaces,
+    WorkspaceSpec,
 )
+from atroposlib.workspaces.network import NetworkGate
 from atroposlib.workspaces.overlay import BASE, MERGED, UPPER, Kind, Layer, Mounts
-from atroposlib.workspaces.recipe import Recipe, read_recipe
 
 __all__ = ["LocalWorkspaces"]
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -86,9 +92,8 @@ FILES = {
 }
 OF_PROCESS = ProcessBounds(memory="data", max_files=4096)
 TOOL_LIMITS = SandboxLimits(wall_s=300.0, cpu_s=300, memory_bytes=2**30, max_processes=4)
-TOOLS = str(Path(__file__).with_name("box_tools.py"))
-TOOLS_INSIDE = "/box_tools.py"
-REFUSED = 3
+TOOLS = Path(__file__).with_name("box_tools.py").read_text(encoding="utf-8")
+MAX_CHANGES_BYTES = 64 * 2**20
 MAX_FILES = 100_000
 MEMBER_BYTES = 16_384
 """Bound of the headers of one file in an archive."""
@@ -172,7 +177,7 @@ class LocalBase(Base):
         self._owner = owner
         self._recipe = recipe
         is_root = os.geteuid() == 0
-        self._key = recipe.key(FORMAT, is_root, FILES, ENV)
+        self._key = _key(recipe, spec, is_root)
         self.user = user_of(int(self._key[:15], 16)) if is_root else None
         self._cached: CachedBase | None = None
         self._warm: list[LocalWorkspace] = []
@@ -273,15 +278,43 @@ class LocalBase(Base):
             empty, user=self.user, disk_bytes=self.spec.limits.disk_bytes
         )
         env = {**ENV, **self._recipe.env, **self.spec.env}
-        spec = replace(self.spec, env={})
-        workspace = LocalWorkspace(self._owner, layer, spec, ENV, self._recipe.workdir)
+        workspace = LocalWorkspace(self._owner, layer, self.spec, ENV, self._recipe.workdir)
         try:
-            await self._recipe.apply(workspace)
+            await asyncio.wait_for(self._apply(workspace), self.spec.build_timeout_s)
             await self._owner.mounts.export(layer, root)
+        except asyncio.TimeoutError as error:
+            raise WorkspaceError(
+                f"the base of {self.spec.name} was not built within {self.spec.build_timeout_s:g} s"
+            ) from error
         finally:
             await workspace.close()
-        await asyncio.to_thread(_remove_empty_root, empty)
+        await asyncio.to_thread(remove_tree, empty)
         return {"name": self.spec.name, "env": env, "workdir": self._recipe.workdir}
+
+    async def _apply(self, workspace: LocalWorkspace) -> None:
+        """Execute the steps of the recipe."""
+        for note in self._recipe.notes:
+            logger.info("%s", note)
+        timeout_s = self.spec.build_timeout_s
+        limits = replace(self.spec.limits, wall_s=timeout_s, cpu_s=math.ceil(timeout_s))
+        for step in self._recipe.steps:
+            if isinstance(step, CopyStep):
+                archive = await asyncio.to_thread(step.archive)
+                await workspace.put(archive, has_links=True)
+                continue
+            result = await workspace.run(
+                step.command,
+                env=step.env,
+                cwd=step.cwd,
+                network=self.spec.build_network,
+                limits=limits,
+            )
+            if not result.is_success:
+                ending = f"exit code {result.exit_code}" if result.exit_code else result.ended_by
+                raise WorkspaceError(
+                    f"{step.where}: RUN ended with {ending}: "
+                    f"{result.text[-MAX_MESSAGE_CHARACTERS:].strip() or 'no output'}"
+                )
 
 
 class LocalWorkspace(Workspace):
@@ -305,6 +338,7 @@ class LocalWorkspace(Workspace):
         self._on_close = on_close
         self._hidden: set[str] = set()
         self._lock = asyncio.Lock()
+        self._is_closed = False
         self._running: set[asyncio.Task[Any]] = set()
 
     async def run(
@@ -321,57 +355,273 @@ class LocalWorkspace(Workspace):
         on_output: Callable[[Output], None] | None = None,
     ) -> CommandResult:
         limits = limits or self._spec.limits
-        async with self._turn(), open_network(network, self._layer.user) as (words, mounts, added):
-            variables = {**self._env, **added, **(env or {})}
-            _check_command(command, variables)
-            for inside, folder in (writable or {}).items():
-                await self._put(_archive_of(folder, inside))
-            binds = await self._bind({**(read_only or {}), **mounts})
-            box = self._box(binds, variables, cwd or self.workdir, limits)
-            record = _Record(on_output)
-            try:
-                run = await self._owner.boxes.run_in(
-                    box, words(command), stdin=stdin, limits=limits, on_output=record.add
-                )
-                result = _result_of(run, record)
-            except SandboxError as error:
-                raise WorkspaceError(f"{command[0]} could not be started: {error}") from error
-            for inside, folder in (writable or {}).items():
-                archive = await self._collect([inside], limits.disk_bytes)
-                await asyncio.to_thread(_extract, archive, inside, folder)
-            return result
+        work = self._run(
+            command,
+            env=env or {},
+            cwd=cwd or self.workdir,
+            stdin=stdin,
+            network=network,
+            read_only=read_only or {},
+            writable=writable or {},
+            limits=limits,
+            record=_Record(on_output),
+        )
+        return await self._in_turn(work)
 
     async def collect(self, paths: Sequence[str], *, max_bytes: int) -> bytes:
-        async with self._turn():
-            return await self._collect(paths, max_bytes)
+        return await self._in_turn(self._collect(paths, max_bytes))
 
-    async def put(self, archive: bytes) -> None:
-        async with self._turn():
-            await self._put(archive)
+    async def put(self, archive: bytes, *, has_links: bool = False) -> None:
+        """See `Workspace.put`.
+
+        Args:
+            archive: the archive.
+            has_links: whether it may have symbolic links.
+        """
+        await self._in_turn(self._put(archive, has_links=has_links))
 
     async def changes(self, *, max_diff_bytes: int = 100_000) -> list[FileChange]:
-        async with self._turn():
-            request = {"max_diff_bytes": max_diff_bytes, "hidden": sorted(self._hidden)}
-            lines = await self._tool("changes", json.dumps(request).encode(), 64 * 2**20)
-        return [_change(json.loads(line)) for line in lines.splitlines()]
+        request = {"max_diff_bytes": max_diff_bytes, "hidden": sorted(self._hidden)}
+        work = self._tool("changes", json.dumps(request).encode(), max_bytes=MAX_CHANGES_BYTES)
+        return [_change(line) for line in (await self._in_turn(work)).splitlines()]
 
     async def close(self) -> None:
-        for task in self._running - {asyncio.current_task()}:
+        self._is_closed = True
+        for task in list(self._running):
             task.cancel()
-        async with self._lock:
-            self._layer.close()
+        if self._running:
+            await asyncio.wait(self._running)
+        self._layer.close()
         if self._on_close is not None:
             self._on_close(self)
 
-    @contextlib.asynccontextmanager
-    async def _turn(self):  # type: ignore[no-untyped-def]
-        task = asyncio.current_task()
-        assert task is not None
+    async def _in_turn(self, work: Coroutine[Any, Any, T]) -> T:
+        """Do one thing after the other; closing the workspace ends what is being done."""
+        task = asyncio.create_task(self._turn(work))
         self._running.add(task)
+        task.add_done_callback(self._running.discard)
         try:
-            async with self._lock:
-                if not self._layer.is_open:
-                    raise WorkspaceError(f"the workspace of {self._spec.name} is closed")
-                yield
+            return await task
+        except asyncio.CancelledError:
+            if task.cancelled() and self._is_closed:
+                raise WorkspaceError(f"the workspace of {self._spec.name} is closed") from None
+            raise
         finally:
-            self._running.discard(task)
+            work.close()  # it may not have started
+
+    async def _turn(self, work: Awaitable[T]) -> T:
+        async with self._lock:
+            if self._is_closed:
+                raise WorkspaceError(f"the workspace of {self._spec.name} is closed")
+            return await work
+
+    async def _run(
+        self,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str],
+        cwd: str,
+        stdin: bytes,
+        network: Network,
+        read_only: Mapping[str, Path],
+        writable: Mapping[str, Path],
+        limits: SandboxLimits,
+        record: _Record,
+    ) -> CommandResult:
+        async with NetworkGate(network, user=self._layer.user) as gate:
+            variables = {**self._env, **gate.env, **env}
+            _check_command(command, variables)
+            for inside, folder in writable.items():
+                await self._put(await asyncio.to_thread(_archive_of, folder, inside))
+            mounts = await self._bind({**read_only, **gate.mounts})
+            box = self._box(mounts, variables, cwd, limits)
+            words = gate.words(command)
+            try:
+                run = await self._owner.boxes.run_in(
+                    box, words, stdin=stdin, limits=limits, on_output=record.add
+                )
+                ended_by, exit_code = ending_of(
+                    run.finished,
+                    exit_code=run.exit_code,
+                    ran_out_of_memory=run.ran_out_of_memory,
+                    around="bubblewrap",
+                )
+            except SandboxError as error:
+                raise WorkspaceError(f"{command[0]} could not be started: {error}") from error
+        for inside, folder in writable.items():
+            archive = await self._collect([inside], limits.disk_bytes)
+            await asyncio.to_thread(_extract, archive, inside, folder)
+        return CommandResult(exit_code, ended_by, record.output(), run.finished.duration_s)
+
+    def _box(
+        self, binds: Sequence[str], env: Mapping[str, str], cwd: str, limits: SandboxLimits
+    ) -> Box:
+        words = ["--bind", MERGED, "/", "--ro-bind", "/usr", "/usr", *KERNEL_FOLDERS]
+        words += ["--size", str(limits.disk_bytes), "--tmpfs", "/dev/shm", *binds]
+        return Box(
+            mounts=words,
+            cwd=cwd,
+            env=env,
+            fds=list(self._layer.fds),
+            enter=self._layer.enter,
+            user=self._layer.user,
+            shown_user=AGENT,
+            hostname="workspace",
+            written=("", "dev/shm"),
+            of_process=OF_PROCESS,
+        )
+
+    async def _bind(self, read_only: Mapping[str, Path]) -> list[str]:
+        """Mount files and folders in the layer; return the arguments that show them in a box."""
+        if not read_only:
+            return []
+        inside = [posixpath.normpath(path) for path in read_only]
+        for path in inside:
+            if not path.startswith("/") or path == "/":
+                raise WorkspaceError(f"expected an absolute path for a mount, got {path!r}")
+        sources = [str(source.resolve()) for source in read_only.values()]
+        places = await self._owner.mounts.attach(
+            self._layer, list(zip(sources, inside, strict=True))
+        )
+        self._hidden.update(inside)
+        pairs = zip(places, inside, strict=True)
+        return [word for place, path in pairs for word in ("--ro-bind", place, path)]
+
+    async def _collect(self, paths: Sequence[str], max_bytes: int) -> bytes:
+        request = {"paths": list(paths), "max_bytes": max_bytes}
+        bound = max_bytes + MAX_FILES * MEMBER_BYTES
+        return await self._tool("collect", json.dumps(request).encode(), max_bytes=bound)
+
+    async def _put(self, archive: bytes, *, has_links: bool = False) -> None:
+        await self._tool("put-links" if has_links else "put", archive, max_bytes=65_536)
+
+    async def _tool(self, action: str, stdin: bytes, *, max_bytes: int) -> bytes:
+        """Run a program of `box_tools` in a box, and return its output."""
+        words = ["--ro-bind", "/usr", "/usr"]
+        for name in ("bin", "lib", "lib64"):
+            words += ["--symlink", f"usr/{name}", f"/{name}"]
+        words += ["--bind", MERGED, "/merged", "--ro-bind", BASE, "/base"]
+        words += ["--ro-bind", MERGED if self._layer.kind == "copy" else UPPER, "/upper"]
+        words += [*KERNEL_FOLDERS, "--remount-ro", "/"]
+        box = Box(
+            mounts=words,
+            cwd="/",
+            env={"LANG": "C.UTF-8"},
+            fds=list(self._layer.fds),
+            enter=self._layer.enter,
+            user=self._layer.user,
+            written=("merged",),
+        )
+        disk = self._spec.limits.disk_bytes
+        limits = replace(TOOL_LIMITS, output_bytes=max_bytes, disk_bytes=disk)
+        command = [*PYTHON, "-S", "-c", TOOLS, action]
+        try:
+            run = await self._owner.boxes.run_in(box, command, stdin=stdin, limits=limits)
+            ended_by, exit_code = ending_of(
+                run.finished,
+                exit_code=run.exit_code,
+                ran_out_of_memory=run.ran_out_of_memory,
+                around="bubblewrap",
+            )
+        except SandboxError as error:
+            raise WorkspaceError(f"the files of a workspace are not accessible: {error}") from error
+        if (ended_by, exit_code) == ("exit", 0):
+            return run.finished.stdout
+        reason = run.finished.stderr[-MAX_MESSAGE_CHARACTERS:].decode("utf-8", "replace").strip()
+        raise WorkspaceContentError(
+            f"the files of a workspace of {self._spec.name} cannot be "
+            f"{'written' if action.startswith('put') else 'read'}: {reason or ended_by}"
+        )
+
+
+class _Record:
+    """The output of a command as it arrives; pieces in quick succession become one."""
+
+    def __init__(self, on_output: Callable[[Output], None] | None) -> None:
+        self._on_output = on_output
+        self._pieces: list[tuple[float, Literal["stdout", "stderr"], bytearray]] = []
+
+    def add(self, fd: int, data: bytes, time_s: float) -> None:
+        stream: Literal["stdout", "stderr"] = "stdout" if fd == 1 else "stderr"
+        last = self._pieces[-1] if self._pieces else None
+        if last is not None and last[1] == stream and time_s - last[0] < MERGE_S:
+            last[2].extend(data)
+        else:
+            self._pieces.append((time_s, stream, bytearray(data)))
+        if self._on_output is not None:
+            try:
+                self._on_output(Output(time_s, stream, data))
+            except Exception:
+                logger.exception("the output of a workspace could not be passed on")
+
+    def output(self) -> tuple[Output, ...]:
+        return tuple(Output(time_s, stream, bytes(data)) for time_s, stream, data in self._pieces)
+
+
+def _check_command(command: Sequence[str], env: Mapping[str, str]) -> None:
+    if not command or any("\0" in word for word in command):
+        raise WorkspaceError(f"expected a program and its arguments, got {list(command)!r}")
+    for name, value in env.items():
+        if not name or "=" in name or "\0" in name + value:
+            raise WorkspaceError(f"expected a name and a value of a variable, got {name!r}")
+
+
+def _change(line: bytes) -> FileChange:
+    path, kind, size, diff = json.loads(line)
+    return FileChange(path, kind, size, diff)
+
+
+def _archive_of(folder: Path, inside: str) -> bytes:
+    """Return the regular files and folders of a folder of this machine."""
+    files: dict[str, Path | bytes | None] = {inside: None}
+    for path in sorted(folder.rglob("*")):
+        if not path.is_symlink() and (path.is_file() or path.is_dir()):
+            files[posixpath.join(inside, path.relative_to(folder).as_posix())] = path
+    return CopyStep(inside, files).archive()
+
+
+def _extract(archive: bytes, inside: str, folder: Path) -> None:
+    """Write files of a workspace to a folder of this machine, to which only this process writes."""
+    start = inside.strip("/")
+    with tarfile.open(fileobj=io.BytesIO(archive), mode="r:") as members:
+        for member in members:
+            if not (member.isdir() or member.isreg()) or ".." in member.name.split("/"):
+                raise WorkspaceContentError(f"{member.name!r} is neither a file nor a folder")
+            if member.name == start:
+                continue
+            place = folder / member.name.removeprefix(start + "/")
+            if member.isdir():
+                place.mkdir(parents=True, exist_ok=True)
+            elif (content := members.extractfile(member)) is not None:
+                place.write_bytes(content.read())
+
+
+def _key(recipe: Recipe, spec: WorkspaceSpec, is_root: bool) -> str:
+    """Return the name of a base in the cache: a digest of all that determines its content."""
+    parts = [FORMAT, is_root, os.geteuid(), FILES, ENV, recipe.fingerprint, dict(spec.env)]
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
+
+
+def _write_empty_root(root: Path, user: int | None, workdir: str) -> None:
+    """Write a root folder with the settings that programs below /usr need."""
+    root.mkdir(mode=0o755)
+    for name in FOLDERS:
+        (root / name).mkdir(parents=True, exist_ok=True)
+    for name in ("bin", "sbin", "lib", "lib64"):
+        (root / name).symlink_to(f"usr/{name}")
+    for name in ("tmp", "var/tmp"):
+        (root / name).chmod(0o1777)
+    for name in FROM_MACHINE:
+        place = root / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(FileNotFoundError):
+            if Path("/", name).is_dir():
+                shutil.copytree(Path("/", name), place, symlinks=True)
+            else:
+                shutil.copyfile(Path("/", name), place)
+    for name, text in FILES.items():
+        (root / name).write_text(text)
+    if user is not None:
+        for folder, folders, files in os.walk(root):
+            for name in (".", *folders, *files):
+                os.chown(Path(folder, name), user, user, follow_symlinks=False)

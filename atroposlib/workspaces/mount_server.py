@@ -16,6 +16,7 @@ namespace, a file system in memory covers /sys, which no workspace uses and ever
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -43,11 +44,13 @@ class RefusedError(Exception):
 
 
 def check(result: int, action: str) -> None:
+    """Raise an error with the reason of the kernel unless the result of a call is 0."""
     if result != 0:
         raise RefusedError(f"{action}: {os.strerror(ctypes.get_errno())}")
 
 
 def mount(source: str, target: str, kind: str | None, flags: int, data: str | None = None) -> None:
+    """Call `mount` of the kernel."""
     words = [None if word is None else os.fsencode(word) for word in (source, target, kind)]
     options = None if data is None else os.fsencode(data)
     check(libc.mount(*words, ctypes.c_ulong(flags), options), f"cannot mount {source}")
@@ -102,15 +105,19 @@ def fork(request: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
 
 
 def overlay(*, own_user: bool) -> None:
+    """Mount base and changes as one folder."""
     options = (
         f"lowerdir={ROOT}/base,upperdir={ROOT}/upper,workdir={ROOT}/work"
         ",redirect_dir=nofollow,metacopy=off,index=off"
     )
     kind_of_attributes = ",userxattr" if own_user else ""
-    mount("atropos", f"{ROOT}/merged", "overlay", MS_NOSUID | MS_NODEV, options + kind_of_attributes)
+    mount(
+        "atropos", f"{ROOT}/merged", "overlay", MS_NOSUID | MS_NODEV, options + kind_of_attributes
+    )
 
 
 def copy(source: str, target: str) -> None:
+    """Copy the files of a folder with owners and permissions."""
     words = ["cp", "-a", "--reflink=auto", "--", f"{source}/.", target]
     done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if done.returncode != 0:
@@ -130,15 +137,17 @@ def attach(request: dict[str, Any]) -> None:
     """
     for name in sorted(os.listdir(f"{ROOT}/binds")):  # noqa: PTH208 - starts faster
         libc.umount2(f"{ROOT}/binds/{name}".encode(), MNT_DETACH | UMOUNT_NOFOLLOW)
+    are_folders = []
     for number, (source, _) in enumerate(request["binds"]):
         place = f"{ROOT}/binds/{number}"
-        make_place(place, is_folder=os.path.isdir(source))  # noqa: PTH112 - starts faster
+        are_folders.append(os.path.isdir(source))  # noqa: PTH112 - starts faster
+        make_place(place, is_folder=are_folders[-1])
         mount(source, place, None, MS_BIND | MS_REC)
     if request["user"] is not None:
         os.setegid(request["user"])
         os.seteuid(request["user"])
-    for source, inside in request["binds"]:
-        make_inside(inside, is_folder=os.path.isdir(source))  # noqa: PTH112 - starts faster
+    for (_, inside), is_folder in zip(request["binds"], are_folders, strict=True):
+        make_inside(inside, is_folder=is_folder)
 
 
 def make_place(place: str, *, is_folder: bool) -> None:
@@ -159,10 +168,8 @@ def make_inside(path: str, *, is_folder: bool) -> None:
     folder = os.open(f"{ROOT}/merged", os.O_RDONLY | os.O_DIRECTORY)
     try:
         for name in [*above, last] if is_folder else above:
-            try:
+            with contextlib.suppress(FileExistsError):
                 os.mkdir(name, 0o755, dir_fd=folder)
-            except FileExistsError:
-                pass
             within = os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW, dir_fd=folder)
             os.close(folder)
             folder = within
@@ -182,6 +189,7 @@ def export(request: dict[str, Any]) -> None:
 
 
 def answer(request: dict[str, Any], reply: socket.socket, namespaces: list[int]) -> None:
+    """Fulfil one request and reply; without an answer the client sees the end of the socket."""
     fds: list[int] = []
     try:
         if request["do"] == "fork":
@@ -196,6 +204,7 @@ def answer(request: dict[str, Any], reply: socket.socket, namespaces: list[int])
 
 
 def serve(control: socket.socket) -> None:
+    """Fork a child for each request until the client ends."""
     while True:
         text, fds, _, _ = socket.recv_fds(control, MAX_REQUEST_BYTES, 3)
         if not text:

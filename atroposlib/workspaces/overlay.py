@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import os
 import socket
@@ -166,7 +165,7 @@ def _start() -> Server:
         program = str(Path(__file__).with_name("mount_server.py"))
         process = subprocess.Popen(
             [sys.executable, "-I", "-S", program, str(os.getpid())],
-            stdin=theirs,
+            stdin=theirs.fileno(),
             env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"},
             start_new_session=True,
         )
@@ -175,10 +174,9 @@ def _start() -> Server:
 
 async def _readable(sock: socket.socket) -> None:
     loop = asyncio.get_running_loop()
-    arrived: asyncio.Future[None] = loop.create_future()
-    loop.add_reader(sock, lambda: arrived.done() or arrived.set_result(None))
+    arrived = asyncio.Event()
+    loop.add_reader(sock, arrived.set)
     try:
-        await arrived
+        await arrived.wait()
     finally:
-        with contextlib.suppress(OSError):
-            loop.remove_reader(sock)
+        loop.remove_reader(sock)
