@@ -38,6 +38,7 @@ from atroposlib.workspaces.interface import (
     Network,
     Output,
     Workspace,
+    WorkspaceContentError,
     WorkspaceError,
     Workspaces,
     WorkspaceSpec,
@@ -71,6 +72,10 @@ _MAX_EVENTS = 20_000
 _MERGE_S = 0.05
 """Pieces of output within this time become one event."""
 _CLEANUP_S = 30.0
+_MOST_CHANGES = 1000
+"""Changes that a workspace lists."""
+_MOST_ARGUMENTS = 200
+LOG_FOLDERS = ("logs/agent", "logs/artifacts", "logs/verifier")
 SYSTEM_FOLDERS = (
     *("/bin", "/boot", "/dev", "/etc", "/home", "/lib", "/lib32", "/lib64", "/libx32", "/opt"),
     *("/proc", "/root", "/run", "/sbin", "/sys", "/usr"),
@@ -192,8 +197,8 @@ class TaskRunner:
         base = await self.base(task)
         log.start_phase("fork")
         async with _forked(base) as workspace:
-            work = _Work(fork_ms=1000 * log.phase_s(), workdir=workspace.workdir)
-            await workspace.put(_archive({}, ("logs/agent", "logs/artifacts", "logs/verifier")))
+            work = _Work(fork_ms=1000 * log.phase_s())
+            await workspace.put(_archive({}, _folders(task)))
             if command is not None:
                 log.start_phase("agent")
                 await self._run_agent(task, command, workspace, work, log)
@@ -229,6 +234,7 @@ class TaskRunner:
         result = await workspace.run(
             agent.command,
             env={**self._variables_of(task, task.env), **agent.env},
+            cwd=task.workdir,
             stdin=agent.stdin,
             network=replace(task.agent_network, forwards=agent.forwards),
             read_only=agent.read_only,
@@ -276,12 +282,17 @@ class TaskRunner:
     async def _verify(self, task: Task, work: _Work, log: _EventLog, run: TaskRun) -> None:
         env = self._variables_of(task, {**task.env, **task.verifier_env})
         async with _forked(await self.base(task)) as workspace:
-            await _restore(workspace, work)
+            try:
+                await _restore(task, workspace, work)
+            except WorkspaceContentError as error:
+                run.outcome = "agent_failed"
+                run.error = f"the artifacts do not fit into a workspace: {error}"
+                return
             result = await workspace.run(
                 ("bash", "/tests/test.sh"),
                 # The user's site-packages may be the agent's.
                 env={"PYTHONNOUSERSITE": "1", **env},
-                cwd=workspace.workdir,
+                cwd=task.workdir,
                 network=task.verifier_network,
                 read_only={"/tests": task.tests_folder},
                 limits=_limits(task, task.verifier_timeout_s),
@@ -359,7 +370,6 @@ class _Work:
     """What an agent left."""
 
     fork_ms: float
-    workdir: str
     outcome: Outcome = "done"
     error: str = ""
     agent_s: float = 0.0
@@ -512,36 +522,54 @@ def _is_below(path: str, folders: Sequence[str]) -> bool:
 async def _collect(task: Task, workspace: Workspace, work: _Work) -> None:
     """Read the artifacts from the agent's workspace."""
     work.changes = await workspace.changes()
-    declared = task.artifacts
-    seen = changed_sources(
-        work.changes, workspace.workdir, is_verifier_separate=task.is_verifier_separate
-    )
-    if declared:
-        sources = [artifact.source for artifact in declared]
-        work.removed = [c.path for c in work.changes if c.kind == "removed"]
-        work.removed = [path for path in work.removed if _is_below(path, sources)]
-    else:
-        sources = [change.path for change in seen if change.kind != "removed"]
-        work.removed = [change.path for change in seen if change.kind == "removed"]
-    sources = list(dict.fromkeys([*sources, "/logs/artifacts"]))
-    max_bytes = task.disk_bytes or DISK_BYTES
+    taken = _taken(task, task.workdir or workspace.workdir, work.changes)
     try:
-        archive = await workspace.collect(sources, max_bytes=max_bytes)
-    except WorkspaceError as error:
+        if taken is None:
+            raise WorkspaceContentError(f"{_MOST_CHANGES} files or more were changed")
+        sources, work.removed = taken
+        archive = await workspace.collect(sources, max_bytes=task.disk_bytes or DISK_BYTES)
+    except WorkspaceContentError as error:
         work.outcome = "agent_failed"
         work.error = f"the artifacts cannot be read: {error}"
         return
-    work.archive = await asyncio.to_thread(_without_hidden, archive, declared)
+    work.archive = await asyncio.to_thread(_without_hidden, archive, task.artifacts)
 
 
-async def _restore(workspace: Workspace, work: _Work) -> None:
-    """Bring the artifacts into a fresh workspace."""
-    if work.removed:
-        limits = replace(SandboxLimits(), wall_s=_CLEANUP_S)
-        for n in range(0, len(work.removed), 1000):
-            some = work.removed[n : n + 1000]
-            await workspace.run(("rm", "-rf", "--", *some), cwd="/", limits=limits)
-    await workspace.put(_archive({}, ("logs/agent", "logs/artifacts", "logs/verifier")))
+def _taken(
+    task: Task, workdir: str, changes: Sequence[FileChange]
+) -> tuple[list[str], list[str]] | None:
+    """Return the paths to take from an agent's workspace, and those to remove from a fresh one.
+
+    A list of changes that is not complete is of no use: folders then replace those of the base.
+    None means that this is not possible.
+    """
+    is_complete = len(changes) < _MOST_CHANGES
+    if task.artifacts:
+        sources = [artifact.source for artifact in task.artifacts]
+        removed = [c.path for c in changes if c.kind == "removed" and _is_below(c.path, sources)]
+        if not is_complete:
+            removed = [artifact.source for artifact in task.artifacts if not artifact.exclude]
+    else:
+        seen = changed_sources(changes, workdir, is_verifier_separate=task.is_verifier_separate)
+        sources = [change.path for change in seen if change.kind != "removed"]
+        removed = [change.path for change in seen if change.kind == "removed"]
+        if not is_complete:
+            if workdir == "/" or not task.is_verifier_separate:
+                return None
+            sources, removed = [workdir, *sources], [workdir, *removed]
+    return list(dict.fromkeys([*sources, "/logs/artifacts"])), removed
+
+
+async def _restore(task: Task, workspace: Workspace, work: _Work) -> None:
+    """Bring the artifacts into a fresh workspace.
+
+    Raises:
+        WorkspaceContentError: they do not fit.
+    """
+    for n in range(0, len(work.removed), _MOST_ARGUMENTS):
+        command = ("rm", "-rf", "--", *work.removed[n : n + _MOST_ARGUMENTS])
+        await workspace.run(command, cwd="/", limits=SandboxLimits(wall_s=_CLEANUP_S))
+    await workspace.put(_archive({}, _folders(task)))
     if work.archive:
         await workspace.put(work.archive)
 
@@ -564,6 +592,11 @@ async def _read_reward(workspace: Workspace) -> tuple[float, dict[str, float]]:
         # Programs of the agent that the tests execute can write one of the two.
         raise ValueError(f"reward.json says {found[0][0]:g}, reward.txt {found[-1][0]:g}")
     return found[0]
+
+
+def _folders(task: Task) -> list[str]:
+    """Return the folders that a workspace has in any case."""
+    return [*LOG_FOLDERS, *([task.workdir.lstrip("/")] if task.workdir else [])]
 
 
 def _archive(files: Mapping[str, bytes], folders: Sequence[str] = ()) -> bytes:

@@ -132,7 +132,7 @@ async def _validated(tasks: Sequence[Task], args: argparse.Namespace) -> list[Ta
 
 
 @asynccontextmanager
-async def _runner(kind: str | None) -> AsyncIterator[TaskRunner]:
+async def _runner(kind: str) -> AsyncIterator[TaskRunner]:
     from atroposlib.agent_tasks.runner import TaskRunner
     from atroposlib.workspaces import open_workspaces
 
@@ -242,7 +242,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 async def _one_run(
-    task: Task, agent: AgentCommand | Literal["oracle", "nothing"], kind: str | None
+    task: Task, agent: AgentCommand | Literal["oracle", "nothing"], kind: str
 ) -> TaskRun:
     async with _runner(kind) as runner:
         return await runner.run(task, agent)
@@ -407,7 +407,10 @@ def _parser() -> CommandParser:
         )  # fmt: skip
     for command in (new, validate, run):
         command.add_argument(
-            "--workspaces", metavar="KIND", help="kind of workspace (default: bubblewrap)"
+            "--workspaces",
+            metavar="KIND",
+            default="bubblewrap",
+            help="kind of workspace (%(default)s)",
         )
     return parser
 
