@@ -53,6 +53,8 @@ MODEL_PORT = 47100
 """Port of every box on which the model answers."""
 MAX_EVENT_CHARACTERS = 20_000
 """Text of one event of a trace; longer ones are cut."""
+UNSHOWN = (f"{STATE_FOLDER}/", "/logs/")
+"""Paths whose changes are no work of the agent."""
 EXIT_CODE = re.compile(
     r"(?:exit[ _]code|returncode|exited with code)\"?[:= ]+(-?\d{1,3})\b", re.IGNORECASE
 )
@@ -363,9 +365,7 @@ def trace_of(
         "duration_s": run.duration_s,
         "events": sorted(events, key=lambda event: event["at"]),
         "changes": [
-            {**change._asdict()}
-            for change in run.changes
-            if not change.path.startswith(f"{STATE_FOLDER}/")
+            change._asdict() for change in run.changes if not change.path.startswith(UNSHOWN)
         ],
         "verifier": {
             "exit_code": run.verifier_exit_code,
