@@ -531,14 +531,14 @@ SHELL_TASKS = {
 SHELL_WORDS = ("blue", "end", "start", "new", "old")
 SHELL_FILES = ("color.txt", "list.txt", "new.txt", "old.txt")
 SHELL_COMMANDS = ("echo {word} > {file}", "echo {word} >> {file}", "rm {file}")
-RIGHT_COMMANDS = 0.2
-SHELL_TRIES = 100
+RIGHT_COMMANDS = 0.35
+SHELL_TRIES = 64
 
 
 def shell_tasks(folder: Path, seed: int) -> TrainingTask:
     """Return three tasks with files, worked on by the agent `shell` with one command.
 
-    The scripted policy writes a right command in one try of five, else any of a few words. `folder`
+    The scripted policy writes a right command in a third of the tries, else one of a few words. `folder`
     gets the tasks and the script.
     """
     tasks = folder / "tasks"
@@ -563,9 +563,10 @@ def shell_tasks(folder: Path, seed: int) -> TrainingTask:
     return TrainingTask(
         settings=DemoSettings(
             seed=seed,
-            steps=30,
-            groups_per_step=6,
+            steps=20,
+            groups_per_step=4,
             group_size=8,
+            lr=5e-4,
             max_tokens=192,
             task=None,
             environment_door=script,

@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import time
+import urllib.parse
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,12 +14,13 @@ from typing import Any
 import pytest
 
 from atroposlib.adapters.registry import make_adapter
-from atroposlib.adapters.tasks import TasksAdapter, arguments_of, parts_of_reward
+from atroposlib.adapters.tasks import MODEL_PORT, TasksAdapter, arguments_of, parts_of_reward
 from atroposlib.agent_tasks.runner import TaskRun
 from atroposlib.errors import ConfigError, EpisodeError, EpisodeFailedError
 from atroposlib.scored_data import IGNORE_INDEX
-from tests.adapters.playing import adapter_env, roll_out
+from tests.adapters.playing import adapter_env, group_of, playing, roll_out
 from tests.adapters.task_folders import NEEDS_WORKSPACES, write_task
+from tests.fakes import ScriptedEngine
 
 pytestmark = [pytest.mark.slow, NEEDS_WORKSPACES]
 
@@ -159,8 +161,10 @@ async def test_branches_of_one_agent_are_rows_with_its_score(tmp_path: Path) -> 
 ASK = (
     '/usr/bin/python3 -I -c "import json, sys, urllib.request as u; '
     "body = json.dumps(dict(messages=[dict(role='user', content=sys.argv[1])])).encode(); "
-    "headers = dict([('Authorization', 'Bearer {api_key}'), ('Content-Type', 'application/json')]); "
-    "print(u.urlopen(u.Request('{base_url}/chat/completions', body, headers)).read())\" "
+    "request = u.Request('{base_url}/chat/completions', body); "
+    "request.add_header('Authorization', 'Bearer {api_key}'); "
+    "request.add_header('Content-Type', 'application/json'); "
+    'print(u.urlopen(request).read())" '
 )
 """Program that asks the model once; its argument is the question."""
 STEAL = (
@@ -179,22 +183,23 @@ async def test_agent_sees_only_its_own_key(tmp_path: Path) -> None:
     assert group["scores"] == [1.0] * 4  # its own
 
 
-async def test_agent_reaches_neither_engine_nor_other_sessions(tmp_path: Path) -> None:
+async def test_agent_reaches_neither_engine_nor_other_routes(tmp_path: Path) -> None:
     write_task(tmp_path, "be-ready", check="cat open.txt | wc -l")
     probe = (
-        "for port in $(seq 1 64) ENGINE 8000; do "
+        "touch open.txt; for port in $(seq 1 64) {port} 8000; do "
         "(exec 3<>/dev/tcp/127.0.0.1/$port) 2>/dev/null && echo $port >> open.txt; done; "
-        'for path in sessions servers nodes; do /usr/bin/python3 -I -c "import urllib.request as u; '
-        "u.urlopen('http://127.0.0.1:47100/$path')\" && echo $path >> open.txt; done; touch open.txt"
+        "for path in sessions servers setup; do "
+        "/usr/bin/python3 -I -c \"import urllib.request as u; u.urlopen('{url}/$path')\" "
+        "&& echo $path >> open.txt; done; true"
     )
-    policy: Callable[[str], str] = str
+    url = f"http://127.0.0.1:{MODEL_PORT}"
 
-    async with adapter_env(f"tasks:{tmp_path}", {}, policy) as env:
-        engine = env.server.servers[0].config.base_url.rpartition(":")[2].split("/")[0]
-    command = f"{ASK} hi; " + probe.replace("ENGINE", engine)
-    args = {"agent": ["bash", "-c", command]}
-    async with adapter_env(f"tasks:{tmp_path}", args, policy) as env:
-        _, group = await roll_out(env)
+    async with ScriptedEngine(str) as engine:
+        port = urllib.parse.urlsplit(engine.base_url).port
+        command = f"{ASK} hi; {probe.format(port=port, url=url)}"
+        args = {"agent": ["bash", "-c", command]}
+        async with playing(engine, f"tasks:{tmp_path}", args) as env:
+            group = await group_of(env)
 
     assert group["scores"] == [0.0, 0.0]
 
