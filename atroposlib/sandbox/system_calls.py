@@ -25,7 +25,15 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["DENIED", "FAMILIES", "UNCOUNTED", "call_filter", "call_rules", "has_filter"]
+__all__ = [
+    "ATTRIBUTES",
+    "DENIED",
+    "FAMILIES",
+    "UNCOUNTED",
+    "call_filter",
+    "call_rules",
+    "has_filter",
+]
 
 
 class Architecture(NamedTuple):

@@ -52,7 +52,7 @@ from atroposlib.workspaces.interface import (
     WorkspaceSpec,
 )
 from atroposlib.workspaces.network import NetworkGate
-from atroposlib.workspaces.overlay import BASE, MERGED, UPPER, Kind, Layer, Mounts
+from atroposlib.workspaces.overlay import BASE, MERGED, NETWORK, UPPER, Kind, Layer, Mounts
 
 __all__ = ["LocalWorkspaces"]
 
@@ -428,12 +428,14 @@ class LocalWorkspace(Workspace):
         limits: SandboxLimits,
         record: _Record,
     ) -> CommandResult:
-        async with NetworkGate(network, user=self._layer.user) as gate:
+        self._layer.clear_network()
+        async with NetworkGate(network, folder=self._layer.network_folder) as gate:
             variables = {**self._env, **gate.env, **env}
             _check_command(command, variables)
             for inside, folder in writable.items():
                 await self._put(await asyncio.to_thread(_archive_of, folder, inside))
-            mounts = await self._bind({**read_only, **gate.mounts})
+            sockets = dict.fromkeys(gate.mounts, Path(NETWORK))
+            mounts = await self._bind({**read_only, **sockets})
             box = self._box(mounts, variables, cwd, limits)
             words = gate.words(command)
             try:
@@ -467,6 +469,7 @@ class LocalWorkspace(Workspace):
             user=self._layer.user,
             shown_user=AGENT,
             hostname="workspace",
+            mark=self._owner.mounts.mark,
             written=("", "dev/shm"),
             of_process=OF_PROCESS,
         )
@@ -510,6 +513,7 @@ class LocalWorkspace(Workspace):
             fds=list(self._layer.fds),
             enter=self._layer.enter,
             user=self._layer.user,
+            mark=self._owner.mounts.mark,
             written=("merged",),
         )
         disk = self._spec.limits.disk_bytes

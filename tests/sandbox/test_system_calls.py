@@ -22,6 +22,7 @@ from atroposlib.sandbox import KINDS, Sandbox, SandboxError, SandboxLimits, open
 from atroposlib.sandbox.bubblewrap import Bubblewrap
 from atroposlib.sandbox.limits import ControlGroups
 from atroposlib.sandbox.system_calls import (
+    ATTRIBUTES,
     CLONE,
     CLONE3,
     DENIED,
@@ -93,6 +94,8 @@ async def test_every_number_gets_the_answer_of_the_list(machine: str, is_counted
     expected: dict[int | None, str | int] = dict.fromkeys(range(LAST_CALL + 1), ALLOWED)
     for numbers in {**DENIED, **({} if is_counted else UNCOUNTED)}.values():
         expected[numbers[column]] = errno.EPERM
+    for name in () if is_counted else ATTRIBUTES:
+        expected[UNCOUNTED[name][column]] = errno.EOPNOTSUPP
     for numbers in SOCKETS.values():  # of the family 0
         expected[numbers[column]] = errno.EAFNOSUPPORT
     expected[CLONE3[column]] = errno.ENOSYS
@@ -234,7 +237,9 @@ async def test_memory_that_no_limit_counts_is_refused_without_a_control_group(
 ) -> None:
     answers = await refused(uncounted, UNCOUNTED)
 
-    assert set(answers.values()) == {"EPERM"}, answers
+    unsupported = errno.errorcode[errno.EOPNOTSUPP]
+    expected = {name: unsupported if name in ATTRIBUTES else "EPERM" for name in answers}
+    assert answers == expected
 
 
 async def test_sockets_of_other_families_are_refused_within(sandbox: Sandbox) -> None:
