@@ -74,7 +74,6 @@ _MERGE_S = 0.05
 _CLEANUP_S = 30.0
 _MOST_CHANGES = 1000
 """Changes that a workspace lists."""
-_MOST_ARGUMENTS = 200
 LOG_FOLDERS = ("logs/agent", "logs/artifacts", "logs/verifier")
 SYSTEM_FOLDERS = (
     *("/bin", "/boot", "/dev", "/etc", "/home", "/lib", "/lib32", "/lib64", "/libx32", "/opt"),
@@ -521,8 +520,10 @@ def _is_below(path: str, folders: Sequence[str]) -> bool:
 
 async def _collect(task: Task, workspace: Workspace, work: _Work) -> None:
     """Read the artifacts from the agent's workspace."""
-    work.changes = await workspace.changes()
-    taken = _taken(task, task.workdir or workspace.workdir, work.changes)
+    changes = await workspace.changes()
+    made = {f"/{folder}/" for folder in _folders(task)}
+    work.changes = [change for change in changes if change.path not in made]
+    taken = _taken(task, task.workdir or workspace.workdir, changes)
     try:
         if taken is None:
             raise WorkspaceContentError(f"{_MOST_CHANGES} files or more were changed")
@@ -546,18 +547,25 @@ def _taken(
     is_complete = len(changes) < _MOST_CHANGES
     if task.artifacts:
         sources = [artifact.source for artifact in task.artifacts]
-        removed = [c.path for c in changes if c.kind == "removed" and _is_below(c.path, sources)]
+        removed = _replaced([change for change in changes if _is_below(change.path, sources)])
         if not is_complete:
             removed = [artifact.source for artifact in task.artifacts if not artifact.exclude]
     else:
         seen = changed_sources(changes, workdir, is_verifier_separate=task.is_verifier_separate)
         sources = [change.path for change in seen if change.kind != "removed"]
-        removed = [change.path for change in seen if change.kind == "removed"]
+        removed = _replaced(seen)
         if not is_complete:
             if workdir == "/" or not task.is_verifier_separate:
                 return None
             sources, removed = [workdir, *sources], [workdir, *removed]
     return list(dict.fromkeys([*sources, "/logs/artifacts"])), removed
+
+
+def _replaced(changes: Sequence[FileChange]) -> list[str]:
+    """Return the paths of the base that are gone: a file may have become a link, or a folder."""
+    gone = [change.path for change in changes if change.kind != "added"]
+    parents = {str(parent) for path in gone for parent in PurePosixPath(path).parents}
+    return [*gone, *(c.path for c in changes if c.kind == "added" and c.path in parents)]
 
 
 async def _restore(task: Task, workspace: Workspace, work: _Work) -> None:
@@ -566,9 +574,13 @@ async def _restore(task: Task, workspace: Workspace, work: _Work) -> None:
     Raises:
         WorkspaceContentError: they do not fit.
     """
-    for n in range(0, len(work.removed), _MOST_ARGUMENTS):
-        command = ("rm", "-rf", "--", *work.removed[n : n + _MOST_ARGUMENTS])
-        await workspace.run(command, cwd="/", limits=SandboxLimits(wall_s=_CLEANUP_S))
+    if work.removed:
+        paths = b"".join(os.fsencode(path) + b"\0" for path in work.removed)
+        command = ("xargs", "-0", "rm", "-rf", "--")
+        limits = SandboxLimits(wall_s=_CLEANUP_S)
+        result = await workspace.run(command, stdin=paths, cwd="/", limits=limits)
+        if not result.is_success:
+            raise WorkspaceError(f"files could not be removed: {result.text.strip()[-300:]}")
     await workspace.put(_archive({}, _folders(task)))
     if work.archive:
         await workspace.put(work.archive)
