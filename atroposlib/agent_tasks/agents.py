@@ -477,8 +477,7 @@ def _python_software(preset: Preset, prefix: str | None, where: str) -> Software
     if not preset.package:
         base = Path(sys.base_prefix)
         python = str(base / "bin" / f"python{sys.version_info[0]}.{sys.version_info[1]}")
-        version = f"{sys.version_info[0]}.{sys.version_info[1]}"
-        return Software({"python": python}, _to_show([base]), version)
+        return Software({"python": python}, _to_show([base]), python.rpartition("python")[2])
     version = _installed_version(Path(software.words["bin"]).parent, preset.package)
     if version is None:
         raise ConfigError(

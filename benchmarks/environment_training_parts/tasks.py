@@ -538,8 +538,8 @@ SHELL_TRIES = 64
 def shell_tasks(folder: Path, seed: int) -> TrainingTask:
     """Return three tasks with files, worked on by the agent `shell` with one command.
 
-    The scripted policy writes a right command in a third of the tries, else one of a few words. `folder`
-    gets the tasks and the script.
+    The scripted policy writes a right command in a third of the tries, else one of a few words.
+    `folder` gets the tasks and the script.
     """
     tasks = folder / "tasks"
     write_shell_tasks(tasks)
@@ -586,7 +586,7 @@ def shell_tasks(folder: Path, seed: int) -> TrainingTask:
         value=lambda score: float(score > CORRECT),
         reward=RewardMetric(
             key="train/mean_return",
-            label="fraction of rollouts that the verifier accepts",
+            label="fraction accepted by the verifier",
             summary="{:.0%} of the rollouts are accepted",
             limits=(0.0, 1.0),
         ),

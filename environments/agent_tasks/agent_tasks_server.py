@@ -3,8 +3,8 @@
     task folder ─► fork of its workspace ─► agent's command ─► verifier in a second fork ─► reward
                                                  └─► requests to the agent proxy ─► exact tokens
 
-The tasks are in `tasks/`. The default agent, `shell`, needs nothing but a sandbox (bubblewrap). With
-a vLLM server on port 9001:
+The tasks are in `tasks/`. The default agent, `shell`, needs nothing but bubblewrap. With a vLLM
+server on port 9001:
 
     python environments/agent_tasks/agent_tasks_server.py process --env.total_steps 4 \
         --env.tokenizer_name NAME --openai.model_name NAME

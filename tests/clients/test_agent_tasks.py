@@ -10,7 +10,7 @@ import contextlib
 import json
 import math
 import shutil
-from collections.abc import AsyncIterator, Callable, Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -39,11 +39,8 @@ FIVE = ("append-line", "find-bad-commit", "rename-photos", "sales-totals", "writ
 FAMILY = "qwen3"
 INSTALL_S = 900.0
 SUBMIT = "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"
-CALLS: dict[str, Callable[[str], Call]] = {
-    "claude-code": lambda command: Call("Bash", {"command": command}),
-    "codex": lambda command: Call("exec_command", {"cmd": command}),
-}
-"""The tool call of an agent that runs a command; `bash` of the others."""
+CALLS = {"claude-code": ("Bash", "command"), "codex": ("exec_command", "cmd")}
+"""Tool and argument of an agent that runs a command; `bash` and `command` of the others."""
 ENDINGS = {
     "mini-swe-agent": Turn("", (Call("bash", {"command": SUBMIT}),)),
     "smolagents": Turn("", (Call("final_answer", {"answer": "done"}),)),
@@ -54,7 +51,8 @@ def turns_of(agent: str, command: str) -> tuple[Turn, Turn]:
     """Return the turns of a model that gives one command to an agent, and ends."""
     if agent == "shell":
         return Turn(f"```sh\n{command}\n```"), Turn("Done.")
-    call = CALLS.get(agent, lambda text: Call("bash", {"command": text}))(command)
+    name, argument = CALLS.get(agent, ("bash", "command"))
+    call = Call(name, {argument: command})
     return Turn("I do it.", (call,), thought="One command."), ENDINGS.get(agent, Turn("Done."))
 
 
@@ -100,6 +98,7 @@ async def environment(
         yield env
     finally:
         await env.close()
+        await env.server.close()
 
 
 @pytest.mark.parametrize("agent", PRESETS)
@@ -108,7 +107,8 @@ async def test_agent_solves_five_tasks_with_the_engines_own_tokens(agent: str) -
     turns = [turn for solution in solutions for turn in turns_of(agent, solution)]
     rollouts = []
 
-    async with PolicyEngine(FAMILY, turns) as engine:
+    engine = PolicyEngine(FAMILY, turns)
+    async with engine:
         server = APIServerConfig(
             base_url=engine.base_url, server_type="vllm", model_name="policy", timeout=60
         )
@@ -180,10 +180,9 @@ def save_calling_model(folder: Path) -> None:
         # The first number of the residual stream is a constant, so its output weight is a bias.
         model.model.embed_tokens.weight[:, 0] = 10.0
         model.lm_head.weight[:, 0] = 0.0
-        bias = math.log(len(tokenizer) / 6) / 8
-        for text in CALL_TEXTS:
+        bias = math.log(len(tokenizer)) / 8
+        for text in (*CALL_TEXTS, tokenizer.eos_token):
             model.lm_head.weight[tokenizer.convert_tokens_to_ids(text), 0] = bias
-        model.lm_head.weight[tokenizer.eos_token_id, 0] = math.log(len(tokenizer)) / 8
     save_tiny_model(model, tokenizer, folder)
 
 
