@@ -241,7 +241,7 @@ class Software:
     words: Mapping[str, str] = field(default_factory=dict)
     """Values of `{python}`, `{bin}` and `{node}`."""
     folders: tuple[Path, ...] = ()
-    """What a box must show of this machine, at the same paths."""
+    """Folders of this machine that a box must show, at the same paths."""
     version: str = ""
 
 

@@ -16,6 +16,7 @@ import pytest
 from atroposlib.adapters.registry import make_adapter
 from atroposlib.adapters.tasks import MODEL_PORT, TasksAdapter, arguments_of, parts_of_reward
 from atroposlib.agent_tasks.runner import TaskRun
+from atroposlib.envs.base import APIServerConfig
 from atroposlib.errors import ConfigError, EpisodeError, EpisodeFailedError
 from atroposlib.scored_data import IGNORE_INDEX
 from tests.adapters.playing import adapter_env, group_of, playing, roll_out
@@ -94,6 +95,25 @@ async def test_evaluation_has_each_agent_and_held_out_tasks(tmp_path: Path) -> N
     assert [rollout.metrics["num_turns"] for rollout in rollouts] == [2, 1]
     assert [rollout.metrics.get("reward/brief") for rollout in rollouts] == [None, 1.0]
     assert trained == {"train-1", "train-2"}
+
+
+async def test_evaluation_on_a_server_without_token_ids_has_turns(tmp_path: Path) -> None:
+    write_task(tmp_path, "be-ready")
+
+    async with ScriptedEngine(shell_policy("echo ready > status.txt")) as engine:
+        server = APIServerConfig(
+            model_name="m",
+            base_url=engine.base_url,
+            server_type="openai",
+            api_key="x",
+            health_check=False,
+        )
+        async with playing(engine, f"tasks:{tmp_path}", server=server) as env:
+            rollout = await env.play_for_evaluation(env.eval_items()[0])
+
+    assert rollout.rewards == [1.0]
+    assert rollout.metrics["num_turns"] == 2
+    assert [message["role"] for message in rollout.messages[-2:]] == ["user", "assistant"]
 
 
 async def test_agent_that_does_not_end_is_truncated_and_scored(tmp_path: Path) -> None:

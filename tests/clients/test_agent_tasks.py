@@ -20,6 +20,7 @@ import pytest
 from atroposlib.adapters.env import AdapterEnv, AdapterEnvConfig, environment_class
 from atroposlib.agent_tasks.agents import PRESETS
 from atroposlib.envs.base import APIServerConfig
+from atroposlib.envs.multi_turn_env import TokenSequence
 from atroposlib.scored_data import IGNORE_INDEX, check_group
 from tests.adapters.engine_tokens import mismatches
 from tests.adapters.task_folders import NEEDS_WORKSPACES
@@ -180,10 +181,19 @@ def save_calling_model(folder: Path) -> None:
         # The first number of the residual stream is a constant, so its output weight is a bias.
         model.model.embed_tokens.weight[:, 0] = 10.0
         model.lm_head.weight[:, 0] = 0.0
-        bias = math.log(len(tokenizer)) / 8
         for text in (*CALL_TEXTS, tokenizer.eos_token):
-            model.lm_head.weight[tokenizer.convert_tokens_to_ids(text), 0] = bias
+            odds = len(tokenizer) * (2.0 if '"bash"' in text else 0.5)
+            model.lm_head.weight[tokenizer.convert_tokens_to_ids(text), 0] = math.log(odds) / 8
     save_tiny_model(model, tokenizer, folder)
+
+
+def sampled_paths(row: TokenSequence) -> Iterator[int]:
+    """Yield a digest of each trained token with everything before it."""
+    path = 0
+    for token, mask in zip(row.tokens, row.masks, strict=True):
+        path = hash((path, token))
+        if mask != IGNORE_INDEX:
+            yield path
 
 
 REAL = ("codex", "langgraph", "mini-swe-agent", "openai-agents", "pydantic-ai", "smolagents")
@@ -216,11 +226,13 @@ async def test_agent_on_a_real_engine_trains_what_it_sampled(
         wrong += mismatches(
             group, base_url=calling_engine.base_url, model=calling_engine.model_name
         )
-        sampled = sum(mask != IGNORE_INDEX for row in group["masks"] for mask in row)
-        turns = [e for r in rollouts for e in r.trace["events"] if e["kind"] == "turn"]
-        assert all(turn["row"] is not None for turn in turns)
-        assert sum(turn["num_tokens"] for turn in turns) >= sampled > 0
-        num_turns, num_tokens = num_turns + len(turns), num_tokens + sampled
+        for rollout in rollouts:
+            turns = [event for event in rollout.trace["events"] if event["kind"] == "turn"]
+            assert all(turn["row"] is not None for turn in turns)
+            # Branches share the turns before they part.
+            sampled = len({path for row in rollout.sequences for path in sampled_paths(row)})
+            assert sum(turn["num_tokens"] for turn in turns) >= sampled > 0
+            num_turns, num_tokens = num_turns + len(turns), num_tokens + sampled
     print(f"{agent}: {num_turns} turns, {num_tokens} sampled tokens, {len(wrong)} mismatches")
     assert not wrong, wrong[:10]
     assert num_turns > 2 * len(FIVE)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from atroposlib.adapters.env import AdapterEnvConfig
 from atroposlib.adapters.registry import read_args
 from atroposlib.adapters.tasks import TasksArgs
 from atroposlib.envs.commands import load_yaml, serve_command
@@ -15,6 +16,7 @@ CONFIG = Path(__file__).parents[2] / "environments/agent_tasks/configs/two_agent
 def test_defaults_name_the_tasks_of_the_folder() -> None:
     config, _ = AgentTasksEnv.config_init()
 
+    assert isinstance(config, AdapterEnvConfig)
     assert config.adapter == f"tasks:{TASKS}"
     assert CONFIG.parents[1] / "tasks" == TASKS
     AgentTasksEnv.check_inputs(config)
@@ -25,6 +27,7 @@ def test_example_sets_two_agents_with_weights() -> None:
 
     settings = serve_command(AgentTasksEnv)().layered(content)
 
+    assert isinstance(settings.env, AdapterEnvConfig)
     args = read_args(TasksArgs, settings.env.adapter_args)
     assert isinstance(args, TasksArgs)
     assert [(a.agent, a.weight) for a in args.agent_settings] == [

@@ -14,7 +14,7 @@ import os
 import sys
 from typing import Any
 
-from shell import run_command  # type: ignore[import-not-found, unused-ignore]  # beside this file
+from shell import run_command  # type: ignore[import-not-found, unused-ignore]  # next to this file
 
 PROMPT = "You work in a shell. Do the task with the tool `bash`, then say what you did."
 

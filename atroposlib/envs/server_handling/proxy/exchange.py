@@ -436,7 +436,8 @@ def _note_turns(
     if session.log is None:
         return
     replies = [choice.get("message") or {"content": choice.get("text")} for choice in choices]
-    for sample in samples:
+    without_ids = Sample([], [[] for _ in replies], [])  # of a server that reports none
+    for sample in samples or [without_ids]:
         num_choices = len(sample.completion_ids)
         own, replies = replies[:num_choices], replies[num_choices:]
         session.log.add(sample, messages, own, asked_at=asked_at, answered_at=session.clock())

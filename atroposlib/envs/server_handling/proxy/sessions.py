@@ -108,7 +108,8 @@ class AgentTurn:
     digest: bytes
     """Digest of the sequence up to there."""
     row: int | None = None
-    """Index of the sequence among those of the session; None if it is not there."""
+    """Index of the sequence among those of the session, 0 if the server reports no ids; None if it
+    is not there."""
 
 
 class TurnLog:
