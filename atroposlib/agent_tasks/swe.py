@@ -151,14 +151,14 @@ _GIT_SETTINGS = (
 
 @dataclass(frozen=True)
 class SweSettings:
-    """How rows become tasks."""
+    """Settings for the tasks that are written."""
 
     repositories: Path
     """Folder with a repository, bundle or archive for each `repo` of the rows."""
     test_command: str = "python3 -m pytest -rA {tests}"
     """Shell command in the repository; `{tests}` stands for the test files of the row."""
     log_format: str = "pytest"
-    """How the results of tests are read: one of `LOG_FORMATS`."""
+    """Format in which the command prints the results of tests: one of `LOG_FORMATS`."""
     image: str = "python:3.11-slim"
     """Image of the environment; the column `image` of a row has precedence."""
     setup_command: str = ""
@@ -373,10 +373,13 @@ def _git(
 ) -> str:
     """Run git without settings of the user and hooks; return its output."""
     options = [part for setting in _GIT_SETTINGS for part in ("-c", setting)]
-    variables = {"PATH": os.environ.get("PATH", os.defpath), "HOME": "/nonexistent", **_GIT_ENV}
+    variables = {"PATH": os.defpath, "HOME": "/nonexistent", **_GIT_ENV}
+    program = shutil.which("git")
+    if program is None:
+        raise ConfigError("git is missing; it writes the repositories of tasks")
     try:
         done = subprocess.run(
-            ["git", *options, *command],
+            [program, *options, *command],
             cwd=folder,
             env={**variables, **(env or {})},
             timeout=_GIT_S,

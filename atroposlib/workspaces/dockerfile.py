@@ -21,7 +21,7 @@ import subprocess
 import tarfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from atroposlib.errors import ConfigError
 from atroposlib.workspaces.interface import WorkspaceSpec
@@ -109,12 +109,16 @@ class Recipe:
 
 
 def read_recipe(
-    spec: WorkspaceSpec, *, are_missing: Callable[[Sequence[str]], list[str]] | None = None
+    spec: WorkspaceSpec,
+    *,
+    variables: Mapping[str, str] | None = None,
+    are_missing: Callable[[Sequence[str]], list[str]] | None = None,
 ) -> Recipe:
     """Return the steps that prepare a base.
 
     Args:
         spec: its `source` may have a Dockerfile.
+        variables: those that exist before the first instruction, such as PATH.
         are_missing: returns which packages this machine does not have; None asks dpkg.
 
     Raises:
@@ -133,7 +137,8 @@ def read_recipe(
     files = _context_files(context, spec.limits.disk_bytes)
     dockerfile = context / "Dockerfile"
     if dockerfile.is_file():
-        reader = _Reader(recipe, context, files, dockerfile, are_missing or missing_packages)
+        missing = are_missing or missing_packages
+        reader = _Reader(recipe, context, files, dockerfile, variables or {}, missing)
         reader.read(dockerfile.read_text(encoding="utf-8", errors="replace"))
     else:
         found = {posixpath.join(workdir, name): path for name, path in files.items()}
@@ -201,12 +206,14 @@ class _Reader:
         context: Path,
         files: Mapping[str, Path],
         file: Path,
+        variables: Mapping[str, str],
         are_missing: Callable[[Sequence[str]], list[str]],
     ) -> None:
         self._recipe = recipe
         self._context = context
         self._files = files
         self._file = file
+        self._variables = variables
         self._are_missing = are_missing
         self._args: dict[str, str] = {}
         self._shell: tuple[str, ...] = ("/bin/sh", "-c")
@@ -256,7 +263,7 @@ class _Reader:
         return ConfigError(f"{self._where}: {problem}" + (f"; {remedy}" if remedy else ""))
 
     def _expand(self, text: str) -> str:
-        variables = {**self._args, **self._recipe.env}
+        variables = {**self._variables, **self._args, **self._recipe.env}
 
         def value(found: re.Match[str]) -> str:
             key = found[1] or found[2]
@@ -460,11 +467,13 @@ def _context_files(context: Path, max_bytes: int) -> dict[str, Path]:
         for path in sorted(waiting.pop().iterdir()):
             name = path.relative_to(context).as_posix()
             state = path.lstat()
-            if _is_ignored(name, rules):
-                continue
-            if stat.S_ISDIR(state.st_mode):
+            is_folder = stat.S_ISDIR(state.st_mode)
+            is_ignored = _is_ignored(name, rules)
+            if is_folder and not (is_ignored and all(ignores for _, ignores in rules)):
                 waiting.append(path)
-            elif not (stat.S_ISREG(state.st_mode) or stat.S_ISLNK(state.st_mode)):
+            if is_ignored:
+                continue
+            if not (is_folder or stat.S_ISREG(state.st_mode) or stat.S_ISLNK(state.st_mode)):
                 raise ConfigError(f"{path}: expected a file, a link or a folder")
             found[name] = path
             num_bytes += state.st_size if stat.S_ISREG(state.st_mode) else 0
@@ -490,9 +499,11 @@ def _ignore_rules(file: Path) -> list[tuple[str, bool]]:
 
 
 def _is_ignored(name: str, rules: Sequence[tuple[str, bool]]) -> bool:
+    """Whether the last rule that matches a path, or a folder above it, ignores it."""
     ignored = False
+    above = [name, *map(str, PurePosixPath(name).parents)]
     for pattern, ignores in rules:
-        if _matches(name, pattern):
+        if any(_matches(path, pattern) for path in above):
             ignored = ignores
     return ignored
 

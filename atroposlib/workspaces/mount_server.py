@@ -20,7 +20,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import glob
 import json
 import os
 import signal
@@ -28,6 +27,7 @@ import socket
 import subprocess
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 CLONE_NEWNS, CLONE_NEWUSER = 0x00020000, 0x10000000
@@ -232,10 +232,10 @@ def serve(control: socket.socket) -> bool:
 
 def remove_groups(client: str) -> None:
     """Remove the control groups of a client, which are empty now."""
-    pattern = f"/sys/fs/cgroup/**/atropos-sandbox/{client}-*"
-    for folder in [*glob.glob(pattern.replace("**/", "")), *glob.glob(pattern.replace("**", "*"))]:
-        with contextlib.suppress(OSError):
-            os.rmdir(folder)  # noqa: PTH106
+    for parent in ("atropos-sandbox", "*/atropos-sandbox"):
+        for folder in Path("/sys/fs/cgroup").glob(f"{parent}/{client}-*"):
+            with contextlib.suppress(OSError):
+                folder.rmdir()
 
 
 def end_boxes(mark: str) -> None:

@@ -37,7 +37,15 @@ from atroposlib.workspaces.forward_proxy import (
 )
 from atroposlib.workspaces.interface import Network, WorkspaceError
 
-__all__ = ["MOUNTED", "PYTHON", "NetworkGate", "process_name", "remove_abandoned"]
+__all__ = [
+    "MOUNTED",
+    "PYTHON",
+    "NetworkGate",
+    "is_running",
+    "new_folder",
+    "process_name",
+    "remove_abandoned",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -48,7 +56,6 @@ PROXY_PORT = 3128
 LOWEST_PORT = 1024
 MAX_FORWARDS = 32
 MAX_CONNECTIONS = 256
-MAX_LOOKUPS = 8
 MAX_BYTES = 64 * 2**30
 PIECE_BYTES = 65_536
 HEAD_BYTES = 32_768
@@ -103,7 +110,6 @@ class NetworkGate:
         self._folder = folder
         self._mounted = mounted
         self._resolve = resolve
-        self._lookups = asyncio.Semaphore(MAX_LOOKUPS)
         self._held = contextlib.AsyncExitStack()
         self._connections: dict[asyncio.Task[None], float] = {}  # with the time of the last byte
         self._num_bytes = 0
@@ -166,7 +172,7 @@ class NetworkGate:
     async def _start(self) -> None:
         if self._folder is None:
             remove_abandoned()
-            outer = _new_folder(self._user)
+            outer = new_folder(self._user)
             self._held.callback(shutil.rmtree, outer, ignore_errors=True)
             self._folder = outer / "sockets"
             self._folder.mkdir()
@@ -229,16 +235,12 @@ class NetworkGate:
         except asyncio.LimitOverrunError as error:
             raise Refusal(431, f"the head of a request exceeds {HEAD_BYTES} bytes") from error
         request = parse_request(head)
-        far_reader, far_writer = await dial(request.target, rules, self._look_up)
+        far_reader, far_writer = await dial(request.target, rules, self._resolve)
         if request.head is None:
             writer.write(b"HTTP/1.1 200 Connection established\r\n\r\n")
         else:
             far_writer.write(request.head)
         await self._copy_both(reader, writer, far_reader, far_writer)
-
-    async def _look_up(self, name: str, port: int) -> Sequence[str]:
-        async with self._lookups:
-            return await self._resolve(name, port)
 
     async def _copy_both(
         self, reader: Reader, writer: Writer, far_reader: Reader, far_writer: Writer
@@ -312,7 +314,11 @@ def _checked_forwards(forwards: Mapping[int, str]) -> dict[int, Target]:
     return targets
 
 
-def _new_folder(user: int | None) -> Path:
+def new_folder(user: int | None = None) -> Path:
+    """Create a folder for sockets that only this process and, for root, a user can enter.
+
+    `remove_abandoned` removes it after this process was killed.
+    """
     folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{process_name(os.getpid())}-"))
     if user is not None and os.geteuid() == 0:
         os.chown(folder, user, user)  # else that user could not mount what is in it
@@ -325,16 +331,18 @@ def process_name(pid: int) -> str:
     return f"{pid}-{stat.rpartition(')')[2].split()[19]}"
 
 
+def is_running(name: str) -> bool:
+    """Whether the process with a name of `process_name` exists."""
+    try:
+        return process_name(int(name.partition("-")[0])) == name
+    except OSError:
+        return False
+
+
 @functools.cache
 def remove_abandoned() -> None:
     """Remove the folders of sockets of processes that were killed; once per process."""
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        found = re.fullmatch(rf"{PREFIX}(([0-9]+)-[0-9]+)-.*", folder.name)
-        if found is None or folder.is_symlink():
-            continue
-        try:
-            is_in_use = process_name(int(found[2])) == found[1]
-        except OSError:
-            is_in_use = False
-        if not is_in_use:
+        found = re.fullmatch(rf"{PREFIX}([0-9]+-[0-9]+)-.*", folder.name)
+        if found is not None and not folder.is_symlink() and not is_running(found[1]):
             shutil.rmtree(folder, ignore_errors=True)

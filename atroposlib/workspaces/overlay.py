@@ -62,7 +62,7 @@ class Layer:
         return Path(f"/proc/self/fd/{self._network}")
 
     def clear_network(self) -> None:
-        for name in os.listdir(self._network):
+        for name in os.listdir(self._network):  # noqa: PTH208 - of a descriptor
             os.unlink(name, dir_fd=self._network)
 
     def close(self) -> None:
@@ -89,7 +89,7 @@ class Mounts:
     def __init__(self, *, kind: Kind = "any") -> None:
         self._kind = kind
         self.mark = f"ATROPOS_OWNER_{secrets.token_hex(8)}"
-        """Word in the command line of every box; the server ends these if this process is killed."""
+        """Word in the command line of every box; the server ends them if this process is killed."""
         self._nsenter = find_program("nsenter", package="util-linux")
         self._server: Server | None = None
 
