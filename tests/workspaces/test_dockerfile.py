@@ -12,21 +12,21 @@ import pytest
 from atroposlib.errors import ConfigError
 from atroposlib.sandbox import SandboxLimits
 from atroposlib.workspaces import WorkspaceSpec
-from atroposlib.workspaces.dockerfile import CopyStep, Recipe, RunStep, read_recipe
+from atroposlib.workspaces.dockerfile import BuildPlan, CopyStep, RunStep, read_plan
 
 
-def recipe_of(folder: Path, text: str, *, installed: Sequence[str] = ()) -> Recipe:
+def plan_of(folder: Path, text: str, *, installed: Sequence[str] = ()) -> BuildPlan:
     (folder / "Dockerfile").write_text(text)
     spec = WorkspaceSpec("task", source=folder)
-    return read_recipe(
+    return read_plan(
         spec, are_missing=lambda names: [name for name in names if name not in installed]
     )
 
 
-def copied(recipe: Recipe) -> dict[str, str]:
+def copied(plan: BuildPlan) -> dict[str, str]:
     """Return the contents of all files that are copied, by path."""
     contents = {}
-    for step in recipe.steps:
+    for step in plan.steps:
         if isinstance(step, CopyStep):
             with tarfile.open(fileobj=io.BytesIO(step.archive())) as archive:
                 for member in archive:
@@ -36,8 +36,8 @@ def copied(recipe: Recipe) -> dict[str, str]:
     return contents
 
 
-def runs(recipe: Recipe) -> list[RunStep]:
-    return [step for step in recipe.steps if isinstance(step, RunStep)]
+def runs(plan: BuildPlan) -> list[RunStep]:
+    return [step for step in plan.steps if isinstance(step, RunStep)]
 
 
 @pytest.fixture
@@ -72,17 +72,17 @@ def context(tmp_path: Path) -> Path:
     ],
 )
 def test_copy_places_files(context: Path, instruction: str, expected: dict[str, str]) -> None:
-    recipe = recipe_of(context, f"FROM python:3.11\nWORKDIR /app\n{instruction}\n")
+    plan = plan_of(context, f"FROM python:3.11\nWORKDIR /app\n{instruction}\n")
 
-    assert copied(recipe) == expected
+    assert copied(plan) == expected
 
 
 def test_copy_keeps_links_and_permissions(context: Path) -> None:
     (context / "a.txt").chmod(0o755)
-    recipe = recipe_of(context, "FROM x\nCOPY a.txt sub /app/\nCOPY --chmod=600 b.txt /app/\n")
+    plan = plan_of(context, "FROM x\nCOPY a.txt sub /app/\nCOPY --chmod=600 b.txt /app/\n")
 
-    members = {}
-    for step in recipe.steps:
+    members: dict[str, tarfile.TarInfo] = {}
+    for step in plan.steps:
         assert isinstance(step, CopyStep)
         with tarfile.open(fileobj=io.BytesIO(step.archive())) as archive:
             members |= {member.name: member for member in archive}
@@ -114,20 +114,20 @@ EOF
 USER app
 CMD ["python"]
 """
-    recipe = recipe_of(context, text)
+    plan = plan_of(context, text)
 
-    first, second, third = runs(recipe)
+    first, second, third = runs(plan)
     assert first.command == ("/bin/sh", "-c", "echo one && echo two")
     assert first.env == {
         **{"BASE": "python:3.11", "LEVEL": "2"},
         **{"A": "1", "B": "two words", "OLD": "old style"},
     }
-    assert (first.cwd, recipe.workdir) == ("/srv/app", "/srv/app")
+    assert (first.cwd, plan.workdir) == ("/srv/app", "/srv/app")
     assert second.command == ("touch", "x y")
     assert third.command == ("/bin/bash", "-c", "echo $A\necho end\n")
     assert third.env["A"] == "3"
-    assert recipe.env == {"A": "3", "B": "two words", "OLD": "old style"}
-    assert [note.split(": ")[1].split()[0] for note in recipe.notes] == ["USER", "CMD"]
+    assert plan.env == {"A": "3", "B": "two words", "OLD": "old style"}
+    assert [note.split(": ")[1].split()[0] for note in plan.notes] == ["USER", "CMD"]
     assert first.where.endswith("Dockerfile:10")
 
 
@@ -140,9 +140,9 @@ CMD ["python"]
     ],
 )
 def test_packages_of_the_machine_are_not_installed_again(context: Path, text: str) -> None:
-    recipe = recipe_of(context, f"FROM x\n{text}\n", installed=["git", "curl"])
+    plan = plan_of(context, f"FROM x\n{text}\n", installed=["git", "curl"])
 
-    assert [step.command[-1] for step in runs(recipe)] == ["echo done"]
+    assert [step.command[-1] for step in runs(plan)] == ["echo done"]
 
 
 @pytest.mark.parametrize(
@@ -175,7 +175,7 @@ def test_packages_of_the_machine_are_not_installed_again(context: Path, text: st
 )
 def test_error_names_file_and_line(context: Path, text: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message) as caught:
-        recipe_of(context, text)
+        plan_of(context, text)
 
     assert str(context / "Dockerfile") in str(caught.value)
 
@@ -183,22 +183,22 @@ def test_error_names_file_and_line(context: Path, text: str, message: str) -> No
 def test_folder_without_dockerfile_is_copied(context: Path) -> None:
     (context / ".dockerignore").write_text("# kept small\nsub\n!sub/deep\n*.md\n**/b.txt\n")
     (context / "notes.md").write_text("x")
-    recipe = read_recipe(WorkspaceSpec("task", source=context, workdir="/data"))
+    plan = read_plan(WorkspaceSpec("task", source=context, workdir="/data"))
 
-    assert recipe.workdir == "/data"
-    assert set(copied(recipe)) == {"/data/a.txt", "/data/.dockerignore", "/data/sub/deep/d.txt"}
+    assert plan.workdir == "/data"
+    assert set(copied(plan)) == {"/data/a.txt", "/data/.dockerignore", "/data/sub/deep/d.txt"}
 
 
 def test_fingerprint_depends_on_all_that_is_copied_or_run(context: Path) -> None:
     text = "FROM x\nCOPY sub /app\nRUN echo 1\n"
-    first = recipe_of(context, text).fingerprint
+    first = plan_of(context, text).fingerprint
 
-    assert recipe_of(context, text).fingerprint == first
-    assert recipe_of(context, text.replace("1", "2")).fingerprint != first
+    assert plan_of(context, text).fingerprint == first
+    assert plan_of(context, text.replace("1", "2")).fingerprint != first
     (context / "sub" / "c.py").write_text("changed")
-    second = recipe_of(context, text).fingerprint
+    second = plan_of(context, text).fingerprint
     (context / "sub" / "c.py").chmod(0o755)
-    assert len({first, second, recipe_of(context, text).fingerprint}) == 3
+    assert len({first, second, plan_of(context, text).fingerprint}) == 3
 
 
 def test_context_is_bounded_and_has_files_only(context: Path) -> None:
@@ -206,8 +206,8 @@ def test_context_is_bounded_and_has_files_only(context: Path) -> None:
     spec = WorkspaceSpec("task", source=context, limits=SandboxLimits(disk_bytes=1000))
 
     with pytest.raises(ConfigError, match="exceed 1000 bytes"):
-        read_recipe(spec)
+        read_plan(spec)
     with pytest.raises(ConfigError, match="does not exist"):
-        read_recipe(WorkspaceSpec("task", source=context / "missing"))
+        read_plan(WorkspaceSpec("task", source=context / "missing"))
     with pytest.raises(ConfigError, match="absolute workdir"):
-        read_recipe(WorkspaceSpec("task", workdir="app"))
+        read_plan(WorkspaceSpec("task", workdir="app"))

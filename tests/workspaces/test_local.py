@@ -6,12 +6,14 @@ import asyncio
 import contextlib
 import io
 import os
+import re
 import signal
 import subprocess
 import sys
 import tarfile
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -34,7 +36,7 @@ LIMITS = SandboxLimits(wall_s=60.0, cpu_s=30, memory_bytes=2**29, disk_bytes=2**
 REPOSITORY = Path(__file__).parents[2]
 
 
-def new_workspaces(folder: Path, **options: int) -> LocalWorkspaces:
+def new_workspaces(folder: Path, **options: Any) -> LocalWorkspaces:
     try:
         return LocalWorkspaces(cache=folder / "cache", **options)
     except WorkspaceError as error:
@@ -82,6 +84,28 @@ async def output(base: Base, command: str) -> str:
     await workspace.close()
     assert result.is_success, result
     return result.text
+
+
+async def test_program_of_the_readme_runs(tmp_path: Path) -> None:
+    new_workspaces(tmp_path)
+    readme = REPOSITORY / "atroposlib" / "workspaces" / "README.md"
+    program = re.findall(r"```python\n(.*?)```", readme.read_text(encoding="utf-8"), re.DOTALL)[0]
+    env = {"PYTHONPATH": str(REPOSITORY), "ATROPOS_WORKSPACES_DIR": str(tmp_path / "cache")}
+    words = [sys.executable, "-c", program]
+
+    done = await asyncio.to_thread(
+        subprocess.run, words, capture_output=True, text=True, env={**os.environ, **env}
+    )
+
+    assert done.stdout == "0 2 sorted.txt\n\nadded /app/sorted.txt 8\ntwo\n\n", done.stderr
+
+
+def test_readme_names_every_module() -> None:
+    folder = REPOSITORY / "atroposlib" / "workspaces"
+    modules = {path.name for path in folder.glob("*.py")} - {"__init__.py"}
+    rows = re.findall(r"^\| (`\w+\.py`.*?) \|", (folder / "README.md").read_text(), re.MULTILINE)
+
+    assert modules == set(re.findall(r"`(\w+\.py)`", " ".join(rows)))
 
 
 async def test_command_has_user_folder_variables_and_input(workspace: Workspace) -> None:
@@ -263,6 +287,7 @@ async def test_same_spec_is_built_once(workspaces: LocalWorkspaces, tmp_path: Pa
 BUILDER = """
 import asyncio, sys
 from pathlib import Path
+from typing import Any
 from atroposlib.workspaces import WorkspaceSpec, open_workspaces
 
 async def main():
@@ -338,7 +363,8 @@ async def test_workspaces_are_made_in_advance_up_to_a_limit(tmp_path: Path) -> N
         await asyncio.sleep(0.02)
     await workspaces.close()
 
-    assert sorted(warm) == [1, 3]
+    assert sum(warm) == 4
+    assert max(warm) <= 3
     for fork in forks:
         with pytest.raises(WorkspaceError, match="closed"):
             await fork.run(["true"])
