@@ -184,8 +184,12 @@ def _cast(args: argparse.Namespace, _: Sequence[str]) -> None:
         raise ConfigError(
             f"{where} of {args.groups}: the agent of sequence {args.row} printed nothing"
         )
-    for line in cast_lines(traced.trace):
-        print(line)
+    try:
+        for line in cast_lines(traced.trace):
+            print(line)
+        sys.stdout.flush()
+    except BrokenPipeError:  # such as `| head`; the interpreter must not flush again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _source(name: str, data_dir: str) -> Iterator[RawGroup]:

@@ -110,8 +110,7 @@ def _traced_steps(record: RolloutRecord) -> dict[int, list[dict[str, Any]]]:
         for call in row.calls
         if call.turn is not None
     }
-    first = {"source": "user", "message": trace.get("instruction", "")}
-    branches: dict[int, list[dict[str, Any]]] = {0: [first]}
+    branches: dict[int, list[dict[str, Any]]] = {0: _first_steps(record)}
     call_steps: dict[tuple[int, str], dict[str, Any]] = {}
     for i, event in enumerate(trace.get("events", [])):
         steps = branches.setdefault(event.get("branch", 0), [])
@@ -130,6 +129,15 @@ def _traced_steps(record: RolloutRecord) -> dict[int, list[dict[str, Any]]]:
             known = call_steps.get((event.get("branch", 0), event.get("call_id", "")))
             _add_result(known or _agent_step(steps), i, event, is_known=known is not None)
     return {branch: steps for branch, steps in branches.items() if steps}
+
+
+def _first_steps(record: RolloutRecord) -> list[dict[str, Any]]:
+    """Return the messages before the first answer; without messages, the instruction."""
+    chat = record.rows[0].chat or []
+    stop = next((i for i, m in enumerate(chat) if m.get("role") == "assistant"), 0)
+    instruction = (record.trace or {}).get("instruction", "")
+    steps = list(_steps_of_chat(chat[:stop]))
+    return steps or [{"source": "user", "message": instruction}]
 
 
 def _agent_step(steps: list[dict[str, Any]]) -> dict[str, Any]:
@@ -201,18 +209,24 @@ def _metrics(call: ModelCall) -> dict[str, Any]:
 
 
 def _chat_steps(record: RolloutRecord) -> dict[int, list[dict[str, Any]]]:
-    """Return the steps of each row, from its messages; calls without a message have no text."""
+    """Return the steps of each row, from its messages.
+
+    The last answers are those of the calls; earlier ones are context. Calls that have no message
+    are steps without text.
+    """
     branches = {}
     for number, row in enumerate(record.rows):
         steps = list(_steps_of_chat(row.chat or []))
         answers = [step for step in steps if step["source"] == "agent"]
-        if len(answers) != len(row.calls):
-            is_unknown = bool(row.calls)
-            for step in answers:
-                step.update({"llm_call_count": 0} if is_unknown else {})
-            answers = [{"source": "agent", "message": ""} for _ in row.calls]
-            steps += answers
-        for step, call in zip(answers, row.calls, strict=False):
+        num_calls = len(row.calls)
+        num_context = 0 if not num_calls else len(answers) - num_calls
+        if num_context < 0:
+            num_context = len(answers)
+            answers += [{"source": "agent", "message": ""} for _ in row.calls]
+            steps += answers[num_context:]
+        for step in answers[:num_context]:
+            step["is_copied_context"] = True
+        for step, call in zip(answers[num_context:], row.calls, strict=False):
             step["llm_call_count"] = 1
             step["metrics"] = _metrics(call)
             step["extra"] = {OURS: {"row": number}}
@@ -413,11 +427,13 @@ def read_atif(value: Any, where: str) -> RolloutRecord:
     rows: list[RowRecord] = []
     for part in documents:
         chat, untrained = _chat_of(part)
-        found = rows_of_calls(call for step in part.steps if (call := step.call) and is_exact)
-        for row in found or [RowRecord()]:
+        if is_exact:
+            found = rows_of_calls(call for step in part.steps if (call := step.call))
+        else:
+            found = [RowRecord()] if any(step.is_call for step in part.steps) else []
+        for row in found:
             row.chat, row.untrained = chat, untrained
-        if found or (not is_exact and any(step.is_call for step in part.steps)):
-            rows += found or [RowRecord(chat=chat, untrained=untrained)]
+        rows += found
     if not rows:
         raise ConfigError(f"{where}: no step is the answer of a model; expected at least one")
     return RolloutRecord(

@@ -98,8 +98,9 @@ def _exchange(
     """Return the messages of a call and its answer, as far as they are known."""
     chat = row.chat or []
     answers = [i for i, message in enumerate(chat) if message.get("role") == "assistant"]
-    if len(answers) == len(row.calls):
-        return chat[: answers[k]], chat[answers[k]]
+    if len(answers) >= len(row.calls):  # earlier answers are context
+        place = answers[len(answers) - len(row.calls) + k]
+        return chat[:place], chat[place]
     if record.trace is None or call.turn is None:
         return [], {"role": "assistant", "content": ""}
     events = record.trace.get("events", [])

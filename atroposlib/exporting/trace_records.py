@@ -106,7 +106,7 @@ class RolloutRecord:
     trace: AgentTrace | None = None
     place: GroupPlace | None = None
     task: str = ""
-    """What rollouts of one group share, if `place` is unknown."""
+    """Name or text that rollouts of one group share, if `place` is unknown."""
     score: float | None = None
     is_exact: bool = True
     """Whether the tokens are those of an engine."""

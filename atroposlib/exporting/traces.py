@@ -22,8 +22,8 @@ from atroposlib.errors import ConfigError, GroupError
 from atroposlib.exporting.atif import atif_of, read_atif
 from atroposlib.exporting.openenv_traces import openenv_of, read_openenv
 from atroposlib.exporting.trace_records import RolloutRecord, group_of_records, records_of_group
-from atroposlib.scored_data import check_group
 from atroposlib.utils.tokenize_for_trainer import ChatTokenizer
+from atroposlib.wire import decode_group
 
 __all__ = [
     "TRACE_FORMATS",
@@ -43,7 +43,7 @@ _MAX_FILE_BYTES = 2**30
 
 @dataclass
 class TracesReport:
-    """What an export or an import wrote."""
+    """Counts of an export or an import."""
 
     num_groups: int = 0
     num_rollouts: int = 0
@@ -148,7 +148,7 @@ def import_traces(
         records.sort(key=lambda record: record.place.rollout if record.place else 0)
         group = group_of_records(records, tokenizer)
         try:
-            check_group(group)
+            decode_group(json.dumps(group).encode())
         except GroupError as error:
             raise ConfigError(f"{records[0].where}: {error}") from error
         report.num_groups += 1

@@ -43,6 +43,10 @@ __all__ = ["plain_text", "timeline_page"]
 MAX_TEXT_CHARACTERS = 200_000
 """Maximum length of a text on the page; the rest is only in the group."""
 MAX_EVENTS = 2_000
+MAX_EVENT_MARKUP = 2_000_000
+"""Length of the markup of events after which the others are left out."""
+MAX_DIFF_CHARACTERS = 500_000
+"""Maximum length of all diffs on the page."""
 MAX_CHANGES = 200
 _OPEN_CHARACTERS = 1_200
 _OPEN_LINES = 16
@@ -166,13 +170,17 @@ def _events(traced: TracedRollout, row: int) -> str:
     events = traced.trace.get("events", [])
     if not events:
         return empty("The trace has no events.")
-    items = []
+    items: list[str] = []
+    num_shown, length = 0, 0
     for entry in _entries(events[:MAX_EVENTS]):
+        if length > MAX_EVENT_MARKUP:
+            break
         items.append(_entry(entry, traced, row))
-    if len(events) > MAX_EVENTS:
-        items.append(
-            f'<li class="v-event">{empty(f"{len(events) - MAX_EVENTS:,} more events")}</li>'
-        )
+        num_shown += len(entry)
+        length += len(items[-1])
+    if len(events) > num_shown:
+        more = empty(f"{len(events) - num_shown:,} more events are in the group")
+        items.append(f'<li class="v-event">{more}</li>')
     return f'<ol class="v-timeline">{"".join(items)}</ol>'
 
 
@@ -335,22 +343,25 @@ def _changes(changes: Sequence[Mapping[str, Any]]) -> str:
     shown_changes = changes[:MAX_CHANGES]
     left = _OPEN_DIFF_LINES
     parts = [f"<h3>Changed files ({len(changes):,})</h3>"]
+    room = MAX_DIFF_CHARACTERS
     for change in shown_changes:
-        num_lines = str(change.get("diff") or "").count("\n")
-        parts.append(_change(change, is_open=0 < num_lines <= left))
+        diff = str(change.get("diff") or "")
+        num_lines = diff.count("\n")
+        parts.append(_change(change, is_open=0 < num_lines <= left, has_room=len(diff) <= room))
+        room -= len(diff)
         left -= num_lines
     if len(changes) > MAX_CHANGES:
         parts.append(empty(f"{len(changes) - MAX_CHANGES:,} more files"))
     return "".join(parts)
 
 
-def _change(change: Mapping[str, Any], *, is_open: bool) -> str:
+def _change(change: Mapping[str, Any], *, is_open: bool, has_room: bool) -> str:
     sign, kind = _SIGNS.get(str(change.get("kind")), ("?", ""))
     diff = change.get("diff")
     size = change.get("size")
     facts = f"{size:,} bytes" if isinstance(size, int) and change.get("kind") != "removed" else ""
-    if not isinstance(diff, str) or not diff:
-        note = "" if change.get("kind") == "removed" else " binary, or too large for a diff"
+    if not isinstance(diff, str) or not diff or not has_room:
+        note = "" if change.get("kind") == "removed" else " binary, or too large for the page"
         body = f'<p class="v-legend">{shown(facts + note)}</p>'
         is_open = False
     else:

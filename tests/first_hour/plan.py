@@ -324,7 +324,18 @@ STEPS: tuple[Step, ...] = (
         "atropos-compare results/greedy results/sampled",
         shows=("task gsm8k_eval", '"p_value"'),
     ),
+    Run(
+        "docs/exporting.md",
+        "atropos-replay export-traces",
+        shows=("2 rollouts of 1 groups: trajectories", "2 rollouts of 1 groups: imported.jsonl"),
+    ),
     Run("docs/looking_at_rollouts.md", "python environments/word_sums.py process", before=ENGINE),
+    Run(
+        "docs/looking_at_rollouts.md",
+        "view-run --file environments/data/agent_traces_sample/groups.jsonl",
+        until=("keys: ",),
+    ),
+    Run("docs/looking_at_rollouts.md", "atropos-replay cast"),
     Run("docs/looking_at_rollouts.md", "view-run --file sums.jsonl", until=("keys: ",)),
     Run(
         "docs/looking_at_rollouts.md",
