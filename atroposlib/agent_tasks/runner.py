@@ -18,6 +18,7 @@ import json
 import logging
 import math
 import os
+import shlex
 import tarfile
 import time
 from collections import defaultdict
@@ -155,6 +156,7 @@ class TaskRunner:
         key = task.folder.resolve()
         async with self._locks[key]:
             if key not in self._bases:
+                await asyncio.to_thread(_check_readable, task)
                 self._bases[key] = await self._workspaces.prepare(_spec(task))
             return self._bases[key]
 
@@ -480,6 +482,20 @@ def _spec(task: Task) -> WorkspaceSpec:
         build_timeout_s=task.build_timeout_s,
     )
     return spec if task.workdir is None else replace(spec, workdir=task.workdir)
+
+
+def _check_readable(task: Task) -> None:
+    """Refuse files that root can read and the user of the workspaces cannot."""
+    if os.geteuid() != 0:
+        return
+    for top in (task.tests_folder, task.solution_folder):
+        for path in (top, *top.rglob("*")):
+            needed = 0o005 if path.is_dir() else 0o004
+            if path.exists() and path.stat().st_mode & needed != needed:
+                raise ConfigError(
+                    f"{path} is not readable for other users, one of which runs the tests; run: "
+                    f"chmod -R o+rX {shlex.quote(str(task.folder))}"
+                )
 
 
 def _limits(task: Task, timeout_s: float) -> SandboxLimits:

@@ -244,13 +244,13 @@ def _read_row(values: Mapping[str, Any], where: str) -> _Row:
 def _test_names(value: Any, where: str) -> list[str]:
     """Return a list, or one that is written as a JSON string, as data sets have it."""
     try:
-        names = json.loads(value) if isinstance(value, str) else list(value)
+        names: Any = json.loads(value) if isinstance(value, str) else list(value)
     except (ValueError, TypeError):
         names = None
     is_list = isinstance(names, list) and all(isinstance(name, str) for name in names)
-    if not is_list or len(names) > _MAX_TESTS:
-        raise ConfigError(f"{where}: expected a list of up to {_MAX_TESTS} names of tests")
-    return list(names)
+    if is_list and len(names) <= _MAX_TESTS:
+        return list(names)
+    raise ConfigError(f"{where}: expected a list of up to {_MAX_TESTS} names of tests")
 
 
 def _write_files(row: _Row, settings: SweSettings, task: Path, where: str) -> None:

@@ -210,6 +210,8 @@ class Box:
     shown_user: int = NOBODY
     """The user id that programs see."""
     hostname: str = "sandbox"
+    mark: str = ""
+    """Word in the command line of bubblewrap, by which its processes can be found."""
     written: Sequence[str] = FOLDERS
     """Writable folders in memory, relative to its root folder."""
     of_process: ProcessBounds = field(default_factory=ProcessBounds)
@@ -402,6 +404,8 @@ class Bubblewrap:
             yield from ("--uid", str(box.shown_user), "--gid", str(box.shown_user))
         yield from ("--unshare-all", "--unshare-user", "--disable-userns", "--cap-drop", "ALL")
         yield from ("--die-with-parent", "--new-session", "--hostname", box.hostname, "--clearenv")
+        if box.mark:
+            yield from ("--unsetenv", box.mark)
         yield from box.mounts
         for path in self._masked:
             yield from ("--ro-bind", "/dev/null", path)

@@ -8,8 +8,8 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Awaitable, Callable, Sequence
-from contextlib import AbstractAsyncContextManager
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractAsyncContextManager, AbstractContextManager
 from dataclasses import dataclass
 
 from atroposlib.sandbox.interface import (
@@ -42,8 +42,9 @@ class Finished:
 async def run_bounded(
     command: Sequence[str],
     *,
-    stdin: bytes,
+    stdin: bytes | int,
     limits: SandboxLimits,
+    env: Mapping[str, str] | None = None,
     pass_fds: Sequence[int] = (),
     turn: AbstractAsyncContextManager[None] | None = None,
     kill: Callable[[], Awaitable[None]] | None = None,
@@ -53,8 +54,9 @@ async def run_bounded(
 
     Args:
         command: program and arguments.
-        stdin: standard input.
+        stdin: standard input, or the descriptor of a file.
         limits: limits of output and time.
+        env: its variables; None for none.
         pass_fds: further file descriptors that it inherits.
         turn: context entered after the start and exited at the end; the time limit starts in it.
         kill: awaited after the command was killed, to kill processes it started elsewhere.
@@ -71,13 +73,13 @@ async def run_bounded(
         on_output=on_output,
     )
     # Not asyncio's pipe: it is a socket, over which a program could send file descriptors.
-    with content_fd(stdin) if stdin else contextlib.nullcontext(subprocess.DEVNULL) as source:
+    with _source(stdin) as source:
         transport, _ = await loop.subprocess_exec(
             lambda: record,
             *command,
             stdin=source,
             pass_fds=pass_fds,
-            env={},
+            env=env or {},
             start_new_session=True,
         )
     try:
@@ -100,6 +102,12 @@ async def run_bounded(
         stopped_for="output" if record.full in done else stopped_for,
         duration_s=duration_s,
     )
+
+
+def _source(stdin: bytes | int) -> AbstractContextManager[int]:
+    if isinstance(stdin, int):
+        return contextlib.nullcontext(stdin)
+    return content_fd(stdin) if stdin else contextlib.nullcontext(subprocess.DEVNULL)
 
 
 class _ChildOutput(asyncio.SubprocessProtocol):

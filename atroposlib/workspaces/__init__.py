@@ -6,6 +6,8 @@ import os
 from pathlib import Path
 
 from atroposlib.errors import ConfigError
+from atroposlib.workspaces.container_engine import EngineOptions
+from atroposlib.workspaces.containers import ContainerWorkspaces
 from atroposlib.workspaces.interface import (
     NO_NETWORK,
     Base,
@@ -25,6 +27,7 @@ __all__ = [
     "NO_NETWORK",
     "Base",
     "CommandResult",
+    "EngineOptions",
     "FileChange",
     "Network",
     "Output",
@@ -37,21 +40,30 @@ __all__ = [
 ]
 
 FOLDER_VARIABLE = "ATROPOS_WORKSPACES_DIR"
-KINDS = ("bubblewrap",)
+KINDS = ("bubblewrap", "podman", "docker", "podman+ssh://USER@HOST", "docker+ssh://USER@HOST")
 
 
-def open_workspaces(kind: str = "bubblewrap", *, cache: Path | None = None) -> Workspaces:
+def open_workspaces(
+    kind: str = "bubblewrap",
+    *,
+    cache: Path | None = None,
+    engine_options: EngineOptions | None = None,
+) -> Workspaces:
     """Return workspaces of a kind.
 
     Args:
         kind: one of `KINDS`.
         cache: folder of prepared bases; None takes the environment variable
-            `ATROPOS_WORKSPACES_DIR`, or a folder of the user's cache if it is not set.
+            `ATROPOS_WORKSPACES_DIR`, or a folder of the user's cache if it is not set. Container
+            engines keep theirs themselves.
+        engine_options: further options for the program of a container engine.
 
     Raises:
         ConfigError: the kind is unknown.
         WorkspaceError: it cannot be used on this machine.
     """
+    if kind.startswith(("podman", "docker")):
+        return ContainerWorkspaces(kind, options=engine_options)
     if kind != "bubblewrap":
         raise ConfigError(f"no kind of workspace is called {kind!r}; known: {', '.join(KINDS)}")
     return LocalWorkspaces(cache=cache or _cache_folder())

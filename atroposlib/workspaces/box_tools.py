@@ -42,8 +42,8 @@ class RefusedError(Exception):
     """The files cannot be read or written; the message has the reason."""
 
 
-def resolve(path: str, root: str = MERGED) -> str:
-    """Return a path in which links, except for the last name, are followed within the root."""
+def resolve(path: str, *, follow_last: bool = False) -> str:
+    """Return a path in which links, or all but one as the last name, are followed within it."""
     rest = [name for name in reversed(path.split("/")) if name not in ("", ".")]
     found: list[str] = []
     num_links = 0
@@ -52,8 +52,8 @@ def resolve(path: str, root: str = MERGED) -> str:
         if name == "..":
             found = found[:-1]
             continue
-        place = "/".join([root, *found, name])
-        if rest and os.path.islink(place):  # noqa: PTH114 - bytes that are not UTF-8
+        place = "/".join([MERGED, *found, name])
+        if (rest or follow_last) and os.path.islink(place):  # noqa: PTH114 - bytes that are not UTF-8
             num_links += 1
             if num_links > MAX_LINKS:
                 raise OSError(errno.ELOOP, os.strerror(errno.ELOOP), path)
@@ -63,7 +63,7 @@ def resolve(path: str, root: str = MERGED) -> str:
             rest += [word for word in reversed(target.split("/")) if word not in ("", ".")]
         else:
             found.append(name)
-    return "/".join([root, *found])
+    return "/".join([MERGED, *found])
 
 
 def entries(folder: str) -> list[str]:
@@ -92,7 +92,9 @@ def walk(place: str, shown: str) -> Iterator[tuple[str, str, os.stat_result]]:
         place, shown = waiting.pop()
         try:
             state = os.lstat(place)
-        except (FileNotFoundError, NotADirectoryError):
+        except OSError as error:
+            if error.errno == errno.ENAMETOOLONG:
+                raise RefusedError(f"a path has more than 4096 bytes: {shown[:80]}...") from error
             continue
         yield place, shown, state
         if stat.S_ISDIR(state.st_mode):
@@ -105,7 +107,10 @@ def collect(request: dict[str, Any], output: BinaryIO) -> None:
     left, done = request["max_bytes"], set()
     with tarfile.open(fileobj=output, mode="w|", format=tarfile.PAX_FORMAT) as archive:
         for path in request["paths"]:
-            place = resolve(path)
+            try:
+                place = resolve(path)
+            except OSError:
+                continue  # as if it did not exist
             for found, name, state in walk(place, os.path.normpath(path).strip("/")):
                 is_folder = stat.S_ISDIR(state.st_mode)
                 if (
@@ -149,7 +154,7 @@ def put(archive_file: BinaryIO, *, has_links: bool) -> None:
         for member in members:
             extract(archive, member)
         for member in reversed(folders):  # last, since a folder may be read-only
-            place = resolve(member.name + "/.")
+            place = resolve(member.name, follow_last=True)
             os.chmod(place, member.mode & 0o777)  # noqa: PTH101
             os.utime(place, (member.mtime, member.mtime))
 
@@ -172,7 +177,7 @@ def extract(archive: tarfile.TarFile, member: tarfile.TarInfo) -> None:
         return
     place = MERGED
     for count in range(1, len(names) + (1 if member.isdir() else 0)):
-        place = resolve("/".join(names[:count]) + "/.")
+        place = resolve("/".join(names[:count]), follow_last=True)
         if not os.path.isdir(place):  # noqa: PTH112
             os.mkdir(place)  # noqa: PTH102
     if member.isdir():
@@ -205,6 +210,12 @@ class Changes:
 
     def within(self, folder: str) -> Iterator[list[Any]]:
         """Yield `path, kind, size, diff` of all changes below a folder that both have."""
+        with contextlib.suppress(
+            RefusedError
+        ):  # the rest of the folder has paths that are too long
+            yield from self._within(folder)
+
+    def _within(self, folder: str) -> Iterator[list[Any]]:
         old, new = set(entries(BASE + folder)), set(entries(MERGED + folder))
         for name in sorted(old | new):
             path = f"{folder}/{name}"
@@ -319,7 +330,7 @@ def main(action: str) -> int:
                 print(json.dumps(change))  # noqa: T201 - read by the workspace
     except (RefusedError, OSError, tarfile.TarError, RecursionError) as error:
         with contextlib.suppress(OSError):
-            os.write(2, ascii(str(error) or type(error).__name__)[1:-1].encode())
+            os.write(2, ascii(str(error) or type(error).__name__)[1:-1][-300:].encode())
         return REFUSED
     return 0
 

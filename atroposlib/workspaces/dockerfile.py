@@ -60,7 +60,8 @@ class CopyStep:
         buffer = io.BytesIO()
         with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as archive:
             for path, content in self.files.items():
-                self._add(archive, path.lstrip("/"), content)
+                if path != "/":
+                    self._add(archive, path.lstrip("/"), content)
         return buffer.getvalue()
 
     def _add(self, archive: tarfile.TarFile, name: str, content: Path | bytes | None) -> None:

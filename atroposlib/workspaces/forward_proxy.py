@@ -26,7 +26,7 @@ __all__ = ["HostRules", "Refusal", "Request", "Target", "dial", "parse_request",
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 Range = ipaddress.IPv4Network | ipaddress.IPv6Network
 Resolve = Callable[[str, int], Awaitable[Sequence[str]]]
-"""Returns the addresses of a name; raises OSError if there are none."""
+"""Returns the addresses of a name, or raises OSError."""
 
 PORTS = frozenset({80, 443})
 """Ports of every allowed host; an entry `host:port` adds another one."""

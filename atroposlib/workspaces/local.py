@@ -13,18 +13,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import hashlib
-import io
 import json
 import logging
 import math
 import os
 import posixpath
 import shutil
-import tarfile
+import stat
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 from atroposlib.errors import ConfigError
 from atroposlib.sandbox.bubblewrap import KERNEL_FOLDERS, Box, Bubblewrap
@@ -52,7 +51,8 @@ from atroposlib.workspaces.interface import (
     WorkspaceSpec,
 )
 from atroposlib.workspaces.network import NetworkGate
-from atroposlib.workspaces.overlay import BASE, MERGED, UPPER, Kind, Layer, Mounts
+from atroposlib.workspaces.overlay import BASE, MERGED, NETWORK, UPPER, Kind, Layer, Mounts
+from atroposlib.workspaces.transfer import OutputRecord, extract
 
 __all__ = ["LocalWorkspaces"]
 
@@ -97,8 +97,6 @@ MAX_CHANGES_BYTES = 64 * 2**20
 MAX_FILES = 100_000
 MEMBER_BYTES = 16_384
 """Bound of the headers of one file in an archive."""
-MERGE_S = 0.05
-"""Pieces of output of one stream within this time become one."""
 CHECK_EVERY = 32
 MAX_MESSAGE_CHARACTERS = 2000
 
@@ -364,7 +362,7 @@ class LocalWorkspace(Workspace):
             read_only=read_only or {},
             writable=writable or {},
             limits=limits,
-            record=_Record(on_output),
+            record=OutputRecord(on_output),
         )
         return await self._in_turn(work)
 
@@ -426,14 +424,16 @@ class LocalWorkspace(Workspace):
         read_only: Mapping[str, Path],
         writable: Mapping[str, Path],
         limits: SandboxLimits,
-        record: _Record,
+        record: OutputRecord,
     ) -> CommandResult:
-        async with NetworkGate(network, user=self._layer.user) as gate:
+        self._layer.clear_network()
+        async with NetworkGate(network, folder=self._layer.network_folder) as gate:
             variables = {**self._env, **gate.env, **env}
             _check_command(command, variables)
             for inside, folder in writable.items():
                 await self._put(await asyncio.to_thread(_archive_of, folder, inside))
-            mounts = await self._bind({**read_only, **gate.mounts})
+            sockets = dict.fromkeys(gate.mounts, Path(NETWORK))
+            mounts = await self._bind({**read_only, **sockets})
             box = self._box(mounts, variables, cwd, limits)
             words = gate.words(command)
             try:
@@ -450,7 +450,7 @@ class LocalWorkspace(Workspace):
                 raise WorkspaceError(f"{command[0]} could not be started: {error}") from error
         for inside, folder in writable.items():
             archive = await self._collect([inside], limits.disk_bytes)
-            await asyncio.to_thread(_extract, archive, inside, folder)
+            await asyncio.to_thread(extract, archive, inside, folder)
         return CommandResult(exit_code, ended_by, record.output(), run.finished.duration_s)
 
     def _box(
@@ -467,6 +467,7 @@ class LocalWorkspace(Workspace):
             user=self._layer.user,
             shown_user=AGENT,
             hostname="workspace",
+            mark=self._owner.mounts.mark,
             written=("", "dev/shm"),
             of_process=OF_PROCESS,
         )
@@ -479,13 +480,30 @@ class LocalWorkspace(Workspace):
         for path in inside:
             if not path.startswith("/") or path == "/":
                 raise WorkspaceError(f"expected an absolute path for a mount, got {path!r}")
-        sources = [str(source.resolve()) for source in read_only.values()]
+        sources = [str(self._readable(source)) for source in read_only.values()]
         places = await self._owner.mounts.attach(
             self._layer, list(zip(sources, inside, strict=True))
         )
         self._hidden.update(inside)
         pairs = zip(places, inside, strict=True)
         return [word for place, path in pairs for word in ("--ro-bind", place, path)]
+
+    def _readable(self, source: Path) -> Path:
+        """Return the real path of a mount, which root's programs must be able to read."""
+        if source == Path(NETWORK):
+            return source
+        try:
+            real = source.resolve(strict=True)
+            mode = real.stat().st_mode
+        except OSError as error:
+            raise WorkspaceError(f"cannot mount {source}: {error}") from error
+        needed = 0o005 if stat.S_ISDIR(mode) else 0o004
+        if self._layer.user is not None and mode & needed != needed:
+            raise WorkspaceError(
+                f"cannot mount {source}: programs in workspaces of root run as another user, who "
+                f"cannot read it; run `chmod -R o+rX {source}`"
+            )
+        return real
 
     async def _collect(self, paths: Sequence[str], max_bytes: int) -> bytes:
         request = {"paths": list(paths), "max_bytes": max_bytes}
@@ -510,6 +528,7 @@ class LocalWorkspace(Workspace):
             fds=list(self._layer.fds),
             enter=self._layer.enter,
             user=self._layer.user,
+            mark=self._owner.mounts.mark,
             written=("merged",),
         )
         disk = self._spec.limits.disk_bytes
@@ -534,30 +553,6 @@ class LocalWorkspace(Workspace):
         )
 
 
-class _Record:
-    """The output of a command as it arrives; pieces in quick succession become one."""
-
-    def __init__(self, on_output: Callable[[Output], None] | None) -> None:
-        self._on_output = on_output
-        self._pieces: list[tuple[float, Literal["stdout", "stderr"], bytearray]] = []
-
-    def add(self, fd: int, data: bytes, time_s: float) -> None:
-        stream: Literal["stdout", "stderr"] = "stdout" if fd == 1 else "stderr"
-        last = self._pieces[-1] if self._pieces else None
-        if last is not None and last[1] == stream and time_s - last[0] < MERGE_S:
-            last[2].extend(data)
-        else:
-            self._pieces.append((time_s, stream, bytearray(data)))
-        if self._on_output is not None:
-            try:
-                self._on_output(Output(time_s, stream, data))
-            except Exception:
-                logger.exception("the output of a workspace could not be passed on")
-
-    def output(self) -> tuple[Output, ...]:
-        return tuple(Output(time_s, stream, bytes(data)) for time_s, stream, data in self._pieces)
-
-
 def _check_command(command: Sequence[str], env: Mapping[str, str]) -> None:
     if not command or any("\0" in word for word in command):
         raise WorkspaceError(f"expected a program and its arguments, got {list(command)!r}")
@@ -578,22 +573,6 @@ def _archive_of(folder: Path, inside: str) -> bytes:
         if not path.is_symlink() and (path.is_file() or path.is_dir()):
             files[posixpath.join(inside, path.relative_to(folder).as_posix())] = path
     return CopyStep(inside, files).archive()
-
-
-def _extract(archive: bytes, inside: str, folder: Path) -> None:
-    """Write files of a workspace to a folder of this machine, to which only this process writes."""
-    start = inside.strip("/")
-    with tarfile.open(fileobj=io.BytesIO(archive), mode="r:") as members:
-        for member in members:
-            if not (member.isdir() or member.isreg()) or ".." in member.name.split("/"):
-                raise WorkspaceContentError(f"{member.name!r} is neither a file nor a folder")
-            if member.name == start:
-                continue
-            place = folder / member.name.removeprefix(start + "/")
-            if member.isdir():
-                place.mkdir(parents=True, exist_ok=True)
-            elif (content := members.extractfile(member)) is not None:
-                place.write_bytes(content.read())
 
 
 def _key(recipe: Recipe, spec: WorkspaceSpec, is_root: bool) -> str:

@@ -1,6 +1,7 @@
 """The program that makes the mounts of workspaces, each in a mount namespace of its own.
 
-It is run as a script, needs only the standard library, and forks a child for each request:
+It is run as a script, needs only the standard library, and forks a child for each request. When its
+client is killed, it ends the programs that the client has started in workspaces:
 
     control socket ─► request, reply socket ─► child ─► new namespace, mounts ─► reply, descriptors
 
@@ -12,6 +13,7 @@ namespace, a file system in memory covers /sys, which no workspace uses and ever
     /sys/upper     what the workspace has changed, on top of the base
     /sys/merged    the root folder of the workspace
     /sys/binds     files and folders of the machine for one command
+    /sys/network   sockets that lead out of the workspace, created by the client
 """
 
 from __future__ import annotations
@@ -24,6 +26,8 @@ import signal
 import socket
 import subprocess
 import sys
+import time
+from pathlib import Path
 from typing import Any
 
 CLONE_NEWNS, CLONE_NEWUSER = 0x00020000, 0x10000000
@@ -32,6 +36,10 @@ MS_REC, MS_PRIVATE = 16384, 1 << 18
 MNT_DETACH, UMOUNT_NOFOLLOW = 2, 8
 PR_SET_PDEATHSIG = 1
 MAX_REQUEST_BYTES = 180_000
+END = b"end"
+"""Message of a client that ends in order."""
+CLEAN_SCANS = 10
+SCAN_PAUSE_S = 0.05
 ROOT = "/sys"
 COVERED = ("usr", "proc", "dev")
 """Folders of a workspace that are mounts of every command."""
@@ -79,12 +87,12 @@ def new_namespace(user: int | None) -> list[int]:
 
 
 def fork(request: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
-    """Create a workspace; reply with the descriptors of its namespaces."""
+    """Create a workspace; reply with descriptors of its folder for sockets and its namespaces."""
     user = request["user"]
     namespaces = new_namespace(user)
     size = f"size={request['size']},nr_inodes={request['inodes']},mode=755"
     mount("atropos", ROOT, "tmpfs", MS_NOSUID | MS_NODEV, size)
-    for name in ("base", "upper", "work", "merged", "binds"):
+    for name in ("base", "upper", "work", "merged", "binds", "network"):
         os.mkdir(f"{ROOT}/{name}", 0o755)  # noqa: PTH102 - starts faster
     mount(request["base"], f"{ROOT}/base", None, MS_BIND | MS_REC)
     with_flags = MS_BIND | MS_REMOUNT | MS_RDONLY | MS_NOSUID | MS_NODEV
@@ -92,16 +100,18 @@ def fork(request: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
     if user is not None:
         for name in ("upper", "merged"):
             os.chown(f"{ROOT}/{name}", user, user)
+    network = os.open(f"{ROOT}/network", os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    fds = [network, *namespaces]
     kind = request["kind"]
     if kind in ("overlay", "any"):
         try:
             overlay(own_user=user is None)
-            return {"kind": "overlay"}, namespaces
+            return {"kind": "overlay"}, fds
         except RefusedError:
             if kind == "overlay":
                 raise
     copy(f"{ROOT}/base", f"{ROOT}/merged")
-    return {"kind": "copy"}, namespaces
+    return {"kind": "copy"}, fds
 
 
 def overlay(*, own_user: bool) -> None:
@@ -203,12 +213,12 @@ def answer(request: dict[str, Any], reply: socket.socket, namespaces: list[int])
     socket.send_fds(reply, [json.dumps(answered).encode()], fds)
 
 
-def serve(control: socket.socket) -> None:
-    """Fork a child for each request until the client ends."""
+def serve(control: socket.socket) -> bool:
+    """Fork a child for each request; return whether the client ended without saying so."""
     while True:
         text, fds, _, _ = socket.recv_fds(control, MAX_REQUEST_BYTES, 3)
-        if not text:
-            return  # the client has ended
+        if not text or text == END:
+            return not text
         if os.fork() == 0:
             libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
             signal.signal(signal.SIGCHLD, signal.SIG_DFL)
@@ -220,10 +230,38 @@ def serve(control: socket.socket) -> None:
             os.close(fd)
 
 
+def remove_groups(client: str) -> None:
+    """Remove the control groups of a client, which are empty now."""
+    for parent in ("atropos-sandbox", "*/atropos-sandbox"):
+        for folder in Path("/sys/fs/cgroup").glob(f"{parent}/{client}-*"):
+            with contextlib.suppress(OSError):
+                folder.rmdir()
+
+
+def end_boxes(mark: str) -> None:
+    """End the boxes of a client that was killed, also those that were about to start.
+
+    bubblewrap ends with its parent, except for the moments before it has asked the kernel to.
+    """
+    word = mark.encode()
+    num_clean = 0
+    while num_clean < CLEAN_SCANS:
+        num_clean += 1
+        for name in os.listdir("/proc"):  # noqa: PTH208 - starts faster
+            if name.isdigit() and int(name) != os.getpid():
+                with contextlib.suppress(OSError):
+                    with open(f"/proc/{name}/cmdline", "rb") as file:  # noqa: PTH123
+                        if word not in file.read().split(b"\0"):
+                            continue
+                    os.kill(int(name), signal.SIGKILL)
+                    num_clean = 0
+        time.sleep(SCAN_PAUSE_S)
+
+
 if __name__ == "__main__":
-    libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all processes
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    if os.getppid() == int(sys.argv[1]):
-        os.umask(0o022)
-        serve(socket.socket(fileno=0))
+    os.umask(0o022)
+    if serve(socket.socket(fileno=0)):
+        end_boxes(sys.argv[1])
+        remove_groups(sys.argv[2])

@@ -37,7 +37,15 @@ from atroposlib.workspaces.forward_proxy import (
 )
 from atroposlib.workspaces.interface import Network, WorkspaceError
 
-__all__ = ["MOUNTED", "PYTHON", "NetworkGate", "process_name", "remove_abandoned"]
+__all__ = [
+    "MOUNTED",
+    "PYTHON",
+    "NetworkGate",
+    "is_running",
+    "new_folder",
+    "process_name",
+    "remove_abandoned",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -166,7 +174,7 @@ class NetworkGate:
     async def _start(self) -> None:
         if self._folder is None:
             remove_abandoned()
-            outer = _new_folder(self._user)
+            outer = new_folder(self._user)
             self._held.callback(shutil.rmtree, outer, ignore_errors=True)
             self._folder = outer / "sockets"
             self._folder.mkdir()
@@ -312,7 +320,11 @@ def _checked_forwards(forwards: Mapping[int, str]) -> dict[int, Target]:
     return targets
 
 
-def _new_folder(user: int | None) -> Path:
+def new_folder(user: int | None = None) -> Path:
+    """Create a folder for sockets that only this process and, for root, a user can enter.
+
+    `remove_abandoned` removes it after this process was killed.
+    """
     folder = Path(tempfile.mkdtemp(prefix=f"{PREFIX}{process_name(os.getpid())}-"))
     if user is not None and os.geteuid() == 0:
         os.chown(folder, user, user)  # else that user could not mount what is in it
@@ -325,16 +337,18 @@ def process_name(pid: int) -> str:
     return f"{pid}-{stat.rpartition(')')[2].split()[19]}"
 
 
+def is_running(name: str) -> bool:
+    """Whether the process with a name of `process_name` exists."""
+    try:
+        return process_name(int(name.partition("-")[0])) == name
+    except OSError:
+        return False
+
+
 @functools.cache
 def remove_abandoned() -> None:
     """Remove the folders of sockets of processes that were killed; once per process."""
     for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
-        found = re.fullmatch(rf"{PREFIX}(([0-9]+)-[0-9]+)-.*", folder.name)
-        if found is None or folder.is_symlink():
-            continue
-        try:
-            is_in_use = process_name(int(found[2])) == found[1]
-        except OSError:
-            is_in_use = False
-        if not is_in_use:
+        found = re.fullmatch(rf"{PREFIX}([0-9]+-[0-9]+)-.*", folder.name)
+        if found is not None and not folder.is_symlink() and not is_running(found[1]):
             shutil.rmtree(folder, ignore_errors=True)

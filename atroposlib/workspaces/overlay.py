@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
+import secrets
 import socket
 import subprocess
 import sys
@@ -15,9 +17,11 @@ from typing import Any, Literal, NamedTuple
 from atroposlib.sandbox.limits import find_program
 from atroposlib.workspaces.interface import WorkspaceError
 
-__all__ = ["BASE", "BINDS", "MERGED", "UPPER", "Layer", "Mounts"]
+__all__ = ["BASE", "BINDS", "MERGED", "NETWORK", "UPPER", "Layer", "Mounts"]
 
-BASE, UPPER, MERGED, BINDS = (f"/sys/{name}" for name in ("base", "upper", "merged", "binds"))
+BASE, UPPER, MERGED, BINDS, NETWORK = (
+    f"/sys/{name}" for name in ("base", "upper", "merged", "binds", "network")
+)
 """Folders within the namespace of a layer; see `mount_server`."""
 MAX_REPLY_BYTES = 65_536
 FILE_BYTES = 4096
@@ -35,7 +39,7 @@ class Layer:
     """
 
     def __init__(self, fds: list[int], *, user: int | None, kind: Kind, nsenter: str) -> None:
-        self.fds = fds
+        self._network, *self.fds = fds
         self.user = user
         self.kind = kind
         self._nsenter = nsenter
@@ -52,7 +56,18 @@ class Layer:
     def is_open(self) -> bool:
         return bool(self.fds)
 
+    @property
+    def network_folder(self) -> Path:
+        """Folder that programs in the layer see as `NETWORK`, as this process can open it."""
+        return Path(f"/proc/self/fd/{self._network}")
+
+    def clear_network(self) -> None:
+        for name in os.listdir(self._network):  # noqa: PTH208 - of a descriptor
+            os.unlink(name, dir_fd=self._network)
+
     def close(self) -> None:
+        if self.fds:
+            os.close(self._network)
         while self.fds:
             os.close(self.fds.pop())
 
@@ -73,6 +88,8 @@ class Mounts:
 
     def __init__(self, *, kind: Kind = "any") -> None:
         self._kind = kind
+        self.mark = f"ATROPOS_OWNER_{secrets.token_hex(8)}"
+        """Word in the command line of every box; the server ends them if this process is killed."""
         self._nsenter = find_program("nsenter", package="util-linux")
         self._server: Server | None = None
 
@@ -118,7 +135,9 @@ class Mounts:
     def close(self) -> None:
         if self._server is not None:
             server, self._server = self._server, None
-            server.control.close()  # the program ends
+            with contextlib.suppress(OSError):
+                server.control.send(b"end")
+            server.control.close()
             server.process.wait()
 
     async def _ask(
@@ -135,7 +154,7 @@ class Mounts:
                 raise WorkspaceError(
                     f"mounts of a workspace took more than {REPLY_S:g} s"
                 ) from error
-            text, received, _, _ = socket.recv_fds(ours, MAX_REPLY_BYTES, 2)
+            text, received, _, _ = socket.recv_fds(ours, MAX_REPLY_BYTES, 3)
         if not text:
             raise WorkspaceError("the program that makes the mounts of workspaces has ended")
         reply = json.loads(text)
@@ -145,7 +164,7 @@ class Mounts:
 
     def _send(self, text: bytes, fds: Sequence[int]) -> None:
         for is_last in (False, True):
-            server = self._server = self._server or _start()
+            server = self._server = self._server or _start(self.mark)
             try:
                 socket.send_fds(server.control, [text], fds)
             except OSError as error:  # it ended, for example for lack of memory
@@ -158,13 +177,12 @@ class Mounts:
                 return
 
 
-def _start() -> Server:
-    # In the thread of the event loop: the program ends with the thread that starts it.
+def _start(mark: str) -> Server:
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with theirs:
         program = str(Path(__file__).with_name("mount_server.py"))
         process = subprocess.Popen(
-            [sys.executable, "-I", "-S", program, str(os.getpid())],
+            [sys.executable, "-I", "-S", program, mark, str(os.getpid())],
             stdin=theirs.fileno(),
             env={"PATH": "/usr/sbin:/usr/bin:/sbin:/bin"},
             start_new_session=True,

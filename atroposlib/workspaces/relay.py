@@ -90,11 +90,7 @@ def _exists(pid: int) -> bool:
 
 
 def _max_connections() -> int:
-    import resource
-
-    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if files == resource.RLIM_INFINITY:
-        return MAX_CONNECTIONS
+    files = os.sysconf("SC_OPEN_MAX")
     return max(1, min(MAX_CONNECTIONS, (files - RESERVED_FILES) // 2))
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import io
+import os
 import tarfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -334,6 +335,17 @@ async def test_oracle_without_a_solution_is_an_error(runner: TaskRunner, tmp_pat
 
     with pytest.raises(TaskError, match=r"solve\.sh to run"):
         await runner.run(task, "oracle")
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="other users run the programs of root only")
+async def test_tests_that_other_users_cannot_read_are_refused(
+    runner: TaskRunner, tmp_path: Path
+) -> None:
+    task = load_task(write_task(tmp_path / "t"))
+    (task.tests_folder / "test.sh").chmod(0o600)
+
+    with pytest.raises(ConfigError, match=r"test\.sh is not readable for other users.*chmod -R"):
+        await runner.run(task, "nothing")
 
 
 async def test_cancelled_run_leaves_no_process(runner: TaskRunner, tmp_path: Path) -> None:

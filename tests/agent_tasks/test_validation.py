@@ -39,7 +39,7 @@ async def test_good_task_is_valid(runner: TaskRunner, tmp_path: Path) -> None:
     ("files", "check", "said"),
     [
         ({"environment/Dockerfile": "FROM x\nRUN exit 3\n"}, "builds", "Dockerfile:2"),
-        ({"solution/solve.sh": "echo 41 > sum.txt\n"}, "oracle", "the solution scores 0, expected 1"),
+        ({"solution/solve.sh": "echo 1 > sum.txt\n"}, "oracle", "solution scores 0, expected 1"),
         ({"solution/solve.sh": None}, "oracle", "has no"),
         ({"solution/solve.sh": "echo 42 > sum.txt; exit 1\n"}, "oracle", "agent failed"),
         (
@@ -87,29 +87,28 @@ async def test_input_of_both_sides_may_be_seen(runner: TaskRunner, tmp_path: Pat
     assert report.status("hidden") == "ok"
 
 
-FORGEABLE = {
-    "python": "cd /app && python3 -m unittest -q 2>/dev/null && [ -e sitecustomize.py ] && reward=1\n",
-    "script folder": "cp /tests/check.py /app/check.py; python3 /app/check.py && reward=1\n",
-    "git": "git status > /dev/null 2>&1; [ -e /logs/verifier/reward.txt ] && exit\n",
-}
-
-
-@pytest.mark.parametrize("kind", FORGEABLE)
+@pytest.mark.parametrize(
+    ("test", "is_strict"),
+    [
+        ("python3 -m unittest -q 2>/dev/null && [ -e sitecustomize.py ] && reward=1\n", True),
+        ("cp /tests/check.py /app/check.py; python3 /app/check.py && reward=1\n", False),
+        ("git status > /dev/null 2>&1; [ -e /logs/verifier/reward.txt ] && exit\n", True),
+    ],
+)
 async def test_success_that_an_agent_can_forge_is_found(
-    runner: TaskRunner, tmp_path: Path, kind: str
+    runner: TaskRunner, tmp_path: Path, test: str, is_strict: bool
 ) -> None:
     files = {
-        "tests/test.sh": f"{FORGEABLE[kind]}{TEST}",
+        "tests/test.sh": f"{test}{TEST}",
         "tests/check.py": "import json, csv, sys\nsys.exit(1)\n",
         "environment/Dockerfile": "FROM x\nWORKDIR /app\nCOPY *.txt .\nRUN git init -q .\n",
     }
     task = load_task(write_task(tmp_path / "t", files))
 
-    report = await validate_task(runner, task, repeats=1)
-    strict = await validate_task(runner, task, repeats=1, is_strict=True)
+    report = await validate_task(runner, task, repeats=1, is_strict=is_strict)
 
-    assert (report.status("forgery"), report.is_valid) == ("warning", True)
-    assert (strict.status("forgery"), strict.is_valid) == ("failed", False)
+    assert report.status("forgery") == ("failed" if is_strict else "warning")
+    assert report.is_valid is not is_strict
 
 
 async def test_several_tasks_are_reported_in_their_order(

@@ -75,6 +75,42 @@ POSTED = """run-api --store memory &
 await-url http://localhost:8000/health/live
 post-groups http://localhost:8000 4 &"""
 
+REPOSITORY_ROWS = r"""rm -rf rows.jsonl repositories swe_tasks
+mkdir -p repositories/org__maths
+cd repositories/org__maths
+git init -q .
+git config user.email a@example.com
+git config user.name A
+printf 'def double(x):\n    return 3 * x\n' > maths.py
+git add .
+git commit -qm base
+printf 'def double(x):\n    return 2 * x\n' > maths.py
+git diff > ../../patch
+git checkout -q .
+cat > test_maths.py <<'END'
+import unittest
+import maths
+class DoubleTest(unittest.TestCase):
+    def test_two(self):
+        self.assertEqual(maths.double(2), 4)
+END
+git add --intent-to-add .
+git diff > ../../test_patch
+rm test_maths.py
+git reset -q
+cd ../..
+python - > rows.jsonl <<'END'
+import json, pathlib, subprocess
+def text(name):
+    return pathlib.Path(name).read_text()
+commit = subprocess.run(["git", "-C", "repositories/org__maths", "rev-parse", "HEAD"],
+                        capture_output=True, text=True).stdout.strip()
+print(json.dumps({"instance_id": "org__maths-1", "repo": "org/maths", "base_commit": commit,
+                  "problem_statement": "double(2) is 6.", "patch": text("patch"),
+                  "test_patch": text("test_patch"), "PASS_TO_PASS": [],
+                  "FAIL_TO_PASS": ["test_two (test_maths.DoubleTest)"]}))
+END"""
+
 EXCERPT = "part of a class, shown to explain it; tests run the class"
 PICTURE = "a drawing"
 SERVED = "needs the packages of an ecosystem; tests/serving/test_page.py runs it with them"
@@ -300,6 +336,30 @@ STEPS: tuple[Step, ...] = (
     NotRun("docs/wire.md", "{", "one group as JSON; a test encodes it"),
     NotRun("docs/wire.md", "89   ", "the bytes of that group; a test compares them"),
     NotRun("docs/wire.md", '{"detail"', "an answer of the service; a test compares it"),
+    # tasks in folders
+    Run(
+        "docs/agent_tasks.md",
+        "atropos-tasks new count_errors",
+        before="rm -rf count_errors",
+        shows=("count_errors +ok +ok +ok +ok +ok +ok",),
+    ),
+    Run("docs/agent_tasks.md", "cd count_errors"),
+    Run(
+        "docs/agent_tasks.md",
+        "atropos-tasks validate count_errors",
+        shows=("count_errors +ok +ok +ok +ok +ok +ok", "1 of 1 tasks are valid"),
+    ),
+    Run(
+        "docs/agent_tasks.md",
+        "atropos-tasks run count_errors",
+        shows=("(?s)added /app/errors.txt.*done: reward 0\n.*done: reward 1\n",),
+    ),
+    Run(
+        "docs/agent_tasks.md",
+        "atropos-tasks swe rows.jsonl",
+        before=REPOSITORY_ROWS,
+        shows=("org__maths-1 +ok +ok +ok +ok +ok", "1 of 1 tasks are valid"),
+    ),
     # trainers
     NotRun(
         "example_trainer/README.md",

@@ -1,0 +1,742 @@
+"""Workspaces in containers of podman or docker, on this machine or over SSH.
+
+    prepare   Dockerfile ─► build ─► image          (or an image of a registry)
+    fork      image ─► run: a container with a keeper      (from the warm ones, if there is one)
+    run       exec: limits, variables, relay of the network ─► command ─► keeper ends all others
+
+The keeper is the first process of the container, a shell. It ends when its standard input does, and
+with it all processes and files of the container: also when this process was killed. The image needs
+`sh`, `tar`, `dd` and `stat`, and `python3` for commands with a network.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import hashlib
+import io
+import logging
+import os
+import posixpath
+import re
+import secrets
+import shlex
+import shutil
+import stat
+import tarfile
+import tempfile
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Literal, NamedTuple
+
+from atroposlib.errors import ConfigError
+from atroposlib.sandbox.interface import Ending, SandboxError, SandboxLimits
+from atroposlib.sandbox.streams import ending_of, run_bounded
+from atroposlib.workspaces.container_engine import (
+    KEEPER,
+    LABEL,
+    ContainerEngine,
+    EngineOptions,
+    Keeper,
+    message_of,
+    new_name,
+    remote_folder,
+)
+from atroposlib.workspaces.interface import (
+    NO_NETWORK,
+    Base,
+    CommandResult,
+    FileChange,
+    Network,
+    Output,
+    Workspace,
+    WorkspaceContentError,
+    WorkspaceError,
+    Workspaces,
+    WorkspaceSpec,
+)
+from atroposlib.workspaces.network import MOUNTED, NetworkGate, new_folder, remove_abandoned
+from atroposlib.workspaces.transfer import (
+    MAX_FILES,
+    OutputRecord,
+    extract,
+    regular_files,
+    tar_of,
+    unified_diff,
+)
+
+__all__ = ["ContainerWorkspaces"]
+
+logger = logging.getLogger(__name__)
+
+CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL", "SETGID", "SETUID")
+"""What package managers and `su` need; not those for devices, mounts or raw packets."""
+OTHER_PROCESSES = 8
+"""Processes of a container in addition to those of a command."""
+MEMBER_BYTES = 2048
+"""Bytes of one file in an archive, in addition to its content."""
+MAX_CHANGES = 1000
+MAX_ALL_DIFFS = 4 * 2**20
+MAX_WORDS_BYTES = 100_000
+UNCHANGED = ("/etc/hosts", "/etc/hostname", "/etc/resolv.conf", "/etc/mtab", "/run/.containerenv")
+OWN_FOLDERS = ("/run/atropos", "/proc", "/sys", "/dev")
+HIDDEN = ".atropos-hidden"
+
+COMMAND = """
+ulimit -c 0; ulimit -S -t "$1"; ulimit -H -t "$2"; ulimit -f "$3"
+eval "$(dd bs=1 count="$4" 2>/dev/null)"
+cd "$5" || exit 126
+printf %s "$6" >&2
+shift 6
+exec "$@"
+"""
+EXISTING = (
+    'for path do shift; if [ -e "$path" ] || [ -L "$path" ]; then set -- "$@" "$path"; fi; done'
+)
+COLLECT = f'cd /; {EXISTING}; [ $# -gt 0 ] || exit 0; exec tar -cf - "$@"'
+STATE = f"cd /; {EXISTING}; [ $# -gt 0 ] || exit 0; exec stat -c '%f %s %n' \"$@\""
+ATTACH = f"""
+for path do
+  if [ -e "$path" ] || [ -L "$path" ]; then mv "$path" "$path{HIDDEN}" || exit; fi
+done
+exec tar -x -o -p -f - -C /
+"""
+DETACH = f"""
+for path do
+  rm -rf -- "$path"
+  if [ -e "$path{HIDDEN}" ] || [ -L "$path{HIDDEN}" ]; then mv "$path{HIDDEN}" "$path"; fi
+done
+"""
+STDOUT, STDERR = 1, 2
+SOME_MISSING = 2
+"""Highest exit code of `tar` and `stat` if some files could not be read."""
+VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+
+
+class ContainerWorkspaces(Workspaces):
+    """Workspaces of a container engine.
+
+    Args:
+        kind: `podman`, `docker`, or either of them with `+ssh://[user@]host[:port]`.
+        options: further options for the program of the engine.
+        warm: number of workspaces per base that are made in advance.
+        max_warm: number of these in total.
+
+    Raises:
+        ConfigError: the kind is unknown.
+        WorkspaceError: the program is not installed here.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        *,
+        options: EngineOptions | None = None,
+        warm: int = 1,
+        max_warm: int = 16,
+    ) -> None:
+        self.name = kind
+        self.engine = ContainerEngine(kind, options or EngineOptions())
+        self._warm = warm
+        self._max_warm = max_warm
+        self._bases: set[ContainerBase] = set()
+        self._preparing = asyncio.Lock()
+        self._is_checked = False
+
+    async def prepare(self, spec: WorkspaceSpec) -> Base:
+        async with self._preparing:
+            if not self._is_checked:
+                remove_abandoned()
+                await self.engine.remove_abandoned()
+                self._is_checked = True
+            image = await self._image(spec)
+        settings = await self.engine.call(
+            "image", "inspect", "--format", "{{.Config.WorkingDir}}", image
+        )
+        workdir = settings if settings not in ("", "/") else spec.workdir
+        base = ContainerBase(self, spec, image, workdir)
+        self._bases.add(base)
+        return base
+
+    async def close(self) -> None:
+        for base in list(self._bases):
+            await base.close()
+
+    def forget(self, base: ContainerBase) -> None:
+        self._bases.discard(base)
+
+    def num_warm_for(self, base: ContainerBase) -> int:
+        """Return the number of workspaces that a base may make in advance now."""
+        others = sum(other.num_warm for other in self._bases if other is not base)
+        return min(self._warm, self._max_warm - others)
+
+    async def _image(self, spec: WorkspaceSpec) -> str:
+        """Return the id of the image of a spec, built or pulled if it is not there."""
+        has_file = spec.source is not None and (spec.source / "Dockerfile").is_file()
+        if spec.image is None and not has_file:
+            raise ConfigError(
+                f"{spec.name}: workspaces of the kind {self.name} need an image or a Dockerfile in "
+                f"{spec.source}"
+            )
+        if spec.image is not None and (has_file or not _has_files(spec.source)):
+            return await self._pulled(spec, spec.image)
+        assert spec.source is not None
+        digest = await asyncio.to_thread(_digest, spec)
+        tag = f"localhost/atropos-workspace:{digest[:32]}"
+        found = await self.engine.image_of(tag)
+        if found is not None:
+            return found
+        if spec.image is not None:
+            await self._pulled(spec, spec.image)
+        with _context(spec) as context:
+            await self.engine.build(
+                tag, context, spec.build_network, timeout_s=spec.build_timeout_s
+            )
+        return await self._found(tag)
+
+    async def _pulled(self, spec: WorkspaceSpec, image: str) -> str:
+        found = await self.engine.image_of(image)
+        if found is not None:
+            return found
+        words = self.engine.words("pull", "--quiet", image)
+        finished = await self.engine.run(words, timeout_s=spec.build_timeout_s)
+        if finished.returncode != 0:
+            raise WorkspaceError(
+                f"{spec.name}: the image {image} cannot be pulled: {message_of(finished)}"
+            )
+        return await self._found(image)
+
+    async def _found(self, image: str) -> str:
+        found = await self.engine.image_of(image)
+        if found is None:
+            raise WorkspaceError(f"the image {image} was built but is not found")
+        return found
+
+
+def _has_files(folder: Path | None) -> bool:
+    return folder is not None and folder.is_dir() and any(folder.iterdir())
+
+
+@contextlib.contextmanager
+def _context(spec: WorkspaceSpec) -> Iterator[Path]:
+    """Provide the build context: the source, or one that adds the source to an image."""
+    assert spec.source is not None
+    if spec.image is None:
+        yield spec.source
+        return
+    with tempfile.TemporaryDirectory(prefix="atropos-context-") as folder:
+        shutil.copytree(spec.source, Path(folder, "files"), symlinks=True)
+        Path(folder, "Dockerfile").write_text(
+            f"FROM {spec.image}\nWORKDIR {spec.workdir}\nCOPY files .\n"
+        )
+        yield Path(folder)
+
+
+def _digest(spec: WorkspaceSpec) -> str:
+    """Return a digest of all that determines the image."""
+    assert spec.source is not None
+    digest = hashlib.sha256(f"{spec.image}\n{spec.workdir}\n".encode())
+    for path in sorted(spec.source.rglob("*")):
+        mode = path.lstat().st_mode
+        kind = stat.S_IFMT(mode) | (mode & 0o111)
+        name = path.relative_to(spec.source).as_posix()
+        content = b""
+        if path.is_symlink():
+            content = os.fsencode(path.readlink())
+        elif path.is_file():
+            content = hashlib.sha256(path.read_bytes()).digest()
+        digest.update(f"{kind} {name!r} {content.hex()}\n".encode())
+    return digest.hexdigest()
+
+
+class ContainerBase(Base):
+    """An image, and workspaces of it that were made in advance."""
+
+    def __init__(
+        self, owner: ContainerWorkspaces, spec: WorkspaceSpec, image: str, workdir: str
+    ) -> None:
+        self.spec = spec
+        self.engine = owner.engine
+        self._owner = owner
+        self._image = image
+        self._workdir = workdir
+        self._warm: list[ContainerWorkspace] = []
+        self._open: set[ContainerWorkspace] = set()
+        self._refill: asyncio.Task[None] | None = None
+        self._unchanged: ContainerWorkspace | None = None
+        self._comparing = asyncio.Lock()
+        self._is_closed = False
+
+    @property
+    def num_warm(self) -> int:
+        return len(self._warm)
+
+    async def fork(self) -> Workspace:
+        if self._is_closed:
+            raise WorkspaceError(f"the base of {self.spec.name} is closed")
+        while self._warm:
+            workspace = self._warm.pop()
+            if workspace.is_running:
+                break
+            await workspace.close()
+        else:
+            workspace = await self._new()
+        self._open.add(workspace)
+        if self._refill is None or self._refill.done():
+            self._refill = asyncio.create_task(self._fill())
+        return workspace
+
+    async def close(self) -> None:
+        self._is_closed = True
+        if self._refill is not None:
+            self._refill.cancel()
+            await asyncio.wait({self._refill})
+        unchanged = [] if self._unchanged is None else [self._unchanged]
+        opened = [*self._warm, *self._open, *unchanged]
+        self._warm.clear()
+        self._owner.forget(self)
+        await asyncio.gather(*(workspace.close() for workspace in opened))
+
+    def forget(self, workspace: ContainerWorkspace) -> None:
+        self._open.discard(workspace)
+
+    async def unchanged(self) -> ContainerWorkspace:
+        """Return a workspace in which no command has run, for comparisons."""
+        async with self._comparing:
+            if self._unchanged is None or not self._unchanged.is_running:
+                self._unchanged = await self._new()
+            return self._unchanged
+
+    async def _fill(self) -> None:
+        """Make workspaces in advance; a failure is reported by the next fork."""
+        try:
+            while len(self._warm) < self._owner.num_warm_for(self):
+                self._warm.append(await self._new())
+        except WorkspaceError as error:
+            logger.warning("no workspace of %s in advance: %s", self.spec.name, error)
+
+    async def _new(self) -> ContainerWorkspace:
+        workspace = ContainerWorkspace(self, self._image, self._workdir)
+        try:
+            await workspace.start()
+        except BaseException:
+            await asyncio.shield(workspace.close())
+            raise
+        return workspace
+
+
+class ContainerWorkspace(Workspace):
+    """A container, and the commands that run in it."""
+
+    def __init__(self, base: ContainerBase, image: str, workdir: str) -> None:
+        self.workdir = workdir
+        self._base = base
+        self._engine = base.engine
+        self._spec = base.spec
+        self._image = image
+        self._name = new_name()
+        self._keeper: Keeper | None = None
+        self._folder: Path | None = None
+        """Folder with sockets, of this machine or of the machine of the engine."""
+        self._num_runs = 0
+        self._lock = asyncio.Lock()
+
+    @property
+    def is_running(self) -> bool:
+        return self._keeper is not None and self._keeper.is_running
+
+    async def start(self) -> None:
+        """Start the container.
+
+        Raises:
+            WorkspaceError: it does not start.
+        """
+        if self._engine.is_remote:
+            folder = Path(remote_folder(self._name))
+            made = await self._engine.run(self._engine.shell('mkdir -m 755 "$1"', str(folder)))
+            if made.returncode != 0:
+                raise WorkspaceError(f"{self._engine.kind}: {message_of(made)}")
+            self._folder = folder
+        else:
+            self._folder = new_folder()
+            (self._folder / "sockets").mkdir(mode=0o755)
+            (self._folder / "sockets").chmod(0o755)
+        self._keeper = await Keeper.start(self._start_words(), self._engine.env())
+
+    async def run(
+        self,
+        command: Sequence[str],
+        *,
+        env: Mapping[str, str] | None = None,
+        cwd: str | None = None,
+        stdin: bytes = b"",
+        network: Network = NO_NETWORK,
+        read_only: Mapping[str, Path] | None = None,
+        writable: Mapping[str, Path] | None = None,
+        limits: SandboxLimits | None = None,
+        on_output: Callable[[Output], None] | None = None,
+    ) -> CommandResult:
+        limits = limits or self._spec.limits
+        if not command or any("\0" in word for word in command):
+            raise WorkspaceError(f"expected a program and its arguments, got {list(command)!r}")
+        async with (
+            self._lock,
+            self._attached(read_only or {}, writable or {}, limits),
+            self._network(network) as opened,
+        ):
+            script = _script({**self._spec.env, **opened.env, **(env or {})})
+            record = OutputRecord(on_output)
+            marked = MarkedOutput(record, limits.output_bytes)
+            arguments = [*_limit_words(limits), str(len(script)), cwd or self.workdir]
+            arguments += [marked.mark, *opened.words(command)]
+            words = self._engine.words(
+                *("exec", "-i", self._name, "sh", "-c", COMMAND, "sh", *arguments),
+                forwards=opened.forwards,
+            )
+            finished = await self._run(words, script + stdin, limits, marked, command[0])
+        ended_by, exit_code, duration_s = finished
+        return CommandResult(exit_code, ended_by, record.output(), duration_s)
+
+    async def collect(self, paths: Sequence[str], *, max_bytes: int) -> bytes:
+        async with self._lock:
+            return await self._collect(paths, max_bytes)
+
+    async def put(self, archive: bytes) -> None:
+        checked = await asyncio.to_thread(regular_files, archive, strict=True)
+        async with self._lock:
+            await self._tool('exec tar -x -o -p -f - -C "$1"', ["/"], stdin=checked)
+
+    async def changes(self, *, max_diff_bytes: int = 100_000) -> list[FileChange]:
+        async with self._lock:
+            words = self._engine.words("diff", self._name)
+            finished = await self._engine.run(words, max_bytes=64 * 2**20)
+            if finished.returncode != 0 or finished.stopped_for is not None:
+                raise WorkspaceContentError(f"changes cannot be listed: {message_of(finished)}")
+            listed = dict(_listed(finished.stdout.decode("utf-8", "surrogateescape")))
+            kept = [path for path, kind in listed.items() if kind != "removed"]
+            states = await self._states(kept[: 10 * MAX_CHANGES])
+            small = [path for path, state in states.items() if state.is_small(max_diff_bytes)]
+            new = await self._contents(small)
+        modified = [path for path in small if listed[path] == "modified"]
+        old = await (await self._base.unchanged()).contents(modified) if modified else {}
+        return await asyncio.to_thread(_changes, listed, states, old, new)
+
+    async def contents(self, paths: Sequence[str]) -> dict[str, bytes]:
+        """Return the contents of regular files, by path; those that do not exist are left out."""
+        async with self._lock:
+            return await self._contents(paths)
+
+    async def close(self) -> None:
+        self._base.forget(self)
+        keeper, self._keeper = self._keeper, None
+        if keeper is not None:
+            await keeper.close()
+            # It removes itself at the end; this waits for that, or ends it where it does not.
+            await self._engine.run(self._engine.words("rm", "-f", self._name))
+        folder, self._folder = self._folder, None
+        if folder is not None and self._engine.is_remote:
+            await self._engine.run(self._engine.shell('rm -rf -- "$1"', str(folder)))
+        elif folder is not None:
+            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
+
+    def _start_words(self) -> list[str]:
+        limits = self._spec.limits
+        sockets = self._folder if self._engine.is_remote else f"{self._folder}/sockets"
+        words = ["run", "-i", "--rm", "--name", self._name, "--label", f"{LABEL}=fork"]
+        words += ["--network", "none", "--pull", "never", "--hostname", "workspace"]
+        words += ["--cap-drop", "ALL", *(f"--cap-add={name}" for name in CAPABILITIES)]
+        words += ["--security-opt", "no-new-privileges", "--log-driver", "none"]
+        words += ["--memory", str(limits.memory_bytes), "--memory-swap", str(limits.memory_bytes)]
+        words += ["--pids-limit", str(limits.max_processes + OTHER_PROCESSES)]
+        words += ["--shm-size", str(limits.disk_bytes), "--ulimit", "nofile=1024:1024"]
+        words += ["--volume", f"{sockets}:{MOUNTED}:ro", *self._engine.options.run]
+        words += ["--entrypoint", "sh", self._image, "-c", KEEPER, "sh", self.workdir]
+        return self._engine.words(*words)
+
+    @contextlib.asynccontextmanager
+    async def _network(self, network: Network) -> AsyncIterator[Opened]:
+        """Serve the network of one command, from a folder of its own."""
+        number = str(self._num_runs)
+        self._num_runs += 1
+        mounted = f"{MOUNTED}/{number}"
+        if self._folder is None or self._keeper is None:
+            raise WorkspaceError(f"the workspace of {self._spec.name} is closed")
+        if not NetworkGate(network).is_open:
+            yield Opened(list, {}, [])
+            return
+        python = self._keeper.python
+        if not python:
+            raise WorkspaceError(
+                f"the image of {self._spec.name} has no python3, which commands with a network "
+                "need: add it to the Dockerfile"
+            )
+        folder = None
+        if not self._engine.is_remote:
+            folder = self._folder / "sockets" / number
+            folder.mkdir(mode=0o755)
+            folder.chmod(0o755)
+        async with NetworkGate(network, folder=folder, mounted=mounted) as gate:
+            forwards = []
+            if self._engine.is_remote:
+                forwards = await self._send_relay(gate, self._folder / number)
+            yield Opened(lambda words: gate.words(words, python=python), gate.env, forwards)
+
+    async def _send_relay(self, gate: NetworkGate, folder: Path) -> list[tuple[str, str]]:
+        """Copy the relay to the other machine; return the sockets there and here."""
+        (here,) = gate.mounts.values()
+        script = 'mkdir -m 755 "$1" && cat > "$1/relay.py" && chmod 644 "$1/relay.py"'
+        relay = await asyncio.to_thread((here / "relay.py").read_bytes)
+        made = await self._engine.run(self._engine.shell(script, str(folder)), stdin=relay)
+        if made.returncode != 0:
+            raise WorkspaceError(f"{self._engine.kind}: {message_of(made)}")
+        return [(f"{folder}/{port}", f"{here}/{port}") for port in gate.ports]
+
+    async def _run(
+        self,
+        words: Sequence[str],
+        stdin: bytes,
+        limits: SandboxLimits,
+        marked: MarkedOutput,
+        program: str,
+    ) -> tuple[Ending, int | None, float]:
+        assert self._keeper is not None
+        keeper = self._keeper
+        kills = keeper.num_memory_kills
+        bounded = replace(limits, output_bytes=limits.output_bytes + len(marked.mark))
+        try:
+            finished = await run_bounded(
+                words,
+                stdin=stdin,
+                limits=bounded,
+                env=self._engine.env(),
+                kill=keeper.end_processes,
+                on_output=marked.add,
+            )
+            if finished.stopped_for is None:
+                await keeper.end_processes()
+            if not marked.is_started:
+                raise WorkspaceError(f"{program} could not be started: {message_of(finished)}")
+            ended_by, exit_code = ending_of(
+                finished,
+                exit_code=finished.returncode,
+                ran_out_of_memory=keeper.num_memory_kills > kills,
+                around=self._engine.kind,
+            )
+        except (OSError, SandboxError) as error:
+            raise WorkspaceError(f"{program} could not be started: {error}") from error
+        return ended_by, exit_code, finished.duration_s
+
+    @contextlib.asynccontextmanager
+    async def _attached(
+        self,
+        read_only: Mapping[str, Path],
+        writable: Mapping[str, Path],
+        limits: SandboxLimits,
+    ) -> AsyncIterator[None]:
+        """Copy folders into the container, and remove them at the end; writable ones also back."""
+        paths = [*read_only, *writable]
+        if not paths:
+            yield
+            return
+        for path in paths:
+            if posixpath.normpath(path) != path or not path.startswith("/") or path == "/":
+                raise WorkspaceError(f"expected an absolute path for a mount, got {path!r}")
+        sources = {path: source.resolve() for path, source in read_only.items()}
+        try:
+            with contextlib.ExitStack() as held:
+                archive = await asyncio.to_thread(
+                    held.enter_context, tar_of({**sources, **dict.fromkeys(writable)})
+                )
+                await self._tool(ATTACH, paths, stdin=archive, user="0")
+            for path, folder in writable.items():
+                with tar_of({path: folder}) as archive:
+                    await self._tool("exec tar -x -o -f - -C /", [], stdin=archive)
+            yield
+            for path, folder in writable.items():
+                files = await self._collect([path], limits.disk_bytes)
+                await asyncio.to_thread(extract, files, path, folder)
+        finally:
+            if self.is_running:
+                await asyncio.shield(self._tool(DETACH, paths, user="0"))
+
+    async def _collect(self, paths: Sequence[str], max_bytes: int) -> bytes:
+        raw = []
+        left = max_bytes + MAX_FILES * MEMBER_BYTES
+        for batch in _batches(paths):
+            raw.append(await self._tool(COLLECT, batch, max_bytes=left, may_fail=True))
+            left -= len(raw[-1])
+        return await asyncio.to_thread(regular_files, *raw, max_bytes=max_bytes)
+
+    async def _contents(self, paths: Sequence[str]) -> dict[str, bytes]:
+        if not paths:
+            return {}
+        archive = await self._collect(paths, 64 * MAX_ALL_DIFFS)
+        found = {}
+        with tarfile.open(fileobj=io.BytesIO(archive), mode="r:") as members:
+            for member in members:
+                content = members.extractfile(member)
+                if content is not None:
+                    found[f"/{member.name}"] = content.read()
+        return found
+
+    async def _states(self, paths: Sequence[str]) -> dict[str, State]:
+        """Return mode and size of files, by path."""
+        found = {}
+        for batch in _batches(paths):
+            text = await self._tool(STATE, batch, may_fail=True)
+            for line in text.decode("utf-8", "surrogateescape").splitlines():
+                words = re.fullmatch(r"([0-9a-f]+) ([0-9]+) \.(/.*)", line)
+                if words is not None:
+                    found[words[3]] = State(int(words[1], 16), int(words[2]))
+        return found
+
+    async def _tool(
+        self,
+        script: str,
+        arguments: Sequence[str],
+        *,
+        stdin: bytes | int = b"",
+        max_bytes: int = 8 * 2**20,
+        user: str | None = None,
+        may_fail: bool = False,
+    ) -> bytes:
+        """Run a script of this page in the container, and return its output."""
+        if self._keeper is None:
+            raise WorkspaceError(f"the workspace of {self._spec.name} is closed")
+        as_user = [] if user is None else ["--user", user]
+        words = ["exec", "-i", *as_user, self._name, "sh", "-c", script, "sh", *arguments]
+        finished = await self._engine.run(
+            self._engine.words(*words), stdin=stdin, max_bytes=max_bytes, timeout_s=300
+        )
+        if finished.stopped_for is not None:
+            raise WorkspaceContentError(
+                f"the files of a workspace of {self._spec.name} exceed {max_bytes} bytes"
+            )
+        is_done = finished.returncode == 0 or (may_fail and finished.returncode <= SOME_MISSING)
+        if not is_done:
+            raise WorkspaceContentError(
+                f"the files of a workspace of {self._spec.name} cannot be read or written: "
+                f"{message_of(finished)}"
+            )
+        return finished.stdout
+
+
+class Opened(NamedTuple):
+    """The network of one command."""
+
+    words: Callable[[Sequence[str]], list[str]]
+    env: Mapping[str, str]
+    forwards: list[tuple[str, str]]
+
+
+class State(NamedTuple):
+    """Mode and size of a file."""
+
+    mode: int
+    size: int
+
+    def is_small(self, max_bytes: int) -> bool:
+        return stat.S_ISREG(self.mode) and self.size <= max_bytes
+
+
+class MarkedOutput:
+    """The output of a command, which starts after a mark in standard error."""
+
+    def __init__(self, record: OutputRecord, max_bytes: int) -> None:
+        self.mark = f"<{secrets.token_hex(16)}>"
+        self._left = {STDOUT: max_bytes, STDERR: max_bytes}
+        self.is_started = False
+        self._before = b""
+        self._record = record
+
+    def add(self, fd: int, data: bytes, time_s: float) -> None:
+        if fd == STDERR and not self.is_started:
+            self._before += data
+            _, found, data = self._before.partition(self.mark.encode())
+            self.is_started = bool(found)
+        data = data[: self._left[fd]]
+        self._left[fd] -= len(data)
+        if data:
+            self._record.add(fd, data, time_s)
+
+
+def _script(env: Mapping[str, str]) -> bytes:
+    """Return the shell commands that set variables."""
+    for name, value in env.items():
+        if VARIABLE.fullmatch(name) is None or "\0" in value:
+            raise WorkspaceError(f"expected a name and a value of a variable, got {name!r}")
+    lines = [f"export {name}={shlex.quote(value)}\n" for name, value in env.items()]
+    return "".join(lines).encode("utf-8", "surrogateescape")
+
+
+def _limit_words(limits: SandboxLimits) -> list[str]:
+    return [str(limits.cpu_s), str(limits.cpu_s + 1), str(-(-limits.disk_bytes // 512))]
+
+
+def _batches(paths: Sequence[str]) -> Iterator[list[str]]:
+    """Yield paths relative to the root folder, as arguments of one command each."""
+    batch: list[str] = []
+    size = 0
+    for path in paths:
+        if path.strip("/") == "" or "\0" in path:
+            raise WorkspaceContentError(
+                f"{path!r} cannot be collected; expected absolute paths below /"
+            )
+        batch.append("./" + path.strip("/"))
+        size += len(os.fsencode(path)) + 3
+        if size > MAX_WORDS_BYTES:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
+
+
+Kind = Literal["added", "modified", "removed"]
+KINDS: dict[str, Kind] = {"A": "added", "C": "modified", "D": "removed"}
+
+
+def _listed(text: str) -> Iterator[tuple[str, Kind]]:
+    """Yield paths and kinds from the output of `diff`."""
+    for line in text.splitlines():
+        found = re.fullmatch(r"([ACD]) (/.+)", line)
+        if found is None:
+            continue
+        path = found[2]
+        is_own = any(path == each or path.startswith(f"{each}/") for each in OWN_FOLDERS)
+        if not is_own and path not in UNCHANGED and path != "/run":
+            yield path, KINDS[found[1]]
+
+
+def _changes(
+    listed: Mapping[str, Kind],
+    states: Mapping[str, State],
+    old: Mapping[str, bytes],
+    new: Mapping[str, bytes],
+) -> list[FileChange]:
+    found: list[FileChange] = []
+    left = MAX_ALL_DIFFS
+    parents = {posixpath.dirname(path) for path in listed}
+    for path, kind in sorted(listed.items()):
+        if len(found) == MAX_CHANGES:
+            break
+        if kind == "removed":
+            found.append(FileChange(path, kind, 0, None))
+            continue
+        state = states.get(path)
+        if state is None:
+            continue
+        if stat.S_ISDIR(state.mode):
+            if kind == "added" and path not in parents:
+                found.append(FileChange(f"{path}/", kind, 0, None))
+            continue
+        before, after = old.get(path), new.get(path)
+        if kind == "modified" and before is not None and before == after:
+            continue
+        diff = None
+        if after is not None and (kind == "added" or before is not None):
+            diff = unified_diff(path, before, after)
+        if diff is not None:
+            left -= len(diff)
+        found.append(FileChange(path, kind, state.size, diff if left >= 0 else None))
+    return found
