@@ -5,7 +5,7 @@ import stat
 from pathlib import Path
 
 ANSWER = Path("/app/bad_commit.txt")
-BAD_COMMIT = "8c2918c5ecbf688aa80e1179ca6e4e51a3ff69e2"
+BAD_COMMIT = "8c2918c5ecbf688aa80e1179ca6e4e51a3ff69e2"  # pragma: allowlist secret
 
 reward = 0.0
 try:

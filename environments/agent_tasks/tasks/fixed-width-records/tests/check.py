@@ -53,9 +53,9 @@ CASES = {
     ),
     "CR LF": (
         line("000020", "Otto", 20, "20221105", "USD") + "\r\n\r\n"
-        + line("000021", "Ines", 21, "20221106") + "\r\n",
+        + line("000021", "Inga", 21, "20221106") + "\r\n",
         [record("000020", "Otto", 20, "2022-11-05", "USD"),
-         record("000021", "Ines", 21, "2022-11-06")],
+         record("000021", "Inga", 21, "2022-11-06")],
     ),
     "full width": (
         line("123456", "Twenty characters ab", 12345678901, "20240630", "EUR", is_cut=False) + "\n"

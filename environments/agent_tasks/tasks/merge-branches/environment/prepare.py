@@ -32,8 +32,7 @@ def source(factors="", check=""):
 
 
 CHECK = (
-    "    if value < 0:\n"
-    '        raise ValueError(f"expected a length of at least 0, got {value}")\n'
+    '    if value < 0:\n        raise ValueError(f"expected a length of at least 0, got {value}")\n'
 )
 LOGS = "\n[logs]\nlevel = info\n"
 CACHE = "\n[cache]\nsize = 512\n"
@@ -43,24 +42,37 @@ BASE = {
     "README.md": "Converts lengths.\n",
 }
 ON_MAIN = [
-    ("Wait longer and log", {
-        "settings.ini": SETTINGS.format(timeout=45, retries=1, workers=2) + LOGS}),
-    ("Add inches and reject negative lengths", {
-        "units.py": source('    "inch": 0.0254,\n', CHECK)}),
+    (
+        "Wait longer and log",
+        {"settings.ini": SETTINGS.format(timeout=45, retries=1, workers=2) + LOGS},
+    ),
+    (
+        "Add inches and reject negative lengths",
+        {"units.py": source('    "inch": 0.0254,\n', CHECK)},
+    ),
 ]
 ON_FEATURE = [
-    ("Try again and cache", {
-        "settings.ini": SETTINGS.format(timeout=30, retries=5, workers=8) + CACHE}),
-    ("Add miles and feet", {
-        "units.py": source('    "mile": 1609.344,\n    "foot": 0.3048,\n'),
-        "README.md": "Converts lengths, miles and feet included.\n"}),
+    (
+        "Try again and cache",
+        {"settings.ini": SETTINGS.format(timeout=30, retries=5, workers=8) + CACHE},
+    ),
+    (
+        "Add miles and feet",
+        {
+            "units.py": source('    "mile": 1609.344,\n    "foot": 0.3048,\n'),
+            "README.md": "Converts lengths, miles and feet included.\n",
+        },
+    ),
 ]
 
 
 def git(*words, day=1):
     date = f"2024-04-{day:02}T09:00:00+0000"
-    names = {f"GIT_{who}_{key}": value for who in ("AUTHOR", "COMMITTER")
-             for key, value in (("NAME", "Robin"), ("EMAIL", "robin@example.com"), ("DATE", date))}
+    names = {
+        f"GIT_{who}_{key}": value
+        for who in ("AUTHOR", "COMMITTER")
+        for key, value in (("NAME", "Robin"), ("EMAIL", "robin@example.com"), ("DATE", date))
+    }
     env = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/nonexistent", **names}
     subprocess.run(["git", "-C", str(REPO), *words], check=True, env=env)
 

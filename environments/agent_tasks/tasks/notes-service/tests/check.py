@@ -162,7 +162,7 @@ def passes(source, series):
     if not isinstance(responses, list) or len(responses) != len(series):
         return False
     try:
-        pairs = zip(responses, series)
+        pairs = zip(responses, series, strict=True)
         return all(is_right(response, expected) for response, (_, expected) in pairs)
     except (AttributeError, TypeError, ValueError, IndexError):
         return False

@@ -32,6 +32,6 @@ with sqlite3.connect("file:/app/shop.db?mode=ro&immutable=1", uri=True) as datab
     expected = [[name, str(count), str(total)] for name, count, total in database.execute(QUERY)]
 listed = listed_rows()
 rows = listed[1:6] if listed[:1] == [["name", "orders", "cents"]] and len(listed) <= 6 else []
-num_right = sum(row == right for row, right in zip(rows, expected))
+num_right = sum(row == right for row, right in zip(rows, expected, strict=False))
 print(f"{num_right} of {len(expected)} places are right")
 Path("/logs/verifier/reward.json").write_text(json.dumps({"reward": num_right / len(expected)}))

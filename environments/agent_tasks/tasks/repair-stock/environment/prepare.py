@@ -25,9 +25,10 @@ for number in range(1, 121):
     rows.append([number, product + 1, change, at, note])
     sums[product] += change
 for number in range(121, 133):  # the same movement once more, or nearly the same
-    _, product, change, at, note = rows[chance.randrange(100)]
+    unset = [row for row in rows[:100] if not row[4]]
+    _, product, change, at, note = chance.choice(unset if number % 4 == 0 else rows[:100])
     if number % 4 == 0:
-        note = {None: "", "": None}.get(note, f"{note}s")
+        note = "" if note is None else None
     rows.append([number, product, change, at, note])
 for number, product in ((133, 99), (134, 0), (135, None)):
     rows.append([number, product, 7, "2024-06-30 10:00", "order"])

@@ -24,8 +24,11 @@ COMMITS = [
 
 
 def git(*words, date="2024-05-01T12:00:00+0000"):
-    names = {f"GIT_{who}_{key}": value for who in ("AUTHOR", "COMMITTER")
-             for key, value in (("NAME", "Robin"), ("EMAIL", "robin@example.com"), ("DATE", date))}
+    names = {
+        f"GIT_{who}_{key}": value
+        for who in ("AUTHOR", "COMMITTER")
+        for key, value in (("NAME", "Robin"), ("EMAIL", "robin@example.com"), ("DATE", date))
+    }
     env = {"PATH": "/usr/local/bin:/usr/bin:/bin", "HOME": "/nonexistent", **names}
     subprocess.run(["git", "-C", str(REPO), *words], check=True, env=env)
 

@@ -72,7 +72,7 @@ def quote_texts(price_of, lines):
     total = str(sum(prices, Decimal("0.00")))
     texts = [
         f"{item['quantity']} x {item['name']}: {price}"
-        for item, price in zip(items_of(lines), prices)
+        for item, price in zip(items_of(lines), prices, strict=True)
     ]
     return ["str", total], ["list", [*texts, f"total: {total}"]]
 

@@ -27,7 +27,15 @@ MAX_OUTPUT_BYTES = 1_000_000
 MEMORY_BYTES = 1_000_000_000
 # Modules that the standard library imports when a function is first called.
 LAZY_MODULES = (
-    *("_strptime", "calendar", "collections.abc", "datetime", "decimal", "difflib", "encodings.ascii"),
+    *(
+        "_strptime",
+        "calendar",
+        "collections.abc",
+        "datetime",
+        "decimal",
+        "difflib",
+        "encodings.ascii",
+    ),
     *("encodings.cp1252", "encodings.latin_1", "encodings.utf_16", "encodings.utf_8_sig"),
     *("fractions", "io", "json", "linecache", "locale", "math", "re", "statistics", "string"),
     *("traceback", "typing", "unicodedata", "unittest", "unittest.case", "unittest.result"),
@@ -250,7 +258,7 @@ def _hide_files(folder):
     for path, allowed in [*((path, LANDLOCK_READ) for path in SYSTEM), (folder, LANDLOCK_ALL)]:
         if path == "/dev":
             allowed |= 0b10  # /dev/null is written to
-        if os.path.isdir(path):
+        if Path(path).is_dir():
             rule = PathRule(allowed, os.open(path, os.O_PATH))
             libc.syscall(LANDLOCK_ADD, rules, 1, ctypes.byref(rule), 0)
     libc.prctl(PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0)

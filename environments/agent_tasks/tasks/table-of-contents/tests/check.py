@@ -44,10 +44,12 @@ CASES = {
         "- [Q & A](#q--a)",
     ),
     "letters of other scripts": (
-        "## Über uns\n### 日本語 (beta)\n", "- [Über uns](#über-uns)\n  - [日本語 (beta)](#日本語-beta)",
+        "## Über uns\n### 日本語 (beta)\n",
+        "- [Über uns](#über-uns)\n  - [日本語 (beta)](#日本語-beta)",
     ),
     "deeper levels count for anchors": (
-        "#### Setup\n## Setup\n###### Setup\n### Setup\n", "- [Setup](#setup-1)\n  - [Setup](#setup-3)",
+        "#### Setup\n## Setup\n###### Setup\n### Setup\n",
+        "- [Setup](#setup-1)\n  - [Setup](#setup-3)",
     ),
 }  # fmt: skip
 

@@ -97,7 +97,10 @@ CHANGES = {
     "rejects a single integer": ("if end < start:", "if end <= start:"),
     "another error": ("raise ValueError", "raise KeyError"),
     "changes the input": ("    merged = []", "    intervals.sort()\n    merged = []"),
-    "lists": ("(merged[-1][0], max(merged[-1][1], end))", "[merged[-1][0], max(merged[-1][1], end)]"),
+    "lists": (
+        "(merged[-1][0], max(merged[-1][1], end))",
+        "[merged[-1][0], max(merged[-1][1], end)]",
+    ),
 }
 
 

@@ -4,9 +4,9 @@
 def merge_intervals(intervals):
     """Return the union of intervals as a new list of tuples, sorted and without overlaps.
 
-    An interval is a pair `(start, end)` and contains both ends. Intervals that overlap or that touch
-    are merged; (1, 3) and (4, 6) touch, since there is no integer between them. The order of the
-    input does not matter, and the input is not changed.
+    An interval is a pair `(start, end)` and contains both ends. Intervals that overlap or touch are
+    merged; (1, 3) and (4, 6) touch, since there is no integer between them. The order of the input
+    does not matter, and the input is not changed.
 
     Raises:
         ValueError: an interval has an end before its start.
