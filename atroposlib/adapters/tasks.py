@@ -82,9 +82,21 @@ class TasksArgs(AdapterArgs):
         default_factory=list,
         description="Several agents with weights in place of `agent`; each item has one of them.",
     )
-    workspaces: str = Field("bubblewrap", description="Kind of the workspaces.")
-    workspace_args: dict[str, Any] = Field(
-        default_factory=dict, description="Arguments of the workspaces, by name."
+    workspaces: str = Field(
+        "bubblewrap",
+        description="Kind of the workspaces: bubblewrap, podman, docker, or an engine of another "
+        "machine as in podman+ssh://USER@HOST.",
+    )
+    engine_options: dict[str, list[str]] = Field(
+        default_factory=dict,
+        description="Further options for the program of a container engine, by command.",
+    )
+    warm: int | None = Field(
+        None,
+        ge=0,
+        le=1024,
+        description="Number of workspaces per task that are made in advance; None: that of the "
+        "kind.",
     )
     tasks: list[str] = Field(
         default_factory=lambda: ["*"], description="Names or patterns of the tasks to train on."
@@ -223,7 +235,11 @@ class TasksAdapter(Adapter):
         self._train = [name for name in chosen if name not in set(self._eval)]
         if not self._train:
             raise ConfigError(f"{self.where}: no task is left to train on; see tasks, eval_tasks")
-        self._workspaces = open_workspaces(self.args.workspaces, **self.args.workspace_args)
+        self._workspaces = open_workspaces(
+            self.args.workspaces,
+            engine_options=self.args.engine_options or None,
+            warm=self.args.warm,
+        )
         self._runner = TaskRunner(self._workspaces)
 
     async def close(self) -> None:
