@@ -167,10 +167,10 @@ class TaskEpisode(AgentEpisode):
             max_tokens=endpoint.max_tokens,
             temperature=endpoint.temperature,
         )
-        started_at = time.time()
         try:
             base = await adapter.runner.base(task)
             command = agent.command_for(task, address, workdir=base.spec.workdir)
+            started_at = time.time()
             run = await adapter.runner.run(task, command)
         except (WorkspaceError, TaskError) as error:
             raise EpisodeFailedError(f"{adapter.where}: {task.name}: {error}") from error

@@ -100,6 +100,7 @@ async def playing(
         yield env
     finally:
         await env.close()
+        await env.server.close()
 
 
 async def group_of(env: AdapterEnv) -> Any:

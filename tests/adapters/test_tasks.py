@@ -66,6 +66,8 @@ async def test_shell_solves_a_task_with_exact_tokens_and_a_trace(tmp_path: Path)
     assert results[1]["text"] == "[exit code 0]\nready"
     assert [(c["path"], c["kind"]) for c in trace["changes"]] == [("/app/status.txt", "added")]
     assert [event["at"] for event in trace["events"]] == sorted(e["at"] for e in trace["events"])
+    phases = {e["text"]: e["at"] for e in trace["events"] if e["kind"] == "phase"}
+    assert all(phases["agent"] < e["at"] < phases["artifacts"] for e in (*turns, *results))
     assert group["messages"][0][-1] == {"role": "assistant", "content": "Done."}
     json.dumps(trace)
 
