@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import fnmatch
 from pathlib import Path
 
 from atroposlib.adapters.env import AdapterEnvConfig
 from atroposlib.adapters.registry import read_args
 from atroposlib.adapters.tasks import TasksArgs
+from atroposlib.agent_tasks.folder import load_tasks
 from atroposlib.envs.commands import load_yaml, serve_command
 from environments.agent_tasks.agent_tasks_server import TASKS, AgentTasksEnv
 
@@ -34,5 +36,7 @@ def test_example_sets_two_agents_with_weights() -> None:
         ("shell", 1.0),
         ("mini-swe-agent", 3.0),
     ]
+    names = [task.name for task in load_tasks(TASKS)]
+    assert all(fnmatch.filter(names, pattern) for pattern in args.eval_tasks)
     assert settings.env.adapter == f"tasks:{TASKS}"
     assert settings.env.max_token_length == 16_384
