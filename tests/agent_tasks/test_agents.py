@@ -181,3 +181,33 @@ def test_agent_of_item_follows_the_weights_and_is_repeatable() -> None:
 def test_settings_refuse_weights_that_are_not_positive() -> None:
     with pytest.raises(ValidationError, match="greater than 0"):
         AgentSettings(agent="shell", weight=0)
+
+
+def test_program_of_a_global_installation_is_found_on_path(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "lib/node_modules/@openai/codex"
+    (package / "bin").mkdir(parents=True)
+    (package / "package.json").write_text(json.dumps({"version": "1.2.3"}))
+    programs = tmp_path / "bin"
+    programs.mkdir()
+    for program in (package / "bin/codex.js", programs / "node"):
+        program.write_text("#!/bin/sh\n")
+        program.chmod(0o755)
+    (programs / "codex").symlink_to(package / "bin/codex.js")
+    monkeypatch.setenv("PATH", str(programs))
+
+    command = command_of("codex")
+
+    assert list(command.command[:2]) == [str(programs / "node"), str(programs / "codex")]
+    assert command.version == "1.2.3"
+    shown = set(command.read_only.values())
+    assert all(any(path.is_relative_to(f) for f in shown) for path in (package, programs))
+    assert command.stdin == INSTRUCTION.encode()
+
+
+def test_program_that_is_not_on_path_names_its_command(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nonexistent")
+
+    with pytest.raises(ConfigError, match=r"claude is not on PATH: npm install @anthropic-ai"):
+        find_agent(AgentSettings(agent="claude-code"))

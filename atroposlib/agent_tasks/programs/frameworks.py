@@ -38,6 +38,8 @@ def smolagents(instruction: str, words: argparse.Namespace) -> Any:
         api_key=os.environ["OPENAI_API_KEY"],
         max_tokens=words.max_tokens,
         temperature=words.temperature,
+        # A required call constrains sampling, and the trainer's logprobs know no constraint.
+        tool_choice="auto",
     )
     agent = ToolCallingAgent(
         [tool(bash)], model, max_steps=words.max_turns, instructions=PROMPT, verbosity_level=0
