@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import json
 import shutil
 import statistics
@@ -82,17 +83,17 @@ async def of_baselines(samples: Samples, folder: Path, runs: int, image: str | N
     """Copy the files, and run a program in a plain sandbox and in a container."""
     sandbox = Bubblewrap(limits=SandboxLimits())
     root = next((folder / "cache-overlay").glob("*/root"))
+    podman = ["podman", "run", "--rm", "--network=none", str(image), "true"]
     for number in range(runs):
         copied = folder / f"copied{number}"
-        words = ["cp", "-a", str(root), str(copied)]
-        await timed(samples, "baseline: cp -a of the base", lambda words=words: _call(words))
+        copy = functools.partial(_call, ["cp", "-a", str(root), str(copied)])
+        await timed(samples, "baseline: cp -a of the base", copy)
         shutil.rmtree(copied)
         await timed(
             samples, "baseline: `true` in a sandbox", lambda: sandbox.run(["/usr/bin/true"])
         )
         if image is not None:
-            words = ["podman", "run", "--rm", "--network=none", image, "true"]
-            await timed(samples, "baseline: podman run", lambda words=words: _call(words))
+            await timed(samples, "baseline: podman run", functools.partial(_call, podman))
 
 
 async def _call(words: list[str]) -> None:

@@ -51,7 +51,12 @@ from atroposlib.envs.multi_turn_env import (
 )
 from atroposlib.envs.reporting import Reward, weigh
 from atroposlib.envs.server_handling.chat_rendering import special_spellings, without_specials
-from atroposlib.envs.server_handling.proxy import AgentProxy, AgentSession, ProxySettings
+from atroposlib.envs.server_handling.proxy import (
+    AgentProxy,
+    AgentSession,
+    AgentTurn,
+    ProxySettings,
+)
 from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.envs.single_turn_env import RESERVED_TOKENS
 from atroposlib.errors import (
@@ -418,12 +423,28 @@ class AdapterEnv(MultiTurnEnv):
 
     async def _run_agent(self, episode: AgentEpisode, *, is_evaluation: bool) -> Rollout:
         proxy = await self._started_proxy()
+        temperature = self.config.eval_temperature if is_evaluation else self.config.temperature
+        limits = self.limits()
+        # The proxy lowers it to what remains of `max_token_length`.
+        max_tokens = limits.max_turn_tokens or max(MIN_AGENT_TOKENS, limits.max_tokens)
         try:
             if isinstance(self.server, ServerManager):
                 # The proxy refuses requests while the engine is down: the episode would fail.
                 await self.server.wait_for_sem(is_training=not is_evaluation)
-            async with proxy.session(tool_parser=episode.tool_parser) as session:
-                endpoint = self._endpoint(session, is_evaluation=is_evaluation)
+            async with proxy.session(
+                tool_parser=episode.tool_parser,
+                records_turns=episode.records_turns,
+                temperature=temperature if episode.fixes_sampling else None,
+                max_tokens=max_tokens if episode.fixes_sampling else None,
+            ) as session:
+                endpoint = AgentEndpoint(
+                    base_url=session.base_url,
+                    api_key=session.api_key,
+                    model=session.model,
+                    max_tokens=max_tokens,
+                    temperature=temperature,
+                    turns=session.turns,
+                )
                 end = await _within(
                     episode.run(endpoint),
                     self.config.conversation_timeout_s,
@@ -434,31 +455,20 @@ class AdapterEnv(MultiTurnEnv):
         finally:
             await close_quietly(episode, self.config.adapter)
 
-    def _endpoint(self, session: AgentSession, *, is_evaluation: bool) -> AgentEndpoint:
-        limits = self.limits()
-        temperature = self.config.eval_temperature if is_evaluation else self.config.temperature
-        return AgentEndpoint(
-            base_url=session.base_url,
-            api_key=session.api_key,
-            model=session.model,
-            # The proxy lowers it to what remains of `max_token_length`.
-            max_tokens=limits.max_turn_tokens or max(MIN_AGENT_TOKENS, limits.max_tokens),
-            temperature=temperature,
-        )
-
     def _agent_rollout(self, session: AgentSession, end: EpisodeEnd) -> Rollout:
         """Return the record of an agent: its sequences, and its reward as that of one turn."""
         weighed = weigh(end.reward, self.config.reward_weights, self.config.adapter)
+        chats = chats_of_rows(session.turns())
         sequences = [
             TokenSequence(
                 tokens=node.tokens,
                 masks=node.masked_tokens,
                 inference_logprobs=node.logprobs,
-                messages=list(end.messages),
+                messages=chats.get(row) or list(end.messages),
                 spans=[TurnSpan(0, 0, len(node.tokens))],
                 finish_reason=(node.metadata or {}).get("finish_reason"),
             )
-            for node in session.nodes()
+            for row, node in enumerate(session.nodes())
         ]
         if not sequences:
             raise EpisodeFailedError(f"{self.config.adapter} ended without asking the model")
@@ -466,9 +476,10 @@ class AdapterEnv(MultiTurnEnv):
             sequences=sequences,
             rewards=[weighed.total],
             reward_parts=[weighed.parts],
-            messages=list(end.messages),
+            messages=list(end.messages) or sequences[0].messages,
             outcome="truncated" if end.is_truncated else "done",
             metrics=dict(end.metrics),
+            trace=end.trace,
         )
 
     async def _started_proxy(self) -> AgentProxy:
@@ -479,6 +490,15 @@ class AdapterEnv(MultiTurnEnv):
             self._proxy, self._proxy_started = proxy, asyncio.ensure_future(proxy.start())
         await asyncio.shield(self._proxy_started)
         return self._proxy
+
+
+def chats_of_rows(turns: Sequence[AgentTurn]) -> dict[int, list[ChatMessage]]:
+    """Return the chat of each row, from the last request that its sequence answered."""
+    return {
+        turn.row: [*map(dict, turn.messages), {"role": "assistant", **turn.reply}]
+        for turn in sorted(turns, key=lambda turn: turn.end)
+        if turn.row is not None and turn.messages
+    }
 
 
 def environment_class(spec: str) -> type[AdapterEnv]:

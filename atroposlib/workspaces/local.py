@@ -36,7 +36,7 @@ from atroposlib.sandbox.interface import (
 from atroposlib.sandbox.limits import ProcessBounds, user_of
 from atroposlib.sandbox.streams import ending_of
 from atroposlib.workspaces.cache import BaseCache, CachedBase, remove_tree
-from atroposlib.workspaces.dockerfile import CopyStep, BuildPlan, read_plan
+from atroposlib.workspaces.dockerfile import BuildPlan, CopyStep, read_plan
 from atroposlib.workspaces.interface import (
     NO_NETWORK,
     Base,

@@ -149,11 +149,19 @@ def _write_root(root: Path, *, has_python: bool) -> None:
             (root / "bin" / name).symlink_to("busybox")
     for name in ("passwd", "group"):
         (root / "etc" / name).write_text("root:x:0:0:root:/root:/bin/sh\n")
-    if not has_python:
-        return
+    if has_python:
+        _add_programs(root)
+
+
+def _add_programs(root: Path) -> None:
+    """Add Python with the modules that the relay needs, and bash."""
     words = ["/usr/bin/python3", "-I", "-S", "-c", MODULES]
     modules = subprocess.run(words, capture_output=True, text=True, check=True).stdout.split()
-    programs = ["/usr/bin/python3", *(each for each in modules if each.endswith(".so"))]
+    programs = [
+        "/usr/bin/python3",
+        "/usr/bin/bash",
+        *(each for each in modules if each.endswith(".so")),
+    ]
     needed = subprocess.run(["ldd", *programs], capture_output=True, text=True, check=True).stdout
     libraries = re.findall(r"(/\S+) \(", needed)
     for path in {*modules, *programs, *libraries}:

@@ -18,6 +18,8 @@ from pathlib import Path
 import pytest
 
 import atroposlib.workspaces
+from atroposlib.agent_tasks.folder import load_task
+from atroposlib.agent_tasks.runner import TaskRunner
 from atroposlib.errors import ConfigError
 from atroposlib.sandbox import SandboxLimits
 from atroposlib.workspaces import (
@@ -64,7 +66,9 @@ def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
         yield engines
 
 
-@pytest.fixture(scope="module", params=["podman", "docker", "ssh"])
+@pytest.fixture(
+    scope="module", params=["podman", pytest.param("docker", marks=pytest.mark.clients), "ssh"]
+)
 def engine(request: pytest.FixtureRequest, engines: Engines) -> Iterator[tuple[str, EngineOptions]]:
     with ExitStack() as held:
         if request.param == "podman":
@@ -490,3 +494,47 @@ def _left(engines: Engines) -> tuple[list[str], list[str], set[str]]:
     descriptors = sorted(path.name for path in Path("/proc/self/fd").iterdir())
     own = {path for path in _own_folders() if f"-{os.getpid()}-" in path}
     return descriptors, engines.containers(), own
+
+
+async def test_task_runs_in_containers(engine: tuple[str, EngineOptions], tmp_path: Path) -> None:
+    kind, options = engine
+    task = load_task(_task_folder(tmp_path))
+    workspaces = open_workspaces(kind, engine_options=options)
+    runner = TaskRunner(workspaces)
+    oracle = await runner.run(task, "oracle")
+    nothing = await runner.run(task, "nothing")
+    await runner.close()
+    await workspaces.close()
+
+    assert (oracle.outcome, oracle.reward, oracle.error) == ("done", 1.0, "")
+    assert (nothing.outcome, nothing.reward, nothing.error) == ("done", 0.0, "")
+    assert [(change.path, change.kind) for change in oracle.changes] == [
+        ("/work/answer.txt", "added"),
+        ("/work/question.txt", "modified"),
+    ]
+
+
+def _task_folder(folder: Path) -> Path:
+    files = {
+        "task.toml": """
+schema_version = "1.3"
+[task]
+name = "test/containers"
+[environment]
+network_mode = "no-network"
+""",
+        "instruction.md": "Write the answer.",
+        "environment/Dockerfile": f"FROM {IMAGE}\nWORKDIR /work\nCOPY question.txt .\n",
+        "environment/question.txt": "6 times 7?\n",
+        "solution/solve.sh": "echo 42 > answer.txt; echo answered >> question.txt\n",
+        "tests/test.sh": """
+cd /work
+if [ "$(cat answer.txt)" = 42 ] && grep -q answered question.txt; then reward=1; else reward=0; fi
+echo $reward > /logs/verifier/reward.txt
+""",
+    }
+    for name, text in files.items():
+        path = folder / "task" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+    return folder / "task"

@@ -12,7 +12,7 @@ import pytest
 from atroposlib.errors import ConfigError
 from atroposlib.sandbox import SandboxLimits
 from atroposlib.workspaces import WorkspaceSpec
-from atroposlib.workspaces.dockerfile import CopyStep, BuildPlan, RunStep, read_plan
+from atroposlib.workspaces.dockerfile import BuildPlan, CopyStep, RunStep, read_plan
 
 
 def plan_of(folder: Path, text: str, *, installed: Sequence[str] = ()) -> BuildPlan:
@@ -81,7 +81,7 @@ def test_copy_keeps_links_and_permissions(context: Path) -> None:
     (context / "a.txt").chmod(0o755)
     plan = plan_of(context, "FROM x\nCOPY a.txt sub /app/\nCOPY --chmod=600 b.txt /app/\n")
 
-    members = {}
+    members: dict[str, tarfile.TarInfo] = {}
     for step in plan.steps:
         assert isinstance(step, CopyStep)
         with tarfile.open(fileobj=io.BytesIO(step.archive())) as archive:

@@ -13,6 +13,7 @@ import sys
 import tarfile
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import pytest_asyncio
@@ -35,7 +36,7 @@ LIMITS = SandboxLimits(wall_s=60.0, cpu_s=30, memory_bytes=2**29, disk_bytes=2**
 REPOSITORY = Path(__file__).parents[2]
 
 
-def new_workspaces(folder: Path, **options: int) -> LocalWorkspaces:
+def new_workspaces(folder: Path, **options: Any) -> LocalWorkspaces:
     try:
         return LocalWorkspaces(cache=folder / "cache", **options)
     except WorkspaceError as error:
@@ -286,6 +287,7 @@ async def test_same_spec_is_built_once(workspaces: LocalWorkspaces, tmp_path: Pa
 BUILDER = """
 import asyncio, sys
 from pathlib import Path
+from typing import Any
 from atroposlib.workspaces import WorkspaceSpec, open_workspaces
 
 async def main():
