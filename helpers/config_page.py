@@ -97,6 +97,8 @@ ENVIRONMENT_VARIABLES = {
     "limited: no control group can be written and system calls cannot be filtered.",
     "ATROPOS_TASK_VARIABLES": "Names of variables of this machine, separated by commas, that "
     "`task.toml` may name as `${NAME}`; none by default.",
+    "ATROPOS_WORKSPACES_DIR": "Folder of prepared workspaces of agents, on a local disk; "
+    "`~/.cache/atropos/workspaces` by default.",
     "SLURM_JOB_NODELIST": "Nodes of the Slurm job, where servers are discovered.",
     "NUM_TRAINING_NODES": "Number of nodes at the start of that list that train; the others serve "
     "inference.",

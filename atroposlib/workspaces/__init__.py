@@ -79,5 +79,4 @@ def _cache_folder() -> Path:
     named = os.environ.get(FOLDER_VARIABLE)
     if named:
         return Path(named).absolute()
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(cache, "atropos", "workspaces").absolute()
+    return Path.home() / ".cache" / "atropos" / "workspaces"

@@ -50,6 +50,12 @@ class CachedBase:
     def root(self) -> Path:
         return self.folder / "root"
 
+    @property
+    def size(self) -> tuple[int, int]:
+        """Bytes and number of files."""
+        num_bytes, num_files = self.settings["size"]
+        return num_bytes, num_files
+
     def changed_file(self) -> str | None:
         """Return a file of the base that is not as it was built; None if all are."""
         try:
@@ -144,7 +150,7 @@ class BaseCache:
             settings = await build(building / "root")
             states = await asyncio.to_thread(_states, building / "root")
             (building / "files.json").write_text(json.dumps(states))
-            settings |= {"digest": _digest(states), "bytes": _bytes(building / "root")}
+            settings |= {"digest": _digest(states), "size": _size(building / "root")}
             (building / "base.json").write_text(json.dumps(settings))
             building.rename(self._folder / key)
         except BaseException:
@@ -178,7 +184,7 @@ class BaseCache:
         sizes = {}
         for path in self._folder.glob("*/base.json"):
             with contextlib.suppress(OSError, ValueError, KeyError):
-                size = json.loads(path.read_text())["bytes"]
+                size = json.loads(path.read_text())["size"][0]
                 sizes[path.parent] = (path.stat().st_mtime, size)
         total = sum(size for _, size in sizes.values())
         for folder, (_, size) in sorted(sizes.items(), key=lambda item: item[1]):
@@ -250,5 +256,7 @@ def _digest(states: dict[str, list[int]]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _bytes(root: Path) -> int:
-    return sum(512 * state.st_blocks for _, state in _walk(str(root)))
+def _size(root: Path) -> tuple[int, int]:
+    """Return bytes on disk and number of files."""
+    blocks = [state.st_blocks for _, state in _walk(str(root))]
+    return 512 * sum(blocks), len(blocks)

@@ -60,7 +60,7 @@ T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 """Changed when the same source is prepared differently."""
 AGENT = 1000
 HOME = "/home/agent"
@@ -90,6 +90,8 @@ FILES = {
     "etc/nsswitch.conf": "passwd: files\ngroup: files\nhosts: files\n",
     "etc/resolv.conf": "",
 }
+EMPTY_SIZE = (2**25, 10_000)
+"""Bound of bytes and number of files of an empty root folder."""
 OF_PROCESS = ProcessBounds(memory="data", max_files=4096)
 TOOL_LIMITS = SandboxLimits(wall_s=300.0, cpu_s=300, memory_bytes=2**30, max_processes=4)
 TOOLS = Path(__file__).with_name("box_tools.py").read_text(encoding="utf-8")
@@ -97,7 +99,6 @@ MAX_CHANGES_BYTES = 64 * 2**20
 MAX_FILES = 100_000
 MEMBER_BYTES = 16_384
 """Bound of the headers of one file in an archive."""
-CHECK_EVERY = 32
 MAX_MESSAGE_CHARACTERS = 2000
 
 
@@ -110,6 +111,8 @@ class LocalWorkspaces(Workspaces):
         warm: number of workspaces per base that are made in advance.
         max_warm: number of these in total.
         max_parallel: number of concurrent commands.
+        check_every: number of forks after which the files of a base are compared with those that
+            were built.
         kind: whether the files of a base are copied or overlaid; "any" copies only where overlays
             are refused.
 
@@ -127,6 +130,7 @@ class LocalWorkspaces(Workspaces):
         warm: int = 2,
         max_warm: int = 64,
         max_parallel: int = 256,
+        check_every: int = 32,
         kind: Kind = "any",
     ) -> None:
         try:
@@ -137,6 +141,7 @@ class LocalWorkspaces(Workspaces):
         if not Path(PYTHON[0]).exists():
             raise WorkspaceError(f"{PYTHON[0]} is missing; on Debian: apt-get install python3")
         self.cache = BaseCache(cache, max_bytes=cache_bytes)
+        self.check_every = check_every
         self._warm = warm
         self._max_warm = max_warm
         self._bases: set[LocalBase] = set()
@@ -154,9 +159,15 @@ class LocalWorkspaces(Workspaces):
         return base
 
     async def close(self) -> None:
+        changed = None
         for base in list(self._bases):
-            await base.close()
+            try:
+                await base.close()
+            except WorkspaceError as error:
+                changed = error
         self.mounts.close()
+        if changed is not None:
+            raise changed
 
     def forget(self, base: LocalBase) -> None:
         self._bases.discard(base)
@@ -180,6 +191,7 @@ class LocalBase(Base):
         self._cached: CachedBase | None = None
         self._warm: list[LocalWorkspace] = []
         self._open: set[LocalWorkspace] = set()
+        self._num_coming = 0
         self._refill: asyncio.Task[None] | None = None
         self._until_check = 0
         self._lock = asyncio.Lock()
@@ -187,13 +199,14 @@ class LocalBase(Base):
 
     @property
     def num_warm(self) -> int:
-        return len(self._warm)
+        """Number of workspaces made in advance, and being made."""
+        return len(self._warm) + self._num_coming
 
     async def open(self) -> CachedBase:
         """Take the base from the cache, or build it."""
         if self._cached is None:
             self._cached = await self._owner.cache.get(self._key, self._build)
-            self._until_check = CHECK_EVERY
+            self._until_check = self._owner.check_every
         return self._cached
 
     async def fork(self) -> Workspace:
@@ -233,7 +246,7 @@ class LocalBase(Base):
         """Compare the files of the base with those that were built."""
         assert self._cached is not None
         changed = await asyncio.to_thread(self._cached.changed_file)
-        self._until_check = CHECK_EVERY
+        self._until_check = self._owner.check_every
         if changed is not None:
             cached, self._cached = self._cached, None
             for workspace in self._warm:
@@ -248,7 +261,10 @@ class LocalBase(Base):
     async def _new(self) -> LocalWorkspace:
         cached = await self.open()
         layer = await self._owner.mounts.fork(
-            cached.root, user=self.user, disk_bytes=self.spec.limits.disk_bytes
+            cached.root,
+            user=self.user,
+            disk_bytes=self.spec.limits.disk_bytes,
+            base_size=cached.size,
         )
         env, workdir = cached.settings["env"], cached.settings["workdir"]
         return LocalWorkspace(self._owner, layer, self.spec, env, workdir, on_close=self.forget)
@@ -261,19 +277,26 @@ class LocalBase(Base):
         """Make workspaces in advance; a failure is reported by the next fork."""
         try:
             while len(self._warm) < self._owner.num_warm_for(self):
+                self._num_coming = 1
                 async with self._lock:
                     if self._cached is None:
                         return
                     self._warm.append(await self._new())
+                    self._num_coming = 0
         except WorkspaceError as error:
             logger.warning("no workspace of %s in advance: %s", self.spec.name, error)
+        finally:
+            self._num_coming = 0
 
     async def _build(self, root: Path) -> dict[str, Any]:
         """Write the files of the base to a folder: an empty root folder, then the plan."""
         empty = root.with_name("empty")
         await asyncio.to_thread(_write_empty_root, empty, self.user, self._plan.workdir)
         layer = await self._owner.mounts.fork(
-            empty, user=self.user, disk_bytes=self.spec.limits.disk_bytes
+            empty,
+            user=self.user,
+            disk_bytes=self.spec.limits.disk_bytes,
+            base_size=EMPTY_SIZE,
         )
         env = {**ENV, **self._plan.env, **self.spec.env}
         workspace = LocalWorkspace(self._owner, layer, self.spec, ENV, self._plan.workdir)
@@ -462,7 +485,6 @@ class LocalWorkspace(Workspace):
             mounts=words,
             cwd=cwd,
             env=env,
-            fds=list(self._layer.fds),
             enter=self._layer.enter,
             user=self._layer.user,
             shown_user=AGENT,
@@ -525,7 +547,6 @@ class LocalWorkspace(Workspace):
             mounts=words,
             cwd="/",
             env={"LANG": "C.UTF-8"},
-            fds=list(self._layer.fds),
             enter=self._layer.enter,
             user=self._layer.user,
             mark=self._owner.mounts.mark,
@@ -600,6 +621,10 @@ def _write_empty_root(root: Path, user: int | None, workdir: str) -> None:
                 shutil.copyfile(Path("/", name), place)
     for name, text in FILES.items():
         (root / name).write_text(text)
+    if not Path("/usr/bin/python").exists():  # as on Debian; images for Python have it
+        own_programs = root / HOME.lstrip("/") / ".local/bin"
+        own_programs.mkdir(parents=True)
+        (own_programs / "python").symlink_to(PYTHON[0])
     if user is not None:
         for folder, folders, files in os.walk(root):
             for name in (".", *folders, *files):

@@ -44,6 +44,11 @@ ROOT = "/sys"
 COVERED = ("usr", "proc", "dev")
 """Folders of a workspace that are mounts of every command."""
 
+PERMISSIONS = (
+    "in a container, allow mounts and user namespaces, as `docker run --privileged` does; where "
+    "AppArmor restricts user namespaces: sysctl kernel.apparmor_restrict_unprivileged_userns=0"
+)
+
 libc = ctypes.CDLL(None, use_errno=True)
 
 
@@ -72,7 +77,10 @@ def new_namespace(user: int | None) -> list[int]:
     """
     flags = CLONE_NEWNS | (CLONE_NEWUSER if user is None else 0)
     uid, gid = os.geteuid(), os.getegid()
-    check(libc.unshare(flags), "cannot create a mount namespace")
+    try:
+        check(libc.unshare(flags), "cannot create a mount namespace")
+    except MountError as error:
+        raise MountError(f"{error}; {PERMISSIONS}") from error
     if user is None:
         for name, text in (
             ("setgroups", "deny"),
@@ -90,8 +98,10 @@ def fork(request: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
     """Create a workspace; reply with descriptors of its folder for sockets and its namespaces."""
     user = request["user"]
     namespaces = new_namespace(user)
-    size = f"size={request['size']},nr_inodes={request['inodes']},mode=755"
-    mount("atropos", ROOT, "tmpfs", MS_NOSUID | MS_NODEV, size)
+    try:
+        mount("atropos", ROOT, "tmpfs", MS_NOSUID | MS_NODEV, size_of(request))
+    except MountError as error:
+        raise MountError(f"{error}; {PERMISSIONS}") from error
     for name in ("base", "upper", "work", "merged", "binds", "network"):
         os.mkdir(f"{ROOT}/{name}", 0o755)  # noqa: PTH102 - starts faster
     mount(request["base"], f"{ROOT}/base", None, MS_BIND | MS_REC)
@@ -110,8 +120,17 @@ def fork(request: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
         except MountError:
             if kind == "overlay":
                 raise
+    size = size_of(request, with_base=True)
+    mount("atropos", ROOT, "tmpfs", MS_REMOUNT | MS_NOSUID | MS_NODEV, size)
     copy(f"{ROOT}/base", f"{ROOT}/merged")
     return {"kind": "copy"}, fds
+
+
+def size_of(request: dict[str, Any], *, with_base: bool = False) -> str:
+    """Return options of a file system in memory: for the changes, or for a copy of the base too."""
+    added_bytes, added_files = request["base_size"] if with_base else (0, 0)
+    files = request["inodes"] + added_files
+    return f"size={request['size'] + added_bytes},nr_inodes={files},mode=755"
 
 
 def overlay(*, own_user: bool) -> None:
@@ -210,7 +229,8 @@ def answer(request: dict[str, Any], reply: socket.socket, namespaces: list[int])
             answered = {}
     except (MountError, OSError) as error:
         answered = {"error": str(error)}
-    socket.send_fds(reply, [json.dumps(answered).encode()], fds)
+    with contextlib.suppress(BrokenPipeError):  # the client no longer waits
+        socket.send_fds(reply, [json.dumps(answered).encode()], fds)
 
 
 def serve(control: socket.socket) -> bool:

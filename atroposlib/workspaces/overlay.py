@@ -46,10 +46,13 @@ class Layer:
 
     @property
     def enter(self) -> list[str]:
-        """Command prefix that enters the layer."""
+        """Command prefix that enters the layer.
+
+        The programs inherit no descriptor of it: they would find it open.
+        """
         words = [self._nsenter]
         for name, fd in zip(("mount", "user"), self.fds, strict=False):
-            words.append(f"--{name}=/proc/self/fd/{fd}")
+            words.append(f"--{name}=/proc/{os.getpid()}/fd/{fd}")
         return [*words, *(["--preserve-credentials"] if len(self.fds) > 1 else []), "--"]
 
     @property
@@ -93,13 +96,16 @@ class Mounts:
         self._nsenter = find_program("nsenter", package="util-linux")
         self._server: Server | None = None
 
-    async def fork(self, base: Path, *, user: int | None, disk_bytes: int) -> Layer:
+    async def fork(
+        self, base: Path, *, user: int | None, disk_bytes: int, base_size: tuple[int, int]
+    ) -> Layer:
         """Return a new layer on top of a folder.
 
         Args:
             base: root folder of the base.
             user: user of its files; None if this process is not root.
             disk_bytes: limit of the changes.
+            base_size: bytes and number of files of the base; for a copy.
 
         Raises:
             WorkspaceError: the kernel refuses it.
@@ -109,6 +115,7 @@ class Mounts:
             "base": str(base),
             "size": disk_bytes,
             "inodes": max(disk_bytes // FILE_BYTES, MIN_FILES),
+            "base_size": base_size,
             "user": user,
             "kind": self._kind,
         }

@@ -100,7 +100,7 @@ async def test_program_of_the_readme_runs(tmp_path: Path) -> None:
     assert done.stdout == "0 2 sorted.txt\n\nadded /app/sorted.txt 8\ntwo\n\n", done.stderr
 
 
-def test_readme_names_every_module() -> None:
+async def test_readme_names_every_module() -> None:
     folder = REPOSITORY / "atroposlib" / "workspaces"
     modules = {path.name for path in folder.glob("*.py")} - {"__init__.py"}
     rows = re.findall(r"^\| (`\w+\.py`.*?) \|", (folder / "README.md").read_text(), re.MULTILINE)
