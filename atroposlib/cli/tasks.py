@@ -340,7 +340,7 @@ def _parser() -> CommandParser:
         help="check tasks: the solution scores 1, doing nothing 0, tests are hidden, ...",
         description="Check each task: its environment builds, its solution scores 1, doing nothing "
         "scores 0, the verifier repeats its result, the agent cannot read tests and solution, and "
-        "modules that an agent leaves behind do not forge the result.",
+        "modules that an agent leaves do not forge the result.",
     )
     validate.add_argument("tasks", help=tasks_help)
     validate.add_argument(

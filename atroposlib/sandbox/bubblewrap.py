@@ -195,7 +195,7 @@ KERNEL_FOLDERS = ("--proc", "/proc", "--dev", "/dev")
 
 @dataclass(frozen=True)
 class Box:
-    """What a program sees, and the user it runs as."""
+    """The folders that a program sees, and the user it runs as."""
 
     mounts: Sequence[str]
     """Arguments of bubblewrap for its root folder, with `KERNEL_FOLDERS`."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from atroposlib.errors import ConfigError
-from atroposlib.workspaces.container_engine import EngineOptions
+from atroposlib.workspaces.container_engine import EngineOptions, as_options
 from atroposlib.workspaces.containers import ContainerWorkspaces
 from atroposlib.workspaces.interface import (
     NO_NETWORK,
@@ -47,7 +48,7 @@ def open_workspaces(
     kind: str = "bubblewrap",
     *,
     cache: Path | None = None,
-    engine_options: EngineOptions | None = None,
+    engine_options: EngineOptions | Mapping[str, Sequence[str]] | None = None,
 ) -> Workspaces:
     """Return workspaces of a kind.
 
@@ -56,14 +57,15 @@ def open_workspaces(
         cache: folder of prepared bases; None takes the environment variable
             `ATROPOS_WORKSPACES_DIR`, or a folder of the user's cache if it is not set. Container
             engines keep theirs themselves.
-        engine_options: further options for the program of a container engine.
+        engine_options: further options for the program of a container engine; a mapping has the
+            fields of `EngineOptions`.
 
     Raises:
         ConfigError: the kind is unknown.
         WorkspaceError: it cannot be used on this machine.
     """
     if kind.startswith(("podman", "docker")):
-        return ContainerWorkspaces(kind, options=engine_options)
+        return ContainerWorkspaces(kind, options=as_options(engine_options))
     if kind != "bubblewrap":
         raise ConfigError(f"no kind of workspace is called {kind!r}; known: {', '.join(KINDS)}")
     return LocalWorkspaces(cache=cache or _cache_folder())

@@ -38,7 +38,7 @@ REFUSED = 3
 """Exit code for a reason that is printed to standard error."""
 
 
-class RefusedError(Exception):
+class ContentError(Exception):
     """The files cannot be read or written; the message has the reason."""
 
 
@@ -94,7 +94,7 @@ def walk(place: str, shown: str) -> Iterator[tuple[str, str, os.stat_result]]:
             state = os.lstat(place)
         except OSError as error:
             if error.errno == errno.ENAMETOOLONG:
-                raise RefusedError(f"a path has more than 4096 bytes: {shown[:80]}...") from error
+                raise ContentError(f"a path has more than 4096 bytes: {shown[:80]}...") from error
             continue
         yield place, shown, state
         if stat.S_ISDIR(state.st_mode):
@@ -122,9 +122,9 @@ def collect(request: dict[str, Any], output: BinaryIO) -> None:
                 done.add(name)
                 left -= 0 if is_folder else state.st_size
                 if left < 0:
-                    raise RefusedError(f"the files exceed {request['max_bytes']} bytes")
+                    raise ContentError(f"the files exceed {request['max_bytes']} bytes")
                 if len(done) > MAX_FILES:
-                    raise RefusedError(f"there are more than {MAX_FILES} files")
+                    raise ContentError(f"there are more than {MAX_FILES} files")
                 add(archive, found, name, state)
 
 
@@ -147,7 +147,7 @@ def put(archive_file: BinaryIO, *, has_links: bool) -> None:
     with tarfile.open(fileobj=archive_file, mode="r:") as archive:
         members = list(itertools.islice(archive, MAX_FILES + 1))
         if len(members) > MAX_FILES:
-            raise RefusedError(f"the archive has more than {MAX_FILES} files")
+            raise ContentError(f"the archive has more than {MAX_FILES} files")
         for member in members:
             check(member, has_links=has_links)
         folders = [member for member in members if member.isdir()]
@@ -163,11 +163,11 @@ def check(member: tarfile.TarInfo, *, has_links: bool) -> None:
     """Raise an error if a member is not a file or folder within the workspace."""
     name = member.name
     if name.startswith("/") or ".." in name.split("/") or "\0" in name or not name:
-        raise RefusedError(f"the archive has the path {name!r}: expected a path relative to /")
+        raise ContentError(f"the archive has the path {name!r}: expected a path relative to /")
     if member.issym() and has_links:
         return
     if not (member.isdir() or (member.isreg() and not member.issparse())):
-        raise RefusedError(f"{name!r} in the archive is neither a regular file nor a folder")
+        raise ContentError(f"{name!r} in the archive is neither a regular file nor a folder")
 
 
 def extract(archive: tarfile.TarFile, member: tarfile.TarInfo) -> None:
@@ -211,7 +211,7 @@ class Changes:
     def within(self, folder: str) -> Iterator[list[Any]]:
         """Yield `path, kind, size, diff` of all changes below a folder that both have."""
         with contextlib.suppress(
-            RefusedError
+            ContentError
         ):  # the rest of the folder has paths that are too long
             yield from self._within(folder)
 
@@ -328,7 +328,7 @@ def main(action: str) -> int:
             found = Changes(json.load(sys.stdin)).within("")
             for change in itertools.islice(found, MAX_CHANGES):
                 print(json.dumps(change))  # noqa: T201 - read by the workspace
-    except (RefusedError, OSError, tarfile.TarError, RecursionError) as error:
+    except (ContentError, OSError, tarfile.TarError, RecursionError) as error:
         with contextlib.suppress(OSError):
             os.write(2, ascii(str(error) or type(error).__name__)[1:-1][-300:].encode())
         return REFUSED

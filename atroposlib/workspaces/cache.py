@@ -1,7 +1,7 @@
 """Prepared bases on disk: built once, by content, and removed when they have not been used lately.
 
     <folder>/<key>/root           files of the base
-    <folder>/<key>/base.json      what it needs besides; its time of change is that of the last use
+    <folder>/<key>/base.json      its settings; its time of change is that of the last use
     <folder>/<key>/files.json     state of each file, by which changes are noticed
     <folder>/<key>.lock           locked: shared while in use, exclusive while built or removed
     <folder>/<key>.building       a build; what a killed process left is removed by the next one

@@ -21,7 +21,7 @@ import socket
 import subprocess
 import tempfile
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 
 from atroposlib.errors import ConfigError
@@ -37,6 +37,7 @@ __all__ = [
     "ContainerEngine",
     "EngineOptions",
     "Keeper",
+    "as_options",
     "message_of",
     "new_name",
     "remote_folder",
@@ -89,6 +90,28 @@ class EngineOptions:
     """Such as `--runtime NAME` or `--storage-opt size=10G`."""
     ssh: tuple[str, ...] = ()
     """Such as `-i FILE`."""
+
+
+def as_options(options: EngineOptions | Mapping[str, Sequence[str]] | None) -> EngineOptions:
+    """Return options from their fields, as configuration files have them.
+
+    Raises:
+        ConfigError: a field is unknown, or is not a list of strings.
+    """
+    if isinstance(options, EngineOptions):
+        return options
+    known = [field.name for field in fields(EngineOptions)]
+    for name, words in (options or {}).items():
+        if (
+            name not in known
+            or isinstance(words, str)
+            or not all(isinstance(w, str) for w in words)
+        ):
+            raise ConfigError(
+                f"options of a container engine: expected lists of strings named "
+                f"{', '.join(known)}, got {name}: {words!r}"
+            )
+    return EngineOptions(**{name: tuple(words) for name, words in (options or {}).items()})
 
 
 @dataclass(frozen=True)

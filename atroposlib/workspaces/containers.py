@@ -71,7 +71,7 @@ __all__ = ["ContainerWorkspaces"]
 logger = logging.getLogger(__name__)
 
 CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL", "SETGID", "SETUID")
-"""What package managers and `su` need; not those for devices, mounts or raw packets."""
+"""Those of package managers and `su`, without those for devices, mounts or raw packets."""
 OTHER_PROCESSES = 8
 """Processes of a container in addition to those of a command."""
 MEMBER_BYTES = 2048

@@ -21,12 +21,12 @@ import subprocess
 import tarfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from atroposlib.errors import ConfigError
 from atroposlib.workspaces.interface import WorkspaceSpec
 
-__all__ = ["CopyStep", "Recipe", "RunStep", "missing_packages", "read_recipe"]
+__all__ = ["CopyStep", "BuildPlan", "RunStep", "missing_packages", "read_plan"]
 
 MAX_CONTEXT_FILES = 100_000
 IGNORED = (
@@ -96,8 +96,8 @@ class RunStep:
 
 
 @dataclass
-class Recipe:
-    """What is done to an empty root folder, and how programs find themselves in the result."""
+class BuildPlan:
+    """The steps that turn an empty root folder into a base, and its variables and folder."""
 
     workdir: str
     env: dict[str, str]
@@ -108,13 +108,17 @@ class Recipe:
     """Instructions without effect, with file and line."""
 
 
-def read_recipe(
-    spec: WorkspaceSpec, *, are_missing: Callable[[Sequence[str]], list[str]] | None = None
-) -> Recipe:
+def read_plan(
+    spec: WorkspaceSpec,
+    *,
+    variables: Mapping[str, str] | None = None,
+    are_missing: Callable[[Sequence[str]], list[str]] | None = None,
+) -> BuildPlan:
     """Return the steps that prepare a base.
 
     Args:
         spec: its `source` may have a Dockerfile.
+        variables: those that exist before the first instruction, such as PATH.
         are_missing: returns which packages this machine does not have; None asks dpkg.
 
     Raises:
@@ -123,22 +127,23 @@ def read_recipe(
     workdir = posixpath.normpath(spec.workdir)
     if not workdir.startswith("/"):
         raise ConfigError(f"{spec.name}: expected an absolute workdir, got {spec.workdir!r}")
-    recipe = Recipe(workdir, {})
+    plan = BuildPlan(workdir, {})
     if spec.source is None:
-        recipe.steps.append(CopyStep(spec.name, {workdir: None}))
-        return _fingerprinted(recipe, {})
+        plan.steps.append(CopyStep(spec.name, {workdir: None}))
+        return _fingerprinted(plan, {})
     context = spec.source
     if not context.is_dir():
         raise ConfigError(f"{spec.name}: the folder {context} does not exist")
     files = _context_files(context, spec.limits.disk_bytes)
     dockerfile = context / "Dockerfile"
     if dockerfile.is_file():
-        reader = _Reader(recipe, context, files, dockerfile, are_missing or missing_packages)
+        missing = are_missing or missing_packages
+        reader = _DockerfileReader(plan, context, files, dockerfile, variables or {}, missing)
         reader.read(dockerfile.read_text(encoding="utf-8", errors="replace"))
     else:
         found = {posixpath.join(workdir, name): path for name, path in files.items()}
-        recipe.steps.append(CopyStep(str(context), {workdir: None, **found}))
-    return _fingerprinted(recipe, files)
+        plan.steps.append(CopyStep(str(context), {workdir: None, **found}))
+    return _fingerprinted(plan, files)
 
 
 def missing_packages(names: Sequence[str]) -> list[str]:
@@ -192,21 +197,23 @@ def _instructions(text: str, file: Path) -> Iterator[_Instruction]:
         yield _Instruction(start, name.upper(), rest.strip(), tuple(heredocs))
 
 
-class _Reader:
+class _DockerfileReader:
     """Turns the instructions of one Dockerfile into steps."""
 
     def __init__(
         self,
-        recipe: Recipe,
+        plan: BuildPlan,
         context: Path,
         files: Mapping[str, Path],
         file: Path,
+        variables: Mapping[str, str],
         are_missing: Callable[[Sequence[str]], list[str]],
     ) -> None:
-        self._recipe = recipe
+        self._plan = plan
         self._context = context
         self._files = files
         self._file = file
+        self._variables = variables
         self._are_missing = are_missing
         self._args: dict[str, str] = {}
         self._shell: tuple[str, ...] = ("/bin/sh", "-c")
@@ -223,12 +230,12 @@ class _Reader:
         if not self._num_stages:
             raise ConfigError(f"{self._file}: expected an instruction FROM")
         if not self._has_workdir:
-            self._recipe.steps.append(CopyStep(str(self._file), {self._recipe.workdir: None}))
+            self._plan.steps.append(CopyStep(str(self._file), {self._plan.workdir: None}))
 
     def _read_one(self, instruction: _Instruction) -> None:
         name, text = instruction.name, instruction.text
         if name in IGNORED:
-            self._recipe.notes.append(f"{self._where}: {name} has no effect in a workspace")
+            self._plan.notes.append(f"{self._where}: {name} has no effect in a workspace")
         elif name == "FROM":
             self._num_stages += 1
             if self._num_stages > 1:
@@ -238,7 +245,7 @@ class _Reader:
                 self._args[key] = default
         elif name == "ENV":
             pairs = self._pairs(text) if "=" in text.split()[0] else [self._pair(text)]
-            self._recipe.env.update(pairs)
+            self._plan.env.update(pairs)
         elif name == "WORKDIR":
             self._workdir(self._expand(text))
         elif name == "SHELL":
@@ -256,7 +263,7 @@ class _Reader:
         return ConfigError(f"{self._where}: {problem}" + (f"; {remedy}" if remedy else ""))
 
     def _expand(self, text: str) -> str:
-        variables = {**self._args, **self._recipe.env}
+        variables = {**self._variables, **self._args, **self._plan.env}
 
         def value(found: re.Match[str]) -> str:
             key = found[1] or found[2]
@@ -308,12 +315,12 @@ class _Reader:
 
     def _workdir(self, path: str) -> None:
         self._has_workdir = True
-        self._recipe.workdir = self._absolute(path)
-        self._folders.add(self._recipe.workdir)
-        self._recipe.steps.append(CopyStep(self._where, {self._recipe.workdir: None}))
+        self._plan.workdir = self._absolute(path)
+        self._folders.add(self._plan.workdir)
+        self._plan.steps.append(CopyStep(self._where, {self._plan.workdir: None}))
 
     def _absolute(self, path: str) -> str:
-        start = self._recipe.workdir if self._has_workdir else "/"
+        start = self._plan.workdir if self._has_workdir else "/"
         return "/" + posixpath.normpath(posixpath.join(start, path)).strip("/")
 
     def _copy(self, instruction: _Instruction) -> None:
@@ -346,7 +353,7 @@ class _Reader:
             mode = int(flags["chmod"], 8) & 0o777 if "chmod" in flags else None
         except ValueError as error:
             raise self._error("expected --chmod in octal, such as 755", remedy="") from error
-        self._recipe.steps.append(CopyStep(self._where, {**folders, **files}, mode))
+        self._plan.steps.append(CopyStep(self._where, {**folders, **files}, mode))
 
     def _parent(self, path: str) -> str:
         return posixpath.dirname(path) or "/"
@@ -396,9 +403,9 @@ class _Reader:
             command = [*self._shell, text]
         elif MANAGERS.search(" ".join(command)):
             raise self._refused(" ".join(command))
-        env = {**self._args, **self._recipe.env}
-        cwd = self._recipe.workdir if self._has_workdir else "/"
-        self._recipe.steps.append(RunStep(self._where, tuple(command), env, cwd))
+        env = {**self._args, **self._plan.env}
+        cwd = self._plan.workdir if self._has_workdir else "/"
+        self._plan.steps.append(RunStep(self._where, tuple(command), env, cwd))
 
     def _refused(self, text: str) -> ConfigError:
         found = MANAGERS.search(text)
@@ -439,7 +446,7 @@ class _Reader:
                 f"needs packages that this machine does not have: {packages}",
                 remedy=f"run `apt-get install {packages}` on this machine, or {PODMAN}",
             )
-        self._recipe.notes.append(f"{self._where}: the packages of this machine are used")
+        self._plan.notes.append(f"{self._where}: the packages of this machine are used")
 
 
 def _is_folder(path: Path) -> bool:
@@ -460,11 +467,13 @@ def _context_files(context: Path, max_bytes: int) -> dict[str, Path]:
         for path in sorted(waiting.pop().iterdir()):
             name = path.relative_to(context).as_posix()
             state = path.lstat()
-            if _is_ignored(name, rules):
-                continue
-            if stat.S_ISDIR(state.st_mode):
+            is_folder = stat.S_ISDIR(state.st_mode)
+            is_ignored = _is_ignored(name, rules)
+            if is_folder and not (is_ignored and all(ignores for _, ignores in rules)):
                 waiting.append(path)
-            elif not (stat.S_ISREG(state.st_mode) or stat.S_ISLNK(state.st_mode)):
+            if is_ignored:
+                continue
+            if not (is_folder or stat.S_ISREG(state.st_mode) or stat.S_ISLNK(state.st_mode)):
                 raise ConfigError(f"{path}: expected a file, a link or a folder")
             found[name] = path
             num_bytes += state.st_size if stat.S_ISREG(state.st_mode) else 0
@@ -490,9 +499,11 @@ def _ignore_rules(file: Path) -> list[tuple[str, bool]]:
 
 
 def _is_ignored(name: str, rules: Sequence[tuple[str, bool]]) -> bool:
+    """Whether the last rule that matches a path, or a folder above it, ignores it."""
     ignored = False
+    above = [name, *map(str, PurePosixPath(name).parents)]
     for pattern, ignores in rules:
-        if _matches(name, pattern):
+        if any(_matches(path, pattern) for path in above):
             ignored = ignores
     return ignored
 
@@ -507,7 +518,7 @@ def _matches(name: str, pattern: str) -> bool:
     return re.fullmatch(expression, name) is not None
 
 
-def _fingerprinted(recipe: Recipe, files: Mapping[str, Path]) -> Recipe:
+def _fingerprinted(plan: BuildPlan, files: Mapping[str, Path]) -> BuildPlan:
     """Set the fingerprint: a digest of the steps and of the contents of all files."""
     digest = hashlib.sha256()
 
@@ -522,16 +533,16 @@ def _fingerprinted(recipe: Recipe, files: Mapping[str, Path]) -> Recipe:
             update("file", name, path.stat().st_mode & 0o111, content)
         else:
             update("folder", name)
-    update(recipe.workdir, recipe.env)
-    for step in recipe.steps:
+    update(plan.workdir, plan.env)
+    for step in plan.steps:
         if isinstance(step, RunStep):
             update("run", step.command, step.env, step.cwd)
         else:
             update(
                 "copy", [(path, _origin(place)) for path, place in step.files.items()], step.mode
             )
-    recipe.fingerprint = digest.hexdigest()
-    return recipe
+    plan.fingerprint = digest.hexdigest()
+    return plan
 
 
 def _origin(content: Path | bytes | None) -> object:

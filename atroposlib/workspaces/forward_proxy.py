@@ -12,10 +12,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import ipaddress
 import re
 import socket
 from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -32,6 +34,7 @@ PORTS = frozenset({80, 443})
 """Ports of every allowed host; an entry `host:port` adds another one."""
 MAX_NAME_CHARACTERS = 253
 MAX_TRIED = 4
+MAX_LOOKUPS = 8
 RESOLVE_S = 10.0
 CONNECT_S = 10.0
 LABEL = r"[a-z0-9_](?:[a-z0-9_-]{0,61}[a-z0-9_])?"
@@ -79,7 +82,7 @@ def address_of(host: str) -> Address | None:
     return None
 
 
-class Entry(NamedTuple):
+class AllowedHost(NamedTuple):
     """One entry of an allowlist: a name, the end of names, or a range of addresses."""
 
     name: str | None
@@ -96,7 +99,7 @@ class HostRules:
         entries: the allowlist; None allows every public host.
     """
 
-    entries: tuple[Entry, ...] | None
+    entries: tuple[AllowedHost, ...] | None
 
     @classmethod
     def public(cls) -> HostRules:
@@ -140,17 +143,17 @@ class HostRules:
         return (is_resolved or self.entries is None) and is_public(address)
 
 
-def _entry(text: str) -> Entry:
+def _entry(text: str) -> AllowedHost:
     host, ports = text.strip().lower(), PORTS
     for kind in (host, host.removeprefix("[").removesuffix("]")):
         with contextlib.suppress(ValueError):
-            return Entry(None, False, ipaddress.ip_network(kind, strict=False), ports)
+            return AllowedHost(None, False, ipaddress.ip_network(kind, strict=False), ports)
     found = re.fullmatch(r"(.+):([0-9]{1,5})", host)
     if found is not None and 1 <= int(found[2]) <= 65_535:
         host, ports = found[1], frozenset({int(found[2])})
         with contextlib.suppress(ValueError):
             bare = host.removeprefix("[").removesuffix("]")
-            return Entry(None, False, ipaddress.ip_network(bare, strict=False), ports)
+            return AllowedHost(None, False, ipaddress.ip_network(bare, strict=False), ports)
     is_wildcard = host.startswith("*.")
     name = host.removeprefix("*.").removesuffix(".")
     if len(name) > MAX_NAME_CHARACTERS or NAME.fullmatch(name) is None:
@@ -158,10 +161,10 @@ def _entry(text: str) -> Entry:
             f"allowed hosts: {text!r} is malformed; expected a host name, *.name, an IP address or "
             "a CIDR range, optionally with :port"
         )
-    return Entry(name, is_wildcard, None, ports)
+    return AllowedHost(name, is_wildcard, None, ports)
 
 
-def _matches(entry: Entry, host: str) -> bool:
+def _matches(entry: AllowedHost, host: str) -> bool:
     if entry.name is None:
         return False
     return host.endswith(f".{entry.name}") if entry.is_wildcard else host == entry.name
@@ -207,8 +210,15 @@ def is_own(address: Address) -> bool:
 async def resolve(name: str, port: int) -> Sequence[str]:
     """Return the addresses of a name, as the system resolves it."""
     loop = asyncio.get_running_loop()
-    found = await loop.getaddrinfo(name, port, type=socket.SOCK_STREAM)
+    look_up = functools.partial(socket.getaddrinfo, name, port, type=socket.SOCK_STREAM)
+    found = await loop.run_in_executor(_lookup_threads(), look_up)
     return [str(address[0]) for *_, address in found]
+
+
+@functools.cache
+def _lookup_threads() -> ThreadPoolExecutor:
+    """Return threads of their own, since a name server that does not answer blocks them."""
+    return ThreadPoolExecutor(MAX_LOOKUPS, thread_name_prefix="atropos-lookup")
 
 
 async def dial(

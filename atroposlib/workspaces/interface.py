@@ -5,7 +5,7 @@
 
 A workspace is a root folder `/` of its own: programs see the system below /usr and the files of the
 base, and write to a layer that ends with the workspace. `fork` takes milliseconds, since nothing is
-copied. A workspace whose process was killed leaves no file, mount or process behind.
+copied. If this process is killed, no file, mount or process of a workspace is left.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ NO_NETWORK = Network()
 
 @dataclass(frozen=True)
 class WorkspaceSpec:
-    """How a state is prepared.
+    """The preparation of a state.
 
     `source` is a build context with a Dockerfile, or without one a folder whose files are copied to
     `workdir`.

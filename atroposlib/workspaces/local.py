@@ -36,7 +36,7 @@ from atroposlib.sandbox.interface import (
 from atroposlib.sandbox.limits import ProcessBounds, user_of
 from atroposlib.sandbox.streams import ending_of
 from atroposlib.workspaces.cache import BaseCache, CachedBase, remove_tree
-from atroposlib.workspaces.dockerfile import CopyStep, Recipe, read_recipe
+from atroposlib.workspaces.dockerfile import CopyStep, BuildPlan, read_plan
 from atroposlib.workspaces.interface import (
     NO_NETWORK,
     Base,
@@ -147,8 +147,8 @@ class LocalWorkspaces(Workspaces):
                 f"{spec.name}: workspaces of the kind bubblewrap have no images, but the image "
                 f"{spec.image!r} is set; expected a Dockerfile or a folder, or the kind podman"
             )
-        recipe = await asyncio.to_thread(read_recipe, spec)
-        base = LocalBase(self, spec, recipe)
+        plan = await asyncio.to_thread(read_plan, spec, variables=ENV)
+        base = LocalBase(self, spec, plan)
         await base.open()
         self._bases.add(base)
         return base
@@ -170,12 +170,12 @@ class LocalWorkspaces(Workspaces):
 class LocalBase(Base):
     """A base in the cache, and workspaces of it that were made in advance."""
 
-    def __init__(self, owner: LocalWorkspaces, spec: WorkspaceSpec, recipe: Recipe) -> None:
+    def __init__(self, owner: LocalWorkspaces, spec: WorkspaceSpec, plan: BuildPlan) -> None:
         self.spec = spec
         self._owner = owner
-        self._recipe = recipe
+        self._plan = plan
         is_root = os.geteuid() == 0
-        self._key = _key(recipe, spec, is_root)
+        self._key = _key(plan, spec, is_root)
         self.user = user_of(int(self._key[:15], 16)) if is_root else None
         self._cached: CachedBase | None = None
         self._warm: list[LocalWorkspace] = []
@@ -269,14 +269,14 @@ class LocalBase(Base):
             logger.warning("no workspace of %s in advance: %s", self.spec.name, error)
 
     async def _build(self, root: Path) -> dict[str, Any]:
-        """Write the files of the base to a folder: an empty root folder, then the recipe."""
+        """Write the files of the base to a folder: an empty root folder, then the plan."""
         empty = root.with_name("empty")
-        await asyncio.to_thread(_write_empty_root, empty, self.user, self._recipe.workdir)
+        await asyncio.to_thread(_write_empty_root, empty, self.user, self._plan.workdir)
         layer = await self._owner.mounts.fork(
             empty, user=self.user, disk_bytes=self.spec.limits.disk_bytes
         )
-        env = {**ENV, **self._recipe.env, **self.spec.env}
-        workspace = LocalWorkspace(self._owner, layer, self.spec, ENV, self._recipe.workdir)
+        env = {**ENV, **self._plan.env, **self.spec.env}
+        workspace = LocalWorkspace(self._owner, layer, self.spec, ENV, self._plan.workdir)
         try:
             await asyncio.wait_for(self._apply(workspace), self.spec.build_timeout_s)
             await self._owner.mounts.export(layer, root)
@@ -287,15 +287,15 @@ class LocalBase(Base):
         finally:
             await workspace.close()
         await asyncio.to_thread(remove_tree, empty)
-        return {"name": self.spec.name, "env": env, "workdir": self._recipe.workdir}
+        return {"name": self.spec.name, "env": env, "workdir": self._plan.workdir}
 
     async def _apply(self, workspace: LocalWorkspace) -> None:
-        """Execute the steps of the recipe."""
-        for note in self._recipe.notes:
+        """Execute the steps of the plan."""
+        for note in self._plan.notes:
             logger.info("%s", note)
         timeout_s = self.spec.build_timeout_s
         limits = replace(self.spec.limits, wall_s=timeout_s, cpu_s=math.ceil(timeout_s))
-        for step in self._recipe.steps:
+        for step in self._plan.steps:
             if isinstance(step, CopyStep):
                 archive = await asyncio.to_thread(step.archive)
                 await workspace.put(archive, has_links=True)
@@ -575,9 +575,9 @@ def _archive_of(folder: Path, inside: str) -> bytes:
     return CopyStep(inside, files).archive()
 
 
-def _key(recipe: Recipe, spec: WorkspaceSpec, is_root: bool) -> str:
+def _key(plan: BuildPlan, spec: WorkspaceSpec, is_root: bool) -> str:
     """Return the name of a base in the cache: a digest of all that determines its content."""
-    parts = [FORMAT, is_root, os.geteuid(), FILES, ENV, recipe.fingerprint, dict(spec.env)]
+    parts = [FORMAT, is_root, os.geteuid(), FILES, ENV, plan.fingerprint, dict(spec.env)]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:32]
 
 

@@ -47,14 +47,14 @@ COVERED = ("usr", "proc", "dev")
 libc = ctypes.CDLL(None, use_errno=True)
 
 
-class RefusedError(Exception):
+class MountError(Exception):
     """A request cannot be fulfilled; the message is sent to the client."""
 
 
 def check(result: int, action: str) -> None:
     """Raise an error with the reason of the kernel unless the result of a call is 0."""
     if result != 0:
-        raise RefusedError(f"{action}: {os.strerror(ctypes.get_errno())}")
+        raise MountError(f"{action}: {os.strerror(ctypes.get_errno())}")
 
 
 def mount(source: str, target: str, kind: str | None, flags: int, data: str | None = None) -> None:
@@ -107,7 +107,7 @@ def fork(request: dict[str, Any]) -> tuple[dict[str, Any], list[int]]:
         try:
             overlay(own_user=user is None)
             return {"kind": "overlay"}, fds
-        except RefusedError:
+        except MountError:
             if kind == "overlay":
                 raise
     copy(f"{ROOT}/base", f"{ROOT}/merged")
@@ -131,7 +131,7 @@ def copy(source: str, target: str) -> None:
     words = ["cp", "-a", "--reflink=auto", "--", f"{source}/.", target]
     done = subprocess.run(words, stdin=subprocess.DEVNULL, capture_output=True, text=True)
     if done.returncode != 0:
-        raise RefusedError(f"cannot copy the files: {done.stderr.strip()[-300:]}")
+        raise MountError(f"cannot copy the files: {done.stderr.strip()[-300:]}")
 
 
 def enter(namespaces: list[int]) -> None:
@@ -174,7 +174,7 @@ def make_inside(path: str, *, is_folder: bool) -> None:
     """Create a file or folder of the workspace without following its links."""
     *above, last = path.strip("/").split("/")
     if not last or ".." in path.split("/") or [*above, last][0] in COVERED:
-        raise RefusedError(f"cannot mount at {path}: expected a path outside /usr, /proc and /dev")
+        raise MountError(f"cannot mount at {path}: expected a path outside /usr, /proc and /dev")
     folder = os.open(f"{ROOT}/merged", os.O_RDONLY | os.O_DIRECTORY)
     try:
         for name in [*above, last] if is_folder else above:
@@ -188,7 +188,7 @@ def make_inside(path: str, *, is_folder: bool) -> None:
             os.close(os.open(last, flags, 0o644, dir_fd=folder))
     except OSError as error:
         reason = f"cannot mount at {path}: {error.strerror or error}"
-        raise RefusedError(f"{reason}; the workspace has a link or a file there") from error
+        raise MountError(f"{reason}; the workspace has a link or a file there") from error
     finally:
         os.close(folder)
 
@@ -208,7 +208,7 @@ def answer(request: dict[str, Any], reply: socket.socket, namespaces: list[int])
             enter(namespaces)
             {"attach": attach, "export": export}[request["do"]](request)
             answered = {}
-    except (RefusedError, OSError) as error:
+    except (MountError, OSError) as error:
         answered = {"error": str(error)}
     socket.send_fds(reply, [json.dumps(answered).encode()], fds)
 

@@ -56,7 +56,6 @@ PROXY_PORT = 3128
 LOWEST_PORT = 1024
 MAX_FORWARDS = 32
 MAX_CONNECTIONS = 256
-MAX_LOOKUPS = 8
 MAX_BYTES = 64 * 2**30
 PIECE_BYTES = 65_536
 HEAD_BYTES = 32_768
@@ -111,7 +110,6 @@ class NetworkGate:
         self._folder = folder
         self._mounted = mounted
         self._resolve = resolve
-        self._lookups = asyncio.Semaphore(MAX_LOOKUPS)
         self._held = contextlib.AsyncExitStack()
         self._connections: dict[asyncio.Task[None], float] = {}  # with the time of the last byte
         self._num_bytes = 0
@@ -237,16 +235,12 @@ class NetworkGate:
         except asyncio.LimitOverrunError as error:
             raise Refusal(431, f"the head of a request exceeds {HEAD_BYTES} bytes") from error
         request = parse_request(head)
-        far_reader, far_writer = await dial(request.target, rules, self._look_up)
+        far_reader, far_writer = await dial(request.target, rules, self._resolve)
         if request.head is None:
             writer.write(b"HTTP/1.1 200 Connection established\r\n\r\n")
         else:
             far_writer.write(request.head)
         await self._copy_both(reader, writer, far_reader, far_writer)
-
-    async def _look_up(self, name: str, port: int) -> Sequence[str]:
-        async with self._lookups:
-            return await self._resolve(name, port)
 
     async def _copy_both(
         self, reader: Reader, writer: Writer, far_reader: Reader, far_writer: Writer

@@ -24,6 +24,7 @@ MAX_CONNECTIONS = 256
 RESERVED_FILES = 24
 """File descriptors in addition to the two of each connection."""
 PAUSE_S = 0.5
+PR_SET_NAME = 15
 NOT_FOUND, NOT_EXECUTABLE = 127, 126  # exit codes of a shell
 
 
@@ -65,7 +66,18 @@ def _relay(listening: dict[str, socket.socket], owner: int) -> None:
     null = os.open(os.devnull, os.O_RDWR)
     for fd in (0, 1, 2):  # the output of the command ends with the command
         os.dup2(null, fd)
+    _rename()
     asyncio.run(_serve(listening, owner))
+
+
+def _rename() -> None:
+    """Change the name of this process, since programs may end others that are called python3."""
+    try:
+        import ctypes
+
+        ctypes.CDLL(None).prctl(PR_SET_NAME, b"atropos-relay", 0, 0, 0)
+    except (ImportError, OSError, AttributeError):
+        pass  # an interpreter without this module
 
 
 async def _serve(listening: dict[str, socket.socket], owner: int) -> None:

@@ -109,6 +109,7 @@ SHARED_CLASS_NAMES = {
     "RSConfig": "names of the earlier math_server and math_server_zero",
     "MultiTurnEnvConfig": "name of the earlier tool_use_multiturn_server",
     "ToolCall": "a call as the chat APIs have it, and as tools receive it",
+    "Output": "a place to which groups are exported, and a piece of what a command prints",
     "Policy": "the body of POST /policy, as OpenAPI names it, and what plays a conversation",
 }
 """Class names that stand for two classes, and why."""

@@ -49,6 +49,7 @@ KEPT = {
     "atroposlib/tasks/games.py": ("behind", PROMPT),
     "atroposlib/tasks/math_problems.py": ("behind|somebody", PROMPT),
     "atroposlib/tasks/tool_dialogues.py": ("tell", PROMPT),
+    "atroposlib/workspaces/local.py": ("nobody", "a user of the system"),
     "environments/deep_research/deep_research_environment.py": ("tell", PROMPT),
     "environments/game_environments/crosswords/crosswords_env.py": ("as many", PROMPT),
     "environments/infinimath/infinimath_env.py": ("behind", PROMPT),

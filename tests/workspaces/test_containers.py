@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -16,6 +17,7 @@ from pathlib import Path
 
 import pytest
 
+import atroposlib.workspaces
 from atroposlib.errors import ConfigError
 from atroposlib.sandbox import SandboxLimits
 from atroposlib.workspaces import (
@@ -30,6 +32,7 @@ from atroposlib.workspaces import (
     open_workspaces,
 )
 from atroposlib.workspaces.container_engine import new_name
+from atroposlib.workspaces.containers import ContainerWorkspaces
 from tests.workspaces.containers import IMAGE, PLAIN_IMAGE, Engines, open_engines
 
 pytestmark = pytest.mark.slow
@@ -421,7 +424,69 @@ async def test_settings_that_cannot_work_are_errors(engines: Engines, tmp_path: 
         await workspaces.prepare(WorkspaceSpec("allowlist", source=tmp_path, build_network=network))
 
 
+@pytest.mark.parametrize("options", [{"other": ["--x"]}, {"run": "--x"}, {"run": [1]}])
+def test_unknown_options_are_an_error(options: dict[str, list[str]]) -> None:
+    with pytest.raises(ConfigError, match="named common, build, run, ssh, got"):
+        open_workspaces("podman", engine_options=options)
+
+
 @pytest.mark.parametrize("kind", ["podman+http://host", "docker+ssh://a b", "docker+ssh://-oX"])
 def test_unknown_kind_is_an_error(kind: str) -> None:
     with pytest.raises(ConfigError, match="as the kind of workspace"):
         open_workspaces(kind)
+
+
+def test_program_of_the_readme_runs(engines: Engines) -> None:
+    readme = Path(atroposlib.workspaces.__file__).with_name("README.md").read_text(encoding="utf-8")
+    programs = re.findall(r"```python\n(.*?)```", readme, re.DOTALL)
+    [program] = [program for program in programs if "EngineOptions" in program]
+
+    subprocess.run([sys.executable, "-c", program], check=True)
+
+
+async def test_program_has_no_rights_over_the_machine(local: Workspace) -> None:
+    program = """
+mount -t tmpfs none /mnt && echo mounted
+mknod /dev/disk b 8 0 && echo device
+echo 1 > /proc/sys/kernel/panic && echo kernel
+rm -rf /run/atropos/network/* && touch /run/atropos/network/x && echo sockets
+hostname other && echo hostname
+ping -c 1 127.0.0.1 >/dev/null && echo raw
+kill -9 1; sleep 0.1; echo remains
+"""
+    result = await local.run(["sh", "-c", program])
+    stdout = b"".join(piece.data for piece in result.output if piece.stream == "stdout")
+
+    assert stdout.decode().split() == ["remains"]
+
+
+async def test_program_that_writes_to_the_keeper_does_not_stop_the_workspace(
+    local: Workspace,
+) -> None:
+    program = "echo junk > /proc/1/fd/1; echo junk > /proc/1/fd/0; (setsid sleep 1000 &); sleep 0.2"
+    await local.run(["sh", "-c", program])
+    listed = await local.run(["ps"])
+
+    assert listed.is_success
+    assert "sleep 1000" not in listed.text
+
+
+async def test_many_forks_leave_nothing(engines: Engines) -> None:
+    workspaces = ContainerWorkspaces("podman", options=engines.options, warm=0)
+    base = await workspaces.prepare(SPEC)
+    await (await base.fork()).close()
+    before = _left(engines)
+    for _ in range(5):
+        workspace = await base.fork()
+        await workspace.run(["true"], network=Network(forwards={8000: "127.0.0.1:1"}))
+        await workspace.close()
+    after = _left(engines)
+    await workspaces.close()
+
+    assert after == before
+
+
+def _left(engines: Engines) -> tuple[list[str], list[str], set[str]]:
+    descriptors = sorted(path.name for path in Path("/proc/self/fd").iterdir())
+    own = {path for path in _own_folders() if f"-{os.getpid()}-" in path}
+    return descriptors, engines.containers(), own

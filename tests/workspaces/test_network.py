@@ -19,7 +19,8 @@ import pytest
 from aiohttp import web
 
 from atroposlib.errors import ConfigError
-from atroposlib.workspaces.interface import NO_NETWORK, Network
+from atroposlib.workspaces.interface import NO_NETWORK, Network, WorkspaceSpec
+from atroposlib.workspaces.local import LocalWorkspaces
 from atroposlib.workspaces.network import NetworkGate, process_name
 
 pytestmark = [
@@ -286,6 +287,21 @@ print(sorted(map(int, os.listdir("/proc/self/fd")))[:4])
     assert output == f"given {variables}\nno child\n[0, 1, 2, 3]\n"
 
 
+async def test_relay_outlives_a_command_that_ends_all_python_programs(port: int) -> None:
+    program = f"""{HTTP}
+import os
+own = os.getpid()
+for pid in filter(str.isdigit, os.listdir("/proc")):
+    if int(pid) != own and "python" in open(f"/proc/{{pid}}/comm").read():
+        os.kill(int(pid), 9)
+print(len(ask("/large")))
+"""
+    async with NetworkGate(forward(port)) as gate:
+        first = await run_python(gate, program.replace("import os\n", "import os; ask('/large')\n"))
+
+    assert int(first) == LARGE_BYTES
+
+
 async def test_relay_ends_with_its_command_where_processes_outlive_it(port: int) -> None:
     """The box of this test shares the processes of the machine."""
     async with NetworkGate(forward(port)) as gate:
@@ -299,6 +315,31 @@ async def test_relay_ends_with_its_command_where_processes_outlive_it(port: int)
                 break
             await asyncio.sleep(0.05)
         assert not _relays()
+
+
+async def test_workspace_has_the_network_of_each_command_only(port: int, tmp_path: Path) -> None:
+    network = Network("allowlist", (f"127.0.0.1:{port}",), {PORT: f"127.0.0.1:{port}"})
+    program = """
+import os, urllib.request
+for address in ("127.0.0.1:8000", "PORT"):
+    request = urllib.request.Request(f"http://{address}/seen")
+    if address != "127.0.0.1:8000":
+        request.set_proxy(os.environ["http_proxy"].removeprefix("http://"), "http")
+    print(urllib.request.urlopen(request, timeout=20).status)
+""".replace("PORT", f"127.0.0.1:{port}")
+    workspaces = LocalWorkspaces(cache=tmp_path)
+    base = await workspaces.prepare(WorkspaceSpec("network"))
+    workspace = await base.fork()
+    results = [
+        await workspace.run(["python3", "-c", program], network=each)
+        for each in (network, NO_NETWORK, network)
+    ]
+    changes = await workspace.changes()
+    await workspaces.close()
+
+    assert [result.exit_code for result in results] == [0, 1, 0], results
+    assert results[0].text == results[2].text == "200\n200\n"
+    assert changes == []
 
 
 async def test_proxy_reaches_an_address_of_the_allowlist(port: int) -> None:
