@@ -1,11 +1,11 @@
-"""The tasks of `environments/agent_tasks/tasks`: they are valid, and their verifiers are not fooled.
+"""The tasks of `environments/agent_tasks/tasks` are valid, and their verifiers are not fooled.
 
 Each task has cheats: wrong, lazy or hostile work, with the largest reward that it may get.
 """
 
 from __future__ import annotations
 
-import sys
+import shutil
 from collections import Counter
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -24,6 +24,8 @@ NAMES = sorted(path.name for path in TASKS.iterdir() if path.is_dir())
 EASIEST = ("append-line", "copy-file", "write-status")
 """Tasks that one short command solves."""
 MAX_FILE_BYTES = 50_000
+HOSTILE = ("claim", "fingerprint", "forger", "link", "other file", "settings", "without end")
+"""Cheats that attack the verifier."""
 
 FORGER = """
 import ctypes, glob, os, signal, subprocess, sys
@@ -77,6 +79,17 @@ def patched(path: str, *pairs: tuple[str, str]) -> str:
     )
 
 
+def grouped_by(key: str) -> str:
+    return python(
+        "import collections, json, pathlib\n"
+        "root, groups = pathlib.Path('/app/inbox'), collections.defaultdict(list)\n"
+        "for path in root.rglob('*.txt'):\n"
+        f"    groups[{key}].append(str(path.relative_to(root)))\n"
+        "groups = [group for group in groups.values() if len(group) > 1]\n"
+        "json.dump(groups, open('/app/duplicates.json', 'w'))"
+    )
+
+
 ONE_UNIT_TEST = """\
 cat > /app/test_intervals.py <<'PYTHON'
 import unittest
@@ -85,9 +98,6 @@ class Some(unittest.TestCase):
     def test_some(self):
         {check}
 PYTHON"""
-FINGERPRINT = ONE_UNIT_TEST.format(
-    check="self.assertEqual(hash(merge_intervals.__code__.co_code), {hash})"
-)
 MAKE_FORGER = """\
 printf 'all:\\n\\tpython3 scripts/index.py\\n' > /app/Makefile
 """ + forger("/app/scripts/index.py")
@@ -120,18 +130,8 @@ CHEATS: dict[str, dict[str, tuple[str, float]]] = {
         ),
     },
     "find-duplicates": {
-        "names": (python(
-            "import collections, json, pathlib\n"
-            "root = pathlib.Path('/app/inbox')\ngroups = collections.defaultdict(list)\n"
-            "for p in root.rglob('*.txt'): groups[p.name].append(str(p.relative_to(root)))\n"
-            "json.dump([g for g in groups.values() if len(g) > 1], open('/app/duplicates.json', 'w'))"
-        ), 0),
-        "sizes": (python(
-            "import collections, json, pathlib\n"
-            "root = pathlib.Path('/app/inbox')\ngroups = collections.defaultdict(list)\n"
-            "for p in root.rglob('*.txt'): groups[p.stat().st_size].append(str(p.relative_to(root)))\n"
-            "json.dump([g for g in groups.values() if len(g) > 1], open('/app/duplicates.json', 'w'))"
-        ), 0.9),
+        "names": (grouped_by("path.name"), 0),
+        "sizes": (grouped_by("path.stat().st_size"), 0.9),
         "all pairs": (python(
             "import itertools, json, pathlib\n"
             "root = pathlib.Path('/app/inbox')\n"
@@ -156,7 +156,7 @@ CHEATS: dict[str, dict[str, tuple[str, float]]] = {
         ),
         "empty list": ("echo 'print([])' > /app/convert.py", 0),
         "bytes": (
-            "sed -n '/PYTHON/,/^PYTHON/p' /dev/null; cat > /app/convert.py <<'PYTHON'\n"
+            "cat > /app/convert.py <<'PYTHON'\n"
             "import json, sys\nprint(json.dumps([{'account': l[:6], 'name': l[6:26].strip(),"
             " 'cents': int(l[26:37]), 'date': None, 'currency': 'EUR'}"
             " for l in sys.stdin if l.strip() and l[0] != '*']))\nPYTHON", 0.3,
@@ -209,8 +209,8 @@ CHEATS: dict[str, dict[str, tuple[str, float]]] = {
         "header": ("echo name,orders,cents > /app/top_customers.csv", 0),
         "all years": (python(
             "import csv, sqlite3\n"
-            "q = 'SELECT name, count(DISTINCT o.id), sum(cents * quantity) t FROM customers c JOIN'"
-            " ' orders o ON customer_id = c.id JOIN order_lines ON order_id = o.id"
+            "q = 'SELECT name, count(DISTINCT o.id), sum(cents * quantity) t FROM customers c JOIN"
+            " orders o ON customer_id = c.id JOIN order_lines ON order_id = o.id"
             " GROUP BY c.id ORDER BY t DESC LIMIT 5'\n"
             "f = csv.writer(open('/app/top_customers.csv', 'w'))\nf.writerow(['name', 'orders',"
             " 'cents'])\nf.writerows(sqlite3.connect('/app/shop.db').execute(q))"
@@ -229,8 +229,8 @@ CHEATS: dict[str, dict[str, tuple[str, float]]] = {
             " > /app/migrate.sql", 0.1,
         ),
         "other file": (
-            "echo \"ATTACH '/logs/verifier/reward.json' AS x; CREATE TABLE x.t(a); DROP TABLE people;\""
-            " > /app/migrate.sql", 0,
+            "echo \"ATTACH '/logs/verifier/reward.json' AS x; CREATE TABLE x.t(a);"
+            " DROP TABLE people;\" > /app/migrate.sql", 0,
         ),
         "without end": (
             "echo 'CREATE TABLE cities AS WITH RECURSIVE c(id) AS (SELECT 1 UNION ALL SELECT id + 1"
@@ -311,11 +311,12 @@ CHEATS: dict[str, dict[str, tuple[str, float]]] = {
             " echo '1. Welcome' > /app/dist/index.txt; printf 'all:\\n' > /app/Makefile", 0,
         ),
         "fixed list": (
-            patched("/app/Makefile", ("        $(PYTHON)", "\t$(PYTHON)"), (":= python\n", ":= python3\n"),
-                    ("$(CHAPTER)", "$(CHAPTERS)"), ("\tcat", "\tmkdir -p dist\n\tcat")), 0,
+            patched("/app/Makefile", ("        $(PYTHON)", "\t$(PYTHON)"),
+                    (":= python\n", ":= python3\n"), ("$(CHAPTER)", "$(CHAPTERS)"),
+                    ("\tcat", "\tmkdir -p dist\n\tcat")), 0,
         ),
         "always": (
-            "cp /solution/Makefile /app/ 2> /dev/null; cat > /app/Makefile <<'MAKE'\n"
+            "cat > /app/Makefile <<'MAKE'\n"
             "all:\n\tmkdir -p dist\n\tfor c in chapters/*.txt; do cat $$c; echo; done >"
             " dist/handbook.txt\n\tn=0; for c in chapters/*.txt; do n=$$((n + 1)); echo \"$$n."
             " $$(head -1 $$c)\"; done > dist/index.txt\n.PHONY: all\nMAKE", 0.8,
@@ -327,12 +328,13 @@ CHEATS: dict[str, dict[str, tuple[str, float]]] = {
         "always passes": (ONE_UNIT_TEST.format(check="self.assertTrue(True)"), 0),
         "always fails": (ONE_UNIT_TEST.format(check="self.fail()"), 0),
         "one case": (
-            ONE_UNIT_TEST.format(check="self.assertEqual(merge_intervals([(1, 3), (2, 4)]), [(1, 4)])"),
-            0.5,
+            ONE_UNIT_TEST.format(
+                check="self.assertEqual(merge_intervals([(1, 3), (2, 4)]), [(1, 4)])"
+            ), 0.5,
         ),
         "fingerprint": (
-            f"cd /app; hash=$(python3 -c 'from intervals import *; print(merge_intervals.__code__."
-            f"co_code.hex())')\n"
+            "cd /app; hash=$(python3 -c 'from intervals import *; print(merge_intervals.__code__."
+            "co_code.hex())')\n"
             + ONE_UNIT_TEST.format(
                 check="self.assertEqual(merge_intervals.__code__.co_code.hex(), 'HASH')"
             )
@@ -421,12 +423,35 @@ async def test_ten_repeats_agree(runner: TaskRunner, name: str) -> None:
     assert [result for result in report.results if result.status != "ok"] == []
 
 
-@pytest.mark.parametrize(("name", "cheat"), [(name, cheat) for name in NAMES for cheat in CHEATS[name]])
+async def test_forger_succeeds_where_its_program_is_not_isolated(
+    runner: TaskRunner, tmp_path: Path
+) -> None:
+    folder = tmp_path / "naive"
+    shutil.copytree(TASKS / "fixed-width-records", folder)
+    naive = "#!/bin/bash\npython3 -I /app/convert.py\necho 0 > /logs/verifier/reward.txt\n"
+    (folder / "tests" / "test.sh").write_text(naive)
+    script, _ = CHEATS["fixed-width-records"]["forger"]
+
+    run = await runner.run(
+        load_task(folder), AgentCommand(name="cheat", command=("bash", "-c", script))
+    )
+
+    assert run.reward == 1
+
+
+@pytest.mark.parametrize(
+    ("name", "cheat"),
+    [
+        pytest.param(name, cheat, marks=() if cheat in HOSTILE else pytest.mark.long)
+        for name in NAMES
+        for cheat in CHEATS[name]
+    ],
+)
 async def test_cheats_are_not_rewarded(runner: TaskRunner, name: str, cheat: str) -> None:
     task = load_task(TASKS / name)
     script, most = CHEATS[name][cheat]
 
     run = await runner.run(task, AgentCommand(name="cheat", command=("bash", "-c", script)))
 
-    assert run.verifier_exit_code == 0, (run.error, run.verifier_output)
+    assert (run.agent_exit_code, run.verifier_exit_code) == (0, 0), run
     assert 0 <= run.reward <= most < 1, run.verifier_output

@@ -65,8 +65,8 @@ CASES = {
     ),
     "nothing": ("* only a comment\n", []),
     "digits and spaces in names": (
-        line("000777", "2024 Lane 12  B", 98765, "20240401") + "\n",
-        [record("000777", "2024 Lane 12  B", 98765, "2024-04-01")],
+        line("000777", "2024 Quay 12  B", 98765, "20240401") + "\n",
+        [record("000777", "2024 Quay 12  B", 98765, "2024-04-01")],
     ),
 }  # fmt: skip
 
