@@ -97,6 +97,9 @@ class ScoredDataGroup(TypedDict, total=False):
     """[G] the engine's finish reason of each trajectory's last completion, e.g. `length`."""
     tokenized_from_text: bool | None
     """Whether the tokens were made from the server's text; None means an engine reported them."""
+    traces: list[dict[str, Any] | None] | None
+    """[G] record of the agent that made each trajectory, an `AgentTrace`; None where another
+    trajectory of the same rollout has it."""
 
 
 class ScoredDataItem(TypedDict, total=False):
@@ -118,6 +121,7 @@ class ScoredDataItem(TypedDict, total=False):
     reward_parts: dict[str, float] | None
     finish_reasons: str | None
     tokenized_from_text: bool | None
+    traces: dict[str, Any] | None
 
 
 class GroupField(NamedTuple):
@@ -157,6 +161,7 @@ GROUP_FIELDS: tuple[GroupField, ...] = (
     GroupField("reward_parts", "json", "G*", is_note=True),
     GroupField("finish_reasons", "json", "G*", is_note=True),
     GroupField("tokenized_from_text", "json", "*", is_note=True),
+    GroupField("traces", "json", "G*", is_note=True),
 )
 """The fields of a group on the wire, in wire order: fourteen that every delivered group has, then
 the notes, which are present only if the sender set them."""
@@ -217,8 +222,9 @@ def merge_items(items: Sequence[Mapping[str, Any]]) -> tuple[ScoredDataGroup, li
     """Stack trajectories into one group, keeping every field they have.
 
     A per-trajectory field is kept if *every* item has it, and dropped if only some do: in a shorter
-    list, entries would belong to the wrong trajectories. Mappings of the whole group
-    (`group_overrides`, `generation_params`) are merged; later items take precedence.
+    list, entries would belong to the wrong trajectories. Of `traces`, missing ones are None.
+    Mappings of the whole group (`group_overrides`, `generation_params`) are merged; later items
+    take precedence.
 
     Args:
         items: [G] trajectories, each with at least `tokens`, `masks`, `scores`.
@@ -245,6 +251,8 @@ def merge_items(items: Sequence[Mapping[str, Any]]) -> tuple[ScoredDataGroup, li
             group[field.name] = {k: v for mapping in present for k, v in mapping.items()}
         elif field.name == "tokenized_from_text":
             group[field.name] = any(present)
+        elif field.name == "traces":
+            group[field.name] = [item.get(field.name) for item in items]
         elif len(present) == len(items):
             group[field.name] = present
         else:

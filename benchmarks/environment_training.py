@@ -1,4 +1,4 @@
-"""Train a tiny model in each of five environments, and measure the improvement.
+"""Train a tiny model in each of six environments, and measure the improvement.
 
 Usage: python benchmarks/environment_training.py [--rows blackjack,hangman] [--steps N]
        [--output DIR]
@@ -102,7 +102,7 @@ def _figures(task: TrainingTask, trained: Trained, paths: DemoPaths) -> dict[str
 
 
 def _table(figures: dict[str, dict[str, Any]]) -> Table:
-    table = Table(title="five environments, before and after training")
+    table = Table(title="six environments, before and after training")
     table.add_column("environment", no_wrap=True)
     for column in ("episodes", "start", "end", "rise", "steps", "seconds"):
         table.add_column(column, justify="right", no_wrap=True)

@@ -37,6 +37,10 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="run only the long tests of part K of N, counted by file; K may exceed N",
     )  # fmt: skip
     parser.addoption(
+        "--clients-part", metavar="K/N", type=_part, default=(0, 1),
+        help="run only part K of N of the tests with third-party programs; K may exceed N",
+    )  # fmt: skip
+    parser.addoption(
         "--long-minutes", metavar="M", type=float, default=float("inf"),
         help="skip the long tests that would start after M minutes",
     )  # fmt: skip
@@ -54,7 +58,7 @@ def pytest_configure(config: pytest.Config) -> None:
 def _part(text: str) -> tuple[int, int]:
     found = re.fullmatch(r"(\d+)/([1-9]\d*)", text)
     if found is None:
-        raise pytest.UsageError(f"--long-part takes K/N such as 3/8, not {text!r}")
+        raise pytest.UsageError(f"expected a part K/N such as 3/8, not {text!r}")
     return int(found[1]) % int(found[2]), int(found[2])
 
 
@@ -102,7 +106,12 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFolderOrFi
 
 
 def _skip_other_parts(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip the long tests of other parts; a part has whole files, which share fixtures."""
+    """Skip tests of other parts; a part of the long ones has whole files, which share fixtures."""
+    part, count = config.getoption("--clients-part")
+    clients = [item for item in items if item.get_closest_marker("clients") is not None]
+    for number, item in enumerate(clients):
+        if number % count != part:
+            item.add_marker(pytest.mark.skip(reason=f"not in part {part} of {count}"))
     part, count = config.getoption("--long-part")
     long = [item for item in items if item.get_closest_marker("long") is not None]
     files = sorted({item.path for item in long})

@@ -16,8 +16,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import re
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
-from typing import Any, TypeVar
+from dataclasses import replace
+from functools import cached_property
+from typing import Any, ClassVar, TypeVar
 
 from pydantic import Field
 
@@ -32,7 +35,7 @@ from atroposlib.adapters.interface import (
 )
 from atroposlib.adapters.registry import adapter_class, make_adapter, split_spec
 from atroposlib.envs.base import BaseEnvConfig
-from atroposlib.envs.conversation import ChatMessage, Conversation, Reply, Turn
+from atroposlib.envs.conversation import ChatMessage, Conversation, Reply, Turn, is_chat
 from atroposlib.envs.multi_turn_env import (
     ChatPolicy,
     MultiTurnEnv,
@@ -47,14 +50,23 @@ from atroposlib.envs.multi_turn_env import (
     rollout_of_record,
 )
 from atroposlib.envs.reporting import Reward, weigh
-from atroposlib.envs.server_handling.proxy import AgentProxy, AgentSession, ProxySettings
+from atroposlib.envs.server_handling.chat_rendering import special_spellings, without_specials
+from atroposlib.envs.server_handling.proxy import (
+    AgentProxy,
+    AgentSession,
+    AgentTurn,
+    ProxySettings,
+)
+from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.envs.single_turn_env import RESERVED_TOKENS
 from atroposlib.errors import (
     AtroposError,
+    ConfigError,
     EpisodeError,
     EpisodeFailedError,
     EpisodeRewardError,
     EpisodeTimeoutError,
+    MissingExtraError,
 )
 
 __all__ = ["AdapterEnv", "AdapterEnvConfig", "environment_class"]
@@ -103,8 +115,16 @@ class AdapterEnvConfig(MultiTurnEnvConfig):
 class GuardedConversation(Conversation):
     """An episode as a conversation: time limits, and exceptions named by their cause."""
 
-    def __init__(self, episode: Episode, *, where: str, step_timeout_s: float) -> None:
+    def __init__(
+        self,
+        episode: Episode,
+        *,
+        where: str,
+        step_timeout_s: float,
+        specials: re.Pattern[str] | None = None,
+    ) -> None:
         self.episode = episode
+        self._specials = specials
         self._where = where
         self._step_timeout_s = step_timeout_s
         self._opening: Sequence[ChatMessage] = ()
@@ -112,7 +132,7 @@ class GuardedConversation(Conversation):
         self.is_closed = False
 
     async def begin(self) -> None:
-        self._opening = await self._call(self.episode.begin())
+        self._opening = self._inert(await self._call(self.episode.begin()))
 
     def opening(self) -> Sequence[ChatMessage]:
         return self._opening
@@ -122,7 +142,11 @@ class GuardedConversation(Conversation):
         self._has_ended = True  # after an invalid reward, nothing is left to score
         self._check_reward(reply.reward)
         self._has_ended = reply.is_done
-        return reply
+        return replace(
+            reply,
+            messages=self._inert(reply.messages),
+            history=None if reply.history is None else self._inert(reply.history),
+        )
 
     async def close(self) -> None:
         """Score an episode that a limit ended, and close it; errors of closing are logged."""
@@ -137,6 +161,22 @@ class GuardedConversation(Conversation):
         finally:
             await close_quietly(self.episode, self._where)
 
+    def _inert(self, messages: Any) -> Any:
+        """Return messages that spell no special tokens; turns of the policy are unchanged.
+
+        `play` reports what is not a chat.
+        """
+        if isinstance(messages, str):
+            return without_specials(messages, self._specials)
+        if self._specials is None or not is_chat(messages):
+            return messages
+        return [
+            message
+            if message["role"] == "assistant"
+            else {**message, "content": _map_texts(message.get("content"), self._specials)}
+            for message in messages
+        ]
+
     async def _call(self, call: Awaitable[Result], limit_s: float | None = None) -> Result:
         try:
             return await _within(call, limit_s or self._step_timeout_s, self._where)
@@ -146,6 +186,19 @@ class GuardedConversation(Conversation):
 
     def _check_reward(self, reward: Reward) -> None:
         _checked_reward(reward, self._where)
+
+
+def _map_texts(content: Any, specials: re.Pattern[str]) -> Any:
+    if isinstance(content, str):
+        return without_specials(content, specials)
+    if not isinstance(content, list | tuple):
+        return content
+    return [
+        {**part, "text": without_specials(part["text"], specials)}
+        if isinstance(part, Mapping) and isinstance(part.get("text"), str)
+        else part
+        for part in content
+    ]
 
 
 def _checked_reward(reward: Any, where: str) -> None:
@@ -200,6 +253,11 @@ class AdapterEnv(MultiTurnEnv):
     config: AdapterEnvConfig
     adapter: Adapter
     default_model = "Qwen/Qwen3-0.6B"
+    check_settings: ClassVar[Mapping[str, Any]] = {"num_eval_items": 4}
+    mistakes: ClassVar = (ConfigError, MissingExtraError, EpisodeError)
+    """Exceptions of `setup` that end `check` in one line: the name or an argument is wrong."""
+    no_gold_answer: ClassVar = "the adapter knows no right answer"
+    """Text of `check` in place of the advice to define `check_gold_answer`."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
@@ -330,7 +388,10 @@ class AdapterEnv(MultiTurnEnv):
 
     async def _play(self, episode: Episode, *, is_evaluation: bool) -> Rollout:
         conversation = GuardedConversation(
-            episode, where=self.config.adapter, step_timeout_s=self.config.step_timeout_s
+            episode,
+            where=self.config.adapter,
+            step_timeout_s=self.config.step_timeout_s,
+            specials=self._specials,
         )
         async with self._policy(is_evaluation=is_evaluation) as policy:
             try:
@@ -346,6 +407,10 @@ class AdapterEnv(MultiTurnEnv):
         rollout.metrics = dict(episode.metrics)
         return rollout
 
+    @cached_property
+    def _specials(self) -> re.Pattern[str] | None:
+        return special_spellings(self.tokenizer)
+
     @contextlib.asynccontextmanager
     async def _policy(self, *, is_evaluation: bool) -> AsyncIterator[Policy]:
         if is_evaluation:
@@ -358,42 +423,52 @@ class AdapterEnv(MultiTurnEnv):
 
     async def _run_agent(self, episode: AgentEpisode, *, is_evaluation: bool) -> Rollout:
         proxy = await self._started_proxy()
+        temperature = self.config.eval_temperature if is_evaluation else self.config.temperature
+        limits = self.limits()
+        # The proxy lowers it to what remains of `max_token_length`.
+        max_tokens = limits.max_turn_tokens or max(MIN_AGENT_TOKENS, limits.max_tokens)
         try:
-            async with proxy.session(tool_parser=episode.tool_parser) as session:
-                endpoint = self._endpoint(session, is_evaluation=is_evaluation)
+            if isinstance(self.server, ServerManager):
+                # The proxy refuses requests while the engine is down: the episode would fail.
+                await self.server.wait_for_sem(is_training=not is_evaluation)
+            async with proxy.session(
+                tool_parser=episode.tool_parser,
+                records_turns=episode.records_turns,
+                temperature=temperature if episode.fixes_sampling else None,
+                max_tokens=max_tokens if episode.fixes_sampling else None,
+            ) as session:
+                endpoint = AgentEndpoint(
+                    base_url=session.base_url,
+                    api_key=session.api_key,
+                    model=session.model,
+                    max_tokens=max_tokens,
+                    temperature=temperature,
+                    turns=session.turns,
+                )
                 end = await _within(
-                    episode.run(endpoint), self.config.conversation_timeout_s, self.config.adapter
+                    episode.run(endpoint),
+                    self.config.conversation_timeout_s,
+                    self.config.adapter,
                 )
                 _checked_reward(end.reward, self.config.adapter)
                 return self._agent_rollout(session, end)
         finally:
             await close_quietly(episode, self.config.adapter)
 
-    def _endpoint(self, session: AgentSession, *, is_evaluation: bool) -> AgentEndpoint:
-        limits = self.limits()
-        temperature = self.config.eval_temperature if is_evaluation else self.config.temperature
-        return AgentEndpoint(
-            base_url=session.base_url,
-            api_key=session.api_key,
-            model=session.model,
-            # The proxy lowers it to what remains of `max_token_length`.
-            max_tokens=limits.max_turn_tokens or max(MIN_AGENT_TOKENS, limits.max_tokens),
-            temperature=temperature,
-        )
-
     def _agent_rollout(self, session: AgentSession, end: EpisodeEnd) -> Rollout:
         """Return the record of an agent: its sequences, and its reward as that of one turn."""
         weighed = weigh(end.reward, self.config.reward_weights, self.config.adapter)
+        chats = chats_of_rows(session.turns())
         sequences = [
             TokenSequence(
                 tokens=node.tokens,
                 masks=node.masked_tokens,
                 inference_logprobs=node.logprobs,
-                messages=list(end.messages),
+                messages=chats.get(row) or list(end.messages),
                 spans=[TurnSpan(0, 0, len(node.tokens))],
                 finish_reason=(node.metadata or {}).get("finish_reason"),
             )
-            for node in session.nodes()
+            for row, node in enumerate(session.nodes())
         ]
         if not sequences:
             raise EpisodeFailedError(f"{self.config.adapter} ended without asking the model")
@@ -401,9 +476,10 @@ class AdapterEnv(MultiTurnEnv):
             sequences=sequences,
             rewards=[weighed.total],
             reward_parts=[weighed.parts],
-            messages=list(end.messages),
+            messages=list(end.messages) or sequences[0].messages,
             outcome="truncated" if end.is_truncated else "done",
             metrics=dict(end.metrics),
+            trace=end.trace,
         )
 
     async def _started_proxy(self) -> AgentProxy:
@@ -414,6 +490,15 @@ class AdapterEnv(MultiTurnEnv):
             self._proxy, self._proxy_started = proxy, asyncio.ensure_future(proxy.start())
         await asyncio.shield(self._proxy_started)
         return self._proxy
+
+
+def chats_of_rows(turns: Sequence[AgentTurn]) -> dict[int, list[ChatMessage]]:
+    """Return the chat of each row, from the last request that its sequence answered."""
+    return {
+        turn.row: [*map(dict, turn.messages), {"role": "assistant", **turn.reply}]
+        for turn in sorted(turns, key=lambda turn: turn.end)
+        if turn.row is not None and turn.messages
+    }
 
 
 def environment_class(spec: str) -> type[AdapterEnv]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import random
+import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -173,7 +174,9 @@ def _import_gem() -> None:
     """Import the package and undo its change of the root logger."""
     root = logging.getLogger()
     level, handlers = root.level, list(root.handlers)
-    import gem  # noqa: F401
+    with warnings.catch_warnings():  # of packages that it imports, when they are compiled
+        warnings.simplefilter("ignore", SyntaxWarning)
+        import gem  # noqa: F401
 
     root.setLevel(level)
     root.handlers[:] = handlers

@@ -29,6 +29,7 @@ from atroposlib.adapters.interface import (
 )
 from atroposlib.envs.conversation import ChatMessage, Reply, Turn
 from atroposlib.errors import ConfigError
+from atroposlib.utils.text import texts_in_tag
 
 __all__ = ["GymnasiumAdapter", "GymnasiumArgs", "GymnasiumEpisode", "find_action", "plain_text"]
 
@@ -37,9 +38,8 @@ EVAL_SEEDS = 1_000_000_000
 MAX_ACTIONS = 1000
 MAX_ACTION_CHARACTERS = 100_000
 
-_HIGHLIGHTED = re.compile(r"\x1b\[[0-9;]*m(.*?)\x1b\[0m", re.DOTALL)
+_HIGHLIGHTED = re.compile(r"\x1b\[[0-9;]*m([^\x1b]*)\x1b\[0m")
 _ESCAPE = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
-_TAGGED = re.compile(r"<action>(.*?)</action>", re.DOTALL | re.IGNORECASE)
 
 
 class GymnasiumArgs(AdapterArgs):
@@ -95,7 +95,7 @@ def find_action(answer: str, actions: Mapping[str, int]) -> int | None:
         answer: text of the policy; within `<action>` tags, or the whole answer.
         actions: number by lower-case name.
     """
-    tagged = _TAGGED.findall(answer)
+    tagged = texts_in_tag(answer, "action")
     text = " ".join((tagged[-1] if tagged else answer).lower().split())
     if text.strip(" .\"'`*") in actions:
         return actions[text.strip(" .\"'`*")]
@@ -213,12 +213,17 @@ class GymnasiumAdapter(Adapter):
             return gymnasium.make(self.name, **kwargs)
         except (gymnasium.error.Error, ImportError, TypeError) as error:
             raise ConfigError(f"gymnasium.make({self.name!r}) failed: {error}") from error
+        except (LookupError, ValueError) as error:  # a value in env_kwargs
+            raise ConfigError(
+                f"gymnasium.make({self.name!r}) failed with env_kwargs {self.args.env_kwargs}: "
+                f"{type(error).__name__}: {error}"
+            ) from error
 
     def action_of(self, answer: str) -> Any:
         """Return the action of an answer; None if it names none."""
         if self._text_space is None:
             return find_action(answer, self._numbers)
-        tagged = _TAGGED.findall(answer)
+        tagged = texts_in_tag(answer, "action")
         text = (tagged[-1] if tagged else answer).strip()
         return text if self._text_space.contains(text) else None
 

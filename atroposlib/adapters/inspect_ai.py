@@ -46,6 +46,9 @@ from atroposlib.errors import (
 
 __all__ = ["InspectAdapter", "InspectArgs", "InspectEpisode", "Worker", "main"]
 
+MODEL_RETRIES = 0
+"""Retries by inspect of a request to the policy; its default has no limit. Its client retries, and
+the proxy waits for the engine."""
 MODEL_GRADED = ("model_graded_qa", "model_graded_fact")
 """Scorers of inspect that ask a model."""
 MAX_LINE_BYTES = 64 * 2**20
@@ -406,7 +409,7 @@ class LoadedTask:
     def evaluate(self, request: Mapping[str, Any]) -> dict[str, Any]:
         import inspect_ai
         from inspect_ai.dataset import MemoryDataset
-        from inspect_ai.model import get_model
+        from inspect_ai.model import GenerateConfig, get_model
 
         sample = copy.deepcopy(self.samples[request["sample"]])
         task = copy.copy(self.task)
@@ -415,6 +418,7 @@ class LoadedTask:
             f"openai-api/policy/{request['model']}",
             base_url=request["base_url"],
             api_key=request["api_key"],
+            config=GenerateConfig(max_retries=MODEL_RETRIES),
             memoize=False,
         )
         with tempfile.TemporaryDirectory(prefix="inspect-") as folder:

@@ -29,8 +29,10 @@ from typing import Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict
 
+from atroposlib.agent_tasks.trace import AgentTrace
 from atroposlib.envs.conversation import ChatMessage, Reply, Turn
 from atroposlib.envs.reporting import Reward
+from atroposlib.envs.server_handling.proxy import AgentTurn
 from atroposlib.errors import EpisodeFailedError, EpisodeRewardError, EpisodeTimeoutError
 
 __all__ = [
@@ -110,6 +112,8 @@ class AgentEndpoint:
     max_tokens: int
     """Limit of one completion."""
     temperature: float
+    turns: Callable[[], Sequence[AgentTurn]] = field(default=tuple, repr=False)
+    """Returns the turns so far; empty unless the episode sets `records_turns`."""
 
 
 @dataclass(frozen=True)
@@ -124,6 +128,8 @@ class EpisodeEnd:
     """The chat, for the pages that show rollouts."""
     is_truncated: bool = False
     """Whether a limit of the other library ended the episode."""
+    trace: AgentTrace | None = None
+    """The record of the rollout, which goes with its group."""
 
 
 class AgentEpisode(ABC):
@@ -131,9 +137,14 @@ class AgentEpisode(ABC):
 
     Attributes:
         tool_parser: format of the model's tool calls, a name of `tool_formats`.
+        records_turns: Whether the endpoint has `turns`, and each row of the rollout its own chat.
+        fixes_sampling: Whether the temperature and the limit of a completion are those of the
+            environment, whatever the agent asks for.
     """
 
     tool_parser: str = "hermes"
+    records_turns: bool = False
+    fixes_sampling: bool = False
 
     @abstractmethod
     async def run(self, endpoint: AgentEndpoint) -> EpisodeEnd:
@@ -237,7 +248,7 @@ def finite_reward(value: Any, where: str) -> float:
         raise EpisodeRewardError(f"{where} gave no reward; expected a finite number")
     try:
         number = float(value)
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise EpisodeRewardError(
             f"{where} gave the reward {value!r:.100}; expected a finite number"
         ) from error

@@ -5,10 +5,10 @@
     servers ─ tools/list ────┴─────────────────┘   stdio: a child process; HTTP: a session
 
 NAME is the task file. Each rollout has sessions of its own with all servers, which end with it
-however it ends; `sessions: shared` uses one session per server for all rollouts. A child process
-ends with this process, also if that is killed. A result that reports an error is a result: the
-policy reads it. A server that is lost fails the rollouts that use it, and the next rollout connects
-again, with a back-off.
+however it ends; `sessions: shared` uses one session per server for all rollouts. If this process is
+killed, its child processes end, and its guard ends the HTTP sessions. A result that reports an
+error is a result: the policy reads it. A server that is lost fails the rollouts that use it, and
+the next rollout connects again, with a back-off.
 """
 
 from __future__ import annotations
@@ -22,6 +22,7 @@ import re
 import shlex
 import shutil
 import sys
+import uuid
 from collections.abc import AsyncIterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TextIO
@@ -31,6 +32,7 @@ from pydantic import BaseModel, ConfigDict, Field, field_validator, model_valida
 
 from atroposlib.adapters.dataset import DatasetArgs, TaskRows
 from atroposlib.adapters.interface import Adapter, Item
+from atroposlib.adapters.session_guard import EndRequest, SessionGuard
 from atroposlib.adapters.tool_episode import (
     ForeignTool,
     ToolEpisode,
@@ -57,6 +59,9 @@ MAX_EXPECTED_CALLS = 256
 STDERR_BYTES = 2000
 """Last bytes of a child's stderr that are kept for error messages."""
 CLOSE_S = 10.0
+SESSION_HEADER = "mcp-session-id"
+END_HEADERS = frozenset({"authorization", "cookie", "mcp-protocol-version"})
+"""Headers of a request that ends a session, in addition to its id and those of the user."""
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.2, 5.0
 VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
 SYSTEM_PROMPT = (
@@ -258,12 +263,17 @@ class McpSession:
         spec: where it is.
         mode: `legacy` begins with the handshake, which gives an HTTP session its state; `auto`
             speaks the newest protocol that both know.
+        guard: ends an HTTP session if this process is killed.
     """
 
-    def __init__(self, name: str, spec: McpServerSpec, *, mode: str) -> None:
+    def __init__(self, name: str, spec: McpServerSpec, *, mode: str, guard: SessionGuard) -> None:
         self.name = name
         self._spec = spec
         self._mode = mode
+        self._guard = guard
+        self._guard_key = uuid.uuid4().hex
+        self._end_request: EndRequest | None = None
+        self._is_ended = False
         self._stderr = StderrTail()
         self._stop = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -384,7 +394,11 @@ class McpSession:
         if self._spec.url is not None:
             headers = {k: expand(v, os.environ, where) for k, v in self._spec.headers.items()}
             http = await stack.enter_async_context(
-                httpx2.AsyncClient(headers=headers, timeout=httpx2.Timeout(30.0, read=300.0))
+                httpx2.AsyncClient(
+                    headers=headers,
+                    timeout=httpx2.Timeout(30.0, read=300.0),
+                    event_hooks={"response": [self._note_response]},
+                )
             )
             transport = streamable_http_client(self._spec.url, http_client=http)
         else:
@@ -394,6 +408,24 @@ class McpSession:
             errlog = await stack.enter_async_context(self._stderr.reading())
             transport = stdio_client(server, errlog=errlog)
         return await stack.enter_async_context(Client(transport, mode=self._mode, cache=None))
+
+    async def _note_response(self, response: Any) -> None:
+        """Inform the guard of the HTTP session, whose id the SDK keeps to itself."""
+        request = response.request
+        session_id = response.headers.get(SESSION_HEADER) or request.headers.get(SESSION_HEADER)
+        if session_id is None or self._is_ended:
+            return
+        if request.method == "DELETE":
+            self._is_ended = True
+            self._guard.ended(self._guard_key)
+            return
+        names = END_HEADERS | {name.lower() for name in self._spec.headers}
+        headers = {name: value for name, value in request.headers.items() if name.lower() in names}
+        headers[SESSION_HEADER] = session_id
+        end = EndRequest("DELETE", str(request.url.copy_with(userinfo=b"")), headers)
+        if end != self._end_request:
+            self._end_request = end
+            self._guard.opened(self._guard_key, [end])
 
     def _refusal(self, error: BaseException) -> AtroposError:
         """Return the exception of a connection that failed."""
@@ -541,6 +573,7 @@ class McpAdapter(Adapter):
         self.num_started = 0
         self.num_lost = 0
         self._shared: dict[str, McpSession] = {}
+        self._guard = SessionGuard()
         self._modes = dict.fromkeys(
             args.servers, "legacy" if args.sessions == "per_rollout" else "auto"
         )
@@ -562,6 +595,7 @@ class McpAdapter(Adapter):
     async def close(self) -> None:
         shared, self._shared = self._shared, {}
         await asyncio.gather(*map(self._end, shared.values()))
+        await self._guard.close()
         self.rows.close()
         logging.getLogger("mcp.client.stdio").removeFilter(self._log_filter)
 
@@ -658,7 +692,9 @@ class McpAdapter(Adapter):
         return session
 
     async def _connected(self, name: str) -> McpSession:
-        session = McpSession(name, self.args.servers[name], mode=self._modes[name])
+        session = McpSession(
+            name, self.args.servers[name], mode=self._modes[name], guard=self._guard
+        )
         limit_s = self.args.connect_timeout_s
         try:
             await asyncio.wait_for(session.open(), limit_s)

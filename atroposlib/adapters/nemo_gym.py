@@ -40,7 +40,7 @@ from atroposlib.adapters.remote import (
 from atroposlib.adapters.tool_episode import ForeignTool, ToolEpisode, ToolOutcome, ToolQuestion
 from atroposlib.envs.conversation import ChatMessage, Reply, Turn
 from atroposlib.envs.reporting import Reward
-from atroposlib.envs.tools import ToolCall, parse_tool_calls
+from atroposlib.envs.tools import ToolCall, parse_tool_calls, response_block
 from atroposlib.errors import (
     ConfigError,
     EpisodeConnectionError,
@@ -427,7 +427,7 @@ def _response_block(output: Any, names: Mapping[str, str]) -> str:
         "name": names.get(str(output.get("call_id")), ""),
         "content": str(output.get("output", "")),
     }
-    return f"<tool_response>\n{shown_value(shown)}\n</tool_response>"
+    return response_block(shown_value(shown))
 
 
 def _new_id(prefix: str) -> str:

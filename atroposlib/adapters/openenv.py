@@ -37,6 +37,7 @@ from atroposlib.adapters.remote import (
     repeat_until_connected,
     server_address,
     shown_value,
+    split_names,
 )
 from atroposlib.adapters.tool_episode import (
     ForeignTool,
@@ -53,7 +54,7 @@ from atroposlib.errors import (
     EpisodeRewardError,
     EpisodeTimeoutError,
 )
-from atroposlib.utils.text import near_name
+from atroposlib.utils.text import near_name, texts_in_tag
 
 __all__ = ["OpenEnvAdapter", "OpenEnvArgs", "OpenEnvEpisode", "OpenEnvToolEpisode"]
 
@@ -68,7 +69,6 @@ PONG_S = 20.0
 CLOSING_S = 12.0
 
 _CODE = re.compile(r"\(code: (?:WSErrorCode\.)?(\w+)\)\s*\Z")
-_TAGGED = re.compile(r"<action>(.*?)</action>", re.DOTALL | re.IGNORECASE)
 _CONVERTERS: dict[str, Any] = {"string": str, "integer": int, "number": float}
 
 Result = TypeVar("Result")
@@ -384,7 +384,7 @@ class OpenEnvAdapter(Adapter):
             schema, description = await repeat_until_connected(
                 lambda: self._read_server(http), limit_s=self.args.reconnect_s, where=self.url
             )
-            self._fields = dict(schema["action"].get("properties") or {})
+            self._fields = dict(_fields_of(schema["action"]))
             self._check_observation_field(schema["observation"])
             await self._read_splits(http)
         finally:
@@ -410,7 +410,7 @@ class OpenEnvAdapter(Adapter):
 
     def action_of(self, answer: str) -> dict[str, Any] | None:
         """Return the action of a turn; None if it holds none."""
-        tagged = _TAGGED.findall(answer)
+        tagged = texts_in_tag(answer, "action")
         text = (tagged[-1] if tagged else answer).strip()
         names = self.args.actions
         if names is not None:
@@ -419,7 +419,7 @@ class OpenEnvAdapter(Adapter):
         if self.args.action_field is None:
             try:
                 action = json.loads(text)
-            except ValueError:
+            except (ValueError, RecursionError):
                 return None
             return {**self.args.action_constants, **action} if isinstance(action, dict) else None
         value = _converted(text, self._fields.get(self.args.action_field, {}))
@@ -462,12 +462,14 @@ class OpenEnvAdapter(Adapter):
     async def _read_splits(self, http: HttpSession) -> None:
         listed = await http.get("/list_environments")
         names = listed.json() if listed.is_ok else []
+        if not isinstance(names, list):
+            raise ConfigError(f"{listed.where}: expected a list of names, got {names!r:.100}")
         splits = await http.get(f"/{names[0]}/splits") if names else None
         if splits is None or not splits.is_ok:
             if self.args.split or self.args.eval_split:
                 raise ConfigError(f"split: the environment of {self.url} has no tasks")
             return
-        known = [str(split["name"]) for split in splits.json()]
+        known = split_names(splits)
         self._split = choose(self.args.split, known, "train", "split")
         others = [name for name in known if name != self._split] or known
         self._eval_split = choose(
@@ -598,7 +600,8 @@ def _checked_schema(api: HttpAnswer, schema: HttpAnswer, url: str) -> Mapping[st
             )
     try:
         found = schema.json()
-        if isinstance(found["action"], Mapping) and isinstance(found["observation"], Mapping):
+        forms = [found["action"], found["observation"]]
+        if all(isinstance(f, Mapping) and isinstance(_fields_of(f), Mapping) for f in forms):
             checked: Mapping[str, Any] = found
             return checked
     except (EpisodeFailedError, KeyError, TypeError):
@@ -607,6 +610,10 @@ def _checked_schema(api: HttpAnswer, schema: HttpAnswer, url: str) -> Mapping[st
         f"{url} is not an OpenEnv server: GET /schema returned status {schema.status} without the "
         "schemas of actions and observations; expected a server of openenv 0.10"
     )
+
+
+def _fields_of(schema: Mapping[str, Any]) -> Any:
+    return schema.get("properties") or {}
 
 
 def _is_refused_handshake(error: BaseException | None) -> bool:
@@ -628,6 +635,6 @@ def _converted(text: str, schema: Mapping[str, Any]) -> Any:
         return {"true": True, "false": False}.get(text.lower())
     try:
         value = _CONVERTERS.get(str(kind), json.loads)(text)
-    except ValueError:
+    except (ValueError, RecursionError):
         return text if kind is None else None
     return None if isinstance(value, float) and not math.isfinite(value) else value

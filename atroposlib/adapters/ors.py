@@ -3,14 +3,15 @@
     open      /list_environments, /version, splits ─► number of tasks
     episode   create ─► messages, tools ─► turn ─► call ─► reward, finished ─► … ─► delete
 
-A session is kept alive with pings and deleted however its rollout ends. The server itself removes
-one that has had no ping for 15 minutes, such as that of a process that was killed.
+A session is kept alive with pings and deleted however its rollout ends. If this process is killed,
+its guard deletes them. The server itself removes those that had no ping for 15 minutes.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import uuid
 from collections.abc import Awaitable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -31,7 +32,9 @@ from atroposlib.adapters.remote import (
     repeat_until_connected,
     server_address,
     shown_value,
+    split_names,
 )
+from atroposlib.adapters.session_guard import EndRequest, SessionGuard
 from atroposlib.adapters.tool_episode import (
     ForeignTool,
     ToolEpisode,
@@ -53,6 +56,8 @@ SUPPORTED = (0, 1)
 """Major and minor version of the servers of the SDK that are supported."""
 PING_S = 10.0
 """Interval of the messages that keep a session alive."""
+DELETE_ROUTES = ("/delete", "/delete_session")
+"""Routes that delete the environment of a session, and the session."""
 CUT = "truncated"
 CREATING_S = 8.0
 """Time limit of a session's creation that goes on after its rollout has ended."""
@@ -180,6 +185,7 @@ class OrsAdapter(Adapter):
         self.url, self._wanted = server_address(name, "ors")
         self.max_concurrent = args.max_concurrent
         self._secrets: Mapping[str, str] = {}
+        self._guard = SessionGuard()
         self._api: Any = None
         self._session_class: Any = None
         self._environment: Any = None
@@ -208,6 +214,7 @@ class OrsAdapter(Adapter):
     async def close(self) -> None:
         if self._api is not None:
             await self._api.aclose()
+        await self._guard.close()
 
     async def item(self, index: int) -> Item:
         return self._item(self._train, index)
@@ -222,6 +229,7 @@ class OrsAdapter(Adapter):
     def session(self, item: Item) -> Any:
         """Return a new session of the client; it is created on entering."""
         return self._session_class(
+            self._guard,
             self._environment,
             secrets=dict(self._secrets) or None,
             api_key=self._environment.api_key,
@@ -255,8 +263,7 @@ class OrsAdapter(Adapter):
         return choose(wanted, names, "", "environment")
 
     async def _read_splits(self, http: HttpSession, name: str) -> None:
-        splits = (await http.get(f"/{name}/splits")).json()
-        known = [str(split["name"]) for split in splits]
+        known = split_names(await http.get(f"/{name}/splits"))
         train = choose(self.args.split, known, "train", "split")
         others = [split for split in known if split != train] or known
         evaluation = choose(
@@ -277,12 +284,52 @@ def _client_classes() -> tuple[type[Any], type[Any]]:
     from openreward.api.environments.client import AsyncEnvironmentsAPI, AsyncSession
 
     class LoopSession(AsyncSession):  # type: ignore[misc]
-        """A session whose pings end with it; those of the client are sent by a lasting thread."""
+        """A session known to the guard, whose pings end with it.
 
-        async def _run_ping(self, url: str, sid: str, *_: Any, **__: Any) -> None:
-            headers = {"X-Session-ID": sid, "X-Deployment": self.deployment}
+        The pings of the client are sent by a lasting thread.
+        """
+
+        def __init__(self, guard: SessionGuard, *args: Any, **kwargs: Any) -> None:
+            self._guard = guard
+            self._guard_key = uuid.uuid4().hex
+            self._created_id: str | None = None
+            super().__init__(*args, **kwargs)
+
+        @property
+        def _pending_task_id(self) -> str | None:
+            """The id of a session that the server begins to create, set by the client."""
+            return self._created_id
+
+        @_pending_task_id.setter
+        def _pending_task_id(self, sid: str | None) -> None:
+            self._created_id = sid
+            if sid is not None:
+                self._note_opened(sid, repeat_s=CREATING_S)
+
+        async def _post_create(self) -> None:
+            self._note_opened(self.sid, repeat_s=CREATING_S)
+            await super()._post_create()
+            self._note_opened(self.sid)
+
+        async def __aexit__(self, *error: Any) -> None:
+            await super().__aexit__(*error)
+            self._guard.ended(self._guard_key)
+
+        def _note_opened(self, sid: str, *, repeat_s: float = 0.0) -> None:
+            url, headers = str(self.base_url).rstrip("/"), self._session_headers(sid)
+            ends = [EndRequest("POST", url + path, headers) for path in DELETE_ROUTES]
+            self._guard.opened(self._guard_key, ends, repeat_s=repeat_s)
+
+        def _session_headers(self, sid: str) -> dict[str, str]:
+            headers = {"X-Session-ID": sid}
+            if self.deployment:
+                headers["X-Deployment"] = self.deployment
             if self.api_key:
                 headers["X-API-Key"] = self.api_key
+            return headers
+
+        async def _run_ping(self, url: str, sid: str, *_: Any, **__: Any) -> None:
+            headers = self._session_headers(sid)
             while True:
                 await asyncio.sleep(PING_S)
                 with contextlib.suppress(aiohttp.ClientError, OSError):  # calls report lost servers

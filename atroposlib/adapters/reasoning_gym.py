@@ -112,6 +112,9 @@ class ReasoningGymAdapter(Adapter):
 
     async def open(self) -> None:
         await asyncio.to_thread(self._open)
+        # A worker loads the package with its first call, which must not count as time of a turn.
+        made = await asyncio.to_thread(tasks.train_item, self.config_of(self.names[0]), 0)
+        await self.pool.run(tasks.score_completion, "", made, default=0.0)
 
     async def close(self) -> None:
         self.pool.close()
@@ -204,4 +207,3 @@ class ReasoningGymAdapter(Adapter):
         weights = [self.args.weights.get(name, 1.0) for name in self.names]
         if not (min(weights) >= 0 and 0 < sum(weights) < float("inf")):
             raise ConfigError("weights: expected finite numbers of at least 0, and one above 0")
-        tasks.train_item(self.config_of(self.names[0]), 0)

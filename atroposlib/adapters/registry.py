@@ -113,6 +113,11 @@ KINDS: dict[str, Kind] = {
         package="reasoning-gym",
         versions=">=0.1.20,<0.2",
     ),
+    "tasks": Kind(
+        "tasks in folders, worked on by agents left as they are",
+        f"{PAGES}.tasks:TasksAdapter",
+        "a folder of tasks, such as environments/agent_tasks/tasks, or hf:NAME of the hub",
+    ),
     "textarena": Kind(
         "games of TextArena, against a random or a model opponent",
         f"{PAGES}.textarena:TextArenaAdapter",

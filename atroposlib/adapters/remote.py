@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import asyncio
 import json
-import math
+import logging
+import sys
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -24,6 +25,7 @@ import yaml
 from pydantic import Field
 from tenacity import (
     AsyncRetrying,
+    RetryCallState,
     RetryError,
     retry_if_exception_type,
     stop_after_delay,
@@ -37,7 +39,7 @@ from atroposlib.errors import (
     EpisodeFailedError,
     EpisodeTimeoutError,
 )
-from atroposlib.utils.text import near_name, without_secrets
+from atroposlib.utils.text import near_name, shown_name, without_secrets
 
 __all__ = [
     "OPEN_REQUEST_S",
@@ -51,18 +53,25 @@ __all__ = [
     "repeat_until_connected",
     "server_address",
     "shown_value",
+    "split_names",
 ]
+
+logger = logging.getLogger(__name__)
 
 OPEN_REQUEST_S = 30.0
 """Least time limit of a request before the first episode; a server may build its answer first."""
 CONNECT_S = 10.0
 """Time limit of opening one connection."""
+ATTEMPTS_BEFORE_LOG = 3
+"""A server that does not answer this many attempts is named in the log."""
 MAX_ANSWER_BYTES = 64 * 1024 * 1024
 MAX_TEXT = 200_000
 """Characters of one value that are shown to the policy."""
 MAX_TASKS = 10_000_000
 """Tasks of a split that are used."""
 MAX_METRICS = 32
+MAX_NUMBER = sys.float_info.max
+REDIRECTIONS = (301, 302, 303, 307, 308)
 
 Result = TypeVar("Result")
 
@@ -157,7 +166,7 @@ class HttpAnswer(NamedTuple):
             raise EpisodeFailedError(f"{self.where}: status {self.status}: {self.text[:300]}")
         try:
             return json.loads(self.text)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             text = f"{self.where}: expected JSON, got {self.text[:100]!r}"
             raise EpisodeFailedError(text) from error
 
@@ -193,14 +202,21 @@ class HttpSession:
     async def _request(self, method: str, path: str, **content: Any) -> HttpAnswer:
         where = f"{method} {self._url}{path}"
         try:
-            async with self._client.request(method, self._url + path, **content) as response:
+            # A redirection could lead to any host that this machine reaches.
+            async with self._client.request(
+                method, self._url + path, allow_redirects=False, **content
+            ) as response:
                 body = await _read_limited(response, where)
         except (asyncio.TimeoutError, TimeoutError) as error:
             raise EpisodeTimeoutError(f"{where}: no response in time") from error
         except (aiohttp.ClientError, OSError) as error:
             text = f"{where}: {type(error).__name__}: {error}"
             raise EpisodeConnectionError(text) from error
-        answer = HttpAnswer(response.status, body.decode("utf-8", "replace"), where)
+        text = body.decode("utf-8", "replace")
+        if response.status in REDIRECTIONS:
+            target = shown_name(response.headers.get("Location", ""))
+            text = f"the server redirects to {target}, which is not followed; give its own URL"
+        answer = HttpAnswer(response.status, text, where)
         if answer.status in (502, 503, 504):  # a proxy in front of a server that does not answer
             raise EpisodeConnectionError(f"{where}: status {answer.status}: {answer.text[:300]}")
         return answer
@@ -228,10 +244,16 @@ async def repeat_until_connected(
     Raises:
         EpisodeConnectionError: the last attempt failed; the message has their number.
     """
+
+    def log_waiting(state: RetryCallState) -> None:
+        if state.attempt_number == ATTEMPTS_BEFORE_LOG:
+            logger.warning("%s does not answer; waiting up to %g s for it", where, limit_s)
+
     attempts = AsyncRetrying(
         retry=retry_if_exception_type(EpisodeConnectionError),
         wait=wait_random_exponential(multiplier=0.2, max=3.0),
         stop=stop_after_delay(limit_s),
+        before_sleep=log_waiting,
     )
 
     async def attempt() -> Result:
@@ -295,6 +317,21 @@ def shown_value(value: Any) -> str:
     return f"{text[:MAX_TEXT]}\n({len(text) - MAX_TEXT} more characters are not shown)"
 
 
+def split_names(answer: HttpAnswer) -> list[str]:
+    """Return the names of the splits that a server lists.
+
+    Raises:
+        ConfigError: the answer is not a list of objects with a name.
+    """
+    listed = answer.json()
+    is_list = isinstance(listed, list) and all(isinstance(split, Mapping) for split in listed)
+    if not is_list or not all(isinstance(split.get("name"), str) for split in listed):
+        raise ConfigError(
+            f"{answer.where}: expected a list of objects with a name, got {listed!r:.100}"
+        )
+    return [split["name"] for split in listed]
+
+
 def numbers_of(values: Any) -> dict[str, float]:
     """Return the finite numbers of a mapping, as metrics; other values are left out."""
     if not isinstance(values, Mapping):
@@ -302,6 +339,6 @@ def numbers_of(values: Any) -> dict[str, float]:
     numbers = {
         str(name): float(value)
         for name, value in values.items()
-        if isinstance(value, bool | int | float) and math.isfinite(value)
+        if isinstance(value, bool | int | float) and abs(value) <= MAX_NUMBER
     }
     return dict(list(numbers.items())[:MAX_METRICS])

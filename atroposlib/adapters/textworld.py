@@ -36,7 +36,7 @@ from atroposlib.adapters.interface import (
 )
 from atroposlib.envs.conversation import ChatMessage, Reply, Turn
 from atroposlib.errors import ConfigError, EpisodeFailedError, EpisodeTimeoutError
-from atroposlib.utils.text import near_name
+from atroposlib.utils.text import near_name, texts_in_tag
 
 __all__ = [
     "DEFAULT_SETTINGS",
@@ -83,7 +83,6 @@ DEFAULT_SETTINGS: Mapping[str, Mapping[str, Any]] = {
 _ART = re.compile(r"[\s_|\\/<>$]*[_|\\/<>$][\s_|\\/<>$]*")
 _STATUS = re.compile(r">| {20}")
 _UNSAFE = re.compile(r"[^A-Za-z0-9 ,.'\n-]")
-_TAGGED = re.compile(r"<action>(.*?)</action>", re.DOTALL | re.IGNORECASE)
 
 
 class TextWorldArgs(AdapterArgs):
@@ -138,7 +137,7 @@ def command_of(answer: str) -> str:
     Only letters, digits and simple punctuation are kept: the interpreter is native code, which
     reads a backslash as a command of its own and ends this process at control characters.
     """
-    tagged = _TAGGED.findall(answer)
+    tagged = texts_in_tag(answer, "action")
     text = _UNSAFE.sub("", (tagged[-1] if tagged else answer).replace("\t", " "))
     lines = [line.strip(" \t>`\"'") for line in text.splitlines() if line.strip()]
     return lines[0][:MAX_COMMAND_CHARACTERS] if lines else ""

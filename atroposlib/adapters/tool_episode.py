@@ -18,7 +18,7 @@ from typing import Any
 from atroposlib.adapters.interface import Episode
 from atroposlib.envs.conversation import ChatMessage, Reply, Turn
 from atroposlib.envs.reporting import Reward
-from atroposlib.envs.tools import INSTRUCTIONS, ToolCall, parse_tool_calls
+from atroposlib.envs.tools import INSTRUCTIONS, ToolCall, parse_tool_calls, response_block
 from atroposlib.errors import ConfigError
 
 __all__ = ["ForeignTool", "ToolEpisode", "ToolOutcome", "ToolQuestion", "answer_argument"]
@@ -189,4 +189,4 @@ def _sum_of(rewards: Sequence[Reward]) -> Reward:
 def _block(name: str, outcome: ToolOutcome) -> str:
     shown = {"name": name, "error" if outcome.is_error else "content": outcome.text}
     text = json.dumps(shown, ensure_ascii=False).encode("utf-8", "replace").decode()
-    return f"<tool_response>\n{text}\n</tool_response>"
+    return response_block(text)

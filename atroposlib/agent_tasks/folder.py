@@ -19,7 +19,9 @@ import ipaddress
 import math
 import os
 import re
+import shutil
 import sys
+import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
@@ -222,7 +224,22 @@ def _from_hub(name: str) -> Path:
             f"the data set {repo} of the hub cannot be loaded: {reason}; a local folder of tasks "
             "needs no hub"
         ) from error
-    return Path(folder)
+    return _without_links(Path(folder))
+
+
+def _without_links(snapshot: Path) -> Path:
+    """Return a copy of a snapshot, whose files are links into the cache; made once."""
+    copy = snapshot.parents[1] / "atropos_tasks" / snapshot.name
+    if not copy.exists():
+        try:
+            copy.parent.mkdir(exist_ok=True)
+            with tempfile.TemporaryDirectory(prefix=".copying-", dir=copy.parent) as made:
+                shutil.copytree(snapshot, Path(made, snapshot.name))
+                Path(made, snapshot.name).rename(copy)
+        except OSError as error:
+            if not copy.exists():  # another process may have been faster
+                raise ConfigError(f"{copy} cannot be written: {error}") from error
+    return copy
 
 
 def _read_text(file: Path) -> str:
@@ -753,8 +770,10 @@ def _check_file(path: Path, root: Path) -> None:
     if path.is_symlink():
         try:
             target = path.resolve()
-        except (OSError, RuntimeError):  # a circle; RuntimeError up to Python 3.12
-            raise ConfigError(f"{path} is a link that leads to itself") from None
+        except (OSError, RuntimeError):  # up to Python 3.12
+            target = path
+        if target.is_symlink():
+            raise ConfigError(f"{path} is a link that leads to itself")
         if not target.is_relative_to(root):
             raise ConfigError(
                 f"{path} is a link that leads out of {root.name}/; copy the file in its place"

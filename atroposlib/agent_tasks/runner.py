@@ -63,6 +63,8 @@ MEBIBYTE = 2**20
 MEMORY_BYTES = 2048 * MEBIBYTE
 DISK_BYTES = 1024 * MEBIBYTE
 MAX_PROCESSES = 512
+MAX_ARTIFACT_BYTES = 256 * MEBIBYTE
+"""Size of the artifacts, which are in memory between the two workspaces."""
 _CPUS = 4
 _MAX_PRINTED_BYTES = 16 * MEBIBYTE
 """Output after which a program is ended; less is kept."""
@@ -382,7 +384,7 @@ class _Work:
     """Paths of the base that the agent removed, or that the artifacts replace."""
 
 
-class _Piece(NamedTuple):
+class _LastOutput(NamedTuple):
     stream: str
     until: float
 
@@ -396,7 +398,7 @@ class _EventLog:
         self._phase_started = 0.0
         self._max_output_bytes = max_output_bytes
         self._num_bytes: dict[str, int] = {}
-        self._last: _Piece | None = None
+        self._last: _LastOutput | None = None
 
     def copy(self) -> _EventLog:
         copied = _EventLog(self._max_output_bytes)
@@ -458,7 +460,7 @@ class _EventLog:
             self.events[-1]["text"] += text
         elif text:
             self.events.append({"at": at, "kind": "output", "stream": stream, "text": text})
-            self._last = _Piece(stream, at + _MERGE_S)
+            self._last = _LastOutput(stream, at + _MERGE_S)
 
 
 @asynccontextmanager
@@ -536,15 +538,16 @@ def _is_below(path: str, folders: Sequence[str]) -> bool:
 
 async def _collect(task: Task, workspace: Workspace, work: _Work) -> None:
     """Read the artifacts from the agent's workspace."""
-    changes = await workspace.changes()
     made = {f"/{folder}/" for folder in _folders(task)}
-    work.changes = [change for change in changes if change.path not in made]
-    taken = _taken(task, task.workdir or workspace.workdir, changes)
+    max_bytes = min(task.disk_bytes or DISK_BYTES, MAX_ARTIFACT_BYTES)
     try:
+        changes = await workspace.changes()
+        work.changes = [change for change in changes if change.path not in made]
+        taken = _taken(task, task.workdir or workspace.workdir, changes)
         if taken is None:
             raise WorkspaceContentError(f"{_MOST_CHANGES} files or more were changed")
         sources, work.removed = taken
-        archive = await workspace.collect(sources, max_bytes=task.disk_bytes or DISK_BYTES)
+        archive = await workspace.collect(sources, max_bytes=max_bytes)
     except WorkspaceContentError as error:
         work.outcome = "agent_failed"
         work.error = f"the artifacts cannot be read: {error}"

@@ -169,7 +169,7 @@ class SweSettings:
 
 
 @dataclass(frozen=True)
-class _Row:
+class _SweRow:
     instance_id: str
     repo: str
     base_commit: str
@@ -216,7 +216,7 @@ def write_swe_task(
     return target
 
 
-def _read_row(values: Mapping[str, Any], where: str) -> _Row:
+def _read_row(values: Mapping[str, Any], where: str) -> _SweRow:
     missing = [column for column in COLUMNS if values.get(column) is None]
     if missing:
         raise ConfigError(f"{where} has no {', '.join(missing)}; expected {', '.join(COLUMNS)}")
@@ -230,7 +230,7 @@ def _read_row(values: Mapping[str, Any], where: str) -> _Row:
     image = values.get("image")
     if image is not None and not re.fullmatch(r"[\w./:@-]{1,300}", str(image)):
         raise ConfigError(f"{where}: image: expected the name of an image, got {str(image)[:80]!r}")
-    return _Row(
+    return _SweRow(
         instance_id=values["instance_id"],
         repo=values["repo"],
         base_commit=values["base_commit"],
@@ -253,7 +253,7 @@ def _test_names(value: Any, where: str) -> list[str]:
     raise ConfigError(f"{where}: expected a list of up to {_MAX_TESTS} names of tests")
 
 
-def _write_files(row: _Row, settings: SweSettings, task: Path, where: str) -> None:
+def _write_files(row: _SweRow, settings: SweSettings, task: Path, where: str) -> None:
     repository = task / "environment" / "repository"
     repository.mkdir(parents=True)
     _snapshot(row, settings.repositories.resolve(), repository, where)
@@ -278,7 +278,7 @@ def _write_files(row: _Row, settings: SweSettings, task: Path, where: str) -> No
 
 
 def _write_tests(
-    row: _Row, settings: SweSettings, tests: Path, repository: Path, where: str
+    row: _SweRow, settings: SweSettings, tests: Path, repository: Path, where: str
 ) -> None:
     """Write the test files as they are after the test patch, and what compares the results."""
     (tests / "files").mkdir(parents=True)
@@ -315,7 +315,7 @@ def _test_files(names: Sequence[str]) -> list[str]:
     return tests or python or list(names)
 
 
-def _snapshot(row: _Row, repositories: Path, target: Path, where: str) -> None:
+def _snapshot(row: _SweRow, repositories: Path, target: Path, where: str) -> None:
     """Write the files at the base commit, as a repository with one commit."""
     source = _repository(row, repositories, where)
     if source.name.endswith((".tar", ".tar.gz", ".tgz")):
@@ -349,7 +349,7 @@ def _extract(archive: Path, target: Path, where: str) -> None:
         raise ConfigError(f"{where}: {archive} cannot be unpacked: {error}") from error
 
 
-def _repository(row: _Row, repositories: Path, where: str) -> Path:
+def _repository(row: _SweRow, repositories: Path, where: str) -> Path:
     name = row.repo.replace("/", "__")
     stems = (row.instance_id, name, row.repo, row.repo.rpartition("/")[2])
     suffixes = ("", ".git", ".bundle", ".tar", ".tar.gz", ".tgz")

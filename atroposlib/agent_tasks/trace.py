@@ -1,18 +1,35 @@
-"""The record of one agent's rollout: phases, output, turns, changes of files, the verifier.
+"""The record of one agent's rollout: phases, output, turns, changes of files, the verifier; pure.
 
 A trace is JSON, so that it travels with its group: `group["traces"]` has one per sequence of the
 group, or None. Sequences of one rollout share its trace, which only the first of them has.
+
+Traces may come from files of other programs: `read_trace` leaves out fields of wrong types.
 """
 
 from __future__ import annotations
 
-from typing import Any, Literal
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, get_args
 
 from typing_extensions import TypedDict
 
-__all__ = ["TRACES_KEY", "AgentTrace", "TraceEvent"]
+__all__ = [
+    "TRACES_KEY",
+    "AgentTrace",
+    "TraceEvent",
+    "TracedRollout",
+    "cast_lines",
+    "phases_of",
+    "read_trace",
+    "rollout_of_row",
+    "terminal_pieces",
+]
 
 TRACES_KEY = "traces"
+
+EventKind = Literal["phase", "output", "turn", "tool_call", "tool_result", "error"]
 
 
 class TraceEvent(TypedDict, total=False):
@@ -20,7 +37,7 @@ class TraceEvent(TypedDict, total=False):
 
     at: float
     """Seconds since the start of the rollout."""
-    kind: Literal["phase", "output", "turn", "tool_call", "tool_result", "error"]
+    kind: EventKind
     text: str
     """phase: its name (`fork`, `agent`, `verifier`); output, turn, tool_result, error: the text."""
     stream: str
@@ -63,3 +80,164 @@ class AgentTrace(TypedDict, total=False):
     outcome: str
     """`done`, `agent_timeout`, `agent_failed`, `verifier_failed`, ..."""
     metrics: dict[str, float]
+
+
+_KINDS = frozenset(get_args(EventKind))
+_TEXTS = ("text", "stream", "call_id", "name")
+_COUNTS = ("branch", "row", "num_tokens")
+_TRACE_TEXTS = ("task", "agent", "agent_version", "model", "instruction", "outcome")
+_TRACE_NUMBERS = ("started_at", "duration_s", "reward")
+
+
+class TracedRollout(NamedTuple):
+    """The trace of a rollout and the place of its sequences in the group."""
+
+    trace: AgentTrace
+    first_row: int
+    num_rows: int
+
+
+def rollout_of_row(group: Mapping[str, Any], row: int) -> TracedRollout | None:
+    """Return the trace of the rollout that a sequence of a group belongs to; None without one."""
+    traces = group.get(TRACES_KEY)
+    if not isinstance(traces, list) or not 0 <= row < len(traces):
+        return None
+    starts = [i for i, trace in enumerate(traces) if isinstance(trace, Mapping)]
+    first = max((i for i in starts if i <= row), default=None)
+    trace = None if first is None else read_trace(traces[first])
+    if first is None or trace is None:
+        return None
+    stop = min((i for i in starts if i > row), default=len(traces))
+    return TracedRollout(trace, first, stop - first)
+
+
+def read_trace(value: Any) -> AgentTrace | None:
+    """Return a trace with the fields that have the right types; None if it is not an object."""
+    if not isinstance(value, Mapping):
+        return None
+    events = value.get("events")
+    trace: AgentTrace = {
+        "version": 1,
+        "events": list(filter(None, map(_read_event, events if isinstance(events, list) else ()))),
+    }
+    fields: dict[str, Any] = {
+        **{name: value[name] for name in _TRACE_TEXTS if isinstance(value.get(name), str)},
+        **{name: value[name] for name in _TRACE_NUMBERS if _is_number(value.get(name))},
+    }
+    for name in ("reward_parts", "metrics"):
+        if isinstance(value.get(name), Mapping):
+            fields[name] = {str(k): v for k, v in value[name].items() if _is_number(v)}
+    if isinstance(value.get("verifier"), Mapping):
+        fields["verifier"] = dict(value["verifier"])
+    if isinstance(value.get("changes"), list):
+        fields["changes"] = [
+            dict(change)
+            for change in value["changes"]
+            if isinstance(change, Mapping) and isinstance(change.get("path"), str)
+        ]
+    trace.update(fields)  # type: ignore[typeddict-item]
+    return trace
+
+
+def _read_event(value: Any) -> TraceEvent | None:
+    if not isinstance(value, Mapping) or not _is_number(value.get("at")):
+        return None
+    if value.get("kind") not in _KINDS:
+        return None
+    event: dict[str, Any] = {"at": float(value["at"]), "kind": value["kind"]}
+    event.update({name: value[name] for name in _TEXTS if isinstance(value.get(name), str)})
+    event.update({name: value[name] for name in _COUNTS if _is_count(value.get(name))})
+    if "arguments" in value:
+        event["arguments"] = value["arguments"]
+    if "exit_code" in value and (value["exit_code"] is None or _is_integer(value["exit_code"])):
+        event["exit_code"] = value["exit_code"]
+    return event  # type: ignore[return-value]
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_count(value: Any) -> bool:
+    return _is_integer(value) and value >= 0
+
+
+def _is_number(value: Any) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
+
+
+class Phase(NamedTuple):
+    """A part of a rollout, such as `agent`."""
+
+    name: str
+    start_s: float
+    duration_s: float
+    exit_code: int | None
+
+
+def phases_of(trace: AgentTrace) -> list[Phase]:
+    """Return the phases in order; each lasts until the next, the last until the end."""
+    events = trace.get("events", [])
+    starts = [event for event in events if event["kind"] == "phase"]
+    end = max([trace.get("duration_s", 0.0), *(event["at"] for event in events[-1:])])
+    stops = [*(event["at"] for event in starts[1:]), end]
+    return [
+        Phase(
+            start.get("text", ""),
+            start["at"],
+            max(0.0, stop - start["at"]),
+            start.get("exit_code"),
+        )
+        for start, stop in zip(starts, stops, strict=False)
+    ]
+
+
+_TERMINAL_STREAMS = ("agent/stdout", "agent/stderr")
+_WIDTH, _HEIGHT = 100, 30
+_MAX_IDLE_S = 2.0
+
+
+def terminal_pieces(trace: AgentTrace) -> list[tuple[float, str]]:
+    """Return the agent's output as (seconds, text), with the line ends of a terminal.
+
+    The text has the escape sequences that the agent wrote; it is untrusted.
+    """
+    return [
+        (event["at"], event.get("text", "").replace("\r\n", "\n").replace("\n", "\r\n"))
+        for event in trace.get("events", [])
+        if event["kind"] == "output" and event.get("stream") in _TERMINAL_STREAMS
+    ]
+
+
+def cast_lines(trace: AgentTrace) -> Iterator[str]:
+    """Yield the lines of an asciinema recording, version 2, of the agent's output.
+
+    Phases are markers. Players shorten pauses to two seconds.
+
+    Source: asciinema, "asciicast v2".
+    """
+    names = [trace.get("task", ""), trace.get("agent", "")]
+    header: dict[str, Any] = {
+        "version": 2,
+        "width": _WIDTH,
+        "height": _HEIGHT,
+        "idle_time_limit": _MAX_IDLE_S,
+        "title": ", ".join(name for name in names if name) or "rollout of an agent",
+        "env": {"TERM": "xterm-256color"},
+    }
+    if "started_at" in trace:
+        header["timestamp"] = int(trace["started_at"])
+    yield json.dumps(header)
+    pieces: list[tuple[float, str, str]] = [(at, "o", text) for at, text in terminal_pieces(trace)]
+    pieces += [(phase.start_s, "m", phase.name) for phase in phases_of(trace)]
+    for at, code, text in sorted(pieces, key=_time_of):
+        yield json.dumps([round(at, 6), code, text])
+
+
+def _time_of(piece: Sequence[Any]) -> float:
+    return float(piece[0])

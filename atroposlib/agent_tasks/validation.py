@@ -18,7 +18,7 @@ import math
 import os
 import shlex
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -35,6 +35,9 @@ Status = Literal["ok", "failed", "warning", "not run"]
 
 _MIN_DIGEST_BYTES = 16
 """Smaller files are equal by chance."""
+_SEARCH_S = 300.0
+_SCRIPT, _DIGESTS = "/logs/agent/search.sh", "/logs/agent/digests"
+"""Files of the search in the workspace."""
 _SCRIPTS = frozenset({".sh", ".py", ".js", ".ts", ".rb", ".pl", ".go", ".rs"})
 _SHADOWED_MODULES = (
     *("argparse", "collections", "csv", "dataclasses", "datetime", "difflib", "hashlib", "json"),
@@ -179,16 +182,16 @@ async def _check_hidden(runner: TaskRunner, task: Task) -> CheckResult:
     secrets = await asyncio.to_thread(_hidden_files, task)
     names = {path.name for path in secrets.values()} - await asyncio.to_thread(_shown_names, task)
     sizes = {path.stat().st_size for path in secrets.values()}
-    probe = AgentCommand(name="probe", command=("sh", "-c", _search_script(names, sizes)))
+    files = {_SCRIPT: _search_script(names, sizes), _DIGESTS: "".join(f"{d}\n" for d in secrets)}
+    probe = AgentCommand(name="probe", command=("sh", _SCRIPT), files=files)
     try:
-        run = await runner.run(task, probe)
+        run = await runner.run(_with_time(task), probe)
     except AtroposError as error:
         return CheckResult("hidden", "failed", f"the search could not run: {error}")
     lines = _printed(run, "agent/stdout").splitlines()
     if "searched" not in lines:
-        return CheckResult(
-            "hidden", "failed", f"the search did not end: {run.error or 'no output'}"
-        )
+        reason = " ".join(lines[-1:]) or run.error
+        return CheckResult("hidden", "failed", f"the search did not end: {reason}")
     for line in lines:
         kind, _, rest = line.partition(" ")
         if kind == "found":
@@ -199,6 +202,10 @@ async def _check_hidden(runner: TaskRunner, task: Task) -> CheckResult:
                 shown = secrets[digest].relative_to(task.folder)
                 return CheckResult("hidden", "failed", f"the agent can read {shown} as {path}")
     return CheckResult("hidden", "ok")
+
+
+def _with_time(task: Task) -> Task:
+    return replace(task, agent_timeout_s=max(task.agent_timeout_s, _SEARCH_S))
 
 
 def _printed(run: TaskRun, stream: str) -> str:
@@ -244,7 +251,11 @@ def _search_script(names: Iterable[str], sizes: Iterable[int]) -> str:
     by_size = " -o ".join(f"-size {size}c" for size in sorted(sizes))
     system = " -o ".join(f"-path {folder}" for folder in SYSTEM_FOLDERS)
     kernel = r"\( -path /proc -o -path /sys \) -prune"
-    script = "for folder in /tests /solution; do [ -e $folder ] && echo found $folder; done\n"
+    script = (
+        "for tool in find grep sha256sum; do\n"
+        "command -v $tool > /dev/null || { echo $tool is missing; exit 1; }\ndone\n"
+    )
+    script += "for folder in /tests /solution; do [ -e $folder ] && echo found $folder; done\n"
     if by_name:
         script += (
             rf"find / \( {system} \) -prune -o -type f \( {by_name} \) -print 2>/dev/null"
@@ -253,7 +264,7 @@ def _search_script(names: Iterable[str], sizes: Iterable[int]) -> str:
     if by_size:
         script += (
             rf"find / {kernel} -o -type f \( {by_size} \) -exec sha256sum {{}} + 2>/dev/null"
-            ' | while IFS= read -r line; do echo "file $line"; done\n'
+            f' | grep -F -f {_DIGESTS} | while IFS= read -r line; do echo "file $line"; done\n'
         )
     return script + "echo searched\n"
 
@@ -266,7 +277,7 @@ def _literal(name: str) -> str:
 async def _check_forgery(runner: TaskRunner, task: Task, *, is_strict: bool) -> CheckResult:
     forger = AgentCommand(name="forger", command=("sh", "-c", _forging_script()))
     try:
-        run = await runner.run(task, forger)
+        run = await runner.run(_with_time(task), forger)
     except AtroposError as error:
         return CheckResult("forgery", "failed", f"the forger could not run: {error}")
     if run.reward == 0 or not math.isfinite(run.reward):

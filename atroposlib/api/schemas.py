@@ -168,6 +168,7 @@ class ScoredData(BaseModel):
     reward_parts: list[dict[str, float] | None] | None = None
     finish_reasons: list[str | None] | None = None
     tokenized_from_text: bool | None = None
+    traces: list[dict[str, Any] | None] | None = None
 
     @model_validator(mode="after")
     def _require_role_and_content(self) -> ScoredData:

@@ -11,9 +11,9 @@ from __future__ import annotations
 import argparse
 import json
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from numbers import Real
 from pathlib import Path
 from typing import Any
 
@@ -22,13 +22,14 @@ from atroposlib.envs.evaluation_statistics import INTERVAL_ENDS, PairedDifferenc
 from atroposlib.errors import ConfigError
 from atroposlib.utils.command_parser import CommandParser, end_command
 from atroposlib.utils.json_text import decode_line
-from atroposlib.utils.text import near_name
+from atroposlib.utils.text import inert_block, near_name
 
 __all__ = ["EvaluationResult", "RunComparison", "compare_runs", "main", "read_result"]
 
 _COMMAND = "atropos-compare"
 _HEAD = ("metric", "baseline", "run", "difference", "95% interval", "p", "items")
 _TASK_KEY = re.compile(r"atropos\|(.*)\|0", re.DOTALL)
+MAX_NUMBER = sys.float_info.max
 _METRICS_FILE = re.compile(r"metrics(-\d+)?\.json")
 
 
@@ -75,7 +76,7 @@ def main() -> None:
     if args.json:
         print(json.dumps(_as_json(runs, comparisons, names), indent=2))
     else:
-        print(_text(runs, comparisons, names))
+        print(inert_block(_text(runs, comparisons, names)))
 
 
 def read_result(path: Path, label: str) -> EvaluationResult:
@@ -100,10 +101,11 @@ def read_result(path: Path, label: str) -> EvaluationResult:
         )
     try:
         report = json.loads(file.read_text(encoding="utf-8"))
-        general, results = report["config_general"], report["results"]
-        metrics: dict[str, Any] = results["all"]
+        general, results = _mapping(report["config_general"]), _mapping(report["results"])
+        metrics = _mapping(results["all"])
         [task] = [found[1] for name in results if (found := _TASK_KEY.fullmatch(name))]
-    except (ValueError, KeyError, TypeError) as error:
+        sampling = _mapping(general.get("generation_parameters") or {})
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(
             f"{file} is not the result of an evaluation ({error!r}); expected the keys "
             "config_general and results, as written by evaluate"
@@ -112,10 +114,16 @@ def read_result(path: Path, label: str) -> EvaluationResult:
         label=label,
         task=task,
         model=general.get("model_name"),
-        sampling=general.get("generation_parameters") or {},
+        sampling=sampling,
         metrics={name: float(value) for name, value in metrics.items() if _is_number(value)},
         values=_read_values(file.with_name(f"samples{named[1] or ''}.jsonl")),
     )
+
+
+def _mapping(value: Any) -> Mapping[str, Any]:
+    if not isinstance(value, Mapping):
+        raise TypeError(f"{value!r:.50} is not an object")
+    return value
 
 
 def _read_values(path: Path) -> dict[str, dict[str, list[float]]]:
@@ -133,6 +141,8 @@ def _read_values(path: Path) -> dict[str, dict[str, list[float]]]:
             if item is None:
                 continue
             of_metrics = record.get("metric_values") or {"score": record.get("score")}
+            if not isinstance(of_metrics, Mapping):
+                raise ConfigError(f"{path}: line {number}: metric_values is not an object")
             for name, value in of_metrics.items():
                 if _is_number(value):
                     values.setdefault(name, {}).setdefault(item, []).append(float(value))
@@ -154,7 +164,8 @@ def _item_of(record: Any) -> str | None:
 
 
 def _is_number(value: Any) -> bool:
-    return isinstance(value, Real)
+    """Whether a value is a finite number; NaN cannot be compared."""
+    return isinstance(value, int | float) and abs(value) <= MAX_NUMBER
 
 
 def compare_runs(runs: Sequence[EvaluationResult]) -> list[RunComparison]:
@@ -197,10 +208,8 @@ def _chosen_metrics(runs: Sequence[EvaluationResult], wanted: Sequence[str] | No
     )
     for name in wanted or ():
         if name not in known:
-            raise ConfigError(
-                f"no result has the metric {name!r}{near_name(name, known)}; they have "
-                f"{', '.join(known)}"
-            )
+            hint = near_name(name, known) or f"; they have {', '.join(known)}"
+            raise ConfigError(f"no result has the metric {name!r}{hint}")
     return list(wanted or known)
 
 

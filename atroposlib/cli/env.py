@@ -12,6 +12,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import sys
+import textwrap
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from atroposlib.utils.cli import UsageError
 
 __all__ = ["main", "read_arguments", "split_arguments"]
 
+WIDTH = 100
 ARGS_FLAG = "--args"
 ARGS_SETTING = "--env.adapter_args"
 USAGE = "usage: atropos-env KIND:NAME serve|process|evaluate|check [--args ...] [--name value ...]"
@@ -112,13 +114,13 @@ def split_arguments(words: Sequence[str]) -> tuple[list[str], dict[str, Any]]:
 
 
 def _list_of_kinds() -> str:
-    rows = [f"  {name:14}{kind.summary} ({_state_of(kind)})" for name, kind in KINDS.items()]
+    rows = [f"  {name:15}{kind.summary} ({_state_of(kind)})" for name, kind in KINDS.items()]
     return "\n".join(["Kinds; `atropos-env KIND` shows the arguments of one:", *rows]) + "\n"
 
 
 def _state_of(kind: Kind) -> str:
     if kind.package is None:
-        return "installed"
+        return "no further package"
     try:
         return f"{kind.package} {importlib.metadata.version(kind.package)}"
     except importlib.metadata.PackageNotFoundError:
@@ -131,8 +133,16 @@ def _page_of_kind(name: str) -> str:
     fields = adapter_class(name, needs_package=False).args_cls.model_fields
     lines += ["", "Arguments (--args name=value):"] if fields else ["", "No arguments."]
     for argument, field in fields.items():
-        default = "required" if field.is_required() else f"default {field.get_default()!r}"
-        lines.append(f"  {argument:24}{field.description or ''} ({default})")
+        default = field.get_default(call_default_factory=True)
+        note = "required" if field.is_required() else f"default {default!r}"
+        text = f"{field.description or ''} ({note})"
+        lines += textwrap.wrap(
+            text,
+            WIDTH,
+            initial_indent=f"  {argument:24}",
+            subsequent_indent=" " * 26,
+            break_on_hyphens=False,
+        )
     return "\n".join(lines) + "\n"
 
 

@@ -1,4 +1,4 @@
-"""`atropos-replay`: rescore recorded groups, post them to a service, compare two runs."""
+"""`atropos-replay`: rescore groups, post them, compare runs, exchange traces of agents."""
 
 from __future__ import annotations
 
@@ -27,6 +27,7 @@ from atroposlib.exporting.groups import (
 )
 from atroposlib.exporting.report import ExportReport
 from atroposlib.exporting.run import read_groups
+from atroposlib.scored_data import MAX_SCORE
 from atroposlib.utils.command_parser import CommandParser, end_command
 from atroposlib.utils.writable import require_writable_file
 
@@ -34,6 +35,7 @@ __all__ = ["main"]
 
 _COMMAND = "atropos-replay"
 _INTERRUPTED = 130
+_MAX_DIGITS = 12
 
 
 def main() -> None:
@@ -137,6 +139,59 @@ def _diff(args: argparse.Namespace, _: Sequence[str]) -> None:
     print(comparison_text(first, second, names=(args.first, args.second)))
 
 
+def _export_traces(args: argparse.Namespace, _: Sequence[str]) -> None:
+    from atroposlib.exporting.traces import export_traces
+
+    groups = _full_groups(_source(args.groups, args.data_dir))
+    report = export_traces(groups, Path(args.output), args.format, notify=notify)
+    print(report.text(args.output))
+    if not report.num_rollouts:
+        end_command(_COMMAND, "no rollout was written; the reasons are above", code=1)
+
+
+def _import_traces(args: argparse.Namespace, _: Sequence[str]) -> None:
+    from atroposlib.exporting.texts import load_tokenizer
+    from atroposlib.exporting.traces import TracesReport, import_traces
+
+    output = Path(args.output)
+    if output.exists():
+        raise ConfigError(f"{output} exists and is left as it is; choose another name")
+    require_writable_file(args.output, "--output")
+    tokenizer = load_tokenizer(args.tokenizer) if args.tokenizer else None
+    report = TracesReport()
+    paths = [Path(name) for name in args.files]
+    groups = import_traces(paths, tokenizer=tokenizer, reward=args.reward, report=report)
+    # All of them first: a malformed file leaves no output.
+    lines = [json.dumps(group) + "\n" for group in groups]
+    output.write_text("".join(lines), encoding="utf-8")
+    print(report.text(args.output))
+
+
+def _cast(args: argparse.Namespace, _: Sequence[str]) -> None:
+    from atroposlib.agent_tasks.trace import cast_lines, rollout_of_row, terminal_pieces
+
+    groups = islice(_full_groups(_source(args.groups, args.data_dir)), args.group, None)
+    where, group = next(groups, ("", None))
+    if group is None:
+        raise ConfigError(f"{args.groups} has no group {args.group}; groups are numbered from 0")
+    traced = rollout_of_row(group, args.row)
+    if traced is None:
+        raise ConfigError(
+            f"{where} of {args.groups}: no trace of an agent for sequence {args.row}; expected a "
+            f"number from 0 to {len(group['tokens']) - 1} of a group made by an agent"
+        )
+    if not terminal_pieces(traced.trace):
+        raise ConfigError(
+            f"{where} of {args.groups}: the agent of sequence {args.row} printed nothing"
+        )
+    try:
+        for line in cast_lines(traced.trace):
+            print(line)
+        sys.stdout.flush()
+    except BrokenPipeError:  # such as `| head`; the interpreter must not flush again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def _source(name: str, data_dir: str) -> Iterator[RawGroup]:
     """Return the groups of a JSONL file, or of a stored run by its name or file."""
     path = Path(name)
@@ -186,7 +241,9 @@ def _environment_class(path: str) -> type[Any]:
 
 def _parser() -> CommandParser:
     parser = CommandParser(prog=_COMMAND, description=__doc__)
-    commands = parser.add_subparsers(required=True, metavar="{score,post,diff}")
+    commands = parser.add_subparsers(
+        required=True, metavar="{score,post,diff,export-traces,import-traces,cast}"
+    )
     groups_help = "JSONL of groups, or a stored run by name or .sqlite3 file"
 
     score = commands.add_parser(
@@ -226,11 +283,63 @@ def _parser() -> CommandParser:
     diff.add_argument("first", help=groups_help)
     diff.add_argument("second", help=groups_help)
     diff.set_defaults(act=_diff)
-    for command in (score, post, diff):
+    traced = _add_trace_commands(commands, groups_help)
+    for command in (score, post, diff, *traced):
         command.add_argument(
             "--data-dir", default="atropos_runs", help="folder of stored runs (%(default)s)"
         )
     return parser
+
+
+def _add_trace_commands(commands: Any, groups_help: str) -> list[CommandParser]:
+    """Add the commands for traces of agents; return those that read groups."""
+    from atroposlib.exporting.traces import TRACE_FORMATS
+
+    export = commands.add_parser(
+        "export-traces", help="write the rollouts of groups as ATIF or OpenEnv files"
+    )
+    export.add_argument("groups", help=groups_help)
+    export.add_argument(
+        "--as", dest="format", choices=TRACE_FORMATS, default="atif", help="format (%(default)s)"
+    )
+    export.add_argument("--output", required=True, metavar="DIR", help="empty or new folder")
+    export.set_defaults(act=_export_traces)
+
+    importing = commands.add_parser(
+        "import-traces", help="make groups of ATIF or OpenEnv files, and of folders of them"
+    )
+    importing.add_argument("files", nargs="+", metavar="FILE", help="file or folder")
+    importing.add_argument("--output", required=True, metavar="JSONL", help="new file of groups")
+    importing.add_argument(
+        "--tokenizer", help="name or folder; makes the tokens of rollouts without token ids"
+    )
+    importing.add_argument("--reward", type=_reward, help="score of rollouts that have none")
+    importing.set_defaults(act=_import_traces)
+
+    cast = commands.add_parser(
+        "cast", help="print an agent's terminal output as an asciinema recording"
+    )
+    cast.add_argument("groups", help=groups_help)
+    cast.add_argument("--group", type=_count, default=0, help="number of the group (%(default)s)")
+    cast.add_argument("--row", type=_count, default=0, help="sequence in the group (%(default)s)")
+    cast.set_defaults(act=_cast)
+    return [export, cast]
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or len(text) > _MAX_DIGITS:
+        raise argparse.ArgumentTypeError(f"expected a number from 0, got {text!r}")
+    return int(text)
+
+
+def _reward(text: str) -> float:
+    try:
+        reward = float(text)
+    except ValueError:
+        reward = float("nan")
+    if not abs(reward) <= MAX_SCORE:
+        raise argparse.ArgumentTypeError(f"expected a finite number, got {text!r}")
+    return reward
 
 
 def _rate(text: str) -> float:

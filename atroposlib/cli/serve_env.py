@@ -45,7 +45,7 @@ from atroposlib.utils.cli import refused_values
 from atroposlib.utils.command_parser import CommandParser, end_command, exit_code_of
 from atroposlib.utils.command_parser import integer_between as integer
 from atroposlib.utils.listening import require_free_port
-from atroposlib.utils.text import near_name
+from atroposlib.utils.text import InertFormatter, near_name
 
 __all__ = ["PROTOCOLS", "find_environment", "listening", "main", "make_host"]
 
@@ -154,9 +154,9 @@ def _run(args: argparse.Namespace, words: Sequence[str]) -> None:
     settings = _serving_settings(args)
     create = _load_page(protocol)
     require_free_port(args.host, args.port)
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
+    handler = logging.StreamHandler()
+    handler.setFormatter(InertFormatter())
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
     for library in ("httpx", "mcp", "fastmcp"):
         logging.getLogger(library).setLevel(logging.WARNING)
     host = make_host(args.env, words, settings, offers_tools=protocol.offers_tools)

@@ -40,7 +40,7 @@ _SERVICE_WAIT_S = 10.0
 _TERMINATED = 128 + signal.SIGTERM
 _TOKENIZER_WAIT_S = 60.0
 _READING_POLL_S = 0.1
-KEYS = "keys: j k next and previous group, l h rollout, n p page of the list, 1 to 8 tabs, / search"
+KEYS = "keys: j k next and previous group, l h rollout, n p page of the list, 1 to 9 tabs, / search"
 
 
 def main() -> None:

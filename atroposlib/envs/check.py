@@ -82,12 +82,18 @@ class CheckCommand(EnvCommand):
             require_writable_file(path, f"--{JSON_FLAG}")
 
     def execute(self, settings: Settings, extra: Mapping[str, Any]) -> None:
-        """Print the report and write it as JSON if requested; exits with 1 if a rule is broken."""
+        """Print the report and write it as JSON if requested; exits with 1 if a rule is broken.
+
+        Raises:
+            Exception: `setup` refused the name or the arguments of a task set.
+        """
         from rich.console import Console
 
         from atroposlib.envs.checks.harness import run_checks
 
         report = run_checks(self.env_cls, settings)
+        if report.mistake is not None:
+            raise report.mistake
         report.print_to(Console())
         path = self.typed_flags().get(JSON_FLAG)
         if path is not None:

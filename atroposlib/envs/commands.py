@@ -9,6 +9,7 @@ run_cli ─► command class of the environment (`make_command`: a field per fla
 from __future__ import annotations
 
 import logging
+import os
 import sys
 import time
 import warnings
@@ -56,6 +57,7 @@ from atroposlib.envs.settings import (
 )
 from atroposlib.errors import (
     ConfigError,
+    EpisodeError,
     InferenceError,
     MissingExtraError,
     NoDataError,
@@ -63,7 +65,7 @@ from atroposlib.errors import (
 )
 from atroposlib.utils.cli import UsageError, refused_values
 from atroposlib.utils.command_parser import exit_code_of
-from atroposlib.utils.text import near_name, without_secrets
+from atroposlib.utils.text import InertFormatter, near_name, without_secrets
 from atroposlib.utils.writable import require_writable_file, require_writable_folder
 
 if TYPE_CHECKING:
@@ -506,8 +508,9 @@ def run_cli(env_cls: type[Any]) -> NoReturn:
     """Run the command of this process's command line; never returns.
 
     Raises:
-        SystemExit: 0 on success; 1 without data, completions or service; 2 on a usage error or an
-            invalid setting; 128 + signal number after a signal. Other exceptions pass through.
+        SystemExit: 0 on success; 1 without data, completions, episodes or service; 2 on a usage
+            error or an invalid setting; 128 + signal number after a signal. Other exceptions pass
+            through.
     """
     program = Path(sys.argv[0]).name
     try:
@@ -518,6 +521,7 @@ def run_cli(env_cls: type[Any]) -> NoReturn:
     except (
         ConfigError,
         MissingExtraError,
+        EpisodeError,
         InferenceError,
         NoDataError,
         TrajectoryApiError,
@@ -616,11 +620,14 @@ def _differences(serve: Sequence[Flag], other: Sequence[Flag]) -> list[str]:
 def _show_progress_messages() -> None:
     """Show INFO messages, except those of each HTTP request, and warnings without their code."""
     warnings.formatwarning = lambda message, category, *_, **__: f"{category.__name__}: {message}\n"
-    logging.basicConfig(
-        level=logging.INFO, format="%(asctime)s %(levelname)s %(name)s: %(message)s"
-    )
-    for http_client in ("httpx", "httpx2"):  # the OpenAI client uses one or the other
-        logging.getLogger(http_client).setLevel(logging.WARNING)
+    handler = logging.StreamHandler()
+    handler.setFormatter(InertFormatter())
+    logging.basicConfig(level=logging.INFO, handlers=[handler])
+    # The OpenAI client uses one httpx or the other; the agent proxy is a server of uvicorn.
+    for package in ("httpx", "httpx2", "uvicorn"):
+        logging.getLogger(package).setLevel(logging.WARNING)
+    # Environments need only the tokenizers of transformers: it advises to install PyTorch.
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     logging.getLogger("huggingface_hub").propagate = False  # it has a handler of its own
 
 

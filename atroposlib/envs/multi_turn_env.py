@@ -423,6 +423,8 @@ class Rollout:
     """Measurements other than the reward; their means are logged as `<area>/metric/<name>`."""
     item: Item = None
     """The item of the conversation, if its environment sets it."""
+    trace: Any = None
+    """Record of an agent's rollout as JSON, for the field `traces` of the group."""
 
 
 async def play(
@@ -603,6 +605,12 @@ def group_of_rollouts(
         group["reward_parts"] = parts
     if include_messages:
         group["messages"] = [sequence.messages for _, sequence, _ in rows]
+    if any(rollout.trace is not None for rollout in rollouts):
+        group["traces"] = [
+            rollout.trace if row == 0 else None
+            for rollout in rollouts
+            for row in range(len(rollout.sequences))
+        ]
     if len(rows) != len(rollouts):
         group["group_overrides"] = {"group_size": len(rows)}
     return group

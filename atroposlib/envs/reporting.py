@@ -89,9 +89,9 @@ def as_number(value: Any, source: str) -> float:
     try:
         if not isinstance(value, str | bytes):
             return float(value)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, OverflowError):
         pass
-    raise TypeError(f"{source} {value!r}; expected a number")
+    raise TypeError(f"{source} {value!r:.200}; expected a number")
 
 
 RewardWeights: TypeAlias = dict[str, Annotated[float, Field(allow_inf_nan=False)]]

@@ -45,6 +45,7 @@ __all__ = [
     "ToolConversation",
     "ToolResult",
     "parse_tool_calls",
+    "response_block",
     "run_tool_calls",
     "tool_instructions",
 ]
@@ -303,10 +304,14 @@ class ToolConversation(Conversation):
             return Reply(reward=score, is_done=True)
         results = await run_tool_calls(calls, self.tools, timeout_s=self.tool_timeout_s)
         self.results += results
-        blocks = [
-            f"<tool_response>\n{_as_json(_shown(result))}\n</tool_response>" for result in results
-        ]
+        blocks = [response_block(_as_json(_shown(result))) for result in results]
         return Reply("\n".join(blocks), reward=self.reward_of_calls(results))
+
+
+def response_block(text: str) -> str:
+    """Return the block with the JSON text of a result, which cannot end the block."""
+    inert = text.replace("</tool_response", "<\\/tool_response")  # the same text in JSON
+    return f"<tool_response>\n{inert}\n</tool_response>"
 
 
 def _shown(result: ToolResult) -> dict[str, str]:

@@ -49,6 +49,7 @@ from atroposlib.serving.sessions import (
     PlayedTurn,
     RefusedRequestError,
     ServedEpisode,
+    explain_invalid_requests,
     text_of_messages,
 )
 
@@ -368,6 +369,8 @@ def create_openenv_app(host: EpisodeHost) -> FastAPI:
         state_cls=EpisodeState,
         mode=ServerMode.SIMULATION,  # not a variable of the shell
     )
+
+    explain_invalid_requests(app)
 
     @app.exception_handler(RefusedRequestError)
     async def refuse(request: Request, error: RefusedRequestError) -> JSONResponse:

@@ -31,6 +31,7 @@ from atroposlib.serving.sessions import (
     PlayedTurn,
     RefusedRequestError,
     ServedEpisode,
+    explain_invalid_requests,
     text_of_messages,
 )
 
@@ -230,7 +231,9 @@ def create_ors_app(host: EpisodeHost) -> ASGIApp:
     """
     gate = OrsSessions(host)
     made = type("ServedOrsTask", (OrsTask,), {"host": host, "gate": gate, **_methods(host)})
-    gate.app = Server([made], return_errors="none").app
+    app = Server([made], return_errors="none").app
+    explain_invalid_requests(app)
+    gate.app = app
     host.sweeps.append(gate.delete_idle)
     return gate
 

@@ -37,9 +37,12 @@ from atroposlib.envs.single_turn_env import SingleTurnEnv
 from atroposlib.envs.tools import Tool, ToolConversation, ToolResult
 from atroposlib.errors import AtroposError, ConfigError
 from atroposlib.utils.aio import end_task, settle
+from atroposlib.utils.text import inert_line
 from atroposlib.utils.web_pages import WebPageMiddleware, WebPageRule, names_of_address
 
 if TYPE_CHECKING:
+    from fastapi import FastAPI, Request
+    from starlette.responses import Response
     from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 __all__ = [
@@ -49,6 +52,7 @@ __all__ = [
     "ServedEpisode",
     "ServingSettings",
     "difference_from_training",
+    "explain_invalid_requests",
     "protect",
     "require_servable",
     "text_of_messages",
@@ -62,6 +66,8 @@ CLOSE_S = 15.0
 """Time limit of closing one episode, and the environment."""
 SETUP_S = 900.0
 MAX_SWEEP_PAUSE_S = 5.0
+MAX_REASONS = 20
+"""Errors of one invalid request that are reported."""
 BODY_BYTES = 1024 * 1024
 """Bytes of a request in addition to four for each character of a turn."""
 
@@ -726,6 +732,30 @@ class _ClientGate:
         scheme, _, token = authorization.partition(b" ")
         holder = self._tokens.find(token.strip()) if scheme.lower() == b"bearer" else None
         return holder is not None and holder.role in (Role.TRAINER, Role.ADMIN)
+
+
+def explain_invalid_requests(app: FastAPI) -> None:
+    """Answer requests of another form with the place and the reason, without what was sent.
+
+    The default answer repeats the input, and fails if that is not valid in an answer: NaN, or half
+    of a surrogate pair.
+    """
+    from fastapi.exceptions import RequestValidationError
+    from starlette.responses import JSONResponse
+
+    async def answer(request: Request, error: Exception) -> Response:
+        found = error.errors() if isinstance(error, RequestValidationError) else []
+        reasons = [
+            {
+                "type": each["type"],
+                "loc": [inert_line(str(part), max_characters=100) for part in each["loc"]],
+                "msg": inert_line(each["msg"], max_characters=300),
+            }
+            for each in found[:MAX_REASONS]
+        ]
+        return JSONResponse({"detail": reasons}, 422)
+
+    app.add_exception_handler(RequestValidationError, answer)
 
 
 async def _refuse(scope: Scope, receive: Receive, send: Send, status: int, text: str) -> None:

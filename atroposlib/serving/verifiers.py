@@ -31,6 +31,7 @@ from atroposlib.serving.sessions import (
     PlayedTurn,
     RefusedRequestError,
     ServedEpisode,
+    explain_invalid_requests,
 )
 
 if TYPE_CHECKING:
@@ -108,6 +109,7 @@ async def _until_gone(receive: Receive) -> None:
 def create_episode_app(host: EpisodeHost) -> FastAPI:
     """Return the application that the package asks."""
     app = FastAPI(title="Episodes of an environment", docs_url=None, redoc_url=None)
+    explain_invalid_requests(app)
 
     @app.get("/health")
     async def health() -> dict[Literal["status"], str]:

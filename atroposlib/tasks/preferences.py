@@ -19,6 +19,7 @@ import hashlib
 import html
 import json
 import logging
+import os
 import random
 from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AsyncExitStack, asynccontextmanager
@@ -122,6 +123,7 @@ class PreferenceDesk:
         self._choices: dict[str, int | None] = {}
         self._waiting: dict[str, list[asyncio.Future[int | None]]] = {}
         self._position = 0
+        self._is_in_long_line = False
         self._watch: asyncio.Task[None] | None = None
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
@@ -169,10 +171,17 @@ class PreferenceDesk:
         if not self.path.exists():
             return
         with self.path.open("rb") as file:
+            if file.seek(0, os.SEEK_END) < self._position:
+                self._position, self._is_in_long_line = 0, False  # the file was written again
             file.seek(self._position)
-            while (line := file.readline()).endswith(b"\n"):  # an incomplete line is read later
+            while line := file.readline(MAX_LINE_BYTES + 1):
+                is_complete = line.endswith(b"\n")
+                if not is_complete and len(line) <= MAX_LINE_BYTES:
+                    return  # it is read later
                 self._position = file.tell()
-                self._note_line(line)
+                if not self._is_in_long_line:
+                    self._note_line(line)  # the start of a long line is malformed
+                self._is_in_long_line = not is_complete
 
     async def close(self) -> None:
         """Stop watching the file, and cancel waiting calls."""

@@ -28,6 +28,7 @@ import multiprocessing
 import operator
 import re
 import statistics
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
@@ -348,8 +349,10 @@ def _refusal(task: str, params: Mapping[str, Any] | None) -> str | None:
 @lru_cache(maxsize=1)
 def _package() -> Any:
     try:
-        import reasoning_gym
-        import reasoning_gym.factory
+        with warnings.catch_warnings():  # of packages that it imports, when they are compiled
+            warnings.simplefilter("ignore", SyntaxWarning)
+            import reasoning_gym
+            import reasoning_gym.factory
     except ImportError as error:
         raise MissingExtraError("reasoning-gym", extra="examples") from error
     return reasoning_gym

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NoReturn
 
 from atroposlib.errors import ConfigError, MissingExtraError, TrajectoryApiError
-from atroposlib.utils.text import near_name
+from atroposlib.utils.text import inert_block, near_name
 
 __all__ = ["CommandParser", "end_command", "exit_code_of", "integer_between"]
 
@@ -29,8 +29,8 @@ def exit_code_of(error: Exception) -> int:
 
 
 def end_command(command: str, message: object, *, code: int) -> NoReturn:
-    """Print one line on standard error and end the process."""
-    sys.stderr.write(f"{command}: {message}\n")
+    """Print a message on standard error, without control characters, and end the process."""
+    sys.stderr.write(f"{command}: {inert_block(str(message))}\n")
     sys.exit(code)
 
 

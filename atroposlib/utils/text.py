@@ -16,6 +16,7 @@ from difflib import get_close_matches
 from typing import Any
 
 __all__ = [
+    "InertFormatter",
     "find_common_prefix",
     "hide_secrets",
     "hide_secrets_of_requests",
@@ -28,6 +29,7 @@ __all__ = [
     "near_name",
     "short_score",
     "shown_name",
+    "texts_in_tag",
     "without_secrets",
 ]
 
@@ -65,6 +67,16 @@ def inert_block(text: str) -> str:
     return "".join(c if c in "\n\t" or c.isprintable() else _visible(c) for c in text)
 
 
+class InertFormatter(logging.Formatter):
+    """Formats records for terminals: messages and tracebacks quote untrusted text."""
+
+    def __init__(self) -> None:
+        super().__init__("%(asctime)s %(levelname)s %(name)s: %(message)s")
+
+    def format(self, record: logging.LogRecord) -> str:
+        return inert_block(super().format(record))
+
+
 def inert_markup(text: str) -> str:
     """Return text escaped for HTML content and attributes."""
     return html.escape(inert_block(text), quote=True)
@@ -76,6 +88,25 @@ def _visible(character: str) -> str:
         return chr(CONTROL_PICTURES + code)
     is_glyph = unicodedata.category(character) not in UNPRINTABLE
     return character if is_glyph else REPLACEMENT
+
+
+def texts_in_tag(text: str, tag: str) -> list[str]:
+    """Return the texts between pairs of a tag, such as `action`, in any case of its letters.
+
+    The time is linear in the length of the text; that of `<action>(.*?)</action>` is not, if a
+    tag is opened again and again.
+    """
+    opening = re.compile(f"<{re.escape(tag)}>", re.IGNORECASE)
+    closing = re.compile(f"</{re.escape(tag)}>", re.IGNORECASE)
+    found: list[str] = []
+    position = 0
+    while (start := opening.search(text, position)) is not None:
+        end = closing.search(text, start.end())
+        if end is None:
+            break
+        found.append(text[start.end() : end.start()])
+        position = end.end()
+    return found
 
 
 def is_milestone(count: int, *, added: int = 1) -> bool:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 from importlib import resources
 from typing import Any
 
+from atroposlib.agent_tasks.trace import TRACES_KEY
 from atroposlib.errors import MissingExtraError
 from atroposlib.utils.listening import require_free_port
 from atroposlib.utils.text import find_common_prefix, inert_block
@@ -36,6 +37,7 @@ from atroposlib.viewer.pages import (
 )
 from atroposlib.viewer.rollouts import Group, ShownRollout
 from atroposlib.viewer.sources import GroupGoneError
+from atroposlib.viewer.timeline import timeline_page
 from atroposlib.viewer.token_reader import RolloutText, answer_of, texts_of
 from atroposlib.viewer.viewer import PAGES, ROWS_PER_PAGE, BrowserTab, Viewer, ViewState, filter_of
 
@@ -258,6 +260,8 @@ class Screen:
             return self._compare(group, view)
         if view.page == "images":
             return images_page(group, self._texts(group))
+        if view.page == "timeline":
+            return timeline_page(group, rollout)
         return side_by_side_page(group, self._texts(group), selected=rollout.number)
 
     def _texts(self, group: Group) -> list[RolloutText]:
@@ -306,7 +310,9 @@ class Screen:
         )
         more = len(group.rollouts) - _MAX_CHIPS
         images = ' <span class="v-chip">images</span>' if images_of_group(group) else ""
-        return chips + (f" +{more}" if more > 0 else "") + images
+        traces = group.fields.get(TRACES_KEY)
+        agents = ' <span class="v-chip">agents, see Timeline</span>' if traces else ""
+        return chips + (f" +{more}" if more > 0 else "") + images + agents
 
     def _notices(self) -> str:
         problem = self.viewer.reader.problem
@@ -333,7 +339,7 @@ _EVENT: dict[str, Any] = {
     "trigger_mode": "multiple",
 }
 
-_GROUP_PAGES = ("rollouts", "tokens", "conversation", "compare", "images")
+_GROUP_PAGES = ("rollouts", "tokens", "conversation", "compare", "images", "timeline")
 """Pages that show one group; plain text opens one by its button only."""
 
 
@@ -381,7 +387,9 @@ def launch_app(
         require_free_port(host, port)
 
     files = resources.files(__package__)
-    script = files.joinpath("viewer.js").read_text(encoding="utf-8")
+    scripts = (
+        files.joinpath(name).read_text(encoding="utf-8") for name in ("viewer.js", "player.js")
+    )
     _, url, public = blocks.launch(
         server_name=host,
         server_port=port or None,
@@ -397,7 +405,7 @@ def launch_app(
         run_history=False,
         enable_monitoring=False,
         css=files.joinpath("viewer.css").read_text(encoding="utf-8"),
-        head=f"<script>{script}</script>",
+        head="".join(f"<script>{script}</script>" for script in scripts),
         theme=gr.themes.Base(
             font=["system-ui", "sans-serif"], font_mono=["ui-monospace", "monospace"]
         ),

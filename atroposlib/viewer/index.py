@@ -22,6 +22,7 @@ from typing import Any, Literal, NamedTuple, get_args
 import numpy as np
 from numpy.typing import NDArray
 
+from atroposlib.agent_tasks.trace import AgentTrace, rollout_of_row
 from atroposlib.utils.text import inert_line
 from atroposlib.viewer.rollouts import Group, group_of, text_of_content
 
@@ -138,7 +139,7 @@ class GroupSummary(NamedTuple):
     scores: tuple[float, ...]
     """Scores that are numbers."""
     excerpt: str
-    """Start of the question as one sanitized line; empty without messages."""
+    """Start of the question, or an agent's task, as one sanitized line; empty without text."""
 
 
 def summarize(
@@ -164,7 +165,7 @@ def summarize(
 
 
 def searchable_text(fields: Mapping[str, Any]) -> str:
-    """Return all text of a group's messages, shared messages once; may be empty."""
+    """Return all text of a group's messages, shared messages once, and of its agents' turns."""
     group = group_of(fields)
     num_shared = group.num_shared_messages
     texts: list[str] = []
@@ -173,7 +174,17 @@ def searchable_text(fields: Mapping[str, Any]) -> str:
             texts.append(text_of_content(message.get("content")))
             texts += [str(message[key]) for key in ("reasoning_content", "tool_calls")
                       if message.get(key)]  # fmt: skip
+        trace = None if rollout.chat else _trace(group, i)
+        if trace is not None:
+            turns = (event for event in trace["events"] if event["kind"] == "turn")
+            texts += [trace.get("instruction", ""), *(turn.get("text", "") for turn in turns)]
     return "\n".join(texts)
+
+
+def _trace(group: Group, row: int) -> AgentTrace | None:
+    """Return the trace that a sequence carries itself."""
+    traced = rollout_of_row(group.fields, row)
+    return traced.trace if traced is not None and traced.first_row == row else None
 
 
 def _excerpt(group: Group) -> str:
@@ -182,6 +193,9 @@ def _excerpt(group: Group) -> str:
     chat = group.rollouts[0].chat
     asked = [message for message in chat if message.get("role") == "user"] or chat
     text = text_of_content(asked[0].get("content")) if asked else ""
+    trace = None if asked else _trace(group, 0)
+    if trace is not None:
+        text = ": ".join(filter(None, (trace.get("task"), trace.get("instruction"))))
     return inert_line(text, max_characters=MAX_EXCERPT_CHARACTERS)
 
 

@@ -31,7 +31,7 @@
       event.preventDefault();
       event.stopPropagation();
       press(keys[event.key]);
-    } else if (/^[1-8]$/.test(event.key) && tabs()[event.key - 1]) {
+    } else if (/^[1-9]$/.test(event.key) && tabs()[event.key - 1]) {
       tabs()[event.key - 1].click();
     } else if (event.key === "/") {
       event.preventDefault();

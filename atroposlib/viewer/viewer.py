@@ -228,7 +228,10 @@ class Viewer:
         return False
 
 
-PAGES = ("overview", "groups", "rollouts", "tokens", "conversation", "compare", "images", "plain")
+PAGES = (
+    *("overview", "groups", "rollouts", "tokens", "conversation", "compare", "images"),
+    *("timeline", "plain"),
+)
 ROWS_PER_PAGE = 20
 NO_FILTER = RowFilter()
 _SIGNALS = {"any": "any", "differ": "differ", "all equal": "equal"}

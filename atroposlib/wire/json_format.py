@@ -150,6 +150,12 @@ def check_opaque(name: str, value: Any) -> None:
             if not isinstance(reason, str | None):
                 raise GroupError(f"{name}[{i}]: expected a string or null")
             _check_label(f"{name}[{i}]", reason or "")
+    elif name == "traces":
+        if not isinstance(value, list):
+            raise GroupError(f"{name}: expected a list of objects or null")
+        for i, trace in enumerate(value):
+            if not isinstance(trace, dict | None):
+                raise GroupError(f"{name}[{i}]: expected an object or null")
     elif name == "tokenized_from_text" and not isinstance(value, bool):
         raise GroupError(f"{name}: expected true, false or null")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from atroposlib.errors import ConfigError
 from atroposlib.workspaces.container_engine import EngineOptions, as_options
@@ -49,6 +50,7 @@ def open_workspaces(
     *,
     cache: Path | None = None,
     engine_options: EngineOptions | Mapping[str, Sequence[str]] | None = None,
+    warm: int | None = None,
 ) -> Workspaces:
     """Return workspaces of a kind.
 
@@ -59,16 +61,18 @@ def open_workspaces(
             engines keep theirs themselves.
         engine_options: further options for the program of a container engine; a mapping has the
             fields of `EngineOptions`.
+        warm: number of workspaces per base that are made in advance; None: that of the kind.
 
     Raises:
         ConfigError: the kind is unknown.
         WorkspaceError: it cannot be used on this machine.
     """
+    chosen: dict[str, Any] = {} if warm is None else {"warm": warm}
     if kind.startswith(("podman", "docker")):
-        return ContainerWorkspaces(kind, options=as_options(engine_options))
+        return ContainerWorkspaces(kind, options=as_options(engine_options), **chosen)
     if kind != "bubblewrap":
         raise ConfigError(f"no kind of workspace is called {kind!r}; known: {', '.join(KINDS)}")
-    return LocalWorkspaces(cache=cache or _cache_folder())
+    return LocalWorkspaces(cache=cache or _cache_folder(), **chosen)
 
 
 def _cache_folder() -> Path:

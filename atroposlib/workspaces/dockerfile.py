@@ -346,7 +346,8 @@ class _DockerfileReader:
                     "ADD of a URL or an archive is not possible here: use COPY", remedy=""
                 )
             files |= self._sources(source, destination, is_folder or len(sources) > 1)
-        folders = {self._parent(path): None for path in files if self._parent(path) not in files}
+        parents = {self._parent(path) for path in files}
+        folders = {path: None for path in sorted(parents) if path != "/" and path not in files}
         self._folders |= {path for path, content in files.items() if content is None} | {*folders}
         try:
             mode = int(flags["chmod"], 8) & 0o777 if "chmod" in flags else None

@@ -18,6 +18,7 @@ from typing import Any
 from atroposlib.adapters.env import GuardedConversation
 from atroposlib.adapters.interface import Episode
 from atroposlib.adapters.registry import make_adapter
+from atroposlib.agent_tasks.programs.shell import PROMPT as SHELL_PROMPT
 from atroposlib.envs.conversation import ChatMessage, Conversation
 from atroposlib.envs.multi_turn_env import Limits, TokenSequence, play
 from atroposlib.tasks.blackjack import ACTIONS, Table
@@ -413,7 +414,7 @@ def wrong_calls(
 
 
 FROZEN_LAKE = "gymnasium:FrozenLake-v1"
-FROZEN_LAKE_SCRIPT = """from atroposlib.adapters.env import environment_class
+ADAPTER_SCRIPT = """from atroposlib.adapters.env import environment_class
 
 environment_class({spec!r}).cli()
 """
@@ -437,7 +438,7 @@ def frozen_lake(folder: Path, seed: int) -> TrainingTask:
     The scripted policy takes a right move half of the time. `folder` gets the script.
     """
     script = folder / "frozen_lake.py"
-    script.write_text(FROZEN_LAKE_SCRIPT.format(spec=FROZEN_LAKE), encoding="utf-8")
+    script.write_text(ADAPTER_SCRIPT.format(spec=FROZEN_LAKE), encoding="utf-8")
 
     def conversations(count: int) -> Iterator[Messages]:
         yield from asyncio.run(_walks_over_the_lake(count, random.Random(seed)))
@@ -506,11 +507,118 @@ class _Walker(_ScriptedPolicy):
         return _Written(f"<action>{move}</action>")
 
 
+SHELL_TASKS = {
+    "write-a-word": (
+        "Write the word blue to color.txt.",
+        {},
+        '[ "$(cat color.txt)" = blue ]',
+        "echo blue > color.txt",
+    ),
+    "append-a-line": (
+        "Append the line end to list.txt.",
+        {"list.txt": "start\n"},
+        '[ "$(cat list.txt)" = "$(printf "start\\nend")" ]',
+        "echo end >> list.txt",
+    ),
+    "remove-a-file": (
+        "Remove old.txt and keep new.txt.",
+        {"old.txt": "old\n", "new.txt": "new\n"},
+        '[ ! -e old.txt ] && [ "$(cat new.txt)" = new ]',
+        "rm old.txt",
+    ),
+}
+"""Instruction, files, condition of the reward, and a command that earns it, by task."""
+SHELL_WORDS = ("blue", "end", "start", "new", "old")
+SHELL_FILES = ("color.txt", "list.txt", "new.txt", "old.txt")
+SHELL_COMMANDS = ("echo {word} > {file}", "echo {word} >> {file}", "rm {file}")
+RIGHT_COMMANDS = 0.35
+SHELL_TRIES = 64
+
+
+def shell_tasks(folder: Path, seed: int) -> TrainingTask:
+    """Return three tasks with files, worked on by the agent `shell` with one command.
+
+    The scripted policy writes a right command in a third of the tries, else one of a few words.
+    `folder` gets the tasks and the script.
+    """
+    tasks = folder / "tasks"
+    write_shell_tasks(tasks)
+    script = folder / "shell_tasks.py"
+    script.write_text(ADAPTER_SCRIPT.format(spec=f"tasks:{tasks}"), encoding="utf-8")
+
+    def conversations(count: int) -> Iterator[Messages]:
+        rng = random.Random(seed)
+        for _ in range(count):
+            instruction, _, _, command = rng.choice(list(SHELL_TASKS.values()))
+            if rng.random() >= RIGHT_COMMANDS:
+                command = rng.choice(SHELL_COMMANDS).format(
+                    word=rng.choice(SHELL_WORDS), file=rng.choice(SHELL_FILES)
+                )
+            yield [
+                {"role": "system", "content": SHELL_PROMPT},
+                {"role": "user", "content": instruction},
+                {"role": "assistant", "content": f"```sh\n{command}\n```"},
+            ]
+
+    return TrainingTask(
+        settings=DemoSettings(
+            seed=seed,
+            steps=20,
+            groups_per_step=4,
+            group_size=8,
+            lr=5e-4,
+            max_tokens=192,
+            task=None,
+            environment_door=script,
+            environment_sections={
+                "env": {
+                    "adapter_seed": seed,
+                    "adapter_args": {"max_agent_turns": 1, "traces": False},
+                    "max_turn_tokens": 32,
+                    "num_eval_items": len(SHELL_TASKS),
+                }
+            },
+        ),
+        evaluation={"eval_temperature": 1.0, "eval_samples_per_item": SHELL_TRIES},
+        warm_up=WarmUp(steps=100, num_conversations=2_000, batch_size=32),
+        conversations=conversations,
+        measure=f"fraction accepted by the verifier, of {SHELL_TRIES} tries at each of three tasks",
+        value=lambda score: float(score > CORRECT),
+        reward=RewardMetric(
+            key="train/mean_return",
+            label="fraction accepted by the verifier",
+            summary="{:.0%} of the rollouts are accepted",
+            limits=(0.0, 1.0),
+        ),
+    )
+
+
+def write_shell_tasks(folder: Path) -> None:
+    """Write the task folders; the tests run without the agent's files as programs."""
+    for name, (instruction, files, condition, command) in SHELL_TASKS.items():
+        content = {
+            "task.toml": 'version = "1.0"\n\n[agent]\ntimeout_sec = 30.0\n\n'
+            "[verifier]\ntimeout_sec = 30.0\n",
+            "instruction.md": f"{instruction}\n",
+            "environment/Dockerfile": "FROM debian:bookworm-slim\nWORKDIR /app\n"
+            + "".join(f"COPY {path} .\n" for path in files),
+            "tests/test.sh": f"if {condition}; then echo 1; else echo 0; fi "
+            "> /logs/verifier/reward.txt\n",
+            "solution/solve.sh": f"{command}\n",
+            **{f"environment/{path}": text for path, text in files.items()},
+        }
+        for path, text in content.items():
+            file = folder / name / path
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text, encoding="utf-8")
+
+
 TASKS: Mapping[str, Callable[[Path, int], TrainingTask]] = {
     "arithmetic": arithmetic,
     "blackjack": blackjack,
     "frozen_lake": frozen_lake,
     "hangman": hangman,
+    "shell_tasks": shell_tasks,
     "tool_calling": tool_calling,
 }
 """Functions of a folder and a seed that return a task, by row of the benchmark."""

@@ -116,12 +116,14 @@ Source = Literal[
     "none",
 ]
 
-_BLOCKS: Mapping[Source, re.Pattern[str]] = {
-    "think_block": re.compile(r"<think>(.*?)</think>", re.DOTALL | re.IGNORECASE),
-    "scratchpad_block": re.compile(
-        r"<\|start_of_scratchpad\|>(.*?)<\|end_of_scratchpad\|>", re.DOTALL | re.IGNORECASE
+_BLOCKS: Mapping[Source, tuple[re.Pattern[str], re.Pattern[str]]] = {
+    "think_block": (re.compile("<think>", re.IGNORECASE), re.compile("</think>", re.IGNORECASE)),
+    "scratchpad_block": (
+        re.compile(r"<\|start_of_scratchpad\|>", re.IGNORECASE),
+        re.compile(r"<\|end_of_scratchpad\|>", re.IGNORECASE),
     ),
 }
+"""Opening and closing tag."""
 
 
 class Reasoning(NamedTuple):
@@ -161,8 +163,7 @@ def extract_reasoning_from_response(response: Any, content: str | None = None) -
     ]
     text = _field(message, "content") if content is None else content
     if isinstance(text, str):
-        blocks = [(source, pattern.search(text)) for source, pattern in _BLOCKS.items()]
-        fields += [(source, found[1].strip()) for source, found in blocks if found]
+        fields += [(source, _first_block(text, *tags)) for source, tags in _BLOCKS.items()]
     for source, value in fields:
         if _is_text(value):
             return Reasoning(value, source)
@@ -183,6 +184,12 @@ def extract_reasoning_from_completion(completion: Any, choice_idx: int = 0) -> C
     text = content if isinstance(content, str) else None
     reasoning, source = extract_reasoning_from_response(choices[choice_idx], text)
     return CompletionReasoning(reasoning, source, text)
+
+
+def _first_block(text: str, opening: re.Pattern[str], closing: re.Pattern[str]) -> str | None:
+    start = opening.search(text)
+    end = closing.search(text, start.end()) if start else None
+    return text[start.end() : end.start()].strip() if start and end else None
 
 
 def _field(owner: Any, name: str) -> Any:

@@ -177,7 +177,9 @@ _ABBREVIATION = re.compile(
     r"(?<![\w.])(?:(?:Mr|Mrs|Ms|Dr|Prof|Sr|Jr|St|vs|etc|cf|No|approx|Inc|Ltd|Co|Fig)|[A-Za-z]"
     r"|(?:[A-Za-z]\.){1,5}[A-Za-z])\.$"
 )
-_SENTENCE_END = re.compile(r"[.!?\u3002\uff01\uff1f]+[\"'\u201d\u2019)\]*_]*(?=\s|$)")
+_SENTENCE_END = re.compile(
+    r"(?<![.!?\u3002\uff01\uff1f])[.!?\u3002\uff01\uff1f]+[\"'\u201d\u2019)\]*_]*(?=\s|$)"
+)
 
 
 def count_sentences(text: str) -> int:
@@ -257,13 +259,12 @@ def _number_of_sections(text: str, given: Arguments) -> bool:
     return len(heads) >= int(given["num_sections"])
 
 
-_FENCED = re.compile(r"\A```(?:json)?\s*\n(.*)\n```\Z", re.DOTALL | re.IGNORECASE)
-
-
 def _is_json(text: str, _: Arguments) -> bool:
-    fenced = _FENCED.match(text.strip())
+    block = text.strip()
+    start, *content = block.split("\n", 1)
+    is_fenced = start.rstrip().lower() in ("```", "```json") and block.endswith("\n```")
     try:
-        json.loads(fenced[1] if fenced else text)
+        json.loads(content[0].removesuffix("\n```") if content and is_fenced else text)
     except (ValueError, RecursionError):
         return False
     return True

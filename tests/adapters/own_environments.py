@@ -41,6 +41,7 @@ class Ecosystem:
 
 ADAPTERS = "tests/adapters"
 SERVING = "tests/serving"
+EXPORTING = "tests/exporting"
 
 
 def _tests_of(*kinds: str, pages: Sequence[str] = ()) -> tuple[str, ...]:
@@ -57,10 +58,11 @@ ECOSYSTEMS = {
             "games",
             _tests_of("gymnasium", "textarena", "textworld", pages=("textarena", "textworld")),
         ),
+        Ecosystem("harbor", (f"{EXPORTING}/test_trace_formats.py",), version="3.12"),
         Ecosystem("gem", _tests_of("gem", pages=("gem",))),
         Ecosystem("inspect_ai", _tests_of("inspect_ai", pages=("inspect_ai",))),
         Ecosystem("nemo_gym", _tests_of("nemo_gym"), version="3.12"),
-        Ecosystem("openenv", _tests_of("openenv")),
+        Ecosystem("openenv", (*_tests_of("openenv"), f"{EXPORTING}/test_trace_formats.py")),
         Ecosystem("ors", _tests_of("ors")),
         Ecosystem("verifiers", _tests_of("verifiers")),
         Ecosystem("verifiers_rubric", _tests_of("verifiers", pages=("verifiers",))),

@@ -75,7 +75,12 @@ def check_tokens(rollout: Any) -> None:
 
 @contextlib.asynccontextmanager
 async def playing(
-    engine: ScriptedEngine, spec: str, args: dict[str, Any] | None = None, **settings: Any
+    engine: ScriptedEngine,
+    spec: str,
+    args: dict[str, Any] | None = None,
+    *,
+    server: APIServerConfig | None = None,
+    **settings: Any,
 ) -> AsyncIterator[AdapterEnv]:
     """Yield the environment of `KIND:NAME`, set up; its tokens are characters."""
     chosen = {"group_size": 2, "max_token_length": 20_000, "num_eval_items": 4, **settings}
@@ -86,7 +91,7 @@ async def playing(
         tokenizer_name="characters",
         **chosen,
     )
-    server = APIServerConfig(
+    server = server or APIServerConfig(
         model_name="m", base_url=engine.base_url, server_type="vllm", health_check=False
     )
     env = environment_class(spec)(config, server)
@@ -95,6 +100,7 @@ async def playing(
         yield env
     finally:
         await env.close()
+        await env.server.close()
 
 
 async def group_of(env: AdapterEnv) -> Any:

@@ -30,6 +30,7 @@ __all__ = [
     "roll_out",
     "run_command",
     "run_page",
+    "spawn_process",
     "spawn_rollouts",
     "stand_in_tokenizers",
     "text_of",
@@ -93,9 +94,11 @@ class Server:
         except (OSError, urllib.error.URLError):
             return None
 
-    async def wait_for_sessions(self, count: int) -> None:
+    async def wait_for_sessions(self, count: int, *, or_more: bool = False) -> None:
         deadline = time.monotonic() + WAIT_S
         while (found := await asyncio.to_thread(self.sessions)) != count:
+            if or_more and found is not None and found > count:
+                return
             assert time.monotonic() < deadline, f"{found} sessions, not {count}"
             await asyncio.sleep(0.05)
 
@@ -185,6 +188,25 @@ def spawn_rollouts(spec: str, args: dict[str, Any], folder: Path) -> subprocess.
     return subprocess.Popen(words, cwd=folder, env=_environment())
 
 
+def spawn_process(
+    spec: str, args: dict[str, Any], engine: ScriptedEngine, model: Path, folder: Path
+) -> subprocess.Popen[bytes]:
+    """Start `atropos-env SPEC process` with more groups than a test waits for."""
+    flags = {
+        "openai.base_url": engine.base_url,
+        "openai.model_name": model,
+        "openai.server_type": "vllm",
+        "env.tokenizer_name": model,
+        "env.use_wandb": "false",
+        "env.total_steps": 1000,
+        "env.data_path_to_save_groups": folder / "groups.jsonl",
+    }
+    words = [sys.executable, "-m", "atroposlib.cli.env", spec, "process"]
+    words += [word for name, value in flags.items() for word in (f"--{name}", str(value))]
+    words += ["--args", *(f"{name}={json.dumps(value)}" for name, value in args.items())]
+    return subprocess.Popen(words, cwd=folder, env=_environment())
+
+
 SKIPPED = ("pip install", "python3.12 -m venv")
 """Starts of lines that install what the tests run in."""
 SHIM = """#!/bin/sh
@@ -220,7 +242,8 @@ async def run_page(page: str, folder: Path, engine: ScriptedEngine, tokenizer: P
         shim.write_text(SHIM.format(python=sys.executable, module=module))
         shim.chmod(0o755)
     environment = _environment()
-    environment["PATH"] = f"{folder / 'bin'}{os.pathsep}{environment['PATH']}"
+    folders = [str(folder / "bin"), str(Path(sys.executable).parent), environment["PATH"]]
+    environment["PATH"] = os.pathsep.join(folders)  # commands of the page call `python`
     environment["PYTHONPATH"] += f"{os.pathsep}{folder}"
     process = await asyncio.create_subprocess_exec(
         "bash", "-c", text, cwd=folder, env=environment,

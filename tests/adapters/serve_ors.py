@@ -88,9 +88,15 @@ class Games(Base):
 
 
 class Slow(Sums):
+    num_starting = 0
+    num_created = 0
+
     def __init__(self, **settings: Any) -> None:
+        Slow.num_starting += 1
         time.sleep(1.5)
         super().__init__(**settings)
+        Slow.num_starting -= 1
+        Slow.num_created += 1
 
 
 def main() -> None:
@@ -104,6 +110,14 @@ def main() -> None:
     @server.app.get("/test/sessions")
     def count_sessions() -> int:
         return len(server._active_envs)
+
+    @server.app.get("/test/starting")
+    def count_starting() -> int:
+        return Slow.num_starting
+
+    @server.app.get("/test/created")
+    def count_created() -> int:
+        return Slow.num_created
 
     @server.app.post("/test/later")
     def pass_time(seconds: float) -> None:

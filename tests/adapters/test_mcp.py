@@ -23,6 +23,9 @@ from atroposlib.adapters.mcp import McpArgs, calls_reward, expand
 from atroposlib.adapters.registry import make_adapter
 from atroposlib.errors import ConfigError, EpisodeConnectionError
 from tests.adapters.playing import adapter_env, roll_out
+from tests.adapters.remote_servers import spawn_process
+from tests.fakes import ScriptedEngine
+from tests.templates.make_tokenizers import FOLDER, load_tokenizer
 
 pytestmark = pytest.mark.slow
 
@@ -94,8 +97,8 @@ def is_listening(port: int) -> bool:
         return False
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
+def wait_until(condition: Callable[[], bool], *, limit_s: float = 30.0) -> None:
+    deadline = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < deadline, "the condition was not met"
         time.sleep(0.02)
@@ -319,6 +322,77 @@ def test_killed_process_leaves_no_server(tasks: str, pids: Path) -> None:
     process.stdout.close()
 
     wait_until(lambda: running(pids) == [])
+
+
+def test_killed_process_leaves_no_session(
+    tasks: str, free_port: int, http_server: Callable[[], Any]
+) -> None:
+    http_server()
+    url = f"http://127.0.0.1:{free_port}/mcp"
+    process = subprocess.Popen(
+        [sys.executable, "-c", KILLED, tasks, url],
+        stdout=subprocess.PIPE,
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == b"begun\n"
+    assert open_sessions(free_port) == 3
+
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+    process.stdout.close()
+
+    wait_until(lambda: open_sessions(free_port) == 0)
+
+
+async def test_kill_of_the_command_leaves_no_session(
+    tasks: str, tmp_path: Path, free_port: int, http_server: Callable[[], Any]
+) -> None:
+    http_server()
+    servers = [f"http://127.0.0.1:{free_port}/mcp"]
+    args = {"servers": servers, "eval_every": 0, "max_sessions": 2}
+    model = FOLDER / "qwen2_5"
+    second_turns: list[str] = []
+
+    def policy(prompt: str) -> str:
+        if prompt.count("<tool_response>") == 1:
+            second_turns.append(prompt)
+        return call("add", a=1, b=2)
+
+    tokenizer = load_tokenizer("qwen2_5")
+    async with ScriptedEngine(policy, tokenizer=tokenizer, model=str(model), delay_s=1.0) as engine:
+        process = spawn_process(f"mcp:{tasks}", args, engine, model, tmp_path)
+        try:
+            # The id of a session is known once its first request has been answered.
+            await asyncio.to_thread(wait_until, lambda: len(second_turns) >= 2, limit_s=120.0)
+            assert open_sessions(free_port) == 2
+        finally:
+            process.kill()
+            await asyncio.to_thread(process.wait)
+
+        await asyncio.to_thread(wait_until, lambda: open_sessions(free_port) == 0)
+
+
+async def test_session_is_ended_with_the_headers_of_its_requests(
+    monkeypatch: pytest.MonkeyPatch, tasks: str, free_port: int, http_server: Callable[[], Any]
+) -> None:
+    http_server()
+    monkeypatch.setenv("KEY", "k")
+    url = f"http://127.0.0.1:{free_port}/mcp"
+    spec = {"url": url, "headers": {"X-Key": "${KEY}"}}
+    adapter: Any = make_adapter(f"mcp:{tasks}", {**ARGS, "servers": [spec]}, seed=0)
+    noted: list[Any] = []
+    ended: list[str] = []
+    monkeypatch.setattr(adapter._guard, "opened", lambda *of: noted.append(of))
+    monkeypatch.setattr(adapter._guard, "ended", ended.append)
+    await adapter.open()
+    await adapter.close()
+
+    key, [request] = noted[-1]
+    assert ended == [key]
+    assert request[:2] == ("DELETE", url)
+    assert request.headers.pop("mcp-session-id")
+    assert request.headers == {"x-key": "k", "mcp-protocol-version": "2025-11-25"}
 
 
 async def test_stderr_of_a_server_is_not_kept(

@@ -26,6 +26,7 @@ from tests.adapters.remote_servers import (
     roll_out,
     run_command,
     run_page,
+    spawn_process,
     spawn_rollouts,
     stand_in_tokenizers,
     text_of,
@@ -304,7 +305,6 @@ async def test_half_open_connection_times_out(free_port: int) -> None:
 
 
 async def test_kill_of_our_process_leaves_no_session(server: Server, tmp_path: Path) -> None:
-    """The server removes sessions that have had no ping for 15 minutes."""
     process = spawn_rollouts(f"ors:{server.url}#sums", {}, tmp_path)
     try:
         await server.wait_for_sessions(3)
@@ -312,9 +312,52 @@ async def test_kill_of_our_process_leaves_no_session(server: Server, tmp_path: P
         process.kill()
         process.wait()
 
+    await server.wait_for_sessions(0)
+
+
+async def test_kill_of_the_command_leaves_no_session(server: Server, tmp_path: Path) -> None:
+    model = FOLDER / "qwen2_5"
+    calls = [call("add", a=1, b=2)]
+    engine = ScriptedEngine(
+        calls, tokenizer=load_tokenizer("qwen2_5"), model=str(model), delay_s=0.5
+    )
+    async with engine:
+        process = spawn_process(f"ors:{server.url}#sums", {}, engine, model, tmp_path)
+        try:
+            await server.wait_for_sessions(2, or_more=True)
+        finally:
+            process.kill()
+            await asyncio.to_thread(process.wait)
+
+        await server.wait_for_sessions(0)
+
+
+async def test_kill_during_a_creation_leaves_no_session(server: Server, tmp_path: Path) -> None:
+    """The server can delete a session only once it has created it."""
+    before = await asyncio.to_thread(server.get, "/test/created")
+    process = spawn_rollouts(f"ors:{server.url}#slow", {}, tmp_path)
+    try:
+        while await asyncio.to_thread(server.get, "/test/starting") < 3:  # noqa: ASYNC110 - remote
+            await asyncio.sleep(0.02)
+    finally:
+        process.kill()
+        process.wait()
+
+    while await asyncio.to_thread(server.get, "/test/created") < before + 3:  # noqa: ASYNC110
+        await asyncio.sleep(0.02)
+    await server.wait_for_sessions(0)
+
+
+async def test_server_without_pings_removes_sessions_itself(server: Server) -> None:
+    """The last resort if no guard runs, such as after a loss of power."""
+    adapter = await opened(f"{server.url}#sums")
+    episode = await begun(adapter, TASK)
+
     server.post("/test/later?seconds=901")
 
     await server.wait_for_sessions(0)
+    await episode.close()
+    await adapter.close()
 
 
 @pytest.mark.parametrize(

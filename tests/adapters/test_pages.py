@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -22,6 +23,7 @@ PAGES = {
     "inspect_ai": "inspect_ai",
     "mcp": "mcp",
     "reasoning_gym": "reasoning_gym",
+    "tasks": None,
     "textarena": "textarena",
     "textworld": "textworld",
     "verifiers": "sophistry_bench_sprint",
@@ -29,7 +31,7 @@ PAGES = {
 """The module that the commands of a page need; pages of servers are tested with their servers."""
 REPLIES = [
     *("<action>hit</action>", "7", "[4]", "<answer>8</answer>"),
-    *("go east", "<action>stick</action>"),
+    *("go east", "<action>stick</action>", "```sh\necho ready > /app/status.txt\n```"),
 ]
 
 
@@ -46,14 +48,17 @@ async def test_every_command_of_the_page_works(kind: str, tmp_path: Path) -> Non
 
     assert "nothing left running" in output
     assert "FAILED" not in output
-    check_groups(tmp_path)
+    groups = check_groups(tmp_path)
+    assert (kind == "tasks") == all(any(group.get("traces") or ()) for group in groups)
     assert "groups to" in output
     assert "eval/" in output
 
 
-def check_groups(folder: Path) -> None:
-    rows = [json.loads(row) for file in folder.rglob("*.jsonl") for row in file.open()]
+def check_groups(folder: Path) -> list[Any]:
+    files = [file for file in folder.rglob("*.jsonl") if file.is_file()]
+    rows = [json.loads(row) for file in files for row in file.open()]
     groups = [row for row in rows if "inference_logprobs" in row]
     assert groups
     for group in groups:
         check_group(group)
+    return groups

@@ -329,7 +329,11 @@ def test_data_set_of_a_hub_in_the_cache_is_loaded(
     dataset = tmp_path / "datasets--org--tasks"
     (dataset / "refs").mkdir(parents=True)
     (dataset / "refs" / "main").write_text(revision)
-    make_task(dataset / "snapshots" / revision / "a")
+    task = make_task(dataset / "snapshots" / revision / "a")
+    (dataset / "blobs").mkdir()
+    for number, path in enumerate(path for path in sorted(task.rglob("*")) if path.is_file()):
+        path.rename(dataset / "blobs" / str(number))
+        path.symlink_to(dataset / "blobs" / str(number))
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     monkeypatch.setattr(
@@ -337,6 +341,7 @@ def test_data_set_of_a_hub_in_the_cache_is_loaded(
     )
 
     assert [task.name for task in load_tasks("hf:org/tasks")] == ["a"]
+    assert [task.name for task in load_tasks("hf:org/tasks@main")] == ["a"]
 
 
 def test_variables_are_resolved_or_refused_by_name() -> None:

@@ -203,3 +203,66 @@ def test_broken_line_of_samples_is_named(
     (tmp_path / "new" / "samples.jsonl").write_text("{}\nnot JSON\n")
 
     assert "samples.jsonl: line 2 is not JSON" in refusal([old, new], monkeypatch, capsys)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "reason"),
+    [
+        ("[" * 100_000, "RecursionError"),
+        ('{"config_general": 1, "results": {"all": {}, "atropos|x|0": {}}}', "not an object"),
+        ('{"config_general": {}, "results": {"all": [1], "atropos|x|0": {}}}', "not an object"),
+        (
+            '{"config_general": {"generation_parameters": [1]}, '
+            '"results": {"all": {}, "atropos|x|0": {}}}',
+            "not an object",
+        ),
+    ],
+)
+def test_metrics_of_another_form_are_refused(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    metrics: str,
+    reason: str,
+) -> None:
+    old, new = write_run(tmp_path / "old", OLD), write_run(tmp_path / "new", NEW)
+    (tmp_path / "new" / "metrics.json").write_text(metrics)
+
+    assert reason in refusal([old, new], monkeypatch, capsys)
+
+
+def test_metric_values_of_another_form_are_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old, new = write_run(tmp_path / "old", OLD), write_run(tmp_path / "new", NEW)
+    (tmp_path / "new" / "samples.jsonl").write_text('{"item_id": "a", "metric_values": [1]}\n')
+
+    assert "metric_values is not an object" in refusal([old, new], monkeypatch, capsys)
+
+
+def test_values_that_are_not_finite_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old, new = write_run(tmp_path / "old", OLD), write_run(tmp_path / "new", NEW)
+    path = tmp_path / "new" / "metrics.json"
+    report = json.loads(path.read_text())
+    report["results"]["all"] |= {"eval/huge": 10**400, "eval/nan": float("nan")}
+    path.write_text(json.dumps(report))
+
+    run([old, new], monkeypatch)
+
+    shown = capsys.readouterr().out
+    assert "eval/mean_score" in shown
+    assert "eval/huge" not in shown
+    assert "eval/nan" not in shown
+
+
+def test_names_with_escape_codes_are_shown_as_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old = write_run(tmp_path / "old", OLD)
+    new = write_run(tmp_path / "new", NEW, model="\x1b]0;title\x07m\x1b[2J")
+
+    run([old, new], monkeypatch)
+
+    assert "\x1b" not in capsys.readouterr().out

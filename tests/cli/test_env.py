@@ -52,7 +52,7 @@ def test_list_names_the_kinds_and_what_is_missing() -> None:
     listed = run("list")
 
     assert listed.returncode == 0, listed.stderr
-    assert "gymnasium     Gymnasium environments" in listed.stdout
+    assert "gymnasium      Gymnasium environments" in listed.stdout
 
 
 def test_kind_alone_shows_its_arguments() -> None:
@@ -70,6 +70,11 @@ def test_kind_alone_shows_its_arguments() -> None:
         (["gymnasium", "check"], "expected gymnasium:NAME"),
         (["gymnasium:FrozenLake-v1", "check", "--args", "prompts=x"], "did you mean prompt?"),
         (["gymnasium:FrozenLake-v1", "checks"], "did you mean check?"),
+        (["gymnasium:FrozenLak-v1", "check"], "Did you mean: `FrozenLake`?"),
+        (
+            ["gymnasium:FrozenLake-v1", "check", "--args", "env_kwargs={map_name: 9x9}"],
+            "failed with env_kwargs {'is_slippery': False, 'map_name': '9x9'}: KeyError: '9x9'",
+        ),
     ],
 )
 def test_mistake_is_one_line(words: list[str], message: str) -> None:
@@ -78,6 +83,22 @@ def test_mistake_is_one_line(words: list[str], message: str) -> None:
     assert done.returncode == 2
     [line] = done.stderr.strip().splitlines()
     assert message in line
+    assert done.stdout == ""
+
+
+def test_server_that_is_down_is_one_line_of_check() -> None:
+    done = run("nemo-gym:http://127.0.0.1:1", "check", "--args", "tasks=none.jsonl")
+
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert "none.jsonl" in done.stderr.strip().splitlines()[-1]
+
+
+def test_page_of_a_kind_shows_computed_defaults() -> None:
+    page = run("gymnasium")
+
+    assert "(default {})" in page.stdout
+    assert max(map(len, page.stdout.splitlines())) <= 100
 
 
 def test_check_of_frozen_lake_passes(tmp_path: Path) -> None:

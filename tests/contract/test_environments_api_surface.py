@@ -54,7 +54,7 @@ GROUP_KEYS = {
     *("overrides", "generation_params", "inference_logprobs", "images", "distill_token_ids"),
     *("distill_logprobs", "env_id"),
 }
-NOTES = {"reward_parts", "finish_reasons", "tokenized_from_text"}
+NOTES = {"reward_parts", "finish_reasons", "tokenized_from_text", "traces"}
 
 
 def test_group_and_item_are_plain_dicts_with_the_keys_of_the_contract() -> None:

@@ -112,3 +112,9 @@ def test_choice_of_an_answer_is_taken_with_its_text() -> None:
 )
 def test_missing_choice_has_no_reasoning(completion: Any, choice_idx: int) -> None:
     assert extract_reasoning_from_completion(completion, choice_idx) == (None, "none", None)
+
+
+def test_reasoning_of_repeated_tags_takes_linear_time() -> None:
+    chat = {"choices": [{"message": {"content": "<think>" * 100_000}}]}
+
+    assert extract_reasoning_from_completion(chat).source == "none"

@@ -17,6 +17,7 @@ from environments.eval_environments.ifeval_eval import (
 )
 
 AT_LEAST, LESS = "at least", "less than"
+MANY = {"num_sentences": 9, "relation": AT_LEAST}
 
 # id, arguments, texts that follow, texts that do not
 CASES: list[tuple[str, dict[str, Any], list[str], list[str]]] = [
@@ -239,3 +240,16 @@ def test_arguments_of_other_instructions_are_none_and_left_out() -> None:
     assert ifeval.instructions_of(["keywords:existence"], [given]) == (
         VerifiableInstruction("keywords:existence", {"keywords": ["a"]}),
     )
+
+
+@pytest.mark.parametrize(
+    ("instruction", "text"),
+    [
+        (VerifiableInstruction("length_constraints:number_sentences", MANY), "." * 200_000 + "x"),
+        (VerifiableInstruction("detectable_format:json_format", {}), "```" + "\n" * 200_000 + "x"),
+    ],
+)
+def test_check_of_repeated_characters_takes_linear_time(
+    instruction: VerifiableInstruction, text: str
+) -> None:
+    assert not follows(instruction, text)

@@ -176,6 +176,24 @@ async def test_choices_of_the_file_answer_at_once_and_in_later_runs(tmp_path: Pa
         await desk.close()
 
 
+async def test_long_line_is_skipped_and_a_new_file_is_read_from_its_start(tmp_path: Path) -> None:
+    path = tmp_path / "choices.jsonl"
+    path.write_bytes(b"x" * 1_000_000)
+    desk = PreferenceDesk(path, max_pending=1)
+    with path.open("a") as file:
+        file.write("x" * 9 + "\n" + json.dumps({"id": CASE.case_id, "choice": 2}) + "\n")
+    desk.read_file()
+
+    assert await desk.ask(CASE, timeout_s=5) == 2
+    assert desk.num_bad_lines == 1
+
+    path.write_text(json.dumps({"id": CASE.case_id, "choice": 0}) + "\n")
+    desk.read_file()
+
+    assert await desk.ask(CASE, timeout_s=5) == 0
+    await desk.close()
+
+
 async def test_program_may_append_choices_while_a_group_waits(tmp_path: Path) -> None:
     desk = PreferenceDesk(tmp_path / "choices.jsonl", max_pending=4)
     asked = [asyncio.ensure_future(desk.ask(CASE, timeout_s=30)) for _ in range(2)]

@@ -17,6 +17,7 @@ REPOSITORY = Path(__file__).parents[2]
 EXAMPLE = "environments/configs/example.yaml"
 READ_ELSEWHERE = {
     "atroposlib/adapters": "tests/adapters/test_gymnasium.py",
+    "environments/agent_tasks/configs": "tests/environments/test_agent_tasks_server.py",
     "environments/configs": "tests/environments/test_verifiers_server.py",
     "environments/dataset_environment/configs": "tests/environments/test_dataset_env.py",
     ".": "read by pre-commit and, below, as YAML",

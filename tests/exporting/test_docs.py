@@ -21,7 +21,8 @@ from tests.exporting.test_replay import SINGLE_TURN
 
 pytestmark = pytest.mark.slow
 
-PAGE = (Path(__file__).parents[2] / "docs" / "exporting.md").read_text(encoding="utf-8")
+REPOSITORY = Path(__file__).parents[2]
+PAGE = (REPOSITORY / "docs" / "exporting.md").read_text(encoding="utf-8")
 MAINS = {"atropos-sft-gen": sft.main, "atropos-dpo-gen": dpo.main, "atropos-replay": replay.main}
 
 
@@ -43,6 +44,7 @@ def test_commands_run_as_written(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     (tmp_path / "model").symlink_to(tokenizer.name_or_path)
+    (tmp_path / "environments").symlink_to(REPOSITORY / "environments")
     (tmp_path / "environment.py").write_text(SINGLE_TURN)
     service = start_service("--store", "memory")
     service.register()

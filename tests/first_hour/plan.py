@@ -324,7 +324,18 @@ STEPS: tuple[Step, ...] = (
         "atropos-compare results/greedy results/sampled",
         shows=("task gsm8k_eval", '"p_value"'),
     ),
+    Run(
+        "docs/exporting.md",
+        "atropos-replay export-traces",
+        shows=("2 rollouts of 1 groups: trajectories", "2 rollouts of 1 groups: imported.jsonl"),
+    ),
     Run("docs/looking_at_rollouts.md", "python environments/word_sums.py process", before=ENGINE),
+    Run(
+        "docs/looking_at_rollouts.md",
+        "view-run --file environments/data/agent_traces_sample/groups.jsonl",
+        until=("keys: ",),
+    ),
+    Run("docs/looking_at_rollouts.md", "atropos-replay cast"),
     Run("docs/looking_at_rollouts.md", "view-run --file sums.jsonl", until=("keys: ",)),
     Run(
         "docs/looking_at_rollouts.md",
@@ -354,6 +365,7 @@ STEPS: tuple[Step, ...] = (
         "atropos-tasks run count_errors",
         shows=("(?s)added /app/errors.txt.*done: reward 0\n.*done: reward 1\n",),
     ),
+    Run("docs/agent_tasks.md", "atropos-env tasks:count_errors", shows=("[0-9]+ passed",)),
     Run(
         "docs/agent_tasks.md",
         "atropos-tasks swe rows.jsonl",
@@ -498,6 +510,22 @@ STEPS: tuple[Step, ...] = (
         "test_pages.py",
         "pip install '.[reasoning-gym]'",
         "MODEL=Qwen/Qwen3-0.6B",
+    ),
+    Run(
+        "docs/adapters/tasks.md",
+        "atropos-env tasks ",
+        shows=("agent_prefix", "20 passed"),
+        limit_s=900,
+    ),
+    NotRun(
+        "docs/adapters/tasks.md",
+        "MODEL=Qwen/Qwen3-0.6B",
+        "needs a model that solves tasks; tests/adapters/test_pages.py runs it",
+    ),
+    NotRun(
+        "docs/adapters/tasks.md",
+        "agent: my-agent",
+        "arguments for a program of the reader; tests/agent_tasks/test_agents.py has such",
     ),
     *_in_own_environment(
         "docs/adapters/textarena.md",

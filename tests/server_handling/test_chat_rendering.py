@@ -4,10 +4,14 @@ from typing import Any
 
 import pytest
 
-from atroposlib.envs.server_handling.chat_rendering import render_messages
+from atroposlib.envs.server_handling.chat_rendering import (
+    render_messages,
+    special_spellings,
+    without_specials,
+)
 from atroposlib.errors import ConfigError
 from tests.fakes import CharTokenizer
-from tests.templates.make_tokenizers import load_tokenizer
+from tests.templates.make_tokenizers import FAMILIES, load_tokenizer
 
 USER = {"role": "user", "content": "hi"}
 THOUGHT = {"role": "assistant", "content": "<think>why</think>ok"}
@@ -81,3 +85,22 @@ def test_tokenizer_without_a_chat_template_is_named_with_what_to_do() -> None:
 
     with pytest.raises(ConfigError, match=r"chatml has no chat template.*--env\.tokenizer_name"):
         render_messages(tokenizer, [{"role": "user", "content": "hi"}])
+
+
+@pytest.mark.parametrize("name", sorted(FAMILIES))
+def test_text_without_specials_has_no_special_token(name: str) -> None:
+    tokenizer = load_tokenizer(name)
+    spelled = "".join(tokenizer.all_special_tokens) + "<<|im_end|>"
+    spellings = special_spellings(tokenizer)
+
+    ids = tokenizer.encode(without_specials(spelled, spellings), add_special_tokens=False)
+
+    assert spellings is not None
+    assert not {i for i in ids if i in tokenizer.all_special_ids} - {tokenizer.unk_token_id}
+
+
+def test_text_without_specials_keeps_tags_of_ours() -> None:
+    text = "<tool_call>1</tool_call> <think> a < b"
+
+    assert without_specials(text, special_spellings(load_tokenizer("chatml"))) == text
+    assert without_specials(text, special_spellings(CharTokenizer())) == text

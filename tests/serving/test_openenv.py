@@ -252,3 +252,16 @@ async def test_session_without_connection_is_closed_when_idle() -> None:
         assert first["result"]["session_id"]
         assert "capacity" in second["error"]["message"]
         assert third["result"]["session_id"] != first["result"]["session_id"]
+
+
+@pytest.mark.parametrize("body", ['{"index": NaN}', '{"task": "\\ud800"}'])
+async def test_request_that_is_not_valid_json_in_an_answer_is_refused(body: str) -> None:
+    async with (
+        serving("openenv", GUESSING) as served,
+        httpx.AsyncClient(base_url=served.url) as client,
+    ):
+        headers = {"Content-Type": "application/json"}
+        answer = await client.post("/number_guessing/num_tasks", content=body, headers=headers)
+
+    assert answer.status_code == 422
+    assert all("input" not in reason for reason in answer.json()["detail"])

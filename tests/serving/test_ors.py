@@ -240,3 +240,16 @@ async def test_killed_client_leaves_no_session() -> None:
         await until_closed(served.host)
 
         assert Echo.closed == closed + 1
+
+
+@pytest.mark.parametrize("body", ['{"index": NaN}', '{"task": "\\ud800"}'])
+async def test_request_that_is_not_valid_json_in_an_answer_is_refused(body: str) -> None:
+    async with (
+        serving("ors", f"{OWN}:EchoEnv") as served,
+        httpx.AsyncClient(base_url=served.url) as client,
+    ):
+        headers = {"Content-Type": "application/json", "X-Session-ID": "s"}
+        answer = await client.post("/create", content=body, headers=headers)
+
+    assert answer.status_code == 422
+    assert all("input" not in reason for reason in answer.json()["detail"])

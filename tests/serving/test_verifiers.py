@@ -114,6 +114,20 @@ async def test_wrong_episode_is_refused(body: dict[str, Any], status: int, reaso
         assert served.host.num_open == 0
 
 
+@pytest.mark.parametrize("body", ['{"index": NaN}', '{"split": 1, "task": "\\ud800"}'])
+async def test_request_that_is_not_valid_json_in_an_answer_is_refused(body: str) -> None:
+    async with (
+        serving("verifiers", f"{OWN}:EchoEnv") as served,
+        httpx.AsyncClient(base_url=served.url) as client,
+    ):
+        answer = await client.post(
+            "/v1/episodes", content=body, headers={"Content-Type": "application/json"}
+        )
+
+    assert answer.status_code == 422
+    assert all("input" not in reason for reason in answer.json()["detail"])
+
+
 async def test_package_folder_with_other_modules_is_refused(tmp_path: Path) -> None:
     mine = tmp_path / "mine.py"
     mine.write_text("")

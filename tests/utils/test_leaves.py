@@ -15,7 +15,15 @@ from atroposlib.utils.json_text import encode_mapping
 from atroposlib.utils.length_penalty import length_factor
 from atroposlib.utils.local_records import find_split, read_records
 from atroposlib.utils.metrics import get_std_min_max_avg
-from atroposlib.utils.text import hide_secrets, is_masked, mask_secrets, shown_name, without_secrets
+from atroposlib.utils.text import (
+    InertFormatter,
+    hide_secrets,
+    is_masked,
+    mask_secrets,
+    shown_name,
+    texts_in_tag,
+    without_secrets,
+)
 
 
 class Response:
@@ -215,3 +223,23 @@ def test_read_records_names_the_line_that_is_no_json(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match=r"rows\.jsonl cannot be read \(line 3: .* at column 7\)"):
         read_records(path, ["a"])
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("<a>1</a> <A>2</A>", ["1", "2"]),
+        ("<a>1<a>2</a></a>", ["1<a>2"]),
+        ("</a><a>1", []),
+        ("<a>\n</a>", ["\n"]),
+        ("<a>" * 200_000, []),
+    ],
+)
+def test_texts_in_tag_are_those_of_the_first_pairs(text: str, found: list[str]) -> None:
+    assert texts_in_tag(text, "a") == found
+
+
+def test_inert_formatter_shows_control_characters_as_symbols() -> None:
+    record = logging.LogRecord("x", logging.INFO, "", 0, "%s", ("a\x1b[2J\nb",), None)
+
+    assert InertFormatter().format(record).endswith("INFO x: a\u241b[2J\nb")

@@ -14,9 +14,12 @@ from atroposlib.api.server import create_app
 from atroposlib.api.settings import ApiSettings
 from atroposlib.errors import ConfigError
 from atroposlib.viewer.index import GroupIndex
+from atroposlib.viewer.rollouts import group_of
 from atroposlib.viewer.sources import GroupGoneError, LiveSource, StoredRunSource
+from atroposlib.viewer.timeline import timeline_page
 from atroposlib.wire import encode_group
 from tests.api.helpers import REGISTRATION, serve
+from tests.exporting.traced_groups import shipped_group
 from tests.viewer.groups import make_group
 from tests.viewer.waiting import wait_until
 
@@ -209,3 +212,22 @@ def test_another_file_is_no_run(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match="is not the file of a run"):
         StoredRunSource(path)
+
+
+@pytest.mark.parametrize("kind", ["json", "msgpack"])
+def test_traces_of_agents_pass_the_service_and_its_store(
+    kind: Any, url: str, settings: ApiSettings
+) -> None:
+    group = shipped_group()
+    content = encode_group({**group, "env_id": 0}, kind)
+    headers = {"content-type": f"application/{kind}"}
+    httpx.post(url + "/scored_data", content=content, headers=headers).raise_for_status()
+    live, stored = LiveSource(url), StoredRunSource(settings.data_dir / "maths.sqlite3")
+
+    for source in (live, stored):
+        read(source, GroupIndex(), 4)
+
+        fields = source.load(3)
+        assert fields["traces"] == group["traces"]
+        assert "status.txt" in timeline_page(group_of(fields), group_of(fields).rollouts[1])
+        source.close()

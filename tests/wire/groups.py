@@ -26,6 +26,10 @@ FULL_GROUP: dict[str, Any] = {
     "reward_parts": [{"format": 1, "answer": -0.5}, {}],
     "finish_reasons": ["stop", "length"],
     "tokenized_from_text": False,
+    "traces": [
+        {"version": 1, "events": [{"at": 0.5, "kind": "output", "text": "ü\u001b[1m"}]},
+        None,
+    ],
 }
 
 _INT64 = st.integers(-(2**63), 2**63 - 1)

@@ -54,6 +54,7 @@ def test_notes_travel_where_they_are_written(wire_format):
         "reward_parts": [{"format": 0.5, "answer": 1}, {}],
         "finish_reasons": ["stop", "length"],
         "tokenized_from_text": True,
+        "traces": [{"version": 1, "events": []}, None],
     }
 
     payload = decode_group(encode_group({**GROUP, **notes}, wire_format), wire_format).payload
@@ -73,6 +74,8 @@ def test_notes_travel_where_they_are_written(wire_format):
         ({"reward_parts": {"format": 1}}, "reward_parts: expected a list of objects"),
         ({"finish_reasons": ["stop", 3]}, r"finish_reasons\[1\]: expected a string"),
         ({"tokenized_from_text": "yes"}, "tokenized_from_text: expected true, false"),
+        ({"traces": {}}, "traces: expected a list of objects"),
+        ({"traces": [None, "done"]}, r"traces\[1\]: expected an object or null"),
     ],
 )
 def test_notes_of_another_shape_are_refused_by_path(note, message):

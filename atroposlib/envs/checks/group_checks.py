@@ -371,6 +371,7 @@ WORSE_ROLES: Mapping[str, tuple[Role, ...]] = {
     "truncated": ("truncated", "unclosed"),
 }
 """Roles that must score less than gold, by rule."""
+NO_GOLD_EITHER = "there is no gold answer"
 SCORE_RULES = ("spread", *WORSE_ROLES)
 SCORING_TIMED_OUT = "scoring timed out and returned its default"
 NO_NUMBER = "return a number for every answer, also for one that cannot be parsed"
@@ -383,7 +384,7 @@ def check_groups(env: Any, run: DryRun, findings: Findings) -> None:
         if run.script.turns:
             findings.fail("rollout", "good and bad answers together yielded no group", site)
         else:
-            findings.skip("rollout", f"bad answers alone yielded no group; {NO_GOLD}")
+            findings.skip("rollout", f"bad answers alone yielded no group; {_no_gold(env)}")
         return
     findings.passed("rollout", f"{len(run.sampled)} replies to an item became a group")
     replies: list[ScoredTrajectory] = []
@@ -407,7 +408,12 @@ def check_groups(env: Any, run: DryRun, findings: Findings) -> None:
     num_trajectories = len(run.groups[0]["tokens"])
     findings.passed("shape", f"{num_trajectories} trajectories, group_size {env.config.group_size}")
     findings.passed("finite", "scores, advantages and logprobs")
-    _check_scores(replies, run, findings, hook_site(type(env), SCORING))
+    _check_scores(replies, run, findings, hook_site(type(env), SCORING), no_gold=_no_gold(env))
+
+
+def _no_gold(env: Any) -> str:
+    """Return why no reply is known to be right; some environments cannot follow the advice."""
+    return getattr(env, "no_gold_answer", NO_GOLD)
 
 
 def _can_be_aligned(group: Any) -> bool:
@@ -474,12 +480,19 @@ def _check_alignments(
 
 
 def _check_scores(
-    replies: list[ScoredTrajectory], run: DryRun, findings: Findings, site: str | None
+    replies: list[ScoredTrajectory],
+    run: DryRun,
+    findings: Findings,
+    site: str | None,
+    *,
+    no_gold: str,
 ) -> None:
-    reason = "no trajectory has the gold answer and a finite score" if run.script.turns else NO_GOLD
     if not any(reply.role == "gold" for reply in replies):
-        for name in SCORE_RULES:
-            findings.skip(name, reason)
+        is_known = bool(run.script.turns)
+        reason = "no trajectory has the gold answer and a finite score" if is_known else no_gold
+        findings.skip(SCORE_RULES[0], reason)
+        for name in SCORE_RULES[1:]:
+            findings.skip(name, reason if is_known else NO_GOLD_EITHER)
         return
     timed_out = ""
     if run.num_score_timeouts:

@@ -197,6 +197,8 @@ def finding_on_error(
         if _is_unrendered(error) and findings.has_failed("rollout"):
             findings.skip(name, "stopped by the chat template, like the rollouts")
             return
+        if name == "setup" and isinstance(error, getattr(env_cls, "mistakes", ())):
+            findings.mistake = error
         where, remedy = _place_and_remedy(name, error, env_cls, hooks)
         findings.fail(name, _description(error), where, remedy=remedy)
 
@@ -356,6 +358,7 @@ def _report(env_cls: type[Any], findings: Findings, started_at: float) -> CheckR
         outcomes=findings.outcomes(),
         notes=findings.notes,
         duration_s=time.monotonic() - started_at,
+        mistake=findings.mistake,
     )
 
 

@@ -231,6 +231,8 @@ class CheckReport:
     notes: Sequence[str] = ()
     """Remarks on how the check was made, such as a substituted tokenizer."""
     duration_s: float = 0.0
+    mistake: Exception | None = None
+    """A mistake in the name or the arguments of a task set; `setup` raised it."""
 
     @property
     def failures(self) -> list[Outcome]:
@@ -312,6 +314,8 @@ class Findings:
     """
 
     notes: list[str] = field(default_factory=list)
+    mistake: Exception | None = None
+    """The exception of `setup` that stands for a mistake in the command line."""
     _outcomes: dict[str, Outcome] = field(default_factory=dict)
 
     def fail(
@@ -479,9 +483,11 @@ def hook_site(env_cls: type[Any], names: Iterable[str]) -> str | None:
 
 
 def class_site(cls: type[Any]) -> str | None:
-    """Return the line of a class statement; None for a class made without one."""
+    """Return the line of a class statement of the author; None for a class made without one."""
     try:
-        return shown(inspect.getfile(cls), inspect.getsourcelines(cls)[1])
+        file_name = inspect.getfile(cls)
+        is_own = is_own_file(file_name)
+        return shown(file_name, inspect.getsourcelines(cls)[1]) if is_own else None
     except (OSError, TypeError):
         return None
 

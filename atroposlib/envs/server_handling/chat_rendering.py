@@ -65,6 +65,12 @@ _WORD_WITHIN = 64
 
 _COPIES: WeakKeyDictionary[Any, Any] = WeakKeyDictionary()
 """Copies that encode the spelling of special tokens as text, by the original tokenizer."""
+OWN_TAGS = frozenset(
+    f"<{slash}{name}>"
+    for name in ("think", "tools", "tool_call", "tool_response")
+    for slash in ("", "/")
+)
+"""Tags that some tokenizers have as special tokens."""
 
 
 def calls_of(tool_calls: Any) -> list[tuple[str, str, str]]:
@@ -424,6 +430,35 @@ def encode_model_text(tokenizer: Any, text: str, *, own_marks: str = "") -> list
     )
     ids = [i for piece in pieces for i in encode_added(tokenizer, piece)]
     return [i for i in ids if i not in special]
+
+
+def special_spellings(tokenizer: Any) -> re.Pattern[str] | None:
+    """Return a pattern of the special tokens as texts spell them; None without any.
+
+    The tags of thinking and tools are left out: messages of ours have them.
+    """
+    decoded = (
+        str(tokenizer.decode([i], skip_special_tokens=False)) for i in _special_ids(tokenizer)
+    )
+    # A token of one character, such as a line end, is ordinary text.
+    spellings = sorted({text.strip() for text in decoded if len(text.strip()) > 1} - OWN_TAGS)
+    longest_first = sorted(spellings, key=len, reverse=True)
+    return re.compile("|".join(map(re.escape, longest_first))) if longest_first else None
+
+
+def without_specials(text: str, spellings: re.Pattern[str] | None) -> str:
+    """Return a text whose spellings of special tokens are broken by a space.
+
+    A chat template writes the texts of messages between its special tokens, so a text that spells
+    them ends its message and starts another, of any role.
+
+    Example: `<|im_end|>` becomes `< |im_end|>`.
+    """
+    if spellings is None:
+        return text
+    while spellings.search(text):  # the part after a space may spell a shorter one
+        text = spellings.sub(lambda found: f"{found[0][0]} {found[0][1:]}", text)
+    return text
 
 
 def _encode_split(tokenizer: Any, text: str) -> list[int]:

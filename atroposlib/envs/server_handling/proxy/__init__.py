@@ -6,6 +6,13 @@ from atroposlib.envs.server_handling.proxy.app import (
     AgentTrajectory,
     group_of_agents,
 )
-from atroposlib.envs.server_handling.proxy.sessions import ProxySettings
+from atroposlib.envs.server_handling.proxy.sessions import AgentTurn, ProxySettings
 
-__all__ = ["AgentProxy", "AgentSession", "AgentTrajectory", "ProxySettings", "group_of_agents"]
+__all__ = [
+    "AgentProxy",
+    "AgentSession",
+    "AgentTrajectory",
+    "AgentTurn",
+    "ProxySettings",
+    "group_of_agents",
+]

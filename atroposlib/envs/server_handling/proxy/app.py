@@ -63,10 +63,13 @@ from atroposlib.envs.server_handling.proxy.requests import (
 from atroposlib.envs.server_handling.proxy.responses import RESPONSES
 from atroposlib.envs.server_handling.proxy.sessions import (
     SESSION_HEADER,
+    AgentTurn,
+    FixedSampling,
     HasServers,
     ProxySettings,
     ProxyState,
     SessionState,
+    TurnLog,
     address_of,
 )
 from atroposlib.envs.server_handling.server_baseline import FROM_TEXT, note_node
@@ -665,6 +668,14 @@ class AgentSession:
             note_node(node.tokens, node.metadata)
         return nodes
 
+    def turns(self) -> list[AgentTurn]:
+        """Return the turns in the order of their answers, `row` being an index of `nodes()`.
+
+        Empty unless the session was opened with `records_turns`.
+        """
+        log = self._session.log
+        return [] if log is None else log.placed([node.tokens for node in self._session.nodes])
+
     def trajectory(self, score: float, session_id: str | None = None) -> AgentTrajectory:
         return AgentTrajectory(self.nodes(session_id), score)
 
@@ -742,6 +753,9 @@ class AgentProxy:
         tool_parser: str = "hermes",
         track_tree: bool = False,
         base_url: str | None = None,
+        records_turns: bool = False,
+        temperature: float | None = None,
+        max_tokens: int | None = None,
     ) -> AsyncIterator[AgentSession]:
         """Yield a session for one rollout, and delete it at the end.
 
@@ -749,6 +763,9 @@ class AgentProxy:
             tool_parser: Tool-call format of the model.
             track_tree: Whether to keep every sequence instead of replacing the continued one.
             base_url: Inference server to use; None chooses the least loaded one.
+            records_turns: Whether `AgentSession.turns` has the messages and times of requests.
+            temperature: Sampling temperature in place of the agent's; None leaves it to the agent.
+            max_tokens: Upper limit of a completion; None leaves it to the agent.
 
         Raises:
             ProxyRefusal: too many sessions are open, or the server is unknown.
@@ -757,6 +774,8 @@ class AgentProxy:
             tool_parser=tool_parser, track_tree=track_tree, base_url=base_url
         )
         session = self._state.open_session(wanted)
+        session.log = TurnLog() if records_turns else None
+        session.sampling = FixedSampling(temperature, max_tokens)
         try:
             yield AgentSession(self.root_url, session)
         finally:

@@ -424,6 +424,25 @@ async def _run_all(
             task.cancel()
 
 
+def _note_turns(
+    session: SessionState,
+    samples: Sequence[Sample],
+    choices: Sequence[Mapping[str, Any]],
+    asked_at: float,
+    *,
+    messages: Sequence[Mapping[str, Any]] = (),
+) -> None:
+    """Record the turns of one request, if the session records them."""
+    if session.log is None:
+        return
+    replies = [choice.get("message") or {"content": choice.get("text")} for choice in choices]
+    without_ids = Sample([], [[] for _ in replies], [])  # of a server that reports none
+    for sample in samples or [without_ids]:
+        num_choices = len(sample.completion_ids)
+        own, replies = replies[:num_choices], replies[num_choices:]
+        session.log.add(sample, messages, own, asked_at=asked_at, answered_at=session.clock())
+
+
 def _text_of(session: SessionState) -> TextOf | None:
     tokenizer = session.managed_server.tokenizer
     return None if tokenizer is None else lambda ids: str(tokenizer.decode(ids))
@@ -465,7 +484,9 @@ class Exchange:
         request = _chat_request(body)
         kwargs = chat_kwargs(request, max_choices=session.max_choices)
         self.ignored.update(_constrain(session, request, kwargs))
+        session.sampling.apply(kwargs)
         _limit_length(session, kwargs)
+        asked_at = session.clock()
         try:
             answer, samples = await session.run(
                 lambda managed, samples: managed.chat_completion(**{**kwargs, "samples": samples})
@@ -480,7 +501,9 @@ class Exchange:
                 _prompt_of(managed, kwargs)  # raises a refusal if the template caused the failure
             raise
         text_of = _text_of(session) if request.logprobs else None
-        return chat_answer(answer, samples, model=session.model_name, text_of=text_of)
+        found = chat_answer(answer, samples, model=session.model_name, text_of=text_of)
+        _note_turns(session, samples, found["choices"], asked_at, messages=kwargs["messages"])
+        return found
 
     async def complete_text(self, request: CompletionProxyRequest) -> dict[str, Any]:
         """Continue the prompts of an OpenAI completion request and record the sequences.
@@ -491,13 +514,20 @@ class Exchange:
             ProxyRefusal: as in `complete_chat`.
         """
         session = self.session
-        found = await _run_all(session, text_kwargs(request, max_choices=session.max_choices))
-        return text_answer(
+        calls = text_kwargs(request, max_choices=session.max_choices)
+        for kwargs in calls:
+            session.sampling.apply(kwargs)
+        asked_at = session.clock()
+        found = await _run_all(session, calls)
+        samples = [sample for _, row in found for sample in row]
+        answer = text_answer(
             [answer for answer, _ in found],
-            [sample for _, row in found for sample in row],
+            samples,
             model=session.model_name,
             text_of=_text_of(session) if request.logprobs is not None else None,
         )
+        _note_turns(session, samples, answer["choices"], asked_at)
+        return answer
 
     def render(self, body: Mapping[str, Any] | ChatCompletionProxyRequest) -> RenderedPrompt:
         """Return the prompt that `complete_chat` would send; nothing is generated or recorded.

@@ -21,9 +21,10 @@ import logging
 import secrets
 import time
 import uuid
+from array import array
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Protocol, TypeVar
 
 from pydantic import AfterValidator, BaseModel, Field
@@ -83,6 +84,126 @@ class Sample:
     """[n][C] ids it sampled."""
     completion_logprobs: list[list[float]]
     """[n][C] their logprobs."""
+
+
+@dataclass
+class AgentTurn:
+    """One completion of an agent's session: when it was asked for, and where its tokens are."""
+
+    asked_at: float
+    """Seconds since the epoch."""
+    answered_at: float
+    messages: Sequence[Mapping[str, Any]]
+    """The chat of the request; empty once a later request has continued it."""
+    added: Sequence[Mapping[str, Any]]
+    """Its messages after the last one of the assistant: results of tools, or the first prompt."""
+    is_continuation: bool
+    """Whether the chat has a turn of the assistant."""
+    reply: Mapping[str, Any]
+    """The message of the answer, with `content` and maybe `tool_calls`."""
+    num_tokens: int
+    """Number of sampled tokens."""
+    end: int
+    """Position after the last of them in the sequence."""
+    digest: bytes
+    """Digest of the sequence up to there."""
+    row: int | None = None
+    """Index of the sequence among those of the session, 0 if the server reports no ids; None if it
+    is not there."""
+
+
+class TurnLog:
+    """The turns of a session and its parts, in the order of their answers."""
+
+    def __init__(self) -> None:
+        self.turns: list[AgentTurn] = []
+
+    def add(
+        self,
+        sample: Sample,
+        messages: Sequence[Mapping[str, Any]],
+        replies: Sequence[Mapping[str, Any]],
+        *,
+        asked_at: float,
+        answered_at: float,
+    ) -> None:
+        """Record the completions of one prompt."""
+        prompt = _id_bytes(sample.prompt_ids)
+        for turn in self.turns:
+            is_continued = turn.messages and turn.end <= len(sample.prompt_ids)
+            if is_continued and _id_digest(prompt[: turn.end * _ID_BYTES]) == turn.digest:
+                turn.messages = ()
+        num_known = _num_known(messages)
+        for ids, reply in zip(sample.completion_ids, replies, strict=False):
+            self.turns.append(
+                AgentTurn(
+                    asked_at=asked_at,
+                    answered_at=answered_at,
+                    messages=messages,
+                    added=messages[num_known:],
+                    is_continuation=num_known > 0,
+                    reply=reply,
+                    num_tokens=len(ids),
+                    end=len(sample.prompt_ids) + len(ids),
+                    digest=_id_digest(prompt + _id_bytes(ids)),
+                )
+            )
+
+    def placed(self, sequences: Sequence[Sequence[int]]) -> list[AgentTurn]:
+        """Return the turns, each with the first of the sequences that holds it."""
+        rows: dict[tuple[int, bytes], int] = {}
+        ends = sorted({turn.end for turn in self.turns})
+        for row, tokens in enumerate(sequences):
+            known, start, data = hashlib.blake2b(digest_size=16), 0, _id_bytes(tokens)
+            for end in ends:
+                if end > len(tokens):
+                    break
+                known.update(data[start * _ID_BYTES : end * _ID_BYTES])
+                start = end
+                rows.setdefault((end, known.digest()), row)
+        return [replace(turn, row=rows.get((turn.end, turn.digest))) for turn in self.turns]
+
+
+_ID_BYTES = 8
+
+
+def _id_bytes(ids: Sequence[int]) -> bytes:
+    return array("q", ids).tobytes()
+
+
+def _id_digest(data: bytes) -> bytes:
+    return hashlib.blake2b(data, digest_size=16).digest()
+
+
+def _num_known(messages: Sequence[Mapping[str, Any]]) -> int:
+    """Return the number of messages up to the last one of the assistant."""
+    own = [i for i, message in enumerate(messages) if message.get("role") == "assistant"]
+    return own[-1] + 1 if own else 0
+
+
+@dataclass(frozen=True)
+class FixedSampling:
+    """Sampling of a session that its agent does not choose; None leaves a value to the agent."""
+
+    temperature: float | None = None
+    """Replaces that of requests, whose filters (`top_p`, `top_k`, `min_p`) and penalties are then
+    left out: the trainer's logprobs know none of them."""
+    max_tokens: int | None = None
+    """Upper limit of a completion."""
+
+    def apply(self, kwargs: dict[str, Any]) -> None:
+        if self.temperature is not None:
+            kwargs["temperature"] = self.temperature
+            for name in _RESHAPING:
+                kwargs.pop(name, None)
+        if self.max_tokens is not None:
+            kwargs["max_tokens"] = min(kwargs.get("max_tokens") or self.max_tokens, self.max_tokens)
+
+
+_RESHAPING = (
+    *("top_p", "top_k", "min_p", "frequency_penalty", "presence_penalty", "repetition_penalty"),
+    *("logit_bias", "min_tokens"),
+)
 
 
 class SampledServer(SessionServer):
@@ -150,6 +271,9 @@ class SessionState:
     """Limit of prompt and completion together; None leaves it to the engine."""
     parts: dict[str, SessionState] = field(default_factory=dict, repr=False)
     """Separate sessions under the same key, by the id that their requests name."""
+    log: TurnLog | None = field(default=None, repr=False)
+    """The turns of the session and its parts; None if they are not recorded."""
+    sampling: FixedSampling = field(default_factory=FixedSampling)
     is_closed: bool = False
     _in_flight: set[asyncio.Future[Any]] = field(default_factory=set, repr=False)
 
@@ -367,6 +491,7 @@ class SessionStore:
             if not opens:
                 raise session_not_found()
             part = self._new(session.wanted, model_name=session.model_name)
+            part.log, part.sampling = session.log, session.sampling
             session.parts[part_id] = part
         part.last_accessed = self._clock()
         return part

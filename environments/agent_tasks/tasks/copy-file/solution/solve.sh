@@ -1,0 +1,2 @@
+#!/bin/bash
+cp /app/draft.txt /app/final.txt

@@ -1,0 +1,1 @@
+"""Invoices, quotes and receipts."""
