@@ -439,6 +439,11 @@ def _folder(prefix: str, where: str) -> Path:
     folder = Path(prefix).expanduser().absolute()
     if not folder.is_dir():
         raise ConfigError(f"{where}: prefix: {folder} is not a folder")
+    if _is_private(folder):
+        raise ConfigError(
+            f"{where}: prefix: {folder} would show your home folder to the agent; expected a "
+            "folder with nothing but its software"
+        )
     return folder
 
 
@@ -448,7 +453,7 @@ def _own_software(prefix: str | None, where: str) -> Software:
         return Software()
     folder = _folder(prefix, where)
     if (folder / "pyvenv.cfg").is_file():
-        return _virtual_environment(folder)
+        return _virtual_environment(folder, where)
     if (folder / "node_modules").is_dir():
         node = _node_program(folder)
         words = {"bin": str(folder / "node_modules/.bin")}
@@ -467,23 +472,26 @@ def _python_software(preset: Preset, prefix: str | None, where: str) -> Software
         folder = _folder(prefix, where)
         if not (folder / "bin/python").exists():
             raise ConfigError(f"{where}: prefix: {folder} has no bin/python")
-        software = _virtual_environment(folder)
-    elif not preset.package or importlib.util.find_spec(preset.module) is not None:
-        software = _virtual_environment(Path(sys.prefix))
+        if not preset.package:
+            return _virtual_environment(folder, where)
+    elif not preset.package:
+        own = _virtual_environment(Path(sys.base_prefix), where)
+        python = f"python{sys.version_info[0]}.{sys.version_info[1]}"
+        return Software({"python": f"{own.words['bin']}/{python}"}, own.folders)
+    elif importlib.util.find_spec(preset.module) is not None:
+        folder = Path(sys.prefix)
     else:
-        program = shutil.which(Path(preset.command[0]).name) if "{bin}" in preset.command[0] else ""
-        folder = Path(program).absolute().parent.parent if program else Path(sys.prefix)
-        software = _virtual_environment(folder)
-    if not preset.package:
-        base = Path(sys.base_prefix)
-        python = str(base / "bin" / f"python{sys.version_info[0]}.{sys.version_info[1]}")
-        return Software({"python": python}, _to_show([base]), python.rpartition("python")[2])
-    version = _installed_version(Path(software.words["bin"]).parent, preset.package)
+        found = shutil.which(Path(preset.command[0]).name) if "{bin}" in preset.command[0] else None
+        folder = Path(sys.prefix) if found is None else Path(found).absolute().parent.parent
+        if not (folder / "pyvenv.cfg").is_file():  # such as ~/.local, which has other things too
+            folder = Path(sys.prefix)
+    version = _installed_version(folder, preset.package)
     if version is None:
         raise ConfigError(
-            f"{where}: {preset.package} is not installed in {Path(software.words['bin']).parent}: "
-            f"{preset.install}; or name a virtual environment that has it as prefix"
+            f"{where}: {preset.package} is not installed in {folder}: {preset.install}; or name a "
+            "virtual environment that has it as prefix"
         )
+    software = _virtual_environment(folder, where)
     return Software(software.words, software.folders, version)
 
 
@@ -529,22 +537,37 @@ def _node_program(folder: Path) -> Path | None:
 
 
 def _root_of_program(program: Path) -> Path:
-    """Return the folder with a program's `bin` and `lib`; the program itself elsewhere."""
-    return program.parent.parent if program.parent.name == "bin" else program
+    """Return the folder with a program's `bin` and `lib`; the program alone elsewhere.
+
+    An agent must not read a home folder because a program is in its `bin`.
+    """
+    root = program.parent.parent
+    return root if program.parent.name == "bin" and not _is_private(root) else program
 
 
-def _virtual_environment(folder: Path) -> Software:
+def _is_private(folder: Path) -> bool:
+    """Whether a folder is, or contains, the home folder of this user."""
+    return Path.home().resolve().is_relative_to(folder.resolve())
+
+
+def _virtual_environment(folder: Path, where: str) -> Software:
     """Return a Python environment and the interpreter on which it is based."""
-    folders = [folder]
+    # Links from one environment to another lead to the interpreter in the end.
+    programs = [(folder / "bin/python").resolve()]
     settings = folder / "pyvenv.cfg"
     if settings.is_file():
         lines = (line.partition("=") for line in settings.read_text("utf-8").splitlines())
-        home = {name.strip(): value.strip() for name, _, value in lines}.get("home", "")
-        folders.append(Path(home).parent)
-    # Links from one environment to another lead to the interpreter in the end.
-    folders.append(_root_of_program((folder / "bin/python").resolve()))
+        home = {name.strip(): value.strip() for name, _, value in lines}.get("home")
+        programs += [] if home is None else [Path(home) / "python"]
+    bases = [program.parent.parent for program in programs]
+    for base in bases:
+        if _is_private(base) and not base.is_relative_to(folder):
+            raise ConfigError(
+                f"{where}: the interpreter of {folder} is in {base}, which has your home folder "
+                "and would be shown to the agent; use another Python"
+            )
     words = {"bin": str(folder / "bin"), "python": str(folder / "bin/python")}
-    return Software(words, _to_show(folders))
+    return Software(words, _to_show([folder, *bases]))
 
 
 def _to_show(folders: Sequence[Path]) -> tuple[Path, ...]:

@@ -211,3 +211,35 @@ def test_program_that_is_not_on_path_names_its_command(monkeypatch: pytest.Monke
 
     with pytest.raises(ConfigError, match=r"claude is not on PATH: npm install @anthropic-ai"):
         find_agent(AgentSettings(agent="claude-code"))
+
+
+def test_home_folder_is_never_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    home, folder = tmp_path / "home", tmp_path / "venv"
+    (home / "bin").mkdir(parents=True)
+    (home / "bin/python3").touch()
+    (folder / "bin").mkdir(parents=True)
+    (folder / "bin/python").symlink_to(home / "bin/python3")
+    (folder / "pyvenv.cfg").touch()
+    monkeypatch.setenv("HOME", str(home))
+
+    with pytest.raises(ConfigError, match="has your home folder"):
+        command_of(["{bin}/my-agent"], prefix=str(folder))
+    for prefix in (home, tmp_path):
+        with pytest.raises(ConfigError, match="would show your home folder"):
+            command_of(["{bin}/my-agent"], prefix=str(prefix))
+
+
+def test_node_in_a_home_folder_is_shown_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    home, folder = tmp_path / "home", tmp_path / "agent"
+    (home / "bin").mkdir(parents=True)
+    (home / "bin/node").write_text("#!/bin/sh\n")
+    (home / "bin/node").chmod(0o755)
+    (folder / "node_modules/.bin").mkdir(parents=True)
+    monkeypatch.setenv("HOME", str(home))
+    monkeypatch.setenv("PATH", str(home / "bin"))
+
+    command = command_of(["{node}", "{bin}/my-agent"], prefix=str(folder))
+
+    assert set(command.read_only.values()) == {folder, home / "bin/node"}
