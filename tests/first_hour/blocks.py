@@ -28,6 +28,9 @@ class Block(NamedTuple):
         return next((line.strip() for line in self.text.splitlines() if line.strip()), "")
 
 
+TASK_FOLDERS = "environments/agent_tasks/tasks/"
+
+
 def blocks_of(page: str, text: str) -> list[Block]:
     """Return the fenced blocks of one page, in their order."""
     return [
@@ -45,7 +48,8 @@ def blocks_of_pages(repository: Path) -> list[Block]:
         text=True,
         check=True,
     ).stdout
-    pages = sorted(name for name in listed.split("\0") if name)
+    # Markdown within a task folder is material of the task.
+    pages = sorted(n for n in listed.split("\0") if n and not n.startswith(TASK_FOLDERS))
     return [
         block
         for page in pages

@@ -284,6 +284,14 @@ STEPS: tuple[Step, ...] = (
     ),
     NotRun("atroposlib/envs/server_handling/proxy/README.md", "async def create_message", EXCERPT),
     Run("atroposlib/sandbox/README.md", "import asyncio", shows=("42",)),
+    Run(
+        "atroposlib/workspaces/README.md", "import asyncio", shows=("added /app/sorted.txt", "two")
+    ),
+    NotRun(
+        "atroposlib/workspaces/README.md",
+        "from atroposlib.workspaces import EngineOptions",
+        "needs podman; tests/workspaces/test_containers.py does the same",
+    ),
     # groups as data
     Run(
         "docs/exporting.md",
