@@ -26,8 +26,9 @@ from atroposlib.agent_tasks.runner import AgentCommand
 from atroposlib.errors import ConfigError
 
 INSTRUCTION = "Write `$(id)` to \"a; b\" {twice}\nand 'stop'."
+KEY = "sk-1"
 MODEL = ModelAddress(
-    port=47100, target="127.0.0.1:9", api_key="sk-1", model="policy", max_tokens=64, temperature=0.5
+    port=47100, target="127.0.0.1:9", api_key=KEY, model="policy", max_tokens=64, temperature=0.5
 )
 
 
@@ -81,7 +82,7 @@ def test_command_with_an_argument_too_long_for_the_system_is_refused() -> None:
 @pytest.mark.parametrize(
     ("command", "expected"),
     [
-        ("run {instrction}", r"unknown placeholder \{instrction\}.*did you mean instruction"),
+        ("run {instruktion}", r"unknown placeholder \{instruktion\}.*did you mean instruction"),
         ("run {task.folder}", "unknown placeholder"),
         ("run {task!r}", "unknown placeholder"),
         ("run {task:>9}", "unknown placeholder"),

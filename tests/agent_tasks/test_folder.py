@@ -127,7 +127,7 @@ def test_task_of_an_older_version_is_read(tmp_path: Path) -> None:
     ("toml", "line", "said"),
     [
         ("[agent]\ntimeout_secs = 3\n", 2, "unknown key; did you mean timeout_sec?"),
-        ("[enviroment]\n", 1, "unknown key; did you mean environment?"),
+        ("[environmant]\n", 1, "unknown key; did you mean environment?"),
         ("a = 1\n", 1, "a: unknown key; known: agent, artifacts"),
         ("[agent]\n\n# c\ntimeout_sec = '3'\n", 4, "seconds above 0 to 86400, got '3'"),
         ("[agent]\ntimeout_sec = 0\n", 2, "seconds above 0 to 86400, got 0"),
