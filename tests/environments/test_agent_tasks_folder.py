@@ -20,6 +20,7 @@ from atroposlib.workspaces import WorkspaceError, open_workspaces
 pytestmark = pytest.mark.slow
 
 TASKS = Path(__file__).parents[2] / "environments" / "agent_tasks" / "tasks"
+QUICK = ("append-line", "merge-branches", "query-top-customers", "write-status")
 NAMES = sorted(path.name for path in TASKS.iterdir() if path.is_dir())
 EASIEST = ("append-line", "copy-file", "write-status")
 """Tasks that one short command solves."""
@@ -404,7 +405,11 @@ def test_copies_of_the_code_that_isolates_are_equal() -> None:
     assert len(copies) == 1
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name",
+    # CI also validates all of them by the command, with ten repeats.
+    [pytest.param(n, marks=() if n in QUICK else pytest.mark.long) for n in NAMES],
+)
 async def test_task_is_valid(runner: TaskRunner, name: str) -> None:
     task = load_task(TASKS / name)
 
