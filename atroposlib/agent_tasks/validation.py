@@ -19,7 +19,7 @@ import os
 import shlex
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 from typing import Literal
 
 from atroposlib.agent_tasks.folder import Task
@@ -108,6 +108,9 @@ async def validate_task(
 ) -> TaskReport:
     """Check one task. A check that fails does not end the others, except `builds`.
 
+    Without results of the verifier `repeats` is not run, and without the reward 0 for doing
+    nothing `forgery` is not.
+
     Args:
         runner: runs the programs of the task.
         task: the task.
@@ -125,12 +128,14 @@ async def validate_task(
         return report
     add(CheckResult("builds", "ok"))
     oracle, failed = await _runs(runner, task, "oracle", repeats)
-    add(failed or _check_reward("oracle", oracle, 1.0, "the solution"))
+    add(failed or _check_reward("oracle", oracle, 1.0, _lacking_artifacts(task, oracle)))
     nothing, failed = await _runs(runner, task, "nothing", repeats)
-    add(failed or _check_reward("nothing", nothing, 0.0, "doing nothing"))
-    add(_check_repeats(oracle, nothing))
+    add(failed or _check_reward("nothing", nothing, 0.0))
+    if _have_rewards(oracle) and _have_rewards(nothing):
+        add(_check_repeats(oracle, nothing))
     add(await _check_hidden(runner, task))
-    add(await _check_forgery(runner, task, is_strict=is_strict))
+    if report.status("nothing") == "ok":  # else a success of the forger shows nothing
+        add(await _check_forgery(runner, task, is_strict=is_strict))
     report.duration_s = loop.time() - started
     return report
 
@@ -144,25 +149,52 @@ async def _runs(
         return [], CheckResult(agent, "failed", str(error))
 
 
-def _check_reward(name: str, runs: Sequence[TaskRun], expected: float, what: str) -> CheckResult:
+def _have_rewards(runs: Sequence[TaskRun]) -> bool:
+    """Whether a run has a result of the verifier; without any there is nothing to compare."""
+    return any(run.outcome not in ("verifier_failed", "verifier_timeout") for run in runs)
+
+
+def _check_reward(
+    name: Literal["oracle", "nothing"], runs: Sequence[TaskRun], expected: float, remark: str = ""
+) -> CheckResult:
     wrong = next((r for r in runs if r.outcome != "done" or r.reward != expected), None)
     if wrong is None:
         return CheckResult(name, "ok")
-    if wrong.outcome != "done":
-        reason = f"{what}: {wrong.outcome.replace('_', ' ')}: {wrong.error}"
+    what = "the solution" if name == "oracle" else "doing nothing"
+    if wrong.outcome == "done":
+        parts = _shown_parts(wrong.reward_parts)
+        reason = f"{what} scores {wrong.reward:g}{parts}, expected {expected:g}"
+    elif name == "oracle" and wrong.outcome.startswith("agent"):
+        reason = wrong.error.replace("the agent ", "solution/solve.sh ", 1)
     else:
-        reason = f"{what} scores {wrong.reward:g}, expected {expected:g}"
-    printed = wrong.verifier_output.strip()
-    return CheckResult(name, "failed", f"{reason}{_quoted_end(printed)}")
+        reason = f"{what}: {wrong.outcome.replace('_', ' ')}: {wrong.error}"
+    reason += f"; {remark}" if remark else ""
+    if name == "oracle":
+        reason += _quoted_end("solve.sh", _printed(wrong, "agent/"))
+    return CheckResult(
+        name, "failed", f"{reason}{_quoted_end('the verifier', wrong.verifier_output)}"
+    )
 
 
-def _quoted_end(text: str, most: int = 300) -> str:
-    return f"; the verifier printed: {text[-most:]}" if text else ""
+def _lacking_artifacts(task: Task, runs: Sequence[TaskRun]) -> str:
+    """Return a remark on files that task.toml lists as artifacts and a run did not write."""
+    changed = [PurePosixPath(change.path) for run in runs[:1] for change in run.changes]
+    lacking = [
+        artifact.source
+        for artifact in task.artifacts
+        if not any(path.is_relative_to(artifact.source) for path in changed)
+    ]
+    if not lacking or not runs:
+        return ""
+    return f"it did not write {', '.join(lacking)}, listed in `artifacts` of task.toml"
+
+
+def _quoted_end(program: str, text: str, most: int = 300) -> str:
+    end = text.strip()[-most:]
+    return f"; {program} printed: {end}" if end else ""
 
 
 def _check_repeats(*several: Sequence[TaskRun]) -> CheckResult:
-    if not all(several):
-        return CheckResult("repeats", "failed", "the verifier did not run")
     for runs in several:
         results = [(run.outcome, run.reward, run.reward_parts) for run in runs]
         for number, result in enumerate(results[1:], 2):
@@ -174,8 +206,13 @@ def _check_repeats(*several: Sequence[TaskRun]) -> CheckResult:
 
 
 def _shown_result(outcome: str, reward: float, parts: dict[str, float]) -> str:
-    numbers = "".join(f", {name} {value:g}" for name, value in sorted(parts.items()))
-    return f"reward {reward:g}{numbers}" if outcome == "done" else outcome.replace("_", " ")
+    if outcome != "done":
+        return outcome.replace("_", " ")
+    return f"reward {reward:g}{_shown_parts(parts)}"
+
+
+def _shown_parts(parts: dict[str, float]) -> str:
+    return "".join(f", {name} {value:g}" for name, value in sorted(parts.items()))
 
 
 async def _check_hidden(runner: TaskRunner, task: Task) -> CheckResult:
@@ -209,7 +246,8 @@ def _with_time(task: Task) -> Task:
 
 
 def _printed(run: TaskRun, stream: str) -> str:
-    events = (e for e in run.events if e["kind"] == "output" and e["stream"] == stream)
+    """Return the output of a stream, or of all streams of a program: `agent/`."""
+    events = (e for e in run.events if e["kind"] == "output" and e["stream"].startswith(stream))
     return "".join(event["text"] for event in events)
 
 

@@ -18,6 +18,7 @@ from tests.agent_tasks.test_swe import make_repository
 pytestmark = pytest.mark.slow
 
 TEST = ADDITION["tests/test.sh"]
+PARTS = '{"reward": 0.5, "style": 1}'
 
 
 def faults(report: TaskReport) -> dict[str, str]:
@@ -41,7 +42,21 @@ async def test_good_task_is_valid(runner: TaskRunner, tmp_path: Path) -> None:
         ({"environment/Dockerfile": "FROM x\nRUN exit 3\n"}, "builds", "Dockerfile:2"),
         ({"solution/solve.sh": "echo 1 > sum.txt\n"}, "oracle", "solution scores 0, expected 1"),
         ({"solution/solve.sh": None}, "oracle", "has no"),
-        ({"solution/solve.sh": "echo 42 > sum.txt; exit 1\n"}, "oracle", "agent failed"),
+        (
+            {"solution/solve.sh": "echo 42 > sum.txt; echo no awk >&2; exit 1\n"},
+            "oracle",
+            "solution/solve.sh ended with exit code 1; solve.sh printed: no awk",
+        ),
+        (
+            {"task.toml": f'artifacts = ["/app/total.txt"]\n{ADDITION["task.toml"]}'},
+            "oracle",
+            "scores 0, expected 1; it did not write /app/total.txt, listed in `artifacts`",
+        ),
+        (
+            {"tests/test.sh": f"echo '{PARTS}' > /logs/verifier/reward.json\n"},
+            "oracle",
+            "the solution scores 0.5, style 1, expected 1",
+        ),
         (
             {"tests/test.sh": "echo looked; echo 1 > /logs/verifier/reward.txt\n"},
             "nothing",
@@ -75,6 +90,25 @@ async def test_fault_is_found(
 
     assert not report.is_valid
     assert said in faults(report)[check]
+
+
+@pytest.mark.parametrize(
+    ("files", "not_run"),
+    [
+        ({"tests/test.sh": "echo abc > /logs/verifier/reward.txt\n"}, {"repeats", "forgery"}),
+        ({"tests/test.sh": "echo 1 > /logs/verifier/reward.txt\n"}, {"forgery"}),
+        ({"solution/solve.sh": None}, {"repeats"}),
+    ],
+)
+async def test_check_without_anything_to_compare_is_not_run(
+    runner: TaskRunner, tmp_path: Path, files: dict[str, str | None], not_run: set[str]
+) -> None:
+    task = load_task(write_task(tmp_path / "bad", files))
+
+    report = await validate_task(runner, task, repeats=2)
+
+    assert {name for name in CHECKS if report.status(name) == "not run"} == not_run
+    assert not report.is_valid
 
 
 async def test_input_of_both_sides_may_be_seen(runner: TaskRunner, tmp_path: Path) -> None:
