@@ -432,9 +432,14 @@ class _EventLog:
             for stream in ("stdout", "stderr")
         }
 
+        offset = math.inf
+
         def receive(piece: Output) -> None:
+            # A piece has the time since its program started, which is later than `start`.
+            nonlocal offset
+            offset = max(start, min(offset, self.now() - piece.time_s))
             self._receive(
-                program, f"{program}/{piece.stream}", start + piece.time_s,
+                program, f"{program}/{piece.stream}", offset + piece.time_s,
                 decode[piece.stream](piece.data), len(piece.data),
             )  # fmt: skip
 

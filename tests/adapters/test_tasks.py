@@ -68,6 +68,8 @@ async def test_shell_solves_a_task_with_exact_tokens_and_a_trace(tmp_path: Path)
     assert [event["at"] for event in trace["events"]] == sorted(e["at"] for e in trace["events"])
     phases = {e["text"]: e["at"] for e in trace["events"] if e["kind"] == "phase"}
     assert all(phases["agent"] < e["at"] < phases["artifacts"] for e in (*turns, *results))
+    kinds = [e["kind"] for e in trace["events"] if e["kind"] in ("turn", "output")]
+    assert kinds[:2] == ["turn", "output"]  # the agent prints what it was told
     assert group["messages"][0][-1] == {"role": "assistant", "content": "Done."}
     json.dumps(trace)
 
