@@ -392,7 +392,8 @@ def find_agent(settings: AgentSettings, where: str = "agent") -> Agent:
         used = {name for word in words for name in placeholders_of(word)}
         for name in used & {"python", "bin", "node"} - set(software.words):
             raise ConfigError(
-                f"{where}: {{{name}}} needs the folder of the software; set its prefix"
+                f"{where}: {{{name}}} needs the folder of the software; "
+                f"set its {_prefix_word(where)}"
             )
         return _agent(settings, Path(words[0]).name, words, {}, software, where)
     if preset.runtime == "python":
@@ -435,14 +436,19 @@ def _preset_of(agent: str | list[str], where: str) -> Preset | None:
     return PRESETS[agent]
 
 
+def _prefix_word(where: str) -> str:
+    """Return the name of the argument: a list of `agents` has other names than a single one."""
+    return "agent_prefix" if where == "agent" else "prefix"
+
+
 def _folder(prefix: str, where: str) -> Path:
     folder = Path(prefix).expanduser().absolute()
     if not folder.is_dir():
-        raise ConfigError(f"{where}: prefix: {folder} is not a folder")
+        raise ConfigError(f"{where}: {_prefix_word(where)}: {folder} is not a folder")
     if _is_private(folder):
         raise ConfigError(
-            f"{where}: prefix: {folder} would show your home folder to the agent; expected a "
-            "folder with nothing but its software"
+            f"{where}: {_prefix_word(where)}: {folder} would show your home folder to the agent; "
+            "expected a folder with nothing but its software"
         )
     return folder
 
@@ -471,7 +477,7 @@ def _python_software(preset: Preset, prefix: str | None, where: str) -> Software
     if prefix is not None:
         folder = _folder(prefix, where)
         if not (folder / "bin/python").exists():
-            raise ConfigError(f"{where}: prefix: {folder} has no bin/python")
+            raise ConfigError(f"{where}: {_prefix_word(where)}: {folder} has no bin/python")
         if not preset.package:
             return _virtual_environment(folder, where)
     elif not preset.package:
@@ -489,7 +495,7 @@ def _python_software(preset: Preset, prefix: str | None, where: str) -> Software
     if version is None:
         raise ConfigError(
             f"{where}: {preset.package} is not installed in {folder}: {preset.install}; or name a "
-            "virtual environment that has it as prefix"
+            f"virtual environment that has it as {_prefix_word(where)}"
         )
     software = _virtual_environment(folder, where)
     return Software(software.words, software.folders, version)
@@ -507,7 +513,7 @@ def _node_software(preset: Preset, prefix: str | None, where: str) -> Software:
         if modules is None:
             raise ConfigError(
                 f"{where}: {program} is not on PATH: {preset.install}; or name the folder that "
-                "has its node_modules as prefix"
+                f"has its node_modules as {_prefix_word(where)}"
             )
         folder = modules.parent
     package = folder / "node_modules" / preset.package

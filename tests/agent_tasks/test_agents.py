@@ -124,9 +124,12 @@ def test_preset_that_is_not_installed_names_its_command(name: str, tmp_path: Pat
     assert PRESETS[name].install in str(error.value)
 
 
-def test_prefix_that_is_not_a_folder_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"prefix: .*missing is not a folder"):
-        find_agent(AgentSettings(agent="shell", prefix=str(tmp_path / "missing")))
+@pytest.mark.parametrize(
+    ("where", "argument"), [("agent", "agent: agent_prefix"), ("agents[1]", r"agents\[1\]: prefix")]
+)
+def test_prefix_that_is_not_a_folder_is_refused(tmp_path: Path, where: str, argument: str) -> None:
+    with pytest.raises(ConfigError, match=rf"^{argument}: .*missing is not a folder"):
+        find_agent(AgentSettings(agent="shell", prefix=str(tmp_path / "missing")), where)
 
 
 def test_shell_needs_the_interpreter_only() -> None:
