@@ -311,7 +311,7 @@ class Screen:
         more = len(group.rollouts) - _MAX_CHIPS
         images = ' <span class="v-chip">images</span>' if images_of_group(group) else ""
         traces = group.fields.get(TRACES_KEY)
-        agents = ' <span class="v-chip">agents, see Timeline</span>' if traces else ""
+        agents = ' <button class="v-chip" data-opens="Timeline">timeline</button>' if traces else ""
         return chips + (f" +{more}" if more > 0 else "") + images + agents
 
     def _notices(self) -> str:

@@ -12,8 +12,26 @@
     if (found) { found.click(); }
   }
 
-  function tabs() {
-    return Array.from(document.querySelectorAll("#v-tabs button[role=tab]"));
+  // A narrow page keeps some of the tabs in a menu; a hidden list has the names of all, in order.
+  function tabNames() {
+    return Array.from(
+      document.querySelectorAll("#v-tabs > .tab-wrapper > [aria-hidden=true] button"),
+      function (button) { return button.textContent.trim(); });
+  }
+
+  function openTab(name) {
+    Array.from(document.querySelectorAll(
+      "#v-tabs button[role=tab], #v-tabs > .tab-wrapper .overflow-dropdown button"
+    )).some(function (button) {
+      var isWanted = button.textContent.trim() === name;
+      if (isWanted) { button.click(); }
+      return isWanted;
+    });
+  }
+
+  function onClick(event) {
+    var link = event.target.closest ? event.target.closest("[data-opens]") : null;
+    if (link) { openTab(link.dataset.opens); }
   }
 
   function isTyping(target) {
@@ -31,8 +49,8 @@
       event.preventDefault();
       event.stopPropagation();
       press(keys[event.key]);
-    } else if (/^[1-9]$/.test(event.key) && tabs()[event.key - 1]) {
-      tabs()[event.key - 1].click();
+    } else if (/^[1-9]$/.test(event.key)) {
+      openTab(tabNames()[event.key - 1]);
     } else if (event.key === "/") {
       event.preventDefault();
       press("v-tab-groups-button");
@@ -68,6 +86,7 @@
   }
 
   document.addEventListener("keydown", onKey, true);
+  document.addEventListener("click", onClick);
   document.addEventListener("mouseover", onPoint);
   document.addEventListener("scroll", function () { if (tip) { tip.hidden = true; } }, true);
 }());

@@ -99,6 +99,25 @@ def test_narrow_screen_needs_no_horizontal_scrolling(
     assert watched.complaints == []
 
 
+def test_keys_and_links_reach_tabs_that_a_narrow_screen_keeps_in_a_menu(
+    url: str, open_page: OpenPage
+) -> None:
+    watched = open_page(url)
+    page = timeline(watched)
+    page.set_viewport_size({"width": 390, "height": 844})
+    page.wait_for_selector("#v-tabs .overflow-dropdown button >> text=Compare", state="attached")
+
+    for key, name in (("6", "compare"), ("1", "overview"), ("8", "timeline"), ("9", "plain")):
+        page.keyboard.press(key)
+        page.wait_for_selector(f"#v-tab-{name}", state="visible")
+    page.keyboard.press("1")
+    page.wait_for_selector("#v-tab-overview", state="visible")
+    page.click("[data-opens]")
+
+    page.wait_for_selector("#v-tab-timeline", state="visible")
+    assert watched.complaints == []
+
+
 def test_hostile_output_is_text(url: str, open_page: OpenPage) -> None:
     watched = open_page(url)
     page = timeline(watched)
