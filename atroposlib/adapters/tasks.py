@@ -178,7 +178,8 @@ class TaskEpisode(AgentEpisode):
         if not turns:
             raise EpisodeFailedError(
                 f"{adapter.where}: {task.name}: agent {agent.name} did not ask the model: "
-                f"{run.error or 'it ended'}; its output ends with {last_output(run)!r}"
+                f"{run.error or 'it ended'}; expected requests to OPENAI_BASE_URL, "
+                f"ANTHROPIC_BASE_URL or {{base_url}}; its output ends with {last_output(run)!r}"
             )
         trace = None
         if adapter.args.traces:

@@ -356,7 +356,8 @@ def _parser() -> CommandParser:
     run.add_argument("task", help="folder of the task")
     run.add_argument(
         "--agent", default="oracle", metavar="oracle|nothing|COMMAND",
-        help="the solution, nothing, or a shell command in the workspace (%(default)s)",
+        help="the solution, nothing, or a shell command in the workspace (%(default)s); agents "
+        "that ask a model are arguments of atropos-env tasks:DIR",
     )  # fmt: skip
     run.add_argument("--json", metavar="FILE", help="write the run as JSON")
     run.set_defaults(act=_run)
