@@ -72,7 +72,8 @@ _MAX_PRINTED_BYTES = 16 * MEBIBYTE
 _MAX_REWARD_BYTES = 64 * 1024
 _MAX_REWARD = 1e6
 _MAX_PARTS = 100
-_MAX_EVENTS = 20_000
+_MAX_EVENTS = 10_000
+"""Pieces of output of one program."""
 _MERGE_S = 0.05
 """Pieces of output within this time become one event."""
 _CLEANUP_S = 30.0
@@ -426,6 +427,7 @@ class _EventLog:
         self._phase_started = 0.0
         self._max_output_bytes = max_output_bytes
         self._num_bytes: dict[str, int] = {}
+        self._num_events: dict[str, int] = {}
         self._last: _LastOutput | None = None
 
     def copy(self) -> _EventLog:
@@ -479,7 +481,8 @@ class _EventLog:
     def _receive(self, program: str, stream: str, at: float, text: str, size: int) -> None:
         before = self._num_bytes.get(program, 0)
         self._num_bytes[program] = before + size
-        if before >= self._max_output_bytes or len(self.events) >= _MAX_EVENTS:
+        number = self._num_events.get(program, 0)
+        if before >= self._max_output_bytes or number >= _MAX_EVENTS:
             return
         if self._num_bytes[program] >= self._max_output_bytes:
             text = text[: self._max_output_bytes - before]
@@ -487,6 +490,9 @@ class _EventLog:
         if self._last is not None and self._last.stream == stream and at <= self._last.until:
             self.events[-1]["text"] += text
         elif text:
+            self._num_events[program] = number + 1
+            if number + 1 == _MAX_EVENTS:
+                text += f"\n[output after {_MAX_EVENTS} pieces is left out]\n"
             self.events.append({"at": at, "kind": "output", "stream": stream, "text": text})
             self._last = _LastOutput(stream, at + _MERGE_S)
 

@@ -26,6 +26,7 @@ __all__ = [
     "phases_of",
     "read_trace",
     "rollout_of_row",
+    "sendable",
     "terminal_pieces",
 ]
 
@@ -84,6 +85,8 @@ class AgentTrace(TypedDict, total=False):
     metrics: dict[str, float]
 
 
+_MAX_DEPTH = 50
+"""Objects and lists within each other in a trace."""
 _KINDS = frozenset(get_args(EventKind))
 _TEXTS = ("text", "stream", "call_id", "name")
 _COUNTS = ("branch", "row", "num_tokens")
@@ -139,6 +142,26 @@ def read_trace(value: Any) -> AgentTrace | None:
         ]
     trace.update(fields)  # type: ignore[typeddict-item]
     return trace
+
+
+def sendable(value: Any, depth: int = 0) -> Any:
+    """Return a value that every JSON reader accepts.
+
+    Python's also reads numbers that are not finite and lone surrogates, which file names have too.
+    """
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if _is_integer(value) and not -(2**63) <= value < 2**63:
+        return f"{value:#x}"
+    if not isinstance(value, Mapping | list | tuple):
+        return value
+    if depth >= _MAX_DEPTH:
+        return "..."
+    if isinstance(value, Mapping):
+        return {sendable(str(k)): sendable(v, depth + 1) for k, v in value.items()}
+    return [sendable(each, depth + 1) for each in value]
 
 
 def _read_event(value: Any) -> TraceEvent | None:

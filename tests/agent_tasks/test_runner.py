@@ -22,6 +22,7 @@ from atroposlib.agent_tasks.runner import (
 )
 from atroposlib.errors import ConfigError, TaskError
 from atroposlib.workspaces.interface import FileChange
+from atroposlib.workspaces.transfer import OutputRecord
 from tests.agent_tasks.task_folders import write_task
 
 pytestmark = pytest.mark.slow
@@ -482,3 +483,27 @@ def test_patterns_of_an_artifact_exclude_files_and_folders(tmp_path: Path) -> No
 
     with tarfile.open(fileobj=io.BytesIO(kept)) as tar:
         assert tar.getnames() == ["app/a.py", "other/a.pyc"]
+
+
+async def test_many_pieces_of_output_are_bounded_and_hide_no_verifier(
+    runner: TaskRunner, tmp_path: Path
+) -> None:
+    task = load_task(write_task(tmp_path / "t", {"tests/test.sh": "echo seen\n"}))
+    script = "import os\nfor _ in range(60_000): os.write(1, b'a'); os.write(2, b'b')"
+
+    run = await runner.run(task, shell(f'python3 -c "{script}"'))
+
+    assert len(run.events) < 20_010
+    assert run.verifier_output == "seen\n"
+
+
+def test_output_in_many_pieces_is_kept_in_few() -> None:
+    record = OutputRecord(None)
+    for number in range(100_000):
+        record.add(1 + number % 2, b"%d" % (number % 2), number / 1000)
+
+    pieces = record.output()
+
+    assert len(pieces) <= 20_001
+    for stream, byte in (("stdout", b"0"), ("stderr", b"1")):
+        assert b"".join(p.data for p in pieces if p.stream == stream) == byte * 50_000

@@ -13,6 +13,7 @@ from atroposlib.agent_tasks.trace import (
     phases_of,
     read_trace,
     rollout_of_row,
+    sendable,
     terminal_pieces,
 )
 from tests.exporting.traced_groups import make_trace, shipped_group
@@ -163,3 +164,20 @@ def test_recording_of_many_sequences_without_end_takes_linear_time(unit: str) ->
     drawn = "".join(piece for _, piece in drawn_pieces([(0.0, unit * 500_000), (0.1, "~")]))
 
     assert "\x1b" not in drawn
+
+
+def test_values_of_an_agent_can_be_sent() -> None:
+    deep: list[Any] = []
+    for _ in range(500):
+        deep = [deep]
+    values = {
+        "a\udcff": ["\ud800", float("nan"), float("-inf"), 10**30, True, None, 1.5],
+        "b": deep,
+    }
+
+    sent = json.loads(json.dumps(sendable(values), allow_nan=False).encode())
+
+    assert sent.pop("b")
+    assert sent == {
+        "a\\udcff": ["\\ud800", "nan", "-inf", f"{10**30:#x}", True, None, 1.5],
+    }
