@@ -454,7 +454,7 @@ def _text(value: Any) -> str:
 
 
 def _image(value: Any) -> str:
-    """Return the name of an image, which is no option of a container engine."""
+    """Return the name of an image; an option of a container engine is refused."""
     if _IMAGE.fullmatch(_text(value)) is None:
         raise ValueError(f"expected the name of an image, got {_shown(value)}")
     return str(value)

@@ -259,7 +259,7 @@ def terminal_pieces(trace: AgentTrace) -> list[tuple[float, str]]:
 def drawn_pieces(pieces: Iterable[tuple[float, str]]) -> Iterator[tuple[float, str]]:
     """Yield terminal output with those escape sequences only that draw.
 
-    The others would be executed by the terminal of whoever plays a recording: they write to its
+    The others would be executed by the terminal in which a recording is played: they write to its
     clipboard, or make it answer as if something was typed.
     """
     held = ""
