@@ -18,7 +18,7 @@ import re
 import time
 import urllib.parse
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal, cast
 
 from pydantic import Field, model_validator
 
@@ -40,7 +40,7 @@ from atroposlib.agent_tasks.agents import (
 )
 from atroposlib.agent_tasks.folder import Task, load_tasks
 from atroposlib.agent_tasks.runner import TaskRun, TaskRunner
-from atroposlib.agent_tasks.trace import AgentTrace, TraceEvent
+from atroposlib.agent_tasks.trace import AgentTrace, TraceEvent, sendable
 from atroposlib.envs.conversation import ChatMessage
 from atroposlib.envs.server_handling.proxy import AgentTurn
 from atroposlib.errors import ConfigError, EpisodeFailedError, TaskError
@@ -371,7 +371,7 @@ def trace_of(
     verifier = next(
         (e for e in reversed(run.events) if e["kind"] == "phase" and e["text"] == "verifier"), None
     )
-    return {
+    trace: AgentTrace = {
         "version": 1,
         "task": task.name,
         "agent": agent.name,
@@ -397,6 +397,7 @@ def trace_of(
         "outcome": run.outcome,
         "metrics": run.metrics,
     }
+    return cast(AgentTrace, sendable(trace))
 
 
 def events_of(turns: Sequence[AgentTurn], started_at: float) -> Iterator[TraceEvent]:

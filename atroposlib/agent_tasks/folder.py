@@ -47,6 +47,10 @@ _MOST_SECONDS = 86_400.0
 _MOST_MEBIBYTES = 2**20
 _MOST_CPUS = 1024
 _MAX_TEXT_BYTES = 2**20
+_MAX_DEPTH = 64
+_MAX_DOTS = 200
+"""Dots in a part of a line of TOML that may be a key, whose parts take quadratic time."""
+_IMAGE = re.compile(r"[A-Za-z0-9][\w.:/@-]{0,299}", re.ASCII)
 _MAX_FILES = 100_000
 _MAX_ENTRIES = 1000
 _VERSIONS = ("1.0", "1.1", "1.2", "1.3", "1.4")
@@ -259,6 +263,9 @@ class _Document:
     def __init__(self, file: Path, text: str) -> None:
         self.file = file
         self.notes: list[str] = []
+        for number, row in enumerate(text.split("\n"), start=1):
+            if row.count(".") > _MAX_DOTS and max(p.count(".") for p in row.split("=")) > _MAX_DOTS:
+                raise ConfigError(f"{file}:{number}: expected keys of up to {_MAX_DEPTH} parts")
         try:
             self.data: dict[str, Any] = tomllib.loads(text)
         except tomllib.TOMLDecodeError as error:
@@ -266,6 +273,15 @@ class _Document:
             line = found[1] if found else str(text.count("\n") + 1)
             reason = str(error).partition(" (at ")[0]
             raise ConfigError(f"{file}:{line}: not valid TOML: {reason}") from None
+        except (RecursionError, ValueError):
+            raise ConfigError(
+                f"{file}: not read: expected up to {_MAX_DEPTH} tables and arrays within each "
+                "other, and integers of 64 bits"
+            ) from None
+        if _depth(self.data) > _MAX_DEPTH:
+            raise ConfigError(
+                f"{file}: expected up to {_MAX_DEPTH} tables and arrays within each other"
+            )
         self._lines = key_lines(text)
 
     def where(self, path: KeyPath) -> str:
@@ -279,6 +295,16 @@ class _Document:
 
     def note(self, path: KeyPath, message: str) -> None:
         self.notes.append(f"{self.where(path)}: {message}")
+
+
+def _depth(value: Any) -> int:
+    """Return how many tables and arrays are within each other."""
+    depth, level = 0, [value]
+    while level:
+        depth += 1
+        inner = [v.values() if isinstance(v, dict) else v for v in level]
+        level = [each for values in inner for each in values if isinstance(each, (dict, list))]
+    return depth
 
 
 def _dotted(path: KeyPath) -> str:
@@ -427,6 +453,13 @@ def _text(value: Any) -> str:
     return value
 
 
+def _image(value: Any) -> str:
+    """Return the name of an image; an option of a container engine is refused."""
+    if _IMAGE.fullmatch(_text(value)) is None:
+        raise ValueError(f"expected the name of an image, got {_shown(value)}")
+    return str(value)
+
+
 def _text_in(value: Any) -> str:
     if not _text(value).strip():
         raise ValueError("expected a string that is not empty")
@@ -455,7 +488,7 @@ def _number(least: float, most: float, unit: str, *, is_open: bool = False) -> A
 
     def convert(value: Any) -> float:
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not (is_number and math.isfinite(value) and least <= value <= most) or (
+        if not (is_number and least <= value <= most and math.isfinite(value)) or (
             is_open and value == least
         ):
             lower = f"above {least:g}" if is_open else f"from {least:g}"
@@ -612,7 +645,7 @@ def _read_environment(table: _Table) -> dict[str, Any]:
     table.without_effect("gpu_types", _list_of(_text), "workspaces have no accelerator")
     table.without_effect("skills_dir", _text, "give the folder to the agent in its command")
     return {
-        "image": table.get("docker_image", _text_in),
+        "image": table.get("docker_image", _image),
         "workdir": table.get("workdir", _absolute),
         "env": table.get("env", _variables) or {},
         "build_timeout_s": table.get("build_timeout_sec", _seconds) or Task.build_timeout_s,

@@ -18,11 +18,12 @@ import json
 import logging
 import math
 import os
+import re
 import shlex
 import tarfile
 import time
 from collections import defaultdict
-from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path, PurePosixPath
@@ -71,7 +72,8 @@ _MAX_PRINTED_BYTES = 16 * MEBIBYTE
 _MAX_REWARD_BYTES = 64 * 1024
 _MAX_REWARD = 1e6
 _MAX_PARTS = 100
-_MAX_EVENTS = 20_000
+_MAX_EVENTS = 10_000
+"""Pieces of output of one program."""
 _MERGE_S = 0.05
 """Pieces of output within this time become one event."""
 _CLEANUP_S = 30.0
@@ -85,6 +87,29 @@ SYSTEM_FOLDERS = (
 """Folders with programs and settings that a verifier executes or reads."""
 HIDDEN_FOLDERS = ("/tests", "/solution", "/logs/verifier")
 """Folders of the verifier, never taken from the agent."""
+BASH = "/bin/bash"
+"""Not looked up on PATH, on which an agent may have put one of its own."""
+_USER_PROGRAMS = re.compile(r"/(?:root|home/[^/]+)/\.local(?=/|$)")
+"""Folder of programs and Python packages of a user, which come first on PATH."""
+_HOMES = re.compile(r"/root|/home(?:/[^/]+)?")
+_KEEP_USER_PROGRAMS = """
+mkdir /.kept || exit
+number=0
+for folder in /root/.local /home/*/.local; do
+  number=$((number + 1))
+  [ ! -d "$folder" ] || mv "$folder" "/.kept/$number" || exit
+  set -- "$@" "$folder"
+done
+xargs -0 rm -rf -- || exit
+number=0
+for folder in "$@"; do
+  number=$((number + 1))
+  [ ! -d "/.kept/$number" ] || { mkdir -p "${folder%/*}" && mv "/.kept/$number" "$folder"; } || exit
+done
+rm -r /.kept
+"""
+_MAX_DEPTH = 128
+"""Names in the path of an artifact; longer paths are left out."""
 
 
 @dataclass(frozen=True)
@@ -292,9 +317,9 @@ class TaskRunner:
                 run.error = f"the artifacts do not fit into a workspace: {error}"
                 return
             result = await workspace.run(
-                ("bash", "/tests/test.sh"),
+                (BASH, "/tests/test.sh"),
                 # The user's site-packages may be the agent's.
-                env={"PYTHONNOUSERSITE": "1", **env},
+                env={**({"PYTHONNOUSERSITE": "1"} if _has_user_programs(task) else {}), **env},
                 cwd=task.workdir,
                 network=task.verifier_network,
                 read_only={"/tests": task.tests_folder},
@@ -362,7 +387,11 @@ def changed_sources(
         if not _is_below(change.path, HIDDEN_FOLDERS)
         and (
             not is_verifier_separate
-            or (workdir != "/" and _is_below(change.path, (workdir,)))
+            or (
+                workdir != "/"
+                and _is_below(change.path, (workdir,))
+                and not _is_user_program(change.path, workdir)
+            )
             or not _is_below(change.path, SYSTEM_FOLDERS)
         )
     ]
@@ -398,6 +427,7 @@ class _EventLog:
         self._phase_started = 0.0
         self._max_output_bytes = max_output_bytes
         self._num_bytes: dict[str, int] = {}
+        self._num_events: dict[str, int] = {}
         self._last: _LastOutput | None = None
 
     def copy(self) -> _EventLog:
@@ -456,7 +486,8 @@ class _EventLog:
     def _receive(self, program: str, stream: str, at: float, text: str, size: int) -> None:
         before = self._num_bytes.get(program, 0)
         self._num_bytes[program] = before + size
-        if before >= self._max_output_bytes or len(self.events) >= _MAX_EVENTS:
+        number = self._num_events.get(program, 0)
+        if before >= self._max_output_bytes or number >= _MAX_EVENTS:
             return
         if self._num_bytes[program] >= self._max_output_bytes:
             text = text[: self._max_output_bytes - before]
@@ -464,6 +495,9 @@ class _EventLog:
         if self._last is not None and self._last.stream == stream and at <= self._last.until:
             self.events[-1]["text"] += text
         elif text:
+            self._num_events[program] = number + 1
+            if number + 1 == _MAX_EVENTS:
+                text += f"\n[output after {_MAX_EVENTS} pieces is left out]\n"
             self.events.append({"at": at, "kind": "output", "stream": stream, "text": text})
             self._last = _LastOutput(stream, at + _MERGE_S)
 
@@ -536,6 +570,24 @@ def _check_mounts(task: Task, folders: Collection[Path]) -> None:
                 )
 
 
+def _is_user_program(path: str, *sources: str) -> bool:
+    """Whether a path is in a user's folder of programs, unless a source is in it too."""
+    found = _USER_PROGRAMS.match(path)
+    return found is not None and not _is_below_any(sources, found[0])
+
+
+def _is_below_any(paths: Iterable[str], folder: str) -> bool:
+    return any(_is_below(path, (folder,)) for path in paths)
+
+
+def _has_user_programs(task: Task) -> bool:
+    """Whether the verifier sees programs and Python packages that the agent installed."""
+    sources = [artifact.source for artifact in task.artifacts]
+    if sources:
+        return any(_USER_PROGRAMS.match(source) for source in sources)
+    return not task.is_verifier_separate or bool(_USER_PROGRAMS.match(task.workdir or ""))
+
+
 def _is_below(path: str, folders: Sequence[str]) -> bool:
     pure = PurePosixPath(path)
     return any(pure.is_relative_to(folder) for folder in folders)
@@ -557,7 +609,7 @@ async def _collect(task: Task, workspace: Workspace, work: _Work) -> None:
         work.outcome = "agent_failed"
         work.error = f"the artifacts cannot be read: {error}"
         return
-    work.archive = await asyncio.to_thread(_without_hidden, archive, task.artifacts)
+    work.archive = await asyncio.to_thread(_without_hidden, archive, task, workspace.workdir)
 
 
 def _taken(
@@ -571,7 +623,13 @@ def _taken(
     is_complete = len(changes) < _MOST_CHANGES
     if task.artifacts:
         sources = [artifact.source for artifact in task.artifacts]
-        removed = _replaced([change for change in changes if _is_below(change.path, sources)])
+        removed = _replaced(
+            [
+                change
+                for change in changes
+                if _is_below(change.path, sources) and not _is_user_program(change.path, *sources)
+            ]
+        )
         if not is_complete:
             removed = [artifact.source for artifact in task.artifacts if not artifact.exclude]
     else:
@@ -600,7 +658,9 @@ async def _restore(task: Task, workspace: Workspace, work: _Work) -> None:
     """
     if work.removed:
         paths = b"".join(os.fsencode(path) + b"\0" for path in work.removed)
-        command = ("xargs", "-0", "rm", "-rf", "--")
+        command: Sequence[str] = ("xargs", "-0", "rm", "-rf", "--")
+        if not _has_user_programs(task) and any(map(_HOMES.fullmatch, work.removed)):
+            command = ("sh", "-c", _KEEP_USER_PROGRAMS)
         limits = SandboxLimits(wall_s=_CLEANUP_S)
         result = await workspace.run(command, stdin=paths, cwd="/", limits=limits)
         if not result.is_success:
@@ -608,6 +668,8 @@ async def _restore(task: Task, workspace: Workspace, work: _Work) -> None:
     await workspace.put(_archive({}, _folders(task)))
     if work.archive:
         await workspace.put(work.archive)
+    # The agent may have left a file or a link in its place.
+    await workspace.put(_archive({}, [(task.workdir or workspace.workdir).strip("/") or "."]))
 
 
 async def _read_reward(workspace: Workspace) -> tuple[float, dict[str, float]]:
@@ -650,33 +712,60 @@ def _archive(files: Mapping[str, bytes], folders: Sequence[str] = ()) -> bytes:
     return buffer.getvalue()
 
 
-def _without_hidden(archive: bytes, artifacts: Sequence[Artifact]) -> bytes:
-    """Return an archive without the folders of the verifier, and without what artifacts exclude."""
+def _without_hidden(archive: bytes, task: Task, workdir: str) -> bytes:
+    """Return an archive without the folders of the verifier, and without what artifacts exclude.
+
+    Programs of the user are left out as in `changed_sources`.
+    """
+    sources = [each.source for each in task.artifacts] or [task.workdir or workdir]
+    takes_programs = not task.artifacts and not task.is_verifier_separate
+    excluded = _Excluded(task.artifacts)
 
     def is_kept(entry: tarfile.TarInfo) -> bool:
-        is_hidden = _is_below(f"/{entry.name}", HIDDEN_FOLDERS)
-        return not is_hidden and not any(_is_excluded(entry.name, each) for each in artifacts)
+        path = f"/{entry.name}"
+        return (
+            path.count("/") <= _MAX_DEPTH
+            and not _is_below(path, HIDDEN_FOLDERS)
+            and (takes_programs or not _is_user_program(path, *sources))
+            and path not in excluded
+        )
 
     buffer = io.BytesIO()
     with tarfile.open(fileobj=io.BytesIO(archive)) as old:
         entries = old.getmembers()
-        if all(map(is_kept, entries)):
+        kept = [entry for entry in entries if is_kept(entry)]
+        if len(kept) == len(entries):
             return archive
         with tarfile.open(fileobj=buffer, mode="w") as new:
-            for entry in filter(is_kept, entries):
+            for entry in kept:
                 new.addfile(entry, old.extractfile(entry) if entry.isfile() else None)
     return buffer.getvalue()
 
 
-def _is_excluded(name: str, artifact: Artifact) -> bool:
-    """Whether a pattern matches the path below the source, from any of its folders on."""
-    path, source = PurePosixPath("/", name), PurePosixPath(artifact.source)
-    if not path.is_relative_to(source):
+class _Excluded:
+    """The paths that artifacts exclude: a pattern matches from any folder below the source on."""
+
+    def __init__(self, artifacts: Sequence[Artifact]) -> None:
+        self._patterns = [
+            (PurePosixPath(each.source), re.compile("|".join(map(fnmatch.translate, each.exclude))))
+            for each in artifacts
+            if each.exclude
+        ]
+        self._folders: dict[str, bool] = {}
+
+    def __contains__(self, path: str) -> bool:
+        if not self._patterns or not path:
+            return False
+        if path not in self._folders:
+            self._folders[path] = path.rpartition("/")[0] in self or self._is_matched(path)
+        return self._folders[path]
+
+    def _is_matched(self, path: str) -> bool:
+        """Whether a pattern matches a path up to its end."""
+        for source, pattern in self._patterns:
+            pure = PurePosixPath(path)
+            if pure.is_relative_to(source):
+                parts = pure.relative_to(source).parts
+                if any(pattern.match("/".join(parts[n:])) for n in range(len(parts))):
+                    return True
         return False
-    parts = path.relative_to(source).parts
-    spans = [
-        "/".join(parts[first:last])
-        for first in range(len(parts))
-        for last in range(first + 1, len(parts) + 1)
-    ]
-    return any(fnmatch.fnmatchcase(span, pattern) for span in spans for pattern in artifact.exclude)

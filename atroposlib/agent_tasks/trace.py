@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, NamedTuple, get_args
 
 from typing_extensions import TypedDict
@@ -21,9 +22,11 @@ __all__ = [
     "TraceEvent",
     "TracedRollout",
     "cast_lines",
+    "drawn_pieces",
     "phases_of",
     "read_trace",
     "rollout_of_row",
+    "sendable",
     "terminal_pieces",
 ]
 
@@ -82,6 +85,8 @@ class AgentTrace(TypedDict, total=False):
     metrics: dict[str, float]
 
 
+_MAX_DEPTH = 50
+"""Objects and lists within each other in a trace."""
 _KINDS = frozenset(get_args(EventKind))
 _TEXTS = ("text", "stream", "call_id", "name")
 _COUNTS = ("branch", "row", "num_tokens")
@@ -137,6 +142,26 @@ def read_trace(value: Any) -> AgentTrace | None:
         ]
     trace.update(fields)  # type: ignore[typeddict-item]
     return trace
+
+
+def sendable(value: Any, depth: int = 0) -> Any:
+    """Return a value that every JSON reader accepts.
+
+    Python's also reads numbers that are not finite and lone surrogates, which file names have too.
+    """
+    if isinstance(value, str):
+        return value.encode("utf-8", "backslashreplace").decode()
+    if isinstance(value, float) and not math.isfinite(value):
+        return str(value)
+    if _is_integer(value) and not -(2**63) <= value < 2**63:
+        return f"{value:#x}"
+    if not isinstance(value, Mapping | list | tuple):
+        return value
+    if depth >= _MAX_DEPTH:
+        return "..."
+    if isinstance(value, Mapping):
+        return {sendable(str(k)): sendable(v, depth + 1) for k, v in value.items()}
+    return [sendable(each, depth + 1) for each in value]
 
 
 def _read_event(value: Any) -> TraceEvent | None:
@@ -200,6 +225,23 @@ def phases_of(trace: AgentTrace) -> list[Phase]:
 _TERMINAL_STREAMS = ("agent/stdout", "agent/stderr")
 _WIDTH, _HEIGHT = 100, 30
 _MAX_IDLE_S = 2.0
+_MAX_HELD = 4096
+_DRAWING = (
+    r"\x1b(?:\[[0-9;:]*[ABCDEFGHIJKLMPSX@`adefmrsu]|\[[0-9]*T|\[[0-9;]*[Z]"
+    r"|\[\?(?:7|25|47|1047|1048|1049)[hl]|[78M]|\([0B])"
+)
+"""Sequences that draw: colors, the cursor, erasing and scrolling."""
+_SEQUENCE = re.compile(
+    rf"(?P<kept>{_DRAWING})"
+    r"|\x1b\[[0-?]*[ -/]*[@-~]"
+    r"|(?:\x1b[\]PX^_]|[\x90\x98\x9d-\x9f])[^\x07\x18\x1a\x1b\x90\x98\x9c-\x9f]*(?:[\x07\x18\x1a\x9c]|\x1b\\)"
+    r"|\x1b[ -/]*[0-OQ-WYZ\\`-~]"
+    r"|[\x00-\x07\x0b-\x0c\x0e-\x1f\x7f-\x9f]"
+)
+_UNFINISHED = re.compile(
+    r"(?:\x1b(?:\[[0-?]*[ -/]*|[ -/]*|[\]PX^_][^\x07\x18\x1a\x1b\x90\x98\x9c-\x9f]*\x1b?)"
+    r"|[\x90\x98\x9d-\x9f][^\x07\x18\x1a\x1b\x90\x98\x9c-\x9f]*\x1b?)\Z"
+)
 
 
 def terminal_pieces(trace: AgentTrace) -> list[tuple[float, str]]:
@@ -214,10 +256,31 @@ def terminal_pieces(trace: AgentTrace) -> list[tuple[float, str]]:
     ]
 
 
+def drawn_pieces(pieces: Iterable[tuple[float, str]]) -> Iterator[tuple[float, str]]:
+    """Yield terminal output with those escape sequences only that draw.
+
+    The others would be executed by the terminal in which a recording is played: they write to its
+    clipboard, or make it answer as if something was typed.
+    """
+    held = ""
+    for at, text in pieces:
+        text = held + text
+        unfinished = _UNFINISHED.search(text)
+        held = unfinished[0] if unfinished is not None else ""
+        if len(held) > _MAX_HELD:  # it draws nothing; without its start it is text
+            held = ""
+        else:
+            text = text[: len(text) - len(held)]
+        drawn = _SEQUENCE.sub(lambda found: found["kept"] or "", text)
+        if drawn:
+            yield at, drawn
+
+
 def cast_lines(trace: AgentTrace) -> Iterator[str]:
     """Yield the lines of an asciinema recording, version 2, of the agent's output.
 
-    Phases are markers. Players shorten pauses to two seconds.
+    Phases are markers. Players shorten pauses to two seconds. Of the escape sequences, only those
+    that draw are kept.
 
     Source: asciinema, "asciicast v2".
     """
@@ -227,16 +290,21 @@ def cast_lines(trace: AgentTrace) -> Iterator[str]:
         "width": _WIDTH,
         "height": _HEIGHT,
         "idle_time_limit": _MAX_IDLE_S,
-        "title": ", ".join(name for name in names if name) or "rollout of an agent",
+        "title": _line(", ".join(name for name in names if name)) or "rollout of an agent",
         "env": {"TERM": "xterm-256color"},
     }
     if "started_at" in trace:
         header["timestamp"] = int(trace["started_at"])
     yield json.dumps(header)
-    pieces: list[tuple[float, str, str]] = [(at, "o", text) for at, text in terminal_pieces(trace)]
-    pieces += [(phase.start_s, "m", phase.name) for phase in phases_of(trace)]
+    output = drawn_pieces(sorted(terminal_pieces(trace), key=_time_of))
+    pieces: list[tuple[float, str, str]] = [(at, "o", text) for at, text in output]
+    pieces += [(phase.start_s, "m", _line(phase.name)) for phase in phases_of(trace)]
     for at, code, text in sorted(pieces, key=_time_of):
         yield json.dumps([round(at, 6), code, text])
+
+
+def _line(text: str) -> str:
+    return "".join(filter(str.isprintable, text))
 
 
 def _time_of(piece: Sequence[Any]) -> float:

@@ -13,7 +13,6 @@ Source: Harbor, "Agent Trajectory Interchange Format", version 1.8.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime, timezone
@@ -30,6 +29,7 @@ from atroposlib.exporting.trace_records import (
     RowRecord,
     TraceDocument,
     check_call,
+    is_finite,
     ours_in,
     ours_of,
     own_record,
@@ -156,8 +156,9 @@ def _turn_step(trace: AgentTrace, i: int, event: TraceEvent) -> dict[str, Any]:
         "extra": {OURS: {"event": i, "fields": kept}},
     }
     if "started_at" in trace:
-        at = datetime.fromtimestamp(trace["started_at"] + event["at"], timezone.utc)
-        step["timestamp"] = at.isoformat()
+        with suppress(ValueError, OverflowError, OSError):  # not a year that calendars have
+            at = datetime.fromtimestamp(trace["started_at"] + event["at"], timezone.utc)
+            step["timestamp"] = at.isoformat()
     return step
 
 
@@ -464,7 +465,7 @@ def _reward_of(document: AtifTrajectory) -> float | None:
     final = document.final_metrics
     for extra in (document.extra, final.extra if final else None):
         value = (extra or {}).get("reward")
-        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
+        if is_finite(value):
             return float(value)
     return None
 

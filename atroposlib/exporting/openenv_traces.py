@@ -12,7 +12,6 @@ Source: OpenEnv, `TrainingTrace`, version 1.
 from __future__ import annotations
 
 import json
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal
 
@@ -28,6 +27,7 @@ from atroposlib.exporting.trace_records import (
     RowRecord,
     TraceDocument,
     check_call,
+    is_finite,
     ours_in,
     ours_of,
     own_record,
@@ -205,7 +205,7 @@ def read_openenv(value: Any, where: str) -> RolloutRecord:
         value
         for turn in document.turns
         for value in (turn.reward, turn.metadata.get("reward"))
-        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+        if is_finite(value)
     ]
     return RolloutRecord(
         where,

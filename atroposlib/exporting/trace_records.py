@@ -15,7 +15,7 @@ import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeGuard
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 
@@ -40,6 +40,7 @@ __all__ = [
     "TraceDocument",
     "check_call",
     "group_of_records",
+    "is_finite",
     "ours_in",
     "ours_of",
     "own_record",
@@ -479,6 +480,16 @@ def _place(loc: Sequence[int | str]) -> str:
         head, loc = f"{names[str(loc[0])]} {loc[1] + 1}", loc[2:]
     path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).lstrip(".")
     return f"{head}: {path}".strip(": ") if head and path else head or path or "the document"
+
+
+def is_finite(value: Any) -> TypeGuard[int | float]:
+    """Whether a value from a file is a number that a float can hold."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    try:
+        return math.isfinite(value)
+    except OverflowError:
+        return False
 
 
 def check_call(where: str, call: ModelCall) -> None:

@@ -11,7 +11,6 @@ trajectory lacks are read from the `result.json` of its Harbor trial.
 from __future__ import annotations
 
 import json
-import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -21,7 +20,12 @@ from typing import Any, Literal, get_args
 from atroposlib.errors import ConfigError, GroupError
 from atroposlib.exporting.atif import atif_of, read_atif
 from atroposlib.exporting.openenv_traces import openenv_of, read_openenv
-from atroposlib.exporting.trace_records import RolloutRecord, group_of_records, records_of_group
+from atroposlib.exporting.trace_records import (
+    RolloutRecord,
+    group_of_records,
+    is_finite,
+    records_of_group,
+)
 from atroposlib.utils.tokenize_for_trainer import ChatTokenizer
 from atroposlib.wire import decode_group
 
@@ -241,11 +245,7 @@ def _add_trial(record: RolloutRecord, trial: Mapping[str, Any]) -> None:
     rewards = result.get("rewards") if isinstance(result, Mapping) else None
     if not isinstance(rewards, Mapping):
         return
-    parts = {
-        str(name): float(value)
-        for name, value in rewards.items()
-        if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
-    }
+    parts = {str(name): float(value) for name, value in rewards.items() if is_finite(value)}
     if record.score is None:
         record.score = parts.get("reward", next(iter(parts.values())) if len(parts) == 1 else None)
     for row in record.rows:

@@ -151,10 +151,11 @@ def put(archive_file: BinaryIO, *, has_links: bool) -> None:
         for member in members:
             check(member, has_links=has_links)
         folders = [member for member in members if member.isdir()]
+        places: dict[str, str] = {}
         for member in members:
-            extract(archive, member)
+            extract(archive, member, places)
         for member in reversed(folders):  # last, since a folder may be read-only
-            place = resolve(member.name, follow_last=True)
+            place = places["/".join(names_of(member))]
             os.chmod(place, member.mode & 0o777)  # noqa: PTH101
             os.utime(place, (member.mtime, member.mtime))
 
@@ -170,19 +171,39 @@ def check(member: tarfile.TarInfo, *, has_links: bool) -> None:
         raise ContentError(f"{name!r} in the archive is neither a regular file nor a folder")
 
 
-def extract(archive: tarfile.TarFile, member: tarfile.TarInfo) -> None:
+def names_of(member: tarfile.TarInfo) -> list[str]:
+    """Return the names in the path of a member."""
+    return [name for name in member.name.split("/") if name not in ("", ".")]
+
+
+def make_folder(names: list[str], places: dict[str, str]) -> str:
+    """Return the real path of a folder, which is created with those above it.
+
+    Args:
+        names: the names in its path.
+        places: the real paths of the folders that are known, by path.
+    """
+    shown, place = "", MERGED
+    for name in names:
+        shown = f"{shown}/{name}" if shown else name
+        if shown not in places:
+            inner = f"{place}/{name}"
+            if os.path.islink(inner):  # noqa: PTH114
+                inner = resolve(inner[len(MERGED) :], follow_last=True)
+            if not os.path.isdir(inner):  # noqa: PTH112
+                os.mkdir(inner)  # noqa: PTH102
+            places[shown] = inner
+        place = places[shown]
+    return place
+
+
+def extract(archive: tarfile.TarFile, member: tarfile.TarInfo, places: dict[str, str]) -> None:
     """Write one member; a file or link in its place is replaced."""
-    names = [name for name in member.name.split("/") if name not in ("", ".")]
-    if not names:
+    names = names_of(member)
+    if member.isdir() or not names:
+        places["/".join(names)] = make_folder(names, places)
         return
-    place = MERGED
-    for count in range(1, len(names) + (1 if member.isdir() else 0)):
-        place = resolve("/".join(names[:count]), follow_last=True)
-        if not os.path.isdir(place):  # noqa: PTH112
-            os.mkdir(place)  # noqa: PTH102
-    if member.isdir():
-        return
-    place = resolve("/".join(names))
+    place = f"{make_folder(names[:-1], places)}/{names[-1]}"
     if os.path.lexists(place):
         os.unlink(place)  # noqa: PTH108 - a link is replaced, not followed
     if member.issym():

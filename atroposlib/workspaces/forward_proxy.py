@@ -43,6 +43,11 @@ AUTHORITY = re.compile(r"(?:\[([0-9a-f:.]+)\]|([^\[\]:/?#@\s]+))(?::([0-9]{1,5})
 HOST_SERVICES = (ipaddress.ip_network("168.63.129.16/32"),)
 """Public addresses that clouds answer from within the machine; others are link-local."""
 TRANSLATED = ipaddress.ip_network("64:ff9b::/96")
+UNICAST = ipaddress.ip_network("2000::/3")
+"""The only IPv6 addresses that are assigned to machines of the internet."""
+EXAMPLES = ipaddress.ip_network("3fff::/20")
+ISATAP = (0x00005EFE, 0x02005EFE)
+"""Start of the last 64 bits of an address that ends with the IPv4 address of a tunnel."""
 
 
 class Refusal(Exception):
@@ -181,10 +186,12 @@ def is_public(address: Address) -> bool:
         return False
     if any(address.version == each.version and address in each for each in HOST_SERVICES):
         return False
-    is_mapped = isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped is not None
-    return (address.is_global or is_mapped) and not (
-        address.is_multicast or address.is_unspecified or address.is_loopback
-    )
+    if isinstance(address, ipaddress.IPv6Address):
+        if address.ipv4_mapped is not None or address in TRANSLATED:
+            return True  # as the IPv4 address that it contains
+        if address not in UNICAST or address in EXAMPLES:
+            return False
+    return address.is_global and not address.is_multicast
 
 
 def _inner(address: Address) -> ipaddress.IPv4Address | None:
@@ -195,6 +202,8 @@ def _inner(address: Address) -> ipaddress.IPv4Address | None:
         return ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
     if address.teredo is not None:
         return address.teredo[1]
+    if (int(address) >> 32) & 0xFFFFFFFF in ISATAP:
+        return ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
     return address.ipv4_mapped or address.sixtofour
 
 

@@ -18,12 +18,14 @@ import logging
 import math
 import os
 import posixpath
+import re
 import shutil
 import stat
+import time
 from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from atroposlib.errors import ConfigError
 from atroposlib.sandbox.bubblewrap import KERNEL_FOLDERS, Box, Bubblewrap
@@ -100,6 +102,13 @@ MAX_FILES = 100_000
 MEMBER_BYTES = 16_384
 """Bound of the headers of one file in an archive."""
 MAX_MESSAGE_CHARACTERS = 2000
+MEMORY_WAIT_S = 120.0
+MEMORY_PAUSE_S = 0.2
+MEMORY_LIMITS = (
+    ("memory.max", "memory.current"),
+    ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+)
+"""Limit and use of the control group of a container, versions 2 and 1."""
 
 
 class LocalWorkspaces(Workspaces):
@@ -115,6 +124,9 @@ class LocalWorkspaces(Workspaces):
             were built.
         kind: whether the files of a base are copied or overlaid; "any" copies only where overlays
             are refused.
+        reserve_bytes: memory of this machine below which no workspace is handed out; None for a
+            tenth, up to 1 GiB.
+        memory_wait_s: time that a fork waits for that memory.
 
     Raises:
         WorkspaceError: bubblewrap or another required program is missing.
@@ -132,6 +144,8 @@ class LocalWorkspaces(Workspaces):
         max_parallel: int = 256,
         check_every: int = 32,
         kind: Kind = "any",
+        reserve_bytes: int | None = None,
+        memory_wait_s: float = MEMORY_WAIT_S,
     ) -> None:
         try:
             self.boxes = Bubblewrap(max_parallel=max_parallel)
@@ -144,6 +158,9 @@ class LocalWorkspaces(Workspaces):
         self.check_every = check_every
         self._warm = warm
         self._max_warm = max_warm
+        total = memory_of_machine().total
+        self._reserve_bytes = min(total // 10, 2**30) if reserve_bytes is None else reserve_bytes
+        self._memory_wait_s = memory_wait_s
         self._bases: set[LocalBase] = set()
 
     async def prepare(self, spec: WorkspaceSpec) -> Base:
@@ -168,6 +185,22 @@ class LocalWorkspaces(Workspaces):
         self.mounts.close()
         if changed is not None:
             raise changed
+
+    async def wait_for_memory(self, name: str) -> None:
+        """Wait until the machine has memory left for a workspace, whose files are in memory.
+
+        Raises:
+            WorkspaceError: it has none within the time.
+        """
+        deadline = time.monotonic() + self._memory_wait_s
+        while (available := memory_of_machine().available) < self._reserve_bytes:
+            if time.monotonic() >= deadline:
+                raise WorkspaceError(
+                    f"no memory for a workspace of {name}: {available >> 20} MiB are available, "
+                    f"expected {self._reserve_bytes >> 20} MiB; run fewer workspaces at a time, or "
+                    "with smaller limits of disk and memory"
+                )
+            await asyncio.sleep(MEMORY_PAUSE_S)
 
     def forget(self, base: LocalBase) -> None:
         self._bases.discard(base)
@@ -212,6 +245,7 @@ class LocalBase(Base):
     async def fork(self) -> Workspace:
         if self._is_closed:
             raise WorkspaceError(f"the base of {self.spec.name} is closed")
+        await self._owner.wait_for_memory(self.spec.name)
         async with self._lock:
             await self.open()
             self._until_check -= 1
@@ -572,6 +606,32 @@ class LocalWorkspace(Workspace):
             f"the files of a workspace of {self._spec.name} cannot be "
             f"{'written' if action.startswith('put') else 'read'}: {reason or ended_by}"
         )
+
+
+class MachineMemory(NamedTuple):
+    """Memory in bytes."""
+
+    total: int
+    available: int
+
+
+def memory_of_machine(
+    meminfo: Path = Path("/proc/meminfo"), groups: Path = Path("/sys/fs/cgroup")
+) -> MachineMemory:
+    """Return the memory of this machine, or of the container that this process is in."""
+    rows = (line.split() for line in meminfo.read_text(encoding="ascii").splitlines())
+    sizes = {row[0].rstrip(":"): int(row[1]) * 1024 for row in rows}
+    total, available = sizes["MemTotal"], sizes["MemAvailable"]
+    for limit_name, use_name in MEMORY_LIMITS:
+        with contextlib.suppress(OSError, ValueError):  # missing, or "max"
+            limit = int((groups / limit_name).read_text())
+            used = int((groups / use_name).read_text())
+            if limit < total:
+                statistics = (groups / use_name).with_name("memory.stat").read_text()
+                cached = max(map(int, re.findall(r"inactive_file (\d+)", statistics)), default=0)
+                left = limit - used + cached
+                total, available = limit, min(available, left)
+    return MachineMemory(total, available)
 
 
 def _check_command(command: Sequence[str], env: Mapping[str, str]) -> None:

@@ -21,24 +21,34 @@ logger = logging.getLogger(__name__)
 
 MERGE_S = 0.05
 """Pieces of output of one stream within this time become one."""
+MAX_PIECES = 20_000
 MAX_FILES = 100_000
 MAX_DIFF_LINES = 2000
 
 
 class OutputRecord:
-    """The output of a command as it arrives; pieces in quick succession become one."""
+    """The output of a command as it arrives; pieces in quick succession become one.
+
+    After `MAX_PIECES`, output is added to the last piece of its stream, since a program that writes
+    single bytes to both streams in turn would make a piece of each.
+    """
 
     def __init__(self, on_output: Callable[[Output], None] | None) -> None:
         self._on_output = on_output
         self._pieces: list[tuple[float, Literal["stdout", "stderr"], bytearray]] = []
+        self._last: dict[str, bytearray] = {}
 
     def add(self, fd: int, data: bytes, time_s: float) -> None:
         stream: Literal["stdout", "stderr"] = "stdout" if fd == 1 else "stderr"
         last = self._pieces[-1] if self._pieces else None
+        of_stream = self._last.get(stream)
         if last is not None and last[1] == stream and time_s - last[0] < MERGE_S:
             last[2].extend(data)
+        elif of_stream is not None and len(self._pieces) >= MAX_PIECES:
+            of_stream.extend(data)
         else:
-            self._pieces.append((time_s, stream, bytearray(data)))
+            self._last[stream] = bytearray(data)
+            self._pieces.append((time_s, stream, self._last[stream]))
         if self._on_output is not None:
             try:
                 self._on_output(Output(time_s, stream, data))

@@ -16,9 +16,11 @@ import pytest
 from atroposlib.adapters.registry import make_adapter
 from atroposlib.adapters.tasks import MODEL_PORT, TasksAdapter, arguments_of, parts_of_reward
 from atroposlib.agent_tasks.runner import TaskRun
+from atroposlib.agent_tasks.trace import sendable
 from atroposlib.envs.base import APIServerConfig
 from atroposlib.errors import ConfigError, EpisodeError, EpisodeFailedError
 from atroposlib.scored_data import IGNORE_INDEX
+from atroposlib.wire import decode_group
 from tests.adapters.playing import adapter_env, group_of, playing, roll_out
 from tests.adapters.task_folders import NEEDS_WORKSPACES, write_task
 from tests.fakes import ScriptedEngine
@@ -243,6 +245,19 @@ async def test_agent_cannot_forge_its_reward(tmp_path: Path) -> None:
         rollouts, group = await roll_out(env)
 
     assert group["scores"] == [0.0, 0.0], rollouts[0].trace["verifier"]
+
+
+async def test_names_and_arguments_of_an_agent_do_not_void_its_group(tmp_path: Path) -> None:
+    write_task(tmp_path, "be-ready")
+    name = "import os; os.close(os.open(b'/app/\\xff', os.O_CREAT))"
+    args = {"agent": ["sh", "-c", f'{ASK} hi; python3 -c "{name}"']}
+
+    async with adapter_env(f"tasks:{tmp_path}", args, str) as env:
+        _, group = await roll_out(env)
+
+    decode_group(json.dumps(group, allow_nan=False).encode())
+    assert "/app/\\udcff" in [change["path"] for change in group["traces"][0]["changes"]]
+    assert sendable(arguments_of('{"x": [NaN, "\\ud800"]}')) == {"x": ["nan", "\\ud800"]}
 
 
 async def test_daemons_of_an_agent_end_with_it(tmp_path: Path) -> None:

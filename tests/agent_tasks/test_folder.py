@@ -18,6 +18,7 @@ from atroposlib.agent_tasks.folder import (
 )
 from atroposlib.errors import ConfigError
 from atroposlib.workspaces.interface import Network
+from tests.agent_tasks.task_folders import write_task
 
 COMPLETE = """\
 schema_version = "1.4"
@@ -387,3 +388,26 @@ f = { a = 1 }
         ("k",): 14,
         ("k", "f"): 15,
     }
+
+
+@pytest.mark.parametrize(
+    ("toml", "said"),
+    [
+        ("metadata = " + "[" * 20_000 + "]" * 20_000, "expected up to 64 tables and arrays"),
+        ("[metadata]\nx = " + "[" * 100 + "]" * 100, "expected up to 64 tables and arrays"),
+        ("[metadata]\nx = " + "{a=" * 2000 + "1" + "}" * 2000, "expected up to 64 tables"),
+        ("[metadata]\n" + ".".join("a" * 300_000) + " = 1", "task.toml:2: expected keys of up to"),
+        ("[metadata]\n" + ".".join("a" * 100) + " = 1", "expected up to 64 tables and arrays"),
+        ("[agent]\ntimeout_sec = 1" + "0" * 5000, "integers of 64 bits"),
+        ("[agent]\ntimeout_sec = 1" + "0" * 4000, "expected seconds above 0 to 86400"),
+        ('[environment]\ndocker_image = "--volume=/:/host"', "expected the name of an image"),
+        ('[environment]\ndocker_image = "a\\nRUN b"', "expected the name of an image"),
+    ],
+)
+def test_hostile_document_is_refused(tmp_path: Path, toml: str, said: str) -> None:
+    write_task(tmp_path / "t", {"task.toml": toml})
+
+    with pytest.raises(ConfigError, match=said) as raised:
+        load_task(tmp_path / "t")
+
+    assert len(str(raised.value)) < 500

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from atroposlib.agent_tasks.folder import Artifact, load_task
+from atroposlib.agent_tasks.folder import Artifact, Task, load_task
 from atroposlib.agent_tasks.runner import (
     AgentCommand,
     TaskRun,
@@ -22,6 +22,7 @@ from atroposlib.agent_tasks.runner import (
 )
 from atroposlib.errors import ConfigError, TaskError
 from atroposlib.workspaces.interface import FileChange
+from atroposlib.workspaces.transfer import OutputRecord
 from tests.agent_tasks.task_folders import write_task
 
 pytestmark = pytest.mark.slow
@@ -207,6 +208,87 @@ async def test_agent_does_not_reach_the_reward(
     assert run.reward == 0.0
 
 
+AT_HOME = "FROM debian\nWORKDIR {}\nCOPY a.txt b.txt .\n"
+OWN_PROGRAMS = """
+mkdir -p ~/.local/bin
+for name in bash cat python3; do
+  printf '#!/bin/sh\\necho 1 > /logs/verifier/reward.txt\\n' > ~/.local/bin/$name
+  chmod +x ~/.local/bin/$name
+done
+"""
+
+
+@pytest.mark.parametrize(
+    ("toml", "workdir", "more"),
+    [
+        ("", "/home/agent", ""),
+        ("", "/home", ""),
+        ("", "/home/agent", "touch $(seq 1100)"),
+        ('artifacts = ["/home/agent"]', "/app", ""),
+        ('artifacts = ["/home/agent"]', "/home/agent", "touch $(seq 1100)"),
+    ],
+)
+async def test_programs_of_an_agent_do_not_verify(
+    runner: TaskRunner, tmp_path: Path, toml: str, workdir: str, more: str
+) -> None:
+    files = {
+        "task.toml": toml,
+        "environment/Dockerfile": AT_HOME.format(workdir)
+        + "RUN mkdir -p ~/.local/bin && echo 'echo of the base' > ~/.local/bin/say"
+        + " && chmod +x ~/.local/bin/say\n",
+        "tests/test.sh": "say; cat sum.txt; echo 0 > /logs/verifier/reward.txt\n",
+    }
+    task = load_task(write_task(tmp_path / "t", files))
+
+    run = await runner.run(task, shell(OWN_PROGRAMS + more))
+
+    assert (run.outcome, run.reward) == ("done", 0.0)
+    assert "of the base" in run.verifier_output
+
+
+async def test_packages_of_the_base_are_there_for_the_verifier(
+    runner: TaskRunner, tmp_path: Path
+) -> None:
+    files = {
+        "environment/Dockerfile": AT_HOME.format("/home/agent")
+        + 'RUN d=$(python3 -m site --user-site); mkdir -p "$d" && echo "value = 1" > "$d/own.py"\n',
+        "tests/test.sh": (
+            'python3 -c "import own; print(own.value)" > /logs/verifier/reward.txt\n'
+        ),
+    }
+    task = load_task(write_task(tmp_path / "t", files))
+
+    run = await runner.run(
+        task, shell('echo "value = 7" > "$(python3 -m site --user-site)/own.py"')
+    )
+
+    assert run.reward == 1.0
+
+
+@pytest.mark.parametrize(
+    ("script", "outcome"),
+    [("echo 1 > /app", "agent_failed"), ("ln -s /logs /app", "done"), ("true", "done")],
+)
+async def test_agent_without_working_directory_is_verified(
+    runner: TaskRunner, tmp_path: Path, script: str, outcome: str
+) -> None:
+    task = load_task(write_task(tmp_path / "t"))
+
+    run = await runner.run(task, shell(f"cd /; rm -r /app; {script}"))
+
+    assert (run.outcome, run.reward) == (outcome, 0.0)
+
+
+async def test_deep_folders_of_an_agent_are_left_out(runner: TaskRunner, tmp_path: Path) -> None:
+    files = {"task.toml": 'artifacts = [{source = "/app", exclude = ["*.pyc", "x/*"]}]\n'}
+    task = load_task(write_task(tmp_path / "t", files))
+    dig = "import os\nfor _ in range(1900): os.mkdir('d'); os.chdir('d')\n"
+
+    run = await runner.run(task, shell(f'echo 42 > sum.txt; python3 -c "{dig}"'))
+
+    assert (run.outcome, run.reward) == ("done", 1.0)
+
+
 async def test_agent_finds_no_file_of_tests_and_solution(
     runner: TaskRunner, tmp_path: Path
 ) -> None:
@@ -386,7 +468,7 @@ async def test_runs_at_the_same_time_have_files_of_their_own(
     assert {output(run, "agent/stdout") for run in runs} == {"a.txt\nb.txt\nsum.txt\n"}
 
 
-def test_patterns_of_an_artifact_exclude_files_and_folders() -> None:
+def test_patterns_of_an_artifact_exclude_files_and_folders(tmp_path: Path) -> None:
     from atroposlib.agent_tasks.runner import _without_hidden
 
     names = ("app/a.py", "app/a.pyc", "app/in/b.pyc", "app/node_modules/x", "other/a.pyc",
@@ -396,7 +478,32 @@ def test_patterns_of_an_artifact_exclude_files_and_folders() -> None:
         for name in names:
             tar.addfile(tarfile.TarInfo(name))
 
-    kept = _without_hidden(buffer.getvalue(), [Artifact("/app", ("*.pyc", "node_modules"))])
+    task = Task("t", tmp_path, "Do.", artifacts=(Artifact("/app", ("*.pyc", "node_modules")),))
+    kept = _without_hidden(buffer.getvalue(), task, "/app")
 
     with tarfile.open(fileobj=io.BytesIO(kept)) as tar:
         assert tar.getnames() == ["app/a.py", "other/a.pyc"]
+
+
+async def test_many_pieces_of_output_are_bounded_and_hide_no_verifier(
+    runner: TaskRunner, tmp_path: Path
+) -> None:
+    task = load_task(write_task(tmp_path / "t", {"tests/test.sh": "echo seen\n"}))
+    script = "import os\nfor _ in range(60_000): os.write(1, b'a'); os.write(2, b'b')"
+
+    run = await runner.run(task, shell(f'python3 -c "{script}"'))
+
+    assert len(run.events) < 20_010
+    assert run.verifier_output == "seen\n"
+
+
+def test_output_in_many_pieces_is_kept_in_few() -> None:
+    record = OutputRecord(None)
+    for number in range(100_000):
+        record.add(1 + number % 2, b"%d" % (number % 2), number / 1000)
+
+    pieces = record.output()
+
+    assert len(pieces) <= 20_001
+    for stream, byte in (("stdout", b"0"), ("stderr", b"1")):
+        assert b"".join(p.data for p in pieces if p.stream == stream) == byte * 50_000

@@ -9,9 +9,11 @@ import pytest
 
 from atroposlib.agent_tasks.trace import (
     cast_lines,
+    drawn_pieces,
     phases_of,
     read_trace,
     rollout_of_row,
+    sendable,
     terminal_pieces,
 )
 from tests.exporting.traced_groups import make_trace, shipped_group
@@ -122,3 +124,60 @@ def test_line_ends_of_a_terminal_are_kept() -> None:
     assert trace is not None
 
     assert terminal_pieces(trace) == [(0.0, "a\r\nb\r\nc\r")]
+
+
+@pytest.mark.parametrize(
+    ("text", "drawn"),
+    [
+        ("\x1b[1;31mred\x1b[0m\x1b[2K\x1b[?25l\b\t\x1b[10;20H.", None),
+        ("a\x1b]52;c;c2V0\x07b", "ab"),
+        ("a\x1b]0;title\x1b\\b", "ab"),
+        ("a\x9d52;c;c2V0\x9cb", "ab"),
+        ("a\x1bP$q\x22p\x1b\\b\x1b_x\x1b\\c\x1b^x\x1b\\d\x1bXx\x1b\\e", "abcde"),
+        ("a\x1b[6nb\x1b[cd\x1b[>0qe\x1b[18tf\x05g\x1bZh\x9bcI", "abdefghcI"),
+        ("a\x1b[?1000hb\x1b[?2004hc\x1b[>1ud\x1b[1;2;3;4;5Te", "abcde"),
+        ("a\x1bcb\x1b#8c\x1b\x1b]2;t\x07d", "abcd"),
+        ("a\x1b[\x1b[6nb\x1b[\x1b\x1b[5ic", "a[b[c"),
+    ],
+)
+def test_recording_has_only_escape_sequences_that_draw(text: str, drawn: str | None) -> None:
+    expected = text if drawn is None else drawn
+
+    for size in (1, 2, 3, len(text)):
+        pieces = [(0.1 * n, text[n : n + size]) for n in range(0, len(text), size)]
+        assert "".join(piece for _, piece in drawn_pieces(pieces)) == expected
+
+
+def test_recording_of_a_sequence_without_end_is_text() -> None:
+    pieces = [(0.0, "a\x1b]52;c;"), *((0.1 * n, "x" * 1000) for n in range(100)), (11.0, "\x07b")]
+
+    drawn = "".join(piece for _, piece in drawn_pieces(pieces))
+
+    assert drawn.isprintable()
+    assert drawn.endswith("b")
+
+
+@pytest.mark.parametrize(
+    "unit", ["\x90", "\x1b]", "\x1b[", "\x1b]\x9d", "\x1b[1;", "\x1b(", "\x1b"]
+)
+def test_recording_of_many_sequences_without_end_takes_linear_time(unit: str) -> None:
+    drawn = "".join(piece for _, piece in drawn_pieces([(0.0, unit * 500_000), (0.1, "~")]))
+
+    assert "\x1b" not in drawn
+
+
+def test_values_of_an_agent_can_be_sent() -> None:
+    deep: list[Any] = []
+    for _ in range(500):
+        deep = [deep]
+    values = {
+        "a\udcff": ["\ud800", float("nan"), float("-inf"), 10**30, True, None, 1.5],
+        "b": deep,
+    }
+
+    sent = json.loads(json.dumps(sendable(values), allow_nan=False).encode())
+
+    assert sent.pop("b")
+    assert sent == {
+        "a\\udcff": ["\\ud800", "nan", "-inf", f"{10**30:#x}", True, None, 1.5],
+    }

@@ -296,6 +296,24 @@ def test_malformed_document_is_refused_by_file_and_step(
         imported(path)
 
 
+@pytest.mark.parametrize("reward", ["1" + "0" * 400, "1e999", "NaN", "true"])
+def test_reward_that_is_no_number_is_none(tmp_path: Path, reward: str) -> None:
+    text = json.dumps({**atif(asks("a"), says("b")), "extra": {"reward": 0.25}})
+    (tmp_path / "t.json").write_text(text.replace("0.25", reward))
+
+    with pytest.raises(ConfigError, match="has no reward"):
+        imported(tmp_path / "t.json")
+
+
+def test_time_that_no_calendar_has_is_left_out(tmp_path: Path) -> None:
+    group = traced_group()
+    group["traces"][0]["started_at"] = 1e300
+
+    documents = exported(tmp_path / "traces", "atif", group)
+
+    assert not any("timestamp" in step for step in documents[0]["steps"])
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

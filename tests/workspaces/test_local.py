@@ -28,7 +28,7 @@ from atroposlib.workspaces import (
     WorkspaceSpec,
     open_workspaces,
 )
-from atroposlib.workspaces.local import LocalBase, LocalWorkspaces
+from atroposlib.workspaces.local import LocalBase, LocalWorkspaces, memory_of_machine
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
@@ -417,3 +417,49 @@ async def test_program_that_ends_the_mount_server_is_answered_by_a_new_one(tmp_p
     await workspaces.close()
 
     assert [result.text for result in results] == ["x\n", "x\n"]
+
+
+async def test_fork_without_memory_left_is_refused(tmp_path: Path) -> None:
+    spec = WorkspaceSpec("empty", source=tmp_path / "source")
+    (tmp_path / "source").mkdir()
+    owner = new_workspaces(tmp_path, reserve_bytes=2**60, memory_wait_s=0)
+    base = await owner.prepare(spec)
+
+    with pytest.raises(WorkspaceError, match="no memory for a workspace of empty"):
+        await base.fork()
+
+    await owner.close()
+
+
+@pytest.mark.parametrize(
+    ("files", "expected"),
+    [
+        ({}, (2**30, 2**29)),
+        ({"memory.max": "max\n", "memory.current": "5\n"}, (2**30, 2**29)),
+        (
+            {
+                "memory.max": "1000\n",
+                "memory.current": "900\n",
+                "memory.stat": "anon 1\ninactive_file 50\n",
+            },
+            (1000, 150),
+        ),
+        (
+            {
+                "memory/memory.limit_in_bytes": "1000\n",
+                "memory/memory.usage_in_bytes": "900\n",
+                "memory/memory.stat": "inactive_file 1\ntotal_inactive_file 50\n",
+            },
+            (1000, 150),
+        ),
+    ],
+)
+async def test_memory_is_that_of_the_container(
+    tmp_path: Path, files: dict[str, str], expected: tuple[int, int]
+) -> None:
+    (tmp_path / "memory").mkdir()
+    (tmp_path / "meminfo").write_text(f"MemTotal: {2**20} kB\nMemAvailable: {2**19} kB\nX: 0\n")
+    for name, text in files.items():
+        (tmp_path / name).write_text(text)
+
+    assert memory_of_machine(tmp_path / "meminfo", tmp_path) == expected
