@@ -70,7 +70,8 @@ class SessionGuard:
         self._send({"open": key, "requests": listed, "repeat_s": repeat_s})
 
     def ended(self, key: str) -> None:
-        self._send({"close": key})
+        if self._process is not None:  # else no session is known
+            self._send({"close": key})
 
     async def close(self) -> None:
         """End the guard, which first ends the sessions that are still open."""

@@ -18,7 +18,7 @@ import re
 import time
 import urllib.parse
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, ClassVar, Literal, cast
+from typing import Any, ClassVar, Literal, cast, get_args
 
 from pydantic import Field, model_validator
 
@@ -39,7 +39,7 @@ from atroposlib.agent_tasks.agents import (
     find_agent,
 )
 from atroposlib.agent_tasks.folder import Task, load_tasks
-from atroposlib.agent_tasks.runner import TaskRun, TaskRunner
+from atroposlib.agent_tasks.runner import Outcome, TaskRun, TaskRunner
 from atroposlib.agent_tasks.trace import AgentTrace, TraceEvent, sendable
 from atroposlib.envs.conversation import ChatMessage
 from atroposlib.envs.server_handling.proxy import AgentTurn
@@ -346,7 +346,7 @@ def metrics_of(run: TaskRun, turns: Sequence[AgentTurn], agent: Agent | None) ->
         **run.metrics,
         "num_turns": float(len(turns)),
         "num_rows": float(len({turn.row for turn in turns if turn.row is not None})),
-        f"outcome/{run.outcome}": 1.0,
+        **{f"outcome/{name}": float(name == run.outcome) for name in get_args(Outcome)},
     }
     if agent is not None:
         metrics[f"reward/{agent.name}"] = run.reward

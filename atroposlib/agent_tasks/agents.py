@@ -259,8 +259,7 @@ class Agent:
     @cached_property
     def names_instruction(self) -> bool:
         """Whether a placeholder has the instruction; otherwise it is the standard input."""
-        templates = (*self.command, *self.env.values())
-        used = {name for text in templates for name in placeholders_of(text)}
+        used = {name for text in self._templates for name in placeholders_of(text)}
         return bool(used & {"instruction", "instruction_file"})
 
     def command_for(self, task: Task, model: ModelAddress, *, workdir: str) -> AgentCommand:

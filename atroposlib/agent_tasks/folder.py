@@ -704,7 +704,8 @@ def _read_verifier(table: _Table, baseline: Network) -> dict[str, Any]:
         table.refuse("environment", 'only with environment_mode = "separate"')
     own.unsupported("docker_image", "the verifier runs in a second copy of the environment")
     own_env = _read_environment(own)["env"]
-    for key in ("workdir", "build_timeout_sec", "cpus", "memory_mb", "memory"):
+    limits = ("cpus", "memory_mb", "memory", "storage_mb", "storage")
+    for key in ("workdir", "build_timeout_sec", *limits):
         if key in own:
             table.document.note((*own.path, key), "without effect: the agent's values are used")
     network = _read_network(own) or _old_network(own) or baseline

@@ -278,6 +278,7 @@ class TaskRunner:
             work.outcome, work.error = "agent_failed", f"the agent {_ending(result)}"
         if work.error:
             log.error(work.error)
+            work.reported = work.error
 
     async def _verified(self, task: Task, work: _Work, log: _EventLog) -> TaskRun:
         """Verify the artifacts in a workspace of its own."""
@@ -302,7 +303,7 @@ class TaskRunner:
             log.start_phase("verifier")
             await self._verify(task, work, log, run)
             run.metrics["verifier_s"] = log.phase_s()
-        if run.outcome in ("verifier_failed", "verifier_timeout"):
+        if run.error and run.error != work.reported:
             log.error(run.error)
         run.duration_s = log.now()
         return run
@@ -335,7 +336,7 @@ class TaskRunner:
                 return
             try:
                 run.reward, run.reward_parts = await _read_reward(workspace)
-            except (ValueError, WorkspaceError) as error:
+            except (ValueError, WorkspaceContentError) as error:
                 run.outcome = "verifier_failed"
                 run.error = f"{error}; tests/test.sh {_ending(result)}"
 
@@ -404,6 +405,8 @@ class _Work:
     fork_ms: float
     outcome: Outcome = "done"
     error: str = ""
+    reported: str = ""
+    """The error that is among the events already."""
     agent_s: float = 0.0
     agent_exit_code: int | None = None
     changes: list[FileChange] = field(default_factory=list)
@@ -602,7 +605,10 @@ async def _collect(task: Task, workspace: Workspace, work: _Work) -> None:
         work.changes = [change for change in changes if change.path not in made]
         taken = _taken(task, task.workdir or workspace.workdir, changes)
         if taken is None:
-            raise WorkspaceContentError(f"{_MOST_CHANGES} files or more were changed")
+            raise WorkspaceContentError(
+                f"{_MOST_CHANGES} files or more were changed; list those to verify in `artifacts` "
+                "of task.toml"
+            )
         sources, work.removed = taken
         archive = await workspace.collect(sources, max_bytes=max_bytes)
     except WorkspaceContentError as error:

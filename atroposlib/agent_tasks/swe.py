@@ -100,7 +100,12 @@ UNITTEST = re.compile(r"^(\\w+) \\(([\\w.]+)\\)")
 def passed_pytest(text):
     """Return the ids after PASSED in the summary of `pytest -rA`."""
     found = filter(None, map(PYTEST.match, text.splitlines()))
-    return {match[2] for match in found if match[1] in ("PASSED", "XFAIL")}
+    # The reason of an expected failure follows its id.
+    return {
+        match[2].partition(" - ")[0] if match[1] == "XFAIL" else match[2]
+        for match in found
+        if match[1] in ("PASSED", "XFAIL")
+    }
 
 
 def passed_unittest(text):

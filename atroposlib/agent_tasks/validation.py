@@ -14,7 +14,6 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-import math
 import os
 import shlex
 from collections.abc import Callable, Iterable, Sequence
@@ -125,6 +124,7 @@ async def validate_task(
         await runner.base(task)
     except AtroposError as error:
         add(CheckResult("builds", "failed", str(error)))
+        report.duration_s = loop.time() - started
         return report
     add(CheckResult("builds", "ok"))
     oracle, failed = await _runs(runner, task, "oracle", repeats)
@@ -318,7 +318,7 @@ async def _check_forgery(runner: TaskRunner, task: Task, *, is_strict: bool) -> 
         run = await runner.run(_with_time(task), forger)
     except AtroposError as error:
         return CheckResult("forgery", "failed", f"the forger could not run: {error}")
-    if run.reward == 0 or not math.isfinite(run.reward):
+    if run.reward == 0:
         return CheckResult("forgery", "ok")
     return CheckResult(
         "forgery",

@@ -118,7 +118,8 @@ async def _validated(tasks: Sequence[Task], args: argparse.Namespace) -> list[Ta
     def progress(report: TaskReport) -> None:
         if sys.stderr.isatty():
             verdict = "valid" if report.is_valid else "not valid"
-            print(f"{report.name}: {verdict}, {report.duration_s:.1f} s", file=sys.stderr)
+            name = inert_line(report.name, max_characters=60)
+            print(f"{name}: {verdict}, {report.duration_s:.1f} s", file=sys.stderr)
 
     async with _runner(args.workspaces) as runner:
         return await validate_tasks(
@@ -158,7 +159,8 @@ def _report_table(reports: Sequence[TaskReport]) -> str:
         for result in report.results:
             if result.status != "ok":
                 reason = inert_block(result.reason).strip().replace("\n", "\n    ")
-                lines.append(f"{report.name}: {result.name} {result.status}:\n    {reason}\n")
+                name = inert_line(report.name, max_characters=60)
+                lines.append(f"{name}: {result.name} {result.status}:\n    {reason}\n")
         lines += [f"note: {inert_line(note, max_characters=300)}\n" for note in report.notes]
     return "".join(lines)
 

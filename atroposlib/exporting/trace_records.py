@@ -396,8 +396,8 @@ def own_record(ours: Mapping[str, Any], where: str) -> RolloutRecord:
     score = ours.get("score")
     if not isinstance(rows, list) or not all(isinstance(row, Mapping) for row in rows):
         raise ConfigError(f"{where}: atropos.rows: expected a list of objects")
-    if isinstance(score, bool) or not isinstance(score, int | float):
-        raise ConfigError(f"{where}: atropos.score: expected a number")
+    if not is_finite(score):
+        raise ConfigError(f"{where}: atropos.score: expected a finite number")
     made = []
     for row in rows:
         tail, fields = row.get("tail_token_ids"), row.get("fields")
@@ -479,6 +479,7 @@ def _place(loc: Sequence[int | str]) -> str:
     if len(loc) > 1 and loc[0] in names and isinstance(loc[1], int):
         head, loc = f"{names[str(loc[0])]} {loc[1] + 1}", loc[2:]
     path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in loc).lstrip(".")
+    path = path if len(path) <= 200 else f"…{path[-200:]}"
     return f"{head}: {path}".strip(": ") if head and path else head or path or "the document"
 
 

@@ -217,7 +217,10 @@ class _DockerfileReader:
         self._are_missing = are_missing
         self._args: dict[str, str] = {}
         self._shell: tuple[str, ...] = ("/bin/sh", "-c")
-        self._folders = {"/", "/tmp", "/opt", "/home/agent", "/srv", "/root", "/etc", "/usr"}
+        self._folders = {
+            *("/", "/etc", "/home", "/home/agent", "/logs", "/media", "/mnt", "/opt", "/root"),
+            *("/run", "/srv", "/tmp", "/usr", "/var", "/var/log", "/var/tmp"),
+        }
         self._num_stages = 0
         self._has_workdir = False
 
@@ -242,8 +245,10 @@ class _DockerfileReader:
                 raise self._error("has a second FROM: builds in stages are not possible here")
         elif name == "ARG":
             for key, default in self._pairs(text, may_lack=True):
-                self._args[key] = default
+                self._args[key] = default or self._args.get(key, "")
         elif name == "ENV":
+            if not text:
+                raise self._error("expected ENV NAME=value", remedy="")
             pairs = self._pairs(text) if "=" in text.split()[0] else [self._pair(text)]
             self._plan.env.update(pairs)
         elif name == "WORKDIR":
@@ -422,7 +427,7 @@ class _DockerfileReader:
             return text
         kept = []
         for part in re.split(r"&&|;|\n", text):
-            words = self._words(part) if part.strip() else []
+            words = self._words_of_command(part)
             if not words or re.fullmatch(r"rm -rf /var/lib/apt/lists\S*", " ".join(words)):
                 continue
             if words[0] in ("apt-get", "apt"):
@@ -432,6 +437,15 @@ class _DockerfileReader:
             else:
                 kept.append(part.strip())
         return " && ".join(kept)
+
+    def _words_of_command(self, part: str) -> list[str]:
+        try:
+            return shlex.split(part)
+        except ValueError as error:
+            raise self._error(
+                "a RUN that installs packages has quotes around `;`, `&&` or a line end",
+                remedy="write the installation as a RUN of its own",
+            ) from error
 
     def _check_packages(self, words: list[str], part: str) -> None:
         names = [word for word in words if not word.startswith("-")]

@@ -54,7 +54,7 @@ from atroposlib.workspaces.interface import (
 )
 from atroposlib.workspaces.network import NetworkGate
 from atroposlib.workspaces.overlay import BASE, MERGED, NETWORK, UPPER, Kind, Layer, Mounts
-from atroposlib.workspaces.transfer import OutputRecord, extract
+from atroposlib.workspaces.transfer import MAX_FILES, OutputRecord, extract
 
 __all__ = ["LocalWorkspaces"]
 
@@ -98,7 +98,6 @@ OF_PROCESS = ProcessBounds(memory="data", max_files=4096)
 TOOL_LIMITS = SandboxLimits(wall_s=300.0, cpu_s=300, memory_bytes=2**30, max_processes=4)
 TOOLS = Path(__file__).with_name("box_tools.py").read_text(encoding="utf-8")
 MAX_CHANGES_BYTES = 64 * 2**20
-MAX_FILES = 100_000
 MEMBER_BYTES = 16_384
 """Bound of the headers of one file in an archive."""
 MAX_MESSAGE_CHARACTERS = 2000

@@ -39,7 +39,7 @@ from atroposlib.workspaces.interface import Network, WorkspaceError
 
 __all__ = [
     "MOUNTED",
-    "PYTHON",
+    "PYTHON_PROGRAM",
     "NetworkGate",
     "is_running",
     "new_folder",
@@ -51,7 +51,7 @@ logger = logging.getLogger(__name__)
 
 MOUNTED = "/run/atropos/network"
 """Folder with the sockets, as the box sees it."""
-PYTHON = "/usr/bin/python3"
+PYTHON_PROGRAM = "/usr/bin/python3"
 PROXY_PORT = 3128
 LOWEST_PORT = 1024
 MAX_FORWARDS = 32
@@ -143,7 +143,7 @@ class NetworkGate:
             "NODE_USE_ENV_PROXY": "1",
         }
 
-    def words(self, command: Sequence[str], *, python: str = PYTHON) -> list[str]:
+    def words(self, command: Sequence[str], *, python: str = PYTHON_PROGRAM) -> list[str]:
         """Return the command with the relay before it.
 
         Args:

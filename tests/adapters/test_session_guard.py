@@ -198,12 +198,21 @@ async def test_session_with_two_requests_sends_both_in_order(server: EndServer) 
 
 async def test_session_that_is_being_created_is_ended_again(server: EndServer) -> None:
     guard = SessionGuard()
-    guard.opened("a", [post(server, "/a")], repeat_s=0.5)
+    guard.opened("a", [post(server, "/a")], repeat_s=5.0)
     guard.opened("b", [post(server, "/b")])
 
     await guard.close()
 
-    assert server.paths() == ["/a", "/a", "/b"]
+    assert server.paths().count("/a") >= 2
+    assert server.paths().count("/b") == 1
+
+
+def test_end_of_an_unknown_session_starts_no_guard() -> None:
+    guard = SessionGuard()
+
+    guard.ended("a")
+
+    assert guard._process is None
 
 
 async def test_redirect_is_not_followed(server: EndServer) -> None:
@@ -236,7 +245,7 @@ def test_all_requests_have_one_time_limit(
 
     end_sessions([session] * 3)
 
-    assert server.paths() == ["/hang"] * 3
+    wait_until(lambda: server.paths() == ["/hang"] * 3)
     assert any(thread.name.endswith("(_work)") for thread in threading.enumerate())
     server.is_over.set()
     wait_until(lambda: not any("(_work)" in thread.name for thread in threading.enumerate()))

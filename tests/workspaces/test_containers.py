@@ -260,8 +260,10 @@ async def test_limits_end_a_command_and_the_workspace_remains(local: Workspace) 
 
 
 async def test_cancelled_command_ends(local: Workspace) -> None:
-    running = asyncio.create_task(local.run(["sleep", "1000"]))
-    await asyncio.sleep(0.5)
+    started = asyncio.Event()
+    command = ["sh", "-c", "echo begun; sleep 1000"]
+    running = asyncio.create_task(local.run(command, on_output=lambda _: started.set()))
+    await started.wait()
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running

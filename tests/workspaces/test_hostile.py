@@ -472,12 +472,16 @@ async def test_writable_folder_receives_files_but_no_links(
 
 async def test_variables_of_a_command_are_hidden_from_other_users(workspace: Workspace) -> None:
     key = "key-" + os.urandom(8).hex()
-    running = asyncio.create_task(shell(workspace, "sleep 2; echo $KEY", env={"KEY": key}))
-    await asyncio.sleep(0.3)
+    started = asyncio.Event()
+    program = "echo begun; sleep 2; echo $KEY"
+    running = asyncio.create_task(
+        shell(workspace, program, env={"KEY": key}, on_output=lambda _: started.set())
+    )
+    await started.wait()
     lines = _command_lines()
     result = await running
 
-    assert result.text.strip() == key
+    assert result.text.split() == ["begun", key]
     assert not any(key.encode() in line for line in lines)
 
 

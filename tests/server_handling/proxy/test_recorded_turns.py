@@ -123,3 +123,13 @@ def test_fixed_sampling_without_values_leaves_the_request_alone() -> None:
     FixedSampling().apply(request)
 
     assert request == {"temperature": 0.0, "top_p": 0.5, "max_tokens": None}
+
+
+def test_fixed_temperature_leaves_out_filters_and_penalties_of_a_request() -> None:
+    shared = {"top_k": 3, "min_p": 0.1, "repetition_penalty": 1.2, "ignore_eos": True}
+    kwargs = {"temperature": 0.2, "top_p": 0.5, "presence_penalty": 1.0, "extra_body": shared}
+
+    FixedSampling(temperature=1.0).apply(kwargs)
+
+    assert kwargs == {"temperature": 1.0, "extra_body": {"ignore_eos": True}}
+    assert len(shared) == 4  # the other prompts of the request read it, too

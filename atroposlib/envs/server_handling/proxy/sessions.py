@@ -196,6 +196,9 @@ class FixedSampling:
             kwargs["temperature"] = self.temperature
             for name in _RESHAPING:
                 kwargs.pop(name, None)
+            extra = kwargs.pop("extra_body", None) or {}  # the prompts of a request share it
+            if kept := {name: extra[name] for name in extra if name not in _RESHAPING}:
+                kwargs["extra_body"] = kept
         if self.max_tokens is not None:
             kwargs["max_tokens"] = min(kwargs.get("max_tokens") or self.max_tokens, self.max_tokens)
 
