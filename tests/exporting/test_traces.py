@@ -320,7 +320,10 @@ def test_time_that_no_calendar_has_is_left_out(tmp_path: Path) -> None:
         (lambda d: d["steps"][1]["extra"]["atropos"].update(row=9), "step 2: extra.atropos.row 9"),
         (lambda d: d["steps"][1]["extra"]["atropos"].update(event=99), "atropos.event 99"),
         (lambda d: d["extra"]["atropos"].update(rows=3), "atropos.rows: expected a list"),
-        (lambda d: d["extra"]["atropos"].update(score="x"), "atropos.score: expected a finite number"),
+        (
+            lambda d: d["extra"]["atropos"].update(score="x"),
+            "atropos.score: expected a finite number",
+        ),
         (
             lambda d: d["steps"][1]["metrics"]["prompt_token_ids"].append(7),
             "model call 1 of a sequence are not at the start",
