@@ -31,6 +31,7 @@ from typing import Any, Generic, Protocol, TextIO, TypeVar
 from pydantic import BaseModel, Field
 
 from atroposlib.envs.config import BaseEnvConfig
+from atroposlib.errors import ConfigError
 from atroposlib.type_definitions import Item
 from atroposlib.utils.json_text import decode_line, to_plain
 
@@ -190,13 +191,14 @@ class EvaluationRun(Generic[Record]):
         )
         failures = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
         if failures:
-            counts = Counter(type(failure).__name__ for failure in failures)
-            logger.error(
-                "%d of %d samples of the evaluation failed: %s",
-                len(failures),
-                len(pairs),
-                ", ".join(f"{name} ({count})" for name, count in counts.most_common()),
-            )
+            if not isinstance(failures[0], ConfigError):  # a wrong setting fails all of them
+                counts = Counter(type(failure).__name__ for failure in failures)
+                logger.error(
+                    "%d of %d samples of the evaluation failed: %s",
+                    len(failures),
+                    len(pairs),
+                    ", ".join(f"{name} ({count})" for name, count in counts.most_common()),
+                )
             raise failures[0]
         return [
             EvalSample(*pair, record=outcome)
