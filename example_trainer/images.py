@@ -161,7 +161,7 @@ class ImageRun(NamedTuple):
     """Index after its last token."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class AlignedImages:
     """Images of one trajectory of L tokens, with the positions of its tokens."""
 
