@@ -350,16 +350,16 @@ def open_reference(
         return None
     name = str(config.reference_model)
     frozen = load_frozen_model(name, config)
+    if model.config.model_type in IMAGE_MODELS and frozen.config.model_type not in IMAGE_MODELS:
+        raise ConfigError(
+            f"reference_model {name!r} reads no images and the trained model does; name a model of "
+            "its type, for example the one the training starts from"
+        )
     known, needed = (m.get_input_embeddings().weight.shape[0] for m in (frozen, model))
     if known < needed:
         raise ConfigError(
             f"reference_model {name!r} has {known} tokens and the trained model {needed}; both "
             "must use one tokenizer"
-        )
-    if model.config.model_type in IMAGE_MODELS and frozen.config.model_type not in IMAGE_MODELS:
-        raise ConfigError(
-            f"reference_model {name!r} reads no images and the trained model does; name a model of "
-            "its type, for example the one the training starts from"
         )
     reference = prepare_policy(frozen, config, parallel)
     if policy.packs and not reference.packs:
