@@ -282,7 +282,8 @@ class ImageReader:
         self, i: int, length: int, runs: Sequence[ImageRun], images: Sequence[ProcessedImage]
     ) -> list[int]:
         """Return, for each token after the expansion, the index of the token it repeats."""
-        sources, t = [], 0
+        sources: list[int] = []
+        t = 0
         for run, image in zip(runs, images, strict=True):
             expected, found = self.num_tokens(image), run.end - run.start
             if found not in (1, expected):

@@ -371,7 +371,7 @@ def use_packed_attention(model: Any) -> None:
 
 
 def _in_text_layers(model: Any, attention: str) -> str | dict[str, str]:
-    """Return the argument that sets an attention except in a vision encoder, which is not causal."""
+    """Return the argument that sets an attention outside a vision encoder, which is not causal."""
     return {"text_config": attention} if model.config.model_type in IMAGE_MODELS else attention
 
 

@@ -199,18 +199,24 @@ def engine_tokens(chat: Any) -> ScoredDataGroup | None:
     Raises:
         InferenceError: ids and logprobs do not line up.
     """
-    prompt_ids = (chat.model_extra or {}).get("prompt_token_ids")
-    ids = [(choice.model_extra or {}).get("token_ids") for choice in chat.choices]
-    entries = [choice.logprobs.content if choice.logprobs else None for choice in chat.choices]
-    if not prompt_ids or not all(ids) or not all(entries):
+    prompt_ids: list[int] | None = (chat.model_extra or {}).get("prompt_token_ids")
+    ids: list[list[int]] = []
+    logprobs: list[list[float]] = []
+    for choice in chat.choices:
+        own = (choice.model_extra or {}).get("token_ids")
+        entries = choice.logprobs.content if choice.logprobs else None
+        if not prompt_ids or not own or not entries:
+            return None
+        ids.append(own)
+        logprobs.append([entry.logprob for entry in entries])
+    if not prompt_ids:
         return None
-    logprobs = [[entry.logprob for entry in row] for row in entries]
-    reasons = [choice.finish_reason or "stop" for choice in chat.choices]
+    reasons: list[str | None] = [choice.finish_reason or "stop" for choice in chat.choices]
     check_sequences(ids, logprobs, reasons)
     num_prompt = len(prompt_ids)
     return {
         "tokens": [[*prompt_ids, *row] for row in ids],
-        "masks": [[IGNORE_INDEX] * num_prompt + list(row) for row in ids],
+        "masks": [[IGNORE_INDEX] * num_prompt + row for row in ids],
         "inference_logprobs": [[MASKED_LOGPROB] * num_prompt + row for row in logprobs],
         "finish_reasons": reasons,
     }

@@ -30,6 +30,7 @@ from environments.multimodal_dpo import (
 from environments.multimodal_dpo.draw_samples import DATA
 from example_trainer.batch import build_batch, split_batch
 from example_trainer.images import image_support
+from example_trainer.launch.preflight import read_model
 from example_trainer.model import load_model_and_tokenizer
 from example_trainer.policy import open_reference, prepare_policy
 from example_trainer.rows import RowRules
@@ -323,3 +324,13 @@ def test_gradients_of_the_ranks_shares_add_up(tmp_path: Path) -> None:
     whole, parts = gradient([batch]), gradient(split_batch(batch, 2))
     for ours, theirs in zip(parts, whole, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-10)
+
+
+def test_plan_of_a_launch_reads_a_model_with_images(tmp_path: Path) -> None:
+    folder = save_tiny_vl(tmp_path / "model", tie_word_embeddings=True)
+
+    facts = read_model(str(folder))
+
+    whole = tiny_vl("qwen2_vl", tie_word_embeddings=True)
+    assert facts.num_parameters == sum(p.numel() for p in whole.parameters())
+    assert (facts.is_tied, facts.context_tokens) == (True, 4096)

@@ -15,7 +15,7 @@ pytest.importorskip("PIL", reason="the extra examples is not installed")
 
 from PIL import Image
 
-from atroposlib.errors import ConfigError, GroupError
+from atroposlib.errors import GroupError
 from example_trainer.batch import Batch, build_batch
 from example_trainer.images import TEXT_ONLY, ImageSupport, decode_image, image_support
 from example_trainer.loss import LossInputs, make_loss
@@ -312,7 +312,9 @@ def test_malformed_images_are_refused_with_their_place(name: str, rules: RowRule
 def test_decompression_bombs_are_refused_by_their_size(rules: RowRules) -> None:
     group = image_group(ONE, [[20]], [encoded_bomb()])
 
-    with pytest.raises(GroupError, match=r"images\[0\]\[0\]: (not a readable|20000 x 20000 pixels)"):
+    with pytest.raises(
+        GroupError, match=r"images\[0\]\[0\]: (not a readable|20000 x 20000 pixels)"
+    ):
         rows_from_group(group, rules)
 
 
