@@ -61,6 +61,14 @@ class Microbatch:
     """(B, T) int64 position within the sequence; None: the column."""
     sequence_lengths: tuple[int, ...] | None = None
     """[S] lengths of the non-empty sequences, in order; None: one sequence per row."""
+    pixels_PD: torch.Tensor | None = None
+    """(P, D) float32 patches of the distinct images; None without images."""
+    image_grids_I3: torch.Tensor | None = None
+    """(I, 3) int64 patches of these images in time, height and width."""
+    image_places: tuple[int, ...] = ()
+    """Index of the image for each place in the tokens, row by row."""
+    image_positions_3BT: torch.Tensor | None = None
+    """(3, B, T) int64 positions in time, height and width; None without images."""
 
     @property
     def temperatures_BT(self) -> torch.Tensor:
@@ -104,6 +112,7 @@ def shift_row(row: Row) -> Row:
         ref_logprobs=without_first(row.ref_logprobs),
         distill_token_ids=without_first(row.distill_token_ids),
         distill_logprobs=without_first(row.distill_logprobs),
+        images=None if row.images is None else row.images.without_last_token(),
     )
 
 
@@ -155,7 +164,34 @@ def _tensors(packs: Sequence[Sequence[Row]], width: int) -> Microbatch:
         ref_logprobs_BT=floats("ref_logprobs", MASKED_LOGPROB) if has_reference else None,
         distill_token_ids_BTK=ids_BTK,
         distill_logprobs_BTK=teacher_BTK,
+        **_image_tensors(packs, width),
     )
+
+
+def _image_tensors(packs: Sequence[Sequence[Row]], width: int) -> dict[str, Any]:
+    """Return the fields of a microbatch with images; each distinct image is encoded once."""
+    rows = [row for pack in packs for row in pack]
+    images = [image for row in rows if row.images is not None for image in row.images.images]
+    if not images:
+        return {}
+    distinct = list(dict.fromkeys(images))
+    numbers = {image: number for number, image in enumerate(distinct)}
+    positions_3BT = torch.zeros((3, len(packs), width), dtype=torch.int64)
+    for b, pack in enumerate(packs):
+        positions = torch.cat([_positions_3L(row) for row in pack], dim=1)
+        positions_3BT[:, b, : positions.shape[1]] = positions
+    return {
+        "pixels_PD": torch.cat([image.pixels_PD for image in distinct]),
+        "image_grids_I3": torch.tensor([image.grid for image in distinct]),
+        "image_places": tuple(numbers[image] for image in images),
+        "image_positions_3BT": positions_3BT,
+    }
+
+
+def _positions_3L(row: Row) -> torch.Tensor:
+    if row.images is not None:
+        return row.images.positions_3L
+    return torch.arange(len(row.tokens)).expand(3, -1)
 
 
 def _chain(pack: Sequence[Row], field: str, fill: Any) -> list[Any]:

@@ -195,6 +195,11 @@ class ModelFields(BaseModel):
         description="Whether to recompute activations in the backward pass: less memory, more "
         "time.",
     )
+    freeze_vision: bool = Field(
+        default=False,
+        description="Whether to keep the vision encoder of a model that reads images unchanged, "
+        "which saves its gradients and optimizer state; the default trains it as well.",
+    )
     train_dtype: Literal["auto", "bfloat16", "float32", "mixed"] = Field(
         default="auto",
         description="Element type of the trained weights; auto: mixed on CUDA, float32 on CPU. "

@@ -12,12 +12,14 @@ from typing import Any, Literal, NamedTuple
 
 from atroposlib.errors import ConfigError, MissingExtraError
 from example_trainer.config import TrainingConfig, unloadable
+from example_trainer.images import IMAGE_MODELS, vision_encoder
 
 __all__ = [
     "OptimizerChoice",
     "add_adapters",
     "attention_kinds",
     "attention_note",
+    "auto_class_of",
     "autocast",
     "choose_optimizer",
     "create_optimizer",
@@ -167,6 +169,8 @@ def load_model_and_tokenizer(
         raise unloadable(name, error) from error
     _move_to_device(model, config)
     _warn_of_unused_layers(config)
+    if config.freeze_vision:
+        _freeze_vision(model)
     if config.uses_lora:
         add_adapters(model, config, source=source)
     elif config.train_layer_indices is not None:
@@ -198,22 +202,32 @@ def load_frozen_model(name: str, config: TrainingConfig) -> Any:
     return model.requires_grad_(False).eval()
 
 
-def _load(name: str, *, dtype: Any, device: str) -> Any:
-    from transformers import AutoModelForCausalLM
+def auto_class_of(model_config: Any) -> Any:
+    """Return the class of transformers that loads models with this config."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
+    reads_images = model_config.model_type in IMAGE_MODELS
+    return AutoModelForImageTextToText if reads_images else AutoModelForCausalLM
+
+
+def _load(name: str, *, dtype: Any, device: str) -> Any:
+    from transformers import AutoConfig
+
+    auto_class = auto_class_of(AutoConfig.from_pretrained(name))
     kinds = attention_kinds(_obstacle_to_flash_attention(device))
     for kind in kinds[:-1]:
         try:
-            return AutoModelForCausalLM.from_pretrained(name, dtype=dtype, attn_implementation=kind)
+            return auto_class.from_pretrained(name, dtype=dtype, attn_implementation=kind)
         except (ImportError, ValueError) as error:  # not implemented for this model
             if "attention" not in str(error).lower() and "attn" not in str(error).lower():
                 raise
             logger.info("attention %s cannot be used: %s", kind, error)
-    return AutoModelForCausalLM.from_pretrained(name, dtype=dtype, attn_implementation=kinds[-1])
+    return auto_class.from_pretrained(name, dtype=dtype, attn_implementation=kinds[-1])
 
 
 def _move_to_device(model: Any, config: TrainingConfig) -> None:
     model.config.use_cache = False
+    model.config.get_text_config().use_cache = False
     if config.packing != "off" and model.config._attn_implementation == "sdpa":
         use_packed_attention(model)
     model.to(config.device)
@@ -249,6 +263,15 @@ def freeze_other_layers(model: Any, layer_indices: Collection[int]) -> None:
         raise ConfigError("train_layer_indices match no parameter of this model")
 
 
+def _freeze_vision(model: Any) -> None:
+    if model.config.model_type not in IMAGE_MODELS:
+        raise ConfigError(
+            f"freeze_vision: a model of type {model.config.model_type} has no vision encoder that "
+            "this trainer knows; leave the setting out"
+        )
+    vision_encoder(model).requires_grad_(False)
+
+
 def _require_device(device: str, torch: Any) -> None:
     if not device.startswith("cuda"):
         return
@@ -279,7 +302,7 @@ def attention_note(model: Any, device: str) -> str:
     """Return the attention implementation of a model, with the reason if it is not flash-attn."""
     from example_trainer.scoring import PACKED_ATTENTION
 
-    used = model.config._attn_implementation
+    used = model.config.get_text_config()._attn_implementation
     if used.startswith("flash_attention"):
         return str(used)
     name = "sdpa for each sequence" if used == PACKED_ATTENTION else used
@@ -336,7 +359,7 @@ def use_packed_attention(model: Any) -> None:
     try:
         with torch.no_grad():
             before = model(input_ids=tokens).logits
-            model.set_attn_implementation(PACKED_ATTENTION)
+            model.set_attn_implementation(_in_text_layers(model, PACKED_ATTENTION))
             after = model(input_ids=tokens).logits
         is_same = torch.allclose(before.float(), after.float(), atol=0.05, rtol=0.05)
     except (ValueError, TypeError, RuntimeError) as error:
@@ -345,6 +368,11 @@ def use_packed_attention(model: Any) -> None:
     if not is_same:
         model.set_attn_implementation("sdpa")
     model.train(was_training)
+
+
+def _in_text_layers(model: Any, attention: str) -> str | dict[str, str]:
+    """Return the argument that sets an attention outside a vision encoder, which is not causal."""
+    return {"text_config": attention} if model.config.model_type in IMAGE_MODELS else attention
 
 
 def create_optimizer(model: Any, config: TrainingConfig) -> Any:

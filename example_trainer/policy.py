@@ -23,6 +23,7 @@ from atroposlib.errors import ConfigError
 from atroposlib.scored_data import IGNORE_INDEX, MASKED_LOGPROB
 from example_trainer.batch import Batch, Microbatch, padded_length
 from example_trainer.config import TrainingConfig
+from example_trainer.images import IMAGE_MODELS
 from example_trainer.memory_plan import ModelSizes, StepSetup, advice, plan_memory
 from example_trainer.model import (
     attention_note,
@@ -349,6 +350,11 @@ def open_reference(
         return None
     name = str(config.reference_model)
     frozen = load_frozen_model(name, config)
+    if model.config.model_type in IMAGE_MODELS and frozen.config.model_type not in IMAGE_MODELS:
+        raise ConfigError(
+            f"reference_model {name!r} reads no images and the trained model does; name a model of "
+            "its type, for example the one the training starts from"
+        )
     known, needed = (m.get_input_embeddings().weight.shape[0] for m in (frozen, model))
     if known < needed:
         raise ConfigError(

@@ -27,6 +27,7 @@ from atroposlib.scored_data import (
     is_demonstration,
     temperature_of,
 )
+from example_trainer.images import TEXT_ONLY, AlignedImages, ImageSupport
 from example_trainer.loss import PADDED_TEACHER_ID
 
 _OPTIONAL = tuple(field.name for field in GROUP_FIELDS if not field.required)
@@ -158,10 +159,14 @@ _REMEDY = "leave it out in the environment, or train without it: --unsupported-f
 
 
 def refuse_unsupported(
-    group: Mapping[str, Any], *, uses_reference: bool, uses_teacher: bool
+    group: Mapping[str, Any],
+    *,
+    uses_reference: bool,
+    uses_teacher: bool,
+    images: ImageSupport = TEXT_ONLY,
 ) -> None:
     """Reject fields and overrides that the loss does not use under these settings."""
-    unused = {"images": "this trainer is text only"}
+    unused = {} if images.reader is not None else {"images": images.obstacle}
     if not uses_teacher:
         reason = "distillation is off; set --distill-coef"
         unused |= {"distill_token_ids": reason, "distill_logprobs": reason}
@@ -338,6 +343,8 @@ class RowRules:
     """Whether the trainer computes the `ref_logprobs` that a group does not contain."""
     uses_teacher: bool = False
     """Whether the loss has a distillation term."""
+    images: ImageSupport = TEXT_ONLY
+    """Whether and how images are read."""
 
 
 @dataclass(frozen=True)
@@ -367,6 +374,8 @@ class Row:
     """[L][K] the teacher's top tokens at each position; K may differ and be 0."""
     distill_logprobs: Sequence[Sequence[float]] | None = None
     """[L][K] the teacher's logprobs of these tokens."""
+    images: AlignedImages | None = None
+    """Images among the tokens; None without any."""
 
 
 def rows_from_group(group: Mapping[str, Any], rules: RowRules, *, name: str = "group") -> list[Row]:
@@ -388,8 +397,12 @@ def rows_from_group(group: Mapping[str, Any], rules: RowRules, *, name: str = "g
         check_switches(group)
         if rules.unsupported_fields == "refuse":
             refuse_unsupported(
-                group, uses_reference=rules.uses_reference, uses_teacher=rules.uses_teacher
+                group,
+                uses_reference=rules.uses_reference,
+                uses_teacher=rules.uses_teacher,
+                images=rules.images,
             )
+        group, images = _read_images(group, rules)
         are_sft = [is_demonstration(group, i) for i in range(len(group["tokens"]))]
         refuse_unsampled(
             group, are_sft, uses_rewards=rules.uses_rewards, allow=rules.allow_tokenized_from_text
@@ -403,13 +416,30 @@ def rows_from_group(group: Mapping[str, Any], rules: RowRules, *, name: str = "g
                 "them, set --reference-model, or set --kl-coef 0"
             )
         return [
-            _row(group, i, rules, advantages[i], reference[i] if reference else None, is_sft=is_sft)
+            _row(
+                group,
+                i,
+                rules,
+                advantages[i],
+                reference[i] if reference else None,
+                is_sft=is_sft,
+                images=images[i],
+            )
             for i, is_sft in enumerate(are_sft)
         ]
     except GroupError as error:
         raise GroupError(f"{name}: {error}") from error
     except ArithmeticError as error:
         raise GroupError(f"{name}: arithmetic with its numbers fails: {error}") from error
+
+
+def _read_images(
+    group: Mapping[str, Any], rules: RowRules
+) -> tuple[Mapping[str, Any], Sequence[AlignedImages | None]]:
+    """Return the group with all tokens of its images, and the images [G] of its trajectories."""
+    if rules.images.reader is None:
+        return group, [None] * len(group["tokens"])
+    return rules.images.reader.read(group, requires_tokens=rules.unsupported_fields == "refuse")
 
 
 def _row(
@@ -420,10 +450,12 @@ def _row(
     ref_logprobs: Sequence[float] | None,
     *,
     is_sft: bool,
+    images: AlignedImages | None = None,
 ) -> Row:
-    keep = slice(0, rules.seq_len)
+    length = rules.seq_len if images is None else images.fitting_length(rules.seq_len)
+    keep = slice(0, length)
     tokens, labels = group["tokens"][i], group["masks"][i][keep]
-    is_truncated = len(tokens) > rules.seq_len
+    is_truncated = len(tokens) > length
     may_mask = rules.truncated_completions == "mask" and not is_sft
     if may_mask and (is_truncated or is_truncated_by_engine(group, i)):
         labels = [IGNORE_INDEX] * len(labels)
@@ -443,6 +475,7 @@ def _row(
         ref_logprobs=None if ref_logprobs is None else ref_logprobs[keep],
         distill_token_ids=None if ids is None else ids[keep],
         distill_logprobs=None if teacher is None else teacher[keep],
+        images=None if images is None else images.first_tokens(length),
     )
 
 

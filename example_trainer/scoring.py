@@ -25,6 +25,7 @@ import torch.nn.functional as F
 from atroposlib.errors import GroupError
 from atroposlib.scored_data import IGNORE_INDEX, MASKED_LOGPROB
 from example_trainer.batch import Microbatch
+from example_trainer.images import encode_images
 from example_trainer.loss import TeacherTokens
 
 PACKED_ATTENTION = "atropos_packed"
@@ -324,13 +325,24 @@ class TokenScores(NamedTuple):
     every temperature is 1."""
 
 
-def packed_inputs(microbatch: Microbatch) -> dict[str, Any]:
+def model_inputs(model: Any, microbatch: Microbatch) -> dict[str, Any]:
     """Return the arguments of the model's forward for a packed or padded microbatch."""
-    inputs: dict[str, Any] = {"input_ids": microbatch.tokens_BT}
+    tokens_BT, positions_BT = microbatch.tokens_BT, microbatch.position_ids_BT
+    inputs: dict[str, Any] = {"input_ids": tokens_BT}
     if microbatch.sequence_lengths is not None:
-        device = microbatch.tokens_BT.device
-        inputs["position_ids"] = microbatch.position_ids_BT
-        inputs |= packing_arguments(microbatch.sequence_lengths, device=device)
+        inputs["position_ids"] = positions_BT
+        inputs |= packing_arguments(microbatch.sequence_lengths, device=tokens_BT.device)
+    if microbatch.pixels_PD is not None:
+        assert microbatch.image_grids_I3 is not None
+        assert microbatch.image_positions_3BT is not None
+        if positions_BT is None:
+            columns = torch.arange(tokens_BT.shape[1], device=tokens_BT.device)
+            positions_BT = columns.expand_as(tokens_BT)
+        # The first of the four are those of the text, by which masks are made.
+        inputs["position_ids"] = torch.cat([positions_BT[None], microbatch.image_positions_3BT])
+        inputs["mm_encoder_outputs"] = encode_images(
+            model, microbatch.pixels_PD, microbatch.image_grids_I3, microbatch.image_places
+        )
     return inputs
 
 
@@ -366,7 +378,7 @@ class PolicyScorer(torch.nn.Module):  # type: ignore[misc]  # torch has no types
         """Score a microbatch; raises `GroupError` if a teacher's id is outside the vocabulary."""
         if self._whole_logits:
             return self._from_logits(microbatch)
-        hidden_BTD = self.model.base_model(**packed_inputs(microbatch)).last_hidden_state
+        hidden_BTD = self.model.base_model(**model_inputs(self.model, microbatch)).last_hidden_state
         mask_BT = microbatch.labels_BT != IGNORE_INDEX
         hidden_ND = hidden_BTD[mask_BT]
         head = self.model.get_output_embeddings()
@@ -407,7 +419,7 @@ class PolicyScorer(torch.nn.Module):  # type: ignore[misc]  # torch has no types
         return TeacherTokens(ids_BTK, teacher_BTK, _spread(found.logprobs_NK, mask_BT))
 
     def _from_logits(self, microbatch: Microbatch) -> TokenScores:
-        logits_BTV = self.model(**packed_inputs(microbatch)).logits
+        logits_BTV = self.model(**model_inputs(self.model, microbatch)).logits
         temperatures_BT, untempered_BT = None, None
         if _is_tempered(microbatch):
             temperatures_BT = microbatch.temperatures_BT

@@ -30,6 +30,12 @@ from example_trainer.checkpointing import (
     move_training_state,
 )
 from example_trainer.config import TrainingConfig, require_reference
+from example_trainer.images import (
+    IMAGE_MODELS,
+    ImageSupport,
+    TokenizerWithProcessor,
+    image_support,
+)
 from example_trainer.model import create_optimizer, load_model_and_tokenizer
 from example_trainer.parallel import Parallel, open_parallel
 from example_trainer.policy import (
@@ -180,6 +186,7 @@ class _Loaded(NamedTuple):
     policy: PreparedPolicy
     reference: Reference | None
     optimizer: Any
+    images: ImageSupport
     source: str
     """Directory or name of the loaded weights."""
     steps_done: int
@@ -191,12 +198,16 @@ def _load(config: TrainingConfig, parallel: Parallel, checkpoint: Path | None) -
     policy = prepare_policy(model, config, parallel)
     reference = open_reference(config, model, policy, parallel)
     optimizer = create_optimizer(model, config)
+    # A checkpoint of adapters has the files of the image processor as well.
+    images = image_support(model, source, is_sharded=parallel.is_sharded)
+    if model.config.model_type in IMAGE_MODELS:
+        tokenizer = TokenizerWithProcessor(tokenizer, source)
     steps_done = 0
     if checkpoint is not None:
         steps_done = load_training_state(checkpoint, optimizer, rank=parallel.rank)
     logger.info("%s", setup_line(model, config, policy))
     logger.info("starting after step %d from %s", steps_done, source)
-    return _Loaded(model, tokenizer, policy, reference, optimizer, source, steps_done)
+    return _Loaded(model, tokenizer, policy, reference, optimizer, images, source, steps_done)
 
 
 def _make_trainer(
@@ -222,6 +233,7 @@ def _make_trainer(
         processed_logprobs=processed_logprobs,
         policy=loaded.policy,
         reference=loaded.reference,
+        images=loaded.images,
         parallel=parallel,
         view=view,
     )

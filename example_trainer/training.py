@@ -30,6 +30,7 @@ from example_trainer.checkpointing import (
 )
 from example_trainer.config import TrainingConfig
 from example_trainer.data import compute_grpo_loss
+from example_trainer.images import TEXT_ONLY, ImageSupport
 from example_trainer.loss import LossInputs, make_loss
 from example_trainer.metrics import (
     StepNotes,
@@ -269,6 +270,7 @@ class Trainer:
         processed_logprobs: Whether the engine's logprobs are after temperature scaling.
         policy: The model prepared for `parallel`; None: prepared here, for one process.
         reference: Model of the KL penalty; None: groups have `ref_logprobs`.
+        images: Whether and how the model reads images.
         parallel: The ranks that train together.
         view: Displays the run in progress.
         clock: Monotonic seconds, for durations.
@@ -288,6 +290,7 @@ class Trainer:
         processed_logprobs: bool = False,
         policy: PreparedPolicy | None = None,
         reference: Reference | None = None,
+        images: ImageSupport = TEXT_ONLY,
         parallel: Parallel = ONE_PROCESS,
         view: LiveDisplay | None = None,
         clock: Callable[[], float] = time.perf_counter,
@@ -322,7 +325,10 @@ class Trainer:
         vocabulary = model.get_input_embeddings().weight.shape[0]
         self._reference = reference
         self._rules = replace(
-            row_rules(config), vocabulary=vocabulary, scores_reference=reference is not None
+            row_rules(config),
+            vocabulary=vocabulary,
+            scores_reference=reference is not None,
+            images=images,
         )
         self._observer = StepObserver(config, model, num_devices=parallel.world_size, view=view)
 

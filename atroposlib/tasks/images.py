@@ -5,9 +5,11 @@
     PIL image, bytes, {"bytes", "path"} of a Parquet file, base64, file name ─► png_base64
     http(s) URL ─► fetch_image ─► bytes
 
-The policy reads a system message with the answer format, the question and the image. The tokens of
-a group are those of question and completion only, tokenized from text: images have no text tokens.
-They are sent in the field `images`.
+The policy reads a system message with the answer format, the question and the image, which is sent
+in the field `images` of the group. With `server_type` vllm, the tokens of a group are the engine's:
+those of the whole prompt, with all tokens of the image, and the sampled ones with their logprobs.
+From a server that reports none, they are those of question and completion only, tokenized from
+text, without the image.
 """
 
 from __future__ import annotations
@@ -28,8 +30,11 @@ from pydantic import Field
 
 from atroposlib.envs.base import APIServerConfig, Item, ScoredDataGroup
 from atroposlib.envs.dataset_items import hub_dataset
+from atroposlib.envs.server_handling.openai_compatible import check_sequences
+from atroposlib.envs.server_handling.vllm_server import VLLMServer
 from atroposlib.envs.single_turn_env import SingleTurnEnv, SingleTurnEnvConfig, completion_budget
 from atroposlib.errors import MissingExtraError, NoDataError
+from atroposlib.scored_data import IGNORE_INDEX, MASKED_LOGPROB
 from atroposlib.tasks.answers import boxed_answer, tagged_answer
 from atroposlib.tasks.single_turn_parts import default_configs
 from atroposlib.utils.local_records import find_split, read_records
@@ -42,6 +47,7 @@ __all__ = [
     "ImageError",
     "answer_boxed",
     "answer_tagged",
+    "engine_tokens",
     "fetch_image",
     "png_base64",
     "require_pillow",
@@ -175,6 +181,45 @@ def usable(text: Any) -> str:
     if not shown:
         raise ValueError("a field of the row is empty")
     return shown
+
+
+def engine_tokens(chat: Any) -> ScoredDataGroup | None:
+    """Return the tokens of a chat's answers, [G][L], as the engine reported them.
+
+    vLLM adds `prompt_token_ids` and, per choice, `token_ids` to an answer on request. Its prompt
+    contains all tokens of each image.
+
+    Args:
+        chat: `ChatCompletion` of the OpenAI client.
+
+    Returns:
+        `tokens`, `masks`, `inference_logprobs` and `finish_reasons`; None if the answer lacks any
+        of them.
+
+    Raises:
+        InferenceError: ids and logprobs do not line up.
+    """
+    prompt_ids: list[int] | None = (chat.model_extra or {}).get("prompt_token_ids")
+    ids: list[list[int]] = []
+    logprobs: list[list[float]] = []
+    for choice in chat.choices:
+        own = (choice.model_extra or {}).get("token_ids")
+        entries = choice.logprobs.content if choice.logprobs else None
+        if not prompt_ids or not own or not entries:
+            return None
+        ids.append(own)
+        logprobs.append([entry.logprob for entry in entries])
+    if not prompt_ids:
+        return None
+    reasons: list[str | None] = [choice.finish_reason or "stop" for choice in chat.choices]
+    check_sequences(ids, logprobs, reasons)
+    num_prompt = len(prompt_ids)
+    return {
+        "tokens": [[*prompt_ids, *row] for row in ids],
+        "masks": [[IGNORE_INDEX] * num_prompt + row for row in ids],
+        "inference_logprobs": [[MASKED_LOGPROB] * num_prompt + row for row in logprobs],
+        "finish_reasons": reasons,
+    }
 
 
 MODEL = "Qwen/Qwen2-VL-2B-Instruct"
@@ -323,13 +368,14 @@ class ImageEnv(SingleTurnEnv):
             n=self.config.group_size,
             max_tokens=budget,
             timeout=self.config.request_timeout_s,
+            **self._token_options(),
             **self.sampling(),
         )
         replies = [(c.message.content or "", c.finish_reason or "stop") for c in chat.choices]
         answers = [self._shown(text, is_cut=reason == "length") for text, reason in replies]
         scores = [reward.total for reward in await self.weighed_scores(item, answers)]
         self.scores_since_log += scores
-        return self._group(item, replies, scores), []
+        return self._group(item, replies, scores, engine_tokens(chat)), []
 
     async def evaluate(self, *args: Any, **kwargs: Any) -> None:
         if not self._eval_items:
@@ -343,29 +389,49 @@ class ImageEnv(SingleTurnEnv):
     def save_checkpoint(self, step: int, data: Mapping[str, Any] | None = None) -> None:
         super().save_checkpoint(step, {**(data or {}), "iter": self.iter})
 
+    def _token_options(self) -> dict[str, Any]:
+        """Return the options that make vLLM report token ids and logprobs of a chat."""
+        if all(isinstance(server, VLLMServer) for server in self.server.servers):
+            return {"logprobs": True, "return_token_ids": True}
+        return {}
+
     def _group(
-        self, item: ImageItem, replies: Sequence[tuple[str, str]], scores: Sequence[float]
+        self,
+        item: ImageItem,
+        replies: Sequence[tuple[str, str]],
+        scores: Sequence[float],
+        rows: ScoredDataGroup | None,
     ) -> ScoredDataGroup:
+        """Return the group; `rows` has the engine's tokens, None if it reported none."""
         asked = {"role": "user", "content": item["question"]}
         chats = [[asked, {"role": "assistant", "content": text}] for text, _ in replies]
-        rows = [
-            tokenize_for_trainer(self.tokenizer, chat, finish_reason=reason)
-            for chat, (_, reason) in zip(chats, replies, strict=True)
-        ]
+        if rows is None:
+            rows = self._text_tokens(chats, [reason for _, reason in replies])
         is_muted = [self.config.mute_truncated and reason == "length" for _, reason in replies]
         group: ScoredDataGroup = {
-            "tokens": [row["tokens"] for row in rows],
-            "masks": [row["masks"] for row in rows],
+            **rows,
             "scores": list(scores),
-            "images": [item["image"]] * len(rows),
+            "images": [item["image"]] * len(replies),
             "overrides": [{"set_advantage_to_zero": True} if muted else {} for muted in is_muted],
             "generation_params": self.sampling(),
-            "tokenized_from_text": True,
         }
         if self.config.include_messages:
             system = {"role": "system", "content": self.instructions}
             group["messages"] = [[system, *chat] for chat in chats]
         return group
+
+    def _text_tokens(
+        self, chats: Sequence[Sequence[Mapping[str, Any]]], finish_reasons: Sequence[str]
+    ) -> ScoredDataGroup:
+        rows = [
+            tokenize_for_trainer(self.tokenizer, chat, finish_reason=reason)
+            for chat, reason in zip(chats, finish_reasons, strict=True)
+        ]
+        return {
+            "tokens": [row["tokens"] for row in rows],
+            "masks": [row["masks"] for row in rows],
+            "tokenized_from_text": True,
+        }
 
     async def _load(self, index: int) -> ImageItem | None:
         """Return the item of a row; None, counted as `failures/unusable_row`, if it is unusable."""

@@ -720,15 +720,21 @@ class TrainRun:
 
     def _untie(self) -> Path:
         """Write an untied copy of the model, whose output layer vLLM on a CPU can update."""
-        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from transformers import AutoConfig, AutoTokenizer
 
+        from example_trainer.images import IMAGE_MODELS, TokenizerWithProcessor
+        from example_trainer.model import auto_class_of
         from example_trainer.weight_sync import export_for_engine
 
         self._progress.begin("copy", "Copying the model for the engine", expected="a minute")
         folder = self._paths.output / "engine_model"
         if not folder.is_dir():
-            model = AutoModelForCausalLM.from_pretrained(self._plan.model)
-            tokenizer = AutoTokenizer.from_pretrained(self._plan.model)
+            source = self._plan.model
+            config = AutoConfig.from_pretrained(source)
+            model = auto_class_of(config).from_pretrained(source)
+            tokenizer = AutoTokenizer.from_pretrained(source)
+            if config.model_type in IMAGE_MODELS:
+                tokenizer = TokenizerWithProcessor(tokenizer, source)
             export_for_engine(model, folder, tokenizer=tokenizer)
         return folder
 

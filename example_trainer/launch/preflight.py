@@ -18,6 +18,7 @@ from atroposlib.utils.text import shown_name, without_secrets
 from atroposlib.utils.tokenizers.earlier_calls import read_template_file
 from atroposlib.utils.writable import require_writable_folder, unwritable
 from example_trainer.config import require_model_folder, unloadable
+from example_trainer.model import auto_class_of
 
 RUN_FILE = "run.json"
 """File with the command line of a run, in its folder."""
@@ -92,18 +93,18 @@ def read_model(name: str) -> ModelFacts:
     return ModelFacts(
         num_parameters=_count_parameters(config, name),
         context_tokens=limit if isinstance(limit, int) else None,
-        is_tied=bool(getattr(text, "tie_word_embeddings", False)),
+        # Models with several parts declare it for the whole, or in the part of the text.
+        is_tied=any(getattr(part, "tie_word_embeddings", False) for part in (config, text)),
         has_chat_template=bool(tokenizer.chat_template),
     )
 
 
 def _count_parameters(config: object, name: str) -> int:
     import torch
-    from transformers import AutoModelForCausalLM
 
     try:
         with torch.device("meta"):
-            return int(AutoModelForCausalLM.from_config(config).num_parameters())
+            return int(auto_class_of(config).from_config(config).num_parameters())
     except ValueError as error:
         reason = str(error).strip().splitlines()[0]
         raise ConfigError(f"model {name!r} does not generate text: {reason}") from error

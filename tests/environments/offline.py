@@ -22,6 +22,8 @@ def make_env(
     env_cls: type[BaseEnv],
     engine: ScriptedEngine,
     monkeypatch: pytest.MonkeyPatch,
+    *,
+    server_type: str = "vllm",
     **settings: Any,
 ) -> Any:
     """An environment with a character tokenizer and one server, the engine."""
@@ -36,7 +38,7 @@ def make_env(
         update={
             "base_url": engine.base_url,
             "model_name": "scripted",
-            "server_type": "vllm",
+            "server_type": server_type,
             "health_check": False,
         }
     )

@@ -16,9 +16,15 @@ from aiohttp import web
 from PIL import Image
 
 from atroposlib.envs.check import check_environment
-from atroposlib.errors import NoDataError
+from atroposlib.errors import InferenceError, NoDataError
 from atroposlib.scored_data import check_group
-from atroposlib.tasks.images import ImageEnv, ImageError, fetch_image, png_base64
+from atroposlib.tasks.images import (
+    ImageEnv,
+    ImageError,
+    engine_tokens,
+    fetch_image,
+    png_base64,
+)
 from environments.multimodal_dpo import (
     clevr_cogen_a_train,
     clevr_complex,
@@ -392,3 +398,57 @@ async def test_checkpoint_keeps_the_position(
 
     assert again.iter == 3
     assert await again.get_next_item() == await first.get_next_item()
+
+
+def chat_answer(**changes: Any) -> Any:
+    from openai.types.chat import ChatCompletion
+
+    entry = {"token": "a", "logprob": -0.5, "bytes": None, "top_logprobs": []}
+    choice = {
+        "index": 0,
+        "message": {"role": "assistant", "content": "aa"},
+        "finish_reason": "length",
+        "logprobs": {"content": [entry, entry]},
+        "token_ids": [7, 8],
+    }
+    answer = {"id": "x", "object": "chat.completion", "created": 0, "model": "m"}
+    answer |= {"choices": [choice | changes], "prompt_token_ids": [1, 5, 5, 2]}
+    return ChatCompletion.model_validate(answer | changes)
+
+
+def test_tokens_of_an_answer_are_those_of_the_engine() -> None:
+    assert engine_tokens(chat_answer()) == {
+        "tokens": [[1, 5, 5, 2, 7, 8]],
+        "masks": [[-100, -100, -100, -100, 7, 8]],
+        "inference_logprobs": [[1.0, 1.0, 1.0, 1.0, -0.5, -0.5]],
+        "finish_reasons": ["length"],
+    }
+
+
+@pytest.mark.parametrize("missing", ["prompt_token_ids", "token_ids", "logprobs"])
+def test_answer_without_ids_or_logprobs_has_no_engine_tokens(missing: str) -> None:
+    assert engine_tokens(chat_answer(**{missing: None})) is None
+
+
+def test_answer_whose_ids_and_logprobs_differ_in_number_is_refused() -> None:
+    with pytest.raises(InferenceError, match="completion 0 has 3 ids and 2 logprobs"):
+        engine_tokens(chat_answer(token_ids=[7, 8, 9]))
+
+
+@pytest.mark.parametrize("server_type", ["vllm", "openai"])
+async def test_only_vllm_is_asked_for_token_ids(
+    server_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with ScriptedEngine(["x"]) as engine:
+        env = make_env(
+            pixmo_clocks.ClockDatasetEnv,
+            engine,
+            monkeypatch,
+            group_size=1,
+            server_type=server_type,
+        )
+        await env.collect_trajectories({"image": "", "question": "What time?", "gold": "3:15"})
+        await env.server.close()
+        [body] = [r.body for r in engine.requests if "chat" in r.path]
+
+    assert body.get("return_token_ids", False) == (server_type == "vllm")

@@ -66,7 +66,7 @@ def test_teacher_arrays_come_out_as_they_went_in():
 @pytest.mark.parametrize(
     ("extra", "path"),
     [
-        ({"images": [["data:image/png;base64,AA=="], []]}, "images: this trainer is text only"),
+        ({"images": [["data:image/png;base64,AA=="], []]}, "images: the model is text only"),
         ({"overrides": [{}, {"weight": 2}]}, r"overrides\[1\]\.weight"),
         ({"overrides": [{"sft": True}]}, "overrides: 1 entries, tokens has 2"),
         ({"group_overrides": {"clip_eps": 0.1}}, r"group_overrides\.clip_eps"),

@@ -194,7 +194,7 @@ def test_run_leaves_bad_groups_out_and_counts_them(tmp_path, caplog):
     assert [line["train/num_groups"] for line in lines] == [1, 1]
     assert trainer._feed.refused == []
     assert "2 of 3 groups were left out (--on-bad-group stop ends the run instead)" in caplog.text
-    assert "group 0: images: this trainer is text only" in caplog.text
+    assert "group 0: images: the model is text only" in caplog.text
 
 
 HUGE = GOOD | {"scores": [1e308, -1e308] * 2}
