@@ -65,6 +65,7 @@ def batch_metrics(summary: BatchSummary) -> dict[str, float]:
         "train/rows_without_logprobs": summary.num_rows_without_logprobs,
         "train/cut_sampling_rows": summary.num_rows_of_partial_sampling,
         "train/padding_fraction": summary.padding_fraction,
+        "train/shared_prefix_fraction": summary.shared_prefix_fraction,
     }
 
 
@@ -367,11 +368,15 @@ class ModelShape(NamedTuple):
         width = getattr(config, "head_dim", None) or config.hidden_size // heads
         return cls(body, head.weight.numel(), layers, heads * width)
 
-    def step_flops(self, lengths: Iterable[int], *, num_trained_tokens: float) -> float:
+    def step_flops(
+        self, lengths: Iterable[int], *, num_trained_tokens: float, computed_fraction: float = 1.0
+    ) -> float:
         """Return the FLOPs of forward and backward passes, without recomputation.
 
         Forward: 2 per parameter and token, plus `2 L^2` times the width of causal attention per
-        layer. Backward: twice that. The output layer is applied to trained tokens only.
+        layer. Backward: twice that. The output layer is applied to trained tokens only. Shared
+        prefixes reduce the tokens to `computed_fraction`; those of the attention, of which they
+        save less, are reduced alike.
 
         Source: Kaplan et al. 2020, arXiv:2001.08361.
         """
@@ -379,7 +384,7 @@ class ModelShape(NamedTuple):
         body = 6.0 * self.num_body_parameters * sum(counts)
         head = 6.0 * self.num_head_parameters * num_trained_tokens
         attention = 6.0 * self.num_layers * self.attention_width * sum(n * n for n in counts)
-        return body + head + attention
+        return computed_fraction * (body + attention) + head
 
 
 class StepObserver:
@@ -428,7 +433,9 @@ class StepObserver:
         seconds = metrics["train/compute_time"]
         if self._peak_flops is not None and self._shape is not None and seconds > 0:
             flops = self._shape.step_flops(
-                self._lengths, num_trained_tokens=metrics["train/trained_tokens"]
+                self._lengths,
+                num_trained_tokens=metrics["train/trained_tokens"],
+                computed_fraction=1.0 - metrics["train/shared_prefix_fraction"],
             )
             found["train/mfu"] = flops / seconds / self._peak_flops
         return found

@@ -319,6 +319,8 @@ class Trainer:
         )
         policy = policy or prepare_policy(model, config)
         self._scorer, self._packs = policy.scorer, policy.packs
+        self._min_shared_fraction = policy.min_shared_fraction
+        self._num_input_tokens = self._num_computed_tokens = 0
         self._is_planned = False
         self._has_trained = False
         self._has_raw_logprobs = not processed_logprobs
@@ -340,6 +342,12 @@ class Trainer:
             self._run_step()
         self._observer.note("saving the model")
         final = self._publisher.finish(self.steps_done)
+        if self._min_shared_fraction is not None:
+            logger.info(
+                "equal prefixes computed once: %d of %d tokens of this run remained",
+                self._num_computed_tokens,
+                self._num_input_tokens,
+            )
         logger.info("final model: %s", final)
         return final
 
@@ -376,6 +384,8 @@ class Trainer:
             self._report(batch, metrics)
 
     def _report(self, batch: Batch, metrics: dict[str, float]) -> None:
+        self._num_input_tokens += batch.summary.num_input_tokens
+        self._num_computed_tokens += batch.summary.num_computed_tokens
         self._run_log.log(metrics, step=self.steps_done)
         self._observer.show(self.steps_done, metrics)
         logger.info("%s", step_line(self.steps_done, self.config.training_steps, metrics))
@@ -434,6 +444,7 @@ class Trainer:
             max_tokens=self.config.microbatch_tokens,
             num_ranks=self._parallel.world_size,
             skips_bad_groups=self.config.on_bad_group == "skip",
+            min_shared_fraction=self._min_shared_fraction,
         )
 
     def train_on(self, batch: Batch) -> dict[str, float]:
