@@ -48,6 +48,7 @@ from example_trainer.metrics import (
     part_counts,
     step_line,
     sum_stats,
+    token_staleness_metrics,
 )
 from example_trainer.model import autocast
 from example_trainer.parallel import ONE_PROCESS, Parallel
@@ -335,14 +336,19 @@ class PhaseClock:
 
 
 def group_metrics(
-    groups: Sequence[Mapping[str, Any]], *, step: int, seq_len: int
+    groups: Sequence[Mapping[str, Any]],
+    *,
+    step: int,
+    seq_len: int,
+    max_token_staleness: int | None = None,
 ) -> dict[str, float]:
     """Return staleness and truncation of a batch of [N] groups, as means over trajectories.
 
     `train/staleness_mean` and `train/staleness_max` are `step`, the completed optimizer steps,
     minus the group's `policy_version`. Groups without a version, or with one above `step`, are
     excluded; `train/staleness_unknown_fraction` is the share of their trajectories.
-    `train/truncation_rate` is the share truncated by the engine's limit or `seq_len`.
+    `train/truncation_rate` is the share truncated by the engine's limit or `seq_len`. The metrics
+    of `token_staleness_metrics` are added.
     """
     sizes = [len(group["tokens"]) for group in groups]
     versions = [group.get("policy_version") for group in groups]
@@ -365,7 +371,9 @@ def group_metrics(
     if known:
         metrics["train/staleness_mean"] = sum(age * size for age, size in ages) / known
         metrics["train/staleness_max"] = float(max(age for age, _ in ages))
-    return metrics
+    return metrics | token_staleness_metrics(
+        groups, step=step, seq_len=seq_len, max_staleness=max_token_staleness
+    )
 
 
 _PEAKS = (
@@ -456,6 +464,7 @@ class StepObserver:
         self._peak_flops = None if peak is None else peak * num_devices
         self._shape = None if peak is None else ModelShape.of(model)
         self._view = view
+        self._max_token_staleness = config.max_token_staleness
         self._group_metrics: dict[str, float] = {}
         self._lengths: list[int] = []
 
@@ -465,7 +474,12 @@ class StepObserver:
 
     def take_groups(self, groups: Sequence[Mapping[str, Any]], *, step: int) -> None:
         """Record the groups of the step after `step` completed ones."""
-        self._group_metrics = group_metrics(groups, step=step, seq_len=self._seq_len)
+        self._group_metrics = group_metrics(
+            groups,
+            step=step,
+            seq_len=self._seq_len,
+            max_token_staleness=self._max_token_staleness,
+        )
         self._lengths = [
             max(0, min(len(tokens), self._seq_len) - 1)
             for group in groups
@@ -775,9 +789,11 @@ class Trainer:
             return leased, replace(batch, summary=summary)
 
     def _build(self, leased: LeasedBatch) -> Batch:
+        limit = self.config.max_token_staleness
+        oldest_version = None if limit is None else self.steps_done - limit
         return build_batch(
             leased.groups,
-            self._rules,
+            replace(self._rules, oldest_version=oldest_version),
             microbatch_size=self.config.batch_size,
             pad_multiple=self.config.pad_multiple,
             packs=self._packs,

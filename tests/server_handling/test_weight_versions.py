@@ -66,7 +66,12 @@ async def test_engine_that_changes_weights_between_turns_leaves_both_names() -> 
 
     metadata = await two_turns(engine, managed, lambda: setattr(engine, "version", "5"))
 
-    assert metadata == {"finish_reason": "stop", "weight_versions": ["4", "5"], "policy_version": 4}
+    assert metadata == {
+        "finish_reason": "stop",
+        "weight_versions": ["4", "5"],
+        "token_versions": [(None, 21), (4, 2), (None, 21), (5, 2)],
+        "policy_version": 4,
+    }
 
 
 async def test_without_names_the_services_report_at_the_request_counts() -> None:
