@@ -149,9 +149,10 @@ def column_parts(columns: Any, lengths: Sequence[int]) -> dict[str, ColumnParts]
         raise GroupError("columns: expected an object with one column per name")
     check_names(columns)
     found: dict[str, ColumnParts] = {}
-    for name, rows in columns.items():
+    for name, given in columns.items():
         path = f"columns.{name}"
-        _check_count(path, rows, lengths)
+        _check_count(path, given, lengths)
+        rows = list(given)
         arrays = [_array_of(f"{path}[{i}]", row) for i, row in enumerate(rows)]
         keeps_type = all(array is row for array, row in zip(arrays, rows, strict=True))
         found[name] = _parts_of(path, arrays, lengths, keeps_type=keeps_type)

@@ -785,8 +785,6 @@ def oldest_of_runs(runs: Sequence[VersionRun], reported: int | None) -> int | No
 class SampledVersions:
     """Policy versions and finish reasons of everything sampled while this collection is open.
 
-    Versions of tokens are kept for sequences that none of the others starts with.
-
     Attributes:
         oldest: The smallest version; None while none is known.
         has_text: Whether the tokens of any completion were encoded from its text.
@@ -795,7 +793,7 @@ class SampledVersions:
     def __init__(self) -> None:
         self.oldest: int | None = None
         self._reasons: dict[int, str] = {}
-        self._runs: list[tuple[Sequence[int], Sequence[VersionRun]]] = []
+        self._runs: list[tuple[list[int], list[VersionRun]]] = []
         self.has_text = False
 
     def add(self, version: int) -> None:
@@ -812,8 +810,20 @@ class SampledVersions:
         reasons = [self._reasons.get(hash(tuple(tokens))) for tokens in sequences]
         return reasons if any(reason is not None for reason in reasons) else None
 
-    def add_runs(self, tokens: Sequence[int], runs: Sequence[VersionRun]) -> None:
-        self._runs = [known for known in self._runs if not _starts_with(tokens, known[0])]
+    def add_runs(self, tokens: list[int], runs: list[VersionRun]) -> None:
+        """Record the versions of the tokens of a sequence.
+
+        A recorded sequence that this one continues is forgotten: its versions are contained.
+        """
+        self._runs = [
+            (earlier, known)
+            for earlier, known in self._runs
+            if not (
+                len(earlier) < len(tokens)
+                and tokens[: len(earlier)] == earlier
+                and cut_runs(runs, len(earlier)) == known
+            )
+        ]
         self._runs.append((tokens, runs))
 
     def token_versions(
@@ -821,20 +831,19 @@ class SampledVersions:
     ) -> list[list[VersionRun] | None] | None:
         """Return [G] the versions of each of [G][L] sequences; None if all are unknown.
 
-        A sequence may be a recorded one, or the beginning of one.
+        A sequence may be a recorded one, or the beginning of one. Equal sequences have the versions
+        of the equal recorded ones, in order.
         """
-        found = [self._runs_of(list(tokens)) for tokens in sequences]
+        left = list(self._runs)
+        found: list[list[VersionRun] | None] = []
+        for sequence in map(list, sequences):
+            equal = [record for record in left if record[0] == sequence]
+            if len(equal) > 1:
+                left.remove(equal[0])
+            longer = (record for record in left if record[0][: len(sequence)] == sequence)
+            match = equal[0] if equal else next(longer, None)
+            found.append(None if match is None else cut_runs(match[1], len(sequence)))
         return found if any(runs is not None for runs in found) else None
-
-    def _runs_of(self, tokens: list[int]) -> list[VersionRun] | None:
-        for recorded, runs in self._runs:
-            if _starts_with(recorded, tokens):
-                return cut_runs(runs, len(tokens))
-        return None
-
-
-def _starts_with(tokens: Sequence[int], beginning: Sequence[int]) -> bool:
-    return tokens[: len(beginning)] == beginning
 
 
 @contextmanager
@@ -871,7 +880,7 @@ def note_sampled(
         if finish_reason is not None:
             versions.add_finish_reason(tokens, finish_reason)
         if runs:
-            versions.add_runs(list(tokens), runs)
+            versions.add_runs(list(tokens), list(runs))
         versions.has_text = versions.has_text or is_from_text
 
 
