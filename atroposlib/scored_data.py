@@ -39,6 +39,7 @@ __all__ = [
     "has_placeholder_tokens",
     "has_zeroed_advantage",
     "is_demonstration",
+    "merge_columns",
     "merge_items",
     "num_sequences",
     "temperature_of",
@@ -100,6 +101,12 @@ class ScoredDataGroup(TypedDict, total=False):
     traces: list[dict[str, Any] | None] | None
     """[G] record of the agent that made each trajectory, an `AgentTrace`; None where another
     trajectory of the same rollout has it."""
+    token_versions: list[list[tuple[int | None, int]] | None] | None
+    """[G] runs `[policy version, number of tokens]` that cover the L tokens in order. The version
+    is None where no model sampled or it is unknown; the runs are None if all of them are."""
+    columns: dict[str, Any] | None
+    """Further numbers by name, [G] arrays or lists (L,), (L, K) or (L, layers, k), carried as they
+    are; see `wire.columns`."""
 
 
 class ScoredDataItem(TypedDict, total=False):
@@ -122,14 +129,16 @@ class ScoredDataItem(TypedDict, total=False):
     finish_reasons: str | None
     tokenized_from_text: bool | None
     traces: dict[str, Any] | None
+    token_versions: list[tuple[int | None, int]] | None
+    columns: dict[str, Any] | None
 
 
 class GroupField(NamedTuple):
     """One row of the field table."""
 
     name: str
-    dtype: Literal["int", "float", "json"]
-    """Element type: token ids, numbers, or opaque JSON."""
+    dtype: Literal["int", "float", "json", "columns"]
+    """Element type: token ids, numbers, opaque JSON, or named numbers of any type."""
     shape: Literal["G", "GL", "GLK", "G*", "*"]
     """Leading dimensions: `G*` is one opaque value per trajectory, `*` one for the group."""
     required: bool = False
@@ -162,6 +171,8 @@ GROUP_FIELDS: tuple[GroupField, ...] = (
     GroupField("finish_reasons", "json", "G*", is_note=True),
     GroupField("tokenized_from_text", "json", "*", is_note=True),
     GroupField("traces", "json", "G*", is_note=True),
+    GroupField("token_versions", "json", "G*", is_note=True),
+    GroupField("columns", "columns", "*", is_note=True),
 )
 """The fields of a group on the wire, in wire order: fourteen that every delivered group has, then
 the notes, which are present only if the sender set them."""
@@ -222,7 +233,8 @@ def merge_items(items: Sequence[Mapping[str, Any]]) -> tuple[ScoredDataGroup, li
     """Stack trajectories into one group, keeping every field they have.
 
     A per-trajectory field is kept if *every* item has it, and dropped if only some do: in a shorter
-    list, entries would belong to the wrong trajectories. Of `traces`, missing ones are None.
+    list, entries would belong to the wrong trajectories. The same holds for each of `columns`. Of
+    `traces` and `token_versions`, missing ones are None.
     Mappings of the whole group (`group_overrides`, `generation_params`) are merged; later items
     take precedence.
 
@@ -251,14 +263,31 @@ def merge_items(items: Sequence[Mapping[str, Any]]) -> tuple[ScoredDataGroup, li
             group[field.name] = {k: v for mapping in present for k, v in mapping.items()}
         elif field.name == "tokenized_from_text":
             group[field.name] = any(present)
-        elif field.name == "traces":
+        elif field.name in ("traces", "token_versions"):
             group[field.name] = [item.get(field.name) for item in items]
+        elif field.name == "columns":
+            group[field.name], incomplete = merge_columns(present, len(items))
+            dropped += incomplete
         elif len(present) == len(items):
             group[field.name] = present
         else:
             group[field.name] = None
             dropped.append(field.name)
     return group, dropped  # type: ignore[return-value]
+
+
+def merge_columns(
+    present: Sequence[Mapping[str, Any]], num_items: int
+) -> tuple[dict[str, list[Any]] | None, list[str]]:
+    """Stack the `columns` of trajectories; return them, and the names of those that some lack."""
+    names = list(dict.fromkeys(name for columns in present for name in columns))
+    complete = [
+        name
+        for name in names
+        if len(present) == num_items and all(name in columns for columns in present)
+    ]
+    merged = {name: [columns[name] for columns in present] for name in complete}
+    return merged or None, [f"columns.{name}" for name in names if name not in merged]
 
 
 def check_group(group: Mapping[str, Any]) -> None:

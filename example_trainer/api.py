@@ -211,7 +211,7 @@ class TrajectoryFeed:
 
     def _take(self, step: int) -> LeasedBatch | None:
         try:
-            return self._client.batch(lease_s=self._config.lease_s, wait_s=_LONG_POLL_S)
+            batch = self._client.batch(lease_s=self._config.lease_s, wait_s=_LONG_POLL_S)
         except TrajectoryApiError as error:
             if not says_unregistered(error):
                 raise
@@ -220,6 +220,10 @@ class TrajectoryFeed:
             if self._policy_version is not None:
                 self._client.set_policy_version(self._policy_version)
             return None
+        # The loss has no use for opaque columns, which may be larger than all other fields.
+        for group in batch.groups if batch is not None else ():
+            group.pop("columns", None)
+        return batch
 
 
 def check_atropos_api(url: str, timeout: float = 30) -> bool:

@@ -208,6 +208,13 @@ class GrpoFields(BaseModel):
         "mask them (overlong filtering). Truncation is determined by the group's finish_reasons; "
         "without them, a completion of generation_params.max_tokens tokens counts as truncated.",
     )
+    max_token_staleness: int | None = Field(
+        default=None,
+        ge=0,
+        description="Maximum age in optimizer steps of the policy version that sampled a token; "
+        "older tokens are masked, the others of their group stay. Tokens of unknown version stay. "
+        "A group without token_versions was sampled with its policy_version. none: no limit.",
+    )
     logprobs_mode: Literal["auto", "raw", "processed"] = Field(
         default="auto",
         description="Whether the engine's logprobs are after temperature scaling (processed) or "

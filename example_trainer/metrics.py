@@ -17,11 +17,11 @@ from typing import Any, NamedTuple
 
 import torch
 
-from atroposlib.scored_data import MASKED_LOGPROB
+from atroposlib.scored_data import IGNORE_INDEX, MASKED_LOGPROB, is_demonstration
 from example_trainer.batch import BatchSummary, Microbatch
 from example_trainer.config import TrainingConfig
 from example_trainer.loss import BatchTotals, LossTerms, log_ratio_BT
-from example_trainer.rows import is_truncated_by_engine
+from example_trainer.rows import is_truncated_by_engine, version_runs_of
 from example_trainer.run_log import LiveDisplay
 from example_trainer.scoring import TokenScores
 
@@ -67,6 +67,53 @@ def batch_metrics(summary: BatchSummary) -> dict[str, float]:
         "train/padding_fraction": summary.padding_fraction,
         "train/shared_prefix_fraction": summary.shared_prefix_fraction,
     }
+
+
+_STALENESS_CLASSES = (("0", 0), ("1", 1), ("2_to_3", 3), ("4_or_more", None))
+"""Names, and the largest staleness of each class in steps."""
+
+
+def token_staleness_metrics(
+    groups: Iterable[Mapping[str, Any]], *, step: int, seq_len: int, max_staleness: int | None
+) -> dict[str, float]:
+    """Return the staleness of the sampled tokens of a batch, before any are masked.
+
+    The staleness of a token is `step`, the completed optimizer steps, minus the policy version that
+    sampled it. Tokens without a version, or with one above `step`, are unknown. If all are unknown,
+    only the number of masked tokens is returned, which needs `max_staleness`.
+    """
+    counts: dict[int | None, int] = defaultdict(int)
+    for group in groups:
+        for i, masks in enumerate(group["masks"]):
+            if is_demonstration(group, i):
+                continue
+            start = 0
+            for version, length in version_runs_of(group, i):
+                end = start + (length or 0)
+                labels = masks[start : min(end, seq_len)]
+                age = step - version if version is not None and version <= step else None
+                counts[age] += len(labels) - labels.count(IGNORE_INDEX)
+                start = end
+    total = sum(counts.values())
+    known = {age: count for age, count in counts.items() if age is not None and count}
+    metrics: dict[str, float] = {}
+    if max_staleness is not None:
+        masked = sum(count for age, count in known.items() if age > max_staleness)
+        metrics["train/stale_tokens_masked"] = float(masked)
+    if not known:
+        return metrics
+    num_known = sum(known.values())
+    metrics |= {
+        "train/token_staleness_mean": sum(a * count for a, count in known.items()) / num_known,
+        "train/token_staleness_max": float(max(known)),
+        "train/token_staleness_unknown_fraction": 1.0 - num_known / total,
+    }
+    least = 0
+    for name, most in _STALENESS_CLASSES:
+        count = sum(c for a, c in known.items() if least <= a and (most is None or a <= most))
+        metrics[f"train/token_staleness_{name}_fraction"] = count / total
+        least = 0 if most is None else most + 1
+    return metrics
 
 
 def part_counts(totals: BatchTotals) -> dict[str, float]:
@@ -283,14 +330,19 @@ class PhaseClock:
 
 
 def group_metrics(
-    groups: Sequence[Mapping[str, Any]], *, step: int, seq_len: int
+    groups: Sequence[Mapping[str, Any]],
+    *,
+    step: int,
+    seq_len: int,
+    max_token_staleness: int | None = None,
 ) -> dict[str, float]:
     """Return staleness and truncation of a batch of [N] groups, as means over trajectories.
 
     `train/staleness_mean` and `train/staleness_max` are `step`, the completed optimizer steps,
     minus the group's `policy_version`. Groups without a version, or with one above `step`, are
     excluded; `train/staleness_unknown_fraction` is the share of their trajectories.
-    `train/truncation_rate` is the share truncated by the engine's limit or `seq_len`.
+    `train/truncation_rate` is the share truncated by the engine's limit or `seq_len`. The metrics
+    of `token_staleness_metrics` are added.
     """
     sizes = [len(group["tokens"]) for group in groups]
     versions = [group.get("policy_version") for group in groups]
@@ -313,7 +365,9 @@ def group_metrics(
     if known:
         metrics["train/staleness_mean"] = sum(age * size for age, size in ages) / known
         metrics["train/staleness_max"] = float(max(age for age, _ in ages))
-    return metrics
+    return metrics | token_staleness_metrics(
+        groups, step=step, seq_len=seq_len, max_staleness=max_token_staleness
+    )
 
 
 _PEAKS = (
@@ -408,6 +462,7 @@ class StepObserver:
         self._peak_flops = None if peak is None else peak * num_devices
         self._shape = None if peak is None else ModelShape.of(model)
         self._view = view
+        self._max_token_staleness = config.max_token_staleness
         self._group_metrics: dict[str, float] = {}
         self._lengths: list[int] = []
 
@@ -417,7 +472,12 @@ class StepObserver:
 
     def take_groups(self, groups: Sequence[Mapping[str, Any]], *, step: int) -> None:
         """Record the groups of the step after `step` completed ones."""
-        self._group_metrics = group_metrics(groups, step=step, seq_len=self._seq_len)
+        self._group_metrics = group_metrics(
+            groups,
+            step=step,
+            seq_len=self._seq_len,
+            max_token_staleness=self._max_token_staleness,
+        )
         self._lengths = [
             max(0, min(len(tokens), self._seq_len) - 1)
             for group in groups

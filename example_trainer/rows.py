@@ -233,6 +233,41 @@ def is_truncated_by_engine(group: Mapping[str, Any], i: int) -> bool:
     return sum(1 for _ in itertools.takewhile(lambda la: la != IGNORE_INDEX, from_last)) >= limit
 
 
+def version_runs_of(group: Mapping[str, Any], i: int) -> Sequence[Sequence[int | None]]:
+    """Return the policy versions of trajectory i as runs that cover its tokens.
+
+    A group without `token_versions` was sampled with its `policy_version`.
+
+    Raises:
+        GroupError: the runs cover another number of tokens.
+    """
+    num_tokens = len(group["tokens"][i])
+    by_trajectory = group.get("token_versions")
+    if not by_trajectory:
+        return [(group.get("policy_version"), num_tokens)]
+    _check_length("token_versions", by_trajectory, "tokens", group["tokens"])
+    runs: Sequence[Sequence[int | None]] = by_trajectory[i] or [(None, num_tokens)]
+    covered = sum(length or 0 for _, length in runs)
+    if covered != num_tokens:
+        raise GroupError(
+            f"token_versions[{i}]: runs of {covered} tokens, tokens[{i}] has {num_tokens}"
+        )
+    return runs
+
+
+def mask_old_tokens(
+    labels: Sequence[int], runs: Sequence[Sequence[int | None]], oldest_version: int
+) -> Sequence[int]:
+    """Return [L] labels without those of tokens sampled by a version before `oldest_version`."""
+    masked: list[int] = []
+    for version, length in runs:
+        end = min(len(labels), len(masked) + (length or 0))
+        is_old = version is not None and version < oldest_version
+        own = labels[len(masked) : end]
+        masked += [IGNORE_INDEX] * len(own) if is_old else own
+    return masked
+
+
 def is_partially_sampled(group: Mapping[str, Any]) -> bool:
     """Return whether the engine sampled from a part of the vocabulary (top-p, top-k, min-p)."""
     params = group.get("generation_params") or {}
@@ -335,6 +370,8 @@ class RowRules:
     """Trained tokens at which the score loses 1; None: no penalty."""
     overlong_buffer_tokens: int = 0
     truncated_completions: Literal["train", "mask"] = "train"
+    oldest_version: int | None = None
+    """Tokens that an earlier policy version sampled are masked; None: none are."""
     uses_rewards: bool = True
     """Whether the policy loss is used; without it every advantage is 0."""
     uses_reference: bool = False
@@ -459,6 +496,8 @@ def _row(
     may_mask = rules.truncated_completions == "mask" and not is_sft
     if may_mask and (is_truncated or is_truncated_by_engine(group, i)):
         labels = [IGNORE_INDEX] * len(labels)
+    if rules.oldest_version is not None and not is_sft:
+        labels = mask_old_tokens(labels, version_runs_of(group, i), rules.oldest_version)
     logprobs = group.get("inference_logprobs")
     ids, teacher = (
         teacher_row(group, i, vocabulary=rules.vocabulary) if rules.uses_teacher else (None, None)

@@ -435,9 +435,11 @@ class Trainer:
             return leased, replace(batch, summary=summary)
 
     def _build(self, leased: LeasedBatch) -> Batch:
+        limit = self.config.max_token_staleness
+        oldest_version = None if limit is None else self.steps_done - limit
         return build_batch(
             leased.groups,
-            self._rules,
+            replace(self._rules, oldest_version=oldest_version),
             microbatch_size=self.config.batch_size,
             pad_multiple=self.config.pad_multiple,
             packs=self._packs,

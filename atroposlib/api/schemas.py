@@ -169,6 +169,8 @@ class ScoredData(BaseModel):
     finish_reasons: list[str | None] | None = None
     tokenized_from_text: bool | None = None
     traces: list[dict[str, Any] | None] | None = None
+    token_versions: list[list[tuple[int | None, int]] | None] | None = None
+    columns: dict[str, list[Any]] | None = None  # nested lists of numbers
 
     @model_validator(mode="after")
     def _require_role_and_content(self) -> ScoredData:

@@ -29,6 +29,7 @@ from atroposlib.exporting.report import ExportReport
 from atroposlib.exporting.run import read_groups
 from atroposlib.scored_data import MAX_SCORE
 from atroposlib.utils.command_parser import CommandParser, end_command
+from atroposlib.utils.json_text import to_plain
 from atroposlib.utils.writable import require_writable_file
 
 __all__ = ["main"]
@@ -98,7 +99,7 @@ def _save(path: Path, groups: dict[str, dict[str, Any]], results: Sequence[Any])
             pairs = zip(result.new, result.old, strict=True)
             scores = [old if new is None else new for new, old in pairs]
             group = {**groups[result.where], "scores": scores, "old_scores": result.old}
-            file.write(json.dumps(group) + "\n")
+            file.write(json.dumps(group, default=to_plain) + "\n")
     print(f"groups with new scores: {path}")
 
 

@@ -40,7 +40,7 @@ from typing import Any, NamedTuple, Protocol, TextIO
 
 from atroposlib.envs.config import BaseEnvConfig, StragglerPolicyEnum
 from atroposlib.envs.reporting import Reporter
-from atroposlib.envs.server_handling.server_baseline import SampledVersions
+from atroposlib.envs.server_handling.server_baseline import TOKEN_VERSIONS, SampledVersions
 from atroposlib.envs.service_session import EnvSession
 from atroposlib.errors import GroupError, InferenceError, TrajectoryApiError
 from atroposlib.scored_data import (
@@ -730,6 +730,10 @@ def annotate_groups(
             with suppress(TypeError, ValueError):
                 reasons = sampled.finish_reasons(group.get("tokens") or ())
                 group.update({} if reasons is None else {"finish_reasons": reasons})
+        if group.get(TOKEN_VERSIONS) is None:
+            with suppress(TypeError, ValueError):
+                runs = sampled.token_versions(group.get("tokens") or ())
+                group.update({} if runs is None else {TOKEN_VERSIONS: runs})
         if sampled.has_text and _lacks_logprobs(group):
             group.update(inference_logprobs=None, tokenized_from_text=True)
 

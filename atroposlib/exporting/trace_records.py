@@ -22,13 +22,20 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 from atroposlib.agent_tasks.trace import TRACES_KEY, AgentTrace, rollout_of_row
 from atroposlib.errors import ConfigError
 from atroposlib.exporting.selection import Span, trained_spans
-from atroposlib.scored_data import GROUP_FIELDS, IGNORE_INDEX, MASKED_LOGPROB, check_group
+from atroposlib.scored_data import (
+    GROUP_FIELDS,
+    IGNORE_INDEX,
+    MASKED_LOGPROB,
+    check_group,
+    merge_columns,
+)
 from atroposlib.utils.tokenize_for_trainer import (
     UNMASKED_ROLES,
     ChatTokenizer,
     render_chat_ids,
     tokenize_for_trainer,
 )
+from atroposlib.wire.columns import plain_columns
 
 __all__ = [
     "OURS",
@@ -134,6 +141,11 @@ def records_of_group(group: Mapping[str, Any], where: str) -> list[RolloutRecord
         for name, values in group.items()
         if name in _PER_ROW - {TRACES_KEY} and isinstance(values, list) and len(values) == size
     }
+    columns = plain_columns(group.get("columns") or {})
+    if columns:
+        per_row["columns"] = [
+            {name: rows[i] for name, rows in columns.items()} for i in range(size)
+        ]
     is_exact = not group.get("tokenized_from_text")
     records: list[RolloutRecord] = []
     row = 0
@@ -295,6 +307,8 @@ def group_of_records(
         group.pop("inference_logprobs")
     if any(trace is not None for trace in traces):
         group[TRACES_KEY] = traces
+    if "columns" in group:
+        group["columns"], _ = merge_columns(group["columns"], len(rows))
     known = next((r.place.fields for r in records if r.place and r.place.fields), None)
     if known is not None:
         return _with_group_fields(group, known)

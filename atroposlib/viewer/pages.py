@@ -594,6 +594,10 @@ def _card(group: Group, rollout: ShownRollout, answer: str, is_selected: bool) -
     sampled = [p for i, p in enumerate(rollout.logprobs) if rollout.is_trained(i)]
     if sampled:
         facts.append(chip(f"mean logprob {statistics.fmean(sampled):.2f}"))
+    if rollout.policy_versions is not None:
+        oldest, newest = rollout.policy_versions
+        versions = f"version {oldest}" if oldest == newest else f"versions {oldest} to {newest}"
+        facts.append(chip(versions, "policy versions that sampled its tokens"))
     if rollout.overrides:
         facts.append(chip(json.dumps(rollout.overrides, default=str)[:80], "overrides"))
     no_text = empty("an empty answer")

@@ -49,6 +49,8 @@ class ShownRollout:
     overrides: Any = None  # of any type
     reward_parts: Mapping[str, float] = field(default_factory=dict)
     """Unweighted named parts of the score."""
+    version_runs: Sequence[Any] = ()
+    """`token_versions` of the trajectory."""
 
     def is_trained(self, position: int) -> bool:
         return position < len(self.masks) and self.masks[position] != IGNORE_INDEX
@@ -56,6 +58,13 @@ class ShownRollout:
     @property
     def num_trained(self) -> int:
         return sum(mask != IGNORE_INDEX for mask in self.masks)
+
+    @property
+    def policy_versions(self) -> tuple[int, int] | None:
+        """The oldest and the newest known policy version of its tokens; None without any."""
+        runs = (run for run in self.version_runs if isinstance(run, list) and len(run) == 2)
+        versions = [version for version, _ in runs if isinstance(version, int)]
+        return (min(versions), max(versions)) if versions else None
 
     @property
     def first_trained(self) -> int:
@@ -115,7 +124,7 @@ def group_of(fields: Mapping[str, Any]) -> Group:
         name: _rows(fields.get(name))
         for name in (
             *("tokens", "masks", "scores", "inference_logprobs", "advantages", "messages"),
-            *("overrides", "reward_parts"),
+            *("overrides", "reward_parts", "token_versions"),
         )
     }
     count = max(len(columns[name]) for name in ("tokens", "scores", "messages"))
@@ -156,6 +165,7 @@ def _rollout(columns: Mapping[str, Sequence[Any]], number: int) -> ShownRollout:
         messages=entry("messages"),
         overrides=entry("overrides"),
         reward_parts=_parts(entry("reward_parts")),
+        version_runs=_rows(entry("token_versions")),
     )
 
 

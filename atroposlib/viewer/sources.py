@@ -34,7 +34,7 @@ from atroposlib.errors import AtroposError, ConfigError, GroupError, TrajectoryA
 from atroposlib.utils.json_text import decode_line
 from atroposlib.utils.text import inert_line, without_secrets
 from atroposlib.viewer.index import GroupIndex, GroupSummary, searchable_text, summarize
-from atroposlib.wire import StoredPayload, convert_payload
+from atroposlib.wire import json_without_columns
 
 __all__ = [
     "FigureLog",
@@ -230,19 +230,20 @@ def _problem(fields: Any) -> str | None:
 
 
 def decode_payload(content: bytes) -> dict[str, Any]:
-    """Return the fields of an encoded group.
+    """Return the fields of an encoded group, without its opaque columns.
 
     Raises:
         GroupError: the bytes are not a group.
     """
     if content[:1] != b"{":
-        content = bytes(convert_payload(StoredPayload("msgpack", content), "json"))
+        content = json_without_columns(content)
     try:
         fields = decode_line(content)
     except ValueError as error:
         raise GroupError(f"not a group: {error}") from error
     if not isinstance(fields, dict):
         raise GroupError("not a group: expected an object")
+    fields.pop("columns", None)
     return fields
 
 

@@ -26,6 +26,7 @@ from atroposlib.wire.groups import (
     format_of_accept,
     format_of_type,
     is_spliceable,
+    json_without_columns,
 )
 from atroposlib.wire.json_format import (
     BODY_NOT_TEXT,
@@ -54,4 +55,5 @@ __all__ = [
     "format_of_accept",
     "format_of_type",
     "is_spliceable",
+    "json_without_columns",
 ]

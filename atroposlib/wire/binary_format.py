@@ -19,6 +19,7 @@ from __future__ import annotations
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import accumulate, chain
+from types import GenericAlias
 from typing import Any, NamedTuple, TypeVar
 
 import msgspec
@@ -27,12 +28,23 @@ from numpy.typing import NDArray
 
 from atroposlib.errors import GroupError
 from atroposlib.scored_data import GROUP_FIELDS, IGNORE_INDEX, GroupField, check_group
+from atroposlib.wire.columns import (
+    ColumnParts,
+    JsonText,
+    OpaqueColumn,
+    check_opaque_columns,
+    column_parts,
+    column_parts_of_text,
+    column_rows,
+    map_header,
+    text_of_columns,
+    written_columns,
+)
 from atroposlib.wire.json_format import (
     BODY_NOT_TEXT,
     INT64,
     ROW_FIELDS,
     DecodedGroup,
-    JsonText,
     Lengths,
     RowTexts,
     WireError,
@@ -225,18 +237,25 @@ texts_decoder = msgspec.json.Decoder(list[msgspec.Raw])
 """Reads the entries of an array as JSON text."""
 
 
+_STRICT: Mapping[str, Any] = {"forbid_unknown_fields": True, "gc": False}
+
+
 def _blob_type(name: str, *, is_strict: bool) -> Any:
     column: Any = Column
+    opaque: Any = OpaqueColumn
     if is_strict:
-        column = msgspec.defstruct(
-            "StrictColumn", [], bases=(Column,), forbid_unknown_fields=True, gc=False
+        column, opaque = (
+            msgspec.defstruct("Strict" + base.__name__, [], bases=(base,), **_STRICT)
+            for base in (Column, OpaqueColumn)
         )
     fields: list[Any] = [("format", int)]
     for field in GROUP_FIELDS:
         if field.required:
             fields.append((field.name, column))
         else:
-            value = column if field.name in NUMERIC_FIELDS else memoryview
+            value: Any = column if field.name in NUMERIC_FIELDS else memoryview
+            if field.name == "columns":
+                value = GenericAlias(dict, (str, opaque))
             fields.append((field.name, (INT64 if field.name == "env_id" else value) | None, None))
     fields.append(("policy_version", INT64 | None, None))
     return msgspec.defstruct(name, fields, kw_only=True, gc=False, forbid_unknown_fields=is_strict)
@@ -329,7 +348,7 @@ def _check_fields(group: Any) -> tuple[dict[str, Lengths], list[float]]:
         if data is None:
             continue
         _require_text(name, data)
-        entries = read_opaque(name, data)
+        entries = read_opaque(name, data, lengths["tokens"])
         if entries is not None:
             lengths[name] = [None] * entries
     scores: list[float] = unpack("scores", group.scores, None).flat.tolist()
@@ -351,6 +370,7 @@ def _check_columns(group: Any) -> dict[str, Lengths]:
         of_rows = check_column(name, column, tokens)
         if of_rows is not None:
             lengths[name] = of_rows
+    check_opaque_columns(group.columns or {}, tokens)
     return lengths
 
 
@@ -369,9 +389,24 @@ def _lengths_of_text(name: str, text: memoryview) -> Lengths:
 
 
 def write_map(values: Mapping[str, Any]) -> bytes:
-    """Write the map of a group from columns, JSON texts and integers by name, without None."""
-    present = ((name, values.get(name)) for name in _KEYS)
-    return msgspec.msgpack.encode({name: value for name, value in present if value is not None})
+    """Write the map of a group from columns, JSON texts and integers by name, without None.
+
+    The opaque columns are last, and are copied once.
+    """
+    present = {name: values[name] for name in _KEYS if values.get(name) is not None}
+    columns = present.pop("columns", None)
+    content = msgspec.msgpack.encode(present)
+    if not columns:
+        return content
+    parts = {
+        name: column
+        if isinstance(column, ColumnParts)
+        else ColumnParts(column.dtype, column.shape, [column.data])
+        for name, column in columns.items()
+    }
+    others = memoryview(content)[len(map_header(len(present))) :]
+    name = msgspec.msgpack.encode("columns")
+    return b"".join([map_header(len(present) + 1), others, name, *written_columns(parts)])
 
 
 def unpack_fields(group: Any) -> dict[str, Numbers]:
@@ -382,6 +417,11 @@ def unpack_fields(group: Any) -> dict[str, Numbers]:
         if column is not None and column.dtype != TEXT:
             found[name] = unpack(name, column, found.get("tokens"))
     return found
+
+
+def _column_rows(group: Any) -> dict[str, list[NDArray[Any]]]:
+    lengths = _lengths_of("tokens", group.tokens, None)
+    return {name: column_rows(column, lengths) for name, column in (group.columns or {}).items()}
 
 
 def opaque_text(group: Any, name: str) -> bytes | None:
@@ -515,6 +555,8 @@ def encode_binary_group(group: Mapping[str, Any]) -> bytes:
             fields[name] = value
         elif value is not None:  # such as a numpy integer, or a number written as text
             fields[name] = read_integer(name, write_field(name, value))
+    if group.get("columns") is not None:
+        fields["columns"] = column_parts(group["columns"], list(map(len, group["tokens"])))
     return write_group(fields)
 
 
@@ -568,11 +610,14 @@ def binary_of_json(payload: bytes) -> bytes:
             fields[name] = read_integer(name, found)
         else:
             fields[name] = bytes(found)
+    if "columns" in fields:
+        lengths = fields["tokens"].lengths
+        fields["columns"] = column_parts_of_text(fields["columns"], lengths)
     return write_group(fields)
 
 
-def json_of_binary(blob: bytes | memoryview) -> bytes:
-    """Write an uncompressed binary group as a canonical JSON payload."""
+def json_of_binary(blob: bytes | memoryview, *, with_columns: bool = True) -> bytes:
+    """Write an uncompressed binary group as a canonical JSON payload, maybe without `columns`."""
     group = open_group(blob)
     texts: dict[str, JsonText] = {
         name: _text(numbers) for name, numbers in unpack_fields(group).items()
@@ -580,6 +625,9 @@ def json_of_binary(blob: bytes | memoryview) -> bytes:
     for field in GROUP_FIELDS:
         if field.name == "env_id":
             texts["env_id"] = msgspec.json.encode(group.env_id)
+        elif field.name == "columns":
+            rows = _column_rows(group) if with_columns else None
+            texts["columns"] = text_of_columns(rows) if rows else b"null"
         elif field.name not in texts:
             texts[field.name] = opaque_text(group, field.name) or b"null"
     return splice(texts)
@@ -591,6 +639,7 @@ def read_blob(blob: bytes | memoryview, *, as_arrays: bool) -> dict[str, Any]:
     Args:
         blob: the group.
         as_arrays: Whether rows of numbers are arrays, views on `blob` where possible, not lists.
+            The rows of `columns` always are.
 
     Returns:
         The fourteen fields, None if absent; notes and `policy_version` if the group has them.
@@ -603,6 +652,9 @@ def read_blob(blob: bytes | memoryview, *, as_arrays: bool) -> dict[str, Any]:
             values["env_id"] = group.env_id
         elif field.name in numbers:
             values[field.name] = _values(numbers[field.name], as_arrays=as_arrays)
+        elif field.name == "columns":
+            columns = _column_rows(group)
+            values.update({"columns": columns} if columns else {})
         else:
             text = opaque_text(group, field.name)
             if text is None and field.is_note:

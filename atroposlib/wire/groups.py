@@ -121,6 +121,13 @@ def convert_payload(
     return json_of_binary(blob)
 
 
+def json_without_columns(content: bytes) -> bytes:
+    """Return a stored group of the binary format as JSON, without its opaque columns."""
+    from atroposlib.wire.binary_format import json_of_binary
+
+    return json_of_binary(plain_blob(content, max_bytes=_UNLIMITED), with_columns=False)
+
+
 def batch_pieces(
     payloads: Sequence[StoredPayload] | None,
     wire_format: WireFormat = "json",

@@ -31,6 +31,7 @@ import msgspec
 from atroposlib.errors import GroupError
 from atroposlib.scored_data import GROUP_FIELDS, MAX_SCORE, check_group
 from atroposlib.utils.json_text import to_plain
+from atroposlib.wire.columns import JsonText, check_column_text, text_of_columns
 
 WireFormat = Literal["json", "msgpack"]
 """Format of groups: JSON text, or the binary format of `docs/wire.md`."""
@@ -128,8 +129,11 @@ _ALIGNED_FIELDS = tuple(f for f in GROUP_FIELDS if f.aligned)
 _LOOSE_FIELDS = tuple(f for f in GROUP_FIELDS if f.per_trajectory and not f.required)
 
 
-def check_opaque(name: str, value: Any) -> None:
-    """Check the outer shape of an opaque field; the message of a `GroupError` has the path."""
+def check_opaque(name: str, value: Any, tokens: Lengths) -> None:
+    """Check the outer shape of an opaque field; the message of a `GroupError` has the path.
+
+    `tokens` are the lengths of the trajectories, [G].
+    """
     if name == "messages":
         _check_messages(value)
     elif name in ("generation_params", "group_overrides"):
@@ -156,6 +160,8 @@ def check_opaque(name: str, value: Any) -> None:
         for i, trace in enumerate(value):
             if not isinstance(trace, dict | None):
                 raise GroupError(f"{name}[{i}]: expected an object or null")
+    elif name == "token_versions":
+        _check_token_versions(value, tokens)
     elif name == "tokenized_from_text" and not isinstance(value, bool):
         raise GroupError(f"{name}: expected true, false or null")
 
@@ -172,6 +178,34 @@ def _check_reward_parts(value: Any) -> None:
             _check_label(f"reward_parts[{i}]: the name {part!r:.60}", part)
             if isinstance(number, bool) or not isinstance(number, int | float):
                 raise GroupError(f"reward_parts[{i}].{part}: expected a number, got {number!r:.60}")
+
+
+def _check_token_versions(value: Any, tokens: Lengths) -> None:
+    if not isinstance(value, list):
+        raise GroupError("token_versions: expected a list of runs or null")
+    if len(value) != len(tokens):
+        raise GroupError(f"token_versions: {len(value)} entries, tokens has {len(tokens)}")
+    for i, (runs, length) in enumerate(zip(value, tokens, strict=True)):
+        if runs is None:
+            continue
+        if not isinstance(runs, list):
+            raise GroupError(f"token_versions[{i}]: expected a list of runs or null")
+        for j, run in enumerate(runs):
+            version, size = run if isinstance(run, list) and len(run) == 2 else (None, None)
+            if not _is_count(size) or not (version is None or _is_count(version)):
+                raise GroupError(
+                    f"token_versions[{i}][{j}]: expected [version or null, number of tokens], got "
+                    f"{run!r:.60}"
+                )
+        total = sum(size for _, size in runs)
+        if total != length:
+            raise GroupError(
+                f"token_versions[{i}]: runs of {total} tokens, tokens[{i}] has {length}"
+            )
+
+
+def _is_count(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 2**63
 
 
 def _check_label(path: str, text: str) -> None:
@@ -259,7 +293,7 @@ def is_loose(lengths: Mapping[str, Lengths]) -> bool:
 
 
 _ROW_FIELDS = frozenset(f.name for f in GROUP_FIELDS if f.shape == "GL")
-_OPAQUE_FIELDS = frozenset(f.name for f in GROUP_FIELDS if f.dtype == "json") - {"env_id"}
+_OPAQUE_FIELDS = {f.name for f in GROUP_FIELDS if f.dtype in ("json", "columns")} - {"env_id"}
 _FIELD_NAMES = b"|".join(f.name.encode() for f in GROUP_FIELDS)
 _NEXT_FIELD = re.compile(rb',[ \t\r\n]*"(?:%b)"[ \t\r\n]*:' % _FIELD_NAMES)
 _OPENING = re.compile(rb"[ \t\r\n]*\{")
@@ -384,8 +418,6 @@ INT64 = Annotated[int, msgspec.Meta(ge=-(2**63), le=2**63 - 1)]
 ROW_FIELDS = frozenset(f.name for f in GROUP_FIELDS if f.shape in ("GL", "GLK"))
 """Fields with one row of numbers per trajectory."""
 
-JsonText = bytes | memoryview | msgspec.Raw
-
 _INDEXED_FIELDS = tuple(f.name for f in GROUP_FIELDS if f.required or f.aligned)
 _ROW_BYTES = 192 * 1024
 """Rows longer than this are decoded in several calls."""
@@ -472,8 +504,10 @@ def read_integer(name: str, text: JsonText) -> int | None:
     return value
 
 
-def read_opaque(name: str, text: JsonText) -> int | None:
+def read_opaque(name: str, text: JsonText, tokens: Lengths) -> int | None:
     """Check an opaque value; return the number of entries if it is a list, else None.
+
+    `tokens` are the lengths of the trajectories, [G].
 
     Raises:
         WireError: it is not JSON, or does not have the outer shape of the field.
@@ -481,7 +515,7 @@ def read_opaque(name: str, text: JsonText) -> int | None:
     try:
         value = None if text == b"null" else msgspec.json.decode(text)
         if value is not None:
-            check_opaque(name, value)
+            check_opaque(name, value, tokens)
     except (msgspec.DecodeError, RecursionError) as error:
         raise WireError(f"{name}: {error}", kind="value_error", path=(name,)) from error
     except GroupError as error:
@@ -618,10 +652,15 @@ def decode_json_groups(body: bytes) -> list[DecodedGroup]:
 def encode_json_group(group: Mapping[str, Any]) -> bytes:
     """Write one group in canonical form; raises `GroupError` with the name of the invalid field."""
     check_group(group)
-    names = [name for name in _NAMES if name not in _NOTES or group.get(name) is not None]
-    return b"{%b}" % b",".join(
-        b'"%b":%b' % (name.encode(), write_field(name, group.get(name))) for name in names
-    )
+    texts = {
+        name: write_field(name, group.get(name))
+        for name in _NAMES
+        if name not in _NOTES or group.get(name) is not None
+    }
+    lengths = list(map(len, group["tokens"]))
+    if "columns" in texts and not check_column_text(texts["columns"], lengths):
+        del texts["columns"]
+    return b"{%b}" % b",".join(b'"%b":%b' % (name.encode(), text) for name, text in texts.items())
 
 
 def write_field(name: str, value: Any) -> bytes:
@@ -629,6 +668,8 @@ def write_field(name: str, value: Any) -> bytes:
     try:
         if name in ROW_FIELDS and isinstance(value, list):
             return b"[%b]" % b",".join(write_row(row, _encode) for row in value)
+        if name == "columns" and isinstance(value, Mapping):
+            return text_of_columns(value)
         return _encode(value)
     except (TypeError, ValueError, RecursionError) as error:
         raise GroupError(f"{name}: cannot be sent: {error}") from error
@@ -709,15 +750,18 @@ def _read_at(fields: Mapping[str, Any], path: Path) -> DecodedGroup:
 def _read_group(fields: Mapping[str, Any]) -> DecodedGroup:
     texts: dict[str, JsonText] = {}
     lengths: dict[str, Lengths] = {}
-    for field in GROUP_FIELDS:
+    for field in GROUP_FIELDS:  # tokens are the first
         name, found = field.name, fields.get(field.name)
         if name in ROW_FIELDS and found is not None:
             texts[name], lengths[name] = _read_column(name, found)
         elif field.dtype == "json" and name != "env_id":
             texts[name] = NULL if found is None else found
-            entries = read_opaque(name, texts[name])
+            entries = read_opaque(name, texts[name], lengths["tokens"])
             if entries is not None:
                 lengths[name] = [None] * entries
+        elif field.dtype == "columns" and found is not None and found != NULL:
+            has_columns = check_column_text(found, [length or 0 for length in lengths["tokens"]])
+            texts[name] = found if has_columns else NULL
     env_id = read_integer("env_id", fields.get("env_id") or NULL)
     texts["env_id"] = msgspec.json.encode(env_id)
     scores = read_scores(fields.get("scores") or NULL)

@@ -84,6 +84,35 @@ async def test_group_of_an_environment_s_own_making_carries_the_engine_s_finish_
     assert env.service_session.sent[0]["finish_reasons"] == [expected, "stop", "stop", "stop"]
 
 
+async def test_group_carries_the_version_of_each_token(make_env: MakeEnv) -> None:
+    env = make_env()
+    env.service_session = RecordingSession()
+    engine = VersionedEngine(40)
+
+    async def collect(item: int) -> Any:
+        nodes = []
+        for _ in range(2):
+            session = ManagedServer(engine)
+            await session.completion(prompt="p")
+            nodes += session.get_state()["nodes"]
+        group = {
+            "tokens": [node.tokens for node in nodes],
+            "masks": [node.masked_tokens for node in nodes],
+            "scores": [1.0, 0.0],
+        }
+        return group, []
+
+    env.collect_trajectories = collect  # type: ignore[method-assign]
+    env.config.group_size = 2
+    env.rollout_scheduler.start(1)
+    await until(lambda: env.service_session.sent)
+
+    (sent,) = env.service_session.sent
+    assert sent["policy_version"] == 41
+    assert sent["tokens"][0] == sent["tokens"][1]
+    assert sent["token_versions"] == [[(None, 2), (41, 2)], [(None, 2), (42, 2)]]
+
+
 async def test_status_tells_the_servers_what_the_policy_is_called(
     make_env: MakeEnv, service: LiveService
 ) -> None:

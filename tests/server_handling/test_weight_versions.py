@@ -16,9 +16,14 @@ from atroposlib.envs.server_handling.server_baseline import (
     join_answers,
     policy_version_of,
     sampled_versions,
+    spans_in,
+    with_spans,
 )
 from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.envs.server_handling.sglang_server import SGLangServer
+from atroposlib.envs.server_handling.vllm_server import parse_completions
+from atroposlib.errors import InferenceError
+from atroposlib.utils.version_runs import cut_runs
 from tests.fakes import CharTokenizer
 from tests.scripted_dialects import ScriptedSGLang
 
@@ -66,7 +71,12 @@ async def test_engine_that_changes_weights_between_turns_leaves_both_names() -> 
 
     metadata = await two_turns(engine, managed, lambda: setattr(engine, "version", "5"))
 
-    assert metadata == {"finish_reason": "stop", "weight_versions": ["4", "5"], "policy_version": 4}
+    assert metadata == {
+        "finish_reason": "stop",
+        "weight_versions": ["4", "5"],
+        "token_versions": [(None, 21), (4, 2), (None, 21), (5, 2)],
+        "policy_version": 4,
+    }
 
 
 async def test_without_names_the_services_report_at_the_request_counts() -> None:
@@ -184,3 +194,120 @@ async def test_session_takes_the_managers_report_where_the_engine_names_nothing(
 
     assert node.metadata["policy_version"] == 30
     assert node.metadata["weight_versions"] == ["default", "default"]
+
+
+class UpdatingEngine(Engine):
+    """An engine that changes its weights in the middle of each completion."""
+
+    async def tokens_and_logprobs_completion(
+        self, *, input_ids: list[int], n: int = 1, **_: Any
+    ) -> Any:
+        first = int(self.version or 0)
+        self.version = str(first + 1)
+        tokens = (input_ids, [[111, 111, 2]] * n, [[-0.1] * 3] * n, ["stop"] * n)
+        spans = [
+            {"version": str(first), "num_tokens": 1},
+            {"version": str(first + 1), "num_tokens": 2},
+        ]
+        return with_spans(tokens, [spans] * n)
+
+
+def versions_by_token(runs: Any) -> list[int | None]:
+    return [version for version, length in runs for _ in range(length)]
+
+
+async def test_spans_of_every_turn_are_the_versions_of_its_tokens() -> None:
+    managed = ManagedServer(UpdatingEngine("4"))
+    messages: list[dict[str, Any]] = [{"role": "user", "content": "a"}]
+
+    with sampled_versions() as sampled:
+        await managed.chat_completion(messages=messages)
+        messages += [{"role": "assistant", "content": "oo"}, {"role": "user", "content": "b"}]
+        await managed.chat_completion(messages=messages)
+
+    (node,) = managed.get_state()["nodes"]
+    by_token = versions_by_token(node.metadata["token_versions"])
+    trained = [v for v, mask in zip(by_token, node.masked_tokens, strict=True) if mask != -100]
+    assert trained == [4, 5, 5, 5, 6, 6]
+    assert all(
+        version is None
+        for version, mask in zip(by_token, node.masked_tokens, strict=True)
+        if mask == -100
+    )
+    assert (node.metadata["policy_version"], sampled.oldest) == (4, 4)
+    # A group may hold the sequence, or as much of it as fits.
+    assert sampled.token_versions([node.tokens, node.tokens[:-2], [9]]) == [
+        node.metadata["token_versions"],
+        cut_runs(node.metadata["token_versions"], len(node.tokens) - 2),
+        None,
+    ]
+
+
+async def test_branch_keeps_the_versions_of_the_turns_it_holds() -> None:
+    engine = UpdatingEngine("1")
+    managed = ManagedServer(engine)
+    first: list[dict[str, Any]] = [{"role": "user", "content": "a"}]
+    reply = {"role": "assistant", "content": "oo"}
+    await managed.chat_completion(messages=first)
+    await managed.chat_completion(messages=[*first, reply, {"role": "user", "content": "b"}])
+
+    with sampled_versions() as sampled:
+        await managed.chat_completion(messages=[*first, reply, {"role": "user", "content": "c"}])
+
+    kept, branch = managed.get_state()["nodes"]
+    versions = [
+        [v for v in versions_by_token(node.metadata["token_versions"]) if v is not None]
+        for node in (kept, branch)
+    ]
+    assert versions == [[1, 2, 2, 2, 3, 3], [1, 2, 2, 3, 4, 4]]
+    # The other branch was sampled before this collection was opened.
+    assert sampled.token_versions([branch.tokens, kept.tokens]) == [
+        branch.metadata["token_versions"],
+        None,
+    ]
+
+
+def test_spans_of_a_split_request_stay_with_their_completion() -> None:
+    spans = [{"version": "3", "num_tokens": 1}, {"version": "4", "num_tokens": 1}]
+    named = with_spans(([1], [[2, 3]], [[-0.1, -0.1]], ["stop"]), [spans])
+    silent: Any = ([1], [[4]], [[-0.2]], ["stop"])
+
+    joined = join_answers([named, silent])
+
+    assert spans_in(joined) == [[("3", 1), ("4", 1)], [(None, 1)]]
+    assert joined.weight_versions == ["3", None]
+
+
+@pytest.mark.parametrize(
+    "reported",
+    [
+        [{"version": "3", "num_tokens": 1}],
+        [{"version": "3", "num_tokens": 3}, {"version": "4", "num_tokens": -1}],
+        [{"version": "3"}],
+        "34",
+    ],
+)
+def test_spans_that_do_not_cover_their_completion_are_refused(reported: Any) -> None:
+    with pytest.raises(InferenceError, match="completion 0"):
+        with_spans(([1], [[2, 3]], [[-0.1, -0.1]], ["stop"]), [reported])
+
+
+def test_choices_of_an_engine_with_spans_are_read() -> None:
+    choice = {
+        "index": 0,
+        "token_ids": [2, 3],
+        "logprobs": {"token_logprobs": [-0.1, -0.2]},
+        "finish_reason": "stop",
+        "weight_versions": [
+            {"version": "12", "num_tokens": 1},
+            {"version": "13", "num_tokens": 1},
+        ],
+    }
+
+    answer = parse_completions({"choices": [choice]}, [1], num_choices=1)
+
+    assert answer == ([1], [[2, 3]], [[-0.1, -0.2]], ["stop"])
+    assert spans_in(answer) == [[("12", 1), ("13", 1)]]
+    del choice["weight_versions"]
+    plain = parse_completions({"choices": [choice]}, [1], num_choices=1)
+    assert not isinstance(plain, VersionedTokens)

@@ -52,7 +52,12 @@ def run_folder(tmp_path_factory):
     pytest.importorskip("tensorboard")
     folder = tmp_path_factory.mktemp("run")
     config = tiny_config(
-        folder, training_steps=2, kl_coef=0.1, distill_coef=0.5, use_tensorboard=True
+        folder,
+        training_steps=2,
+        kl_coef=0.1,
+        distill_coef=0.5,
+        max_token_staleness=1,
+        use_tensorboard=True,
     )
     model = tiny_llama()
     run_log = open_run_log(config, run_id="run")

@@ -45,10 +45,12 @@ from atroposlib.envs.server_handling.openai_compatible import (
 )
 from atroposlib.envs.server_handling.retry import ServerDownError
 from atroposlib.envs.server_handling.server_baseline import (
+    TOKEN_VERSIONS,
     failing_over,
     note_sampled,
-    policy_version_of,
-    versions_in,
+    oldest_of_runs,
+    runs_of_spans,
+    spans_in,
 )
 from atroposlib.envs.server_handling.text_sampling import (
     TextReply,
@@ -378,18 +380,18 @@ class ManagedServer:
             logger.debug("%s", error)  # `announce_text_tokens` warns once
             return await self._sample_texts(turn, kwargs)
         prompt_ids, completions, logprobs, reasons = answer
-        versions = versions_in(answer, len(completions))
         sampled = [
             Sampled(
                 prompt_ids,
                 ids,
                 values,
                 as_finish_reason(reason),
-                version,
-                policy_version_of(version, reported),
+                spans[0].version if spans else None,
+                runs_of_spans(spans, reported),
+                oldest_of_runs(runs_of_spans(spans, reported), reported),
             )
-            for ids, values, reason, version in zip(
-                completions, logprobs, reasons, versions, strict=True
+            for ids, values, reason, spans in zip(
+                completions, logprobs, reasons, spans_in(answer), strict=True
             )
         ]
         return await self._record(turn, sampled), None
@@ -452,6 +454,7 @@ class ManagedServer:
             [],
             reply.finish_reason,
             None,
+            [(None, len(ids) + len(end_ids))],
             reported,
             reply=reply,
             num_end_ids=len(end_ids),
@@ -485,6 +488,7 @@ class ManagedServer:
                 tokens=recorded[-1][1].node.tokens,
                 finish_reason=sampled.finish_reason,
                 is_from_text=sampled.reply is not None,
+                runs=(recorded[-1][1].node.metadata or {}).get(TOKEN_VERSIONS, ()),
             )
         self._keep([record for _, record in recorded], turn.parent)
         return [given for given, _ in recorded]

@@ -58,6 +58,13 @@ from atroposlib.envs.server_handling.retry import (
 )
 from atroposlib.errors import EngineSetupError, NoTextCompletionsError
 from atroposlib.utils.aio import LoopTurns, end_task
+from atroposlib.utils.version_runs import (
+    VersionRun,
+    WeightSpan,
+    cut_runs,
+    join_runs,
+    read_spans,
+)
 
 if TYPE_CHECKING:
     from openai.types.chat import ChatCompletion
@@ -678,6 +685,9 @@ def failing_over(server: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
 FROM_TEXT = "tokenized_from_text"
 """Key of a node's metadata and field of a group: the tokens were encoded from text."""
 
+TOKEN_VERSIONS = "token_versions"
+"""Key of a node's metadata and field of a group: runs of policy versions, see `version_runs`."""
+
 _OPEN: ContextVar[tuple[SampledVersions, ...]] = ContextVar("sampled_versions", default=())
 
 
@@ -685,25 +695,55 @@ class VersionedTokens(tuple[list[int], list[list[int]], list[list[float]], list[
     """An answer with tokens and logprobs, unpacked and compared like the plain tuple.
 
     Attributes:
-        weight_versions: [n] the engine's name for the weights of each completion; None if it does
-            not report one. Names are chosen when weights are loaded into the engine.
+        weight_versions: [n] the engine's name for the weights of each completion, of its first
+            token if they changed; None if it does not report one. Names are chosen when weights
+            are loaded into the engine.
+        weight_spans: [n] the spans of each completion, in token order.
     """
 
     weight_versions: list[str | None]
+    weight_spans: list[list[WeightSpan]]
 
     def __new__(
-        cls, tokens: TokensAndLogprobs, weight_versions: Sequence[str | None]
+        cls,
+        tokens: TokensAndLogprobs,
+        weight_versions: Sequence[str | None],
+        weight_spans: Sequence[Sequence[WeightSpan]] | None = None,
     ) -> VersionedTokens:
         self = super().__new__(cls, tokens)
         self.weight_versions = list(weight_versions)
+        self.weight_spans = [list(spans) for spans in weight_spans or ()] or [
+            [WeightSpan(version, len(ids))]
+            for version, ids in zip(weight_versions, tokens[1], strict=True)
+        ]
         return self
 
 
-def versions_in(answer: Any, num_completions: int) -> list[str | None]:
-    """Return the weight version of each completion of an answer; None for unknown ones."""
+def spans_in(answer: Any) -> list[list[WeightSpan]]:
+    """Return the spans of each completion of an answer with tokens."""
     if isinstance(answer, VersionedTokens):
-        return list(answer.weight_versions)
-    return [None] * num_completions
+        return answer.weight_spans
+    return [[WeightSpan(None, len(ids))] for ids in answer[1]]
+
+
+def with_spans(tokens: TokensAndLogprobs, reported: Sequence[Any]) -> TokensAndLogprobs:
+    """Return an answer with the spans that the engine reports for each completion.
+
+    Args:
+        tokens: the answer.
+        reported: [n] lists of `{"version": "12", "num_tokens": 57}` in token order, or None.
+
+    Raises:
+        InferenceError: spans do not cover the tokens of their completion.
+    """
+    if not any(reported):
+        return tokens
+    spans = [
+        read_spans(given, len(ids), completion_index=i)
+        for i, (given, ids) in enumerate(zip(reported, tokens[1], strict=True))
+    ]
+    names = [of_completion[0].version if of_completion else None for of_completion in spans]
+    return VersionedTokens(tokens, names, spans)
 
 
 def join_answers(parts: Sequence[TokensAndLogprobs]) -> TokensAndLogprobs:
@@ -716,19 +756,30 @@ def join_answers(parts: Sequence[TokensAndLogprobs]) -> TokensAndLogprobs:
         [logprobs for part in parts for logprobs in part[2]],
         [reason for part in parts for reason in part[3]],
     )
-    return VersionedTokens(
-        tokens, [version for part in parts for version in versions_in(part, len(part[1]))]
-    )
+    spans = [of_completion for part in parts for of_completion in spans_in(part)]
+    names = [of_completion[0].version if of_completion else None for of_completion in spans]
+    return VersionedTokens(tokens, names, spans)
 
 
 def policy_version_of(weight_version: Any, reported: int | None) -> int | None:
-    """Return the policy version of a completion.
+    """Return the policy version of tokens.
 
     This is the engine's name of its weights if it is an integer, else the version that the service
     reported when the completion was requested.
     """
     text = str(weight_version)
     return int(text) if text.isascii() and text.isdigit() else reported
+
+
+def runs_of_spans(spans: Sequence[WeightSpan], reported: int | None) -> list[VersionRun]:
+    """Return the policy versions of a completion; see `policy_version_of`."""
+    return join_runs((policy_version_of(span.version, reported), span.num_tokens) for span in spans)
+
+
+def oldest_of_runs(runs: Sequence[VersionRun], reported: int | None) -> int | None:
+    """Return the oldest known version of a completion; `reported` if it has no token."""
+    known = [version for version, _ in runs if version is not None]
+    return min(known, default=None if runs else reported)
 
 
 class SampledVersions:
@@ -742,6 +793,7 @@ class SampledVersions:
     def __init__(self) -> None:
         self.oldest: int | None = None
         self._reasons: dict[int, str] = {}
+        self._runs: list[tuple[list[int], list[VersionRun]]] = []
         self.has_text = False
 
     def add(self, version: int) -> None:
@@ -757,6 +809,41 @@ class SampledVersions:
         """
         reasons = [self._reasons.get(hash(tuple(tokens))) for tokens in sequences]
         return reasons if any(reason is not None for reason in reasons) else None
+
+    def add_runs(self, tokens: list[int], runs: list[VersionRun]) -> None:
+        """Record the versions of the tokens of a sequence.
+
+        A recorded sequence that this one continues is forgotten: its versions are contained.
+        """
+        self._runs = [
+            (earlier, known)
+            for earlier, known in self._runs
+            if not (
+                len(earlier) < len(tokens)
+                and tokens[: len(earlier)] == earlier
+                and cut_runs(runs, len(earlier)) == known
+            )
+        ]
+        self._runs.append((tokens, runs))
+
+    def token_versions(
+        self, sequences: Sequence[Sequence[int]]
+    ) -> list[list[VersionRun] | None] | None:
+        """Return [G] the versions of each of [G][L] sequences; None if all are unknown.
+
+        A sequence may be a recorded one, or the beginning of one. Equal sequences have the versions
+        of the equal recorded ones, in order.
+        """
+        left = list(self._runs)
+        found: list[list[VersionRun] | None] = []
+        for sequence in map(list, sequences):
+            equal = [record for record in left if record[0] == sequence]
+            if len(equal) > 1:
+                left.remove(equal[0])
+            longer = (record for record in left if record[0][: len(sequence)] == sequence)
+            match = equal[0] if equal else next(longer, None)
+            found.append(None if match is None else cut_runs(match[1], len(sequence)))
+        return found if any(runs is not None for runs in found) else None
 
 
 @contextmanager
@@ -776,6 +863,7 @@ def note_sampled(
     tokens: Sequence[int] = (),
     finish_reason: str | None = None,
     is_from_text: bool = False,
+    runs: Sequence[VersionRun] = (),
 ) -> None:
     """Record a completion in every open collection of this task.
 
@@ -784,12 +872,15 @@ def note_sampled(
         tokens: [L] its whole sequence, including the prompt.
         finish_reason: Reason for which it ended; None if unknown.
         is_from_text: Whether its tokens were encoded from text.
+        runs: Policy versions of the L tokens; empty if the engine does not name them.
     """
     for versions in _OPEN.get():
         if version is not None:
             versions.add(version)
         if finish_reason is not None:
             versions.add_finish_reason(tokens, finish_reason)
+        if runs:
+            versions.add_runs(list(tokens), list(runs))
         versions.has_text = versions.has_text or is_from_text
 
 
@@ -801,4 +892,5 @@ def note_node(tokens: Sequence[int], metadata: Mapping[str, Any] | None) -> None
         tokens=tokens,
         finish_reason=fields.get("finish_reason"),
         is_from_text=bool(fields.get(FROM_TEXT)),
+        runs=join_runs(fields.get(TOKEN_VERSIONS) or ()),
     )

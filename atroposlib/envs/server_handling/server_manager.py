@@ -52,8 +52,9 @@ from atroposlib.envs.server_handling.server_baseline import (
     failing_over,
     join_answers,
     note_sampled,
-    policy_version_of,
-    versions_in,
+    oldest_of_runs,
+    runs_of_spans,
+    spans_in,
 )
 from atroposlib.envs.server_handling.server_harness import ServerHarness
 from atroposlib.envs.server_handling.sglang_server import SGLangServer
@@ -487,8 +488,8 @@ class ServerManager:
         reported = self.policy_version
         parts = await self._split(lambda s: s.tokens_and_logprobs_completion, kwargs)
         answer = join_answers([part.answer for part in parts])
-        for version in versions_in(answer, len(answer[1])):
-            note_sampled(policy_version_of(version, reported))
+        for spans in spans_in(answer):
+            note_sampled(oldest_of_runs(runs_of_spans(spans, reported), reported))
         return answer
 
     async def get_logprobs(self, **kwargs: Any) -> dict[str, Any]:

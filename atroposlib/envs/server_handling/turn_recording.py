@@ -76,12 +76,13 @@ from atroposlib.envs.server_handling.chat_rendering import (
     text_of_content,
     text_of_end,
 )
-from atroposlib.envs.server_handling.server_baseline import FROM_TEXT
+from atroposlib.envs.server_handling.server_baseline import FROM_TEXT, TOKEN_VERSIONS
 from atroposlib.envs.server_handling.text_sampling import TextReply
 from atroposlib.envs.server_handling.tool_call_translator import ToolCallTranslator
 from atroposlib.errors import PromptError
 from atroposlib.scored_data import IGNORE_INDEX, MASKED_LOGPROB
 from atroposlib.utils.aio import decode_long
+from atroposlib.utils.version_runs import VersionRun, cut_runs, join_runs
 
 Render = Callable[[Sequence[Mapping[str, Any]], Sequence[Any] | None], str]
 """Renders messages and tools as prompt text."""
@@ -228,7 +229,11 @@ class SequenceNode(BaseModel):
     list of `template` (the chat template would write earlier turns differently) and
     `tokenisation` (the text of a reply has other ids than were sampled).
 
-    `weight_versions`: the engine's name of the weights of each completion, oldest first.
+    `weight_versions`: the engine's name of the weights of each completion, of its first token if
+    they changed; oldest first.
+
+    `token_versions`: the policy versions of the tokens, as runs (`utils.version_runs`), if the
+    engine names its weights.
 
     `policy_version`: the oldest policy version among them, from the engine or the service.
 
@@ -606,8 +611,11 @@ class Sampled:
     """[C] their logprobs."""
     finish_reason: FinishReason
     weight_version: str | None
-    """The engine's name of its weights."""
+    """The engine's name of its weights at the first token."""
+    version_runs: list[VersionRun]
+    """Policy versions of the C ids; None for ids that were encoded from text."""
     policy_version: int | None
+    """The oldest of them, else the version that the service reported."""
     reply: TextReply | None = None
     """Answer of a server without token ids, whose text was encoded; None: `ids` were sampled."""
     num_end_ids: int = 0
@@ -817,4 +825,17 @@ class TurnRequest:
             notes["weight_versions"] = versions
         earlier = self._metadata.get("policy_version")
         known = [v for v in (earlier, sampled.policy_version) if v is not None]
+        if notes:
+            notes |= self._token_version_notes(sampled)
         return notes | ({"policy_version": min(known)} if known else {})
+
+    def _token_version_notes(self, sampled: Sampled) -> dict[str, Any]:
+        """Return the versions of all tokens; those of the continued sequence keep theirs."""
+        runs: list[VersionRun] = []
+        if self.parent is not None:
+            shared = _common_length(self.parent.record.node.tokens, sampled.prompt_ids)
+            runs = cut_runs(self._metadata.get(TOKEN_VERSIONS, ()), shared)
+        num_new = len(sampled.prompt_ids) - sum(length for _, length in runs)
+        runs = join_runs([*runs, (None, num_new), *sampled.version_runs])
+        is_known = any(version is not None for version, _ in runs)
+        return {TOKEN_VERSIONS: runs} if is_known else {}

@@ -4,6 +4,8 @@ Two routes return the sampled ids and their logprobs:
 
     /v1/completions (stock vLLM)   return_token_ids: choices[i].token_ids
                                    logprobs: choices[i].logprobs.token_logprobs[t]
+                                   weight_versions, if the engine reports them:
+                                       choices[i].weight_versions, [{version, num_tokens}]
     /generate (companion server)   logprobs: token_ids[i], logprobs[i][t] = [{id: logprob}]
 """
 
@@ -36,6 +38,7 @@ from atroposlib.envs.server_handling.server_baseline import (
     SEND_COST_S,
     SharedSearch,
     TokensAndLogprobs,
+    with_spans,
 )
 from atroposlib.errors import ConfigError, InferenceError, NoTokenIdsError
 
@@ -55,6 +58,7 @@ class _Choice(TypedDict, total=False):
     prompt_token_ids: list[int] | None
     logprobs: _Logprobs | None
     prompt_logprobs: Any
+    weight_versions: Any
 
 
 class _CompletionsAnswer(TypedDict, total=False):
@@ -95,7 +99,11 @@ def parse_completions(
     logprobs = [list_of(choice.get("logprobs") or {}, "token_logprobs") for choice in choices]
     finish_reasons = [choice.get("finish_reason") for choice in choices]
     check_sequences(ids, logprobs, finish_reasons)
-    return choices[0].get("prompt_token_ids") or prompt_ids, ids, logprobs, finish_reasons
+    read_ids = choices[0].get("prompt_token_ids") or prompt_ids
+    return with_spans(
+        (read_ids, ids, logprobs, finish_reasons),
+        [choice.get("weight_versions") for choice in choices],
+    )
 
 
 def parse_generate(
