@@ -237,11 +237,12 @@ def fetch_head(
     while True:
         banned = {name for name, times in damaged.items() if times > 1}
         chain = choose_chain(manifest.versions, known, damaged=banned)
-        if chain is None:
+        needed = {file.name for file in manifest.files.values()}
+        if chain is None or needed & banned:
             names = ", ".join(sorted(damaged)) or "the anchors are missing"
             raise WeightsError(
                 f"no intact way to version {manifest.head.version} at {store.shown_url} "
-                f"(damaged: {names}); it can be followed again after the next anchor"
+                f"(damaged: {names}); the next version with intact files will be used"
             )
         try:
             return _fetch_chain(store, manifest, chain, local)

@@ -16,7 +16,7 @@ import fsspec
 from fsspec.implementations.local import LocalFileSystem
 
 from atroposlib.errors import ConfigError
-from atroposlib.utils.text import hide_secrets, without_secrets
+from atroposlib.utils.text import hide_secrets, hide_secrets_of_requests, without_secrets
 from example_trainer.weights.format import (
     DamagedWeightsError,
     Manifest,
@@ -45,6 +45,9 @@ class WeightStore:
 
     def __init__(self, url: str) -> None:
         self.shown_url = without_secrets(url)
+        hide_secrets_of_requests()
+        if url.startswith(("http://", "https://")) and "?" in url:
+            raise ConfigError(f"{self.shown_url}: expected the URL of a folder, without a query")
         try:
             self._fs, self._root = fsspec.core.url_to_fs(url, use_listings_cache=False)
         except (ValueError, ImportError) as error:
