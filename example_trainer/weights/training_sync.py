@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import json
 import logging
-import os
 import shutil
 import threading
 import time
@@ -211,19 +210,19 @@ class PublishingSync:
         try:
             self._require_own_run(store, store.manifest())
             self._root.mkdir(parents=True, exist_ok=True)
-            for leftover in self._root.glob("staged-*"):
-                shutil.rmtree(leftover)
             rules = PublishRules(keep_versions=self._config.publish_keep_versions)
             publisher = WeightsPublisher(store, self._root / "last", rules=rules)
             publisher.open()
         except WeightsError as error:
             raise ConfigError(f"--publish-weights: {error}") from error
+        self._drop_staged()
         self._background = BackgroundPublisher(publisher, rewinds=self._config.resume)
 
     def start(self, model: Any, tokenizer: Any, *, source: str, step: int = 0) -> None:
         if self._inner is not None:
             self._inner.start(model, tokenizer, source=source, step=step)
-        self._tokenizer = self._root / f"staged-tokenizer-{os.getpid()}"
+        self._tokenizer = self._root / "staged-tokenizer"
+        self._tokenizer.mkdir()
         tokenizer.save_pretrained(self._tokenizer)
         self._submit(model, step)
 
@@ -255,8 +254,11 @@ class PublishingSync:
         try:
             background.close()
         finally:
-            for leftover in self._root.glob("staged-*"):
-                shutil.rmtree(leftover, ignore_errors=True)
+            self._drop_staged()
+
+    def _drop_staged(self) -> None:
+        for leftover in self._root.glob("staged-*"):
+            shutil.rmtree(leftover, ignore_errors=True)
 
     def _require_own_run(self, store: WeightStore, manifest: Manifest | None) -> None:
         if manifest is None:
