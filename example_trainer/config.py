@@ -146,6 +146,21 @@ class ModeFields(BaseModel):
         "lora_only: swap LoRA adapters in the running engine at vllm_port; lora_restart: restart "
         "an owned engine on new adapters; off: no engine; the groups were sampled earlier.",
     )
+    publish_weights: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Folder or fsspec URL to which the weights are published as well, at the start "
+        "and after every vllm_restart_interval steps, for `atropos-weights follow` on other hosts; "
+        "none: nowhere.",
+    )
+    publish_dtype: Literal["bfloat16", "float16", "float32", "as_trained"] = Field(
+        default="bfloat16",
+        description="Element type of published weights. Versions in bfloat16 differ in few "
+        "elements, so that their deltas are small.",
+    )
+    publish_keep_versions: int = Field(
+        default=20, ge=1, description="Number of the newest published versions to keep."
+    )
     vllm_config_path: str | None = Field(
         default=None, description="Bridge file of shared_vllm (mode not built yet)."
     )
@@ -521,6 +536,13 @@ class TrainingConfig(
             raise ValueError("engine=sglang needs weight_bridge_mode=in_place")
         if self.shared_prefixes == "on" and self.packing == "off":
             raise ValueError("shared_prefixes=on needs packed sequences: use packing=auto or on")
+        if self.publish_weights and self.uses_lora:
+            raise ValueError(
+                "publish_weights publishes whole models; with LoRA, use "
+                "weight_bridge_mode=in_place or none"
+            )
+        if self.publish_weights and not self.vllm_restart_interval:
+            raise ValueError("publish_weights needs vllm_restart_interval of at least 1")
         if self.min_lr > self.lr:
             raise ValueError(f"min_lr={self.min_lr:g} must not be above lr={self.lr:g}")
         if self.is_sharded and self.optimizer == "adafactor":

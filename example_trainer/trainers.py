@@ -54,6 +54,7 @@ from example_trainer.run_log import (
 )
 from example_trainer.training import Trainer
 from example_trainer.weight_sync import WeightSync, make_weight_sync
+from example_trainer.weights.training_sync import with_published_weights
 
 __all__ = ["train", "train_legacy", "train_lora", "train_lora_restart", "train_shared_vllm"]
 
@@ -76,7 +77,7 @@ def train(config: TrainingConfig, *, view: LiveDisplay | None = None) -> Path:
     require_reference(config)
     with contextlib.ExitStack() as stack:
         parallel = stack.enter_context(open_parallel(config))
-        weight_sync = make_weight_sync(config)
+        weight_sync = with_published_weights(config, make_weight_sync(config))
         if weight_sync is not None:
             stack.callback(weight_sync.close)
         if not parallel.is_main:

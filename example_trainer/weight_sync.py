@@ -280,14 +280,15 @@ def export_for_engine(model: Any, directory: Path, *, tokenizer: Any = None) -> 
             state[f"{name}.weight"] = state[f"{name}.weight"].clone()
         model.save_pretrained(target, state_dict=state, safe_serialization=True)
         if is_tied:
-            _declare_untied(target / "config.json")
+            declare_untied(target / "config.json")
         if tokenizer is not None:
             tokenizer.save_pretrained(target)
 
     return replace_directory(directory, write)
 
 
-def _declare_untied(path: Path) -> None:
+def declare_untied(path: Path) -> None:
+    """State in a model's config that its output layer is a tensor of its own."""
     settings = json.loads(path.read_text(encoding="utf-8"))
     for section in (settings, settings.get("text_config", {})):
         if "tie_word_embeddings" in section or section is settings:

@@ -131,7 +131,7 @@ SECRET_NAME = re.compile(
     r"(api_?key|secret|password|passwd|authorization|credentials?|(access|auth|hf|hub|api)_token)$",
     re.IGNORECASE,
 )
-HTTP_CLIENT_LOGGERS = ("httpx", "httpx2")
+HTTP_CLIENT_LOGGERS = ("httpx", "httpx2", "fsspec.http")
 USER_INFO = re.compile(r"(?:\w+://)?[^/]*@")
 URL_PASSWORD = re.compile(r"(?<=://)[^/\s]+@")
 URL_KEY = re.compile(

@@ -30,6 +30,7 @@ MISSPELT = {  # a flag of each command with a letter missing, and the flag
     "atropos-demo": ("--stpes", "--steps"),
     "atropos-train": ("--stpes", "--steps"),
     "atropos-report": ("--outptu", "--output"),
+    "atropos-weights": ("--enigne-url", "--engine-url"),
 }
 
 
@@ -95,6 +96,9 @@ def test_unknown_flag_is_refused_with_2(
         ("atropos-grpo", ["--model", "m", "--algorithm", "grpoo"], "did you mean grpo?"),
         ("atropos-grpo", ["--model", "m", "--lr", "-1"], "--lr: "),
         ("view-run", ["--file", "none.jsonl"], "none.jsonl"),
+        ("atropos-weights", ["publish", "none", "store", "--version", "1"], "none is not a folder"),
+        ("atropos-weights", ["publish", "none", "store", "--version", "x"], "--version: "),
+        ("atropos-weights", ["list", "nosuch://x"], "nosuch://x cannot be opened"),
     ],
 )
 def test_bad_value_or_missing_file_is_one_line(

@@ -1,0 +1,528 @@
+"""Publish versions of the weights to a store, one publisher at a time.
+
+A version's files are written first and the manifest last, which replaces the one before it. A
+publisher that is killed at any point leaves the last version readable; the next one deletes what
+is not in the manifest. The publisher keeps the last version on this host, as the base of deltas.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import json
+import logging
+import os
+import shutil
+import socket
+import threading
+import time
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import IO, Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from atroposlib.errors import ConfigError
+from example_trainer.weights.format import (
+    Frame,
+    Manifest,
+    Piece,
+    StoredFile,
+    TensorSpec,
+    VersionEntry,
+    WeightsError,
+    architecture_of,
+    encode_piece,
+    is_anchor_due,
+    kept_entries,
+    pack_index,
+    pieces_of,
+    weights_header,
+)
+from example_trainer.weights.local import (
+    RECORD,
+    WEIGHTS,
+    LocalVersion,
+    LocalWeights,
+    MappedWeights,
+    apply_in_order,
+    fetch_head,
+    file_digest,
+)
+from example_trainer.weights.store import MANIFEST, WeightStore
+
+__all__ = ["PublishReport", "PublishRules", "WeightsPublisher", "default_mirror"]
+
+logger = logging.getLogger(__name__)
+
+_LEASE = "lease.json"
+_EPOCHS = "epochs"
+_DATA = "data"
+_FILES = "files"
+_LEASE_S = 60.0
+_NOT_PUBLISHED = (".safetensors", ".bin", ".pt", ".pth", ".index.json", RECORD)
+"""Ends of names of weights and records; other files of a checkpoint are published as they are."""
+_MOST_FILE_BYTES = 64 * 2**20
+
+
+def default_mirror(url: str) -> Path:
+    """Return the folder of the last version of a store, in the user's cache."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "atropos" / "weights" / hashlib.sha256(url.encode()).hexdigest()[:16]
+
+
+class PublishRules(NamedTuple):
+    """What a store keeps."""
+
+    keep_versions: int = 20
+    """Versions in the manifest; older ones stay only if these need them."""
+    anchor_every: int = 50
+    """Versions between two anchors at most."""
+    anchor_share: float = 0.5
+    """An anchor is written when the deltas since the last one exceed this share of the weights."""
+
+
+class PublishReport(NamedTuple):
+    """Result of a publication."""
+
+    entry: VersionEntry
+    is_new: bool
+    """False if the store had the same version with the same weights."""
+    compare_s: float
+    """Seconds to compare and compress."""
+    upload_s: float
+
+
+class PublisherLease:
+    """Right to write to a store, held by one publisher.
+
+    On a local file system, a lock that ends with the process. Elsewhere, a file that is renewed
+    from a thread and expires after a minute. Each publisher claims the next epoch.
+    """
+
+    def __init__(
+        self,
+        store: WeightStore,
+        *,
+        lease_s: float = _LEASE_S,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._store = store
+        self._lease_s = lease_s
+        self._clock = clock
+        self._owner = uuid.uuid4().hex
+        self._lock: IO[bytes] | None = None
+        self._ended = threading.Event()
+        self._thread: threading.Thread | None = None
+        self.epoch = 0
+
+    def acquire(self) -> None:
+        """Claim the next epoch.
+
+        Raises:
+            ConfigError: another publisher is active.
+        """
+        root = self._store.local_root
+        held = self._read()
+        if root is not None:
+            self._lock_folder(root, held)
+        else:
+            self._require_expired(held)
+        manifest = self._store.manifest()
+        epoch = 1 + max(int(held.get("epoch", 0)), manifest.epoch if manifest else 0)
+        while not self._store.create(self._epoch_name(epoch), self._owner.encode()):
+            if root is None:
+                self._refuse("another publisher started at the same time")
+            epoch += 1  # claimed by a process that was killed
+        self.epoch = epoch
+        self._renew()
+        for name in self._store.names(_EPOCHS):
+            if name != self._epoch_name(epoch):
+                self._store.remove(name)
+        if root is None:
+            self._thread = threading.Thread(target=self._keep, name="weights lease", daemon=True)
+            self._thread.start()
+
+    def check(self) -> None:
+        """Raise `ConfigError` if another publisher has claimed the store since."""
+        held = self._read()
+        if held.get("owner") != self._owner:
+            self._refuse(f"another publisher took over ({held.get('host', 'unknown host')})")
+
+    def release(self) -> None:
+        self._ended.set()
+        if self._thread is not None:
+            self._thread.join()
+        if self._read().get("owner") == self._owner:
+            self._renew(is_released=True)
+        if self._lock is not None:
+            self._lock.close()
+
+    def _lock_folder(self, root: Path, held: dict[str, Any]) -> None:
+        try:
+            root.mkdir(parents=True, exist_ok=True)
+            self._lock = (root / "publisher.lock").open("ab")
+        except OSError as error:
+            raise ConfigError(f"{root} cannot be written: {error.strerror}") from error
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            self._lock.close()
+            self._lock = None
+            self._refuse(f"process {held.get('pid')} on {held.get('host')} publishes there")
+
+    def _require_expired(self, held: dict[str, Any]) -> None:
+        left_s = float(held.get("renewed_at", 0)) + self._lease_s - self._clock()
+        if not held or held.get("is_released") or left_s <= 0:
+            return
+        self._refuse(
+            f"process {held.get('pid')} on {held.get('host')} publishes there; if it was killed, "
+            f"its lease ends in {left_s:.0f} s"
+        )
+
+    def _refuse(self, reason: str) -> None:
+        raise ConfigError(
+            f"{self._store.shown_url} has another publisher: {reason}; end it, or use another URL"
+        )
+
+    def _keep(self) -> None:
+        while not self._ended.wait(self._lease_s / 4):
+            try:
+                self.check()
+                self._renew()
+            except ConfigError as error:
+                logger.error("%s", error)
+                return
+            except WeightsError as error:
+                logger.warning("the lease could not be renewed: %s", error)
+
+    def _renew(self, *, is_released: bool = False) -> None:
+        record = {
+            "owner": self._owner,
+            "epoch": self.epoch,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "renewed_at": self._clock(),
+            "is_released": is_released,
+        }
+        self._store.write(_LEASE, json.dumps(record).encode())
+
+    def _read(self) -> dict[str, Any]:
+        try:
+            found = json.loads(self._store.read(_LEASE) or b"{}")
+        except ValueError:
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def _epoch_name(self, epoch: int) -> str:
+        return f"{_EPOCHS}/{epoch:08d}"
+
+
+class WeightsPublisher:
+    """Publishes checkpoints to a store, between `open` and `close` or as a context manager.
+
+    Args:
+        store: Where to publish.
+        mirror: Folder for the last version on this host; fetched from the store if it is missing.
+        rules: What the store keeps.
+        lease: Right to write; None: that of a new publisher.
+
+    Raises:
+        ConfigError: another publisher is active, or uses `mirror`.
+    """
+
+    def __init__(
+        self,
+        store: WeightStore,
+        mirror: Path,
+        *,
+        rules: PublishRules | None = None,
+        lease: PublisherLease | None = None,
+    ) -> None:
+        self._store = store
+        self._local = LocalWeights(mirror)
+        self._rules = rules or PublishRules()
+        self._lease = lease or PublisherLease(store)
+        self._has_verified = False
+
+    def open(self) -> None:
+        """Claim the store."""
+        self._lease.acquire()
+        try:
+            self._local.open()
+        except BaseException:
+            self._lease.release()
+            raise
+
+    def close(self) -> None:
+        self._local.close()
+        with contextlib.suppress(WeightsError):  # the lease expires
+            self._lease.release()
+
+    def __enter__(self) -> WeightsPublisher:
+        self.open()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
+        self.close()
+
+    def publish(self, source: Path, version: int, *, rewinds: bool = False) -> PublishReport:
+        """Publish the checkpoint in a folder, and return once followers can see it.
+
+        Args:
+            source: Folder with safetensors files, config and tokenizer.
+            version: Policy version, above the last one.
+            rewinds: Whether `version` may be below the last one, after a run was resumed.
+
+        Raises:
+            ConfigError: the folder has no weights, or the store has other ones or newer versions.
+            WeightsError: the store failed; a repeated call starts again.
+        """
+        started = time.perf_counter()
+        weights = _SourceWeights(source)
+        manifest = self._store.manifest()
+        if manifest is not None:
+            self._require_same_model(manifest, weights)
+            if version < manifest.head.version:
+                self._require_rewinding(manifest.head, version, rewinds)
+        base = self._base(manifest) if manifest else None
+        folder = self._local.new_folder()
+        try:
+            delta_path = folder / ".delta"
+            written = _write_version(weights, base, folder / WEIGHTS, delta_path)
+            compared = time.perf_counter()
+            if manifest and version == manifest.head.version:
+                if written.sha256 == manifest.head.weights_sha256:
+                    return PublishReport(manifest.head, False, compared - started, 0.0)
+                self._require_rewinding(manifest.head, version, rewinds)
+            manifest = self._upload(manifest, weights, folder, written, version)
+            delta_path.unlink(missing_ok=True)
+            self._keep_as_base(manifest, weights, folder)
+            self._collect_garbage(manifest)
+        finally:
+            shutil.rmtree(folder, ignore_errors=True)
+        return PublishReport(
+            manifest.head, True, compared - started, time.perf_counter() - compared
+        )
+
+    def _require_same_model(self, manifest: Manifest, weights: _SourceWeights) -> None:
+        if weights.architecture != manifest.architecture:
+            raise ConfigError(
+                f"{self._store.shown_url} has versions of a model with other tensors (names, types "
+                f"or shapes) than {weights.folder}; use another URL"
+            )
+
+    def _require_rewinding(self, head: VersionEntry, version: int, rewinds: bool) -> None:
+        if not rewinds:
+            raise ConfigError(
+                f"{self._store.shown_url} already has version {head.version}, so that {version} "
+                "cannot be published; use a larger number, or another URL for another run"
+            )
+
+    def _base(self, manifest: Manifest) -> _Base:
+        """Return the weights of the last version, to which the delta applies."""
+        record = self._local.record()
+        if record and record.run != manifest.run:
+            self._local.forget()
+        head = manifest.head
+        folder = fetch_head(self._store, manifest, self._local)
+        # Once per process: the folder may have been damaged since it was written.
+        if not self._has_verified and file_digest(folder / WEIGHTS) != head.weights_sha256:
+            logger.warning("%s is damaged; fetching it from the store", folder)
+            folder = fetch_head(self._store, manifest, self._local, trust_current=False)
+        self._has_verified = True
+        return _Base(MappedWeights(folder / WEIGHTS), head.weights_sha256)
+
+    def _upload(
+        self,
+        manifest: Manifest | None,
+        weights: _SourceWeights,
+        folder: Path,
+        written: _Written,
+        version: int,
+    ) -> Manifest:
+        serial = manifest.head.serial + 1 if manifest else 1
+        earlier = manifest.versions if manifest else []
+        name = f"{_DATA}/{serial:08d}-{self._lease.epoch}"
+        delta, anchor = None, None
+        # A delta as large as the weights has no use.
+        if manifest and written.delta_bytes < written.num_bytes:
+            delta = StoredFile(
+                name=f"{name}.delta", num_bytes=written.delta_bytes, sha256=written.delta_sha256
+            )
+            self._store.upload(folder / ".delta", delta.name)
+        rules = self._rules
+        if delta is None or is_anchor_due(
+            earlier, delta.num_bytes, every=rules.anchor_every, share=rules.anchor_share
+        ):
+            anchor = StoredFile(
+                name=f"{name}.safetensors", num_bytes=written.num_bytes, sha256=written.sha256
+            )
+            self._store.upload(folder / WEIGHTS, anchor.name)
+        entry = VersionEntry(
+            serial=serial,
+            version=version,
+            weights_sha256=written.sha256,
+            weights_bytes=written.num_bytes,
+            base_sha256=earlier[-1].weights_sha256 if delta else None,
+            delta=delta,
+            anchor=anchor,
+            changed_fraction=written.changed_fraction,
+            published_at=time.time(),
+        )
+        fresh = Manifest(
+            run=manifest.run if manifest else uuid.uuid4().hex,
+            architecture=weights.architecture,
+            epoch=self._lease.epoch,
+            versions=kept_entries([*earlier, entry], rules.keep_versions),
+            files=self._upload_small_files(weights, manifest),
+        )
+        self._lease.check()
+        self._store.write(MANIFEST, fresh.model_dump_json(exclude_none=True).encode())
+        return fresh
+
+    def _upload_small_files(
+        self, weights: _SourceWeights, manifest: Manifest | None
+    ) -> dict[str, StoredFile]:
+        known = {file.name for file in manifest.files.values()} if manifest else set()
+        files: dict[str, StoredFile] = {}
+        for path in weights.other_files():
+            content = path.read_bytes()
+            digest = hashlib.sha256(content).hexdigest()
+            name = f"{_FILES}/{digest}"
+            if name not in known:
+                self._store.write(name, content)
+                known.add(name)
+            files[path.name] = StoredFile(name=name, num_bytes=len(content), sha256=digest)
+        return files
+
+    def _keep_as_base(self, manifest: Manifest, weights: _SourceWeights, folder: Path) -> None:
+        head = manifest.head
+        record = LocalVersion(
+            run=manifest.run,
+            architecture=weights.architecture,
+            serial=head.serial,
+            version=head.version,
+            weights_sha256=head.weights_sha256,
+        )
+        self._local.install(folder, record)
+
+    def _collect_garbage(self, manifest: Manifest) -> None:
+        used = manifest.stored_names()
+        try:
+            for name in [*self._store.names(_DATA), *self._store.names(_FILES)]:
+                if name not in used:
+                    self._store.remove(name)
+        except WeightsError as error:
+            logger.warning("old files stay until the next version: %s", error)
+
+
+class _SourceWeights:
+    """Tensors of a checkpoint folder, in one safetensors file or several."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        paths = sorted(folder.glob("*.safetensors"))
+        if not paths:
+            raise ConfigError(
+                f"{folder} has no safetensors files; expected the folder of a checkpoint"
+            )
+        self._sources: dict[str, tuple[MappedWeights, TensorSpec]] = {}
+        for path in paths:
+            mapped = MappedWeights(path)
+            for spec in mapped.specs:
+                if spec.name in self._sources:
+                    raise ConfigError(f"{folder}: the tensor {spec.name} is in two files")
+                self._sources[spec.name] = mapped, spec
+        self.header, self.specs = weights_header([spec for _, spec in self._sources.values()])
+        self.architecture = architecture_of(self.specs)
+
+    def data(self, piece: Piece) -> NDArray[np.uint8]:
+        placed = self.specs[piece.tensor]
+        mapped, spec = self._sources[placed.name]
+        shift = spec.start - placed.start
+        return mapped.data(piece.start + shift, piece.stop + shift)
+
+    def other_files(self) -> Iterator[Path]:
+        """Yield the config and the tokenizer: small files at the top of the folder."""
+        for path in sorted(self.folder.iterdir()):
+            is_weights = path.name.endswith(_NOT_PUBLISHED) or path.name.startswith(".")
+            if path.is_file() and not is_weights and path.stat().st_size <= _MOST_FILE_BYTES:
+                yield path
+
+
+class _Base(NamedTuple):
+    """The last version on this host."""
+
+    weights: MappedWeights
+    sha256: str
+
+
+class _Written(NamedTuple):
+    """Digests and sizes of a version's weights and delta."""
+
+    sha256: str
+    num_bytes: int
+    delta_sha256: str
+    delta_bytes: int
+    changed_fraction: float | None
+
+
+class _Difference(NamedTuple):
+    piece: Piece
+    data: NDArray[np.uint8]
+    frame: bytes
+    num_changed: int
+
+
+def _write_version(
+    weights: _SourceWeights, base: _Base | None, target: Path, delta_path: Path
+) -> _Written:
+    """Write the weights as one file, and the delta to `base` if there is one."""
+
+    def compare(piece: Piece) -> _Difference:
+        data = weights.data(piece)
+        if base is None:
+            return _Difference(piece, data, b"", 0)
+        frame, count = encode_piece(base.weights.data(piece.start, piece.stop), data, piece.width)
+        return _Difference(piece, data, frame, count)
+
+    digest, delta_digest = hashlib.sha256(weights.header), hashlib.sha256()
+    frames: list[Frame] = []
+    num_changed, delta_bytes = 0, 0
+    with target.open("wb") as file, delta_path.open("wb") as delta:
+        file.write(weights.header)
+        for piece, data, frame, count in apply_in_order(compare, pieces_of(weights.specs)):
+            file.write(data.data)
+            digest.update(data.data)
+            if frame:
+                delta.write(frame)
+                delta_digest.update(frame)
+                frames.append(Frame(piece.tensor, piece.number, delta_bytes, len(frame)))
+                delta_bytes += len(frame)
+                num_changed += count
+        if base is not None:
+            index = pack_index(base.sha256, digest.hexdigest(), frames)
+            delta.write(index)
+            delta_digest.update(index)
+            delta_bytes += len(index)
+    return _Written(
+        sha256=digest.hexdigest(),
+        num_bytes=target.stat().st_size,
+        delta_sha256=delta_digest.hexdigest(),
+        delta_bytes=delta_bytes,
+        changed_fraction=None if base is None else num_changed / _num_elements(weights.specs),
+    )
+
+
+def _num_elements(specs: Sequence[TensorSpec]) -> int:
+    return max(1, sum(spec.num_bytes // spec.width for spec in specs))

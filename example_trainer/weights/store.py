@@ -1,0 +1,209 @@
+"""Access to a weights store: a folder, or a URL of a file system that fsspec knows.
+
+Names are relative to the URL. Written files appear whole or not at all: a local file is renamed
+into place, and object stores replace objects atomically. Messages show URLs without secrets.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import uuid
+from collections.abc import Iterator
+from pathlib import Path
+
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+
+from atroposlib.errors import ConfigError
+from atroposlib.utils.text import hide_secrets, hide_secrets_of_requests, without_secrets
+from example_trainer.weights.format import (
+    DamagedWeightsError,
+    Manifest,
+    WeightsError,
+    parse_manifest,
+)
+
+__all__ = ["MANIFEST", "StoreError", "WeightStore", "flush_folder"]
+
+MANIFEST = "manifest.json"
+_PUT_IS_ATOMIC = {"abfs", "adl", "az", "gcs", "gs", "memory", "oss", "s3", "s3a"}
+"""Protocols where an object is replaced as a whole; elsewhere files are renamed into place."""
+_SCRATCH = ".new-"
+
+
+class StoreError(WeightsError):
+    """The store did not answer, or refused access."""
+
+
+class WeightStore:
+    """Files below a URL.
+
+    Args:
+        url: A folder, or a URL such as `s3://bucket/run`. `http://` can only be read.
+    """
+
+    def __init__(self, url: str) -> None:
+        self.shown_url = without_secrets(url)
+        hide_secrets_of_requests()
+        if url.startswith(("http://", "https://")) and "?" in url:
+            raise ConfigError(f"{self.shown_url}: expected the URL of a folder, without a query")
+        try:
+            self._fs, self._root = fsspec.core.url_to_fs(url, use_listings_cache=False)
+        except (ValueError, ImportError) as error:
+            raise ConfigError(
+                f"{self.shown_url} cannot be opened: {hide_secrets(str(error))}; expected a folder "
+                "or a URL of a file system that fsspec knows, whose package is installed"
+            ) from None
+        self._root = str(self._root).rstrip("/")
+        protocols = self._fs.protocol
+        self._protocols = {protocols} if isinstance(protocols, str) else set(protocols)
+        self._is_local = isinstance(self._fs, LocalFileSystem)
+
+    @property
+    def local_root(self) -> Path | None:
+        """The folder, if the store is on this host's file system."""
+        return Path(self._root) if self._is_local else None
+
+    def read(self, name: str) -> bytes | None:
+        """Return a file, None if it does not exist."""
+        with self._errors(f"read {name}"):
+            try:
+                content: bytes = self._fs.cat_file(self._path(name))
+            except FileNotFoundError:
+                return None
+            return content
+
+    def read_part(self, name: str, start: int, stop: int) -> bytes:
+        """Return the bytes from `start` to `stop`.
+
+        Raises:
+            FileNotFoundError: there is no such file.
+            StoreError: the store failed, or returned something else.
+        """
+        with self._errors(f"read {name}"):
+            content: bytes = self._fs.cat_file(self._path(name), start=start, end=stop)
+        if len(content) > stop - start:  # an HTTP server that has no ranges sends the whole file
+            content = content[start:stop]
+        if len(content) != stop - start:
+            raise StoreError(
+                f"{self.shown_url}/{name} has no bytes {start} to {stop}: {len(content)} came"
+            )
+        return content
+
+    def write(self, name: str, content: bytes) -> None:
+        """Write or replace a file."""
+        with self._errors(f"write {name}"):
+            if self._is_local:
+                self._write_locally(name, content)
+            elif self._protocols & _PUT_IS_ATOMIC:
+                self._fs.pipe_file(self._path(name), content)
+            else:
+                scratch = self._scratch(name)
+                self._fs.pipe_file(scratch, content)
+                self._fs.mv(scratch, self._path(name))
+
+    def create(self, name: str, content: bytes) -> bool:
+        """Write a file that must not exist; return whether it did not.
+
+        Where the file system cannot exclude two writers, both may succeed within a moment.
+        """
+        with self._errors(f"write {name}"):
+            try:
+                if self._is_local:
+                    Path(self._path(name)).parent.mkdir(parents=True, exist_ok=True)
+                self._fs.pipe_file(self._path(name), content, mode="create")
+            except FileExistsError:
+                return False
+            except (NotImplementedError, TypeError):
+                if self._fs.exists(self._path(name)):
+                    return False
+                self._fs.pipe_file(self._path(name), content)
+            return True
+
+    def upload(self, source: Path, name: str) -> None:
+        """Copy a local file to the store."""
+        with self._errors(f"write {name}"):
+            if self._is_local:
+                self._write_locally(name, source)
+            elif self._protocols & _PUT_IS_ATOMIC:
+                self._fs.put_file(str(source), self._path(name))
+            else:
+                scratch = self._scratch(name)
+                self._fs.put_file(str(source), scratch)
+                self._fs.mv(scratch, self._path(name))
+
+    def names(self, folder: str) -> list[str]:
+        """Return the names of the files in a folder of the store, unfinished ones included."""
+        with self._errors(f"list {folder}"):
+            self._fs.invalidate_cache()
+            try:
+                found = self._fs.ls(self._path(folder), detail=False)
+            except FileNotFoundError:
+                return []
+        return sorted(f"{folder}/{str(path).rstrip('/').rsplit('/', 1)[-1]}" for path in found)
+
+    def remove(self, name: str) -> None:
+        """Delete a file, if it exists."""
+        with self._errors(f"delete {name}"), contextlib.suppress(FileNotFoundError):
+            self._fs.rm_file(self._path(name))
+
+    def manifest(self) -> Manifest | None:
+        """Return the manifest, None if nothing was published yet.
+
+        Raises:
+            DamagedWeightsError: it cannot be read.
+        """
+        content = self.read(MANIFEST)
+        if content is None:
+            return None
+        try:
+            return parse_manifest(content)
+        except DamagedWeightsError as error:
+            raise DamagedWeightsError(f"{self.shown_url}: {error}", name=MANIFEST) from error
+
+    def _path(self, name: str) -> str:
+        return f"{self._root}/{name}"
+
+    def _scratch(self, name: str) -> str:
+        folder, _, last = name.rpartition("/")
+        return self._path(f"{folder}/{_SCRATCH}{uuid.uuid4().hex}-{last}".lstrip("/"))
+
+    def _write_locally(self, name: str, content: bytes | Path) -> None:
+        target = Path(self._path(name))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        scratch = Path(self._scratch(name))
+        try:
+            with scratch.open("wb") as file:
+                if isinstance(content, bytes):
+                    file.write(content)
+                else:
+                    with content.open("rb") as source:
+                        while part := source.read(2**24):
+                            file.write(part)
+                file.flush()
+                os.fsync(file.fileno())
+            scratch.replace(target)
+        finally:
+            scratch.unlink(missing_ok=True)
+        flush_folder(target.parent)
+
+    @contextlib.contextmanager
+    def _errors(self, action: str) -> Iterator[None]:
+        try:
+            yield
+        except (FileNotFoundError, WeightsError):
+            raise
+        except Exception as error:  # noqa: BLE001 - each file system has its own errors
+            reason = hide_secrets(f"{type(error).__name__}: {error}")
+            # Not chained: a traceback could show the URL with its secrets.
+            raise StoreError(f"cannot {action} at {self.shown_url}: {reason}") from None
+
+
+def flush_folder(path: Path) -> None:
+    """Write the entries of a folder to disk, so that renames survive a power failure."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

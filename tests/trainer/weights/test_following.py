@@ -1,0 +1,229 @@
+"""A follower and its engines: order of requests, failures, retries."""
+
+from __future__ import annotations
+
+import logging
+
+import pytest
+
+from atroposlib.errors import ConfigError, InferenceError
+from example_trainer.engine import EngineControl, SglangControl
+from example_trainer.weights.following import FollowedEngine, Follower
+from example_trainer.weights.format import WeightsError
+from example_trainer.weights.publishing import WeightsPublisher
+from example_trainer.weights.store import StoreError, WeightStore
+from tests.trainer.scripted_vllm import ScriptedVllm
+from tests.trainer.weights.checkpoints import changed, opened, some_tensors, write_checkpoint
+
+pytestmark = pytest.mark.slow
+
+
+class StoppedClock:
+    def __init__(self):
+        self.now = 100.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def published(tmp_path):
+    """A store with version 1, its publisher, and a function that publishes the next one."""
+    store = WeightStore(str(tmp_path / "store"))
+    tensors = some_tensors()
+    with WeightsPublisher(store, tmp_path / "mirror") as publisher:
+        publisher.publish(write_checkpoint(tmp_path / "new", tensors), 1)
+
+        def publish(version):
+            nonlocal tensors
+            tensors = changed(tensors, version)
+            publisher.publish(write_checkpoint(tmp_path / "new", tensors), version)
+
+        yield store, publish
+
+
+def followed(engine, clock, kind=EngineControl):
+    return FollowedEngine(kind(f"http://127.0.0.1:{engine.port}"), pause_mode="keep", clock=clock)
+
+
+def reloads(engine):
+    return [body for path, _, body in engine.requests if path == "/collective_rpc" and body]
+
+
+def test_engine_loads_each_version_once_and_pauses_for_the_load_only(tmp_path, published):
+    store, publish = published
+    with ScriptedVllm() as engine, opened(tmp_path / "into") as local:
+        follower = Follower(store, local, [followed(engine, StoppedClock())])
+        follower.poll()
+        follower.poll()
+        publish(2)
+        follower.poll()
+
+    load = ["/pause", "/collective_rpc", "/reset_prefix_cache", "/resume"]
+    assert engine.paths == ["/collective_rpc", *load, *load]
+    paths = [body["kwargs"]["weights_path"] for body in reloads(engine)]
+    assert paths == [
+        str(tmp_path / "into" / "checkpoints" / name) for name in ("00000001-v1", "00000002-v2")
+    ]
+
+
+def test_sglang_is_told_the_version(tmp_path, published):
+    store, _ = published
+    answers = {"/model_info": (200, {}), "/update_weights_from_disk": (200, {"success": True})}
+    with ScriptedVllm(answers) as engine, opened(tmp_path / "into") as local:
+        follower = Follower(store, local, [followed(engine, StoppedClock(), SglangControl)])
+        assert follower.poll()
+
+    assert engine.paths == [
+        "/pause_generation", "/update_weights_from_disk", "/continue_generation",
+    ]  # fmt: skip
+    assert engine.requests[1][2]["weight_version"] == "1"
+
+
+def test_restarted_follower_lets_its_engine_load_again(tmp_path, published):
+    store, _ = published
+    with ScriptedVllm() as engine:
+        for _ in range(2):
+            with opened(tmp_path / "into") as local:
+                Follower(store, local, [followed(engine, StoppedClock())]).poll()
+
+    assert engine.paths.count("/resume") == 2
+
+
+def test_engine_that_fails_is_retried_with_growing_waits_and_gets_the_newest(
+    tmp_path, published, caplog
+):
+    store, publish = published
+    clock = StoppedClock()
+    with (
+        ScriptedVllm({"/pause": (503, {})}) as engine,
+        ScriptedVllm() as healthy,
+        opened(tmp_path / "into") as local,
+    ):
+        follower = Follower(store, local, [followed(engine, clock), followed(healthy, clock)])
+        attempts = []
+        for _ in range(10):
+            assert not follower.poll()
+            attempts.append(engine.paths.count("/pause"))
+            clock.now += 1
+        publish(2)
+        del engine.answers["/pause"]
+        clock.now += 10
+        assert follower.poll()
+
+    assert attempts == [1, 2, 2, 3, 3, 3, 3, 4, 4, 4]  # after 1, 2, 4 and 8 seconds
+    assert "trying again in 4 s" in caplog.text
+    assert reloads(engine)[-1]["kwargs"]["weights_path"].endswith("00000002-v2")
+    assert len(reloads(healthy)) == 2
+
+
+def test_engine_that_is_down_is_retried(tmp_path, published, caplog):
+    store, _ = published
+    with ScriptedVllm() as engine:
+        port = engine.port
+    clock = StoppedClock()
+    with opened(tmp_path / "into") as local:
+        control = EngineControl(f"http://user:hunter2@127.0.0.1:{port}")  # pragma: allowlist secret
+        follower = Follower(store, local, [FollowedEngine(control, clock=clock)])
+        assert not follower.poll()
+        with pytest.raises(InferenceError, match="did not load"):
+            follower.follow_once()
+
+    assert "trying again" in caplog.text
+    assert "hunter2" not in caplog.text
+
+
+def test_engine_that_can_never_update_ends_the_follower(tmp_path, published):
+    store, _ = published
+    with (
+        ScriptedVllm({"/collective_rpc": (404, {})}) as engine,
+        opened(tmp_path / "into") as local,
+    ):
+        follower = Follower(store, local, [followed(engine, StoppedClock())])
+        with pytest.raises(ConfigError, match="VLLM_SERVER_DEV_MODE=1"):
+            follower.poll()
+
+
+class BrokenStore(WeightStore):
+    """Fails while `is_down`."""
+
+    is_down = True
+
+    def read(self, name):
+        if self.is_down:
+            raise StoreError("cannot read manifest.json: timed out")
+        return super().read(name)
+
+
+def test_store_that_is_down_is_retried_while_engines_keep_their_version(
+    tmp_path, published, caplog
+):
+    _, publish = published
+    store = BrokenStore(str(tmp_path / "store"))
+    store.is_down = False
+    clock = StoppedClock()
+    with ScriptedVllm() as engine, opened(tmp_path / "into") as local:
+        follower = Follower(store, local, [followed(engine, clock)], clock=clock)
+        assert follower.poll()
+        store.is_down = True
+        publish(2)
+        assert not follower.poll()
+        store.is_down = False
+        assert not follower.poll()  # not due yet
+        clock.now += 1
+        assert follower.poll()
+
+    assert caplog.text.count("timed out; trying again in 1 s") == 1
+    assert len(reloads(engine)) == 2
+
+
+def test_empty_store_is_waited_for_and_said_once(tmp_path, caplog):
+    caplog.set_level(logging.INFO)
+    store = WeightStore(str(tmp_path / "store"))
+    with opened(tmp_path / "into") as local:
+        follower = Follower(store, local)
+        assert not follower.poll()
+        assert not follower.poll()
+        with pytest.raises(WeightsError, match="has no versions yet"):
+            follower.follow_once()
+
+    assert caplog.text.count("has no versions yet") == 1
+
+
+def test_file_deleted_meanwhile_is_looked_up_in_the_next_manifest(tmp_path, published, caplog):
+    store, publish = published
+    publish(2)
+    name = store.manifest().versions[0].anchor.name
+    content = store.read(name)
+    store.remove(name)
+    clock = StoppedClock()
+    with opened(tmp_path / "into") as local:
+        follower = Follower(store, local, clock=clock)
+        assert not follower.poll()
+        store.write(name, content)
+        clock.now += 1
+        assert follower.poll()
+
+    assert "is gone" in caplog.text
+
+
+def test_disk_full_leaves_the_version_and_is_retried(tmp_path, published, monkeypatch, caplog):
+    store, publish = published
+    clock = StoppedClock()
+    with opened(tmp_path / "into") as local:
+        follower = Follower(store, local, clock=clock)
+        assert follower.poll()
+        publish(2)
+
+        def full(*_):
+            raise OSError(28, "No space left on device")
+
+        with monkeypatch.context() as patched:
+            patched.setattr("example_trainer.weights.local.apply_deltas", full)
+            assert not follower.poll()
+        assert local.record().version == 1
+        clock.now += 1
+        assert follower.poll()
+        assert local.record().version == 2
+
+    assert "No space left" in caplog.text

@@ -1,0 +1,395 @@
+"""Publish and follow: equal bytes, late joiners, damage, several publishers."""
+
+from __future__ import annotations
+
+import logging
+import uuid
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from safetensors.torch import load_file
+
+from atroposlib.errors import ConfigError
+from example_trainer.weights.format import PIECE_BYTES, WeightsError
+from example_trainer.weights.local import fetch_head, verify_store
+from example_trainer.weights.publishing import PublisherLease, PublishRules, WeightsPublisher
+from example_trainer.weights.store import StoreError, WeightStore
+from tests.trainer.weights.checkpoints import (
+    changed,
+    follow_once,
+    opened,
+    same_bits,
+    some_tensors,
+    write_checkpoint,
+)
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(params=["file", "memory"])
+def store(request, tmp_path):
+    if request.param == "file":
+        return WeightStore(f"file://{tmp_path}/store")
+    return WeightStore(f"memory://{uuid.uuid4().hex}/store")
+
+
+def publish_all(publisher, folder, versions):
+    """Publish 1, 2, ... and return the tensors of each."""
+    tensors, published = some_tensors(), []
+    for version in range(1, versions + 1):
+        publisher.publish(write_checkpoint(folder, tensors), version)
+        published.append(tensors)
+        tensors = changed(tensors, version)
+    return published
+
+
+def test_hundred_versions_are_restored_bit_by_bit(store, tmp_path):
+    rules = PublishRules(keep_versions=10, anchor_every=30, anchor_share=10.0)
+    tensors = some_tensors()
+    with WeightsPublisher(store, tmp_path / "mirror", rules=rules) as publisher:
+        for version in range(1, 101):
+            publisher.publish(write_checkpoint(tmp_path / "new", tensors), version)
+            assert same_bits(follow_once(store, tmp_path / "into"), tensors), version
+            tensors = changed(tensors, version)
+
+    manifest = store.manifest()
+    assert [entry.serial for entry in manifest.versions] == list(range(91, 101))
+    assert set(store.names("data")) == {
+        name for name in manifest.stored_names() if name.startswith("data")
+    }
+
+
+DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int64, torch.bool]
+
+
+@st.composite
+def histories(draw):
+    """Names and shapes of tensors, and their values in three versions."""
+    seed = draw(st.integers(0, 2**32))
+    generator = torch.Generator().manual_seed(seed)
+    shapes = draw(
+        st.lists(
+            st.tuples(st.sampled_from(DTYPES), st.lists(st.integers(0, 9), max_size=3)),
+            min_size=1,
+            max_size=5,
+        )
+    )
+    versions = []
+    for _ in range(3):
+        tensors = {}
+        for i, (dtype, shape) in enumerate(shapes):
+            values = torch.randn(shape, generator=generator) * 3
+            if versions and torch.rand((), generator=generator) < 0.3:
+                tensors[f"t{i}"] = versions[-1][f"t{i}"]
+            else:
+                tensors[f"t{i}"] = values.to(dtype)
+        versions.append(tensors)
+    return versions
+
+
+@settings(max_examples=25, deadline=None)
+@given(histories())
+def test_any_types_and_shapes_are_restored_bit_by_bit(tmp_path_factory, versions):
+    folder = tmp_path_factory.mktemp("any")
+    store = WeightStore(f"memory://{uuid.uuid4().hex}")
+    with WeightsPublisher(store, folder / "mirror") as publisher:
+        for version, tensors in enumerate(versions):
+            publisher.publish(write_checkpoint(folder / "new", tensors), version)
+            assert same_bits(follow_once(store, folder / "into"), tensors)
+    assert same_bits(follow_once(store, folder / "late"), versions[-1])
+
+
+def test_tensors_of_several_pieces_and_files_are_restored(store, tmp_path):
+    large = torch.arange(PIECE_BYTES // 2 + 1000, dtype=torch.int32)
+    folder = write_checkpoint(tmp_path / "new", {"large": large})
+    write_checkpoint(tmp_path / "other", {"small": torch.ones(3)})
+    (tmp_path / "other" / "model.safetensors").rename(folder / "model-2.safetensors")
+    with WeightsPublisher(store, tmp_path / "mirror") as publisher:
+        publisher.publish(folder, 1)
+        large[-1] = 7
+        write_checkpoint(folder, {"large": large})
+        report = publisher.publish(folder, 2)
+
+    assert report.entry.delta.num_bytes < 1000
+    assert same_bits(
+        follow_once(store, tmp_path / "into"), {"large": large, "small": torch.ones(3)}
+    )
+
+
+def test_config_and_tokenizer_come_with_the_weights(store, tmp_path):
+    with WeightsPublisher(store, tmp_path / "mirror") as publisher:
+        publish_all(publisher, tmp_path / "new", 2)
+        (tmp_path / "new" / "config.json").write_text('{"model_type": "qwen3"}')
+        publisher.publish(tmp_path / "new", 3)
+
+    follow_once(store, tmp_path / "into")
+
+    files = {path.name for path in (tmp_path / "into" / "current").iterdir()}
+    assert files >= {"model.safetensors", "config.json", "tokenizer.json"}
+    assert "qwen3" in (tmp_path / "into" / "current" / "config.json").read_text()
+
+
+def test_late_joiner_takes_the_newest_anchor_and_a_follower_only_deltas(store, tmp_path):
+    rules = PublishRules(anchor_every=4, anchor_share=10.0)
+    with WeightsPublisher(store, tmp_path / "mirror", rules=rules) as publisher:
+        published = publish_all(publisher, tmp_path / "new", 3)
+        follow_once(store, tmp_path / "early")
+        for version in range(4, 8):
+            tensors = changed(published[-1], version)
+            published.append(tensors)
+            publisher.publish(write_checkpoint(tmp_path / "new", tensors), version)
+    manifest = store.manifest()
+    anchors = [entry.anchor.name for entry in manifest.versions if entry.anchor]
+    store.remove(anchors[0])
+    assert same_bits(follow_once(store, tmp_path / "late"), published[-1])
+    store.remove(anchors[1])
+
+    assert same_bits(follow_once(store, tmp_path / "early"), published[-1])
+
+
+def test_publisher_without_its_last_version_fetches_it(store, tmp_path):
+    with WeightsPublisher(store, tmp_path / "mirror") as publisher:
+        published = publish_all(publisher, tmp_path / "new", 3)
+
+    tensors = changed(published[-1], 9)
+    with WeightsPublisher(store, tmp_path / "elsewhere") as publisher:
+        report = publisher.publish(write_checkpoint(tmp_path / "new", tensors), 4)
+
+    assert report.entry.anchor is None
+    assert same_bits(follow_once(store, tmp_path / "into"), tensors)
+
+
+def test_damaged_last_version_of_a_publisher_is_fetched_again(store, tmp_path):
+    with WeightsPublisher(store, tmp_path / "mirror") as publisher:
+        published = publish_all(publisher, tmp_path / "new", 2)
+    damage(tmp_path / "mirror" / "current" / "model.safetensors")
+
+    tensors = changed(published[-1], 9)
+    with WeightsPublisher(store, tmp_path / "mirror") as publisher:
+        publisher.publish(write_checkpoint(tmp_path / "new", tensors), 3)
+
+    assert same_bits(follow_once(store, tmp_path / "into"), tensors)
+
+
+def damage(path):
+    content = bytearray(path.read_bytes())
+    content[-3] ^= 0x10
+    path.write_bytes(content)
+
+
+def test_same_version_again_is_not_published_twice(store, tmp_path):
+    with WeightsPublisher(store, tmp_path / "mirror") as publisher:
+        publish_all(publisher, tmp_path / "new", 2)
+        report = publisher.publish(tmp_path / "new", 2)
+
+    assert not report.is_new
+    assert store.manifest().head.serial == 2
+
+
+def test_older_version_is_refused_unless_the_run_was_resumed(store, tmp_path):
+    with WeightsPublisher(store, tmp_path / "mirror") as publisher:
+        published = publish_all(publisher, tmp_path / "new", 3)
+        write_checkpoint(tmp_path / "new", published[0])
+        for version in (2, 3):
+            with pytest.raises(ConfigError, match="already has version 3"):
+                publisher.publish(tmp_path / "new", version)
+        publisher.publish(tmp_path / "new", 2, rewinds=True)
+
+    assert [entry.version for entry in store.manifest().versions] == [1, 2, 3, 2]
+    assert same_bits(follow_once(store, tmp_path / "into"), published[0])
+
+
+def test_other_model_is_refused_and_nothing_changes(store, tmp_path):
+    with WeightsPublisher(store, tmp_path / "mirror") as publisher:
+        publish_all(publisher, tmp_path / "new", 2)
+        before = store.read("manifest.json")
+        write_checkpoint(tmp_path / "new", {"embed": torch.ones(2)})
+        with pytest.raises(ConfigError, match="a model with other tensors"):
+            publisher.publish(tmp_path / "new", 3)
+
+    assert store.read("manifest.json") == before
+
+
+def test_follower_of_another_run_is_refused_and_nothing_changes(tmp_path):
+    for name in ("one", "two"):
+        with WeightsPublisher(WeightStore(str(tmp_path / name)), tmp_path / f"m{name}") as each:
+            publish_all(each, tmp_path / "new", 2)
+    follow_once(WeightStore(str(tmp_path / "one")), tmp_path / "into")
+    before = sorted(tmp_path.joinpath("into").rglob("*"))
+
+    with pytest.raises(ConfigError, match="nothing was changed") as refused:
+        follow_once(WeightStore(str(tmp_path / "two")), tmp_path / "into")
+
+    assert "\n" not in str(refused.value)
+    assert sorted(tmp_path.joinpath("into").rglob("*")) == before
+
+
+def test_folder_with_other_files_is_refused(tmp_path):
+    (tmp_path / "thesis.tex").write_text("precious")
+
+    with pytest.raises(ConfigError, match="has other files"), opened(tmp_path):
+        pass
+
+
+def test_two_followers_in_one_folder_are_refused(tmp_path):
+    with (
+        opened(tmp_path / "into"),
+        pytest.raises(ConfigError, match="another process uses"),
+        opened(tmp_path / "into"),
+    ):
+        pass
+
+
+def test_second_publisher_is_refused_and_may_start_after_the_first(store, tmp_path):
+    with WeightsPublisher(store, tmp_path / "a") as publisher:
+        publish_all(publisher, tmp_path / "new", 1)
+        with pytest.raises(ConfigError, match="has another publisher"):
+            WeightsPublisher(store, tmp_path / "b").open()
+    with WeightsPublisher(store, tmp_path / "b") as publisher:
+        publisher.publish(write_checkpoint(tmp_path / "new", some_tensors(1)), 2)
+
+    assert store.manifest().epoch == 2
+
+
+def test_lease_of_a_killed_publisher_expires_and_the_late_one_cannot_write(tmp_path):
+    store = WeightStore(f"memory://{uuid.uuid4().hex}")
+    now = 1000.0
+    first = PublisherLease(store, clock=lambda: now)
+    publisher = WeightsPublisher(store, tmp_path / "a", lease=first)
+    publisher.open()
+    publish_all(publisher, tmp_path / "new", 1)
+
+    with pytest.raises(ConfigError, match="its lease ends in 60 s"):
+        PublisherLease(store, clock=lambda: now).acquire()
+    second = PublisherLease(store, clock=lambda: now + 61)
+    second.acquire()
+    write_checkpoint(tmp_path / "new", changed(some_tensors(), 5))
+    with pytest.raises(ConfigError, match="another publisher took over"):
+        publisher.publish(tmp_path / "new", 2)
+
+    assert store.manifest().head.version == 1
+    second.release()
+    publisher.close()
+
+
+def test_publisher_that_was_overtaken_is_refused_at_the_same_epoch():
+    store = WeightStore(f"memory://{uuid.uuid4().hex}")
+    store.create("epochs/00000001", b"another one")
+
+    with pytest.raises(ConfigError, match="started at the same time"):
+        PublisherLease(store).acquire()
+
+
+@pytest.mark.parametrize("part", ["delta", "anchor", "config"])
+def test_damaged_file_is_never_used(tmp_path, part, caplog):
+    store = WeightStore(str(tmp_path / "store"))
+    with WeightsPublisher(store, tmp_path / "mirror") as publisher:
+        publish_all(publisher, tmp_path / "new", 2)
+        follow_once(store, tmp_path / "into")
+        publisher.publish(write_checkpoint(tmp_path / "new", changed(some_tensors(), 9)), 3)
+    manifest = store.manifest()
+    name = {
+        "delta": manifest.versions[1].delta.name,
+        "anchor": manifest.versions[0].anchor.name,
+        "config": manifest.files["config.json"].name,
+    }[part]
+    damage(tmp_path / "store" / name)
+    folder = "into" if part == "config" else "late"
+
+    with pytest.raises(WeightsError, match="no intact way to version 3"):
+        follow_once(store, tmp_path / folder)
+
+    assert not (tmp_path / "late" / "current").exists()
+    assert f"{name} is damaged" in caplog.text
+
+
+def test_damaged_delta_is_avoided_by_a_newer_anchor(tmp_path, caplog):
+    store = WeightStore(str(tmp_path / "store"))
+    rules = PublishRules(anchor_every=2, anchor_share=10.0)
+    with WeightsPublisher(store, tmp_path / "mirror", rules=rules) as publisher:
+        publish_all(publisher, tmp_path / "new", 1)
+        follow_once(store, tmp_path / "into")
+        tensors = changed(changed(some_tensors(), 1), 2)
+        publisher.publish(write_checkpoint(tmp_path / "new", changed(some_tensors(), 1)), 2)
+        publisher.publish(write_checkpoint(tmp_path / "new", tensors), 3)
+    damage(tmp_path / "store" / store.manifest().versions[1].delta.name)
+
+    assert same_bits(follow_once(store, tmp_path / "into"), tensors)
+    assert "trying again" in caplog.text
+
+
+def test_damaged_local_weights_are_replaced(tmp_path):
+    store = WeightStore(str(tmp_path / "store"))
+    with WeightsPublisher(store, tmp_path / "mirror") as publisher:
+        publish_all(publisher, tmp_path / "new", 1)
+        follow_once(store, tmp_path / "into")
+        damage(tmp_path / "into" / "current" / "model.safetensors")
+        tensors = changed(some_tensors(), 1)
+        publisher.publish(write_checkpoint(tmp_path / "new", tensors), 2)
+
+    assert same_bits(follow_once(store, tmp_path / "into"), tensors)
+
+
+def test_interrupted_download_is_continued(tmp_path, monkeypatch):
+    monkeypatch.setattr("example_trainer.weights.local._PART_BYTES", 1000)
+    store = WeightStore(str(tmp_path / "store"))
+    with WeightsPublisher(store, tmp_path / "mirror") as publisher:
+        publish_all(publisher, tmp_path / "new", 1)
+    parts = []
+
+    class Failing(WeightStore):
+        def read_part(self, name, start, stop):
+            parts.append(start)
+            if len(parts) == 3:
+                raise StoreError("the line is down")
+            return super().read_part(name, start, stop)
+
+    failing = Failing(str(tmp_path / "store"))
+    with opened(tmp_path / "into") as local:
+        with pytest.raises(StoreError):
+            fetch_head(failing, store.manifest(), local)
+        fetch_head(failing, store.manifest(), local)
+
+        assert parts[:4] == [0, 1000, 2000, 2000]
+        assert same_bits(load_file(local.current / "model.safetensors"), some_tensors())
+
+
+def test_verify_finds_what_is_damaged(tmp_path):
+    store = WeightStore(str(tmp_path / "store"))
+    with WeightsPublisher(store, tmp_path / "mirror") as publisher:
+        publish_all(publisher, tmp_path / "new", 3)
+    (tmp_path / "scratch").mkdir()
+    manifest = store.manifest()
+
+    intact = verify_store(store, manifest, tmp_path / "scratch")
+    damage(tmp_path / "store" / manifest.versions[1].delta.name)
+    problems = verify_store(store, manifest, tmp_path / "scratch")
+
+    assert intact == []
+    assert len(problems) == 3  # the file, and the two versions after it
+    assert "is damaged" in problems[0]
+
+
+def test_secrets_of_urls_are_not_shown(caplog, tmp_path):
+    caplog.set_level(logging.DEBUG)
+    store = WeightStore("http://user:hunter2@127.0.0.1:9/run")  # pragma: allowlist secret
+
+    with pytest.raises(StoreError) as failed:
+        store.manifest()
+
+    assert "hunter2" not in str(failed.value) + store.shown_url + caplog.text
+    assert failed.value.__cause__ is None
+
+
+def test_http_url_with_a_query_is_refused_without_showing_it():
+    with pytest.raises(ConfigError, match="without a query") as refused:
+        WeightStore("http://host/run?token=hunter2")  # pragma: allowlist secret
+
+    assert "hunter2" not in str(refused.value)
+
+
+def test_unknown_protocol_is_one_line(tmp_path):
+    with pytest.raises(ConfigError, match=r"nosuch://x cannot be opened: .*expected a folder"):
+        WeightStore("nosuch://x")
