@@ -2,14 +2,17 @@ r"""Batches: turn the groups of one optimizer step into microbatches and counts.
 
     groups [N] --rows--> rows [L] --shift_row--> [L-1] --pad---> (B, T)    one sequence per row
                                                      \--pack--> (1, T)    all in one row
+                                                      \-tree--> (1, M)    equal prefixes once
 
 The causal shift happens in `shift_row` and nowhere else: position t of every tensor belongs to
 the prediction of token t+1 from tokens 0..t. Right padding needs no attention mask, because causal
 attention never reads later positions; `packed_attention` separates packed sequences. Microbatches
-have about the same number of tokens, and each rank gets the same number of forward passes.
+have about the same number of tokens, and each rank gets the same number of forward passes. A
+packed microbatch may have a `PrefixTree`: the model then computes the tree's row, and every other
+tensor remains packed.
 
 Shape suffixes: S sequences of one microbatch, B its rows, T their length: B = S padded, B = 1
-packed.
+packed; M tokens of a tree.
 """
 
 from __future__ import annotations
@@ -27,6 +30,12 @@ import torch
 from atroposlib.errors import ConfigError, GroupError
 from atroposlib.scored_data import IGNORE_INDEX, MASKED_LOGPROB
 from example_trainer.loss import PADDED_TEACHER_ID, PADDED_TEACHER_LOGPROB, BatchTotals
+from example_trainer.prefix_tree import (
+    PrefixTree,
+    build_prefix_tree,
+    in_tree_order,
+    num_tree_tokens,
+)
 from example_trainer.rows import Row, RowRules, rows_from_group, unknown_fields
 
 PAD_MULTIPLE = 64
@@ -61,6 +70,13 @@ class Microbatch:
     """(B, T) int64 position within the sequence; None: the column."""
     sequence_lengths: tuple[int, ...] | None = None
     """[S] lengths of the non-empty sequences, in order; None: one sequence per row."""
+    tree: PrefixTree | None = None
+    """The same sequences with equal prefixes computed once; None: nothing is shared."""
+
+    @property
+    def num_cells(self) -> int:
+        """Tokens that the model computes, with padding."""
+        return self.tokens_BT.numel() if self.tree is None else self.tree.num_tokens
 
     @property
     def temperatures_BT(self) -> torch.Tensor:
@@ -79,7 +95,7 @@ class Microbatch:
         moved = {
             name: value.to(device)
             for name, value in vars(self).items()
-            if isinstance(value, torch.Tensor)
+            if isinstance(value, (torch.Tensor, PrefixTree))
         }
         return replace(self, **moved)
 
@@ -116,8 +132,8 @@ def make_microbatch(
     return _tensors([[shift_row(row)] for row in rows], width)
 
 
-def make_packed_microbatch(rows: Sequence[Row]) -> Microbatch:
-    """Shift at least one row and concatenate all into one row."""
+def make_packed_microbatch(rows: Sequence[Row], *, shares_prefixes: bool = False) -> Microbatch:
+    """Shift at least one row and concatenate all into one row, as a tree with `shares_prefixes`."""
     shifted = [shift_row(row) for row in rows]
     lengths = [len(row.tokens) for row in shifted]
     if not any(lengths):
@@ -129,6 +145,7 @@ def make_packed_microbatch(rows: Sequence[Row]) -> Microbatch:
         sequence_ids_BT=torch.tensor([sequence_ids]),
         position_ids_BT=torch.tensor([positions]),
         sequence_lengths=tuple(length for length in lengths if length),
+        tree=build_prefix_tree([row.tokens for row in shifted]) if shares_prefixes else None,
     )
 
 
@@ -267,14 +284,24 @@ class BatchSummary:
     num_rows_of_partial_sampling: int
     """Rows sampled from a part of the vocabulary, by top-p, top-k or min-p."""
     num_input_tokens: int
-    """Tokens fed to the model, without padding."""
+    """Tokens of the sequences without the last one of each, and without padding."""
+    num_computed_tokens: int
+    """Those that the model computes: shared prefixes once."""
     padding_fraction: float
+    """Padding among the computed tokens."""
     unknown_fields: frozenset[str] = frozenset()
     """Fields of groups that the trainer does not read."""
     bad_groups: Mapping[int, str] = field(default_factory=dict)
     """Reason for each group that was left out, by its index in the delivered batch."""
     num_refused_before: int = 0
     """Groups of the batches rejected as a whole since the previous step."""
+
+    @property
+    def shared_prefix_fraction(self) -> float:
+        """Share of the input tokens that is not computed, since another sequence begins alike."""
+        if not self.num_input_tokens:
+            return 0.0
+        return 1.0 - self.num_computed_tokens / self.num_input_tokens
 
 
 @dataclass(frozen=True)
@@ -299,6 +326,7 @@ def build_batch(
     max_tokens: int | None = None,
     num_ranks: int = 1,
     skips_bad_groups: bool = False,
+    min_shared_fraction: float | None = None,
 ) -> Batch:
     """Build the tensors of one optimizer step.
 
@@ -316,6 +344,9 @@ def build_batch(
         num_ranks: Ranks that share the passes; with `max_tokens` each gets at least one.
         skips_bad_groups: Whether to leave out untrainable groups and name the reasons in the
             summary.
+        min_shared_fraction: Compute equal prefixes once if this share of the batch's tokens can be
+            left out for it; limits then count each of these tokens once. Only with `packs`; None:
+            compute every sequence.
 
     Raises:
         GroupError: a group, or with `skips_bad_groups` every group, is malformed or unsupported;
@@ -333,7 +364,11 @@ def build_batch(
             if not skips_bad_groups or len(bad_groups) == len(delivered):
                 raise
     rows = [row for members in rows_by_group for row in members]
-    if packs:
+    if packs and _is_worth_sharing(rows_by_group, min_shared_fraction):
+        microbatches = _tree_microbatches(
+            rows_by_group, microbatch_size, max_tokens=max_tokens, num_ranks=num_ranks
+        )
+    elif packs:
         bins = plan_microbatches(
             [max(0, len(row.tokens) - 1) for row in rows],
             num_microbatches=1 if max_tokens else -(-len(rows) // microbatch_size),
@@ -356,6 +391,62 @@ def build_batch(
         totals=_count(rows),
         summary=replace(_summarize(groups, rows_by_group, microbatches), bad_groups=bad_groups),
     )
+
+
+def _is_worth_sharing(
+    rows_by_group: Sequence[Sequence[Row]], min_shared_fraction: float | None
+) -> bool:
+    if min_shared_fraction is None:
+        return False
+    inputs = [[row.tokens[:-1] for row in members] for members in rows_by_group]
+    num_inputs = sum(len(tokens) for members in inputs for tokens in members)
+    saved = num_inputs - sum(num_tree_tokens(members) for members in inputs)
+    return saved > 0 and saved >= min_shared_fraction * num_inputs
+
+
+def _tree_microbatches(
+    rows_by_group: Sequence[Sequence[Row]],
+    microbatch_size: int,
+    *,
+    max_tokens: int | None,
+    num_ranks: int,
+) -> list[Microbatch]:
+    """Build packed microbatches with trees; members of a group stay together within the limit.
+
+    Without `max_tokens`, the limit is that of `microbatch_size` sequences of the longest length.
+    """
+    longest = max(len(row.tokens) for members in rows_by_group for row in members)
+    limit = max_tokens or microbatch_size * max(1, longest - 1)
+    totals = [num_tree_tokens([row.tokens[:-1] for row in members]) for members in rows_by_group]
+    multiple_of = num_ranks if max_tokens else 1
+    part_limit = min(limit, max(1, -(-sum(totals) // multiple_of)))
+    parts = [part for members in rows_by_group for part in _split_rows(members, part_limit)]
+    costs = [num_tree_tokens([row.tokens[:-1] for row in part]) for part in parts]
+    count = 1
+    while True:
+        bins = plan_microbatches(
+            costs, num_microbatches=count, max_tokens=limit, multiple_of=multiple_of
+        )
+        microbatches = [
+            make_packed_microbatch([row for i in indices for row in parts[i]], shares_prefixes=True)
+            for indices in bins
+        ]
+        # Where groups branch close to each other, a common tree may be larger than several.
+        if len(bins) == len(parts) or all(mb.num_cells <= limit for mb in microbatches):
+            return microbatches
+        count = len(bins) + 1
+
+
+def _split_rows(rows: Sequence[Row], max_tokens: int) -> list[list[Row]]:
+    """Cut the rows of a group into as few parts as keep to a limit of tree tokens."""
+    inputs = [row.tokens[:-1] for row in rows]
+    order = in_tree_order(inputs)
+    for count in range(1, len(rows) + 1):
+        ends = [len(rows) * number // count for number in range(count + 1)]
+        parts = [order[start:end] for start, end in itertools.pairwise(ends)]
+        if all(num_tree_tokens([inputs[i] for i in part]) <= max_tokens for part in parts):
+            break
+    return [[rows[i] for i in sorted(part)] for part in parts]
 
 
 def _padded_ends(
@@ -409,7 +500,8 @@ def _summarize(
     scores = [float(score) for group in groups for score in group["scores"]]
     rows = [row for members in rows_by_group for row in members]
     num_inputs = sum(max(0, len(row.tokens) - 1) for row in rows)
-    num_cells = sum(mb.tokens_BT.numel() for mb in microbatches)
+    num_computed = sum(mb.num_cells for mb in microbatches)
+    num_padded = sum(mb.tokens_BT.numel() for mb in microbatches) - num_inputs
     advantages = [a for row in rows if not row.is_sft for a in _trained_advantages(row)]
     return BatchSummary(
         score_mean=statistics.fmean(scores) if scores else 0.0,
@@ -424,7 +516,8 @@ def _summarize(
         num_rows_without_logprobs=sum(row.inference_logprobs is None for row in rows),
         num_rows_of_partial_sampling=sum(row.is_partially_sampled for row in rows),
         num_input_tokens=num_inputs,
-        padding_fraction=1.0 - num_inputs / num_cells if num_cells else 0.0,
+        num_computed_tokens=num_computed - num_padded,
+        padding_fraction=num_padded / num_computed if num_computed else 0.0,
         unknown_fields=frozenset(name for group in groups for name in unknown_fields(group)),
     )
 
@@ -456,16 +549,12 @@ def split_batch(batch: Batch, world_size: int) -> list[Batch]:
         return [batch]
     most = -(-len(batch.microbatches) // world_size)
     shares: list[list[Microbatch]] = [[] for _ in range(world_size)]
-    for microbatch in sorted(batch.microbatches, key=_num_cells, reverse=True):
+    for microbatch in sorted(batch.microbatches, key=lambda mb: mb.num_cells, reverse=True):
         with_room = [share for share in shares if len(share) < most]
-        min(with_room, key=lambda share: sum(map(_num_cells, share))).append(microbatch)
+        min(with_room, key=lambda share: sum(mb.num_cells for mb in share)).append(microbatch)
     for share in shares:
         share.extend(_empty_microbatch() for _ in range(most - len(share)))
     return [replace(batch, microbatches=share) for share in shares]
-
-
-def _num_cells(microbatch: Microbatch) -> int:
-    return int(microbatch.tokens_BT.numel())
 
 
 def _empty_microbatch() -> Microbatch:

@@ -238,11 +238,18 @@ class TrainingFields(BaseModel):
         "about the same number of tokens each. auto: if a trial on the model shows that packed "
         "sequences do not attend to each other; on: fail if they do.",
     )
+    shared_prefixes: Literal["auto", "on", "off"] = Field(
+        default="auto",
+        description="Whether packed sequences that begin alike, such as the completions of a "
+        "prompt, compute these tokens once. auto: if a trial on the model gives the logprobs and "
+        "gradients of single sequences, for batches in which that leaves out 5 % of the tokens; "
+        "on: fail if it does not, for every batch.",
+    )
     microbatch_tokens: int | None = Field(
         default=None,
         ge=1,
-        description="Maximum tokens of a forward pass, with padding, unless one sequence is "
-        "longer. It alone determines the number of passes; a step still has batch_size x "
+        description="Maximum tokens of a forward pass, with padding and with shared prefixes "
+        "counted once, unless one sequence is longer. It alone determines the number of passes; a step still has batch_size x "
         "gradient_accumulation_steps sequences. none: batch_size sequences per pass.",
     )
     logprob_chunk_tokens: int | None = Field(
@@ -506,6 +513,8 @@ class TrainingConfig(
             raise ValueError("engine_urls needs weight_bridge_mode=in_place")
         if self.engine == "sglang" and self.weight_bridge_mode not in ("auto", "in_place", "off"):
             raise ValueError("engine=sglang needs weight_bridge_mode=in_place")
+        if self.shared_prefixes == "on" and self.packing == "off":
+            raise ValueError("shared_prefixes=on needs packed sequences: use packing=auto or on")
         if self.min_lr > self.lr:
             raise ValueError(f"min_lr={self.min_lr:g} must not be above lr={self.lr:g}")
         if self.is_sharded and self.optimizer == "adafactor":

@@ -218,6 +218,7 @@ def batch_metrics(summary: BatchSummary) -> dict[str, float]:
         "train/rows_without_logprobs": summary.num_rows_without_logprobs,
         "train/cut_sampling_rows": summary.num_rows_of_partial_sampling,
         "train/padding_fraction": summary.padding_fraction,
+        "train/shared_prefix_fraction": summary.shared_prefix_fraction,
     }
 
 

@@ -162,7 +162,7 @@ def load_model_and_tokenizer(
     except (OSError, ValueError, KeyError) as error:
         raise unloadable(name, error, part="the tokenizer of model") from error
     try:
-        model = _load(name, dtype=getattr(torch, config.loaded_dtype), device=config.device)
+        model = _load(name, config, dtype=getattr(torch, config.loaded_dtype))
     except (OSError, ValueError, KeyError) as error:  # KeyError: an unknown architecture
         raise unloadable(name, error) from error
     _move_to_device(model, config)
@@ -191,17 +191,20 @@ def load_frozen_model(name: str, config: TrainingConfig) -> Any:
 
     on_gpu = config.device.startswith("cuda")
     try:
-        model = _load(name, dtype=torch.bfloat16 if on_gpu else torch.float32, device=config.device)
+        model = _load(name, config, dtype=torch.bfloat16 if on_gpu else torch.float32)
     except OSError as error:
         raise ConfigError(f"reference_model {name!r} cannot be loaded: {error}") from error
     _move_to_device(model, config)
     return model.requires_grad_(False).eval()
 
 
-def _load(name: str, *, dtype: Any, device: str) -> Any:
+def _load(name: str, config: TrainingConfig, *, dtype: Any) -> Any:
     from transformers import AutoModelForCausalLM
 
-    kinds = attention_kinds(_obstacle_to_flash_attention(device))
+    obstacle = _obstacle_to_flash_attention(config.device)
+    if config.shared_prefixes == "on":
+        obstacle = "flash-attn has no attention over trees"
+    kinds = attention_kinds(obstacle)
     for kind in kinds[:-1]:
         try:
             return AutoModelForCausalLM.from_pretrained(name, dtype=dtype, attn_implementation=kind)
@@ -283,7 +286,7 @@ def attention_note(model: Any, device: str) -> str:
     if used.startswith("flash_attention"):
         return str(used)
     name = "sdpa for each sequence" if used == PACKED_ATTENTION else used
-    reason = _obstacle_to_flash_attention(device) or "not supported by the model"
+    reason = _obstacle_to_flash_attention(device) or "not supported by the model or --shared-prefixes on"
     return f"{name} ({reason})"
 
 

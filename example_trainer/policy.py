@@ -2,6 +2,8 @@
 
 Some architectures cannot be packed or scored by chunks: recurrent layers carry state across packed
 sequences, heads scale or cap their logits. `probe` therefore tests the model on a few tokens.
+`obstacle_to_sharing` compares logprobs and gradients of a small prefix tree with those of its
+packed sequences, on the device and with the types of the run.
 
     --reference-model NAME_OR_PATH    a separate model, loaded in addition to the trained one
     a LoRA mode                       the trained model with its adapters disabled
@@ -14,14 +16,16 @@ from __future__ import annotations
 
 import contextlib
 import logging
-from dataclasses import dataclass
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 import torch
 
 from atroposlib.errors import ConfigError
 from atroposlib.scored_data import IGNORE_INDEX, MASKED_LOGPROB
-from example_trainer.batch import Batch, Microbatch, padded_length
+from example_trainer.batch import Batch, Microbatch, make_packed_microbatch, padded_length
 from example_trainer.config import TrainingConfig
 from example_trainer.memory_plan import ModelSizes, StepSetup, advice, plan_memory
 from example_trainer.model import (
@@ -32,6 +36,8 @@ from example_trainer.model import (
     without_adapters,
 )
 from example_trainer.parallel import ONE_PROCESS, Parallel
+from example_trainer.prefix_tree import build_prefix_tree
+from example_trainer.rows import Row
 from example_trainer.scoring import (
     PolicyScorer,
     auto_chunk_tokens,
@@ -148,6 +154,116 @@ def _tolerance(dtype: torch.dtype) -> float:
     return _TOLERANCE.get(dtype, _HALF_TOLERANCE)
 
 
+MIN_SHARED_FRACTION = 0.05
+"""Share of a batch's tokens that `shared_prefixes=auto` must leave out to use trees."""
+
+_GRADIENT_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}
+_HALF_GRADIENT_TOLERANCE = 0.1
+"""Largest norm of the gradients' difference, relative to the gradient; models in float64 have
+parts in float32. A wrong mask or position exceeds it by far."""
+
+
+def obstacle_to_sharing(scorer: PolicyScorer, *, longest: int) -> str | None:
+    """Return the reason why equal prefixes cannot be computed once, or None.
+
+    Compares the logprobs and gradients of sequences with equal prefixes, computed as a tree and one
+    by one, and changes a branch, which must not affect the others.
+
+    Args:
+        scorer: Wrapper of a model that can be packed; its `shares_prefixes` and gradients are
+            unchanged.
+        longest: Length of the longest sequences that will be trained.
+    """
+    if scorer.model.training and any(
+        isinstance(module, torch.nn.Dropout) and module.p > 0 for module in scorer.model.modules()
+    ):
+        return "it has dropout, which differs between sequences"
+    packed, tree, disturbed = _trial_microbatches(scorer.model, longest)
+
+    def logprobs(microbatch: Microbatch, shares_prefixes: bool) -> torch.Tensor:
+        scorer.shares_prefixes = shares_prefixes
+        return scorer(microbatch).logprobs_BT[0]
+
+    shared_before = scorer.shares_prefixes
+    try:
+        return _difference(scorer.model, logprobs, packed, tree, disturbed)
+    except NotImplementedError as error:
+        return str(error).partition("\n")[0]
+    except _FOREIGN_ERRORS as error:
+        reason = str(error).partition("\n")[0]
+        return f"its forward rejects trees ({type(error).__name__}: {reason})"
+    finally:
+        scorer.shares_prefixes = shared_before
+
+
+def _trial_microbatches(model: Any, longest: int) -> tuple[Microbatch, Microbatch, Microbatch]:
+    """Return branching sequences packed and as a tree, and a tree with another first sequence."""
+    vocabulary = model.config.get_text_config().vocab_size
+    numbers = [number % vocabulary for number in range(1, 32)]
+    prompt, first, second = numbers[:6], numbers[6:11], numbers[11:16]
+    branches = [[*prompt, *first], [*prompt, *second[:2], *first], [*prompt, *second], prompt[:3]]
+    other = [[*prompt, *reversed(first)], *branches[1:]]
+
+    def microbatch(sequences: Sequence[list[int]], *, as_tree: bool) -> Microbatch:
+        rows = [
+            Row(ids, ids, [1.0] * len(ids), inference_logprobs=None, temperature=1.0)
+            for ids in sequences
+        ]
+        packed = make_packed_microbatch(rows).to(model.device)
+        if not as_tree:
+            return packed
+        tree = build_prefix_tree([ids[:-1] for ids in sequences], min_shared=1)
+        return replace(packed, tree=replace(tree, longest=longest).to(model.device))
+
+    return (
+        microbatch(branches, as_tree=False),
+        microbatch(branches, as_tree=True),
+        microbatch(other, as_tree=True),
+    )
+
+
+def _difference(
+    model: Any,
+    logprobs: Callable[[Microbatch, bool], torch.Tensor],
+    packed: Microbatch,
+    tree: Microbatch,
+    disturbed: Microbatch,
+) -> str | None:
+    """Return how the logprobs or gradients of a tree differ from those of its sequences."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    with torch.set_grad_enabled(bool(parameters)):
+        expected, found = logprobs(packed, False), logprobs(tree, True)
+    dtype = model.base_model.dtype if not torch.is_autocast_enabled(model.device.type) else None
+    num_first = packed.sequence_lengths[0] if packed.sequence_lengths else 0
+    with torch.no_grad():
+        others = logprobs(disturbed, True)[num_first:]
+        if not torch.allclose(found[num_first:], others, atol=1e-6, rtol=0):
+            return "its layers mix branches of a tree"
+        gap = float((found - expected).abs().max())
+    if not gap <= (_HALF_TOLERANCE if dtype is None else _tolerance(dtype)):
+        return f"logprobs of a tree differ from those of its sequences by {gap:.2g}"
+    if not parameters:
+        return None
+    weights = torch.linspace(-1.0, 1.0, len(expected), device=expected.device).to(expected.dtype)
+    difference = _gradient_norm((weights * (found - expected)).sum(), parameters)
+    with torch.enable_grad():
+        whole = _gradient_norm((weights * logprobs(packed, False)).sum(), parameters)
+    tolerance = _HALF_GRADIENT_TOLERANCE
+    if dtype is not None:
+        tolerance = _GRADIENT_TOLERANCE.get(dtype, tolerance)
+    if not difference <= tolerance * whole:
+        return (
+            f"gradients of a tree differ from those of its sequences by {difference / whole:.2g} "
+            "of their norm"
+        )
+    return None
+
+
+def _gradient_norm(loss: torch.Tensor, parameters: Sequence[torch.Tensor]) -> float:
+    gradients = torch.autograd.grad(loss, parameters, allow_unused=True)
+    return math.hypot(*(float(g.float().norm()) for g in gradients if g is not None))
+
+
 class PreparedPolicy(NamedTuple):
     """A model prepared for the training loop."""
 
@@ -157,6 +273,8 @@ class PreparedPolicy(NamedTuple):
     """Whether several sequences may share a row."""
     layout: str = ""
     """Layout of sequences and the reason for it, for the log."""
+    min_shared_fraction: float | None = None
+    """Share of a batch's tokens from which equal prefixes are computed once; None: never."""
 
 
 def prepare_policy(
@@ -165,7 +283,7 @@ def prepare_policy(
     """Test, wrap and shard the model, in place, before the optimizer is created.
 
     Raises:
-        ConfigError: `packing` is `on` and not supported by the model.
+        ConfigError: `packing` or `shared_prefixes` is `on` and not supported by the model.
     """
     can = probe(model, packing=config.packing, autocast=autocast(config))
     scorer = PolicyScorer(
@@ -174,8 +292,33 @@ def prepare_policy(
         whole_logits=can.whole_logits,
         chunk_tokens=config.logprob_chunk_tokens,
     )
+    scorer.shares_prefixes = _shares_prefixes(scorer, can, config)
     parallel.shard(scorer)
-    return PreparedPolicy(scorer, can.packs, _layout(can, config))
+    min_shared_fraction = None
+    if scorer.shares_prefixes:
+        min_shared_fraction = 0.0 if config.shared_prefixes == "on" else MIN_SHARED_FRACTION
+    layout = _layout(can, config, shares_prefixes=scorer.shares_prefixes)
+    return PreparedPolicy(scorer, can.packs, layout, min_shared_fraction)
+
+
+def _shares_prefixes(scorer: PolicyScorer, can: Capabilities, config: TrainingConfig) -> bool:
+    """Return whether equal prefixes are computed once; log or raise the reason if not."""
+    if config.shared_prefixes == "off" or config.packing == "off":
+        return False
+    obstacle = None if can.packs else f"sequences cannot be packed: {can.obstacle}"
+    if can.packs and can.whole_logits:
+        obstacle = "its head is not a linear layer"
+    if obstacle is None:
+        with autocast(config):
+            obstacle = obstacle_to_sharing(scorer, longest=config.seq_len)
+    if obstacle is None:
+        return True
+    if config.shared_prefixes == "on":
+        raise ConfigError(
+            f"shared_prefixes=on: {obstacle}; train this model with --shared-prefixes off"
+        )
+    logger.warning("equal prefixes are computed for each sequence: %s", obstacle)
+    return False
 
 
 def setup_line(model: Any, config: TrainingConfig, policy: PreparedPolicy) -> str:
@@ -195,8 +338,10 @@ def setup_line(model: Any, config: TrainingConfig, policy: PreparedPolicy) -> st
     )
 
 
-def _layout(can: Capabilities, config: TrainingConfig) -> str:
+def _layout(can: Capabilities, config: TrainingConfig, *, shares_prefixes: bool) -> str:
     layout = "sequences packed"
+    if shares_prefixes:
+        layout += ", equal prefixes computed once"
     if config.packing == "off":
         layout = "sequences padded (--packing off)"
     elif can.obstacle is not None:
@@ -235,13 +380,18 @@ def log_step_plan(
 
 def shape_lines(batch: Batch, sizes: ModelSizes, setup: StepSetup) -> list[str]:
     """Return lines with the shapes of the inputs, hidden states and logits of a batch."""
-    shapes = [tuple(mb.tokens_BT.shape) for mb in batch.microbatches]
+    shapes = [
+        tuple(mb.tokens_BT.shape) if mb.tree is None else (1, mb.num_cells)
+        for mb in batch.microbatches
+    ]
     largest = max(shapes, key=lambda shape: shape[0] * shape[1])
     trained = max(int((mb.labels_BT >= 0).sum()) for mb in batch.microbatches)
     chunk = min(setup.chunk_tokens, max(1, trained))
+    num_inputs, num_computed = batch.summary.num_input_tokens, batch.summary.num_computed_tokens
     return [
         f"first batch: {len(shapes)} forward passes, largest tokens (B, T) = {largest}; padding "
         f"{batch.summary.padding_fraction:.1%}",
+        f"equal prefixes computed once: {num_computed} of {num_inputs} tokens remain",
         f"hidden states (B, T, D) = {(*largest, sizes.hidden)}, logits by chunks (N, V) = "
         f"{(chunk, sizes.vocabulary)}, trained tokens of a pass up to {trained}",
     ]

@@ -1,6 +1,7 @@
 """The policy's logprobs and entropy of a microbatch, and attention in packed rows.
 
     tokens --backbone--> hidden states --trained positions only, by chunks--> logprobs, entropy
+    tree --backbone--> hidden states of its tokens --those of each sequence--> as above
 
 The logits of all tokens are never stored: each chunk is projected, reduced and discarded, and
 projected again in the backward pass. Exact up to rounding.
@@ -26,6 +27,8 @@ from atroposlib.errors import GroupError
 from atroposlib.scored_data import IGNORE_INDEX, MASKED_LOGPROB
 from example_trainer.batch import Microbatch
 from example_trainer.loss import TeacherTokens
+from example_trainer.prefix_tree import PrefixTree
+from example_trainer.tree_attention import tree_arguments, tree_attention
 
 PACKED_ATTENTION = "atropos_packed"
 """Name under which transformers finds `packed_attention`."""
@@ -66,6 +69,8 @@ def packed_attention(
     scaling: float | None = None,
     sliding_window: int | None = None,
     sequence_lengths: tuple[int, ...] | None = None,
+    prefix_tree: PrefixTree | None = None,
+    prefix_mask: Any = None,
     **others: Any,
 ) -> tuple[torch.Tensor, None]:
     """Causal attention within each sequence, with the signature that transformers expects.
@@ -80,6 +85,8 @@ def packed_attention(
         scaling: Factor of the scores; None: 1 / sqrt(D).
         sliding_window: Number of tokens that a query attends to, with itself; None: all.
         sequence_lengths: Lengths of the sequences of a single row; None: one sequence per row.
+        prefix_tree: Tree of a single row, instead of sequences.
+        prefix_mask: See `tree_attention`.
         **others: Further arguments of transformers.
 
     Returns:
@@ -91,6 +98,18 @@ def packed_attention(
     unsupported = [name for name in _UNSUPPORTED if others.get(name) is not None]
     if unsupported:
         raise NotImplementedError(f"packed attention has no {', '.join(unsupported)}")
+    if prefix_tree is not None:
+        out = tree_attention(
+            query,
+            key,
+            value,
+            prefix_tree,
+            prefix_mask,
+            dropout=dropout,
+            scaling=scaling,
+            sliding_window=sliding_window,
+        )
+        return out.contiguous(), None
     groups = query.shape[1] // key.shape[1]
     if groups > 1:
         key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
@@ -345,6 +364,8 @@ class PolicyScorer(torch.nn.Module):  # type: ignore[misc]  # torch has no types
         model: A transformers causal language model.
         distill_temperature: Divisor of the logits that are compared with a teacher's.
         whole_logits: Whether to compute all logits at once, for models whose head is not linear.
+        shares_prefixes: Whether to compute the tree of a microbatch, if it has one, instead of its
+            packed sequences.
         chunk_tokens: Tokens projected at a time; None: `auto_chunk_tokens`.
     """
 
@@ -354,21 +375,22 @@ class PolicyScorer(torch.nn.Module):  # type: ignore[misc]  # torch has no types
         *,
         distill_temperature: float = 1.0,
         whole_logits: bool = False,
+        shares_prefixes: bool = False,
         chunk_tokens: int | None = None,
     ) -> None:
         super().__init__()
         self.model = model
         self._distill_temperature = distill_temperature
         self._whole_logits = whole_logits
+        self.shares_prefixes = shares_prefixes
         self._chunk_tokens = chunk_tokens
 
     def forward(self, microbatch: Microbatch) -> TokenScores:
         """Score a microbatch; raises `GroupError` if a teacher's id is outside the vocabulary."""
         if self._whole_logits:
             return self._from_logits(microbatch)
-        hidden_BTD = self.model.base_model(**packed_inputs(microbatch)).last_hidden_state
         mask_BT = microbatch.labels_BT != IGNORE_INDEX
-        hidden_ND = hidden_BTD[mask_BT]
+        hidden_ND = self._hidden_ND(microbatch, mask_BT)
         head = self.model.get_output_embeddings()
         found = linear_logprobs(
             hidden_ND,
@@ -386,6 +408,17 @@ class PolicyScorer(torch.nn.Module):  # type: ignore[misc]  # torch has no types
             self._teacher(microbatch, hidden_ND, head, mask_BT),
             None if found.untempered_N is None else _spread(found.untempered_N, mask_BT),
         )
+
+    def _hidden_ND(self, microbatch: Microbatch, mask_BT: torch.Tensor) -> torch.Tensor:
+        """Return the (N, D) hidden states of the positions in the mask."""
+        tree = microbatch.tree
+        if tree is None or not self.shares_prefixes:
+            found = self.model.base_model(**packed_inputs(microbatch))
+            hidden_ND: torch.Tensor = found.last_hidden_state[mask_BT]
+            return hidden_ND
+        found = self.model.base_model(**tree_arguments(tree))
+        hidden_ND = found.last_hidden_state[0].index_select(0, tree.nodes_T[mask_BT[0]])
+        return hidden_ND
 
     def _teacher(
         self, microbatch: Microbatch, hidden_ND: torch.Tensor, head: Any, mask_BT: torch.Tensor

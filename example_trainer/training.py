@@ -420,11 +420,15 @@ class ModelShape(NamedTuple):
         width = getattr(config, "head_dim", None) or config.hidden_size // heads
         return cls(body, head.weight.numel(), layers, heads * width)
 
-    def step_flops(self, lengths: Iterable[int], *, num_trained_tokens: float) -> float:
+    def step_flops(
+        self, lengths: Iterable[int], *, num_trained_tokens: float, computed_fraction: float = 1.0
+    ) -> float:
         """Return the FLOPs of forward and backward passes, without recomputation.
 
         Forward: 2 per parameter and token, plus `2 L^2` times the width of causal attention per
-        layer. Backward: twice that. The output layer is applied to trained tokens only.
+        layer. Backward: twice that. The output layer is applied to trained tokens only. Shared
+        prefixes reduce the tokens to `computed_fraction`; those of the attention, of which they
+        save less, are reduced alike.
 
         Source: Kaplan et al. 2020, arXiv:2001.08361.
         """
@@ -432,7 +436,7 @@ class ModelShape(NamedTuple):
         body = 6.0 * self.num_body_parameters * sum(counts)
         head = 6.0 * self.num_head_parameters * num_trained_tokens
         attention = 6.0 * self.num_layers * self.attention_width * sum(n * n for n in counts)
-        return body + head + attention
+        return computed_fraction * (body + attention) + head
 
 
 class StepObserver:
@@ -481,7 +485,9 @@ class StepObserver:
         seconds = metrics["train/compute_time"]
         if self._peak_flops is not None and self._shape is not None and seconds > 0:
             flops = self._shape.step_flops(
-                self._lengths, num_trained_tokens=metrics["train/trained_tokens"]
+                self._lengths,
+                num_trained_tokens=metrics["train/trained_tokens"],
+                computed_fraction=1.0 - metrics["train/shared_prefix_fraction"],
             )
             found["train/mfu"] = flops / seconds / self._peak_flops
         return found
@@ -672,6 +678,8 @@ class Trainer:
         )
         policy = policy or prepare_policy(model, config)
         self._scorer, self._packs = policy.scorer, policy.packs
+        self._min_shared_fraction = policy.min_shared_fraction
+        self._num_input_tokens = self._num_computed_tokens = 0
         self._is_planned = False
         self._has_trained = False
         self._has_raw_logprobs = not processed_logprobs
@@ -690,6 +698,12 @@ class Trainer:
             self._run_step()
         self._observer.note("saving the model")
         final = self._publisher.finish(self.steps_done)
+        if self._min_shared_fraction is not None:
+            logger.info(
+                "equal prefixes computed once: %d of %d tokens of this run remained",
+                self._num_computed_tokens,
+                self._num_input_tokens,
+            )
         logger.info("final model: %s", final)
         return final
 
@@ -726,6 +740,8 @@ class Trainer:
             self._report(batch, metrics)
 
     def _report(self, batch: Batch, metrics: dict[str, float]) -> None:
+        self._num_input_tokens += batch.summary.num_input_tokens
+        self._num_computed_tokens += batch.summary.num_computed_tokens
         self._run_log.log(metrics, step=self.steps_done)
         self._observer.show(self.steps_done, metrics)
         logger.info("%s", step_line(self.steps_done, self.config.training_steps, metrics))
@@ -784,6 +800,7 @@ class Trainer:
             max_tokens=self.config.microbatch_tokens,
             num_ranks=self._parallel.world_size,
             skips_bad_groups=self.config.on_bad_group == "skip",
+            min_shared_fraction=self._min_shared_fraction,
         )
 
     def train_on(self, batch: Batch) -> dict[str, float]:

@@ -353,7 +353,7 @@ def test_probe_under_autocast_packs_a_model_that_takes_bfloat16_only(tmp_path):
     policy = prepare_policy(model, config)
 
     assert policy.packs
-    assert policy.layout == "sequences packed"
+    assert policy.layout == "sequences packed, equal prefixes computed once"
 
 
 def test_setup_is_one_line_with_the_reasons_of_fallbacks(tmp_path):
