@@ -191,16 +191,14 @@ def failures_of(records: Iterable[dict[str, Any]]) -> list[str]:
 
 def show(report: dict[str, Any]) -> None:
     """Print the figures of each part, the goals and the failures."""
-    console = Console(width=140)
-    records = report["records"]
-    for part in dict.fromkeys(record["part"] for record in records):
-        table = Table("case", "figure", "value", "unit", title=f"{part} on {report['device']}")
-        for record in records:
-            if record["part"] == part and "figure" in record:
-                value = record["value"]
-                shown = f"{value:,.4g}" if isinstance(value, float) else str(value)
-                table.add_row(record["case"], record["figure"], shown, record["unit"])
-        console.print(table)
+    console = Console(width=160)
+    for part in dict.fromkeys(record["part"] for record in report["records"]):
+        figures = [r for r in report["records"] if r["part"] == part and "figure" in r]
+        for record in figures:
+            if not record["case"] or isinstance(record["value"], str):
+                line = f"{part}: {record['figure']} {_shown(record)} {record['unit']}"
+                console.print(line.rstrip(), markup=False, highlight=False)
+        console.print(_table_of(part, [r for r in figures if r["case"]]))
     goals = Table("goal", "target", "value", "state", title="goals, on a GPU")
     for goal in report["goals"]:
         sign = "at most" if goal["is_limit"] else "at least"
@@ -210,6 +208,28 @@ def show(report: dict[str, Any]) -> None:
     for failure in report["failures"]:
         console.print(failure, style="red", markup=False)
     console.print(f"{len(report['failures'])} failures")
+
+
+def _table_of(part: str, figures: Sequence[dict[str, Any]]) -> Table | str:
+    """Return a table with one row per case and one column per figure."""
+    numbers = [record for record in figures if not isinstance(record["value"], str)]
+    if not numbers:
+        return ""
+    columns = list(dict.fromkeys((record["figure"], record["unit"]) for record in numbers))
+    table = Table("case", *(f"{name}\n{unit}" for name, unit in columns), title=part)
+    for case in dict.fromkeys(record["case"] for record in numbers):
+        cells = {r["figure"]: _shown(r) for r in numbers if r["case"] == case}
+        table.add_row(case, *(cells.get(name, "") for name, _ in columns))
+    return table
+
+
+def _shown(record: dict[str, Any]) -> str:
+    value = record["value"]
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return str(value)
 
 
 def main() -> None:

@@ -171,7 +171,7 @@ def main() -> None:
     parser.add_argument(
         "--workload", choices=list(CPU_WORKLOADS), help="only this one (default: all)"
     )
-    parser.add_argument("--steps", type=int, default=3, help="timed optimizer steps of a process")
+    parser.add_argument("--steps", type=int, default=2, help="timed optimizer steps of a process")
     parser.add_argument("--repeats", type=int, default=3, help="processes of each contender")
     parser.add_argument(
         "--no-checkpointing", action="store_true", help="train without gradient checkpointing"

@@ -8,7 +8,6 @@ from typing import Any, NamedTuple
 
 import torch
 
-from example_trainer.config import TrainingConfig
 from example_trainer.training import ModelShape, peak_flops_of
 from h200_parts.device import matmul_tflops
 from h200_parts.records import PartTask, Records, run_part
@@ -86,12 +85,7 @@ def part(task: PartTask, records: Records) -> None:
 def _layouts_of(workload: Workload, task: PartTask) -> list[Layout]:
     """Return the contenders of a workload; TRL's gradient is the reference, so it is first."""
     checkpoints = workload.name in _WITH_CHECKPOINTING and not task.is_tiny
-    shares = "shared_prefixes" in TrainingConfig.model_fields
-    return [
-        layout
-        for layout in LAYOUTS
-        if (checkpoints or not layout.checkpointing) and (shares or layout.layout != "shared")
-    ]
+    return [layout for layout in LAYOUTS if checkpoints or not layout.checkpointing]
 
 
 def _tiny(workload: Workload) -> Workload:
@@ -126,9 +120,7 @@ def _record(
     records.figure("step", figures["step_s"], "s", case=case)
     records.figure("forward passes", figures["passes"], "passes", case=case)
     records.figure("peak memory", figures["peak_mib"] / 1024, "GiB", case=case)
-    records.figure(
-        "peak memory above the model", figures["peak_above_model_mib"] / 1024, "GiB", case=case
-    )
+    records.figure("above the model", figures["peak_above_model_mib"] / 1024, "GiB", case=case)
     if flops is None:
         return
     # FLOPs of whole sequences: a tree computes fewer, so that its value may exceed 1.
@@ -144,8 +136,8 @@ def _compare(
 ) -> None:
     gap = gradient_gap(found.gradient, reference)
     tolerance = _TOLERANCE["bfloat16" if task.on_gpu else "float32"]
-    records.figure("first gradient, max difference", gap.max_abs, "", case=case)
-    records.figure("first gradient, relative difference", gap.relative, "of its norm", case=case)
+    records.figure("gradient gap, max", gap.max_abs, "", case=case)
+    records.figure("gradient gap, relative", gap.relative, "of its norm", case=case)
     records.check(
         "first gradient equals TRL's",
         holds=gap.relative <= tolerance,

@@ -16,7 +16,8 @@ from trainer_parts.workload import groups_of
 
 _LAYOUTS: dict[str, dict[str, Any]] = {
     "padded": {"packing": "off"},
-    "packed": {"packing": "on"},
+    "packed": {"packing": "on", "shared_prefixes": "off"},
+    "shared": {"packing": "on", "shared_prefixes": "on"},
     "default": {},
 }
 
@@ -73,6 +74,7 @@ def measure(task: StepTask) -> Measured:
             pad_multiple=config.pad_multiple,
             packs=policy.packs,
             max_tokens=config.microbatch_tokens,
+            min_shared_fraction=policy.min_shared_fraction,
         )
         trainer.train_on(batch)
         log.stop()

@@ -69,12 +69,12 @@ class Workload(NamedTuple):
 CPU_WORKLOADS = {
     workload.name: workload
     for workload in (
-        Workload("plain", 4, prompt_tokens=64, median_tokens=192, spread=0.2, most_tokens=320),
+        Workload("plain", 2, prompt_tokens=64, median_tokens=192, spread=0.2, most_tokens=320),
         Workload(
-            "heavy-tailed", 4, prompt_tokens=32, median_tokens=64, spread=1.0, most_tokens=768
+            "heavy-tailed", 3, prompt_tokens=32, median_tokens=64, spread=1.0, most_tokens=768
         ),
         Workload(
-            "shared prefix", 2, prompt_tokens=768, median_tokens=256, spread=0.2, most_tokens=384
+            "shared prefix", 1, prompt_tokens=768, median_tokens=256, spread=0.2, most_tokens=384
         ),
     )
 }
