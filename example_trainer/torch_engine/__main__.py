@@ -1,0 +1,150 @@
+"""Serve a model with the torch engine; flags that vLLM has are named as there."""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from atroposlib.errors import AtroposError
+from atroposlib.utils.command_parser import (
+    CommandParser,
+    end_command,
+    exit_code_of,
+    integer_between,
+)
+from example_trainer.cli import require_extra
+
+_NAME = "torch engine"
+_BILLION = 10**9
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Serve until interrupted; exit with 2 if settings are invalid, 1 if the engine fails."""
+    args = _parser().parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
+    # A few short lines instead of progress bars, which fill log files.
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    try:
+        with require_extra("trainer"):
+            import torch  # noqa: F401 - reported here if missing
+        _serve(args)
+    except AtroposError as error:
+        end_command(_NAME, error, code=exit_code_of(error))
+
+
+def _serve(args: argparse.Namespace) -> None:
+    import uvicorn
+    from transformers.utils import logging as transformers_logging
+
+    from example_trainer.torch_engine.loading import EngineOptions, is_loopback, load_engine
+    from example_trainer.torch_engine.server import create_app
+
+    transformers_logging.disable_progress_bar()
+    given = dict(vars(args))
+    host, port = given.pop("host"), given.pop("port")
+    allows_remote = given.pop("allow_remote_updates")
+    state = load_engine(EngineOptions(**given))
+    has_updates = allows_remote or is_loopback(host)
+    if not has_updates:
+        logging.getLogger(__name__).info(
+            "no routes for weight updates, since other hosts can reach %s "
+            "(--allow-remote-updates offers them)",
+            host,
+        )
+    try:
+        uvicorn.run(
+            create_app(state, has_update_routes=has_updates),
+            host=host,
+            port=port,
+            access_log=False,
+            log_level="info",
+            timeout_keep_alive=75,
+        )
+    finally:
+        state.engine.close()
+
+
+def _parser() -> CommandParser:
+    parser = CommandParser(
+        prog="python -m example_trainer.torch_engine",
+        description="Serve a model with torch and transformers, by the routes of vLLM.",
+        allow_abbrev=False,
+    )
+    _add_model_flags(parser.add_argument)
+    _add_server_flags(parser.add_argument)
+    return parser
+
+
+def _add_model_flags(add: Any) -> None:
+    add("--model", required=True, help="hub name or folder of the model")
+    add("--served-model-name", help="name in requests (default: that of --model)")
+    add("--device", default="auto", help="auto, cpu, mps, cuda or cuda:1 (default auto)")
+    add(
+        "--dtype",
+        choices=["auto", "float32", "bfloat16", "float16"],
+        default="auto",
+        help="element type; auto: that of the model, float32 on a CPU",
+    )
+    add("--max-model-len", type=_count, help="context in tokens (default: that of the model)")
+    add("--max-num-seqs", type=_count, default=256, help="sequences at a time (default 256)")
+    add(
+        "--max-num-batched-tokens",
+        type=_count,
+        default=8192,
+        help="prompt tokens that start in one step, unless one prompt is longer (default 8192)",
+    )
+    add(
+        "--gpu-memory-utilization",
+        type=_share,
+        default=0.85,
+        help="share of the GPU's memory for weights and caches (default 0.85)",
+    )
+    add(
+        "--kv-cache-memory-bytes",
+        type=integer_between(1, _BILLION**2),
+        help="memory of the caches (default: on a CPU a quarter of the free memory, at most 4 GiB)",
+    )
+    add("--seed", type=integer_between(0, 2**63 - 1), default=0, help="seed (default 0)")
+
+
+def _add_server_flags(add: Any) -> None:
+    add("--host", default="127.0.0.1", help="address to bind (default 127.0.0.1)")
+    add("--port", type=integer_between(1, 65535), default=8000, help="port (default 8000)")
+    add(
+        "--logprobs-mode",
+        choices=["raw_logprobs", "processed_logprobs"],
+        default="raw_logprobs",
+        help="raw: of the model; processed: after temperature and filters (default raw)",
+    )
+    add(
+        "--max-logprobs",
+        type=integer_between(0, 10_000),
+        default=20,
+        help="maximum of most likely tokens in a request (default 20)",
+    )
+    add("--weight-version", help="version of the weights until the first update")
+    add(
+        "--allow-remote-updates",
+        action="store_true",
+        help="offer the routes for weight updates, which load files, to other hosts as well",
+    )
+
+
+_count = integer_between(1, _BILLION)
+
+
+def _share(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"expected a number above 0 and at most 1, got {text!r}")
+    return value
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,267 @@
+"""Key-value caches of the running sequences, and the attention over them.
+
+transformers calls `slot_attention` in place of its own attention functions. A forward pass has one
+row of `N` packed tokens without padding:
+
+    [ one new token of each running sequence | all tokens of each new sequence ... ]
+
+Shapes: `S` slots of the cache, `T` its length, `H` query heads, `J` key-value heads, `D` the size
+of a head.
+
+The attention of transformers' own continuous batching is not used: on a CPU, and on a GPU without
+flash-attention, it compares every token with the caches of all sequences and masks the others, so
+that 128 short sequences take about 128 times the attention they need.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+
+from atroposlib.errors import ConfigError
+
+ATTENTION_NAME = "atropos_slots"
+_NEEDED_TRANSFORMERS = "4.56"
+_LENGTH_STEP = 64
+_SLOTS_STEP = 8
+
+
+class NewTokens(NamedTuple):
+    """The tokens of one sequence that starts in a forward pass."""
+
+    slot: int
+    first: int
+    """Position of its first token in the row of packed tokens."""
+    length: int
+
+
+@dataclass
+class PackedTokens:
+    """The tokens of one forward pass."""
+
+    tokens: list[int] = field(default_factory=list)
+    """[N]"""
+    positions: list[int] = field(default_factory=list)
+    """[N] position of each token in its sequence."""
+    slots: list[int] = field(default_factory=list)
+    """[N]"""
+    num_running: int = 0
+    """Running sequences, in the slots 0, 1, ..., whose tokens come first."""
+    starts: list[NewTokens] = field(default_factory=list)
+
+    def add_running(self, token: int, position: int) -> None:
+        """Add the last token of the sequence in the next slot."""
+        self.tokens.append(token)
+        self.positions.append(position)
+        self.slots.append(self.num_running)
+        self.num_running += 1
+
+    def add_start(self, slot: int, tokens: Sequence[int]) -> None:
+        self.starts.append(NewTokens(slot, len(self.tokens), len(tokens)))
+        self.tokens.extend(tokens)
+        self.positions.extend(range(len(tokens)))
+        self.slots.extend([slot] * len(tokens))
+
+
+class SlotCache:
+    """Keys and values of one sequence per slot; grows as needed and is released if empty.
+
+    A sequence moves to another slot when one before it ends, so that the slots of the running
+    sequences are the first ones and no attention reads unused slots.
+    """
+
+    def __init__(self, *, device: torch.device, dtype: torch.dtype) -> None:
+        self._device = device
+        self._dtype = dtype
+        self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        """Keys and values of each layer, (S, T, J, D)."""
+        self.num_slots = 0
+        self.length = 0
+
+    def padded_size(self, num_slots: int, length: int) -> int:
+        """Return the tokens for which `reserve` with these arguments allocates memory."""
+        slots, tokens = _padded(num_slots, length)
+        return slots * tokens
+
+    def reserve(self, num_slots: int, length: int) -> None:
+        """Make room for sequences of up to `length` tokens in the first `num_slots` slots.
+
+        Their contents are kept.
+        """
+        if num_slots <= self.num_slots and length <= self.length:
+            return
+        self.num_slots, self.length = _padded(num_slots, length)
+        for layer, pair in self._layers.items():
+            self._layers[layer] = (self._resized(pair[0]), self._resized(pair[1]))
+
+    def clear(self) -> None:
+        """Release the memory."""
+        self._layers.clear()
+        self.num_slots = self.length = 0
+
+    def copy(self, sources: Sequence[int], targets: Sequence[int], *, length: int) -> None:
+        """Copy the first `length` tokens of slots to other slots."""
+        if not sources:
+            return
+        source = torch.tensor(sources, device=self._device)
+        target = torch.tensor(targets, device=self._device)
+        for pair in self._layers.values():
+            for tensor in pair:
+                tensor[target, :length] = tensor[source, :length]
+
+    def store(
+        self, layer: int, batch: PackedBatch, key_1JND: torch.Tensor, value_1JND: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Write the keys and values of a forward pass; return those of the layer, (S, T, J, D)."""
+        if layer not in self._layers:
+            shape = (self.num_slots, self.length, key_1JND.shape[1])
+            self._layers[layer] = (
+                self._empty(*shape, key_1JND.shape[3]), self._empty(*shape, value_1JND.shape[3]),
+            )  # fmt: skip
+        keys, values = self._layers[layer]
+        where = (batch.slots_N, batch.positions_N)
+        keys[where] = key_1JND[0].transpose(0, 1)
+        values[where] = value_1JND[0].transpose(0, 1)
+        return keys, values
+
+    def _empty(self, *shape: int) -> torch.Tensor:
+        # Zeros, as masked entries are multiplied by 0, which does not remove NaN.
+        return torch.zeros(shape, device=self._device, dtype=self._dtype)
+
+    def _resized(self, tensor: torch.Tensor) -> torch.Tensor:
+        resized = self._empty(self.num_slots, self.length, *tensor.shape[2:])
+        slots, length = min(tensor.shape[0], self.num_slots), min(tensor.shape[1], self.length)
+        resized[:slots, :length] = tensor[:slots, :length]
+        return resized
+
+
+def _padded(num_slots: int, length: int) -> tuple[int, int]:
+    return -(-num_slots // _SLOTS_STEP) * _SLOTS_STEP, -(-length // _LENGTH_STEP) * _LENGTH_STEP
+
+
+class PackedBatch:
+    """`PackedTokens` as tensors, with the cache that the attention reads and writes."""
+
+    def __init__(self, packed: PackedTokens, cache: SlotCache, device: torch.device) -> None:
+        table = torch.tensor([packed.tokens, packed.positions, packed.slots], device=device)
+        self.tokens_N, self.positions_N, self.slots_N = table
+        self.cache = cache
+        self.num_running = packed.num_running
+        self.starts = packed.starts
+        self.running_length = max(packed.positions[: packed.num_running], default=-1) + 1
+
+    def running_mask(self, sliding_window: int | None) -> torch.Tensor:
+        """Return (B, 1, 1, T): the cached tokens each running sequence attends to."""
+        last_B1 = self.positions_N[: self.num_running].unsqueeze(1)
+        keys_1T = torch.arange(self.running_length, device=last_B1.device).unsqueeze(0)
+        mask_BT = keys_1T <= last_B1
+        if sliding_window is not None:
+            mask_BT = mask_BT & (keys_1T > last_B1 - sliding_window)
+        return mask_BT[:, None, None]
+
+
+def slot_attention(
+    module: Any,  # an attention layer of transformers
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    *,
+    batch: PackedBatch,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    **unused: Any,
+) -> tuple[torch.Tensor, None]:
+    """Attend from each packed token to its own sequence, with the signature of transformers.
+
+    Args:
+        module: The layer, whose `layer_idx` selects the cache.
+        query: (1, H, N, D)
+        key: (1, J, N, D)
+        value: (1, J, N, D)
+        attention_mask: Not used: the batch determines what a token attends to.
+        batch: The forward pass.
+        scaling: Factor of the scores; None: 1 / sqrt(D).
+        sliding_window: Number of tokens before and including itself that a token attends to.
+        unused: Settings of other attention functions; those that change the result are rejected.
+
+    Returns:
+        (1, N, H, D), and None in place of the attention weights.
+    """
+    for name in ("softcap", "s_aux", "position_bias"):
+        if unused.get(name) is not None:
+            raise ConfigError(f"the torch engine does not support attention with {name}")
+    keys, values = batch.cache.store(module.layer_idx, batch, key, value)
+    parts = []
+    if batch.num_running:
+        parts.append(_attend_running(batch, query, keys, values, scaling, sliding_window))
+    for start in batch.starts:
+        part = slice(start.first, start.first + start.length)
+        mask = None
+        if sliding_window is not None and start.length > sliding_window:
+            mask = _window_mask(start.length, sliding_window, query.device)
+        attended = scaled_dot_product_attention(
+            query[:, :, part], key[:, :, part], value[:, :, part],
+            attn_mask=mask, is_causal=mask is None, scale=scaling,
+            enable_gqa=query.shape[1] != key.shape[1],
+        )  # fmt: skip
+        parts.append(attended.transpose(1, 2))
+    return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0], None
+
+
+def _attend_running(
+    batch: PackedBatch,
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    scaling: float | None,
+    sliding_window: int | None,
+) -> torch.Tensor:
+    """Return (1, B, H, D) for the single token of each running sequence."""
+    num_running, length = batch.num_running, batch.running_length
+    heads, kv_heads = query.shape[1], keys.shape[2]
+    # The query heads of one key-value head are the rows of one product.
+    query_BJGD = query[0, :, :num_running].transpose(0, 1)
+    query_BJGD = query_BJGD.reshape(num_running, kv_heads, heads // kv_heads, query.shape[3])
+    keys_BJTD = keys[:num_running, :length].transpose(1, 2)
+    values_BJTD = values[:num_running, :length].transpose(1, 2)
+    attended = scaled_dot_product_attention(
+        query_BJGD, keys_BJTD, values_BJTD,
+        attn_mask=batch.running_mask(sliding_window), scale=scaling,
+    )  # fmt: skip
+    return attended.reshape(1, num_running, heads, values.shape[3])
+
+
+def _window_mask(length: int, window: int, device: torch.device) -> torch.Tensor:
+    positions = torch.arange(length, device=device)
+    distance = positions.unsqueeze(1) - positions.unsqueeze(0)
+    return (distance >= 0) & (distance < window)
+
+
+def use_slot_attention(model: Any) -> None:
+    """Let a transformers model call `slot_attention`.
+
+    Raises:
+        ConfigError: transformers is too old, or the model has attention layers of its own.
+    """
+    try:
+        from transformers import AttentionInterface
+        from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS  # noqa: F401
+    except ImportError as error:
+        import transformers
+
+        raise ConfigError(
+            f"the torch engine needs transformers {_NEEDED_TRANSFORMERS} or newer, found "
+            f"{transformers.__version__}: pip install -U transformers"
+        ) from error
+    AttentionInterface.register(ATTENTION_NAME, slot_attention)
+    try:
+        model.set_attn_implementation(ATTENTION_NAME)
+    except (AttributeError, ValueError) as error:
+        raise ConfigError(
+            f"the torch engine cannot serve {type(model).__name__}: {error}; use vLLM"
+        ) from error

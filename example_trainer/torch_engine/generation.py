@@ -1,0 +1,558 @@
+"""Continuous batching: one thread generates for all requests, one token of each per step.
+
+    submit ─► waiting ─► running (slots of the cache) ─► finished
+                 ▲             │
+                 └─────────────┘  the caches are full, or the weights were replaced: the caches
+                                  of prompt and completion are computed again
+
+Only the thread touches the sequences and the model; others hand it commands, which run between two
+steps. transformers' own continuous batching has one set of sampling settings for all requests, no
+most likely tokens or prompt logprobs, and keeps caches of old weights; see also `attention`.
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+import threading
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, TypeVar
+
+import torch
+
+from atroposlib.errors import InferenceError
+from example_trainer.torch_engine.attention import PackedBatch, PackedTokens, SlotCache
+from example_trainer.torch_engine.sampling import SampledRows, SamplingSettings, sample_rows
+from example_trainer.torch_engine.weights import replace_weights
+
+logger = logging.getLogger(__name__)
+
+PauseMode = Literal["wait", "abort", "keep"]
+TopEntries = list[tuple[int, float]]
+"""Token ids and their logprobs, most likely first."""
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class PromptRequest:
+    """One prompt and how its completions are sampled, within the limits of the engine."""
+
+    prompt_ids: tuple[int, ...]
+    """[P], at least one."""
+    num_completions: int = 1
+    max_tokens: int = 16
+    """Completion tokens; 0 with `prompt_top` computes the logprobs of the prompt only."""
+    sampling: SamplingSettings = field(default_factory=SamplingSettings)
+    seed: int | None = None
+    """The completion with index i uses `seed + i`; None: from the engine's seed."""
+    stop_ids: frozenset[int] = frozenset()
+    """Tokens that end a completion, of which they are part."""
+    stop_texts: tuple[str, ...] = ()
+    """Texts that end a completion."""
+    num_top: int = 0
+    """Most likely tokens to return for each completion token."""
+    prompt_top: int | None = None
+    """Most likely tokens to return for each prompt token; None: no logprobs of the prompt."""
+
+
+class Completion:
+    """The tokens of one completion; grows while it is generated."""
+
+    def __init__(self, request: PromptRequest, index: int, generator: random.Random) -> None:
+        self.request = request
+        self.index = index
+        self.generator = generator
+        self.tokens: list[int] = []
+        """[C]"""
+        self.logprobs: list[float] = []
+        """[C]"""
+        self.tops: list[TopEntries] = []
+        """[C][K] if requested."""
+        self.version_runs: list[tuple[str | None, int]] = []
+        """Weight versions that sampled the tokens, each with its number of tokens, in order."""
+        self.finish_reason: str | None = None
+        """`stop`, `length`, `abort`; None while it is generated."""
+        self.stop_reason: int | str | None = None
+        """The stop token or text that ended it; None for the end of the turn."""
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of prompt and completion."""
+        return len(self.request.prompt_ids) + len(self.tokens)
+
+    @property
+    def all_ids(self) -> list[int]:
+        return [*self.request.prompt_ids, *self.tokens]
+
+    def append(self, token: int, logprob: float, top: TopEntries, version: str | None) -> None:
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        if self.request.num_top:
+            self.tops.append(top)
+        last, count = self.version_runs[-1] if self.version_runs else (version, 0)
+        if last == version:
+            self.version_runs[-1:] = [(version, count + 1)]
+        else:
+            self.version_runs.append((version, 1))
+
+
+class Job:
+    """A request in the engine, with the callbacks that receive its results in the thread."""
+
+    def __init__(
+        self,
+        request: PromptRequest,
+        *,
+        on_done: Callable[[Job], None],
+        on_token: Callable[[Completion], None] | None = None,
+        find_stop: Callable[[Completion], str | None] | None = None,
+    ) -> None:
+        self.request = request
+        self.on_done = on_done
+        self.on_token = on_token
+        """Called after each token and at the end of a completion."""
+        self.find_stop = find_stop
+        """Returns the stop text that a completion contains since its last token."""
+        self.completions: list[Completion] = []
+        self.prompt_logprobs: list[tuple[float, TopEntries]] | None = None
+        """[P-1] logprob and most likely tokens of the prompt's tokens after the first."""
+        self.error: Exception | None = None
+        self.num_open = request.num_completions
+
+
+@dataclass(frozen=True)
+class EngineLimits:
+    """Sizes of the engine."""
+
+    max_model_len: int
+    """Tokens of prompt and completion."""
+    max_num_seqs: int = 256
+    """Sequences that run at the same time."""
+    max_cache_tokens: int = 1 << 20
+    """Tokens of the caches, with padding to the longest sequence."""
+    max_new_tokens: int = 8192
+    """Prompt tokens that start in one step, unless one prompt is longer."""
+
+
+class EngineCounts(NamedTuple):
+    """State of the engine for `/metrics`."""
+
+    running: int
+    waiting: int
+    prompt_tokens: int
+    generated_tokens: int
+
+
+class _Start(NamedTuple):
+    """Sequences with the same tokens, which start in this step and share one computation."""
+
+    tokens: tuple[int, ...]
+    members: list[tuple[Job, Completion]]
+
+
+class TorchEngine:
+    """Generates for many requests at the same time; `close` ends its thread."""
+
+    def __init__(
+        self,
+        model: Any,
+        limits: EngineLimits,
+        *,
+        is_processed: bool = False,
+        seed: int = 0,
+        weight_version: str | None = None,
+    ) -> None:
+        self.limits = limits
+        self.model = model
+        self._device = next(model.parameters()).device
+        self._cache = SlotCache(device=self._device, dtype=model.dtype)
+        self._is_processed = is_processed
+        self._seeds = random.Random(seed)
+        self.weight_version = weight_version
+        """Version of the weights in use; None if unknown."""
+        self._waiting: deque[tuple[Job, Completion]] = deque()
+        self._running: list[tuple[Job, Completion]] = []
+        """The position is the slot in the cache."""
+        self._held: list[Job] = []
+        """Requests that arrived while a pause waits for the others."""
+        self._is_paused = False
+        self._pauses: list[Future[None]] = []
+        """Pauses that wait for running requests."""
+        self._num_prompt_tokens = 0
+        self._num_generated_tokens = 0
+        self._commands: deque[Callable[[], None]] = deque()
+        self._is_closed = False
+        self._wake = threading.Condition()
+        self._thread = threading.Thread(target=self._run, name="generation", daemon=True)
+        self._thread.start()
+
+    @property
+    def is_paused(self) -> bool:
+        """Whether generation is paused or a pause waits for running requests."""
+        return self._is_paused or bool(self._pauses)
+
+    @property
+    def is_alive(self) -> bool:
+        """Whether the generation thread is running."""
+        return self._thread.is_alive()
+
+    def counts(self) -> EngineCounts:
+        return EngineCounts(
+            len(self._running),
+            len(self._waiting) + sum(job.num_open for job in self._held),
+            self._num_prompt_tokens,
+            self._num_generated_tokens,
+        )
+
+    def submit(self, job: Job) -> None:
+        """Add a request; its callbacks receive the results."""
+        self._command(lambda: self._take(job))
+
+    def abort(self, jobs: Iterable[Job]) -> None:
+        """End requests; `on_done` is called with completions whose reason is `abort`."""
+        given = list(jobs)
+        self._command(lambda: self._abort(given))
+
+    def pause(self, mode: PauseMode) -> Future[None]:
+        """Stop generating; the future is done once no request is being generated.
+
+        `keep` freezes running requests, `abort` ends them, `wait` lets them finish. Requests that
+        arrive later wait for `resume`.
+        """
+        paused: Future[None] = Future()
+        self._command(lambda: self._pause(mode, paused))
+        return paused
+
+    def resume(self) -> Future[None]:
+        return self._call(self._resume)
+
+    def reset_caches(self) -> Future[None]:
+        """Discard the caches; those of running requests are computed again."""
+        return self._call(self._drop_caches)
+
+    def reload(self, folder: Path, *, version: str | None) -> Future[None]:
+        """Load the weights of a checkpoint and discard all caches.
+
+        The future raises `ConfigError` if the checkpoint is not one of the model; the weights are
+        then unchanged. Without a `version`, that of the new weights is unknown.
+        """
+
+        def replace() -> None:
+            replace_weights(self.model, folder)
+            self.weight_version = version
+            self._drop_caches()
+
+        return self._call(replace)
+
+    def close(self) -> None:
+        """End the thread; open requests get `InferenceError`."""
+        with self._wake:
+            self._is_closed = True
+            self._wake.notify()
+        self._thread.join()
+
+    def _call(self, function: Callable[[], Result]) -> Future[Result]:
+        future: Future[Result] = Future()
+
+        def run() -> None:
+            try:
+                future.set_result(function())
+            except Exception as error:  # noqa: BLE001 - raised where the result is awaited
+                future.set_exception(error)
+
+        self._command(run)
+        return future
+
+    def _command(self, function: Callable[[], None]) -> None:
+        with self._wake:
+            if self._is_closed:
+                raise InferenceError("the engine has been closed")
+            self._commands.append(function)
+            self._wake.notify()
+
+    def _run(self) -> None:
+        with torch.inference_mode():
+            while self._next_commands():
+                if self._is_paused or not (self._running or self._waiting):
+                    continue
+                try:
+                    self._step()
+                except Exception as error:
+                    logger.exception("a generation step failed; its requests are answered")
+                    self._fail_all(error)
+        self._fail_all(InferenceError("the engine is shutting down"))
+
+    def _next_commands(self) -> bool:
+        """Wait for work and run the commands; return False once the engine is closed."""
+        with self._wake:
+            while not (self._commands or self._is_closed or self._has_work()):
+                self._wake.wait()
+            if self._is_closed:
+                return False
+            commands = list(self._commands)
+            self._commands.clear()
+        for command in commands:
+            command()
+        return True
+
+    def _has_work(self) -> bool:
+        return not self._is_paused and bool(self._running or self._waiting)
+
+    def _take(self, job: Job) -> None:
+        if self._pauses:
+            self._held.append(job)
+            return
+        request = job.request
+        for index in range(request.num_completions):
+            seed = self._seeds.getrandbits(64) if request.seed is None else request.seed + index
+            completion = Completion(request, index, random.Random(seed))
+            job.completions.append(completion)
+            self._waiting.append((job, completion))
+        self._num_prompt_tokens += len(request.prompt_ids)
+
+    def _pause(self, mode: PauseMode, paused: Future[None]) -> None:
+        if mode == "abort":
+            self._abort([job for job, _ in (*self._running, *self._waiting)])
+        if mode != "wait" or self._is_paused or not (self._running or self._waiting):
+            self._is_paused = True
+            self._pauses.append(paused)
+            self._end_pauses()
+        else:
+            self._pauses.append(paused)
+
+    def _resume(self) -> None:
+        self._is_paused = False
+        self._end_pauses()
+
+    def _end_pauses(self) -> None:
+        pauses, self._pauses = self._pauses, []
+        for paused in pauses:
+            paused.set_result(None)
+        held, self._held = self._held, []
+        for job in held:
+            self._take(job)
+
+    def _abort(self, jobs: Iterable[Job]) -> None:
+        aborted = {id(job) for job in jobs}
+        self._held = [job for job in self._held if id(job) not in aborted]
+        entries = [each for each in self._waiting if id(each[0]) in aborted]
+        self._waiting = deque(each for each in self._waiting if id(each[0]) not in aborted)
+        slots = {slot for slot, (job, _) in enumerate(self._running) if id(job) in aborted}
+        entries += [self._running[slot] for slot in sorted(slots)]
+        self._free_slots(slots)
+        for job, completion in entries:
+            self._finish(job, completion, "abort")
+
+    def _finish(self, job: Job, completion: Completion, reason: str) -> None:
+        completion.finish_reason = reason
+        if job.on_token is not None:
+            job.on_token(completion)
+        job.num_open -= 1
+        if job.num_open == 0:
+            job.on_done(job)
+
+    def _fail_all(self, error: Exception) -> None:
+        jobs = {id(job): job for job, _ in (*self._running, *self._waiting)}
+        jobs |= {id(job): job for job in self._held}
+        self._running, self._held = [], []
+        self._waiting.clear()
+        self._cache.clear()
+        for job in jobs.values():
+            job.error = error
+            job.on_done(job)
+
+    def _drop_caches(self) -> None:
+        self._waiting.extendleft(reversed(self._running))
+        self._running = []
+        self._cache.clear()
+
+    def _step(self) -> None:
+        """Generate one token for each running sequence and start waiting ones."""
+        self._make_room()
+        starts = self._admit()
+        packed = PackedTokens()
+        for _, completion in self._running:
+            packed.add_running(completion.tokens[-1], completion.num_tokens - 1)
+        first_slot = len(self._running)
+        slot = first_slot
+        for start in starts:
+            packed.add_start(slot, start.tokens)
+            slot += len(start.members)
+        logits, scored = self._forward(packed, starts)
+        self._share_caches(starts, first_slot)
+        self._running += [member for start in starts for member in start.members]
+        self._keep_prompt_logprobs(starts, scored)
+        self._sample(logits)
+        if self._pauses and not (self._running or self._waiting):
+            self._is_paused = True
+            self._end_pauses()
+
+    def _make_room(self) -> None:
+        """Return the newest sequences to the queue while the caches would exceed their limit."""
+        while self._running:
+            length = max(completion.num_tokens for _, completion in self._running)
+            if len(self._running) == 1 or self._fits(len(self._running), length):
+                self._cache.reserve(len(self._running), length)
+                return
+            self._waiting.appendleft(self._running.pop())
+
+    def _fits(self, num_slots: int, length: int) -> bool:
+        return self._cache.padded_size(num_slots, length) <= self.limits.max_cache_tokens
+
+    def _admit(self) -> list[_Start]:
+        """Take sequences that fit from the queue; those with the same tokens share a start."""
+        starts: dict[tuple[int, ...], _Start] = {}
+        num_slots, num_new = len(self._running), 0
+        length = max((completion.num_tokens for _, completion in self._running), default=0)
+        while self._waiting and num_slots < self.limits.max_num_seqs:
+            job, completion = self._waiting[0]
+            tokens = tuple(completion.all_ids)
+            longest = max(length, len(tokens))
+            adds = 0 if tokens in starts else len(tokens)
+            if num_slots and not self._fits(num_slots + 1, longest):
+                break
+            if starts and num_new + adds > self.limits.max_new_tokens:
+                break
+            self._waiting.popleft()
+            starts.setdefault(tokens, _Start(tokens, [])).members.append((job, completion))
+            num_slots, length, num_new = num_slots + 1, longest, num_new + adds
+        if starts:
+            self._cache.reserve(num_slots, length)
+        return list(starts.values())
+
+    def _forward(
+        self, packed: PackedTokens, starts: Sequence[_Start]
+    ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+        """Return the logits (M, V) of all sequences, and of each start's prompt if requested."""
+        rows = list(range(packed.num_running))
+        scored_rows: list[int] = []
+        for start, new in zip(starts, packed.starts, strict=True):
+            rows.append(new.first + new.length - 1)
+            if _wants_prompt_logprobs(start):
+                scored_rows += range(new.first, new.first + new.length - 1)
+        batch = PackedBatch(packed, self._cache, self._device)
+        logits = self.model(
+            input_ids=batch.tokens_N.unsqueeze(0),
+            position_ids=batch.positions_N.unsqueeze(0),
+            use_cache=False,
+            logits_to_keep=torch.tensor(rows + scored_rows, device=self._device),
+            batch=batch,
+        ).logits[0]
+        if self._device.type == "mps":  # without float64, which sampling needs
+            logits = logits.cpu()
+        index = list(range(packed.num_running))
+        for number, start in enumerate(starts):
+            index += [packed.num_running + number] * len(start.members)
+        sampled = logits[torch.tensor(index, device=logits.device)]
+        scored: list[torch.Tensor | None] = []
+        first = len(rows)
+        for start in starts:
+            count = len(start.tokens) - 1 if _wants_prompt_logprobs(start) else 0
+            scored.append(logits[first : first + count] if count else None)
+            first += count
+        return sampled, scored
+
+    def _share_caches(self, starts: Sequence[_Start], first_slot: int) -> None:
+        sources: list[int] = []
+        targets: list[int] = []
+        slot = first_slot
+        for start in starts:
+            sources += [slot] * (len(start.members) - 1)
+            targets += range(slot + 1, slot + len(start.members))
+            slot += len(start.members)
+        length = max((len(start.tokens) for start in starts), default=0)
+        self._cache.copy(sources, targets, length=length)
+
+    def _keep_prompt_logprobs(
+        self, starts: Sequence[_Start], scored: Sequence[torch.Tensor | None]
+    ) -> None:
+        for start, logits_PV in zip(starts, scored, strict=True):
+            for job, _ in start.members:
+                if job.request.prompt_top is None or job.prompt_logprobs is not None:
+                    continue
+                job.prompt_logprobs = (
+                    [] if logits_PV is None
+                    else _prompt_entries(logits_PV, start.tokens, job.request.prompt_top)
+                )  # fmt: skip
+
+    def _sample(self, logits_MV: torch.Tensor) -> None:
+        """Append one token to each running sequence and finish those that end."""
+        completions = [completion for _, completion in self._running]
+        rows = sample_rows(
+            logits_MV,
+            [each.request.sampling for each in completions],
+            [each.generator for each in completions],
+            num_top=max(each.request.num_top for each in completions),
+            is_processed=self._is_processed,
+        )
+        finished: dict[int, str] = {}
+        for slot, (job, completion) in enumerate(self._running):
+            if completion.request.max_tokens > 0:
+                self._append(completion, rows, slot)
+            reason = self._reason_to_finish(job, completion)
+            if reason is not None:
+                finished[slot] = reason
+            elif job.on_token is not None:
+                job.on_token(completion)
+        entries = [(*self._running[slot], reason) for slot, reason in finished.items()]
+        self._free_slots(set(finished))
+        for entry in entries:
+            self._finish(*entry)
+
+    def _append(self, completion: Completion, rows: SampledRows, row: int) -> None:
+        num_top = completion.request.num_top
+        top = list(zip(rows.top_tokens[row], rows.top_logprobs[row], strict=True))[:num_top]
+        completion.append(rows.tokens[row], rows.logprobs[row], top, self.weight_version)
+        self._num_generated_tokens += 1
+
+    def _reason_to_finish(self, job: Job, completion: Completion) -> str | None:
+        request = completion.request
+        if completion.tokens and completion.tokens[-1] in request.stop_ids:
+            completion.stop_reason = completion.tokens[-1]
+            return "stop"
+        if job.find_stop is not None and (text := job.find_stop(completion)) is not None:
+            completion.stop_reason = text
+            return "stop"
+        is_full = completion.num_tokens >= self.limits.max_model_len
+        return "length" if is_full or len(completion.tokens) >= request.max_tokens else None
+
+    def _free_slots(self, freed: set[int]) -> None:
+        """Remove sequences, and move the last ones into their slots."""
+        if not freed:
+            return
+        count = len(self._running) - len(freed)
+        targets = sorted(slot for slot in freed if slot < count)
+        sources = [slot for slot in range(count, len(self._running)) if slot not in freed]
+        lengths = [self._running[slot][1].num_tokens for slot in sources]
+        self._cache.copy(sources, targets, length=max(lengths, default=0))
+        for source, target in zip(sources, targets, strict=True):
+            self._running[target] = self._running[source]
+        del self._running[count:]
+        if not self._running:
+            self._cache.clear()
+
+
+def _wants_prompt_logprobs(start: _Start) -> bool:
+    return len(start.tokens) > 1 and any(
+        job.request.prompt_top is not None and job.prompt_logprobs is None
+        for job, _ in start.members
+    )
+
+
+def _prompt_entries(
+    logits_PV: torch.Tensor, tokens: Sequence[int], num_top: int
+) -> list[tuple[float, TopEntries]]:
+    """Return the logprob and the most likely tokens at the positions after the first."""
+    logprobs_PV = torch.log_softmax(logits_PV.float(), dim=-1)
+    targets_P1 = torch.tensor(tokens[1:], device=logits_PV.device).unsqueeze(1)
+    chosen = logprobs_PV.gather(1, targets_P1).squeeze(1).tolist()
+    if not num_top:
+        return [(value, []) for value in chosen]
+    top = logprobs_PV.topk(min(num_top, logprobs_PV.shape[1]), dim=-1)
+    pairs = zip(top.indices.tolist(), top.values.tolist(), strict=True)
+    tops = [list(zip(ids, values, strict=True)) for ids, values in pairs]
+    return list(zip(chosen, tops, strict=True))

@@ -1,0 +1,231 @@
+"""Load a model into a `TorchEngine`, with sizes that fit the machine.
+
+At the end the engine scores a few tokens, and the result is compared with transformers' own
+attention: a model whose attention the engine does not support is rejected at the start.
+"""
+
+from __future__ import annotations
+
+import ipaddress
+import logging
+import threading
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from atroposlib.errors import ConfigError
+from example_trainer.config import require_model_folder, unloadable
+from example_trainer.torch_engine.attention import use_slot_attention
+from example_trainer.torch_engine.generation import (
+    EngineLimits,
+    Job,
+    PromptRequest,
+    TorchEngine,
+)
+from example_trainer.torch_engine.protocol import ServedModel
+from example_trainer.torch_engine.server import EngineState
+from example_trainer.vllm_manager import cpu_cache_gib
+
+logger = logging.getLogger(__name__)
+
+DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
+_CHECKED_TOKENS = 16
+_TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.2}
+"""Largest difference of a logprob that rounding explains."""
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """The command line of the engine."""
+
+    model: str
+    served_model_name: str | None = None
+    device: str = "auto"
+    dtype: DtypeName = "auto"
+    max_model_len: int | None = None
+    max_num_seqs: int = 256
+    max_num_batched_tokens: int = 8192
+    gpu_memory_utilization: float = 0.85
+    kv_cache_memory_bytes: int | None = None
+    max_logprobs: int = 20
+    logprobs_mode: str = "raw_logprobs"
+    seed: int = 0
+    weight_version: str | None = None
+
+
+def load_engine(options: EngineOptions) -> EngineState:
+    """Load the model and start its engine.
+
+    Raises:
+        ConfigError: The model cannot be loaded or served, or does not fit.
+    """
+    device = _device_of(options.device)
+    model, tokenizer = _load_model(options, device)
+    reference = _reference_logprobs(model)
+    use_slot_attention(model)
+    limits = _limits(options, model, device)
+    engine = TorchEngine(
+        model,
+        limits,
+        is_processed=options.logprobs_mode == "processed_logprobs",
+        seed=options.seed,
+        weight_version=options.weight_version,
+    )
+    served = ServedModel(
+        name=options.served_model_name or options.model,
+        path=options.model,
+        tokenizer=tokenizer,
+        vocabulary_size=model.get_input_embeddings().num_embeddings,
+        end_ids=_end_ids(model, tokenizer),
+        limits=limits,
+        max_logprobs=options.max_logprobs,
+    )
+    try:
+        _compare(engine, reference, dtype=model.dtype)
+    except BaseException:
+        engine.close()
+        raise
+    return EngineState(engine, served, _info(options, model, served, device))
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether only this machine can reach a server that binds to a host."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def _device_of(name: str) -> torch.device:
+    if name != "auto":
+        try:
+            return torch.empty(0, device=name).device
+        except (RuntimeError, AssertionError) as error:
+            reason = str(error).strip().splitlines()[0]
+            raise ConfigError(f"--device {name} cannot be used: {reason}") from error
+    if torch.cuda.is_available():
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
+
+
+def _load_model(options: EngineOptions, device: torch.device) -> tuple[Any, Any]:
+    require_model_folder(options.model)
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    dtype: Any = options.dtype
+    if dtype == "auto" and device.type == "cpu":
+        dtype = "float32"
+    try:
+        model = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype)
+    except (OSError, ValueError, KeyError) as error:
+        raise unloadable(options.model, error) from error
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(options.model)
+    except (OSError, ValueError, KeyError) as error:
+        raise unloadable(options.model, error, part="the tokenizer of model") from error
+    return model.to(device).eval().requires_grad_(False), tokenizer
+
+
+def _end_ids(model: Any, tokenizer: Any) -> frozenset[int]:
+    own = model.generation_config.eos_token_id
+    ids = own if isinstance(own, list) else [own]
+    return frozenset(each for each in (*ids, tokenizer.eos_token_id) if each is not None)
+
+
+def _limits(options: EngineOptions, model: Any, device: torch.device) -> EngineLimits:
+    config = model.config.get_text_config()
+    most = config.max_position_embeddings
+    length = options.max_model_len or most
+    if length > most:
+        raise ConfigError(f"--max-model-len {length}: {options.model} reads at most {most} tokens")
+    heads = config.num_key_value_heads or config.num_attention_heads
+    head_size = vars(config).get("head_dim") or config.hidden_size // config.num_attention_heads
+    token_bytes = 2 * config.num_hidden_layers * heads * head_size * model.dtype.itemsize
+    num_tokens = _cache_bytes(options, device) // token_bytes
+    if num_tokens < length:
+        raise ConfigError(
+            f"the caches of one sequence of {length} tokens take "
+            f"{length * token_bytes / 2**30:.2f} GiB, {num_tokens * token_bytes / 2**30:.2f} are "
+            "available; lower --max-model-len or raise --kv-cache-memory-bytes"
+        )
+    return EngineLimits(
+        max_model_len=length,
+        max_num_seqs=options.max_num_seqs,
+        max_cache_tokens=num_tokens,
+        max_new_tokens=options.max_num_batched_tokens,
+    )
+
+
+def _cache_bytes(options: EngineOptions, device: torch.device) -> int:
+    if options.kv_cache_memory_bytes is not None:
+        return options.kv_cache_memory_bytes
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        return max(0, int(options.gpu_memory_utilization * total) - (total - free))
+    import psutil
+
+    return cpu_cache_gib(psutil.virtual_memory().available) * 2**30
+
+
+def _check_ids(model: Any) -> list[int]:
+    size = model.get_input_embeddings().num_embeddings
+    return [(7 * position + 3) % size for position in range(_CHECKED_TOKENS)]
+
+
+def _reference_logprobs(model: Any) -> list[float]:
+    """Return the logprobs of tokens after the first, by the model's own attention."""
+    ids = torch.tensor([_check_ids(model)], device=model.device)
+    with torch.inference_mode():
+        logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
+    chosen = torch.log_softmax(logits, dim=-1).gather(1, ids[0, 1:].unsqueeze(1))
+    return [float(value) for value in chosen.squeeze(1)]
+
+
+def _compare(engine: TorchEngine, reference: list[float], *, dtype: torch.dtype) -> None:
+    """Raise `ConfigError` unless the engine computes the reference logprobs."""
+    model = engine.model
+    done = threading.Event()
+    ids = tuple(_check_ids(model))
+    job = Job(PromptRequest(ids, max_tokens=0, prompt_top=0), on_done=lambda _: done.set())
+    engine.submit(job)
+    done.wait()
+    name = type(model).__name__
+    if job.error is not None:
+        raise ConfigError(
+            f"the torch engine cannot serve {name}: {job.error}; use vLLM"
+        ) from job.error
+    found = [value for value, _ in job.prompt_logprobs or ()]
+    worst = max(abs(a - b) for a, b in zip(found, reference, strict=True))
+    if not worst <= _TOLERANCES[dtype]:
+        raise ConfigError(
+            f"the torch engine cannot serve {name}: a logprob differs by {worst:.3g} from that of "
+            "transformers' own attention; use vLLM"
+        )
+
+
+def _info(
+    options: EngineOptions, model: Any, served: ServedModel, device: torch.device
+) -> dict[str, Any]:
+    """Return the answer of `/server_info`: keys of vLLM, and those of this engine."""
+    return {
+        "vllm_config": {
+            "model_config": {
+                "model": str(Path(options.model)),
+                "served_model_name": served.name,
+                "max_model_len": served.limits.max_model_len,
+                "dtype": str(model.dtype),
+                "logprobs_mode": options.logprobs_mode,
+                "seed": options.seed,
+            },
+            "scheduler_config": {"max_num_seqs": served.limits.max_num_seqs},
+        },
+        "torch_engine": {
+            "version": version("atroposlib"),
+            "transformers": version("transformers"),
+            "device": str(device),
+            "takes_weight_version": True,
+        },
+    }

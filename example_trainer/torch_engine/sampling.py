@@ -1,0 +1,161 @@
+"""Sampling of one token per row from the logits of a model, and the logprobs of the tokens.
+
+Shapes: `M` rows (one per sequence), `V` vocabulary, `K` most likely tokens.
+
+The random number of a token comes from the generator of its sequence, so that a sequence with a
+seed has the same tokens whatever runs at the same time, apart from rounding of the logits.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+
+_GREEDY_BELOW = 1e-5
+"""A lower temperature is greedy, as in vLLM."""
+
+
+@dataclass(frozen=True)
+class SamplingSettings:
+    """How the tokens of one sequence are sampled; filters apply after the temperature."""
+
+    temperature: float = 1.0
+    """0: the most likely token."""
+    top_p: float = 1.0
+    top_k: int = 0
+    """0: no limit."""
+    min_p: float = 0.0
+    """Minimum probability, relative to that of the most likely token."""
+    logit_bias: Mapping[int, float] = field(default_factory=dict)
+    """Added to the logits before the temperature."""
+
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < _GREEDY_BELOW
+
+    @property
+    def truncates(self) -> bool:
+        """Whether a filter can exclude tokens."""
+        return not self.is_greedy and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
+
+
+class SampledRows(NamedTuple):
+    """One sampled token per row, on the host."""
+
+    tokens: list[int]
+    """[M]"""
+    logprobs: list[float]
+    """[M]"""
+    top_tokens: list[list[int]]
+    """[M][K] most likely tokens in descending order; empty lists if none were requested."""
+    top_logprobs: list[list[float]]
+    """[M][K]"""
+
+
+def sample_rows(
+    logits_MV: torch.Tensor,
+    settings: Sequence[SamplingSettings],
+    generators: Sequence[random.Random],
+    *,
+    num_top: int,
+    is_processed: bool,
+) -> SampledRows:
+    """Sample one token per row.
+
+    Args:
+        logits_MV: Logits of the model; not modified.
+        settings: [M]
+        generators: [M] one number is drawn from each, also for greedy rows.
+        num_top: K, the most likely tokens to return as well.
+        is_processed: Whether logprobs are those of the sampling distribution (bias, temperature and
+            filters), instead of the model's own.
+    """
+    raw_MV = logits_MV.float()
+    scores_MV = filter_logits(raw_MV, settings)
+    logprobs_MV = torch.log_softmax(scores_MV, dim=-1)
+    uniforms = [generator.random() for generator in generators]
+    tokens_M = _draw(logprobs_MV, settings, uniforms)
+    returned_MV = logprobs_MV if is_processed else torch.log_softmax(raw_MV, dim=-1)
+    chosen_M = returned_MV.gather(1, tokens_M.unsqueeze(1)).squeeze(1)
+    top_logprobs: list[list[float]] = [[] for _ in settings]
+    top_tokens: list[list[int]] = [[] for _ in settings]
+    if num_top:
+        top = returned_MV.topk(min(num_top, returned_MV.shape[1]), dim=-1)
+        top_tokens, top_logprobs = top.indices.tolist(), top.values.tolist()
+    return SampledRows(tokens_M.tolist(), chosen_M.tolist(), top_tokens, top_logprobs)
+
+
+def filter_logits(logits_MV: torch.Tensor, settings: Sequence[SamplingSettings]) -> torch.Tensor:
+    """Return the logits after bias, temperature and filters; excluded tokens are minus infinity.
+
+    Greedy rows have the bias only.
+    """
+    device = logits_MV.device
+    scores_MV = _with_bias(logits_MV, settings)
+    temperatures = [1.0 if each.is_greedy else each.temperature for each in settings]
+    if any(value != 1.0 for value in temperatures):
+        scores_MV = scores_MV / torch.tensor(temperatures, device=device).unsqueeze(1)
+    rows = [row for row, each in enumerate(settings) if each.truncates]
+    if not rows:
+        return scores_MV
+    scores_MV = scores_MV.clone() if scores_MV is logits_MV else scores_MV
+    index_R = torch.tensor(rows, device=device)
+    scores_MV[index_R] = _truncate(scores_MV[index_R], [settings[row] for row in rows])
+    return scores_MV
+
+
+def _with_bias(logits_MV: torch.Tensor, settings: Sequence[SamplingSettings]) -> torch.Tensor:
+    entries = [
+        (row, token, bias)
+        for row, each in enumerate(settings)
+        for token, bias in each.logit_bias.items()
+    ]
+    if not entries:
+        return logits_MV
+    rows, tokens, biases = zip(*entries, strict=True)
+    device = logits_MV.device
+    index = (torch.tensor(rows, device=device), torch.tensor(tokens, device=device))
+    return logits_MV.index_put(index, torch.tensor(biases, device=device), accumulate=True)
+
+
+def _truncate(scores_RV: torch.Tensor, settings: Sequence[SamplingSettings]) -> torch.Tensor:
+    """Apply top-k, then top-p among the tokens left, then min-p."""
+    num_tokens = scores_RV.shape[1]
+
+    def column(values: Sequence[float]) -> torch.Tensor:
+        return torch.tensor(values, device=scores_RV.device).unsqueeze(1)
+
+    sorted_RV, order_RV = scores_RV.sort(dim=-1, descending=True, stable=True)
+    limits_R1 = column([each.top_k or num_tokens for each in settings])
+    ranks_1V = torch.arange(num_tokens, device=scores_RV.device).unsqueeze(0)
+    excluded_RV = ranks_1V >= limits_R1
+    probs_RV = sorted_RV.masked_fill(excluded_RV, -torch.inf).softmax(dim=-1)
+    # The token that crosses the limit is the last one kept.
+    before_RV = probs_RV.cumsum(dim=-1) - probs_RV
+    excluded_RV = excluded_RV | (before_RV >= column([each.top_p for each in settings]))
+    floors_R1 = column([each.min_p for each in settings]) * probs_RV[:, :1]
+    excluded_RV = excluded_RV | (probs_RV < floors_R1)
+    excluded_RV[:, 0] = False
+    return scores_RV.masked_fill(excluded_RV.scatter(1, order_RV, excluded_RV), -torch.inf)
+
+
+def _draw(
+    logprobs_MV: torch.Tensor, settings: Sequence[SamplingSettings], uniforms: Sequence[float]
+) -> torch.Tensor:
+    """Return [M] tokens: the inverse of the cumulative distribution at `uniforms`, or the best."""
+    greedy = [each.is_greedy for each in settings]
+    best_M = logprobs_MV.argmax(dim=-1)
+    if all(greedy):
+        return best_M
+    # float64, since in float32 the sum over a large vocabulary loses tokens of low probability.
+    cumulative_MV = logprobs_MV.double().exp().cumsum(dim=-1)
+    numbers_M = torch.tensor(uniforms, device=logprobs_MV.device, dtype=torch.float64)
+    targets_M1 = (numbers_M * cumulative_MV[:, -1]).unsqueeze(1)
+    # `right`: the first token whose sum exceeds the number, which never has probability 0.
+    drawn_M = torch.searchsorted(cumulative_MV, targets_M1, right=True).squeeze(1)
+    drawn_M = drawn_M.clamp(max=logprobs_MV.shape[1] - 1)
+    return torch.where(torch.tensor(greedy, device=drawn_M.device), best_M, drawn_M)

@@ -1,0 +1,481 @@
+"""The HTTP server of the torch engine: routes of vLLM for completions and weight updates.
+
+/v1/completions, /v1/chat/completions, /v1/models, /tokenize, /detokenize
+/health, /version, /metrics, /server_info
+/pause, /resume, /is_paused, /reset_prefix_cache, /collective_rpc (weight updates)
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import copy
+import json
+import logging
+import time
+from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
+
+import msgspec
+from fastapi import FastAPI, Request, Response
+from fastapi.responses import StreamingResponse
+
+from atroposlib.errors import ConfigError, InferenceError
+from example_trainer.torch_engine.answers import AnswerWriter, error_body
+from example_trainer.torch_engine.generation import Completion, Job, PromptRequest, TorchEngine
+from example_trainer.torch_engine.protocol import (
+    MAX_BODY_BYTES,
+    ChatFields,
+    DetokenizeFields,
+    EngineRefusal,
+    ServedModel,
+    TextFields,
+    TokenizeFields,
+    UpdateFields,
+    check_ids,
+    encode_text,
+    parse_body,
+    prompt_request,
+    render_chat,
+    text_prompts,
+)
+from example_trainer.torch_engine.texts import GrowingText, StopFinder
+
+logger = logging.getLogger(__name__)
+
+_MAX_WAITING = 65536
+_CLIENT_CLOSED = 499
+_PAUSE_MODES = ("wait", "abort", "keep")
+
+Result = TypeVar("Result")
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+
+@dataclass(frozen=True)
+class EngineState:
+    """What the routes share."""
+
+    engine: TorchEngine
+    served: ServedModel
+    info: Mapping[str, Any]
+    """Answer of `/server_info`."""
+
+
+def create_app(state: EngineState, *, has_update_routes: bool) -> FastAPI:
+    """Return the application.
+
+    `has_update_routes`: Whether to offer the routes that pause the engine and load files.
+    """
+    app = FastAPI(title="torch engine", openapi_url=None)
+    routes = CompletionRoutes(state)
+    facts = FactRoutes(state)
+    table: list[tuple[str, str, Endpoint]] = [
+        ("POST", "/v1/completions", routes.text),
+        ("POST", "/v1/chat/completions", routes.chat),
+        ("GET", "/v1/models", facts.models),
+        ("POST", "/tokenize", facts.tokenize),
+        ("POST", "/detokenize", facts.detokenize),
+        ("GET", "/health", facts.health),
+        ("GET", "/ping", facts.health),
+        ("GET", "/version", facts.version),
+        ("GET", "/metrics", facts.metrics),
+        ("GET", "/server_info", facts.server_info),
+    ]
+    if has_update_routes:
+        updates = UpdateRoutes(state)
+        table += [
+            ("POST", "/pause", updates.pause),
+            ("POST", "/resume", updates.resume),
+            ("GET", "/is_paused", updates.is_paused),
+            ("POST", "/reset_prefix_cache", updates.reset_prefix_cache),
+            ("POST", "/collective_rpc", updates.collective_rpc),
+        ]
+    for method, path, endpoint in table:
+        app.add_api_route(path, _answered(endpoint), methods=[method], response_model=None)
+    return app
+
+
+def _answered(endpoint: Endpoint) -> Endpoint:
+    """Wrap an endpoint so that exceptions become answers in the shape of OpenAI's errors."""
+
+    async def guarded(request: Request) -> Response:
+        try:
+            return await endpoint(request)
+        except EngineRefusal as error:
+            status, param, message = error.status, error.param, str(error)
+        except ConfigError as error:
+            status, param, message = 400, None, str(error)
+        except Exception as error:
+            logger.exception("%s %s failed", request.method, request.url.path)
+            status, param, message = 500, None, f"{type(error).__name__}: {error}"
+        return _json(error_body(message, status=status, param=param), status=status)
+
+    return guarded
+
+
+def _json(value: Any, *, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value), status, media_type="application/json")
+
+
+async def _read_body(request: Request) -> dict[str, Any]:
+    """Return the JSON object in a body; an empty one is an empty object."""
+    pieces = bytearray()
+    declared = request.headers.get("content-length", "0")
+    too_large = EngineRefusal(f"the body exceeds {MAX_BODY_BYTES} bytes", status=413)
+    if declared.isdecimal() and int(declared) > MAX_BODY_BYTES:
+        raise too_large
+    async for piece in request.stream():
+        pieces += piece
+        if len(pieces) > MAX_BODY_BYTES:
+            raise too_large
+    try:
+        value = json.loads(pieces) if pieces.strip() else {}
+    except (ValueError, RecursionError) as error:
+        raise EngineRefusal(f"the body is not JSON: {error}") from error
+    if not isinstance(value, dict):
+        raise EngineRefusal("the body must be a JSON object")
+    return value
+
+
+async def _unless_closed(request: Request, work: Coroutine[Any, Any, Result]) -> Result | None:
+    """Wait for work; cancel it and return None if the client closes the connection."""
+
+    async def wait_for_disconnect() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    working = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(wait_for_disconnect())
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        return await working if working.done() else None
+    finally:
+        for task in (working, watching):
+            task.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
+
+
+class CompletionRoutes:
+    """The routes that generate."""
+
+    def __init__(self, state: EngineState) -> None:
+        self._engine = state.engine
+        self._served = state.served
+        # The generation thread searches for stop texts with a tokenizer of its own.
+        self._thread_tokenizer = copy.deepcopy(state.served.tokenizer)
+
+    async def text(self, request: Request) -> Response:
+        fields = parse_body(TextFields, await _read_body(request))
+        require_model(fields.model, self._served)
+        if fields.stream and fields.echo:
+            raise EngineRefusal("echo cannot be streamed by the torch engine", param="echo")
+        prompts = text_prompts(fields, self._served)
+        return await self._answer(request, fields, prompts)
+
+    async def chat(self, request: Request) -> Response:
+        fields = parse_body(ChatFields, await _read_body(request))
+        require_model(fields.model, self._served)
+        return await self._answer(request, fields, [render_chat(fields, self._served)])
+
+    async def _answer(
+        self, request: Request, fields: TextFields | ChatFields, prompts: Sequence[list[int]]
+    ) -> Response:
+        requests = [prompt_request(fields, prompt, self._served) for prompt in prompts]
+        if self._engine.counts().waiting + len(requests) * fields.n > _MAX_WAITING:
+            raise EngineRefusal(f"{_MAX_WAITING} completions are waiting; try later", status=503)
+        writer = AnswerWriter(fields, self._served)
+        if fields.stream:
+            lines = self._lines(writer, fields, requests)
+            return StreamingResponse(lines, media_type="text/event-stream")
+        jobs = await _unless_closed(request, self._finish(fields, requests))
+        if jobs is None:
+            return Response(status_code=_CLIENT_CLOSED)
+        return _json(writer.whole(jobs))
+
+    async def _finish(
+        self, fields: TextFields | ChatFields, requests: Sequence[PromptRequest]
+    ) -> list[Job]:
+        """Generate all completions; cancelling this frees their slots."""
+        loop = asyncio.get_running_loop()
+        futures: list[asyncio.Future[None]] = [loop.create_future() for _ in requests]
+
+        def done(future: asyncio.Future[None], _: Job) -> None:
+            _call_in(loop, partial(_resolve, future))
+
+        jobs = [
+            self._job(fields, request, on_done=partial(done, future))
+            for request, future in zip(requests, futures, strict=True)
+        ]
+        try:
+            for job in jobs:
+                self._engine.submit(job)
+            await asyncio.gather(*futures)
+        except BaseException:
+            self._engine.abort(jobs)
+            raise
+        for job in jobs:
+            if job.error is not None:
+                raise InferenceError(f"generation failed: {job.error}") from job.error
+        return jobs
+
+    def _job(
+        self,
+        fields: TextFields | ChatFields,
+        request: PromptRequest,
+        *,
+        on_done: Callable[[Job], None],
+        on_token: Callable[[Completion], None] | None = None,
+    ) -> Job:
+        finders: dict[int, StopFinder] = {}
+
+        def find_stop(completion: Completion) -> str | None:
+            if completion.index not in finders:
+                text = GrowingText(self._thread_tokenizer, skips_special=fields.skip_special_tokens)
+                finders[completion.index] = StopFinder(text, request.stop_texts)
+            return finders[completion.index].find(completion.tokens)
+
+        return Job(
+            request,
+            on_done=on_done,
+            on_token=on_token,
+            find_stop=find_stop if request.stop_texts else None,
+        )
+
+    async def _lines(
+        self,
+        writer: AnswerWriter,
+        fields: TextFields | ChatFields,
+        requests: Sequence[PromptRequest],
+    ) -> AsyncGenerator[bytes, None]:
+        """Yield the events of a stream; closing the generator frees the slots."""
+        loop = asyncio.get_running_loop()
+        events: asyncio.Queue[_Progress | Job] = asyncio.Queue()
+
+        def progress(position: int, completion: Completion) -> None:
+            event = _Progress(
+                position, completion, len(completion.tokens), completion.finish_reason is not None
+            )
+            _call_in(loop, partial(events.put_nowait, event))
+
+        jobs = [
+            self._job(
+                fields, request,
+                on_done=lambda job: _call_in(loop, partial(events.put_nowait, job)),
+                on_token=partial(progress, position),
+            )
+            for position, request in enumerate(requests)
+        ]  # fmt: skip
+        try:
+            for job in jobs:
+                self._engine.submit(job)
+            async for chunk in self._chunks(writer, fields, jobs, events):
+                yield b"data: " + msgspec.json.encode(chunk) + b"\n\n"
+            yield b"data: [DONE]\n\n"
+        finally:
+            self._engine.abort(job for job in jobs if job.num_open and job.error is None)
+
+    async def _chunks(
+        self,
+        writer: AnswerWriter,
+        fields: TextFields | ChatFields,
+        jobs: Sequence[Job],
+        events: asyncio.Queue[_Progress | Job],
+    ) -> AsyncGenerator[dict[str, Any], None]:
+        streams: dict[int, _ChoiceStream] = {}
+        num_open = len(jobs)
+        while num_open:
+            event = await events.get()
+            if isinstance(event, Job):
+                num_open -= 1
+                if event.error is not None:
+                    yield error_body(f"generation failed: {event.error}", status=500)
+                    return
+                continue
+            job, index = jobs[event.position], event.position * fields.n + event.completion.index
+            if index not in streams:
+                streams[index] = _ChoiceStream(writer, fields, self._served, job, index)
+                opening = writer.opening_chunk(job, index)
+                if opening is not None:
+                    yield opening
+            yield streams[index].chunk(event)
+        if fields.includes_usage:
+            yield writer.usage_chunk(jobs)
+
+
+class _Progress(NamedTuple):
+    """A completion after one of its tokens."""
+
+    position: int
+    """Of its job."""
+    completion: Completion
+    num_tokens: int
+    is_finished: bool
+
+
+class _ChoiceStream:
+    """The part of one choice that has been sent."""
+
+    def __init__(
+        self,
+        writer: AnswerWriter,
+        fields: TextFields | ChatFields,
+        served: ServedModel,
+        job: Job,
+        index: int,
+    ) -> None:
+        self._writer = writer
+        self._job = job
+        self._index = index
+        self._text = GrowingText(served.tokenizer, skips_special=fields.skip_special_tokens)
+        # Text that may be the beginning of a stop text is not sent yet.
+        self._held_chars = max(map(len, fields.stop_texts), default=1) - 1
+        self._sent_chars = 0
+        self._sent_tokens = 0
+
+    def chunk(self, event: _Progress) -> dict[str, Any]:
+        """Return the chunk with what is new."""
+        completion = event.completion
+        if event.is_finished:
+            text = self._writer.text_of(completion)
+        else:
+            text = self._text.add(completion.tokens[: event.num_tokens])
+            text = text[: max(self._sent_chars, len(text) - self._held_chars)]
+        new = text[self._sent_chars :]
+        tokens = slice(self._sent_tokens, event.num_tokens)
+        self._sent_chars = max(self._sent_chars, len(text))
+        self._sent_tokens = event.num_tokens
+        return self._writer.chunk(
+            self._job, completion, self._index, text=new, tokens=tokens, is_last=event.is_finished
+        )
+
+
+def _call_in(loop: asyncio.AbstractEventLoop, function: Callable[[], None]) -> None:
+    # The server may have ended before the generation thread.
+    with contextlib.suppress(RuntimeError):
+        loop.call_soon_threadsafe(function)
+
+
+def _resolve(future: asyncio.Future[None]) -> None:
+    if not future.done():
+        future.set_result(None)
+
+
+def require_model(name: str | None, served: ServedModel) -> None:
+    """Raise `EngineRefusal` if a request names another model than the served one."""
+    if name is not None and name != served.name:
+        raise EngineRefusal(f"The model `{name[:200]}` does not exist.", status=404, param="model")
+
+
+class FactRoutes:
+    """The routes that neither generate nor change anything."""
+
+    def __init__(self, state: EngineState) -> None:
+        self._state = state
+        self._served = state.served
+
+    async def models(self, _: Request) -> Response:
+        model = {
+            "id": self._served.name,
+            "object": "model",
+            "created": int(time.time()),
+            "owned_by": "torch_engine",
+            "root": self._served.path,
+            "parent": None,
+            "max_model_len": self._served.limits.max_model_len,
+        }
+        return _json({"object": "list", "data": [model]})
+
+    async def tokenize(self, request: Request) -> Response:
+        fields = parse_body(TokenizeFields, await _read_body(request))
+        require_model(fields.model, self._served)
+        if (fields.prompt is None) == (fields.messages is None):
+            raise EngineRefusal("expected either prompt or messages")
+        if fields.prompt is None:
+            ids = render_chat(fields, self._served)
+        else:
+            special = fields.add_special_tokens
+            ids = encode_text(self._served, fields.prompt, add_special_tokens=special)
+        tokenizer = self._served.tokenizer
+        return _json(
+            {
+                "count": len(ids),
+                "max_model_len": self._served.limits.max_model_len,
+                "tokens": ids,
+                "token_strs": tokenizer.convert_ids_to_tokens(ids)
+                if fields.return_token_strs
+                else None,
+            }
+        )
+
+    async def detokenize(self, request: Request) -> Response:
+        fields = parse_body(DetokenizeFields, await _read_body(request))
+        require_model(fields.model, self._served)
+        ids = check_ids(fields.tokens, self._served, param="tokens") if fields.tokens else []
+        return _json({"prompt": self._served.tokenizer.decode(ids)})
+
+    async def health(self, _: Request) -> Response:
+        return Response(status_code=200 if self._state.engine.is_alive else 503)
+
+    async def version(self, _: Request) -> Response:
+        return _json({"version": self._state.info["torch_engine"]["version"]})
+
+    async def server_info(self, _: Request) -> Response:
+        version = self._state.engine.weight_version
+        engine = {**self._state.info["torch_engine"], "weight_version": version}
+        return _json({**self._state.info, "torch_engine": engine})
+
+    async def metrics(self, _: Request) -> Response:
+        counts = self._state.engine.counts()
+        label = json.dumps(self._served.name)
+        lines = []
+        for name, kind, value in (
+            ("num_requests_running", "gauge", counts.running),
+            ("num_requests_waiting", "gauge", counts.waiting),
+            ("prompt_tokens_total", "counter", counts.prompt_tokens),
+            ("generation_tokens_total", "counter", counts.generated_tokens),
+        ):
+            lines.append(f"# TYPE vllm:{name} {kind}")
+            lines.append(f"vllm:{name}{{model_name={label}}} {value}")
+        return Response("\n".join(lines) + "\n", media_type="text/plain; version=0.0.4")
+
+
+class UpdateRoutes:
+    """The routes for weight updates; clients can load files of this host by them."""
+
+    def __init__(self, state: EngineState) -> None:
+        self._engine = state.engine
+
+    async def pause(self, request: Request) -> Response:
+        mode = request.query_params.get("mode", "abort")
+        if mode not in _PAUSE_MODES:
+            raise EngineRefusal(
+                f"mode: expected one of {', '.join(_PAUSE_MODES)}, got {mode[:40]!r}", param="mode"
+            )
+        await asyncio.wrap_future(self._engine.pause(mode))
+        return _json({"status": "paused"})
+
+    async def resume(self, _: Request) -> Response:
+        await asyncio.wrap_future(self._engine.resume())
+        return _json({"status": "resumed"})
+
+    async def is_paused(self, _: Request) -> Response:
+        return _json({"is_paused": self._engine.is_paused})
+
+    async def reset_prefix_cache(self, _: Request) -> Response:
+        await asyncio.wrap_future(self._engine.reset_caches())
+        return _json({"success": True})
+
+    async def collective_rpc(self, request: Request) -> Response:
+        body = await _read_body(request)
+        if body.get("method") != "reload_weights":
+            raise EngineRefusal("method: expected 'reload_weights'", param="method")
+        given = body.get("kwargs")
+        if not isinstance(given, dict):
+            raise EngineRefusal("kwargs: expected an object with weights_path", param="kwargs")
+        fields = parse_body(UpdateFields, given)
+        folder = Path(fields.weights_path)
+        await asyncio.wrap_future(self._engine.reload(folder, version=fields.weight_version))
+        return _json({"results": [None]})

@@ -1,0 +1,52 @@
+"""Text of completions while they grow, and the stop texts in it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+_INCOMPLETE = "\ufffd"
+"""What tokenizers write for a character of which the last bytes are missing."""
+
+
+class GrowingText:
+    """Decodes the tokens of one completion as they arrive; a token is decoded a few times only.
+
+    A character whose bytes are split over several tokens appears with its last token.
+    """
+
+    def __init__(self, tokenizer: Any, *, skips_special: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skips_special = skips_special
+        self._first = 0
+        self._read = 0
+        self.text = ""
+
+    def add(self, tokens: Sequence[int]) -> str:
+        """Return the text of the whole completion, given all tokens so far."""
+        before = self._decode(tokens[self._first : self._read])
+        now = self._decode(tokens[self._first :])
+        # Decoded with the tokens before it, since spaces and bytes depend on them.
+        if len(now) > len(before) and not now.endswith(_INCOMPLETE):
+            self.text += now[len(before) :]
+            self._first, self._read = self._read, len(tokens)
+        return self.text
+
+    def _decode(self, tokens: Sequence[int]) -> str:
+        return str(self._tokenizer.decode(list(tokens), skip_special_tokens=self._skips_special))
+
+
+class StopFinder:
+    """Finds the first stop text in a completion as it grows."""
+
+    def __init__(self, text: GrowingText, stops: Sequence[str]) -> None:
+        self._text = text
+        self._stops = stops
+        self._longest = max(map(len, stops))
+
+    def find(self, tokens: Sequence[int]) -> str | None:
+        """Return the stop text that begins first, given all tokens so far."""
+        first = max(0, len(self._text.text) - self._longest + 1)
+        text = self._text.add(tokens)
+        found = [(text.find(stop, first), stop) for stop in self._stops]
+        return min((each for each in found if each[0] >= 0), default=(0, None))[1]
