@@ -246,6 +246,11 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.device == "cpu" and not arguments.tiny:
         parser.error("the models are too large for --device cpu; add --tiny")
+    if arguments.device != "cpu":
+        import torch
+
+        if not torch.cuda.is_available():
+            parser.error("torch sees no GPU here; rehearse with --device cpu --tiny")
     records: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
         for name in arguments.part or _MODULES:

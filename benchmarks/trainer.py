@@ -6,7 +6,7 @@ prepared in advance. Processes alternate over the repeats, and the medians count
 processes may use the machine. For the same reason, each process has one thread by default.
 
 Workloads: `plain` completions of similar lengths, `heavy-tailed` lengths, and a `shared prefix`
-of 768 tokens with 8 completions of about 256.
+of 384 tokens with 8 completions of about 128.
 
 Contenders:
 

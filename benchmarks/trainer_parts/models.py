@@ -25,7 +25,7 @@ class ModelSize(NamedTuple):
 
 
 MODEL_SIZES = {
-    "cpu": ModelSize("qwen2", 256, 768, 4, 4, 2, 64, 8192, 2048),
+    "cpu": ModelSize("qwen2", 192, 576, 4, 3, 1, 64, 4096, 2048),
     "0.6b": ModelSize("qwen3", 1024, 3072, 28, 16, 8, 128, 151936),
     "1.5b": ModelSize("qwen2", 1536, 8960, 28, 12, 2, 128, 151936),
     "tiny 0.6b": ModelSize("qwen3", 64, 128, 2, 2, 1, 32, 320, 512),

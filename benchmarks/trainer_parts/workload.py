@@ -41,7 +41,7 @@ class Workload(NamedTuple):
     """Maximum tokens of a forward pass of our trainer; None: `pass_sequences`."""
     pass_sequences: int = 8
     """Sequences of a forward pass, for TRL and for padded rows."""
-    vocabulary: int = 8192
+    vocabulary: int = 4096
     steps: int = 3
     """Timed steps; one more step warms up."""
     seed: int = 0
@@ -69,12 +69,12 @@ class Workload(NamedTuple):
 CPU_WORKLOADS = {
     workload.name: workload
     for workload in (
-        Workload("plain", 2, prompt_tokens=64, median_tokens=192, spread=0.2, most_tokens=320),
+        Workload("plain", 4, prompt_tokens=24, median_tokens=72, spread=0.2, most_tokens=128),
         Workload(
-            "heavy-tailed", 3, prompt_tokens=32, median_tokens=64, spread=1.0, most_tokens=768
+            "heavy-tailed", 4, prompt_tokens=24, median_tokens=48, spread=1.0, most_tokens=512
         ),
         Workload(
-            "shared prefix", 1, prompt_tokens=768, median_tokens=256, spread=0.2, most_tokens=384
+            "shared prefix", 1, prompt_tokens=384, median_tokens=128, spread=0.2, most_tokens=192
         ),
     )
 }
