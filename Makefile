@@ -2,6 +2,8 @@
 SHELL := /bin/bash
 BIN := .venv/bin
 ARGS ?=
+# Engine of the demo; torch: installed without vLLM.
+ENGINE ?=
 # Tests run in two processes; tests that share an engine run in the same one (tests/conftest.py).
 WORKERS ?= -n 2 --dist loadfile --no-loadscope-reorder
 # Processes of the demo and the tests import the same large packages; the first one caches their bytecode.
@@ -12,9 +14,9 @@ unexport PYTHONDONTWRITEBYTECODE
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
 
-demo:  ## Train a small model with every component (ARGS="--seed 1" passes flags)
-	@.ci/install.sh examples,trainer
-	@$(BIN)/atropos-demo $(ARGS)
+demo:  ## Train a small model with every component (ARGS="--seed 1" passes flags; ENGINE=torch: no vLLM)
+	@ENGINE=$(ENGINE) .ci/install.sh examples,trainer
+	@$(BIN)/atropos-demo $(if $(ENGINE),--engine $(ENGINE)) $(ARGS)
 
 test: lint types  ## Lint, types and tests, including those with a real engine
 	$(BIN)/python -m pytest $(WORKERS) $(ARGS)

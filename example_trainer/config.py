@@ -127,9 +127,10 @@ class VllmFields(BaseModel):
         description="Addresses of all engines that in_place updates, if there are several or one "
         "on another host; none: the one at vllm_host and vllm_port.",
     )
-    engine: Literal["vllm", "sglang"] = Field(
+    engine: Literal["vllm", "sglang", "torch"] = Field(
         default="vllm",
-        description="Engine at vllm_port; SGLang is updated in place and never launched.",
+        description="Engine at vllm_port; SGLang is updated in place and never launched. torch: "
+        "example_trainer.torch_engine, which needs no vLLM.",
     )
 
 
@@ -515,6 +516,10 @@ class TrainingConfig(
             raise ValueError("engine=sglang needs weight_bridge_mode=in_place")
         if self.shared_prefixes == "on" and self.packing == "off":
             raise ValueError("shared_prefixes=on needs packed sequences: use packing=auto or on")
+        if self.engine == "torch" and self.uses_lora:
+            raise ValueError(
+                "engine=torch serves no adapters: use weight_bridge_mode=auto, or engine=vllm"
+            )
         if self.min_lr > self.lr:
             raise ValueError(f"min_lr={self.min_lr:g} must not be above lr={self.lr:g}")
         if self.is_sharded and self.optimizer == "adafactor":

@@ -71,7 +71,10 @@ class NoInPlaceUpdatesError(ConfigError):
 
 
 class EngineControl(EngineConnection):
-    """Updates the weights of one vLLM server by its development routes."""
+    """Updates the weights of one vLLM, or torch engine, by vLLM's development routes."""
+
+    _takes_version: bool | None = None
+    """Whether a reload may name the policy version; None until the engine has been asked."""
 
     def require_in_place_updates(self) -> None:
         """Raise `NoInPlaceUpdatesError` if the engine cannot reload its weights while it runs."""
@@ -107,11 +110,23 @@ class EngineControl(EngineConnection):
         return is_tied is not False
 
     def _settings(self) -> dict[str, Any]:
+        settings = self._server_info().get("vllm_config")
+        return settings if isinstance(settings, dict) else {}
+
+    def _server_info(self) -> dict[str, Any]:
         answer = self.send("GET", "/server_info", params={"config_format": "json"})
         try:
-            return dict(answer.json()["vllm_config"]) if answer.status_code == 200 else {}
-        except (KeyError, TypeError, ValueError):
+            return dict(answer.json()) if answer.status_code == 200 else {}
+        except (TypeError, ValueError):
             return {}
+
+    def _takes_weight_version(self) -> bool:
+        if self._takes_version is None:
+            engine = self._server_info().get("torch_engine")
+            self._takes_version = isinstance(engine, dict) and bool(
+                engine.get("takes_weight_version")
+            )
+        return self._takes_version
 
     def reload_weights(self, directory: Path, *, pause_mode: str, version: int = 0) -> None:
         """Load the weights in `directory`, which the engine's host can read, into the engine.
@@ -119,23 +134,26 @@ class EngineControl(EngineConnection):
         `pause_mode` applies to running requests: `wait` for them, `abort` them, or `keep` them
         paused. The latter continue under the new weights with recomputed key-value caches, so that
         no token depends on both. With `none` they continue to run, and tokens before the renewal of
-        their caches depend on both. vLLM does not use `version`, the policy version.
+        their caches depend on both. The torch engine reports the policy version `version` with each
+        token; stock vLLM does not take it.
 
         Raises:
             InferenceError: a request failed; the engine is resumed in any case.
         """
         if pause_mode == "none":
-            self._reload(directory)
+            self._reload(directory, version)
             return
         self.post("/pause", params={"mode": pause_mode})
         try:
-            self._reload(directory)
+            self._reload(directory, version)
         finally:
             self._resume()
 
-    def _reload(self, directory: Path) -> None:
-        request = {"method": "reload_weights", "kwargs": {"weights_path": str(directory.resolve())}}
-        self.post("/collective_rpc", json=request)
+    def _reload(self, directory: Path, version: int) -> None:
+        arguments = {"weights_path": str(directory.resolve())}
+        if self._takes_weight_version():
+            arguments["weight_version"] = str(version)
+        self.post("/collective_rpc", json={"method": "reload_weights", "kwargs": arguments})
         reset = self.post("/reset_prefix_cache", params={"reset_running_requests": "true"})
         if reset.content and reset.json().get("success") is False:
             raise InferenceError(

@@ -1,7 +1,6 @@
-"""The vLLM server that the trainer launches: its command, readiness and end.
+"""The engine that the trainer launches, a stock vLLM or the torch engine, used over HTTP.
 
-Stock vLLM is used over HTTP. The server is the process that was started; it is never looked up by
-name or port.
+The server is the process that was started; it is never looked up by name or port.
 """
 
 from __future__ import annotations
@@ -76,11 +75,16 @@ def wait_for_vllm_ready(port: int, timeout: float = 120) -> bool:
 
 
 def vllm_command(config: TrainingConfig, model_path: str) -> list[str]:
-    """Return the command of a stock vLLM server that serves `config.model_name`."""
+    """Return the command of the engine that serves `config.model_name`."""
     on_gpu = config.device.startswith("cuda")
     # The default, bfloat16, is for GPUs; on a CPU the trainer uses float32.
     dtype = "float32" if config.dtype == "bfloat16" and not on_gpu else config.dtype
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
+    if config.engine == "torch":
+        # One GPU is visible to the engine if it has its own (`vllm_gpu`).
+        device = "cuda" if on_gpu else config.device
+        command = [sys.executable, "-m", "example_trainer.torch_engine", "--device", device]
+    else:
+        command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", model_path, "--served-model-name", config.model_name]
     command += ["--host", config.vllm_host, "--port", str(config.vllm_port)]
     command += ["--dtype", dtype, "--max-model-len", str(config.max_model_len)]
@@ -170,7 +174,7 @@ def wait_for_orphaned_engine(config: TrainingConfig) -> None:
         return
     deadline = time.monotonic() + _ORPHAN_LIMIT_S
     if _is_running(guardian):
-        logger.info("waiting for the vLLM of the killed trainer to end")
+        logger.info("waiting for the engine of the killed trainer to end")
     while _is_running(guardian) and time.monotonic() < deadline:
         time.sleep(0.2)
 
@@ -199,9 +203,10 @@ def _is_running(identity: Sequence[float]) -> bool:
 
 
 class VllmServer:
-    """A vLLM server on a fixed port, which can be restarted; its log is `vllm.log` in `log_dir`.
+    """An engine on a fixed port, which can be restarted.
 
-    `updatable`: whether it has to support in-place weight updates.
+    Its log in `log_dir` is `vllm.log`, or `torch_engine.log`. `updatable`: whether it has to
+    support in-place weight updates.
     """
 
     def __init__(self, config: TrainingConfig, *, updatable: bool) -> None:
@@ -209,8 +214,15 @@ class VllmServer:
         self._updatable = updatable
         self._process: ManagedProcess | None = None
 
-    def start(self, model_path: str, *, more: Sequence[str] = ()) -> None:
+    @property
+    def engine_name(self) -> str:
+        """Name for messages."""
+        return "the torch engine" if self._config.engine == "torch" else "vLLM"
+
+    def start(self, model_path: str, *, more: Sequence[str] = (), version: int = 0) -> None:
         """Start the server on a model, with additional arguments, and wait until it is healthy.
+
+        The torch engine reports the policy version `version` until the first update.
 
         Raises:
             InferenceError: the port is taken.
@@ -222,14 +234,18 @@ class VllmServer:
                 f"port {config.vllm_port} is taken by another process, so the engine cannot be "
                 "launched there; stop that process or choose another --vllm-port"
             )
+        is_torch = config.engine == "torch"
+        versions = ["--weight-version", str(version)] if is_torch else []
+        log_name = "torch_engine.log" if is_torch else "vllm.log"
         process = ManagedProcess(
-            "vLLM",
-            [*vllm_command(config, model_path), *more],
-            log_path=require_writable_folder(config.log_dir, "--log-dir") / "vllm.log",
+            self.engine_name,
+            [*vllm_command(config, model_path), *versions, *more],
+            log_path=require_writable_folder(config.log_dir, "--log-dir") / log_name,
             env=vllm_environment(config, os.environ, updatable=self._updatable),
         )
         self._process = process
-        logger.info("starting vLLM on port %d (log: %s)", config.vllm_port, process.log_path)
+        name = self.engine_name
+        logger.info("starting %s on port %d (log: %s)", name, config.vllm_port, process.log_path)
         process.start()
         try:
             self._write_record(process)
@@ -237,7 +253,7 @@ class VllmServer:
         except BaseException:
             self.stop()
             raise
-        logger.info("vLLM is ready after %.0f s", waited_s)
+        logger.info("%s is ready after %.0f s", name, waited_s)
 
     def _write_record(self, process: ManagedProcess) -> None:
         """Record the owner of the engine for `wait_for_orphaned_engine`."""
@@ -260,7 +276,7 @@ class VllmServer:
         def on_wait(waited_s: float) -> None:
             nonlocal next_log_s
             if waited_s >= next_log_s:
-                logger.info("vLLM is still starting (%.0f s)", waited_s)
+                logger.info("%s is still starting (%.0f s)", self.engine_name, waited_s)
                 next_log_s += _SECONDS_BETWEEN_LOG_LINES
 
         return wait_until_ready(

@@ -381,11 +381,12 @@ class RestartSync(OwnedEngine):
 
     def start(self, model: Any, tokenizer: Any, *, source: str, step: int = 0) -> None:
         self._tokenizer = tokenizer
-        self._server.start(source)
+        self._server.start(source, version=step)
 
     def publish(self, model: Any, *, checkpoint: Path | None, step: int = 0) -> None:
         self._server.stop()
-        self._server.start(str(checkpoint or self.write_weights(model, self._tokenizer)))
+        path = checkpoint or self.write_weights(model, self._tokenizer)
+        self._server.start(str(path), version=step)
 
     def write_weights(self, model: Any, tokenizer: Any) -> Path:
         """Write the weights for the engine and return the directory."""
@@ -465,9 +466,10 @@ class InPlaceSync:
             if source != self._config.model_name:
                 self.publish(model, checkpoint=None, step=step)
             return
-        if is_tied and not self._config.device.startswith("cuda"):
+        keeps_stale = self._config.engine == "vllm" and not self._config.device.startswith("cuda")
+        if is_tied and keeps_stale:
             source = str(export_for_engine(model, self._directory, tokenizer=tokenizer))
-        self._server.start(source)
+        self._server.start(source, version=step)
         self._control.require_in_place_updates()
 
     def before_step(self, *, sync_follows: bool) -> None:
@@ -519,18 +521,19 @@ class AutoSync:
         config = self._config
         port, host = config.vllm_port, config.vllm_connect_host
         is_running = bool(config.engine_urls) or is_port_in_use(port, host)
-        self._owns_engine = not is_running and config.engine == "vllm"
+        self._owns_engine = not is_running and config.engine != "sglang"
         if self._owns_engine and not _is_loopback(config.vllm_host):
             self._switch_to_restarts()
         self._sync.check_before_load()
         if not self._owns_engine:
             reason = "the running engine reloads its weights; it is left running at the end"
         elif self.mode == "in_place":
-            reason = f"a vLLM is launched on port {port} and reloads its weights while it runs"
+            reason = f"{self._engine} is launched on port {port} and reloads its weights"
         else:
             reason = (
-                f"a vLLM is launched on port {port} and restarted on new weights: with --vllm-host "
-                f"{config.vllm_host}, other hosts could reach the routes for in-place updates"
+                f"{self._engine} is launched on port {port} and restarted on new weights: with "
+                f"--vllm-host {config.vllm_host}, other hosts could reach the routes for in-place "
+                "updates"
             )
         logger.info("weight bridge mode: %s (chosen by auto): %s", self.mode, reason)
 
@@ -568,9 +571,13 @@ class AutoSync:
     def close(self) -> None:
         self._sync.close()
 
+    @property
+    def _engine(self) -> str:
+        return "the torch engine" if self._config.engine == "torch" else "a vLLM"
+
     def _fall_back(self, error: Exception) -> RestartSync:
         logger.warning(
-            "weight bridge mode: none (chosen by auto): the launched vLLM cannot reload its "
+            "weight bridge mode: none (chosen by auto): the launched engine cannot reload its "
             "weights and is restarted on new ones: %s",
             error,
         )

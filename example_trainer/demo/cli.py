@@ -37,6 +37,7 @@ from example_trainer.demo.task import Problem, held_out_problems
 from example_trainer.launch import report
 from example_trainer.launch.options import shown_path
 from example_trainer.launch.preflight import (
+    choose_engine,
     prepare_folder,
     read_model,
     require_packages,
@@ -58,7 +59,7 @@ _PHASES_OF_TINY_MODEL = (
 _PHASES = (
     "Start the trajectory service and the inference engine",
     "Measure accuracy on problems never trained on",
-    "Reinforcement learning: the environment, vLLM and the trainer run at the same time",
+    "Reinforcement learning: environment, engine and trainer run at the same time",
     "Measure again",
     "Write the report",
 )
@@ -84,7 +85,8 @@ def main(argv: Sequence[str] | None = None) -> None:
 def _run(args: argparse.Namespace) -> None:
     # From dependencies, which Python compiles on the first run.
     warnings.filterwarnings("ignore", category=SyntaxWarning)
-    require_packages(extras=_ENVIRONMENT_PACKAGES)
+    engine, engine_note = choose_engine(args.engine)
+    require_packages(extras=_ENVIRONMENT_PACKAGES, launches_vllm=engine == "vllm")
     require_clone()
     settings = settings_for(
         args.profile,
@@ -94,6 +96,7 @@ def _run(args: argparse.Namespace) -> None:
         lr=args.lr,
         max_tokens=args.max_tokens,
         algorithm=args.algorithm,
+        engine=engine,
     )
     output = args.output or Path("demo_runs") / datetime.now().strftime("%Y%m%d-%H%M%S")
     paths = DemoPaths(output.resolve())
@@ -106,6 +109,8 @@ def _run(args: argparse.Namespace) -> None:
             f"output goes to {shown_path(paths.output)}, "
             f"logs of the processes to {shown_path(paths.logs)}"
         )
+        if engine_note:
+            progress.note(engine_note)
         progress.announce(
             "a few minutes on two CPU cores; nothing is downloaded"
             if settings.uses_tiny_model
@@ -120,8 +125,8 @@ def _parser() -> CommandParser:
     parser = CommandParser(
         prog="atropos-demo",
         description="Create a small language model, train it on a little arithmetic, then improve "
-        "it by reinforcement learning with four processes: vLLM, the trajectory service, an "
-        "environment and the GRPO trainer.",
+        "it by reinforcement learning with four processes: an inference engine, the trajectory "
+        "service, an environment and the GRPO trainer.",
         allow_abbrev=False,
     )
     add = parser.add_argument
@@ -139,6 +144,11 @@ def _parser() -> CommandParser:
         choices=ALGORITHMS,
         metavar="NAME",
         help=f"policy loss of the trainer: {', '.join(ALGORITHMS)} (default: the trainer's)",
+    )
+    add(
+        "--engine",
+        choices=["vllm", "torch"],
+        help="inference engine; torch needs no vLLM (default: vllm, torch if it is not installed)",
     )
     add("--output", type=Path, help="folder to write to (default demo_runs/<date>-<time>)")
     add(
@@ -430,6 +440,7 @@ class Demo:
             "accuracy_after": after.accuracy,
             "num_held_out": before.num_problems,
             "seed": self.settings.seed,
+            "engine": self.settings.engine,
             "steps": self.settings.steps,
             "seconds": result.seconds,
             "seconds_by_phase": self.progress.seconds_by_phase,

