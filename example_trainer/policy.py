@@ -39,6 +39,7 @@ from example_trainer.parallel import ONE_PROCESS, Parallel
 from example_trainer.prefix_tree import build_prefix_tree
 from example_trainer.rows import Row
 from example_trainer.scoring import (
+    PACKED_ATTENTION,
     PolicyScorer,
     auto_chunk_tokens,
     linear_logprobs,
@@ -178,6 +179,9 @@ def obstacle_to_sharing(scorer: PolicyScorer, *, longest: int) -> str | None:
         isinstance(module, torch.nn.Dropout) and module.p > 0 for module in scorer.model.modules()
     ):
         return "it has dropout, which differs between sequences"
+    attention = scorer.model.config._attn_implementation
+    if attention != PACKED_ATTENTION:
+        return f"its attention, {attention}, has no trees"
     packed, tree, disturbed = _trial_microbatches(scorer.model, longest)
 
     def logprobs(microbatch: Microbatch, shares_prefixes: bool) -> torch.Tensor:
