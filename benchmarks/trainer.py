@@ -198,8 +198,8 @@ def main() -> None:
                 "results": results,
                 "ratios": ratios_of(results),
             }
-    if arguments.json:
-        arguments.json.write_text(json.dumps(everything, indent=1))
+            if arguments.json:
+                arguments.json.write_text(json.dumps(everything, indent=1))
 
 
 if __name__ == "__main__":
