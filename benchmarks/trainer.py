@@ -1,60 +1,89 @@
 """Measure an optimizer step of the trainer, and of TRL's GRPOTrainer with the same batch.
 
-Each contender is a separate process with the same model, token ids, scores and number of sequences
-per forward pass. It runs the same optimizer steps: AdamW in float32, the DAPO denominator, no KL
-and no dropout. Completions have heavy-tailed lengths and are prepared in advance.
+Each contender is a separate process with the same model, token ids and scores. It takes the same
+optimizer steps: AdamW in float32, the DAPO denominator, no KL and no dropout. Completions are
+prepared in advance. Processes alternate over the repeats, and the medians count, since other
+processes may use the machine. For the same reason, each process has one thread by default.
+
+Workloads: `plain` completions of similar lengths, `heavy-tailed` lengths, and a `shared prefix`
+of 384 tokens with 8 completions of about 128.
+
+Contenders:
+
+- TRL's GRPOTrainer. It pads a batch to its longest prompt and completion, and computes logprobs
+  without storing logits. It has no packed or padding-free rows, and its Liger and hub kernels need
+  a GPU.
+- ours with packed rows, and with its defaults, where packed rows compute equal prefixes once.
+
+All have 8 sequences per forward pass, TRL's default; ours has them on average.
 
 Only the step is timed: forward, loss, backward, clipping, optimizer. The time in which TRL prepares
-a batch (reward, advantages, padding) is excluded, ours is included. The norm of the first gradient
-is printed for both; it is equal if both do the same work. Peak memory is the maximum resident set
-during the steps; `above the model` excludes the memory used before the first step. The fastest step
-counts and is shown with its CPU time, since other processes may use the machine. For the same
-reason, each process has one thread by default (`--threads`).
+a batch (reward, advantages, padding) is excluded, ours is included. The first gradients are
+compared entry by entry, at equal distances in every tensor. Peak memory is the maximum resident set
+during the steps; `above the model` excludes the memory used before the first step.
 
-`--checkpointing` enables gradient checkpointing in all contenders. Needs TRL, which is part of the
-extra `dev`. Takes about two minutes of one core.
+Both use gradient checkpointing, as is the default of both; `--no-checkpointing` turns it off.
+Needs TRL, which is part of the extra `dev`.
 
-Usage: python benchmarks/trainer.py [--checkpointing] [--threads 1] [--steps 3] [--json FILE]
+Usage: python benchmarks/trainer.py [--workload plain] [--repeats 3] [--threads 1] [--json FILE]
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
+import statistics
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
+import torch
 from rich.console import Console
 from rich.table import Table
-from trainer_parts.workload import Workload, write_model
+
+from trainer_parts.models import MODEL_SIZES, write_model
+from trainer_parts.step_log import GradientGap, gradient_gap
+from trainer_parts.tasks import Measured, StepTask
+from trainer_parts.workload import CPU_WORKLOADS, Workload
 
 _HERE = Path(__file__).resolve().parent
-_CONTENDERS = {"TRL": "trl_steps", "ours, padded": "our_steps", "ours, packed": "our_steps"}
 _SPEED_TARGET, _MEMORY_TARGET = 1.5, 0.7
-_SAME_GRADIENT = 0.01
+_SAME_GRADIENT = 1e-3
+"""Largest relative difference of float32 gradients that counts as equal."""
 
 
-def measure(
-    name: str, folder: Path, workload: Workload, *, checkpointing: bool, threads: int
-) -> dict[str, Any]:
+class Contender(NamedTuple):
+    """A trainer with its settings."""
+
+    module: str
+    layout: str = "default"
+
+
+CONTENDERS = {
+    "TRL": Contender("trl_steps"),
+    "ours, packed": Contender("our_steps", "packed"),
+    "ours, default": Contender("our_steps"),
+}
+
+
+def run_once(
+    contender: Contender, folder: Path, workload: Workload, *, checkpointing: bool, threads: int
+) -> Measured:
     """Run one contender in another process; return its results."""
-    result = folder / "result.json"
-    task = {
-        "model": str(folder / "model"),
-        "folder": str(folder / "work"),
-        "workload": workload._asdict(),
-        "packing": "on" if name == "ours, packed" else "off",
-        "gradient_checkpointing": checkpointing,
-        "result": str(result),
-    }
-    command = [sys.executable, "-m", f"trainer_parts.{_CONTENDERS[name]}", json.dumps(task)]
+    work = folder / "work"
+    work.mkdir(exist_ok=True)
+    task = StepTask(
+        model=str(folder / "model"),
+        folder=str(work),
+        workload=workload,
+        layout=contender.layout,
+        checkpointing=checkpointing,
+    )
     done = subprocess.run(
-        command,
+        [sys.executable, "-m", f"trainer_parts.{contender.module}", task.to_json()],
         cwd=_HERE,
         env={**os.environ, "OMP_NUM_THREADS": str(threads)},
         capture_output=True,
@@ -62,18 +91,57 @@ def measure(
         check=False,
     )
     if done.returncode:
-        raise RuntimeError(f"{name} failed:\n{done.stderr[-4000:]}")
-    found: dict[str, Any] = json.loads(result.read_text())
-    return found
+        raise RuntimeError(f"{contender} failed:\n{done.stderr[-4000:]}")
+    figures = json.loads((work / "figures.json").read_text())
+    return Measured(figures, torch.load(work / "gradient.pt"))
 
 
-def show(results: dict[str, dict[str, Any]]) -> None:
-    """Print the table and the targets."""
+def measure(
+    folder: Path, workload: Workload, *, repeats: int, checkpointing: bool, threads: int
+) -> dict[str, dict[str, Any]]:
+    """Return the median figures of every contender, and its gap to TRL's first gradient."""
+    runs: dict[str, list[Measured]] = {name: [] for name in CONTENDERS}
+    for _ in range(repeats):
+        for name, contender in CONTENDERS.items():
+            found = run_once(
+                contender, folder, workload, checkpointing=checkpointing, threads=threads
+            )
+            runs[name].append(found)
+    reference = next(iter(runs.values()))[0].gradient
+    return {
+        name: {
+            figure: statistics.median(run.figures[figure] for run in found)
+            for figure in found[0].figures
+        }
+        | {"gradient_gap": gradient_gap(found[0].gradient, reference)._asdict()}
+        for name, found in runs.items()
+    }
+
+
+def ratios_of(results: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]:
+    """Return speed and memory of our contenders, divided by TRL's."""
+    theirs = results["TRL"]
+    return {
+        name: {
+            "speed": theirs["step_s"] / found["step_s"],
+            "cpu_speed": theirs["step_cpu_s"] / found["step_cpu_s"],
+            "peak_memory": found["peak_mib"] / theirs["peak_mib"],
+            "memory_above_model": found["peak_above_model_mib"] / theirs["peak_above_model_mib"],
+        }
+        for name, found in results.items()
+        if found is not theirs
+    }
+
+
+def show(workload: Workload, results: dict[str, dict[str, Any]]) -> None:
+    """Print the table of a workload and the ratios."""
     console = Console()
     table = Table(
-        "contender", "tokens/s", "step s", "CPU s", "peak MiB", "above the model MiB", "gradient"
-    )
+        "contender", "tokens/s", "step s", "CPU s", "peak MiB", "above the model MiB",
+        "gradient, max difference", "relative", title=workload.describe(),
+    )  # fmt: skip
     for name, found in results.items():
+        gap = GradientGap(**found["gradient_gap"])
         table.add_row(
             name,
             f"{found['tokens_per_s']:,.0f}",
@@ -81,24 +149,17 @@ def show(results: dict[str, dict[str, Any]]) -> None:
             f"{found['step_cpu_s']:.2f}",
             f"{found['peak_mib']:,.0f}",
             f"{found['peak_above_model_mib']:,.0f}",
-            f"{found['first_grad_norm']:.5f}",
+            f"{gap.max_abs:.1e}",
+            f"{gap.relative:.1e}",
         )
     console.print(table)
-    theirs = results["TRL"]
-    for name in ("ours, padded", "ours, packed"):
-        ours = results[name]
-        speed = ours["tokens_per_s"] / theirs["tokens_per_s"]
-        cpu = theirs["step_cpu_s"] / ours["step_cpu_s"]
-        whole = ours["peak_mib"] / theirs["peak_mib"]
-        above = ours["peak_above_model_mib"] / theirs["peak_above_model_mib"]
+    for name, ratio in ratios_of(results).items():
         console.print(
-            f"{name}: {speed:.2f} x TRL's tokens/s (target {_SPEED_TARGET}), {cpu:.2f} x by CPU "
-            f"time, {whole:.2f} x its peak memory (target {_MEMORY_TARGET}), {above:.2f} x above "
-            "the model"
+            f"{name}: {ratio['speed']:.2f} x TRL's tokens/s (target {_SPEED_TARGET}), "
+            f"{ratio['cpu_speed']:.2f} x by CPU time, {ratio['peak_memory']:.2f} x its peak memory "
+            f"(target {_MEMORY_TARGET}), {ratio['memory_above_model']:.2f} x above the model"
         )
-        if not math.isclose(
-            ours["first_grad_norm"], theirs["first_grad_norm"], rel_tol=_SAME_GRADIENT
-        ):
+        if results[name]["gradient_gap"]["relative"] > _SAME_GRADIENT:
             console.print(
                 f"[red]{name}: the gradient differs from TRL's; the results are not comparable"
             )
@@ -107,27 +168,38 @@ def show(results: dict[str, dict[str, Any]]) -> None:
 def main() -> None:
     """Measure every contender and print the results."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", type=int, default=3, help="timed optimizer steps")
-    parser.add_argument("--checkpointing", action="store_true", help="use gradient checkpointing")
+    parser.add_argument(
+        "--workload", choices=list(CPU_WORKLOADS), help="only this one (default: all)"
+    )
+    parser.add_argument("--steps", type=int, default=2, help="timed optimizer steps of a process")
+    parser.add_argument("--repeats", type=int, default=3, help="processes of each contender")
+    parser.add_argument(
+        "--no-checkpointing", action="store_true", help="train without gradient checkpointing"
+    )
     parser.add_argument("--threads", type=int, default=1, help="threads of each contender")
     parser.add_argument("--json", type=Path, help="also write the results to this file")
     arguments = parser.parse_args()
-    workload = Workload(steps=arguments.steps)
-    results = {}
+    names = [arguments.workload] if arguments.workload else list(CPU_WORKLOADS)
+    everything: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as folder:
-        write_model(Path(folder) / "model", workload)
-        for name in _CONTENDERS:
-            results[name] = measure(
-                name,
+        write_model(Path(folder) / "model", MODEL_SIZES["cpu"])
+        for name in names:
+            workload = CPU_WORKLOADS[name]._replace(steps=arguments.steps)
+            results = measure(
                 Path(folder),
                 workload,
-                checkpointing=arguments.checkpointing,
+                repeats=arguments.repeats,
+                checkpointing=not arguments.no_checkpointing,
                 threads=arguments.threads,
             )
-    print(workload.describe())
-    show(results)
-    if arguments.json:
-        arguments.json.write_text(json.dumps({"workload": workload._asdict(), **results}, indent=1))
+            show(workload, results)
+            everything[name] = {
+                "workload": workload._asdict(),
+                "results": results,
+                "ratios": ratios_of(results),
+            }
+            if arguments.json:
+                arguments.json.write_text(json.dumps(everything, indent=1))
 
 
 if __name__ == "__main__":

@@ -225,13 +225,12 @@ def walk_proxy_chat(walks: Walks, folder: Path) -> None:
 
 def walk_step(walks: Walks, folder: Path) -> None:
     """A batch of the service until the optimizer step with it is acknowledged."""
-    from trainer_parts.workload import Workload, write_model
-
     from example_trainer.config import TrainingConfig
     from example_trainer.trainers import train
     from example_trainer.training import Trainer
+    from trainer_parts.models import MODEL_SIZES, write_model
 
-    write_model(folder / "model", Workload(vocabulary=1024, hidden=64, layers=1))
+    write_model(folder / "model", MODEL_SIZES["tiny 1.5b"])
     run_step = Trainer._run_step
 
     def traced_step(trainer: Trainer) -> None:

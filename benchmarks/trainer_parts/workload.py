@@ -1,33 +1,47 @@
-"""Batch and model of all contenders, and the measurements of their steps."""
+"""Batches of the contenders: prompts, completions and scores with the lengths of a workload."""
 
 from __future__ import annotations
 
-import json
 import random
 import statistics
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-__all__ = ["StepLog", "Workload", "sequences", "write_model"]
+from atroposlib.scored_data import IGNORE_INDEX
+
+__all__ = ["CPU_WORKLOADS", "Trajectory", "Workload", "groups_of", "sequences", "with_vocabulary"]
 
 _FIRST_WORD = 3  # 0 pads, 1 ends
 
 
-class Workload(NamedTuple):
-    """Sizes of the batch and of the model."""
+class Trajectory(NamedTuple):
+    """One scored trajectory of a batch."""
 
-    num_groups: int = 4
-    group_size: int = 8
-    microbatch: int = 8
-    """Sequences per forward pass."""
-    prompt_tokens: int = 32
-    median_tokens: int = 48
-    spread: float = 1.0
+    prompt: list[int]
+    completion: list[int]
+    score: float
+
+
+class Workload(NamedTuple):
+    """Sizes of a batch."""
+
+    name: str
+    num_groups: int
+    prompt_tokens: int
+    median_tokens: int
+    """Median length of a completion."""
+    spread: float
     """Standard deviation of the logarithm of a completion's length."""
-    most_tokens: int = 512
-    vocabulary: int = 8192
-    hidden: int = 192
-    layers: int = 4
+    most_tokens: int
+    """Maximum length of a completion."""
+    group_size: int = 8
+    least_tokens: int = 1
+    """Minimum length of a completion."""
+    pass_tokens: int | None = None
+    """Maximum tokens of a forward pass of our trainer; None: `pass_sequences`."""
+    pass_sequences: int = 8
+    """Sequences of a forward pass, for TRL and for padded rows."""
+    vocabulary: int = 4096
     steps: int = 3
     """Timed steps; one more step warms up."""
     seed: int = 0
@@ -37,110 +51,67 @@ class Workload(NamedTuple):
         """Sequences per optimizer step."""
         return self.num_groups * self.group_size
 
+    @property
+    def num_tokens(self) -> int:
+        """Tokens of prompts and completions, without padding."""
+        return sum(len(s.prompt) + len(s.completion) for s in sequences(self))
+
     def describe(self) -> str:
         """Return a description of the batch."""
-        lengths = [len(s["completion"]) for s in sequences(self)]
+        lengths = [len(s.completion) for s in sequences(self)]
         return (
-            f"{self.num_sequences} sequences per step, {self.microbatch} per forward pass, prompts "
-            f"of {self.prompt_tokens} tokens, completions of {statistics.median(lengths):.0f} "
-            f"(median), {statistics.fmean(lengths):.0f} (mean), {max(lengths)} (maximum); "
-            f"{self.layers} layers of {self.hidden}, {self.vocabulary} words"
+            f"{self.name}: {self.num_groups} groups of {self.group_size}, prompts of "
+            f"{self.prompt_tokens} tokens, completions of {statistics.median(lengths):.0f} "
+            f"(median), {statistics.fmean(lengths):.0f} (mean), {max(lengths)} (maximum)"
         )
 
 
-def sequences(workload: Workload) -> list[dict[str, Any]]:
-    """Return prompt, completion and score of every sequence, in the order of groups."""
+CPU_WORKLOADS = {
+    workload.name: workload
+    for workload in (
+        Workload("plain", 4, prompt_tokens=24, median_tokens=72, spread=0.2, most_tokens=128),
+        Workload(
+            "heavy-tailed", 4, prompt_tokens=24, median_tokens=48, spread=1.0, most_tokens=512
+        ),
+        Workload(
+            "shared prefix", 1, prompt_tokens=384, median_tokens=128, spread=0.2, most_tokens=192
+        ),
+    )
+}
+"""Workloads that a CPU trains on in seconds."""
+
+
+def with_vocabulary(workload: Workload, vocabulary: int) -> Workload:
+    """Return the workload with ids of a model's vocabulary."""
+    return workload._replace(vocabulary=vocabulary)
+
+
+def sequences(workload: Workload) -> list[Trajectory]:
+    """Return every sequence, in the order of groups."""
     rng = random.Random(workload.seed)
 
     def words(count: int) -> list[int]:
         return [rng.randrange(_FIRST_WORD, workload.vocabulary) for _ in range(count)]
 
-    result = []
+    found = []
     for _ in range(workload.num_groups):
         prompt = words(workload.prompt_tokens)
-        for _ in range(workload.group_size):
+        for member in range(workload.group_size):
             length = rng.lognormvariate(0, workload.spread) * workload.median_tokens
-            length = min(workload.most_tokens, max(1, round(length)))
-            result.append(
-                {"prompt": prompt, "completion": words(length), "score": float(rng.random() < 0.5)}
-            )
-    return result
+            length = min(workload.most_tokens, max(workload.least_tokens, round(length)))
+            found.append(Trajectory(prompt, words(length), float(member % 2 or rng.random() < 0.3)))
+    return found
 
 
-def write_model(directory: Path, workload: Workload) -> None:
-    """Save a model with random weights and a tokenizer."""
-    import torch
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen2ForCausalLM
-
-    torch.manual_seed(workload.seed)
-    Qwen2ForCausalLM(
-        Qwen2Config(
-            vocab_size=workload.vocabulary,
-            hidden_size=workload.hidden,
-            intermediate_size=3 * workload.hidden,
-            num_hidden_layers=workload.layers,
-            num_attention_heads=workload.hidden // 64,
-            num_key_value_heads=max(1, workload.hidden // 128),
-            max_position_embeddings=2048,
-            tie_word_embeddings=True,
-            use_cache=False,
-        )
-    ).save_pretrained(directory)
-    words = Tokenizer(
-        models.WordLevel({f"w{i}": i for i in range(workload.vocabulary)}, unk_token="w2")
-    )
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=words, pad_token="w0", eos_token="w1").save_pretrained(
-        directory
-    )
+def groups_of(workload: Workload) -> list[dict[str, Any]]:
+    """Return the batch as delivered by the service."""
+    flat, size = sequences(workload), workload.group_size
+    return [_group(flat[start : start + size]) for start in range(0, len(flat), size)]
 
 
-class StepLog:
-    """Durations of steps and gradient norms; memory is measured from its creation.
-
-    The fastest step after the first one counts.
-    """
-
-    def __init__(self) -> None:
-        self.times: list[float] = []
-        self.cpu_times: list[float] = []
-        self.norms: list[float] = []
-        self._before_mib = current_mib()
-        reset_peak()
-
-    def write(self, path: str, workload: Workload) -> None:
-        """Write the results as JSON."""
-        step_s = min(self.times[1:])
-        num_tokens = sum(len(s["prompt"]) + len(s["completion"]) for s in sequences(workload))
-        results = {
-            "tokens_per_s": num_tokens / step_s,
-            "step_s": step_s,
-            "step_cpu_s": min(self.cpu_times[1:]),
-            "peak_mib": peak_mib(),
-            "peak_above_model_mib": peak_mib() - self._before_mib,
-            "first_grad_norm": self.norms[0],
-        }
-        Path(path).write_text(json.dumps(results))
-
-
-def reset_peak() -> None:
-    """Reset the peak memory of this process in the kernel."""
-    Path("/proc/self/clear_refs").write_text("5")
-
-
-def peak_mib() -> float:
-    """Return the peak resident memory since `reset_peak`, in MiB."""
-    return _status_mib("VmHWM")
-
-
-def current_mib() -> float:
-    """Return the resident memory, in MiB."""
-    return _status_mib("VmRSS")
-
-
-def _status_mib(name: str) -> float:
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(name + ":"):
-            return int(line.split()[1]) / 1024
-    raise RuntimeError(f"/proc/self/status has no {name}")
+def _group(members: Sequence[Trajectory]) -> dict[str, Any]:
+    return {
+        "tokens": [s.prompt + s.completion for s in members],
+        "masks": [[IGNORE_INDEX] * len(s.prompt) + s.completion for s in members],
+        "scores": [s.score for s in members],
+    }

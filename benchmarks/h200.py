@@ -1,0 +1,266 @@
+"""Measure the trainer on a GPU: speed, MFU, memory, weight changes, agreement with the engine.
+
+Models have random weights in the shapes of Qwen3-0.6B and Qwen2.5-1.5B and are made on the machine,
+as are the tokenizers: nothing is downloaded. Each part is a process of its own with at most nine
+minutes; a part that fails is reported with its reason, and the others still run.
+
+| part | measures |
+|---|---|
+| `device` | versions, rate of matrix products and copies |
+| `step_0.6b`, `step_1.5b` | optimizer steps of TRL's GRPOTrainer and of our layouts on the same data, whose first gradients must be equal: tokens/s, MFU, peak memory |
+| `weights` | share of bfloat16 weights that AdamW changes per step, and its compressed size |
+| `gap` | difference of the logprobs of the engine and of the trainer |
+| `demo` | the demo on the torch engine |
+
+Layouts: `flat` pads, `packed` joins sequences in a row, `tree` also computes equal prefixes once.
+Speed counts the tokens of prompts and completions, the same for all contenders. MFU counts the FLOPs
+of whole sequences without recomputation (`ModelShape.step_flops`), so that a tree may exceed 1.
+
+Goals are evaluated on a GPU only. A rehearsal with `--device cpu --tiny` takes a minute or two and
+shows that every part works. Exits with 1 if a part failed; a missed goal is not a failure.
+
+Usage: python benchmarks/h200.py [--part step_0.6b] [--json FILE] [--device cpu --tiny]
+"""  # noqa: E501
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.console import Console
+from rich.table import Table
+
+from h200_parts.records import PartTask
+
+_HERE = Path(__file__).resolve().parent
+_LIMIT_S = 540.0
+_GRACE_S = 30.0
+_MODULES = {
+    "device": "device",
+    "step_0.6b": "step",
+    "step_1.5b": "step",
+    "weights": "weights",
+    "gap": "gap",
+    "demo": "demo",
+}
+
+
+class Goal(NamedTuple):
+    """A figure that the trainer should reach on a GPU."""
+
+    name: str
+    target: float
+    value: float | None
+    """None: not measured."""
+    is_limit: bool = False
+    """Whether the value should be at most the target."""
+
+    def state(self, *, counts: bool) -> str:
+        """Return `met` or `missed`, or `not evaluated` on a CPU or without a value."""
+        if not counts or self.value is None:
+            return "not evaluated"
+        is_met = self.value <= self.target if self.is_limit else self.value >= self.target
+        return "met" if is_met else "missed"
+
+
+def run_part(name: str, folder: Path, *, device: str, is_tiny: bool) -> list[dict[str, Any]]:
+    """Run a part in a process of its own; return its records, the last of which is its outcome."""
+    work = folder / name
+    work.mkdir()
+    results = work / "results.jsonl"
+    task = PartTask(
+        part=name,
+        device=device,
+        is_tiny=is_tiny,
+        folder=str(work),
+        results=str(results),
+        limit_s=_LIMIT_S - _GRACE_S,
+    )
+    command = [sys.executable, "-m", f"h200_parts.{_MODULES[name]}", json.dumps(task._asdict())]
+    started = time.monotonic()
+    reason = ""
+    try:
+        done = subprocess.run(
+            command, cwd=_HERE, env=_environment(device), timeout=_LIMIT_S, check=False
+        )
+        reason = f"exit code {done.returncode}" if done.returncode else ""
+    except subprocess.TimeoutExpired:
+        reason = f"took more than {_LIMIT_S:g} s"
+    records = []
+    if results.exists():
+        records = [json.loads(line) for line in results.read_text().splitlines()]
+    seconds = round(time.monotonic() - started, 1)
+    return [*records, {"part": name, "outcome": reason or "completed", "seconds": seconds}]
+
+
+def _environment(device: str) -> dict[str, str]:
+    """Return the variables of a part: our packages, no network, no fragmentation on a GPU."""
+    paths = [str(_HERE.parent), str(_HERE), os.environ.get("PYTHONPATH", "")]
+    variables = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(path for path in paths if path),
+        "HF_HUB_OFFLINE": "1",
+        "TOKENIZERS_PARALLELISM": "false",
+        "TQDM_DISABLE": "1",
+    }
+    if device == "cpu":
+        return {**variables, "CUDA_VISIBLE_DEVICES": ""}
+    return {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", **variables}
+
+
+def figure_of(records: Iterable[dict[str, Any]], part: str, name: str, case: str) -> float | None:
+    """Return a measured figure, or None."""
+    return next(
+        (
+            record["value"]
+            for record in records
+            if (record["part"], record.get("figure"), record.get("case")) == (part, name, case)
+        ),
+        None,
+    )
+
+
+def goals_of(records: Sequence[dict[str, Any]]) -> list[Goal]:
+    """Return the goals with their measured values."""
+    rows = "16k rows"
+    layouts = ("packed", "tree")
+    speeds = [figure_of(records, "step_0.6b", "speed", f"{rows} / {layout}") for layout in layouts]
+    goals = [
+        Goal(
+            "tokens/s of 0.6B with rows of 16k tokens",
+            30_000,
+            max((speed for speed in speeds if speed is not None), default=None),
+        ),
+        Goal(
+            "MFU of 1.5B with rows of 2k to 4k tokens",
+            0.4,
+            figure_of(records, "step_1.5b", "MFU", "plain 2k to 4k rows / packed"),
+        ),
+    ]
+    cases = {
+        (record["part"], record["case"].rpartition(" / ")[0])
+        for record in records
+        if record.get("figure") == "peak memory"
+    }
+    for part, workload in sorted(cases):
+        ours, theirs = (
+            figure_of(records, part, "peak memory", f"{workload} / {contender}")
+            for contender in ("packed", "TRL")
+        )
+        ratio = ours / theirs if ours is not None and theirs else None
+        goals.append(
+            Goal(f"peak memory of {part}, {workload}, to TRL's", 0.7, ratio, is_limit=True)
+        )
+    return goals
+
+
+def report_of(records: Sequence[dict[str, Any]], *, device: str, is_tiny: bool) -> dict[str, Any]:
+    """Return everything that was measured, and the state of each goal."""
+    counts = device.startswith("cuda") and not is_tiny
+    goals = [goal._asdict() | {"state": goal.state(counts=counts)} for goal in goals_of(records)]
+    return {
+        "date": datetime.now(timezone.utc).strftime("%Y-%m-%d"),
+        "device": figure_of(records, "device", "device", "") or device,
+        "is_tiny": is_tiny,
+        "goals": goals,
+        "failures": failures_of(records),
+        "records": list(records),
+    }
+
+
+def failures_of(records: Iterable[dict[str, Any]]) -> list[str]:
+    """Return one line per check that does not hold and per part that did not complete."""
+    found = []
+    for record in records:
+        case = f" ({record['case']})" if record.get("case") else ""
+        if record.get("holds") is False:
+            found.append(f"{record['part']}: {record['check']}{case}: no: {record['detail']}")
+        elif record.get("outcome", "completed") != "completed":
+            found.append(f"{record['part']}: {record['outcome']}")
+    return found
+
+
+def show(report: dict[str, Any]) -> None:
+    """Print the figures of each part, the goals and the failures."""
+    console = Console(width=160)
+    for part in dict.fromkeys(record["part"] for record in report["records"]):
+        figures = [r for r in report["records"] if r["part"] == part and "figure" in r]
+        for record in figures:
+            if not record["case"] or isinstance(record["value"], str):
+                line = f"{part}: {record['figure']} {_shown(record)} {record['unit']}"
+                console.print(line.rstrip(), markup=False, highlight=False)
+        console.print(_table_of(part, [r for r in figures if r["case"]]))
+    goals = Table("goal", "target", "value", "state", title="goals, on a GPU")
+    for goal in report["goals"]:
+        sign = "at most" if goal["is_limit"] else "at least"
+        value = "not measured" if goal["value"] is None else f"{goal['value']:,.3g}"
+        goals.add_row(goal["name"], f"{sign} {goal['target']:,g}", value, goal["state"])
+    console.print(goals)
+    for failure in report["failures"]:
+        console.print(failure, style="red", markup=False)
+    console.print(f"{len(report['failures'])} failures")
+
+
+def _table_of(part: str, figures: Sequence[dict[str, Any]]) -> Table | str:
+    """Return a table with one row per case and one column per figure."""
+    numbers = [record for record in figures if not isinstance(record["value"], str)]
+    if not numbers:
+        return ""
+    columns = list(dict.fromkeys((record["figure"], record["unit"]) for record in numbers))
+    table = Table("case", *(f"{name}\n{unit}" for name, unit in columns), title=part)
+    for case in dict.fromkeys(record["case"] for record in numbers):
+        cells = {r["figure"]: _shown(r) for r in numbers if r["case"] == case}
+        table.add_row(case, *(cells.get(name, "") for name, _ in columns))
+    return table
+
+
+def _shown(record: dict[str, Any]) -> str:
+    value = record["value"]
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:,.0f}" if abs(value) >= 1000 else f"{value:.3g}"
+    return str(value)
+
+
+def main() -> None:
+    """Run the parts and print what they measured."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument(
+        "--part", action="append", choices=list(_MODULES), help="only this part; may be repeated"
+    )
+    parser.add_argument("--device", default="cuda", help="cuda, cuda:1 or cpu")
+    parser.add_argument(
+        "--tiny", action="store_true", help="models and batches of a rehearsal, without a goal"
+    )
+    parser.add_argument("--json", type=Path, help="also write the results to this file")
+    arguments = parser.parse_args()
+    if arguments.device == "cpu" and not arguments.tiny:
+        parser.error("the models are too large for --device cpu; add --tiny")
+    if arguments.device != "cpu":
+        import torch
+
+        if not torch.cuda.is_available():
+            parser.error("torch sees no GPU here; rehearse with --device cpu --tiny")
+    records: list[dict[str, Any]] = []
+    with tempfile.TemporaryDirectory() as folder:
+        for name in arguments.part or _MODULES:
+            records += run_part(name, Path(folder), device=arguments.device, is_tiny=arguments.tiny)
+            report = report_of(records, device=arguments.device, is_tiny=arguments.tiny)
+            if arguments.json:
+                arguments.json.write_text(json.dumps(report, indent=1))
+    show(report)
+    sys.exit(bool(report["failures"]))
+
+
+if __name__ == "__main__":
+    main()

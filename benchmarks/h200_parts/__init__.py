@@ -1,0 +1,1 @@
+"""Parts of `h200.py`, each run in its own process."""

@@ -1,0 +1,56 @@
+"""Tasks of the contenders, and their results, across the border of a process."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from trainer_parts.workload import Workload
+
+__all__ = ["Measured", "StepTask", "main_of"]
+
+
+class StepTask(NamedTuple):
+    """Steps that a contender takes."""
+
+    model: str
+    """Folder of the model."""
+    folder: str
+    """Folder for files of the contender."""
+    workload: Workload
+    layout: str = "default"
+    """Layout of the sequences in our trainer: `default`, `padded`, `packed` or `shared`."""
+    checkpointing: bool = True
+    device: str = "cpu"
+
+    def to_json(self) -> str:
+        """Return the task as the argument of a process."""
+        return json.dumps(self._asdict() | {"workload": self.workload._asdict()})
+
+    @classmethod
+    def from_json(cls, text: str) -> StepTask:
+        """Read a task."""
+        fields = json.loads(text)
+        return cls(**fields | {"workload": Workload(**fields["workload"])})
+
+
+class Measured(NamedTuple):
+    """Results of a contender."""
+
+    figures: dict[str, Any]
+    gradient: dict[str, Any]
+    """Sampled entries of the first gradient, by parameter."""
+
+
+def main_of(measure: Callable[[StepTask], Measured]) -> None:
+    """Run the task in `sys.argv[1]` and write the results to the folder of the task."""
+    import torch
+
+    task = StepTask.from_json(sys.argv[1])
+    found = measure(task)
+    folder = Path(task.folder)
+    torch.save(found.gradient, folder / "gradient.pt")
+    (folder / "figures.json").write_text(json.dumps(found.figures))
