@@ -1,4 +1,4 @@
-"""What a run writes and shows while it trains: metrics file, wandb, report, live view.
+"""Outputs of a run while it trains: metrics file, wandb, report, live view.
 
 The metrics file has one line per step:
 
