@@ -18,6 +18,7 @@ from __future__ import annotations
 
 import base64
 import binascii
+import contextlib
 import inspect
 import io
 import itertools
@@ -51,7 +52,7 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-IMAGE_MODELS = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"})
+IMAGE_MODELS = frozenset({"qwen2_vl", "qwen2_5_vl", "qwen3_vl"})
 """Values of `model_type` in a config whose images can be trained."""
 
 MAX_IMAGES = 64
@@ -94,8 +95,9 @@ def decode_image(payload: Any, path: str) -> Any:
             image = Image.open(content, formats=_FORMATS)
         num_pixels = image.width * image.height
         shown = _as_engines_show(image) if num_pixels <= MAX_PIXELS else None
-    except (OSError, ValueError, SyntaxError, Image.DecompressionBombError) as error:
-        raise GroupError(f"{path}: not a readable image: {error}") from error
+    except Exception as error:  # decoders raise errors of any kind for malformed bytes
+        reason = str(error) or type(error).__name__
+        raise GroupError(f"{path}: not a readable image: {reason}") from error
     if shown is None:
         raise GroupError(
             f"{path}: {image.width} x {image.height} pixels; expected at most {MAX_PIXELS}"
@@ -106,12 +108,15 @@ def decode_image(payload: Any, path: str) -> Any:
 def _as_engines_show(image: Any) -> Any:
     from PIL import Image, ImageOps
 
-    image = ImageOps.exif_transpose(image)
-    if image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info:
-        front = image.convert("RGBA")
-        image = Image.new("RGBA", front.size, "white")
-        image.alpha_composite(front)
-    return image.convert("RGB")
+    with contextlib.suppress(Exception):  # an unreadable record of the rotation is ignored
+        image = ImageOps.exif_transpose(image)
+    has_alpha = image.mode in ("RGBA", "LA", "PA") or "transparency" in image.info
+    if image.mode == "RGB" or not has_alpha:
+        return image.convert("RGB")
+    front = image.convert("RGBA")
+    shown = Image.new("RGB", front.size, "white")
+    shown.paste(front, mask=front.getchannel("A"))
+    return shown
 
 
 def _content_of(payload: Any, path: str) -> bytes:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import io
 from dataclasses import replace
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import pytest
@@ -406,6 +408,19 @@ def test_recorded_rotation_is_applied_as_vllm_does() -> None:
     image = decode_image(base64.b64encode(content.getvalue()).decode(), "images[0][0]")
 
     assert image.size == (4, 6)
+
+
+@pytest.mark.parametrize("kind", ["PNG", "JPEG", "GIF", "WEBP", "BMP"])
+def test_damaged_image_is_read_or_refused(kind: str) -> None:
+    content = base64.b64decode(picture(16, 12, kind=kind))
+    random = Random(0)
+    for _ in range(200):
+        damaged = bytearray(content)
+        for _ in range(random.randint(1, 6)):
+            damaged[random.randrange(len(damaged))] = random.randrange(256)
+        text = base64.b64encode(bytes(damaged[: random.randint(1, len(damaged))])).decode()
+        with contextlib.suppress(GroupError):
+            assert decode_image(text, "images[0][0]").mode == "RGB"
 
 
 def test_models_without_images_say_what_is_missing(tmp_path: Path) -> None:
