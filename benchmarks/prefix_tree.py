@@ -55,7 +55,6 @@ class Contender(NamedTuple):
 
 _CONTENDERS = {
     "padded": Contender("off", "off", 8),
-    "padded, 2 a pass": Contender("off", "off", 2),
     "packed": Contender("on", "off", 8),
     "packed, 2 a pass": Contender("on", "off", 2),
     "tree": Contender("on", "on", 8),
@@ -72,9 +71,9 @@ def workload_of(prompt_tokens: int, completion_tokens: int, steps: int) -> Workl
         median_tokens=completion_tokens,
         most_tokens=completion_tokens,
         spread=0.0,
-        vocabulary=2048,
-        hidden=512,
-        layers=4,
+        vocabulary=1152,
+        hidden=384,
+        layers=3,
         steps=steps,
     )
 
