@@ -34,13 +34,13 @@ import torch
 from rich.console import Console
 from rich.table import Table
 from torch.utils.flop_counter import FlopCounterMode
-from trainer_parts.our_steps import config_of, groups_of
-from trainer_parts.workload import StepLog, Workload, write_model
 
 from atroposlib.utils.run_log import MetricsLog
 from example_trainer.batch import build_batch
 from example_trainer.model import create_optimizer, load_model_and_tokenizer
 from example_trainer.training import Trainer, row_rules
+from trainer_parts.our_steps import config_of, groups_of
+from trainer_parts.workload import StepLog, Workload, write_model
 
 _SAME_GRADIENT = 1e-4
 

@@ -69,53 +69,6 @@ def batch_metrics(summary: BatchSummary) -> dict[str, float]:
     }
 
 
-_STALENESS_CLASSES = (("0", 0), ("1", 1), ("2_to_3", 3), ("4_or_more", None))
-"""Names, and the largest staleness of each class in steps."""
-
-
-def token_staleness_metrics(
-    groups: Iterable[Mapping[str, Any]], *, step: int, seq_len: int, max_staleness: int | None
-) -> dict[str, float]:
-    """Return the staleness of the sampled tokens of a batch, before any are masked.
-
-    The staleness of a token is `step`, the completed optimizer steps, minus the policy version that
-    sampled it. Tokens without a version, or with one above `step`, are unknown. If all are unknown,
-    only the number of masked tokens is returned, which needs `max_staleness`.
-    """
-    counts: dict[int | None, int] = defaultdict(int)
-    for group in groups:
-        for i, masks in enumerate(group["masks"]):
-            if is_demonstration(group, i):
-                continue
-            start = 0
-            for version, length in version_runs_of(group, i):
-                end = start + (length or 0)
-                labels = masks[start : min(end, seq_len)]
-                age = step - version if version is not None and version <= step else None
-                counts[age] += len(labels) - labels.count(IGNORE_INDEX)
-                start = end
-    total = sum(counts.values())
-    known = {age: count for age, count in counts.items() if age is not None and count}
-    metrics: dict[str, float] = {}
-    if max_staleness is not None:
-        masked = sum(count for age, count in known.items() if age > max_staleness)
-        metrics["train/stale_tokens_masked"] = float(masked)
-    if not known:
-        return metrics
-    num_known = sum(known.values())
-    metrics |= {
-        "train/token_staleness_mean": sum(a * count for a, count in known.items()) / num_known,
-        "train/token_staleness_max": float(max(known)),
-        "train/token_staleness_unknown_fraction": 1.0 - num_known / total,
-    }
-    least = 0
-    for name, most in _STALENESS_CLASSES:
-        count = sum(c for a, c in known.items() if least <= a and (most is None or a <= most))
-        metrics[f"train/token_staleness_{name}_fraction"] = count / total
-        least = 0 if most is None else most + 1
-    return metrics
-
-
 def part_counts(totals: BatchTotals) -> dict[str, float]:
     """Return the tokens trained by each loss term except the policy loss; zeros are omitted."""
     counts = {
@@ -368,6 +321,56 @@ def group_metrics(
     return metrics | token_staleness_metrics(
         groups, step=step, seq_len=seq_len, max_staleness=max_token_staleness
     )
+<<<<<<< ours
+=======
+
+
+_STALENESS_CLASSES = (("0", 0), ("1", 1), ("2_to_3", 3), ("4_or_more", None))
+"""Names, and the largest staleness of each class in steps."""
+
+
+def token_staleness_metrics(
+    groups: Iterable[Mapping[str, Any]], *, step: int, seq_len: int, max_staleness: int | None
+) -> dict[str, float]:
+    """Return the staleness of the sampled tokens of a batch, before any are masked.
+
+    The staleness of a token is `step`, the completed optimizer steps, minus the policy version that
+    sampled it. Tokens without a version, or with one above `step`, are unknown. If all are unknown,
+    only the number of masked tokens is returned, which needs `max_staleness`.
+    """
+    counts: dict[int | None, int] = defaultdict(int)
+    for group in groups:
+        for i, masks in enumerate(group["masks"]):
+            if is_demonstration(group, i):
+                continue
+            start = 0
+            for version, length in version_runs_of(group, i):
+                end = start + (length or 0)
+                labels = masks[start : min(end, seq_len)]
+                age = step - version if version is not None and version <= step else None
+                counts[age] += len(labels) - labels.count(IGNORE_INDEX)
+                start = end
+    total = sum(counts.values())
+    known = {age: count for age, count in counts.items() if age is not None and count}
+    metrics: dict[str, float] = {}
+    if max_staleness is not None:
+        masked = sum(count for age, count in known.items() if age > max_staleness)
+        metrics["train/stale_tokens_masked"] = float(masked)
+    if not known:
+        return metrics
+    num_known = sum(known.values())
+    metrics |= {
+        "train/token_staleness_mean": sum(a * count for a, count in known.items()) / num_known,
+        "train/token_staleness_max": float(max(known)),
+        "train/token_staleness_unknown_fraction": 1.0 - num_known / total,
+    }
+    least = 0
+    for name, most in _STALENESS_CLASSES:
+        count = sum(c for a, c in known.items() if least <= a and (most is None or a <= most))
+        metrics[f"train/token_staleness_{name}_fraction"] = count / total
+        least = 0 if most is None else most + 1
+    return metrics
+>>>>>>> theirs
 
 
 _PEAKS = (

@@ -10,9 +10,8 @@ from atroposlib.errors import ConfigError, GroupError
 from atroposlib.scored_data import IGNORE_INDEX
 from example_trainer.api import TrajectoryFeed
 from example_trainer.batch import build_batch
-from example_trainer.metrics import token_staleness_metrics
+from example_trainer.metrics import group_metrics, token_staleness_metrics
 from example_trainer.rows import RowRules, mask_old_tokens, rows_from_group, version_runs_of
-from example_trainer.metrics import group_metrics
 from example_trainer.training import row_rules
 from tests.trainer.test_training import make_trainer
 from tests.trainer.tiny import group, tiny_config, tiny_llama
