@@ -321,8 +321,6 @@ def group_metrics(
     return metrics | token_staleness_metrics(
         groups, step=step, seq_len=seq_len, max_staleness=max_token_staleness
     )
-<<<<<<< ours
-=======
 
 
 _STALENESS_CLASSES = (("0", 0), ("1", 1), ("2_to_3", 3), ("4_or_more", None))
@@ -370,7 +368,6 @@ def token_staleness_metrics(
         metrics[f"train/token_staleness_{name}_fraction"] = count / total
         least = 0 if most is None else most + 1
     return metrics
->>>>>>> theirs
 
 
 _PEAKS = (

@@ -187,6 +187,15 @@ STEPS: tuple[Step, ...] = (
         until=("(?s)8000 .*8001 |8001 .*8000 ",),
     ),
     Run("docs/redis.md", "redis-cli --scan", before="redis-server --save '' & sleep 1"),
+    Run(
+        "docs/weights.md",
+        "atropos-weights publish model store",
+        before='rm -rf store served\nln -sfn "$HF_HOME/hub/models--Qwen--Qwen3-0.6B/snapshots/'
+        f'{"0" * 40}" model',
+        shows=("published version 0", "served/current", "1 versions, 0 problems"),
+    ),
+    NotRun("docs/weights.md", "atropos-grpo --model Qwen/Qwen3-0.6B --publish", "needs a bucket"),
+    NotRun("docs/weights.md", "atropos-weights follow s3://bucket/run", "needs a bucket"),
     # environments
     Run("atroposlib/envs/README.md", "import asyncio", save_as="addition.py"),
     Run(
