@@ -22,8 +22,18 @@ class LocalEngine:
 
     url: str
     """Without `/v1`."""
-    engine: Any
+    state: Any
+    """The `EngineState` of its routes."""
     http: httpx.Client
+
+    @property
+    def engine(self) -> Any:
+        return self.state.engine
+
+    @property
+    def tokenizer(self) -> Any:
+        """The one that the routes use."""
+        return self.state.served.tokenizer
 
     def complete(self, prompt: Any, **options: Any) -> Any:
         """Return the answer to a text completion with the ids and logprobs of its tokens."""
@@ -60,7 +70,7 @@ def serve_locally(folder: Path, **options: Any) -> Iterator[LocalEngine]:
     url = f"http://127.0.0.1:{port}"
     try:
         with httpx.Client(base_url=url, timeout=60, trust_env=False) as http:
-            yield LocalEngine(url, state.engine, http)
+            yield LocalEngine(url, state, http)
     finally:
         server.should_exit = True
         thread.join()
