@@ -32,6 +32,7 @@ from example_trainer.torch_engine.weights import replace_weights
 logger = logging.getLogger(__name__)
 
 PauseMode = Literal["wait", "abort", "keep"]
+PAUSE_MODES: tuple[PauseMode, ...] = ("wait", "abort", "keep")
 TopEntries = list[tuple[int, float]]
 """Token ids and their logprobs, most likely first."""
 Result = TypeVar("Result")

@@ -143,7 +143,7 @@ def _limits(options: EngineOptions, model: Any, device: torch.device) -> EngineL
         raise ConfigError(f"--max-model-len {length}: {options.model} reads at most {most} tokens")
     heads = config.num_key_value_heads or config.num_attention_heads
     head_size = vars(config).get("head_dim") or config.hidden_size // config.num_attention_heads
-    token_bytes = 2 * config.num_hidden_layers * heads * head_size * model.dtype.itemsize
+    token_bytes: int = 2 * config.num_hidden_layers * heads * head_size * model.dtype.itemsize
     num_tokens = _cache_bytes(options, device) // token_bytes
     if num_tokens < length:
         raise ConfigError(
@@ -164,7 +164,7 @@ def _cache_bytes(options: EngineOptions, device: torch.device) -> int:
         return options.kv_cache_memory_bytes
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        return max(0, int(options.gpu_memory_utilization * total) - (total - free))
+        return max(0, int(options.gpu_memory_utilization * total - (total - free)))
     import psutil
 
     return cpu_cache_gib(psutil.virtual_memory().available) * 2**30

@@ -294,8 +294,9 @@ def _with_plain_content(message: Mapping[str, Any], index: int) -> dict[str, Any
     plain = dict(message)
     content = message.get("content")
     if isinstance(content, list):
-        texts = [each.get("text") for each in content if isinstance(each, dict)]
-        if len(texts) != len(content) or not all(isinstance(text, str) for text in texts):
+        found = [each.get("text") for each in content if isinstance(each, dict)]
+        texts = [text for text in found if isinstance(text, str)]
+        if len(texts) != len(content):
             raise EngineRefusal(
                 f"{where}.content: only text is supported by the torch engine", param="messages"
             )

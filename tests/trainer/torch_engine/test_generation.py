@@ -84,8 +84,13 @@ def test_raw_logprobs_are_those_of_a_forward_pass(
 def test_processed_logprobs_are_after_temperature_and_filters(
     processed_engine: LocalEngine, model: Any
 ) -> None:
-    from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper
-    from transformers import MinPLogitsWarper, TopPLogitsWarper  # fmt: skip
+    from transformers import (  # fmt: skip
+        LogitsProcessorList,
+        MinPLogitsWarper,
+        TemperatureLogitsWarper,
+        TopKLogitsWarper,
+        TopPLogitsWarper,
+    )
 
     options = {"temperature": 0.7, "top_k": 40, "top_p": 0.8, "min_p": 0.02}
     warpers = LogitsProcessorList(

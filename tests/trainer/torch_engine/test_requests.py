@@ -260,7 +260,7 @@ def test_a_model_with_other_attention_is_refused_at_the_start(tmp_path: Path) ->
     Gemma2ForCausalLM(config).save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
 
-    with pytest.raises(ConfigError, match="Gemma2ForCausalLM.*softcap"):
+    with pytest.raises(ConfigError, match=r"Gemma2ForCausalLM.*softcap"):
         load_engine(EngineOptions(model=str(tmp_path), device="cpu"))
 
 
