@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from example_trainer.torch_engine.generation import Completion, Job, TopEntries
-from example_trainer.torch_engine.protocol import ChatFields, ServedModel, TextFields
+from example_trainer.torch_engine.protocol import ChatFields, ServedTorchModel, TextFields
 
 TokenRow = tuple[int, float | None, TopEntries]
 """A token, its logprob and the most likely tokens at its position."""
@@ -31,7 +31,7 @@ def error_body(message: str, *, status: int, param: str | None = None) -> dict[s
 class AnswerWriter:
     """Builds the answers to one request."""
 
-    def __init__(self, fields: TextFields | ChatFields, served: ServedModel) -> None:
+    def __init__(self, fields: TextFields | ChatFields, served: ServedTorchModel) -> None:
         self._fields = fields
         self._served = served
         self._is_chat = isinstance(fields, ChatFields)

@@ -37,7 +37,7 @@ from example_trainer.torch_engine.protocol import (
     ChatFields,
     DetokenizeFields,
     EngineRefusal,
-    ServedModel,
+    ServedTorchModel,
     TextFields,
     TokenizeFields,
     UpdateFields,
@@ -61,10 +61,10 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 
 @dataclass(frozen=True)
 class EngineState:
-    """What the routes share."""
+    """The state that the routes share."""
 
     engine: TorchEngine
-    served: ServedModel
+    served: ServedTorchModel
     info: Mapping[str, Any]
     """Answer of `/server_info`."""
 
@@ -327,7 +327,7 @@ class _ChoiceStream:
         self,
         writer: AnswerWriter,
         fields: TextFields | ChatFields,
-        served: ServedModel,
+        served: ServedTorchModel,
         job: Job,
         index: int,
     ) -> None:
@@ -368,7 +368,7 @@ def _resolve(future: asyncio.Future[None]) -> None:
         future.set_result(None)
 
 
-def require_model(name: str | None, served: ServedModel) -> None:
+def require_model(name: str | None, served: ServedTorchModel) -> None:
     """Raise `EngineRefusal` if a request names another model than the served one."""
     if name is not None and name != served.name:
         raise EngineRefusal(f"The model `{name[:200]}` does not exist.", status=404, param="model")

@@ -49,11 +49,11 @@ def serve_locally(folder: Path, **options: Any) -> Iterator[LocalEngine]:
     import uvicorn
 
     from example_trainer.processes import find_free_port
-    from example_trainer.torch_engine.loading import EngineOptions, load_engine
+    from example_trainer.torch_engine.loading import TorchEngineOptions, load_engine
     from example_trainer.torch_engine.server import create_app
 
     state = load_engine(
-        EngineOptions(
+        TorchEngineOptions(
             **{"model": str(folder), "served_model_name": "tiny", "device": "cpu",
                "max_model_len": MAX_MODEL_LEN, "kv_cache_memory_bytes": 2**28, **options}
         )

@@ -250,7 +250,7 @@ def test_a_model_with_other_attention_is_refused_at_the_start(tmp_path: Path) ->
 
     from atroposlib.errors import ConfigError
     from example_trainer.demo.settings import train_tokenizer
-    from example_trainer.torch_engine.loading import EngineOptions, load_engine
+    from example_trainer.torch_engine.loading import TorchEngineOptions, load_engine
 
     tokenizer = train_tokenizer([[{"role": "user", "content": "a"}]], max_length=64)
     config = Gemma2Config(
@@ -261,7 +261,7 @@ def test_a_model_with_other_attention_is_refused_at_the_start(tmp_path: Path) ->
     tokenizer.save_pretrained(tmp_path)
 
     with pytest.raises(ConfigError, match=r"Gemma2ForCausalLM.*softcap"):
-        load_engine(EngineOptions(model=str(tmp_path), device="cpu"))
+        load_engine(TorchEngineOptions(model=str(tmp_path), device="cpu"))
 
 
 def test_a_model_with_sliding_windows_and_shared_heads_is_served(tmp_path: Path) -> None:
