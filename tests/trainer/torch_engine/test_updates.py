@@ -147,10 +147,12 @@ def test_aborting_pause_answers_with_the_tokens_so_far(local: LocalEngine) -> No
 def test_a_client_that_disconnects_frees_its_slots(local: LocalEngine, stream: bool) -> None:
     body = {"prompt": [9], "n": 64, "max_tokens": 250, "ignore_eos": True, "stream": stream}
 
-    with httpx.Client(base_url=local.url, timeout=0.3) as client:
-        with pytest.raises(httpx.ReadTimeout):
-            with client.stream("POST", "/v1/completions", json=body) as answer:
-                answer.read() if not stream else _stop_after_first(answer)
+    with (
+        httpx.Client(base_url=local.url, timeout=0.3) as client,
+        pytest.raises(httpx.ReadTimeout),
+        client.stream("POST", "/v1/completions", json=body) as answer,
+    ):
+        answer.read() if not stream else _stop_after_first(answer)
 
     wait_until(lambda: local.engine.counts()[:2] == (0, 0))
     assert local.engine.counts().generated_tokens < 64 * 250
