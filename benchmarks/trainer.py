@@ -135,7 +135,7 @@ def ratios_of(results: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]
 
 def show(workload: Workload, results: dict[str, dict[str, Any]]) -> None:
     """Print the table of a workload and the ratios."""
-    console = Console()
+    console = Console(width=120)
     table = Table(
         "contender", "tokens/s", "step s", "CPU s", "peak MiB", "above the model MiB",
         "gradient, max difference", "relative", title=workload.describe(),
