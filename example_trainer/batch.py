@@ -92,7 +92,7 @@ class Microbatch:
         return replace(self, ref_logprobs_BT=reference_BT)
 
     def to(self, device: str) -> Microbatch:
-        moved = {
+        moved: dict[str, Any] = {
             name: value.to(device)
             for name, value in vars(self).items()
             if isinstance(value, (torch.Tensor, PrefixTree))

@@ -250,8 +250,9 @@ class TrainingFields(BaseModel):
         default=None,
         ge=1,
         description="Maximum tokens of a forward pass, with padding and with shared prefixes "
-        "counted once, unless one sequence is longer. It alone determines the number of passes; a step still has batch_size x "
-        "gradient_accumulation_steps sequences. none: batch_size sequences per pass.",
+        "counted once, unless one sequence is longer. It alone determines the number of passes; "
+        "a step still has batch_size x gradient_accumulation_steps sequences. none: batch_size "
+        "sequences per pass.",
     )
     logprob_chunk_tokens: int | None = Field(
         default=None,

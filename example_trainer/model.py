@@ -286,7 +286,9 @@ def attention_note(model: Any, device: str) -> str:
     if used.startswith("flash_attention"):
         return str(used)
     name = "sdpa for each sequence" if used == PACKED_ATTENTION else used
-    reason = _obstacle_to_flash_attention(device) or "not supported by the model or --shared-prefixes on"
+    reason = (
+        _obstacle_to_flash_attention(device) or "not supported by the model or --shared-prefixes on"
+    )
     return f"{name} ({reason})"
 
 

@@ -24,6 +24,7 @@ Shape suffixes: M tokens of the tree's row, T tokens of the concatenated sequenc
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
@@ -65,7 +66,7 @@ class PrefixTree:
     @property
     def num_tokens(self) -> int:
         """Tokens of the row, M."""
-        return self.tokens_1M.shape[1]
+        return int(self.tokens_1M.numel())
 
     def to(self, device: str | torch.device) -> PrefixTree:
         moved = {
@@ -134,11 +135,11 @@ def _attention_blocks(bounds: Sequence[int], ends_M: np.ndarray) -> tuple[Attent
     descendants outside of the run are the keys of one block, whose queries are these descendants.
     """
     causal, full = [], []
-    for start, end in zip(bounds[:-1], bounds[1:], strict=True):
+    for start, end in itertools.pairwise(bounds):
         causal.append(AttentionBlock(slice(start, end), slice(start, end), True))
         cuts = start + 1 + np.flatnonzero(np.diff(ends_M[start:end]))
         pieces = [start, *cuts.tolist(), end]
-        for first, after in zip(pieces[:-1], pieces[1:], strict=True):
+        for first, after in itertools.pairwise(pieces):
             last_query = int(ends_M[first])
             if last_query > end:
                 full.append(AttentionBlock(slice(end, last_query), slice(first, after), False))

@@ -412,13 +412,12 @@ class PolicyScorer(torch.nn.Module):  # type: ignore[misc]  # torch has no types
     def _hidden_ND(self, microbatch: Microbatch, mask_BT: torch.Tensor) -> torch.Tensor:
         """Return the (N, D) hidden states of the positions in the mask."""
         tree = microbatch.tree
+        hidden: torch.Tensor
         if tree is None or not self.shares_prefixes:
-            found = self.model.base_model(**packed_inputs(microbatch))
-            hidden_ND: torch.Tensor = found.last_hidden_state[mask_BT]
-            return hidden_ND
-        found = self.model.base_model(**tree_arguments(tree))
-        hidden_ND = found.last_hidden_state[0].index_select(0, tree.nodes_T[mask_BT[0]])
-        return hidden_ND
+            hidden = self.model.base_model(**packed_inputs(microbatch)).last_hidden_state
+            return hidden[mask_BT]
+        hidden = self.model.base_model(**tree_arguments(tree)).last_hidden_state
+        return hidden[0].index_select(0, tree.nodes_T[mask_BT[0]])
 
     def _teacher(
         self, microbatch: Microbatch, hidden_ND: torch.Tensor, head: Any, mask_BT: torch.Tensor

@@ -29,9 +29,9 @@ from tests.trainer.tiny import VOCAB, group, tiny_config, tiny_llama
 
 pytestmark = pytest.mark.slow
 
-sequence_lists = st.lists(
-    st.lists(st.integers(0, 1), max_size=12), min_size=1, max_size=8
-).filter(any)  # two token ids, so that prefixes are often shared
+sequence_lists = st.lists(st.lists(st.integers(0, 1), max_size=12), min_size=1, max_size=8).filter(
+    any
+)  # two token ids, so that prefixes are often shared
 
 
 def ancestors_MM(tree, sequences):
@@ -253,7 +253,7 @@ def single_turn():
 
 
 def several_turns():
-    """Conversations that branch in a later turn, so that a trained turn is shared, and one token."""
+    """Conversations that share a trained turn and branch in the next one, and a single token."""
     start, turn, reply = tokens_of(4, 17), tokens_of(5, 18), tokens_of(6, 5)
     ends = [tokens_of(7, 6), tokens_of(8, 9), []]
     tokens = [[*start, *turn, *reply, *end] for end in ends] + [[*start, 9, 9], [start[0]]]
@@ -469,7 +469,7 @@ def test_model_with_dropout_keeps_its_sequences_apart_and_says_so(tmp_path, capl
         "equal prefixes are computed for each sequence: it has dropout, which differs between "
         "sequences"
     ]
-    with pytest.raises(ConfigError, match="shared_prefixes=on: it has dropout.*--shared-prefixes"):
+    with pytest.raises(ConfigError, match=r"shared_prefixes=on: it has dropout.*--shared-prefixes"):
         prepare_policy(model, tiny_config(tmp_path, shared_prefixes="on"))
 
 
