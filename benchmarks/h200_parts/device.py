@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import torch
 
-from example_trainer.training import peak_flops_of
+from example_trainer.metrics import peak_flops_of
 from h200_parts.records import PartTask, Records, run_part
 
 _PACKAGES = (

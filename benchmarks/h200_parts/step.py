@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from example_trainer.training import ModelShape, peak_flops_of
+from example_trainer.metrics import ModelShape, peak_flops_of
 from h200_parts.device import matmul_tflops
 from h200_parts.records import PartTask, Records, run_part
 from trainer_parts import our_steps, trl_steps

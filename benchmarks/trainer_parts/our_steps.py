@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 from atroposlib.utils.run_log import MetricsLog
@@ -46,8 +47,10 @@ def config_of(task: StepTask) -> TrainingConfig:
     )
 
 
-def measure(task: StepTask) -> Measured:
-    """Take the steps of a task."""
+def measure(
+    task: StepTask, *, first_step: contextlib.AbstractContextManager[Any] | None = None
+) -> Measured:
+    """Take the steps of a task; the first one, which warms up, runs in `first_step`."""
     config, workload = config_of(task), task.workload
     model, tokenizer = load_model_and_tokenizer(config)
     policy = prepare_policy(model, config)
@@ -65,7 +68,7 @@ def measure(task: StepTask) -> Measured:
     groups, rules = groups_of(workload), row_rules(config)
     log = StepLog(config.device)
     optimizer.register_step_pre_hook(lambda *_: log.keep_first_gradient(model))
-    for _ in range(workload.steps + 1):
+    for step in range(workload.steps + 1):
         log.start()
         batch = build_batch(
             groups,
@@ -76,10 +79,15 @@ def measure(task: StepTask) -> Measured:
             max_tokens=config.microbatch_tokens,
             min_shared_fraction=policy.min_shared_fraction,
         )
-        trainer.train_on(batch)
+        with (first_step if step == 0 else None) or contextlib.nullcontext():
+            trainer.train_on(batch)
         log.stop()
     found = log.results(num_tokens=workload.num_tokens)
-    return Measured(found | {"passes": len(batch.microbatches)}, log.gradient)
+    sizes = {
+        "passes": len(batch.microbatches),
+        "computed_tokens": batch.summary.num_computed_tokens,
+    }
+    return Measured(found | sizes, log.gradient)
 
 
 if __name__ == "__main__":
