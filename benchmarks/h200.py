@@ -106,7 +106,7 @@ def run_part(name: str, *, folder: Path, device: str, is_tiny: bool) -> list[dic
 
 
 def _environment(device: str) -> dict[str, str]:
-    """Return the variables of a part: our packages, no network, no fragmentation on a GPU."""
+    """Return the variables of a part: our packages, no network, one GPU."""
     paths = [str(_HERE.parent), str(_HERE), os.environ.get("PYTHONPATH", "")]
     variables = {
         **os.environ,
@@ -117,7 +117,10 @@ def _environment(device: str) -> dict[str, str]:
     }
     if device == "cpu":
         return {**variables, "CUDA_VISIBLE_DEVICES": ""}
-    return {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", **variables}
+    # TRL would use all visible GPUs.
+    gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    memory = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    return {**memory, **variables, "CUDA_VISIBLE_DEVICES": gpu}
 
 
 def figure_of(records: Iterable[dict[str, Any]], part: str, name: str, case: str) -> float | None:
@@ -194,14 +197,19 @@ def failures_of(records: Iterable[dict[str, Any]]) -> list[str]:
 
 def show(report: dict[str, Any]) -> None:
     """Print the figures of each part, the goals and the failures."""
-    console = Console(width=160)
-    for part in dict.fromkeys(record["part"] for record in report["records"]):
-        figures = [r for r in report["records"] if r["part"] == part and "figure" in r]
-        for record in figures:
-            if not record["case"] or isinstance(record["value"], str):
-                line = f"{part}: {record['figure']} {_shown(record)} {record['unit']}"
-                console.print(line.rstrip(), markup=False, highlight=False)
-        console.print(_table_of(part, [r for r in figures if r["case"]]))
+    console = Console(width=120)
+    by_table: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for record in report["records"]:
+        if "figure" not in record:
+            continue
+        if " / " in record["case"]:
+            by_table.setdefault((record["part"], _table(record)), []).append(record)
+            continue
+        case = record["case"] and f" ({record['case']})"
+        line = f"{record['part']}{case}: {record['figure']} {_shown(record)} {record['unit']}"
+        console.print(line.rstrip(), markup=False, highlight=False)
+    for (part, group), records in by_table.items():
+        console.print(_table_of(f"{part}, {group}", records))
     goals = Table("goal", "target", "value", "state", title="goals, on a GPU")
     for goal in report["goals"]:
         sign = "at most" if goal["is_limit"] else "at least"
@@ -213,16 +221,18 @@ def show(report: dict[str, Any]) -> None:
     console.print(f"{len(report['failures'])} failures")
 
 
-def _table_of(part: str, figures: Sequence[dict[str, Any]]) -> Table | str:
-    """Return a table with one row per case and one column per figure."""
-    numbers = [record for record in figures if not isinstance(record["value"], str)]
-    if not numbers:
-        return ""
-    columns = list(dict.fromkeys((record["figure"], record["unit"]) for record in numbers))
-    table = Table("case", *(f"{name}\n{unit}" for name, unit in columns), title=part)
-    for case in dict.fromkeys(record["case"] for record in numbers):
-        cells = {r["figure"]: _shown(r) for r in numbers if r["case"] == case}
-        table.add_row(case, *(cells.get(name, "") for name, _ in columns))
+def _table(record: dict[str, Any]) -> str:
+    return str(record["case"]).rpartition(" / ")[0]
+
+
+def _table_of(title: str, records: Sequence[dict[str, Any]]) -> Table:
+    """Return a table with one row per figure and one column per contender or step."""
+    columns = list(dict.fromkeys(record["case"] for record in records))
+    names = [case.rpartition(" / ")[2] for case in columns]
+    table = Table("figure", *names, "unit", title=title)
+    for name, unit in dict.fromkeys((record["figure"], record["unit"]) for record in records):
+        cells = {r["case"]: _shown(r) for r in records if r["figure"] == name}
+        table.add_row(name, *(cells.get(case, "") for case in columns), unit)
     return table
 
 
@@ -241,7 +251,7 @@ def main() -> None:
     parser.add_argument(
         "--part", action="append", choices=list(_MODULES), help="only this part; may be repeated"
     )
-    parser.add_argument("--device", default="cuda", help="cuda, cuda:1 or cpu")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="default: cuda")
     parser.add_argument(
         "--tiny", action="store_true", help="models and batches of a rehearsal, without a goal"
     )
