@@ -43,7 +43,7 @@ from trainer_parts.workload import Workload
 _SAME_GRADIENT = 1e-4
 
 
-_MODEL = ModelSize("qwen2", 512, 1536, 4, 8, 4, 64, 2048, 2048)
+_MODEL = ModelSize("qwen2", 384, 1152, 3, 6, 3, 64, 1152, 2048)
 
 
 class Contender(NamedTuple):
@@ -55,7 +55,6 @@ class Contender(NamedTuple):
 
 _CONTENDERS = {
     "padded": Contender("padded", 8),
-    "padded, 2 a pass": Contender("padded", 2),
     "packed": Contender("packed", 8),
     "packed, 2 a pass": Contender("packed", 2),
     "tree": Contender("shared", 8),
