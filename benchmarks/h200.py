@@ -12,7 +12,8 @@ minutes; a part that fails is reported with its reason, and the others still run
 | `gap` | difference of the logprobs of the engine and of the trainer |
 | `demo` | the demo on the torch engine |
 
-Layouts: `flat` pads, `packed` joins sequences in a row, `tree` also computes equal prefixes once.
+Both models train on heavy-tailed lengths and on shared prefixes, 0.6B also on rows of 16k tokens and
+1.5B on rows of 2k to 4k. Layouts: `flat` pads, `packed` joins sequences in a row, `tree` also computes equal prefixes once.
 Speed counts the tokens of prompts and completions, the same for all contenders. MFU counts the FLOPs
 of whole sequences without recomputation (`ModelShape.step_flops`), so that a tree may exceed 1.
 
@@ -25,6 +26,7 @@ Usage: python benchmarks/h200.py [--part step_0.6b] [--json FILE] [--device cpu 
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import subprocess
@@ -32,6 +34,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -72,7 +75,7 @@ class Goal(NamedTuple):
         return "met" if is_met else "missed"
 
 
-def run_part(name: str, folder: Path, *, device: str, is_tiny: bool) -> list[dict[str, Any]]:
+def run_part(name: str, *, folder: Path, device: str, is_tiny: bool) -> list[dict[str, Any]]:
     """Run a part in a process of its own; return its records, the last of which is its outcome."""
     work = folder / name
     work.mkdir()
@@ -103,7 +106,7 @@ def run_part(name: str, folder: Path, *, device: str, is_tiny: bool) -> list[dic
 
 
 def _environment(device: str) -> dict[str, str]:
-    """Return the variables of a part: our packages, no network, no fragmentation on a GPU."""
+    """Return the variables of a part: our packages, no network, one GPU."""
     paths = [str(_HERE.parent), str(_HERE), os.environ.get("PYTHONPATH", "")]
     variables = {
         **os.environ,
@@ -114,7 +117,10 @@ def _environment(device: str) -> dict[str, str]:
     }
     if device == "cpu":
         return {**variables, "CUDA_VISIBLE_DEVICES": ""}
-    return {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True", **variables}
+    # TRL would use all visible GPUs.
+    gpu = os.environ.get("CUDA_VISIBLE_DEVICES", "0").split(",")[0]
+    memory = {"PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"}
+    return {**memory, **variables, "CUDA_VISIBLE_DEVICES": gpu}
 
 
 def figure_of(records: Iterable[dict[str, Any]], part: str, name: str, case: str) -> float | None:
@@ -191,14 +197,19 @@ def failures_of(records: Iterable[dict[str, Any]]) -> list[str]:
 
 def show(report: dict[str, Any]) -> None:
     """Print the figures of each part, the goals and the failures."""
-    console = Console(width=160)
-    for part in dict.fromkeys(record["part"] for record in report["records"]):
-        figures = [r for r in report["records"] if r["part"] == part and "figure" in r]
-        for record in figures:
-            if not record["case"] or isinstance(record["value"], str):
-                line = f"{part}: {record['figure']} {_shown(record)} {record['unit']}"
-                console.print(line.rstrip(), markup=False, highlight=False)
-        console.print(_table_of(part, [r for r in figures if r["case"]]))
+    console = Console(width=120)
+    by_table: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for record in report["records"]:
+        if "figure" not in record:
+            continue
+        if " / " in record["case"]:
+            by_table.setdefault((record["part"], _table(record)), []).append(record)
+            continue
+        case = record["case"] and f" ({record['case']})"
+        line = f"{record['part']}{case}: {record['figure']} {_shown(record)} {record['unit']}"
+        console.print(line.rstrip(), markup=False, highlight=False)
+    for (part, group), records in by_table.items():
+        console.print(_table_of(f"{part}, {group}", records))
     goals = Table("goal", "target", "value", "state", title="goals, on a GPU")
     for goal in report["goals"]:
         sign = "at most" if goal["is_limit"] else "at least"
@@ -210,16 +221,18 @@ def show(report: dict[str, Any]) -> None:
     console.print(f"{len(report['failures'])} failures")
 
 
-def _table_of(part: str, figures: Sequence[dict[str, Any]]) -> Table | str:
-    """Return a table with one row per case and one column per figure."""
-    numbers = [record for record in figures if not isinstance(record["value"], str)]
-    if not numbers:
-        return ""
-    columns = list(dict.fromkeys((record["figure"], record["unit"]) for record in numbers))
-    table = Table("case", *(f"{name}\n{unit}" for name, unit in columns), title=part)
-    for case in dict.fromkeys(record["case"] for record in numbers):
-        cells = {r["figure"]: _shown(r) for r in numbers if r["case"] == case}
-        table.add_row(case, *(cells.get(name, "") for name, _ in columns))
+def _table(record: dict[str, Any]) -> str:
+    return str(record["case"]).rpartition(" / ")[0]
+
+
+def _table_of(title: str, records: Sequence[dict[str, Any]]) -> Table:
+    """Return a table with one row per figure and one column per contender or step."""
+    columns = list(dict.fromkeys(record["case"] for record in records))
+    names = [case.rpartition(" / ")[2] for case in columns]
+    table = Table("figure", *names, "unit", title=title)
+    for name, unit in dict.fromkeys((record["figure"], record["unit"]) for record in records):
+        cells = {r["case"]: _shown(r) for r in records if r["figure"] == name}
+        table.add_row(name, *(cells.get(case, "") for case in columns), unit)
     return table
 
 
@@ -238,7 +251,7 @@ def main() -> None:
     parser.add_argument(
         "--part", action="append", choices=list(_MODULES), help="only this part; may be repeated"
     )
-    parser.add_argument("--device", default="cuda", help="cuda, cuda:1 or cpu")
+    parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="default: cuda")
     parser.add_argument(
         "--tiny", action="store_true", help="models and batches of a rehearsal, without a goal"
     )
@@ -252,9 +265,14 @@ def main() -> None:
         if not torch.cuda.is_available():
             parser.error("torch sees no GPU here; rehearse with --device cpu --tiny")
     records: list[dict[str, Any]] = []
-    with tempfile.TemporaryDirectory() as folder:
-        for name in arguments.part or _MODULES:
-            records += run_part(name, Path(folder), device=arguments.device, is_tiny=arguments.tiny)
+    # Durations of a rehearsal do not matter, so that two parts may run at the same time.
+    executor = ThreadPoolExecutor(max_workers=2 if arguments.tiny else 1)
+    with tempfile.TemporaryDirectory() as folder, executor:
+        run = functools.partial(
+            run_part, folder=Path(folder), device=arguments.device, is_tiny=arguments.tiny
+        )
+        for found in executor.map(run, arguments.part or _MODULES):
+            records += found
             report = report_of(records, device=arguments.device, is_tiny=arguments.tiny)
             if arguments.json:
                 arguments.json.write_text(json.dumps(report, indent=1))

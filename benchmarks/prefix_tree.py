@@ -6,7 +6,7 @@ prompts of 384 tokens with completions of 512, and of 768 with 256, eight of a p
 have 1.60 and 2.91 times the tokens of the tree, which bounds the ratio of the FLOPs. A part of the
 step does not depend on prompts, such as the output layer.
 
-Tokens per second count the tokens of all sequences for every contender. The fastest step counts and
+Tokens per second count the tokens of all sequences for every contender. The median step counts and
 is shown with its CPU time, since other processes may use the machine. Peak memory is the maximum
 resident set during the steps, without what was used before them. FLOPs are those of forward and
 backward pass as torch counts them, with the pairs of tokens that attention computes. The difference
@@ -26,7 +26,6 @@ import os
 import subprocess
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -35,45 +34,45 @@ from rich.console import Console
 from rich.table import Table
 from torch.utils.flop_counter import FlopCounterMode
 
-from atroposlib.utils.run_log import MetricsLog
-from example_trainer.batch import build_batch
-from example_trainer.model import create_optimizer, load_model_and_tokenizer
-from example_trainer.training import Trainer, row_rules
-from trainer_parts.our_steps import config_of, groups_of
-from trainer_parts.workload import StepLog, Workload, write_model
+from trainer_parts import our_steps
+from trainer_parts.models import ModelSize, write_model
+from trainer_parts.step_log import gradient_gap
+from trainer_parts.tasks import Measured, StepTask, read_measured, write_measured
+from trainer_parts.workload import Workload
 
 _SAME_GRADIENT = 1e-4
+
+
+_MODEL = ModelSize("qwen2", 384, 1152, 3, 6, 3, 64, 1152, 2048)
 
 
 class Contender(NamedTuple):
     """Settings of the trainer that differ."""
 
-    packing: str
-    shared_prefixes: str
+    layout: str
     sequences_per_pass: int
 
 
 _CONTENDERS = {
-    "padded": Contender("off", "off", 8),
-    "packed": Contender("on", "off", 8),
-    "packed, 2 a pass": Contender("on", "off", 2),
-    "tree": Contender("on", "on", 8),
+    "padded": Contender("padded", 8),
+    "packed": Contender("packed", 8),
+    "packed, 2 a pass": Contender("packed", 2),
+    "tree": Contender("shared", 8),
 }
 _BATCHES = {"P:R = 3:4": (384, 512, 1.6), "P:R = 3:1": (768, 256, 2.5)}
 """Tokens of prompts and completions, and the target of the speed."""
 
 
 def workload_of(prompt_tokens: int, completion_tokens: int, steps: int) -> Workload:
-    """Return one group of eight completions of equal length, and the model."""
+    """Return one group of eight completions of equal length."""
     return Workload(
+        "one group",
         num_groups=1,
         prompt_tokens=prompt_tokens,
         median_tokens=completion_tokens,
         most_tokens=completion_tokens,
         spread=0.0,
-        vocabulary=1152,
-        hidden=384,
-        layers=3,
+        vocabulary=_MODEL.vocabulary,
         steps=steps,
     )
 
@@ -104,69 +103,28 @@ _COUNTED = {
 """FLOPs of the kernels of attention on a CPU, which torch's counter does not know."""
 
 
-def run_contender(task: dict[str, Any]) -> None:
+def run_contender(text: str) -> None:
     """Run the steps of one contender in this process and write its results."""
-    workload, contender = Workload(**task["workload"]), Contender(*task["contender"])
-    size = contender.sequences_per_pass
-    config = config_of(
-        {**task, "packing": contender.packing, "gradient_checkpointing": False},
-        workload._replace(microbatch=size),
-    ).model_copy(update={"shared_prefixes": contender.shared_prefixes, "max_grad_norm": 1e9})
-    model, tokenizer = load_model_and_tokenizer(config)
-    optimizer = create_optimizer(model, config)
-    trainer = Trainer(
-        config,
-        model=model,
-        tokenizer=tokenizer,
-        optimizer=optimizer,
-        feed=None,
-        weight_sync=None,
-        run_log=MetricsLog(use_wandb=False, metrics_path=None),
-    )
-    groups, rules = groups_of(workload), row_rules(config)
-    log, flops, num_computed = StepLog(), 0, 0
-    for step in range(workload.steps + 1):
-        started, cpu_started = time.perf_counter(), time.process_time()
-        batch = build_batch(
-            groups,
-            rules,
-            microbatch_size=size,
-            packs=contender.packing == "on",
-            min_shared_fraction=0.0 if contender.shared_prefixes == "on" else None,
-        )
-        if step == 0:
-            apply = optimizer.step
-            optimizer.step = lambda: torch.save(  # type: ignore[method-assign]
-                torch.cat([p.grad.flatten() for p in model.parameters()]), task["gradient"]
-            )
-            with FlopCounterMode(display=False, custom_mapping=_COUNTED) as counter:
-                log.norms.append(trainer.train_on(batch)["train/grad_norm"])
-            flops, num_computed = counter.get_total_flops(), batch.summary.num_computed_tokens
-            optimizer.step = apply  # type: ignore[method-assign]
-        else:
-            trainer.train_on(batch)
-        log.times.append(time.perf_counter() - started)
-        log.cpu_times.append(time.process_time() - cpu_started)
-    log.write(task["result"], workload)
-    found = json.loads(Path(task["result"]).read_text())
-    found |= {"gflops": flops / 1e9, "computed_tokens": num_computed}
-    Path(task["result"]).write_text(json.dumps(found))
+    task = StepTask.from_json(text)
+    with_flops = FlopCounterMode(display=False, custom_mapping=_COUNTED)
+    found = our_steps.measure(task, first_step=with_flops)
+    flops = {"gflops": with_flops.get_total_flops() / 1e9}
+    write_measured(task, Measured(found.figures | flops, found.gradient))
 
 
-def measure(
-    folder: Path, workload: Workload, contender: Contender, threads: int
-) -> tuple[dict[str, Any], torch.Tensor]:
+def measure(folder: Path, workload: Workload, contender: Contender, threads: int) -> Measured:
     """Run a contender in another process; return its results and first gradient."""
-    task = {
-        "model": str(folder / "model"),
-        "folder": str(folder / "work"),
-        "workload": workload._asdict(),
-        "contender": list(contender),
-        "result": str(folder / "result.json"),
-        "gradient": str(folder / "gradient.pt"),
-    }
+    work = folder / "work"
+    work.mkdir(exist_ok=True)
+    task = StepTask(
+        model=str(folder / "model"),
+        folder=str(work),
+        workload=workload._replace(pass_sequences=contender.sequences_per_pass),
+        layout=contender.layout,
+        checkpointing=False,
+    )
     done = subprocess.run(
-        [sys.executable, __file__, "--contender", json.dumps(task)],
+        [sys.executable, __file__, "--contender", task.to_json()],
         env={**os.environ, "OMP_NUM_THREADS": str(threads)},
         capture_output=True,
         text=True,
@@ -174,7 +132,7 @@ def measure(
     )
     if done.returncode:
         raise RuntimeError(f"{contender} failed:\n{done.stderr[-4000:]}")
-    return json.loads(Path(task["result"]).read_text()), torch.load(task["gradient"])
+    return read_measured(task)
 
 
 def show(name: str, target: float, results: dict[str, dict[str, Any]]) -> None:
@@ -221,19 +179,20 @@ def main() -> None:
     parser.add_argument("--contender", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.contender:
-        run_contender(json.loads(arguments.contender))
+        run_contender(arguments.contender)
         return
     everything = {}
     with tempfile.TemporaryDirectory() as folder:
+        write_model(Path(folder) / "model", _MODEL)
         for name, (prompt_tokens, completion_tokens, target) in _BATCHES.items():
             workload = workload_of(prompt_tokens, completion_tokens, arguments.steps)
-            write_model(Path(folder) / "model", workload)
-            results, expected = {}, None
+            results: dict[str, dict[str, Any]] = {}
+            expected: dict[str, Any] = {}
             for contender, settings in _CONTENDERS.items():
-                found, gradient = measure(Path(folder), workload, settings, arguments.threads)
-                expected = gradient if expected is None else expected
-                found["gradient_difference"] = float((gradient - expected).norm() / expected.norm())
-                results[contender] = found
+                found = measure(Path(folder), workload, settings, arguments.threads)
+                expected = expected or found.gradient
+                gap = gradient_gap(found.gradient, expected)
+                results[contender] = {**found.figures, "gradient_difference": gap.relative}
             print(workload.describe())
             show(name, target, results)
             everything[name] = results

@@ -40,13 +40,12 @@ import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import torch
 from rich.console import Console
 from rich.table import Table
 
 from trainer_parts.models import MODEL_SIZES, write_model
 from trainer_parts.step_log import GradientGap, gradient_gap
-from trainer_parts.tasks import Measured, StepTask
+from trainer_parts.tasks import Measured, StepTask, read_measured
 from trainer_parts.workload import CPU_WORKLOADS, Workload
 
 _HERE = Path(__file__).resolve().parent
@@ -92,8 +91,7 @@ def run_once(
     )
     if done.returncode:
         raise RuntimeError(f"{contender} failed:\n{done.stderr[-4000:]}")
-    figures = json.loads((work / "figures.json").read_text())
-    return Measured(figures, torch.load(work / "gradient.pt"))
+    return read_measured(task)
 
 
 def measure(
@@ -135,7 +133,7 @@ def ratios_of(results: dict[str, dict[str, Any]]) -> dict[str, dict[str, float]]
 
 def show(workload: Workload, results: dict[str, dict[str, Any]]) -> None:
     """Print the table of a workload and the ratios."""
-    console = Console()
+    console = Console(width=120)
     table = Table(
         "contender", "tokens/s", "step s", "CPU s", "peak MiB", "above the model MiB",
         "gradient, max difference", "relative", title=workload.describe(),

@@ -54,7 +54,7 @@ def part(task: PartTask, records: Records) -> None:
         with records.case(case):
             groups = _sample(task, model, engine, dtype, vocabulary=size.vocabulary)
             for train_dtype in _train_dtypes(task):
-                pair = f"{case}, trainer in {train_dtype}"
+                pair = f"{case} / trainer in {train_dtype}"
                 gap = gap_of(task, model, groups, train_dtype)
                 _record(records, gap, pair, is_exact=dtype == train_dtype == "float32")
 

@@ -27,10 +27,22 @@ WORKLOADS = (
     Workload("shared prefix", 4, prompt_tokens=3072, median_tokens=1024, spread=0.2,
         most_tokens=1536, pass_tokens=16384, pass_sequences=4, steps=2),
 )  # fmt: skip
-_TINY_SCALE = 256
+_ONLY = {"16k rows": "step_0.6b", "plain 2k to 4k rows": "step_1.5b"}
+"""Part of a workload that not both models train on."""
+_TINY_SCALE = 128
 _TOLERANCE = {"float32": 1e-3, "bfloat16": 0.05}
 """Largest relative difference of first gradients that counts as equal, by type of the passes."""
 _LONGEST_CASE_S = 60.0
+
+_OURS = (
+    ("computed", "computed_tokens", "tokens"),
+    ("padding", "padding", "of the tokens"),
+    ("forward", "forward_time", "s"),
+    ("backward", "backward_time", "s"),
+    ("optimizer", "optimizer_time", "s"),
+    ("trainer's MFU", "mfu", "of the peak"),
+)
+"""Further figures of our trainer: name, key and unit. Its MFU leaves out what a tree shares."""
 
 
 class Layout(NamedTuple):
@@ -64,6 +76,8 @@ def part(task: PartTask, records: Records) -> None:
     )
     rate = matmul_tflops(task)
     for workload in WORKLOADS:
+        if _ONLY.get(workload.name, task.part) != task.part:
+            continue
         chosen = (_tiny(workload) if task.is_tiny else workload)._replace(
             vocabulary=size.vocabulary
         )
@@ -75,6 +89,9 @@ def part(task: PartTask, records: Records) -> None:
                 records.check("runs", holds=False, detail="no time left in the part", case=case)
                 continue
             with records.case(case):
+                if task.on_gpu:
+                    held = torch.cuda.memory_allocated(task.device) / 2**30
+                    records.figure("held before", held, "GiB", case=case)
                 found = _measure(task, model, chosen, layout)
                 reference = reference or found.gradient
                 _record(task, records, found, case, step_flops(model, chosen), rate)
@@ -94,7 +111,7 @@ def _tiny(workload: Workload) -> Workload:
         name: max(2, getattr(workload, name) // _TINY_SCALE)
         for name in ("prompt_tokens", "median_tokens", "most_tokens", "least_tokens")
     }
-    return workload._replace(**scaled, num_groups=1, pass_tokens=64, steps=1)
+    return workload._replace(**scaled, num_groups=1, pass_tokens=128, steps=1)
 
 
 def _measure(task: PartTask, model: Path, workload: Workload, layout: Layout) -> Measured:
@@ -121,6 +138,11 @@ def _record(
     records.figure("forward passes", figures["passes"], "passes", case=case)
     records.figure("peak memory", figures["peak_mib"] / 1024, "GiB", case=case)
     records.figure("above the model", figures["peak_above_model_mib"] / 1024, "GiB", case=case)
+    for name, figure, unit in _OURS:
+        if figure in figures:
+            records.figure(name, figures[figure], unit, case=case)
+    if "planned_mib" in figures:
+        records.figure("planned memory", figures["planned_mib"] / 1024, "GiB", case=case)
     if flops is None:
         return
     # FLOPs of whole sequences: a tree computes fewer, so that its value may exceed 1.

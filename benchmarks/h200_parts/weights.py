@@ -1,4 +1,4 @@
-"""How much of bfloat16 weights changes in an optimizer step, and how small the change compresses.
+"""Share of bfloat16 weights that an optimizer step changes, and the compressed size of the change.
 
 Trainer weights are float32 and AdamW's updates are real; an engine receives them as bfloat16. Each
 step is compared with the one before it: elements and bytes that differ, and the compressed size of
@@ -90,7 +90,7 @@ def _measure(
         metrics = trainer.train_on(batch)
         after = _bfloat16_bits(model)
         change = change_of(before, after, compress)
-        case = f"lr {lr:g}, step {step}"
+        case = f"lr {lr:g} / step {step}"
         records.figure("changed elements", change.changed_elements, "of all", case=case)
         records.figure("changed bytes", change.changed_bytes, "of all", case=case)
         records.figure("compressed change", change.compressed, "of all bytes", case=case)

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 from atroposlib.utils.run_log import MetricsLog
-from example_trainer.batch import build_batch
+from example_trainer.batch import Microbatch, build_batch
 from example_trainer.config import TrainingConfig
+from example_trainer.memory_plan import plan_memory
 from example_trainer.model import create_optimizer, load_model_and_tokenizer
-from example_trainer.policy import prepare_policy
+from example_trainer.policy import PreparedPolicy, prepare_policy, sizes_of, step_setup
 from example_trainer.training import Trainer, row_rules
 from trainer_parts.step_log import StepLog
 from trainer_parts.tasks import Measured, StepTask, main_of
@@ -20,6 +22,9 @@ _LAYOUTS: dict[str, dict[str, Any]] = {
     "shared": {"packing": "on", "shared_prefixes": "on"},
     "default": {},
 }
+
+_METRICS = ("train/forward_time", "train/backward_time", "train/optimizer_time", "train/mfu")
+"""Metrics of the last step that the trainer reports, `mfu` on GPUs whose peak is known."""
 
 
 def config_of(task: StepTask) -> TrainingConfig:
@@ -46,8 +51,10 @@ def config_of(task: StepTask) -> TrainingConfig:
     )
 
 
-def measure(task: StepTask) -> Measured:
-    """Take the steps of a task."""
+def measure(
+    task: StepTask, *, first_step: contextlib.AbstractContextManager[Any] | None = None
+) -> Measured:
+    """Take the steps of a task; the first one, which warms up, runs in `first_step`."""
     config, workload = config_of(task), task.workload
     model, tokenizer = load_model_and_tokenizer(config)
     policy = prepare_policy(model, config)
@@ -65,7 +72,7 @@ def measure(task: StepTask) -> Measured:
     groups, rules = groups_of(workload), row_rules(config)
     log = StepLog(config.device)
     optimizer.register_step_pre_hook(lambda *_: log.keep_first_gradient(model))
-    for _ in range(workload.steps + 1):
+    for step in range(workload.steps + 1):
         log.start()
         batch = build_batch(
             groups,
@@ -76,10 +83,38 @@ def measure(task: StepTask) -> Measured:
             max_tokens=config.microbatch_tokens,
             min_shared_fraction=policy.min_shared_fraction,
         )
-        trainer.train_on(batch)
+        trainer._observer.take_groups(groups, step=0)
+        with (first_step if step == 0 else None) or contextlib.nullcontext():
+            metrics = trainer.train_on(batch)
         log.stop()
+        metrics |= trainer._observer.metrics(metrics | {"train/compute_time": log.times[-1]})
     found = log.results(num_tokens=workload.num_tokens)
-    return Measured(found | {"passes": len(batch.microbatches)}, log.gradient)
+    largest = max(_computed_tokens(microbatch) for microbatch in batch.microbatches)
+    return Measured(
+        found
+        | {
+            "passes": len(batch.microbatches),
+            "computed_tokens": batch.summary.num_computed_tokens,
+            "padding": batch.summary.padding_fraction,
+            "planned_mib": _planned_bytes(model, optimizer, policy, config, largest) / 2**20,
+        }
+        | {name.removeprefix("train/"): metrics[name] for name in _METRICS if name in metrics},
+        log.gradient,
+    )
+
+
+def _computed_tokens(microbatch: Microbatch) -> int:
+    tree = microbatch.tree
+    return int(microbatch.tokens_BT.numel() if tree is None else tree.tokens_1M.numel())
+
+
+def _planned_bytes(
+    model: Any, optimizer: Any, policy: PreparedPolicy, config: TrainingConfig, pass_tokens: int
+) -> float:
+    """Return the memory that the trainer predicts for its largest pass."""
+    sizes = sizes_of(model)
+    setup = step_setup(config, sizes, optimizer=optimizer, packs=policy.packs)
+    return plan_memory(sizes, setup._replace(pass_tokens=pass_tokens)).total
 
 
 if __name__ == "__main__":

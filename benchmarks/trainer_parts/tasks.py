@@ -8,9 +8,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import torch
+
 from trainer_parts.workload import Workload
 
-__all__ = ["Measured", "StepTask", "main_of"]
+__all__ = ["Measured", "StepTask", "main_of", "read_measured", "write_measured"]
 
 
 class StepTask(NamedTuple):
@@ -45,12 +47,21 @@ class Measured(NamedTuple):
     """Sampled entries of the first gradient, by parameter."""
 
 
-def main_of(measure: Callable[[StepTask], Measured]) -> None:
-    """Run the task in `sys.argv[1]` and write the results to the folder of the task."""
-    import torch
-
-    task = StepTask.from_json(sys.argv[1])
-    found = measure(task)
+def write_measured(task: StepTask, found: Measured) -> None:
+    """Write results to the folder of the task."""
     folder = Path(task.folder)
     torch.save(found.gradient, folder / "gradient.pt")
     (folder / "figures.json").write_text(json.dumps(found.figures))
+
+
+def read_measured(task: StepTask) -> Measured:
+    """Read the results that a process wrote to the folder of its task."""
+    folder = Path(task.folder)
+    figures = json.loads((folder / "figures.json").read_text())
+    return Measured(figures, torch.load(folder / "gradient.pt"))
+
+
+def main_of(measure: Callable[[StepTask], Measured]) -> None:
+    """Run the task in `sys.argv[1]` and write the results."""
+    task = StepTask.from_json(sys.argv[1])
+    write_measured(task, measure(task))

@@ -421,6 +421,18 @@ STEPS: tuple[Step, ...] = (
     ),
     NotRun("docs/one_step.md", "row        [-100, -100, 16, 2]", "the output of the program above"),
     NotRun("docs/one_step.md", "r = exp(l - o)", "a formula"),
+    Run(
+        "docs/trainer_speed.md",
+        "python benchmarks/trainer.py",
+        shows=("x TRL's tokens/s",),
+        limit_s=1800,
+    ),
+    Run(
+        "docs/trainer_speed.md",
+        "python benchmarks/h200.py --device cpu --tiny",
+        shows=("0 failures",),
+        limit_s=900,
+    ),
     *(
         NotRun("docs/serving_environments.md", line, SERVED)
         for line in (

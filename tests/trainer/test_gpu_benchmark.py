@@ -45,7 +45,7 @@ def test_part_that_fails_is_reported_with_its_reason(
     monkeypatch.syspath_prepend(str(REPOSITORY / "benchmarks"))
     h200 = importlib.import_module("h200")
 
-    records = h200.run_part("device", tmp_path, device="cuda:99", is_tiny=True)
+    records = h200.run_part("device", folder=tmp_path, device="cuda:99", is_tiny=True)
 
     failures = h200.failures_of(records)
     assert failures[0].startswith("device: runs (whole part): no: ")
