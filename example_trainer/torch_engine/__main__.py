@@ -39,14 +39,14 @@ def _serve(args: argparse.Namespace) -> None:
     import uvicorn
     from transformers.utils import logging as transformers_logging
 
-    from example_trainer.torch_engine.loading import EngineOptions, is_loopback, load_engine
+    from example_trainer.torch_engine.loading import TorchEngineOptions, is_loopback, load_engine
     from example_trainer.torch_engine.server import create_app
 
     transformers_logging.disable_progress_bar()
     given = dict(vars(args))
     host, port = given.pop("host"), given.pop("port")
     allows_remote = given.pop("allow_remote_updates")
-    state = load_engine(EngineOptions(**given))
+    state = load_engine(TorchEngineOptions(**given))
     has_updates = allows_remote or is_loopback(host)
     if not has_updates:
         logging.getLogger(__name__).info(

@@ -13,8 +13,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from example_trainer.torch_engine.generation import Completion, Job, TopEntries
-from example_trainer.torch_engine.protocol import ChatFields, ServedModel, TextFields
+from example_trainer.torch_engine.protocol import ChatFields, ServedTorchModel, TextFields
 
+TokenRow = tuple[int, float | None, TopEntries]
+"""A token, its logprob and the most likely tokens at its position."""
 _LOWEST_LOGPROB = -9999.0
 """Replaces minus infinity, which JSON cannot represent."""
 
@@ -29,7 +31,7 @@ def error_body(message: str, *, status: int, param: str | None = None) -> dict[s
 class AnswerWriter:
     """Builds the answers to one request."""
 
-    def __init__(self, fields: TextFields | ChatFields, served: ServedModel) -> None:
+    def __init__(self, fields: TextFields | ChatFields, served: ServedTorchModel) -> None:
         self._fields = fields
         self._served = served
         self._is_chat = isinstance(fields, ChatFields)
@@ -72,17 +74,7 @@ class AnswerWriter:
             choice["text"] = self._decode(prompt_ids) + text if fields.echo else text
             choice["logprobs"] = None
             if fields.logprobs is not None:
-                before = (
-                    [(prompt_ids[0], None, [])]
-                    + [
-                        (token, *entry)
-                        for token, entry in zip(
-                            prompt_ids[1:], job.prompt_logprobs or (), strict=True
-                        )
-                    ]
-                    if fields.echo
-                    else []
-                )
+                before = _echoed_rows(job) if fields.echo else []
                 choice["logprobs"] = self.text_logprobs(completion, 0, before=before)
             choice["prompt_logprobs"] = self._prompt_logprobs(job)
             if fields.return_token_ids:
@@ -146,7 +138,7 @@ class AnswerWriter:
         completion: Completion,
         first: int,
         *,
-        before: Sequence[tuple[int, float | None, TopEntries]] = (),
+        before: Sequence[TokenRow] = (),
     ) -> dict[str, Any]:
         """Return the logprobs of a text completion from token `first` on.
 
@@ -245,6 +237,13 @@ class AnswerWriter:
         """Return the last chunk of a stream that includes the numbers of tokens."""
         kind = "chat.completion.chunk" if self._is_chat else self._object
         return {**self._envelope(kind), "choices": [], "usage": usage(jobs)}
+
+
+def _echoed_rows(job: Job) -> list[TokenRow]:
+    """Return [P] rows of the prompt; the first token has no logprob."""
+    first, *others = job.request.prompt_ids
+    pairs = zip(others, job.prompt_logprobs or (), strict=True)
+    return [(first, None, []), *((token, *entry) for token, entry in pairs)]
 
 
 def _part_of(completion: Completion, tokens: slice) -> Completion:

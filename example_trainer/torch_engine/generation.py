@@ -32,6 +32,7 @@ from example_trainer.torch_engine.weights import replace_weights
 logger = logging.getLogger(__name__)
 
 PauseMode = Literal["wait", "abort", "keep"]
+PAUSE_MODES: tuple[PauseMode, ...] = ("wait", "abort", "keep")
 TopEntries = list[tuple[int, float]]
 """Token ids and their logprobs, most likely first."""
 Result = TypeVar("Result")
@@ -177,6 +178,8 @@ class TorchEngine:
         self._waiting: deque[tuple[Job, Completion]] = deque()
         self._running: list[tuple[Job, Completion]] = []
         """The position is the slot in the cache."""
+        self._starting: list[tuple[Job, Completion]] = []
+        """Taken from the queue in the current step."""
         self._held: list[Job] = []
         """Requests that arrived while a pause waits for the others."""
         self._is_paused = False
@@ -356,9 +359,10 @@ class TorchEngine:
             job.on_done(job)
 
     def _fail_all(self, error: Exception) -> None:
-        jobs = {id(job): job for job, _ in (*self._running, *self._waiting)}
+        open_entries = (*self._running, *self._starting, *self._waiting)
+        jobs = {id(job): job for job, _ in open_entries}
         jobs |= {id(job): job for job in self._held}
-        self._running, self._held = [], []
+        self._running, self._starting, self._held = [], [], []
         self._waiting.clear()
         self._cache.clear()
         for job in jobs.values():
@@ -385,6 +389,7 @@ class TorchEngine:
         logits, scored = self._forward(packed, starts)
         self._share_caches(starts, first_slot)
         self._running += [member for start in starts for member in start.members]
+        self._starting = []
         self._keep_prompt_logprobs(starts, scored)
         self._sample(logits)
         if self._pauses and not (self._running or self._waiting):
@@ -417,7 +422,7 @@ class TorchEngine:
                 break
             if starts and num_new + adds > self.limits.max_new_tokens:
                 break
-            self._waiting.popleft()
+            self._starting.append(self._waiting.popleft())
             starts.setdefault(tokens, _Start(tokens, [])).members.append((job, completion))
             num_slots, length, num_new = num_slots + 1, longest, num_new + adds
         if starts:

@@ -25,7 +25,7 @@ from example_trainer.torch_engine.generation import (
     PromptRequest,
     TorchEngine,
 )
-from example_trainer.torch_engine.protocol import ServedModel
+from example_trainer.torch_engine.protocol import ServedTorchModel
 from example_trainer.torch_engine.server import EngineState
 from example_trainer.vllm_manager import cpu_cache_gib
 
@@ -38,7 +38,7 @@ _TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.2}
 
 
 @dataclass(frozen=True)
-class EngineOptions:
+class TorchEngineOptions:
     """The command line of the engine."""
 
     model: str
@@ -56,7 +56,7 @@ class EngineOptions:
     weight_version: str | None = None
 
 
-def load_engine(options: EngineOptions) -> EngineState:
+def load_engine(options: TorchEngineOptions) -> EngineState:
     """Load the model and start its engine.
 
     Raises:
@@ -74,7 +74,7 @@ def load_engine(options: EngineOptions) -> EngineState:
         seed=options.seed,
         weight_version=options.weight_version,
     )
-    served = ServedModel(
+    served = ServedTorchModel(
         name=options.served_model_name or options.model,
         path=options.model,
         tokenizer=tokenizer,
@@ -111,7 +111,7 @@ def _device_of(name: str) -> torch.device:
     return torch.device("mps" if torch.backends.mps.is_available() else "cpu")
 
 
-def _load_model(options: EngineOptions, device: torch.device) -> tuple[Any, Any]:
+def _load_model(options: TorchEngineOptions, device: torch.device) -> tuple[Any, Any]:
     require_model_folder(options.model)
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -135,7 +135,7 @@ def _end_ids(model: Any, tokenizer: Any) -> frozenset[int]:
     return frozenset(each for each in (*ids, tokenizer.eos_token_id) if each is not None)
 
 
-def _limits(options: EngineOptions, model: Any, device: torch.device) -> EngineLimits:
+def _limits(options: TorchEngineOptions, model: Any, device: torch.device) -> EngineLimits:
     config = model.config.get_text_config()
     most = config.max_position_embeddings
     length = options.max_model_len or most
@@ -143,7 +143,7 @@ def _limits(options: EngineOptions, model: Any, device: torch.device) -> EngineL
         raise ConfigError(f"--max-model-len {length}: {options.model} reads at most {most} tokens")
     heads = config.num_key_value_heads or config.num_attention_heads
     head_size = vars(config).get("head_dim") or config.hidden_size // config.num_attention_heads
-    token_bytes = 2 * config.num_hidden_layers * heads * head_size * model.dtype.itemsize
+    token_bytes: int = 2 * config.num_hidden_layers * heads * head_size * model.dtype.itemsize
     num_tokens = _cache_bytes(options, device) // token_bytes
     if num_tokens < length:
         raise ConfigError(
@@ -159,12 +159,12 @@ def _limits(options: EngineOptions, model: Any, device: torch.device) -> EngineL
     )
 
 
-def _cache_bytes(options: EngineOptions, device: torch.device) -> int:
+def _cache_bytes(options: TorchEngineOptions, device: torch.device) -> int:
     if options.kv_cache_memory_bytes is not None:
         return options.kv_cache_memory_bytes
     if device.type == "cuda":
         free, total = torch.cuda.mem_get_info(device)
-        return max(0, int(options.gpu_memory_utilization * total) - (total - free))
+        return max(0, int(options.gpu_memory_utilization * total - (total - free)))
     import psutil
 
     return cpu_cache_gib(psutil.virtual_memory().available) * 2**30
@@ -207,7 +207,7 @@ def _compare(engine: TorchEngine, reference: list[float], *, dtype: torch.dtype)
 
 
 def _info(
-    options: EngineOptions, model: Any, served: ServedModel, device: torch.device
+    options: TorchEngineOptions, model: Any, served: ServedTorchModel, device: torch.device
 ) -> dict[str, Any]:
     """Return the answer of `/server_info`: keys of vLLM, and those of this engine."""
     return {

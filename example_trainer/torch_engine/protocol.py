@@ -46,8 +46,8 @@ class EngineRefusal(Exception):
 
 
 @dataclass(frozen=True)
-class ServedModel:
-    """What the routes have to know of the model."""
+class ServedTorchModel:
+    """The model as the routes see it."""
 
     name: str
     """In requests and answers."""
@@ -202,7 +202,7 @@ def parse_body(kind: type[Fields], body: Mapping[str, Any]) -> Fields:
         raise EngineRefusal(f"{where}: {first['msg']}", param=where or None) from error
 
 
-def text_prompts(fields: TextFields, served: ServedModel) -> list[list[int]]:
+def text_prompts(fields: TextFields, served: ServedTorchModel) -> list[list[int]]:
     """Return the ids of each prompt of `/v1/completions`.
 
     Raises:
@@ -226,13 +226,13 @@ def text_prompts(fields: TextFields, served: ServedModel) -> list[list[int]]:
     return encoded
 
 
-def encode_text(served: ServedModel, text: str, *, add_special_tokens: bool) -> list[int]:
+def encode_text(served: ServedTorchModel, text: str, *, add_special_tokens: bool) -> list[int]:
     """Return the ids of a text, none for an empty one."""
     return list(served.tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
 
-def check_ids(ids: Sequence[int], served: ServedModel, *, param: str) -> list[int]:
-    """Return the ids as a list; `EngineRefusal` if there are none or one is not a token's."""
+def check_ids(ids: Sequence[int], served: ServedTorchModel, *, param: str) -> list[int]:
+    """Return the ids as a list; `EngineRefusal` for an empty list or an unknown id."""
     if not ids:
         raise EngineRefusal(f"{param}: expected at least one token", param=param)
     for position, token in enumerate(ids):
@@ -245,7 +245,7 @@ def check_ids(ids: Sequence[int], served: ServedModel, *, param: str) -> list[in
     return list(ids)
 
 
-def render_chat(fields: ChatFields | TokenizeFields, served: ServedModel) -> list[int]:
+def render_chat(fields: ChatFields | TokenizeFields, served: ServedTorchModel) -> list[int]:
     """Return the ids of a conversation under the model's chat template.
 
     Raises:
@@ -294,8 +294,9 @@ def _with_plain_content(message: Mapping[str, Any], index: int) -> dict[str, Any
     plain = dict(message)
     content = message.get("content")
     if isinstance(content, list):
-        texts = [each.get("text") for each in content if isinstance(each, dict)]
-        if len(texts) != len(content) or not all(isinstance(text, str) for text in texts):
+        found = [each.get("text") for each in content if isinstance(each, dict)]
+        texts = [text for text in found if isinstance(text, str)]
+        if len(texts) != len(content):
             raise EngineRefusal(
                 f"{where}.content: only text is supported by the torch engine", param="messages"
             )
@@ -321,7 +322,7 @@ def _with_parsed_arguments(call: Any) -> Any:
 
 
 def prompt_request(
-    fields: TextFields | ChatFields, prompt_ids: Sequence[int], served: ServedModel
+    fields: TextFields | ChatFields, prompt_ids: Sequence[int], served: ServedTorchModel
 ) -> PromptRequest:
     """Return the engine's request for one prompt.
 
@@ -355,7 +356,7 @@ def prompt_request(
     )
 
 
-def _require_scorable(num_tokens: int, served: ServedModel) -> None:
+def _require_scorable(num_tokens: int, served: ServedTorchModel) -> None:
     most = _MAX_SCORED_LOGITS // served.vocabulary_size
     if num_tokens > most:
         raise EngineRefusal(
@@ -377,7 +378,7 @@ def _sampling(fields: TextFields | ChatFields) -> SamplingSettings:
     )
 
 
-def _token_limit(fields: TextFields | ChatFields, num_prompt: int, served: ServedModel) -> int:
+def _token_limit(fields: TextFields | ChatFields, num_prompt: int, served: ServedTorchModel) -> int:
     """Return the maximum of completion tokens, which fits the context with the prompt."""
     context = served.limits.max_model_len
     wanted = fields.max_tokens

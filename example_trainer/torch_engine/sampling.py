@@ -21,7 +21,7 @@ _GREEDY_BELOW = 1e-5
 
 @dataclass(frozen=True)
 class SamplingSettings:
-    """How the tokens of one sequence are sampled; filters apply after the temperature."""
+    """Sampling settings of one sequence; filters apply after the temperature."""
 
     temperature: float = 1.0
     """0: the most likely token."""

@@ -25,13 +25,19 @@ from fastapi.responses import StreamingResponse
 
 from atroposlib.errors import ConfigError, InferenceError
 from example_trainer.torch_engine.answers import AnswerWriter, error_body
-from example_trainer.torch_engine.generation import Completion, Job, PromptRequest, TorchEngine
+from example_trainer.torch_engine.generation import (
+    PAUSE_MODES,
+    Completion,
+    Job,
+    PromptRequest,
+    TorchEngine,
+)
 from example_trainer.torch_engine.protocol import (
     MAX_BODY_BYTES,
     ChatFields,
     DetokenizeFields,
     EngineRefusal,
-    ServedModel,
+    ServedTorchModel,
     TextFields,
     TokenizeFields,
     UpdateFields,
@@ -48,7 +54,6 @@ logger = logging.getLogger(__name__)
 
 _MAX_WAITING = 65536
 _CLIENT_CLOSED = 499
-_PAUSE_MODES = ("wait", "abort", "keep")
 
 Result = TypeVar("Result")
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -56,10 +61,10 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 
 @dataclass(frozen=True)
 class EngineState:
-    """What the routes share."""
+    """The state that the routes share."""
 
     engine: TorchEngine
-    served: ServedModel
+    served: ServedTorchModel
     info: Mapping[str, Any]
     """Answer of `/server_info`."""
 
@@ -322,7 +327,7 @@ class _ChoiceStream:
         self,
         writer: AnswerWriter,
         fields: TextFields | ChatFields,
-        served: ServedModel,
+        served: ServedTorchModel,
         job: Job,
         index: int,
     ) -> None:
@@ -363,7 +368,7 @@ def _resolve(future: asyncio.Future[None]) -> None:
         future.set_result(None)
 
 
-def require_model(name: str | None, served: ServedModel) -> None:
+def require_model(name: str | None, served: ServedTorchModel) -> None:
     """Raise `EngineRefusal` if a request names another model than the served one."""
     if name is not None and name != served.name:
         raise EngineRefusal(f"The model `{name[:200]}` does not exist.", status=404, param="model")
@@ -449,10 +454,11 @@ class UpdateRoutes:
         self._engine = state.engine
 
     async def pause(self, request: Request) -> Response:
-        mode = request.query_params.get("mode", "abort")
-        if mode not in _PAUSE_MODES:
+        given = request.query_params.get("mode", "abort")
+        mode = next((each for each in PAUSE_MODES if each == given), None)
+        if mode is None:
             raise EngineRefusal(
-                f"mode: expected one of {', '.join(_PAUSE_MODES)}, got {mode[:40]!r}", param="mode"
+                f"mode: expected one of {', '.join(PAUSE_MODES)}, got {given[:40]!r}", param="mode"
             )
         await asyncio.wrap_future(self._engine.pause(mode))
         return _json({"status": "paused"})

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 _INCOMPLETE = "\ufffd"
-"""What tokenizers write for a character of which the last bytes are missing."""
+"""Written by tokenizers for a character whose last bytes are missing."""
 
 
 class GrowingText:

@@ -392,6 +392,11 @@ STEPS: tuple[Step, ...] = (
         shows=("step 20/20", "environment closed"),
         limit_s=900,
     ),
+    Run(
+        "example_trainer/README.md",
+        "MODEL=Qwen/Qwen3-0.6B",
+        shows=('"token_ids":',),
+    ),
     NotRun(
         "example_trainer/README.md",
         "torchrun --standalone --nproc-per-node 8",

@@ -22,8 +22,18 @@ class LocalEngine:
 
     url: str
     """Without `/v1`."""
-    engine: Any
+    state: Any
+    """The `EngineState` of its routes."""
     http: httpx.Client
+
+    @property
+    def engine(self) -> Any:
+        return self.state.engine
+
+    @property
+    def tokenizer(self) -> Any:
+        """The one that the routes use."""
+        return self.state.served.tokenizer
 
     def complete(self, prompt: Any, **options: Any) -> Any:
         """Return the answer to a text completion with the ids and logprobs of its tokens."""
@@ -39,11 +49,11 @@ def serve_locally(folder: Path, **options: Any) -> Iterator[LocalEngine]:
     import uvicorn
 
     from example_trainer.processes import find_free_port
-    from example_trainer.torch_engine.loading import EngineOptions, load_engine
+    from example_trainer.torch_engine.loading import TorchEngineOptions, load_engine
     from example_trainer.torch_engine.server import create_app
 
     state = load_engine(
-        EngineOptions(
+        TorchEngineOptions(
             **{"model": str(folder), "served_model_name": "tiny", "device": "cpu",
                "max_model_len": MAX_MODEL_LEN, "kv_cache_memory_bytes": 2**28, **options}
         )
@@ -60,7 +70,7 @@ def serve_locally(folder: Path, **options: Any) -> Iterator[LocalEngine]:
     url = f"http://127.0.0.1:{port}"
     try:
         with httpx.Client(base_url=url, timeout=60, trust_env=False) as http:
-            yield LocalEngine(url, state.engine, http)
+            yield LocalEngine(url, state, http)
     finally:
         server.should_exit = True
         thread.join()

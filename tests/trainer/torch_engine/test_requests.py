@@ -1,0 +1,297 @@
+"""Requests that the torch engine refuses, its bounds, and the routes without generation."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from example_trainer.torch_engine.protocol import MAX_COMPLETIONS
+from tests.end_to_end.conftest import MAX_MODEL_LEN
+from tests.trainer.torch_engine.conftest import LocalEngine
+
+pytestmark = pytest.mark.slow
+
+TEXT = "/v1/completions"
+CHAT = "/v1/chat/completions"
+HELLO = [{"role": "user", "content": "Hello"}]
+
+
+def refused(local: LocalEngine, path: str, body: Any, status: int = 400) -> str:
+    """Return the message of an error in the shape of OpenAI's."""
+    answer = local.http.post(path, json=body)
+    assert answer.status_code == status, answer.text
+    error = answer.json()["error"]
+    assert error["code"] == status
+    return str(error["message"])
+
+
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [
+        ({}, "prompt"),
+        ({"prompt": []}, "0 prompts"),
+        ({"prompt": [[]]}, "at least one token"),
+        ({"prompt": ""}, "at least one token"),
+        ({"prompt": [1, -1]}, "out of vocabulary"),
+        ({"prompt": [1, 10**9]}, "out of vocabulary"),
+        ({"prompt": [1, 1.5]}, "prompt"),
+        ({"prompt": [1], "n": 0}, "n:"),
+        ({"prompt": [1], "n": MAX_COMPLETIONS + 1}, "n:"),
+        ({"prompt": [[1]] * MAX_COMPLETIONS, "n": 2}, "completions"),
+        ({"prompt": [1], "max_tokens": -1}, "max_tokens"),
+        ({"prompt": [1], "max_tokens": 0}, "max_tokens"),
+        ({"prompt": [1], "max_tokens": True}, "max_tokens"),
+        ({"prompt": [1], "temperature": -1}, "temperature"),
+        ({"prompt": [1], "top_p": 0}, "top_p"),
+        ({"prompt": [1], "top_p": 1.1}, "top_p"),
+        ({"prompt": [1], "top_k": -2}, "top_k"),
+        ({"prompt": [1], "min_p": 2}, "min_p"),
+        ({"prompt": [1], "seed": 2**70}, "seed"),
+        ({"prompt": [1], "stop": ["a"] * 65}, "stop"),
+        ({"prompt": [1], "stop": "a" * 2000}, "stop"),
+        ({"prompt": [1], "stop_token_ids": [10**9]}, "stop_token_ids"),
+        ({"prompt": [1], "logit_bias": {"999999": 1}}, "logit_bias"),
+        ({"prompt": [1], "logprobs": 21}, "--max-logprobs"),
+        ({"prompt": [1], "prompt_logprobs": 21}, "--max-logprobs"),
+        ({"prompt": [1], "echo": True, "stream": True}, "echo"),
+        ({"prompt": [1], "presence_penalty": 0.5}, "presence_penalty is not supported"),
+        ({"prompt": [1], "response_format": {"type": "json_object"}}, "response_format"),
+        ([1], "JSON object"),
+    ],
+)
+def test_a_bad_text_request_is_answered_with_the_field(
+    torch_engine: LocalEngine, body: Any, named: str
+) -> None:
+    assert named in refused(torch_engine, TEXT, body)
+
+
+@pytest.mark.parametrize(
+    ("body", "named"),
+    [
+        ({"messages": []}, "messages"),
+        ({"messages": [{"content": "no role"}]}, "messages.0.role"),
+        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "only text"),
+        ({"messages": HELLO, "logprobs": True, "top_logprobs": 21}, "--max-logprobs"),
+        ({"messages": HELLO, "max_completion_tokens": 0}, "max_completion_tokens"),
+        ({"messages": HELLO, "chat_template": "x"}, "chat_template"),
+        ({"messages": HELLO, "chat_template_kwargs": {"tokenize": False}}, "tokenize"),
+        ({"messages": HELLO, "tool_choice": "required"}, "tool_choice"),
+    ],
+)
+def test_a_bad_chat_request_is_answered_with_the_field(
+    torch_engine: LocalEngine, body: Any, named: str
+) -> None:
+    assert named in refused(torch_engine, CHAT, body)
+
+
+def test_a_prompt_beyond_the_context_is_refused_in_the_words_of_vllm(
+    torch_engine: LocalEngine,
+) -> None:
+    message = refused(torch_engine, TEXT, {"prompt": [5] * 250, "max_tokens": 10})
+
+    assert f"maximum context length is {MAX_MODEL_LEN} tokens" in message
+    assert "prompt contains 250 input tokens" in message
+
+
+def test_an_unknown_model_is_not_found(torch_engine: LocalEngine) -> None:
+    body = {"model": "other", "prompt": [1]}
+
+    assert "`other` does not exist" in refused(torch_engine, TEXT, body, status=404)
+
+
+def test_large_and_broken_bodies_are_refused(
+    torch_engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    post = torch_engine.http.post
+    for body in (b"{", b"[" * 100_000, b"\xff\xfe"):
+        assert post(TEXT, content=body).status_code == 400
+
+    monkeypatch.setattr("example_trainer.torch_engine.server.MAX_BODY_BYTES", 1000)
+    assert post(TEXT, content=b" " * 1001).status_code == 413
+    assert post(TEXT, content=iter([b" " * 600] * 2)).status_code == 413
+
+
+def test_stop_ids_end_a_completion_and_are_not_part_of_its_text(
+    torch_engine: LocalEngine, tokenizer: Any
+) -> None:
+    free = torch_engine.complete([9, 30], max_tokens=30, temperature=0, ignore_eos=True)
+    tokens = free["choices"][0]["token_ids"]
+    stop = tokens[10]
+    length = tokens.index(stop) + 1
+
+    answer = torch_engine.complete([9, 30], max_tokens=30, temperature=0, stop_token_ids=[stop])
+
+    [choice] = answer["choices"]
+    assert choice["token_ids"] == tokens[:length]
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", stop)
+    assert choice["text"] == tokenizer.decode(tokens[: length - 1], skip_special_tokens=True)
+
+
+def test_the_end_of_the_turn_has_no_stop_reason(torch_engine: LocalEngine, tokenizer: Any) -> None:
+    end = tokenizer.eos_token_id
+
+    answer = torch_engine.complete([9, 30], max_tokens=30, logit_bias={str(end): 100.0})
+
+    [choice] = answer["choices"]
+    assert choice["token_ids"] == [end]
+    assert (choice["finish_reason"], choice["stop_reason"], choice["text"]) == ("stop", None, "")
+
+
+def test_tokenize_and_detokenize_are_inverse(torch_engine: LocalEngine, tokenizer: Any) -> None:
+    post = torch_engine.http.post
+
+    text = post("/tokenize", json={"prompt": "It is 12."}).json()
+    chat = post("/tokenize", json={"messages": HELLO}).json()
+
+    assert text["tokens"] == tokenizer.encode("It is 12.")
+    assert text["count"] == len(text["tokens"])
+    assert text["max_model_len"] == MAX_MODEL_LEN
+    rendered = tokenizer.apply_chat_template(HELLO, tokenize=False, add_generation_prompt=True)
+    assert chat["tokens"] == tokenizer.encode(rendered)
+    assert post("/detokenize", json={"tokens": text["tokens"]}).json() == {"prompt": "It is 12."}
+    assert "prompt or messages" in refused(torch_engine, "/tokenize", {})
+
+
+def test_tools_and_arguments_reach_the_template(torch_engine: LocalEngine, tokenizer: Any) -> None:
+    template = (
+        "{% for tool in tools %}{{ tool.function.name }};{% endfor %}"
+        "{% for m in messages %}{{ m.content }}"
+        "{% for c in m.tool_calls or [] %}{{ c.function.arguments.city }}{% endfor %}{% endfor %}"
+    )
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"city": "Rome"}'}}
+    body = {
+        "messages": [*HELLO, {"role": "assistant", "content": None, "tool_calls": [call]}],
+        "tools": [{"type": "function", "function": {"name": "f"}}],
+        "add_generation_prompt": False,
+    }
+    served = torch_engine.tokenizer
+    original, served.chat_template = served.chat_template, template
+    try:
+        tokens = torch_engine.http.post("/tokenize", json=body).json()["tokens"]
+    finally:
+        served.chat_template = original
+
+    assert tokenizer.decode(tokens) == "f;HelloRome"
+
+
+def test_facts_of_the_engine(torch_engine: LocalEngine) -> None:
+    get = torch_engine.http.get
+
+    assert get("/health").status_code == 200
+    assert get("/v1/models").json()["data"][0]["max_model_len"] == MAX_MODEL_LEN
+    info = get("/server_info").json()
+    assert info["vllm_config"]["model_config"]["logprobs_mode"] == "raw_logprobs"
+    assert info["torch_engine"]["takes_weight_version"] is True
+    assert get("/version").json()["version"]
+    assert 'vllm:num_requests_running{model_name="tiny"} 0' in get("/metrics").text
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "named"),
+    [
+        ("/collective_rpc", {}, "method"),
+        ("/collective_rpc", {"method": "sleep"}, "method"),
+        ("/collective_rpc", {"method": "reload_weights"}, "kwargs"),
+        ("/collective_rpc", {"method": "reload_weights", "kwargs": {}}, "weights_path"),
+        (
+            "/collective_rpc",
+            {"method": "reload_weights", "kwargs": {"weights_path": "x", "more": 1}},
+            "more",
+        ),
+        ("/pause?mode=later", {}, "mode"),
+    ],
+)
+def test_bad_update_requests_are_refused(
+    torch_engine: LocalEngine, path: str, body: Any, named: str
+) -> None:
+    assert named in refused(torch_engine, path, body)
+
+
+def test_update_routes_exist_only_where_they_are_offered(torch_engine: LocalEngine) -> None:
+    from fastapi.testclient import TestClient
+
+    from example_trainer.torch_engine.loading import is_loopback
+    from example_trainer.torch_engine.server import create_app
+
+    client = TestClient(create_app(torch_engine.state, has_update_routes=False))
+
+    assert client.post("/collective_rpc", json={}).status_code == 404
+    assert client.post("/pause").status_code == 404
+    assert [is_loopback(host) for host in ("127.0.0.1", "localhost", "::1")] == [True] * 3
+    assert not is_loopback("0.0.0.0")
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (["--model", "/no/such/folder"], "/no/such/folder"),
+        (["--model", "FOLDER", "--device", "cuda:77"], "--device cuda:77"),
+        (["--model", "FOLDER", "--max-model-len", "100000"], "--max-model-len 100000"),
+        (["--model", "FOLDER", "--kv-cache-memory-bytes", "1000"], "--kv-cache-memory-bytes"),
+    ],
+)
+def test_settings_that_cannot_work_end_in_one_line(
+    model_folder: Path, capsys: pytest.CaptureFixture[str], words: list[str], named: str
+) -> None:
+    from example_trainer.torch_engine.__main__ import main
+
+    with pytest.raises(SystemExit) as ended:
+        main([str(model_folder) if word == "FOLDER" else word for word in words])
+
+    assert ended.value.code == 2
+    [line] = capsys.readouterr().err.strip().splitlines()[-1:]
+    assert named in line
+
+
+def test_a_model_with_other_attention_is_refused_at_the_start(tmp_path: Path) -> None:
+    from transformers import Gemma2Config, Gemma2ForCausalLM
+
+    from atroposlib.errors import ConfigError
+    from example_trainer.demo.settings import train_tokenizer
+    from example_trainer.torch_engine.loading import TorchEngineOptions, load_engine
+
+    tokenizer = train_tokenizer([[{"role": "user", "content": "a"}]], max_length=64)
+    config = Gemma2Config(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=16, max_position_embeddings=64,
+    )  # fmt: skip
+    Gemma2ForCausalLM(config).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+
+    with pytest.raises(ConfigError, match=r"Gemma2ForCausalLM.*softcap"):
+        load_engine(TorchEngineOptions(model=str(tmp_path), device="cpu"))
+
+
+def test_a_model_with_sliding_windows_and_shared_heads_is_served(tmp_path: Path) -> None:
+    import torch
+    from transformers import Qwen2Config, Qwen2ForCausalLM
+
+    from example_trainer.demo.settings import train_tokenizer
+    from tests.trainer.torch_engine.conftest import serve_locally
+
+    tokenizer = train_tokenizer([[{"role": "user", "content": "a"}]], max_length=256)
+    config = Qwen2Config(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
+        use_sliding_window=True, sliding_window=8, max_window_layers=1, eos_token_id=None,
+        bos_token_id=None,
+    )  # fmt: skip
+    model = Qwen2ForCausalLM(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(5 if parameter.dim() > 1 else 1)
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+
+    with serve_locally(tmp_path) as local:
+        answer = local.complete([list(range(3, 33)), [4]], max_tokens=40, ignore_eos=True)
+
+    for choice in answer["choices"]:
+        prompt, tokens = choice["prompt_token_ids"], choice["token_ids"]
+        with torch.no_grad():
+            logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+        logprobs = torch.log_softmax(logits, -1).gather(1, torch.tensor(tokens)[:, None])[:, 0]
+        found = choice["logprobs"]["token_logprobs"]
+        assert found == pytest.approx(logprobs.tolist(), abs=1e-4)

@@ -1,0 +1,233 @@
+"""Weight updates, pauses and aborted requests of the torch engine under load."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from example_trainer.engine import EngineControl
+from example_trainer.weight_sync import export_for_engine
+from tests.trainer.torch_engine.conftest import LocalEngine, serve_locally
+
+pytestmark = pytest.mark.slow
+
+LONG = {"max_tokens": 200, "ignore_eos": True, "temperature": 1.0}
+
+
+@pytest.fixture(scope="module")
+def other_model(model_folder: Path) -> Any:
+    """Other weights of the same shape."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    other = AutoModelForCausalLM.from_pretrained(model_folder).eval()
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(0.8)
+    return other
+
+
+@pytest.fixture(scope="module")
+def other_folder(other_model: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return export_for_engine(other_model, tmp_path_factory.mktemp("other") / "weights")
+
+
+@pytest.fixture
+def local(model_folder: Path) -> Iterator[LocalEngine]:
+    with serve_locally(model_folder, weight_version="7") as engine:
+        yield engine
+
+
+@pytest.fixture
+def control(local: LocalEngine) -> Iterator[EngineControl]:
+    control = EngineControl(local.url)
+    yield control
+    control.close()
+
+
+def wait_until(condition: Callable[[], bool], *, limit_s: float = 30.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not become true"
+        time.sleep(0.002)
+
+
+def in_background(local: LocalEngine, pool: ThreadPoolExecutor, **options: Any) -> Future[Any]:
+    """Start a long request and return once tokens of it exist."""
+    generated = local.engine.counts().generated_tokens
+    future = pool.submit(local.complete, [9, 30, 31], **{**LONG, **options})
+    wait_until(lambda: local.engine.counts().generated_tokens > generated + 20)
+    return future
+
+
+def gaps_by_token(model: Any, choice: Any) -> list[float]:
+    """Return [C] differences between the logprobs of a choice and those of a model."""
+    import torch
+
+    prompt, tokens = choice["prompt_token_ids"], choice["token_ids"]
+    with torch.no_grad():
+        logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]
+    logprobs = torch.log_softmax(logits.double(), dim=-1)
+    found = choice["logprobs"]["token_logprobs"]
+    rows = enumerate(zip(tokens, found, strict=True))
+    return [abs(float(logprobs[t, token]) - value) for t, (token, value) in rows]
+
+
+def test_kept_requests_continue_under_new_weights_with_new_caches(
+    local: LocalEngine, control: EngineControl, model: Any, other_model: Any, other_folder: Path
+) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        future = in_background(local, pool, n=4)
+        control.require_in_place_updates()
+        control.reload_weights(other_folder, pause_mode="keep", version=12)
+        choices = future.result()["choices"]
+    after = local.complete([9, 30, 31], max_tokens=20)["choices"][0]
+
+    for choice in choices:
+        before, after_update = choice["weight_versions"]
+        assert (before["version"], after_update["version"]) == ("7", "12")
+        assert before["num_tokens"] + after_update["num_tokens"] == len(choice["token_ids"]) == 200
+        count = before["num_tokens"]
+        assert max(gaps_by_token(model, choice)[:count]) < 1e-4
+        assert max(gaps_by_token(other_model, choice)[count:]) < 1e-4
+    assert after["weight_versions"] == [{"version": "12", "num_tokens": len(after["token_ids"])}]
+    assert max(gaps_by_token(other_model, after)) < 1e-4
+    assert local.http.get("/server_info").json()["torch_engine"]["weight_version"] == "12"
+
+
+def test_a_reload_without_a_version_leaves_the_key_out(
+    local: LocalEngine, other_folder: Path
+) -> None:
+    body = {"method": "reload_weights", "kwargs": {"weights_path": str(other_folder)}}
+
+    assert local.http.post("/collective_rpc", json=body).json() == {"results": [None]}
+
+    assert "weight_versions" not in local.complete([9], max_tokens=2)["choices"][0]
+
+
+def test_waiting_pause_lets_requests_finish_and_holds_new_ones(
+    local: LocalEngine, control: EngineControl, other_folder: Path
+) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        running = in_background(local, pool)
+        local.http.post("/pause", params={"mode": "wait"})
+        assert running.done() or running.result(timeout=10)
+        assert local.http.get("/is_paused").json() == {"is_paused": True}
+        held = pool.submit(local.complete, [9], max_tokens=3)
+        wait_until(lambda: local.engine.counts().waiting == 1)
+        assert not held.done()
+        local.http.post("/resume")
+        assert len(held.result()["choices"][0]["token_ids"]) <= 3
+
+    [versions] = running.result()["choices"][0]["weight_versions"]
+    assert versions == {"version": "7", "num_tokens": 200}
+    assert local.http.get("/is_paused").json() == {"is_paused": False}
+
+
+def test_aborting_pause_answers_with_the_tokens_so_far(local: LocalEngine) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        running = in_background(local, pool, n=2)
+        local.http.post("/pause", params={"mode": "abort"})
+        choices = running.result()["choices"]
+        local.http.post("/resume")
+
+    for choice in choices:
+        assert choice["finish_reason"] == "abort"
+        assert 0 < len(choice["token_ids"]) < 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_disconnects_frees_its_slots(local: LocalEngine, stream: bool) -> None:
+    body = {"prompt": [9], "n": 64, "max_tokens": 250, "ignore_eos": True, "stream": stream}
+
+    with (
+        httpx.Client(base_url=local.url, timeout=0.3) as client,
+        pytest.raises(httpx.ReadTimeout),
+        client.stream("POST", "/v1/completions", json=body) as answer,
+    ):
+        answer.read() if not stream else _stop_after_first(answer)
+
+    wait_until(lambda: local.engine.counts()[:2] == (0, 0))
+    assert local.engine.counts().generated_tokens < 64 * 250
+
+
+def _stop_after_first(answer: httpx.Response) -> None:
+    next(answer.iter_lines())
+    raise httpx.ReadTimeout("enough")
+
+
+def test_wrong_checkpoints_are_named_and_leave_the_weights(
+    local: LocalEngine, model: Any, model_folder: Path, other_folder: Path, tmp_path: Path
+) -> None:
+    from safetensors.torch import load_file, save_file
+
+    tensors = load_file(other_folder / "model.safetensors")
+    name = "model.layers.1.mlp.up_proj.weight"
+    cases: dict[str, dict[str, Any]] = {
+        "shape": {**tensors, name: tensors[name][:-1].contiguous()},
+        "lacks": {key: value for key, value in tensors.items() if key != name},
+        "unknown": {**tensors, name + "_2": tensors[name].clone()},
+    }
+    folders = {}
+    for case, changed in cases.items():
+        folders[case] = tmp_path / case
+        shutil.copytree(other_folder, folders[case])
+        save_file(changed, folders[case] / "model.safetensors", metadata={"format": "pt"})
+    truncated = tmp_path / "truncated"
+    shutil.copytree(other_folder, truncated)
+    data = (truncated / "model.safetensors").read_bytes()
+    (truncated / "model.safetensors").write_bytes(data[: len(data) // 2])
+
+    def reload(folder: Path) -> httpx.Response:
+        body = {"method": "reload_weights", "kwargs": {"weights_path": str(folder)}}
+        return local.http.post("/collective_rpc", json=body)
+
+    for case, folder in folders.items():
+        answer = reload(folder)
+        assert answer.status_code == 400, case
+        assert name in answer.json()["error"]["message"]
+        assert case in answer.json()["error"]["message"]
+    for folder in (truncated, tmp_path / "nothing"):
+        assert reload(folder).status_code == 400
+    choice = local.complete([9, 30], max_tokens=20)["choices"][0]
+    assert max(gaps_by_token(model, choice)) < 1e-4
+    assert choice["weight_versions"][0]["version"] == "7"
+
+
+def test_a_tied_model_is_updated_from_an_untied_checkpoint(tmp_path: Path) -> None:
+    import torch
+    from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+    from example_trainer.demo.settings import train_tokenizer
+
+    tokenizer: PreTrainedTokenizerFast = train_tokenizer(
+        [[{"role": "user", "content": "a"}]], max_length=256
+    )
+    config = LlamaConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
+        tie_word_embeddings=True, eos_token_id=None, bos_token_id=None,
+    )  # fmt: skip
+    tied = LlamaForCausalLM(config)
+    tied.save_pretrained(tmp_path / "tied")
+    tokenizer.save_pretrained(tmp_path / "tied")
+    with torch.no_grad():
+        for parameter in tied.parameters():
+            parameter.mul_(3)
+    export_for_engine(tied, tmp_path / "update")
+
+    with serve_locally(tmp_path / "tied") as local:
+        control = EngineControl(local.url)
+        assert not control.keeps_stale_output_layer()
+        control.reload_weights(tmp_path / "update", pause_mode="keep", version=1)
+        control.close()
+        choice = local.complete([9, 30], max_tokens=20)["choices"][0]
+
+    assert max(gaps_by_token(tied.eval(), choice)) < 1e-4
