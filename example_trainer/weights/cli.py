@@ -75,8 +75,9 @@ def _publish(args: argparse.Namespace) -> int:
     if not source.is_dir():
         raise ConfigError(f"{source} is not a folder; expected a checkpoint with safetensors files")
     rules = PublishRules(args.keep_versions, args.anchor_every)
-    mirror = Path(args.cache) if args.cache else default_mirror(args.url)
     store = WeightStore(args.url)
+    address = str(store.local_root or args.url)
+    mirror = Path(args.cache) if args.cache else default_mirror(address)
     with WeightsPublisher(store, mirror, rules=rules) as publisher:
         report = publisher.publish(source, args.version, rewinds=args.rewind)
     entry = report.entry

@@ -26,7 +26,7 @@ _LAST_RETRY_S = 60.0
 
 
 class EngineToUpdate(Protocol):
-    """What a follower needs of `EngineControl` and `SglangControl`."""
+    """Part of `EngineControl` and `SglangControl` that a follower needs."""
 
     @property
     def shown_url(self) -> str:

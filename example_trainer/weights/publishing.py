@@ -76,7 +76,7 @@ def default_mirror(url: str) -> Path:
 
 
 class PublishRules(NamedTuple):
-    """What a store keeps."""
+    """Limits of what a store keeps."""
 
     keep_versions: int = 20
     """Versions in the manifest; older ones stay only if these need them."""
@@ -347,7 +347,7 @@ class WeightsPublisher:
         manifest: Manifest | None,
         weights: _SourceWeights,
         folder: Path,
-        written: _Written,
+        written: _WrittenVersion,
         version: int,
     ) -> Manifest:
         serial = manifest.head.serial + 1 if manifest else 1
@@ -467,7 +467,7 @@ class _Base(NamedTuple):
     sha256: str
 
 
-class _Written(NamedTuple):
+class _WrittenVersion(NamedTuple):
     """Digests and sizes of a version's weights and delta."""
 
     sha256: str
@@ -486,7 +486,7 @@ class _Difference(NamedTuple):
 
 def _write_version(
     weights: _SourceWeights, base: _Base | None, target: Path, delta_path: Path
-) -> _Written:
+) -> _WrittenVersion:
     """Write the weights as one file, and the delta to `base` if there is one."""
 
     def compare(piece: Piece) -> _Difference:
@@ -515,7 +515,7 @@ def _write_version(
             delta.write(index)
             delta_digest.update(index)
             delta_bytes += len(index)
-    return _Written(
+    return _WrittenVersion(
         sha256=digest.hexdigest(),
         num_bytes=target.stat().st_size,
         delta_sha256=delta_digest.hexdigest(),

@@ -44,6 +44,7 @@ PURE_RULES = [
     "example_trainer.rows",
     "example_trainer.loss_choice",
     "example_trainer.loss",
+    "example_trainer.weights.format",
 ]
 IMPURE = {"os", "time", "random", "socket", "subprocess", "aiohttp", "httpx", "asyncio", "datetime"}
 
@@ -155,6 +156,7 @@ def test_pure_rules_import_nothing_impure(module: str) -> None:
         ("atroposlib.wire", ["fastapi", "numpy", "zstandard"]),
         ("atroposlib.envs.base", ["torch", "transformers", "wandb", "datasets", "fastapi"]),
         ("example_trainer.cli", ["torch", "transformers", "wandb"]),
+        ("example_trainer.weights.cli", ["torch", "transformers", "wandb", "fsspec", "numpy"]),
         ("example_trainer.demo.cli", ["torch", "transformers", "wandb", "matplotlib"]),
     ],
 )

@@ -23,6 +23,11 @@ from example_trainer.weight_sync import (
     LoraSwapSync,
     export_for_engine,
 )
+from example_trainer.weights.following import FollowedEngine, Follower
+from example_trainer.weights.local import LocalWeights
+from example_trainer.weights.publishing import WeightsPublisher
+from example_trainer.weights.store import WeightStore
+from example_trainer.weights.training_sync import stage_weights
 from tests.end_to_end.conftest import (
     MAX_MODEL_LEN,
     EngineWithModel,
@@ -164,6 +169,30 @@ def test_in_place_sync_makes_the_engine_report_the_trainers_logprobs(
     assert max(gaps(model, vllm_engine, *before)) > 0.1
     assert max(gaps(model, vllm_engine, *after)) < TOLERANCE
     assert httpx.get(f"{engine_address(vllm_engine)}/health").status_code == 200
+
+
+@pytest.mark.long
+def test_engine_that_follows_published_weights_reports_the_trainers_logprobs(
+    vllm_engine: EngineWithModel, moved_model: tuple[Any, Path], tmp_path: Path
+) -> None:
+    model, _ = moved_model
+    store = WeightStore(str(tmp_path / "store"))
+    local = LocalWeights(tmp_path / "into")
+    local.open()
+    control = EngineControl(engine_address(vllm_engine))
+    follower = Follower(store, local, [FollowedEngine(control)])
+
+    with WeightsPublisher(store, tmp_path / "mirror") as publisher:
+        for version, each in enumerate([vllm_engine.model, model]):
+            folder = tmp_path / f"step_{version}"
+            stage_weights(each, folder, dtype="as_trained", unties=True)
+            publisher.publish(folder, version)
+            assert follower.poll()
+            tokens, logprobs = sample(vllm_engine, max_tokens=20)
+            assert max(gaps(each, vllm_engine, tokens, logprobs)) < TOLERANCE
+    assert store.manifest().head.version == 1
+    local.close()
+    control.close()
 
 
 def move_adapters(model: Any) -> None:
