@@ -15,6 +15,7 @@ import pytest
 from atroposlib.api.client import TrainerClient
 from atroposlib.exporting.groups import RawGroup, full_group, read_jsonl
 from atroposlib.exporting.traces import TracesReport, export_traces, import_traces
+from atroposlib.scored_data import IGNORE_INDEX
 from atroposlib.viewer.rollouts import group_of
 from atroposlib.viewer.sources import decode_payload
 from atroposlib.wire import decode_group, encode_group
@@ -40,6 +41,9 @@ def test_columns_survive_an_export_to_traces_and_back(
     wire_format = "msgpack" if is_binary else "json"
     chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     sent = {**traced_columns(), "messages": [chat] * 2}
+    sent["inference_logprobs"] = [
+        [1.0 if mask == IGNORE_INDEX else -0.5 for mask in masks] for masks in sent["masks"]
+    ]
     content = encode_group(sent, wire_format)  # type: ignore[arg-type]
     group = full_group(RawGroup("group 0", wire_format, content))  # type: ignore[arg-type]
 
