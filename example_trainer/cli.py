@@ -32,7 +32,7 @@ from example_trainer.config import (
 from example_trainer.weight_sync import require_built_mode
 
 if TYPE_CHECKING:
-    from example_trainer.metrics import LiveDisplay
+    from example_trainer.run_log import LiveDisplay
 
 __all__ = [
     "add_atropos_args",
@@ -312,7 +312,7 @@ def run_training(
 def _live_view(config: TrainingConfig) -> contextlib.AbstractContextManager[LiveDisplay | None]:
     """Return the live view on rank 0 if stderr is a terminal and `quiet` is off."""
     from atroposlib.utils.line_stream import can_show
-    from example_trainer.metrics import LiveDisplay
+    from example_trainer.run_log import LiveDisplay
 
     if config.quiet or config.trainer_rank != 0 or not can_show(sys.stderr):
         return contextlib.nullcontext()

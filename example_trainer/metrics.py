@@ -1,113 +1,31 @@
-"""Metrics of the trainer: names, diagnostics of a step, the metrics file, the live view.
+"""Metrics of an optimizer step: what is measured, under which names, and what is worth a warning.
 
-The metrics file has one line per step:
-
-    metrics.jsonl             of the current run; a resumed run truncates it to its checkpoint
-    metrics_settings.json     its settings and its id
-    metrics.<n>.jsonl ...     of earlier runs with the same path
-
-Diagnostics of an optimizer step are means over the tokens of the whole batch that the policy loss
-trains. They depend neither on padding nor on the split into microbatches.
+Diagnostics of a step are means over the tokens of the whole batch that the policy loss trains. They
+depend neither on padding nor on the split into microbatches. docs/trainer_metrics.md lists all
+names; `run_log` writes and displays them.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import math
-import sys
 import time
-from collections import defaultdict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
-from functools import partial
-from pathlib import Path
-from types import TracebackType
-from typing import TYPE_CHECKING, NamedTuple, TextIO
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import torch
-from rich.box import ROUNDED
-from rich.console import Console
-from rich.live import Live
-from rich.panel import Panel
-from rich.table import Table
-from rich.text import Text
 
-from atroposlib.errors import ConfigError
 from atroposlib.scored_data import MASKED_LOGPROB
-from atroposlib.utils.line_stream import diverted
-from atroposlib.utils.run_log import MetricsLog
-from atroposlib.utils.text import inert_block, inert_line
 from example_trainer.batch import BatchSummary, Microbatch
 from example_trainer.config import TrainingConfig
 from example_trainer.loss import BatchTotals, LossTerms, log_ratio_BT
-from example_trainer.reporting.page import short_number
-from example_trainer.reporting.writing import (
-    REPORT_NAME,
-    read_settings,
-    settings_path,
-    write_report,
-    write_settings,
-)
+from example_trainer.rows import is_truncated_by_engine
+from example_trainer.run_log import LiveDisplay
 from example_trainer.scoring import TokenScores
 
-if TYPE_CHECKING:
-    from rich.console import ConsoleOptions, RenderResult
-
 logger = logging.getLogger(__name__)
-
-
-def claim_metrics_file(path: Path, *, run_id: str, steps_done: int) -> bool:
-    """Prepare a metrics file for a run that continues after `steps_done` steps.
-
-    The lines of later steps, which are repeated, and an incomplete last line are removed. A file of
-    another run is renamed.
-
-    Returns:
-        Whether the line of step `steps_done` is missing: the run was killed between writing the
-        checkpoint of that step and the line.
-    """
-    is_own = read_settings(path).get("run_id") == run_id
-    if not path.is_file():
-        return is_own and steps_done > 0
-    if not is_own:
-        _set_aside(path)
-        return False
-    with path.open("rb+") as file:
-        file.truncate(length_through(file, steps_done))
-        file.seek(0)
-        return steps_done > 0 and all(_step_of(line) != steps_done for line in file)
-
-
-def length_through(lines: Iterable[bytes], steps_done: int) -> int:
-    """Return the length in bytes of the complete lines of steps up to `steps_done`."""
-    length = 0
-    for line in lines:
-        step = _step_of(line)
-        if step is None or step > steps_done:
-            break
-        length += len(line)
-    return length
-
-
-def _step_of(line: bytes) -> int | None:
-    if not line.endswith(b"\n"):
-        return None
-    try:
-        return int(json.loads(line)["step"])
-    except (ValueError, KeyError, TypeError):
-        return None
-
-
-def _set_aside(path: Path) -> None:
-    number = 1
-    while (aside := path.with_name(f"{path.stem}.{number}{path.suffix}")).exists():
-        number += 1
-    settings = settings_path(path)
-    if settings.is_file():
-        settings.rename(settings_path(aside))
-    path.rename(aside)
 
 
 class StepTimes(NamedTuple):
@@ -130,77 +48,6 @@ class StepTimes(NamedTuple):
             "train/input_tokens": float(num_input_tokens),
             "train/tokens_per_s": num_input_tokens / self.compute_s if self.compute_s else 0.0,
         }
-
-
-def with_wandb_names(config: TrainingConfig, run_id: str) -> TrainingConfig:
-    """Return the config with complete wandb settings.
-
-    Without a project, wandb is disabled with a warning. A missing group becomes the first eight
-    characters of the run's random id, which a resumed run keeps.
-    """
-    if not config.use_wandb:
-        return config
-    if not config.wandb_project:
-        logger.warning("use_wandb needs wandb_project; writing the local metrics file only")
-        return config.model_copy(update={"use_wandb": False})
-    if config.wandb_group:
-        return config
-    return config.model_copy(update={"wandb_group": run_id[:8]})
-
-
-def open_run_log(
-    config: TrainingConfig,
-    *,
-    run_id: str,
-    steps_done: int = 0,
-    last_metrics: Mapping[str, float] | None = None,
-) -> MetricsLog:
-    """Open the run's log: a JSONL file, and wandb and TensorBoard as configured.
-
-    Args:
-        config: Settings.
-        run_id: Id of the run; a resumed run continues its own file.
-        steps_done: Steps completed; later ones will be logged again.
-        last_metrics: Metrics of step `steps_done`, logged if its line is missing.
-    """
-    path = metrics_path_of(config)
-    lacks_last = claim_metrics_file(path, run_id=run_id, steps_done=steps_done)
-    settings = config.model_dump(mode="json")
-    changed = {name: settings[name] for name in config.model_dump(exclude_defaults=True)}
-    write_settings(path, settings, changed, run_id=run_id)
-    log = MetricsLog(
-        use_wandb=config.use_wandb, metrics_path=path, use_tensorboard=config.use_tensorboard
-    )
-    log.start(
-        project=config.wandb_project,
-        group=config.wandb_group,
-        name=None,
-        config=config.model_dump(),
-        run_id=run_id,
-        steps_done=steps_done,
-    )
-    if lacks_last and last_metrics:
-        log.log(dict(last_metrics), step=steps_done)
-    return log
-
-
-def write_run_report(config: TrainingConfig) -> None:
-    """Write the report of a run to the folder of its metrics; failures are logged."""
-    path = metrics_path_of(config)
-    if not path.is_file():
-        return
-    report = path.with_name(REPORT_NAME)
-    try:
-        num_steps = write_report(path, report)
-    except (ConfigError, OSError) as error:
-        logger.warning("the report could not be written: %s", error)
-    else:
-        logger.info("report of %d steps: %s", num_steps, report)
-
-
-def metrics_path_of(config: TrainingConfig) -> Path:
-    """Return the JSONL file of a run's metrics."""
-    return Path(config.metrics_path or Path(config.save_path) / "metrics.jsonl")
 
 
 def batch_metrics(summary: BatchSummary) -> dict[str, float]:
@@ -408,167 +255,270 @@ def _deviation(mean_of_squares: float, mean: float) -> float:
     return math.sqrt(max(0.0, mean_of_squares - mean * mean))
 
 
-_WIDEST = 110
-_KEPT_STEPS = 60
-_BARS = "▁▂▃▄▅▆▇█"
-_ROWS = (
-    ("reward", "train/reward_mean"),
-    ("advantage (std)", "train/advantage_std"),
-    ("loss", "train/loss"),
-    ("KL to the sampler", "alignment/k3"),
-    ("entropy", "train/entropy"),
-    ("outside clip", "grpo/clipped_fraction"),
-    ("ratio", "grpo/mean_ratio"),
-    ("gradient norm", "train/grad_norm"),
-    ("mismatch", "alignment/diff_abs_mean"),
-    ("staleness", "train/staleness_mean"),
-    ("truncated", "train/truncation_rate"),
-    ("tokens/s", "train/tokens_per_s"),
-    ("MFU", "train/mfu"),
-)
-_TIMES = (
-    ("waiting", "train/data_fetch_time"),
-    ("forward", "train/forward_time"),
-    ("backward", "train/backward_time"),
-    ("optimizer", "train/optimizer_time"),
-    ("publishing", "train/sync_time"),
-)
+class PhaseClock:
+    """Adds up seconds by phase; on CUDA, the end of a phase synchronizes with the device."""
+
+    def __init__(
+        self, device: str = "cpu", *, clock: Callable[[], float] = time.perf_counter
+    ) -> None:
+        self._waits = device.startswith("cuda")
+        self._device = device
+        self._clock = clock
+        self._seconds: dict[str, float] = defaultdict(float)
+
+    @contextlib.contextmanager
+    def measure(self, phase: str) -> Iterator[None]:
+        started = self._clock()
+        yield
+        if self._waits:
+            torch.cuda.synchronize(self._device)
+        self._seconds[phase] += self._clock() - started
+
+    def take_metrics(self) -> dict[str, float]:
+        """Return `train/<phase>_time` in seconds for each phase since the last call."""
+        metrics = {f"train/{phase}_time": seconds for phase, seconds in self._seconds.items()}
+        self._seconds.clear()
+        return metrics
 
 
-def time_shares(history: Sequence[Mapping[str, float]]) -> list[tuple[str, float]]:
-    """Return the share of each part in the total time of the given steps; empty if it is 0."""
-    total = sum(record.get("train/step_time", 0.0) for record in history)
-    if not total:
-        return []
-    found = [(name, sum(record.get(key, 0.0) for record in history)) for name, key in _TIMES]
-    return [(name, seconds / total) for name, seconds in found if seconds]
+def group_metrics(
+    groups: Sequence[Mapping[str, Any]], *, step: int, seq_len: int
+) -> dict[str, float]:
+    """Return staleness and truncation of a batch of [N] groups, as means over trajectories.
 
-
-@dataclass
-class TrainingView:
-    """State of a run, rendered by rich as a panel of the terminal's width, at most `_WIDEST`."""
-
-    name: str
-    total_steps: int
-    activity: str = "loading"
-    step: int = 0
-    elapsed_s: float = 0.0
-    history: deque[Mapping[str, float]] = field(default_factory=lambda: deque(maxlen=_KEPT_STEPS))
-    """Metrics of the last steps, oldest first."""
-
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        width = min(options.max_width, _WIDEST)
-        history = list(self.history)  # a copy: another thread appends to it
-        table = Table.grid(padding=(0, 2))
-        table.add_column(style="dim", no_wrap=True)
-        table.add_column(justify="right", no_wrap=True)
-        table.add_column(no_wrap=True)
-        for name, key in _ROWS:
-            values = [record[key] for record in history if key in record]
-            if values:
-                trend = "" if options.ascii_only else sparkline(values, width=max(8, width - 46))
-                table.add_row(name, Text(short_number(float(values[-1])), style="bold"), trend)
-        body = Table.grid()
-        body.add_row(Text(self._headline(history), overflow="ellipsis", no_wrap=True))
-        if history:
-            body.add_row(table)
-            shares = "  ".join(f"{n} {s:.0%}" for n, s in time_shares(history))
-            body.add_row(Text(shares, style="dim", overflow="ellipsis", no_wrap=True))
-        title = Text(inert_line(self.name, max_characters=max(8, width // 2)), style="bold")
-        yield Panel(body, box=ROUNDED, title=title, title_align="left", width=width)
-
-    def _headline(self, history: Sequence[Mapping[str, float]]) -> str:
-        parts = [f"step {self.step} of {self.total_steps}", _clock(self.elapsed_s)]
-        times = [r["train/step_time"] for r in history if "train/step_time" in r]
-        if times and self.step < self.total_steps:
-            left_s = (self.total_steps - self.step) * sum(times) / len(times)
-            parts.append(f"about {_clock(left_s)} left")
-        return " | ".join([*parts, inert_line(self.activity, max_characters=60)])
-
-
-def sparkline(values: Sequence[float], *, width: int) -> str:
-    """Draw the last values as a row of bars scaled to their range."""
-    shown = [float(value) for value in values[-width:]]
-    finite = [value for value in shown if value - value == 0]
-    if not finite:
-        return ""
-    low, span = min(finite), max(finite) - min(finite)
-    return "".join(
-        _BARS[round((value - low) / span * (len(_BARS) - 1)) if span else 0]
-        if value - value == 0
-        else " "
-        for value in shown
+    `train/staleness_mean` and `train/staleness_max` are `step`, the completed optimizer steps,
+    minus the group's `policy_version`. Groups without a version, or with one above `step`, are
+    excluded; `train/staleness_unknown_fraction` is the share of their trajectories.
+    `train/truncation_rate` is the share truncated by the engine's limit or `seq_len`.
+    """
+    sizes = [len(group["tokens"]) for group in groups]
+    versions = [group.get("policy_version") for group in groups]
+    ages = [
+        (step - version, size)
+        for version, size in zip(versions, sizes, strict=True)
+        if version is not None and version <= step
+    ]
+    known = sum(size for _, size in ages)
+    total = max(1, sum(sizes))
+    num_truncated = sum(
+        len(tokens) > seq_len or is_truncated_by_engine(group, i)
+        for group in groups
+        for i, tokens in enumerate(group["tokens"])
     )
+    metrics = {
+        "train/staleness_unknown_fraction": 1.0 - known / total,
+        "train/truncation_rate": num_truncated / total,
+    }
+    if known:
+        metrics["train/staleness_mean"] = sum(age * size for age, size in ages) / known
+        metrics["train/staleness_max"] = float(max(age for age, _ in ages))
+    return metrics
 
 
-def _clock(seconds: float) -> str:
-    minutes, rest = divmod(int(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+_PEAKS = (
+    ("B200", 2250e12),
+    ("H200", 989.4e12),
+    ("H100 PCIe", 756e12),
+    ("H100 NVL", 835e12),
+    ("H100", 989.4e12),
+    ("A100", 312e12),
+    ("L40S", 362e12),
+    ("RTX 4090", 165.2e12),
+    ("A10G", 70e12),
+    ("A10", 125e12),
+    ("L4", 121e12),
+)
+"""Dense bfloat16 FLOPs per second from data sheets, by a part of the device's name; the first
+match counts."""
 
 
-_REFRESHES_PER_SECOND = 2
+def peak_flops_of(device_name: str) -> float | None:
+    """Return the bfloat16 peak of a device in FLOPs per second, None if unknown."""
+    return next((peak for part, peak in _PEAKS if part in device_name), None)
 
 
-class LiveDisplay:
-    """Live view of one run, drawn by a thread of rich; used as a context manager.
+class ModelShape(NamedTuple):
+    """Sizes of a model that determine its FLOPs."""
 
-    Log handlers that write to the terminal are redirected to lines above the view, and restored.
+    num_body_parameters: int
+    """Parameters outside the embeddings and the output layer."""
+    num_head_parameters: int
+    """Parameters of the output layer, tied or not."""
+    num_layers: int
+    attention_width: int
+    """Heads times their dimension."""
+
+    @classmethod
+    def of(cls, model: Any) -> ModelShape | None:
+        """Read the shape of a causal language model; None for a mixture of experts."""
+        config = model.config
+        layers, heads = (
+            getattr(config, name, None) for name in ("num_hidden_layers", "num_attention_heads")
+        )
+        is_sparse = any(
+            getattr(config, name, None)
+            for name in ("num_experts", "num_local_experts", "n_routed_experts")
+        )
+        head = model.get_output_embeddings()
+        if is_sparse or head is None or not layers or not heads:
+            return None
+        ends = {id(p) for p in (head.weight, model.get_input_embeddings().weight)}
+        body = sum(p.numel() for p in model.parameters() if id(p) not in ends)
+        width = getattr(config, "head_dim", None) or config.hidden_size // heads
+        return cls(body, head.weight.numel(), layers, heads * width)
+
+    def step_flops(self, lengths: Iterable[int], *, num_trained_tokens: float) -> float:
+        """Return the FLOPs of forward and backward passes, without recomputation.
+
+        Forward: 2 per parameter and token, plus `2 L^2` times the width of causal attention per
+        layer. Backward: twice that. The output layer is applied to trained tokens only.
+
+        Source: Kaplan et al. 2020, arXiv:2001.08361.
+        """
+        counts = list(lengths)
+        body = 6.0 * self.num_body_parameters * sum(counts)
+        head = 6.0 * self.num_head_parameters * num_trained_tokens
+        attention = 6.0 * self.num_layers * self.attention_width * sum(n * n for n in counts)
+        return body + head + attention
+
+
+class StepObserver:
+    """Collects the metrics of one step outside the loss, and displays the step in a view.
+
+    `train/mfu` needs a known GPU; `num_devices` devices share a step.
     """
 
     def __init__(
         self,
-        name: str,
-        total_steps: int,
+        config: TrainingConfig,
+        model: Any,
         *,
-        stream: TextIO,
-        clock: Callable[[], float] = time.monotonic,
+        num_devices: int = 1,
+        view: LiveDisplay | None = None,
     ) -> None:
-        self._view = TrainingView(name, total_steps)
-        self._stream = stream
-        self._clock = clock
-        self._started = clock()
-        self._ending = contextlib.ExitStack()
+        self._seq_len = config.seq_len
+        self._phases = PhaseClock(config.device)
+        on_gpu = config.device.startswith("cuda")
+        peak = peak_flops_of(torch.cuda.get_device_name(config.device)) if on_gpu else None
+        self._peak_flops = None if peak is None else peak * num_devices
+        self._shape = None if peak is None else ModelShape.of(model)
+        self._view = view
+        self._group_metrics: dict[str, float] = {}
+        self._lengths: list[int] = []
 
-    def show_activity(self, text: str) -> None:
-        self._view.activity = text
+    def note(self, activity: str) -> None:
+        if self._view is not None:
+            self._view.show_activity(activity)
 
-    def show_step(self, step: int, metrics: Mapping[str, float]) -> None:
-        self._view.step = step
-        self._view.history.append(dict(metrics))
+    def take_groups(self, groups: Sequence[Mapping[str, Any]], *, step: int) -> None:
+        """Record the groups of the step after `step` completed ones."""
+        self._group_metrics = group_metrics(groups, step=step, seq_len=self._seq_len)
+        self._lengths = [
+            max(0, min(len(tokens), self._seq_len) - 1)
+            for group in groups
+            for tokens in group["tokens"]
+        ]
 
-    def __enter__(self) -> LiveDisplay:
-        console = Console(file=self._stream)
-        live = Live(
-            get_renderable=self._render,
-            console=console,
-            refresh_per_second=_REFRESHES_PER_SECOND,
-            redirect_stdout=False,
-            redirect_stderr=False,
-        )
-        self._ending.enter_context(live)
-        write_line = partial(_write_line, console)
-        for name in ("stdout", "stderr"):
-            original = getattr(sys, name)
-            if original.isatty():
-                self._ending.enter_context(diverted(original, write_line, name=name))
-        if self._stream not in (sys.__stdout__, sys.__stderr__):
-            self._ending.enter_context(diverted(self._stream, write_line))
-        return self
+    def measure(self, phase: str) -> contextlib.AbstractContextManager[None]:
+        return self._phases.measure(phase)
 
-    def __exit__(
-        self,
-        exc_type: type[BaseException] | None,
-        exc: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
-        self.show_activity("ended" if exc is None else "failed")
-        self._ending.close()
+    def metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Return the metrics that complement those of a step, and reset."""
+        found = {**self._group_metrics, **self._phases.take_metrics()}
+        seconds = metrics["train/compute_time"]
+        if self._peak_flops is not None and self._shape is not None and seconds > 0:
+            flops = self._shape.step_flops(
+                self._lengths, num_trained_tokens=metrics["train/trained_tokens"]
+            )
+            found["train/mfu"] = flops / seconds / self._peak_flops
+        return found
 
-    def _render(self) -> TrainingView:
-        self._view.elapsed_s = self._clock() - self._started
-        return self._view
+    def show(self, step: int, metrics: Mapping[str, float]) -> None:
+        if self._view is not None:
+            self._view.show_step(step, metrics)
 
 
-def _write_line(console: Console, line: str) -> None:
-    console.print(Text(inert_block(line)), soft_wrap=True)
+_MISALIGNED_LOGPROB = 0.5
+_SUSPICIOUS_GAP = 2.0
+_WRONG_MODE_GAP = 0.05
+"""Mean difference of sampler and trainer, in nats, above which `--logprobs-mode` may be wrong;
+rounding causes less."""
+
+
+class StepNotes:
+    """Logs warnings about suspicious batches and metrics."""
+
+    def __init__(self, *, has_raw_logprobs: bool = False) -> None:
+        self._noted_fields: frozenset[str] = frozenset()
+        self._has_raw_logprobs = has_raw_logprobs
+        self._is_mode_noted = False
+
+    def add(self, summary: BatchSummary, metrics: Mapping[str, float]) -> None:
+        """Log the warnings of one step; an unknown field is logged once in a run."""
+        for name in sorted(summary.unknown_fields - self._noted_fields):
+            logger.warning("groups have a field %r, which this trainer does not read", name)
+        self._noted_fields |= summary.unknown_fields
+        if summary.bad_groups:
+            logger.warning(
+                "%d of %d groups were left out (--on-bad-group stop ends the run instead): %s",
+                len(summary.bad_groups),
+                len(summary.bad_groups) + summary.num_groups,
+                next(iter(summary.bad_groups.values())),
+            )
+        if metrics["train/skipped_steps"]:
+            logger.warning("the gradient was not finite; this step did not change the weights")
+        if summary.num_zero_gradient_groups == summary.num_groups:
+            logger.warning(
+                "no group had an advantage, a demonstration or teacher logprobs: this batch had no "
+                "gradient"
+            )
+        if summary.num_truncated_rows:
+            logger.warning("%d sequences were truncated to seq_len", summary.num_truncated_rows)
+        if summary.num_rows_of_partial_sampling:
+            logger.warning(
+                "%d sequences were sampled with top-p, top-k or min-p: their logprobs and the "
+                "trainer's are not of the same distribution",
+                summary.num_rows_of_partial_sampling,
+            )
+        inference_mean = metrics.get("logprobs/inference_mean")
+        if inference_mean is None:
+            return
+        self._note_wrong_mode(metrics)
+        gap = abs(inference_mean - metrics["logprobs/training_mean"])
+        if inference_mean > _MISALIGNED_LOGPROB:
+            logger.warning(
+                "mean inference logprob %.2f: masks and logprobs disagree", inference_mean
+            )
+        elif gap > _SUSPICIOUS_GAP:
+            logger.warning("trainer and engine logprobs differ by %.2f in the mean", gap)
+
+    def _note_wrong_mode(self, metrics: Mapping[str, float]) -> None:
+        """Log once if the engine's logprobs look like those of the other `--logprobs-mode`."""
+        difference = metrics["alignment/diff_abs_mean"]
+        other = metrics.get("alignment/other_mode_diff_abs_mean")
+        if other is None or self._is_mode_noted:
+            return
+        if difference > _WRONG_MODE_GAP and other < 0.5 * difference:
+            self._is_mode_noted = True
+            present, right = (
+                ("raw", "processed") if self._has_raw_logprobs else ("processed", "raw")
+            )
+            logger.warning(
+                "the engine's logprobs, assumed to be %s, differ from the trainer's by %.2f on "
+                "average, and by %.2f if they are %s: set --logprobs-mode %s",
+                present,
+                difference,
+                other,
+                right,
+                right,
+            )
+
+
+def memory_metrics(device: str) -> dict[str, float]:
+    """Return the memory of a CUDA device in GiB; empty on other devices."""
+    if not device.startswith("cuda"):
+        return {}
+    return {
+        "train/gpu_memory_gb": torch.cuda.memory_allocated(device) / 2**30,
+        "train/gpu_memory_reserved_gb": torch.cuda.memory_reserved(device) / 2**30,
+    }

@@ -30,13 +30,6 @@ from example_trainer.checkpointing import (
     move_training_state,
 )
 from example_trainer.config import TrainingConfig, require_reference
-from example_trainer.metrics import (
-    LiveDisplay,
-    metrics_path_of,
-    open_run_log,
-    with_wandb_names,
-    write_run_report,
-)
 from example_trainer.model import create_optimizer, load_model_and_tokenizer
 from example_trainer.parallel import Parallel, open_parallel
 from example_trainer.policy import (
@@ -45,6 +38,13 @@ from example_trainer.policy import (
     open_reference,
     prepare_policy,
     setup_line,
+)
+from example_trainer.run_log import (
+    LiveDisplay,
+    metrics_path_of,
+    open_run_log,
+    with_wandb_names,
+    write_run_report,
 )
 from example_trainer.training import Trainer
 from example_trainer.weight_sync import WeightSync, make_weight_sync

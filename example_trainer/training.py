@@ -3,28 +3,25 @@
 service --lease--> batch --> loss --> optimizer --> checkpoint, weight sync --> engine
 ^                                                        |
 +--------------------- acknowledge ----------------------+
+
+docs/one_step.md follows one batch through these pages, with the shape of every tensor.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import math
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import torch
+from typing import Any
 
 from atroposlib.api.client import LeasedBatch
 from atroposlib.errors import ConfigError, GroupError
-from atroposlib.scored_data import IGNORE_INDEX, MASKED_LOGPROB
 from atroposlib.utils.run_log import MetricsLog
 from example_trainer.api import JOURNAL_DIRECTORY, DurableFeed
-from example_trainer.batch import Batch, BatchSummary, Microbatch, build_batch, split_batch
+from example_trainer.batch import Batch, Microbatch, build_batch, split_batch
 from example_trainer.checkpointing import (
     drop_old_checkpoints,
     random_states,
@@ -32,19 +29,15 @@ from example_trainer.checkpointing import (
     save_checkpoint,
 )
 from example_trainer.config import TrainingConfig
-from example_trainer.loss import (
-    BatchTotals,
-    Grpo,
-    LossInputs,
-    TrainingLoss,
-    log_ratio_BT,
-    make_loss,
-)
+from example_trainer.data import compute_grpo_loss
+from example_trainer.loss import LossInputs, make_loss
 from example_trainer.metrics import (
-    LiveDisplay,
+    StepNotes,
+    StepObserver,
     StepStats,
     StepTimes,
     batch_metrics,
+    memory_metrics,
     part_counts,
     step_line,
     sum_stats,
@@ -52,112 +45,22 @@ from example_trainer.metrics import (
 from example_trainer.model import autocast
 from example_trainer.parallel import ONE_PROCESS, Parallel
 from example_trainer.policy import PreparedPolicy, Reference, log_step_plan, prepare_policy
-from example_trainer.rows import RowRules, is_truncated_by_engine
-from example_trainer.scoring import TokenScores, at_sampling_temperature, token_logprobs_BT
+from example_trainer.rows import RowRules
+from example_trainer.run_log import LiveDisplay
+from example_trainer.scoring import TokenScores, at_sampling_temperature
 from example_trainer.weight_sync import WeightSync
 
 __all__ = [
-    "ModelShape",
-    "PhaseClock",
     "Publisher",
-    "StepNotes",
-    "StepObserver",
     "Trainer",
     "compute_grpo_loss",
-    "group_metrics",
     "is_sync_due",
     "learning_rate_at",
     "make_loss",
-    "peak_flops_of",
     "row_rules",
 ]
 
 logger = logging.getLogger(__name__)
-
-
-def compute_grpo_loss(
-    model: Any,
-    tokens: torch.Tensor,
-    labels: torch.Tensor,
-    advantages: torch.Tensor,
-    temperatures: torch.Tensor,
-    gradient_accumulation_steps: int,
-    inference_logprobs: torch.Tensor | None,
-    clip_eps: float = 0.2,
-) -> tuple[torch.Tensor, dict[str, Any]]:
-    """Compute one microbatch's GRPO loss, anchored on the inference engine's logprobs.
-
-    Formula: `max(-A r, -A clip(r, 1 - eps, 1 + eps))` with `r = exp(l - mu)`, the mean over each
-    row's trained tokens, then over the rows, divided by `gradient_accumulation_steps`. Logits are
-    divided by the row's temperature. Tokens without an inference logprob have ratio 1. The trainer
-    itself uses `make_loss`, whose denominators count the whole batch.
-
-    Args:
-        model: Called as `model(input_ids=...)`, returns an object with `.logits`.
-        tokens: (B, T) inputs, already shifted.
-        labels: (B, T) ids or `IGNORE_INDEX`.
-        advantages: (B, 1) or (B, T).
-        temperatures: (B, 1, 1) or (B,); values of at most 0 count as 1.
-        gradient_accumulation_steps: Microbatches of the step.
-        inference_logprobs: (B, T), `MASKED_LOGPROB` where unknown.
-        clip_eps: Both bounds of the clip.
-
-    Returns:
-        The loss, a zero with a gradient if no position is trained, and the metrics: numbers, and
-        the flat tensors `training_logprobs` and `inference_logprobs` of the trained positions.
-
-    Raises:
-        ConfigError: `inference_logprobs` is None.
-    """
-    if inference_logprobs is None:
-        raise ConfigError(
-            "inference_logprobs: None, and the ratio needs them; run the environment with "
-            "--openai.server_type vllm, whose completions have logprobs"
-        )
-    logits = model(input_ids=tokens).logits
-    logprobs_BT = token_logprobs_BT(logits, labels, temperatures.flatten())
-    advantages_BT = advantages.to(logprobs_BT.dtype).expand_as(labels)
-    inputs = LossInputs(logprobs_BT, labels, advantages_BT, inference_logprobs)
-    loss = TrainingLoss(Grpo(clip_eps, clip_eps), anchor="inference", reduction="sequence_mean")
-    terms = loss(inputs, BatchTotals(num_tokens=0, num_sequences=len(tokens)))
-    share = terms.loss / gradient_accumulation_steps
-    metrics = _metrics(logprobs_BT.detach(), labels, advantages_BT, inference_logprobs, clip_eps)
-    return share, metrics | {"interpretable_loss": float(terms.loss.detach())}
-
-
-def _metrics(
-    logprobs_BT: torch.Tensor,
-    labels_BT: torch.Tensor,
-    advantages_BT: torch.Tensor,
-    inference_BT: torch.Tensor,
-    clip_eps: float,
-) -> dict[str, Any]:
-    mask_BT = labels_BT != IGNORE_INDEX
-    trained = logprobs_BT[mask_BT]
-    positive = advantages_BT[mask_BT] > 0
-    inference = inference_BT[mask_BT].to(trained.dtype)
-    is_known = inference != MASKED_LOGPROB
-    difference = torch.where(is_known, trained - inference, 0.0)
-    ratio = torch.where(is_known, log_ratio_BT(trained, inference).exp(), 1.0)
-    outside = (ratio < 1.0 - clip_eps) | (ratio > 1.0 + clip_eps)
-    return {
-        "pos_logp": _mean(trained[positive]),
-        "neg_logp": _mean(trained[~positive]),
-        "avg_logp": _mean(trained),
-        "pos_count": float((advantages_BT[:, 0] > 0).sum()),
-        "neg_count": float((advantages_BT[:, 0] <= 0).sum()),
-        "training_logprobs": trained,
-        "inference_logprobs": inference,
-        "mean_ratio": _mean(ratio),
-        "clipped_fraction": _mean(outside.to(trained.dtype)),
-        "logprob_diff_mean": _mean(difference),
-        "logprob_diff_abs_mean": _mean(difference.abs()),
-        "logprob_diff_max": float(difference.abs().max()) if difference.numel() else 0.0,
-    }
-
-
-def _mean(values: torch.Tensor) -> float:
-    return float(values.mean()) if values.numel() else 0.0
 
 
 def is_sync_due(step: int, config: TrainingConfig, *, publishes_final: bool) -> bool:
@@ -306,265 +209,6 @@ class Publisher:
         if self._weight_sync is not None:
             self._weight_sync.publish(model, checkpoint=checkpoint, step=step)
         self._feed.report_policy(step)
-
-
-class PhaseClock:
-    """Adds up seconds by phase; on CUDA, the end of a phase synchronizes with the device."""
-
-    def __init__(
-        self, device: str = "cpu", *, clock: Callable[[], float] = time.perf_counter
-    ) -> None:
-        self._waits = device.startswith("cuda")
-        self._device = device
-        self._clock = clock
-        self._seconds: dict[str, float] = defaultdict(float)
-
-    @contextlib.contextmanager
-    def measure(self, phase: str) -> Iterator[None]:
-        started = self._clock()
-        yield
-        if self._waits:
-            torch.cuda.synchronize(self._device)
-        self._seconds[phase] += self._clock() - started
-
-    def take_metrics(self) -> dict[str, float]:
-        """Return `train/<phase>_time` in seconds for each phase since the last call."""
-        metrics = {f"train/{phase}_time": seconds for phase, seconds in self._seconds.items()}
-        self._seconds.clear()
-        return metrics
-
-
-def group_metrics(
-    groups: Sequence[Mapping[str, Any]], *, step: int, seq_len: int
-) -> dict[str, float]:
-    """Return staleness and truncation of a batch of [N] groups, as means over trajectories.
-
-    `train/staleness_mean` and `train/staleness_max` are `step`, the completed optimizer steps,
-    minus the group's `policy_version`. Groups without a version, or with one above `step`, are
-    excluded; `train/staleness_unknown_fraction` is the share of their trajectories.
-    `train/truncation_rate` is the share truncated by the engine's limit or `seq_len`.
-    """
-    sizes = [len(group["tokens"]) for group in groups]
-    versions = [group.get("policy_version") for group in groups]
-    ages = [
-        (step - version, size)
-        for version, size in zip(versions, sizes, strict=True)
-        if version is not None and version <= step
-    ]
-    known = sum(size for _, size in ages)
-    total = max(1, sum(sizes))
-    num_truncated = sum(
-        len(tokens) > seq_len or is_truncated_by_engine(group, i)
-        for group in groups
-        for i, tokens in enumerate(group["tokens"])
-    )
-    metrics = {
-        "train/staleness_unknown_fraction": 1.0 - known / total,
-        "train/truncation_rate": num_truncated / total,
-    }
-    if known:
-        metrics["train/staleness_mean"] = sum(age * size for age, size in ages) / known
-        metrics["train/staleness_max"] = float(max(age for age, _ in ages))
-    return metrics
-
-
-_PEAKS = (
-    ("B200", 2250e12),
-    ("H200", 989.4e12),
-    ("H100 PCIe", 756e12),
-    ("H100 NVL", 835e12),
-    ("H100", 989.4e12),
-    ("A100", 312e12),
-    ("L40S", 362e12),
-    ("RTX 4090", 165.2e12),
-    ("A10G", 70e12),
-    ("A10", 125e12),
-    ("L4", 121e12),
-)
-"""Dense bfloat16 FLOPs per second from data sheets, by a part of the device's name; the first
-match counts."""
-
-
-def peak_flops_of(device_name: str) -> float | None:
-    """Return the bfloat16 peak of a device in FLOPs per second, None if unknown."""
-    return next((peak for part, peak in _PEAKS if part in device_name), None)
-
-
-class ModelShape(NamedTuple):
-    """Sizes of a model that determine its FLOPs."""
-
-    num_body_parameters: int
-    """Parameters outside the embeddings and the output layer."""
-    num_head_parameters: int
-    """Parameters of the output layer, tied or not."""
-    num_layers: int
-    attention_width: int
-    """Heads times their dimension."""
-
-    @classmethod
-    def of(cls, model: Any) -> ModelShape | None:
-        """Read the shape of a causal language model; None for a mixture of experts."""
-        config = model.config
-        layers, heads = (
-            getattr(config, name, None) for name in ("num_hidden_layers", "num_attention_heads")
-        )
-        is_sparse = any(
-            getattr(config, name, None)
-            for name in ("num_experts", "num_local_experts", "n_routed_experts")
-        )
-        head = model.get_output_embeddings()
-        if is_sparse or head is None or not layers or not heads:
-            return None
-        ends = {id(p) for p in (head.weight, model.get_input_embeddings().weight)}
-        body = sum(p.numel() for p in model.parameters() if id(p) not in ends)
-        width = getattr(config, "head_dim", None) or config.hidden_size // heads
-        return cls(body, head.weight.numel(), layers, heads * width)
-
-    def step_flops(self, lengths: Iterable[int], *, num_trained_tokens: float) -> float:
-        """Return the FLOPs of forward and backward passes, without recomputation.
-
-        Forward: 2 per parameter and token, plus `2 L^2` times the width of causal attention per
-        layer. Backward: twice that. The output layer is applied to trained tokens only.
-
-        Source: Kaplan et al. 2020, arXiv:2001.08361.
-        """
-        counts = list(lengths)
-        body = 6.0 * self.num_body_parameters * sum(counts)
-        head = 6.0 * self.num_head_parameters * num_trained_tokens
-        attention = 6.0 * self.num_layers * self.attention_width * sum(n * n for n in counts)
-        return body + head + attention
-
-
-class StepObserver:
-    """Collects the metrics of one step outside the loss, and displays the step in a view.
-
-    `train/mfu` needs a known GPU; `num_devices` devices share a step.
-    """
-
-    def __init__(
-        self,
-        config: TrainingConfig,
-        model: Any,
-        *,
-        num_devices: int = 1,
-        view: LiveDisplay | None = None,
-    ) -> None:
-        self._seq_len = config.seq_len
-        self._phases = PhaseClock(config.device)
-        on_gpu = config.device.startswith("cuda")
-        peak = peak_flops_of(torch.cuda.get_device_name(config.device)) if on_gpu else None
-        self._peak_flops = None if peak is None else peak * num_devices
-        self._shape = None if peak is None else ModelShape.of(model)
-        self._view = view
-        self._group_metrics: dict[str, float] = {}
-        self._lengths: list[int] = []
-
-    def note(self, activity: str) -> None:
-        if self._view is not None:
-            self._view.show_activity(activity)
-
-    def take_groups(self, groups: Sequence[Mapping[str, Any]], *, step: int) -> None:
-        """Record the groups of the step after `step` completed ones."""
-        self._group_metrics = group_metrics(groups, step=step, seq_len=self._seq_len)
-        self._lengths = [
-            max(0, min(len(tokens), self._seq_len) - 1)
-            for group in groups
-            for tokens in group["tokens"]
-        ]
-
-    def measure(self, phase: str) -> contextlib.AbstractContextManager[None]:
-        return self._phases.measure(phase)
-
-    def metrics(self, metrics: Mapping[str, float]) -> dict[str, float]:
-        """Return the metrics that complement those of a step, and reset."""
-        found = {**self._group_metrics, **self._phases.take_metrics()}
-        seconds = metrics["train/compute_time"]
-        if self._peak_flops is not None and self._shape is not None and seconds > 0:
-            flops = self._shape.step_flops(
-                self._lengths, num_trained_tokens=metrics["train/trained_tokens"]
-            )
-            found["train/mfu"] = flops / seconds / self._peak_flops
-        return found
-
-    def show(self, step: int, metrics: Mapping[str, float]) -> None:
-        if self._view is not None:
-            self._view.show_step(step, metrics)
-
-
-_MISALIGNED_LOGPROB = 0.5
-_SUSPICIOUS_GAP = 2.0
-_WRONG_MODE_GAP = 0.05
-"""Mean difference of sampler and trainer, in nats, above which `--logprobs-mode` may be wrong;
-rounding causes less."""
-
-
-class StepNotes:
-    """Logs warnings about suspicious batches and metrics."""
-
-    def __init__(self, *, has_raw_logprobs: bool = False) -> None:
-        self._noted_fields: frozenset[str] = frozenset()
-        self._has_raw_logprobs = has_raw_logprobs
-        self._is_mode_noted = False
-
-    def add(self, summary: BatchSummary, metrics: Mapping[str, float]) -> None:
-        """Log the warnings of one step; an unknown field is logged once in a run."""
-        for name in sorted(summary.unknown_fields - self._noted_fields):
-            logger.warning("groups have a field %r, which this trainer does not read", name)
-        self._noted_fields |= summary.unknown_fields
-        if summary.bad_groups:
-            logger.warning(
-                "%d of %d groups were left out (--on-bad-group stop ends the run instead): %s",
-                len(summary.bad_groups),
-                len(summary.bad_groups) + summary.num_groups,
-                next(iter(summary.bad_groups.values())),
-            )
-        if metrics["train/skipped_steps"]:
-            logger.warning("the gradient was not finite; this step did not change the weights")
-        if summary.num_zero_gradient_groups == summary.num_groups:
-            logger.warning(
-                "no group had an advantage, a demonstration or teacher logprobs: this batch had no "
-                "gradient"
-            )
-        if summary.num_truncated_rows:
-            logger.warning("%d sequences were truncated to seq_len", summary.num_truncated_rows)
-        if summary.num_rows_of_partial_sampling:
-            logger.warning(
-                "%d sequences were sampled with top-p, top-k or min-p: their logprobs and the "
-                "trainer's are not of the same distribution",
-                summary.num_rows_of_partial_sampling,
-            )
-        inference_mean = metrics.get("logprobs/inference_mean")
-        if inference_mean is None:
-            return
-        self._note_wrong_mode(metrics)
-        gap = abs(inference_mean - metrics["logprobs/training_mean"])
-        if inference_mean > _MISALIGNED_LOGPROB:
-            logger.warning(
-                "mean inference logprob %.2f: masks and logprobs disagree", inference_mean
-            )
-        elif gap > _SUSPICIOUS_GAP:
-            logger.warning("trainer and engine logprobs differ by %.2f in the mean", gap)
-
-    def _note_wrong_mode(self, metrics: Mapping[str, float]) -> None:
-        """Log once if the engine's logprobs look like those of the other `--logprobs-mode`."""
-        difference = metrics["alignment/diff_abs_mean"]
-        other = metrics.get("alignment/other_mode_diff_abs_mean")
-        if other is None or self._is_mode_noted:
-            return
-        if difference > _WRONG_MODE_GAP and other < 0.5 * difference:
-            self._is_mode_noted = True
-            present, right = (
-                ("raw", "processed") if self._has_raw_logprobs else ("processed", "raw")
-            )
-            logger.warning(
-                "the engine's logprobs, assumed to be %s, differ from the trainer's by %.2f on "
-                "average, and by %.2f if they are %s: set --logprobs-mode %s",
-                present,
-                difference,
-                other,
-                right,
-                right,
-            )
 
 
 _MOST_REFUSED_BATCHES = 3
@@ -811,7 +455,7 @@ class Trainer:
             **sum_stats(self._parallel.gather(stats)).metrics(),
             **part_counts(batch.totals),
             **batch_metrics(batch.summary),
-            **_memory_metrics(self.config.device),
+            **memory_metrics(self.config.device),
             "train/lr": learning_rate,
             "train/grad_norm": grad_norm,
             "train/skipped_steps": float(not is_finite),
@@ -848,12 +492,3 @@ def _loss_inputs(microbatch: Microbatch, scores: TokenScores) -> LossInputs:
         teacher=scores.teacher,
         sequence_ids_BT=microbatch.sequence_ids_BT,
     )
-
-
-def _memory_metrics(device: str) -> dict[str, float]:
-    if not device.startswith("cuda"):
-        return {}
-    return {
-        "train/gpu_memory_gb": torch.cuda.memory_allocated(device) / 2**30,
-        "train/gpu_memory_reserved_gb": torch.cuda.memory_reserved(device) / 2**30,
-    }

@@ -407,6 +407,15 @@ STEPS: tuple[Step, ...] = (
         "needs 8 GPUs; tests run two ranks",
     ),
     Run("docs/distillation.md", "STUDENT=", until=("step 3",), limit_s=900),
+    Run(
+        "docs/one_step.md",
+        "import torch",
+        save_as="one_step.py",
+        command="python one_step.py",
+        shows=(r"sequences +\(3, 4\)", r"loss +\(\) over 5 tokens"),
+    ),
+    NotRun("docs/one_step.md", "row        [-100, -100, 16, 2]", "the output of the program above"),
+    NotRun("docs/one_step.md", "r = exp(l - o)", "a formula"),
     *(
         NotRun("docs/serving_environments.md", line, SERVED)
         for line in (

@@ -9,7 +9,7 @@ import sys
 from rich.console import Console
 
 from atroposlib.utils.line_stream import can_show
-from example_trainer.metrics import LiveDisplay, TrainingView, sparkline, time_shares
+from example_trainer.run_log import LiveDisplay, TrainingView, sparkline, time_shares
 
 STEP = {
     "train/reward_mean": 0.5,

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 import example_trainer
-from example_trainer.metrics import open_run_log
 from example_trainer.model import create_optimizer
+from example_trainer.run_log import open_run_log
 from example_trainer.training import Trainer
 from tests.trainer.test_training import RecordingSync, ScriptedFeed
 from tests.trainer.tiny import SavedTokenizer, group, tiny_config, tiny_llama

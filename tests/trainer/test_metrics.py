@@ -9,7 +9,8 @@ import torch
 
 from example_trainer.batch import Microbatch
 from example_trainer.loss import BatchTotals, LossInputs, TokenTruncation, TrainingLoss
-from example_trainer.metrics import StepStats, StepTimes, step_line, with_wandb_names
+from example_trainer.metrics import StepStats, StepTimes, step_line
+from example_trainer.run_log import with_wandb_names
 from example_trainer.scoring import TokenScores
 from tests.trainer.tiny import tiny_config
 

@@ -6,8 +6,8 @@ import json
 
 import pytest
 
-from example_trainer.metrics import length_through, open_run_log
 from example_trainer.reporting.writing import settings_path
+from example_trainer.run_log import length_through, open_run_log
 from tests.trainer.tiny import tiny_config
 
 

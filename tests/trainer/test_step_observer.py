@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from example_trainer.training import (
+from example_trainer.metrics import (
     ModelShape,
     PhaseClock,
     StepObserver,
