@@ -147,7 +147,8 @@ class LocalWeights:
             ) from None
         for folder in (self.root, self._checkpoints):
             for leftover in folder.glob(f"{_PARTIAL}*"):
-                shutil.rmtree(leftover) if leftover.is_dir() else leftover.unlink()
+                is_link = leftover.is_symlink()
+                leftover.unlink() if is_link else shutil.rmtree(leftover)
         self._drop_old(keep=2)
 
     def close(self) -> None:
@@ -230,6 +231,7 @@ def fetch_head(
     record = local.record()
     _require_same_run(store, manifest, local, record)
     if record and record.weights_sha256 == manifest.head.weights_sha256 and trust_current:
+        local.drop_downloads()  # of a process that was killed after the switch
         return local.current.resolve()
     known = record.weights_sha256 if record and trust_current else None
     damaged: dict[str, int] = {}
