@@ -10,7 +10,7 @@ import torch
 
 from example_trainer.metrics import ModelShape, peak_flops_of
 from h200_parts.device import matmul_tflops
-from h200_parts.records import PartTask, Records, run_part
+from h200_parts.records import PartTask, Records
 from trainer_parts import our_steps, trl_steps
 from trainer_parts.models import MODEL_SIZES, write_model
 from trainer_parts.step_log import gradient_gap
@@ -188,7 +188,3 @@ def _free_memory() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-if __name__ == "__main__":
-    run_part(part)
