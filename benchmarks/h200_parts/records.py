@@ -4,21 +4,21 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
-import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-__all__ = ["PartTask", "Records", "run_part"]
+__all__ = ["PartTask", "Records"]
 
 
 class PartTask(NamedTuple):
     """Settings of a part."""
 
     part: str
+    module: str
+    """Module of this package whose function `part` measures it."""
     device: str
     is_tiny: bool
     folder: str
@@ -72,13 +72,3 @@ class Records:
         print(line, flush=True)
         with Path(self._task.results).open("a", encoding="utf-8") as file:
             file.write(line + "\n")
-
-
-def run_part(part: Callable[[PartTask, Records], None]) -> None:
-    """Run a part with the settings in `sys.argv[1]`; exits with 1 if a check or a case failed."""
-    logging.basicConfig(level=logging.WARNING)
-    task = PartTask(**json.loads(sys.argv[1]))
-    records = Records(task)
-    with records.case("whole part"):
-        part(task, records)
-    sys.exit(bool(records.num_failures))

@@ -10,7 +10,7 @@ import torch
 
 from example_trainer.metrics import ModelShape, peak_flops_of
 from h200_parts.device import matmul_tflops
-from h200_parts.records import PartTask, Records, run_part
+from h200_parts.records import PartTask, Records
 from trainer_parts import our_steps, trl_steps
 from trainer_parts.models import MODEL_SIZES, write_model
 from trainer_parts.step_log import gradient_gap
@@ -82,19 +82,14 @@ def part(task: PartTask, records: Records) -> None:
             vocabulary=size.vocabulary
         )
         records.figure("batch", chosen.describe(), "", case=workload.name)
+        flops = step_flops(model, chosen)
         reference: dict[str, Any] = {}
         for layout in _layouts_of(workload, task):
             case = f"{workload.name} / {layout.name}"
-            if records.seconds_left < _LONGEST_CASE_S and not task.is_tiny:
-                records.check("runs", holds=False, detail="no time left in the part", case=case)
-                continue
             with records.case(case):
-                if task.on_gpu:
-                    held = torch.cuda.memory_allocated(task.device) / 2**30
-                    records.figure("held before", held, "GiB", case=case)
-                found = _measure(task, model, chosen, layout)
-                reference = reference or found.gradient
-                _record(task, records, found, case, step_flops(model, chosen), rate)
+                found = _measure(task, records, model, chosen, layout, case)
+                reference = reference or (found.gradient if layout.layout is None else {})
+                _record(task, records, found, case, flops, rate)
                 _compare(task, records, found, reference, case)
             _free_memory()
 
@@ -114,7 +109,14 @@ def _tiny(workload: Workload) -> Workload:
     return workload._replace(**scaled, num_groups=1, pass_tokens=128, steps=1)
 
 
-def _measure(task: PartTask, model: Path, workload: Workload, layout: Layout) -> Measured:
+def _measure(
+    task: PartTask, records: Records, model: Path, workload: Workload, layout: Layout, case: str
+) -> Measured:
+    if records.seconds_left < _LONGEST_CASE_S and not task.is_tiny:
+        raise TimeoutError("no time was left in the part")
+    if task.on_gpu:
+        held = torch.cuda.memory_allocated(task.device) / 2**30
+        records.figure("held before", held, "GiB", case=case)
     work = Path(task.folder) / "work"
     work.mkdir(exist_ok=True)
     step_task = StepTask(
@@ -156,6 +158,8 @@ def _record(
 def _compare(
     task: PartTask, records: Records, found: Measured, reference: dict[str, Any], case: str
 ) -> None:
+    if not reference:
+        raise ValueError("TRL took no step, so that there is no gradient to compare with")
     gap = gradient_gap(found.gradient, reference)
     tolerance = _TOLERANCE["bfloat16" if task.on_gpu else "float32"]
     records.figure("gradient gap, max", gap.max_abs, "", case=case)
@@ -188,7 +192,3 @@ def _free_memory() -> None:
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
-
-
-if __name__ == "__main__":
-    run_part(part)

@@ -20,7 +20,7 @@ from example_trainer.batch import build_batch
 from example_trainer.config import TrainingConfig
 from example_trainer.model import create_optimizer, load_model_and_tokenizer
 from example_trainer.training import Trainer, row_rules
-from h200_parts.records import PartTask, Records, run_part
+from h200_parts.records import PartTask, Records
 from trainer_parts.models import MODEL_SIZES, write_model
 from trainer_parts.workload import Workload, groups_of
 
@@ -162,7 +162,3 @@ def _compressor() -> tuple[str, Callable[[bytes], bytes]]:
     except ImportError:
         return "zlib, level 1", lambda data: zlib.compress(data, 1)
     return "zstd, level 1", zstandard.ZstdCompressor(level=1).compress
-
-
-if __name__ == "__main__":
-    run_part(part)
