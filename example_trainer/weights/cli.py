@@ -14,7 +14,7 @@ import tempfile
 import time
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from atroposlib.errors import AtroposError, ConfigError, MissingExtraError
 from atroposlib.utils.command_parser import (
@@ -190,6 +190,23 @@ def _parser() -> CommandParser:
     )
     commands = parser.add_subparsers(required=True, metavar="{publish,follow,list,verify}")
 
+    _add_publish(commands)
+    _add_follow(commands)
+
+    listing = commands.add_parser("list", help="list the versions of a store")
+    listing.add_argument("url", metavar="URL", help=_URL_HELP)
+    listing.set_defaults(act=_list)
+
+    verify = commands.add_parser("verify", help="check every file, and restore every version")
+    verify.add_argument("url", metavar="URL", help=_URL_HELP)
+    verify.add_argument(
+        "--scratch", metavar="DIR", help="folder with space for two versions (the system's)"
+    )
+    verify.set_defaults(act=_verify)
+    return parser
+
+
+def _add_publish(commands: Any) -> None:  # argparse has no public type of subparsers
     publish = commands.add_parser("publish", help="publish a checkpoint as the newest version")
     publish.add_argument("checkpoint", metavar="DIR", help="folder with safetensors and config")
     publish.add_argument("url", metavar="URL", help=_URL_HELP)
@@ -212,6 +229,8 @@ def _parser() -> CommandParser:
     )  # fmt: skip
     publish.set_defaults(act=_publish)
 
+
+def _add_follow(commands: Any) -> None:
     follow = commands.add_parser("follow", help="keep a folder and engines at the newest version")
     follow.add_argument("url", metavar="URL", help=_URL_HELP)
     follow.add_argument(
@@ -234,18 +253,6 @@ def _parser() -> CommandParser:
     )
     follow.add_argument("--once", action="store_true", help="end once the newest version is loaded")
     follow.set_defaults(act=_follow)
-
-    listing = commands.add_parser("list", help="list the versions of a store")
-    listing.add_argument("url", metavar="URL", help=_URL_HELP)
-    listing.set_defaults(act=_list)
-
-    verify = commands.add_parser("verify", help="check every file, and restore every version")
-    verify.add_argument("url", metavar="URL", help=_URL_HELP)
-    verify.add_argument(
-        "--scratch", metavar="DIR", help="folder with space for two versions (the system's)"
-    )
-    verify.set_defaults(act=_verify)
-    return parser
 
 
 if __name__ == "__main__":

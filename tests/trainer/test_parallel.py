@@ -97,30 +97,6 @@ def test_two_data_parallel_ranks_equal_one_over_twenty_steps(runs_folder, start_
 
 
 @pytest.mark.slow
-@pytest.mark.long
-def test_two_sharded_ranks_with_trees_equal_one_process_without(runs_folder, tmp_path):
-    prompt = tuple(range(1, 31))
-    groups = [
-        one | {"tokens": [[*prompt, *tokens] for tokens in one["tokens"]],
-               "masks": [[IGNORE_INDEX] * 30 + masks for masks in one["masks"]],
-               "inference_logprobs": None}
-        for one in seeded_groups(STEPS)
-    ]  # fmt: skip
-    flags = {
-        1: ("--shared-prefixes", "off"),
-        2: ("--shared-prefixes", "on", "--microbatch-tokens", "70"),
-    }
-    runs = []
-    for ranks, extra in flags.items():
-        with service_with(groups, tmp_path, f"ranks-{ranks}") as service:
-            folder = runs_folder / f"trees_{ranks}"
-            runs.append(run_trainer(service, folder, *extra, ranks=ranks, steps=STEPS, final=FINAL))
-
-    assert all(m["train/shared_prefix_fraction"] > 0.2 for m in runs[1][1])
-    assert_same_run(runs[1], runs[0], "trees")
-
-
-@pytest.mark.slow
 @pytest.mark.usefixtures("sharded")
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.long
