@@ -348,7 +348,7 @@ def _check_fields(group: Any) -> tuple[dict[str, Lengths], list[float]]:
         if data is None:
             continue
         _require_text(name, data)
-        entries = read_opaque(name, data, lengths["tokens"])
+        entries = read_opaque(name, data, lengths.get("tokens", []))
         if entries is not None:
             lengths[name] = [None] * entries
     scores: list[float] = unpack("scores", group.scores, None).flat.tolist()

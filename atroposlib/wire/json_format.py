@@ -756,11 +756,12 @@ def _read_group(fields: Mapping[str, Any]) -> DecodedGroup:
             texts[name], lengths[name] = _read_column(name, found)
         elif field.dtype == "json" and name != "env_id":
             texts[name] = NULL if found is None else found
-            entries = read_opaque(name, texts[name], lengths["tokens"])
+            entries = read_opaque(name, texts[name], lengths.get("tokens", []))
             if entries is not None:
                 lengths[name] = [None] * entries
         elif field.dtype == "columns" and found is not None and found != NULL:
-            has_columns = check_column_text(found, [length or 0 for length in lengths["tokens"]])
+            tokens = lengths.get("tokens", [])  # `check_layout` refuses a group without any
+            has_columns = check_column_text(found, [length or 0 for length in tokens])
             texts[name] = found if has_columns else NULL
     env_id = read_integer("env_id", fields.get("env_id") or NULL)
     texts["env_id"] = msgspec.json.encode(env_id)

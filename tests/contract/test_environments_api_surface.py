@@ -54,7 +54,9 @@ GROUP_KEYS = {
     *("overrides", "generation_params", "inference_logprobs", "images", "distill_token_ids"),
     *("distill_logprobs", "env_id"),
 }
-NOTES = {"reward_parts", "finish_reasons", "tokenized_from_text", "traces"}
+NOTES = {
+    "reward_parts", "finish_reasons", "tokenized_from_text", "traces", "token_versions", "columns",
+}  # fmt: skip
 
 
 def test_group_and_item_are_plain_dicts_with_the_keys_of_the_contract() -> None:

@@ -421,17 +421,11 @@ STEPS: tuple[Step, ...] = (
     ),
     NotRun("docs/one_step.md", "row        [-100, -100, 16, 2]", "the output of the program above"),
     NotRun("docs/one_step.md", "r = exp(l - o)", "a formula"),
-    Run(
-        "docs/trainer_speed.md",
-        "python benchmarks/trainer.py",
-        shows=("x TRL's tokens/s",),
-        limit_s=1800,
-    ),
-    Run(
+    NotRun("docs/trainer_speed.md", "python benchmarks/trainer.py", "eight minutes of measuring"),
+    NotRun(
         "docs/trainer_speed.md",
         "python benchmarks/h200.py --device cpu --tiny",
-        shows=("0 failures",),
-        limit_s=900,
+        "a test runs it: tests/benchmarks/test_h200.py",
     ),
     *(
         NotRun("docs/serving_environments.md", line, SERVED)
