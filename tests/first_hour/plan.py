@@ -492,6 +492,7 @@ STEPS: tuple[Step, ...] = (
     NotRun("docs/other_trainers.md", "ok            registers", "the output of the check above"),
     Run("docs/other_trainers.md", "atropos-sft-gen axolotl_sft.jsonl", before=GROUPS),
     NotRun("environments/game_environments/crosswords/README.md", "# # # R", PICTURE),
+    NotRun("example_trainer/README.md", "prompt a b | c d", PICTURE),
     NotRun("environments/game_environments/hangman/README.md", "Word:", PICTURE),
     Run(
         "docs/adapters/README.md",
