@@ -263,7 +263,10 @@ def _print_result(plan: RunPlan, paths: RunPaths, result: TrainResult) -> None:
     print(f"logs          {shown_path(paths.logs)}\n")
     model = shlex.quote(shown_path(paths.final_model))
     print("next:")
-    print(f"  vllm serve {model} --port 9001          # serve the trained model")
+    serves = f"vllm serve {model} --port 9001"
+    if plan.engine == "torch":
+        serves = f"python -m example_trainer.torch_engine --model {model} --port 9001"
+    print(f"  {serves}          # serve the trained model")
     more = f"{_PROGRAM} --resume {shlex.quote(shown_path(paths.output))} --steps {2 * plan.steps}"
     print(f"  {more}   # train on")
 

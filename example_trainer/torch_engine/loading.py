@@ -137,13 +137,22 @@ def _end_ids(model: Any, tokenizer: Any) -> frozenset[int]:
 
 def _limits(options: TorchEngineOptions, model: Any, device: torch.device) -> EngineLimits:
     config = model.config.get_text_config()
-    most = config.max_position_embeddings
+    try:
+        most: int = config.max_position_embeddings
+        all_heads: int = config.num_attention_heads
+        token_values = 2 * config.num_hidden_layers * config.hidden_size // all_heads
+    except AttributeError as error:
+        raise ConfigError(
+            f"the torch engine cannot serve {type(model).__name__}: {error}; use vLLM"
+        ) from error
+    # Not in all architectures.
+    heads = vars(config).get("num_key_value_heads") or all_heads
+    if vars(config).get("head_dim"):
+        token_values = 2 * config.num_hidden_layers * config.head_dim
+    token_bytes: int = token_values * heads * model.dtype.itemsize
     length = options.max_model_len or most
     if length > most:
         raise ConfigError(f"--max-model-len {length}: {options.model} reads at most {most} tokens")
-    heads = config.num_key_value_heads or config.num_attention_heads
-    head_size = vars(config).get("head_dim") or config.hidden_size // config.num_attention_heads
-    token_bytes: int = 2 * config.num_hidden_layers * heads * head_size * model.dtype.itemsize
     num_tokens = _cache_bytes(options, device) // token_bytes
     if num_tokens < length:
         raise ConfigError(

@@ -1,5 +1,7 @@
 """The tests of exact tokens over vLLM, run over the torch engine."""
 
+import pytest
+
 from tests.end_to_end.test_vllm_exact_tokens import (  # noqa: F401
     manager,
     test_chat_and_text_routes_answer_through_the_openai_client,
@@ -10,3 +12,5 @@ from tests.end_to_end.test_vllm_exact_tokens import (  # noqa: F401
     test_stop_string_and_token_limit_set_the_finish_reason,
     test_three_turns_stay_one_sequence_of_the_engines_own_tokens,
 )
+
+pytestmark = pytest.mark.slow
