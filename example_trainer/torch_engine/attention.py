@@ -78,7 +78,7 @@ class SlotCache:
         self._device = device
         self._dtype = dtype
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
-        """Keys and values of each layer, (S, T, J, D)."""
+        """Keys and values of each layer, (S, J, T, D)."""
         self.num_slots = 0
         self.length = 0
 
@@ -111,21 +111,20 @@ class SlotCache:
         target = torch.tensor(targets, device=self._device)
         for pair in self._layers.values():
             for tensor in pair:
-                tensor[target, :length] = tensor[source, :length]
+                tensor[target, :, :length] = tensor[source, :, :length]
 
     def store(
         self, layer: int, batch: PackedBatch, key_1JND: torch.Tensor, value_1JND: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Write the keys and values of a forward pass; return those of the layer, (S, T, J, D)."""
+        """Write the keys and values of a forward pass; return those of the layer, (S, J, T, D)."""
         if layer not in self._layers:
-            shape = (self.num_slots, self.length, key_1JND.shape[1])
+            shape = (self.num_slots, key_1JND.shape[1], self.length)
             self._layers[layer] = (
                 self._empty(*shape, key_1JND.shape[3]), self._empty(*shape, value_1JND.shape[3]),
             )  # fmt: skip
         keys, values = self._layers[layer]
-        where = (batch.slots_N, batch.positions_N)
-        keys[where] = key_1JND[0].transpose(0, 1)
-        values[where] = value_1JND[0].transpose(0, 1)
+        keys[batch.slots_N, :, batch.positions_N] = key_1JND[0].transpose(0, 1)
+        values[batch.slots_N, :, batch.positions_N] = value_1JND[0].transpose(0, 1)
         return keys, values
 
     def _empty(self, *shape: int) -> torch.Tensor:
@@ -133,9 +132,10 @@ class SlotCache:
         return torch.zeros(shape, device=self._device, dtype=self._dtype)
 
     def _resized(self, tensor: torch.Tensor) -> torch.Tensor:
-        resized = self._empty(self.num_slots, self.length, *tensor.shape[2:])
-        slots, length = min(tensor.shape[0], self.num_slots), min(tensor.shape[1], self.length)
-        resized[:slots, :length] = tensor[:slots, :length]
+        kv_heads, size = tensor.shape[1], tensor.shape[3]
+        resized = self._empty(self.num_slots, kv_heads, self.length, size)
+        slots, length = min(tensor.shape[0], self.num_slots), min(tensor.shape[2], self.length)
+        resized[:slots, :, :length] = tensor[:slots, :, :length]
         return resized
 
 
@@ -223,12 +223,12 @@ def _attend_running(
 ) -> torch.Tensor:
     """Return (1, B, H, D) for the single token of each running sequence."""
     num_running, length = batch.num_running, batch.running_length
-    heads, kv_heads = query.shape[1], keys.shape[2]
+    heads, kv_heads = query.shape[1], keys.shape[1]
     # The query heads of one key-value head are the rows of one product.
     query_BJGD = query[0, :, :num_running].transpose(0, 1)
     query_BJGD = query_BJGD.reshape(num_running, kv_heads, heads // kv_heads, query.shape[3])
-    keys_BJTD = keys[:num_running, :length].transpose(1, 2)
-    values_BJTD = values[:num_running, :length].transpose(1, 2)
+    keys_BJTD = keys[:num_running, :, :length]
+    values_BJTD = values[:num_running, :, :length]
     attended = scaled_dot_product_attention(
         query_BJGD, keys_BJTD, values_BJTD,
         attn_mask=batch.running_mask(sliding_window), scale=scaling,
