@@ -140,7 +140,9 @@ class SlotCache:
 
 
 def _padded(num_slots: int, length: int) -> tuple[int, int]:
-    return -(-num_slots // _SLOTS_STEP) * _SLOTS_STEP, -(-length // _LENGTH_STEP) * _LENGTH_STEP
+    # Few slots are rounded to powers of two: a long sequence may take all the memory there is.
+    step = min(_SLOTS_STEP, 1 << max(0, num_slots - 1).bit_length())
+    return -(-num_slots // step) * step, -(-length // _LENGTH_STEP) * _LENGTH_STEP
 
 
 class PackedBatch:

@@ -227,6 +227,7 @@ class TorchEngine:
         arrive later wait for `resume`.
         """
         paused: Future[None] = Future()
+        paused.set_running_or_notify_cancel()  # from now on, a caller cannot cancel it
         self._command(lambda: self._pause(mode, paused))
         return paused
 
@@ -260,6 +261,7 @@ class TorchEngine:
 
     def _call(self, function: Callable[[], Result]) -> Future[Result]:
         future: Future[Result] = Future()
+        future.set_running_or_notify_cancel()
 
         def run() -> None:
             try:

@@ -9,8 +9,10 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated, Any, TypeVar
 
+import msgspec
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, ValidationError
 
 from example_trainer.torch_engine.generation import EngineLimits, PromptRequest
@@ -24,7 +26,12 @@ _MAX_STOP_CHARS = 1024
 _MAX_BIASES = 4096
 _MAX_SCORED_LOGITS = 2**30
 """Positions times vocabulary of a prompt whose logprobs are requested: 4 GiB in float32."""
+_MAX_PROMPT_ENTRIES = 2**21
+"""Logprobs of all prompts of a request: about 1 GiB in an answer."""
+_MAX_DECODED_TOKENS = 2**20
+_LONG_TOKEN = 64
 _SEED_LIMIT = 2**63 - 1
+_MOST_TOP_K = 2**31 - 1
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0, None), "presence_penalty": (0, None), "repetition_penalty": (1, None),
     "min_tokens": (0, None), "best_of": (1, None), "use_beam_search": (False, None),
@@ -58,6 +65,12 @@ class ServedTorchModel:
     """Tokens that end a completion."""
     limits: EngineLimits
     max_logprobs: int = 20
+
+    @cached_property
+    def max_characters(self) -> int:
+        """Length of a text that may fit the context; longer ones are not worth encoding."""
+        longest = max(map(len, self.tokenizer.get_vocab()), default=0)
+        return self.limits.max_model_len * max(_LONG_TOKEN, longest)
 
 
 class _SamplingFields(BaseModel):
@@ -166,7 +179,7 @@ class DetokenizeFields(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
     model: str | None = None
-    tokens: list[StrictInt]
+    tokens: list[StrictInt] = Field(max_length=_MAX_DECODED_TOKENS)
 
 
 class UpdateFields(BaseModel):
@@ -206,7 +219,7 @@ def text_prompts(fields: TextFields, served: ServedTorchModel) -> list[list[int]
     """Return the ids of each prompt of `/v1/completions`.
 
     Raises:
-        EngineRefusal: There is none, one is empty, or they are too many.
+        EngineRefusal: There is none, one is empty, or they or their logprobs are too many.
     """
     given: Any = fields.prompt
     is_one = isinstance(given, str) or (bool(given) and isinstance(given[0], int))
@@ -223,12 +236,34 @@ def text_prompts(fields: TextFields, served: ServedTorchModel) -> list[list[int]
         if isinstance(prompt, str):
             ids = encode_text(served, prompt, add_special_tokens=fields.add_special_tokens)
         encoded.append(check_ids(ids, served, param="prompt"))
+    if fields.prompt_top is not None:
+        num_entries = sum(map(len, encoded)) * (1 + fields.prompt_top)
+        if num_entries > _MAX_PROMPT_ENTRIES:
+            raise EngineRefusal(
+                f"the prompts have {num_entries} logprobs, expected at most {_MAX_PROMPT_ENTRIES} "
+                "in a request; send fewer prompts",
+                param="prompt_logprobs",
+            )
     return encoded
 
 
 def encode_text(served: ServedTorchModel, text: str, *, add_special_tokens: bool) -> list[int]:
-    """Return the ids of a text, none for an empty one."""
+    """Return the ids of a text, none for an empty one.
+
+    Raises:
+        EngineRefusal: It is far too long for the context.
+    """
+    _require_encodable(len(text), served, param="prompt")
     return list(served.tokenizer.encode(text, add_special_tokens=add_special_tokens))
+
+
+def _require_encodable(num_characters: int, served: ServedTorchModel, *, param: str) -> None:
+    if num_characters > served.max_characters:
+        raise EngineRefusal(
+            f"{param}: {num_characters} characters cannot fit the context of "
+            f"{served.limits.max_model_len} tokens; expected at most {served.max_characters}",
+            param=param,
+        )
 
 
 def check_ids(ids: Sequence[int], served: ServedTorchModel, *, param: str) -> list[int]:
@@ -251,9 +286,11 @@ def render_chat(fields: ChatFields | TokenizeFields, served: ServedTorchModel) -
     Raises:
         EngineRefusal: A message has content other than text, or the template rejects it.
     """
-    from jinja2 import TemplateError
-
     messages = [_with_plain_content(each, i) for i, each in enumerate(fields.messages or [])]
+    if not messages:
+        raise EngineRefusal("messages: expected at least one", param="messages")
+    rendered = [messages, fields.tools, fields.chat_template_kwargs]
+    _require_encodable(len(msgspec.json.encode(rendered)), served, param="messages")
     try:
         ids = served.tokenizer.apply_chat_template(
             messages,
@@ -265,7 +302,7 @@ def render_chat(fields: ChatFields | TokenizeFields, served: ServedTorchModel) -
             return_dict=False,
             **_template_settings(fields.chat_template_kwargs),
         )
-    except (TemplateError, ValueError, TypeError, KeyError) as error:
+    except Exception as error:  # templates raise errors of any kind for malformed messages
         raise EngineRefusal(
             f"messages: the chat template failed: {error}", param="messages"
         ) from error
@@ -316,7 +353,7 @@ def _with_parsed_arguments(call: Any) -> Any:
         return call
     try:
         arguments = json.loads(function["arguments"] or "{}")
-    except ValueError:
+    except (ValueError, RecursionError):
         return call
     return {**call, "function": {**function, "arguments": arguments}}
 
@@ -369,7 +406,7 @@ def _sampling(fields: TextFields | ChatFields) -> SamplingSettings:
     return SamplingSettings(
         temperature=1.0 if fields.temperature is None else fields.temperature,
         top_p=1.0 if fields.top_p is None else fields.top_p,
-        top_k=max(0, fields.top_k or 0),
+        top_k=min(max(0, fields.top_k or 0), _MOST_TOP_K),
         min_p=fields.min_p or 0.0,
         logit_bias={
             token: min(100.0, max(-100.0, bias))

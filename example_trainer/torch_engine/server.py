@@ -12,6 +12,7 @@ import contextlib
 import copy
 import json
 import logging
+import socket
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass
@@ -22,8 +23,10 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
+from starlette.types import Scope
 
 from atroposlib.errors import ConfigError, InferenceError
+from atroposlib.utils.web_pages import WebPageMiddleware, WebPageRefusal, WebPageRule
 from example_trainer.torch_engine.answers import AnswerWriter, error_body
 from example_trainer.torch_engine.generation import (
     PAUSE_MODES,
@@ -75,6 +78,9 @@ def create_app(state: EngineState, *, has_update_routes: bool) -> FastAPI:
     `has_update_routes`: Whether to offer the routes that pause the engine and load files.
     """
     app = FastAPI(title="torch engine", openapi_url=None)
+    # A page in a browser of this host could load other weights.
+    rule = WebPageRule(machine_name=socket.gethostname())
+    app.add_middleware(WebPageMiddleware, rule=rule, answer=_refuse_web_page)
     routes = CompletionRoutes(state)
     facts = FactRoutes(state)
     table: list[tuple[str, str, Endpoint]] = [
@@ -101,6 +107,10 @@ def create_app(state: EngineState, *, has_update_routes: bool) -> FastAPI:
     for method, path, endpoint in table:
         app.add_api_route(path, _answered(endpoint), methods=[method], response_model=None)
     return app
+
+
+def _refuse_web_page(_: Scope, refusal: WebPageRefusal) -> Response:
+    return _json(error_body(refusal.text, status=refusal.status), status=refusal.status)
 
 
 def _answered(endpoint: Endpoint) -> Endpoint:
@@ -137,8 +147,9 @@ async def _read_body(request: Request) -> dict[str, Any]:
         if len(pieces) > MAX_BODY_BYTES:
             raise too_large
     try:
-        value = json.loads(pieces) if pieces.strip() else {}
-    except (ValueError, RecursionError) as error:
+        # Unlike `json`, it refuses lone surrogates and NaN.
+        value = msgspec.json.decode(pieces) if pieces.strip() else {}
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise EngineRefusal(f"the body is not JSON: {error}") from error
     if not isinstance(value, dict):
         raise EngineRefusal("the body must be a JSON object")

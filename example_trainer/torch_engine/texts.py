@@ -8,6 +8,8 @@ from typing import Any
 _INCOMPLETE = "\ufffd"
 """Written by tokenizers for a character whose last bytes are missing."""
 
+_MAX_UNDECODED = 64
+
 
 class GrowingText:
     """Decodes the tokens of one completion as they arrive; a token is decoded a few times only.
@@ -27,7 +29,9 @@ class GrowingText:
         before = self._decode(tokens[self._first : self._read])
         now = self._decode(tokens[self._first :])
         # Decoded with the tokens before it, since spaces and bytes depend on them.
-        if len(now) > len(before) and not now.endswith(_INCOMPLETE):
+        is_whole = len(now) > len(before) and not now.endswith(_INCOMPLETE)
+        # Invalid bytes and skipped tokens could go on without end.
+        if is_whole or len(tokens) - self._first > _MAX_UNDECODED:
             self.text += now[len(before) :]
             self._first, self._read = self._read, len(tokens)
         return self.text

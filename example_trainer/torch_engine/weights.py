@@ -18,6 +18,7 @@ from atroposlib.errors import ConfigError
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _SHOWN_NAMES = 3
+_FLOATS = ("F16", "BF16", "F32", "F64")
 
 
 def replace_weights(model: Any, folder: Path) -> None:
@@ -109,9 +110,16 @@ def _compare_shapes(files: Mapping[str, Path], state: Mapping[str, torch.Tensor]
                         f"weights_path: {path} lacks {name}, which {_INDEX} lists; the weights are "
                         "unchanged"
                     )
-                shape = list(tensors.get_slice(name).get_shape())
+                stored_slice = tensors.get_slice(name)
+                shape = list(stored_slice.get_shape())
                 if shape != list(state[name].shape):
                     raise ConfigError(
                         f"weights_path: {name} in {path} has shape {shape}, the served model has "
                         f"{list(state[name].shape)}; the weights are unchanged"
+                    )
+                dtype = stored_slice.get_dtype()
+                if state[name].is_floating_point() and dtype not in _FLOATS:
+                    raise ConfigError(
+                        f"weights_path: {name} in {path} has type {dtype}, expected one of "
+                        f"{', '.join(_FLOATS)}, not quantized; the weights are unchanged"
                     )

@@ -252,3 +252,13 @@ def test_streamed_text_never_contains_the_beginning_of_a_stop_text(
 
     assert "".join(chunk["text"] for chunk in chunks) == text[: text.index(stop)]
     assert (chunks[-1]["finish_reason"], chunks[-1]["stop_reason"]) == ("stop", stop)
+
+
+def test_one_long_sequence_is_not_padded_to_several() -> None:
+    import torch
+
+    from example_trainer.torch_engine.attention import SlotCache
+
+    cache = SlotCache(device=torch.device("cpu"), dtype=torch.float32)
+
+    assert [cache.padded_size(slots, 64) // 64 for slots in (1, 2, 3, 5, 9)] == [1, 2, 4, 8, 16]

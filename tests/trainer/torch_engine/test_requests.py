@@ -56,6 +56,8 @@ def refused(local: LocalEngine, path: str, body: Any, status: int = 400) -> str:
         ({"prompt": [1], "logprobs": 21}, "--max-logprobs"),
         ({"prompt": [1], "prompt_logprobs": 21}, "--max-logprobs"),
         ({"prompt": [1], "echo": True, "stream": True}, "echo"),
+        ({"prompt": "a" * 10**6}, "characters cannot fit"),
+        ({"prompt": [[1] * 200] * MAX_COMPLETIONS, "prompt_logprobs": 20}, "send fewer prompts"),
         ({"prompt": [1], "presence_penalty": 0.5}, "presence_penalty is not supported"),
         ({"prompt": [1], "response_format": {"type": "json_object"}}, "response_format"),
         ([1], "JSON object"),
@@ -78,6 +80,8 @@ def test_a_bad_text_request_is_answered_with_the_field(
         ({"messages": HELLO, "chat_template": "x"}, "chat_template"),
         ({"messages": HELLO, "chat_template_kwargs": {"tokenize": False}}, "tokenize"),
         ({"messages": HELLO, "tool_choice": "required"}, "tool_choice"),
+        ({"messages": [{"role": "user", "content": "a" * 10**6}]}, "characters cannot fit"),
+        ({"messages": HELLO, "tools": [{"a": "b" * 10**6}]}, "characters cannot fit"),
     ],
 )
 def test_a_bad_chat_request_is_answered_with_the_field(
@@ -105,12 +109,54 @@ def test_large_and_broken_bodies_are_refused(
     torch_engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     post = torch_engine.http.post
-    for body in (b"{", b"[" * 100_000, b"\xff\xfe"):
+    for body in (b"{", b"[" * 100_000, b"\xff\xfe", b'{"prompt": "\\ud800"}'):
         assert post(TEXT, content=body).status_code == 400
 
     monkeypatch.setattr("example_trainer.torch_engine.server.MAX_BODY_BYTES", 1000)
     assert post(TEXT, content=b" " * 1001).status_code == 413
     assert post(TEXT, content=iter([b" " * 600] * 2)).status_code == 413
+
+
+def test_a_setting_beyond_any_vocabulary_does_not_end_other_requests(
+    torch_engine: LocalEngine,
+) -> None:
+    choice = torch_engine.complete([9, 30], max_tokens=3, top_k=10**30)["choices"][0]
+
+    assert choice["finish_reason"] == "length"
+
+
+def test_messages_of_unusual_structure_are_not_errors_of_the_server(
+    torch_engine: LocalEngine,
+) -> None:
+    nested = {"function": {"name": "a", "arguments": "[" * 100_000}}
+    message = {"role": "assistant", "content": "", "tool_calls": [nested]}
+
+    for messages in ([], [message]):
+        answer = torch_engine.http.post("/tokenize", json={"messages": messages})
+        assert answer.status_code == 400
+        assert "messages" in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Origin": "https://evil.example"}, 403),
+        ({"Host": "evil.example:8000", "Origin": "http://evil.example:8000"}, 403),
+        ({"Host": "evil.example:8000"}, 403),
+        ({"Sec-Fetch-Site": "cross-site"}, 403),
+        ({"Content-Type": "text/plain"}, 415),
+    ],
+)
+def test_web_pages_cannot_update_weights(
+    torch_engine: LocalEngine, headers: dict[str, str], status: int
+) -> None:
+    body = b'{"method": "reload_weights", "kwargs": {"weights_path": "/tmp"}}'
+    headers = {"Content-Type": "application/json", **headers}
+
+    answer = torch_engine.http.post("/collective_rpc", content=body, headers=headers)
+
+    assert answer.status_code == status
+    assert answer.json()["error"]["code"] == status
 
 
 def test_stop_ids_end_a_completion_and_are_not_part_of_its_text(

@@ -110,3 +110,20 @@ def test_stop_text_over_several_tokens_is_found_once_complete() -> None:
     found = [finder.find(list(data[: end + 1])) for end in range(8)]
 
     assert found == [None] * 7 + ["stop"]
+
+
+def test_tokens_without_text_are_decoded_a_few_times_only() -> None:
+    decoded: list[int] = []
+
+    class SilentTokenizer:
+        def decode(self, tokens: list[int], **_: object) -> str:
+            decoded.append(len(tokens))
+            return "a" * tokens.count(1)
+
+    text = GrowingText(SilentTokenizer(), skips_special=True)
+    tokens = [0] * 2000
+    for end in range(1, len(tokens)):
+        text.add(tokens[:end])
+
+    assert text.add([*tokens, 1]) == "a"
+    assert max(decoded) < 200

@@ -174,6 +174,7 @@ def test_wrong_checkpoints_are_named_and_leave_the_weights(
         "shape": {**tensors, name: tensors[name][:-1].contiguous()},
         "lacks": {key: value for key, value in tensors.items() if key != name},
         "unknown": {**tensors, name + "_2": tensors[name].clone()},
+        "type": {**tensors, name: tensors[name].char()},
     }
     folders = {}
     for case, changed in cases.items():
