@@ -14,10 +14,11 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import operator
 import re
 import struct
 from collections.abc import Collection, Iterator, Sequence
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 import numpy as np
 import zstandard
@@ -28,6 +29,8 @@ from atroposlib.errors import AtroposError
 
 __all__ = [
     "FORMAT",
+    "MOST_FILE_BYTES",
+    "NEVER_PUBLISHED",
     "PIECE_BYTES",
     "Chain",
     "DamagedWeightsError",
@@ -55,6 +58,10 @@ __all__ = [
 ]
 
 FORMAT = 1
+NEVER_PUBLISHED = (".safetensors", ".bin", ".pt", ".pth", ".index.json", "atropos_version.json")
+"""Ends of names of weights, pickled ones among them, and of records of a version."""
+MOST_FILE_BYTES = 64 * 2**20
+"""Of a config or a tokenizer."""
 PIECE_BYTES = 2**24
 """Tensors are compared and restored in pieces of this size, which bounds the memory."""
 _MAX_HEADER_BYTES = 100 * 2**20  # the limit of the safetensors library
@@ -133,13 +140,24 @@ def parse_header(header: bytes) -> list[TensorSpec]:
     try:
         entries = json.loads(header)
         specs = [
-            TensorSpec(name, str(e["dtype"]), tuple(map(int, e["shape"])), *e["data_offsets"])
+            TensorSpec(
+                name,
+                str(e["dtype"]),
+                tuple(map(int, e["shape"])),
+                *map(operator.index, e["data_offsets"]),
+            )
             for name, e in entries.items()
             if name != "__metadata__"
         ]
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        specs.sort(key=lambda spec: (spec.start, spec.stop, spec.name))
+        ends = [0, *(spec.stop for spec in specs)]
+        # As safetensors requires; with overlaps, a small file would become a large one.
+        for spec, end in zip(specs, ends[:-1], strict=True):
+            if spec.start != end or spec.stop < spec.start or any(n < 0 for n in spec.shape):
+                raise ValueError(f"{spec.name} is not directly after the tensor before it")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedWeightsError(f"not a safetensors header: {error!r}") from error
-    return sorted(specs, key=lambda spec: (spec.start, spec.stop, spec.name))
+    return specs
 
 
 def weights_header(specs: Sequence[TensorSpec]) -> tuple[bytes, list[TensorSpec]]:
@@ -275,10 +293,18 @@ def _from_planes(
         place += _PLANE.size
         if size:
             part = frame[place : place + size]
-            plane = zstandard.ZstdDecompressor().decompress(part, max_output_size=count)
+            plane = _decompressed(part, count)
             numbers[:, i] = np.frombuffer(plane, dtype=np.uint8)  # raises if it has another size
             place += size
     return numbers.reshape(-1).view(f"<u{width}"), place
+
+
+def _decompressed(part: bytes | memoryview, limit: int) -> bytes:
+    """Return at most `limit` bytes; zstandard allocates the size that the part itself names."""
+    size = zstandard.frame_content_size(part)
+    if size > limit:
+        raise ValueError(f"{size} bytes, expected at most {limit}")
+    return zstandard.ZstdDecompressor().decompress(part, max_output_size=limit)
 
 
 class DeltaIndex(NamedTuple):
@@ -314,21 +340,30 @@ def parse_index(content: memoryview) -> DeltaIndex:
         if magic != _MAGIC:
             raise ValueError("it does not end as a delta")
         packed = content[len(content) - _TAIL.size - size : len(content) - _TAIL.size]
-        decompressor = zstandard.ZstdDecompressor()
-        index = json.loads(decompressor.decompress(packed, max_output_size=_MAX_HEADER_BYTES))
-        if (index["format"], index["piece_bytes"]) != (FORMAT, PIECE_BYTES):
-            raise ValueError(f"format {index['format']}, expected {FORMAT}")
+        found = json.loads(_decompressed(packed, _MAX_HEADER_BYTES))
+        if (found["format"], found["piece_bytes"]) != (FORMAT, PIECE_BYTES):
+            raise ValueError(f"format {found['format']}, expected {FORMAT}")
         frames: dict[tuple[int, int], Frame] = {}
         offset = 0
-        for tensor, piece, num_bytes in index["frames"]:
+        for tensor, piece, size in found["frames"]:
+            num_bytes = operator.index(size)
             frames[tensor, piece] = Frame(tensor, piece, offset, num_bytes)
             offset += num_bytes
-        return DeltaIndex(index["base_sha256"], index["weights_sha256"], frames)
-    except (ValueError, KeyError, TypeError, struct.error, zstandard.ZstdError) as error:
+        return DeltaIndex(found["base_sha256"], found["weights_sha256"], frames)
+    except _NOT_A_DELTA as error:
         raise DamagedWeightsError(f"not a delta file: {error}") from error
 
 
+_NOT_A_DELTA = (
+    ValueError, KeyError, TypeError, RecursionError, struct.error, zstandard.ZstdError
+)  # fmt: skip
+
+
 # The manifest
+
+
+StoredName = Annotated[str, Field(pattern=r"^(?:\w[\w.+\-]*/)*\w[\w.+\-]*$", max_length=256)]
+"""Relative to the store, and below it."""
 
 
 class StoredFile(BaseModel):
@@ -336,9 +371,9 @@ class StoredFile(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    name: str
+    name: StoredName
     num_bytes: int = Field(ge=0)
-    sha256: str
+    sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
 
 
 class VersionEntry(BaseModel):
@@ -367,7 +402,7 @@ class Manifest(BaseModel):
     """The only file of a store that is overwritten, and the last one that a publisher writes."""
 
     format: int = FORMAT
-    run: str
+    run: str = Field(pattern=r"^\w+$")
     """Random id of the store's run; a follower never mixes two."""
     architecture: str
     """`architecture_of` the weights."""
@@ -381,7 +416,11 @@ class Manifest(BaseModel):
     @field_validator("files")
     @classmethod
     def _refuse_paths(cls, value: dict[str, StoredFile]) -> dict[str, StoredFile]:
-        wrong = [name for name in value if not re.fullmatch(r"[\w][\w.+\- ]*", name)]
+        wrong = [
+            name
+            for name in value
+            if not re.fullmatch(r"[\w][\w.+\- ]*", name) or name.endswith(NEVER_PUBLISHED)
+        ]
         if wrong:
             raise ValueError(f"not a file name: {wrong[0]!r}")
         return value
@@ -410,7 +449,7 @@ def parse_manifest(content: bytes) -> Manifest:
                 "version of atropos-weights on both sides"
             )
         manifest = Manifest.model_validate_json(content)
-    except (ValidationError, ValueError, AttributeError) as error:
+    except (ValidationError, ValueError, AttributeError, RecursionError) as error:
         first = str(error).splitlines()[0]
         raise DamagedWeightsError(f"the manifest cannot be read: {first}") from error
     serials = [entry.serial for entry in manifest.versions]
@@ -424,12 +463,6 @@ class Chain(NamedTuple):
 
     anchor: VersionEntry | None
     deltas: list[VersionEntry]
-
-    @property
-    def num_bytes(self) -> int:
-        files = [entry.delta for entry in self.deltas]
-        files += [self.anchor.anchor] if self.anchor else []
-        return sum(file.num_bytes for file in files if file)
 
 
 def choose_chain(
@@ -445,20 +478,29 @@ def choose_chain(
         local_sha256: Weights that the follower has; None: nothing.
         damaged: Names of files that must not be used.
     """
-    chains: list[Chain] = []
+    best: tuple[int, VersionEntry | None, int] | None = None  # bytes, anchor, number of deltas
     deltas: list[VersionEntry] = []
+    num_bytes = 0
+
+    def consider(anchor: VersionEntry | None) -> None:
+        nonlocal best
+        total = num_bytes + (anchor.anchor.num_bytes if anchor and anchor.anchor else 0)
+        if best is None or total < best[0]:
+            best = total, anchor, len(deltas)
+
     for entry in reversed(versions):
         if entry.weights_sha256 == local_sha256:
-            chains.append(Chain(None, deltas[::-1]))
+            consider(None)
         if entry.anchor is not None and entry.anchor.name not in damaged:
-            chains.append(Chain(entry, deltas[::-1]))
+            consider(entry)
         if entry.delta is None or entry.delta.name in damaged:
             break
-        deltas = [*deltas, entry]
+        deltas.append(entry)
+        num_bytes += entry.delta.num_bytes
     else:
         if deltas and deltas[-1].base_sha256 == local_sha256:  # the version before the oldest
-            chains.append(Chain(None, deltas[::-1]))
-    return min(chains, key=lambda chain: chain.num_bytes, default=None)
+            consider(None)
+    return None if best is None else Chain(best[1], deltas[: best[2]][::-1])
 
 
 def is_anchor_due(

@@ -30,6 +30,7 @@ from pydantic import BaseModel, ValidationError
 
 from atroposlib.errors import ConfigError
 from example_trainer.weights.format import (
+    MOST_FILE_BYTES,
     Chain,
     DamagedWeightsError,
     DeltaIndex,
@@ -293,7 +294,8 @@ def _fetch_chain(store: WeightStore, manifest: Manifest, chain: Chain, local: Lo
             digest = apply_deltas(base, deltas, folder / WEIGHTS)
         else:
             base.rename(folder / WEIGHTS)
-            digest = head.weights_sha256  # compared by `_download`
+            # `_download` has compared the content with this digest.
+            digest = chain.anchor.anchor.sha256 if chain.anchor and chain.anchor.anchor else ""
         if digest != head.weights_sha256:
             raise DamagedWeightsError(
                 f"version {head.version} was restored with other bytes than published"
@@ -320,7 +322,7 @@ def apply_deltas(base_path: Path, delta_paths: list[Path], target: Path) -> str:
         DamagedWeightsError: a file is damaged, or a delta does not apply to the one before it.
     """
     base = MappedWeights(base_path)
-    contents = [np.memmap(path, mode="r").data for path in delta_paths]
+    contents = [_mapped(path) for path in delta_paths]
     indexes = [parse_index(content) for content in contents]
     for before, after in itertools.pairwise(indexes):
         if before.weights_sha256 != after.base_sha256:
@@ -339,6 +341,12 @@ def apply_deltas(base_path: Path, delta_paths: list[Path], target: Path) -> str:
             file.write(data.data)
             digest.update(data.data)
     return digest.hexdigest()
+
+
+def _mapped(path: Path) -> memoryview:
+    if not path.stat().st_size:
+        raise DamagedWeightsError(f"{path} is empty, not a delta file")
+    return np.memmap(path, mode="r").data
 
 
 def _apply(
@@ -376,7 +384,8 @@ def file_digest(path: Path) -> str:
 
 def _download(store: WeightStore, file: StoredFile, folder: Path) -> Path:
     """Return a verified local copy of a file; continue an interrupted download."""
-    target = folder / file.name.rsplit("/", 1)[-1]
+    # By content: another run at the same URL has files of the same names.
+    target = folder / file.sha256
     if target.is_file():
         return target
     part = target.with_name(f"{target.name}.part")
@@ -465,7 +474,8 @@ def _restored(
 
 
 def _small_file(store: WeightStore, file: StoredFile) -> bytes:
-    content = store.read(file.name)
+    # More is never published; a manifest of unknown origin could name anything.
+    content = store.read(file.name) if file.num_bytes <= MOST_FILE_BYTES else None
     if content is None or hashlib.sha256(content).hexdigest() != file.sha256:
         raise DamagedWeightsError(f"{store.shown_url}/{file.name} is damaged", name=file.name)
     return content

@@ -28,6 +28,8 @@ from numpy.typing import NDArray
 
 from atroposlib.errors import ConfigError
 from example_trainer.weights.format import (
+    MOST_FILE_BYTES,
+    NEVER_PUBLISHED,
     Frame,
     Manifest,
     Piece,
@@ -44,7 +46,6 @@ from example_trainer.weights.format import (
     weights_header,
 )
 from example_trainer.weights.local import (
-    RECORD,
     WEIGHTS,
     LocalVersion,
     LocalWeights,
@@ -64,9 +65,6 @@ _EPOCHS = "epochs"
 _DATA = "data"
 _FILES = "files"
 _LEASE_S = 60.0
-_NOT_PUBLISHED = (".safetensors", ".bin", ".pt", ".pth", ".index.json", RECORD)
-"""Ends of names of weights and records; other files of a checkpoint are published as they are."""
-_MOST_FILE_BYTES = 64 * 2**20
 
 
 def default_mirror(url: str) -> Path:
@@ -455,8 +453,8 @@ class _SourceWeights:
     def other_files(self) -> Iterator[Path]:
         """Yield the config and the tokenizer: small files at the top of the folder."""
         for path in sorted(self.folder.iterdir()):
-            is_weights = path.name.endswith(_NOT_PUBLISHED) or path.name.startswith(".")
-            if path.is_file() and not is_weights and path.stat().st_size <= _MOST_FILE_BYTES:
+            is_weights = path.name.endswith(NEVER_PUBLISHED) or path.name.startswith(".")
+            if path.is_file() and not is_weights and path.stat().st_size <= MOST_FILE_BYTES:
                 yield path
 
 

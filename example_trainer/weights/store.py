@@ -192,8 +192,10 @@ class WeightStore:
     def _errors(self, action: str) -> Iterator[None]:
         try:
             yield
-        except (FileNotFoundError, WeightsError):
+        except WeightsError:
             raise
+        except FileNotFoundError as error:
+            raise FileNotFoundError(hide_secrets(str(error))) from None
         except Exception as error:  # noqa: BLE001 - each file system has its own errors
             reason = hide_secrets(f"{type(error).__name__}: {error}")
             # Not chained: a traceback could show the URL with its secrets.

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import itertools
 import json
+import struct
+import tracemalloc
 
 import numpy as np
 import pytest
+import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -141,6 +144,9 @@ def test_something_else_than_a_delta_is_damaged(content):
         parse_index(memoryview(content))
 
 
+DIGEST = 64 * "0"
+
+
 def entry(serial: int, *, delta: int | None = 10, anchor: int | None = None) -> VersionEntry:
     return VersionEntry(
         serial=serial,
@@ -148,10 +154,12 @@ def entry(serial: int, *, delta: int | None = 10, anchor: int | None = None) -> 
         weights_sha256=f"w{serial}",
         weights_bytes=1000,
         base_sha256=None if delta is None else f"w{serial - 1}",
-        delta=None if delta is None else StoredFile(name=f"d{serial}", num_bytes=delta, sha256=""),
+        delta=None
+        if delta is None
+        else StoredFile(name=f"d{serial}", num_bytes=delta, sha256=DIGEST),
         anchor=None
         if anchor is None
-        else StoredFile(name=f"a{serial}", num_bytes=anchor, sha256=""),
+        else StoredFile(name=f"a{serial}", num_bytes=anchor, sha256=DIGEST),
     )
 
 
@@ -218,6 +226,7 @@ def test_kept_versions_begin_with_the_anchor_they_need():
         b"",
         b"[]",
         b"{}",
+        b"[" * 100_000,
         b'{"format": 1}',
         json.dumps({"format": 2}).encode(),
         Manifest(run="r", architecture="a", epoch=1, versions=[])
@@ -233,16 +242,102 @@ def test_unusable_manifest_is_an_error_that_says_so(content):
         parse_manifest(content)
 
 
-@pytest.mark.parametrize("name", ["../config.json", "a/b", ".hidden", "/etc/passwd", ""])
-def test_manifest_cannot_name_files_outside_the_folder(name):
+@pytest.mark.parametrize(
+    "name",
+    [
+        "../config.json",
+        "a/b",
+        ".hidden",
+        "/etc/passwd",
+        "",
+        "pytorch_model.bin",
+        "model.safetensors",
+    ],
+)
+def test_manifest_cannot_name_weights_or_files_outside_the_folder(name):
     manifest = {
         "format": 1,
         "run": "r",
         "architecture": "a",
         "epoch": 1,
         "versions": [json.loads(entry(1, anchor=1).model_dump_json())],
-        "files": {name: {"name": "files/x", "num_bytes": 0, "sha256": ""}},
+        "files": {name: {"name": "files/x", "num_bytes": 0, "sha256": DIGEST}},
     }
 
     with pytest.raises(DamagedWeightsError, match="the manifest"):
         parse_manifest(json.dumps(manifest).encode())
+
+
+@pytest.mark.parametrize("name", ["../x", "data/../../x", "/etc/passwd", "data//x", "data/", ""])
+def test_stored_names_stay_below_the_store(name):
+    with pytest.raises(ValueError, match="name"):
+        StoredFile(name=name, num_bytes=0, sha256=DIGEST)
+
+
+def test_run_of_a_manifest_is_a_word_that_terminals_can_show():
+    with pytest.raises(ValueError, match="run"):
+        Manifest(run="\x1b[2J", architecture="a", epoch=1, versions=[entry(1)])
+
+
+def header_of(*places: object, shape: object = (4,)) -> bytes:
+    tensors = {f"t{i}": {"dtype": "U8", "shape": shape, "data_offsets": place}
+               for i, place in enumerate(places)}  # fmt: skip
+    return json.dumps(tensors).encode()
+
+
+@pytest.mark.parametrize(
+    "header",
+    [
+        header_of([0, 4], [0, 4]),
+        header_of([0, 4], [8, 12]),
+        header_of([4, 8]),
+        header_of([0, -4]),
+        header_of([0, 4.0]),
+        header_of(["0", 4], [4, 8]),
+        header_of([0, 4], shape=(-4,)),
+        b'{"a":' * 100_000,
+    ],
+)
+def test_tensors_that_overlap_or_leave_gaps_are_not_a_header(header):
+    with pytest.raises(DamagedWeightsError, match="not a safetensors header"):
+        parse_header(header)
+
+
+def test_decompression_allocates_no_more_than_the_piece():
+    plane = zstandard.ZstdCompressor().compress(bytes(2**26))
+    head = struct.pack("<BBI", 2, 1, 4) + struct.pack("<I", len(plane))
+
+    tracemalloc.start()
+    try:
+        with pytest.raises(DamagedWeightsError, match="at most 4"):
+            decode_piece(np.zeros(4, np.uint8), head + plane, 1)
+        assert tracemalloc.get_traced_memory()[1] < 2**24
+    finally:
+        tracemalloc.stop()
+
+
+def index_of(content: bytes) -> memoryview:
+    packed = zstandard.ZstdCompressor().compress(content)
+    return memoryview(packed + struct.pack("<I8s", len(packed), b"ATWDELT1"))
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"[" * 100_000,
+        json.dumps(
+            {"format": 1, "piece_bytes": 2**24, "base_sha256": "", "weights_sha256": "",
+             "frames": [[0, 0, 1.5]]}
+        ).encode(),
+    ],
+)  # fmt: skip
+def test_malformed_index_is_damaged(content):
+    with pytest.raises(DamagedWeightsError, match="not a delta file"):
+        parse_index(index_of(content))
+
+
+def test_index_is_not_decompressed_beyond_its_limit(monkeypatch):
+    monkeypatch.setattr("example_trainer.weights.format._MAX_HEADER_BYTES", 1000)
+
+    with pytest.raises(DamagedWeightsError, match="at most 1000"):
+        parse_index(index_of(b" " * 10_000))

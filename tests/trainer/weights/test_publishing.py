@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import shutil
 import uuid
 
 import pytest
@@ -12,8 +13,8 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from atroposlib.errors import ConfigError
-from example_trainer.weights.format import PIECE_BYTES, WeightsError
-from example_trainer.weights.local import fetch_head, verify_store
+from example_trainer.weights.format import PIECE_BYTES, DamagedWeightsError, WeightsError
+from example_trainer.weights.local import apply_deltas, fetch_head, verify_store
 from example_trainer.weights.publishing import PublisherLease, PublishRules, WeightsPublisher
 from example_trainer.weights.store import StoreError, WeightStore
 from tests.trainer.weights.checkpoints import (
@@ -393,3 +394,47 @@ def test_http_url_with_a_query_is_refused_without_showing_it():
 def test_unknown_protocol_is_one_line(tmp_path):
     with pytest.raises(ConfigError, match=r"nosuch://x cannot be opened: .*expected a folder"):
         WeightStore("nosuch://x")
+
+
+def test_download_of_another_run_is_not_taken_for_this_one(tmp_path, monkeypatch):
+    """A follower is killed before its first version, and the store is used again."""
+    store = WeightStore(str(tmp_path / "store"))
+    with WeightsPublisher(store, tmp_path / "mirror") as publisher:
+        publisher.publish(write_checkpoint(tmp_path / "new", some_tensors(0)), 1)
+    with monkeypatch.context() as patched:
+        patched.setattr("example_trainer.weights.local._small_file", interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            follow_once(store, tmp_path / "into")
+    shutil.rmtree(tmp_path / "store")
+
+    with WeightsPublisher(store, tmp_path / "mirror_2") as publisher:
+        publisher.publish(write_checkpoint(tmp_path / "new", some_tensors(1)), 1)
+
+    assert same_bits(follow_once(store, tmp_path / "into"), some_tensors(1))
+
+
+def interrupt(*_):
+    raise KeyboardInterrupt
+
+
+def test_empty_delta_is_damaged(tmp_path):
+    (tmp_path / "delta").touch()
+    weights = write_checkpoint(tmp_path / "base", some_tensors()) / "model.safetensors"
+
+    with pytest.raises(DamagedWeightsError, match="empty"):
+        apply_deltas(weights, [tmp_path / "delta"], tmp_path / "target")
+
+
+def test_missing_file_is_named_without_the_secret_of_its_url(monkeypatch):
+    store = WeightStore("memory://missing")
+
+    def fail(path, **_):
+        raise FileNotFoundError(f"https://me:secret@host/{path}")
+
+    monkeypatch.setattr(store._fs, "cat_file", fail)
+
+    with pytest.raises(FileNotFoundError) as caught:
+        store.read_part("data/x", 0, 1)
+
+    assert "data/x" in str(caught.value)
+    assert "secret" not in str(caught.value)
