@@ -62,6 +62,9 @@ MAX_IMAGE_BYTES = 32_000_000
 MAX_PIXELS = 50_000_000
 """Width times height of the largest image; the processor scales larger ones down anyway."""
 
+MAX_GROUP_NUMBERS = 2**31
+"""Numbers of the patches of all distinct images of a group: 8 GiB."""
+
 _FORMATS = ("PNG", "JPEG", "GIF", "WEBP", "BMP")
 _DIRECT = "base64, or a data: URL with base64"
 _SETTINGS = (
@@ -275,6 +278,12 @@ class ImageReader:
             except ValueError as error:  # such as an extreme aspect ratio
                 raise GroupError(f"{path}: the model's image processor rejects it: {error}") from (
                     error
+                )
+            numbers = sum(other.pixels_PD.numel() for other in processed.values())
+            if numbers + pixels_PD.numel() > MAX_GROUP_NUMBERS:
+                raise GroupError(
+                    f"{path}: the images of the group have more than {MAX_GROUP_NUMBERS} numbers "
+                    "after the image processor; send fewer or smaller ones"
                 )
             time, height, width = grids[0].tolist()
             processed[key] = ProcessedImage(pixels_PD, (time, height, width))

@@ -35,7 +35,7 @@ from atroposlib.utils.tokenize_for_trainer import (
     render_chat_ids,
     tokenize_for_trainer,
 )
-from atroposlib.wire.columns import plain_columns
+from atroposlib.wire.columns import column_parts, plain_columns
 
 __all__ = [
     "OURS",
@@ -141,8 +141,9 @@ def records_of_group(group: Mapping[str, Any], where: str) -> list[RolloutRecord
         for name, values in group.items()
         if name in _PER_ROW - {TRACES_KEY} and isinstance(values, list) and len(values) == size
     }
-    columns = plain_columns(group.get("columns") or {})
-    if columns:
+    if group.get("columns"):
+        column_parts(group["columns"], list(map(len, group["tokens"])))  # checks them
+        columns = plain_columns(group["columns"])
         per_row["columns"] = [
             {name: rows[i] for name, rows in columns.items()} for i in range(size)
         ]

@@ -38,7 +38,7 @@ def read_spans(given: Any, num_tokens: int, *, completion_index: int) -> list[We
         return [WeightSpan(None, num_tokens)]
     try:
         pairs = [(span["version"], int(span["num_tokens"])) for span in given]
-    except (KeyError, TypeError, ValueError) as error:
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
         raise InferenceError(
             f"completion {completion_index}: expected weight_versions of the form "
             f'[{{"version": "12", "num_tokens": 57}}], the engine sent {given!r:.80}'

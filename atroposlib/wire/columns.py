@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import accumulate, chain
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
@@ -288,7 +288,7 @@ def _rows_of_text(text: JsonText, lengths: Sequence[int]) -> Iterator[tuple[str,
         _check_count(path, texts, lengths)
         shape: tuple[int, ...] | None = None
         for i, (row_text, length) in enumerate(zip(texts, lengths, strict=True)):
-            row = _numbers_of(f"{path}[{i}]", bytes(row_text))
+            row = _numbers_of(f"{path}[{i}]", bytes(row_text), length)
             _check_length(f"{path}[{i}]", row, i, length)
             own_shape = _entry_shape(f"{path}[{i}]", row) if row else shape
             if shape is not None and own_shape != shape:
@@ -301,21 +301,35 @@ def _rows_of_text(text: JsonText, lengths: Sequence[int]) -> Iterator[tuple[str,
             yield name, row
 
 
-def _numbers_of(path: str, text: bytes) -> list[Any]:
+def _numbers_of(path: str, text: bytes, length: int) -> list[Any]:
+    """Return the numbers of a row of `length` tokens; a longer row is not decoded as a whole."""
     opening = _OPENING.match(text)
     depth = opening.group().count(b"[") if opening else 0
     if text.strip() == b"[]":
         return []
     if not 1 <= depth <= len(_READERS):
         raise GroupError(f"{path}: {_EXPECTED}, of at most 4 dimensions with that of the group")
+    if text.count(b",") >= max(1, length) * MAX_ENTRY_NUMBERS:
+        raise GroupError(
+            f"{path}: expected at most {MAX_ENTRY_NUMBERS} numbers at each of {length} tokens"
+        )
     reader = _READERS[depth - 1]
     pieces = list(_cut(text, reader.separator))
     for decoder in (reader.integers, reader.floats):
         try:
-            return list(chain.from_iterable(map(decoder.decode, pieces)))
+            return _joined(path, map(decoder.decode, pieces), length)
         except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
             continue
     raise GroupError(f"{path}: {_EXPECTED}")
+
+
+def _joined(path: str, parts: Iterable[list[Any]], length: int) -> list[Any]:
+    row: list[Any] = []
+    for part in parts:
+        row += part
+        if len(row) > length + _STEP_NUMBERS:
+            raise GroupError(f"{path}: more than {length} entries, one per token")
+    return row
 
 
 def _cut(text: bytes, separator: bytes) -> Iterator[bytes]:

@@ -23,7 +23,7 @@ from atroposlib.utils.command_parser import (
     exit_code_of,
     integer_between,
 )
-from atroposlib.utils.text import InertFormatter, hide_secrets_of_requests
+from atroposlib.utils.text import InertFormatter, hide_secrets_of_requests, without_secrets
 
 if TYPE_CHECKING:
     from example_trainer.weights.following import FollowedEngine
@@ -122,7 +122,8 @@ def _engines(args: argparse.Namespace) -> list[FollowedEngine]:
     wrong = [url for url in urls if not url.startswith(("http://", "https://"))]
     if wrong:
         raise ConfigError(
-            f"--engine-url {wrong[0]!r}: expected an address such as http://host:9001"
+            f"--engine-url {without_secrets(wrong[0])!r}: expected an address such as "
+            "http://host:9001"
         )
     return [FollowedEngine(kind(url), pause_mode=args.pause) for url in urls]
 

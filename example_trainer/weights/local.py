@@ -136,6 +136,9 @@ class LocalWeights:
             raise ConfigError(
                 f"{self.root} has other files; expected a new folder or one of an earlier call"
             )
+        for folder in (self._checkpoints, self.downloads):
+            if folder.is_symlink():  # files there are deleted
+                raise ConfigError(f"{folder} is a link; expected a folder of an earlier call")
         self.downloads.mkdir(parents=True, exist_ok=True)
         self._checkpoints.mkdir(exist_ok=True)
         self._lock = (self.root / "lock").open("ab")

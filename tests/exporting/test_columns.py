@@ -109,3 +109,20 @@ def test_replay_posts_the_same_bytes_again(
         f"{second.url}/groups/0/payload", headers={"Accept": headers["Content-Type"]}
     )
     assert stored.content == payload
+
+
+@pytest.mark.parametrize("columns", [5, [1], {"a": 5}, {"a": [[1]]}, {"a": [[1, 2], None]}])
+def test_group_with_malformed_columns_is_left_out_of_an_export(
+    columns: Any, tmp_path: Path
+) -> None:
+    notes: list[str] = []
+
+    report = export_traces(
+        [("group 0", {**plain_group(), "columns": columns})],
+        tmp_path / "traces",
+        "atif",
+        notify=notes.append,
+    )
+
+    assert report.left_out["not a group"] == 1
+    assert "columns" in notes[0]

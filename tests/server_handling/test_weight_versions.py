@@ -23,7 +23,7 @@ from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.envs.server_handling.sglang_server import SGLangServer
 from atroposlib.envs.server_handling.vllm_server import parse_completions
 from atroposlib.errors import InferenceError
-from atroposlib.utils.version_runs import cut_runs
+from atroposlib.utils.version_runs import cut_runs, read_spans
 from tests.fakes import CharTokenizer
 from tests.scripted_dialects import ScriptedSGLang
 
@@ -311,3 +311,9 @@ def test_choices_of_an_engine_with_spans_are_read() -> None:
     del choice["weight_versions"]
     plain = parse_completions({"choices": [choice]}, [1], num_choices=1)
     assert not isinstance(plain, VersionedTokens)
+
+
+@pytest.mark.parametrize("size", [float("inf"), float("nan"), "many", None, [1]])
+def test_spans_without_a_number_of_tokens_are_named(size: Any) -> None:
+    with pytest.raises(InferenceError, match="completion 0: expected weight_versions"):
+        read_spans([{"version": "7", "num_tokens": size}], 1, completion_index=0)

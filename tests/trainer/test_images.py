@@ -327,6 +327,17 @@ def test_large_image_is_refused_by_its_size(rules: RowRules) -> None:
         rows_from_group(group, rules)
 
 
+def test_images_of_a_group_are_refused_by_their_sum(
+    rules: RowRules, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    [group] = mixed_groups(is_expanded=True)[2:]
+    rows_from_group(group, rules)
+    monkeypatch.setattr("example_trainer.images.MAX_GROUP_NUMBERS", 1000)
+
+    with pytest.raises(GroupError, match="more than 1000 numbers"):
+        rows_from_group(group, rules)
+
+
 def test_payload_is_refused_by_its_length_before_it_is_decoded(rules: RowRules) -> None:
     with pytest.raises(GroupError, match=r"images\[0\]\[0\]: larger than 32000000 bytes"):
         rows_from_group(image_group(ONE, [[20]], ["A" * 43_000_000]), rules)

@@ -24,7 +24,7 @@ from atroposlib.wire import (
     decode_group,
     encode_group,
 )
-from atroposlib.wire.columns import COLUMN_TYPES, MAX_COLUMNS
+from atroposlib.wire.columns import COLUMN_TYPES, MAX_COLUMNS, check_column_text
 
 FORMATS: tuple[WireFormat, ...] = ("json", "msgpack")
 LENGTHS = (3, 2)
@@ -275,3 +275,22 @@ def test_merging_keeps_columns_that_every_trajectory_has() -> None:
     assert group["token_versions"] == [None, [[3, 1]]]
     assert dropped == ["columns.b"]
     assert json.loads(encode_group(group))["columns"] == group["columns"]
+
+
+@pytest.mark.parametrize(
+    ("row", "named"),
+    [
+        ("[" + ",".join(["[0]"] * 200_000) + "]", "more than 3 entries"),
+        ("[[" + ",".join(["[0]"] * 400) + "]]", "expected at most 100 numbers"),
+    ],
+)
+def test_rows_with_far_too_many_numbers_are_not_decoded(
+    row: str, named: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(
+        "atroposlib.wire.columns.MAX_ENTRY_NUMBERS", 100 if "100" in named else 10**6
+    )
+    text = f'{{"a":[{row},[0,0]]}}'.encode()
+
+    with pytest.raises(GroupError, match=named):
+        check_column_text(text, LENGTHS)

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from safetensors.torch import load_file
 
 from atroposlib.errors import ConfigError
+from example_trainer.weights.cli import main
 from example_trainer.weights.format import PIECE_BYTES, DamagedWeightsError, WeightsError
 from example_trainer.weights.local import apply_deltas, fetch_head, verify_store
 from example_trainer.weights.publishing import PublisherLease, PublishRules, WeightsPublisher
@@ -234,6 +235,17 @@ def test_folder_with_other_files_is_refused(tmp_path):
         pass
 
 
+@pytest.mark.parametrize("name", ["downloads", "checkpoints"])
+def test_folder_with_a_link_to_other_files_is_refused(tmp_path, name):
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "thesis.tex").write_text("precious")
+    (tmp_path / "into").mkdir()
+    (tmp_path / "into" / name).symlink_to(tmp_path / "precious")
+
+    with pytest.raises(ConfigError, match="is a link"), opened(tmp_path / "into"):
+        pass
+
+
 def test_two_followers_in_one_folder_are_refused(tmp_path):
     with (
         opened(tmp_path / "into"),
@@ -429,7 +441,8 @@ def test_missing_file_is_named_without_the_secret_of_its_url(monkeypatch):
     store = WeightStore("memory://missing")
 
     def fail(path, **_):
-        raise FileNotFoundError(f"https://me:secret@host/{path}")
+        url = f"https://me:secret@host/{path}"  # pragma: allowlist secret
+        raise FileNotFoundError(url)
 
     monkeypatch.setattr(store._fs, "cat_file", fail)
 
@@ -438,3 +451,16 @@ def test_missing_file_is_named_without_the_secret_of_its_url(monkeypatch):
 
     assert "data/x" in str(caught.value)
     assert "secret" not in str(caught.value)
+
+
+def test_wrong_address_of_an_engine_is_shown_without_its_secret(tmp_path, monkeypatch, capsys):
+    url = "me:hunter2@host:9001"  # pragma: allowlist secret
+    words = ["follow", str(tmp_path), "--into", str(tmp_path / "into"), "--engine-url", url]
+    monkeypatch.setattr("sys.argv", ["atropos-weights", *words])
+
+    with pytest.raises(SystemExit):
+        main()
+
+    printed = capsys.readouterr().err
+    assert "host:9001" in printed
+    assert "hunter2" not in printed
