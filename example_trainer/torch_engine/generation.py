@@ -33,6 +33,8 @@ logger = logging.getLogger(__name__)
 
 PauseMode = Literal["wait", "abort", "keep"]
 PAUSE_MODES: tuple[PauseMode, ...] = ("wait", "abort", "keep")
+_SCORED_ROWS = 256
+"""Tokens of a prompt whose logprobs are computed at a time, which bounds the memory."""
 TopEntries = list[tuple[int, float]]
 """Token ids and their logprobs, most likely first."""
 Result = TypeVar("Result")
@@ -301,7 +303,11 @@ class TorchEngine:
             commands = list(self._commands)
             self._commands.clear()
         for command in commands:
-            command()
+            try:
+                command()
+            except Exception as error:
+                logger.exception("a command failed; the requests are answered")
+                self._fail_all(error)
         return True
 
     def _has_work(self) -> bool:
@@ -554,8 +560,15 @@ def _prompt_entries(
     logits_PV: torch.Tensor, tokens: Sequence[int], num_top: int
 ) -> list[tuple[float, TopEntries]]:
     """Return the logprob and the most likely tokens at the positions after the first."""
-    logprobs_PV = torch.log_softmax(logits_PV.float(), dim=-1)
     targets_P1 = torch.tensor(tokens[1:], device=logits_PV.device).unsqueeze(1)
+    parts = zip(logits_PV.split(_SCORED_ROWS), targets_P1.split(_SCORED_ROWS), strict=True)
+    return [entry for part in parts for entry in _entries_of_part(*part, num_top)]
+
+
+def _entries_of_part(
+    logits_PV: torch.Tensor, targets_P1: torch.Tensor, num_top: int
+) -> list[tuple[float, TopEntries]]:
+    logprobs_PV = torch.log_softmax(logits_PV.float(), dim=-1)
     chosen = logprobs_PV.gather(1, targets_P1).squeeze(1).tolist()
     if not num_top:
         return [(value, []) for value in chosen]

@@ -268,18 +268,18 @@ class CompletionRoutes:
     ) -> AsyncGenerator[bytes, None]:
         """Yield the events of a stream; closing the generator frees the slots."""
         loop = asyncio.get_running_loop()
-        events: asyncio.Queue[_Progress | Job] = asyncio.Queue()
+        events = _StreamEvents()
 
         def progress(position: int, completion: Completion) -> None:
             event = _Progress(
                 position, completion, len(completion.tokens), completion.finish_reason is not None
             )
-            _call_in(loop, partial(events.put_nowait, event))
+            _call_in(loop, partial(events.put, event))
 
         jobs = [
             self._job(
                 fields, request,
-                on_done=lambda job: _call_in(loop, partial(events.put_nowait, job)),
+                on_done=lambda job: _call_in(loop, partial(events.put, job)),
                 on_token=partial(progress, position),
             )
             for position, request in enumerate(requests)
@@ -298,7 +298,7 @@ class CompletionRoutes:
         writer: AnswerWriter,
         fields: TextFields | ChatFields,
         jobs: Sequence[Job],
-        events: asyncio.Queue[_Progress | Job],
+        events: _StreamEvents,
     ) -> AsyncGenerator[dict[str, Any], None]:
         streams: dict[int, _ChoiceStream] = {}
         num_open = len(jobs)
@@ -329,6 +329,27 @@ class _Progress(NamedTuple):
     completion: Completion
     num_tokens: int
     is_finished: bool
+
+
+class _StreamEvents:
+    """Queue of a stream; of each completion, only the last progress waits for a slow client."""
+
+    def __init__(self) -> None:
+        self._queue: asyncio.Queue[tuple[int, int] | Job] = asyncio.Queue()
+        self._waiting: dict[tuple[int, int], _Progress] = {}
+
+    def put(self, event: _Progress | Job) -> None:
+        if isinstance(event, Job):
+            self._queue.put_nowait(event)
+            return
+        key = event.position, event.completion.index
+        if key not in self._waiting:
+            self._queue.put_nowait(key)
+        self._waiting[key] = event
+
+    async def get(self) -> _Progress | Job:
+        found = await self._queue.get()
+        return found if isinstance(found, Job) else self._waiting.pop(found)
 
 
 class _ChoiceStream:

@@ -398,6 +398,12 @@ def _download(store: WeightStore, file: StoredFile, folder: Path) -> Path:
         while known := output.read(_PART_BYTES):
             digest.update(known)
         done = output.tell()
+        free = shutil.disk_usage(folder).free
+        if file.num_bytes - done > free:
+            raise WeightsError(
+                f"{store.shown_url}/{file.name} has {file.num_bytes} bytes, {folder} has {free} "
+                "left; free some space"
+            )
         while done < file.num_bytes:
             piece = store.read_part(file.name, done, min(done + _PART_BYTES, file.num_bytes))
             output.write(piece)

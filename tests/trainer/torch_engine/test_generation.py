@@ -262,3 +262,41 @@ def test_one_long_sequence_is_not_padded_to_several() -> None:
     cache = SlotCache(device=torch.device("cpu"), dtype=torch.float32)
 
     assert [cache.padded_size(slots, 64) // 64 for slots in (1, 2, 3, 5, 9)] == [1, 2, 4, 8, 16]
+
+
+def test_events_of_a_client_that_does_not_read_do_not_pile_up() -> None:
+    import asyncio
+    import random
+
+    from example_trainer.torch_engine.generation import Completion, Job, PromptRequest
+    from example_trainer.torch_engine.server import _Progress, _StreamEvents
+
+    async def unread() -> None:
+        request = PromptRequest((1,))
+        completion = Completion(request, 0, random.Random(0))
+        events = _StreamEvents()
+        for num_tokens in range(1, 1000):
+            events.put(_Progress(0, completion, num_tokens, False))
+        events.put(Job(request, on_done=lambda _: None))
+
+        progress = await events.get()
+        assert isinstance(progress, _Progress)
+        assert progress.num_tokens == 999
+        assert isinstance(await events.get(), Job)
+
+    asyncio.run(unread())
+
+
+def test_prompt_logprobs_do_not_depend_on_the_parts_they_are_computed_in(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import torch
+
+    from example_trainer.torch_engine.generation import _prompt_entries
+
+    logits = torch.randn(9, 20)
+    tokens = list(range(10))
+    whole = _prompt_entries(logits, tokens, 2)
+    monkeypatch.setattr("example_trainer.torch_engine.generation._SCORED_ROWS", 4)
+
+    assert _prompt_entries(logits, tokens, 2) == whole

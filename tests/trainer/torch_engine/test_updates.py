@@ -163,6 +163,15 @@ def _stop_after_first(answer: httpx.Response) -> None:
     raise httpx.ReadTimeout("enough")
 
 
+def test_a_command_that_fails_does_not_end_the_engine(local: LocalEngine) -> None:
+    def fail() -> None:
+        raise RuntimeError("out of memory")
+
+    local.engine._command(fail)
+
+    assert local.complete([9], max_tokens=2)["choices"][0]["finish_reason"] == "length"
+
+
 def test_wrong_checkpoints_are_named_and_leave_the_weights(
     local: LocalEngine, model: Any, model_folder: Path, other_folder: Path, tmp_path: Path
 ) -> None:

@@ -464,3 +464,16 @@ def test_wrong_address_of_an_engine_is_shown_without_its_secret(tmp_path, monkey
     printed = capsys.readouterr().err
     assert "host:9001" in printed
     assert "hunter2" not in printed
+
+
+def test_file_larger_than_the_disk_is_not_downloaded(tmp_path, monkeypatch):
+    store = WeightStore(str(tmp_path / "store"))
+    with WeightsPublisher(store, tmp_path / "mirror") as publisher:
+        publisher.publish(write_checkpoint(tmp_path / "new", some_tensors()), 1)
+    usage = shutil.disk_usage(tmp_path)._replace(free=100)
+    monkeypatch.setattr("shutil.disk_usage", lambda _: usage)
+
+    with pytest.raises(WeightsError, match="100 left"):
+        follow_once(store, tmp_path / "into")
+
+    assert not any(path.stat().st_size for path in (tmp_path / "into" / "downloads").iterdir())
