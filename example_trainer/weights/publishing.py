@@ -212,9 +212,14 @@ class PublisherLease:
     def _read(self) -> dict[str, Any]:
         try:
             found = json.loads(self._store.read(_LEASE) or b"{}")
-        except ValueError:
+        except (ValueError, RecursionError):
             return {}
-        return found if isinstance(found, dict) else {}
+        is_lease = (
+            isinstance(found, dict)
+            and isinstance(found.get("epoch", 0), int)
+            and isinstance(found.get("renewed_at", 0), int | float)
+        )
+        return found if is_lease else {}
 
     def _epoch_name(self, epoch: int) -> str:
         return f"{_EPOCHS}/{epoch:08d}"

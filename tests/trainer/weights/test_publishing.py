@@ -287,6 +287,20 @@ def test_lease_of_a_killed_publisher_expires_and_the_late_one_cannot_write(tmp_p
     publisher.close()
 
 
+@pytest.mark.parametrize(
+    "content", [b"[" * 100_000, b'{"epoch": "x"}', b'{"renewed_at": []}', b"1"]
+)
+def test_malformed_lease_is_none(content):
+    store = WeightStore(f"memory://{uuid.uuid4().hex}/store")
+    store.write("lease.json", content)
+
+    lease = PublisherLease(store)
+    lease.acquire()
+    lease.release()
+
+    assert lease.epoch == 1
+
+
 def test_publisher_that_was_overtaken_is_refused_at_the_same_epoch():
     store = WeightStore(f"memory://{uuid.uuid4().hex}")
     store.create("epochs/00000001", b"another one")
