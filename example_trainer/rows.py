@@ -492,7 +492,8 @@ def _row(
     length = rules.seq_len if images is None else images.fitting_length(rules.seq_len)
     keep = slice(0, length)
     tokens, labels = group["tokens"][i], group["masks"][i][keep]
-    is_truncated = len(tokens) > length
+    # An image at the end is left out as well, but has no trained tokens.
+    is_truncated = len(tokens) > rules.seq_len
     may_mask = rules.truncated_completions == "mask" and not is_sft
     if may_mask and (is_truncated or is_truncated_by_engine(group, i)):
         labels = [IGNORE_INDEX] * len(labels)

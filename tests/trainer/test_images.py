@@ -217,6 +217,33 @@ def test_placeholder_is_expanded_in_every_field_of_one_entry_per_token(rules: Ro
     ]
 
 
+def test_versions_of_tokens_follow_the_expansion(rules: RowRules) -> None:
+    group = image_group([[5, *image_tokens(), 6]] * 2, [[20, 21], [22, 23]], [WIDE] * 2)
+    group["token_versions"] = [[[None, 5], [3, 1], [9, 1]], None]
+
+    old, unknown = rows_from_group(group, replace(rules, oldest_version=5))
+
+    assert list(old.labels) == [-100] * 11 + [21]
+    assert list(unknown.labels) == [-100] * 10 + [22, 23]
+    group["token_versions"][0][0][1] = 4
+    with pytest.raises(GroupError, match=r"token_versions\[0\]: runs of 6 tokens"):
+        rows_from_group(group, rules)
+
+
+def test_image_at_the_end_is_left_out_and_no_truncation(rules: RowRules) -> None:
+    group = image_group([[5]], [[20, 21, 11]], [WIDE])
+    placeholder = image_tokens(6)
+    group["tokens"] = [[5, 20, 21, *placeholder[:-1]]]
+    group["masks"] = [[-100, 20, 21, *[-100] * (len(placeholder) - 1)]]
+    group["inference_logprobs"] = [[1.0, -3.0, -3.0, *[1.0] * (len(placeholder) - 1)]]
+
+    [row] = rows_from_group(group, replace(rules, truncated_completions="mask"))
+
+    assert not row.is_truncated
+    assert row.images is None
+    assert [label for label in row.labels if label != -100] == [20, 21]
+
+
 def test_advantage_of_a_whole_trajectory_is_kept(rules: RowRules) -> None:
     group = image_group([[*image_tokens(), 6]], [[20]], [WIDE], advantages=[0.5])
 
