@@ -75,9 +75,7 @@ def cut_runs(runs: Iterable[Sequence[int | None]], num_tokens: int) -> list[Vers
     return join_runs(cut)
 
 
-def select_runs(
-    runs: Iterable[Sequence[int | None]], positions: Iterable[int]
-) -> list[VersionRun]:
+def select_runs(runs: Iterable[Sequence[int | None]], positions: Iterable[int]) -> list[VersionRun]:
     """Return the runs of the tokens at `positions`, each in the range that `runs` cover."""
     versions = [version for version, length in runs for _ in range(length or 0)]
     return join_runs((versions[position], 1) for position in positions)

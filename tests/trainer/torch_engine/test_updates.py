@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import shutil
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ import pytest
 from example_trainer.engine import EngineControl
 from example_trainer.torch_engine.generation import Job, PromptRequest
 from example_trainer.weight_sync import export_for_engine
-from tests.trainer.torch_engine.conftest import LocalEngine, serve_locally
+from tests.trainer.torch_engine.conftest import LocalEngine, serve_locally, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -51,13 +50,6 @@ def control(local: LocalEngine) -> Iterator[EngineControl]:
     control = EngineControl(local.url)
     yield control
     control.close()
-
-
-def wait_until(condition: Callable[[], bool], *, limit_s: float = 30.0) -> None:
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not become true"
-        time.sleep(0.002)
 
 
 def in_background(local: LocalEngine, pool: ThreadPoolExecutor, **options: Any) -> Future[Any]:
