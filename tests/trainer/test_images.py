@@ -182,6 +182,34 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> ImageSupport:
     return support(tiny_vl("qwen2_vl"), tmp_path_factory.mktemp("processor"))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_batches_of_text_share_prefixes_and_those_with_images_do_not(
+    kind: str, tmp_path: Path
+) -> None:
+    model = tiny_vl(kind, dtype=torch.float64)
+    use_packed_attention(model)
+    config = tiny_config(tmp_path, shared_prefixes="on")
+    policy = prepare_policy(model, config)
+    prompt = [*range(5, 45)]
+    text = image_group([prompt] * 3, [[50, 51, 52], [50, 53], [54]], None)
+    seen = image_group([[*prompt, *image_tokens()]], [[55, 56]], [WIDE])
+    rules = replace(row_rules(config), images=support(model, tmp_path))
+
+    def batch(groups: list[dict[str, Any]], shared: float | None) -> Batch:
+        return build_batch(groups, rules, microbatch_size=4, packs=True, min_shared_fraction=shared)
+
+    tree = batch([text], policy.min_shared_fraction)
+    found, _ = trainer_loss(model, tree, config, policy)
+    found_gradients = gradients(model, found)
+    expected, _ = trainer_loss(model, batch([text], None), config, policy)
+
+    assert tree.microbatches[0].tree is not None
+    assert batch([text, seen], 0.0).microbatches[0].tree is None
+    torch.testing.assert_close(found, expected, atol=1e-8, rtol=0)
+    for name, gradient in gradients(model, expected).items():
+        torch.testing.assert_close(found_gradients[name], gradient, atol=1e-8, rtol=0)
+
+
 @pytest.fixture
 def rules(images: ImageSupport) -> RowRules:
     return RowRules(seq_len=128, images=images, vocabulary=300)
