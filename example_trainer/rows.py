@@ -35,9 +35,13 @@ _SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 
 
 def drop_unfilled(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the group with None for empty optional fields: lists of nulls and empty lists."""
+    """Return the group with None for empty optional fields: lists of nulls and empty lists.
+
+    In `token_versions`, nulls are kept: these trajectories are of unknown versions.
+    """
+    kept = {"token_versions"} if group.get("token_versions") else set()
     return {
-        name: None if name in _OPTIONAL and _is_unfilled(value) else value
+        name: None if name in _OPTIONAL and name not in kept and _is_unfilled(value) else value
         for name, value in group.items()
     }
 
