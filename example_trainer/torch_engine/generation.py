@@ -282,18 +282,22 @@ class TorchEngine:
     def _run(self) -> None:
         with torch.inference_mode():
             while self._next_commands():
-                if self._has_work():
-                    try:
-                        self._step()
-                    except Exception as error:
-                        logger.exception("a generation step failed; its requests are answered")
-                        self._fail_all(error)
+                self._step_or_fail()
                 self._end_waiting_pauses()
             # Requests that were accepted are answered as well.
             for command in self._commands:
                 command()
             self._fail_all(InferenceError("the engine is shutting down"))
             self._end_waiting_pauses()
+
+    def _step_or_fail(self) -> None:
+        if not self._has_work():
+            return
+        try:
+            self._step()
+        except Exception as error:
+            logger.exception("a generation step failed; its requests are answered")
+            self._fail_all(error)
 
     def _next_commands(self) -> bool:
         """Wait for work and run the commands; return False once the engine is closed."""
