@@ -377,7 +377,8 @@ def build_batch(
         packs: Whether the sequences of a forward pass share a row.
         max_tokens: Maximum tokens of a forward pass, with padding, unless one sequence is longer;
             None: no limit.
-        num_ranks: Ranks that share the passes; with `max_tokens` each gets at least one.
+        num_ranks: Ranks that share the passes; with `max_tokens`, and with shared prefixes, each
+            gets at least one.
         skips_bad_groups: Whether to leave out untrainable groups and name the reasons in the
             summary.
         min_shared_fraction: Compute equal prefixes once if this share of the batch's tokens can be
@@ -452,11 +453,13 @@ def _tree_microbatches(
     """Build packed microbatches with trees; members of a group stay together within the limit.
 
     Without `max_tokens`, the limit is that of `microbatch_size` sequences of the longest length.
+    Where each rank has a packed microbatch, it has one with trees as well.
     """
     longest = max(len(row.tokens) for members in rows_by_group for row in members)
     limit = max_tokens or microbatch_size * max(1, longest - 1)
     totals = [num_tree_tokens([row.tokens[:-1] for row in members]) for members in rows_by_group]
-    multiple_of = num_ranks if max_tokens else 1
+    num_packed = -(-sum(map(len, rows_by_group)) // microbatch_size)
+    multiple_of = num_ranks if max_tokens or num_packed >= num_ranks else 1
     part_limit = min(limit, max(1, -(-sum(totals) // multiple_of)))
     parts = [part for members in rows_by_group for part in _split_rows(members, part_limit)]
     costs = [num_tree_tokens([row.tokens[:-1] for row in part]) for part in parts]

@@ -264,7 +264,7 @@ class TrainingFields(BaseModel):
         description="Whether packed sequences that begin alike, such as the completions of a "
         "prompt, compute these tokens once. auto: if a trial on the model gives the logprobs and "
         "gradients of single sequences, for batches in which that leaves out 5 % of the tokens; "
-        "on: fail if it does not, for every batch.",
+        "on: fail if it does not, for every batch. Batches with images never share.",
     )
     microbatch_tokens: int | None = Field(
         default=None,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 from collections.abc import Sequence
@@ -143,7 +144,13 @@ class EngineControl(EngineConnection):
         if pause_mode == "none":
             self._reload(directory, version)
             return
-        self.post("/pause", params={"mode": pause_mode})
+        try:
+            self.post("/pause", params={"mode": pause_mode})
+        except InferenceError:
+            # A pause that was not answered in time takes effect later.
+            with contextlib.suppress(InferenceError):
+                self.post("/resume")
+            raise
         try:
             self._reload(directory, version)
         finally:

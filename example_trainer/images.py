@@ -32,6 +32,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from atroposlib.errors import GroupError, MissingExtraError
 from atroposlib.scored_data import GROUP_FIELDS, IGNORE_INDEX
+from atroposlib.utils.version_runs import select_runs
 
 if TYPE_CHECKING:
     import torch
@@ -386,12 +387,14 @@ def _select(group: Mapping[str, Any], sources: Sequence[Sequence[int]]) -> Mappi
     selected = dict(group)
     for field in GROUP_FIELDS:
         values = group.get(field.name)
-        if not field.shape.startswith("GL") or values is None:
+        has_runs = field.name == "token_versions"
+        if values is None or not (has_runs or field.shape.startswith("GL")):
             continue
         if len(values) != len(lengths):
             raise GroupError(f"{field.name}: {len(values)} entries, tokens has {len(lengths)}")
+        select = _select_runs if has_runs else _select_one
         selected[field.name] = [
-            _select_one(f"{field.name}[{i}]", row, own, lengths[i])
+            select(f"{field.name}[{i}]", row, own, lengths[i])
             for i, (row, own) in enumerate(zip(values, sources, strict=True))
         ]
     return selected
@@ -403,6 +406,15 @@ def _select_one(path: str, row: Any, sources: Sequence[int], length: int) -> Any
     if len(row) != length:
         raise GroupError(f"{path}: {len(row)} entries, the tokens of the trajectory are {length}")
     return [row[t] for t in sources]
+
+
+def _select_runs(path: str, runs: Any, sources: Sequence[int], length: int) -> Any:
+    if runs is None:
+        return None
+    covered = sum(size for _, size in runs)
+    if covered != length:
+        raise GroupError(f"{path}: runs of {covered} tokens, the tokens of the trajectory {length}")
+    return select_runs(runs, sources)
 
 
 class ImageSupport(NamedTuple):

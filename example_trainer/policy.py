@@ -180,7 +180,7 @@ def obstacle_to_sharing(scorer: PolicyScorer, *, longest: int) -> str | None:
         isinstance(module, torch.nn.Dropout) and module.p > 0 for module in scorer.model.modules()
     ):
         return "it has dropout, which differs between sequences"
-    attention = scorer.model.config._attn_implementation
+    attention = scorer.model.config.get_text_config()._attn_implementation
     if attention != PACKED_ATTENTION:
         return f"its attention, {attention}, has no trees"
     packed, tree, disturbed = _trial_microbatches(scorer.model, longest)

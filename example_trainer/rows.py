@@ -35,9 +35,13 @@ _SAMPLING = ("temperature", "top_p", "top_k", "min_p")
 
 
 def drop_unfilled(group: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the group with None for empty optional fields: lists of nulls and empty lists."""
+    """Return the group with None for empty optional fields: lists of nulls and empty lists.
+
+    In `token_versions`, nulls are kept: these trajectories are of unknown versions.
+    """
+    kept = {"token_versions"} if group.get("token_versions") else set()
     return {
-        name: None if name in _OPTIONAL and _is_unfilled(value) else value
+        name: None if name in _OPTIONAL and name not in kept and _is_unfilled(value) else value
         for name, value in group.items()
     }
 
@@ -492,7 +496,8 @@ def _row(
     length = rules.seq_len if images is None else images.fitting_length(rules.seq_len)
     keep = slice(0, length)
     tokens, labels = group["tokens"][i], group["masks"][i][keep]
-    is_truncated = len(tokens) > length
+    # An image at the end is left out as well, but has no trained tokens.
+    is_truncated = len(tokens) > rules.seq_len
     may_mask = rules.truncated_completions == "mask" and not is_sft
     if may_mask and (is_truncated or is_truncated_by_engine(group, i)):
         labels = [IGNORE_INDEX] * len(labels)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from atroposlib.errors import InferenceError
 
-__all__ = ["VersionRun", "WeightSpan", "cut_runs", "join_runs", "read_spans"]
+__all__ = ["VersionRun", "WeightSpan", "cut_runs", "join_runs", "read_spans", "select_runs"]
 
 VersionRun = tuple[int | None, int]
 """Version, number of tokens."""
@@ -73,3 +73,9 @@ def cut_runs(runs: Iterable[Sequence[int | None]], num_tokens: int) -> list[Vers
         num_tokens -= taken
         cut.append((version, taken))
     return join_runs(cut)
+
+
+def select_runs(runs: Iterable[Sequence[int | None]], positions: Iterable[int]) -> list[VersionRun]:
+    """Return the runs of the tokens at `positions`, each in the range that `runs` cover."""
+    versions = [version for version, length in runs for _ in range(length or 0)]
+    return join_runs((versions[position], 1) for position in positions)

@@ -19,6 +19,8 @@ from example_trainer.cli import require_extra
 
 _NAME = "torch engine"
 _BILLION = 10**9
+_SHUTDOWN_S = 2
+"""Time for running requests after a signal to end."""
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -62,6 +64,8 @@ def _serve(args: argparse.Namespace) -> None:
             access_log=False,
             log_level="info",
             timeout_keep_alive=75,
+            # Requests that a pause holds would otherwise keep the process alive.
+            timeout_graceful_shutdown=_SHUTDOWN_S,
         )
     finally:
         state.engine.close()

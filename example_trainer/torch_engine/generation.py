@@ -266,6 +266,8 @@ class TorchEngine:
         future.set_running_or_notify_cancel()
 
         def run() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
             try:
                 future.set_result(function())
             except Exception as error:  # noqa: BLE001 - raised where the result is awaited
@@ -284,14 +286,22 @@ class TorchEngine:
     def _run(self) -> None:
         with torch.inference_mode():
             while self._next_commands():
-                if self._is_paused or not (self._running or self._waiting):
-                    continue
-                try:
-                    self._step()
-                except Exception as error:
-                    logger.exception("a generation step failed; its requests are answered")
-                    self._fail_all(error)
-        self._fail_all(InferenceError("the engine is shutting down"))
+                self._step_or_fail()
+                self._end_waiting_pauses()
+            # Requests that were accepted are answered as well.
+            for command in self._commands:
+                command()
+            self._fail_all(InferenceError("the engine is shutting down"))
+            self._end_waiting_pauses()
+
+    def _step_or_fail(self) -> None:
+        if not self._has_work():
+            return
+        try:
+            self._step()
+        except Exception as error:
+            logger.exception("a generation step failed; its requests are answered")
+            self._fail_all(error)
 
     def _next_commands(self) -> bool:
         """Wait for work and run the commands; return False once the engine is closed."""
@@ -326,18 +336,24 @@ class TorchEngine:
         self._num_prompt_tokens += len(request.prompt_ids)
 
     def _pause(self, mode: PauseMode, paused: Future[None]) -> None:
+        if not paused.set_running_or_notify_cancel():
+            return
         if mode == "abort":
             self._abort([job for job, _ in (*self._running, *self._waiting)])
-        if mode != "wait" or self._is_paused or not (self._running or self._waiting):
+        self._pauses.append(paused)
+        if mode != "wait" or self._is_paused:
             self._is_paused = True
-            self._pauses.append(paused)
             self._end_pauses()
-        else:
-            self._pauses.append(paused)
 
     def _resume(self) -> None:
         self._is_paused = False
         self._end_pauses()
+
+    def _end_waiting_pauses(self) -> None:
+        """Pause, if pauses wait for requests and all of these have ended, in whatever way."""
+        if self._pauses and not (self._running or self._waiting):
+            self._is_paused = True
+            self._end_pauses()
 
     def _end_pauses(self) -> None:
         pauses, self._pauses = self._pauses, []
@@ -400,9 +416,6 @@ class TorchEngine:
         self._starting = []
         self._keep_prompt_logprobs(starts, scored)
         self._sample(logits)
-        if self._pauses and not (self._running or self._waiting):
-            self._is_paused = True
-            self._end_pauses()
 
     def _make_room(self) -> None:
         """Return the newest sequences to the queue while the caches would exceed their limit."""

@@ -199,6 +199,13 @@ class LocalWeights:
         self._drop_old(keep=2)
         return target
 
+    def rename_current(self, version: LocalVersion) -> None:
+        """Record that the weights of the current version are those of another one as well."""
+        scratch = self.current / f"{_PARTIAL}record"
+        scratch.write_text(version.model_dump_json(), encoding="utf-8")
+        _flush_file(scratch)
+        scratch.replace(self.current / RECORD)
+
     def forget(self) -> None:
         """Delete all versions, which are of another run."""
         self.current.unlink(missing_ok=True)
@@ -236,6 +243,9 @@ def fetch_head(
     _require_same_run(store, manifest, local, record)
     if record and record.weights_sha256 == manifest.head.weights_sha256 and trust_current:
         local.drop_downloads()  # of a process that was killed after the switch
+        head = _record_of_head(manifest)
+        if record != head:  # a step that changed no weight, such as a skipped one
+            local.rename_current(head)
         return local.current.resolve()
     known = record.weights_sha256 if record and trust_current else None
     damaged: dict[str, int] = {}
@@ -303,19 +313,21 @@ def _fetch_chain(store: WeightStore, manifest: Manifest, chain: Chain, local: Lo
             raise DamagedWeightsError(
                 f"version {head.version} was restored with other bytes than published"
             )
-        return local.install(
-            folder,
-            LocalVersion(
-                run=manifest.run,
-                architecture=manifest.architecture,
-                serial=head.serial,
-                version=head.version,
-                weights_sha256=head.weights_sha256,
-            ),
-        )
+        return local.install(folder, _record_of_head(manifest))
     except BaseException:
         shutil.rmtree(folder, ignore_errors=True)
         raise
+
+
+def _record_of_head(manifest: Manifest) -> LocalVersion:
+    head = manifest.head
+    return LocalVersion(
+        run=manifest.run,
+        architecture=manifest.architecture,
+        serial=head.serial,
+        version=head.version,
+        weights_sha256=head.weights_sha256,
+    )
 
 
 def apply_deltas(base_path: Path, delta_paths: list[Path], target: Path) -> str:

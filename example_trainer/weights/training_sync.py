@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 
 _RETRY_S = (1, 2, 5, 10, 30, 60, 60, 120, 120, 120)
 """Waits between the attempts to publish a version."""
+_LONGEST_WAIT_AT_END_S = 5
 _FOLDER = "published_weights"
 
 
@@ -118,14 +119,17 @@ class BackgroundPublisher:
                     staged.folder, staged.version, rewinds=self._rewinds
                 )
             except (WeightsError, OSError) as error:
-                if wait_s is None or self._is_closing.is_set():
+                if wait_s is None:
                     raise WeightsError(
                         f"version {staged.version} was not published: {error}"
                     ) from error
                 logger.warning(
                     "version %d: %s; trying again in %d s", staged.version, error, wait_s
                 )
-                self._is_closing.wait(wait_s)
+                if self._is_closing.is_set():
+                    time.sleep(min(wait_s, _LONGEST_WAIT_AT_END_S))
+                else:
+                    self._is_closing.wait(wait_s)
             else:
                 break
         self._rewinds = False
@@ -158,7 +162,10 @@ def stage_weights(model: Any, folder: Path, *, dtype: str, unties: bool) -> None
         if kind is not None and value.is_floating_point():
             # Tied tensors stay one tensor, so that the file has them once.
             key = (value.data_ptr(), value.shape)
-            value = copies.setdefault(key, value.to(kind))
+            if key not in copies:
+                # Not kept on a GPU, which may have no memory for another copy.
+                copies[key] = value.to(kind).cpu()
+            value = copies[key]
         state[name] = value
     is_tied = ties_output_to_input(model)
     if is_tied and unties:
@@ -246,11 +253,15 @@ class PublishingSync:
         return self._inner is not None and self._inner.returns_processed_logprobs()
 
     def close(self) -> None:
-        if self._inner is not None:
-            self._inner.close()
         background, self._background = self._background, None
-        if background is None:
-            return
+        try:
+            if self._inner is not None:
+                self._inner.close()
+        finally:
+            if background is not None:
+                self._close_background(background)
+
+    def _close_background(self, background: BackgroundPublisher) -> None:
         try:
             background.close()
         finally:

@@ -182,6 +182,34 @@ def images(tmp_path_factory: pytest.TempPathFactory) -> ImageSupport:
     return support(tiny_vl("qwen2_vl"), tmp_path_factory.mktemp("processor"))
 
 
+@pytest.mark.parametrize("kind", KINDS)
+def test_batches_of_text_share_prefixes_and_those_with_images_do_not(
+    kind: str, tmp_path: Path
+) -> None:
+    model = tiny_vl(kind, dtype=torch.float64)
+    use_packed_attention(model)
+    config = tiny_config(tmp_path, shared_prefixes="on")
+    policy = prepare_policy(model, config)
+    prompt = [*range(5, 45)]
+    text = image_group([prompt] * 3, [[50, 51, 52], [50, 53], [54]], None)
+    seen = image_group([[*prompt, *image_tokens()]], [[55, 56]], [WIDE])
+    rules = replace(row_rules(config), images=support(model, tmp_path))
+
+    def batch(groups: list[dict[str, Any]], shared: float | None) -> Batch:
+        return build_batch(groups, rules, microbatch_size=4, packs=True, min_shared_fraction=shared)
+
+    tree = batch([text], policy.min_shared_fraction)
+    found, _ = trainer_loss(model, tree, config, policy)
+    found_gradients = gradients(model, found)
+    expected, _ = trainer_loss(model, batch([text], None), config, policy)
+
+    assert tree.microbatches[0].tree is not None
+    assert batch([text, seen], 0.0).microbatches[0].tree is None
+    torch.testing.assert_close(found, expected, atol=1e-8, rtol=0)
+    for name, gradient in gradients(model, expected).items():
+        torch.testing.assert_close(found_gradients[name], gradient, atol=1e-8, rtol=0)
+
+
 @pytest.fixture
 def rules(images: ImageSupport) -> RowRules:
     return RowRules(seq_len=128, images=images, vocabulary=300)
@@ -215,6 +243,33 @@ def test_placeholder_is_expanded_in_every_field_of_one_entry_per_token(rules: Ro
         [0, 1, 2, 2, 2, 3, 3, 3, 5, 6, 7, 8],
         [0, 1, 2, 3, 4, 2, 3, 4, 5, 6, 7, 8],
     ]
+
+
+def test_versions_of_tokens_follow_the_expansion(rules: RowRules) -> None:
+    group = image_group([[5, *image_tokens(), 6]] * 2, [[20, 21], [22, 23]], [WIDE] * 2)
+    group["token_versions"] = [[[None, 5], [3, 1], [9, 1]], None]
+
+    old, unknown = rows_from_group(group, replace(rules, oldest_version=5))
+
+    assert list(old.labels) == [-100] * 11 + [21]
+    assert list(unknown.labels) == [-100] * 10 + [22, 23]
+    group["token_versions"][0][0][1] = 4
+    with pytest.raises(GroupError, match=r"token_versions\[0\]: runs of 6 tokens"):
+        rows_from_group(group, rules)
+
+
+def test_image_at_the_end_is_left_out_and_no_truncation(rules: RowRules) -> None:
+    group = image_group([[5]], [[20, 21, 11]], [WIDE])
+    placeholder = image_tokens(6)
+    group["tokens"] = [[5, 20, 21, *placeholder[:-1]]]
+    group["masks"] = [[-100, 20, 21, *[-100] * (len(placeholder) - 1)]]
+    group["inference_logprobs"] = [[1.0, -3.0, -3.0, *[1.0] * (len(placeholder) - 1)]]
+
+    [row] = rows_from_group(group, replace(rules, truncated_completions="mask"))
+
+    assert not row.is_truncated
+    assert row.images is None
+    assert [label for label in row.labels if label != -100] == [20, 21]
 
 
 def test_advantage_of_a_whole_trajectory_is_kept(rules: RowRules) -> None:

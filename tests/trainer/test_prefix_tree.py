@@ -415,6 +415,28 @@ def test_members_of_a_group_share_a_pass_where_the_limit_allows_it():
     assert [mb.num_cells for mb in batch.microbatches] == [77, 77, 77]
 
 
+@pytest.mark.parametrize("num_groups", [1, 2])
+def test_every_rank_has_a_pass_although_the_batch_fits_one(num_groups):
+    groups = [
+        group(
+            [tokens_of(10 * number + i, 8) for i in range(4)],
+            [1.0, 0.0, 0.0, 0.0],
+            prompt=tuple(tokens_of(100 + number, 40)),
+        )
+        for number in range(num_groups)
+    ]
+
+    batch = build_batch(
+        groups, RowRules(seq_len=64), microbatch_size=2, packs=True, num_ranks=2,
+        min_shared_fraction=0.05,
+    )  # fmt: skip
+
+    shares = split_batch(batch, 2)
+    assert [[mb.tree is not None for mb in share.microbatches] for share in shares] == [[True]] * 2
+    costs = [share.microbatches[0].num_cells for share in shares]
+    assert costs == ([54, 54] if num_groups == 1 else [68, 68])
+
+
 def test_batch_that_shares_little_is_packed_without_a_tree():
     rules = RowRules(seq_len=64)
 

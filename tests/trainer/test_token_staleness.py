@@ -45,6 +45,15 @@ def test_group_without_runs_was_sampled_with_its_version():
     assert version_runs_of(aged_group(), 2) == [(None, 7)]
 
 
+def test_trajectories_of_unknown_versions_are_kept_whatever_the_version_of_their_group():
+    unknown = aged_group() | {"token_versions": [None, None, None]}
+    rules = RowRules(seq_len=64, oldest_version=8)
+
+    rows = rows_from_group(unknown, rules)
+
+    assert [row.labels for row in rows] == unknown["masks"]
+
+
 def test_runs_of_other_lengths_are_refused_with_their_place():
     broken = aged_group() | {"token_versions": [RUNS[0], [[7, 3]], None]}
 

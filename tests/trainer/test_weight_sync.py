@@ -329,6 +329,16 @@ def test_engine_that_fails_among_several_is_an_error_after_all_have_resumed(tmp_
     assert bad.paths[-1] == good.paths[-1] == "/resume"
 
 
+def test_engine_whose_pause_failed_is_resumed(tmp_path):
+    with ScriptedVllm({"/pause": (500, {})}) as engine:
+        control = EngineControl(f"http://127.0.0.1:{engine.port}")
+        with pytest.raises(InferenceError, match="/pause answered 500"):
+            control.reload_weights(tmp_path, pause_mode="wait")
+        control.close()
+
+    assert engine.paths == ["/pause", "/resume"]
+
+
 def test_auto_updates_a_running_engine_in_place(tmp_path, caplog):
     with ScriptedVllm() as engine, caplog.at_level(logging.INFO):
         config = tiny_config(tmp_path, vllm_port=engine.port, weight_bridge_mode="auto")

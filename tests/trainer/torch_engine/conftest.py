@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +41,13 @@ class LocalEngine:
         answer = self.http.post("/v1/completions", json=body)
         assert answer.status_code == 200, answer.text
         return answer.json()
+
+
+def wait_until(condition: Callable[[], object], *, limit_s: float = 30.0) -> None:
+    deadline = time.monotonic() + limit_s
+    while not condition():
+        assert time.monotonic() < deadline, "the condition did not become true"
+        time.sleep(0.002)
 
 
 @contextmanager

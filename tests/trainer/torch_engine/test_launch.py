@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import re
+import signal
+import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +18,12 @@ from example_trainer.demo.settings import DemoPaths, demo_plan, settings_for
 from example_trainer.engine import EngineControl
 from example_trainer.launch import preflight
 from example_trainer.launch.stack import engine_arguments, engine_variables, trainer_arguments
-from example_trainer.processes import find_free_port
-from example_trainer.vllm_manager import vllm_command
+from example_trainer.processes import ManagedProcess, find_free_port, wait_until_ready
+from example_trainer.vllm_manager import check_vllm_health, vllm_command
 from example_trainer.weight_sync import make_weight_sync
 from tests.trainer.scripted_vllm import ScriptedVllm
 from tests.trainer.tiny import tiny_config
+from tests.trainer.torch_engine.conftest import wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -94,6 +100,30 @@ def test_demo_with_torch_passes_no_flag_of_vllm() -> None:
     assert (parsed.host, parsed.device, parsed.weight_version) == ("127.0.0.1", "cpu", "0")
     assert "--engine=torch" in trainer
     assert not any(name.startswith("VLLM") for name in engine_variables(plan, {}))
+
+
+def test_paused_engine_with_a_request_ends_with_a_signal(
+    model_folder: Path, tmp_path: Path, free_port: int
+) -> None:
+    command = [sys.executable, "-m", "example_trainer.torch_engine", "--model", str(model_folder)]
+    command += ["--port", str(free_port), "--device", "cpu", "--max-model-len", "256"]
+    engine = ManagedProcess("engine", command, log_path=tmp_path / "engine.log")
+    engine.start()
+    try:
+        wait_until_ready(engine, lambda: check_vllm_health(free_port), timeout_s=120)
+        with (
+            httpx.Client(base_url=f"http://127.0.0.1:{free_port}", timeout=20) as http,
+            ThreadPoolExecutor(1) as pool,
+        ):
+            http.post("/pause", params={"mode": "keep"})
+            held = pool.submit(http.post, "/v1/completions", json={"prompt": [9]})
+            wait_until(lambda: re.search(r"num_requests_waiting.* 1", http.get("/metrics").text))
+            os.kill(engine.pid, signal.SIGTERM)
+            # Answered with an error, or disconnected; not kept until the client gives up.
+            assert not isinstance(held.exception(), httpx.TimeoutException)
+        wait_until(lambda: not engine.is_alive())
+    finally:
+        engine.stop()
 
 
 @pytest.mark.parametrize("mode", ["auto", "none"])

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import shutil
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -13,8 +12,9 @@ import httpx
 import pytest
 
 from example_trainer.engine import EngineControl
+from example_trainer.torch_engine.generation import Job, PromptRequest
 from example_trainer.weight_sync import export_for_engine
-from tests.trainer.torch_engine.conftest import LocalEngine, serve_locally
+from tests.trainer.torch_engine.conftest import LocalEngine, serve_locally, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -50,13 +50,6 @@ def control(local: LocalEngine) -> Iterator[EngineControl]:
     control = EngineControl(local.url)
     yield control
     control.close()
-
-
-def wait_until(condition: Callable[[], bool], *, limit_s: float = 30.0) -> None:
-    deadline = time.monotonic() + limit_s
-    while not condition():
-        assert time.monotonic() < deadline, "the condition did not become true"
-        time.sleep(0.002)
 
 
 def in_background(local: LocalEngine, pool: ThreadPoolExecutor, **options: Any) -> Future[Any]:
@@ -129,6 +122,49 @@ def test_waiting_pause_lets_requests_finish_and_holds_new_ones(
     [versions] = running.result()["choices"][0]["weight_versions"]
     assert versions == {"version": "7", "num_tokens": 200}
     assert local.http.get("/is_paused").json() == {"is_paused": False}
+
+
+def test_waiting_pause_ends_when_the_clients_it_waits_for_disconnect(local: LocalEngine) -> None:
+    engine = local.engine
+    jobs = [Job(PromptRequest((9,), max_tokens=250), on_done=lambda _: None) for _ in range(2)]
+    for job in jobs:
+        engine.submit(job)
+    paused = engine.pause("wait")
+    engine.abort(jobs)
+
+    paused.result(timeout=10)
+
+    assert engine.is_paused
+    engine.resume().result(timeout=10)
+    assert local.complete([9], max_tokens=2)["choices"]
+
+
+def test_waiting_pause_ends_when_a_step_fails(
+    local: LocalEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail() -> None:
+        raise RuntimeError("out of memory")
+
+    monkeypatch.setattr(local.engine, "_step", fail)
+    failed: Future[Job] = Future()
+    local.engine.submit(Job(PromptRequest((9,)), on_done=failed.set_result))
+
+    local.engine.pause("wait").result(timeout=10)
+
+    assert "out of memory" in str(failed.result(timeout=10).error)
+
+
+def test_closing_answers_requests_and_pauses(local: LocalEngine) -> None:
+    engine = local.engine
+    answered: Future[Job] = Future()
+    engine.pause("keep").result(timeout=10)
+    engine.submit(Job(PromptRequest((9,)), on_done=answered.set_result))
+    cancelled = engine.pause("wait")
+    cancelled.cancel()
+
+    engine.close()
+
+    assert "shutting down" in str(answered.result(timeout=10).error)
 
 
 def test_aborting_pause_answers_with_the_tokens_so_far(local: LocalEngine) -> None:

@@ -67,6 +67,27 @@ def test_engine_loads_each_version_once_and_pauses_for_the_load_only(tmp_path, p
     ]
 
 
+def test_engine_is_told_a_version_whose_weights_are_those_of_the_one_before(tmp_path):
+    store = WeightStore(str(tmp_path / "store"))
+    source = write_checkpoint(tmp_path / "new", some_tensors())
+    engine_of = {"kind": SglangControl, "clock": StoppedClock()}
+    with (
+        ScriptedVllm({"/model_info": (200, {})}) as engine,
+        opened(tmp_path / "into") as local,
+        WeightsPublisher(store, tmp_path / "mirror") as publisher,
+    ):
+        follower = Follower(store, local, [followed(engine, **engine_of)])
+        for version in (1, 2):
+            publisher.publish(source, version)
+            assert follower.poll()
+        assert follower.poll()
+        record = local.record()
+
+    bodies = [body for path, _, body in engine.requests if path == "/update_weights_from_disk"]
+    assert [body["weight_version"] for body in bodies] == ["1", "2"]
+    assert (record.serial, record.version) == (2, 2)
+
+
 def test_sglang_is_told_the_version(tmp_path, published):
     store, _ = published
     answers = {"/model_info": (200, {}), "/update_weights_from_disk": (200, {"success": True})}

@@ -155,6 +155,46 @@ def test_store_that_fails_for_a_while_is_retried(tmp_path, monkeypatch, caplog):
     assert caplog.text.count("timed out; trying again") == 2
 
 
+def test_last_version_is_retried_at_the_end_of_a_run(tmp_path, monkeypatch):
+    monkeypatch.setattr("example_trainer.weights.training_sync._RETRY_S", (0, 0))
+    store = WeightStore(str(tmp_path / "store"))
+    publisher = HeldPublisher(store, tmp_path / "mirror", [StoreError("timed out")] * 2)
+    publisher.open()
+    background = BackgroundPublisher(publisher)
+    background.submit(staged(tmp_path, 1), 1)
+    publisher.started.wait()
+    background._is_closing.set()  # as `close` does before it waits
+    publisher.released.set()
+
+    background.close()
+
+    assert store.manifest().head.version == 1
+
+
+class BrokenSync:
+    mode = "none"
+    publishes_final = True
+
+    def check_before_load(self):
+        pass
+
+    def close(self):
+        raise OSError("the engine cannot be stopped")
+
+
+def test_publisher_ends_although_the_engine_cannot_be_stopped(tmp_path):
+    url = str(tmp_path / "store")
+    config = tiny_config(tmp_path, publish_weights=url, weight_bridge_mode="off")
+    sync = PublishingSync(config, BrokenSync())
+    sync.check_before_load()
+
+    with pytest.raises(OSError, match="cannot be stopped"):
+        sync.close()
+
+    names = [thread.name for thread in threading.enumerate()]
+    assert "weights publisher" not in names
+
+
 def test_lasting_failure_is_raised_in_the_training_loop(tmp_path, monkeypatch):
     monkeypatch.setattr("example_trainer.weights.training_sync._RETRY_S", (0,))
     publisher = HeldPublisher(
