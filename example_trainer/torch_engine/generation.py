@@ -227,6 +227,7 @@ class TorchEngine:
         arrive later wait for `resume`.
         """
         paused: Future[None] = Future()
+        paused.set_running_or_notify_cancel()  # from now on, a caller cannot cancel it
         self._command(lambda: self._pause(mode, paused))
         return paused
 
@@ -260,10 +261,9 @@ class TorchEngine:
 
     def _call(self, function: Callable[[], Result]) -> Future[Result]:
         future: Future[Result] = Future()
+        future.set_running_or_notify_cancel()
 
         def run() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
             try:
                 future.set_result(function())
             except Exception as error:  # noqa: BLE001 - raised where the result is awaited
@@ -328,8 +328,6 @@ class TorchEngine:
         self._num_prompt_tokens += len(request.prompt_ids)
 
     def _pause(self, mode: PauseMode, paused: Future[None]) -> None:
-        if not paused.set_running_or_notify_cancel():
-            return
         if mode == "abort":
             self._abort([job for job, _ in (*self._running, *self._waiting)])
         self._pauses.append(paused)
