@@ -266,8 +266,6 @@ class TorchEngine:
         future.set_running_or_notify_cancel()
 
         def run() -> None:
-            if not future.set_running_or_notify_cancel():
-                return
             try:
                 future.set_result(function())
             except Exception as error:  # noqa: BLE001 - raised where the result is awaited
@@ -336,8 +334,6 @@ class TorchEngine:
         self._num_prompt_tokens += len(request.prompt_ids)
 
     def _pause(self, mode: PauseMode, paused: Future[None]) -> None:
-        if not paused.set_running_or_notify_cancel():
-            return
         if mode == "abort":
             self._abort([job for job, _ in (*self._running, *self._waiting)])
         self._pauses.append(paused)
