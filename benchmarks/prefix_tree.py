@@ -22,9 +22,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,7 +34,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from trainer_parts import our_steps
 from trainer_parts.models import ModelSize, write_model
 from trainer_parts.step_log import gradient_gap
-from trainer_parts.tasks import Measured, StepTask, read_measured, write_measured
+from trainer_parts.tasks import Measured, StepTask, run_in_process, write_measured
 from trainer_parts.workload import Workload
 
 _SAME_GRADIENT = 1e-4
@@ -123,16 +120,7 @@ def measure(folder: Path, workload: Workload, contender: Contender, threads: int
         layout=contender.layout,
         checkpointing=False,
     )
-    done = subprocess.run(
-        [sys.executable, __file__, "--contender", task.to_json()],
-        env={**os.environ, "OMP_NUM_THREADS": str(threads)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        raise RuntimeError(f"{contender} failed:\n{done.stderr[-4000:]}")
-    return read_measured(task)
+    return run_in_process(task, [str(Path(__file__).resolve()), "--contender"], threads=threads)
 
 
 def show(name: str, target: float, results: dict[str, dict[str, Any]]) -> None:

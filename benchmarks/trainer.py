@@ -32,10 +32,7 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import statistics
-import subprocess
-import sys
 import tempfile
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -45,10 +42,9 @@ from rich.table import Table
 
 from trainer_parts.models import MODEL_SIZES, write_model
 from trainer_parts.step_log import GradientGap, gradient_gap
-from trainer_parts.tasks import Measured, StepTask, read_measured
+from trainer_parts.tasks import Measured, StepTask, run_in_process
 from trainer_parts.workload import CPU_WORKLOADS, Workload
 
-_HERE = Path(__file__).resolve().parent
 _SPEED_TARGET, _MEMORY_TARGET = 1.5, 0.7
 _SAME_GRADIENT = 1e-3
 """Largest relative difference of float32 gradients that counts as equal."""
@@ -81,17 +77,7 @@ def run_once(
         layout=contender.layout,
         checkpointing=checkpointing,
     )
-    done = subprocess.run(
-        [sys.executable, "-m", f"trainer_parts.{contender.module}", task.to_json()],
-        cwd=_HERE,
-        env={**os.environ, "OMP_NUM_THREADS": str(threads)},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    if done.returncode:
-        raise RuntimeError(f"{contender} failed:\n{done.stderr[-4000:]}")
-    return read_measured(task)
+    return run_in_process(task, ["-m", f"trainer_parts.{contender.module}"], threads=threads)
 
 
 def measure(

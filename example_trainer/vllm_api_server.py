@@ -22,7 +22,6 @@ from collections.abc import (
     AsyncGenerator,
     AsyncIterator,
     Callable,
-    Coroutine,
     Iterable,
     Mapping,
     Sequence,
@@ -43,6 +42,7 @@ from fastapi.routing import APIRoute
 from pydantic import BaseModel, Field
 
 from atroposlib.errors import ConfigError, MissingExtraError
+from atroposlib.utils.aio import unless_disconnected
 from atroposlib.utils.command_parser import end_command
 from atroposlib.utils.text import near_name
 
@@ -271,7 +271,7 @@ def generation_routes(state: CompanionState) -> APIRouter:
         engine = state.engine()
         probe = GenerateRequest({"prompt_token_ids": [0]}, False, {"max_tokens": 1})
         try:
-            output = await _unless_disconnected(request, _finish(engine, state, probe))
+            output = await unless_disconnected(request.receive, _finish(engine, state, probe))
         except Exception:
             logger.exception("the engine cannot generate")
             return JSONResponse({"detail": "the engine cannot generate"}, status_code=500)
@@ -286,7 +286,7 @@ def generation_routes(state: CompanionState) -> APIRouter:
             first = await anext(outputs)  # errors of the engine precede the status 200
             lines = _lines(first, outputs, parsed)
             return StreamingResponse(lines, media_type="application/x-ndjson")
-        output = await _unless_disconnected(request, _finish(engine, state, parsed))
+        output = await unless_disconnected(request.receive, _finish(engine, state, parsed))
         if output is None:
             return Response(status_code=_CLIENT_CLOSED)
         return JSONResponse(generate_answer(output, parsed))
@@ -346,26 +346,6 @@ def _line(output: Any, parsed: GenerateRequest) -> bytes:
         prompt = parsed.prompt
     texts = [(prompt or "") + choice.text for choice in output.outputs]
     return (json.dumps({"text": texts}) + "\n").encode()
-
-
-async def _unless_disconnected(
-    request: Request, work: Coroutine[Any, Any, Result]
-) -> Result | None:
-    """Wait for work; cancel it and return None if the client closes the connection."""
-
-    async def wait_for_disconnect() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    working = asyncio.ensure_future(work)
-    watching = asyncio.ensure_future(wait_for_disconnect())
-    try:
-        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
-        return await working if working.done() else None
-    finally:
-        for task in (working, watching):
-            task.cancel()
-        await asyncio.gather(working, watching, return_exceptions=True)
 
 
 _SHOWN_VARIABLES = (

@@ -4,6 +4,7 @@
 with several active threads the loop waits for each of them in turn, with one thread for one step.
 
 `all_results` and `end_task` leave no task running; `settle` awaits awaitable results.
+`unless_disconnected` ends the work for an HTTP client that leaves.
 
 `decode_long` decodes in pieces, so that other rollouts run in between. A tokenizer holds the
 interpreter lock while it decodes, also in a thread: too long for tens of thousands of tokens.
@@ -18,12 +19,21 @@ from __future__ import annotations
 import asyncio
 import inspect
 from collections import deque
-from collections.abc import Awaitable, Callable, Iterable, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, MutableMapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any, TypeVar
 
-__all__ = ["SHARE_S", "LoopTurns", "SideThread", "all_results", "decode_long", "end_task", "settle"]
+__all__ = [
+    "SHARE_S",
+    "LoopTurns",
+    "SideThread",
+    "all_results",
+    "decode_long",
+    "end_task",
+    "settle",
+    "unless_disconnected",
+]
 
 Result = TypeVar("Result")
 
@@ -82,6 +92,29 @@ async def end_task(task: asyncio.Task[Any]) -> None:
         await asyncio.wait([task], timeout=_CANCEL_AGAIN_S)
     if not task.cancelled():
         task.exception()  # so that it is not logged as never retrieved
+
+
+async def unless_disconnected(
+    receive: Callable[[], Awaitable[MutableMapping[str, Any]]], work: Coroutine[Any, Any, Result]
+) -> Result | None:
+    """Wait for work; cancel it and return None if the HTTP client closes the connection.
+
+    `receive` is that of an ASGI request whose body has been read.
+    """
+
+    async def wait_for_disconnect() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    working = asyncio.ensure_future(work)
+    watching = asyncio.ensure_future(wait_for_disconnect())
+    try:
+        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+        return await working if working.done() else None
+    finally:
+        for task in (working, watching):
+            task.cancel()
+        await asyncio.gather(working, watching, return_exceptions=True)
 
 
 PIECE_TOKENS = 512

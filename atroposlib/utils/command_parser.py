@@ -7,6 +7,7 @@ Usage errors are one line with the nearest known name. Where a command names its
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any, NoReturn
@@ -14,7 +15,7 @@ from typing import Any, NoReturn
 from atroposlib.errors import ConfigError, MissingExtraError, TrajectoryApiError
 from atroposlib.utils.text import inert_block, near_name
 
-__all__ = ["CommandParser", "end_command", "exit_code_of", "integer_between"]
+__all__ = ["CommandParser", "end_command", "exit_code_of", "integer_between", "number_between"]
 
 _REFUSED_SETTINGS = (401, 403, 409)
 """HTTP statuses for an invalid token, and for settings that differ from those of the run."""
@@ -43,6 +44,23 @@ def integer_between(least: int, most: int) -> Callable[[str], int]:
                 f"expected an integer from {least} to {most}, got {text!r}"
             )
         return int(text)
+
+    return convert
+
+
+def number_between(least: float, most: float) -> Callable[[str], float]:
+    """Return a converter for `add_argument` that refuses other values than `least` to `most`."""
+
+    def convert(text: str) -> float:
+        try:
+            number = float(text)
+        except ValueError:
+            number = math.nan
+        if not least <= number <= most:  # also for NaN
+            raise argparse.ArgumentTypeError(
+                f"expected a number from {least:g} to {most:g}, got {text!r}"
+            )
+        return number
 
     return convert
 

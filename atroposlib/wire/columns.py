@@ -314,7 +314,7 @@ def _numbers_of(path: str, text: bytes, length: int) -> list[Any]:
             f"{path}: expected at most {MAX_ENTRY_NUMBERS} numbers at each of {length} tokens"
         )
     reader = _READERS[depth - 1]
-    pieces = list(_cut(text, reader.separator))
+    pieces = list(cut_array(text, reader.separator, 8 * _STEP_NUMBERS))
     for decoder in (reader.integers, reader.floats):
         try:
             return _joined(path, map(decoder.decode, pieces), length)
@@ -332,11 +332,14 @@ def _joined(path: str, parts: Iterable[list[Any]], length: int) -> list[Any]:
     return row
 
 
-def _cut(text: bytes, separator: bytes) -> Iterator[bytes]:
+def cut_array(text: bytes, separator: bytes, piece_bytes: int) -> Iterator[bytes]:
+    """Cut the text of an array after separators into pieces of about `piece_bytes`.
+
+    The array is valid if and only if every piece is valid and not empty.
+    """
     start, opening = 0, b""
-    size = 8 * _STEP_NUMBERS
-    while len(text) - start > size:
-        found = text.find(separator, start + size)
+    while len(text) - start > piece_bytes:
+        found = text.find(separator, start + piece_bytes)
         if found < 0:
             break
         comma = found + len(separator) - 1

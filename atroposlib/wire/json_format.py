@@ -31,7 +31,7 @@ import msgspec
 from atroposlib.errors import GroupError
 from atroposlib.scored_data import GROUP_FIELDS, MAX_SCORE, check_group
 from atroposlib.utils.json_text import to_plain
-from atroposlib.wire.columns import JsonText, check_column_text, text_of_columns
+from atroposlib.wire.columns import JsonText, check_column_text, cut_array, text_of_columns
 
 WireFormat = Literal["json", "msgpack"]
 """Format of groups: JSON text, or the binary format of `docs/wire.md`."""
@@ -547,7 +547,7 @@ def _decode_strictly(codec: _RowCodec, text: bytes) -> list[Any] | None:
         if len(text) <= _ROW_BYTES:
             values = codec.strict.decode(text)
         else:
-            for piece in _cut(text, codec.separator):
+            for piece in cut_array(text, codec.separator, _ROW_BYTES):
                 part = codec.strict.decode(piece)
                 if not part:  # a trailing comma
                     return None
@@ -555,19 +555,6 @@ def _decode_strictly(codec: _RowCodec, text: bytes) -> list[Any] | None:
     except (msgspec.DecodeError, RecursionError):
         return None
     return values
-
-
-def _cut(text: bytes, separator: bytes) -> Iterator[bytes]:
-    """Cut an array at commas: it is valid if and only if every piece is valid and not empty."""
-    start, opening = 0, b""
-    while len(text) - start > _ROW_BYTES:
-        found = text.find(separator, start + _ROW_BYTES)
-        if found < 0:
-            break
-        comma = found + len(separator) - 1
-        yield b"%b%b]" % (opening, text[start:comma])
-        start, opening = comma + 1, b"["
-    yield opening + text[start:]
 
 
 def _require_finite(value: Any, path: Path) -> None:

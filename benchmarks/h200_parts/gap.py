@@ -24,6 +24,7 @@ from example_trainer.policy import prepare_policy
 from example_trainer.processes import find_free_port
 from example_trainer.training import row_rules
 from h200_parts.records import PartTask, Records
+from service_parts.server_process import end_process
 from trainer_parts.models import MODEL_SIZES, write_model
 
 _LOCAL = urllib.request.build_opener(urllib.request.ProxyHandler({}))
@@ -133,12 +134,7 @@ def _sample(
             _wait(process, port, log)
             return _groups(task, port, str(model), vocabulary=vocabulary)
         finally:
-            process.terminate()
-            try:
-                process.wait(timeout=30)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+            end_process(process)
 
 
 def _command(task: PartTask, model: Path, engine: str, dtype: str, port: int) -> list[str]:

@@ -92,12 +92,17 @@ def run_server(command: Sequence[str], *, core: int | None = None) -> Iterator[S
         threading.Thread(target=process.stdout.read, daemon=True).start()
         yield ServerProcess(port, process.pid)
     finally:
-        process.terminate()
-        try:
-            process.wait(timeout=30)
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
+        end_process(process)
+
+
+def end_process(process: subprocess.Popen[Any]) -> None:
+    """Terminate a process, and kill it after 30 s."""
+    process.terminate()
+    try:
+        process.wait(timeout=30)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()
 
 
 def _announced_port(process: subprocess.Popen[str]) -> int:

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -12,7 +14,7 @@ import torch
 
 from trainer_parts.workload import Workload
 
-__all__ = ["Measured", "StepTask", "main_of", "read_measured", "write_measured"]
+__all__ = ["Measured", "StepTask", "main_of", "read_measured", "run_in_process", "write_measured"]
 
 
 class StepTask(NamedTuple):
@@ -59,6 +61,25 @@ def read_measured(task: StepTask) -> Measured:
     folder = Path(task.folder)
     figures = json.loads((folder / "figures.json").read_text())
     return Measured(figures, torch.load(folder / "gradient.pt"))
+
+
+def run_in_process(task: StepTask, command: Sequence[str], *, threads: int) -> Measured:
+    """Run a task as the last argument of a command of this interpreter; return its results.
+
+    Raises:
+        RuntimeError: The command failed; the message has its output.
+    """
+    done = subprocess.run(
+        [sys.executable, *command, task.to_json()],
+        cwd=Path(__file__).resolve().parents[1],
+        env={**os.environ, "OMP_NUM_THREADS": str(threads)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr[-4000:]}")
+    return read_measured(task)
 
 
 def main_of(measure: Callable[[StepTask], Measured]) -> None:

@@ -14,7 +14,7 @@ import json
 import logging
 import socket
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -26,6 +26,7 @@ from fastapi.responses import StreamingResponse
 from starlette.types import Scope
 
 from atroposlib.errors import ConfigError, InferenceError
+from atroposlib.utils.aio import unless_disconnected
 from atroposlib.utils.web_pages import WebPageMiddleware, WebPageRefusal, WebPageRule
 from example_trainer.torch_engine.answers import AnswerWriter, error_body
 from example_trainer.torch_engine.generation import (
@@ -156,24 +157,6 @@ async def _read_body(request: Request) -> dict[str, Any]:
     return value
 
 
-async def _unless_closed(request: Request, work: Coroutine[Any, Any, Result]) -> Result | None:
-    """Wait for work; cancel it and return None if the client closes the connection."""
-
-    async def wait_for_disconnect() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    working = asyncio.ensure_future(work)
-    watching = asyncio.ensure_future(wait_for_disconnect())
-    try:
-        await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
-        return await working if working.done() else None
-    finally:
-        for task in (working, watching):
-            task.cancel()
-        await asyncio.gather(working, watching, return_exceptions=True)
-
-
 class CompletionRoutes:
     """The routes that generate."""
 
@@ -206,7 +189,7 @@ class CompletionRoutes:
         if fields.stream:
             lines = self._lines(writer, fields, requests)
             return StreamingResponse(lines, media_type="text/event-stream")
-        jobs = await _unless_closed(request, self._finish(fields, requests))
+        jobs = await unless_disconnected(request.receive, self._finish(fields, requests))
         if jobs is None:
             return Response(status_code=_CLIENT_CLOSED)
         return _json(writer.whole(jobs))

@@ -22,6 +22,7 @@ from atroposlib.utils.command_parser import (
     end_command,
     exit_code_of,
     integer_between,
+    number_between,
 )
 from atroposlib.utils.text import InertFormatter, hide_secrets_of_requests, without_secrets
 
@@ -99,9 +100,7 @@ def _follow(args: argparse.Namespace) -> int:
     local = LocalWeights(Path(args.into))
     local.open()
     try:
-        follower = Follower(
-            WeightStore(args.url), local, _engines(args), poll_s=max(0.01, args.poll_s)
-        )
+        follower = Follower(WeightStore(args.url), local, _engines(args), poll_s=args.poll_s)
         if args.once:
             follower.follow_once()
             record = local.record()
@@ -250,8 +249,9 @@ def _add_follow(commands: Any) -> None:
         "(%(default)s)",
     )  # fmt: skip
     follow.add_argument(
-        "--poll-s", type=float, default=2.0, help="seconds between two looks (%(default)s)"
-    )
+        "--poll-s", type=number_between(0.01, 86400), default=2.0,
+        help="seconds between two looks (%(default)s)",
+    )  # fmt: skip
     follow.add_argument("--once", action="store_true", help="end once the newest version is loaded")
     follow.set_defaults(act=_follow)
 

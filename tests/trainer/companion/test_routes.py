@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
-from typing import Any
 
 import pytest
 
@@ -13,7 +11,6 @@ from atroposlib.envs.server_handling.vllm_server import (
     parse_generate,
     prompt_rows,
 )
-from example_trainer.vllm_api_server import _unless_disconnected
 from tests.trainer.companion.scripted import ClientError, serve
 
 pytestmark = pytest.mark.slow
@@ -122,25 +119,6 @@ def test_health_generate_tells_whether_the_engine_writes(client, engine):
     engine.broken = RuntimeError("the engine is dead")
 
     assert client.get("/health_generate").status_code == 500
-
-
-def test_client_that_goes_away_ends_the_request():
-    ended = asyncio.Event()
-
-    async def forever() -> None:
-        try:
-            await asyncio.Event().wait()
-        finally:
-            ended.set()
-
-    class GoneRequest:
-        async def receive(self) -> dict[str, str]:
-            return {"type": "http.disconnect"}
-
-    async def run() -> Any:
-        return await _unless_disconnected(GoneRequest(), forever()), ended.is_set()
-
-    assert asyncio.run(run()) == (None, True)
 
 
 @pytest.mark.parametrize(

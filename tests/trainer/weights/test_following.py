@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import logging
+import sys
 
 import pytest
 
 from atroposlib.errors import ConfigError, InferenceError
 from example_trainer.engine import EngineControl, SglangControl
+from example_trainer.weights.cli import main
 from example_trainer.weights.following import FollowedEngine, Follower
 from example_trainer.weights.format import WeightsError
 from example_trainer.weights.publishing import WeightsPublisher
@@ -248,3 +250,15 @@ def test_disk_full_leaves_the_version_and_is_retried(tmp_path, published, monkey
         assert local.record().version == 2
 
     assert "No space left" in caplog.text
+
+
+@pytest.mark.parametrize("given", ["nan", "inf", "0", "-1", "soon"])
+def test_time_between_looks_is_a_number_in_range(given, capsys, monkeypatch):
+    words = ["follow", "store", "--into", "served", "--poll-s", given]
+    monkeypatch.setattr(sys, "argv", ["atropos-weights", *words])
+
+    with pytest.raises(SystemExit) as ended:
+        main()
+
+    assert ended.value.code == 2
+    assert f"expected a number from 0.01 to 86400, got '{given}'" in capsys.readouterr().err
