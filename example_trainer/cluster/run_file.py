@@ -57,8 +57,8 @@ class RestartFields(_Section):
         5,
         ge=0,
         le=100_000,
-        description="Maximum number of restarts of one part; each `healthy_s` without a failure "
-        "gives all of them back. 0: the run fails with the first part.",
+        description="Maximum number of restarts of one part; `healthy_s` without a failure "
+        "give all of them back. 0: the run fails with the first part.",
     )
     first_backoff_s: float = Field(
         1.0, ge=0, le=3600, description="Seconds before the first restart; doubles with each."
@@ -68,6 +68,12 @@ class RestartFields(_Section):
     )
     healthy_s: float = Field(
         600.0, gt=0, le=86400, description="Seconds without a failure that reset the attempts."
+    )
+    unresponsive_s: float = Field(
+        120.0,
+        gt=0,
+        le=86400,
+        description="Seconds without an answer after which a service or engine has failed.",
     )
 
 
