@@ -18,6 +18,7 @@ from pydantic import (
     Field,
     StringConstraints,
     ValidationError,
+    field_validator,
     model_validator,
 )
 
@@ -219,7 +220,7 @@ class SlurmSection(_Section):
     partition: str | None = Field(None, max_length=256, description="Partition of the job.")
     account: str | None = Field(None, max_length=256, description="Account that is charged.")
     time: str | None = Field(
-        None, pattern=r"^[0-9:-]{1,32}$", description="Time limit, such as 24:00:00."
+        None, pattern=r"^[0-9:-]{1,32}$", description="Time limit, such as '24:00:00'."
     )
     gpus_per_node: int = Field(8, ge=0, le=64, description="GPUs of a node.")
     inference_nodes: int | None = Field(
@@ -234,6 +235,13 @@ class SlurmSection(_Section):
     options: list[str] = Field(
         default_factory=list, max_length=64, description="Further options of sbatch."
     )
+
+    @field_validator("time", mode="before")
+    @classmethod
+    def _check_time(cls, value: object) -> object:
+        if isinstance(value, int):  # YAML reads 24:00:00 as a number of seconds
+            raise ValueError("expected a time in quotes, such as '24:00:00'")
+        return value
 
 
 class KubernetesSection(_Section):

@@ -106,7 +106,10 @@ def test_killed_part_is_started_again(tmp_path):
 
 def test_run_fails_when_a_part_has_no_attempts_left(tmp_path):
     status, events, made = supervise(
-        [part("environment", SERVER, role="environment"), part("trainer", "raise ValueError('no')")],
+        [
+            part("environment", SERVER, role="environment"),
+            part("trainer", "raise ValueError('no')"),
+        ],
         tmp_path,
     )
 
