@@ -157,6 +157,8 @@ class LocalRun:
             parts = plan_parts(run, _addresses(run))
             write_settings(parts, run.output)
             variables = _machine_variables(parts)
+            for part in parts:
+                find_secrets(part)  # before any part starts
             return RunSupervisor(
                 parts,
                 lambda part: local_process(part, run, part.command, variables[part.name]),
