@@ -79,6 +79,10 @@ LANGUAGES = {
     ".toml": "toml",
 }
 MAX_SHOWN_BYTES = 200_000
+NOT_IN_SEARCH = "---\nsearch:\n  exclude: true\n---\n\n"
+STYLE = """.md-grid { max-width: 76rem; }
+.md-typeset pre > code { font-size: .62rem; line-height: 1.35; }
+"""
 
 
 def tracked(pattern: str) -> list[Path]:
@@ -140,11 +144,11 @@ def shown_file(path: Path) -> str:
     place = REPOSITORY / path
     if place.is_dir():
         lines = [f"- `{each.relative_to(path)}`" for each in tracked(f"{path}/*")]
-        return f"# {path}\n\n" + "\n".join(lines) + "\n"
+        return f"{NOT_IN_SEARCH}# {path}\n\n" + "\n".join(lines) + "\n"
     data = place.read_bytes()[:MAX_SHOWN_BYTES].decode("utf-8", "replace")
     fence = "`" * (max([2, *(len(run) for run in re.findall(r"`+", data))]) + 1)
     language = LANGUAGES.get(path.suffix, "text")
-    return f"# {path}\n\n{fence}{language}\n{data.rstrip()}\n{fence}\n"
+    return f"{NOT_IN_SEARCH}# {path}\n\n{fence}{language}\n{data.rstrip()}\n{fence}\n"
 
 
 def write(path: Path, text: str) -> None:
@@ -162,10 +166,10 @@ def python_pages() -> Iterator[tuple[Path, str]]:
         lines += [f"## {title}", ""]
         for module in modules:
             lines.append(f"- [{module}]({module}.md)")
-            yield Path(f"reference/{module}.md"), f"# {module}\n\n::: {module}\n"
+            yield Path(f"reference/{module}.md"), f"::: {module}\n"
         lines.append("")
     yield Path("reference/python.md"), "\n".join(lines)
-    yield Path("reference/errors.md"), "# Errors\n\n::: atroposlib.errors\n"
+    yield Path("reference/errors.md"), "::: atroposlib.errors\n"
 
 
 def commands() -> dict[str, str]:
@@ -267,6 +271,7 @@ def write_site_pages() -> None:
                 shutil.copyfile(REPOSITORY / image, PAGES / image)
     for path, text in python_pages():
         write(path, text)
+    write(Path("site.css"), STYLE)
     write(Path("reference/commands.md"), commands_page())
 
 
