@@ -88,8 +88,8 @@ PRAGMA user_version = {FORMAT_VERSION};
 COMMIT;
 """
 
-JournalIdentity = Mapping[str, Any]
-"""What the turns of a journal depend on, by name: the environment, its tokenizer and settings."""
+JournalIdentity = Mapping[str, str]
+"""Digests of what the turns of a journal depend on: environment, tokenizer and settings."""
 
 Operation = tuple[str, tuple[Any, ...]]
 """A statement and its values."""
@@ -252,8 +252,8 @@ def _check_identity(connection: sqlite3.Connection, path: Path, identity: Journa
     for name in {**wanted, **known}:
         if known.get(name) != wanted.get(name):
             raise ConfigError(
-                f"--env.turn_journal {path} is of a run with {name} {known.get(name)!r:.100}, now "
-                f"it is {wanted.get(name)!r:.100}; give another path, or delete the file"
+                f"--env.turn_journal {path} is of a run with another {name}; environment, "
+                "tokenizer and settings must be the same. Give another path, or delete the file"
             )
 
 
