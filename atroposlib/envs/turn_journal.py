@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import logging
 import sqlite3
 import uuid
@@ -175,6 +176,15 @@ def encode_plain(value: Any) -> bytes:
         TypeError: a value has another type; so do ValueError and OverflowError for its size.
     """
     return _ENCODER.encode(value)
+
+
+def state_of(conversation: Conversation) -> Any:
+    """Return the state of a conversation; None if it has none.
+
+    Conversations that were written before the journal may have an attribute `state`.
+    """
+    method: Any = type(conversation).state
+    return method(conversation) if inspect.isfunction(method) else None
 
 
 def open_connection(path: Path, identity: JournalIdentity) -> sqlite3.Connection:
@@ -487,7 +497,7 @@ class JournaledGroup:
         self.journal = journal
         self._saved = saved
         self._bytes = {number: rollout.num_bytes for number, rollout in saved.items()}
-        self._running: set[int] = set()
+        self._taken: set[int] = set()
         self._started: set[int] = set()
         self._num_deliveries = 0
 
@@ -508,8 +518,8 @@ class JournaledGroup:
             start: returns a new conversation about the item.
             policy: samples the turns; before its first one.
         """
-        number = next(n for n in range(len(self._running) + 1) if n not in self._running)
-        self._running.add(number)
+        number = next(n for n in range(len(self._taken) + 1) if n not in self._taken)
+        self._taken.add(number)
         try:
             if number in self._started:
                 await self.delete_rollout(number)
@@ -519,12 +529,13 @@ class JournaledGroup:
             if saved is not None and not await self._restore(conversation, saved, number):
                 saved, conversation = None, start()
             yield RolloutRecord(self, number, conversation, policy, saved)
-        finally:
-            self._running.discard(number)
+        except BaseException:
+            self._taken.discard(number)  # a rollout in its place has its number
+            raise
 
     async def _restore(self, conversation: Conversation, saved: SavedRollout, number: int) -> bool:
         try:
-            conversation.restore(saved.state)
+            type(conversation).restore(conversation, saved.state)
         except Exception as error:  # noqa: BLE001 - an error of the author; the item starts again
             name = type(conversation).__name__
             self.journal.note_once(f"{name}.restore raised {error!r:.200}; it is started again")
@@ -617,7 +628,7 @@ class RolloutRecord:
         """Save a turn before the conversation answers it."""
         opening, state = None, None
         if index == 0:
-            opening, state = self.opening, self.original.state()
+            opening, state = self.opening, state_of(self.original)
             self.is_saved = state is not None
         completion = SavedCompletion(
             self.rollout_id, written.text, written.is_cut, tokens, opening, state
@@ -630,7 +641,7 @@ class RolloutRecord:
 
     async def note_reply(self, index: int, reply: Reply) -> None:
         """Save the answer to a turn and the state of the conversation after it."""
-        state = self.original.state() if self.is_saved else None
+        state = state_of(self.original) if self.is_saved else None
         if state is None and self.is_saved:
             await self._give_up()
         answered = SavedReply(

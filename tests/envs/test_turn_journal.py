@@ -166,19 +166,15 @@ async def test_next_prompt_has_the_ids_of_the_journal(
     assert prompt[: len(longest)] == longest
 
 
-async def test_finished_sibling_is_kept_with_its_score(
+async def test_group_that_was_not_sent_is_kept_with_its_scores(
     make_adding: Callable[..., AddingEnv], engine: ScriptedEngine, tmp_path: Path
 ) -> None:
     first, second = make_adding(engine), make_adding(engine)
+    first.gate.set()
     path = tmp_path / "turns.sqlite"
     journal = await open_journal(path)
-    rolling = asyncio.create_task(roll_out(first, journal, "item"))
-    await until(lambda: first.num_held == 2)
-    first.gate.set()
-    await until(lambda: len(first.keys) == 8)  # both have got their last reply
-    first.gate.clear()
-    rolling.cancel()
-    await asyncio.wait({rolling})
+    with pytest.raises(asyncio.CancelledError):
+        await play_and_stop(first, journal)
     await journal.close()
     engine.requests.clear()
 
@@ -187,6 +183,13 @@ async def test_finished_sibling_is_kept_with_its_score(
     assert not [r for r in engine.requests if r.body.get("return_token_ids")]
     assert second.keys == []
     assert group["scores"][0] == group["scores"][1] > 0
+
+
+async def play_and_stop(env: AddingEnv, journal: TurnJournal) -> None:
+    """Play both rollouts of the item, but end before the group is sent."""
+    async with journal.group("item", step=0, is_dropped=lambda: False):
+        await env.collect_trajectories("item")
+        raise asyncio.CancelledError
 
 
 async def test_conversation_without_state_starts_again(
@@ -206,6 +209,21 @@ async def test_conversation_without_state_starts_again(
     assert journal.num_resumed_turns == 0
     assert len(second.keys) == 8
     assert len(group["scores"]) == 2
+
+
+async def test_attribute_state_of_earlier_conversations_is_not_called(
+    make_adding: Callable[..., AddingEnv], engine: ScriptedEngine, tmp_path: Path
+) -> None:
+    env = make_adding(engine)
+    env.gate.set()
+    conversation = Adding(env, has_state=False)
+    vars(conversation)["state"] = 17
+    env.start_conversation = lambda item: conversation  # type: ignore[method-assign]
+    env.config.group_size = 1
+
+    group = await roll_out(env, await open_journal(tmp_path / "turns.sqlite"), "item")
+
+    assert len(group["scores"]) == 1
 
 
 @pytest.mark.parametrize("reason", ["restore raises", "earlier step"])
@@ -265,6 +283,29 @@ async def test_failing_file_ends_the_journal_and_not_the_rollout(
     assert len(group["scores"]) == 2
     assert not journal.is_usable
     assert "cannot be written" in caplog.text
+
+
+async def test_siblings_that_run_one_after_the_other_are_all_kept(
+    make_adding: Callable[..., AddingEnv], engine: ScriptedEngine, tmp_path: Path
+) -> None:
+    first, second = make_adding(engine), make_adding(engine)
+    first.gate.set()
+    second.gate.set()
+    for env in (first, second):
+        journal = await open_journal(tmp_path / "turns.sqlite")
+        with pytest.raises(asyncio.CancelledError):
+            await play_two_and_stop(env, journal)
+        await journal.close()
+
+    assert len(set(first.keys)) == 8
+    assert second.keys == []
+
+
+async def play_two_and_stop(env: AddingEnv, journal: TurnJournal) -> None:
+    async with journal.group("item", step=0, is_dropped=lambda: False):
+        for _ in range(2):
+            await env.collect_trajectory("item")
+        raise asyncio.CancelledError
 
 
 async def test_restarted_straggler_has_other_keys(
