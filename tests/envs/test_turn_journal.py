@@ -11,15 +11,17 @@ from typing import Any
 
 import pytest
 
+from atroposlib.api.client import TrajectoryApiClient
 from atroposlib.envs.base import APIServerConfig
 from atroposlib.envs.conversation import ChatMessage, Conversation, Reply, Turn
 from atroposlib.envs.multi_turn_env import MultiTurnEnv, MultiTurnEnvConfig
+from atroposlib.envs.service_session import EnvSession
 from atroposlib.envs.tools import IdempotencyKey, Tool, ToolCall, run_tool_calls
 from atroposlib.envs.turn_journal import FORMAT_VERSION, TurnJournal
 from atroposlib.errors import ConfigError
 from environments.number_guessing import GuessingGame
 from environments.word_sums import SumConversation, WordSum
-from tests.envs.live_service import until
+from tests.envs.live_service import LiveService, ScriptedTrainer, until
 from tests.fakes import ScriptedEngine
 
 IDENTITY = {"environment": "adding", "max_turns": "a"}
@@ -422,6 +424,27 @@ async def test_damaged_journal_is_set_aside(
     assert "is damaged" in caplog.text
     assert (tmp_path / "turns.sqlite.damaged").exists()
     await journal.close()
+
+
+async def test_group_of_an_earlier_registration_is_stored_once(service: LiveService) -> None:
+    service.start()
+    group = {"tokens": [[1, 2]] * 4, "masks": [[-100, 2]] * 4, "scores": [0.0, 1.0, 0.0, 1.0]}
+    async with ScriptedTrainer(service.url) as trainer:
+        await trainer.register()
+        for _ in range(2):
+            session = EnvSession(TrajectoryApiClient(service.url), retry_s=0.01)
+            known = await session.client.register_env(
+                max_token_length=64, desired_name="e", weight=1.0, group_size=4
+            )
+            session.enter(known["env_id"])
+
+            await session.send(group, key="group-1")
+
+            assert session.num_groups_sent == 1
+            await session.leave(timeout_s=5)
+        await trainer.train(1)
+
+        assert await trainer.client.batch() is None
 
 
 async def test_key_of_a_call_is_hidden_from_the_model_and_ends_in_its_number() -> None:
