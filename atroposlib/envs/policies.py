@@ -1,4 +1,4 @@
-"""What samples the turns of a conversation: an engine with exact tokens, a chat, a recording.
+"""Policies, which sample the turns of a conversation: exact tokens, a chat, or a recording.
 
     TokenPolicy      a managed server; its sequences are trained on
     ChatPolicy       a server that answers chats, for evaluations
@@ -29,12 +29,12 @@ __all__ = [
     "AddedTokens",
     "ChatPolicy",
     "Policy",
+    "PolicyTurn",
     "RecordedPolicy",
     "TokenPolicy",
     "TokenSequence",
     "TurnSpan",
     "Written",
-    "WrittenTurn",
 ]
 
 
@@ -80,7 +80,7 @@ class Written(Protocol):
 
 
 @dataclass(frozen=True)
-class WrittenTurn:
+class PolicyTurn:
     """A completion as text."""
 
     text: str
@@ -88,7 +88,7 @@ class WrittenTurn:
 
 
 class AddedTokens(msgspec.Struct, frozen=True, array_like=True):
-    """What one turn added to the tokens of its rollout: its prompt and its completion."""
+    """The tokens that one turn added to its rollout: prompt and completion."""
 
     starts_sequence: bool
     """Whether the turn began a sequence, of a new history."""
@@ -141,7 +141,7 @@ class ChatPolicy:
             messages=list(chat), n=1, max_tokens=max_tokens, **self._sampling
         )
         [choice] = answer.choices
-        return WrittenTurn(choice.message.content or "", choice.finish_reason == "length")
+        return PolicyTurn(choice.message.content or "", choice.finish_reason == "length")
 
     def sequences(self) -> list[TokenSequence]:
         return []
@@ -199,7 +199,7 @@ class TokenPolicy:
         self._num_turns += 1
         self._node = node
         self._chat = [*chat, {"role": "assistant", "content": answer.completion}]
-        return WrittenTurn(answer.completion, answer.finish_reason == "length")
+        return PolicyTurn(answer.completion, answer.finish_reason == "length")
 
     def added_tokens(self) -> AddedTokens:
         """Return what the latest turn added; called after a `write`."""
@@ -311,7 +311,7 @@ class RecordedPolicy:
 
     async def write(self, chat: Sequence[ChatMessage], *, max_tokens: int) -> Written:
         text = self._replies.pop(0)
-        return WrittenTurn(text, self._is_last_cut and not self._replies)
+        return PolicyTurn(text, self._is_last_cut and not self._replies)
 
     def sequences(self) -> list[TokenSequence]:
         return []

@@ -48,17 +48,23 @@ from atroposlib.envs.conversation import (
 )
 from atroposlib.envs.policies import (
     AddedTokens,
+    PolicyTurn,
     TokenPolicy,
     TokenSequence,
     Written,
-    WrittenTurn,
 )
 from atroposlib.envs.reporting import Reward
 from atroposlib.errors import ConfigError
 from atroposlib.utils.aio import SideThread, settle
 from atroposlib.utils.json_text import to_plain
 
-__all__ = ["JournalIdentity", "JournaledGroup", "RolloutRecord", "TurnJournal", "journaled_group"]
+__all__ = [
+    "JournalIdentity",
+    "JournaledGroup",
+    "JournaledRollout",
+    "TurnJournal",
+    "journaled_group",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -509,7 +515,7 @@ class JournaledGroup:
     @contextlib.asynccontextmanager
     async def rollout(
         self, start: Callable[[], Conversation], policy: TokenPolicy
-    ) -> AsyncIterator[RolloutRecord]:
+    ) -> AsyncIterator[JournaledRollout]:
         """Journal one rollout; one that was started before continues from its saved turns.
 
         If the straggler policy starts a rollout again, its turns are deleted.
@@ -528,7 +534,7 @@ class JournaledGroup:
             saved = self._saved.pop(number, None)
             if saved is not None and not await self._restore(conversation, saved, number):
                 saved, conversation = None, start()
-            yield RolloutRecord(self, number, conversation, policy, saved)
+            yield JournaledRollout(self, number, conversation, policy, saved)
         except BaseException:
             self._taken.discard(number)  # a rollout in its place has its number
             raise
@@ -580,7 +586,7 @@ class JournaledGroup:
         self._bytes = {}
 
 
-class RolloutRecord:
+class JournaledRollout:
     """Saves the turns of one rollout, and repeats those of an earlier process.
 
     Args:
@@ -694,7 +700,7 @@ class RolloutRecord:
 class JournaledPolicy:
     """Repeats the saved turns of a rollout; then samples, and saves each turn."""
 
-    def __init__(self, record: RolloutRecord, policy: TokenPolicy) -> None:
+    def __init__(self, record: JournaledRollout, policy: TokenPolicy) -> None:
         self._record = record
         self._policy = policy
         self._index = 0
@@ -712,7 +718,7 @@ class JournaledPolicy:
         if saved is not None:
             known = saved.completion
             self._policy.restore_turn(known.tokens, chat, known.text)
-            return WrittenTurn(known.text, known.is_cut)
+            return PolicyTurn(known.text, known.is_cut)
         written = await self._policy.write(chat, max_tokens=max_tokens)
         await self._record.note_completion(index, written, self._policy.added_tokens())
         return written
@@ -724,7 +730,7 @@ class JournaledPolicy:
 class JournaledConversation(Conversation):
     """Repeats the saved replies of a rollout; then asks the conversation, and saves each reply."""
 
-    def __init__(self, record: RolloutRecord, conversation: Conversation) -> None:
+    def __init__(self, record: JournaledRollout, conversation: Conversation) -> None:
         self._record = record
         self._conversation = conversation
 
