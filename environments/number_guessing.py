@@ -90,6 +90,13 @@ class GuessingGame(Conversation):
             return Reply("higher", reward=self._narrow(guess + 1, self.high))
         return Reply("lower", reward=self._narrow(self.low, guess - 1))
 
+    def state(self) -> dict[str, Any]:
+        return {"low": self.low, "high": self.high, "unfinished": self.unfinished_reward}
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        self.low, self.high = state["low"], state["high"]
+        self.unfinished_reward = state["unfinished"]
+
     def _narrow(self, low: int, high: int) -> float:
         before = self.high - self.low + 1
         self.low, self.high = max(self.low, low), min(self.high, high)

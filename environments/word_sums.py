@@ -86,6 +86,12 @@ class SumConversation(ToolConversation):
         super().__init__([{"role": "user", "content": question}], [add, multiply])
         self.problem = problem
 
+    def state(self) -> list[dict[str, Any]]:
+        return [result.model_dump() for result in self.results]
+
+    def restore(self, state: Sequence[dict[str, Any]]) -> None:
+        self.results = [ToolResult(**result) for result in state]
+
     def reward_of_calls(self, results: Sequence[ToolResult]) -> float:
         return ERROR_REWARD * sum(result.is_error for result in results)
 
@@ -119,6 +125,12 @@ class WordSumsEnv(MultiTurnEnv):
 
     def start_conversation(self, item: WordSum) -> SumConversation:
         return SumConversation(item)
+
+    def encode_item(self, item: WordSum) -> list[int]:
+        return list(item)
+
+    def decode_item(self, encoded: list[int]) -> WordSum:
+        return WordSum(*encoded)
 
     def check_gold_answer(self, item: WordSum) -> Any:
         return f"<answer>{item.answer}</answer>"

@@ -61,6 +61,8 @@ STDERR_BYTES = 2000
 """Last bytes of a child's stderr that are kept for error messages."""
 CLOSE_S = 10.0
 SESSION_HEADER = "mcp-session-id"
+KEY_OF_CALL = "idempotency-key"
+"""Name in `_meta` of the key by which a server recognizes a repeated call."""
 END_HEADERS = frozenset({"authorization", "cookie", "mcp-protocol-version"})
 """Headers of a request that ends a session, in addition to its id and those of the user."""
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.2, 5.0
@@ -343,8 +345,13 @@ class McpSession:
                 break
         return tools
 
-    async def call_tool(self, tool: str, arguments: dict[str, Any]) -> Any:
+    async def call_tool(self, tool: str, arguments: dict[str, Any], *, key: str = "") -> Any:
         """Call a tool and return the result of the SDK; its errors are results, too.
+
+        Args:
+            tool: its name on this server.
+            arguments: its arguments.
+            key: idempotency key of the call, sent as `KEY_OF_CALL` in `_meta`.
 
         Raises:
             EpisodeConnectionError: the server is lost.
@@ -352,7 +359,8 @@ class McpSession:
         """
         if not self.is_alive:
             raise self.lost("the session has ended")
-        return await self._ask(self._client.call_tool(tool, arguments))
+        meta = {KEY_OF_CALL: key} if key else None
+        return await self._ask(self._client.call_tool(tool, arguments, meta=meta))
 
     async def _ask(self, request: Any) -> Any:
         """Await a request; it does not outlive the session, whose loss it reports."""
@@ -501,7 +509,7 @@ class McpEpisode(ToolEpisode):
         args = self._adapter.args
         server, tool = self._adapter.places[name]
         try:
-            call = self._sessions[server].call_tool(tool, arguments)
+            call = self._sessions[server].call_tool(tool, arguments, key=self.call_key)
             result = await asyncio.wait_for(call, args.tool_timeout_s)
         except (TimeoutError, asyncio.TimeoutError):
             text = f"{name} gave no answer within {args.tool_timeout_s:g} s"

@@ -373,11 +373,14 @@ class NemoVerifyEpisode(ToolEpisode):
 
     async def call_tool(self, name: str, arguments: dict[str, Any]) -> ToolOutcome:
         if name in self._mcp_names:
-            result = await self._ask_mcp("tools/call", {"name": name, "arguments": arguments})
+            meta = {"_meta": {"idempotency-key": self.call_key}} if self.call_key else {}
+            params = {"name": name, "arguments": arguments, **meta}
+            result = await self._ask_mcp("tools/call", params)
             texts = [part.get("text") for part in result.get("content") or ()]
             text = "\n".join(text for text in texts if isinstance(text, str))
             return ToolOutcome(shown_value(text), is_error=result.get("isError") is True)
-        answer = await self._session.post(f"/{quote(name, safe='')}", arguments)
+        headers = {"Idempotency-Key": self.call_key} if self.call_key else None
+        answer = await self._session.post(f"/{quote(name, safe='')}", arguments, headers)
         # An error of a tool is for the policy, as in the agents of NeMo Gym.
         return ToolOutcome(shown_value(answer.text), is_error=not answer.is_ok)
 

@@ -91,12 +91,14 @@ class ToolEpisode(Episode):
     Attributes:
         num_calls: calls so far.
         num_failed_calls: those that were malformed, named no tool, or ended with an error.
+        call_key: idempotency key of the call that `call_tool` runs; empty if its turn has none.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.num_calls = 0
         self.num_failed_calls = 0
+        self.call_key = ""
         self._tools: dict[str, ForeignTool] = {}
 
     @abstractmethod
@@ -126,6 +128,7 @@ class ToolEpisode(Episode):
             return await self.finish(turn)
         outcomes = []
         for position, call in enumerate(calls):
+            self.call_key = f"{turn.key}-{position}" if turn.key else ""
             outcomes.append(await self._outcome_of(call, position))
             self.note_call(call, outcomes[-1])
             if outcomes[-1].is_done:

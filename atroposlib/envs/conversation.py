@@ -21,6 +21,7 @@ __all__ = [
     "Reply",
     "Turn",
     "checked_chat",
+    "checked_reply",
     "is_chat",
     "visible_text",
 ]
@@ -82,6 +83,9 @@ class Turn:
     """0 for the first turn."""
     messages: Sequence[ChatMessage]
     """The chat so far, with this turn as its last message."""
+    key: str = ""
+    """Idempotency key of what the turn causes: unique, and the same if the turn is answered again
+    after its environment was killed (`turn_journal`)."""
 
     @property
     def answer(self) -> str:
@@ -137,6 +141,45 @@ class Conversation(ABC):
     async def reply(self, turn: Turn) -> Reply:
         """Answer a turn; not called for one that a limit truncated."""
 
+    def state(self) -> Any:
+        """Return the state as JSON values, so that another process can continue the conversation.
+
+        Called after `opening` and after each `reply`, if the environment has a `turn_journal`.
+        None, the default, means that it cannot be saved: the conversation is then started again.
+        """
+        return None
+
+    def restore(self, state: Any) -> None:
+        """Take over a `state`; called on a new conversation about the same item, before `reply`.
+
+        `opening` is then not called. Attributes that are not in the state, such as
+        `unfinished_reward`, are to be set as well. After an exception, the conversation is started
+        again.
+        """
+        raise NotImplementedError(f"{type(self).__name__} overrides state, but not restore")
+
     async def close(self) -> None:
         """Release resources; called once, also after an error."""
         return
+
+
+async def checked_reply(conversation: Conversation, turn: Turn) -> Reply:
+    """Return the conversation's reply to a turn.
+
+    Raises:
+        TypeError: `reply` is not async, or returned another type.
+    """
+    name = type(conversation).__name__
+    replying: Any = conversation.reply(turn)
+    if not inspect.isawaitable(replying):
+        raise TypeError(
+            f"{name}.reply is not async: write `async def reply(self, turn)`; it returned "
+            f"{replying!r:.100}"
+        )
+    reply = await replying
+    if not isinstance(reply, Reply):
+        raise TypeError(
+            f"{name}.reply returned {reply!r}; expected a Reply such as "
+            'Reply("too low", reward=-0.1) or Reply(reward=1.0, is_done=True)'
+        )
+    return reply

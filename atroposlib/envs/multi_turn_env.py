@@ -27,15 +27,18 @@ Example with two rollouts, discount 1, normalized by "returns":
 from __future__ import annotations
 
 import asyncio
+import hashlib
 import inspect
 import json
 import logging
 import statistics
 import time
+import uuid
 from abc import abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Literal, NamedTuple, Protocol
+from pathlib import Path
+from typing import Any, Literal
 
 import numpy as np
 from pydantic import Field
@@ -49,10 +52,21 @@ from atroposlib.envs.conversation import (
     Reply,
     Turn,
     checked_chat,
+    checked_reply,
     is_chat,
 )
 from atroposlib.envs.evaluation import EvaluationConfig, EvaluationRun, stable_form
 from atroposlib.envs.evaluation_statistics import numbers_of, uncertainty_metrics
+from atroposlib.envs.policies import (
+    REPLY_MARK,
+    ChatPolicy,
+    Policy,
+    RecordedPolicy,
+    TokenPolicy,
+    TokenSequence,
+    TurnSpan,
+    Written,
+)
 from atroposlib.envs.reporting import (
     RewardWeights,
     check_weight_names,
@@ -60,9 +74,8 @@ from atroposlib.envs.reporting import (
     part_means,
     weigh,
 )
-from atroposlib.envs.server_handling.chat_rendering import render_messages
-from atroposlib.envs.server_handling.turn_recording import SequenceNode
-from atroposlib.envs.single_turn_env import RESERVED_TOKENS, ask, complete, completion_budget
+from atroposlib.envs.server_handling.managed_server import ManagedServer
+from atroposlib.envs.turn_journal import NOT_PLAIN, TurnJournal, is_plain, journaled_group
 from atroposlib.errors import ConfigError, ContextOverflowError, GroupError
 from atroposlib.scored_data import IGNORE_INDEX, ScoredDataGroup
 from atroposlib.utils.advantages import (
@@ -73,6 +86,7 @@ from atroposlib.utils.advantages import (
 from atroposlib.utils.aio import settle
 
 __all__ = [
+    "REPLY_MARK",
     "ChatMessage",
     "ChatPolicy",
     "Conversation",
@@ -105,17 +119,6 @@ Normalization = Literal["returns", "rewards", "none"]
 
 MIN_DEVIATION = 1e-8
 """Deviation below which a group has no signal."""
-
-
-class TurnSpan(NamedTuple):
-    """Positions of one turn's sampled tokens in a sequence."""
-
-    turn: int
-    """Index of the turn in its rollout."""
-    start: int
-    """Position of its first token."""
-    end: int
-    """Position after its last token."""
 
 
 def discounted_return(rewards: Sequence[float], *, discount: float = 1.0) -> float:
@@ -191,201 +194,6 @@ def token_advantages(
         labels = masks[span.start : span.end]
         row[span.start : span.end] = [value if m != IGNORE_INDEX else 0.0 for m in labels]
     return row
-
-
-REPLY_MARK = "\ue010reply\ue011"
-"""Placeholder for a reply in the output of a template, of private-use characters."""
-
-
-@dataclass
-class TokenSequence:
-    """One token sequence of a rollout, with its turns."""
-
-    tokens: list[int]
-    """[L] ids from the engine, or those of its texts."""
-    masks: list[int]
-    """[L] ids of sampled tokens, -100 elsewhere."""
-    inference_logprobs: list[float]
-    """[L] the policy's logprobs, 1.0 where masked."""
-    messages: list[ChatMessage]
-    """The chat of this sequence."""
-    spans: list[TurnSpan]
-    finish_reason: str | None = None
-    """Reason why the engine ended the last turn; None if unknown."""
-
-
-class Written(Protocol):
-    """A completion, and whether the token limit truncated it."""
-
-    @property
-    def text(self) -> str: ...
-    @property
-    def is_cut(self) -> bool: ...
-
-
-@dataclass(frozen=True)
-class _Written:
-    text: str
-    is_cut: bool
-
-
-class Policy(Protocol):
-    """Samples the turns of a conversation."""
-
-    def budget(self, chat: Sequence[ChatMessage], *, max_tokens: int) -> int:
-        """Return the maximum number of tokens of the next turn; below 1 there is no room."""
-
-    async def write(self, chat: Sequence[ChatMessage], *, max_tokens: int) -> Written:
-        """Sample the next turn."""
-
-    def sequences(self) -> list[TokenSequence]:
-        """Return the sequences so far, with turns numbered from 0."""
-
-
-class ChatPolicy:
-    """A server that answers chats, without tokens, for evaluations.
-
-    Args:
-        server: an object with `chat_completion`.
-        tokenizer: tokenizer for the length of prompts.
-        sampling: further parameters of each request, such as `temperature` or `split`.
-    """
-
-    def __init__(self, server: Any, tokenizer: Any, **sampling: Any) -> None:
-        self._server = server
-        self._tokenizer = tokenizer
-        self._sampling = sampling
-
-    def budget(self, chat: Sequence[ChatMessage], *, max_tokens: int) -> int:
-        return completion_budget(self._tokenizer, chat, max_token_length=max_tokens)
-
-    async def write(self, chat: Sequence[ChatMessage], *, max_tokens: int) -> Written:
-        answer = await self._server.chat_completion(
-            messages=list(chat), n=1, max_tokens=max_tokens, **self._sampling
-        )
-        [choice] = answer.choices
-        return _Written(choice.message.content or "", choice.finish_reason == "length")
-
-    def sequences(self) -> list[TokenSequence]:
-        return []
-
-
-class TokenPolicy:
-    """A managed server that continues a sequence turn by turn.
-
-    Args:
-        managed: a session for this conversation only.
-        tokenizer: tokenizer for rendering prompts.
-        sampling: further parameters of each request, such as `temperature`.
-    """
-
-    def __init__(self, managed: Any, tokenizer: Any, **sampling: Any) -> None:
-        self._managed = managed
-        self._tokenizer = tokenizer
-        self._sampling = sampling
-        self._node: SequenceNode | None = None
-        self._chat: list[ChatMessage] = []
-        self._spans: list[TurnSpan] = []
-        self._finished: list[TokenSequence] = []
-        self._num_turns = 0
-
-    def budget(self, chat: Sequence[ChatMessage], *, max_tokens: int) -> int:
-        added = self._added_text(chat)
-        if self._node is None or added is None:
-            prompt = render_messages(self._tokenizer, chat)
-            num_tokens = len(self._tokenizer.encode(prompt, add_special_tokens=True))
-        else:
-            new_ids = self._tokenizer.encode(added, add_special_tokens=False)
-            num_tokens = len(self._node.tokens) + len(new_ids)
-        return max_tokens - num_tokens - RESERVED_TOKENS
-
-    async def write(self, chat: Sequence[ChatMessage], *, max_tokens: int) -> Written:
-        """Sample the next turn; a chat that does not continue the last one starts a sequence."""
-        added = self._added_text(chat)
-        if self._node is None or added is None:
-            self._finish_sequence()
-            prompt = render_messages(self._tokenizer, chat)
-        else:
-            prompt = self._node.full_text + added
-        known_length = 0 if self._node is None else len(self._node.tokens)
-        sampling = {"n": 1, "max_tokens": max_tokens, **self._sampling}
-        if getattr(self._managed, "is_text_only", False):  # custom servers may lack it
-            # A provider renders chats itself, maybe with another template.
-            [answer] = await ask(self._managed, self._tokenizer, chat, **sampling)
-        else:
-            [answer] = await complete(self._managed, prompt, chat=chat, **sampling)
-        node: SequenceNode = self._managed.get_state()["nodes"][-1]
-        start = _start_of_last_run(node.masked_tokens, known_length)
-        self._spans.append(TurnSpan(self._num_turns, start, len(node.tokens)))
-        self._num_turns += 1
-        self._node = node
-        self._chat = [*chat, {"role": "assistant", "content": answer.completion}]
-        return _Written(answer.completion, answer.finish_reason == "length")
-
-    def sequences(self) -> list[TokenSequence]:
-        current = self._current_sequence()
-        return self._finished if current is None else [*self._finished, current]
-
-    def _added_text(self, chat: Sequence[ChatMessage]) -> str | None:
-        """Return the template's text after the last turn; None if the chat does not continue it."""
-        length = len(self._chat)
-        if self._node is None or length == 0 or list(chat[:length]) != self._chat:
-            return None
-        mark = REPLY_MARK
-        while any(mark in str(message.get("content")) for message in chat):
-            mark += REPLY_MARK  # a message that contains the mark must not match it
-        marked = [*chat[: length - 1], {"role": "assistant", "content": mark}]
-        text = render_messages(self._tokenizer, [*marked, *chat[length:]])
-        _, found, added = text.partition(mark)
-        return added if found else None
-
-    def _finish_sequence(self) -> None:
-        self._finished = self.sequences()
-        self._managed.reset()
-        self._node, self._chat, self._spans = None, [], []
-
-    def _current_sequence(self) -> TokenSequence | None:
-        if self._node is None:
-            return None
-        return TokenSequence(
-            tokens=self._node.tokens,
-            masks=self._node.masked_tokens,
-            inference_logprobs=self._node.logprobs,
-            messages=list(self._chat),
-            spans=list(self._spans),
-            finish_reason=(self._node.metadata or {}).get("finish_reason"),
-        )
-
-
-class RecordedPolicy:
-    """Repeats the turns of a recorded conversation, without a server.
-
-    Args:
-        replies: the completions; the conversation is truncated after the last one.
-        is_last_cut: Whether a token limit truncated the last completion.
-    """
-
-    def __init__(self, replies: Sequence[str], *, is_last_cut: bool) -> None:
-        self._replies = list(replies)
-        self._is_last_cut = is_last_cut
-
-    def budget(self, chat: Sequence[ChatMessage], *, max_tokens: int) -> int:
-        return len(self._replies)
-
-    async def write(self, chat: Sequence[ChatMessage], *, max_tokens: int) -> Written:
-        text = self._replies.pop(0)
-        return _Written(text, self._is_last_cut and not self._replies)
-
-    def sequences(self) -> list[TokenSequence]:
-        return []
-
-
-def _start_of_last_run(masks: Sequence[int], at_least: int) -> int:
-    """Return the start of the sampled tokens at the end, at least `at_least`."""
-    start = len(masks)
-    while start > at_least and masks[start - 1] != IGNORE_INDEX:
-        start -= 1
-    return start
 
 
 @dataclass(frozen=True)
@@ -483,7 +291,7 @@ async def _play_turns(
     weights: Mapping[str, float],
     rollout: Rollout,
 ) -> Outcome:
-    name = type(conversation).__name__
+    name, rollout_id = type(conversation).__name__, uuid.uuid4().hex
     rollout.messages = list(
         checked_chat(conversation.opening(), f"{name}.opening", signature="def opening(self)")
     )
@@ -505,18 +313,8 @@ async def _play_turns(
         rollout.reward_parts.append({})
         if written.is_cut:
             return "truncated"
-        replying: Any = conversation.reply(Turn(written.text, index, tuple(rollout.messages)))
-        if not inspect.isawaitable(replying):
-            raise TypeError(
-                f"{name}.reply is not async: write `async def reply(self, turn)`; it returned "
-                f"{replying!r:.100}"
-            )
-        reply = await replying
-        if not isinstance(reply, Reply):
-            raise TypeError(
-                f"{name}.reply returned {reply!r}; expected a Reply such as "
-                'Reply("too low", reward=-0.1) or Reply(reward=1.0, is_done=True)'
-            )
+        turn = Turn(written.text, index, tuple(rollout.messages), key=f"{rollout_id}-{index}")
+        reply = await checked_reply(conversation, turn)
         _add_reward(rollout, reply.reward, weights, "reply gave the reward")
         if reply.is_done:
             return "done"
@@ -639,6 +437,18 @@ class MultiTurnEnvConfig(EvaluationConfig):
         description="Values that are normalized within the group: the turns' returns, their "
         "rewards before they are summed, or none.",
     )
+    turn_journal: str | None = Field(
+        None,
+        description="File in which `serve` keeps the turns of running rollouts, so that they "
+        "continue after a kill; None: they start again.",
+    )
+    turn_journal_mib: int = Field(
+        1024, ge=1, le=1_048_576, description="Limit of the turns in that file in MiB."
+    )
+
+
+JOURNAL_SETTINGS = ("turn_journal", "turn_journal_mib")
+PROBE_TEXT = "The tokenizer of a turn journal: 12345 \u00e4\u4f60"
 
 
 class MultiTurnEnv(BaseEnv):
@@ -646,6 +456,7 @@ class MultiTurnEnv(BaseEnv):
 
     Attributes:
         rollouts_since_log: finished rollouts since the last log.
+        turn_journal: open journal while `serve` runs with the setting; otherwise None.
     """
 
     env_config_cls = MultiTurnEnvConfig
@@ -654,6 +465,7 @@ class MultiTurnEnv(BaseEnv):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.rollouts_since_log: list[Rollout] = []
+        self.turn_journal: TurnJournal | None = None
 
     @abstractmethod
     def start_conversation(self, item: Item) -> Conversation:
@@ -663,17 +475,93 @@ class MultiTurnEnv(BaseEnv):
         """Return the items for `evaluate`; none by default."""
         return ()
 
+    def encode_item(self, item: Item) -> Any:
+        """Return an item as JSON values for the `turn_journal`; override it for other items."""
+        return item
+
+    def decode_item(self, encoded: Any) -> Item:
+        """Return the item that `encode_item` encoded."""
+        return encoded
+
     async def collect_trajectory(self, item: Item) -> tuple[Rollout, list[Item]]:
         """Play one conversation about an item on a managed server."""
+        weights = self.config.reward_weights
         async with self.server.managed_server(tokenizer=self.tokenizer) as managed:
             policy = TokenPolicy(managed, self.tokenizer, temperature=self.config.temperature)
-            rollout = await play(
-                self.start_conversation(item),
-                policy,
-                limits=self.limits(),
-                reward_weights=self.config.reward_weights,
-            )
+            group = journaled_group()
+            if group is None or not isinstance(managed, ManagedServer):
+                rollout = await play(
+                    self.start_conversation(item),
+                    policy,
+                    limits=self.limits(),
+                    reward_weights=weights,
+                )
+                return rollout, []
+            async with group.rollout(lambda: self.start_conversation(item), policy) as record:
+                rollout = await play(
+                    record.conversation,
+                    record.policy,
+                    limits=self.limits(),
+                    reward_weights=weights,
+                )
+                rollout.outcome = await record.note_ending(rollout.outcome)
+                rollout.conversation = record.original
         return rollout, []
+
+    async def env_manager(self) -> None:
+        if self.config.turn_journal is None:
+            await super().env_manager()
+            return
+        self.turn_journal = await TurnJournal.open(
+            Path(self.config.turn_journal),
+            self._journal_identity(),
+            max_bytes=self.config.turn_journal_mib * 2**20,
+        )
+        try:
+            items = [self.decode_item(item) for item in self.turn_journal.waiting_items()]
+            if items:
+                logger.info("%d groups of %s continue", len(items), self.config.turn_journal)
+            self.backlog += reversed(items)  # a stack
+            await super().env_manager()
+            await self.turn_journal.clear()  # the run is over
+        finally:
+            journal, self.turn_journal = self.turn_journal, None
+            await journal.close()
+
+    async def handle_env(self, item_uuid: str) -> Any:
+        record = self.running_items.get(item_uuid)
+        if self.turn_journal is None or record is None:
+            return await super().handle_env(item_uuid)
+        async with self.turn_journal.group(
+            self._journal_item(record["item"]),
+            step=self.curr_step,
+            is_dropped=lambda: bool(record.get("is_expired")),
+        ):
+            return await super().handle_env(item_uuid)
+
+    async def _send_scored_data_to_api(self, scored_data: Any) -> None:
+        group = journaled_group()
+        if group is None:
+            await super()._send_scored_data_to_api(scored_data)
+        else:
+            await self._delivery.send(scored_data, key=group.delivery_key())
+
+    def _journal_item(self, item: Item) -> Any:
+        """Return an item as the journal stores it; `NOT_PLAIN` if it cannot be read back."""
+        encoded = self.encode_item(item)
+        return encoded if is_plain(encoded) and self.decode_item(encoded) == item else NOT_PLAIN
+
+    def _journal_identity(self) -> dict[str, str]:
+        """Return digests of what saved turns depend on; the values may contain secrets."""
+        others = {*EvaluationConfig.model_fields, *JOURNAL_SETTINGS}
+        names = {*type(self.config).model_fields} - others | {"group_size", "max_token_length"}
+        settings = self.config.model_dump(mode="json", include=names)
+        tokenizer = [self.config.tokenizer_name, self.tokenizer.encode(PROBE_TEXT)]
+        values = {"environment": f"{type(self).__name__} {self.desired_name}"}
+        return {
+            name: hashlib.blake2b(json.dumps(value).encode(), digest_size=8).hexdigest()
+            for name, value in {**values, "tokenizer": tokenizer, **settings}.items()
+        }
 
     async def postprocess_histories(self, trajectories: Sequence[Rollout]) -> Any:
         """Combine the [G] conversations about one item; return None if one has no turn."""

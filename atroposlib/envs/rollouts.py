@@ -693,13 +693,19 @@ class GroupDelivery:
             f"; {count} so far" if count >= NUM_DROPS_LOGGED else "",
         )
 
-    async def send(self, scored_data: ScoredDataGroup | list[ScoredDataGroup]) -> None:
-        """Send one group, or several in one request; log and count a rejection."""
+    async def send(
+        self, scored_data: ScoredDataGroup | list[ScoredDataGroup], *, key: str | None = None
+    ) -> None:
+        """Send one group, or several in one request; log and count a rejection.
+
+        `key` is the idempotency key of a delivery that another process may have made.
+        """
         if self._env.service_session is None:
             raise RuntimeError("groups can only be sent while serving; there is no registration")
         num_groups = len(scored_data) if isinstance(scored_data, list) else 1
+        named = {} if key is None else {"key": key}
         try:
-            await self._env.service_session.send(scored_data)
+            await self._env.service_session.send(scored_data, **named)
         except TrajectoryApiError as error:
             self._drop_group(Admission("refused_by_service", str(error)), num_groups=num_groups)
         except (GroupError, TypeError) as error:

@@ -80,7 +80,8 @@ class RolloutScheduler:
     Attributes:
         workers: tasks of the rollouts.
         backlog: items to roll out before new ones; a stack.
-        running_items: uuid to `{"item", "worker", "start_time"}`.
+        running_items: uuid to `{"item", "worker", "start_time"}`; `is_expired` is added to a record
+            whose time is up.
         last_completed_item: result of the latest successful rollout.
     """
 
@@ -242,6 +243,7 @@ class RolloutScheduler:
         record = self._cancel(item_uuid)
         if record is None:
             return
+        record["is_expired"] = True
         if tries_left > 0:
             self._retries.append((record["item"], tries_left - 1))
             self._count_straggler("retried")

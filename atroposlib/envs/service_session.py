@@ -266,6 +266,9 @@ OUTAGE_STATUSES = frozenset({408, 425, 429, 502, 503, 504})
 UNKNOWN_ENV_STATUSES = frozenset({404, 500})
 """Status codes for an unknown environment id: of this service, and of earlier versions."""
 
+KEY_REUSED = "was used for another body"
+"""Part of the service's message about an idempotency key that it knows."""
+
 LONGEST_PAUSE_S = 10.0
 LONGEST_LOOK_PAUSE_S = 15.0
 MOST_FAILED_SENDS = 3
@@ -403,18 +406,23 @@ class EnvSession:
         """Hold groups back until the next `enter`, since the service does not know the id."""
         self._is_registered.clear()
 
-    async def send(self, groups: Mapping[str, Any] | list[Any]) -> None:
+    async def send(self, groups: Mapping[str, Any] | list[Any], *, key: str | None = None) -> None:
         """Deliver one group (a mapping) or several (a list), and retry during outages.
 
         The groups get the `env_id` of the registration under which they are sent. After an outage
         the registration is confirmed first: the service may have started a new run, where the id
         belongs to another environment. After a cancellation the delivery is unknown.
 
+        Args:
+            groups: the groups of one request.
+            key: idempotency key that an earlier process may have used for them; the service then
+                has them, and they are not sent again. None makes a new key.
+
         Raises:
             TrajectoryApiError: the service rejects the groups; the message includes its reason.
             GroupError: a group cannot be encoded.
         """
-        key = uuid.uuid4().hex
+        is_known, key = key is not None, key or uuid.uuid4().hex
         num_failures = 0
 
         async def deliver() -> bool:
@@ -432,9 +440,14 @@ class EnvSession:
             num_failures += error.status == 500
             return is_outage(error) or (error.status == 500 and num_failures < MOST_FAILED_SENDS)
 
-        await self.ask(
-            deliver, waiting_for="the service to take a group", may_pass=may_pass, backs_off=True
-        )
+        waiting_for = "the service to take a group"
+        try:
+            await self.ask(deliver, waiting_for=waiting_for, may_pass=may_pass, backs_off=True)
+        except TrajectoryApiError as error:
+            if not (is_known and KEY_REUSED in str(error)):
+                raise
+            # Sent before this process started, under the id of an earlier registration.
+            logger.info("the service has this group already; it is not sent again")
         self.num_groups_sent += len(groups) if isinstance(groups, list) else 1
 
     async def status(self, env_id: int) -> dict[str, Any]:

@@ -10,6 +10,9 @@
 
 An error of a call is also a result: the model reads it and may correct the call.
 
+A parameter annotated as `IdempotencyKey` is not shown to the model: it receives a key of the call,
+by which a service recognizes a call that is repeated after its environment was killed.
+
 `ToolConversation`: a question that the policy may answer with the help of tools.
 
     question ─► turn with calls ─► results ─► turn with calls ─► … ─► turn without ─► score
@@ -29,7 +32,7 @@ import re
 from abc import abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, get_type_hints
+from typing import Annotated, Any, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 
@@ -40,6 +43,7 @@ from atroposlib.utils.aio import settle
 from atroposlib.utils.tool_call_parser import parse_tool_call
 
 __all__ = [
+    "IdempotencyKey",
     "Tool",
     "ToolCall",
     "ToolConversation",
@@ -51,6 +55,15 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
+
+_KEY_MARK = "idempotency key"
+IdempotencyKey = Annotated[str, _KEY_MARK]
+"""Type of a parameter of a tool that receives the key of the call: rollout, turn and number.
+
+Example:
+    async def book(seat: str, key: IdempotencyKey) -> str:
+        answer = await client.post("/book", json={"seat": seat}, headers={"Idempotency-Key": key})
+"""
 
 _CALL = re.compile(r"<tool_call>(.*?)(?:</tool_call>|\Z)", re.DOTALL)
 _ARGUMENT = re.compile(r"(\w+)(?: \([^)]*\))?: *(.*)")
@@ -90,6 +103,8 @@ class Tool:
     """Function of keyword arguments; one that is not a coroutine function runs in a thread."""
     arguments_cls: type[BaseModel]
     """Model that validates the arguments."""
+    key_parameters: tuple[str, ...] = ()
+    """Names of the parameters that receive the key of the call."""
 
     @classmethod
     def of(cls, function: Callable[..., Any]) -> Tool:
@@ -106,8 +121,11 @@ class Tool:
         hints = get_type_hints(function, include_extras=True)
         described = _described_arguments(text)
         fields: dict[str, Any] = {}
+        keys = tuple(name for name, hint in hints.items() if hint == IdempotencyKey)
         for name, parameter in inspect.signature(function).parameters.items():
             _check_parameter(function, parameter, hints)
+            if name in keys:
+                continue
             is_required = parameter.default is parameter.empty
             default = Field(
                 ... if is_required else parameter.default, description=described.get(name)
@@ -115,7 +133,8 @@ class Tool:
             fields[name] = (hints[name], default)
         name = function.__name__
         model = create_model(name, __config__=ConfigDict(extra="forbid"), **fields)
-        return cls(name, re.split(r"\n\s*\n?\w+:\n", text)[0].strip(), function, model)
+        summary = re.split(r"\n\s*\n?\w+:\n", text)[0].strip()
+        return cls(name, summary, function, model, keys)
 
     def definition(self) -> dict[str, Any]:
         """Return the description in the format of the chat APIs."""
@@ -124,17 +143,23 @@ class Tool:
         described = {"name": self.name, "description": self.description, "parameters": schema}
         return {"type": "function", "function": described}
 
-    async def run(self, arguments: Any, *, timeout_s: float) -> ToolResult:
+    async def run(self, arguments: Any, *, timeout_s: float, key: str = "") -> ToolResult:
         """Run a call; an error becomes a result for the model.
 
         After a timeout, a function that is not a coroutine function continues in its thread; run
         slow functions in a score pool or another process.
+
+        Args:
+            arguments: JSON value of the completion.
+            timeout_s: time limit in seconds.
+            key: idempotency key of the call, for parameters annotated as `IdempotencyKey`.
         """
         try:
             checked = self.arguments_cls.model_validate({} if arguments is None else arguments)
         except ValidationError as error:
             return ToolResult(name=self.name, content=_argument_error(error), is_error=True)
         values = {name: getattr(checked, name) for name in type(checked).model_fields}
+        values |= dict.fromkeys(self.key_parameters, key)
         try:
             answer = await asyncio.wait_for(self._answer(values), timeout_s)
         except (TimeoutError, asyncio.TimeoutError):
@@ -171,19 +196,23 @@ def parse_tool_calls(text: str) -> list[ToolCall]:
 
 
 async def run_tool_calls(
-    calls: Sequence[ToolCall], tools: Sequence[Tool], *, timeout_s: float
+    calls: Sequence[ToolCall], tools: Sequence[Tool], *, timeout_s: float, key: str = ""
 ) -> list[ToolResult]:
-    """Run calls concurrently and return their results in the same order."""
+    """Run calls concurrently and return their results in the same order.
+
+    `key` is that of the turn; the key of a call ends in its number.
+    """
     by_name = {tool.name: tool for tool in tools}
 
-    async def answer(call: ToolCall) -> ToolResult:
+    async def answer(number: int, call: ToolCall) -> ToolResult:
         tool = by_name.get(call.name)
         if call.error is None and tool is not None:
-            return await tool.run(call.arguments, timeout_s=timeout_s)
+            call_key = f"{key}-{number}" if key else ""
+            return await tool.run(call.arguments, timeout_s=timeout_s, key=call_key)
         unknown = f"there is no tool {call.name!r}; there are {', '.join(by_name)}"
         return ToolResult(name=call.name, content=call.error or unknown, is_error=True)
 
-    return list(await asyncio.gather(*(answer(call) for call in calls)))
+    return list(await asyncio.gather(*(answer(*numbered) for numbered in enumerate(calls))))
 
 
 def _check_parameter(
@@ -302,7 +331,9 @@ class ToolConversation(Conversation):
             score = await settle(self.score(turn))
             weigh(score, {}, f"{type(self).__name__}.score returned")  # the error names `score`
             return Reply(reward=score, is_done=True)
-        results = await run_tool_calls(calls, self.tools, timeout_s=self.tool_timeout_s)
+        results = await run_tool_calls(
+            calls, self.tools, timeout_s=self.tool_timeout_s, key=turn.key
+        )
         self.results += results
         blocks = [response_block(_as_json(_shown(result))) for result in results]
         return Reply("\n".join(blocks), reward=self.reward_of_calls(results))

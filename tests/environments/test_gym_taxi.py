@@ -88,7 +88,7 @@ def test_text_tells_the_state_and_the_map_shows_the_taxi() -> None:
 async def test_oracle_scores_highest_and_garbage_lowest() -> None:
     for seed in range(20):
         games = [ride(seed) for _ in range(3)]
-        way = games[0].world.shortest_way(games[0].state)
+        way = games[0].world.shortest_way(games[0].world_state)
         to_passenger = way[: way.index(PICK_UP) + 1]
         turns = [iter(map(str, way)), iter([*map(str, to_passenger), "x"]), iter(["qxz"])]
         players: list[Player] = [lambda _, rest=rest: next(rest) for rest in turns]  # type: ignore[misc]
@@ -102,7 +102,7 @@ async def test_oracle_scores_highest_and_garbage_lowest() -> None:
 
 
 async def test_going_west_is_no_pick_up() -> None:
-    seed = next(s for s in range(99) if 3 in ride(s).world.legal(ride(s).state))
+    seed = next(s for s in range(99) if 3 in ride(s).world.legal(ride(s).world_state))
     game = ride(seed)
 
     await play_game(game, lambda _: "3", max_turns=1)
@@ -112,7 +112,9 @@ async def test_going_west_is_no_pick_up() -> None:
 
 async def test_action_that_changes_nothing_ends_the_ride() -> None:
     game = ride(0)
-    blocked = next(action for action in range(6) if action not in game.world.legal(game.state))
+    blocked = next(
+        action for action in range(6) if action not in game.world.legal(game.world_state)
+    )
 
     assert await play_game(game, lambda _: str(blocked)) == [-1.0]
 
@@ -124,12 +126,12 @@ async def test_unreadable_action_ends_the_ride(text: str) -> None:
 
 async def test_ride_without_end_is_worth_what_was_reached() -> None:
     before, after = ride(5), ride(5)
-    way = after.world.shortest_way(after.state)
+    way = after.world.shortest_way(after.world_state)
     to_passenger = way[: way.index(PICK_UP) + 1]
 
     def around(game: TaxiRide, start: list[int]) -> Player:
         return lambda chat: str(
-            start.pop(0) if start else next(a for a in game.world.legal(game.state) if a < 4)
+            start.pop(0) if start else next(a for a in game.world.legal(game.world_state) if a < 4)
         )
 
     assert sum(await play_game(before, around(before, []))) == -1.0

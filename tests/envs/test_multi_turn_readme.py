@@ -28,7 +28,7 @@ def blocks_of_the_section() -> list[dict[str, Any]]:
 
 
 def test_game_of_the_readme_passes_the_check() -> None:
-    game, _ = blocks_of_the_section()
+    game, *_ = blocks_of_the_section()
 
     report = check_environment(game["GuessingEnv"])
 
@@ -36,7 +36,7 @@ def test_game_of_the_readme_passes_the_check() -> None:
 
 
 async def test_game_of_the_readme_makes_a_group(make_env: Callable[..., Any]) -> None:
-    game, _ = blocks_of_the_section()
+    game, *_ = blocks_of_the_section()
     make_env()  # puts the character tokenizer in place
     config, _ = game["GuessingEnv"].config_init()
     async with ScriptedEngine(["50", "oh", "75"]) as engine:
@@ -52,7 +52,7 @@ async def test_game_of_the_readme_makes_a_group(make_env: Callable[..., Any]) ->
 
 
 async def test_tools_of_the_readme_answer_calls() -> None:
-    _, tools = blocks_of_the_section()
+    _, tools, _ = blocks_of_the_section()
     shopping = tools["Shopping"]("What do a cup and tea cost?", "11.5")
     call = '<tool_call>{"name": "price", "arguments": {"product": "%s"}}</tool_call>'
     async with ScriptedEngine(["ok", call % "tea" + call % "cup", "11.5"]) as engine:
@@ -63,7 +63,7 @@ async def test_tools_of_the_readme_answer_calls() -> None:
 
 
 async def test_last_example_of_the_readme_scores_a_wrong_total_zero() -> None:
-    _, tools = blocks_of_the_section()
+    _, tools, _ = blocks_of_the_section()
 
     reply = await tools["Shopping"]("?", "11.5").reply(Turn("12", 0, ()))
 

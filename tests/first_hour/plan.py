@@ -245,6 +245,12 @@ STEPS: tuple[Step, ...] = (
         command="python shopping.py",
     ),
     Run(
+        "docs/several_turns.md",
+        "from atroposlib.envs.multi_turn_env",
+        save_as="countdown.py",
+        command="python countdown.py",
+    ),
+    Run(
         "docs/agents.md",
         "import json",
         save_as="shopping_agents.py",

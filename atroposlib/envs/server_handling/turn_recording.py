@@ -819,15 +819,16 @@ class TurnRequest:
     def _version_notes(self, sampled: Sampled) -> dict[str, Any]:
         """Return metadata on the weights; empty if nothing is known."""
         ends = self.parent.record.ends if self.parent is not None else ()
-        versions = [*(end.weight_version for end in ends), sampled.weight_version]
+        known = [end.weight_version for end in ends] or self._metadata.get("weight_versions", ())
+        versions = [*known, sampled.weight_version]
         notes: dict[str, Any] = {}
         if any(version is not None for version in versions):
             notes["weight_versions"] = versions
         earlier = self._metadata.get("policy_version")
-        known = [v for v in (earlier, sampled.policy_version) if v is not None]
+        policies = [v for v in (earlier, sampled.policy_version) if v is not None]
         if notes:
             notes |= self._token_version_notes(sampled)
-        return notes | ({"policy_version": min(known)} if known else {})
+        return notes | ({"policy_version": min(policies)} if policies else {})
 
     def _token_version_notes(self, sampled: Sampled) -> dict[str, Any]:
         """Return the versions of all tokens; those of the continued sequence keep theirs."""

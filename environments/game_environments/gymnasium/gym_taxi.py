@@ -181,7 +181,7 @@ class TaxiRide(Game):
 
     def __init__(self, world: TaxiWorld, *, seed: int, thinking_active: bool) -> None:
         self.world = world
-        self.state = world.start(seed)
+        self.world_state = world.start(seed)
         self.thinking_active = thinking_active
         self.was_picked_up = False
         self.unfinished_reward = NOT_PICKED_UP
@@ -192,21 +192,21 @@ class TaxiRide(Game):
     async def reply(self, turn: Turn) -> Reply:
         """Apply the action; the turn that ends the game has its whole reward."""
         action = read_action(turn.answer)
-        if action is None or action not in self.world.legal(self.state):
+        if action is None or action not in self.world.legal(self.world_state):
             return Reply(reward=self.unfinished_reward, is_done=True)
-        self.state, self.is_won = self.world.step(self.state, action)
+        self.world_state, self.is_won = self.world.step(self.world_state, action)
         if self.is_won:
             return Reply(reward=DELIVERED, is_done=True)
-        if self.world.decode(self.state).is_aboard:
+        if self.world.decode(self.world_state).is_aboard:
             self.was_picked_up = True
             self.unfinished_reward = 0.0
         return Reply(self._shown())
 
     def _shown(self) -> str:
-        actions = [f"{number} {ACTIONS[number]}" for number in self.world.legal(self.state)]
+        actions = [f"{number} {ACTIONS[number]}" for number in self.world.legal(self.world_state)]
         return STATE.format(
-            map=self.world.draw(self.state),
-            description=self.world.describe(self.state),
+            map=self.world.draw(self.world_state),
+            description=self.world.describe(self.world_state),
             actions=", ".join(actions),
         )
 
