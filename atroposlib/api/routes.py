@@ -545,10 +545,11 @@ _ENV_ID_DOCUMENTATION = _documented(
 async def get_status_env(request: Request) -> Response:
     """Return the step, the weight of one environment, and the queue size in units of its groups.
 
-    `groups_to_start` is how many groups it may have in progress, null without a limit. The id is in
-    the body (also of a GET) or a query parameter; 404 if unknown. This GET stores the largest group
-    that the environment has queued. `run_id` identifies the run; it changes when a trainer replaces
-    the settings, which `/register-env` returns.
+    `groups_to_start` is how many groups it may have in progress, null without a limit. If the
+    service shares engines, `max_running_sequences` is how many sequences the environment may
+    generate at once. The id is in the body (also of a GET) or a query parameter; 404 if unknown.
+    This GET stores the largest group that the environment has queued. `run_id` identifies the run;
+    it changes when a trainer replaces the settings, which `/register-env` returns.
     """
     run = await run_of(request)
     asked = await read_env_id(request)
@@ -559,6 +560,8 @@ async def get_status_env(request: Request) -> Response:
         )
     state = run.state
     answer = {**view._asdict(), "policy_version": state.policy_version, "run_id": state.run_id}
+    if view.max_running_sequences is None:
+        del answer["max_running_sequences"]  # a key that earlier services do not send
     return json_response(answer)
 
 

@@ -23,6 +23,7 @@ from typing import NamedTuple
 from uuid import uuid4
 
 from atroposlib.api import records
+from atroposlib.api.concurrency import running_share
 from atroposlib.api.environments import EnvRecord, weight_share
 from atroposlib.api.journal import RunLog
 from atroposlib.api.queue import (
@@ -92,6 +93,8 @@ class EnvView(NamedTuple):
     env_weight: float
     groups_to_start: int | None = None
     """Groups of its size that it may have in progress; None without a limit."""
+    max_running_sequences: int | None = None
+    """Sequences that the engines may generate for it at once; None without engines to share."""
 
 
 def env_view(state: RunState, env: EnvRecord) -> EnvView:
@@ -481,6 +484,8 @@ class Run:
         """Counters of this process, such as rejected requests; `state` has those of the run."""
         self.on_delivered: Callable[[DeliveredBatch], None] = lambda batch: None
         """Called with every batch that this process delivers; must not raise."""
+        self.engine_limit: Callable[[], int] | None = None
+        """Returns the sequences that all environments may generate at once; None: no limit."""
         self._clock = clock = clock or steady_clock()
         self._log = RunLog(store, self.state, on_applied=self._on_applied)
         self._envs = EnvLifecycle(self._log, clock)
@@ -616,7 +621,11 @@ class Run:
         return await self._envs.disconnect(env_id)
 
     async def view_for(self, env_id: int) -> EnvView | None:
-        return await self._envs.view_for(env_id)
+        view = await self._envs.view_for(env_id)
+        if view is None or self.engine_limit is None:
+            return view
+        share = running_share(self.engine_limit(), view.env_weight)
+        return view._replace(max_running_sequences=share)
 
     async def admit(
         self, groups: Sequence[DecodedGroup], *, key: str | None = None, digest: int = 0

@@ -40,7 +40,12 @@ from typing import Any, Protocol
 
 from atroposlib.envs.config import BaseEnvConfig, EvalHandlingEnum, StragglerPolicyEnum
 from atroposlib.envs.reporting import Reporter
-from atroposlib.envs.rollouts import GroupDelivery, annotate_groups, as_pair
+from atroposlib.envs.rollouts import (
+    GroupDelivery,
+    UnfinishedGroups,
+    annotate_groups,
+    as_pair,
+)
 from atroposlib.envs.run_snapshot import RepeatedErrors
 from atroposlib.envs.server_handling.server_baseline import sampled_versions
 from atroposlib.envs.server_handling.server_manager import ServerManager
@@ -462,6 +467,9 @@ class ServingLoop:
         self._delivery = delivery
         self._scheduler = scheduler
         self._evaluations = evaluations
+        self._unfinished = UnfinishedGroups(
+            on_finished=scheduler.wake, add_durations=reporter.length_bias.add_durations
+        )
         self._failures_in_a_row = 0
         self._failures_logged = 0
         self._num_evaluations_logged = 0
@@ -657,6 +665,7 @@ class ServingLoop:
             self._registration.queue_status(),
             self._registration.capacity_limits(),
             evaluation_ratio=ratio,
+            finished_sequences=self._unfinished.num_finished,
         )
 
     async def roll_out(self, item_uuid: str) -> Any:
@@ -666,7 +675,7 @@ class ServingLoop:
             return None
         policy_version = (self._registration.status_dict or {}).get("policy_version")
         first_step = self._registration.curr_step
-        with sampled_versions() as sampled:
+        with sampled_versions() as sampled, self._unfinished.counting():
             scored = await self._collect_scored_groups(record["item"])
         if sampled.oldest is not None:
             policy_version = sampled.oldest
