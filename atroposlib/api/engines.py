@@ -215,11 +215,12 @@ async def _fetch(client: httpx.AsyncClient, url: str) -> str:
     """Return the body of a response, at most a few megabytes.
 
     Raises:
-        httpx.HTTPError: no response, or another status than 200.
-        ValueError: the body is too large or not text.
+        httpx.HTTPError: no response.
+        ValueError: the status is not 200, or the body is too large or not text.
     """
     async with client.stream("GET", url) as response:
-        response.raise_for_status()
+        if response.status_code != 200:  # the client's own error has the password of the URL
+            raise ValueError(f"status {response.status_code}")
         pieces, size = [], 0
         async for piece in response.aiter_bytes():
             size += len(piece)

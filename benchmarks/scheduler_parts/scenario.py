@@ -27,7 +27,7 @@ from service_parts.workload import register_trainer
 __all__ = ["Outcome", "Scenario", "run_scenario"]
 
 _HERE = Path(__file__).parent
-_START_S = 60.0
+_START_S = 180.0
 _STALLS = ("stall_p50_ms", "stall_p99_ms", "stall_max_ms", "own_stall_p99_ms")
 
 
