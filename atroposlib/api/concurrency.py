@@ -1,4 +1,4 @@
-"""How many sequences the inference engines may generate at once; pure.
+"""Limits on the sequences that inference engines generate at once; pure.
 
 An engine slows down once its cache is full: it preempts sequences and computes them again. One rule
 per engine finds the number of requests just below that point:

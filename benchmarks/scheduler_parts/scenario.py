@@ -102,7 +102,7 @@ class Outcome:
 class PacedTrainer(threading.Thread):
     """Takes batches at a fixed rate; a late batch is taken as soon as it is available.
 
-    Reports the number of batches as the policy version, before it asks for the next one.
+    Reports the number of its batches as the policy version.
     """
 
     def __init__(self, url: str, *, batch_size: int, sequences_per_s: float) -> None:
@@ -117,16 +117,14 @@ class PacedTrainer(threading.Thread):
         headers = {"Accept": MEDIA_TYPES["msgpack"], "Accept-Encoding": "identity"}
         due = time.monotonic()
         with httpx.Client(timeout=60) as client:
-            version = 0
             while not self._stopping.wait(max(0.0, due - time.monotonic())):
-                if version < self.num_sequences // self._batch_size:
-                    version = self.num_sequences // self._batch_size
-                    client.post(f"{self._url}/policy", json={"version": version})
                 url = f"{self._url}/batch?wait=0.2"
                 with client.stream("GET", url, headers=headers) as answer:
                     num_bytes = sum(len(piece) for piece in answer.iter_raw())
                 if num_bytes > 200:
                     self.num_sequences += self._batch_size
+                    version = self.num_sequences // self._batch_size
+                    client.post(f"{self._url}/policy", json={"version": version})
                     due = max(due + self._period_s, time.monotonic() - self._period_s)
 
     def stop(self) -> None:
