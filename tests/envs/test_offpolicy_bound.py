@@ -13,6 +13,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from atroposlib.api.settings import ApiSettings
 from atroposlib.envs.config import StragglerPolicyEnum
 from atroposlib.envs.rollouts import StragglerRule, UnfinishedGroups, gather_rollouts
 from atroposlib.envs.service_session import CapacityLimits, QueueStatus, worker_limit
@@ -260,5 +261,34 @@ async def test_serve_starts_a_group_in_place_of_finished_rollouts(
                 lambda: env.service_session is not None and env.service_session.num_groups_sent >= 3
             )
             assert env.num_cancelled == 0
+
+        await serve_until(env, act())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("weight", "num_groups"), [(1.0, 4), (-1.0, 6)])
+async def test_serve_keeps_to_the_sequences_that_the_engines_allow(
+    service: LiveService, make_env: Any, weight: float, num_groups: int
+) -> None:
+    # Nothing listens on port 9, so the limit stays at most at 8 sequences: 4 groups of 2.
+    settings = ApiSettings(engines=("http://127.0.0.1:9",), max_engine_sequences=8)
+    service.start(settings)
+    env: SmallEnv = make_env(
+        rollout_server_url=service.url,
+        max_batches_offpolicy=0,
+        max_num_workers=6,
+        inference_weight=weight,
+    )
+    release = asyncio.Event()
+    env.before_rollout = lambda item: release.wait()
+
+    async with ScriptedTrainer(service.url, num_steps=1000) as trainer:
+        await trainer.register()
+
+        async def act() -> None:
+            await until(lambda: env.num_items == num_groups)
+            await asyncio.sleep(0.1)
+            assert env.num_items == num_groups
+            release.set()
 
         await serve_until(env, act())
