@@ -4,7 +4,7 @@ An engine slows down once its cache is full: it preempts sequences and computes 
 per engine finds the number of requests just below that point:
 
     one reading per poll ──► next_limit ──► limit of the engine
-    sum of the limits ──► running_share ──► one environment, by its weight
+    sum of the limits ──► divide_sequences ──► environments, by their weights
 
 `next_limit` adds a constant after a window with headroom and multiplies by a factor below 1 after
 one with congestion (AIMD, as in TCP). Between two changes it waits until the metrics show the
@@ -22,6 +22,8 @@ avoidance in computer networks". Unlike there, a full cache without preemptions 
 
 from __future__ import annotations
 
+import math
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -30,9 +32,9 @@ __all__ = [
     "EngineLimit",
     "EngineReading",
     "decayed_limit",
+    "divide_sequences",
     "first_limit",
     "next_limit",
-    "running_share",
 ]
 
 
@@ -187,11 +189,35 @@ def _bounded(limit: float, rule: ConcurrencyRule) -> float:
     return max(float(rule.floor), min(float(rule.ceiling), limit))
 
 
-def running_share(num_sequences: int, weight: float) -> int:
-    """Return the part of one environment, at least one sequence.
+def divide_sequences(
+    num_sequences: int, weights: Mapping[int, float], demands: Mapping[int, float]
+) -> dict[int, int]:
+    """Divide the sequences of all engines by weight; what one does not use goes to the others.
+
+    Weighted max-min fairness: whoever demands less than its part gets its demand, and the rest is
+    divided again. If all demand less, the rest is divided too, so that each can grow.
 
     Args:
         num_sequences: sum of the limits of all engines.
-        weight: the environment's share of the inference capacity, 0 to 1.
+        weights: positive weights by environment id.
+        demands: sequences that some of them can use; the others can use any number.
+
+    Returns:
+        At least one sequence for each.
     """
-    return max(1, int(num_sequences * min(1.0, max(0.0, weight))))
+    parts = dict.fromkeys(weights, 0.0)
+    left, unfilled = float(num_sequences), set(weights)
+    while unfilled:
+        unit = left / sum(weights[env_id] for env_id in unfilled)
+        filled = {e for e in unfilled if demands.get(e, math.inf) <= unit * weights[e]}
+        for env_id in filled:
+            parts[env_id] = demands[env_id]
+        left -= sum(demands[env_id] for env_id in filled)
+        unfilled -= filled
+        if not filled:
+            break
+    sharing = unfilled or set(weights)
+    total = sum(weights[env_id] for env_id in sharing)
+    for env_id in sharing:
+        parts[env_id] += max(0.0, left) * weights[env_id] / total
+    return {env_id: max(1, int(part + 1e-9)) for env_id, part in parts.items()}

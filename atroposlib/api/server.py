@@ -274,7 +274,7 @@ def create_app(settings: ApiSettings | None = None) -> FastAPI:
     metrics = ServiceMetrics(run)
     arbiter = _engine_arbiter(settings)
     if arbiter is not None:
-        run.engine_limit = lambda: arbiter.max_sequences
+        run.share_engines(lambda: arbiter.max_sequences)
         metrics.registry.register(arbiter)
     run.on_delivered = metrics.observe_delivery
     store.observe = metrics.observe_store

@@ -470,6 +470,7 @@ class ServingLoop:
         self._unfinished = UnfinishedGroups(
             on_finished=scheduler.wake, add_durations=reporter.length_bias.add_durations
         )
+        registration.count_running = self._num_running_sequences
         self._failures_in_a_row = 0
         self._failures_logged = 0
         self._num_evaluations_logged = 0
@@ -651,6 +652,10 @@ class ServingLoop:
             timeout_s=self._env.config.worker_timeout,
             retries=self._env.config.straggler_retries if is_retrying else 0,
         )
+
+    def _num_running_sequences(self) -> int:
+        num_started = len(self._scheduler.running_items) * self._env.config.group_size
+        return max(0, num_started - self._unfinished.num_finished)
 
     def _worker_limit(self) -> int:
         if self._registration.are_starts_held_back:

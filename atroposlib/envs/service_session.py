@@ -329,6 +329,7 @@ class EnvSession:
         self.num_groups_sent = 0
         self._retry_s = retry_s
         self._run_id: str | None = None
+        self._is_sharing_engines = False
         self._num_registrations = 0
         self._outages_at_confirmation = 0
         self._clock = clock
@@ -464,14 +465,20 @@ class EnvSession:
         )
         self.num_groups_sent += len(groups) if isinstance(groups, list) else 1
 
-    async def status(self, env_id: int) -> dict[str, Any]:
+    async def status(self, env_id: int, *, running_sequences: int | None = None) -> dict[str, Any]:
         """Return the queue's status for this environment.
+
+        `running_sequences` is sent to services that share engines, by their last reply.
 
         Raises:
             TrajectoryApiError: with status 404, if the id is unknown or belongs to another run.
         """
         run_id = self._run_id
-        status = await self.client.status_env(env_id)
+        if self._is_sharing_engines and running_sequences is not None:
+            status = await self.client.status_env(env_id, running_sequences=running_sequences)
+        else:
+            status = await self.client.status_env(env_id)
+        self._is_sharing_engines = "max_running_sequences" in status
         if run_id is not None and status.get("run_id", run_id) != run_id:
             raise TrajectoryApiError(
                 f"environment id {env_id} is of another run than the one served now: a trainer "
@@ -539,6 +546,7 @@ class EnvRegistration:
         trainer_steps: Number of steps that the trainer registered, -1 when unknown.
         max_token_len: Token limit of the trainer, -1 when unknown.
         max_num_workers: Maximum number of concurrent rollouts.
+        count_running: Returns the number of sequences that run now, or None if it is unknown.
         checkpoint_interval: Trainer steps between two checkpoints.
     """
 
@@ -561,6 +569,7 @@ class EnvRegistration:
         self._token = token
         self._asked_steps = env.config.total_steps
         self._groups_in_status = 0
+        self.count_running: Callable[[], int | None] = lambda: None
         self.max_num_workers = self._most_workers()
 
     def open_session(self) -> EnvSession:
@@ -678,7 +687,9 @@ class EnvRegistration:
                 groups_in_status = session.num_groups_sent
                 try:
                     if session.env_id is not None:
-                        return await session.status(session.env_id)
+                        return await session.status(
+                            session.env_id, running_sequences=self.count_running()
+                        )
                 except TrajectoryApiError as error:
                     if error.status not in UNKNOWN_ENV_STATUSES:
                         raise

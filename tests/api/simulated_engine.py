@@ -14,9 +14,9 @@ from dataclasses import dataclass, field
 from atroposlib.api.concurrency import (
     ConcurrencyRule,
     EngineReading,
+    divide_sequences,
     first_limit,
     next_limit,
-    running_share,
 )
 
 TOKENS_PER_STEP = 16
@@ -122,8 +122,9 @@ def serve(
     begun_at, generated, num_steps, sum_of_limits = 0.0, 0, 0, 0.0
     while engine.now < until_s:
         allowed = limit()
-        for owner, weight in enumerate(weights):
-            for _ in range(running_share(allowed, weight) - engine.load_of(owner)):
+        parts = divide_sequences(allowed, dict(enumerate(weights)), {})
+        for owner, part in parts.items():
+            for _ in range(part - engine.load_of(owner)):
                 length = max(16, min(4_000, int(rng.lognormvariate(6.1, 0.8))))
                 engine.add(Sequence(owner, length))
         engine.step()

@@ -13,9 +13,9 @@ from atroposlib.api.concurrency import (
     EngineLimit,
     EngineReading,
     decayed_limit,
+    divide_sequences,
     first_limit,
     next_limit,
-    running_share,
 )
 from tests.api.simulated_engine import SimulatedEngine, adaptive_limit, serve
 
@@ -134,11 +134,38 @@ def test_the_limit_stays_within_its_bounds(
 
 
 @pytest.mark.parametrize(
-    ("total", "weight", "expected"),
-    [(100, 0.75, 75), (100, 0.25, 25), (100, 1.5, 100), (100, 0.0, 1), (8, 0.01, 1)],
+    ("total", "weights", "demands", "expected"),
+    [
+        (100, {0: 0.75, 1: 0.25}, {}, {0: 75, 1: 25}),
+        (100, {0: 3.0, 1: 1.0}, {0: 90, 1: 90}, {0: 75, 1: 25}),
+        (100, {0: 0.75, 1: 0.25}, {0: 15}, {0: 15, 1: 85}),  # what 0 does not use
+        # 1 has its demand; 80 are left for 0 and 2, of which 2 demands less than its 40
+        (100, {0: 1.0, 1: 1.0, 2: 1.0}, {1: 20, 2: 30}, {0: 50, 1: 20, 2: 30}),
+        (100, {0: 0.75, 1: 0.25}, {0: 20, 1: 20}, {0: 20 + 45, 1: 20 + 15}),  # all can grow
+        (8, {0: 0.01, 1: 0.99}, {}, {0: 1, 1: 7}),
+        (8, {}, {}, {}),
+    ],
 )
-def test_running_share_table(total: int, weight: float, expected: int) -> None:
-    assert running_share(total, weight) == expected
+def test_divide_sequences_table(
+    total: int, weights: dict[int, float], demands: dict[int, float], expected: dict[int, int]
+) -> None:
+    assert divide_sequences(total, weights, demands) == expected
+
+
+@given(
+    st.integers(0, 100_000),
+    st.dictionaries(st.integers(0, 50), st.floats(0.01, 1.0), max_size=20),
+    st.dictionaries(st.integers(0, 50), st.floats(0, 1e6), max_size=20),
+)
+def test_divided_sequences_add_up_to_the_total(
+    total: int, weights: dict[int, float], demands: dict[int, float]
+) -> None:
+    parts = divide_sequences(total, weights, demands)
+
+    assert parts.keys() == weights.keys()
+    assert sum(parts.values()) <= total + len(parts)
+    if parts:
+        assert sum(parts.values()) >= total - len(parts)
 
 
 def fixed_throughput(num_sequences: int, cache_tokens: int) -> float:

@@ -173,3 +173,21 @@ def test_status_env_shares_the_engines_by_weight() -> None:
 
     assert shares == [96, 32]
     assert 'atropos_engine_max_sequences{engine="http://localhost:9"} 64.0' in text
+
+
+@pytest.mark.slow
+def test_status_env_gives_others_what_an_environment_does_not_use() -> None:
+    settings = ApiSettings(engines=("http://127.0.0.1:9", "http://localhost:9"))
+    with Service(settings) as service:
+        service.start()
+        service.register_env(weight=3.0, group_size=4)
+        service.register_env(weight=1.0, group_size=4)
+
+        idle = {"env_id": 0, "running_sequences": 16}
+        first = service.request("GET", "/status-env", json=idle).json()
+        other = service.status_env(1).json()
+        wrong = service.request("GET", "/status-env", json={**idle, "running_sequences": "many"})
+
+    assert first["max_running_sequences"] == 24  # a quarter and one group more than it runs
+    assert other["max_running_sequences"] == 128 - 24
+    assert wrong.status_code == 200
