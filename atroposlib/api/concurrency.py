@@ -194,8 +194,8 @@ def divide_sequences(
 ) -> dict[int, int]:
     """Divide the sequences of all engines by weight; what one does not use goes to the others.
 
-    Weighted max-min fairness: whoever demands less than its part gets its demand, and the rest is
-    divided again. If all demand less, the rest is divided too, so that each can grow.
+    Weighted max-min fairness: an environment that demands less than its part gets its demand, and
+    the rest is divided again. If all demand less, the rest is divided too, so that each can grow.
 
     Args:
         num_sequences: sum of the limits of all engines.
