@@ -5,7 +5,7 @@ The baseline is a naive loop; in `bounded`, it is the scheduler as it counts by 
 The inference server is simulated, with fixed slots and heavy-tailed latencies. The trainer takes
 batches at a fixed rate. All parts are separate processes that communicate over HTTP.
 
-Takes about nine minutes, a minute and a half per scenario.
+Takes about eleven minutes, a minute and a half per scenario.
 
 Usage: python benchmarks/scheduler.py [--scenario equal slower ...] [--seconds 15] [--json FILE]
 """
