@@ -1,9 +1,11 @@
-"""Measure the scheduler of an environment, and a naive loop as the baseline in the same run.
+"""Measure the scheduler of an environment, and a baseline in the same run.
+
+The baseline is a naive loop; in `bounded`, it is the scheduler as it counts by default.
 
 The inference server is simulated, with fixed slots and heavy-tailed latencies. The trainer takes
 batches at a fixed rate. All parts are separate processes that communicate over HTTP.
 
-Takes about nine minutes, a minute and a half per scenario.
+Takes about eleven minutes, a minute and a half per scenario.
 
 Usage: python benchmarks/scheduler.py [--scenario equal slower ...] [--seconds 15] [--json FILE]
 """
@@ -27,6 +29,7 @@ from scheduler_parts.word_tokenizer import write_tokenizer
 
 MIXED = Load(most_tokens=2_400)
 MANY = Load(slots=2_000, median_tokens=1_200, spread=0.3, most_tokens=2_000, tokens_per_s=100.0)
+FEW = Load(slots=64, spread=0.95)
 LONG = Load(slots=64, median_tokens=30_000, spread=0.1, most_tokens=32_768, tokens_per_s=4_096.0)
 
 SCENARIOS = {
@@ -37,6 +40,14 @@ SCENARIOS = {
     ),
     "ahead": Scenario(
         MIXED, trainer_pace=0.5, batch_size=32, max_batches_offpolicy=1_000, warm_up_s=8.0
+    ),
+    "bounded": Scenario(
+        FEW,
+        trainer_pace=1.5,
+        batch_size=64,
+        max_batches_offpolicy=3,
+        straggler_batches=1.0,
+        warm_up_s=20.0,
     ),
     "many": Scenario(
         MANY,
@@ -65,9 +76,10 @@ SCENARIOS = {
     ),
 }
 """Scenarios by name. In `equal`, the trainer is as fast as the engine. In `slower`, it is slower,
-and the off-policy bound limits generation to its rate; in `ahead`, the bound is not reached. `many`
-keeps 3,072 requests in flight. `sending` posts prepared groups of 8 x 32k tokens, and `long` also
-receives them from the engine as JSON."""
+and the off-policy bound limits generation to its rate; in `ahead`, the bound is not reached. In
+`bounded`, the trainer waits for the engine, and the bound counts what still runs instead of whole
+groups. `many` keeps 3,072 requests in flight. `sending` posts prepared groups of 8 x 32k tokens,
+and `long` also receives them from the engine as JSON."""
 
 
 class Figure(NamedTuple):
@@ -88,6 +100,9 @@ FIGURES = (
     Figure("generated tokens delivered", lambda _, o: o.delivered_share, "{:.2%}"),
     Figure("sequences trained on per second", lambda _, o: o.taken_per_s, "{:.1f}"),
     Figure("completions in flight, mean", lambda _, o: o.mean_in_flight, "{:,.0f}"),
+    Figure("tokens of aborted requests", lambda _, o: o.aborted_tokens, "{:,.0f}"),
+    Figure("staleness of groups, mean steps", lambda _, o: o.mean_staleness, "{:.2f}"),
+    Figure("  share within the off-policy bound", lambda _, o: o.share_within_bound, "{:.1%}"),
     Figure("loop stall p50", lambda _, o: o.stall_p50_ms, "{:.2f} ms"),
     Figure("loop stall p99", lambda _, o: o.stall_p99_ms, "{:.2f} ms"),
     Figure("loop stall max", lambda _, o: o.stall_max_ms, "{:.1f} ms"),
@@ -95,7 +110,7 @@ FIGURES = (
     Figure("loop stall p99 of an idle process", lambda _, o: o.idle_p99_ms, "{:.2f} ms"),
     Figure("environment CPU per delivered token", lambda _, o: o.cpu_us_per_token, "{:.2f} us"),
 )
-OF_THE_ENGINE = frozenset(figure.name for figure in FIGURES[:3]) | {FIGURES[4].name}
+OF_THE_ENGINE = frozenset(figure.name for figure in (*FIGURES[:3], *FIGURES[4:6]))
 """Figures that are undefined without an engine."""
 
 TARGETS: dict[tuple[str, str], tuple[str, Callable[[float], bool]]] = {
@@ -103,6 +118,9 @@ TARGETS: dict[tuple[str, str], tuple[str, Callable[[float], bool]]] = {
     ("slower", "  of what the trainer's pace allows"): (">= 95%", lambda v: v >= 0.95),
     ("ahead", "slots busy"): (">= 95%", lambda v: v >= 0.95),
     ("ahead", "generated tokens delivered"): (">= 99%", lambda v: v >= 0.99),
+    ("bounded", "slots busy"): (">= 95%", lambda v: v >= 0.95),
+    ("bounded", "tokens of aborted requests"): ("0", lambda v: v == 0),
+    ("bounded", "staleness of groups, mean steps"): ("<= 3", lambda v: v <= 3.0),
     ("equal", "generated tokens delivered"): (">= 99%", lambda v: v >= 0.99),
     ("slower", "generated tokens delivered"): (">= 99%", lambda v: v >= 0.99),
     ("many", "completions in flight, mean"): (">= 2,000", lambda v: v >= 2_000),
@@ -112,7 +130,7 @@ TARGETS: dict[tuple[str, str], tuple[str, Callable[[float], bool]]] = {
 
 
 def rows_of(
-    name: str, scenario: Scenario, ours: Outcome, naive: Outcome | None
+    name: str, scenario: Scenario, ours: Outcome, baseline: Outcome | None
 ) -> list[tuple[str, str, str, str, str, str]]:
     """Return the rows of one scenario: name, value, target, met, value of the baseline, ratio."""
     rows = []
@@ -123,10 +141,10 @@ def rows_of(
         target, is_met = TARGETS.get((name, figure.name), ("", None))
         met = "" if is_met is None else ("yes" if is_met(value) else "NO")
         other, ratio = "", ""
-        if naive is not None:
-            naive_value = figure.of(scenario, naive)
-            other = figure.form.format(naive_value)
-            ratio = f"{value / naive_value:.2f}" if naive_value else ""
+        if baseline is not None:
+            other_value = figure.of(scenario, baseline)
+            other = figure.form.format(other_value)
+            ratio = f"{value / other_value:.2f}" if other_value else ""
         rows.append((figure.name, figure.form.format(value), target, met, other, ratio))
     failures = dict(ours.failures)
     rows.append(("failures and drops", str(failures or "none"), "", "", "", ""))
@@ -143,7 +161,7 @@ def main() -> None:
     arguments = parser.parse_args()
 
     console = Console(width=150)
-    table = Table("scenario", "figure", "scheduler", "target", "met", "naive loop", "ratio")
+    table = Table("scenario", "figure", "scheduler", "target", "met", "baseline", "ratio")
     written: dict[str, dict[str, object]] = {}
     with tempfile.TemporaryDirectory() as folder:
         tokenizer = write_tokenizer(Path(folder))
@@ -151,17 +169,17 @@ def main() -> None:
             scenario = dataclasses.replace(SCENARIOS[name], window_s=arguments.seconds)
             console.print(f"running {name} ...", style="dim")
             ours = run_scenario(scenario, tokenizer)
-            naive = None
+            baseline = None
             if not arguments.without_naive:
-                naive = run_scenario(dataclasses.replace(scenario, kind="naive"), tokenizer)
-            for number, row in enumerate(rows_of(name, scenario, ours, naive)):
+                baseline = run_scenario(scenario.baseline, tokenizer)
+            for number, row in enumerate(rows_of(name, scenario, ours, baseline)):
                 table.add_row(name if number == 0 else "", *row)
                 console.print("  " + " | ".join(row), style="dim", highlight=False)
             table.add_section()
             written[name] = {
                 "scenario": dataclasses.asdict(scenario),
                 "scheduler": dataclasses.asdict(ours),
-                "naive": None if naive is None else dataclasses.asdict(naive),
+                "baseline": None if baseline is None else dataclasses.asdict(baseline),
             }
     console.print(table)
     if arguments.json:

@@ -183,9 +183,16 @@ class TrajectoryApiClient:
         """Return `current_step` and `queue_size` (groups)."""
         return dict(await self._get("/status"))
 
-    async def status_env(self, env_id: int) -> dict[str, Any]:
-        """Return the queue size in units of one environment; an unknown id raises status 404."""
-        body = plain({"env_id": env_id})
+    async def status_env(
+        self, env_id: int, *, running_sequences: int | None = None
+    ) -> dict[str, Any]:
+        """Return the queue size in units of one environment; an unknown id raises status 404.
+
+        `running_sequences` reports how many sequences the environment generates now, to a service
+        that shares engines.
+        """
+        report = {} if running_sequences is None else {"running_sequences": running_sequences}
+        body = plain({"env_id": env_id, **report})
         answer = await self._transport.send("GET", "/status-env", body, is_repeatable=True)
         return {**_STATUS_ENV_DEFAULTS, **answer}
 

@@ -147,6 +147,21 @@ def _read_env_id_laxly(request: Request, body: bytes) -> int:
     )
 
 
+class _RunningReport(msgspec.Struct):
+    running_sequences: Annotated[int, msgspec.Meta(ge=0, le=2**31)] | None = None
+
+
+_running_decoder = msgspec.json.Decoder(_RunningReport)
+
+
+def _read_running(body: bytes) -> int | None:
+    """Return the number of sequences that an environment reports, or None."""
+    try:
+        return _running_decoder.decode(body).running_sequences
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        return None
+
+
 async def run_of(request: Request) -> Run:
     """Return the run of the application; load it if that has not happened yet."""
     run: Run = request.app.state.run
@@ -545,20 +560,25 @@ _ENV_ID_DOCUMENTATION = _documented(
 async def get_status_env(request: Request) -> Response:
     """Return the step, the weight of one environment, and the queue size in units of its groups.
 
-    `groups_to_start` is how many groups it may have in progress, null without a limit. The id is in
-    the body (also of a GET) or a query parameter; 404 if unknown. This GET stores the largest group
-    that the environment has queued. `run_id` identifies the run; it changes when a trainer replaces
-    the settings, which `/register-env` returns.
+    `groups_to_start` is how many groups it may have in progress, null without a limit. If the
+    service shares engines, `max_running_sequences` is how many sequences the environment may
+    generate at once; `running_sequences` in the body reports how many it generates now. The id is
+    in the body (also of a GET) or a query parameter; 404 if unknown.
+    This GET stores the largest group that the environment has queued. `run_id` identifies the run;
+    it changes when a trainer replaces the settings, which `/register-env` returns.
     """
     run = await run_of(request)
     asked = await read_env_id(request)
-    view = await run.view_for(asked)
+    running = None if run.engine_shares is None else _read_running(await request.body())
+    view = await run.view_for(asked, running_sequences=running)
     if view is None:
         raise HTTPException(
             404, f"no environment is registered under id {asked}; register the environment again"
         )
     state = run.state
     answer = {**view._asdict(), "policy_version": state.policy_version, "run_id": state.run_id}
+    if view.max_running_sequences is None:
+        del answer["max_running_sequences"]  # a key that earlier services do not send
     return json_response(answer)
 
 

@@ -23,6 +23,7 @@ from typing import NamedTuple
 from uuid import uuid4
 
 from atroposlib.api import records
+from atroposlib.api.concurrency import divide_sequences
 from atroposlib.api.environments import EnvRecord, weight_share
 from atroposlib.api.journal import RunLog
 from atroposlib.api.queue import (
@@ -92,6 +93,8 @@ class EnvView(NamedTuple):
     env_weight: float
     groups_to_start: int | None = None
     """Groups of its size that it may have in progress; None without a limit."""
+    max_running_sequences: int | None = None
+    """Sequences that the engines may generate for it at once; None without engines to share."""
 
 
 def env_view(state: RunState, env: EnvRecord) -> EnvView:
@@ -303,6 +306,62 @@ class EnvLifecycle:
         return self._state.envs.find(env_id)
 
 
+_DEMAND_S = 30.0
+_DIVIDE_S = 0.5
+
+
+class EngineShares:
+    """Divides the sequences of the engines among the connected environments of a run.
+
+    An environment reports how many sequences it runs with its status requests; it may use a quarter
+    more and one group. Without a report in the last half minute it may use any number.
+
+    Args:
+        state: the run.
+        limit: returns the sequences of all engines.
+        clock: seconds.
+    """
+
+    def __init__(
+        self, state: RunState, limit: Callable[[], int], clock: Callable[[], float]
+    ) -> None:
+        self._state = state
+        self._limit = limit
+        self._clock = clock
+        self._running: dict[int, tuple[float, int]] = {}
+        """Environment id → time and number of its last report."""
+        self._parts: dict[int, int] = {}
+        self._divided_at = 0.0
+
+    def of(self, env_id: int, *, running_sequences: int | None = None) -> int:
+        """Return the part of one environment, which may report what it runs."""
+        now = self._clock()
+        if running_sequences is not None:
+            self._running[env_id] = (now, running_sequences)
+        if env_id not in self._parts or not 0 <= now - self._divided_at < _DIVIDE_S:
+            self._divide(now)
+        return self._parts.get(env_id, 1)
+
+    def _divide(self, now: float) -> None:
+        # O(environments), hence not at every request.
+        envs = {env.env_id: env for env in self._state.envs if env.is_connected}
+        total = self._state.envs.total_weight
+        self._running = {
+            env_id: report
+            for env_id, report in self._running.items()
+            if env_id in envs and now - report[0] < _DEMAND_S
+        }
+        self._parts = divide_sequences(
+            self._limit(),
+            {env_id: weight_share(env, total) for env_id, env in envs.items()},
+            {
+                env_id: 1.25 * number + max(envs[env_id].largest_group, 1)
+                for env_id, (_, number) in self._running.items()
+            },
+        )
+        self._divided_at = now
+
+
 _MAX_DIGEST = (1 << 64) - 1
 _RETRY_AFTER_BOUNDS_S = (1.0, 30.0)
 _RETRY_AFTER_S = 5.0
@@ -481,6 +540,8 @@ class Run:
         """Counters of this process, such as rejected requests; `state` has those of the run."""
         self.on_delivered: Callable[[DeliveredBatch], None] = lambda batch: None
         """Called with every batch that this process delivers; must not raise."""
+        self.engine_shares: EngineShares | None = None
+        """Parts of the engines; None: no limit."""
         self._clock = clock = clock or steady_clock()
         self._log = RunLog(store, self.state, on_applied=self._on_applied)
         self._envs = EnvLifecycle(self._log, clock)
@@ -615,8 +676,18 @@ class Run:
     async def disconnect_env(self, env_id: int) -> bool:
         return await self._envs.disconnect(env_id)
 
-    async def view_for(self, env_id: int) -> EnvView | None:
-        return await self._envs.view_for(env_id)
+    def share_engines(self, limit: Callable[[], int]) -> None:
+        """Divide sequences among environments from now on; `limit` returns their number."""
+        self.engine_shares = EngineShares(self.state, limit, self._clock)
+
+    async def view_for(
+        self, env_id: int, *, running_sequences: int | None = None
+    ) -> EnvView | None:
+        view = await self._envs.view_for(env_id)
+        if view is None or self.engine_shares is None:
+            return view
+        part = self.engine_shares.of(env_id, running_sequences=running_sequences)
+        return view._replace(max_running_sequences=part)
 
     async def admit(
         self, groups: Sequence[DecodedGroup], *, key: str | None = None, digest: int = 0

@@ -29,6 +29,8 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.responses import Response
 
 from atroposlib.api.auth import BearerAuthMiddleware, changes_on_get, read_token_file
+from atroposlib.api.concurrency import ConcurrencyRule
+from atroposlib.api.engines import EngineArbiter
 from atroposlib.api.environments import MIN_ENV_WEIGHT
 from atroposlib.api.inspection import (
     get_latest_example,
@@ -270,11 +272,15 @@ def create_app(settings: ApiSettings | None = None) -> FastAPI:
     limits = RunLimits(**{limit.name: getattr(settings, limit.name) for limit in fields(RunLimits)})
     run = Run(store, limits=limits, replica=replica)
     metrics = ServiceMetrics(run)
+    arbiter = _engine_arbiter(settings)
+    if arbiter is not None:
+        run.share_engines(lambda: arbiter.max_sequences)
+        metrics.registry.register(arbiter)
     run.on_delivered = metrics.observe_delivery
     store.observe = metrics.observe_store
     threads = ThreadPoolExecutor(_BODY_THREADS, thread_name_prefix="bodies")
     application = FastAPI(
-        title="AtroposLib API", lifespan=_lifespan_of(run, threads), responses=EVERYWHERE
+        title="AtroposLib API", lifespan=_lifespan_of(run, threads, arbiter), responses=EVERYWHERE
     )
     application.state = StateView(run)
     application.state.settings = settings
@@ -302,17 +308,27 @@ def create_app(settings: ApiSettings | None = None) -> FastAPI:
     return application
 
 
+def _engine_arbiter(settings: ApiSettings) -> EngineArbiter | None:
+    if not settings.engines:
+        return None
+    rule = ConcurrencyRule(ceiling=settings.max_engine_sequences, window_s=settings.engine_window_s)
+    return EngineArbiter(settings.engines, rule=rule, poll_s=settings.engine_poll_s)
+
+
 def _lifespan_of(
-    run: Run, threads: Executor
+    run: Run, threads: Executor, arbiter: EngineArbiter | None
 ) -> Callable[[FastAPI], AbstractAsyncContextManager[None]]:
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         await run.open()
-        ticking = asyncio.create_task(_tick(run))
+        tasks = [asyncio.create_task(_tick(run))]
+        if arbiter is not None:
+            tasks.append(asyncio.create_task(arbiter.run()))
         try:
             yield
         finally:
-            await end_task(ticking)
+            for task in tasks:
+                await end_task(task)
             await run.close()
             threads.shutdown(wait=False)
 

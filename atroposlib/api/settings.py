@@ -4,17 +4,37 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Annotated, Literal
+from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field
 
 from atroposlib.api.store.open import check_run_name, check_store_url
+from atroposlib.errors import ConfigError
+from atroposlib.utils.text import without_secrets
 from atroposlib.utils.web_pages import check_allowed_host
 
 _MIB = 1024 * 1024
+_MAX_URL_CHARACTERS = 2048
 
 
 def _check_run_name(name: str | None) -> str | None:
     return None if name is None else check_run_name(name)
+
+
+def _check_engine_url(url: str) -> str:
+    """Return the base URL of an engine, without a slash or `/v1` at its end."""
+    try:
+        parsed = urlsplit(url)
+        is_usable = parsed.scheme in ("http", "https") and bool(parsed.hostname)
+        is_usable = is_usable and parsed.port != 0 and not parsed.query and not parsed.fragment
+    except ValueError:
+        is_usable = False
+    if not is_usable or len(url) > _MAX_URL_CHARACTERS:
+        raise ConfigError(
+            f"engine {without_secrets(url)[:100]!r} is not the address of an inference server; "
+            "expected one such as http://node:9001"
+        )
+    return url.rstrip("/").removesuffix("/v1")
 
 
 class ApiSettings(BaseModel):
@@ -81,6 +101,28 @@ class ApiSettings(BaseModel):
         ge=0,
         description="Maximum staleness of a group when it is delivered, in trainer steps; limits "
         "how many groups environments may start. 0: no limit.",
+    )
+    engines: tuple[Annotated[str, AfterValidator(_check_engine_url)], ...] = Field(
+        default=(),
+        max_length=256,
+        description="Inference servers to share among environments, such as `http://node:9001`; "
+        "the service polls their metrics and limits how many sequences environments generate. "
+        "An empty list sets no limit.",
+    )
+    engine_poll_s: float = Field(
+        default=1.0, ge=0.1, le=60.0, description="Seconds between two polls of the engines."
+    )
+    engine_window_s: float = Field(
+        default=10.0,
+        ge=1.0,
+        le=3600.0,
+        description="Seconds of metrics of an engine on which each change of its limit is based.",
+    )
+    max_engine_sequences: int = Field(
+        default=4096,
+        ge=8,
+        le=1_000_000,
+        description="Maximum number of sequences that environments generate on one engine.",
     )
     env_expiry_s: float = Field(
         default=600.0,

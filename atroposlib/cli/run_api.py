@@ -50,6 +50,7 @@ _FLAG_NAMES = {
     "run_name": "--run",
     "cors_origins": "--cors-origin",
     "allowed_hosts": "--allowed-host",
+    "engines": "--engine",
 }
 
 

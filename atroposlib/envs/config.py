@@ -99,6 +99,13 @@ class BaseEnvConfig(BaseModel):
         3,
         description="Maximum number of batches ahead of the trainer; 0 or less removes the limit.",
     )
+    straggler_batches: float = Field(
+        0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="Number of batches that finished rollouts may occupy in addition to "
+        "max_batches_offpolicy while their groups wait for slower rollouts; 0 counts whole groups.",
+    )
     tokenizer_name: str = Field(
         "NousResearch/DeepHermes-3-Llama-3-3B-Preview",
         description="Hugging Face name or local path of the tokenizer.",

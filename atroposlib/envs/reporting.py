@@ -52,6 +52,7 @@ from atroposlib.utils.text import near_name
 from atroposlib.utils.writable import unwritable
 
 __all__ = [
+    "LengthBias",
     "PartSums",
     "Reporter",
     "Reward",
@@ -183,6 +184,49 @@ class PartSums:
 
     def means(self, area: str) -> dict[str, float]:
         return {f"{area}/reward/{name}": total / n for name, (total, n) in self._sums.items()}
+
+
+class LengthBias:
+    """Mean lengths of kept and of dropped rollouts, in tokens and in seconds.
+
+    If dropped rollouts are longer than kept ones, training sees too few long answers. Tokens are
+    those of groups, by whether they were sent. Seconds are those of rollouts, by whether their
+    result was used: the tokens of a cancelled rollout are unknown.
+    """
+
+    def __init__(self) -> None:
+        self._tokens: dict[str, tuple[float, int]] = {}
+        self._seconds: dict[str, tuple[float, int]] = {}
+
+    def add_group(self, lengths: Sequence[int], *, reason: str | None) -> None:
+        """Add [G] numbers of trained tokens and the reason why the group was dropped, if it was."""
+        for name in ["kept"] if reason is None else ["dropped", f"dropped_{reason}"]:
+            _add_to_sum(self._tokens, name, lengths)
+
+    def add_durations(self, used: Sequence[float], lost: Sequence[float]) -> None:
+        """Add the seconds of rollouts whose results are used, and of those that were lost."""
+        _add_to_sum(self._seconds, "used", used)
+        _add_to_sum(self._seconds, "lost", lost)
+
+    def metrics(self) -> dict[str, float]:
+        found = {f"lengths/{name}_mean_tokens": t / n for name, (t, n) in self._tokens.items()}
+        found |= {f"lengths/{name}_mean_s": t / n for name, (t, n) in self._seconds.items()}
+        for unit, dropped, kept in (("tokens", "dropped", "kept"), ("s", "lost", "used")):
+            above = found.get(f"lengths/{dropped}_mean_{unit}")
+            below = found.get(f"lengths/{kept}_mean_{unit}")
+            if above is not None and below:
+                found[f"lengths/{dropped}_to_{kept}_ratio"] = above / below
+        return found
+
+    def clear(self) -> None:
+        self._tokens.clear()
+        self._seconds.clear()
+
+
+def _add_to_sum(sums: dict[str, tuple[float, int]], name: str, values: Sequence[float]) -> None:
+    if values:
+        total, count = sums.get(name, (0.0, 0))
+        sums[name] = total + sum(values), count + len(values)
 
 
 COUNT_NAMES = {
@@ -479,6 +523,7 @@ class Reporter:
         straggler_counts: Rollouts that took too long, by outcome; `stragglers/retried`,
             `stragglers/left_out`, `stragglers/given_up`.
         reward_parts_since_log: Means of the `reward_parts` of groups; `train/reward/<part>`.
+        length_bias: Lengths of kept and dropped rollouts since the last log; `lengths/...`.
         settings_yaml: Effective settings, to be written next to the metrics; None once written.
     """
 
@@ -498,6 +543,7 @@ class Reporter:
         self.note_counts: Counter[str] = Counter()
         self.completion_lengths: list[int] = []
         self.reward_parts_since_log = PartSums()
+        self.length_bias = LengthBias()
         self.rollouts_for_wandb: list[Any] = []
         self.task_duration: list[float] = []
         self.succeeded_task_duration: list[float] = []
@@ -565,6 +611,8 @@ class Reporter:
         metrics.update({f"failures/{name}": n for name, n in self.failure_counts.items()})
         metrics.update({f"groups/{note}": n for note, n in self.note_counts.items()})
         metrics.update({f"stragglers/{name}": n for name, n in self.straggler_counts.items()})
+        metrics.update(self.length_bias.metrics())
+        self.length_bias.clear()
         metrics.update(_score_pool_metrics(env._opened_score_pool()))
         self.rollouts_for_wandb = []
         self.completion_lengths = []

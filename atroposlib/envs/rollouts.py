@@ -12,6 +12,9 @@ happens to rollouts that exceed their time limit:
 Invariant: when the outcome of a group is known, or the group is cancelled, all its tasks have
 ended; the log names a task that ignores its cancellation.
 
+`UnfinishedGroups` counts the finished rollouts of groups that wait for slower ones, so that others
+can start in their place.
+
 `assemble_group` merges trajectories into one group. Other results are returned as a list that
 the environment scores later; a result of None means that there is no group.
 
@@ -31,9 +34,19 @@ import asyncio
 import logging
 import math
 import threading
+import time
 from collections import Counter
-from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping, Sequence
-from contextlib import suppress
+from collections.abc import (
+    Awaitable,
+    Callable,
+    Iterable,
+    Iterator,
+    Mapping,
+    MutableMapping,
+    Sequence,
+)
+from contextlib import contextmanager, suppress
+from contextvars import ContextVar
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TextIO
@@ -61,6 +74,7 @@ __all__ = [
     "GroupWriter",
     "StragglerError",
     "StragglerRule",
+    "UnfinishedGroups",
     "Vocabulary",
     "annotate_groups",
     "as_pair",
@@ -219,6 +233,78 @@ async def _end(rollouts: Iterable[asyncio.Future[Any]]) -> None:
         logger.error("a rollout ignores its cancellation: %s", rollout)
 
 
+class UnfinishedGroups:
+    """The finished rollouts of groups that wait for slower ones.
+
+    Only groups made by `gather_rollouts` in the context of `counting` are counted. One request for
+    all completions of a group finishes as a whole.
+
+    Args:
+        on_finished: called when a rollout has finished, before its group.
+        add_durations: called once per group with the seconds of its rollouts, first of those whose
+            results are used, then of those that were lost.
+        now: clock, seconds.
+
+    Attributes:
+        num_finished: number of such rollouts now.
+    """
+
+    def __init__(
+        self,
+        *,
+        on_finished: Callable[[], None] = lambda: None,
+        add_durations: Callable[[Sequence[float], Sequence[float]], None] = lambda *_: None,
+        now: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.num_finished = 0
+        self._on_finished = on_finished
+        self._add_durations = add_durations
+        self._now = now
+
+    @contextmanager
+    def counting(self) -> Iterator[None]:
+        """Count the groups that are made in this context and in tasks started in it."""
+        token = _COUNTING.set(self)
+        try:
+            yield
+        finally:
+            _COUNTING.reset(token)
+
+    async def track(
+        self,
+        start: Callable[[], Awaitable[Any]],
+        run: Callable[[Callable[[], Awaitable[Any]]], Awaitable[list[Any]]],
+    ) -> list[Any]:
+        """Await `run(start)`, the rollouts of one group, and count those that finish."""
+        finished: list[float] = []
+        lost: list[float] = []
+        is_over = False
+
+        async def counted() -> Any:
+            began_at, ended = self._now(), lost
+            try:
+                result = await start()
+                ended = finished
+                return result
+            finally:
+                if not is_over:  # else it has ignored its cancellation
+                    ended.append(self._now() - began_at)
+                    self.num_finished += ended is finished
+                    self._on_finished()
+
+        is_used = False
+        try:
+            outcomes = await run(counted)
+            is_used = not any(isinstance(outcome, BaseException) for outcome in outcomes)
+            return outcomes
+        finally:
+            is_over = True
+            self.num_finished -= len(finished)
+            self._add_durations(*((finished, lost) if is_used else ((), (*finished, *lost))))
+
+
+_COUNTING: ContextVar[UnfinishedGroups] = ContextVar("unfinished_groups")
+
 MAX_CHARACTERS = 500
 REQUIRED = tuple(field.name for field in GROUP_FIELDS if field.required)
 
@@ -247,8 +333,10 @@ async def gather_rollouts(
         StragglerError: the group was dropped because of its stragglers.
         Exception: the first exception of a rollout; the log counts further ones.
     """
-    outcomes = await run_group(
-        lambda: collect(item), group_size=group_size, rule=rule, count=count_straggler
+    unfinished = _COUNTING.get(None) or UnfinishedGroups()
+    outcomes = await unfinished.track(
+        lambda: collect(item),
+        lambda start: run_group(start, group_size=group_size, rule=rule, count=count_straggler),
     )
     errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
     if len(errors) > 1:
@@ -642,6 +730,8 @@ class GroupDelivery:
             if self._vocabulary is None or self._vocabulary.tokenizer is not self._env.tokenizer:
                 self._vocabulary = Vocabulary(self._env.tokenizer)
             admission = await self._side_thread.run(self._vocabulary.check, group["tokens"])
+        if lengths:
+            self._reporter.length_bias.add_group(lengths, reason=admission.reason)
         if not admission.is_accepted:
             self._drop_group(admission)
             return False

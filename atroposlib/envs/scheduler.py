@@ -40,7 +40,12 @@ from typing import Any, Protocol
 
 from atroposlib.envs.config import BaseEnvConfig, EvalHandlingEnum, StragglerPolicyEnum
 from atroposlib.envs.reporting import Reporter
-from atroposlib.envs.rollouts import GroupDelivery, annotate_groups, as_pair
+from atroposlib.envs.rollouts import (
+    GroupDelivery,
+    UnfinishedGroups,
+    annotate_groups,
+    as_pair,
+)
 from atroposlib.envs.run_snapshot import RepeatedErrors
 from atroposlib.envs.server_handling.server_baseline import sampled_versions
 from atroposlib.envs.server_handling.server_manager import ServerManager
@@ -464,6 +469,10 @@ class ServingLoop:
         self._delivery = delivery
         self._scheduler = scheduler
         self._evaluations = evaluations
+        self._unfinished = UnfinishedGroups(
+            on_finished=scheduler.wake, add_durations=reporter.length_bias.add_durations
+        )
+        registration.count_running = self._num_running_sequences
         self._failures_in_a_row = 0
         self._failures_logged = 0
         self._num_evaluations_logged = 0
@@ -646,6 +655,10 @@ class ServingLoop:
             retries=self._env.config.straggler_retries if is_retrying else 0,
         )
 
+    def _num_running_sequences(self) -> int:
+        num_started = len(self._scheduler.running_items) * self._env.config.group_size
+        return max(0, num_started - self._unfinished.num_finished)
+
     def _worker_limit(self) -> int:
         if self._registration.are_starts_held_back:
             return 0
@@ -659,6 +672,7 @@ class ServingLoop:
             self._registration.queue_status(),
             self._registration.capacity_limits(),
             evaluation_ratio=ratio,
+            finished_sequences=self._unfinished.num_finished,
         )
 
     async def roll_out(self, item_uuid: str) -> Any:
@@ -668,7 +682,7 @@ class ServingLoop:
             return None
         policy_version = (self._registration.status_dict or {}).get("policy_version")
         first_step = self._registration.curr_step
-        with sampled_versions() as sampled:
+        with sampled_versions() as sampled, self._unfinished.counting():
             scored = await self._collect_scored_groups(record["item"])
         if sampled.oldest is not None:
             policy_version = sampled.oldest

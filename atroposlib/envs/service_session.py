@@ -18,9 +18,21 @@ ends the wait for an engine that does not return.
 `worker_limit` computes how many rollouts may run. The letters of the formulas are
 
     B = batch_size, K = max_batches_offpolicy, G = group_size, M = largest group in the queue,
-    a = min_batch_allocation, q = own groups in the queue.
+    a = min_batch_allocation, q = own groups in the queue, S = straggler_batches,
+    F = finished rollouts whose groups wait for slower ones.
 
 Counts are groups unless the name says sequences; one worker makes one group.
+
+Two counts bound how old a group is when it is trained:
+
+    running + queued sequences              <= K * B         F is not counted
+    started, untrained sequences, F too     <= (K + S) * B   at every start of a group
+
+So a group waits in the queue for at most K + S - 1 steps after its last token. Over a run, the mean
+number of steps between the start of a group and its batch is at most K + S - 1 too (Little's law:
+in each step one batch leaves what at most K + S batches share). For a single group there is no such
+bound: a rollout that takes ten steps is ten steps old. `worker_timeout`, `straggler_timeout_s` and
+the trainer's `max_token_staleness` bound that.
 """
 
 from __future__ import annotations
@@ -86,6 +98,8 @@ class QueueStatus:
     """Share of a batch that no environment has reserved, 0 to 1."""
     groups_to_start: int | None = None
     """Maximum number of groups in the making, including running ones; None: no limit."""
+    max_running_sequences: int | None = None
+    """Maximum number of sequences that the engines generate for it; None: no limit."""
 
     @classmethod
     def from_reply(cls, reply: Mapping[str, Any], *, unreported_groups: int = 0) -> QueueStatus:
@@ -103,6 +117,7 @@ class QueueStatus:
             max_group_size=int(reply.get("max_group_size", 1)),
             unallocated_fraction=float(reply.get("unallocated_fraction", 1.0)),
             groups_to_start=reply.get("groups_to_start"),
+            max_running_sequences=reply.get("max_running_sequences"),
         )
         if status.groups_to_start is not None:
             left = max(0, int(status.groups_to_start) - unreported_groups)
@@ -130,6 +145,8 @@ class CapacityLimits:
     """Trainer steps of the run; negative when unknown."""
     min_batch_allocation: float | None = None
     """Share of each batch reserved for this environment; None reserves nothing."""
+    straggler_batches: float = 0.0
+    """Batches of finished rollouts of unfinished groups, in addition to max_batches_offpolicy."""
 
 
 def crossed_boundary(*, old_step: int, new_step: int, interval: int) -> int | None:
@@ -217,7 +234,11 @@ def own_share_groups(status: QueueStatus, limits: CapacityLimits) -> int:
 
 
 def worker_limit(
-    status: QueueStatus, limits: CapacityLimits, *, evaluation_ratio: float = 1.0
+    status: QueueStatus,
+    limits: CapacityLimits,
+    *,
+    evaluation_ratio: float = 1.0,
+    finished_sequences: int = 0,
 ) -> int:
     """Return the maximum number of workers; running ones above it continue.
 
@@ -225,14 +246,18 @@ def worker_limit(
         status: latest state of the queue.
         limits: the environment's settings.
         evaluation_ratio: share of the workers that a running evaluation allows, 0 to 1.
+        finished_sequences: finished rollouts of groups that wait for slower rollouts.
 
     Returns:
         The number that keeps queue and running rollouts within K derived batches, or more to fill a
-        reserved share; at most `int(max_workers * evaluation_ratio)` and the service's limit.
+        reserved share; at most `int(max_workers * evaluation_ratio)` and the service's limits.
     """
     most = int(limits.max_workers * evaluation_ratio)
     if status.groups_to_start is not None:
         most = min(most, status.groups_to_start)
+    if status.max_running_sequences is not None:
+        num_occupied = status.max_running_sequences + finished_sequences
+        most = min(most, max(1, num_occupied // limits.group_size))
     share = derived_batch_size(
         batch_size=limits.batch_size,
         unallocated_fraction=status.unallocated_fraction,
@@ -242,7 +267,9 @@ def worker_limit(
         return 0
     if limits.max_batches_offpolicy <= 0:
         return max(0, most)
-    allowed = limits.max_batches_offpolicy * share // limits.group_size - status.queue_groups
+    bound = limits.max_batches_offpolicy * share
+    uncounted = min(finished_sequences, int(limits.straggler_batches * share))
+    allowed = (bound + uncounted) // limits.group_size - status.queue_groups
     allowed = max(allowed, own_share_groups(status, limits))
     return max(0, min(most, allowed))
 
@@ -305,6 +332,7 @@ class EnvSession:
         self.num_groups_sent = 0
         self._retry_s = retry_s
         self._run_id: str | None = None
+        self._is_sharing_engines = False
         self._num_registrations = 0
         self._outages_at_confirmation = 0
         self._clock = clock
@@ -450,14 +478,20 @@ class EnvSession:
             logger.info("the service has this group already; it is not sent again")
         self.num_groups_sent += len(groups) if isinstance(groups, list) else 1
 
-    async def status(self, env_id: int) -> dict[str, Any]:
+    async def status(self, env_id: int, *, running_sequences: int | None = None) -> dict[str, Any]:
         """Return the queue's status for this environment.
+
+        `running_sequences` is sent to services that share engines, by their last reply.
 
         Raises:
             TrajectoryApiError: with status 404, if the id is unknown or belongs to another run.
         """
         run_id = self._run_id
-        status = await self.client.status_env(env_id)
+        if self._is_sharing_engines and running_sequences is not None:
+            status = await self.client.status_env(env_id, running_sequences=running_sequences)
+        else:
+            status = await self.client.status_env(env_id)
+        self._is_sharing_engines = "max_running_sequences" in status
         if run_id is not None and status.get("run_id", run_id) != run_id:
             raise TrajectoryApiError(
                 f"environment id {env_id} is of another run than the one served now: a trainer "
@@ -525,6 +559,7 @@ class EnvRegistration:
         trainer_steps: Number of steps that the trainer registered, -1 when unknown.
         max_token_len: Token limit of the trainer, -1 when unknown.
         max_num_workers: Maximum number of concurrent rollouts.
+        count_running: Returns the number of sequences that run now, or None if it is unknown.
         checkpoint_interval: Trainer steps between two checkpoints.
     """
 
@@ -547,6 +582,7 @@ class EnvRegistration:
         self._token = token
         self._asked_steps = env.config.total_steps
         self._groups_in_status = 0
+        self.count_running: Callable[[], int | None] = lambda: None
         self.max_num_workers = self._most_workers()
 
     def open_session(self) -> EnvSession:
@@ -664,7 +700,9 @@ class EnvRegistration:
                 groups_in_status = session.num_groups_sent
                 try:
                     if session.env_id is not None:
-                        return await session.status(session.env_id)
+                        return await session.status(
+                            session.env_id, running_sequences=self.count_running()
+                        )
                 except TrajectoryApiError as error:
                     if error.status not in UNKNOWN_ENV_STATUSES:
                         raise
@@ -703,7 +741,10 @@ class EnvRegistration:
         """Return the latest status, plus the groups sent since."""
         reply = self.status_dict or {"current_step": self.curr_step, "queue_size": 0}
         unreported = self.session().num_groups_sent - self._groups_in_status
-        return QueueStatus.from_reply(reply, unreported_groups=unreported)
+        status = QueueStatus.from_reply(reply, unreported_groups=unreported)
+        if self._env.config.inference_weight < 0:  # excluded from the sharing of engines
+            return replace(status, max_running_sequences=None)
+        return status
 
     def capacity_limits(self) -> CapacityLimits:
         return CapacityLimits(
@@ -713,6 +754,7 @@ class EnvRegistration:
             max_workers=self.max_num_workers,
             total_steps=self._env.config.total_steps,
             min_batch_allocation=self._env.config.min_batch_allocation,
+            straggler_batches=self._env.config.straggler_batches,
         )
 
     @property

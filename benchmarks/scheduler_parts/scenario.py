@@ -10,10 +10,12 @@ import sys
 import tempfile
 import threading
 import time
+from collections import Counter
 from pathlib import Path
 from typing import Any, Literal
 
 import httpx
+from prometheus_client.parser import text_string_to_metric_families
 
 from atroposlib.wire import MEDIA_TYPES
 from scheduler_parts.inference_server import Load
@@ -25,7 +27,7 @@ from service_parts.workload import register_trainer
 __all__ = ["Outcome", "Scenario", "run_scenario"]
 
 _HERE = Path(__file__).parent
-_START_S = 60.0
+_START_S = 180.0
 _STALLS = ("stall_p50_ms", "stall_p99_ms", "stall_max_ms", "own_stall_p99_ms")
 
 
@@ -41,6 +43,8 @@ class Scenario:
     batch_size: int = 128
     """Sequences per batch."""
     max_batches_offpolicy: int = 12
+    straggler_batches: float = 0.0
+    """Setting of the environment; above 0, the baseline has 0 here, not another loop."""
     max_workers: int = 128
     """Groups rolled out at once."""
     warm_up_s: float = 10.0
@@ -56,6 +60,13 @@ class Scenario:
         """Fraction of the slots that can stay busy, limited by the rate of the trainer."""
         return min(1.0, self.trainer_pace)
 
+    @property
+    def baseline(self) -> Scenario:
+        """The run to compare with."""
+        if self.straggler_batches:
+            return dataclasses.replace(self, straggler_batches=0.0)
+        return dataclasses.replace(self, kind="naive")
+
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
@@ -68,6 +79,12 @@ class Outcome:
     taken_per_s: float
     """Sequences the trainer received per second of the window."""
     mean_in_flight: float
+    aborted_tokens: float
+    """Generated tokens of requests that were cancelled in the window."""
+    mean_staleness: float
+    """Trainer steps from the start of a group to its batch, mean over the groups of the window."""
+    share_within_bound: float
+    """Fraction of these groups that were at most `max_batches_offpolicy` steps old."""
     cpu_us_per_token: float
     """Processor time of the environment per token delivered in the window, in microseconds."""
     sent_tokens: int
@@ -83,7 +100,10 @@ class Outcome:
 
 
 class PacedTrainer(threading.Thread):
-    """Takes batches at a fixed rate; a late batch is taken as soon as it is available."""
+    """Takes batches at a fixed rate; a late batch is taken as soon as it is available.
+
+    Reports the number of its batches as the policy version.
+    """
 
     def __init__(self, url: str, *, batch_size: int, sequences_per_s: float) -> None:
         super().__init__(daemon=True)
@@ -103,6 +123,8 @@ class PacedTrainer(threading.Thread):
                     num_bytes = sum(len(piece) for piece in answer.iter_raw())
                 if num_bytes > 200:
                     self.num_sequences += self._batch_size
+                    version = self.num_sequences // self._batch_size
+                    client.post(f"{self._url}/policy", json={"version": version})
                     due = max(due + self._period_s, time.monotonic() - self._period_s)
 
     def stop(self) -> None:
@@ -136,14 +158,18 @@ def run_scenario(scenario: Scenario, tokenizer: Path) -> Outcome:
             cwd=folder,
         )
         try:
-            return _measure(scenario, environment, trainer, engine.url)
+            return _measure(scenario, environment, trainer, engine.url, service.url)
         finally:
             environment.kill()
             environment.wait()
 
 
 def _measure(
-    scenario: Scenario, environment: Any, trainer: PacedTrainer, inference_url: str
+    scenario: Scenario,
+    environment: Any,
+    trainer: PacedTrainer,
+    inference_url: str,
+    service_url: str,
 ) -> Outcome:
     deadline = time.monotonic() + _START_S
     environment.stdout.readline()
@@ -156,12 +182,14 @@ def _measure(
     environment.send_signal(signal.SIGUSR1)
     idle_loop = IdleLoop()
     before, taken = _figures(inference_url), trainer.num_sequences
+    ages_before = _ages(service_url)
     in_flight = []
     until = time.monotonic() + scenario.window_s
     while time.monotonic() < until:
         time.sleep(min(0.5, max(0.0, until - time.monotonic())))
         in_flight.append(_figures(inference_url)["in_flight"])
     after, taken = _figures(inference_url), trainer.num_sequences - taken
+    ages = _ages(service_url) - ages_before
     environment.send_signal(signal.SIGUSR2)
     time.sleep(0.2)
     environment.send_signal(signal.SIGTERM)
@@ -178,6 +206,9 @@ def _measure(
         / max(1, total["finished_tokens"] + total["wasted_tokens"]),
         taken_per_s=taken / elapsed,
         mean_in_flight=sum(in_flight) / len(in_flight),
+        aborted_tokens=after["wasted_tokens"] - before["wasted_tokens"],
+        mean_staleness=ages["sum"] / max(1, ages["count"]),
+        share_within_bound=ages[f"{scenario.max_batches_offpolicy}.0"] / max(1, ages["count"]),
         cpu_us_per_token=1e6 * own["cpu_s"] / max(1, own["sent_tokens"]),
         sent_tokens=own["sent_tokens"],
         **{name: own[name] for name in _STALLS},
@@ -193,6 +224,7 @@ def _settings(
         "group_size": scenario.group_size,
         "max_num_workers": scenario.max_workers,
         "max_batches_offpolicy": scenario.max_batches_offpolicy,
+        "straggler_batches": scenario.straggler_batches,
         "tokenizer_name": str(tokenizer),
         "use_wandb": False,
         "rollout_server_url": service_url,
@@ -216,3 +248,13 @@ def _settings(
 def _figures(url: str) -> dict[str, float]:
     figures: dict[str, float] = httpx.get(url + "/figures", timeout=30).json()
     return figures
+
+
+def _ages(url: str) -> Counter[str]:
+    """Return the service's histogram of staleness: groups up to each bound, `sum` and `count`."""
+    name = "atropos_handed_out_staleness_steps"
+    families = text_string_to_metric_families(httpx.get(url + "/metrics", timeout=30).text)
+    samples = [s for family in families if family.name == name for s in family.samples]
+    return Counter(
+        {s.labels.get("le", s.name.removeprefix(f"{name}_")): int(s.value) for s in samples}
+    )

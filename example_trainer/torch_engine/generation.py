@@ -148,6 +148,10 @@ class EngineCounts(NamedTuple):
     waiting: int
     prompt_tokens: int
     generated_tokens: int
+    cache_use: float
+    """Part of `max_cache_tokens` that is reserved, 0 to 1."""
+    preemptions: int
+    """Sequences returned to the queue because the caches were full."""
 
 
 class _Start(NamedTuple):
@@ -189,6 +193,7 @@ class TorchEngine:
         """Pauses that wait for running requests."""
         self._num_prompt_tokens = 0
         self._num_generated_tokens = 0
+        self._num_preemptions = 0
         self._commands: deque[Callable[[], None]] = deque()
         self._is_closed = False
         self._wake = threading.Condition()
@@ -211,6 +216,8 @@ class TorchEngine:
             len(self._waiting) + sum(job.num_open for job in self._held),
             self._num_prompt_tokens,
             self._num_generated_tokens,
+            self._cache.num_slots * self._cache.length / self.limits.max_cache_tokens,
+            self._num_preemptions,
         )
 
     def submit(self, job: Job) -> None:
@@ -421,6 +428,7 @@ class TorchEngine:
                 self._cache.reserve(len(self._running), length)
                 return
             self._waiting.appendleft(self._running.pop())
+            self._num_preemptions += 1
 
     def _fits(self, num_slots: int, length: int) -> bool:
         return self._cache.padded_size(num_slots, length) <= self.limits.max_cache_tokens

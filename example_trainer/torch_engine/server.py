@@ -454,6 +454,8 @@ class FactRoutes:
         for name, kind, value in (
             ("num_requests_running", "gauge", counts.running),
             ("num_requests_waiting", "gauge", counts.waiting),
+            ("kv_cache_usage_perc", "gauge", min(1.0, counts.cache_use)),
+            ("num_preemptions_total", "counter", counts.preemptions),
             ("prompt_tokens_total", "counter", counts.prompt_tokens),
             ("generation_tokens_total", "counter", counts.generated_tokens),
         ):

@@ -32,6 +32,7 @@ FORBIDDEN = [
 
 # pure rules: no network, disk, clock, environment variables or randomness
 PURE_RULES = [
+    "atroposlib.api.concurrency",
     "atroposlib.api.queue",
     "atroposlib.envs.settings",
     "atroposlib.envs.server_handling.turn_recording",

@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
+import httpx
 import pytest
 
+from atroposlib.api.concurrency import ConcurrencyRule
+from atroposlib.api.engines import EngineArbiter, read_metrics
 from atroposlib.envs.server_handling.config import APIServerConfig
 from atroposlib.envs.server_handling.managed_server import SequenceNode
 from atroposlib.envs.server_handling.server_manager import ServerManager
@@ -203,3 +206,18 @@ async def test_chat_and_text_routes_answer_through_the_openai_client(
 
     assert [choice.index for choice in chat.choices] == [0, 1]
     assert [choice.index for choice in text.choices] == [0, 1]
+
+
+async def test_engine_reports_the_metrics_that_the_service_reads(
+    vllm_engine: EngineWithModel,
+) -> None:
+    url = vllm_engine.base_url.removesuffix("/v1")
+    arbiter = EngineArbiter([url], rule=ConcurrencyRule())
+    async with httpx.AsyncClient(timeout=60.0) as client:
+        await arbiter.poll(client)
+        reading = read_metrics((await client.get(f"{url}/metrics")).text)
+
+    assert reading.cache_use is not None
+    assert reading.preemptions is not None
+    assert 0.0 <= reading.cache_use <= 1.0
+    assert {sample.value for metric in arbiter.collect() for sample in metric.samples} >= {1.0, 64}

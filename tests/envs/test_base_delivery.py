@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from atroposlib.envs.reporting import LengthBias
 from atroposlib.errors import TrajectoryApiError
 from tests.envs.small_environment import SmallEnv
 
@@ -244,3 +245,39 @@ class _MeteredServer:
 
 def _lines(env: Any) -> list[dict[str, Any]]:
     return [json.loads(line) for line in env.jsonl_writer.path.read_text().splitlines()]
+
+
+async def test_lengths_of_kept_and_dropped_groups_are_logged_once(env: Any) -> None:
+    logged: list[dict[str, Any]] = []
+    env.run_log.log = lambda metrics, step: logged.append(metrics)
+    env.max_token_len = 4
+    long = {"tokens": [[65] * 9, [65] * 3], "masks": [[65] * 9, [65] * 3]}
+
+    await env.handle_send_to_api(group())  # 1 and 2 trained tokens
+    await env.handle_send_to_api(group(**long))  # 9 and 3, and 9 is too long
+    await env.handle_send_to_api(group(scores=[0.0, 0.0]))  # 1 and 2 again
+    await env.wandb_log({})
+    await env.wandb_log({})
+
+    found = {name: value for name, value in logged[0].items() if name.startswith("lengths/")}
+    assert found == {
+        "lengths/kept_mean_tokens": 1.5,
+        "lengths/dropped_mean_tokens": 3.75,
+        "lengths/dropped_too_long_mean_tokens": 6.0,
+        "lengths/dropped_scores_equal_mean_tokens": 1.5,
+        "lengths/dropped_to_kept_ratio": 2.5,
+    }
+    assert not any(name.startswith("lengths/") for name in logged[1])
+
+
+def test_length_bias_in_seconds_compares_lost_with_used_rollouts() -> None:
+    bias = LengthBias()
+
+    bias.add_durations([1.0, 3.0], [])
+    bias.add_durations([], [8.0])
+
+    assert bias.metrics() == {
+        "lengths/used_mean_s": 2.0,
+        "lengths/lost_mean_s": 8.0,
+        "lengths/lost_to_used_ratio": 4.0,
+    }

@@ -178,6 +178,7 @@ STEPS: tuple[Step, ...] = (
     Run("docs/service.md", "curl -s 'localhost:8000/groups", before=QUEUED, shows=('"tokens"',)),
     Run("docs/service.md", "redis-server --appendonly", until=("(?s)8001 .*8002 |8002 .*8001 ",)),
     Run("docs/service.md", "sqlite3 /var/lib/atropos", before="mkdir -p /backup"),
+    Run("docs/sharing_engines.md", "run-api --engine http://node1:9001", until=("8000",)),
     NotRun("docs/service.md", "[Unit]", "a unit file of systemd; a test reads its flags"),
     NotRun(
         "docs/service.md", "#!/bin/bash", "a Slurm job; tests/trainer/test_slurm_job.py runs one"

@@ -149,6 +149,7 @@ def test_more_requests_than_slots_and_cache_are_all_answered(
     with serve_locally(model_folder, max_num_seqs=3, kv_cache_memory_bytes=2**19) as local:
         assert local.engine.limits.max_cache_tokens < 3 * 256
         answer = local.complete(random_prompts(12), max_tokens=100, ignore_eos=True)
+        assert local.engine.counts().preemptions > 0
 
     for choice in answer["choices"]:
         assert len(choice["token_ids"]) == 100

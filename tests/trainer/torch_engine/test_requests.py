@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 
+from atroposlib.api.concurrency import EngineReading
+from atroposlib.api.engines import read_metrics
 from example_trainer.torch_engine.protocol import MAX_COMPLETIONS
 from tests.end_to_end.conftest import MAX_MODEL_LEN
 from tests.trainer.torch_engine.conftest import LocalEngine
@@ -231,7 +233,9 @@ def test_facts_of_the_engine(torch_engine: LocalEngine) -> None:
     assert info["vllm_config"]["model_config"]["logprobs_mode"] == "raw_logprobs"
     assert info["torch_engine"]["takes_weight_version"] is True
     assert get("/version").json()["version"]
-    assert 'vllm:num_requests_running{model_name="tiny"} 0' in get("/metrics").text
+    metrics = get("/metrics").text
+    assert 'vllm:num_requests_running{model_name="tiny"} 0' in metrics
+    assert read_metrics(metrics)._replace(cache_use=0.0) == EngineReading(0.0, 0.0, 0.0, 0.0)
 
 
 @pytest.mark.parametrize(
