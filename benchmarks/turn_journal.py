@@ -6,7 +6,8 @@ Conversations on a stand-in engine that answers at once, so only our own work is
 recording of the tokens, and the journal. A turn has a prompt of 64 tokens and a completion; the
 state of the conversation has 200 bytes. Rollouts run in turn, or all at once; then turns that end
 together share a transaction. `added` is the difference to the row without a journal,
-elapsed and as processor time; `restored` is the time to read a rollout back and continue it.
+elapsed and as processor time (CPU); `restored` is the time to repeat a saved turn after a restart.
+`ratio` compares the processor times with and without the journal.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ from atroposlib.envs.turn_journal import JournaledGroup, TurnJournal
 
 OBSERVATION = "o" * 60
 STATE = {"board": "x" * 180}
-REPEATS = 3
+REPEATS = 5
 LIMITS = Limits(max_turns=1000, max_tokens=10_000_000, max_turn_tokens=1_000_000)
 
 
@@ -95,8 +96,10 @@ class Figure(NamedTuple):
     plain_cpu_us: float
     added_us: float
     added_cpu_us: float
-    restored_us: float
+    restored_cpu_us: float
     bytes_per_turn: float
+    ratio: float
+    """Processor time with the journal, divided by that without."""
 
 
 async def play_once(case: Case, num_turns: int, group: JournaledGroup | None) -> None:
@@ -152,26 +155,33 @@ async def play_journaled(case: Case, options: argparse.Namespace, path: Path) ->
 
 
 async def measure(case: Case, options: argparse.Namespace, folder: Path) -> Figure:
-    """Return the medians of alternating runs."""
-    plain, journaled = [], []
+    """Return the figures of the fastest of alternating runs."""
+    plain, first, restored, num_bytes = [], [], [], 0
     for number in range(REPEATS):
         plain.append(await play_all(case, options, None))
         path = folder / f"{case.num_tokens}_{case.is_concurrent}_{number}.sqlite"
-        journaled.append(await play_journaled(case, options, path))
-    plain.sort()
-    journaled.sort(key=lambda run: run.first)
-    before, after = plain[REPEATS // 2], journaled[REPEATS // 2]
+        journaled = await play_journaled(case, options, path)
+        first.append(journaled.first)
+        restored.append(journaled.restored)
+        num_bytes = journaled.num_bytes
+    before, after, again = (fastest(timings) for timings in (plain, first, restored))
     num_turns = options.rollouts * options.turns
     per_turn = 1e6 / num_turns
     return Figure(
         case,
         before.elapsed_s * per_turn,
         before.cpu_s * per_turn,
-        (after.first.elapsed_s - before.elapsed_s) * per_turn,
-        (after.first.cpu_s - before.cpu_s) * per_turn,
-        after.restored.elapsed_s * per_turn,
-        after.num_bytes / num_turns,
+        (after.elapsed_s - before.elapsed_s) * per_turn,
+        (after.cpu_s - before.cpu_s) * per_turn,
+        again.cpu_s * per_turn,
+        num_bytes / num_turns,
+        after.cpu_s / before.cpu_s,
     )
+
+
+def fastest(timings: Sequence[Timing]) -> Timing:
+    """Return the smallest elapsed time and the smallest processor time."""
+    return Timing(min(t.elapsed_s for t in timings), min(t.cpu_s for t in timings))
 
 
 def table_of(figures: Sequence[Figure]) -> Table:
@@ -179,18 +189,19 @@ def table_of(figures: Sequence[Figure]) -> Table:
     columns = (
         "tokens",
         "rollouts",
-        "plain µs",
-        "plain CPU",
-        "added µs",
-        "added CPU",
-        "restored µs",
-        "bytes/turn",
+        "plain",
+        "CPU",
+        "added",
+        "CPU",
+        "restored CPU",
+        "bytes",
+        "ratio",
     )
-    table = Table(*columns, title="one turn")
+    table = Table(*columns, title="one turn, in microseconds")
     for figure in figures:
         mode = "at once" if figure.case.is_concurrent else "in turn"
-        values = [f"{value:,.0f}" for value in figure[1:]]
-        table.add_row(str(figure.case.num_tokens), mode, *values)
+        values = [f"{value:,.0f}" for value in figure[1:-1]]
+        table.add_row(str(figure.case.num_tokens), mode, *values, f"{figure.ratio:.2f}")
     return table
 
 

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import sqlite3
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from atroposlib.adapters.tool_episode import ForeignTool, ToolEpisode, ToolOutcome, ToolQuestion
 from atroposlib.api.client import TrajectoryApiClient
 from atroposlib.envs.base import APIServerConfig
 from atroposlib.envs.conversation import ChatMessage, Conversation, Reply, Turn
@@ -26,6 +28,8 @@ from tests.fakes import ScriptedEngine
 
 IDENTITY = {"environment": "adding", "max_turns": "a"}
 MIB = 2**20
+OPENED: list[TurnJournal] = []
+"""Journals of the running test, closed after it."""
 
 
 class Adding(Conversation):
@@ -77,8 +81,9 @@ class AddingEnv(MultiTurnEnv):
 
 
 @pytest.fixture
-def make_adding(make_env: Callable[..., Any]) -> Callable[..., AddingEnv]:
+async def make_adding(make_env: Callable[..., Any]) -> AsyncIterator[Callable[..., AddingEnv]]:
     make_env()  # puts the character tokenizer in place
+    made: list[AddingEnv] = []
 
     def make(engine: ScriptedEngine, **settings: Any) -> AddingEnv:
         config = MultiTurnEnvConfig(
@@ -87,9 +92,21 @@ def make_adding(make_env: Callable[..., Any]) -> Callable[..., AddingEnv]:
         server = APIServerConfig(
             model_name="m", base_url=engine.base_url, server_type="vllm", health_check=False
         )
-        return AddingEnv(config, server)
+        made.append(AddingEnv(config, server))
+        return made[-1]
 
-    return make
+    yield make
+    for env in made:
+        await env.server.close()
+
+
+@pytest.fixture(autouse=True)
+async def closed_journals() -> AsyncIterator[None]:
+    """Close the journals of a test."""
+    OPENED.clear()
+    yield
+    for journal in OPENED:
+        await journal.close()
 
 
 @pytest.fixture
@@ -99,8 +116,9 @@ async def engine() -> Any:
         yield running
 
 
-async def open_journal(path: Path, **identity: str) -> TurnJournal:
-    return await TurnJournal.open(path, {**IDENTITY, **identity}, max_bytes=MIB)
+async def open_journal(path: Path, *, max_bytes: int = MIB, **identity: str) -> TurnJournal:
+    OPENED.append(await TurnJournal.open(path, {**IDENTITY, **identity}, max_bytes=max_bytes))
+    return OPENED[-1]
 
 
 async def roll_out(env: AddingEnv, journal: TurnJournal, item: Any, *, step: int = 0) -> Any:
@@ -259,7 +277,7 @@ async def test_rollout_above_the_limit_is_played_without_the_journal(
 ) -> None:
     env = make_adding(engine)
     env.gate.set()
-    journal = await TurnJournal.open(tmp_path / "turns.sqlite", IDENTITY, max_bytes=600)
+    journal = await open_journal(tmp_path / "turns.sqlite", max_bytes=600)
 
     group = await roll_out(env, journal, "item")
 
@@ -484,3 +502,26 @@ async def test_shipped_tools_continue_as_they_were() -> None:
     other.restore(sums.state())
 
     assert other.results == sums.results
+
+
+class KeyedEpisode(ToolEpisode):
+    """Returns the key of each call."""
+
+    async def open_session(self) -> ToolQuestion:
+        return ToolQuestion([{"role": "user", "content": "ask"}], [ForeignTool("ask", "Ask.")])
+
+    async def call_tool(self, name: str, arguments: dict[str, Any]) -> ToolOutcome:
+        return ToolOutcome(self.call_key)
+
+    async def finish(self, turn: Turn) -> Reply:
+        return Reply(is_done=True)
+
+
+async def test_calls_of_an_adapter_have_keys() -> None:
+    episode = KeyedEpisode()
+    await episode.begin()
+    call = '<tool_call>{"name": "ask", "arguments": {}}</tool_call>'
+
+    reply = await episode.reply(Turn(call * 2, 3, (), key="rollout-3"))
+
+    assert re.findall(r"rollout-3-\d", str(reply.messages)) == ["rollout-3-0", "rollout-3-1"]
