@@ -46,7 +46,7 @@ SCENARIOS = {
         trainer_pace=1.5,
         batch_size=64,
         max_batches_offpolicy=3,
-        straggler_batches=1.0,
+        straggler_batches=0.75,
         warm_up_s=20.0,
     ),
     "many": Scenario(

@@ -28,11 +28,11 @@ Two counts bound how old a group is when it is trained:
     running + queued sequences              <= K * B         F is not counted
     started, untrained sequences, F too     <= (K + S) * B   at every start of a group
 
-So a group waits in the queue for at most K + S - 1 steps after its last token. Over a run, the mean
-number of steps between the start of a group and its batch is at most K + S - 1 too (Little's law:
-in each step one batch leaves what at most K + S batches share). For a single group there is no such
-bound: a rollout that takes ten steps is ten steps old. `worker_timeout`, `straggler_timeout_s` and
-the trainer's `max_token_staleness` bound that.
+So a group waits in the queue for at most K + S - 1 steps, rounded up, after its last token. Over a
+run, the mean number of steps between the start of a group and its batch is at most K + S - 1 too
+(Little's law: in each step one batch leaves what at most K + S batches share). For a single group
+there is no such bound: a rollout that takes ten steps is ten steps old. `worker_timeout`,
+`straggler_timeout_s` and the trainer's `max_token_staleness` bound that.
 """
 
 from __future__ import annotations
