@@ -410,6 +410,7 @@ class Admissions:
             min_score=group.min_score,
             max_score=group.max_score,
             checksum=checksum_of(group.payload),
+            traceparent=group.traceparent,
         )
 
     def _find_repeated(self, key: str | None, digest: int) -> AdmittedGroups | None:
