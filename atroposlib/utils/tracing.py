@@ -36,12 +36,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import msgspec
+from pydantic import BaseModel
 
 from atroposlib.errors import ConfigError
 from atroposlib.scored_data import is_traceparent
 
 __all__ = [
     "CLIENT",
+    "HEADER",
     "NO_SPAN",
     "Span",
     "Tracer",
@@ -50,9 +52,12 @@ __all__ = [
     "current_span",
     "each_in_span",
     "entered",
+    "model_span",
+    "note_answer",
     "open_tracer",
     "remote_span",
     "root_span",
+    "tool_span",
     "trace_headers",
 ]
 
@@ -60,6 +65,7 @@ logger = logging.getLogger(__name__)
 
 VARIABLE = "ATROPOS_TRACING"
 HEADER = "traceparent"
+"""Name of the header that carries a position in a trace, and of the field of a group."""
 
 INTERNAL = 1
 CLIENT = 3
@@ -196,6 +202,9 @@ def entered(span: Span) -> Iterator[Span]:
     _CURRENT.set(span)
     try:
         yield span
+    except GeneratorExit:  # the end of `each_in_span`
+        span.end()
+        raise
     except BaseException as error:
         if span is not before:
             span.end(error)
@@ -211,6 +220,50 @@ def child_span(
 ) -> Any:  # a context manager of a Span
     """Measure a part of the current span; without one, nothing is recorded."""
     return entered(_CURRENT.get().begin(name, attributes, kind=kind))
+
+
+def model_span(operation: str, model: str, address: str) -> Any:
+    """Measure a request to an engine, named as OpenTelemetry names requests to models."""
+    attributes = {
+        "gen_ai.operation.name": operation,
+        "gen_ai.request.model": model,
+        "rl.engine.address": address,
+    }
+    return child_span(f"{operation} {model[:64]}", attributes, kind=CLIENT)
+
+
+def note_answer(span: Span, answer: Any) -> None:
+    """Add the numbers of tokens and the finish reasons of an engine's answer, never its texts.
+
+    Args:
+        span: span of the request.
+        answer: an answer of the OpenAI client, or ids of the prompt and of the completions, their
+            logprobs and finish reasons; others, such as those of fakes, are left out.
+    """
+    if not span.is_recording:
+        return
+    if isinstance(answer, tuple) and len(answer) == 4:
+        prompt_ids, completions, _, reasons = answer
+        numbers = (len(prompt_ids), sum(map(len, completions)))
+    elif isinstance(answer, BaseModel):
+        choices, usage = answer.choices, answer.usage  # type: ignore[attr-defined]
+        reasons = [choice.finish_reason for choice in choices]
+        numbers = (usage.prompt_tokens, usage.completion_tokens) if usage else (None, None)
+    else:
+        return
+    span.set(
+        {
+            "gen_ai.usage.input_tokens": numbers[0],
+            "gen_ai.usage.output_tokens": numbers[1],
+            "gen_ai.response.finish_reasons": [str(reason) for reason in reasons],
+        }
+    )
+
+
+def tool_span(name: str) -> Any:
+    """Measure a call of a tool; its arguments and its result are not recorded."""
+    attributes = {"gen_ai.operation.name": "execute_tool", "gen_ai.tool.name": name}
+    return child_span(f"execute_tool {name[:64]}", attributes)
 
 
 def root_span(tracer: Tracer | None, name: str, attributes: Attributes | None = None) -> Any:
@@ -273,9 +326,7 @@ class Tracer:
         num_dropped: Spans that were not exported because the sink failed or was too slow.
     """
 
-    def __init__(
-        self, sink: Sink, resource: Attributes, *, sampled_fraction: float = 1.0
-    ) -> None:
+    def __init__(self, sink: Sink, resource: Attributes, *, sampled_fraction: float = 1.0) -> None:
         self.num_dropped = 0
         self._sink = sink
         self._resource = encoded_attributes(resource)
