@@ -482,6 +482,8 @@ class Run:
         """Counters of this process, such as rejected requests; `state` has those of the run."""
         self.on_delivered: Callable[[DeliveredBatch], None] = lambda batch: None
         """Called with every batch that this process delivers; must not raise."""
+        self.on_applied: Callable[[Record], None] | None = None
+        """Called after every record, also those of other replicas; must not raise."""
         self._clock = clock = clock or steady_clock()
         self._log = RunLog(store, self.state, on_applied=self._on_applied)
         self._envs = EnvLifecycle(self._log, clock)
@@ -740,6 +742,8 @@ class Run:
         self._deliveries.note(record)
         self._envs.note(record)
         self._deliveries.wake()
+        if self.on_applied is not None:
+            self.on_applied(record)
 
 
 def _refuse(differences: Sequence[str]) -> None:

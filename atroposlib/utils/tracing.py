@@ -244,7 +244,7 @@ def note_answer(span: Span, answer: Any) -> None:
         return
     if isinstance(answer, tuple) and len(answer) == 4:
         prompt_ids, completions, _, reasons = answer
-        numbers = (len(prompt_ids), sum(map(len, completions)))
+        numbers: tuple[int | None, int | None] = (len(prompt_ids), sum(map(len, completions)))
     elif isinstance(answer, BaseModel):
         choices, usage = answer.choices, answer.usage  # type: ignore[attr-defined]
         reasons = [choice.finish_reason for choice in choices]
