@@ -196,6 +196,8 @@ STEPS: tuple[Step, ...] = (
     ),
     NotRun("docs/weights.md", "atropos-grpo --model Qwen/Qwen3-0.6B --publish", "needs a bucket"),
     NotRun("docs/weights.md", "atropos-weights follow s3://bucket/run", "needs a bucket"),
+    NotRun("docs/telemetry.md", "export ATROPOS_TRACING=otlp", "needs a collector"),
+    NotRun("docs/telemetry.md", "view-run --trace-url", "needs a service of traces"),
     # environments
     Run("atroposlib/envs/README.md", "import asyncio", save_as="addition.py"),
     Run(
