@@ -100,16 +100,20 @@ ENVIRONMENT_VARIABLES = {
     "ATROPOS_TRACE_URL": "Address at which `view-run` links a group to its trace, with "
     "`{trace_id}` in it.",
     "OTEL_EXPORTER_OTLP_ENDPOINT": "Address of the collector for `ATROPOS_TRACING=otlp`; "
-    "`http://localhost:4318` by default. `OTEL_EXPORTER_OTLP_TRACES_ENDPOINT` names its route.",
+    "`http://localhost:4318` by default.",
+    "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "Address of its route for traces, if that is not "
+    "`/v1/traces`.",
     # pragma: allowlist nextline secret
-    "OTEL_EXPORTER_OTLP_HEADERS": "Further headers for it, as `name=value,name=value`; "
-    "`OTEL_EXPORTER_OTLP_TRACES_HEADERS` takes precedence.",
+    "OTEL_EXPORTER_OTLP_HEADERS": "Further headers for it, as `name=value,name=value`.",
+    # pragma: allowlist nextline secret
+    "OTEL_EXPORTER_OTLP_TRACES_HEADERS": "The same for traces only; takes precedence.",
     "OTEL_EXPORTER_OTLP_PROTOCOL": "`grpc` is refused: spans are sent over HTTP.",
     "OTEL_SERVICE_NAME": "Name of the program in its spans.",
     "OTEL_RESOURCE_ATTRIBUTES": "Further attributes of the program in its spans, as "
     "`rl.run.name=first,deployment.environment.name=lab`.",
-    "OTEL_TRACES_SAMPLER": "`always_on`, `always_off` or `traceidratio`, which records the "
-    "fraction `OTEL_TRACES_SAMPLER_ARG` of all items; all by default.",
+    "OTEL_TRACES_SAMPLER": "`always_on`, `always_off` or `traceidratio`, which records a fraction "
+    "of all items; all by default.",
+    "OTEL_TRACES_SAMPLER_ARG": "That fraction, from 0 to 1.",
     "OTEL_SDK_DISABLED": "`true` turns spans off.",
     "ATROPOS_TASK_VARIABLES": "Names of variables of this machine, separated by commas, that "
     "`task.toml` may name as `${NAME}`; none by default.",
