@@ -34,7 +34,7 @@ from atroposlib.scored_data import is_traceparent
 from atroposlib.utils.line_stream import diverted
 from atroposlib.utils.run_log import MetricsLog
 from atroposlib.utils.text import inert_block, inert_line
-from atroposlib.utils.tracing import Span, Tracer, open_tracer
+from atroposlib.utils.tracing import Tracer, TraceSpan, open_tracer
 from example_trainer.config import TrainingConfig
 from example_trainer.reporting.page import short_number
 from example_trainer.reporting.writing import (
@@ -234,7 +234,7 @@ class StepSpans:
         self._groups = ()
 
     def _write_training(
-        self, group: Mapping[str, Any], step: int, whole: Span, started: int, ended: int
+        self, group: Mapping[str, Any], step: int, whole: TraceSpan, started: int, ended: int
     ) -> None:
         sampled_by = group.get("policy_version")
         span = self._tracer.begin(

@@ -55,7 +55,7 @@ from atroposlib.type_definitions import Item
 from atroposlib.utils.aio import SideThread, decode_long, settle
 from atroposlib.utils.json_text import encode_mapping, to_plain
 from atroposlib.utils.text import is_milestone
-from atroposlib.utils.tracing import Span, child_span, current_span, entered
+from atroposlib.utils.tracing import TraceSpan, child_span, current_span, entered
 
 __all__ = [
     "Admission",
@@ -719,7 +719,7 @@ class GroupDelivery:
             self._drop_group(Admission("not_encodable", str(error)), num_groups=num_groups)
 
 
-def _group_span(group: ScoredDataGroup) -> Span:
+def _group_span(group: ScoredDataGroup) -> TraceSpan:
     """Begin the span of an admitted group, whose position is stored with the group."""
     item_span = current_span()
     if not item_span.is_recording:

@@ -6,7 +6,7 @@ Off by default. `ATROPOS_TRACING` turns it on in one program (docs/telemetry.md 
     file:PATH    the same JSON, one line per export, appended to a file
     console      one line per span on standard error
 
-    Tracer.begin ─► Span ─► end ─► bounded queue ─► thread: encode ─► sink
+    Tracer.begin ─► TraceSpan ─► end ─► bounded queue ─► thread: encode ─► sink
        ▲
        └── parent: the current span of this task, or a W3C `traceparent` of another program
 
@@ -45,7 +45,7 @@ __all__ = [
     "CLIENT",
     "HEADER",
     "NO_SPAN",
-    "Span",
+    "TraceSpan",
     "Tracer",
     "child_span",
     "continued_span",
@@ -90,7 +90,7 @@ _ids = random.Random(os.urandom(16))
 os.register_at_fork(after_in_child=lambda: _ids.seed(os.urandom(16)))
 
 
-class Span:
+class TraceSpan:
     """One operation of a trace; ended once.
 
     A span without a tracer records nothing and only carries its position in a trace, to be sent on.
@@ -154,7 +154,7 @@ class Span:
         *,
         links: Sequence[str] = (),
         kind: int = INTERNAL,
-    ) -> Span:
+    ) -> TraceSpan:
         """Return a new child; this span itself if it records nothing."""
         tracer = self.tracer
         if tracer is None:
@@ -172,7 +172,7 @@ class Span:
         self.tracer = None
 
 
-class _RemoteSpan(Span):
+class _RemoteSpan(TraceSpan):
     """A span of another program; its header is sent on unchanged."""
 
     __slots__ = ("_header",)
@@ -186,17 +186,17 @@ class _RemoteSpan(Span):
         return self._header
 
 
-NO_SPAN = Span("none", "", "")
-_CURRENT: ContextVar[Span] = ContextVar("current_span", default=NO_SPAN)
+NO_SPAN = TraceSpan("none", "", "")
+_CURRENT: ContextVar[TraceSpan] = ContextVar("current_span", default=NO_SPAN)
 
 
-def current_span() -> Span:
+def current_span() -> TraceSpan:
     """Return the span of this task; `NO_SPAN` outside of any trace."""
     return _CURRENT.get()
 
 
 @contextmanager
-def entered(span: Span) -> Iterator[Span]:
+def entered(span: TraceSpan) -> Iterator[TraceSpan]:
     """Make a span the current one, and end it."""
     before = _CURRENT.get()
     _CURRENT.set(span)
@@ -217,7 +217,7 @@ def entered(span: Span) -> Iterator[Span]:
 
 def child_span(
     name: str, attributes: Attributes | None = None, *, kind: int = INTERNAL
-) -> Any:  # a context manager of a Span
+) -> Any:  # a context manager of a TraceSpan
     """Measure a part of the current span; without one, nothing is recorded."""
     return entered(_CURRENT.get().begin(name, attributes, kind=kind))
 
@@ -232,7 +232,7 @@ def model_span(operation: str, model: str, address: str) -> Any:
     return child_span(f"{operation} {model[:64]}", attributes, kind=CLIENT)
 
 
-def note_answer(span: Span, answer: Any) -> None:
+def note_answer(span: TraceSpan, answer: Any) -> None:
     """Add the numbers of tokens and the finish reasons of an engine's answer, never its texts.
 
     Args:
@@ -278,13 +278,13 @@ def each_in_span(name: str, indices: range, attribute: str) -> Iterator[int]:
             yield index
 
 
-def remote_span(header: str | None) -> Span:
+def remote_span(header: str | None) -> TraceSpan:
     """Return the position that a header names; `NO_SPAN` for a missing or malformed one."""
     return _RemoteSpan(header) if header is not None and is_traceparent(header) else NO_SPAN
 
 
 def continued_span(
-    owner: Span, header: str | None, name: str, attributes: Attributes | None = None
+    owner: TraceSpan, header: str | None, name: str, attributes: Attributes | None = None
 ) -> Any:
     """Measure a request that another program sends on behalf of `owner`.
 
@@ -309,7 +309,7 @@ def trace_headers() -> dict[str, str]:
 class Sink(Protocol):
     """Destination of exported spans."""
 
-    def write(self, body: bytes, spans: Sequence[Span]) -> None:
+    def write(self, body: bytes, spans: Sequence[TraceSpan]) -> None:
         """Write an export request, given also as spans; raises OSError."""
 
 
@@ -331,7 +331,7 @@ class Tracer:
         self._sink = sink
         self._resource = encoded_attributes(resource)
         self._sampled_below = round(sampled_fraction * 2**64)
-        self._ended: deque[Span] = deque()
+        self._ended: deque[TraceSpan] = deque()
         self._wakes = threading.Event()
         self._is_closed = False
         self._is_failing = False
@@ -347,7 +347,7 @@ class Tracer:
         links: Sequence[str] = (),
         kind: int = INTERNAL,
         start_ns: int | None = None,
-    ) -> Span:
+    ) -> TraceSpan:
         """Start a span.
 
         Args:
@@ -366,8 +366,8 @@ class Tracer:
             trace_id, parent_id = f"{_ids.getrandbits(128) or 1:032x}", ""
             is_sampled = int(trace_id[16:], 16) < self._sampled_below
         if not is_sampled:
-            return Span(name, trace_id, span_id)
-        return Span(
+            return TraceSpan(name, trace_id, span_id)
+        return TraceSpan(
             name,
             trace_id,
             span_id,
@@ -379,8 +379,8 @@ class Tracer:
             start_ns=start_ns or time.time_ns(),
         )
 
-    def add(self, span: Span) -> None:
-        """Queue an ended span for export; called by `Span.end`."""
+    def add(self, span: TraceSpan) -> None:
+        """Queue an ended span for export; called by `TraceSpan.end`."""
         if len(self._ended) >= MAX_QUEUED_SPANS:
             self.num_dropped += 1
             return
@@ -424,14 +424,14 @@ class Tracer:
         )
 
 
-def encode_spans(spans: Sequence[Span], resource: Sequence[Any]) -> bytes:
+def encode_spans(spans: Sequence[TraceSpan], resource: Sequence[Any]) -> bytes:
     """Return an OTLP export request as JSON, in one line."""
     scope = {"scope": {"name": "atropos"}, "spans": [_encoded(span) for span in spans]}
     scoped = {"resource": {"attributes": resource}, "scopeSpans": [scope]}
     return msgspec.json.encode({"resourceSpans": [scoped]})
 
 
-def _encoded(span: Span) -> dict[str, Any]:
+def _encoded(span: TraceSpan) -> dict[str, Any]:
     attributes = span.attributes
     if span.error_type is not None:
         attributes["error.type"] = span.error_type
@@ -497,7 +497,7 @@ class FileSink:
                 "name one in a folder that exists"
             ) from error
 
-    def write(self, body: bytes, spans: Sequence[Span]) -> None:
+    def write(self, body: bytes, spans: Sequence[TraceSpan]) -> None:
         with self._path.open("ab", buffering=0) as file:
             if file.tell() + len(body) >= MAX_FILE_BYTES:
                 raise OSError(f"{self._path} has reached {MAX_FILE_BYTES} bytes")
@@ -507,7 +507,7 @@ class FileSink:
 class ConsoleSink:
     """Writes a line per span to standard error."""
 
-    def write(self, body: bytes, spans: Sequence[Span]) -> None:
+    def write(self, body: bytes, spans: Sequence[TraceSpan]) -> None:
         lines = [
             f"trace {span.trace_id} {span.name} {(span.end_ns - span.start_ns) / 1e6:.1f} ms"
             f"{'' if span.error_type is None else ' ' + span.error_type}\n"
@@ -536,7 +536,7 @@ class CollectorSink:
         self._url = url
         self._headers = {**headers, "Content-Type": "application/json"}
 
-    def write(self, body: bytes, spans: Sequence[Span]) -> None:
+    def write(self, body: bytes, spans: Sequence[TraceSpan]) -> None:
         request = urllib.request.Request(self._url, data=body, headers=self._headers)
         try:
             with urllib.request.urlopen(request, timeout=_SEND_TIMEOUT_S):

@@ -20,8 +20,8 @@ from atroposlib.utils.tracing import (
     MAX_ENTRIES,
     MAX_TEXT_CHARACTERS,
     NO_SPAN,
-    Span,
     Tracer,
+    TraceSpan,
     child_span,
     continued_span,
     current_span,
@@ -40,7 +40,7 @@ class ListSink:
     def __init__(self) -> None:
         self.bodies: list[bytes] = []
 
-    def write(self, body: bytes, spans: Sequence[Span]) -> None:
+    def write(self, body: bytes, spans: Sequence[TraceSpan]) -> None:
         self.bodies.append(body)
 
     def spans(self) -> dict[str, ReadSpan]:
@@ -210,7 +210,7 @@ def test_a_sink_that_fails_loses_spans_and_is_reported_once(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     class FailingSink:
-        def write(self, body: bytes, spans: Sequence[Span]) -> None:
+        def write(self, body: bytes, spans: Sequence[TraceSpan]) -> None:
             raise OSError("the collector cannot be reached")
 
     tracer = Tracer(FailingSink(), {})
@@ -226,7 +226,7 @@ def test_the_queue_of_spans_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     is_released = threading.Event()
 
     class SlowSink:
-        def write(self, body: bytes, spans: Sequence[Span]) -> None:
+        def write(self, body: bytes, spans: Sequence[TraceSpan]) -> None:
             is_released.wait(30)
 
     monkeypatch.setattr(tracing, "MAX_QUEUED_SPANS", 1000)

@@ -57,7 +57,7 @@ from atroposlib.envs.server_handling.server_manager import (
 )
 from atroposlib.errors import NoTokenIdsError
 from atroposlib.utils.text import without_secrets
-from atroposlib.utils.tracing import NO_SPAN, Span, continued_span
+from atroposlib.utils.tracing import NO_SPAN, TraceSpan, continued_span
 from atroposlib.utils.web_pages import check_allowed_host
 
 logger = logging.getLogger(__name__)
@@ -278,8 +278,8 @@ class SessionState:
     log: TurnLog | None = field(default=None, repr=False)
     """The turns of the session and its parts; None if they are not recorded."""
     sampling: FixedSampling = field(default_factory=FixedSampling)
-    span: Span = field(default=NO_SPAN, repr=False)
-    """Span of the rollout in which the session was opened; that of its requests without one."""
+    span: TraceSpan = field(default=NO_SPAN, repr=False)
+    """TraceSpan of the rollout in which the session was opened; that of its requests without one."""
     is_closed: bool = False
     _num_requests: int = 0
     _in_flight: set[asyncio.Future[Any]] = field(default_factory=set, repr=False)
