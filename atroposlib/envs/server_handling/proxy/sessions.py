@@ -279,7 +279,7 @@ class SessionState:
     """The turns of the session and its parts; None if they are not recorded."""
     sampling: FixedSampling = field(default_factory=FixedSampling)
     span: TraceSpan = field(default=NO_SPAN, repr=False)
-    """TraceSpan of the rollout in which the session was opened; that of its requests without one."""
+    """Span of the rollout in which the session was opened; that of its requests without one."""
     is_closed: bool = False
     _num_requests: int = 0
     _in_flight: set[asyncio.Future[Any]] = field(default_factory=set, repr=False)
