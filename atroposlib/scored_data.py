@@ -19,6 +19,7 @@ service stores it separately and reports it with each lease (docs/wire.md).
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, Literal, NamedTuple
 
@@ -39,6 +40,7 @@ __all__ = [
     "has_placeholder_tokens",
     "has_zeroed_advantage",
     "is_demonstration",
+    "is_traceparent",
     "merge_columns",
     "merge_items",
     "num_sequences",
@@ -107,6 +109,8 @@ class ScoredDataGroup(TypedDict, total=False):
     columns: dict[str, Any] | None
     """Further numbers by name, [G] arrays or lists (L,), (L, K) or (L, layers, k), carried as they
     are; see `wire.columns`."""
+    traceparent: str | None
+    """W3C header of the span in which the group was made; see docs/telemetry.md."""
 
 
 class ScoredDataItem(TypedDict, total=False):
@@ -173,6 +177,7 @@ GROUP_FIELDS: tuple[GroupField, ...] = (
     GroupField("traces", "json", "G*", is_note=True),
     GroupField("token_versions", "json", "G*", is_note=True),
     GroupField("columns", "columns", "*", is_note=True),
+    GroupField("traceparent", "json", "*", is_note=True),
 )
 """The fields of a group on the wire, in wire order: fourteen that every delivered group has, then
 the notes, which are present only if the sender set them."""
@@ -186,6 +191,14 @@ def num_sequences(group: Mapping[str, Any]) -> int:
 def has_placeholder_tokens(tokens: Sequence[int]) -> bool:
     """Whether the [L] ids of a trajectory are `PLACEHOLDER_TOKENS`."""
     return len(tokens) == len(PLACEHOLDER_TOKENS) and tuple(tokens) == PLACEHOLDER_TOKENS
+
+
+_TRACEPARENT = re.compile(r"00-(?!0{32})[0-9a-f]{32}-(?!0{16})[0-9a-f]{16}-[0-9a-f]{2}")
+
+
+def is_traceparent(value: Any) -> bool:
+    """Whether a value is a W3C `traceparent` of version 00, the one that exists."""
+    return isinstance(value, str) and _TRACEPARENT.fullmatch(value) is not None
 
 
 def is_demonstration(group: Mapping[str, Any], i: int) -> bool:

@@ -1,4 +1,4 @@
-"""Outputs of a run while it trains: metrics file, wandb, report, live view.
+"""Outputs of a run while it trains: metrics file, wandb, report, spans, live view.
 
 The metrics file has one line per step:
 
@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, TextIO
+from typing import TYPE_CHECKING, Any, TextIO
 
 from rich.box import ROUNDED
 from rich.console import Console
@@ -30,9 +30,11 @@ from rich.table import Table
 from rich.text import Text
 
 from atroposlib.errors import ConfigError
+from atroposlib.scored_data import is_traceparent
 from atroposlib.utils.line_stream import diverted
 from atroposlib.utils.run_log import MetricsLog
 from atroposlib.utils.text import inert_block, inert_line
+from atroposlib.utils.tracing import Tracer, TraceSpan, open_tracer
 from example_trainer.config import TrainingConfig
 from example_trainer.reporting.page import short_number
 from example_trainer.reporting.writing import (
@@ -170,6 +172,94 @@ def _set_aside(path: Path) -> None:
     if settings.is_file():
         settings.rename(settings_path(aside))
     path.rename(aside)
+
+
+_STEP_PARTS = (
+    ("rl.step.wait", "train/data_fetch_time"),
+    ("rl.step.compute", "train/compute_time"),
+    ("rl.step.publish", "train/sync_time"),
+)
+
+
+class StepSpans:
+    """Writes the spans of optimizer steps (docs/telemetry.md), after each has ended.
+
+        rl.step    with links to the groups of its batch, in a trace of its own
+          rl.step.wait, rl.step.compute, rl.step.publish
+        rl.train   per group, in the group's trace, with a link to the step
+
+    Args:
+        tracer: Receives the spans.
+        run_id: Id of the run.
+    """
+
+    def __init__(self, tracer: Tracer, *, run_id: str) -> None:
+        self._tracer = tracer
+        self._run_id = run_id
+        self._groups: Sequence[Mapping[str, Any]] = ()
+
+    def take_groups(self, groups: Sequence[Mapping[str, Any]]) -> None:
+        """Note the trained groups of the step that starts."""
+        self._groups = groups
+
+    def write(self, step: int, *, batch_id: str | None, metrics: Mapping[str, float]) -> None:
+        """Write the spans of a step that ends now and made the weights of version `step`.
+
+        `metrics` has the durations of its parts.
+        """
+        ended = time.time_ns()
+        parts = [(name, round(metrics[key] * 1e9)) for name, key in _STEP_PARTS]
+        started = ended - sum(duration_ns for _, duration_ns in parts)
+        traced = [group for group in self._groups if is_traceparent(group.get("traceparent"))]
+        attributes = {
+            "rl.run.id": self._run_id,
+            "rl.step": step,
+            "rl.policy.version": step,
+            "rl.batch.id": batch_id,
+            "rl.batch.groups": len(self._groups),
+            "rl.loss": metrics.get("train/loss"),
+            "rl.reward": metrics.get("train/reward_mean"),
+            "rl.staleness": metrics.get("train/staleness_mean"),
+        }
+        links = [group["traceparent"] for group in traced]
+        whole = self._tracer.begin("rl.step", attributes, links=links, start_ns=started)
+        for name, duration_ns in parts:
+            part = self._tracer.begin(name, parent=whole.traceparent, start_ns=started)
+            started += duration_ns
+            part.end(end_ns=started)
+        trained_since = ended - sum(duration_ns for _, duration_ns in parts[1:])
+        for group in traced:
+            self._write_training(group, step, whole, trained_since, ended)
+        whole.end(end_ns=ended)
+        self._groups = ()
+
+    def _write_training(
+        self, group: Mapping[str, Any], step: int, whole: TraceSpan, started: int, ended: int
+    ) -> None:
+        sampled_by = group.get("policy_version")
+        span = self._tracer.begin(
+            "rl.train",
+            {
+                "rl.step": step,
+                "rl.policy.version": step,
+                "rl.sampling.policy.version": sampled_by,
+                "rl.staleness": None if sampled_by is None else step - 1 - sampled_by,
+            },
+            parent=group["traceparent"],
+            links=[whole.traceparent] if whole.traceparent else [],
+            start_ns=started,
+        )
+        span.end(end_ns=ended)
+
+    def close(self) -> None:
+        """Export the spans that are left."""
+        self._tracer.close()
+
+
+def open_step_spans(run_id: str) -> StepSpans | None:
+    """Return the writer of spans if `ATROPOS_TRACING` asks for them, else None."""
+    tracer = open_tracer("atropos-trainer")
+    return None if tracer is None else StepSpans(tracer, run_id=run_id)
 
 
 _WIDEST = 110

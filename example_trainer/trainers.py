@@ -47,8 +47,10 @@ from example_trainer.policy import (
 )
 from example_trainer.run_log import (
     LiveDisplay,
+    StepSpans,
     metrics_path_of,
     open_run_log,
+    open_step_spans,
     with_wandb_names,
     write_run_report,
 )
@@ -116,6 +118,9 @@ def _lead(
     )
     stack.callback(write_run_report, config)
     stack.callback(run_log.finish)
+    spans = open_step_spans(journal.run_id)
+    if spans is not None:
+        stack.callback(spans.close)
     service.register(loaded.steps_done + journal.count_after(loaded.steps_done))
     feed = _open_feed(config, service, journal, checkpoint, loaded.model)
     feed.settle(loaded.steps_done)
@@ -134,6 +139,7 @@ def _lead(
         run_log,
         processed_logprobs=processed,
         view=view,
+        spans=spans,
     )
     started = time.perf_counter()
     final = trainer.run()
@@ -223,6 +229,7 @@ def _make_trainer(
     *,
     processed_logprobs: bool,
     view: LiveDisplay | None = None,
+    spans: StepSpans | None = None,
 ) -> Trainer:
     return Trainer(
         config,
@@ -239,6 +246,7 @@ def _make_trainer(
         images=loaded.images,
         parallel=parallel,
         view=view,
+        spans=spans,
     )
 
 

@@ -47,7 +47,7 @@ from example_trainer.model import autocast
 from example_trainer.parallel import ONE_PROCESS, Parallel
 from example_trainer.policy import PreparedPolicy, Reference, log_step_plan, prepare_policy
 from example_trainer.rows import RowRules
-from example_trainer.run_log import LiveDisplay
+from example_trainer.run_log import LiveDisplay, StepSpans
 from example_trainer.scoring import TokenScores, at_sampling_temperature
 from example_trainer.weight_sync import WeightSync
 
@@ -273,6 +273,7 @@ class Trainer:
         images: Whether and how the model reads images.
         parallel: The ranks that train together.
         view: Displays the run in progress.
+        spans: Writes the spans of steps, on rank 0 only; None: no tracing.
         clock: Monotonic seconds, for durations.
     """
 
@@ -293,6 +294,7 @@ class Trainer:
         images: ImageSupport = TEXT_ONLY,
         parallel: Parallel = ONE_PROCESS,
         view: LiveDisplay | None = None,
+        spans: StepSpans | None = None,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
         self.config = config
@@ -302,6 +304,7 @@ class Trainer:
         self._feed = feed
         self._weight_sync = weight_sync
         self._run_log = run_log
+        self._spans = spans
         self._clock = clock
         self._loss = make_loss(config)
         self._choice = config.loss_choice
@@ -380,6 +383,8 @@ class Trainer:
         times = StepTimes(fetched - started, computed - fetched, self._clock() - computed)
         metrics.update(times.metrics(num_input_tokens=batch.summary.num_input_tokens))
         metrics.update(self._observer.metrics(metrics))
+        if self._spans is not None:
+            self._spans.write(self.steps_done, batch_id=batch_id, metrics=metrics)
         if self._parallel.is_main:
             self._report(batch, metrics)
 
@@ -395,10 +400,10 @@ class Trainer:
         """Lease the next batch; return its lease token and each rank's share."""
         leased, batch = self._next_batch()
         bad_groups = batch.summary.bad_groups
-        self._observer.take_groups(
-            [group for i, group in enumerate(leased.groups) if i not in bad_groups],
-            step=self.steps_done,
-        )
+        groups = [group for i, group in enumerate(leased.groups) if i not in bad_groups]
+        self._observer.take_groups(groups, step=self.steps_done)
+        if self._spans is not None:
+            self._spans.take_groups(groups)
         return leased.batch_id, split_batch(batch, self._parallel.world_size)
 
     def _next_batch(self) -> tuple[LeasedBatch, Batch]:

@@ -120,6 +120,26 @@ ENVIRONMENT_VARIABLES = {
     "bubblewrap, container or gvisor. The default is bubblewrap.",
     "ATROPOS_SANDBOX_UNBOUNDED_MEMORY": "`1` also runs such programs if their memory cannot be "
     "limited: no control group can be written and system calls cannot be filtered.",
+    "ATROPOS_TRACING": "Destination of the spans of a program (docs/telemetry.md): `otlp`, "
+    "`file:PATH` or `console`. The default is `off`.",
+    "ATROPOS_TRACE_URL": "Address at which `view-run` links a group to its trace, with "
+    "`{trace_id}` in it.",
+    "OTEL_EXPORTER_OTLP_ENDPOINT": "Address of the collector for `ATROPOS_TRACING=otlp`; "
+    "`http://localhost:4318` by default.",
+    "OTEL_EXPORTER_OTLP_TRACES_ENDPOINT": "Address of its route for traces, if that is not "
+    "`/v1/traces`.",
+    # pragma: allowlist nextline secret
+    "OTEL_EXPORTER_OTLP_HEADERS": "Further headers for it, as `name=value,name=value`.",
+    # pragma: allowlist nextline secret
+    "OTEL_EXPORTER_OTLP_TRACES_HEADERS": "The same for traces only; takes precedence.",
+    "OTEL_EXPORTER_OTLP_PROTOCOL": "`grpc` is refused: spans are sent over HTTP.",
+    "OTEL_SERVICE_NAME": "Name of the program in its spans.",
+    "OTEL_RESOURCE_ATTRIBUTES": "Further attributes of the program in its spans, as "
+    "`rl.run.name=first,deployment.environment.name=lab`.",
+    "OTEL_TRACES_SAMPLER": "`always_on`, `always_off` or `traceidratio`, which records a fraction "
+    "of all items; all by default.",
+    "OTEL_TRACES_SAMPLER_ARG": "That fraction, from 0 to 1.",
+    "OTEL_SDK_DISABLED": "`true` turns spans off.",
     "ATROPOS_TASK_VARIABLES": "Names of variables of this machine, separated by commas, that "
     "`task.toml` may name as `${NAME}`; none by default.",
     "ATROPOS_WORKSPACES_DIR": "Folder of prepared workspaces of agents, on a local disk; "

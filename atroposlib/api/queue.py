@@ -62,6 +62,8 @@ class QueuedGroup(msgspec.Struct, frozen=True, array_like=True, gc=False):
     max_score: float = 0.0
     checksum: int | None = None
     """Checksum of the stored payload (`checksum_of`); None for groups stored by older versions."""
+    traceparent: str | None = None
+    """W3C header of the span in which the group was made; None without tracing."""
 
     @property
     def known_version(self) -> int | None:

@@ -469,6 +469,7 @@ class Admissions:
             min_score=group.min_score,
             max_score=group.max_score,
             checksum=checksum_of(group.payload),
+            traceparent=group.traceparent,
         )
 
     def _find_repeated(self, key: str | None, digest: int) -> AdmittedGroups | None:
@@ -542,6 +543,8 @@ class Run:
         """Called with every batch that this process delivers; must not raise."""
         self.engine_shares: EngineShares | None = None
         """Parts of the engines; None: no limit."""
+        self.on_applied: Callable[[Record], None] | None = None
+        """Called after every record, also those of other replicas; must not raise."""
         self._clock = clock = clock or steady_clock()
         self._log = RunLog(store, self.state, on_applied=self._on_applied)
         self._envs = EnvLifecycle(self._log, clock)
@@ -810,6 +813,8 @@ class Run:
         self._deliveries.note(record)
         self._envs.note(record)
         self._deliveries.wake()
+        if self.on_applied is not None:
+            self.on_applied(record)
 
 
 def _refuse(differences: Sequence[str]) -> None:

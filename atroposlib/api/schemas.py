@@ -171,6 +171,7 @@ class ScoredData(BaseModel):
     traces: list[dict[str, Any] | None] | None = None
     token_versions: list[list[tuple[int | None, int]] | None] | None = None
     columns: dict[str, list[Any]] | None = None  # nested lists of numbers
+    traceparent: Any = None  # a W3C header; anything else is left out
 
     @model_validator(mode="after")
     def _require_role_and_content(self) -> ScoredData:

@@ -78,12 +78,14 @@ from atroposlib.api.schemas import (
     Status,
 )
 from atroposlib.api.settings import ApiSettings
+from atroposlib.api.spans import GroupSpans
 from atroposlib.api.state import RunState
 from atroposlib.api.store.base import StoreFullError, WatchedStore
 from atroposlib.api.store.open import fresh_run_name, open_store
 from atroposlib.errors import ConfigError, GroupError, RunStoreError
 from atroposlib.scored_data import GROUP_FIELDS
 from atroposlib.utils.aio import end_task
+from atroposlib.utils.tracing import open_tracer
 from atroposlib.utils.web_pages import WebPageMiddleware, WebPageRule
 from atroposlib.wire import BODY_NOT_TEXT, BODY_TYPES, WireError, decode_group
 
@@ -321,6 +323,9 @@ def _lifespan_of(
     @asynccontextmanager
     async def lifespan(_: FastAPI) -> AsyncIterator[None]:
         await run.open()
+        tracer = open_tracer("atropos-service")
+        if tracer is not None:
+            run.on_applied = GroupSpans(tracer, run.state, replica=run.replica).note
         tasks = [asyncio.create_task(_tick(run))]
         if arbiter is not None:
             tasks.append(asyncio.create_task(arbiter.run()))
@@ -330,6 +335,8 @@ def _lifespan_of(
             for task in tasks:
                 await end_task(task)
             await run.close()
+            if tracer is not None:
+                await asyncio.to_thread(tracer.close)
             threads.shutdown(wait=False)
 
     return lifespan

@@ -36,6 +36,7 @@ DEFAULT_URL = "http://localhost:8000"
 DEFAULT_PORT = 9101
 """Not 9001, the port of the inference engine in examples."""
 TOKEN_VARIABLE = "ATROPOS_API_TOKEN"
+TRACE_VARIABLE = "ATROPOS_TRACE_URL"
 _SERVICE_WAIT_S = 10.0
 _TERMINATED = 128 + signal.SIGTERM
 _TOKENIZER_WAIT_S = 60.0
@@ -73,8 +74,12 @@ def view(prog: str, *, tokenizer: str, start_page: str) -> None:
 
 def _view(prog: str, args: argparse.Namespace, start_page: str) -> None:
     try:
+        trace_url = _checked_trace_url(args.trace_url)
         viewer = _viewer(
-            _source(prog, args), args.tokenizer, Path(args.metrics) if args.metrics else None
+            _source(prog, args),
+            args.tokenizer,
+            Path(args.metrics) if args.metrics else None,
+            trace_url=trace_url,
         )
     except ConfigError as error:
         end_command(prog, error, code=2)
@@ -171,12 +176,25 @@ def _service_problem(api_url: str) -> str | None:
     return None
 
 
-def _viewer(source: GroupSource, tokenizer: str, metrics: Path | None) -> Viewer:
+def _checked_trace_url(url: str | None) -> str | None:
+    if not url:
+        return None
+    if not url.startswith(("http://", "https://")) or "{trace_id}" not in url:
+        raise ConfigError(
+            f"--trace-url (or {TRACE_VARIABLE}) is {url[:200]!r}; expected an address with "
+            "{trace_id} in it, such as http://localhost:16686/trace/{trace_id}"
+        )
+    return url
+
+
+def _viewer(
+    source: GroupSource, tokenizer: str, metrics: Path | None, *, trace_url: str | None = None
+) -> Viewer:
     from atroposlib.viewer.token_reader import TokenReader
     from atroposlib.viewer.viewer import Viewer
 
     reader = TokenReader(tokenizer, _load_tokenizer, is_lazy=True)
-    return Viewer(source, reader, metrics_dir=metrics)
+    return Viewer(source, reader, metrics_dir=metrics, trace_url=trace_url)
 
 
 def _load_tokenizer(name: str) -> Any:
@@ -236,6 +254,12 @@ def _parser(prog: str, tokenizer: str) -> CommandParser:
     )
     parser.add_argument(
         "--tokenizer", default=tokenizer, help="name or folder of the run's tokenizer"
+    )
+    parser.add_argument(
+        "--trace-url",
+        default=os.environ.get(TRACE_VARIABLE),
+        help="address to which groups are linked, with {trace_id} in place of the id of their "
+        f"trace; {TRACE_VARIABLE} without this flag",
     )
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on")
     parser.add_argument(

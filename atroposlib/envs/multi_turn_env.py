@@ -84,6 +84,7 @@ from atroposlib.utils.advantages import (
     compute_stats,
 )
 from atroposlib.utils.aio import settle
+from atroposlib.utils.tracing import current_span, each_in_span
 
 __all__ = [
     "REPLY_MARK",
@@ -281,6 +282,7 @@ async def play(
     if rollout.outcome != "done" and rollout.rewards:
         _add_reward(rollout, conversation.unfinished_reward, weights, "unfinished_reward is")
     rollout.sequences = policy.sequences()
+    current_span().set({"rl.reward": sum(rollout.rewards), "rl.rollout.outcome": rollout.outcome})
     return rollout
 
 
@@ -295,7 +297,7 @@ async def _play_turns(
     rollout.messages = list(
         checked_chat(conversation.opening(), f"{name}.opening", signature="def opening(self)")
     )
-    for index in range(limits.max_turns):
+    for index in each_in_span("rl.turn", range(limits.max_turns), "rl.turn.index"):
         budget = policy.budget(rollout.messages, max_tokens=limits.max_tokens)
         if budget < 1:
             return "truncated"

@@ -45,9 +45,10 @@ from collections.abc import (
     MutableMapping,
     Sequence,
 )
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, TextIO
 
@@ -67,6 +68,7 @@ from atroposlib.type_definitions import Item
 from atroposlib.utils.aio import SideThread, decode_long, settle
 from atroposlib.utils.json_text import encode_mapping, to_plain
 from atroposlib.utils.text import is_milestone
+from atroposlib.utils.tracing import TraceSpan, child_span, current_span, entered
 
 __all__ = [
     "Admission",
@@ -333,9 +335,19 @@ async def gather_rollouts(
         StragglerError: the group was dropped because of its stragglers.
         Exception: the first exception of a rollout; the log counts further ones.
     """
+    indices = count()
+
+    async def roll_out() -> Any:
+        with child_span("rl.rollout", {"rl.rollout.index": next(indices)}) as span:
+            outcome = await collect(item)
+            result = as_pair(outcome)[0]
+            if span.is_recording and _is_trajectory(result):
+                span.set({"rl.reward": result["scores"]})
+            return outcome
+
     unfinished = _COUNTING.get(None) or UnfinishedGroups()
     outcomes = await unfinished.track(
-        lambda: collect(item),
+        roll_out,
         lambda start: run_group(start, group_size=group_size, rule=rule, count=count_straggler),
     )
     errors = [outcome for outcome in outcomes if isinstance(outcome, BaseException)]
@@ -686,12 +698,15 @@ class GroupDelivery:
             if group is not None and await self._admit_group(group, limit_length=limits_length)
         ]
         admitted = await self._env.complete_groups(admitted)
-        admitted = [group for group in admitted if await self._record_group(group, item)]
-        if is_sent and admitted:
-            self.items_sent_this_step += len(admitted)
-            await self._env._send_scored_data_to_api(
-                admitted if isinstance(scored_data, list) else admitted[0]
-            )
+        with ExitStack() as spans:
+            for span in [_group_span(group) for group in admitted]:
+                spans.enter_context(entered(span))
+            admitted = [group for group in admitted if await self._record_group(group, item)]
+            if is_sent and admitted:
+                self.items_sent_this_step += len(admitted)
+                await self._env._send_scored_data_to_api(
+                    admitted if isinstance(scored_data, list) else admitted[0]
+                )
 
     def close(self) -> None:
         """Close the file of saved groups, if there is one."""
@@ -800,6 +815,25 @@ class GroupDelivery:
             self._drop_group(Admission("refused_by_service", str(error)), num_groups=num_groups)
         except (GroupError, TypeError) as error:
             self._drop_group(Admission("not_encodable", str(error)), num_groups=num_groups)
+
+
+def _group_span(group: ScoredDataGroup) -> TraceSpan:
+    """Begin the span of an admitted group, whose position is stored with the group."""
+    item_span = current_span()
+    if not item_span.is_recording:
+        return item_span
+    scores = [float(score) for score in group["scores"]]
+    span = item_span.begin(
+        "rl.group",
+        {
+            "rl.group.size": len(scores),
+            "rl.group.tokens": sum(map(len, group["tokens"])),
+            "rl.rewards": scores,
+            "rl.policy.version": group.get("policy_version"),
+        },
+    )
+    group["traceparent"] = span.traceparent
+    return span
 
 
 def annotate_groups(

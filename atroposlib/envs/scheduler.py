@@ -59,6 +59,7 @@ from atroposlib.envs.service_session import (
 )
 from atroposlib.errors import ConfigError, EngineSetupError, InferenceError, MissingExtraError
 from atroposlib.utils.aio import settle
+from atroposlib.utils.tracing import Tracer, open_tracer, root_span
 
 __all__ = [
     "EvaluationRunner",
@@ -403,6 +404,8 @@ class DrivenEnv(Protocol):
     n_groups_to_process: int
     group_size_to_process: int
 
+    @property
+    def desired_name(self) -> str: ...
     async def setup(self) -> None: ...
     async def setup_wandb(self) -> None: ...
     async def register_env(self) -> None: ...
@@ -477,12 +480,16 @@ class ServingLoop:
         self._failures_logged = 0
         self._num_evaluations_logged = 0
         self._step_logged = 0
+        self._tracer: Tracer | None = None
 
     async def run(self) -> None:
         """Implement `BaseEnv.env_manager`."""
         env, session = self._env, self._registration.open_session()
         watch = EngineWatch.of(env.server)
+        self._tracer = open_tracer("atropos-environment")
         async with AsyncExitStack() as ending:  # runs from the last line to the first
+            if self._tracer is not None:
+                ending.push_async_callback(asyncio.to_thread, self._tracer.close)
             ending.push(env._close_records)
             ending.push_async_callback(session.leave, timeout_s=env.shutdown_grace_s)
             ending.push_async_callback(env._run_close_hook)
@@ -680,6 +687,16 @@ class ServingLoop:
         record = self._scheduler.running_items.get(item_uuid)
         if record is None:
             return None
+        with root_span(self._tracer, "rl.item", self._described(item_uuid)):
+            scored, duration_s = await self._make_groups(item_uuid, record)
+        await settle(self._env.cleanup())
+        if not scored:
+            # Else an environment that suppresses errors would consume its data set in seconds.
+            await asyncio.sleep(max(0.0, self._env.empty_rollout_s - duration_s))
+        return scored
+
+    async def _make_groups(self, item_uuid: str, record: dict[str, Any]) -> tuple[Any, float]:
+        """Roll out, score and deliver an item; return its groups and the seconds until scored."""
         policy_version = (self._registration.status_dict or {}).get("policy_version")
         first_step = self._registration.curr_step
         with sampled_versions() as sampled, self._unfinished.counting():
@@ -702,11 +719,18 @@ class ServingLoop:
             is_unusable = self._delivery.is_unusable(scored, before=num_unusable)
             self._failures_in_a_row = self._failures_in_a_row + 1 if is_unusable else 0
             self._scheduler.request_refresh()
-        await settle(self._env.cleanup())
-        if not scored:
-            # Else an environment that suppresses errors would consume its data set in seconds.
-            await asyncio.sleep(max(0.0, self._env.empty_rollout_s - duration_s))
-        return scored
+        return scored, duration_s
+
+    def _described(self, item_uuid: str) -> dict[str, Any] | None:
+        if self._tracer is None:
+            return None
+        earlier = self._registration.session().earlier_registration
+        return {
+            "rl.item.id": item_uuid,
+            "rl.environment.name": self._env.desired_name,
+            "rl.environment.id": self._registration.env_id,
+            "rl.run.id": None if earlier is None else earlier[1],
+        }
 
     async def _collect_scored_groups(self, item: Any) -> Any:
         try:

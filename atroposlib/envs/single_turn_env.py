@@ -37,6 +37,7 @@ from atroposlib.errors import NoTextCompletionsError
 from atroposlib.scored_data import IGNORE_INDEX
 from atroposlib.utils.aio import all_results, settle
 from atroposlib.utils.tokenize_for_trainer import render_chat_ids
+from atroposlib.utils.tracing import child_span
 
 __all__ = [
     "Answer",
@@ -490,7 +491,8 @@ class SingleTurnEnv(BaseEnv):
     async def weighed_scores(self, item: Item, answers: Sequence[str]) -> list[WeighedReward]:
         """Call `score_all` and sum the parts of each score with `reward_weights`."""
         weights = self.config.reward_weights
-        rewards = await self.score_all(item, answers)
+        with child_span("rl.score", {"rl.group.size": len(answers)}):
+            rewards = await self.score_all(item, answers)
         return [weigh(reward, weights, f"{self._score_name} returned") for reward in rewards]
 
     def _checked_prompt(self, item: Item) -> Sequence[Mapping[str, Any]]:

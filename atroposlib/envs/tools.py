@@ -41,6 +41,7 @@ from atroposlib.envs.reporting import Reward, weigh
 from atroposlib.errors import ConfigError
 from atroposlib.utils.aio import settle
 from atroposlib.utils.tool_call_parser import parse_tool_call
+from atroposlib.utils.tracing import child_span, tool_span
 
 __all__ = [
     "IdempotencyKey",
@@ -154,6 +155,12 @@ class Tool:
             timeout_s: time limit in seconds.
             key: idempotency key of the call, for parameters annotated as `IdempotencyKey`.
         """
+        with tool_span(self.name) as span:
+            result = await self._run(arguments, timeout_s, key)
+            span.set({"rl.tool.is_error": result.is_error})
+            return result
+
+    async def _run(self, arguments: Any, timeout_s: float, key: str) -> ToolResult:
         try:
             checked = self.arguments_cls.model_validate({} if arguments is None else arguments)
         except ValidationError as error:
@@ -328,7 +335,8 @@ class ToolConversation(Conversation):
     async def reply(self, turn: Turn) -> Reply:
         calls = self.find_calls(turn.answer)
         if not calls:
-            score = await settle(self.score(turn))
+            with child_span("rl.score"):
+                score = await settle(self.score(turn))
             weigh(score, {}, f"{type(self).__name__}.score returned")  # the error names `score`
             return Reply(reward=score, is_done=True)
         results = await run_tool_calls(

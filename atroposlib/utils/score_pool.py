@@ -32,6 +32,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 from atroposlib.errors import AtroposError, MissingExtraError
 from atroposlib.utils.text import is_milestone
+from atroposlib.utils.tracing import child_span
 
 __all__ = ["ScoreCrashError", "ScorePool", "ScoreTimeoutError"]
 
@@ -306,7 +307,8 @@ class ScorePool:
             _check_importable(function)
         self.counts["calls"] += 1
         try:
-            result: Result = await self._workers().call(function, args, limit_s)
+            with child_span("rl.score.worker"):
+                result: Result = await self._workers().call(function, args, limit_s)
         except ScoreTimeoutError as error:
             self.counts["timeouts"] += 1
             return self._instead(default, error, function)

@@ -262,7 +262,12 @@ class Screen:
             return images_page(group, self._texts(group))
         if view.page == "timeline":
             return timeline_page(group, rollout)
-        return side_by_side_page(group, self._texts(group), selected=rollout.number)
+        return side_by_side_page(
+            group,
+            self._texts(group),
+            selected=rollout.number,
+            trace_url=self.viewer.trace_url,
+        )
 
     def _texts(self, group: Group) -> list[RolloutText]:
         return texts_of(group, self.viewer.reader)

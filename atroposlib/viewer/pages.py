@@ -28,6 +28,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, Literal, get_args
 
 from atroposlib.frontend.jsonl2html import as_data_address, image_address
+from atroposlib.scored_data import is_traceparent
 from atroposlib.utils.text import inert_markup
 from atroposlib.viewer.index import GroupSummary
 from atroposlib.viewer.rollouts import (
@@ -548,13 +549,19 @@ _OPEN_PROMPT_CHARACTERS = 1200
 _GROUP_FIELDS = ("generation_params", "group_overrides")
 
 
-def side_by_side_page(group: Group, texts: list[RolloutText], *, selected: int) -> str:
-    """Return the page: the question once, then every answer with its score."""
+def side_by_side_page(
+    group: Group, texts: list[RolloutText], *, selected: int, trace_url: str | None = None
+) -> str:
+    """Return the page: the question once, then every answer with its score.
+
+    `trace_url` is the address of a trace with `{trace_id}` in place of its id; None shows the id.
+    """
     if not group.rollouts:
         return empty("This group has no rollouts.")
     parts = [_question(group, texts)]
     if group.fields.get("tokenized_from_text"):
         parts.append(chip("tokenized from text", "no token ids or logprobs of the server"))
+    parts.append(_trace_chip(group, trace_url))
     for name in _GROUP_FIELDS:
         if group.fields.get(name):
             parts.append(folded(name, block(json.dumps(group.fields[name], default=str))))
@@ -563,6 +570,20 @@ def side_by_side_page(group: Group, texts: list[RolloutText], *, selected: int) 
         for rollout, text in zip(group.rollouts, texts, strict=True)
     )
     return "".join(parts) + f'<div class="v-cards">{cards}</div>'
+
+
+def _trace_chip(group: Group, trace_url: str | None) -> str:
+    traceparent = group.fields.get("traceparent")
+    if not is_traceparent(traceparent):
+        return ""
+    trace_id = str(traceparent)[3:35]
+    if trace_url is None:
+        return chip(f"trace {trace_id}", "id of the trace in which the group was made")
+    address = shown(trace_url.replace("{trace_id}", trace_id))
+    return (
+        f'<a class="v-chip" href="{address}" target="_blank" rel="noopener noreferrer" '
+        f'title="open the trace in which the group was made">trace {trace_id}</a>'
+    )
 
 
 def _question(group: Group, texts: list[RolloutText]) -> str:

@@ -106,15 +106,22 @@ class Viewer:
         source: source of the groups.
         reader: reader of the tokens.
         metrics_dir: folder with metrics files of environments, or None.
+        trace_url: address of a trace with `{trace_id}` in it; None shows ids without links.
 
     Attributes:
         is_reading: whether the source had more groups at the last read.
     """
 
     def __init__(
-        self, source: GroupSource, reader: TokenReader, *, metrics_dir: Path | None = None
+        self,
+        source: GroupSource,
+        reader: TokenReader,
+        *,
+        metrics_dir: Path | None = None,
+        trace_url: str | None = None,
     ) -> None:
         self.source = source
+        self.trace_url = trace_url
         self.reader = reader
         self.index = GroupIndex()
         self.is_reading = True

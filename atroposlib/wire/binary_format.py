@@ -59,6 +59,7 @@ from atroposlib.wire.json_format import (
     read_opaque,
     read_rows,
     read_scores,
+    read_traceparent,
     splice,
     write_field,
     write_row,
@@ -285,9 +286,13 @@ def decode_binary_groups(blobs: Sequence[memoryview], *, max_bytes: int) -> list
 
 def _decode_plain(body: bytes | memoryview, content: bytes | memoryview) -> DecodedGroup:
     group, has_unknown_keys = _open(content)
+    traceparent = read_traceparent(group.traceparent)
+    is_changed = has_unknown_keys
+    if traceparent is None and group.traceparent is not None:
+        group.traceparent, is_changed = None, True
     lengths, scores = _check(_check_fields, group)
     return DecodedGroup(
-        payload=write_map(msgspec.structs.asdict(group)) if has_unknown_keys else bytes(body),
+        payload=write_map(msgspec.structs.asdict(group)) if is_changed else bytes(body),
         wire_format="msgpack",
         num_sequences=len(scores),
         num_tokens=sum(length or 0 for length in lengths["tokens"]),
@@ -297,6 +302,7 @@ def _decode_plain(body: bytes | memoryview, content: bytes | memoryview) -> Deco
         policy_version=group.policy_version,
         is_loose=is_loose(lengths),
         is_from_text=opaque_text(group, "tokenized_from_text") == b"true",
+        traceparent=traceparent,
     )
 
 

@@ -29,7 +29,7 @@ from unicodedata import category
 import msgspec
 
 from atroposlib.errors import GroupError
-from atroposlib.scored_data import GROUP_FIELDS, MAX_SCORE, check_group
+from atroposlib.scored_data import GROUP_FIELDS, MAX_SCORE, check_group, is_traceparent
 from atroposlib.utils.json_text import to_plain
 from atroposlib.wire.columns import JsonText, check_column_text, cut_array, text_of_columns
 
@@ -78,6 +78,8 @@ class DecodedGroup(NamedTuple):
     """Whether the lengths of an optional field differ from those of `tokens`."""
     is_from_text: bool = False
     """Whether its field `tokenized_from_text` is true."""
+    traceparent: str | None = None
+    """Its field of that name; None if it is missing or malformed, and then it is not stored."""
 
 
 class StoredPayload(NamedTuple):
@@ -737,10 +739,14 @@ def _read_at(fields: Mapping[str, Any], path: Path) -> DecodedGroup:
 def _read_group(fields: Mapping[str, Any]) -> DecodedGroup:
     texts: dict[str, JsonText] = {}
     lengths: dict[str, Lengths] = {}
+    traceparent: str | None = None
     for field in GROUP_FIELDS:  # tokens are the first
         name, found = field.name, fields.get(field.name)
         if name in ROW_FIELDS and found is not None:
             texts[name], lengths[name] = _read_column(name, found)
+        elif name == "traceparent":
+            traceparent = read_traceparent(found)
+            texts[name] = NULL if traceparent is None else b'"%b"' % traceparent.encode()
         elif field.dtype == "json" and name != "env_id":
             texts[name] = NULL if found is None else found
             entries = read_opaque(name, texts[name], lengths.get("tokens", []))
@@ -766,7 +772,14 @@ def _read_group(fields: Mapping[str, Any]) -> DecodedGroup:
         policy_version=read_integer("policy_version", fields.get("policy_version") or NULL),
         is_loose=is_loose(lengths),
         is_from_text=bytes(texts.get("tokenized_from_text", NULL)) == b"true",
+        traceparent=traceparent,
     )
+
+
+def read_traceparent(text: JsonText | None) -> str | None:
+    """Read a `traceparent` from its JSON text; a malformed one does not make a group invalid."""
+    value = "" if text is None else bytes(memoryview(text)[:64]).decode("ascii", "replace")
+    return value[1:-1] if value[-1:] == '"' and is_traceparent(value[1:-1]) else None
 
 
 def _read_column(name: str, found: RowTexts | list[msgspec.Raw]) -> tuple[JsonText, Lengths]:

@@ -56,6 +56,7 @@ GROUP_KEYS = {
 }
 NOTES = {
     "reward_parts", "finish_reasons", "tokenized_from_text", "traces", "token_versions", "columns",
+    "traceparent",
 }  # fmt: skip
 
 

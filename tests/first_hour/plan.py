@@ -208,6 +208,8 @@ STEPS: tuple[Step, ...] = (
     ),
     NotRun("docs/weights.md", "atropos-grpo --model Qwen/Qwen3-0.6B --publish", "needs a bucket"),
     NotRun("docs/weights.md", "atropos-weights follow s3://bucket/run", "needs a bucket"),
+    NotRun("docs/telemetry.md", "export ATROPOS_TRACING=otlp", "needs a collector"),
+    NotRun("docs/telemetry.md", "view-run --trace-url", "needs a service of traces"),
     # the front pages
     Run("docs/faq.md", "atropos-new-env my_first_env", shows=("my_first_env.py",)),
     Run("docs/coming_from/trl.md", "from atroposlib.envs.single_turn_env", save_as="capitals.py"),

@@ -91,6 +91,24 @@ def test_parts_of_a_reward_are_shown_with_their_rollout() -> None:
         assert "&lt;b&gt; 0.5" in page
 
 
+def test_a_group_is_linked_to_its_trace() -> None:
+    traceparent = f"00-{'a' * 32}-{'b' * 16}-01"
+    texts = [RolloutText("q", "a")]
+    fields = {"scores": [1.5], "messages": [chat("q", "a")]}
+    url = 'https://t/trace/{trace_id}?"><script>'
+
+    def page(traceparent: Any, trace_url: str | None) -> str:
+        group = group_of({**fields, "traceparent": traceparent})
+        return side_by_side_page(group, texts, selected=0, trace_url=trace_url)
+
+    linked = page(traceparent, url)
+    assert f'href="https://t/trace/{"a" * 32}?&quot;&gt;&lt;script&gt;"' in linked
+    assert "<script" not in linked
+    assert f">trace {'a' * 32}</span>" in page(traceparent, None)
+    for malformed in (None, '"><script>', 5, ["x"]):
+        assert "trace" not in page(malformed, url)
+
+
 def overview(index: GroupIndex, figures: ServiceFigures | None = None) -> str:
     return overview_page(
         figures or ServiceFigures(),

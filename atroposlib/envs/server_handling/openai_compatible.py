@@ -50,6 +50,7 @@ from atroposlib.utils.io import retry_after_s
 from atroposlib.utils.json_text import STEP_BYTES, decode_in_steps
 from atroposlib.utils.text import hide_secrets_of_requests, inert_block, shown_name, without_secrets
 from atroposlib.utils.tokenizers.earlier_calls import read_template_file
+from atroposlib.utils.tracing import trace_headers
 
 if TYPE_CHECKING:
     from openai.types.chat import ChatCompletion
@@ -150,7 +151,10 @@ class EngineHttp:
         """
         timeout = aiohttp.ClientTimeout(total=timeout_s or self._timeout_s)
         url = f"{self.root_url}{path}"
-        async with self._connections.open().post(url, json=body, timeout=timeout) as response:
+        sending = self._connections.open().post(
+            url, json=body, timeout=timeout, headers=trace_headers()
+        )
+        async with sending as response:
             raw = await response.read()
         if len(raw) > STEP_BYTES and response.status < 400:
             try:
@@ -480,7 +484,7 @@ class _AiohttpTransport:
                 request.method,
                 # The client already sends user and password as a header; aiohttp rejects both.
                 str(request.url.copy_with(username="", password="")),
-                headers=request.headers.multi_items(),
+                headers=[*request.headers.multi_items(), *trace_headers().items()],
                 data=await request.aread(),
                 timeout=timeout,
                 allow_redirects=False,

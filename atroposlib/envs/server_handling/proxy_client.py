@@ -20,6 +20,7 @@ from atroposlib.envs.server_handling.server_baseline import note_node
 from atroposlib.envs.server_handling.turn_recording import SequenceNode
 from atroposlib.errors import InferenceError
 from atroposlib.utils.text import without_secrets
+from atroposlib.utils.tracing import trace_headers
 
 if TYPE_CHECKING:
     from openai.types.chat import ChatCompletion
@@ -169,7 +170,7 @@ async def _ask(
     method: str, url: str, body: Mapping[str, Any] | None, *, key: str | None, timeout_s: float
 ) -> Any:
     """Return the JSON of an answer; InferenceError, a RuntimeError, for a refusal."""
-    headers = {"Authorization": f"Bearer {key}"} if key else {}
+    headers = {**({"Authorization": f"Bearer {key}"} if key else {}), **trace_headers()}
     timeout = aiohttp.ClientTimeout(total=timeout_s)
     async with (
         aiohttp.ClientSession(timeout=timeout, headers=headers) as http,

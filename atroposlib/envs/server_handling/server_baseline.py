@@ -58,6 +58,7 @@ from atroposlib.envs.server_handling.retry import (
 )
 from atroposlib.errors import EngineSetupError, NoTextCompletionsError
 from atroposlib.utils.aio import LoopTurns, end_task
+from atroposlib.utils.tracing import model_span, note_answer
 from atroposlib.utils.version_runs import (
     VersionRun,
     WeightSpan,
@@ -608,6 +609,7 @@ class APIServer(ABC):
             else:
                 self.server_healthy = True  # an earlier value would never be corrected
         failures = RequestFailures(self.health.name, self.config)
+        names = (self.config.model_name, self.health.name)
         started: float | None = None
         while True:
             await self._wait_until_healthy(failures, raise_when_down=raise_when_down)
@@ -616,7 +618,9 @@ class APIServer(ABC):
                     await self._check_identity(gives_tokens=gives_tokens)
                     await self._turns.turn(SEND_COST_S)
                     started = time.monotonic() if started is None else started
-                    answer = await call(**kwargs)
+                    with model_span("chat" if is_chat else "text_completion", *names) as span:
+                        answer = await call(**kwargs)
+                        note_answer(span, answer)
             except Exception as error:  # noqa: BLE001 - one request: classified, counted, re-raised
                 try:
                     await self._after_failure(error, failures, is_chat=is_chat)

@@ -34,6 +34,7 @@ from atroposlib.envs.server_handling.vllm_server import VLLMServer
 from atroposlib.errors import ConfigError, InferenceError, NoTokenIdsError
 from atroposlib.utils.text import without_secrets
 from atroposlib.utils.tokenizers.earlier_calls import read_template_file
+from atroposlib.utils.tracing import trace_headers
 
 if TYPE_CHECKING:
     from openai.types.chat import ChatCompletion
@@ -158,9 +159,10 @@ class TrlVllmServer(VLLMServer):
 
     async def _post(self, url: str, body: dict[str, Any], *, timeout_s: float | None) -> Any:
         timeout = ClientTimeout(total=timeout_s or self.config.timeout)
+        headers = {**self._headers, **trace_headers()}
         async with (
             aiohttp.ClientSession() as session,
-            session.post(url, json=body, headers=self._headers, timeout=timeout) as response,
+            session.post(url, json=body, headers=headers, timeout=timeout) as response,
         ):
             if isinstance(response, ClientResponse):
                 return decode_answer(response, await response.read())

@@ -75,6 +75,7 @@ from atroposlib.envs.server_handling.proxy.sessions import (
 from atroposlib.envs.server_handling.server_baseline import FROM_TEXT, note_node
 from atroposlib.envs.server_handling.turn_recording import SequenceNode
 from atroposlib.scored_data import ScoredDataGroup
+from atroposlib.utils.tracing import HEADER, current_span, remote_span
 from atroposlib.utils.web_pages import WebPageMiddleware, WebPageRefusal, WebPageRule
 
 logger = logging.getLogger(__name__)
@@ -463,6 +464,7 @@ class ManagementRoutes:
         check_admin(request, self._state.settings)
         wanted = read_body(SessionCreateRequest, await self._body(request))
         session = self._state.open_session(wanted)
+        session.span = remote_span(request.headers.get(HEADER))
         answer = SessionCreateResponse.model_validate(session, from_attributes=True)
         return JSONResponse(answer.model_dump())
 
@@ -643,7 +645,9 @@ class AgentSession:
 
     @property
     def environment(self) -> dict[str, str]:
+        traceparent = self._session.span.traceparent
         return {
+            **({"TRACEPARENT": traceparent} if traceparent is not None else {}),
             "OPENAI_BASE_URL": self.base_url,
             "OPENAI_API_KEY": self.api_key,
             "ANTHROPIC_BASE_URL": self.anthropic_base_url,
@@ -774,6 +778,7 @@ class AgentProxy:
             tool_parser=tool_parser, track_tree=track_tree, base_url=base_url
         )
         session = self._state.open_session(wanted)
+        session.span = current_span()
         session.log = TurnLog() if records_turns else None
         session.sampling = FixedSampling(temperature, max_tokens)
         try:

@@ -39,6 +39,7 @@ from atroposlib.envs.server_handling.proxy.requests import (
 from atroposlib.envs.server_handling.proxy.sessions import Sample, SessionState
 from atroposlib.envs.server_handling.tool_formats import ToolCallFormat, registry
 from atroposlib.errors import AtroposError, ContextOverflowError, PromptError
+from atroposlib.utils.tracing import HEADER
 
 if TYPE_CHECKING:
     from openai.types.chat import ChatCompletion
@@ -407,13 +408,14 @@ def _limit_length(session: SessionState, kwargs: dict[str, Any]) -> None:
 
 
 async def _run_all(
-    session: SessionState, calls: list[dict[str, Any]]
+    session: SessionState, calls: list[dict[str, Any]], traceparent: str | None
 ) -> list[tuple[Any, list[Sample]]]:
     """Make all calls at once; the first failure cancels the others."""
 
     async def run(kwargs: dict[str, Any]) -> tuple[Any, list[Sample]]:
         return await session.run(
-            lambda managed, samples: managed.completion(**{**kwargs, "samples": samples})
+            lambda managed, samples: managed.completion(**{**kwargs, "samples": samples}),
+            traceparent=traceparent,
         )
 
     tasks = [asyncio.ensure_future(run(kwargs)) for kwargs in calls]
@@ -489,7 +491,8 @@ class Exchange:
         asked_at = session.clock()
         try:
             answer, samples = await session.run(
-                lambda managed, samples: managed.chat_completion(**{**kwargs, "samples": samples})
+                lambda managed, samples: managed.chat_completion(**{**kwargs, "samples": samples}),
+                traceparent=self.headers.get(HEADER),
             )
         except PromptError as error:
             raise bad_request(str(error), code="render_failed", param="messages") from error
@@ -518,7 +521,7 @@ class Exchange:
         for kwargs in calls:
             session.sampling.apply(kwargs)
         asked_at = session.clock()
-        found = await _run_all(session, calls)
+        found = await _run_all(session, calls, self.headers.get(HEADER))
         samples = [sample for _, row in found for sample in row]
         answer = text_answer(
             [answer for answer, _ in found],

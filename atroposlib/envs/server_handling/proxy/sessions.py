@@ -57,6 +57,7 @@ from atroposlib.envs.server_handling.server_manager import (
 )
 from atroposlib.errors import NoTokenIdsError
 from atroposlib.utils.text import without_secrets
+from atroposlib.utils.tracing import NO_SPAN, TraceSpan, continued_span
 from atroposlib.utils.web_pages import check_allowed_host
 
 logger = logging.getLogger(__name__)
@@ -277,7 +278,10 @@ class SessionState:
     log: TurnLog | None = field(default=None, repr=False)
     """The turns of the session and its parts; None if they are not recorded."""
     sampling: FixedSampling = field(default_factory=FixedSampling)
+    span: TraceSpan = field(default=NO_SPAN, repr=False)
+    """Span of the rollout in which the session was opened; that of its requests without one."""
     is_closed: bool = False
+    _num_requests: int = 0
     _in_flight: set[asyncio.Future[Any]] = field(default_factory=set, repr=False)
 
     @property
@@ -298,12 +302,15 @@ class SessionState:
         return max([self.last_accessed, *(part.last_accessed for part in self.parts.values())])
 
     async def run(
-        self, call: Callable[[Any, list[Sample]], Awaitable[T]]
+        self,
+        call: Callable[[Any, list[Sample]], Awaitable[T]],
+        *,
+        traceparent: str | None = None,
     ) -> tuple[T, list[Sample]]:
         """Send one request to the managed server; return its answer and its samples.
 
         `call` makes the request, with the list as its argument `samples`. Cancelling releases the
-        engine's slot, and nothing is recorded.
+        engine's slot, and nothing is recorded. `traceparent` is the header of the agent's request.
 
         Raises:
             ProxyRefusal: the session was deleted before or during the request.
@@ -311,11 +318,19 @@ class SessionState:
         if self.is_closed:
             raise session_not_found()
         samples: list[Sample] = []
+        turn = {"rl.turn.index": self._num_requests}
+        self._num_requests += 1
+        with continued_span(self.span, traceparent, "rl.turn", turn):
+            return await self._run(call, samples), samples
+
+    async def _run(
+        self, call: Callable[[Any, list[Sample]], Awaitable[T]], samples: list[Sample]
+    ) -> T:
         task = asyncio.ensure_future(call(self.managed_server, samples))
         self._in_flight.add(task)
         self.last_accessed = self.clock()
         try:
-            return await task, samples
+            return await task
         except asyncio.CancelledError:
             if self.is_closed:
                 raise session_not_found() from None
@@ -494,7 +509,7 @@ class SessionStore:
             if not opens:
                 raise session_not_found()
             part = self._new(session.wanted, model_name=session.model_name)
-            part.log, part.sampling = session.log, session.sampling
+            part.log, part.sampling, part.span = session.log, session.sampling, session.span
             session.parts[part_id] = part
         part.last_accessed = self._clock()
         return part

@@ -1,0 +1,111 @@
+"""Spans of the service: how long a group waited in the queue, and how long a trainer had it.
+
+    rl.queue    from admission, or the return of its batch, until the group was delivered
+    rl.lease    from the delivery until the batch was acknowledged, returned or set aside
+
+Both are children of the span in which the group was made. They follow from the records of the run:
+`note` is called after each record was applied, of this process and of other replicas. A span is
+written by the replica that delivered the batch, so each is written once.
+
+`GroupSpans` holds the batches in flight and those returned, which the service limits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any
+
+from atroposlib.api import records
+from atroposlib.api.queue import QueuedGroup
+from atroposlib.api.records import Record
+from atroposlib.api.state import DeliveredBatch, RunState
+from atroposlib.utils.tracing import Tracer
+
+_OUTCOMES: Mapping[type[Record], str] = MappingProxyType(
+    {
+        records.BatchAcknowledged: "acknowledged",
+        records.BatchPassedOver: "passed_over",
+        records.GroupsSetAside: "set_aside",
+    }
+)
+
+
+class GroupSpans:
+    """Writes the spans of a run's traced groups.
+
+    Args:
+        tracer: Receives the spans.
+        state: The run, which is open: batches in flight were delivered by an earlier process.
+        replica: Name of this process.
+    """
+
+    def __init__(self, tracer: Tracer, state: RunState, *, replica: str) -> None:
+        self._tracer = tracer
+        self._state = state
+        self._replica = replica
+        self._leased: dict[int, DeliveredBatch] = dict(state.delivery.in_flight)
+        """By id: batches in flight whose spans this process writes."""
+        self._returned_at: dict[int, float] = {}
+
+    def note(self, record: Record) -> None:
+        """Write what an applied record ended."""
+        if isinstance(record, records.BatchFormed | records.BatchHandedOut):
+            self._note_delivery(record.batch_id, record.owner)
+        elif isinstance(record, records.BatchesReturned):
+            for batch_id, _ in record.batches:
+                self._returned_at[batch_id] = record.at
+                self._end_lease(batch_id, record.reason, record.at)
+        elif isinstance(
+            record, records.BatchAcknowledged | records.BatchPassedOver | records.GroupsSetAside
+        ):
+            self._returned_at.pop(record.batch_id, None)  # a late acknowledgement
+            self._end_lease(record.batch_id, _OUTCOMES[type(record)], record.at)
+        elif isinstance(record, records.RunReset):
+            self._leased.clear()
+            self._returned_at.clear()
+
+    def _note_delivery(self, batch_id: int, owner: str) -> None:
+        returned_at = self._returned_at.pop(batch_id, None)
+        batch = self._state.delivery.in_flight.get(batch_id)
+        if batch is None or owner != self._replica:
+            return
+        self._leased[batch_id] = batch
+        for group in batch.groups:
+            since = group.received_at if returned_at is None else returned_at
+            self._write("rl.queue", group, batch, since, batch.at, {})
+
+    def _end_lease(self, batch_id: int, outcome: str, at: float) -> None:
+        batch = self._leased.pop(batch_id, None)
+        if batch is None:
+            return
+        for group in batch.groups:
+            self._write("rl.lease", group, batch, batch.at, at, {"rl.lease.outcome": outcome})
+
+    def _write(
+        self,
+        name: str,
+        group: QueuedGroup,
+        batch: DeliveredBatch,
+        since: float,
+        until: float,
+        attributes: Mapping[str, Any],
+    ) -> None:
+        if group.traceparent is None:
+            return
+        span = self._tracer.begin(
+            name,
+            {
+                "rl.run.id": self._state.run_id,
+                "rl.group.id": group.group_id,
+                "rl.group.size": group.num_sequences,
+                "rl.environment.id": group.env_id,
+                "rl.policy.version": group.known_version,
+                "rl.batch.id": batch.token,
+                "rl.batch.attempt": batch.attempt,
+                **attributes,
+            },
+            parent=group.traceparent,
+            start_ns=round(since * 1e9),
+        )
+        span.end(end_ns=round(until * 1e9))
