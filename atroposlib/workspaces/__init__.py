@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from atroposlib.errors import ConfigError
-from atroposlib.workspaces.container_engine import EngineOptions, as_options
+from atroposlib.workspaces.container_engine import ContainerEngine, EngineOptions, as_options
 from atroposlib.workspaces.containers import ContainerWorkspaces
 from atroposlib.workspaces.interface import (
     NO_NETWORK,
@@ -69,7 +69,7 @@ def open_workspaces(
     """
     chosen: dict[str, Any] = {} if warm is None else {"warm": warm}
     if kind.startswith(("podman", "docker")):
-        return ContainerWorkspaces(kind, options=as_options(engine_options), **chosen)
+        return ContainerWorkspaces(ContainerEngine(kind, as_options(engine_options)), **chosen)
     if kind != "bubblewrap":
         raise ConfigError(f"no kind of workspace is called {kind!r}; known: {', '.join(KINDS)}")
     return LocalWorkspaces(cache=cache or _cache_folder(), **chosen)

@@ -36,6 +36,7 @@ if TYPE_CHECKING:
 
 ROOT = Path(__file__).parents[2]
 PERIOD_S = 0.1
+PROBE_S = 0.5
 FIRST_BACKOFF_S = 0.2
 WORKLOADS = ("Deployment", "StatefulSet", "Job")
 
@@ -43,8 +44,18 @@ WORKLOADS = ("Deployment", "StatefulSet", "Job")
 class Container:
     """The processes of one container, and its output since the first start."""
 
-    def __init__(self, pod: dict[str, Any], folder: Path, words: list[str], env: dict[str, str]):
+    def __init__(
+        self,
+        pod: dict[str, Any],
+        spec: dict[str, Any],
+        folder: Path,
+        words: list[str],
+        env: dict[str, str],
+    ) -> None:
         self.pod = pod
+        self.spec = spec
+        self.before: list[Container] = []
+        """Init containers that have not succeeded."""
         self.env = env
         self.words = words
         self.log = folder / "log"
@@ -54,16 +65,15 @@ class Container:
         self.start_after = 0.0
         self.is_ready = False
         self.failures = 0
-        self._tail: asyncio.Task[None] | None = None
+        self.probed_at = 0.0
 
     @property
     def is_running(self) -> bool:
         return self.process is not None and self.process.returncode is None and self.init_pid > 0
 
     async def start(self) -> None:
-        spec = self.pod["spec"]["containers"][0]
         reading, writing = os.pipe()
-        stdin = asyncio.subprocess.PIPE if spec.get("stdin") else asyncio.subprocess.DEVNULL
+        stdin = asyncio.subprocess.PIPE if self.spec.get("stdin") else asyncio.subprocess.DEVNULL
         with self.log.open("ab") as log:
             self.process = await asyncio.create_subprocess_exec(
                 self.words[0],
@@ -83,8 +93,8 @@ class Container:
 
     async def execute(self, words: list[str]) -> asyncio.subprocess.Process:
         """Run a command in the namespaces of the container, in its working directory."""
-        spec = self.pod["spec"]["containers"][0]
-        change = ["sh", "-c", 'cd "$0" && exec "$@"', spec.get("workingDir", "/"), *words]
+        folder = self.spec.get("workingDir", "/")
+        change = ["sh", "-c", 'cd "$0" && exec "$@"', folder, *words]
         return await asyncio.create_subprocess_exec(
             *("nsenter", "--target", str(self.init_pid), "--mount", "--pid", "--", *change),
             stdin=asyncio.subprocess.PIPE,
@@ -143,6 +153,14 @@ class Cluster:
     async def start(self) -> None:
         self._http = aiohttp.ClientSession(timeout=aiohttp.ClientTimeout(total=2))
         self._loop_task = asyncio.create_task(self._run())
+
+    def kill(self, selector: str, number: int = signal.SIGKILL) -> list[str]:
+        """Send a signal to the containers of the pods with these labels; return their names."""
+        pods = [pod for pod in self.store.list("Pod", None, selector)]
+        found = [c for pod in pods if (c := self.container_of(pod)) is not None and c.is_running]
+        for container in found:
+            container.kill(number)
+        return [container.pod["metadata"]["name"] for container in found]
 
     async def stop(self) -> None:
         """End all processes."""
@@ -233,7 +251,11 @@ class Cluster:
                 self._make_pod(workload, name, {"revision": revision})
         ready = sum(1 for pod in pods if pod["status"].get("ready"))
         self._set_status(
-            workload, {"replicas": len(pods), "readyReplicas": ready, "availableReplicas": ready}
+            workload,
+            {
+                **{"replicas": len(pods), "updatedReplicas": len(pods)},
+                **{"readyReplicas": ready, "availableReplicas": ready},
+            },
         )
 
     def _advance_job(self, job: dict[str, Any], pods: list[dict[str, Any]]) -> None:
@@ -245,10 +267,7 @@ class Cluster:
                 self.delete(job)
             return
         phases = [pod["status"].get("phase") for pod in pods]
-        restarts = sum(
-            container.restarts for pod in pods if (container := self.container_of(pod)) is not None
-        )
-        failed = phases.count("Failed") + restarts
+        failed = phases.count("Failed")
         started = datetime.fromisoformat(job["metadata"]["creationTimestamp"].replace("Z", "+00:00"))
         age = (datetime.now(timezone.utc) - started).total_seconds()
         new = {
@@ -258,12 +277,16 @@ class Cluster:
         }
         wanted = spec.get("completions", 1)
         condition = ""
+        codes = {pod["status"].get("exitCode") for pod in pods}
         if phases.count("Succeeded") >= wanted:
             condition = "Complete"
+        elif codes & _fatal_codes(spec):
+            condition = "Failed"
         elif failed > spec.get("backoffLimit", 6) or age > spec.get("activeDeadlineSeconds", 1e9):
             condition = "Failed"
             for pod in pods:
-                self.delete(pod)
+                if pod["status"].get("phase") not in ("Failed", "Succeeded"):
+                    self.delete(pod)
         if condition:
             new["conditions"] = [{"type": condition, "status": "True"}]
             new["endedAt"] = _now()
@@ -323,6 +346,8 @@ class Cluster:
             return
         if container is None:
             await self._start_pod(pod)
+        elif container.process is None:
+            await self._initialize(pod, container)
         elif container.is_running:
             await self._probe(pod, container)
         elif container.process is not None and container.process.returncode is not None:
@@ -335,15 +360,29 @@ class Cluster:
         folder.mkdir(parents=True)
         pod["status"] |= {"podIP": address, "startTime": _now()}
         try:
-            words, env = self._command(pod, address, folder)
+            made = [
+                Container(pod, spec, folder, *self._command(pod, spec, address, folder))
+                for spec in [*pod["spec"].get("initContainers", []), pod["spec"]["containers"][0]]
+            ]
         except LookupError as error:  # as CreateContainerConfigError; tried again
             shutil.rmtree(folder)
             pod["status"]["message"] = str(error)
             return
-        container = Container(pod, folder, words, env)
+        *before, container = made
+        container.before = before
         self.containers[pod["metadata"]["uid"]] = container
-        await container.start()
-        self._report(pod, container)
+
+    async def _initialize(self, pod: dict[str, Any], container: Container) -> None:
+        """Run the init containers one after the other, then start the container."""
+        if not container.before:
+            await container.start()
+            self._report(pod, container)
+            return
+        first = container.before[0]
+        if first.process is None or first.process.returncode not in (None, 0):
+            await first.start()
+        elif first.process.returncode == 0:
+            container.before.pop(0)
 
     async def _restart(self, pod: dict[str, Any], container: Container) -> None:
         assert container.process is not None
@@ -352,6 +391,7 @@ class Cluster:
         container.is_ready = False
         if policy == "Never" or (policy == "OnFailure" and code == 0):
             pod["status"]["phase"] = "Succeeded" if code == 0 else "Failed"
+            pod["status"]["exitCode"] = code
             self._report(pod, container, {"terminated": {"exitCode": code}})
             return
         if container.start_after == 0.0:
@@ -365,15 +405,17 @@ class Cluster:
             self._report(pod, container)
 
     async def _probe(self, pod: dict[str, Any], container: Container) -> None:
-        spec = pod["spec"]["containers"][0]
-        was_ready = container.is_ready
+        if time.monotonic() - container.probed_at < PROBE_S:
+            return
+        container.probed_at = time.monotonic()
+        spec, was_ready = container.spec, container.is_ready
         probe = spec.get("readinessProbe")
         container.is_ready = probe is None or await self._answers(pod, probe)
         liveness = spec.get("livenessProbe")
         if liveness is not None and was_ready and not container.is_ready:
             is_alive = await self._answers(pod, liveness)
             container.failures = 0 if is_alive else container.failures + 1
-            if container.failures > 10 * liveness.get("failureThreshold", 3):
+            if container.failures > liveness.get("failureThreshold", 3):
                 container.kill()
         if was_ready != container.is_ready:
             self._report(pod, container)
@@ -433,10 +475,9 @@ class Cluster:
         await process.wait()
 
     def _command(
-        self, pod: dict[str, Any], address: str, folder: Path
+        self, pod: dict[str, Any], spec: dict[str, Any], address: str, folder: Path
     ) -> tuple[list[str], dict[str, str]]:
-        """Return the bwrap command of a pod's container, and its environment."""
-        spec = pod["spec"]["containers"][0]
+        """Return the bwrap command of a container, and its environment."""
         security = {**pod["spec"].get("securityContext", {}), **spec.get("securityContext", {})}
         words = ["bwrap", "--unshare-pid", "--as-pid-1", "--die-with-parent"]
         image = self._images.get(spec["image"])
@@ -451,14 +492,15 @@ class Cluster:
             words += ["--bind", str(root), "/"]
         words += ["--dev", "/dev", "--proc", "/proc"]
         if image is None:
-            words += self._mounts(pod, folder)
+            words += self._mounts(pod, spec, folder)
             hosts = folder / "hosts"
             hosts.write_text(self._hosts())
             words += ["--ro-bind", str(hosts), "/etc/hosts"]
         if security.get("readOnlyRootFilesystem") or image is None:
             words += ["--remount-ro", "/"]
-        words += ["--chdir", spec.get("workingDir", "/"), "--"]
-        env = {"PATH": "/usr/bin:/bin", **self._variables(pod, address)}
+        folder_of_image = str(ROOT) if image is None else "/"
+        words += ["--chdir", spec.get("workingDir", folder_of_image), "--"]
+        env = {"PATH": "/usr/bin:/bin", **self._variables(pod, spec, address)}
         if image is None:
             env["PATH"] = f"{Path(sys.executable).parent}:/usr/bin:/bin"
             env["PYTHONPATH"] = os.pathsep.join(filter(None, [env.get("PYTHONPATH"), str(ROOT)]))
@@ -466,7 +508,7 @@ class Cluster:
         expand = [re.sub(r"\$\((\w+)\)", lambda m: env.get(m[1], m[0]), each) for each in given]
         return [*words, *(each.replace("0.0.0.0", address) for each in expand)], env
 
-    def _mounts(self, pod: dict[str, Any], folder: Path) -> list[str]:
+    def _mounts(self, pod: dict[str, Any], spec: dict[str, Any], folder: Path) -> list[str]:
         namespace = pod["metadata"]["namespace"]
         sources: dict[str, tuple[str, Path]] = {}
         for volume in pod["spec"].get("volumes", []):
@@ -492,7 +534,7 @@ class Cluster:
             path.mkdir(parents=True, exist_ok=True)
             sources[claim.rpartition(f"-{pod['metadata']['name']}")[0]] = ("--bind", path)
         words: list[str] = []
-        mounts = pod["spec"]["containers"][0].get("volumeMounts", [])
+        mounts = spec.get("volumeMounts", [])
         for mount in sorted(mounts, key=lambda each: each["mountPath"]):
             option, path = sources[mount["name"]]
             path = path / mount.get("subPath", "")
@@ -520,7 +562,9 @@ class Cluster:
             found |= {key: text.encode() for key, text in thing.get("stringData", {}).items()}
         return found
 
-    def _variables(self, pod: Mapping[str, Any], address: str) -> dict[str, str]:
+    def _variables(
+        self, pod: Mapping[str, Any], spec: Mapping[str, Any], address: str
+    ) -> dict[str, str]:
         found = {}
         namespace = pod["metadata"]["namespace"]
         fields = {
@@ -533,7 +577,7 @@ class Cluster:
         }
         if "index" in pod["metadata"].get("annotations", {}):
             found["JOB_COMPLETION_INDEX"] = pod["metadata"]["annotations"]["index"]
-        for each in pod["spec"]["containers"][0].get("env", []):
+        for each in spec.get("env", []):
             source = each.get("valueFrom", {})
             if "value" in each:
                 found[each["name"]] = each["value"]
@@ -608,6 +652,17 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
         pass
     finally:
         writer.close()
+
+
+def _fatal_codes(job_spec: Mapping[str, Any]) -> set[int]:
+    """Return the exit codes that fail a Job at once."""
+    rules = job_spec.get("podFailurePolicy", {}).get("rules", [])
+    return {
+        code
+        for rule in rules
+        if rule["action"] == "FailJob"
+        for code in rule.get("onExitCodes", {}).get("values", [])
+    }
 
 
 def _shown(path: str) -> list[str]:

@@ -340,7 +340,10 @@ class FakeKubernetes:
                 is_meant = each == kind and namespace in (None, place) and matches(thing, selector)
                 if version > seen and is_meant and name in ("", thing["metadata"]["name"]):
                     line = json.dumps({"type": event, "object": thing}) + "\n"
-                    await answer.write(line.encode())
+                    try:
+                        await answer.write(line.encode())
+                    except ConnectionError:
+                        return answer
             seen = max(seen, self.store.version)
             left = until - asyncio.get_running_loop().time()
             with contextlib.suppress(asyncio.TimeoutError):
