@@ -144,6 +144,10 @@ class WorkspaceEngine(Protocol):
     @property
     def kind(self) -> str: ...
 
+    @property
+    def exit_notice(self) -> str:
+        """Text that its program adds to standard error, with {} for an exit code other than 0."""
+
     async def open(self) -> None:
         """Prepare for the first base; remove what killed processes have left."""
 
@@ -232,6 +236,10 @@ class ContainerEngine:
             raise WorkspaceError(
                 f"{here} is not installed; on Debian and Ubuntu: apt-get install {package}"
             )
+
+    @property
+    def exit_notice(self) -> str:
+        return ""
 
     @property
     def program(self) -> str:

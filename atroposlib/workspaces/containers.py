@@ -279,7 +279,7 @@ class ContainerWorkspace(Workspace):
         ):
             script = _script({**self._spec.env, **opened.env, **(env or {})})
             record = OutputRecord(on_output)
-            marked = MarkedOutput(record, limits.output_bytes)
+            marked = MarkedOutput(record, limits.output_bytes, notice=self._engine.exit_notice)
             arguments = [*_limit_words(limits), str(len(script)), cwd or self.workdir]
             arguments += [marked.mark, *opened.words(command)]
             words = self._engine.exec_words(
@@ -355,7 +355,7 @@ class ContainerWorkspace(Workspace):
         assert self._keeper is not None
         keeper = self._keeper
         kills = keeper.num_memory_kills
-        bounded = replace(limits, output_bytes=limits.output_bytes + len(marked.mark))
+        bounded = replace(limits, output_bytes=limits.output_bytes + marked.num_added)
         try:
             finished = await run_bounded(
                 words,
@@ -365,6 +365,7 @@ class ContainerWorkspace(Workspace):
                 kill=keeper.end_processes,
                 on_output=marked.add,
             )
+            marked.finish(finished.returncode, finished.duration_s)
             if finished.stopped_for is None:
                 await keeper.end_processes()
             if not marked.is_started:
@@ -495,20 +496,39 @@ class State(NamedTuple):
 
 
 class MarkedOutput:
-    """The output of a command, which starts after a mark in standard error."""
+    """The output of a command, which starts after a mark in standard error.
 
-    def __init__(self, record: OutputRecord, max_bytes: int) -> None:
+    `notice`: what the engine's program appends to standard error after an exit code that is not 0;
+    it is left out, therefore bytes of its length are delayed.
+    """
+
+    def __init__(self, record: OutputRecord, max_bytes: int, *, notice: str = "") -> None:
         self.mark = f"<{secrets.token_hex(16)}>"
+        self.num_added = len(self.mark) + len(notice)
+        """Bytes of standard error that are not of the command."""
         self._left = {STDOUT: max_bytes, STDERR: max_bytes}
         self.is_started = False
         self._before = b""
         self._record = record
+        self._notice = notice
+        self._num_held = len(notice)
+        self._held = b""
+
+    def finish(self, exit_code: int, time_s: float) -> None:
+        """Add what was held back, without the notice of this exit code."""
+        held, self._held, self._num_held = self._held, b"", 0
+        if exit_code != 0 and self._notice:
+            held = held.removesuffix(self._notice.format(exit_code).encode())
+        self.add(STDERR, held, time_s)
 
     def add(self, fd: int, data: bytes, time_s: float) -> None:
         if fd == STDERR and not self.is_started:
             self._before += data
             _, found, data = self._before.partition(self.mark.encode())
             self.is_started = bool(found)
+        if fd == STDERR and self._num_held:
+            data = self._held + data
+            data, self._held = data[: -self._num_held], data[-self._num_held :]
         data = data[: self._left[fd]]
         self._left[fd] -= len(data)
         if data:

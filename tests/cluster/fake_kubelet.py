@@ -268,7 +268,9 @@ class Cluster:
             return
         phases = [pod["status"].get("phase") for pod in pods]
         failed = phases.count("Failed")
-        started = datetime.fromisoformat(job["metadata"]["creationTimestamp"].replace("Z", "+00:00"))
+        started = datetime.fromisoformat(
+            job["metadata"]["creationTimestamp"].replace("Z", "+00:00")
+        )
         age = (datetime.now(timezone.utc) - started).total_seconds()
         new = {
             "active": len(pods) - phases.count("Failed") - phases.count("Succeeded"),

@@ -191,6 +191,7 @@ class FakeKubernetes:
 
     def write_kubeconfig(self) -> Path:
         """Write the file for KUBECONFIG and return its path."""
+        self._folder.mkdir(parents=True, exist_ok=True)
         path = self._folder / "kubeconfig"
         config = {
             **{"apiVersion": "v1", "kind": "Config", "current-context": "fake"},
@@ -295,7 +296,9 @@ class FakeKubernetes:
         new = copy.deepcopy(body) if is_apply else merged(copy.deepcopy(old), body)
         validate(new)
         new["status"] = status
-        if is_apply and all(old.get(key) == value for key, value in new.items() if key != "metadata"):
+        if is_apply and all(
+            old.get(key) == value for key, value in new.items() if key != "metadata"
+        ):
             new["metadata"] = {**old["metadata"], **new["metadata"]}
         return web.json_response(new if dry else self.store.replace(new, place))
 
