@@ -156,7 +156,7 @@ class Cluster:
 
     def kill(self, selector: str, number: int = signal.SIGKILL) -> list[str]:
         """Send a signal to the containers of the pods with these labels; return their names."""
-        pods = [pod for pod in self.store.list("Pod", None, selector)]
+        pods = self.store.list("Pod", None, selector)
         found = [c for pod in pods if (c := self.container_of(pod)) is not None and c.is_running]
         for container in found:
             container.kill(number)
@@ -259,7 +259,7 @@ class Cluster:
         )
 
     def _advance_job(self, job: dict[str, Any], pods: list[dict[str, Any]]) -> None:
-        spec, status = job["spec"], job["status"] if "status" in job else {}
+        spec, status = job["spec"], job.get("status", {})
         if any(each["type"] in ("Complete", "Failed") for each in status.get("conditions", [])):
             ended = datetime.fromisoformat(status["endedAt"].replace("Z", "+00:00"))
             age = (datetime.now(timezone.utc) - ended).total_seconds()
@@ -484,7 +484,11 @@ class Cluster:
         words = ["bwrap", "--unshare-pid", "--as-pid-1", "--die-with-parent"]
         image = self._images.get(spec["image"])
         if image is None:
-            words += [word for name in sorted(os.listdir("/")) for word in _shown(f"/{name}")]
+            mounts = [each["mountPath"] for each in spec.get("volumeMounts", [])]
+            missing = [path for path in mounts if not Path(path).is_dir()]
+            words += [
+                word for path in sorted(Path("/").iterdir()) for word in _shown(path, missing)
+            ]
             user = str(security.get("runAsUser", 0))
             words += ["--unshare-user", "--uid", user, "--gid", user]
             words += ["--dir", "/run", "--tmpfs", "/dev/shm"]
@@ -667,12 +671,16 @@ def _fatal_codes(job_spec: Mapping[str, Any]) -> set[int]:
     }
 
 
-def _shown(path: str) -> list[str]:
-    if path in ("/proc", "/dev", "/run"):
+def _shown(path: Path, missing: list[str]) -> list[str]:
+    """Show a path read-only; folders in which mounts have to be made are made of their entries."""
+    if str(path) in ("/proc", "/dev", "/run"):
         return []
-    if Path(path).is_symlink():
-        return ["--symlink", os.readlink(path), path]
-    return ["--ro-bind", path, path]
+    if path.is_symlink():
+        return ["--symlink", str(path.readlink()), str(path)]
+    if not any(each.startswith(f"{path}/") for each in missing):
+        return ["--ro-bind", str(path), str(path)]
+    inner = [word for each in sorted(path.iterdir()) for word in _shown(each, missing)]
+    return ["--dir", str(path), *inner]
 
 
 def _now() -> str:
