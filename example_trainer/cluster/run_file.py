@@ -43,7 +43,7 @@ class _Section(BaseModel):
 
 
 class PartResources(_Section):
-    """What one process of a part needs; a placement without a limit ignores it."""
+    """Resources of one process of a part; a placement without limits ignores them."""
 
     cpus: float | None = Field(None, gt=0, le=4096, description="CPU cores; none: no request.")
     memory_gib: float | None = Field(
@@ -52,7 +52,7 @@ class PartResources(_Section):
 
 
 class RestartFields(_Section):
-    """How often and when a part that failed is started again."""
+    """Number and times of the restarts of a part that failed."""
 
     attempts: int = Field(
         5,
@@ -215,7 +215,7 @@ class TrainerSection(PartResources):
 
 
 class SlurmSection(_Section):
-    """What only Slurm needs."""
+    """Settings of Slurm only."""
 
     partition: str | None = Field(None, max_length=256, description="Partition of the job.")
     account: str | None = Field(None, max_length=256, description="Account that is charged.")
@@ -245,7 +245,7 @@ class SlurmSection(_Section):
 
 
 class KubernetesSection(_Section):
-    """What only Kubernetes needs."""
+    """Settings of Kubernetes only."""
 
     namespace: Name = Field("default", description="Namespace of all objects.")
     image: str = Field("", max_length=1024, description="Image of the parts, with this package.")
@@ -274,7 +274,7 @@ class KubernetesSection(_Section):
 
 
 class RaySection(_Section):
-    """What only Ray needs."""
+    """Settings of Ray only."""
 
     address: str = Field("auto", max_length=1024, description="Address of the cluster.")
     namespace: Name = Field("atropos", description="Namespace of the actors.")
@@ -289,22 +289,33 @@ class RunFile(_Section):
     name: Name = Field(description="Name of the run: letters, digits and dashes.")
     output: Path = Field(Path("run"), description="Folder of logs, state and checkpoints.")
     folder: Path = Field(Path(), description="Working directory of every part.")
-    service: ServiceSection = Field(default_factory=ServiceSection)
-    engines: list[EngineSection] = Field(
-        default_factory=lambda: [EngineSection()], min_length=1, max_length=64
+    service: ServiceSection = Field(
+        default_factory=ServiceSection, description="The trajectory service."
     )
-    environments: list[EnvironmentSection] = Field(min_length=1, max_length=MAX_ENVIRONMENTS)
-    trainer: TrainerSection
+    engines: list[EngineSection] = Field(
+        default_factory=lambda: [EngineSection()],
+        min_length=1,
+        max_length=64,
+        description="Inference engines; none: one vLLM.",
+    )
+    environments: list[EnvironmentSection] = Field(
+        min_length=1, max_length=MAX_ENVIRONMENTS, description="Environments."
+    )
+    trainer: TrainerSection = Field(description="The trainer, and the model of all parts.")
     variables: dict[Variable, str] = Field(
         default_factory=dict, description="Environment variables of every part, without secrets."
     )
-    restarts: RestartFields = Field(default_factory=RestartFields)
+    restarts: RestartFields = Field(
+        default_factory=RestartFields, description="Restarts of every part."
+    )
     start_limit_s: float = Field(
         600.0, gt=0, le=86400, description="Maximum seconds for the start of a server."
     )
-    slurm: SlurmSection = Field(default_factory=SlurmSection)
-    kubernetes: KubernetesSection = Field(default_factory=KubernetesSection)
-    ray: RaySection = Field(default_factory=RaySection)
+    slurm: SlurmSection = Field(default_factory=SlurmSection, description="Settings of Slurm only.")
+    kubernetes: KubernetesSection = Field(
+        default_factory=KubernetesSection, description="Settings of Kubernetes only."
+    )
+    ray: RaySection = Field(default_factory=RaySection, description="Settings of Ray only.")
 
     @model_validator(mode="after")
     def _check_together(self) -> RunFile:
