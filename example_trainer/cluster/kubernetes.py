@@ -1,7 +1,9 @@
 """Runs of a run file on Kubernetes: submitted, looked at and removed with `kubectl`.
 
     submit   manifests ─► output/kubernetes/ ─► kubectl apply --server-side -k
-    status   kubectl get -l atropos/run=NAME     logs   kubectl logs POD     down   kubectl delete -l
+    status   kubectl get -l atropos/run=NAME
+    logs     kubectl logs POD
+    down     kubectl delete -l atropos/run=NAME
 
 Only objects with the label of the run are read or deleted. Claims of volumes are kept by `down`:
 the journal and the checkpoints are on them, and the next `submit` continues the run.
@@ -133,9 +135,7 @@ class KubernetesRun:
             raise ConfigError(f"kubectl {words[0]} failed: {_message(done.stderr)}")
         return done.stdout
 
-    def _start(
-        self, *words: str, timeout_s: float = TIMEOUT_S
-    ) -> subprocess.CompletedProcess[str]:
+    def _start(self, *words: str, timeout_s: float = TIMEOUT_S) -> subprocess.CompletedProcess[str]:
         place = self._run.kubernetes
         if shutil.which("kubectl") is None:
             raise ConfigError(

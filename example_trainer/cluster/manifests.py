@@ -53,6 +53,13 @@ for url in sys.argv[1:]:
             time.sleep(1)
 """
 """Program that ends once all addresses answer."""
+RESTORE = f"""\
+{WAIT}
+from pathlib import Path
+from example_trainer.cluster.local import restore_engine
+restore_engine(sys.argv[1].removesuffix("/health"), Path({str(OUTPUT)!r}))
+"""
+"""Program that gives an engine which was started again the newest weights."""
 
 # A manifest is parsed JSON.
 Manifest = dict[str, Any]
@@ -355,6 +362,10 @@ def _container(run: RunFile, part: Part, name: str) -> Manifest:
     if part.port is not None:
         made["ports"] = [{"name": "http", "containerPort": part.port}]
         made |= _probes(run, part)
+    if part.role == "engine":
+        # The pod is not ready before it ends.
+        restore = ["python", "-c", RESTORE, f"http://localhost:{part.port}/health"]
+        made["lifecycle"] = {"postStart": {"exec": {"command": restore}}}
     return made
 
 

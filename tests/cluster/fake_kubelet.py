@@ -66,6 +66,7 @@ class Container:
         self.is_ready = False
         self.failures = 0
         self.probed_at = 0.0
+        self.hook: asyncio.Task[None] | None = None
 
     @property
     def is_running(self) -> bool:
@@ -89,7 +90,23 @@ class Container:
         os.close(writing)
         text = await asyncio.to_thread(_read_all, reading)
         found = re.search(r'"child-pid": ([0-9]+)', text)
-        self.init_pid = int(found[1]) if found else 0
+        init_pid = int(found[1]) if found else 0
+        while self.process.returncode is None and _is_bubblewrap(init_pid):
+            await asyncio.sleep(0.01)  # its file systems are not mounted yet
+        self.init_pid = init_pid
+        if "lifecycle" in self.spec:
+            self.hook = asyncio.create_task(self._run_hook())
+
+    async def _run_hook(self) -> None:
+        """Run what follows the start; the container is not ready before, and ends if it fails."""
+        words = self.spec["lifecycle"]["postStart"]["exec"]["command"]
+        address = self.pod["status"]["podIP"]
+        process = await self.execute([each.replace("localhost", address) for each in words])
+        output = b"".join(await process.communicate())
+        with self.log.open("ab") as log:
+            log.write(b"postStart: " + output + b"\n" if output else b"")
+        if process.returncode != 0:
+            self.kill()
 
     async def execute(self, words: list[str]) -> asyncio.subprocess.Process:
         """Run a command in the namespaces of the container, in its working directory."""
@@ -127,6 +144,13 @@ class Container:
             if has_ended:
                 return
             await asyncio.sleep(0.01)
+
+
+def _is_bubblewrap(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/exe").readlink().name == "bwrap"
+    except OSError:
+        return False
 
 
 def _read_all(descriptor: int) -> str:
@@ -412,6 +436,8 @@ class Cluster:
         container.probed_at = time.monotonic()
         spec, was_ready = container.spec, container.is_ready
         probe = spec.get("readinessProbe")
+        if container.hook is not None and not container.hook.done():
+            return
         container.is_ready = probe is None or await self._answers(pod, probe)
         liveness = spec.get("livenessProbe")
         if liveness is not None and was_ready and not container.is_ready:
@@ -465,6 +491,8 @@ class Cluster:
     async def _end(self, container: Container, grace_s: float) -> None:
         container.is_ready = False
         process = container.process
+        if container.hook is not None:
+            container.hook.cancel()
         if process is None:
             return
         if grace_s:

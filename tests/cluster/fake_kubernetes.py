@@ -14,6 +14,9 @@ import asyncio
 import contextlib
 import copy
 import json
+import re
+import shutil
+import subprocess
 import uuid
 from collections.abc import AsyncIterator, Callable, Mapping
 from datetime import datetime, timezone
@@ -21,6 +24,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jsonschema
+import pytest
 import yaml
 from aiohttp import WSMsgType, web
 
@@ -28,7 +32,7 @@ from tests.cluster.fake_kubelet import Cluster, Container
 
 SCHEMAS = json.loads(Path(__file__).with_name("kubernetes_schemas.json").read_text())
 MAX_EVENTS = 10_000
-WRITES = ("POST", "PUT", "PATCH")
+MIN_KUBECTL = (1, 31)
 
 
 class ApiResource(NamedTuple):
@@ -495,6 +499,19 @@ def openapi(words: list[str]) -> dict[str, Any]:
             path = f"/{'/'.join(words[2:])}/namespaces/{{namespace}}/{each.plural}/{{name}}"
             paths[path] = {"patch": patch}
     return {"openapi": "3.0.0", "info": {"title": "fake", "version": "1"}, "paths": paths}
+
+
+def require_cluster(*programs: str) -> None:
+    """Skip the test with the reason where the fake cluster or kubectl cannot run."""
+    for program in ("kubectl", "bwrap", *programs):
+        if shutil.which(program) is None:
+            pytest.skip(f"{program} is not installed")
+    shown = subprocess.run(
+        ["kubectl", "version", "--client", "-o", "json"], capture_output=True, check=True
+    )
+    version = json.loads(shown.stdout)["clientVersion"]
+    if (int(version["major"]), int(re.sub(r"\D", "", version["minor"]))) < MIN_KUBECTL:
+        pytest.skip(f"kubectl is {version['gitVersion']}; exec over WebSockets needs 1.31")
 
 
 @contextlib.asynccontextmanager

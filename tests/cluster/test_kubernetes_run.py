@@ -28,7 +28,7 @@ from tests.cluster.demo_run import (
     make_demo_student,
     steps_of,
 )
-from tests.cluster.fake_kubernetes import FakeKubernetes, fake_kubernetes
+from tests.cluster.fake_kubernetes import FakeKubernetes, fake_kubernetes, require_cluster
 from tests.cluster.scripted_run import scripted_run
 
 pytestmark = pytest.mark.slow
@@ -40,9 +40,7 @@ LIMIT_S = 220.0
 
 @pytest.fixture
 async def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[FakeKubernetes]:
-    for program in ("kubectl", "bwrap"):
-        if shutil.which(program) is None:
-            pytest.skip(f"{program} is not installed")
+    require_cluster()
     async with fake_kubernetes(tmp_path / "cluster") as server:
         monkeypatch.setenv("KUBECONFIG", str(server.write_kubeconfig()))
         monkeypatch.setenv("KUBECACHEDIR", str(tmp_path / "cache"))

@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import tarfile
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -30,7 +30,7 @@ from atroposlib.workspaces import (
     open_workspaces,
 )
 from atroposlib.workspaces.jobs import JobEngine, as_job_options
-from tests.cluster.fake_kubernetes import FakeKubernetes, fake_kubernetes
+from tests.cluster.fake_kubernetes import FakeKubernetes, fake_kubernetes, require_cluster
 from tests.workspaces.containers import write_root
 
 pytestmark = pytest.mark.slow
@@ -55,9 +55,7 @@ asyncio.run(main())
 
 @pytest.fixture(scope="module")
 def image(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
-    for program in ("kubectl", "bwrap", "nsenter", "busybox", "/usr/bin/python3"):
-        if shutil.which(program) is None:
-            pytest.skip(f"{program} is not installed")
+    require_cluster("nsenter", "busybox", "/usr/bin/python3")
     if os.geteuid() != 0:
         pytest.skip("entering the containers of the fake cluster needs root")
     root = tmp_path_factory.mktemp("image") / "root"
