@@ -91,8 +91,9 @@ class Container:
         text = await asyncio.to_thread(_read_all, reading)
         found = re.search(r'"child-pid": ([0-9]+)', text)
         init_pid = int(found[1]) if found else 0
-        while self.process.returncode is None and _is_bubblewrap(init_pid):
-            await asyncio.sleep(0.01)  # its file systems are not mounted yet
+        # Its file systems are not mounted yet.
+        while self.process.returncode is None and _is_bubblewrap(init_pid):  # noqa: ASYNC110
+            await asyncio.sleep(0.01)
         self.init_pid = init_pid
         if "lifecycle" in self.spec:
             self.hook = asyncio.create_task(self._run_hook())

@@ -74,30 +74,48 @@ async def until(
     return status
 
 
-async def test_settings_that_can_never_work_fail_at_once_and_down_ends_only_its_own(
+async def test_run_that_waits_for_a_secret_is_waiting_and_down_ends_only_its_own(
     cluster: FakeKubernetes, tmp_path: Path
 ) -> None:
-    trainer = {"model": f"{OUTPUT}/no-such-model"}
-    file = scripted_run(tmp_path, steps=2, trainer=trainer, kubernetes=KUBERNETES)
+    service = {"token_file": "/etc/tokens/tokens", "tokens": {"trainer": "TRAINER"}}
+    place = {**KUBERNETES, "token_secret": "missing"}
+    engines = {"kind": "url", "urls": ["http://engine:9000"]}
+    file = scripted_run(tmp_path, steps=2, service=service, kubernetes=place, engines=engines)
     run = run_of(file)
     other = {"metadata": {"name": "other", "labels": {"atropos/run": "other"}}, "data": {}}
     cluster.store.create({"apiVersion": "v1", "kind": "ConfigMap", **other}, "rl")
     assert (await asyncio.to_thread(run.status)).state == "none"
     cluster.refuse(2, "PATCH")
 
-    await asyncio.to_thread(run.submit)
-    status = await until(run, lambda found: found.state == "failed")
-    log = "\n".join(await asyncio.to_thread(lambda: list(run.logs("trainer", lines=50))))
-    told = await asyncio.to_thread(run.down)
+    told = await asyncio.to_thread(run.submit)
+    status = await asyncio.to_thread(run.status)
+    removed = await asyncio.to_thread(run.down)
 
-    trainer_status = next(part for part in status.parts if part.name == "trainer")
-    assert (trainer_status.state, trainer_status.restarts) == ("failed", 1)
-    assert "no-such-model" in log
-    assert told.endswith("kept with journal and checkpoints: scripted-output")
+    assert told == "scripted was submitted to the namespace rl"
+    assert {part.name: part.state for part in status.parts}["service"] == "waiting"
+    assert removed.endswith("kept with journal and checkpoints: scripted-output")
     assert {(kind, name) for kind, _, name in cluster.store.objects} == {
         ("ConfigMap", "other"),
         ("PersistentVolumeClaim", "scripted-output"),
     }
+
+
+@pytest.mark.long
+async def test_settings_that_can_never_work_fail_the_run_at_once(
+    cluster: FakeKubernetes, tmp_path: Path
+) -> None:
+    trainer = {"model": f"{OUTPUT}/no-such-model"}
+    file = scripted_run(tmp_path, steps=2, trainer=trainer, kubernetes=KUBERNETES)
+    run = run_of(file)
+
+    await asyncio.to_thread(run.submit)
+    status = await until(run, lambda found: found.state == "failed")
+    log = "\n".join(await asyncio.to_thread(lambda: list(run.logs("trainer", lines=50))))
+    await asyncio.to_thread(run.down)
+
+    trainer_status = next(part for part in status.parts if part.name == "trainer")
+    assert (trainer_status.state, trainer_status.restarts) == ("failed", 1)
+    assert "no-such-model" in log
     assert (await asyncio.to_thread(run.status)).state == "none"
 
 

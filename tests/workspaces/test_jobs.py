@@ -122,6 +122,7 @@ async def test_command_has_its_input_variables_folder_and_exit_code(workspace: W
     assert (result.exit_code, result.ended_by) == (7, "exit")
 
 
+@pytest.mark.long
 async def test_time_limit_ends_the_command_and_what_it_started(workspace: Workspace) -> None:
     limits = replace(LIMITS, wall_s=1.0)
 
@@ -189,6 +190,7 @@ async def test_jobs_are_restricted_and_bounded_by_time(
     assert "egress" not in policy["spec"]
 
 
+@pytest.mark.long
 async def test_template_is_kept_around_the_workspace(
     cluster: FakeKubernetes, tmp_path: Path
 ) -> None:
@@ -204,6 +206,7 @@ async def test_template_is_kept_around_the_workspace(
     await workspaces.close()
 
 
+@pytest.mark.long
 async def test_number_of_jobs_is_bounded_and_a_close_makes_room(cluster: FakeKubernetes) -> None:
     options = replace(OPTIONS, max_jobs=1)
     workspaces = open_workspaces("kubernetes", engine_options=options, warm=0)
@@ -219,6 +222,7 @@ async def test_number_of_jobs_is_bounded_and_a_close_makes_room(cluster: FakeKub
     await workspaces.close()
 
 
+@pytest.mark.long
 async def test_requests_that_the_server_refuses_for_now_are_repeated(
     cluster: FakeKubernetes, workspaces: Workspaces
 ) -> None:
@@ -230,6 +234,7 @@ async def test_requests_that_the_server_refuses_for_now_are_repeated(
     assert (await workspace.run(["echo", "ready"])).text == "ready\n"
 
 
+@pytest.mark.long
 async def test_workspace_whose_pod_was_killed_is_an_error(
     cluster: FakeKubernetes, workspace: Workspace
 ) -> None:
@@ -242,6 +247,7 @@ async def test_workspace_whose_pod_was_killed_is_an_error(
         await running
 
 
+@pytest.mark.long
 async def test_jobs_of_a_killed_owner_end_and_are_removed_by_another(
     cluster: FakeKubernetes,
 ) -> None:
