@@ -226,7 +226,7 @@ class SeenPod(NamedTuple):
 
 def _seen(pod: Mapping[str, Any]) -> SeenPod:
     status = pod.get("status", {})
-    container = next(iter(status.get("containerStatuses", [])), {})
+    container: dict[str, Any] = next(iter(status.get("containerStatuses", [])), {})
     restarts = int(container.get("restartCount", 0))
     node = str(pod["spec"].get("nodeName", ""))
     phase = status.get("phase")

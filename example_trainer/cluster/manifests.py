@@ -12,7 +12,7 @@ Every object carries the label `atropos/run`. Secrets are named and never writte
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from pathlib import PurePosixPath
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -32,8 +32,8 @@ from example_trainer.cluster.run_file import RunFile
 RUN_LABEL = "atropos/run"
 PART_LABEL = "atropos/part"
 ROLE_LABEL = "atropos/role"
-OUTPUT = PurePosixPath("/var/lib/atropos")
-SETTINGS = PurePosixPath("/etc/atropos/settings")
+OUTPUT = Path("/var/lib/atropos")
+SETTINGS = Path("/etc/atropos/settings")
 TRAINER = "trainer"
 SERVICE_PORT = 8000
 ENGINE_PORT = 9000
@@ -258,7 +258,7 @@ def _trainer(run: RunFile, part: Part, urls: Mapping[str, str]) -> list[Manifest
     template["spec"]["restartPolicy"] = "Never"
     nodes = run.trainer.nodes
     rules = [
-        # A preempted pod is no failure of the trainer.
+        # A preempted pod is not a failure of the trainer.
         {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]},
         {
             "action": "FailJob",
@@ -409,7 +409,7 @@ def _probes(run: RunFile, part: Part) -> Manifest:
     starting = max(1, round(run.start_limit_s / PROBE_S))
     return {
         "startupProbe": {**probe(paths[0], starting * PROBE_S), "periodSeconds": 1},
-        # A long pause, such as an update of weights, is no reason for a restart.
+        # A long pause, such as an update of weights, does not call for a restart.
         "livenessProbe": probe(paths[0], 12),
         "readinessProbe": {**probe(paths[1], 3), "periodSeconds": 5},
     }
