@@ -272,6 +272,7 @@ class JobEngine:
         now = datetime.now(timezone.utc)
         leases = await self._listed("leases.coordination.k8s.io", f"{LABEL}=owner")
         live = {lease["metadata"]["name"] for lease in leases if not _is_expired(lease, now)}
+        live.add(self._owner)  # also where its renewal was late
         jobs = await self._listed("jobs.batch", f"{LABEL}=fork")
         dead = [job for job in jobs if job["metadata"]["labels"].get(OWNER_LABEL) not in live]
         for job in dead:

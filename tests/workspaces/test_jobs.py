@@ -43,7 +43,7 @@ OWNER = """
 import asyncio, sys
 from atroposlib.workspaces import JobOptions, WorkspaceSpec, open_workspaces
 async def main():
-    options = JobOptions(per_minute=6000, ttl_s=1000, lease_s=1)
+    options = JobOptions(per_minute=6000, ttl_s=1000, lease_s=3)
     workspaces = open_workspaces("kubernetes", engine_options=options, warm=0)
     base = await workspaces.prepare(WorkspaceSpec("test", image=sys.argv[1]))
     workspace = await base.fork()
