@@ -84,12 +84,13 @@ class TasksArgs(AdapterArgs):
     )
     workspaces: str = Field(
         "bubblewrap",
-        description="Kind of the workspaces: bubblewrap, podman, docker, or an engine of another "
-        "machine as in podman+ssh://USER@HOST.",
+        description="Kind of the workspaces: bubblewrap, podman, docker, kubernetes, or an engine "
+        "of another machine as in podman+ssh://USER@HOST.",
     )
     engine_options: dict[str, list[str]] = Field(
         default_factory=dict,
-        description="Further options for the program of a container engine, by command.",
+        description="Further options for the program of a container engine, by command; for "
+        "kubernetes, the fields of JobOptions.",
     )
     warm: int | None = Field(
         None,

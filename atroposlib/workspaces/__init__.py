@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from atroposlib.errors import ConfigError
-from atroposlib.workspaces.container_engine import EngineOptions, as_options
+from atroposlib.workspaces.container_engine import ContainerEngine, EngineOptions, as_options
 from atroposlib.workspaces.containers import ContainerWorkspaces
 from atroposlib.workspaces.interface import (
     NO_NETWORK,
@@ -23,6 +23,7 @@ from atroposlib.workspaces.interface import (
     Workspaces,
     WorkspaceSpec,
 )
+from atroposlib.workspaces.jobs import KUBERNETES, JobEngine, JobOptions, as_job_options
 from atroposlib.workspaces.local import LocalWorkspaces
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
     "CommandResult",
     "EngineOptions",
     "FileChange",
+    "JobOptions",
     "Network",
     "Output",
     "Workspace",
@@ -42,14 +44,17 @@ __all__ = [
 ]
 
 FOLDER_VARIABLE = "ATROPOS_WORKSPACES_DIR"
-KINDS = ("bubblewrap", "podman", "docker", "podman+ssh://USER@HOST", "docker+ssh://USER@HOST")
+KINDS = (
+    *("bubblewrap", "podman", "docker", "podman+ssh://USER@HOST", "docker+ssh://USER@HOST"),
+    KUBERNETES,
+)
 
 
 def open_workspaces(
     kind: str = "bubblewrap",
     *,
     cache: Path | None = None,
-    engine_options: EngineOptions | Mapping[str, Sequence[str]] | None = None,
+    engine_options: EngineOptions | JobOptions | Mapping[str, Sequence[str]] | None = None,
     warm: int | None = None,
 ) -> Workspaces:
     """Return workspaces of a kind.
@@ -60,7 +65,7 @@ def open_workspaces(
             `ATROPOS_WORKSPACES_DIR`, or a folder of the user's cache if it is not set. Container
             engines keep theirs themselves.
         engine_options: further options for the program of a container engine; a mapping has the
-            fields of `EngineOptions`.
+            fields of `EngineOptions`, or of `JobOptions` for `kubernetes`.
         warm: number of workspaces per base that are made in advance; None: that of the kind.
 
     Raises:
@@ -68,8 +73,14 @@ def open_workspaces(
         WorkspaceError: it cannot be used on this machine.
     """
     chosen: dict[str, Any] = {} if warm is None else {"warm": warm}
+    if kind == KUBERNETES:
+        if isinstance(engine_options, EngineOptions):
+            raise ConfigError("workspaces of the kind kubernetes take JobOptions")
+        return ContainerWorkspaces(JobEngine(as_job_options(engine_options)), **chosen)
+    if isinstance(engine_options, JobOptions):
+        raise ConfigError(f"JobOptions are of the kind {KUBERNETES}, not {kind}")
     if kind.startswith(("podman", "docker")):
-        return ContainerWorkspaces(kind, options=as_options(engine_options), **chosen)
+        return ContainerWorkspaces(ContainerEngine(kind, as_options(engine_options)), **chosen)
     if kind != "bubblewrap":
         raise ConfigError(f"no kind of workspace is called {kind!r}; known: {', '.join(KINDS)}")
     return LocalWorkspaces(cache=cache or _cache_folder(), **chosen)

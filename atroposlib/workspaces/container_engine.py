@@ -10,6 +10,7 @@ that was killed are recognized.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import hashlib
 import itertools
 import os
@@ -18,25 +19,42 @@ import secrets
 import shlex
 import shutil
 import socket
+import stat
 import subprocess
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, fields
 from pathlib import Path
+from typing import Literal, Protocol
 
 from atroposlib.errors import ConfigError
 from atroposlib.sandbox.interface import SandboxLimits
 from atroposlib.sandbox.streams import Finished, run_bounded
-from atroposlib.workspaces.interface import Network, WorkspaceError
-from atroposlib.workspaces.network import is_running, process_name
+from atroposlib.workspaces.interface import (
+    Network,
+    WorkspaceContentError,
+    WorkspaceError,
+    WorkspaceSpec,
+)
+from atroposlib.workspaces.network import (
+    MOUNTED,
+    NetworkGate,
+    is_running,
+    new_folder,
+    process_name,
+    remove_abandoned,
+)
 from atroposlib.workspaces.transfer import tar_of
 
 __all__ = [
+    "CAPABILITIES",
     "KEEPER",
     "LABEL",
+    "ChangeKind",
     "ContainerEngine",
     "EngineOptions",
     "Keeper",
+    "WorkspaceEngine",
     "as_options",
     "message_of",
     "new_name",
@@ -44,6 +62,12 @@ __all__ = [
 ]
 
 LABEL = "atropos.workspace"
+CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL", "SETGID", "SETUID")
+"""Those of package managers and `su`, without those for devices, mounts or raw packets."""
+OTHER_PROCESSES = 8
+"""Processes of a container in addition to those of a command."""
+ChangeKind = Literal["added", "modified", "removed"]
+CHANGES: dict[str, ChangeKind] = {"A": "added", "C": "modified", "D": "removed"}
 TIMEOUT_S = 120.0
 READY_S = 120.0
 END_S = 20.0
@@ -100,7 +124,7 @@ def as_options(options: EngineOptions | Mapping[str, Sequence[str]] | None) -> E
     """
     if isinstance(options, EngineOptions):
         return options
-    known = [field.name for field in fields(EngineOptions)]
+    known = [each.name for each in fields(EngineOptions)]
     for name, words in (options or {}).items():
         if (
             name not in known
@@ -112,6 +136,73 @@ def as_options(options: EngineOptions | Mapping[str, Sequence[str]] | None) -> E
                 f"{', '.join(known)}, got {name}: {words!r}"
             )
     return EngineOptions(**{name: tuple(words) for name, words in (options or {}).items()})
+
+
+class WorkspaceEngine(Protocol):
+    """Starts containers for workspaces, and runs commands in them."""
+
+    @property
+    def kind(self) -> str: ...
+
+    @property
+    def exit_notice(self) -> str:
+        """Text that its program adds to standard error, with {} for an exit code other than 0."""
+
+    async def open(self) -> None:
+        """Prepare for the first base; remove what killed processes have left."""
+
+    async def image_for(self, spec: WorkspaceSpec) -> str:
+        """Return the image of a spec, built or pulled if it is not there.
+
+        Raises:
+            ConfigError: the engine cannot build it.
+            WorkspaceError: the build failed.
+        """
+
+    async def workdir_of(self, image: str) -> str:
+        """Return the working directory of an image; empty or `/` if it has none."""
+
+    async def start(self, name: str, image: str, spec: WorkspaceSpec, workdir: str) -> Keeper:
+        """Start a container and return its keeper, once it runs."""
+
+    async def remove(self, name: str) -> None:
+        """Remove a container whose keeper has ended, or was not started, with its folder."""
+
+    def exec_words(
+        self,
+        name: str,
+        words: Sequence[str],
+        *,
+        user: str | None = None,
+        forwards: Sequence[tuple[str, str]] = (),
+    ) -> list[str]:
+        """Return the command on this machine that runs one in a container."""
+
+    def carried(
+        self, name: str, network: Network, number: int
+    ) -> contextlib.AbstractAsyncContextManager[tuple[NetworkGate, list[tuple[str, str]]]]:
+        """Serve the network of command `number`; yields its gate and the forwards of its words."""
+
+    async def changed(
+        self, name: str, unchanged: Callable[[], Awaitable[str]]
+    ) -> dict[str, ChangeKind]:
+        """Return the paths that differ from the image; `unchanged` names a container without."""
+
+    async def run(
+        self,
+        words: Sequence[str],
+        *,
+        stdin: bytes | int = b"",
+        timeout_s: float = TIMEOUT_S,
+        max_bytes: int = MESSAGE_BYTES,
+    ) -> Finished:
+        """Run a command on this machine until it ends, writes too much or takes too long."""
+
+    def env(self) -> dict[str, str]:
+        """Return the variables of such commands."""
+
+    async def close(self) -> None:
+        """End what `open` has started."""
 
 
 @dataclass(frozen=True)
@@ -129,6 +220,8 @@ class ContainerEngine:
 
     kind: str
     options: EngineOptions = EngineOptions()
+    _folders: dict[str, Path] = field(default_factory=dict, repr=False, compare=False)
+    """Folders with sockets on this machine, by container."""
 
     def __post_init__(self) -> None:
         found = KIND.fullmatch(self.kind)
@@ -143,6 +236,10 @@ class ContainerEngine:
             raise WorkspaceError(
                 f"{here} is not installed; on Debian and Ubuntu: apt-get install {package}"
             )
+
+    @property
+    def exit_notice(self) -> str:
+        return ""
 
     @property
     def program(self) -> str:
@@ -255,8 +352,133 @@ class ContainerEngine:
         if finished.returncode != 0:
             raise WorkspaceError(f"{context / 'Dockerfile'}: build failed: {message_of(finished)}")
 
-    async def remove_abandoned(self) -> None:
+    async def image_for(self, spec: WorkspaceSpec) -> str:
+        """Return the id of the image of a spec, built or pulled if it is not there."""
+        has_file = spec.source is not None and (spec.source / "Dockerfile").is_file()
+        if spec.image is None and not has_file:
+            raise ConfigError(
+                f"{spec.name}: workspaces of the kind {self.kind} need an image or a Dockerfile in "
+                f"{spec.source}"
+            )
+        if spec.image is not None and (has_file or not _has_files(spec.source)):
+            return await self._pulled(spec, spec.image)
+        assert spec.source is not None
+        digest = await asyncio.to_thread(_digest, spec)
+        tag = f"localhost/atropos-workspace:{digest[:32]}"
+        found = await self.image_of(tag)
+        if found is not None:
+            return found
+        if spec.image is not None:
+            await self._pulled(spec, spec.image)
+        with _context(spec) as context:
+            await self.build(tag, context, spec.build_network, timeout_s=spec.build_timeout_s)
+        return await self._found(tag)
+
+    async def _pulled(self, spec: WorkspaceSpec, image: str) -> str:
+        found = await self.image_of(image)
+        if found is not None:
+            return found
+        words = self.words("pull", "--quiet", image)
+        finished = await self.run(words, timeout_s=spec.build_timeout_s)
+        if finished.returncode != 0:
+            raise WorkspaceError(
+                f"{spec.name}: the image {image} cannot be pulled: {message_of(finished)}"
+            )
+        return await self._found(image)
+
+    async def _found(self, image: str) -> str:
+        found = await self.image_of(image)
+        if found is None:
+            raise WorkspaceError(f"the image {image} was built but is not found")
+        return found
+
+    async def workdir_of(self, image: str) -> str:
+        return await self.call("image", "inspect", "--format", "{{.Config.WorkingDir}}", image)
+
+    async def start(self, name: str, image: str, spec: WorkspaceSpec, workdir: str) -> Keeper:
+        folder = self._folder(name)
+        if self.is_remote:
+            made = await self.run(self.shell('mkdir -m 755 "$1"', str(folder)))
+            if made.returncode != 0:
+                raise WorkspaceError(f"{self.kind}: {message_of(made)}")
+        else:
+            self._folders[name] = folder = new_folder() / "sockets"
+            folder.mkdir(mode=0o755)
+            folder.chmod(0o755)
+        limits = spec.limits
+        words = ["run", "-i", "--rm", "--name", name, "--label", f"{LABEL}=fork"]
+        words += ["--network", "none", "--pull", "never", "--hostname", "workspace"]
+        words += ["--cap-drop", "ALL", *(f"--cap-add={each}" for each in CAPABILITIES)]
+        words += ["--security-opt", "no-new-privileges", "--log-driver", "none"]
+        words += ["--memory", str(limits.memory_bytes), "--memory-swap", str(limits.memory_bytes)]
+        words += ["--pids-limit", str(limits.max_processes + OTHER_PROCESSES)]
+        words += ["--shm-size", str(limits.disk_bytes), "--ulimit", "nofile=1024:1024"]
+        words += ["--volume", f"{folder}:{MOUNTED}:ro", *self.options.run]
+        words += ["--entrypoint", "sh", image, "-c", KEEPER, "sh", workdir]
+        return await Keeper.start(self.words(*words), self.env())
+
+    async def remove(self, name: str) -> None:
+        # It removes itself at the end; this waits for that, or ends it where it does not.
+        await self.run(self.words("rm", "-f", name))
+        if self.is_remote:
+            await self.run(self.shell('rm -rf -- "$1"', str(self._folder(name))))
+        elif (folder := self._folders.pop(name, None)) is not None:
+            await asyncio.to_thread(shutil.rmtree, folder.parent, ignore_errors=True)
+
+    def exec_words(
+        self,
+        name: str,
+        words: Sequence[str],
+        *,
+        user: str | None = None,
+        forwards: Sequence[tuple[str, str]] = (),
+    ) -> list[str]:
+        as_user = [] if user is None else ["--user", user]
+        return self.words("exec", "-i", *as_user, name, *words, forwards=forwards)
+
+    @contextlib.asynccontextmanager
+    async def carried(
+        self, name: str, network: Network, number: int
+    ) -> AsyncIterator[tuple[NetworkGate, list[tuple[str, str]]]]:
+        folder = None
+        if not self.is_remote:
+            folder = self._folder(name) / str(number)
+            folder.mkdir(mode=0o755)
+            folder.chmod(0o755)
+        async with NetworkGate(network, folder=folder, mounted=f"{MOUNTED}/{number}") as gate:
+            there = self._folder(name) / str(number)
+            yield gate, await self._send_relay(gate, there) if self.is_remote else []
+
+    async def _send_relay(self, gate: NetworkGate, folder: Path) -> list[tuple[str, str]]:
+        """Copy the relay to the other machine; return the sockets there and here."""
+        (here,) = gate.mounts.values()
+        script = 'mkdir -m 755 "$1" && cat > "$1/relay.py" && chmod 644 "$1/relay.py"'
+        relay = await asyncio.to_thread((here / "relay.py").read_bytes)
+        made = await self.run(self.shell(script, str(folder)), stdin=relay)
+        if made.returncode != 0:
+            raise WorkspaceError(f"{self.kind}: {message_of(made)}")
+        return [(f"{folder}/{port}", f"{here}/{port}") for port in gate.ports]
+
+    def _folder(self, name: str) -> Path:
+        """Return the folder with the sockets of a container, on the machine of the engine."""
+        return Path(remote_folder(name)) if self.is_remote else self._folders.get(name, Path())
+
+    async def changed(
+        self, name: str, unchanged: Callable[[], Awaitable[str]]
+    ) -> dict[str, ChangeKind]:
+        finished = await self.run(self.words("diff", name), max_bytes=64 * 2**20)
+        if finished.returncode != 0 or finished.stopped_for is not None:
+            raise WorkspaceContentError(f"changes cannot be listed: {message_of(finished)}")
+        lines = finished.stdout.decode("utf-8", "surrogateescape").splitlines()
+        found = [re.fullmatch(r"([ACD]) (/.+)", line) for line in lines]
+        return {each[2]: CHANGES[each[1]] for each in found if each is not None}
+
+    async def close(self) -> None:
+        """Do nothing: containers end with their keepers."""
+
+    async def open(self) -> None:
         """Remove containers and folders of processes of this machine that were killed."""
+        remove_abandoned()
         listed = await self.call("ps", "-a", "--filter", f"label={LABEL}", "--format", "{{.Names}}")
         if containers := [name for name in listed.splitlines() if _is_abandoned(name)]:
             await self.run(self.words("rm", "-f", *containers))
@@ -266,6 +488,42 @@ class ContainerEngine:
         folders = [line for line in found.stdout.decode().splitlines() if _is_abandoned(line)]
         if folders:
             await self.run(self.shell('rm -rf -- "$@"', *folders))
+
+
+def _has_files(folder: Path | None) -> bool:
+    return folder is not None and folder.is_dir() and any(folder.iterdir())
+
+
+@contextlib.contextmanager
+def _context(spec: WorkspaceSpec) -> Iterator[Path]:
+    """Provide the build context: the source, or one that adds the source to an image."""
+    assert spec.source is not None
+    if spec.image is None:
+        yield spec.source
+        return
+    with tempfile.TemporaryDirectory(prefix="atropos-context-") as folder:
+        shutil.copytree(spec.source, Path(folder, "files"), symlinks=True)
+        Path(folder, "Dockerfile").write_text(
+            f"FROM {spec.image}\nWORKDIR {spec.workdir}\nCOPY files .\n"
+        )
+        yield Path(folder)
+
+
+def _digest(spec: WorkspaceSpec) -> str:
+    """Return a digest of all that determines the image."""
+    assert spec.source is not None
+    digest = hashlib.sha256(f"{spec.image}\n{spec.workdir}\n".encode())
+    for path in sorted(spec.source.rglob("*")):
+        mode = path.lstat().st_mode
+        kind = stat.S_IFMT(mode) | (mode & 0o111)
+        name = path.relative_to(spec.source).as_posix()
+        content = b""
+        if path.is_symlink():
+            content = os.fsencode(path.readlink())
+        elif path.is_file():
+            content = hashlib.sha256(path.read_bytes()).digest()
+        digest.update(f"{kind} {name!r} {content.hex()}\n".encode())
+    return digest.hexdigest()
 
 
 def message_of(finished: Finished) -> str:
@@ -312,8 +570,10 @@ class Keeper:
         self.num_memory_kills = 0
 
     @classmethod
-    async def start(cls, words: Sequence[str], env: Mapping[str, str]) -> Keeper:
-        """Start the container and wait until its first process runs.
+    async def start(
+        cls, words: Sequence[str], env: Mapping[str, str], *, first_line: bytes = b""
+    ) -> Keeper:
+        """Start the container and wait until its first process runs, which reads `first_line`.
 
         Raises:
             WorkspaceError: it does not start, or the image lacks a program.
@@ -329,6 +589,7 @@ class Keeper:
             )
             keeper = cls(process)
             try:
+                keeper.write(first_line)
                 line = await asyncio.wait_for(keeper.read(), READY_S)
                 found = re.fullmatch(r"ready:(.*):(.*)", line)
                 if found is None:
@@ -354,6 +615,10 @@ class Keeper:
     def is_running(self) -> bool:
         return self._process.returncode is None
 
+    def write(self, data: bytes) -> None:
+        assert self._process.stdin is not None
+        self._process.stdin.write(data)
+
     async def read(self) -> str:
         assert self._process.stdout is not None
         return (await self._process.stdout.readline()).decode("utf-8", "replace").strip()
@@ -367,7 +632,7 @@ class Keeper:
         token = secrets.token_hex(8)
         assert self._process.stdin is not None
         try:
-            self._process.stdin.write(f"{token}\n".encode())
+            self.write(f"{token}\n".encode())
             await self._process.stdin.drain()
             line = await asyncio.wait_for(self._answer(token), END_S)
         except (OSError, asyncio.TimeoutError, ValueError) as error:

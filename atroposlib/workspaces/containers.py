@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import hashlib
 import io
 import logging
 import os
@@ -21,27 +20,21 @@ import posixpath
 import re
 import secrets
 import shlex
-import shutil
 import stat
 import tarfile
-import tempfile
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
-from atroposlib.errors import ConfigError
 from atroposlib.sandbox.interface import Ending, SandboxError, SandboxLimits
 from atroposlib.sandbox.streams import ending_of, run_bounded
 from atroposlib.workspaces.container_engine import (
-    KEEPER,
-    LABEL,
-    ContainerEngine,
-    EngineOptions,
+    ChangeKind,
     Keeper,
+    WorkspaceEngine,
     message_of,
     new_name,
-    remote_folder,
 )
 from atroposlib.workspaces.interface import (
     NO_NETWORK,
@@ -56,7 +49,7 @@ from atroposlib.workspaces.interface import (
     Workspaces,
     WorkspaceSpec,
 )
-from atroposlib.workspaces.network import MOUNTED, NetworkGate, new_folder, remove_abandoned
+from atroposlib.workspaces.network import NetworkGate
 from atroposlib.workspaces.transfer import (
     MAX_FILES,
     OutputRecord,
@@ -70,10 +63,6 @@ __all__ = ["ContainerWorkspaces"]
 
 logger = logging.getLogger(__name__)
 
-CAPABILITIES = ("CHOWN", "DAC_OVERRIDE", "FOWNER", "KILL", "SETGID", "SETUID")
-"""Those of package managers and `su`, without those for devices, mounts or raw packets."""
-OTHER_PROCESSES = 8
-"""Processes of a container in addition to those of a command."""
 MEMBER_BYTES = 2048
 """Bytes of one file in an archive, in addition to its content."""
 MAX_CHANGES = 1000
@@ -118,42 +107,33 @@ class ContainerWorkspaces(Workspaces):
     """Workspaces of a container engine.
 
     Args:
-        kind: `podman`, `docker`, or either of them with `+ssh://[user@]host[:port]`.
-        options: further options for the program of the engine.
+        engine: runs the containers.
         warm: number of workspaces per base that are made in advance.
         max_warm: number of these in total.
-
-    Raises:
-        ConfigError: the kind is unknown.
-        WorkspaceError: the program is not installed here.
     """
 
     def __init__(
         self,
-        kind: str,
+        engine: WorkspaceEngine,
         *,
-        options: EngineOptions | None = None,
         warm: int = 1,
         max_warm: int = 16,
     ) -> None:
-        self.name = kind
-        self.engine = ContainerEngine(kind, options or EngineOptions())
+        self.name = engine.kind
+        self.engine = engine
         self._warm = warm
         self._max_warm = max_warm
         self._bases: set[ContainerBase] = set()
         self._preparing = asyncio.Lock()
-        self._is_checked = False
+        self._is_open = False
 
     async def prepare(self, spec: WorkspaceSpec) -> Base:
         async with self._preparing:
-            if not self._is_checked:
-                remove_abandoned()
-                await self.engine.remove_abandoned()
-                self._is_checked = True
-            image = await self._image(spec)
-        settings = await self.engine.call(
-            "image", "inspect", "--format", "{{.Config.WorkingDir}}", image
-        )
+            if not self._is_open:
+                await self.engine.open()
+                self._is_open = True
+            image = await self.engine.image_for(spec)
+        settings = await self.engine.workdir_of(image)
         workdir = settings if settings not in ("", "/") else spec.workdir
         base = ContainerBase(self, spec, image, workdir)
         self._bases.add(base)
@@ -162,6 +142,7 @@ class ContainerWorkspaces(Workspaces):
     async def close(self) -> None:
         for base in list(self._bases):
             await base.close()
+        await self.engine.close()
 
     def forget(self, base: ContainerBase) -> None:
         self._bases.discard(base)
@@ -170,84 +151,6 @@ class ContainerWorkspaces(Workspaces):
         """Return the number of workspaces that a base may make in advance now."""
         others = sum(other.num_warm for other in self._bases if other is not base)
         return min(self._warm, self._max_warm - others)
-
-    async def _image(self, spec: WorkspaceSpec) -> str:
-        """Return the id of the image of a spec, built or pulled if it is not there."""
-        has_file = spec.source is not None and (spec.source / "Dockerfile").is_file()
-        if spec.image is None and not has_file:
-            raise ConfigError(
-                f"{spec.name}: workspaces of the kind {self.name} need an image or a Dockerfile in "
-                f"{spec.source}"
-            )
-        if spec.image is not None and (has_file or not _has_files(spec.source)):
-            return await self._pulled(spec, spec.image)
-        assert spec.source is not None
-        digest = await asyncio.to_thread(_digest, spec)
-        tag = f"localhost/atropos-workspace:{digest[:32]}"
-        found = await self.engine.image_of(tag)
-        if found is not None:
-            return found
-        if spec.image is not None:
-            await self._pulled(spec, spec.image)
-        with _context(spec) as context:
-            await self.engine.build(
-                tag, context, spec.build_network, timeout_s=spec.build_timeout_s
-            )
-        return await self._found(tag)
-
-    async def _pulled(self, spec: WorkspaceSpec, image: str) -> str:
-        found = await self.engine.image_of(image)
-        if found is not None:
-            return found
-        words = self.engine.words("pull", "--quiet", image)
-        finished = await self.engine.run(words, timeout_s=spec.build_timeout_s)
-        if finished.returncode != 0:
-            raise WorkspaceError(
-                f"{spec.name}: the image {image} cannot be pulled: {message_of(finished)}"
-            )
-        return await self._found(image)
-
-    async def _found(self, image: str) -> str:
-        found = await self.engine.image_of(image)
-        if found is None:
-            raise WorkspaceError(f"the image {image} was built but is not found")
-        return found
-
-
-def _has_files(folder: Path | None) -> bool:
-    return folder is not None and folder.is_dir() and any(folder.iterdir())
-
-
-@contextlib.contextmanager
-def _context(spec: WorkspaceSpec) -> Iterator[Path]:
-    """Provide the build context: the source, or one that adds the source to an image."""
-    assert spec.source is not None
-    if spec.image is None:
-        yield spec.source
-        return
-    with tempfile.TemporaryDirectory(prefix="atropos-context-") as folder:
-        shutil.copytree(spec.source, Path(folder, "files"), symlinks=True)
-        Path(folder, "Dockerfile").write_text(
-            f"FROM {spec.image}\nWORKDIR {spec.workdir}\nCOPY files .\n"
-        )
-        yield Path(folder)
-
-
-def _digest(spec: WorkspaceSpec) -> str:
-    """Return a digest of all that determines the image."""
-    assert spec.source is not None
-    digest = hashlib.sha256(f"{spec.image}\n{spec.workdir}\n".encode())
-    for path in sorted(spec.source.rglob("*")):
-        mode = path.lstat().st_mode
-        kind = stat.S_IFMT(mode) | (mode & 0o111)
-        name = path.relative_to(spec.source).as_posix()
-        content = b""
-        if path.is_symlink():
-            content = os.fsencode(path.readlink())
-        elif path.is_file():
-            content = hashlib.sha256(path.read_bytes()).digest()
-        digest.update(f"{kind} {name!r} {content.hex()}\n".encode())
-    return digest.hexdigest()
 
 
 class ContainerBase(Base):
@@ -335,10 +238,9 @@ class ContainerWorkspace(Workspace):
         self._engine = base.engine
         self._spec = base.spec
         self._image = image
-        self._name = new_name()
+        self.name = new_name()
         self._keeper: Keeper | None = None
-        self._folder: Path | None = None
-        """Folder with sockets, of this machine or of the machine of the engine."""
+        self._is_removed = False
         self._num_runs = 0
         self._lock = asyncio.Lock()
 
@@ -352,17 +254,7 @@ class ContainerWorkspace(Workspace):
         Raises:
             WorkspaceError: it does not start.
         """
-        if self._engine.is_remote:
-            folder = Path(remote_folder(self._name))
-            made = await self._engine.run(self._engine.shell('mkdir -m 755 "$1"', str(folder)))
-            if made.returncode != 0:
-                raise WorkspaceError(f"{self._engine.kind}: {message_of(made)}")
-            self._folder = folder
-        else:
-            self._folder = new_folder()
-            (self._folder / "sockets").mkdir(mode=0o755)
-            (self._folder / "sockets").chmod(0o755)
-        self._keeper = await Keeper.start(self._start_words(), self._engine.env())
+        self._keeper = await self._engine.start(self.name, self._image, self._spec, self.workdir)
 
     async def run(
         self,
@@ -387,12 +279,11 @@ class ContainerWorkspace(Workspace):
         ):
             script = _script({**self._spec.env, **opened.env, **(env or {})})
             record = OutputRecord(on_output)
-            marked = MarkedOutput(record, limits.output_bytes)
+            marked = MarkedOutput(record, limits.output_bytes, notice=self._engine.exit_notice)
             arguments = [*_limit_words(limits), str(len(script)), cwd or self.workdir]
             arguments += [marked.mark, *opened.words(command)]
-            words = self._engine.words(
-                *("exec", "-i", self._name, "sh", "-c", COMMAND, "sh", *arguments),
-                forwards=opened.forwards,
+            words = self._engine.exec_words(
+                self.name, ["sh", "-c", COMMAND, "sh", *arguments], forwards=opened.forwards
             )
             finished = await self._run(words, script + stdin, limits, marked, command[0])
         ended_by, exit_code, duration_s = finished
@@ -409,11 +300,7 @@ class ContainerWorkspace(Workspace):
 
     async def changes(self, *, max_diff_bytes: int = 100_000) -> list[FileChange]:
         async with self._lock:
-            words = self._engine.words("diff", self._name)
-            finished = await self._engine.run(words, max_bytes=64 * 2**20)
-            if finished.returncode != 0 or finished.stopped_for is not None:
-                raise WorkspaceContentError(f"changes cannot be listed: {message_of(finished)}")
-            listed = dict(_listed(finished.stdout.decode("utf-8", "surrogateescape")))
+            listed = _shown(await self._engine.changed(self.name, self._unchanged_name))
             kept = [path for path, kind in listed.items() if kind != "removed"]
             states = await self._states(kept[: 10 * MAX_CHANGES])
             small = [path for path, state in states.items() if state.is_small(max_diff_bytes)]
@@ -421,6 +308,9 @@ class ContainerWorkspace(Workspace):
         modified = [path for path in small if listed[path] == "modified"]
         old = await (await self._base.unchanged()).contents(modified) if modified else {}
         return await asyncio.to_thread(_changes, listed, states, old, new)
+
+    async def _unchanged_name(self) -> str:
+        return (await self._base.unchanged()).name
 
     async def contents(self, paths: Sequence[str]) -> dict[str, bytes]:
         """Return the contents of regular files, by path; those that do not exist are left out."""
@@ -432,36 +322,16 @@ class ContainerWorkspace(Workspace):
         keeper, self._keeper = self._keeper, None
         if keeper is not None:
             await keeper.close()
-            # It removes itself at the end; this waits for that, or ends it where it does not.
-            await self._engine.run(self._engine.words("rm", "-f", self._name))
-        folder, self._folder = self._folder, None
-        if folder is not None and self._engine.is_remote:
-            await self._engine.run(self._engine.shell('rm -rf -- "$1"', str(folder)))
-        elif folder is not None:
-            await asyncio.to_thread(shutil.rmtree, folder, ignore_errors=True)
-
-    def _start_words(self) -> list[str]:
-        limits = self._spec.limits
-        sockets = self._folder if self._engine.is_remote else f"{self._folder}/sockets"
-        words = ["run", "-i", "--rm", "--name", self._name, "--label", f"{LABEL}=fork"]
-        words += ["--network", "none", "--pull", "never", "--hostname", "workspace"]
-        words += ["--cap-drop", "ALL", *(f"--cap-add={name}" for name in CAPABILITIES)]
-        words += ["--security-opt", "no-new-privileges", "--log-driver", "none"]
-        words += ["--memory", str(limits.memory_bytes), "--memory-swap", str(limits.memory_bytes)]
-        words += ["--pids-limit", str(limits.max_processes + OTHER_PROCESSES)]
-        words += ["--shm-size", str(limits.disk_bytes), "--ulimit", "nofile=1024:1024"]
-        words += ["--volume", f"{sockets}:{MOUNTED}:ro", *self._engine.options.run]
-        words += ["--entrypoint", "sh", self._image, "-c", KEEPER, "sh", self.workdir]
-        return self._engine.words(*words)
+        if not self._is_removed:
+            self._is_removed = True
+            await self._engine.remove(self.name)
 
     @contextlib.asynccontextmanager
     async def _network(self, network: Network) -> AsyncIterator[Opened]:
-        """Serve the network of one command, from a folder of its own."""
-        number = str(self._num_runs)
-        self._num_runs += 1
-        mounted = f"{MOUNTED}/{number}"
-        if self._folder is None or self._keeper is None:
+        """Serve the network of one command."""
+        if self._keeper is None:
             raise WorkspaceError(f"the workspace of {self._spec.name} is closed")
+        self._num_runs += 1
         if not NetworkGate(network).is_open:
             yield Opened(list, {}, [])
             return
@@ -471,26 +341,8 @@ class ContainerWorkspace(Workspace):
                 f"the image of {self._spec.name} has no python3, which commands with a network "
                 "need: add it to the Dockerfile"
             )
-        folder = None
-        if not self._engine.is_remote:
-            folder = self._folder / "sockets" / number
-            folder.mkdir(mode=0o755)
-            folder.chmod(0o755)
-        async with NetworkGate(network, folder=folder, mounted=mounted) as gate:
-            forwards = []
-            if self._engine.is_remote:
-                forwards = await self._send_relay(gate, self._folder / number)
+        async with self._engine.carried(self.name, network, self._num_runs) as (gate, forwards):
             yield Opened(lambda words: gate.words(words, python=python), gate.env, forwards)
-
-    async def _send_relay(self, gate: NetworkGate, folder: Path) -> list[tuple[str, str]]:
-        """Copy the relay to the other machine; return the sockets there and here."""
-        (here,) = gate.mounts.values()
-        script = 'mkdir -m 755 "$1" && cat > "$1/relay.py" && chmod 644 "$1/relay.py"'
-        relay = await asyncio.to_thread((here / "relay.py").read_bytes)
-        made = await self._engine.run(self._engine.shell(script, str(folder)), stdin=relay)
-        if made.returncode != 0:
-            raise WorkspaceError(f"{self._engine.kind}: {message_of(made)}")
-        return [(f"{folder}/{port}", f"{here}/{port}") for port in gate.ports]
 
     async def _run(
         self,
@@ -503,7 +355,7 @@ class ContainerWorkspace(Workspace):
         assert self._keeper is not None
         keeper = self._keeper
         kills = keeper.num_memory_kills
-        bounded = replace(limits, output_bytes=limits.output_bytes + len(marked.mark))
+        bounded = replace(limits, output_bytes=limits.output_bytes + marked.num_added)
         try:
             finished = await run_bounded(
                 words,
@@ -513,6 +365,7 @@ class ContainerWorkspace(Workspace):
                 kill=keeper.end_processes,
                 on_output=marked.add,
             )
+            marked.finish(finished.returncode, finished.duration_s)
             if finished.stopped_for is None:
                 await keeper.end_processes()
             if not marked.is_started:
@@ -604,10 +457,12 @@ class ContainerWorkspace(Workspace):
         """Run a script of this page in the container, and return its output."""
         if self._keeper is None:
             raise WorkspaceError(f"the workspace of {self._spec.name} is closed")
-        as_user = [] if user is None else ["--user", user]
-        words = ["exec", "-i", *as_user, self._name, "sh", "-c", script, "sh", *arguments]
+        words = ["sh", "-c", script, "sh", *arguments]
         finished = await self._engine.run(
-            self._engine.words(*words), stdin=stdin, max_bytes=max_bytes, timeout_s=300
+            self._engine.exec_words(self.name, words, user=user),
+            stdin=stdin,
+            max_bytes=max_bytes,
+            timeout_s=300,
         )
         if finished.stopped_for is not None:
             raise WorkspaceContentError(
@@ -641,20 +496,39 @@ class State(NamedTuple):
 
 
 class MarkedOutput:
-    """The output of a command, which starts after a mark in standard error."""
+    """The output of a command, which starts after a mark in standard error.
 
-    def __init__(self, record: OutputRecord, max_bytes: int) -> None:
+    `notice`: what the engine's program appends to standard error after an exit code that is not 0;
+    it is left out, therefore bytes of its length are delayed.
+    """
+
+    def __init__(self, record: OutputRecord, max_bytes: int, *, notice: str = "") -> None:
         self.mark = f"<{secrets.token_hex(16)}>"
+        self.num_added = len(self.mark) + len(notice)
+        """Bytes of standard error that are not of the command."""
         self._left = {STDOUT: max_bytes, STDERR: max_bytes}
         self.is_started = False
         self._before = b""
         self._record = record
+        self._notice = notice
+        self._num_held = len(notice)
+        self._held = b""
+
+    def finish(self, exit_code: int, time_s: float) -> None:
+        """Add what was held back, without the notice of this exit code."""
+        held, self._held, self._num_held = self._held, b"", 0
+        if exit_code != 0 and self._notice:
+            held = held.removesuffix(self._notice.format(exit_code).encode())
+        self.add(STDERR, held, time_s)
 
     def add(self, fd: int, data: bytes, time_s: float) -> None:
         if fd == STDERR and not self.is_started:
             self._before += data
             _, found, data = self._before.partition(self.mark.encode())
             self.is_started = bool(found)
+        if fd == STDERR and self._num_held:
+            data = self._held + data
+            data, self._held = data[: -self._num_held], data[-self._num_held :]
         data = data[: self._left[fd]]
         self._left[fd] -= len(data)
         if data:
@@ -692,24 +566,19 @@ def _batches(paths: Sequence[str]) -> Iterator[list[str]]:
         yield batch
 
 
-Kind = Literal["added", "modified", "removed"]
-KINDS: dict[str, Kind] = {"A": "added", "C": "modified", "D": "removed"}
-
-
-def _listed(text: str) -> Iterator[tuple[str, Kind]]:
-    """Yield paths and kinds from the output of `diff`."""
-    for line in text.splitlines():
-        found = re.fullmatch(r"([ACD]) (/.+)", line)
-        if found is None:
-            continue
-        path = found[2]
-        is_own = any(path == each or path.startswith(f"{each}/") for each in OWN_FOLDERS)
-        if not is_own and path not in UNCHANGED and path != "/run":
-            yield path, KINDS[found[1]]
+def _shown(changed: Mapping[str, ChangeKind]) -> dict[str, ChangeKind]:
+    """Return the changes without those of the engine itself."""
+    return {
+        path: kind
+        for path, kind in changed.items()
+        if path not in UNCHANGED
+        and path != "/run"
+        and not any(path == each or path.startswith(f"{each}/") for each in OWN_FOLDERS)
+    }
 
 
 def _changes(
-    listed: Mapping[str, Kind],
+    listed: Mapping[str, ChangeKind],
     states: Mapping[str, State],
     old: Mapping[str, bytes],
     new: Mapping[str, bytes],

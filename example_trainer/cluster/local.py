@@ -246,19 +246,26 @@ def restore_weights(part: Part, run: RunFile) -> str | None:
     Without them it would serve the first weights until the next update. Returns a line for the log;
     None if there are no weights, or if the part has none.
     """
-    paths = RunPaths(run.output)
+    if part.role != "engine" or part.ready_url is None:
+        return None
+    return restore_engine(part.ready_url.removesuffix("/health"), run.output, name=part.name)
+
+
+def restore_engine(url: str, output: Path, *, name: str = "the engine") -> str | None:
+    """Load the newest weights that the trainer of an output folder has published; as above."""
+    paths = RunPaths(output)
     weights = paths.checkpoints / DISK_TRANSPORT
-    if part.role != "engine" or part.ready_url is None or not weights.is_dir():
+    if not weights.is_dir():
         return None
     step = count_steps(paths.trainer_metrics)
-    control = EngineControl(part.ready_url.removesuffix("/health"))
+    control = EngineControl(url)
     try:
         control.reload_weights(weights, pause_mode="keep", version=step)
     except InferenceError as error:
-        return f"{part.name} serves the first weights until the next update: {error}"
+        return f"{name} serves the first weights until the next update: {error}"
     finally:
         control.close()
-    return f"{part.name} has the weights of step {step} again"
+    return f"{name} has the weights of step {step} again"
 
 
 def find_secrets(part: Part) -> dict[str, str]:

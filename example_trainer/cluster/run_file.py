@@ -265,6 +265,15 @@ class KubernetesSection(_Section):
     volume_claim: Name | None = Field(
         None, description="Existing claim for the output folder; none: one is made."
     )
+    access_mode: Literal["ReadWriteMany", "ReadWriteOnce", "ReadWriteOncePod"] = Field(
+        "ReadWriteMany", description="Access mode of the shared volume."
+    )
+    journal_gib: int = Field(
+        20, ge=1, le=10**6, description="Size of the volume of the service's journal in GiB."
+    )
+    workspaces: bool = Field(
+        False, description="Whether environments may make Jobs for their workspaces."
+    )
     context: str | None = Field(None, max_length=253, description="Context of kubectl.")
     node_selector: dict[str, str] = Field(default_factory=dict, description="Labels of nodes.")
     run_as_user: int = Field(1000, ge=1, le=2**31 - 1, description="User id of the containers.")

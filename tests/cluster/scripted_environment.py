@@ -20,6 +20,7 @@ parser.add_argument("command", choices=["serve"])
 parser.add_argument("--config", type=Path, required=True)
 parser.add_argument("--groups", type=int, required=True)
 parser.add_argument("--every-s", type=float, default=0.0)
+parser.add_argument("--posted", type=Path)
 arguments = parser.parse_args()
 
 sections = yaml.safe_load(arguments.config.read_text())
@@ -29,7 +30,7 @@ health = {
     for one in servers
 }
 print(json.dumps({"node": os.environ.get("SLURMD_NODENAME"), "engines": health}), flush=True)
-posted = Path(f"{arguments.config}.posted")
+posted = arguments.posted or Path(f"{arguments.config}.posted")
 done = int(posted.read_text()) if posted.exists() else 0
 for number, group in enumerate(seeded_groups(arguments.groups)[done:], start=done + 1):
     httpx.post(

@@ -194,6 +194,23 @@ STEPS: tuple[Step, ...] = (
         "needs a cluster; tests/cluster/test_slurm_run.py types these commands on a local one",
     ),
     Run(
+        "docs/kubernetes.md",
+        "atropos-up example_trainer/cluster/examples/kubernetes.yaml --on kubernetes --dry-run",
+        shows=("kind: StatefulSet", "nvidia.com/gpu: '2'", "kind: PodDisruptionBudget"),
+    ),
+    NotRun(
+        "docs/kubernetes.md",
+        "kubectl create secret generic atropos-tokens",
+        "needs a cluster; tests/cluster/test_kubernetes_run.py uses a fake one",
+    ),
+    Run(
+        "docs/kubernetes.md",
+        "kubernetes:",
+        save_as="run.yaml",
+        command="atropos-up run.yaml --on kubernetes --dry-run",
+        shows=("kind: RoleBinding",),
+    ),
+    Run(
         "docs/redis.md",
         "redis-server --appendonly",
         until=("(?s)8000 .*8001 |8001 .*8000 ",),
@@ -332,6 +349,11 @@ STEPS: tuple[Step, ...] = (
         "atroposlib/workspaces/README.md",
         "from atroposlib.workspaces import EngineOptions",
         "needs podman; tests/workspaces/test_containers.py does the same",
+    ),
+    NotRun(
+        "atroposlib/workspaces/README.md",
+        "from pathlib import Path",
+        "needs a cluster; tests/workspaces/test_jobs.py uses a fake one",
     ),
     # groups as data
     Run(

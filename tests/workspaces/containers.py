@@ -17,7 +17,7 @@ import pytest
 
 from atroposlib.workspaces import EngineOptions
 
-__all__ = ["IMAGE", "PLAIN_IMAGE", "Engines", "open_engines"]
+__all__ = ["IMAGE", "PLAIN_IMAGE", "Engines", "open_engines", "write_root"]
 
 IMAGE, PLAIN_IMAGE = "localhost/atropos-test:python", "localhost/atropos-test:plain"
 LIMITS = ("--ulimit", "nofile=1024:1024", "--ulimit", "nproc=1024:1024")
@@ -123,7 +123,7 @@ def open_engines(folder: Path) -> Iterator[Engines]:
     try:
         for name, has_python in ((IMAGE, True), (PLAIN_IMAGE, False)):
             root = folder / "root"
-            _write_root(root, has_python=has_python)
+            write_root(root, has_python=has_python)
             subprocess.run(["tar", "-C", root, "-cf", folder / "root.tar", "."], check=True)
             engines.call("import", "-q", str(folder / "root.tar"), name)
             shutil.rmtree(root)
@@ -138,7 +138,8 @@ def open_engines(folder: Path) -> Iterator[Engines]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _write_root(root: Path, *, has_python: bool) -> None:
+def write_root(root: Path, *, has_python: bool) -> None:
+    """Write the files of an image: busybox, and Python with what the relay needs."""
     for name in ("bin", "tmp", "etc", "root", "home", "proc", "sys", "dev", "run", "usr/lib"):
         (root / name).mkdir(parents=True, exist_ok=True)
     (root / "lib").symlink_to("usr/lib")

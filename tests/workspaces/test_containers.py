@@ -33,7 +33,7 @@ from atroposlib.workspaces import (
     WorkspaceSpec,
     open_workspaces,
 )
-from atroposlib.workspaces.container_engine import new_name
+from atroposlib.workspaces.container_engine import ContainerEngine, new_name
 from atroposlib.workspaces.containers import ContainerWorkspaces
 from tests.workspaces.containers import IMAGE, PLAIN_IMAGE, Engines, open_engines
 
@@ -481,7 +481,7 @@ async def test_program_that_writes_to_the_keeper_does_not_stop_the_workspace(
 
 
 async def test_many_forks_leave_nothing(engines: Engines) -> None:
-    workspaces = ContainerWorkspaces("podman", options=engines.options, warm=0)
+    workspaces = ContainerWorkspaces(ContainerEngine("podman", engines.options), warm=0)
     base = await workspaces.prepare(SPEC)
     await (await base.fork()).close()
     before = _left(engines)
