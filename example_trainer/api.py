@@ -311,6 +311,12 @@ class BatchJournal:
     def size_bytes(self) -> int:
         return sum(self._sizes.values())
 
+    @staticmethod
+    def exists(save_path: str | Path) -> bool:
+        """Whether `open` can resume a run of this directory."""
+        marker = Path(save_path) / JOURNAL_DIRECTORY / "run.json"
+        return marker.is_file() or has_unnamed_checkpoint(save_path)
+
     @classmethod
     def open(cls, save_path: str | Path, *, resume: bool) -> BatchJournal:
         """Open the journal of the run to resume, or start a new run with an empty journal.

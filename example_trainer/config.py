@@ -336,6 +336,11 @@ class TrainingFields(BaseModel):
         description="Whether to continue the run under save_path: from its newest step_<n> "
         "checkpoint and the batches trained after it.",
     )
+    resume_or_start: bool = Field(
+        default=False,
+        description="Whether to resume if save_path has a run, and to start one otherwise, so that "
+        "a supervisor can repeat the same command.",
+    )
 
 
 class AtroposFields(BaseModel):

@@ -75,6 +75,8 @@ def train(config: TrainingConfig, *, view: LiveDisplay | None = None) -> Path:
     """
     _seed(config.seed)
     require_reference(config)
+    if config.resume_or_start and BatchJournal.exists(config.save_path):
+        config = config.model_copy(update={"resume": True})
     with contextlib.ExitStack() as stack:
         parallel = stack.enter_context(open_parallel(config))
         weight_sync = with_published_weights(config, make_weight_sync(config))

@@ -177,15 +177,18 @@ def engine_variables(plan: RunPlan, inherited: Mapping[str, str]) -> dict[str, s
     return {**variables, **plan.engine_variables}
 
 
-def engine_arguments(plan: RunPlan, *, port: int) -> list[str]:
-    """Return the arguments of the engine, a stock vLLM or torch, on the loopback address."""
+def engine_arguments(plan: RunPlan, *, port: int, host: str = "127.0.0.1") -> list[str]:
+    """Return the arguments of the engine, a stock vLLM or torch.
+
+    Clients of its routes for in-place updates can load files: another `host` than the loopback
+    address needs a private network.
+    """
     is_torch = plan.engine == "torch"
     module = "example_trainer.torch_engine" if is_torch else "vllm.entrypoints.openai.api_server"
     arguments = ["-m", module]
     arguments += ["--model", str(plan.engine_model or plan.model)]
     arguments += ["--served-model-name", plan.model]
-    # Loopback only: clients of the routes for in-place updates can load files.
-    arguments += ["--host", "127.0.0.1", "--port", str(port)]
+    arguments += ["--host", host, "--port", str(port)]
     arguments += ["--max-model-len", str(plan.context_tokens), "--seed", str(plan.seed)]
     # After temperature scaling, as the trainer's.
     arguments += ["--logprobs-mode", "processed_logprobs"]
@@ -200,6 +203,24 @@ def trainer_arguments(
     plan: RunPlan, paths: RunPaths, *, engine_url: str, service_url: str
 ) -> list[str]:
     """Return the arguments of the GRPO trainer, which updates the running engine in place."""
+    flags = trainer_flags(plan, paths, service_url=service_url)
+    if plan.engine_url:
+        flags["engine-urls"] = engine_url
+    else:
+        flags["vllm-port"] = urlsplit(engine_url).port
+    arguments = ["-m", "example_trainer.grpo"]
+    arguments += [f"--{name}={value}" for name, value in flags.items()]
+    if plan.is_resumed:
+        # The service may have registered the run with fewer steps.
+        arguments.append("--replace-run")
+        # A trainer that ended before it created its journal cannot resume.
+        if (paths.checkpoints / JOURNAL_DIRECTORY / "run.json").is_file():
+            arguments.append("--resume")
+    return [*arguments, *plan.trainer_flags]
+
+
+def trainer_flags(plan: RunPlan, paths: RunPaths, *, service_url: str) -> dict[str, Any]:
+    """Return the flags of the trainer that do not depend on where the engines are."""
     flags: dict[str, Any] = {
         "model": plan.model,
         "training-steps": plan.steps,
@@ -215,19 +236,7 @@ def trainer_arguments(
     }
     if plan.engine == "torch":
         flags["engine"] = plan.engine
-    if plan.engine_url:
-        flags["engine-urls"] = engine_url
-    else:
-        flags["vllm-port"] = urlsplit(engine_url).port
-    arguments = ["-m", "example_trainer.grpo"]
-    arguments += [f"--{name}={value}" for name, value in flags.items()]
-    if plan.is_resumed:
-        # The service may have registered the run with fewer steps.
-        arguments.append("--replace-run")
-        # A trainer that ended before it created its journal cannot resume.
-        if (paths.checkpoints / JOURNAL_DIRECTORY / "run.json").is_file():
-            arguments.append("--resume")
-    return [*arguments, *plan.trainer_flags]
+    return flags
 
 
 def environment_sections(

@@ -1,0 +1,1 @@
+"""Runs of one file on one machine, Slurm, Kubernetes or Ray: `atropos-up`."""
