@@ -10,8 +10,6 @@ from typing import Any
 
 import pytest
 
-ray = pytest.importorskip("ray")
-
 ROOT = Path(__file__).parents[2]
 SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
@@ -27,6 +25,7 @@ NODE = {"num_cpus": 4, "object_store_memory": 80 * 2**20}
 @pytest.fixture(scope="session")
 def ray_cluster() -> Iterator[Any]:
     """A `ray.cluster_utils.Cluster` with one node, to which this process is connected."""
+    ray = pytest.importorskip("ray")
     from ray.cluster_utils import Cluster
 
     # The default of pytest is too long for the path of a socket.
