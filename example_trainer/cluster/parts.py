@@ -59,6 +59,7 @@ class RestartPolicy:
     first_backoff_s: float
     longest_backoff_s: float
     healthy_s: float
+    unresponsive_s: float = 120.0
 
     def backoff_s(self, attempt: int) -> float:
         """Return the seconds before restart number `attempt`, from 0."""
@@ -124,6 +125,11 @@ def engine_names(run: RunFile) -> list[str]:
 def environment_names(run: RunFile) -> list[str]:
     """Return the names of the environments, in the order of the file."""
     return [name for name, _ in _environments(run)]
+
+
+def part_names(run: RunFile) -> list[str]:
+    """Return the names of all parts."""
+    return [*service_names(run), *engine_names(run), *environment_names(run), "trainer"]
 
 
 def plan_parts(run: RunFile, addresses: Addresses) -> tuple[Part, ...]:

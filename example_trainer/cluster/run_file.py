@@ -18,6 +18,7 @@ from pydantic import (
     Field,
     StringConstraints,
     ValidationError,
+    field_validator,
     model_validator,
 )
 
@@ -57,8 +58,8 @@ class RestartFields(_Section):
         5,
         ge=0,
         le=100_000,
-        description="Maximum number of restarts of one part; each `healthy_s` without a failure "
-        "gives all of them back. 0: the run fails with the first part.",
+        description="Maximum number of restarts of one part; `healthy_s` without a failure "
+        "give all of them back. 0: the run fails with the first part.",
     )
     first_backoff_s: float = Field(
         1.0, ge=0, le=3600, description="Seconds before the first restart; doubles with each."
@@ -68,6 +69,12 @@ class RestartFields(_Section):
     )
     healthy_s: float = Field(
         600.0, gt=0, le=86400, description="Seconds without a failure that reset the attempts."
+    )
+    unresponsive_s: float = Field(
+        120.0,
+        gt=0,
+        le=86400,
+        description="Seconds without an answer after which a service or engine has failed.",
     )
 
 
@@ -213,7 +220,7 @@ class SlurmSection(_Section):
     partition: str | None = Field(None, max_length=256, description="Partition of the job.")
     account: str | None = Field(None, max_length=256, description="Account that is charged.")
     time: str | None = Field(
-        None, pattern=r"^[0-9:-]{1,32}$", description="Time limit, such as 24:00:00."
+        None, pattern=r"^[0-9:-]{1,32}$", description="Time limit, such as '24:00:00'."
     )
     gpus_per_node: int = Field(8, ge=0, le=64, description="GPUs of a node.")
     inference_nodes: int | None = Field(
@@ -228,6 +235,13 @@ class SlurmSection(_Section):
     options: list[str] = Field(
         default_factory=list, max_length=64, description="Further options of sbatch."
     )
+
+    @field_validator("time", mode="before")
+    @classmethod
+    def _check_time(cls, value: object) -> object:
+        if isinstance(value, int):  # YAML reads 24:00:00 as a number of seconds
+            raise ValueError("expected a time in quotes, such as '24:00:00'")
+        return value
 
 
 class KubernetesSection(_Section):

@@ -340,6 +340,10 @@ class Supervisor:
             self._may_finish.add(process.name)
         process.start()
 
+    def forget(self, process: ManagedProcess) -> None:
+        """Supervise an ended process no longer, which another may replace."""
+        self._processes.remove(process)
+
     def check(self) -> None:
         """Raise `ProcessFailedError` if a process has failed.
 

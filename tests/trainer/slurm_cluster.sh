@@ -4,14 +4,15 @@
 #
 #   slurm_cluster.sh FOLDER NODES COMMAND...
 #
-# FOLDER is empty and belongs to root, who runs this; node1, node2 ... have one made-up GPU each.
+# FOLDER is empty and belongs to root, who runs this; node1, node2 ... have NODE_GPUS (1) made-up
+# GPUs each.
 set -euo pipefail
 
 if [ -z "${IN_SLURM_CLUSTER:-}" ]; then
   export IN_SLURM_CLUSTER=1
   exec unshare --mount --net --uts --pid --fork --kill-child --mount-proc bash "$0" "$@"
 fi
-folder="$1" nodes="$2"
+folder="$1" nodes="$2" gpus="${NODE_GPUS:-1}"
 shift 2
 
 hostname slurmhost
@@ -56,10 +57,11 @@ SlurmdSpoolDir=$folder/spool/%n
 StateSaveLocation=$folder/state
 SlurmdParameters=config_overrides
 GresTypes=gpu
-NodeName=node[1-$nodes] NodeHostname=slurmhost NodeAddr=10.77.0.[1-$nodes] Port=[26901-$((26900 + nodes))] CPUs=2 RealMemory=2000 Gres=gpu:1 State=UNKNOWN
+NodeName=node[1-$nodes] NodeHostname=slurmhost NodeAddr=10.77.0.[1-$nodes] Port=[26901-$((26900 + nodes))] CPUs=2 RealMemory=2000 Gres=gpu:$gpus State=UNKNOWN
 PartitionName=debug Nodes=node[1-$nodes] Default=YES State=UP
 CONF
-echo "NodeName=node[1-$nodes] Name=gpu File=/dev/null" >"$folder/gres.conf"
+if [ "$gpus" -eq 1 ]; then device="File=/dev/null"; else device="Count=$gpus"; fi
+echo "NodeName=node[1-$nodes] Name=gpu $device" >"$folder/gres.conf"
 export SLURM_CONF="$folder/slurm.conf"
 slurmctld
 for ((node = 1; node <= nodes; node++)); do slurmd -N "node$node"; done

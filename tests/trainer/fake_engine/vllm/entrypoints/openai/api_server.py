@@ -39,6 +39,7 @@ def option(name: str) -> str:
 
 
 print("arguments:", *sys.argv[1:], flush=True)
+print("devices:", os.environ.get("CUDA_VISIBLE_DEVICES"), flush=True)
 print("development mode:", os.environ.get("VLLM_SERVER_DEV_MODE"), flush=True)
 if option("--model") == "broken":
     sys.exit("no such model")

@@ -1,0 +1,293 @@
+"""A run as processes of this machine.
+
+    atropos-up ─(--detach: in a new session)─► RunSupervisor ─► guardians ─► parts
+
+State, logs and settings are in the output folder:
+
+    up/record.json   state of the parts and identity of the supervisor, for `status` and `down`
+    up/lock          held while a supervisor runs
+    settings/        settings files of the environments
+    logs/            one log per part
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from atroposlib.errors import AtroposError, ConfigError
+from example_trainer.cli import require_extra
+from example_trainer.cluster.parts import (
+    Addresses,
+    Part,
+    engine_names,
+    part_names,
+    plan_parts,
+    service_names,
+    shell_command,
+)
+from example_trainer.cluster.placement import RunStatus
+from example_trainer.cluster.run_file import RunFile
+from example_trainer.cluster.supervision import RunSupervisor, tail_of
+from example_trainer.launch.options import RunPaths, visible_gpus
+from example_trainer.processes import ManagedProcess, find_free_ports
+
+_DETACH_LIMIT_S = 60.0
+_DOWN_LIMIT_S = 120.0
+_POLL_S = 0.1
+
+
+class RunRecord:
+    """The state of a run in its output folder, written by its supervisor and read by others."""
+
+    def __init__(self, output: Path) -> None:
+        self.folder = output / "up"
+        self._path = self.folder / "record.json"
+
+    @contextlib.contextmanager
+    def held(self) -> Iterator[None]:
+        """Context of the only supervisor of the run on this machine.
+
+        Raises:
+            ConfigError: Another one holds it, or the folder cannot be written.
+        """
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            lock = (self.folder / "lock").open("w")
+        except OSError as error:
+            raise ConfigError(f"output: {self.folder} cannot be written: {error}") from error
+        with lock:
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise ConfigError(
+                    f"a supervisor of the run in {self.folder.parent} is running; see `atropos-up "
+                    "status`, or end it with `atropos-up down`"
+                ) from None
+            yield
+
+    def write(self, status: RunStatus) -> None:
+        """Replace the record, with this process as the supervisor."""
+        content = {"supervisor": _identity(os.getpid()), "status": status.as_json()}
+        fresh = self._path.with_suffix(".new")
+        fresh.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+        fresh.replace(self._path)
+
+    def read(self) -> RunStatus:
+        """Return the last status that was written; state `none` without one."""
+        content = self._content()
+        return RunStatus("none") if content is None else RunStatus.from_json(content["status"])
+
+    def supervisor(self) -> int | None:
+        """Return the process id of the supervisor if it is running on this machine."""
+        content = self._content()
+        if content is None:
+            return None
+        pid, created = content["supervisor"]
+        return int(pid) if _is_same(int(pid), float(created)) else None
+
+    def _content(self) -> dict[str, Any] | None:
+        try:
+            content = json.loads(self._path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return None
+        except (OSError, ValueError) as error:
+            raise ConfigError(f"{self._path} cannot be read: {error}; delete it") from error
+        return dict(content)
+
+
+def _identity(pid: int) -> list[float]:
+    """Return process id and start time, since ids are reused."""
+    with require_extra("trainer"):
+        import psutil
+
+    return [pid, psutil.Process(pid).create_time()]
+
+
+def _is_same(pid: int, created: float) -> bool:
+    with require_extra("trainer"):
+        import psutil
+
+    try:
+        process = psutil.Process(pid)
+        is_alive = process.status() != psutil.STATUS_ZOMBIE
+        return bool(is_alive and abs(process.create_time() - created) < 1)
+    except psutil.NoSuchProcess:
+        return False
+
+
+class LocalRun:
+    """One run on this machine; a placement.
+
+    Args:
+        run: The run file's content.
+        file: The run file, for the supervisor in the background.
+    """
+
+    def __init__(self, run: RunFile, file: Path) -> None:
+        self._run = run
+        self._file = file
+        self._record = RunRecord(run.output)
+
+    def render(self) -> Mapping[str, str]:
+        parts = plan_parts(self._run, _addresses(self._run))
+        commands = [f"# {part.name}\n{shell_command(part)}\n" for part in parts]
+        texts = {"commands.sh": "\n".join(commands)}
+        for part in parts:
+            texts |= {f"settings/{name}": text for name, text in part.files.items()}
+        return texts
+
+    def supervise(self, on_event: Callable[[str], None]) -> RunStatus:
+        """Run every part as a child of this process until the run ends; return the last status.
+
+        Raises:
+            ConfigError: The run needs what this machine lacks, or runs already.
+        """
+        run = self._run
+        with self._record.held():
+            parts = plan_parts(run, _addresses(run))
+            write_settings(parts, run.output)
+            variables = _machine_variables(parts)
+            return RunSupervisor(
+                parts,
+                lambda part: local_process(part, run, part.command, variables[part.name]),
+                start_limit_s=run.start_limit_s,
+                on_event=on_event,
+                on_change=self._record.write,
+            ).run()
+
+    def submit(self) -> str:
+        if (pid := self._record.supervisor()) is not None:
+            raise ConfigError(f"{self._run.name} is running (supervisor {pid}); see status")
+        log = self._record.folder / "supervisor.log"
+        log.parent.mkdir(parents=True, exist_ok=True)
+        program = [sys.executable, "-m", "example_trainer.cluster.cli"]
+        with log.open("ab") as output:
+            supervisor = subprocess.Popen(
+                [*program, str(self._file), "--on", "local"],
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+        deadline = time.monotonic() + _DETACH_LIMIT_S
+        while self._record.supervisor() != supervisor.pid:
+            if supervisor.poll() is not None or time.monotonic() >= deadline:
+                said = "\n".join(tail_of(log, lines=5))
+                kind = ConfigError if supervisor.returncode == 2 else AtroposError
+                raise kind(f"the supervisor did not start; its log ({log}) ends with:\n{said}")
+            time.sleep(_POLL_S)
+        return f"{self._run.name} runs in the background, supervisor {supervisor.pid}, log {log}"
+
+    def status(self) -> RunStatus:
+        status = self._record.read()
+        if status.state == "running" and self._record.supervisor() is None:
+            parts = tuple(part._replace(state="stopped", detail="") for part in status.parts)
+            return RunStatus("lost", parts, "the supervisor was killed; its parts ended with it")
+        return status
+
+    def logs(self, part: str, *, lines: int) -> list[str]:
+        return part_log(self._run, part, lines=lines)
+
+    def down(self) -> str:
+        pid = self._record.supervisor()
+        if pid is None:
+            return f"{self._run.name} is not running"
+        os.kill(pid, signal.SIGTERM)
+        deadline = time.monotonic() + _DOWN_LIMIT_S
+        while self._record.supervisor() == pid:
+            if time.monotonic() >= deadline:
+                raise AtroposError(f"supervisor {pid} did not end in {_DOWN_LIMIT_S:g} s")
+            time.sleep(_POLL_S)
+        return f"{self._run.name} was stopped; the same command continues it"
+
+
+def write_settings(parts: tuple[Part, ...], output: Path) -> None:
+    """Write the settings files of the parts, readable by the owner only."""
+    folder = output / "settings"
+    folder.mkdir(parents=True, exist_ok=True)
+    for part in parts:
+        for name, text in part.files.items():
+            (folder / name).touch(mode=0o600)
+            (folder / name).write_text(text, encoding="utf-8")
+
+
+def local_process(
+    part: Part, run: RunFile, command: Sequence[str], variables: Mapping[str, str]
+) -> ManagedProcess:
+    """Return the process of a part as a child of this one, with its secrets, not started yet."""
+    return ManagedProcess(
+        part.name,
+        command,
+        log_path=RunPaths(run.output).logs / f"{part.name}.log",
+        env={**os.environ, **part.variables, **variables, **find_secrets(part)},
+        cwd=run.folder,
+    )
+
+
+def find_secrets(part: Part) -> dict[str, str]:
+    """Return the secrets of a part from the variables of this process."""
+    missing = sorted(name for name in part.secrets.values() if not os.environ.get(name))
+    if missing:
+        raise ConfigError(f"service.tokens: the variable {missing[0]} is not set; export it")
+    return {variable: os.environ[name] for variable, name in part.secrets.items()}
+
+
+def part_log(run: RunFile, part: str, *, lines: int) -> list[str]:
+    """Return the end of a part's log in the output folder."""
+    known = part_names(run)
+    if part not in known:
+        raise ConfigError(f"there is no part {part!r}; expected one of {', '.join(known)}")
+    return tail_of(RunPaths(run.output).logs / f"{part}.log", lines=lines)
+
+
+def _addresses(run: RunFile) -> Addresses:
+    servers = [*service_names(run), *engine_names(run)]
+    ports = dict(zip(servers, find_free_ports(len(servers)), strict=True))
+    if run.service.port is not None:
+        ports |= {name: run.service.port + i for i, name in enumerate(service_names(run))}
+    return Addresses(
+        hosts=dict.fromkeys([*servers, "trainer"], "127.0.0.1"),
+        ports=ports,
+        output=run.output,
+        settings=run.output / "settings",
+        python=sys.executable,
+    )
+
+
+def _machine_variables(parts: tuple[Part, ...]) -> dict[str, dict[str, str]]:
+    """Return the variables that give each part its own GPUs.
+
+    Raises:
+        ConfigError: The parts need more GPUs, or hosts, than there are.
+    """
+    for part in parts:
+        if part.resources.nodes > 1:
+            raise ConfigError(f"{part.name} needs {part.resources.nodes} nodes; give --on slurm")
+    num_needed = sum(part.resources.gpus for part in parts)
+    gpus = list(_gpus() if num_needed else ())
+    if num_needed > len(gpus):
+        raise ConfigError(
+            f"the parts need {num_needed} GPUs, this machine has {len(gpus)}; lower gpus or count"
+        )
+    variables = {}
+    for part in parts:
+        own, gpus = gpus[: part.resources.gpus], gpus[part.resources.gpus :]
+        variables[part.name] = {"CUDA_VISIBLE_DEVICES": ",".join(own)}
+    return variables
+
+
+def _gpus() -> tuple[str, ...]:
+    with require_extra("trainer"):
+        import torch
+
+    return visible_gpus(os.environ.get("CUDA_VISIBLE_DEVICES", ""), torch.cuda.device_count())

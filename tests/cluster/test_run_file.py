@@ -1,0 +1,96 @@
+"""The run file: what it accepts, how it names mistakes, and the examples."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import yaml
+
+import example_trainer.cluster
+from atroposlib.errors import ConfigError
+from example_trainer.cluster.run_file import read_run_file
+
+EXAMPLES = sorted((Path(example_trainer.cluster.__file__).parent / "examples").glob("*.yaml"))
+SMALLEST = {
+    "name": "small",
+    "environments": [{"program": "environment.py"}],
+    "trainer": {"model": "m", "steps": 3},
+}
+
+
+def write(place: Path, **changes: object) -> Path:
+    path = place / "run.yaml"
+    path.write_text(yaml.safe_dump({**SMALLEST, **changes}))
+    return path
+
+
+def test_paths_are_relative_to_the_file(tmp_path):
+    run = read_run_file(write(tmp_path, folder="work", output="out"))
+
+    assert (run.folder, run.output) == (tmp_path / "work", tmp_path / "work" / "out")
+
+
+@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
+def test_example_is_valid_and_its_programs_exist(path):
+    run = read_run_file(path)
+
+    assert all((run.folder / each.program).is_file() for each in run.environments)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"trainr": {}}, "trainr: is not a key; did you mean trainer?"),
+        ({"trainer": {"model": "m"}}, "trainer.steps: is required"),
+        ({"trainer": {"model": "m", "steps": 0}}, "trainer.steps: input should be greater than"),
+        ({"engines": [{"knd": "vllm"}]}, "engines[0].knd: is not a key; did you mean kind?"),
+        ({"engines": [{"kind": "url"}]}, "engines[0]: kind: url and urls belong together"),
+        ({"engines": [{"kind": "torch", "tensor_parallel": 2}]}, "tensor_parallel above 1 needs"),
+        ({"service": {"replicas": 2}}, "service: replicas above 1 need store: redis"),
+        (
+            {
+                "service": {"store": "redis", "redis_url": "redis://u:hidden@host"}
+            },  # pragma: allowlist secret
+            "service: redis_url has a password",
+        ),
+        ({"slurm": {"time": 86400}}, "slurm.time: expected a time in quotes"),
+        ({"name": "No Name"}, "name: string should match pattern"),
+        (
+            {"environments": [{"program": "a.py"}, {"program": "b/a.py"}]},
+            "two entries are named 'a'; give each its own name",
+        ),
+        (
+            {
+                "environments": [
+                    {"program": "a.py", "min_share": 0.7},
+                    {"program": "b.py", "min_share": 0.5},
+                ]
+            },
+            "add up to 1.2; at most 1",
+        ),
+    ],
+)
+def test_mistake_is_one_line_with_its_key(tmp_path, changes, said):
+    path = write(tmp_path, **changes)
+
+    with pytest.raises(ConfigError) as refused:
+        read_run_file(path)
+
+    message = str(refused.value)
+    assert message.startswith(f"{path}: ")
+    assert said in message
+    assert "\n" not in message
+    assert "hidden" not in message
+
+
+@pytest.mark.parametrize(
+    ("content", "said"),
+    [(b"a: [", "expected YAML"), (b"- a", "expected a mapping"), (b"\xff", "cannot be read")],
+)
+def test_file_that_is_no_run_file_is_refused(tmp_path, content, said):
+    path = tmp_path / "run.yaml"
+    path.write_bytes(content)
+
+    with pytest.raises(ConfigError, match=said):
+        read_run_file(path)

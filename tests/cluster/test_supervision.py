@@ -1,0 +1,197 @@
+"""Parts that fail are started again with back-off, in their order, and all end together."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+from example_trainer.cluster.parts import Part, Resources, RestartPolicy, Role
+from example_trainer.cluster.placement import RunStatus
+from example_trainer.cluster.supervision import Attempts, RunSupervisor
+from example_trainer.processes import ManagedProcess
+from tests.trainer.test_processes import is_running
+
+POLICY = RestartPolicy(attempts=2, first_backoff_s=0, longest_backoff_s=0, healthy_s=600)
+SERVER = "import sys, time; open(sys.argv[1], 'a').write('x'); time.sleep(60)"
+
+
+def part(
+    name: str, code: str, *, role: Role = "trainer", after: tuple[str, ...] = (), **changes: object
+) -> Part:
+    made = Part(
+        name=name,
+        role=role,
+        command=(sys.executable, "-S", "-c", code, name),
+        variables={},
+        resources=Resources(),
+        ready_url=None,
+        after=after,
+        restarts=POLICY,
+    )
+    return replace(made, **changes)  # type: ignore[arg-type]
+
+
+def supervise(
+    parts: list[Part], folder: Path, on_change: Callable[[RunStatus], None] = lambda status: None
+) -> tuple[RunStatus, list[str], list[ManagedProcess]]:
+    """Run to the end; returns the last status, the events and every process that was made."""
+    events: list[str] = []
+    made: list[ManagedProcess] = []
+
+    def make(part: Part) -> ManagedProcess:
+        log = folder / f"{part.name}.log"
+        made.append(ManagedProcess(part.name, part.command, log_path=log, cwd=folder))
+        return made[-1]
+
+    supervisor = RunSupervisor(
+        parts, make, start_limit_s=30, on_event=events.append, on_change=on_change
+    )
+    return supervisor.run(), events, made
+
+
+def test_attempts_wait_twice_as_long_each_time_and_come_back_after_health():
+    attempts = Attempts(replace(POLICY, attempts=3, first_backoff_s=1, longest_backoff_s=3))
+
+    assert attempts.after_failure(0) == 1
+    assert attempts.after_failure(10) == 12
+    assert attempts.after_failure(20) == 23  # 4 s, cut to 3
+    assert attempts.after_failure(30) is None
+    assert attempts.after_failure(700) == 701  # 670 s without a failure
+    assert attempts.total == 4
+
+
+def test_run_finishes_with_its_trainer_and_ends_the_others(tmp_path):
+    status, _, made = supervise(
+        [
+            part("environment", SERVER, role="environment"),
+            part("trainer", "pass", after=("environment",)),
+        ],
+        tmp_path,
+    )
+
+    assert status.state == "finished"
+    assert [each.state for each in status.parts] == ["stopped", "finished"]
+    assert not any(is_running(process.pid) for process in made)
+
+
+def test_killed_part_is_started_again(tmp_path):
+    # The trainer ends once the environment has started twice.
+    trainer = (
+        "import os, time\n"
+        "while not os.path.exists('environment') or os.path.getsize('environment') < 2:\n"
+        "    time.sleep(0.05)"
+    )
+    made: list[int] = []
+
+    def kill_first(status: RunStatus) -> None:
+        [environment, _] = status.parts
+        if environment.state == "running" and not made:
+            made.append(int(environment.detail.removeprefix("pid ")))
+            os.kill(made[0], signal.SIGKILL)
+
+    status, events, _ = supervise(
+        [part("environment", SERVER, role="environment"), part("trainer", trainer)],
+        tmp_path,
+        kill_first,
+    )
+
+    assert status.state == "finished"
+    assert status.parts[0].restarts == 1
+    assert "environment was killed by SIGKILL; restart 1 in 0 s" in events
+
+
+def test_run_fails_when_a_part_has_no_attempts_left(tmp_path):
+    status, events, made = supervise(
+        [
+            part("environment", SERVER, role="environment"),
+            part("trainer", "raise ValueError('no')"),
+        ],
+        tmp_path,
+    )
+
+    assert status.state == "failed"
+    assert status.parts[1].restarts == 2
+    assert "trainer ended with exit code 1: ValueError: no" in status.detail
+    assert events[-1] == "trainer ended with exit code 1; not started again"
+    assert not any(is_running(process.pid) for process in made)
+
+
+def test_invalid_settings_are_not_tried_again(tmp_path):
+    status, _, made = supervise([part("trainer", "raise SystemExit(2)")], tmp_path)
+
+    assert (status.state, status.parts[0].restarts, len(made)) == ("failed", 0, 1)
+
+
+def test_exit_2_is_tried_again_if_a_needed_part_does_not_answer(tmp_path):
+    # The engine serves nothing when the trainer asks, as while it is started again.
+    code = (
+        "import os, sys\n"
+        "first = not os.path.exists('trainer')\n"
+        "open('trainer', 'a').close()\n"
+        "sys.exit(2 if first else 0)"
+    )
+    engine = part("engine", SERVER, role="environment")
+    needs = part("trainer", code, after=("engine",))
+    supervisor_parts = [engine, needs]
+
+    status, _, _ = supervise(supervisor_parts, tmp_path, _FailsOnce(tmp_path))
+
+    assert status.state == "finished"
+    assert status.parts[1].restarts == 1
+
+
+class _FailsOnce:
+    """Kills the first part together with the first start of the second."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._is_done = False
+
+    def __call__(self, status: RunStatus) -> None:
+        [engine, trainer] = status.parts
+        if trainer.state == "running" and not self._is_done:
+            self._is_done = True
+            os.kill(int(engine.detail.removeprefix("pid ")), signal.SIGKILL)
+
+
+def test_part_that_cannot_be_executed_is_named(tmp_path):
+    broken = part("trainer", "", command=("/does/not/exist",))
+
+    status, _, _ = supervise([broken], tmp_path)
+
+    assert status.state == "failed"
+    assert "could not be started" in status.detail
+
+
+def test_server_that_never_answers_has_failed(tmp_path):
+    silent = part(
+        "service",
+        "import time; time.sleep(60)",
+        role="service",
+        ready_url="http://127.0.0.1:9/health",
+        restarts=replace(POLICY, attempts=0),
+    )
+    events: list[str] = []
+
+    def make(part: Part) -> ManagedProcess:
+        return ManagedProcess(part.name, part.command, log_path=tmp_path / "log")
+
+    now = iter(range(10_000))
+    supervisor = RunSupervisor(
+        [silent],
+        make,
+        start_limit_s=30,
+        on_event=events.append,
+        on_change=lambda status: None,
+        clock=lambda: float(next(now)),
+        sleep=lambda seconds: None,
+    )
+
+    status = supervisor.run()
+
+    assert status.state == "failed"
+    assert "service was not ready for 30 s" in status.detail
