@@ -37,6 +37,7 @@ import httpx
 from atroposlib.errors import ConfigError
 from atroposlib.utils.listening import CannotListenError, require_free_port
 from example_trainer.cli import require_extra
+from example_trainer.cluster.local import find_secrets, write_settings
 from example_trainer.cluster.parts import (
     Addresses,
     Part,
@@ -54,7 +55,7 @@ from example_trainer.processes import ManagedProcess, ProcessFailedError, find_f
 logger = logging.getLogger(__name__)
 
 SUPERVISOR = "supervisor"
-STATE_FILE = "ray.json"
+STATE_FILE = Path("up") / "ray.json"
 GRACE_S = 10.0
 """Seconds between SIGTERM and SIGKILL of a program."""
 ENDING_S = 60.0
@@ -85,8 +86,6 @@ class Launch:
     key: str
     """Number of the start, and a digest of what is started."""
     part: Part
-    settings: Path
-    """Folder of `part.files`."""
 
 
 @dataclass(frozen=True)
@@ -111,8 +110,9 @@ class PartHost:
     def __init__(self, name: str, folder: str, output: str, port: int | None) -> None:
         self._name = name
         self._folder = Path(folder)
-        self._log = RunPaths(Path(output)).logs / f"{name}.log"
-        self._record = Path(output) / "ray" / f"{name}.json"
+        self._output = Path(output)
+        self._log = RunPaths(self._output).logs / f"{name}.log"
+        self._record = self._output / "up" / f"{name}.json"
         self._port = port
         self._instance = uuid.uuid4().hex
         self._address: HostAddress | None = None
@@ -181,22 +181,18 @@ class PartHost:
         self._process, self._launch, self._is_stopping = None, launch, False
         self._answered = float("-inf")
         part = launch.part
-        missing = sorted(name for name in part.secrets.values() if name not in os.environ)
-        self._refusal = (
-            f"the variable {missing[0]} is not set on node {_node_address()}; set it where "
-            "`ray start` runs"
-            if missing
-            else ""
-        )
-        if missing:
+        try:
+            secrets, self._refusal = find_secrets(part), ""
+        except ConfigError as error:
+            self._refusal = f"{error} where `ray start` runs on {_node_address()}"
             return
-        _write_files(launch.settings, part.files)
+        write_settings((part,), self._output)
         program, *words = part.command
         self._process = ManagedProcess(
             self._name,
             [sys.executable if program == _PYTHON else program, *words],
             log_path=self._log,
-            env=_environment(part),
+            env={**_inherited(), **part.variables, **secrets},
             cwd=self._folder,
         )
         with contextlib.suppress(ProcessFailedError):  # reported as an end with a code
@@ -228,10 +224,13 @@ class PartHost:
             if guardian.create_time() != record["started"]:
                 return
             guardian.terminate()
-            with contextlib.suppress(psutil.TimeoutExpired):
-                guardian.wait(GRACE_S)
-                return
-            guardian.kill()
+            deadline = time.monotonic() + GRACE_S
+            # An ended process without a parent that asks for it remains a zombie.
+            while guardian.status() != psutil.STATUS_ZOMBIE:
+                if time.monotonic() > deadline:
+                    guardian.kill()
+                    return
+                time.sleep(_POLL_S / 10)
 
 
 def _node_address() -> str:
@@ -248,24 +247,12 @@ def _usable_port(port: int | None) -> int:
     return find_free_port(_BIND)
 
 
-def _environment(part: Part) -> dict[str, str]:
-    """Return the variables of a program; it uses Ray, if at all, on the same cluster."""
+def _inherited() -> dict[str, str]:
+    """Return the variables of this process; a program uses Ray, if at all, on the same cluster."""
     import ray
 
-    inherited = {name: text for name, text in os.environ.items() if name not in _WORKER_VARIABLES}
-    return {
-        **inherited,
-        "RAY_ADDRESS": ray.get_runtime_context().gcs_address,
-        **part.variables,
-        **{variable: os.environ[name] for variable, name in part.secrets.items()},
-    }
-
-
-def _write_files(folder: Path, files: Mapping[str, str]) -> None:
-    for name, text in files.items():
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / name).touch(mode=0o600)
-        (folder / name).write_text(text, encoding="utf-8")
+    own = {name: text for name, text in os.environ.items() if name not in _WORKER_VARIABLES}
+    return {**own, "RAY_ADDRESS": ray.get_runtime_context().gcs_address}
 
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
@@ -396,7 +383,7 @@ class RaySupervisor:
 
         run = self._run
         options = actor_options(run, unit, part.resources)
-        port = run.service.port if part.role == "service" else None
+        port = _service_ports(run).get(part.name)
         actor = ray.remote(PartHost).options(**options, get_if_exists=True)
         return actor.remote(unit, str(run.folder), str(run.output), port)
 
@@ -509,12 +496,11 @@ class RaySupervisor:
             hosted.begin(now, start=hosted.start + 1)
         else:
             return
-        assert self._addresses is not None
         hosted.detail = hosted.where()
         for member in hosted.members:
             assert member.report is not None
             key = f"{hosted.start}-{digest}"
-            member.wanted = Launch(member.report.instance, key, part, self._addresses.settings)
+            member.wanted = Launch(member.report.instance, key, part)
 
     def _judge(self, part: Part, hosted: _HostedPart, now: float) -> None:
         """Compare the reports of the hosts with what they should run."""
@@ -617,9 +603,17 @@ def _addresses(run: RunFile, found: Mapping[str, HostAddress]) -> Addresses:
     )
 
 
+def _service_ports(run: RunFile) -> dict[str, int]:
+    """Return the port of each service; empty if the run file has none."""
+    first = run.service.port
+    if first is None:
+        return {}
+    return {name: first + number for number, name in enumerate(service_names(run))}
+
+
 def placeless_parts(run: RunFile) -> tuple[Part, ...]:
     """Return the parts before Ray has placed them: `node-of-PART` and port 0 for addresses."""
-    ports = dict.fromkeys(service_names(run), run.service.port or 0)
+    ports = _service_ports(run)
     names = [*service_names(run), *engine_names(run), "trainer"]
     found = {name: HostAddress(f"node-of-{name}", ports.get(name, 0)) for name in names}
     return plan_parts(run, _addresses(run, found))

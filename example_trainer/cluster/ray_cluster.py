@@ -13,6 +13,7 @@ import contextlib
 import time
 import uuid
 from collections.abc import Iterable, Mapping
+from pathlib import Path
 from typing import Any
 
 import yaml
@@ -47,11 +48,15 @@ class RayRunError(AtroposError, RuntimeError):
     """An actor of a run did not answer."""
 
 
-class RayPlacement:
-    """A run on a Ray cluster, from any machine that reaches the cluster and the output folder."""
+class RayRun:
+    """A run on a Ray cluster, from any machine that reaches the cluster and the output folder.
 
-    def __init__(self, run: RunFile) -> None:
+    A placement; the supervisor gets the content of the run file, not the file.
+    """
+
+    def __init__(self, run: RunFile, file: Path) -> None:
         self._run = run
+        self._file = file
 
     def render(self) -> Mapping[str, str]:
         """Return the actors as YAML, and the settings files of the parts by name."""
@@ -92,8 +97,8 @@ class RayPlacement:
         if self._actor(SUPERVISOR) is not None:
             if self.status().state not in ENDED:
                 raise ConfigError(
-                    f"run {name} is on this cluster already; end it with `atropos-up down`, or "
-                    "give the new run another name"
+                    f"run {name} is on this cluster already; end it with `atropos-up down "
+                    f"{self._file}`, or give the new run another name"
                 )
             self._remove_actors()
         options = actor_options(self._run, SUPERVISOR, Resources())

@@ -28,7 +28,7 @@ WAITER = """
 import os, pathlib, sys, time
 
 name = "trainer" if "grpo" in sys.argv[0] else "environment"
-print(name, "started", os.getpid(), os.environ.get("ATROPOS_API_TOKEN"), flush=True)
+print(name, "started", os.getpid(), *sys.argv, flush=True)
 while not pathlib.Path(f"{name}.exit").exists():
     time.sleep(0.05)
 code = int(pathlib.Path(f"{name}.exit").read_text())
