@@ -79,7 +79,7 @@ class HostAddress(NamedTuple):
 
 @dataclass(frozen=True)
 class Launch:
-    """What a host should run."""
+    """An order to a host: the program to run."""
 
     instance: str
     """The actor it was meant for; a restarted one has another address."""
@@ -90,7 +90,7 @@ class Launch:
 
 @dataclass(frozen=True)
 class HostReport:
-    """What a host runs."""
+    """State of a host and its program."""
 
     instance: str
     """Changes when Ray restarts the actor."""
@@ -272,7 +272,7 @@ def read_json(path: Path) -> dict[str, Any]:
 
 
 @dataclass
-class _Member:
+class _HostCalls:
     """One host of a part; a part has several if it asks for several nodes."""
 
     unit: str
@@ -298,7 +298,7 @@ class _HostedPart:
     """The state of a part and its hosts."""
 
     attempts: Attempts
-    members: list[_Member] = field(default_factory=list)
+    members: list[_HostCalls] = field(default_factory=list)
     state: PartState = "waiting"
     start: int = 0
     """Number of the last start."""
@@ -373,7 +373,7 @@ class RaySupervisor:
             addresses = old.get("addresses", [None] * part.resources.nodes)
             for unit, address in zip(unit_names(part), addresses, strict=True):
                 place = HostAddress(*address) if address else None
-                hosted.members.append(_Member(unit, self._create_host(unit, part), place))
+                hosted.members.append(_HostCalls(unit, self._create_host(unit, part), place))
             found[part.name] = hosted
         return found
 
@@ -423,14 +423,14 @@ class RaySupervisor:
                 reference, member.call = member.call, None
                 self._read(name, member, reference)
 
-    def _call(self, member: _Member) -> Any:
+    def _call(self, member: _HostCalls) -> Any:
         if member.report is None:
             return member.handle.place.remote(member.address)
         if not self._parts and self._outcome == "running":
             return member.handle.report.remote()  # what should run is not known yet
         return member.handle.keep.remote(member.wanted)
 
-    def _read(self, name: str, member: _Member, reference: Any) -> None:
+    def _read(self, name: str, member: _HostCalls, reference: Any) -> None:
         import ray
 
         before, member.report = member.report, None

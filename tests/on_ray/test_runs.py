@@ -58,10 +58,12 @@ def started_pids(placement: RayRun, part: str, *, count: int) -> list[int]:
 
 
 def worker_pid(name: str) -> int:
-    from ray.util.state import list_actors
+    """The process id of a named actor's worker; the public API needs Ray's dashboard."""
+    from ray._private.state import actors
 
-    [found] = [actor for actor in list_actors(detail=True) if actor.name == name]
-    return int(found.pid)
+    found = [each for each in actors().values() if each["Name"] == name]
+    [pid] = [each["Pid"] for each in found if each["State"] == "ALIVE"]
+    return int(pid)
 
 
 def is_alive(pid: int) -> bool:
