@@ -227,6 +227,10 @@ SHARED_MEMORY = Path("/dev/shm")
 """Linux's file system in shared memory."""
 
 
+DISK_TRANSPORT = "sync_weights"
+"""Folder under `save_path` with the newest weights that were published to engines."""
+
+
 def transport_directory(config: TrainingConfig) -> Path:
     """Return the directory for the weights of in-place updates; it need not exist.
 
@@ -234,7 +238,7 @@ def transport_directory(config: TrainingConfig) -> Path:
         ConfigError: `sync_transport` is `shared_memory`, which this system does not have.
     """
     if config.sync_transport == "disk":
-        return Path(config.save_path) / "sync_weights"
+        return Path(config.save_path) / DISK_TRANSPORT
     if not SHARED_MEMORY.is_dir():
         raise ConfigError(
             f"sync_transport=shared_memory needs {SHARED_MEMORY}, which this system lacks; use disk"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import typing
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -16,6 +17,17 @@ from atroposlib.envs.evaluation import EvaluationConfig
 from atroposlib.envs.server_handling.config import APIServerConfig, ServerManagerConfig
 from atroposlib.envs.settings import describe_type, shown_default
 from atroposlib.envs.teacher_distillation_env import TeacherDistillationConfig
+from example_trainer.cluster.run_file import (
+    EngineSection,
+    EnvironmentSection,
+    KubernetesSection,
+    RaySection,
+    RestartFields,
+    RunFile,
+    ServiceSection,
+    SlurmSection,
+    TrainerSection,
+)
 from example_trainer.config import TrainingConfig
 
 __all__ = ["ENVIRONMENT_VARIABLES", "SECTIONS", "Section", "config_page"]
@@ -74,6 +86,19 @@ SECTIONS = (
         TrainingConfig,
         "Flags `--<name>` of `atropos-grpo`, with hyphens for underscores.",
     ),
+    Section("Run file", RunFile, "The file of `atropos-up`; see [SLURM.md](SLURM.md)."),
+    Section("Run file: service", ServiceSection, "Section `service:`."),
+    Section("Run file: engines", EngineSection, "Each entry of the list `engines:`."),
+    Section(
+        "Run file: environments", EnvironmentSection, "Each entry of the list `environments:`."
+    ),
+    Section("Run file: trainer", TrainerSection, "Section `trainer:`."),
+    Section(
+        "Run file: restarts", RestartFields, "Section `restarts:`, of a run or an environment."
+    ),
+    Section("Run file: Slurm", SlurmSection, "Section `slurm:`."),
+    Section("Run file: Kubernetes", KubernetesSection, "Section `kubernetes:`."),
+    Section("Run file: Ray", RaySection, "Section `ray:`."),
 )
 
 ENVIRONMENT_VARIABLES = {
@@ -175,7 +200,7 @@ def _sections() -> Iterator[str]:
 def _row(name: str, field: FieldInfo) -> str:
     cells = [
         f"`{name}`",
-        describe_type(field.annotation),
+        _type(field),
         _default(name, field),
         _bounds(field),
         # Outside code spans, `<name>` would be an HTML tag.
@@ -184,7 +209,20 @@ def _row(name: str, field: FieldInfo) -> str:
     return "| " + " | ".join(cell.replace("|", r"\|") for cell in cells) + " |"
 
 
+def _type(field: FieldInfo) -> str:
+    return "section" if _is_section(field) else describe_type(field.annotation)
+
+
+def _is_section(field: FieldInfo) -> bool:
+    """Whether a field is a section, or a list of them, with a table of its own."""
+    kinds = [field.annotation, *typing.get_args(field.annotation)]
+    tables = {section.model for section in SECTIONS}
+    return any(isinstance(kind, type) and kind in tables for kind in kinds)
+
+
 def _default(name: str, field: FieldInfo) -> str:
+    if _is_section(field):
+        return "required" if field.is_required() else "its defaults"
     # A factory other than that of an empty container depends on the machine.
     if field.default_factory not in (None, list, dict, set, tuple):
         return "found at start"

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from atroposlib.errors import AtroposError, ConfigError
+from atroposlib.errors import AtroposError, ConfigError, InferenceError
 from example_trainer.cli import require_extra
 from example_trainer.cluster.parts import (
     Addresses,
@@ -38,8 +38,11 @@ from example_trainer.cluster.parts import (
 from example_trainer.cluster.placement import RunStatus
 from example_trainer.cluster.run_file import RunFile
 from example_trainer.cluster.supervision import RunSupervisor, tail_of
+from example_trainer.engine import EngineControl
 from example_trainer.launch.options import RunPaths, visible_gpus
+from example_trainer.launch.report import count_steps
 from example_trainer.processes import ManagedProcess, find_free_ports
+from example_trainer.weight_sync import DISK_TRANSPORT
 
 _DETACH_LIMIT_S = 60.0
 _DOWN_LIMIT_S = 120.0
@@ -157,12 +160,15 @@ class LocalRun:
             parts = plan_parts(run, _addresses(run))
             write_settings(parts, run.output)
             variables = _machine_variables(parts)
+            for part in parts:
+                find_secrets(part)  # before any part starts
             return RunSupervisor(
                 parts,
                 lambda part: local_process(part, run, part.command, variables[part.name]),
                 start_limit_s=run.start_limit_s,
                 on_event=on_event,
                 on_change=self._record.write,
+                on_return=lambda part: restore_weights(part, run),
             ).run()
 
     def submit(self) -> str:
@@ -232,6 +238,27 @@ def local_process(
         env={**os.environ, **part.variables, **variables, **find_secrets(part)},
         cwd=run.folder,
     )
+
+
+def restore_weights(part: Part, run: RunFile) -> str | None:
+    """Load the newest published weights into an engine that was started again.
+
+    Without them it would serve the first weights until the next update. Returns a line for the log;
+    None if there are no weights, or if the part has none.
+    """
+    paths = RunPaths(run.output)
+    weights = paths.checkpoints / DISK_TRANSPORT
+    if part.role != "engine" or part.ready_url is None or not weights.is_dir():
+        return None
+    step = count_steps(paths.trainer_metrics)
+    control = EngineControl(part.ready_url.removesuffix("/health"))
+    try:
+        control.reload_weights(weights, pause_mode="keep", version=step)
+    except InferenceError as error:
+        return f"{part.name} serves the first weights until the next update: {error}"
+    finally:
+        control.close()
+    return f"{part.name} has the weights of step {step} again"
 
 
 def find_secrets(part: Part) -> dict[str, str]:

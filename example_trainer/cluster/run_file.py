@@ -280,22 +280,33 @@ class RunFile(_Section):
     name: Name = Field(description="Name of the run: letters, digits and dashes.")
     output: Path = Field(Path("run"), description="Folder of logs, state and checkpoints.")
     folder: Path = Field(Path(), description="Working directory of every part.")
-    service: ServiceSection = Field(default_factory=ServiceSection)
-    engines: list[EngineSection] = Field(
-        default_factory=lambda: [EngineSection()], min_length=1, max_length=64
+    service: ServiceSection = Field(
+        default_factory=ServiceSection, description="The trajectory service."
     )
-    environments: list[EnvironmentSection] = Field(min_length=1, max_length=MAX_ENVIRONMENTS)
-    trainer: TrainerSection
+    engines: list[EngineSection] = Field(
+        default_factory=lambda: [EngineSection()],
+        min_length=1,
+        max_length=64,
+        description="Inference engines; none: one vLLM.",
+    )
+    environments: list[EnvironmentSection] = Field(
+        min_length=1, max_length=MAX_ENVIRONMENTS, description="Environments."
+    )
+    trainer: TrainerSection = Field(description="The trainer, and the model of all parts.")
     variables: dict[Variable, str] = Field(
         default_factory=dict, description="Environment variables of every part, without secrets."
     )
-    restarts: RestartFields = Field(default_factory=RestartFields)
+    restarts: RestartFields = Field(
+        default_factory=RestartFields, description="Restarts of every part."
+    )
     start_limit_s: float = Field(
         600.0, gt=0, le=86400, description="Maximum seconds for the start of a server."
     )
-    slurm: SlurmSection = Field(default_factory=SlurmSection)
-    kubernetes: KubernetesSection = Field(default_factory=KubernetesSection)
-    ray: RaySection = Field(default_factory=RaySection)
+    slurm: SlurmSection = Field(default_factory=SlurmSection, description="What only Slurm needs.")
+    kubernetes: KubernetesSection = Field(
+        default_factory=KubernetesSection, description="What only Kubernetes needs."
+    )
+    ray: RaySection = Field(default_factory=RaySection, description="What only Ray needs.")
 
     @model_validator(mode="after")
     def _check_together(self) -> RunFile:

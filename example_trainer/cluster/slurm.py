@@ -30,6 +30,7 @@ from example_trainer.cluster.local import (
     find_secrets,
     local_process,
     part_log,
+    restore_weights,
     write_settings,
 )
 from example_trainer.cluster.parts import (
@@ -332,6 +333,7 @@ def _supervise(run: RunFile) -> RunStatus:
             start_limit_s=run.start_limit_s,
             on_event=_log,
             on_change=record.write,
+            on_return=lambda part: restore_weights(part, run),
         ).run()
 
 

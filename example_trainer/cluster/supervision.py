@@ -91,6 +91,8 @@ class RunSupervisor:
         start_limit_s: Seconds after which a server that does not answer has failed.
         on_event: Receives one line per start, failure and restart.
         on_change: Receives the status whenever it changes.
+        on_return: Called in a thread with a server that was started again and answers, before
+            it counts as running; returns a line about what it did.
         clock: Seconds of a monotonic clock.
         sleep: Waits between two looks at the parts.
     """
@@ -103,6 +105,7 @@ class RunSupervisor:
         start_limit_s: float,
         on_event: Callable[[str], None],
         on_change: Callable[[RunStatus], None],
+        on_return: Callable[[Part], str | None] = lambda part: None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -111,6 +114,7 @@ class RunSupervisor:
         self._start_limit_s = start_limit_s
         self._on_event = on_event
         self._on_change = on_change
+        self._on_return = on_return
         self._clock = clock
         self._sleep = sleep
         self._supervisor = Supervisor()
@@ -208,12 +212,21 @@ class RunSupervisor:
                     self._on_event(f"{life.part.name} is ready after {now - life.since:.0f} s")
         elif life.check is None and (life.state == "starting" or now - life.checked >= _CHECK_S):
             life.checked = now
-            life.check = self._checks.submit(self._answers, url)
+            returns = life.state == "starting" and life.attempts.total > 0
+            life.check = self._checks.submit(self._is_ready, life.part, url, returns=returns)
         is_starting = life.state == "starting"
         limit_s = self._start_limit_s if is_starting else life.part.restarts.unresponsive_s
         if now - life.answered >= limit_s:
             what = "was not ready" if is_starting else "did not answer"
             self._fail(life, now, f"{what} for {limit_s:g} s")
+
+    def _is_ready(self, part: Part, url: str, *, returns: bool) -> bool:
+        if not self._answers(url):
+            return False
+        said = self._on_return(part) if returns else None
+        if said is not None:
+            self._on_event(said)
+        return True
 
     def _answers(self, url: str) -> bool:
         try:

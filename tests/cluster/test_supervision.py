@@ -12,7 +12,7 @@ from pathlib import Path
 from example_trainer.cluster.parts import Part, Resources, RestartPolicy, Role
 from example_trainer.cluster.placement import RunStatus
 from example_trainer.cluster.supervision import Attempts, RunSupervisor
-from example_trainer.processes import ManagedProcess
+from example_trainer.processes import ManagedProcess, find_free_port
 from tests.trainer.test_processes import is_running
 
 POLICY = RestartPolicy(attempts=2, first_backoff_s=0, longest_backoff_s=0, healthy_s=600)
@@ -165,6 +165,44 @@ def test_part_that_cannot_be_executed_is_named(tmp_path):
 
     assert status.state == "failed"
     assert "could not be started" in status.detail
+
+
+def test_engine_that_was_started_again_counts_as_running_after_its_return(tmp_path):
+    port = find_free_port()
+    serve = (
+        "from http.server import HTTPServer, SimpleHTTPRequestHandler\n"
+        f"HTTPServer(('127.0.0.1', {port}), SimpleHTTPRequestHandler).serve_forever()"
+    )
+    engine = part("engine", serve, role="engine", ready_url=f"http://127.0.0.1:{port}/")
+    # The trainer ends once the engine has returned.
+    trainer = "import os, time\nwhile not os.path.exists('returned'): time.sleep(0.05)"
+    killed: list[int] = []
+
+    def kill_first(status: RunStatus) -> None:
+        if status.parts[0].state == "running" and not killed:
+            killed.append(int(status.parts[0].detail.removeprefix("pid ")))
+            os.kill(killed[0], signal.SIGKILL)
+
+    def on_return(returned: Part) -> str:
+        (tmp_path / "returned").touch()
+        return f"{returned.name} has its weights"
+
+    events: list[str] = []
+    supervisor = RunSupervisor(
+        [engine, part("trainer", trainer)],
+        lambda each: ManagedProcess(
+            each.name, each.command, log_path=tmp_path / each.name, cwd=tmp_path
+        ),
+        start_limit_s=30,
+        on_event=events.append,
+        on_change=kill_first,
+        on_return=on_return,
+    )
+
+    status = supervisor.run()
+
+    assert status.state == "finished"
+    assert events.count("engine has its weights") == 1
 
 
 def test_server_that_never_answers_has_failed(tmp_path):

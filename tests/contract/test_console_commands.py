@@ -29,6 +29,7 @@ MISSPELT = {  # a flag of each command with a letter missing, and the flag
     "atropos-grpo-run": ("--modle", "--model"),
     "atropos-demo": ("--stpes", "--steps"),
     "atropos-train": ("--stpes", "--steps"),
+    "atropos-up": ("--dtach", "--detach"),
     "atropos-report": ("--outptu", "--output"),
     "atropos-weights": ("--enigne-url", "--engine-url"),
 }
@@ -98,6 +99,9 @@ def test_unknown_flag_is_refused_with_2(
         ("view-run", ["--file", "none.jsonl"], "none.jsonl"),
         ("atropos-weights", ["publish", "none", "store", "--version", "1"], "none is not a folder"),
         ("atropos-weights", ["publish", "none", "store", "--version", "x"], "--version: "),
+        ("atropos-up", ["none.yaml"], "none.yaml: cannot be read"),
+        ("atropos-up", ["none.yaml", "--on", "slrum"], "did you mean slurm?"),
+        ("atropos-up", ["status", "none.yaml", "--lines", "0"], "--lines: "),
         ("atropos-weights", ["list", "nosuch://x"], "nosuch://x cannot be opened"),
     ],
 )

@@ -182,6 +182,16 @@ STEPS: tuple[Step, ...] = (
         "docs/service.md", "#!/bin/bash", "a Slurm job; tests/trainer/test_slurm_job.py runs one"
     ),
     Run(
+        "SLURM.md",
+        "atropos-up example_trainer/cluster/examples/slurm.yaml --on slurm --dry-run",
+        shows=("#SBATCH --requeue", "--nodes=3", "CUDA_VISIBLE_DEVICES=6,7"),
+    ),
+    NotRun(
+        "SLURM.md",
+        "atropos-up example_trainer/cluster/examples/slurm.yaml --on slurm --detach",
+        "needs a cluster; tests/cluster/test_slurm_run.py types these commands on a local one",
+    ),
+    Run(
         "docs/redis.md",
         "redis-server --appendonly",
         until=("(?s)8000 .*8001 |8001 .*8000 ",),

@@ -60,8 +60,8 @@ GresTypes=gpu
 NodeName=node[1-$nodes] NodeHostname=slurmhost NodeAddr=10.77.0.[1-$nodes] Port=[26901-$((26900 + nodes))] CPUs=2 RealMemory=2000 Gres=gpu:$gpus State=UNKNOWN
 PartitionName=debug Nodes=node[1-$nodes] Default=YES State=UP
 CONF
-if [ "$gpus" -eq 1 ]; then device="File=/dev/null"; else device="Count=$gpus"; fi
-echo "NodeName=node[1-$nodes] Name=gpu $device" >"$folder/gres.conf"
+for ((gpu = 0; gpu < gpus; gpu++)); do mknod "$folder/gpu$gpu" c 1 3; done
+echo "NodeName=node[1-$nodes] Name=gpu File=$folder/gpu[0-$((gpus - 1))]" >"$folder/gres.conf"
 export SLURM_CONF="$folder/slurm.conf"
 slurmctld
 for ((node = 1; node <= nodes; node++)); do slurmd -N "node$node"; done

@@ -1,0 +1,169 @@
+"""`atropos-up` on this machine: parts that are killed, and the commands of another shell.
+
+Service, trainer and supervisor are real; engine and environment are stand-ins.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from example_trainer.cluster.placement import PartStatus
+from tests.cluster.demo_run import steps_of
+from tests.cluster.scripted_run import ROOT, scripted_run
+from tests.trainer.test_processes import is_running
+
+pytestmark = pytest.mark.slow
+
+LIMIT_S = 240.0
+RUNNING, STOPPED, NONE = 3, 5, 4
+
+
+class Shell:
+    """Types commands about one run file, each in a process of its own."""
+
+    def __init__(self, file: Path, *, steps: int) -> None:
+        self.file = file
+        self.output = file.parent / "run"
+        self.steps = steps
+
+    def up(self, *words: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
+            [sys.executable, "-m", "example_trainer.cluster.cli", *words],
+            cwd=ROOT,
+            env={**os.environ, "PYTHONPATH": str(ROOT)},
+            capture_output=True,
+            text=True,
+            timeout=LIMIT_S,
+            check=False,
+        )
+
+    def parts(self) -> dict[str, PartStatus]:
+        record = json.loads((self.output / "up" / "record.json").read_text())
+        return {part["name"]: PartStatus(**part) for part in record["status"]["parts"]}
+
+    def pid(self, part: str) -> int:
+        return int(self.parts()[part].detail.removeprefix("pid "))
+
+    def kill(self, part: str) -> None:
+        os.kill(self.pid(part), signal.SIGKILL)
+
+    def wait_for_step(self, step: int) -> None:
+        deadline = time.monotonic() + LIMIT_S
+        while (steps_of(self.output) or [0])[-1] < step:
+            assert time.monotonic() < deadline, self.said()
+            time.sleep(0.1)
+
+    def wait_for_end(self) -> subprocess.CompletedProcess[str]:
+        deadline = time.monotonic() + LIMIT_S
+        while (status := self.up("status", str(self.file))).returncode == RUNNING:
+            assert time.monotonic() < deadline, self.said()
+            time.sleep(0.5)
+        return status
+
+    def said(self) -> str:
+        return (self.output / "up" / "supervisor.log").read_text()
+
+
+def test_killed_parts_come_back_and_no_step_is_lost_or_doubled(tmp_path):
+    steps = 12
+    # Slow enough that the trainer has steps to do when it is killed.
+    file = scripted_run(
+        tmp_path, steps=steps, environments={"flags": {"groups": steps, "every-s": 1.0}}
+    )
+    shell = Shell(file, steps=steps)
+    assert shell.up("status", str(file)).returncode == NONE
+
+    submitted = shell.up(str(file), "--detach")
+    assert submitted.returncode == 0, submitted.stderr
+    again = shell.up(str(file), "--detach")
+    shell.wait_for_step(2)
+    shell.kill("service")
+    shell.kill("trainer")
+    ended = shell.wait_for_end()
+
+    assert again.returncode == 2
+    assert "is running (supervisor" in again.stderr
+    assert (ended.returncode, ended.stdout.split()[0]) == (0, "finished"), shell.said()
+    parts = shell.parts()
+    assert parts["service"].restarts == 1
+    assert parts["trainer"].restarts >= 1
+    assert steps_of(shell.output) == list(range(1, steps + 1))
+
+
+@pytest.mark.long
+def test_run_that_was_stopped_goes_on_and_its_supervisor_may_be_killed(tmp_path):
+    steps = 60
+    file = scripted_run(
+        tmp_path, steps=steps, environments={"flags": {"groups": steps, "every-s": 0.3}}
+    )
+    shell = Shell(file, steps=steps)
+    assert shell.up(str(file), "--detach").returncode == 0
+    shell.wait_for_step(3)
+    service = json.loads((shell.output / "up" / "record.json").read_text())
+    pids = [shell.pid(name) for name in shell.parts()]
+
+    down = shell.up("down", str(file))
+    stopped = shell.up("status", str(file))
+
+    assert (down.returncode, stopped.returncode) == (0, STOPPED), (down, stopped)
+    assert not any(map(is_running, pids))
+
+    assert shell.up(str(file), "--detach").returncode == 0
+    shell.wait_for_step(steps_of(shell.output)[-1] + 5)
+    pids = [shell.pid(name) for name in shell.parts()]
+    record = json.loads((shell.output / "up" / "record.json").read_text())
+    os.kill(int(record["supervisor"][0]), signal.SIGKILL)
+    deadline = time.monotonic() + 30
+    while any(map(is_running, pids)):
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    lost = shell.up("status", str(file))
+    nothing = shell.up("down", str(file))
+    finished = shell.up(str(file))
+
+    assert service["status"]["state"] == "running"
+    assert (lost.returncode, lost.stdout.split(":")[0]) == (6, "lost")
+    assert "is not running" in nothing.stdout
+    assert finished.returncode == 0, finished.stdout
+    assert steps_of(shell.output) == list(range(1, steps + 1))
+
+
+def test_run_that_needs_other_hardware_is_refused_in_one_line(tmp_path):
+    file = scripted_run(tmp_path, steps=1, trainer={"nodes": 2})
+
+    done = Shell(file, steps=1).up(str(file))
+
+    assert (done.returncode, done.stderr) == (
+        2,
+        "atropos-up: trainer needs 2 nodes; give --on slurm\n",
+    )
+
+
+def test_dry_run_prints_every_command_and_starts_nothing(tmp_path):
+    file = scripted_run(tmp_path, steps=1)
+
+    done = Shell(file, steps=1).up(str(file), "--dry-run")
+
+    assert done.returncode == 0
+    for module in ("atroposlib.cli.run_api", "vllm.entrypoints", "example_trainer.grpo"):
+        assert f" -m {module}" in done.stdout
+    assert "rollout_server_url: http://127.0.0.1:" in done.stdout
+    assert not (tmp_path / "run").exists()
+
+
+def test_secret_that_is_not_set_is_named(tmp_path, monkeypatch):
+    monkeypatch.delenv("NO_SUCH_TOKEN", raising=False)
+    file = scripted_run(tmp_path, steps=1, service={"tokens": {"trainer": "NO_SUCH_TOKEN"}})
+
+    done = Shell(file, steps=1).up(str(file))
+
+    assert done.returncode == 2
+    assert "service.tokens: the variable NO_SUCH_TOKEN is not set; export it" in done.stderr
