@@ -37,7 +37,7 @@ import httpx
 from atroposlib.errors import ConfigError
 from atroposlib.utils.listening import CannotListenError, require_free_port
 from example_trainer.cli import require_extra
-from example_trainer.cluster.local import find_secrets, write_settings
+from example_trainer.cluster.local import find_secrets, restore_weights, write_settings
 from example_trainer.cluster.parts import (
     Addresses,
     Part,
@@ -86,6 +86,8 @@ class Launch:
     key: str
     """Number of the start, and a digest of what is started."""
     part: Part
+    is_return: bool = False
+    """Whether the part was started before."""
 
 
 @dataclass(frozen=True)
@@ -107,12 +109,11 @@ class HostReport:
 class PartHost:
     """Actor that runs the program of one part on the node where Ray placed it."""
 
-    def __init__(self, name: str, folder: str, output: str, port: int | None) -> None:
+    def __init__(self, name: str, run_json: str, port: int | None) -> None:
         self._name = name
-        self._folder = Path(folder)
-        self._output = Path(output)
-        self._log = RunPaths(self._output).logs / f"{name}.log"
-        self._record = self._output / "up" / f"{name}.json"
+        self._run = RunFile.model_validate_json(run_json)
+        self._log = RunPaths(self._run.output).logs / f"{name}.log"
+        self._record = self._run.output / "up" / f"{name}.json"
         self._port = port
         self._instance = uuid.uuid4().hex
         self._address: HostAddress | None = None
@@ -166,14 +167,18 @@ class PartHost:
         return "" if self._launch is None else self._launch.key
 
     def _is_ready(self) -> bool:
-        url = None if self._launch is None else self._launch.part.ready_url
-        if url is None or time.monotonic() - self._answered < _CHECK_S:
+        launch = self._launch
+        url = None if launch is None else launch.part.ready_url
+        if launch is None or url is None or time.monotonic() - self._answered < _CHECK_S:
             return True
-        with contextlib.suppress(httpx.HTTPError):
-            if httpx.get(url, timeout=_CHECK_S, trust_env=False).status_code == 200:
-                self._answered = time.monotonic()
-                return True
-        return False
+        try:
+            is_ready = httpx.get(url, timeout=_CHECK_S, trust_env=False).status_code == 200
+        except httpx.HTTPError:
+            return False
+        if is_ready and launch.is_return and self._answered < 0:
+            logger.info(restore_weights(launch.part, self._run))
+        self._answered = time.monotonic() if is_ready else self._answered
+        return is_ready
 
     def _start(self, launch: Launch) -> None:
         if self._process is not None:
@@ -186,14 +191,14 @@ class PartHost:
         except ConfigError as error:
             self._refusal = f"{error} where `ray start` runs on {_node_address()}"
             return
-        write_settings((part,), self._output)
+        write_settings((part,), self._run.output)
         program, *words = part.command
         self._process = ManagedProcess(
             self._name,
             [sys.executable if program == _PYTHON else program, *words],
             log_path=self._log,
             env={**_inherited(), **part.variables, **secrets},
-            cwd=self._folder,
+            cwd=self._run.folder,
         )
         with contextlib.suppress(ProcessFailedError):  # reported as an end with a code
             self._process.start()
@@ -385,7 +390,7 @@ class RaySupervisor:
         options = actor_options(run, unit, part.resources)
         port = _service_ports(run).get(part.name)
         actor = ray.remote(PartHost).options(**options, get_if_exists=True)
-        return actor.remote(unit, str(run.folder), str(run.output), port)
+        return actor.remote(unit, run.model_dump_json(), port)
 
     def _work(self) -> None:
         count = sum(len(hosted.members) for hosted in self._hosted.values())
@@ -500,7 +505,7 @@ class RaySupervisor:
         for member in hosted.members:
             assert member.report is not None
             key = f"{hosted.start}-{digest}"
-            member.wanted = Launch(member.report.instance, key, part)
+            member.wanted = Launch(member.report.instance, key, part, hosted.start > 1)
 
     def _judge(self, part: Part, hosted: _HostedPart, now: float) -> None:
         """Compare the reports of the hosts with what they should run."""
