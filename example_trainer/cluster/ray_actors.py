@@ -176,7 +176,7 @@ class PartHost:
         except httpx.HTTPError:
             return False
         if is_ready and launch.is_return and self._answered < 0:
-            logger.info(restore_weights(launch.part, self._run))
+            logger.info("restored weights: %s", restore_weights(launch.part, self._run))
         self._answered = time.monotonic() if is_ready else self._answered
         return is_ready
 

@@ -37,6 +37,7 @@ from example_trainer.cluster.supervision import tail_of
 from example_trainer.launch.options import RunPaths
 
 _ANSWER_S = 60.0
+_LOG_S = 10.0
 _POLL_S = 0.25
 _HEADER = """\
 # The actors of run {name}. A service or an engine is reached at the node of its actor, on a port
@@ -104,14 +105,14 @@ class RayRun:
         options = actor_options(self._run, SUPERVISOR, Resources())
         supervisor = ray.remote(RaySupervisor).options(**options)
         handle = supervisor.remote(self._run.model_dump_json(), uuid.uuid4().hex)
-        self._answer(handle.status.remote())
+        self._answer(handle.status)
         return f"run {name} is on the Ray cluster {ray.get_runtime_context().gcs_address}"
 
     def status(self) -> RunStatus:
         self._connect()
         supervisor = self._actor(SUPERVISOR)
         if supervisor is not None:
-            found: RunStatus = self._answer(supervisor.status.remote())
+            found: RunStatus = self._answer(supervisor.status)
             return found
         saved = read_json(self._run.output / STATE_FILE)
         if not saved:
@@ -131,7 +132,7 @@ class RayRun:
         host = self._actor(part)
         if host is not None:
             with contextlib.suppress(RayRunError):  # it is being restarted
-                found: list[str] = self._answer(host.log.remote(lines))
+                found: list[str] = self._answer(host.log, lines, limit_s=_LOG_S)
                 return found
         return tail_of(RunPaths(self._run.output).logs / f"{part}.log", lines=lines)
 
@@ -140,14 +141,14 @@ class RayRun:
         supervisor = self._actor(SUPERVISOR)
         if supervisor is not None:
             with contextlib.suppress(RayRunError):  # programs end with their actors too
-                self._answer(supervisor.stop.remote())
+                self._answer(supervisor.stop)
                 self._wait_for_end(supervisor)
         count = self._remove_actors()
         return f"run {self._run.name}: ended {count} actors"
 
     def _wait_for_end(self, supervisor: Any) -> None:
         deadline = time.monotonic() + ENDING_S + GRACE_S
-        while self._answer(supervisor.status.remote()).state not in ENDED:
+        while self._answer(supervisor.status).state not in ENDED:
             if time.monotonic() > deadline:
                 return
             time.sleep(_POLL_S)
@@ -195,12 +196,18 @@ class RayRun:
                 ray.kill(handle, no_restart=True)
         return len(units)
 
-    def _answer(self, reference: Any) -> Any:
+    def _answer(self, method: Any, *arguments: Any, limit_s: float = _ANSWER_S) -> Any:
+        """Return the answer of an actor, which Ray may restart meanwhile."""
         import ray
 
-        try:
-            return ray.get(reference, timeout=_ANSWER_S)
-        except ray.exceptions.RayError as error:
-            raise RayRunError(
-                f"run {self._run.name}: an actor did not answer within {_ANSWER_S:g} s ({error})"
-            ) from error
+        deadline = time.monotonic() + limit_s
+        while True:
+            try:
+                remaining_s = max(0.0, deadline - time.monotonic())
+                return ray.get(method.remote(*arguments), timeout=remaining_s)
+            except ray.exceptions.ActorUnavailableError:
+                time.sleep(_POLL_S)
+            except ray.exceptions.RayError as error:
+                raise RayRunError(
+                    f"run {self._run.name}: an actor did not answer in {limit_s:g} s ({error})"
+                ) from error

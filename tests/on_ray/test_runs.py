@@ -164,18 +164,21 @@ def test_run_goes_on_on_another_node_when_its_own_is_removed(
     node = ray_cluster.add_node(node_ip_address="127.0.0.3", resources={"site": 1}, **NODE)
     section = {"namespace": "moving", "resources": {"site": 0.1}}
     placement = submitted(tmp_path, "moving", ray=section)
-    [line] = [line for line in placement.logs("trainer", lines=9) if "started" in line]
-    assert "http://127.0.0.3:" in line
+    wait_for(lambda: "http://127.0.0.3:" in last_line(placement), placement)
     ray_cluster.add_node(node_ip_address="127.0.0.4", resources={"site": 1}, **NODE)
 
     ray_cluster.remove_node(node, allow_graceful=False)
     wait_for(lambda: moved(placement), placement)
 
-    log = [line for line in placement.logs("trainer", lines=9) if "started" in line]
-    assert "http://127.0.0.4:" in log[-1]
+    wait_for(lambda: "http://127.0.0.4:" in last_line(placement), placement)
     (tmp_path / "trainer.exit").write_text("0")
     wait_for(lambda: placement.status().state == "finished", placement)
     placement.down()
+
+
+def last_line(placement: RayRun) -> str:
+    """The last line that the trainer wrote: its command."""
+    return "".join(list(placement.logs("trainer", lines=1)))
 
 
 def moved(placement: RayRun) -> bool:
