@@ -205,7 +205,9 @@ class RayRun:
             try:
                 remaining_s = max(0.0, deadline - time.monotonic())
                 return ray.get(method.remote(*arguments), timeout=remaining_s)
-            except ray.exceptions.ActorUnavailableError:
+            except ray.exceptions.ActorUnavailableError as error:
+                if time.monotonic() >= deadline:
+                    raise RayRunError(f"run {self._run.name}: {error}") from error
                 time.sleep(_POLL_S)
             except ray.exceptions.RayError as error:
                 raise RayRunError(
