@@ -19,7 +19,7 @@ from atroposlib.utils.command_parser import (
 )
 from atroposlib.utils.text import near_name
 from example_trainer.cluster.local import LocalRun
-from example_trainer.cluster.placement import ENDED, EXIT_CODES, Placement, RunStatus
+from example_trainer.cluster.placement import ENDED, EXIT_CODES, RunPlacement, RunStatus
 from example_trainer.cluster.run_file import RunFile, read_run_file
 from example_trainer.launch.stack import ending_signals
 
@@ -94,7 +94,7 @@ def _placement(text: str) -> str:
     return text
 
 
-def _place(run: RunFile, on: str, file: Path) -> Placement:
+def _place(run: RunFile, on: str, file: Path) -> RunPlacement:
     """Return the placement by its name; its packages are imported only here."""
     if on == "slurm":
         from example_trainer.cluster.slurm import SlurmRun
@@ -125,7 +125,7 @@ def _up(run: RunFile, on: str, args: argparse.Namespace) -> int:
     return 0 if args.detach else _follow(placement)
 
 
-def _follow(placement: Placement) -> int:
+def _follow(placement: RunPlacement) -> int:
     """Print the changes of a submitted run until it has ended; an interruption leaves it alone."""
     shown: RunStatus | None = None
     while True:

@@ -49,7 +49,7 @@ _DOWN_LIMIT_S = 120.0
 _POLL_S = 0.1
 
 
-class RunRecord:
+class SupervisorRecord:
     """The state of a run in its output folder, written by its supervisor and read by others."""
 
     def __init__(self, output: Path) -> None:
@@ -139,7 +139,7 @@ class LocalRun:
     def __init__(self, run: RunFile, file: Path) -> None:
         self._run = run
         self._file = file
-        self._record = RunRecord(run.output)
+        self._record = SupervisorRecord(run.output)
 
     def render(self) -> Mapping[str, str]:
         parts = plan_parts(self._run, _addresses(self._run))

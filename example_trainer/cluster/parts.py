@@ -4,7 +4,7 @@
 
 Every placement chooses `Addresses`, calls `plan_parts` and starts the parts where it runs. The
 same command starts a part and starts it again: the service continues its `--run`, the trainer its
-checkpoints (`--resume-or-start`), and an environment registers anew.
+checkpoints (`--resume-or-start`), and an environment registers again.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ RENDEZVOUS_PORT = 29500
 
 @dataclass(frozen=True)
 class Resources:
-    """What one process asks for; `nodes` hosts with these resources each."""
+    """Resources of one process; `nodes` hosts with these resources each."""
 
     gpus: int = 0
     cpus: float | None = None

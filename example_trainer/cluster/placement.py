@@ -1,6 +1,6 @@
 """The interface of placements, and the state of a run that they report.
 
-cli ──► Placement (local, slurm, kubernetes, ray_cluster) ──► RunStatus
+cli ──► RunPlacement (local, slurm, kubernetes, ray_cluster) ──► RunStatus
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class RunStatus(NamedTuple):
         }
 
 
-class Placement(Protocol):
+class RunPlacement(Protocol):
     """Where a run is: made from its run file, and again by each later command."""
 
     def render(self) -> Mapping[str, str]:

@@ -43,7 +43,7 @@ class _Section(BaseModel):
 
 
 class PartResources(_Section):
-    """What one process of a part needs; a placement without a limit ignores it."""
+    """Resources of one process of a part; a placement without limits ignores them."""
 
     cpus: float | None = Field(None, gt=0, le=4096, description="CPU cores; none: no request.")
     memory_gib: float | None = Field(
@@ -52,7 +52,7 @@ class PartResources(_Section):
 
 
 class RestartFields(_Section):
-    """How often and when a part that failed is started again."""
+    """Number and times of the restarts of a part that failed."""
 
     attempts: int = Field(
         5,
@@ -218,7 +218,7 @@ class TrainerSection(PartResources):
 
 
 class SlurmSection(_Section):
-    """What only Slurm needs."""
+    """Settings of Slurm only."""
 
     partition: str | None = Field(None, max_length=256, description="Partition of the job.")
     account: str | None = Field(None, max_length=256, description="Account that is charged.")
@@ -248,7 +248,7 @@ class SlurmSection(_Section):
 
 
 class KubernetesSection(_Section):
-    """What only Kubernetes needs."""
+    """Settings of Kubernetes only."""
 
     namespace: Name = Field("default", description="Namespace of all objects.")
     image: str = Field("", max_length=1024, description="Image of the parts, with this package.")
@@ -268,7 +268,7 @@ class KubernetesSection(_Section):
 
 
 class RaySection(_Section):
-    """What only Ray needs."""
+    """Settings of Ray only."""
 
     address: str = Field("auto", max_length=1024, description="Address of the cluster.")
     namespace: Name = Field("atropos", description="Namespace of the actors.")
@@ -305,11 +305,11 @@ class RunFile(_Section):
     start_limit_s: float = Field(
         600.0, gt=0, le=86400, description="Maximum seconds for the start of a server."
     )
-    slurm: SlurmSection = Field(default_factory=SlurmSection, description="What only Slurm needs.")
+    slurm: SlurmSection = Field(default_factory=SlurmSection, description="Settings of Slurm only.")
     kubernetes: KubernetesSection = Field(
-        default_factory=KubernetesSection, description="What only Kubernetes needs."
+        default_factory=KubernetesSection, description="Settings of Kubernetes only."
     )
-    ray: RaySection = Field(default_factory=RaySection, description="What only Ray needs.")
+    ray: RaySection = Field(default_factory=RaySection, description="Settings of Ray only.")
 
     @model_validator(mode="after")
     def _check_together(self) -> RunFile:

@@ -26,7 +26,7 @@ from pathlib import Path
 from atroposlib.errors import AtroposError, ConfigError
 from atroposlib.utils.command_parser import end_command, exit_code_of
 from example_trainer.cluster.local import (
-    RunRecord,
+    SupervisorRecord,
     find_secrets,
     local_process,
     part_log,
@@ -170,7 +170,7 @@ class SlurmRun:
         self._run = run
         self._file = file.resolve()
         self._layout = Layout.of(run)
-        self._record = RunRecord(run.output)
+        self._record = SupervisorRecord(run.output)
         self._job_file = self._record.folder / "job"
         self._script_file = self._record.folder / "job.sbatch"
 
@@ -322,7 +322,7 @@ def _supervise(run: RunFile) -> RunStatus:
         raise ConfigError(f"the job has {len(hosts)} nodes; expected {layout.num_nodes}")
     addresses = layout.addresses(run, hosts)
     parts = plan_parts(run, addresses)
-    record = RunRecord(run.output)
+    record = SupervisorRecord(run.output)
     write_settings(parts, run.output)
     with record.held():
         return RunSupervisor(

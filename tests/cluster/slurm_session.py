@@ -7,6 +7,7 @@ import json
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 from example_trainer.cluster.run_file import read_run_file
@@ -21,32 +22,48 @@ def up(*words: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(command, capture_output=True, text=True, check=False)
 
 
+def wait_until(condition: Callable[[], bool]) -> None:
+    while not condition():
+        assert time.monotonic() < deadline, log.read_text()
+        time.sleep(0.2)
+
+
+def has_step(step: int) -> bool:
+    return (steps_of(output) or [0])[-1] >= step
+
+
+def job_is(*states: str) -> bool:
+    said = subprocess.run(
+        ["squeue", "--noheader", "--states=all", f"--jobs={job}", "--format=%T"],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return said.stdout.strip() in states
+
+
 output = read_run_file(Path(FILE)).output
+log = output / "up" / "job.log"
+deadline = time.monotonic() + LIMIT_S
 submitted = up(FILE, "--on", "slurm", "--detach")
 assert submitted.returncode == 0, submitted.stderr
 job = submitted.stdout.split()[-1]
+wait_until(lambda: has_step(REQUEUE_AFTER_STEP) or job_is("FAILED", "COMPLETED"))
+running = up("status", FILE)
 again = up(FILE)
-deadline = time.monotonic() + LIMIT_S
-while (steps_of(output) or [0])[-1] < REQUEUE_AFTER_STEP:
-    status = up("status", FILE)
-    assert status.returncode == 3, (status.stdout, (output / "up" / "job.log").read_text())
-    assert time.monotonic() < deadline, status.stdout
-    time.sleep(0.2)
-subprocess.run(["scontrol", "requeue", job], check=True)
 steps_at_requeue = steps_of(output)
+subprocess.run(["scontrol", "requeue", job], check=True)
+wait_until(lambda: job_is("PENDING"))
+waiting = up("status", FILE)
 # Slurm would wait for two minutes.
-while "PENDING" not in (waiting := up("status", FILE)).stdout:
-    assert time.monotonic() < deadline, waiting.stdout
-    time.sleep(0.2)
 subprocess.run(["scontrol", "update", f"JobId={job}", "StartTime=now"], check=True)
-while (status := up("status", FILE)).returncode == 3:
-    assert time.monotonic() < deadline, status.stdout
-    time.sleep(0.5)
+wait_until(lambda: job_is("FAILED", "COMPLETED", "CANCELLED"))
+status = up("status", FILE)
 down = up("down", FILE)
 print(
     json.dumps(
         {
-            "job": job,
+            "running": [running.returncode, running.stdout],
             "again": [again.returncode, again.stderr],
             "steps_at_requeue": steps_at_requeue,
             "waiting": waiting.stdout,

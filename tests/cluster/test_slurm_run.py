@@ -56,6 +56,7 @@ def test_run_goes_on_after_its_job_was_queued_again(tmp_path):
     log = output / "up" / "job.log"
     assert done.returncode == 0, (done.stderr, log.read_text() if log.exists() else "", logs)
     said = json.loads(done.stdout.splitlines()[-1])
+    assert said["running"][0] == 3
     assert said["again"][0] == 2
     assert "is running as job" in said["again"][1]
     assert said["waiting"].startswith("waiting: job")

@@ -111,6 +111,7 @@ SHARED_CLASS_NAMES = {
     "MultiTurnEnvConfig": "name of the earlier tool_use_multiturn_server",
     "ToolCall": "a call as the chat APIs have it, and as tools receive it",
     "Output": "a place to which groups are exported, and a piece of what a command prints",
+    "RunFile": "the file of the dataset environment's programs, and the file of `atropos-up`",
     "Policy": "the body of POST /policy, as OpenAPI names it, and what plays a conversation",
 }
 """Class names that stand for two classes, and why."""
