@@ -121,6 +121,7 @@ class PartHost:
         self._launch: Launch | None = None
         self._is_stopping = False
         self._answered = float("-inf")
+        self._cause = ""
         self._refusal = ""
 
     def place(self, previous: HostAddress | None) -> HostReport:
@@ -128,8 +129,9 @@ class PartHost:
         if self._address is None:
             node = _node_address()
             self._end_predecessor(node)
-            port = previous.port if previous is not None and previous.host == node else self._port
-            self._address = HostAddress(node, _usable_port(port))
+            is_same = previous is not None and previous.host == node and _is_free(previous.port)
+            port = previous.port if previous is not None and is_same else find_free_port(_BIND)
+            self._address = HostAddress(node, self._port or port)
         return self.report()
 
     def keep(self, launch: Launch | None) -> HostReport:
@@ -156,8 +158,8 @@ class PartHost:
             return report
         if process.is_alive():
             return replace(report, state="running", is_ready=self._is_ready())
-        cause = process.log_cause() or process.describe_exit()
-        return replace(report, state="ended", exit_code=process.poll(), cause=cause)
+        self._cause = self._cause or process.log_cause() or process.describe_exit()
+        return replace(report, state="ended", exit_code=process.poll(), cause=self._cause)
 
     def log(self, lines: int) -> list[str]:
         """Return the last lines that the program wrote on this node."""
@@ -183,9 +185,12 @@ class PartHost:
     def _start(self, launch: Launch) -> None:
         if self._process is not None:
             self._process.stop()
-        self._process, self._launch, self._is_stopping = None, launch, False
-        self._answered = float("-inf")
         part = launch.part
+        if part.port is not None and self._port is None and not _is_free(part.port):
+            self._process, self._address = None, None  # to be placed again, with another port
+            return
+        self._process, self._launch, self._is_stopping = None, launch, False
+        self._answered, self._cause = float("-inf"), ""
         try:
             secrets, self._refusal = find_secrets(part), ""
         except ConfigError as error:
@@ -244,12 +249,12 @@ def _node_address() -> str:
     return str(ray.util.get_node_ip_address())
 
 
-def _usable_port(port: int | None) -> int:
-    if port is not None:
-        with contextlib.suppress(CannotListenError):
-            require_free_port(_BIND, port)
-            return port
-    return find_free_port(_BIND)
+def _is_free(port: int) -> bool:
+    try:
+        require_free_port(_BIND, port)
+    except CannotListenError:
+        return False
+    return True
 
 
 def _inherited() -> dict[str, str]:
@@ -288,6 +293,8 @@ class _HostCalls:
     """Reference of the one call that was not answered yet."""
     report: HostReport | None = None
     """None until the host is placed, and after it was lost."""
+    trouble: str = ""
+    """Error of the last call."""
     wanted: Launch | None = None
 
     def answers_wanted(self) -> bool:
@@ -438,10 +445,13 @@ class RaySupervisor:
     def _read(self, name: str, member: _HostCalls, reference: Any) -> None:
         import ray
 
-        before, member.report = member.report, None
+        before, member.report, member.trouble = member.report, None, ""
         try:
             report: HostReport = ray.get(reference)
         except ray.exceptions.ActorUnavailableError:
+            return
+        except ray.exceptions.RayTaskError as error:
+            member.trouble = f"its host failed: {error.cause}"
             return
         except ray.exceptions.RayActorError:
             if self._outcome == "running":  # it was killed for good: make another
@@ -472,8 +482,10 @@ class RaySupervisor:
         if hosted.state in ("finished", "failed"):
             return
         if not hosted.is_placed():
+            trouble = next((each.trouble for each in hosted.members if each.trouble), "")
             if hosted.state in ("starting", "running"):
-                self._fail(part, hosted, now, "its actor or its node was lost")
+                self._fail(part, hosted, now, trouble or "its actor or its node was lost")
+            hosted.detail = trouble or hosted.detail
             return
         if hosted.state == "restarting" and now >= hosted.retry_at:
             hosted.state = "waiting"
