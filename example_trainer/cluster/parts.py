@@ -89,6 +89,10 @@ class Part:
     """Text of the settings files in `Addresses.settings` by name; without secrets."""
     port: int | None = None
     """Port that it listens on."""
+    progress_file: Path | None = None
+    """File that grows with its work, on a disk of the supervisor."""
+    stall_limit_s: float | None = None
+    """Seconds without growth of that file after which the part has failed."""
 
 
 @dataclass(frozen=True)
@@ -370,6 +374,8 @@ def _trainer(run: RunFile, paths: RunPaths, addresses: Addresses, servers: Seque
         after=tuple(servers),
         restarts=_restarts(run.restarts),
         secrets=_secrets(run, "trainer"),
+        progress_file=paths.trainer_metrics,
+        stall_limit_s=section.stall_limit_s,
     )
 
 

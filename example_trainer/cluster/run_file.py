@@ -211,6 +211,13 @@ class TrainerSection(PartResources):
     seed: int = Field(0, ge=0, le=2**31 - 1, description="Seed of trainer and engines.")
     gpus: int = Field(0, ge=0, le=64, description="GPUs on each node; 0: one process on the CPU.")
     nodes: int = Field(1, ge=1, le=2048, description="Nodes, under torchrun.")
+    stall_limit_s: float | None = Field(
+        None,
+        gt=0,
+        le=10**7,
+        description="Seconds without a step, its start included, after which the trainer is "
+        "started again; none: never. For local and Slurm runs.",
+    )
     flags: Flags = Field(default_factory=dict, description="Further flags of atropos-grpo.")
     variables: dict[Variable, str] = Field(
         default_factory=dict, description="Environment variables, without secrets."

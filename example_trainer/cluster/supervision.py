@@ -70,7 +70,8 @@ class _Life:
     since: float = 0.0
     """Time of the start of the process, or of the next one."""
     answered: float = 0.0
-    """Time of the last answer of its `ready_url`."""
+    """Time of the last answer of its `ready_url`, or of the last growth of its progress file."""
+    progress_bytes: int = 0
     checked: float = 0.0
     check: Future[bool] | None = None
     detail: str = ""
@@ -192,6 +193,8 @@ class RunSupervisor:
             self._fail(life, now, life.process.describe_exit(), is_final=is_final)
         elif life.part.ready_url is not None:
             self._check_health(life, now, life.part.ready_url)
+        elif life.part.progress_file is not None and life.part.stall_limit_s is not None:
+            self._check_progress(life, now, life.part.progress_file, life.part.stall_limit_s)
 
     def _is_excused(self, life: _Life) -> bool:
         """Whether a part that it needs does not answer, or was started again during its life."""
@@ -219,6 +222,14 @@ class RunSupervisor:
         if now - life.answered >= limit_s:
             what = "was not ready" if is_starting else "did not answer"
             self._fail(life, now, f"{what} for {limit_s:g} s")
+
+    def _check_progress(self, life: _Life, now: float, path: Path, limit_s: float) -> None:
+        with contextlib.suppress(OSError):
+            size = path.stat().st_size
+            if size != life.progress_bytes:  # a resumed trainer cuts its file
+                life.progress_bytes, life.answered = size, now
+        if now - life.answered >= limit_s:
+            self._fail(life, now, f"made no progress for {limit_s:g} s")
 
     def _is_ready(self, part: Part, url: str, *, returns: bool) -> bool:
         if not self._answers(url):

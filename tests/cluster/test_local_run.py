@@ -12,11 +12,17 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from example_trainer.cluster.placement import PartStatus
-from tests.cluster.demo_run import steps_of
+from tests.cluster.demo_run import (
+    demo_run,
+    held_out_accuracy,
+    make_demo_student,
+    steps_of,
+)
 from tests.cluster.scripted_run import ROOT, scripted_run
 from tests.trainer.test_processes import is_running
 
@@ -45,9 +51,11 @@ class Shell:
             check=False,
         )
 
+    def record(self) -> dict[str, Any]:
+        return dict(json.loads((self.output / "up" / "record.json").read_text()))
+
     def parts(self) -> dict[str, PartStatus]:
-        record = json.loads((self.output / "up" / "record.json").read_text())
-        return {part["name"]: PartStatus(**part) for part in record["status"]["parts"]}
+        return {part["name"]: PartStatus(**part) for part in self.record()["status"]["parts"]}
 
     def pid(self, part: str) -> int:
         return int(self.parts()[part].detail.removeprefix("pid "))
@@ -63,15 +71,16 @@ class Shell:
 
     def wait_for_end(self) -> subprocess.CompletedProcess[str]:
         deadline = time.monotonic() + LIMIT_S
-        while (status := self.up("status", str(self.file))).returncode == RUNNING:
+        while self.record()["status"]["state"] == "running":
             assert time.monotonic() < deadline, self.said()
-            time.sleep(0.5)
-        return status
+            time.sleep(0.1)
+        return self.up("status", str(self.file))
 
     def said(self) -> str:
         return (self.output / "up" / "supervisor.log").read_text()
 
 
+@pytest.mark.long
 def test_killed_parts_come_back_and_no_step_is_lost_or_doubled(tmp_path):
     steps = 12
     # Slow enough that the trainer has steps to do when it is killed.
@@ -107,7 +116,7 @@ def test_run_that_was_stopped_goes_on_and_its_supervisor_may_be_killed(tmp_path)
     shell = Shell(file, steps=steps)
     assert shell.up(str(file), "--detach").returncode == 0
     shell.wait_for_step(3)
-    service = json.loads((shell.output / "up" / "record.json").read_text())
+    running = shell.up("status", str(file))
     pids = [shell.pid(name) for name in shell.parts()]
 
     down = shell.up("down", str(file))
@@ -119,8 +128,7 @@ def test_run_that_was_stopped_goes_on_and_its_supervisor_may_be_killed(tmp_path)
     assert shell.up(str(file), "--detach").returncode == 0
     shell.wait_for_step(steps_of(shell.output)[-1] + 5)
     pids = [shell.pid(name) for name in shell.parts()]
-    record = json.loads((shell.output / "up" / "record.json").read_text())
-    os.kill(int(record["supervisor"][0]), signal.SIGKILL)
+    os.kill(int(shell.record()["supervisor"][0]), signal.SIGKILL)
     deadline = time.monotonic() + 30
     while any(map(is_running, pids)):
         assert time.monotonic() < deadline
@@ -129,11 +137,32 @@ def test_run_that_was_stopped_goes_on_and_its_supervisor_may_be_killed(tmp_path)
     nothing = shell.up("down", str(file))
     finished = shell.up(str(file))
 
-    assert service["status"]["state"] == "running"
+    assert running.returncode == RUNNING
     assert (lost.returncode, lost.stdout.split(":")[0]) == (6, "lost")
     assert "is not running" in nothing.stdout
     assert finished.returncode == 0, finished.stdout
     assert steps_of(shell.output) == list(range(1, steps + 1))
+
+
+@pytest.mark.long
+def test_task_of_the_demo_is_learned_although_its_trainer_and_engine_are_killed(tmp_path):
+    steps = 25
+    student = tmp_path / "student"
+    make_demo_student(student)
+    before = held_out_accuracy(student)
+    shell = Shell(demo_run(tmp_path, student, steps=steps), steps=steps)
+
+    assert shell.up(str(shell.file), "--detach").returncode == 0
+    shell.wait_for_step(6)
+    shell.kill("trainer")
+    shell.wait_for_step(12)
+    shell.kill("engine-0")
+    ended = shell.wait_for_end()
+
+    assert ended.returncode == 0, shell.said()
+    assert steps_of(shell.output) == list(range(1, steps + 1))
+    after = held_out_accuracy(shell.output / "trainer" / "final_model")
+    assert after > before + 0.1, (before, after)
 
 
 def test_run_that_needs_other_hardware_is_refused_in_one_line(tmp_path):

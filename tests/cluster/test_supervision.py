@@ -205,6 +205,21 @@ def test_engine_that_was_started_again_counts_as_running_after_its_return(tmp_pa
     assert events.count("engine has its weights") == 1
 
 
+def test_trainer_without_progress_is_started_again(tmp_path):
+    hanging = part(
+        "trainer",
+        "import time; time.sleep(60)",
+        progress_file=tmp_path / "metrics",
+        stall_limit_s=0.5,
+        restarts=replace(POLICY, attempts=1),
+    )
+
+    status, events, _ = supervise([hanging], tmp_path)
+
+    assert status.state == "failed"
+    assert events.count("trainer made no progress for 0.5 s; restart 1 in 0 s") == 1
+
+
 def test_server_that_never_answers_has_failed(tmp_path):
     silent = part(
         "service",
