@@ -197,7 +197,9 @@ class RayBackend:
         if self._task is None:
             if not self._ray.is_initialized():
                 self._ray.init(log_to_driver=False, ignore_reinit_error=True)
-            self._task = self._ray.remote(max_retries=0, num_returns="streaming")(_start_and_outcome)
+            self._task = self._ray.remote(max_retries=0, num_returns="streaming")(
+                _start_and_outcome
+            )
         return self._task
 
 
