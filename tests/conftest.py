@@ -16,7 +16,7 @@ from xdist.scheduler import LoadScopeScheduling
 
 from tests.redis_server import RedisServer
 
-FOLDERS_THAT_SHARE = ("end_to_end", "exporting", "packaging")
+FOLDERS_THAT_SHARE = ("end_to_end", "exporting", "on_ray", "packaging")
 """Folders whose session fixtures start an engine, a service or an installation."""
 OPTIONS = (
     ("providers", "--runproviders"),

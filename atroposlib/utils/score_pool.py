@@ -26,7 +26,7 @@ import sys
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -164,35 +164,50 @@ class RayBackend:
 
     async def call(self, function: Callable[..., Any], args: Sequence[Any], limit_s: float) -> Any:
         async with self._slots:
-            reference = self._remote().remote(function, list(args))
-            self._running.add(reference)
-            outcome = asyncio.wrap_future(reference.future())
+            outputs = self._remote().remote(function, list(args))
+            self._running.add(outputs)
+            is_over = False
             try:
-                value, error = await asyncio.wait_for(outcome, limit_s)
+                # The first output reports the start: a busy cluster does not shorten the limit.
+                await self._next_of(outputs)
+                value, error = await asyncio.wait_for(self._next_of(outputs), limit_s)
+                is_over = True
             except (TimeoutError, asyncio.TimeoutError) as too_late:
                 raise ScoreTimeoutError(f"ended after {limit_s:g} s") from too_late
             except self._ray.exceptions.RayError as failure:
                 raise ScoreCrashError(f"the Ray task failed: {failure}") from failure
             finally:
-                self._running.discard(reference)
-                if not outcome.done() or outcome.cancelled():
-                    self._ray.cancel(reference, force=True)
+                self._running.discard(outputs)
+                if not is_over:
+                    self._ray.cancel(outputs, force=True)
         if error is not None:
             raise error
         return value
 
     def close(self) -> None:
         """End the running tasks; the connection to the cluster stays open for other users."""
-        for reference in list(self._running):
-            self._ray.cancel(reference, force=True)
+        for outputs in list(self._running):
+            self._ray.cancel(outputs, force=True)
         self._running.clear()
+
+    @staticmethod
+    async def _next_of(outputs: Any) -> Any:
+        return await (await anext(outputs))
 
     def _remote(self) -> Any:
         if self._task is None:
             if not self._ray.is_initialized():
                 self._ray.init(log_to_driver=False, ignore_reinit_error=True)
-            self._task = self._ray.remote(max_retries=0)(_outcome_of)
+            self._task = self._ray.remote(max_retries=0, num_returns="streaming")(
+                _start_and_outcome
+            )
         return self._task
+
+
+def _start_and_outcome(function: Callable[..., Any], args: Sequence[Any]) -> Iterator[Any]:
+    """Yield None at the start, then the outcome of the call."""
+    yield None
+    yield _outcome_of(function, args)
 
 
 def _outcome_of(function: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, Any]:

@@ -82,7 +82,10 @@ class ServiceSection(PartResources):
     """The trajectory service."""
 
     port: int | None = Field(
-        None, ge=1, le=65535, description="Port; none: a free one locally, 8000 elsewhere."
+        None,
+        ge=1,
+        le=65535,
+        description="Port; none: a free one locally and on Ray, 8000 elsewhere.",
     )
     store: Literal["sqlite", "redis"] = Field(
         "sqlite", description="Store of the run; redis is needed by several replicas."

@@ -216,6 +216,8 @@ STEPS: tuple[Step, ...] = (
         until=("(?s)8000 .*8001 |8001 .*8000 ",),
     ),
     Run("docs/redis.md", "redis-cli --scan", before="redis-server --save '' & sleep 1"),
+    NotRun("docs/ray.md", "ray start --head", "needs ten GPUs; tests/on_ray runs smaller files"),
+    Run("docs/ray.md", "atropos-up example_trainer", shows=(r"gsm8k-7b\.environment-gsm8k",)),
     Run(
         "docs/weights.md",
         "atropos-weights publish model store",

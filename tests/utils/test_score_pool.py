@@ -154,25 +154,6 @@ async def test_pool_on_ray_without_ray_names_the_extra(monkeypatch: pytest.Monke
         await pool.run(double, 1)
 
 
-@pytest.mark.long
-async def test_pool_on_ray_ends_and_replaces_workers() -> None:
-    pytest.importorskip("ray")
-    pool = ScorePool(num_workers=1, backend="RAY")
-
-    results = [
-        await pool.run(double, 2),
-        await pool.run(time.sleep, 600, timeout=1, default=None),
-        await pool.run(die, timeout=60, default=-1),
-        await pool.run(double, 4),
-    ]
-    with pytest.raises(ValueError, match="no 3"):
-        await pool.run(refuse, 3)
-    pool.close()
-
-    assert results == [4, None, -1, 8]
-    assert pool.counts == {"calls": 5, "timeouts": 1, "crashes": 1, "errors": 1}
-
-
 async def test_pool_without_workers_runs_in_this_process() -> None:
     pool = ScorePool(num_workers=0)
 
