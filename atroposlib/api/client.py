@@ -326,7 +326,8 @@ class TrainerClient(SyncClient):
             TrajectoryApiError: no trainer is registered, or the service is unreachable.
         """
         path = batch_path(lease_s=lease_s, wait_s=wait_s)
-        answer = self._ask("GET", path, headers=BINARY_FORMAT_HEADERS, wait_s=wait_s or 0.0)
+        headers = {**BINARY_FORMAT_HEADERS, "Idempotency-Key": uuid.uuid4().hex}
+        answer = self._ask("GET", path, headers=headers, wait_s=wait_s or 0.0)
         if lease_s is None:
             return delivered_groups(answer, self.base_url)
         return leased_batch(answer, self.base_url)
