@@ -1,0 +1,100 @@
+"""Clients reach servers behind TLS whose certificate a private authority has signed."""
+
+from __future__ import annotations
+
+import contextlib
+import shutil
+import ssl
+import subprocess
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import pytest
+
+from atroposlib.api.client import RetryRule, TrainerClient, TrajectoryApiClient
+from atroposlib.envs.server_handling.openai_compatible import EngineHttp
+from atroposlib.errors import InferenceError, TrajectoryApiError
+from example_trainer.engine import EngineConnection
+from tests.several_hosts.cluster import make_certificates
+
+ONCE = RetryRule(attempts=1)
+
+
+class StatusAnswers(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        content = b'{"current_step": 3}'
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(content)))
+        self.end_headers()
+        self.wfile.write(content)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+class QuietServer(ThreadingHTTPServer):
+    def handle_error(self, *_: object) -> None:
+        """Ignore handshakes that clients end."""
+
+
+@contextlib.contextmanager
+def tls_server(folder: Path) -> Iterator[str]:
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.load_cert_chain(folder / "proxy.pem", folder / "proxy.key")
+    server = QuietServer(("127.0.0.1", 0), StatusAnswers)
+    server.socket = context.wrap_socket(
+        server.socket, server_side=True, do_handshake_on_connect=False
+    )
+    thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+    thread.start()
+    try:
+        yield f"https://127.0.0.1:{server.server_port}"
+    finally:
+        server.shutdown()
+        thread.join()
+        server.server_close()
+
+
+@pytest.fixture(scope="module")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    if shutil.which("openssl") is None:
+        pytest.skip("no openssl; apt-get install openssl")
+    folder = tmp_path_factory.mktemp("authority")
+    subprocess.run(["openssl", "version"], check=True, capture_output=True)
+    make_certificates(folder, ["127.0.0.1"])
+    return folder
+
+
+async def test_every_client_trusts_the_authority_of_ssl_cert_file(authority, monkeypatch):
+    monkeypatch.setenv("SSL_CERT_FILE", str(authority / "ca.pem"))
+
+    with tls_server(authority) as url:
+        with TrainerClient(url, retry=ONCE) as trainer:
+            steps = [trainer.status()["current_step"]]
+        async with TrajectoryApiClient(url, retry=ONCE) as environment:
+            steps.append((await environment.status())["current_step"])
+        engine_of_trainer = EngineConnection(url)
+        steps.append(engine_of_trainer.send("GET", "/status").json()["current_step"])
+        engine_of_trainer.close()
+        engine = EngineHttp(url, api_key=None, timeout_s=10)
+        steps.append((await engine.get_json("/status"))["current_step"])
+        await engine.close()
+
+    assert steps == [3, 3, 3, 3]
+
+
+def test_unknown_authority_is_rejected(authority, monkeypatch):
+    monkeypatch.delenv("SSL_CERT_FILE", raising=False)
+
+    with tls_server(authority) as url:
+        with (
+            TrainerClient(url, retry=ONCE) as trainer,
+            pytest.raises(TrajectoryApiError, match="CERTIFICATE"),
+        ):
+            trainer.status()
+        engine = EngineConnection(url)
+        with pytest.raises(InferenceError, match="CERTIFICATE"):
+            engine.send("GET", "/status")
+        engine.close()
