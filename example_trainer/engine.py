@@ -39,7 +39,7 @@ class EngineConnection:
         self.base_url = base_url
         hide_secrets_of_requests()
         # `trust_env=False`: proxies of the environment are not for a local engine. The transport
-        # still reads SSL_CERT_FILE, for engines behind TLS.
+        # still reads SSL_CERT_FILE, for engines whose proxy has TLS.
         self._http = httpx.Client(
             base_url=base_url,
             timeout=timeout_s,

@@ -1,4 +1,4 @@
-"""Clients reach servers behind TLS whose certificate a private authority has signed."""
+"""Clients reach servers with TLS whose certificate a private authority has signed."""
 
 from __future__ import annotations
 
