@@ -7,7 +7,7 @@
 # Without an NVIDIA GPU, installs the CPU builds of torch and vLLM at the versions of .ci/constraints.txt;
 # with one, vLLM selects its version of torch. A stamp file makes later calls for the same or fewer extras
 # return at once. With `dev`, as root on a system with apt, also installs programs that tests start:
-# redis-server, chromium, bubblewrap, runc, podman and busybox-static.
+# redis-server, chromium, bubblewrap, runc, podman, busybox-static and nginx-light.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -90,7 +90,7 @@ apt_install() { DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-
 # Programs that tests start: a Redis server, a browser, sandboxes for model-written code.
 if has "$extras" dev; then
     for pair in redis-server:redis-server chromium:chromium bwrap:bubblewrap runc:runc \
-        podman:podman busybox:busybox-static; do
+        podman:podman busybox:busybox-static nginx:nginx-light; do
         program=${pair%%:*} package=${pair##*:}
         command -v "$program" >/dev/null 2>&1 && continue
         if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then
