@@ -167,16 +167,19 @@ def missing_tools() -> str | None:
     return "no right to make namespaces" if made.returncode else None
 
 
-def run_isolated(module: str, arguments: Sequence[str]) -> int | None:
-    """Run a module again in namespaces that end with it; None if this already is that process."""
+def run_isolated(module: str, arguments: Sequence[str]) -> None:
+    """Replace this process by the same module in namespaces that end with it, unless it is that.
+
+    Exits with 2 where this machine cannot be several hosts.
+    """
     if os.environ.get(_INSIDE):
-        return None
+        return
     reason = missing_tools()
     if reason is not None:
         print(reason, file=sys.stderr)
-        return 2
+        sys.exit(2)
     command = [*_NAMESPACES, sys.executable, "-m", module, *arguments]
-    return subprocess.run(command, check=False, env={**os.environ, _INSIDE: "1"}).returncode
+    os.execvpe(command[0], command, {**os.environ, _INSIDE: "1"})
 
 
 def apply(run: ClusterRun, fault: Fault) -> Row:
@@ -291,9 +294,7 @@ def main() -> int:
     parser.add_argument("--plain", action="store_true", help="no engine, no model; for few rows")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
-    code = run_isolated("tests.several_hosts.faults", sys.argv[1:])
-    if code is not None:
-        return code
+    run_isolated("tests.several_hosts.faults", sys.argv[1:])
 
     faults = select(arguments.rows)
     lines, account = run_table(
