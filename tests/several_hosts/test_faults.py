@@ -11,11 +11,7 @@ from tests.several_hosts.test_dead_peers import PARTS as DEAD_PEERS
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
-PLAIN_ROWS = (
-    "env1 - service: cut for 10",
-    "trainer - service: packets to trainer",
-    "service: kill",
-)
+PLAIN_ROWS = ("trainer - service: packets to trainer", "service: kill")
 IMPAIRED = (("delay", "loss"), ("cut",))
 
 
