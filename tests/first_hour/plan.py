@@ -155,6 +155,7 @@ STEPS: tuple[Step, ...] = (
         limit_s=900,
     ),
     NotRun("README.md", "atroposlib/            the library", "the map of folders"),
+    NotRun("README.md", "@software{atropos", "an entry of a bibliography"),
     # the service
     Run(
         "atroposlib/api/README.md",
@@ -196,6 +197,18 @@ STEPS: tuple[Step, ...] = (
     ),
     NotRun("docs/weights.md", "atropos-grpo --model Qwen/Qwen3-0.6B --publish", "needs a bucket"),
     NotRun("docs/weights.md", "atropos-weights follow s3://bucket/run", "needs a bucket"),
+    # the front pages
+    Run("docs/faq.md", "atropos-new-env my_first_env", shows=("my_first_env.py",)),
+    Run("docs/coming_from/trl.md", "from atroposlib.envs.single_turn_env", save_as="capitals.py"),
+    Run("docs/coming_from/trl.md", "python capitals.py check", shows=("passed",)),
+    Run("docs/coming_from/gymnasium.md", "import gymnasium", save_as="lake.py"),
+    Run("docs/coming_from/gymnasium.md", "python lake.py check", shows=("passed",)),
+    Run(
+        "docs/coming_from/earlier_atropos.md",
+        "python environments/gsm8k_server.py check",
+        shows=("passed",),
+    ),
+    NotRun("docs/releasing.md", "uv build", "tests/packaging builds both packages"),
     # environments
     Run("atroposlib/envs/README.md", "import asyncio", save_as="addition.py"),
     Run(
