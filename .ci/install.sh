@@ -7,7 +7,7 @@
 # Without an NVIDIA GPU, installs the CPU builds of torch and vLLM at the versions of .ci/constraints.txt;
 # with one, vLLM selects its version of torch. A stamp file makes later calls for the same or fewer extras
 # return at once. With `dev`, as root on a system with apt, also installs programs that tests start:
-# redis-server, chromium, bubblewrap, runc, podman, busybox-static, Slurm with munge, and iproute2.
+# redis-server, chromium, bubblewrap, runc, podman, busybox-static, nginx-light, Slurm with munge, and iproute2.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 
@@ -91,7 +91,7 @@ apt_install() { DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-
 # whose nodes have addresses in a network namespace.
 if has "$extras" dev; then
     for pair in redis-server:redis-server chromium:chromium bwrap:bubblewrap runc:runc \
-        podman:podman busybox:busybox-static munged:munge slurmctld:slurm-wlm ip:iproute2; do
+        podman:podman busybox:busybox-static munged:munge slurmctld:slurm-wlm ip:iproute2 nginx:nginx-light; do
         program=${pair%%:*} package=${pair##*:}
         command -v "$program" >/dev/null 2>&1 && continue
         if [ "$(id -u)" = 0 ] && command -v apt-get >/dev/null 2>&1; then

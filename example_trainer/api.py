@@ -101,7 +101,8 @@ class TrajectoryFeed:
     """Delivers one batch of groups per optimizer step, without a limit on the waiting time.
 
     If the service has lost this run in a restart, the feed registers again. The client limits the
-    time to wait for an unreachable service (`open_client`).
+    time to wait for an unreachable service (`open_client`). With a `run_id`, each step has one key,
+    by which the service returns a batch that it sent to an earlier process of this run in vain.
     """
 
     def __init__(
@@ -109,10 +110,12 @@ class TrajectoryFeed:
         client: TrainerClient,
         config: TrainingConfig,
         *,
+        run_id: str | None = None,
         sleep: Callable[[float], None] = time.sleep,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._client = client
+        self._run_id = run_id
         self._config = config
         self._sleep = sleep
         self._clock = clock
@@ -210,8 +213,9 @@ class TrajectoryFeed:
         )
 
     def _take(self, step: int) -> LeasedBatch | None:
+        key = None if self._run_id is None else f"{self._run_id}-{step + 1}"
         try:
-            batch = self._client.batch(lease_s=self._config.lease_s, wait_s=_LONG_POLL_S)
+            batch = self._client.batch(lease_s=self._config.lease_s, wait_s=_LONG_POLL_S, key=key)
         except TrajectoryApiError as error:
             if not says_unregistered(error):
                 raise

@@ -127,6 +127,12 @@ class VllmFields(BaseModel):
         description="Addresses of all engines that in_place updates, if there are several or one "
         "on another host; none: the one at vllm_host and vllm_port.",
     )
+    engine_timeout_s: float = Field(
+        default=600.0,
+        ge=0,
+        description="Seconds to retry an in-place update while an engine of engine_urls is "
+        "unreachable, before giving up; 0: do not retry.",
+    )
     engine: Literal["vllm", "sglang", "torch"] = Field(
         default="vllm",
         description="Engine at vllm_port; SGLang is updated in place and never launched. torch: "

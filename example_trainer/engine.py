@@ -13,12 +13,20 @@ from typing import Any
 import httpx
 
 from atroposlib.errors import ConfigError, InferenceError
+from atroposlib.utils.io import socket_options
 from atroposlib.utils.text import hide_secrets_of_requests, inert_block, without_secrets
 from example_trainer.config import TrainingConfig
 
 logger = logging.getLogger(__name__)
 
 _MAX_QUOTED_CHARS = 500
+
+
+_STATUSES_OF_PROXIES = (502, 503, 504)
+
+
+class EngineUnreachableError(InferenceError):
+    """The engine did not respond, or a reverse proxy responded that it cannot reach the engine."""
 
 
 class EngineConnection:
@@ -30,8 +38,14 @@ class EngineConnection:
     def __init__(self, base_url: str, *, timeout_s: float = 600.0) -> None:
         self.base_url = base_url
         hide_secrets_of_requests()
-        # `trust_env=False`: proxies of the environment are not for a local engine.
-        self._http = httpx.Client(base_url=base_url, timeout=timeout_s, trust_env=False)
+        # `trust_env=False`: proxies of the environment are not for a local engine. The transport
+        # still reads SSL_CERT_FILE, for engines whose proxy has TLS.
+        self._http = httpx.Client(
+            base_url=base_url,
+            timeout=timeout_s,
+            transport=httpx.HTTPTransport(socket_options=socket_options()),
+            trust_env=False,
+        )
 
     @property
     def shown_url(self) -> str:
@@ -45,12 +59,14 @@ class EngineConnection:
         """Return the response, of any status; options are those of `httpx.Client.request`.
 
         Raises:
-            InferenceError: The engine did not respond.
+            EngineUnreachableError: The engine did not respond.
         """
         try:
             return self._http.request(method, path, **options)
         except httpx.HTTPError as error:
-            raise InferenceError(f"{method} {self.shown_url}{path} failed: {error!r}") from error
+            raise EngineUnreachableError(
+                f"{method} {self.shown_url}{path} failed: {error!r}"
+            ) from error
 
     def post(self, path: str, **options: Any) -> httpx.Response:
         """Return the response to a POST, with the arguments of `send`.
@@ -60,7 +76,9 @@ class EngineConnection:
         """
         answer = self.send("POST", path, **options)
         if answer.status_code != 200:
-            raise InferenceError(
+            is_proxy = answer.status_code in _STATUSES_OF_PROXIES
+            kind = EngineUnreachableError if is_proxy else InferenceError
+            raise kind(
                 f"POST {self.shown_url}{path} answered {answer.status_code}: "
                 f"{inert_block(answer.text[:_MAX_QUOTED_CHARS])}"
             )

@@ -106,7 +106,7 @@ def _lead(
     client = stack.enter_context(
         open_client(config.atropos_url, patience_s=config.service_timeout_s)
     )
-    service = TrajectoryFeed(client, config)
+    service = TrajectoryFeed(client, config, run_id=journal.run_id)
     service.connect()  # before the model is loaded, which takes long
     checkpoint = parallel.broadcast(_checkpoint_to_continue(config, journal))
     loaded = _load(config, parallel, checkpoint)

@@ -13,6 +13,7 @@ import logging
 import os
 import re
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Protocol
@@ -23,6 +24,7 @@ from example_trainer.config import BUILT_MODES, TrainingConfig
 from example_trainer.engine import (
     EngineConnection,
     EngineControl,
+    EngineUnreachableError,
     NoInPlaceUpdatesError,
     control_of,
 )
@@ -408,6 +410,9 @@ class RestartSync(OwnedEngine):
         shutil.rmtree(self._directory, ignore_errors=True)
 
 
+_RELOAD_RETRY_S = 2.0
+
+
 class InPlaceSync:
     """Lets a running engine reload its weights from files, without a restart.
 
@@ -419,8 +424,11 @@ class InPlaceSync:
     mode = "in_place"
     publishes_final = True
 
-    def __init__(self, config: TrainingConfig) -> None:
+    def __init__(
+        self, config: TrainingConfig, *, sleep: Callable[[float], None] = time.sleep
+    ) -> None:
         self._config = config
+        self._sleep = sleep
         self._server = VllmServer(config, updatable=True)
         self._control = control_of(config)
         self._directory = transport_directory(config)
@@ -484,6 +492,20 @@ class InPlaceSync:
         if self._config.sync_transport == "shared_memory":
             require_shared_memory_for(model)
         export_for_engine(model, self._directory)
+        limit_s = self._config.engine_timeout_s if self._config.engine_urls else 0.0
+        started = time.monotonic()
+        while True:
+            try:
+                self._reload(step)
+                return
+            except EngineUnreachableError as error:
+                waited_s = time.monotonic() - started
+                if waited_s >= limit_s:
+                    raise
+                logger.warning("retrying the weight update, for %.0f s so far: %s", waited_s, error)
+            self._sleep(_RELOAD_RETRY_S)
+
+    def _reload(self, step: int) -> None:
         self._control.reload_weights(
             self._directory, pause_mode=self._config.sync_pause_mode, version=step
         )

@@ -309,14 +309,20 @@ class TrainerClient(SyncClient):
 
     @overload
     def batch(
-        self, *, lease_s: None = None, wait_s: float | None = None
+        self, *, lease_s: None = None, wait_s: float | None = None, key: str | None = None
     ) -> list[dict[str, Any]] | None: ...
 
     @overload
-    def batch(self, *, lease_s: float, wait_s: float | None = None) -> LeasedBatch | None: ...
+    def batch(
+        self, *, lease_s: float, wait_s: float | None = None, key: str | None = None
+    ) -> LeasedBatch | None: ...
 
     def batch(
-        self, *, lease_s: float | None = None, wait_s: float | None = None
+        self,
+        *,
+        lease_s: float | None = None,
+        wait_s: float | None = None,
+        key: str | None = None,
     ) -> list[dict[str, Any]] | LeasedBatch | None:
         """Take the next batch; None if no batch is ready.
 
@@ -325,6 +331,9 @@ class TrainerClient(SyncClient):
                 it is redelivered. None takes it without acknowledgement.
             wait_s: seconds the service may wait for a batch. Services without this option respond
                 at once.
+            key: idempotency key of this batch, also in a later process: a batch that was sent for
+                it and not acknowledged is delivered again at once. None covers the retries of this
+                call only.
 
         Returns:
             The groups; with a lease, the groups and the id to acknowledge.
@@ -333,7 +342,8 @@ class TrainerClient(SyncClient):
             TrajectoryApiError: no trainer is registered, or the service is unreachable.
         """
         path = batch_path(lease_s=lease_s, wait_s=wait_s)
-        answer = self._ask("GET", path, headers=BINARY_FORMAT_HEADERS, wait_s=wait_s or 0.0)
+        headers = {**BINARY_FORMAT_HEADERS, "Idempotency-Key": key or uuid.uuid4().hex}
+        answer = self._ask("GET", path, headers=headers, wait_s=wait_s or 0.0)
         if lease_s is None:
             return delivered_groups(answer, self.base_url)
         return leased_batch(answer, self.base_url)

@@ -25,6 +25,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import aiohttp
 import httpx
@@ -32,7 +33,7 @@ import msgspec
 from typing_extensions import Self
 
 from atroposlib.errors import ConfigError, TrajectoryApiError
-from atroposlib.utils.io import retry_after_s
+from atroposlib.utils.io import open_socket, retry_after_s, socket_options
 from atroposlib.utils.text import hide_secrets, hide_secrets_of_requests, without_secrets
 from atroposlib.wire import MEDIA_TYPES, WireFormat, decode_batch
 
@@ -538,7 +539,11 @@ class AsyncTransport:
         self, method: str, path: str, body: Body | None, headers: Mapping[str, str], attempt: int
     ) -> Any:
         if self._session is None:
-            self._session = aiohttp.ClientSession(timeout=self._timeout, headers=self._auth_headers)
+            self._session = aiohttp.ClientSession(
+                connector=aiohttp.TCPConnector(socket_factory=open_socket),
+                timeout=self._timeout,
+                headers=self._auth_headers,
+            )
         url = self._base_url + path
         sent: dict[str, Any] = {"headers": headers}
         if body is not None:
@@ -611,7 +616,11 @@ class SyncClient:
         self._timeout_s = timeout_s
         self._auth_headers = auth_headers(token)
         hide_secrets_of_requests()
-        self._client = httpx.Client(timeout=timeout_s, headers=self._auth_headers)
+        # A proxy of the environment variables is used by the default transport only.
+        transport = None if getproxies() else httpx.HTTPTransport(socket_options=socket_options())
+        self._client = httpx.Client(
+            timeout=timeout_s, headers=self._auth_headers, transport=transport
+        )
         self._retry = retry or RetryRule()
         self._sleep = sleep
         self._clock = clock

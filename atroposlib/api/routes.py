@@ -306,7 +306,8 @@ async def get_batch(
 
     This GET changes the state: the batch leaves the queue. Without a lease the step grows once the
     body was sent in full; with one, once `batch_id` is acknowledged. A batch that did not arrive is
-    redelivered next. After the first call, environments may register.
+    redelivered next; a repeated `Idempotency-Key` says that the batch of the earlier request did
+    not. After the first call, environments may register.
     """
     accepted = format_of_accept(request.headers.get("accept"))
     if run.state.registration is None:
@@ -314,7 +315,10 @@ async def get_batch(
         return _small({"status": "error", "message": message, "batch": []}, accepted)
     if consumer is not None:
         _require_consumer(run, consumer)
-    found = await _next_batch(request, run, lease_s=lease, wait_s=wait)
+    key = request.headers.get("idempotency-key")
+    if key is not None:
+        check_key(key)
+    found = await _next_batch(request, run, lease_s=lease, wait_s=wait, key=key)
     if found is None:
         return _small({"batch": None}, accepted)
     batch, payloads = found
@@ -363,12 +367,12 @@ def _require_consumer(run: Run, consumer: str) -> None:
 
 
 async def _next_batch(
-    request: Request, run: Run, *, lease_s: float | None, wait_s: float
+    request: Request, run: Run, *, lease_s: float | None, wait_s: float, key: str | None
 ) -> Found | None:
     """Wait for a batch, until the client disconnects."""
     if not wait_s:
-        return await run.next_batch(lease_s=lease_s)
-    finding = asyncio.ensure_future(run.next_batch(lease_s=lease_s, wait_s=wait_s))
+        return await run.next_batch(lease_s=lease_s, key=key)
+    finding = asyncio.ensure_future(run.next_batch(lease_s=lease_s, wait_s=wait_s, key=key))
     disconnect = asyncio.ensure_future(wait_for_disconnect(request.receive))
     try:
         await asyncio.wait((finding, disconnect), return_when=asyncio.FIRST_COMPLETED)

@@ -709,11 +709,11 @@ class Run:
         return admission
 
     async def next_batch(
-        self, *, lease_s: float | None = None, wait_s: float = 0.0
+        self, *, lease_s: float | None = None, wait_s: float = 0.0, key: str | None = None
     ) -> tuple[DeliveredBatch, list[StoredPayload]] | None:
         """Deliver the oldest batch that can be formed; see `Deliveries.next_batch`."""
         try:
-            found = await self._deliveries.next_batch(lease_s=lease_s, wait_s=wait_s)
+            found = await self._deliveries.next_batch(lease_s=lease_s, wait_s=wait_s, key=key)
         except BusyError:
             self.counters["requests/refused_busy"] += 1
             raise

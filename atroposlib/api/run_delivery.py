@@ -85,6 +85,7 @@ class Waiters:
 
 
 _RETRY_AFTER_S = 5.0
+_MAX_SENT_KEYS = 1024
 
 
 def _require_less(number: int, limit: int, text: str, *, status: int) -> None:
@@ -120,6 +121,8 @@ class Deliveries:
         """Token of a leased batch → start of its lease, by the clock of this process."""
         self._unwritten: dict[BatchToken, bool] = {}
         """Outcomes that are not written yet: token → whether the batch arrived."""
+        self._sent_for: dict[str, str] = {}
+        """Idempotency key of a request → token of the batch sent to it; the newest ones."""
         self._background: set[asyncio.Task[None]] = set()
         self._report_stall = report_stall
 
@@ -142,7 +145,7 @@ class Deliveries:
                 self._leased_since[batch.token] = self._clock()
 
     async def next_batch(
-        self, *, lease_s: float | None = None, wait_s: float = 0.0
+        self, *, lease_s: float | None = None, wait_s: float = 0.0, key: str | None = None
     ) -> tuple[DeliveredBatch, list[StoredPayload]] | None:
         """Deliver the oldest batch that can be formed, returned ones first.
 
@@ -153,6 +156,8 @@ class Deliveries:
         Args:
             lease_s: duration of the lease; None if this process acknowledges once the body is sent.
             wait_s: seconds to wait for a batch; callers are served in the order of their calls.
+            key: idempotency key. If a batch was sent to a request with this key, it did not arrive,
+                and is returned first.
 
         Returns:
             The batch and its payloads in order of delivery; None without a batch.
@@ -166,6 +171,8 @@ class Deliveries:
             return None
         if not self._state.is_started:
             await self._log.append(records.TrainerStarted(self._state.epoch))
+        if key is not None and key in self._sent_for:
+            await self.return_batch(self._sent_for.pop(key))
         deadline = asyncio.get_running_loop().time() + wait_s
         ticket = self._waiters.ticket()
         while True:
@@ -176,6 +183,7 @@ class Deliveries:
                 raise
             if found is not None:
                 self.wake()
+                self._note_sent(key, found[0].token)
                 return found
             left = deadline - asyncio.get_running_loop().time()
             if left > 0:
@@ -187,6 +195,12 @@ class Deliveries:
                 )
             if not await self._waiters.wait(ticket, timeout_s=left):
                 return None
+
+    def _note_sent(self, key: str | None, token: str) -> None:
+        if key is not None:
+            self._sent_for[key] = token
+            if len(self._sent_for) > _MAX_SENT_KEYS:
+                self._sent_for.pop(next(iter(self._sent_for)))
 
     async def _try_batch(
         self, lease_s: float | None

@@ -25,6 +25,7 @@ from atroposlib.api.store.open import (
 )
 from atroposlib.errors import ConfigError, MissingExtraError
 from atroposlib.utils.command_parser import CommandParser, end_command
+from atroposlib.utils.io import keepalive_options
 from atroposlib.utils.listening import require_free_port
 from atroposlib.utils.text import without_secrets
 from atroposlib.utils.web_pages import names_of_address
@@ -124,6 +125,10 @@ def _server(
             # Before the server does, so that an error of the store is reported in one line.
             await run.open()
             await super().startup(sockets=sockets)
+            for server in self.servers:
+                for listener in server.sockets:  # accepted connections inherit the options
+                    for option in keepalive_options():
+                        listener.setsockopt(*option)
             # A full collection of the imported objects takes 40 ms and frees nothing.
             gc.freeze()
             if is_announced and self.started:

@@ -1,12 +1,26 @@
-"""Reading HTTP responses."""
+"""HTTP clients: reading of responses, and options of their connections."""
 
 from __future__ import annotations
 
 import logging
+import socket
+import sys
 from collections.abc import Mapping
 from typing import Any, Protocol
 
-__all__ = ["parse_http_response", "retry_after_s"]
+__all__ = [
+    "DEAD_PEER_S",
+    "keepalive_options",
+    "open_socket",
+    "parse_http_response",
+    "retry_after_s",
+    "socket_options",
+]
+
+DEAD_PEER_S = 30
+"""Seconds after which a connection is closed whose peer confirms nothing."""
+_PROBE_AFTER_S = 10
+_PROBE_INTERVAL_S = 5
 
 
 class HttpResponse(Protocol):
@@ -25,6 +39,47 @@ def retry_after_s(headers: Mapping[str, str]) -> float | None:
         return max(0.0, float(headers.get("Retry-After", "")))
     except ValueError:
         return None
+
+
+def keepalive_options() -> list[tuple[int, int, int]]:
+    """Return options by which an idle TCP connection ends if its peer is gone.
+
+    A host that lost power, or whose packets are dropped on the way, ends no connection. With these
+    options the kernel asks the peer now and then. A peer that is stopped or slow still confirms.
+    """
+    options = [(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)]
+    if sys.platform == "linux":
+        probes = (DEAD_PEER_S - _PROBE_AFTER_S) // _PROBE_INTERVAL_S
+        options += [
+            (socket.IPPROTO_TCP, socket.TCP_KEEPIDLE, _PROBE_AFTER_S),
+            (socket.IPPROTO_TCP, socket.TCP_KEEPINTVL, _PROBE_INTERVAL_S),
+            (socket.IPPROTO_TCP, socket.TCP_KEEPCNT, probes),
+        ]
+    return options
+
+
+def socket_options() -> list[tuple[int, int, int]]:
+    """Return options of a client's TCP connection, which fails soon if its peer is gone.
+
+    By default, a request waits for such a peer until its own timeout, and the kernel sends data for
+    about 15 minutes. With these options both end after `DEAD_PEER_S` seconds.
+    """
+    options = keepalive_options()
+    if sys.platform == "linux":
+        options.append((socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, 1000 * DEAD_PEER_S))
+    return options
+
+
+def open_socket(address: tuple[Any, ...]) -> socket.socket:
+    """Return a socket with `socket_options` for an entry of `getaddrinfo`, not yet connected.
+
+    This is the `socket_factory` of an `aiohttp.TCPConnector`.
+    """
+    family, kind, protocol, *_ = address
+    opened = socket.socket(family, kind, protocol)
+    for option in socket_options():
+        opened.setsockopt(*option)
+    return opened
 
 
 async def parse_http_response(resp: HttpResponse, logger: logging.Logger | None = None) -> Any:

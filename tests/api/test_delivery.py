@@ -316,3 +316,50 @@ def test_batches_over_http_are_counted_before_the_next_request(free_port):
             batch = client.get("/batch").json()["batch"]
             assert batch[0]["scores"] == [step - 1]
             assert client.get("/status").json()["current_step"] == step
+
+
+async def test_request_repeated_with_its_key_gets_the_batch_that_did_not_arrive():
+    run = await started_run(batch_size=1)
+    await run.admit([decoded(), decoded()])
+
+    first, _ = await run.next_batch(lease_s=600, key="one")
+    again, _ = await run.next_batch(lease_s=600, key="one")
+    other, _ = await run.next_batch(lease_s=600, key="two")
+
+    assert again.group_ids == first.group_ids != other.group_ids
+    assert (first.token, again.token) == ("0-1", "0-2")
+    assert await run.acknowledge(first.token) == "expired"
+
+
+async def test_repeated_key_does_not_redeliver_an_acknowledged_batch():
+    run = await started_run(batch_size=1)
+    await run.admit([decoded()])
+    batch, _ = await run.next_batch(lease_s=600, key="one")
+    await run.acknowledge(batch.token)
+
+    assert await run.next_batch(lease_s=600, key="one") is None
+
+
+async def test_keys_of_sent_batches_are_bounded_in_number():
+    run = await started_run(batch_size=1)
+    for number in range(1030):
+        await run.admit([decoded()])
+        await take(run, key=f"key-{number}", lease_s=600)
+
+    assert len(run._deliveries._sent_for) == 1024
+
+
+async def test_retry_of_the_client_repeats_its_key_over_http():
+    app = create_app()
+    transport = httpx.ASGITransport(app)
+    async with httpx.AsyncClient(transport=transport, base_url="http://localhost") as client:
+        await client.post("/register", json={**REGISTRATION, "batch_size": 2})
+        await client.get("/batch")
+        await client.post("/scored_data", json=make_group(2))
+        ask = {"headers": {"Idempotency-Key": "one"}, "params": {"lease": 600}}
+
+        ids = [(await client.get("/batch", **ask)).json().get("batch_id") for _ in range(2)]
+        invalid = await client.get("/batch", headers={"Idempotency-Key": "x" * 300})
+
+    assert ids == ["0-1", "0-2"]
+    assert invalid.status_code == 422

@@ -50,6 +50,7 @@ class ScriptedClient:
         self.policy_versions = []
         self.policy_error = None
         self.leases_s = []
+        self.keys = []
         self.acknowledged = []
         self.ack_errors = []
         self.service_step = 0
@@ -72,8 +73,9 @@ class ScriptedClient:
         self.policy_versions.append(version)
         return True
 
-    def batch(self, *, lease_s, wait_s):
+    def batch(self, *, lease_s, wait_s, key=None):
         self.leases_s.append(lease_s)
+        self.keys.append(key)
         self._on_wait(wait_s)
         answer = self._answers.pop(0) if len(self._answers) > 1 else self._answers[0]
         if isinstance(answer, Exception):
@@ -123,6 +125,16 @@ def test_feed_polls_with_growing_pauses_until_a_batch_is_there(tmp_path):
 
     assert feed.next_batch(0) == BATCH
     assert clock.pauses == [0.05, 0.1, 0.2, 0.4, 0.8, 1.0, 1.0]
+
+
+def test_feed_asks_for_the_batch_of_a_step_with_one_key_in_every_process_of_a_run(tmp_path):
+    client = ScriptedClient(None, BATCH)
+    for _ in range(2):
+        feed = TrajectoryFeed(client, tiny_config(tmp_path), run_id="run", sleep=FakeClock().sleep)
+        feed.next_batch(0)
+    feed.next_batch(1)
+
+    assert client.keys == ["run-1", "run-1", "run-1", "run-2"]
 
 
 def test_feed_asks_again_at_once_where_the_service_waits(tmp_path):

@@ -12,7 +12,7 @@ import torch
 
 from atroposlib.errors import ConfigError, InferenceError
 from example_trainer import weight_sync as engine_weights
-from example_trainer.engine import EngineControl, SglangControl
+from example_trainer.engine import EngineControl, EngineUnreachableError, SglangControl
 from example_trainer.training import is_sync_due
 from example_trainer.vllm_manager import VllmServer
 from example_trainer.weight_sync import (
@@ -327,6 +327,35 @@ def test_engine_that_fails_among_several_is_an_error_after_all_have_resumed(tmp_
         sync.close()
 
     assert bad.paths[-1] == good.paths[-1] == "/resume"
+
+
+def test_update_is_repeated_until_an_engine_on_another_host_can_be_reached(tmp_path):
+    with ScriptedVllm({"/collective_rpc": (502, {})}) as engine:
+        pauses = []
+
+        def recover(pause_s):
+            pauses.append(pause_s)
+            del engine.answers["/collective_rpc"]
+
+        urls = [f"http://127.0.0.1:{engine.port}"]
+        sync = InPlaceSync(tiny_config(tmp_path, engine_urls=urls), sleep=recover)
+        sync.publish(tiny_llama(), checkpoint=None)
+        sync.close()
+
+    assert len(pauses) == 1
+    once = ["/pause", "/collective_rpc"]
+    assert engine.paths == [*once, "/resume", *once, "/reset_prefix_cache", "/resume"]
+
+
+@pytest.mark.parametrize("settings", [{"engine_timeout_s": 0.0}, {"engine_urls": None}])
+def test_update_is_not_repeated_without_a_time_limit_or_for_a_local_engine(tmp_path, settings):
+    with ScriptedVllm({"/collective_rpc": (502, {})}) as engine:
+        named = {"engine_urls": [f"http://127.0.0.1:{engine.port}"], "vllm_port": engine.port}
+        config = tiny_config(tmp_path, **{**named, **settings})
+        sync = InPlaceSync(config, sleep=pytest.fail)
+        with pytest.raises(EngineUnreachableError, match="502"):
+            sync.publish(tiny_llama(), checkpoint=None)
+        sync.close()
 
 
 def test_engine_whose_pause_failed_is_resumed(tmp_path):

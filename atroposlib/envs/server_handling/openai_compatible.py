@@ -46,7 +46,7 @@ from atroposlib.envs.server_handling.retry import (
 from atroposlib.envs.server_handling.server_baseline import APIServer, SharedSearch
 from atroposlib.errors import ConfigError, EngineSetupError, InferenceError
 from atroposlib.utils.aio import LoopTurns
-from atroposlib.utils.io import retry_after_s
+from atroposlib.utils.io import open_socket, retry_after_s
 from atroposlib.utils.json_text import STEP_BYTES, decode_in_steps
 from atroposlib.utils.text import hide_secrets_of_requests, inert_block, shown_name, without_secrets
 from atroposlib.utils.tokenizers.earlier_calls import read_template_file
@@ -102,7 +102,7 @@ class _Connections:
         if self._session is None or self._session.closed or self._loop is not loop:
             self._loop = loop
             # The semaphores of the server bound the number of connections, not the connector.
-            connector = aiohttp.TCPConnector(limit=0)
+            connector = aiohttp.TCPConnector(limit=0, socket_factory=open_socket)
             self._session = aiohttp.ClientSession(connector=connector, **self._options)
         return self._session
 

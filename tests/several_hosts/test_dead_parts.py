@@ -1,0 +1,16 @@
+"""Parts that are killed or stopped, and a full disk."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.several_hosts.programs import check_rows
+
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1200)]
+
+PARTS = (("killed",), ("stopped",), ("disk",))
+
+
+@pytest.mark.parametrize("rows", PARTS, ids=" ".join)
+def test_parts_that_end_or_stop_lose_nothing(rows):
+    check_rows(*rows)
