@@ -32,7 +32,7 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextlib import AsyncExitStack
 from functools import partial
 from types import TracebackType
@@ -664,6 +664,16 @@ class ServingLoop:
         record = self._scheduler.running_items.get(item_uuid)
         if record is None:
             return None
+        with self._registration.numbered_rollout():
+            scored = await self._roll_out_and_send(item_uuid, record)
+        await settle(self._env.cleanup())
+        if not scored:
+            # Else an environment that suppresses errors would consume its data set in seconds.
+            duration_s = time.time() - record["start_time"]
+            await asyncio.sleep(max(0.0, self._env.empty_rollout_s - duration_s))
+        return scored
+
+    async def _roll_out_and_send(self, item_uuid: str, record: Mapping[str, Any]) -> Any:
         policy_version = (self._registration.status_dict or {}).get("policy_version")
         first_step = self._registration.curr_step
         with sampled_versions() as sampled:
@@ -686,10 +696,6 @@ class ServingLoop:
             is_unusable = self._delivery.is_unusable(scored, before=num_unusable)
             self._failures_in_a_row = self._failures_in_a_row + 1 if is_unusable else 0
             self._scheduler.request_refresh()
-        await settle(self._env.cleanup())
-        if not scored:
-            # Else an environment that suppresses errors would consume its data set in seconds.
-            await asyncio.sleep(max(0.0, self._env.empty_rollout_s - duration_s))
         return scored
 
     async def _collect_scored_groups(self, item: Any) -> Any:

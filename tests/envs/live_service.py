@@ -12,6 +12,7 @@ import uvicorn
 
 from atroposlib.api.client import TrajectoryApiClient
 from atroposlib.api.server import create_app
+from atroposlib.api.settings import ApiSettings
 
 REGISTRATION = {
     "wandb_group": "",
@@ -34,9 +35,9 @@ class LiveService:
         self._server: uvicorn.Server | None = None
         self._thread: threading.Thread | None = None
 
-    def start(self) -> None:
+    def start(self, settings: ApiSettings | None = None) -> None:
         config = uvicorn.Config(
-            create_app(),
+            create_app(settings),
             host="127.0.0.1",
             port=self.port,
             log_level="error",
