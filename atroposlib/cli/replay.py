@@ -156,7 +156,9 @@ def _run(args: argparse.Namespace, _: Sequence[str]) -> None:
     """Train a recorded run again, in the trainer's own process."""
     if importlib.util.find_spec("example_trainer") is None:
         raise ConfigError("the trainer is not installed here; install the extra `trainer`")
-    flags = [args.run, "--device", args.device]
+    flags = [args.run]
+    if args.device is not None:
+        flags += ["--device", args.device]
     if args.output is not None:
         flags += ["--output", args.output]
     if args.steps is not None:
@@ -337,7 +339,7 @@ def _add_run_commands(commands: Any) -> CommandParser:
     )
     run.add_argument("run", metavar="FOLDER", help="--save-path of the recorded run")
     run.add_argument("--output", metavar="DIR", help="folder of the new run (FOLDER/repeated)")
-    run.add_argument("--device", default="cpu", help="device of the new run (%(default)s)")
+    run.add_argument("--device", help="device of the new run (default: as recorded)")
     run.add_argument("--steps", type=_count, help="number of steps (default: all)")
     run.set_defaults(act=_run)
     return journal

@@ -80,7 +80,7 @@ class _Reader:
         """Apply a record; return the lines of the groups that it consumes."""
         lines: list[Line] = []
         if isinstance(record, GroupsAdmitted):
-            contents = record.contents or [None] * len(record.groups)
+            contents: list[int | None] = [*record.contents] or [None] * len(record.groups)
             for group, content in zip(record.groups, contents, strict=True):
                 self._tickets[group.group_id] = (record.ticket, content)
         elif isinstance(record, TicketReturned):
