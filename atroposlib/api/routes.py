@@ -504,6 +504,14 @@ _KEY_PARAMETER = {
     "schema": {"type": "string", "maxLength": 255},
     "description": "Makes retries safe: repeated requests are stored once, with the same response.",
 }
+_TICKET_PARAMETER = {
+    "name": "Rollout-Ticket",
+    "in": "header",
+    "required": False,
+    "schema": {"type": "string", "maxLength": 40},
+    "description": "Environment id and number of the rollout, such as `3-17`, for admission in the "
+    "order of rollouts; numbers start at `first_ticket` of `/register-env`.",
+}
 _ENV_ID_PARAMETER = {
     "name": "env_id",
     "in": "query",
@@ -514,19 +522,19 @@ _ENV_ID_PARAMETER = {
 
 
 def _documented(
-    schema: dict[str, Any], parameter: dict[str, Any], *, is_binary: bool
+    schema: dict[str, Any], *parameters: dict[str, Any], is_binary: bool
 ) -> dict[str, Any]:
     content: dict[str, Any] = {MEDIA_TYPES["json"]: {"schema": schema}}
     if is_binary:
         content[MEDIA_TYPES["msgpack"]] = {"schema": {"type": "string", "format": "binary"}}
     body = {"required": is_binary, "content": content}
-    return {"requestBody": body, "parameters": [parameter]}
+    return {"requestBody": body, "parameters": [*parameters]}
 
 
 _GROUP_SCHEMA = ScoredData.model_json_schema()
-_GROUP_DOCUMENTATION = _documented(_GROUP_SCHEMA, _KEY_PARAMETER, is_binary=True)
+_GROUP_DOCUMENTATION = _documented(_GROUP_SCHEMA, _KEY_PARAMETER, _TICKET_PARAMETER, is_binary=True)
 _GROUPS_DOCUMENTATION = _documented(
-    {"type": "array", "items": _GROUP_SCHEMA}, _KEY_PARAMETER, is_binary=True
+    {"type": "array", "items": _GROUP_SCHEMA}, _KEY_PARAMETER, _TICKET_PARAMETER, is_binary=True
 )
 _ENV_ID_DOCUMENTATION = _documented(
     EnvIdentifier.model_json_schema(), _ENV_ID_PARAMETER, is_binary=False

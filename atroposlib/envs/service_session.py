@@ -430,7 +430,7 @@ class EnvSession:
 
     @contextmanager
     def numbered_rollout(self) -> Iterator[None]:
-        """Give the groups that are sent inside the next ticket; return it if there are none."""
+        """Give the next ticket to the groups that are sent inside; return it if none is sent."""
         if self._ticketed_registration is None:
             yield
             return

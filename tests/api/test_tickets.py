@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from atroposlib.api import journal
 from atroposlib.api.environments import EnvRecord, EnvRegistry
-from atroposlib.api.queue import QueuedGroup, RunLimits
+from atroposlib.api.queue import QueuedGroup, QueueFullError, RunLimits
 from atroposlib.api.records import (
     EnvDisconnected,
     EnvRegistered,
@@ -16,10 +18,12 @@ from atroposlib.api.records import (
     TicketReturned,
     TrainerRegistered,
 )
+from atroposlib.api.run import Run
 from atroposlib.api.schemas import RegisterEnv
 from atroposlib.api.state import RunState
 from atroposlib.api.tickets import Ticket, TicketDesk, parse_ticket
 from atroposlib.errors import GroupError
+from tests.api.run_helpers import Clock, decoded, env_request, started_run, take
 from tests.envs.live_service import REGISTRATION
 
 
@@ -190,3 +194,80 @@ def test_plan_in_order_ignores_groups_that_arrived_later() -> None:
 
     assert planned is not None
     assert [one.group_id for one in planned] == [0, 1]
+
+
+async def ordered_run(num_envs: int = 2, **changes: Any) -> Run:
+    run = await started_run(ordered_envs=num_envs, **changes)
+    for name in ("a", "b")[:num_envs]:
+        env = await run.register_env(env_request(desired_name=name))
+        assert env is not None
+        assert run.awaits_tickets_of(env)
+    return run
+
+
+async def post(run: Run, env_id: int, number: int, *, size: int = 2) -> None:
+    await run.admit([decoded(size, env_id=env_id)], ticket=Ticket(env_id, number))
+
+
+async def test_batch_is_formed_in_ticket_order_and_an_empty_request_returns_a_ticket() -> None:
+    run = await ordered_run()
+    await post(run, 1, 0)  # group 0
+    await post(run, 0, 1)  # group 1
+    assert await take(run) is None
+
+    await run.admit([], ticket=Ticket(0, 0))
+
+    assert await take(run) == [0, 1]
+    assert run.state.counters["tickets/returned"] == 1
+
+
+async def test_groups_are_held_for_a_ticket_for_a_limited_time() -> None:
+    clock = Clock()
+    run = await ordered_run(num_envs=1, clock=clock, ordered_wait_s=60.0, env_expiry_s=0.0)
+    await post(run, 0, 1)
+    await post(run, 0, 2)
+
+    for _ in range(2):
+        await run.tick()
+        clock.now += 30
+    assert await take(run) is None
+    await run.tick()
+
+    assert await take(run) == [0, 1]
+    assert run.state.counters["tickets/expired"] == 1
+
+
+async def test_full_queue_takes_the_group_that_others_wait_for() -> None:
+    run = await ordered_run(num_envs=1, max_queue_sequences=4)
+    await post(run, 0, 1)
+    await post(run, 0, 2)
+    with pytest.raises(QueueFullError):
+        await post(run, 0, 3)
+
+    await post(run, 0, 0)
+
+    assert await take(run) is not None
+
+
+async def test_groups_held_of_one_environment_do_not_stop_another() -> None:
+    """The other one has the ticket for which they wait."""
+    run = await ordered_run(max_staleness_steps=1, max_queue_sequences=8)
+    for number in range(4):
+        await post(run, 1, number)
+
+    waiting, ahead = await run.view_for(0), await run.view_for(1)
+
+    assert waiting is not None
+    assert ahead is not None
+    assert (waiting.queue_size, ahead.queue_size) == (0, 4)
+    assert (ahead.groups_to_start, (waiting.groups_to_start or 0) > 0) == (0, True)
+
+
+async def test_tickets_of_another_environment_or_an_unordered_run_are_ignored() -> None:
+    ordered, plain = await ordered_run(num_envs=1), await started_run()
+
+    await ordered.admit([decoded(4, env_id=0)], ticket=Ticket(5, 9))
+    await plain.admit([decoded(4)], ticket=Ticket(0, 9))
+
+    assert await take(ordered) == [0]
+    assert await take(plain) == [0]
