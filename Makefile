@@ -9,7 +9,7 @@ WORKERS ?= -n 2 --dist loadfile --no-loadscope-reorder
 # Processes of the demo and the tests import the same large packages; the first one caches their bytecode.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-fast test-long test-clients test-adapters first-hour lint format types docs clean
+.PHONY: help demo test test-fast test-long test-clients test-adapters first-hour lint format types docs site clean
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -62,6 +62,11 @@ docs:  ## Regenerate the generated pages
 	@$(BIN)/python -m helpers.config_page > CONFIG.md
 	@$(BIN)/python -m environments.card_table
 	$(BIN)/python -m tests.clients.table > docs/clients.md
+
+site:  ## Build the documentation site to build/site; links and anchors are checked
+	@.ci/install.sh all,dev
+	@$(BIN)/python -m helpers.site_pages
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
 
 clean:  ## Remove the files created by the targets
 	rm -rf .venv demo_runs .pytest_cache .mypy_cache .ruff_cache .hypothesis

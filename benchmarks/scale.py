@@ -1,4 +1,4 @@
-"""Model asynchronous runs from 8 to 16,384 GPUs, beside points that are measured on this machine.
+"""Model asynchronous runs from 8 to 16,384 GPUs, compared with points measured here.
 
 The model (`scale_parts/model.py`) has engines with slots, prefill, KV cache and preemption, groups
 that wait for their longest sequence, the off-policy bound of the environments, the service, and the
@@ -75,7 +75,7 @@ def predict(gpus: int, cost: ServiceCost) -> tuple[int, Figures]:
 
 
 def compare(console: Console, slots: list[int], seconds: float) -> list[dict[str, float]]:
-    """Print the measured points beside the model; return their figures."""
+    """Print the measured points and the model of them; return their figures."""
     table = Table("slots", "figure", "measured", "model", "model / measured")
     found = []
     with tempfile.TemporaryDirectory() as folder:

@@ -121,18 +121,20 @@ class GuardedConversation(Conversation):
         *,
         where: str,
         step_timeout_s: float,
+        begin_timeout_s: float | None = None,
         specials: re.Pattern[str] | None = None,
     ) -> None:
         self.episode = episode
         self._specials = specials
         self._where = where
         self._step_timeout_s = step_timeout_s
+        self._begin_timeout_s = begin_timeout_s
         self._opening: Sequence[ChatMessage] = ()
         self._has_ended = False
         self.is_closed = False
 
     async def begin(self) -> None:
-        self._opening = self._inert(await self._call(self.episode.begin()))
+        self._opening = self._inert(await self._call(self.episode.begin(), self._begin_timeout_s))
 
     def opening(self) -> Sequence[ChatMessage]:
         return self._opening
@@ -313,7 +315,10 @@ class AdapterEnv(MultiTurnEnv):
         if not isinstance(episode, Episode):
             raise TypeError(f"{type(episode).__name__} runs a loop of its own; it has no turns")
         return GuardedConversation(
-            episode, where=self.config.adapter, step_timeout_s=self.config.step_timeout_s
+            episode,
+            where=self.config.adapter,
+            step_timeout_s=self.config.step_timeout_s,
+            begin_timeout_s=self.adapter.begin_timeout_s,
         )
 
     async def collect_trajectory(self, item: Item) -> tuple[Rollout, list[Item]]:
@@ -391,6 +396,7 @@ class AdapterEnv(MultiTurnEnv):
             episode,
             where=self.config.adapter,
             step_timeout_s=self.config.step_timeout_s,
+            begin_timeout_s=self.adapter.begin_timeout_s,
             specials=self._specials,
         )
         async with self._policy(is_evaluation=is_evaluation) as policy:

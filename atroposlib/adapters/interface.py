@@ -172,11 +172,14 @@ class Adapter(ABC):
         default_settings: settings of `AdapterEnv` that suit this kind of task, such as `max_turns`.
         max_concurrent: number of episodes that the other side can run at the same time; None
             sets no limit.
+        begin_timeout_s: time limit of `begin`, for adapters whose episodes wait there for their
+            turn to start a process; None: `step_timeout_s`.
     """
 
     args_cls: ClassVar[type[AdapterArgs]] = AdapterArgs
     default_settings: ClassVar[Mapping[str, Any]] = MappingProxyType({})
     max_concurrent: int | None = None
+    begin_timeout_s: float | None = None
 
     def __init__(self, name: str, args: Any, *, seed: int, step_timeout_s: float = 60.0) -> None:
         self.name = name

@@ -17,6 +17,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import math
 import os
 import re
 import shlex
@@ -63,6 +64,8 @@ SESSION_HEADER = "mcp-session-id"
 END_HEADERS = frozenset({"authorization", "cookie", "mcp-protocol-version"})
 """Headers of a request that ends a session, in addition to its id and those of the user."""
 FIRST_WAIT_S, LONGEST_WAIT_S = 0.2, 5.0
+NUM_STARTERS = max(2, os.cpu_count() or 1)
+"""Programs that start at the same time; more would slow each other down, up to the time limit."""
 VARIABLE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
 SYSTEM_PROMPT = (
     "Use the tools to answer the question. When you are done, end with your final answer as "
@@ -189,6 +192,19 @@ def expand(text: str, variables: Mapping[str, str], where: str) -> str:
         return variables[match[1]]
 
     return VARIABLE.sub(value_of, text)
+
+
+def longest_begin_s(args: McpArgs) -> float | None:
+    """Return the seconds until all rollouts have sessions if every attempt takes its time limit.
+
+    None if all servers have a URL: no rollout waits until others have started a program.
+    """
+    num_programs = sum(spec.url is None for spec in args.servers.values())
+    if num_programs == 0:
+        return None
+    num_turns = math.ceil(num_programs * args.max_sessions / NUM_STARTERS)
+    attempt_s = args.connect_timeout_s + LONGEST_WAIT_S
+    return args.connect_attempts * attempt_s * num_turns
 
 
 def calls_reward(
@@ -559,6 +575,7 @@ class McpAdapter(Adapter):
         if not args.servers:
             raise ConfigError("servers: expected at least one MCP server, by name")
         self.max_concurrent = args.max_sessions if args.sessions == "per_rollout" else None
+        self.begin_timeout_s = longest_begin_s(args)
         self.rows = TaskRows(
             name,
             args,
@@ -578,6 +595,7 @@ class McpAdapter(Adapter):
             args.servers, "legacy" if args.sessions == "per_rollout" else "auto"
         )
         self._connecting: dict[str, asyncio.Lock] = {}
+        self._starters = asyncio.Semaphore(NUM_STARTERS)
         self._log_filter = MilestoneFilter()
 
     async def open(self) -> None:
@@ -696,8 +714,10 @@ class McpAdapter(Adapter):
             name, self.args.servers[name], mode=self._modes[name], guard=self._guard
         )
         limit_s = self.args.connect_timeout_s
+        is_program = self.args.servers[name].url is None
         try:
-            await asyncio.wait_for(session.open(), limit_s)
+            async with self._starters if is_program else contextlib.nullcontext():
+                await asyncio.wait_for(session.open(), limit_s)
         except (TimeoutError, asyncio.TimeoutError) as error:
             raise session.lost(f"it did not answer within {limit_s:g} s") from error
         return session

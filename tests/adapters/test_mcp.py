@@ -19,7 +19,7 @@ import pytest
 
 pytest.importorskip("mcp.client.client", reason="needs mcp 2")
 
-from atroposlib.adapters.mcp import McpArgs, calls_reward, expand
+from atroposlib.adapters.mcp import McpArgs, McpSession, calls_reward, expand
 from atroposlib.adapters.registry import make_adapter
 from atroposlib.errors import ConfigError, EpisodeConnectionError
 from tests.adapters.playing import adapter_env, roll_out
@@ -185,6 +185,40 @@ async def test_rollouts_have_sessions_of_their_own(
     assert seen == ["a", "a", "a b", "a b"]
     await asyncio.gather(*(episode.close() for episode in episodes))
     await adapter.close()
+
+
+async def test_programs_start_in_turn_and_the_wait_is_not_a_step_that_takes_too_long(
+    tasks: str, pids: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("atroposlib.adapters.mcp.NUM_STARTERS", 1)
+    slow = {"command": "sh", "args": ["-c", f"sleep 1.5; exec {command(pids)}"]}
+    args = {**ARGS, "servers": {"one": slow}, "connect_timeout_s": 60}
+
+    async with adapter_env(
+        f"mcp:{tasks}",
+        args,
+        lambda _: "<answer>40</answer>",
+        group_size=4,
+        step_timeout_s=4,
+        episode_retries=0,
+    ) as env:
+        opening = most = 0
+        open_session = McpSession.open
+
+        async def counted(session: McpSession) -> None:
+            nonlocal opening, most
+            opening += 1
+            most = max(most, opening)
+            try:
+                await open_session(session)
+            finally:
+                opening -= 1
+
+        monkeypatch.setattr(McpSession, "open", counted)
+        await roll_out(env)
+
+    assert most == 1
+    assert len(started(pids)) == 1 + 4  # one to list the tools, one for each rollout
 
 
 async def test_shared_session_is_opened_once(tasks: str, pids: Path) -> None:

@@ -155,6 +155,7 @@ STEPS: tuple[Step, ...] = (
         limit_s=900,
     ),
     NotRun("README.md", "atroposlib/            the library", "the map of folders"),
+    NotRun("README.md", "@software{atropos", "an entry of a bibliography"),
     # the service
     Run(
         "atroposlib/api/README.md",
@@ -210,6 +211,18 @@ STEPS: tuple[Step, ...] = (
         "needs the groups of an environment; tests/trainer/test_repeating.py does it",
     ),
     NotRun("docs/repeating_runs.md", "step 1: 5f0d", "the output of the command above"),
+    # the front pages
+    Run("docs/faq.md", "atropos-new-env my_first_env", shows=("my_first_env.py",)),
+    Run("docs/coming_from/trl.md", "from atroposlib.envs.single_turn_env", save_as="capitals.py"),
+    Run("docs/coming_from/trl.md", "python capitals.py check", shows=("passed",)),
+    Run("docs/coming_from/gymnasium.md", "import gymnasium", save_as="lake.py"),
+    Run("docs/coming_from/gymnasium.md", "python lake.py check", shows=("passed",)),
+    Run(
+        "docs/coming_from/earlier_atropos.md",
+        "python environments/gsm8k_server.py check",
+        shows=("passed",),
+    ),
+    NotRun("docs/releasing.md", "uv build", "tests/packaging builds both packages"),
     # environments
     Run("atroposlib/envs/README.md", "import asyncio", save_as="addition.py"),
     Run(
