@@ -55,7 +55,7 @@ __all__ = [
     "BatchMark",
     "BatchService",
     "DurableFeed",
-    "RunRecord",
+    "TrainingRecord",
     "TrajectoryFeed",
     "check_atropos_api",
     "checkpoint_bytes",
@@ -429,7 +429,7 @@ RECORD_DIRECTORY = "recorded"
 _WEIGHTS = ".weights"
 
 
-class RunRecord:
+class TrainingRecord:
     """Keeps the batches, settings and weight checksums of one run, for `atropos-replay run`.
 
     Args:
@@ -505,7 +505,7 @@ class DurableFeed:
         state: Mapping[str, Any] | None = None,
         *,
         journal_limit_bytes: int = SMALLEST_LIMIT_BYTES,
-        record: RunRecord | None = None,
+        record: TrainingRecord | None = None,
     ) -> None:
         self._record = record
         self._feed = feed

@@ -20,7 +20,7 @@ from example_trainer.api import (
     BatchJournal,
     BatchService,
     DurableFeed,
-    RunRecord,
+    TrainingRecord,
     TrajectoryFeed,
     checkpoint_bytes,
     open_client,
@@ -125,7 +125,7 @@ def _lead(
     stack.callback(write_run_report, config)
     stack.callback(run_log.finish)
     service.register(loaded.steps_done + journal.count_after(loaded.steps_done))
-    record = RunRecord(config.save_path, journal.run_id) if config.record_run else None
+    record = TrainingRecord(config.save_path, journal.run_id) if config.record_run else None
     feed = _open_feed(config, service, journal, checkpoint, loaded.model, record)
     feed.settle(loaded.steps_done)
     # All ranks gather sharded weights together; `_follow` calls this too.
@@ -164,7 +164,7 @@ def _open_service(config: TrainingConfig, stack: contextlib.ExitStack) -> Trajec
 
 
 def _note_start(
-    record: RunRecord, config: TrainingConfig, loaded: _Loaded, *, processed_logprobs: bool
+    record: TrainingRecord, config: TrainingConfig, loaded: _Loaded, *, processed_logprobs: bool
 ) -> None:
     settings = {
         "settings": mask_secrets(config.model_dump(mode="json")),
@@ -181,7 +181,7 @@ def _open_feed(
     journal: BatchJournal,
     checkpoint: Path | None,
     model: Any,
-    record: RunRecord | None,
+    record: TrainingRecord | None,
 ) -> DurableFeed:
     limit_bytes = max(SMALLEST_LIMIT_BYTES, checkpoint_bytes(model, trained_only=config.uses_lora))
     if config.checkpoint_interval == 0:

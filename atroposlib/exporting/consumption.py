@@ -43,7 +43,7 @@ def consumption_lines(path: Path) -> Iterator[Line]:
     Raises:
         ConfigError: the log is incomplete, or cannot be read.
     """
-    reader = _Reader()
+    reader = _ConsumptionReader()
     for record in _records(path):
         yield from reader.read(record)
     yield from reader.returned_tickets()
@@ -66,7 +66,7 @@ def _records(path: Path) -> Iterator[Record]:
         connection.close()
 
 
-class _Reader:
+class _ConsumptionReader:
     """Applies the records of a run, and describes what they consume."""
 
     def __init__(self) -> None:

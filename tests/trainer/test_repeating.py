@@ -12,7 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from atroposlib.errors import ConfigError
-from example_trainer.api import RunRecord
+from example_trainer.api import TrainingRecord
 from example_trainer.processes import find_free_port
 from example_trainer.repeating import RecordedRun, WeightsDifferError, repeat
 from example_trainer.trainers import train
@@ -34,14 +34,14 @@ SETTINGS = {
 
 def killed_at(monkeypatch, step):
     """Let the process end after the optimizer step, before it is acknowledged."""
-    real = RunRecord.note_weights
+    real = TrainingRecord.note_weights
 
     def dying(self, number, checksum):
         real(self, number, checksum)
         if number == step:
             raise Killed
 
-    monkeypatch.setattr(RunRecord, "note_weights", dying)
+    monkeypatch.setattr(TrainingRecord, "note_weights", dying)
 
 
 @pytest.fixture(scope="module")
@@ -134,10 +134,10 @@ def test_folder_without_a_record_is_an_error_with_the_remedy(tmp_path):
 
 
 def test_record_of_another_run_is_deleted(tmp_path):
-    first = RunRecord(tmp_path, "a")
+    first = TrainingRecord(tmp_path, "a")
     first.note_weights(1, "0")
 
-    RunRecord(tmp_path, "a")
+    TrainingRecord(tmp_path, "a")
     assert (tmp_path / "recorded" / "step_1.weights").is_file()
-    RunRecord(tmp_path, "b")
+    TrainingRecord(tmp_path, "b")
     assert not (tmp_path / "recorded" / "step_1.weights").exists()
