@@ -124,7 +124,7 @@ def advice(groups_per_s: float, alone: ServiceCost, shared: ServiceCost | None) 
     if shared is None:
         return "replicas with Redis (not measured)"
     replicas = math.ceil(groups_per_s * shared.group_s / FULL)
-    redis = groups_per_s * 2 * shared.redis_s
+    redis = groups_per_s * 2 * shared.redis_s  # a delivery costs Redis about the same
     if redis <= FULL:
         return f"{replicas} replicas, Redis {redis:.0%} busy"
     runs = math.ceil(redis / FULL)
@@ -189,7 +189,12 @@ def main() -> None:
         alone, shared = measure_costs(console, min(5.0, arguments.seconds))
     rows = predict_all(console, arguments.gpus, alone, shared)
     if arguments.json:
-        written = {"points": points, "service": alone, "redis": shared, "model": rows}
+        written = {
+            "points": points,
+            "service": alone._asdict(),
+            "redis": None if shared is None else shared._asdict(),
+            "model": rows,
+        }
         arguments.json.write_text(json.dumps(written, indent=2))
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import shutil
+import subprocess
+import sys
 
 import httpx
 import msgspec
@@ -114,6 +116,20 @@ def test_other_initial_weights_are_named(recorded, tmp_path):
 
 def test_part_of_a_run_is_repeated(recorded, tmp_path):
     assert repeat(recorded, tmp_path / "again", num_steps=2) == 2
+
+
+@pytest.mark.long
+def test_command_prints_each_step_and_names_the_first_that_differs(recorded, tmp_path):
+    words = [sys.executable, "-m", "atroposlib.cli.replay", "run", str(recorded)]
+    again = subprocess.run([*words, "--steps", "2"], capture_output=True, text=True, check=False)
+    path = recorded / "recorded" / "step_2.weights"
+    path.write_text("0" * 32)
+    differs = subprocess.run(words, capture_output=True, text=True, check=False)
+
+    assert again.returncode == 0, again.stderr
+    assert again.stdout.splitlines()[-1].startswith("2 steps repeated")
+    assert differs.returncode == 1
+    assert "after step 2 differ" in differs.stderr
 
 
 def test_settings_that_changed_on_resuming_are_named(recorded, tmp_path):
