@@ -10,9 +10,15 @@ done, and the journal holds the batches of the steps after it.
              step_<n>/         a checkpoint, written when the records had become too large
              refused_<k>.batch a batch that was rejected; never read again
 
-A record is written, flushed and renamed into place before its batch is trained, and deleted once a
-checkpoint of step n or later is on disk. If checkpoints are rare or disabled, the records grow
-until they take as much space as a checkpoint; one is then written in their place.
+    recorded/            with `record_run`: all that a repetition of the run needs
+             run.json    which run writes here
+             start_<n>.json    settings of a process that began after step n
+             step_<n>.batch    the batch of optimizer step n
+             step_<n>.weights  a checksum of the weights after step n
+
+A record of the journal is written, flushed and renamed into place before its batch is trained, and
+deleted once a checkpoint of step n or later is on disk. If checkpoints are rare or disabled, the
+records grow until they take as much space as a checkpoint; one is then written in their place.
 """
 
 from __future__ import annotations
@@ -27,7 +33,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
@@ -43,15 +49,19 @@ from example_trainer.config import TrainingConfig
 
 __all__ = [
     "JOURNAL_DIRECTORY",
+    "RECORD_DIRECTORY",
     "SMALLEST_LIMIT_BYTES",
     "BatchJournal",
     "BatchMark",
+    "BatchService",
     "DurableFeed",
+    "TrainingRecord",
     "TrajectoryFeed",
     "check_atropos_api",
     "checkpoint_bytes",
     "get_batch",
     "open_client",
+    "read_batch",
     "register_trainer",
     "registration_of",
 ]
@@ -95,6 +105,16 @@ def registration_of(config: TrainingConfig, *, starting_step: int = 0) -> dict[s
         "starting_step": starting_step,
         "num_steps": config.training_steps,
     }
+
+
+class BatchService(Protocol):
+    """Where the batches of a run come from: the service, or the record of an earlier run."""
+
+    def connect(self) -> None: ...
+    def register(self, step: int) -> None: ...
+    def report_policy(self, version: int) -> None: ...
+    def next_batch(self, step: int) -> LeasedBatch: ...
+    def acknowledge(self, batch_id: str | None, *, steps_done: int) -> None: ...
 
 
 class TrajectoryFeed:
@@ -299,6 +319,25 @@ def _read_run_id(marker: Path) -> str:
     return run_id
 
 
+def _read_record(path: Path) -> _BatchRecord:
+    try:
+        return msgspec.msgpack.decode(path.read_bytes(), type=_BatchRecord)
+    except msgspec.DecodeError as error:
+        raise ConfigError(
+            f"{path} is not a batch record: {error}; restore it, or start without --resume"
+        ) from error
+
+
+def read_batch(path: Path) -> LeasedBatch:
+    """Return the batch in a record of any run.
+
+    Raises:
+        ConfigError: the record cannot be read.
+    """
+    record = _read_record(path)
+    return LeasedBatch(record.groups, record.batch_id)
+
+
 class BatchJournal:
     """Reads and writes the records of one run; ignores those of other runs in its directory."""
 
@@ -366,12 +405,7 @@ class BatchJournal:
         path = self.path_of(step)
         if not path.is_file():
             return None
-        try:
-            record = msgspec.msgpack.decode(path.read_bytes(), type=_BatchRecord)
-        except msgspec.DecodeError as error:
-            raise ConfigError(
-                f"{path} is not a batch record: {error}; restore it, or start without --resume"
-            ) from error
+        record = _read_record(path)
         if record.run_id != self.run_id:
             return None
         return LeasedBatch(record.groups, record.batch_id)
@@ -399,6 +433,48 @@ class BatchJournal:
             self.path_of(done).unlink(missing_ok=True)
             del self._sizes[done]
         drop_checkpoints_before(step, self.directory)
+
+
+RECORD_DIRECTORY = "recorded"
+_WEIGHTS = ".weights"
+
+
+class TrainingRecord:
+    """Keeps the batches, settings and weight checksums of one run, for `atropos-replay run`.
+
+    Args:
+        save_path: The `save_path` of the run.
+        run_id: Id of the run; the record of another run is deleted.
+    """
+
+    def __init__(self, save_path: str | Path, run_id: str) -> None:
+        self.directory = Path(save_path) / RECORD_DIRECTORY
+        marker = self.directory / "run.json"
+        if not marker.is_file() or _read_run_id(marker) != run_id:
+            shutil.rmtree(self.directory, ignore_errors=True)
+            self.directory.mkdir(parents=True)
+            write_file(marker, json.dumps({"run_id": run_id}).encode())
+
+    def note_start(self, step: int, settings: Mapping[str, Any], *, weights: str) -> None:
+        """Record the settings of a process that starts after optimizer step `step`."""
+        write_file(self.directory / f"start_{step}.json", json.dumps(settings, indent=1).encode())
+        self.note_weights(step, weights)
+
+    def note_batch(self, step: int, path: Path) -> None:
+        """Keep the record `path` of the batch of a step; it may be a repetition of the step."""
+        kept = self.directory / path.name
+        kept.unlink(missing_ok=True)
+        try:
+            kept.hardlink_to(path)
+        except OSError:  # a file system without hard links
+            shutil.copyfile(path, kept)
+
+    def note_weights(self, step: int, checksum: str) -> None:
+        """Record the weights after a step, and log if a resumed run repeats it differently."""
+        path = self.directory / f"step_{step}{_WEIGHTS}"
+        if path.is_file() and path.read_text(encoding="utf-8") != checksum:
+            logger.warning("step %d is repeated with other weights than before the restart", step)
+        write_file(path, checksum.encode())
 
 
 _KEPT_MARKS = 1024
@@ -429,16 +505,19 @@ class DurableFeed:
         journal: Records of the batches that no checkpoint covers yet.
         state: Return value of `state` for the resumed checkpoint; None without one.
         journal_limit_bytes: Size of the records at which a checkpoint has to replace them.
+        record: Keeps the batches beyond the checkpoints; None: they are not kept.
     """
 
     def __init__(
         self,
-        feed: TrajectoryFeed,
+        feed: BatchService,
         journal: BatchJournal,
         state: Mapping[str, Any] | None = None,
         *,
         journal_limit_bytes: int = SMALLEST_LIMIT_BYTES,
+        record: TrainingRecord | None = None,
     ) -> None:
+        self._record = record
         self._feed = feed
         self._journal = journal
         self._journal_limit_bytes = journal_limit_bytes
@@ -457,6 +536,8 @@ class DurableFeed:
             self._journal.write(step + 1, batch)
         else:
             logger.info("step %d: batch read from the journal", step + 1)
+        if self._record is not None:
+            self._record.note_batch(step + 1, self._journal.path_of(step + 1))
         mark = BatchMark.of(batch)
         self._batch_id = batch.batch_id
         if mark is not None:
@@ -487,6 +568,11 @@ class DurableFeed:
 
     def report_policy(self, version: int) -> None:
         self._feed.report_policy(version)
+
+    def note_weights(self, step: int, checksum: str) -> None:
+        """Record the checksum of the weights after a step, if the run is recorded."""
+        if self._record is not None:
+            self._record.note_weights(step, checksum)
 
     def state(self) -> dict[str, Any]:
         """Return the JSON object to save in a checkpoint after the latest batch was trained."""

@@ -354,6 +354,19 @@ def _checksum(path: Path) -> str:
     return digest.hexdigest()
 
 
+def weights_checksum(model: Any) -> str:
+    """Return a checksum of the names and values of all parameters of a model."""
+    import torch
+    import xxhash
+
+    digest = xxhash.xxh3_128()
+    for name, parameter in model.named_parameters():
+        values = parameter.detach().cpu().contiguous()
+        digest.update(f"{name} {values.dtype} {tuple(values.shape)}\n".encode())
+        digest.update(values.reshape(-1).view(torch.uint8).numpy())
+    return digest.hexdigest()
+
+
 def _check_headers(checkpoint: Path) -> None:
     from safetensors import SafetensorError, safe_open
 

@@ -347,6 +347,12 @@ class TrainingFields(BaseModel):
         description="Whether to resume if save_path has a run, and to start one otherwise, so that "
         "a supervisor can repeat the same command.",
     )
+    record_run: bool = Field(
+        default=False,
+        description="Whether to keep every batch of the run, its settings, and a checksum of the "
+        "weights after each step, in <save_path>/recorded, so that `atropos-replay run` can repeat "
+        "it; needs one trainer process.",
+    )
 
 
 class AtroposFields(BaseModel):
@@ -559,6 +565,8 @@ class TrainingConfig(
             raise ValueError(
                 "engine=torch serves no adapters: use weight_bridge_mode=auto, or engine=vllm"
             )
+        if self.record_run and self.world_size > 1:
+            raise ValueError("record_run needs one trainer process: world_size=1")
         if self.min_lr > self.lr:
             raise ValueError(f"min_lr={self.min_lr:g} must not be above lr={self.lr:g}")
         if self.is_sharded and self.optimizer == "adafactor":

@@ -13,11 +13,14 @@ import numpy as np
 import torch
 
 from atroposlib.utils.run_log import MetricsLog
+from atroposlib.utils.text import mask_secrets
 from atroposlib.utils.writable import require_writable_file, require_writable_folder
 from example_trainer.api import (
     SMALLEST_LIMIT_BYTES,
     BatchJournal,
+    BatchService,
     DurableFeed,
+    TrainingRecord,
     TrajectoryFeed,
     checkpoint_bytes,
     open_client,
@@ -28,6 +31,7 @@ from example_trainer.checkpointing import (
     load_step_metrics,
     load_training_state,
     move_training_state,
+    weights_checksum,
 )
 from example_trainer.config import TrainingConfig, require_reference
 from example_trainer.images import (
@@ -65,11 +69,17 @@ logger = logging.getLogger(__name__)
 _EARLIER_MODE_NAMES = {"none": "legacy"}
 
 
-def train(config: TrainingConfig, *, view: LiveDisplay | None = None) -> Path:
+def train(
+    config: TrainingConfig,
+    *,
+    view: LiveDisplay | None = None,
+    recorded: BatchService | None = None,
+) -> Path:
     """Run one training and return the directory of the final model.
 
     Waits for the service and for the engine. Every process that it started has ended when it
-    returns or raises. `view` displays the run in progress.
+    returns or raises. `view` displays the run in progress. With the batches of a `recorded` run,
+    there is neither a service nor an engine.
 
     Raises:
         AtroposError: a setting is invalid, the engine died, or the service rejected a request or is
@@ -81,12 +91,14 @@ def train(config: TrainingConfig, *, view: LiveDisplay | None = None) -> Path:
         config = config.model_copy(update={"resume": True})
     with contextlib.ExitStack() as stack:
         parallel = stack.enter_context(open_parallel(config))
-        weight_sync = with_published_weights(config, make_weight_sync(config))
+        weight_sync = None
+        if recorded is None:
+            weight_sync = with_published_weights(config, make_weight_sync(config))
         if weight_sync is not None:
             stack.callback(weight_sync.close)
         if not parallel.is_main:
             return _follow(config, parallel, weight_sync)
-        return _lead(config, parallel, weight_sync, stack, view)
+        return _lead(config, parallel, weight_sync, stack, view, recorded)
 
 
 def _lead(
@@ -95,6 +107,7 @@ def _lead(
     weight_sync: WeightSync | None,
     stack: contextlib.ExitStack,
     view: LiveDisplay | None,
+    recorded: BatchService | None,
 ) -> Path:
     """Train as rank 0, with the service, the engine, the checkpoints and the log."""
     if weight_sync is not None:
@@ -103,10 +116,7 @@ def _lead(
     require_writable_file(metrics_path_of(config), "--metrics-path")
     journal = BatchJournal.open(config.save_path, resume=config.resume)
     config = with_wandb_names(config, journal.run_id)
-    client = stack.enter_context(
-        open_client(config.atropos_url, patience_s=config.service_timeout_s)
-    )
-    service = TrajectoryFeed(client, config, run_id=journal.run_id)
+    service = recorded or _open_service(config, stack, run_id=journal.run_id)
     service.connect()  # before the model is loaded, which takes long
     checkpoint = parallel.broadcast(_checkpoint_to_continue(config, journal))
     loaded = _load(config, parallel, checkpoint)
@@ -122,7 +132,8 @@ def _lead(
     if spans is not None:
         stack.callback(spans.close)
     service.register(loaded.steps_done + journal.count_after(loaded.steps_done))
-    feed = _open_feed(config, service, journal, checkpoint, loaded.model)
+    record = TrainingRecord(config.save_path, journal.run_id) if config.record_run else None
+    feed = _open_feed(config, service, journal, checkpoint, loaded.model, record)
     feed.settle(loaded.steps_done)
     # All ranks gather sharded weights together; `_follow` calls this too.
     model = parallel.whole_model(loaded.model)
@@ -130,6 +141,8 @@ def _lead(
         weight_sync.start(model, loaded.tokenizer, source=loaded.source, step=loaded.steps_done)
     feed.report_policy(loaded.steps_done)
     processed = parallel.broadcast(_has_processed_logprobs(config, weight_sync))
+    if record is not None:
+        _note_start(record, config, loaded, processed_logprobs=processed)
     trainer = _make_trainer(
         config,
         parallel,
@@ -153,12 +166,32 @@ def _lead(
     return final
 
 
+def _open_service(
+    config: TrainingConfig, stack: contextlib.ExitStack, *, run_id: str
+) -> TrajectoryFeed:
+    client = open_client(config.atropos_url, patience_s=config.service_timeout_s)
+    return TrajectoryFeed(stack.enter_context(client), config, run_id=run_id)
+
+
+def _note_start(
+    record: TrainingRecord, config: TrainingConfig, loaded: _Loaded, *, processed_logprobs: bool
+) -> None:
+    settings = {
+        "settings": mask_secrets(config.model_dump(mode="json")),
+        "processed_logprobs": processed_logprobs,
+        "torch": torch.__version__,
+        "torch_threads": torch.get_num_threads(),
+    }
+    record.note_start(loaded.steps_done, settings, weights=weights_checksum(loaded.model))
+
+
 def _open_feed(
     config: TrainingConfig,
-    service: TrajectoryFeed,
+    service: BatchService,
     journal: BatchJournal,
     checkpoint: Path | None,
     model: Any,
+    record: TrainingRecord | None,
 ) -> DurableFeed:
     limit_bytes = max(SMALLEST_LIMIT_BYTES, checkpoint_bytes(model, trained_only=config.uses_lora))
     if config.checkpoint_interval == 0:
@@ -169,7 +202,7 @@ def _open_feed(
             limit_bytes / 2**30,
         )
     state = load_feed_state(checkpoint) if checkpoint else None
-    return DurableFeed(service, journal, state, journal_limit_bytes=limit_bytes)
+    return DurableFeed(service, journal, state, journal_limit_bytes=limit_bytes, record=record)
 
 
 def _follow(config: TrainingConfig, parallel: Parallel, weight_sync: WeightSync | None) -> Path:

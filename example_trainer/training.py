@@ -27,6 +27,7 @@ from example_trainer.checkpointing import (
     random_states,
     replace_directory,
     save_checkpoint,
+    weights_checksum,
 )
 from example_trainer.config import TrainingConfig
 from example_trainer.data import compute_grpo_loss
@@ -118,6 +119,8 @@ class Publisher:
         `metrics` of the step, as far as they are known, are saved with a checkpoint.
         """
         self._step_metrics = metrics
+        if self._config.record_run and self._feed is not None:
+            self._feed.note_weights(step, weights_checksum(self._model))
         publishes = self._is_sync_due(step) and step < self._config.training_steps
         # Rank 0 has the clock and the journal; all ranks take part in saving.
         is_full = self._feed is not None and self._feed.wants_checkpoint()

@@ -207,7 +207,7 @@ class TrajectoryApiClient:
         return dict(await self._get("/latest_example"))
 
     async def post_group(
-        self, group: Mapping[str, Any], *, key: str | None = None
+        self, group: Mapping[str, Any], *, key: str | None = None, ticket: str | None = None
     ) -> dict[str, Any]:
         """Post one group.
 
@@ -215,24 +215,35 @@ class TrajectoryApiClient:
             group: fields of a scored group.
             key: idempotency key: a service that honors keys stores posts with the same key only
                 once. None generates a new key.
+            ticket: environment and number of the rollout, such as `3-17`, for a service that
+                admits groups in the order of their rollouts.
 
         Raises:
             GroupError: the group is malformed; nothing was sent.
             TrajectoryApiError: the service rejected it, or was unreachable for too long.
         """
-        return await self._post("/scored_data", encode_group, group, key)
+        return await self._post("/scored_data", encode_group, group, key, ticket)
 
     async def post_groups(
-        self, groups: Sequence[Mapping[str, Any]], *, key: str | None = None
+        self,
+        groups: Sequence[Mapping[str, Any]],
+        *,
+        key: str | None = None,
+        ticket: str | None = None,
     ) -> dict[str, Any]:
-        """Post groups in one request: all are stored or none; otherwise like `post_group`."""
-        return await self._post("/scored_data_list", encode_groups, groups, key)
+        """Post groups in one request: all are stored or none; otherwise like `post_group`.
+
+        A ticket without groups is returned: its rollout has no group.
+        """
+        return await self._post("/scored_data_list", encode_groups, groups, key, ticket)
 
     async def _post(
-        self, path: str, encode: Encoder, value: Any, key: str | None
+        self, path: str, encode: Encoder, value: Any, key: str | None, ticket: str | None
     ) -> dict[str, Any]:
         """Post in the best format that the service accepts, and use that format from now on."""
         headers = {"Idempotency-Key": key or uuid.uuid4().hex}
+        if ticket is not None:
+            headers["Rollout-Ticket"] = ticket
         refused: list[Body] = []
         traits = self._transport.traits
         for form in traits.formats():

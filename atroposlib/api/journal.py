@@ -42,6 +42,7 @@ from atroposlib.api.records import (
 from atroposlib.api.schemas import Registration
 from atroposlib.api.state import DeliveredBatch, KeyEntry, RunState
 from atroposlib.api.store.base import Payload, RunStore, StoreFullError
+from atroposlib.api.tickets import TicketStream
 from atroposlib.errors import ConfigError, RunStoreError
 
 logger = logging.getLogger(__name__)
@@ -76,6 +77,9 @@ class _Head(msgspec.Struct):
     fence: int
     taken_over_run_id: str | None = None
     set_aside_groups: list[tuple[int, PayloadFlaw]] = []
+    ordered_envs: int = 0
+    are_tickets_open: bool = False
+    tickets: list[TicketStream] = []
 
 
 _PLAIN_FIELDS = (
@@ -183,6 +187,9 @@ def _head_of(state: RunState) -> _Head:
         latest_is_held=state.payloads.latest_is_held,
         counters={name: min(n, _MAX_COUNT) for name, n in sorted(state.counters.items())},
         set_aside_groups=list(state.set_aside_groups),
+        ordered_envs=state.tickets.num_envs,
+        are_tickets_open=state.tickets.is_open,
+        tickets=[msgspec.structs.replace(s, held=dict(s.held)) for s in state.tickets.streams],
         **{name: getattr(state, name) for name in _PLAIN_FIELDS},
     )
 
@@ -209,6 +216,7 @@ def _restore_head(state: RunState, head: _Head) -> None:
     state.payloads.latest_is_held = head.latest_is_held
     state.counters.update(head.counters)  # adds up
     state.set_aside_groups.extend(head.set_aside_groups)
+    state.tickets.restore(head.ordered_envs, head.are_tickets_open, head.tickets)
     state.payloads.note_delivered(head.past)
 
 
@@ -329,6 +337,8 @@ class RunLog:
         """Replace a long log with a snapshot, in slices so that other tasks run in between."""
         alive = _num_payloads(self.state)
         is_full = self.store.full_reason is not None  # then a shorter log frees space
+        if self.state.tickets.is_used and not is_full:
+            return  # a run that can be repeated keeps its records
         min_records = self._min_when_full if is_full else _MIN_RECORDS_TO_COMPACT
         if self._num_records <= max(min_records, _RECORDS_PER_GROUP_TO_COMPACT * alive):
             return

@@ -222,6 +222,21 @@ class GroupQueue:
         self._refused = None if positions else (batch_size, minimums)
         return self._at(positions) if positions else None
 
+    def plan_in_order(
+        self, batch_size: int, minimums: Mapping[int, float] | None = None
+    ) -> list[QueuedGroup] | None:
+        """Choose the batch that the shortest part of the queue, from its oldest group, can form.
+
+        The choice does not depend on how many groups had arrived when the batch was requested.
+        """
+        first = GroupQueue()
+        for group in self if self.num_sequences >= batch_size else ():
+            first.append(group)
+            planned = first.plan_batch(batch_size, minimums)
+            if planned is not None:
+                return planned
+        return None
+
     def plan_oldest(self, batch_size: int) -> list[QueuedGroup] | None:
         """Choose the oldest groups that together hold at most `batch_size` sequences.
 
@@ -579,6 +594,11 @@ class RunLimits:
     """Maximum number of delivered groups kept for inspection; 0 keeps none."""
     keep_past_bytes: int = 256 * 1024 * 1024
     """Maximum number of payload bytes of delivered groups kept; 0 keeps none."""
+    ordered_envs: int = 0
+    """Number of environments whose groups are admitted in the order of their tickets; 0: all groups
+    are admitted in the order of arrival."""
+    ordered_wait_s: float = 0.0
+    """Maximum number of seconds that groups are held for a ticket; 0 means no limit."""
 
 
 class QueueFullError(TrajectoryApiError):
@@ -629,11 +649,37 @@ class Waiting(NamedTuple):
     num_sequences: int
     num_bytes: int
 
+    @classmethod
+    def of(cls, groups: Iterable[QueuedGroup]) -> Waiting:
+        """Return the sequences and bytes of groups."""
+        total = cls(0, 0)
+        for group in groups:
+            total = total.plus(cls(group.num_sequences, group.num_bytes))
+        return total
+
     def plus(self, other: Waiting, sign: int = 1) -> Waiting:
         """Return the sum, or with sign -1 the difference."""
         return Waiting(
             self.num_sequences + sign * other.num_sequences,
             self.num_bytes + sign * other.num_bytes,
+        )
+
+
+_MAX_GROUP_ID = 2**63 - 1
+_MAX_GROUP_FIGURE = 2**48  # sequences, tokens and bytes of one group: sums stay far from overflow
+
+
+def check_figures(group: QueuedGroup) -> None:
+    """Raise `GroupError` for impossible sizes, whose sums would be meaningless or overflow."""
+    if not (
+        0 < group.num_sequences <= _MAX_GROUP_FIGURE
+        and 0 <= group.num_tokens <= _MAX_GROUP_FIGURE
+        and 0 <= group.num_bytes <= _MAX_GROUP_FIGURE
+        and 0 <= group.group_id <= _MAX_GROUP_ID
+    ):
+        raise GroupError(
+            f"group {group.group_id}: {group.num_sequences} sequences, {group.num_tokens} "
+            f"tokens and {group.num_bytes} bytes"
         )
 
 

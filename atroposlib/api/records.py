@@ -63,6 +63,8 @@ class EnvRegistered(_Record, frozen=True, tag="env_registered"):
     env_id: int
     request: dict[str, Any]  # the fields of `schemas.RegisterEnv`
     at: float
+    ordered_envs: int = 0
+    """`RunLimits.ordered_envs` of the replica at the registration."""
 
 
 class EnvDisconnected(_Record, frozen=True, tag="env_disconnected"):
@@ -103,6 +105,21 @@ class GroupsAdmitted(_Record, frozen=True, tag="groups_admitted"):
     """Digest of the body, to distinguish a repetition from another use of the key."""
     num_from_text: int = 0
     """Groups whose tokens were encoded from text."""
+    ticket: int | None = None
+    """Number of the rollout, in admission by tickets."""
+    contents: list[int] = []
+    """[groups] digests without what depends on time (`repeatable_digest`), if there is a ticket."""
+
+
+class TicketReturned(_Record, frozen=True, tag="ticket_returned"):
+    """A rollout ended without a group, or the wait for its group has ended."""
+
+    is_guarded: ClassVar[bool] = False
+    epoch: int
+    env_id: int
+    number: int
+    is_expired: bool
+    at: float
 
 
 class BatchFormed(_Record, frozen=True, tag="batch_formed"):
@@ -195,6 +212,7 @@ Record: TypeAlias = (
     | EnvRevived
     | EnvsSeen
     | GroupsAdmitted
+    | TicketReturned
     | BatchFormed
     | BatchHandedOut
     | BatchAcknowledged

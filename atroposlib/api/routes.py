@@ -36,6 +36,7 @@ from atroposlib.api.run import RegistrationConflictError, Run
 from atroposlib.api.schemas import EnvIdentifier, Policy, RegisterEnv, Registration, ScoredData
 from atroposlib.api.state import AckResult, DeliveredBatch, check_key
 from atroposlib.api.store.base import WatchedStore
+from atroposlib.api.tickets import Ticket, parse_ticket
 from atroposlib.errors import AtroposError
 from atroposlib.wire import (
     BODY_NOT_TEXT,
@@ -69,6 +70,7 @@ class PostedGroups(NamedTuple):
     groups: list[DecodedGroup]
     key: str | None
     digest: int
+    ticket: Ticket | None = None
 
 
 async def read_groups(request: Request, run: Run, decode: Decode) -> PostedGroups:
@@ -80,12 +82,14 @@ async def read_groups(request: Request, run: Run, decode: Decode) -> PostedGroup
         decode: takes body, format and `max_bytes`, the limit on the decompressed size of groups.
 
     Raises:
-        GroupError: the idempotency key has invalid characters or is too long.
+        GroupError: the idempotency key or the ticket has invalid characters or is too long.
         WireError: the body is not in its format, or a group in it is malformed.
     """
     key = request.headers.get("idempotency-key")
     if key is not None:
         check_key(key)  # before the body is received, which may be large
+    ticket_text = request.headers.get("rollout-ticket")
+    ticket = None if ticket_text is None else parse_ticket(ticket_text)
     body = await request.body()
     wire_format: WireFormat = format_of_type(request.headers.get("content-type")) or "json"
     work = partial(decode, body, wire_format, max_bytes=request.app.state.settings.max_body_bytes)
@@ -98,7 +102,7 @@ async def read_groups(request: Request, run: Run, decode: Decode) -> PostedGroup
         run.counters[f"groups/refused_{error.kind}"] += 1
         raise
     digest = 0 if key is None else zlib.crc32(body) << 32 | len(body) & 0xFFFFFFFF
-    return PostedGroups(groups, key, digest)
+    return PostedGroups(groups, key, digest, ticket)
 
 
 async def _in_threads(request: Request, work: Callable[[], T]) -> T:
@@ -519,6 +523,14 @@ _KEY_PARAMETER = {
     "schema": {"type": "string", "maxLength": 255},
     "description": "Makes retries safe: repeated requests are stored once, with the same response.",
 }
+_TICKET_PARAMETER = {
+    "name": "Rollout-Ticket",
+    "in": "header",
+    "required": False,
+    "schema": {"type": "string", "maxLength": 40},
+    "description": "Environment id and number of the rollout, such as `3-17`, for admission in the "
+    "order of rollouts; numbers start at `first_ticket` of `/register-env`.",
+}
 _ENV_ID_PARAMETER = {
     "name": "env_id",
     "in": "query",
@@ -529,19 +541,19 @@ _ENV_ID_PARAMETER = {
 
 
 def _documented(
-    schema: dict[str, Any], parameter: dict[str, Any], *, is_binary: bool
+    schema: dict[str, Any], *parameters: dict[str, Any], is_binary: bool
 ) -> dict[str, Any]:
     content: dict[str, Any] = {MEDIA_TYPES["json"]: {"schema": schema}}
     if is_binary:
         content[MEDIA_TYPES["msgpack"]] = {"schema": {"type": "string", "format": "binary"}}
     body = {"required": is_binary, "content": content}
-    return {"requestBody": body, "parameters": [parameter]}
+    return {"requestBody": body, "parameters": [*parameters]}
 
 
 _GROUP_SCHEMA = ScoredData.model_json_schema()
-_GROUP_DOCUMENTATION = _documented(_GROUP_SCHEMA, _KEY_PARAMETER, is_binary=True)
+_GROUP_DOCUMENTATION = _documented(_GROUP_SCHEMA, _KEY_PARAMETER, _TICKET_PARAMETER, is_binary=True)
 _GROUPS_DOCUMENTATION = _documented(
-    {"type": "array", "items": _GROUP_SCHEMA}, _KEY_PARAMETER, is_binary=True
+    {"type": "array", "items": _GROUP_SCHEMA}, _KEY_PARAMETER, _TICKET_PARAMETER, is_binary=True
 )
 _ENV_ID_DOCUMENTATION = _documented(
     EnvIdentifier.model_json_schema(), _ENV_ID_PARAMETER, is_binary=False
@@ -601,7 +613,9 @@ def _decode_one(body: bytes, wire_format: WireFormat, *, max_bytes: int) -> list
 
 async def _admit(run: Run, posted: PostedGroups, *, is_list: bool) -> AdmittedGroups:
     try:
-        return await run.admit(posted.groups, key=posted.key, digest=posted.digest)
+        return await run.admit(
+            posted.groups, key=posted.key, digest=posted.digest, ticket=posted.ticket
+        )
     except OversizedGroupError as error:
         path = (error.index, "tokens") if is_list else ("tokens",)
         raise WireError(str(error), kind="value_error", path=path) from error
@@ -623,7 +637,10 @@ def _answer(content: dict[str, Any], admission: AdmittedGroups) -> Response:
     "/scored_data_list", response_model=None, openapi_extra=_GROUPS_DOCUMENTATION
 )
 async def scored_data_list(request: Request) -> Response:
-    """Store an array of groups, in order, all or none."""
+    """Store an array of groups, in order, all or none.
+
+    With `Rollout-Ticket` and an empty array, the ticket is returned: its rollout has no group.
+    """
     run = await run_of(request)
     posted = await read_groups(request, run, decode_groups)
     admission = await _admit(run, posted, is_list=True)
@@ -651,6 +668,7 @@ async def register_env_url(request: RegisterEnv, run: RunOfApp) -> dict[str, Any
         "checkpoint_interval": registration.save_checkpoint_interval,
         "num_steps": registration.num_steps,
         "run_id": run.state.run_id,
+        **({"first_ticket": 0} if run.awaits_tickets_of(env) else {}),
     }
 
 

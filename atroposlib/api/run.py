@@ -65,6 +65,7 @@ from atroposlib.api.state import (
     find_group,
 )
 from atroposlib.api.store.base import DamagedPayloadError, Payload, RunStore, StoreFullError
+from atroposlib.api.tickets import Ticket, repeatable_digest
 from atroposlib.errors import ConfigError
 from atroposlib.wire import DecodedGroup, StoredPayload
 
@@ -101,6 +102,7 @@ def env_view(state: RunState, env: EnvRecord) -> EnvView:
     """Return the view of one environment, in units of the largest group it has queued."""
     pack_size = max(1, state.queue.largest_group)
     group_size = max(env.largest_group, state.queue.largest_group_of(env.env_id))
+    held = state.tickets.held_of(env.env_id) if state.tickets.is_used else []
     view = queue_view(
         env.env_id,
         state.queue.sequences_by_env,
@@ -112,24 +114,32 @@ def env_view(state: RunState, env: EnvRecord) -> EnvView:
     weight = weight_share(env, state.envs.total_weight)
     return EnvView(
         current_step=state.step,
-        queue_size=view.queue_groups,
+        queue_size=view.queue_groups + len(held),
         unallocated_fraction=state.envs.unallocated_fraction,
-        self_queue_size=view.own_groups,
+        self_queue_size=view.own_groups + len(held),
         max_group_size=pack_size,
         env_weight=weight,
-        groups_to_start=_groups_to_start(state, weight=weight, group_size=group_size),
+        groups_to_start=_groups_to_start(state, held, weight=weight, group_size=group_size),
     )
 
 
-def _groups_to_start(state: RunState, *, weight: float, group_size: int) -> int | None:
+def _groups_to_start(
+    state: RunState, held: Sequence[QueuedGroup], *, weight: float, group_size: int
+) -> int | None:
     """Divide the free space of the queue among environments.
+
+    Of the groups that are held for a ticket, only those of the environment itself, `held`, count:
+    it may be the one for whose ticket the others wait.
 
     If there is any, each environment may start at least one group: rounding shares down to 0 would
     stall a run in which many environments share little space.
     """
+    waiting = state.waiting
+    if state.tickets.is_used:
+        waiting = waiting.plus(Waiting.of(state.tickets), -1).plus(Waiting.of(held))
     room = room_for(
         state.limits,
-        waiting=state.waiting,
+        waiting=waiting,
         pending_sequences=state.delivery.num_sequences,
         batch_size=state.batch_size,
     )
@@ -175,7 +185,8 @@ class EnvLifecycle:
             if self._has_been_taken_over(request):
                 return None, request.env_id
             env_id = len(self._state.envs)
-            return EnvRegistered(env_id, request.model_dump(), self._clock()), env_id
+            ordered = self._state.limits.ordered_envs
+            return EnvRegistered(env_id, request.model_dump(), self._clock(), ordered), env_id
 
         env = self._state.envs.find(await self._log.guarded(decide))
         if env is not None:
@@ -388,7 +399,12 @@ class Admissions:
             self._formed_at = (self._formed_at[1], record.at)
 
     async def admit(
-        self, groups: Sequence[DecodedGroup], *, key: str | None = None, digest: int = 0
+        self,
+        groups: Sequence[DecodedGroup],
+        *,
+        key: str | None = None,
+        digest: int = 0,
+        ticket: Ticket | None = None,
     ) -> AdmittedGroups:
         """Store groups, all or none, then queue or buffer each in order.
 
@@ -400,9 +416,10 @@ class Admissions:
                 earlier result is returned.
             digest: digest of the body, to distinguish a repetition from another use of the key; the
                 lowest 64 bits count.
+            ticket: ticket of the rollout; its groups are held until its turn.
 
         Raises:
-            GroupError: the key is invalid.
+            GroupError: the key or the ticket is invalid.
             KeyReusedError: the key was used for another body.
             OversizedGroupError: a group holds more than a batch; nothing is stored.
             QueueFullError: the queue is full; retry after `retry_after_s`.
@@ -419,21 +436,30 @@ class Admissions:
         arriving = Waiting(
             sum(group.num_sequences for group in groups), sum(len(g.payload) for g in groups)
         )
-        check_room(
-            self._state.limits,
-            waiting=self._state.waiting.plus(self._arriving),
-            arriving=arriving,
-            retry_after_s=self._retry_after_s(),
-        )
+        if ticket is None or not self._state.tickets.is_next(ticket):
+            check_room(
+                self._state.limits,
+                waiting=self._state.waiting.plus(self._arriving),
+                arriving=arriving,
+                retry_after_s=self._retry_after_s(),
+            )
         self._arriving = self._arriving.plus(arriving)
         try:
-            return await self._admit(groups, key, digest)
+            return await self._admit(groups, key, digest, ticket)
         finally:
             self._arriving = self._arriving.plus(arriving, -1)
 
     async def _admit(
-        self, groups: Sequence[DecodedGroup], key: str | None, digest: int
+        self,
+        groups: Sequence[DecodedGroup],
+        key: str | None,
+        digest: int,
+        ticket: Ticket | None,
     ) -> AdmittedGroups:
+        contents: list[int] = []
+        if ticket is not None:
+            self._state.tickets.check(ticket)
+            contents = await asyncio.to_thread(lambda: list(map(repeatable_digest, groups)))
         group_ids = await self._log.store.new_group_ids(len(groups))
         now = self._clock()
         record = GroupsAdmitted(
@@ -444,6 +470,8 @@ class Admissions:
             num_from_text=sum(group.is_from_text for group in groups),
             key=key,
             digest=digest,
+            ticket=None if ticket is None else ticket.number,
+            contents=contents,
         )
         payloads = [Payload(i, g.payload) for i, g in zip(group_ids, groups, strict=True)]
         admission = await self._log.append_groups(record, payloads)
@@ -554,6 +582,8 @@ class Run:
             self._log, clock, replica=replica, report_stall=self._stalls.report
         )
         self._consumer_asked_at: float | None = None
+        self._blocking: tuple[Ticket | None, float] = (None, 0.0)
+        """The ticket for which groups are held, and since when, by the clock of this process."""
         self._opening = asyncio.Lock()
         self._is_open = False
         self.is_new = True
@@ -676,6 +706,10 @@ class Run:
     async def register_env(self, request: RegisterEnv) -> EnvRecord | None:
         return await self._envs.register(request)
 
+    def awaits_tickets_of(self, env: EnvRecord) -> bool:
+        """Whether an environment must number its rollouts, from 0."""
+        return self.state.tickets.is_used and not self.state.tickets.has_joined(env.env_id)
+
     async def disconnect_env(self, env_id: int) -> bool:
         return await self._envs.disconnect(env_id)
 
@@ -693,20 +727,56 @@ class Run:
         return view._replace(max_running_sequences=part)
 
     async def admit(
-        self, groups: Sequence[DecodedGroup], *, key: str | None = None, digest: int = 0
+        self,
+        groups: Sequence[DecodedGroup],
+        *,
+        key: str | None = None,
+        digest: int = 0,
+        ticket: Ticket | None = None,
     ) -> AdmittedGroups:
-        """Store groups, all or none; see `Admissions.admit`."""
+        """Store groups, all or none; see `Admissions.admit`. A ticket without groups is returned.
+
+        A ticket is ignored unless all groups are of its environment and admission is by tickets.
+        """
         await self.open()
         for env_id in {group.env_id for group in groups}:
             await self._envs.record_heartbeat(env_id)
+        ticket = self._valid_ticket(ticket, groups)
+        if ticket is not None and not groups:
+            await self._return_ticket(ticket, is_expired=False)
         try:
-            admission = await self._admissions.admit(groups, key=key, digest=digest)
+            admission = await self._admissions.admit(groups, key=key, digest=digest, ticket=ticket)
         except tuple(_REFUSALS) as error:
             reason = next(name for kind, name in _REFUSALS.items() if isinstance(error, kind))
             self.counters[f"groups/refused_{reason}"] += 1
             raise
         self.counters["requests/repeated"] += admission.is_repeat
         return admission
+
+    def _valid_ticket(self, ticket: Ticket | None, groups: Sequence[DecodedGroup]) -> Ticket | None:
+        if ticket is None or not self.state.tickets.is_used:
+            return None
+        is_known = self.state.envs.find(ticket.env_id) is not None
+        is_own = all(group.env_id == ticket.env_id for group in groups)
+        return ticket if is_known and is_own else None
+
+    async def _return_ticket(self, ticket: Ticket, *, is_expired: bool) -> None:
+        self.state.tickets.check(ticket)
+        epoch, now = self.state.epoch, self._clock()
+        await self._log.append(records.TicketReturned(epoch, *ticket, is_expired, now))
+
+    async def _expire_ticket(self) -> None:
+        """Return the ticket for which groups have been held for `ordered_wait_s`."""
+        blocking = self.state.tickets.blocking
+        if blocking is None or blocking != self._blocking[0]:
+            self._blocking = (blocking, self._clock())
+            return
+        waited_s = self._clock() - self._blocking[1]
+        if 0 < self.limits.ordered_wait_s <= waited_s:
+            logger.warning(
+                "groups were held for %.0f s for ticket %s; it has expired", waited_s, blocking
+            )
+            await self._return_ticket(blocking, is_expired=True)
 
     async def next_batch(
         self, *, lease_s: float | None = None, wait_s: float = 0.0, key: str | None = None
@@ -801,6 +871,7 @@ class Run:
         await self._deliveries.return_expired()
         await self._return_orphans(is_start=False)
         await self._envs.watch()
+        await self._expire_ticket()
         await self._log.discard()
         await self._log.compact_if_due()
 

@@ -139,6 +139,20 @@ class ApiSettings(BaseModel):
         ge=0,
         description="Maximum size of delivered groups kept for inspection, in bytes.",
     )
+    ordered_envs: int = Field(
+        default=0,
+        ge=0,
+        le=4096,
+        description="Number of environments whose groups are admitted in the order in which their "
+        "rollouts were started, so that a run can be repeated. 0: in the order of arrival.",
+    )
+    ordered_wait_s: float = Field(
+        default=1800.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="Seconds that groups are held for an earlier rollout with `ordered_envs`, "
+        "before they are admitted without it. 0: no limit.",
+    )
     gzip_min_bytes: int = Field(
         default=1000, ge=0, description="Minimum size of a response body to compress, in bytes."
     )

@@ -35,6 +35,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from enum import Enum
 from functools import partial
+from itertools import chain
 from typing import Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
@@ -49,9 +50,11 @@ from atroposlib.api.queue import (
     QueuedGroup,
     RunLimits,
     Waiting,
+    check_figures,
 )
 from atroposlib.api.records import PayloadFlaw, RecordType, kind_of
 from atroposlib.api.schemas import RegisterEnv, Registration
+from atroposlib.api.tickets import TicketDesk
 from atroposlib.errors import GroupError
 
 _KEPT_ACKNOWLEDGEMENTS = 4096
@@ -413,8 +416,6 @@ GROUPS_SET_ASIDE = "groups/set_aside_"
 _KEPT_TRAINER_IDS = 256
 _KEPT_FLAWS = 100
 _MAX_FAULT_CHARACTERS = 500
-_MAX_GROUP_ID = 2**63 - 1
-_MAX_GROUP_FIGURE = 2**48  # sequences, tokens and bytes of one group: sums stay far from overflow
 _RUN_ID_DIGITS = 16
 
 
@@ -470,6 +471,7 @@ class RunState:
         self.envs = EnvRegistry()
         self.queue = GroupQueue()
         self.keys = KeyBook()
+        self.tickets = TicketDesk()
         self.step = 0
         self.is_started = False
         """Whether the trainer has requested a batch; environments wait until then."""
@@ -541,6 +543,8 @@ class RunState:
         """
         if self.consumer is not None:
             return self.queue.plan_oldest(self.batch_size)
+        if self.tickets.is_used:
+            return self.queue.plan_in_order(self.batch_size, self.envs.minimums)
         return self.queue.plan_batch(self.batch_size, self.envs.minimums)
 
     @property
@@ -582,11 +586,10 @@ class RunState:
 
     @property
     def waiting(self) -> Waiting:
-        """Sequences and bytes in the queue and in buffers."""
-        return Waiting(
-            self.queue.num_sequences + self.envs.buffered_sequences,
-            self.queue.num_bytes + self.envs.buffered_bytes,
-        )
+        """Sequences and bytes in the queue, in buffers and held for a ticket."""
+        num_sequences = self.queue.num_sequences + self.envs.buffered_sequences
+        waiting = Waiting(num_sequences, self.queue.num_bytes + self.envs.buffered_bytes)
+        return waiting.plus(Waiting.of(self.tickets)) if self.tickets.is_used else waiting
 
     def _admit(self, record: records.GroupsAdmitted) -> AdmittedGroups:
         if record.epoch != self.epoch:
@@ -599,7 +602,11 @@ class RunState:
             is_same = known.digest == record.digest
             return AdmittedGroups(known.placements, is_repeat=is_same, is_key_reused=not is_same)
         _require_sound(record)
-        placements = [self._place(group) for group in record.groups]
+        if record.ticket is None:
+            placements = [self._place(group) for group in record.groups]
+        else:
+            self._settle_ticket(record.groups[0].env_id, record.ticket, record.groups)
+            placements = [Placement(None) for _ in record.groups]
         self.counters["groups/received"] += len(record.groups)
         self.counters["sequences/received"] += sum(g.num_sequences for g in record.groups)
         self.counters["tokens/received"] += sum(group.num_tokens for group in record.groups)
@@ -621,6 +628,23 @@ class RunState:
         for released in self.envs.buffer(env, group):
             self._enqueue(released)
         return Placement(self.envs.buffered_sequences_of(env.env_id))
+
+    def _settle_ticket(self, env_id: int | None, number: int, groups: list[QueuedGroup]) -> None:
+        """Hold groups until the turn of their ticket; late ones are placed at once."""
+        env = self.envs.find(env_id)
+        released = None if env is None else self.tickets.settle(number, env, groups)
+        if released is None and groups:
+            self.counters["tickets/late"] += 1
+        self._place_all([groups] if released is None else released)
+
+    def _place_all(self, released: list[list[QueuedGroup]]) -> None:
+        for group in chain.from_iterable(released):
+            self._place(group)
+
+    def _return_ticket(self, record: records.TicketReturned) -> None:
+        if record.epoch == self.epoch and self.envs.find(record.env_id) is not None:
+            self.counters["tickets/expired" if record.is_expired else "tickets/returned"] += 1
+            self._settle_ticket(record.env_id, record.number, [])
 
     def _enqueue(self, group: QueuedGroup) -> None:
         if self.queue.get(group.group_id) is not None:
@@ -707,17 +731,22 @@ class RunState:
             self.envs.add_unreadable(now=record.at)
             raise
         self.envs.add(request, now=record.at)
+        self.tickets.require(record.ordered_envs)
 
     def _disconnect_env(self, record: records.EnvDisconnected) -> None:
         env = self.envs.find(record.env_id)
         if env is not None:
             self.envs.connect(env, False, is_expired=record.is_expired)
+            released, num_expired = self.tickets.disconnect(record.env_id)
+            self.counters.update({"tickets/expired": num_expired} if num_expired else {})
+            self._place_all(released)
 
     def _revive_env(self, record: records.EnvRevived) -> None:
         env = self.envs.find(record.env_id)
         if env is not None and env.is_expired:
             env.last_seen = max(env.last_seen, record.at)
             self.envs.connect(env, True)
+            self.tickets.reconnect(record.env_id)
 
     def _note_seen(self, record: records.EnvsSeen) -> None:
         if record.epoch != self.epoch:
@@ -805,6 +834,7 @@ class RunState:
         self.epoch += 1
         group_ids = [group.group_id for group in self.queue]
         group_ids += [group.group_id for env in self.envs for group in env.buffer]
+        group_ids += [group.group_id for group in self.tickets]
         group_ids += [i for batch in self.delivery.pending() for i in batch.group_ids]
         self.payloads.forget(group_ids)
         self.delivery.clear()
@@ -838,6 +868,7 @@ def find_group(state: RunState, group_id: int) -> tuple[QueuedGroup, GroupState]
 
 _HANDLERS: dict[type[Any], Callable[[RunState, Any], AdmittedGroups | None]] = {
     records.GroupsAdmitted: RunState._admit,
+    records.TicketReturned: RunState._return_ticket,
     records.TrainerRegistered: RunState._register_trainer,
     records.ConsumerLeft: RunState._release_consumer,
     records.TrainerStarted: RunState._start,
@@ -865,18 +896,9 @@ def _without_versions_after(step: int, groups: Iterable[QueuedGroup]) -> list[Qu
 
 
 def _require_sound(record: records.GroupsAdmitted) -> None:
-    """Raise `GroupError` for impossible sizes, whose sums would be meaningless or overflow."""
+    """Raise `GroupError` for impossible sizes and counts."""
     for group in record.groups:
-        if not (
-            0 < group.num_sequences <= _MAX_GROUP_FIGURE
-            and 0 <= group.num_tokens <= _MAX_GROUP_FIGURE
-            and 0 <= group.num_bytes <= _MAX_GROUP_FIGURE
-            and 0 <= group.group_id <= _MAX_GROUP_ID
-        ):
-            raise GroupError(
-                f"group {group.group_id}: {group.num_sequences} sequences, {group.num_tokens} "
-                f"tokens and {group.num_bytes} bytes"
-            )
+        check_figures(group)
     for count in (record.num_loose, record.num_from_text):
         if not 0 <= count <= len(record.groups):
             raise GroupError(f"{count} of {len(record.groups)} groups")

@@ -1,4 +1,4 @@
-"""`atropos-replay`: rescore groups, post them, compare runs, exchange traces of agents."""
+"""`atropos-replay`: rescore groups, repeat and compare runs, exchange traces of agents."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ import inspect
 import json
 import logging
 import os
+import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from itertools import islice
@@ -140,6 +141,32 @@ def _diff(args: argparse.Namespace, _: Sequence[str]) -> None:
     print(comparison_text(first, second, names=(args.first, args.second)))
 
 
+def _journal(args: argparse.Namespace, _: Sequence[str]) -> None:
+    from atroposlib.exporting.consumption import consumption_lines
+
+    try:
+        for line in consumption_lines(find_run(args.run, Path(args.data_dir))):
+            print(json.dumps(line))
+        sys.stdout.flush()
+    except BrokenPipeError:  # such as `| head`; the interpreter must not flush again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def _run(args: argparse.Namespace, _: Sequence[str]) -> None:
+    """Train a recorded run again, in the trainer's own process."""
+    if importlib.util.find_spec("example_trainer") is None:
+        raise ConfigError("the trainer is not installed here; install the extra `trainer`")
+    flags = [args.run]
+    if args.device is not None:
+        flags += ["--device", args.device]
+    if args.output is not None:
+        flags += ["--output", args.output]
+    if args.steps is not None:
+        flags += ["--steps", str(args.steps)]
+    ending = subprocess.run([sys.executable, "-m", "example_trainer.repeating", *flags])
+    sys.exit(ending.returncode)
+
+
 def _export_traces(args: argparse.Namespace, _: Sequence[str]) -> None:
     from atroposlib.exporting.traces import export_traces
 
@@ -243,7 +270,7 @@ def _environment_class(path: str) -> type[Any]:
 def _parser() -> CommandParser:
     parser = CommandParser(prog=_COMMAND, description=__doc__)
     commands = parser.add_subparsers(
-        required=True, metavar="{score,post,diff,export-traces,import-traces,cast}"
+        required=True, metavar="{score,post,diff,journal,run,export-traces,import-traces,cast}"
     )
     groups_help = "JSONL of groups, or a stored run by name or .sqlite3 file"
 
@@ -284,12 +311,38 @@ def _parser() -> CommandParser:
     diff.add_argument("first", help=groups_help)
     diff.add_argument("second", help=groups_help)
     diff.set_defaults(act=_diff)
+    journal = _add_run_commands(commands)
     traced = _add_trace_commands(commands, groups_help)
-    for command in (score, post, diff, *traced):
+    for command in (score, post, diff, journal, *traced):
         command.add_argument(
             "--data-dir", default="atropos_runs", help="folder of stored runs (%(default)s)"
         )
     return parser
+
+
+def _add_run_commands(commands: Any) -> CommandParser:
+    """Add the commands that repeat a run; return the one that reads a stored run."""
+    journal: CommandParser = commands.add_parser(
+        "journal",
+        help="print the groups that a trainer consumed, without what depends on time",
+        description="Print one JSON object per group of a run of run-api, in the order of "
+        "training. Two runs with --ordered-envs and the same completions print the same lines.",
+    )
+    journal.add_argument("run", help="stored run by name or .sqlite3 file")
+    journal.set_defaults(act=_journal)
+
+    run = commands.add_parser(
+        "run",
+        help="train a recorded run again and compare its weights",
+        description="Train again on the batches that atropos-grpo --record-run has kept, and "
+        "compare the weights after each step. Exit code 1: they differ.",
+    )
+    run.add_argument("run", metavar="FOLDER", help="--save-path of the recorded run")
+    run.add_argument("--output", metavar="DIR", help="folder of the new run (FOLDER/repeated)")
+    run.add_argument("--device", help="device of the new run (default: as recorded)")
+    run.add_argument("--steps", type=_count, help="number of steps (default: all)")
+    run.set_defaults(act=_run)
+    return journal
 
 
 def _add_trace_commands(commands: Any, groups_help: str) -> list[CommandParser]:

@@ -687,7 +687,10 @@ class ServingLoop:
         record = self._scheduler.running_items.get(item_uuid)
         if record is None:
             return None
-        with root_span(self._tracer, "rl.item", self._described(item_uuid)):
+        with (
+            root_span(self._tracer, "rl.item", self._described(item_uuid)),
+            self._registration.numbered_rollout(),
+        ):
             scored, duration_s = await self._make_groups(item_uuid, record)
         await settle(self._env.cleanup())
         if not scored:

@@ -43,7 +43,9 @@ import math
 import random
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextvars import ContextVar
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
@@ -307,6 +309,20 @@ def is_outage(error: TrajectoryApiError) -> bool:
     return error.status is None or error.status in OUTAGE_STATUSES
 
 
+@dataclass
+class RolloutTicket:
+    """Number of a rollout, by which a service with `--ordered-envs` orders groups."""
+
+    registration: int
+    """The registration under which it is valid."""
+    number: int
+    is_sent: bool = False
+    """Whether the service has accepted a group with it."""
+
+
+_ticket_of_rollout: ContextVar[RolloutTicket | None] = ContextVar("ticket_of_rollout", default=None)
+
+
 class EnvSession:
     """One environment's connection to the service.
 
@@ -339,6 +355,10 @@ class EnvSession:
         self._away_since: float | None = None
         self._logged_at: dict[str, float] = {}
         self._is_registered = asyncio.Event()
+        self._ticketed_registration: int | None = None
+        """Registration from which rollouts are numbered; None: they are not."""
+        self._next_ticket = 0
+        self._returning: set[asyncio.Task[None]] = set()
 
     @property
     def is_registered(self) -> bool:
@@ -417,22 +437,59 @@ class EnvSession:
             self._logged_at[waiting_for] = self._clock()
             logger.warning("waiting for %s", waiting_for)
 
-    def enter(self, env_id: int, *, run_id: str | None = None) -> None:
+    def enter(
+        self, env_id: int, *, run_id: str | None = None, first_ticket: int | None = None
+    ) -> None:
         """Record a registration; waiting groups are then sent.
 
         Args:
             env_id: id in the run.
             run_id: the service's name of the run; None if it sends no name.
+            first_ticket: number of the next rollout; None: as before, or not numbered.
         """
         self.env_id = env_id
         self._run_id = run_id
         self._num_registrations += 1
+        if first_ticket is not None:
+            self._ticketed_registration, self._next_ticket = self._num_registrations, first_ticket
         self._outages_at_confirmation = self.client.num_outages
         self._is_registered.set()
 
     def forget_registration(self) -> None:
         """Hold groups back until the next `enter`, since the service does not know the id."""
         self._is_registered.clear()
+
+    @contextmanager
+    def numbered_rollout(self) -> Iterator[None]:
+        """Give the next ticket to the groups that are sent inside; return it if none is sent."""
+        if self._ticketed_registration is None:
+            yield
+            return
+        ticket = RolloutTicket(self._ticketed_registration, self._next_ticket)
+        self._next_ticket += 1
+        token = _ticket_of_rollout.set(ticket)
+        try:
+            yield
+        finally:
+            _ticket_of_rollout.reset(token)
+            if not ticket.is_sent:
+                # In its own task, since the rollout may have been cancelled.
+                task = asyncio.create_task(self._return_ticket(ticket))
+                self._returning.add(task)
+                task.add_done_callback(self._returning.discard)
+
+    async def _return_ticket(self, ticket: RolloutTicket) -> None:
+        _ticket_of_rollout.set(ticket)
+        try:
+            await self.send([])
+        except TrajectoryApiError as error:
+            logger.warning("ticket %d could not be returned: %s", ticket.number, error)
+
+    def _ticket_text(self, ticket: RolloutTicket | None) -> dict[str, str]:
+        """Return the argument of the client for a ticket, none if it is of another registration."""
+        if ticket is None or ticket.registration != self._ticketed_registration:
+            return {}
+        return {"ticket": f"{self.env_id}-{ticket.number}"}
 
     async def send(self, groups: Mapping[str, Any] | list[Any], *, key: str | None = None) -> None:
         """Deliver one group (a mapping) or several (a list), and retry during outages.
@@ -451,16 +508,18 @@ class EnvSession:
             GroupError: a group cannot be encoded.
         """
         is_known, key = key is not None, key or uuid.uuid4().hex
+        ticket = _ticket_of_rollout.get()
         num_failures = 0
 
         async def deliver() -> bool:
             await self._is_registered.wait()
             await self._confirm_registration()
+            order = self._ticket_text(ticket)
             if isinstance(groups, list):
                 stamped = [{**group, "env_id": self.env_id} for group in groups]
-                await self.client.post_groups(stamped, key=key)
+                await self.client.post_groups(stamped, key=key, **order)
             else:
-                await self.client.post_group({**groups, "env_id": self.env_id}, key=key)
+                await self.client.post_group({**groups, "env_id": self.env_id}, key=key, **order)
             return True
 
         def may_pass(error: TrajectoryApiError) -> bool:
@@ -477,6 +536,8 @@ class EnvSession:
             # Sent before this process started, under the id of an earlier registration.
             logger.info("the service has this group already; it is not sent again")
         self.num_groups_sent += len(groups) if isinstance(groups, list) else 1
+        if ticket is not None:
+            ticket.is_sent = True
 
     async def status(self, env_id: int, *, running_sequences: int | None = None) -> dict[str, Any]:
         """Return the queue's status for this environment.
@@ -517,6 +578,9 @@ class EnvSession:
 
     async def leave(self, *, timeout_s: float) -> None:
         """Disconnect and close the client; failures are only logged."""
+        for task in self._returning:
+            task.cancel()
+        await asyncio.gather(*self._returning, return_exceptions=True)
         try:
             if self.env_id is not None and self.is_registered:
                 await asyncio.wait_for(self.client.disconnect_env(self.env_id), timeout_s)
@@ -597,6 +661,11 @@ class EnvRegistration:
         self.service_session = EnvSession(client, retry_s=self._env.retry_interval_s)
         return self.service_session
 
+    def numbered_rollout(self) -> AbstractContextManager[None]:
+        """Number the rollout inside, if the service admits groups in the order of rollouts."""
+        session = self.service_session
+        return nullcontext() if session is None else session.numbered_rollout()
+
     def session(self) -> EnvSession:
         """Return the open connection to the service, or open one."""
         return self.service_session or self.open_session()
@@ -649,7 +718,9 @@ class EnvRegistration:
         self.checkpoint_interval = reply["checkpoint_interval"]
         self.trainer_steps = reply["num_steps"]
         self._env.config.total_steps = self._last_step(reply["num_steps"])
-        session.enter(reply["env_id"], run_id=reply.get("run_id"))
+        session.enter(
+            reply["env_id"], run_id=reply.get("run_id"), first_ticket=reply.get("first_ticket")
+        )
         self._reporter.name_metrics_file(reply["wandb_name"])
         logger.info("registered as %s at step %d", self.wandb_prepend, self.curr_step)
         if is_first and self.curr_step > 0:

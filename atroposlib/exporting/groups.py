@@ -32,6 +32,7 @@ __all__ = [
     "ExportGroup",
     "RawGroup",
     "check_inspectable",
+    "connect_read_only",
     "consume_groups",
     "export_group",
     "find_run",
@@ -272,7 +273,7 @@ def find_run(run: str, data_dir: Path) -> Path:
         known = ", ".join(file.name.removesuffix(_SUFFIX) for file in files[:5])
         hint = f"; {data_dir} has {known}" if known else f"; {data_dir} has no runs"
         raise ConfigError(f"there is no run {run}{hint}; --data-dir names another directory")
-    connection = _connect(path)
+    connection = connect_read_only(path)
     try:
         (application_id,) = connection.execute("PRAGMA application_id").fetchone()
     except sqlite3.DatabaseError as error:
@@ -286,7 +287,7 @@ def find_run(run: str, data_dir: Path) -> Path:
 
 def read_run(path: Path) -> Iterator[RawGroup]:
     """Yield the groups of a run in order of arrival, except discarded ones."""
-    connection = _connect(path)
+    connection = connect_read_only(path)
     after = -1
     try:
         while rows := connection.execute(
@@ -304,7 +305,7 @@ def read_run(path: Path) -> Iterator[RawGroup]:
         connection.close()
 
 
-def _connect(path: Path) -> sqlite3.Connection:
+def connect_read_only(path: Path) -> sqlite3.Connection:
     """Open the file of a run read-only; without a write-ahead log, SQLite creates no files."""
     is_in_use = path.with_name(path.name + "-wal").exists()
     options = "mode=ro" if is_in_use else "mode=ro&immutable=1"

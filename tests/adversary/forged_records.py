@@ -40,6 +40,10 @@ class Forger:
             records.TrainerRegistered: self._trainer,
             records.EnvRegistered: self._env,
             records.GroupsAdmitted: self._groups,
+            records.TicketReturned: lambda: [
+                *(self._state.epoch, self._env_id(), self._rng.randint(0, 9)),
+                *(self._rng.random() < 0.5, 1.0),
+            ],
             records.BatchFormed: self._batch,
             records.ConsumerLeft: lambda: [rng.choice(("1f", "2a")), 1.0],
             records.BatchAcknowledged: lambda: [*self._token(), 1.0],
@@ -102,7 +106,7 @@ class Forger:
         size = self._rng.choice((None, 1, 3, 8, 101, MAX_GROUP_SIZE))
         share = self._rng.choice((None, 0.0, 0.3, 9.0))
         changes = {"group_size": size, "min_batch_allocation": share}
-        return [len(self._state.envs), {**ENV, **changes}, 1.0]
+        return [len(self._state.envs), {**ENV, **changes}, 1.0, self._rng.choice((0, 0, 1, 2))]
 
     def _groups(self) -> list[Any]:
         groups = []
@@ -112,7 +116,11 @@ class Forger:
             groups.append([self._num_groups, env_id, size, size, 10])
             self._num_groups += 1
         key = self._rng.choice((None, "a", "b"))
-        return [self._state.epoch, groups, 1.0, 0, key, self._rng.randint(1, 2), 0]
+        digest = self._rng.randint(1, 2)
+        return [self._state.epoch, groups, 1.0, 0, key, digest, 0, self._ticket(), []]
+
+    def _ticket(self) -> int | None:
+        return self._rng.choice((None, self._rng.randint(0, 9)))
 
     def _batch(self) -> list[Any]:
         planned = self._state.plan_batch() if self._state.registration else None

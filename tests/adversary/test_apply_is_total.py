@@ -80,6 +80,8 @@ def check_readable(state: RunState) -> None:
     assert state.queue.num_bytes == sum(group.num_bytes for group in groups)
     buffered = [group for env in state.envs for group in env.buffer]
     assert state.envs.buffered_sequences == sum(group.num_sequences for group in buffered)
+    held = [group.group_id for group in state.tickets]
+    assert len(held) == len(set(held))
     find_stalls(state.queue, state.envs, batch_size=state.batch_size)
     if state.registration is not None:
         planned = state.plan_batch()

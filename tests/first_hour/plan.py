@@ -229,6 +229,20 @@ STEPS: tuple[Step, ...] = (
     NotRun("docs/weights.md", "atropos-weights follow s3://bucket/run", "needs a bucket"),
     NotRun("docs/telemetry.md", "export ATROPOS_TRACING=otlp", "needs a collector"),
     NotRun("docs/telemetry.md", "view-run --trace-url", "needs a service of traces"),
+    Run("docs/repeating_runs.md", "run-api --run first", until=("http://",)),
+    Run(
+        "docs/repeating_runs.md",
+        "atropos-replay journal first",
+        before="run-api --run first &\nrun-api --run second --new-run --port 8001 &\n"
+        "await-url http://localhost:8000/health/live\nawait-url http://localhost:8001/health/live",
+    ),
+    NotRun("docs/repeating_runs.md", '{"batch": 1,', "one line of the output of the command above"),
+    NotRun(
+        "docs/repeating_runs.md",
+        "atropos-grpo --model",
+        "needs the groups of an environment; tests/trainer/test_repeating.py does it",
+    ),
+    NotRun("docs/repeating_runs.md", "step 1: 5f0d", "the output of the command above"),
     # the front pages
     Run("docs/faq.md", "atropos-new-env my_first_env", shows=("my_first_env.py",)),
     Run("docs/coming_from/trl.md", "from atroposlib.envs.single_turn_env", save_as="capitals.py"),

@@ -1,0 +1,1 @@
+"""Parts of the model of large runs."""
