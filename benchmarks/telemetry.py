@@ -44,6 +44,7 @@ GROUP_SIZE = 8
 PROMPT_TOKENS = 64
 GROUPS_PER_BATCH = 4
 GROUPS_PER_BLOCK = 12
+POSTS_PER_BLOCK = 60
 STEPS_PER_BLOCK = 2
 DRAIN_PAUSE_S = 0.05
 
@@ -194,7 +195,7 @@ def measure_service(folder: Path, *, num_pairs: int, tokens: int) -> list[Cost]:
     try:
         with Connection(server.servers[0].sockets[0].getsockname()[1]) as connection:
             register_trainer(connection, GROUP_SIZE)
-            blocks = Blocks(set_tracer, per_block=GROUPS_PER_BLOCK, folder=folder)
+            blocks = Blocks(set_tracer, per_block=POSTS_PER_BLOCK, folder=folder)
             while len(blocks.costs) < num_pairs:
                 connection.expect(request)
                 connection.expect(request_bytes("GET", "/batch"))
