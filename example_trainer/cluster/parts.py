@@ -39,6 +39,9 @@ SERVICE_RUN = "run"
 """Name of the run in the service's own folder."""
 TOKEN_VARIABLE = "ATROPOS_API_TOKEN"
 RENDEZVOUS_PORT = 29500
+ENVIRONMENT_EXPIRY_S = 30.0
+"""Seconds without a request after which the service counts an environment as disconnected: its next
+process registers as another one, and batches would wait for groups of the former."""
 
 
 @dataclass(frozen=True)
@@ -263,7 +266,9 @@ def _service(run: RunFile, paths: RunPaths, addresses: Addresses, name: str) -> 
     words += ["--new-run"] if section.redis_url else []
     words += ["--token-file", str(section.token_file)] if section.token_file else []
     words += ["--allowed-host", addresses.hosts[name]] if addresses.bind != "127.0.0.1" else []
-    words += flag_words(section.flags, booleans="switches")
+    # The share of an environment that was killed is free before the next one has started.
+    flags = {"env-expiry-s": ENVIRONMENT_EXPIRY_S, **section.flags}
+    words += flag_words(flags, booleans="switches")
     return Part(
         name=name,
         role="service",

@@ -115,6 +115,14 @@ def test_flags_of_each_program_keep_their_form():
     assert parts["trainer"].command[-2:] == ("--no-gradient-checkpointing", "--lr=1e-05")
 
 
+def test_share_of_a_killed_environment_is_soon_free_unless_a_flag_says_otherwise():
+    usual = plan(make_run())["service"].command
+    given = plan(make_run(service={"flags": {"env-expiry-s": 90}}))["service"].command
+
+    assert "--env-expiry-s=30.0" in usual
+    assert [word for word in given if word.startswith("--env-expiry-s")] == ["--env-expiry-s=90"]
+
+
 def test_several_gpus_train_under_torchrun():
     one = plan(make_run(trainer={"model": "m", "steps": 3, "gpus": 4}))["trainer"]
     two = plan(make_run(trainer={"model": "m", "steps": 3, "gpus": 4, "nodes": 2}))["trainer"]

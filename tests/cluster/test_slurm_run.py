@@ -1,7 +1,7 @@
 """`atropos-up --on slurm` on a real Slurm whose job is queued again in the middle of the run.
 
-Two nodes train under torchrun, one has the environment, one serves with two engines of two GPUs.
-This machine plays all nodes. Service, trainer, torchrun and Slurm are real, the engines stand-ins.
+One node trains, one has the environment, one serves with two engines of two GPUs each.
+This machine plays all nodes. Service, trainer and Slurm are real, the engines stand-ins.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ def test_run_goes_on_after_its_job_was_queued_again(tmp_path):
         tmp_path,
         steps=STEPS,
         engines={"count": 2, "tensor_parallel": 2, "gpus": 2},
-        trainer={"nodes": 2},
         environments={"flags": {"groups": STEPS + 4, "every-s": 0.3}},
         slurm={"gpus_per_node": 4, "environment_nodes": 1},
     )
@@ -38,7 +37,7 @@ def test_run_goes_on_after_its_job_was_queued_again(tmp_path):
 
     session = [sys.executable, "-m", "tests.cluster.slurm_session", str(file), "5"]
     done = subprocess.run(
-        ["bash", str(CLUSTER), str(cluster), "4", *session],
+        ["bash", str(CLUSTER), str(cluster), "3", *session],
         cwd=ROOT,
         env={
             **os.environ,
@@ -66,8 +65,8 @@ def test_run_goes_on_after_its_job_was_queued_again(tmp_path):
     assert "has no job that waits or runs" in said["down"][1]
     found = next(line for line in logs["environment-made-up.log"].splitlines() if "engines" in line)
     assert json.loads(found) == {
-        "node": "node3",
-        "engines": {"http://node4:9000/v1": 200, "http://node4:9001/v1": 200},
+        "node": "node2",
+        "engines": {"http://node3:9000/v1": 200, "http://node3:9001/v1": 200},
     }
     assert "devices: 0,1" in logs["engine-0.log"]
     assert "devices: 2,3" in logs["engine-1.log"]

@@ -310,3 +310,10 @@ def test_checkpoint_of_a_version_that_did_not_name_runs_is_resumed(tmp_path):
     journal = BatchJournal.open(tmp_path, resume=True)
 
     assert find_intact_checkpoint(tmp_path, run_id=journal.run_id) == tmp_path / "step_1"
+
+
+def test_journal_exists_once_a_run_has_opened_it(tmp_path):
+    before = BatchJournal.exists(tmp_path)
+    BatchJournal.open(tmp_path, resume=False)
+
+    assert (before, BatchJournal.exists(tmp_path)) == (False, True)
