@@ -19,9 +19,9 @@ from example_trainer.cluster.ray_cluster import RayRun
 from tests.on_ray.conftest import NODE
 from tests.on_ray.stand_ins import stand_in_run
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(240)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
 
-LIMIT_S = 90.0
+LIMIT_S = 180.0
 ENVIRONMENT = "environment-environment"
 
 
