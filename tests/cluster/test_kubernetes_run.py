@@ -78,7 +78,7 @@ async def test_run_that_waits_for_a_secret_is_waiting_and_down_ends_only_its_own
     cluster: FakeKubernetes, tmp_path: Path
 ) -> None:
     service = {"token_file": "/etc/tokens/tokens", "tokens": {"trainer": "TRAINER"}}
-    place = {**KUBERNETES, "token_secret": "missing"}
+    place = {**KUBERNETES, "token_secret": "missing"}  # pragma: allowlist secret
     engines = {"kind": "url", "urls": ["http://engine:9000"]}
     file = scripted_run(tmp_path, steps=2, service=service, kubernetes=place, engines=engines)
     run = run_of(file)

@@ -11,6 +11,7 @@ import example_trainer.cluster
 from atroposlib.errors import ConfigError
 from example_trainer.cluster.run_file import read_run_file
 
+WITH_PASSWORD = "redis://u:hidden@host"  # pragma: allowlist secret
 EXAMPLES = sorted((Path(example_trainer.cluster.__file__).parent / "examples").glob("*.yaml"))
 SMALLEST = {
     "name": "small",
@@ -49,9 +50,7 @@ def test_example_is_valid_and_its_programs_exist(path):
         ({"engines": [{"kind": "torch", "tensor_parallel": 2}]}, "tensor_parallel above 1 needs"),
         ({"service": {"replicas": 2}}, "service: replicas above 1 need store: redis"),
         (
-            {
-                "service": {"store": "redis", "redis_url": "redis://u:hidden@host"}
-            },  # pragma: allowlist secret
+            {"service": {"store": "redis", "redis_url": WITH_PASSWORD}},
             "service: redis_url has a password",
         ),
         ({"slurm": {"time": 86400}}, "slurm.time: expected a time in quotes"),

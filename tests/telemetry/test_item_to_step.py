@@ -26,7 +26,7 @@ from tests.trainer.tiny import save_tiny_model, tiny_config
 pytestmark = pytest.mark.slow
 
 CALL = '<tool_call>{"name": "price", "arguments": {"product": "tea"}}</tool_call>'
-SECRET = "hunter2-of-the-prompt"
+SECRET = "hunter2-of-the-prompt"  # pragma: allowlist secret
 
 
 def price(product: str) -> int:
