@@ -22,6 +22,7 @@ import httpx
 from prometheus_client.core import GaugeMetricFamily, Metric
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.registry import Collector
+from prometheus_client.samples import Sample
 
 from atroposlib.api.concurrency import (
     ConcurrencyRule,
@@ -44,7 +45,10 @@ _RUNNING = ("vllm:num_requests_running", "sglang:num_running_reqs")
 _WAITING = ("vllm:num_requests_waiting", "sglang:num_queue_reqs")
 _CACHE_USE = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc", "sglang:token_usage")
 _PREEMPTIONS = ("vllm:num_preemptions_total", "sglang:num_retracted_requests_total")
-_READ = frozenset((*_RUNNING, *_WAITING, *_CACHE_USE, *_PREEMPTIONS))
+_PREFIXES = (*_RUNNING, *_WAITING, *_CACHE_USE, *_PREEMPTIONS)
+_READ = frozenset(_PREFIXES)
+_MAX_LINES = 1024
+_MAX_LINE_CHARACTERS = 4096
 
 
 def read_metrics(text: str) -> EngineReading:
@@ -55,14 +59,11 @@ def read_metrics(text: str) -> EngineReading:
             requests is missing, or a number is negative or not finite.
     """
     values: dict[str, list[float]] = {}
-    for family in text_string_to_metric_families(text):
-        for sample in family.samples:
-            if sample.name in _READ:
-                if not 0.0 <= sample.value < math.inf:
-                    raise ValueError(
-                        f"{sample.name} is {sample.value}; expected a count or a ratio"
-                    )
-                values.setdefault(sample.name, []).append(sample.value)
+    for sample in _samples(text):
+        if sample.name in _READ:
+            if not 0.0 <= sample.value < math.inf:
+                raise ValueError(f"{sample.name} is {sample.value}; expected a count or a ratio")
+            values.setdefault(sample.name, []).append(sample.value)
     running, waiting = _first(values, _RUNNING), _first(values, _WAITING)
     if running is None or waiting is None:
         raise ValueError(
@@ -76,6 +77,21 @@ def read_metrics(text: str) -> EngineReading:
         cache_use=None if cache_use is None else max(cache_use),
         preemptions=None if preemptions is None else sum(preemptions),
     )
+
+
+def _samples(text: str) -> list[Sample]:
+    """Parse the lines that are read; to parse all of a large text would take seconds."""
+    lines = [line for line in text.split("\n") if line.startswith(_PREFIXES)]
+    if len(lines) > _MAX_LINES or any(len(line) > _MAX_LINE_CHARACTERS for line in lines):
+        raise ValueError(
+            f"expected at most {_MAX_LINES} lines of {_PREFIXES[0]} and the like, of at most "
+            f"{_MAX_LINE_CHARACTERS} characters each"
+        )
+    try:
+        families = list(text_string_to_metric_families("\n".join(lines) + "\n"))
+    except IndexError as error:  # of the parser, for some malformed labels
+        raise ValueError(f"expected metrics of Prometheus: {error}") from error
+    return [sample for family in families for sample in family.samples]
 
 
 def _first(values: Mapping[str, list[float]], names: Sequence[str]) -> list[float] | None:

@@ -436,13 +436,13 @@ class Admissions:
         arriving = Waiting(
             sum(group.num_sequences for group in groups), sum(len(g.payload) for g in groups)
         )
-        if ticket is None or not self._state.tickets.is_next(ticket):
-            check_room(
-                self._state.limits,
-                waiting=self._state.waiting.plus(self._arriving),
-                arriving=arriving,
-                retry_after_s=self._retry_after_s(),
-            )
+        waiting, needed = self._state.tickets.counted(ticket, self._state.waiting, arriving)
+        check_room(
+            self._state.limits,
+            waiting=waiting.plus(self._arriving),
+            arriving=needed,
+            retry_after_s=self._retry_after_s(),
+        )
         self._arriving = self._arriving.plus(arriving)
         try:
             return await self._admit(groups, key, digest, ticket)

@@ -22,7 +22,7 @@ import msgspec
 from xxhash import xxh3_64_intdigest
 
 from atroposlib.api.environments import MIN_ENV_WEIGHT, EnvRecord
-from atroposlib.api.queue import QueuedGroup
+from atroposlib.api.queue import QueuedGroup, Waiting
 from atroposlib.errors import GroupError
 from atroposlib.wire import DecodedGroup, StoredPayload, convert_payload
 
@@ -133,15 +133,25 @@ class TicketDesk:
         stream = self._next_stream()
         return None if stream is None else Ticket(stream.env_id, stream.next_number)
 
-    def is_next(self, ticket: Ticket) -> bool:
-        """Whether a ticket is the next one of its environment, for which others may wait."""
-        stream = self._streams.get(ticket.env_id)
-        return ticket.number == (0 if stream is None else stream.next_number)
+    def counted(
+        self, ticket: Ticket | None, waiting: Waiting, arriving: Waiting
+    ) -> tuple[Waiting, Waiting]:
+        """Return what waits and what arrives, as the limits of the queue count them.
+
+        Groups with the next ticket of their environment are those for which others are held. Only
+        the queue itself keeps them out, once it is full.
+        """
+        if ticket is None or ticket.number != self._next_number(ticket.env_id):
+            return waiting, arriving
+        return waiting.plus(Waiting.of(self), -1), Waiting(1, 1)
+
+    def _next_number(self, env_id: int) -> int:
+        stream = self._streams.get(env_id)
+        return 0 if stream is None else stream.next_number
 
     def check(self, ticket: Ticket) -> None:
         """Raise `GroupError` if a ticket is too far ahead of the next one."""
-        stream = self._streams.get(ticket.env_id)
-        first = 0 if stream is None else stream.next_number
+        first = self._next_number(ticket.env_id)
         if ticket.number - first > MAX_TICKETS_AHEAD:
             raise GroupError(
                 f"Rollout-Ticket: {ticket} is more than {MAX_TICKETS_AHEAD} after the next ticket "

@@ -228,6 +228,7 @@ def _checked_connection(path: Path, identity: JournalIdentity) -> sqlite3.Connec
     )
     try:
         connection.execute("PRAGMA locking_mode = EXCLUSIVE")
+        _check_owner(connection, path)  # before the mode of the file is changed
         connection.execute("PRAGMA journal_mode = WAL")
         connection.execute("PRAGMA synchronous = NORMAL")  # a kill -9 loses nothing
         _check_content(connection, path, identity)
@@ -243,22 +244,46 @@ def _check_content(connection: sqlite3.Connection, path: Path, identity: Journal
     [found] = connection.execute("PRAGMA quick_check(1)").fetchone()
     if found != "ok":
         raise sqlite3.DatabaseError(found)
-    [application] = connection.execute("PRAGMA application_id").fetchone()
     [version] = connection.execute("PRAGMA user_version").fetchone()
-    [num_tables] = connection.execute("SELECT count(*) FROM sqlite_master").fetchone()
-    if not num_tables:
+    if not _table_names(connection):
         connection.executescript(SCHEMA)
         content = encode_plain(identity)
         connection.execute("INSERT INTO identity VALUES (?)", (content,))
         return
-    if application != APPLICATION_ID:
-        raise ConfigError(f"--env.turn_journal {path}: expected a turn journal or no file")
     if version != FORMAT_VERSION:
         raise ConfigError(
             f"--env.turn_journal {path} has format {version}, this version writes "
             f"{FORMAT_VERSION}; give another path"
         )
+    _check_rows(connection)
     _check_identity(connection, path, identity)
+
+
+def _check_owner(connection: sqlite3.Connection, path: Path) -> None:
+    [application] = connection.execute("PRAGMA application_id").fetchone()
+    if application != APPLICATION_ID and _table_names(connection):
+        raise ConfigError(f"--env.turn_journal {path}: expected a turn journal or no file")
+
+
+def _table_names(connection: sqlite3.Connection) -> set[str]:
+    return {name for [name] in connection.execute("SELECT name FROM sqlite_master")}
+
+
+def _check_rows(connection: sqlite3.Connection) -> None:
+    """Raise `sqlite3.DatabaseError` if the journal cannot be read; turns are read later."""
+    missing = {"identity", *TABLES} - _table_names(connection)
+    if missing:
+        raise sqlite3.DatabaseError(f"no table {min(missing)}")
+    try:
+        for (content,) in connection.execute("SELECT content FROM identity"):
+            if not isinstance(_ANY.decode(content), dict):
+                raise TypeError("its identity is no mapping")
+        for item, step in connection.execute("SELECT item, step FROM groups"):
+            _ANY.decode(item)
+            if not isinstance(step, int):
+                raise TypeError("a step is no number")
+    except (TypeError, ValueError, RecursionError) as error:
+        raise sqlite3.DatabaseError(f"{error}") from error
 
 
 def _check_identity(connection: sqlite3.Connection, path: Path, identity: JournalIdentity) -> None:

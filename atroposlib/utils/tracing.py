@@ -40,6 +40,7 @@ from pydantic import BaseModel
 
 from atroposlib.errors import ConfigError
 from atroposlib.scored_data import is_traceparent
+from atroposlib.utils.text import inert_line
 
 __all__ = [
     "CLIENT",
@@ -438,7 +439,7 @@ def _encoded(span: TraceSpan) -> dict[str, Any]:
     encoded: dict[str, Any] = {
         "traceId": span.trace_id,
         "spanId": span.span_id,
-        "name": span.name,
+        "name": _cut(span.name),
         "kind": span.kind,
         "startTimeUnixNano": str(span.start_ns),
         "endTimeUnixNano": str(max(span.start_ns, span.end_ns)),
@@ -462,9 +463,7 @@ def encoded_attributes(attributes: Attributes) -> list[dict[str, Any]]:
 
 def _encoded_value(value: Any) -> dict[str, Any] | None:
     if isinstance(value, str):
-        # A lone surrogate, which no encoding has, becomes a question mark.
-        text = value[:MAX_TEXT_CHARACTERS].encode("utf-8", "replace").decode()
-        return {"stringValue": text}
+        return {"stringValue": _cut(value)}
     if isinstance(value, bool):
         return {"boolValue": value}
     if isinstance(value, int):
@@ -475,6 +474,11 @@ def _encoded_value(value: Any) -> dict[str, Any] | None:
         entries = (_encoded_value(entry) for entry in value[:MAX_ENTRIES])
         return {"arrayValue": {"values": [entry for entry in entries if entry is not None]}}
     return None
+
+
+def _cut(text: str) -> str:
+    # A lone surrogate, which no encoding has, becomes a question mark.
+    return text[:MAX_TEXT_CHARACTERS].encode("utf-8", "replace").decode()
 
 
 class FileSink:
@@ -509,11 +513,22 @@ class ConsoleSink:
 
     def write(self, body: bytes, spans: Sequence[TraceSpan]) -> None:
         lines = [
-            f"trace {span.trace_id} {span.name} {(span.end_ns - span.start_ns) / 1e6:.1f} ms"
+            f"trace {span.trace_id} {inert_line(span.name, max_characters=100)} "
+            f"{(span.end_ns - span.start_ns) / 1e6:.1f} ms"
             f"{'' if span.error_type is None else ' ' + span.error_type}\n"
             for span in spans
         ]
         sys.stderr.write("".join(lines))
+
+
+class _RefusedRedirects(urllib.request.HTTPRedirectHandler):
+    """Follows no redirect, which would send the key of the collector to another host."""
+
+    def redirect_request(self, *_: Any, **__: Any) -> None:
+        return None
+
+
+_opener = urllib.request.build_opener(_RefusedRedirects)
 
 
 class CollectorSink:
@@ -539,7 +554,7 @@ class CollectorSink:
     def write(self, body: bytes, spans: Sequence[TraceSpan]) -> None:
         request = urllib.request.Request(self._url, data=body, headers=self._headers)
         try:
-            with urllib.request.urlopen(request, timeout=_SEND_TIMEOUT_S):
+            with _opener.open(request, timeout=_SEND_TIMEOUT_S):
                 pass
         except urllib.error.HTTPError as error:
             error.close()

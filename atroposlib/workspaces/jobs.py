@@ -64,6 +64,9 @@ MESSAGE_BYTES = 1_000_000
 POLL_S = (0.1, 1.0)
 BRIDGE_S = 30.0
 MAX_TEMPLATE_BYTES = 2**18
+HOST_FIELDS = ("hostNetwork", "hostPID", "hostIPC")
+PRIVILEGE_FIELDS = ("privileged", "allowPrivilegeEscalation")
+"""Fields of pods and of containers that a template may not set."""
 VARIABLES = (
     *("HOME", "PATH", "USER", "TMPDIR", "KUBECONFIG", "KUBECACHEDIR"),
     *("KUBERNETES_SERVICE_HOST", "KUBERNETES_SERVICE_PORT"),
@@ -271,7 +274,7 @@ class JobEngine:
         """Remove the Jobs of owners whose Lease is gone or expired; return their number."""
         now = datetime.now(timezone.utc)
         leases = await self._listed("leases.coordination.k8s.io", f"{LABEL}=owner")
-        live = {lease["metadata"]["name"] for lease in leases if not _is_expired(lease, now)}
+        live = {lease["metadata"]["name"] for lease in leases if not is_expired(lease, now)}
         live.add(self._owner)  # also where its renewal was late
         jobs = await self._listed("jobs.batch", f"{LABEL}=fork")
         dead = [job for job in jobs if job["metadata"]["labels"].get(OWNER_LABEL) not in live]
@@ -403,7 +406,10 @@ class JobEngine:
         done = await self._kubectl("get", kind, "-l", selector, "-o", "json")
         if done.returncode != 0:
             raise WorkspaceError(f"kubectl get {kind} failed: {message_of(done)}")
-        items: list[dict[str, Any]] = json.loads(done.stdout)["items"]
+        try:
+            items: list[dict[str, Any]] = json.loads(done.stdout)["items"]
+        except ValueError as error:  # cut at the limit of the output
+            raise WorkspaceError(f"kubectl get {kind} gave no JSON: {error}") from error
         return items
 
     async def _delete(self, kind: str, name: str) -> None:
@@ -433,7 +439,27 @@ def _read_template(path: Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: expected the YAML file of a Job: {error}") from error
     if not isinstance(content, dict) or content.get("kind", "Job") != "Job":
         raise ConfigError(f"{path}: expected one object with kind: Job, the template of workspaces")
+    try:
+        json.dumps(content)
+        given = _privileges(content)
+    except (TypeError, AttributeError, ValueError) as error:
+        raise ConfigError(f"{path}: expected the fields of a Job: {error}") from error
+    if given:
+        raise ConfigError(
+            f"{path}: {given[0]} would end the isolation of workspaces; expected a template "
+            "without it"
+        )
     return content
+
+
+def _privileges(job: Mapping[str, Any]) -> list[str]:
+    """Return what a template sets that gives its pods the rights or the network of their node."""
+    pod = job.get("spec", {}).get("template", {}).get("spec", {})
+    given = [name for name in HOST_FIELDS if pod.get(name)]
+    containers = [*pod.get("containers", []), *pod.get("initContainers", [])]
+    for security in (each.get("securityContext", {}) for each in containers):
+        given += [name for name in PRIVILEGE_FIELDS if security.get(name)]
+    return given
 
 
 def _network_policy() -> dict[str, Any]:
@@ -448,11 +474,14 @@ def _network_policy() -> dict[str, Any]:
     }
 
 
-def _is_expired(lease: Mapping[str, Any], now: datetime) -> bool:
-    spec = lease["spec"]
+def is_expired(lease: Mapping[str, Any], now: datetime) -> bool:
+    spec = lease.get("spec", {})
     text = str(spec.get("renewTime", "1970-01-01T00:00:00Z")).replace("Z", "+00:00")
-    renewed = datetime.fromisoformat(text)
-    return renewed + timedelta(seconds=int(spec.get("leaseDurationSeconds", 0))) < now
+    try:
+        renewed = datetime.fromisoformat(text)
+        return renewed + timedelta(seconds=int(spec.get("leaseDurationSeconds", 0))) < now
+    except (ValueError, TypeError, OverflowError):
+        return True  # not of ours, which would be renewed by now
 
 
 @contextlib.asynccontextmanager

@@ -22,7 +22,6 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 from atroposlib.errors import AtroposError, ConfigError, InferenceError
 from example_trainer.cli import require_extra
@@ -88,24 +87,33 @@ class SupervisorRecord:
     def read(self) -> RunStatus:
         """Return the last status that was written; state `none` without one."""
         content = self._content()
-        return RunStatus("none") if content is None else RunStatus.from_json(content["status"])
+        return RunStatus("none") if content is None else content[0]
 
     def supervisor(self) -> int | None:
         """Return the process id of the supervisor if it is running on this machine."""
         content = self._content()
         if content is None:
             return None
-        pid, created = content["supervisor"]
-        return int(pid) if _is_same(int(pid), float(created)) else None
+        _, pid, created = content
+        return pid if pid > 0 and _is_same(pid, created) else None
 
-    def _content(self) -> dict[str, Any] | None:
+    def check_owner(self) -> None:
+        """Raise `ConfigError` if another user wrote the record: its process may be any one."""
+        if self._path.stat().st_uid != os.getuid():
+            raise ConfigError(f"{self._path} is of another user, who has to end this run")
+
+    def _content(self) -> tuple[RunStatus, int, float] | None:
+        """Return the status, and process id and start time of the supervisor."""
         try:
             content = json.loads(self._path.read_text(encoding="utf-8"))
+            pid, created = content["supervisor"]
+            return RunStatus.from_json(content["status"]), int(pid), float(created)
         except FileNotFoundError:
             return None
-        except (OSError, ValueError) as error:
-            raise ConfigError(f"{self._path} cannot be read: {error}; delete it") from error
-        return dict(content)
+        except (OSError, ValueError, TypeError, LookupError, RecursionError) as error:
+            raise ConfigError(
+                f"{self._path} cannot be read: {type(error).__name__}: {error}; delete it"
+            ) from error
 
 
 def _identity(pid: int) -> list[float]:
@@ -208,6 +216,7 @@ class LocalRun:
         pid = self._record.supervisor()
         if pid is None:
             return f"{self._run.name} is not running"
+        self._record.check_owner()
         os.kill(pid, signal.SIGTERM)
         deadline = time.monotonic() + _DOWN_LIMIT_S
         while self._record.supervisor() == pid:

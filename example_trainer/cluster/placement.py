@@ -53,7 +53,13 @@ class RunStatus(NamedTuple):
 
     @classmethod
     def from_json(cls, content: Mapping[str, Any]) -> RunStatus:
-        """Return the status from the JSON form of `as_json`."""
+        """Return the status from the JSON form of `as_json`.
+
+        Raises:
+            ValueError: There is no such state; LookupError or TypeError: Something is missing.
+        """
+        if content["state"] not in EXIT_CODES:
+            raise ValueError(f"unknown state {content['state']!r:.40}")
         parts = tuple(PartStatus(**part) for part in content["parts"])
         return cls(content["state"], parts, content["detail"])
 

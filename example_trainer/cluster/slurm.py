@@ -25,6 +25,7 @@ from pathlib import Path
 
 from atroposlib.errors import AtroposError, ConfigError
 from atroposlib.utils.command_parser import end_command, exit_code_of
+from atroposlib.utils.text import inert_line
 from example_trainer.cluster.local import (
     SupervisorRecord,
     find_secrets,
@@ -249,8 +250,8 @@ class SlurmRun:
             "--ntasks-per-node=1",
             "--requeue",
             "--open-mode=append",
-            f"--output={self._record.folder / 'job.log'}",
-            f"--chdir={run.folder}",
+            f"--output={shlex.quote(str(self._record.folder / 'job.log'))}",
+            f"--chdir={shlex.quote(str(run.folder))}",
         ]
         if slurm.gpus_per_node:
             options += ["--exclusive", f"--gpus-per-node={slurm.gpus_per_node}"]
@@ -258,6 +259,10 @@ class SlurmRun:
             value = getattr(slurm, name)
             options += [f"--{name}={value}"] if value else []
         options += slurm.options
+        for option in options:
+            if not option.isprintable():  # a line break would begin a line of the shell
+                shown = inert_line(option, max_characters=80)
+                raise ConfigError(f"slurm: {shown}: expected one line of printable characters")
         variables = {
             "NUM_TRAINING_NODES": self._layout.num_training,
             "GPUS_PER_NODE": slurm.gpus_per_node,

@@ -56,6 +56,9 @@ def test_read_metrics_of_sglang() -> None:
         ("vllm:num_requests_running -1\n", "is -1"),
         ("vllm:num_requests_running +Inf\n", "is inf"),
         ("<html>", "Prometheus|metric|expected"),
+        ('vllm:num_requests_running{a="b", ="c"} 1\n', "metrics of Prometheus"),
+        ("vllm:num_requests_running 1\n" * 2000, "at most 1024 lines"),
+        (f'vllm:num_requests_running{{a="{"b" * 5000}"}} 1\n', "at most 4096 characters"),
     ],
 )
 def test_read_metrics_rejects_other_texts(text: str, named: str) -> None:

@@ -249,6 +249,30 @@ async def test_full_queue_takes_the_group_that_others_wait_for() -> None:
     assert await take(run) is not None
 
 
+async def test_full_queue_refuses_groups_in_turn() -> None:
+    run = await ordered_run(num_envs=1, max_queue_sequences=4)
+    await post(run, 0, 0)
+    await post(run, 0, 1)
+
+    with pytest.raises(QueueFullError):
+        await post(run, 0, 2)
+
+
+async def test_full_queue_refuses_a_ticket_that_is_sent_again_and_again() -> None:
+    run = await ordered_run(max_queue_sequences=4)
+    await post(run, 0, 0)  # held for the other environment; its repetitions are late
+
+    await post(run, 0, 0)
+    await post(run, 0, 0)
+
+    with pytest.raises(QueueFullError):
+        await post(run, 0, 0)
+
+    assert run.state.waiting.num_sequences == 2 + 4
+    assert await take(run) is not None
+    await post(run, 1, 0)
+
+
 async def test_groups_held_of_one_environment_do_not_stop_another() -> None:
     """The other one has the ticket for which they wait."""
     run = await ordered_run(max_staleness_steps=1, max_queue_sequences=8)

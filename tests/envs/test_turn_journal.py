@@ -415,6 +415,44 @@ async def test_database_of_another_program_is_refused(tmp_path: Path) -> None:
         await open_journal(path)
 
 
+async def test_database_of_another_program_is_not_changed(tmp_path: Path) -> None:
+    path = tmp_path / "other.sqlite"
+    with sqlite3.connect(path) as connection:
+        connection.execute("CREATE TABLE notes (text)")
+    connection.close()
+    before = path.read_bytes()
+
+    with pytest.raises(ConfigError, match="expected a turn journal"):
+        await open_journal(path, **IDENTITY)
+
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize(
+    "statement",
+    [
+        "DROP TABLE turns",
+        "UPDATE identity SET content = x'9101'",
+        "INSERT INTO groups VALUES (1, 'g', 'text', 0)",
+        "INSERT INTO groups VALUES (1, 'g', x'c1', 0)",
+        "INSERT INTO groups VALUES (1, 'g', x'01', 'text')",
+    ],
+)
+async def test_journal_with_rows_that_cannot_be_read_is_set_aside(
+    tmp_path: Path, statement: str
+) -> None:
+    path = tmp_path / "turns.sqlite"
+    await (await open_journal(path, **IDENTITY)).close()
+    with sqlite3.connect(path) as connection:
+        connection.execute(statement)
+    connection.close()
+
+    journal = await open_journal(path, **IDENTITY)
+
+    assert journal.waiting_items() == []
+    assert (tmp_path / "turns.sqlite.damaged").exists()
+
+
 async def test_open_journal_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("atroposlib.envs.turn_journal.LOCK_S", 0.01)
     journal = await open_journal(tmp_path / "turns.sqlite")

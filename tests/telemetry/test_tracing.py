@@ -318,15 +318,57 @@ class Collector(BaseHTTPRequestHandler):
     """Keeps what is posted."""
 
     received: list[tuple[str, str | None, bytes]]
+    location: str | None = None
 
     def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"]))
+        self.send_nothing()
+
+    def send_nothing(self) -> None:
+        body = self.rfile.read(int(self.headers.get("Content-Length", 0)))
         self.received.append((self.path, self.headers.get("x-key"), body))
-        self.send_response(200)
+        self.send_response(200 if self.location is None else 302)
+        if self.location is not None:
+            self.send_header("Location", self.location)
         self.end_headers()
 
     def log_message(self, *_: Any) -> None:
         pass
+
+
+def test_a_redirect_does_not_get_the_key_of_the_collector() -> None:
+    kind = type("Redirecting", (Collector,), {"received": []})
+    other = type("Other", (Collector,), {"received": [], "do_GET": Collector.send_nothing})
+    with HTTPServer(("127.0.0.1", 0), kind) as server, HTTPServer(("127.0.0.1", 0), other) as thief:
+        kind.location = f"http://127.0.0.1:{thief.server_port}/"
+        threads = [threading.Thread(target=each.serve_forever) for each in (server, thief)]
+        for thread in threads:
+            thread.start()
+        url = f"http://127.0.0.1:{server.server_port}/"
+        with pytest.raises(OSError, match="answered 302"):
+            tracing.CollectorSink(url, {"x-key": "a key"}).write(b"{}", [])
+        for each in (server, thief):
+            each.shutdown()
+        for thread in threads:
+            thread.join()
+
+    assert (len(kind.received), other.received) == (1, [])
+
+
+def test_a_name_that_cannot_be_encoded_loses_no_span(tracer: Tracer, sink: ListSink) -> None:
+    tracer.begin("a tool \ud800").end()
+    tracer.close()
+
+    assert list(sink.spans()) == ["a tool ?"]
+
+
+def test_a_span_is_one_line_of_the_console(capsys: pytest.CaptureFixture[str]) -> None:
+    tracer = Tracer(tracing.ConsoleSink(), {})
+    tracer.begin("tool\nforged \x1b[31m line").end()
+    tracer.close()
+
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "\x1b" not in said
 
 
 def test_spans_are_posted_to_a_collector(caplog: pytest.LogCaptureFixture) -> None:

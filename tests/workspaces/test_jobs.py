@@ -14,6 +14,7 @@ import sys
 import tarfile
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import replace
+from datetime import datetime, timezone
 from pathlib import Path
 
 import pytest
@@ -29,7 +30,7 @@ from atroposlib.workspaces import (
     WorkspaceSpec,
     open_workspaces,
 )
-from atroposlib.workspaces.jobs import JobEngine, as_job_options
+from atroposlib.workspaces.jobs import JobEngine, as_job_options, is_expired
 from tests.cluster.fake_kubernetes import FakeKubernetes, fake_kubernetes, require_cluster
 from tests.workspaces.containers import write_root
 
@@ -204,6 +205,44 @@ async def test_template_is_kept_around_the_workspace(
     (job,) = cluster.store.list("Job")
     assert job["spec"]["template"]["spec"]["runtimeClassName"] == "gvisor"
     await workspaces.close()
+
+
+@pytest.mark.parametrize(
+    ("pod", "message"),
+    [
+        ("{hostNetwork: true}", "hostNetwork would end"),
+        ("{containers: [{securityContext: {privileged: true}}]}", "privileged would end"),
+        ("{initContainers: [{securityContext: {privileged: true}}]}", "privileged would end"),
+        ("{containers: [{securityContext: null}]}", "the fields of a Job"),
+        ("{nodeSelector: {since: 2026-01-01}}", "the fields of a Job"),
+        ("[]", "the fields of a Job"),
+    ],
+)
+def test_template_that_ends_the_isolation_is_refused(
+    pod: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "which", lambda _: "kubectl")
+    template = tmp_path / "job.yaml"
+    template.write_text(f"spec: {{template: {{spec: {pod}}}}}")
+
+    with pytest.raises(ConfigError, match=message):
+        JobEngine(replace(OPTIONS, template=template))
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [
+        {"renewTime": "2026-01-01", "leaseDurationSeconds": 10**9},
+        {"renewTime": "soon"},
+        {"renewTime": "2026-01-01T00:00:00Z", "leaseDurationSeconds": 10**30},
+        {},
+    ],
+)
+def test_lease_that_is_malformed_has_expired(spec: dict[str, object]) -> None:
+    """An error would end the renewal of our own."""
+    now = datetime(2026, 1, 1, tzinfo=timezone.utc)
+
+    assert is_expired({"metadata": {"name": "x"}, "spec": spec}, now)
 
 
 @pytest.mark.long
