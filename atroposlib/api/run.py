@@ -136,7 +136,7 @@ def _groups_to_start(
     """
     waiting = state.waiting
     if state.tickets.is_used:
-        waiting = waiting.plus(Waiting.of(state.tickets), -1).plus(Waiting.of(held))
+        waiting = waiting.plus(state.tickets.waiting, -1).plus(Waiting.of(held))
     room = room_for(
         state.limits,
         waiting=waiting,

@@ -589,7 +589,7 @@ class RunState:
         """Sequences and bytes in the queue, in buffers and held for a ticket."""
         num_sequences = self.queue.num_sequences + self.envs.buffered_sequences
         waiting = Waiting(num_sequences, self.queue.num_bytes + self.envs.buffered_bytes)
-        return waiting.plus(Waiting.of(self.tickets)) if self.tickets.is_used else waiting
+        return waiting.plus(self.tickets.waiting)
 
     def _admit(self, record: records.GroupsAdmitted) -> AdmittedGroups:
         if record.epoch != self.epoch:

@@ -93,11 +93,13 @@ class TicketDesk:
     Attributes:
         num_envs: environments that must have sent a ticket before the first group is released.
         is_used: whether groups are admitted in the order of tickets.
+        waiting: sequences and bytes that are held; each status request reads it.
     """
 
     def __init__(self) -> None:
         self.num_envs = 0
         self.is_used = False
+        self.waiting = Waiting(0, 0)
         self._streams: dict[int, TicketStream] = {}
         self._is_open = False
 
@@ -143,7 +145,7 @@ class TicketDesk:
         """
         if ticket is None or ticket.number != self._next_number(ticket.env_id):
             return waiting, arriving
-        return waiting.plus(Waiting.of(self), -1), Waiting(1, 1)
+        return waiting.plus(self.waiting, -1), Waiting(1, 1)
 
     def _next_number(self, env_id: int) -> int:
         stream = self._streams.get(env_id)
@@ -173,6 +175,7 @@ class TicketDesk:
         if number < stream.next_number or number in stream.held:
             return None
         stream.held[number] = groups
+        self.waiting = self.waiting.plus(Waiting.of(groups))
         return self._release()
 
     def disconnect(self, env_id: int) -> tuple[list[list[QueuedGroup]], int]:
@@ -189,6 +192,7 @@ class TicketDesk:
         own = [stream.held[number] for number in sorted(stream.held)]
         end = max(stream.held, default=stream.next_number - 1) + 1
         num_expired = end - stream.next_number - len(own)
+        self.waiting = self.waiting.plus(Waiting.of(self.held_of(env_id)), -1)
         stream.held, stream.next_number = {}, end
         return own + self._release(), num_expired
 
@@ -202,6 +206,7 @@ class TicketDesk:
         self.require(num_envs)
         self._is_open = is_open
         self._streams = {stream.env_id: stream for stream in streams}
+        self.waiting = Waiting.of(self)
 
     @property
     def is_open(self) -> bool:
@@ -229,7 +234,9 @@ class TicketDesk:
             stream = self._next_stream()
             if stream is None or stream.next_number not in stream.held:
                 break
-            released.append(stream.held.pop(stream.next_number))
+            groups = stream.held.pop(stream.next_number)
+            self.waiting = self.waiting.plus(Waiting.of(groups), -1)
+            released.append(groups)
             stream.next_number += 1
             stream.pace += 1.0 / stream.weight
         return released

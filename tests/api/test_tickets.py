@@ -8,7 +8,7 @@ import pytest
 
 from atroposlib.api import journal
 from atroposlib.api.environments import EnvRecord, EnvRegistry
-from atroposlib.api.queue import QueuedGroup, QueueFullError, RunLimits
+from atroposlib.api.queue import QueuedGroup, QueueFullError, RunLimits, Waiting
 from atroposlib.api.records import (
     EnvDisconnected,
     EnvRegistered,
@@ -82,6 +82,26 @@ def test_environments_take_turns_by_weight_and_name() -> None:
 
     # code 0 at pace 0, then math 0 at 0 and math 1 at 0.5; code 1 and math 2 at 1, ...
     assert [ids(one) for one in released] == [[20, 10, 11], [21, 12, 13], [22]]
+
+
+def test_what_is_held_is_counted_without_a_look_at_every_ticket() -> None:
+    """Tens of thousands of returned tickets would slow down every status request."""
+    two, math, code = desk(2), env(0, "math"), env(1, "code")
+    seen = []
+    two.settle(0, math, [group(10)])
+    two.settle(2, math, [group(12), group(13)])
+    two.settle(3, math, [])
+    seen.append((two.waiting, Waiting.of(two)))
+    two.settle(0, code, [group(20, 1)])
+    seen.append((two.waiting, Waiting.of(two)))
+    again = desk(2)
+    again.restore(2, two.is_open, two.streams)
+    seen.append((again.waiting, Waiting.of(again)))
+    two.disconnect(0)
+    seen.append((two.waiting, Waiting.of(two)))
+
+    assert [counted for counted, _ in seen] == [summed for _, summed in seen]
+    assert [counted.num_sequences for counted, _ in seen] == [6, 4, 4, 0]
 
 
 def test_a_settled_ticket_is_late() -> None:
