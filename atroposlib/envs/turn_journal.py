@@ -277,11 +277,11 @@ def _check_rows(connection: sqlite3.Connection) -> None:
     try:
         for (content,) in connection.execute("SELECT content FROM identity"):
             if not isinstance(_ANY.decode(content), dict):
-                raise TypeError("its identity is no mapping")
+                raise TypeError("its identity is not a mapping")
         for item, step in connection.execute("SELECT item, step FROM groups"):
             _ANY.decode(item)
             if not isinstance(step, int):
-                raise TypeError("a step is no number")
+                raise TypeError("a step is not a number")
     except (TypeError, ValueError, RecursionError) as error:
         raise sqlite3.DatabaseError(f"{error}") from error
 
