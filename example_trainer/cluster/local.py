@@ -25,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from atroposlib.errors import AtroposError, ConfigError, InferenceError
+from example_trainer.checkpointing import write_file
 from example_trainer.cli import require_extra
 from example_trainer.cluster.parts import (
     Addresses,
@@ -41,7 +42,12 @@ from example_trainer.cluster.supervision import RunSupervisor, tail_of
 from example_trainer.engine import EngineControl
 from example_trainer.launch.options import RunPaths, visible_gpus
 from example_trainer.launch.report import count_steps
-from example_trainer.processes import ManagedProcess, find_free_ports
+from example_trainer.processes import (
+    ManagedProcess,
+    find_free_ports,
+    is_same_process,
+    process_identity,
+)
 from example_trainer.weight_sync import DISK_TRANSPORT
 
 _DETACH_LIMIT_S = 60.0
@@ -80,10 +86,8 @@ class SupervisorRecord:
 
     def write(self, status: RunStatus) -> None:
         """Replace the record, with this process as the supervisor."""
-        content = {"supervisor": _identity(os.getpid()), "status": status.as_json()}
-        fresh = self._path.with_suffix(".new")
-        fresh.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        fresh.replace(self._path)
+        content = {"supervisor": process_identity(os.getpid()), "status": status.as_json()}
+        write_file(self._path, f"{json.dumps(content, indent=1)}\n".encode())
 
     def read(self) -> RunStatus:
         """Return the last status that was written; state `none` without one."""
@@ -95,8 +99,8 @@ class SupervisorRecord:
         content = self._content()
         if content is None:
             return None
-        pid, created = content["supervisor"]
-        return int(pid) if _is_same(int(pid), float(created)) else None
+        identity = content["supervisor"]
+        return int(identity[0]) if is_same_process(identity) else None
 
     def _content(self) -> dict[str, Any] | None:
         try:
@@ -106,26 +110,6 @@ class SupervisorRecord:
         except (OSError, ValueError) as error:
             raise ConfigError(f"{self._path} cannot be read: {error}; delete it") from error
         return dict(content)
-
-
-def _identity(pid: int) -> list[float]:
-    """Return process id and start time, since ids are reused."""
-    with require_extra("trainer"):
-        import psutil
-
-    return [pid, psutil.Process(pid).create_time()]
-
-
-def _is_same(pid: int, created: float) -> bool:
-    with require_extra("trainer"):
-        import psutil
-
-    try:
-        process = psutil.Process(pid)
-        is_alive = process.status() != psutil.STATUS_ZOMBIE
-        return bool(is_alive and abs(process.create_time() - created) < 1)
-    except psutil.NoSuchProcess:
-        return False
 
 
 class LocalRun:
