@@ -18,8 +18,9 @@ import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from atroposlib.errors import AtroposError
+from atroposlib.errors import AtroposError, MissingExtraError
 
 _GUARDIAN = Path(__file__).with_name("process_guardian.py")
 _START_TIMEOUT_S = 10.0
@@ -319,3 +320,32 @@ def find_free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
             probe.bind((host, 0))
             ports.append(int(probe.getsockname()[1]))
     return ports
+
+
+def process_identity(pid: int) -> list[float]:
+    """Return process id and start time, since ids are reused; time 0 if it has ended."""
+    psutil = _psutil()
+    try:
+        return [pid, psutil.Process(pid).create_time()]
+    except psutil.NoSuchProcess:
+        return [pid, 0.0]
+
+
+def is_same_process(identity: Sequence[float]) -> bool:
+    """Whether the process of a `process_identity` on this machine has not ended."""
+    psutil = _psutil()
+    pid, created = identity
+    try:
+        process = psutil.Process(int(pid))
+        is_same = bool(abs(process.create_time() - created) < 1)
+        return is_same and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def _psutil() -> Any:
+    try:
+        import psutil
+    except ImportError as error:
+        raise MissingExtraError("psutil", extra="trainer") from error
+    return psutil

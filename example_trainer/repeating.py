@@ -38,7 +38,8 @@ logger = logging.getLogger(__name__)
 _COMMAND = "atropos-replay run"
 _UNRELATED = frozenset(
     (
-        *("resume", "replace_run", "atropos_url", "service_timeout_s", "lease_s", "save_path"),
+        *("resume", "resume_or_start", "replace_run", "save_path"),
+        *("atropos_url", "service_timeout_s", "lease_s", "engine_timeout_s"),
         *("checkpoint_interval", "checkpoint_minutes", "keep_checkpoints", "metrics_path", "quiet"),
         *("use_wandb", "wandb_project", "wandb_group", "use_tensorboard", "log_dir", "benchmark"),
         *("vllm_port", "vllm_host", "engine_urls", "engine", "vllm_restart_interval"),
@@ -116,6 +117,7 @@ class RecordedRun:
         changes: dict[str, Any] = {
             "save_path": str(output),
             "resume": False,
+            "resume_or_start": False,
             "record_run": True,
             "checkpoint_interval": 0,
             "metrics_path": None,

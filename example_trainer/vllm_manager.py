@@ -22,7 +22,13 @@ from atroposlib.errors import ConfigError, InferenceError
 from atroposlib.utils.writable import require_writable_folder
 from example_trainer.checkpointing import write_file
 from example_trainer.config import TrainingConfig
-from example_trainer.processes import ManagedProcess, ProcessFailedError, wait_until_ready
+from example_trainer.processes import (
+    ManagedProcess,
+    ProcessFailedError,
+    is_same_process,
+    process_identity,
+    wait_until_ready,
+)
 
 __all__ = [
     "VllmServer",
@@ -166,40 +172,23 @@ def wait_for_orphaned_engine(config: TrainingConfig) -> None:
     path = _record_of_engine(config)
     try:
         record = json.loads(path.read_text(encoding="utf-8"))
-        is_orphaned = record["host"] == socket.gethostname() and not _is_running(record["trainer"])
+        is_orphaned = record["host"] == socket.gethostname() and not is_same_process(
+            record["trainer"]
+        )
         guardian = record["guardian"]
     except (OSError, ValueError, KeyError, TypeError):
         return
     if not is_orphaned:
         return
     deadline = time.monotonic() + _ORPHAN_LIMIT_S
-    if _is_running(guardian):
+    if is_same_process(guardian):
         logger.info("waiting for the engine of the killed trainer to end")
-    while _is_running(guardian) and time.monotonic() < deadline:
+    while is_same_process(guardian) and time.monotonic() < deadline:
         time.sleep(0.2)
 
 
 def _record_of_engine(config: TrainingConfig) -> Path:
     return Path(config.save_path) / "engine.json"
-
-
-def _identity(pid: int) -> list[float]:
-    """Return process id and start time, since ids are reused."""
-    import psutil
-
-    return [pid, psutil.Process(pid).create_time()]
-
-
-def _is_running(identity: Sequence[float]) -> bool:
-    import psutil
-
-    pid, created = identity
-    try:
-        process = psutil.Process(int(pid))
-        is_same = bool(abs(process.create_time() - created) < 1)
-        return is_same and process.status() != psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return False
 
 
 class VllmServer:
@@ -264,8 +253,8 @@ class VllmServer:
             path.parent.mkdir(parents=True, exist_ok=True)
             record = {
                 "host": socket.gethostname(),
-                "trainer": _identity(os.getpid()),
-                "guardian": _identity(process.guardian_pid),
+                "trainer": process_identity(os.getpid()),
+                "guardian": process_identity(process.guardian_pid),
             }
             write_file(path, json.dumps(record).encode())
 

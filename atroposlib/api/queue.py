@@ -669,18 +669,25 @@ _MAX_GROUP_ID = 2**63 - 1
 _MAX_GROUP_FIGURE = 2**48  # sequences, tokens and bytes of one group: sums stay far from overflow
 
 
-def check_figures(group: QueuedGroup) -> None:
-    """Raise `GroupError` for impossible sizes, whose sums would be meaningless or overflow."""
-    if not (
-        0 < group.num_sequences <= _MAX_GROUP_FIGURE
-        and 0 <= group.num_tokens <= _MAX_GROUP_FIGURE
-        and 0 <= group.num_bytes <= _MAX_GROUP_FIGURE
-        and 0 <= group.group_id <= _MAX_GROUP_ID
-    ):
-        raise GroupError(
-            f"group {group.group_id}: {group.num_sequences} sequences, {group.num_tokens} "
-            f"tokens and {group.num_bytes} bytes"
-        )
+def check_figures(groups: Sequence[QueuedGroup], *, counts: Iterable[int]) -> None:
+    """Raise `GroupError` for impossible sizes, whose sums would be meaningless or overflow.
+
+    `counts` are numbers of these groups.
+    """
+    for group in groups:
+        if not (
+            0 < group.num_sequences <= _MAX_GROUP_FIGURE
+            and 0 <= group.num_tokens <= _MAX_GROUP_FIGURE
+            and 0 <= group.num_bytes <= _MAX_GROUP_FIGURE
+            and 0 <= group.group_id <= _MAX_GROUP_ID
+        ):
+            raise GroupError(
+                f"group {group.group_id}: {group.num_sequences} sequences, {group.num_tokens} "
+                f"tokens and {group.num_bytes} bytes"
+            )
+    for count in counts:
+        if not 0 <= count <= len(groups):
+            raise GroupError(f"{count} of {len(groups)} groups")
 
 
 def check_sizes(sizes: Iterable[int], *, batch_size: int) -> None:

@@ -325,7 +325,8 @@ def _lifespan_of(
         await run.open()
         tracer = open_tracer("atropos-service")
         if tracer is not None:
-            run.on_applied = GroupSpans(tracer, run.state, replica=run.replica).note
+            alive = await run.store.alive_replicas()
+            run.on_applied = GroupSpans(tracer, run.state, replica=run.replica, alive=alive).note
         tasks = [asyncio.create_task(_tick(run))]
         if arbiter is not None:
             tasks.append(asyncio.create_task(arbiter.run()))

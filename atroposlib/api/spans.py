@@ -12,7 +12,7 @@ written by the replica that delivered the batch, so each is written once.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from types import MappingProxyType
 from typing import Any
 
@@ -36,15 +36,23 @@ class GroupSpans:
 
     Args:
         tracer: Receives the spans.
-        state: The run, which is open: batches in flight were delivered by an earlier process.
+        state: The run, which is open.
         replica: Name of this process.
+        alive: Names of the replicas that serve the run; None: only this one. Batches in flight that
+            none of them has delivered were delivered by an earlier process.
     """
 
-    def __init__(self, tracer: Tracer, state: RunState, *, replica: str) -> None:
+    def __init__(
+        self, tracer: Tracer, state: RunState, *, replica: str, alive: Collection[str] | None = None
+    ) -> None:
         self._tracer = tracer
         self._state = state
         self._replica = replica
-        self._leased: dict[int, DeliveredBatch] = dict(state.delivery.in_flight)
+        self._leased: dict[int, DeliveredBatch] = {
+            batch_id: batch
+            for batch_id, batch in state.delivery.in_flight.items()
+            if batch.owner not in (alive or ())
+        }
         """By id: batches in flight whose spans this process writes."""
         self._returned_at: dict[int, float] = {}
 

@@ -601,7 +601,7 @@ class RunState:
             self.payloads.mark_discardable(group.group_id for group in record.groups)
             is_same = known.digest == record.digest
             return AdmittedGroups(known.placements, is_repeat=is_same, is_key_reused=not is_same)
-        _require_sound(record)
+        check_figures(record.groups, counts=(record.num_loose, record.num_from_text))
         if record.ticket is None:
             placements = [self._place(group) for group in record.groups]
         else:
@@ -893,12 +893,3 @@ def _without_versions_after(step: int, groups: Iterable[QueuedGroup]) -> list[Qu
         msgspec.structs.replace(group, version=UNKNOWN_VERSION) if group.version > step else group
         for group in groups
     ]
-
-
-def _require_sound(record: records.GroupsAdmitted) -> None:
-    """Raise `GroupError` for impossible sizes and counts."""
-    for group in record.groups:
-        check_figures(group)
-    for count in (record.num_loose, record.num_from_text):
-        if not 0 <= count <= len(record.groups):
-            raise GroupError(f"{count} of {len(record.groups)} groups")

@@ -57,7 +57,7 @@ def parse_ticket(text: str) -> Ticket:
     )
 
 
-TIME_DEPENDENT_FIELDS = ("env_id", "policy_version", "token_versions", "traces")
+TIME_DEPENDENT_FIELDS = ("env_id", "policy_version", "token_versions", "traces", "traceparent")
 """Fields of a group that may differ between two runs with the same tickets and the same tokens."""
 
 

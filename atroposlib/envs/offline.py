@@ -22,7 +22,8 @@ from atroposlib.envs.rollouts import GroupDelivery, annotate_groups, as_pair
 from atroposlib.envs.run_snapshot import RecentErrors
 from atroposlib.envs.scheduler import DrivenEnv, expect_engine_tokenizer, setup_error_of
 from atroposlib.envs.server_handling.server_baseline import sampled_versions
-from atroposlib.envs.service_session import EngineWatch, EnvRegistration
+from atroposlib.envs.server_handling.server_manager import EngineWatch
+from atroposlib.envs.service_session import EnvRegistration
 from atroposlib.errors import InferenceError, NoDataError
 from atroposlib.utils.aio import settle
 from atroposlib.utils.text import short_score

@@ -48,9 +48,8 @@ from atroposlib.envs.rollouts import (
 )
 from atroposlib.envs.run_snapshot import RepeatedErrors
 from atroposlib.envs.server_handling.server_baseline import sampled_versions
-from atroposlib.envs.server_handling.server_manager import ServerManager
+from atroposlib.envs.server_handling.server_manager import EngineWatch, ServerManager
 from atroposlib.envs.service_session import (
-    EngineWatch,
     EnvRegistration,
     crossed_boundary,
     failure_pause_s,

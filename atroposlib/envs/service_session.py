@@ -1,4 +1,4 @@
-"""The connection of one environment to the trajectory service, and to its inference servers.
+"""The connection of one environment to the trajectory service, and the rules of its capacity.
 
 `EnvSession` retries requests while the service is down or has no trainer yet, and holds back groups
 while the environment is not registered. A group keeps one idempotency key until it is accepted:
@@ -10,10 +10,6 @@ its environment, so that overrides apply.
 
     wandb_info (waits for the trainer) -> register-env (waits for it to start) -> info
     status-env, repeatedly; after an unknown id again register-env
-
-`EngineWatch` measures for how long no inference server has been up: since the last answered request
-or probe. A server that is down holds its requests until it is back (`server_handling`); the watch
-ends the wait for an engine that does not return.
 
 `worker_limit` computes how many rollouts may run. The letters of the formulas are
 
@@ -43,7 +39,7 @@ import math
 import random
 import time
 import uuid
-from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, replace
@@ -51,8 +47,6 @@ from typing import TYPE_CHECKING, Any, Protocol, TypeVar
 
 from atroposlib.envs.config import BaseEnvConfig
 from atroposlib.envs.reporting import Reporter, dated_run_name
-from atroposlib.envs.server_handling.server_baseline import APIServer
-from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.errors import ConfigError, TrajectoryApiError
 from atroposlib.utils.aio import settle
 
@@ -62,7 +56,6 @@ if TYPE_CHECKING:
 __all__ = [
     "UNKNOWN_ENV_STATUSES",
     "CapacityLimits",
-    "EngineWatch",
     "EnvRegistration",
     "EnvSession",
     "QueueStatus",
@@ -299,7 +292,6 @@ KEY_REUSED = "was used for another body"
 """Part of the service's message about an idempotency key that it knows."""
 
 LONGEST_PAUSE_S = 10.0
-LONGEST_LOOK_PAUSE_S = 15.0
 MOST_FAILED_SENDS = 3
 OUTAGE_LOG_INTERVAL_S = 30.0
 
@@ -533,8 +525,9 @@ class EnvSession:
         except TrajectoryApiError as error:
             if not (is_known and KEY_REUSED in str(error)):
                 raise
-            # Sent before this process started, under the id of an earlier registration.
+            # Sent by an earlier process, under the id and a ticket of its registration.
             logger.info("the service has this group already; it is not sent again")
+            ticket = None  # not settled: it is returned at the end of the rollout
         self.num_groups_sent += len(groups) if isinstance(groups, list) else 1
         if ticket is not None:
             ticket.is_sent = True
@@ -834,86 +827,3 @@ class EnvRegistration:
         return not self.session().is_registered or is_queue_full(
             self.queue_status(), self.capacity_limits()
         )
-
-
-class EngineWatch:
-    """Measures for how long no inference server of an environment has been up.
-
-    Args:
-        servers: Servers of a `ServerManager`.
-        now: Clock, monotonic seconds.
-
-    Attributes:
-        away_s: Seconds without an available server, as of the last look. 0 if that is unknown,
-            because no server has answered yet or one is not probed.
-    """
-
-    def __init__(
-        self, servers: Sequence[Any], *, now: Callable[[], float] = time.monotonic
-    ) -> None:
-        self.away_s = 0.0
-        self._servers = servers
-        self._now = now
-        self._last_seen: float | None = None
-        self._num_answered = 0
-
-    @classmethod
-    def of(cls, server: Any) -> EngineWatch:
-        """Watch the servers of a `ServerManager`; any other object counts as up."""
-        return cls(server.servers if isinstance(server, ServerManager) else [])
-
-    @property
-    def names(self) -> str:
-        return ", ".join(server.health.name for server in self._servers)
-
-    async def look(self) -> None:
-        """Update `away_s`; probe the servers if none has answered since the last look."""
-        asked_at = self._now()
-        if await self._is_one_up():
-            self._last_seen = asked_at
-            self.away_s = 0.0
-        elif self._last_seen is not None:
-            self.away_s = self._now() - self._last_seen
-
-    async def _is_one_up(self) -> bool:
-        servers = [server for server in self._servers if isinstance(server, APIServer)]
-        if len(servers) < len(self._servers) or not all(s.is_probed for s in servers):
-            return True
-        num_answered = sum(server.num_answered for server in servers)
-        has_answered_since = num_answered > self._num_answered
-        self._num_answered = num_answered
-        if has_answered_since:
-            return True
-        known = [server for server in servers if server.num_answered or server.health.has_answered]
-        for server in known:
-            if await server.probe():
-                return True
-        return False
-
-    async def wait_until_away(self, limit_s: float) -> None:
-        """Wait until no server has been up for `limit_s` seconds; 0 waits without limit."""
-        pause_s = limit_s / 20 if limit_s else LONGEST_LOOK_PAUSE_S
-        while True:
-            await self.look()
-            if 0 < limit_s <= self.away_s:
-                return
-            await asyncio.sleep(min(LONGEST_LOOK_PAUSE_S, pause_s))
-
-    async def guard(self, work: Coroutine[Any, Any, None], *, limit_s: float) -> bool:
-        """Await `work`, which needs a server; cancel it once none was up for `limit_s` seconds.
-
-        Returns:
-            Whether `work` ended by itself; its exceptions are raised.
-        """
-        working = asyncio.create_task(work)
-        watching = asyncio.create_task(self.wait_until_away(limit_s))
-        try:
-            await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
-            return working.done()
-        finally:
-            working.cancel()
-            watching.cancel()
-            await asyncio.wait({working, watching})
-            for task in (working, watching):
-                if not task.cancelled():
-                    task.result()

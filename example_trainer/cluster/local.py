@@ -24,6 +24,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 from atroposlib.errors import AtroposError, ConfigError, InferenceError
+from example_trainer.checkpointing import write_file
 from example_trainer.cli import require_extra
 from example_trainer.cluster.parts import (
     Addresses,
@@ -40,7 +41,12 @@ from example_trainer.cluster.supervision import RunSupervisor, tail_of
 from example_trainer.engine import EngineControl
 from example_trainer.launch.options import RunPaths, visible_gpus
 from example_trainer.launch.report import count_steps
-from example_trainer.processes import ManagedProcess, find_free_ports
+from example_trainer.processes import (
+    ManagedProcess,
+    find_free_ports,
+    is_same_process,
+    process_identity,
+)
 from example_trainer.weight_sync import DISK_TRANSPORT
 
 _DETACH_LIMIT_S = 60.0
@@ -79,10 +85,8 @@ class SupervisorRecord:
 
     def write(self, status: RunStatus) -> None:
         """Replace the record, with this process as the supervisor."""
-        content = {"supervisor": _identity(os.getpid()), "status": status.as_json()}
-        fresh = self._path.with_suffix(".new")
-        fresh.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-        fresh.replace(self._path)
+        content = {"supervisor": process_identity(os.getpid()), "status": status.as_json()}
+        write_file(self._path, f"{json.dumps(content, indent=1)}\n".encode())
 
     def read(self) -> RunStatus:
         """Return the last status that was written; state `none` without one."""
@@ -95,7 +99,7 @@ class SupervisorRecord:
         if content is None:
             return None
         _, pid, created = content
-        return pid if pid > 0 and _is_same(pid, created) else None
+        return pid if pid > 0 and is_same_process((pid, created)) else None
 
     def check_owner(self) -> None:
         """Raise `ConfigError` if another user wrote the record: its process may be any one."""
@@ -114,26 +118,6 @@ class SupervisorRecord:
             raise ConfigError(
                 f"{self._path} cannot be read: {type(error).__name__}: {error}; delete it"
             ) from error
-
-
-def _identity(pid: int) -> list[float]:
-    """Return process id and start time, since ids are reused."""
-    with require_extra("trainer"):
-        import psutil
-
-    return [pid, psutil.Process(pid).create_time()]
-
-
-def _is_same(pid: int, created: float) -> bool:
-    with require_extra("trainer"):
-        import psutil
-
-    try:
-        process = psutil.Process(pid)
-        is_alive = process.status() != psutil.STATUS_ZOMBIE
-        return bool(is_alive and abs(process.create_time() - created) < 1)
-    except psutil.NoSuchProcess:
-        return False
 
 
 class LocalRun:

@@ -23,6 +23,7 @@ import hashlib
 import json
 import logging
 import os
+import signal
 import sys
 import threading
 import time
@@ -36,7 +37,7 @@ import httpx
 
 from atroposlib.errors import ConfigError
 from atroposlib.utils.listening import CannotListenError, require_free_port
-from example_trainer.cli import require_extra
+from example_trainer.checkpointing import write_file
 from example_trainer.cluster.local import find_secrets, restore_weights, write_settings
 from example_trainer.cluster.parts import (
     Addresses,
@@ -50,7 +51,13 @@ from example_trainer.cluster.placement import PartState, PartStatus, RunState, R
 from example_trainer.cluster.run_file import RunFile
 from example_trainer.cluster.supervision import INVALID_SETTINGS, Attempts, tail_of
 from example_trainer.launch.options import RunPaths
-from example_trainer.processes import ManagedProcess, ProcessFailedError, find_free_port
+from example_trainer.processes import (
+    ManagedProcess,
+    ProcessFailedError,
+    find_free_port,
+    is_same_process,
+    process_identity,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -211,34 +218,23 @@ class PartHost:
 
     def _write_record(self) -> None:
         """Record the guardian of the program, which ends after all of its processes."""
-        import psutil
-
         assert self._process is not None
         assert self._address is not None
-        pid = self._process.guardian_pid
-        with contextlib.suppress(psutil.NoSuchProcess):
-            started = psutil.Process(pid).create_time()
-            record = {"node": self._address.host, "pid": pid, "started": started}
-            _write_json(self._record, record)
+        guardian = process_identity(self._process.guardian_pid)
+        _write_json(self._record, {"node": self._address.host, "guardian": guardian})
 
     def _end_predecessor(self, node: str) -> None:
         """End the program of an earlier actor on this node, and wait until it has ended."""
-        with require_extra("trainer"):
-            import psutil
-
         record = read_json(self._record)
-        if record.get("node") != node:
+        if record.get("node") != node or not is_same_process(record["guardian"]):
             return
-        with contextlib.suppress(psutil.NoSuchProcess):
-            guardian = psutil.Process(int(record["pid"]))
-            if guardian.create_time() != record["started"]:
-                return
-            guardian.terminate()
+        pid = int(record["guardian"][0])
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
             deadline = time.monotonic() + GRACE_S
-            # An ended process without a parent that asks for it remains a zombie.
-            while guardian.status() != psutil.STATUS_ZOMBIE:
+            while is_same_process(record["guardian"]):
                 if time.monotonic() > deadline:
-                    guardian.kill()
+                    os.kill(pid, signal.SIGKILL)
                     return
                 time.sleep(_POLL_S / 10)
 
@@ -267,9 +263,7 @@ def _inherited() -> dict[str, str]:
 
 def _write_json(path: Path, content: Mapping[str, Any]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
-    temporary = path.with_name(f"{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(json.dumps(content, indent=1), encoding="utf-8")
-    temporary.replace(path)
+    write_file(path, json.dumps(content, indent=1).encode())
 
 
 def read_json(path: Path) -> dict[str, Any]:

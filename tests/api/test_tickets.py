@@ -21,8 +21,10 @@ from atroposlib.api.records import (
 from atroposlib.api.run import Run
 from atroposlib.api.schemas import RegisterEnv
 from atroposlib.api.state import RunState
-from atroposlib.api.tickets import Ticket, TicketDesk, parse_ticket
+from atroposlib.api.tickets import Ticket, TicketDesk, parse_ticket, repeatable_digest
 from atroposlib.errors import GroupError
+from atroposlib.wire import decode_group, encode_group
+from tests.api.helpers import make_group
 from tests.api.run_helpers import Clock, decoded, env_request, started_run, take
 from tests.envs.live_service import REGISTRATION
 
@@ -315,3 +317,14 @@ async def test_tickets_of_another_environment_or_an_unordered_run_are_ignored() 
 
     assert await take(ordered) == [0]
     assert await take(plain) == [0]
+
+
+def test_repeatable_digest_leaves_out_what_depends_on_time() -> None:
+    first, second = (
+        decode_group(encode_group(make_group(2, env_id=i, policy_version=i, traceparent=header)))
+        for i, header in enumerate((f"00-{'a' * 32}-{'b' * 16}-01", f"00-{'c' * 32}-{'d' * 16}-01"))
+    )
+    other = decode_group(encode_group(make_group(4)))
+
+    assert repeatable_digest(first) == repeatable_digest(second)
+    assert repeatable_digest(first) != repeatable_digest(other)

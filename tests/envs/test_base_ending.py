@@ -11,8 +11,7 @@ from typing import Any
 import pytest
 
 from atroposlib.envs.server_handling.openai_server import OpenAIServer
-from atroposlib.envs.server_handling.server_manager import ServerManager
-from atroposlib.envs.service_session import EngineWatch
+from atroposlib.envs.server_handling.server_manager import EngineWatch, ServerManager
 from atroposlib.errors import InferenceError
 from tests.envs.live_service import LiveService, ScriptedTrainer, until
 from tests.envs.small_environment import SERVERS, SmallEnv

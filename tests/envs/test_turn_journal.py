@@ -14,6 +14,7 @@ import pytest
 
 from atroposlib.adapters.tool_episode import ForeignTool, ToolEpisode, ToolOutcome, ToolQuestion
 from atroposlib.api.client import TrajectoryApiClient
+from atroposlib.api.settings import ApiSettings
 from atroposlib.envs.base import APIServerConfig
 from atroposlib.envs.conversation import ChatMessage, Conversation, Reply, Turn
 from atroposlib.envs.multi_turn_env import MultiTurnEnv, MultiTurnEnvConfig
@@ -501,6 +502,32 @@ async def test_group_of_an_earlier_registration_is_stored_once(service: LiveServ
         await trainer.train(1)
 
         assert await trainer.client.batch() is None
+
+
+async def test_ticket_of_a_group_that_an_earlier_process_sent_is_returned(
+    service: LiveService,
+) -> None:
+    service.start(ApiSettings(ordered_envs=1))
+    group = {"tokens": [[1, 2]] * 4, "masks": [[-100, 2]] * 4, "scores": [0.0, 1.0, 0.0, 1.0]}
+    async with ScriptedTrainer(service.url) as trainer:
+        await trainer.register()
+        for keys in (["group-1"], ["group-1", "group-2"]):
+            session = EnvSession(TrajectoryApiClient(service.url), retry_s=0.01)
+            known = await session.client.register_env(
+                max_token_length=64, desired_name="e", weight=1.0, group_size=4
+            )
+            session.enter(known["env_id"], first_ticket=known["first_ticket"])
+            for key in keys:
+                with session.numbered_rollout():
+                    await session.send(group, key=key)
+            if len(keys) == 1:
+                await session.leave(timeout_s=5)
+
+        # The second group would wait for the ticket of the first.
+        await asyncio.wait_for(trainer.train(2), 60)
+
+        assert len(trainer.groups) == 2
+        await session.leave(timeout_s=5)
 
 
 async def test_key_of_a_call_is_hidden_from_the_model_and_ends_in_its_number() -> None:

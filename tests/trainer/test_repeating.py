@@ -30,6 +30,7 @@ SETTINGS = {
     "checkpoint_interval": 2,
     "training_steps": 5,
     "record_run": True,
+    "resume_or_start": True,
     "lr_schedule": "linear",
 }
 
@@ -79,6 +80,8 @@ def test_killed_and_resumed_run_is_repeated_to_equal_weights(recorded, tmp_path)
     num_steps = repeat(recorded, tmp_path / "again", report=lines.append)
 
     assert num_steps == len(lines) == 5
+    # Nothing of the first repetition is resumed.
+    assert repeat(recorded, tmp_path / "again") == 5
     first = load_file(recorded / "final_model" / "model.safetensors")
     second = load_file(tmp_path / "again" / "final_model" / "model.safetensors")
     assert all(torch.equal(first[name], second[name]) for name in first)

@@ -23,7 +23,7 @@ import os
 import subprocess
 import time
 from collections import Counter, OrderedDict
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from contextlib import asynccontextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
@@ -72,6 +72,7 @@ __all__ = [
     "APIServer",
     "APIServerConfig",
     "DummyManagedServer",
+    "EngineWatch",
     "ManagedServer",
     "OpenAIServer",
     "OpenaiConfig",
@@ -715,3 +716,92 @@ def _is_timed_out(server: Any, *, waited_s: float) -> bool:
     if not isinstance(server, APIServer) or server.server_healthy or server.health.has_answered:
         return False
     return waited_s > server.config.startup_timeout
+
+
+_LONGEST_LOOK_PAUSE_S = 15.0
+
+
+class EngineWatch:
+    """Measures for how long no inference server has been up: since the last answer or probe.
+
+    A server that is down holds its requests until it is back; the watch ends the wait for an engine
+    that does not return.
+
+    Args:
+        servers: Servers of a `ServerManager`.
+        now: Clock, monotonic seconds.
+
+    Attributes:
+        away_s: Seconds without an available server, as of the last look. 0 if that is unknown,
+            because no server has answered yet or one is not probed.
+    """
+
+    def __init__(
+        self, servers: Sequence[Any], *, now: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.away_s = 0.0
+        self._servers = servers
+        self._now = now
+        self._last_seen: float | None = None
+        self._num_answered = 0
+
+    @classmethod
+    def of(cls, server: Any) -> EngineWatch:
+        """Watch the servers of a `ServerManager`; any other object counts as up."""
+        return cls(server.servers if isinstance(server, ServerManager) else [])
+
+    @property
+    def names(self) -> str:
+        return ", ".join(server.health.name for server in self._servers)
+
+    async def look(self) -> None:
+        """Update `away_s`; probe the servers if none has answered since the last look."""
+        asked_at = self._now()
+        if await self._is_one_up():
+            self._last_seen = asked_at
+            self.away_s = 0.0
+        elif self._last_seen is not None:
+            self.away_s = self._now() - self._last_seen
+
+    async def _is_one_up(self) -> bool:
+        servers = [server for server in self._servers if isinstance(server, APIServer)]
+        if len(servers) < len(self._servers) or not all(s.is_probed for s in servers):
+            return True
+        num_answered = sum(server.num_answered for server in servers)
+        has_answered_since = num_answered > self._num_answered
+        self._num_answered = num_answered
+        if has_answered_since:
+            return True
+        known = [server for server in servers if server.num_answered or server.health.has_answered]
+        for server in known:
+            if await server.probe():
+                return True
+        return False
+
+    async def wait_until_away(self, limit_s: float) -> None:
+        """Wait until no server has been up for `limit_s` seconds; 0 waits without limit."""
+        pause_s = limit_s / 20 if limit_s else _LONGEST_LOOK_PAUSE_S
+        while True:
+            await self.look()
+            if 0 < limit_s <= self.away_s:
+                return
+            await asyncio.sleep(min(_LONGEST_LOOK_PAUSE_S, pause_s))
+
+    async def guard(self, work: Coroutine[Any, Any, None], *, limit_s: float) -> bool:
+        """Await `work`, which needs a server; cancel it once none was up for `limit_s` seconds.
+
+        Returns:
+            Whether `work` ended by itself; its exceptions are raised.
+        """
+        working = asyncio.create_task(work)
+        watching = asyncio.create_task(self.wait_until_away(limit_s))
+        try:
+            await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+            return working.done()
+        finally:
+            working.cancel()
+            watching.cancel()
+            await asyncio.wait({working, watching})
+            for task in (working, watching):
+                if not task.cancelled():
+                    task.result()
