@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from atroposlib.api.journal import snapshot
-from atroposlib.api.queue import RunLimits
+from atroposlib.api.queue import QueuedGroup, RunLimits
 from atroposlib.api.run import Run
 from atroposlib.api.store.base import MemoryRunStore, RunStore
 from atroposlib.api.store.open import open_store, run_file
@@ -200,11 +200,12 @@ async def test_random_damage_is_accounted_for_exactly(place, seed):
 
 
 def uncheck(store: MemoryRunStore) -> None:
-    """Make a run look as an earlier version left it: groups without a checksum."""
+    """Make a run look as an earlier version left it: groups without a checksum and later fields."""
+    num_fields = QueuedGroup.__struct_fields__.index("checksum")
     for index, record in enumerate(store._records):
         fields = msgspec.msgpack.decode(record[1:])
         if fields[0] == "groups_admitted":
-            fields[2] = [group[:-1] for group in fields[2]]
+            fields[2] = [group[:num_fields] for group in fields[2]]
             store._records[index] = record[:1] + msgspec.msgpack.encode(fields)
 
 
