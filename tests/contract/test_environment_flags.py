@@ -61,6 +61,7 @@ ENV_DEFAULTS: dict[str, Any] = {
     "metrics_path": None,  # ours: the local metrics log
     "use_tensorboard": False,  # ours: the same metrics for TensorBoard
     # ours: what the scheduler does with rollouts that lag behind, and where scores are computed
+    "straggler_batches": 0.0,
     "straggler_policy": "WAIT",
     "straggler_timeout_s": 0.0,
     "straggler_retries": 2,
@@ -124,6 +125,7 @@ TYPED = {
     "custom_thinking_prompt": ("-think-", "-think-"),
     "metrics_path": ("m.jsonl", "m.jsonl"),
     "use_tensorboard": ("true", True),
+    "straggler_batches": ("0.75", 0.75),
     "straggler_policy": ("RETRY", StragglerPolicyEnum.RETRY),
     "straggler_timeout_s": ("7.5", 7.5),
     "straggler_retries": ("5", 5),
