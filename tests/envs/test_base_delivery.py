@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,9 @@ class RecordingSession:
         if self.refusal is not None:
             raise self.refusal
         self.sent.append(groups)
+
+    def numbered_rollout(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
 
 def group(**changes: Any) -> dict[str, Any]:
