@@ -16,11 +16,14 @@ from environments.word_sums import WordSumsEnv
 REPOSITORY = Path(__file__).parents[2]
 EXAMPLE = "environments/configs/example.yaml"
 READ_ELSEWHERE = {
+    ".github/ISSUE_TEMPLATE": "tests/packaging/test_site.py",
+    ".github/workflows": "tests/packaging/test_site.py",
     "atroposlib/adapters": "tests/adapters/test_gymnasium.py",
     "environments/agent_tasks/configs": "tests/environments/test_agent_tasks_server.py",
     "environments/configs": "tests/environments/test_verifiers_server.py",
     "environments/dataset_environment/configs": "tests/environments/test_dataset_env.py",
-    ".": "read by pre-commit and, below, as YAML",
+    "example_trainer/cluster/examples": "tests/cluster/test_run_file.py",
+    ".": "read by pre-commit and mkdocs and, below, as YAML",
 }
 
 
