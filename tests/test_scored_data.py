@@ -37,8 +37,8 @@ def test_group_fields_are_fourteen_and_the_notes_as_in_the_types() -> None:
 
     assert len([field for field in GROUP_FIELDS if not field.is_note]) == 14
     assert set(names) == set(ScoredDataGroup.__annotations__)
-    # The sender is stamped on a whole group.
-    assert set(names) - {"env_id"} == set(ScoredDataItem.__annotations__)
+    # The sender and the trace are those of a whole group.
+    assert set(names) - {"env_id", "traceparent"} == set(ScoredDataItem.__annotations__)
 
 
 def test_constants_match_the_wire_convention() -> None:

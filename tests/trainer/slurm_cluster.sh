@@ -15,6 +15,10 @@ fi
 folder="$1" nodes="$2" gpus="${NODE_GPUS:-1}"
 shift 2
 
+# Slurm's sockets have paths of at most 108 characters.
+mount --bind "$folder" /mnt
+folder=/mnt
+
 hostname slurmhost
 ip link set lo up
 cp /etc/hosts "$folder/hosts"
