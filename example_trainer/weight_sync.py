@@ -233,6 +233,10 @@ DISK_TRANSPORT = "sync_weights"
 """Folder under `save_path` with the newest weights that were published to engines."""
 
 
+STEP_FILE = "trainer_step"
+"""File in the folder of published weights with the step after which they were published."""
+
+
 def transport_directory(config: TrainingConfig) -> Path:
     """Return the directory for the weights of in-place updates; it need not exist.
 
@@ -269,8 +273,12 @@ def ties_output_to_input(model: Any) -> bool:
     return head is not None and head.weight is model.get_input_embeddings().weight
 
 
-def export_for_engine(model: Any, directory: Path, *, tokenizer: Any = None) -> Path:
-    """Write an untied copy of a model, and a tokenizer if given, replacing `directory` atomically.
+def export_for_engine(
+    model: Any, directory: Path, *, tokenizer: Any = None, step: int | None = None
+) -> Path:
+    """Write an untied copy of a model, replacing `directory` atomically.
+
+    A tokenizer, and the step after which the weights are published, are written if given.
 
     An output layer tied to the input embedding is written as a separate tensor, and the config
     declares it untied: on a CPU, vLLM has a packed copy of the output layer, which a reload
@@ -289,6 +297,8 @@ def export_for_engine(model: Any, directory: Path, *, tokenizer: Any = None) -> 
             declare_untied(target / "config.json")
         if tokenizer is not None:
             tokenizer.save_pretrained(target)
+        if step is not None:
+            (target / STEP_FILE).write_text(f"{step}\n", encoding="utf-8")
 
     return replace_directory(directory, write)
 
@@ -491,7 +501,7 @@ class InPlaceSync:
     def publish(self, model: Any, *, checkpoint: Path | None, step: int = 0) -> None:
         if self._config.sync_transport == "shared_memory":
             require_shared_memory_for(model)
-        export_for_engine(model, self._directory)
+        export_for_engine(model, self._directory, step=step)
         limit_s = self._config.engine_timeout_s if self._config.engine_urls else 0.0
         started = time.monotonic()
         while True:

@@ -91,7 +91,7 @@ class KubernetesRun:
         pods = _items(self._kubectl("get", "pods", "-l", selector, "-o", "json"))
         if not pods:
             raise ConfigError(f"{part} of {self._run.name} has no pod; see atropos-up status")
-        newest = max(pods, key=lambda pod: int(pod["metadata"]["resourceVersion"]))
+        newest = max(pods, key=lambda pod: str(pod["metadata"]["creationTimestamp"]))
         name = newest["metadata"]["name"]
         return self._kubectl("logs", name, f"--tail={lines}").splitlines()
 

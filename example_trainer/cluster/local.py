@@ -40,14 +40,13 @@ from example_trainer.cluster.run_file import RunFile
 from example_trainer.cluster.supervision import RunSupervisor, tail_of
 from example_trainer.engine import EngineControl
 from example_trainer.launch.options import RunPaths, visible_gpus
-from example_trainer.launch.report import count_steps
 from example_trainer.processes import (
     ManagedProcess,
     find_free_ports,
     is_same_process,
     process_identity,
 )
-from example_trainer.weight_sync import DISK_TRANSPORT
+from example_trainer.weight_sync import DISK_TRANSPORT, STEP_FILE
 
 _DETACH_LIMIT_S = 60.0
 _DOWN_LIMIT_S = 120.0
@@ -248,9 +247,10 @@ def restore_engine(url: str, output: Path, *, name: str = "the engine") -> str |
     """Load the newest weights that the trainer of an output folder has published; as above."""
     paths = RunPaths(output)
     weights = paths.checkpoints / DISK_TRANSPORT
-    if not weights.is_dir():
+    try:
+        step = int((weights / STEP_FILE).read_text(encoding="utf-8"))
+    except FileNotFoundError:
         return None
-    step = count_steps(paths.trainer_metrics)
     control = EngineControl(url)
     try:
         control.reload_weights(weights, pause_mode="keep", version=step)
