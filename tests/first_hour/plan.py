@@ -227,6 +227,11 @@ STEPS: tuple[Step, ...] = (
     ),
     NotRun("docs/weights.md", "atropos-grpo --model Qwen/Qwen3-0.6B --publish", "needs a bucket"),
     NotRun("docs/weights.md", "atropos-weights follow s3://bucket/run", "needs a bucket"),
+    NotRun(
+        "docs/weights.md",
+        "VLLM_SERVER_DEV_MODE=1 vllm serve Qwen/Qwen3-0.6B --port 9001",
+        "needs GPUs",
+    ),
     NotRun("docs/telemetry.md", "export ATROPOS_TRACING=otlp", "needs a collector"),
     NotRun("docs/telemetry.md", "view-run --trace-url", "needs a service of traces"),
     Run("docs/repeating_runs.md", "run-api --run first", until=("http://",)),
