@@ -84,10 +84,7 @@ def test_engine_serves_what_was_sent_also_to_a_running_request(
     assert not (tmp_path / "saves" / "sync_weights").exists()
 
 
-@pytest.mark.skipif(
-    not (importlib.util.find_spec("vllm") and __import__("torch").cuda.device_count() > 0),
-    reason="CUDA IPC needs a GPU and vLLM",
-)
+@pytest.mark.gpu
 def test_engine_on_the_trainers_gpu_serves_what_was_sent(tmp_path: Path) -> None:
     import torch
 
