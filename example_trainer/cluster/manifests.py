@@ -27,6 +27,7 @@ from example_trainer.cluster.parts import (
     plan_parts,
     service_names,
 )
+from example_trainer.cluster.restarts import INVALID_SETTINGS
 from example_trainer.cluster.run_file import RunFile
 
 RUN_LABEL = "atropos/run"
@@ -38,8 +39,6 @@ TRAINER = "trainer"
 SERVICE_PORT = 8000
 ENGINE_PORT = 9000
 MAX_NAME = 63
-EXIT_INVALID = 2
-"""Exit code of our programs for settings that can never work."""
 PROBE_S = 10
 WAIT = """\
 import sys, time, urllib.request
@@ -263,7 +262,7 @@ def _trainer(run: RunFile, part: Part, urls: Mapping[str, str]) -> list[Manifest
         {
             "action": "FailJob",
             "onExitCodes": {
-                **{"containerName": TRAINER, "operator": "In", "values": [EXIT_INVALID]}
+                **{"containerName": TRAINER, "operator": "In", "values": [INVALID_SETTINGS]}
             },
         },
     ]
