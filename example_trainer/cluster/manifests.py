@@ -119,11 +119,12 @@ def _check(run: RunFile) -> None:
     place = run.kubernetes
     if not place.image:
         raise ConfigError("kubernetes.image: expected the image of the parts, with this package")
-    needs_secret = bool(run.service.tokens or run.service.token_file)
+    needs_secret = bool(run.secret_names or run.service.token_file)
     if needs_secret and place.token_secret is None:
         raise ConfigError(
             "kubernetes.token_secret: expected the name of the Secret with the keys of "
-            "service.tokens and the file of service.token_file; make it with kubectl create secret"
+            "service.tokens, of ${NAME} and the file of service.token_file; make it with kubectl "
+            "create secret"
         )
     names = [*service_names(run), *engine_names(run), *environment_names(run)]
     longest = max(names, key=len)

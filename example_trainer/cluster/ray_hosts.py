@@ -29,7 +29,7 @@ import httpx
 from atroposlib.errors import ConfigError
 from atroposlib.utils.listening import CannotListenError, require_free_port
 from example_trainer.checkpointing import write_file
-from example_trainer.cluster.local import find_secrets, restore_weights, write_settings
+from example_trainer.cluster.local import find_secrets, hider, restore_weights, write_settings
 from example_trainer.cluster.parts import Part
 from example_trainer.cluster.restarts import INVALID_SETTINGS
 from example_trainer.cluster.run_file import RunFile
@@ -146,11 +146,13 @@ class PartHost:
         if process.is_alive():
             return replace(report, state="running", is_ready=self._is_ready())
         self._cause = self._cause or process.log_cause() or process.describe_exit()
-        return replace(report, state="ended", exit_code=process.poll(), cause=self._cause)
+        cause = hider(self._run)(self._cause)
+        return replace(report, state="ended", exit_code=process.poll(), cause=cause)
 
     def log(self, lines: int) -> list[str]:
-        """Return the last lines that the program wrote on this node."""
-        return tail_of(self._log, lines=lines)
+        """Return the last lines that the program wrote on this node, without secrets."""
+        hide = hider(self._run)
+        return [hide(line) for line in tail_of(self._log, lines=lines)]
 
     def _key(self) -> str:
         return "" if self._launch is None else self._launch.key
