@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from tests.cluster.demo_run import steps_of
-from tests.cluster.scripted_run import ROOT, scripted_run
+from tests.cluster.scripted_run import ROOT, losses_of, losses_of_one_node, scripted_run
 from tests.trainer.test_slurm_job import CLUSTER, require_slurm
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
@@ -84,39 +84,21 @@ def test_run_goes_on_after_its_job_was_queued_again(tmp_path):
 def test_two_trainer_nodes_take_the_steps_of_one_although_their_job_is_queued_again(tmp_path):
     require_slurm()
     steps = STEPS_OF_TWO_NODES
-    sections = {
-        "environments": {"flags": {"groups": steps, "every-s": 0.3}},
-        "slurm": {"gpus_per_node": 1},
-    }
-    folders = [tmp_path / name for name in ("one", "two")]
-    for folder in folders:
-        folder.mkdir()
-    alone = scripted_run(folders[0], steps=steps, **sections)
-    together = scripted_run(folders[1], steps=steps, trainer={"nodes": 2}, **sections)
-
-    done = subprocess.run(
-        [sys.executable, "-m", "example_trainer.cluster.cli", str(alone)],
-        cwd=ROOT,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-        check=False,
+    file = scripted_run(
+        tmp_path,
+        steps=steps,
+        environments={"flags": {"groups": steps, "every-s": 0.3}},
+        trainer={"nodes": 2},
+        slurm={"gpus_per_node": 1},
     )
-    said = run_session(together, nodes=3, gpus=1, requeue_after=3)
 
-    assert done.returncode == 0, done.stdout
+    said = run_session(file, nodes=3, gpus=1, requeue_after=3)
+
     assert said["end"][0] == 0, said["end"]
     assert 3 <= said["steps_at_requeue"][-1] < steps
-    expected, found = (losses_of(folder / "run") for folder in folders)
-    assert list(found) == list(expected) == list(range(1, steps + 1))
-    assert found == pytest.approx(expected, rel=1e-4, abs=1e-6)
-    state = folders[1] / f"run/trainer/step_{steps}/trainer/trainer_state.safetensors"
+    output = tmp_path / "run"
+    assert steps_of(output) == list(range(1, steps + 1))
+    expected = losses_of_one_node(tmp_path / "alone", steps=steps)
+    assert losses_of(output) == pytest.approx(expected, rel=1e-4, abs=1e-6)
+    state = output / f"trainer/step_{steps}/trainer/trainer_state.safetensors"
     assert b"rng.torch.1" in state.read_bytes()  # of the second rank
-    print("losses of one node and of two:", *zip(expected.values(), found.values(), strict=True))
-
-
-def losses_of(output: Path) -> dict[int, float]:
-    """Return the loss of each step in the trainer's metrics."""
-    lines = (output / "trainer_metrics.jsonl").read_text().splitlines()
-    found = [json.loads(line) for line in lines]
-    return {line["step"]: line["train/loss"] for line in found if "train/loss" in line}

@@ -30,6 +30,7 @@ SETTINGS = {
     "RAY_enable_worker_prestart": "0",  # idle workers cost a second of CPU each
     "RAY_prestart_worker_first_driver": "0",
     "RAY_memory_monitor_refresh_ms": "0",  # other tests of this machine use its memory too
+    "RAY_worker_niceness": "0",  # 15: on a busy machine, the programs of parts get little CPU
     "OMP_NUM_THREADS": "1",
     "PYTHONPATH": str(Path(__file__).parents[2]),
 }
