@@ -370,6 +370,8 @@ def read_run_file(path: Path) -> RunFile:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
+    except RecursionError:
+        raise ConfigError(f"{path}: too many levels of keys and lists") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: expected YAML{_describe_yaml(error)}") from None
     if not isinstance(content, dict):

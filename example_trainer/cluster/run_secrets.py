@@ -30,6 +30,8 @@ from atroposlib.utils.text import MASK, hide_secrets, mask_secrets
 REFERENCE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
 SHORTEST_MASKED = 6
 """Shorter values are not masked in texts: they would occur by chance."""
+MAX_VALUES = 200_000
+MAX_DEPTH = 50
 PROGRAM = "example_trainer.cluster.run_secrets"
 _SECRET_KEY = re.compile(
     r"((api|private|access|secret)_?key|secret|passw(or)?d|passphrase|authorization|credentials?"
@@ -106,15 +108,28 @@ def fill(settings: Any, values: Mapping[str, str]) -> Any:
     return values[name]
 
 
-def _leaves(content: Any, place: Place = ()) -> Iterator[tuple[Place, Any]]:
-    if isinstance(content, Mapping):
-        for key, value in content.items():
-            yield from _leaves(value, (*place, str(key)))
-    elif isinstance(content, list | tuple):
-        for number, value in enumerate(content):
-            yield from _leaves(value, (*place, number))
-    else:
-        yield place, content
+def _leaves(content: Any) -> Iterator[tuple[Place, Any]]:
+    """Yield the values that are neither mappings nor lists, with their places.
+
+    Raises:
+        ValueError: There are more than `MAX_VALUES`, as in a file whose aliases multiply.
+    """
+    waiting: list[tuple[Place, Any]] = [((), content)]
+    for _ in range(MAX_VALUES):
+        if not waiting:
+            return
+        place, value = waiting.pop()
+        pairs: list[tuple[str | int, Any]] = []
+        if isinstance(value, Mapping):
+            pairs = [(str(key), each) for key, each in value.items()]
+        elif isinstance(value, list | tuple):
+            pairs = list(enumerate(value))
+        else:
+            yield place, value
+        waiting += [((*place, key), each) for key, each in reversed(pairs)]
+        if len(place) > MAX_DEPTH:
+            raise ValueError(f"{_shown(place[:3])}: more than {MAX_DEPTH} levels of keys and lists")
+    raise ValueError(f"more than {MAX_VALUES} values; expected a run file")
 
 
 def _problem(place: Place, value: Any) -> str:

@@ -112,6 +112,19 @@ def test_broken_file_is_named_without_its_line(tmp_path: Path, text: str) -> Non
     assert VALUE not in str(refused.value)
 
 
+BOMB = "a0: &a0 []\n" + "".join(
+    f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]\n" for n in range(1, 12)
+)
+
+
+@pytest.mark.parametrize("text", [BOMB, "a: &a [*a]", "a: " + "[" * 60 + "]" * 60, "[" * 100_000])
+def test_file_that_is_deep_or_multiplies_itself_is_refused_soon(tmp_path: Path, text: str) -> None:
+    (tmp_path / "run.yaml").write_text(text)
+
+    with pytest.raises(ConfigError, match=r"levels of keys and lists|more than 200000 values"):
+        read_run_file(tmp_path / "run.yaml")
+
+
 def test_token_in_place_of_its_name_is_not_printed(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"service.tokens.trainer: .* got \*\*\*") as refused:
         read_run_file(written(tmp_path, service={"tokens": {"trainer": VALUE}}))
