@@ -117,7 +117,7 @@ BOMB = "a0: &a0 []\n" + "".join(
 )
 
 
-@pytest.mark.parametrize("text", [BOMB, "a: &a [*a]", "a: " + "[" * 60 + "]" * 60, "[" * 100_000])
+@pytest.mark.parametrize("text", [BOMB, "a: &a [*a]", "a: " + "[" * 60 + "]" * 60, "[" * 2000])
 def test_file_that_is_deep_or_multiplies_itself_is_refused_soon(tmp_path: Path, text: str) -> None:
     (tmp_path / "run.yaml").write_text(text)
 
