@@ -314,10 +314,8 @@ class RaySupervisor:
         logger.warning("%s %s; it is %s", hosted.life.part.name, reason, hosted.life.state)
 
     def _end(self, outcome: RunState, reason: str = "") -> None:
-        if self._lives.state == "running":
-            self._lives.reason = reason
-            self._lives.state = outcome
-            self._set_limit()
+        self._lives.end(outcome, reason)
+        self._set_limit()
 
     def _set_limit(self) -> None:
         """Limit the end of all programs, once the run has an outcome."""

@@ -128,7 +128,7 @@ class RunLives:
         """Record that a part has done its work; with the trainer, the run has."""
         life.state, life.detail = "finished", ""
         if life.part.role == "trainer":
-            self.state = "finished"
+            self.end("finished")
 
     def fail(
         self, life: PartLife, now: float, reason: str, *, is_final: bool = False, cause: str = ""
@@ -150,9 +150,14 @@ class RunLives:
         if retry_at is not None:
             life.state, life.retry_at = "restarting", retry_at
         else:
-            life.state, self.state = "failed", "failed"
-            self.reason = cause or f"{life.part.name}: {reason}"
+            life.state = "failed"
+            self.end("failed", cause or f"{life.part.name}: {reason}")
         return retry_at
+
+    def end(self, state: RunState, reason: str = "") -> None:
+        """Set the outcome of the run; the first one counts."""
+        if self.state == "running":
+            self.reason, self.state = reason, state
 
     def stop(self) -> None:
         """Record that every part which has not ended was ended with the run."""

@@ -94,7 +94,7 @@ class RunSupervisor:
                     self._report()
                     self._sleep(_POLL_S)
         except BaseException:
-            self._run.state = "stopped"
+            self._run.end("stopped")
             raise
         finally:
             self._checks.shutdown(wait=False, cancel_futures=True)

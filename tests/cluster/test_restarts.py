@@ -76,8 +76,9 @@ def test_run_finishes_with_its_trainer_only():
     run.finish(engine)
     assert run.state == "running"
     run.finish(trainer)
+    run.fail(engine, 1, "was killed", is_final=True)
 
-    assert run.state == "finished"
+    assert (run.state, run.reason) == ("finished", "")
 
 
 @pytest.mark.parametrize(
