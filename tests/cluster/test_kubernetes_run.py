@@ -35,7 +35,7 @@ pytestmark = pytest.mark.slow
 
 OUTPUT = "/var/lib/atropos"
 KUBERNETES = {"image": "atropos:1", "namespace": "rl", "grace_s": 5}
-LIMIT_S = 220.0
+LIMIT_S = 400.0
 
 
 @pytest.fixture

@@ -19,9 +19,9 @@ from example_trainer.cluster.ray_cluster import RayRun
 from tests.on_ray.demo import NODE, worker_pid
 from tests.on_ray.stand_ins import stand_in_run
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-LIMIT_S = 180.0
+LIMIT_S = 400.0
 ENVIRONMENT = "environment-environment"
 
 
