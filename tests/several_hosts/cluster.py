@@ -186,6 +186,12 @@ class ClusterRun:
         """Set the time of day of a host ahead of that of this machine."""
         self._clock(host).write_text(str(ahead_s))
 
+    def time_of_day(self, host: str) -> float:
+        """Return the Unix time that a new process on a host sees."""
+        variables = {**os.environ, **self._clock_variables(host)}
+        command = self.hosts[host].command(["date", "+%s"])
+        return float(subprocess.run(command, check=True, capture_output=True, env=variables).stdout)
+
     def _clock(self, host: str) -> Path:
         return self.folder / f"{host}.clock"
 

@@ -155,6 +155,7 @@ def _part_faults() -> Iterator[Fault]:
 
 def _set_clock(host: str, ahead_s: int, run: ClusterRun) -> None:
     run.set_clock(host, ahead_s)
+    assert abs(run.time_of_day(host) - time.time() - ahead_s) < _LIMIT_S
 
 
 def _clock_faults() -> Iterator[Fault]:
