@@ -188,6 +188,13 @@ STEPS: tuple[Step, ...] = (
         "atropos-up example_trainer/cluster/examples/slurm.yaml --on slurm --dry-run",
         shows=("#SBATCH --requeue", "--nodes=3", "CUDA_VISIBLE_DEVICES=6,7"),
     ),
+    Run(
+        "SLURM.md",
+        "name: judged",
+        save_as="judged.yaml",
+        command="atropos-up judged.yaml --on slurm --dry-run",
+        shows=(r"api_key: \$\{ENGINE_KEY\}", "example_trainer.cluster.run_secrets"),
+    ),
     NotRun(
         "SLURM.md",
         "atropos-up example_trainer/cluster/examples/slurm.yaml --on slurm --detach",
