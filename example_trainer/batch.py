@@ -318,7 +318,8 @@ class BatchSummary:
     @property
     def shared_prefix_fraction(self) -> float:
         """Share of the input tokens that is not computed, since another sequence begins alike."""
-        return 1.0 - self.num_computed_tokens / max(1, self.num_input_tokens)
+        num_saved = self.num_input_tokens - self.num_computed_tokens
+        return num_saved / max(1, self.num_input_tokens)
 
 
 @dataclass(frozen=True)
