@@ -41,7 +41,6 @@ PURE_RULES = [
     "atroposlib.wire.groups",
     "atroposlib.wire.binary_format",
     "atroposlib.wire.json_format",
-    "atroposlib.wire.zstd_frames",
     "example_trainer.rows",
     "example_trainer.loss_choice",
     "example_trainer.loss",
