@@ -110,6 +110,8 @@ class RunPlan:
     """First entry of the module search path of every process."""
     working_folder: Path = field(default_factory=Path.cwd)
     """Working directory of the environments."""
+    starts_together: bool = False
+    """Whether all processes start at the same time; the trainer then waits for the engine."""
     is_resumed: bool = False
     """Whether the trainer continues from its checkpoints."""
     stall_limit_s: float = 1800.0
