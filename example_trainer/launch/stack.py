@@ -6,6 +6,7 @@
 
     start_servers ──► wait_for_servers ──► start_trainer ──► reinforce ──► the trainer has ended
                                         └─► evaluate ◄────────────────────────────────────┘
+    start_together ───────────────────────────────────► reinforce
 
 `build_stack` creates the processes from the plan, `TrainingLoop` starts them and waits, and
 `Supervisor` reports the first one that fails and ends all others.

@@ -194,6 +194,13 @@ def test_table_is_ordered_by_the_median_and_replaces_the_old_one(tmp_path: Path)
     assert rules.with_table(written, "new") == written
 
 
+def test_entry_of_the_page_follows_the_rules(tmp_path: Path) -> None:
+    page = (REPOSITORY / "docs" / "speedrun.md").read_text(encoding="utf-8")
+    text = page.partition("```yaml\n")[2].partition("```")[0]
+
+    assert rules.read_entry(write_entry(tmp_path, text)).name == "my-entry"
+
+
 def test_page_shows_the_recorded_results() -> None:
     page = (REPOSITORY / "docs" / "speedrun.md").read_text(encoding="utf-8")
     folder = REPOSITORY / "benchmarks" / "speedrun"
