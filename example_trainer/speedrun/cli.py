@@ -186,7 +186,7 @@ def _verify(args: argparse.Namespace) -> int:
 
 def _table(args: argparse.Namespace) -> int:
     results = recorded(_RESULTS, _ENTRIES)
-    text = rules.table(results)
+    text = rules.tables(results)
     if args.write:
         page = _PAGE.read_text(encoding="utf-8")
         _PAGE.write_text(rules.with_table(page, text), encoding="utf-8")

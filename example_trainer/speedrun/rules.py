@@ -160,7 +160,8 @@ def read_entry(path: Path) -> Entry:
         raise ConfigError(f"{path}: cannot be read: {reason}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: expected an entry with name, author, date, and explanation")
-    return _validated(Entry, content, path)
+    entry: Entry = _validated(Entry, content, path)
+    return entry
 
 
 def _validated(kind: type[Any], content: Mapping[str, Any], path: Path) -> Any:
@@ -365,6 +366,17 @@ def _run_violations(run: SeedResult, entry: Entry) -> list[str]:
 
 
 _ROW = "| {place} | {seconds} | {cpu} | {change} | {accuracy} | {steps} | {name} | {who} | {why} |"
+PHASES = {
+    "start": "engine and service start",
+    "reinforce": "from there until the trainer has ended",
+    "measure": "evaluation",
+    "first_batch": "trainer waits for its first batch",
+    "waiting": "trainer waits for the others",
+    "training": "trainer computes",
+    "updating": "engine gets new weights",
+}
+"""Keys of `SeedResult.seconds_by_phase`; the last four are parts of the second, except that a
+trainer which starts with the engine may have waited before."""
 _SENTENCE = re.compile(r"(.+?[.!?])(?:\s|$)", re.DOTALL)
 
 
@@ -398,6 +410,25 @@ def table(results: Sequence[tuple[Result, Entry]]) -> str:
             )
         )
     return "\n".join(lines)
+
+
+def phases_table(results: Sequence[tuple[Result, Entry]]) -> str:
+    """Return where the seconds of each entry went in Markdown, as medians of its runs."""
+    ordered = sorted(results, key=lambda pair: pair[0].seconds)
+    lines = [f"| seconds | {' | '.join(f'`{entry.name}`' for _, entry in ordered)} |"]
+    lines.append(f"|---|{'--:|' * len(ordered)}")
+    for key, words in PHASES.items():
+        medians = [
+            statistics.median(run.seconds_by_phase.get(key, 0.0) for run in result.runs)
+            for result, _ in ordered
+        ]
+        lines.append(f"| {words} | {' | '.join(f'{median:.1f}' for median in medians)} |")
+    return "\n".join(lines)
+
+
+def tables(results: Sequence[tuple[Result, Entry]]) -> str:
+    """Return both tables of the page."""
+    return f"{table(results)}\n\n{phases_table(results)}"
 
 
 def _first_sentence(text: str) -> str:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 import platform
 import resource
@@ -180,7 +181,7 @@ def timed_run(
             measured = _measure(loop, plan, problems, progress)
             seconds = time.monotonic() - started
         progress.end()
-        phases = dict(progress.seconds_by_phase)
+        phases = {**progress.seconds_by_phase, **trainer_seconds(paths.trainer_metrics)}
     return SeedResult(
         seed=plan.seed,
         seconds=round(seconds, 2),
@@ -218,6 +219,20 @@ def _measure(
         max_tokens=_MAX_COMPLETION_TOKENS,
         on_tick=on_tick,
     )
+
+
+def trainer_seconds(metrics: Path) -> dict[str, float]:
+    """Return where the trainer's steps spent their seconds, by the names of `rules.PHASES`."""
+    lines = metrics.read_text(encoding="utf-8").splitlines()
+    steps = [step for line in lines if "train/loss" in (step := json.loads(line))]
+    waits = [step["train/data_fetch_time"] for step in steps]
+    seconds = {
+        "first_batch": sum(waits[:1]),
+        "waiting": sum(waits[1:]),
+        "training": sum(step["train/compute_time"] for step in steps),
+        "updating": sum(step["train/sync_time"] for step in steps),
+    }
+    return {name: round(value, 1) for name, value in seconds.items()}
 
 
 def consumption(paths: DemoPaths, start: Path, problems: Sequence[Problem]) -> Consumption:

@@ -45,7 +45,7 @@ def one_run(seed: int, *, num_correct: int = 420, **consumed: Any) -> SeedResult
         cpu_seconds=15.0 + seed,
         num_correct=num_correct,
         num_problems=512,
-        seconds_by_phase={},
+        seconds_by_phase={"measure": 2.5},
         consumed=Consumption(**{**defaults, **consumed}),
     )
 
@@ -189,6 +189,7 @@ def test_table_is_ordered_by_the_median_and_replaces_the_old_one(tmp_path: Path)
     assert lines[2].startswith("| 1 | **11.0** | 16.0 | 3.00x | 82.0%, 82.0%, 82.0% | 4 | `mine` |")
     assert lines[2].endswith("| Larger steps. |")
     assert lines[3].startswith("| 2 | **33.0** |")
+    assert "| evaluation | 2.5 | 2.5 |" in rules.phases_table([(slow, entry)] * 2)
     written = rules.with_table(page, "new")
     assert "old" not in written
     assert rules.with_table(written, "new") == written
@@ -205,7 +206,7 @@ def test_page_shows_the_recorded_results() -> None:
     page = (REPOSITORY / "docs" / "speedrun.md").read_text(encoding="utf-8")
     folder = REPOSITORY / "benchmarks" / "speedrun"
 
-    shown = rules.table(recorded(folder / "results", folder))
+    shown = rules.tables(recorded(folder / "results", folder))
 
     assert rules.with_table(page, shown) == page
 
