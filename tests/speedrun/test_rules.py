@@ -205,6 +205,8 @@ def test_entry_of_the_page_follows_the_rules(tmp_path: Path) -> None:
 def test_page_shows_the_recorded_results() -> None:
     page = (REPOSITORY / "docs" / "speedrun.md").read_text(encoding="utf-8")
     folder = REPOSITORY / "benchmarks" / "speedrun"
+    if not list((folder / "results").glob("*.json")):
+        pytest.skip("no result is recorded yet")
 
     shown = rules.tables(recorded(folder / "results", folder))
 
