@@ -24,7 +24,7 @@ from example_trainer.launch.preflight import choose_engine, require_packages, wh
 from example_trainer.launch.report import RunProgress
 from example_trainer.launch.stack import ending_signals
 from example_trainer.speedrun import rules
-from example_trainer.speedrun.rules import Entry, Result, SeedResult, StartingModel
+from example_trainer.speedrun.rules import SpeedrunEntry, Result, SeedResult, StartingModel
 
 _ENTRIES = REPOSITORY / "benchmarks" / "speedrun"
 _RESULTS = _ENTRIES / "results"
@@ -141,7 +141,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _timed_runs(
-    entry: Entry, seeds: Sequence[int], folder: Path, runs: Path
+    entry: SpeedrunEntry, seeds: Sequence[int], folder: Path, runs: Path
 ) -> tuple[StartingModel, list[SeedResult]]:
     from example_trainer.speedrun import running
 
@@ -195,7 +195,7 @@ def _table(args: argparse.Namespace) -> int:
     return 0
 
 
-def recorded(results: Path, entries: Path) -> list[tuple[Result, Entry]]:
+def recorded(results: Path, entries: Path) -> list[tuple[Result, SpeedrunEntry]]:
     """Return the results in a folder with their entries.
 
     Raises:

@@ -70,7 +70,7 @@ _ENGINE_SETTINGS = frozenset({"dtype", "max_num_batched_tokens", "max_num_seqs"}
 
 
 class EntrySettings(BaseModel):
-    """What an entry may change; the defaults are those of `atropos-demo`."""
+    """Settings that an entry may change; the defaults are those of `atropos-demo`."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -118,7 +118,7 @@ def _only(given: dict[str, Any], allowed: frozenset[str]) -> dict[str, Any]:
     return given
 
 
-class Entry(BaseModel):
+class SpeedrunEntry(BaseModel):
     """One entry of the speedrun; a YAML file."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -147,7 +147,7 @@ def digest_of(value: Any) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def read_entry(path: Path) -> Entry:
+def read_entry(path: Path) -> SpeedrunEntry:
     """Read an entry.
 
     Raises:
@@ -160,7 +160,7 @@ def read_entry(path: Path) -> Entry:
         raise ConfigError(f"{path}: cannot be read: {reason}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: expected an entry with name, author, date, and explanation")
-    entry: Entry = _validated(Entry, content, path)
+    entry: SpeedrunEntry = _validated(SpeedrunEntry, content, path)
     return entry
 
 
@@ -176,7 +176,7 @@ def _validated(kind: type[Any], content: Mapping[str, Any], path: Path) -> Any:
         raise ConfigError(f"{path}: {where}: {reason}") from error
 
 
-def demo_settings(entry: Entry, *, seed: int, start_model: Path) -> DemoSettings:
+def demo_settings(entry: SpeedrunEntry, *, seed: int, start_model: Path) -> DemoSettings:
     """Return the settings of one run; the task and the held-out problems do not depend on it."""
     chosen = entry.settings
     environment = {**chosen.environment, "eval_seed": HELD_OUT_SEED}
@@ -197,7 +197,7 @@ def demo_settings(entry: Entry, *, seed: int, start_model: Path) -> DemoSettings
     )
 
 
-def engine_flags(entry: Entry) -> tuple[str, ...]:
+def engine_flags(entry: SpeedrunEntry) -> tuple[str, ...]:
     """Return the additional arguments of the engine."""
     flags = [
         [f"--{name.replace('_', '-')}", str(value)]
@@ -236,7 +236,7 @@ def fingerprint(texts: Sequence[str]) -> str:
 
 
 class Consumption(BaseModel):
-    """What the trainer took from the service in one run, read from its journal."""
+    """Batches that the trainer took from the service in one run, read from its journal."""
 
     model_config = ConfigDict(extra="forbid", frozen=True)
 
@@ -322,7 +322,7 @@ def read_result(path: Path) -> Result:
     return result
 
 
-def violations(result: Result, entry: Entry) -> list[str]:
+def violations(result: Result, entry: SpeedrunEntry) -> list[str]:
     """Return why a result does not count, in words; empty if it does."""
     found = []
     if result.rules != RULES:
@@ -349,7 +349,7 @@ def violations(result: Result, entry: Entry) -> list[str]:
     return found
 
 
-def _run_violations(run: SeedResult, entry: Entry) -> list[str]:
+def _run_violations(run: SeedResult, entry: SpeedrunEntry) -> list[str]:
     found = []
     consumed, chosen = run.consumed, entry.settings
     if run.num_problems != NUM_HELD_OUT:
@@ -380,7 +380,7 @@ trainer which starts with the engine may have waited before."""
 _SENTENCE = re.compile(r"(.+?[.!?])(?:\s|$)", re.DOTALL)
 
 
-def table(results: Sequence[tuple[Result, Entry]]) -> str:
+def table(results: Sequence[tuple[Result, SpeedrunEntry]]) -> str:
     """Return the record table in Markdown, fastest first.
 
     The change is relative to the slowest entry, which the others are compared with.
@@ -412,7 +412,7 @@ def table(results: Sequence[tuple[Result, Entry]]) -> str:
     return "\n".join(lines)
 
 
-def phases_table(results: Sequence[tuple[Result, Entry]]) -> str:
+def phases_table(results: Sequence[tuple[Result, SpeedrunEntry]]) -> str:
     """Return where the seconds of each entry went in Markdown, as medians of its runs."""
     ordered = sorted(results, key=lambda pair: pair[0].seconds)
     lines = [f"| seconds | {' | '.join(f'`{entry.name}`' for _, entry in ordered)} |"]
@@ -426,7 +426,7 @@ def phases_table(results: Sequence[tuple[Result, Entry]]) -> str:
     return "\n".join(lines)
 
 
-def tables(results: Sequence[tuple[Result, Entry]]) -> str:
+def tables(results: Sequence[tuple[Result, SpeedrunEntry]]) -> str:
     """Return both tables of the page."""
     return f"{table(results)}\n\n{phases_table(results)}"
 

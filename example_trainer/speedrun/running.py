@@ -32,7 +32,13 @@ from example_trainer.launch.report import RunProgress
 from example_trainer.launch.stack import Supervisor, TrainingLoop, build_stack
 from example_trainer.processes import find_free_ports
 from example_trainer.speedrun import rules
-from example_trainer.speedrun.rules import Consumption, Entry, Result, SeedResult, StartingModel
+from example_trainer.speedrun.rules import (
+    Consumption,
+    SpeedrunEntry,
+    Result,
+    SeedResult,
+    StartingModel,
+)
 
 _START_FACTS = "speedrun.json"
 _MEASURED_FOR_START = 256
@@ -146,7 +152,7 @@ def compile_modules(folder: Path) -> dict[str, str]:
 
 
 def plan_of(
-    entry: Entry, *, seed: int, start: Path, paths: DemoPaths, variables: Mapping[str, str]
+    entry: SpeedrunEntry, *, seed: int, start: Path, paths: DemoPaths, variables: Mapping[str, str]
 ) -> RunPlan:
     """Return the plan of one run."""
     settings = rules.demo_settings(entry, seed=seed, start_model=start)
@@ -161,7 +167,7 @@ def plan_of(
 
 
 def timed_run(
-    entry: Entry, plan: RunPlan, paths: DemoPaths, problems: Sequence[Problem]
+    entry: SpeedrunEntry, plan: RunPlan, paths: DemoPaths, problems: Sequence[Problem]
 ) -> SeedResult:
     """Run all processes of one seed under the clock, and return what the trainer consumed too."""
     paths.logs.mkdir(parents=True)
@@ -285,7 +291,7 @@ def _prompt_length(masks: Sequence[int]) -> int:
 
 
 def result_of(
-    entry: Entry,
+    entry: SpeedrunEntry,
     start: StartingModel,
     runs: Sequence[SeedResult],
     *,

@@ -12,7 +12,13 @@ from atroposlib.errors import ConfigError
 from example_trainer.demo.settings import REPOSITORY, DemoPaths
 from example_trainer.speedrun import rules
 from example_trainer.speedrun.cli import main, recorded
-from example_trainer.speedrun.rules import Consumption, Entry, Result, SeedResult, StartingModel
+from example_trainer.speedrun.rules import (
+    Consumption,
+    SpeedrunEntry,
+    Result,
+    SeedResult,
+    StartingModel,
+)
 
 ENTRIES = sorted((REPOSITORY / "benchmarks" / "speedrun").glob("*.yaml"))
 ENTRY = """
@@ -50,7 +56,7 @@ def one_run(seed: int, *, num_correct: int = 420, **consumed: Any) -> SeedResult
     )
 
 
-def result_for(entry: Entry, *runs: SeedResult, **changes: Any) -> Result:
+def result_for(entry: SpeedrunEntry, *runs: SeedResult, **changes: Any) -> Result:
     fields: dict[str, Any] = {
         "rules": rules.RULES,
         "name": entry.name,
