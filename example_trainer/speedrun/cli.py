@@ -24,7 +24,7 @@ from example_trainer.launch.preflight import choose_engine, require_packages, wh
 from example_trainer.launch.report import RunProgress
 from example_trainer.launch.stack import ending_signals
 from example_trainer.speedrun import rules
-from example_trainer.speedrun.rules import SpeedrunEntry, Result, SeedResult, StartingModel
+from example_trainer.speedrun.rules import Result, SeedResult, SpeedrunEntry, StartingModel
 
 _ENTRIES = REPOSITORY / "benchmarks" / "speedrun"
 _RESULTS = _ENTRIES / "results"

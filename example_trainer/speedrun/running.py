@@ -34,9 +34,9 @@ from example_trainer.processes import find_free_ports
 from example_trainer.speedrun import rules
 from example_trainer.speedrun.rules import (
     Consumption,
-    SpeedrunEntry,
     Result,
     SeedResult,
+    SpeedrunEntry,
     StartingModel,
 )
 

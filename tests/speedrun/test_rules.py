@@ -14,9 +14,9 @@ from example_trainer.speedrun import rules
 from example_trainer.speedrun.cli import main, recorded
 from example_trainer.speedrun.rules import (
     Consumption,
-    SpeedrunEntry,
     Result,
     SeedResult,
+    SpeedrunEntry,
     StartingModel,
 )
 
