@@ -134,6 +134,13 @@ class VllmFields(BaseModel):
         description="Seconds to retry an in-place update while an engine of engine_urls is "
         "unreachable, before giving up; 0: do not retry.",
     )
+    engine_wait_s: float = Field(
+        default=0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="Seconds to wait for an engine that starts at the same time as the trainer, "
+        "after the model was loaded; 0: the engine has to be ready, or the trainer launches one.",
+    )
     engine: Literal["vllm", "sglang", "torch"] = Field(
         default="vllm",
         description="Engine at vllm_port; SGLang is updated in place and never launched. torch: "

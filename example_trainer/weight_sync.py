@@ -421,6 +421,41 @@ class RestartSync(OwnedEngine):
         shutil.rmtree(self._directory, ignore_errors=True)
 
 
+_ENGINE_POLL_S = 0.2
+_HEALTH_TIMEOUT_S = 5.0
+
+
+def wait_for_engine(
+    config: TrainingConfig,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """Wait up to `engine_wait_s` seconds until every engine answers `GET /health` with 200.
+
+    Raises:
+        EngineSetupError: One of them did not in that time.
+    """
+    own = f"http://{config.vllm_connect_host}:{config.vllm_port}"
+    deadline = clock() + config.engine_wait_s
+    for url in config.engine_urls or [own]:
+        with contextlib.closing(EngineConnection(url, timeout_s=_HEALTH_TIMEOUT_S)) as engine:
+            while not _is_healthy(engine):
+                if clock() >= deadline:
+                    raise EngineSetupError(
+                        f"no engine answered GET {engine.shown_url}/health with 200 in "
+                        f"{config.engine_wait_s:g} s; see its log, or increase --engine-wait-s"
+                    )
+                sleep(_ENGINE_POLL_S)
+
+
+def _is_healthy(engine: EngineConnection) -> bool:
+    try:
+        return engine.send("GET", "/health").status_code == 200
+    except EngineUnreachableError:
+        return False
+
+
 _RELOAD_RETRY_S = 2.0
 
 

@@ -509,6 +509,22 @@ STEPS: tuple[Step, ...] = (
         "python benchmarks/h200.py --device cpu --tiny",
         "a test runs it: tests/benchmarks/test_h200.py",
     ),
+    NotRun(
+        "docs/speedrun.md",
+        "atropos-speedrun run benchmarks",
+        "minutes of measuring; tests/speedrun/test_run.py runs an entry",
+    ),
+    Run(
+        "docs/speedrun.md",
+        "atropos-speedrun verify",
+        shows=("the result counts", r"\| 1 \| \*\*"),
+    ),
+    NotRun("docs/speedrun.md", "name: my-entry", "an entry; tests/speedrun/test_rules.py reads it"),
+    NotRun(
+        "docs/speedrun.md",
+        "atropos-speedrun run my-entry.yaml",
+        "minutes of measuring; tests/speedrun/test_run.py runs an entry",
+    ),
     *(
         NotRun("docs/serving_environments.md", line, SERVED)
         for line in (
