@@ -567,7 +567,7 @@ def _shared(text: str, title: str) -> str:
     return folded(f"{title}, {len(text):,} characters", block(text))
 
 
-_MAX_ANSWER_CHARACTERS = 6000
+_MAX_ANSWER_CHARACTERS = 3000
 _OPEN_PROMPT_CHARACTERS = 1200
 _GROUP_FIELDS = ("generation_params", "group_overrides")
 
