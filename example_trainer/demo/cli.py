@@ -325,6 +325,9 @@ class Demo:
         paths = self.paths
         points = report.read_rewards(paths.environment_metrics)
         report.write_curve(points, paths.curve)
+        groups = [report.groups_files(paths.groups)]
+        report.write_rollouts_page(groups, paths.rollouts, groups_per_end=_GROUPS_PER_END)
+        name = "a small model" if self.settings.uses_tiny_model else Path(self._model).name
         write_report(
             paths.trainer_metrics,
             paths.report,
@@ -334,9 +337,10 @@ class Demo:
                     "share of right answers", before.accuracy, after.accuracy, after.num_problems
                 )
             ],
-        )
-        report.write_rollouts_page(
-            [report.groups_files(paths.groups)], paths.rollouts, groups_per_end=_GROUPS_PER_END
+            title=f"Training of {name} on sums",
+            seconds=self.progress.elapsed_s,
+            groups=groups,
+            rollouts_path=paths.rollouts,
         )
         self.progress.end()
         result = DemoResult(before, after, points, self.progress.elapsed_s)

@@ -820,11 +820,20 @@ class TrainRun:
             for name, results in after.items()
             for key, value in results.items()
         ]
-        write_report(paths.trainer_metrics, paths.report, environment_path=one, held_out=held_out)
+        groups = [report.groups_files(environment.groups) for environment in environments]
         num_groups = report.write_rollouts_page(
-            [report.groups_files(environment.groups) for environment in environments],
-            paths.rollouts,
-            groups_per_end=_GROUPS_PER_END,
+            groups, paths.rollouts, groups_per_end=_GROUPS_PER_END
+        )
+        names = ", ".join(environment.name for environment in environments)
+        write_report(
+            paths.trainer_metrics,
+            paths.report,
+            environment_path=one,
+            held_out=held_out,
+            title=f"Training of {Path(self._plan.model).name} on {names}",
+            seconds=self._progress.elapsed_s,
+            groups=groups,
+            rollouts_path=paths.rollouts,
         )
         self._progress.end()
         result = TrainResult(
