@@ -47,6 +47,7 @@ _PACKS_OF_GROUPS = (
 )  # fmt: skip
 _PACKS_OF_ROWS = (
     "balanced_bins", "plan_microbatches", "make_packed_microbatch", "_split_rows", "_padded_ends",
+    "_is_worth_sharing", "_tree_microbatches", "split_batch", "_empty_microbatch",
 )  # fmt: skip
 
 SUBJECTS = (
@@ -54,6 +55,7 @@ SUBJECTS = (
         "loss",
         (Part("example_trainer/loss.py"),),
         (
+            "tests/trainer/losses/test_bounds.py",
             "tests/trainer/losses/test_grpo_loss.py",
             "tests/trainer/losses/test_oracle.py",
             "tests/trainer/losses/test_traps.py",
@@ -65,15 +67,20 @@ SUBJECTS = (
     Subject(
         "batch",
         (Part(_BATCH, without=_PACKS_OF_ROWS),),
-        ("tests/trainer/test_batch.py", "tests/trainer/test_metrics.py"),
+        (
+            "tests/trainer/test_batch.py",
+            "tests/trainer/test_batch_tensors.py",
+            "tests/trainer/test_row_packs.py",
+        ),
     ),
     Subject(
         "queue",
         (Part(_QUEUE, without=(*_SHARES, *_PACKS_OF_GROUPS)),),
         (
-            "tests/api/test_queue.py",
+            "tests/api/test_queue_rules.py",
             "tests/api/test_queue_plans.py",
             "--deselect=tests/api/test_queue_plans.py::test_every_plan_equals_the_rules_on_the_whole_queue",
+            "tests/api/test_queue.py",
         ),
     ),
     Subject(
@@ -101,7 +108,11 @@ SUBJECTS = (
     Subject(
         "packing",
         (Part(_QUEUE, only=_PACKS_OF_GROUPS), Part(_BATCH, only=_PACKS_OF_ROWS)),
-        ("tests/api/test_queue.py", "tests/trainer/test_packing.py"),
+        (
+            "tests/api/test_queue_rules.py",
+            "tests/trainer/test_row_packs.py",
+            "tests/api/test_queue.py",
+        ),
     ),
 )
 
