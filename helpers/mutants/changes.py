@@ -1,8 +1,8 @@
 """The changes that make mutants of a module: one small change of its syntax tree each; pure.
 
-A change replaces one node: a comparison, an arithmetic or boolean operator, a constant, a condition, a
-returned value, a minimum or maximum, or a statement. Annotations, decorators, texts, log calls and the
-messages of errors are left as they are, because tests of behavior need not notice them.
+A change replaces one node: a comparison, an arithmetic or boolean operator, a constant, a
+condition, a returned value, a minimum or maximum, or a statement. Annotations, decorators, texts,
+log calls and the messages of errors are left as they are: tests of behavior need not notice them.
 """
 
 from __future__ import annotations
@@ -76,17 +76,21 @@ class _Slot(NamedTuple):
 
     parent: ast.AST
     field: str
-    index: int | None
+    position: int | None
+    """In the field, if that is a list."""
 
     def put(self, node: ast.AST) -> None:
-        if self.index is None:
+        if self.position is None:
             setattr(self.parent, self.field, node)
         else:
-            getattr(self.parent, self.field)[self.index] = node
+            getattr(self.parent, self.field)[self.position] = node
 
 
 def find_changes(tree: ast.Module) -> list[Change]:
-    """Return every change of a module, in the order of its lines; `Change.apply` changes the tree."""
+    """Return every change of a module, in the order of its lines.
+
+    `Change.apply` changes this tree.
+    """
     counts: Counter[tuple[str, str]] = Counter()
     changes = []
     for where, slot, old, new in _replacements(tree, ""):

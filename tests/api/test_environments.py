@@ -184,9 +184,7 @@ def test_queue_view_of_an_environment_without_groups():
 
 
 def test_queue_view_never_counts_a_reserve_beyond_the_queued():
-    view = queue_view(
-        0, {0: 4, 1: 1}, group_size=1, pack_size=1, batch_size=100, minimums={1: 0.5}
-    )
+    view = queue_view(0, {0: 4, 1: 1}, group_size=1, pack_size=1, batch_size=100, minimums={1: 0.5})
 
     assert view == (4, 4)
 

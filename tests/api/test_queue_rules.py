@@ -125,6 +125,16 @@ def test_plan_in_order_takes_the_batch_that_formed_first():
     assert ids(sizes(2, 2).plan_in_order(4)) == [0, 1]
 
 
+def test_plan_is_the_same_until_the_queue_changes():
+    queue = queue_of(entry(0, 2, 1), entry(1, 2, 1), entry(2, 2))
+    shares = {1: 0.5}
+
+    assert [ids(queue.plan_batch(4, shares)) for _ in range(2)] == [[0, 1]] * 2
+    assert [queue.plan_batch(8, shares) for _ in range(2)] == [None] * 2
+    queue.append(entry(3, 2))
+    assert ids(queue.plan_batch(8, shares)) == [0, 1, 2, 3]
+
+
 @pytest.mark.parametrize(
     ("queued", "largest", "batch_size", "expected"),
     [
@@ -336,7 +346,12 @@ def test_impossible_counts_are_refused(count):
 
 @pytest.mark.parametrize(
     ("batch_size", "queued", "index"),
-    [(4, (4, 1), None), (4, (1, 5, 6), 1), (0, (MAX_BATCH_SIZE,), None), (0, (MAX_BATCH_SIZE + 1,), 0)],
+    [
+        (4, (4, 1), None),
+        (4, (1, 5, 6), 1),
+        (0, (MAX_BATCH_SIZE,), None),
+        (0, (MAX_BATCH_SIZE + 1,), 0),
+    ],
 )
 def test_group_larger_than_a_batch_is_refused_with_its_position(batch_size, queued, index):
     if index is None:
@@ -354,5 +369,5 @@ def test_defaults_of_limits_and_results():
         keep_past_bytes=2**28, ordered_envs=0, ordered_wait_s=0.0,
     )  # fmt: skip
     assert AdmittedGroups([]) == ([], False, False)
-    assert GroupQueue().largest_group == 0
+    assert (GroupQueue().largest_group, UNKNOWN_VERSION) == (0, -1)  # the latter is stored
     assert QueuedGroup(1, 2, 3, 4) == QueuedGroup(1, 2, 3, 4, 0, "json", 0, 0.0, 0.0, 0.0)

@@ -92,7 +92,10 @@ def test_shift_drops_the_last_input_and_the_first_of_every_other_field():
 
     assert (shifted.tokens, shifted.labels, shifted.advantages) == ([4, 5], [5, 6], [1.0, 2.0])
     assert (shifted.inference_logprobs, shifted.ref_logprobs) == ([-0.5, -0.6], [-0.7, -0.8])
-    assert (shifted.distill_token_ids, shifted.distill_logprobs) == ([(5,), (6,)], [(-0.1,), (-0.2,)])
+    assert (shifted.distill_token_ids, shifted.distill_logprobs) == (
+        [(5,), (6,)],
+        [(-0.1,), (-0.2,)],
+    )
     assert shifted.images == ImagesOfRow((), 2)
     plain = shift_row(row(4, 5))
     assert (plain.inference_logprobs, plain.ref_logprobs, plain.images) == (None, None, None)
@@ -287,6 +290,8 @@ def test_share_of_common_prefixes(num_inputs, num_computed, expected):
     assert summary.shared_prefix_fraction == expected
 
 
-@pytest.mark.parametrize(("values", "expected"), [([], 0.0), ([3.0], 0.0), ([1.0, 3.0, 5.0], 8 / 3)])
+@pytest.mark.parametrize(
+    ("values", "expected"), [([], 0.0), ([3.0], 0.0), ([1.0, 3.0, 5.0], 8 / 3)]
+)
 def test_deviation_is_that_of_the_population(values, expected):
     assert _deviation(values) == pytest.approx(math.sqrt(expected))

@@ -47,7 +47,9 @@ def mask(*values: int) -> torch.Tensor:
 
 
 def test_log_ratio_is_new_minus_old_within_twenty():
-    assert log_ratio_BT(row(-1.0, 0.0, -90.0), row(-3.0, -90.0, 0.0)).tolist() == [[2.0, 20.0, -20.0]]
+    assert log_ratio_BT(row(-1.0, 0.0, -90.0), row(-3.0, -90.0, 0.0)).tolist() == [
+        [2.0, 20.0, -20.0]
+    ]
 
 
 PACKED = torch.tensor([[0, 0, 1, 2, 2, 2]])
@@ -242,7 +244,8 @@ def test_settings_reach_every_part_of_the_loss():
         )
     )  # fmt: skip
 
-    assert loss.kl is not None and loss.distillation is not None
+    assert loss.kl is not None
+    assert loss.distillation is not None
     assert (loss.kl.coef, loss.kl.estimator, loss.kl.is_unbiased) == (0.5, "k1", False)
     assert (loss.sft.coef, loss.policy_coef, loss.horizon) == (0.25, 0.75, 77)
     assert (loss.distillation.coef, loss.distillation.temperature) == (2.0, 1.5)
