@@ -100,7 +100,8 @@ def _row(name: str, counts: Counts, goal: str = "") -> str:
 def main(arguments: Sequence[str]) -> int:
     """Print the table of a report, and return the exit code."""
     report = json.loads(Path(arguments[0]).read_text(encoding="utf-8"))
-    _lines, is_met = table(read_report(report))
+    lines, is_met = table(read_report(report))
+    print("\n".join(lines))
     return 0 if is_met else 1
 
 

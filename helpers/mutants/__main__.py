@@ -47,12 +47,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     equivalent = yaml.safe_load(EQUIVALENT.read_text(encoding="utf-8")) or {}
     complaint = _unknown_entries(equivalent)
     if complaint:
+        print(complaint, file=sys.stderr)
         return 2
     load_libraries()
     results = []
     for subject in SUBJECTS:
         if subject.name in names:
             results.append(_run(subject, options, equivalent))
+            print(*_survivors(results[-1]), sep="", end="", flush=True)
+    print("\n".join(_table(results)))
     killed, num = _totals(results)
     return int(100 * killed < options.at_least * num)
 
@@ -140,10 +143,9 @@ def _percent(part: int, whole: int) -> str:
     return f"{100 * part / whole:.0f} %" if whole else "-"
 
 
-def _survivors(results: Sequence[Result]) -> list[str]:
+def _survivors(result: Result) -> list[str]:
     return [
-        f"survived: {mutant.path}:{mutant.change.line}: {mutant.change.name}"
-        for result in results
+        f"survived: {mutant.path}:{mutant.change.line}: {mutant.change.name}\n"
         for mutant, outcome, _ in result.verdicts
         if outcome == "survived"
     ]
