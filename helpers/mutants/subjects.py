@@ -41,6 +41,11 @@ _CAPACITY = (
     "is_queue_full", "_has_unfilled_share", "_reserved_packs", "own_share_groups", "worker_limit",
     "failure_pause_s",
 )  # fmt: skip
+_MATCHING = (
+    "RecordedReply", "RecordedTurns", "matched_length", "earlier_turns", "message_key", "digest",
+    "_key", "_hashed", "_calls_text", "continue_ids", "make_node", "_common_length", "NodeRecord",
+    "NodeRecords", "continue_chat", "_cut_reply", "_rest_of_prompt",
+)  # fmt: skip
 _PACKS_OF_GROUPS = (
     "pack_exact", "pack_with_minimums", "_num_packable", "_PackReader", "_SizesAndOwners",
     "oldest_combination", "_oldest_of_each_size", "is_reachable",
@@ -99,10 +104,10 @@ SUBJECTS = (
     ),
     Subject(
         "matching",
-        (Part("atroposlib/envs/server_handling/turn_recording.py"),),
+        (Part("atroposlib/envs/server_handling/turn_recording.py", only=_MATCHING),),
         (
+            "tests/server_handling/test_turn_matching.py",
             "tests/server_handling/test_turn_recording.py",
-            "tests/server_handling/test_sequence_tracker.py",
         ),
     ),
     Subject(

@@ -155,6 +155,12 @@ def test_packed_rows_leave_empty_ones_out_of_the_lengths():
     assert packed.num_cells == 3
 
 
+def test_packed_rows_have_the_temperatures_of_their_sequences():
+    packed = make_packed_microbatch([row(5, 6, 7, temperature=0.5), row(8, 3)])
+
+    assert packed.temperatures_BT.tolist() == [[0.5, 0.5, 1.0]]
+
+
 def test_packed_rows_share_a_prefix_on_request():
     rows = [row(*tokens) for tokens in PREFIXED[:2]]
 
@@ -246,6 +252,19 @@ def test_passes_with_trees_table(settings, cells):
     )
 
     assert [mb.num_cells for mb in batch.microbatches] == cells
+
+
+def test_passes_grow_in_number_while_a_common_tree_is_too_large():
+    # Prompts of 16 tokens are shared, the 8 tokens after them are not: 24 + 24 in one tree each.
+    groups = [group([[number] * 8 + [9]], [1.0], prompt=(5,) * 16) for number in (10, 11, 12, 13)]
+
+    batch = build_batch(
+        groups, RowRules(seq_len=64), microbatch_size=4, packs=True, max_tokens=48,
+        min_shared_fraction=0.0,
+    )  # fmt: skip
+
+    assert all(mb.num_cells <= 48 for mb in batch.microbatches)
+    assert sum(len(mb.sequence_lengths or ()) for mb in batch.microbatches) == 4
 
 
 def passes(*lengths: int) -> Batch:

@@ -274,3 +274,21 @@ def test_parts_add_up_with_their_coefficients():
     assert terms.loss.item() == pytest.approx(0.75 * -3.0 + 0.25 + 0.25 * 3.0)
     assert terms.mask_BT.tolist() == [[True, True, False]]
     assert terms.weights is None
+
+
+def test_distillation_is_added_with_its_coefficient():
+    loss = make_loss(config(distill_coef=2.0, policy_coef=0.0))
+    student = torch.tensor([[[-1.0], [-2.0]]], dtype=torch.float64, requires_grad=True)
+    inputs = LossInputs(
+        trainer_logprobs_BT=row(-1.0, -2.0).requires_grad_(),
+        labels_BT=torch.tensor([[5, -100]]),
+        advantages_BT=row(0.0, 0.0),
+        inference_logprobs_BT=row(-1.0, 1.0),
+        teacher=TeacherTokens(torch.tensor([[[5], [6]]]), torch.zeros(1, 2, 1), student),
+    )
+
+    terms = loss(inputs, BatchTotals(num_tokens=1, num_sequences=1, num_distill_tokens=4))
+
+    # the teacher's only choice has probability 1: cross entropy and divergence are 1, of 4 tokens
+    assert terms.parts == pytest.approx({"policy": 0.0, "distill": 0.25, "divergence": 0.25})
+    assert terms.loss.item() == pytest.approx(0.5)
