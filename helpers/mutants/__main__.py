@@ -1,7 +1,7 @@
 """Change the pure rules in small ways, and list the changes that no test notices.
 
     python -m helpers.mutants                        25 mutants of each subject, always the same
-    python -m helpers.mutants --part 3/40            every 40th mutant; other parts have the others
+    python -m helpers.mutants --part 3/60            every 60th mutant; other parts have the others
     python -m helpers.mutants loss --sample 0        all mutants of one subject
 
 The order of the mutants is random and depends on their names only, so that a sample stays the same
@@ -78,7 +78,7 @@ def _parser() -> argparse.ArgumentParser:
 def _part(text: str) -> tuple[int, int]:
     found = re.fullmatch(r"(\d+)/([1-9]\d*)", text)
     if found is None:
-        raise argparse.ArgumentTypeError(f"expected a part K/N such as 3/40, not {text!r}")
+        raise argparse.ArgumentTypeError(f"expected a part K/N such as 3/60, not {text!r}")
     return int(found[1]) % int(found[2]), int(found[2])
 
 

@@ -221,6 +221,14 @@ def test_reachable_sums_of_many_groups_of_one_size(target, expected):
     assert not is_reachable({10: 7}, 10 * target + 1)
 
 
+@pytest.mark.parametrize(("num_others", "expected"), [(7, True), (8, False)])
+def test_search_that_would_take_too_long_is_given_up(num_others, expected):
+    # Eight steps over 2**28 bits are the limit; the last size would be the ninth.
+    num_by_size = dict.fromkeys(range(1, num_others + 1), 1) | {1 << 28: 1}
+
+    assert is_reachable(num_by_size, 1 << 28) is expected
+
+
 def test_combination_for_a_target_beyond_the_search_is_refused_at_once():
     assert not is_reachable({1 << 28: 2}, 1 << 29)
     assert is_reachable({1 << 20: 2}, 1 << 20)

@@ -9,6 +9,7 @@ from example_trainer.batch import (
     Batch,
     BatchSummary,
     Microbatch,
+    _is_worth_sharing,
     _padded_ends,
     _split_rows,
     balanced_bins,
@@ -169,6 +170,16 @@ def test_packed_rows_share_a_prefix_on_request():
     assert packed.tokens_BT.tolist() == [[*[7] * 20, 1, *[7] * 20, 2]]
     assert packed.num_cells == 22
     assert packed.tree is not None
+
+
+@pytest.mark.parametrize("has_image", [False, True])
+def test_rows_with_an_image_share_no_prefix(has_image):
+    # Equal tokens may stand for different images.
+    members = [row(*tokens) for tokens in PREFIXED[:2]]
+    if has_image:
+        members.append(row(5, 6, images=object()))
+
+    assert _is_worth_sharing([members], 0.0) is not has_image
 
 
 def pairs(num_groups: int, *, prompt_tokens: int) -> list[dict[str, object]]:
