@@ -108,6 +108,7 @@ SUBJECTS = (
         (
             "tests/server_handling/test_turn_matching.py",
             "tests/server_handling/test_turn_recording.py",
+            "tests/server_handling/proxy/dialects/test_begun_replies.py",
         ),
     ),
     Subject(

@@ -177,6 +177,8 @@ def test_lowered_limit_grows_by_a_thirty_second_of_it_and_at_least_by_one() -> N
     assert (large.step, large.changed_at, large.is_draining) == (90.0 / 32.0, 10.0, True)
     assert (small.limit, small.step) == (9.0, 1.0)
     assert idle.limit == 8.0
+    low = replace(RULE, floor=1)
+    assert next_limit(observed(), EngineReading(0, 0, preemptions=99), low, now=10.0).limit == 1.0
 
 
 @pytest.mark.parametrize(("now", "expected"), [(9.9, 64.0), (10.0, 0.9 * 64)])

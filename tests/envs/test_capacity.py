@@ -266,6 +266,7 @@ def test_worker_limit_table_of_stragglers(finished: int, batches: float, expecte
 
 
 def test_defaults_are_neutral() -> None:
+    assert worker_limit(replace(status(), max_running_sequences=19), limits()) == 4
     assert QueueStatus(0, 0) == QueueStatus(
         0, 0, own_queue_groups=0, max_group_size=1, unallocated_fraction=1.0
     )

@@ -106,6 +106,8 @@ def test_earlier_turns_are_the_recorded_then_the_added() -> None:
         ([1, 7, END], [-100, 7, END], [], [1, 7, END]),
         ([1, 7], [-100, 7], [7, 5], [1, 7, 7, 5]),  # a token of the text is repeated
         ([1, END, END], [-100, END, END], [END, 5], [1, END, END, 5]),
+        ([1, END, END], [-100, END, END], [END, END, 5], [1, END, END, 5]),  # the longest overlap
+        ([1, 7, END], [-100, 7, END], [7, END, 5], [1, 7, END, 7, END, 5]),  # 7 is in the text
     ],
 )
 def test_continued_ids_table(
