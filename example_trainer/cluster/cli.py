@@ -18,7 +18,7 @@ from atroposlib.utils.command_parser import (
     integer_between,
 )
 from atroposlib.utils.text import near_name
-from example_trainer.cluster.local import LocalRun
+from example_trainer.cluster.local import LocalRun, hider
 from example_trainer.cluster.placement import ENDED, EXIT_CODES, RunPlacement, RunStatus
 from example_trainer.cluster.run_file import RunFile, read_run_file
 from example_trainer.launch.stack import ending_signals
@@ -120,16 +120,16 @@ def _up(run: RunFile, on: str, args: argparse.Namespace) -> int:
     _remember(run, on)
     if isinstance(placement, LocalRun) and not args.detach:
         with ending_signals():
-            return _show(placement.supervise(_say), print)
+            return _show(placement.supervise(_say).masked(hider(run)))
     print(placement.submit(), flush=True)
-    return 0 if args.detach else _follow(placement)
+    return 0 if args.detach else _follow(placement, hider(run))
 
 
-def _follow(placement: RunPlacement) -> int:
+def _follow(placement: RunPlacement, hide: Callable[[str], str]) -> int:
     """Print the changes of a submitted run until it has ended; an interruption leaves it alone."""
     shown: RunStatus | None = None
     while True:
-        status = placement.status()
+        status = placement.status().masked(hide)
         if status != shown:
             _say(_describe(status))
             shown = status
@@ -139,12 +139,13 @@ def _follow(placement: RunPlacement) -> int:
 
 
 def _status(run: RunFile, on: str, args: argparse.Namespace) -> int:
-    return _show(_place(run, on, args.file).status(), print)
+    return _show(_place(run, on, args.file).status().masked(hider(run)))
 
 
 def _logs(run: RunFile, on: str, args: argparse.Namespace) -> int:
+    hide = hider(run)
     for line in _place(run, on, args.file).logs(args.part or "trainer", lines=args.lines):
-        print(line)
+        print(hide(line))
     return 0
 
 
@@ -161,12 +162,12 @@ _COMMAND: dict[str, Callable[[RunFile, str, argparse.Namespace], int]] = {
 }
 
 
-def _show(status: RunStatus, write: Callable[[str], None]) -> int:
-    write(_describe(status))
+def _show(status: RunStatus) -> int:
+    print(_describe(status))
     for part in status.parts:
         restarts = f", {part.restarts} restarts" if part.restarts else ""
         detail = f" ({part.detail})" if part.detail else ""
-        write(f"  {part.name:32s} {part.state}{restarts}{detail}")
+        print(f"  {part.name:32s} {part.state}{restarts}{detail}")
     return EXIT_CODES[status.state]
 
 

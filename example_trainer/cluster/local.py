@@ -21,12 +21,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 from atroposlib.errors import AtroposError, ConfigError, InferenceError
 from example_trainer.checkpointing import write_file
 from example_trainer.cli import require_extra
 from example_trainer.cluster.parts import (
+    TOKEN_VARIABLE,
     Addresses,
     Part,
     engine_names,
@@ -37,6 +39,7 @@ from example_trainer.cluster.parts import (
 )
 from example_trainer.cluster.placement import RunStatus
 from example_trainer.cluster.run_file import RunFile
+from example_trainer.cluster.run_secrets import hide_values
 from example_trainer.cluster.supervision import RunSupervisor, tail_of
 from example_trainer.engine import EngineControl
 from example_trainer.launch.options import RunPaths, visible_gpus
@@ -153,12 +156,13 @@ class LocalRun:
             variables = _machine_variables(parts)
             for part in parts:
                 find_secrets(part)  # before any part starts
+            hide = hider(run)
             return RunSupervisor(
                 parts,
                 lambda part: local_process(part, run, part.command, variables[part.name]),
                 start_limit_s=run.start_limit_s,
-                on_event=on_event,
-                on_change=self._record.write,
+                on_event=lambda text: on_event(hide(text)),
+                on_change=lambda status: self._record.write(status.masked(hide)),
                 on_return=lambda part: restore_weights(part, run),
             ).run()
 
@@ -263,10 +267,17 @@ def restore_engine(url: str, output: Path, *, name: str = "the engine") -> str |
 
 def find_secrets(part: Part) -> dict[str, str]:
     """Return the secrets of a part from the variables of this process."""
-    missing = sorted(name for name in part.secrets.values() if not os.environ.get(name))
-    if missing:
-        raise ConfigError(f"service.tokens: the variable {missing[0]} is not set; export it")
+    for variable, name in part.secrets.items():
+        if not os.environ.get(name):
+            where = "service.tokens" if variable == TOKEN_VARIABLE else f"{part.name}: ${{{name}}}"
+            raise ConfigError(f"{where}: the variable {name} is not set; export it")
     return {variable: os.environ[name] for variable, name in part.secrets.items()}
+
+
+def hider(run: RunFile) -> Callable[[str], str]:
+    """Return a function that masks the secrets of a run which this process knows in a text."""
+    values = [os.environ[name] for name in run.secret_names if os.environ.get(name)]
+    return partial(hide_values, values=values)
 
 
 def part_log(run: RunFile, part: str, *, lines: int) -> list[str]:

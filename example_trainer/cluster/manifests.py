@@ -27,6 +27,7 @@ from example_trainer.cluster.parts import (
     plan_parts,
     service_names,
 )
+from example_trainer.cluster.restarts import INVALID_SETTINGS
 from example_trainer.cluster.run_file import RunFile
 
 RUN_LABEL = "atropos/run"
@@ -38,8 +39,6 @@ TRAINER = "trainer"
 SERVICE_PORT = 8000
 ENGINE_PORT = 9000
 MAX_NAME = 63
-EXIT_INVALID = 2
-"""Exit code of our programs for settings that can never work."""
 PROBE_S = 10
 WAIT = """\
 import sys, time, urllib.request
@@ -120,11 +119,12 @@ def _check(run: RunFile) -> None:
     place = run.kubernetes
     if not place.image:
         raise ConfigError("kubernetes.image: expected the image of the parts, with this package")
-    needs_secret = bool(run.service.tokens or run.service.token_file)
+    needs_secret = bool(run.secret_names or run.service.token_file)
     if needs_secret and place.token_secret is None:
         raise ConfigError(
             "kubernetes.token_secret: expected the name of the Secret with the keys of "
-            "service.tokens and the file of service.token_file; make it with kubectl create secret"
+            "service.tokens, of ${NAME} and the file of service.token_file; make it with kubectl "
+            "create secret"
         )
     names = [*service_names(run), *engine_names(run), *environment_names(run)]
     longest = max(names, key=len)
@@ -263,7 +263,7 @@ def _trainer(run: RunFile, part: Part, urls: Mapping[str, str]) -> list[Manifest
         {
             "action": "FailJob",
             "onExitCodes": {
-                **{"containerName": TRAINER, "operator": "In", "values": [EXIT_INVALID]}
+                **{"containerName": TRAINER, "operator": "In", "values": [INVALID_SETTINGS]}
             },
         },
     ]

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -26,6 +26,8 @@ from example_trainer.cluster.run_file import (
     RestartFields,
     RunFile,
 )
+from example_trainer.cluster.run_secrets import PROGRAM as FILLING_PROGRAM
+from example_trainer.cluster.run_secrets import reference_in, references_of
 from example_trainer.launch.options import EnvironmentPlan, RunPaths, RunPlan
 from example_trainer.launch.stack import (
     engine_arguments,
@@ -87,9 +89,9 @@ class Part:
     """Names of the parts that have to be ready before its start."""
     restarts: RestartPolicy
     secrets: Mapping[str, str] = field(default_factory=dict)
-    """Name of the secret by variable; the placement looks it up."""
+    """By variable, the name of the secret; the placement looks its value up."""
     files: Mapping[str, str] = field(default_factory=dict)
-    """Text of the settings files in `Addresses.settings` by name; without secrets."""
+    """Text of the settings files in `Addresses.settings` by name; secrets as `${NAME}`."""
     port: int | None = None
     """Port that it listens on."""
     progress_file: Path | None = None
@@ -173,7 +175,8 @@ def flag_words(flags: Flags, *, booleans: Literal["values", "switches"]) -> list
 def shell_command(part: Part) -> str:
     """Return the command with its variables as one line for a shell."""
     variables = [f"{name}={shlex.quote(value)}" for name, value in part.variables.items()]
-    return " ".join([*variables, shlex.join(part.command)])
+    secrets = [f'{name}="${{{secret}}}"' for name, secret in part.secrets.items()]
+    return " ".join([*variables, *secrets, shlex.join(part.command)])
 
 
 def _word(value: bool | int | float | str) -> str:
@@ -248,9 +251,18 @@ def _variables(run: RunFile, own: Mapping[str, str]) -> dict[str, str]:
     }
 
 
-def _secrets(run: RunFile, role: Literal["environment", "trainer"]) -> dict[str, str]:
+def _tokens(run: RunFile, role: Literal["environment", "trainer"]) -> dict[str, str]:
     secret = run.service.tokens.get(role)
     return {} if secret is None else {TOKEN_VARIABLE: secret}
+
+
+def _with_secrets(part: Part, secrets: Mapping[str, str]) -> Part:
+    """Return the part with its references and `secrets` as secrets instead of variables."""
+    found = {name: reference_in(value) for name, value in part.variables.items()}
+    references = {name: secret for name, secret in found.items() if secret is not None}
+    every = {**references, **secrets}
+    plain = {name: value for name, value in part.variables.items() if name not in every}
+    return replace(part, variables=plain, secrets=every)
 
 
 def _service(run: RunFile, paths: RunPaths, addresses: Addresses, name: str) -> Part:
@@ -269,7 +281,7 @@ def _service(run: RunFile, paths: RunPaths, addresses: Addresses, name: str) -> 
     # The share of an environment that was killed is free before the next one has started.
     flags = {"env-expiry-s": ENVIRONMENT_EXPIRY_S, **section.flags}
     words += flag_words(flags, booleans="switches")
-    return Part(
+    part = Part(
         name=name,
         role="service",
         command=(addresses.python, "-m", "atroposlib.cli.run_api", *words),
@@ -280,6 +292,7 @@ def _service(run: RunFile, paths: RunPaths, addresses: Addresses, name: str) -> 
         restarts=_restarts(run.restarts),
         port=port,
     )
+    return _with_secrets(part, {})
 
 
 def _engine(run: RunFile, addresses: Addresses, name: str, section: EngineSection) -> Part:
@@ -288,7 +301,7 @@ def _engine(run: RunFile, addresses: Addresses, name: str, section: EngineSectio
     words = engine_arguments(plan, port=port, host=addresses.bind)
     if section.kind == "torch" and addresses.bind != "127.0.0.1":
         words.append("--allow-remote-updates")
-    return Part(
+    part = Part(
         name=name,
         role="engine",
         command=(addresses.python, *words),
@@ -299,6 +312,7 @@ def _engine(run: RunFile, addresses: Addresses, name: str, section: EngineSectio
         restarts=_restarts(run.restarts),
         port=port,
     )
+    return _with_secrets(part, {})
 
 
 def _environment(
@@ -307,20 +321,25 @@ def _environment(
     name, section = _environments(run)[number]
     file = f"{name}.yaml"
     sections = _environment_settings(run, paths, addresses, number)
-    words = ["serve", "--config", str(addresses.settings / file)]
+    place = str(addresses.settings / file)
+    words = [*_program(section.program), "serve", "--config", place]
     words += flag_words(section.flags, booleans="values")
-    return Part(
+    references = references_of(sections)
+    if references:
+        words = ["-m", FILLING_PROGRAM, place, *words]
+    part = Part(
         name=name,
         role="environment",
-        command=(addresses.python, *_program(section.program), *words),
+        command=(addresses.python, *words),
         variables=_variables(run, section.variables),
         resources=_resources(section, section.gpus),
         ready_url=None,
         after=tuple(servers),
         restarts=_restarts(section.restarts or run.restarts),
-        secrets=_secrets(run, "environment"),
         files={file: yaml.safe_dump(sections, sort_keys=False)},
     )
+    secrets = {name: name for name in references}
+    return _with_secrets(part, {**secrets, **_tokens(run, "environment")})
 
 
 def _program(program: str) -> tuple[str, ...]:
@@ -369,7 +388,7 @@ def _trainer(run: RunFile, paths: RunPaths, addresses: Addresses, servers: Seque
     words = [f"--{name}={value}" for name, value in flags.items()]
     words += ["--engine-urls", *_engine_urls(run, addresses), "--resume-or-start", "--replace-run"]
     words += ["--quiet", *flag_words(section.flags, booleans="switches")]
-    return Part(
+    part = Part(
         name="trainer",
         role="trainer",
         command=(addresses.python, *_launcher(run, addresses), *words),
@@ -378,10 +397,10 @@ def _trainer(run: RunFile, paths: RunPaths, addresses: Addresses, servers: Seque
         ready_url=None,
         after=tuple(servers),
         restarts=_restarts(run.restarts),
-        secrets=_secrets(run, "trainer"),
         progress_file=paths.trainer_metrics,
         stall_limit_s=section.stall_limit_s,
     )
+    return _with_secrets(part, _tokens(run, "trainer"))
 
 
 def _launcher(run: RunFile, addresses: Addresses) -> list[str]:

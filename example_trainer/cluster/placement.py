@@ -5,7 +5,7 @@ cli ──► RunPlacement (local, slurm, kubernetes, ray_cluster) ──► Run
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, Literal, NamedTuple, Protocol
 
 PartState = Literal[
@@ -62,6 +62,11 @@ class RunStatus(NamedTuple):
             raise ValueError(f"unknown state {content['state']!r:.40}")
         parts = tuple(PartStatus(**part) for part in content["parts"])
         return cls(content["state"], parts, content["detail"])
+
+    def masked(self, hide: Callable[[str], str]) -> RunStatus:
+        """Return a copy whose texts, which quote logs, went through `hide`."""
+        parts = tuple(part._replace(detail=hide(part.detail)) for part in self.parts)
+        return self._replace(parts=parts, detail=hide(self.detail))
 
     def as_json(self) -> dict[str, Any]:
         return {

@@ -1,6 +1,6 @@
 """The placement of a run on a Ray cluster: its supervisor is submitted, and creates the rest.
 
-    atropos-up ──► RaySupervisor ──► PartHost per part     (`ray_actors`)
+    atropos-up ──► RaySupervisor ──► PartHost per part     (`ray_supervisor`)
      may leave
 
 The actors of a run are those whose names start with `NAME.` in the namespace of its run file; no
@@ -21,15 +21,14 @@ import yaml
 from atroposlib.errors import AtroposError, ConfigError, MissingExtraError
 from example_trainer.cluster.parts import Resources
 from example_trainer.cluster.placement import ENDED, PartState, RunStatus
-from example_trainer.cluster.ray_actors import (
+from example_trainer.cluster.ray_hosts import GRACE_S, read_json
+from example_trainer.cluster.ray_supervisor import (
     ENDING_S,
-    GRACE_S,
     STATE_FILE,
     SUPERVISOR,
     RaySupervisor,
     actor_options,
     placeless_parts,
-    read_json,
     unit_names,
 )
 from example_trainer.cluster.run_file import RunFile

@@ -23,7 +23,8 @@ from pydantic import (
 )
 
 from atroposlib.errors import ConfigError
-from atroposlib.utils.text import inert_line, mask_secrets, near_name
+from atroposlib.utils.text import MASK, inert_line, mask_secrets, near_name
+from example_trainer.cluster.run_secrets import check_secrets, hide_values, references_of
 
 DNS_LABEL = r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?"
 MAX_ENGINES = 4096
@@ -111,8 +112,6 @@ class ServiceSection(PartResources):
             raise ValueError("store: redis and redis_url belong together; give both or neither")
         if self.replicas > 1 and self.store != "redis":
             raise ValueError("replicas above 1 need store: redis and redis_url")
-        if self.redis_url and "@" in self.redis_url:
-            raise ValueError("redis_url has a password; expected an address without secrets")
         return self
 
 
@@ -135,7 +134,7 @@ class EngineSection(PartResources):
     )
     flags: Flags = Field(default_factory=dict, description="Further flags of the engine.")
     variables: dict[Variable, str] = Field(
-        default_factory=dict, description="Environment variables, without secrets."
+        default_factory=dict, description="Environment variables; secrets as `${NAME}`."
     )
 
     @property
@@ -167,13 +166,14 @@ class EnvironmentSection(PartResources):
     name: Name | None = Field(None, description="Name for parts and logs; none: from program.")
     settings: dict[str, dict[str, Any]] = Field(
         default_factory=dict,
-        description="Settings by section of the environment's YAML file, such as env and openai.",
+        description="Settings by section of the environment's YAML file, such as env and openai; "
+        "secrets as `${NAME}`, under keys such as `api_key`.",
     )
     flags: Flags = Field(
         default_factory=dict, description="Flags such as env.group_size; precede `settings`."
     )
     variables: dict[Variable, str] = Field(
-        default_factory=dict, description="Environment variables, without secrets."
+        default_factory=dict, description="Environment variables; secrets as `${NAME}`."
     )
     count: int = Field(1, ge=1, le=MAX_ENVIRONMENTS, description="Number of processes.")
     weight: float = Field(
@@ -220,7 +220,7 @@ class TrainerSection(PartResources):
     )
     flags: Flags = Field(default_factory=dict, description="Further flags of atropos-grpo.")
     variables: dict[Variable, str] = Field(
-        default_factory=dict, description="Environment variables, without secrets."
+        default_factory=dict, description="Environment variables; secrets as `${NAME}`."
     )
 
 
@@ -261,7 +261,7 @@ class KubernetesSection(_Section):
     image: str = Field("", max_length=1024, description="Image of the parts, with this package.")
     pull_secret: Name | None = Field(None, description="Secret that pulls the image.")
     token_secret: Name | None = Field(
-        None, description="Secret with the tokens; its keys are those of service.tokens."
+        None, description="Secret whose keys are the names in service.tokens and in `${NAME}`."
     )
     storage_class: str | None = Field(None, max_length=253, description="Storage class.")
     storage_gib: int = Field(100, ge=1, le=10**6, description="Size of the shared volume in GiB.")
@@ -313,7 +313,8 @@ class RunFile(_Section):
     )
     trainer: TrainerSection = Field(description="The trainer, and the model of all parts.")
     variables: dict[Variable, str] = Field(
-        default_factory=dict, description="Environment variables of every part, without secrets."
+        default_factory=dict,
+        description="Environment variables of every part; secrets as `${NAME}`.",
     )
     restarts: RestartFields = Field(
         default_factory=RestartFields, description="Restarts of every part."
@@ -326,6 +327,18 @@ class RunFile(_Section):
         default_factory=KubernetesSection, description="Settings of Kubernetes only."
     )
     ray: RaySection = Field(default_factory=RaySection, description="Settings of Ray only.")
+
+    @property
+    def secret_names(self) -> list[str]:
+        """Names of all secrets that its parts need."""
+        names = [*self.service.tokens.values(), *references_of(self.model_dump())]
+        return list(dict.fromkeys(names))
+
+    @model_validator(mode="before")
+    @classmethod
+    def _check_secrets(cls, content: object) -> object:
+        check_secrets(content)
+        return content
 
     @model_validator(mode="after")
     def _check_together(self) -> RunFile:
@@ -357,9 +370,10 @@ def read_run_file(path: Path) -> RunFile:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
+    except RecursionError:
+        raise ConfigError(f"{path}: too many levels of keys and lists") from None
     except yaml.YAMLError as error:
-        reason = inert_line(str(error), max_characters=300)
-        raise ConfigError(f"{path}: expected YAML: {reason}") from error
+        raise ConfigError(f"{path}: expected YAML{_describe_yaml(error)}") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: expected a mapping with name, environments and trainer")
     try:
@@ -368,6 +382,15 @@ def read_run_file(path: Path) -> RunFile:
         raise ConfigError(f"{path}: {describe_problems(error)}") from error
     folder = (path.resolve().parent / run.folder).resolve()
     return run.model_copy(update={"folder": folder, "output": folder / run.output})
+
+
+def _describe_yaml(error: yaml.YAMLError) -> str:
+    """Return place and reason of an error without the line, which may have a secret."""
+    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
+        return ""
+    mark = error.problem_mark
+    reason = inert_line(str(error.problem or ""), max_characters=100)
+    return f" in line {mark.line + 1}, column {mark.column + 1}: {reason}"
 
 
 def describe_problems(error: ValidationError) -> str:
@@ -381,7 +404,9 @@ def describe_problems(error: ValidationError) -> str:
         if problem["type"] == "extra_forbidden":
             message = f"is not a key{_suggest(problem['loc'])}"
         elif problem["type"] != "missing" and problem["type"] != "value_error":
-            given = inert_line(str(mask_secrets(problem["input"])), max_characters=60)
+            is_named = problem["loc"][:2] == ("service", "tokens")  # may be the token itself
+            text = MASK if is_named else hide_values(str(mask_secrets(problem["input"])), ())
+            given = inert_line(text, max_characters=60)
             message = f"{message[:1].lower()}{message[1:]}, got {given}"
         elif problem["type"] == "missing":
             message = "is required"

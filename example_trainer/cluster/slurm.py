@@ -29,6 +29,7 @@ from atroposlib.utils.text import inert_line
 from example_trainer.cluster.local import (
     SupervisorRecord,
     find_secrets,
+    hider,
     local_process,
     part_log,
     restore_weights,
@@ -312,7 +313,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     [file] = sys.argv[1:] if argv is None else argv
     try:
         with ending_signals():
-            status = _supervise(read_run_file(Path(file)))
+            run = read_run_file(Path(file))
+            status = _supervise(run).masked(hider(run))
     except AtroposError as error:
         end_command("atropos-up", error, code=exit_code_of(error))
     if status.detail:
@@ -329,6 +331,7 @@ def _supervise(run: RunFile) -> RunStatus:
     parts = plan_parts(run, addresses)
     record = SupervisorRecord(run.output)
     write_settings(parts, run.output)
+    hide = hider(run)
     with record.held():
         return RunSupervisor(
             parts,
@@ -336,8 +339,8 @@ def _supervise(run: RunFile) -> RunStatus:
                 part, run, step_command(part, layout, addresses, hosts), find_secrets(part)
             ),
             start_limit_s=run.start_limit_s,
-            on_event=_log,
-            on_change=record.write,
+            on_event=lambda text: _log(hide(text)),
+            on_change=lambda status: record.write(status.masked(hide)),
             on_return=lambda part: restore_weights(part, run),
         ).run()
 

@@ -1,12 +1,6 @@
-"""Supervision of the parts of a run: start in order, restart with back-off, end together.
+"""Supervision of the parts of a run as child processes: started in order, and ended together.
 
-    waiting ──► starting ──► running ──► finished (exit code 0 of an environment or the trainer)
-       ▲                        │
-       └── restarting ◄─────────┴──► failed (invalid settings, or no attempts left)
-
-The run has finished with its trainer, and has failed with the first part that has. A part whose
-settings are invalid (exit code 2) is not started again, unless a part that it needs failed during
-its life: an engine that does not answer looks like an invalid address.
+RunLives (`restarts`: what to do) ◄── RunSupervisor ──► processes (what happens)
 """
 
 from __future__ import annotations
@@ -20,12 +14,12 @@ from pathlib import Path
 
 import httpx
 
-from example_trainer.cluster.parts import Part, RestartPolicy
-from example_trainer.cluster.placement import PartState, PartStatus, RunState, RunStatus
+from example_trainer.cluster.parts import Part
+from example_trainer.cluster.placement import RunStatus
+from example_trainer.cluster.restarts import INVALID_SETTINGS, PartLife, RunLives, may_finish
 from example_trainer.launch.stack import Supervisor
 from example_trainer.processes import ManagedProcess, ProcessFailedError
 
-INVALID_SETTINGS = 2
 _POLL_S = 0.25
 _CHECK_S = 5.0
 _CHECK_TIMEOUT_S = 10.0
@@ -36,51 +30,15 @@ StartProcess = Callable[[Part], ManagedProcess]
 """Creates the process of a part, not started yet."""
 
 
-class Attempts:
-    """Counts the restarts of one part against its policy; pure."""
-
-    def __init__(self, policy: RestartPolicy) -> None:
-        self._policy = policy
-        self._used = 0
-        self._failed_at: float | None = None
-        self.total = 0
-        """Restarts during the whole run."""
-
-    def after_failure(self, now: float) -> float | None:
-        """Return the time of the next restart; None if no attempts are left."""
-        policy = self._policy
-        if self._failed_at is not None and now - self._failed_at >= policy.healthy_s:
-            self._used = 0
-        self._failed_at = now
-        if self._used >= policy.attempts:
-            return None
-        self._used += 1
-        self.total += 1
-        return now + policy.backoff_s(self._used - 1)
-
-
 @dataclass
-class _Life:
+class _Child:
     """One part and its present process."""
 
-    part: Part
-    attempts: Attempts
-    state: PartState = "waiting"
+    life: PartLife
     process: ManagedProcess | None = None
-    since: float = 0.0
-    """Time of the start of the process, or of the next one."""
-    answered: float = 0.0
-    """Time of the last answer of its `ready_url`, or of the last growth of its progress file."""
     progress_bytes: int = 0
     checked: float = 0.0
     check: Future[bool] | None = None
-    detail: str = ""
-
-
-@dataclass
-class _Outcome:
-    state: RunState = "running"
-    detail: str = ""
 
 
 class RunSupervisor:
@@ -110,9 +68,9 @@ class RunSupervisor:
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._lives = {part.name: _Life(part, Attempts(part.restarts)) for part in parts}
+        self._run = RunLives(parts, start_limit_s=start_limit_s)
+        self._children = [_Child(life) for life in self._run.lives.values()]
         self._make_process = make_process
-        self._start_limit_s = start_limit_s
         self._on_event = on_event
         self._on_change = on_change
         self._on_return = on_return
@@ -121,7 +79,6 @@ class RunSupervisor:
         self._supervisor = Supervisor()
         self._checks = ThreadPoolExecutor(_MAX_CHECKS, thread_name_prefix="health")
         self._http = httpx.Client(timeout=_CHECK_TIMEOUT_S, trust_env=False)
-        self._outcome = _Outcome()
         self._reported: RunStatus | None = None
 
     def run(self) -> RunStatus:
@@ -131,27 +88,23 @@ class RunSupervisor:
         """
         try:
             with self._supervisor:
-                while self._outcome.state == "running":
-                    for life in self._lives.values():
-                        self._advance(life)
+                while self._run.state == "running":
+                    for child in self._children:
+                        self._advance(child)
                     self._report()
                     self._sleep(_POLL_S)
         except BaseException:
-            self._outcome.state = "stopped"
+            self._run.end("stopped")
             raise
         finally:
             self._checks.shutdown(wait=False, cancel_futures=True)
             self._http.close()
-            self._end_lives()
+            self._run.stop()
             self._report()
         return self.status()
 
     def status(self) -> RunStatus:
-        parts = tuple(
-            PartStatus(name, life.state, life.attempts.total, life.detail)
-            for name, life in self._lives.items()
-        )
-        return RunStatus(self._outcome.state, parts, self._outcome.detail)
+        return self._run.status()
 
     def _report(self) -> None:
         status = self.status()
@@ -159,77 +112,68 @@ class RunSupervisor:
             self._reported = status
             self._on_change(status)
 
-    def _advance(self, life: _Life) -> None:
+    def _advance(self, child: _Child) -> None:
         """Take the step that the state of one part and the time allow."""
-        now = self._clock()
-        if life.state == "waiting":
-            if all(self._lives[name].state == "running" for name in life.part.after):
-                self._start(life, now)
-        elif life.state == "restarting":
-            if now >= life.since:
-                life.state = "waiting"
-        elif life.state in ("starting", "running"):
-            self._watch(life, now)
+        now, life = self._clock(), child.life
+        if life.is_due(now):
+            if self._run.has_its_needs(life):
+                self._start(child, now)
+        elif life.is_live:
+            self._watch(child, now)
 
-    def _start(self, life: _Life, now: float) -> None:
-        process = self._make_process(life.part)
-        life.process, life.since, life.answered, life.checked = process, now, now, 0.0
-        life.state = "starting" if life.part.ready_url else "running"
+    def _start(self, child: _Child, now: float) -> None:
+        part = child.life.part
+        process = self._make_process(part)
+        child.process, child.checked = process, 0.0
+        child.life.begin(now)
+        if part.ready_url is None:
+            child.life.answer(now)
         try:
             self._supervisor.start(process, may_finish=True)
         except ProcessFailedError as error:
-            self._fail(life, now, error.reason, is_final=process.poll() == INVALID_SETTINGS)
+            self._fail(child, now, error.reason, is_final=process.poll() == INVALID_SETTINGS)
             return
-        life.detail = f"pid {process.pid}"
-        self._on_event(f"{life.part.name} started (log: {process.log_path})")
+        child.life.detail = f"pid {process.pid}"
+        self._on_event(f"{part.name} started (log: {process.log_path})")
 
-    def _watch(self, life: _Life, now: float) -> None:
-        assert life.process is not None
-        code = life.process.poll()
-        if code == 0 and life.part.role in ("environment", "trainer"):
-            self._finish(life)
+    def _watch(self, child: _Child, now: float) -> None:
+        assert child.process is not None
+        life, part = child.life, child.life.part
+        code = child.process.poll()
+        if code == 0 and may_finish(part):
+            self._finish(child)
         elif code is not None:
-            is_final = code == INVALID_SETTINGS and not self._is_excused(life)
-            self._fail(life, now, life.process.describe_exit(), is_final=is_final)
-        elif life.part.ready_url is not None:
-            self._check_health(life, now, life.part.ready_url)
-        elif life.part.progress_file is not None and life.part.stall_limit_s is not None:
-            self._check_progress(life, now, life.part.progress_file, life.part.stall_limit_s)
+            is_final = self._run.is_final(life, code, self._answers)
+            self._fail(child, now, child.process.describe_exit(), is_final=is_final)
+        elif part.ready_url is not None:
+            self._check_health(child, now, part.ready_url)
+        elif part.progress_file is not None and part.stall_limit_s is not None:
+            self._check_progress(child, now, part.progress_file, part.stall_limit_s)
 
-    def _is_excused(self, life: _Life) -> bool:
-        """Whether a part that it needs does not answer, or was started again during its life."""
-        needed = [self._lives[name] for name in life.part.after]
-        if any(each.state != "running" or each.since > life.since for each in needed):
-            return True
-        # Its end may not have been noticed yet.
-        urls = [each.part.ready_url for each in needed if each.part.ready_url]
-        return not all(self._answers(url) for url in urls)
-
-    def _check_health(self, life: _Life, now: float, url: str) -> None:
-        if life.check is not None and life.check.done():
-            is_healthy, life.check = life.check.result(), None
+    def _check_health(self, child: _Child, now: float, url: str) -> None:
+        life = child.life
+        if child.check is not None and child.check.done():
+            is_healthy, child.check = child.check.result(), None
             if is_healthy:
-                life.answered = now
                 if life.state == "starting":
-                    life.state = "running"
                     self._on_event(f"{life.part.name} is ready after {now - life.since:.0f} s")
-        elif life.check is None and (life.state == "starting" or now - life.checked >= _CHECK_S):
-            life.checked = now
+                life.answer(now)
+        elif child.check is None and (life.state == "starting" or now - child.checked >= _CHECK_S):
+            child.checked = now
             returns = life.state == "starting" and life.attempts.total > 0
-            life.check = self._checks.submit(self._is_ready, life.part, url, returns=returns)
-        is_starting = life.state == "starting"
-        limit_s = self._start_limit_s if is_starting else life.part.restarts.unresponsive_s
-        if now - life.answered >= limit_s:
-            what = "was not ready" if is_starting else "did not answer"
-            self._fail(life, now, f"{what} for {limit_s:g} s")
+            child.check = self._checks.submit(self._is_ready, life.part, url, returns=returns)
+        reason = self._run.silence(life, now)
+        if reason is not None:
+            self._fail(child, now, reason)
 
-    def _check_progress(self, life: _Life, now: float, path: Path, limit_s: float) -> None:
+    def _check_progress(self, child: _Child, now: float, path: Path, limit_s: float) -> None:
         with contextlib.suppress(OSError):
             size = path.stat().st_size
-            if size != life.progress_bytes:  # a resumed trainer cuts its file
-                life.progress_bytes, life.answered = size, now
-        if now - life.answered >= limit_s:
-            self._fail(life, now, f"made no progress for {limit_s:g} s")
+            if size != child.progress_bytes:  # a resumed trainer cuts its file
+                child.progress_bytes = size
+                child.life.answer(now)
+        if now - child.life.answered >= limit_s:
+            self._fail(child, now, f"made no progress for {limit_s:g} s")
 
     def _is_ready(self, part: Part, url: str, *, returns: bool) -> bool:
         if not self._answers(url):
@@ -245,37 +189,27 @@ class RunSupervisor:
         except (httpx.HTTPError, RuntimeError):  # RuntimeError: closed at the end of the run
             return False
 
-    def _finish(self, life: _Life) -> None:
-        assert life.process is not None
-        life.state, life.detail = "finished", ""
-        self._supervisor.forget(life.process)
-        self._on_event(f"{life.part.name} finished")
-        if life.part.role == "trainer":
-            self._outcome.state = "finished"
+    def _finish(self, child: _Child) -> None:
+        assert child.process is not None
+        self._supervisor.forget(child.process)
+        self._run.finish(child.life)
+        self._on_event(f"{child.life.part.name} finished")
 
-    def _fail(self, life: _Life, now: float, reason: str, *, is_final: bool = False) -> None:
+    def _fail(self, child: _Child, now: float, reason: str, *, is_final: bool = False) -> None:
         """Restart a part later, or end the run."""
-        assert life.process is not None
-        life.process.stop(grace_s=_GRACE_S)
-        self._supervisor.forget(life.process)
-        life.check = None
-        life.detail = reason
-        retry_at = None if is_final else life.attempts.after_failure(now)
-        if retry_at is None:
-            life.state = "failed"
-            self._outcome.state = "failed"
-            self._outcome.detail = str(ProcessFailedError(life.process, reason))
-            self._on_event(f"{life.part.name} {reason}; not started again")
-            return
-        life.state, life.since = "restarting", retry_at
-        self._on_event(
-            f"{life.part.name} {reason}; restart {life.attempts.total} in {retry_at - now:.0f} s"
+        assert child.process is not None
+        process, life = child.process, child.life
+        process.stop(grace_s=_GRACE_S)
+        self._supervisor.forget(process)
+        child.check = None
+        cause = str(ProcessFailedError(process, reason))
+        retry_at = self._run.fail(life, now, reason, is_final=is_final, cause=cause)
+        after = (
+            "not started again"
+            if retry_at is None
+            else f"restart {life.attempts.total} in {retry_at - now:.0f} s"
         )
-
-    def _end_lives(self) -> None:
-        for life in self._lives.values():
-            if life.state not in ("finished", "failed"):
-                life.state, life.detail = "stopped", ""
+        self._on_event(f"{life.part.name} {reason}; {after}")
 
 
 def tail_of(path: Path, *, lines: int, max_bytes: int = 2**20) -> list[str]:

@@ -398,6 +398,8 @@ class Cluster:
         *before, container = made
         container.before = before
         self.containers[pod["metadata"]["uid"]] = container
+        if "subdomain" in pod["spec"]:
+            self._write_hosts()
 
     async def _initialize(self, pod: dict[str, Any], container: Container) -> None:
         """Run the init containers one after the other, then start the container."""
@@ -529,8 +531,10 @@ class Cluster:
         if image is None:
             words += self._mounts(pod, spec, folder)
             hosts = folder / "hosts"
-            hosts.write_text(self._hosts())
+            hosts.write_text(self._hosts(pod["metadata"]["uid"]))
             words += ["--ro-bind", str(hosts), "/etc/hosts"]
+            if "subdomain" in pod["spec"]:
+                words += ["--unshare-uts", "--hostname", _host_name(pod)]
         if security.get("readOnlyRootFilesystem") or image is None:
             words += ["--remount-ro", "/"]
         folder_of_image = str(ROOT) if image is None else "/"
@@ -624,18 +628,31 @@ class Cluster:
                 found[each["name"]] = values[secret["key"]].decode()
         return found
 
-    def _hosts(self) -> str:
+    def _hosts(self, uid: str) -> str:
+        """Return /etc/hosts of a pod: Services, and the pods of headless ones."""
         lines = ["127.0.0.1 localhost"]
         for name, (address, _) in self._services.items():
             namespace, _, short = name.partition("/")
             lines.append(f"{address} {short} {short}.{namespace}.svc.cluster.local")
+        for pod in self.store.list("Pod"):
+            address, phase = pod["status"].get("podIP"), pod["status"].get("phase")
+            if "subdomain" in pod["spec"] and address and phase not in ("Failed", "Succeeded"):
+                metadata, host = pod["metadata"], _host_name(pod)
+                name = f"{host}.{pod['spec']['subdomain']}"
+                own = f" {host}" if metadata["uid"] == uid else ""
+                full = f"{name}.{metadata['namespace']}.svc.cluster.local"
+                lines.append(f"{address} {full} {name}{own}")
         return "\n".join(lines) + "\n"
+
+    def _write_hosts(self) -> None:
+        for hosts in (self._folder / "pods").glob("*/hosts"):
+            hosts.write_text(self._hosts(hosts.parent.name))
 
     async def _serve(self, service: dict[str, Any]) -> None:
         """Relay the ports of a Service to its pods that are ready."""
         metadata = service["metadata"]
         key = f"{metadata['namespace']}/{metadata['name']}"
-        if key in self._services:
+        if key in self._services or service["spec"].get("clusterIP") == "None":
             return
         address = f"{self._pods_address}.{250 - len(self._services)}"
         servers: list[asyncio.Server] = []
@@ -649,8 +666,7 @@ class Cluster:
                 await self._relay(service, target, reader, writer)
 
             servers.append(await asyncio.start_server(relay, address, port["port"]))
-        for hosts in (self._folder / "pods").glob("*/hosts"):
-            hosts.write_text(self._hosts())
+        self._write_hosts()
 
     async def _relay(
         self,
@@ -687,6 +703,12 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
         pass
     finally:
         writer.close()
+
+
+def _host_name(pod: Mapping[str, Any]) -> str:
+    """Return the host name of a pod of an indexed Job."""
+    metadata = pod["metadata"]
+    return f"{metadata['ownerReferences'][0]['name']}-{metadata['annotations']['index']}"
 
 
 def _fatal_codes(job_spec: Mapping[str, Any]) -> set[int]:

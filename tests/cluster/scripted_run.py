@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -56,3 +59,26 @@ def scripted_run(folder: Path, *, steps: int, **sections: Any) -> Path:
     path = folder / "run.yaml"
     path.write_text(yaml.safe_dump(run, sort_keys=False), encoding="utf-8")
     return path
+
+
+def losses_of(output: Path) -> dict[int, float]:
+    """Return the loss of each step in the trainer's metrics."""
+    lines = (output / "trainer_metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    found = [json.loads(line) for line in lines]
+    return {line["step"]: line["train/loss"] for line in found if "train/loss" in line}
+
+
+def losses_of_one_node(folder: Path, *, steps: int) -> dict[int, float]:
+    """Run a file of as many steps to its end as local processes; return the loss of each step."""
+    folder.mkdir()
+    file = scripted_run(folder, steps=steps)
+    done = subprocess.run(
+        [sys.executable, "-m", "example_trainer.cluster.cli", str(file)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout
+    return losses_of(folder / "run")

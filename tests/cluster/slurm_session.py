@@ -13,7 +13,7 @@ from pathlib import Path
 from example_trainer.cluster.run_file import read_run_file
 from tests.cluster.demo_run import steps_of
 
-LIMIT_S = 400.0
+LIMIT_S = 500.0
 FILE, REQUEUE_AFTER_STEP = sys.argv[1], int(sys.argv[2])
 
 

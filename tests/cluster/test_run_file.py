@@ -51,7 +51,7 @@ def test_example_is_valid_and_its_programs_exist(path):
         ({"service": {"replicas": 2}}, "service: replicas above 1 need store: redis"),
         (
             {"service": {"store": "redis", "redis_url": WITH_PASSWORD}},
-            "service: redis_url has a password",
+            "service.redis_url: looks like a secret",
         ),
         ({"slurm": {"time": 86400}}, "slurm.time: expected a time in quotes"),
         ({"name": "No Name"}, "name: string should match pattern"),

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from example_trainer.cluster.parts import Part, Resources, RestartPolicy, Role
 from example_trainer.cluster.placement import RunStatus
-from example_trainer.cluster.supervision import Attempts, RunSupervisor
+from example_trainer.cluster.supervision import RunSupervisor
 from example_trainer.processes import ManagedProcess, find_free_port
 from tests.trainer.test_processes import is_running
 
@@ -51,17 +51,6 @@ def supervise(
         parts, make, start_limit_s=30, on_event=events.append, on_change=on_change
     )
     return supervisor.run(), events, made
-
-
-def test_attempts_wait_twice_as_long_each_time_and_come_back_after_health():
-    attempts = Attempts(replace(POLICY, attempts=3, first_backoff_s=1, longest_backoff_s=3))
-
-    assert attempts.after_failure(0) == 1
-    assert attempts.after_failure(10) == 12
-    assert attempts.after_failure(20) == 23  # 4 s, cut to 3
-    assert attempts.after_failure(30) is None
-    assert attempts.after_failure(700) == 701  # 670 s without a failure
-    assert attempts.total == 4
 
 
 def test_run_finishes_with_its_trainer_and_ends_the_others(tmp_path):

@@ -188,6 +188,13 @@ STEPS: tuple[Step, ...] = (
         "atropos-up example_trainer/cluster/examples/slurm.yaml --on slurm --dry-run",
         shows=("#SBATCH --requeue", "--nodes=3", "CUDA_VISIBLE_DEVICES=6,7"),
     ),
+    Run(
+        "SLURM.md",
+        "name: judged",
+        save_as="judged.yaml",
+        command="atropos-up judged.yaml --on slurm --dry-run",
+        shows=(r"api_key: \$\{ENGINE_KEY\}", "example_trainer.cluster.run_secrets"),
+    ),
     NotRun(
         "SLURM.md",
         "atropos-up example_trainer/cluster/examples/slurm.yaml --on slurm --detach",
@@ -227,6 +234,11 @@ STEPS: tuple[Step, ...] = (
     ),
     NotRun("docs/weights.md", "atropos-grpo --model Qwen/Qwen3-0.6B --publish", "needs a bucket"),
     NotRun("docs/weights.md", "atropos-weights follow s3://bucket/run", "needs a bucket"),
+    NotRun(
+        "docs/weights.md",
+        "VLLM_SERVER_DEV_MODE=1 vllm serve Qwen/Qwen3-0.6B --port 9001",
+        "needs GPUs",
+    ),
     NotRun("docs/telemetry.md", "export ATROPOS_TRACING=otlp", "needs a collector"),
     NotRun("docs/telemetry.md", "view-run --trace-url", "needs a service of traces"),
     Run("docs/repeating_runs.md", "run-api --run first", until=("http://",)),

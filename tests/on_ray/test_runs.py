@@ -16,12 +16,12 @@ import yaml
 from atroposlib.errors import ConfigError
 from example_trainer.cluster.placement import PartStatus, RunStatus
 from example_trainer.cluster.ray_cluster import RayRun
-from tests.on_ray.conftest import NODE
+from tests.on_ray.demo import NODE, worker_pid
 from tests.on_ray.stand_ins import stand_in_run
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-LIMIT_S = 180.0
+LIMIT_S = 400.0
 ENVIRONMENT = "environment-environment"
 
 
@@ -55,15 +55,6 @@ def started_pids(placement: RayRun, part: str, *, count: int) -> list[int]:
 
     wait_for(lambda: len(found()) == count, placement)
     return found()
-
-
-def worker_pid(name: str) -> int:
-    """The process id of a named actor's worker; the public API needs Ray's dashboard."""
-    from ray._private.state import actors
-
-    found = [each for each in actors().values() if each["Name"] == name]
-    [pid] = [each["Pid"] for each in found if each["State"] == "ALIVE"]
-    return int(pid)
 
 
 def is_alive(pid: int) -> bool:

@@ -81,6 +81,7 @@ def test_matched_length_table(request_texts: tuple[str, ...], expected: int) -> 
 
 def test_conversation_counts_its_reply() -> None:
     assert (turns("a", "b").num_turns, turns("a", "b", "c", "d").num_turns) == (2, 4)
+    assert not turns("a", "b").has_thinking
 
 
 def test_earlier_turns_are_the_recorded_then_the_added() -> None:

@@ -126,6 +126,8 @@ class ClusterRun:
         parts: by name: service, proxy, engine, engine_proxy, env1, env2, trainer.
         environments: names of the environments.
         data: directory of the service's file, on a file system of its own.
+
+    With `has_clocks`, the time of day of each host can be changed.
     """
 
     environments: tuple[str, ...] = ("env1", "env2")
@@ -136,8 +138,11 @@ class ClusterRun:
     )
     """Host and path of what answers before environments and trainer start."""
 
-    def __init__(self, folder: Path, *, seed: int = 0, think_s: float = 0.5) -> None:
+    def __init__(
+        self, folder: Path, *, seed: int = 0, think_s: float = 0.5, has_clocks: bool = False
+    ) -> None:
         self.folder = folder
+        self._clock_library = compile_clock(folder) if has_clocks else None
         self.network = Network(seed=seed)
         self.hosts = {name: self.network.add_host(name) for name in self.host_names}
         self.data = folder / "service"
@@ -146,7 +151,9 @@ class ClusterRun:
         self.model = folder / "model"
         self._save_model()
         proxies = [self.hosts[name].address for name, _ in self.checked_urls]
-        make_certificates(folder, proxies)
+        # Valid before the clock of a client was set back.
+        self.set_clock("authority", -86400)
+        make_certificates(folder, proxies, self._clock_variables("authority"))
         self._tokens = {role: f"token-of-the-{role}-role" for role in _ROLES}
         token_lines = [f"{role} {token}" for role, token in self._tokens.items()]
         (folder / "tokens").touch(mode=0o600)
@@ -174,6 +181,24 @@ class ClusterRun:
         for name in clients:
             self.parts[name].start()
         self.wait_for(lambda: self.num_steps() > 1, "a step of the trainer")
+
+    def set_clock(self, host: str, ahead_s: int) -> None:
+        """Set the time of day of a host ahead of that of this machine."""
+        self._clock(host).write_text(str(ahead_s))
+
+    def time_of_day(self, host: str) -> float:
+        """Return the Unix time that a new process on a host sees."""
+        variables = {**os.environ, **self._clock_variables(host)}
+        command = self.hosts[host].command(["date", "+%s"])
+        return float(subprocess.run(command, check=True, capture_output=True, env=variables).stdout)
+
+    def _clock(self, host: str) -> Path:
+        return self.folder / f"{host}.clock"
+
+    def _clock_variables(self, host: str) -> dict[str, str]:
+        if self._clock_library is None:
+            return {}
+        return {"LD_PRELOAD": str(self._clock_library), "HOST_CLOCK_FILE": str(self._clock(host))}
 
     def close(self) -> None:
         """End every part and the network."""
@@ -368,6 +393,7 @@ class ClusterRun:
             "SSL_CERT_FILE": str(self.folder / "ca.pem"),
             "OMP_NUM_THREADS": "1",
             "HF_HUB_OFFLINE": "1",
+            **self._clock_variables(host),
         }
         if role:
             variables["ATROPOS_API_TOKEN"] = self._tokens[role]
@@ -375,8 +401,20 @@ class ClusterRun:
         return Part(name, self.hosts[host], command, variables, log)
 
 
-def make_certificates(folder: Path, addresses: Sequence[str]) -> None:
+def compile_clock(folder: Path) -> Path:
+    """Return a library that gives a process the time of day of its host."""
+    library = folder / "clock.so"
+    source = Path(__file__).with_name("clock.c")
+    command = ["cc", "-shared", "-fPIC", "-O2", "-o", str(library), str(source), "-ldl"]
+    subprocess.run(command, check=True)
+    return library
+
+
+def make_certificates(
+    folder: Path, addresses: Sequence[str], variables: Mapping[str, str] | None = None
+) -> None:
     """Create a private authority `ca.pem`, and `proxy.pem`, its certificate for addresses."""
+    environment = {**os.environ, **(variables or {})}
     ca, leaf = folder / "ca", folder / "proxy"
     names = ",".join(f"IP:{address}" for address in addresses)
     common = "openssl req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2"
@@ -384,4 +422,4 @@ def make_certificates(folder: Path, addresses: Sequence[str]) -> None:
     signed = f"-subj /CN=proxy -keyout {leaf}.key -out {leaf}.pem -CA {ca}.pem -CAkey {ca}.key"
     leaf_names = f"-addext subjectAltName={names} -addext basicConstraints=CA:FALSE"
     for command in (f"{common} {own}", f"{common} {signed} {leaf_names}"):
-        subprocess.run(command.split(), check=True, capture_output=True)
+        subprocess.run(command.split(), check=True, capture_output=True, env=environment)

@@ -67,7 +67,7 @@ class CountingEnv(SingleTurnEnv):
         self._record(scored_data["generation_params"]["name"])
 
     def _record(self, name: str) -> None:
-        append_line(Path(self.config.record_path), {"name": name, "time": time.time()})
+        append_line(Path(self.config.record_path), {"name": name, "time": time.monotonic()})
 
 
 if __name__ == "__main__":

@@ -32,11 +32,11 @@ from tests.several_hosts.cluster import ClusterRun
 from tests.several_hosts.network import CUT, Impairment
 from tests.several_hosts.plain_clients import PlainClusterRun
 
-__all__ = ["FAULTS", "Fault", "missing_tools", "run_isolated", "run_table"]
+__all__ = ["CLOCK_FAULTS", "FAULTS", "Fault", "missing_tools", "run_isolated", "run_table"]
 
 _INSIDE = "ATROPOS_TESTS_IN_NAMESPACES"
 _NAMESPACES = ("unshare", "--mount", "--net", "--pid", "--fork", "--kill-child", "--mount-proc")
-_TOOLS = ("nginx", "ip", "openssl", "curl", "unshare")
+_TOOLS = ("nginx", "ip", "openssl", "curl", "unshare", "cc")
 _PAIRS = (("env1", "service"), ("env1", "engine"), ("trainer", "service"), ("trainer", "engine"))
 _LIMIT_S = 150.0
 
@@ -61,7 +61,7 @@ class Row:
 
     fault: Fault
     began_at: float
-    """Unix time."""
+    """Seconds of the monotonic clock, which all processes of a machine share."""
     recovered_at: float
     recovery_s: float
     """From the end of the fault."""
@@ -153,14 +153,29 @@ def _part_faults() -> Iterator[Fault]:
     yield Fault("disk", "service: disk full for 10 s", 10.0, _fill_disk, _free_disk)
 
 
+def _set_clock(host: str, ahead_s: int, run: ClusterRun) -> None:
+    run.set_clock(host, ahead_s)
+    assert abs(run.time_of_day(host) - time.time() - ahead_s) < _LIMIT_S
+
+
+def _clock_faults() -> Iterator[Fault]:
+    """Clocks that jump, and jump back at the end of the fault."""
+    for host in ("service", "engine", "env1", "trainer"):
+        for name, ahead_s in (("2 hours ahead", 7200), ("2 hours back", -7200)):
+            begin, end = partial(_set_clock, host, ahead_s), partial(_set_clock, host, 0)
+            yield Fault("clock", f"{host}: clock {name} for 20 s", 20.0, begin, end)
+
+
 FAULTS = (*_pair_faults(), *_part_faults())
+CLOCK_FAULTS = tuple(_clock_faults())
+"""These need a run whose hosts have clocks of their own."""
 
 
 def missing_tools() -> str | None:
     """Return the reason why this machine cannot be several hosts; None if it can."""
     missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
     if missing:
-        return f"no {', '.join(missing)}; apt-get install nginx-light iproute2 openssl curl"
+        return f"no {', '.join(missing)}; apt-get install nginx-light iproute2 openssl curl gcc"
     if os.getuid() != 0 or not os.access("/dev/net/tun", os.W_OK):
         return "hosts of their own need root and /dev/net/tun"
     made = subprocess.run([*_NAMESPACES, "true"], check=False, capture_output=True)
@@ -184,13 +199,13 @@ def run_isolated(module: str, arguments: Sequence[str]) -> None:
 
 def apply(run: ClusterRun, fault: Fault) -> Row:
     """Let a fault begin and end, and wait until every part does its work again."""
-    began_at, starts, steps = time.time(), _num_starts(run), run.num_steps()
+    began_at, starts, steps = time.monotonic(), _num_starts(run), run.num_steps()
     fault.begin(run)
     time.sleep(fault.duration_s)
     num_steps = run.num_steps() - steps
     fault.end(run)
     wait_until_recovered(run, fault.name)
-    recovered_at = time.time()
+    recovered_at = time.monotonic()
     return Row(
         fault=fault,
         began_at=began_at,
@@ -222,7 +237,9 @@ def run_table(
 ) -> tuple[list[str], RunAccount]:
     """Run the faults one after the other; return the lines of the table and the account."""
     with tempfile.TemporaryDirectory() as folder:
-        run = (PlainClusterRun if is_plain else ClusterRun)(Path(folder), seed=seed)
+        has_clocks = any(fault in CLOCK_FAULTS for fault in faults)
+        kind = PlainClusterRun if is_plain else ClusterRun
+        run = kind(Path(folder), seed=seed, has_clocks=has_clocks)
         try:
             run.start()
             rows = []
@@ -277,11 +294,12 @@ def describe(account: RunAccount) -> str:
 
 def select(rows: Sequence[str]) -> list[Fault]:
     """Return the faults of the named kinds and those whose name contains a text; [] is all."""
-    kinds = {fault.kind for fault in FAULTS}
+    every = (*FAULTS, *CLOCK_FAULTS)
+    kinds = {fault.kind for fault in every}
     texts = [row for row in rows if row not in kinds]
     return [
         fault
-        for fault in FAULTS
+        for fault in every
         if not rows or fault.kind in rows or any(text in fault.name for text in texts)
     ]
 
@@ -289,7 +307,7 @@ def select(rows: Sequence[str]) -> list[Fault]:
 def main() -> int:
     """Print the table and what does not add up; exit code 1 if anything does not."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    kinds = sorted({fault.kind for fault in FAULTS})
+    kinds = sorted({fault.kind for fault in (*FAULTS, *CLOCK_FAULTS)})
     parser.add_argument("--rows", nargs="*", default=[], help=f"of {', '.join(kinds)}; or a text")
     parser.add_argument("--plain", action="store_true", help="no engine, no model; for few rows")
     parser.add_argument("--seed", type=int, default=0)

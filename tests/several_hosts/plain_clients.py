@@ -62,7 +62,7 @@ async def post_groups(url: str, record: Path, token: str | None) -> None:
             group: dict[str, Any] = {"tokens": [row] * GROUP_SIZE, "masks": [row] * GROUP_SIZE}
             group |= {"scores": [float(i) for i in range(GROUP_SIZE)]}
             await client.post_group({**group, "generation_params": {"name": name}})
-            append_line(record, {"name": name, "time": time.time()})
+            append_line(record, {"name": name, "time": time.monotonic()})
             await asyncio.sleep(_PAUSE_S)
 
 

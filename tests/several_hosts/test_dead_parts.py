@@ -1,4 +1,4 @@
-"""Parts that are killed or stopped, and a full disk."""
+"""Parts that are killed or stopped, a full disk, and clocks that jump."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from tests.several_hosts.programs import check_rows
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1200)]
 
-PARTS = (("killed",), ("stopped",), ("disk",))
+PARTS = (("killed",), ("stopped",), ("disk",), ("clock",))
 
 
 @pytest.mark.parametrize("rows", PARTS, ids=" ".join)

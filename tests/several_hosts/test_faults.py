@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.several_hosts.faults import FAULTS, select
+from tests.several_hosts.faults import CLOCK_FAULTS, FAULTS, select
 from tests.several_hosts.programs import check_rows
 from tests.several_hosts.test_dead_parts import PARTS as DEAD_PARTS
 from tests.several_hosts.test_dead_peers import PARTS as DEAD_PEERS
@@ -28,4 +28,5 @@ def test_impaired_connections_lose_nothing(rows):
 def test_long_tests_run_every_row():
     rows = [row for part in (*IMPAIRED, *DEAD_PEERS, *DEAD_PARTS) for row in part]
 
-    assert sorted(fault.name for fault in select(rows)) == sorted(f.name for f in FAULTS)
+    every = (*FAULTS, *CLOCK_FAULTS)
+    assert sorted(fault.name for fault in select(rows)) == sorted(f.name for f in every)
