@@ -1,0 +1,144 @@
+"""Write a small language model to a folder, for first runs on a CPU without a download.
+
+    python -m example_trainer.demo.small_model my_model                     random weights
+    python -m example_trainer.demo.small_model my_model --examples FILE     taught to write these
+
+The model is a Llama of fewer than 200,000 parameters. It can encode any text, knows no language,
+and learns in seconds. Each line of the examples has `messages`, as `atropos-sft-gen --format
+trl-messages` writes them; the model learns the messages of the assistant.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from atroposlib.errors import AtroposError, ConfigError
+from atroposlib.utils.command_parser import (
+    CommandParser,
+    end_command,
+    exit_code_of,
+    integer_between,
+)
+from example_trainer.cli import require_extra
+from example_trainer.demo.settings import TinyModelShape, save_tiny_model
+from example_trainer.demo.student import encode_conversation, student_of, supervised_steps
+
+__all__ = ["main", "read_chats", "write_small_model"]
+
+_NAME = "small model"
+_LR = 2e-3
+_BATCH_CHATS = 32
+
+
+def read_chats(file: Path) -> list[list[Mapping[str, str]]]:
+    """Return the messages of each line of a JSONL file.
+
+    Raises:
+        ConfigError: The file cannot be read, or a line has no messages that end with the assistant.
+    """
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {file}: {error}") from None
+    chats = [_chat_of(line, f"{file}, line {number}") for number, line in enumerate(lines, 1)]
+    if not chats:
+        raise ConfigError(f"{file} is empty; write one chat per line")
+    return chats
+
+
+def _chat_of(line: str, place: str) -> list[Mapping[str, str]]:
+    expected = 'expected {"messages": [{"role": "user", "content": "..."}, ...]}'
+    try:
+        messages = json.loads(line)["messages"]
+        texts = [text for each in messages for text in (each["role"], each["content"])]
+    except (ValueError, KeyError, TypeError):
+        raise ConfigError(f"{place}: {expected}") from None
+    if not texts or not all(isinstance(text, str) for text in texts):
+        raise ConfigError(f"{place}: {expected}, with texts only")
+    if messages[-1]["role"] != "assistant":
+        raise ConfigError(f"{place}: the last message must be that of the assistant")
+    return list(messages)
+
+
+def write_small_model(
+    folder: Path,
+    chats: Sequence[Sequence[Mapping[str, Any]]] = (),
+    *,
+    steps: int,
+    max_length: int,
+    seed: int,
+) -> float | None:
+    """Write a model that was trained on `chats` for `steps`; return the last loss, None without."""
+    shape = TinyModelShape(hidden_size=64, num_layers=2, num_heads=2, max_length=max_length)
+    student = student_of(chats, shape=shape, seed=seed, folder=folder)
+    examples = [encode_conversation(student.tokenizer, chat) for chat in chats]
+    longest = max((len(example.tokens) for example in examples), default=0)
+    if longest > max_length:
+        raise ConfigError(f"a chat has {longest} tokens; raise --max-length to {longest} or more")
+    if not examples or not steps:
+        return None
+    repeated = examples * -(-_BATCH_CHATS // len(examples))
+    losses = supervised_steps(
+        student.model,
+        repeated,
+        lr=_LR,
+        batch_size=_BATCH_CHATS,
+        pad_token=int(student.tokenizer.pad_token_id),
+        seed=seed,
+    )
+    for _ in range(steps):
+        loss = next(losses)
+    save_tiny_model(student.model, student.tokenizer, folder)
+    return loss
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Write the model; exit with 2 if an argument or the file of examples is invalid."""
+    args = _parser().parse_args(argv)
+    try:
+        chats = read_chats(args.examples) if args.examples else []
+        if args.folder.exists() and any(args.folder.iterdir()):
+            raise ConfigError(f"{args.folder} is not empty; name another folder, or remove it")
+        with require_extra("trainer"):
+            import torch
+        torch.set_num_threads(1)  # more do not help a model of this size
+        loss = write_small_model(
+            args.folder, chats, steps=args.steps, max_length=args.max_length, seed=args.seed
+        )
+    except AtroposError as error:
+        end_command(_NAME, error, code=exit_code_of(error))
+    learned = "random weights" if loss is None else f"{len(chats)} examples, loss {loss:.2f}"
+    print(f"model written to {args.folder}: {learned}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = CommandParser(
+        prog="python -m example_trainer.demo.small_model",
+        description="Write a small language model for first runs on a CPU. Nothing is downloaded.",
+    )
+    parser.add_argument("folder", type=Path, help="folder to write to; must be new or empty")
+    parser.add_argument(
+        "--examples", type=Path, help="JSONL file of chats to learn first (default: random weights)"
+    )
+    parser.add_argument(
+        "--steps",
+        type=integer_between(0, 100_000),
+        default=100,
+        help="optimizer steps on the examples (default 100)",
+    )
+    parser.add_argument(
+        "--max-length",
+        type=integer_between(32, 8192),
+        default=1024,
+        help="context in tokens (default 1024)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights and order (default 0)")
+    return parser
+
+
+if __name__ == "__main__":
+    main()
