@@ -1,17 +1,20 @@
 """Write a small language model to a folder, for first runs on a CPU without a download.
 
-    python -m example_trainer.demo.small_model my_model                     random weights
-    python -m example_trainer.demo.small_model my_model --examples FILE     taught to write these
+    python -m example_trainer.demo.small_model my_model                     writes random texts
+    python -m example_trainer.demo.small_model my_model --examples FILE     writes such messages
 
 The model is a Llama of fewer than 200,000 parameters. It can encode any text, knows no language,
-and learns in seconds. Each line of the examples has `messages`, as `atropos-sft-gen --format
-trl-messages` writes them; the model learns the messages of the assistant.
+and learns in seconds. Without examples it learns to answer with a few random characters, and to
+end. Each line of the examples has `messages`, as `atropos-sft-gen --format trl-messages` writes
+them; the model learns the messages of the assistant.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import random
+import string
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -32,6 +35,8 @@ __all__ = ["main", "read_chats", "write_small_model"]
 _NAME = "small model"
 _LR = 2e-3
 _BATCH_CHATS = 32
+_NUM_RANDOM_CHATS = 400
+_RANDOM_CHARACTERS = (4, 12)
 
 
 def read_chats(file: Path) -> list[list[Mapping[str, str]]]:
@@ -64,23 +69,38 @@ def _chat_of(line: str, place: str) -> list[Mapping[str, str]]:
     return list(messages)
 
 
+def random_chats(seed: int) -> list[list[Mapping[str, str]]]:
+    """Return chats of random characters with short answers."""
+    rng = random.Random(seed)
+    characters = string.ascii_letters + string.digits + string.punctuation + " "
+
+    def text(least: int, most: int) -> str:
+        return "".join(rng.choices(characters, k=rng.randint(least, most)))
+
+    return [
+        [
+            {"role": "user", "content": text(4, 40)},
+            {"role": "assistant", "content": text(*_RANDOM_CHARACTERS)},
+        ]
+        for _ in range(_NUM_RANDOM_CHATS)
+    ]
+
+
 def write_small_model(
     folder: Path,
-    chats: Sequence[Sequence[Mapping[str, Any]]] = (),
+    chats: Sequence[Sequence[Mapping[str, Any]]],
     *,
     steps: int,
     max_length: int,
     seed: int,
-) -> float | None:
-    """Write a model that was trained on `chats` for `steps`; return the last loss, None without."""
+) -> float:
+    """Write a model that was trained on `chats` for `steps`, at least one; return the last loss."""
     shape = TinyModelShape(hidden_size=64, num_layers=2, num_heads=2, max_length=max_length)
     student = student_of(chats, shape=shape, seed=seed, folder=folder)
     examples = [encode_conversation(student.tokenizer, chat) for chat in chats]
-    longest = max((len(example.tokens) for example in examples), default=0)
+    longest = max(len(example.tokens) for example in examples)
     if longest > max_length:
         raise ConfigError(f"a chat has {longest} tokens; raise --max-length to {longest} or more")
-    if not examples or not steps:
-        return None
     repeated = examples * -(-_BATCH_CHATS // len(examples))
     losses = supervised_steps(
         student.model,
@@ -100,7 +120,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Write the model; exit with 2 if an argument or the file of examples is invalid."""
     args = _parser().parse_args(argv)
     try:
-        chats = read_chats(args.examples) if args.examples else []
+        chats = read_chats(args.examples) if args.examples else random_chats(args.seed)
         if args.folder.exists() and any(args.folder.iterdir()):
             raise ConfigError(f"{args.folder} is not empty; name another folder, or remove it")
         with require_extra("trainer"):
@@ -111,8 +131,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
     except AtroposError as error:
         end_command(_NAME, error, code=exit_code_of(error))
-    learned = "random weights" if loss is None else f"{len(chats)} examples, loss {loss:.2f}"
-    print(f"model written to {args.folder}: {learned}")
+    learned = f"{len(chats)} examples" if args.examples else "short random texts"
+    print(f"model written to {args.folder}: {learned}, loss {loss:.2f}")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -122,13 +142,13 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("folder", type=Path, help="folder to write to; must be new or empty")
     parser.add_argument(
-        "--examples", type=Path, help="JSONL file of chats to learn first (default: random weights)"
+        "--examples", type=Path, help="JSONL file of chats to learn (default: short random texts)"
     )
     parser.add_argument(
         "--steps",
-        type=integer_between(0, 100_000),
+        type=integer_between(1, 100_000),
         default=100,
-        help="optimizer steps on the examples (default 100)",
+        help="optimizer steps (default 100)",
     )
     parser.add_argument(
         "--max-length",

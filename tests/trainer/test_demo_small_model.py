@@ -8,23 +8,29 @@ from pathlib import Path
 import pytest
 
 from atroposlib.errors import ConfigError
-from example_trainer.demo.small_model import main, read_chats, write_small_model
+from example_trainer.demo.small_model import main, random_chats, read_chats, write_small_model
 
 QUESTION = {"role": "user", "content": "Is 3 even or odd?"}
 CHAT = [QUESTION, {"role": "assistant", "content": "odd"}]
 
 
-def test_model_without_examples_has_random_weights_and_can_be_loaded(tmp_path: Path) -> None:
+def test_model_of_random_texts_can_be_loaded(tmp_path: Path) -> None:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    loss = write_small_model(tmp_path / "model", steps=100, max_length=64, seed=0)
+    write_small_model(tmp_path / "model", random_chats(0), steps=1, max_length=64, seed=0)
 
     tokenizer = AutoTokenizer.from_pretrained(str(tmp_path / "model"))
     model = AutoModelForCausalLM.from_pretrained(str(tmp_path / "model"))
-    assert loss is None
     assert tokenizer.decode(tokenizer.encode("Grüße, 3")) == "Grüße, 3"
-    assert model.config.vocab_size == len(tokenizer) == 259
+    assert model.config.vocab_size == len(tokenizer)
     assert model.config.max_position_embeddings == 64
+
+
+def test_random_chats_depend_on_the_seed_and_are_short() -> None:
+    chats = random_chats(0)
+
+    assert chats == random_chats(0) != random_chats(1)
+    assert all(4 <= len(chat[-1]["content"]) <= 12 for chat in chats)
 
 
 def test_model_learns_its_examples(tmp_path: Path) -> None:
@@ -33,8 +39,6 @@ def test_model_learns_its_examples(tmp_path: Path) -> None:
         for steps in (1, 12)
     ]
 
-    assert losses[0] is not None
-    assert losses[1] is not None
     assert losses[1] < losses[0]
 
 
