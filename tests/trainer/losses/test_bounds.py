@@ -15,6 +15,7 @@ from example_trainer.loss import (
     BatchTotals,
     Dppo,
     GeometricMask,
+    Grpo,
     Ipo,
     LossInputs,
     PolicyInputs,
@@ -27,13 +28,11 @@ from example_trainer.loss import (
     TokenTruncation,
     TrainingLoss,
     _share,
-    bound_by_clip_BT,
     clipped_surrogate_BT,
     kl_BT,
     log_ratio_BT,
     make_loss,
     masked_reduce,
-    sequence_means_BT,
     sequence_sums_BT,
 )
 
@@ -64,10 +63,11 @@ def test_sums_of_packed_sequences_are_their_own():
 
 
 def test_means_count_only_what_is_in_the_mask():
-    values, used = row(1.0, 2.0, 4.0, 8.0, 16.0, 32.0), mask(1, 0, 0, 1, 1, 0)
+    values, used = row(1.0, 0.0, 0.0, 8.0, 16.0, 0.0), mask(1, 0, 0, 1, 1, 0)
 
-    assert sequence_means_BT(values, used, PACKED).tolist() == [[1.0, 1.0, 0.0, 12.0, 12.0, 12.0]]
-    assert sequence_means_BT(values, used)[0, 0].item() == pytest.approx(25 / 3)
+    packed = PolicyMismatch(values, used, PACKED)
+    assert packed.means_BT.tolist() == [[1.0, 1.0, 0.0, 12.0, 12.0, 12.0]]
+    assert PolicyMismatch(values, used).means_BT[0, 0].item() == pytest.approx(25 / 3)
 
 
 @pytest.mark.parametrize(
@@ -105,6 +105,13 @@ def test_reduction_of_an_empty_batch_divides_by_one(reduction):
 RATIOS = (0.5, 0.75, 1.0, 1.5, 1.75)
 
 
+class GrpoOfRatios(Grpo):
+    """The loss at exact ratios, which logprobs would round."""
+
+    def ratio_BT(self, inputs):
+        return row(*RATIOS)
+
+
 @pytest.mark.parametrize(
     ("advantage", "loss", "bound"),
     [
@@ -121,7 +128,10 @@ def test_clip_by_hand_on_both_sides_of_both_bounds(advantage, loss, bound):
     assert clipped_surrogate_BT(row(*RATIOS), advantages, **bounds).abs().tolist() == [
         [abs(value) for value in loss]
     ]
-    assert bound_by_clip_BT(row(*RATIOS), advantages, **bounds).tolist() == [bound]
+    terms = GrpoOfRatios(**bounds)(
+        PolicyInputs(row(*[0.0] * 5), row(*[0.0] * 5), advantages, mask(*[1] * 5))
+    )
+    assert terms.bound_BT.tolist() == [bound]
 
 
 @pytest.mark.parametrize(
