@@ -51,7 +51,7 @@ _PACKS_OF_GROUPS = (
     "oldest_combination", "_oldest_of_each_size", "is_reachable",
 )  # fmt: skip
 _PACKS_OF_ROWS = (
-    "balanced_bins", "plan_microbatches", "make_packed_microbatch", "_split_rows", "_padded_ends",
+    "balanced_bins", "plan_microbatches", "make_packed_microbatch", "_split_rows", "_padded_starts",
     "_is_worth_sharing", "_tree_microbatches", "split_batch", "_empty_microbatch",
 )  # fmt: skip
 

@@ -12,7 +12,7 @@ from atroposlib.errors import GroupError
 from example_trainer.batch import (
     Batch,
     BatchSummary,
-    _deviation,
+    _mean_and_deviation,
     build_batch,
     make_microbatch,
     make_packed_microbatch,
@@ -294,4 +294,6 @@ def test_share_of_common_prefixes(num_inputs, num_computed, expected):
     ("values", "expected"), [([], 0.0), ([3.0], 0.0), ([1.0, 3.0, 5.0], 8 / 3)]
 )
 def test_deviation_is_that_of_the_population(values, expected):
-    assert _deviation(values) == pytest.approx(math.sqrt(expected))
+    _, deviation = _mean_and_deviation([torch.tensor(values)])
+
+    assert deviation == pytest.approx(math.sqrt(expected))

@@ -22,12 +22,10 @@ from example_trainer.loss import (
     PolicyMismatch,
     SequenceMask,
     SequenceTruncation,
-    SupervisedLoss,
     TeacherTokens,
     TokenMask,
     TokenTruncation,
     TrainingLoss,
-    _share,
     clipped_surrogate_BT,
     kl_BT,
     log_ratio_BT,
@@ -226,14 +224,12 @@ def test_kl_estimators_by_hand(estimator, expected):
 
 
 @pytest.mark.parametrize(("num_tokens", "expected"), [(0, 6.0), (1, 6.0), (3, 2.0)])
-def test_shares_of_demonstrations_and_teachers_divide_by_the_tokens_of_the_batch(
-    num_tokens, expected
-):
+def test_share_of_teachers_divides_by_the_tokens_of_the_batch(num_tokens, expected):
     ids = torch.tensor([[[4], [5], [-1]]])
     teacher = TeacherTokens(ids, torch.zeros(1, 3, 1), torch.zeros(1, 3, 1))
 
-    assert SupervisedLoss()(row(-6.0, -9.0), mask(1, 0), num_tokens).item() == expected
-    assert _share(row(6.0, 9.0, 1.0), teacher, mask(1, 0, 1), num_tokens).item() == expected
+    terms = row(6.0, 9.0, 1.0)[..., None]
+    assert teacher.mean(terms, mask(1, 0, 1), num_tokens).item() == expected
 
 
 def test_horizon_below_one_token_is_refused():
