@@ -105,3 +105,13 @@ def test_missing_extra_is_one_line_that_installs_it(light: Installed, tmp_path: 
     assert done.returncode != 0
     assert "pip install '.[trainer]'" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_extras_that_include_others_name_this_distribution() -> None:
+    extras = PROJECT["optional-dependencies"]
+    own = [entry for entries in extras.values() for entry in entries if entry.endswith("]")]
+
+    included = [entry.removesuffix("]").split("[") for entry in own]
+    of_this = [names for name, names in included if name == PROJECT["name"]]
+    assert len(of_this) == 5
+    assert {name for names in of_this for name in names.split(",")} <= set(extras)
