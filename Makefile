@@ -9,7 +9,7 @@ WORKERS ?= -n 2 --dist loadfile --no-loadscope-reorder
 # Processes of the demo and the tests import the same large packages; the first one caches their bytecode.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-fast test-long test-clients test-adapters first-hour lint format types docs site clean
+.PHONY: help demo test test-fast test-long test-clients test-adapters first-hour figures mutants lint format types docs site clean
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -40,6 +40,18 @@ test-adapters:  ## Environments of other libraries, each with its installed pack
 first-hour:  ## Run every code block of README and docs in a fresh clone, as a newcomer would
 	@.ci/install.sh all,dev
 	$(BIN)/python -m tests.first_hour $(ARGS)
+
+figures:  ## Coverage of atroposlib by lines and of the pure rules by branches (build/coverage)
+	@.ci/install.sh all,dev
+	@$(BIN)/coverage erase
+	$(BIN)/coverage run -m pytest $(WORKERS) --fast -m "not slow" -q $(ARGS)
+	@$(BIN)/coverage combine --quiet
+	@$(BIN)/coverage json --quiet -o build/coverage/figures.json
+	@$(BIN)/python -m helpers.coverage_figures build/coverage/figures.json
+
+mutants:  ## Change the pure rules in small ways: which changes does no test notice? (ARGS="loss --sample 0")
+	@.ci/install.sh all,dev
+	@$(BIN)/python -m helpers.mutants $(ARGS)
 
 lint:  ## Formatting, lint, spelling and secrets, as in pre-commit
 	@.ci/install.sh all,dev

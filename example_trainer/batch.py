@@ -19,13 +19,12 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import math
-import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from atroposlib.errors import ConfigError, GroupError
 from atroposlib.scored_data import IGNORE_INDEX, MASKED_LOGPROB
@@ -39,47 +38,54 @@ from example_trainer.prefix_tree import (
 from example_trainer.rows import Row, RowRules, rows_from_group, unknown_fields
 
 PAD_MULTIPLE = 64
-_PAD_TOKEN = 0  # never attended to and never trained on, so any valid id will do
 
 
 @dataclass(frozen=True)
 class Microbatch:
-    """Shifted sequences of one forward pass, one per right-padded row or all in one row."""
+    """Shifted sequences of one forward pass, one per right-padded row or all in one row.
 
-    tokens_BT: torch.Tensor
-    """(B, T) int64 inputs."""
-    labels_BT: torch.Tensor
-    """(B, T) int64: the next token where trained, `IGNORE_INDEX` elsewhere."""
-    advantages_BT: torch.Tensor
-    """(B, T) float32."""
-    inference_logprobs_BT: torch.Tensor
-    """(B, T) float32 logprob of the label under the sampler, `MASKED_LOGPROB` where unknown."""
-    temperatures_S: torch.Tensor
-    """(S,) float32."""
-    is_sft_BT: torch.Tensor | None = None
-    """(B, T) bool, tokens of demonstrations; None without demonstrations."""
-    ref_logprobs_BT: torch.Tensor | None = None
-    """(B, T) float32, `MASKED_LOGPROB` where unknown; None if all are unknown."""
-    distill_token_ids_BTK: torch.Tensor | None = None
-    """(B, T, K) int64, the teacher's top tokens for the label, padded; None without a teacher."""
-    distill_logprobs_BTK: torch.Tensor | None = None
-    """(B, T, K) float32, the teacher's logprobs of these tokens, padded."""
-    sequence_ids_BT: torch.Tensor | None = None
-    """(B, T) int64 index of the sequence, from 0; None: one sequence per row."""
-    position_ids_BT: torch.Tensor | None = None
-    """(B, T) int64 position within the sequence; None: the column."""
+    Absent fields are None, numbers are float32, indices int64.
+    """
+
+    tokens_BT: Tensor
+    labels_BT: Tensor
+    """The next token where trained, `IGNORE_INDEX` elsewhere."""
+    advantages_BT: Tensor
+    inference_logprobs_BT: Tensor
+    """Logprob of the label under the sampler, `MASKED_LOGPROB` where unknown."""
+    temperatures_S: Tensor
+    is_sft_BT: Tensor | None = None
+    """Bool, tokens of demonstrations."""
+    ref_logprobs_BT: Tensor | None = None
+    """`MASKED_LOGPROB` where unknown."""
+    distill_token_ids_BTK: Tensor | None = None
+    """The teacher's top tokens for the label, padded."""
+    distill_logprobs_BTK: Tensor | None = None
+    sequence_ids_BT: Tensor | None = None
+    """Index of the sequence, from 0; None: one sequence per row."""
+    position_ids_BT: Tensor | None = None
+    """Position within the sequence; None: the column."""
     sequence_lengths: tuple[int, ...] | None = None
     """[S] lengths of the non-empty sequences, in order; None: one sequence per row."""
-    pixels_PD: torch.Tensor | None = None
-    """(P, D) float32 patches of the distinct images; None without images."""
-    image_grids_I3: torch.Tensor | None = None
-    """(I, 3) int64 patches of these images in time, height and width."""
+    pixels_PD: Tensor | None = None
+    """Patches of the distinct images."""
+    image_grids_I3: Tensor | None = None
+    """Patches of these images in time, height and width."""
     image_places: tuple[int, ...] = ()
     """Index of the image for each place in the tokens, row by row."""
-    image_positions_3BT: torch.Tensor | None = None
-    """(3, B, T) int64 positions in time, height and width; None without images."""
+    image_positions_3BT: Tensor | None = None
+    """Positions in time, height and width."""
     tree: PrefixTree | None = None
     """The same sequences with equal prefixes computed once; None: nothing is shared."""
+
+    @property
+    def trained_BT(self) -> Tensor:
+        return self.labels_BT != IGNORE_INDEX
+
+    @property
+    def policy_BT(self) -> Tensor:
+        """(B, T) bool, the positions that the policy loss trains."""
+        return self.trained_BT if self.is_sft_BT is None else self.trained_BT & ~self.is_sft_BT
 
     @property
     def num_cells(self) -> int:
@@ -87,12 +93,12 @@ class Microbatch:
         return self.tokens_BT.numel() if self.tree is None else self.tree.num_tokens
 
     @property
-    def temperatures_BT(self) -> torch.Tensor:
+    def temperatures_BT(self) -> Tensor:
         if self.sequence_ids_BT is not None:
             return self.temperatures_S[self.sequence_ids_BT]
         return self.temperatures_S[:, None].expand(self.tokens_BT.shape)
 
-    def with_reference(self, reference_BT: torch.Tensor) -> Microbatch:
+    def with_reference(self, reference_BT: Tensor) -> Microbatch:
         """Return a copy that has these reference logprobs where the groups have none."""
         given_BT = self.ref_logprobs_BT
         if given_BT is not None:
@@ -103,7 +109,7 @@ class Microbatch:
         moved: dict[str, Any] = {
             name: value.to(device)
             for name, value in vars(self).items()
-            if isinstance(value, (torch.Tensor, PrefixTree))
+            if isinstance(value, (Tensor, PrefixTree))
         }
         return replace(self, **moved)
 
@@ -113,23 +119,27 @@ def padded_length(longest: int, *, multiple: int = PAD_MULTIPLE) -> int:
     return max(1, -(-(longest - 1) // multiple)) * multiple
 
 
+_FILLS: dict[str, Any] = {
+    "tokens": 0,  # never attended to and never trained on, so any valid id will do
+    "labels": IGNORE_INDEX,
+    "advantages": 0.0,
+    "inference_logprobs": MASKED_LOGPROB,
+    "ref_logprobs": MASKED_LOGPROB,
+    "distill_token_ids": (),
+    "distill_logprobs": (),
+}
+"""The [L] fields of a row, and the entry of padding and of rows without the field."""
+
+
 def shift_row(row: Row) -> Row:
     """Align inputs with their labels: drop the last token, and the first of every other field."""
-
-    def without_first(values: Sequence[Any] | None) -> Sequence[Any] | None:
-        return None if values is None else values[1:]
-
-    return replace(
-        row,
-        tokens=row.tokens[:-1],
-        labels=row.labels[1:],
-        advantages=row.advantages[1:],
-        inference_logprobs=without_first(row.inference_logprobs),
-        ref_logprobs=without_first(row.ref_logprobs),
-        distill_token_ids=without_first(row.distill_token_ids),
-        distill_logprobs=without_first(row.distill_logprobs),
-        images=None if row.images is None else row.images.without_last_token(),
-    )
+    values = {name: getattr(row, name) for name in _FILLS}
+    shifted: dict[str, Any] = {
+        name: None if value is None else value[1:] for name, value in values.items()
+    }
+    shifted["tokens"] = row.tokens[:-1]
+    shifted["images"] = None if row.images is None else row.images.without_last_token()
+    return replace(row, **shifted)
 
 
 def make_microbatch(
@@ -147,12 +157,11 @@ def make_packed_microbatch(rows: Sequence[Row], *, shares_prefixes: bool = False
     lengths = [len(row.tokens) for row in shifted]
     if not any(lengths):
         return make_microbatch(rows, columns=1)
-    sequence_ids = [number for number, length in enumerate(lengths) for _ in range(length)]
-    positions = [position for length in lengths for position in range(length)]
+    numbers = torch.arange(len(rows)).repeat_interleave(torch.tensor(lengths))
     return replace(
         _tensors([shifted], sum(lengths)),
-        sequence_ids_BT=torch.tensor([sequence_ids]),
-        position_ids_BT=torch.tensor([positions]),
+        sequence_ids_BT=numbers[None],
+        position_ids_BT=torch.cat([torch.arange(length) for length in lengths])[None],
         sequence_lengths=tuple(length for length in lengths if length),
         tree=build_prefix_tree([row.tokens for row in shifted]) if shares_prefixes else None,
     )
@@ -162,97 +171,77 @@ def _tensors(packs: Sequence[Sequence[Row]], width: int) -> Microbatch:
     """Build a microbatch whose rows are the concatenated packs of shifted rows."""
     rows = [row for pack in packs for row in pack]
 
-    def joined(field: str, fill: Any) -> list[list[Any]]:
-        return [_pad(_chain(pack, field, fill), fill, width) for pack in packs]
+    def joined(field: str) -> list[list[Any]]:
+        fill = _FILLS[field]
+        rows_of_packs = []
+        for pack in packs:
+            found = [(getattr(row, field), len(row.tokens)) for row in pack]
+            values = [[fill] * length if own is None else own for own, length in found]
+            rows_of_packs.append(_pad(itertools.chain(*values), fill, width))
+        return rows_of_packs
 
-    def floats(field: str, fill: float) -> torch.Tensor:
-        return torch.tensor(joined(field, fill), dtype=torch.float32)
+    def floats(field: str) -> Tensor:
+        return torch.tensor(joined(field), dtype=torch.float32)
 
     is_sft = [_pad([r.is_sft for r in pack for _ in r.tokens], False, width) for pack in packs]
-    has_reference = any(row.ref_logprobs is not None for row in rows)
-    ids_BTK, teacher_BTK = _teacher_tensors(packs, width)
     return Microbatch(
-        tokens_BT=torch.tensor(joined("tokens", _PAD_TOKEN)).long(),
-        labels_BT=torch.tensor(joined("labels", IGNORE_INDEX)).long(),
-        advantages_BT=floats("advantages", 0.0),
-        inference_logprobs_BT=floats("inference_logprobs", MASKED_LOGPROB),
+        tokens_BT=torch.tensor(joined("tokens")).long(),
+        labels_BT=torch.tensor(joined("labels")).long(),
+        advantages_BT=floats("advantages"),
+        inference_logprobs_BT=floats("inference_logprobs"),
         temperatures_S=torch.tensor([row.temperature for row in rows], dtype=torch.float32),
         is_sft_BT=torch.tensor(is_sft) if any(row.is_sft for row in rows) else None,
-        ref_logprobs_BT=floats("ref_logprobs", MASKED_LOGPROB) if has_reference else None,
-        distill_token_ids_BTK=ids_BTK,
-        distill_logprobs_BTK=teacher_BTK,
-        **_image_tensors(packs, width),
+        ref_logprobs_BT=floats("ref_logprobs")
+        if any(row.ref_logprobs is not None for row in rows)
+        else None,
+        **_teacher_tensors(joined) if any(row.distill_token_ids for row in rows) else {},
+        **_image_tensors(packs, width) if any(row.images for row in rows) else {},
     )
+
+
+def _pad(values: Iterable[Any], fill: Any, width: int) -> list[Any]:
+    padded = list(values)
+    return padded + [fill] * (width - len(padded))
+
+
+def _teacher_tensors(joined: Callable[[str], list[list[Any]]]) -> dict[str, Tensor]:
+    """Return the teacher's tokens, padded to K; none if no position has any."""
+    ids, logprobs = joined("distill_token_ids"), joined("distill_logprobs")
+    most = max(len(choices) for row in ids for choices in row)
+    if not most:
+        return {}
+    ids = [[_pad(c, PADDED_TEACHER_ID, most) for c in row] for row in ids]
+    logprobs = [[_pad(c, PADDED_TEACHER_LOGPROB, most) for c in row] for row in logprobs]
+    return {
+        "distill_token_ids_BTK": torch.tensor(ids).long(),
+        "distill_logprobs_BTK": torch.tensor(logprobs, dtype=torch.float32),
+    }
 
 
 def _image_tensors(packs: Sequence[Sequence[Row]], width: int) -> dict[str, Any]:
     """Return the fields of a microbatch with images; each distinct image is encoded once."""
-    rows = [row for pack in packs for row in pack]
-    images = [image for row in rows if row.images is not None for image in row.images.images]
-    if not images:
-        return {}
-    distinct = list(dict.fromkeys(images))
-    numbers = {image: number for number, image in enumerate(distinct)}
+    images = [image for pack in packs for row in pack if row.images for image in row.images.images]
+    numbers = {image: number for number, image in enumerate(dict.fromkeys(images))}
     positions_3BT = torch.zeros((3, len(packs), width), dtype=torch.int64)
     for b, pack in enumerate(packs):
-        positions = torch.cat([_positions_3L(row) for row in pack], dim=1)
-        positions_3BT[:, b, : positions.shape[1]] = positions
+        positions = [
+            row.images.positions_3L if row.images else torch.arange(len(row.tokens)).expand(3, -1)
+            for row in pack
+        ]
+        positions_3BT[:, b, : sum(p.shape[1] for p in positions)] = torch.cat(positions, dim=1)
     return {
-        "pixels_PD": torch.cat([image.pixels_PD for image in distinct]),
-        "image_grids_I3": torch.tensor([image.grid for image in distinct]),
+        "pixels_PD": torch.cat([image.pixels_PD for image in numbers]),
+        "image_grids_I3": torch.tensor([image.grid for image in numbers]),
         "image_places": tuple(numbers[image] for image in images),
         "image_positions_3BT": positions_3BT,
     }
 
 
-def _positions_3L(row: Row) -> torch.Tensor:
-    if row.images is not None:
-        return row.images.positions_3L
-    return torch.arange(len(row.tokens)).expand(3, -1)
-
-
-def _chain(pack: Sequence[Row], field: str, fill: Any) -> list[Any]:
-    """Concatenate a field of the rows; `fill` stands in for a row without it."""
-    values: list[Any] = []
-    for row in pack:
-        own = getattr(row, field)
-        values += [fill] * len(row.tokens) if own is None else own
-    return values
-
-
-def _pad(values: Sequence[Any], fill: Any, width: int) -> list[Any]:
-    return [*values, *[fill] * (width - len(values))]
-
-
-def _teacher_tensors(
-    packs: Sequence[Sequence[Row]], width: int
-) -> tuple[torch.Tensor | None, torch.Tensor | None]:
-    """Return the teacher's (B, T, K) ids and logprobs, None if no row has any."""
-    rows = [row for pack in packs for row in pack]
-    num_choices = max((len(ids) for row in rows for ids in row.distill_token_ids or ()), default=0)
-    if not num_choices:
-        return None, None
-
-    def cube(field: str, fill: Any) -> list[list[list[Any]]]:
-        return [
-            [_pad(choices, fill, num_choices) for choices in _pad(_chain(p, field, ()), (), width)]
-            for p in packs
-        ]
-
-    ids = cube("distill_token_ids", PADDED_TEACHER_ID)
-    logprobs = cube("distill_logprobs", PADDED_TEACHER_LOGPROB)
-    return torch.tensor(ids).long(), torch.tensor(logprobs, dtype=torch.float32)
-
-
 def balanced_bins(lengths: Sequence[int], num_bins: int) -> list[list[int]]:
-    """Distribute sequences over bins so that the number of tokens per bin is balanced.
+    """Distribute sequences over at most `num_bins` bins, so that their tokens are balanced.
 
     Longest first, each into the least full bin: the fullest bin has at most 4/3 of the tokens
     that it has in the optimal distribution.
-
-    Args:
-        lengths: Tokens of each sequence.
-        num_bins: Maximum number of bins, at least 1; empty ones are left out.
 
     Returns:
         Indices into `lengths` per bin, ascending in each, bins ordered by their first index.
@@ -264,9 +253,9 @@ def balanced_bins(lengths: Sequence[int], num_bins: int) -> list[list[int]]:
     bins: list[list[int]] = [[] for _ in range(min(num_bins, len(lengths)))]
     loads = [(0, number) for number in range(len(bins))]
     for index in sorted(range(len(lengths)), key=lambda i: (-lengths[i], i)):
-        load, number = heapq.heappop(loads)
+        load, number = loads[0]
         bins[number].append(index)
-        heapq.heappush(loads, (load + lengths[index], number))
+        heapq.heapreplace(loads, (load + lengths[index], number))
     # A sequence without tokens leaves its bin the least full, so that another one may stay empty.
     return sorted(sorted(indices) for indices in bins if indices)
 
@@ -278,7 +267,7 @@ def plan_microbatches(
     max_tokens: int | None = None,
     multiple_of: int = 1,
 ) -> list[list[int]]:
-    """Assign sequences to packed microbatches.
+    """Assign sequences to packed microbatches, as `balanced_bins` does.
 
     Args:
         lengths: Tokens of each sequence.
@@ -286,19 +275,14 @@ def plan_microbatches(
         max_tokens: Maximum tokens of a microbatch; a longer sequence has its own. None: no limit.
         multiple_of: The number of microbatches is a multiple of this, for instance of the number of
             ranks, unless there are too few sequences.
-
-    Returns:
-        Indices into `lengths` per microbatch, as `balanced_bins` orders them.
     """
-    count = max(1, num_microbatches)
-    if max_tokens is not None:
-        count = max(count, -(-sum(lengths) // max_tokens))
+    count, limit = max(1, num_microbatches), max_tokens or max(1, sum(lengths))
+    count = max(count, -(-sum(lengths) // limit))
     while True:
         count = -(-count // multiple_of) * multiple_of
         bins = balanced_bins(lengths, count)
-        if max_tokens is None or count >= len(lengths):
-            return bins
-        if all(len(b) == 1 or sum(lengths[i] for i in b) <= max_tokens for b in bins):
+        is_kept = all(len(b) == 1 or sum(lengths[i] for i in b) <= limit for b in bins)
+        if is_kept or count >= len(lengths):
             return bins
         count += 1
 
@@ -318,7 +302,6 @@ class BatchSummary:
     num_truncated_rows: int
     num_rows_without_logprobs: int
     num_rows_of_partial_sampling: int
-    """Rows sampled from a part of the vocabulary, by top-p, top-k or min-p."""
     num_input_tokens: int
     """Tokens of the sequences without the last one of each, and without padding."""
     num_computed_tokens: int
@@ -335,9 +318,8 @@ class BatchSummary:
     @property
     def shared_prefix_fraction(self) -> float:
         """Share of the input tokens that is not computed, since another sequence begins alike."""
-        if not self.num_input_tokens:
-            return 0.0
-        return 1.0 - self.num_computed_tokens / self.num_input_tokens
+        num_saved = self.num_input_tokens - self.num_computed_tokens
+        return num_saved / max(1, self.num_input_tokens)
 
 
 @dataclass(frozen=True)
@@ -364,46 +346,42 @@ def build_batch(
     skips_bad_groups: bool = False,
     min_shared_fraction: float | None = None,
 ) -> Batch:
-    """Build the tensors of one optimizer step.
+    """Build the tensors of one optimizer step from [N] groups, as the service delivers them.
 
     Padded microbatches take sequences in order. Packed ones have about the same number of tokens
     each; with `max_tokens`, their number is the smallest that keeps to this limit.
 
     Args:
-        groups: [N] groups as the service delivers them.
+        groups: [N] groups.
         rules: Settings of the conversion to rows.
-        microbatch_size: Sequences per forward pass if `max_tokens` is None; packed: on average.
+        microbatch_size: Sequences per forward pass without `max_tokens`; packed: on average.
         pad_multiple: T of padded rows is a multiple of this.
         packs: Whether the sequences of a forward pass share a row.
-        max_tokens: Maximum tokens of a forward pass, with padding, unless one sequence is longer;
-            None: no limit.
-        num_ranks: Ranks that share the passes; with `max_tokens`, and with shared prefixes, each
-            gets at least one.
+        max_tokens: Maximum tokens of a forward pass, with padding, unless one sequence is longer.
+        num_ranks: With `max_tokens` or shared prefixes, each rank gets a pass at least.
         skips_bad_groups: Whether to leave out untrainable groups and name the reasons in the
             summary.
-        min_shared_fraction: Compute equal prefixes once if this share of the batch's tokens can be
-            left out for it; limits then count each of these tokens once. Only with `packs` and
-            without images; None: compute every sequence.
+        min_shared_fraction: Compute equal prefixes once, if this share of the tokens is saved by
+            it; limits then count them once. Only with `packs` and without images.
 
     Raises:
-        GroupError: a group, or with `skips_bad_groups` every group, is malformed or unsupported;
-            the message names the path.
+        GroupError: a group, or with `skips_bad_groups` every group, is malformed or unsupported.
         ConfigError: as above, for tokens that were not sampled by a model.
     """
-    delivered, groups, rows_by_group = groups, [], []
+    rows_by_group: dict[int, list[Row]] = {}
     bad_groups: dict[int, str] = {}
-    for i, group in enumerate(delivered):
+    for i, group in enumerate(groups):
         try:
-            rows_by_group.append(rows_from_group(group, rules, name=f"group {i}"))
-            groups.append(group)
+            rows_by_group[i] = rows_from_group(group, rules, name=f"group {i}")
         except (GroupError, ConfigError) as error:
             bad_groups[i] = str(error)
-            if not skips_bad_groups or len(bad_groups) == len(delivered):
+            if not skips_bad_groups or len(bad_groups) == len(groups):
                 raise
-    rows = [row for members in rows_by_group for row in members]
-    if packs and _is_worth_sharing(rows_by_group, min_shared_fraction):
+    members = list(rows_by_group.values())
+    rows = list(itertools.chain(*members))
+    if packs and _is_worth_sharing(members, min_shared_fraction):
         microbatches = _tree_microbatches(
-            rows_by_group, microbatch_size, max_tokens=max_tokens, num_ranks=num_ranks
+            members, microbatch_size, max_tokens=max_tokens, num_ranks=num_ranks
         )
     elif packs:
         bins = plan_microbatches(
@@ -414,37 +392,35 @@ def build_batch(
         )
         microbatches = [make_packed_microbatch([rows[i] for i in indices]) for indices in bins]
     else:
-        ends = _padded_ends(
-            rows, microbatch_size, pad_multiple, max_tokens=max_tokens, num_ranks=num_ranks
-        )
+        starts = _padded_starts(rows, microbatch_size, pad_multiple, max_tokens, num_ranks)
         microbatches = [
             make_microbatch(rows[start:end], pad_multiple=pad_multiple)
-            for start, end in itertools.pairwise([0, *ends])
+            for start, end in itertools.pairwise([*starts, len(rows)])
         ]
+    summary = _summarize([groups[i] for i in rows_by_group], members, microbatches)
     return Batch(
         microbatches=microbatches,
+        totals=_count(rows, microbatches),
+        summary=replace(summary, bad_groups=bad_groups),
         needs_reference=rules.scores_reference
         and any(row.ref_logprobs is None and not row.is_sft for row in rows),
-        totals=_count(rows),
-        summary=replace(_summarize(groups, rows_by_group, microbatches), bad_groups=bad_groups),
     )
 
 
-def _is_worth_sharing(
-    rows_by_group: Sequence[Sequence[Row]], min_shared_fraction: float | None
-) -> bool:
-    if min_shared_fraction is None:
-        return False
-    if any(row.images is not None for members in rows_by_group for row in members):
+def _is_worth_sharing(members: Sequence[Sequence[Row]], min_fraction: float | None) -> bool:
+    if min_fraction is None or any(row.images for rows in members for row in rows):
         return False  # equal tokens may stand for different images
-    inputs = [[row.tokens[:-1] for row in members] for members in rows_by_group]
-    num_inputs = sum(len(tokens) for members in inputs for tokens in members)
-    saved = num_inputs - sum(num_tree_tokens(members) for members in inputs)
-    return saved > 0 and saved >= min_shared_fraction * num_inputs
+    num_inputs = sum(max(0, len(row.tokens) - 1) for rows in members for row in rows)
+    saved = num_inputs - sum(map(_num_tree_tokens, members))
+    return saved > 0 and saved >= min_fraction * num_inputs
+
+
+def _num_tree_tokens(rows: Sequence[Row]) -> int:
+    return num_tree_tokens([row.tokens[:-1] for row in rows])
 
 
 def _tree_microbatches(
-    rows_by_group: Sequence[Sequence[Row]],
+    members: Sequence[Sequence[Row]],
     microbatch_size: int,
     *,
     max_tokens: int | None,
@@ -455,15 +431,13 @@ def _tree_microbatches(
     Without `max_tokens`, the limit is that of `microbatch_size` sequences of the longest length.
     Where each rank has a packed microbatch, it has one with trees as well.
     """
-    longest = max(len(row.tokens) for members in rows_by_group for row in members)
+    longest = max(len(row.tokens) for rows in members for row in rows)
     limit = max_tokens or microbatch_size * max(1, longest - 1)
-    totals = [num_tree_tokens([row.tokens[:-1] for row in members]) for members in rows_by_group]
-    num_packed = -(-sum(map(len, rows_by_group)) // microbatch_size)
+    num_packed = -(-sum(map(len, members)) // microbatch_size)
     multiple_of = num_ranks if max_tokens or num_packed >= num_ranks else 1
-    part_limit = min(limit, max(1, -(-sum(totals) // multiple_of)))
-    parts = [part for members in rows_by_group for part in _split_rows(members, part_limit)]
-    costs = [num_tree_tokens([row.tokens[:-1] for row in part]) for part in parts]
-    count = 1
+    share = -(-sum(map(_num_tree_tokens, members)) // multiple_of)
+    parts = [part for rows in members for part in _split_rows(rows, min(limit, max(1, share)))]
+    costs, count = list(map(_num_tree_tokens, parts)), 1
     while True:
         bins = plan_microbatches(
             costs, num_microbatches=count, max_tokens=limit, multiple_of=multiple_of
@@ -480,103 +454,94 @@ def _tree_microbatches(
 
 def _split_rows(rows: Sequence[Row], max_tokens: int) -> list[list[Row]]:
     """Cut the rows of a group into as few parts as keep to a limit of tree tokens."""
-    inputs = [row.tokens[:-1] for row in rows]
-    order = in_tree_order(inputs)
+    order = in_tree_order([row.tokens[:-1] for row in rows])
     for count in range(1, len(rows) + 1):
         ends = [len(rows) * number // count for number in range(count + 1)]
-        parts = [order[start:end] for start, end in itertools.pairwise(ends)]
-        if all(num_tree_tokens([inputs[i] for i in part]) <= max_tokens for part in parts):
+        pieces = [sorted(order[start:end]) for start, end in itertools.pairwise(ends)]
+        parts = [[rows[i] for i in piece] for piece in pieces]
+        if all(_num_tree_tokens(part) <= max_tokens for part in parts):
             break
-    return [[rows[i] for i in sorted(part)] for part in parts]
+    return parts
 
 
-def _padded_ends(
+def _padded_starts(
     rows: Sequence[Row],
     microbatch_size: int,
     pad_multiple: int,
-    *,
     max_tokens: int | None,
     num_ranks: int,
 ) -> list[int]:
-    """Return the end index of each padded microbatch."""
+    """Return the index of the first row of each padded microbatch."""
     if max_tokens is None:
-        return [*range(microbatch_size, len(rows), microbatch_size), len(rows)]
+        return list(range(0, len(rows), microbatch_size))
     most_rows = max(1, len(rows) // num_ranks)
-    ends: list[int] = []
-    start = longest = 0
+    starts, longest = [0], 0
     for i, row in enumerate(rows):
         longest = max(longest, len(row.tokens))
-        cells = (i + 1 - start) * padded_length(longest, multiple=pad_multiple)
-        if i > start and (cells > max_tokens or i - start >= most_rows):
-            ends.append(i)
-            start, longest = i, len(row.tokens)
-    return [*ends, len(rows)]
+        num_rows = i + 1 - starts[-1]
+        num_cells = num_rows * padded_length(longest, multiple=pad_multiple)
+        if num_rows > 1 and (num_cells > max_tokens or num_rows > most_rows):
+            starts.append(i)
+            longest = len(row.tokens)
+    return starts
 
 
-def _count(rows: Sequence[Row]) -> BatchTotals:
-    """Count the denominators of the reductions; the shift removes the first position."""
-    policy = [n for row in rows if not row.is_sft and (n := _num_trained(row))]
+def _count(rows: Sequence[Row], microbatches: Sequence[Microbatch]) -> BatchTotals:
+    num_tokens = sum(int(mb.policy_BT.sum()) for mb in microbatches)
     return BatchTotals(
-        num_tokens=sum(policy),
-        num_sequences=len(policy),
-        num_sft_tokens=sum(_num_trained(row) for row in rows if row.is_sft),
-        num_distill_tokens=sum(
-            label != IGNORE_INDEX and any(choice != PADDED_TEACHER_ID for choice in ids)
+        num_tokens=num_tokens,
+        num_sequences=sum(
+            not row.is_sft and any(label != IGNORE_INDEX for label in row.labels[1:])
             for row in rows
-            if row.distill_token_ids is not None
-            for label, ids in zip(row.labels[1:], row.distill_token_ids[1:], strict=True)
+        ),
+        num_sft_tokens=sum(int(mb.trained_BT.sum()) for mb in microbatches) - num_tokens,
+        num_distill_tokens=sum(
+            int((mb.trained_BT & (mb.distill_token_ids_BTK != PADDED_TEACHER_ID).any(-1)).sum())
+            for mb in microbatches
+            if mb.distill_token_ids_BTK is not None
         ),
     )
 
 
-def _num_trained(row: Row) -> int:
-    return sum(label != IGNORE_INDEX for label in row.labels[1:])
-
-
 def _summarize(
     groups: Sequence[Mapping[str, Any]],
-    rows_by_group: Sequence[Sequence[Row]],
+    members: Sequence[Sequence[Row]],
     microbatches: Sequence[Microbatch],
 ) -> BatchSummary:
-    scores = [float(score) for group in groups for score in group["scores"]]
-    rows = [row for members in rows_by_group for row in members]
+    rows = list(itertools.chain(*members))
     num_inputs = sum(max(0, len(row.tokens) - 1) for row in rows)
     num_computed = sum(mb.num_cells for mb in microbatches)
     num_padded = sum(mb.tokens_BT.numel() for mb in microbatches) - num_inputs
-    advantages = [a for row in rows if not row.is_sft for a in _trained_advantages(row)]
+    scores = _mean_and_deviation(
+        [torch.tensor(group["scores"], dtype=torch.float64) for group in groups]
+    )
+    advantages = _mean_and_deviation([mb.advantages_BT[mb.policy_BT] for mb in microbatches])
     return BatchSummary(
-        score_mean=statistics.fmean(scores) if scores else 0.0,
-        score_std=statistics.pstdev(scores) if scores else 0.0,
-        advantage_mean=statistics.fmean(advantages) if advantages else 0.0,
-        advantage_std=_deviation(advantages),
+        *scores,
+        *advantages,
         num_groups=len(groups),
         num_zero_gradient_groups=sum(
-            not any(_has_gradient(row) for row in members) for members in rows_by_group
+            not any(
+                row.is_sft or row.distill_token_ids is not None or any(row.advantages)
+                for row in rows
+            )
+            for rows in members
         ),
         num_truncated_rows=sum(row.is_truncated for row in rows),
         num_rows_without_logprobs=sum(row.inference_logprobs is None for row in rows),
         num_rows_of_partial_sampling=sum(row.is_partially_sampled for row in rows),
         num_input_tokens=num_inputs,
         num_computed_tokens=num_computed - num_padded,
-        padding_fraction=num_padded / num_computed if num_computed else 0.0,
+        padding_fraction=num_padded / max(1, num_computed),
         unknown_fields=frozenset(name for group in groups for name in unknown_fields(group)),
     )
 
 
-def _trained_advantages(row: Row) -> list[float]:
-    pairs = zip(row.labels[1:], row.advantages[1:], strict=True)
-    return [advantage for label, advantage in pairs if label != IGNORE_INDEX]
-
-
-def _deviation(values: Sequence[float]) -> float:
-    if not values:
-        return 0.0
-    mean = math.fsum(values) / len(values)
-    return math.sqrt(math.fsum((value - mean) ** 2 for value in values) / len(values))
-
-
-def _has_gradient(row: Row) -> bool:
-    return row.is_sft or row.distill_token_ids is not None or any(row.advantages)
+def _mean_and_deviation(parts: Sequence[Tensor]) -> tuple[float, float]:
+    values = torch.cat(list(parts)).double()
+    if not values.numel():
+        return 0.0, 0.0
+    return values.mean().item(), values.std(correction=0).item()
 
 
 def split_batch(batch: Batch, world_size: int) -> list[Batch]:

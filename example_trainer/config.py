@@ -117,10 +117,11 @@ class VllmFields(BaseModel):
         description="Treatment of requests that run during an in-place update: pause and continue "
         "under the new weights, wait for them, abort them, or (none) let them run.",
     )
-    sync_transport: Literal["disk", "shared_memory"] = Field(
+    sync_transport: Literal["disk", "shared_memory", "nccl", "ipc"] = Field(
         default="disk",
         description="Transport of in-place updates: a directory under save_path that the engine's "
-        "host can read, or shared memory if trainer and engine run on one host.",
+        "host can read, or shared memory if trainer and engine run on one host. With vLLM on GPUs, "
+        "its own transfer engines: nccl between GPUs, ipc on the GPU that both use.",
     )
     engine_urls: list[str] | None = Field(
         default=None,
@@ -132,6 +133,13 @@ class VllmFields(BaseModel):
         ge=0,
         description="Seconds to retry an in-place update while an engine of engine_urls is "
         "unreachable, before giving up; 0: do not retry.",
+    )
+    engine_wait_s: float = Field(
+        default=0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="Seconds to wait for an engine that starts at the same time as the trainer, "
+        "after the model was loaded; 0: the engine has to be ready, or the trainer launches one.",
     )
     engine: Literal["vllm", "sglang", "torch"] = Field(
         default="vllm",
@@ -199,6 +207,9 @@ class LoraFields(BaseModel):
 
 BUILT_MODES = ("auto", "none", "in_place", "lora_only", "lora_restart", "off")
 """Weight bridge modes of this version; the others of the contract raise an error at startup."""
+
+TRANSFER_BACKENDS = ("nccl", "ipc")
+"""Values of `sync_transport` that name a transfer engine of vLLM."""
 
 
 def default_device() -> str:
@@ -552,6 +563,8 @@ class TrainingConfig(
             raise ValueError("engine_urls needs weight_bridge_mode=in_place")
         if self.engine == "sglang" and self.weight_bridge_mode not in ("auto", "in_place", "off"):
             raise ValueError("engine=sglang needs weight_bridge_mode=in_place")
+        if self.sync_transport in TRANSFER_BACKENDS:
+            self._require_transfer()
         if self.shared_prefixes == "on" and self.packing == "off":
             raise ValueError("shared_prefixes=on needs packed sequences: use packing=auto or on")
         if self.publish_weights and self.uses_lora:
@@ -580,6 +593,17 @@ class TrainingConfig(
                 f"overlong_max_tokens={limit}"
             )
         return self
+
+    def _require_transfer(self) -> None:
+        transport = f"sync_transport={self.sync_transport}"
+        if not self.device.startswith("cuda"):
+            raise ValueError(f"{transport} needs a GPU, but device={self.device}: use disk")
+        if self.engine != "vllm" or self.weight_bridge_mode not in ("auto", "in_place"):
+            raise ValueError(f"{transport} needs engine=vllm and weight_bridge_mode=in_place")
+        if self.sync_transport == "ipc" and (self.world_size > 1 or self.engine_urls):
+            raise ValueError(
+                f"{transport} needs one trainer process and one engine on its GPU: use nccl"
+            )
 
 
 def unloadable(name: str, error: Exception, *, part: str = "model") -> ConfigError:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -159,8 +159,18 @@ class EngineControl(EngineConnection):
         Raises:
             InferenceError: a request failed; the engine is resumed in any case.
         """
+        with self.paused(pause_mode):
+            arguments = {"weights_path": str(directory.resolve())}
+            if self._takes_weight_version():
+                arguments["weight_version"] = str(version)
+            self.post("/collective_rpc", json={"method": "reload_weights", "kwargs": arguments})
+            self.drop_caches()
+
+    @contextlib.contextmanager
+    def paused(self, pause_mode: str) -> Iterator[None]:
+        """Pause the engine, and resume it in any case; `none` does neither."""
         if pause_mode == "none":
-            self._reload(directory, version)
+            yield
             return
         try:
             self.post("/pause", params={"mode": pause_mode})
@@ -170,21 +180,43 @@ class EngineControl(EngineConnection):
                 self.post("/resume")
             raise
         try:
-            self._reload(directory, version)
+            yield
         finally:
             self._resume()
 
-    def _reload(self, directory: Path, version: int) -> None:
-        arguments = {"weights_path": str(directory.resolve())}
-        if self._takes_weight_version():
-            arguments["weight_version"] = str(version)
-        self.post("/collective_rpc", json={"method": "reload_weights", "kwargs": arguments})
+    def drop_caches(self) -> None:
+        """Let the engine compute the key-value caches again, those of running requests too.
+
+        Raises:
+            InferenceError: it did not.
+        """
         reset = self.post("/reset_prefix_cache", params={"reset_running_requests": "true"})
         if reset.content and reset.json().get("success") is False:
             raise InferenceError(
                 f"the engine at {self.shown_url} did not reset its prefix cache after the weight "
                 "update; use --sync-pause-mode wait"
             )
+
+    def transfer_backend(self) -> str | None:
+        """Return the transfer engine with which this vLLM was started; None: without one."""
+        transfer = self._settings().get("weight_transfer_config")
+        backend = transfer.get("backend") if isinstance(transfer, dict) else None
+        return None if backend is None else str(backend)
+
+    def num_workers(self) -> int:
+        """Return the number of the engine's workers, each with a part or a copy of the weights.
+
+        Raises:
+            InferenceError: the engine does not report it.
+        """
+        answer = self.send("GET", "/get_world_size")
+        try:
+            return int(answer.json()["world_size"])
+        except (KeyError, TypeError, ValueError) as error:
+            raise InferenceError(
+                f"GET {self.shown_url}/get_world_size answered {answer.status_code}: "
+                f"{inert_block(answer.text[:_MAX_QUOTED_CHARS])}"
+            ) from error
 
     def _resume(self) -> None:
         try:

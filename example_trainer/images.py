@@ -31,8 +31,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from atroposlib.errors import GroupError, MissingExtraError
-from atroposlib.scored_data import GROUP_FIELDS, IGNORE_INDEX
-from atroposlib.utils.version_runs import select_runs
+from atroposlib.scored_data import GROUP_FIELDS, IGNORE_INDEX, select_runs
 
 if TYPE_CHECKING:
     import torch

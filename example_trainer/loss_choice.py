@@ -85,11 +85,10 @@ DEFAULT_DUAL_CLIP = 3.0
 
 @dataclass(frozen=True)
 class CorrectionChoice:
-    """A correction with its bounds."""
+    """A correction with the arguments of its class."""
 
     name: CorrectionName
-    cap: float
-    floor: float | None
+    bounds: dict[str, float]
 
 
 @dataclass(frozen=True)
@@ -102,11 +101,9 @@ class LossChoice:
     advantage_std: AdvantageStd
     clip_low: float
     clip_high: float
+    bounds: dict[str, float]
+    """Arguments of the class of the algorithm."""
     correction: CorrectionChoice | None
-
-    @property
-    def algorithm(self) -> Algorithm:
-        return ALGORITHMS[self.name]
 
 
 def refuse_double_count(anchor: Anchor, *, is_corrected: bool) -> None:
@@ -269,6 +266,9 @@ class GrpoFields(BaseModel):
             )
         if clip_high is None:
             clip_high = self.clip_eps if row.clip_high is None else row.clip_high
+        bounds = {"clip_low": self.clip_eps, "clip_high": clip_high} if row.takes_clip else {}
+        if name == "dual_clip":
+            bounds["dual_clip"] = self.dual_clip
         return LossChoice(
             name=name,
             anchor=anchor,
@@ -276,6 +276,7 @@ class GrpoFields(BaseModel):
             advantage_std=row.advantage_std if self.advantage_std == "auto" else self.advantage_std,
             clip_low=self.clip_eps,
             clip_high=clip_high,
+            bounds=bounds,
             correction=self._correction(anchor),
         )
 
@@ -300,4 +301,6 @@ class GrpoFields(BaseModel):
         floor = row.floor if floor is None else floor
         if floor is not None and floor >= cap:
             raise ConfigError(f"importance_floor={floor} must be below importance_cap={cap}")
-        return CorrectionChoice(name, cap, floor)
+        return CorrectionChoice(
+            name, {"cap": cap} if floor is None else {"cap": cap, "floor": floor}
+        )

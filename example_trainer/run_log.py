@@ -298,6 +298,11 @@ def time_shares(history: Sequence[Mapping[str, float]]) -> list[tuple[str, float
     return [(name, seconds / total) for name, seconds in found if seconds]
 
 
+_TREND_MARGIN = 36
+"""Columns of the frame, the names and the values."""
+_SHORTEST_TREND = 4
+
+
 @dataclass
 class TrainingView:
     """State of a run, rendered by rich as a panel of the terminal's width, at most `_WIDEST`."""
@@ -313,6 +318,7 @@ class TrainingView:
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         width = min(options.max_width, _WIDEST)
         history = list(self.history)  # a copy: another thread appends to it
+        trend_width = width - _TREND_MARGIN
         table = Table.grid(padding=(0, 2))
         table.add_column(style="dim", no_wrap=True)
         table.add_column(justify="right", no_wrap=True)
@@ -320,7 +326,8 @@ class TrainingView:
         for name, key in _ROWS:
             values = [record[key] for record in history if key in record]
             if values:
-                trend = "" if options.ascii_only else sparkline(values, width=max(8, width - 46))
+                has_room = trend_width >= _SHORTEST_TREND and not options.ascii_only
+                trend = sparkline(values, width=trend_width) if has_room else ""
                 table.add_row(name, Text(short_number(float(values[-1])), style="bold"), trend)
         body = Table.grid()
         body.add_row(Text(self._headline(history), overflow="ellipsis", no_wrap=True))

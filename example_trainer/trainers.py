@@ -59,7 +59,7 @@ from example_trainer.run_log import (
     write_run_report,
 )
 from example_trainer.training import Trainer
-from example_trainer.weight_sync import WeightSync, make_weight_sync
+from example_trainer.weight_sync import WeightSync, make_weight_sync, wait_for_engine
 from example_trainer.weights.training_sync import with_published_weights
 
 __all__ = ["train", "train_legacy", "train_lora", "train_lora_restart", "train_shared_vllm"]
@@ -110,7 +110,8 @@ def _lead(
     recorded: BatchService | None,
 ) -> Path:
     """Train as rank 0, with the service, the engine, the checkpoints and the log."""
-    if weight_sync is not None:
+    waits_for_engine = config.engine_wait_s > 0
+    if weight_sync is not None and not waits_for_engine:
         weight_sync.check_before_load()
     require_writable_folder(config.save_path, "--save-path")
     require_writable_file(metrics_path_of(config), "--metrics-path")
@@ -120,6 +121,9 @@ def _lead(
     service.connect()  # before the model is loaded, which takes long
     checkpoint = parallel.broadcast(_checkpoint_to_continue(config, journal))
     loaded = _load(config, parallel, checkpoint)
+    if weight_sync is not None and waits_for_engine:
+        wait_for_engine(config)
+        weight_sync.check_before_load()
     run_log = open_run_log(
         config,
         run_id=journal.run_id,

@@ -9,11 +9,12 @@ docs/one_step.md follows one batch through these pages, with the shape of every 
 
 from __future__ import annotations
 
+import itertools
 import logging
 import math
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -49,7 +50,7 @@ from example_trainer.parallel import ONE_PROCESS, Parallel
 from example_trainer.policy import PreparedPolicy, Reference, log_step_plan, prepare_policy
 from example_trainer.rows import RowRules
 from example_trainer.run_log import LiveDisplay, StepSpans
-from example_trainer.scoring import TokenScores, at_sampling_temperature
+from example_trainer.scoring import at_sampling_temperature
 from example_trainer.weight_sync import WeightSync
 
 __all__ = [
@@ -79,39 +80,30 @@ def is_sync_due(step: int, config: TrainingConfig, *, publishes_final: bool) -> 
     return step % interval == 0
 
 
+@dataclass
 class Publisher:
     """Writes checkpoints and publishes weights on schedule; every rank calls it, rank 0 writes.
 
-    The arguments are those of `Trainer`; `clock` is that of `checkpoint_minutes`.
+    The fields are those of `Trainer`; `_clock` is that of `checkpoint_minutes`.
     """
 
-    def __init__(
-        self,
-        config: TrainingConfig,
-        *,
-        model: Any,
-        tokenizer: Any,
-        optimizer: Any,
-        feed: DurableFeed | None,
-        weight_sync: WeightSync | None,
-        parallel: Parallel,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        self._config = config
-        self._model = model
-        self._tokenizer = tokenizer
-        self._optimizer = optimizer
-        self._feed = feed
-        self._weight_sync = weight_sync
-        self._parallel = parallel
-        self._step_metrics: Mapping[str, float] = {}
-        self._clock = clock
-        self._saved_at = clock()
+    config: TrainingConfig
+    model: Any
+    tokenizer: Any
+    optimizer: Any
+    feed: DurableFeed | None
+    weight_sync: WeightSync | None
+    parallel: Parallel
+    _clock: Callable[[], float] = time.monotonic
+    _step_metrics: Mapping[str, float] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self._saved_at = self._clock()
 
     def before_step(self, step: int) -> None:
         """Let the engine free memory for optimizer step `step`."""
-        if self._weight_sync is not None and self._parallel.is_main:
-            self._weight_sync.before_step(sync_follows=self._is_sync_due(step))
+        if self.weight_sync is not None and self.parallel.is_main:
+            self.weight_sync.before_step(sync_follows=self._is_sync_due(step))
 
     def after_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write and publish what is due after a step, except the final model, see `finish`.
@@ -119,52 +111,54 @@ class Publisher:
         `metrics` of the step, as far as they are known, are saved with a checkpoint.
         """
         self._step_metrics = metrics
-        if self._config.record_run and self._feed is not None:
-            self._feed.note_weights(step, weights_checksum(self._model))
-        publishes = self._is_sync_due(step) and step < self._config.training_steps
+        if self.config.record_run and self.feed is not None:
+            self.feed.note_weights(step, weights_checksum(self.model))
+        publishes = self._is_sync_due(step) and step < self.config.training_steps
         # Rank 0 has the clock and the journal; all ranks take part in saving.
-        is_full = self._feed is not None and self._feed.wants_checkpoint()
-        saves, cuts_journal = self._parallel.broadcast((self._is_checkpoint_due(step), is_full))
-        cuts_journal = cuts_journal and not saves
-        if not saves and not publishes and not cuts_journal:
+        is_full = self.feed is not None and self.feed.wants_checkpoint()
+        saves, cuts_journal = self.parallel.broadcast((self._is_checkpoint_due(step), is_full))
+        if not (saves or publishes or cuts_journal):
             return
-        model = self._parallel.whole_model(self._model)
+        model = self.parallel.whole_model(self.model)
         checkpoint: Path | None = None
         if saves:
             checkpoint = self._save(model, step, is_resumable=True)
-            self._drop_covered(step)
-        if cuts_journal:
+            self._saved_at = self._clock()
+        elif cuts_journal:
             self._save(model, step, is_resumable=True, folder=JOURNAL_DIRECTORY)
-            if self._feed is not None:
-                self._feed.saved(step)
+        if self.feed is not None and (saves or cuts_journal):
+            self.feed.saved(step)
+        if self.feed is not None and saves and self.config.keep_checkpoints is not None:
+            run_id = self.feed.state().get("run_id")
+            drop_old_checkpoints(
+                self.config.save_path, keep=self.config.keep_checkpoints, run_id=run_id
+            )
         if publishes:
             self._publish(model, step, checkpoint)
 
     def finish(self, step: int) -> Path:
         """Write the final model, publish it if the engine keeps running; return its directory."""
-        model = self._parallel.whole_model(self._model)
+        model = self.parallel.whole_model(self.model)
         final = self._save(model, step, is_final=True)
         if self._is_sync_due(step):
             self._publish(model, step, final)
-        if self._config.uses_lora and self._parallel.is_main:
-            replace_directory(
-                Path(self._config.save_path) / "tokenizer", self._tokenizer.save_pretrained
-            )
+        if self.config.uses_lora and self.parallel.is_main:
+            tokenizer = Path(self.config.save_path) / "tokenizer"
+            replace_directory(tokenizer, self.tokenizer.save_pretrained)
         return final
 
     def _is_checkpoint_due(self, step: int) -> bool:
-        interval = self._config.checkpoint_interval
+        interval = self.config.checkpoint_interval
         if interval is not None:
             return interval > 0 and step % interval == 0
         # After the last step, the final model is written.
         waited_s = self._clock() - self._saved_at
-        return step < self._config.training_steps and (
-            waited_s >= 60 * self._config.checkpoint_minutes
-        )
+        is_last = step >= self.config.training_steps
+        return not is_last and waited_s >= 60 * self.config.checkpoint_minutes
 
     def _is_sync_due(self, step: int) -> bool:
-        publishes_final = self._weight_sync is not None and self._weight_sync.publishes_final
-        return is_sync_due(step, self._config, publishes_final=publishes_final)
+        publishes_final = self.weight_sync is not None and self.weight_sync.publishes_final
+        return is_sync_due(step, self.config, publishes_final=publishes_final)
 
     def _save(
         self,
@@ -177,42 +171,29 @@ class Publisher:
     ) -> Path:
         optimizer_state, states = None, None
         if is_resumable:
-            optimizer_state = self._parallel.whole_optimizer_state(self._optimizer)
-            states = self._parallel.gather(random_states())
+            optimizer_state = self.parallel.whole_optimizer_state(self.optimizer)
+            states = self.parallel.gather(random_states())
         return save_checkpoint(
             model,
-            self._tokenizer,
-            Path(self._config.save_path) / folder,
+            self.tokenizer,
+            Path(self.config.save_path) / folder,
             step,
             is_final,
-            final_name="final_adapter" if self._config.uses_lora else "final_model",
-            optimizer=self._optimizer if is_resumable else None,
-            feed_state=None if self._feed is None else self._feed.state(),
+            final_name="final_adapter" if self.config.uses_lora else "final_model",
+            optimizer=self.optimizer if is_resumable else None,
+            feed_state=None if self.feed is None else self.feed.state(),
             optimizer_state=optimizer_state,
             states_by_rank=states,
             step_metrics=self._step_metrics,
-            writes=self._parallel.is_main,
+            writes=self.parallel.is_main,
         )
 
-    def _drop_covered(self, step: int) -> None:
-        """Delete the records and checkpoints that a new checkpoint replaces."""
-        self._saved_at = self._clock()
-        if self._feed is None:
-            return
-        self._feed.saved(step)
-        if self._config.keep_checkpoints is not None:
-            drop_old_checkpoints(
-                self._config.save_path,
-                keep=self._config.keep_checkpoints,
-                run_id=self._feed.state().get("run_id"),
-            )
-
     def _publish(self, model: Any, step: int, checkpoint: Path | None) -> None:
-        if self._feed is None:
+        if self.feed is None:
             return
-        if self._weight_sync is not None:
-            self._weight_sync.publish(model, checkpoint=checkpoint, step=step)
-        self._feed.report_policy(step)
+        if self.weight_sync is not None:
+            self.weight_sync.publish(model, checkpoint=checkpoint, step=step)
+        self.feed.report_policy(step)
 
 
 _MOST_REFUSED_BATCHES = 3
@@ -222,18 +203,17 @@ This indicates wrong settings. After the first step such batches are skipped: an
 not end a run that trains on the groups of others.
 """
 
+_ROW_SETTINGS = {
+    "seq_len", "advantage_eps", "unsupported_fields", "allow_tokenized_from_text",
+    "overlong_max_tokens", "overlong_buffer_tokens", "truncated_completions",
+}  # fmt: skip
+
 
 def row_rules(config: TrainingConfig) -> RowRules:
     """Return the settings of the conversion of groups to rows."""
     return RowRules(
-        seq_len=config.seq_len,
+        **config.model_dump(include=_ROW_SETTINGS),
         advantage_std=config.loss_choice.advantage_std,
-        advantage_eps=config.advantage_eps,
-        unsupported_fields=config.unsupported_fields,
-        allow_tokenized_from_text=config.allow_tokenized_from_text,
-        overlong_max_tokens=config.overlong_max_tokens,
-        overlong_buffer_tokens=config.overlong_buffer_tokens,
-        truncated_completions=config.truncated_completions,
         uses_rewards=config.policy_coef > 0,
         uses_reference=config.kl_coef > 0,
         uses_teacher=config.distill_coef > 0,
@@ -265,7 +245,7 @@ class Trainer:
         config: Settings.
         model: A causal language model in training mode on `config.device`.
         tokenizer: Saved with the model, not used otherwise.
-        optimizer: Optimizer of the model's trainable parameters.
+        optimizer: Of the model's trainable parameters.
         feed: Source of the batches; None on ranks other than 0.
         weight_sync: Updates the engine, on rank 0 only; already started. None: no engine.
         run_log: Log of the metrics.
@@ -309,36 +289,27 @@ class Trainer:
         self._run_log = run_log
         self._spans = spans
         self._clock = clock
-        self._loss = make_loss(config)
-        self._choice = config.loss_choice
-        self._autocast = autocast(config)
-        self._notes = StepNotes(has_raw_logprobs=not processed_logprobs)
         self._parallel = parallel
+        self._reference = reference
+        self._has_raw_logprobs = not processed_logprobs
+        self._loss, self._choice = make_loss(config), config.loss_choice
+        self._autocast = autocast(config)
         self._publisher = Publisher(
-            config,
-            model=model,
-            tokenizer=tokenizer,
-            optimizer=optimizer,
-            feed=feed,
-            weight_sync=weight_sync,
-            parallel=parallel,
+            config, model, tokenizer, optimizer, feed, weight_sync, parallel
         )
         policy = policy or prepare_policy(model, config)
         self._scorer, self._packs = policy.scorer, policy.packs
         self._min_shared_fraction = policy.min_shared_fraction
-        self._num_input_tokens = self._num_computed_tokens = 0
-        self._is_planned = False
-        self._has_trained = False
-        self._has_raw_logprobs = not processed_logprobs
-        vocabulary = model.get_input_embeddings().weight.shape[0]
-        self._reference = reference
         self._rules = replace(
             row_rules(config),
-            vocabulary=vocabulary,
+            vocabulary=model.get_input_embeddings().weight.shape[0],
             scores_reference=reference is not None,
             images=images,
         )
         self._observer = StepObserver(config, model, num_devices=parallel.world_size, view=view)
+        self._notes = StepNotes(has_raw_logprobs=not processed_logprobs)
+        self._has_trained = False
+        self._num_input_tokens = self._num_computed_tokens = 0
 
     def run(self) -> Path:
         """Train up to `training_steps` and return the directory of the final model."""
@@ -364,8 +335,7 @@ class Trainer:
         batch = self._parallel.scatter(shares)
         fetched = self._clock()
         self._observer.note("training")
-        if not self._is_planned:
-            self._is_planned = True
+        if not self._has_trained:
             log_step_plan(
                 batch,
                 model=self.model,
@@ -418,29 +388,25 @@ class Trainer:
             ConfigError: this run cannot train on the groups of an environment.
         """
         assert self._feed is not None  # only rank 0 leases batches
-        num_batches = num_groups = 0
-        while True:
+        num_groups = 0
+        for num_batches in itertools.count(1):
             leased = self._feed.next_batch(self.steps_done)
             try:
                 batch = self._build(leased)
+                break
             except (GroupError, ConfigError) as error:
                 # Rejected in any case, so that a resumed run does not receive it again.
                 self._feed.refuse(self.steps_done, leased.batch_id)
-                num_batches += 1
                 num_groups += len(leased.groups)
-                is_at_start = not self._has_trained
-                if self.config.on_bad_group == "stop":
+                is_wrong = isinstance(error, ConfigError) and not self._has_trained
+                if self.config.on_bad_group == "stop" or is_wrong:
                     raise
-                if is_at_start and isinstance(error, ConfigError):
-                    raise
-                if is_at_start and num_batches == _MOST_REFUSED_BATCHES:
+                if num_batches == _MOST_REFUSED_BATCHES and not self._has_trained:
                     raise GroupError(
                         f"no group of {num_batches} batches in a row can be trained: {error}"
                     ) from error
                 logger.warning("no group of batch %s can be trained: %s", leased.batch_id, error)
-                continue
-            summary = replace(batch.summary, num_refused_before=num_groups)
-            return leased, replace(batch, summary=summary)
+        return leased, replace(batch, summary=replace(batch.summary, num_refused_before=num_groups))
 
     def _build(self, leased: LeasedBatch) -> Batch:
         limit = self.config.max_token_staleness
@@ -468,7 +434,8 @@ class Trainer:
             if parameters["lr"] is not None:
                 parameters["lr"] = learning_rate
         stats = StepStats(clip_low=self._choice.clip_low, clip_high=self._choice.clip_high)
-        self._backward(batch, stats)
+        for microbatch in batch.microbatches:
+            self._backward(microbatch.to(self.config.device), batch, stats)
         with self._observer.measure("optimizer"):
             self._parallel.sum_gradients(self.model)
             grad_norm = self._parallel.clip_gradients(
@@ -488,34 +455,30 @@ class Trainer:
             "train/skipped_steps": float(not is_finite),
         }
 
-    def _backward(self, batch: Batch, stats: StepStats) -> None:
-        for cpu_microbatch in batch.microbatches:
-            microbatch = cpu_microbatch.to(self.config.device)
-            reference_BT = None
-            if batch.needs_reference and self._reference is not None:
-                with self._observer.measure("forward"):
-                    reference_BT = self._reference.logprobs_BT(microbatch)
-            with self._observer.measure("forward"), self._autocast:
-                scores = self._scorer(microbatch)
-            microbatch = at_sampling_temperature(
-                microbatch, scores, has_raw_logprobs=self._has_raw_logprobs
-            )
-            if reference_BT is not None:
-                microbatch = microbatch.with_reference(reference_BT)
-            with self._observer.measure("backward"):
-                terms = self._loss(_loss_inputs(microbatch, scores), batch.totals)
-                (terms.loss * self._parallel.loss_factor).backward()
-            stats.add(microbatch, scores, terms, has_raw_logprobs=self._has_raw_logprobs)
-
-
-def _loss_inputs(microbatch: Microbatch, scores: TokenScores) -> LossInputs:
-    return LossInputs(
-        trainer_logprobs_BT=scores.logprobs_BT,
-        labels_BT=microbatch.labels_BT,
-        advantages_BT=microbatch.advantages_BT,
-        inference_logprobs_BT=microbatch.inference_logprobs_BT,
-        ref_logprobs_BT=microbatch.ref_logprobs_BT,
-        is_sft_BT=microbatch.is_sft_BT,
-        teacher=scores.teacher,
-        sequence_ids_BT=microbatch.sequence_ids_BT,
-    )
+    def _backward(self, microbatch: Microbatch, batch: Batch, stats: StepStats) -> None:
+        """Add the gradient of one microbatch's share of the loss."""
+        reference_BT = None
+        if batch.needs_reference and self._reference is not None:
+            with self._observer.measure("forward"):
+                reference_BT = self._reference.logprobs_BT(microbatch)
+        with self._observer.measure("forward"), self._autocast:
+            scores = self._scorer(microbatch)
+        microbatch = at_sampling_temperature(
+            microbatch, scores, has_raw_logprobs=self._has_raw_logprobs
+        )
+        if reference_BT is not None:
+            microbatch = microbatch.with_reference(reference_BT)
+        inputs = LossInputs(
+            trainer_logprobs_BT=scores.logprobs_BT,
+            labels_BT=microbatch.labels_BT,
+            advantages_BT=microbatch.advantages_BT,
+            inference_logprobs_BT=microbatch.inference_logprobs_BT,
+            ref_logprobs_BT=microbatch.ref_logprobs_BT,
+            is_sft_BT=microbatch.is_sft_BT,
+            teacher=scores.teacher,
+            sequence_ids_BT=microbatch.sequence_ids_BT,
+        )
+        with self._observer.measure("backward"):
+            terms = self._loss(inputs, batch.totals)
+            (terms.loss * self._parallel.loss_factor).backward()
+        stats.add(microbatch, scores, terms, has_raw_logprobs=self._has_raw_logprobs)

@@ -21,7 +21,7 @@ import httpx
 from atroposlib.errors import ConfigError, InferenceError
 from atroposlib.utils.writable import require_writable_folder
 from example_trainer.checkpointing import write_file
-from example_trainer.config import TrainingConfig
+from example_trainer.config import TRANSFER_BACKENDS, TrainingConfig
 from example_trainer.processes import (
     ManagedProcess,
     ProcessFailedError,
@@ -36,6 +36,7 @@ __all__ = [
     "cpu_cache_gib",
     "is_port_in_use",
     "launches_with_processed_logprobs",
+    "transfer_flags",
     "vllm_command",
     "vllm_environment",
     "wait_for_orphaned_engine",
@@ -98,7 +99,14 @@ def vllm_command(config: TrainingConfig, model_path: str) -> list[str]:
         command += ["--gpu-memory-utilization", str(config.vllm_gpu_memory_utilization)]
     if config.logprobs_mode != "raw" and _own_logprobs_mode(config) is None:
         command += ["--logprobs-mode", "processed_logprobs"]
+    if config.sync_transport in TRANSFER_BACKENDS:
+        command += transfer_flags(config.sync_transport)
     return command + shlex.split(config.vllm_args)
+
+
+def transfer_flags(backend: str) -> list[str]:
+    """Return the arguments with which a vLLM accepts weights from a transfer engine."""
+    return ["--weight-transfer-config", json.dumps({"backend": backend})]
 
 
 def launches_with_processed_logprobs(config: TrainingConfig) -> bool:
@@ -146,6 +154,8 @@ def vllm_environment(
         )
     if updatable:
         environment["VLLM_SERVER_DEV_MODE"] = "1"
+        if config.sync_transport == "ipc":  # handles of GPU memory arrive pickled
+            environment["VLLM_ALLOW_INSECURE_SERIALIZATION"] = "1"
     if not config.device.startswith("cuda") and not environment.get(_CPU_CACHE_VARIABLE):
         given = [argument.partition("=")[0] for argument in shlex.split(config.vllm_args)]
         if not any(flag in given for flag in _CPU_CACHE_FLAGS):

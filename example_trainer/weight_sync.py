@@ -20,7 +20,7 @@ from typing import Any, Protocol
 
 from atroposlib.errors import ConfigError, EngineSetupError, InferenceError
 from example_trainer.checkpointing import replace_directory
-from example_trainer.config import BUILT_MODES, TrainingConfig
+from example_trainer.config import BUILT_MODES, TRANSFER_BACKENDS, TrainingConfig
 from example_trainer.engine import (
     EngineConnection,
     EngineControl,
@@ -36,6 +36,7 @@ from example_trainer.vllm_manager import (
     launches_with_processed_logprobs,
     wait_for_orphaned_engine,
 )
+from example_trainer.weight_transfer import WeightTransfer
 
 logger = logging.getLogger(__name__)
 
@@ -243,7 +244,7 @@ def transport_directory(config: TrainingConfig) -> Path:
     Raises:
         ConfigError: `sync_transport` is `shared_memory`, which this system does not have.
     """
-    if config.sync_transport == "disk":
+    if config.sync_transport != "shared_memory":
         return Path(config.save_path) / DISK_TRANSPORT
     if not SHARED_MEMORY.is_dir():
         raise ConfigError(
@@ -420,6 +421,41 @@ class RestartSync(OwnedEngine):
         shutil.rmtree(self._directory, ignore_errors=True)
 
 
+_ENGINE_POLL_S = 0.2
+_HEALTH_TIMEOUT_S = 5.0
+
+
+def wait_for_engine(
+    config: TrainingConfig,
+    *,
+    clock: Callable[[], float] = time.monotonic,
+    sleep: Callable[[float], None] = time.sleep,
+) -> None:
+    """Wait up to `engine_wait_s` seconds until every engine answers `GET /health` with 200.
+
+    Raises:
+        EngineSetupError: One of them did not in that time.
+    """
+    own = f"http://{config.vllm_connect_host}:{config.vllm_port}"
+    deadline = clock() + config.engine_wait_s
+    for url in config.engine_urls or [own]:
+        with contextlib.closing(EngineConnection(url, timeout_s=_HEALTH_TIMEOUT_S)) as engine:
+            while not _is_healthy(engine):
+                if clock() >= deadline:
+                    raise EngineSetupError(
+                        f"no engine answered GET {engine.shown_url}/health with 200 in "
+                        f"{config.engine_wait_s:g} s; see its log, or increase --engine-wait-s"
+                    )
+                sleep(_ENGINE_POLL_S)
+
+
+def _is_healthy(engine: EngineConnection) -> bool:
+    try:
+        return engine.send("GET", "/health").status_code == 200
+    except EngineUnreachableError:
+        return False
+
+
 _RELOAD_RETRY_S = 2.0
 
 
@@ -441,6 +477,9 @@ class InPlaceSync:
         self._sleep = sleep
         self._server = VllmServer(config, updatable=True)
         self._control = control_of(config)
+        self._transfer: WeightTransfer | None = None
+        if config.sync_transport in TRANSFER_BACKENDS:
+            self._transfer = WeightTransfer(config)
         self._directory = transport_directory(config)
         self._is_external = False
 
@@ -448,6 +487,7 @@ class InPlaceSync:
         wait_for_orphaned_engine(self._config)
         if self._config.engine_urls:
             self._require_named_engines()
+            self._require_transfer()
             self._is_external = True
             return
         port, host = self._config.vllm_port, self._config.vllm_connect_host
@@ -457,6 +497,12 @@ class InPlaceSync:
                     f"no SGLang at {host}:{port}; start it before the trainer: python -m "
                     f"sglang.launch_server --model-path {self._config.model_name} --port {port}"
                 )
+            if self._config.sync_transport == "nccl" and self._config.vllm_gpu is None:
+                raise ConfigError(
+                    "sync_transport=nccl connects two GPUs, but the engine is launched on the GPU "
+                    "of the trainer; choose another one with --vllm-gpu, or use "
+                    "--sync-transport ipc"
+                )
             return
         if not check_vllm_health(port, host):
             raise EngineSetupError(
@@ -464,7 +510,12 @@ class InPlaceSync:
                 "process, wait for the engine to be ready, or choose another --vllm-port"
             )
         self._control.require_in_place_updates()
+        self._require_transfer()
         self._is_external = True
+
+    def _require_transfer(self) -> None:
+        if self._transfer is not None:
+            self._transfer.require_backend()
 
     def _require_named_engines(self) -> None:
         try:
@@ -494,6 +545,7 @@ class InPlaceSync:
             source = str(export_for_engine(model, self._directory, tokenizer=tokenizer))
         self._server.start(source, version=step)
         self._control.require_in_place_updates()
+        self._require_transfer()
 
     def before_step(self, *, sync_follows: bool) -> None:
         pass
@@ -501,12 +553,13 @@ class InPlaceSync:
     def publish(self, model: Any, *, checkpoint: Path | None, step: int = 0) -> None:
         if self._config.sync_transport == "shared_memory":
             require_shared_memory_for(model)
-        export_for_engine(model, self._directory, step=step)
+        if self._transfer is None:
+            export_for_engine(model, self._directory, step=step)
         limit_s = self._config.engine_timeout_s if self._config.engine_urls else 0.0
         started = time.monotonic()
         while True:
             try:
-                self._reload(step)
+                self._update(model, step)
                 return
             except EngineUnreachableError as error:
                 waited_s = time.monotonic() - started
@@ -515,7 +568,10 @@ class InPlaceSync:
                 logger.warning("retrying the weight update, for %.0f s so far: %s", waited_s, error)
             self._sleep(_RELOAD_RETRY_S)
 
-    def _reload(self, step: int) -> None:
+    def _update(self, model: Any, step: int) -> None:
+        if self._transfer is not None:
+            self._transfer.send(model, step)
+            return
         self._control.reload_weights(
             self._directory, pause_mode=self._config.sync_pause_mode, version=step
         )
@@ -527,6 +583,8 @@ class InPlaceSync:
         return self._control.returns_processed_logprobs()
 
     def close(self) -> None:
+        if self._transfer is not None:
+            self._transfer.close()
         self._server.stop()
         self._control.close()
         shutil.rmtree(self._directory, ignore_errors=True)

@@ -82,6 +82,11 @@ MAX_SHOWN_BYTES = 200_000
 NOT_IN_SEARCH = "---\nsearch:\n  exclude: true\n---\n\n"
 STYLE = """.md-grid { max-width: 76rem; }
 .md-typeset pre > code { font-size: .62rem; line-height: 1.35; }
+.md-typeset h1 { color: var(--md-default-fg-color); font-weight: 700; letter-spacing: -.015em; }
+.md-typeset h2, .md-typeset h3 { font-weight: 600; letter-spacing: -.01em; }
+.md-typeset td code { word-break: normal; overflow-wrap: anywhere; }
+.md-typeset td:first-child { min-width: 8rem; }
+@media print { .md-typeset pre > code { white-space: pre-wrap; } }
 """
 
 

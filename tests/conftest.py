@@ -41,8 +41,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         help="run only part K of N of the tests with third-party programs; K may exceed N",
     )  # fmt: skip
     parser.addoption(
-        "--long-minutes", metavar="M", type=float, default=float("inf"),
-        help="skip the long tests that would start after M minutes",
+        "--part-minutes", metavar="M", type=float, default=float("inf"),
+        help="skip long tests and those of clients that would start after M minutes",
     )  # fmt: skip
 
 
@@ -66,10 +66,10 @@ _STARTED = time.monotonic()
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
-    minutes = item.config.getoption("--long-minutes")
-    is_long = item.get_closest_marker("long") is not None
+    minutes = item.config.getoption("--part-minutes")
+    is_long = any(item.get_closest_marker(name) is not None for name in ("long", "clients"))
     if is_long and time.monotonic() - _STARTED > 60 * minutes:
-        pytest.skip(f"the {minutes:g} minutes of --long-minutes have passed")
+        pytest.skip(f"the {minutes:g} minutes of --part-minutes have passed")
 
 
 SLOW_FILE = re.compile(r"^pytestmark = (\[\s*)?pytest\.mark\.slow\b", re.MULTILINE)

@@ -22,8 +22,7 @@ from atroposlib.envs.server_handling.chat_rendering import render_messages
 from atroposlib.envs.server_handling.server_baseline import TOKEN_VERSIONS, note_node
 from atroposlib.envs.server_handling.turn_recording import SequenceNode
 from atroposlib.envs.single_turn_env import RESERVED_TOKENS, ask, complete, completion_budget
-from atroposlib.scored_data import IGNORE_INDEX
-from atroposlib.utils.version_runs import join_runs
+from atroposlib.scored_data import IGNORE_INDEX, join_runs
 
 __all__ = [
     "AddedTokens",

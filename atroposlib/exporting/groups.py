@@ -121,7 +121,7 @@ def _converted(value: Any) -> ExportGroup:
 
 def _unpacked(content: bytes) -> dict[str, Any]:
     from atroposlib.wire.binary_format import read_blob
-    from atroposlib.wire.zstd_frames import plain_blob
+    from atroposlib.wire.groups import plain_blob
 
     group: dict[str, Any] = read_blob(
         plain_blob(content, max_bytes=_MAX_UNPACKED_BYTES), as_arrays=False

@@ -206,9 +206,13 @@ def render_page(input_name: str, groups: Sequence[str], *, num_from_text: int = 
     """
     script = _resource("page.js")
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
-    empty = '<p class="empty">No data: no line has messages and scores.</p>'
+    empty = (
+        '<p class="empty">No data: no line has messages and scores. An environment writes messages '
+        "to its groups with --env.include_messages true.</p>"
+    )
     return Template(_resource("template.html")).substitute(
         title=inert_markup(f"Rendered Messages - {input_name}"),
+        name=inert_markup(input_name),
         style=_resource("page.css"),
         note=(
             f'<p class="hint">{num_from_text} of {len(groups)} groups are tokenized from text: the '

@@ -52,8 +52,10 @@
   }
 
   function count() {
+    var shown = groups.filter(function (group) { return !group.hidden; }).length;
     document.getElementById("count").textContent =
-      visibleItems().length + " of " + container.querySelectorAll(".item").length + " messages";
+      shown + " of " + groups.length + " groups, " +
+      visibleItems().length + " of " + container.querySelectorAll(".item").length + " rollouts";
   }
 
   function number(group, name, missing) {
@@ -76,6 +78,13 @@
     }).forEach(function (group) { container.appendChild(group); });
   }
 
+  function chip(score) {
+    var made = document.createElement("span");
+    made.className = "score" + (score > 0 ? " high" : score < 0 ? " low" : "");
+    made.textContent = score;
+    return made;
+  }
+
   groups.forEach(function (group) {
     var scores = [];
     group.querySelectorAll(".item").forEach(function (item) {
@@ -83,9 +92,34 @@
       scores.push(item.dataset.score);
       item.querySelector("h3").dataset.score = "reward " + item.dataset.score;
     });
-    var shown = scores.slice(0, 16).join(", ") + (scores.length > 16 ? ", ..." : "");
-    group.querySelector("summary").dataset.scores = scores.length ? "rewards " + shown : "";
+    if (!scores.length) { return; }
+    var row = document.createElement("span");
+    row.className = "scores";
+    row.setAttribute("role", "group");
+    row.setAttribute("aria-label", "rewards");
+    scores.slice(0, 16).forEach(function (score) { row.append(chip(score), " "); });
+    if (scores.length > 16) { row.append("+" + (scores.length - 16)); }
+    group.firstElementChild.append(" ", row);
   });
+
+  // Headings inside of a message are text of the message, not parts of the page.
+  container.addEventListener("toggle", function (event) {
+    var group = event.target;
+    if (!group.matches("details.group")) { return; }
+    group.querySelectorAll(".content-block :is(h1, h2, h3, h4, h5, h6)").forEach(function (found) {
+      found.setAttribute("role", "presentation");
+    });
+    group.querySelectorAll(".item").forEach(function (item) {
+      var heading = item.querySelector("h3");
+      heading.setAttribute("aria-level", "2");
+      heading.id = item.id + "-name";
+      item.setAttribute("role", "article");
+      item.setAttribute("aria-labelledby", heading.id);
+    });
+    group.querySelectorAll(".content-block :is(table, pre)").forEach(function (found) {
+      if (found.scrollWidth > found.clientWidth) { found.tabIndex = 0; }
+    });
+  }, true);
 
   container.addEventListener("click", function (event) {
     var item = event.target.closest(".item");
@@ -96,10 +130,20 @@
     if (item && item !== active) { activate(item); }
   });
   document.addEventListener("keydown", function (event) {
-    if (event.key !== "ArrowDown" && event.key !== "ArrowUp") { return; }
-    if (event.target === search || event.target === order) { return; }
-    event.preventDefault();
-    move(event.key === "ArrowDown" ? 1 : -1);
+    var step = { ArrowDown: 1, j: 1, ArrowUp: -1, k: -1 }[event.key];
+    if (event.ctrlKey || event.metaKey || event.altKey) { return; }
+    if (event.target === search || event.target === order) {
+      if (event.key === "Escape") { event.target.blur(); }
+      return;
+    }
+    if (event.key === "/") {
+      event.preventDefault();
+      search.focus();
+      search.select();
+    } else if (step) {
+      event.preventDefault();
+      move(step);
+    }
   });
   search.addEventListener("input", function () {
     clearTimeout(waiting);

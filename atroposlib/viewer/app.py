@@ -182,7 +182,10 @@ class Screen:
         """Return the head of all pages: the source, the open group and its rollouts."""
         viewer = self.viewer
         count = f"{len(viewer.index):,} groups" + (", reading on" if viewer.is_reading else "")
-        source = f'<span class="v-source">{shown(viewer.source.title)}: {count}</span>'
+        source = (
+            '<a class="v-skip" href="#v-tabs">Skip to the pages</a>'
+            f'<h1 class="v-source">{shown(viewer.source.title)}: {count}</h1>'
+        )
         if view.group is None:
             return f'<div class="v-head">{source}{self._notices()}</div>'
         row = viewer.index[view.group]

@@ -156,16 +156,22 @@ def sparkline(values: Sequence[float]) -> str:
     )
 
 
-def table(head: Sequence[str], rows: Iterable[Sequence[str]], *, kind: str = "") -> str:
-    """Return a table; cells are markup."""
-    top = "".join(f"<th>{shown(name)}</th>" for name in head)
+def table(name: str, head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """Return a table with an accessible name, which scrolls on narrow screens; cells are markup."""
+    top = "".join(f'<th scope="col">{shown(title)}</th>' for title in head)
     body = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in rows)
     return (
-        f'<table class="v-table {kind}"><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table>'
+        f'<div class="v-wide" role="region" tabindex="0" aria-label="{shown(name)}">'
+        f'<table class="v-table"><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
     )
 
 
 _BARS = 10
+_KEYS = (
+    '<p class="v-legend v-keys">Keys: <kbd>j</kbd> <kbd>k</kbd> next and previous group, '
+    "<kbd>l</kbd> <kbd>h</kbd> next and previous rollout, <kbd>1</kbd> to <kbd>9</kbd> pages, "
+    "<kbd>n</kbd> <kbd>p</kbd> further rows, <kbd>/</kbd> search.</p>"
+)
 _SHOWN_PROBLEMS = 100
 
 
@@ -208,10 +214,11 @@ def overview_page(
     ]
     parts.append(f'<div class="v-figures">{"".join(tiles)}</div>')
     parts.append(_rewards(rewards))
-    parts.append("<h3>Scores by environment</h3>" + _distributions(scores))
-    parts.append("<h3>Dropped or refused, by reason</h3>" + _drops(figures, metric_drops))
+    parts.append("<h2>Scores by environment</h2>" + _distributions(scores))
+    parts.append("<h2>Dropped or refused, by reason</h2>" + _drops(figures, metric_drops))
     if problems.count:
         parts.append(_problems(problems))
+    parts.append(_KEYS)
     return "".join(parts)
 
 
@@ -223,11 +230,22 @@ def _rewards(rewards: Mapping[str, Sequence[tuple[int, float]]]) -> str:
         figure(
             f"{name or 'not named'}, step {points[0][0]:,} to {points[-1][0]:,}",
             f"{number(points[0][1])} → {number(points[-1][1])}",
-            sparkline([reward for _, reward in points]),
+            _reward_plot(points),
         )
         for name, points in drawn
     )
-    return f'<h3>Reward over steps</h3><div class="v-figures v-rewards">{tiles}</div>'
+    return f'<h2>Reward over steps</h2><div class="v-figures v-rewards">{tiles}</div>'
+
+
+def _reward_plot(points: Sequence[tuple[int, float]]) -> str:
+    """Draw rewards by step with the ends of both axes; the lower end is at most 0."""
+    rewards = [reward for _, reward in points]
+    low, high = min(0.0, *rewards), max(rewards)
+    return (
+        f'<div class="v-plot"><i class="v-high">{number(high)}</i>'
+        f'<i class="v-low">{number(low)}</i>{sparkline(rewards)}'
+        f'<i class="v-first">step {points[0][0]:,}</i><i class="v-last">{points[-1][0]:,}</i></div>'
+    )
 
 
 def _recent(rates: Sequence[float]) -> float:
@@ -239,7 +257,8 @@ def _distributions(scores: Mapping[str, Sequence[float]]) -> str:
     if not any(scores.values()):
         return empty("No scores yet: they appear as groups are read.")
     rows = [_distribution(name, values) for name, values in scores.items() if values]
-    return table(("environment", "scores", "mean", "lowest", "highest", "distribution"), rows)
+    head = ("environment", "scores", "mean", "lowest", "highest", "distribution")
+    return table("scores by environment", head, rows)
 
 
 def _distribution(name: str, values: Sequence[float]) -> tuple[str, ...]:
@@ -275,7 +294,7 @@ def _drops(figures: ServiceFigures, metric_drops: Mapping[str, float]) -> str:
             "None known. Environments record dropped groups in their metrics files; name the "
             "folder with --metrics."
         )
-    return table(("reason", "reported by", "count"), rows)
+    return table("dropped or refused groups", ("reason", "reported by", "count"), rows)
 
 
 def _problems(problems: Problems) -> str:
@@ -285,6 +304,10 @@ def _problems(problems: Problems) -> str:
 
 
 _SHOWN_SCORES = 8
+_LISTING_HEAD = "".join(
+    f'<th scope="col">{name}</th>'
+    for name in ("group", "environment", "step", "scores", "mean", "longest", "question")
+)
 
 
 def listing_page(rows: Sequence[tuple[int, GroupSummary]], *, selected: int | None) -> str:
@@ -293,8 +316,7 @@ def listing_page(rows: Sequence[tuple[int, GroupSummary]], *, selected: int | No
         return empty("No group matches. Widen the filter, or clear it with the button.")
     body = "".join(_row(position, row, position == selected) for position, row in rows)
     return (
-        '<table class="v-table v-groups"><thead><tr><th>group</th><th>environment</th><th>step</th>'
-        "<th>scores</th><th>mean</th><th>longest</th><th>question</th></tr></thead>"
+        f'<table class="v-table v-groups"><thead><tr>{_LISTING_HEAD}</tr></thead>'
         f"<tbody>{body}</tbody></table>"
     )
 
@@ -306,8 +328,9 @@ def _row(position: int, row: GroupSummary, is_selected: bool) -> str:
     return (
         f'<tr data-group="{position}" tabindex="0"{" class=v-selected" if is_selected else ""}>'
         f"<td>{shown(row.label)}</td><td>{shown(row.environment or '-')}</td>"
-        f"<td>{number(row.step)}</td><td>{scores}{f' +{more}' if more > 0 else ''}</td>"
-        f"<td>{number(mean)}</td><td>{row.longest:,}</td>"
+        f'<td data-name="step">{number(row.step)}</td>'
+        f'<td class="v-row-scores">{scores}{f" +{more}" if more > 0 else ""}</td>'
+        f'<td data-name="mean">{number(mean)}</td><td data-name="longest">{row.longest:,}</td>'
         f'<td class="v-excerpt">{shown(row.excerpt)}</td></tr>'
     )
 
@@ -324,7 +347,7 @@ def images_page(group: Group, texts: list[RolloutText]) -> str:
         return empty("This group has no images.")
     answers = "".join(
         f'<section class="v-card" data-rollout="{rollout.number}" tabindex="0">'
-        f"<h4>rollout {rollout.number} {score_chip(rollout.score)}</h4>"
+        f"<h2>rollout {rollout.number} {score_chip(rollout.score)}</h2>"
         f"{block(text.answer, max_characters=_MAX_CAPTION_CHARACTERS)}</section>"
         for rollout, text in zip(group.rollouts, texts, strict=True)
     )
@@ -422,7 +445,7 @@ def _message(message: Mapping[str, Any]) -> str:
 def _box(role: str, content: str, *, name: str = "") -> str:
     kind = role if role in ("system", "user", "assistant", "tool", "trained", "masked") else "text"
     title = f"{role} {name}".strip()
-    return f'<section class="v-message v-{kind}"><h4>{shown(title)}</h4>{content}</section>'
+    return f'<section class="v-message v-{kind}"><h2>{shown(title)}</h2>{content}</section>'
 
 
 def _body(text: str) -> str:
@@ -530,7 +553,7 @@ def _num_common(left: list[str], right: list[str]) -> int:
 
 def _heads(left: ShownRollout, right: ShownRollout) -> str:
     heads = "".join(
-        f"<h4>rollout {r.number} {score_chip(r.score)} {len(r):,} tokens</h4>"
+        f"<h2>rollout {r.number} {score_chip(r.score)} {len(r):,} tokens</h2>"
         for r in (left, right)
     )
     return f'<div class="v-two">{heads}</div>'
@@ -544,7 +567,7 @@ def _shared(text: str, title: str) -> str:
     return folded(f"{title}, {len(text):,} characters", block(text))
 
 
-_MAX_ANSWER_CHARACTERS = 6000
+_MAX_ANSWER_CHARACTERS = 3000
 _OPEN_PROMPT_CHARACTERS = 1200
 _GROUP_FIELDS = ("generation_params", "group_overrides")
 
@@ -626,7 +649,7 @@ def _card(group: Group, rollout: ShownRollout, answer: str, is_selected: bool) -
     return (
         f'<section class="v-card{" v-selected" if is_selected else ""}" '
         f'data-rollout="{rollout.number}" tabindex="0">'
-        f"<h4>rollout {rollout.number} {score_chip(rollout.score)}</h4>"
+        f"<h2>rollout {rollout.number} {score_chip(rollout.score)}</h2>"
         f'<div class="v-chips">{part_chips(rollout.reward_parts)}{"".join(facts)}</div>'
         f"{text}</section>"
     )

@@ -68,7 +68,7 @@ def timeline_page(group: Group, rollout: ShownRollout) -> str:
         _phases(trace),
         _instruction(trace),
         _replay(trace),
-        "<h3>Timeline</h3>",
+        "<h2>Timeline</h2>",
         _events(traced, rollout.number),
         _changes(trace.get("changes", [])),
         _verifier(trace.get("verifier")),
@@ -249,7 +249,7 @@ def _turn_entry(event: TraceEvent, traced: TracedRollout, row: int) -> str:
         link = f' <button class="v-pick" data-rollout="{own}">sequence {own}</button>'
     text = event.get("text", "")
     body = _text(text) if text.strip() else '<p class="v-legend">no text</p>'
-    return f"<h4>{' '.join(facts)}{link}</h4>{body}"
+    return f"<h3>{' '.join(facts)}{link}</h3>{body}"
 
 
 def _call_entry(events: list[TraceEvent]) -> str:
@@ -259,7 +259,7 @@ def _call_entry(events: list[TraceEvent]) -> str:
     exits = "".join(_exit_chip(result.get("exit_code")) for result in results)
     took = f" {chip(seconds(max(0.0, results[-1]['at'] - call['at'])))}" if results else ""
     branch = chip(f"branch {call['branch']}") if call.get("branch", 0) else ""
-    head = f"<h4>{shown(name)} {branch}{exits}{took}</h4>"
+    head = f"<h3>{shown(name)} {branch}{exits}{took}</h3>"
     if command is None:
         arguments = call.get("arguments")
         is_text = isinstance(arguments, str)
@@ -275,7 +275,7 @@ def _call_entry(events: list[TraceEvent]) -> str:
 
 
 def _result_entry(events: list[TraceEvent]) -> str:
-    head = f"<h4>result {_exit_chip(events[0].get('exit_code'))}</h4>"
+    head = f"<h3>result {_exit_chip(events[0].get('exit_code'))}</h3>"
     return head + _output(events[0].get("text", ""))
 
 
@@ -342,7 +342,7 @@ def _changes(changes: Sequence[Mapping[str, Any]]) -> str:
         return ""
     shown_changes = changes[:MAX_CHANGES]
     left = _OPEN_DIFF_LINES
-    parts = [f"<h3>Changed files ({len(changes):,})</h3>"]
+    parts = [f"<h2>Changed files ({len(changes):,})</h2>"]
     room = MAX_DIFF_CHARACTERS
     for change in shown_changes:
         diff = str(change.get("diff") or "")
@@ -408,7 +408,7 @@ def _verifier(verifier: Mapping[str, Any] | None) -> str:
         facts += chip(seconds(float(duration)))
     output = verifier.get("output")
     text = output if isinstance(output, str) else ""
-    return f"<h3>Verifier {facts}</h3>{_output(text)}"
+    return f"<h2>Verifier {facts}</h2>{_output(text)}"
 
 
 def _metrics(trace: AgentTrace) -> str:
@@ -416,4 +416,4 @@ def _metrics(trace: AgentTrace) -> str:
     if not metrics:
         return ""
     chips = "".join(chip(f"{name} {number(value)}") for name, value in metrics.items())
-    return f'<h3>Measurements</h3><div class="v-chips">{chips}</div>'
+    return f'<h2>Measurements</h2><div class="v-chips">{chips}</div>'

@@ -58,7 +58,9 @@
         var box = document.querySelector("#v-search textarea, #v-search input");
         if (box) { box.focus(); box.select(); }
       }, 100);
-    } else if (event.key === "Enter" && event.target.matches("tr[data-group], [data-rollout]")) {
+    } else if ((event.key === "Enter" || event.key === " ") &&
+        event.target.matches("tr[data-group], section[data-rollout]")) {
+      event.preventDefault();
       event.target.click();
     }
   }

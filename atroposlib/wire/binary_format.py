@@ -64,7 +64,6 @@ from atroposlib.wire.json_format import (
     write_field,
     write_row,
 )
-from atroposlib.wire.zstd_frames import plain_blob
 
 BITS = "bits"
 """Type of `masks` whose entries are `IGNORE_INDEX` or their token: one bit each, set if trained."""
@@ -266,25 +265,12 @@ _blob_decoder = msgspec.msgpack.Decoder(_blob_type("Blob", is_strict=False))
 _strict_decoder = msgspec.msgpack.Decoder(_blob_type("StrictBlob", is_strict=True))
 
 
-def decode_binary_group(body: bytes, *, max_bytes: int) -> DecodedGroup:
-    """Read and check one group, or its zstd frame; raises `WireError`."""
-    return _decode_plain(body, plain_blob(body, max_bytes=max_bytes))
+def decode_binary_group(body: bytes | memoryview, content: bytes | memoryview) -> DecodedGroup:
+    """Read and check one group; `body` is its `content` or the zstd frame of that.
 
-
-def decode_binary_groups(blobs: Sequence[memoryview], *, max_bytes: int) -> list[DecodedGroup]:
-    """Read and check the groups of a list; see `groups.decode_groups`."""
-    groups: list[DecodedGroup] = []
-    for i, blob in enumerate(blobs):
-        try:
-            content = plain_blob(blob, max_bytes=max_bytes)
-            max_bytes -= len(content) if content is not blob else 0
-            groups.append(_decode_plain(blob, content))
-        except WireError as error:
-            raise error.inside((i,)) from error
-    return groups
-
-
-def _decode_plain(body: bytes | memoryview, content: bytes | memoryview) -> DecodedGroup:
+    Raises:
+        WireError: the group is malformed.
+    """
     group, has_unknown_keys = _open(content)
     traceparent = read_traceparent(group.traceparent)
     is_changed = has_unknown_keys
@@ -376,7 +362,8 @@ def _check_columns(group: Any) -> dict[str, Lengths]:
         of_rows = check_column(name, column, tokens)
         if of_rows is not None:
             lengths[name] = of_rows
-    check_opaque_columns(group.columns or {}, tokens)
+    if group.columns:
+        check_opaque_columns(group.columns, tokens)
     return lengths
 
 
@@ -663,9 +650,10 @@ def read_blob(blob: bytes | memoryview, *, as_arrays: bool) -> dict[str, Any]:
             values.update({"columns": columns} if columns else {})
         else:
             text = opaque_text(group, field.name)
-            if text is None and field.is_note:
-                continue
-            values[field.name] = decode_value(_any_decoder, text or b"null", (field.name,))
+            if text is not None:
+                values[field.name] = decode_value(_any_decoder, text, (field.name,))
+            elif not field.is_note:
+                values[field.name] = None
     if group.policy_version is not None:
         values["policy_version"] = group.policy_version
     return values

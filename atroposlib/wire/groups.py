@@ -6,7 +6,7 @@
 In code, `wire_format` is `json`, or `msgpack` for the binary format.
 
 Stored groups are spliced into lists, so writing a list only copies bytes. The binary codec, and
-numpy with it, is imported on first use.
+numpy with it, is imported on first use. Its groups may be zstd frames; they are decompressed here.
 """
 
 from __future__ import annotations
@@ -29,7 +29,6 @@ from atroposlib.wire.json_format import (
     encode_json_group,
     from_validation,
 )
-from atroposlib.wire.zstd_frames import compressed_blob, is_compressed, plain_blob
 
 MEDIA_TYPES: Mapping[WireFormat, str] = MappingProxyType(
     {"json": "application/json", "msgpack": "application/msgpack"}
@@ -224,6 +223,46 @@ def _header(count: int, short: int, long: bytes) -> bytes:
     return bytes([short | count]) if count < 16 else long + struct.pack(">I", count)
 
 
+_ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
+_ZSTD_LEVEL = 3
+
+
+def is_compressed(blob: bytes | memoryview) -> bool:
+    """Whether this is a zstd frame; an uncompressed group never starts like one."""
+    return bytes(blob[:4]) == _ZSTD_MAGIC
+
+
+def compressed_blob(blob: bytes) -> bytes:
+    """Return the zstd frame of a group."""
+    import zstandard
+
+    return zstandard.ZstdCompressor(level=_ZSTD_LEVEL).compress(blob)
+
+
+def plain_blob(blob: bytes | memoryview, *, max_bytes: int) -> bytes | memoryview:
+    """Return the decompressed group.
+
+    Raises:
+        WireError: it is not a complete zstd frame, does not state its size, or is too large.
+    """
+    if not is_compressed(blob):
+        return blob
+    import zstandard
+
+    try:
+        size = zstandard.frame_content_size(blob)
+        if size < 0:
+            raise WireError(
+                "expected a zstd frame that states its content size", kind="value_error"
+            )
+        if size > max_bytes:
+            text = f"expected a zstd frame of at most {max_bytes} bytes"
+            raise WireError(text, kind="too_large")
+        return zstandard.ZstdDecompressor().decompress(blob, allow_extra_data=False)
+    except zstandard.ZstdError as error:
+        raise WireError(f"not a zstd frame: {error}", kind="msgpack_invalid") from error
+
+
 _MAX_BYTES = 2**30
 
 
@@ -245,7 +284,7 @@ def decode_group(
         return decode_json_group(body)
     from atroposlib.wire.binary_format import decode_binary_group
 
-    return decode_binary_group(body, max_bytes=max_bytes)
+    return decode_binary_group(body, plain_blob(body, max_bytes=max_bytes))
 
 
 def decode_groups(
@@ -258,9 +297,17 @@ def decode_groups(
     """
     if wire_format == "json":
         return decode_json_groups(body)
-    from atroposlib.wire.binary_format import decode_binary_groups
+    from atroposlib.wire.binary_format import decode_binary_group
 
-    return decode_binary_groups(_decode(_blobs_decoder, body), max_bytes=max_bytes)
+    groups: list[DecodedGroup] = []
+    for i, blob in enumerate(_decode(_blobs_decoder, body)):
+        try:
+            content = plain_blob(blob, max_bytes=max_bytes)
+            max_bytes -= len(content) if content is not blob else 0
+            groups.append(decode_binary_group(blob, content))
+        except WireError as error:
+            raise error.inside((i,)) from error
+    return groups
 
 
 def encode_group(

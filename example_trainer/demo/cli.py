@@ -8,22 +8,19 @@ Accuracy on held-out problems is measured through the inference server that samp
 from __future__ import annotations
 
 import argparse
-import asyncio
 import json
 import os
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple
-
-import aiohttp
+from typing import NamedTuple
 
 from atroposlib.errors import AtroposError, InferenceError
 from atroposlib.utils.command_parser import CommandParser, exit_code_of
-from atroposlib.utils.text import inert_block, without_secrets
+from example_trainer.demo.held_out import HeldOutResult, measure_held_out
 from example_trainer.demo.settings import (
     DemoPaths,
     DemoSettings,
@@ -178,98 +175,6 @@ def _print_result(settings: DemoSettings, paths: DemoPaths, result: DemoResult) 
     )
 
 
-_CONCURRENT_REQUESTS = 32
-_REQUEST_TIMEOUT_S = 300.0
-_TICK_S = 0.5
-
-
-class HeldOutResult(NamedTuple):
-    """Result of a model on the held-out problems."""
-
-    num_correct: int
-    num_problems: int
-
-    @property
-    def accuracy(self) -> float:
-        """Share of correct answers, from 0 to 1."""
-        return self.num_correct / self.num_problems
-
-
-def measure_held_out(
-    base_url: str,
-    *,
-    model_name: str,
-    problems: Sequence[Problem],
-    max_tokens: int,
-    on_tick: Callable[[int], None],
-) -> HeldOutResult:
-    """Sample one answer per problem from an OpenAI-compatible server, at temperature 1 as rollouts.
-
-    `on_tick` is called about twice a second with the number of answers so far, and may raise to end
-    the measurement.
-
-    Raises:
-        InferenceError: A request failed; a missing answer does not count as a wrong one.
-    """
-    return asyncio.run(
-        _measure(base_url, model_name, problems, max_tokens=max_tokens, on_tick=on_tick)
-    )
-
-
-async def _measure(
-    base_url: str,
-    model_name: str,
-    problems: Sequence[Problem],
-    *,
-    max_tokens: int,
-    on_tick: Callable[[int], None],
-) -> HeldOutResult:
-    timeout = aiohttp.ClientTimeout(total=_REQUEST_TIMEOUT_S)
-    connector = aiohttp.TCPConnector(limit=_CONCURRENT_REQUESTS)
-    async with aiohttp.ClientSession(timeout=timeout, connector=connector) as session:
-
-        async def ask(number: int, problem: Problem) -> bool:
-            body = {
-                "model": model_name,
-                "messages": problem.messages,
-                "temperature": 1.0,
-                "seed": number,
-                "max_tokens": max_tokens,
-            }
-            return problem.is_correct(
-                await _complete(session, f"{base_url}/chat/completions", body)
-            )
-
-        tasks = [asyncio.create_task(ask(*numbered)) for numbered in enumerate(problems)]
-        pending = set(tasks)
-        num_correct = 0
-        try:
-            while pending:
-                done, pending = await asyncio.wait(pending, timeout=_TICK_S)
-                on_tick(len(problems) - len(pending))
-                num_correct += sum(task.result() for task in done)
-        finally:
-            for task in pending:
-                task.cancel()
-            # Retrieve all exceptions, which asyncio would otherwise log.
-            await asyncio.gather(*tasks, return_exceptions=True)
-    return HeldOutResult(num_correct, len(problems))
-
-
-async def _complete(session: aiohttp.ClientSession, url: str, body: dict[str, Any]) -> str:
-    try:
-        async with session.post(url, json=body) as answer:
-            if answer.status != 200:
-                reason = inert_block((await answer.text())[:300])
-                raise InferenceError(
-                    f"POST {without_secrets(url)} answered {answer.status}: {reason}"
-                )
-            reply = await answer.json()
-    except (aiohttp.ClientError, asyncio.TimeoutError) as error:
-        raise InferenceError(f"POST {without_secrets(url)} failed: {error!r}") from error
-    return str(reply["choices"][0]["message"]["content"] or "")
-
-
 _NUM_WARM_UP_PROBLEMS = 256
 _GROUPS_PER_END = 16
 
@@ -420,6 +325,9 @@ class Demo:
         paths = self.paths
         points = report.read_rewards(paths.environment_metrics)
         report.write_curve(points, paths.curve)
+        groups = [report.groups_files(paths.groups)]
+        report.write_rollouts_page(groups, paths.rollouts, groups_per_end=_GROUPS_PER_END)
+        name = "a small model" if self.settings.uses_tiny_model else Path(self._model).name
         write_report(
             paths.trainer_metrics,
             paths.report,
@@ -429,9 +337,10 @@ class Demo:
                     "share of right answers", before.accuracy, after.accuracy, after.num_problems
                 )
             ],
-        )
-        report.write_rollouts_page(
-            [report.groups_files(paths.groups)], paths.rollouts, groups_per_end=_GROUPS_PER_END
+            title=f"Training of {name} on sums",
+            seconds=self.progress.elapsed_s,
+            groups=groups,
+            rollouts_path=paths.rollouts,
         )
         self.progress.end()
         result = DemoResult(before, after, points, self.progress.elapsed_s)

@@ -103,8 +103,9 @@ _NAMES_OF_SETTINGS = {
 
 _FIXED = {
     "metrics_path", "atropos_url", "vllm_host", "vllm_port", "vllm_gpu", "max_model_len", "dtype",
-    "vllm_start_timeout_s", "weight_bridge_mode", "vllm_config_path", "trainer_rank",
-    "world_size", "parallel_mode", "init_method", "num_inference_nodes", "log_dir", "quiet",
+    "vllm_start_timeout_s", "engine_wait_s", "weight_bridge_mode", "vllm_config_path",
+    "trainer_rank", "world_size", "parallel_mode", "init_method", "num_inference_nodes", "log_dir",
+    "quiet",
     "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_layer_indices",
     "lora_name", "help",
 }  # fmt: skip
@@ -360,6 +361,7 @@ def _options(
         if Path(arguments.model).is_dir()
         else arguments.model,
         evaluates=not arguments.no_evaluate,
+        starts_together=arguments.start_together,
         engine="vllm" if arguments.engine_url else choose_engine(arguments.engine).kind,
         environment_flags=environment_flags,
         trainer_flags=_typed_trainer_flags(arguments),
@@ -597,6 +599,13 @@ def _add_run_flags(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="do not run the environments' evaluate before and after training",
     )
+    parser.add_argument(
+        "--start-together",
+        action="store_true",
+        help="start engine, trainer and environments at the same time, which saves the seconds or "
+        "minutes that each of them takes to load; on a CPU or with separate GPUs, and with "
+        "--no-evaluate if an environment has an evaluate",
+    )
 
 
 def _add_engine_flags(parser: argparse.ArgumentParser) -> None:
@@ -726,13 +735,21 @@ class TrainRun:
             if self._unties:
                 self._plan = replace(self._plan, engine_model=self._untie())
             loop = self._build_loop()
-            loop.start_servers()
-            loop.wait_for_servers(reload_from=None)
-            before = self._evaluate(loop, "before")
-            loop.start_trainer()
+            before = self._start(loop)
             loop.reinforce()
             after = self._evaluate(loop, "after")
         return self._report(before, after)
+
+    def _start(self, loop: TrainingLoop) -> Evaluations:
+        """Start the processes, and evaluate the model before the trainer changes it."""
+        if self._plan.starts_together:
+            loop.start_together()
+            return {}
+        loop.start_servers()
+        loop.wait_for_servers(reload_from=None)
+        before = self._evaluate(loop, "before")
+        loop.start_trainer()
+        return before
 
     def _untie(self) -> Path:
         """Write an untied copy of the model, whose output layer vLLM on a CPU can update."""
@@ -803,11 +820,20 @@ class TrainRun:
             for name, results in after.items()
             for key, value in results.items()
         ]
-        write_report(paths.trainer_metrics, paths.report, environment_path=one, held_out=held_out)
+        groups = [report.groups_files(environment.groups) for environment in environments]
         num_groups = report.write_rollouts_page(
-            [report.groups_files(environment.groups) for environment in environments],
-            paths.rollouts,
-            groups_per_end=_GROUPS_PER_END,
+            groups, paths.rollouts, groups_per_end=_GROUPS_PER_END
+        )
+        names = ", ".join(environment.name for environment in environments)
+        write_report(
+            paths.trainer_metrics,
+            paths.report,
+            environment_path=one,
+            held_out=held_out,
+            title=f"Training of {Path(self._plan.model).name} on {names}",
+            seconds=self._progress.elapsed_s,
+            groups=groups,
+            rollouts_path=paths.rollouts,
         )
         self._progress.end()
         result = TrainResult(

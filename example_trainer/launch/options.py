@@ -110,6 +110,8 @@ class RunPlan:
     """First entry of the module search path of every process."""
     working_folder: Path = field(default_factory=Path.cwd)
     """Working directory of the environments."""
+    starts_together: bool = False
+    """Whether all processes start at the same time; the trainer then waits for the engine."""
     is_resumed: bool = False
     """Whether the trainer continues from its checkpoints."""
     stall_limit_s: float = 1800.0
@@ -262,6 +264,7 @@ class TrainOptions:
     context_tokens: int | None = None
     device: str = "auto"
     evaluates: bool = True
+    starts_together: bool = False
     engine: EngineKind = "vllm"
     engine_url: str | None = None
     engine_args: str = ""
@@ -386,6 +389,7 @@ def make_plan(
         for position, facts in enumerate(environments)
     )
     placement = place(options, machine)
+    _require_common_start(options, environments, placement)
     plan = RunPlan(
         model=options.model,
         environments=plans,
@@ -409,6 +413,7 @@ def make_plan(
         trainer_variables=_visible(placement.trainer, machine),
         variables=_thread_variables(machine, is_tiny=is_tiny),
         working_folder=Path(options.working_folder),
+        starts_together=options.starts_together,
         is_resumed=is_resumed,
         # A step of a large model on a CPU takes long; a dead process is detected independently.
         stall_limit_s=1800.0 if on_gpu or is_tiny else 6 * 3600.0,
@@ -417,6 +422,24 @@ def make_plan(
     notes += [placement.describe()] if on_gpu else []
     notes += _speed_notes(model, plan, machine, is_tiny=is_tiny)
     return Chosen(plan, notes)
+
+
+def _require_common_start(
+    options: TrainOptions, environments: Sequence[EnvironmentFacts], placement: GpuPlacement
+) -> None:
+    """Raise `ConfigError` if `--start-together` cannot work."""
+    if not options.starts_together:
+        return
+    if options.evaluates and any(facts.is_evaluated for facts in environments):
+        raise ConfigError(
+            "--start-together trains from the first moment, but the environments are evaluated "
+            "before training: add --no-evaluate"
+        )
+    if placement.is_shared:
+        raise ConfigError(
+            "--start-together needs a CPU or separate GPUs: the engine measures the free memory "
+            "of its GPU while it starts, and here the trainer would be taking it"
+        )
 
 
 def _template_notes(options: TrainOptions, model: ModelFacts) -> list[str]:

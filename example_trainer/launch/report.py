@@ -10,6 +10,7 @@ import contextlib
 import io
 import itertools
 import json
+import shutil
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -21,11 +22,13 @@ from rich.markup import escape
 from rich.progress import (
     BarColumn,
     Progress,
+    ProgressColumn,
     TaskID,
     TextColumn,
     TimeElapsedColumn,
     TimeRemainingColumn,
 )
+from rich.table import Column
 
 from atroposlib.frontend.jsonl2html import generate_html
 from example_trainer.cli import require_extra
@@ -169,7 +172,10 @@ def curve_text(
     width: int = 72,
     height: int = 14,
 ) -> str:
-    """Draw the rolling mean of the reward over the steps for a terminal, without colors."""
+    """Draw the rolling mean of the reward over the steps for a terminal, without colors.
+
+    A narrower terminal gets a narrower drawing.
+    """
     with require_extra("trainer"):
         import plotext
 
@@ -177,15 +183,27 @@ def curve_text(
     rewards = rolling_mean([point.reward for point in points], window)
     figure = plotext.figure
     figure.clear()
+    width = min(width, max(_NARROWEST_CURVE, shutil.get_terminal_size().columns))
     figure.plot_size(width, height)
-    figure.title(f"{metric.label} ({_smoothing(window)})")
     figure.label("trainer step", axis="x")
+    ticks = _step_ticks(points, most=max(2, width // 9))
+    figure.ruler("x").ticks(ticks, [str(tick) for tick in ticks])
     if metric.limits is not None:
         figure.ruler("y").lim(*metric.limits)
     signal = figure.signal([point.step for point in points], rewards, marker="braille")
     signal.lines()
     figure.draw(signal)
-    return str(plotext.uncolorize(figure.build().string()))
+    drawing = str(plotext.uncolorize(figure.build().string()))
+    return f"{metric.label} ({_smoothing(window)})\n{drawing}"
+
+
+def _step_ticks(points: Sequence[RewardPoint], *, most: int) -> list[int]:
+    """Return steps for an axis, at equal distances, with the first and the last one."""
+    first, last = points[0].step, points[-1].step
+    count = min(most, last - first + 1)
+    if count < 2:
+        return [first]
+    return sorted({round(first + (last - first) * i / (count - 1)) for i in range(count)})
 
 
 def groups_files(groups_path: Path) -> list[Path]:
@@ -235,6 +253,9 @@ def plain_number(value: float) -> str:
     return f"{round(value, 12) + 0.0:.4g}"
 
 
+_NARROWEST_CURVE = 32
+
+
 def _smoothing(window: int) -> str:
     return f"mean of {window} steps" if window > 1 else "each step"
 
@@ -244,6 +265,30 @@ def _window(num_points: int) -> int:
 
 
 _SECONDS_BETWEEN_LINES = 15.0
+
+
+_WIDE_TERMINAL = 72
+"""Columns from which there is room for a bar and the remaining time."""
+
+
+def _bar_columns(width: int) -> list[ProgressColumn]:
+    """Return the columns of the live line: the state is cut if there is no room, times are not."""
+    state = TextColumn(
+        "{task.fields[state]}", table_column=Column(ratio=1, no_wrap=True, overflow="ellipsis")
+    )
+    elapsed = TimeElapsedColumn(table_column=Column(no_wrap=True, min_width=7))
+    if width < _WIDE_TERMINAL:
+        return [state, elapsed]
+    return [
+        TextColumn("{task.description}", table_column=Column(no_wrap=True)),
+        BarColumn(bar_width=28 if width >= 110 else 14),
+        state,
+        elapsed,
+        TextColumn("left", table_column=Column(no_wrap=True)),
+        TimeRemainingColumn(
+            elapsed_when_finished=False, table_column=Column(no_wrap=True, min_width=7)
+        ),
+    ]
 
 
 class RunProgress:
@@ -262,14 +307,10 @@ class RunProgress:
         self._last_line = self._started
         self._task: TaskID | None = None
         self._bar = Progress(
-            TextColumn("{task.description}"),
-            BarColumn(bar_width=28),
-            TextColumn("{task.fields[state]}"),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(elapsed_when_finished=False),
+            *_bar_columns(self.console.width),
             console=self.console,
             transient=True,
+            expand=True,
         )
 
     @property

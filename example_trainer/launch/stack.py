@@ -6,6 +6,7 @@
 
     start_servers ──► wait_for_servers ──► start_trainer ──► reinforce ──► the trainer has ended
                                         └─► evaluate ◄────────────────────────────────────┘
+    start_together ───────────────────────────────────► reinforce
 
 `build_stack` creates the processes from the plan, `TrainingLoop` starts them and waits, and
 `Supervisor` reports the first one that fails and ends all others.
@@ -208,6 +209,8 @@ def trainer_arguments(
         flags["engine-urls"] = engine_url
     else:
         flags["vllm-port"] = urlsplit(engine_url).port
+    if plan.starts_together:
+        flags["engine-wait-s"] = plan.start_limit_s
     arguments = ["-m", "example_trainer.grpo"]
     arguments += [f"--{name}={value}" for name, value in flags.items()]
     if plan.is_resumed:
@@ -489,6 +492,7 @@ class TrainingLoop:
         self._supervisor = supervisor
         self._reward = reward
         self._engine_watch: EngineWorkerWatch | None = None
+        self._has_environments = False
 
     def start_servers(self) -> None:
         """Start the engine and the service, without waiting for them."""
@@ -520,6 +524,22 @@ class TrainingLoop:
     def start_trainer(self) -> None:
         self._supervisor.start(self.stack.trainer, may_finish=True)
 
+    def start_together(self) -> None:
+        """Start all processes of a plan that `starts_together`, and wait for the servers.
+
+        The trainer waits for both servers, the environments wait for the trainer.
+        """
+        self.start_servers()
+        self.start_trainer()
+        self._start_environments()
+        self.wait_for_servers(reload_from=None)
+
+    def _start_environments(self) -> None:
+        if not self._has_environments:
+            self._has_environments = True
+            for environment in self.stack.environments:
+                self._supervisor.start(environment, may_finish=True)
+
     def check(self) -> None:
         """Raise `ProcessFailedError` if a process of the run or a worker of the engine has died."""
         self._supervisor.check()
@@ -527,7 +547,7 @@ class TrainingLoop:
             self._engine_watch.check()
 
     def reinforce(self) -> None:
-        """Start the environments and wait until the trainer has ended.
+        """Start the environments, if they are not running, and wait until the trainer has ended.
 
         Raises:
             ProcessFailedError: A process failed, or the trainer makes no steps.
@@ -538,8 +558,7 @@ class TrainingLoop:
             f"Reinforcement learning: {plan.steps} steps of {plan.work}",
             expected=plan.expected,
         )
-        for environment in stack.environments:
-            self._supervisor.start(environment, may_finish=True)
+        self._start_environments()
         watch = TrainerStallWatch(plan.stall_limit_s)
         while stack.trainer.is_alive():
             self.check()

@@ -2,8 +2,9 @@
 
     JSONL lines -> records, one per step -> series, smoothed and thinned out -> SVG -> page
 
-The page has no scripts and makes no requests. Its style supports light and dark mode and printing;
-colors are classes (`c0` ... `c5`). All text of a run (settings, names, metrics) is escaped.
+The page has no scripts and makes no requests. Its style supports light and dark mode, narrow
+screens and printing. Lines are told apart by color and by dashes (classes `c0` ... `c5`). All text
+of a run (settings, names, metrics, rollouts) is escaped.
 """
 
 from __future__ import annotations
@@ -13,9 +14,12 @@ import json
 import math
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from functools import cache
+from importlib import resources
 from typing import Any, NamedTuple
 
 from atroposlib.utils.text import inert_line, inert_markup
+from example_trainer.reporting.examples import RolloutExamples, examples_section
 
 
 class Series(NamedTuple):
@@ -132,8 +136,8 @@ def series_of(steps: Sequence[Mapping[str, Any]], key: str, name: str) -> Series
 
 
 NUM_COLORS = 6
-_WIDTH, _HEIGHT = 520, 240
-_LEFT, _RIGHT, _TOP, _BOTTOM = 62, 12, 10, 34
+_WIDTH, _HEIGHT = 380, 220
+_LEFT, _RIGHT, _TOP, _BOTTOM = 60, 12, 10, 40
 _MAX_POINTS = 400
 _SMOOTHED_FROM = 24
 
@@ -143,7 +147,9 @@ class _Frame:
 
     def __init__(self, xs: Sequence[float], ys: Sequence[float]) -> None:
         self._x_low, self._x_high = min(xs), max(xs)
-        self._y_ticks = round_ticks(min(ys), max(ys))
+        # Without it, a metric that is always 0 would have negative ticks.
+        high = max(ys) if any(ys) else 1.0
+        self._y_ticks = round_ticks(min(ys), high, most=4)
 
     def x(self, value: float) -> float:
         span = self._x_high - self._x_low
@@ -160,17 +166,17 @@ class _Frame:
             y = self.y(tick)
             parts.append(
                 f'<line class="grid" x1="{_LEFT}" x2="{_WIDTH - _RIGHT}" y1="{y:.1f}" '
-                f'y2="{y:.1f}"/><text class="tick" x="{_LEFT - 6}" y="{y + 3.5:.1f}" '
+                f'y2="{y:.1f}"/><text class="tick" x="{_LEFT - 6}" y="{y + 4:.1f}" '
                 f'text-anchor="end">{short_number(tick)}</text>'
             )
         for tick in self._x_ticks():
             parts.append(
-                f'<text class="tick" x="{self.x(tick):.1f}" y="{_HEIGHT - _BOTTOM + 15}" '
+                f'<text class="tick" x="{self.x(tick):.1f}" y="{_HEIGHT - _BOTTOM + 16}" '
                 f'text-anchor="middle">{short_number(tick)}</text>'
             )
         parts.append(
-            f'<text class="tick" x="{(_LEFT + _WIDTH - _RIGHT) / 2}" y="{_HEIGHT - 4}" '
-            'text-anchor="middle">step</text>'
+            f'<text class="tick" x="{(_LEFT + _WIDTH - _RIGHT) / 2}" y="{_HEIGHT - 6}" '
+            'text-anchor="middle">optimizer step</text>'
         )
         return "".join(parts)
 
@@ -179,7 +185,7 @@ class _Frame:
             return [self._x_low]
         inside = [
             tick
-            for tick in round_ticks(self._x_low, self._x_high, most=8)
+            for tick in round_ticks(self._x_low, self._x_high, most=7)
             if self._x_low <= tick <= self._x_high and tick == int(tick)
         ]
         return inside or [self._x_low, self._x_high]
@@ -244,55 +250,6 @@ def _svg(title: str, content: str) -> str:
     )
 
 
-STYLE = """
-:root{color-scheme:light dark;--ground:#fff;--text:#1c2126;--dim:#5d6872;--edge:#d9dee3;
---warn:#fff4d6;--warn-edge:#d9a400;--good:#e7f5ea;--good-edge:#4b9b5f;
---c0:#1f6fb2;--c1:#c4501b;--c2:#2d8a4e;--c3:#8b4fb0;--c4:#a8841a;--c5:#5b6670}
-@media (prefers-color-scheme:dark){:root{--ground:#16191d;--text:#e4e8ec;--dim:#9aa5af;
---edge:#333a41;--warn:#3a3112;--warn-edge:#b98e1a;--good:#17301e;--good-edge:#4b9b5f;
---c0:#6cb2ec;--c1:#f08a58;--c2:#66c487;--c3:#c08fe0;--c4:#d9b84a;--c5:#a4afb8}}
-body{margin:0;background:var(--ground);color:var(--text);
-font:15px/1.5 system-ui,-apple-system,"Segoe UI",sans-serif}
-main{max-width:1180px;margin:0 auto;padding:1.5rem}
-h1{font-size:1.5rem;margin:0 0 1rem;overflow-wrap:anywhere}
-h2{font-size:1.1rem;margin:1.5rem 0 .5rem}
-.facts{display:grid;grid-template-columns:repeat(auto-fill,minmax(165px,1fr));gap:.6rem;margin:0}
-.facts div{border:1px solid var(--edge);border-radius:6px;padding:.5rem .7rem}
-dt{color:var(--dim);font-size:.8rem}dd{margin:0;font-size:1rem;font-weight:600;
-overflow-wrap:anywhere}
-.held-out{border:1px solid var(--edge);border-radius:6px;padding:.6rem 1rem;margin:0 0 1rem}
-.held-out h2{margin:0}.held-out ul{margin:.3rem 0 0;padding-left:1.2rem;font-size:1.1rem;
-font-weight:600;overflow-wrap:anywhere}
-.meanings{display:grid;grid-template-columns:max-content 1fr;gap:.2rem .9rem;margin:0}
-.meanings dt{font-size:.9rem}.meanings dd{font-size:.9rem;font-weight:400}
-.warn,.good{border-left:4px solid var(--good-edge);background:var(--good);padding:.6rem 1rem;
-margin:1rem 0;border-radius:0 6px 6px 0}
-.warn{border-color:var(--warn-edge);background:var(--warn)}
-.warn h2{margin:0}.warn ul{margin:.3rem 0;padding-left:1.2rem}
-.charts{display:grid;grid-template-columns:repeat(auto-fill,minmax(min(340px,100%),1fr));gap:1rem;
-margin-top:1rem}
-figure{margin:0;border:1px solid var(--edge);border-radius:6px;padding:.6rem;break-inside:avoid}
-figcaption small,.note{color:var(--dim)}
-svg{width:100%;height:auto;display:block;margin-top:.3rem}
-.grid{stroke:var(--edge);stroke-width:1}.tick{fill:var(--dim);font-size:13px}
-.line{fill:none;stroke:var(--colour);stroke-width:1.8;stroke-linejoin:round}
-.pale{opacity:.3;stroke-width:1}.area{fill:var(--colour);opacity:.75}.dot{fill:var(--colour)}
-.c0{--colour:var(--c0)}.c1{--colour:var(--c1)}.c2{--colour:var(--c2)}.c3{--colour:var(--c3)}
-.c4{--colour:var(--c4)}.c5{--colour:var(--c5)}
-.legend{font-size:.8rem;display:flex;flex-wrap:wrap;gap:.2rem .9rem}
-.key i{display:inline-block;width:.8em;height:.8em;border-radius:2px;margin-right:.35em;
-background:var(--colour)}
-.wide{overflow-x:auto}
-table{border-collapse:collapse;font-size:.85rem;font-variant-numeric:tabular-nums}
-th,td{padding:.25rem .7rem;text-align:right;border-bottom:1px solid var(--edge);white-space:nowrap}
-.pairs th,.pairs td{text-align:left;font-weight:400;white-space:normal;overflow-wrap:anywhere}
-.pairs th{color:var(--dim);white-space:nowrap}
-.gap td{text-align:center;color:var(--dim)}
-details{margin-top:.8rem}summary{cursor:pointer}
-@media print{main{max-width:none;padding:0}.charts{grid-template-columns:1fr 1fr}}
-""".replace("\n", "")
-
-
 _ROWS_PER_END = 5
 _TIMES = (
     ("train/data_fetch_time", "waiting for a batch"),
@@ -332,76 +289,84 @@ class Chart(NamedTuple):
     smooths: bool = True
 
 
-CHARTS = (
-    Chart(
-        "Reward of the trained batches",
-        "mean score and its deviation",
-        (("train/reward_mean", "mean"), ("train/reward_std", "deviation")),
+CHARTS: Mapping[str, tuple[Chart, ...]] = {
+    "Learning": (
+        Chart(
+            "Reward of the trained batches",
+            "mean score and its deviation",
+            (("train/reward_mean", "mean"), ("train/reward_std", "deviation")),
+        ),
+        Chart(
+            "Advantage",
+            "over trained tokens; without a deviation there is no gradient",
+            (("train/advantage_mean", "mean"), ("train/advantage_std", "deviation")),
+        ),
+        Chart(
+            "Loss",
+            "a policy loss need not decrease while the reward increases",
+            (("train/loss", "total"), ("grpo/policy_loss", "policy"),
+             ("sft/loss", "demonstrations"), ("distill/loss", "distillation")),
+        ),
+        Chart(
+            "Entropy",
+            "nats per token; near 0, the policy has stopped exploring",
+            (("train/entropy", "of the policy"),
+             ("train/entropy_estimate", "estimated by samples")),
+        ),
+        Chart("Gradient norm", "before it is clipped", (("train/grad_norm", "norm"),)),
+        Chart("Learning rate", "", (("train/lr", "learning rate"),), smooths=False),
     ),
-    Chart(
-        "Advantage",
-        "over trained tokens; without a deviation there is no gradient",
-        (("train/advantage_mean", "mean"), ("train/advantage_std", "deviation")),
+    "Agreement of sampler and trainer": (
+        Chart(
+            "KL divergence",
+            "in nats per token; k3 estimates, for the teacher over its top tokens",
+            (("alignment/k3", "from the sampler"), ("grpo/mean_kl", "from the reference"),
+             ("distill/kl", "from the teacher")),
+        ),
+        Chart(
+            "Clipping",
+            "share of tokens",
+            (("grpo/clipped_fraction", "outside the clip range"),
+             ("grpo/bound_fraction", "gradient changed by the clip"),
+             ("grpo/truncated_fraction", "importance weight truncated")),
+        ),
+        Chart("Ratio", "trainer to sampler, mean over tokens", (("grpo/mean_ratio", "ratio"),)),
+        Chart(
+            "Mismatch of sampler and trainer",
+            "absolute difference of their logprobs of the same tokens",
+            (("alignment/diff_abs_mean", "mean"),),
+        ),
+        Chart(
+            "Largest mismatch",
+            "of a token in a step",
+            (("alignment/diff_max", "largest difference"),),
+        ),
+        Chart(
+            "Staleness",
+            "optimizer steps between sampling and training",
+            (("train/staleness_mean", "mean"), ("train/staleness_max", "largest")),
+        ),
     ),
-    Chart(
-        "Loss",
-        "a policy loss need not decrease while the reward increases",
-        (("train/loss", "total"), ("grpo/policy_loss", "policy"), ("sft/loss", "demonstrations"),
-         ("distill/loss", "distillation")),
+    "Batches and speed": (
+        Chart(
+            "Trajectories",
+            "shares",
+            (("train/truncation_rate", "truncated"),
+             ("train/zero_advantage_groups_fraction", "groups without a gradient"),
+             ("train/padding_fraction", "padding")),
+        ),
+        Chart("Throughput", "tokens fed to the model per second of computation",
+              (("train/tokens_per_s", "tokens/s"),)),
+        Chart("Use of the device", "model FLOPs over its peak (MFU)", (("train/mfu", "MFU"),)),
+        Chart(
+            "Device memory",
+            "GiB",
+            (("train/gpu_memory_gb", "in use"), ("train/gpu_memory_reserved_gb", "reserved")),
+            smooths=False,
+        ),
     ),
-    Chart(
-        "KL divergence",
-        "in nats per token; k3 estimates, for the teacher over its top tokens",
-        (("alignment/k3", "from the sampler"), ("grpo/mean_kl", "from the reference"),
-         ("distill/kl", "from the teacher")),
-    ),
-    Chart(
-        "Entropy",
-        "nats per token; near 0, the policy has stopped exploring",
-        (("train/entropy", "of the policy"), ("train/entropy_estimate", "estimated by samples")),
-    ),
-    Chart(
-        "Clipping",
-        "share of tokens",
-        (("grpo/clipped_fraction", "outside the clip range"),
-         ("grpo/bound_fraction", "gradient changed by the clip"),
-         ("grpo/truncated_fraction", "importance weight truncated")),
-    ),
-    Chart("Ratio", "trainer to sampler, mean over tokens", (("grpo/mean_ratio", "ratio"),)),
-    Chart(
-        "Mismatch of sampler and trainer",
-        "absolute difference of their logprobs of the same tokens",
-        (("alignment/diff_abs_mean", "mean"),),
-    ),
-    Chart(
-        "Largest mismatch",
-        "of a token in a step",
-        (("alignment/diff_max", "largest difference"),),
-    ),
-    Chart(
-        "Staleness",
-        "optimizer steps between sampling and training",
-        (("train/staleness_mean", "mean"), ("train/staleness_max", "largest")),
-    ),
-    Chart("Gradient norm", "before it is clipped", (("train/grad_norm", "norm"),)),
-    Chart(
-        "Trajectories",
-        "shares",
-        (("train/truncation_rate", "truncated"),
-         ("train/zero_advantage_groups_fraction", "groups without a gradient"),
-         ("train/padding_fraction", "padding")),
-    ),
-    Chart("Throughput", "tokens fed to the model per second of computation",
-          (("train/tokens_per_s", "tokens/s"),)),
-    Chart("Use of the device", "model FLOPs over its peak (MFU)", (("train/mfu", "MFU"),)),
-    Chart("Learning rate", "", (("train/lr", "learning rate"),), smooths=False),
-    Chart(
-        "Device memory",
-        "GiB",
-        (("train/gpu_memory_gb", "in use"), ("train/gpu_memory_reserved_gb", "reserved")),
-        smooths=False,
-    ),
-)  # fmt: skip
+}  # fmt: skip
+"""Charts by the heading above them."""
 
 _COLUMNS = (
     ("step", "step"),
@@ -431,13 +396,16 @@ def make_page(
     reward_parts: Sequence[Series] = (),
     held_out: Sequence[HeldOut] = (),
     notes: Sequence[str] = (),
+    lead: str = "",
+    examples: RolloutExamples | None = None,
+    rollouts_name: str | None = None,
 ) -> str:
     """Return the page of a run.
 
     Args:
         steps: Records of the steps in order.
         title: Heading of the page.
-        facts: Numbers at the top.
+        facts: Numbers of the run.
         findings: Sentences about possible problems.
         settings: Settings of the run, without secrets.
         changed: Those settings that are not at their defaults.
@@ -445,14 +413,17 @@ def make_page(
         reward_parts: Named parts of the reward.
         held_out: Results on held-out problems, shown first.
         notes: Sentences about the page itself.
+        lead: Line below the heading: size and duration of the run.
+        examples: Rollouts of the first and the last steps.
+        rollouts_name: File name of a page of rollouts in the folder of the report.
     """
     parts = [
-        f"<h1>{inert_markup(title)}</h1>",
-        _held_out(held_out),
-        _facts(facts),
+        _hero(steps, accuracy, held_out),
         _findings(findings, has_steps=bool(steps)),
-        _meanings(steps, accuracy, reward_parts, held_out),
-        _charts(steps, accuracy, reward_parts),
+        examples_section(examples) if examples is not None else "",
+        _rollouts_link(rollouts_name),
+        _numbers(facts, _meanings(steps, accuracy, reward_parts, held_out)),
+        _charts(steps, reward_parts, accuracy=accuracy),
         _table(steps),
         _settings(settings, changed),
         "".join(f'<p class="note">{inert_markup(note)}</p>' for note in notes),
@@ -461,29 +432,126 @@ def make_page(
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
+        '<meta name="color-scheme" content="light dark">'
         '<meta http-equiv="Content-Security-Policy" '
         "content=\"default-src 'none'; style-src 'unsafe-inline'\">"
-        f"<title>{inert_markup(title)}</title><style>{STYLE}</style></head>\n"
-        f"<body><main>{body}</main></body></html>\n"
+        f"<title>{inert_markup(title)}</title><style>{_style()}</style></head>\n"
+        f'<body><a class="skip" href="#content">Skip to the result</a>'
+        f"{_top(title, lead, body)}"
+        f'<main id="content" tabindex="-1">{body}</main></body></html>\n'
     )
+
+
+_PLACES = (
+    ("answers", "Answers"),
+    ("numbers", "Numbers"),
+    ("curves", "Curves"),
+    ("steps", "Steps"),
+    ("settings", "Settings"),
+)
+"""Headings that the navigation links to, by id."""
+_MAX_TITLE_CHARACTERS = 120
+
+
+@cache
+def _style() -> str:
+    return resources.files(__package__).joinpath("report.css").read_text(encoding="utf-8")
+
+
+def _top(title: str, lead: str, body: str) -> str:
+    links = "".join(
+        f'<li><a href="#{place}">{name}</a></li>'
+        for place, name in _PLACES
+        if f'id="{place}"' in body
+    )
+    heading = inert_markup(inert_line(title, max_characters=_MAX_TITLE_CHARACTERS))
+    below = f'<p class="lead">{inert_markup(lead)}</p>' if lead else ""
+    return (
+        f'<header class="top"><h1>{heading}</h1>{below}'
+        f'<nav aria-label="Sections"><ul>{links}</ul></nav></header>'
+    )
+
+
+def _hero(
+    steps: Sequence[Mapping[str, Any]], accuracy: Series | None, held_out: Sequence[HeldOut]
+) -> str:
+    """Show the result next to the curve of the accuracy, or of the reward."""
+    card = _main_curve(steps, accuracy)
+    return f'<div class="hero">{_held_out(held_out)}{card}</div>' if held_out or card else ""
+
+
+def _main_curve(steps: Sequence[Mapping[str, Any]], accuracy: Series | None) -> str:
+    if accuracy is not None:
+        note = "share of right answers, measured by the environment"
+        return _card("Accuracy", note, [accuracy], kind="main")
+    chart = CHARTS["Learning"][0]
+    return _card(chart.title, chart.note, _found(steps, chart), kind="main")
 
 
 def _held_out(results: Sequence[HeldOut]) -> str:
     if not results:
         return ""
-    rows = "".join(f"<li>{inert_markup(_sentence(result))}</li>" for result in results)
-    return f'<section class="held-out"><h2>Held-out result</h2><ul>{rows}</ul></section>'
+    shown = "".join(_result(result) for result in results)
+    return f'<section class="held-out"><h2>Held-out result</h2>{shown}</section>'
+
+
+def _result(result: HeldOut) -> str:
+    as_text = _percent if _is_share(result) else _three_digits
+    after = inert_markup(as_text(result.after))
+    big = f"<span>{after}</span> <small>after the training</small>"
+    bars = ""
+    if result.before is not None:
+        before = inert_markup(as_text(result.before))
+        big = f"<small>{before} →</small> <span>{after}</span>"
+        top = 1.0 if _is_share(result) else max(abs(result.before), abs(result.after), 1e-300)
+        if math.isfinite(top) and min(result.before, result.after) >= 0:
+            bars = _bar("before", result.before / top) + _bar("after", result.after / top)
+    sentence = inert_markup(_sentence(result))
+    return (
+        f'<div class="result"><p class="big" aria-hidden="true">{big}</p>{bars}'
+        f'<p class="note">{sentence}</p></div>'
+    )
+
+
+def _bar(name: str, share: float) -> str:
+    return (
+        f'<div class="bar" aria-hidden="true"><span>{name}</span>'
+        f'<i class="{name}" style="width:{100 * share:.1f}%"></i></div>'
+    )
+
+
+_SHARE_NAMES = ("share", "percent", "accuracy", "fraction", "rate", "pass@")
+
+
+def _is_share(result: HeldOut) -> bool:
+    values = [result.after] if result.before is None else [result.before, result.after]
+    is_named = any(word in result.name.lower() for word in _SHARE_NAMES)
+    return is_named and all(0.0 <= value <= 1.0 for value in values)
+
+
+def _percent(value: float) -> str:
+    return f"{100 * value:.3g}\u2009%"
+
+
+def _three_digits(value: float) -> str:
+    return short_number(float(f"{value:.3g}")) if math.isfinite(value) else str(value)
 
 
 def _sentence(result: HeldOut) -> str:
     """Return `share of right answers: 0.12 before, 0.47 after (+0.35), 100 problems`."""
-    after = short_number(float(f"{result.after:.3g}"))
+    after = _three_digits(result.after)
     problems = "" if result.num_problems is None else f", {result.num_problems} problems"
     if result.before is None:
         return f"{result.name}: {after} after the training{problems}"
-    before = short_number(float(f"{result.before:.3g}"))
+    before = _three_digits(result.before)
     change = f"{result.after - result.before:+.3g}"
     return f"{result.name}: {before} before, {after} after ({change}){problems}"
+
+
+def _rollouts_link(name: str | None) -> str:
+    if name is None:
+        return ""
+    return f'<p><a href="{inert_markup(name)}">All rollouts of the first and the last steps</a></p>'
 
 
 def _meanings(
@@ -515,24 +583,27 @@ def _meanings(
         f"<dt>{inert_markup(name)}</dt><dd>{inert_markup(text)}.</dd>"
         for name, text in meanings.items()
     )
-    return (
-        f'<section><h2>What the rewards are</h2><dl class="meanings">{rows}</dl></section>'
-        if rows
-        else ""
-    )
+    return f'<h3>What the rewards are</h3><dl class="meanings">{rows}</dl>' if rows else ""
 
 
-def _facts(facts: Sequence[Fact]) -> str:
+def _numbers(facts: Sequence[Fact], meanings: str) -> str:
+    if not facts and not meanings:
+        return ""
     tiles = "".join(
         f"<div><dt>{inert_markup(fact.name)}</dt><dd>{inert_markup(fact.value)}</dd></div>"
         for fact in facts
     )
-    return f'<dl class="facts">{tiles}</dl>'
+    return (
+        f'<section><h2 id="numbers">Numbers</h2><dl class="facts">{tiles}</dl>{meanings}</section>'
+    )
 
 
 def _findings(findings: Sequence[str], *, has_steps: bool) -> str:
     if not has_steps:
-        return '<p class="warn">No step was logged.</p>'
+        return (
+            '<p class="warn">No step was logged: the trainer writes its metrics after each '
+            "optimizer step, so the first one has not ended or has failed.</p>"
+        )
     if not findings:
         return '<p class="good">No findings in the metrics.</p>'
     rows = "".join(f"<li>{inert_markup(text)}</li>" for text in findings)
@@ -540,20 +611,43 @@ def _findings(findings: Sequence[str], *, has_steps: bool) -> str:
 
 
 def _charts(
-    steps: Sequence[Mapping[str, Any]], accuracy: Series | None, reward_parts: Sequence[Series]
+    steps: Sequence[Mapping[str, Any]],
+    reward_parts: Sequence[Series],
+    *,
+    accuracy: Series | None,
 ) -> str:
-    cards = [
-        _card("Accuracy", "measured by the environment", [accuracy]) if accuracy is not None else ""
-    ]
-    cards.append(_card("Parts of the reward", "means before their weights", reward_parts))
-    for chart in CHARTS:
-        found = [series_of(steps, key, name) for key, name in chart.lines]
-        cards.append(_card(chart.title, chart.note, _distinct(found), smooths=chart.smooths))
+    """Return the charts under their headings, without the one at the top of the page."""
+    rooms = []
+    for heading, charts in CHARTS.items():
+        is_first = heading == "Learning"
+        shown = charts[1:] if is_first and accuracy is None else charts
+        cards = [_card("Parts of the reward", "means before their weights", reward_parts)]
+        cards = cards if is_first else []
+        cards += [
+            _card(chart.title, chart.note, _found(steps, chart), smooths=chart.smooths)
+            for chart in shown
+        ]
+        cards += [_times_card(steps)] if heading == "Batches and speed" else []
+        if any(cards):
+            rooms.append(f'<h3>{heading}</h3><div class="charts">{"".join(cards)}</div>')
+    if not rooms:
+        return ""
+    note = "Pale lines are single steps, strong ones rolling means; the last value is in brackets."
+    return (
+        f'<section><h2 id="curves">Curves</h2><p class="note">{note}</p>{"".join(rooms)}</section>'
+    )
+
+
+def _found(steps: Sequence[Mapping[str, Any]], chart: Chart) -> list[Series]:
+    return _distinct([series_of(steps, key, name) for key, name in chart.lines])
+
+
+def _times_card(steps: Sequence[Mapping[str, Any]]) -> str:
     times = _times(steps)
-    if times:
-        drawing = stacked_chart("seconds of a step", times)
-        cards.append(_framed("Time of a step", "seconds", drawing, times))
-    return f'<section class="charts">{"".join(cards)}</section>' if any(cards) else ""
+    if not times:
+        return ""
+    drawing = stacked_chart("seconds of a step", times)
+    return _framed("Time of a step", "seconds", drawing, times, kind="areas")
 
 
 def _distinct(found: Sequence[Series | None]) -> list[Series]:
@@ -562,16 +656,21 @@ def _distinct(found: Sequence[Series | None]) -> list[Series]:
     return [one for i, one in enumerate(present) if i == 0 or one.ys != present[0].ys]
 
 
-def _card(title: str, note: str, series: Sequence[Series], *, smooths: bool = True) -> str:
+def _card(
+    title: str, note: str, series: Sequence[Series], *, smooths: bool = True, kind: str = ""
+) -> str:
     if not series:
         return ""
-    return _framed(title, note, line_chart(title, series, smooths=smooths), series)
+    return _framed(title, note, line_chart(title, series, smooths=smooths), series, kind=kind)
 
 
-def _framed(title: str, note: str, drawing: str, series: Sequence[Series]) -> str:
+def _framed(
+    title: str, note: str, drawing: str, series: Sequence[Series], *, kind: str = ""
+) -> str:
     names = [f"{one.name} ({short_number(one.ys[-1])})" for one in series]
+    below = f"<small>{note}</small>" if note else ""
     return (
-        f"<figure><figcaption><b>{title}</b> <small>{note}</small></figcaption>{drawing}"
+        f'<figure class="chart {kind}"><figcaption><b>{title}</b>{below}</figcaption>{drawing}'
         f'<div class="legend">{legend(names)}</div></figure>'
     )
 
@@ -591,7 +690,7 @@ def _table(steps: Sequence[Mapping[str, Any]]) -> str:
     if not steps:
         return ""
     columns = [(key, name) for key, name in _COLUMNS if any(key in record for record in steps)]
-    head = "".join(f"<th>{name}</th>" for _, name in columns)
+    head = "".join(f'<th scope="col">{name}</th>' for _, name in columns)
     first, last = steps[:_ROWS_PER_END], steps[_ROWS_PER_END:][-_ROWS_PER_END:]
     rows = [_row(record, columns) for record in first]
     num_left_out = len(steps) - len(first) - len(last)
@@ -599,7 +698,8 @@ def _table(steps: Sequence[Mapping[str, Any]]) -> str:
         rows.append(f'<tr class="gap"><td colspan="{len(columns)}">{num_left_out} more</td></tr>')
     rows += [_row(record, columns) for record in last]
     return (
-        '<section><h2>First and last steps</h2><div class="wide"><table><thead><tr>'
+        '<section><h2 id="steps">First and last steps</h2><div class="wide" tabindex="0" '
+        'role="region" aria-label="First and last steps"><table><thead><tr>'
         f"{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div></section>"
     )
 
@@ -618,7 +718,7 @@ def _settings(settings: Mapping[str, Any], changed: Mapping[str, Any]) -> str:
     if not settings:
         return ""
     return (
-        "<section><h2>Settings</h2><p>Settings that differ from their defaults:</p>"
+        '<section><h2 id="settings">Settings</h2><p>Settings that differ from their defaults:</p>'
         f"{_pairs(changed)}<details><summary>All {len(settings)} settings</summary>"
         f"{_pairs(settings)}</details></section>"
     )
@@ -626,7 +726,8 @@ def _settings(settings: Mapping[str, Any], changed: Mapping[str, Any]) -> str:
 
 def _pairs(values: Mapping[str, Any]) -> str:
     rows = "".join(
-        f"<tr><th>{inert_markup(str(name))}</th><td>{inert_markup(str(value))}</td></tr>"
+        f'<tr><th scope="row">{inert_markup(str(name))}</th>'
+        f"<td>{inert_markup(str(value))}</td></tr>"
         for name, value in values.items()
     )
-    return f'<div class="wide"><table class="pairs"><tbody>{rows}</tbody></table></div>'
+    return f'<table class="pairs"><tbody>{rows}</tbody></table>'

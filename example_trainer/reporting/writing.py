@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import json
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +13,12 @@ from atroposlib.errors import ConfigError
 from atroposlib.utils.command_parser import CommandParser, end_command
 from atroposlib.utils.text import mask_secrets
 from example_trainer.checkpointing import write_file
+from example_trainer.reporting.examples import (
+    GroupExcerpt,
+    RolloutExamples,
+    choose_examples,
+    read_excerpt,
+)
 from example_trainer.reporting.page import (
     STEP_SIGN,
     Fact,
@@ -204,6 +210,10 @@ def write_report(
     environment_path: Path | None = None,
     held_out: Sequence[HeldOut] = (),
     needs_steps: bool = False,
+    title: str | None = None,
+    seconds: float | None = None,
+    groups: Sequence[Sequence[Path]] = (),
+    rollouts_path: Path | None = None,
 ) -> int:
     """Write the report of the newest run in a metrics file and return its number of steps.
 
@@ -213,6 +223,10 @@ def write_report(
         environment_path: JSON Lines of an environment, for its accuracy and parts of its reward.
         held_out: Results on problems that were not trained on.
         needs_steps: Whether to reject metrics without a step.
+        title: Heading of the page; by default the name of the model.
+        seconds: Duration of the whole run.
+        groups: JSON Lines of groups for each environment, oldest first, for examples of rollouts.
+        rollouts_path: Page of rollouts to link to, if it is in the folder of the report.
 
     Raises:
         ConfigError: a file cannot be read, or has no step despite `needs_steps`.
@@ -229,7 +243,8 @@ def write_report(
     accuracy = _accuracy(environment)
     page = make_page(
         records.steps,
-        title=_title(settings),
+        title=title or _title(settings),
+        lead=_lead(records.steps, settings, seconds),
         facts=_facts(records.steps, settings, accuracy),
         findings=find(records.steps),
         settings=settings,
@@ -238,6 +253,8 @@ def write_report(
         reward_parts=_reward_parts(environment),
         held_out=held_out,
         notes=_notes(records, settings),
+        examples=_examples(groups),
+        rollouts_name=_neighbor(rollouts_path, report_path),
     )
     report_path.parent.mkdir(parents=True, exist_ok=True)
     report_path.write_text(page, encoding="utf-8")
@@ -249,6 +266,53 @@ def _lines(path: Path) -> list[str]:
         return path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
+
+
+MAX_EXAMPLE_GROUPS = 256
+"""Groups that are read from each end of a run, to choose examples."""
+MAX_EXAMPLE_BYTES = 16 * 2**20
+"""Bytes that are read from each end."""
+
+
+def _examples(groups: Sequence[Sequence[Path]]) -> RolloutExamples:
+    first: list[GroupExcerpt] = []
+    last: list[GroupExcerpt] = []
+    for paths in groups:
+        if paths:
+            start, end = _end_lines(paths)
+            first += filter(None, map(read_excerpt, start))
+            last += filter(None, map(read_excerpt, end))
+    return choose_examples(first, last)
+
+
+def _end_lines(paths: Sequence[Path]) -> tuple[list[bytes], list[bytes]]:
+    """Return lines of the start of the first file and of the end of the last one, all different."""
+    try:
+        if len(paths) == 1 and paths[0].stat().st_size <= 2 * MAX_EXAMPLE_BYTES:
+            lines = paths[0].read_bytes().splitlines()
+            half = len(lines) // 2
+            return lines[:half][:MAX_EXAMPLE_GROUPS], lines[half:][-MAX_EXAMPLE_GROUPS:]
+        return list(_first_lines(paths[0])), _last_lines(paths[-1])
+    except OSError as error:
+        raise ConfigError(f"{error.filename}: cannot be read ({error.strerror})") from error
+
+
+def _first_lines(path: Path) -> Iterator[bytes]:
+    with path.open("rb") as file:
+        lines = file.read(MAX_EXAMPLE_BYTES).splitlines()
+    yield from lines[:MAX_EXAMPLE_GROUPS]  # an incomplete line is no group
+
+
+def _last_lines(path: Path) -> list[bytes]:
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - MAX_EXAMPLE_BYTES))
+        lines = file.read(MAX_EXAMPLE_BYTES).splitlines()
+    return lines[-MAX_EXAMPLE_GROUPS:]
+
+
+def _neighbor(path: Path | None, report_path: Path) -> str | None:
+    is_neighbor = path is not None and path.parent == report_path.parent and path.is_file()
+    return path.name if path is not None and is_neighbor else None
 
 
 def read_settings(metrics_path: Path) -> dict[str, Any]:
@@ -263,6 +327,31 @@ def read_settings(metrics_path: Path) -> dict[str, Any]:
 def _title(settings: Mapping[str, Any]) -> str:
     name = str(settings.get("model_name") or "").rstrip("/").rpartition("/")[2]
     return f"Training of {name}" if name else "Training run"
+
+
+def _lead(
+    steps: Sequence[Mapping[str, Any]], settings: Mapping[str, Any], seconds: float | None
+) -> str:
+    """Return the size and the duration of the run in one line."""
+    parts = [f"{len(steps):,} optimizer steps"] if steps else []
+    if settings.get("algorithm"):
+        parts.append(str(settings["algorithm"]))
+    tokens = series_of(steps, "train/input_tokens", "")
+    if tokens is not None:
+        parts.append(f"{sum(tokens.ys):,.0f} tokens")
+    if seconds is not None:
+        parts.append(f"{_duration(seconds)} in total")
+    elif times := series_of(steps, "train/step_time", ""):
+        parts.append(f"{_duration(sum(times.ys))} in steps")
+    return " · ".join([*parts, *(fact.value for fact in _dates(steps))])
+
+
+def _duration(seconds: float) -> str:
+    """Return `45 s`, `4 min 59 s` or `3 h 7 min`."""
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes >= 60:
+        return f"{minutes // 60} h {minutes % 60} min"
+    return f"{minutes} min {rest} s" if minutes else f"{rest} s"
 
 
 def _facts(
@@ -292,7 +381,7 @@ def _facts(
         series_of(steps, "train/input_tokens", ""),
     )
     if times is not None:
-        facts.append(Fact("time in steps", str(datetime.timedelta(seconds=round(sum(times.ys))))))
+        facts.append(Fact("time in steps", _duration(sum(times.ys))))
     if tokens is not None:
         facts.append(Fact("tokens fed to the model", f"{sum(tokens.ys):,.0f}"))
     return [*facts, *_dates(steps)]
@@ -370,6 +459,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument(
         "--environment", type=Path, help="metrics of an environment, for its accuracy"
     )
+    parser.add_argument(
+        "--groups",
+        type=Path,
+        metavar="GROUPS.jsonl",
+        help="groups of an environment, for examples of its rollouts",
+    )
     arguments = parser.parse_args(argv)
     metrics = arguments.metrics
     if metrics.is_dir():
@@ -377,7 +472,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     report = arguments.output or metrics.with_name(REPORT_NAME)
     try:
         num_steps = write_report(
-            metrics, report, environment_path=arguments.environment, needs_steps=True
+            metrics,
+            report,
+            environment_path=arguments.environment,
+            needs_steps=True,
+            groups=[[arguments.groups]] if arguments.groups else (),
+            rollouts_path=report.with_name("rollouts.html"),
         )
     except (ConfigError, OSError) as error:
         end_command("atropos-report", f"error: {error}", code=2)

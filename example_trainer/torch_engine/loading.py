@@ -16,6 +16,7 @@ from typing import Any, Literal
 
 import torch
 
+from atroposlib import __version__
 from atroposlib.errors import ConfigError
 from example_trainer.config import require_model_folder, unloadable
 from example_trainer.torch_engine.attention import use_slot_attention
@@ -232,7 +233,7 @@ def _info(
             "scheduler_config": {"max_num_seqs": served.limits.max_num_seqs},
         },
         "torch_engine": {
-            "version": version("atroposlib"),
+            "version": __version__,
             "transformers": version("transformers"),
             "device": str(device),
             "takes_weight_version": True,

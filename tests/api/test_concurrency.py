@@ -109,6 +109,101 @@ def test_decayed_limit_keeps_its_value_for_a_window_and_falls_to_the_floor() -> 
     assert next_limit(state, BUSY, RULE, now=400.0).limit == 8.0  # first a window of readings
 
 
+@pytest.mark.parametrize(
+    ("state", "reading", "expected"),
+    [
+        # each exactly at its bound, and the next beyond it
+        (observed(limit=100.0), EngineReading(90, 0, preemptions=0), 150.0),  # 0.9 of the limit
+        (observed(limit=100.0), EngineReading(80, 9, preemptions=0), 100.0),
+        (observed(limit=100.0), EngineReading(80, 10, preemptions=0), 150.0),  # waiting is load
+        (observed(limit=100.0), EngineReading(100, 11, preemptions=0), 150.0),  # 10 + 1 may wait
+        (observed(limit=100.0), EngineReading(100, 12, preemptions=0), 90.0),
+        (observed(limit=100.0), EngineReading(100, 0, preemptions=11), 150.0),  # 10 + 1 tolerated
+        (observed(limit=100.0), EngineReading(100, 0, preemptions=12), 90.0),
+        (observed(limit=100.0, preemptions=5.0), EngineReading(100, 0, preemptions=16), 150.0),
+        (observed(limit=100.0), EngineReading(100, 0, 0.97, 0), 100.0),  # full from 0.97
+        (observed(limit=100.0), EngineReading(100, 0, 0.96, 0), 150.0),
+        (observed(limit=100.0, step=7.0), EngineReading(100, 0, preemptions=0), 107.0),
+        (observed(limit=1_000.0), EngineReading(1_000, 0, preemptions=0), 1_000.0),  # the ceiling
+        (observed(limit=999.0), EngineReading(1_000, 0, preemptions=0), 1_000.0),
+        (observed(limit=8.0), EngineReading(0, 50, preemptions=0), 8.0),  # the floor
+        (observed(limit=100.0, least_waiting=3.0), EngineReading(100, 99, preemptions=0), 150.0),
+    ],
+)
+def test_next_limit_at_its_bounds_table(
+    state: EngineLimit, reading: EngineReading, expected: float
+) -> None:
+    assert next_limit(state, reading, RULE, now=10.0).limit == pytest.approx(expected)
+
+
+@pytest.mark.parametrize(("running", "is_draining"), [(106.0, False), (107.0, True)])
+def test_limit_has_drained_at_a_twentieth_above_it(running: float, is_draining: bool) -> None:
+    state = observed(limit=100.0, is_draining=True)  # 1.05 * 100 + 1 = 106
+
+    state = next_limit(state, EngineReading(running, 0, preemptions=0), RULE, now=1.0)
+
+    assert (state.is_draining, state.limit) == (is_draining, 100.0)
+
+
+@pytest.mark.parametrize(("now", "is_draining"), [(599.9, True), (600.0, False)])
+def test_drain_ends_after_the_longest_settling(now: float, is_draining: bool) -> None:
+    state = observed(limit=100.0, is_draining=True)
+
+    state = next_limit(state, EngineReading(500, 0, preemptions=0), RULE, now=now)
+
+    assert state.is_draining is is_draining
+
+
+def test_window_starts_with_what_was_read() -> None:
+    state = observed(preemptions=None, least_waiting=5.0, is_draining=True)
+
+    state = next_limit(state, EngineReading(1, 2), RULE, now=3.0)
+
+    assert (state.since, state.preemptions, state.least_waiting) == (3.0, 0.0, None)
+    assert (state.limit, state.changed_at, state.is_draining) == (64.0, 0.0, False)
+    state = next_limit(state, EngineReading(1, 2), RULE, now=4.0)
+    assert (state.since, state.preemptions, state.least_waiting) == (3.0, 0.0, 2)
+    raised = next_limit(observed(), BUSY, RULE, now=10.0)
+    assert (raised.changed_at, raised.since, raised.step) == (10.0, 10.0, None)
+
+
+def test_lowered_limit_grows_by_a_thirty_second_of_it_and_at_least_by_one() -> None:
+    crowd = EngineReading(100, 0, preemptions=99)
+
+    large = next_limit(observed(limit=100.0), crowd, RULE, now=10.0)
+    small = next_limit(observed(limit=10.0), crowd._replace(running=10), RULE, now=10.0)
+    idle = next_limit(observed(limit=100.0), EngineReading(0, 0, preemptions=99), RULE, now=10.0)
+
+    assert (large.step, large.changed_at, large.is_draining) == (90.0 / 32.0, 10.0, True)
+    assert (small.limit, small.step) == (9.0, 1.0)
+    assert idle.limit == 8.0
+    low = replace(RULE, floor=1)
+    assert next_limit(observed(), EngineReading(0, 0, preemptions=99), low, now=10.0).limit == 1.0
+
+
+@pytest.mark.parametrize(("now", "expected"), [(9.9, 64.0), (10.0, 0.9 * 64)])
+def test_decayed_limit_falls_after_a_whole_window(now: float, expected: float) -> None:
+    state = decayed_limit(observed(), RULE, now=now)
+
+    assert state.limit == pytest.approx(expected)
+    if now == 10.0:
+        assert (state.since, state.changed_at, state.preemptions) == (10.0, 10.0, None)
+
+
+def test_first_limit_is_within_the_bounds() -> None:
+    assert first_limit(RULE, now=7.0) == EngineLimit(64.0, since=7.0, changed_at=7.0)
+    assert first_limit(replace(RULE, first=2), now=0.0).num_sequences == 8
+    assert first_limit(replace(RULE, first=2_000), now=0.0).num_sequences == 1_000
+    assert EngineLimit(8.9, since=0.0, changed_at=0.0).num_sequences == 8
+
+
+def test_defaults_of_the_rule() -> None:
+    assert ConcurrencyRule() == ConcurrencyRule(
+        first=64, floor=8, ceiling=4096, window_s=10.0, longest_settle_s=600.0, decrease=0.9,
+        full_cache=0.97, tolerated=0.1, tolerated_waiting=0.1,
+    )  # fmt: skip
+
+
 readings = st.builds(
     EngineReading,
     running=st.floats(0, 1e6),
@@ -144,6 +239,9 @@ def test_the_limit_stays_within_its_bounds(
         (100, {0: 0.75, 1: 0.25}, {0: 20, 1: 20}, {0: 20 + 45, 1: 20 + 15}),  # all can grow
         (8, {0: 0.01, 1: 0.99}, {}, {0: 1, 1: 7}),
         (8, {}, {}, {}),
+        (100, {0: 1.0, 1: 1.0}, {0: 50}, {0: 50, 1: 50}),  # exactly its part
+        (0, {0: 1.0, 1: 1.0}, {0: 3}, {0: 1, 1: 1}),  # at least one each
+        (3, {0: 0.1, 1: 0.2}, {}, {0: 1, 1: 2}),  # 3 * 0.1 / 0.3 is below 1 in floats
     ],
 )
 def test_divide_sequences_table(

@@ -10,6 +10,7 @@ from collections import Counter
 
 import pytest
 
+from helpers.pure_rules import PURE_RULES
 from tests.contract.import_graph import REPOSITORY, find_circle, import_graph
 
 pytestmark = pytest.mark.slow
@@ -30,23 +31,6 @@ FORBIDDEN = [
     ("atroposlib.frontend.*", "atroposlib.envs*", "pages are made from files"),
 ]
 
-# pure rules: no network, disk, clock, environment variables or randomness
-PURE_RULES = [
-    "atroposlib.api.concurrency",
-    "atroposlib.api.queue",
-    "atroposlib.envs.settings",
-    "atroposlib.envs.server_handling.turn_recording",
-    "atroposlib.envs.server_handling.tool_formats",
-    "atroposlib.wire",
-    "atroposlib.wire.groups",
-    "atroposlib.wire.binary_format",
-    "atroposlib.wire.json_format",
-    "atroposlib.wire.zstd_frames",
-    "example_trainer.rows",
-    "example_trainer.loss_choice",
-    "example_trainer.loss",
-    "example_trainer.weights.format",
-]
 IMPURE = {"os", "time", "random", "socket", "subprocess", "aiohttp", "httpx", "asyncio", "datetime"}
 
 

@@ -29,6 +29,7 @@ MISSPELT = {  # a flag of each command with a letter missing, and the flag
     "atropos-grpo-run": ("--modle", "--model"),
     "atropos-demo": ("--stpes", "--steps"),
     "atropos-train": ("--stpes", "--steps"),
+    "atropos-speedrun": ("--ouptut", "--output"),
     "atropos-up": ("--dtach", "--detach"),
     "atropos-report": ("--outptu", "--output"),
     "atropos-weights": ("--enigne-url", "--engine-url"),
@@ -57,7 +58,8 @@ def test_misspelt_flag_is_one_line_with_the_near_name(
     script: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     misspelt, flag = MISSPELT[script]
-    words = ["diff", "a", "b"] if script == "atropos-replay" else []
+    subcommands = {"atropos-replay": ["diff", "a", "b"], "atropos-speedrun": ["run"]}
+    words = subcommands.get(script, [])
 
     code = call(script, [*words, misspelt, "x"], monkeypatch)
 

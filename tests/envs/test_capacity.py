@@ -228,3 +228,85 @@ def test_failure_pause_grows_only_after_many_failures() -> None:
     pauses = [failure_pause_s(n) for n in (0, 15, 16, 17, 18, 22, 10_000)]
 
     assert pauses == [0.0, 0.0, 0.1, 0.2, 0.4, 5.0, 5.0]
+
+
+@pytest.mark.parametrize(
+    ("running", "finished", "expected"),
+    [
+        (None, 0, 12),
+        (20, 0, 5),  # 20 sequences in groups of 4
+        (23, 0, 5),
+        (20, 4, 6),  # finished ones of unfinished groups occupy no engine
+        (3, 0, 1),  # one group may always be made
+        (0, 0, 1),
+        (1000, 0, 12),
+    ],
+)
+def test_worker_limit_table_of_running_sequences(
+    running: int | None, finished: int, expected: int
+) -> None:
+    now = replace(status(), max_running_sequences=running)
+
+    assert worker_limit(now, limits(), finished_sequences=finished) == expected
+
+
+@pytest.mark.parametrize(
+    ("finished", "batches", "expected"),
+    [
+        (8, 0.0, 12),
+        (8, 1.0, 14),  # (48 + 8) // 4
+        (40, 1.0, 16),  # at most one batch of 16: (48 + 16) // 4
+        (40, 0.3, 13),  # int(4.8) = 4
+    ],
+)
+def test_worker_limit_table_of_stragglers(finished: int, batches: float, expected: int) -> None:
+    bounds = replace(limits(), straggler_batches=batches)
+
+    assert worker_limit(status(), bounds, finished_sequences=finished) == expected
+
+
+def test_defaults_are_neutral() -> None:
+    assert worker_limit(replace(status(), max_running_sequences=19), limits()) == 4
+    assert QueueStatus(0, 0) == QueueStatus(
+        0, 0, own_queue_groups=0, max_group_size=1, unallocated_fraction=1.0
+    )
+    bounds = CapacityLimits(group_size=4, batch_size=16, max_batches_offpolicy=3, max_workers=8)
+    assert (bounds.total_steps, bounds.straggler_batches) == (-1, 0.0)
+    assert worker_limit(status(), bounds, finished_sequences=100) == 8
+
+
+def test_queue_status_reads_every_key() -> None:
+    reply = {
+        "current_step": "3", "queue_size": 5, "self_queue_size": 2, "max_group_size": 4,
+        "unallocated_fraction": 0.25, "groups_to_start": 9, "max_running_sequences": 70,
+    }  # fmt: skip
+
+    assert QueueStatus.from_reply(reply) == QueueStatus(3, 5, 2, 4, 0.25, 9, 70)
+
+
+@pytest.mark.parametrize(
+    ("step", "queue", "total", "expected"),
+    [
+        (0, 0, 0, False),  # 0 + 0 does not exceed 0
+        (0, 4, 0, True),  # one batch more than the run takes
+        (2, 4, 3, False),
+        (3, 4, 3, True),
+        (9, 0, -1, False),  # the end is unknown
+    ],
+)
+def test_is_queue_full_once_the_rest_of_the_run_waits(
+    step: int, queue: int, total: int, expected: bool
+) -> None:
+    now = replace(status(queue=queue), current_step=step)
+
+    assert is_queue_full(now, limits(total=total)) is expected
+
+
+@pytest.mark.parametrize(("ahead", "expected"), [(0, False), (1, True), (-1, False)])
+def test_is_queue_full_only_with_an_offpolicy_limit(ahead: int, expected: bool) -> None:
+    assert is_queue_full(status(queue=4), limits(ahead=ahead)) is expected
+
+
+def test_own_share_with_a_share_of_nothing_is_the_slack() -> None:
+    # (0 + 8 // 2) * 8 = 32 sequences of 2
+    assert own_share_groups(status(largest=8), limits(group=2, share=0.0)) == 16

@@ -113,6 +113,7 @@ END"""
 
 EXCERPT = "part of a class, shown to explain it; tests run the class"
 PICTURE = "a drawing"
+OUTPUT = "text without commands, such as the output of the block above"
 SERVED = "needs the packages of an ecosystem; tests/serving/test_page.py runs it with them"
 
 
@@ -234,6 +235,11 @@ STEPS: tuple[Step, ...] = (
     ),
     NotRun("docs/weights.md", "atropos-grpo --model Qwen/Qwen3-0.6B --publish", "needs a bucket"),
     NotRun("docs/weights.md", "atropos-weights follow s3://bucket/run", "needs a bucket"),
+    NotRun(
+        "docs/weights.md",
+        "VLLM_SERVER_DEV_MODE=1 vllm serve Qwen/Qwen3-0.6B --port 9001",
+        "needs GPUs",
+    ),
     NotRun("docs/telemetry.md", "export ATROPOS_TRACING=otlp", "needs a collector"),
     NotRun("docs/telemetry.md", "view-run --trace-url", "needs a service of traces"),
     Run("docs/repeating_runs.md", "run-api --run first", until=("http://",)),
@@ -320,6 +326,140 @@ STEPS: tuple[Step, ...] = (
         "python environments/multimodal_dpo/pixmo_clocks.py process",
         before=ENGINE.replace("Qwen/Qwen3-0.6B", "Qwen/Qwen2-VL-2B-Instruct"),
         until=("group 3 of",),
+    ),
+    # tutorials
+    NotRun("docs/tutorials/README.md", "python3 -m venv .venv", "the install lines of README"),
+    *(
+        Run(f"docs/tutorials/{page}.md", line, save_as=name)
+        for page, line, name in (
+            ("first_environment", "import itertools", "digits.py"),
+            ("own_data", "import json", "make_questions.py"),
+            ("game", "import random", "guessing.py"),
+            ("game", "import json", "make_games.py"),
+            ("agent", '"""The agent', "my_agent.py"),
+            ("agent", "import asyncio", "agent_env.py"),
+            ("own_trainer", "import torch", "my_trainer.py"),
+            ("cluster", "name: digits", "run.yaml"),
+        )
+    ),
+    Run(
+        "docs/tutorials/first_environment.md",
+        "python -m example_trainer.demo.small_model my_model",
+        before="rm -rf my_model guesser player tuned train_runs squares",
+        shows=("model written to my_model: short random texts",),
+    ),
+    Run(
+        "docs/tutorials/first_environment.md",
+        "python digits.py check",
+        shows=("scores differ +│ passed", "20 passed"),
+    ),
+    Run(
+        "docs/tutorials/first_environment.md",
+        "atropos-train digits.py",
+        shows=("step 20 of 20", "eval/mean_score"),
+        limit_s=600,
+    ),
+    Run("docs/tutorials/own_data.md", "python make_questions.py", shows=('"answer": "even"',)),
+    Run(
+        "docs/tutorials/own_data.md",
+        "atropos-env dataset:questions.jsonl check",
+        shows=("20 passed",),
+    ),
+    Run(
+        "docs/tutorials/own_data.md",
+        "python -m example_trainer.demo.small_model guesser",
+        shows=("400 examples",),
+    ),
+    Run(
+        "docs/tutorials/own_data.md",
+        "atropos-train dataset:questions.jsonl",
+        until=("step [1-9][0-9]* of 30",),
+        limit_s=600,
+    ),
+    Run("docs/tutorials/game.md", "python guessing.py check", shows=("20 passed",)),
+    Run("docs/tutorials/game.md", "python make_games.py", shows=("400 examples",)),
+    Run(
+        "docs/tutorials/game.md",
+        "atropos-train guessing.py",
+        until=("step [1-9][0-9]* of 10",),
+        limit_s=600,
+    ),
+    Run(
+        "docs/tutorials/tools.md",
+        "import random",
+        save_as="shopping.py",
+        command="python shopping.py check",
+        shows=("19 passed, 1 skipped",),
+    ),
+    NotRun("docs/tutorials/tools.md", "python shopping.py check", "run with the file above"),
+    NotRun(
+        "docs/tutorials/tools.md", "atropos-train shopping.py", "needs a model that knows tools"
+    ),
+    Run(
+        "docs/tutorials/judge.md",
+        "python -m example_trainer.torch_engine",
+        shows=("4 groups",),
+        limit_s=600,
+    ),
+    Run("docs/tutorials/judge.md", "atropos-dpo-gen pairs.jsonl", shows=('"prompt"',)),
+    Run(
+        "docs/tutorials/judge.md",
+        "atropos-new-env essays",
+        before="rm -f essays* test_essays.py",
+        shows=("passed",),
+    ),
+    Run(
+        "docs/tutorials/images.md",
+        "import json",
+        save_as="squares.py",
+        command="python squares.py check",
+        shows=("18 passed, 2 skipped",),
+    ),
+    NotRun("docs/tutorials/images.md", "python squares.py check", "run with the file above"),
+    NotRun("docs/tutorials/images.md", "atropos-train squares.py", "needs a model for images"),
+    Run(
+        "docs/tutorials/agent.md",
+        "python -m example_trainer.torch_engine",
+        shows=("2 groups",),
+        limit_s=600,
+    ),
+    Run("docs/tutorials/agent.md", "python -c", shows=(r"\[[0-9]+(, [0-9]+){7}\]",)),
+    Run(
+        "docs/tutorials/sft_and_dpo.md",
+        "python -m example_trainer.torch_engine",
+        before="rm -f digits*.jsonl",
+        shows=("40 groups",),
+        limit_s=600,
+    ),
+    Run("docs/tutorials/sft_and_dpo.md", "atropos-sft-gen best.jsonl", before="rm -f best.jsonl"),
+    Run(
+        "docs/tutorials/sft_and_dpo.md",
+        "python -m example_trainer.demo.small_model tuned",
+        shows=("examples, loss",),
+    ),
+    Run(
+        "docs/tutorials/sft_and_dpo.md",
+        "python -m example_trainer.torch_engine --model tuned",
+        shows=("mean_score",),
+        limit_s=600,
+    ),
+    Run(
+        "docs/tutorials/own_trainer.md",
+        "python -m example_trainer.torch_engine",
+        shows=("step 15: mean score",),
+        limit_s=600,
+    ),
+    Run("docs/tutorials/cluster.md", "atropos-up run.yaml", shows=("finished",), limit_s=600),
+    Run("docs/tutorials/cluster.md", "atropos-up run.yaml --on slurm", shows=("#SBATCH",)),
+    *(
+        NotRun("docs/containers.md", line, "needs a registry of images; a test reads the file")
+        for line in (
+            "podman build --format docker -f",
+            "podman run --read-only --tmpfs /tmp --cap-drop all -p 127.0.0.1",
+            "podman run --read-only --tmpfs /tmp --cap-drop all -p 8000",
+            "podman run --read-only --tmpfs /tmp --cap-drop all --network host",
+            "podman build --format docker -f",
+        )
     ),
     NotRun("CONFIG.md", "env:", "a YAML file; tests load it"),
     # library
@@ -503,6 +643,22 @@ STEPS: tuple[Step, ...] = (
         "docs/trainer_speed.md",
         "python benchmarks/h200.py --device cpu --tiny",
         "a test runs it: tests/benchmarks/test_h200.py",
+    ),
+    NotRun(
+        "docs/speedrun.md",
+        "atropos-speedrun run benchmarks",
+        "minutes of measuring; tests/speedrun/test_run.py runs an entry",
+    ),
+    Run(
+        "docs/speedrun.md",
+        "atropos-speedrun verify",
+        shows=("the result counts", r"\| 1 \| \*\*"),
+    ),
+    NotRun("docs/speedrun.md", "name: my-entry", "an entry; tests/speedrun/test_rules.py reads it"),
+    NotRun(
+        "docs/speedrun.md",
+        "atropos-speedrun run my-entry.yaml",
+        "minutes of measuring; tests/speedrun/test_run.py runs an entry",
     ),
     *(
         NotRun("docs/serving_environments.md", line, SERVED)
@@ -710,9 +866,11 @@ def match_blocks(blocks: Sequence[Block], steps: Sequence[Step]) -> list[tuple[B
             raise ValueError(f"{step.page} has no block that begins with {step.first_line!r}")
         open_blocks.remove(found)
         pairs.append((found, step))
-    for block in [block for block in open_blocks if is_drawing(block)]:
-        open_blocks.remove(block)
-        pairs.append((block, NotRun(block.page, block.first_line, PICTURE)))
+    for block in list(open_blocks):
+        if block.language == "text" or is_drawing(block):
+            open_blocks.remove(block)
+            reason = OUTPUT if block.language == "text" else PICTURE
+            pairs.append((block, NotRun(block.page, block.first_line, reason)))
     if open_blocks:
         listed = "\n".join(f"{b.page}:{b.line} {b.first_line!r}" for b in open_blocks)
         raise ValueError(f"blocks without an entry in tests/first_hour/plan.py:\n{listed}")

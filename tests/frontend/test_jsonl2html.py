@@ -315,7 +315,8 @@ def test_page_loads_nothing_and_runs_only_its_own_script(tmp_path: Path) -> None
 
     markup = (tmp_path / "new" / "page.html").read_text()
     page = Page(markup)
-    assert not [a for _, a in page.elements if "src" in a or "href" in a]
+    assert not [a for _, a in page.elements if "src" in a]
+    assert [a["href"] for _, a in page.elements if "href" in a] == ["#groups-container"]
     assert [tag for tag, _ in page.elements].count("script") == 1
     assert "default-src 'none'" in markup
     assert "script-src 'sha256-" in markup

@@ -10,13 +10,17 @@ import pytest
 import yaml
 
 from helpers.site_pages import (
+    LAYERS,
     PUBLIC_MODULES,
+    architecture_page,
     commands,
     linked_files,
+    package_of,
     page_of,
     rewritten,
     shown_file,
 )
+from tests.contract.import_graph import import_graph
 from tests.packaging.installed import REPOSITORY
 
 
@@ -58,6 +62,17 @@ def test_pages_of_the_navigation_and_modules_of_the_reference_exist() -> None:
     paths = [REPOSITORY / name.replace(".", "/") for name in modules]
     assert [p for p in paths if not (p.with_suffix(".py").exists() or p.is_dir())] == []
     assert {"run-api", "atropos-train"} <= set(commands())
+
+
+def test_architecture_page_has_every_package_and_the_imports_of_today() -> None:
+    page = architecture_page()
+
+    packages = [name for _, names in LAYERS for name in names]
+    rows = dict(re.findall(r"^\| [\w ]+ \| `([\w.]+)` \| (.+) \|$", page, re.M))
+    assert list(rows) == packages
+    assert {package_of(module) for module in import_graph(lazy=True)} >= set(packages)
+    assert "`atroposlib.errors` " in rows["atroposlib.api"]
+    assert "atroposlib.envs" not in rows["atroposlib.api"]
 
 
 def test_workflows_and_templates_are_yaml() -> None:

@@ -23,7 +23,7 @@ from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.envs.server_handling.sglang_server import SGLangServer
 from atroposlib.envs.server_handling.vllm_server import parse_completions
 from atroposlib.errors import InferenceError
-from atroposlib.utils.version_runs import cut_runs, read_spans
+from atroposlib.scored_data import cut_runs, read_spans
 from tests.fakes import CharTokenizer
 from tests.scripted_dialects import ScriptedSGLang
 

@@ -126,7 +126,8 @@ def _replay(run: ClusterRun, num_steps: int) -> list[float]:
     trainer = run.extra_part("replay", command + [f"--{k}={v}" for k, v in flags.items()])
     trainer.start()
     try:
-        run.wait_for(lambda: not trainer.is_alive, "end of the replay", limit_s=180.0)
+        limit_s = 180.0 + 2.0 * num_steps
+        run.wait_for(lambda: not trainer.is_alive, "end of the replay", limit_s=limit_s)
     finally:
         trainer.end(signal.SIGKILL)
         service.end(signal.SIGKILL)

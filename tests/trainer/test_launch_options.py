@@ -349,3 +349,25 @@ def test_task_set_of_another_library_is_started_by_its_command() -> None:
         "gymnasium_FrozenLake_v1-2",
         "asks",
     ]
+
+
+def test_common_start_lets_the_trainer_wait_for_the_engine() -> None:
+    options = replace(OPTIONS, starts_together=True, evaluates=False)
+
+    together, in_order = plan_of(options, machine=CPU)[0], plan_of(machine=CPU)[0]
+
+    assert trainer_config(together).engine_wait_s == together.start_limit_s
+    assert trainer_config(in_order).engine_wait_s == 0
+
+
+def test_common_start_is_refused_if_an_evaluation_comes_first() -> None:
+    with pytest.raises(ConfigError, match="add --no-evaluate"):
+        plan_of(replace(OPTIONS, starts_together=True), machine=CPU)
+
+
+def test_common_start_is_refused_on_a_shared_gpu() -> None:
+    options = replace(OPTIONS, starts_together=True, evaluates=False)
+
+    assert plan_of(options, machine=FOUR_GPUS)[0].starts_together
+    with pytest.raises(ConfigError, match="separate GPUs"):
+        plan_of(options, machine=ONE_GPU)

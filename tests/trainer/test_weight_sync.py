@@ -10,9 +10,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from atroposlib.errors import ConfigError, InferenceError
+from atroposlib.errors import ConfigError, EngineSetupError, InferenceError
 from example_trainer import weight_sync as engine_weights
 from example_trainer.engine import EngineControl, EngineUnreachableError, SglangControl
+from example_trainer.processes import find_free_port
 from example_trainer.training import is_sync_due
 from example_trainer.vllm_manager import VllmServer
 from example_trainer.weight_sync import (
@@ -27,6 +28,7 @@ from example_trainer.weight_sync import (
     require_built_mode,
     require_shared_memory_for,
     ties_output_to_input,
+    wait_for_engine,
 )
 from tests.trainer.scripted_vllm import ScriptedVllm
 from tests.trainer.tiny import SavedTokenizer, tiny_config, tiny_llama
@@ -442,3 +444,28 @@ def test_auto_opens_no_routes_to_other_hosts(tmp_path, free_port, fake_vllm, cap
     assert sync.mode == "none"
     assert "development mode: None" in (tmp_path / "logs" / "vllm.log").read_text()
     assert "weight bridge mode: none (chosen by auto)" in caplog.text
+
+
+def test_engine_that_starts_with_the_trainer_is_waited_for(tmp_path):
+    waits = []
+    with ScriptedVllm({"/health": (503, {})}) as engine:
+        config = tiny_config(tmp_path, vllm_port=engine.port, engine_wait_s=30.0)
+
+        def sleep(seconds):
+            waits.append(seconds)
+            engine.answers["/health"] = (200, {})
+
+        wait_for_engine(config, sleep=sleep)
+
+    assert len(waits) == 1
+
+
+def test_engine_that_does_not_start_in_time_is_an_error(tmp_path):
+    now = [0.0]
+    config = tiny_config(tmp_path, vllm_port=find_free_port(), engine_wait_s=1.0)
+
+    def sleep(seconds):
+        now[0] += seconds
+
+    with pytest.raises(EngineSetupError, match="in 1 s; see its log, or increase --engine-wait-s"):
+        wait_for_engine(config, clock=lambda: now[0], sleep=sleep)

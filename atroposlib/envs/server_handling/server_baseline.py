@@ -57,15 +57,15 @@ from atroposlib.envs.server_handling.retry import (
     retry_after_s,
 )
 from atroposlib.errors import EngineSetupError, NoTextCompletionsError
-from atroposlib.utils.aio import LoopTurns, end_task
-from atroposlib.utils.tracing import model_span, note_answer
-from atroposlib.utils.version_runs import (
+from atroposlib.scored_data import (
     VersionRun,
     WeightSpan,
     cut_runs,
     join_runs,
     read_spans,
 )
+from atroposlib.utils.aio import LoopTurns, end_task
+from atroposlib.utils.tracing import model_span, note_answer
 
 if TYPE_CHECKING:
     from openai.types.chat import ChatCompletion
@@ -690,7 +690,7 @@ FROM_TEXT = "tokenized_from_text"
 """Key of a node's metadata and field of a group: the tokens were encoded from text."""
 
 TOKEN_VERSIONS = "token_versions"
-"""Key of a node's metadata and field of a group: runs of policy versions, see `version_runs`."""
+"""Key of a node's metadata and field of a group: runs of policy versions, see `scored_data`."""
 
 _OPEN: ContextVar[tuple[SampledVersions, ...]] = ContextVar("sampled_versions", default=())
 

@@ -80,9 +80,8 @@ from atroposlib.envs.server_handling.server_baseline import FROM_TEXT, TOKEN_VER
 from atroposlib.envs.server_handling.text_sampling import TextReply
 from atroposlib.envs.server_handling.tool_call_translator import ToolCallTranslator
 from atroposlib.errors import PromptError
-from atroposlib.scored_data import IGNORE_INDEX, MASKED_LOGPROB
+from atroposlib.scored_data import IGNORE_INDEX, MASKED_LOGPROB, VersionRun, cut_runs, join_runs
 from atroposlib.utils.aio import decode_long
-from atroposlib.utils.version_runs import VersionRun, cut_runs, join_runs
 
 Render = Callable[[Sequence[Mapping[str, Any]], Sequence[Any] | None], str]
 """Renders messages and tools as prompt text."""
@@ -232,7 +231,7 @@ class SequenceNode(BaseModel):
     `weight_versions`: the engine's name of the weights of each completion, of its first token if
     they changed; oldest first.
 
-    `token_versions`: the policy versions of the tokens, as runs (`utils.version_runs`), if the
+    `token_versions`: the policy versions of the tokens, as runs (see `scored_data`), if the
     engine names its weights.
 
     `policy_version`: the oldest policy version among them, from the engine or the service.

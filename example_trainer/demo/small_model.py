@@ -1,0 +1,164 @@
+"""Write a small language model to a folder, for first runs on a CPU without a download.
+
+    python -m example_trainer.demo.small_model my_model                     writes random texts
+    python -m example_trainer.demo.small_model my_model --examples FILE     writes such messages
+
+The model is a Llama of fewer than 200,000 parameters. It can encode any text, knows no language,
+and learns in seconds. Without examples it learns to answer with a few random characters, and to
+end. Each line of the examples has `messages`, as `atropos-sft-gen --format trl-messages` writes
+them; the model learns the messages of the assistant.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import random
+import string
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from atroposlib.errors import AtroposError, ConfigError
+from atroposlib.utils.command_parser import (
+    CommandParser,
+    end_command,
+    exit_code_of,
+    integer_between,
+)
+from example_trainer.cli import require_extra
+from example_trainer.demo.settings import TinyModelShape, save_tiny_model
+from example_trainer.demo.student import encode_conversation, student_of, supervised_steps
+
+__all__ = ["main", "read_chats", "write_small_model"]
+
+_NAME = "small model"
+_LR = 2e-3
+_BATCH_CHATS = 32
+_NUM_RANDOM_CHATS = 400
+_RANDOM_CHARACTERS = (4, 12)
+
+
+def read_chats(file: Path) -> list[list[Mapping[str, str]]]:
+    """Return the messages of each line of a JSONL file.
+
+    Raises:
+        ConfigError: The file cannot be read, or a line has no messages that end with the assistant.
+    """
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot read {file}: {error}") from None
+    chats = [_chat_of(line, f"{file}, line {number}") for number, line in enumerate(lines, 1)]
+    if not chats:
+        raise ConfigError(f"{file} is empty; write one chat per line")
+    return chats
+
+
+def _chat_of(line: str, place: str) -> list[Mapping[str, str]]:
+    expected = 'expected {"messages": [{"role": "user", "content": "..."}, ...]}'
+    try:
+        messages = json.loads(line)["messages"]
+        texts = [text for each in messages for text in (each["role"], each["content"])]
+    except (ValueError, KeyError, TypeError):
+        raise ConfigError(f"{place}: {expected}") from None
+    if not texts or not all(isinstance(text, str) for text in texts):
+        raise ConfigError(f"{place}: {expected}, with texts only")
+    if messages[-1]["role"] != "assistant":
+        raise ConfigError(f"{place}: the last message must be that of the assistant")
+    return list(messages)
+
+
+def random_chats(seed: int) -> list[list[Mapping[str, str]]]:
+    """Return chats of random characters with short answers."""
+    rng = random.Random(seed)
+    characters = string.ascii_letters + string.digits + string.punctuation + " "
+
+    def text(least: int, most: int) -> str:
+        return "".join(rng.choices(characters, k=rng.randint(least, most)))
+
+    return [
+        [
+            {"role": "user", "content": text(4, 40)},
+            {"role": "assistant", "content": text(*_RANDOM_CHARACTERS)},
+        ]
+        for _ in range(_NUM_RANDOM_CHATS)
+    ]
+
+
+def write_small_model(
+    folder: Path,
+    chats: Sequence[Sequence[Mapping[str, Any]]],
+    *,
+    steps: int,
+    max_length: int,
+    seed: int,
+) -> float:
+    """Write a model that was trained on `chats` for `steps`, at least one; return the last loss."""
+    shape = TinyModelShape(hidden_size=64, num_layers=2, num_heads=2, max_length=max_length)
+    student = student_of(chats, shape=shape, seed=seed, folder=folder)
+    examples = [encode_conversation(student.tokenizer, chat) for chat in chats]
+    longest = max(len(example.tokens) for example in examples)
+    if longest > max_length:
+        raise ConfigError(f"a chat has {longest} tokens; raise --max-length to {longest} or more")
+    repeated = examples * -(-_BATCH_CHATS // len(examples))
+    losses = supervised_steps(
+        student.model,
+        repeated,
+        lr=_LR,
+        batch_size=_BATCH_CHATS,
+        pad_token=int(student.tokenizer.pad_token_id),
+        seed=seed,
+    )
+    for _ in range(steps):
+        loss = next(losses)
+    save_tiny_model(student.model, student.tokenizer, folder)
+    return loss
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Write the model; exit with 2 if an argument or the file of examples is invalid."""
+    args = _parser().parse_args(argv)
+    try:
+        chats = read_chats(args.examples) if args.examples else random_chats(args.seed)
+        if args.folder.exists() and any(args.folder.iterdir()):
+            raise ConfigError(f"{args.folder} is not empty; name another folder, or remove it")
+        with require_extra("trainer"):
+            import torch
+        torch.set_num_threads(1)  # more do not help a model of this size
+        loss = write_small_model(
+            args.folder, chats, steps=args.steps, max_length=args.max_length, seed=args.seed
+        )
+    except AtroposError as error:
+        end_command(_NAME, error, code=exit_code_of(error))
+    learned = f"{len(chats)} examples" if args.examples else "short random texts"
+    print(f"model written to {args.folder}: {learned}, loss {loss:.2f}")
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = CommandParser(
+        prog="python -m example_trainer.demo.small_model",
+        description="Write a small language model for first runs on a CPU. Nothing is downloaded.",
+    )
+    parser.add_argument("folder", type=Path, help="folder to write to; must be new or empty")
+    parser.add_argument(
+        "--examples", type=Path, help="JSONL file of chats to learn (default: short random texts)"
+    )
+    parser.add_argument(
+        "--steps",
+        type=integer_between(1, 100_000),
+        default=100,
+        help="optimizer steps (default 100)",
+    )
+    parser.add_argument(
+        "--max-length",
+        type=integer_between(32, 8192),
+        default=1024,
+        help="context in tokens (default 1024)",
+    )
+    parser.add_argument("--seed", type=int, default=0, help="seed of weights and order (default 0)")
+    return parser
+
+
+if __name__ == "__main__":
+    main()

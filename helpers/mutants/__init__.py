@@ -1,0 +1,1 @@
+"""Mutation testing of the pure rules: `python -m helpers.mutants --help`."""

@@ -1,0 +1,89 @@
+"""The small model of the tutorials: what it learns from, and what is refused."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from atroposlib.errors import ConfigError
+from example_trainer.demo.small_model import main, random_chats, read_chats, write_small_model
+
+QUESTION = {"role": "user", "content": "Is 3 even or odd?"}
+CHAT = [QUESTION, {"role": "assistant", "content": "odd"}]
+
+
+def test_model_of_random_texts_can_be_loaded(tmp_path: Path) -> None:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    write_small_model(tmp_path / "model", random_chats(0), steps=1, max_length=64, seed=0)
+
+    tokenizer = AutoTokenizer.from_pretrained(str(tmp_path / "model"))
+    model = AutoModelForCausalLM.from_pretrained(str(tmp_path / "model"))
+    assert tokenizer.decode(tokenizer.encode("Grüße, 3")) == "Grüße, 3"
+    assert model.config.vocab_size == len(tokenizer)
+    assert model.config.max_position_embeddings == 64
+
+
+def test_random_chats_depend_on_the_seed_and_are_short() -> None:
+    chats = random_chats(0)
+
+    assert chats == random_chats(0) != random_chats(1)
+    assert all(4 <= len(chat[-1]["content"]) <= 12 for chat in chats)
+
+
+def test_model_learns_its_examples(tmp_path: Path) -> None:
+    losses = [
+        write_small_model(tmp_path / str(steps), [CHAT], steps=steps, max_length=64, seed=0)
+        for steps in (1, 12)
+    ]
+
+    assert losses[1] < losses[0]
+
+
+def test_chat_longer_than_the_context_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="raise --max-length to"):
+        write_small_model(tmp_path / "model", [CHAT], steps=1, max_length=32, seed=0)
+
+
+@pytest.mark.parametrize(
+    ("line", "reason"),
+    [
+        ("no json", "line 2: expected"),
+        ("[]", "line 2: expected"),
+        ('{"messages": []}', "with texts only"),
+        ('{"messages": [{"role": "user", "content": 3}]}', "with texts only"),
+        (json.dumps({"messages": [QUESTION]}), "must be that of the assistant"),
+    ],
+)
+def test_line_without_a_chat_is_refused_by_its_number(
+    line: str, reason: str, tmp_path: Path
+) -> None:
+    file = tmp_path / "chats.jsonl"
+    file.write_text(json.dumps({"messages": CHAT}) + "\n" + line + "\n")
+
+    with pytest.raises(ConfigError, match=reason):
+        read_chats(file)
+
+
+def test_missing_and_empty_files_are_refused(tmp_path: Path) -> None:
+    (tmp_path / "empty.jsonl").touch()
+
+    with pytest.raises(ConfigError, match="is empty"):
+        read_chats(tmp_path / "empty.jsonl")
+    with pytest.raises(ConfigError, match="cannot read"):
+        read_chats(tmp_path / "missing.jsonl")
+
+
+def test_folder_with_files_is_left_as_it_is(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "notes").write_text("mine")
+
+    with pytest.raises(SystemExit) as ended:
+        main([str(tmp_path)])
+
+    assert ended.value.code == 2
+    assert "is not empty; name another folder, or remove it" in capsys.readouterr().err
+    assert [path.name for path in tmp_path.iterdir()] == ["notes"]

@@ -1,0 +1,206 @@
+"""Weight updates by vLLM's transfer engines: settings, what is sent, requests, failures."""
+
+from __future__ import annotations
+
+import base64
+import pickle
+import shlex
+from typing import Any
+
+import pytest
+import torch
+from pydantic import ValidationError
+
+from atroposlib.errors import ConfigError, InferenceError
+from example_trainer import weight_transfer
+from example_trainer.vllm_manager import transfer_flags, vllm_command, vllm_environment
+from example_trainer.weight_sync import InPlaceSync
+from example_trainer.weight_transfer import WeightTransfer, _TransferRoutes, checkpoint_weights
+from tests.trainer.scripted_vllm import ScriptedVllm
+from tests.trainer.tiny import tiny_config, tiny_llama
+
+pytestmark = pytest.mark.slow
+
+
+def served_with(backend: str | None) -> dict[str, Any]:
+    """Answers of an engine with a transfer engine and two workers."""
+    transfer = {"backend": backend} if backend else None
+    settings = {"weight_transfer_config": transfer, "model_config": {}}
+    return {
+        "/server_info": (200, {"vllm_config": settings}),
+        "/get_world_size": (200, {"world_size": 2}),
+    }
+
+
+def transfer_config(folder, **settings):
+    """Settings for a transfer on a machine that need not have a GPU."""
+    backend = settings.pop("sync_transport", "nccl")
+    return tiny_config(folder, **settings).model_copy(update={"sync_transport": backend})
+
+
+@pytest.mark.parametrize(
+    ("settings", "reason"),
+    [
+        ({"device": "cpu"}, "nccl needs a GPU, but device=cpu: use disk"),
+        ({"engine": "torch"}, "needs engine=vllm"),
+        ({"weight_bridge_mode": "none"}, "weight_bridge_mode=in_place"),
+        ({"sync_transport": "ipc", "world_size": 2}, "one trainer process"),
+        ({"sync_transport": "ipc", "engine_urls": ["http://a:1"]}, "one engine on its GPU"),
+    ],
+)
+def test_setting_that_cannot_work_is_refused(tmp_path, settings, reason):
+    base = {"device": "cuda", "sync_transport": "nccl", "weight_bridge_mode": "in_place"}
+
+    with pytest.raises(ValidationError, match=reason):
+        tiny_config(tmp_path, **{**base, **settings})
+
+
+def test_launched_engine_gets_the_transfer_engine_and_may_unpickle_only_for_ipc(tmp_path):
+    for backend, unpickles in (("nccl", False), ("ipc", True), ("disk", False)):
+        config = transfer_config(tmp_path, sync_transport=backend, device="cuda")
+        environment = vllm_environment(config, {}, updatable=True)
+
+        flags = shlex.join(vllm_command(config, "model"))
+        assert (shlex.join(transfer_flags(backend)) in flags) == (backend != "disk")
+        assert ("VLLM_ALLOW_INSECURE_SERIALIZATION" in environment) == unpickles
+
+
+def test_nccl_with_a_launched_engine_on_the_trainers_gpu_is_refused(tmp_path):
+    sync = InPlaceSync(transfer_config(tmp_path, vllm_port=1, device="cuda"))
+
+    with pytest.raises(ConfigError, match="choose another one with --vllm-gpu"):
+        sync.check_before_load()
+    sync.close()
+
+
+@pytest.mark.parametrize("backend", [None, "ipc"])
+def test_running_engine_without_this_transfer_engine_is_refused_with_its_command(tmp_path, backend):
+    with ScriptedVllm(served_with(backend)) as engine:
+        sync = InPlaceSync(transfer_config(tmp_path, vllm_port=engine.port))
+        with pytest.raises(ConfigError) as refused:
+            sync.check_before_load()
+        sync.close()
+
+    assert f"has the transfer engine {backend or 'none'}" in str(refused.value)
+    assert '--weight-transfer-config \'{"backend": "nccl"}\'' in str(refused.value)
+
+
+def test_tied_weights_are_sent_once_under_the_names_of_the_checkpoint():
+    model = tiny_llama()
+    names = set(model.state_dict())
+    model.config.tie_word_embeddings = True
+    model.tie_weights()
+
+    weights = checkpoint_weights(model)
+
+    assert set(weights) == names - {"lm_head.weight"}
+    assert torch.equal(weights["model.norm.weight"], model.model.norm.weight)
+
+
+class RecordedSender:
+    """Stands for vLLM's trainer side: drives the routes, and keeps what it was given."""
+
+    def __init__(self, client, source):
+        self.client, self.source = client, source
+        self.sent: list[list[tuple[str, torch.dtype]]] = []
+        self.num_shutdowns = 0
+
+    def send_weights(self):
+        self.client.start_weight_update()
+        metadata = self.source.metadata()
+        pairs = list(self.source)
+        assert [(m.name, m.dtype) for m in metadata] == [(n, t.dtype) for n, t in pairs]
+        self.client.update_weights({"names": [m.name for m in metadata]})
+        self.sent.append([(name, tensor.dtype) for name, tensor in pairs])
+        self.client.finish_weight_update()
+
+    def shutdown(self):
+        self.num_shutdowns += 1
+
+
+@pytest.fixture
+def senders(monkeypatch):
+    """Senders that were made, in place of those of vLLM, which need a GPU."""
+    pytest.importorskip("vllm")
+    from vllm.distributed.weight_transfer.factory import WeightTransferTrainerFactory
+
+    made: list[RecordedSender] = []
+    begun: list[Any] = []
+
+    def begin(info, *, client, source):
+        begun.append(info)
+        made.append(RecordedSender(client, source))
+        return made[-1]
+
+    monkeypatch.setattr(WeightTransferTrainerFactory, "trainer_init", staticmethod(begin))
+    monkeypatch.setattr(weight_transfer, "select_device", lambda device: None)
+    return made, begun
+
+
+def test_update_pauses_sends_in_the_engines_type_names_the_version_and_resumes(tmp_path, senders):
+    made, begun = senders
+    with ScriptedVllm(served_with("nccl")) as engine:
+        transfer = WeightTransfer(transfer_config(tmp_path, vllm_port=engine.port, dtype="float16"))
+        transfer.require_backend()
+        transfer.send(tiny_llama(), 7)
+        transfer.send(tiny_llama(), 8)
+        transfer.close()
+
+    update = ["/pause", "/start_weight_update", "/update_weights", "/finish_weight_update"]
+    update += ["/reset_prefix_cache", "/resume"]
+    assert [path for path in engine.paths if path not in served_with("nccl")] == [
+        *update,
+        *update,
+        "/shutdown_weight_transfer_engine",
+    ]
+    versions = [body for path, _, body in engine.requests if path == "/finish_weight_update"]
+    assert versions == [{"weight_version": "7"}, {"weight_version": "8"}]
+    assert (begun[0].world_size, begun[0].master_address) == (3, "127.0.0.1")
+    assert len(begun) == 1
+    assert {dtype for _, dtype in made[0].sent[1]} == {torch.float16}
+    assert made[0].num_shutdowns == 1
+
+
+def test_failed_update_resumes_the_engine_and_the_next_one_connects_again(tmp_path, senders):
+    made, _ = senders
+    with ScriptedVllm(served_with("nccl")) as engine:
+        transfer = WeightTransfer(transfer_config(tmp_path, vllm_port=engine.port))
+        engine.answers["/update_weights"] = (500, {"error": "NCCL timeout"})
+        with pytest.raises(InferenceError, match="NCCL timeout"):
+            transfer.send(tiny_llama(), 1)
+        assert engine.paths[-1] == "/resume"
+        del engine.answers["/update_weights"]
+        transfer.send(tiny_llama(), 1)
+        transfer.close()
+
+    assert [sender.num_shutdowns for sender in made] == [1, 1]
+
+
+def test_error_of_the_gpu_link_names_engine_and_remedy(tmp_path, senders, monkeypatch):
+    def fail(self):
+        raise RuntimeError("NCCL error: unhandled system error")
+
+    monkeypatch.setattr(RecordedSender, "send_weights", fail)
+    with ScriptedVllm(served_with("nccl")) as engine:
+        transfer = WeightTransfer(transfer_config(tmp_path, vllm_port=engine.port))
+        with pytest.raises(InferenceError, match="unhandled system error; with --sync-transport"):
+            transfer.send(tiny_llama(), 1)
+        transfer.close()
+
+    assert engine.paths[-1] == "/resume"
+
+
+def test_handles_of_gpu_memory_are_pickled_as_the_route_expects():
+    posts: list[tuple[str, Any]] = []
+
+    class Recorder:
+        def post(self, path, **options):
+            posts.append((path, options["json"]["update_info"]))
+
+    routes = _TransferRoutes(Recorder())  # type: ignore[arg-type]
+    routes.update_weights({"names": ["a"], "ipc_handles": {"GPU-1": (1, "x")}})
+
+    ((path, info),) = posts
+    assert (path, sorted(info)) == ("/update_weights", ["ipc_handles_pickled", "names"])
+    handles = pickle.loads(base64.b64decode(info["ipc_handles_pickled"]))
+    assert handles == {"GPU-1": (1, "x")}
