@@ -188,12 +188,20 @@ class PartHost:
             self._name,
             [sys.executable if program == PYTHON else program, *words],
             log_path=self._log,
-            env={**_inherited(), **part.variables, **secrets},
+            env={**_inherited(), **self._torchrun_variables(part), **part.variables, **secrets},
             cwd=self._run.folder,
         )
         with contextlib.suppress(ProcessFailedError):  # reported as an end with a code
             self._process.start()
             self._write_record()
+
+    def _torchrun_variables(self, part: Part) -> dict[str, str]:
+        """Return which node of several has the rendezvous of torchrun: the first.
+
+        torchrun would compare addresses, and find none where the node's name is a loopback address.
+        """
+        is_first = self._name == part.name
+        return {"PET_RDZV_CONF": f"is_host={int(is_first)}"} if part.resources.nodes > 1 else {}
 
     def _write_record(self) -> None:
         """Record the guardian of the program, which ends after all of its processes."""

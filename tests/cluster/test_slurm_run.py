@@ -87,7 +87,7 @@ def test_two_trainer_nodes_take_the_steps_of_one_although_their_job_is_queued_ag
     file = scripted_run(
         tmp_path,
         steps=steps,
-        environments={"flags": {"groups": steps, "every-s": 0.3}},
+        environments={"flags": {"groups": steps, "every-s": 8.0}},
         trainer={"nodes": 2},
         slurm={"gpus_per_node": 1},
     )
