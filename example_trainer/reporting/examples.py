@@ -68,7 +68,7 @@ class AnswerChange(NamedTuple):
 
 
 class RolloutExamples(NamedTuple):
-    """What the report shows of a run's rollouts."""
+    """Rollouts that the report of a run shows."""
 
     changes: Sequence[AnswerChange] = ()
     best: Sequence[tuple[str, ScoredText]] = ()

@@ -3,7 +3,7 @@
     JSONL lines -> records, one per step -> series, smoothed and thinned out -> SVG -> page
 
 The page has no scripts and makes no requests. Its style supports light and dark mode, narrow
-screens and printing. Lines are told apart by color and by dashes (classes `c0` ... `c5`). All text
+screens and printing. Lines differ by color and by dashes (classes `c0` ... `c5`). All text
 of a run (settings, names, metrics, rollouts) is escaped.
 """
 

@@ -300,7 +300,7 @@ def _end_lines(paths: Sequence[Path]) -> tuple[list[bytes], list[bytes]]:
 def _first_lines(path: Path) -> Iterator[bytes]:
     with path.open("rb") as file:
         lines = file.read(MAX_EXAMPLE_BYTES).splitlines()
-    yield from lines[:MAX_EXAMPLE_GROUPS]  # an incomplete line is no group
+    yield from lines[:MAX_EXAMPLE_GROUPS]  # the last line may be incomplete
 
 
 def _last_lines(path: Path) -> list[bytes]:
