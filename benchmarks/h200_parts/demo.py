@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from demo_runs import run_demo
-
 from example_trainer.demo.settings import DemoSettings, settings_for
 from h200_parts.records import PartTask, Records
 
