@@ -35,7 +35,9 @@ SEEDS = (0, 1, 2)
 NUM_CORES = 2
 NUM_HELD_OUT = 512
 HELD_OUT_SEED = 1_000_003
-HELD_OUT_SHA256 = "06b67c9b32d4cdd77684d4e2fd06d001a2bbd232c07eed191e09b9a94c265041"
+HELD_OUT_SHA256 = (
+    "06b67c9b32d4cdd77684d4e2fd06d001a2bbd232c07eed191e09b9a94c265041"  # pragma: allowlist secret
+)
 """Fingerprint of the held-out questions."""
 START_SEED = 0
 """Seed of the starting model, the same for all entries and runs."""

@@ -135,7 +135,10 @@ def test_token_in_place_of_its_name_is_not_printed(tmp_path: Path) -> None:
 def test_usual_settings_are_accepted(tmp_path: Path) -> None:
     settings = {
         "env": {"stop_token": "<|im_end|>", "max_token_length": 64, "prompt": "Price: ${x} each"},
-        "openai": {"api_key": "none", "url": "https://host/@name?tokens=3"},
+        "openai": {
+            "api_key": "none",
+            "url": "https://host/@name?tokens=3",
+        },  # pragma: allowlist secret
     }
     sections = {
         **environment(settings=settings, flags={"env.token_budget": 3}),
