@@ -136,9 +136,9 @@ def test_usual_settings_are_accepted(tmp_path: Path) -> None:
     settings = {
         "env": {"stop_token": "<|im_end|>", "max_token_length": 64, "prompt": "Price: ${x} each"},
         "openai": {
-            "api_key": "none",
+            "api_key": "none",  # pragma: allowlist secret
             "url": "https://host/@name?tokens=3",
-        },  # pragma: allowlist secret
+        },
     }
     sections = {
         **environment(settings=settings, flags={"env.token_budget": 3}),
