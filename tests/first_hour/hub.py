@@ -39,17 +39,19 @@ def write_hub(folder: Path) -> None:
             continue
         (repository / "refs").mkdir(parents=True)
         (repository / "refs" / "main").write_text(REVISION)
-        write_model(repository / "snapshots" / REVISION)
+        write_model(
+            repository / "snapshots" / REVISION, template="qwen2_5" if "-VL-" in name else "qwen3"
+        )
     write_gsm8k(folder)
 
 
-def write_model(folder: Path) -> None:
+def write_model(folder: Path, *, template: str = "qwen3") -> None:
     """Write a Qwen2 model of 0.1 million random parameters with a byte-level tokenizer."""
     import torch
     from transformers import AutoTokenizer, Qwen2Config, Qwen2ForCausalLM
 
     folder.mkdir(parents=True, exist_ok=True)
-    tokenizer = AutoTokenizer.from_pretrained(str(REPOSITORY / "tests/templates/qwen3"))
+    tokenizer = AutoTokenizer.from_pretrained(str(REPOSITORY / "tests/templates" / template))
     tokenizer.model_max_length = 32768
     tokenizer.save_pretrained(str(folder))
     torch.manual_seed(0)
