@@ -92,7 +92,6 @@ from atroposlib.utils.model_paths import missing_folder
 from atroposlib.utils.run_log import MetricsLog
 from atroposlib.utils.score_pool import ScorePool
 from atroposlib.utils.tokenizers.earlier_calls import keep_earlier_calls
-from atroposlib.utils.tokenizers.loading import load_general_tokenizer
 
 if TYPE_CHECKING:
     import aiohttp
@@ -376,11 +375,7 @@ def _lookup(name: str) -> Any:
 def _load_tokenizer(name: str) -> Any:
     logger.info("loading the tokenizer %s", name)
     try:
-        # Unless a test, or an environment, has replaced or used AutoTokenizer.
-        general = None if "AutoTokenizer" in globals() else load_general_tokenizer(name)
-        if general is None:
-            general = _lookup("AutoTokenizer").from_pretrained(name)
-        return keep_earlier_calls(general)
+        return keep_earlier_calls(_lookup("AutoTokenizer").from_pretrained(name))
     except (OSError, ValueError, KeyError) as error:
         reason = missing_folder(name) or str(error).strip().partition("\n")[0].rstrip(" .:")
         raise ConfigError(

@@ -50,7 +50,6 @@ from atroposlib.utils.io import open_socket, retry_after_s
 from atroposlib.utils.json_text import STEP_BYTES, decode_in_steps
 from atroposlib.utils.text import hide_secrets_of_requests, inert_block, shown_name, without_secrets
 from atroposlib.utils.tokenizers.earlier_calls import read_template_file
-from atroposlib.utils.tokenizers.loading import load_general_tokenizer
 from atroposlib.utils.tracing import trace_headers
 
 if TYPE_CHECKING:
@@ -842,13 +841,9 @@ def tokenizer_name_of(config: Any) -> str:
 
 def load_tokenizer(config: Any) -> Any:
     """Load the tokenizer of a server's model with transformers."""
-    name = tokenizer_name_of(config)
-    tokenizer = load_general_tokenizer(name)
-    if tokenizer is None:
-        from transformers import AutoTokenizer
+    from transformers import AutoTokenizer
 
-        tokenizer = AutoTokenizer.from_pretrained(name)
-    return read_template_file(tokenizer)
+    return read_template_file(AutoTokenizer.from_pretrained(tokenizer_name_of(config)))
 
 
 class TokenServer(OpenAICompatibleServer):
