@@ -19,10 +19,12 @@ READ_ELSEWHERE = {
     ".github/ISSUE_TEMPLATE": "tests/packaging/test_site.py",
     ".github/workflows": "tests/packaging/test_site.py",
     "atroposlib/adapters": "tests/adapters/test_gymnasium.py",
+    "benchmarks/speedrun": "tests/speedrun/test_rules.py",
     "environments/agent_tasks/configs": "tests/environments/test_agent_tasks_server.py",
     "environments/configs": "tests/environments/test_verifiers_server.py",
     "environments/dataset_environment/configs": "tests/environments/test_dataset_env.py",
     "example_trainer/cluster/examples": "tests/cluster/test_run_file.py",
+    "helpers/mutants": "tests/packaging/test_figures.py",
     ".": "read by pre-commit and mkdocs and, below, as YAML",
 }
 
