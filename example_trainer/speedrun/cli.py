@@ -26,9 +26,12 @@ from example_trainer.launch.stack import ending_signals
 from example_trainer.speedrun import rules
 from example_trainer.speedrun.rules import Result, SeedResult, SpeedrunEntry, StartingModel
 
-_ENTRIES = REPOSITORY / "benchmarks" / "speedrun"
+_SPEEDRUN = Path("benchmarks") / "speedrun"
+_CLONE = Path.cwd() if _SPEEDRUN.is_dir() else REPOSITORY
+"""The installed package may be a copy without entries, results and page."""
+_ENTRIES = _CLONE / _SPEEDRUN
 _RESULTS = _ENTRIES / "results"
-_PAGE = REPOSITORY / "docs" / "speedrun.md"
+_PAGE = _CLONE / "docs" / "speedrun.md"
 _FILES = Path("demo_runs") / "speedrun"
 _ENVIRONMENT_PACKAGES = {"examples": ("reasoning_gym",)}
 _NAME = "atropos-speedrun"
@@ -107,7 +110,7 @@ def _parser() -> CommandParser:
     table = commands.add_parser("table", help="print the record table")
     table.set_defaults(command=_table)
     table.add_argument(
-        "--write", action="store_true", help=f"replace the table in {_PAGE.relative_to(REPOSITORY)}"
+        "--write", action="store_true", help=f"replace the table in {_PAGE.relative_to(_CLONE)}"
     )
     return parser
 
