@@ -21,6 +21,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from atroposlib.errors import ConfigError
+from atroposlib.scored_data import IGNORE_INDEX
 from example_trainer.api import JOURNAL_DIRECTORY, read_batch
 from example_trainer.checkpointing import replace_directory
 from example_trainer.demo.held_out import HeldOutResult, measure_held_out
@@ -90,8 +91,8 @@ def require_held_out() -> list[Problem]:
     if made != rules.HELD_OUT_SHA256:
         raise ConfigError(
             f"reasoning-gym {_version('reasoning-gym')} makes other held-out problems than those "
-            f"of the rules (fingerprint {made[:12]}); install the version that CONTRIBUTING.md's "
-            "`make install` takes"
+            f"of the rules (fingerprint {made[:12]}); install the version that "
+            ".ci/constraints.txt of the repository names"
         )
     return problems
 
@@ -265,7 +266,7 @@ def consumption(paths: DemoPaths, start: Path, problems: Sequence[Problem]) -> C
     sequences = tokens = trained = num_held_out = 0
     for record in records:
         for group in read_batch(record).groups:
-            count = sum(mask != -100 for masks in group["masks"] for mask in masks)
+            count = sum(mask != IGNORE_INDEX for masks in group["masks"] for mask in masks)
             texts = {
                 tokenizer.decode(ids[: _prompt_length(masks)])
                 for ids, masks in zip(group["tokens"], group["masks"], strict=True)
@@ -287,7 +288,7 @@ def consumption(paths: DemoPaths, start: Path, problems: Sequence[Problem]) -> C
 
 
 def _prompt_length(masks: Sequence[int]) -> int:
-    return next((i for i, mask in enumerate(masks) if mask != -100), len(masks))
+    return next((i for i, mask in enumerate(masks) if mask != IGNORE_INDEX), len(masks))
 
 
 def result_of(
