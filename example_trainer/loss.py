@@ -616,7 +616,7 @@ class TrainingLoss:
         logprobs_BT = torch.where(mask_BT, inputs.trainer_logprobs_BT, 0.0)
         proximal_BT = logprobs_BT.detach()
         if inputs.proximal_logprobs_BT is not None:
-            proximal_BT = torch.where(mask_BT, inputs.proximal_logprobs_BT, 0.0)
+            proximal_BT = torch.where(mask_BT, inputs.proximal_logprobs_BT.detach(), 0.0)
         anchor_BT = proximal_BT
         if self.anchor == "inference":
             anchor_BT = _known_BT(inputs.inference_logprobs_BT, mask_BT, logprobs_BT.detach())

@@ -374,13 +374,13 @@ def _check(group: Group, rules: RowRules) -> None:
                 )
     for name in ("generation_params", "group_overrides"):
         _check_switches(name, group.get(name))
-    for name in ("finish_reasons", "overrides"):
-        values = group.get(name)
-        if values is not None and not isinstance(values, (list, tuple)):
-            raise GroupError(f"{name}: expected a list with one entry per trajectory")
-        _check_length(
-            name, group["tokens"] if values is None else values, "tokens", group["tokens"]
-        )
+    for name, nothing in (("finish_reasons", "null"), ("overrides", "{}")):
+        values, rule = group.get(name), f"each trajectory needs one, {nothing} for none"
+        if values is None:
+            continue
+        if not isinstance(values, (list, tuple)):
+            raise GroupError(f"{name}: expected a list of entries; {rule}")
+        _check_length(name, values, "tokens", group["tokens"], remedy=f"; {rule}")
     for i, override in enumerate(group.get("overrides") or ()):
         _check_switches(f"overrides[{i}]", override)
     if rules.unsupported_fields == "refuse":
@@ -452,9 +452,11 @@ def _check_aligned(group: Group, field: str) -> None:
         _check_length(f"{field}[{i}]", row, f"tokens[{i}]", ids)
 
 
-def _check_length(path: str, values: Sequence[Any], other: str, others: Sequence[Any]) -> None:
+def _check_length(
+    path: str, values: Sequence[Any], other: str, others: Sequence[Any], *, remedy: str = ""
+) -> None:
     if len(values) != len(others):
-        raise GroupError(f"{path}: {len(values)} entries, {other} has {len(others)}")
+        raise GroupError(f"{path}: {len(values)} entries, {other} has {len(others)}{remedy}")
 
 
 def _check_ids(

@@ -46,7 +46,9 @@ def read_chats(file: Path) -> list[list[Mapping[str, str]]]:
         ConfigError: The file cannot be read, or a line has no messages that end with the assistant.
     """
     try:
-        lines = file.read_text(encoding="utf-8").splitlines()
+        # Unlike `splitlines`, the file does not cut at U+2028 and the like inside a text.
+        with file.open(encoding="utf-8") as opened:
+            lines = list(opened)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {file}: {error}") from None
     chats = [_chat_of(line, f"{file}, line {number}") for number, line in enumerate(lines, 1)]

@@ -124,7 +124,7 @@ def _run(args: argparse.Namespace) -> int:
     # Heavy, and not needed by the other subcommands.
     from example_trainer.speedrun import running
 
-    seeds = args.seed or list(rules.SEEDS)
+    seeds = list(dict.fromkeys(args.seed or rules.SEEDS))
     folder = args.files.resolve()
     runs = folder / f"{entry.name}-{datetime.now():%Y%m%d-%H%M%S}"
     output = args.output or (

@@ -7,7 +7,6 @@ starting model (before the clock) ──► per seed: processes ──► steps 
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import os
 import platform
@@ -26,7 +25,12 @@ from example_trainer.api import JOURNAL_DIRECTORY, read_batch
 from example_trainer.checkpointing import replace_directory
 from example_trainer.demo.held_out import HeldOutResult, measure_held_out
 from example_trainer.demo.settings import REPOSITORY, DemoPaths, DemoSettings, demo_plan
-from example_trainer.demo.student import make_student, measure_accuracy, teach_student
+from example_trainer.demo.student import (
+    make_student,
+    measure_accuracy,
+    prompt_text,
+    teach_student,
+)
 from example_trainer.demo.task import Problem, held_out_problems
 from example_trainer.launch.options import RunPlan
 from example_trainer.launch.report import RunProgress
@@ -40,6 +44,7 @@ from example_trainer.speedrun.rules import (
     SpeedrunEntry,
     StartingModel,
 )
+from example_trainer.weights.local import file_digest
 
 _START_FACTS = "speedrun.json"
 _MEASURED_FOR_START = 256
@@ -108,7 +113,7 @@ def starting_model(
         )
         replace_directory(folder, lambda target: _make_start(target, problems, progress))
     found = StartingModel.model_validate_json(facts.read_text(encoding="utf-8"))
-    if found.sha256 != _sha256(folder / "model.safetensors"):
+    if found.sha256 != file_digest(folder / "model.safetensors"):
         raise ConfigError(f"{folder} was changed after it was made; delete it to make it again")
     return folder, found
 
@@ -128,27 +133,33 @@ def _make_start(target: Path, problems: Sequence[Problem], progress: RunProgress
         ),
     )
     made = StartingModel(
-        sha256=_sha256(target / "model.safetensors"),
+        sha256=file_digest(target / "model.safetensors"),
         accuracy=measure_accuracy(student.model, student.tokenizer, problems),
     )
     (target / _START_FACTS).write_text(made.model_dump_json(indent=2) + "\n", encoding="utf-8")
 
 
-def _sha256(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
 def compile_modules(folder: Path) -> dict[str, str]:
     """Compile the modules of the processes into a folder; return the variables that use it.
 
-    A second start on any machine finds the byte code of the first one.
+    Raises:
+        ConfigError: A module cannot be imported.
     """
     variables = {"PYTHONPYCACHEPREFIX": str(folder), "PYTHONDONTWRITEBYTECODE": ""}
     code = f"import {_IMPORTED}\nfrom transformers import AutoModelForCausalLM, AutoTokenizer"
     inherited = {**os.environ, **variables, "HF_HUB_OFFLINE": "1"}
     search_path = [str(REPOSITORY), inherited.get("PYTHONPATH", "")]
     inherited["PYTHONPATH"] = os.pathsep.join(filter(None, search_path))
-    subprocess.run([sys.executable, "-W", "ignore", "-c", code], env=inherited, check=True)
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        env=inherited,
+        stderr=subprocess.PIPE,
+        text=True,
+        check=False,
+    )
+    if done.returncode != 0:
+        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        raise ConfigError(f"a module of the run cannot be imported: {last}")
     return variables
 
 
@@ -251,34 +262,27 @@ def consumption(paths: DemoPaths, start: Path, problems: Sequence[Problem]) -> C
 
     tokenizer = AutoTokenizer.from_pretrained(str(start))
     held_out = {
-        rules.prompt_digest(
-            str(
-                tokenizer.apply_chat_template(
-                    problem.messages, tokenize=False, add_generation_prompt=True
-                )
-            )
-        )
-        for problem in problems
+        rules.prompt_digest(prompt_text(tokenizer, problem.messages)) for problem in problems
     }
     directory = paths.checkpoints / JOURNAL_DIRECTORY
     records = sorted(directory.glob("step_*.batch"), key=lambda path: int(path.stem[5:]))
     prompts: list[str] = []
-    sequences = tokens = trained = num_held_out = 0
+    groups = sequences = tokens = trained = num_held_out = 0
     for record in records:
         for group in read_batch(record).groups:
-            count = sum(mask != IGNORE_INDEX for masks in group["masks"] for mask in masks)
             texts = {
                 tokenizer.decode(ids[: _prompt_length(masks)])
                 for ids, masks in zip(group["tokens"], group["masks"], strict=True)
             }
             prompts += texts
             num_held_out += any(rules.prompt_digest(text) in held_out for text in texts)
+            groups += 1
             sequences += len(group["tokens"])
             tokens += sum(map(len, group["tokens"]))
-            trained += count
+            trained += sum(mask != IGNORE_INDEX for masks in group["masks"] for mask in masks)
     return Consumption(
         steps=len(records),
-        groups=len(prompts),
+        groups=groups,
         sequences=sequences,
         tokens=tokens,
         completion_tokens=trained,

@@ -169,7 +169,7 @@ def test_result_that_breaks_a_rule_does_not_count(
     ("run", "said"),
     [
         (one_run(1, num_correct=409), "seed 1: 79.9% is below 80%"),
-        (one_run(1, held_out_prompts=2), "seed 1: 2 groups were no training problems"),
+        (one_run(1, held_out_prompts=2), "seed 1: 2 trained groups have a held-out problem"),
         (one_run(1, steps=3, sequences=24), "seed 1: the trainer took 3 batches, expected 4"),
         (one_run(1, sequences=31), "seed 1: the batches do not have the sequences"),
         (one_run(3), "runs of the seeds [0, 2, 3]"),

@@ -67,6 +67,14 @@ def test_line_without_a_chat_is_refused_by_its_number(
         read_chats(file)
 
 
+def test_text_with_a_line_separator_of_unicode_is_one_chat(tmp_path: Path) -> None:
+    chat = [QUESTION, {"role": "assistant", "content": "odd\u2028indeed"}]
+    file = tmp_path / "chats.jsonl"
+    file.write_text(json.dumps({"messages": chat}, ensure_ascii=False) + "\n", encoding="utf-8")
+
+    assert read_chats(file) == [chat]
+
+
 def test_missing_and_empty_files_are_refused(tmp_path: Path) -> None:
     (tmp_path / "empty.jsonl").touch()
 

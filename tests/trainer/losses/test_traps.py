@@ -175,7 +175,9 @@ def test_masking_of_truncated_completions_follows_the_engine_s_finish_reasons(re
 def test_finish_reasons_of_another_count_than_the_trajectories_are_refused():
     given = group([[7, 7], [8]], [1.0, 0.0], finish_reasons=["stop"])
 
-    with pytest.raises(GroupError, match="finish_reasons: 1 entries, tokens has 2"):
+    with pytest.raises(
+        GroupError, match="1 entries, tokens has 2; each trajectory needs one, null"
+    ):
         rows_from_group(given, RowRules(seq_len=8))
 
 
@@ -315,6 +317,23 @@ def test_dual_clip_holds_a_negative_advantage_at_its_bound(advantage, value, is_
 
     assert terms.loss.item() == pytest.approx(value)
     assert terms.bound_BT.item() is is_bound
+
+
+def test_proximal_logprobs_with_a_gradient_are_constants_of_the_loss():
+    proximal_BT = double([[-1.25]]).requires_grad_()
+    trainer_BT = double([[-1.0]]).requires_grad_()
+    inputs = LossInputs(
+        trainer_logprobs_BT=trainer_BT,
+        labels_BT=torch.tensor([[7]]),
+        advantages_BT=double([[-1.0]]),
+        inference_logprobs_BT=double([[-1.5]]),
+        proximal_logprobs_BT=proximal_BT,
+    )
+
+    TrainingLoss(Dapo(), correction=TokenTruncation())(inputs, BatchTotals(1, 1)).loss.backward()
+
+    assert trainer_BT.grad is not None
+    assert proximal_BT.grad is None
 
 
 def test_inference_anchor_clips_the_ratio_to_the_sampler():
