@@ -14,15 +14,26 @@ import httpx
 
 from atroposlib.errors import ConfigError, InferenceError
 from atroposlib.utils.io import socket_options
-from atroposlib.utils.text import hide_secrets_of_requests, inert_block, without_secrets
+from atroposlib.utils.text import hide_secrets_of_requests, inert_block, inert_line, without_secrets
 from example_trainer.config import TrainingConfig
 
 logger = logging.getLogger(__name__)
 
 _MAX_QUOTED_CHARS = 500
+MAX_WORKERS = 4096
+"""Most workers of one engine; the trainer would wait for more of them in vain."""
 
 
 _STATUSES_OF_PROXIES = (502, 503, 504)
+
+
+def _object_in(answer: httpx.Response) -> dict[str, Any]:
+    """Return the JSON object of a response; empty if it has another content, such as a page."""
+    try:
+        content = answer.json()
+    except (ValueError, RecursionError):
+        return {}
+    return content if isinstance(content, dict) else {}
 
 
 class EngineUnreachableError(InferenceError):
@@ -109,7 +120,7 @@ class EngineControl(EngineConnection):
 
     def returns_processed_logprobs(self) -> bool:
         """Return whether logprobs are after temperature and top-p; False if unknown."""
-        mode = self._settings().get("model_config", {}).get("logprobs_mode", "raw")
+        mode = self._section("model_config").get("logprobs_mode", "raw")
         return str(mode).startswith("processed")
 
     def keeps_stale_output_layer(self) -> bool:
@@ -118,26 +129,24 @@ class EngineControl(EngineConnection):
         On a CPU, vLLM packs the weights of that layer once. An untied model is not affected, which
         its config shows if this host can read it.
         """
-        settings = self._settings()
-        if settings.get("device_config", {}).get("device") != "cpu":
+        if self._section("device_config").get("device") != "cpu":
             return False
-        served = Path(str(settings.get("model_config", {}).get("model"))) / "config.json"
+        served = Path(str(self._section("model_config").get("model"))) / "config.json"
         if not served.is_file():
             return True
         # In most architectures the default is tied, so that only an explicit false counts.
         is_tied = json.loads(served.read_text(encoding="utf-8")).get("tie_word_embeddings")
         return is_tied is not False
 
-    def _settings(self) -> dict[str, Any]:
+    def _section(self, name: str) -> dict[str, Any]:
+        """Return a section of the engine's settings; empty if it does not report it."""
         settings = self._server_info().get("vllm_config")
-        return settings if isinstance(settings, dict) else {}
+        section = settings.get(name) if isinstance(settings, dict) else None
+        return section if isinstance(section, dict) else {}
 
     def _server_info(self) -> dict[str, Any]:
         answer = self.send("GET", "/server_info", params={"config_format": "json"})
-        try:
-            return dict(answer.json()) if answer.status_code == 200 else {}
-        except (TypeError, ValueError):
-            return {}
+        return _object_in(answer) if answer.status_code == 200 else {}
 
     def _takes_weight_version(self) -> bool:
         if self._takes_version is None:
@@ -191,7 +200,7 @@ class EngineControl(EngineConnection):
             InferenceError: it did not.
         """
         reset = self.post("/reset_prefix_cache", params={"reset_running_requests": "true"})
-        if reset.content and reset.json().get("success") is False:
+        if reset.content and _object_in(reset).get("success") is False:
             raise InferenceError(
                 f"the engine at {self.shown_url} did not reset its prefix cache after the weight "
                 "update; use --sync-pause-mode wait"
@@ -199,9 +208,8 @@ class EngineControl(EngineConnection):
 
     def transfer_backend(self) -> str | None:
         """Return the transfer engine with which this vLLM was started; None: without one."""
-        transfer = self._settings().get("weight_transfer_config")
-        backend = transfer.get("backend") if isinstance(transfer, dict) else None
-        return None if backend is None else str(backend)
+        backend = self._section("weight_transfer_config").get("backend")
+        return None if backend is None else inert_line(str(backend), max_characters=100)
 
     def num_workers(self) -> int:
         """Return the number of the engine's workers, each with a part or a copy of the weights.
@@ -211,8 +219,11 @@ class EngineControl(EngineConnection):
         """
         answer = self.send("GET", "/get_world_size")
         try:
-            return int(answer.json()["world_size"])
-        except (KeyError, TypeError, ValueError) as error:
+            count = int(answer.json()["world_size"])
+            if not 1 <= count <= MAX_WORKERS:
+                raise ValueError(f"expected 1 to {MAX_WORKERS} workers")
+            return count
+        except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:
             raise InferenceError(
                 f"GET {self.shown_url}/get_world_size answered {answer.status_code}: "
                 f"{inert_block(answer.text[:_MAX_QUOTED_CHARS])}"
@@ -272,10 +283,11 @@ class SglangControl(EngineConnection):
                 "flush_cache": drops_caches,
             },
         )
-        if answer.json().get("success") is False:
+        content = _object_in(answer)
+        if content.get("success") is False:
+            reason = inert_block(str(content.get("message"))[:_MAX_QUOTED_CHARS])
             raise InferenceError(
-                f"the engine at {self.shown_url} did not load the weights: "
-                f"{str(answer.json().get('message'))[:500]}"
+                f"the engine at {self.shown_url} did not load the weights: {reason}"
             )
 
 

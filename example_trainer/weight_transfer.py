@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from atroposlib.errors import ConfigError, InferenceError
+from atroposlib.utils.text import hide_secrets
 from example_trainer.config import TrainingConfig
 from example_trainer.engine import EngineControl, engine_addresses
 from example_trainer.processes import find_free_port
@@ -95,15 +96,18 @@ class _EngineLink:
             with self._control.paused(self._config.sync_pause_mode):
                 self._sender.send_weights()
                 self._control.drop_caches()
-        except InferenceError:
-            self._disconnect()
-            raise
         except (RuntimeError, OSError, ValueError) as error:
             self._disconnect()
+            if isinstance(error, InferenceError):
+                raise
             raise InferenceError(
                 f"the transfer of weights to the engine at {self._control.shown_url} failed: "
-                f"{error}; with --sync-transport disk, engines load files instead"
+                f"{hide_secrets(str(error))}; with --sync-transport disk, engines load files "
+                "instead"
             ) from error
+        except BaseException:
+            self._disconnect()
+            raise
         finally:
             self._source.weights = {}
 
@@ -129,7 +133,10 @@ class _EngineLink:
     def _disconnect(self) -> None:
         sender, self._sender = self._sender, None
         if sender is not None:
-            sender.shutdown()
+            try:
+                sender.shutdown()
+            except (RuntimeError, OSError) as error:  # must not hide why it ends
+                logger.warning("the trainer's side of the transfer did not end: %s", error)
 
 
 def select_device(device: str) -> None:

@@ -185,7 +185,7 @@ def create_html_for_group(group_data: Mapping[str, Any], index: int) -> str:
     )
     numbers = [score for _, score in pairs if get_score_class(score)]
     best = max(numbers, default="")
-    mean = sum(numbers) / len(numbers) if numbers else ""
+    mean = _mean(numbers)
     return (
         f'<details class="group" id="group-{index}" data-index="{index}" data-best="{best}" '
         f'data-mean="{mean}" data-differs="{int(len(set(numbers)) > 1)}">\n'
@@ -194,6 +194,14 @@ def create_html_for_group(group_data: Mapping[str, Any], index: int) -> str:
         f"{_group_images(group_data.get('images'))}{_gold(group_data.get('gold_answer'))}"
         f"{items}\n</details>"
     )
+
+
+def _mean(numbers: Sequence[int | float]) -> float | str:
+    """Return the mean; empty without numbers, and for integers too large for one."""
+    try:
+        return sum(numbers) / len(numbers) if numbers else ""
+    except OverflowError:
+        return ""
 
 
 def render_page(input_name: str, groups: Sequence[str], *, num_from_text: int = 0) -> str:

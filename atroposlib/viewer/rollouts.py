@@ -26,6 +26,7 @@ __all__ = [
     "ShownRollout",
     "extract_image_from_chat",
     "extract_text_from_chat",
+    "finite_number",
     "group_of",
     "image_address_in",
     "text_of_content",
@@ -99,8 +100,9 @@ class Group:
         scores = self.scores
         if rollout.score is None or not scores:
             return None
-        mean = sum(scores) / len(scores)
-        deviation = math.sqrt(sum((score - mean) ** 2 for score in scores) / len(scores))
+        # `math.dist` and the mean of shares: squares and sums of large scores would overflow.
+        mean = sum(score / len(scores) for score in scores)
+        deviation = math.dist(scores, [mean] * len(scores)) / math.sqrt(len(scores))
         return (rollout.score - mean) / deviation if deviation > 0 else 0.0
 
     @property
@@ -157,7 +159,7 @@ def _rollout(columns: Mapping[str, Sequence[Any]], number: int) -> ShownRollout:
 
     return ShownRollout(
         number=number,
-        score=_number(entry("scores")),
+        score=finite_number(entry("scores")),
         tokens=_integers(entry("tokens")),
         masks=_integers(entry("masks")),
         logprobs=_numbers(entry("inference_logprobs")),
@@ -183,13 +185,18 @@ def _numbers(value: Any) -> Sequence[float]:
 
 def _parts(value: Any) -> Mapping[str, float]:
     named = value.items() if isinstance(value, dict) else ()
-    found = ((str(name), _number(part)) for name, part in named)
+    found = ((str(name), finite_number(part)) for name, part in named)
     return {name: part for name, part in found if part is not None}
 
 
-def _number(value: Any) -> float | None:
-    is_number = isinstance(value, int | float) and not isinstance(value, bool)
-    return float(value) if is_number and math.isfinite(value) else None
+def finite_number(value: Any) -> float | None:
+    """Return a value as a float; None if it is not a number, not finite, or too large for one."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        return float(value) if math.isfinite(value) else None
+    except OverflowError:
+        return None
 
 
 _IMAGE = re.compile(r"data:image/(?:jpeg|png);base64,[A-Za-z0-9+/=]+")

@@ -37,6 +37,10 @@ _LR = 2e-3
 _BATCH_CHATS = 32
 _NUM_RANDOM_CHATS = 400
 _RANDOM_CHARACTERS = (4, 12)
+MAX_BYTES = 32 * 2**20
+"""Largest file of examples; the tokenizer learns from all of it."""
+MAX_CHARACTERS = 200_000
+"""Longest chat; its tokens are counted before it is refused by `--max-length`."""
 
 
 def read_chats(file: Path) -> list[list[Mapping[str, str]]]:
@@ -46,11 +50,15 @@ def read_chats(file: Path) -> list[list[Mapping[str, str]]]:
         ConfigError: The file cannot be read, or a line has no messages that end with the assistant.
     """
     try:
-        # Unlike `splitlines`, the file does not cut at U+2028 and the like inside a text.
-        with file.open(encoding="utf-8") as opened:
-            lines = list(opened)
+        with file.open("rb") as opened:
+            content = opened.read(MAX_BYTES + 1)
+        if len(content) > MAX_BYTES:
+            raise ConfigError(f"{file} has more than {MAX_BYTES:,} bytes; give fewer examples")
+        text = content.decode()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {file}: {error}") from None
+    # Not `splitlines`: texts in JSON may have other characters that end a line, such as U+2028.
+    lines = text.removesuffix("\n").split("\n") if text else []
     chats = [_chat_of(line, f"{file}, line {number}") for number, line in enumerate(lines, 1)]
     if not chats:
         raise ConfigError(f"{file} is empty; write one chat per line")
@@ -62,13 +70,20 @@ def _chat_of(line: str, place: str) -> list[Mapping[str, str]]:
     try:
         messages = json.loads(line)["messages"]
         texts = [text for each in messages for text in (each["role"], each["content"])]
-    except (ValueError, KeyError, TypeError):
+        "".join(filter(_is_text, texts)).encode()  # half of a surrogate pair is not text
+    except (ValueError, KeyError, TypeError, RecursionError):
         raise ConfigError(f"{place}: {expected}") from None
-    if not texts or not all(isinstance(text, str) for text in texts):
+    if not texts or not all(map(_is_text, texts)):
         raise ConfigError(f"{place}: {expected}, with texts only")
+    if sum(map(len, texts)) > MAX_CHARACTERS:
+        raise ConfigError(f"{place}: expected at most {MAX_CHARACTERS:,} characters in a chat")
     if messages[-1]["role"] != "assistant":
         raise ConfigError(f"{place}: the last message must be that of the assistant")
     return list(messages)
+
+
+def _is_text(value: object) -> bool:
+    return isinstance(value, str)
 
 
 def random_chats(seed: int) -> list[list[Mapping[str, str]]]:
@@ -123,6 +138,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = _parser().parse_args(argv)
     try:
         chats = read_chats(args.examples) if args.examples else random_chats(args.seed)
+        if args.folder.exists() and not args.folder.is_dir():
+            raise ConfigError(f"{args.folder} is a file; name another folder")
         if args.folder.exists() and any(args.folder.iterdir()):
             raise ConfigError(f"{args.folder} is not empty; name another folder, or remove it")
         with require_extra("trainer"):
@@ -133,6 +150,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
     except AtroposError as error:
         end_command(_NAME, error, code=exit_code_of(error))
+    except OSError as error:
+        end_command(_NAME, f"cannot write {args.folder}: {error}", code=1)
     learned = f"{len(chats)} examples" if args.examples else "short random texts"
     print(f"model written to {args.folder}: {learned}, loss {loss:.2f}")
 
@@ -158,7 +177,12 @@ def _parser() -> argparse.ArgumentParser:
         default=1024,
         help="context in tokens (default 1024)",
     )
-    parser.add_argument("--seed", type=int, default=0, help="seed of weights and order (default 0)")
+    parser.add_argument(
+        "--seed",
+        type=integer_between(0, 2**32 - 1),
+        default=0,
+        help="seed of weights and order (default 0)",
+    )
     return parser
 
 

@@ -19,6 +19,7 @@ from importlib import resources
 from typing import Any, NamedTuple
 
 from atroposlib.utils.text import inert_line, inert_markup
+from atroposlib.viewer.rollouts import finite_number
 from example_trainer.reporting.examples import RolloutExamples, examples_section
 
 
@@ -85,6 +86,9 @@ def _mean(values: Sequence[float]) -> float:
     return sum(values) / len(values)
 
 
+MAX_STEP = 10**12
+MAX_VALUE = 1e100
+"""Larger values of metrics are left out of charts: their sums and squares would overflow."""
 STEP_SIGN = "train/loss"
 """Metric that only the records of optimizer steps have."""
 
@@ -112,7 +116,9 @@ def read_records(lines: Iterable[str]) -> RunRecords:
         try:
             record = json.loads(line)
             step = int(record["step"])
-        except (ValueError, KeyError, TypeError):
+            if abs(step) > MAX_STEP:
+                raise ValueError("not a step")
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             num_unreadable += 1
             continue
         if STEP_SIGN not in record:
@@ -123,13 +129,16 @@ def read_records(lines: Iterable[str]) -> RunRecords:
     return RunRecords([by_step[step] for step in sorted(by_step)], num_unreadable)
 
 
+def charted_number(value: Any) -> float | None:
+    """Return a value as a float; None without a finite one up to `MAX_VALUE`."""
+    number = finite_number(value)
+    return None if number is None or abs(number) > MAX_VALUE else number
+
+
 def series_of(steps: Sequence[Mapping[str, Any]], key: str, name: str) -> Series | None:
-    """Return the finite values of a metric by step; None without any."""
-    points = [
-        (float(record["step"]), float(record[key]))
-        for record in steps
-        if isinstance(record.get(key), int | float) and math.isfinite(record[key])
-    ]
+    """Return the values of a metric by step that a chart can show; None without any."""
+    values = ((float(record["step"]), charted_number(record.get(key))) for record in steps)
+    points = [(step, value) for step, value in values if value is not None]
     if not points:
         return None
     return Series(name, [x for x, _ in points], [y for _, y in points])
@@ -678,9 +687,10 @@ def _framed(
 def _times(steps: Sequence[Mapping[str, Any]]) -> list[Series]:
     timed = []
     for record in steps:
-        if isinstance(record.get("train/compute_time"), int | float):
-            parts = sum(float(record.get(key) or 0.0) for key in _COMPUTE_PARTS)
-            rest = max(0.0, float(record["train/compute_time"]) - parts)
+        total = charted_number(record.get("train/compute_time"))
+        if total is not None:
+            parts = sum(charted_number(record.get(key)) or 0.0 for key in _COMPUTE_PARTS)
+            rest = max(0.0, total - parts)
             timed.append({**record, "train/other_compute_time": rest})
     found = [series_of(timed, key, name) for key, name in _TIMES]
     return [one for one in found if one is not None and len(one.xs) == len(timed) and any(one.ys)]
@@ -711,7 +721,8 @@ def _row(record: Mapping[str, Any], columns: Sequence[tuple[str, str]]) -> str:
 def _cell(value: Any) -> str:
     if isinstance(value, bool) or not isinstance(value, int | float):
         return "" if value is None else inert_markup(inert_line(str(value), max_characters=40))
-    return short_number(float(value))
+    number = finite_number(value)
+    return inert_line(str(value), max_characters=40) if number is None else short_number(number)
 
 
 def _settings(settings: Mapping[str, Any], changed: Mapping[str, Any]) -> str:

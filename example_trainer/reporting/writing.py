@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import datetime
 import json
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,11 +19,13 @@ from example_trainer.reporting.examples import (
     read_excerpt,
 )
 from example_trainer.reporting.page import (
+    MAX_STEP,
     STEP_SIGN,
     Fact,
     HeldOut,
     RunRecords,
     Series,
+    charted_number,
     make_page,
     read_records,
     series_of,
@@ -112,7 +113,7 @@ def _worst(steps: Sequence[Mapping[str, Any]], key: str) -> str:
 
 
 def _events(steps: Sequence[Mapping[str, Any]]) -> list[str]:
-    skipped = sum(float(record.get("train/skipped_steps") or 0) for record in steps)
+    skipped = sum(charted_number(record.get("train/skipped_steps")) or 0.0 for record in steps)
     losses = [(record["step"], record["train/loss"]) for record in steps]
     not_numbers = [step for step, loss in losses if loss != loss]
     found = []
@@ -180,6 +181,8 @@ _ACCURACY_KEY = "percent_correct"
 _PART_KEY = "train/reward/"
 _MOST_PARTS = 6
 """Number of colors of the charts."""
+_END_OF_TIME = 253_402_300_800
+"""Year 10,000 in seconds; dates end there."""
 _END_SHARE = 10
 """Divisor of the number of steps for the means at the start and at the end."""
 
@@ -257,13 +260,14 @@ def write_report(
         rollouts_name=_neighbor(rollouts_path, report_path),
     )
     report_path.parent.mkdir(parents=True, exist_ok=True)
-    report_path.write_text(page, encoding="utf-8")
+    report_path.write_text(page, encoding="utf-8", errors="replace")
     return len(records.steps)
 
 
 def _lines(path: Path) -> list[str]:
     try:
-        return path.read_text(encoding="utf-8", errors="replace").splitlines()
+        # Not `splitlines`: text in JSON may have other characters that end a line, such as U+2028.
+        return path.read_text(encoding="utf-8", errors="replace").split("\n")
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
 
@@ -289,7 +293,8 @@ def _end_lines(paths: Sequence[Path]) -> tuple[list[bytes], list[bytes]]:
     """Return lines of the start of the first file and of the end of the last one, all different."""
     try:
         if len(paths) == 1 and paths[0].stat().st_size <= 2 * MAX_EXAMPLE_BYTES:
-            lines = paths[0].read_bytes().splitlines()
+            with paths[0].open("rb") as file:
+                lines = file.read(2 * MAX_EXAMPLE_BYTES).splitlines()
             half = len(lines) // 2
             return lines[:half][:MAX_EXAMPLE_GROUPS], lines[half:][-MAX_EXAMPLE_GROUPS:]
         return list(_first_lines(paths[0])), _last_lines(paths[-1])
@@ -319,9 +324,14 @@ def read_settings(metrics_path: Path) -> dict[str, Any]:
     """Return the settings stored with a metrics file; empty if they cannot be read."""
     try:
         kept = json.loads(settings_path(metrics_path).read_text(encoding="utf-8"))
-    except (OSError, ValueError):
+    except (OSError, ValueError, RecursionError):
         return {}
-    return kept if isinstance(kept, dict) else {}
+    kept = kept if isinstance(kept, dict) else {}
+    return {
+        key: value
+        for key, value in kept.items()
+        if isinstance(value, dict) or key not in ("settings", "changed")
+    }
 
 
 def _title(settings: Mapping[str, Any]) -> str:
@@ -398,8 +408,8 @@ def _rounded(value: float) -> str:
 
 
 def _dates(steps: Sequence[Mapping[str, Any]]) -> list[Fact]:
-    times = [record["time"] for record in steps if isinstance(record.get("time"), int | float)]
-    if not times:
+    times = [time for record in steps if (time := charted_number(record.get("time"))) is not None]
+    if not times or not 0 <= times[-1] < _END_OF_TIME:
         return []
     last = datetime.datetime.fromtimestamp(times[-1], datetime.timezone.utc)
     return [Fact("last step", f"{last:%Y-%m-%d %H:%M} UTC")]
@@ -422,12 +432,18 @@ def _series(lines: Sequence[str], name_of: Callable[[str], str | None]) -> list[
         try:
             record = json.loads(line)
             step, entries = float(record["step"]), reversed(record.items())
-        except (ValueError, TypeError, KeyError, AttributeError):
+        except (
+            *(ValueError, TypeError, KeyError, AttributeError),
+            *(OverflowError, RecursionError),
+        ):
+            continue
+        if not abs(step) <= MAX_STEP:
             continue
         for key, value in entries:  # reversed: of several with one name, the first counts
             name = name_of(key)
-            if name is not None and isinstance(value, int | float) and math.isfinite(value):
-                points.setdefault(name, {})[step] = float(value)
+            number = None if name is None else charted_number(value)
+            if name is not None and number is not None:
+                points.setdefault(name, {})[step] = number
     return [
         Series(name, sorted(values), [values[step] for step in sorted(values)])
         for name, values in sorted(points.items())

@@ -18,6 +18,7 @@ from pathlib import Path
 
 from atroposlib.errors import AtroposError, ConfigError
 from atroposlib.utils.command_parser import CommandParser, exit_code_of
+from example_trainer.checkpointing import write_file
 from example_trainer.demo.settings import REPOSITORY, DemoPaths, require_clone
 from example_trainer.launch.options import shown_path
 from example_trainer.launch.preflight import choose_engine, require_packages, whole_number
@@ -135,12 +136,24 @@ def _run(args: argparse.Namespace) -> int:
         load = os.getloadavg()[0]
         start, finished = _timed_runs(entry, seeds, folder, runs)
         result = running.result_of(entry, start, finished, cores=cores, load_before=load)
-    output.parent.mkdir(parents=True, exist_ok=True)
-    output.write_text(result.model_dump_json(indent=2) + "\n", encoding="utf-8")
+    keep(result, output)
     print(f"\n{result.seconds:.1f} s, {result.cpu_seconds:.1f} CPU s (median of {len(seeds)})")
     print(f"result  {shown_path(output.resolve())}")
     print(f"runs    {shown_path(runs)}")
     return _say(rules.violations(result, entry))
+
+
+def keep(result: Result, output: Path) -> None:
+    """Write a result; it is printed if it cannot be written, so that the runs are not lost."""
+    text = result.model_dump_json(indent=2) + "\n"
+    try:
+        output.parent.mkdir(parents=True, exist_ok=True)
+        write_file(output, text.encode())
+    except OSError as error:
+        print(text)
+        raise AtroposError(
+            f"{output} cannot be written ({error.strerror}); the result is printed above"
+        ) from error
 
 
 def _timed_runs(
@@ -192,7 +205,7 @@ def _table(args: argparse.Namespace) -> int:
     text = rules.tables(results)
     if args.write:
         page = _PAGE.read_text(encoding="utf-8")
-        _PAGE.write_text(rules.with_table(page, text), encoding="utf-8")
+        write_file(_PAGE, rules.with_table(page, text).encode())
     else:
         print(text)
     return 0

@@ -10,18 +10,19 @@ from __future__ import annotations
 import datetime
 import hashlib
 import json
+import math
 import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from atroposlib.errors import ConfigError
-from atroposlib.utils.text import near_name
+from atroposlib.utils.text import inert_line, inert_markup, near_name
 from example_trainer.config import ExtraLossFields, TrainingConfig
 from example_trainer.demo.settings import DemoSettings, environment_settings
 from example_trainer.loss_choice import GrpoFields
@@ -46,6 +47,11 @@ START_ACCURACY = (0.3, 0.5)
 AGREEMENT = 0.06
 """Largest difference between two measurements of one model that chance explains (3 deviations)."""
 STEPS_LIMIT = 500
+LONGEST_S = 1e6
+"""Longest possible run, in seconds of the clock or of processors."""
+MAX_FILE_BYTES = 2**20
+"""Limit of an entry or a result."""
+_MAX_REASON_CHARACTERS = 300
 
 _ENVIRONMENT_SETTINGS = frozenset(
     {
@@ -105,6 +111,9 @@ class EntrySettings(BaseModel):
     @field_validator("trainer")
     @classmethod
     def _refuse_other_trainer_settings(cls, given: dict[str, Any]) -> dict[str, Any]:
+        lr = given.get("lr")
+        if lr is not None and (isinstance(lr, bool | str) or not 0 < lr <= 1):
+            raise ValueError(f"lr is {str(lr)[:40]!r}, expected a number in (0, 1]")
         return _only(given, _TRAINER_SETTINGS)
 
     @field_validator("engine_flags")
@@ -114,9 +123,12 @@ class EntrySettings(BaseModel):
 
 
 def _only(given: dict[str, Any], allowed: frozenset[str]) -> dict[str, Any]:
-    for name in given:
+    for name, value in given.items():
         if name not in allowed:
-            raise ValueError(f"an entry may not set {name!r}{near_name(name, sorted(allowed))}")
+            near = near_name(name[:100], sorted(allowed))
+            raise ValueError(f"an entry may not set {name[:100]!r}{near}")
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"{name} is {value}, expected a finite number")
     return given
 
 
@@ -156,9 +168,13 @@ def read_entry(path: Path) -> SpeedrunEntry:
         ConfigError: The file cannot be read, or the rules do not allow one of its settings.
     """
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
-        reason = " ".join(str(error).split())
+        content = yaml.safe_load(_text_of(path))
+    # Besides `YAMLError`: `month: 13` in a date, `!!bool q`, thousands of brackets.
+    except (
+        *(OSError, ValueError, yaml.YAMLError),
+        *(AttributeError, LookupError, RecursionError),
+    ) as error:
+        reason = inert_line(str(error), max_characters=_MAX_REASON_CHARACTERS)
         raise ConfigError(f"{path}: cannot be read: {reason}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: expected an entry with name, author, date, and explanation")
@@ -166,12 +182,20 @@ def read_entry(path: Path) -> SpeedrunEntry:
     return entry
 
 
+def _text_of(path: Path) -> str:
+    with path.open("rb") as file:
+        content = file.read(MAX_FILE_BYTES + 1)
+    if len(content) > MAX_FILE_BYTES:
+        raise ValueError(f"larger than {MAX_FILE_BYTES:,} bytes")
+    return content.decode()
+
+
 def _validated(kind: type[Any], content: Mapping[str, Any], path: Path) -> Any:
     try:
         return kind.model_validate(content)
     except ValidationError as error:
         first = error.errors()[0]
-        where = ".".join(map(str, first["loc"]))
+        where = inert_line(".".join(map(str, first["loc"])), max_characters=100)
         reason = str(first["msg"]).removeprefix("Value error, ")
         if first["type"] == "extra_forbidden":
             reason = "unknown setting"
@@ -258,13 +282,13 @@ class SeedResult(BaseModel):
     model_config = ConfigDict(extra="forbid", frozen=True)
 
     seed: int
-    seconds: float = Field(gt=0, allow_inf_nan=False)
+    seconds: float = Field(gt=0, le=LONGEST_S)
     """From the start of the first process to the end of the evaluation."""
-    cpu_seconds: float = Field(gt=0, allow_inf_nan=False)
+    cpu_seconds: float = Field(gt=0, le=LONGEST_S)
     """User and system time of all processes of the run."""
-    num_correct: int
-    num_problems: int
-    seconds_by_phase: dict[str, float]
+    num_correct: int = Field(ge=0, le=NUM_HELD_OUT)
+    num_problems: int = Field(ge=0, le=NUM_HELD_OUT)
+    seconds_by_phase: dict[str, Annotated[float, Field(ge=0, le=LONGEST_S)]]
     consumed: Consumption
 
     @property
@@ -311,8 +335,8 @@ class Result(BaseModel):
 def read_result(path: Path) -> Result:
     """Read a result; raise `ConfigError` if the file is not one."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+        content = json.loads(_text_of(path))
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: expected a result of atropos-speedrun")
@@ -405,8 +429,8 @@ def table(results: Sequence[tuple[Result, SpeedrunEntry]]) -> str:
                 accuracy=each,
                 steps=entry.settings.steps,
                 name=f"`{entry.name}`",
-                who=f"{entry.author}, {entry.date.isoformat()}",
-                why=_first_sentence(entry.explanation),
+                who=f"{_escaped_author(entry.author)}, {entry.date.isoformat()}",
+                why=short_explanation(entry.explanation),
             )
         )
     return "\n".join(lines)
@@ -431,10 +455,15 @@ def tables(results: Sequence[tuple[Result, SpeedrunEntry]]) -> str:
     return f"{table(results)}\n\n{phases_table(results)}"
 
 
-def _first_sentence(text: str) -> str:
-    flat = " ".join(text.split()).replace("|", "\\|")
+def _escaped_author(author: str) -> str:
+    return author.replace("_", "\\_")
+
+
+def short_explanation(text: str) -> str:
+    """Return the first sentence as text of a table cell: without HTML, and with inert links."""
+    flat = inert_markup(inert_line(text, max_characters=len(text)))
     match = _SENTENCE.match(flat)
-    return match[1] if match else flat
+    return re.sub(r"([\\|\[\]])", r"\\\1", match[1] if match else flat)
 
 
 TABLE_START = "<!-- speedrun table: atropos-speedrun table --write -->"

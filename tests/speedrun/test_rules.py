@@ -8,10 +8,10 @@ from typing import Any
 import msgspec
 import pytest
 
-from atroposlib.errors import ConfigError
+from atroposlib.errors import AtroposError, ConfigError
 from example_trainer.demo.settings import REPOSITORY, DemoPaths
 from example_trainer.speedrun import rules
-from example_trainer.speedrun.cli import main, recorded
+from example_trainer.speedrun.cli import keep, main, recorded
 from example_trainer.speedrun.rules import (
     Consumption,
     Result,
@@ -264,3 +264,70 @@ def test_consumed_held_out_prompt_is_found_in_the_journal(tmp_path: Path) -> Non
     assert (found.steps, found.groups, found.sequences) == (3, 3, 6)
     assert found.held_out_prompts == 1
     assert 0 < found.completion_tokens < found.tokens
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        ENTRY.replace("2026-11-26", "2026-13-45"),
+        "a: !!bool q",
+        "a: !!timestamp x",
+        "steps: 1" + "0" * 5000,
+        "[" * 20_000,
+        " " * (rules.MAX_FILE_BYTES + 1),
+        ENTRY.replace("lr: 1.0e-3", "lr: abc"),
+        ENTRY.replace("lr: 1.0e-3", "lr: .nan"),
+        ENTRY.replace("lr: 1.0e-3", "lr: -1"),
+        ENTRY.replace("lr: 1.0e-3", "weight_decay: .inf"),
+    ],
+)
+def test_absurd_entry_is_refused_in_one_line(tmp_path, text):
+    with pytest.raises(ConfigError) as refused:
+        rules.read_entry(write_entry(tmp_path, text))
+    assert "\n" not in str(refused.value)
+    assert len(str(refused.value)) < 1000
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("seconds", 1e308),
+        ("cpu_seconds", -1),
+        ("num_correct", 10**400),
+        ("num_problems", -1),
+        ("seconds_by_phase", {"start": 1e308}),
+    ],
+)
+def test_result_with_absurd_numbers_is_refused(tmp_path, key, value):
+    run = msgspec.json.decode(one_run(0).model_dump_json())
+    with pytest.raises(ValueError, match=key):
+        SeedResult.model_validate({**run, key: value})
+
+
+def test_result_of_many_brackets_is_refused(tmp_path):
+    (tmp_path / "result.json").write_text("[" * 100_000)
+    with pytest.raises(ConfigError, match="cannot be read"):
+        rules.read_result(tmp_path / "result.json")
+
+
+@pytest.mark.parametrize(
+    ("text", "cell"),
+    [
+        ("<script>x</script> first. Second.", "&lt;script&gt;x&lt;/script&gt; first."),
+        (f"a {rules.TABLE_END} b", "a &lt;!-- end of the speedrun table --&gt; b"),
+        ("[x](javascript:y) | c", r"\[x\](javascript:y) \| c"),
+        (r"a\| b", r"a\\\| b"),
+    ],
+)
+def test_explanation_is_text_of_one_cell(text, cell):
+    assert rules.short_explanation(text) == cell
+
+
+def test_result_that_cannot_be_written_is_printed(tmp_path, capsys):
+    result = rules.read_result(
+        REPOSITORY / "benchmarks" / "speedrun" / "results" / "demo-settings.json"
+    )
+    (tmp_path / "file").write_text("")
+    with pytest.raises(AtroposError, match="printed above"):
+        keep(result, tmp_path / "file" / "result.json")
+    assert Result.model_validate_json(capsys.readouterr().out) == result

@@ -95,3 +95,38 @@ def test_folder_with_files_is_left_as_it_is(
     assert ended.value.code == 2
     assert "is not empty; name another folder, or remove it" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["notes"]
+
+
+@pytest.mark.parametrize(
+    ("content", "reason"),
+    [
+        ("[" * 100_000, "line 1: expected"),
+        (
+            json.dumps({"messages": [QUESTION, {"role": "assistant", "content": "\ud800"}]}),
+            "line 1",
+        ),
+        (json.dumps({"messages": [{**QUESTION, "content": "a" * 300_000}, CHAT[1]]}), "200,000"),
+        (" " * (32 * 2**20 + 1), "bytes"),
+    ],
+)
+def test_absurd_examples_are_refused(tmp_path: Path, content: str, reason: str) -> None:
+    file = tmp_path / "chats.jsonl"
+    file.write_text(content)
+    with pytest.raises(ConfigError, match=reason):
+        read_chats(file)
+
+
+def test_line_separator_in_a_text_does_not_end_its_line(tmp_path: Path) -> None:
+    file = tmp_path / "chats.jsonl"
+    chat = [{**QUESTION, "content": "a\u2028b"}, CHAT[1]]
+    file.write_text(json.dumps({"messages": chat}, ensure_ascii=False) + "\n", encoding="utf-8")
+    assert read_chats(file) == [chat]
+
+
+@pytest.mark.parametrize("arguments", [["--seed", str(2**70)], []])
+def test_seed_and_folder_that_cannot_be_used_are_refused(tmp_path: Path, arguments, capsys) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SystemExit) as ended:
+        main([str(tmp_path / "file"), *arguments])
+    assert ended.value.code == 2
+    assert "Traceback" not in capsys.readouterr().err

@@ -13,6 +13,7 @@ from pydantic import ValidationError
 
 from atroposlib.errors import ConfigError, InferenceError
 from example_trainer import weight_transfer
+from example_trainer.engine import EngineControl
 from example_trainer.vllm_manager import transfer_flags, vllm_command, vllm_environment
 from example_trainer.weight_sync import InPlaceSync
 from example_trainer.weight_transfer import WeightTransfer, _TransferRoutes, checkpoint_weights
@@ -204,3 +205,51 @@ def test_handles_of_gpu_memory_are_pickled_as_the_route_expects():
     assert (path, sorted(info)) == ("/update_weights", ["ipc_handles_pickled", "names"])
     handles = pickle.loads(base64.b64decode(info["ipc_handles_pickled"]))
     assert handles == {"GPU-1": (1, "x")}
+
+
+@pytest.mark.parametrize("size", [10**9, 0, -2, float("inf"), "many", None, [1]])
+def test_absurd_number_of_workers_is_refused(size):
+    answers = {"/get_world_size": (200, {"world_size": size})}
+    with ScriptedVllm(answers) as engine:
+        control = EngineControl(f"http://127.0.0.1:{engine.port}")
+        with pytest.raises(InferenceError, match="get_world_size answered 200"):
+            control.num_workers()
+        control.close()
+
+
+@pytest.mark.parametrize(
+    "content", [{"vllm_config": "x"}, {"vllm_config": {"model_config": 1}}, [1]]
+)
+def test_absurd_settings_of_an_engine_are_as_no_settings(content):
+    with ScriptedVllm(
+        {"/server_info": (200, content), "/reset_prefix_cache": (200, [1])}
+    ) as engine:
+        control = EngineControl(f"http://127.0.0.1:{engine.port}")
+        assert not control.returns_processed_logprobs()
+        assert not control.keeps_stale_output_layer()
+        assert control.transfer_backend() is None
+        control.drop_caches()
+        control.close()
+
+
+@pytest.mark.parametrize("failure", [KeyError("x"), KeyboardInterrupt()])
+def test_any_failure_disconnects_and_a_failing_end_does_not_hide_it(
+    tmp_path, senders, monkeypatch, failure
+):
+    def fail(self):
+        raise failure
+
+    def fail_to_end(self):
+        raise RuntimeError("already ended")
+
+    monkeypatch.setattr(RecordedSender, "send_weights", fail)
+    monkeypatch.setattr(RecordedSender, "shutdown", fail_to_end)
+    with ScriptedVllm(served_with("nccl")) as engine:
+        transfer = WeightTransfer(transfer_config(tmp_path, vllm_port=engine.port))
+        for _ in range(2):
+            with pytest.raises(type(failure)):
+                transfer.send(tiny_llama(), 1)
+        transfer.close()
+
+    assert len(senders[0]) == 2
+    assert engine.paths[-1] == "/resume"
