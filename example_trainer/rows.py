@@ -46,6 +46,7 @@ class RowRules:
     vocabulary: int | None = None
     """Size of the model's vocabulary; None: unknown."""
     overlong_max_tokens: int | None = None
+    """Trained tokens at which the score loses 1; None: no penalty."""
     overlong_buffer_tokens: int = 0
     truncated_completions: Literal["train", "mask"] = "train"
     oldest_version: int | None = None
@@ -66,6 +67,7 @@ class Row:
     """One trajectory of L tokens, unshifted."""
 
     tokens: Sequence[int]
+    """[L] token ids."""
     labels: Sequence[int]
     """[L] the token id where trained, `IGNORE_INDEX` elsewhere."""
     advantages: Sequence[float]
@@ -82,9 +84,11 @@ class Row:
     is_sft: bool = False
     """Whether it is a demonstration, trained by likelihood."""
     ref_logprobs: Sequence[float] | None = None
+    """[L] logprobs of a reference model."""
     distill_token_ids: Sequence[Sequence[int]] | None = None
     """[L][K] the teacher's top tokens at each position; K may differ and be 0."""
     distill_logprobs: Sequence[Sequence[float]] | None = None
+    """[L][K] the teacher's logprobs of these tokens."""
     images: AlignedImages | None = None
 
 

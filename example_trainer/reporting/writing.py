@@ -181,6 +181,10 @@ _ACCURACY_KEY = "percent_correct"
 _PART_KEY = "train/reward/"
 _MOST_PARTS = 6
 """Number of colors of the charts."""
+_UNREADABLE = (
+    ValueError, TypeError, KeyError, AttributeError, OverflowError, RecursionError
+)  # fmt: skip
+"""Errors of a line that is not a record with a step."""
 _END_OF_TIME = 253_402_300_800
 """Year 10,000 in seconds; dates end there."""
 _END_SHARE = 10
@@ -432,10 +436,7 @@ def _series(lines: Sequence[str], name_of: Callable[[str], str | None]) -> list[
         try:
             record = json.loads(line)
             step, entries = float(record["step"]), reversed(record.items())
-        except (
-            *(ValueError, TypeError, KeyError, AttributeError),
-            *(OverflowError, RecursionError),
-        ):
+        except _UNREADABLE:
             continue
         if not abs(step) <= MAX_STEP:
             continue
