@@ -169,7 +169,7 @@ def read_entry(path: Path) -> SpeedrunEntry:
     """
     try:
         content = yaml.safe_load(_text_of(path))
-    # Besides `YAMLError`: `month: 13` in a date, `!!bool q`, thousands of brackets.
+    # Not only `YAMLError`: `month: 13` in a date, `!!bool q`, thousands of brackets.
     except (
         *(OSError, ValueError, yaml.YAMLError),
         *(AttributeError, LookupError, RecursionError),
