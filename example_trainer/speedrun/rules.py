@@ -169,7 +169,7 @@ def read_entry(path: Path) -> SpeedrunEntry:
     """
     try:
         content = yaml.safe_load(_text_of(path))
-    # In addition to `YAMLError`: `month: 13` in a date, `!!bool q`, thousands of brackets.
+    # Not only `YAMLError`: `month: 13` in a date, `!!bool q`, thousands of brackets.
     except (
         *(OSError, ValueError, yaml.YAMLError),
         *(AttributeError, LookupError, RecursionError),
@@ -206,12 +206,14 @@ def demo_settings(entry: SpeedrunEntry, *, seed: int, start_model: Path) -> Demo
     """Return the settings of one run; the task and the held-out problems do not depend on it."""
     chosen = entry.settings
     environment = {**chosen.environment, "eval_seed": HELD_OUT_SEED}
+    lr = float(chosen.trainer.get("lr") or DemoSettings.lr)
     return replace(
         DemoSettings(),
         seed=seed,
         steps=chosen.steps,
         groups_per_step=chosen.groups_per_step,
         group_size=chosen.group_size,
+        lr=lr,
         max_tokens=chosen.max_tokens,
         num_held_out=NUM_HELD_OUT,
         engine=chosen.engine,
@@ -271,7 +273,7 @@ class Consumption(BaseModel):
     """Of prompts and completions."""
     completion_tokens: int
     held_out_prompts: int
-    """Groups whose prompt is a held-out problem."""
+    """Groups whose prompt is a held-out problem, or not a problem of the task."""
     prompts_sha256: str
     """Fingerprint of the prompts, in any order."""
 
@@ -381,7 +383,7 @@ def _run_violations(run: SeedResult, entry: SpeedrunEntry) -> list[str]:
     if run.accuracy < TARGET_ACCURACY:
         found.append(f"{run.accuracy:.1%} is below {TARGET_ACCURACY:.0%}")
     if consumed.held_out_prompts:
-        found.append(f"{consumed.held_out_prompts} trained groups have a held-out problem")
+        found.append(f"{consumed.held_out_prompts} groups were no training problems of the task")
     if consumed.steps != chosen.steps:
         found.append(f"the trainer took {consumed.steps} batches, expected {chosen.steps}")
     if consumed.sequences != consumed.steps * chosen.groups_per_step * chosen.group_size:
