@@ -27,6 +27,7 @@ from example_trainer.engine import (
     EngineUnreachableError,
     NoInPlaceUpdatesError,
     control_of,
+    engine_addresses,
 )
 from example_trainer.model import engine_rank
 from example_trainer.vllm_manager import (
@@ -436,9 +437,8 @@ def wait_for_engine(
     Raises:
         EngineSetupError: One of them did not in that time.
     """
-    own = f"http://{config.vllm_connect_host}:{config.vllm_port}"
     deadline = clock() + config.engine_wait_s
-    for url in config.engine_urls or [own]:
+    for url in engine_addresses(config):
         with contextlib.closing(EngineConnection(url, timeout_s=_HEALTH_TIMEOUT_S)) as engine:
             while not _is_healthy(engine):
                 if clock() >= deadline:

@@ -96,8 +96,8 @@ def require_held_out() -> list[Problem]:
     if made != rules.HELD_OUT_SHA256:
         raise ConfigError(
             f"reasoning-gym {_version('reasoning-gym')} makes other held-out problems than those "
-            f"of the rules (fingerprint {made[:12]}); install the version that CONTRIBUTING.md's "
-            "`make install` takes"
+            f"of the rules (fingerprint {made[:12]}); install the version that "
+            ".ci/constraints.txt of the repository names"
         )
     return problems
 
