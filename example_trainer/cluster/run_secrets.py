@@ -34,13 +34,17 @@ MAX_VALUES = 200_000
 MAX_DEPTH = 50
 PROGRAM = "example_trainer.cluster.run_secrets"
 _SECRET_KEY = re.compile(
-    r"((api|private|access|secret)_?key|secret|passw(or)?d|passphrase|authorization|credentials?"
-    r"|(access|auth|hf|hub|api|bearer|bot|refresh|session)_token|^token)$",
+    r"((api|private|access|secret)_?keys?|secrets?|passw(or)?ds?|passphrase|^pwd|authorization"
+    r"|credentials?|^bearer|(access|auth|hf|hub|api|bearer|bot|refresh|session)_tokens?|^token)"
+    r"(_\d+)?$",
     re.IGNORECASE,
 )
 _SECRET_VARIABLE = re.compile(
-    r"((^|_)(KEY|TOKEN|SECRET|AUTH)|API_?KEY|PASSW(OR)?D|PASSPHRASE|CREDENTIALS?)$", re.IGNORECASE
+    r"((^|_)(KEY|TOKEN|SECRETS?|AUTH)|_PWD|API_?KEYS?|PASSW(OR)?DS?|PGPASS|PASSPHRASE|CREDENTIALS?)"
+    r"(_(\d+|[A-Z]))?$",
+    re.IGNORECASE,
 )
+_CAPITAL = re.compile(r"(?<=[a-z0-9])(?=[A-Z])")
 _ASSIGNED = re.compile(
     r"\b(\w*(?:API_?KEY|ACCESS_KEY|TOKEN|SECRET|PASSW(?:OR)?D))=(?![\"']?(?:[$/~<]|\d+\b|[\"']|\s|$))"
 )
@@ -140,6 +144,8 @@ def _problem(place: Place, value: Any) -> str:
     if value is None or isinstance(value, bool) or str(value).lower() in _PLACEHOLDERS:
         return ""
     text = str(value)
+    if section == "variables" and "${" in text:
+        return "expected ${NAME} as the whole value; nothing else is replaced"
     is_secret = any(_is_secret_key(key, section) for key in keys)
     if is_secret or hide_secrets(text) != text or _FORMATS.search(text):
         return f"looks like a secret; {_REMEDY}"
@@ -175,7 +181,8 @@ def _misplaced(section: str, keys: Sequence[str], name: str) -> str:
 
 def _is_secret_key(key: str, section: str) -> bool:
     pattern = _SECRET_VARIABLE if section == "variables" else _SECRET_KEY
-    return pattern.search(key.rpartition(".")[2].replace("-", "_")) is not None
+    name = _CAPITAL.sub("_", key.rpartition(".")[2].replace("-", "_"))
+    return pattern.search(name) is not None
 
 
 def _shown(place: Place) -> str:
@@ -191,6 +198,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         filled = yaml.safe_dump(fill(settings, os.environ), sort_keys=False)
     except ConfigError as error:
         end_command(PROGRAM, error, code=2)
+    except (OSError, ValueError, yaml.YAMLError) as error:
+        end_command(PROGRAM, f"{file} cannot be read: {type(error).__name__}", code=2)
     place = f"/dev/fd/{_nameless_file(filled.encode())}"
     words = [place if word == file else word for word in words]
     os.execv(sys.executable, [sys.executable, *words])

@@ -47,6 +47,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     with ending_signals():
         try:
             args = _parser().parse_args(argv)
+            if not _ENTRIES.is_dir():
+                raise ConfigError(
+                    f"{_SPEEDRUN} is missing; run {_NAME} in a clone of the repository"
+                )
             sys.exit(args.command(args))
         except KeyboardInterrupt:
             print("\ninterrupted; every process has ended", file=sys.stderr)

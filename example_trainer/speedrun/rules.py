@@ -56,9 +56,8 @@ _MAX_REASON_CHARACTERS = 300
 _ENVIRONMENT_SETTINGS = frozenset(
     {
         "ensure_scores_are_not_same", "mask_too_long_completions", "max_batches_offpolicy",
-        "max_num_workers", "min_group_size", "score_backend", "num_score_workers",
-        "straggler_batches", "straggler_policy", "straggler_retries", "straggler_timeout_s",
-        "temperature", "top_p",
+        "max_num_workers", "score_backend", "num_score_workers", "straggler_batches",
+        "straggler_retries", "straggler_timeout_s", "temperature", "top_p",
     }
 )  # fmt: skip
 _TRAINER_SETTINGS = (
@@ -206,14 +205,12 @@ def demo_settings(entry: SpeedrunEntry, *, seed: int, start_model: Path) -> Demo
     """Return the settings of one run; the task and the held-out problems do not depend on it."""
     chosen = entry.settings
     environment = {**chosen.environment, "eval_seed": HELD_OUT_SEED}
-    lr = float(chosen.trainer.get("lr") or DemoSettings.lr)
     return replace(
         DemoSettings(),
         seed=seed,
         steps=chosen.steps,
         groups_per_step=chosen.groups_per_step,
         group_size=chosen.group_size,
-        lr=lr,
         max_tokens=chosen.max_tokens,
         num_held_out=NUM_HELD_OUT,
         engine=chosen.engine,
@@ -273,7 +270,7 @@ class Consumption(BaseModel):
     """Of prompts and completions."""
     completion_tokens: int
     held_out_prompts: int
-    """Groups whose prompt is a held-out problem, or not a problem of the task."""
+    """Groups whose prompt is a held-out problem."""
     prompts_sha256: str
     """Fingerprint of the prompts, in any order."""
 
@@ -383,7 +380,7 @@ def _run_violations(run: SeedResult, entry: SpeedrunEntry) -> list[str]:
     if run.accuracy < TARGET_ACCURACY:
         found.append(f"{run.accuracy:.1%} is below {TARGET_ACCURACY:.0%}")
     if consumed.held_out_prompts:
-        found.append(f"{consumed.held_out_prompts} groups were no training problems of the task")
+        found.append(f"{consumed.held_out_prompts} trained groups have a held-out problem")
     if consumed.steps != chosen.steps:
         found.append(f"the trainer took {consumed.steps} batches, expected {chosen.steps}")
     if consumed.sequences != consumed.steps * chosen.groups_per_step * chosen.group_size:
