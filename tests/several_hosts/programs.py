@@ -21,6 +21,7 @@ def run_program(*arguments: str) -> str:
     command = [sys.executable, "-m", *arguments]
     done = subprocess.run(command, check=False, capture_output=True, text=True, env=os.environ)
     assert done.returncode == 0, (done.stdout, done.stderr[-6000:])
+    print(done.stdout)  # the figures, for `pytest -rP`
     return done.stdout
 
 
