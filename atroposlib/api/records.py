@@ -132,6 +132,8 @@ class BatchFormed(_Record, frozen=True, tag="batch_formed"):
     at: float
     lease_until: float | None = None
     """Unix time at which the lease expires; None while the body is being sent."""
+    key: str | None = None
+    """Idempotency key of the request."""
 
 
 class BatchHandedOut(_Record, frozen=True, tag="batch_handed_out"):
@@ -142,6 +144,7 @@ class BatchHandedOut(_Record, frozen=True, tag="batch_handed_out"):
     owner: str
     at: float
     lease_until: float | None = None
+    key: str | None = None
 
 
 class BatchAcknowledged(_Record, frozen=True, tag="batch_acknowledged"):

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Callable, Collection, Mapping, Sequence
+from functools import partial
 from itertools import count
 
 from atroposlib.api import records
@@ -85,7 +86,6 @@ class Waiters:
 
 
 _RETRY_AFTER_S = 5.0
-_MAX_SENT_KEYS = 1024
 
 
 def _require_less(number: int, limit: int, text: str, *, status: int) -> None:
@@ -121,8 +121,6 @@ class Deliveries:
         """Token of a leased batch → start of its lease, by the clock of this process."""
         self._unwritten: dict[BatchToken, bool] = {}
         """Outcomes that are not written yet: token → whether the batch arrived."""
-        self._sent_for: dict[str, str] = {}
-        """Idempotency key of a request → token of the batch sent to it; the newest ones."""
         self._background: set[asyncio.Task[None]] = set()
         self._report_stall = report_stall
 
@@ -156,8 +154,8 @@ class Deliveries:
         Args:
             lease_s: duration of the lease; None if this process acknowledges once the body is sent.
             wait_s: seconds to wait for a batch; callers are served in the order of their calls.
-            key: idempotency key. If a batch was sent to a request with this key, it did not arrive,
-                and is returned first.
+            key: idempotency key. If a batch was sent to a request with this key, also by an earlier
+                process of the service, it did not arrive, and is returned first.
 
         Returns:
             The batch and its payloads in order of delivery; None without a batch.
@@ -171,19 +169,19 @@ class Deliveries:
             return None
         if not self._state.is_started:
             await self._log.append(records.TrainerStarted(self._state.epoch))
-        if key is not None and key in self._sent_for:
-            await self.return_batch(self._sent_for.pop(key))
+        earlier = None if key is None else self._state.delivery.sent_for(key)
+        if earlier is not None:
+            await self.return_batch(earlier.token)
         deadline = asyncio.get_running_loop().time() + wait_s
         ticket = self._waiters.ticket()
         while True:
             try:
-                found = await self._try_batch(lease_s)
+                found = await self._try_batch(lease_s, key)
             except BaseException:
                 self.wake()
                 raise
             if found is not None:
                 self.wake()
-                self._note_sent(key, found[0].token)
                 return found
             left = deadline - asyncio.get_running_loop().time()
             if left > 0:
@@ -196,17 +194,11 @@ class Deliveries:
             if not await self._waiters.wait(ticket, timeout_s=left):
                 return None
 
-    def _note_sent(self, key: str | None, token: str) -> None:
-        if key is not None:
-            self._sent_for[key] = token
-            if len(self._sent_for) > _MAX_SENT_KEYS:
-                self._sent_for.pop(next(iter(self._sent_for)))
-
     async def _try_batch(
-        self, lease_s: float | None
+        self, lease_s: float | None, key: str | None
     ) -> tuple[DeliveredBatch, list[StoredPayload]] | None:
         while self._state.may_form_batch:
-            token = await self._deliver(lease_s)
+            token = await self._deliver(lease_s, key)
             if token is None:
                 self._report_stall()
                 return None
@@ -274,16 +266,19 @@ class Deliveries:
                 )
         return result
 
-    async def _deliver(self, lease_s: float | None) -> BatchToken | None:
+    async def _deliver(self, lease_s: float | None, key: str | None) -> BatchToken | None:
         """Put a batch in flight and return its token; if cancelled, the batch is returned."""
-        delivering = asyncio.ensure_future(self._log.guarded(lambda: self._plan_delivery(lease_s)))
+        plan = partial(self._plan_delivery, lease_s, key)
+        delivering = asyncio.ensure_future(self._log.guarded(plan))
         try:
             return await asyncio.shield(delivering)
         except asyncio.CancelledError:
             delivering.add_done_callback(self._abandon_result)
             raise
 
-    def _plan_delivery(self, lease_s: float | None) -> tuple[Record | None, BatchToken | None]:
+    def _plan_delivery(
+        self, lease_s: float | None, key: str | None
+    ) -> tuple[Record | None, BatchToken | None]:
         now = self._clock()
         lease_until = None if lease_s is None else now + lease_s
         delivery = self._state.delivery
@@ -302,11 +297,11 @@ class Deliveries:
         )
         if again is not None:
             token = BatchToken(again.batch_id, again.attempt + 1)
-            return records.BatchHandedOut(*token, self._replica, now, lease_until), token
+            return records.BatchHandedOut(*token, self._replica, now, lease_until, key), token
         token = BatchToken(delivery.next_id, 1)
         group_ids = [group.group_id for group in groups or ()]
-        record = records.BatchFormed(token.batch_id, group_ids, self._replica, now, lease_until)
-        return record, token
+        sent = (self._replica, now, lease_until, key)
+        return records.BatchFormed(token.batch_id, group_ids, *sent), token
 
     async def acknowledge(self, text: str, *, steps_done: int | None = None) -> AckResult:
         """Acknowledge a batch; its groups are discarded later.

@@ -95,6 +95,8 @@ class DeliveredBatch(msgspec.Struct, frozen=True, array_like=True):
     """Unix time of the delivery, in seconds."""
     lease_until: float | None = None
     """Unix time at which the lease expires; None while the body is being sent."""
+    key: str | None = None
+    """Idempotency key of the request; a request with the same key did not receive the batch."""
 
     @property
     def lease_s(self) -> float | None:
@@ -134,26 +136,24 @@ class BatchLedger:
     def pending(self) -> list[DeliveredBatch]:
         return [*self.in_flight.values(), *self.returned.values()]
 
-    def deliver(
-        self, groups: Sequence[QueuedGroup], *, owner: str, at: float, lease_until: float | None
-    ) -> DeliveredBatch:
+    def deliver(self, groups: Sequence[QueuedGroup], sent: records.BatchFormed) -> DeliveredBatch:
         """Put a newly formed batch in flight."""
-        batch = DeliveredBatch(self.next_id, 1, tuple(groups), owner, at, lease_until)
+        delivery = (sent.owner, sent.at, sent.lease_until, sent.key)
+        batch = DeliveredBatch(self.next_id, 1, tuple(groups), *delivery)
         self.next_id += 1
         self.in_flight[batch.batch_id] = batch
         self.num_sequences += batch.num_sequences
         return batch
 
-    def redeliver(
-        self, token: BatchToken, *, owner: str, at: float, lease_until: float | None
-    ) -> DeliveredBatch | None:
+    def redeliver(self, sent: records.BatchHandedOut) -> DeliveredBatch | None:
         """Put a returned batch in flight under its next attempt; None if it was not returned."""
-        before = self.returned.get(token.batch_id)
-        if before is None or before.attempt + 1 != token.attempt:
+        before = self.returned.get(sent.batch_id)
+        if before is None or before.attempt + 1 != sent.attempt:
             return None
-        del self.returned[token.batch_id]
-        batch = DeliveredBatch(token.batch_id, token.attempt, before.groups, owner, at, lease_until)
-        self.in_flight[token.batch_id] = batch
+        del self.returned[sent.batch_id]
+        delivery = (sent.owner, sent.at, sent.lease_until, sent.key)
+        batch = DeliveredBatch(sent.batch_id, sent.attempt, before.groups, *delivery)
+        self.in_flight[sent.batch_id] = batch
         return batch
 
     def acknowledge(self, token: BatchToken) -> DeliveredBatch | None:
@@ -194,6 +194,10 @@ class BatchLedger:
     def find(self, token: BatchToken) -> DeliveredBatch | None:
         batch = self.in_flight.get(token.batch_id)
         return batch if batch is not None and batch.attempt == token.attempt else None
+
+    def sent_for(self, key: str) -> DeliveredBatch | None:
+        """Return the batch in flight that was sent to a request with this key."""
+        return next((batch for batch in self.in_flight.values() if batch.key == key), None)
 
     def ack_result(self, token: BatchToken) -> AckResult:
         """Return the result that acknowledging would have, without doing it."""
@@ -760,18 +764,11 @@ class RunState:
         if record.batch_id != self.delivery.next_id:
             return
         groups = self.queue.remove(record.group_ids)
-        self.delivery.deliver(
-            groups, owner=record.owner, at=record.at, lease_until=record.lease_until
-        )
+        self.delivery.deliver(groups, record)
         self.counters["batches/formed"] += 1
 
     def _redeliver(self, record: records.BatchHandedOut) -> None:
-        self.delivery.redeliver(
-            BatchToken(record.batch_id, record.attempt),
-            owner=record.owner,
-            at=record.at,
-            lease_until=record.lease_until,
-        )
+        self.delivery.redeliver(record)
 
     def _acknowledge(self, record: records.BatchAcknowledged) -> None:
         self.step += self._settle(BatchToken(record.batch_id, record.attempt))

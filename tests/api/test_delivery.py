@@ -10,18 +10,20 @@ import httpx
 import pytest
 
 from atroposlib.api.queue import QueuedGroup
+from atroposlib.api.records import BatchFormed, BatchHandedOut
 from atroposlib.api.server import create_app
 from atroposlib.api.state import BatchLedger, BatchToken, DeliveredBatch, parse_token
 from atroposlib.api.store.base import MemoryRunStore
+from atroposlib.api.store.sqlite import SqliteRunStore
 from tests.api.helpers import REGISTRATION, make_group, serve
-from tests.api.run_helpers import Clock, decoded, started_run, take
+from tests.api.run_helpers import Clock, decoded, open_run, started_run, take
 
 pytestmark = pytest.mark.slow
 
 
 def deliver(delivery: BatchLedger, group_id: int = 0) -> BatchToken:
     groups = [QueuedGroup(group_id, None, 1, 1)]
-    batch = delivery.deliver(groups, owner="", at=0.0, lease_until=None)
+    batch = delivery.deliver(groups, BatchFormed(delivery.next_id, [group_id], "", 0.0))
     return BatchToken(batch.batch_id, batch.attempt)
 
 
@@ -29,8 +31,7 @@ def redeliver(delivery: BatchLedger) -> DeliveredBatch | None:
     oldest = delivery.oldest_returned
     if oldest is None:
         return None
-    token = BatchToken(oldest.batch_id, oldest.attempt + 1)
-    return delivery.redeliver(token, owner="", at=1.0, lease_until=None)
+    return delivery.redeliver(BatchHandedOut(oldest.batch_id, oldest.attempt + 1, "", 1.0))
 
 
 def test_returned_batches_leave_again_oldest_first_under_a_new_token():
@@ -340,13 +341,19 @@ async def test_repeated_key_does_not_redeliver_an_acknowledged_batch():
     assert await run.next_batch(lease_s=600, key="one") is None
 
 
-async def test_keys_of_sent_batches_are_bounded_in_number():
-    run = await started_run(batch_size=1)
-    for number in range(1030):
-        await run.admit([decoded()])
-        await take(run, key=f"key-{number}", lease_s=600)
+async def test_key_of_a_sent_batch_is_known_after_a_restart(tmp_path):
+    first = await started_run(SqliteRunStore(tmp_path / "run.sqlite3"), batch_size=1)
+    await first.admit([decoded(), decoded()])
+    await first.next_batch(lease_s=600, key="one")
+    again, _ = await first.next_batch(lease_s=600, key="one")
+    await first.close()
 
-    assert len(run._deliveries._sent_for) == 1024
+    second = await open_run(SqliteRunStore(tmp_path / "run.sqlite3"))
+    after, _ = await second.next_batch(lease_s=600, key="one")
+    await second.close()
+
+    assert after.group_ids == again.group_ids
+    assert (again.token, after.token) == ("0-2", "0-3")
 
 
 async def test_retry_of_the_client_repeats_its_key_over_http():
