@@ -48,7 +48,7 @@ class Forger:
             records.ConsumerLeft: lambda: [rng.choice(("1f", "2a")), 1.0],
             records.BatchAcknowledged: lambda: [*self._token(), 1.0],
             records.BatchPassedOver: lambda: [*self._token(), 1.0],
-            records.BatchHandedOut: lambda: [*self._token(), "r", 1.0, 2.0],
+            records.BatchHandedOut: lambda: [*self._token(), "r", 1.0, 2.0, "k"],
             records.BatchesReturned: lambda: [[self._token()], "lost", 1.0],
             records.EnvDisconnected: lambda: [self._env_id(), True, 1.0],
             records.EnvRevived: lambda: [self._env_id(), 1.0],
