@@ -8,7 +8,13 @@ from tests.several_hosts.programs import check_rows
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1200)]
 
-PARTS = (("killed",), ("stopped",), ("disk",), ("clock",))
+PARTS = (
+    ("killed",),
+    ("stopped",),
+    ("disk",),
+    ("service: clock", "engine: clock"),
+    ("env1: clock", "trainer: clock"),
+)
 
 
 @pytest.mark.parametrize("rows", PARTS, ids=" ".join)
