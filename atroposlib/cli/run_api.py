@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
+import os
 import shlex
 import signal
 import socket
@@ -90,9 +91,16 @@ def _serve(settings: ApiSettings, host: str, port: int, *, reload: bool) -> None
     # The supervisor restarts processes; each of them builds its own service.
     watched = uvicorn.Config(_APP, host=host, port=port, reload=True, log_level="warning")
     sock = watched.bind_socket()
-    print(_start_message(settings, host, sock.getsockname()[1]), flush=True)
+    _announce(_start_message(settings, host, sock.getsockname()[1]))
     ChangeReload(watched, target=partial(_serve_again, settings), sockets=[sock]).run()
-    print(_stop_message(settings, host, port), flush=True)
+    _announce(_stop_message(settings, host, port))
+
+
+def _announce(message: str) -> None:
+    try:
+        print(message, flush=True)
+    except BrokenPipeError:  # such as `| head`; the interpreter must not flush again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _serve_again(settings: ApiSettings, sockets: list[socket.socket] | None = None) -> None:
@@ -133,14 +141,14 @@ def _server(
             gc.freeze()
             if is_announced and self.started:
                 bound_port = self.servers[0].sockets[0].getsockname()[1]
-                print(_start_message(settings, host, bound_port, run), flush=True)
+                _announce(_start_message(settings, host, bound_port, run))
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
             # Requests that wait for a batch would delay the shutdown until they are cancelled.
             run.stop_waiting()
             await super().shutdown(sockets=sockets)
             if is_announced:
-                print(_stop_message(settings, host, port), flush=True)
+                _announce(_stop_message(settings, host, port))
 
     sys.setswitchinterval(_SWITCH_INTERVAL_S)
     logging = log_config(settings.log_format)

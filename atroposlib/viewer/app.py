@@ -538,7 +538,11 @@ class _Wiring:
 
     def _step(self, view: ViewState, by: int) -> ViewState:
         matches = self.viewer.match(view.wanted, view.order).positions
-        group = self.viewer.neighbor(view.group, by, matches)
+        rows = matches[view.offset : view.offset + ROWS_PER_PAGE]
+        if view.page == "groups" and len(rows) and view.group not in rows:
+            group: int | None = int(rows[0 if by > 0 else -1])  # of the rows that are shown
+        else:
+            group = self.viewer.neighbor(view.group, by, matches)
         if group is None:
             return view
         place = int((matches == group).argmax()) if len(matches) else 0

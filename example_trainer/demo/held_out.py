@@ -12,7 +12,7 @@ from atroposlib.errors import InferenceError
 from atroposlib.utils.text import inert_block, without_secrets
 from example_trainer.demo.task import Problem
 
-_CONCURRENT_REQUESTS = 32
+_CONCURRENT_REQUESTS = 128
 _REQUEST_TIMEOUT_S = 300.0
 _TICK_S = 0.5
 

