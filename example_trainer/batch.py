@@ -368,15 +368,7 @@ def build_batch(
         GroupError: a group, or with `skips_bad_groups` every group, is malformed or unsupported.
         ConfigError: as above, for tokens that were not sampled by a model.
     """
-    rows_by_group: dict[int, list[Row]] = {}
-    bad_groups: dict[int, str] = {}
-    for i, group in enumerate(groups):
-        try:
-            rows_by_group[i] = rows_from_group(group, rules, name=f"group {i}")
-        except (GroupError, ConfigError) as error:
-            bad_groups[i] = str(error)
-            if not skips_bad_groups or len(bad_groups) == len(groups):
-                raise
+    rows_by_group, bad_groups = _convert(groups, rules, skips_bad_groups=skips_bad_groups)
     members = list(rows_by_group.values())
     rows = list(itertools.chain(*members))
     if packs and _is_worth_sharing(members, min_shared_fraction):
@@ -384,13 +376,9 @@ def build_batch(
             members, microbatch_size, max_tokens=max_tokens, num_ranks=num_ranks
         )
     elif packs:
-        bins = plan_microbatches(
-            [max(0, len(row.tokens) - 1) for row in rows],
-            num_microbatches=1 if max_tokens else -(-len(rows) // microbatch_size),
-            max_tokens=max_tokens,
-            multiple_of=num_ranks if max_tokens else 1,
+        microbatches = _packed_microbatches(
+            rows, microbatch_size, max_tokens=max_tokens, num_ranks=num_ranks
         )
-        microbatches = [make_packed_microbatch([rows[i] for i in indices]) for indices in bins]
     else:
         starts = _padded_starts(rows, microbatch_size, pad_multiple, max_tokens, num_ranks)
         microbatches = [
@@ -407,6 +395,22 @@ def build_batch(
     )
 
 
+def _convert(
+    groups: Sequence[Mapping[str, Any]], rules: RowRules, *, skips_bad_groups: bool
+) -> tuple[dict[int, list[Row]], dict[int, str]]:
+    """Return the rows of the trainable groups and the reason for each other one, by index."""
+    rows_by_group: dict[int, list[Row]] = {}
+    bad_groups: dict[int, str] = {}
+    for i, group in enumerate(groups):
+        try:
+            rows_by_group[i] = rows_from_group(group, rules, name=f"group {i}")
+        except (GroupError, ConfigError) as error:
+            bad_groups[i] = str(error)
+            if not skips_bad_groups or len(bad_groups) == len(groups):
+                raise
+    return rows_by_group, bad_groups
+
+
 def _is_worth_sharing(members: Sequence[Sequence[Row]], min_fraction: float | None) -> bool:
     if min_fraction is None or any(row.images for rows in members for row in rows):
         return False  # equal tokens may stand for different images
@@ -417,6 +421,18 @@ def _is_worth_sharing(members: Sequence[Sequence[Row]], min_fraction: float | No
 
 def _num_tree_tokens(rows: Sequence[Row]) -> int:
     return num_tree_tokens([row.tokens[:-1] for row in rows])
+
+
+def _packed_microbatches(
+    rows: Sequence[Row], microbatch_size: int, *, max_tokens: int | None, num_ranks: int
+) -> list[Microbatch]:
+    bins = plan_microbatches(
+        [max(0, len(row.tokens) - 1) for row in rows],
+        num_microbatches=1 if max_tokens else -(-len(rows) // microbatch_size),
+        max_tokens=max_tokens,
+        multiple_of=num_ranks if max_tokens else 1,
+    )
+    return [make_packed_microbatch([rows[i] for i in indices]) for indices in bins]
 
 
 def _tree_microbatches(

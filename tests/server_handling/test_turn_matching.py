@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from atroposlib.envs.server_handling.turn_recording import (
+    ChatRequest,
+    Continuation,
     NodeRecord,
     NodeRecords,
     RecordedReply,
     RecordedTurns,
     SequenceNode,
     TurnEnd,
+    continue_chat,
     continue_ids,
     digest,
     earlier_turns,
@@ -339,3 +344,59 @@ def test_digest_depends_on_values_only() -> None:
     assert digest({"a": 1, "b": 2}) == digest({"b": 2, "a": 1})
     assert digest({"a": 1}) != digest({"a": 2})
     assert len(digest([])) == 32
+
+
+def written(messages: Sequence[Mapping[str, Any]], tools: Sequence[Any] | None) -> str:
+    """A template: `u:question|a:answer|a:`."""
+    return "".join(f"{each['role'][0]}:{each['content']}|" for each in messages) + "a:"
+
+
+def continued(
+    end_text: str, *messages: dict[str, Any], thinks: bool = False, strips: bool = False
+) -> Continuation | None:
+    """Continue the recorded chat `u:q|a:b`, whose turn ended with the given text."""
+    turn = replace(turns("q", "b"), tools_key="", has_thinking=thinks)
+    record = NodeRecord(node("u:q|a:b"), (replace(end_of("u:q|a:b", 1, turn), end_text=end_text),))
+    records = NodeRecords()
+    records.add(record)
+    request = ChatRequest.of(messages, None, written)
+    return continue_chat(records, [record.node], request, written, strips_thinking=strips)
+
+
+@pytest.mark.parametrize(
+    ("end_text", "sent", "added_text", "is_rerendered"),
+    [
+        ("|", "b", "|u:r|a:", False),  # the turn ended with the end of the template
+        ("", "b", "|u:r|a:", False),  # without an end, for example at the limit of tokens
+        ("!", "b", "|u:r|a:", True),  # with another end, which is kept
+        ("", "b ", "|u:r|a:", True),  # the prompt is still within the turn as it was sent
+        ("!", "b ", "|u:r|a:", True),
+    ],
+)
+def test_chat_goes_on_after_the_end_of_its_turn(
+    end_text: str, sent: str, added_text: str, is_rerendered: bool
+) -> None:
+    found = continued(end_text, user("q"), assistant(sent), user("r"))
+
+    assert found is not None
+    assert (found.added_text, found.is_rerendered) == (added_text, is_rerendered)
+    assert found.record.node.full_text == "u:q|a:b"
+
+
+@pytest.mark.parametrize(("thinks", "strips"), [(True, True), (True, False), (False, True)])
+def test_thinking_that_a_template_may_drop_starts_a_new_sequence(
+    thinks: bool, strips: bool
+) -> None:
+    chat = (user("q"), assistant("b "), user("r"))
+
+    found = continued("!", *chat, thinks=thinks, strips=strips)
+
+    assert (found is None) == (thinks and strips)
+
+
+def test_partial_reply_is_part_of_what_is_added() -> None:
+    for end_text in ("", "!"):
+        found = continued(end_text, user("q"), assistant("b"), user("r"), assistant("so"))
+
+        assert found is not None
+        assert found.added_text == "|u:r|a:so"

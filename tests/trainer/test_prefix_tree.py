@@ -197,9 +197,11 @@ class WideNorm(torch.nn.Module):
         return hidden * scale * (self._offset + self.weight)
 
 
-def in_float64(model):
+def in_float64(model, *, recomputes=False):
     """Return a model that computes all but positions in float64, with attention over trees."""
     model = model.double().train()
+    if recomputes:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     for module in list(model.modules()):
         for name, child in module.named_children():
             if type(child).__name__.endswith("RMSNorm"):
@@ -283,8 +285,8 @@ def groups_of_a_batch():
 
 
 def loss_and_gradients(tmp_path, layout, *, model="llama", **settings):
-    """Return loss and gradients of one batch in double precision."""
-    built = in_float64(MODELS[model]())
+    """Return loss and gradients of one batch in double precision, added up over its ranks."""
+    built = in_float64(MODELS[model](), recomputes=settings.get("gradient_checkpointing", False))
     trainer = make_trainer(
         tmp_path,
         model=built,
@@ -298,15 +300,18 @@ def loss_and_gradients(tmp_path, layout, *, model="llama", **settings):
     gradients = []
 
     def capture():
-        gradients.extend(p.grad.clone() for p in built.parameters())
+        gradients.append([p.grad.clone() for p in built.parameters()])
 
     trainer._optimizer.step = capture
-    return trainer.train_on(batch)["train/loss"], gradients
+    shares = split_batch(batch, layout.get("num_ranks", 1))
+    value = sum(trainer.train_on(share)["train/loss"] for share in shares)
+    return value, [sum(parts) for parts in zip(*gradients, strict=True)]
 
 
 PADDED = {"microbatch_size": 4}
 WHOLE_TREE = {"microbatch_size": 20, "packs": True, "min_shared_fraction": 0.0}
 TREES = {"microbatch_size": 2, "packs": True, "min_shared_fraction": 0.0, "max_tokens": 90}
+TREES_OF_RANKS = {**TREES, "num_ranks": 2}
 
 
 def assert_equal_to_padded(tmp_path, *layouts, **settings):
@@ -323,6 +328,10 @@ def assert_equal_to_padded(tmp_path, *layouts, **settings):
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_loss_and_gradient_of_a_tree_equal_the_padded_ones(tmp_path, algorithm):
     assert_equal_to_padded(tmp_path, WHOLE_TREE, TREES, algorithm=algorithm)
+
+
+def test_gradients_of_the_ranks_trees_add_up(tmp_path):
+    assert_equal_to_padded(tmp_path, TREES_OF_RANKS)
 
 
 @pytest.mark.parametrize("model", ["qwen3", "gemma"])

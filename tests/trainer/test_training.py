@@ -13,6 +13,7 @@ from atroposlib.utils.run_log import MetricsLog
 from example_trainer.batch import build_batch
 from example_trainer.config import TrainingConfig
 from example_trainer.model import create_optimizer
+from example_trainer.parallel import ONE_PROCESS
 from example_trainer.rows import RowRules
 from example_trainer.scoring import token_logprobs_BT
 from example_trainer.training import Trainer
@@ -88,7 +89,16 @@ class RecordingSync:
         pass
 
 
-def make_trainer(tmp_path, *, groups=None, model=None, reference=None, **settings):
+def make_trainer(
+    tmp_path,
+    *,
+    groups=None,
+    model=None,
+    reference=None,
+    policy=None,
+    parallel=ONE_PROCESS,
+    **settings,
+):
     config = tiny_config(tmp_path, **settings)
     model = model or tiny_llama()
     return Trainer(
@@ -99,7 +109,9 @@ def make_trainer(tmp_path, *, groups=None, model=None, reference=None, **setting
         feed=ScriptedFeed(groups or [group([[PREFERRED], [REJECTED]] * 2, [1.0, 0.0] * 2)]),
         weight_sync=RecordingSync(),
         run_log=MetricsLog(use_wandb=False, metrics_path=tmp_path / "metrics.jsonl"),
+        policy=policy,
         reference=reference,
+        parallel=parallel,
         processed_logprobs=settings.get("logprobs_mode") == "processed",
     )
 
