@@ -41,7 +41,7 @@ has_gpu() { command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L >/dev/null 2>
 # GB to download and on disk, measured with .ci/constraints.txt on Linux; an estimate for GPUs, where the
 # engine selects the CUDA build of torch.
 sizes() {
-    if has_gpu; then echo "5 12"; elif [ "$engine" = torch ]; then echo "0.6 1.5"; elif has "$extras" all; then echo "1.0 3.2"; else echo "0.8 2.6"; fi
+    if has_gpu; then echo "5 12"; elif [ "$engine" = torch ] && has "$extras" all; then echo "0.8 2.4"; elif [ "$engine" = torch ]; then echo "0.6 1.5"; elif has "$extras" all; then echo "1.0 3.2"; else echo "0.8 2.6"; fi
 }
 read -r download disk <<<"$(sizes)"
 say "installing into $PWD/$venv: about $download GB to download from the Python package index, $disk GB on disk"
@@ -102,3 +102,4 @@ if has "$extras" dev; then
     done
 fi
 touch "$stamp"
+say "installed; activate it with: . $venv/bin/activate"

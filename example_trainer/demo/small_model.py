@@ -15,7 +15,8 @@ import argparse
 import json
 import random
 import string
-from collections.abc import Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,7 @@ __all__ = ["main", "read_chats", "write_small_model"]
 _NAME = "small model"
 _LR = 2e-3
 _BATCH_CHATS = 32
+_STEPS_PER_LINE = 25
 _NUM_RANDOM_CHATS = 400
 _RANDOM_CHARACTERS = (4, 12)
 MAX_BYTES = 32 * 2**20
@@ -110,6 +112,7 @@ def write_small_model(
     steps: int,
     max_length: int,
     seed: int,
+    on_step: Callable[[int, float], None] | None = None,
 ) -> float:
     """Write a model that was trained on `chats` for `steps`, at least one; return the last loss."""
     shape = TinyModelShape(hidden_size=64, num_layers=2, num_heads=2, max_length=max_length)
@@ -127,8 +130,10 @@ def write_small_model(
         pad_token=int(student.tokenizer.pad_token_id),
         seed=seed,
     )
-    for _ in range(steps):
+    for step in range(1, steps + 1):
         loss = next(losses)
+        if on_step is not None:
+            on_step(step, loss)
     save_tiny_model(student.model, student.tokenizer, folder)
     return loss
 
@@ -142,11 +147,22 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise ConfigError(f"{args.folder} is a file; name another folder")
         if args.folder.exists() and any(args.folder.iterdir()):
             raise ConfigError(f"{args.folder} is not empty; name another folder, or remove it")
+        _say(f"training a small model for {args.steps} steps, seconds to a minute")
         with require_extra("trainer"):
             import torch
         torch.set_num_threads(1)  # more do not help a model of this size
+
+        def tell(step: int, loss: float) -> None:
+            if step % _STEPS_PER_LINE == 0 and step < args.steps:
+                _say(f"step {step} of {args.steps}, loss {loss:.2f}")
+
         loss = write_small_model(
-            args.folder, chats, steps=args.steps, max_length=args.max_length, seed=args.seed
+            args.folder,
+            chats,
+            steps=args.steps,
+            max_length=args.max_length,
+            seed=args.seed,
+            on_step=tell,
         )
     except AtroposError as error:
         end_command(_NAME, error, code=exit_code_of(error))
@@ -154,6 +170,10 @@ def main(argv: Sequence[str] | None = None) -> None:
         end_command(_NAME, f"cannot write {args.folder}: {error}", code=1)
     learned = f"{len(chats)} examples" if args.examples else "short random texts"
     print(f"model written to {args.folder}: {learned}, loss {loss:.2f}")
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -172,7 +172,7 @@ def _prepare(
         folder = _folder_to_resume(parser, arguments, environment_flags)
         options = read_options(folder)
         if arguments.steps is not None:
-            options = replace(options, steps=arguments.steps)
+            options = options.with_steps(arguments.steps)
     else:
         options = _options(parser, arguments, environment_flags)
         folder = arguments.output or _RUNS / datetime.now().strftime("%Y%m%d-%H%M%S")
@@ -244,10 +244,13 @@ def _print_result(plan: RunPlan, paths: RunPaths, result: TrainResult) -> None:
     for name in [name for name in result.after if name in result.before]:
         before, after = result.before[name], result.after[name]
         print(f"\n{name}, measured by its evaluate")
-        for key in [key for key in after if key in before]:
-            shown = f"before {plain_number(before[key])}, after {plain_number(after[key])}"
+        for key in [key for key in report.measured_names(after) if key in before]:
             change = plain_number(after[key] - before[key])
-            print(f"  {key}: {shown} ({change if change.startswith('-') else f'+{change}'})")
+            print(
+                f"  {key}: before {report.with_interval(before, key)}, "
+                f"after {report.with_interval(after, key)}, "
+                f"change {change if change.startswith('-') else f'+{change}'}"
+            )
     if result.ends is not None:
         first, last = result.ends
         print(
@@ -808,7 +811,10 @@ class TrainRun:
             if metrics:
                 results[environment.name] = metrics
                 self._progress.note(
-                    ", ".join(f"{key} {plain_number(value)}" for key, value in metrics.items())
+                    ", ".join(
+                        f"{key} {report.with_interval(metrics, key)}"
+                        for key in report.measured_names(metrics)
+                    )
                 )
         return results
 
@@ -821,9 +827,9 @@ class TrainRun:
             report.write_curve(points, paths.curve, metric=metric)
         one = metrics[0] if len(metrics) == 1 and metrics[0].is_file() else None
         held_out = [
-            HeldOut(f"{name}: {key}", before.get(name, {}).get(key), value)
+            HeldOut(f"{name}: {key}", before.get(name, {}).get(key), results[key])
             for name, results in after.items()
-            for key, value in results.items()
+            for key in report.measured_names(results)
         ]
         groups = [report.groups_files(environment.groups) for environment in environments]
         num_groups = report.write_rollouts_page(

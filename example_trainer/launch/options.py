@@ -12,7 +12,7 @@ import math
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -273,6 +273,17 @@ class TrainOptions:
     """Flags by environment name; those under "" are for every environment."""
     trainer_flags: tuple[str, ...] = ()
     working_folder: str = "."
+    first_steps: int | None = None
+    """`steps` of the first start, if a later one changed them."""
+
+    @property
+    def warmup_steps(self) -> int:
+        """Steps of warm-up: those of the first start, since a resumed run repeats its steps."""
+        return min(10, (self.first_steps or self.steps) // 10)
+
+    def with_steps(self, steps: int) -> TrainOptions:
+        """Return the options of a run that is continued to another step."""
+        return replace(self, steps=steps, first_steps=self.first_steps or self.steps)
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> TrainOptions:
@@ -630,7 +641,7 @@ def _trainer_flags(
 ) -> tuple[str, ...]:
     flags: dict[str, Any] = {
         "lr": options.lr or (2e-4 if is_tiny else 1e-6),
-        "warmup-steps": min(10, options.steps // 10),
+        "warmup-steps": options.warmup_steps,
         "microbatch-tokens": max(context, 8192 if on_gpu or is_tiny else 2048),
         "device": "cuda" if on_gpu else "cpu",
     }

@@ -13,7 +13,7 @@ import json
 import shutil
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -30,6 +30,7 @@ from rich.progress import (
 )
 from rich.table import Column
 
+from atroposlib.envs.evaluation_statistics import INTERVAL_ENDS
 from atroposlib.frontend.jsonl2html import generate_html
 from example_trainer.cli import require_extra
 from example_trainer.reporting.page import rolling_mean
@@ -251,6 +252,20 @@ def write_rollouts_page(
 def plain_number(value: float) -> str:
     """Return a metric with four digits; rounding errors around 0 become 0."""
     return f"{round(value, 12) + 0.0:.4g}"
+
+
+def measured_names(metrics: Mapping[str, float]) -> list[str]:
+    """Return the names of an evaluation's metrics without those of their uncertainty."""
+    return [name for name in metrics if not name.endswith(INTERVAL_ENDS)]
+
+
+def with_interval(metrics: Mapping[str, float], name: str) -> str:
+    """Return a metric and, if it is known, its interval of 95 %: `0.53 (0.36 to 0.69)`."""
+    low, high = metrics.get(f"{name}_ci_low"), metrics.get(f"{name}_ci_high")
+    shown = plain_number(metrics[name])
+    if low is None or high is None:
+        return shown
+    return f"{shown} ({low:.2g} to {high:.2g})"
 
 
 _NARROWEST_CURVE = 32

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import signal
 import sys
 import time
@@ -467,6 +468,9 @@ class TrainerStallWatch:
 _POLL_S = 0.5
 _HEALTH_TIMEOUT_S = 5.0
 _USAGE_ERROR = 2
+_REGISTERED = re.compile(
+    r'^atropos_http_requests_total\{method="POST",route="/register",status="200"\} [1-9]', re.M
+)
 
 
 class TrainingLoop:
@@ -527,11 +531,13 @@ class TrainingLoop:
     def start_together(self) -> None:
         """Start all processes of a plan that `starts_together`, and wait for the servers.
 
-        The trainer waits for both servers, the environments wait for the trainer.
+        The trainer waits for both servers, the environments wait for the trainer. Those of a
+        resumed run start later: see `reinforce`.
         """
         self.start_servers()
         self.start_trainer()
-        self._start_environments()
+        if not self._plan.is_resumed:
+            self._start_environments()
         self.wait_for_servers(reload_from=None)
 
     def _start_environments(self) -> None:
@@ -558,6 +564,9 @@ class TrainingLoop:
             f"Reinforcement learning: {plan.steps} steps of {plan.work}",
             expected=plan.expected,
         )
+        if plan.is_resumed:
+            # A run that has reached its earlier number of steps would end an environment at once.
+            self._wait_until_registered()
         self._start_environments()
         watch = TrainerStallWatch(plan.stall_limit_s)
         while stack.trainer.is_alive():
@@ -611,6 +620,27 @@ class TrainingLoop:
             timeout_s=self._plan.start_limit_s,
             on_wait=lambda waited_s: self._progress.update(
                 waited_s, None, f"the {process.name} has been starting for {waited_s:.0f} s"
+            ),
+        )
+
+    def _wait_until_registered(self) -> None:
+        """Wait until the trainer has registered with this process of the service."""
+
+        def is_registered() -> bool:
+            try:
+                answer = httpx.get(
+                    f"{self.stack.service_url}/metrics", timeout=_HEALTH_TIMEOUT_S, trust_env=False
+                )
+            except httpx.HTTPError:
+                return False
+            return _REGISTERED.search(answer.text) is not None
+
+        self._supervisor.wait_until_ready(
+            self.stack.trainer,
+            is_registered,
+            timeout_s=self._plan.start_limit_s,
+            on_wait=lambda waited_s: self._progress.update(
+                waited_s, None, f"the trainer has been starting for {waited_s:.0f} s"
             ),
         )
 

@@ -376,8 +376,8 @@ STEPS: tuple[Step, ...] = (
         until=("step [1-9][0-9]* of 30",),
         limit_s=600,
     ),
-    Run("docs/tutorials/game.md", "python guessing.py check", shows=("20 passed",)),
     Run("docs/tutorials/game.md", "python make_games.py", shows=("400 examples",)),
+    Run("docs/tutorials/game.md", "python guessing.py check", shows=("20 passed",)),
     Run(
         "docs/tutorials/game.md",
         "atropos-train guessing.py",

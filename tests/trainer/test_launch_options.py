@@ -69,6 +69,16 @@ def test_one_gpu_is_shared_and_the_environments_limit_is_kept() -> None:
     ]
 
 
+def test_run_that_is_continued_repeats_its_steps_with_the_same_warmup() -> None:
+    first = replace(OPTIONS, steps=20)
+    later = first.with_steps(40)
+    read = TrainOptions.from_json(json.loads(json.dumps(asdict(later.with_steps(200)))))
+
+    assert [plan_of(options)[0].steps for options in (first, later, read)] == [20, 40, 200]
+    warmups = [trainer_config(plan_of(each)[0]).warmup_steps for each in (first, later, read)]
+    assert warmups == [2, 2, 2]
+
+
 def test_trainer_on_a_gpu_is_mixed_and_on_a_cpu_float32() -> None:
     gpu, cpu = (trainer_config(plan_of(machine=machine)[0]) for machine in (ONE_GPU, CPU))
 

@@ -61,9 +61,16 @@ def words_of(folder: Path, model: Path, *more: object) -> list[object]:
 
 
 def steps_logged(command: RunningCommand) -> list[int]:
+    return list(losses_logged(command))
+
+
+def losses_logged(command: RunningCommand) -> dict[int, float]:
+    """Return the loss of each step."""
     path = command.output / "trainer_metrics.jsonl"
     lines = path.read_text().splitlines() if path.exists() else []
-    return [record["step"] for record in map(json.loads, lines) if "train/loss" in record]
+    records = [record for record in map(json.loads, lines) if "train/loss" in record]
+    assert len({record["step"] for record in records}) == len(records)
+    return {record["step"]: record["train/loss"] for record in records}
 
 
 def wait_for_step(command: RunningCommand, step: int) -> None:
@@ -121,6 +128,24 @@ def test_train_interrupted_goes_on_where_it_stopped(tmp_path: Path, model: Path)
         assert steps_logged(command) == list(range(1, done + 3))
         assert json.loads((command.output / "summary.json").read_text())["steps"] == done + 2
         command.assert_nothing_is_left()
+
+
+@LINUX_ONLY
+@pytest.mark.long
+def test_finished_run_is_trained_on_from_its_model(tmp_path: Path, model: Path) -> None:
+    # 20 steps: so many that 40 would have a longer warm-up.
+    words = words_of(tmp_path, model, "--steps", 20, "--engine", "torch")
+    with running(tmp_path, *words) as command:
+        assert command.process.wait(timeout=PATIENCE_S) == 0, command.said()
+        before = losses_logged(command)
+
+    words = ["example_trainer.launch.cli", "--resume", "run", "--steps", 40]
+    with running(tmp_path, *words) as command:
+        assert command.process.wait(timeout=PATIENCE_S) == 0, command.said()
+        after = losses_logged(command)
+
+    assert list(after) == list(range(1, 41))
+    assert {step: after[step] for step in before} == pytest.approx(before, rel=1e-5, abs=1e-7)
 
 
 @LINUX_ONLY
