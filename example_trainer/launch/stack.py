@@ -567,6 +567,9 @@ class TrainingLoop:
         if plan.is_resumed:
             # A run that has reached its earlier number of steps would end an environment at once.
             self._wait_until_registered()
+            self._progress.note(
+                "first, the trainer repeats the steps after its last checkpoint (same batches)"
+            )
         self._start_environments()
         watch = TrainerStallWatch(plan.stall_limit_s)
         while stack.trainer.is_alive():
