@@ -187,6 +187,7 @@ async def test_rollouts_have_sessions_of_their_own(
     await adapter.close()
 
 
+@pytest.mark.long
 async def test_programs_start_in_turn_and_the_wait_is_not_a_step_that_takes_too_long(
     tasks: str, pids: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -379,6 +380,7 @@ def test_killed_process_leaves_no_session(
     wait_until(lambda: open_sessions(free_port) == 0)
 
 
+@pytest.mark.long
 async def test_kill_of_the_command_leaves_no_session(
     tasks: str, tmp_path: Path, free_port: int, http_server: Callable[[], Any]
 ) -> None:

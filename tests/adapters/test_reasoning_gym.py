@@ -139,6 +139,7 @@ async def test_wrong_settings_are_named_before_the_first_rollout(
         await opened(name, **args)
 
 
+@pytest.mark.long
 def test_check_command_is_green(tmp_path: Path) -> None:
     spec = "reasoning-gym:chain_sum+leg_counting"
 

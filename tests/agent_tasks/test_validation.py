@@ -121,6 +121,7 @@ async def test_input_of_both_sides_may_be_seen(runner: TaskRunner, tmp_path: Pat
     assert report.status("hidden") == "ok"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize(
     ("test", "is_strict"),
     [

@@ -311,6 +311,7 @@ async def test_examples_of_the_sample_are_valid(checker: SchemaChecker) -> None:
         assert await checker.validate(row.source, row.model_name, syntax, texts) == [True] * 5
 
 
+@pytest.mark.long
 async def test_environment_passes_the_check(checker: SchemaChecker) -> None:
     report = check_environment(PydanticSchemaFollowingEnv, task_type="editing")
 

@@ -430,6 +430,7 @@ def test_export_of_a_group_does_not_change_it(tmp_path: Path) -> None:
     assert group == before
 
 
+@pytest.mark.long
 @pytest.mark.slow
 def test_imported_text_becomes_a_demonstration(
     tmp_path: Path, tokenizer: Any, run_command: Run

@@ -61,6 +61,7 @@ class Follower:
         return code
 
 
+@pytest.mark.long
 def test_two_engines_behind_a_slow_link_follow_hundred_versions_in_a_tenth_of_the_bytes(tmp_path):
     store = WeightStore(str(tmp_path / "store"))
     digests, full_bytes = [], 0
