@@ -6,6 +6,8 @@ ARGS ?=
 ENGINE ?=
 # Tests run in two processes; tests that share an engine run in the same one (tests/conftest.py).
 WORKERS ?= -n 2 --dist loadfile --no-loadscope-reorder
+SLOW_TESTS_OF_PURE_RULES := tests/server_handling/test_tool_formats.py tests/wire/test_properties.py \
+	tests/trainer/weights/test_publishing.py tests/trainer/weights/test_following.py
 # Processes of the demo and the tests import the same large packages; the first one caches their bytecode.
 unexport PYTHONDONTWRITEBYTECODE
 
@@ -45,6 +47,7 @@ figures:  ## Coverage of atroposlib by lines and of the pure rules by branches (
 	@.ci/install.sh all,dev
 	@$(BIN)/coverage erase
 	$(BIN)/coverage run -m pytest $(WORKERS) --fast -m "not slow" -q $(ARGS)
+	$(BIN)/coverage run -m pytest $(WORKERS) -q $(SLOW_TESTS_OF_PURE_RULES)
 	@$(BIN)/coverage combine --quiet
 	@$(BIN)/coverage json --quiet -o build/coverage/figures.json
 	@$(BIN)/python -m helpers.coverage_figures build/coverage/figures.json
