@@ -30,7 +30,6 @@ from rich.progress import (
 )
 from rich.table import Column
 
-from atroposlib.envs.evaluation_statistics import INTERVAL_ENDS
 from atroposlib.frontend.jsonl2html import generate_html
 from example_trainer.cli import require_extra
 from example_trainer.reporting.page import rolling_mean
@@ -254,9 +253,13 @@ def plain_number(value: float) -> str:
     return f"{round(value, 12) + 0.0:.4g}"
 
 
+_INTERVAL_ENDS = ("_stderr", "_ci_low", "_ci_high")
+"""Ends of the names by which `evaluate` reports the uncertainty of a metric."""
+
+
 def measured_names(metrics: Mapping[str, float]) -> list[str]:
     """Return the names of an evaluation's metrics without those of their uncertainty."""
-    return [name for name in metrics if not name.endswith(INTERVAL_ENDS)]
+    return [name for name in metrics if not name.endswith(_INTERVAL_ENDS)]
 
 
 def with_interval(metrics: Mapping[str, float], name: str) -> str:

@@ -14,8 +14,10 @@ from example_trainer.launch.report import (
     RunProgress,
     count_steps,
     curve_text,
+    measured_names,
     plain_number,
     read_rewards,
+    with_interval,
     write_curve,
     write_rollouts_page,
 )
@@ -135,3 +137,13 @@ def test_curve_text_of_a_few_steps_names_no_mean() -> None:
 )
 def test_plain_number_of_rounding_errors_is_zero(value: float, text: str) -> None:
     assert plain_number(value) == text
+
+
+def test_evaluation_is_shown_with_its_interval() -> None:
+    metrics = {"eval/a": 0.53125, "eval/a_stderr": 0.09, "eval/b": 2.0}
+    metrics |= {"eval/a_ci_low": 0.3645, "eval/a_ci_high": 0.6913}
+
+    names = measured_names(metrics)
+
+    assert names == ["eval/a", "eval/b"]
+    assert [with_interval(metrics, name) for name in names] == ["0.5312 (0.36 to 0.69)", "2"]
