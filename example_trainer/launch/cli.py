@@ -201,7 +201,13 @@ def _prepare(
     )
     if not is_resumed and options.engine_url is None:
         notes += filter(None, [choose_engine(arguments.engine).note])
-    require_gpu_memory(model, _trainer_config(plan), machine, place(options, machine))
+    config = _trainer_config(plan)
+    if options.first_steps not in (None, options.steps) and config.lr_schedule != "constant":
+        notes.append(
+            f"the {config.lr_schedule} schedule ends at step {options.steps} now: steps that are "
+            "repeated have other learning rates than before, and another model results"
+        )
+    require_gpu_memory(model, config, machine, place(options, machine))
     if not is_resumed:
         prepare_folder(paths.output, subfolders=[paths.logs])
     write_options(options, paths)
@@ -447,11 +453,20 @@ def _folder_to_resume(
 
 def _require_steps_to_do(options: TrainOptions, paths: RunPaths) -> None:
     done = count_steps(paths.trainer_metrics)
-    if done >= options.steps and paths.final_model.is_dir():
+    # A run that could not be evaluated or reported after its last step has no summary of it.
+    if done >= options.steps and paths.final_model.is_dir() and _is_reported(options, paths):
         raise ConfigError(
             f"the run in {shown_path(paths.output)} has done its {done} steps; to continue, add "
             f"--steps {2 * done}"
         )
+
+
+def _is_reported(options: TrainOptions, paths: RunPaths) -> bool:
+    try:
+        summary = json.loads(paths.summary.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return False
+    return isinstance(summary, dict) and summary.get("steps") == options.steps
 
 
 def _machine(device: str) -> Machine:
@@ -744,9 +759,7 @@ class TrainRun:
         try:
             return self._report(before, after)
         except OSError as error:
-            raise AtroposError(
-                f"the training has ended, but not its report: {error.strerror}: {error.filename}"
-            ) from error
+            raise AtroposError(f"the report could not be written: {error}") from error
 
     def _start(self, loop: TrainingLoop) -> Evaluations:
         """Start the processes, and evaluate the model before the trainer changes it."""

@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 
 from atroposlib.cli.new_env import write_environment
-from atroposlib.errors import AtroposError
+from atroposlib.errors import AtroposError, ConfigError
 from example_trainer.launch import cli
 from example_trainer.launch.cli import main
 from tests.trainer.scripted_vllm import ScriptedVllm
@@ -212,8 +213,28 @@ def test_report_on_a_full_disk_ends_the_run_in_one_line(monkeypatch: pytest.Monk
     monkeypatch.setattr(cli.TrainRun, "_evaluate", lambda run, loop, when: {})
     monkeypatch.setattr(cli.TrainRun, "_report", lambda run, before, after: raised(full))
 
-    with pytest.raises(AtroposError, match="not its report: No space left on device: run/report"):
+    with pytest.raises(
+        AtroposError, match=r"report could not be written: .*No space left on device: 'run/report"
+    ):
         run.run()
+
+
+@pytest.mark.parametrize(
+    ("summary", "is_refused"),
+    [('{"steps": 2}', True), ('{"steps": 1}', False), ("", False), ("[]", False), (None, False)],
+)
+def test_run_without_the_report_of_its_last_step_can_be_resumed(
+    tmp_path: Path, summary: str | None, is_refused: bool
+) -> None:
+    paths = cli.RunPaths(tmp_path)
+    paths.final_model.mkdir(parents=True)
+    paths.trainer_metrics.write_text('{"train/loss": 1}\n' * 2)
+    if summary is not None:
+        paths.summary.write_text(summary)
+    options = cli.TrainOptions(files=(), model="m", steps=2)
+
+    with pytest.raises(ConfigError, match="--steps 4") if is_refused else nullcontext():
+        cli._require_steps_to_do(options, paths)
 
 
 def raised(error: Exception) -> None:
