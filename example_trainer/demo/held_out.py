@@ -13,8 +13,8 @@ from atroposlib.utils.text import inert_block, without_secrets
 from example_trainer.demo.task import Problem
 
 _CONCURRENT_REQUESTS = 32
-"""So few that all prompts fit one step of vLLM: on a CPU, its engine ends if it has to split the prompt
-of a request with a seed (`CPU Generator does not use offset`)."""
+"""So few that all prompts fit one step of vLLM. On a CPU, its engine ends if it has to split the
+prompt of a request with a seed (`CPU Generator does not use offset`)."""
 _REQUEST_TIMEOUT_S = 300.0
 _TICK_S = 0.5
 
