@@ -24,7 +24,14 @@ FOLDER = Path(__file__).parent
 REPOSITORY = FOLDER.parents[1]
 REQUIREMENTS = FOLDER / "requirements"
 PINS = FOLDER / "pins"
-TEST_PACKAGES = ("pytest", "pytest-asyncio", "pytest-timeout", "pytest-xdist", "hypothesis", "coverage")
+TEST_PACKAGES = (
+    "pytest",
+    "pytest-asyncio",
+    "pytest-timeout",
+    "pytest-xdist",
+    "hypothesis",
+    "coverage",
+)
 
 
 @dataclass(frozen=True)
