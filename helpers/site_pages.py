@@ -87,6 +87,14 @@ STYLE = """.md-grid { max-width: 76rem; }
 .md-typeset td code { word-break: normal; overflow-wrap: anywhere; }
 .md-typeset td:first-child { min-width: 8rem; }
 @media print { .md-typeset pre > code { white-space: pre-wrap; } }
+/* Tables of five columns or more get the space of the list of headings. */
+.md-main__inner:has(th:nth-child(5)) > .md-sidebar--secondary { display: none; }
+.md-typeset table:not([class]):has(th:nth-child(5)) { font-size: .6rem; }
+.md-typeset table:not([class]):has(th:nth-child(5)) :is(td, th) {
+  min-width: 3rem; padding: .6em .8em;
+}
+.md-typeset table:not([class]):has(th:nth-child(5)) td:first-child:not([style]) { min-width: 8rem; }
+.md-typeset table:not([class]):has(th:nth-child(5)) td:last-child:not([style]) { min-width: 18rem; }
 """
 
 

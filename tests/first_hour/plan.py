@@ -260,6 +260,18 @@ STEPS: tuple[Step, ...] = (
     Run("docs/faq.md", "atropos-new-env my_first_env", shows=("my_first_env.py",)),
     Run("docs/coming_from/trl.md", "from atroposlib.envs.single_turn_env", save_as="capitals.py"),
     Run("docs/coming_from/trl.md", "python capitals.py check", shows=("passed",)),
+    Run("docs/coming_from/verifiers.md", "import random", save_as="reversal.py"),
+    Run("docs/coming_from/verifiers.md", "python reversal.py check", shows=("19 passed",)),
+    Run("docs/coming_from/openenv.md", "import json", save_as="treasure.py"),
+    Run("docs/coming_from/openenv.md", "python treasure.py check", shows=("19 passed",)),
+    Run("docs/coming_from/nemo_gym.md", "import random", save_as="verified.py"),
+    Run("docs/coming_from/nemo_gym.md", "python verified.py check", shows=("19 passed",)),
+    Run(
+        "docs/coming_from/tinker.md",
+        "from atroposlib.api.client import batches",
+        before=POSTED,
+        shows=("tokens are trained, score",),
+    ),
     Run("docs/coming_from/gymnasium.md", "import gymnasium", save_as="lake.py"),
     Run("docs/coming_from/gymnasium.md", "python lake.py check", shows=("passed",)),
     Run(
