@@ -21,6 +21,8 @@ from atroposlib.utils.text import near_name
 from example_trainer.cluster.local import LocalRun, hider
 from example_trainer.cluster.placement import ENDED, EXIT_CODES, RunPlacement, RunStatus
 from example_trainer.cluster.run_file import RunFile, read_run_file
+from example_trainer.launch.options import RunPaths
+from example_trainer.launch.report import count_steps
 from example_trainer.launch.stack import ending_signals
 
 _PROGRAM = "atropos-up"
@@ -139,7 +141,11 @@ def _follow(placement: RunPlacement, hide: Callable[[str], str]) -> int:
 
 
 def _status(run: RunFile, on: str, args: argparse.Namespace) -> int:
-    return _show(_place(run, on, args.file).status().masked(hider(run)))
+    code = _show(_place(run, on, args.file).status().masked(hider(run)))
+    steps = count_steps(RunPaths(run.output).trainer_metrics)
+    if steps:
+        print(f"step {steps} of {run.trainer.steps}")
+    return code
 
 
 def _logs(run: RunFile, on: str, args: argparse.Namespace) -> int:

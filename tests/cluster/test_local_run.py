@@ -101,6 +101,7 @@ def test_killed_parts_come_back_and_no_step_is_lost_or_doubled(tmp_path):
     assert again.returncode == 2
     assert "is running (supervisor" in again.stderr
     assert (ended.returncode, ended.stdout.split()[0]) == (0, "finished"), shell.said()
+    assert ended.stdout.splitlines()[-1] == f"step {steps} of {steps}"
     parts = shell.parts()
     assert parts["service"].restarts == 1
     assert parts["trainer"].restarts >= 1
