@@ -562,7 +562,10 @@ class TorchEngine:
 
     def _append(self, completion: Completion, rows: SampledRows, row: int) -> None:
         num_top = completion.request.num_top
-        top = list(zip(rows.top_tokens[row], rows.top_logprobs[row], strict=True))[:num_top]
+        top: TopEntries = []
+        if num_top:
+            pairs = zip(rows.top_tokens[row], rows.top_logprobs[row], strict=True)
+            top = list(pairs)[:num_top]
         completion.append(rows.tokens[row], rows.logprobs[row], top, self.weight_version)
         self._num_generated_tokens += 1
 
