@@ -8,10 +8,13 @@ ENGINE ?=
 WORKERS ?= -n 2 --dist loadfile --no-loadscope-reorder
 SLOW_TESTS_OF_PURE_RULES := tests/server_handling/test_tool_formats.py tests/wire/test_properties.py \
 	tests/trainer/weights/test_publishing.py tests/trainer/weights/test_following.py
+COVERAGE_TABLE := $(BIN)/coverage combine --quiet && \
+	$(BIN)/coverage json --quiet -o build/coverage/figures.json && \
+	$(BIN)/python -m helpers.coverage_figures build/coverage/figures.json
 # Processes of the demo and the tests import the same large packages; the first one caches their bytecode.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-fast test-long test-clients test-adapters first-hour figures mutants lint format types docs site clean
+.PHONY: help demo test test-fast test-long test-clients test-adapters first-hour figures figures-all mutants lint format types docs site clean
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -48,9 +51,14 @@ figures:  ## Coverage of atroposlib by lines and of the pure rules by branches (
 	@$(BIN)/coverage erase
 	$(BIN)/coverage run -m pytest $(WORKERS) --fast -m "not slow" -q $(ARGS)
 	$(BIN)/coverage run -m pytest $(WORKERS) -q $(SLOW_TESTS_OF_PURE_RULES)
-	@$(BIN)/coverage combine --quiet
-	@$(BIN)/coverage json --quiet -o build/coverage/figures.json
-	@$(BIN)/python -m helpers.coverage_figures build/coverage/figures.json
+	@$(COVERAGE_TABLE)
+
+figures-all:  ## The same with every test, those of other libraries' environments included (more than an hour)
+	@.ci/install.sh all,dev
+	@$(BIN)/coverage erase
+	$(BIN)/coverage run -m pytest $(WORKERS) -q $(ARGS)
+	$(BIN)/coverage run -m pytest tests/adapters/test_own_environments.py --run-clients -q
+	@$(COVERAGE_TABLE)
 
 mutants:  ## Change the pure rules in small ways: which changes does no test notice? (ARGS="loss --sample 0")
 	@.ci/install.sh all,dev

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import signal
 import sys
 import time
@@ -258,6 +257,8 @@ def environment_sections(
         "env": {
             "batch_size": plan.sequences_per_step,
             "total_steps": plan.steps,
+            # A continued run may have more steps than the service remembers of its trainer.
+            "end_with_trainer": False,
             "tokenizer_name": plan.model,
             "rollout_server_url": service_url,
             "rollout_grace_s": 0.0,  # groups of a stopped run are not used
@@ -468,9 +469,6 @@ class TrainerStallWatch:
 _POLL_S = 0.5
 _HEALTH_TIMEOUT_S = 5.0
 _USAGE_ERROR = 2
-_REGISTERED = re.compile(
-    r'^atropos_http_requests_total\{method="POST",route="/register",status="200"\} [1-9]', re.M
-)
 
 
 class TrainingLoop:
@@ -565,8 +563,6 @@ class TrainingLoop:
             expected=plan.expected,
         )
         if plan.is_resumed:
-            # A run that has reached its earlier number of steps would end an environment at once.
-            self._wait_until_registered()
             self._progress.note(
                 "first, the trainer repeats the steps after its last checkpoint (same batches)"
             )
@@ -623,27 +619,6 @@ class TrainingLoop:
             timeout_s=self._plan.start_limit_s,
             on_wait=lambda waited_s: self._progress.update(
                 waited_s, None, f"the {process.name} has been starting for {waited_s:.0f} s"
-            ),
-        )
-
-    def _wait_until_registered(self) -> None:
-        """Wait until the trainer has registered with this process of the service."""
-
-        def is_registered() -> bool:
-            try:
-                answer = httpx.get(
-                    f"{self.stack.service_url}/metrics", timeout=_HEALTH_TIMEOUT_S, trust_env=False
-                )
-            except httpx.HTTPError:
-                return False
-            return _REGISTERED.search(answer.text) is not None
-
-        self._supervisor.wait_until_ready(
-            self.stack.trainer,
-            is_registered,
-            timeout_s=self._plan.start_limit_s,
-            on_wait=lambda waited_s: self._progress.update(
-                waited_s, None, f"the trainer has been starting for {waited_s:.0f} s"
             ),
         )
 

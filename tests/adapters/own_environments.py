@@ -24,7 +24,14 @@ FOLDER = Path(__file__).parent
 REPOSITORY = FOLDER.parents[1]
 REQUIREMENTS = FOLDER / "requirements"
 PINS = FOLDER / "pins"
-TEST_PACKAGES = ("pytest", "pytest-asyncio", "pytest-timeout", "pytest-xdist", "hypothesis")
+TEST_PACKAGES = (
+    "pytest",
+    "pytest-asyncio",
+    "pytest-timeout",
+    "pytest-xdist",
+    "hypothesis",
+    "coverage",
+)
 
 
 @dataclass(frozen=True)
@@ -87,7 +94,8 @@ def python_with(name: str, *, limit_s: float = 900) -> Path:
 def environment_of(python: Path) -> dict[str, str]:
     """Return the variables of a process in an ecosystem's environment, with this repository."""
     path = os.pathsep.join([str(python.parent), os.environ.get("PATH", os.defpath)])
-    kept = {k: v for k, v in os.environ.items() if not k.startswith(("PYTEST_", "VIRTUAL_ENV"))}
+    left_out = ("PYTEST_", "VIRTUAL_ENV", "COVERAGE_")
+    kept = {k: v for k, v in os.environ.items() if not k.startswith(left_out)}
     return {**kept, "PATH": path, "PYTHONPATH": str(REPOSITORY), "HF_HUB_OFFLINE": "1"}
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 
@@ -21,7 +22,10 @@ def test_adapters_pass_their_tests_with_the_installed_packages(name: str) -> Non
         python = python_with(name)
     except NotInstallableError as error:
         pytest.skip(f"{name}: {error}")
-    command = [str(python), "-m", "pytest", "-q", "--run-clients", "-p", "no:cacheprovider"]
+    # `make figures` measures these tests too.
+    measured = ["coverage", "run", "-m"] if "COVERAGE_PROCESS_CONFIG" in os.environ else []
+    command = [str(python), "-m", *measured, "pytest", "-q", "--run-clients"]
+    command += ["-p", "no:cacheprovider"]
 
     done = subprocess.run(
         [*command, *ECOSYSTEMS[name].tests],

@@ -528,7 +528,7 @@ STEPS: tuple[Step, ...] = (
     Run(
         "docs/exporting.md",
         "atropos-sft-gen best.jsonl --file groups.jsonl --tokenizer ./model",
-        before=GROUPS,
+        before=f"{GROUPS}\nrm -f best.jsonl  # that of a tutorial",
     ),
     Run(
         "docs/exporting.md",

@@ -5,6 +5,9 @@
 Blocks run as printed, by bash or Python, in the folder of the clone and in a network namespace of
 their own where the machine allows it, so that fixed ports are free and nothing can be downloaded.
 What stands in for missing parts: `hub` for the model hub, `engine` for vLLM with a GPU model.
+
+`--package wheel` installs the wheel in place of the clone, and removes the clone's modules, so that
+only installed code runs; `--package sdist` walks in the unpacked source archive.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tarfile
 import tempfile
 import time
 from collections.abc import Sequence
@@ -44,9 +48,12 @@ class Walk:
 
     Args:
         folder: Where the clone, the hub cache and the logs are made.
+        package: What is tried in place of the clone: `wheel`, `sdist`, or "".
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, package: str = "") -> None:
+        self.package = package
+        self.packages = folder / "dist"
         self.clone = folder / "atropos"
         self.venv = self.clone / ".venv"
         self.logs = folder / "logs"
@@ -76,8 +83,21 @@ class Walk:
         return ()
 
     def prepare(self) -> None:
-        """Clone the last commit and write the hub cache."""
+        """Clone the last commit, or build the package from it, and write the hub cache."""
         _call("git", "clone", "--quiet", str(REPOSITORY), str(self.clone))
+        if self.package:
+            uv = str(Path(sys.executable).with_name("uv"))
+            _call(uv, "build", "--quiet", "--out-dir", str(self.packages), cwd=self.clone)
+        if self.package == "wheel":
+            for package in ("atroposlib", "example_trainer"):
+                for module in list((self.clone / package).rglob("*.py")):
+                    module.unlink()
+        if self.package == "sdist":
+            shutil.rmtree(self.clone)
+            (archive,) = self.packages.glob("*.tar.gz")
+            with tarfile.open(archive) as packed:
+                packed.extractall(self.clone.parent, filter="data")
+            (self.clone.parent / archive.name.removesuffix(".tar.gz")).rename(self.clone)
         self._write_hub()
 
     def update(self) -> None:
@@ -103,6 +123,9 @@ class Walk:
         scripts = [block.text]
         if step.one_by_one:
             scripts = _commands(block.text)
+        if step.is_install and self.package == "wheel":
+            (wheel,) = self.packages.glob("*.whl")
+            scripts = [block.text.replace("'.[", f"'{wheel}[")]
         for number, script in enumerate(scripts, start=1):
             name = f"{block.page.replace('/', '-')}-{block.line}-{number}.log"
             if step.save_as and not step.command:
@@ -248,11 +271,19 @@ def main(words: Sequence[str]) -> int:
         help="where to work; the folder of an earlier walk is updated instead of installed "
         "again (default: a temporary folder, removed when nothing failed)",
     )
+    parser.add_argument(
+        "--package",
+        choices=("wheel", "sdist"),
+        default="",
+        help="install this package of the last commit, and run the blocks without the clone",
+    )
     arguments = parser.parse_args(words)
     steps = match_blocks(blocks_of_pages(REPOSITORY), STEPS)
     folder = (arguments.folder or Path(tempfile.mkdtemp(prefix="first-hour-"))).absolute()
     print(f"first hour in {folder}", flush=True)
-    walk = Walk(folder)
+    walk = Walk(folder, arguments.package)
+    if walk.package and not walk.is_new:
+        parser.error(f"--package needs a new folder; {folder} is that of an earlier walk")
     if walk.is_new:
         walk.prepare()
     else:
@@ -267,13 +298,15 @@ def main(words: Sequence[str]) -> int:
     for block, step in steps:
         if isinstance(step, NotRun):
             print(f"  {block.page}:{block.line} {block.first_line[:50]!r}: {step.reason}")
-    num_failed = results.count(False)
-    print(f"\n{results.count(True)} passed, {num_failed} failed")
-    if num_failed:
+    failed = [name for name, passed in results if not passed]
+    print(f"\n{len(results) - len(failed)} passed, {len(failed)} failed")
+    for name in failed:
+        print(f"  FAILED {name}")
+    if failed:
         print(f"logs: {walk.logs}")
     elif arguments.folder is None:
         shutil.rmtree(folder)
-    return 1 if num_failed else 0
+    return 1 if failed else 0
 
 
 def _is_chosen(block: Block, names: Sequence[str]) -> bool:
@@ -282,13 +315,15 @@ def _is_chosen(block: Block, names: Sequence[str]) -> bool:
     )
 
 
-def _take(walk: Walk, block: Block, step: Run) -> bool:
+def _take(walk: Walk, block: Block, step: Run) -> tuple[str, bool]:
+    """Run a block; return its name, and whether it passed."""
     began = time.monotonic()
-    print(f"{block.page}:{block.line} {block.first_line[:60]}", end=" ", flush=True)
+    name = f"{block.page}:{block.line} {block.first_line[:60]}"
+    print(name, end=" ", flush=True)
     try:
         walk.run(block, step)
     except BlockFailedError as error:
         print(f"FAILED\n{error}\n", flush=True)
-        return False
+        return name, False
     print(f"... {time.monotonic() - began:.0f} s", flush=True)
-    return True
+    return name, True

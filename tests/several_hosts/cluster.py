@@ -79,6 +79,7 @@ class Part:
     is_held: bool = False
     """Whether it is not started again for now."""
     process: subprocess.Popen[bytes] | None = field(default=None, repr=False)
+    _changes: threading.Lock = field(default_factory=threading.Lock, repr=False)
 
     @property
     def pid(self) -> int:
@@ -99,6 +100,17 @@ class Part:
                 env=dict(self.environment),
                 start_new_session=True,
             )
+
+    def hold(self) -> None:
+        """Do not start it again for now; a restart that has begun is finished first."""
+        with self._changes:
+            self.is_held = True
+
+    def start_again(self) -> None:
+        """Start it if it was started before, has ended, and is not held."""
+        with self._changes:
+            if self.num_starts and not self.is_held and not self.is_alive:
+                self.start()
 
     def send(self, number: signal.Signals) -> None:
         """Send a signal to the process and its children."""
@@ -251,10 +263,10 @@ class ClusterRun:
     def drain(self) -> None:
         """End the environments, and wait until the trainer has taken every whole batch."""
         for name in self.environments:
-            self.parts[name].is_held = True
+            self.parts[name].hold()
             self.parts[name].end(signal.SIGINT, limit_s=60.0)
         self.wait_for(self._is_drained, "end of the queue")
-        self.parts["trainer"].is_held = True
+        self.parts["trainer"].hold()
         self.parts["trainer"].end(signal.SIGTERM, limit_s=60.0)
 
     def _is_drained(self) -> bool:
@@ -269,8 +281,7 @@ class ClusterRun:
     def _supervise(self) -> None:
         while not self._has_ended.wait(_POLL_S):
             for part in self.parts.values():
-                if part.num_starts and not part.is_held and not part.is_alive:
-                    part.start()
+                part.start_again()
 
     def _servers_answer(self) -> bool:
         try:

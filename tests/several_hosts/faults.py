@@ -99,7 +99,7 @@ def _lose_host(host: str, run: ClusterRun) -> None:
             _impair_both(CUT, host, other, run)
     for part in run.parts.values():
         if part.host.name == host:
-            part.is_held = True
+            part.hold()
             part.end(signal.SIGKILL)
 
 

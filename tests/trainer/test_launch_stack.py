@@ -154,6 +154,8 @@ def test_environment_of_ones_own_is_started_with_its_sections(tmp_path: Path) ->
     written = yaml.safe_load((tmp_path / "environment.yaml").read_text())
     assert stack.environments[0].command[1:3] == ["elsewhere/door.py", "serve"]
     assert (written["env"]["group_size"], written["env"]["total_steps"]) == (2, settings.steps)
+    # The service of a continued run may still have the smaller number of steps.
+    assert written["env"]["end_with_trainer"] is False
     assert written["teacher"] == {"model_name": "wise"}
 
 
