@@ -22,6 +22,7 @@ from pydantic.fields import FieldInfo
 
 from atroposlib.errors import AtroposError, ConfigError, MissingExtraError
 from atroposlib.utils.command_parser import CommandParser, exit_code_of
+from atroposlib.utils.starting import collection_paused
 from example_trainer import config as fields
 from example_trainer.config import (
     TrainingConfig,
@@ -272,7 +273,8 @@ def run_training(
     try:
         with require_extra("trainer"):
             config = make_config()
-            import torch  # noqa: F401 - reported here if missing, not in the middle of the start
+            with collection_paused():
+                import torch  # noqa: F401 - reported here if missing, not later
         require_built_mode(config)
         require_reference(config)
         require_model_folder(config.model_name)
@@ -290,9 +292,11 @@ def run_training(
     logging.getLogger("httpx").setLevel(logging.WARNING)  # one line per poll otherwise
     signal.signal(signal.SIGTERM, _exit_on_signal)
     # Heavy imports follow the check of the flags.
-    from transformers.utils.logging import disable_progress_bar
+    with collection_paused():
+        from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
+        from transformers.utils.logging import disable_progress_bar
 
-    from example_trainer.trainers import train
+        from example_trainer.trainers import train
 
     disable_progress_bar()  # one bar per saved file otherwise
     try:

@@ -15,7 +15,8 @@ itself and its ancestors, hence these rules for the attention:
 
 - token q attends to token k if `k <= q < subtree_ends_M[k]`;
 - a run of tokens without a branch between them attends to itself causally;
-- all tokens that attend to one token of a run from outside form one range, after the run.
+- all tokens that attend to one token of a run from outside form one range, after the run;
+- a small subtree attends to itself under a mask, which costs less than a block for each branch.
 
 Pure. `tree_attention` computes with the plan, `batch` decides which sequences share a row.
 
@@ -34,15 +35,19 @@ import torch
 
 MIN_SHARED_TOKENS = 16
 """Shorter common parts are computed for each sequence: another block of attention costs more."""
+SMALL_SUBTREE_TOKENS = 256
+"""Up to this size, the attention in a subtree is one block, and any common part is shared."""
 
 
 class AttentionBlock(NamedTuple):
-    """A range of tokens that attends to a range of keys, causally or to all of them."""
+    """A range of tokens that attends to a range of keys: causally, by a mask, or to all of them."""
 
     queries: slice
     keys: slice
     is_causal: bool
-    """Whether both ranges are the same run; otherwise every query attends to every key."""
+    """Whether both ranges are the same run."""
+    mask_LL: torch.Tensor | None = None
+    """(L, L) bool, whether a query attends to a key, if both ranges are the same small subtree."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +63,8 @@ class PrefixTree:
     nodes_T: torch.Tensor
     """(T,) int64 index in the row of each token of the concatenated sequences."""
     blocks: tuple[AttentionBlock, ...]
-    """Blocks that contain each pair of a token and an ancestor or itself once, causal ones first;
-    these contain each query once."""
+    """Blocks that contain each pair of a token and an ancestor or itself once. First those of runs
+    and small subtrees with themselves, which contain each query once."""
     longest: int
     """Tokens of the longest sequence."""
 
@@ -78,28 +83,35 @@ class PrefixTree:
 
 
 def num_tree_tokens(
-    sequences: Sequence[Sequence[int]], *, min_shared: int = MIN_SHARED_TOKENS
+    sequences: Sequence[Sequence[int]],
+    *,
+    min_shared: int = MIN_SHARED_TOKENS,
+    max_small: int = SMALL_SUBTREE_TOKENS,
 ) -> int:
     """Return the tokens of the row that `build_prefix_tree` returns for these sequences."""
     lengths = sum(len(sequence) for sequence in sequences)
-    return lengths - sum(_sorted_prefixes(sequences, min_shared).shared)
+    return lengths - sum(_sorted_prefixes(sequences, min_shared, max_small).shared)
 
 
 def in_tree_order(sequences: Sequence[Sequence[int]]) -> list[int]:
     """Return the indices of the sequences in depth-first order: neighbors share the most."""
-    return _sorted_prefixes(sequences, min_shared=1).order
+    return _sorted_prefixes(sequences, min_shared=1, max_small=0).order
 
 
 def build_prefix_tree(
-    sequences: Sequence[Sequence[int]], *, min_shared: int = MIN_SHARED_TOKENS
+    sequences: Sequence[Sequence[int]],
+    *,
+    min_shared: int = MIN_SHARED_TOKENS,
+    max_small: int = SMALL_SUBTREE_TOKENS,
 ) -> PrefixTree:
     """Arrange sequences, of which at least one has a token, as one row.
 
     Args:
         sequences: Token ids of each sequence.
-        min_shared: Fewest tokens for which sequences are joined.
+        min_shared: Fewest tokens for which sequences are joined outside of small subtrees.
+        max_small: Most tokens of a small subtree.
     """
-    order, shared, arrays = _sorted_prefixes(sequences, min_shared)
+    order, shared, arrays = _sorted_prefixes(sequences, min_shared, max_small)
     lengths = [len(array) for array in arrays]
     num_nodes = sum(lengths) - sum(shared)
     tokens_M, depths_M, ends_M = (np.empty(num_nodes, dtype=np.int64) for _ in range(3))
@@ -123,27 +135,50 @@ def build_prefix_tree(
         position_ids_1M=torch.from_numpy(depths_M)[None],
         subtree_ends_M=torch.from_numpy(ends_M),
         nodes_T=torch.from_numpy(np.concatenate(nodes_of)),
-        blocks=_attention_blocks(sorted({*run_starts, num_nodes}), ends_M),
+        blocks=_attention_blocks(sorted({*run_starts, num_nodes}), ends_M, max_small),
         longest=max(lengths),
     )
 
 
-def _attention_blocks(bounds: Sequence[int], ends_M: np.ndarray) -> tuple[AttentionBlock, ...]:
+def _attention_blocks(
+    bounds: Sequence[int], ends_M: np.ndarray, max_small: int
+) -> tuple[AttentionBlock, ...]:
     """Cut the attention into blocks; `bounds` are the starts of the runs, and M.
 
     Of the tokens of a run, those nearer to the root have more descendants. Tokens with the same
     descendants outside of the run are the keys of one block, whose queries are these descendants.
+    The run ends where a small subtree begins.
     """
-    causal, full = [], []
+    own, full = [], []
+    covered = 0
     for start, end in itertools.pairwise(bounds):
-        causal.append(AttentionBlock(slice(start, end), slice(start, end), True))
+        if start < covered:  # inside of a small subtree
+            continue
+        tokens = np.arange(start, end)
+        ends = ends_M[start:end]
+        small = tokens[(ends > end) & (ends - tokens <= max_small)]
+        if len(small):
+            end = int(small[0])
+            covered = int(ends_M[end])
+        if start < end:
+            own.append(AttentionBlock(slice(start, end), slice(start, end), True))
+        if end < covered:
+            subtree = slice(end, covered)
+            own.append(AttentionBlock(subtree, subtree, False, _ancestors_LL(ends_M, subtree)))
         cuts = start + 1 + np.flatnonzero(np.diff(ends_M[start:end]))
         pieces = [start, *cuts.tolist(), end]
         for first, after in itertools.pairwise(pieces):
             last_query = int(ends_M[first])
-            if last_query > end:
+            if first < after and last_query > end:
                 full.append(AttentionBlock(slice(end, last_query), slice(first, after), False))
-    return (*causal, *full)
+    return (*own, *full)
+
+
+def _ancestors_LL(ends_M: np.ndarray, subtree: slice) -> torch.Tensor:
+    """Return whether each token of a subtree attends to each of its tokens."""
+    tokens = np.arange(subtree.start, subtree.stop)
+    is_before = tokens[None] <= tokens[:, None]
+    return torch.from_numpy(is_before & (tokens[:, None] < ends_M[subtree][None]))
 
 
 class _SortedPrefixes(NamedTuple):
@@ -155,7 +190,9 @@ class _SortedPrefixes(NamedTuple):
     """Token ids of the sequences, in the given order."""
 
 
-def _sorted_prefixes(sequences: Sequence[Sequence[int]], min_shared: int) -> _SortedPrefixes:
+def _sorted_prefixes(
+    sequences: Sequence[Sequence[int]], min_shared: int, max_small: int
+) -> _SortedPrefixes:
     """Sort sequences, so that those with a common prefix are neighbors.
 
     The number of tokens that two of them share is the minimum of `shared` between them.
@@ -167,9 +204,8 @@ def _sorted_prefixes(sequences: Sequence[Sequence[int]], min_shared: int) -> _So
     shared = [0] * len(order)
     for place in range(1, len(order)):
         shared[place] = _common_length(arrays[order[place - 1]], arrays[order[place]])
-    for direction in (slice(None), slice(None, None, -1)):
-        shared[direction] = _without_short_parts(shared[direction], min_shared)
-    return _SortedPrefixes(order, shared, arrays)
+    lengths = [len(arrays[index]) for index in order]
+    return _SortedPrefixes(order, _worth_sharing(shared, lengths, min_shared, max_small), arrays)
 
 
 def _common_length(first: np.ndarray, second: np.ndarray) -> int:
@@ -178,16 +214,27 @@ def _common_length(first: np.ndarray, second: np.ndarray) -> int:
     return int(differences[0]) if len(differences) else length
 
 
-def _without_short_parts(shared: Sequence[int], min_shared: int) -> list[int]:
+def _worth_sharing(
+    shared: Sequence[int], lengths: Sequence[int], min_shared: int, max_small: int
+) -> list[int]:
     """Lower numbers of shared tokens to the last branching point before them if it is near.
 
-    Lowering is always correct: the tokens between are computed for both sequences.
+    Lowering is always correct: the tokens between are computed for each sequence. Within a small
+    subtree nothing is lowered.
     """
-    result, branch_depths = [], [0]
-    for depth in shared:
-        while branch_depths[-1] > depth:
-            branch_depths.pop()
-        if depth - branch_depths[-1] >= min_shared:
-            branch_depths.append(depth)
-        result.append(branch_depths[-1])
+    result = list(shared)
+    ranges = [(0, len(shared), 0)]  # neighbors, and the depth at which they branch off together
+    while ranges:
+        first, after, branch_depth = ranges.pop()
+        if after - first < 2:
+            continue
+        depth = min(shared[first + 1 : after])
+        num_later = sum(lengths[first:after]) - depth * (after - first)
+        if depth - branch_depth >= min_shared or 1 + num_later <= max_small:
+            branch_depth = depth
+        cuts = [place for place in range(first + 1, after) if shared[place] == depth]
+        for place in cuts:
+            result[place] = branch_depth
+        pairs = itertools.pairwise([first, *cuts, after])
+        ranges += [(start, end, branch_depth) for start, end in pairs]
     return result

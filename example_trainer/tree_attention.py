@@ -1,9 +1,10 @@
 """Attention in the row of a prefix tree: each token attends to itself and its ancestors.
 
 On a CPU it is computed block by block (`PrefixTree.blocks`) with the kernels of torch's
-`scaled_dot_product_attention`. No block needs a mask, and no pair of tokens is computed twice or
-in vain. The results of the blocks of one query are combined by the logarithms of their
-normalizers, as in ring attention; the backward pass gives each block the combined normalizer.
+`scaled_dot_product_attention`. No pair of tokens is computed twice, and none in vain except in the
+blocks of small subtrees, which have a mask. The results of the blocks of one query are combined by
+the logarithms of their normalizers, as in ring attention; the backward pass gives each block the
+combined normalizer.
 
 On CUDA it is one call of FlexAttention, whose mask compares two numbers per pair of tokens; blocks
 without such a pair are skipped.
@@ -101,12 +102,13 @@ class _BlockwiseAttention(torch.autograd.Function):  # type: ignore[misc]  # tor
         _, heads, length, size = query.shape
         out = query.new_empty((1, length, heads, size), dtype=wide).transpose(1, 2)
         normalizer = query.new_empty((1, length, heads), dtype=wide).transpose(1, 2)
-        for queries, keys, is_causal in blocks:
+        masks = [_additive_mask(block, query.dtype) for block in blocks]
+        for (queries, keys, is_causal, _), mask in zip(blocks, masks, strict=True):
             found, found_normalizer = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
                 query[:, :, queries], key[:, :, keys], value[:, :, keys], 0.0, is_causal,
-                scale=scale,
+                attn_mask=mask, scale=scale,
             )  # fmt: skip
-            if is_causal:
+            if queries == keys:
                 out[:, :, queries], normalizer[:, :, queries] = found, found_normalizer
                 continue
             before = normalizer[:, :, queries]
@@ -115,7 +117,7 @@ class _BlockwiseAttention(torch.autograd.Function):  # type: ignore[misc]  # tor
             normalizer[:, :, queries] = torch.logaddexp(before, found_normalizer)
         out = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, out, normalizer)
-        ctx.blocks, ctx.scale = blocks, scale
+        ctx.blocks, ctx.masks, ctx.scale = blocks, masks, scale
         return out
 
     @staticmethod
@@ -123,14 +125,23 @@ class _BlockwiseAttention(torch.autograd.Function):  # type: ignore[misc]  # tor
         query, key, value, out, normalizer = ctx.saved_tensors
         wide = normalizer.dtype
         grads = [torch.zeros_like(tensor, dtype=wide) for tensor in (query, key, value)]
-        for queries, keys, is_causal in ctx.blocks:
+        for (queries, keys, is_causal, _), mask in zip(ctx.blocks, ctx.masks, strict=True):
             found = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
                 grad_out[:, :, queries], query[:, :, queries], key[:, :, keys], value[:, :, keys],
-                out[:, :, queries], normalizer[:, :, queries], 0.0, is_causal, scale=ctx.scale,
+                out[:, :, queries], normalizer[:, :, queries], 0.0, is_causal,
+                attn_mask=mask, scale=ctx.scale,
             )  # fmt: skip
             for grad, part, of_block in zip(grads, (queries, keys, keys), found, strict=True):
                 grad[:, :, part] += of_block
         return (*(grad.to(query.dtype) for grad in grads), None, None)
+
+
+def _additive_mask(block: AttentionBlock, dtype: torch.dtype) -> torch.Tensor | None:
+    """Return the mask of a block as the numbers that the kernels add to the scores."""
+    if block.mask_LL is None:
+        return None
+    zeros = torch.zeros(block.mask_LL.shape, dtype=dtype)
+    return zeros.masked_fill_(~block.mask_LL, -torch.inf)[None, None]
 
 
 def ancestor_mask(subtree_ends_M: torch.Tensor, *, block_size: int = _FLEX_BLOCK) -> Any:

@@ -91,6 +91,7 @@ from atroposlib.utils.gymnasium_names import keep_removed_games
 from atroposlib.utils.model_paths import missing_folder
 from atroposlib.utils.run_log import MetricsLog
 from atroposlib.utils.score_pool import ScorePool
+from atroposlib.utils.starting import collection_paused
 from atroposlib.utils.tokenizers.earlier_calls import keep_earlier_calls
 
 if TYPE_CHECKING:
@@ -362,8 +363,9 @@ def __getattr__(name: str) -> Any:
     if name not in LAZY_NAMES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     module = LAZY_NAMES[name]
-    imported = importlib.import_module(module or name)
-    value = globals()[name] = imported if module is None else getattr(imported, name)
+    with collection_paused():
+        imported = importlib.import_module(module or name)
+        value = globals()[name] = imported if module is None else getattr(imported, name)
     return value
 
 

@@ -18,6 +18,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from atroposlib.envs.base import APIServerConfig, EvalHandlingEnum
+from atroposlib.envs.reporting import Reward
 from atroposlib.envs.single_turn_env import SingleTurnEnv, Trajectory
 from atroposlib.tasks import reasoning_gym as tasks
 from atroposlib.tasks.card import EnvironmentCard
@@ -116,6 +117,13 @@ class ReasoningGymEnv(SingleTurnEnv):
 
     def sampling(self) -> dict[str, Any]:
         return {"temperature": self.config.temperature, "top_p": self.config.top_p}
+
+    async def score_all(self, item: TaskItem, answers: Sequence[str]) -> list[Reward]:
+        """Score each different answer once: the scorers of the tasks are deterministic."""
+        different = list(dict.fromkeys(answers))
+        scores = await super().score_all(item, different)
+        score_of = dict(zip(different, scores, strict=True))
+        return [score_of[answer] for answer in answers]
 
     async def score(self, item: TaskItem, answer: str) -> float:
         """Return the score of the task's scorer; 0 after a timeout."""

@@ -15,6 +15,7 @@ from atroposlib.utils.command_parser import (
     exit_code_of,
     integer_between,
 )
+from atroposlib.utils.starting import collection_paused
 from example_trainer.cli import require_extra
 
 _NAME = "torch engine"
@@ -30,8 +31,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     # A few short lines instead of progress bars, which fill log files.
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     try:
-        with require_extra("trainer"):
+        with require_extra("trainer"), collection_paused():
             import torch  # noqa: F401 - reported here if missing
+            from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
         _serve(args)
     except AtroposError as error:
         end_command(_NAME, error, code=exit_code_of(error))

@@ -98,6 +98,12 @@ class SlotCache:
         for layer, pair in self._layers.items():
             self._layers[layer] = (self._resized(pair[0]), self._resized(pair[1]))
 
+    def erase(self) -> None:
+        """Set all contents to zero; the memory is kept, since allocating it again takes longer."""
+        for pair in self._layers.values():
+            for tensor in pair:
+                tensor.zero_()
+
     def clear(self) -> None:
         """Release the memory."""
         self._layers.clear()

@@ -5,6 +5,12 @@
                  └─────────────┘  the caches are full, or the weights were replaced: the caches
                                   of prompt and completion are computed again
 
+Completions of one prompt often begin with the same tokens. Until they sample different ones, they
+are a branch, which has one slot and is computed once:
+
+    slot 0: 7 + 1 =   ─►   slot 0: 7 + 1 = 8      (5 of 8 completions)
+                           slot 1: 7 + 1 = 9      (3 completions, with a copy of the caches)
+
 Only the thread touches the sequences and the model; others hand it commands, which run between two
 steps. transformers' own continuous batching has one set of sampling settings for all requests, no
 most likely tokens or prompt logprobs, and keeps caches of old weights; see also `attention`.
@@ -154,11 +160,25 @@ class EngineCounts(NamedTuple):
     """Sequences returned to the queue because the caches were full."""
 
 
-class _Start(NamedTuple):
-    """Sequences with the same tokens, which start in this step and share one computation."""
+_Member = tuple[Job, Completion]
 
-    tokens: tuple[int, ...]
-    members: list[tuple[Job, Completion]]
+
+class _Branch(NamedTuple):
+    """Sequences that have the same tokens so far, at least one."""
+
+    members: list[_Member]
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.members[0][1].all_ids
+
+    @property
+    def last_token(self) -> int:
+        return self.members[0][1].tokens[-1]
+
+    @property
+    def num_tokens(self) -> int:
+        return self.members[0][1].num_tokens
 
 
 class TorchEngine:
@@ -181,10 +201,10 @@ class TorchEngine:
         self._seeds = random.Random(seed)
         self.weight_version = weight_version
         """Version of the weights in use; None if unknown."""
-        self._waiting: deque[tuple[Job, Completion]] = deque()
-        self._running: list[tuple[Job, Completion]] = []
+        self._waiting: deque[_Member] = deque()
+        self._running: list[_Branch] = []
         """The position is the slot in the cache."""
-        self._starting: list[tuple[Job, Completion]] = []
+        self._starting: list[_Member] = []
         """Taken from the queue in the current step."""
         self._held: list[Job] = []
         """Requests that arrived while a pause waits for the others."""
@@ -212,13 +232,21 @@ class TorchEngine:
 
     def counts(self) -> EngineCounts:
         return EngineCounts(
-            len(self._running),
+            self._num_running,
             len(self._waiting) + sum(job.num_open for job in self._held),
             self._num_prompt_tokens,
             self._num_generated_tokens,
             self._cache.num_slots * self._cache.length / self.limits.max_cache_tokens,
             self._num_preemptions,
         )
+
+    @property
+    def _num_running(self) -> int:
+        """Running sequences, of which a branch may have several."""
+        return sum(len(branch.members) for branch in self._running)
+
+    def _running_members(self) -> list[_Member]:
+        return [member for branch in self._running for member in branch.members]
 
     def submit(self, job: Job) -> None:
         """Add a request; its callbacks receive the results."""
@@ -342,7 +370,7 @@ class TorchEngine:
 
     def _pause(self, mode: PauseMode, paused: Future[None]) -> None:
         if mode == "abort":
-            self._abort([job for job, _ in (*self._running, *self._waiting)])
+            self._abort([job for job, _ in (*self._running_members(), *self._waiting)])
         self._pauses.append(paused)
         if mode != "wait" or self._is_paused:
             self._is_paused = True
@@ -371,9 +399,12 @@ class TorchEngine:
         self._held = [job for job in self._held if id(job) not in aborted]
         entries = [each for each in self._waiting if id(each[0]) in aborted]
         self._waiting = deque(each for each in self._waiting if id(each[0]) not in aborted)
-        slots = {slot for slot, (job, _) in enumerate(self._running) if id(job) in aborted}
-        entries += [self._running[slot] for slot in sorted(slots)]
-        self._free_slots(slots)
+        entries += [each for each in self._running_members() if id(each[0]) in aborted]
+        kept = (
+            [each for each in branch.members if id(each[0]) not in aborted]
+            for branch in self._running
+        )
+        self._place([[_Branch(members)] if members else [] for members in kept])
         for job, completion in entries:
             self._finish(job, completion, "abort")
 
@@ -386,7 +417,7 @@ class TorchEngine:
             job.on_done(job)
 
     def _fail_all(self, error: Exception) -> None:
-        open_entries = (*self._running, *self._starting, *self._waiting)
+        open_entries = (*self._running_members(), *self._starting, *self._waiting)
         jobs = {id(job): job for job, _ in open_entries}
         jobs |= {id(job): job for job in self._held}
         self._running, self._starting, self._held = [], [], []
@@ -397,47 +428,53 @@ class TorchEngine:
             job.on_done(job)
 
     def _drop_caches(self) -> None:
-        self._waiting.extendleft(reversed(self._running))
+        if not self._running:
+            self._cache.clear()
+            return
+        self._waiting.extendleft(reversed(self._running_members()))
         self._running = []
-        self._cache.clear()
+        self._cache.erase()
 
     def _step(self) -> None:
         """Generate one token for each running sequence and start waiting ones."""
         self._make_room()
         starts = self._admit()
         packed = PackedTokens()
-        for _, completion in self._running:
-            packed.add_running(completion.tokens[-1], completion.num_tokens - 1)
-        first_slot = len(self._running)
-        slot = first_slot
-        for start in starts:
+        for branch in self._running:
+            packed.add_running(branch.last_token, branch.num_tokens - 1)
+        for slot, start in enumerate(starts, len(self._running)):
             packed.add_start(slot, start.tokens)
-            slot += len(start.members)
         logits, scored = self._forward(packed, starts)
-        self._share_caches(starts, first_slot)
-        self._running += [member for start in starts for member in start.members]
+        self._running += starts
         self._starting = []
         self._keep_prompt_logprobs(starts, scored)
         self._sample(logits)
 
     def _make_room(self) -> None:
-        """Return the newest sequences to the queue while the caches would exceed their limit."""
+        """Return the newest sequences to the queue while the caches would exceed their limit.
+
+        Any sequence may need a slot of its own after this step.
+        """
         while self._running:
-            length = max(completion.num_tokens for _, completion in self._running)
-            if len(self._running) == 1 or self._fits(len(self._running), length):
-                self._cache.reserve(len(self._running), length)
+            num_sequences = self._num_running
+            length = max(branch.num_tokens for branch in self._running)
+            if num_sequences == 1 or self._fits(num_sequences, length):
+                self._cache.reserve(num_sequences, length)
                 return
-            self._waiting.appendleft(self._running.pop())
+            newest = self._running[-1].members
+            self._waiting.appendleft(newest.pop())
+            if not newest:
+                self._running.pop()
             self._num_preemptions += 1
 
     def _fits(self, num_slots: int, length: int) -> bool:
         return self._cache.padded_size(num_slots, length) <= self.limits.max_cache_tokens
 
-    def _admit(self) -> list[_Start]:
-        """Take sequences that fit from the queue; those with the same tokens share a start."""
-        starts: dict[tuple[int, ...], _Start] = {}
-        num_slots, num_new = len(self._running), 0
-        length = max((completion.num_tokens for _, completion in self._running), default=0)
+    def _admit(self) -> list[_Branch]:
+        """Take sequences that fit from the queue; those with the same tokens are a branch."""
+        starts: dict[tuple[int, ...], _Branch] = {}
+        num_slots, num_new = self._num_running, 0
+        length = max((branch.num_tokens for branch in self._running), default=0)
         while self._waiting and num_slots < self.limits.max_num_seqs:
             job, completion = self._waiting[0]
             tokens = tuple(completion.all_ids)
@@ -448,16 +485,16 @@ class TorchEngine:
             if starts and num_new + adds > self.limits.max_new_tokens:
                 break
             self._starting.append(self._waiting.popleft())
-            starts.setdefault(tokens, _Start(tokens, [])).members.append((job, completion))
+            starts.setdefault(tokens, _Branch([])).members.append((job, completion))
             num_slots, length, num_new = num_slots + 1, longest, num_new + adds
         if starts:
             self._cache.reserve(num_slots, length)
         return list(starts.values())
 
     def _forward(
-        self, packed: PackedTokens, starts: Sequence[_Start]
+        self, packed: PackedTokens, starts: Sequence[_Branch]
     ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-        """Return the logits (M, V) of all sequences, and of each start's prompt if requested."""
+        """Return the logits (B, V) of all branches, and of each start's prompt if requested."""
         rows = list(range(packed.num_running))
         scored_rows: list[int] = []
         for start, new in zip(starts, packed.starts, strict=True):
@@ -474,31 +511,16 @@ class TorchEngine:
         ).logits[0]
         if self._device.type == "mps":  # without float64, which sampling needs
             logits = logits.cpu()
-        index = list(range(packed.num_running))
-        for number, start in enumerate(starts):
-            index += [packed.num_running + number] * len(start.members)
-        sampled = logits[torch.tensor(index, device=logits.device)]
         scored: list[torch.Tensor | None] = []
         first = len(rows)
         for start in starts:
-            count = len(start.tokens) - 1 if _wants_prompt_logprobs(start) else 0
+            count = start.num_tokens - 1 if _wants_prompt_logprobs(start) else 0
             scored.append(logits[first : first + count] if count else None)
             first += count
-        return sampled, scored
-
-    def _share_caches(self, starts: Sequence[_Start], first_slot: int) -> None:
-        sources: list[int] = []
-        targets: list[int] = []
-        slot = first_slot
-        for start in starts:
-            sources += [slot] * (len(start.members) - 1)
-            targets += range(slot + 1, slot + len(start.members))
-            slot += len(start.members)
-        length = max((len(start.tokens) for start in starts), default=0)
-        self._cache.copy(sources, targets, length=length)
+        return logits[: len(rows)], scored
 
     def _keep_prompt_logprobs(
-        self, starts: Sequence[_Start], scored: Sequence[torch.Tensor | None]
+        self, starts: Sequence[_Branch], scored: Sequence[torch.Tensor | None]
     ) -> None:
         for start, logits_PV in zip(starts, scored, strict=True):
             for job, _ in start.members:
@@ -509,33 +531,41 @@ class TorchEngine:
                     else _prompt_entries(logits_PV, start.tokens, job.request.prompt_top)
                 )  # fmt: skip
 
-    def _sample(self, logits_MV: torch.Tensor) -> None:
-        """Append one token to each running sequence and finish those that end."""
-        completions = [completion for _, completion in self._running]
+    def _sample(self, logits_BV: torch.Tensor) -> None:
+        """Append one token to each running sequence, finish those that end, split the branches."""
+        slots = [slot for slot, branch in enumerate(self._running) for _ in branch.members]
+        completions = [completion for _, completion in self._running_members()]
         rows = sample_rows(
-            logits_MV,
+            logits_BV[torch.tensor(slots, device=logits_BV.device)],
             [each.request.sampling for each in completions],
             [each.generator for each in completions],
             num_top=max(each.request.num_top for each in completions),
             is_processed=self._is_processed,
         )
-        finished: dict[int, str] = {}
-        for slot, (job, completion) in enumerate(self._running):
+        finished: list[tuple[Job, Completion, str]] = []
+        successors: list[dict[int, _Branch]] = [{} for _ in self._running]
+        members = zip(slots, self._running_members(), strict=True)
+        for row, (slot, (job, completion)) in enumerate(members):
             if completion.request.max_tokens > 0:
-                self._append(completion, rows, slot)
+                self._append(completion, rows, row)
             reason = self._reason_to_finish(job, completion)
             if reason is not None:
-                finished[slot] = reason
-            elif job.on_token is not None:
+                finished.append((job, completion, reason))
+                continue
+            branch = successors[slot].setdefault(completion.tokens[-1], _Branch([]))
+            branch.members.append((job, completion))
+            if job.on_token is not None:
                 job.on_token(completion)
-        entries = [(*self._running[slot], reason) for slot, reason in finished.items()]
-        self._free_slots(set(finished))
-        for entry in entries:
+        self._place([list(branches.values()) for branches in successors])
+        for entry in finished:
             self._finish(*entry)
 
     def _append(self, completion: Completion, rows: SampledRows, row: int) -> None:
         num_top = completion.request.num_top
-        top = list(zip(rows.top_tokens[row], rows.top_logprobs[row], strict=True))[:num_top]
+        top: TopEntries = []
+        if num_top:
+            pairs = zip(rows.top_tokens[row], rows.top_logprobs[row], strict=True)
+            top = list(pairs)[:num_top]
         completion.append(rows.tokens[row], rows.logprobs[row], top, self.weight_version)
         self._num_generated_tokens += 1
 
@@ -550,24 +580,32 @@ class TorchEngine:
         is_full = completion.num_tokens >= self.limits.max_model_len
         return "length" if is_full or len(completion.tokens) >= request.max_tokens else None
 
-    def _free_slots(self, freed: set[int]) -> None:
-        """Remove sequences, and move the last ones into their slots."""
-        if not freed:
-            return
-        count = len(self._running) - len(freed)
-        targets = sorted(slot for slot in freed if slot < count)
-        sources = [slot for slot in range(count, len(self._running)) if slot not in freed]
-        lengths = [self._running[slot][1].num_tokens for slot in sources]
-        self._cache.copy(sources, targets, length=max(lengths, default=0))
-        for source, target in zip(sources, targets, strict=True):
-            self._running[target] = self._running[source]
-        del self._running[count:]
+    def _place(self, successors: Sequence[Sequence[_Branch]]) -> None:
+        """Give each branch one of the first slots, with its caches.
+
+        `successors`: For each slot in use, the branches whose caches are in it; often one, several
+        where a branch was split, none where all sequences have ended.
+        """
+        count = sum(map(len, successors))
+        placed: dict[int, _Branch] = {}
+        moving: list[tuple[int, _Branch]] = []
+        for slot, branches in enumerate(successors):
+            for branch in branches:
+                if slot < count and slot not in placed:
+                    placed[slot] = branch
+                else:
+                    moving.append((slot, branch))
+        free = [slot for slot in range(count) if slot not in placed]
+        length = max((branch.num_tokens for _, branch in moving), default=0)
+        self._cache.copy([source for source, _ in moving], free, length=length)
+        placed |= {slot: branch for slot, (_, branch) in zip(free, moving, strict=True)}
+        self._running = [placed[slot] for slot in range(count)]
         if not self._running:
             self._cache.clear()
 
 
-def _wants_prompt_logprobs(start: _Start) -> bool:
-    return len(start.tokens) > 1 and any(
+def _wants_prompt_logprobs(start: _Branch) -> bool:
+    return start.num_tokens > 1 and any(
         job.request.prompt_top is not None and job.prompt_logprobs is None
         for job, _ in start.members
     )

@@ -79,7 +79,8 @@ def sample_rows(
     logprobs_MV = torch.log_softmax(scores_MV, dim=-1)
     uniforms = [generator.random() for generator in generators]
     tokens_M = _draw(logprobs_MV, settings, uniforms)
-    returned_MV = logprobs_MV if is_processed else torch.log_softmax(raw_MV, dim=-1)
+    is_same = is_processed or scores_MV is raw_MV
+    returned_MV = logprobs_MV if is_same else torch.log_softmax(raw_MV, dim=-1)
     chosen_M = returned_MV.gather(1, tokens_M.unsqueeze(1)).squeeze(1)
     top_logprobs: list[list[float]] = [[] for _ in settings]
     top_tokens: list[list[int]] = [[] for _ in settings]
@@ -148,9 +149,8 @@ def _draw(
 ) -> torch.Tensor:
     """Return [M] tokens: the inverse of the cumulative distribution at `uniforms`, or the best."""
     greedy = [each.is_greedy for each in settings]
-    best_M = logprobs_MV.argmax(dim=-1)
     if all(greedy):
-        return best_M
+        return logprobs_MV.argmax(dim=-1)
     # float64, since in float32 the sum over a large vocabulary loses tokens of low probability.
     cumulative_MV = logprobs_MV.double().exp().cumsum(dim=-1)
     numbers_M = torch.tensor(uniforms, device=logprobs_MV.device, dtype=torch.float64)
@@ -158,4 +158,7 @@ def _draw(
     # `right`: the first token whose sum exceeds the number, which never has probability 0.
     drawn_M = torch.searchsorted(cumulative_MV, targets_M1, right=True).squeeze(1)
     drawn_M = drawn_M.clamp(max=logprobs_MV.shape[1] - 1)
+    if not any(greedy):
+        return drawn_M
+    best_M = logprobs_MV.argmax(dim=-1)
     return torch.where(torch.tensor(greedy, device=drawn_M.device), best_M, drawn_M)

@@ -209,6 +209,20 @@ async def test_truncated_completions_are_muted_in_their_own_place(
     await env.close()
 
 
+async def test_equal_answers_of_a_group_are_scored_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with ScriptedEngine([]) as engine:
+        env = make_env(ReasoningGymEnv, engine, monkeypatch, **SUMS)
+        await env.setup()
+        item = await env.get_next_item()
+        right = f"<answer>{item.entry['answer']}</answer>"
+
+        scores = await env.score_all(item, [right, "no", right, right, "no"])
+
+    assert scores == [1.0, 0.0, 1.0, 1.0, 0.0]
+    assert env.score_pool.counts["calls"] == 2
+    await env.close()
+
+
 async def test_evaluate_writes_accuracy_and_one_record_per_item(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -43,15 +43,18 @@ def ancestors_MM(tree, sequences):
     return matrix
 
 
-@given(sequences=sequence_lists, min_shared=st.integers(1, 5))
-def test_tree_holds_every_sequence_at_its_positions(sequences, min_shared):
-    tree = build_prefix_tree(sequences, min_shared=min_shared)
+limits = st.fixed_dictionaries({"min_shared": st.integers(1, 5), "max_small": st.integers(0, 30)})
+
+
+@given(sequences=sequence_lists, limits=limits)
+def test_tree_holds_every_sequence_at_its_positions(sequences, limits):
+    tree = build_prefix_tree(sequences, **limits)
 
     flat = list(itertools.chain.from_iterable(sequences))
     assert tree.tokens_1M[0, tree.nodes_T].tolist() == flat
     positions = [position for sequence in sequences for position in range(len(sequence))]
     assert tree.position_ids_1M[0, tree.nodes_T].tolist() == positions
-    assert tree.num_tokens == num_tree_tokens(sequences, min_shared=min_shared)
+    assert tree.num_tokens == num_tree_tokens(sequences, **limits)
     assert set(tree.nodes_T.tolist()) == set(range(tree.num_tokens))
 
 
@@ -62,17 +65,17 @@ def test_tree_has_one_token_for_each_different_prefix(sequences):
     assert num_tree_tokens(sequences, min_shared=1) == len(prefixes)
 
 
-@given(sequences=sequence_lists, min_shared=st.integers(1, 5))
-def test_intervals_and_blocks_hold_each_ancestor_once(sequences, min_shared):
-    tree = build_prefix_tree(sequences, min_shared=min_shared)
+@given(sequences=sequence_lists, limits=limits)
+def test_intervals_and_blocks_hold_each_ancestor_once(sequences, limits):
+    tree = build_prefix_tree(sequences, **limits)
     expected = ancestors_MM(tree, sequences)
 
     row = torch.arange(tree.num_tokens)
     interval = (row[None] <= row[:, None]) & (row[:, None] < tree.subtree_ends_M[None])
     covered = torch.zeros(expected.shape, dtype=torch.int64)
-    for queries, keys, is_causal in tree.blocks:
+    for queries, keys, is_causal, mask in tree.blocks:
         pairs = row[keys][None] <= row[queries][:, None] if is_causal else torch.tensor(True)
-        covered[queries, keys] += pairs
+        covered[queries, keys] += pairs if mask is None else mask
 
     assert torch.equal(interval, expected)
     assert torch.equal(covered, expected.long())
@@ -90,9 +93,25 @@ def test_short_common_parts_are_computed_for_each_sequence():
     prompt = list(range(20))
     sequences = [[*prompt, 1, 2, 3], [*prompt, 1, 4], [*prompt, 5]]
 
-    assert num_tree_tokens(sequences, min_shared=1) == 20 + 3 + 1 + 1
-    assert num_tree_tokens(sequences, min_shared=2) == 20 + 3 + 2 + 1
-    assert num_tree_tokens(sequences, min_shared=22) == 23 + 22 + 21
+    assert num_tree_tokens(sequences, min_shared=1, max_small=0) == 20 + 3 + 1 + 1
+    assert num_tree_tokens(sequences, min_shared=2, max_small=0) == 20 + 3 + 2 + 1
+    assert num_tree_tokens(sequences, min_shared=22, max_small=0) == 23 + 22 + 21
+
+
+def test_small_subtree_shares_any_common_part_and_is_one_block():
+    prompt = list(range(40))
+    sequences = [[*prompt, 1, 2, 3], [*prompt, 1, 4], [*prompt, 5]]
+
+    tree = build_prefix_tree(sequences, min_shared=16, max_small=8)
+
+    assert tree.num_tokens == 40 + 3 + 1 + 1
+    ranges = [(*(each[:2]), each.mask_LL is not None) for each in tree.blocks]
+    small = slice(37, 45)  # the last 3 tokens of the prompt and all that follow
+    assert ranges == [
+        (slice(0, 37), slice(0, 37), False),
+        (small, small, True),
+        (small, slice(0, 37), False),
+    ]
 
 
 def test_group_takes_its_prompt_once():
@@ -115,9 +134,9 @@ def dense_attention(query, key, value, mask):
 
 
 @settings(deadline=None)
-@given(sequences=sequence_lists, min_shared=st.integers(1, 3))
-def test_attention_by_blocks_equals_a_dense_mask(sequences, min_shared):
-    tree = build_prefix_tree(sequences, min_shared=min_shared)
+@given(sequences=sequence_lists, limits=limits)
+def test_attention_by_blocks_equals_a_dense_mask(sequences, limits):
+    tree = build_prefix_tree(sequences, **limits)
     inputs = random_heads(tree)
 
     found = tree_attention(*inputs, tree)
@@ -268,12 +287,12 @@ def several_turns():
     }
 
 
-def nothing_shared():
+def little_shared():
     return group([[5] * 3, [6, 6]], [0.2, 0.9], logprob=-3.5, prompt=(4, 5))
 
 
 def groups_of_a_batch():
-    groups = [single_turn(), several_turns(), nothing_shared()]
+    groups = [single_turn(), several_turns(), little_shared()]
     for number, one in enumerate(groups):
         one["overrides"] = [{} for _ in one["tokens"]]
         one["generation_params"] = {"temperature": 0.5 + number}
@@ -408,9 +427,9 @@ def test_passes_with_trees_keep_the_limit_where_a_sequence_allows_it(limit, size
 def test_members_of_a_group_share_a_pass_where_the_limit_allows_it():
     groups = [
         group(
-            [tokens_of(10 * number + i, 10) for i in range(4)],
+            [[1 + i, *tokens_of(10 * number + i, 9)] for i in range(4)],
             [1.0, 0.0, 0.0, 0.0],
-            prompt=tuple(tokens_of(100 + number, 41)),
+            prompt=(1 + number, *tokens_of(100 + number, 40)),
         )
         for number in range(3)
     ]
@@ -428,9 +447,9 @@ def test_members_of_a_group_share_a_pass_where_the_limit_allows_it():
 def test_every_rank_has_a_pass_although_the_batch_fits_one(num_groups):
     groups = [
         group(
-            [tokens_of(10 * number + i, 8) for i in range(4)],
+            [[1 + i, *tokens_of(10 * number + i, 7)] for i in range(4)],
             [1.0, 0.0, 0.0, 0.0],
-            prompt=tuple(tokens_of(100 + number, 40)),
+            prompt=(1 + number, *tokens_of(100 + number, 39)),
         )
         for number in range(num_groups)
     ]
@@ -450,7 +469,7 @@ def test_batch_that_shares_little_is_packed_without_a_tree():
     rules = RowRules(seq_len=64)
 
     batch = build_batch(
-        [nothing_shared()], rules, microbatch_size=2, packs=True, min_shared_fraction=0.05
+        [little_shared()], rules, microbatch_size=2, packs=True, min_shared_fraction=0.5
     )
 
     assert [mb.tree for mb in batch.microbatches] == [None]
@@ -461,7 +480,7 @@ def test_linear_layers_compute_the_tokens_of_the_tree_only():
     prompt, completion, group_size = 40, 30, 8
     rows = []
     for i in range(group_size):
-        ids = [*tokens_of(0, prompt), *tokens_of(1 + i, completion)]
+        ids = [*tokens_of(0, prompt), 1 + i, *tokens_of(1 + i, completion - 1)]
         labels = [-100] * prompt + ids[prompt:]
         rows.append(Row(ids, labels, [1.0] * len(ids), inference_logprobs=None, temperature=1.0))
     model = tiny_llama()
@@ -601,7 +620,7 @@ def test_run_reports_the_tokens_it_left_out(tmp_path, caplog):
     with caplog.at_level(logging.INFO):
         trainer.run()
 
-    # 4 sequences of 21 inputs; the prompt of 20 tokens once and one token of each completion.
-    assert "equal prefixes computed once: 24 of 84 tokens remain" in caplog.text
-    assert "equal prefixes computed once: 24 of 84 tokens of this run remained" in caplog.text
-    assert '"train/shared_prefix_fraction": 0.714' in (tmp_path / "metrics.jsonl").read_text()
+    # 4 sequences of 21 inputs; the prompt of 20 tokens and 3 different first tokens once.
+    assert "equal prefixes computed once: 23 of 84 tokens remain" in caplog.text
+    assert "equal prefixes computed once: 23 of 84 tokens of this run remained" in caplog.text
+    assert '"train/shared_prefix_fraction": 0.726' in (tmp_path / "metrics.jsonl").read_text()

@@ -143,6 +143,35 @@ def test_requests_at_the_same_time_have_the_tokens_of_each_alone(
         )
 
 
+def test_completions_that_begin_alike_are_computed_once_and_have_the_tokens_of_each_alone(
+    torch_engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from example_trainer.torch_engine.generation import PackedBatch
+
+    options = {"max_tokens": 20, "temperature": 1.0, "ignore_eos": True}
+    options["logit_bias"] = {"40": 100, "41": 98}  # ends and splits at random positions
+    alone = [
+        torch_engine.complete([5, 6, 7], seed=seed, **options)["choices"][0] for seed in range(12)
+    ]
+    computed: list[int] = []
+
+    def record(packed: Any, *rest: Any) -> PackedBatch:
+        computed.append(len(packed.tokens))
+        return PackedBatch(packed, *rest)
+
+    monkeypatch.setattr("example_trainer.torch_engine.generation.PackedBatch", record)
+    together = torch_engine.complete([5, 6, 7], n=12, seed=0, **options)["choices"]
+
+    prefixes = {tuple(each["token_ids"][:end]) for each in alone for end in range(20)}
+    assert 20 < len(prefixes) < 12 * 20
+    assert sum(computed) == 3 + len(prefixes) - 1
+    for one, other in zip(alone, together, strict=True):
+        assert one["token_ids"] == other["token_ids"]
+        assert one["logprobs"]["token_logprobs"] == pytest.approx(
+            other["logprobs"]["token_logprobs"], abs=TOLERANCE
+        )
+
+
 def test_more_requests_than_slots_and_cache_are_all_answered(
     model_folder: Path, model: Any
 ) -> None:
