@@ -273,7 +273,7 @@ def run_training(
     try:
         with require_extra("trainer"):
             config = make_config()
-            with collection_paused():
+            with collection_paused(freezes=True):
                 import torch  # noqa: F401 - reported here if missing, not later
         require_built_mode(config)
         require_reference(config)
@@ -292,7 +292,7 @@ def run_training(
     logging.getLogger("httpx").setLevel(logging.WARNING)  # one line per poll otherwise
     signal.signal(signal.SIGTERM, _exit_on_signal)
     # Heavy imports follow the check of the flags.
-    with collection_paused():
+    with collection_paused(freezes=True):
         from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
         from transformers.utils.logging import disable_progress_bar
 

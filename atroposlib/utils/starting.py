@@ -1,9 +1,4 @@
-"""Garbage collection while a program starts.
-
-Importing torch and transformers makes 400,000 objects that live until the end of the program.
-Python's collector of cyclic garbage visits them again and again while they are made, which is a
-quarter of the CPU time of these imports, and in each full collection later.
-"""
+"""Garbage collection while a program starts."""
 
 from __future__ import annotations
 
@@ -15,17 +10,23 @@ __all__ = ["collection_paused"]
 
 
 @contextlib.contextmanager
-def collection_paused() -> Iterator[None]:
+def collection_paused(*, freezes: bool = False) -> Iterator[None]:
     """Pause the collection of cyclic garbage, for the imports of large packages.
 
-    What exists at the end is never visited again, so that nothing large may be garbage then: load
-    models afterwards.
+    Importing torch and transformers makes 400,000 objects that live until the end of the program.
+    The collector would visit them again and again while they are made, which is a quarter of the
+    CPU time of these imports.
+
+    Args:
+        freezes: Whether later collections leave out what exists at the end, and never free it: for
+            a program that has not loaded a model or data yet.
     """
     was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        gc.freeze()
+        if freezes:
+            gc.freeze()
         if was_enabled:
             gc.enable()

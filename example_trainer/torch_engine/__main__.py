@@ -31,7 +31,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     # A few short lines instead of progress bars, which fill log files.
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     try:
-        with require_extra("trainer"), collection_paused():
+        with require_extra("trainer"), collection_paused(freezes=True):
             import torch  # noqa: F401 - reported here if missing
             from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401
         _serve(args)

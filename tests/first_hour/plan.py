@@ -540,7 +540,7 @@ STEPS: tuple[Step, ...] = (
     Run(
         "docs/exporting.md",
         "atropos-sft-gen best.jsonl --file groups.jsonl --tokenizer ./model",
-        before=f"{GROUPS}\nrm -f best.jsonl  # that of a tutorial",
+        before=f"{GROUPS}\nrm -f best.jsonl pairs.jsonl  # those of tutorials",
     ),
     Run(
         "docs/exporting.md",
