@@ -7,7 +7,7 @@ their own where the machine allows it, so that fixed ports are free and nothing 
 What stands in for missing parts: `hub` for the model hub, `engine` for vLLM with a GPU model.
 
 `--package wheel` installs the wheel in place of the clone, and removes the clone's modules, so that
-only installed code runs; `--package sdist` walks in the unpacked source archive.
+only installed code runs; `make demo`, which installs the clone, is left out. `--package sdist` walks in the unpacked source archive.
 """
 
 from __future__ import annotations
@@ -293,6 +293,7 @@ def main(words: Sequence[str]) -> int:
         for block, step in steps
         if isinstance(step, Run)
         and (walk.is_new if step.is_install else _is_chosen(block, arguments.names))
+        and not (walk.package == "wheel" and block.first_line.startswith("make "))
     ]
     print("\nblocks that are not run:")
     for block, step in steps:
