@@ -7,8 +7,8 @@ their own where the machine allows it, so that fixed ports are free and nothing 
 What stands in for missing parts: `hub` for the model hub, `engine` for vLLM with a GPU model.
 
 `--package wheel` installs the wheel in place of the clone, and removes the clone's modules, so that
-only installed code runs; `make demo`, which installs the clone, is left out. `--package sdist` walks
-in the unpacked source archive.
+only installed code runs; `make demo`, which installs the clone, is left out. `--package sdist`
+walks in the unpacked source archive.
 """
 
 from __future__ import annotations
