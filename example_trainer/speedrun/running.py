@@ -47,7 +47,6 @@ from example_trainer.speedrun.rules import (
 from example_trainer.weights.local import file_digest
 
 _START_FACTS = "speedrun.json"
-_MEASURED_FOR_START = 256
 _MAX_COMPLETION_TOKENS = 32
 _PACKAGES = (
     "atroposlib",
@@ -115,6 +114,12 @@ def starting_model(
     found = StartingModel.model_validate_json(facts.read_text(encoding="utf-8"))
     if found.sha256 != file_digest(folder / "model.safetensors"):
         raise ConfigError(f"{folder} was changed after it was made; delete it to make it again")
+    lowest, highest = rules.START_ACCURACY
+    if not lowest <= found.accuracy <= highest:
+        raise ConfigError(
+            f"the starting model in {folder} answers {found.accuracy:.1%} right, and no result of "
+            f"it would count ({lowest:.0%} to {highest:.0%}); delete it to make it again"
+        )
     return folder, found
 
 
@@ -122,20 +127,18 @@ def _make_start(target: Path, problems: Sequence[Problem], progress: RunProgress
     settings = DemoSettings(seed=rules.START_SEED)
     task = rules.task_settings()
     student = make_student(task, shape=settings.shape, seed=rules.START_SEED, folder=target)
-    teach_student(
+    *_, last = teach_student(
         student,
         task,
-        measured=problems[:_MEASURED_FOR_START],
+        measured=problems,
         settings=settings.warm_up,
         seed=rules.START_SEED,
         on_check=lambda step, loss, accuracy: progress.update(
             accuracy, None, f"step {step}, loss {loss:.2f}, accuracy {accuracy:.0%}"
         ),
     )
-    made = StartingModel(
-        sha256=file_digest(target / "model.safetensors"),
-        accuracy=measure_accuracy(student.model, student.tokenizer, problems),
-    )
+    # Not measured a second time: the result could be outside of the rules by chance.
+    made = StartingModel(sha256=file_digest(target / "model.safetensors"), accuracy=last.accuracy)
     (target / _START_FACTS).write_text(made.model_dump_json(indent=2) + "\n", encoding="utf-8")
 
 
