@@ -14,7 +14,7 @@ from example_trainer.demo.settings import REPOSITORY
 from example_trainer.speedrun import rules
 
 pytestmark = [pytest.mark.long, pytest.mark.timeout(600)]
-FASTEST = REPOSITORY / "benchmarks" / "speedrun" / "two-batches.yaml"
+FASTEST = REPOSITORY / "benchmarks" / "speedrun" / "forty-steps.yaml"
 
 
 def test_fastest_entry_with_few_steps_is_measured_and_its_batches_are_read(tmp_path: Path) -> None:
