@@ -575,6 +575,8 @@ class TrainingLoop:
             self._progress.update(steps, plan.steps, self._state(steps))
             time.sleep(_POLL_S)
         self.check()
+        # A short run ends before the first line of progress.
+        self._progress.note(self._state(report.count_steps(self._paths.trainer_metrics)))
 
     def evaluate(self, environment: EnvironmentPlan, when: str) -> dict[str, float]:
         """Run `evaluate` of an environment, `before` or `after` training, and return its metrics.
