@@ -157,7 +157,8 @@ async def test_turns_run_out() -> None:
 async def test_time_out_keeps_what_was_written() -> None:
     conversation = ScriptedConversation([Reply("never read")], delay_s=30.0)
     async with ScriptedEngine([PROBED, "one"]) as engine:
-        rollout = await play_on(engine, conversation, timeout_s=0.15)
+        # Long enough for the first turn on a busy machine.
+        rollout = await play_on(engine, conversation, timeout_s=4.0)
 
     assert (rollout.outcome, rollout.rewards) == ("timed_out", [-5.0])
     assert len(rollout.sequences) == 1
