@@ -22,7 +22,7 @@ def test_adapters_pass_their_tests_with_the_installed_packages(name: str) -> Non
         python = python_with(name)
     except NotInstallableError as error:
         pytest.skip(f"{name}: {error}")
-    # `make figures` measures these tests too.
+    # `make figures-all` measures these tests too.
     measured = ["coverage", "run", "-m"] if "COVERAGE_PROCESS_CONFIG" in os.environ else []
     command = [str(python), "-m", *measured, "pytest", "-q", "--run-clients"]
     command += ["-p", "no:cacheprovider"]
