@@ -8,7 +8,9 @@ any way, and when the command itself ends. Processes are never looked up by name
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
+import random
 import re
 import select
 import signal
@@ -28,6 +30,7 @@ _TAIL_BYTES = 64 * 1024
 _CAUSE_BYTES = 4 * 2**20
 _CAUSE_LINES = 6
 _CAUSE_CHARS = 800
+_SERVER_PORTS = range(10_240, 32_768)
 _COLOR = re.compile(r"\x1b\[[0-9;]*m")
 # As vLLM's loggers write: (EngineCore pid=7) ERROR 01-31 23:59:59 [core.py:1100] ValueError: ...
 _LOG_PREFIX = re.compile(
@@ -307,18 +310,33 @@ def wait_until_ready(
 
 
 def find_free_port(host: str = "127.0.0.1") -> int:
-    """Find a free TCP port on `host` by binding and releasing it."""
+    """Find a free TCP port on `host` for a server that is started later."""
     return find_free_ports(1, host)[0]
 
 
 def find_free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """Find `count` different free ports; see `find_free_port`."""
-    with contextlib.ExitStack() as probes:
-        ports = []
-        for _ in range(count):
-            probe = probes.enter_context(socket.socket())
-            probe.bind((host, 0))
-            ports.append(int(probe.getsockname()[1]))
+    """Find `count` different free ports on `host`.
+
+    They lie below the ports that the system gives to outgoing connections. Otherwise any
+    connection could take the port of a server before it starts, or while it is started again.
+
+    Raises:
+        OSError: `host` is not an address of this machine, or too few ports are free.
+    """
+    ports: list[int] = []
+    for port in random.SystemRandom().sample(_SERVER_PORTS, len(_SERVER_PORTS)):
+        if len(ports) == count:
+            break
+        with socket.socket() as probe:
+            try:
+                probe.bind((host, port))
+            except OSError as error:
+                if error.errno != errno.EADDRINUSE:
+                    raise
+            else:
+                ports.append(port)
+    if len(ports) < count:
+        raise OSError(errno.EADDRINUSE, f"{len(ports)} of {count} ports are free on {host}")
     return ports
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import re
 import signal
-import socket
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,6 +13,7 @@ from typing import Any
 import pytest
 from xdist.scheduler import LoadScopeScheduling
 
+from example_trainer.processes import find_free_port
 from tests.redis_server import RedisServer
 
 FOLDERS_THAT_SHARE = ("end_to_end", "exporting", "on_ray", "packaging")
@@ -133,9 +133,7 @@ def _skip_without_option(config: pytest.Config, items: list[pytest.Item]) -> Non
 @pytest.fixture
 def free_port() -> int:
     """A TCP port that is currently unused."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    return find_free_port()
 
 
 @pytest.fixture

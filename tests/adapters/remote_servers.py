@@ -6,7 +6,6 @@ import asyncio
 import json
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -20,6 +19,7 @@ from typing import Any
 from atroposlib.adapters.env import AdapterEnv, AdapterEnvConfig, environment_class
 from atroposlib.envs import base
 from atroposlib.envs.base import APIServerConfig
+from example_trainer.processes import find_free_port
 from tests.fakes import CharTokenizer, ScriptedEngine
 from tests.first_hour.blocks import blocks_of
 
@@ -34,7 +34,6 @@ __all__ = [
     "spawn_rollouts",
     "stand_in_tokenizers",
     "text_of",
-    "unused_port",
 ]
 
 START_S = 240.0
@@ -109,12 +108,6 @@ class Server:
             yield self
         finally:
             self.kill()
-
-
-def unused_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 class CharTokenizers:
@@ -221,7 +214,7 @@ async def run_page(page: str, folder: Path, engine: ScriptedEngine, tokenizer: P
     server gets a free port, and the model is the scripted engine.
     """
     script = ["set -e", "trap 'kill $(jobs -p) 2>/dev/null || true' EXIT"]
-    port = unused_port()
+    port = find_free_port()
     for block in blocks_of(page, (ROOT / page).read_text(encoding="utf-8")):
         if block.language == "python":
             (folder / block.first_line.removeprefix("# ")).write_text(block.text)

@@ -81,7 +81,8 @@ def http_server(pids: Path, free_port: int) -> Iterator[Callable[[], subprocess.
     def start() -> subprocess.Popen[bytes]:
         command = [sys.executable, str(SERVER), str(pids), "--http", str(free_port)]
         started.append(subprocess.Popen(command, stderr=subprocess.DEVNULL))
-        wait_until(lambda: is_listening(free_port))
+        wait_until(lambda: is_listening(free_port) or started[-1].poll() is not None, limit_s=120.0)
+        assert started[-1].poll() is None, "the server ended while it started"
         return started[-1]
 
     yield start

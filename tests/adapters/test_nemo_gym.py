@@ -21,6 +21,7 @@ from atroposlib.errors import (
     EpisodeRewardError,
 )
 from atroposlib.scored_data import check_group
+from example_trainer.processes import find_free_port
 from tests.adapters.remote_servers import (
     Server,
     at_engine,
@@ -29,7 +30,6 @@ from tests.adapters.remote_servers import (
     run_page,
     stand_in_tokenizers,
     text_of,
-    unused_port,
 )
 from tests.fakes import ScriptedEngine
 from tests.templates.make_tokenizers import FOLDER, load_tokenizer
@@ -79,7 +79,7 @@ CALLS = {
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with Server(MODULE, unused_port()).running() as running:
+    with Server(MODULE, find_free_port()).running() as running:
         yield running
 
 

@@ -21,6 +21,7 @@ from atroposlib.errors import (
     EpisodeRewardError,
 )
 from atroposlib.scored_data import check_group
+from example_trainer.processes import find_free_port
 from tests.adapters.remote_servers import (
     ROOT,
     Server,
@@ -31,7 +32,6 @@ from tests.adapters.remote_servers import (
     spawn_rollouts,
     stand_in_tokenizers,
     text_of,
-    unused_port,
 )
 from tests.fakes import ScriptedEngine
 from tests.first_hour.blocks import blocks_of
@@ -46,7 +46,7 @@ ANSWER = "<action>{}</action>"
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with Server(MODULE, unused_port()).running() as running:
+    with Server(MODULE, find_free_port()).running() as running:
         yield running
 
 

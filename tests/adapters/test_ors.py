@@ -20,6 +20,7 @@ from atroposlib.errors import (
     EpisodeRewardError,
 )
 from atroposlib.scored_data import check_group
+from example_trainer.processes import find_free_port
 from tests.adapters.remote_servers import (
     Server,
     at_engine,
@@ -30,7 +31,6 @@ from tests.adapters.remote_servers import (
     spawn_rollouts,
     stand_in_tokenizers,
     text_of,
-    unused_port,
 )
 from tests.fakes import ScriptedEngine
 from tests.templates.make_tokenizers import FOLDER, load_tokenizer
@@ -43,7 +43,7 @@ MODULE = "tests.adapters.serve_ors"
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Server]:
-    with Server(MODULE, unused_port()).running() as running:
+    with Server(MODULE, find_free_port()).running() as running:
         yield running
 
 

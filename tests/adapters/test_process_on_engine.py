@@ -18,9 +18,10 @@ from pathlib import Path
 import pytest
 
 from atroposlib.scored_data import IGNORE_INDEX, check_group
+from example_trainer.processes import find_free_port
 from tests.adapters.engine_tokens import mismatches
 from tests.adapters.own_environments import environment_of, python_with
-from tests.adapters.remote_servers import ROOT, Server, unused_port
+from tests.adapters.remote_servers import ROOT, Server
 from tests.clients.installing import NotInstallableError
 from tests.end_to_end.conftest import EngineWithModel
 from tests.environments.test_process_on_engine import noisy_engine
@@ -164,7 +165,7 @@ def installed(ecosystem: str | None) -> Path:
 
 @contextmanager
 def running(module: str, python: Path) -> Iterator[Server]:
-    server = Server(module, unused_port(), python=python)
+    server = Server(module, find_free_port(), python=python)
     with server.running():
         yield server
 

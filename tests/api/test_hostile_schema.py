@@ -16,8 +16,9 @@ from schemathesis.checks import not_a_server_error
 from schemathesis.specs.openapi import checks
 
 from atroposlib.api.server import create_app
+from example_trainer.processes import find_free_port
 from tests.api.helpers import REGISTRATION, make_group, serve
-from tests.api.soak.service_process import Replica, free_port
+from tests.api.soak.service_process import Replica
 
 pytestmark = pytest.mark.slow
 
@@ -50,7 +51,7 @@ def as_it_is(context: Any, value: Any) -> bytes:
 
 @pytest.fixture(scope="module")
 def in_thread() -> Iterator[str]:
-    with serve(create_app(), free_port()) as url:
+    with serve(create_app(), find_free_port()) as url:
         yield url
 
 

@@ -21,6 +21,7 @@ from typing import Any
 
 from aiohttp import web
 
+from example_trainer.processes import find_free_port
 from tests.byte_tokenizer import save_byte_tokenizer
 from tests.envs.live_service import REGISTRATION, LiveService
 from tests.fakes import Fault, ScriptedEngine
@@ -283,10 +284,10 @@ class Stage:
         self._thread = threading.Thread(target=self._loop.run_forever, daemon=True)
         self._thread.start()
         self.engine = self._call(self._start_engine())
-        self.service = LiveService(_free_port())
+        self.service = LiveService(find_free_port())
         self.service.start()
         self._call(self._register())
-        self.fresh_service = LiveService(_free_port())
+        self.fresh_service = LiveService(find_free_port())
         self.fresh_service.start()
 
     def _save_other_tokenizer(self, folder: Path) -> None:
@@ -401,14 +402,6 @@ def problem_of(row: Row, code: int, lines: Sequence[str]) -> str:
     if not lines or row.expected not in lines[-1]:
         return f"the last line lacks {row.expected!r}"
     return f"{len(lines)} lines" if len(lines) > 1 else ""
-
-
-def _free_port() -> int:
-    import socket
-
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
 
 
 @contextlib.contextmanager

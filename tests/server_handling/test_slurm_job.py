@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from example_trainer.processes import find_free_ports
+
 NODES = 4
 PROGRAMS = ("slurmctld", "slurmd", "sbatch", "scontrol", "munged")
 
@@ -38,17 +40,9 @@ json.dump(urls, open(sys.argv[1], "w"))
 """
 
 
-def free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [listener.getsockname()[1] for listener in sockets]
-    for listener in sockets:
-        listener.close()
-    return ports
-
-
 def slurm_conf(folder: Path) -> str:
     host = socket.gethostname().split(".")[0]
-    controller, *node_ports = free_ports(NODES + 1)
+    controller, *node_ports = find_free_ports(NODES + 1)
     nodes = [
         f"NodeName=node{i} NodeHostname={host} NodeAddr=127.0.0.1 Port={port} CPUs=2 State=UNKNOWN"
         for i, port in enumerate(node_ports, start=1)

@@ -7,13 +7,13 @@ import importlib.util
 import os
 import re
 import shutil
-import socket
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
+from example_trainer.processes import find_free_port
 from tests.first_hour.blocks import Block, blocks_of
 from tests.serving.test_verifiers import bisecting, model
 
@@ -37,11 +37,6 @@ def blocks_of_section(title: str) -> list[Block]:
     return [block for block in blocks if not block.text.startswith("pip install '")]
 
 
-def unused_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return int(found.getsockname()[1])
-
-
 @pytest.mark.parametrize("title", SECTIONS)
 def test_sections_have_a_server_and_its_client(title: str) -> None:
     server, *clients = blocks_of_section(title)
@@ -56,7 +51,7 @@ async def test_section_works_as_written(title: str, tmp_path: Path) -> None:
         pytest.skip(f"{SECTIONS[title]} is not installed")
     if title.startswith("verifiers") and shutil.which("uv") is None:
         pytest.skip("verifiers needs uv for the program of its chat harness")
-    port = unused_port()
+    port = find_free_port()
     server, *clients = (block.text.replace("8010", str(port)) for block in blocks_of_section(title))
     bin_folder = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"
     paths = os.pathsep.join([str(REPOSITORY), str(tmp_path / "guessing")])

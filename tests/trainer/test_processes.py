@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -18,6 +19,7 @@ from example_trainer.processes import (
     ProcessFailedError,
     find_cause,
     find_free_port,
+    find_free_ports,
     wait_until_ready,
 )
 
@@ -223,8 +225,28 @@ def test_log_tail_long_log_gives_last_lines(tmp_path: Path) -> None:
     assert tail == "line 49998\nline 49999"
 
 
-def test_find_free_port_can_be_bound() -> None:
-    assert 1024 <= find_free_port() <= 65535
+def test_free_ports_differ_and_are_not_those_of_outgoing_connections() -> None:
+    ports = find_free_ports(50)
+
+    assert len(set(ports)) == 50
+    assert all(1024 <= port < 32768 for port in ports)
+    with socket.create_server(("127.0.0.1", ports[0])):
+        pass
+
+
+def test_taken_ports_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken, free = find_free_ports(2)
+    monkeypatch.setattr("example_trainer.processes._SERVER_PORTS", [taken, free])
+
+    with socket.create_server(("127.0.0.1", taken)):
+        assert find_free_port() == free
+        with pytest.raises(OSError, match="1 of 2 ports are free"):
+            find_free_ports(2)
+
+
+def test_free_port_of_an_address_of_another_machine_is_an_error() -> None:
+    with pytest.raises(OSError, match="address"):
+        find_free_port("203.0.113.1")
 
 
 ENGINE_LOG = """\

@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from atroposlib.workspaces import EngineOptions
+from example_trainer.processes import find_free_port
 
 __all__ = ["IMAGE", "PLAIN_IMAGE", "Engines", "open_engines", "write_root"]
 
@@ -87,9 +88,7 @@ class Engines:
                 words = ["ssh-keygen", "-q", "-t", "ed25519", "-N", "", "-f", str(folder / name)]
                 subprocess.run(words, check=True)
         Path("/run/sshd").mkdir(exist_ok=True)
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            port = probe.getsockname()[1]
+        port = find_free_port()
         settings = {
             "ListenAddress": f"127.0.0.1:{port}", "HostKey": folder / "host",
             "AuthorizedKeysFile": folder / "key.pub", "PidFile": "none", "StrictModes": "no",

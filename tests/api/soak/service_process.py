@@ -13,15 +13,11 @@ from pathlib import Path
 
 import httpx
 
-__all__ = ["Process", "RedisServer", "Replica", "free_port"]
+from example_trainer.processes import find_free_port
+
+__all__ = ["Process", "RedisServer", "Replica"]
 
 _START_S = 120.0
-
-
-def free_port() -> int:
-    """Return a port that nobody listens on now."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return int(listener.getsockname()[1])
 
 
 class Process:
@@ -71,7 +67,7 @@ class Replica(Process):
     """A `run-api` that resumes its run whenever it is started."""
 
     def __init__(self, folder: Path, store: str, *, run: str = "soak", flags: tuple[str, ...] = ()):
-        self.port = free_port()
+        self.port = find_free_port()
         self.url = f"http://127.0.0.1:{self.port}"
         command = [sys.executable, "-m", "atroposlib.cli.run_api", "--port", str(self.port)]
         command += ["--store", store, "--data-dir", str(folder), "--run", run, *flags]
@@ -91,7 +87,7 @@ class RedisServer(Process):
     binary = shutil.which("redis-server")
 
     def __init__(self, folder: Path) -> None:
-        self.port = free_port()
+        self.port = find_free_port()
         self.url = f"redis://127.0.0.1:{self.port}"
         options = {"bind": "127.0.0.1", "save": "", "appendonly": "yes", "appendfsync": "always"}
         command = [str(self.binary), "--port", str(self.port), "--dir", str(folder)]

@@ -2,22 +2,13 @@
 
 from __future__ import annotations
 
-import socket
-from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
 
+from example_trainer.processes import find_free_ports
 from tests.envs.turn_kills.actors import Ports
 from tests.envs.turn_kills.loop import run_with_kills
-
-
-def free_ports() -> Ports:
-    with ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in Ports._fields]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return Ports(*(probe.getsockname()[1] for probe in probes))
 
 
 @pytest.mark.slow
@@ -31,8 +22,9 @@ def free_ports() -> Ports:
 async def test_killed_walks_continue_from_their_last_turn(
     num_kills: int, min_groups: int, tmp_path: Path
 ) -> None:
+    ports = Ports(*find_free_ports(len(Ports._fields)))
     account = await run_with_kills(
-        tmp_path, free_ports(), num_kills=num_kills, min_groups=min_groups, seed=num_kills
+        tmp_path, ports, num_kills=num_kills, min_groups=min_groups, seed=num_kills
     )
 
     # No group is lost or delivered twice, every score is that of the undisturbed walk, and at most

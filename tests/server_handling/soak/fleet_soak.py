@@ -12,7 +12,6 @@ import argparse
 import asyncio
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -24,6 +23,7 @@ import httpx
 
 from atroposlib.envs.server_handling.config import APIServerConfig
 from atroposlib.envs.server_handling.server_manager import ServerManager
+from example_trainer.processes import find_free_ports
 from tests.fakes import CharTokenizer
 
 NAMES = ("one", "two", "three")
@@ -52,10 +52,7 @@ class Engines:
     """The processes of the engines, at ports that stay theirs."""
 
     def __init__(self) -> None:
-        sockets = [socket.create_server(("127.0.0.1", 0)) for _ in NAMES]
-        self.ports = [listener.getsockname()[1] for listener in sockets]
-        for listener in sockets:
-            listener.close()
+        self.ports = find_free_ports(len(NAMES))
         self._processes: dict[int, subprocess.Popen[bytes]] = {}
 
     def start(self, index: int) -> None:
