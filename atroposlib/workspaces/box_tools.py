@@ -476,9 +476,10 @@ def opened(packed: bytes) -> Iterator[tarfile.TarFile]:
 
 
 def load(request: dict[str, Any], packed: bytes) -> None:
-    """Apply the archive of `save` to a workspace of the same base, after a check of all of it."""
+    """Make the files of a workspace those of an archive of `save`, after a check of all of it."""
     with opened(packed) as archive:
-        check_saved(archive, request)
+        names = check_saved(archive, request)
+    reset(names)
     folders = []
     with opened(packed) as archive:
         for member in archive:
@@ -501,6 +502,22 @@ def load(request: dict[str, Any], packed: bytes) -> None:
         os.chmod(place, mode)  # noqa: PTH101
 
 
+def reset(names: set[str]) -> None:
+    """Make what differs from the base and is not in an archive as in the base."""
+    for path, _ in list(differences("")):
+        place, original = MERGED + path, BASE + path
+        if f"files{path}" in names or f"removed{path}" in names:
+            continue
+        if os.path.lexists(original) and os.path.isdir(os.path.dirname(place)):  # noqa: PTH112, PTH120
+            remove(place_of(path))
+            if is_folder(original):
+                shutil.copytree(original, place, symlinks=True)
+            else:
+                shutil.copy2(original, place, follow_symlinks=False)
+        elif os.path.lexists(place):
+            remove(place_of(path))
+
+
 def load_file(archive: tarfile.TarFile, member: tarfile.TarInfo, place: str) -> None:
     """Write a file or link with its permissions and its time."""
     if member.issym():
@@ -513,8 +530,12 @@ def load_file(archive: tarfile.TarFile, member: tarfile.TarInfo, place: str) -> 
     os.utime(place, ns=(time_ns, time_ns), follow_symlinks=False)
 
 
-def check_saved(archive: tarfile.TarFile, request: dict[str, Any]) -> None:
-    """Raise an error if an archive is of another base or cannot be from `save`."""
+def check_saved(archive: tarfile.TarFile, request: dict[str, Any]) -> set[str]:
+    """Return the names in an archive of `save`.
+
+    Raises:
+        ContentError: it is of another base or cannot be from `save`.
+    """
     left, seen = request["max_bytes"], {"base"}
     first = archive.next()
     key = archive.extractfile(first) if first is not None and first.name == "base" else None
@@ -531,6 +552,7 @@ def check_saved(archive: tarfile.TarFile, request: dict[str, Any]) -> None:
         seen.add(member.name)
         left -= member.size
         check_bounds(left, len(seen) - 1, request)
+    return seen
 
 
 def place_of(path: str) -> str:

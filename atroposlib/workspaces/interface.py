@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -218,10 +218,10 @@ class Workspace(ABC):
         raise WorkspaceError(NOT_SAVED)
 
     async def load(self, archive: bytes, *, max_bytes: int = MAX_SAVED_BYTES) -> None:
-        """Apply an archive of `save` to a new workspace of the same base.
+        """Make the files those of an archive of `save`, of a workspace of the same base.
 
         The archive is checked as untrusted content, since programs of the workspace wrote its
-        files. After an error in the middle, the workspace is to be closed.
+        files. After an error, the workspace is to be closed: it may have some of the files.
 
         Raises:
             WorkspaceContentError: it is of another base, is damaged, has other kinds of files or
@@ -255,13 +255,16 @@ class LazyWorkspace(Workspace):
 
     A conversation, which is created without awaiting, has it from the start.
 
+    Args:
+        fork: `Base.fork`, or a function that also writes the files of an item.
+
     Attributes:
-        workdir: that of the spec until the first use; then that of the workspace.
+        workdir: that of the workspace; empty until the first use.
     """
 
-    def __init__(self, base: Base) -> None:
-        self.workdir = base.spec.workdir
-        self._base = base
+    def __init__(self, fork: Callable[[], Awaitable[Workspace]]) -> None:
+        self.workdir = ""
+        self._fork = fork
         self._forked: Workspace | None = None
         self._is_closed = False
         self._lock = asyncio.Lock()
@@ -297,9 +300,9 @@ class LazyWorkspace(Workspace):
     async def _opened(self) -> Workspace:
         async with self._lock:
             if self._is_closed:
-                raise WorkspaceError(f"the workspace of {self._base.spec.name} is closed")
+                raise WorkspaceError("the workspace is closed")
             if self._forked is None:
-                self._forked = await self._base.fork()
+                self._forked = await self._fork()
                 self.workdir = self._forked.workdir
             return self._forked
 
