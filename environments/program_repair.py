@@ -1,6 +1,6 @@
 """Program repair: a small program has a bug, and the policy finds and repairs it in a shell.
 
-    /app/median.py, /app/check.py -> turns that call shell -> a turn without -> hidden cases -> 1 or 0
+    median.py, check.py -> turns that call shell -> a turn without -> hidden cases -> 1 or 0
 
 The commands run in a workspace of their own. The repaired file is judged in another workspace, with
 arguments that the policy does not see. With `--env.turn_journal FILE`, rollouts and the files of

@@ -59,10 +59,12 @@ class WorkspaceArchives:
         Raises:
             OSError: it cannot be written.
         """
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        for folder in (self._folder, path.parent):
+            folder.mkdir(mode=0o700, exist_ok=True)
         new = path.with_name(f"{path.name}.new")
         try:
-            new.touch(mode=OWNER_ONLY)
+            new.unlink(missing_ok=True)  # of a process that was killed
+            new.touch(mode=OWNER_ONLY, exist_ok=False)
             with new.open("wb") as file:
                 file.write(archive)
                 file.flush()
@@ -71,11 +73,11 @@ class WorkspaceArchives:
         except OSError:
             new.unlink(missing_ok=True)
             raise
-        folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+        directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            os.fsync(folder)
+            os.fsync(directory)
         finally:
-            os.close(folder)
+            os.close(directory)
 
     def sizes(self, group_id: str) -> dict[int, int]:
         """Return the bytes of the archives of each rollout of a group."""
