@@ -280,7 +280,6 @@ class ProgramRepairEnv(MultiTurnEnv):
         self.random = random.Random(self.config.seed)
         self.workspaces = open_workspaces()
         with tempfile.TemporaryDirectory() as source:
-            (Path(source) / "README").write_text("Your programs are here.\n")
             spec = WorkspaceSpec("program_repair", source=Path(source), limits=LIMITS)
             self.base = await self.workspaces.prepare(spec)
 
