@@ -218,6 +218,8 @@ class BrokenProgram(NamedTuple):
 class RepairConversation(ToolConversation):
     """One program, and a shell in a workspace."""
 
+    workspace: LazyWorkspace
+
     def __init__(self, item: BrokenProgram, fork: Callable[[], Any]) -> None:
         question = PROMPT.format(name=item.name, task=item.task.description)
         super().__init__([{"role": "user", "content": question}], [self.shell])

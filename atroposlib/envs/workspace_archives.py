@@ -1,4 +1,4 @@
-"""Files of workspaces beside a turn journal, so that conversations with tools survive a kill -9.
+"""Files of workspaces next to a turn journal, so that conversations with tools survive a kill -9.
 
     reply ─► workspace.save ─► new name ─► fsync ─► rename ─► the turn's row ─► older file removed
                                    FILE.workspaces/GROUP/ROLLOUT-TURN.tar.gz
