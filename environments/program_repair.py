@@ -241,6 +241,8 @@ class RepairConversation(ToolConversation):
         return f"{shown}\n({ending})"
 
     async def score(self, turn: Turn) -> float:
+        if self.workspace.revision == 0:
+            return 0.0  # no command was run
         path = f"/app/{self.item.name}.py"
         archive = await self.workspace.collect([path], max_bytes=MAX_FILE_BYTES)
         judge = await self._fork()
