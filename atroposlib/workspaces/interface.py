@@ -208,8 +208,8 @@ class Workspace(ABC):
         """Return an archive of all that differs from the base, for `load`.
 
         It has the content, permissions and times of files, links, and what was removed. Devices,
-        sockets, setuid bits, owners and the times of folders are left out; hard links become files.
-        Equal workspaces give equal archives.
+        sockets, setuid bits, owners and the times of folders are left out; hard links become
+        files. In containers, times are whole seconds. Equal workspaces give equal archives.
 
         Raises:
             WorkspaceContentError: the files exceed `max_bytes`, or 100,000 in number.
@@ -231,9 +231,7 @@ class Workspace(ABC):
         raise WorkspaceError(NOT_SAVED)
 
 
-NOT_SAVED = (
-    "workspaces in containers cannot be saved; expected the kind bubblewrap, whose files are kept"
-)
+NOT_SAVED = "workspaces of this kind cannot be saved; expected one that overrides save and load"
 
 
 class Base(ABC):

@@ -23,7 +23,6 @@ from atroposlib.workspaces import (
     WorkspaceSpec,
     local,
 )
-from atroposlib.workspaces.containers import ContainerWorkspace
 from atroposlib.workspaces.local import LocalWorkspaces
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
@@ -341,12 +340,3 @@ async def test_lazy_workspace_is_forked_once_when_it_is_used(base: Base) -> None
         await each.close()
     with pytest.raises(WorkspaceError, match="is closed"):
         await unused.run(["true"])
-
-
-async def test_workspaces_in_containers_say_that_they_cannot_be_saved() -> None:
-    workspace = object.__new__(ContainerWorkspace)
-
-    with pytest.raises(WorkspaceError, match="expected the kind bubblewrap"):
-        await workspace.save()
-    with pytest.raises(WorkspaceError, match="expected the kind bubblewrap"):
-        await workspace.load(b"")
