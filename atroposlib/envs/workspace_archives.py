@@ -101,8 +101,10 @@ class WorkspaceArchives:
         for path in self._of_group(group_id):
             of_rollout, turn = _numbers(path)
             if rollout in (None, of_rollout) and turn != kept_turn:
-                num_bytes += path.stat().st_size
-                path.unlink(missing_ok=True)
+                with contextlib.suppress(OSError):  # then the next start removes it
+                    size = path.stat().st_size
+                    path.unlink()
+                    num_bytes += size
         if rollout is None:
             shutil.rmtree(self._folder / group_id, ignore_errors=True)
             with contextlib.suppress(OSError):  # other groups have files, or there was none
@@ -112,7 +114,7 @@ class WorkspaceArchives:
     def delete_except(self, groups: Collection[str]) -> int:
         """Delete the archives of all other groups; return the bytes of those that are kept."""
         num_bytes = 0
-        for folder in list(self._folder.iterdir()) if self._folder.exists() else []:
+        for folder in list(self._folder.iterdir()) if self._folder.is_dir() else []:
             if GROUP_NAME.fullmatch(folder.name) is None:
                 continue  # not ours
             if folder.name not in groups:

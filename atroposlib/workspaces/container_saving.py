@@ -122,7 +122,7 @@ def _files(raw: Sequence[bytes]) -> Iterator[tuple[tarfile.TarInfo, bytes]]:
 
 
 class Unpacked(NamedTuple):
-    """What an archive makes of a container."""
+    """The content of an archive, for a container."""
 
     removed: list[str]
     files: list[str]
