@@ -6,6 +6,8 @@ ARGS ?=
 ENGINE ?=
 # Tests run in two processes; tests that share an engine run in the same one (tests/conftest.py).
 WORKERS ?= -n 2 --dist loadfile --no-loadscope-reorder
+# With COVERAGE=1, tests record which lines run, and `make figures-table` prints the sums.
+PYTEST := $(BIN)/$(if $(COVERAGE),coverage run -m,python -m) pytest
 SLOW_TESTS_OF_PURE_RULES := tests/server_handling/test_tool_formats.py tests/wire/test_properties.py \
 	tests/trainer/weights/test_publishing.py tests/trainer/weights/test_following.py
 COVERAGE_TABLE := $(BIN)/coverage combine --quiet && \
@@ -14,7 +16,7 @@ COVERAGE_TABLE := $(BIN)/coverage combine --quiet && \
 # Processes of the demo and the tests import the same large packages; the first one caches their bytecode.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: help demo test test-fast test-long test-clients test-adapters first-hour figures figures-all mutants lint format types docs site clean
+.PHONY: help demo test test-fast test-long test-clients test-adapters first-hour figures figures-all figures-table mutants lint format types docs site clean
 
 help:  ## Show the targets
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 14
@@ -24,7 +26,7 @@ demo:  ## Train a small model with every component (ARGS="--seed 1" passes flags
 	@$(BIN)/atropos-demo $(if $(ENGINE),--engine $(ENGINE)) $(ARGS)
 
 test: lint types  ## Lint, types and tests, including those with a real engine
-	$(BIN)/python -m pytest $(WORKERS) $(ARGS)
+	$(PYTEST) $(WORKERS) $(ARGS)
 
 test-fast:  ## Only files that take less than two seconds: no engine, no browser, few processes
 	@.ci/install.sh all,dev
@@ -32,7 +34,7 @@ test-fast:  ## Only files that take less than two seconds: no engine, no browser
 
 test-long:  ## Tests that take minutes: thousands of histories, kill loops, every constant answer
 	@.ci/install.sh all,dev
-	$(BIN)/python -m pytest $(WORKERS) --run-long -m long $(ARGS)
+	$(PYTEST) $(WORKERS) --run-long -m long $(ARGS)
 
 test-clients:  ## Third-party agents and trainers, each in its own environment (docs/clients.md)
 	@.ci/install.sh all,dev
@@ -40,7 +42,7 @@ test-clients:  ## Third-party agents and trainers, each in its own environment (
 
 test-adapters:  ## Environments of other libraries, each with its installed package (docs/adapters)
 	@.ci/install.sh all,dev
-	$(BIN)/python -m pytest tests/adapters --run-clients $(ARGS)
+	$(PYTEST) tests/adapters --run-clients $(ARGS)
 
 first-hour:  ## Run every code block of README and docs in a fresh clone, as a newcomer would
 	@.ci/install.sh all,dev
@@ -56,8 +58,12 @@ figures:  ## Coverage of atroposlib by lines and of the pure rules by branches (
 figures-all:  ## The same with every test, those of other libraries' environments included (more than an hour)
 	@.ci/install.sh all,dev
 	@$(BIN)/coverage erase
-	$(BIN)/coverage run -m pytest $(WORKERS) -q $(ARGS)
-	$(BIN)/coverage run -m pytest tests/adapters/test_own_environments.py --run-clients -q
+	@# The table is printed even if a test fails, which is shown above it.
+	-$(BIN)/coverage run -m pytest $(WORKERS) -q $(ARGS)
+	-$(BIN)/coverage run -m pytest tests/adapters/test_own_environments.py --run-clients -q
+	@$(COVERAGE_TABLE)
+
+figures-table:  ## The same of the targets that ran with COVERAGE=1
 	@$(COVERAGE_TABLE)
 
 mutants:  ## Change the pure rules in small ways: which changes does no test notice? (ARGS="loss --sample 0")

@@ -4,9 +4,10 @@
     service       receives and delivers such groups over HTTP, in a thread of this process
     trainer       optimizer steps of a small model on 4 groups of 8 completions
 
-Blocks without and with spans alternate within one process, so that both see the same machine. A
-block with spans has a tracer of its own, which writes a file and is closed at the end of the block:
-its time includes recording, encoding and writing. The ratio is the median over pairs of blocks.
+Blocks without and with spans alternate within one process, so that both see the same machine; each
+second pair begins with the spans, so that a slow change of the process cancels out. A block with
+spans has a tracer of its own, which writes a file and is closed at the end of the block: its time
+includes recording, encoding and writing. The ratio is the median over pairs of blocks.
 
 Usage: python benchmarks/telemetry.py [--only trainer] [--pairs 12] [--json FILE]
 """
@@ -43,8 +44,8 @@ from service_parts.workload import register_trainer
 GROUP_SIZE = 8
 PROMPT_TOKENS = 64
 GROUPS_PER_BATCH = 4
-GROUPS_PER_BLOCK = 12
-POSTS_PER_BLOCK = 60
+GROUPS_PER_BLOCK = 40
+POSTS_PER_BLOCK = 300
 STEPS_PER_BLOCK = 2
 DRAIN_PAUSE_S = 0.05
 
@@ -81,7 +82,7 @@ class Blocks:
         self._begin()
 
     def _begin(self) -> None:
-        is_on = len(self._times_ms) % 2 == 1
+        is_on = len(self._times_ms) % 4 in (1, 2)
         sink = FileSink(self._folder / "spans.jsonl")
         self._tracer = Tracer(sink, {"service.name": "benchmark"}) if is_on else None
         self._set_tracer(self._tracer)
@@ -95,8 +96,10 @@ class Blocks:
         if self._tracer is not None:
             self._tracer.close()
         self._times_ms.append((time.process_time() - self._started) / self._per_block * 1e3)
-        if len(self._times_ms) % 2 == 0 and len(self._times_ms) > 2:
-            self.costs.append(Cost(self._times_ms[-2], self._times_ms[-1]))
+        num_blocks = len(self._times_ms)
+        if num_blocks % 2 == 0 and num_blocks > 2:
+            first, second = self._times_ms[-2:]
+            self.costs.append(Cost(second, first) if num_blocks % 4 == 0 else Cost(first, second))
         self._begin()
 
 

@@ -19,9 +19,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
+from helpers.import_drawing import draw_imports
 from tests.contract.import_graph import import_graph
 
-__all__ = ["LAYERS", "PUBLIC_MODULES", "linked_files", "write_site_pages"]
+__all__ = ["PACKAGES", "PUBLIC_MODULES", "linked_files", "write_site_pages"]
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 PAGES = REPOSITORY / "build" / "pages"
@@ -58,15 +59,14 @@ PUBLIC_MODULES: Mapping[str, Sequence[str]] = {
     "Trainer": ("example_trainer.config", "example_trainer.loss", "example_trainer.loss_choice"),
 }
 
-LAYERS: Sequence[tuple[str, Sequence[str]]] = (
-    ("entry points", ("atroposlib.cli", "example_trainer.launch", "example_trainer.demo")),
-    ("programs", ("environments", "example_trainer", "atroposlib.adapters", "atroposlib.serving")),
-    ("parts", ("atroposlib.envs", "atroposlib.agent_tasks", "atroposlib.viewer")),
-    ("service", ("atroposlib.api", "atroposlib.exporting", "atroposlib.workspaces")),
-    ("rules", ("atroposlib.wire", "atroposlib.sandbox", "atroposlib.tasks", "atroposlib.frontend")),
-    ("leaves", ("atroposlib.utils", "atroposlib.scored_data", "atroposlib.errors")),
-)
-"""Groups of packages of the drawing of imports, from the top."""
+PACKAGES: Sequence[str] = (
+    "environments", "example_trainer", "atroposlib.cli", "atroposlib.adapters",
+    "atroposlib.serving", "atroposlib.envs", "atroposlib.tasks", "atroposlib.agent_tasks",
+    "atroposlib.viewer", "atroposlib.exporting", "atroposlib.api", "atroposlib.workspaces",
+    "atroposlib.wire", "atroposlib.sandbox", "atroposlib.frontend", "atroposlib.utils",
+    "atroposlib.scored_data", "atroposlib.errors",
+)  # fmt: skip
+"""Packages of the drawing of imports, and modules of the vocabulary."""
 
 LINK = re.compile(r"(?<!!)\[([^\]]*)\]\(([^)#\s]+)(#[^)\s]*)?\)")
 IMAGE = re.compile(r"!\[[^\]]*\]\(([^)#\s]+)\)|<img[^>]* src=\"([^\"]+)\"")
@@ -86,6 +86,11 @@ STYLE = """.md-grid { max-width: 76rem; }
 .md-typeset h2, .md-typeset h3 { font-weight: 600; letter-spacing: -.01em; }
 .md-typeset td code { word-break: normal; overflow-wrap: anywhere; }
 .md-typeset td:first-child { min-width: 8rem; }
+svg.imports { width: 100%; height: auto; }
+svg.imports path { fill: none; stroke: var(--md-default-fg-color--lighter); stroke-width: 1.4; }
+svg.imports path:hover { stroke: var(--md-accent-fg-color); stroke-width: 3; }
+svg.imports rect { fill: var(--md-code-bg-color); stroke: var(--md-default-fg-color--light); }
+svg.imports text { fill: var(--md-default-fg-color); font-size: 12px; text-anchor: middle; }
 @media print { .md-typeset pre > code { white-space: pre-wrap; } }
 /* Tables of five columns or more get the space of the list of headings. */
 .md-main__inner:has(th:nth-child(5)) > .md-sidebar--secondary { display: none; }
@@ -230,8 +235,7 @@ def commands_page() -> str:
 
 def package_of(module: str) -> str | None:
     """Return the package of the drawing to which a module belongs: the longest that fits."""
-    names = [name for _, packages in LAYERS for name in packages]
-    fitting = [name for name in names if module == name or module.startswith(f"{name}.")]
+    fitting = [name for name in PACKAGES if module == name or module.startswith(f"{name}.")]
     return max(fitting, key=len, default=None)
 
 
@@ -249,19 +253,22 @@ def package_imports() -> Counter[tuple[str, str]]:
 def architecture_page() -> str:
     """Return the page about the architecture, followed by the imports between packages."""
     counts = package_imports()
+    imports = {
+        package: {target: n for (source, target), n in counts.items() if source == package}
+        for package in PACKAGES
+    }
     text = (REPOSITORY / "docs/architecture.md").read_text().rstrip()
     lines = [
         *("", "## Imports of this version", ""),
-        "Generated from the source; numbers count importing modules and what they import.",
-        "",
-        "| layer | package | imports |",
-        "|---|---|---|",
+        "Generated from the source. An arrow is left out where a longer way of arrows exists; the",
+        "table has all imports, with their number.",
+        *("", draw_imports(imports), ""),
+        "| package | imports |",
+        "|---|---|",
     ]
-    for layer, packages in LAYERS:
-        for package in packages:
-            targets = {target: n for (source, target), n in counts.items() if source == package}
-            shown = ", ".join(f"`{name}` {targets[name]}" for name in sorted(targets))
-            lines.append(f"| {layer} | `{package}` | {shown or 'none of these'} |")
+    for package, targets in imports.items():
+        shown = ", ".join(f"`{name}` {targets[name]}" for name in sorted(targets))
+        lines.append(f"| `{package}` | {shown or 'none of these'} |")
     return "\n".join([text, *lines]) + "\n"
 
 

@@ -477,6 +477,8 @@ def _encoded_value(value: Any) -> dict[str, Any] | None:
 
 
 def _cut(text: str) -> str:
+    if text.isascii():
+        return text[:MAX_TEXT_CHARACTERS]
     # A lone surrogate, which no encoding has, becomes a question mark.
     return text[:MAX_TEXT_CHARACTERS].encode("utf-8", "replace").decode()
 

@@ -715,15 +715,16 @@ def read_options(folder: Path) -> TrainOptions:
 
 def phases(plan: RunPlan, *, unties: bool) -> list[str]:
     """Return the titles of the phases of a run in order."""
-    evaluated = [each.name for each in plan.environments if each.is_evaluated]
+    evaluated = [each for each in plan.environments if each.is_evaluated]
+    unmeasured = [e.name for e in evaluated if not report.read_evaluation(e.evaluation("before"))]
     titles = ["Copy the model for the engine"] if unties else []
     titles.append(
         f"Start the trajectory service and use the engine at {without_secrets(plan.engine_url)}"
         if plan.engine_url
         else "Start the trajectory service and the inference engine"
     )
-    if evaluated:
-        titles.append(f"Measure before training: `evaluate` of {', '.join(evaluated)}")
+    if unmeasured:  # those of a resumed run may have been measured
+        titles.append(f"Measure before training: `evaluate` of {', '.join(unmeasured)}")
     titles.append(f"Train for {plan.steps} steps of {plan.work}")
     if evaluated:
         titles.append("Measure after training")

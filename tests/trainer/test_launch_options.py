@@ -269,6 +269,21 @@ def test_running_engine_is_updated_and_none_is_launched(tmp_path: Path) -> None:
     assert "use the engine at http://host:9" in phases(plan, unties=False)[0]
 
 
+def test_resumed_run_does_not_announce_the_measurement_that_it_skips(tmp_path: Path) -> None:
+    plan, _ = plan_of()
+    environment = replace(plan.environments[0], folder=tmp_path)
+    plan = replace(plan, environments=(environment,))
+    titles = phases(plan, unties=False)
+
+    folder = environment.evaluation("before")
+    folder.mkdir(parents=True)
+    (folder / "metrics.json").write_text('{"results": {"all": {"eval/accuracy": 0.5}}}')
+
+    assert set(titles) - set(phases(plan, unties=False)) == {
+        f"Measure before training: `evaluate` of {environment.name}"
+    }
+
+
 def test_several_environments_share_the_batch_by_weight() -> None:
     options = replace(OPTIONS, files=(EnvironmentFile("a/x.py", 2.0), EnvironmentFile("b/x.py")))
 
