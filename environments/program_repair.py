@@ -293,7 +293,11 @@ class ProgramRepairEnv(MultiTurnEnv):
     async def fork(self, item: BrokenProgram) -> Workspace:
         """Return a new workspace with the files of an item."""
         workspace = await self.base.fork()
-        await workspace.put(item.archive())
+        try:
+            await workspace.put(item.archive())
+        except BaseException:
+            await workspace.close()
+            raise
         return workspace
 
     async def get_next_item(self) -> BrokenProgram:
