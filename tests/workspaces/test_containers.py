@@ -406,10 +406,6 @@ async def test_archive_of_a_container_is_checked(local: Workspace) -> None:
         unpacked(archive, "another", max_bytes=10_000)
     with pytest.raises(WorkspaceContentError, match="damaged"):
         await local.load(archive[:-9])
-    for changed in (b"tmp/link/x", b"../outside"):
-        hostile = gzip.decompress(archive).replace(b"tmp/large", changed[:9].ljust(9, b"x"))
-        with pytest.raises(WorkspaceContentError):
-            await local.load(gzip.compress(hostile))
 
 
 async def test_forks_are_made_in_advance_and_have_their_own_files(workspaces: Workspaces) -> None:

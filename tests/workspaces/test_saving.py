@@ -23,6 +23,7 @@ from atroposlib.workspaces import (
     WorkspaceSpec,
     local,
 )
+from atroposlib.workspaces.container_saving import packed_changes, unpacked
 from atroposlib.workspaces.local import LocalWorkspaces
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
@@ -189,15 +190,18 @@ def member_of(name: str, kind: bytes = tarfile.REGTYPE, *, link: str = "") -> ta
 
 
 async def archive_of(base: Base, members: Sequence[tarfile.TarInfo]) -> bytes:
-    """Return an archive as `save` writes it, with these members."""
+    """Return an archive of a base as `save` writes it, with these members."""
     workspace = await base.fork()
     saved = await workspace.save()
     await workspace.close()
-    output = io.BytesIO()
     with tarfile.open(fileobj=io.BytesIO(saved), mode="r:gz") as archive:
         content = archive.extractfile("base")
         assert content is not None
-        key = content.read()
+        return archive_with(content.read(), members)
+
+
+def archive_with(key: bytes, members: Sequence[tarfile.TarInfo]) -> bytes:
+    output = io.BytesIO()
     with tarfile.open(fileobj=output, mode="w:gz", format=tarfile.PAX_FORMAT) as made:
         first = tarfile.TarInfo("base")
         first.size = len(key)
@@ -340,3 +344,51 @@ async def test_lazy_workspace_is_forked_once_when_it_is_used(base: Base) -> None
         await each.close()
     with pytest.raises(WorkspaceError, match="is closed"):
         await unused.run(["true"])
+
+
+SEEN_IN_THE_CONTAINER = ("through a file", "no such folder", "no time")
+
+
+@pytest.mark.parametrize("name", [name for name in HOSTILE if name not in SEEN_IN_THE_CONTAINER])
+async def test_archive_of_a_container_is_refused_with(name: str) -> None:
+    with pytest.raises(WorkspaceContentError, match="is refused"):
+        unpacked(archive_with(b"image", HOSTILE[name]), "image", max_bytes=10_000)
+
+
+async def test_archive_of_a_container_has_no_special_permissions_and_is_bounded() -> None:
+    archive = archive_with(b"image", [member_of("files/app/x"), member_of("removed/etc/y")])
+    bomb = member_of("files/app/x")
+    bomb.size = 20_000
+
+    found = unpacked(archive, "image", max_bytes=10_000)
+
+    assert (found.removed, found.files, found.folders) == (["/etc/y"], ["/app/x"], [])
+    with tarfile.open(fileobj=io.BytesIO(found.archive)) as members:
+        assert [(member.name, member.mode) for member in members] == [("app/x", 0o777)]
+    with pytest.raises(WorkspaceContentError, match="max_bytes, 10000 bytes"):
+        unpacked(archive_with(b"image", [bomb]), "image", max_bytes=10_000)
+
+
+async def test_untrusted_archive_of_a_container_gives_the_listed_files_only() -> None:
+    raw = io.BytesIO()
+    with tarfile.open(fileobj=raw, mode="w") as made:
+        for member in (
+            member_of("./app/x"),
+            member_of("./app/not_listed"),
+            member_of("./../outside"),
+            member_of("./app/hard", tarfile.LNKTYPE, link="./app/x"),
+            member_of("./app/device", tarfile.CHRTYPE),
+            member_of("./app/link", LINK, link="/etc/passwd"),
+        ):
+            made.addfile(member, io.BytesIO(b"evil"))
+    modes = {f"/app/{name}": 0o100644 for name in ("x", "hard", "device", "link")}
+
+    saved = packed_changes("image", ["/etc/y"], modes, [raw.getvalue()], max_bytes=100)
+
+    assert names_in(saved) == [
+        *("base", "files/app/hard", "files/app/link", "files/app/x", "removed/etc/y")
+    ]
+    with pytest.raises(WorkspaceContentError, match="max_bytes, 7 bytes"):
+        packed_changes("image", [], modes, [raw.getvalue()], max_bytes=7)
+    with pytest.raises(WorkspaceContentError, match="malformed"):
+        packed_changes("image", [], modes, [b"no archive"], max_bytes=7)
