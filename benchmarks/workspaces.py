@@ -1,4 +1,4 @@
-"""Measure the time to fork a workspace, to run a program in it and to close it.
+"""Measure the time to fork a workspace, to run a program in it, to save its files and to close it.
 
 The baselines are a copy of the same files by `cp -a`, and a program in a plain sandbox; and with
 `--image`, a container of podman.
@@ -30,6 +30,10 @@ from atroposlib.workspaces.local import LocalWorkspaces
 from atroposlib.workspaces.overlay import Kind
 
 AT_ONCE = 8
+NUM_CHANGED = 100
+CHANGE = f"""
+find . -type f | sort | head -{NUM_CHANGED} | while read file; do echo changed >> "$file"; done
+"""
 KINDS: dict[str, Kind] = {"overlay": "overlay", "copy": "copy"}
 Samples = dict[str, list[float]]
 
@@ -79,6 +83,22 @@ async def of_workspaces(
     await workspaces.close()
 
 
+async def of_saving(samples: Samples, folder: Path, label: str, runs: int) -> None:
+    """Save a workspace with changed files, and load them into another one."""
+    workspaces = LocalWorkspaces(cache=folder / f"cache-{label}", kind=KINDS[label], warm=0)
+    base = await workspaces.prepare(WorkspaceSpec("benchmark", source=folder / "source"))
+    changed = await base.fork()
+    await changed.run(["sh", "-c", CHANGE])
+    archive = await changed.save()
+    name = f"{label}, {NUM_CHANGED} changed files"
+    for _ in range(runs):
+        other = await base.fork()
+        await timed(samples, f"{name}: save, {len(archive):,} bytes", changed.save)
+        await timed(samples, f"{name}: load", functools.partial(other.load, archive))
+        await other.close()
+    await workspaces.close()
+
+
 async def of_baselines(samples: Samples, folder: Path, runs: int, image: str | None) -> None:
     """Copy the files, and run a program in a plain sandbox and in a container."""
     sandbox = Bubblewrap(limits=SandboxLimits())
@@ -109,6 +129,8 @@ async def measure(runs: int, files: int, image: str | None) -> Samples:
         await of_workspaces(samples, folder, "overlay", runs, warm=0)
         await of_workspaces(samples, folder, "overlay", runs, warm=AT_ONCE)
         await of_workspaces(samples, folder, "copy", runs, warm=0)
+        for label in KINDS:
+            await of_saving(samples, folder, label, runs)
         await of_baselines(samples, folder, runs, image)
     return samples
 

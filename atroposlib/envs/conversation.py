@@ -10,9 +10,12 @@ import inspect
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from atroposlib.envs.reporting import Reward
+
+if TYPE_CHECKING:
+    from atroposlib.workspaces.interface import Workspace
 
 __all__ = [
     "ChatMessage",
@@ -129,9 +132,13 @@ class Conversation(ABC):
     Attributes:
         unfinished_reward: added to the last turn if a limit ends the conversation; a number, or
             named parts as in a `Reply`.
+        workspace: files that the tools of the conversation change, usually a `LazyWorkspace`; None
+            for none. With a `turn_journal`, they are saved after each turn that changed them, and
+            loaded after `restore`. `close` is to close it.
     """
 
     unfinished_reward: Reward = 0.0
+    workspace: Workspace | None = None
 
     @abstractmethod
     def opening(self) -> Sequence[ChatMessage]:

@@ -33,7 +33,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextvars import ContextVar
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import msgspec
 
@@ -54,9 +54,12 @@ from atroposlib.envs.policies import (
     Written,
 )
 from atroposlib.envs.reporting import Reward
-from atroposlib.errors import ConfigError
+from atroposlib.errors import AtroposError, ConfigError
 from atroposlib.utils.aio import SideThread, settle
 from atroposlib.utils.json_text import to_plain
+
+if TYPE_CHECKING:
+    from atroposlib.envs.workspace_archives import RolloutArchive, WorkspaceArchives
 
 __all__ = [
     "JournalIdentity",
@@ -124,6 +127,8 @@ class SavedReply(msgspec.Struct, frozen=True, array_like=True):
     is_done: bool
     history: list[Any] | None
     state: Any
+    workspace_turn: int | None = None
+    """Turn whose archive has the files of the workspace; None if they are those of its base."""
 
 
 class SavedEnding(msgspec.Struct, frozen=True, array_like=True):
@@ -145,13 +150,25 @@ class SavedRollout(NamedTuple):
     turns: list[SavedTurn]
     ending: SavedEnding | None = None
     num_bytes: int = 0
-    """Bytes of the saved turns."""
+    """Bytes of the saved turns and of the archive of the workspace."""
 
     @property
     def state(self) -> Any:
         """State of the conversation after its latest reply, or after its opening."""
+        reply = self.latest_reply
+        return self.turns[0].completion.state if reply is None else reply.state
+
+    @property
+    def latest_reply(self) -> SavedReply | None:
         replies = [turn.reply for turn in self.turns if turn.reply is not None]
-        return replies[-1].state if replies else self.turns[0].completion.state
+        return replies[-1] if replies else None
+
+    @property
+    def workspace_turn(self) -> int | None:
+        """Turn whose archive the conversation continues with; None if it needs none."""
+        reply = self.latest_reply
+        is_over = self.ending is not None or reply is None or reply.is_done
+        return None if is_over or reply is None else reply.workspace_turn
 
 
 _ENCODER = msgspec.msgpack.Encoder(enc_hook=to_plain)
@@ -334,6 +351,7 @@ class TurnJournal:
         self._error: sqlite3.Error | None = None
         self._noted: set[str] = set()
         self._waiting: dict[str, bytes] = {}  # group id to item, oldest first
+        self._archives: WorkspaceArchives | None = None
 
     @classmethod
     async def open(cls, path: Path, identity: JournalIdentity, *, max_bytes: int) -> TurnJournal:
@@ -353,6 +371,28 @@ class TurnJournal:
         [self.num_bytes] = self._connection.execute(
             "SELECT coalesce(sum(length(completion) + coalesce(length(reply), 0)), 0) FROM turns"
         ).fetchone()
+        if self.path.with_name(f"{self.path.name}{WORKSPACES_SUFFIX}").exists():
+            self.num_bytes += self.archives().delete_except(self._waiting)
+
+    def archives(self) -> WorkspaceArchives:
+        """Return the archives of workspaces, of which most environments have none."""
+        if self._archives is None:
+            from atroposlib.envs.workspace_archives import WorkspaceArchives
+
+            folder = self.path.with_name(f"{self.path.name}{WORKSPACES_SUFFIX}")
+            self._archives = WorkspaceArchives(folder, self._thread)
+        return self._archives
+
+    async def delete_archives(self, group_id: str, *of_rollout: int | None) -> int:
+        """Delete the archives of a group, or of one of its rollouts; return their bytes.
+
+        Args:
+            group_id: the group.
+            of_rollout: number of the rollout, and the turn whose archive is kept.
+        """
+        if self._archives is None:
+            return 0
+        return await self._thread.run(self._archives.delete, group_id, *of_rollout)
 
     @property
     def is_usable(self) -> bool:
@@ -433,9 +473,12 @@ class TurnJournal:
             [step] = execute("SELECT step FROM groups WHERE group_id = ?", where).fetchone()
             ends = execute("SELECT rollout, ending FROM endings WHERE group_id = ?", where)
             endings = {number: _ENDINGS.decode(ending) for number, ending in ends}
+            archived = {} if self._archives is None else self._archives.sizes(group_id)
             turns = "SELECT rollout, completion, reply FROM turns WHERE group_id = ? "
             for number, completion, reply in execute(f"{turns} ORDER BY rollout, turn", where):
-                known = rollouts.get(number) or SavedRollout([], endings.get(number))
+                known = rollouts.get(number) or SavedRollout(
+                    [], endings.get(number), archived.get(number, 0)
+                )
                 answered = None if reply is None else _REPLIES.decode(reply)
                 known.turns.append(SavedTurn(_COMPLETIONS.decode(completion), answered))
                 size = len(completion) + len(reply or b"")
@@ -489,6 +532,8 @@ class TurnJournal:
         """Delete all groups: the run is over, and nothing is to be continued."""
         self._waiting = {}
         await self.write(*((f"DELETE FROM {table}", ()) for table in TABLES))
+        if self._archives is not None:
+            await self._thread.run(self._archives.delete_except, ())
 
     async def close(self) -> None:
         """Write what is pending and close the file."""
@@ -501,6 +546,7 @@ class TurnJournal:
 
 
 MAX_NOTES = 20
+WORKSPACES_SUFFIX = ".workspaces"
 TIME_IS_UP = "(The time limit of the conversation is reached.)"
 UNREADABLE_STEP = 2**62
 """Step of turns that cannot be read, after every step of a trainer."""
@@ -528,6 +574,7 @@ class JournaledGroup:
         self.journal = journal
         self._saved = saved
         self._bytes = {number: rollout.num_bytes for number, rollout in saved.items()}
+        self._archives: dict[int, RolloutArchive] = {}
         self._taken: set[int] = set()
         self._started: set[int] = set()
         self._num_deliveries = 0
@@ -565,30 +612,60 @@ class JournaledGroup:
             raise
 
     async def _restore(self, conversation: Conversation, saved: SavedRollout, number: int) -> bool:
+        name = type(conversation).__name__
+        step = f"{name}.restore"
         try:
             type(conversation).restore(conversation, saved.state)
+            if saved.workspace_turn is not None:
+                step = f"the workspace of {name}"
+                await self.archive(number).load(conversation.workspace, saved.workspace_turn)
         except Exception as error:  # noqa: BLE001 - an error of the author; the item starts again
-            name = type(conversation).__name__
-            self.journal.note_once(f"{name}.restore raised {error!r:.200}; it is started again")
+            self.journal.note_once(f"{step} raised {error!r:.300}; it is started again")
             await settle(conversation.close())
             await self.delete_rollout(number)
             return False
+        except BaseException:
+            await settle(conversation.close())
+            raise
+        await self.delete_archives(number, except_of=saved.workspace_turn)
         self.journal.num_resumed_turns += len(saved.turns)
         return True
 
+    def archive(self, number: int) -> RolloutArchive:
+        """Return the archive of the workspace of a rollout."""
+        if number not in self._archives:
+            self._archives[number] = self.journal.archives().of(self.group_id, number)
+        return self._archives[number]
+
+    async def delete_archives(self, number: int, *, except_of: int | None) -> None:
+        """Delete the archives of a rollout to which no row refers.
+
+        Args:
+            number: the rollout.
+            except_of: turn whose archive is kept; None for none.
+        """
+        num_bytes = await self.journal.delete_archives(self.group_id, number, except_of)
+        self.add_bytes(number, -num_bytes)
+
     async def write(self, operation: Operation, number: int, num_bytes: int) -> None:
         """Commit a row of a rollout."""
+        self.add_bytes(number, num_bytes)
+        await self.journal.write(operation)
+
+    def add_bytes(self, number: int, num_bytes: int) -> None:
+        """Count bytes of a rollout that are saved, or removed if negative."""
         self._bytes[number] = self._bytes.get(number, 0) + num_bytes
         self.journal.num_bytes += num_bytes
-        await self.journal.write(operation)
 
     async def delete_rollout(self, number: int) -> None:
         where = (self.group_id, number)
+        self._archives.pop(number, None)
         self.journal.num_bytes -= self._bytes.pop(number, 0)
         await self.journal.write(
             ("DELETE FROM turns WHERE group_id = ? AND rollout = ?", where),
             ("DELETE FROM endings WHERE group_id = ? AND rollout = ?", where),
         )
+        await self.journal.delete_archives(self.group_id, number)
 
     async def forget_turns(self, step: int) -> None:
         """Delete all turns, and start at another step."""
@@ -599,12 +676,14 @@ class JournaledGroup:
             ("DELETE FROM endings WHERE group_id = ?", (self.group_id,)),
             ("UPDATE groups SET step = ? WHERE group_id = ?", (step, self.group_id)),
         )
+        await self.journal.delete_archives(self.group_id)
 
     async def delete(self) -> None:
         self._release_bytes()
         await self.journal.write(
             *((f"DELETE FROM {table} WHERE group_id = ?", (self.group_id,)) for table in TABLES)
         )
+        await self.journal.delete_archives(self.group_id)
 
     def _release_bytes(self) -> None:
         self.journal.num_bytes -= sum(self._bytes.values())
@@ -675,18 +754,22 @@ class JournaledRollout:
         state = state_of(self.original) if self.is_saved else None
         if state is None and self.is_saved:
             await self._give_up()
+        workspace_turn = None if reply.is_done else await self._save_workspace(index)
         answered = SavedReply(
             messages=reply.messages if isinstance(reply.messages, str) else list(reply.messages),
             reward=reply.reward,
             is_done=reply.is_done,
             history=None if reply.history is None else list(reply.history),
             state=state,
+            workspace_turn=workspace_turn,
         )
         await self._write(
             "UPDATE turns SET reply = ? WHERE group_id = ? AND rollout = ? AND turn = ?",
             answered,
             index,
         )
+        if self.original.workspace is not None and self.is_saved:
+            await self._group.delete_archives(self._number, except_of=workspace_turn)
 
     async def note_ending(self, outcome: Outcome) -> Outcome:
         """Save the end of the rollout; return its outcome, which an earlier process may know."""
@@ -697,7 +780,27 @@ class JournaledRollout:
                 "INSERT OR REPLACE INTO endings (ending, group_id, rollout) VALUES (?, ?, ?)",
                 SavedEnding(outcome, self.original.unfinished_reward),
             )
+            await self._group.delete_archives(self._number, except_of=None)
         return outcome
+
+    async def _save_workspace(self, index: int) -> int | None:
+        """Save the files if the turn changed them; return the turn whose archive has them."""
+        journal, workspace = self._group.journal, self.original.workspace
+        if workspace is None or not (self.is_saved and journal.is_usable):
+            return None
+        archive = self._group.archive(self._number)
+        try:
+            packed = await archive.pack(workspace)
+            if packed is not None and not journal.has_room(len(packed)):
+                await self._give_up()
+            elif packed is not None:
+                await archive.write(packed, index)
+                self._group.add_bytes(self._number, len(packed))
+        except (AtroposError, OSError) as error:
+            name = type(self.original).__name__
+            journal.note_once(f"the workspace of {name} is not saved: {error}")
+            await self._give_up()
+        return archive.turn
 
     async def _write(self, statement: str, content: msgspec.Struct, *place: int) -> None:
         journal = self._group.journal

@@ -7,6 +7,14 @@ printed. It is run as a script by the Python of the system and needs only the st
     collect   {"paths": [...], "max_bytes": n} on standard input, a tar archive on standard output
     put       a tar archive on standard input; put-links: which may have symbolic links
     changes   {"max_diff_bytes": n, ...} on standard input, one JSON list per line as output
+    save      {"max_bytes": n, "base": key, ...} on standard input, an archive on standard output
+    load      {"max_bytes": n, "base": key} in one line, and an archive, on standard input
+
+The archive of `save` is a compressed tar archive; equal workspaces have equal archives:
+
+    base           name of the base
+    removed/PATH   an empty file for each file or folder of the base that is missing
+    files/PATH     files, folders and links that are new or not as in the base
 """
 
 from __future__ import annotations
@@ -14,14 +22,17 @@ from __future__ import annotations
 import contextlib
 import difflib
 import errno
+import gzip
 import io
 import itertools
 import json
 import os
+import shutil
 import signal
 import stat
 import sys
 import tarfile
+import zlib
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any, BinaryIO
@@ -34,8 +45,16 @@ MAX_DIFF_LINES = 5000
 MAX_ALL_DIFFS = 4 * 2**20
 DIFF_S = 1.0
 PIECE_BYTES = 1 << 20
+SAVED_MODE = 0o1777
+"""Permissions that are saved: without setuid and setgid."""
 REFUSED = 3
 """Exit code for a reason that is printed to standard error."""
+
+
+READING_ERRORS = (
+    *(OSError, tarfile.TarError, RecursionError),
+    *(EOFError, zlib.error, ValueError, KeyError, OverflowError),  # of archives
+)
 
 
 class ContentError(Exception):
@@ -66,13 +85,29 @@ def resolve(path: str, *, follow_last: bool = False) -> str:
     return "/".join([MERGED, *found])
 
 
+CHANGED_MODES: list[tuple[str, int]] = []
+"""Files and folders that were made accessible, with their permissions before."""
+
+
+def make_accessible(path: str, mode: int) -> None:
+    """Change the permissions of a file or folder until `restore_modes`."""
+    CHANGED_MODES.append((path, stat.S_IMODE(os.lstat(path).st_mode)))
+    os.chmod(path, mode)  # noqa: PTH101
+
+
+def restore_modes() -> None:
+    """Restore the permissions that `make_accessible` changed."""
+    while CHANGED_MODES:
+        path, mode = CHANGED_MODES.pop()
+        with contextlib.suppress(OSError):  # it was removed
+            os.chmod(path, mode)  # noqa: PTH101
+
+
 def entries(folder: str) -> list[str]:
-    """Return the names in a folder, which is made readable if needed, in the order of paths."""
-    try:
-        return sorted(os.listdir(folder))  # noqa: PTH208
-    except PermissionError:
-        os.chmod(folder, 0o700)  # noqa: PTH101
-        return sorted(os.listdir(folder))  # noqa: PTH208
+    """Return the names in a folder, which is made accessible if needed, in the order of paths."""
+    if not os.access(folder, os.R_OK | os.X_OK):
+        make_accessible(folder, 0o700)
+    return sorted(os.listdir(folder))  # noqa: PTH208
 
 
 def open_file(path: str) -> BinaryIO:
@@ -81,7 +116,7 @@ def open_file(path: str) -> BinaryIO:
     try:
         return os.fdopen(os.open(path, flags), "rb")
     except PermissionError:
-        os.chmod(path, 0o600)  # noqa: PTH101
+        make_accessible(path, 0o600)
         return os.fdopen(os.open(path, flags), "rb")
 
 
@@ -209,13 +244,18 @@ def extract(archive: tarfile.TarFile, member: tarfile.TarInfo, places: dict[str,
     if member.issym():
         os.symlink(member.linkname, place)  # noqa: PTH211
         return
+    write_file(archive, member, place)
+    os.chmod(place, member.mode & 0o777)  # noqa: PTH101
+    os.utime(place, (member.mtime, member.mtime))
+
+
+def write_file(archive: tarfile.TarFile, member: tarfile.TarInfo, place: str) -> None:
+    """Write the content of a member to a new file."""
     content = archive.extractfile(member)
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW
     with os.fdopen(os.open(place, flags, 0o600), "wb") as file:
         while piece := content.read(PIECE_BYTES) if content is not None else b"":
             file.write(piece)
-    os.chmod(place, member.mode & 0o777)  # noqa: PTH101
-    os.utime(place, (member.mtime, member.mtime))
 
 
 class Changes:
@@ -332,6 +372,219 @@ def _differ(path: str, old: os.stat_result, new: os.stat_result) -> bool:
     return False
 
 
+def differences(folder: str) -> Iterator[tuple[str, os.stat_result | None]]:
+    """Yield path and state of what differs from the base below a folder that both have.
+
+    The state of what is missing is None. A folder comes before what is in it.
+    """
+    old, new = set(entries(BASE + folder)), set(entries(MERGED + folder))
+    for name in sorted(old | new):
+        path = f"{folder}/{name}"
+        if name not in new:
+            yield path, None
+        elif name not in old:
+            yield from everything(path)
+        elif os.path.lexists(UPPER + path):
+            before, after = os.lstat(BASE + path), os.lstat(MERGED + path)
+            if stat.S_IFMT(before.st_mode) != stat.S_IFMT(after.st_mode):
+                yield path, None
+                yield from everything(path)
+            elif stat.S_ISDIR(after.st_mode):
+                if stat.S_IMODE(before.st_mode) != stat.S_IMODE(after.st_mode):
+                    yield path, after
+                yield from differences(path)
+            elif (
+                before.st_mtime_ns != after.st_mtime_ns
+                or stat.S_IMODE(before.st_mode) != stat.S_IMODE(after.st_mode)
+                or _differ(path, before, after)
+            ):
+                yield path, after
+
+
+def everything(path: str) -> Iterator[tuple[str, os.stat_result]]:
+    """Yield path and state of a file or folder and of all below it, without special files."""
+    for place, _, state in walk(MERGED + path, ""):
+        if stat.S_IFMT(state.st_mode) in (stat.S_IFREG, stat.S_IFDIR, stat.S_IFLNK):
+            yield place[len(MERGED) :], state
+
+
+def save(request: dict[str, Any], output: BinaryIO) -> None:
+    """Write what differs from the base as an archive."""
+    hidden, left, num_files = set(request["hidden"]), request["max_bytes"], 0
+    with (
+        gzip.GzipFile("", "wb", 1, output, mtime=0) as packed,
+        tarfile.open(fileobj=packed, mode="w|", format=tarfile.PAX_FORMAT) as archive,
+    ):
+        key = request["base"].encode()
+        member = tarfile.TarInfo("base")
+        member.size = len(key)
+        archive.addfile(member, io.BytesIO(key))
+        for path, state in differences(""):
+            if state is None:
+                archive.addfile(tarfile.TarInfo(f"removed{path}"))
+            elif path in hidden and is_empty(MERGED + path, state):
+                continue
+            else:
+                left -= state.st_size if stat.S_ISREG(state.st_mode) else 0
+                check_bounds(left, num_files + 1, request)
+                add_saved(archive, path, state)
+            num_files += 1
+            check_bounds(left, num_files, request)
+
+
+def is_empty(place: str, state: os.stat_result) -> bool:
+    """Whether a file or folder has no content, as the place of a mount."""
+    return not (entries(place) if stat.S_ISDIR(state.st_mode) else state.st_size)
+
+
+def check_bounds(left: int, num_files: int, request: dict[str, Any]) -> None:
+    """Raise an error if the changed files exceed a limit."""
+    if left < 0:
+        raise ContentError(f"the changed files exceed max_bytes, {request['max_bytes']} bytes")
+    if num_files > MAX_FILES:
+        raise ContentError(f"more than {MAX_FILES} files were changed")
+
+
+def add_saved(archive: tarfile.TarFile, path: str, state: os.stat_result) -> None:
+    """Add a file, folder or link to the archive of `save`."""
+    member = tarfile.TarInfo(f"files{path}")
+    member.mode = state.st_mode & SAVED_MODE
+    if stat.S_ISDIR(state.st_mode):
+        member.type = tarfile.DIRTYPE
+        archive.addfile(member)
+        return
+    seconds, fraction = divmod(state.st_mtime_ns, 10**9)
+    member.pax_headers = {"mtime": f"{seconds}.{fraction:09d}"}
+    if stat.S_ISLNK(state.st_mode):
+        member.type = tarfile.SYMTYPE
+        member.linkname = os.readlink(MERGED + path)  # noqa: PTH115
+        archive.addfile(member)
+        return
+    member.size = state.st_size
+    with open_file(MERGED + path) as content:
+        archive.addfile(member, content)
+
+
+@contextlib.contextmanager
+def opened(packed: bytes) -> Iterator[tarfile.TarFile]:
+    """Open the archive of `save`; its end is checked."""
+    with gzip.GzipFile(fileobj=io.BytesIO(packed)) as content:
+        with tarfile.open(fileobj=content, mode="r|") as archive:
+            yield archive
+        if content.read(1):
+            raise ContentError("the archive is followed by other data")
+
+
+def load(request: dict[str, Any], packed: bytes) -> None:
+    """Make the files of a workspace those of an archive of `save`, after a check of all of it."""
+    with opened(packed) as archive:
+        names = check_saved(archive, request)
+    reset(names)
+    folders = []
+    with opened(packed) as archive:
+        for member in archive:
+            kind, _, path = member.name.partition("/")
+            if not path:
+                continue
+            place = place_of(path)
+            if not member.isdir() or not is_folder(place):
+                remove(place)
+            if kind == "removed":
+                continue
+            if member.isdir():
+                folders.append((place, member.mode & SAVED_MODE))
+                with contextlib.suppress(FileExistsError):
+                    os.mkdir(place, 0o700)  # noqa: PTH102
+            else:
+                load_file(archive, member, place)
+    restore_modes()
+    for place, mode in reversed(folders):  # last, since a folder may be read-only
+        os.chmod(place, mode)  # noqa: PTH101
+
+
+def reset(names: set[str]) -> None:
+    """Make what differs from the base and is not in an archive as in the base."""
+    for path, _ in list(differences("")):
+        place, original = MERGED + path, BASE + path
+        if f"files{path}" in names or f"removed{path}" in names:
+            continue
+        if os.path.lexists(original) and os.path.isdir(os.path.dirname(place)):  # noqa: PTH112, PTH120
+            remove(place_of(path))
+            if is_folder(original):
+                shutil.copytree(original, place, symlinks=True)
+            else:
+                shutil.copy2(original, place, follow_symlinks=False)
+        elif os.path.lexists(place):
+            remove(place_of(path))
+
+
+def load_file(archive: tarfile.TarFile, member: tarfile.TarInfo, place: str) -> None:
+    """Write a file or link with its permissions and its time."""
+    if member.issym():
+        os.symlink(member.linkname, place)  # noqa: PTH211
+    else:
+        write_file(archive, member, place)
+        os.chmod(place, member.mode & SAVED_MODE)  # noqa: PTH101
+    seconds, _, fraction = member.pax_headers["mtime"].partition(".")
+    time_ns = int(seconds) * 10**9 + int(fraction[:9].ljust(9, "0"))
+    os.utime(place, ns=(time_ns, time_ns), follow_symlinks=False)
+
+
+def check_saved(archive: tarfile.TarFile, request: dict[str, Any]) -> set[str]:
+    """Return the names in an archive of `save`.
+
+    Raises:
+        ContentError: it is of another base or cannot be from `save`.
+    """
+    left, seen = request["max_bytes"], {"base"}
+    first = archive.next()
+    key = archive.extractfile(first) if first is not None and first.name == "base" else None
+    if key is None or key.read(PIECE_BYTES) != request["base"].encode():
+        raise ContentError("the archive is of another base, or is not from `save`")
+    while (member := archive.next()) is not None:
+        kind, *names = member.name.split("/")
+        is_known = member.isdir() or member.issym() or (member.isreg() and not member.issparse())
+        is_inside = kind in ("files", "removed") and names and not {"", ".", ".."} & {*names}
+        if not (is_known and is_inside and "\0" not in member.name):
+            raise ContentError(f"{member.name!r} in the archive is not a file of the workspace")
+        if member.name in seen:
+            raise ContentError(f"{member.name!r} is in the archive twice")
+        seen.add(member.name)
+        left -= member.size
+        check_bounds(left, len(seen) - 1, request)
+    return seen
+
+
+def place_of(path: str) -> str:
+    """Return the place of a path, whose folders are made accessible and must not be links."""
+    place = MERGED
+    for name in path.split("/"):
+        state = os.lstat(place)
+        if not stat.S_ISDIR(state.st_mode):
+            raise ContentError(f"{path!r} in the archive leads through a link or a file")
+        if state.st_mode & 0o700 != 0o700:
+            make_accessible(place, 0o700)
+        place = f"{place}/{name}"
+    return place
+
+
+def is_folder(place: str) -> bool:
+    """Whether there is a folder, and not a link to one."""
+    return os.path.lexists(place) and stat.S_ISDIR(os.lstat(place).st_mode)
+
+
+def remove(place: str) -> None:
+    """Remove a file or folder, if there is one."""
+    if not is_folder(place):
+        with contextlib.suppress(FileNotFoundError):
+            os.unlink(place)  # noqa: PTH108
+        return
+    for folder, _, state in walk(place, ""):
+        if stat.S_ISDIR(state.st_mode) and state.st_mode & 0o700 != 0o700:
+            os.chmod(folder, 0o700)  # noqa: PTH101
+    shutil.rmtree(place)
+
+
 def stop_diff(_signal: int, _frame: FrameType | None) -> None:
     """Interrupt a comparison that takes too long."""
     raise TimeoutError
@@ -345,14 +598,20 @@ def main(action: str) -> int:
             put(sys.stdin.buffer, has_links=action == "put-links")
         elif action == "collect":
             collect(json.load(sys.stdin), sys.stdout.buffer)
+        elif action == "save":
+            save(json.load(sys.stdin), sys.stdout.buffer)
+        elif action == "load":
+            load(json.loads(sys.stdin.buffer.readline()), sys.stdin.buffer.read())
         else:
             found = Changes(json.load(sys.stdin)).within("")
             for change in itertools.islice(found, MAX_CHANGES):
                 print(json.dumps(change))  # noqa: T201 - read by the workspace
-    except (ContentError, OSError, tarfile.TarError, RecursionError) as error:
+    except (ContentError, *READING_ERRORS) as error:
         with contextlib.suppress(OSError):
             os.write(2, ascii(str(error) or type(error).__name__)[1:-1][-300:].encode())
         return REFUSED
+    finally:
+        restore_modes()
     return 0
 
 

@@ -22,7 +22,7 @@ import secrets
 import shlex
 import stat
 import tarfile
-from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -36,7 +36,9 @@ from atroposlib.workspaces.container_engine import (
     message_of,
     new_name,
 )
+from atroposlib.workspaces.container_saving import packed_changes, unpacked
 from atroposlib.workspaces.interface import (
+    MAX_SAVED_BYTES,
     NO_NETWORK,
     Base,
     CommandResult,
@@ -97,6 +99,20 @@ for path do
   if [ -e "$path{HIDDEN}" ] || [ -L "$path{HIDDEN}" ]; then mv "$path{HIDDEN}" "$path"; fi
 done
 """
+REMOVE = 'cd /; exec rm -rf -- "$@"'
+MAKE_WAY_FOR_FILES = """
+cd /
+for path do
+  if [ -d "$path" ] && [ ! -L "$path" ]; then rm -rf -- "$path" || exit; fi
+done
+"""
+MAKE_WAY_FOR_FOLDERS = """
+cd /
+for path do
+  if [ -L "$path" ] || { [ -e "$path" ] && [ ! -d "$path" ]; }; then rm -f -- "$path" || exit; fi
+done
+"""
+EXTRACT = "exec tar -x -o -p -f - -C /"
 STDOUT, STDERR = 1, 2
 SOME_MISSING = 2
 """Highest exit code of `tar` and `stat` if some files could not be read."""
@@ -242,6 +258,7 @@ class ContainerWorkspace(Workspace):
         self._keeper: Keeper | None = None
         self._is_removed = False
         self._num_runs = 0
+        self._revision = 0
         self._lock = asyncio.Lock()
 
     @property
@@ -277,6 +294,7 @@ class ContainerWorkspace(Workspace):
             self._attached(read_only or {}, writable or {}, limits),
             self._network(network) as opened,
         ):
+            self._revision += 1
             script = _script({**self._spec.env, **opened.env, **(env or {})})
             record = OutputRecord(on_output)
             marked = MarkedOutput(record, limits.output_bytes, notice=self._engine.exit_notice)
@@ -296,6 +314,7 @@ class ContainerWorkspace(Workspace):
     async def put(self, archive: bytes) -> None:
         checked = await asyncio.to_thread(regular_files, archive, strict=True)
         async with self._lock:
+            self._revision += 1
             await self._tool('exec tar -x -o -p -f - -C "$1"', ["/"], stdin=checked)
 
     async def changes(self, *, max_diff_bytes: int = 100_000) -> list[FileChange]:
@@ -308,6 +327,65 @@ class ContainerWorkspace(Workspace):
         modified = [path for path in small if listed[path] == "modified"]
         old = await (await self._base.unchanged()).contents(modified) if modified else {}
         return await asyncio.to_thread(_changes, listed, states, old, new)
+
+    @property
+    def revision(self) -> int:
+        return self._revision
+
+    async def save(self, *, max_bytes: int = MAX_SAVED_BYTES) -> bytes:
+        async with self._lock:
+            listed = _shown(await self._engine.changed(self.name, self._unchanged_name))
+            removed = [path for path, kind in listed.items() if kind == "removed"]
+            states = await self._states([path for path in listed if path not in removed])
+            files = [path for path, state in states.items() if state.is_saved]
+            if sum(states[path].size for path in files) > max_bytes:
+                raise WorkspaceContentError(
+                    f"the changed files of {self._spec.name} exceed max_bytes, {max_bytes} bytes"
+                )
+            raw = await self._archives(files, max_bytes)
+        modes = {path: state.mode for path, state in states.items()}
+        return await asyncio.to_thread(
+            packed_changes, self._image, removed, modes, raw, max_bytes=max_bytes
+        )
+
+    async def load(self, archive: bytes, *, max_bytes: int = MAX_SAVED_BYTES) -> None:
+        found = await asyncio.to_thread(unpacked, archive, self._image, max_bytes=max_bytes)
+        async with self._lock:
+            if self._revision:
+                await self._reset(found.paths)
+            self._revision += 1
+            await self._for_all(REMOVE, found.removed)
+            await self._for_all(MAKE_WAY_FOR_FILES, found.files)
+            await self._for_all(MAKE_WAY_FOR_FOLDERS, found.folders)
+            await self._tool(EXTRACT, [], stdin=found.archive)
+
+    async def _reset(self, kept: Collection[str]) -> None:
+        """Make what differs from the image as in the image, except some paths."""
+        listed = _shown(await self._engine.changed(self.name, self._unchanged_name))
+        others = {path: kind for path, kind in listed.items() if path not in kept}
+        await self._for_all(REMOVE, [path for path, kind in others.items() if kind == "added"])
+        unchanged = await self._base.unchanged()
+        states = await unchanged._states([path for path in others if others[path] == "modified"])
+        files = [path for path, state in states.items() if state.is_saved]
+        await self._for_all(MAKE_WAY_FOR_FILES, files)
+        await self._for_all(MAKE_WAY_FOR_FOLDERS, [path for path in states if path not in files])
+        removed = [path for path, kind in others.items() if kind == "removed"]
+        for raw in await unchanged._archives([*files, *removed], MAX_SAVED_BYTES):
+            if raw:
+                await self._tool(EXTRACT, [], stdin=raw)
+
+    async def _for_all(self, script: str, paths: Sequence[str]) -> None:
+        for batch in _batches(paths):
+            await self._tool(script, batch)
+
+    async def _archives(self, paths: Sequence[str], max_bytes: int) -> list[bytes]:
+        """Return tar archives of files, with all that is in folders."""
+        raw = []
+        left = max_bytes + MAX_FILES * MEMBER_BYTES
+        for batch in _batches(paths):
+            raw.append(await self._tool(COLLECT, batch, max_bytes=left, may_fail=True))
+            left -= len(raw[-1])
+        return raw
 
     async def _unchanged_name(self) -> str:
         return (await self._base.unchanged()).name
@@ -414,11 +492,7 @@ class ContainerWorkspace(Workspace):
                 await asyncio.shield(self._tool(DETACH, paths, user="0"))
 
     async def _collect(self, paths: Sequence[str], max_bytes: int) -> bytes:
-        raw = []
-        left = max_bytes + MAX_FILES * MEMBER_BYTES
-        for batch in _batches(paths):
-            raw.append(await self._tool(COLLECT, batch, max_bytes=left, may_fail=True))
-            left -= len(raw[-1])
+        raw = await self._archives(paths, max_bytes)
         return await asyncio.to_thread(regular_files, *raw, max_bytes=max_bytes)
 
     async def _contents(self, paths: Sequence[str]) -> dict[str, bytes]:
@@ -490,6 +564,11 @@ class State(NamedTuple):
 
     mode: int
     size: int
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether it is a file or a symbolic link."""
+        return stat.S_ISREG(self.mode) or stat.S_ISLNK(self.mode)
 
     def is_small(self, max_bytes: int) -> bool:
         return stat.S_ISREG(self.mode) and self.size <= max_bytes

@@ -10,11 +10,12 @@ copied. If this process is killed, no file, mount or process of a workspace is l
 
 from __future__ import annotations
 
+import asyncio
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from atroposlib.errors import AtroposError
 from atroposlib.sandbox import SandboxLimits
@@ -24,6 +25,7 @@ __all__ = [
     "Base",
     "CommandResult",
     "FileChange",
+    "LazyWorkspace",
     "Network",
     "Output",
     "Workspace",
@@ -32,6 +34,10 @@ __all__ = [
     "WorkspaceSpec",
     "Workspaces",
 ]
+
+
+MAX_SAVED_BYTES = 2**28
+"""Default bound of the files of a saved workspace."""
 
 
 class WorkspaceError(AtroposError, RuntimeError):
@@ -193,6 +199,40 @@ class Workspace(ABC):
     async def close(self) -> None:
         """End all processes and remove all files of the workspace; safe to call twice."""
 
+    @property
+    def revision(self) -> int:
+        """Increased by all that may change a file; 0 for a workspace in which nothing was done."""
+        return 0
+
+    async def save(self, *, max_bytes: int = MAX_SAVED_BYTES) -> bytes:
+        """Return an archive of all that differs from the base, for `load`.
+
+        It has the content, permissions and times of files, links, and what was removed. Devices,
+        sockets, setuid bits, owners and the times of folders are left out; hard links become
+        files. In containers, times are whole seconds. Equal workspaces give equal archives.
+
+        Raises:
+            WorkspaceContentError: the files exceed `max_bytes`, or 100,000 in number.
+            WorkspaceError: workspaces of this kind cannot be saved.
+        """
+        raise WorkspaceError(NOT_SAVED)
+
+    async def load(self, archive: bytes, *, max_bytes: int = MAX_SAVED_BYTES) -> None:
+        """Make the files those of an archive of `save`, of a workspace of the same base.
+
+        The archive is checked as untrusted content, since programs of the workspace wrote its
+        files. After an error, the workspace is to be closed: it may have some of the files.
+
+        Raises:
+            WorkspaceContentError: it is of another base, is damaged, has other kinds of files or
+                paths outside the workspace, or exceeds a limit.
+            WorkspaceError: workspaces of this kind cannot be saved.
+        """
+        raise WorkspaceError(NOT_SAVED)
+
+
+NOT_SAVED = "workspaces of this kind cannot be saved; expected one that overrides save and load"
+
 
 class Base(ABC):
     """A prepared state."""
@@ -206,6 +246,63 @@ class Base(ABC):
     @abstractmethod
     async def close(self) -> None:
         """Close its warm workspaces, and remove its files unless the cache keeps them."""
+
+
+class LazyWorkspace(Workspace):
+    """A workspace that is forked when it is first used.
+
+    A conversation, which is created without awaiting, has it from the start.
+
+    Args:
+        fork: `Base.fork`, or a function that also writes the files of an item.
+
+    Attributes:
+        workdir: that of the workspace; empty until the first use.
+    """
+
+    def __init__(self, fork: Callable[[], Awaitable[Workspace]]) -> None:
+        self.workdir = ""
+        self._fork = fork
+        self._forked: Workspace | None = None
+        self._is_closed = False
+        self._lock = asyncio.Lock()
+
+    @property
+    def revision(self) -> int:
+        return 0 if self._forked is None else self._forked.revision
+
+    async def run(self, command: Sequence[str], **options: Any) -> CommandResult:
+        return await (await self._opened()).run(command, **options)
+
+    async def collect(self, paths: Sequence[str], *, max_bytes: int) -> bytes:
+        return await (await self._opened()).collect(paths, max_bytes=max_bytes)
+
+    async def put(self, archive: bytes) -> None:
+        await (await self._opened()).put(archive)
+
+    async def changes(self, *, max_diff_bytes: int = 100_000) -> list[FileChange]:
+        return await (await self._opened()).changes(max_diff_bytes=max_diff_bytes)
+
+    async def save(self, *, max_bytes: int = MAX_SAVED_BYTES) -> bytes:
+        return await (await self._opened()).save(max_bytes=max_bytes)
+
+    async def load(self, archive: bytes, *, max_bytes: int = MAX_SAVED_BYTES) -> None:
+        await (await self._opened()).load(archive, max_bytes=max_bytes)
+
+    async def close(self) -> None:
+        self._is_closed = True
+        async with self._lock:
+            if self._forked is not None:
+                await self._forked.close()
+
+    async def _opened(self) -> Workspace:
+        async with self._lock:
+            if self._is_closed:
+                raise WorkspaceError("the workspace is closed")
+            if self._forked is None:
+                self._forked = await self._fork()
+                self.workdir = self._forked.workdir
+            return self._forked
 
 
 class Workspaces(ABC):

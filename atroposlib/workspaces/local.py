@@ -40,6 +40,7 @@ from atroposlib.sandbox.streams import ending_of
 from atroposlib.workspaces.cache import BaseCache, CachedBase, remove_tree
 from atroposlib.workspaces.dockerfile import BuildPlan, CopyStep, read_plan
 from atroposlib.workspaces.interface import (
+    MAX_SAVED_BYTES,
     NO_NETWORK,
     Base,
     CommandResult,
@@ -97,6 +98,7 @@ EMPTY_SIZE = (2**25, 10_000)
 OF_PROCESS = ProcessBounds(memory="data", max_files=4096)
 TOOL_LIMITS = SandboxLimits(wall_s=300.0, cpu_s=300, memory_bytes=2**30, max_processes=4)
 TOOLS = Path(__file__).with_name("box_tools.py").read_text(encoding="utf-8")
+WRITING_TOOLS = ("put", "put-links", "load")
 MAX_CHANGES_BYTES = 64 * 2**20
 MEMBER_BYTES = 16_384
 """Bound of the headers of one file in an archive."""
@@ -300,7 +302,9 @@ class LocalBase(Base):
             base_size=cached.size,
         )
         env, workdir = cached.settings["env"], cached.settings["workdir"]
-        return LocalWorkspace(self._owner, layer, self.spec, env, workdir, on_close=self.forget)
+        return LocalWorkspace(
+            self._owner, layer, self.spec, env, workdir, base_key=self._key, on_close=self.forget
+        )
 
     def _start_refill(self) -> None:
         if self._refill is None or self._refill.done():
@@ -382,9 +386,12 @@ class LocalWorkspace(Workspace):
         env: Mapping[str, str],
         workdir: str,
         *,
+        base_key: str = "",
         on_close: Callable[[LocalWorkspace], None] | None = None,
     ) -> None:
         self.workdir = workdir
+        self._base_key = base_key
+        self._revision = 0
         self._owner = owner
         self._layer = layer
         self._spec = spec
@@ -394,6 +401,10 @@ class LocalWorkspace(Workspace):
         self._lock = asyncio.Lock()
         self._is_closed = False
         self._running: set[asyncio.Task[Any]] = set()
+
+    @property
+    def revision(self) -> int:
+        return self._revision
 
     async def run(
         self,
@@ -439,6 +450,20 @@ class LocalWorkspace(Workspace):
         work = self._tool("changes", json.dumps(request).encode(), max_bytes=MAX_CHANGES_BYTES)
         return [_change(line) for line in (await self._in_turn(work)).splitlines()]
 
+    async def save(self, *, max_bytes: int = MAX_SAVED_BYTES) -> bytes:
+        request = {"max_bytes": max_bytes, "base": self._base_key, "hidden": sorted(self._hidden)}
+        bound = max_bytes + MAX_FILES * MEMBER_BYTES
+        work = self._tool("save", json.dumps(request).encode(), max_bytes=bound)
+        return await self._in_turn(work)
+
+    async def load(self, archive: bytes, *, max_bytes: int = MAX_SAVED_BYTES) -> None:
+        request = {"max_bytes": max_bytes, "base": self._base_key}
+        await self._in_turn(self._load(json.dumps(request).encode() + b"\n" + archive))
+
+    async def _load(self, stdin: bytes) -> None:
+        self._revision += 1
+        await self._tool("load", stdin, max_bytes=65_536)
+
     async def close(self) -> None:
         self._is_closed = True
         for task in list(self._running):
@@ -482,6 +507,7 @@ class LocalWorkspace(Workspace):
         limits: SandboxLimits,
         record: OutputRecord,
     ) -> CommandResult:
+        self._revision += 1
         self._layer.clear_network()
         async with NetworkGate(network, folder=self._layer.network_folder) as gate:
             variables = {**self._env, **gate.env, **env}
@@ -566,6 +592,7 @@ class LocalWorkspace(Workspace):
         return await self._tool("collect", json.dumps(request).encode(), max_bytes=bound)
 
     async def _put(self, archive: bytes, *, has_links: bool = False) -> None:
+        self._revision += 1
         await self._tool("put-links" if has_links else "put", archive, max_bytes=65_536)
 
     async def _tool(self, action: str, stdin: bytes, *, max_bytes: int) -> bytes:
@@ -603,7 +630,7 @@ class LocalWorkspace(Workspace):
         reason = run.finished.stderr[-MAX_MESSAGE_CHARACTERS:].decode("utf-8", "replace").strip()
         raise WorkspaceContentError(
             f"the files of a workspace of {self._spec.name} cannot be "
-            f"{'written' if action.startswith('put') else 'read'}: {reason or ended_by}"
+            f"{'written' if action in WRITING_TOOLS else 'read'}: {reason or ended_by}"
         )
 
 

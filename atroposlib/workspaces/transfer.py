@@ -15,7 +15,15 @@ from typing import Literal
 
 from atroposlib.workspaces.interface import Output, WorkspaceContentError
 
-__all__ = ["MAX_FILES", "OutputRecord", "extract", "regular_files", "tar_of", "unified_diff"]
+__all__ = [
+    "MAX_FILES",
+    "OutputRecord",
+    "extract",
+    "linked_file",
+    "regular_files",
+    "tar_of",
+    "unified_diff",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -120,7 +128,7 @@ def _keep(
         done[name] = (0, 0)
         return 0
     if member.islnk():
-        linked = _linked(members, member)
+        linked = linked_file(members, member)
         if linked is None:
             return 0
         member = linked
@@ -132,7 +140,8 @@ def _keep(
     return member.size
 
 
-def _linked(members: tarfile.TarFile, member: tarfile.TarInfo) -> tarfile.TarInfo | None:
+def linked_file(members: tarfile.TarFile, member: tarfile.TarInfo) -> tarfile.TarInfo | None:
+    """Return the regular file that a hard link of an archive stands for; None if it lacks it."""
     try:
         found = members.getmember(member.linkname)
     except KeyError:

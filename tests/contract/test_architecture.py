@@ -141,6 +141,7 @@ def test_pure_rules_import_nothing_impure(module: str) -> None:
         ("atroposlib.scored_data", ["fastapi", "torch", "transformers", "numpy"]),
         ("atroposlib.wire", ["fastapi", "numpy", "zstandard"]),
         ("atroposlib.envs.base", ["torch", "transformers", "wandb", "datasets", "fastapi"]),
+        ("atroposlib.envs.multi_turn_env", ["atroposlib.workspaces", "atroposlib.sandbox"]),
         ("example_trainer.cli", ["torch", "transformers", "wandb"]),
         ("example_trainer.weights.cli", ["torch", "transformers", "wandb", "fsspec", "numpy"]),
         ("example_trainer.demo.cli", ["torch", "transformers", "wandb", "matplotlib"]),

@@ -7,9 +7,13 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 from atroposlib.envs.check import check_environment
 from atroposlib.envs.conversation import Turn
 from atroposlib.scored_data import check_group
+from atroposlib.workspaces import WorkspaceError, WorkspaceSpec
+from atroposlib.workspaces.local import LocalWorkspaces
 from tests.envs.conversations import play_on
 from tests.envs.small_environment import SERVERS
 from tests.fakes import ScriptedEngine
@@ -52,7 +56,7 @@ async def test_game_of_the_readme_makes_a_group(make_env: Callable[..., Any]) ->
 
 
 async def test_tools_of_the_readme_answer_calls() -> None:
-    _, tools, _ = blocks_of_the_section()
+    _, tools, *_ = blocks_of_the_section()
     shopping = tools["Shopping"]("What do a cup and tea cost?", "11.5")
     call = '<tool_call>{"name": "price", "arguments": {"product": "%s"}}</tool_call>'
     async with ScriptedEngine(["ok", call % "tea" + call % "cup", "11.5"]) as engine:
@@ -63,8 +67,29 @@ async def test_tools_of_the_readme_answer_calls() -> None:
 
 
 async def test_last_example_of_the_readme_scores_a_wrong_total_zero() -> None:
-    _, tools, _ = blocks_of_the_section()
+    _, tools, *_ = blocks_of_the_section()
 
     reply = await tools["Shopping"]("?", "11.5").reply(Turn("12", 0, ()))
 
     assert (reply.reward, reply.is_done) == (0.0, True)
+
+
+async def test_shell_of_the_readme_continues_with_its_files(tmp_path: Path) -> None:
+    *_, shell = blocks_of_the_section()
+    call = '<tool_call>{"name": "shell", "arguments": {"command": "%s"}}</tool_call>'
+    try:
+        workspaces = LocalWorkspaces(cache=tmp_path / "cache")
+    except WorkspaceError as error:
+        pytest.skip(str(error))
+    (tmp_path / "source").mkdir()
+    base = await workspaces.prepare(WorkspaceSpec("readme", source=tmp_path / "source"))
+    first, second = (shell["ShellConversation"]("?", base) for _ in range(2))
+    await first.reply(Turn(call % "touch done.sh; chmod +x done.sh", 0, ()))
+
+    second.restore(first.state())
+    await second.workspace.load(await first.workspace.save())
+
+    assert (await second.reply(Turn("done", 1, ()))).reward == 1.0
+    for conversation in (first, second):
+        await conversation.close()
+    await workspaces.close()

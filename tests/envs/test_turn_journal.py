@@ -378,6 +378,30 @@ async def test_delivery_keys_are_the_same_after_a_restart(tmp_path: Path) -> Non
     assert len(set(keys[0])) == 2
 
 
+async def test_replicas_with_their_own_journals_lose_no_group(
+    service: LiveService, tmp_path: Path
+) -> None:
+    service.start()
+    row = {"tokens": [[1, 2]] * 4, "masks": [[-100, 2]] * 4, "scores": [0.0, 1.0, 0.0, 1.0]}
+    async with ScriptedTrainer(service.url) as trainer:
+        await trainer.register()
+        for replica in ("a", "b"):
+            session = EnvSession(TrajectoryApiClient(service.url), retry_s=0.01)
+            known = await session.client.register_env(
+                max_token_length=64, desired_name="e", weight=1.0, group_size=4
+            )
+            session.enter(known["env_id"])
+            journal = await open_journal(tmp_path / replica)
+            async with journal.group("the same item", step=0, is_dropped=lambda: False) as group:
+                assert group is not None
+                await session.send(row, key=group.delivery_key())
+            await session.leave(timeout_s=5)
+
+        await asyncio.wait_for(trainer.train(2), 60)
+
+        assert len(trainer.groups) == 2
+
+
 @pytest.mark.parametrize(
     ("change", "message"),
     [

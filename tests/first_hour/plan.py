@@ -312,6 +312,12 @@ STEPS: tuple[Step, ...] = (
         command="python countdown.py",
     ),
     Run(
+        "docs/several_turns.md",
+        "from typing",
+        save_as="shell_conversation.py",
+        command="python shell_conversation.py",
+    ),
+    Run(
         "docs/agents.md",
         "import json",
         save_as="shopping_agents.py",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gzip
 import io
 import os
 import re
@@ -34,6 +35,7 @@ from atroposlib.workspaces import (
     open_workspaces,
 )
 from atroposlib.workspaces.container_engine import ContainerEngine, new_name
+from atroposlib.workspaces.container_saving import unpacked
 from atroposlib.workspaces.containers import ContainerWorkspaces
 from tests.workspaces.containers import IMAGE, PLAIN_IMAGE, Engines, open_engines
 
@@ -353,6 +355,57 @@ printf '\\377' > binary; ln -s sub link; touch /etc/passwd
     assert changes["/app/sub/new"].diff == "--- /dev/null\n+++ /app/sub/new\n@@ -0,0 +1 @@\n+new\n"
     assert "-root:x:0:0" in str(changes["/etc/group"].diff)
     assert changes["/app/binary"].diff is None
+
+
+SAVED_CHANGES = """
+cd /app; mkdir -p new/empty; echo added > new/file; chmod 751 new/file; ln -s /etc/passwd new/link
+ln new/file new/hard; rm /etc/gone; rm -r /etc/folder; chmod 1777 new/empty; mkfifo new/pipe
+rm -f /etc/kind; mkdir /etc/kind; echo 1 > /etc/kind/inner; touch -d '2001-02-03 04:05:06' new/old
+"""
+SAVED_LISTING = """
+cd /; for path in $(find app etc/gone etc/folder etc/kind ! -type p 2>/dev/null | sort); do
+  if [ -d "$path" ] || [ -L "$path" ]; then stat -c '%N %a' "$path"
+  else stat -c '%n %a %s %Y' "$path"; md5sum < "$path"; fi
+done
+"""
+
+
+async def test_saved_container_is_loaded_into_another(
+    workspaces: Workspaces, tmp_path: Path
+) -> None:
+    (tmp_path / "Dockerfile").write_text(
+        f"FROM {PLAIN_IMAGE}\nWORKDIR /app\nRUN mkdir -p /etc/folder /app; touch /etc/folder/x; "
+        "touch /etc/kind /etc/gone; echo kept > /app/kept\n"
+    )
+    spec = WorkspaceSpec("saved", source=tmp_path, limits=LIMITS)
+    base = await workspaces.prepare(spec)
+    first, second = await base.fork(), await base.fork()
+    done = await first.run(["sh", "-c", SAVED_CHANGES])
+    assert done.is_success, done
+    wanted = (await first.run(["sh", "-c", SAVED_LISTING])).text
+    archive = await first.save()
+    mess = "rm -r /app/* /etc/gone; mkdir -p /app/kept /etc/gone; ln -s /etc /app/new"
+    await second.run(["sh", "-c", f"{mess}; echo more > /app/more"])
+
+    await second.load(archive)
+
+    assert (await second.run(["sh", "-c", SAVED_LISTING])).text == wanted
+    assert "new/hard" in wanted
+    assert names_in(gzip.decompress(await second.save())) == names_in(gzip.decompress(archive))
+
+
+async def test_archive_of_a_container_is_checked(local: Workspace) -> None:
+    await local.run(["sh", "-c", "head -c 5000 /dev/zero > /tmp/large; ln -s /etc /tmp/link"])
+    archive = await local.save()
+
+    with pytest.raises(WorkspaceContentError, match="max_bytes, 4000 bytes"):
+        await local.save(max_bytes=4000)
+    with pytest.raises(WorkspaceContentError, match="max_bytes, 4000 bytes"):
+        await local.load(archive, max_bytes=4000)
+    with pytest.raises(WorkspaceContentError, match="another base"):
+        unpacked(archive, "another", max_bytes=10_000)
+    with pytest.raises(WorkspaceContentError, match="damaged"):
+        await local.load(archive[:-9])
 
 
 async def test_forks_are_made_in_advance_and_have_their_own_files(workspaces: Workspaces) -> None:

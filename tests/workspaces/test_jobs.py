@@ -148,6 +148,22 @@ async def test_files_are_put_collected_and_listed_as_changes(workspace: Workspac
         assert "app/one.txt" in members.getnames()
 
 
+async def test_saved_files_are_loaded_into_another_job(workspaces: Workspaces) -> None:
+    base = await workspaces.prepare(SPEC)
+    first, second = await asyncio.gather(base.fork(), base.fork())
+    change = (
+        "mkdir -p /work/sub; echo 1 > /work/sub/file; ln -s file /work/sub/link; rm /etc/passwd"
+    )
+    listing = "cd /; ls -lR work; cat work/sub/link; ls etc"
+    done = await first.run(["sh", "-c", f"{change} && chmod 750 /work/sub/file"])
+    assert done.is_success, done
+    wanted = (await first.run(["sh", "-c", listing])).text
+
+    await second.load(await first.save())
+
+    assert (await second.run(["sh", "-c", listing])).text == wanted
+
+
 async def test_command_reaches_its_forwards_over_exec(workspace: Workspace) -> None:
     async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(b"%d\n" % len(await reader.read()))
