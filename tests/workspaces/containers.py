@@ -134,7 +134,6 @@ def open_engines(folder: Path) -> Iterator[Engines]:
     finally:
         for name in engines.containers():
             engines.call("rm", "-f", name)
-        shutil.rmtree(folder, ignore_errors=True)
 
 
 def write_root(root: Path, *, has_python: bool) -> None:
@@ -168,6 +167,7 @@ def _add_programs(root: Path) -> None:
         place = root / path.lstrip("/").replace("lib/", "usr/lib/", 1).replace("usr/usr/", "usr/")
         place.parent.mkdir(parents=True, exist_ok=True)
         shutil.copy(path, place)
+    (root / "bin/bash").symlink_to("../usr/bin/bash")
 
 
 def _accepts(port: int) -> bool:

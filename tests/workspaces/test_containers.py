@@ -15,6 +15,7 @@ from collections.abc import AsyncIterator, Iterator
 from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import pytest
 
@@ -63,8 +64,12 @@ asyncio.run(main())
 
 
 @pytest.fixture(scope="module")
-def engines(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engines]:
-    with open_engines(tmp_path_factory.mktemp("engines")) as engines:
+def engines() -> Iterator[Engines]:
+    # podman refuses to keep its state in a folder whose path has more than 50 characters.
+    with (
+        TemporaryDirectory(prefix="podman-", ignore_cleanup_errors=True) as folder,
+        open_engines(Path(folder)) as engines,
+    ):
         yield engines
 
 
