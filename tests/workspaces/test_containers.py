@@ -197,7 +197,7 @@ async def test_folders_are_attached_for_one_command(workspace: Workspace, tmp_pa
         read_only={"/tests": tests},
         writable={"/logs": logs},
     )
-    after = await workspace.run(["sh", "-c", "cat /tests/own; ls /tests; ls /logs"])
+    after = await workspace.run(["sh", "-c", "cat /tests/own; ls /tests; ls /logs 2>&1"])
 
     assert result.text == "secret\nlink\nsub\ngiven\n"
     assert sorted(path.name for path in logs.iterdir()) == ["given", "reward.txt"]
