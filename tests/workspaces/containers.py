@@ -71,7 +71,8 @@ class Engines:
         server = subprocess.Popen([*self.podman, "system", "service", "-t", "0", address])
         try:
             _wait_for(lambda: (self.folder / "api.sock").exists())
-            yield "docker", EngineOptions(common=("--host", address), build=LIMITS, run=LIMITS)
+            # podman refuses the limits of a build as docker's program sends them.
+            yield "docker", EngineOptions(common=("--host", address), run=LIMITS)
         finally:
             _end(server)
 
