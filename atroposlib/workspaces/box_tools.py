@@ -471,7 +471,9 @@ def opened(packed: bytes) -> Iterator[tarfile.TarFile]:
     with gzip.GzipFile(fileobj=io.BytesIO(packed)) as content:
         with tarfile.open(fileobj=content, mode="r|") as archive:
             yield archive
-        if content.read(1):
+        # The end, two blocks of zeros, may be in two records, of which tarfile reads the first.
+        rest = content.read(tarfile.RECORDSIZE + 1)
+        if len(rest) > tarfile.RECORDSIZE or rest.strip(b"\0"):
             raise ContentError("the archive is followed by other data")
 
 

@@ -23,6 +23,7 @@ from atroposlib.workspaces import (
     WorkspaceSpec,
     local,
 )
+from atroposlib.workspaces.box_tools import opened
 from atroposlib.workspaces.container_saving import packed_changes, unpacked
 from atroposlib.workspaces.local import LocalWorkspaces
 
@@ -286,6 +287,16 @@ async def test_damaged_archive_is_refused(
         await second.load(change(archive))
 
     assert await run(second, "cat text.txt") == "text.txt\n"
+
+
+@pytest.mark.parametrize("num_blocks", range(20))
+async def test_archive_may_end_anywhere_in_a_record(num_blocks: int) -> None:
+    members = [tarfile.TarInfo(f"files/{number}") for number in range(num_blocks)]
+
+    with opened(archive_with(b"key", members)) as archive:
+        names = [member.name for member in archive]
+
+    assert names == ["base", *(member.name for member in members)]
 
 
 async def test_archive_that_unpacks_to_too_much_is_refused(base: Base) -> None:
