@@ -85,22 +85,24 @@ def resolve(path: str, *, follow_last: bool = False) -> str:
     return "/".join([MERGED, *found])
 
 
-CHANGED_MODES: list[tuple[str, int]] = []
-"""Files and folders that were made accessible, with their permissions before."""
+CHANGED_MODES: list[tuple[str, int, int]] = []
+"""Files and folders that were made accessible: path, inode, and permissions before."""
 
 
 def make_accessible(path: str, mode: int) -> None:
     """Change the permissions of a file or folder until `restore_modes`."""
-    CHANGED_MODES.append((path, stat.S_IMODE(os.lstat(path).st_mode)))
+    before = stat.S_IMODE(os.lstat(path).st_mode)
     os.chmod(path, mode)  # noqa: PTH101
+    CHANGED_MODES.append((path, os.lstat(path).st_ino, before))
 
 
 def restore_modes() -> None:
-    """Restore the permissions that `make_accessible` changed."""
+    """Restore the permissions that `make_accessible` changed, except of what was replaced since."""
     while CHANGED_MODES:
-        path, mode = CHANGED_MODES.pop()
+        path, inode, mode = CHANGED_MODES.pop()
         with contextlib.suppress(OSError):  # it was removed
-            os.chmod(path, mode)  # noqa: PTH101
+            if os.lstat(path).st_ino == inode:
+                os.chmod(path, mode)  # noqa: PTH101
 
 
 def entries(folder: str) -> list[str]:
@@ -506,18 +508,23 @@ def load(request: dict[str, Any], packed: bytes) -> None:
 
 def reset(names: set[str]) -> None:
     """Make what differs from the base and is not in an archive as in the base."""
-    for path, _ in list(differences("")):
+    found = [path for path, _ in differences("")]
+    restore_modes()  # before they are changed below
+    for path in found:
         place, original = MERGED + path, BASE + path
-        if f"files{path}" in names or f"removed{path}" in names:
+        if f"removed{path}" in names or not (os.path.lexists(place) or os.path.lexists(original)):
             continue
-        if os.path.lexists(original) and os.path.isdir(os.path.dirname(place)):  # noqa: PTH112, PTH120
-            remove(place_of(path))
-            if is_folder(original):
+        is_saved = f"files{path}" in names
+        if is_folder(original):  # with what is in it, of which the archive has the changes only
+            if not is_folder(place):
+                remove(place_of(path))
                 shutil.copytree(original, place, symlinks=True)
-            else:
-                shutil.copy2(original, place, follow_symlinks=False)
-        elif os.path.lexists(place):
+            elif not is_saved:
+                os.chmod(place_of(path), stat.S_IMODE(os.lstat(original).st_mode))  # noqa: PTH101
+        elif not is_saved:
             remove(place_of(path))
+            if os.path.lexists(original):
+                shutil.copy2(original, place, follow_symlinks=False)
 
 
 def load_file(archive: tarfile.TarFile, member: tarfile.TarInfo, place: str) -> None:
@@ -560,7 +567,7 @@ def check_saved(archive: tarfile.TarFile, request: dict[str, Any]) -> set[str]:
 def place_of(path: str) -> str:
     """Return the place of a path, whose folders are made accessible and must not be links."""
     place = MERGED
-    for name in path.split("/"):
+    for name in path.strip("/").split("/"):
         state = os.lstat(place)
         if not stat.S_ISDIR(state.st_mode):
             raise ContentError(f"{path!r} in the archive leads through a link or a file")

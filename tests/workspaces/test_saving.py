@@ -58,6 +58,8 @@ find / -xdev \( -path /usr -o -path /proc -o -path /dev -o -path /sys \) -prune 
     -type f -readable -print0 | sort -z | xargs -0 md5sum
 """
 
+MODES = "stat -c '%n %f' * sub/* 2>/dev/null; true"
+
 
 def new_workspaces(folder: Path, **options: Any) -> LocalWorkspaces:
     try:
@@ -133,6 +135,30 @@ async def test_earlier_changes_do_not_remain(base_of_kind: Base) -> None:
         first, LISTING.replace("%T@", "")
     )
     assert "text.txt" in wanted
+
+
+@pytest.mark.parametrize(
+    ("saved", "earlier"),
+    [
+        ("chmod 750 sub", "rm -r sub"),
+        ("chmod 750 sub", "rm -r sub; touch sub"),
+        ("chmod 750 sub; rm sub/*", "rm -r sub; mkdir sub; chmod 0 sub"),
+        ("touch sub/new", "chmod 400 sub"),
+        ("touch sub/new", "mkdir sub/new; chmod 0 sub/new sub"),
+        ("rm -r sub; touch sub", "chmod 0 sub"),
+        ("chmod 0 sub", "chmod 700 sub; rm sub/*"),
+    ],
+)
+async def test_folders_become_the_saved_ones(base_of_kind: Base, saved: str, earlier: str) -> None:
+    first, second = await base_of_kind.fork(), await base_of_kind.fork()
+    await run(first, saved)
+    await run(second, earlier)
+    archive = await first.save()
+
+    await second.load(archive)
+
+    assert await second.save() == archive
+    assert await run(second, MODES) == await run(first, MODES)
 
 
 async def test_unchanged_workspace_gives_an_archive_without_files(base: Base) -> None:
