@@ -254,7 +254,7 @@ class RepairConversation(ToolConversation):
             await judge.close()
         try:
             return float(result.is_success and json.loads(result.text) == self.item.expected())
-        except ValueError:  # it printed something else
+        except (ValueError, RecursionError):  # it printed something else
             return 0.0
 
     def state(self) -> list[dict[str, Any]]:

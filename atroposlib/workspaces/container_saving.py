@@ -131,10 +131,6 @@ class Unpacked(NamedTuple):
     archive: bytes
     """Tar archive of files, links and folders, relative to /."""
 
-    @property
-    def paths(self) -> set[str]:
-        return {*self.removed, *self.files, *self.folders}
-
 
 def unpacked(archive: bytes, base: str, *, max_bytes: int) -> Unpacked:
     """Return the content of an archive, after a check of all of it.

@@ -22,7 +22,7 @@ import secrets
 import shlex
 import stat
 import tarfile
-from collections.abc import AsyncIterator, Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -36,7 +36,7 @@ from atroposlib.workspaces.container_engine import (
     message_of,
     new_name,
 )
-from atroposlib.workspaces.container_saving import packed_changes, unpacked
+from atroposlib.workspaces.container_saving import Unpacked, packed_changes, unpacked
 from atroposlib.workspaces.interface import (
     MAX_SAVED_BYTES,
     NO_NETWORK,
@@ -336,7 +336,7 @@ class ContainerWorkspace(Workspace):
         async with self._lock:
             listed = _shown(await self._engine.changed(self.name, self._unchanged_name))
             removed = [path for path, kind in listed.items() if kind == "removed"]
-            states = await self._states([path for path in listed if path not in removed])
+            states = await self._states([path for path in listed if listed[path] != "removed"])
             files = [path for path, state in states.items() if state.is_saved]
             if sum(states[path].size for path in files) > max_bytes:
                 raise WorkspaceContentError(
@@ -352,27 +352,41 @@ class ContainerWorkspace(Workspace):
         found = await asyncio.to_thread(unpacked, archive, self._image, max_bytes=max_bytes)
         async with self._lock:
             if self._revision:
-                await self._reset(found.paths)
+                await self._reset(found)
             self._revision += 1
             await self._for_all(REMOVE, found.removed)
             await self._for_all(MAKE_WAY_FOR_FILES, found.files)
             await self._for_all(MAKE_WAY_FOR_FOLDERS, found.folders)
             await self._tool(EXTRACT, [], stdin=found.archive)
 
-    async def _reset(self, kept: Collection[str]) -> None:
-        """Make what differs from the image as in the image, except some paths."""
+    async def _reset(self, saved: Unpacked) -> None:
+        """Make what differs from the image and is not in an archive as in the image."""
+        removed, kept = set(saved.removed), {*saved.files, *saved.folders}
         listed = _shown(await self._engine.changed(self.name, self._unchanged_name))
-        others = {path: kind for path, kind in listed.items() if path not in kept}
-        await self._for_all(REMOVE, [path for path, kind in others.items() if kind == "added"])
-        unchanged = await self._base.unchanged()
-        states = await unchanged._states([path for path in others if others[path] == "modified"])
-        files = [path for path, state in states.items() if state.is_saved]
+        added = [path for path, kind in listed.items() if kind == "added" and path not in kept]
+        await self._for_all(REMOVE, added)
+        modified = [path for path, kind in listed.items() if kind == "modified"]
+        unchanged, now = await self._base.unchanged(), await self._states(modified)
+        before = await unchanged._states([path for path in listed if listed[path] != "added"])
+        folders, files = [], []
+        by_mode: dict[int, list[str]] = {}
+        for path, state in before.items():
+            if path in removed:
+                continue
+            if state.is_folder:  # with what is in it, of which the archive has the changes only
+                if path not in now or not now[path].is_folder:
+                    folders.append(path)
+                elif path not in kept:
+                    by_mode.setdefault(stat.S_IMODE(state.mode), []).append(path)
+            elif state.is_saved and path not in kept:
+                files.append(path)
         await self._for_all(MAKE_WAY_FOR_FILES, files)
-        await self._for_all(MAKE_WAY_FOR_FOLDERS, [path for path in states if path not in files])
-        removed = [path for path, kind in others.items() if kind == "removed"]
-        for raw in await unchanged._archives([*files, *removed], MAX_SAVED_BYTES):
+        await self._for_all(MAKE_WAY_FOR_FOLDERS, folders)
+        for raw in await unchanged._archives([*folders, *files], MAX_SAVED_BYTES):
             if raw:
                 await self._tool(EXTRACT, [], stdin=raw)
+        for mode, paths in by_mode.items():
+            await self._for_all(f'cd /; exec chmod {mode:o} "$@"', paths)
 
     async def _for_all(self, script: str, paths: Sequence[str]) -> None:
         for batch in _batches(paths):
@@ -564,6 +578,10 @@ class State(NamedTuple):
 
     mode: int
     size: int
+
+    @property
+    def is_folder(self) -> bool:
+        return stat.S_ISDIR(self.mode)
 
     @property
     def is_saved(self) -> bool:

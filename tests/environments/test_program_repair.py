@@ -72,6 +72,7 @@ async def test_repaired_program_is_judged_by_hidden_cases(env: ProgramRepairEnv)
             "python3 check.py"
         ).text,
         "prints": call("echo 'print([2, 3.5])\nimport os\nos._exit(0)' > median.py").text,
+        "nested": call("echo 'print(\"[\" * 50_000)\nimport os\nos._exit(0)' > median.py").text,
         "removed": call("rm median.py").text,
         "link": call("rm median.py; ln -s /etc/passwd median.py").text,
     }

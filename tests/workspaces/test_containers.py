@@ -399,6 +399,36 @@ async def test_saved_container_is_loaded_into_another(
     assert names_in(gzip.decompress(await second.save())) == names_in(gzip.decompress(archive))
 
 
+@pytest.mark.parametrize(
+    ("saved", "earlier"),
+    [
+        ("chmod 750 sub", "rm -r sub"),
+        ("touch sub/new", "rm -r sub; touch sub"),
+        ("rm -r sub; touch sub", "chmod 700 sub"),
+        ("touch other", "chmod 700 sub; rm sub/x"),
+    ],
+)
+async def test_folders_of_a_container_become_the_saved_ones(
+    workspaces: Workspaces, tmp_path: Path, saved: str, earlier: str
+) -> None:
+    (tmp_path / "Dockerfile").write_text(
+        f"FROM {PLAIN_IMAGE}\nWORKDIR /app\nRUN mkdir -p /app/sub; echo x > /app/sub/x\n"
+    )
+    base = await workspaces.prepare(WorkspaceSpec("folders", source=tmp_path, limits=LIMITS))
+    first, second = await base.fork(), await base.fork()
+    await first.run(["sh", "-c", saved])
+    await second.run(["sh", "-c", earlier])
+
+    await second.load(await first.save())
+
+    listing = [
+        "sh",
+        "-c",
+        "cd /app; find . -type f -exec cat {} +; find . | sort | xargs stat -c '%n %f'",
+    ]
+    assert (await second.run(listing)).text == (await first.run(listing)).text
+
+
 async def test_archive_of_a_container_is_checked(local: Workspace) -> None:
     await local.run(["sh", "-c", "head -c 5000 /dev/zero > /tmp/large; ln -s /etc /tmp/link"])
     archive = await local.save()
