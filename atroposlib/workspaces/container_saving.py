@@ -25,12 +25,9 @@ from atroposlib.workspaces.box_tools import (
     check_saved,
 )
 from atroposlib.workspaces.interface import WorkspaceContentError
-from atroposlib.workspaces.transfer import MAX_FILES, linked_file
+from atroposlib.workspaces.transfer import MAX_FILES, MEMBER_BYTES, linked_file
 
 __all__ = ["Unpacked", "packed_changes", "unpacked"]
-
-MEMBER_BYTES = 16_384
-"""Bound of the headers of one file in an archive."""
 
 
 def packed_changes(

@@ -55,7 +55,7 @@ from atroposlib.workspaces.interface import (
 )
 from atroposlib.workspaces.network import NetworkGate
 from atroposlib.workspaces.overlay import BASE, MERGED, NETWORK, UPPER, Kind, Layer, Mounts
-from atroposlib.workspaces.transfer import MAX_FILES, OutputRecord, extract
+from atroposlib.workspaces.transfer import MAX_FILES, MEMBER_BYTES, OutputRecord, extract
 
 __all__ = ["LocalWorkspaces"]
 
@@ -100,8 +100,6 @@ TOOL_LIMITS = SandboxLimits(wall_s=300.0, cpu_s=300, memory_bytes=2**30, max_pro
 TOOLS = Path(__file__).with_name("box_tools.py").read_text(encoding="utf-8")
 WRITING_TOOLS = ("put", "put-links", "load")
 MAX_CHANGES_BYTES = 64 * 2**20
-MEMBER_BYTES = 16_384
-"""Bound of the headers of one file in an archive."""
 MAX_MESSAGE_CHARACTERS = 2000
 MEMORY_WAIT_S = 120.0
 MEMORY_PAUSE_S = 0.2

@@ -17,6 +17,7 @@ from atroposlib.workspaces.interface import Output, WorkspaceContentError
 
 __all__ = [
     "MAX_FILES",
+    "MEMBER_BYTES",
     "OutputRecord",
     "extract",
     "linked_file",
@@ -31,6 +32,8 @@ MERGE_S = 0.05
 """Pieces of output of one stream within this time become one."""
 MAX_PIECES = 20_000
 MAX_FILES = 100_000
+MEMBER_BYTES = 16_384
+"""Bound of the headers of one file in an archive."""
 MAX_DIFF_LINES = 2000
 
 

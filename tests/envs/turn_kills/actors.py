@@ -30,7 +30,10 @@ from atroposlib.envs.conversation import ChatMessage, Conversation, Reply, Turn
 from atroposlib.envs.multi_turn_env import MultiTurnEnv, MultiTurnEnvConfig
 from tests.fakes import CharTokenizer, ScriptedEngine
 
-__all__ = ["GROUP_SIZE", "MAX_GROUPS", "NUM_TURNS", "ExpectedWalk", "Ports", "expected_walk"]
+__all__ = [
+    "GROUP_SIZE", "MAX_GROUPS", "NUM_TURNS", "CharTokenizers", "ExpectedWalk", "NumberedEnv",
+    "Ports", "expected_walk",
+]  # fmt: skip
 
 NUM_TURNS = 10
 GROUP_SIZE = 4
@@ -170,14 +173,31 @@ class Walk(Conversation):
                 await asyncio.sleep(0.05)  # the tool server is down
 
 
-class WalkEnv(MultiTurnEnv):
-    """Numbers its items across restarts, until the file `stop` exists."""
+class NumberedEnv(MultiTurnEnv):
+    """Numbers its items across restarts, in a file of `folder`."""
 
-    name = "walks"
     folder: ClassVar[Path]
     status_interval_s = 0.2
     retry_interval_s = 0.1
     empty_rollout_s = 0.0
+
+    @property
+    def next_number(self) -> int:
+        path = self.folder / "next_item"
+        return int(path.read_text()) if path.exists() else 0
+
+    def take_number(self) -> dict[str, int]:
+        number = self.next_number
+        following = self.folder / "next_item.new"
+        following.write_text(str(number + 1))
+        following.replace(self.folder / "next_item")
+        return {"number": number}
+
+
+class WalkEnv(NumberedEnv):
+    """Has items until the file `stop` exists."""
+
+    name = "walks"
 
     async def setup(self) -> None:
         self.session = aiohttp.ClientSession()
@@ -186,14 +206,7 @@ class WalkEnv(MultiTurnEnv):
         await self.session.close()
 
     async def get_next_item(self) -> dict[str, int] | None:
-        if (self.folder / "stop").exists():
-            return None
-        path = self.folder / "next_item"
-        number = int(path.read_text()) if path.exists() else 0
-        following = path.with_suffix(".new")
-        following.write_text(str(number + 1))
-        following.replace(path)
-        return {"number": number}
+        return None if (self.folder / "stop").exists() else self.take_number()
 
     def start_conversation(self, item: Mapping[str, int]) -> Walk:
         url = f"http://127.0.0.1:{Ports.read(self.folder).tool}/call"

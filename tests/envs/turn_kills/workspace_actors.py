@@ -18,16 +18,16 @@ import secrets
 import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from atroposlib.envs import base
 from atroposlib.envs.base import APIServerConfig
 from atroposlib.envs.conversation import ChatMessage, Conversation, Reply, Turn
-from atroposlib.envs.multi_turn_env import MultiTurnEnv, MultiTurnEnvConfig
+from atroposlib.envs.multi_turn_env import MultiTurnEnvConfig
 from atroposlib.sandbox import SandboxLimits
 from atroposlib.workspaces import Base, LazyWorkspace, Workspace, WorkspaceSpec
 from atroposlib.workspaces.local import LocalWorkspaces
-from tests.envs.turn_kills.actors import CharTokenizers
+from tests.envs.turn_kills.actors import CharTokenizers, NumberedEnv
 
 __all__ = ["GROUP_SIZE", "NUM_TURNS", "WorkshopEngine", "open_base", "tag_of", "undisturbed"]
 
@@ -129,14 +129,10 @@ class FilesConversation(Conversation):
         await self.workspace.close()
 
 
-class FilesEnv(MultiTurnEnv):
-    """Numbers its items across restarts, up to the number in the file `num_items`."""
+class FilesEnv(NumberedEnv):
+    """Has as many items as the file `num_items` says."""
 
     name = "files"
-    folder: ClassVar[Path]
-    status_interval_s = 0.2
-    retry_interval_s = 0.1
-    empty_rollout_s = 0.0
 
     async def setup(self) -> None:
         self.workspaces = LocalWorkspaces(cache=self.folder / "cache", warm=0)
@@ -146,14 +142,8 @@ class FilesEnv(MultiTurnEnv):
         await self.workspaces.close()
 
     async def get_next_item(self) -> dict[str, int] | None:
-        path = self.folder / "next_item"
-        number = int(path.read_text()) if path.exists() else 0
-        if number == int((self.folder / "num_items").read_text()):
-            return None
-        following = path.with_suffix(".new")
-        following.write_text(str(number + 1))
-        following.replace(path)
-        return {"number": number}
+        is_over = self.next_number == int((self.folder / "num_items").read_text())
+        return None if is_over else self.take_number()
 
     def start_conversation(self, item: Mapping[str, int]) -> FilesConversation:
         return FilesConversation(item["number"], self.base)
