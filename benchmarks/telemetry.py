@@ -1,13 +1,16 @@
-"""Processor time of tracing: an environment, the service and the trainer with spans and without.
+"""Processor time of tracing: environments, the service and the trainer with spans and without.
 
-    environment   mock engine ─► groups of 8 completions ─► service; both in other processes
+    GSM8K         mock engine ─► a request for 8 completions, scored ─► service
+    environment   mock engine ─► 8 requests, nothing to score ─► service
     service       receives and delivers such groups over HTTP, in a thread of this process
     trainer       optimizer steps of a small model on 4 groups of 8 completions
 
-Blocks without and with spans alternate within one process, so that both see the same machine; each
-second pair begins with the spans, so that a slow change of the process cancels out. A block with
-spans has a tracer of its own, which writes a file and is closed at the end of the block: its time
-includes recording, encoding and writing. The ratio is the median over pairs of blocks.
+Engine and service of the first two run in other processes. The second environment is the least that
+one can do: its completions are not even decoded. Blocks without and with spans alternate within one
+process, so that both see the same machine; each second pair begins with the spans, so that a slow
+change of the process cancels out. A block with spans has a tracer of its own, which writes a file
+and is closed at the end of the block: its time includes recording, encoding and writing. The ratio
+is the median over pairs of blocks.
 
 Usage: python benchmarks/telemetry.py [--only trainer] [--pairs 12] [--json FILE]
 """
@@ -18,6 +21,7 @@ import argparse
 import asyncio
 import json
 import logging
+import math
 import random
 import statistics
 import subprocess
@@ -113,30 +117,55 @@ async def _serve(env: Any, blocks: Blocks, num_pairs: int) -> None:
         serving.result()
 
 
+def measure_gsm8k(folder: Path, *, num_pairs: int, tokens: int) -> list[Cost]:
+    """Serve GSM8K, which renders a prompt and checks the number in each completion."""
+    sys.path.insert(0, str(Path(__file__).parents[1] / "environments"))
+    from gsm8k_server import SAMPLE, GSM8kEnv
+
+    settings = {"dataset_path": str(SAMPLE), "num_score_workers": 1}
+    return _measure_served(
+        GSM8kEnv, settings, folder, num_pairs=num_pairs, tokens=tokens, choices=GROUP_SIZE
+    )
+
+
 def measure_environment(folder: Path, *, num_pairs: int, tokens: int) -> list[Cost]:
     """Serve an environment that rolls out one item at a time."""
-    from atroposlib.envs.base import APIServerConfig, BaseEnvConfig
     from scheduler_parts.environment_process import BenchmarkEnv
 
-    class CountedEnv(BenchmarkEnv):
+    return _measure_served(BenchmarkEnv, {}, folder, num_pairs=num_pairs, tokens=tokens)
+
+
+def _measure_served(
+    env_class: type[Any],
+    settings: dict[str, Any],
+    folder: Path,
+    *,
+    num_pairs: int,
+    tokens: int,
+    choices: int = 1,
+) -> list[Cost]:
+    from atroposlib.envs.base import APIServerConfig
+
+    class CountedEnv(env_class):  # type: ignore[misc]
         async def cleanup(self) -> None:  # called once an item is done
             blocks.add()
 
-    load_tokenizer(folder / "tokenizer")
-    with (
-        mock_engine(prompt_tokens=PROMPT_TOKENS, output_tokens=tokens) as engine_url,
-        drained_service() as service_url,
-    ):
-        config = BaseEnvConfig(
+    load_tokenizer(folder / "tokenizer").save_pretrained(folder / "tokenizer")
+    engine = mock_engine(prompt_tokens=PROMPT_TOKENS, output_tokens=tokens, choices=choices)
+    with engine as engine_url, drained_service() as service_url:
+        config = env_class.env_config_cls(
             group_size=GROUP_SIZE,
             batch_size=GROUP_SIZE * GROUPS_PER_BATCH,
             max_num_workers=1,
             max_batches_offpolicy=100,
+            max_token_length=PROMPT_TOKENS + 2 * tokens,
+            steps_per_eval=0,
             tokenizer_name=str(folder / "tokenizer"),
             rollout_server_url=service_url,
             use_wandb=False,
             ensure_scores_are_not_same=False,
             metrics_path=str(folder / "metrics.jsonl"),
+            **settings,
         )
         server = APIServerConfig(
             model_name="mock", base_url=f"{engine_url}/v1", server_type="vllm", api_key="x"
@@ -297,25 +326,40 @@ def span_us(folder: Path) -> float:
 
 def table_of(found: dict[str, list[Cost]], *, one_span_us: float) -> Table:
     """Return the medians of all pairs of blocks as a table."""
-    table = Table("program", "per", "off (ms)", "on (ms)", "ratio", "quartiles of the ratio")
-    units = {"environment": "group", "service": "group", "trainer": "step"}
+    columns = ("off (ms)", "on (ms)", "ratio", "95 % interval of the ratio", "quartiles")
+    table = Table("program", "per", *columns)
+    units = {"GSM8K": "group", "environment": "group", "service": "group", "trainer": "step"}
     for name, costs in found.items():
         off, on = (statistics.median(values) for values in zip(*costs, strict=True))
-        low, middle, high = _quartiles([cost.ratio for cost in costs])
-        quartiles = f"{low:.3f} to {high:.3f}"
-        table.add_row(name, units[name], f"{off:.3f}", f"{on:.3f}", f"{middle:.3f}", quartiles)
-    table.add_row("any", "span", "", f"{one_span_us / 1e3:.4f}", "", "")
+        ratios = sorted(cost.ratio for cost in costs)
+        low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
+        table.add_row(
+            name,
+            units[name],
+            f"{off:.3f}",
+            f"{on:.3f}",
+            f"{middle:.3f}",
+            "{:.3f} to {:.3f}".format(*_interval_of_median(ratios)),
+            f"{low:.3f} to {high:.3f}",
+        )
+    table.add_row("any", "span", "", f"{one_span_us / 1e3:.4f}", "", "", "")
     return table
 
 
-def _quartiles(values: Sequence[float]) -> list[float]:
-    return statistics.quantiles(values, n=4) if len(values) > 1 else [values[0]] * 3
+def _interval_of_median(ordered: Sequence[float]) -> tuple[float, float]:
+    """Return bounds of the median with 95 % confidence, whatever the distribution.
+
+    The ranks are those of the binomial distribution, approximated by the normal one.
+    """
+    distance = 0.98 * math.sqrt(len(ordered))
+    first = max(0, math.floor(len(ordered) / 2 - distance))
+    return ordered[first], ordered[len(ordered) - 1 - first]
 
 
 def main() -> None:
     """Measure and print the table."""
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
-    parser.add_argument("--only", choices=("environment", "service", "trainer"))
+    parser.add_argument("--only", choices=("GSM8K", "environment", "service", "trainer"))
     parser.add_argument("--pairs", type=int, default=12, help="pairs of blocks")
     parser.add_argument("--tokens", type=int, default=512, help="tokens of a completion")
     parser.add_argument("--json", type=Path, help="also write the results to this file")
@@ -329,6 +373,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         measures: dict[str, Callable[[], list[Cost]]] = {
+            "GSM8K": lambda: measure_gsm8k(folder, num_pairs=pairs, tokens=tokens),
             "environment": lambda: measure_environment(folder, num_pairs=pairs, tokens=tokens),
             "service": lambda: measure_service(folder, num_pairs=pairs, tokens=tokens),
             "trainer": lambda: measure_trainer(folder, num_pairs=pairs),

@@ -10,9 +10,8 @@ Off by default. `ATROPOS_TRACING` turns it on in one program (docs/telemetry.md 
        ▲
        └── parent: the current span of this task, or a W3C `traceparent` of another program
 
-A span costs a few microseconds where it happens; the SDK of OpenTelemetry costs ten times as much,
-which would exceed 2 % of an environment's CPU. A span never delays or fails what it measures: when
-the collector is away, spans are dropped and counted.
+A span costs a few microseconds, in total; the SDK of OpenTelemetry costs ten times as much. A span
+never delays or fails what it measures: when the collector is away, spans are dropped and counted.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ import urllib.parse
 import urllib.request
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Protocol
@@ -89,6 +88,10 @@ _ERROR = 2
 _ids = random.Random(os.urandom(16))
 """Source of span ids only, so that the random numbers of a seeded run stay the same."""
 os.register_at_fork(after_in_child=lambda: _ids.seed(os.urandom(16)))
+
+
+def _new_span_id() -> str:
+    return f"{_ids.getrandbits(64) or 1:016x}"
 
 
 class TraceSpan:
@@ -160,7 +163,17 @@ class TraceSpan:
         tracer = self.tracer
         if tracer is None:
             return self
-        return tracer.begin(name, attributes, parent=self.traceparent, links=links, kind=kind)
+        return TraceSpan(
+            name,
+            self.trace_id,
+            _new_span_id(),
+            tracer=tracer,
+            parent_id=self.span_id,
+            attributes=attributes,
+            links=links,
+            kind=kind,
+            start_ns=time.time_ns(),
+        )
 
     def end(self, error: BaseException | None = None, *, end_ns: int | None = None) -> None:
         """Hand the span over to be exported; of an error only the class is kept."""
@@ -196,34 +209,39 @@ def current_span() -> TraceSpan:
     return _CURRENT.get()
 
 
-@contextmanager
-def entered(span: TraceSpan) -> Iterator[TraceSpan]:
+class _Entered:
+    """Context in which a span is the current one; ends the span, unless it was current before."""
+
+    __slots__ = ("_before", "_span")
+
+    def __init__(self, span: TraceSpan) -> None:
+        self._span = span
+
+    def __enter__(self) -> TraceSpan:
+        self._before = _CURRENT.get()
+        _CURRENT.set(self._span)
+        return self._span
+
+    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+        _CURRENT.set(self._before)
+        if self._span is not self._before:
+            # The end of `each_in_span` is not an error.
+            self._span.end(None if isinstance(error, GeneratorExit) else error)
+
+
+def entered(span: TraceSpan) -> AbstractContextManager[TraceSpan]:
     """Make a span the current one, and end it."""
-    before = _CURRENT.get()
-    _CURRENT.set(span)
-    try:
-        yield span
-    except GeneratorExit:  # the end of `each_in_span`
-        span.end()
-        raise
-    except BaseException as error:
-        if span is not before:
-            span.end(error)
-        raise
-    finally:
-        _CURRENT.set(before)
-    if span is not before:
-        span.end()
+    return _Entered(span)
 
 
 def child_span(
     name: str, attributes: Attributes | None = None, *, kind: int = INTERNAL
-) -> Any:  # a context manager of a TraceSpan
+) -> AbstractContextManager[TraceSpan]:
     """Measure a part of the current span; without one, nothing is recorded."""
-    return entered(_CURRENT.get().begin(name, attributes, kind=kind))
+    return _Entered(_CURRENT.get().begin(name, attributes, kind=kind))
 
 
-def model_span(operation: str, model: str, address: str) -> Any:
+def model_span(operation: str, model: str, address: str) -> AbstractContextManager[TraceSpan]:
     """Measure a request to an engine, named as OpenTelemetry names requests to models."""
     attributes = {
         "gen_ai.operation.name": operation,
@@ -261,13 +279,15 @@ def note_answer(span: TraceSpan, answer: Any) -> None:
     )
 
 
-def tool_span(name: str) -> Any:
+def tool_span(name: str) -> AbstractContextManager[TraceSpan]:
     """Measure a call of a tool; its arguments and its result are not recorded."""
     attributes = {"gen_ai.operation.name": "execute_tool", "gen_ai.tool.name": name}
     return child_span(f"execute_tool {name[:64]}", attributes)
 
 
-def root_span(tracer: Tracer | None, name: str, attributes: Attributes | None = None) -> Any:
+def root_span(
+    tracer: Tracer | None, name: str, attributes: Attributes | None = None
+) -> AbstractContextManager[TraceSpan]:
     """Start a trace, if there is a tracer."""
     return entered(NO_SPAN if tracer is None else tracer.begin(name, attributes))
 
@@ -286,7 +306,7 @@ def remote_span(header: str | None) -> TraceSpan:
 
 def continued_span(
     owner: TraceSpan, header: str | None, name: str, attributes: Attributes | None = None
-) -> Any:
+) -> AbstractContextManager[TraceSpan]:
     """Measure a request that another program sends on behalf of `owner`.
 
     The parent is the sender's span, if it is of the same trace; otherwise it is `owner`, with a
@@ -359,7 +379,7 @@ class Tracer:
             kind: Kind of the span.
             start_ns: Start in nanoseconds of Unix time; None: now.
         """
-        span_id = f"{_ids.getrandbits(64) or 1:016x}"
+        span_id = _new_span_id()
         if parent is not None and is_traceparent(parent):
             trace_id, parent_id = parent[3:35], parent[36:52]
             is_sampled = int(parent[53:55], 16) & 1 == 1
@@ -425,6 +445,26 @@ class Tracer:
         )
 
 
+class _EncodedAttribute(msgspec.Struct, gc=False):
+    key: str
+    value: dict[str, Any]
+
+
+class _EncodedSpan(msgspec.Struct, gc=False, omit_defaults=True, rename="camel"):
+    """A span as OTLP has it in JSON."""
+
+    trace_id: str
+    span_id: str
+    name: str
+    kind: int
+    start_time_unix_nano: str
+    end_time_unix_nano: str
+    attributes: list[_EncodedAttribute]
+    status: Mapping[str, int]
+    parent_span_id: str = ""
+    links: Sequence[Mapping[str, str]] = ()
+
+
 def encode_spans(spans: Sequence[TraceSpan], resource: Sequence[Any]) -> bytes:
     """Return an OTLP export request as JSON, in one line."""
     scope = {"scope": {"name": "atropos"}, "spans": [_encoded(span) for span in spans]}
@@ -432,33 +472,31 @@ def encode_spans(spans: Sequence[TraceSpan], resource: Sequence[Any]) -> bytes:
     return msgspec.json.encode({"resourceSpans": [scoped]})
 
 
-def _encoded(span: TraceSpan) -> dict[str, Any]:
+def _encoded(span: TraceSpan) -> _EncodedSpan:
     attributes = span.attributes
     if span.error_type is not None:
         attributes["error.type"] = span.error_type
-    encoded: dict[str, Any] = {
-        "traceId": span.trace_id,
-        "spanId": span.span_id,
-        "name": _cut(span.name),
-        "kind": span.kind,
-        "startTimeUnixNano": str(span.start_ns),
-        "endTimeUnixNano": str(max(span.start_ns, span.end_ns)),
-        "attributes": encoded_attributes(attributes),
-        "status": {} if span.error_type is None else {"code": _ERROR},
-    }
-    if span.parent_id:
-        encoded["parentSpanId"] = span.parent_id
-    if span.links:
-        encoded["links"] = [
-            {"traceId": link[3:35], "spanId": link[36:52]} for link in span.links[:MAX_LINKS]
-        ]
-    return encoded
+    return _EncodedSpan(
+        trace_id=span.trace_id,
+        span_id=span.span_id,
+        name=_cut(span.name),
+        kind=span.kind,
+        start_time_unix_nano=str(span.start_ns),
+        end_time_unix_nano=str(max(span.start_ns, span.end_ns)),
+        attributes=encoded_attributes(attributes),
+        parent_span_id=span.parent_id,
+        links=[{"traceId": link[3:35], "spanId": link[36:52]} for link in span.links[:MAX_LINKS]],
+        status={} if span.error_type is None else {"code": _ERROR},
+    )
 
 
-def encoded_attributes(attributes: Attributes) -> list[dict[str, Any]]:
+def encoded_attributes(attributes: Attributes) -> list[_EncodedAttribute]:
     """Return attributes as OTLP has them; longer texts and lists are cut, other types left out."""
-    found = ((name, _encoded_value(value)) for name, value in attributes.items())
-    return [{"key": name, "value": value} for name, value in found if value is not None]
+    return [
+        _EncodedAttribute(name, encoded)
+        for name, value in attributes.items()
+        if (encoded := _encoded_value(value)) is not None
+    ]
 
 
 def _encoded_value(value: Any) -> dict[str, Any] | None:
@@ -470,8 +508,8 @@ def _encoded_value(value: Any) -> dict[str, Any] | None:
         return {"intValue": str(value)} if -(2**63) <= value < 2**63 else None
     if isinstance(value, float):
         return {"doubleValue": value} if math.isfinite(value) else None
-    if isinstance(value, list | tuple):
-        entries = (_encoded_value(entry) for entry in value[:MAX_ENTRIES])
+    if isinstance(value, (list, tuple)):
+        entries = map(_encoded_value, value[:MAX_ENTRIES])
         return {"arrayValue": {"values": [entry for entry in entries if entry is not None]}}
     return None
 

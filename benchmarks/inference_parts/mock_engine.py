@@ -2,7 +2,7 @@
 
 Its responses are prepared bytes in the format of a stock vLLM, with ids and logprobs.
 
-Usage: python mock_engine.py PROMPT_TOKENS OUTPUT_TOKENS; prints its URL
+Usage: python mock_engine.py PROMPT_TOKENS OUTPUT_TOKENS CHOICES; prints its URL
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -27,19 +27,19 @@ VOCABULARY = 50_000
 
 
 @contextmanager
-def mock_engine(*, prompt_tokens: int, output_tokens: int) -> Iterator[str]:
+def mock_engine(*, prompt_tokens: int, output_tokens: int, choices: int = 1) -> Iterator[str]:
     """Run the engine in another process; yields its root URL."""
-    command = [sys.executable, __file__, str(prompt_tokens), str(output_tokens)]
+    command = [sys.executable, __file__, str(prompt_tokens), str(output_tokens), str(choices)]
     with run_server(command) as engine:
         yield engine.url
 
 
-def _completion(rng: random.Random, num_prompt: int, num_output: int) -> bytes:
+def _choice(rng: random.Random, index: int, prompt_ids: list[int], num_output: int) -> Any:
     ids = [rng.randrange(3, VOCABULARY) for _ in range(num_output)]
     words = [f"w{token_id - 3}" for token_id in ids]
     values = [-rng.expovariate(2.0) for _ in ids]
-    choice = {
-        "index": 0,
+    return {
+        "index": index,
         "text": " ".join(words),
         "logprobs": {
             "text_offset": list(range(0, 6 * num_output, 6)),
@@ -51,12 +51,16 @@ def _completion(rng: random.Random, num_prompt: int, num_output: int) -> bytes:
         "stop_reason": None,
         "token_ids": ids,
         "prompt_logprobs": None,
-        "prompt_token_ids": [rng.randrange(3, VOCABULARY) for _ in range(num_prompt)],
+        "prompt_token_ids": prompt_ids,
     }
+
+
+def _completions(rng: random.Random, num_prompt: int, num_output: int, num_choices: int) -> bytes:
+    prompt_ids = [rng.randrange(3, VOCABULARY) for _ in range(num_prompt)]
     usage = {
         "prompt_tokens": num_prompt,
-        "completion_tokens": num_output,
-        "total_tokens": num_prompt + num_output,
+        "completion_tokens": num_output * num_choices,
+        "total_tokens": num_prompt + num_output * num_choices,
         "prompt_tokens_details": None,
     }
     answer = {
@@ -64,7 +68,7 @@ def _completion(rng: random.Random, num_prompt: int, num_output: int) -> bytes:
         "object": "text_completion",
         "created": 1_700_000_000,
         "model": "mock",
-        "choices": [choice],
+        "choices": [_choice(rng, index, prompt_ids, num_output) for index in range(num_choices)],
         "service_tier": None,
         "system_fingerprint": None,
         "usage": usage,
@@ -110,9 +114,9 @@ class Connection(asyncio.Protocol):
         self._transport.write(self._rng.choice(self._answers) if is_post else health)
 
 
-async def _serve(num_prompt: int, num_output: int) -> None:
+async def _serve(*sizes: int) -> None:
     rng = random.Random(0)
-    answers = [_http(_completion(rng, num_prompt, num_output)) for _ in range(NUM_ANSWERS)]
+    answers = [_http(_completions(rng, *sizes)) for _ in range(NUM_ANSWERS)]
     server = await asyncio.get_running_loop().create_server(
         lambda: Connection(answers, rng), "127.0.0.1", 0, backlog=4096
     )
@@ -123,4 +127,4 @@ async def _serve(num_prompt: int, num_output: int) -> None:
 if __name__ == "__main__":
     import uvloop
 
-    uvloop.run(_serve(int(sys.argv[1]), int(sys.argv[2])))
+    uvloop.run(_serve(*map(int, sys.argv[1:])))
