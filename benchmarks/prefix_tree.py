@@ -15,7 +15,7 @@ backward pass as torch counts them, with the pairs of tokens that attention comp
 of the first gradient is relative to that of the padded sequences.
 
 The output layer has 8 % of the weights of the blocks, as in a model of 7B parameters. Takes about
-eight minutes of one core.
+six minutes of one core.
 
 Usage: python benchmarks/prefix_tree.py [--threads 1] [--steps 2] [--json FILE]
 """
