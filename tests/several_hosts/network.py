@@ -17,6 +17,7 @@ import struct
 import subprocess
 import threading
 from dataclasses import dataclass
+from pathlib import Path
 from typing import NamedTuple
 
 __all__ = ["CUT", "Host", "Impairment", "Network"]
@@ -26,6 +27,7 @@ _IFF_TUN = 0x0001
 _IFF_NO_PI = 0x1000
 _MAX_PACKET_BYTES = 2**16
 _MAX_DELAYED_PACKETS = 20_000
+_NAMESPACES = Path("/run/netns")
 _SUBNET = "10.88.0"
 
 
@@ -67,7 +69,8 @@ class Network:
         self._impairments: dict[tuple[bytes, bytes], Impairment] = {}
         """(source, destination) → what happens to the packets."""
         self._num_delayed = 0
-        subprocess.run(["mount", "-t", "tmpfs", "netns", "/run/netns"], check=True)
+        _NAMESPACES.mkdir(exist_ok=True)  # as the first `ip netns add` of a machine does
+        subprocess.run(["mount", "-t", "tmpfs", "netns", str(_NAMESPACES)], check=True)
         self._thread.start()
 
     def add_host(self, name: str) -> Host:
