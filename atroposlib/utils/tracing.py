@@ -505,9 +505,10 @@ def _encoded_value(value: Any) -> dict[str, Any] | None:
     if isinstance(value, bool):
         return {"boolValue": value}
     if isinstance(value, int):
-        return {"intValue": str(value)} if -(2**63) <= value < 2**63 else None
+        return {"intValue": str(int(value))} if -(2**63) <= value < 2**63 else None
     if isinstance(value, float):
-        return {"doubleValue": value} if math.isfinite(value) else None
+        # numpy's are floats as well, which the encoder refuses
+        return {"doubleValue": float(value)} if math.isfinite(value) else None
     if isinstance(value, (list, tuple)):
         entries = map(_encoded_value, value[:MAX_ENTRIES])
         return {"arrayValue": {"values": [entry for entry in entries if entry is not None]}}

@@ -11,6 +11,7 @@ from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from atroposlib.errors import ConfigError
@@ -168,6 +169,8 @@ def test_attributes_are_bounded_and_of_plain_types(tracer: Tracer, sink: ListSin
         "surrogate": "\ud800",
         "flag": True,
         "pi": 3.5,
+        "score": np.mean([1.0, 0.0]),
+        "scores": [np.float64(0.25)],
     }
     tracer.begin("a", given).end()
     tracer.close()
@@ -175,7 +178,7 @@ def test_attributes_are_bounded_and_of_plain_types(tracer: Tracer, sink: ListSin
     found = sink.spans()["a"].attributes
     assert len(found.pop("text")) == MAX_TEXT_CHARACTERS
     assert len(found.pop("list")) == MAX_ENTRIES
-    assert found == {"surrogate": "?", "flag": True, "pi": 3.5}
+    assert found == {"surrogate": "?", "flag": True, "pi": 3.5, "score": 0.5, "scores": [0.25]}
 
 
 def test_answers_give_numbers_and_no_text(tracer: Tracer, sink: ListSink) -> None:
