@@ -30,7 +30,13 @@ from atroposlib.envs.multi_turn_env import MultiTurnEnv, MultiTurnEnvConfig, Tur
 from atroposlib.envs.tools import ToolConversation, ToolResult
 from atroposlib.sandbox import SandboxLimits
 from atroposlib.tasks.card import EnvironmentCard
-from atroposlib.workspaces import LazyWorkspace, Workspace, WorkspaceSpec, open_workspaces
+from atroposlib.workspaces import (
+    LazyWorkspace,
+    Workspace,
+    WorkspaceContentError,
+    WorkspaceSpec,
+    open_workspaces,
+)
 
 __all__ = ["BrokenProgram", "ProgramRepairEnv", "ProgramRepairEnvConfig", "RepairConversation"]
 
@@ -244,10 +250,13 @@ class RepairConversation(ToolConversation):
         if self.workspace.revision == 0:
             return 0.0  # no command was run
         path = f"/app/{self.item.name}.py"
-        archive = await self.workspace.collect([path], max_bytes=MAX_FILE_BYTES)
         judge = await self._fork()
         try:
-            await judge.put(archive)
+            try:
+                archive = await self.workspace.collect([path], max_bytes=MAX_FILE_BYTES)
+                await judge.put(archive)
+            except WorkspaceContentError:  # the file is too large, or a folder
+                return 0.0
             request = json.dumps([self.item.name, self.item.task.cases]).encode()
             result = await judge.run(["/usr/bin/python3", "-I", "-c", JUDGE], stdin=request)
         finally:

@@ -75,6 +75,8 @@ async def test_repaired_program_is_judged_by_hidden_cases(env: ProgramRepairEnv)
         "nested": call("echo 'print(\"[\" * 50_000)\nimport os\nos._exit(0)' > median.py").text,
         "removed": call("rm median.py").text,
         "link": call("rm median.py; ln -s /etc/passwd median.py").text,
+        "too large": call("head -c 200000 /dev/zero > median.py").text,
+        "folder": call("rm median.py; mkdir median.py; touch median.py/x").text,
     }
 
     async def reward(text: str) -> tuple[Reply, Any]:
