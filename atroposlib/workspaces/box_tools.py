@@ -485,13 +485,16 @@ def load(request: dict[str, Any], packed: bytes) -> None:
         names = check_saved(archive, request)
     reset(names)
     folders = []
+    known: set[str] = set()
     with opened(packed) as archive:
         for member in archive:
             kind, _, path = member.name.partition("/")
             if not path:
                 continue
-            place = place_of(path)
+            place = place_of(path, known)
             if not member.isdir() or not is_folder(place):
+                if is_folder(place):
+                    known.clear()  # it, or a folder in it, may become a link
                 remove(place)
             if kind == "removed":
                 continue
@@ -501,9 +504,10 @@ def load(request: dict[str, Any], packed: bytes) -> None:
                     os.mkdir(place, 0o700)  # noqa: PTH102
             else:
                 load_file(archive, member, place)
+    # Last, since a folder may be read-only; the deepest first, while those above are accessible.
+    CHANGED_MODES[:0] = [(place, os.lstat(place).st_ino, mode) for place, mode in folders]
+    CHANGED_MODES.sort(key=lambda changed: changed[0].count("/"))
     restore_modes()
-    for place, mode in reversed(folders):  # last, since a folder may be read-only
-        os.chmod(place, mode)  # noqa: PTH101
 
 
 def reset(names: set[str]) -> None:
@@ -512,7 +516,7 @@ def reset(names: set[str]) -> None:
     restore_modes()  # before they are changed below
     for path in found:
         place, original = MERGED + path, BASE + path
-        if f"removed{path}" in names or not (os.path.lexists(place) or os.path.lexists(original)):
+        if f"removed{path}" in names or not (exists(path) or os.path.lexists(original)):
             continue
         is_saved = f"files{path}" in names
         if is_folder(original):  # with what is in it, of which the archive has the changes only
@@ -564,17 +568,38 @@ def check_saved(archive: tarfile.TarFile, request: dict[str, Any]) -> set[str]:
     return seen
 
 
-def place_of(path: str) -> str:
-    """Return the place of a path, whose folders are made accessible and must not be links."""
-    place = MERGED
-    for name in path.strip("/").split("/"):
-        state = os.lstat(place)
+def place_of(path: str, known: set[str] | None = None) -> str:
+    """Return the place of a path, whose folders are made accessible and must not be links.
+
+    Args:
+        path: a path in the workspace.
+        known: places of folders that were checked, to which those of the path are added: to check
+            all of them for each of many nested folders takes minutes.
+    """
+    known = set() if known is None else known
+    place = f"{MERGED}/{path.strip('/')}"
+    unknown, above = [], os.path.dirname(place)  # noqa: PTH120
+    while above not in known:
+        unknown.append(above)
+        if above == MERGED:
+            break
+        above = os.path.dirname(above)  # noqa: PTH120
+    for folder in reversed(unknown):
+        state = os.lstat(folder)
         if not stat.S_ISDIR(state.st_mode):
             raise ContentError(f"{path!r} in the archive leads through a link or a file")
         if state.st_mode & 0o700 != 0o700:
-            make_accessible(place, 0o700)
-        place = f"{place}/{name}"
+            make_accessible(folder, 0o700)
+        known.add(folder)
     return place
+
+
+def exists(path: str) -> bool:
+    """Whether a path exists, also below folders that are not accessible, which are made so."""
+    try:
+        return os.path.lexists(place_of(path))
+    except (FileNotFoundError, ContentError):  # a folder above it is missing
+        return False
 
 
 def is_folder(place: str) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gzip
 import io
+import os
 import tarfile
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
@@ -21,6 +22,7 @@ from atroposlib.workspaces import (
     WorkspaceContentError,
     WorkspaceError,
     WorkspaceSpec,
+    box_tools,
     local,
 )
 from atroposlib.workspaces.box_tools import opened
@@ -147,6 +149,14 @@ async def test_earlier_changes_do_not_remain(base_of_kind: Base) -> None:
         ("touch sub/new", "mkdir sub/new; chmod 0 sub/new sub"),
         ("rm -r sub; touch sub", "chmod 0 sub"),
         ("chmod 0 sub", "chmod 700 sub; rm sub/*"),
+        (
+            "mkdir -p a/b/c; chmod 0 a/b/c a/b a",
+            "mkdir -p a/b/c; touch a/b/c/x; chmod 0 a/b/c a/b a",
+        ),
+        (
+            "mkdir -p a/b/c; touch a/b/c/x; chmod 0 a/b/c a/b a",
+            "mkdir -p a/b/c; chmod 0 a/b/c a/b a",
+        ),
     ],
 )
 async def test_folders_become_the_saved_ones(base_of_kind: Base, saved: str, earlier: str) -> None:
@@ -159,6 +169,24 @@ async def test_folders_become_the_saved_ones(base_of_kind: Base, saved: str, ear
 
     assert await second.save() == archive
     assert await run(second, MODES) == await run(first, MODES)
+
+
+async def test_each_of_many_nested_folders_is_checked_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked: list[str] = []
+    folder_state = os.lstat(tmp_path)
+
+    def note(path: str) -> os.stat_result:
+        checked.append(path)
+        return folder_state
+
+    monkeypatch.setattr(os, "lstat", note)
+    known: set[str] = set()
+    for depth in range(1, 101):
+        box_tools.place_of("/".join(["d"] * depth), known)
+
+    assert len(checked) == len(set(checked)) == 100
 
 
 async def test_unchanged_workspace_gives_an_archive_without_files(base: Base) -> None:
@@ -248,6 +276,11 @@ HOSTILE = {
     "root": [member_of("files", FOLDER)],
     "removed parent": [member_of("removed/../base")],
     "through a link": [member_of("files/out", LINK, link="/base"), member_of("files/out/x")],
+    "through a link in place of a folder that was written to": [
+        member_of("files/app/sub/new"),
+        member_of("files/app/sub", LINK, link="/tmp"),
+        member_of("files/app/sub/x"),
+    ],
     "through a link to itself": [
         member_of("files/out", LINK, link="app"),
         member_of("files/out/x"),
