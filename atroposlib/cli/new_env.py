@@ -30,7 +30,7 @@ Now:
   {python} {script} check
       checks the environment, without a model or a network
   {python} -m pytest {test}
-      runs its test, which includes that check
+      runs its test, which includes that check; needs `pip install pytest`
   edit {script} and {data}
       the prompt, the score of an answer, the items
   {python} {script} process --env.total_steps 4 --env.use_wandb false \\
