@@ -101,6 +101,7 @@ class ByFolderOrFile(LoadScopeScheduling):
         return path.parent.name if path.parent.name in FOLDERS_THAT_SHARE else str(path)
 
 
+@pytest.hookimpl(optionalhook=True)  # pytest also runs without xdist
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> ByFolderOrFile:
     return ByFolderOrFile(config, log)
 
