@@ -52,12 +52,15 @@ def local_ray() -> Iterator[Any]:
     import ray
     from ray.cluster_utils import Cluster
 
-    folder = tempfile.mkdtemp(prefix="ray")  # the default of pytest is too long for a socket
+    root = Path(tempfile.mkdtemp(prefix="ray"))  # the default of pytest is too long for a socket
+    folder = root / "ray"
+    folder.mkdir()
     before = dict(os.environ)
-    os.environ.update(SETTINGS)
+    # Ray also notes the address of the cluster there, otherwise in a folder that all users share.
+    os.environ.update(SETTINGS, RAY_TMPDIR=str(root))
     cluster = Cluster()
     try:
-        cluster.add_node(include_dashboard=False, temp_dir=folder, **NODE)
+        cluster.add_node(include_dashboard=False, temp_dir=str(folder), **NODE)
         os.environ["RAY_ADDRESS"] = cluster.address
         ray.init(address=cluster.address, log_to_driver=False)
         yield cluster
@@ -66,7 +69,7 @@ def local_ray() -> Iterator[Any]:
         cluster.shutdown()
         os.environ.clear()
         os.environ.update(before)
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(root, ignore_errors=True)
 
 
 def worker_pid(name: str) -> int:
