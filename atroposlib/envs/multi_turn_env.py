@@ -83,7 +83,7 @@ from atroposlib.utils.advantages import (
     compute_grpo_process_supervision_advantages,
     compute_stats,
 )
-from atroposlib.utils.aio import settle
+from atroposlib.utils.aio import end_task, settle
 from atroposlib.utils.tracing import current_span, each_in_span
 
 __all__ = [
@@ -272,9 +272,7 @@ async def play(
         await asyncio.wait({playing}, timeout=limits.timeout_s)
         is_late = not playing.done()
     finally:
-        if not playing.done():
-            playing.cancel()
-            await asyncio.wait({playing})
+        await end_task(playing)
         await settle(conversation.close())
     rollout.outcome = "timed_out" if is_late else playing.result()
     if not rollout.rewards and is_late:

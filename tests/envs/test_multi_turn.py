@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import re
 from typing import Any
 
@@ -186,6 +187,24 @@ async def test_cancelled_play_closes_the_conversation_and_leaves_no_task() -> No
 
     assert conversation.num_closed == 1
     assert not [task for task in asyncio.all_tasks() if "_play_turns" in repr(task)]
+
+
+async def test_cancelled_play_of_a_failed_conversation_logs_no_lost_exception() -> None:
+    unhandled: list[dict[str, Any]] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: unhandled.append(context))
+
+    class Failing(ScriptedConversation):
+        async def reply(self, turn: Turn) -> Reply:
+            playing.cancel()  # as when another rollout of the run fails at the same moment
+            raise ValueError("no reply")
+
+    async with ScriptedEngine([PROBED, "one"]) as engine:
+        playing = asyncio.create_task(play_on(engine, Failing([])))
+        with pytest.raises(asyncio.CancelledError):
+            await playing
+        gc.collect()  # asyncio reports a lost exception when the task is collected
+
+    assert unhandled == []
 
 
 async def test_what_a_reply_raises_is_raised_after_closing() -> None:
