@@ -326,7 +326,8 @@ class ProcessCommand(ViewedCommand):
                 f"env.total_steps: process needs the number of groups to make, "
                 f"got {settings.env.total_steps}"
             )
-        _warn_if_local(settings.servers)
+        if not settings.manager.testing:
+            _warn_if_local(settings.servers)
 
     def execute(self, settings: Settings, extra: Mapping[str, Any]) -> None:
         env = build_environment(self.env_cls, settings, extra)
@@ -342,7 +343,8 @@ class EvaluateCommand(EnvCommand):
     command = "evaluate"
 
     def check(self, settings: Settings) -> None:
-        _warn_if_local(settings.servers)
+        if not settings.manager.testing:
+            _warn_if_local(settings.servers)
 
     def execute(self, settings: Settings, extra: Mapping[str, Any]) -> None:
         env = build_environment(self.env_cls, settings, extra)

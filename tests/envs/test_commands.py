@@ -228,6 +228,14 @@ def test_process_and_evaluate_warn_about_a_local_server(
         built_by(line, monkeypatch)
 
 
+def test_scripted_server_causes_no_warning_about_a_local_one(
+    monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    built_by("process --testing true --openai.base_url http://localhost:9001/v1", monkeypatch)
+
+    assert not [w for w in recwarn if "inference server" in str(w.message)]
+
+
 @pytest.mark.parametrize(
     ("servers", "shown"),
     [

@@ -134,7 +134,8 @@ class ServerManagerConfig(BaseModel):
     )
     testing: bool = Field(
         default=False,
-        description="Whether to use the scripted test server instead of real ones.",
+        description="Whether to use the scripted test server instead of real ones; it has only the "
+        "answers that a test sets on it. To try an environment without a model, use `check`.",
     )
     max_n_completions: int = Field(
         default=8,

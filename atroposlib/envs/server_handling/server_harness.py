@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from atroposlib.envs.server_handling.chat_rendering import (
     FinishReason,
@@ -20,6 +20,8 @@ from atroposlib.envs.server_handling.server_baseline import (
 if TYPE_CHECKING:
     from openai.types.chat import ChatCompletion
     from openai.types.completion import Completion
+
+Answer = TypeVar("Answer")
 
 __all__ = ["ServerHarness", "create_chat_completion", "create_completion"]
 
@@ -50,6 +52,16 @@ def _answers(
     texts = resp if isinstance(resp, list) else [resp] * n
     reasons = finish_reason if isinstance(finish_reason, list) else [finish_reason] * n
     return [TextAnswer(texts[i], reasons[i]) for i in range(n)]
+
+
+def _preset(answers: Mapping[str, Answer], key: str) -> Answer:
+    if key not in answers:
+        raise KeyError(
+            "the scripted test server (testing) has no preset answer for this request; tests set "
+            "answers with the set_ methods of ServerHarness, and `check` needs none. "
+            f"The request: {key}"
+        )
+    return answers[key]
 
 
 class ServerHarness:
@@ -97,13 +109,13 @@ class ServerHarness:
         )
 
     async def chat_completion(self, **kwargs: Any) -> Any:
-        return self.response_map[self.conv_to_dictkey(kwargs["messages"])]
+        return _preset(self.response_map, self.conv_to_dictkey(kwargs["messages"]))
 
     async def completion(self, **kwargs: Any) -> Any:
-        return self.response_map[kwargs["prompt"]]
+        return _preset(self.response_map, kwargs["prompt"])
 
     async def tokens_and_logprobs_completion(self, **kwargs: Any) -> TokensAndLogprobs:
-        return self.tokens_and_logprobs_map[kwargs["prompt"]]
+        return _preset(self.tokens_and_logprobs_map, kwargs["prompt"])
 
     async def update_weight(self, weight: float) -> None:
         """Do nothing, since preset answers need no slots."""
