@@ -83,7 +83,7 @@ from atroposlib.utils.advantages import (
     compute_grpo_process_supervision_advantages,
     compute_stats,
 )
-from atroposlib.utils.aio import end_task, settle
+from atroposlib.utils.aio import settle
 from atroposlib.utils.tracing import current_span, each_in_span
 
 __all__ = [
@@ -272,7 +272,11 @@ async def play(
         await asyncio.wait({playing}, timeout=limits.timeout_s)
         is_late = not playing.done()
     finally:
-        await end_task(playing)
+        if not playing.done():
+            playing.cancel()  # once, so that a turn can clean up
+            await asyncio.wait({playing})
+        if not playing.cancelled():
+            playing.exception()  # so that it is not logged as lost if the caller is cancelled
         await settle(conversation.close())
     rollout.outcome = "timed_out" if is_late else playing.result()
     if not rollout.rewards and is_late:
