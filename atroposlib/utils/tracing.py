@@ -238,7 +238,7 @@ def child_span(
     name: str, attributes: Attributes | None = None, *, kind: int = INTERNAL
 ) -> AbstractContextManager[TraceSpan]:
     """Measure a part of the current span; without one, nothing is recorded."""
-    return _Entered(_CURRENT.get().begin(name, attributes, kind=kind))
+    return entered(_CURRENT.get().begin(name, attributes, kind=kind))
 
 
 def model_span(operation: str, model: str, address: str) -> AbstractContextManager[TraceSpan]:
