@@ -157,6 +157,7 @@ def _measure_served(
             group_size=GROUP_SIZE,
             batch_size=GROUP_SIZE * GROUPS_PER_BATCH,
             max_num_workers=1,
+            total_steps=num_pairs * GROUPS_PER_BLOCK,  # more than are served
             max_batches_offpolicy=100,
             max_token_length=PROMPT_TOKENS + 2 * tokens,
             steps_per_eval=0,

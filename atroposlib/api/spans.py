@@ -58,20 +58,19 @@ class GroupSpans:
 
     def note(self, record: Record) -> None:
         """Write what an applied record ended."""
-        if isinstance(record, records.BatchFormed | records.BatchHandedOut):
-            self._note_delivery(record.batch_id, record.owner)
-        elif isinstance(record, records.BatchesReturned):
-            for batch_id, _ in record.batches:
-                self._returned_at[batch_id] = record.at
-                self._end_lease(batch_id, record.reason, record.at)
-        elif isinstance(
-            record, records.BatchAcknowledged | records.BatchPassedOver | records.GroupsSetAside
-        ):
-            self._returned_at.pop(record.batch_id, None)  # a late acknowledgement
-            self._end_lease(record.batch_id, _OUTCOMES[type(record)], record.at)
-        elif isinstance(record, records.RunReset):
-            self._leased.clear()
-            self._returned_at.clear()
+        match record:
+            case records.BatchFormed() | records.BatchHandedOut():
+                self._note_delivery(record.batch_id, record.owner)
+            case records.BatchesReturned():
+                for batch_id, _ in record.batches:
+                    self._returned_at[batch_id] = record.at
+                    self._end_lease(batch_id, record.reason, record.at)
+            case records.BatchAcknowledged() | records.BatchPassedOver() | records.GroupsSetAside():
+                self._returned_at.pop(record.batch_id, None)  # a late acknowledgement
+                self._end_lease(record.batch_id, _OUTCOMES[type(record)], record.at)
+            case records.RunReset():
+                self._leased.clear()
+                self._returned_at.clear()
 
     def _note_delivery(self, batch_id: int, owner: str) -> None:
         returned_at = self._returned_at.pop(batch_id, None)

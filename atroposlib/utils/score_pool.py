@@ -32,7 +32,7 @@ from typing import Any, Literal, Protocol, TypeVar
 
 from atroposlib.errors import AtroposError, MissingExtraError
 from atroposlib.utils.text import is_milestone
-from atroposlib.utils.tracing import child_span
+from atroposlib.utils.tracing import slow_span
 
 __all__ = ["ScoreCrashError", "ScorePool", "ScoreTimeoutError"]
 
@@ -43,6 +43,9 @@ MEMORY_LIMIT_BYTES = 4 * 2**30
 
 PR_SET_PDEATHSIG = 1
 """Option of `prctl` on Linux: signal this process when its parent ends."""
+
+TRACED_CALL_S = 0.01
+"""Calls that take less have no span: that of the score says when and how long they ran."""
 
 OWNER_CHECK_INTERVAL_S = 1.0
 CLOSING_S = 5.0
@@ -322,7 +325,7 @@ class ScorePool:
             _check_importable(function)
         self.counts["calls"] += 1
         try:
-            with child_span("rl.score.worker"):
+            with slow_span("rl.score.worker", at_least_s=TRACED_CALL_S):
                 result: Result = await self._workers().call(function, args, limit_s)
         except ScoreTimeoutError as error:
             self.counts["timeouts"] += 1

@@ -29,7 +29,7 @@ import urllib.parse
 import urllib.request
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from pathlib import Path
 from typing import Any, Protocol
@@ -57,6 +57,7 @@ __all__ = [
     "open_tracer",
     "remote_span",
     "root_span",
+    "slow_span",
     "tool_span",
     "trace_headers",
 ]
@@ -158,8 +159,17 @@ class TraceSpan:
         *,
         links: Sequence[str] = (),
         kind: int = INTERNAL,
+        start_ns: int | None = None,
     ) -> TraceSpan:
-        """Return a new child; this span itself if it records nothing."""
+        """Return a new child; this span itself if it records nothing.
+
+        Args:
+            name: Name of the operation, one of a few.
+            attributes: Attributes that are known at the start.
+            links: W3C headers of spans in other traces.
+            kind: Kind of the span.
+            start_ns: Start in nanoseconds of Unix time; None: now.
+        """
         tracer = self.tracer
         if tracer is None:
             return self
@@ -172,7 +182,7 @@ class TraceSpan:
             attributes=attributes,
             links=links,
             kind=kind,
-            start_ns=time.time_ns(),
+            start_ns=start_ns or time.time_ns(),
         )
 
     def end(self, error: BaseException | None = None, *, end_ns: int | None = None) -> None:
@@ -239,6 +249,24 @@ def child_span(
 ) -> AbstractContextManager[TraceSpan]:
     """Measure a part of the current span; without one, nothing is recorded."""
     return entered(_CURRENT.get().begin(name, attributes, kind=kind))
+
+
+@contextmanager
+def slow_span(name: str, *, at_least_s: float) -> Iterator[None]:
+    """Measure a part of the current span that is recorded only if it takes long or fails.
+
+    For parts that are many and usually short: a span would cost more than it says.
+    """
+    start_ns = time.time_ns()
+    failure: BaseException | None = None
+    try:
+        yield
+    except BaseException as error:
+        failure = error
+        raise
+    finally:
+        if failure is not None or time.time_ns() - start_ns >= at_least_s * 1e9:
+            _CURRENT.get().begin(name, start_ns=start_ns).end(failure)
 
 
 def model_span(operation: str, model: str, address: str) -> AbstractContextManager[TraceSpan]:

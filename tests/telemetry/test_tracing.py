@@ -30,6 +30,7 @@ from atroposlib.utils.tracing import (
     note_answer,
     open_tracer,
     root_span,
+    slow_span,
     trace_headers,
 )
 from tests.telemetry.spans import ReadSpan, read_spans
@@ -110,6 +111,29 @@ def test_leaving_a_loop_ends_its_span_without_an_error(tracer: Tracer, sink: Lis
 
     span = sink.spans()["turn"]
     assert (span.is_error, span.attributes) == (False, {"index": 0})
+
+
+@pytest.mark.parametrize(("at_least_s", "names"), [(60.0, ["root"]), (0.0, ["part", "root"])])
+def test_a_short_part_has_no_span(
+    tracer: Tracer, sink: ListSink, at_least_s: float, names: list[str]
+) -> None:
+    with root_span(tracer, "root"), slow_span("part", at_least_s=at_least_s):
+        pass
+    tracer.close()
+
+    spans = sink.spans()
+    assert list(spans) == names
+    assert all(span.start_ns >= spans["root"].start_ns for span in spans.values())
+
+
+def test_a_short_part_that_fails_has_one(tracer: Tracer, sink: ListSink) -> None:
+    with pytest.raises(TimeoutError), root_span(tracer, "root"):  # noqa: SIM117 - the parent
+        with slow_span("part", at_least_s=60.0):
+            raise TimeoutError
+
+    tracer.close()
+    assert sink.spans()["part"].attributes == {"error.type": "TimeoutError"}
+    assert sink.spans()["part"].parent_id == sink.spans()["root"].span_id
 
 
 def test_without_a_trace_nothing_is_recorded_and_no_header_is_sent() -> None:
