@@ -53,6 +53,14 @@ def test_least_loaded_breaks_ties_by_sessions_and_then_by_order() -> None:
     assert least_loaded([first, second], open_sessions={id(first): 1, id(second): 1}) is first
 
 
+def test_least_loaded_reads_only_the_counter_of_a_semaphore() -> None:
+    busy, idle = (
+        SimpleNamespace(sem=SimpleNamespace(_value=value), server_healthy=True) for value in (1, 2)
+    )
+
+    assert least_loaded([busy, idle]) is idle  # type: ignore[type-var]
+
+
 def test_least_loaded_without_a_healthy_server_is_the_first() -> None:
     servers = [server(is_healthy=False, train=1), server(is_healthy=False)]
 

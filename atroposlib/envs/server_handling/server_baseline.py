@@ -113,20 +113,6 @@ class AsyncSemWithAdaptiveWeight(asyncio.Semaphore):
         """Return the bound that `_value` must exceed for a slot to be free."""
         return self.max_val * (1.0 - self.weight)
 
-    @property
-    def num_held(self) -> int:
-        return self.max_val - self._value
-
-    @property
-    def num_unused(self) -> int:
-        """Number of slots that are not in use, whatever the weight."""
-        return self._value
-
-    @property
-    def num_free(self) -> float:
-        """Number of slots that may still be taken at the current weight, at least 0."""
-        return max(0.0, self._value - self.min_val())
-
     def update_weight(self, weight: float) -> None:
         self.weight = weight
         self._admit_waiters()

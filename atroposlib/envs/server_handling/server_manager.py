@@ -98,7 +98,11 @@ MAX_CONVERSATIONS = 32_768
 
 
 class HasSlots(Protocol):
-    """Attributes of a server that routing reads."""
+    """Attributes of a server that routing reads.
+
+    Of a semaphore it reads only the published names `_value`, `max_val` and `min_val()`, and
+    `least_loaded` only `_value`: tests and proxies may pass servers with semaphores of their own.
+    """
 
     server_healthy: bool
     sem: AsyncSemWithAdaptiveWeight
@@ -113,11 +117,12 @@ def free_slots(server: HasSlots, *, is_training: bool) -> float:
 
     While evaluation runs, training reserves the slots that evaluation could still use.
     """
-    eval_free = server.eval_sem.num_free
+    eval_sem, sem = server.eval_sem, server.sem
+    eval_free = max(0.0, eval_sem._value - eval_sem.min_val())
     if not is_training:
         return eval_free
-    reserved = eval_free if server.eval_sem.num_held else 0.0
-    return max(0.0, server.sem.num_free - reserved)
+    reserved = eval_free if eval_sem._value != eval_sem.max_val else 0.0
+    return max(0.0, max(0.0, sem._value - sem.min_val()) - reserved)
 
 
 def least_loaded(
@@ -141,7 +146,7 @@ def least_loaded(
     return max(
         healthy,
         key=lambda server: (
-            (server.sem if is_training else server.eval_sem).num_unused,
+            (server.sem if is_training else server.eval_sem)._value,
             -sessions.get(id(server), 0),
         ),
     )
@@ -159,7 +164,8 @@ def is_overloaded(
     """Whether a conversation should leave `server` for a less loaded one of `servers`."""
 
     def in_flight(one: HasSlots) -> int:
-        return (one.sem if is_training else one.eval_sem).num_held
+        sem = one.sem if is_training else one.eval_sem
+        return sem.max_val - sem._value
 
     least = min((in_flight(other) for other in servers if other.server_healthy), default=0)
     return in_flight(server) > OVERLOAD_RATIO * least + OVERLOAD_MARGIN

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -59,6 +61,19 @@ def test_manager_made_without_init_serves_the_harness() -> None:
 
     assert app.title == "ManagedServer OpenAI Proxy"
     assert answer["choices"][0]["message"]["content"] == "Hi"
+
+
+@pytest.mark.parametrize("sem", [SimpleNamespace(_value=100), asyncio.Semaphore(1)])
+def test_session_opens_at_a_server_with_a_semaphore_of_its_own(sem: Any) -> None:
+    harness: Any = ServerHarness()
+    harness.tokenizer = CharTokenizer()
+    harness.sem = sem
+    manager: Any = object.__new__(ServerManager)
+    manager.servers = [harness]
+    client = TestClient(create_app(manager, CharTokenizer(), "test_model"))
+
+    assert create(client)
+    assert client.get("/health").json()["sessions"] == 1
 
 
 def test_health_and_models(client: TestClient) -> None:
