@@ -119,6 +119,20 @@ async def test_server_that_honours_n_is_asked_once(
     assert len(engine.requests) == 1
 
 
+async def test_ignored_n_is_remembered_if_warnings_are_errors(
+    make_server: Callable[..., OpenAIServer],
+) -> None:
+    async with ScriptedEngine(["a"], honours_n=False) as engine:
+        server = make_server(engine)
+
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            answer = await server.chat_completion(messages=MESSAGES, n=4)
+
+    assert len(answer.choices) == 4
+    assert server.config.n_kwarg_is_ignored
+
+
 async def test_other_wrong_counts_are_an_error(
     engine: ScriptedEngine, make_server: Callable[..., OpenAIServer]
 ) -> None:

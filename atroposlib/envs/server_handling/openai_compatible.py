@@ -708,12 +708,12 @@ class OpenAICompatibleServer(APIServer):
                 f"inference server {self.health.name} answered {received} choices, "
                 f"expected {wanted}"
             )
+        self.config.n_kwarg_is_ignored = True  # first: the warning may be raised as an error
         warnings.warn(
             f"inference server {self.health.name} ignores n: asked for {wanted} choices, got 1; "
             "sending one request per choice from now on (set n_kwarg_is_ignored to skip the test)",
             stacklevel=2,
         )
-        self.config.n_kwarg_is_ignored = True
         others = await asyncio.gather(*(create(**single) for _ in range(wanted - 1)))
         return append_choices(answer, list(others))
 
