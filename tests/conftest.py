@@ -26,6 +26,16 @@ OPTIONS = (
 )
 
 
+WARNING_FILTERS = (
+    "error",
+    "ignore::DeprecationWarning",
+    "ignore::PendingDeprecationWarning",
+    "ignore::ResourceWarning",
+    "ignore::SyntaxWarning",  # of other packages, whenever Python compiles them again
+)
+"""For these tests alone: suites of others in this tree, such as `atroposlib/tests`, may warn."""
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--runproviders", action="store_true", help="run tests that need a paid API")
     parser.addoption("--run-gpu", action="store_true", help="run tests that need a GPU")
@@ -47,6 +57,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    for line in WARNING_FILTERS:
+        config.addinivalue_line("filterwarnings", line)
     # Shells start jobs in the background with SIGINT ignored, which every child would inherit.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
