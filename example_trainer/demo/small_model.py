@@ -147,10 +147,10 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise ConfigError(f"{args.folder} is a file; name another folder")
         if args.folder.exists() and any(args.folder.iterdir()):
             raise ConfigError(f"{args.folder} is not empty; name another folder, or remove it")
-        _say(f"training a small model for {args.steps} steps")
         with require_extra("trainer"):
             import torch
         torch.set_num_threads(1)  # more do not help a model of this size
+        _say(f"training a small model for {args.steps} steps")
 
         def tell(step: int, loss: float) -> None:
             if step % max(_STEPS_PER_LINE, args.steps // 10) == 0 and step < args.steps:
