@@ -2,14 +2,16 @@
 
     completion -> text after the last </think> -> boxed LaTeX -> compared with the gold answer
 
-A check may take long and, for unusual input, forever: call it through a `ScorePool`. The time
-limits of math-verify use signals, which work in the main thread only, and are disabled.
+A check may take long and, for unusual input such as `9^{9^{9}}`, forever: call it through a
+`ScorePool`, which has a time limit of its own. Outside of worker processes, the time limits of
+math-verify apply in the main thread; they use signals, which other threads cannot receive.
 """
 
 from __future__ import annotations
 
 import logging
 import multiprocessing
+import threading
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -18,6 +20,8 @@ __all__ = ["MathVerdict", "answer_text", "check_math_answer"]
 logger = logging.getLogger(__name__)
 
 THINK_END = "</think>"
+TIME_LIMIT_S = 5
+"""Limit of each step of a check in the main thread; an answer over the limit is incorrect."""
 
 
 class MathVerdict(NamedTuple):
@@ -63,7 +67,7 @@ def check_math_answer(completion: str, gold: str, *, skip_thinking: bool = True)
 
 @cache
 def _silence_parsers() -> None:
-    # They warn that their time limits are disabled, which is intended.
+    # They warn of every answer over the time limit, and that the limits are disabled in threads.
     for name in ("math_verify", "latex2sympy2_extended"):
         logging.getLogger(name).setLevel(logging.ERROR)
 
@@ -96,7 +100,7 @@ def _parse(text: str, config: Any) -> list[Any]:
                 text,
                 extraction_config=[config],
                 extraction_mode="first_match",
-                parsing_timeout=None,
+                parsing_timeout=_time_limit_s(),
             )
         )
     except Exception as error:  # noqa: BLE001 - the parser fails in many ways on unusual text
@@ -108,10 +112,15 @@ def _verify(gold: list[Any], answer: list[Any]) -> bool:
     from math_verify import verify
 
     try:
-        return bool(verify(gold, answer, timeout_seconds=None))
+        return bool(verify(gold, answer, timeout_seconds=_time_limit_s()))
     except Exception as error:  # noqa: BLE001 - comparison also fails in many ways
         logger.debug("not comparable: %s", error)
         return False
+
+
+def _time_limit_s() -> int | None:
+    is_main_thread = threading.current_thread() is threading.main_thread()
+    return TIME_LIMIT_S if is_main_thread and multiprocessing.parent_process() is None else None
 
 
 if multiprocessing.parent_process() is not None:

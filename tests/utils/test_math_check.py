@@ -78,3 +78,12 @@ def test_check_math_answer_works_off_the_main_thread() -> None:
 )
 def test_answer_text(completion: str, text: str) -> None:
     assert answer_text(completion) == text
+
+
+def test_check_that_never_ends_is_given_up_in_the_main_thread(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("atroposlib.utils.math_check.TIME_LIMIT_S", 1)
+
+    assert not check_math_answer("\\boxed{9^{9^{9}}}", "3").is_correct
+    assert not check_math_answer("\\boxed{3}", "9^{9^{9}}").is_correct
