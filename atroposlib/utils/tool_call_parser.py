@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import logging
-import re
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -33,14 +32,15 @@ def extract_tool_call(text: str, preferred_tags: Sequence[str] | None = None) ->
         preferred_tags: names of tags, tried in this order; None is `tool_call`.
     """
     for tag in preferred_tags or ("tool_call",):
-        found = re.search(rf"<{re.escape(tag)}>(.*?)</{re.escape(tag)}>", text, re.DOTALL)
-        if found:
-            return found.group(1).strip()
+        _, opening, rest = text.partition(f"<{tag}>")
+        content, closing, _ = rest.partition(f"</{tag}>")
+        if opening and closing:
+            return content.strip()
     return None
 
 
 def parse_tool_call(
-    response: str,
+    response: str | None,
     available_tools: Sequence[Mapping[str, Any]] | None = None,
     preferred_tags: Sequence[str] | None = None,
 ) -> ParsedToolCall:
@@ -49,12 +49,12 @@ def parse_tool_call(
     If its JSON is invalid, single quotes are replaced by double quotes, as some models need.
 
     Args:
-        response: the completion.
+        response: the completion; None, the content of some messages, has no call.
         available_tools: descriptions with `name` or `function.name`; a call of another tool is an
             error. None accepts every name.
         preferred_tags: see `extract_tool_call`.
     """
-    text = extract_tool_call(response, preferred_tags)
+    text = extract_tool_call(response or "", preferred_tags)
     call = _read(text) if text else None
     if not isinstance(call, dict):
         return ParsedToolCall(_NO_TOOL, {}, True)

@@ -70,5 +70,10 @@ def test_parse_tool_call(text, tools, expected):
     assert parse_tool_call(call(text), tools) == expected
 
 
-def test_parse_tool_call_without_tags_is_an_error():
-    assert parse_tool_call('{"name": "search"}') == ("-ERROR-", {}, True)
+@pytest.mark.parametrize("response", ['{"name": "search"}', "", None])
+def test_parse_tool_call_without_tags_is_an_error(response):
+    assert parse_tool_call(response) == ("-ERROR-", {}, True)
+
+
+def test_a_tag_that_is_repeated_and_never_closed_is_no_call():
+    assert extract_tool_call("<tool_call>" * 100_000) is None
