@@ -576,6 +576,7 @@ class BaseEnv(EnvHooks):
     _serving_loop: ServingLoop = made_by(_make_serving_loop)
 
     run_log: MetricsLog = held_by("_reporter")
+    wandb_run: Any = held_by("_reporter")
     run_figures: RunFigures = held_by("_reporter")
     settings_yaml: str | None = held_by("_reporter")
     drop_counts: Counter[str] = held_by("_reporter")
@@ -842,15 +843,6 @@ class BaseEnv(EnvHooks):
     def derived_batch_size(self) -> int:
         """Number of sequences of each batch that this environment may fill, -1 when unknown."""
         return self._registration.derived_batch_size
-
-    @property
-    def wandb_run(self) -> Any:
-        """The open Weights & Biases run, or None; assign a run to log to it."""
-        return self.run_log.wandb_run
-
-    @wandb_run.setter
-    def wandb_run(self, run: Any) -> None:
-        self.run_log.wandb_run = run
 
     async def _run_close_hook(self) -> None:
         self.run_figures.end()

@@ -554,6 +554,15 @@ class Reporter:
         self._env = env
         self._num_answered_before: int | None = None
 
+    @property
+    def wandb_run(self) -> Any:
+        """The open Weights & Biases run, or None; assign a run to log to it."""
+        return self.run_log.wandb_run
+
+    @wandb_run.setter
+    def wandb_run(self, run: Any) -> None:
+        self.run_log.wandb_run = run
+
     async def tolerate(self, result: Any, hook: str) -> None:
         """Await the result of a hook; count and log its exception instead of raising it."""
         try:

@@ -53,6 +53,19 @@ async def test_value_set_before_the_constructor_is_replaced_by_it(make_env: Make
     assert make_env(Early).curr_step == 0
 
 
+async def test_wandb_run_may_be_set_before_the_constructor(make_env: MakeEnv) -> None:
+    class Early(SmallEnv):
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            self.wandb_run = "early"
+            super().__init__(*args, **kwargs)
+
+    env = make_env(Early)
+    assert env.wandb_run is None
+    env.wandb_run = "own run"
+
+    assert env.run_log.wandb_run == "own run"
+
+
 async def test_property_of_a_class_sees_each_step(make_env: MakeEnv) -> None:
     class Curriculum(SmallEnv):
         steps: tuple[int, ...] = ()
