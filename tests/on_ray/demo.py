@@ -24,7 +24,7 @@ from example_trainer.cluster.run_file import read_run_file
 from example_trainer.demo.settings import DemoSettings, settings_for
 from tests.cluster.demo_run import demo_run, held_out_accuracy, make_demo_student, steps_of
 
-KILLED = ("service", "engine-0", "trainer", "environment-sums", "supervisor")
+KILLED = ("service", "engine-0", "environment-sums", "supervisor", "trainer")
 SETTINGS = {
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_enable_worker_prestart": "0",  # idle workers cost a second of CPU each
