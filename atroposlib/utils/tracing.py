@@ -258,15 +258,13 @@ def slow_span(name: str, *, at_least_s: float) -> Iterator[None]:
     For parts that are many and usually short: a span would cost more than it says.
     """
     start_ns = time.time_ns()
-    failure: BaseException | None = None
     try:
         yield
     except BaseException as error:
-        failure = error
+        _CURRENT.get().begin(name, start_ns=start_ns).end(error)
         raise
-    finally:
-        if failure is not None or time.time_ns() - start_ns >= at_least_s * 1e9:
-            _CURRENT.get().begin(name, start_ns=start_ns).end(failure)
+    if time.time_ns() - start_ns >= at_least_s * 1e9:
+        _CURRENT.get().begin(name, start_ns=start_ns).end()
 
 
 def model_span(operation: str, model: str, address: str) -> AbstractContextManager[TraceSpan]:

@@ -122,7 +122,7 @@ def free_slots(server: HasSlots, *, is_training: bool) -> float:
     if not is_training:
         return eval_free
     reserved = eval_free if eval_sem._value != eval_sem.max_val else 0.0
-    return max(0.0, max(0.0, sem._value - sem.min_val()) - reserved)
+    return max(0.0, sem._value - sem.min_val() - reserved)
 
 
 def least_loaded(
