@@ -95,7 +95,8 @@ def train_on_ray(
     scoring = {"score_backend": "RAY", "num_score_workers": 1}
     run.environments[0].settings["env"].update(scoring)
     placement = RayRun(run, file)
-    kills = [(steps * (i + 1) // (len(KILLED) + 1), name) for i, name in enumerate(KILLED)]
+    # In the first half, so that each has time to come back before the last step.
+    kills = [(steps * (i + 1) // (2 * len(KILLED)), name) for i, name in enumerate(KILLED)]
     began = time.monotonic()
     placement.submit()
     try:

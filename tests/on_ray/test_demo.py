@@ -13,7 +13,7 @@ from tests.on_ray.demo import train_on_ray
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(600)]
 
-STEPS = 8
+STEPS = 20
 SETTINGS = settings_for("quick", steps=STEPS, engine="torch")
 
 
