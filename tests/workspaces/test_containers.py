@@ -246,7 +246,7 @@ def _own_folders() -> set[str]:
 
 
 async def test_limits_end_a_command_and_the_workspace_remains(local: Workspace) -> None:
-    fork_bomb = "f() { f | f & }; f; sleep 1000"
+    fork_bomb = "f() { f | f & }; f; exec sleep 1000"
     results = [
         await local.run(["sh", "-c", fork_bomb], limits=replace(LIMITS, wall_s=3.0)),
         await local.run(
