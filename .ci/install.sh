@@ -76,7 +76,8 @@ else
     torch=$(grep -E '^torch==' .ci/constraints.txt)
     say "installing $torch (CPU build)"
     # In this order: a local wheel, torch's CPU channel, the package index.
-    if ! ls ${UV_FIND_LINKS:-/nonexistent}/torch-*cpu*.whl >/dev/null 2>&1; then
+    tag=$("$venv/bin/python" -c 'import sys; print("cp{}{}".format(*sys.version_info))')
+    if ! ls ${UV_FIND_LINKS:-/nonexistent}/torch-*cpu*-"$tag"-*.whl >/dev/null 2>&1; then
         install --torch-backend cpu "$torch" 2>/dev/null || install "$torch"
     else
         install "$torch"

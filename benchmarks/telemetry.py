@@ -145,6 +145,7 @@ def _measure_served(
     choices: int = 1,
 ) -> list[Cost]:
     from atroposlib.envs.base import APIServerConfig
+    from atroposlib.envs.running import favour_event_loop
 
     class CountedEnv(env_class):  # type: ignore[misc]
         async def cleanup(self) -> None:  # called once an item is done
@@ -176,6 +177,7 @@ def _measure_served(
         def set_tracer(tracer: Tracer | None) -> None:
             env._serving_loop._tracer = tracer
 
+        favour_event_loop()  # as the commands of environments do
         blocks = Blocks(set_tracer, per_block=GROUPS_PER_BLOCK, folder=folder)
         asyncio.run(_serve(env, blocks, num_pairs))
     return blocks.costs

@@ -24,7 +24,7 @@ from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
-from atroposlib.errors import ConfigError, InferenceError
+from atroposlib.errors import ConfigError, InferenceError, MissingExtraError
 from atroposlib.utils.text import hide_secrets
 from example_trainer.config import TrainingConfig
 from example_trainer.engine import EngineControl, engine_addresses
@@ -216,9 +216,17 @@ def checkpoint_weights(model: Any) -> dict[str, torch.Tensor]:
 
 
 def _make_source(config: TrainingConfig) -> Any:
-    """Return a `WeightSource` of vLLM, which is imported for these transports only."""
+    """Return a `WeightSource` of vLLM, which is imported for these transports only.
+
+    Raises:
+        MissingExtraError: vLLM is not installed here, only where the engine runs.
+    """
     import torch
-    from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
+
+    try:
+        from vllm.distributed.weight_transfer.base import ParamMeta, WeightSource
+    except ImportError as error:
+        raise MissingExtraError("vllm", extra="vllm") from error
 
     class CheckpointSource(WeightSource):  # type: ignore[misc]
         """The weights of an update, in the engine's element type and on the trainer's GPU."""

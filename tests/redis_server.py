@@ -110,7 +110,7 @@ class FaultyWire:
 
     async def __aexit__(self, *_: object) -> None:
         self._listener.close()
-        self._path.unlink()
+        self._path.unlink(missing_ok=True)  # Python 3.13 and later remove it themselves
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         with contextlib.suppress(OSError):

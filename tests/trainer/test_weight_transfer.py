@@ -5,13 +5,14 @@ from __future__ import annotations
 import base64
 import pickle
 import shlex
+import sys
 from typing import Any
 
 import pytest
 import torch
 from pydantic import ValidationError
 
-from atroposlib.errors import ConfigError, InferenceError
+from atroposlib.errors import ConfigError, InferenceError, MissingExtraError
 from example_trainer import weight_transfer
 from example_trainer.engine import EngineControl
 from example_trainer.vllm_manager import transfer_flags, vllm_command, vllm_environment
@@ -66,7 +67,16 @@ def test_launched_engine_gets_the_transfer_engine_and_may_unpickle_only_for_ipc(
         assert ("VLLM_ALLOW_INSECURE_SERIALIZATION" in environment) == unpickles
 
 
+def test_transfer_without_vllm_names_its_extra(tmp_path, monkeypatch):
+    for name in ("vllm", "vllm.distributed.weight_transfer.base"):  # the second may be imported
+        monkeypatch.setitem(sys.modules, name, None)
+
+    with pytest.raises(MissingExtraError, match="vllm is not installed"):
+        WeightTransfer(transfer_config(tmp_path, vllm_port=1))
+
+
 def test_nccl_with_a_launched_engine_on_the_trainers_gpu_is_refused(tmp_path):
+    pytest.importorskip("vllm")
     sync = InPlaceSync(transfer_config(tmp_path, vllm_port=1, device="cuda"))
 
     with pytest.raises(ConfigError, match="choose another one with --vllm-gpu"):
@@ -76,6 +86,7 @@ def test_nccl_with_a_launched_engine_on_the_trainers_gpu_is_refused(tmp_path):
 
 @pytest.mark.parametrize("backend", [None, "ipc"])
 def test_running_engine_without_this_transfer_engine_is_refused_with_its_command(tmp_path, backend):
+    pytest.importorskip("vllm")
     with ScriptedVllm(served_with(backend)) as engine:
         sync = InPlaceSync(transfer_config(tmp_path, vllm_port=engine.port))
         with pytest.raises(ConfigError) as refused:
