@@ -70,6 +70,11 @@ def pad_data_to_good_offset(
         make_microbatch(rows[start : start + batch_size], columns=columns)
         for start in range(0, len(rows), batch_size)
     ]
+    for i, row in enumerate(rows):  # a padded row keeps its last token, whose label is ignored
+        if len(row.tokens) <= columns:
+            microbatches[i // batch_size].tokens_BT[i % batch_size, len(row.tokens) - 1] = (
+                row.tokens[-1]
+            )
     per_row = all(group.get("advantages") is None for group in groups)
     known = [(mb.inference_logprobs_BT != MASKED_LOGPROB).any() for mb in microbatches]
     return CollatedBatch(
@@ -125,7 +130,7 @@ def compute_grpo_loss(
     itself uses `make_loss`, whose denominators count the whole batch.
 
     Args:
-        model: Called as `model(input_ids=...)`, returns an object with `.logits`.
+        model: Called as `model(tokens)`, returns an object with `.logits`.
         tokens: (B, T) inputs, already shifted.
         labels: (B, T) ids or `IGNORE_INDEX`.
         advantages: (B, 1) or (B, T).
@@ -146,7 +151,7 @@ def compute_grpo_loss(
             "inference_logprobs: None, and the ratio needs them; run the environment with "
             "--openai.server_type vllm, whose completions have logprobs"
         )
-    logits = model(input_ids=tokens).logits
+    logits = model(tokens).logits
     logprobs_BT = token_logprobs_BT(logits, labels, temperatures.flatten())
     advantages_BT = advantages.to(logprobs_BT.dtype).expand_as(labels)
     inputs = LossInputs(logprobs_BT, labels, advantages_BT, inference_logprobs)

@@ -42,6 +42,7 @@ from atroposlib.api.client_transport import (
     RetryRule,
     SyncClient,
     ack_path,
+    assigned_id,
     batch_path,
     delivered_groups,
     encode_body,
@@ -133,7 +134,7 @@ class TrajectoryApiClient:
         """Register a trainer with the fields of `POST /register`; return its id."""
         body = plain(registration)
         answer = await self._transport.send("POST", "/register", body, is_repeatable=True)
-        return int(answer["uuid"])
+        return assigned_id(answer, self.base_url)
 
     async def register_env(
         self,
@@ -316,7 +317,8 @@ class TrainerClient(SyncClient):
 
     def register(self, **registration: Any) -> int:
         """Register with the fields of `POST /register`; return the trainer's id."""
-        return int(self._ask("POST", "/register", plain(registration))["uuid"])
+        answer = self._ask("POST", "/register", plain(registration))
+        return assigned_id(answer, self.base_url)
 
     @overload
     def batch(

@@ -24,6 +24,7 @@ from typing import Any, NamedTuple
 from atroposlib.api.client_transport import (
     BINARY_FORMAT_HEADERS,
     SyncClient,
+    assigned_id,
     batch_path,
     format_of_response,
     leased_batch,
@@ -169,7 +170,7 @@ class Consumer(SyncClient):
                 "stand in for one: set ATROPOS_API_TOKEN to a trainer's or admin's token"
             )
             return
-        self._uuid, self._other = int(answer["uuid"]), None
+        self._uuid, self._other = assigned_id(answer, self.base_url), None
         self._was_registered = True
         self._can_hand_over = answer.get("consumer") == full_name
         if not self._can_hand_over:

@@ -355,6 +355,23 @@ def ack_path(batch_id: str, *, steps_done: int | None) -> str:
     return f"/batch/{batch_id}/ack{query}"
 
 
+def assigned_id(answer: Any, url: str) -> int:
+    """Return the trainer's id in a response of `POST /register`.
+
+    Raises:
+        TrajectoryApiError: the response has none; another program may listen at the address.
+    """
+    uuid = answer.get("uuid") if isinstance(answer, dict) else None
+    try:
+        return int(uuid)  # type: ignore[arg-type]  # checked by the conversion
+    except (TypeError, ValueError):
+        raise TrajectoryApiError(
+            f"POST {without_secrets(url)}/register: the response has no integer uuid; check that a "
+            "trajectory service (`run-api`) listens at this address",
+            status=200,
+        ) from None
+
+
 def delivered_groups(answer: Mapping[str, Any], url: str) -> list[dict[str, Any]] | None:
     """Return the groups of a response of `GET /batch`; None if no batch is ready.
 

@@ -83,6 +83,14 @@ def test_plain_batch_asks_as_trainers_always_did_and_offers_the_binary_format(se
     assert headers["Accept"] == "application/msgpack; zstd=1, application/json;q=0.5"
 
 
+@pytest.mark.parametrize("answer", [{}, {"uuid": None}, {"uuid": "x"}, [], "registered"])
+def test_registration_without_an_id_names_the_address(service, client, answer):
+    service.answers = [(200, answer)]
+
+    with pytest.raises(TrajectoryApiError, match="/register: the response has no integer uuid"):
+        client.register(batch_size=1)
+
+
 def test_batch_says_how_long_to_wait(service, client):
     service.answers = [(200, {"batch": None})]
 

@@ -197,6 +197,14 @@ def test_contract_door_pads_the_whole_batch_alike_and_returns_five_lists():
     assert torch.equal(collated.inference_logprobs[1], torch.ones(1, 128))
 
 
+def test_earlier_collation_shifts_after_padding_so_that_short_rows_keep_their_last_token():
+    collated = pad_data_to_good_offset({"batch": [group([[7] * 62, [8, 9]], [1.0, 0.0])]}, 1)
+
+    assert collated.tokens[0].tolist() == [[1, 2, 3] + [7] * 61]
+    assert collated.tokens[1].tolist() == [[1, 2, 3, 8, 9] + [0] * 59]
+    assert collated.labels[1].tolist() == [[-100, -100, 8, 9] + [-100] * 60]
+
+
 def test_contract_door_without_any_logprobs_returns_none_for_them():
     collated = pad_data_to_good_offset({"batch": [group([[7]], [1.0])]}, 2)
 

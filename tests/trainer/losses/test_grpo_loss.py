@@ -31,7 +31,7 @@ def scripted_logits(logprobs=TRAINER, *, temperature=1.0):
 def compute(*, labels=LABELS, inference=INFERENCE, temperature=1.0, accumulation=1, **settings):
     logits = scripted_logits(temperature=temperature)
     loss, metrics = compute_grpo_loss(
-        lambda input_ids: SimpleNamespace(logits=logits),
+        lambda x: SimpleNamespace(logits=logits),
         torch.zeros(4, 3, dtype=torch.long),
         labels,
         double(ADVANTAGES)[:, :1],
