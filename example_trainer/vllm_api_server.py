@@ -295,6 +295,8 @@ def generation_routes(state: CompanionState) -> APIRouter:
         probe = GenerateRequest({"prompt_token_ids": [0]}, False, {"max_tokens": 1})
         try:
             output = await unless_disconnected(request.receive, _finish(engine, state, probe))
+        except asyncio.CancelledError:  # by the engine, or as this server stops
+            return Response(status_code=_CLIENT_CLOSED)
         except Exception:
             logger.exception("the engine cannot generate")
             return JSONResponse({"detail": "the engine cannot generate"}, status_code=500)
@@ -534,11 +536,10 @@ def adapter_routes(state: CompanionState) -> APIRouter:
 
 
 async def _load(state: CompanionState, request: LoadRequest) -> dict[str, Any]:
-    engine = state.engine()
+    engine, path = state.engine(), Path(request.adapter_path)
+    config = await asyncio.to_thread(_read_config, path)
     if not state.facts.has_lora:
         raise RequestError("this engine does not support adapters; start it with --enable-lora")
-    path = Path(request.adapter_path)
-    config = await asyncio.to_thread(_read_config, path)
     number = state.load_count + 1
     adapter = LoadedAdapter(request.adapter_name or f"adapter_{number}", number, str(path))
     await _add_to_engine(engine, state.find_types().lora_request(adapter.name, number, str(path)))

@@ -51,7 +51,7 @@ class Engine:
         self.asked: list[Any] = []
         self.adapters: dict[int, str] = {}
         self.calls: list[Any] = []
-        self.broken: Exception | None = None
+        self.broken: BaseException | None = None
         self.paused = False
 
     async def generate(self, prompt, params, request_id, *, lora_request=None):

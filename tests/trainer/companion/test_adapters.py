@@ -112,3 +112,5 @@ def test_engine_without_adapters_says_how_to_get_them(engine, adapter):
 
     assert answer.status_code == 400
     assert "--enable-lora" in answer.json()["detail"]
+    answer = client.post("/lora/load", json={"adapter_path": str(adapter / "missing")})
+    assert answer.status_code == 404

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import pytest
@@ -119,6 +120,10 @@ def test_health_generate_tells_whether_the_engine_writes(client, engine):
     engine.broken = RuntimeError("the engine is dead")
 
     assert client.get("/health_generate").status_code == 500
+
+    engine.broken = asyncio.CancelledError()
+
+    assert client.get("/health_generate").status_code == 499
 
 
 @pytest.mark.parametrize(
