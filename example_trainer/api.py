@@ -223,8 +223,11 @@ class TrajectoryFeed:
             logger.warning("batch %s was acknowledged after its lease ended: %s", batch_id, error)
 
     def _why_no_batch(self, step: int) -> str:
+        status = self._client.status()
+        if status.get("stalls"):
+            return "; ".join(stall["message"] for stall in status["stalls"])
         # Services of earlier versions count rejected batches as steps.
-        service_step = int(self._client.status()["current_step"])
+        service_step = int(status["current_step"])
         if service_step <= step:
             return "are environments running?"
         return (

@@ -275,8 +275,11 @@ def run_training(
             config = make_config()
             with collection_paused(freezes=True):
                 import torch  # noqa: F401 - reported here if missing, not later
+
+                from example_trainer.model import require_device
         require_built_mode(config)
         require_reference(config)
+        require_device(config.device)
         require_model_folder(config.model_name)
     except MissingExtraError as error:
         parser.exit(2, f"{parser.prog}: {error}\n")

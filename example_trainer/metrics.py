@@ -512,6 +512,9 @@ _WRONG_MODE_GAP = 0.05
 rounding causes less."""
 
 
+_TRAINED_TOKENS = ("train/trained_tokens", "sft/token_count", "distill/token_count")
+
+
 class StepNotes:
     """Logs warnings about suspicious batches and metrics."""
 
@@ -538,6 +541,11 @@ class StepNotes:
             logger.warning(
                 "no group had an advantage, a demonstration or teacher logprobs: this batch had no "
                 "gradient"
+            )
+        if not any(metrics.get(name) for name in _TRAINED_TOKENS):
+            logger.warning(
+                "no token of this batch is trained: all labels are masked, in the groups or since "
+                "they are beyond seq_len"
             )
         if summary.num_truncated_rows:
             logger.warning("%d sequences were truncated to seq_len", summary.num_truncated_rows)

@@ -30,6 +30,7 @@ __all__ = [
     "is_adapter",
     "load_frozen_model",
     "load_model_and_tokenizer",
+    "require_device",
     "without_adapters",
 ]
 
@@ -156,7 +157,7 @@ def load_model_and_tokenizer(
         from transformers import AutoTokenizer
     except ImportError as error:
         raise MissingExtraError("torch", extra="trainer") from error
-    _require_device(config.device, torch)
+    require_device(config.device)
     # A checkpoint of adapters does not contain the model.
     name = config.model_name if config.uses_lora else source or config.model_name
     try:
@@ -275,7 +276,10 @@ def _freeze_vision(model: Any) -> None:
     vision_encoder(model).requires_grad_(False)
 
 
-def _require_device(device: str, torch: Any) -> None:
+def require_device(device: str) -> None:
+    """Raise `ConfigError` for a GPU that torch does not see."""
+    import torch
+
     if not device.startswith("cuda"):
         return
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0

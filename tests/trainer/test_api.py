@@ -54,9 +54,11 @@ class ScriptedClient:
         self.acknowledged = []
         self.ack_errors = []
         self.service_step = 0
+        self.stalls = []
 
     def status(self):
-        return {"current_step": self.service_step, "queue_size": 0}
+        stalls = {"stalls": self.stalls} if self.stalls else {}
+        return {"current_step": self.service_step, "queue_size": 0, **stalls}
 
     def ack(self, batch_id, *, steps_done=None):
         self.acknowledged.append((batch_id, steps_done))
@@ -198,6 +200,18 @@ def test_feed_that_waits_for_long_says_when_the_service_counts_more_steps(
 
     assert caplog.text.count("no full batch yet") == 1
     assert expected in caplog.text
+
+
+def test_feed_that_waits_for_long_repeats_why_the_service_forms_no_batch(tmp_path, caplog):
+    client = ScriptedClient(*[None] * 60, BATCH)
+    message = "groups of 4 do not add up to a batch of 6"
+    client.stalls = [{"reason": "queue/unpackable", "num_sequences": 8, "message": message}]
+    feed, _ = make_feed(client, tmp_path)
+
+    with caplog.at_level("INFO"):
+        feed.next_batch(0)
+
+    assert f"step 1: no full batch yet; {message}" in caplog.text
 
 
 def test_feed_reports_the_policy_once(tmp_path):

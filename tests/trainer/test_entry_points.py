@@ -84,6 +84,14 @@ def test_wrong_settings_exit_with_2_before_anything_is_loaded(argv, message, cap
     assert message in capsys.readouterr().err
 
 
+def test_gpu_that_is_not_there_ends_the_run_before_it_waits_for_a_service(capsys):
+    with pytest.raises(SystemExit) as exit_info:
+        grpo.main(["--model", "m", "--device", "cuda:4711"])
+
+    assert exit_info.value.code == 2
+    assert "device=cuda:4711: torch sees" in capsys.readouterr().err
+
+
 def test_launcher_has_no_mode_flag(capsys):
     with pytest.raises(SystemExit) as exit_info:
         run.main(["--model", "m", "--weight-bridge-mode", "none"])

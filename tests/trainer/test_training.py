@@ -209,6 +209,15 @@ def test_run_leaves_bad_groups_out_and_counts_them(tmp_path, caplog):
     assert "group 0: images: the model is text only" in caplog.text
 
 
+def test_batch_without_a_trained_token_is_named(tmp_path, caplog):
+    trainer = make_trainer(tmp_path, training_steps=1, seq_len=3)  # as long as the prompt
+
+    trainer.run()
+
+    assert "no token of this batch is trained" in caplog.text
+    assert "4 sequences were truncated to seq_len" in caplog.text
+
+
 HUGE = GOOD | {"scores": [1e308, -1e308] * 2}
 HUGE_TOKENS = GOOD | {"advantages": [1e308, -1e308] * 2}
 MADE_FROM_TEXT = GOOD | {"tokenized_from_text": True}
