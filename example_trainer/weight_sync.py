@@ -35,6 +35,7 @@ from example_trainer.vllm_manager import (
     check_vllm_health,
     is_port_in_use,
     launches_with_processed_logprobs,
+    require_engine_package,
     wait_for_orphaned_engine,
 )
 from example_trainer.weight_transfer import WeightTransfer
@@ -68,6 +69,7 @@ class OwnedEngine:
                 f"--weight-bridge-mode {self.mode_for_running_engine} to update a vLLM that is "
                 "already running"
             )
+        require_engine_package(self._config)
 
     def before_step(self, *, sync_follows: bool) -> None:
         """Stop the engine, which frees its GPU memory, if it is restarted after the step."""
@@ -503,6 +505,7 @@ class InPlaceSync:
                     "of the trainer; choose another one with --vllm-gpu, or use "
                     "--sync-transport ipc"
                 )
+            require_engine_package(self._config)
             return
         if not check_vllm_health(port, host):
             raise EngineSetupError(

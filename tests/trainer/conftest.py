@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -15,10 +16,11 @@ FAKE_ENGINE = Path(__file__).with_name("fake_engine")
 
 @pytest.fixture
 def fake_vllm(monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Lets child processes find the stand-in engine where they look for vLLM."""
+    """Lets child processes, and a check that vLLM is installed, find the stand-in engine."""
     inherited = os.environ.get("PYTHONPATH")
     paths = [str(FAKE_ENGINE), *([inherited] if inherited else [])]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(paths))
+    monkeypatch.setattr(sys, "path", [*sys.path, str(FAKE_ENGINE)])
     return FAKE_ENGINE
 
 

