@@ -39,6 +39,7 @@ __all__ = [
     "random_states",
     "replace_directory",
     "save_checkpoint",
+    "save_lora_checkpoint",
     "save_training_state",
     "write_file",
 ]
@@ -83,6 +84,7 @@ def save_checkpoint(
     save_path: str | Path,
     step: int,
     is_final: bool = False,
+    safe_mode: bool = True,
     *,
     final_name: str = "final_model",
     optimizer: Any = None,
@@ -97,6 +99,7 @@ def save_checkpoint(
     It is named `step_<step>`, or `final_name` if `is_final`, and replaces an existing one. With an
     optimizer, a run can resume from it; the arguments after `optimizer` are those of
     `save_training_state`. Unless `writes`, only the path is returned, for ranks other than 0.
+    `safe_mode`, of the earlier trainer, has no effect: weights are always safetensors.
     """
 
     def write(directory: Path) -> None:
@@ -116,6 +119,14 @@ def save_checkpoint(
 
     path = Path(save_path) / (final_name if is_final else f"step_{step}")
     return replace_directory(path, write) if writes else path
+
+
+def save_lora_checkpoint(
+    model: Any, save_path: str | Path, step: int, is_final: bool = False
+) -> Path:
+    """Save adapters as `adapter_step_<step>` or `final_adapter`, and return the directory."""
+    path = Path(save_path) / ("final_adapter" if is_final else f"adapter_step_{step}")
+    return replace_directory(path, model.save_pretrained)
 
 
 def random_states() -> dict[str, Any]:

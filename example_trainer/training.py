@@ -13,10 +13,12 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from atroposlib.api.client import LeasedBatch
 from atroposlib.errors import ConfigError, GroupError
@@ -61,6 +63,7 @@ __all__ = [
     "learning_rate_at",
     "make_loss",
     "row_rules",
+    "run_training_step",
 ]
 
 logger = logging.getLogger(__name__)
@@ -236,6 +239,71 @@ def learning_rate_at(step: int, config: TrainingConfig) -> float:
     if config.lr_schedule == "cosine":
         left = 0.5 * (1.0 + math.cos(math.pi * progress))
     return config.min_lr + (config.lr - config.min_lr) * left
+
+
+def run_training_step(
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    token_batches: Sequence[torch.Tensor],
+    label_batches: Sequence[torch.Tensor],
+    advantage_batches: Sequence[torch.Tensor],
+    temperature_batches: Sequence[torch.Tensor],
+    config: TrainingConfig,
+    step_idx: int,
+    inference_logprob_batches: Sequence[torch.Tensor] | None = None,
+) -> dict[str, float]:
+    """Do one optimizer step on the lists of `pad_data_to_good_offset`, as the earlier trainer did.
+
+    The loss is `compute_grpo_loss`, divided by the number of microbatches. The training loop does
+    not use this function.
+
+    Args:
+        model: See `compute_grpo_loss`.
+        optimizer: Its learning rate is set to that of the step.
+        token_batches: Inputs (B, T) per microbatch; the other lists have the same length.
+        label_batches: (B, T).
+        advantage_batches: (B, 1) or (B, T).
+        temperature_batches: (B, 1, 1).
+        config: Settings of the learning rate, the clip and the device.
+        step_idx: Number of completed optimizer steps.
+        inference_logprob_batches: (B, T).
+
+    Returns:
+        `loss` is the sum over microbatches, `pos_count` and `neg_count` are numbers of sequences,
+        and `pos_logp`, `neg_logp`, `mean_ratio` and `clipped_fraction` means over microbatches;
+        `lr` and `grad_norm` as well.
+
+    Raises:
+        ConfigError: there are no inference logprobs.
+    """
+    num = len(token_batches)
+    learning_rate = learning_rate_at(step_idx, config)
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+    optimizer.zero_grad()
+    inference = inference_logprob_batches or [None] * num
+    columns = (token_batches, label_batches, advantage_batches, temperature_batches, inference)
+    sums: dict[str, float] = dict.fromkeys(_SUMMED + _AVERAGED, 0.0)
+    total = 0.0
+    for tensors in zip(*columns, strict=True):
+        tokens, labels, advantages, temperatures, logprobs = (
+            None if tensor is None else tensor.to(config.device) for tensor in tensors
+        )
+        loss, metrics = compute_grpo_loss(
+            model, tokens, labels, advantages, temperatures, num, logprobs, config.clip_eps
+        )
+        loss.backward()
+        total += loss.item()
+        for name in sums:
+            sums[name] += metrics[name] / (num if name in _AVERAGED else 1)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
+    optimizer.step()
+    optimizer.zero_grad()
+    return {"loss": total, "lr": learning_rate, "grad_norm": float(norm), **sums}
+
+
+_SUMMED = ("pos_count", "neg_count")
+_AVERAGED = ("pos_logp", "neg_logp", "mean_ratio", "clipped_fraction")
 
 
 class Trainer:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import inspect
 
 import pytest
+import torch
 
 import example_trainer
 from atroposlib.errors import ConfigError
-from example_trainer import api, data, grpo, trainers
+from example_trainer import api, checkpointing, data, grpo, trainers, training
 from example_trainer.config import TrainingConfig
-from tests.trainer.tiny import tiny_config
+from tests.trainer.tiny import SavedTokenizer, group, tiny_config, tiny_llama
 
 
 @pytest.mark.parametrize(
@@ -55,6 +56,59 @@ def test_function_takes_what_it_always_took(function, parameters):
 
 def test_batch_is_asked_for_at_the_default_address_as_in_the_single_file():
     assert inspect.signature(api.get_batch).parameters["url"].default == "http://localhost:8000"
+
+
+def collated(*, microbatch=2):
+    groups = [group([[7], [8, 9], [7, 7]], [1.0, 0.0, 0.5], logprob=-3.0)]
+    return data.pad_data_to_good_offset({"batch": groups}, microbatch)
+
+
+def test_training_step_is_one_update_by_the_sum_of_the_microbatch_losses(tmp_path):
+    config = tiny_config(tmp_path, warmup_steps=4, lr=0.4, max_grad_norm=1e9)
+    model, expected = tiny_llama(), tiny_llama()
+    batches = collated()
+    losses = [
+        training.compute_grpo_loss(expected, *tensors, 2, logprobs)[0]
+        for *tensors, logprobs in zip(*batches, strict=True)
+    ]
+    sum(losses).backward()
+    torch.optim.SGD(expected.parameters(), lr=0.2).step()
+
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+    result = training.run_training_step(model, optimizer, *batches[:4], config, 1, batches[4])
+
+    assert set(result) == {
+        "loss", "lr", "grad_norm", "pos_logp", "neg_logp", "pos_count", "neg_count", "mean_ratio",
+        "clipped_fraction",
+    }  # fmt: skip
+    assert result["loss"] == pytest.approx(sum(loss.item() for loss in losses))
+    assert result["lr"] == pytest.approx(0.4 * 2 / 4)
+    assert (result["pos_count"], result["neg_count"]) == (1, 2)
+    for ours, theirs in zip(model.parameters(), expected.parameters(), strict=True):
+        assert torch.allclose(ours, theirs, atol=1e-7)
+        assert ours.grad is None
+
+
+def test_training_step_without_inference_logprobs_says_how_to_get_them(tmp_path):
+    model = tiny_llama()
+    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
+
+    with pytest.raises(ValueError, match=r"--openai\.server_type vllm"):
+        training.run_training_step(model, optimizer, *collated()[:4], tiny_config(tmp_path), 0)
+
+
+def test_checkpoint_functions_take_the_earlier_arguments(tmp_path):
+    model = tiny_llama()
+
+    path = checkpointing.save_checkpoint(model, SavedTokenizer(), str(tmp_path), 3, False, True)
+    adapters = [
+        checkpointing.save_lora_checkpoint(model, str(tmp_path), 3),
+        checkpointing.save_lora_checkpoint(model, str(tmp_path), 3, True),
+    ]
+
+    assert (path / "model.safetensors").is_file()
+    assert path.name == "step_3"
+    assert [folder.name for folder in adapters] == ["adapter_step_3", "final_adapter"]
 
 
 @pytest.mark.parametrize(
