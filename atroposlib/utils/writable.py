@@ -12,12 +12,13 @@ from atroposlib.errors import ConfigError
 __all__ = ["require_writable_file", "require_writable_folder", "unwritable"]
 
 
-def require_writable_folder(folder: str | Path, setting: str, *, makes: bool = True) -> Path:
+def require_writable_folder(folder: str | Path, setting: str | None, *, makes: bool = True) -> Path:
     """Return a folder after checking that files can be written to it.
 
     Args:
         folder: the folder.
-        setting: setting of the folder for the message, such as `--save-path`.
+        setting: setting of the folder for the message, such as `--save-path`; None for an argument
+            without a flag.
         makes: Whether a missing folder is created; if not, it is checked that it could be.
 
     Raises:

@@ -27,6 +27,7 @@ from atroposlib.utils.command_parser import (
     exit_code_of,
     integer_between,
 )
+from atroposlib.utils.writable import require_writable_folder
 from example_trainer.cli import require_extra
 from example_trainer.demo.settings import TinyModelShape, save_tiny_model
 from example_trainer.demo.student import encode_conversation, student_of, supervised_steps
@@ -147,6 +148,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             raise ConfigError(f"{args.folder} is a file; name another folder")
         if args.folder.exists() and any(args.folder.iterdir()):
             raise ConfigError(f"{args.folder} is not empty; name another folder, or remove it")
+        require_writable_folder(args.folder, None, makes=False)
         with require_extra("trainer"):
             import torch
         torch.set_num_threads(1)  # more do not help a model of this size

@@ -97,6 +97,18 @@ def test_folder_with_files_is_left_as_it_is(
     assert [path.name for path in tmp_path.iterdir()] == ["notes"]
 
 
+def test_folder_that_cannot_be_written_is_refused_before_the_training(tmp_path, capsys) -> None:
+    (tmp_path / "file").write_text("")
+
+    with pytest.raises(SystemExit) as ended:
+        main([str(tmp_path / "file" / "model")])
+
+    assert ended.value.code == 2
+    message = capsys.readouterr().err
+    assert "is a file; expected a folder; choose another place" in message
+    assert "training a small model" not in message
+
+
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
