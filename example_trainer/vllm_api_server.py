@@ -155,11 +155,17 @@ class CompanionState:
     _requests: itertools.count[int] = field(default_factory=itertools.count)
 
     def engine(self) -> Any:
-        """Return the engine; 503 before it has started."""
+        """Return the engine; 503 before it has started and after it has died."""
         engine = self.find_engine()
         if engine is None:
             raise HTTPException(503, "the engine has not started")
+        if self.is_dead():
+            raise HTTPException(503, "the engine has died; see the log, and restart this server")
         return engine
+
+    def is_dead(self) -> bool:
+        """Whether the processes of the engine have ended, as vLLM reports it."""
+        return getattr(self.find_engine(), "errored", False) is True
 
     def request_id(self) -> str:
         return f"companion-{next(self._requests)}"
@@ -287,7 +293,7 @@ def generation_routes(state: CompanionState) -> APIRouter:
 
     @router.get("/health")
     async def health() -> Response:
-        return Response()
+        return Response(status_code=503 if state.is_dead() else 200)
 
     @router.get("/health_generate")
     async def health_generate(request: Request) -> Response:

@@ -53,6 +53,7 @@ class Engine:
         self.calls: list[Any] = []
         self.broken: BaseException | None = None
         self.paused = False
+        self.errored = False
 
     async def generate(self, prompt, params, request_id, *, lora_request=None):
         self.asked.append((prompt, params, request_id, lora_request))

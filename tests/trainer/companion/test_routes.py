@@ -113,6 +113,17 @@ def test_what_the_engine_refuses_is_passed_on(client, engine, stream, kind):
     assert answer.json() == {"detail": "the prompt has 9 tokens, the model takes 8"}
 
 
+def test_dead_engine_is_not_healthy(client, engine):
+    assert client.get("/health").status_code == 200
+
+    engine.errored = True
+
+    assert client.get("/health").status_code == 503
+    answer = client.post("/generate", json={"prompt": "x"})
+    assert answer.status_code == 503
+    assert answer.json() == {"detail": "the engine has died; see the log, and restart this server"}
+
+
 def test_health_generate_tells_whether_the_engine_writes(client, engine):
     assert client.get("/health_generate").status_code == 200
     assert engine.asked[0][0] == {"prompt_token_ids": [0]}
