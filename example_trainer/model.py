@@ -30,6 +30,7 @@ __all__ = [
     "is_adapter",
     "load_frozen_model",
     "load_model_and_tokenizer",
+    "num_learned_positions",
     "require_device",
     "without_adapters",
 ]
@@ -184,6 +185,25 @@ def load_model_and_tokenizer(
         for parameter_name, parameter in model.named_parameters():
             logger.info("%s %s %s", parameter_name, tuple(parameter.shape), parameter.dtype)
     return model, tokenizer
+
+
+_POSITION_EMBEDDINGS = ("wpe", "embed_positions", "position_embeddings")
+"""Names of learned embeddings of positions in GPT-2, OPT and BERT, and their relatives."""
+
+
+def num_learned_positions(model: Any) -> int | None:
+    """Return the number of tokens for which a model has learned positions.
+
+    None: it computes them, as with rotary embeddings, and has no such limit.
+    """
+    for name, module in model.named_modules():
+        size = getattr(module, "num_embeddings", None)
+        if size is not None and name.rpartition(".")[2] in _POSITION_EMBEDDINGS:
+            # OPT and RoBERTa leave the first rows unused.
+            padding = getattr(module, "padding_idx", None)
+            unused = getattr(module, "offset", 0 if padding is None else padding + 1)
+            return int(size) - int(unused)
+    return None
 
 
 def load_frozen_model(name: str, config: TrainingConfig) -> Any:

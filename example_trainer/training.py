@@ -47,7 +47,7 @@ from example_trainer.metrics import (
     step_line,
     sum_stats,
 )
-from example_trainer.model import autocast
+from example_trainer.model import autocast, num_learned_positions
 from example_trainer.parallel import ONE_PROCESS, Parallel
 from example_trainer.policy import PreparedPolicy, Reference, log_step_plan, prepare_policy
 from example_trainer.rows import RowRules
@@ -223,6 +223,18 @@ def row_rules(config: TrainingConfig) -> RowRules:
     )
 
 
+def _usable_length(model: Any, config: TrainingConfig) -> int:
+    """Return `seq_len`, or the number of the model's positions if that is smaller."""
+    positions = num_learned_positions(model)
+    if positions is None or positions >= config.seq_len:
+        return config.seq_len
+    logger.warning(
+        "seq_len=%d exceeds the %d positions of the model: longer sequences are truncated to that",
+        *(config.seq_len, positions),
+    )
+    return positions
+
+
 def learning_rate_at(step: int, config: TrainingConfig) -> float:
     """Return the learning rate of the optimizer step after `step` completed ones.
 
@@ -370,6 +382,7 @@ class Trainer:
         self._min_shared_fraction = policy.min_shared_fraction
         self._rules = replace(
             row_rules(config),
+            seq_len=_usable_length(model, config),
             vocabulary=model.get_input_embeddings().weight.shape[0],
             scores_reference=reference is not None,
             images=images,

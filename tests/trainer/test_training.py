@@ -218,6 +218,22 @@ def test_batch_without_a_trained_token_is_named(tmp_path, caplog):
     assert "4 sequences were truncated to seq_len" in caplog.text
 
 
+def test_sequences_end_with_the_learned_positions_of_the_model(tmp_path, caplog):
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    shape = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 16}
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=32, **shape, bos_token_id=0, eos_token_id=0))
+    long = group([[PREFERRED] * 20, [REJECTED]] * 2, [1.0, 0.0] * 2)
+    trainer = make_trainer(
+        tmp_path, groups=[long], model=model, training_steps=1, packing="off", pad_multiple=1
+    )
+
+    trainer.run()
+
+    assert "seq_len=64 exceeds the 16 positions of the model" in caplog.text
+    assert "2 sequences were truncated to seq_len" in caplog.text
+
+
 HUGE = GOOD | {"scores": [1e308, -1e308] * 2}
 HUGE_TOKENS = GOOD | {"advantages": [1e308, -1e308] * 2}
 MADE_FROM_TEXT = GOOD | {"tokenized_from_text": True}
