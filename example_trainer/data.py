@@ -1,9 +1,9 @@
-"""The earlier trainer's functions for a batch and its loss, based on `batch` and `loss`."""
+"""The earlier trainer's functions for a batch, its loss and a step, from `batch` and `loss`."""
 
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -12,13 +12,22 @@ from atroposlib.errors import ConfigError, GroupError
 from atroposlib.scored_data import IGNORE_INDEX, MASKED_LOGPROB
 from example_trainer.api import get_batch
 from example_trainer.batch import make_microbatch, padded_length
+from example_trainer.config import TrainingConfig
 from example_trainer.loss import BatchTotals, Grpo, LossInputs, TrainingLoss, log_ratio_BT
 from example_trainer.rows import RowRules, rows_from_group
 from example_trainer.scoring import token_logprobs_BT
 
-__all__ = ["CollatedBatch", "compute_grpo_loss", "get_data", "pad_data_to_good_offset"]
+__all__ = [
+    "CollatedBatch",
+    "compute_grpo_loss",
+    "get_data",
+    "pad_data_to_good_offset",
+    "run_training_step",
+]
 
 _NO_LIMIT = 2**31
+_SUMMED = ("pos_count", "neg_count")
+_AVERAGED = ("pos_logp", "neg_logp", "mean_ratio", "clipped_fraction")
 
 
 class CollatedBatch(NamedTuple):
@@ -195,3 +204,65 @@ def _metrics(
 
 def _mean(values: torch.Tensor) -> float:
     return float(values.mean()) if values.numel() else 0.0
+
+
+def run_training_step(
+    model: Any,
+    optimizer: torch.optim.Optimizer,
+    token_batches: Sequence[torch.Tensor],
+    label_batches: Sequence[torch.Tensor],
+    advantage_batches: Sequence[torch.Tensor],
+    temperature_batches: Sequence[torch.Tensor],
+    config: TrainingConfig,
+    step_idx: int,
+    inference_logprob_batches: Sequence[torch.Tensor] | None = None,
+) -> dict[str, float]:
+    """Do one optimizer step on the lists of `pad_data_to_good_offset`, as the earlier trainer did.
+
+    The loss is `compute_grpo_loss`, divided by the number of microbatches. The training loop does
+    not use this function.
+
+    Args:
+        model: See `compute_grpo_loss`.
+        optimizer: Its learning rate is set: it rises over `warmup_steps`, then it is constant.
+        token_batches: Inputs (B, T) per microbatch; the other lists have the same length.
+        label_batches: (B, T).
+        advantage_batches: (B, 1) or (B, T).
+        temperature_batches: (B, 1, 1).
+        config: Settings of the learning rate, the clip and the device.
+        step_idx: Number of completed optimizer steps.
+        inference_logprob_batches: (B, T).
+
+    Returns:
+        `loss` is the sum over microbatches, `pos_count` and `neg_count` are numbers of sequences,
+        and `pos_logp`, `neg_logp`, `mean_ratio` and `clipped_fraction` means over microbatches;
+        `lr` and `grad_norm` as well.
+
+    Raises:
+        ConfigError: there are no inference logprobs.
+    """
+    num = len(token_batches)
+    warmup = (step_idx + 1) / config.warmup_steps if step_idx < config.warmup_steps else 1.0
+    learning_rate = config.lr * warmup
+    for group in optimizer.param_groups:
+        group["lr"] = learning_rate
+    optimizer.zero_grad()
+    inference = inference_logprob_batches or [None] * num
+    columns = (token_batches, label_batches, advantage_batches, temperature_batches, inference)
+    sums: dict[str, float] = dict.fromkeys(_SUMMED + _AVERAGED, 0.0)
+    total = 0.0
+    for tensors in zip(*columns, strict=True):
+        tokens, labels, advantages, temperatures, logprobs = (
+            None if tensor is None else tensor.to(config.device) for tensor in tensors
+        )
+        loss, metrics = compute_grpo_loss(
+            model, tokens, labels, advantages, temperatures, num, logprobs, config.clip_eps
+        )
+        loss.backward()
+        total += loss.item()
+        for name in sums:
+            sums[name] += metrics[name] / (num if name in _AVERAGED else 1)
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
+    optimizer.step()
+    optimizer.zero_grad()
+    return {"loss": total, "lr": learning_rate, "grad_norm": float(norm), **sums}

@@ -32,6 +32,7 @@ __all__ = [
     "load_model_and_tokenizer",
     "num_learned_positions",
     "require_device",
+    "usable_length",
     "without_adapters",
 ]
 
@@ -204,6 +205,18 @@ def num_learned_positions(model: Any) -> int | None:
             unused = getattr(module, "offset", 0 if padding is None else padding + 1)
             return int(size) - int(unused)
     return None
+
+
+def usable_length(model: Any, config: TrainingConfig) -> int:
+    """Return `seq_len`, or the number of the model's positions if that is smaller."""
+    positions = num_learned_positions(model)
+    if positions is None or positions >= config.seq_len:
+        return config.seq_len
+    logger.warning(
+        "seq_len=%d exceeds the %d positions of the model: longer sequences are truncated to that",
+        *(config.seq_len, positions),
+    )
+    return positions
 
 
 def load_frozen_model(name: str, config: TrainingConfig) -> Any:

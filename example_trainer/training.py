@@ -13,12 +13,10 @@ import itertools
 import logging
 import math
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
-
-import torch
 
 from atroposlib.api.client import LeasedBatch
 from atroposlib.errors import ConfigError, GroupError
@@ -33,7 +31,7 @@ from example_trainer.checkpointing import (
     weights_checksum,
 )
 from example_trainer.config import TrainingConfig
-from example_trainer.data import compute_grpo_loss
+from example_trainer.data import compute_grpo_loss, run_training_step
 from example_trainer.images import TEXT_ONLY, ImageSupport
 from example_trainer.loss import LossInputs, make_loss
 from example_trainer.metrics import (
@@ -47,7 +45,7 @@ from example_trainer.metrics import (
     step_line,
     sum_stats,
 )
-from example_trainer.model import autocast, num_learned_positions
+from example_trainer.model import autocast, usable_length
 from example_trainer.parallel import ONE_PROCESS, Parallel
 from example_trainer.policy import PreparedPolicy, Reference, log_step_plan, prepare_policy
 from example_trainer.rows import RowRules
@@ -223,18 +221,6 @@ def row_rules(config: TrainingConfig) -> RowRules:
     )
 
 
-def _usable_length(model: Any, config: TrainingConfig) -> int:
-    """Return `seq_len`, or the number of the model's positions if that is smaller."""
-    positions = num_learned_positions(model)
-    if positions is None or positions >= config.seq_len:
-        return config.seq_len
-    logger.warning(
-        "seq_len=%d exceeds the %d positions of the model: longer sequences are truncated to that",
-        *(config.seq_len, positions),
-    )
-    return positions
-
-
 def learning_rate_at(step: int, config: TrainingConfig) -> float:
     """Return the learning rate of the optimizer step after `step` completed ones.
 
@@ -251,71 +237,6 @@ def learning_rate_at(step: int, config: TrainingConfig) -> float:
     if config.lr_schedule == "cosine":
         left = 0.5 * (1.0 + math.cos(math.pi * progress))
     return config.min_lr + (config.lr - config.min_lr) * left
-
-
-def run_training_step(
-    model: Any,
-    optimizer: torch.optim.Optimizer,
-    token_batches: Sequence[torch.Tensor],
-    label_batches: Sequence[torch.Tensor],
-    advantage_batches: Sequence[torch.Tensor],
-    temperature_batches: Sequence[torch.Tensor],
-    config: TrainingConfig,
-    step_idx: int,
-    inference_logprob_batches: Sequence[torch.Tensor] | None = None,
-) -> dict[str, float]:
-    """Do one optimizer step on the lists of `pad_data_to_good_offset`, as the earlier trainer did.
-
-    The loss is `compute_grpo_loss`, divided by the number of microbatches. The training loop does
-    not use this function.
-
-    Args:
-        model: See `compute_grpo_loss`.
-        optimizer: Its learning rate is set to that of the step.
-        token_batches: Inputs (B, T) per microbatch; the other lists have the same length.
-        label_batches: (B, T).
-        advantage_batches: (B, 1) or (B, T).
-        temperature_batches: (B, 1, 1).
-        config: Settings of the learning rate, the clip and the device.
-        step_idx: Number of completed optimizer steps.
-        inference_logprob_batches: (B, T).
-
-    Returns:
-        `loss` is the sum over microbatches, `pos_count` and `neg_count` are numbers of sequences,
-        and `pos_logp`, `neg_logp`, `mean_ratio` and `clipped_fraction` means over microbatches;
-        `lr` and `grad_norm` as well.
-
-    Raises:
-        ConfigError: there are no inference logprobs.
-    """
-    num = len(token_batches)
-    learning_rate = learning_rate_at(step_idx, config)
-    for group in optimizer.param_groups:
-        group["lr"] = learning_rate
-    optimizer.zero_grad()
-    inference = inference_logprob_batches or [None] * num
-    columns = (token_batches, label_batches, advantage_batches, temperature_batches, inference)
-    sums: dict[str, float] = dict.fromkeys(_SUMMED + _AVERAGED, 0.0)
-    total = 0.0
-    for tensors in zip(*columns, strict=True):
-        tokens, labels, advantages, temperatures, logprobs = (
-            None if tensor is None else tensor.to(config.device) for tensor in tensors
-        )
-        loss, metrics = compute_grpo_loss(
-            model, tokens, labels, advantages, temperatures, num, logprobs, config.clip_eps
-        )
-        loss.backward()
-        total += loss.item()
-        for name in sums:
-            sums[name] += metrics[name] / (num if name in _AVERAGED else 1)
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.max_grad_norm)
-    optimizer.step()
-    optimizer.zero_grad()
-    return {"loss": total, "lr": learning_rate, "grad_norm": float(norm), **sums}
-
-
-_SUMMED = ("pos_count", "neg_count")
-_AVERAGED = ("pos_logp", "neg_logp", "mean_ratio", "clipped_fraction")
 
 
 class Trainer:
@@ -382,7 +303,7 @@ class Trainer:
         self._min_shared_fraction = policy.min_shared_fraction
         self._rules = replace(
             row_rules(config),
-            seq_len=_usable_length(model, config),
+            seq_len=usable_length(model, config),
             vocabulary=model.get_input_embeddings().weight.shape[0],
             scores_reference=reference is not None,
             images=images,
