@@ -4,8 +4,11 @@ import asyncio
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
+from atroposlib.envs.server_handling import vllm_server
+from atroposlib.envs.server_handling.config import APIServerConfig
 from atroposlib.envs.server_handling.openai_compatible import root_of
 from atroposlib.envs.server_handling.openai_server import OpenAIServer
 from atroposlib.envs.server_handling.vllm_server import VLLMServer
@@ -113,6 +116,32 @@ async def test_prompt_with_its_own_bos_gets_no_second_one(make_server: MakeServe
         prompt_ids, *_ = await server.tokens_and_logprobs_completion(prompt="<s>hi")
 
         assert prompt_ids == PROMPT_IDS
+
+
+async def test_prompt_ids_may_be_an_array(engine: ScriptedEngine, make_server: MakeServer) -> None:
+    server = make_server(engine, VLLMServer)
+
+    prompt_ids, *_ = await server.tokens_and_logprobs_completion(input_ids=np.array(PROMPT_IDS))
+
+    assert prompt_ids == PROMPT_IDS
+
+
+def test_tokenizer_class_may_be_replaced_during_construction(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Tokenizers:
+        @staticmethod
+        def from_pretrained(name: str) -> CharTokenizer:
+            assert name == "a-name"
+            return CharTokenizer()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(vllm_server, "AutoTokenizer", Tokenizers)
+        server = VLLMServer(
+            APIServerConfig(base_url="http://h/v1", model_name="m", tokenizer_name="a-name")
+        )
+
+    assert isinstance(server.tokenizer, CharTokenizer)
 
 
 async def test_request_without_prompt_is_a_programming_error(

@@ -878,8 +878,8 @@ class TokenServer(OpenAICompatibleServer):
     def _prompt_ids(self, kwargs: dict[str, Any]) -> list[int]:
         """Return the ids to send: `input_ids` unchanged, else the encoded `prompt`."""
         input_ids = kwargs.get("input_ids")
-        if input_ids:
-            return list(input_ids)
+        if input_ids is not None and len(input_ids):  # arrays have no truth value
+            return [int(token) for token in input_ids]
         assert kwargs.get("prompt"), "the request has neither prompt nor input_ids"
         ids = self.tokenizer.encode(kwargs["prompt"])
         return drop_double_bos(ids, self.tokenizer.bos_token_id)

@@ -21,7 +21,6 @@ from atroposlib.envs.server_handling.openai_compatible import (
     decode_answer,
     list_of,
     sampling_options,
-    tokenizer_name_of,
 )
 from atroposlib.envs.server_handling.retry import EngineStatusError
 from atroposlib.envs.server_handling.server_baseline import (
@@ -30,10 +29,9 @@ from atroposlib.envs.server_handling.server_baseline import (
     SharedSearch,
     TokensAndLogprobs,
 )
-from atroposlib.envs.server_handling.vllm_server import VLLMServer
+from atroposlib.envs.server_handling.vllm_server import AutoTokenizer, VLLMServer
 from atroposlib.errors import ConfigError, InferenceError, NoTokenIdsError
 from atroposlib.utils.text import without_secrets
-from atroposlib.utils.tokenizers.earlier_calls import read_template_file
 from atroposlib.utils.tracing import trace_headers
 
 if TYPE_CHECKING:
@@ -56,16 +54,6 @@ _DEFAULTS: Mapping[str, Any] = {
 """Every option of `/generate/` in addition to the prompts."""
 
 
-class AutoTokenizer:
-    """Stand-in for the class of transformers, whose import takes seconds."""
-
-    @staticmethod
-    def from_pretrained(name: str) -> Any:
-        from transformers import AutoTokenizer as RealAutoTokenizer
-
-        return RealAutoTokenizer.from_pretrained(name)
-
-
 class TrlVllmServer(VLLMServer):
     """A server started with `trl vllm-serve`, of any version.
 
@@ -79,16 +67,13 @@ class TrlVllmServer(VLLMServer):
         super().__init__(config, reasoning_config)
         # TRL users give the URL without /v1, which vLLM's OpenAI routes need.
         self.openai.base_url = f"{self.http.root_url}/v1"
-        # Users may replace the class during construction only, so its method is read here.
+        # Users may replace the class of either module.
         self._from_pretrained = AutoTokenizer.from_pretrained
         self._headers = {"Authorization": f"Bearer {config.api_key}"} if config.api_key else {}
         self._is_searched = False
         self._generate_url: str | None = None
         self._generate_search: SharedSearch[str | None] = SharedSearch()
         self._ignored_options: set[str] = set()
-
-    def _load_tokenizer(self) -> Any:
-        return read_template_file(self._from_pretrained(tokenizer_name_of(self.config)))
 
     async def _chat_completion_wrapper(self, **kwargs: Any) -> ChatCompletion:
         url = await self._find_generate_once()

@@ -31,6 +31,7 @@ from atroposlib.envs.server_handling.openai_compatible import (
     list_of,
     prompt_logprobs_answer,
     sampling_options,
+    tokenizer_name_of,
     top_k_of,
 )
 from atroposlib.envs.server_handling.retry import EngineStatusError
@@ -41,8 +42,9 @@ from atroposlib.envs.server_handling.server_baseline import (
     with_spans,
 )
 from atroposlib.errors import ConfigError, InferenceError, NoTokenIdsError
+from atroposlib.utils.tokenizers.earlier_calls import read_template_file
 
-__all__ = ["VLLMServer", "aiohttp", "resolve_openai_configs"]
+__all__ = ["AutoTokenizer", "VLLMServer", "aiohttp", "resolve_openai_configs"]
 
 TokenRoute = Literal["/v1/completions", "/generate"]
 
@@ -171,12 +173,14 @@ def _entries_of(entry: Any) -> dict[int, float]:
     return found
 
 
-def __getattr__(name: str) -> Any:
-    if name == "AutoTokenizer":  # importing transformers takes seconds
-        from transformers import AutoTokenizer
+class AutoTokenizer:
+    """Stand-in for the class of transformers, whose import takes seconds."""
 
-        return AutoTokenizer
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    @staticmethod
+    def from_pretrained(name: str, **options: Any) -> Any:
+        from transformers import AutoTokenizer as RealAutoTokenizer
+
+        return RealAutoTokenizer.from_pretrained(name, **options)
 
 
 class VLLMServer(TokenServer):
@@ -198,6 +202,8 @@ class VLLMServer(TokenServer):
     ) -> None:
         super().__init__(config, reasoning_config)
         self._route_search: SharedSearch[TokenRoute] = SharedSearch()
+        # Users may replace the class during construction only, so its method is read here.
+        self._from_pretrained = AutoTokenizer.from_pretrained
 
     _normalize_topk_entry = staticmethod(normalize_topk_entry)
 
@@ -205,6 +211,9 @@ class VLLMServer(TokenServer):
     def takes_structural_tags(self) -> bool:
         # True until another route was detected.
         return self._token_route != "/generate"
+
+    def _load_tokenizer(self) -> Any:
+        return read_template_file(self._from_pretrained(tokenizer_name_of(self.config)))
 
     async def _tokens_and_logprobs_completion_wrapper(self, **kwargs: Any) -> TokensAndLogprobs:
         prompt_ids = self._prompt_ids(kwargs)
