@@ -149,6 +149,19 @@ async def test_metrics_without_requests_or_name_are_empty() -> None:
     assert "server/server_request_time_avg" in await server.wandb_metrics({}, None)
 
 
+async def test_metrics_use_lists_that_a_monitor_assigned() -> None:
+    server = RecordingServer()
+    server.request_timings = [1.0, 3.0]
+    server.eval_attempts_list = [2]
+
+    metrics = await server.wandb_metrics({}, "main")
+    await server.completion(prompt="hi")
+
+    assert metrics["server/main_request_time_avg"] == 2.0
+    assert metrics["server/main_eval_retry_rate"] == 2.0
+    assert len(server.request_timings) == 3
+
+
 @pytest.mark.parametrize(
     ("settings", "expected"),
     [

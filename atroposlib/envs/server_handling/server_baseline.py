@@ -29,7 +29,7 @@ from collections import deque
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 import numpy as np
@@ -351,8 +351,8 @@ class RequestStats:
     """
 
     max_length: int
-    timings_s: list[float] = field(default_factory=list)
-    attempts: list[int] = field(default_factory=list)
+    timings_s: list[float]
+    attempts: list[int]
 
     def record(self, *, seconds: float, num_attempts: int) -> None:
         _append_bounded(self.timings_s, seconds, self.max_length)
@@ -416,13 +416,11 @@ class APIServer(ABC):
             startup_timeout_s=config.startup_timeout,
             remedy=how_to_start(config),
         )
-        self.train_stats = RequestStats(config.rolling_buffer_length)
-        self.eval_stats = RequestStats(config.rolling_buffer_length)
-        # Public names of the same lists.
-        self.request_timings = self.train_stats.timings_s
-        self.attempts_list = self.train_stats.attempts
-        self.eval_request_timings = self.eval_stats.timings_s
-        self.eval_attempts_list = self.eval_stats.attempts
+        # Monitors clear these lists or assign new ones.
+        self.request_timings: list[float] = []
+        self.attempts_list: list[int] = []
+        self.eval_request_timings: list[float] = []
+        self.eval_attempts_list: list[int] = []
         self.initialized = False
         self.num_answered = 0
         self.num_failed = 0
@@ -539,10 +537,19 @@ class APIServer(ABC):
         metrics = {} if metrics_dict is None else metrics_dict
         prefix = f"server/{server_name or 'server'}_"
         attempts_name = f"{prefix}average_num_attempts"
-        metrics |= self.train_stats.metrics(prefix, attempts_name=attempts_name)
+        metrics |= self._stats(is_training=True).metrics(prefix, attempts_name=attempts_name)
         attempts_name = f"{prefix}eval_retry_rate"
-        metrics |= self.eval_stats.metrics(f"{prefix}eval_", attempts_name=attempts_name)
+        stats = self._stats(is_training=False)
+        metrics |= stats.metrics(f"{prefix}eval_", attempts_name=attempts_name)
         return metrics
+
+    def _stats(self, *, is_training: bool) -> RequestStats:
+        lists = (
+            (self.request_timings, self.attempts_list)
+            if is_training
+            else (self.eval_request_timings, self.eval_attempts_list)
+        )
+        return RequestStats(self.config.rolling_buffer_length, *lists)
 
     async def close(self) -> None:
         await self.health.close()
@@ -615,7 +622,7 @@ class APIServer(ABC):
                     self.last_failure = final
                     raise
                 continue
-            stats = self.train_stats if is_training else self.eval_stats
+            stats = self._stats(is_training=is_training)
             stats.record(seconds=time.monotonic() - started, num_attempts=failures.num_attempts + 1)
             self.num_answered += 1
             if self.num_answered == 1:
