@@ -133,7 +133,13 @@ def test_boolean_in_second_place_means_slurm(monkeypatch: pytest.MonkeyPatch) ->
     configs = [APIServerConfig(base_url="http://a/v1")]
 
     assert len(ServerManager(configs, True).servers) == 1
-    assert isinstance(ServerManager(configs, False, True).servers[0], OpenAIServer)
+    assert isinstance(ServerManager(configs, False, False).servers[0], OpenAIServer)
+
+
+def test_third_argument_after_a_boolean_means_testing() -> None:
+    configs = [APIServerConfig(base_url="http://a/v1")]
+
+    assert isinstance(ServerManager(configs, False, True).servers[0], ServerHarness)
 
 
 def test_reasoning_and_proxy_settings_reach_their_places(monkeypatch: pytest.MonkeyPatch) -> None:

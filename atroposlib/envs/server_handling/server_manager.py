@@ -448,7 +448,8 @@ class ServerManager:
         tool_parser: str | None = None,
     ) -> None:
         if isinstance(server_class, bool):
-            slurm = server_class
+            # The arguments of 0.1.0: configs, slurm, testing.
+            slurm, testing = server_class, testing or slurm
             server_class = APIServer
         self.max_n_completions = max_n_completions
         self.reasoning_config = reasoning_config
