@@ -7,6 +7,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from openai.types.chat import ChatCompletion
 
 from atroposlib.envs.server_handling.config import ReasoningConfig
 from atroposlib.envs.server_handling.managed_server import DummyManagedServer, ManagedServer
@@ -16,7 +17,7 @@ from atroposlib.envs.server_handling.server_baseline import (
     AsyncSemWithAdaptiveWeight,
     ServerBaseline,
 )
-from atroposlib.envs.server_handling.server_harness import ServerHarness
+from atroposlib.envs.server_handling.server_harness import ServerHarness, create_chat_completion
 from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.envs.server_handling.sglang_server import SGLangServer
 from atroposlib.envs.server_handling.trl_vllm_server import TrlVllmServer
@@ -222,6 +223,59 @@ async def test_server_that_dies_hands_its_requests_to_the_others(
 
         assert {answer.choices[0].text for answer in answers} == {"alive"}
         assert [server.server_healthy for server in manager.servers] == [False, True]
+
+
+async def test_servers_may_be_replaced_while_a_chat_runs() -> None:
+    started, may_answer = asyncio.Event(), asyncio.Event()
+
+    class SlowChat(SlotsOnly):
+        async def chat_completion(self, **kwargs: Any) -> ChatCompletion:
+            started.set()
+            await may_answer.wait()
+            return create_chat_completion("hello")
+
+    manager = ServerManager([], testing=True)
+    manager.servers = [SlowChat(name, 4, 4) for name in ("s1", "s2", "s3")]
+    conversation = [*MESSAGES, {"role": "assistant", "content": "hello"}, *MESSAGES]
+    running = [asyncio.create_task(manager.chat_completion(messages=MESSAGES)) for _ in range(3)]
+    await started.wait()
+
+    manager.servers = [SlowChat("s4", 4, 4), SlowChat("s5", 4, 4)]
+    may_answer.set()
+
+    for answer in await asyncio.gather(*running):
+        assert answer.choices[0].message.content == "hello"
+    await manager.chat_completion(messages=conversation)
+
+
+async def test_conversation_of_a_removed_server_goes_to_another_one() -> None:
+    class Chat(SlotsOnly):
+        async def chat_completion(self, **kwargs: Any) -> ChatCompletion:
+            return create_chat_completion(self.name)
+
+    manager = ServerManager([], testing=True)
+    manager.servers = [Chat("s1", 1, 4), Chat("s2", 2, 4), Chat("s3", 3, 4)]
+    await manager.chat_completion(messages=MESSAGES)
+    conversation = [*MESSAGES, {"role": "assistant", "content": "s3"}, *MESSAGES]
+
+    manager.servers = manager.servers[:2]
+    answer = await manager.chat_completion(messages=conversation)
+
+    assert answer.choices[0].message.content == "s2"
+
+
+async def test_session_of_several_servers_without_prompt_logprobs_is_refused() -> None:
+    class Tokens:
+        config = SimpleNamespace(model_name="m", base_url=None)
+        server_healthy = True
+        sem = eval_sem = AsyncSemWithAdaptiveWeight(4)
+
+    manager = ServerManager([], testing=True)
+    manager.servers = [Tokens(), Tokens()]
+
+    async with manager.managed_server(tokenizer=CharTokenizer()) as managed:
+        with pytest.raises(NotImplementedError, match="Tokens does not implement get_logprobs"):
+            await managed.get_logprobs(prompt="hi")
 
 
 async def test_request_waits_while_every_server_is_down(make_manager: MakeManager) -> None:

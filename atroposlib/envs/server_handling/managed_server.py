@@ -336,10 +336,9 @@ class ManagedServer:
         Raises:
             NotImplementedError: the server has no prompt logprobs.
         """
-        if not hasattr(self.server, "get_logprobs"):
-            raise NotImplementedError(
-                f"{type(self.server).__name__} does not implement get_logprobs"
-            )
+        server = present_server(self.server)
+        if not hasattr(server, "get_logprobs"):
+            raise NotImplementedError(f"{type(server).__name__} does not implement get_logprobs")
         messages = kwargs.pop("messages", None)
         if messages is not None:
             kwargs["prompt"] = self._convert_messages_to_prompt(messages)

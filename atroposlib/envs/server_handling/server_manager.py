@@ -475,17 +475,19 @@ class ServerManager:
         is down or overloaded; any other goes to the least loaded server.
         """
         messages = kwargs.get("messages") or ()
-        memory = self._conversations if len(self.servers) > 1 else None
+        servers = self.servers  # users may assign other servers while the request runs
+        memory = self._conversations if len(servers) > 1 else None
         known = memory.find(messages) if memory is not None else None
         parts: list[Answered] = await self._split(
             lambda s: s.chat_completion,
             kwargs,
-            preferred=None if known is None else self.servers[known],
+            preferred=None if known is None or known >= len(servers) else servers[known],
         )
         if memory is not None:
             for part in parts:
                 replies = [choice.message.content for choice in part.answer.choices]
-                memory.remember(messages, replies, self.servers.index(part.server))
+                if part.server in servers:
+                    memory.remember(messages, replies, servers.index(part.server))
         return merge_choices(parts)  # type: ignore[no-any-return]
 
     async def completion(self, **kwargs: Any) -> Completion:
