@@ -10,7 +10,7 @@ is tested. The walk stops at the first unexpected construct, and a parser reads 
 Rows are then decoded and checked one by one, long ones in several calls so that other threads can
 run. Memory holds the body, the payload and one row. A canonical row is spliced into the payload
 unchanged; one that needs lax conversion (numbers as strings, integral floats for integers, integers
-for floats) is rewritten. The parser determines the path of every error.
+for floats, true and false for scores) is rewritten. The parser determines the path of every error.
 
 `check_layout` applies `scored_data.check_group` to the lengths of rows, because a codec never holds
 all numbers of a group at once. The shape of opaque fields is checked here only: our own senders
@@ -463,6 +463,7 @@ _CODECS = {
     if field.name in ROW_FIELDS
 }
 _scores_codec = _codec(float, is_nested=False)
+_verdicts_decoder = msgspec.json.Decoder(list[float | bool])
 _integer_decoder = msgspec.json.Decoder(INT64 | None, strict=False)
 _number_decoder = msgspec.json.Decoder(list[float] | float, strict=False)
 
@@ -496,8 +497,18 @@ def read_scores(text: JsonText) -> ReadRow:
     if values is not None and _is_canonical(_scores_codec, content, values):
         return ReadRow(text, values, True)
     if values is None:
+        values = _decode_verdicts(content)
+    if values is None:
         values = decode_value(_scores_codec.lax, content, ("scores",))
     return ReadRow(msgspec.json.encode(values), values, False)
+
+
+def _decode_verdicts(text: bytes) -> list[float] | None:
+    """Decode scores of which some are true or false, 1 or 0; None for other scores."""
+    try:
+        return [float(value) for value in _verdicts_decoder.decode(text)]
+    except (msgspec.DecodeError, RecursionError):
+        return None
 
 
 def read_integer(name: str, text: JsonText) -> int | None:

@@ -197,6 +197,16 @@ def test_round_trip_keeps_every_digit(rows):
     assert {key: delivered[key] for key in group} == group
 
 
+@pytest.mark.parametrize("scores", [[True, False], [np.True_, 0], np.array([True, False])])
+@pytest.mark.parametrize("wire_format", ["json", "msgpack"])
+def test_true_and_false_are_scores_in_both_formats(scores, wire_format):
+    found = decode_group(encode_group({**GROUP, "scores": scores}, wire_format), wire_format)
+
+    assert (found.min_score, found.max_score) == (0.0, 1.0)
+    if wire_format == "json":
+        assert json.loads(found.payload)["scores"] == [1.0, 0.0]
+
+
 def test_decode_converts_laxly_into_canonical_numbers():
     body = b'{"tokens":[["1",2.0]],"masks":[[1,2]],"scores":["0.5"],"ref_logprobs":[[0,-1]]}'
 
