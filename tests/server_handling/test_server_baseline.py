@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import inspect
 from typing import Any
 
@@ -12,6 +13,7 @@ from tenacity import RetryError
 from atroposlib.envs.server_handling.server_baseline import (
     APIServer,
     APIServerConfig,
+    SharedSearch,
     TokensAndLogprobs,
 )
 from atroposlib.envs.server_handling.server_harness import (
@@ -160,6 +162,29 @@ async def test_metrics_use_lists_that_a_monitor_assigned() -> None:
     assert metrics["server/main_request_time_avg"] == 2.0
     assert metrics["server/main_eval_retry_rate"] == 2.0
     assert len(server.request_timings) == 3
+
+
+async def test_failed_search_of_cancelled_callers_is_not_reported_as_lost() -> None:
+    lost: list[Any] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: lost.append(context))
+    may_fail = asyncio.Event()
+
+    async def find() -> str:
+        await may_fail.wait()
+        raise RuntimeError("no route")
+
+    search: SharedSearch[str] = SharedSearch()
+    caller = asyncio.create_task(search.result(find))
+    await asyncio.sleep(0)
+    caller.cancel()
+    await asyncio.wait([caller])
+    may_fail.set()
+    assert search.running is not None
+    await asyncio.wait([search.running])
+    search.running = None
+    gc.collect()
+
+    assert lost == []
 
 
 @pytest.mark.parametrize(

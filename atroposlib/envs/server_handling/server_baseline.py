@@ -207,6 +207,8 @@ class SharedSearch(Generic[T]):
         """Return the result of the running or a new search; cancelling does not stop the search."""
         if self.running is None or not _is_running(self.running):
             self.running = asyncio.create_task(find())
+            # Its callers may all be cancelled, and then none reads its error.
+            self.running.add_done_callback(lambda task: task.cancelled() or task.exception())
         return await asyncio.shield(self.running)
 
 
