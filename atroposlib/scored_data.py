@@ -44,6 +44,7 @@ __all__ = [
     "ScoredDataItem",
     "VersionRun",
     "WeightSpan",
+    "are_token_ids",
     "check_group",
     "cut_runs",
     "has_placeholder_tokens",
@@ -198,6 +199,15 @@ the notes, which are present only if the sender set them."""
 def num_sequences(group: Mapping[str, Any]) -> int:
     """Return G, the number of trajectories in a group."""
     return len(group["tokens"])
+
+
+def are_token_ids(row: Sequence[Any]) -> bool:
+    """Whether all entries are integers from 0 that fit 32 bits."""
+    try:
+        # The sum of integers is one; this is much faster than a loop.
+        return not row or (type(sum(row)) is int and min(row) >= 0 and max(row) < 2**31)
+    except TypeError:
+        return False
 
 
 def has_placeholder_tokens(tokens: Sequence[int]) -> bool:

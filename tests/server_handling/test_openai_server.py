@@ -10,7 +10,7 @@ import pytest
 from atroposlib.envs.server_handling.config import APIServerConfig
 from atroposlib.envs.server_handling.openai_compatible import LIMIT_NAMES, WrongChoiceCountError
 from atroposlib.envs.server_handling.openai_server import OpenAIServer
-from atroposlib.errors import ConfigError, NoTokenIdsError
+from atroposlib.errors import ConfigError, InferenceError, NoTokenIdsError
 from tests.fakes import Fault, ScriptedEngine
 
 MESSAGES: Any = [{"role": "user", "content": "hi"}]
@@ -55,6 +55,39 @@ async def test_server_that_ignores_n_is_asked_once_per_choice(
 
         await call(**prompt)
         assert len(engine.requests) == 8
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        {"error": {"message": "provider overloaded", "code": 502}},
+        {"choices": None, "error": {"message": "provider overloaded"}},
+        {"choices": [{"index": 0, "message": None}], "error": {"message": "provider overloaded"}},
+    ],
+)
+@pytest.mark.parametrize("n", [1, 2])
+async def test_error_with_status_200_is_retried_and_quoted(
+    answer: dict[str, Any], n: int, make_server: Callable[..., OpenAIServer]
+) -> None:
+    class OverloadedEngine(ScriptedEngine):
+        num_overloads = 1
+
+        def _chat(self, body: dict[str, Any], fault: Fault | None) -> dict[str, Any]:
+            self.num_overloads -= 1
+            return answer if self.num_overloads >= 0 else super()._chat(body, fault)
+
+    async with OverloadedEngine(["a"]) as engine:
+        server = make_server(engine)
+        server.config.n_kwarg_is_ignored = n > 1
+        server.max_backoff_s = 0.0
+
+        chat = await server.chat_completion(messages=MESSAGES, n=n)
+        engine.num_overloads = 100
+        with pytest.raises(InferenceError, match=r"without choices.*provider overloaded"):
+            await server.chat_completion(messages=MESSAGES, n=n)
+
+    assert len(chat.choices) == n
+    assert server.attempts_list == [2]
 
 
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens", "max_new_tokens"])

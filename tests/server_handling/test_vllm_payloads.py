@@ -81,9 +81,16 @@ def test_completions_are_read_in_the_order_of_their_index() -> None:
         ({"choices": [choice(logprobs={"token_logprobs": [-1.0]})]}, "2 ids and 1 logprobs"),
         ({"choices": [choice(logprobs={"token_logprobs": [None, -1.0]})]}, "not a finite number"),
         ({"choices": [choice(finish_reason="abort")]}, "aborted completion 0"),
+        ({"choices": [choice(token_ids=[10, -5])]}, "not an integer from 0"),
+        ({"choices": [choice(token_ids=[10, 2**31])]}, "not an integer from 0"),
+        ({"choices": [choice(token_ids=[10, 1.5])]}, "not an integer from 0"),
+        ({"choices": [choice(token_ids=[10, "2"])]}, "not an integer from 0"),
+        ({"choices": [choice(prompt_token_ids=[-1])]}, "prompt_token_ids are not integers"),
+        (None, "no choices"),
+        ([], "no choices"),
     ],
 )
-def test_unusable_completions_are_refused(answer: dict[str, Any], message: str) -> None:
+def test_unusable_completions_are_refused(answer: Any, message: str) -> None:
     with pytest.raises(InferenceError, match=message):
         parse_completions(answer, [1], num_choices=1)
 

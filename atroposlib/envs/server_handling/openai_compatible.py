@@ -42,9 +42,11 @@ from atroposlib.envs.server_handling.retry import (
     EngineStatusError,
     as_missing_completions,
     http_status,
+    with_choices,
 )
 from atroposlib.envs.server_handling.server_baseline import APIServer, SharedSearch
 from atroposlib.errors import ConfigError, EngineSetupError, InferenceError
+from atroposlib.scored_data import are_token_ids
 from atroposlib.utils.aio import LoopTurns
 from atroposlib.utils.io import open_socket, retry_after_s
 from atroposlib.utils.json_text import STEP_BYTES, decode_in_steps
@@ -696,10 +698,11 @@ class OpenAICompatibleServer(APIServer):
         kwargs = _as_client_options(create, kwargs)
         wanted = kwargs.get("n") or 1
         single = {name: value for name, value in kwargs.items() if name != "n"}
+        ask = with_choices(create, server_name=self.health.name)
         if self.config.n_kwarg_is_ignored:
-            answers = await asyncio.gather(*(create(**single) for _ in range(wanted)))
+            answers = await asyncio.gather(*(ask(**single) for _ in range(wanted)))
             return append_choices(answers[0], list(answers[1:]))
-        answer = await create(**kwargs)
+        answer = await ask(**kwargs)
         received = len(answer.choices)
         if received == wanted:
             return answer
@@ -714,7 +717,7 @@ class OpenAICompatibleServer(APIServer):
             "sending one request per choice from now on (set n_kwarg_is_ignored to skip the test)",
             stacklevel=2,
         )
-        others = await asyncio.gather(*(create(**single) for _ in range(wanted - 1)))
+        others = await asyncio.gather(*(ask(**single) for _ in range(wanted - 1)))
         return append_choices(answer, list(others))
 
 
@@ -780,7 +783,7 @@ def drop_double_bos(ids: Sequence[int], bos_token_id: int | None) -> list[int]:
 
 def list_of(mapping: Mapping[str, Any], name: str) -> list[Any]:
     """Return a list field of an answer; InferenceError if it is missing."""
-    value = mapping.get(name)
+    value = mapping.get(name) if isinstance(mapping, Mapping) else None
     if not isinstance(value, list):
         raise InferenceError(f"the engine's answer has no {name}")
     return value
@@ -797,7 +800,7 @@ def check_sequences(
     logprobs: Sequence[Sequence[float | None]],
     finish_reasons: Sequence[Any],
 ) -> None:
-    """Raise `InferenceError` for an aborted completion, or one without one logprob per id.
+    """Raise `InferenceError` for an aborted completion, an invalid id, or one without its logprob.
 
     `ids` and `logprobs` are [n][C]; [n] finish reasons are text, objects with a `type`, or null.
     """
@@ -809,6 +812,8 @@ def check_sequences(
             raise InferenceError(f"completion {i} has {len(row)} ids and {len(values)} logprobs")
         if not _are_finite(values):
             raise InferenceError(f"completion {i} has a logprob that is not a finite number")
+        if not are_token_ids(row):
+            raise InferenceError(f"completion {i} has a token id that is not an integer from 0")
 
 
 def _are_finite(values: Sequence[float | None]) -> bool:

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, TypeVar
 
 import aiohttp
 from tenacity import Future, RetryError
@@ -24,6 +25,8 @@ from atroposlib.errors import (
 )
 from atroposlib.utils import io
 from atroposlib.utils.text import hide_secrets, inert_line, without_secrets
+
+Answer = TypeVar("Answer")
 
 MAX_ATTEMPTS = 3
 """Maximum number of attempts of one request at a server that is up."""
@@ -124,6 +127,30 @@ class RetriesExhaustedError(InferenceError, RetryError):
 
     def __str__(self) -> str:
         return str(self.args[0])
+
+
+def with_choices(
+    create: Callable[..., Awaitable[Answer]], *, server_name: str
+) -> Callable[..., Awaitable[Answer]]:
+    """Return a method of the OpenAI client that refuses answers without complete choices.
+
+    The client does not validate answers. Some providers report an error with status 200; its text
+    is in the `InferenceError`.
+    """
+
+    async def ask(**kwargs: Any) -> Answer:
+        answer = await create(**kwargs)
+        choices = getattr(answer, "choices", None)
+        is_complete = isinstance(choices, list) and all(
+            getattr(choice, "message", choice) is not None for choice in choices
+        )
+        if is_complete:
+            return answer
+        reported = getattr(answer, "error", None)
+        text = "" if reported is None else f"; its error is {_without_key(str(reported), None)}"
+        raise InferenceError(f"inference server {server_name} answered without choices{text}")
+
+    return ask
 
 
 def http_status(error: BaseException) -> int | None:

@@ -42,6 +42,7 @@ from atroposlib.envs.server_handling.server_baseline import (
     with_spans,
 )
 from atroposlib.errors import ConfigError, InferenceError, NoTokenIdsError
+from atroposlib.scored_data import are_token_ids
 from atroposlib.utils.tokenizers.earlier_calls import read_template_file
 
 __all__ = ["AutoTokenizer", "VLLMServer", "aiohttp", "resolve_openai_configs"]
@@ -102,6 +103,8 @@ def parse_completions(
     finish_reasons = [choice.get("finish_reason") for choice in choices]
     check_sequences(ids, logprobs, finish_reasons)
     read_ids = choices[0].get("prompt_token_ids") or prompt_ids
+    if not are_token_ids(read_ids):
+        raise InferenceError("the engine's prompt_token_ids are not integers from 0")
     return with_spans(
         (read_ids, ids, logprobs, finish_reasons),
         [choice.get("weight_versions") for choice in choices],
@@ -275,7 +278,9 @@ class VLLMServer(TokenServer):
         body = completions_body(self.config.model_name, some_ids, options)
         try:
             answer = await self.http.post_json("/v1/completions", body)
-            if answer["choices"][0].get("token_ids") is not None:
+            choices = list_of(answer, "choices")
+            check_count(choices, 1)
+            if choices[0].get("token_ids") is not None:
                 return "/v1/completions"
             reason = "/v1/completions returns no token_ids"
         except EngineStatusError as error:
