@@ -205,7 +205,7 @@ def are_token_ids(row: Sequence[Any]) -> bool:
     """Whether all entries are integers from 0 that fit 32 bits."""
     try:
         # The sum of integers is one; this is much faster than a loop.
-        return not row or (type(sum(row)) is int and min(row) >= 0 and max(row) < 2**31)
+        return type(sum(row)) is int and (not row or (min(row) >= 0 and max(row) < 2**31))
     except TypeError:
         return False
 

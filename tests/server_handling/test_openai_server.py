@@ -76,7 +76,8 @@ async def test_error_with_status_200_is_retried_and_quoted(
             self.num_overloads -= 1
             return answer if self.num_overloads >= 0 else super()._chat(body, fault)
 
-    async with OverloadedEngine(["a"]) as engine:
+    engine = OverloadedEngine(["a"])
+    async with engine:
         server = make_server(engine)
         server.config.n_kwarg_is_ignored = n > 1
         server.max_backoff_s = 0.0

@@ -13,7 +13,7 @@ from atroposlib.envs.server_handling.openai_server import OpenAIServer
 from atroposlib.envs.server_handling.retry import EngineStatusError, RetriesExhaustedError
 from atroposlib.envs.server_handling.server_manager import TrlVllmServer as ReExported
 from atroposlib.envs.server_handling.trl_vllm_server import TrlVllmServer
-from atroposlib.errors import ConfigError, NoTokenIdsError
+from atroposlib.errors import ConfigError, InferenceError, NoTokenIdsError
 from tests.fakes import CharTokenizer, Fault, ScriptedEngine, ScriptedTrl
 
 MakeServer = Callable[..., TrlVllmServer]
@@ -77,6 +77,19 @@ async def test_chat_is_decoded_text_of_the_rendered_prompt(patched_server: TrlVl
     patched_server.tokenizer.apply_chat_template.assert_called_once_with(
         MESSAGES, tokenize=False, add_generation_prompt=True
     )
+
+
+@pytest.mark.parametrize("ids", [None, ["a"], [-4], [2**70]])
+async def test_ids_that_cannot_be_tokens_are_refused(
+    ids: Any, patched_server: TrlVllmServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def json_of_answer(_: JsonOnly) -> dict[str, Any]:
+        return {"completion_ids": [ids]}
+
+    monkeypatch.setattr(JsonOnly, "json", json_of_answer)
+
+    with pytest.raises(InferenceError, match="completion_ids are not integers"):
+        await patched_server._completion_wrapper(prompt="Hello")
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ from atroposlib.envs.server_handling import vllm_server
 from atroposlib.envs.server_handling.config import APIServerConfig
 from atroposlib.envs.server_handling.openai_compatible import root_of
 from atroposlib.envs.server_handling.openai_server import OpenAIServer
+from atroposlib.envs.server_handling.retry import RetriesExhaustedError
 from atroposlib.envs.server_handling.vllm_server import VLLMServer
 from atroposlib.errors import ConfigError
 from tests.fakes import CharTokenizer, Fault, ScriptedEngine, logprob_of
@@ -142,6 +143,63 @@ def test_tokenizer_class_may_be_replaced_during_construction(
         )
 
     assert isinstance(server.tokenizer, CharTokenizer)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        None,
+        {"logprobs": [None]},
+        {"logprobs": [[{}]]},
+        {"logprobs": [[{"a": -1.0}]]},
+        {"logprobs": [[{"5": "a"}]]},
+        {"logprobs": [[{"5": -1.0}]], "token_ids": [5]},
+        {"logprobs": [[{"-5": -1.0}]]},
+        {"logprobs": [[{"5": float("nan")}]]},
+        {"logprobs": [[{"5": -1.0}]], "prompt_token_ids": [-1]},
+    ],
+)
+async def test_malformed_answer_of_generate_is_retried(
+    answer: Any, make_server: MakeServer
+) -> None:
+    class FaultyEngine(ScriptedEngine):
+        is_faulty = False
+
+        def _generate(self, body: dict[str, Any], fault: Fault | None) -> dict[str, Any]:
+            made = super()._generate(body, fault)
+            return answer if self.is_faulty else made
+
+    engine = FaultyEngine(["ok"], returns_token_ids=False, offers_generate=True)
+    async with engine:
+        server = make_server(engine, VLLMServer)
+        server.max_backoff_s = 0.0
+        await server.tokens_and_logprobs_completion(prompt="hi")
+
+        engine.is_faulty = True
+        with pytest.raises(RetriesExhaustedError, match="last error was InferenceError"):
+            await server.tokens_and_logprobs_completion(prompt="hi")
+
+
+@pytest.mark.parametrize(
+    "answer", [None, {"choices": [None]}, {"choices": []}, {"error": "overloaded"}]
+)
+async def test_malformed_answer_to_the_search_for_the_route_is_retried(
+    answer: Any, make_server: MakeServer
+) -> None:
+    class FaultyEngine(ScriptedEngine):
+        num_faults = 2
+
+        def _completions(self, body: dict[str, Any], fault: Fault | None) -> dict[str, Any]:
+            self.num_faults -= 1
+            return answer if self.num_faults >= 0 else super()._completions(body, fault)
+
+    async with FaultyEngine(["ok"]) as engine:
+        server = make_server(engine, VLLMServer)
+        server.max_backoff_s = 0.0
+
+        _, ids, _, _ = await server.tokens_and_logprobs_completion(prompt="hi")
+
+        assert ids == [REPLY_IDS]
 
 
 async def test_request_without_prompt_is_a_programming_error(

@@ -31,6 +31,7 @@ from atroposlib.envs.server_handling.server_baseline import (
 )
 from atroposlib.envs.server_handling.vllm_server import AutoTokenizer, VLLMServer
 from atroposlib.errors import ConfigError, InferenceError, NoTokenIdsError
+from atroposlib.scored_data import are_token_ids
 from atroposlib.utils.text import without_secrets
 from atroposlib.utils.tracing import trace_headers
 
@@ -123,6 +124,8 @@ class TrlVllmServer(VLLMServer):
             raise InferenceError("the engine's answer is not a JSON object")
         rows = list_of(ids, "completion_ids")
         check_count(rows, body["n"])
+        if not all(map(are_token_ids, rows)):
+            raise InferenceError("the engine's completion_ids are not integers from 0")
         return [self._answer_of(row) for row in rows]
 
     def _body(self, prompt: str, kwargs: Mapping[str, Any]) -> dict[str, Any]:

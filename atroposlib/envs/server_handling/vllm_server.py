@@ -11,7 +11,9 @@ Two routes return the sampled ids and their logprobs:
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import math
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, Literal
 
 import aiohttp
@@ -34,7 +36,7 @@ from atroposlib.envs.server_handling.openai_compatible import (
     tokenizer_name_of,
     top_k_of,
 )
-from atroposlib.envs.server_handling.retry import EngineStatusError
+from atroposlib.envs.server_handling.retry import EngineStatusError, describe
 from atroposlib.envs.server_handling.server_baseline import (
     SEND_COST_S,
     SharedSearch,
@@ -86,6 +88,17 @@ def generate_body(prompt_ids: list[int], options: Mapping[str, Any]) -> dict[str
     return {"prompt": {"prompt_token_ids": prompt_ids}, "logprobs": 0, **options}
 
 
+@contextmanager
+def reading_answer() -> Iterator[None]:
+    """Raise `InferenceError` for an answer whose values have other types than expected."""
+    try:
+        yield
+    except InferenceError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise InferenceError(f"the engine's answer is malformed: {describe(error)}") from error
+
+
 def parse_completions(
     answer: Mapping[str, Any], prompt_ids: list[int], *, num_choices: int
 ) -> TokensAndLogprobs:
@@ -102,9 +115,7 @@ def parse_completions(
     logprobs = [list_of(choice.get("logprobs") or {}, "token_logprobs") for choice in choices]
     finish_reasons = [choice.get("finish_reason") for choice in choices]
     check_sequences(ids, logprobs, finish_reasons)
-    read_ids = choices[0].get("prompt_token_ids") or prompt_ids
-    if not are_token_ids(read_ids):
-        raise InferenceError("the engine's prompt_token_ids are not integers from 0")
+    read_ids = _prompt_ids_in(choices[0], prompt_ids)
     return with_spans(
         (read_ids, ids, logprobs, finish_reasons),
         [choice.get("weight_versions") for choice in choices],
@@ -121,7 +132,7 @@ def parse_generate(
     """
     rows = [[_entries_of(position) for position in row] for row in list_of(answer, "logprobs")]
     check_count(rows, num_choices)
-    ids = answer.get("token_ids") or [[next(iter(entry)) for entry in row] for row in rows]
+    ids = answer.get("token_ids") or [[next(iter(entry), None) for entry in row] for row in rows]
     finish_reasons = answer.get("finish_reasons") or [None] * num_choices
     if [len(row) for row in ids] != [len(row) for row in rows]:
         raise InferenceError("the engine's token_ids and logprobs differ in length")
@@ -130,7 +141,14 @@ def parse_generate(
         for ids_row, row in zip(ids, rows, strict=True)
     ]
     check_sequences(ids, logprobs, finish_reasons)
-    return answer.get("prompt_token_ids") or prompt_ids, ids, logprobs, finish_reasons
+    return _prompt_ids_in(answer, prompt_ids), ids, logprobs, finish_reasons
+
+
+def _prompt_ids_in(answer: Mapping[str, Any], sent_ids: list[int]) -> list[int]:
+    ids: list[int] = answer.get("prompt_token_ids") or sent_ids
+    if not are_token_ids(ids):
+        raise InferenceError("the engine's prompt_token_ids are not integers from 0")
+    return ids
 
 
 def prompt_rows(value: Any, num_positions: int) -> list[Any]:
@@ -171,8 +189,11 @@ def _entries_of(entry: Any) -> dict[int, float]:
             continue
         for token_id, value in mapping.items():
             logprob = value.get("logprob") if isinstance(value, Mapping) else value
-            if logprob is not None:
-                found.setdefault(int(token_id), float(logprob))
+            if logprob is None:
+                continue
+            if not math.isfinite(logprob):
+                raise InferenceError(f"the logprob of token {token_id} is not finite")
+            found.setdefault(int(token_id), float(logprob))
     return found
 
 
@@ -223,7 +244,8 @@ class VLLMServer(TokenServer):
         options = sampling_options(kwargs)
         answer = await self._post_tokens(prompt_ids, options, kwargs.get("timeout"))
         parse = parse_generate if self._token_route == "/generate" else parse_completions
-        return parse(answer, prompt_ids, num_choices=options.get("n", 1))
+        with reading_answer():
+            return parse(answer, prompt_ids, num_choices=options.get("n", 1))
 
     async def _get_logprobs_wrapper(self, **kwargs: Any) -> dict[str, Any]:
         top_k = top_k_of(kwargs)
@@ -237,9 +259,12 @@ class VLLMServer(TokenServer):
             "top_p": 1.0,
         }
         answer = await self._post_tokens(prompt_ids, options, kwargs.get("timeout"))
-        holder = answer if self._token_route == "/generate" else answer["choices"][0]
-        rows = prompt_rows(holder.get("prompt_logprobs"), len(prompt_ids))
-        return prompt_logprobs_answer(prompt_ids, [_entries_of(entry) for entry in rows])
+        with reading_answer():
+            holder = answer if self._token_route == "/generate" else answer["choices"][0]
+            found = holder.get("prompt_logprobs")
+        rows = prompt_rows(found, len(prompt_ids))
+        with reading_answer():
+            return prompt_logprobs_answer(prompt_ids, [_entries_of(entry) for entry in rows])
 
     async def _post_tokens(
         self, prompt_ids: list[int], options: dict[str, Any], timeout_s: float | None
@@ -278,10 +303,9 @@ class VLLMServer(TokenServer):
         body = completions_body(self.config.model_name, some_ids, options)
         try:
             answer = await self.http.post_json("/v1/completions", body)
-            choices = list_of(answer, "choices")
-            check_count(choices, 1)
-            if choices[0].get("token_ids") is not None:
-                return "/v1/completions"
+            with reading_answer():
+                if answer["choices"][0].get("token_ids") is not None:
+                    return "/v1/completions"
             reason = "/v1/completions returns no token_ids"
         except EngineStatusError as error:
             if error.status not in ROUTE_REFUSED:
