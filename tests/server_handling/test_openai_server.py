@@ -3,13 +3,16 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from openai.types.chat import ChatCompletion
 
 from atroposlib.envs.server_handling.config import APIServerConfig
 from atroposlib.envs.server_handling.openai_compatible import LIMIT_NAMES, WrongChoiceCountError
 from atroposlib.envs.server_handling.openai_server import OpenAIServer
+from atroposlib.envs.server_handling.server_harness import create_chat_completion
 from atroposlib.errors import ConfigError, InferenceError, NoTokenIdsError
 from tests.fakes import Fault, ScriptedEngine
 
@@ -28,6 +31,20 @@ async def test_chat_and_completion_return_the_engines_texts(
     assert text.choices[0].text == "three"
     assert engine.requests[0].body["model"] == "scripted"
     assert engine.requests[0].body["n"] == 2
+
+
+async def test_client_may_be_replaced_by_one_with_only_the_called_methods() -> None:
+    async def create(**_: Any) -> ChatCompletion:
+        return create_chat_completion("hello")
+
+    server = OpenAIServer(APIServerConfig(base_url="http://h/v1", api_key="k", health_check=False))
+    completions = SimpleNamespace(create=create)
+    client: Any = SimpleNamespace(chat=SimpleNamespace(completions=completions))
+    server.openai = client
+
+    chat = await server.chat_completion(messages=MESSAGES)
+
+    assert chat.choices[0].message.content == "hello"
 
 
 @pytest.mark.parametrize(

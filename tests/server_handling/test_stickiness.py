@@ -6,9 +6,11 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from openai.types.chat import ChatCompletion
 
 from atroposlib.envs.server_handling.config import APIServerConfig
 from atroposlib.envs.server_handling.server_baseline import AsyncSemWithAdaptiveWeight
+from atroposlib.envs.server_handling.server_harness import create_chat_completion
 from atroposlib.envs.server_handling.server_manager import (
     ConversationMemory,
     ServerManager,
@@ -34,6 +36,27 @@ def test_conversation_that_goes_on_is_found_by_its_reply() -> None:
 
     assert memory.find(next_turn(FIRST_TURN, "one")) == 0
     assert memory.find(next_turn(FIRST_TURN, "two")) == 1
+
+
+async def test_reply_of_the_client_may_be_sent_back_as_it_is() -> None:
+    class Chat:
+        sem = eval_sem = AsyncSemWithAdaptiveWeight(4)
+        server_healthy = True
+        messages: Any = None
+
+        async def chat_completion(self, **kwargs: Any) -> ChatCompletion:
+            self.messages = kwargs["messages"]
+            return create_chat_completion("one")
+
+    manager = ServerManager([], testing=True)
+    servers = [Chat(), Chat()]
+    manager.servers = list(servers)
+    answer = await manager.chat_completion(messages=FIRST_TURN)
+    turns = [*FIRST_TURN, answer.choices[0].message, {"role": "user", "content": "go on"}]
+
+    await manager.chat_completion(messages=turns)
+
+    assert servers[0].messages is turns
 
 
 def test_longest_known_beginning_wins() -> None:

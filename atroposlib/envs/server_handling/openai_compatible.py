@@ -630,8 +630,9 @@ class OpenAICompatibleServer(APIServer):
     async def probe(self) -> bool:
         return await self.http.answers("/health")
 
-    def _request_url(self) -> str | None:
-        return str(self.openai.base_url)
+    def _request_url(self) -> str:
+        # Users may assign a client of their own.
+        return str(getattr(self.openai, "base_url", "") or self.config.known_base_url or "")
 
     async def _chat_completion_wrapper(self, **kwargs: Any) -> ChatCompletion:
         import openai
@@ -682,7 +683,7 @@ class OpenAICompatibleServer(APIServer):
         except openai.APIStatusError as error:
             missing = as_missing_completions(
                 error,
-                url=without_secrets(str(self.openai.base_url)),
+                url=without_secrets(self._request_url()),
                 model=self.config.model_name,
                 api_key=self.config.api_key,
             )

@@ -141,7 +141,7 @@ def with_choices(
     async def ask(**kwargs: Any) -> Answer:
         answer = await create(**kwargs)
         choices = getattr(answer, "choices", None)
-        is_complete = isinstance(choices, list) and all(
+        is_complete = isinstance(choices, list | tuple) and all(
             getattr(choice, "message", choice) is not None for choice in choices
         )
         if is_complete:

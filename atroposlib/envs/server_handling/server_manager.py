@@ -28,6 +28,7 @@ from contextlib import asynccontextmanager
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
+from atroposlib.envs.server_handling.chat_rendering import as_mapping
 from atroposlib.envs.server_handling.config import LOCAL_API_KEY, ServerManagerConfig
 from atroposlib.envs.server_handling.managed_server import (
     DummyManagedServer,
@@ -474,7 +475,7 @@ class ServerManager:
         A continued conversation returns to the server that answered it before, unless that server
         is down or overloaded; any other goes to the least loaded server.
         """
-        messages = kwargs.get("messages") or ()
+        messages = [as_mapping(message) for message in kwargs.get("messages") or ()]
         servers = self.servers  # users may assign other servers while the request runs
         memory = self._conversations if len(servers) > 1 else None
         known = memory.find(messages) if memory is not None else None
