@@ -85,6 +85,8 @@ MAX_EXPRESSION_CHARACTERS = 400
 MAX_BITS = 20_000
 """Size of the integers of the calculator."""
 MAX_FACTORIAL = 1000
+MAX_ROUNDED_DIGITS = 400
+"""Digits of `round`: with many negative ones, Python computes the power of ten first."""
 
 OPERATORS: Mapping[type[ast.operator], Callable[[Any, Any], Any]] = {
     ast.Add: operator.add,
@@ -146,6 +148,8 @@ def _call(name: str, values: Sequence[Any]) -> Any:
         if not (isinstance(values[0], int) and 0 <= values[0] <= MAX_FACTORIAL):
             raise ValueError(f"factorial takes an integer from 0 to {MAX_FACTORIAL}")
         return math.factorial(values[0])
+    if name == "round" and len(values) > 1 and abs(values[1]) > MAX_ROUNDED_DIGITS:
+        raise ValueError(f"round takes at most {MAX_ROUNDED_DIGITS} digits")
     if name not in FUNCTIONS:
         raise ValueError(f"unknown function {name!r}; expected factorial, {', '.join(FUNCTIONS)}")
     return FUNCTIONS[name](*values)
