@@ -83,6 +83,14 @@ OPENAI_PREFIX = f"{OPENAI_NAMESPACE}{NAMESPACE_SEP}"
 TOLERATED_SERVER_KEYS = frozenset({"weight"})
 """Keys without effect that published YAML files have under a server."""
 
+PUBLISHED_ENV_KEYS = frozenset(
+    (
+        *("dataset_path", "debug_mode", "group_name", "max_gen_per_turn"),
+        *("run_name", "score_buffer_size", "start_tok_length"),
+    )
+)
+"""Keys that earlier environments passed without declaring them; they are not misspelled."""
+
 EXTRA_SECTIONS = frozenset({"teacher"})
 """Top-level sections that only some commands read."""
 
@@ -217,7 +225,8 @@ def yaml_layers(yaml_config: Mapping[str, Any], defaults: Defaults) -> YamlLayer
     env = yaml_config.get(ENV_NAMESPACE) or {}
     if not isinstance(env, Mapping):
         raise UsageError(f"{ENV_NAMESPACE}: expected settings by name, got {env!r}")
-    _unknown_keys(env, {*defaults.config_class.model_fields, *defaults.env_settings}, ENV_PREFIX)
+    known = {*defaults.config_class.model_fields, *defaults.env_settings}
+    _unknown_keys(env, known, ENV_PREFIX, published=PUBLISHED_ENV_KEYS)
     return YamlLayers(
         env=_without_masked(env),
         servers=server_layers(yaml_config.get(OPENAI_NAMESPACE), server_class_of(defaults.servers)),
@@ -253,11 +262,19 @@ def single_server_settings(servers: ServerConfigs) -> dict[str, Any]:
     return field_values(servers) if isinstance(servers, ServerBaseline) else {}
 
 
-def _unknown_keys(given: Iterable[Any], known: set[str], prefix: str) -> list[Any]:
-    """Warn about unknown keys and return them; raise `UsageError` if one resembles a setting."""
+def _unknown_keys(
+    given: Iterable[Any], known: set[str], prefix: str, *, published: Collection[str] = ()
+) -> list[Any]:
+    """Warn about unknown keys and return them.
+
+    Raises:
+        UsageError: a key resembles a setting and is not one of the `published` ones.
+    """
     full_names = sorted(prefix + name for name in known)
     unknown = [key for key in given if key not in known]
-    hints = {key: near_name(f"{prefix}{key}", full_names) for key in unknown}
+    hints = {
+        key: near_name(f"{prefix}{key}", full_names) for key in unknown if key not in published
+    }
     misspelled = [
         f"{prefix}{key} in the YAML file: no such setting{hint}"
         for key, hint in hints.items()

@@ -199,6 +199,19 @@ def test_layer_settings_weight_under_a_server_is_left_out_with_a_warning(
     assert "openai.weight has no effect" in caplog.text
 
 
+def test_layer_settings_keys_that_earlier_environments_passed_cause_a_warning(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    published = {"run_name": "r", "group_name": "g", "start_tok_length": 1, "debug_mode": True}
+
+    with caplog.at_level(logging.WARNING):
+        settings = layered(yaml={"env": {"group_size": 3, **published}})
+
+    assert settings.env.group_size == 3
+    assert settings.env.run_name == "r"
+    assert "env.run_name in the YAML file is not a setting of this environment" in caplog.text
+
+
 def test_layer_settings_another_programs_section_is_left_alone_with_a_warning(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
