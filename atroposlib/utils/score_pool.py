@@ -34,7 +34,7 @@ from atroposlib.errors import AtroposError, MissingExtraError
 from atroposlib.utils.text import is_milestone
 from atroposlib.utils.tracing import slow_span
 
-__all__ = ["ScoreCrashError", "ScorePool", "ScoreTimeoutError"]
+__all__ = ["ScoreCrashError", "ScorePool", "ScoreTimeoutError", "stop_processes"]
 
 logger = logging.getLogger(__name__)
 
@@ -100,8 +100,7 @@ class ProcessBackend:
     def close(self) -> None:
         pool, self._pool = self._pool, None
         if pool is not None:
-            pool.stop()
-            pool.join()
+            stop_processes(pool)
 
     def _workers(self) -> Any:
         if self._pool is not None and not self._pool.active:
@@ -211,6 +210,18 @@ def _start_and_outcome(function: Callable[..., Any], args: Sequence[Any]) -> Ite
     """Yield None at the start, then the outcome of the call."""
     yield None
     yield _outcome_of(function, args)
+
+
+def stop_processes(pool: Any) -> None:
+    """Stop a `pebble.ProcessPool` and wait for the end of its workers; running calls are given up.
+
+    `pool.join()` alone removes the semaphores first. A worker that is still starting would not find
+    them, and print a traceback.
+    """
+    pool.stop()
+    for worker in tuple(pool._pool_manager.worker_manager.workers.values()):
+        worker.kill()
+    pool.join()
 
 
 def _outcome_of(function: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, Any]:

@@ -52,6 +52,7 @@ from atroposlib.tasks.evaluations import (
 )
 from atroposlib.utils.json_text import to_plain
 from atroposlib.utils.math_check import MathVerdict, check_math_answer
+from atroposlib.utils.score_pool import stop_processes
 
 __all__ = [
     "HERMES_REASONING_PROMPT",
@@ -266,6 +267,9 @@ class MathExecutor(Executor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        if cancel_futures and wait:
+            stop_processes(self._pool)
+            return
         if cancel_futures:
             self._pool.stop()
         else:

@@ -186,6 +186,36 @@ if __name__ == "__main__":
 """
 
 
+CLOSED_EARLY = """
+import asyncio, os
+from atroposlib.utils.score_pool import ScorePool
+
+async def main():
+    pool = ScorePool(num_workers=4)
+    assert await pool.run(os.getpid, default=None) is not None
+    pool.close()
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+
+
+def test_pool_closed_while_workers_are_starting_prints_nothing(tmp_path: Path) -> None:
+    script = tmp_path / "early.py"
+    script.write_text(CLOSED_EARLY)
+    root = Path(__file__).parents[2]
+
+    ended = subprocess.run(
+        [sys.executable, str(script)],
+        env={**os.environ, "PYTHONPATH": str(root)},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+    assert (ended.returncode, ended.stderr) == (0, "")
+
+
 def test_worker_does_not_outlive_a_killed_owner(tmp_path: Path) -> None:
     script = tmp_path / "owner.py"
     script.write_text(OWNER)
