@@ -98,9 +98,8 @@ class ProcessRun:
                 task.cancel()
             await asyncio.gather(*started, return_exceptions=True)
         if not self._scores and self._delivery.num_unusable_groups():
-            raise NoDataError(
-                f"all {self._registration.curr_step} groups were dropped; {self._why_no_data()}"
-            )
+            why = self._commonest_error() or f"look at what {self._rollout_hook} returns"
+            raise NoDataError(f"all {self._registration.curr_step} groups were dropped; {why}")
 
     async def _deliver_finished(self, started: deque[asyncio.Task[_Rollout]]) -> None:
         """Write the finished groups of later items after an earlier item ended the run."""
@@ -136,9 +135,11 @@ class ProcessRun:
                 if setup_error is not None:
                     raise setup_error
                 if num_empty >= MAX_EMPTY_GROUPS_IN_A_ROW:
-                    raise NoDataError(
-                        f"{num_empty} items in a row gave no data; {self._why_no_data()}"
+                    why = self._commonest_error() or (
+                        f"{self._rollout_hook} returned no group. Some environments return none "
+                        "when all scores are equal, such as those of a model that solves no item"
                     )
+                    raise NoDataError(f"{num_empty} items in a row gave no data; {why}")
                 continue
             num_empty = 0
             await self._write_rollout(rollout)
@@ -201,11 +202,15 @@ class ProcessRun:
             if isinstance(group, MutableMapping):
                 group.setdefault("gold_answer", answer)
 
-    def _why_no_data(self) -> str:
+    @property
+    def _rollout_hook(self) -> str:
+        return f"{type(self._env).__name__}.collect_trajectories"
+
+    def _commonest_error(self) -> str:
+        """Return the most frequent error of the log as a clause; empty without errors."""
         if not self._errors.lines:
-            return f"look at what {type(self._env).__name__}.collect_trajectories returns"
-        commonest = max(self._errors.lines, key=lambda line: line.count)
-        return f"most of them with: {commonest.text}"
+            return ""
+        return f"most of them with: {max(self._errors.lines, key=lambda line: line.count).text}"
 
     def _report_processed_groups(self, collected: Any, *, duration_s: float) -> None:
         groups = collected if isinstance(collected, list) else [collected]
