@@ -29,6 +29,7 @@ from atroposlib.envs.reward_fns.reward_function import RewardFunction
 from atroposlib.envs.single_turn_env import SingleTurnEnv, SingleTurnEnvConfig
 from atroposlib.errors import ConfigError
 from atroposlib.tasks.card import EnvironmentCard
+from atroposlib.utils.aio import all_results
 from atroposlib.utils.local_records import find_split, read_records
 
 __all__ = [
@@ -364,7 +365,14 @@ class DatasetEnv(SingleTurnEnv):
             config=config,
         )
         completions = [[{"role": "assistant", "content": answer}] for answer in answers]
-        return await self.score_pool.run(reward, completions, default=[0.0] * len(answers))
+        together = await self.score_pool.run(reward, completions, default=None)
+        if together is not None:
+            return together
+        # One of them took too long or ended the worker; the others keep their rewards.
+        alone = await all_results(
+            self.score_pool.run(reward, [completion], default=[0.0]) for completion in completions
+        )
+        return [score for [score] in alone]
 
     def evaluation_metrics(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, float]:
         scores = [sample["score"] for sample in samples]

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -10,6 +11,7 @@ import yaml
 from atroposlib.envs.base import APIServerConfig
 from atroposlib.envs.check import check_environment
 from atroposlib.envs.reward_fns import CombinedReward
+from atroposlib.envs.reward_fns.reward_function import RewardFunction
 from atroposlib.envs.settings import Defaults, layer_settings
 from atroposlib.errors import ConfigError, UnknownRewardError
 from environments.dataset_environment.dataset_env import (
@@ -183,6 +185,31 @@ async def test_group_is_scored_and_evaluation_too(monkeypatch: pytest.MonkeyPatc
     assert [m["role"] for m in group["messages"][0]] == ["system", "user", "assistant"]
     assert [logged[f"eval/{key}_score"] for key in ("mean", "max", "min")] == [0.5, 1.0, 0.0]
     assert isinstance(make_reward(config(reward_funcs=["accuracy", "format"])), CombinedReward)
+
+
+class EndsItsWorkerReward(RewardFunction):
+    """Crashes on the text `crash`, and rewards every other one."""
+
+    def compute(self, completions: list[Any], **_: Any) -> list[float]:
+        texts = [self.get_content(completion) for completion in completions]
+        if "crash" in texts:
+            os._exit(1)
+        return [1.0] * len(texts)
+
+
+async def test_completion_that_ends_the_worker_costs_its_own_reward_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    async with ScriptedEngine([PROBED]) as engine:
+        env = make_env(
+            DatasetEnv, engine, monkeypatch, dataset_path=str(SAMPLE), num_score_workers=1
+        )
+        env.reward_function = EndsItsWorkerReward()
+
+        assert await env.score_all(ROW, ["fine", "crash", "also fine"]) == [1.0, 0.0, 1.0]
+
+        await env.close()
+        await env.server.close()
 
 
 async def test_local_server_shows_what_rows_earn(monkeypatch: pytest.MonkeyPatch) -> None:
