@@ -26,7 +26,6 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from concurrent import futures
 from concurrent.futures import BrokenExecutor, Executor, Future
-from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -248,6 +247,9 @@ class MathExecutor(Executor):
 
     Args:
         max_workers: maximum number of processes, which start with the first call.
+
+    Attributes:
+        is_closed: Whether `shutdown` was called.
     """
 
     def __init__(self, max_workers: int) -> None:
@@ -255,6 +257,7 @@ class MathExecutor(Executor):
 
         import pebble
 
+        self.is_closed = False
         # "spawn": forking a process with threads and open sockets is not safe.
         self._pool = pebble.ProcessPool(
             max_workers=max_workers, context=multiprocessing.get_context("spawn")
@@ -267,6 +270,7 @@ class MathExecutor(Executor):
         return future
 
     def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        self.is_closed = True
         if cancel_futures and wait:
             stop_processes(self._pool)
             return
@@ -278,14 +282,20 @@ class MathExecutor(Executor):
             self._pool.join()
 
 
-@cache
+_EXECUTORS: dict[int, MathExecutor] = {}
+
+
 def get_math_executor(max_workers: int = 64) -> Executor:
     """Return the worker processes for `score_math_answer`, at most one per core.
 
-    The same executor is returned for the same number, and closed when this process ends.
+    The same executor is returned for the same number, unless it was shut down, and closed when this
+    process ends.
     """
-    executor = MathExecutor(max(1, min(max_workers, os.cpu_count() or 1)))
-    atexit.register(executor.shutdown, cancel_futures=True)
+    executor = _EXECUTORS.get(max_workers)
+    if executor is None or executor.is_closed:
+        executor = MathExecutor(max(1, min(max_workers, os.cpu_count() or 1)))
+        atexit.register(executor.shutdown, cancel_futures=True)
+        _EXECUTORS[max_workers] = executor
     return executor
 
 
@@ -313,9 +323,9 @@ def score_math_answer(
         return _shown(MathScore(None, boxed.method, boxed.is_multiple), debug)
     executor = executor or get_math_executor()
     answer = f"\\boxed{{{boxed.text}}}"
-    call = executor.submit(check_math_answer, answer, _gold(gold, wrap_gold_boxed))
     verdict = None
     try:
+        call = executor.submit(check_math_answer, answer, _gold(gold, wrap_gold_boxed))
         verdict = call.result()
     except _CHECK_FAILED as error:
         _log_failed_check(error)
@@ -337,9 +347,9 @@ async def score_math_answer_async(
     if executor is None:
         executor = await asyncio.to_thread(get_math_executor)
     answer = f"\\boxed{{{boxed.text}}}"
-    call = executor.submit(check_math_answer, answer, _gold(gold, wrap_gold_boxed))
     verdict = None
     try:
+        call = executor.submit(check_math_answer, answer, _gold(gold, wrap_gold_boxed))
         verdict = await asyncio.wrap_future(call)
     except _CHECK_FAILED as error:
         _log_failed_check(error)

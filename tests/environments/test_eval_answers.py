@@ -355,6 +355,19 @@ def test_thinking_is_searched_on_request() -> None:
     assert score.correct is True
 
 
+def test_executor_that_was_shut_down_is_replaced_and_compares_texts(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with helpers.get_math_executor(3) as closed:
+        assert helpers.get_math_executor(3) is closed
+
+    score = helpers.score_math_answer("7", r"\boxed{7}", executor=closed)
+
+    assert helpers.get_math_executor(3) is not closed
+    assert score == (True, "string_compare", False)
+    assert "math-verify gave no result" in caplog.text
+
+
 def test_check_that_takes_too_long_compares_texts(caplog: pytest.LogCaptureFixture) -> None:
     from concurrent import futures
 
