@@ -157,7 +157,7 @@ def _is_same_word(left: str, right: str) -> bool:
 
 
 def _number(word: str) -> Decimal | None:
-    if not word.isascii() or len(word) > MAX_NUMBER_CHARACTERS:
+    if not word.isascii() or "_" in word or len(word) > MAX_NUMBER_CHARACTERS:
         return None
     try:
         number = Decimal(word)

@@ -450,6 +450,8 @@ def compare_math_strings(pred: str, gold: str) -> bool:
         return False
     if first.replace(" ", "") == second.replace(" ", ""):
         return True
+    if "_" in first + second:
+        return False  # Python reads 25_8, a number in base 8, as 258
     try:
         return math.isclose(float(first), float(second), rel_tol=RELATIVE_TOLERANCE)
     except ValueError:

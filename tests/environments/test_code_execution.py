@@ -86,6 +86,7 @@ def test_last_closed_block_is_the_program(answer: str, block: str | None) -> Non
         ("1e999999999", "1", False),
         ("9" * 500, "9" * 499, False),
         ("٣", "3", False),
+        ("1_0", "10", False),
         ("nan", "NaN", False),
         ("sNaN", "1", False),
         ("3\n4", "3", False),

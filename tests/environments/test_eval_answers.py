@@ -319,6 +319,8 @@ def test_normalized_mathematics(text: str, expected: str) -> None:
         ("1000", "1,000", True),
         ("", "", False),
         ("", "4", False),
+        ("25168", "2516_8", False),
+        ("2516_8", "2516_8", True),
     ],
 )
 def test_mathematics_as_text(pred: str, gold: str, is_equal: bool) -> None:

@@ -128,6 +128,7 @@ def test_accuracy_works_off_the_main_thread_and_logs_nothing_loud(
         ("-1,234.5", -1234.5),
         ("\\boxed{7}", 7.0),
         ("x", None),
+        ("25_8", None),
         ("nan", None),
         ("", None),
     ],

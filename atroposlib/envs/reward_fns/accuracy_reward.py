@@ -90,6 +90,8 @@ def _normalize_numerical_value(text: str) -> float | None:
     r"""Return a text without commas and `\boxed{}` as a number, or None."""
     boxed = BOXED_CONTENT.search(text)
     plain = (boxed[1] if boxed else text).replace(",", "").strip()
+    if "_" in plain:
+        return None  # Python reads 25_8, a number in base 8, as 258
     try:
         number = float(plain)
     except ValueError:
