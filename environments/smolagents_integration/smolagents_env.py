@@ -107,9 +107,15 @@ class AgentRun(NamedTuple):
     """Whether the agent ended by itself, with `final_answer`."""
 
 
+THOUSANDS = re.compile(r"[-+]?\d{1,3}(?:,\d{3})+(?!\d|,)", re.ASCII)
+
+
 def normalized_number(text: str) -> float | None:
-    """Return a number without `$`, `%` and commas; None if the text is not a number."""
-    plain = re.sub(r"[$%,\s]", "", text)
+    """Return a number without `$`, `%` and thousands commas; None if the text is not a number."""
+    plain = re.sub(r"[$%]", "", text).strip()
+    if "," in plain and not THOUSANDS.match(plain):
+        return None
+    plain = plain.replace(",", "")
     if not re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)([eE][-+]?\d{1,3})?", plain, re.ASCII):
         return None
     number = float(plain)
@@ -124,7 +130,8 @@ def _is_same_entry(answer: str, gold: str) -> bool:
     number = normalized_number(gold)
     if number is not None:
         return normalized_number(answer) == number
-    return _normalized_text(answer) == _normalized_text(gold)
+    wanted = _normalized_text(gold)
+    return _normalized_text(answer) == wanted if wanted else answer.strip() == gold.strip()
 
 
 def is_right_answer(answer: str, gold: str) -> bool:
@@ -135,10 +142,14 @@ def is_right_answer(answer: str, gold: str) -> bool:
     """
     if not answer.strip():
         return False
-    if normalized_number(gold) is None and re.search(r"[,;]", gold):
-        entries, golds = re.split(r"[,;]", answer), re.split(r"[,;]", gold)
-        return len(entries) == len(golds) and all(map(_is_same_entry, entries, golds))
-    return _is_same_entry(answer, gold)
+    if not re.search(r"[,;]", gold):
+        return _is_same_entry(answer, gold)
+    entries, golds = (
+        [entry.strip() for entry in re.split(r"[,;]", text)] for text in (answer, gold)
+    )
+    if normalized_number(gold) is not None:  # 132,133 may also be a list
+        return entries == golds or _is_same_entry(answer, gold)
+    return len(entries) == len(golds) and all(map(_is_same_entry, entries, golds))
 
 
 MAX_NEAR_CHARACTERS = 300
