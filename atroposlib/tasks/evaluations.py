@@ -655,6 +655,8 @@ def contains_answer(reply: str, gold: str) -> bool:
 
 
 MAX_SPANS = 32
+SPAN_END = re.compile(r"[;\n]|,(?!(?<=\d,)\d{3}(?!\d))|\band\b")
+"""Separators of spans, except for the comma in `1,000`."""
 
 
 def best_drop_match(reply: str, golds: Sequence[Sequence[str]]) -> tuple[bool, float]:
@@ -671,7 +673,7 @@ def best_drop_match(reply: str, golds: Sequence[Sequence[str]]) -> tuple[bool, f
     is_equal, best = False, 0.0
     for spans in golds:
         wanted = [normalized_answer(span) for span in spans]
-        texts = re.split(r"[,;\n]|\band\b", reply) if len(spans) > 1 else [reply]
+        texts = SPAN_END.split(reply) if len(spans) > 1 else [reply]
         given = [text for each in texts[:MAX_SPANS] if (text := normalized_answer(each))]
         is_equal = is_equal or (bool(given) and sorted(given) == sorted(wanted))
         best = max(best, _aligned_f1(given, wanted))

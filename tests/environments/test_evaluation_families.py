@@ -495,6 +495,8 @@ def test_containment_is_of_whole_words_of_the_gold_answer(
         ("Hanna, Jonas, Ada", [["Hanna", "Jonas"]], False, pytest.approx(2 / 3)),
         ("", [["265"]], False, 0.0),
         ("March 1893", [["March 1893"]], True, 1.0),
+        ("1,000 men, 2,000 men", [["2,000 men", "1,000 men"]], True, 1.0),
+        ("100, 200", [["100", "200"]], True, 1.0),
     ],
 )
 def test_drop_match(reply: str, golds: Any, is_equal: bool, f1: Any) -> None:
