@@ -627,20 +627,20 @@ NUMBER_WORDS = {
 def normalized_answer(text: str) -> str:
     """Return a short answer for comparison: lower case, without articles and punctuation.
 
-    Numbers are written alike: `1,000` and `1000.0`, `three` and `3`.
+    Numbers are written alike: `1,000` and `1000.0`, `three` and `3`. They keep their sign.
     """
     words = []
-    for word in re.split(r"[\s\u2013\u2014-]+", text.lower()):
+    for word in re.split(r"\s+|(?<=[\w.%)])[\u2013\u2014-]+", text.lower().replace("\u2212", "-")):
         number = _as_number(word.strip(string.punctuation.replace("-", "") + "$%"))
         words.append(number if number is not None else word.translate(_WORD_PUNCTUATION))
     return " ".join(_ARTICLES.sub(" ", " ".join(words)).split())
 
 
 def _as_number(word: str) -> str | None:
-    word = NUMBER_WORDS.get(word, word).replace(",", "")
-    if not re.fullmatch(r"\d{1,30}(?:\.\d{1,30})?", word):
+    word = re.sub(r"[,$]", "", NUMBER_WORDS.get(word, word))
+    if not re.fullmatch(r"-?\d{1,30}(?:\.\d{1,30})?", word):
         return None
-    return f"{float(word):.12g}"
+    return f"{float(word) + 0.0:.12g}"  # not -0
 
 
 def contains_answer(reply: str, gold: str) -> bool:

@@ -458,6 +458,11 @@ def test_options_are_shuffled_by_seed_and_question() -> None:
         ("$5", "5"),
         ("U.S.", "us"),
         ("twenty-one", "twenty 1"),
+        ("-5", "-5"),
+        ("\u2212$5", "-5"),
+        ("(-5) degrees", "-5 degrees"),
+        ("3-4", "3 4"),
+        ("-0", "0"),
     ],
 )
 def test_normalized_short_answers(text: str, expected: str) -> None:
