@@ -19,8 +19,9 @@ from typing import Any
 from pydantic import Field, model_validator
 
 from atroposlib.adapters.env import AdapterEnv, AdapterEnvConfig
-from atroposlib.envs.base import APIServerConfig
+from atroposlib.envs.base import APIServerConfig, BaseEnvConfig
 from atroposlib.envs.multi_turn_env import Rollout, discounted_return
+from atroposlib.errors import ConfigError
 from atroposlib.tasks.card import EnvironmentCard
 from atroposlib.tasks.single_turn_parts import default_configs
 
@@ -90,6 +91,14 @@ class VerifiersEnv(AdapterEnv):
             max_token_length=2048,
             wandb_name="verifiers",
         )
+
+    @classmethod
+    def check_inputs(cls, config: BaseEnvConfig) -> None:
+        if isinstance(config, VfEnvConfig) and not config.adapter:
+            raise ConfigError(
+                "no environment is named; set --env.vf_env_name to one that is installed"
+            )
+        super().check_inputs(config)
 
     async def postprocess_histories(self, trajectories: Sequence[Rollout]) -> Any:
         self._groups.append(trajectories)

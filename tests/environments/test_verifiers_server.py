@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from atroposlib.envs.commands import load_yaml, serve_command
 from atroposlib.envs.multi_turn_env import Rollout
+from atroposlib.errors import ConfigError
 from environments.verifiers_server import VerifiersEnv, VfEnvConfig, rubric_metrics
 
 CONFIG = Path(__file__).parents[2] / "environments" / "configs" / "verifiers.yaml"
@@ -48,6 +49,13 @@ def rollout(reward: float, turns: float) -> Rollout:
         outcome="done",
         metrics={"num_turns": turns},
     )
+
+
+def test_missing_name_of_the_environment_is_refused_with_its_setting() -> None:
+    config, _ = VerifiersEnv.config_init()
+
+    with pytest.raises(ConfigError, match=r"set --env\.vf_env_name"):
+        VerifiersEnv.check_inputs(config)
 
 
 def test_metrics_are_means_over_rollouts() -> None:
