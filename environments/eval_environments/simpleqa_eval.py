@@ -59,7 +59,9 @@ JUDGE_REQUEST = (
     "contradicts it. INCORRECT: it contradicts the correct answer, in part or as a whole. "
     "NOT_ATTEMPTED: it gives no answer, or leaves out what was asked, without contradicting it."
 )
-VERDICT_WORD = re.compile(r"\b(NOT[_ ]ATTEMPTED|INCORRECT|CORRECT)\b")
+VERDICT_WORD = re.compile(
+    r"\b(NOT[_ ]ATTEMPTED|(?:IN|(?:NOT|\w{2,9}N['\u2019]T)[\s_]{1,9})?CORRECT)\b"
+)
 
 
 class SimpleQAEvalConfig(EvalFamilyConfig):
@@ -175,8 +177,16 @@ def judge_request(question: str, gold: str, answer: str) -> str:
 
 
 def read_verdict_word(reply: str) -> str | None:
-    """Return the one verdict that a judge names, with an underscore; None for none or several."""
-    words = {word.replace(" ", "_") for word in VERDICT_WORD.findall(answer_part(reply).upper())}
+    """Return the one verdict that a judge names, with an underscore; None for none or several.
+
+    `not correct` means `INCORRECT`.
+    """
+    words = set()
+    for word in VERDICT_WORD.findall(answer_part(reply).upper()):
+        if word.endswith("ATTEMPTED"):
+            words.add("NOT_ATTEMPTED")
+        else:
+            words.add("CORRECT" if word == "CORRECT" else "INCORRECT")
     return words.pop() if len(words) == 1 else None
 
 

@@ -525,6 +525,9 @@ def test_drop_answers_of_the_hub_are_columns() -> None:
         ("<think>CORRECT?</think> incorrect.", "INCORRECT"),
         ("NOT ATTEMPTED", "NOT_ATTEMPTED"),
         ("CORRECT or INCORRECT", None),
+        ("The answer is not correct.", "INCORRECT"),
+        ("It isn't correct: INCORRECT", "INCORRECT"),
+        ("not attempted", "NOT_ATTEMPTED"),
         ("", None),
     ],
 )
