@@ -219,8 +219,9 @@ def stop_processes(pool: Any) -> None:
     them, and print a traceback.
     """
     pool.stop()
-    for worker in tuple(pool._pool_manager.worker_manager.workers.values()):
-        worker.kill()
+    with contextlib.suppress(AttributeError):  # pebble has no public access to them
+        for worker in tuple(pool._pool_manager.worker_manager.workers.values()):
+            worker.kill()
     pool.join()
 
 
