@@ -301,10 +301,12 @@ class ToolConversation(Conversation):
 
     Attributes:
         tool_timeout_s: time limit of one call, in seconds.
+        max_calls: maximum number of calls in a turn; the others are not run, and have one error.
         results: all results so far.
     """
 
     tool_timeout_s: float = 30.0
+    max_calls: int = 32
 
     def __init__(
         self, messages: Sequence[ChatMessage], tools: Sequence[Callable[..., Any] | Tool]
@@ -340,8 +342,11 @@ class ToolConversation(Conversation):
             weigh(score, {}, f"{type(self).__name__}.score returned")  # the error names `score`
             return Reply(reward=score, is_done=True)
         results = await run_tool_calls(
-            calls, self.tools, timeout_s=self.tool_timeout_s, key=turn.key
+            calls[: self.max_calls], self.tools, timeout_s=self.tool_timeout_s, key=turn.key
         )
+        if len(calls) > self.max_calls:
+            excess = f"calls after the first {self.max_calls} of a turn are not run"
+            results.append(ToolResult(name="", content=excess, is_error=True))
         self.results += results
         blocks = [response_block(_as_json(_shown(result))) for result in results]
         return Reply("\n".join(blocks), reward=self.reward_of_calls(results))

@@ -67,6 +67,19 @@ async def test_results_come_back_until_a_turn_has_no_call() -> None:
     assert [result.is_error for result in shop.results] == [False, True]
 
 
+async def test_calls_beyond_the_maximum_of_a_turn_are_one_error() -> None:
+    shop = Shop([{"role": "user", "content": "Tea?"}], [price])
+    shop.max_calls = 2
+
+    reply = await shop.reply(Turn(CALL * 800, 0, ()))
+
+    assert [(result.name, result.is_error) for result in shop.results] == [
+        *(("price", False), ("price", False), ("", True))
+    ]
+    assert reply.reward == -0.5
+    assert "calls after the first 2 of a turn are not run" in str(reply.messages)
+
+
 async def test_call_inside_the_thinking_is_no_call() -> None:
     shop = Shop([{"role": "user", "content": "Tea?"}], [price])
 
