@@ -475,10 +475,12 @@ class ServerManager:
         A continued conversation returns to the server that answered it before, unless that server
         is down or overloaded; any other goes to the least loaded server.
         """
-        messages = [as_mapping(message) for message in kwargs.get("messages") or ()]
         servers = self.servers  # users may assign other servers while the request runs
         memory = self._conversations if len(servers) > 1 else None
-        known = memory.find(messages) if memory is not None else None
+        known = None
+        if memory is not None:
+            messages = [as_mapping(message) for message in kwargs.get("messages") or ()]
+            known = memory.find(messages)
         parts: list[Answered] = await self._split(
             lambda s: s.chat_completion,
             kwargs,
