@@ -38,7 +38,6 @@ import msgspec
 import uvicorn
 from fastapi import APIRouter, FastAPI, HTTPException, Request, Response
 from fastapi.responses import JSONResponse, StreamingResponse
-from fastapi.routing import APIRoute
 from pydantic import BaseModel, Field
 
 from atroposlib.errors import ConfigError, MissingExtraError
@@ -432,10 +431,10 @@ def bridge_routes(state: CompanionState, app: FastAPI) -> APIRouter:
 
     @router.get("/list_endpoints")
     async def list_endpoints() -> dict[str, Any]:
-        routes = [route for route in app.routes if isinstance(route, APIRoute)]
         return {
             "endpoints": [
-                {"path": route.path, "methods": sorted(route.methods)} for route in routes
+                {"path": path, "methods": sorted(method.upper() for method in operations)}
+                for path, operations in app.openapi()["paths"].items()
             ]
         }
 

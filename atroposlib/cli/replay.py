@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import importlib.util
-import inspect
 import json
 import logging
 import os
@@ -255,7 +254,7 @@ def _environment_class(path: str) -> type[Any]:
     found = {
         name: value
         for name, value in vars(module).items()
-        if inspect.isclass(value) and issubclass(value, BaseEnv) and value.__module__ == file.stem
+        if isinstance(value, type) and BaseEnv in value.__mro__ and value.__module__ == file.stem
     }
     if wanted and wanted not in found:
         raise ConfigError(

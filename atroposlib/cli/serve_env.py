@@ -423,7 +423,7 @@ def _class_of_script(path: Path) -> type[Any]:
         name: value
         for name, value in vars(module).items()
         if isinstance(value, type)
-        and issubclass(value, BaseEnv)
+        and BaseEnv in value.__mro__  # before 3.11, `list[int]` is a type without subclasses
         and (name in called if called else value.__module__ == module.__name__)
         and not missing_methods(value)
     }

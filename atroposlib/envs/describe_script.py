@@ -131,7 +131,7 @@ def _environment_of(script: Path, words: Sequence[str], argument: str | None) ->
         name
         for name, value in names.items()
         if isinstance(value, type)
-        and issubclass(value, BaseEnv)
+        and BaseEnv in value.__mro__  # before 3.11, `list[int]` is a type without subclasses
         and value.__module__ == "__main__"
         and not missing_methods(value)
     )

@@ -223,7 +223,7 @@ class TavilySearch:
                 if response.status != 200:
                     raise SearchError(f"the search service answered with status {response.status}")
                 return json.loads(await _read_body(response))
-        except TimeoutError:
+        except (TimeoutError, asyncio.TimeoutError):  # two classes before Python 3.11
             raise SearchError("the search service gave no answer in time") from None
         except (aiohttp.ClientError, ValueError, RecursionError) as error:
             # Without the error's text, which may quote the request.

@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -49,9 +50,10 @@ def uses_the_tool(prompt: str) -> str:
 
 
 async def until(holds: Callable[[], bool]) -> None:
-    async with asyncio.timeout(240):
-        while not holds():  # noqa: ASYNC110 - other processes give no event
-            await asyncio.sleep(0.1)
+    deadline = time.monotonic() + 240
+    while not holds():
+        assert time.monotonic() < deadline
+        await asyncio.sleep(0.1)
 
 
 def workers_of(pid: int) -> list[int]:

@@ -124,7 +124,9 @@ async def test_items_are_rows_in_an_order_of_the_seed(server: Server) -> None:
     rows = [{**COUNTER, "expected_count": count} for count in range(4)]
     adapters = [await opened(f"{server.url}/counter", *rows, seed=seed) for seed in (1, 1, 2)]
 
-    orders = [[(await a.item(i))["expected_count"] for i in range(8)] for a in adapters]
+    orders: list[Any] = [[] for _ in adapters]
+    for order, adapter in zip(orders, adapters, strict=True):
+        order += [(await adapter.item(i))["expected_count"] for i in range(8)]
     evaluated = await adapters[0].eval_items(2)
     for adapter in adapters:
         await adapter.close()

@@ -77,7 +77,9 @@ async def begun(adapter: Adapter, item: dict[str, Any]) -> Any:
 async def test_items_same_seed_are_equal(server: Server) -> None:
     adapters = [await opened(f"{server.url}/guess", seed=seed) for seed in (1, 1, 2)]
 
-    items = [[await adapter.item(i) for i in range(5)] for adapter in adapters]
+    items: list[Any] = [[] for _ in adapters]
+    for drawn, adapter in zip(items, adapters, strict=True):
+        drawn += [await adapter.item(i) for i in range(5)]
 
     assert items[0] == items[1]
     assert items[0] != items[2]

@@ -81,7 +81,9 @@ TASK = {"split": "train", "index": 3}
 async def test_items_cover_each_split_in_an_order_of_the_seed(server: Server) -> None:
     adapters = [await opened(f"{server.url}#sums", seed=seed) for seed in (1, 1, 2)]
 
-    orders = [[(await adapter.item(i))["index"] for i in range(10)] for adapter in adapters]
+    orders: list[Any] = [[] for _ in adapters]
+    for order, adapter in zip(orders, adapters, strict=True):
+        order += [(await adapter.item(i))["index"] for i in range(10)]
     evaluated = await adapters[0].eval_items(32)
     for adapter in adapters:
         await adapter.close()

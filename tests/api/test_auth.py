@@ -128,9 +128,8 @@ def test_deletion_is_for_admins_except_of_the_own_registration() -> None:
 
 def routes_of(app: FastAPI) -> list[str]:
     """Paths of the application as rules write them: `{}` in place of each parameter."""
-    return [
-        re.sub(r"{[^}]+}", "{}", route.path) for route in app.routes if isinstance(route, Route)
-    ]
+    pages = [route.path for route in app.routes if isinstance(route, Route)]
+    return [re.sub(r"{[^}]+}", "{}", path) for path in {*pages, *app.openapi()["paths"]}]
 
 
 def test_each_route_of_the_service_has_a_rule_and_a_row_in_its_documentation() -> None:

@@ -271,7 +271,7 @@ def test_policy_version_is_absent_until_one_was_told_to_who_sampled(service):
 async def test_async_iteration_sees_the_same_and_keeps_a_batch_of_a_cancelled_wait(service):
     async with AsyncBatches(two_per_step(service, num_steps=2)) as stream:
         await stream.set_policy_version(0)
-        with pytest.raises(TimeoutError):
+        with pytest.raises(asyncio.TimeoutError):
             await asyncio.wait_for(anext(stream), 0.05)
         post(service, 0.0, 1.0)
 
@@ -286,7 +286,7 @@ async def test_async_leaving_acknowledges_the_last_batch_but_none_that_arrived_u
         await stream.set_policy_version(0)
         post(service, 0.0)
         await anext(stream)
-        with pytest.raises(TimeoutError):
+        with pytest.raises(asyncio.TimeoutError):
             await asyncio.wait_for(anext(stream), 0.05)
         post(service, 1.0)
     first = status(service)

@@ -131,7 +131,7 @@ async def check_end(env: SmallEnv, service: LiveService, *, num_steps: int) -> N
 async def test_trl_ends_with_all_acknowledged_and_the_environment_ended(
     trainer: str, tmp_path: Path, service: LiveService, make_env: Callable[..., Any]
 ) -> None:
-    pytest.importorskip("trl")
+    pytest.importorskip("trl.experimental.async_grpo.packing", exc_type=ImportError)
     model = save_trl_model(tmp_path / "model")
     page = PAGE.read_text("utf-8")
     (section,) = re.findall(rf"\n## {trainer}\n(.*?)(?=\n## |\Z)", page, re.DOTALL)
@@ -155,7 +155,7 @@ async def test_trl_ends_with_all_acknowledged_and_the_environment_ended(
 async def test_trls_asynchronous_trainer_takes_20_steps_and_updates_the_engine(
     tmp_path: Path, service: LiveService, make_env: Callable[..., Any]
 ) -> None:
-    pytest.importorskip("trl")
+    pytest.importorskip("trl.experimental.async_grpo.packing", exc_type=ImportError)
     model = save_trl_model(tmp_path / "model")
     (section,) = re.findall(
         r"\n### Asynchronous.*?\n(.*?)(?=\n##)", PAGE.read_text("utf-8"), re.DOTALL
@@ -208,7 +208,7 @@ async def test_trainers_keep_every_rule_of_the_check(
     trainer: str, tmp_path: Path, service: LiveService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With a service that is busy, restarts, and ends a lease in the middle of the run."""
-    pytest.importorskip("trl")
+    pytest.importorskip("trl.experimental.async_grpo.packing", exc_type=ImportError)
     model = save_trl_model(tmp_path / "model")
     service.start()
     monkeypatch.setenv("PYTHONPATH", str(PAGE.parents[1]))

@@ -53,7 +53,10 @@ def build(kind: str, *, source: Path, out: Path) -> Path:
 
 
 def make_environment(folder: Path, *requirements: str) -> Installed:
-    """Make a virtual environment with some requirements at the versions that CI tests."""
+    """Make a virtual environment with some requirements at the versions that CI tests.
+
+    On Python 3.10, which several of them do not support, the versions are the newest.
+    """
     uv = _uv()
     installed = Installed(folder)
     if uv:
@@ -62,8 +65,9 @@ def make_environment(folder: Path, *requirements: str) -> Installed:
     else:
         _succeed([sys.executable, "-m", "venv", str(folder)], cwd=REPOSITORY)
         install = [*_pip(installed.program("python")), "install", "--quiet"]
-    constraints = str(REPOSITORY / ".ci" / "constraints.txt")
-    _succeed([*install, "--constraint", constraints, *requirements], cwd=REPOSITORY)
+    if sys.version_info >= (3, 11):
+        install += ["--constraint", str(REPOSITORY / ".ci" / "constraints.txt")]
+    _succeed([*install, *requirements], cwd=REPOSITORY)
     return installed
 
 

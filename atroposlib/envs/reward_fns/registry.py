@@ -279,7 +279,7 @@ def _entry_of(module: ModuleType, stem: str) -> Callable[..., Any] | None:
     for value in vars(module).values():
         if (
             isinstance(value, type)
-            and issubclass(value, RewardFunction)
+            and RewardFunction in value.__mro__
             and value.__module__ == module.__name__
             and stem in registered_names(class_stem(value.__name__))
         ):
