@@ -190,6 +190,7 @@ async def test_cancelled_play_closes_the_conversation_and_leaves_no_task() -> No
 
 
 async def test_cancelled_play_of_a_failed_conversation_logs_no_lost_exception() -> None:
+    gc.collect()  # what earlier tests left
     unhandled: list[dict[str, Any]] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: unhandled.append(context))
 

@@ -165,6 +165,7 @@ async def test_metrics_use_lists_that_a_monitor_assigned() -> None:
 
 
 async def test_failed_search_of_cancelled_callers_is_not_reported_as_lost() -> None:
+    gc.collect()  # what earlier tests left
     lost: list[Any] = []
     asyncio.get_running_loop().set_exception_handler(lambda _, context: lost.append(context))
     may_fail = asyncio.Event()
