@@ -544,8 +544,8 @@ class StepNotes:
             )
         if not any(metrics.get(name) for name in _TRAINED_TOKENS):
             logger.warning(
-                "no token of this batch is trained: all labels are masked, in the groups or since "
-                "they are beyond seq_len"
+                "no token of this batch is trained: its groups mask all tokens, or seq_len cut off "
+                "those that they train"
             )
         if summary.num_truncated_rows:
             logger.warning("%d sequences were truncated to seq_len", summary.num_truncated_rows)

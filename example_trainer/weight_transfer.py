@@ -219,7 +219,7 @@ def _make_source(config: TrainingConfig) -> Any:
     """Return a `WeightSource` of vLLM, which is imported for these transports only.
 
     Raises:
-        MissingExtraError: vLLM is not installed here, only where the engine runs.
+        MissingExtraError: vLLM is not installed where the trainer runs.
     """
     import torch
 
