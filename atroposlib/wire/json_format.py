@@ -463,7 +463,7 @@ _CODECS = {
     if field.name in ROW_FIELDS
 }
 _scores_codec = _codec(float, is_nested=False)
-_verdicts_decoder = msgspec.json.Decoder(list[float | bool])
+_entries_decoder = msgspec.json.Decoder(list[Any])
 _integer_decoder = msgspec.json.Decoder(INT64 | None, strict=False)
 _number_decoder = msgspec.json.Decoder(list[float] | float, strict=False)
 
@@ -497,18 +497,17 @@ def read_scores(text: JsonText) -> ReadRow:
     if values is not None and _is_canonical(_scores_codec, content, values):
         return ReadRow(text, values, True)
     if values is None:
-        values = _decode_verdicts(content)
-    if values is None:
-        values = decode_value(_scores_codec.lax, content, ("scores",))
+        values = decode_value(_scores_codec.lax, _as_numbers(content), ("scores",))
     return ReadRow(msgspec.json.encode(values), values, False)
 
 
-def _decode_verdicts(text: bytes) -> list[float] | None:
-    """Decode scores of which some are true or false, 1 or 0; None for other scores."""
+def _as_numbers(text: bytes) -> bytes:
+    """Return scores with 1 and 0 in place of true and false."""
     try:
-        return [float(value) for value in _verdicts_decoder.decode(text)]
+        values = _entries_decoder.decode(text)
     except (msgspec.DecodeError, RecursionError):
-        return None
+        return text
+    return msgspec.json.encode([int(v) if isinstance(v, bool) else v for v in values])
 
 
 def read_integer(name: str, text: JsonText) -> int | None:
