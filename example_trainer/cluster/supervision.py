@@ -17,7 +17,7 @@ import httpx
 from example_trainer.cluster.parts import Part
 from example_trainer.cluster.placement import RunStatus
 from example_trainer.cluster.restarts import INVALID_SETTINGS, PartLife, RunLives, may_finish
-from example_trainer.launch.stack import Supervisor
+from example_trainer.launch.stack import Supervisor, check_signals
 from example_trainer.processes import ManagedProcess, ProcessFailedError
 
 _POLL_S = 0.25
@@ -89,6 +89,7 @@ class RunSupervisor:
         try:
             with self._supervisor:
                 while self._run.state == "running":
+                    check_signals()
                     for child in self._children:
                         self._advance(child)
                     self._report()

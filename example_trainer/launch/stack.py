@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 import httpx
@@ -293,30 +293,66 @@ def _process(
 
 
 _SETTLE_S = 3.0
-_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
+_AGAIN_S = 0.1
+_LONGEST_IMPORT_S = 10.0
+_IMPORT_FRAMES = "<frozen importlib._bootstrap>"
+
+
+class _Received(NamedTuple):
+    """A signal, and when it came, in seconds of a monotonic clock."""
+
+    number: int
+    time: float
+
+
+_received: _Received | None = None
 
 
 @contextlib.contextmanager
 def ending_signals() -> Iterator[None]:
     """Raise `KeyboardInterrupt` on SIGINT and `SystemExit(143)` on SIGTERM, once.
 
-    Further signals are ignored.
+    Further signals are ignored. An import that takes a few seconds is finished first: extension
+    modules abort the process, or raise another exception, if one is raised while they are loaded.
+    Python drops an exception that is raised in a destructor; `check_signals` raises it again.
     """
+    global _received
     previous = {number: signal.signal(number, _interrupt) for number in _SIGNALS}
     try:
         yield
     finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
         for number, handler in previous.items():
             signal.signal(number, handler)
+        _received = None
 
 
-def _interrupt(number: int, _frame: FrameType | None) -> NoReturn:
+def check_signals() -> None:
+    """Raise the exception of a signal that was received within `ending_signals`."""
+    if _received is None:
+        return
     # A second signal must not interrupt the end of the processes.
-    for each in _SIGNALS:
-        signal.signal(each, signal.SIG_IGN)
-    if number == signal.SIGINT:
+    for number in _SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    if _received.number == signal.SIGINT:
         raise KeyboardInterrupt
-    sys.exit(128 + number)
+    sys.exit(128 + _received.number)
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    global _received
+    _received = _received or _Received(number, time.monotonic())
+    if _is_importing(frame) and time.monotonic() - _received.time < _LONGEST_IMPORT_S:
+        signal.setitimer(signal.ITIMER_REAL, _AGAIN_S)
+    else:
+        check_signals()
+
+
+def _is_importing(frame: FrameType | None) -> bool:
+    while frame is not None and frame.f_code.co_filename != _IMPORT_FRAMES:
+        frame = frame.f_back
+    return frame is not None
 
 
 class Supervisor:
@@ -350,11 +386,12 @@ class Supervisor:
         self._processes.remove(process)
 
     def check(self) -> None:
-        """Raise `ProcessFailedError` if a process has failed.
+        """Raise `ProcessFailedError` if a process has failed, and see `check_signals`.
 
         Processes often fail because one that they depend on has failed. The error names the first
         in the order of their start, after a short time for its end to be detected.
         """
+        check_signals()
         if self._first_failed() is None:
             return
         deadline = self._clock() + _SETTLE_S

@@ -9,10 +9,14 @@ from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
+import pytest
+
 from example_trainer.cluster.parts import Part, Resources, RestartPolicy, Role
 from example_trainer.cluster.placement import RunStatus
 from example_trainer.cluster.supervision import RunSupervisor
+from example_trainer.launch.stack import ending_signals
 from example_trainer.processes import ManagedProcess, find_free_port
+from tests.trainer.test_launch_supervisor import InterruptedDestructor
 from tests.trainer.test_processes import is_running
 
 POLICY = RestartPolicy(attempts=2, first_backoff_s=0, longest_backoff_s=0, healthy_s=600)
@@ -91,6 +95,21 @@ def test_killed_part_is_started_again(tmp_path):
     assert status.state == "finished"
     assert status.parts[0].restarts == 1
     assert "environment was killed by SIGKILL; restart 1 in 0 s" in events
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_interruption_that_a_destructor_lost_ends_the_run(tmp_path):
+    states: list[str] = []
+
+    def note(status: RunStatus) -> None:
+        states.append(status.state)
+        if len(states) == 1:
+            InterruptedDestructor(signal.SIGTERM)
+
+    with ending_signals(), pytest.raises(SystemExit) as caught:
+        supervise([part("trainer", SERVER)], tmp_path, note)
+
+    assert (caught.value.code, states[-1]) == (143, "stopped")
 
 
 def test_run_fails_when_a_part_has_no_attempts_left(tmp_path):

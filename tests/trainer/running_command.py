@@ -45,6 +45,13 @@ class RunningCommand:
             assert time.monotonic() < deadline, self.said()
             time.sleep(0.05)
 
+    def wait(self) -> int:
+        """Wait for the end, and return the exit code."""
+        try:
+            return self.process.wait(timeout=PATIENCE_S)
+        except subprocess.TimeoutExpired:
+            raise AssertionError(f"still running after {PATIENCE_S:g} s:\n{self.said()}") from None
+
     def said(self) -> str:
         return self.log.read_text(errors="replace")
 

@@ -40,7 +40,7 @@ def test_demo_finished_has_written_its_report_and_leaves_nothing(tmp_path: Path)
         demo.wait_for("5. Reinforcement")
         demo.relatives()
 
-        assert demo.process.wait(timeout=PATIENCE_S) == 0, demo.said()
+        assert demo.wait() == 0, demo.said()
 
         summary = json.loads((demo.output / "summary.json").read_text())
         steps = (demo.output / "trainer_metrics.jsonl").read_text().splitlines()
@@ -72,7 +72,7 @@ def test_demo_interrupted_leaves_nothing(
 
     demo.process.send_signal(signum)
 
-    assert demo.process.wait(timeout=PATIENCE_S) == code
+    assert demo.wait() == code
     assert "Traceback" not in demo.said()
     demo.assert_nothing_is_left()
 
@@ -100,7 +100,7 @@ def test_demo_killed_part_is_named_and_nothing_is_left(
 
     demo.kill_part(piece_of_command)
 
-    assert demo.process.wait(timeout=PATIENCE_S) == 1
+    assert demo.wait() == 1
     assert f"atropos-demo: {name} " in demo.said()
     assert "the end of its log" in demo.said()
     demo.assert_nothing_is_left()

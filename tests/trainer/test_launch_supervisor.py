@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import importlib
 import os
 import signal
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 
-from example_trainer.launch.stack import Supervisor
+from example_trainer.launch import stack
+from example_trainer.launch.stack import Supervisor, ending_signals
 from example_trainer.processes import ManagedProcess, ProcessFailedError
 from tests.trainer.test_processes import SLEEP, eventually, is_running
 
@@ -100,3 +103,62 @@ def test_supervisor_wait_another_process_ends_is_noticed(tmp_path: Path) -> None
 
         with pytest.raises(ProcessFailedError, match="other ended with exit code 2"):
             supervisor.wait_until_ready(slow, lambda: False, timeout_s=30)
+
+
+class InterruptedDestructor:
+    """Receives a signal in its destructor, where Python drops the exception of the handler."""
+
+    def __init__(self, number: signal.Signals) -> None:
+        self.number = number
+
+    def __del__(self) -> None:
+        signal.raise_signal(self.number)
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize(
+    ("number", "expected"), [(signal.SIGINT, KeyboardInterrupt), (signal.SIGTERM, SystemExit)]
+)
+def test_supervisor_check_raises_an_interruption_that_a_destructor_lost(
+    number: signal.Signals, expected: type[BaseException]
+) -> None:
+    with Supervisor() as supervisor:
+        with ending_signals():
+            interrupted = InterruptedDestructor(number)
+            del interrupted
+
+            with pytest.raises(expected):
+                supervisor.check()
+
+        supervisor.check()
+
+
+def import_interrupted(folder: Path) -> bool:
+    """Receive SIGINT while a module is imported; returns whether the import was finished."""
+    name = "interrupted_module"
+    (folder / f"{name}.py").write_text(
+        "import signal\nsignal.raise_signal(signal.SIGINT)\nis_whole = True\n"
+    )
+    return bool(importlib.import_module(name).is_whole)
+
+
+@pytest.mark.parametrize(
+    ("longest_s", "is_finished"), [(60.0, True), (0.0, False)], ids=["short import", "long import"]
+)
+def test_interruption_during_an_import_is_raised_after_it_or_after_a_while(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, longest_s: float, is_finished: bool
+) -> None:
+    monkeypatch.setattr(stack, "_LONGEST_IMPORT_S", longest_s)
+    monkeypatch.syspath_prepend(tmp_path)
+    finished = []
+
+    def run() -> None:
+        with ending_signals():
+            finished.append(import_interrupted(tmp_path))
+            threading.Event().wait(60)
+
+    with pytest.raises(KeyboardInterrupt):
+        run()
+
+    assert finished == [True] * is_finished
+    sys.modules.pop("interrupted_module", None)

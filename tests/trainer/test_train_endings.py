@@ -92,7 +92,7 @@ def test_train_on_two_files_ends_with_results_and_leaves_nothing(
         command.wait_for("Reinforcement learning: 2 steps of 8 tries")
         command.relatives()
 
-        assert command.process.wait(timeout=PATIENCE_S) == 0, command.said()
+        assert command.wait() == 0, command.said()
 
         summary = json.loads((command.output / "summary.json").read_text())
         assert summary["environments"] == ["writes", "other"]
@@ -114,7 +114,7 @@ def test_train_interrupted_goes_on_where_it_stopped(tmp_path: Path, model: Path)
 
         command.process.send_signal(signal.SIGINT)
 
-        assert command.process.wait(timeout=PATIENCE_S) == 130
+        assert command.wait() == 130
         assert "stopped; every process has ended" in command.said()
         assert "continue with:\n  atropos-train --resume run" in command.said()
         assert "Traceback" not in command.said()
@@ -123,7 +123,7 @@ def test_train_interrupted_goes_on_where_it_stopped(tmp_path: Path, model: Path)
 
     words = ["example_trainer.launch.cli", "--resume", "run", "--steps", done + 2]
     with running(tmp_path, *words) as command:
-        assert command.process.wait(timeout=PATIENCE_S) == 0, command.said()
+        assert command.wait() == 0, command.said()
 
         assert steps_logged(command) == list(range(1, done + 3))
         assert json.loads((command.output / "summary.json").read_text())["steps"] == done + 2
@@ -136,12 +136,12 @@ def test_finished_run_is_trained_on_from_its_model(tmp_path: Path, model: Path) 
     # 20 steps: so many that 40 would have a longer warm-up.
     words = words_of(tmp_path, model, "--steps", 20, "--engine", "torch")
     with running(tmp_path, *words) as command:
-        assert command.process.wait(timeout=PATIENCE_S) == 0, command.said()
+        assert command.wait() == 0, command.said()
         before = losses_logged(command)
 
     words = ["example_trainer.launch.cli", "--resume", "run", "--steps", 40]
     with running(tmp_path, *words) as command:
-        assert command.process.wait(timeout=PATIENCE_S) == 0, command.said()
+        assert command.wait() == 0, command.said()
         after = losses_logged(command)
 
     assert list(after) == list(range(1, 41))
@@ -167,7 +167,7 @@ def test_train_killed_process_is_named_and_nothing_is_left(
 
         command.kill_part(piece_of_command)
 
-        assert command.process.wait(timeout=PATIENCE_S) == 1
+        assert command.wait() == 1
         assert f"atropos-train: {name} " in command.said()
         assert "continue with:\n  atropos-train --resume run" in command.said()
         command.assert_nothing_is_left()
