@@ -12,7 +12,10 @@ change of the process cancels out. A block with spans has a tracer of its own, w
 and is closed at the end of the block: its time includes recording, encoding and writing. The ratio
 is the median over pairs of blocks.
 
-Usage: python benchmarks/telemetry.py [--only trainer] [--pairs 12] [--json FILE]
+As in the programs, 200 spans per second are recorded, without the allowance of the first ten
+seconds of a run. `--all` records all, as OTEL_TRACES_SAMPLER=always_on does.
+
+Usage: python benchmarks/telemetry.py [--only trainer] [--pairs 12] [--all] [--json FILE]
 """
 
 from __future__ import annotations
@@ -38,7 +41,7 @@ from rich.console import Console
 from rich.table import Table
 
 from atroposlib.scored_data import IGNORE_INDEX, MASKED_LOGPROB
-from atroposlib.utils.tracing import FileSink, Tracer
+from atroposlib.utils.tracing import SPANS_PER_SECOND, FileSink, SpanLimit, Tracer
 from inference_parts.mock_engine import mock_engine
 from inference_parts.paths import load_tokenizer
 from service_parts.connection import Connection, request_bytes
@@ -65,22 +68,76 @@ class Cost(NamedTuple):
         return self.on_ms / self.off_ms
 
 
+class SteadyLimit(SpanLimit):
+    """The limit of a program that has run for a while; its clock stands still while paused.
+
+    Args:
+        is_on: whether there is a limit; if not, all traces are recorded.
+
+    Attributes:
+        num_asked: traces so far.
+        num_admitted: those of them that are recorded.
+    """
+
+    def __init__(self, *, is_on: bool) -> None:
+        self._is_on = is_on
+        self._elapsed_s = 0.0
+        self._resumed: float | None = None
+        self.num_asked = self.num_admitted = 0
+        super().__init__(SPANS_PER_SECOND, clock=self._measured_s)
+        while super().admits():
+            self.spend()
+
+    def _measured_s(self) -> float:
+        now = time.monotonic()
+        return self._elapsed_s + (0.0 if self._resumed is None else now - self._resumed)
+
+    def pause(self, *, is_paused: bool) -> None:
+        self._elapsed_s = self._measured_s()
+        self._resumed = None if is_paused else time.monotonic()
+
+    def admits(self) -> bool:
+        if self._resumed is None:
+            return False
+        is_admitted = super().admits() or not self._is_on
+        self.num_asked += 1
+        self.num_admitted += is_admitted
+        return is_admitted
+
+
+class Options(NamedTuple):
+    """Settings of a measurement.
+
+    Attributes:
+        folder: folder of all files.
+        num_pairs: pairs of blocks.
+        tokens: tokens of a completion.
+        limit: limits the spans per second.
+    """
+
+    folder: Path
+    num_pairs: int
+    tokens: int
+    limit: SteadyLimit
+
+
 class Blocks:
     """Alternates blocks without and with spans; the first two are not measured.
 
     Args:
         set_tracer: called with the tracer of each block, None for one without spans.
         per_block: groups or steps of a block.
-        folder: folder of the files of spans.
+        options: the limit, and the folder of the files of spans.
     """
 
     def __init__(
-        self, set_tracer: Callable[[Tracer | None], None], *, per_block: int, folder: Path
+        self, set_tracer: Callable[[Tracer | None], None], *, per_block: int, options: Options
     ) -> None:
         self.costs: list[Cost] = []
+        self._limit = options.limit
         self._set_tracer = set_tracer
         self._per_block = per_block
-        self._folder = folder
+        self._folder = options.folder
         self._times_ms: list[float] = []
         self._num_done = 0
         self._begin()
@@ -88,7 +145,9 @@ class Blocks:
     def _begin(self) -> None:
         is_on = len(self._times_ms) % 4 in (1, 2)
         sink = FileSink(self._folder / "spans.jsonl")
-        self._tracer = Tracer(sink, {"service.name": "benchmark"}) if is_on else None
+        resource = {"service.name": "benchmark"}
+        self._tracer = Tracer(sink, resource, limit=self._limit) if is_on else None
+        self._limit.pause(is_paused=not is_on)
         self._set_tracer(self._tracer)
         self._started = time.process_time()
 
@@ -117,32 +176,24 @@ async def _serve(env: Any, blocks: Blocks, num_pairs: int) -> None:
         serving.result()
 
 
-def measure_gsm8k(folder: Path, *, num_pairs: int, tokens: int) -> list[Cost]:
+def measure_gsm8k(options: Options) -> list[Cost]:
     """Serve GSM8K, which renders a prompt and checks the number in each completion."""
     sys.path.insert(0, str(Path(__file__).parents[1] / "environments"))
     from gsm8k_server import SAMPLE, GSM8kEnv
 
     settings = {"dataset_path": str(SAMPLE), "num_score_workers": 1}
-    return _measure_served(
-        GSM8kEnv, settings, folder, num_pairs=num_pairs, tokens=tokens, choices=GROUP_SIZE
-    )
+    return _measure_served(GSM8kEnv, settings, options, choices=GROUP_SIZE)
 
 
-def measure_environment(folder: Path, *, num_pairs: int, tokens: int) -> list[Cost]:
+def measure_environment(options: Options) -> list[Cost]:
     """Serve an environment that rolls out one item at a time."""
     from scheduler_parts.environment_process import BenchmarkEnv
 
-    return _measure_served(BenchmarkEnv, {}, folder, num_pairs=num_pairs, tokens=tokens)
+    return _measure_served(BenchmarkEnv, {}, options)
 
 
 def _measure_served(
-    env_class: type[Any],
-    settings: dict[str, Any],
-    folder: Path,
-    *,
-    num_pairs: int,
-    tokens: int,
-    choices: int = 1,
+    env_class: type[Any], settings: dict[str, Any], options: Options, *, choices: int = 1
 ) -> list[Cost]:
     from atroposlib.envs.base import APIServerConfig
     from atroposlib.envs.running import favour_event_loop
@@ -151,6 +202,7 @@ def _measure_served(
         async def cleanup(self) -> None:  # called once an item is done
             blocks.add()
 
+    folder, num_pairs, tokens, _ = options
     load_tokenizer(folder / "tokenizer").save_pretrained(folder / "tokenizer")
     engine = mock_engine(prompt_tokens=PROMPT_TOKENS, output_tokens=tokens, choices=choices)
     with engine as engine_url, drained_service() as service_url:
@@ -178,7 +230,7 @@ def _measure_served(
             env._serving_loop._tracer = tracer
 
         favour_event_loop()  # as the commands of environments do
-        blocks = Blocks(set_tracer, per_block=GROUPS_PER_BLOCK, folder=folder)
+        blocks = Blocks(set_tracer, per_block=GROUPS_PER_BLOCK, options=options)
         asyncio.run(_serve(env, blocks, num_pairs))
     return blocks.costs
 
@@ -208,12 +260,13 @@ def drain(port: int) -> None:
         return
 
 
-def measure_service(folder: Path, *, num_pairs: int, tokens: int) -> list[Cost]:
+def measure_service(options: Options) -> list[Cost]:
     """Post traced groups to a service in a thread of this process, and take them again."""
     from atroposlib.api.settings import ApiSettings
     from atroposlib.api.spans import GroupSpans
     from atroposlib.cli.run_api import _server
 
+    folder, num_pairs, tokens, _ = options
     settings = ApiSettings(store="sqlite", data_dir=folder, run_name="run")
     server = _server(settings, "127.0.0.1", 0, is_announced=False)
     thread = threading.Thread(target=lambda: asyncio.run(server.serve()))
@@ -230,7 +283,7 @@ def measure_service(folder: Path, *, num_pairs: int, tokens: int) -> list[Cost]:
     try:
         with Connection(server.servers[0].sockets[0].getsockname()[1]) as connection:
             register_trainer(connection, GROUP_SIZE)
-            blocks = Blocks(set_tracer, per_block=POSTS_PER_BLOCK, folder=folder)
+            blocks = Blocks(set_tracer, per_block=POSTS_PER_BLOCK, options=options)
             while len(blocks.costs) < num_pairs:
                 connection.expect(request)
                 connection.expect(request_bytes("GET", "/batch"))
@@ -241,7 +294,7 @@ def measure_service(folder: Path, *, num_pairs: int, tokens: int) -> list[Cost]:
     return blocks.costs
 
 
-def measure_trainer(folder: Path, *, num_pairs: int) -> list[Cost]:
+def measure_trainer(options: Options) -> list[Cost]:
     """Take steps of a small model."""
     from example_trainer.config import TrainingConfig
     from example_trainer.run_log import StepSpans
@@ -249,6 +302,7 @@ def measure_trainer(folder: Path, *, num_pairs: int) -> list[Cost]:
     from example_trainer.training import Trainer
     from trainer_parts.models import MODEL_SIZES, write_model
 
+    folder, num_pairs, _, _ = options
     write_model(folder / "model", MODEL_SIZES["tiny 1.5b"])
     run_step = Trainer._run_step
     blocks: list[Blocks] = []
@@ -258,7 +312,7 @@ def measure_trainer(folder: Path, *, num_pairs: int) -> list[Cost]:
             trainer._spans = None if tracer is None else StepSpans(tracer, run_id="benchmark")
 
         if not blocks:
-            blocks.append(Blocks(set_tracer, per_block=STEPS_PER_BLOCK, folder=folder))
+            blocks.append(Blocks(set_tracer, per_block=STEPS_PER_BLOCK, options=options))
         run_step(trainer)
         blocks[0].add()
 
@@ -327,25 +381,40 @@ def span_us(folder: Path) -> float:
     return (time.process_time() - started) / 10_000 * 1e6
 
 
-def table_of(found: dict[str, list[Cost]], *, one_span_us: float) -> Table:
+class Found(NamedTuple):
+    """The pairs of blocks of one program, and the share of its traces that was recorded."""
+
+    costs: list[Cost]
+    recorded: float
+
+
+def table_of(found: dict[str, Found], *, one_span_us: float) -> Table:
     """Return the medians of all pairs of blocks as a table."""
-    columns = ("off (ms)", "on (ms)", "ratio", "95 % interval of the ratio", "quartiles")
+    columns = (
+        "recorded",
+        "off (ms)",
+        "on (ms)",
+        "ratio",
+        "95 % interval of the ratio",
+        "quartiles",
+    )
     table = Table("program", "per", *columns)
     units = {"GSM8K": "group", "environment": "group", "service": "group", "trainer": "step"}
-    for name, costs in found.items():
+    for name, (costs, recorded) in found.items():
         off, on = (statistics.median(values) for values in zip(*costs, strict=True))
         ratios = sorted(cost.ratio for cost in costs)
         low, middle, high = statistics.quantiles(ratios, n=4) if len(ratios) > 1 else ratios * 3
         table.add_row(
             name,
             units[name],
+            f"{recorded:.0%}",
             f"{off:.3f}",
             f"{on:.3f}",
             f"{middle:.3f}",
             "{:.3f} to {:.3f}".format(*_interval_of_median(ratios)),
             f"{low:.3f} to {high:.3f}",
         )
-    table.add_row("any", "span", "", f"{one_span_us / 1e3:.4f}", "", "", "")
+    table.add_row("any", "span", "", "", f"{one_span_us / 1e3:.4f}", "", "", "")
     return table
 
 
@@ -365,6 +434,7 @@ def main() -> None:
     parser.add_argument("--only", choices=("GSM8K", "environment", "service", "trainer"))
     parser.add_argument("--pairs", type=int, default=12, help="pairs of blocks")
     parser.add_argument("--tokens", type=int, default=512, help="tokens of a completion")
+    parser.add_argument("--all", action="store_true", help="record all traces")
     parser.add_argument("--json", type=Path, help="also write the results to this file")
     parser.add_argument("--drain", type=int, metavar="PORT", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -372,21 +442,27 @@ def main() -> None:
         drain(arguments.drain)
         return
     logging.disable(logging.WARNING)
-    pairs, tokens = arguments.pairs, arguments.tokens
+    measures = {
+        "GSM8K": measure_gsm8k,
+        "environment": measure_environment,
+        "service": measure_service,
+        "trainer": measure_trainer,
+    }
+    found = {}
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        measures: dict[str, Callable[[], list[Cost]]] = {
-            "GSM8K": lambda: measure_gsm8k(folder, num_pairs=pairs, tokens=tokens),
-            "environment": lambda: measure_environment(folder, num_pairs=pairs, tokens=tokens),
-            "service": lambda: measure_service(folder, num_pairs=pairs, tokens=tokens),
-            "trainer": lambda: measure_trainer(folder, num_pairs=pairs),
-        }
-        wanted = [arguments.only] if arguments.only else list(measures)
-        found = {program: measures[program]() for program in wanted}
+        for program in [arguments.only] if arguments.only else list(measures):
+            limit = SteadyLimit(is_on=not arguments.all)
+            options = Options(folder, arguments.pairs, arguments.tokens, limit)
+            costs = measures[program](options)
+            found[program] = Found(costs, limit.num_admitted / limit.num_asked)
         one_span_us = span_us(folder)
     Console(width=120).print(table_of(found, one_span_us=one_span_us))
     if arguments.json:
-        results = {program: [cost._asdict() for cost in costs] for program, costs in found.items()}
+        results = {
+            program: {"recorded": recorded, "pairs": [cost._asdict() for cost in costs]}
+            for program, (costs, recorded) in found.items()
+        }
         text = json.dumps({**results, "span_us": one_span_us}, indent=2)
         arguments.json.write_text(text + "\n", encoding="utf-8")
 

@@ -137,7 +137,7 @@ ENVIRONMENT_VARIABLES = {
     "OTEL_RESOURCE_ATTRIBUTES": "Further attributes of the program in its spans, as "
     "`rl.run.name=first,deployment.environment.name=lab`.",
     "OTEL_TRACES_SAMPLER": "`always_on`, `always_off` or `traceidratio`, which records a fraction "
-    "of all items; all by default.",
+    "of all items; by default all, up to 200 spans per second of each program.",
     "OTEL_TRACES_SAMPLER_ARG": "That fraction, from 0 to 1.",
     "OTEL_SDK_DISABLED": "`true` turns spans off.",
     "ATROPOS_TASK_VARIABLES": "Names of variables of this machine, separated by commas, that "

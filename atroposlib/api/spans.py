@@ -4,8 +4,8 @@
     rl.lease    from the delivery until the batch was acknowledged, returned or set aside
 
 Both are children of the span in which the group was made. They follow from the records of the run:
-`note` is called after each record was applied, of this process and of other replicas. A span is
-written by the replica that delivered the batch, so each is written once.
+`note` is called after each record was applied, of this process and of other replicas. Both are
+written at the end of the lease, by the replica that delivered the batch, so each is written once.
 
 `GroupSpans` holds the batches in flight and those returned, which the service limits.
 """
@@ -13,8 +13,9 @@ written by the replica that delivered the batch, so each is written once.
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
+from functools import partial
 from types import MappingProxyType
-from typing import Any
+from typing import NamedTuple
 
 from atroposlib.api import records
 from atroposlib.api.queue import QueuedGroup
@@ -29,6 +30,14 @@ _OUTCOMES: Mapping[type[Record], str] = MappingProxyType(
         records.GroupsSetAside: "set_aside",
     }
 )
+
+
+class _Lease(NamedTuple):
+    """A delivery of a batch that has not ended."""
+
+    batch: DeliveredBatch
+    returned_at: float | None
+    """Unix time of the previous return, in seconds; None if there was none, or before a restart."""
 
 
 class GroupSpans:
@@ -48,8 +57,8 @@ class GroupSpans:
         self._tracer = tracer
         self._state = state
         self._replica = replica
-        self._leased: dict[int, DeliveredBatch] = {
-            batch_id: batch
+        self._leased: dict[int, _Lease] = {
+            batch_id: _Lease(batch, None)
             for batch_id, batch in state.delivery.in_flight.items()
             if batch.owner not in (alive or ())
         }
@@ -77,42 +86,45 @@ class GroupSpans:
         batch = self._state.delivery.in_flight.get(batch_id)
         if batch is None or owner != self._replica:
             return
-        self._leased[batch_id] = batch
-        for group in batch.groups:
-            since = group.received_at if returned_at is None else returned_at
-            self._write("rl.queue", group, batch, since, batch.at, {})
+        self._leased[batch_id] = _Lease(batch, returned_at)
 
     def _end_lease(self, batch_id: int, outcome: str, at: float) -> None:
-        batch = self._leased.pop(batch_id, None)
-        if batch is None:
-            return
-        for group in batch.groups:
-            self._write("rl.lease", group, batch, batch.at, at, {"rl.lease.outcome": outcome})
+        lease = self._leased.pop(batch_id, None)
+        if lease is not None:
+            self._tracer.defer(partial(self._write, lease, self._state.run_id, outcome, at))
 
-    def _write(
+    def _write(self, lease: _Lease, run_id: str | None, outcome: str, at: float) -> None:
+        for group in lease.batch.groups:
+            if group.traceparent is not None and self._tracer.admits(group.traceparent):
+                self._write_group(group, group.traceparent, lease, run_id, outcome, at)
+
+    def _write_group(
         self,
-        name: str,
         group: QueuedGroup,
-        batch: DeliveredBatch,
-        since: float,
-        until: float,
-        attributes: Mapping[str, Any],
+        traceparent: str,
+        lease: _Lease,
+        run_id: str | None,
+        outcome: str,
+        at: float,
     ) -> None:
-        if group.traceparent is None:
-            return
-        span = self._tracer.begin(
-            name,
-            {
-                "rl.run.id": self._state.run_id,
-                "rl.group.id": group.group_id,
-                "rl.group.size": group.num_sequences,
-                "rl.environment.id": group.env_id,
-                "rl.policy.version": group.known_version,
-                "rl.batch.id": batch.token,
-                "rl.batch.attempt": batch.attempt,
-                **attributes,
-            },
-            parent=group.traceparent,
-            start_ns=round(since * 1e9),
-        )
-        span.end(end_ns=round(until * 1e9))
+        batch = lease.batch
+        attributes = {
+            "rl.run.id": run_id,
+            "rl.group.id": group.group_id,
+            "rl.group.size": group.num_sequences,
+            "rl.environment.id": group.env_id,
+            "rl.policy.version": group.known_version,
+            "rl.batch.id": batch.token,
+            "rl.batch.attempt": batch.attempt,
+        }
+        begin, delivered_ns = self._tracer.begin, _ns(batch.at)
+        queued_at = group.received_at if batch.attempt == 1 else lease.returned_at
+        if queued_at is not None:
+            queue = begin("rl.queue", attributes, parent=traceparent, start_ns=_ns(queued_at))
+            queue.end(end_ns=delivered_ns)
+        attributes["rl.lease.outcome"] = outcome
+        begin("rl.lease", attributes, parent=traceparent, start_ns=delivered_ns).end(end_ns=_ns(at))
+
+
+def _ns(seconds: float) -> int:
+    return round(seconds * 1e9)

@@ -10,7 +10,8 @@ Off by default. `ATROPOS_TRACING` turns it on in one program (docs/telemetry.md 
        ▲
        └── parent: the current span of this task, or a W3C `traceparent` of another program
 
-A span costs a few microseconds, in total; the SDK of OpenTelemetry costs ten times as much. A span
+A span costs a few microseconds, in total; the SDK of OpenTelemetry costs ten times as much. The
+number of spans per second is limited, which bounds the cost of a fast program. A span
 never delays or fails what it measures: when the collector is away, spans are dropped and counted.
 """
 
@@ -28,7 +29,7 @@ import urllib.error
 import urllib.parse
 import urllib.request
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from pathlib import Path
@@ -45,6 +46,7 @@ __all__ = [
     "CLIENT",
     "HEADER",
     "NO_SPAN",
+    "SpanLimit",
     "TraceSpan",
     "Tracer",
     "child_span",
@@ -52,6 +54,7 @@ __all__ = [
     "current_span",
     "each_in_span",
     "entered",
+    "is_recorded",
     "model_span",
     "note_answer",
     "open_tracer",
@@ -75,16 +78,21 @@ CLIENT = 3
 Attributes = Mapping[str, Any]
 """Names to texts, numbers, booleans or lists of one of them; None leaves an attribute out."""
 
+SPANS_PER_SECOND = 200
+"""Limit of a program, unless OTEL_TRACES_SAMPLER is set; less than a hundredth of a processor."""
+
 MAX_TEXT_CHARACTERS = 256
 MAX_ENTRIES = 64
 MAX_LINKS = 512
 MAX_QUEUED_SPANS = 16_384
 MAX_FILE_BYTES = 2**30
 _BATCH_SPANS = 512
+_LIMIT_WINDOW_S = 10.0
 _EXPORT_INTERVAL_S = 1.0
 _CLOSING_S = 5.0
 _SEND_TIMEOUT_S = 10.0
 _ERROR = 2
+_SAMPLER = "OTEL_TRACES_SAMPLER"
 
 _ids = random.Random(os.urandom(16))
 """Source of span ids only, so that the random numbers of a seeded run stay the same."""
@@ -325,6 +333,11 @@ def each_in_span(name: str, indices: range, attribute: str) -> Iterator[int]:
             yield index
 
 
+def is_recorded(traceparent: str) -> bool:
+    """Return whether a position is one of a trace that is recorded."""
+    return int(traceparent[53:], 16) & 1 == 1
+
+
 def remote_span(header: str | None) -> TraceSpan:
     """Return the position that a header names; `NO_SPAN` for a missing or malformed one."""
     return _RemoteSpan(header) if header is not None and is_traceparent(header) else NO_SPAN
@@ -353,6 +366,42 @@ def trace_headers() -> dict[str, str]:
     return {} if traceparent is None else {HEADER: traceparent}
 
 
+class SpanLimit:
+    """Limits the spans per second of a program, as a mean over ten seconds.
+
+    Traces that have started are recorded to their ends; others start when the mean allows it.
+
+    Args:
+        per_second: Spans per second.
+        clock: Seconds of a monotonic clock.
+    """
+
+    def __init__(self, per_second: float, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._per_second = per_second
+        self._clock = clock
+        self._allowance = self._most = _LIMIT_WINDOW_S * per_second
+        self._time = clock()
+        self._has_refused = False
+
+    def admits(self) -> bool:
+        """Return whether a trace may start, or a part of one of another program."""
+        now = self._clock()
+        earned = (now - self._time) * self._per_second
+        self._allowance, self._time = min(self._most, self._allowance + earned), now
+        if self._allowance <= 0 and not self._has_refused:
+            self._has_refused = True
+            logger.info(
+                "some traces are not recorded, since there are more than %g spans per second; "
+                "OTEL_TRACES_SAMPLER=always_on records all",
+                self._per_second,
+            )
+        return self._allowance > 0
+
+    def spend(self) -> None:
+        """Count a span."""
+        self._allowance -= 1
+
+
 class Sink(Protocol):
     """Destination of exported spans."""
 
@@ -368,16 +417,26 @@ class Tracer:
         resource: Attributes of the program, such as `service.name`.
         sampled_fraction: Fraction of new traces that are recorded. A trace that another program
             started is recorded if that program records it.
+        limit: Leaves out traces that would exceed it; None: no limit.
 
     Attributes:
         num_dropped: Spans that were not exported because the sink failed or was too slow.
     """
 
-    def __init__(self, sink: Sink, resource: Attributes, *, sampled_fraction: float = 1.0) -> None:
+    def __init__(
+        self,
+        sink: Sink,
+        resource: Attributes,
+        *,
+        sampled_fraction: float = 1.0,
+        limit: SpanLimit | None = None,
+    ) -> None:
         self.num_dropped = 0
         self._sink = sink
         self._resource = encoded_attributes(resource)
         self._sampled_below = round(sampled_fraction * 2**64)
+        self._limit = limit
+        self._deferred: deque[Callable[[], None]] = deque()
         self._ended: deque[TraceSpan] = deque()
         self._wakes = threading.Event()
         self._is_closed = False
@@ -408,10 +467,10 @@ class Tracer:
         span_id = _new_span_id()
         if parent is not None and is_traceparent(parent):
             trace_id, parent_id = parent[3:35], parent[36:52]
-            is_sampled = int(parent[53:55], 16) & 1 == 1
+            is_sampled = self.admits(parent)
         else:
             trace_id, parent_id = f"{_ids.getrandbits(128) or 1:032x}", ""
-            is_sampled = int(trace_id[16:], 16) < self._sampled_below
+            is_sampled = int(trace_id[16:], 16) < self._sampled_below and self._has_room()
         if not is_sampled:
             return TraceSpan(name, trace_id, span_id)
         return TraceSpan(
@@ -426,14 +485,33 @@ class Tracer:
             start_ns=start_ns or time.time_ns(),
         )
 
+    def admits(self, parent: str) -> bool:
+        """Return whether a span that starts now under a W3C header is recorded."""
+        return is_recorded(parent) and self._has_room()
+
+    def _has_room(self) -> bool:
+        return self._limit is None or self._limit.admits()
+
     def add(self, span: TraceSpan) -> None:
         """Queue an ended span for export; called by `TraceSpan.end`."""
+        if self._limit is not None:
+            self._limit.spend()
         if len(self._ended) >= MAX_QUEUED_SPANS:
             self.num_dropped += 1
             return
         self._ended.append(span)
         if len(self._ended) == _BATCH_SPANS:
             self._wakes.set()
+
+    def defer(self, write: Callable[[], None]) -> None:
+        """Call `write`, which starts and ends spans, in the thread before the next export.
+
+        It costs a fraction in the thread of what it costs between other work of the program.
+        """
+        if len(self._deferred) >= MAX_QUEUED_SPANS:
+            self.num_dropped += 1
+            return
+        self._deferred.append(write)
 
     def close(self) -> None:
         """Export what has ended, waiting a few seconds at most."""
@@ -449,15 +527,25 @@ class Tracer:
         self._export()
 
     def _export(self) -> None:
-        while self._ended:
+        while self._deferred or self._ended:
+            self._begin_deferred()
             num_spans = min(len(self._ended), _BATCH_SPANS)
             spans = [self._ended.popleft() for _ in range(num_spans)]
             try:
-                self._sink.write(encode_spans(spans, self._resource), spans)
+                if spans:
+                    self._sink.write(encode_spans(spans, self._resource), spans)
             except Exception as error:  # noqa: BLE001 - spans must not end the program
                 self._note_failure(error, num_spans)
                 return
             self._is_failing = False
+
+    def _begin_deferred(self) -> None:
+        while self._deferred and len(self._ended) < _BATCH_SPANS:
+            write = self._deferred.popleft()
+            try:
+                write()
+            except Exception as error:  # noqa: BLE001 - as above
+                self._note_failure(error, 1)
 
     def _note_failure(self, error: Exception, num_spans: int) -> None:
         self.num_dropped += num_spans
@@ -664,7 +752,8 @@ def open_tracer(program: str, *, environ: Mapping[str, str] = os.environ) -> Tra
     }
     if name := environ.get("OTEL_SERVICE_NAME"):
         resource["service.name"] = name
-    return Tracer(sink, resource, sampled_fraction=_sampled_fraction(environ))
+    limit = None if environ.get(_SAMPLER, "").strip() else SpanLimit(SPANS_PER_SECOND)
+    return Tracer(sink, resource, sampled_fraction=_sampled_fraction(environ), limit=limit)
 
 
 def _collector_url(environ: Mapping[str, str]) -> str:
@@ -694,7 +783,7 @@ def _pairs(text: str) -> dict[str, str]:
 
 
 def _sampled_fraction(environ: Mapping[str, str]) -> float:
-    sampler = environ.get("OTEL_TRACES_SAMPLER", "").strip().removeprefix("parentbased_")
+    sampler = environ.get(_SAMPLER, "").strip().removeprefix("parentbased_")
     if sampler in ("", "always_on"):
         return 1.0
     if sampler == "always_off":
@@ -703,7 +792,7 @@ def _sampled_fraction(environ: Mapping[str, str]) -> float:
     fraction = float(text) if re.fullmatch(r"[01]?(\.\d+)?|1\.?", text) and text else math.nan
     if sampler != "traceidratio" or not 0 <= fraction <= 1:
         raise ConfigError(
-            f"OTEL_TRACES_SAMPLER is {sampler[:60]!r} with the argument {text[:60]!r}; expected "
+            f"{_SAMPLER} is {sampler[:60]!r} with the argument {text[:60]!r}; expected "
             "always_on, always_off, or traceidratio with a fraction from 0 to 1"
         )
     return fraction

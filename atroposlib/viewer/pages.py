@@ -30,6 +30,7 @@ from typing import Any, Literal, get_args
 from atroposlib.frontend.jsonl2html import as_data_address, image_address
 from atroposlib.scored_data import is_traceparent
 from atroposlib.utils.text import inert_markup
+from atroposlib.utils.tracing import is_recorded
 from atroposlib.viewer.index import GroupSummary
 from atroposlib.viewer.rollouts import (
     Group,
@@ -600,6 +601,8 @@ def _trace_chip(group: Group, trace_url: str | None) -> str:
     if not is_traceparent(traceparent):
         return ""
     trace_id = str(traceparent)[3:35]
+    if not is_recorded(str(traceparent)):
+        return chip("trace not recorded", "left out by OTEL_TRACES_SAMPLER or the limit")
     if trace_url is None:
         return chip(f"trace {trace_id}", "id of the trace in which the group was made")
     address = shown(trace_url.replace("{trace_id}", trace_id))

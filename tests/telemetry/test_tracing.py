@@ -21,6 +21,7 @@ from atroposlib.utils.tracing import (
     MAX_ENTRIES,
     MAX_TEXT_CHARACTERS,
     NO_SPAN,
+    SpanLimit,
     Tracer,
     TraceSpan,
     child_span,
@@ -278,6 +279,93 @@ def test_sampling_is_decided_by_the_trace(sink: ListSink) -> None:
     assert unsampled.traceparent.endswith("-00")
     assert not child.is_recording
     tracer.close()
+
+
+def test_spans_per_second_are_limited_as_a_mean_over_ten_seconds(
+    sink: ListSink, caplog: pytest.LogCaptureFixture
+) -> None:
+    now = 0.0
+    tracer = Tracer(sink, {}, limit=SpanLimit(3, clock=lambda: now))
+
+    def num_recorded() -> int:
+        """Begin 40 traces of 4 spans; return how many are recorded."""
+        found = 0
+        for _ in range(40):
+            with root_span(tracer, "root") as root:
+                for index in each_in_span("turn", range(3), "index"):
+                    assert current_span().is_recording == root.is_recording, index
+                found += root.is_recording
+        return found
+
+    with caplog.at_level("INFO"):
+        first = num_recorded()
+        now = 4.0
+        second = num_recorded()
+        now = 1000.0
+        third = num_recorded()
+    tracer.close()
+
+    # 30 spans at first: the eighth trace exceeds it by 2. Then 12 - 2 spans, and again 30.
+    assert [first, second, third] == [8, 3, 8]
+    assert caplog.text.count("OTEL_TRACES_SAMPLER=always_on records all") == 1
+
+
+def test_deferred_spans_are_exported_and_one_that_fails_loses_only_itself(
+    tracer: Tracer, sink: ListSink, caplog: pytest.LogCaptureFixture
+) -> None:
+    threads = []
+
+    def write() -> None:
+        threads.append(threading.current_thread())
+        tracer.begin("deferred", start_ns=1).end(end_ns=2)
+
+    tracer.defer(lambda: [][0])
+    for _ in range(3):
+        tracer.defer(write)
+    with root_span(tracer, "root"):
+        pass
+    tracer.close()
+
+    names = [span.name for body in sink.bodies for span in read_spans(body.decode())]
+    assert sorted(names) == ["deferred"] * 3 + ["root"]
+    assert "IndexError" in caplog.text
+    assert threading.current_thread() not in threads
+
+
+def test_the_limit_applies_to_parts_of_traces_of_other_programs(sink: ListSink) -> None:
+    tracer = Tracer(sink, {}, limit=SpanLimit(0.1, clock=lambda: 0.0))
+    recorded = []
+    for number in range(3):
+        span = tracer.begin("part", parent=f"00-{number + 1:032x}-{1:016x}-01")
+        recorded.append(span.is_recording)
+        span.end()
+    tracer.close()
+
+    assert recorded == [True, False, False]
+
+
+@pytest.mark.parametrize(
+    ("variables", "is_limited"),
+    [
+        ({}, True),
+        ({"OTEL_TRACES_SAMPLER": "always_on"}, False),
+        ({"OTEL_TRACES_SAMPLER": "traceidratio", "OTEL_TRACES_SAMPLER_ARG": "1"}, False),
+    ],
+)
+def test_spans_are_limited_unless_a_sampler_is_named(
+    variables: dict[str, str], is_limited: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tracing, "SPANS_PER_SECOND", 1e-6)
+    tracer = open_tracer("a", environ={"ATROPOS_TRACING": "console", **variables})
+    assert tracer is not None
+    recorded = []
+    for _ in range(10):
+        span = tracer.begin("root")
+        recorded.append(span.is_recording)
+        span.end()
+    tracer.close()
+
+    assert recorded == ([True] + [False] * 9 if is_limited else [True] * 10)
 
 
 @pytest.mark.parametrize("value", ["", "off"])

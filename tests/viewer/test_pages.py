@@ -105,6 +105,9 @@ def test_a_group_is_linked_to_its_trace() -> None:
     assert f'href="https://t/trace/{"a" * 32}?&quot;&gt;&lt;script&gt;"' in linked
     assert "<script" not in linked
     assert f">trace {'a' * 32}</span>" in page(traceparent, None)
+    unrecorded = page(f"{traceparent[:-2]}00", url)
+    assert ">trace not recorded</span>" in unrecorded
+    assert "href" not in unrecorded
     for malformed in (None, '"><script>', 5, ["x"]):
         assert "trace" not in page(malformed, url)
 
