@@ -1,7 +1,8 @@
 """An environment whose groups are made up, for engines that generate nothing.
 
 `serve --config FILE --groups N`: asks every engine for its health, then posts N groups. The number
-that it has posted is a file, so that a restart goes on from there.
+that it has posted is a file, so that a restart goes on from there. With `--pause-after M`, it waits
+after M groups until the file with that name and `.go` exists.
 """
 
 import argparse
@@ -21,6 +22,7 @@ parser.add_argument("--config", type=Path, required=True)
 parser.add_argument("--groups", type=int, required=True)
 parser.add_argument("--every-s", type=float, default=0.0)
 parser.add_argument("--posted", type=Path)
+parser.add_argument("--pause-after", type=int)
 arguments = parser.parse_args()
 
 sections = yaml.safe_load(arguments.config.read_text())
@@ -37,5 +39,7 @@ for number, group in enumerate(seeded_groups(arguments.groups)[done:], start=don
         f"{sections['env']['rollout_server_url']}/scored_data", json=group, timeout=60.0
     ).raise_for_status()
     posted.write_text(str(number))
+    while number == arguments.pause_after and not Path(f"{posted}.go").exists():
+        time.sleep(0.1)
     time.sleep(arguments.every_s)
 time.sleep(3600)  # an environment works until its run ends

@@ -138,7 +138,7 @@ async def test_killed_part_comes_back_and_no_step_is_lost_or_doubled(
     cluster: FakeKubernetes, tmp_path: Path, part: str
 ) -> None:
     steps = 6
-    flags = {"groups": steps, "posted": f"{OUTPUT}/posted", "every-s": 1.0}
+    flags = {"groups": steps, "posted": f"{OUTPUT}/posted", "pause-after": 3}
     file = scripted_run(
         tmp_path,
         steps=steps,
@@ -153,6 +153,7 @@ async def test_killed_part_comes_back_and_no_step_is_lost_or_doubled(
     await asyncio.to_thread(run.submit)
     await until(run, lambda _: len(steps_of(output)) >= 2)
     assert cluster.cluster.kill(f"atropos/part={part}") != []
+    (output / "posted.go").touch()
     status = await until(run, lambda found: found.state in ("finished", "failed"))
 
     assert status.state == "finished", list(run.logs("trainer", lines=50))
@@ -166,7 +167,7 @@ async def test_two_trainer_nodes_take_the_steps_of_one_although_one_is_killed(
     cluster: FakeKubernetes, tmp_path: Path
 ) -> None:
     steps = 8
-    flags = {"groups": steps, "posted": f"{OUTPUT}/posted", "every-s": 1.0}
+    flags = {"groups": steps, "posted": f"{OUTPUT}/posted", "pause-after": 3}
     file = scripted_run(
         tmp_path,
         steps=steps,
@@ -185,6 +186,7 @@ async def test_two_trainer_nodes_take_the_steps_of_one_although_one_is_killed(
     container = cluster.cluster.container_of(second)
     assert container is not None
     container.kill()
+    (output / "posted.go").touch()
     status = await until(run, lambda found: found.state in ("finished", "failed"))
 
     assert status.state == "finished", list(run.logs("trainer", lines=50))
@@ -233,6 +235,7 @@ async def run_demo(
         step = number * steps // (len(killed) + 1)
         await until(run, lambda _, step=step: len(steps_of(output)) >= step)
         assert cluster.cluster.kill(f"atropos/part={part}") != []
+    (output / "posted.go").touch()
     status = await until(run, lambda found: found.state in ("finished", "failed"), limit_s=600)
     assert status.state == "finished", list(run.logs("trainer", lines=50))
     assert all(part.restarts > 0 for part in status.parts if part.name in killed)
