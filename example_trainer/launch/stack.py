@@ -294,6 +294,7 @@ def _process(
 
 _SETTLE_S = 3.0
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
+"""Two that end a run, and the one by which `_interrupt` tries again after an import."""
 _AGAIN_S = 0.1
 _LONGEST_IMPORT_S = 10.0
 _IMPORT_FRAMES = "<frozen importlib._bootstrap>"
