@@ -140,10 +140,12 @@ class _EngineLink:
 
 
 def select_device(device: str) -> None:
-    """Make the trainer's GPU the current one, on which vLLM's side works."""
+    """Make the trainer's GPU the current one, on which vLLM's side works; `cuda` already is."""
     import torch
 
-    torch.cuda.set_device(torch.device(device))
+    gpu = torch.device(device)
+    if gpu.index is not None:
+        torch.cuda.set_device(gpu)
 
 
 def _begin_nccl(control: EngineControl) -> Any:

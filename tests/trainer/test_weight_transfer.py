@@ -264,3 +264,13 @@ def test_any_failure_disconnects_and_a_failing_end_does_not_hide_it(
 
     assert len(senders[0]) == 2
     assert engine.paths[-1] == "/resume"
+
+
+@pytest.mark.parametrize(("device", "chosen"), [("cuda", []), ("cuda:1", [torch.device("cuda:1")])])
+def test_only_a_numbered_gpu_is_made_the_current_one(monkeypatch, device, chosen):
+    found = []
+    monkeypatch.setattr(torch.cuda, "set_device", found.append)
+
+    weight_transfer.select_device(device)
+
+    assert found == chosen
