@@ -283,6 +283,13 @@ class TrainingFields(BaseModel):
         "gradients of single sequences, for batches in which that leaves out 5 % of the tokens; "
         "on: fail if it does not, for every batch. Batches with images never share.",
     )
+    torch_compile: Literal["auto", "on", "off"] = Field(
+        default="auto",
+        description="Whether transformer blocks and logprobs run as kernels that torch.compile "
+        "fuses, which takes up to a minute at the start. auto: on CUDA with Triton, for packed "
+        "models whose weights are all trained and not sharded, if a trial gives the same logprobs "
+        "and gradients; on: fail if it does not.",
+    )
     microbatch_tokens: int | None = Field(
         default=None,
         ge=1,

@@ -3,7 +3,8 @@
 Some architectures cannot be packed or scored by chunks: recurrent layers carry state across packed
 sequences, heads scale or cap their logits. `probe` therefore tests the model on a few tokens.
 `obstacle_to_sharing` compares logprobs and gradients of a small prefix tree with those of its
-packed sequences, on the device and with the types of the run.
+packed sequences, and `obstacle_to_fusing` those of compiled layers with those of the model's own
+code, on the device and with the types of the run.
 
     --reference-model NAME_OR_PATH    a separate model, loaded in addition to the trained one
     a LoRA mode                       the trained model with its adapters disabled
@@ -26,6 +27,13 @@ import torch
 from atroposlib.errors import ConfigError
 from atroposlib.scored_data import IGNORE_INDEX, MASKED_LOGPROB
 from example_trainer.batch import Batch, Microbatch, make_packed_microbatch, padded_length
+from example_trainer.compiled import (
+    compile_layers,
+    obstacle_to_compiling,
+    tolerate_compiler_errors,
+    without_checkpointing,
+    without_compiled_layers,
+)
 from example_trainer.config import TrainingConfig
 from example_trainer.images import IMAGE_MODELS
 from example_trainer.memory_plan import ModelSizes, StepSetup, advice, plan_memory
@@ -43,6 +51,7 @@ from example_trainer.scoring import (
     PACKED_ATTENTION,
     PolicyScorer,
     auto_chunk_tokens,
+    leave_attention_uncompiled,
     linear_logprobs,
     packing_arguments,
 )
@@ -238,30 +247,84 @@ def _difference(
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     with torch.set_grad_enabled(bool(parameters)):
         expected, found = logprobs(packed, False), logprobs(tree, True)
-    dtype = model.base_model.dtype if not torch.is_autocast_enabled(model.device.type) else None
     num_first = packed.sequence_lengths[0] if packed.sequence_lengths else 0
     with torch.no_grad():
         others = logprobs(disturbed, True)[num_first:]
         if not torch.allclose(found[num_first:], others, atol=1e-6, rtol=0):
             return "its layers mix branches of a tree"
-        gap = float((found - expected).abs().max())
+    return _gap(
+        model,
+        expected,
+        found,
+        lambda: logprobs(packed, False),
+        names="of a tree differ from those of its sequences",
+    )
+
+
+def _gap(
+    model: Any,
+    expected: torch.Tensor,
+    found: torch.Tensor,
+    recompute: Callable[[], torch.Tensor],
+    *,
+    names: str,
+) -> str | None:
+    """Return how logprobs or gradients differ from those expected, which `recompute` returns."""
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    dtype = model.base_model.dtype if not torch.is_autocast_enabled(model.device.type) else None
+    gap = float((found - expected).detach().abs().max())
     if not gap <= (_HALF_TOLERANCE if dtype is None else _tolerance(dtype)):
-        return f"logprobs of a tree differ from those of its sequences by {gap:.2g}"
+        return f"logprobs {names} by {gap:.2g}"
     if not parameters:
         return None
     weights = torch.linspace(-1.0, 1.0, len(expected), device=expected.device).to(expected.dtype)
     difference = _gradient_norm((weights * (found - expected)).sum(), parameters)
     with torch.enable_grad():
-        whole = _gradient_norm((weights * logprobs(packed, False)).sum(), parameters)
+        whole = _gradient_norm((weights * recompute()).sum(), parameters)
     tolerance = _HALF_GRADIENT_TOLERANCE
     if dtype is not None:
         tolerance = _GRADIENT_TOLERANCE.get(dtype, tolerance)
     if not difference <= tolerance * whole:
-        return (
-            f"gradients of a tree differ from those of its sequences by {difference / whole:.2g} "
-            "of their norm"
-        )
+        return f"gradients {names} by {difference / whole:.2g} of their norm"
     return None
+
+
+def obstacle_to_fusing(scorer: PolicyScorer, *, longest: int) -> str | None:
+    """Return the reason why the layers and logprobs of a model cannot be compiled, or None.
+
+    Compares the logprobs and gradients of packed sequences with those before; afterwards the layers
+    are compiled, unless there is a reason. The gradients are unchanged.
+    """
+    packed, _, _ = _trial_microbatches(scorer.model, longest)
+
+    def logprobs() -> torch.Tensor:
+        values: torch.Tensor = scorer(packed).logprobs_BT[0]
+        return values
+
+    is_trained = any(parameter.requires_grad for parameter in scorer.model.parameters())
+    # Its layers must not be computed again, compiled, in the backward pass.
+    with torch.set_grad_enabled(is_trained), without_checkpointing(scorer.model):
+        expected = logprobs()
+    try:
+        leave_attention_uncompiled()
+        compile_layers(scorer.model)
+        scorer.fuses = True
+        with torch.set_grad_enabled(is_trained):
+            found = logprobs()
+        obstacle = _gap(
+            scorer.model, expected, found, logprobs, names="of compiled layers differ from others"
+        )
+    except torch.OutOfMemoryError:
+        raise
+    except Exception as error:  # noqa: BLE001 - a compiler raises errors of any kind
+        reason = str(error).strip().partition("\n")[0]
+        obstacle = f"they cannot be ({type(error).__name__}: {reason})"
+    if obstacle is None:
+        tolerate_compiler_errors()
+    else:
+        without_compiled_layers(scorer.model)
+        scorer.fuses = False
+    return obstacle
 
 
 def _gradient_norm(loss: torch.Tensor, parameters: Sequence[torch.Tensor]) -> float:
@@ -297,13 +360,39 @@ def prepare_policy(
         whole_logits=can.whole_logits,
         chunk_tokens=config.logprob_chunk_tokens,
     )
+    is_compiled = _compiles(scorer, can, config)
     scorer.shares_prefixes = _shares_prefixes(scorer, can, config)
     parallel.shard(scorer)
     min_shared_fraction = None
     if scorer.shares_prefixes:
         min_shared_fraction = 0.0 if config.shared_prefixes == "on" else MIN_SHARED_FRACTION
     layout = _layout(can, config, shares_prefixes=scorer.shares_prefixes)
+    layout += ", compiled layers" if is_compiled else ""
     return PreparedPolicy(scorer, can.packs, layout, min_shared_fraction)
+
+
+def _compiles(scorer: PolicyScorer, can: Capabilities, config: TrainingConfig) -> bool:
+    """Return whether layers have been compiled; log or raise the reason if they should be."""
+    setting = config.torch_compile
+    if setting == "off" or (setting == "auto" and obstacle_to_compiling(scorer.model, config)):
+        return False
+    obstacle = None
+    if config.is_sharded:
+        obstacle = "the weights are sharded"
+    elif not can.packs:
+        obstacle = can.obstacle or "packing is off"
+    elif can.whole_logits:
+        obstacle = "its head is not a linear layer"
+    if obstacle is None:
+        logger.info("compiling the layers; this takes up to a minute (--torch-compile off)")
+        with autocast(config):
+            obstacle = obstacle_to_fusing(scorer, longest=config.seq_len)
+    if obstacle is None:
+        return True
+    if setting == "on":
+        raise ConfigError(f"torch_compile=on: {obstacle}; train with --torch-compile off")
+    logger.warning("the layers are not compiled: %s", obstacle)
+    return False
 
 
 def _shares_prefixes(scorer: PolicyScorer, can: Capabilities, config: TrainingConfig) -> bool:

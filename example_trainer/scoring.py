@@ -26,6 +26,7 @@ import torch.nn.functional as F
 from atroposlib.errors import GroupError
 from atroposlib.scored_data import IGNORE_INDEX, MASKED_LOGPROB
 from example_trainer.batch import Microbatch
+from example_trainer.compiled import Opaque, fused
 from example_trainer.images import encode_images
 from example_trainer.loss import TeacherTokens
 from example_trainer.prefix_tree import PrefixTree
@@ -41,7 +42,16 @@ def register() -> None:
     """Register `packed_attention` with transformers, which does not build a mask for it."""
     from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-    ALL_ATTENTION_FUNCTIONS.register(PACKED_ATTENTION, packed_attention)
+    # It may already have been registered by `leave_attention_uncompiled`.
+    if PACKED_ATTENTION not in ALL_ATTENTION_FUNCTIONS:
+        ALL_ATTENTION_FUNCTIONS.register(PACKED_ATTENTION, packed_attention)
+
+
+def leave_attention_uncompiled() -> None:
+    """Let compiled layers call `packed_attention` as it is, in this process."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    ALL_ATTENTION_FUNCTIONS.register(PACKED_ATTENTION, torch.compiler.disable(packed_attention))
 
 
 def packing_arguments(lengths: Sequence[int], *, device: torch.device) -> dict[str, Any]:
@@ -51,7 +61,7 @@ def packing_arguments(lengths: Sequence[int], *, device: torch.device) -> dict[s
     """
     ends = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32).to(device)
     return {
-        "sequence_lengths": tuple(lengths),
+        "sequence_lengths": Opaque(tuple(lengths)),
         "cu_seq_lens_q": ends,
         "cu_seq_lens_k": ends,
         "max_length_q": max(lengths),
@@ -69,7 +79,7 @@ def packed_attention(
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
-    sequence_lengths: tuple[int, ...] | None = None,
+    sequence_lengths: Opaque[tuple[int, ...]] | None = None,
     prefix_tree: PrefixTree | None = None,
     prefix_mask: Any = None,
     **others: Any,
@@ -111,13 +121,25 @@ def packed_attention(
             sliding_window=sliding_window,
         )
         return out.contiguous(), None
+    if torch.is_autocast_enabled(query.device.type):
+        dtype = torch.get_autocast_dtype(query.device.type)
+        query, key, value = (x.to(dtype) for x in (query, key, value))
     groups = query.shape[1] // key.shape[1]
-    if groups > 1:
+    # The fused kernels of CUDA share heads, but not in float32 or with a mask.
+    is_half = query.dtype in (torch.bfloat16, torch.float16)
+    shares_heads = groups > 1 and query.is_cuda and is_half and sliding_window is None
+    if groups > 1 and not shares_heads:
         key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
-    lengths = sequence_lengths or (query.shape[2],)
+    lengths = (query.shape[2],) if sequence_lengths is None else sequence_lengths.value
     outputs = [
         F.scaled_dot_product_attention(
-            q, k, v, dropout_p=dropout, scale=scaling, **_reach(q, sliding_window)
+            q,
+            k,
+            v,
+            dropout_p=dropout,
+            scale=scaling,
+            enable_gqa=shares_heads,
+            **_reach(q, sliding_window),
         )
         for q, k, v in zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True)
     ]
@@ -136,6 +158,8 @@ def _reach(query: torch.Tensor, window: int | None) -> dict[str, Any]:
 
 
 _CHUNK_BYTES = {"cpu": 16 * 2**20, "cuda": 256 * 2**20}
+_FUSED_CHUNK_BYTES = 2**30
+"""On a GPU with fused kernels, which do not store the logits in float32."""
 
 
 class LinearLogprobs(NamedTuple):
@@ -150,9 +174,11 @@ class LinearLogprobs(NamedTuple):
     temperatures."""
 
 
-def auto_chunk_tokens(vocabulary: int, device: torch.device) -> int:
+def auto_chunk_tokens(vocabulary: int, device: torch.device, *, fuses: bool = False) -> int:
     """Return the number of tokens whose float32 logits fit into a fixed memory budget."""
     budget = _CHUNK_BYTES.get(device.type, _CHUNK_BYTES["cuda"])
+    if fuses and device.type != "cpu":
+        budget = _FUSED_CHUNK_BYTES
     return max(16, budget // (4 * vocabulary))
 
 
@@ -164,6 +190,7 @@ def linear_logprobs(
     *,
     temperatures_N: torch.Tensor | None = None,
     chunk_tokens: int | None = None,
+    fuses: bool = False,
 ) -> LinearLogprobs:
     """Return the logprobs of targets under `softmax((hidden @ weight.T + bias) / temperature)`.
 
@@ -174,15 +201,16 @@ def linear_logprobs(
         targets_NK: (N, K) ids, each from 0 to V - 1.
         temperatures_N: (N,) above 0; None: 1.
         chunk_tokens: Tokens projected at a time; None: `auto_chunk_tokens`.
+        fuses: Whether to reduce each chunk by a compiled function.
     """
-    chunk = chunk_tokens or auto_chunk_tokens(weight_VD.shape[0], hidden_ND.device)
+    chunk = chunk_tokens or auto_chunk_tokens(weight_VD.shape[0], hidden_ND.device, fuses=fuses)
     device_type = hidden_ND.device.type
     # The backward pass, outside the autocast context, has to use the same type.
     dtype = hidden_ND.dtype
     if torch.is_autocast_enabled(device_type):
         dtype = torch.get_autocast_dtype(device_type)
     logprobs_NK, entropy_N, untempered_N = _Function.apply(
-        hidden_ND, weight_VD, bias_V, targets_NK, temperatures_N, chunk, dtype
+        hidden_ND, weight_VD, bias_V, targets_NK, temperatures_N, chunk, dtype, fuses
     )
     has_temperatures = temperatures_N is not None
     return LinearLogprobs(logprobs_NK, entropy_N, untempered_N if has_temperatures else None)
@@ -199,6 +227,7 @@ class _Function(torch.autograd.Function):  # type: ignore[misc]  # torch has no 
         temperatures_N: torch.Tensor | None,
         chunk: int,
         dtype: torch.dtype,
+        fuses: bool,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         wide = torch.promote_types(dtype, torch.float32)
         num_tokens, num_targets = targets_NK.shape
@@ -207,22 +236,21 @@ class _Function(torch.autograd.Function):  # type: ignore[misc]  # torch has no 
         normalizer_N = hidden_ND.new_empty(num_tokens, dtype=wide)
         has_temperatures = temperatures_N is not None
         untempered_N = hidden_ND.new_empty(num_tokens if has_temperatures else 0, dtype=wide)
+        reduce = fused(_reduce) if fuses else _reduce
         with torch.autocast(hidden_ND.device.type, enabled=False):
             weight = weight_VD.to(dtype)
             for part in _parts(num_tokens, chunk):
-                logits = _logits(hidden_ND[part], weight, bias_V, None, part, wide)
-                if temperatures_N is not None:
-                    chosen = logits.gather(-1, targets_NK[part, :1])[:, 0]
-                    untempered_N[part] = chosen - logits.logsumexp(-1)
-                    logits /= temperatures_N[part, None]
-                normalizer_N[part] = logits.logsumexp(-1)
-                logits -= normalizer_N[part, None]
-                logprobs_NK[part] = logits.gather(-1, targets_NK[part])
-                entropy_N[part] = -(logits.exp() * logits).sum(-1)
+                temperatures = None if temperatures_N is None else temperatures_N[part]
+                found = reduce(
+                    hidden_ND[part].to(dtype) @ weight.T, bias_V, targets_NK[part], temperatures
+                )
+                logprobs_NK[part], entropy_N[part], normalizer_N[part] = found[:3]
+                if has_temperatures:
+                    untempered_N[part] = found[3]
         ctx.save_for_backward(
             hidden_ND, weight_VD, bias_V, targets_NK, temperatures_N, normalizer_N
         )
-        ctx.chunk, ctx.dtype = chunk, dtype
+        ctx.chunk, ctx.dtype, ctx.fuses = chunk, dtype, fuses
         ctx.mark_non_differentiable(entropy_N, untempered_N)
         return logprobs_NK, entropy_N, untempered_N
 
@@ -235,14 +263,17 @@ class _Function(torch.autograd.Function):  # type: ignore[misc]  # torch has no 
         grad_hidden = torch.empty_like(hidden_ND) if needs_hidden else None
         grad_weight = torch.zeros_like(weight_VD, dtype=wide) if needs_weight else None
         grad_bias = torch.zeros_like(bias_V, dtype=wide) if needs_bias else None
+        slope_of = fused(_slope) if ctx.fuses else _slope
         for part in _parts(len(hidden_ND), ctx.chunk):
-            hidden, grad = hidden_ND[part], grad_NK[part]
-            logits = _logits(hidden, weight, bias_V, temperatures_N, part, wide)
-            slope = logits.sub_(normalizer_N[part, None]).exp_()
-            slope *= -grad.sum(-1, keepdim=True)
-            slope.scatter_add_(-1, targets_NK[part], grad.to(wide))
-            if temperatures_N is not None:
-                slope /= temperatures_N[part, None]
+            hidden = hidden_ND[part]
+            slope = slope_of(
+                hidden.to(ctx.dtype) @ weight.T,
+                bias_V,
+                targets_NK[part],
+                None if temperatures_N is None else temperatures_N[part],
+                normalizer_N[part],
+                grad_NK[part],
+            )
             narrow = slope.to(ctx.dtype)
             if grad_hidden is not None:
                 grad_hidden[part] = (narrow @ weight).to(hidden_ND.dtype)
@@ -257,7 +288,7 @@ class _Function(torch.autograd.Function):  # type: ignore[misc]  # torch has no 
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight_VD.dtype),
             None if grad_bias is None else grad_bias.to(bias_V.dtype),
-            *(None,) * 4,
+            *(None,) * 5,
         )
 
 
@@ -265,20 +296,46 @@ def _parts(num_tokens: int, chunk: int) -> list[slice]:
     return [slice(start, start + chunk) for start in range(0, num_tokens, chunk)]
 
 
-def _logits(
-    hidden: torch.Tensor,
-    weight: torch.Tensor,
+def _reduce(
+    logits: torch.Tensor,
     bias: torch.Tensor | None,
+    targets: torch.Tensor,
     temperatures: torch.Tensor | None,
-    part: slice,
-    wide: torch.dtype,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """Return logprobs, entropy, normalizer and untempered logprob of a chunk, in its logits."""
+    logits, untempered = _biased(logits, bias), None
+    if temperatures is not None:
+        untempered = logits.gather(-1, targets[:, :1])[:, 0] - logits.logsumexp(-1)
+        logits /= temperatures[:, None]
+    normalizer = logits.logsumexp(-1)
+    logits -= normalizer[:, None]
+    return logits.gather(-1, targets), -(logits.exp() * logits).sum(-1), normalizer, untempered
+
+
+def _slope(
+    logits: torch.Tensor,
+    bias: torch.Tensor | None,
+    targets: torch.Tensor,
+    temperatures: torch.Tensor | None,
+    normalizer: torch.Tensor,
+    grad: torch.Tensor,
 ) -> torch.Tensor:
-    """Return a new tensor with the logits of one chunk, divided by the temperatures."""
-    logits = (hidden.to(weight.dtype) @ weight.T).to(wide)
+    """Return the gradient with respect to the logits of a chunk, in place of them."""
+    slope = _biased(logits, bias)
+    if temperatures is not None:
+        slope /= temperatures[:, None]
+    slope.sub_(normalizer[:, None]).exp_().mul_(-grad.sum(-1, keepdim=True))
+    slope.scatter_add_(-1, targets, grad.to(slope.dtype))
+    if temperatures is not None:
+        slope /= temperatures[:, None]
+    return slope
+
+
+def _biased(logits: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+    """Return logits in float32 or wider, with the bias; the same tensor if they are already."""
+    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
     if bias is not None:
         logits += bias
-    if temperatures is not None:
-        logits /= temperatures[part, None]
     return logits
 
 
@@ -379,6 +436,7 @@ class PolicyScorer(torch.nn.Module):  # type: ignore[misc]  # torch has no types
         shares_prefixes: Whether to compute the tree of a microbatch, if it has one, instead of its
             packed sequences.
         chunk_tokens: Tokens projected at a time; None: `auto_chunk_tokens`.
+        fuses: Whether to reduce the logits by compiled functions.
     """
 
     def __init__(
@@ -389,6 +447,7 @@ class PolicyScorer(torch.nn.Module):  # type: ignore[misc]  # torch has no types
         whole_logits: bool = False,
         shares_prefixes: bool = False,
         chunk_tokens: int | None = None,
+        fuses: bool = False,
     ) -> None:
         super().__init__()
         self.model = model
@@ -396,6 +455,7 @@ class PolicyScorer(torch.nn.Module):  # type: ignore[misc]  # torch has no types
         self._whole_logits = whole_logits
         self.shares_prefixes = shares_prefixes
         self._chunk_tokens = chunk_tokens
+        self.fuses = fuses
 
     def forward(self, microbatch: Microbatch) -> TokenScores:
         """Score a microbatch; raises `GroupError` if a teacher's id is outside the vocabulary."""
@@ -413,6 +473,7 @@ class PolicyScorer(torch.nn.Module):  # type: ignore[misc]  # torch has no types
             if _is_tempered(microbatch)
             else None,
             chunk_tokens=self._chunk_tokens,
+            fuses=self.fuses,
         )
         return TokenScores(
             _spread(found.logprobs_NK[:, 0], mask_BT),
@@ -448,6 +509,7 @@ class PolicyScorer(torch.nn.Module):  # type: ignore[misc]  # torch has no types
                 hidden_ND[:, 0], self._distill_temperature, dtype=torch.float32
             ),
             chunk_tokens=self._chunk_tokens,
+            fuses=self.fuses,
         )
         return TeacherTokens(ids_BTK, teacher_BTK, _spread(found.logprobs_NK, mask_BT))
 
