@@ -11,6 +11,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -165,12 +166,14 @@ def _wait(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
 def _groups(task: PartTask, port: int, model: str, *, vocabulary: int) -> list[dict[str, Any]]:
     num_groups, prompt_tokens, max_tokens = (2, 8, 24) if task.is_tiny else (16, 128, 512)
     rng = random.Random(0)
-    groups = []
-    for number in range(num_groups):
-        prompt = [rng.randrange(3, vocabulary) for _ in range(prompt_tokens)]
+    prompts = [
+        [rng.randrange(3, vocabulary) for _ in range(prompt_tokens)] for _ in range(num_groups)
+    ]
+
+    def sampled(number: int) -> dict[str, Any]:
         body = {
             "model": model,
-            "prompt": prompt,
+            "prompt": prompts[number],
             "n": _GROUP_SIZE,
             "max_tokens": max_tokens,
             "temperature": 1.0,
@@ -179,8 +182,10 @@ def _groups(task: PartTask, port: int, model: str, *, vocabulary: int) -> list[d
             "return_token_ids": True,
             "ignore_eos": True,
         }
-        groups.append(_group(prompt, _post(port, body)["choices"]))
-    return groups
+        return _group(prompts[number], _post(port, body)["choices"])
+
+    with ThreadPoolExecutor(num_groups) as pool:
+        return list(pool.map(sampled, range(num_groups)))
 
 
 def _group(prompt: list[int], choices: Sequence[dict[str, Any]]) -> dict[str, Any]:

@@ -6,7 +6,7 @@ import contextlib
 import json
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,6 +26,10 @@ class PartTask(NamedTuple):
     results: str
     """File of the records, one JSON object per line."""
     limit_s: float
+    workloads: Sequence[str] = ()
+    """Names of the workloads of steps; none: all."""
+    contenders: Sequence[str] = ()
+    """Names of the contenders of steps; none: all."""
     """Seconds after which the part starts nothing further."""
 
     @property

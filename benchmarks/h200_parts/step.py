@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,7 +24,7 @@ WORKLOADS = (
     Workload("plain 2k to 4k rows", 4, prompt_tokens=512, median_tokens=2560, spread=0.25,
         most_tokens=3584, least_tokens=1536, pass_tokens=16384, pass_sequences=4, steps=2),
     Workload("heavy-tailed", 4, prompt_tokens=256, median_tokens=1024, spread=1.0,
-        most_tokens=8192, pass_tokens=16384, pass_sequences=4, steps=2),
+        most_tokens=8192, pass_tokens=16384, pass_sequences=2, steps=2),
     Workload("shared prefix", 4, prompt_tokens=3072, median_tokens=1024, spread=0.2,
         most_tokens=1536, pass_tokens=16384, pass_sequences=4, steps=2),
 )  # fmt: skip
@@ -46,7 +47,7 @@ _OURS = (
 
 
 class Layout(NamedTuple):
-    """A contender: a trainer, its layout, and whether it uses gradient checkpointing."""
+    """A contender: a trainer, its layout, and whether it recomputes activations."""
 
     name: str
     layout: str | None
@@ -61,6 +62,8 @@ LAYOUTS = (
     Layout("flat", "padded"),
     Layout("TRL, checkpointing", None, True),
     Layout("packed, checkpointing", "packed", True),
+    Layout("compiled", "compiled"),
+    Layout("compiled, checkpointing", "compiled", True),
 )
 _WITH_CHECKPOINTING = ("plain 2k to 4k rows",)
 
@@ -76,28 +79,42 @@ def part(task: PartTask, records: Records) -> None:
     )
     rate = matmul_tflops(task)
     for workload in WORKLOADS:
-        if _ONLY.get(workload.name, task.part) != task.part:
+        if _ONLY.get(workload.name, task.part) != task.part or not _is_chosen(
+            workload.name, task.workloads
+        ):
             continue
         chosen = (_tiny(workload) if task.is_tiny else workload)._replace(
             vocabulary=size.vocabulary
         )
         records.figure("batch", chosen.describe(), "", case=workload.name)
         flops = step_flops(model, chosen)
-        reference: dict[str, Any] = {}
+        reference: tuple[str, Mapping[str, Any]] | None = None
         for layout in _layouts_of(workload, task):
             case = f"{workload.name} / {layout.name}"
             with records.case(case):
                 found = _measure(task, records, model, chosen, layout, case)
-                reference = reference or (found.gradient if layout.layout is None else {})
+                # TRL's, unless it could not take its steps.
+                reference = reference or (layout.name, found.gradient)
                 _record(task, records, found, case, flops, rate)
-                _compare(task, records, found, reference, case)
+                _compare(task, records, found, *reference, case)
             _free_memory()
 
 
 def _layouts_of(workload: Workload, task: PartTask) -> list[Layout]:
-    """Return the contenders of a workload; TRL's gradient is the reference, so it is first."""
+    """Return the contenders of a workload; the gradient of the first one is the reference."""
     checkpoints = workload.name in _WITH_CHECKPOINTING and not task.is_tiny
-    return [layout for layout in LAYOUTS if checkpoints or not layout.checkpointing]
+    return [
+        layout
+        for layout in LAYOUTS
+        if _is_chosen(layout.name, task.contenders)
+        and (checkpoints or not layout.checkpointing)
+        # Without a GPU, compiling takes longer than the rest of the rehearsal.
+        and (task.on_gpu or layout.layout != "compiled")
+    ]
+
+
+def _is_chosen(name: str, chosen: Sequence[str]) -> bool:
+    return not chosen or name in chosen
 
 
 def _tiny(workload: Workload) -> Workload:
@@ -143,6 +160,8 @@ def _record(
     for name, figure, unit in _OURS:
         if figure in figures:
             records.figure(name, figures[figure], unit, case=case)
+    if "layout" in figures:
+        records.figure("setup", figures["layout"], "", case=case)
     if "planned_mib" in figures:
         records.figure("planned memory", figures["planned_mib"] / 1024, "GiB", case=case)
     if flops is None:
@@ -156,16 +175,19 @@ def _record(
 
 
 def _compare(
-    task: PartTask, records: Records, found: Measured, reference: dict[str, Any], case: str
+    task: PartTask,
+    records: Records,
+    found: Measured,
+    name: str,
+    reference: Mapping[str, Any],
+    case: str,
 ) -> None:
-    if not reference:
-        raise ValueError("TRL took no step, so that there is no gradient to compare with")
     gap = gradient_gap(found.gradient, reference)
     tolerance = _TOLERANCE["bfloat16" if task.on_gpu else "float32"]
     records.figure("gradient gap, max", gap.max_abs, "", case=case)
     records.figure("gradient gap, relative", gap.relative, "of its norm", case=case)
     records.check(
-        "first gradient equals TRL's",
+        f"first gradient equals that of {name}",
         holds=gap.relative <= tolerance,
         detail=f"{gap.relative:.2g} of the norm over {gap.num_entries:,} entries, at most "
         f"{tolerance:g}",

@@ -17,9 +17,10 @@ from trainer_parts.tasks import Measured, StepTask, main_of
 from trainer_parts.workload import groups_of
 
 _LAYOUTS: dict[str, dict[str, Any]] = {
-    "padded": {"packing": "off"},
-    "packed": {"packing": "on", "shared_prefixes": "off"},
-    "shared": {"packing": "on", "shared_prefixes": "on"},
+    "padded": {"packing": "off", "torch_compile": "off"},
+    "packed": {"packing": "on", "shared_prefixes": "off", "torch_compile": "off"},
+    "shared": {"packing": "on", "shared_prefixes": "on", "torch_compile": "off"},
+    "compiled": {"packing": "on", "shared_prefixes": "off", "torch_compile": "on"},
     "default": {},
 }
 
@@ -96,6 +97,7 @@ def measure(
             "passes": len(batch.microbatches),
             "computed_tokens": batch.summary.num_computed_tokens,
             "padding": batch.summary.padding_fraction,
+            "layout": policy.layout,
             "planned_mib": _planned_bytes(model, optimizer, policy, config, largest) / 2**20,
         }
         | {name.removeprefix("train/"): metrics[name] for name in _METRICS if name in metrics},
