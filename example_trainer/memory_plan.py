@@ -8,11 +8,13 @@
 | gathered | sharded only: the parameters outside the blocks, and two unsharded blocks |
 | activations | tokens of the largest pass x bytes stored per token for the backward pass |
 | casts | autocast only: parameters x 2, the bfloat16 copies of the forward pass |
-| logits | three float32 copies of one chunk x vocabulary, and the output layer's gradient |
+| logits | float32 copies of one chunk x vocabulary, and the output layer's gradient |
 
 Activations are estimated, since they depend on the kernels. A Llama-like layer stores about ten
-tensors of the hidden size and four of the intermediate size. With gradient checkpointing, each
-layer stores its input, and one layer all of them.
+tensors of the hidden size and four of the intermediate size, four more where the heads together are
+wider than the hidden size, and two of each query and key with norms on them. Autocast adds float32
+residuals, norms and casts. Compiled layers store about 0.7 of it, as measured on one GPU. With
+gradient checkpointing, each layer stores its input, and one layer all of them.
 """
 
 from __future__ import annotations
@@ -25,6 +27,11 @@ STATE_BYTES = {"adamw": 2.0, "adamw_8bit": 2.0, "adafactor": 0.0}
 """Bytes of optimizer state per trained parameter; of `adamw` in units of the parameter's size."""
 _HIDDEN_COPIES = 10
 _INTERMEDIATE_COPIES = 4
+_ATTENTION_COPIES = 4
+_NORMED_COPIES = {False: 2, True: 3}
+_AUTOCAST_COPIES = 7
+"""Further tensors of the hidden size with autocast, in its type."""
+_COMPILED_SHARE = 0.7
 _LOGIT_COPIES = 3
 
 
@@ -43,6 +50,10 @@ class ModelSizes(NamedTuple):
     """Mean bytes of one parameter."""
     trained_bytes: int | None = None
     """Bytes of one trained parameter; None: `weight_bytes`."""
+    query_width: int | None = None
+    """Heads x their size; None: the hidden size."""
+    normed_width: int = 0
+    """Width of the queries and keys, if the attention normalizes them."""
 
 
 class StepSetup(NamedTuple):
@@ -59,6 +70,8 @@ class StepSetup(NamedTuple):
     gradient_checkpointing: bool
     shards: int = 1
     """Number of ranks that share the weights."""
+    is_compiled: bool = False
+    """Whether layers are compiled."""
 
 
 class MemoryPlan(NamedTuple):
@@ -96,7 +109,8 @@ def plan_memory(model: ModelSizes, setup: StepSetup) -> MemoryPlan:
         block = (model.num_parameters - model.num_outside_blocks) / max(1, model.num_layers)
         gathered = (model.num_outside_blocks + 2 * block) * model.weight_bytes
     chunk = min(setup.chunk_tokens, setup.pass_tokens)
-    logits = _LOGIT_COPIES * 4 * chunk * model.vocabulary
+    # Compiled, the logits and their gradient remain in bfloat16.
+    logits = (1 if setup.is_compiled else _LOGIT_COPIES) * 4 * chunk * model.vocabulary
     return MemoryPlan(
         weights=model.num_parameters * model.weight_bytes / shards,
         gradients=model.num_trained * trained_bytes / shards,
@@ -142,7 +156,12 @@ def advice(model: ModelSizes, setup: StepSetup, available_bytes: float) -> list[
 
 
 def _activation_bytes_per_token(model: ModelSizes, setup: StepSetup) -> float:
-    layer = _HIDDEN_COPIES * model.hidden + _INTERMEDIATE_COPIES * model.intermediate
+    autocasts = setup.activation_bytes < model.weight_bytes
+    layer = float(_HIDDEN_COPIES * model.hidden + _INTERMEDIATE_COPIES * model.intermediate)
+    layer += _ATTENTION_COPIES * ((model.query_width or model.hidden) - model.hidden)
+    layer += _NORMED_COPIES[autocasts] * model.normed_width
+    layer += _AUTOCAST_COPIES * model.hidden if autocasts else 0
+    layer *= _COMPILED_SHARE if setup.is_compiled else 1.0
     if setup.gradient_checkpointing:
         return (model.num_layers * model.hidden + layer) * setup.activation_bytes
     return model.num_layers * layer * setup.activation_bytes

@@ -452,14 +452,16 @@ def log_step_plan(
     optimizer: Any,
     config: TrainingConfig,
     packs: bool,
+    fuses: bool = False,
     reference_bytes: int = 0,
 ) -> None:
     """Log the shapes of this rank's first batch and the memory of the largest possible step.
 
-    `reference_bytes`: memory of a reference model, not available to the step.
+    `packs` and `fuses`: of the `PreparedPolicy` and its scorer; `reference_bytes`: memory of a
+    reference model, not available to the step.
     """
     sizes = sizes_of(model)
-    setup = step_setup(config, sizes, optimizer=optimizer, packs=packs)
+    setup = step_setup(config, sizes, optimizer=optimizer, packs=packs, fuses=fuses)
     for line in shape_lines(batch, sizes, setup):
         logger.info("%s", line)
     available_bytes = _available_bytes(config.device, model, reference_bytes=reference_bytes)
@@ -502,6 +504,10 @@ def sizes_of(model: Any) -> ModelSizes:
         for parameter in module.parameters()
     )
     total = sum(parameter.numel() for parameter in parameters)
+    heads = getattr(settings, "num_attention_heads", None) or 1
+    head_width = getattr(settings, "head_dim", None) or settings.hidden_size // heads
+    key_heads = getattr(settings, "num_key_value_heads", None) or heads
+    has_norms = any(name.endswith(("q_norm", "query_norm")) for name, _ in model.named_modules())
     return ModelSizes(
         num_parameters=total,
         num_trained=sum(p.numel() for p in parameters if p.requires_grad),
@@ -512,11 +518,13 @@ def sizes_of(model: Any) -> ModelSizes:
         vocabulary=settings.vocab_size,
         weight_bytes=round(sum(p.numel() * p.element_size() for p in parameters) / max(1, total)),
         trained_bytes=max((p.element_size() for p in parameters if p.requires_grad), default=None),
+        query_width=heads * head_width,
+        normed_width=(heads + key_heads) * head_width if has_norms else 0,
     )
 
 
 def step_setup(
-    config: TrainingConfig, sizes: ModelSizes, *, optimizer: Any, packs: bool
+    config: TrainingConfig, sizes: ModelSizes, *, optimizer: Any, packs: bool, fuses: bool = False
 ) -> StepSetup:
     """Return the settings that determine memory, for the largest batch they allow."""
     longest = padded_length(config.seq_len, multiple=1 if packs else config.pad_multiple)
@@ -527,11 +535,13 @@ def step_setup(
     device = torch.device(config.device)
     return StepSetup(
         pass_tokens=tokens,
-        chunk_tokens=config.logprob_chunk_tokens or auto_chunk_tokens(sizes.vocabulary, device),
+        chunk_tokens=config.logprob_chunk_tokens
+        or auto_chunk_tokens(sizes.vocabulary, device, fuses=fuses),
         activation_bytes=2 if config.autocasts else sizes.weight_bytes,
         optimizer=kinds.get(type(optimizer).__name__, "adamw"),
         gradient_checkpointing=config.gradient_checkpointing,
         shards=config.world_size if config.is_sharded else 1,
+        is_compiled=fuses,
     )
 
 

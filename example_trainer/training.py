@@ -344,6 +344,7 @@ class Trainer:
                 optimizer=self._optimizer,
                 config=self.config,
                 packs=self._packs,
+                fuses=self._scorer.fuses,
                 reference_bytes=0 if self._reference is None else self._reference.num_bytes,
             )
         self._publisher.before_step(self.steps_done + 1)

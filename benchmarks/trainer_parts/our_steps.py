@@ -115,7 +115,9 @@ def _planned_bytes(
 ) -> float:
     """Return the memory that the trainer predicts for its largest pass."""
     sizes = sizes_of(model)
-    setup = step_setup(config, sizes, optimizer=optimizer, packs=policy.packs)
+    setup = step_setup(
+        config, sizes, optimizer=optimizer, packs=policy.packs, fuses=policy.scorer.fuses
+    )
     return plan_memory(sizes, setup._replace(pass_tokens=pass_tokens)).total
 
 
