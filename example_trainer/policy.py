@@ -376,22 +376,22 @@ def _compiles(scorer: PolicyScorer, can: Capabilities, config: TrainingConfig) -
     setting = config.torch_compile
     if setting == "off" or (setting == "auto" and obstacle_to_compiling(scorer.model, config)):
         return False
-    obstacle = None
+    obstacle, level = None, logging.INFO
     if config.is_sharded:
         obstacle = "the weights are sharded"
     elif not can.packs:
         obstacle = can.obstacle or "packing is off"
     elif can.whole_logits:
         obstacle = "its head is not a linear layer"
-    if obstacle is None:
+    else:
         logger.info("compiling the layers; this takes up to a minute (--torch-compile off)")
         with autocast(config):
-            obstacle = obstacle_to_fusing(scorer, longest=config.seq_len)
+            obstacle, level = obstacle_to_fusing(scorer, longest=config.seq_len), logging.WARNING
     if obstacle is None:
         return True
     if setting == "on":
         raise ConfigError(f"torch_compile=on: {obstacle}; train with --torch-compile off")
-    logger.warning("the layers are not compiled: %s", obstacle)
+    logger.log(level, "the layers are not compiled: %s", obstacle)
     return False
 
 
