@@ -280,8 +280,8 @@ class TrainingFields(BaseModel):
         default="auto",
         description="Whether packed sequences that begin alike, such as the completions of a "
         "prompt, compute these tokens once. auto: if a trial on the model gives the logprobs and "
-        "gradients of single sequences, for batches in which that leaves out 5 % of the tokens; "
-        "on: fail if it does not, for every batch. Batches with images never share.",
+        "gradients of single sequences, for batches in which that leaves out 5 % of the tokens, "
+        "15 % on CUDA; on: fail if it does not, for every batch. Batches with images never share.",
     )
     torch_compile: Literal["auto", "on", "off"] = Field(
         default="auto",

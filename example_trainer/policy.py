@@ -165,8 +165,11 @@ def _tolerance(dtype: torch.dtype) -> float:
     return _TOLERANCE.get(dtype, _HALF_TOLERANCE)
 
 
-MIN_SHARED_FRACTION = 0.05
-"""Share of a batch's tokens that `shared_prefixes=auto` must leave out to use trees."""
+MIN_SHARED_FRACTION = {"cpu": 0.05, "cuda": 0.15}
+"""Share of a batch's tokens that `shared_prefixes=auto` must leave out to use trees.
+
+On an H200, trees with FlexAttention without 12 % of the tokens took 1.5 % longer than packed rows.
+"""
 
 _GRADIENT_TOLERANCE = {torch.float64: 1e-4, torch.float32: 1e-3}
 _HALF_GRADIENT_TOLERANCE = 0.05
@@ -365,7 +368,10 @@ def prepare_policy(
     parallel.shard(scorer)
     min_shared_fraction = None
     if scorer.shares_prefixes:
-        min_shared_fraction = 0.0 if config.shared_prefixes == "on" else MIN_SHARED_FRACTION
+        kind = "cuda" if config.device.startswith("cuda") else "cpu"
+        min_shared_fraction = MIN_SHARED_FRACTION[kind]
+        if config.shared_prefixes == "on":
+            min_shared_fraction = 0.0
     layout = _layout(can, config, shares_prefixes=scorer.shares_prefixes)
     layout += ", compiled layers" if is_compiled else ""
     return PreparedPolicy(scorer, can.packs, layout, min_shared_fraction)
