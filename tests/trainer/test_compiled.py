@@ -16,9 +16,11 @@ from example_trainer.model import use_packed_attention
 from example_trainer.policy import prepare_policy
 from example_trainer.scoring import linear_logprobs
 from example_trainer.training import row_rules
+from tests.trainer.kill_supervisor import seeded_groups
+from tests.trainer.parallel_runs import largest_difference, run_trainer, service_with
 from tests.trainer.test_prefix_tree import PADDED, TREES, WHOLE_TREE, groups_of_a_batch, qwen3
 from tests.trainer.test_training import make_trainer
-from tests.trainer.tiny import tiny_llama
+from tests.trainer.tiny import save_tiny_model, tiny_llama
 
 # The compiler itself causes warnings, which would be errors here.
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("ignore")]
@@ -153,3 +155,25 @@ def test_a_cpu_compiles_only_on_request(tmp_path):
 def test_padded_sequences_are_not_compiled(tmp_path):
     with pytest.raises(ConfigError, match="torch_compile=on: packing is off"):
         first_gradient(tmp_path, [PADDED], torch_compile="on", packing="off")
+
+
+@pytest.mark.long
+@pytest.mark.timeout(1800)
+def test_runs_with_compiled_layers_end_with_the_same_weights(tmp_path):
+    save_tiny_model(tmp_path / "model")
+    steps, runs = 6, {}
+    replicated = ["--parallel-mode", "data"]
+    compiled = ["--torch-compile", "on", "--gradient-checkpointing"]
+    for name, ranks, flags in (
+        ("plain", 1, ["--torch-compile", "off"]),
+        ("compiled", 1, compiled),
+        ("two_ranks", 2, [*compiled, *replicated]),
+    ):
+        with service_with(seeded_groups(steps), tmp_path, name) as service:
+            runs[name], _ = run_trainer(
+                service, tmp_path / name, *flags, ranks=ranks, steps=steps,
+                final="final_model/model.safetensors",
+            )  # fmt: skip
+
+    assert largest_difference(runs["compiled"], runs["plain"]) < 1e-5
+    assert largest_difference(runs["two_ranks"], runs["plain"]) < 1e-5
