@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -153,6 +154,8 @@ def test_paused_engine_writes_once_it_is_resumed(companion):
 
 @pytest.mark.long
 def test_adapters_need_the_engines_flag(companion, tmp_path):
+    settings = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "peft_type": "LORA"}
+    (tmp_path / "adapter_config.json").write_text(json.dumps(settings))
     answer = post(companion, "/lora/load", {"adapter_path": str(tmp_path)})
 
     assert answer.status_code == 400

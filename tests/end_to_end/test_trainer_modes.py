@@ -214,7 +214,7 @@ class ModeRun:
         write_yaml(sections, environment.config)
         return ManagedProcess(
             "environment",
-            [sys.executable, str(environment.script), "serve", f"--config={environment.config}"],
+            [sys.executable, *environment.program, "serve", f"--config={environment.config}"],
             log_path=self.logs / "environment.log",
             env=common_variables(plan, os.environ),
             cwd=plan.working_folder,
