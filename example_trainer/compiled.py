@@ -19,6 +19,7 @@ import torch
 
 from example_trainer.config import TrainingConfig
 from example_trainer.images import IMAGE_MODELS
+from example_trainer.parallel import transformer_blocks
 
 __all__ = [
     "Opaque",
@@ -60,18 +61,18 @@ def compile_layers(model: Any) -> None:
 
     # Blocks share one cache: kinds of attention, with and without gradients, each are an entry.
     torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
-    for layer in _layers(model):
-        layer.compile(dynamic=True)
+    for block in transformer_blocks(model):
+        block.compile(dynamic=True)
 
 
 def without_compiled_layers(model: Any) -> None:
     """Undo `compile_layers`."""
-    for layer in _layers(model):
-        layer._compiled_call_impl = None  # torch has no public way
+    for block in transformer_blocks(model):
+        block._compiled_call_impl = None  # torch has no public way
 
 
 def tolerate_compiler_errors() -> None:
-    """Let code that the compiler fails on run as it is, with a warning, in this process."""
+    """Let code run uncompiled, with a warning, if the compiler fails later in this process."""
     import torch._dynamo
 
     torch._dynamo.config.suppress_errors = True
@@ -88,11 +89,6 @@ def without_checkpointing(model: Any) -> Iterator[None]:
     finally:
         for module in modules:
             module.gradient_checkpointing = True
-
-
-def _layers(model: Any) -> list[torch.nn.Module]:
-    kinds = set(model._no_split_modules or ())
-    return [module for module in model.modules() if type(module).__name__ in kinds]
 
 
 @functools.cache

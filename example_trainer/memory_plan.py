@@ -29,6 +29,7 @@ _HIDDEN_COPIES = 10
 _INTERMEDIATE_COPIES = 4
 _ATTENTION_COPIES = 4
 _NORMED_COPIES = {False: 2, True: 3}
+"""Tensors of normalized queries and keys, by whether the forward pass autocasts."""
 _AUTOCAST_COPIES = 7
 """Further tensors of the hidden size with autocast, in its type."""
 _COMPILED_SHARE = 0.7
@@ -109,7 +110,7 @@ def plan_memory(model: ModelSizes, setup: StepSetup) -> MemoryPlan:
         block = (model.num_parameters - model.num_outside_blocks) / max(1, model.num_layers)
         gathered = (model.num_outside_blocks + 2 * block) * model.weight_bytes
     chunk = min(setup.chunk_tokens, setup.pass_tokens)
-    # Compiled, the logits and their gradient remain in bfloat16.
+    # Compiled, the logits and their gradient are never stored in float32.
     logits = (1 if setup.is_compiled else _LOGIT_COPIES) * 4 * chunk * model.vocabulary
     return MemoryPlan(
         weights=model.num_parameters * model.weight_bytes / shards,

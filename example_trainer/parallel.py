@@ -107,10 +107,8 @@ class Parallel:
 
         kind = "cuda" if self._device.startswith("cuda") else "cpu"
         mesh = init_device_mesh(kind, (self.world_size,))
-        blocks = set(scorer.model._no_split_modules or ())
-        for module in list(scorer.model.modules()):
-            if type(module).__name__ in blocks:
-                fully_shard(module, mesh=mesh)
+        for block in transformer_blocks(scorer.model):
+            fully_shard(block, mesh=mesh)
         fully_shard(scorer, mesh=mesh)
 
     @property
@@ -152,6 +150,12 @@ class Parallel:
 
 
 ONE_PROCESS = Parallel()
+
+
+def transformer_blocks(model: Any) -> list[torch.nn.Module]:
+    """Return the blocks of a transformers model, sharded or not, in order."""
+    kinds = set(model._no_split_modules or ())
+    return [m for m in model.modules() if type(m).__name__.removeprefix("FSDP") in kinds]
 
 
 @contextlib.contextmanager

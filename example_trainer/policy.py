@@ -44,7 +44,7 @@ from example_trainer.model import (
     load_frozen_model,
     without_adapters,
 )
-from example_trainer.parallel import ONE_PROCESS, Parallel
+from example_trainer.parallel import ONE_PROCESS, Parallel, transformer_blocks
 from example_trainer.prefix_tree import build_prefix_tree
 from example_trainer.rows import Row
 from example_trainer.scoring import (
@@ -260,7 +260,7 @@ def _difference(
         expected,
         found,
         lambda: logprobs(packed, False),
-        names="of a tree differ from those of its sequences",
+        comparison="of a tree differ from those of its sequences",
     )
 
 
@@ -270,14 +270,18 @@ def _gap(
     found: torch.Tensor,
     recompute: Callable[[], torch.Tensor],
     *,
-    names: str,
+    comparison: str,
 ) -> str | None:
-    """Return how logprobs or gradients differ from those expected, which `recompute` returns."""
+    """Return how logprobs or gradients differ from those expected, or None.
+
+    Differences of gradients are relative to the gradient of the logprobs that `recompute` returns;
+    `comparison` is the part of the message between the quantity and the difference.
+    """
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     dtype = model.base_model.dtype if not torch.is_autocast_enabled(model.device.type) else None
     gap = float((found - expected).detach().abs().max())
     if not gap <= (_HALF_TOLERANCE if dtype is None else _tolerance(dtype)):
-        return f"logprobs {names} by {gap:.2g}"
+        return f"logprobs {comparison} by {gap:.2g}"
     if not parameters:
         return None
     weights = torch.linspace(-1.0, 1.0, len(expected), device=expected.device).to(expected.dtype)
@@ -288,15 +292,15 @@ def _gap(
     if dtype is not None:
         tolerance = _GRADIENT_TOLERANCE.get(dtype, tolerance)
     if not difference <= tolerance * whole:
-        return f"gradients {names} by {difference / whole:.2g} of their norm"
+        return f"gradients {comparison} by {difference / whole:.2g} of their norm"
     return None
 
 
 def obstacle_to_fusing(scorer: PolicyScorer, *, longest: int) -> str | None:
     """Return the reason why the layers and logprobs of a model cannot be compiled, or None.
 
-    Compares the logprobs and gradients of packed sequences with those before; afterwards the layers
-    are compiled, unless there is a reason. The gradients are unchanged.
+    Compares the logprobs and gradients of packed sequences with those of the model's own code.
+    Without a reason, the layers are compiled afterwards; gradients are unchanged.
     """
     packed, _, _ = _trial_microbatches(scorer.model, longest)
 
@@ -315,13 +319,17 @@ def obstacle_to_fusing(scorer: PolicyScorer, *, longest: int) -> str | None:
         with torch.set_grad_enabled(is_trained):
             found = logprobs()
         obstacle = _gap(
-            scorer.model, expected, found, logprobs, names="of compiled layers differ from others"
+            scorer.model,
+            expected,
+            found,
+            logprobs,
+            comparison="of compiled layers differ from those of the model's own code",
         )
     except torch.OutOfMemoryError:
         raise
     except Exception as error:  # noqa: BLE001 - a compiler raises errors of any kind
         reason = str(error).strip().partition("\n")[0]
-        obstacle = f"they cannot be ({type(error).__name__}: {reason})"
+        obstacle = f"the compiler failed ({type(error).__name__}: {reason})"
     if obstacle is None:
         tolerate_compiler_errors()
     else:
@@ -504,10 +512,7 @@ def sizes_of(model: Any) -> ModelSizes:
     settings = model.config.get_text_config()
     parameters = list(model.parameters())
     in_blocks = sum(
-        parameter.numel()
-        for module in model.modules()
-        if type(module).__name__.removeprefix("FSDP") in set(model._no_split_modules or ())
-        for parameter in module.parameters()
+        parameter.numel() for block in transformer_blocks(model) for parameter in block.parameters()
     )
     total = sum(parameter.numel() for parameter in parameters)
     heads = getattr(settings, "num_attention_heads", None) or 1

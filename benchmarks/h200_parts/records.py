@@ -26,11 +26,11 @@ class PartTask(NamedTuple):
     results: str
     """File of the records, one JSON object per line."""
     limit_s: float
+    """Seconds after which the part starts nothing further."""
     workloads: Sequence[str] = ()
     """Names of the workloads of steps; none: all."""
     contenders: Sequence[str] = ()
     """Names of the contenders of steps; none: all."""
-    """Seconds after which the part starts nothing further."""
 
     @property
     def on_gpu(self) -> bool:

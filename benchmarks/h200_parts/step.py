@@ -69,7 +69,13 @@ _WITH_CHECKPOINTING = ("plain 2k to 4k rows",)
 
 
 def part(task: PartTask, records: Records) -> None:
-    """Measure every workload with every contender."""
+    """Measure the chosen workloads with the chosen contenders.
+
+    Raises:
+        ValueError: a name is not one of theirs.
+    """
+    _require_known(task.workloads, [workload.name for workload in WORKLOADS])
+    _require_known(task.contenders, [layout.name for layout in LAYOUTS])
     size = MODEL_SIZES[("tiny " if task.is_tiny else "") + task.part.removeprefix("step_")]
     model = write_model(
         Path(task.folder) / "model",
@@ -79,9 +85,9 @@ def part(task: PartTask, records: Records) -> None:
     )
     rate = matmul_tflops(task)
     for workload in WORKLOADS:
-        if _ONLY.get(workload.name, task.part) != task.part or not _is_chosen(
-            workload.name, task.workloads
-        ):
+        if _ONLY.get(workload.name, task.part) != task.part:
+            continue
+        if not _is_chosen(workload.name, task.workloads):
             continue
         chosen = (_tiny(workload) if task.is_tiny else workload)._replace(
             vocabulary=size.vocabulary
@@ -111,6 +117,12 @@ def _layouts_of(workload: Workload, task: PartTask) -> list[Layout]:
         # Without a GPU, compiling takes longer than the rest of the rehearsal.
         and (task.on_gpu or layout.layout != "compiled")
     ]
+
+
+def _require_known(chosen: Sequence[str], names: Sequence[str]) -> None:
+    for name in chosen:
+        if name not in names:
+            raise ValueError(f"expected one of {', '.join(map(repr, names))}, got {name!r}")
 
 
 def _is_chosen(name: str, chosen: Sequence[str]) -> bool:

@@ -92,7 +92,7 @@ def test_other_lengths_compile_nothing_again(tmp_path):
         trainer.train_on(build_batch(groups, row_rules(config), **layout))
         compiled.append(counters["stats"]["unique_graphs"])
 
-    assert compiled[1] == compiled[-1]
+    assert 0 < compiled[1] == compiled[-1]
 
 
 @pytest.mark.parametrize("has_bias", [False, True])
@@ -127,10 +127,14 @@ def test_layers_that_cannot_be_compiled_are_left_alone_and_named(tmp_path, monke
 
     with caplog.at_level(logging.WARNING):
         _, policy = first_gradient(tmp_path, [PACKED], torch_compile="auto")
-    with pytest.raises(ConfigError, match=r"torch_compile=on: they cannot be .*no backend for"):
+    with pytest.raises(
+        ConfigError, match=r"torch_compile=on: the compiler failed .*no backend for"
+    ):
         first_gradient(tmp_path, [PACKED], torch_compile="on")
 
-    assert "the layers are not compiled: they cannot be (RuntimeError: no backend" in caplog.text
+    assert (
+        "the layers are not compiled: the compiler failed (RuntimeError: no backend" in caplog.text
+    )
     assert "and a trace" not in caplog.text
     assert not policy.scorer.fuses
     assert "compiled" not in policy.layout
@@ -142,7 +146,7 @@ def test_layers_that_compute_something_else_are_not_used(tmp_path, monkeypatch):
 
     monkeypatch.setattr(policies, "compile_layers", compile_wrongly)
 
-    with pytest.raises(ConfigError, match="logprobs of compiled layers differ from others by"):
+    with pytest.raises(ConfigError, match="logprobs of compiled layers differ from those of the"):
         first_gradient(tmp_path, [PACKED], torch_compile="on", model=tiny_llama)
 
 
