@@ -297,6 +297,8 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
 """Two that end a run, and the one by which `_interrupt` tries again after an import."""
 _AGAIN_S = 0.1
 _LONGEST_IMPORT_S = 10.0
+_LONGEST_END_S = 10.0
+"""Longer than `Supervisor.stop` takes; a signal after it ends this process at once."""
 _IMPORT_FRAMES = "<frozen importlib._bootstrap>"
 
 
@@ -314,9 +316,12 @@ _received: _Received | None = None
 def ending_signals() -> Iterator[None]:
     """Raise `KeyboardInterrupt` on SIGINT and `SystemExit(143)` on SIGTERM, once.
 
-    Further signals are ignored. An import that takes a few seconds is finished first: extension
-    modules abort the process, or raise another exception, if one is raised while they are loaded.
-    Python drops an exception that is raised in a destructor; `check_signals` raises it again.
+    An import that takes a few seconds is finished first: extension modules abort the process, or
+    raise another exception, if one is raised while they are loaded. Python drops an exception that
+    is raised in a destructor; `check_signals` raises it again. Further signals are ignored for some
+    seconds. One after that ends this process at once, since an exception that was raised between
+    the acquisition of a lock and its `try` leaves the lock held, and the process may wait for it
+    forever; the guardians end the other processes.
     """
     global _received
     previous = {number: signal.signal(number, _interrupt) for number in _SIGNALS}
@@ -335,7 +340,7 @@ def check_signals() -> None:
         return
     # A second signal must not interrupt the end of the processes.
     for number in _SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
+        signal.signal(number, _end_at_once)
     if _received.number == signal.SIGINT:
         raise KeyboardInterrupt
     sys.exit(128 + _received.number)
@@ -348,6 +353,13 @@ def _interrupt(number: int, frame: FrameType | None) -> None:
         signal.setitimer(signal.ITIMER_REAL, _AGAIN_S)
     else:
         check_signals()
+
+
+def _end_at_once(number: int, _frame: FrameType | None) -> None:
+    is_late = _received is not None and time.monotonic() - _received.time >= _LONGEST_END_S
+    if is_late and number != signal.SIGALRM:
+        os.write(2, b"\nended at once; the other processes are ended as well\n")
+        os._exit(128 + number)
 
 
 def _is_importing(frame: FrameType | None) -> bool:

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import pytest
@@ -17,6 +17,15 @@ import pytest
 MARK = "ATROPOS_TEST_MARK"
 LINUX_ONLY = pytest.mark.skipif(not Path("/proc").is_dir(), reason="finds processes in /proc")
 PATIENCE_S = 600.0
+
+
+def without_coverage(variables: Mapping[str, str]) -> dict[str, str]:
+    """Return environment variables for a Python process that coverage.py does not measure.
+
+    Its tracer locks around its own Python code. If a signal handler raises an exception there, the
+    lock stays held, and the process waits for it forever.
+    """
+    return {name: value for name, value in variables.items() if not name.startswith("COVERAGE_")}
 
 
 class RunningCommand:
@@ -34,7 +43,10 @@ class RunningCommand:
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 cwd=folder,
-                env={**os.environ, MARK: self.mark, "PYTHONUNBUFFERED": "1"},
+                env={
+                    **without_coverage(os.environ),
+                    **{MARK: self.mark, "PYTHONUNBUFFERED": "1"},
+                },
             )
 
     def wait_for(self, text: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import signal
+import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from example_trainer.launch import stack
 from example_trainer.launch.stack import Supervisor, ending_signals
 from example_trainer.processes import ManagedProcess, ProcessFailedError
+from tests.trainer.running_command import without_coverage
 from tests.trainer.test_processes import SLEEP, eventually, is_running
 
 
@@ -162,3 +164,55 @@ def test_interruption_during_an_import_is_raised_after_it_or_after_a_while(
 
     assert finished == [True] * is_finished
     sys.modules.pop("interrupted_module", None)
+
+
+STUCK = """
+import pathlib, sys, threading, time
+from example_trainer.launch import stack
+from example_trainer.processes import ManagedProcess
+
+stack._LONGEST_END_S = float(sys.argv[2])
+folder = pathlib.Path(sys.argv[1])
+process = ManagedProcess("sleep", [sys.executable, "-c", sys.argv[3]], log_path=folder / "log")
+lock = threading.Lock()
+with stack.ending_signals(), stack.Supervisor() as supervisor:
+    supervisor.start(process)
+    try:
+        print(process.pid, flush=True)
+        time.sleep(600)
+    finally:
+        lock.acquire()
+        print("stuck", flush=True)
+        lock.acquire(timeout=float(sys.argv[4]))
+"""
+
+
+@pytest.mark.parametrize(
+    ("longest_end_s", "stuck_s", "ending"),
+    [
+        pytest.param(0.0, 600.0, "ended at once; the other processes are ended as well", id="late"),
+        pytest.param(600.0, 1.0, "KeyboardInterrupt", id="soon"),
+    ],
+)
+def test_second_signal_ends_a_stuck_process_after_a_while_and_is_ignored_before(
+    tmp_path: Path, longest_end_s: float, stuck_s: float, ending: str
+) -> None:
+    arguments = [str(tmp_path), str(longest_end_s), SLEEP, str(stuck_s)]
+    program = subprocess.Popen(
+        [sys.executable, "-c", STUCK, *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=without_coverage(os.environ),
+    )
+    assert program.stdout is not None
+    pid = int(program.stdout.readline())
+    program.send_signal(signal.SIGINT)
+    assert program.stdout.readline() == "stuck\n"
+
+    program.send_signal(signal.SIGINT)
+
+    _, errors = program.communicate(timeout=60)
+    assert program.returncode in (130, -signal.SIGINT)
+    assert ending in errors
+    assert eventually(lambda: not is_running(pid))

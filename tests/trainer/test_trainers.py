@@ -19,6 +19,7 @@ from atroposlib.errors import ConfigError, GroupError
 from example_trainer.processes import find_free_port
 from example_trainer.trainers import train
 from example_trainer.vllm_manager import is_port_in_use
+from tests.trainer.running_command import without_coverage
 from tests.trainer.tiny import group, save_tiny_model, tiny_config
 
 pytestmark = pytest.mark.slow
@@ -147,7 +148,7 @@ def test_signal_ends_the_trainer_and_its_engine(tmp_path, service, fake_vllm, ho
         [sys.executable, str(script), *options],
         stderr=subprocess.PIPE,
         text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        env={**without_coverage(os.environ), "OMP_NUM_THREADS": "1"},
     )
 
     try:
