@@ -75,7 +75,7 @@ class SlotCache:
     """
 
     def __init__(self, *, device: torch.device, dtype: torch.dtype) -> None:
-        self._device = device
+        self.device = device
         self._dtype = dtype
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         """Keys and values of each layer, (S, J, T, D)."""
@@ -113,8 +113,8 @@ class SlotCache:
         """Copy the first `length` tokens of slots to other slots."""
         if not sources:
             return
-        source = torch.tensor(sources, device=self._device)
-        target = torch.tensor(targets, device=self._device)
+        source = torch.tensor(sources, device=self.device)
+        target = torch.tensor(targets, device=self.device)
         for pair in self._layers.values():
             for tensor in pair:
                 tensor[target, :, :length] = tensor[source, :, :length]
@@ -135,7 +135,7 @@ class SlotCache:
 
     def _empty(self, *shape: int) -> torch.Tensor:
         # Zeros, as masked entries are multiplied by 0, which does not remove NaN.
-        return torch.zeros(shape, device=self._device, dtype=self._dtype)
+        return torch.zeros(shape, device=self.device, dtype=self._dtype)
 
     def _resized(self, tensor: torch.Tensor) -> torch.Tensor:
         kv_heads, size = tensor.shape[1], tensor.shape[3]
@@ -154,8 +154,8 @@ def _padded(num_slots: int, length: int) -> tuple[int, int]:
 class PackedBatch:
     """`PackedTokens` as tensors, with the cache that the attention reads and writes."""
 
-    def __init__(self, packed: PackedTokens, cache: SlotCache, device: torch.device) -> None:
-        table = torch.tensor([packed.tokens, packed.positions, packed.slots], device=device)
+    def __init__(self, packed: PackedTokens, cache: SlotCache) -> None:
+        table = torch.tensor([packed.tokens, packed.positions, packed.slots], device=cache.device)
         self.tokens_N, self.positions_N, self.slots_N = table
         self.cache = cache
         self.num_running = packed.num_running

@@ -195,8 +195,7 @@ class TorchEngine:
     ) -> None:
         self.limits = limits
         self.model = model
-        self._device = next(model.parameters()).device
-        self._cache = SlotCache(device=self._device, dtype=model.dtype)
+        self._cache = SlotCache(device=next(model.parameters()).device, dtype=model.dtype)
         self._is_processed = is_processed
         self._seeds = random.Random(seed)
         self.weight_version = weight_version
@@ -444,7 +443,7 @@ class TorchEngine:
             packed.add_running(branch.last_token, branch.num_tokens - 1)
         for slot, start in enumerate(starts, len(self._running)):
             packed.add_start(slot, start.tokens)
-        logits, scored = self._forward(packed, starts)
+        logits, scored = _forward(self.model, self._cache, packed, starts)
         self._running += starts
         self._starting = []
         self._keep_prompt_logprobs(starts, scored)
@@ -490,34 +489,6 @@ class TorchEngine:
         if starts:
             self._cache.reserve(num_slots, length)
         return list(starts.values())
-
-    def _forward(
-        self, packed: PackedTokens, starts: Sequence[_Branch]
-    ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-        """Return the logits (B, V) of all branches, and of each start's prompt if requested."""
-        rows = list(range(packed.num_running))
-        scored_rows: list[int] = []
-        for start, new in zip(starts, packed.starts, strict=True):
-            rows.append(new.first + new.length - 1)
-            if _wants_prompt_logprobs(start):
-                scored_rows += range(new.first, new.first + new.length - 1)
-        batch = PackedBatch(packed, self._cache, self._device)
-        logits = self.model(
-            input_ids=batch.tokens_N.unsqueeze(0),
-            position_ids=batch.positions_N.unsqueeze(0),
-            use_cache=False,
-            logits_to_keep=torch.tensor(rows + scored_rows, device=self._device),
-            batch=batch,
-        ).logits[0]
-        if self._device.type == "mps":  # without float64, which sampling needs
-            logits = logits.cpu()
-        scored: list[torch.Tensor | None] = []
-        first = len(rows)
-        for start in starts:
-            count = start.num_tokens - 1 if _wants_prompt_logprobs(start) else 0
-            scored.append(logits[first : first + count] if count else None)
-            first += count
-        return logits[: len(rows)], scored
 
     def _keep_prompt_logprobs(
         self, starts: Sequence[_Branch], scored: Sequence[torch.Tensor | None]
@@ -602,6 +573,35 @@ class TorchEngine:
         self._running = [placed[slot] for slot in range(count)]
         if not self._running:
             self._cache.clear()
+
+
+def _forward(
+    model: Any, cache: SlotCache, packed: PackedTokens, starts: Sequence[_Branch]
+) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
+    """Return the logits (B, V) of all branches, and of each start's prompt if requested."""
+    rows = list(range(packed.num_running))
+    scored_rows: list[int] = []
+    for start, new in zip(starts, packed.starts, strict=True):
+        rows.append(new.first + new.length - 1)
+        if _wants_prompt_logprobs(start):
+            scored_rows += range(new.first, new.first + new.length - 1)
+    batch = PackedBatch(packed, cache)
+    logits = model(
+        input_ids=batch.tokens_N.unsqueeze(0),
+        position_ids=batch.positions_N.unsqueeze(0),
+        use_cache=False,
+        logits_to_keep=torch.tensor(rows + scored_rows, device=cache.device),
+        batch=batch,
+    ).logits[0]
+    if cache.device.type == "mps":  # without float64, which sampling needs
+        logits = logits.cpu()
+    scored: list[torch.Tensor | None] = []
+    first = len(rows)
+    for start in starts:
+        count = start.num_tokens - 1 if _wants_prompt_logprobs(start) else 0
+        scored.append(logits[first : first + count] if count else None)
+        first += count
+    return logits[: len(rows)], scored
 
 
 def _wants_prompt_logprobs(start: _Branch) -> bool:
