@@ -13,7 +13,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from atroposlib.errors import ConfigError
-from atroposlib.utils.model_paths import missing_folder
+from atroposlib.utils.model_paths import missing_folder, use_cache_without_hub
 from atroposlib.utils.text import near_name
 from example_trainer.loss_choice import GrpoFields, KlEstimator
 
@@ -628,6 +628,7 @@ def require_model_folder(name: str) -> None:
     reason = missing_folder(name)
     if reason is not None:
         raise unloadable(name, ConfigError(reason))
+    use_cache_without_hub(name)
 
 
 def require_reference(config: TrainingConfig) -> None:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from atroposlib.errors import ConfigError, MissingExtraError
+from atroposlib.utils.model_paths import use_cache_without_hub
 from example_trainer.config import TrainingConfig, unloadable
 from example_trainer.images import IMAGE_MODELS, vision_encoder
 
@@ -247,6 +248,7 @@ def auto_class_of(model_config: Any) -> Any:
 def _load(name: str, config: TrainingConfig, *, dtype: Any) -> Any:
     from transformers import AutoConfig
 
+    use_cache_without_hub(name)
     auto_class = auto_class_of(AutoConfig.from_pretrained(name))
     obstacle = _obstacle_to_flash_attention(config.device)
     if config.shared_prefixes == "on":

@@ -150,7 +150,9 @@ ENVIRONMENT_VARIABLES = {
     "INFER_TP": "GPUs per inference server on those nodes; 1 by default.",
     "GPUS_PER_NODE": "GPUs of each of those nodes; 8 by default.",
     "WANDB_MODE": "Read by W&B: `offline` writes to disk only, `disabled` writes nothing.",
-    "HF_HUB_OFFLINE": "Read by Hugging Face: `1` uses local files only.",
+    "HF_HUB_OFFLINE": "Read by Hugging Face: `1` uses local files only. Set to that if the hub's "
+    "host is not found, for this process and those it starts; `0` prevents it.",
+    "HF_ENDPOINT": "Read by Hugging Face: address of the hub; `https://huggingface.co` by default.",
 }
 """Every environment variable the library reads, itself or through the OpenAI client, W&B and
 Hugging Face."""

@@ -23,6 +23,7 @@ from atroposlib.utils.command_parser import (
     integer_between,
 )
 from atroposlib.utils.listening import require_free_port
+from atroposlib.utils.model_paths import use_cache_without_hub
 from atroposlib.utils.text import find_common_prefix
 
 if TYPE_CHECKING:
@@ -200,6 +201,7 @@ def _viewer(
 def _load_tokenizer(name: str) -> Any:
     from transformers import AutoTokenizer
 
+    use_cache_without_hub(name)
     return AutoTokenizer.from_pretrained(name)
 
 

@@ -88,7 +88,7 @@ from atroposlib.scored_data import ScoredDataGroup, ScoredDataItem
 from atroposlib.type_definitions import UUID, Item, Message
 from atroposlib.utils.aio import SideThread, settle
 from atroposlib.utils.gymnasium_names import keep_removed_games
-from atroposlib.utils.model_paths import missing_folder
+from atroposlib.utils.model_paths import missing_folder, use_cache_without_hub
 from atroposlib.utils.run_log import MetricsLog
 from atroposlib.utils.score_pool import ScorePool
 from atroposlib.utils.starting import collection_paused
@@ -376,6 +376,7 @@ def _lookup(name: str) -> Any:
 
 def _load_tokenizer(name: str) -> Any:
     logger.info("loading the tokenizer %s", name)
+    use_cache_without_hub(name)
     try:
         return keep_earlier_calls(_lookup("AutoTokenizer").from_pretrained(name))
     except (OSError, ValueError, KeyError) as error:

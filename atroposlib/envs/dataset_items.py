@@ -21,6 +21,7 @@ from pydantic import Field
 from atroposlib.envs.base import BaseEnv, BaseEnvConfig
 from atroposlib.errors import ConfigError
 from atroposlib.utils.local_records import read_splits, require_data
+from atroposlib.utils.model_paths import use_cache_without_hub
 
 __all__ = ["DatasetItems", "HubItemsConfig", "LocalItemsConfig", "hub_dataset", "hub_rows"]
 
@@ -65,6 +66,7 @@ def hub_dataset(
             read.
         remedy: end of the error message.
     """
+    use_cache_without_hub(path)
     import datasets
 
     try:

@@ -31,7 +31,7 @@ from atroposlib.envs.server_handling.chat_rendering import render_messages
 from atroposlib.errors import ConfigError
 from atroposlib.exporting.groups import ExportGroup
 from atroposlib.exporting.selection import prompt_lengths
-from atroposlib.utils.model_paths import missing_folder
+from atroposlib.utils.model_paths import missing_folder, use_cache_without_hub
 
 __all__ = [
     "Decoder",
@@ -63,6 +63,7 @@ def load_tokenizer(name: str) -> Any:
     """
     from transformers import AutoTokenizer
 
+    use_cache_without_hub(name)
     try:
         return AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError, KeyError) as error:

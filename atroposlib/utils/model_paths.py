@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
+import logging
+import os
+import socket
+import sys
+import time
+from functools import cache
 from pathlib import Path
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
-__all__ = ["missing_folder"]
+__all__ = ["missing_folder", "use_cache_without_hub"]
+
+logger = logging.getLogger(__name__)
+
+_HUB = "https://huggingface.co"
+_PROXIES = {"http", "https", "all"}
+_ATTEMPTS = 3
+_RETRY_S = 1.0
 
 
 def missing_folder(name: str) -> str | None:
@@ -17,3 +32,34 @@ def missing_folder(name: str) -> str | None:
     if not is_path or Path(name).is_dir():
         return None
     return f"there is no folder {Path(name).absolute()}"
+
+
+def use_cache_without_hub(name: str) -> None:
+    """Before `name` is loaded from the hub: use only its cache if the hub's host is not found.
+
+    The hub's client retries for almost a minute per file otherwise. Processes that are started
+    later inherit the setting `HF_HUB_OFFLINE`, which is left alone if it is set.
+    """
+    if "HF_HUB_OFFLINE" in os.environ or Path(name).exists():
+        return
+    endpoint = os.environ.get("HF_ENDPOINT") or _HUB
+    if getproxies().keys() & _PROXIES or _is_found(urlsplit(endpoint).hostname or ""):
+        return
+    logger.warning("%s cannot be reached: only downloaded models and data are used", endpoint)
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    for module in ("huggingface_hub.constants", "datasets.config"):  # read when imported
+        if module in sys.modules:
+            sys.modules[module].HF_HUB_OFFLINE = True  # type: ignore[attr-defined]
+
+
+@cache
+def _is_found(host: str) -> bool:
+    """Return whether a host has an address; asks again for two seconds."""
+    for attempt in range(_ATTEMPTS):
+        try:
+            socket.getaddrinfo(host, None)
+            return True
+        except OSError:
+            if attempt < _ATTEMPTS - 1:
+                time.sleep(_RETRY_S)
+    return False
