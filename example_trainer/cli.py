@@ -306,7 +306,7 @@ def run_training(
         with _live_view(config) as view:
             train(config, view=view)
     except KeyboardInterrupt:
-        logger.info("interrupted")
+        logger.info("interrupted; the same command with --resume continues the run")
         sys.exit(128 + signal.SIGINT)
     except AtroposError as error:
         logger.error("%s", error)
@@ -329,5 +329,8 @@ def _live_view(config: TrainingConfig) -> contextlib.AbstractContextManager[Live
 def _exit_on_signal(number: int, _frame: FrameType | None) -> NoReturn:
     # A second signal must not interrupt the cleanup after the first.
     signal.signal(number, signal.SIG_IGN)
-    logger.info("received %s, exiting", signal.Signals(number).name)
+    logger.info(
+        "received %s, exiting; the same command with --resume continues the run",
+        signal.Signals(number).name,
+    )
     sys.exit(128 + number)

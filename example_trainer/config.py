@@ -13,7 +13,7 @@ from typing import Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
 from atroposlib.errors import ConfigError
-from atroposlib.utils.model_paths import missing_folder, use_cache_without_hub
+from atroposlib.utils.model_paths import missing_folder, or_missing_folder, use_cache_without_hub
 from atroposlib.utils.text import near_name
 from example_trainer.loss_choice import GrpoFields, KlEstimator
 
@@ -618,8 +618,8 @@ def unloadable(name: str, error: Exception, *, part: str = "model") -> ConfigErr
     lines = str(error).strip().splitlines() or [type(error).__name__]
     reason = lines[0].rstrip(" .:").removesuffix(" from one of")
     return ConfigError(
-        f"{part} {name!r} cannot be loaded: {reason}; --model takes the folder of "
-        "a model with its tokenizer, or its name on the Hugging Face hub"
+        f"{part} {name!r} cannot be loaded: {or_missing_folder(reason, name)}; --model takes the "
+        "folder of a model with its tokenizer, or its name on the Hugging Face hub"
     )
 
 

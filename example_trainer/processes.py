@@ -37,7 +37,7 @@ _LOG_PREFIX = re.compile(
     r"(\([\w ]+ pid=\d+\) ?)?((DEBUG|INFO|WARNING|ERROR|CRITICAL) [\d-]+ [\d:]+ \[[^\]]*\] ?)?"
 )
 _EXCEPTION = re.compile(r"[A-Za-z_][\w.]*(Error|Exception|Interrupt|Exit|Warning)\b(:.*)?")
-_COMPLAINT = re.compile(r"\S+: error: .+|\S*python[\d.]*: (No module named|Error while) .+")
+_COMPLAINT = re.compile(r"\S.{0,200}?: error: .+|\S*python[\d.]*: (No module named|Error while) .+")
 _POINTS_ELSEWHERE = re.compile(
     r"root cause above|stack trace above|^(SystemExit|KeyboardInterrupt)\b"
 )

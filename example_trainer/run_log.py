@@ -423,7 +423,8 @@ class LiveDisplay:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        self.show_activity("ended" if exc is None else "failed")
+        is_stopped = isinstance(exc, (KeyboardInterrupt, SystemExit))
+        self.show_activity("ended" if exc is None else "stopped" if is_stopped else "failed")
         self._ending.close()
 
     def _render(self) -> TrainingView:

@@ -106,7 +106,7 @@ def vllm_command(config: TrainingConfig, model_path: str) -> list[str]:
         command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server"]
     command += ["--model", model_path, "--served-model-name", config.model_name]
     command += ["--host", config.vllm_host, "--port", str(config.vllm_port)]
-    command += ["--dtype", dtype, "--max-model-len", str(config.max_model_len)]
+    command += ["--dtype", dtype, "--max-model-len", str(_context_length(config, model_path))]
     if on_gpu:
         command += ["--gpu-memory-utilization", str(config.vllm_gpu_memory_utilization)]
     if config.logprobs_mode != "raw" and _own_logprobs_mode(config) is None:
@@ -114,6 +114,18 @@ def vllm_command(config: TrainingConfig, model_path: str) -> list[str]:
     if config.sync_transport in TRANSFER_BACKENDS:
         command += transfer_flags(config.sync_transport)
     return command + shlex.split(config.vllm_args)
+
+
+def _context_length(config: TrainingConfig, model_path: str) -> int:
+    """Return `max_model_len`; its default only as far as a model in a folder can read."""
+    if config.max_model_len != TrainingConfig.model_fields["max_model_len"].default:
+        return config.max_model_len
+    try:
+        fields = json.loads((Path(model_path) / "config.json").read_text(encoding="utf-8"))
+        known = fields.get("text_config", fields)["max_position_embeddings"]
+        return min(config.max_model_len, int(known))
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return config.max_model_len
 
 
 def transfer_flags(backend: str) -> list[str]:

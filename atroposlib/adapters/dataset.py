@@ -40,6 +40,8 @@ __all__ = ["DatasetAdapter", "DatasetArgs", "RowEpisode", "TaskRows", "score_tex
 
 logger = logging.getLogger(__name__)
 
+ROWS_CHECKED = 10_000
+"""Rows of a local file whose columns are checked before training."""
 ROWS_FOR_EVALUATIONS = 100_000
 """Rows that are read at most in the search for evaluation rows."""
 MAX_REWARDS = 64
@@ -142,7 +144,7 @@ class TaskRows:
         self._turn = asyncio.Lock()
 
     async def open(self) -> None:
-        """Open the data and check the columns of its first row.
+        """Open the data and check the columns of its first row; of many rows in a local file.
 
         Raises:
             ConfigError: the data, a split or a column is missing.
@@ -209,13 +211,21 @@ class TaskRows:
 
     def _open(self) -> None:
         data = self._load(self.args.split)
-        first = next(iter(data), None)
-        if first is None:
+        number = 0
+        for number, row in enumerate(data.take(self._num_checked()), 1):
+            try:
+                self._as_item(row)
+            except ConfigError as error:
+                raise ConfigError(f"{error} (row {number})") from error
+        if not number:
             raise ConfigError(f"{self.name} holds no rows")
-        self._as_item(first)
         self._train = data.filter(lambda row: not self._is_for_evaluation(row))
         if self.args.shuffle_buffer:
             self._train = self._train.shuffle(seed=self.seed, buffer_size=self.args.shuffle_buffer)
+
+    def _num_checked(self) -> int:
+        """Return how many rows are checked before training; those of the hub are downloaded."""
+        return ROWS_CHECKED if Path(self.name).exists() else 1
 
     def _load(self, split: str) -> Any:
         path = Path(self.name)
@@ -344,7 +354,9 @@ class TaskRows:
         if not isinstance(row, Mapping):
             raise ConfigError(f"{self.name}: a row is {row!r:.100}; expected columns by name")
         hint = near_name(column, list(row)) or f"; the columns are {', '.join(map(str, row))}"
-        raise ConfigError(f"{self.name}: a row has no column {column!r}{hint}")
+        raise ConfigError(
+            f"{self.name}: a row has no column {column!r}{hint}; the row is {row!r:.100}"
+        )
 
 
 def combined(entries: Any) -> CombinedReward:
@@ -367,7 +379,7 @@ def combined(entries: Any) -> CombinedReward:
 def _local_rows(path: str) -> Iterator[Mapping[str, Any]]:
     """Yield the rows of a file; the generator of an `IterableDataset`, which pickles it."""
     try:
-        for number, row in enumerate(iter_records(Path(path))):
+        for number, row in enumerate(iter_records(Path(path)), 1):
             if not isinstance(row, Mapping):
                 raise ValueError(f"row {number} is {row!r:.100}; expected columns by name")
             yield row

@@ -339,7 +339,11 @@ def _number(value: float | None) -> str:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = CommandParser(prog=_COMMAND, description=__doc__)
+    parser = CommandParser(
+        prog=_COMMAND,
+        description="Compare the results of evaluations, metric by metric, on their common items. "
+        "The first run is the baseline of all others.",
+    )
     parser.add_argument(
         "runs",
         nargs="+",

@@ -34,7 +34,7 @@ USAGE = "usage: atropos-env KIND:NAME serve|process|evaluate|check [--args ...] 
 
 def main() -> None:
     """Run the command line of this process; exit codes are those of environment scripts."""
-    program = Path(sys.argv[0]).name
+    program = "atropos-env"
     words = sys.argv[1:]
     try:
         if not words or words[0] in ("list", "--help", "-h"):

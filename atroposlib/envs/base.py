@@ -88,7 +88,7 @@ from atroposlib.scored_data import ScoredDataGroup, ScoredDataItem
 from atroposlib.type_definitions import UUID, Item, Message
 from atroposlib.utils.aio import SideThread, settle
 from atroposlib.utils.gymnasium_names import keep_removed_games
-from atroposlib.utils.model_paths import missing_folder, use_cache_without_hub
+from atroposlib.utils.model_paths import or_missing_folder, use_cache_without_hub
 from atroposlib.utils.run_log import MetricsLog
 from atroposlib.utils.score_pool import ScorePool
 from atroposlib.utils.starting import collection_paused
@@ -380,9 +380,9 @@ def _load_tokenizer(name: str) -> Any:
     try:
         return keep_earlier_calls(_lookup("AutoTokenizer").from_pretrained(name))
     except (OSError, ValueError, KeyError) as error:
-        reason = missing_folder(name) or str(error).strip().partition("\n")[0].rstrip(" .:")
+        reason = str(error).strip().partition("\n")[0].rstrip(" .:")
         raise ConfigError(
-            f"tokenizer {name!r} cannot be loaded: {reason}; "
+            f"tokenizer {name!r} cannot be loaded: {or_missing_folder(reason, name)}; "
             "--env.tokenizer_name takes the name of a hub repository or a local folder"
         ) from error
 

@@ -43,6 +43,8 @@ NUM_RESAMPLES = 2000
 NUM_RANDOMIZATIONS = 10_000
 SEED = 0
 """Seed of the resampling: the same values always give the same result."""
+MIN_BOOTSTRAP_ITEMS = 5
+"""Fewer items give intervals that are far too narrow, of width 0 for equal values."""
 RESAMPLED_AT_ONCE = 2**22
 """Values held in memory by one step of the resampling."""
 
@@ -56,7 +58,7 @@ class Interval(NamedTuple):
     stderr: float | None
     """Standard error over items; None for a single item with other values than 0 and 1."""
     low: float | None
-    """Lower end of the 95% interval; None likewise."""
+    """Lower end of the 95% interval; None for too few items with other values than 0 and 1."""
     high: float | None
     rule: IntervalRule
     """`wilson` for one value of 0 or 1 per item, else `bootstrap` over items."""
@@ -90,8 +92,11 @@ def interval_of(values: Sequence[Sequence[float]]) -> Interval:
         return Interval(mean, math.sqrt(mean * (1 - mean) / num_items), low, high, "wilson")
     if num_items == 1:
         return Interval(mean, None, None, None, "none")
+    stderr = statistics.stdev(means) / math.sqrt(num_items)
+    if num_items < MIN_BOOTSTRAP_ITEMS:
+        return Interval(mean, stderr, None, None, "none")
     low, high = _percentiles(_resampled_means(means))
-    return Interval(mean, statistics.stdev(means) / math.sqrt(num_items), low, high, "bootstrap")
+    return Interval(mean, stderr, low, high, "bootstrap")
 
 
 def wilson_interval(num_correct: float, num_items: int) -> tuple[float, float]:
@@ -107,15 +112,10 @@ def wilson_interval(num_correct: float, num_items: int) -> tuple[float, float]:
 
 
 def interval_metrics(name: str, values: Sequence[Sequence[float]]) -> dict[str, float]:
-    """Return `<name>_stderr`, `<name>_ci_low` and `<name>_ci_high`; empty if they are unknown."""
+    """Return `<name>_stderr`, `<name>_ci_low` and `<name>_ci_high`, those that are known."""
     interval = interval_of(values)
-    if interval.stderr is None or interval.low is None or interval.high is None:
-        return {}
-    return {
-        f"{name}_stderr": interval.stderr,
-        f"{name}_ci_low": interval.low,
-        f"{name}_ci_high": interval.high,
-    }
+    known = zip(INTERVAL_ENDS, (interval.stderr, interval.low, interval.high), strict=True)
+    return {f"{name}{end}": value for end, value in known if value is not None}
 
 
 def pass_at_k(m: int, c: int, k: int) -> float:

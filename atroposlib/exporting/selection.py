@@ -149,7 +149,7 @@ class Pairing(NamedTuple):
 
     pairs: list[PreferencePair]
     dropped: Mapping[str, int]
-    """Numbers of trajectories that are not a chosen side, by reason."""
+    """Numbers of trajectories that are on no side of a pair, by reason."""
 
 
 def pair_up(scores: Sequence[float], rule: PairRule, chooser: Chooser) -> Pairing:
@@ -162,14 +162,15 @@ def pair_up(scores: Sequence[float], rule: PairRule, chooser: Chooser) -> Pairin
     """
     order = rank(scores)
     best = order if rule.allow_negative else [i for i in order if scores[i] > 0]
-    dropped = Counter({BELOW_ZERO: len(order) - len(best)})
     if rule.num_pairs <= 0:
-        dropped[BEYOND_PAIRS] = len(best)
+        dropped = Counter({BELOW_ZERO: len(order) - len(best), BEYOND_PAIRS: len(best)})
         return Pairing([], +dropped)
     pairs = STRATEGIES[rule.strategy](scores, best, rule, chooser)
-    num_unpaired = len(best) - len({pair.chosen for pair in pairs})
-    dropped[NO_REJECTED] = sum(not _is_low_enough(scores, i, order[-1], rule) for i in best)
-    dropped[BEYOND_PAIRS] = num_unpaired - dropped[NO_REJECTED]
+    unpaired = [i for i in order if not any(i in pair for pair in pairs)]
+    unchosen = [i for i in unpaired if i in best]
+    dropped = Counter({BELOW_ZERO: len(unpaired) - len(unchosen)})
+    dropped[NO_REJECTED] = sum(not _is_low_enough(scores, i, order[-1], rule) for i in unchosen)
+    dropped[BEYOND_PAIRS] = len(unchosen) - dropped[NO_REJECTED]
     return Pairing(pairs, +dropped)
 
 

@@ -31,7 +31,7 @@ from atroposlib.envs.server_handling.chat_rendering import render_messages
 from atroposlib.errors import ConfigError
 from atroposlib.exporting.groups import ExportGroup
 from atroposlib.exporting.selection import prompt_lengths
-from atroposlib.utils.model_paths import missing_folder, use_cache_without_hub
+from atroposlib.utils.model_paths import or_missing_folder, use_cache_without_hub
 
 __all__ = [
     "Decoder",
@@ -68,7 +68,7 @@ def load_tokenizer(name: str) -> Any:
         return AutoTokenizer.from_pretrained(name)
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        reason = missing_folder(name) or reason
+        reason = or_missing_folder(reason.rstrip(" .:"), name)
         raise ConfigError(
             f"the tokenizer {name} cannot be loaded ({reason}); --tokenizer is the name or folder "
             "of the tokenizer that the groups were made with"

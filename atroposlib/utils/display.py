@@ -16,8 +16,10 @@ def format_metrics_table(task_name: str | None, metrics: Mapping[str, Any]) -> s
     """Return the Markdown table of metrics, one row each, with `task_name` as first column.
 
     The standard error of a metric is its `<name>_stderr`, which has no row of its own; neither have
-    the ends of its interval.
+    the ends of its interval. It is empty if only other metrics have one, and 0 if none has.
     """
+    has_errors = any(name.endswith("_stderr") for name in metrics)
+    unknown = "" if has_errors else 0.0
     rows = [list(COLUMNS)]
     for name, value in metrics.items():
         if any(name.endswith(end) and name.removesuffix(end) in metrics for end in _ENDS):
@@ -25,7 +27,7 @@ def format_metrics_table(task_name: str | None, metrics: Mapping[str, Any]) -> s
         direction = "↑" if "correct" in name or "acc" in name else ""
         label = name.removeprefix("eval/").replace("_", " ")
         shown = _format_value(value)
-        stderr = _format_value(metrics.get(f"{name}_stderr", 0.0))
+        stderr = _format_value(metrics.get(f"{name}_stderr", unknown))
         rows.append([str(task_name), "1", "none", "", label, direction, shown, "±", stderr])
     widths = [max(1, *(len(row[i]) for row in rows)) for i in range(len(COLUMNS))]
     lines = [_format_row(row, widths) for row in rows]

@@ -102,7 +102,7 @@ def read_records(
         raise ConfigError(f"{path} cannot be read ({error}); {expected}") from error
     if not rows:
         raise ConfigError(f"{path} holds no rows; {expected}")
-    for number, row in enumerate(rows):
+    for number, row in enumerate(rows, 1):
         missing = [c for c in columns if not isinstance(row, dict) or row.get(c) is None]
         if missing:
             raise ConfigError(f"{path}: row {number} has no {', '.join(missing)}; {expected}")

@@ -12,7 +12,7 @@ from pathlib import Path
 from urllib.parse import urlsplit
 from urllib.request import getproxies
 
-__all__ = ["missing_folder", "use_cache_without_hub"]
+__all__ = ["missing_folder", "or_missing_folder", "use_cache_without_hub"]
 
 logger = logging.getLogger(__name__)
 
@@ -32,6 +32,13 @@ def missing_folder(name: str) -> str | None:
     if not is_path or Path(name).is_dir():
         return None
     return f"there is no folder {Path(name).absolute()}"
+
+
+def or_missing_folder(reason: str, name: str) -> str:
+    """Return why `name` cannot be loaded: a missing folder, or `reason` and that there is none."""
+    if Path(name).exists():
+        return reason
+    return missing_folder(name) or f"{reason}; there is no folder {Path(name).absolute()} either"
 
 
 def use_cache_without_hub(name: str) -> None:

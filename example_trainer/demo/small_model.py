@@ -14,6 +14,7 @@ from __future__ import annotations
 import argparse
 import json
 import random
+import signal
 import string
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -30,7 +31,11 @@ from atroposlib.utils.command_parser import (
 from atroposlib.utils.writable import require_writable_folder
 from example_trainer.cli import require_extra
 from example_trainer.demo.settings import TinyModelShape, save_tiny_model
-from example_trainer.demo.student import encode_conversation, student_of, supervised_steps
+from example_trainer.demo.student import (
+    encode_conversation,
+    supervised_steps,
+    untrained_student,
+)
 
 __all__ = ["main", "read_chats", "write_small_model"]
 
@@ -117,7 +122,7 @@ def write_small_model(
 ) -> float:
     """Write a model that was trained on `chats` for `steps`, at least one; return the last loss."""
     shape = TinyModelShape(hidden_size=64, num_layers=2, num_heads=2, max_length=max_length)
-    student = student_of(chats, shape=shape, seed=seed, folder=folder)
+    student = untrained_student(chats, shape=shape, seed=seed, folder=folder)
     examples = [encode_conversation(student.tokenizer, chat) for chat in chats]
     longest = max(len(example.tokens) for example in examples)
     if longest > max_length:
@@ -168,6 +173,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         )
     except AtroposError as error:
         end_command(_NAME, error, code=exit_code_of(error))
+    except KeyboardInterrupt:
+        end_command(_NAME, "interrupted; nothing was written", code=128 + signal.SIGINT)
     except OSError as error:
         end_command(_NAME, f"cannot write {args.folder}: {error}", code=1)
     learned = f"{len(chats)} examples" if args.examples else "short random texts"

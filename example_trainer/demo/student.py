@@ -248,11 +248,23 @@ def student_of(
     folder: Path,
 ) -> Student:
     """Create a tokenizer for conversations and a model with random weights, and write both."""
+    student = untrained_student(conversations, shape=shape, seed=seed, folder=folder)
+    save_tiny_model(student.model, student.tokenizer, folder)
+    return student
+
+
+def untrained_student(
+    conversations: Iterable[Sequence[Mapping[str, Any]]],
+    *,
+    shape: TinyModelShape,
+    seed: int,
+    folder: Path,
+) -> Student:
+    """Create the same without writing it to the folder."""
     tokenizer = train_tokenizer(
         conversations, max_length=shape.max_length, max_vocabulary=shape.max_vocabulary
     )
     model = build_model(tokenizer, shape, seed=seed)
-    save_tiny_model(model, tokenizer, folder)
     return Student(model, tokenizer, folder)
 
 

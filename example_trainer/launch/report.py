@@ -10,6 +10,7 @@ import contextlib
 import io
 import itertools
 import json
+import re
 import shutil
 import time
 from collections import deque
@@ -64,6 +65,7 @@ BATCH_REWARD = RewardMetric(
 )
 
 
+_DROPPED = re.compile(r"group dropped \(\w+\): (.+)")
 _MEANS_OF_ALL_TRIES = (
     SHARE_RIGHT,
     RewardMetric(
@@ -99,6 +101,12 @@ def read_rewards(metrics_path: Path, metric: RewardMetric = SHARE_RIGHT) -> list
             if reward is not None:
                 points.append(RewardPoint(int(record["step"]), float(reward)))
     return points
+
+
+def find_drop(log: str) -> str | None:
+    """Return why the last group that was dropped in an environment's log was dropped."""
+    reasons = _DROPPED.findall(log)
+    return reasons[-1] if reasons else None
 
 
 def find_rewards(

@@ -33,7 +33,7 @@ from example_trainer.api import JOURNAL_DIRECTORY
 from example_trainer.cli import require_extra
 from example_trainer.engine import EngineControl
 from example_trainer.launch import report
-from example_trainer.launch.options import EnvironmentPlan, RunPaths, RunPlan
+from example_trainer.launch.options import EnvironmentPlan, RunPaths, RunPlan, shown_path
 from example_trainer.launch.report import RunProgress
 from example_trainer.processes import ManagedProcess, ProcessFailedError, wait_until_ready
 from example_trainer.reporting.page import rolling_mean
@@ -293,6 +293,7 @@ def _process(
 
 
 _SETTLE_S = 3.0
+_DROP_LINES = 200
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGALRM)
 """Two that end a run, and the one by which `_interrupt` tries again after an import."""
 _AGAIN_S = 0.1
@@ -681,11 +682,14 @@ class TrainingLoop:
         else:
             shown, points = self._reward, report.read_rewards(metrics[0], self._reward)
         if not steps:
-            logs = ", ".join(str(process.log_path) for process in self.stack.environments)
-            return (
-                "waiting for the first batch; groups whose scores are all equal are not sent "
-                f"(see {logs})"
-            )
+            drops = [
+                f"{plan.name} drops groups: {reason} ({shown_path(process.log_path)})"
+                for plan, process in zip(
+                    self._plan.environments, self.stack.environments, strict=True
+                )
+                if (reason := report.find_drop(process.log_tail(lines=_DROP_LINES)))
+            ]
+            return "; ".join(drops) or "waiting for the first batch"
         if not points:
             return f"step {steps} of {self._plan.steps}"
         reward = rolling_mean([point.reward for point in points], 10)[-1]

@@ -485,7 +485,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     arguments = parser.parse_args(argv)
     metrics = arguments.metrics
     if metrics.is_dir():
-        metrics = metrics / "metrics.jsonl"
+        named = [metrics / name for name in ("metrics.jsonl", "trainer_metrics.jsonl")]
+        metrics = next((file for file in named if file.exists()), named[0])
     report = arguments.output or metrics.with_name(REPORT_NAME)
     try:
         num_steps = write_report(

@@ -127,11 +127,24 @@ async def test_large_file_is_not_read_as_a_whole(
             yield {"question": f"number {read}", "answer": str(read)}
 
     monkeypatch.setattr(page, "iter_records", endless)
+    monkeypatch.setattr(page, "ROWS_CHECKED", 100)
     adapter = await opened(str(path), shuffle_buffer=50)
 
     await questions(adapter, 0, 20)
 
-    assert 20 <= read < 200
+    assert 120 <= read < 300
+
+
+async def test_later_row_without_an_answer_is_named_before_training(tmp_path: Path) -> None:
+    rows = [*ROWS[:5], {"question": "which one?"}]
+    path = write(tmp_path / "rows.jsonl", rows)
+
+    expected = (
+        r"rows\.jsonl: a row has no column 'answer'; the columns are question; the row is "
+        r"\{'question': 'which one\?'\} \(row 6\)"
+    )
+    with pytest.raises(ConfigError, match=expected):
+        await opened(str(path))
 
 
 async def test_chat_and_template_become_the_prompt(tmp_path: Path) -> None:
@@ -202,7 +215,7 @@ async def test_reward_function_that_raises_fails_its_rollout_only(
         ('[{"prompt": "x", "answer": 1}]', {}, "no column 'question'; the columns are prompt"),
         ('[{"question": "x", "answr": 1}]', {}, "did you mean answr"),
         ("[]", {}, "holds no rows"),
-        ("[1]", {}, "row 0 is 1; expected columns by name"),
+        ("[1]", {}, "row 1 is 1; expected columns by name"),
         ("{nothing", {}, "cannot be read"),
         ('[{"question": "x", "answer": 1}]', {"template": "{q}"}, "template does not fit"),
         ('[{"question": "x", "answer": 1}]', {"messages_field": "question"}, "expected a list of"),

@@ -48,6 +48,7 @@ def test_base_env_tokenizer_that_does_not_load_names_the_setting(
 
     assert str(caught.value) == (
         "tokenizer 'characters' cannot be loaded: no connection; "
+        f"there is no folder {Path.cwd() / 'characters'} either; "
         "--env.tokenizer_name takes the name of a hub repository or a local folder"
     )
 

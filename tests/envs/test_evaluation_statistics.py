@@ -49,15 +49,16 @@ def test_interval_of_one_binary_value_per_item_is_wilsons() -> None:
 
 
 def test_interval_of_several_samples_is_clustered_by_item() -> None:
-    # Two items that are always right, two that are always wrong: eight samples, four independent.
-    rows = [[1.0, 1.0], [1.0, 1.0], [0.0, 0.0], [0.0, 0.0]]
+    # Three items that are always right, three that are always wrong: twelve samples, six
+    # independent.
+    rows = [[1.0, 1.0]] * 3 + [[0.0, 0.0]] * 3
 
     interval = interval_of(rows)
 
     assert interval.rule == "bootstrap"
     assert interval.mean == 0.5
-    assert interval.stderr == pytest.approx(math.sqrt(1 / 3) / 2)  # deviation of 1, 1, 0, 0
-    assert interval.stderr > math.sqrt(0.25 / 8)  # that of eight independent samples
+    assert interval.stderr == pytest.approx(math.sqrt(1.5 / 5) / math.sqrt(6))
+    assert interval.stderr > math.sqrt(0.25 / 12)  # that of twelve independent samples
     assert interval == interval_of(rows)
 
 
@@ -66,7 +67,14 @@ def test_interval_of_a_single_item_with_a_fraction_is_unknown() -> None:
     assert interval_metrics("a", [[0.4]]) == {}
 
 
-@given(st.lists(st.lists(st.floats(0, 1), min_size=1, max_size=3), min_size=2, max_size=20))
+def test_few_items_have_a_standard_error_and_no_interval() -> None:
+    metrics = interval_metrics("a", [[0.2], [0.4], [0.3], [0.7]])
+
+    assert metrics == {"a_stderr": pytest.approx(0.108, abs=1e-3)}
+    assert interval_metrics("a", [[1.0], [0.0]]).keys() == {"a_stderr", "a_ci_low", "a_ci_high"}
+
+
+@given(st.lists(st.lists(st.floats(0, 1), min_size=1, max_size=3), min_size=5, max_size=20))
 def test_interval_contains_its_mean(rows: list[list[float]]) -> None:
     interval = interval_of(rows)
 

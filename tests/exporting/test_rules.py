@@ -100,7 +100,7 @@ def test_pair_up(scores: list[float], rule: PairRule, pairs: list[tuple[int, int
     pairing = pair_up(scores, rule, Last())
 
     assert pairing.pairs == [PreferencePair(*pair) for pair in pairs]
-    unpaired = len(scores) - len({chosen for chosen, _ in pairs})
+    unpaired = len(scores) - len({side for pair in pairs for side in pair})
     assert sum(pairing.dropped.values()) == unpaired
 
 

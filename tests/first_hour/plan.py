@@ -757,7 +757,7 @@ STEPS: tuple[Step, ...] = (
         "docs/adapters/README.md",
         "MODEL=Qwen/Qwen2.5-1.5B-Instruct",
         # A model of random weights finds no way over the lake: all scores of a group are equal.
-        until=("waiting for the first batch",),
+        until=(r"drops groups: all \d+ scores are",),
         limit_s=900,
     ),
     *_in_own_environment(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import string
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,32 @@ def test_missing_and_empty_files_are_refused(tmp_path: Path) -> None:
         read_chats(tmp_path / "empty.jsonl")
     with pytest.raises(ConfigError, match="cannot read"):
         read_chats(tmp_path / "missing.jsonl")
+
+
+@pytest.mark.parametrize("ending", ["interrupted", "too long"])
+def test_model_that_was_not_trained_is_not_written(
+    ending: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def interrupt(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("example_trainer.demo.small_model.supervised_steps", interrupt)
+    examples = tmp_path / "chats.jsonl"
+    chat = [QUESTION, {"role": "assistant", "content": string.printable * 4}]
+    examples.write_text(json.dumps({"messages": chat}) + "\n")
+    length = 32 if ending == "too long" else 1024
+    folder = tmp_path / "model"
+
+    with pytest.raises(SystemExit) as ended:
+        main([str(folder), "--examples", str(examples), "--max-length", str(length)])
+
+    said = capsys.readouterr().err
+    expected = {"interrupted": (130, "nothing was written"), "too long": (2, "raise --max-length")}
+    assert (ended.value.code, expected[ending][1] in said) == (expected[ending][0], True)
+    assert not folder.exists()
 
 
 def test_folder_with_files_is_left_as_it_is(

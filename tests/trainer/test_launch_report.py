@@ -14,6 +14,7 @@ from example_trainer.launch.report import (
     RunProgress,
     count_steps,
     curve_text,
+    find_drop,
     measured_names,
     plain_number,
     read_rewards,
@@ -46,6 +47,14 @@ def test_count_steps_counts_what_the_trainer_logged(tmp_path: Path) -> None:
 
     assert count_steps(path) == 2
     assert count_steps(tmp_path / "missing.jsonl") == 0
+
+
+def test_find_drop_returns_the_reason_of_the_last_dropped_group() -> None:
+    line = "12:00:01 WARNING atroposlib.envs.rollouts: group dropped (scores_equal): all 8 scores"
+    log = f"{line} are 0.0; 90 so far\n{line} are 1.0; 100 so far\nanother line\n"
+
+    assert find_drop(log) == "all 8 scores are 1.0; 100 so far"
+    assert find_drop("another line\n") is None
 
 
 def test_read_rewards_no_file_yet_is_empty(tmp_path: Path) -> None:

@@ -297,13 +297,17 @@ ImportError: cannot import name 'fast'
             "api_server.py: error: unrecognized arguments: --prot 1",
         ),
         (
+            "env.py: UserWarning: an engine\natropos-env dataset:a.jsonl: error: no such reward\n",
+            "atropos-env dataset:a.jsonl: error: no such reward",
+        ),
+        (
             "/usr/bin/python3: No module named vllm\n",
             "/usr/bin/python3: No module named vllm",
         ),
         ("ready\nValueError: quoted, without a traceback\n", ""),
         ("", ""),
     ],
-    ids=["engine", "pydantic", "chain", "argparse", "module", "no traceback", "empty"],
+    ids=["engine", "pydantic", "chain", "argparse", "words", "module", "no traceback", "empty"],
 )
 def test_cause_is_the_exception_that_says_what_happened(log: str, cause: str) -> None:
     assert find_cause(log) == cause

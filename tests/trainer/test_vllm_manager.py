@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import json
 import logging
 import socket
 import subprocess
@@ -46,6 +47,26 @@ def test_command_on_a_cpu_asks_for_float32_and_no_gpu_memory(tmp_path):
     assert option(command, "--dtype") == "float32"
     assert option(command, "--max-model-len") == "512"
     assert "--gpu-memory-utilization" not in command
+
+
+@pytest.mark.parametrize(
+    ("fields", "given", "expected"),
+    [
+        ({"max_position_embeddings": 1024}, {}, "1024"),
+        ({"text_config": {"max_position_embeddings": 256}}, {}, "256"),
+        ({"max_position_embeddings": 131072}, {}, "4096"),
+        ({}, {}, "4096"),
+        ({"max_position_embeddings": 1024}, {"max_model_len": 2048}, "2048"),
+    ],
+)
+def test_context_of_the_engine_is_at_most_that_of_the_model_unless_given(
+    tmp_path, fields, given, expected
+):
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+
+    command = vllm_command(tiny_config(tmp_path, **given), str(tmp_path))
+
+    assert option(command, "--max-model-len") == expected
 
 
 @pytest.mark.parametrize(

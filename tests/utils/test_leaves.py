@@ -81,6 +81,13 @@ def test_format_metrics_table_shows_name_value_and_direction() -> None:
     assert cells == ["gsm8k", "1", "none", "", "percent correct", "↑", "0.5000", "±", "0.0000"]
 
 
+def test_format_metrics_table_leaves_an_unknown_standard_error_empty() -> None:
+    table = format_metrics_table("t", {"eval/a": 0.5, "eval/a_stderr": 0.25, "eval/b": 1.0})
+
+    errors = [line.strip("|").split("|")[-1].strip() for line in table.split("\n")[2:]]
+    assert errors == ["0.2500", ""]
+
+
 def test_display_metrics_table_tolerates_no_metrics_and_odd_values(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -205,7 +212,7 @@ def test_read_records_names_the_row_and_column_missing(tmp_path: Path) -> None:
     path = tmp_path / "x.jsonl"
     path.write_text('{"a": 1}\n\n{"b": 1}\n')
 
-    with pytest.raises(ConfigError, match="row 1 has no a; expected rows with the columns a"):
+    with pytest.raises(ConfigError, match="row 2 has no a; expected rows with the columns a"):
         read_records(path, ["a"])
 
 

@@ -76,5 +76,5 @@ def test_csv_file_with_a_short_row_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     path.write_text("question,answer\na,1\nb\n")
 
-    with pytest.raises(ConfigError, match="row 1 has no answer"):
+    with pytest.raises(ConfigError, match="row 2 has no answer"):
         read_records(path, COLUMNS)

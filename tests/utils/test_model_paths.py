@@ -10,7 +10,11 @@ from typing import Any
 import pytest
 
 from atroposlib.utils import model_paths
-from atroposlib.utils.model_paths import missing_folder, use_cache_without_hub
+from atroposlib.utils.model_paths import (
+    missing_folder,
+    or_missing_folder,
+    use_cache_without_hub,
+)
 
 
 @pytest.mark.parametrize("name", ["gpt2", "Qwen/Qwen3-0.6B"])
@@ -29,6 +33,19 @@ def test_path_without_a_folder_is_named_in_full(
 
 def test_folder_that_is_there_is_fine(tmp_path: Path) -> None:
     assert missing_folder(str(tmp_path)) is None
+
+
+def test_name_that_may_be_a_folder_is_said_to_be_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "there").mkdir()
+
+    assert or_missing_folder("offline", "there") == "offline"
+    assert or_missing_folder("offline", "none") == (
+        f"offline; there is no folder {tmp_path / 'none'} either"
+    )
+    assert or_missing_folder("offline", "./none") == f"there is no folder {tmp_path / 'none'}"
 
 
 class Resolver:

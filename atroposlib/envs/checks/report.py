@@ -67,7 +67,8 @@ RULES: dict[str, Rule] = {
     "setup": Rule(
         "setup",
         "setup loads the data and returns without raising",
-        "run setup on a small local data set: --dataset-path, or check_settings of the class",
+        "correct what the error names; if data is missing or large, use a small local set here: "
+        "--dataset-path, or check_settings of the class",
     ),
     "network": Rule(
         "no network",

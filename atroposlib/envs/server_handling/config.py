@@ -7,6 +7,7 @@ config_init, YAML section `openai`, `--openai.*` flags
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import logging
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -241,13 +242,20 @@ class ReasoningConfig:
         )
 
 
+def _start_command(server_type: str) -> str:
+    command = _START_COMMANDS[server_type]
+    if command == "vllm serve" and importlib.util.find_spec("vllm") is None:
+        return "python -m example_trainer.torch_engine --model"
+    return command
+
+
 def how_to_start(config: APIServerConfig) -> str:
     """Return the remedy for a server that has never answered, with a command if it is local."""
     address = urlsplit(config.known_base_url or "")
     start = "start it"
     if address.hostname in LOOPBACK:
         with contextlib.suppress(ValueError):  # the port is not a number
-            command = _START_COMMANDS[config.server_type]
+            command = _start_command(config.server_type)
             start += f" ({command} {config.model_name} --port {address.port or 80})"
     return (
         f"{start}, or set base_url (--openai.base_url) to its address, such as "

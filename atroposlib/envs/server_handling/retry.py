@@ -230,7 +230,8 @@ def as_context_overflow(error: BaseException) -> ContextOverflowError | None:
     context_tokens = _first_number(_CONTEXT_LENGTH_TEXTS, text)
     return ContextOverflowError(
         f"the prompt of {_amount(prompt_tokens)} and its completion do not fit the engine's "
-        f"context of {_amount(context_tokens)}; shorten the prompt or lower max_tokens. "
+        f"context of {_amount(context_tokens)}; shorten the prompt or lower max_tokens "
+        "(env.max_token_length). "
         f"Response of the engine: {error}",
         prompt_tokens=prompt_tokens,
         context_tokens=context_tokens,
