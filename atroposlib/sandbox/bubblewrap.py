@@ -121,16 +121,21 @@ class Gate:
 
     async def wait_for_end(self) -> None:
         """Wait until the processes of the box have ended, after `kill_box`."""
-        if self._box is not None:
-            loop = asyncio.get_running_loop()
-            ended = asyncio.Event()
-            loop.add_reader(self._box, ended.set)
-            try:
-                await asyncio.wait_for(ended.wait(), SET_UP_S)
-            except asyncio.TimeoutError:
-                logger.warning("the processes of a sandbox do not end")
-            finally:
-                loop.remove_reader(self._box)
+        if self._box is None:
+            return
+        loop = asyncio.get_running_loop()
+        ended = asyncio.Event()
+        # Its own descriptor: if the caller is cancelled, `_box` is closed during this wait, and
+        # its number may belong to the output of another process.
+        box = os.dup(self._box)
+        loop.add_reader(box, ended.set)
+        try:
+            await asyncio.wait_for(ended.wait(), SET_UP_S)
+        except asyncio.TimeoutError:
+            logger.warning("the processes of a sandbox do not end")
+        finally:
+            loop.remove_reader(box)
+            os.close(box)
 
     def exit_code(self) -> int | None:
         """Return the program's exit code after bubblewrap has ended; None if there is none."""

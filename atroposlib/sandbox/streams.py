@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import os
 import signal
 import subprocess
@@ -22,7 +23,11 @@ from atroposlib.sandbox.interface import (
 
 __all__ = ["Finished", "OutputCallback", "ending_of", "result_of", "run_bounded"]
 
+logger = logging.getLogger(__name__)
+
 STDOUT, STDERR = 1, 2
+LONGEST_END_S = 60.0
+"""Time for a killed child and its output to end; then it is left."""
 OutputCallback = Callable[[int, bytes, float], None]
 """Receives 1 or 2 for the stream, a piece of output, and seconds since the start."""
 
@@ -152,7 +157,10 @@ async def _end(
             os.killpg(transport.get_pid(), signal.SIGKILL)  # it has its own session
         if kill is not None:
             await kill()
-    await asyncio.wait({ended})
+    # Its output ends once all processes that share it have ended.
+    await asyncio.wait({ended}, timeout=LONGEST_END_S)
+    if not ended.done():
+        logger.warning("the output of process %d does not end; it is left", transport.get_pid())
     transport.close()
 
 

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from atroposlib.sandbox import SandboxError, SandboxLimits, run_python
-from atroposlib.sandbox.bubblewrap import Bubblewrap
+from atroposlib.sandbox import SandboxError, SandboxLimits, bubblewrap, run_python
+from atroposlib.sandbox.bubblewrap import Bubblewrap, new_gate
 from atroposlib.sandbox.limits import ControlGroups
 from tests.sandbox.processes import children
 
@@ -346,3 +346,29 @@ def test_limits_hold_whoever_sets_them(become: tuple[str, ...], may: bool) -> No
     result = subprocess.run([*as_other, WITHIN], capture_output=True, text=True, timeout=60)
 
     assert result.stdout == f"{may} AS (268435456, 268435456) 4 children 127\n", result.stderr
+
+
+async def test_wait_for_the_end_of_a_closed_gate_leaves_the_number_of_its_box_to_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(bubblewrap, "SET_UP_S", 1.0)
+    sleeping = await asyncio.create_subprocess_exec("sleep", "600")
+    with new_gate() as gate:
+        number = gate._box = os.pidfd_open(sleeping.pid)
+        gate._held.callback(os.close, number)
+        waiting = asyncio.ensure_future(gate.wait_for_end())
+        await asyncio.sleep(0)  # the caller is cancelled now, and closes the gate
+    reading, writing = os.pipe()
+    os.dup2(reading, number)
+    arrived = asyncio.Event()
+    asyncio.get_running_loop().add_reader(number, arrived.set)
+
+    await waiting  # until its time limit
+    os.write(writing, b"output")
+
+    await asyncio.wait_for(arrived.wait(), 30)
+    asyncio.get_running_loop().remove_reader(number)
+    for fd in {reading, writing, number}:
+        os.close(fd)
+    sleeping.kill()
+    await sleeping.wait()

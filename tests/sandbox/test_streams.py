@@ -1,0 +1,30 @@
+"""A child process with bounded output ends, or is left, whatever holds its output."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+
+import pytest
+
+from atroposlib.sandbox import SandboxLimits, streams
+from atroposlib.sandbox.streams import run_bounded
+
+pytestmark = pytest.mark.slow
+
+
+async def test_output_that_another_process_holds_is_left_after_a_while(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(streams, "LONGEST_END_S", 0.2)
+    command = ["sh", "-c", "setsid sleep 600 & echo $!"]
+
+    finished = await run_bounded(
+        command, stdin=b"", limits=SandboxLimits(wall_s=2.0), env=dict(os.environ)
+    )
+
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(int(finished.stdout), signal.SIGKILL)
+    assert (finished.returncode, finished.stopped_for) == (0, "wall_time")
+    assert "does not end; it is left" in caplog.text
