@@ -338,7 +338,8 @@ def apply_deltas(base_path: Path, delta_paths: list[Path], target: Path) -> str:
     """
     base = MappedWeights(base_path)
     contents = [_mapped(path) for path in delta_paths]
-    indexes = [parse_index(content) for content in contents]
+    num_pieces = sum(1 for _ in pieces_of(base.specs))
+    indexes = [parse_index(content, num_pieces=num_pieces) for content in contents]
     for before, after in itertools.pairwise(indexes):
         if before.weights_sha256 != after.base_sha256:
             raise DamagedWeightsError("two deltas are not consecutive")
