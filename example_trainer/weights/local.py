@@ -453,10 +453,9 @@ def verify_store(store: WeightStore, manifest: Manifest, scratch: Path) -> list[
         anchor = _fetched(store, entry.anchor, scratch, problems)
         delta = _fetched(store, entry.delta, scratch, problems)
         restored = _restored(entry, base, delta, scratch / f"{entry.serial}.restored", problems)
-        if base is not None:
-            base.unlink()
-        base = anchor or restored
-        for path in {anchor, delta, restored} - {None, base}:
+        # Named by content: two versions with equal weights share a file.
+        paths, base = {base, anchor, delta, restored}, anchor or restored
+        for path in paths - {base}:
             path.unlink() if path else None
     return problems
 

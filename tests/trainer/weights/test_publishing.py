@@ -399,6 +399,19 @@ def test_verify_finds_what_is_damaged(tmp_path):
     assert "is damaged" in problems[0]
 
 
+def test_verify_accepts_versions_with_equal_weights(tmp_path):
+    store = WeightStore(str(tmp_path / "store"))
+    rules = PublishRules(anchor_every=1)
+    with WeightsPublisher(store, tmp_path / "mirror", rules=rules) as publisher:
+        source = write_checkpoint(tmp_path / "new", some_tensors())
+        publisher.publish(source, 1)
+        publisher.publish(source, 2)
+        publisher.publish(write_checkpoint(source, changed(some_tensors(), 3)), 3)
+    (tmp_path / "scratch").mkdir()
+
+    assert verify_store(store, store.manifest(), tmp_path / "scratch") == []
+
+
 def test_secrets_of_urls_are_not_shown(caplog, tmp_path):
     caplog.set_level(logging.DEBUG)
     store = WeightStore("http://user:hunter2@127.0.0.1:9/run")  # pragma: allowlist secret
