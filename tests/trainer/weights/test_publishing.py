@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import shutil
 import uuid
@@ -410,6 +412,60 @@ def test_verify_accepts_versions_with_equal_weights(tmp_path):
     (tmp_path / "scratch").mkdir()
 
     assert verify_store(store, store.manifest(), tmp_path / "scratch") == []
+
+
+def replace_anchor(root, content):
+    """Replace the last version's anchor, with a manifest that names its digest."""
+    path = root / "manifest.json"
+    manifest = json.loads(path.read_text())
+    head = manifest["versions"][-1]
+    digest = hashlib.sha256(content).hexdigest()
+    (root / head["anchor"]["name"]).write_bytes(content)
+    head["anchor"].update(num_bytes=len(content), sha256=digest)
+    head["weights_sha256"] = digest
+    path.write_text(json.dumps(manifest))
+
+
+def bytes_of(folder, tensors):
+    return (write_checkpoint(folder, tensors) / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("kind", ["pickle", "truncated", "other tensors"])
+def test_anchor_without_the_form_of_the_weights_is_never_used(tmp_path, kind):
+    store = WeightStore(str(tmp_path / "store"))
+    with WeightsPublisher(store, tmp_path / "mirror") as publisher:
+        publish_all(publisher, tmp_path / "new", 1)
+    content = {
+        "pickle": b"\x80\x04 not safetensors",
+        "truncated": bytes_of(tmp_path / "cut", some_tensors())[:-1],
+        "other tensors": bytes_of(tmp_path / "other", {"embed": torch.zeros(3)}),
+    }[kind]
+    replace_anchor(tmp_path / "store", content)
+    manifest = store.manifest()
+    (tmp_path / "scratch").mkdir()
+
+    with pytest.raises(WeightsError, match="no intact way to version 1"):
+        follow_once(store, tmp_path / "into")
+    (problem,) = verify_store(store, manifest, tmp_path / "scratch")
+
+    assert not (tmp_path / "into" / "current").exists()
+    assert f"{manifest.head.anchor.name} " in problem
+    assert "other tensors" in problem or "not a safetensors file" in problem
+
+
+def test_verify_finds_an_anchor_of_another_version(tmp_path):
+    store = WeightStore(str(tmp_path / "store"))
+    with WeightsPublisher(store, tmp_path / "mirror") as publisher:
+        publish_all(publisher, tmp_path / "new", 1)
+    path = tmp_path / "store" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["versions"][0]["weights_sha256"] = 64 * "0"
+    path.write_text(json.dumps(manifest))
+    (tmp_path / "scratch").mkdir()
+
+    problems = verify_store(store, store.manifest(), tmp_path / "scratch")
+
+    assert problems == ["version 1: its anchor has other bytes"]
 
 
 def test_secrets_of_urls_are_not_shown(caplog, tmp_path):
