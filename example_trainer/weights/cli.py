@@ -24,7 +24,12 @@ from atroposlib.utils.command_parser import (
     integer_between,
     number_between,
 )
-from atroposlib.utils.text import InertFormatter, hide_secrets_of_requests, without_secrets
+from atroposlib.utils.text import (
+    InertFormatter,
+    hide_secrets_of_requests,
+    inert_block,
+    without_secrets,
+)
 
 if TYPE_CHECKING:
     from example_trainer.weights.following import FollowedEngine
@@ -148,7 +153,7 @@ def _verify(args: argparse.Namespace) -> int:
     with tempfile.TemporaryDirectory(dir=args.scratch, prefix="atropos-weights-") as scratch:
         found = verify_store(store, manifest, Path(scratch))
     for problem in found:
-        print(problem)
+        print(inert_block(problem))
     print(f"{len(manifest.versions)} versions, {len(found)} problems")
     return 1 if found else 0
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from atroposlib.errors import ConfigError, InferenceError
+from atroposlib.utils.text import inert_line
 from example_trainer.weights.format import Manifest, WeightsError
 from example_trainer.weights.local import LocalWeights, fetch_head
 from example_trainer.weights.store import WeightStore
@@ -23,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 _FIRST_RETRY_S = 1.0
 _LAST_RETRY_S = 60.0
+_MAX_QUOTED_CHARACTERS = 1000
+"""Of the message of an engine."""
 
 
 class EngineToUpdate(Protocol):
@@ -101,7 +104,8 @@ class FollowedEngine:
         except InferenceError as error:
             self._is_checked = False  # it may come back as another one
             wait_s = self._backoff.failed()
-            logger.warning("version %d: %s; trying again in %.0f s", version, error, wait_s)
+            reason = inert_line(str(error), max_characters=_MAX_QUOTED_CHARACTERS)
+            logger.warning("version %d: %s; trying again in %.0f s", version, reason, wait_s)
             return False
         self._backoff.succeeded()
         self.loaded_serial = serial

@@ -25,6 +25,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from atroposlib.errors import AtroposError
+from atroposlib.utils.text import inert_line
 
 __all__ = [
     "FORMAT",
@@ -76,6 +77,7 @@ _FRAME = struct.Struct("<BBI")
 _PLANE = struct.Struct("<I")
 _GAPS, _PLANES = 1, 2
 _MOST_CHANGED_FOR_GAPS = 0.5
+_MAX_MESSAGE_CHARACTERS = 2000
 _LEVEL = 1
 """Of zstd: level 9 gains less than a tenth of the size and takes several times as long."""
 
@@ -83,7 +85,13 @@ Bytes = NDArray[np.uint8]
 
 
 class WeightsError(AtroposError, RuntimeError):
-    """A version cannot be published, fetched or applied."""
+    """A version cannot be published, fetched or applied.
+
+    The message is one line of visible characters, since it may quote files of the store.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(inert_line(message, max_characters=_MAX_MESSAGE_CHARACTERS))
 
 
 class DamagedWeightsError(WeightsError):
@@ -433,7 +441,7 @@ class Manifest(BaseModel):
     """Random id of the store's run; a follower never mixes two."""
     architecture: str
     """`architecture_of` the weights."""
-    epoch: int
+    epoch: int = Field(ge=0, le=_MAX_SIZE)
     """Counts the publishers that wrote here, one after another."""
     versions: list[VersionEntry]
     """By serial; consecutive."""

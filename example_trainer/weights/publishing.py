@@ -27,6 +27,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atroposlib.errors import ConfigError
+from atroposlib.utils.text import inert_line
 from example_trainer.weights.format import (
     MOST_FILE_BYTES,
     NEVER_PUBLISHED,
@@ -65,6 +66,10 @@ _EPOCHS = "epochs"
 _DATA = "data"
 _FILES = "files"
 _LEASE_S = 60.0
+_LARGEST_NUMBER = 2**53
+"""Of a lease: integers up to it are exact as floating-point numbers."""
+_MAX_QUOTED_CHARACTERS = 200
+"""Of a lease, in a message."""
 
 
 def default_mirror(url: str) -> Path:
@@ -183,8 +188,9 @@ class PublisherLease:
         )
 
     def _refuse(self, reason: str) -> None:
+        shown = inert_line(reason, max_characters=_MAX_QUOTED_CHARACTERS)
         raise ConfigError(
-            f"{self._store.shown_url} has another publisher: {reason}; end it, or use another URL"
+            f"{self._store.shown_url} has another publisher: {shown}; end it, or use another URL"
         )
 
     def _keep(self) -> None:
@@ -218,6 +224,8 @@ class PublisherLease:
             isinstance(found, dict)
             and isinstance(found.get("epoch", 0), int)
             and isinstance(found.get("renewed_at", 0), int | float)
+            and 0 <= found.get("epoch", 0) <= _LARGEST_NUMBER
+            and 0 <= found.get("renewed_at", 0) <= _LARGEST_NUMBER
         )
         return found if is_lease else {}
 

@@ -156,6 +156,34 @@ def test_engine_that_is_down_is_retried(tmp_path, published, caplog):
     assert "hunter2" not in caplog.text
 
 
+class RefusingEngine:
+    """Refuses each load with the message."""
+
+    def __init__(self, message, url="http://engine:9001"):
+        self.shown_url = url
+        self._message = message
+
+    def require_in_place_updates(self):
+        pass
+
+    def keeps_stale_output_layer(self):
+        return False
+
+    def reload_weights(self, directory, *, pause_mode, version=0):
+        raise InferenceError(self._message)
+
+
+def test_text_of_an_engine_is_one_line_in_the_log(tmp_path, published, caplog):
+    store, _ = published
+    engine = RefusingEngine("answered 500: \r\n2026-01-01 INFO version 1 is fine \x1b[2J")
+    with opened(tmp_path / "into") as local:
+        assert not Follower(store, local, [FollowedEngine(engine)]).poll()
+
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert message.isprintable()
+    assert "answered 500" in message
+
+
 def test_engine_that_can_never_update_ends_the_follower(tmp_path, published):
     store, _ = published
     with (

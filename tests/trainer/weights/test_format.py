@@ -20,6 +20,7 @@ from example_trainer.weights.format import (
     StoredFile,
     TensorSpec,
     VersionEntry,
+    WeightsError,
     choose_chain,
     decode_piece,
     encode_piece,
@@ -32,6 +33,7 @@ from example_trainer.weights.format import (
     pieces_of,
     weights_header,
 )
+from example_trainer.weights.store import StoreError
 
 
 @st.composite
@@ -409,3 +411,11 @@ def test_text_of_an_index_is_quoted_in_errors():
         parse_index(index_of(content), num_pieces=1)
 
     assert str(refused.value).isprintable()
+
+
+@pytest.mark.parametrize("kind", [WeightsError, DamagedWeightsError, StoreError])
+def test_errors_are_one_line_of_visible_characters_of_bounded_length(kind):
+    message = str(kind("\x1b[31mred\r\n2026-01-01 INFO version 1 is fine" + 10_000 * "x"))
+
+    assert message.isprintable()
+    assert len(message) <= 2000

@@ -290,7 +290,16 @@ def test_lease_of_a_killed_publisher_expires_and_the_late_one_cannot_write(tmp_p
 
 
 @pytest.mark.parametrize(
-    "content", [b"[" * 100_000, b'{"epoch": "x"}', b'{"renewed_at": []}', b"1"]
+    "content",
+    [
+        b"[" * 100_000,
+        b'{"epoch": "x"}',
+        b'{"epoch": -1}',
+        b'{"renewed_at": []}',
+        b'{"renewed_at": 1%s}' % (400 * b"0"),
+        b'{"renewed_at": NaN}',
+        b"1",
+    ],
 )
 def test_malformed_lease_is_none(content):
     store = WeightStore(f"memory://{uuid.uuid4().hex}/store")
@@ -301,6 +310,16 @@ def test_malformed_lease_is_none(content):
     lease.release()
 
     assert lease.epoch == 1
+
+
+def test_text_of_a_lease_is_one_line_in_errors():
+    store = WeightStore(f"memory://{uuid.uuid4().hex}/store")
+    store.write("lease.json", b'{"renewed_at": 1000, "host": "\\u001b[2J\\nversion 1 is fine"}')
+
+    with pytest.raises(ConfigError, match="has another publisher") as refused:
+        PublisherLease(store, clock=lambda: 1000.0).acquire()
+
+    assert str(refused.value).isprintable()
 
 
 def test_publisher_that_was_overtaken_is_refused_at_the_same_epoch():
