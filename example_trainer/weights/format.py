@@ -30,6 +30,7 @@ from atroposlib.utils.text import inert_line
 __all__ = [
     "FORMAT",
     "MOST_FILE_BYTES",
+    "MOST_MANIFEST_BYTES",
     "NEVER_PUBLISHED",
     "PIECE_BYTES",
     "Chain",
@@ -62,6 +63,8 @@ NEVER_PUBLISHED = (".safetensors", ".bin", ".pt", ".pth", ".index.json", "atropo
 """Ends of names of weights, pickled ones among them, and of records of a version."""
 MOST_FILE_BYTES = 64 * 2**20
 """Of a config or a tokenizer."""
+MOST_MANIFEST_BYTES = 2**24
+"""Enough for 20,000 versions."""
 PIECE_BYTES = 2**24
 """Tensors are compared and restored in pieces of this size, which bounds the memory."""
 _MAX_HEADER_BYTES = 100 * 2**20  # the limit of the safetensors library

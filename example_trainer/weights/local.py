@@ -528,8 +528,11 @@ def _restored(
 
 
 def _small_file(store: WeightStore, file: StoredFile) -> bytes:
+    content = None
     # More is never published; a manifest of unknown origin could name anything.
-    content = store.read(file.name) if file.num_bytes <= MOST_FILE_BYTES else None
+    if file.num_bytes <= MOST_FILE_BYTES:
+        # An object store refuses a range of an empty file.
+        content = store.read(file.name, max_bytes=file.num_bytes) if file.num_bytes else b""
     if content is None or hashlib.sha256(content).hexdigest() != file.sha256:
         raise DamagedWeightsError(f"{store.shown_url}/{file.name} is damaged", name=file.name)
     return content

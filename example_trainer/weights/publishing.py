@@ -30,7 +30,9 @@ from atroposlib.errors import ConfigError
 from atroposlib.utils.text import inert_line
 from example_trainer.weights.format import (
     MOST_FILE_BYTES,
+    MOST_MANIFEST_BYTES,
     NEVER_PUBLISHED,
+    DamagedWeightsError,
     Frame,
     Manifest,
     Piece,
@@ -66,6 +68,7 @@ _EPOCHS = "epochs"
 _DATA = "data"
 _FILES = "files"
 _LEASE_S = 60.0
+_MOST_LEASE_BYTES = 2**16
 _LARGEST_NUMBER = 2**53
 """Of a lease: integers up to it are exact as floating-point numbers."""
 _MAX_QUOTED_CHARACTERS = 200
@@ -217,8 +220,8 @@ class PublisherLease:
 
     def _read(self) -> dict[str, Any]:
         try:
-            found = json.loads(self._store.read(_LEASE) or b"{}")
-        except (ValueError, RecursionError):
+            found = json.loads(self._store.read(_LEASE, max_bytes=_MOST_LEASE_BYTES) or b"{}")
+        except (ValueError, RecursionError, DamagedWeightsError):
             return {}
         is_lease = (
             isinstance(found, dict)
@@ -397,9 +400,19 @@ class WeightsPublisher:
             versions=kept_entries([*earlier, entry], rules.keep_versions),
             files=self._upload_small_files(weights, manifest),
         )
-        self._lease.check()
-        self._store.write(MANIFEST, fresh.model_dump_json(exclude_none=True).encode())
+        self._write_manifest(fresh)
         return fresh
+
+    def _write_manifest(self, manifest: Manifest) -> None:
+        content = manifest.model_dump_json(exclude_none=True).encode()
+        if len(content) > MOST_MANIFEST_BYTES:
+            raise WeightsError(
+                f"the manifest of {len(manifest.versions)} versions has {len(content)} bytes, "
+                f"expected at most {MOST_MANIFEST_BYTES}; keep fewer versions, or write anchors "
+                "more often"
+            )
+        self._lease.check()
+        self._store.write(MANIFEST, content)
 
     def _upload_small_files(
         self, weights: _SourceWeights, manifest: Manifest | None

@@ -200,10 +200,10 @@ class BrokenStore(WeightStore):
 
     is_down = True
 
-    def read(self, name):
+    def read(self, name, **options):
         if self.is_down:
             raise StoreError("cannot read manifest.json: timed out")
-        return super().read(name)
+        return super().read(name, **options)
 
 
 def test_store_that_is_down_is_retried_while_engines_keep_their_version(
