@@ -406,7 +406,7 @@ class WeightsPublisher:
     def _write_manifest(self, manifest: Manifest) -> None:
         content = manifest.model_dump_json(exclude_none=True).encode()
         if len(content) > MOST_MANIFEST_BYTES:
-            raise WeightsError(
+            raise ConfigError(
                 f"the manifest of {len(manifest.versions)} versions has {len(content)} bytes, "
                 f"expected at most {MOST_MANIFEST_BYTES}; keep fewer versions, or write anchors "
                 "more often"

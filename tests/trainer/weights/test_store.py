@@ -7,6 +7,7 @@ import uuid
 
 import pytest
 
+from atroposlib.errors import ConfigError
 from example_trainer.weights.format import DamagedWeightsError, WeightsError
 from example_trainer.weights.publishing import WeightsPublisher
 from example_trainer.weights.store import StoreError, WeightStore
@@ -158,7 +159,7 @@ def test_manifest_that_followers_would_refuse_is_not_published(tmp_path, publish
 
     with (
         WeightsPublisher(store, tmp_path / "mirror") as publisher,
-        pytest.raises(WeightsError, match="keep fewer versions"),
+        pytest.raises(ConfigError, match="keep fewer versions"),
     ):
         publisher.publish(write_checkpoint(tmp_path / "new", some_tensors(3)), 3)
 
