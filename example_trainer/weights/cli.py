@@ -24,7 +24,13 @@ from atroposlib.utils.command_parser import (
     integer_between,
     number_between,
 )
-from atroposlib.utils.text import InertFormatter, hide_secrets_of_requests, without_secrets
+from atroposlib.utils.text import (
+    InertFormatter,
+    hide_secrets_of_requests,
+    inert_block,
+    without_secrets,
+)
+from atroposlib.utils.writable import require_writable_folder
 
 if TYPE_CHECKING:
     from example_trainer.weights.following import FollowedEngine
@@ -78,7 +84,7 @@ def _publish(args: argparse.Namespace) -> int:
     rules = PublishRules(args.keep_versions, args.anchor_every)
     store = WeightStore(args.url)
     address = str(store.local_root or args.url)
-    mirror = Path(args.cache) if args.cache else default_mirror(address)
+    mirror = require_writable_folder(args.cache or default_mirror(address), "--cache", makes=False)
     with WeightsPublisher(store, mirror, rules=rules) as publisher:
         report = publisher.publish(source, args.version, rewinds=args.rewind)
     entry = report.entry
@@ -94,13 +100,18 @@ def _publish(args: argparse.Namespace) -> int:
 
 def _follow(args: argparse.Namespace) -> int:
     from example_trainer.weights.following import Follower
+    from example_trainer.weights.format import WeightsError
     from example_trainer.weights.local import LocalWeights
     from example_trainer.weights.store import WeightStore
 
-    local = LocalWeights(Path(args.into))
+    into = require_writable_folder(args.into, "--into", makes=False)
+    store, engines = WeightStore(args.url), _engines(args)
+    if args.once and store.manifest() is None:  # before the folder is made
+        raise WeightsError(f"{store.shown_url} has no versions yet")
+    local = LocalWeights(into)
     local.open()
     try:
-        follower = Follower(WeightStore(args.url), local, _engines(args), poll_s=args.poll_s)
+        follower = Follower(store, local, engines, poll_s=args.poll_s)
         if args.once:
             follower.follow_once()
             record = local.record()
@@ -145,10 +156,12 @@ def _verify(args: argparse.Namespace) -> int:
 
     store = WeightStore(args.url)
     manifest = _manifest(args.url)
+    if args.scratch is not None:
+        require_writable_folder(args.scratch, "--scratch")
     with tempfile.TemporaryDirectory(dir=args.scratch, prefix="atropos-weights-") as scratch:
         found = verify_store(store, manifest, Path(scratch))
     for problem in found:
-        print(problem)
+        print(inert_block(problem))
     print(f"{len(manifest.versions)} versions, {len(found)} problems")
     return 1 if found else 0
 

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Protocol
 
 from atroposlib.errors import ConfigError, InferenceError
+from atroposlib.utils.text import inert_line
 from example_trainer.weights.format import Manifest, WeightsError
 from example_trainer.weights.local import LocalWeights, fetch_head
 from example_trainer.weights.store import WeightStore
@@ -23,6 +24,8 @@ logger = logging.getLogger(__name__)
 
 _FIRST_RETRY_S = 1.0
 _LAST_RETRY_S = 60.0
+_MAX_QUOTED_CHARACTERS = 1000
+"""Of the message of an engine."""
 
 
 class EngineToUpdate(Protocol):
@@ -81,29 +84,28 @@ class FollowedEngine:
         self._is_checked = False
         self.loaded_serial: int | None = None
 
-    def update(self, folder: Path, *, serial: int, version: int) -> bool:
-        """Load a version unless it is loaded or a retry is not due; return whether it is loaded.
+    def load(self, folder: Path, *, serial: int, version: int) -> None:
+        """Load a version unless it is loaded.
 
         Raises:
             ConfigError: the engine can never load it.
+            InferenceError: it did not load it; the message names the engine.
         """
         if self.loaded_serial == serial:
-            return True
-        if not self._backoff.is_due:
-            return False
+            return
         try:
             if not self._is_checked:
                 self._require_updatable()
             started = self._clock()
             self.control.reload_weights(folder, pause_mode=self._pause_mode, version=version)
-        except ConfigError:
+        except ConfigError:  # some are also an InferenceError
             raise
         except InferenceError as error:
             self._is_checked = False  # it may come back as another one
-            wait_s = self._backoff.failed()
-            logger.warning("version %d: %s; trying again in %.0f s", version, error, wait_s)
-            return False
-        self._backoff.succeeded()
+            reason = inert_line(str(error), max_characters=_MAX_QUOTED_CHARACTERS)
+            raise InferenceError(
+                f"engine {self.control.shown_url} did not load version {version}: {reason}"
+            ) from error
         self.loaded_serial = serial
         logger.info(
             "engine %s has loaded version %d in %.2f s",
@@ -111,6 +113,21 @@ class FollowedEngine:
             version,
             self._clock() - started,
         )
+
+    def update(self, folder: Path, *, serial: int, version: int) -> bool:
+        """Load a version unless it is loaded or a retry is not due; return whether it is loaded.
+
+        Raises:
+            ConfigError: the engine can never load it.
+        """
+        if self.loaded_serial != serial and not self._backoff.is_due:
+            return False
+        try:
+            self.load(folder, serial=serial, version=version)
+        except InferenceError as error:
+            logger.warning("%s; trying again in %.0f s", error, self._backoff.failed())
+            return False
+        self._backoff.succeeded()
         return True
 
     def _require_updatable(self) -> None:
@@ -179,8 +196,7 @@ class Follower:
             self._fetch(manifest)
         except FileNotFoundError as error:
             raise WeightsError(f"{self._store.shown_url}: {error} is missing; try again") from error
-        if not self._update_engines():
-            raise InferenceError("an engine did not load the version; see the log")
+        self._load_engines()
 
     def poll(self) -> bool:
         """Fetch the newest version and update engines; return whether both are up to date."""
@@ -232,3 +248,18 @@ class Follower:
             for engine in self._engines
         ]
         return all(loaded)
+
+    def _load_engines(self) -> None:
+        """Let each engine load the current version once; raise after the last one."""
+        record = self._local.record()
+        if record is None:
+            return
+        folder = self._local.current.resolve()
+        reasons = []
+        for engine in self._engines:
+            try:
+                engine.load(folder, serial=record.serial, version=record.version)
+            except InferenceError as error:
+                reasons.append(str(error))
+        if reasons:
+            raise InferenceError("; ".join(reasons))

@@ -14,7 +14,6 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import operator
 import re
 import struct
 from collections.abc import Collection, Iterator, Sequence
@@ -26,10 +25,12 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from atroposlib.errors import AtroposError
+from atroposlib.utils.text import inert_line
 
 __all__ = [
     "FORMAT",
     "MOST_FILE_BYTES",
+    "MOST_MANIFEST_BYTES",
     "NEVER_PUBLISHED",
     "PIECE_BYTES",
     "Chain",
@@ -62,15 +63,24 @@ NEVER_PUBLISHED = (".safetensors", ".bin", ".pt", ".pth", ".index.json", "atropo
 """Ends of names of weights, pickled ones among them, and of records of a version."""
 MOST_FILE_BYTES = 64 * 2**20
 """Of a config or a tokenizer."""
+MOST_MANIFEST_BYTES = 2**24
+"""Enough for 20,000 versions."""
 PIECE_BYTES = 2**24
 """Tensors are compared and restored in pieces of this size, which bounds the memory."""
 _MAX_HEADER_BYTES = 100 * 2**20  # the limit of the safetensors library
+_MAX_DIMENSIONS = 64  # the limit of PyTorch
+_MAX_SIZE = 2**63 - 1
+_MAX_INDEX_BYTES = 1024
+"""Of the JSON of an index without its frames."""
+_MAX_FRAME_BYTES = 72
+"""Of a frame in that JSON: three numbers of at most 19 digits."""
 _MAGIC = b"ATWDELT1"
 _TAIL = struct.Struct("<I8s")
 _FRAME = struct.Struct("<BBI")
 _PLANE = struct.Struct("<I")
 _GAPS, _PLANES = 1, 2
 _MOST_CHANGED_FOR_GAPS = 0.5
+_MAX_MESSAGE_CHARACTERS = 2000
 _LEVEL = 1
 """Of zstd: level 9 gains less than a tenth of the size and takes several times as long."""
 
@@ -78,7 +88,13 @@ Bytes = NDArray[np.uint8]
 
 
 class WeightsError(AtroposError, RuntimeError):
-    """A version cannot be published, fetched or applied."""
+    """A version cannot be published, fetched or applied.
+
+    The message is one line of visible characters, since it may quote files of the store.
+    """
+
+    def __init__(self, message: str) -> None:
+        super().__init__(inert_line(message, max_characters=_MAX_MESSAGE_CHARACTERS))
 
 
 class DamagedWeightsError(WeightsError):
@@ -140,12 +156,7 @@ def parse_header(header: bytes) -> list[TensorSpec]:
     try:
         entries = json.loads(header)
         specs = [
-            TensorSpec(
-                name,
-                str(e["dtype"]),
-                tuple(map(int, e["shape"])),
-                *map(operator.index, e["data_offsets"]),
-            )
+            TensorSpec(name, str(e["dtype"]), _shape(e["shape"]), *map(_size, e["data_offsets"]))
             for name, e in entries.items()
             if name != "__metadata__"
         ]
@@ -153,11 +164,25 @@ def parse_header(header: bytes) -> list[TensorSpec]:
         ends = [0, *(spec.stop for spec in specs)]
         # As safetensors requires; with overlaps, a small file would become a large one.
         for spec, end in zip(specs, ends[:-1], strict=True):
-            if spec.start != end or spec.stop < spec.start or any(n < 0 for n in spec.shape):
+            if spec.start != end or spec.stop < spec.start:
                 raise ValueError(f"{spec.name} is not directly after the tensor before it")
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise DamagedWeightsError(f"not a safetensors header: {error!r}") from error
     return specs
+
+
+def _shape(numbers: list[object]) -> tuple[int, ...]:
+    # Without limits, the product of many long numbers would take minutes.
+    if len(numbers) > _MAX_DIMENSIONS:
+        raise ValueError(f"{len(numbers)} dimensions, expected at most {_MAX_DIMENSIONS}")
+    return tuple(map(_size, numbers))
+
+
+def _size(number: object) -> int:
+    """Return a number of a JSON document if it can be a size, a place or a count."""
+    if type(number) is not int or not 0 <= number <= _MAX_SIZE:
+        raise ValueError("expected integers from 0 to 2**63 - 1")
+    return number
 
 
 def weights_header(specs: Sequence[TensorSpec]) -> tuple[bytes, list[TensorSpec]]:
@@ -329,29 +354,42 @@ def pack_index(base_sha256: str, weights_sha256: str, frames: Sequence[Frame]) -
     return packed + _TAIL.pack(len(packed), _MAGIC)
 
 
-def parse_index(content: memoryview) -> DeltaIndex:
+def parse_index(content: memoryview, *, num_pieces: int) -> DeltaIndex:
     """Return the index of a delta file from its whole content.
 
+    Args:
+        content: The delta file.
+        num_pieces: Pieces of the weights to which it applies, of which each has at most one frame.
+
     Raises:
-        DamagedWeightsError: it is not a delta of this format.
+        DamagedWeightsError: it is not a delta of this format, or of other weights.
     """
     try:
         size, magic = _TAIL.unpack(content[-_TAIL.size :])
         if magic != _MAGIC:
             raise ValueError("it does not end as a delta")
         packed = content[len(content) - _TAIL.size - size : len(content) - _TAIL.size]
-        found = json.loads(_decompressed(packed, _MAX_HEADER_BYTES))
+        # A small file could become millions of frames, each of which takes hundreds of bytes.
+        limit = _MAX_INDEX_BYTES + _MAX_FRAME_BYTES * num_pieces
+        found = json.loads(_decompressed(packed, min(limit, _MAX_HEADER_BYTES)))
         if (found["format"], found["piece_bytes"]) != (FORMAT, PIECE_BYTES):
-            raise ValueError(f"format {found['format']}, expected {FORMAT}")
-        frames: dict[tuple[int, int], Frame] = {}
-        offset = 0
-        for tensor, piece, size in found["frames"]:
-            num_bytes = operator.index(size)
-            frames[tensor, piece] = Frame(tensor, piece, offset, num_bytes)
-            offset += num_bytes
+            raise ValueError(f"format {found['format']!r}, expected {FORMAT}")
+        frames = _frames(found["frames"], num_pieces)
         return DeltaIndex(found["base_sha256"], found["weights_sha256"], frames)
     except _NOT_A_DELTA as error:
         raise DamagedWeightsError(f"not a delta file: {error}") from error
+
+
+def _frames(entries: list[list[object]], num_pieces: int) -> dict[tuple[int, int], Frame]:
+    if len(entries) > num_pieces:
+        raise ValueError(f"{len(entries)} frames, expected at most {num_pieces}")
+    frames: dict[tuple[int, int], Frame] = {}
+    offset = 0
+    for entry in entries:
+        tensor, piece, num_bytes = map(_size, entry)
+        frames[tensor, piece] = Frame(tensor, piece, offset, num_bytes)
+        offset += num_bytes
+    return frames
 
 
 _NOT_A_DELTA = (
@@ -372,7 +410,7 @@ class StoredFile(BaseModel):
     model_config = ConfigDict(frozen=True)
 
     name: StoredName
-    num_bytes: int = Field(ge=0)
+    num_bytes: int = Field(ge=0, le=_MAX_SIZE)
     sha256: str = Field(pattern=r"^[0-9a-f]{64}$")
 
 
@@ -381,13 +419,13 @@ class VersionEntry(BaseModel):
 
     model_config = ConfigDict(frozen=True)
 
-    serial: int = Field(ge=1)
+    serial: int = Field(ge=1, le=_MAX_SIZE)
     """Counts the published versions; unlike `version`, it never decreases."""
-    version: int = Field(ge=0)
+    version: int = Field(ge=0, le=_MAX_SIZE)
     """Policy version: the optimizer steps of the trainer. A resumed run may repeat some."""
     weights_sha256: str
     """Digest of the whole safetensors file."""
-    weights_bytes: int
+    weights_bytes: int = Field(ge=0, le=_MAX_SIZE)
     base_sha256: str | None = None
     """Weights to which the delta applies, those of the serial before."""
     delta: StoredFile | None = None
@@ -406,7 +444,7 @@ class Manifest(BaseModel):
     """Random id of the store's run; a follower never mixes two."""
     architecture: str
     """`architecture_of` the weights."""
-    epoch: int
+    epoch: int = Field(ge=0, le=_MAX_SIZE)
     """Counts the publishers that wrote here, one after another."""
     versions: list[VersionEntry]
     """By serial; consecutive."""

@@ -40,6 +40,7 @@ from example_trainer.weights.format import (
     TensorSpec,
     VersionEntry,
     WeightsError,
+    architecture_of,
     choose_chain,
     decode_piece,
     header_size,
@@ -298,7 +299,8 @@ def _fetch_chain(store: WeightStore, manifest: Manifest, chain: Chain, local: Lo
     ]
     base = local.current.resolve() / WEIGHTS
     if chain.anchor is not None and chain.anchor.anchor is not None:
-        base = _download(store, chain.anchor.anchor, local.downloads)
+        anchor = chain.anchor.anchor
+        base = _download_anchor(store, anchor, local.downloads, manifest.architecture)
     folder = local.new_folder()
     try:
         for name, file in manifest.files.items():
@@ -338,7 +340,8 @@ def apply_deltas(base_path: Path, delta_paths: list[Path], target: Path) -> str:
     """
     base = MappedWeights(base_path)
     contents = [_mapped(path) for path in delta_paths]
-    indexes = [parse_index(content) for content in contents]
+    num_pieces = sum(1 for _ in pieces_of(base.specs))
+    indexes = [parse_index(content, num_pieces=num_pieces) for content in contents]
     for before, after in itertools.pairwise(indexes):
         if before.weights_sha256 != after.base_sha256:
             raise DamagedWeightsError("two deltas are not consecutive")
@@ -433,6 +436,24 @@ def _download(store: WeightStore, file: StoredFile, folder: Path) -> Path:
     return target
 
 
+def _download_anchor(store: WeightStore, file: StoredFile, folder: Path, architecture: str) -> Path:
+    """Return a verified local copy of whole weights with the tensors of the manifest."""
+    path = _download(store, file, folder)
+    try:
+        specs = MappedWeights(path).specs
+    except DamagedWeightsError as error:
+        raise DamagedWeightsError(
+            f"{store.shown_url}/{file.name} is not a safetensors file: {error}", name=file.name
+        ) from error
+    if architecture_of(specs) != architecture:
+        raise DamagedWeightsError(
+            f"{store.shown_url}/{file.name} has other tensors (names, types or shapes) than the "
+            "manifest says",
+            name=file.name,
+        )
+    return path
+
+
 def verify_store(store: WeightStore, manifest: Manifest, scratch: Path) -> list[str]:
     """Download every file of a store and restore every version; return what is wrong.
 
@@ -449,26 +470,38 @@ def verify_store(store: WeightStore, manifest: Manifest, scratch: Path) -> list[
             problems.append(str(error))
     base: Path | None = None
     for entry in manifest.versions:
-        anchor = _fetched(store, entry.anchor, scratch, problems)
+        anchor = _fetched(
+            store, entry.anchor, scratch, problems, architecture=manifest.architecture
+        )
+        if entry.anchor and entry.anchor.sha256 != entry.weights_sha256:
+            problems.append(f"version {entry.version}: its anchor has other bytes")
         delta = _fetched(store, entry.delta, scratch, problems)
         restored = _restored(entry, base, delta, scratch / f"{entry.serial}.restored", problems)
-        if base is not None:
-            base.unlink()
-        base = anchor or restored
-        for path in {anchor, delta, restored} - {None, base}:
+        # Named by content: two versions with equal weights share a file.
+        paths, base = {base, anchor, delta, restored}, anchor or restored
+        for path in paths - {base}:
             path.unlink() if path else None
     return problems
 
 
 def _fetched(
-    store: WeightStore, file: StoredFile | None, folder: Path, problems: list[str]
+    store: WeightStore,
+    file: StoredFile | None,
+    folder: Path,
+    problems: list[str],
+    *,
+    architecture: str | None = None,
 ) -> Path | None:
+    """Return a local copy of a delta, or of an anchor with this architecture, None without it."""
     if file is None:
         return None
     try:
+        if architecture is not None:
+            return _download_anchor(store, file, folder, architecture)
         return _download(store, file, folder)
     except (DamagedWeightsError, FileNotFoundError) as error:
         problems.append(str(error))
+        (folder / file.sha256).unlink(missing_ok=True)
         return None
 
 
@@ -495,8 +528,11 @@ def _restored(
 
 
 def _small_file(store: WeightStore, file: StoredFile) -> bytes:
+    content = None
     # More is never published; a manifest of unknown origin could name anything.
-    content = store.read(file.name) if file.num_bytes <= MOST_FILE_BYTES else None
+    if file.num_bytes <= MOST_FILE_BYTES:
+        # An object store refuses a range of an empty file.
+        content = store.read(file.name, max_bytes=file.num_bytes) if file.num_bytes else b""
     if content is None or hashlib.sha256(content).hexdigest() != file.sha256:
         raise DamagedWeightsError(f"{store.shown_url}/{file.name} is damaged", name=file.name)
     return content

@@ -27,9 +27,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from atroposlib.errors import ConfigError
+from atroposlib.utils.text import inert_line
 from example_trainer.weights.format import (
     MOST_FILE_BYTES,
+    MOST_MANIFEST_BYTES,
     NEVER_PUBLISHED,
+    DamagedWeightsError,
     Frame,
     Manifest,
     Piece,
@@ -65,6 +68,11 @@ _EPOCHS = "epochs"
 _DATA = "data"
 _FILES = "files"
 _LEASE_S = 60.0
+_MOST_LEASE_BYTES = 2**16
+_LARGEST_NUMBER = 2**53
+"""Of a lease: integers up to it are exact as floating-point numbers."""
+_MAX_QUOTED_CHARACTERS = 200
+"""Of a lease, in a message."""
 
 
 def default_mirror(url: str) -> Path:
@@ -183,8 +191,9 @@ class PublisherLease:
         )
 
     def _refuse(self, reason: str) -> None:
+        shown = inert_line(reason, max_characters=_MAX_QUOTED_CHARACTERS)
         raise ConfigError(
-            f"{self._store.shown_url} has another publisher: {reason}; end it, or use another URL"
+            f"{self._store.shown_url} has another publisher: {shown}; end it, or use another URL"
         )
 
     def _keep(self) -> None:
@@ -211,13 +220,15 @@ class PublisherLease:
 
     def _read(self) -> dict[str, Any]:
         try:
-            found = json.loads(self._store.read(_LEASE) or b"{}")
-        except (ValueError, RecursionError):
+            found = json.loads(self._store.read(_LEASE, max_bytes=_MOST_LEASE_BYTES) or b"{}")
+        except (ValueError, RecursionError, DamagedWeightsError):
             return {}
         is_lease = (
             isinstance(found, dict)
             and isinstance(found.get("epoch", 0), int)
             and isinstance(found.get("renewed_at", 0), int | float)
+            and 0 <= found.get("epoch", 0) <= _LARGEST_NUMBER
+            and 0 <= found.get("renewed_at", 0) <= _LARGEST_NUMBER
         )
         return found if is_lease else {}
 
@@ -389,9 +400,19 @@ class WeightsPublisher:
             versions=kept_entries([*earlier, entry], rules.keep_versions),
             files=self._upload_small_files(weights, manifest),
         )
-        self._lease.check()
-        self._store.write(MANIFEST, fresh.model_dump_json(exclude_none=True).encode())
+        self._write_manifest(fresh)
         return fresh
+
+    def _write_manifest(self, manifest: Manifest) -> None:
+        content = manifest.model_dump_json(exclude_none=True).encode()
+        if len(content) > MOST_MANIFEST_BYTES:
+            raise ConfigError(
+                f"the manifest of {len(manifest.versions)} versions has {len(content)} bytes, "
+                f"expected at most {MOST_MANIFEST_BYTES}; keep fewer versions, or write anchors "
+                "more often"
+            )
+        self._lease.check()
+        self._store.write(MANIFEST, content)
 
     def _upload_small_files(
         self, weights: _SourceWeights, manifest: Manifest | None

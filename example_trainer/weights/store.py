@@ -1,7 +1,9 @@
 """Access to a weights store: a folder, or a URL of a file system that fsspec knows.
 
 Names are relative to the URL. Written files appear whole or not at all: a local file is renamed
-into place, and object stores replace objects atomically. Messages show URLs without secrets.
+into place, and object stores replace objects atomically. Messages show URLs without secrets. A
+read has a limit, whatever the store sends: an HTTP server can send another body than its headers
+say, or one that decompresses to gigabytes.
 """
 
 from __future__ import annotations
@@ -9,15 +11,19 @@ from __future__ import annotations
 import contextlib
 import os
 import uuid
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
+from typing import Any
 
 import fsspec
+from fsspec.asyn import sync
 from fsspec.implementations.local import LocalFileSystem
 
 from atroposlib.errors import ConfigError
 from atroposlib.utils.text import hide_secrets, hide_secrets_of_requests, without_secrets
 from example_trainer.weights.format import (
+    MOST_FILE_BYTES,
+    MOST_MANIFEST_BYTES,
     DamagedWeightsError,
     Manifest,
     WeightsError,
@@ -30,6 +36,7 @@ MANIFEST = "manifest.json"
 _PUT_IS_ATOMIC = {"abfs", "adl", "az", "gcs", "gs", "memory", "oss", "s3", "s3a"}
 """Protocols where an object is replaced as a whole; elsewhere files are renamed into place."""
 _SCRATCH = ".new-"
+_CHUNK_BYTES = 2**20
 
 
 class StoreError(WeightsError):
@@ -59,20 +66,33 @@ class WeightStore:
         protocols = self._fs.protocol
         self._protocols = {protocols} if isinstance(protocols, str) else set(protocols)
         self._is_local = isinstance(self._fs, LocalFileSystem)
+        self._is_http = not self._protocols.isdisjoint({"http", "https"})
 
     @property
     def local_root(self) -> Path | None:
         """The folder, if the store is on this host's file system."""
         return Path(self._root) if self._is_local else None
 
-    def read(self, name: str) -> bytes | None:
-        """Return a file, None if it does not exist."""
+    def read(self, name: str, *, max_bytes: int = MOST_FILE_BYTES) -> bytes | None:
+        """Return a file, None if it does not exist.
+
+        Raises:
+            DamagedWeightsError: it has more than `max_bytes`; the rest is not read.
+        """
+        path, limit = self._path(name), max_bytes + 1
         with self._errors(f"read {name}"):
             try:
-                content: bytes = self._fs.cat_file(self._path(name))
+                if self._is_http:
+                    content: bytes = sync(self._fs.loop, self._http_bytes, path, limit)
+                else:
+                    content = self._fs.cat_file(path, start=0, end=limit)
             except FileNotFoundError:
                 return None
-            return content
+        if len(content) > max_bytes:
+            raise DamagedWeightsError(
+                f"{self.shown_url}/{name} has more than {max_bytes} bytes", name=name
+            )
+        return content
 
     def read_part(self, name: str, start: int, stop: int) -> bytes:
         """Return the bytes from `start` to `stop`.
@@ -81,15 +101,51 @@ class WeightStore:
             FileNotFoundError: there is no such file.
             StoreError: the store failed, or returned something else.
         """
+        path = self._path(name)
         with self._errors(f"read {name}"):
-            content: bytes = self._fs.cat_file(self._path(name), start=start, end=stop)
-        if len(content) > stop - start:  # an HTTP server that has no ranges sends the whole file
-            content = content[start:stop]
+            if self._is_http:
+                content: bytes = sync(self._fs.loop, self._http_part, path, start, stop)
+            else:
+                content = self._fs.cat_file(path, start=start, end=stop)
+                if len(content) > stop - start:  # a file system that has no ranges
+                    content = content[start:stop]
         if len(content) != stop - start:
             raise StoreError(
                 f"{self.shown_url}/{name} has no bytes {start} to {stop}: {len(content)} came"
             )
         return content
+
+    async def _http_bytes(self, url: str, limit: int) -> bytes:
+        async with self._http_response(url) as response:
+            return await _first_bytes(response.content, limit)
+
+    async def _http_part(self, url: str, start: int, stop: int) -> bytes:
+        async with self._http_response(url, Range=f"bytes={start}-{stop - 1}") as response:
+            # A server that has no ranges sends the whole file.
+            skipped = 0 if response.status == 206 else start
+            while skipped:
+                chunk = await response.content.read(min(skipped, _CHUNK_BYTES))
+                if not chunk:
+                    return b""
+                skipped -= len(chunk)
+            return await _first_bytes(response.content, stop - start)
+
+    @contextlib.asynccontextmanager
+    async def _http_response(self, url: str, **headers: str) -> AsyncIterator[Any]:
+        """Yield a response whose body is neither read nor decompressed yet."""
+        session = await self._fs.set_session()
+        options = {**self._fs.kwargs, "auto_decompress": False}
+        options["headers"] = {
+            **options.get("headers", {}), **headers, "Accept-Encoding": "identity"
+        }  # fmt: skip
+        async with session.get(self._fs.encode_url(url), **options) as response:
+            if response.status == 404:
+                raise FileNotFoundError(url)
+            response.raise_for_status()
+            encoding = response.headers.get("Content-Encoding", "identity")
+            if encoding.lower() != "identity":
+                raise OSError(f"the server sent Content-Encoding {encoding}, expected identity")
+            yield response
 
     def write(self, name: str, content: bytes) -> None:
         """Write or replace a file."""
@@ -154,7 +210,7 @@ class WeightStore:
         Raises:
             DamagedWeightsError: it cannot be read.
         """
-        content = self.read(MANIFEST)
+        content = self.read(MANIFEST, max_bytes=MOST_MANIFEST_BYTES)
         if content is None:
             return None
         try:
@@ -200,6 +256,17 @@ class WeightStore:
             reason = hide_secrets(f"{type(error).__name__}: {error}")
             # Not chained: a traceback could show the URL with its secrets.
             raise StoreError(f"cannot {action} at {self.shown_url}: {reason}") from None
+
+
+async def _first_bytes(stream: Any, limit: int) -> bytes:
+    """Return at most `limit` bytes of an aiohttp stream."""
+    content = bytearray()
+    while len(content) < limit:
+        chunk = await stream.read(min(limit - len(content), _CHUNK_BYTES))
+        if not chunk:
+            break
+        content += chunk
+    return bytes(content)
 
 
 def flush_folder(path: Path) -> None:

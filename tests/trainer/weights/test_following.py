@@ -149,11 +149,113 @@ def test_engine_that_is_down_is_retried(tmp_path, published, caplog):
         control = EngineControl(f"http://user:hunter2@127.0.0.1:{port}")  # pragma: allowlist secret
         follower = Follower(store, local, [FollowedEngine(control, clock=clock)])
         assert not follower.poll()
-        with pytest.raises(InferenceError, match="did not load"):
-            follower.follow_once()
 
     assert "trying again" in caplog.text
     assert "hunter2" not in caplog.text
+
+
+def test_engines_that_are_down_are_named_with_the_reason_by_a_follower_that_ends(
+    tmp_path, published, caplog
+):
+    store, _ = published
+    refusing = [RefusingEngine(f"reason {i}", url=f"http://engine:{i}") for i in (1, 2)]
+    with ScriptedVllm() as healthy, opened(tmp_path / "into") as local:
+        engines = [
+            FollowedEngine(refusing[0]), followed(healthy, StoppedClock()),
+            FollowedEngine(refusing[1]),
+        ]  # fmt: skip
+        with pytest.raises(InferenceError) as failed:
+            Follower(store, local, engines).follow_once()
+
+    assert str(failed.value) == (
+        "engine http://engine:1 did not load version 1: reason 1; "
+        "engine http://engine:2 did not load version 1: reason 2"
+    )
+    assert len(reloads(healthy)) == 1
+    assert "trying again" not in caplog.text
+
+
+def ending_of(words, monkeypatch, capsys):
+    """Exit code and standard error of the command."""
+    monkeypatch.setattr(sys, "argv", ["atropos-weights", *map(str, words)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return ended.value.code, capsys.readouterr().err
+
+
+def test_folder_that_cannot_be_made_is_named_with_its_flag(
+    tmp_path, published, monkeypatch, capsys
+):
+    (tmp_path / "file").touch()
+    store, place = tmp_path / "store", tmp_path / "file" / "folder"
+    new = tmp_path / "new"
+    commands = {
+        "--into": ["follow", store, "--once"],
+        "--scratch": ["verify", store],
+        "--cache": ["publish", new, tmp_path / "store_2", "--version", "1"],
+    }
+
+    endings = {
+        flag: ending_of([*words, flag, place], monkeypatch, capsys)
+        for flag, words in commands.items()
+    }
+
+    assert endings == {
+        flag: (
+            2,
+            f"atropos-weights: error: {place} cannot be written: {tmp_path / 'file'} is a file; "
+            f"expected a folder; choose another place with {flag}\n",
+        )
+        for flag in commands
+    }
+    assert not (tmp_path / "store_2").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "reason"),
+    [
+        (["missing"], 1, "missing has no versions yet"),
+        (["store", "--engine-url", "engine"], 2, "expected an address"),
+    ],
+)
+def test_follower_that_ends_with_an_error_leaves_no_empty_folder(
+    tmp_path, published, words, code, reason, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+
+    ending = ending_of(["follow", *words, "--into", "served", "--once"], monkeypatch, capsys)
+
+    assert ending[0] == code
+    assert reason in ending[1]
+    assert not (tmp_path / "served").exists()
+
+
+class RefusingEngine:
+    """Refuses each load with the message."""
+
+    def __init__(self, message, url="http://engine:9001"):
+        self.shown_url = url
+        self._message = message
+
+    def require_in_place_updates(self):
+        pass
+
+    def keeps_stale_output_layer(self):
+        return False
+
+    def reload_weights(self, directory, *, pause_mode, version=0):
+        raise InferenceError(self._message)
+
+
+def test_text_of_an_engine_is_one_line_in_the_log(tmp_path, published, caplog):
+    store, _ = published
+    engine = RefusingEngine("answered 500: \r\n2026-01-01 INFO version 1 is fine \x1b[2J")
+    with opened(tmp_path / "into") as local:
+        assert not Follower(store, local, [FollowedEngine(engine)]).poll()
+
+    (message,) = [record.getMessage() for record in caplog.records]
+    assert message.isprintable()
+    assert "answered 500" in message
 
 
 def test_engine_that_can_never_update_ends_the_follower(tmp_path, published):
@@ -172,10 +274,10 @@ class BrokenStore(WeightStore):
 
     is_down = True
 
-    def read(self, name):
+    def read(self, name, **options):
         if self.is_down:
             raise StoreError("cannot read manifest.json: timed out")
-        return super().read(name)
+        return super().read(name, **options)
 
 
 def test_store_that_is_down_is_retried_while_engines_keep_their_version(

@@ -20,6 +20,7 @@ from example_trainer.weights.format import (
     StoredFile,
     TensorSpec,
     VersionEntry,
+    WeightsError,
     choose_chain,
     decode_piece,
     encode_piece,
@@ -32,6 +33,7 @@ from example_trainer.weights.format import (
     pieces_of,
     weights_header,
 )
+from example_trainer.weights.store import StoreError
 
 
 @st.composite
@@ -132,7 +134,7 @@ def test_index_is_read_back():
     frames = [Frame(0, 0, 0, 10), Frame(2, 1, 10, 5)]
     content = bytes(15) + pack_index("base", "weights", frames)
 
-    index = parse_index(memoryview(content))
+    index = parse_index(memoryview(content), num_pieces=2)
 
     assert index.base_sha256 == "base"
     assert index.frames == {(0, 0): frames[0], (2, 1): frames[1]}
@@ -141,7 +143,7 @@ def test_index_is_read_back():
 @pytest.mark.parametrize("content", [b"", b"short", bytes(100)])
 def test_something_else_than_a_delta_is_damaged(content):
     with pytest.raises(DamagedWeightsError, match="not a delta file"):
-        parse_index(memoryview(content))
+        parse_index(memoryview(content), num_pieces=1)
 
 
 DIGEST = 64 * "0"
@@ -274,6 +276,14 @@ def test_stored_names_stay_below_the_store(name):
         StoredFile(name=name, num_bytes=0, sha256=DIGEST)
 
 
+@pytest.mark.parametrize("field", ["version", "serial", "weights_bytes"])
+def test_numbers_of_a_manifest_have_at_most_64_bits(field):
+    fields = json.loads(entry(1, anchor=1).model_dump_json())
+
+    with pytest.raises(ValueError, match=field):
+        VersionEntry.model_validate({**fields, field: 10**400})
+
+
 def test_run_of_a_manifest_is_a_word_that_terminals_can_show():
     with pytest.raises(ValueError, match="run"):
         Manifest(run="\x1b[2J", architecture="a", epoch=1, versions=[entry(1)])
@@ -295,12 +305,26 @@ def header_of(*places: object, shape: object = (4,)) -> bytes:
         header_of([0, 4.0]),
         header_of(["0", 4], [4, 8]),
         header_of([0, 4], shape=(-4,)),
+        header_of([0, 4], shape=(4.0,)),
+        header_of([0, 4], shape=(True, 4)),
+        header_of([0, 4], shape="4"),
+        header_of([0, 4], shape=(2**63,)),
+        header_of([0, 4], shape=65 * (1,)),
+        header_of([0, 4], shape=None),
+        header_of([False, 4]),
+        header_of([0, 4]).replace(b"[4]", b"[1e999]"),
         b'{"a":' * 100_000,
     ],
 )
-def test_tensors_that_overlap_or_leave_gaps_are_not_a_header(header):
+def test_tensors_with_wrong_places_or_shapes_are_not_a_header(header):
     with pytest.raises(DamagedWeightsError, match="not a safetensors header"):
         parse_header(header)
+
+
+def test_tensor_of_many_dimensions_is_read():
+    shape = (*(63 * (1,)), 4)
+
+    assert parse_header(header_of([0, 4], shape=shape)) == [TensorSpec("t0", "U8", shape, 0, 4)]
 
 
 def test_decompression_allocates_no_more_than_the_piece():
@@ -333,11 +357,65 @@ def index_of(content: bytes) -> memoryview:
 )  # fmt: skip
 def test_malformed_index_is_damaged(content):
     with pytest.raises(DamagedWeightsError, match="not a delta file"):
-        parse_index(index_of(content))
+        parse_index(index_of(content), num_pieces=2000)
 
 
-def test_index_is_not_decompressed_beyond_its_limit(monkeypatch):
+def index_with(frames: list[object]) -> memoryview:
+    content = {"format": 1, "piece_bytes": 2**24, "base_sha256": "", "weights_sha256": ""}
+    return index_of(json.dumps({**content, "frames": frames}).encode())
+
+
+@pytest.mark.parametrize("frame", [[0, 0, -1], [0, 0, True], [0, -1, 1], ["0", 0, 1], [0, 0], 7])
+def test_malformed_frame_is_damaged(frame):
+    with pytest.raises(DamagedWeightsError, match="not a delta file"):
+        parse_index(index_with([frame]), num_pieces=1)
+
+
+def test_index_has_at_most_one_frame_per_piece():
+    frames = [[i, 0, 1] for i in range(3)]
+
+    assert len(parse_index(index_with(frames), num_pieces=3).frames) == 3
+    with pytest.raises(DamagedWeightsError, match="3 frames, expected at most 2"):
+        parse_index(index_with(frames), num_pieces=2)
+
+
+def test_index_of_millions_of_frames_is_refused_before_it_is_decompressed():
+    content = index_with([[i, 1, 0] for i in range(300_000)])
+
+    tracemalloc.start()
+    try:
+        with pytest.raises(DamagedWeightsError, match="bytes, expected at most 1096"):
+            parse_index(content, num_pieces=1)
+        assert tracemalloc.get_traced_memory()[1] < 2**20
+    finally:
+        tracemalloc.stop()
+
+
+def test_index_of_weights_with_the_longest_numbers_is_read():
+    frames = [[2**63 - 1 - i, 2**63 - 1, 2**63 - 1] for i in range(1000)]
+
+    assert len(parse_index(index_with(frames), num_pieces=1000).frames) == 1000
+
+
+def test_index_of_many_pieces_is_not_larger_than_a_header(monkeypatch):
     monkeypatch.setattr("example_trainer.weights.format._MAX_HEADER_BYTES", 1000)
 
     with pytest.raises(DamagedWeightsError, match="at most 1000"):
-        parse_index(index_of(b" " * 10_000))
+        parse_index(index_of(b" " * 10_000), num_pieces=10**6)
+
+
+def test_text_of_an_index_is_quoted_in_errors():
+    content = json.dumps({"format": "\x1b[31mX\nversion 1 is fine", "piece_bytes": 1}).encode()
+
+    with pytest.raises(DamagedWeightsError) as refused:
+        parse_index(index_of(content), num_pieces=1)
+
+    assert str(refused.value).isprintable()
+
+
+@pytest.mark.parametrize("kind", [WeightsError, DamagedWeightsError, StoreError])
+def test_errors_are_one_line_of_visible_characters_of_bounded_length(kind):
+    message = str(kind("\x1b[31mred\r\n2026-01-01 INFO version 1 is fine" + 10_000 * "x"))
+
+    assert message.isprintable()
+    assert len(message) <= 2000

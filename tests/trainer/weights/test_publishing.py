@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 import shutil
 import uuid
@@ -288,7 +290,16 @@ def test_lease_of_a_killed_publisher_expires_and_the_late_one_cannot_write(tmp_p
 
 
 @pytest.mark.parametrize(
-    "content", [b"[" * 100_000, b'{"epoch": "x"}', b'{"renewed_at": []}', b"1"]
+    "content",
+    [
+        b"[" * 100_000,
+        b'{"epoch": "x"}',
+        b'{"epoch": -1}',
+        b'{"renewed_at": []}',
+        b'{"renewed_at": 1%s}' % (400 * b"0"),
+        b'{"renewed_at": NaN}',
+        b"1",
+    ],
 )
 def test_malformed_lease_is_none(content):
     store = WeightStore(f"memory://{uuid.uuid4().hex}/store")
@@ -299,6 +310,16 @@ def test_malformed_lease_is_none(content):
     lease.release()
 
     assert lease.epoch == 1
+
+
+def test_text_of_a_lease_is_one_line_in_errors():
+    store = WeightStore(f"memory://{uuid.uuid4().hex}/store")
+    store.write("lease.json", b'{"renewed_at": 1000, "host": "\\u001b[2J\\nversion 1 is fine"}')
+
+    with pytest.raises(ConfigError, match="has another publisher") as refused:
+        PublisherLease(store, clock=lambda: 1000.0).acquire()
+
+    assert str(refused.value).isprintable()
 
 
 def test_publisher_that_was_overtaken_is_refused_at_the_same_epoch():
@@ -397,6 +418,73 @@ def test_verify_finds_what_is_damaged(tmp_path):
     assert intact == []
     assert len(problems) == 3  # the file, and the two versions after it
     assert "is damaged" in problems[0]
+
+
+def test_verify_accepts_versions_with_equal_weights(tmp_path):
+    store = WeightStore(str(tmp_path / "store"))
+    rules = PublishRules(anchor_every=1)
+    with WeightsPublisher(store, tmp_path / "mirror", rules=rules) as publisher:
+        source = write_checkpoint(tmp_path / "new", some_tensors())
+        publisher.publish(source, 1)
+        publisher.publish(source, 2)
+        publisher.publish(write_checkpoint(source, changed(some_tensors(), 3)), 3)
+    (tmp_path / "scratch").mkdir()
+
+    assert verify_store(store, store.manifest(), tmp_path / "scratch") == []
+
+
+def replace_anchor(root, content):
+    """Replace the last version's anchor, with a manifest that names its digest."""
+    path = root / "manifest.json"
+    manifest = json.loads(path.read_text())
+    head = manifest["versions"][-1]
+    digest = hashlib.sha256(content).hexdigest()
+    (root / head["anchor"]["name"]).write_bytes(content)
+    head["anchor"].update(num_bytes=len(content), sha256=digest)
+    head["weights_sha256"] = digest
+    path.write_text(json.dumps(manifest))
+
+
+def bytes_of(folder, tensors):
+    return (write_checkpoint(folder, tensors) / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("kind", ["pickle", "truncated", "other tensors"])
+def test_anchor_without_the_form_of_the_weights_is_never_used(tmp_path, kind):
+    store = WeightStore(str(tmp_path / "store"))
+    with WeightsPublisher(store, tmp_path / "mirror") as publisher:
+        publish_all(publisher, tmp_path / "new", 1)
+    content = {
+        "pickle": b"\x80\x04 not safetensors",
+        "truncated": bytes_of(tmp_path / "cut", some_tensors())[:-1],
+        "other tensors": bytes_of(tmp_path / "other", {"embed": torch.zeros(3)}),
+    }[kind]
+    replace_anchor(tmp_path / "store", content)
+    manifest = store.manifest()
+    (tmp_path / "scratch").mkdir()
+
+    with pytest.raises(WeightsError, match="no intact way to version 1"):
+        follow_once(store, tmp_path / "into")
+    (problem,) = verify_store(store, manifest, tmp_path / "scratch")
+
+    assert not (tmp_path / "into" / "current").exists()
+    assert f"{manifest.head.anchor.name} " in problem
+    assert "other tensors" in problem or "not a safetensors file" in problem
+
+
+def test_verify_finds_an_anchor_of_another_version(tmp_path):
+    store = WeightStore(str(tmp_path / "store"))
+    with WeightsPublisher(store, tmp_path / "mirror") as publisher:
+        publish_all(publisher, tmp_path / "new", 1)
+    path = tmp_path / "store" / "manifest.json"
+    manifest = json.loads(path.read_text())
+    manifest["versions"][0]["weights_sha256"] = 64 * "0"
+    path.write_text(json.dumps(manifest))
+    (tmp_path / "scratch").mkdir()
+
+    problems = verify_store(store, store.manifest(), tmp_path / "scratch")
+
+    assert problems == ["version 1: its anchor has other bytes"]
 
 
 def test_secrets_of_urls_are_not_shown(caplog, tmp_path):
