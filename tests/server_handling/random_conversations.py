@@ -116,8 +116,8 @@ class Agent:
         )
         self.messages: list[Any] = []
         self.parent: Sequence_ | None = None
-        self.earlier: list[tuple[list[Any], Sequence_ | None]] = []
-        """(messages, parent) before each request."""
+        self.earlier: list[tuple[list[Any], Sequence_ | None, WayBack]] = []
+        """(messages, parent, way back of its reply) before each request."""
         self.expected: list[Sequence_] = []
         """Every completion so far."""
         self.way_back: WayBack = "as given"
@@ -164,10 +164,10 @@ class Agent:
     def _take(self, step: Step) -> None:
         """Bring the conversation to where the step's request is made."""
         if step.path == "again" and self.earlier:
-            self.messages, self.parent = list(self.earlier[-1][0]), self.earlier[-1][1]
+            self._go_back(-1)
             return
         if step.path == "back" and len(self.earlier) > 1:
-            self.messages, self.parent = list(self.earlier[-2][0]), self.earlier[-2][1]
+            self._go_back(-2)
             return
         if step.path == "edit" and self.earlier:
             first = next(i for i, m in enumerate(self.messages) if _role(m) == "user")
@@ -175,6 +175,10 @@ class Agent:
             self.messages = [*self.messages[:first], edited, *self.messages[first + 1 :]]
             self.parent = None
         self.messages += self._next_messages(step)
+
+    def _go_back(self, request: int) -> None:
+        messages, self.parent, self.way_back = self.earlier[request]
+        self.messages = list(messages)
 
     def _next_messages(self, step: Step) -> list[dict[str, Any]]:
         calls = _calls(self.messages[-1]) if self.messages else []
@@ -185,7 +189,7 @@ class Agent:
         return results or [{"role": "user", "content": step.user}]
 
     async def _ask(self, step: Step) -> None:
-        self.earlier.append((list(self.messages), self.parent))
+        self.earlier.append((list(self.messages), self.parent, self.way_back))
         self.engine.replies = step.replies
         tools = {"tools": TOOLS} if self.plan.has_tools else {}
         answer = await self.session.chat_completion(

@@ -319,10 +319,20 @@ def test_first_of_equal_conversations_wins() -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "expected"), [("why</think> ok", 3), ("why</think> ok ", 2), (" ok", 1), ("no", 0)]
+    ("said", "content", "expected"),
+    [
+        ("why</think> ok", "why</think> ok", 4),
+        (" ok\n", "ok", 3),
+        ("why</think> ok", " ok", 2),
+        ("why</think>\n\n", "\n\n", 2),
+        ("why</think> ok", "why</think> ok ", 1),
+        ("", "\n\n", 1),
+        ("<think></think><think>", "", 1),
+        ("why</think> ok", "no", 0),
+    ],
 )
-def test_likeness_table(content: str, expected: int) -> None:
-    assert reply("why</think> ok").likeness(content) == expected
+def test_likeness_table(said: str, content: str, expected: int) -> None:
+    assert reply(said).likeness(content) == expected
 
 
 def test_reply_with_calls_may_come_back_without_its_text() -> None:

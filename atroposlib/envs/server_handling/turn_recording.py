@@ -130,12 +130,17 @@ class RecordedReply:
         return frozenset(forms | {raw_form})
 
     def likeness(self, content: str) -> int:
-        """Return 3 for this content, 2 for other spacing, 1 without its thinking, else 0."""
+        """Return how closely a content is that of this reply, from 4 to 0.
+
+        4 the same, 3 without the space around it, 2 without its thinking, 1 in another spacing.
+        """
         if content == self._content:
+            return 4
+        if content == self._content.strip():
             return 3
-        if normal_form(content) == normal_form(self._content):
+        if content == self._content.rpartition(THINKING_END)[2]:
             return 2
-        return int(content == self._content.rpartition(THINKING_END)[2])
+        return int(normal_form(content) == normal_form(self._content))
 
 
 @dataclass(frozen=True)
