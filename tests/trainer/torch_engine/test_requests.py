@@ -376,16 +376,53 @@ def test_update_routes_exist_only_where_they_are_offered(torch_engine: LocalEngi
     ],
 )
 def test_settings_that_cannot_work_end_in_one_line(
-    model_folder: Path, capsys: pytest.CaptureFixture[str], words: list[str], named: str
+    model_folder: Path,
+    free_port: int,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    named: str,
 ) -> None:
     from example_trainer.torch_engine.__main__ import main
 
+    given = [str(model_folder) if word == "FOLDER" else word for word in words]
+
     with pytest.raises(SystemExit) as ended:
-        main([str(model_folder) if word == "FOLDER" else word for word in words])
+        main([*given, "--port", str(free_port)])
 
     assert ended.value.code == 2
     [line] = capsys.readouterr().err.strip().splitlines()[-1:]
     assert named in line
+
+
+def test_a_port_in_use_is_reported_before_the_model_is_loaded(
+    torch_engine: LocalEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from example_trainer.torch_engine.__main__ import main
+
+    port = torch_engine.url.rpartition(":")[2]
+
+    with pytest.raises(SystemExit) as ended:
+        main(["--model", "/no/such/folder", "--port", port])
+
+    assert ended.value.code == 2
+    [line] = capsys.readouterr().err.strip().splitlines()
+    assert f"port {port} is in use" in line
+
+
+def test_lines_of_libraries_with_a_handler_are_logged_once(
+    free_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub.utils import logging as hub_logging
+
+    from example_trainer.torch_engine.__main__ import main
+
+    logger = hub_logging.get_logger()
+    monkeypatch.setattr(logger, "propagate", True)
+
+    with pytest.raises(SystemExit):
+        main(["--model", "/no/such/folder", "--port", str(free_port)])
+
+    assert not logger.propagate
 
 
 def test_a_model_with_other_attention_is_refused_at_the_start(tmp_path: Path) -> None:
