@@ -26,6 +26,7 @@ __all__ = [
     "TrainingConfig",
     "VllmFields",
     "default_device",
+    "loading_errors",
     "require_model_folder",
     "require_reference",
     "unloadable",
@@ -611,6 +612,14 @@ class TrainingConfig(
             raise ValueError(
                 f"{transport} needs one trainer process and one engine on its GPU: use nccl"
             )
+
+
+def loading_errors() -> tuple[type[Exception], ...]:
+    """Return the errors by which transformers reports that a model cannot be loaded."""
+    from safetensors import SafetensorError
+
+    # KeyError: an unknown architecture
+    return OSError, ValueError, KeyError, SafetensorError
 
 
 def unloadable(name: str, error: Exception, *, part: str = "model") -> ConfigError:

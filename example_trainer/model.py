@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 from atroposlib.errors import ConfigError, MissingExtraError
 from atroposlib.utils.model_paths import use_cache_without_hub
-from example_trainer.config import TrainingConfig, unloadable
+from example_trainer.config import TrainingConfig, loading_errors, unloadable
 from example_trainer.images import IMAGE_MODELS, vision_encoder
 
 __all__ = [
@@ -165,11 +165,11 @@ def load_model_and_tokenizer(
     name = config.model_name if config.uses_lora else source or config.model_name
     try:
         tokenizer = AutoTokenizer.from_pretrained(name)
-    except (OSError, ValueError, KeyError) as error:
+    except loading_errors() as error:
         raise unloadable(name, error, part="the tokenizer of model") from error
     try:
         model = _load(name, config, dtype=getattr(torch, config.loaded_dtype))
-    except (OSError, ValueError, KeyError) as error:  # KeyError: an unknown architecture
+    except loading_errors() as error:
         raise unloadable(name, error) from error
     _move_to_device(model, config)
     _warn_of_unused_layers(config)
@@ -231,7 +231,7 @@ def load_frozen_model(name: str, config: TrainingConfig) -> Any:
     on_gpu = config.device.startswith("cuda")
     try:
         model = _load(name, config, dtype=torch.bfloat16 if on_gpu else torch.float32)
-    except OSError as error:
+    except loading_errors() as error:
         raise ConfigError(f"reference_model {name!r} cannot be loaded: {error}") from error
     _move_to_device(model, config)
     return model.requires_grad_(False).eval()

@@ -15,6 +15,7 @@ from atroposlib.utils.command_parser import (
     exit_code_of,
     integer_between,
 )
+from atroposlib.utils.listening import require_free_port
 from atroposlib.utils.starting import collection_paused
 from example_trainer.cli import require_extra
 
@@ -30,7 +31,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     # A few short lines instead of progress bars, which fill log files.
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
+    logging.getLogger("huggingface_hub").propagate = False  # it has a handler of its own
     try:
+        require_free_port(args.host, args.port)  # before the model, which takes long to load
         with require_extra("trainer"), collection_paused(freezes=True):
             import torch  # noqa: F401 - reported here if missing
             from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: F401

@@ -10,7 +10,8 @@ from __future__ import annotations
 import time
 import uuid
 from collections.abc import Sequence
-from typing import Any
+from itertools import accumulate
+from typing import Any, NamedTuple
 
 from example_trainer.torch_engine.generation import Completion, Job, TopEntries
 from example_trainer.torch_engine.protocol import ChatFields, ServedTorchModel, TextFields
@@ -19,6 +20,18 @@ TokenRow = tuple[int, float | None, TopEntries]
 """A token, its logprob and the most likely tokens at its position."""
 _LOWEST_LOGPROB = -9999.0
 """Replaces minus infinity, which JSON cannot represent."""
+_LARGE_ENTRIES = 2**14
+
+
+class _PromptPart(NamedTuple):
+    """The part of an answer that all choices of a prompt repeat."""
+
+    ids: list[int]
+    text: str
+    """Of an echoed prompt."""
+    rows: dict[str, list[Any]] | None
+    """Logprobs of an echoed prompt."""
+    logprobs: list[dict[str, Any] | None] | None
 
 
 def error_body(message: str, *, status: int, param: str | None = None) -> dict[str, Any]:
@@ -42,17 +55,41 @@ class AnswerWriter:
 
     def whole(self, jobs: Sequence[Job]) -> dict[str, Any]:
         """Return the answer to a request whose jobs, one for each prompt, are done."""
-        choices = [
-            self._choice(job, completion, position * self._fields.n + completion.index)
-            for position, job in enumerate(jobs)
-            for completion in job.completions
-        ]
+        choices = []
+        for position, job in enumerate(jobs):
+            part = self._prompt_part(job)
+            for completion in job.completions:
+                index = position * self._fields.n + completion.index
+                choices.append(self._choice(part, completion, index))
         answer = {**self._envelope(self._object), "choices": choices, "usage": usage(jobs)}
         if self._is_chat:
             answer["prompt_logprobs"] = self._prompt_logprobs(jobs[0])
             if self._fields.return_token_ids:
                 answer["prompt_token_ids"] = list(jobs[0].request.prompt_ids)
         return answer
+
+    def is_large(self, jobs: Sequence[Job]) -> bool:
+        """Whether building the answer takes long enough to delay other requests."""
+        num_prompt = num_completion = 0
+        for job in jobs:
+            top = job.request.prompt_top
+            num_prompt += 0 if top is None else len(job.request.prompt_ids) * (1 + top)
+            num_tokens = sum(len(each.tokens) for each in job.completions)
+            num_completion += num_tokens * (1 + job.request.num_top)
+        return num_prompt + num_completion > _LARGE_ENTRIES
+
+    def _prompt_part(self, job: Job) -> _PromptPart:
+        fields = self._fields
+        ids = list(job.request.prompt_ids)
+        if isinstance(fields, ChatFields):
+            return _PromptPart(ids, "", None, None)
+        has_rows = fields.echo and fields.logprobs is not None
+        return _PromptPart(
+            ids,
+            text=self._decode(ids) if fields.echo else "",
+            rows=self._text_rows(_echoed_rows(job)) if has_rows else None,
+            logprobs=self._prompt_logprobs(job),
+        )
 
     def _envelope(self, kind: str) -> dict[str, Any]:
         return {
@@ -62,7 +99,7 @@ class AnswerWriter:
             "model": self._served.name,
         }
 
-    def _choice(self, job: Job, completion: Completion, index: int) -> dict[str, Any]:
+    def _choice(self, part: _PromptPart, completion: Completion, index: int) -> dict[str, Any]:
         fields = self._fields
         choice: dict[str, Any] = {"index": index, **self._ending(completion)}
         text = self.text_of(completion)
@@ -70,15 +107,13 @@ class AnswerWriter:
             choice["message"] = {"role": "assistant", "content": text, "tool_calls": []}
             choice["logprobs"] = self.chat_logprobs(completion, 0) if fields.logprobs else None
         else:
-            prompt_ids = list(job.request.prompt_ids)
-            choice["text"] = self._decode(prompt_ids) + text if fields.echo else text
+            choice["text"] = part.text + text
             choice["logprobs"] = None
             if fields.logprobs is not None:
-                before = _echoed_rows(job) if fields.echo else []
-                choice["logprobs"] = self.text_logprobs(completion, 0, before=before)
-            choice["prompt_logprobs"] = self._prompt_logprobs(job)
+                choice["logprobs"] = self.text_logprobs(completion, 0, before=part.rows)
+            choice["prompt_logprobs"] = part.logprobs
             if fields.return_token_ids:
-                choice["prompt_token_ids"] = prompt_ids
+                choice["prompt_token_ids"] = part.ids
         if fields.return_token_ids:
             choice["token_ids"] = list(completion.tokens)
         return choice
@@ -138,27 +173,31 @@ class AnswerWriter:
         completion: Completion,
         first: int,
         *,
-        before: Sequence[TokenRow] = (),
+        before: dict[str, list[Any]] | None = None,
     ) -> dict[str, Any]:
         """Return the logprobs of a text completion from token `first` on.
 
-        `before`: Tokens of an echoed prompt with their logprobs and most likely tokens.
+        `before`: The logprobs of an echoed prompt.
         """
-        rows = [*before]
+        rows: list[TokenRow] = []
         for position in range(first, len(completion.tokens)):
             tops = completion.tops[position] if completion.request.num_top else []
             rows.append((completion.tokens[position], completion.logprobs[position], tops))
+        if before is None:
+            return self._text_rows(rows)
+        offset = before["text_offset"][-1] + len(before["tokens"][-1])
+        return {key: before[key] + new for key, new in self._text_rows(rows, offset).items()}
+
+    def _text_rows(self, rows: Sequence[TokenRow], offset: int = 0) -> dict[str, list[Any]]:
+        """Return the logprobs of tokens, whose text begins at `offset`."""
         tokens = [self._shown_token(token) for token, _, _ in rows]
-        offsets = [0]
-        for token in tokens[:-1]:
-            offsets.append(offsets[-1] + len(token))
         return {
             "tokens": tokens,
             "token_logprobs": [
                 None if logprob is None else max(logprob, _LOWEST_LOGPROB) for _, logprob, _ in rows
             ],
             "top_logprobs": [self._named_tops(*row) for row in rows],
-            "text_offset": offsets[: len(tokens)],
+            "text_offset": list(accumulate(map(len, tokens), initial=offset))[:-1],
         }
 
     def _named_tops(

@@ -104,6 +104,12 @@ class SlotCache:
             for tensor in pair:
                 tensor.zero_()
 
+    def replace_nan(self) -> None:
+        """Set NaN and infinity to zero; other sequences would read them as masked entries."""
+        for pair in self._layers.values():
+            for tensor in pair:
+                tensor.nan_to_num_(0.0, 0.0, 0.0)
+
     def clear(self) -> None:
         """Release the memory."""
         self._layers.clear()

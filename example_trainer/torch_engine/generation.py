@@ -19,6 +19,7 @@ most likely tokens or prompt logprobs, and keeps caches of old weights; see also
 from __future__ import annotations
 
 import logging
+import math
 import random
 import threading
 from collections import deque
@@ -41,6 +42,10 @@ PauseMode = Literal["wait", "abort", "keep"]
 PAUSE_MODES: tuple[PauseMode, ...] = ("wait", "abort", "keep")
 _SCORED_ROWS = 256
 """Tokens of a prompt whose logprobs are computed at a time, which bounds the memory."""
+_NOT_FINITE = (
+    "the model's logits are NaN or infinite: its weights have such numbers, or their type cannot "
+    "represent the activations"
+)
 TopEntries = list[tuple[int, float]]
 """Token ids and their logprobs, most likely first."""
 Result = TypeVar("Result")
@@ -130,6 +135,7 @@ class Job:
         self.prompt_logprobs: list[tuple[float, TopEntries]] | None = None
         """[P-1] logprob and most likely tokens of the prompt's tokens after the first."""
         self.error: Exception | None = None
+        """Set before `on_done` if the request failed."""
         self.num_open = request.num_completions
 
 
@@ -394,25 +400,29 @@ class TorchEngine:
             self._take(job)
 
     def _abort(self, jobs: Iterable[Job]) -> None:
-        aborted = {id(job) for job in jobs}
-        self._held = [job for job in self._held if id(job) not in aborted]
-        entries = [each for each in self._waiting if id(each[0]) in aborted]
-        self._waiting = deque(each for each in self._waiting if id(each[0]) not in aborted)
-        entries += [each for each in self._running_members() if id(each[0]) in aborted]
+        for job, completion in self._remove(jobs):
+            _finish(job, completion, "abort")
+
+    def _remove(self, jobs: Iterable[Job]) -> list[_Member]:
+        """Take requests out of the engine; return their open completions."""
+        removed = {id(job) for job in jobs}
+        self._held = [job for job in self._held if id(job) not in removed]
+        entries = [each for each in self._waiting if id(each[0]) in removed]
+        self._waiting = deque(each for each in self._waiting if id(each[0]) not in removed)
+        entries += [each for each in self._running_members() if id(each[0]) in removed]
         kept = (
-            [each for each in branch.members if id(each[0]) not in aborted]
+            [each for each in branch.members if id(each[0]) not in removed]
             for branch in self._running
         )
         self._place([[_Branch(members)] if members else [] for members in kept])
-        for job, completion in entries:
-            self._finish(job, completion, "abort")
+        return entries
 
-    def _finish(self, job: Job, completion: Completion, reason: str) -> None:
-        completion.finish_reason = reason
-        if job.on_token is not None:
-            job.on_token(completion)
-        job.num_open -= 1
-        if job.num_open == 0:
+    def _end_failed(self, jobs: Iterable[Job]) -> None:
+        """End requests whose `error` is set; other requests go on."""
+        failed = {id(job): job for job in jobs}
+        self._remove(failed.values())
+        self._cache.replace_nan()
+        for job in failed.values():
             job.on_done(job)
 
     def _fail_all(self, error: Exception) -> None:
@@ -446,7 +456,7 @@ class TorchEngine:
         logits, scored = _forward(self.model, self._cache, packed, starts)
         self._running += starts
         self._starting = []
-        self._keep_prompt_logprobs(starts, scored)
+        _keep_prompt_logprobs(starts, scored)
         self._sample(logits)
 
     def _make_room(self) -> None:
@@ -490,18 +500,6 @@ class TorchEngine:
             self._cache.reserve(num_slots, length)
         return list(starts.values())
 
-    def _keep_prompt_logprobs(
-        self, starts: Sequence[_Branch], scored: Sequence[torch.Tensor | None]
-    ) -> None:
-        for start, logits_PV in zip(starts, scored, strict=True):
-            for job, _ in start.members:
-                if job.request.prompt_top is None or job.prompt_logprobs is not None:
-                    continue
-                job.prompt_logprobs = (
-                    [] if logits_PV is None
-                    else _prompt_entries(logits_PV, start.tokens, job.request.prompt_top)
-                )  # fmt: skip
-
     def _sample(self, logits_BV: torch.Tensor) -> None:
         """Append one token to each running sequence, finish those that end, split the branches."""
         slots = [slot for slot, branch in enumerate(self._running) for _ in branch.members]
@@ -514,11 +512,19 @@ class TorchEngine:
             is_processed=self._is_processed,
         )
         finished: list[tuple[Job, Completion, str]] = []
+        failed: list[Job] = []
         successors: list[dict[int, _Branch]] = [{} for _ in self._running]
         members = zip(slots, self._running_members(), strict=True)
         for row, (slot, (job, completion)) in enumerate(members):
             if completion.request.max_tokens > 0:
-                self._append(completion, rows, row)
+                # The logprob is NaN if any logit of the row is NaN or infinite.
+                if math.isnan(rows.logprobs[row]):
+                    job.error = InferenceError(_NOT_FINITE)
+                else:
+                    self._append(completion, rows, row)
+            if job.error is not None:
+                failed.append(job)
+                continue
             reason = self._reason_to_finish(job, completion)
             if reason is not None:
                 finished.append((job, completion, reason))
@@ -529,7 +535,9 @@ class TorchEngine:
                 job.on_token(completion)
         self._place([list(branches.values()) for branches in successors])
         for entry in finished:
-            self._finish(*entry)
+            _finish(*entry)
+        if failed:
+            self._end_failed(failed)
 
     def _append(self, completion: Completion, rows: SampledRows, row: int) -> None:
         num_top = completion.request.num_top
@@ -575,6 +583,15 @@ class TorchEngine:
             self._cache.clear()
 
 
+def _finish(job: Job, completion: Completion, reason: str) -> None:
+    completion.finish_reason = reason
+    if job.on_token is not None:
+        job.on_token(completion)
+    job.num_open -= 1
+    if job.num_open == 0:
+        job.on_done(job)
+
+
 def _forward(
     model: Any, cache: SlotCache, packed: PackedTokens, starts: Sequence[_Branch]
 ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
@@ -609,6 +626,19 @@ def _wants_prompt_logprobs(start: _Branch) -> bool:
         job.request.prompt_top is not None and job.prompt_logprobs is None
         for job, _ in start.members
     )
+
+
+def _keep_prompt_logprobs(starts: Sequence[_Branch], scored: Sequence[torch.Tensor | None]) -> None:
+    for start, logits_PV in zip(starts, scored, strict=True):
+        for job, _ in start.members:
+            if job.request.prompt_top is None or job.prompt_logprobs is not None:
+                continue
+            job.prompt_logprobs = (
+                [] if logits_PV is None
+                else _prompt_entries(logits_PV, start.tokens, job.request.prompt_top)
+            )  # fmt: skip
+            if any(math.isnan(logprob) for logprob, _ in job.prompt_logprobs):
+                job.error = InferenceError(_NOT_FINITE)
 
 
 def _prompt_entries(

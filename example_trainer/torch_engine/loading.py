@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ipaddress
 import logging
+import math
 import threading
 from dataclasses import dataclass
 from importlib.metadata import version
@@ -18,7 +19,7 @@ import torch
 
 from atroposlib import __version__
 from atroposlib.errors import ConfigError
-from example_trainer.config import require_model_folder, unloadable
+from example_trainer.config import loading_errors, require_model_folder, unloadable
 from example_trainer.torch_engine.attention import use_slot_attention
 from example_trainer.torch_engine.generation import (
     EngineLimits,
@@ -66,6 +67,11 @@ def load_engine(options: TorchEngineOptions) -> EngineState:
     device = _device_of(options.device)
     model, tokenizer = _load_model(options, device)
     reference = _reference_logprobs(model)
+    if any(map(math.isnan, reference)):
+        raise ConfigError(
+            f"model {options.model!r} computes NaN: its weights have NaN or infinity, or their "
+            "type cannot represent the activations"
+        )
     use_slot_attention(model)
     limits = _limits(options, model, device)
     engine = TorchEngine(
@@ -121,13 +127,32 @@ def _load_model(options: TorchEngineOptions, device: torch.device) -> tuple[Any,
         dtype = "float32"
     try:
         model = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype)
-    except (OSError, ValueError, KeyError) as error:
+    except loading_errors() as error:
         raise unloadable(options.model, error) from error
     try:
         tokenizer = AutoTokenizer.from_pretrained(options.model)
-    except (OSError, ValueError, KeyError) as error:
+    except loading_errors() as error:
         raise unloadable(options.model, error, part="the tokenizer of model") from error
-    return model.to(device).eval().requires_grad_(False), tokenizer
+    model = model.to(device).eval().requires_grad_(False)
+    if device.type == "cpu":
+        own_memory(model)
+    return model, tokenizer
+
+
+def own_memory(model: Any) -> None:
+    """Copy parameters and buffers to memory of their own, in place; shared ones remain shared.
+
+    transformers maps the file of the weights into memory. Weights on a CPU would follow changes of
+    the file, and the process would end with SIGBUS once it is truncated.
+    """
+    copies: dict[int, torch.UntypedStorage] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in copies:
+            copies[storage.data_ptr()] = storage.clone()
+        owned = copies[storage.data_ptr()]
+        view = torch.empty(0, dtype=tensor.dtype)
+        tensor.data = view.set_(owned, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def _end_ids(model: Any, tokenizer: Any) -> frozenset[int]:
@@ -208,7 +233,9 @@ def _compare(engine: TorchEngine, reference: list[float], *, dtype: torch.dtype)
             f"the torch engine cannot serve {name}: {job.error}; use vLLM"
         ) from job.error
     found = [value for value, _ in job.prompt_logprobs or ()]
-    worst = max(abs(a - b) for a, b in zip(found, reference, strict=True))
+    # Equal ones first: tokens that the model excludes have minus infinity.
+    pairs = zip(found, reference, strict=True)
+    worst = max(0.0 if a == b else abs(a - b) for a, b in pairs)
     if not worst <= _TOLERANCES[dtype]:
         raise ConfigError(
             f"the torch engine cannot serve {name}: a logprob differs by {worst:.3g} from that of "

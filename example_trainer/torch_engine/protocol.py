@@ -13,7 +13,17 @@ from functools import cached_property
 from typing import Annotated, Any, TypeVar
 
 import msgspec
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, ValidationError
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PlainValidator,
+    StrictBool,
+    StrictInt,
+    ValidationError,
+)
+from pydantic_core import PydanticCustomError
 
 from example_trainer.torch_engine.generation import EngineLimits, PromptRequest
 from example_trainer.torch_engine.sampling import SamplingSettings
@@ -24,10 +34,14 @@ MAX_BODY_BYTES = 64 * 2**20
 _MAX_STOPS = 64
 _MAX_STOP_CHARS = 1024
 _MAX_BIASES = 4096
+_MAX_OBJECTS = 2**16
+"""Messages or tools of a request."""
+_MAX_FIELDS = 256
+_MAX_SHOWN_CHARS = 200
 _MAX_SCORED_LOGITS = 2**30
 """Positions times vocabulary of a prompt whose logprobs are requested: 4 GiB in float32."""
 _MAX_PROMPT_ENTRIES = 2**21
-"""Logprobs of all prompts of a request: about 1 GiB in an answer."""
+"""Logprobs of prompt tokens in an answer: about 1 GiB while it is built."""
 _MAX_DECODED_TOKENS = 2**20
 _LONG_TOKEN = 64
 _SEED_LIMIT = 2**63 - 1
@@ -83,6 +97,45 @@ class ServedTorchModel:
         return self._token_texts[token]
 
 
+def _checked_prompt(value: Any) -> Any:
+    """Return the value of `prompt`, unless its structure is not one of a prompt.
+
+    Not checked by pydantic, which tries each kind of list and keeps an error for every element: 9
+    GB for a body of 20 MB.
+    """
+    if isinstance(value, str):
+        return value
+    kind = type(value[0]) if isinstance(value, list) and value else list
+    if not isinstance(value, list) or kind not in (int, str, list):
+        raise _field_error("expected a text, a list of token ids, or a list of these")
+    if kind is not int and len(value) > MAX_COMPLETIONS:
+        raise _field_error(f"expected at most {MAX_COMPLETIONS} prompts, got {len(value)}")
+    _require_elements(value, kind, where="")
+    if kind is list:
+        for position, ids in enumerate(value):
+            _require_elements(ids, int, where=f"{position}.")
+    return value
+
+
+def _require_elements(values: list[Any], kind: type, *, where: str) -> None:
+    if set(map(type, values)) <= {kind}:
+        return
+    position = next(i for i, value in enumerate(values) if type(value) is not kind)
+    expected = {int: "a token id", str: "a text", list: "a list of token ids"}[kind]
+    raise _field_error(f"expected {expected} at position {where}{position}")
+
+
+def _with_few_biases(value: Any) -> Any:
+    # Before pydantic, which checks all entries of an object before its length.
+    if isinstance(value, dict) and len(value) > _MAX_BIASES:
+        raise _field_error(f"expected at most {_MAX_BIASES} tokens, got {len(value)}")
+    return value
+
+
+def _field_error(text: str) -> PydanticCustomError:
+    return PydanticCustomError("field", "{text}", {"text": text})
+
+
 class _SamplingFields(BaseModel):
     """Fields of both kinds of completions."""
 
@@ -104,7 +157,7 @@ class _SamplingFields(BaseModel):
         | None
     ) = None
     stop_token_ids: list[StrictInt] | None = Field(default=None, max_length=_MAX_STOPS)
-    logit_bias: dict[int, float] | None = Field(default=None, max_length=_MAX_BIASES)
+    logit_bias: Annotated[dict[int, float] | None, BeforeValidator(_with_few_biases)] = None
     ignore_eos: StrictBool = False
     include_stop_str_in_output: StrictBool = False
     skip_special_tokens: StrictBool = True
@@ -128,7 +181,9 @@ class _SamplingFields(BaseModel):
 class TextFields(_SamplingFields):
     """Body of `/v1/completions`."""
 
-    prompt: str | list[StrictInt] | list[str] | list[list[StrictInt]]
+    prompt: Annotated[
+        str | list[int] | list[str] | list[list[int]], PlainValidator(_checked_prompt)
+    ]
     max_tokens: StrictInt | None = Field(default=16, ge=0)
     logprobs: StrictInt | None = Field(default=None, ge=0)
     echo: StrictBool = False
@@ -148,12 +203,14 @@ class TextFields(_SamplingFields):
 class ChatFields(_SamplingFields):
     """Body of `/v1/chat/completions`."""
 
-    messages: list[dict[str, Any]] = Field(min_length=1)
+    messages: list[dict[str, Any]] = Field(min_length=1, max_length=_MAX_OBJECTS, fail_fast=True)
     max_tokens: StrictInt | None = Field(default=None, ge=1)
     max_completion_tokens: StrictInt | None = Field(default=None, ge=1)
     logprobs: StrictBool | None = None
     top_logprobs: StrictInt | None = Field(default=None, ge=0)
-    tools: list[dict[str, Any]] | None = None
+    tools: list[dict[str, Any]] | None = Field(
+        default=None, max_length=_MAX_OBJECTS, fail_fast=True
+    )
     add_generation_prompt: StrictBool = True
     continue_final_message: StrictBool = False
     chat_template_kwargs: dict[str, Any] | None = None
@@ -174,8 +231,12 @@ class TokenizeFields(BaseModel):
 
     model: str | None = None
     prompt: str | None = None
-    messages: list[dict[str, Any]] | None = None
-    tools: list[dict[str, Any]] | None = None
+    messages: list[dict[str, Any]] | None = Field(
+        default=None, max_length=_MAX_OBJECTS, fail_fast=True
+    )
+    tools: list[dict[str, Any]] | None = Field(
+        default=None, max_length=_MAX_OBJECTS, fail_fast=True
+    )
     add_special_tokens: StrictBool = True
     add_generation_prompt: StrictBool = True
     continue_final_message: StrictBool = False
@@ -189,7 +250,7 @@ class DetokenizeFields(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
     model: str | None = None
-    tokens: list[StrictInt] = Field(max_length=_MAX_DECODED_TOKENS)
+    tokens: list[StrictInt] = Field(max_length=_MAX_DECODED_TOKENS, fail_fast=True)
 
 
 class UpdateFields(BaseModel):
@@ -210,6 +271,8 @@ def parse_body(kind: type[Fields], body: Mapping[str, Any]) -> Fields:
     Raises:
         EngineRefusal: A field has a wrong type, is out of range, or is not implemented.
     """
+    if len(body) > _MAX_FIELDS:
+        raise EngineRefusal(f"expected at most {_MAX_FIELDS} fields, got {len(body)}")
     for name, allowed in _NEUTRAL.items():
         if name in body and body[name] not in allowed:
             raise EngineRefusal(
@@ -221,7 +284,7 @@ def parse_body(kind: type[Fields], body: Mapping[str, Any]) -> Fields:
         return kind.model_validate(dict(body))
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(map(str, first["loc"]))
+        where = ".".join(map(str, first["loc"]))[:_MAX_SHOWN_CHARS]
         raise EngineRefusal(f"{where}: {first['msg']}", param=where or None) from error
 
 
@@ -229,7 +292,7 @@ def text_prompts(fields: TextFields, served: ServedTorchModel) -> list[list[int]
     """Return the ids of each prompt of `/v1/completions`.
 
     Raises:
-        EngineRefusal: There is none, one is empty, or they or their logprobs are too many.
+        EngineRefusal: There is none, one is empty, or they are too many.
     """
     given: Any = fields.prompt
     is_one = isinstance(given, str) or (bool(given) and isinstance(given[0], int))
@@ -246,14 +309,6 @@ def text_prompts(fields: TextFields, served: ServedTorchModel) -> list[list[int]
         if isinstance(prompt, str):
             ids = encode_text(served, prompt, add_special_tokens=fields.add_special_tokens)
         encoded.append(check_ids(ids, served, param="prompt"))
-    if fields.prompt_top is not None:
-        num_entries = sum(map(len, encoded)) * (1 + fields.prompt_top)
-        if num_entries > _MAX_PROMPT_ENTRIES:
-            raise EngineRefusal(
-                f"the prompts have {num_entries} logprobs, expected at most {_MAX_PROMPT_ENTRIES} "
-                "in a request; send fewer prompts",
-                param="prompt_logprobs",
-            )
     return encoded
 
 
@@ -280,13 +335,14 @@ def check_ids(ids: Sequence[int], served: ServedTorchModel, *, param: str) -> li
     """Return the ids as a list; `EngineRefusal` for an empty list or an unknown id."""
     if not ids:
         raise EngineRefusal(f"{param}: expected at least one token", param=param)
-    for position, token in enumerate(ids):
-        if not 0 <= token < served.vocabulary_size:
-            raise EngineRefusal(
-                f"{param}: token id {token} at position {position} is out of vocabulary, expected "
-                f"0 to {served.vocabulary_size - 1}",
-                param=param,
-            )
+    size = served.vocabulary_size
+    if min(ids) < 0 or max(ids) >= size:
+        position, token = next((i, each) for i, each in enumerate(ids) if not 0 <= each < size)
+        raise EngineRefusal(
+            f"{param}: token id {token} at position {position} is out of vocabulary, expected "
+            f"0 to {size - 1}",
+            param=param,
+        )
     return list(ids)
 
 
@@ -299,8 +355,13 @@ def render_chat(fields: ChatFields | TokenizeFields, served: ServedTorchModel) -
     messages = [_with_plain_content(each, i) for i, each in enumerate(fields.messages or [])]
     if not messages:
         raise EngineRefusal("messages: expected at least one", param="messages")
-    rendered = [messages, fields.tools, fields.chat_template_kwargs]
-    _require_encodable(len(msgspec.json.encode(rendered)), served, param="messages")
+    try:
+        rendered = msgspec.json.encode([messages, fields.tools, fields.chat_template_kwargs])
+    except (UnicodeEncodeError, RecursionError) as error:  # from the arguments of a tool call
+        raise EngineRefusal(
+            f"messages: cannot be encoded as JSON: {error}", param="messages"
+        ) from error
+    _require_encodable(len(rendered), served, param="messages")
     try:
         ids = served.tokenizer.apply_chat_template(
             messages,
@@ -368,14 +429,38 @@ def _with_parsed_arguments(call: Any) -> Any:
     return {**call, "function": {**function, "arguments": arguments}}
 
 
-def prompt_request(
-    fields: TextFields | ChatFields, prompt_ids: Sequence[int], served: ServedTorchModel
-) -> PromptRequest:
-    """Return the engine's request for one prompt.
+def prompt_requests(
+    fields: TextFields | ChatFields, prompts: Sequence[Sequence[int]], served: ServedTorchModel
+) -> list[PromptRequest]:
+    """Return the engine's requests, one for each prompt.
 
     Raises:
-        EngineRefusal: Prompt and completion exceed the context, or a number exceeds its limit.
+        EngineRefusal: Prompt and completion exceed the context, a number exceeds its limit, or the
+            answer would have too many logprobs of prompt tokens.
     """
+    requests = [_prompt_request(fields, prompt, served) for prompt in prompts]
+    num_entries = _num_prompt_entries(fields, prompts)
+    if num_entries > _MAX_PROMPT_ENTRIES:
+        raise EngineRefusal(
+            f"the answer would have {num_entries} logprobs of prompt tokens, expected at most "
+            f"{_MAX_PROMPT_ENTRIES}; send fewer prompts in a request, or lower n, which repeats "
+            "them in each choice",
+            param="prompt_logprobs",
+        )
+    return requests
+
+
+def _num_prompt_entries(fields: TextFields | ChatFields, prompts: Sequence[Sequence[int]]) -> int:
+    """Return the number of logprobs of prompt tokens in an answer, over all choices."""
+    num_copies = int(fields.prompt_logprobs is not None)
+    if isinstance(fields, TextFields):
+        num_copies = fields.n * (num_copies + int(fields.echo and fields.logprobs is not None))
+    return num_copies * sum(map(len, prompts)) * (1 + (fields.prompt_top or 0))
+
+
+def _prompt_request(
+    fields: TextFields | ChatFields, prompt_ids: Sequence[int], served: ServedTorchModel
+) -> PromptRequest:
     for name in ("num_top", "prompt_top"):
         if (
             (fields.num_top if name == "num_top" else fields.prompt_top) or 0

@@ -15,7 +15,7 @@ import logging
 import socket
 import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -48,7 +48,7 @@ from example_trainer.torch_engine.protocol import (
     check_ids,
     encode_text,
     parse_body,
-    prompt_request,
+    prompt_requests,
     render_chat,
     text_prompts,
 )
@@ -163,8 +163,8 @@ class CompletionRoutes:
     def __init__(self, state: EngineState) -> None:
         self._engine = state.engine
         self._served = state.served
-        # The generation thread searches for stop texts with a tokenizer of its own.
-        self._thread_tokenizer = copy.deepcopy(state.served.tokenizer)
+        # Threads only decode, with a tokenizer of their own: one that encodes may change.
+        self._decoding = replace(state.served, tokenizer=copy.deepcopy(state.served.tokenizer))
 
     async def text(self, request: Request) -> Response:
         fields = parse_body(TextFields, await _read_body(request))
@@ -182,16 +182,18 @@ class CompletionRoutes:
     async def _answer(
         self, request: Request, fields: TextFields | ChatFields, prompts: Sequence[list[int]]
     ) -> Response:
-        requests = [prompt_request(fields, prompt, self._served) for prompt in prompts]
+        requests = prompt_requests(fields, prompts, self._served)
         if self._engine.counts().waiting + len(requests) * fields.n > _MAX_WAITING:
             raise EngineRefusal(f"{_MAX_WAITING} completions are waiting; try later", status=503)
-        writer = AnswerWriter(fields, self._served)
+        writer = AnswerWriter(fields, self._decoding)
         if fields.stream:
             lines = self._lines(writer, fields, requests)
             return StreamingResponse(lines, media_type="text/event-stream")
         jobs = await unless_disconnected(request.receive, self._finish(fields, requests))
         if jobs is None:
             return Response(status_code=_CLIENT_CLOSED)
+        if writer.is_large(jobs):
+            return await asyncio.to_thread(lambda: _json(writer.whole(jobs)))
         return _json(writer.whole(jobs))
 
     async def _finish(
@@ -232,7 +234,9 @@ class CompletionRoutes:
 
         def find_stop(completion: Completion) -> str | None:
             if completion.index not in finders:
-                text = GrowingText(self._thread_tokenizer, skips_special=fields.skip_special_tokens)
+                text = GrowingText(
+                    self._decoding.tokenizer, skips_special=fields.skip_special_tokens
+                )
                 finders[completion.index] = StopFinder(text, request.stop_texts)
             return finders[completion.index].find(completion.tokens)
 

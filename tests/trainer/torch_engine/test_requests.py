@@ -2,14 +2,25 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
 import pytest
+from pydantic import ValidationError
 
 from atroposlib.api.concurrency import EngineReading
 from atroposlib.api.engines import read_metrics
-from example_trainer.torch_engine.protocol import MAX_COMPLETIONS
+from example_trainer.torch_engine.protocol import (
+    MAX_COMPLETIONS,
+    ChatFields,
+    DetokenizeFields,
+    EngineRefusal,
+    TextFields,
+    TokenizeFields,
+    UpdateFields,
+    parse_body,
+)
 from tests.end_to_end.conftest import MAX_MODEL_LEN
 from tests.trainer.torch_engine.conftest import LocalEngine
 
@@ -38,7 +49,14 @@ def refused(local: LocalEngine, path: str, body: Any, status: int = 400) -> str:
         ({"prompt": ""}, "at least one token"),
         ({"prompt": [1, -1]}, "out of vocabulary"),
         ({"prompt": [1, 10**9]}, "out of vocabulary"),
-        ({"prompt": [1, 1.5]}, "prompt"),
+        ({"prompt": [1, 1.5]}, "prompt: expected a token id at position 1"),
+        ({"prompt": [1, True]}, "prompt: expected a token id at position 1"),
+        ({"prompt": ["a", 1]}, "prompt: expected a text at position 1"),
+        ({"prompt": [[1], [2, None]]}, "prompt: expected a token id at position 1.1"),
+        ({"prompt": [[1], "a"]}, "prompt: expected a list of token ids at position 1"),
+        ({"prompt": [None]}, "prompt: expected a text, a list of token ids"),
+        ({"prompt": {}}, "prompt: expected a text, a list of token ids"),
+        ({"prompt": [[]] * (MAX_COMPLETIONS + 1)}, f"at most {MAX_COMPLETIONS} prompts"),
         ({"prompt": [1], "n": 0}, "n:"),
         ({"prompt": [1], "n": MAX_COMPLETIONS + 1}, "n:"),
         ({"prompt": [[1]] * MAX_COMPLETIONS, "n": 2}, "completions"),
@@ -60,6 +78,8 @@ def refused(local: LocalEngine, path: str, body: Any, status: int = 400) -> str:
         ({"prompt": [1], "echo": True, "stream": True}, "echo"),
         ({"prompt": "a" * 10**6}, "characters cannot fit"),
         ({"prompt": [[1] * 200] * MAX_COMPLETIONS, "prompt_logprobs": 20}, "send fewer prompts"),
+        ({"prompt": [1] * 200, "n": MAX_COMPLETIONS, "prompt_logprobs": 20}, "lower n"),
+        ({"prompt": [1] * 200, "n": 512, "echo": True, "logprobs": 20}, "lower n"),
         ({"prompt": [1], "presence_penalty": 0.5}, "presence_penalty is not supported"),
         ({"prompt": [1], "response_format": {"type": "json_object"}}, "response_format"),
         ([1], "JSON object"),
@@ -90,6 +110,79 @@ def test_a_bad_chat_request_is_answered_with_the_field(
     torch_engine: LocalEngine, body: Any, named: str
 ) -> None:
     assert named in refused(torch_engine, CHAT, body)
+
+
+MANY = 20_000
+
+
+@pytest.mark.parametrize(
+    ("fields", "body"),
+    [
+        (TextFields, {"prompt": [None] * MANY}),
+        (TextFields, {"prompt": [1, *[None] * MANY]}),
+        (TextFields, {"prompt": [[None] * MANY]}),
+        (TextFields, {"prompt": [[]] * MANY}),
+        (TextFields, {"prompt": [1], "logit_bias": {f"x{i}": None for i in range(MANY)}}),
+        (ChatFields, {"messages": [0] * MANY}),
+        (ChatFields, {"messages": HELLO, "tools": [0] * MANY}),
+        (TokenizeFields, {"messages": [0] * MANY}),
+        (TokenizeFields, {"tools": [0] * MANY}),
+        (DetokenizeFields, {"tokens": [None] * MANY}),
+        (UpdateFields, {f"x{i}": 0 for i in range(MANY)}),
+    ],
+)
+def test_parse_body_with_many_bad_elements_keeps_one_error(
+    fields: type[Any], body: dict[str, Any]
+) -> None:
+    with pytest.raises(EngineRefusal) as refusal:
+        parse_body(fields, body)
+
+    found = refusal.value.__cause__
+    assert found is None or (isinstance(found, ValidationError) and found.error_count() == 1)
+    assert len(str(refusal.value)) < 200
+
+
+def test_arguments_of_a_tool_that_json_cannot_represent_are_refused(
+    torch_engine: LocalEngine,
+) -> None:
+    call = {"function": {"name": "a", "arguments": '"\\ud800"'}}
+    message = {"role": "assistant", "content": "", "tool_calls": [call]}
+
+    assert "messages" in refused(torch_engine, CHAT, {"messages": [*HELLO, message]})
+
+
+def test_choices_of_a_prompt_share_its_logprobs_while_the_answer_is_built(
+    torch_engine: LocalEngine,
+) -> None:
+    from example_trainer.torch_engine.answers import AnswerWriter
+    from example_trainer.torch_engine.generation import Completion, Job, PromptRequest
+
+    fields = TextFields(prompt=[5, 6], n=2, echo=True, logprobs=1, prompt_logprobs=1)
+    request = PromptRequest((5, 6), num_completions=2, num_top=1, prompt_top=1)
+    job = Job(request, on_done=lambda _: None)
+    job.prompt_logprobs = [(-1.0, [(7, -0.5)])]
+    job.completions = [Completion(request, index, random.Random(0)) for index in range(2)]
+
+    first, second = AnswerWriter(fields, torch_engine.state.served).whole([job])["choices"]
+
+    assert first["prompt_logprobs"] is second["prompt_logprobs"]
+    assert first["prompt_logprobs"][1]["7"]["logprob"] == -0.5
+    rows, others = first["logprobs"]["top_logprobs"], second["logprobs"]["top_logprobs"]
+    assert rows == others
+    assert rows[1] is others[1]
+
+
+def test_a_large_answer_is_that_of_its_parts(torch_engine: LocalEngine) -> None:
+    prompt = [9, *range(30, 130)]
+    options = {"max_tokens": 2, "echo": True, "logprobs": 20, "seed": 3}
+
+    many = torch_engine.complete([prompt] * 10, **options)["choices"]
+    [one] = torch_engine.complete(prompt, **options)["choices"]
+
+    assert len(many) == 10
+    for choice in many:
+        assert choice["logprobs"]["tokens"] == one["logprobs"]["tokens"]
+        assert choice["logprobs"]["text_offset"] == one["logprobs"]["text_offset"]
 
 
 def test_a_prompt_beyond_the_context_is_refused_in_the_words_of_vllm(
@@ -283,16 +376,53 @@ def test_update_routes_exist_only_where_they_are_offered(torch_engine: LocalEngi
     ],
 )
 def test_settings_that_cannot_work_end_in_one_line(
-    model_folder: Path, capsys: pytest.CaptureFixture[str], words: list[str], named: str
+    model_folder: Path,
+    free_port: int,
+    capsys: pytest.CaptureFixture[str],
+    words: list[str],
+    named: str,
 ) -> None:
     from example_trainer.torch_engine.__main__ import main
 
+    given = [str(model_folder) if word == "FOLDER" else word for word in words]
+
     with pytest.raises(SystemExit) as ended:
-        main([str(model_folder) if word == "FOLDER" else word for word in words])
+        main([*given, "--port", str(free_port)])
 
     assert ended.value.code == 2
     [line] = capsys.readouterr().err.strip().splitlines()[-1:]
     assert named in line
+
+
+def test_a_port_in_use_is_reported_before_the_model_is_loaded(
+    torch_engine: LocalEngine, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from example_trainer.torch_engine.__main__ import main
+
+    port = torch_engine.url.rpartition(":")[2]
+
+    with pytest.raises(SystemExit) as ended:
+        main(["--model", "/no/such/folder", "--port", port])
+
+    assert ended.value.code == 2
+    [line] = capsys.readouterr().err.strip().splitlines()
+    assert f"port {port} is in use" in line
+
+
+def test_lines_of_libraries_with_a_handler_are_logged_once(
+    free_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from huggingface_hub.utils import logging as hub_logging
+
+    from example_trainer.torch_engine.__main__ import main
+
+    logger = hub_logging.get_logger()
+    monkeypatch.setattr(logger, "propagate", True)
+
+    with pytest.raises(SystemExit):
+        main(["--model", "/no/such/folder", "--port", str(free_port)])
+
+    assert not logger.propagate
 
 
 def test_a_model_with_other_attention_is_refused_at_the_start(tmp_path: Path) -> None:
