@@ -111,21 +111,21 @@ def test_own_memory_copies_each_storage_once() -> None:
 def test_reload_of_a_file_that_changes_meanwhile_leaves_the_weights(
     local: LocalEngine, model: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from example_trainer.torch_engine import weights
+    import safetensors.torch
 
     *_, last = sharded_copy(model, tmp_path / "other")
     data = last.read_bytes()
     before = scores(local)
-    read_tensor = weights._read_tensor
+    load = safetensors.torch.load
     replaced = [data[:-8], data[:1000] + bytes(len(data) - 1000)]
 
-    def read_then_replace(file: Any, path: Path, *given: Any) -> Any:
-        if path == last:
+    def load_then_replace(content: bytes) -> Any:
+        if content == data:
             last.write_bytes(replaced[0])
-        return read_tensor(file, path, *given)
+        return load(content)
 
     with monkeypatch.context() as patch:
-        patch.setattr(weights, "_read_tensor", read_then_replace)
+        patch.setattr(safetensors.torch, "load", load_then_replace)
         truncated = reload(local, tmp_path / "other")
         last.write_bytes(data)
         replaced.reverse()
