@@ -37,7 +37,13 @@ from typing import Any, NamedTuple, Protocol
 
 import msgspec
 
-from atroposlib.api.client import LeasedBatch, RetryRule, TrainerClient, says_unregistered
+from atroposlib.api.client import (
+    LeasedBatch,
+    RetryRule,
+    TrainerClient,
+    current_step,
+    says_unregistered,
+)
 from atroposlib.errors import ConfigError, TrajectoryApiError
 from atroposlib.utils.text import without_secrets
 from example_trainer.checkpointing import (
@@ -224,10 +230,12 @@ class TrajectoryFeed:
 
     def _why_no_batch(self, step: int) -> str:
         status = self._client.status()
-        if status.get("stalls"):
-            return "; ".join(stall["message"] for stall in status["stalls"])
+        stalls = status.get("stalls")
+        if stalls and isinstance(stalls, list):
+            found = (stall if isinstance(stall, dict) else {} for stall in stalls)
+            return "; ".join(str(stall.get("message")) for stall in found)
         # Services of earlier versions count rejected batches as steps.
-        service_step = int(status["current_step"])
+        service_step = current_step(status, self._config.atropos_url)
         if service_step <= step:
             return "are environments running?"
         return (
@@ -325,7 +333,7 @@ def _read_run_id(marker: Path) -> str:
 def _read_record(path: Path) -> _BatchRecord:
     try:
         return msgspec.msgpack.decode(path.read_bytes(), type=_BatchRecord)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, RecursionError) as error:
         raise ConfigError(
             f"{path} is not a batch record: {error}; restore it, or start without --resume"
         ) from error
@@ -480,6 +488,52 @@ class TrainingRecord:
         write_file(path, checksum.encode())
 
 
+_NOT_RECORDED = (OverflowError, RecursionError)
+
+
+def recordable(batch: LeasedBatch) -> LeasedBatch:
+    """Return a batch as the journal can hold it: without large integers and deeply nested values.
+
+    JSON, thus any `messages`, may have integers beyond 64 bits; they become floats, or text beyond
+    those. A field that is nested too deeply becomes None, and is logged.
+    """
+    try:
+        msgspec.msgpack.encode(batch.groups)
+        return batch
+    except _NOT_RECORDED:
+        groups = [
+            {name: _recordable_field(name, value) for name, value in group.items()}
+            for group in batch.groups
+        ]
+        return batch._replace(groups=groups)
+
+
+def _recordable_field(name: str, value: Any) -> Any:
+    try:
+        msgspec.msgpack.encode(value)
+    except OverflowError:
+        try:
+            return _within_64_bits(value)
+        except RecursionError:
+            pass
+    except RecursionError:
+        pass
+    else:
+        return value
+    logger.warning("the field %.60r of a group is left out: it is nested too deeply", name)
+    return None
+
+
+def _within_64_bits(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _within_64_bits(entry) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_within_64_bits(entry) for entry in value]
+    if isinstance(value, int) and not -(2**63) <= value < 2**64:
+        return float(value) if abs(value) < 2**1023 else str(value)
+    return value
+
+
 _KEPT_MARKS = 1024
 
 
@@ -535,23 +589,24 @@ class DurableFeed:
         """Wait for the batch of step `step + 1`; it is in the journal when this returns."""
         batch = self._journal.read(step + 1)
         if batch is None:
-            batch = self._new_batch(step)
+            batch, mark = self._new_batch(step)
             self._journal.write(step + 1, batch)
         else:
             logger.info("step %d: batch read from the journal", step + 1)
+            mark = BatchMark.of(batch)
         if self._record is not None:
             self._record.note_batch(step + 1, self._journal.path_of(step + 1))
-        mark = BatchMark.of(batch)
         self._batch_id = batch.batch_id
         if mark is not None:
             self._marks = [*self._marks, mark][-_KEPT_MARKS:]
         return batch
 
-    def _new_batch(self, step: int) -> LeasedBatch:
+    def _new_batch(self, step: int) -> tuple[LeasedBatch, BatchMark | None]:
         while True:
-            batch = self._feed.next_batch(step)
-            if BatchMark.of(batch) not in self._marks:
-                return batch
+            batch = recordable(self._feed.next_batch(step))
+            mark = BatchMark.of(batch)
+            if mark not in self._marks:
+                return batch, mark
             logger.warning("batch %s was trained before; skipping it", batch.batch_id)
             self._feed.acknowledge(batch.batch_id, steps_done=step)
 

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+import numbers
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -19,6 +20,7 @@ from atroposlib.errors import ConfigError, GroupError
 from atroposlib.scored_data import (
     GROUP_FIELDS,
     IGNORE_INDEX,
+    MASKED_LOGPROB,
     MAX_SCORE,
     check_group,
     has_placeholder_tokens,
@@ -26,6 +28,7 @@ from atroposlib.scored_data import (
     is_demonstration,
     temperature_of,
 )
+from atroposlib.wire.json_format import check_opaque
 from example_trainer.images import TEXT_ONLY, AlignedImages, ImageSupport
 from example_trainer.loss import PADDED_TEACHER_ID
 
@@ -117,7 +120,9 @@ def rows_from_group(group: Group, rules: RowRules, *, name: str = "group") -> li
             group, are_sft, uses_rewards=rules.uses_rewards, allow=rules.allow_tokenized_from_text
         )
         advantages = _token_advantages(group, rules, are_sft)
-        reference = _numbers(group, "ref_logprobs") if rules.uses_reference else None
+        if group.get("inference_logprobs") is not None:
+            _check_logprobs(group, "inference_logprobs")
+        reference = _reference(group) if rules.uses_reference else None
         needs_reference = rules.uses_reference and not rules.scores_reference
         if needs_reference and reference is None and not all(are_sft):
             raise GroupError(
@@ -134,6 +139,8 @@ def rows_from_group(group: Group, rules: RowRules, *, name: str = "group") -> li
         raise GroupError(f"{name}: {error}") from error
     except ArithmeticError as error:
         raise GroupError(f"{name}: arithmetic with its numbers fails: {error}") from error
+    except RecursionError as error:
+        raise GroupError(f"{name}: a value is nested too deeply") from error
 
 
 def _row(
@@ -189,6 +196,7 @@ def _token_advantages(
     given: Any = group.get("advantages")
     if given is None:
         given = _score_advantages(group, rules, are_sft)
+    _check_list("advantages", given)
     _check_length("advantages", given, "tokens", tokens)
     result: list[Sequence[float]] = []
     for i, ids in enumerate(tokens):
@@ -197,9 +205,11 @@ def _token_advantages(
             continue
         # Environments of May 2025 send one number per trajectory.
         is_one = isinstance(given[i], (int, float))
+        if not is_one:
+            _check_list(f"advantages[{i}]", given[i])
         result.append([float(given[i])] * len(ids) if is_one else list(given[i]))
         _check_length(f"advantages[{i}]", result[i], f"tokens[{i}]", ids)
-        _check_numbers(f"advantages[{i}]", result[i])
+        _check_numbers(f"advantages[{i}]", result[i], limit=MAX_ADVANTAGE)
     return result
 
 
@@ -310,6 +320,12 @@ _OPTIONAL = tuple(field.name for field in GROUP_FIELDS if not field.required)
 # Groups also have a `policy_version`, from which staleness is computed.
 _KNOWN_FIELDS = {field.name for field in GROUP_FIELDS} | {"policy_version"}
 _SAMPLING = ("temperature", "top_p", "top_k", "min_p")
+MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-4, 1e4
+"""Range of temperatures: logits divided by them, and the gradient, remain finite in float32."""
+MAX_ADVANTAGE = 1e6
+"""Largest magnitude of an advantage; gradients remain finite in float32."""
+MAX_LOGPROB = 0.1
+"""Largest logprob: 0 and the rounding error of engines in bfloat16."""
 _SUPPORTED_OVERRIDES = {"set_advantage_to_zero", "temperature", "sft"}
 # The last two are settings of the environment's own teacher and have no effect here.
 _SUPPORTED_GROUP_OVERRIDES = {
@@ -366,7 +382,9 @@ def _without_unfilled(group: Group) -> dict[str, Any]:
 
 
 def _check(group: Group, rules: RowRules) -> None:
+    _check_types(group)
     check_group(group)
+    _check_versions(group)
     for i, (tokens, masks) in enumerate(zip(group["tokens"], group["masks"], strict=True)):
         _check_ids(f"tokens[{i}]", tokens, rules.vocabulary)
         # A mask of zeros and ones would train the model to predict the tokens 0 and 1.
@@ -389,6 +407,28 @@ def _check(group: Group, rules: RowRules) -> None:
         _check_switches(f"overrides[{i}]", override)
     if rules.unsupported_fields == "refuse":
         _refuse_unsupported(group, rules)
+
+
+def _check_types(group: Group) -> None:
+    """Check the types of the fields of every group; a JSON body may contain any."""
+    for name in ("tokens", "masks", "scores", "inference_logprobs"):
+        if group.get(name) is not None:
+            _check_list(name, group[name])
+    for name in ("tokens", "masks"):
+        for i, row in enumerate(group.get(name) or ()):
+            _check_entries(f"{name}[{i}]", row, numbers.Integral, "an integer")
+    _check_entries("scores", group.get("scores") or (), numbers.Real, "a number")
+    for i, row in enumerate(group.get("inference_logprobs") or ()):
+        _check_entries(f"inference_logprobs[{i}]", row, numbers.Real, "a number")
+
+
+def _check_versions(group: Group) -> None:
+    version = group.get("policy_version")
+    if version is not None and not (isinstance(version, int) and abs(version) < 2**63):
+        raise GroupError(f"policy_version: expected an integer or null, got {version!r:.40}")
+    runs = group.get("token_versions")
+    if runs is not None:
+        check_opaque("token_versions", runs, list(map(len, group["tokens"])))
 
 
 def _refuse_unsupported(group: Group, rules: RowRules) -> None:
@@ -421,6 +461,13 @@ def _check_switches(path: str, value: Any) -> None:
     for name in _SAMPLING:
         if value.get(name) is not None:
             _check_number(f"{path}.{name}", value[name])
+    temperature = value.get("temperature") or 0.0
+    # 0 and less stand for greedy decoding.
+    if temperature > 0 and not MIN_TEMPERATURE <= temperature <= MAX_TEMPERATURE:
+        raise GroupError(
+            f"{path}.temperature: {temperature!r:.40}; expected 0 or a number from "
+            f"{MIN_TEMPERATURE:g} to {MAX_TEMPERATURE:g}"
+        )
 
 
 def _check_teacher(group: Group, vocabulary: int | None) -> None:
@@ -430,8 +477,14 @@ def _check_teacher(group: Group, vocabulary: int | None) -> None:
     if not ids or not logprobs:
         missing = "distill_logprobs" if ids else "distill_token_ids"
         raise GroupError(f"{missing}: missing; distillation needs ids and logprobs")
-    _check_aligned(group, "distill_token_ids")
-    _check_aligned(group, "distill_logprobs")
+    for name, kind, noun in (
+        ("distill_token_ids", numbers.Integral, "an integer"),
+        ("distill_logprobs", numbers.Real, "a number"),
+    ):
+        _check_aligned(group, name)
+        for i, row in enumerate(group[name]):
+            _check_entries(f"{name}[{i}]", row, (list, tuple), "a list")
+            _check_choices(f"{name}[{i}]", row, kind, noun)
     for i, t in ((i, t) for i, tokens in enumerate(group["tokens"]) for t in range(len(tokens))):
         path = f"distill_logprobs[{i}][{t}]"
         ids_path = f"distill_token_ids[{i}][{t}]"
@@ -440,20 +493,67 @@ def _check_teacher(group: Group, vocabulary: int | None) -> None:
         _check_numbers(path, logprobs[i][t])
 
 
-def _numbers(group: Group, field: str) -> Sequence[Sequence[float]] | None:
-    """Return an optional [G][L] field of finite numbers, None if it is absent."""
-    rows: Sequence[Sequence[float]] | None = group.get(field) or None
+def _reference(group: Group) -> Sequence[Sequence[float]] | None:
+    """Return the `ref_logprobs` [G][L] of a group, None if they are absent."""
+    rows: Sequence[Sequence[float]] | None = group.get("ref_logprobs") or None
     if rows is not None:
-        _check_aligned(group, field)
-        for i, row in enumerate(rows):
-            _check_numbers(f"{field}[{i}]", row)
+        _check_aligned(group, "ref_logprobs")
+        _check_logprobs(group, "ref_logprobs")
     return rows
 
 
+def _check_logprobs(group: Group, field: str) -> None:
+    """Check [G][L] logprobs; where nothing is trained, they have no effect and may be positive."""
+    for i, row in enumerate(group[field]):
+        path = f"{field}[{i}]"
+        _check_numbers(path, row)
+        # Faster than a loop over all tokens: only masked ones are above the limit.
+        above = [t for t, value in enumerate(row) if value > MAX_LOGPROB]
+        for t in above:
+            if row[t] != MASKED_LOGPROB and group["masks"][i][t] != IGNORE_INDEX:
+                raise GroupError(
+                    f"{path}[{t}]: {row[t]!r:.40}; expected a logprob, at most 0, or "
+                    f"{MASKED_LOGPROB:g} where it is unknown"
+                )
+
+
 def _check_aligned(group: Group, field: str) -> None:
+    _check_list(field, group[field])
+    for i, row in enumerate(group[field]):
+        _check_list(f"{field}[{i}]", row)
     _check_length(field, group[field], "tokens", group["tokens"])
     for i, (row, ids) in enumerate(zip(group[field], group["tokens"], strict=True)):
         _check_length(f"{field}[{i}]", row, f"tokens[{i}]", ids)
+
+
+def _check_list(path: str, values: Any) -> None:
+    if not isinstance(values, (list, tuple)):
+        raise GroupError(f"{path}: expected a list, got {values!r:.40}")
+
+
+Kinds = type | tuple[type, ...]
+
+
+def _check_entries(path: str, values: Any, kind: Kinds, noun: str) -> None:
+    _check_list(path, values)
+    if _are_all(values, kind):
+        return
+    for t, value in enumerate(values):
+        if not isinstance(value, kind):
+            raise GroupError(f"{path}[{t}]: expected {noun}, got {value!r:.40}")
+
+
+def _check_choices(path: str, row: Sequence[Sequence[Any]], kind: Kinds, noun: str) -> None:
+    """Check the [L][K] entries of a row of lists."""
+    if _are_all(itertools.chain.from_iterable(row), kind):
+        return
+    for t, values in enumerate(row):
+        _check_entries(f"{path}[{t}]", values, kind, noun)
+
+
+def _are_all(values: Iterable[Any], kind: Kinds) -> bool:
+    # Values have few types; looking at each type once is faster than at each value.
+    return all(issubclass(found, kind) for found in set(map(type, values)))
 
 
 def _check_length(
@@ -479,22 +579,22 @@ def _check_ids(
         )
 
 
-def _check_numbers(path: str, values: Sequence[Any]) -> None:
+def _check_numbers(path: str, values: Sequence[Any], *, limit: float = MAX_SCORE) -> None:
     # Faster than the loop below, which finds the invalid value.
     try:
         if not len(values) or (
-            math.isfinite(sum(values)) and max(values) <= MAX_SCORE and min(values) >= -MAX_SCORE
+            math.isfinite(sum(values)) and max(values) <= limit and min(values) >= -limit
         ):
             return
     except (TypeError, OverflowError):
         pass
     for t, value in enumerate(values):
-        _check_number(f"{path}[{t}]", value)
+        _check_number(f"{path}[{t}]", value, limit=limit)
 
 
-def _check_number(path: str, value: Any) -> None:
+def _check_number(path: str, value: Any, *, limit: float = MAX_SCORE) -> None:
     is_number = isinstance(value, (int, float))
     if not is_number or (isinstance(value, float) and not math.isfinite(value)):
         raise GroupError(f"{path}: {value!r:.40} is not a finite number")
-    if not -MAX_SCORE <= value <= MAX_SCORE:  # also integers outside the range of floats
-        raise GroupError(f"{path}: {value!r:.40} is beyond ±{MAX_SCORE:g}")
+    if not -limit <= value <= limit:  # also integers outside the range of floats
+        raise GroupError(f"{path}: {value!r:.40} is beyond ±{limit:g}")

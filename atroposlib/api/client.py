@@ -47,7 +47,10 @@ from atroposlib.api.client_transport import (
     delivered_groups,
     encode_body,
     is_on_this_machine,
+    kind_of,
     leased_batch,
+    malformed_answer,
+    nack_path,
     plain,
     says_unregistered,
     service_address,
@@ -273,6 +276,19 @@ class TrajectoryApiClient:
 _ROUTE_MISSING = (404, 405)
 
 
+def current_step(status: Mapping[str, Any], url: str) -> int:
+    """Return the steps of the run in a response of `GET /status`.
+
+    Raises:
+        TrajectoryApiError: it has none.
+    """
+    step = status.get("current_step")
+    if not isinstance(step, int):
+        fault = f"current_step is {kind_of(step)}, expected an integer"
+        raise malformed_answer("GET", f"{url}/status", fault)
+    return step
+
+
 class TrainerClient(SyncClient):
     """Synchronous client for trainers; raises and retries like `TrajectoryApiClient`."""
 
@@ -379,7 +395,7 @@ class TrainerClient(SyncClient):
     def nack(self, batch_id: str | None) -> None:
         """Return a leased batch, to be redelivered next; arguments and errors as for `ack`."""
         if batch_id is not None:
-            self._ask("POST", f"/batch/{batch_id}/nack")
+            self._ask("POST", nack_path(batch_id))
 
     def set_policy_version(self, version: int) -> bool:
         """Report the version of the weights that the inference engine serves now.
@@ -539,7 +555,8 @@ class BatchIterator:
             try:
                 status = self._client.status()
                 num_leased = max(len(self._held), status.get("leased_batches", 0))
-                is_last = status["current_step"] + num_leased >= self._registration["num_steps"]
+                step = current_step(status, self._client.base_url)
+                is_last = step + num_leased >= self._registration["num_steps"]
                 for batch in self.held if is_last else ():
                     self.ack(batch)
             except TrajectoryApiError as error:
@@ -611,7 +628,8 @@ class BatchIterator:
 
     def _is_over(self) -> bool:
         # The service counts, since other processes may do steps of this run too.
-        return bool(self._client.status()["current_step"] >= self._registration["num_steps"])
+        step = current_step(self._client.status(), self._client.base_url)
+        return bool(step >= self._registration["num_steps"])
 
 
 def batches(

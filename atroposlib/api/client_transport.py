@@ -21,10 +21,12 @@ import asyncio
 import gzip
 import logging
 import random
+import re
 import time
-from collections.abc import AsyncIterator, Callable, Iterable, Mapping
+import zlib
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple, TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import quote, urlsplit
 from urllib.request import getproxies
 
 import aiohttp
@@ -167,6 +169,12 @@ _REMEDIES = {
 _COMMON_ROUTES = ("/register", "/register-env", "/batch", "/info", "/status", "/wandb_info")
 """Routes that every version of the service has."""
 _MISSING_ROUTE_STATUSES = (404, 405, 501)
+_NOT_CURRENT = (
+    "the server at this address is not a current trajectory service; check the address, `run-api` "
+    "starts a service"
+)
+_BATCH_ID = re.compile(r"[!-~]{1,256}")
+"""An id that can be part of a URL and of a log line."""
 _CONFLICT_REMEDIES = {
     "/register": "use the settings of the running run, or take it over with --replace-run",
     "/ack": "its groups may be trained on twice; ask for longer leases",
@@ -297,7 +305,7 @@ def read_answer(
     is_json = format_of_response(headers) == "json"
     try:
         answer = msgspec.json.decode(content) if is_json else decode_batch(content, "msgpack")
-    except (msgspec.DecodeError, ValueError):
+    except (msgspec.DecodeError, ValueError, RecursionError):
         answer = None
     is_null = is_json and content.strip() == b"null"
     if 200 <= status < 300 and (answer is not None or is_null):
@@ -315,6 +323,8 @@ def read_answer(
     for secret in (secrets or {}).values():
         text = text.replace(secret, "***").replace(secret.removeprefix("Bearer "), "***")
     remedy = _CONFLICT_REMEDIES.get(route) if status == 409 else _REMEDIES.get(status)
+    if 200 <= status < 300:
+        remedy = f"the body cannot be decoded, or is nested too deeply; {_NOT_CURRENT}"
     if "--replace-run" in text:  # a current service includes the remedy
         remedy = None
     raise TrajectoryApiError(
@@ -323,6 +333,32 @@ def read_answer(
         status=status,
         retry_after_s=retry_after_s(headers),
     )
+
+
+_JSON_KINDS = {dict: "an object", list: "a list", str: "a string", bool: "a boolean"}
+
+
+def kind_of(value: Any) -> str:
+    """Return the JSON type of a decoded value, with an article."""
+    return "null" if value is None else _JSON_KINDS.get(type(value), "a number")
+
+
+def malformed_answer(method: str, url: str, fault: str) -> TrajectoryApiError:
+    """Return the error for a successful response whose content is not that of the route."""
+    text = f"{method} {without_secrets(url)}: {fault}; {_NOT_CURRENT}"
+    return TrajectoryApiError(text, status=200)
+
+
+def object_of(answer: Any, method: str, url: str) -> dict[str, Any]:
+    """Return a decoded response that has to be an object.
+
+    Raises:
+        TrajectoryApiError: it is not.
+    """
+    if not isinstance(answer, dict):
+        fault = f"the response is {kind_of(answer)}, expected an object"
+        raise malformed_answer(method, url, fault)
+    return answer
 
 
 def _last_part(url: str) -> str:
@@ -352,7 +388,12 @@ def batch_path(*, lease_s: float | None, wait_s: float | None, consumer: int | N
 def ack_path(batch_id: str, *, steps_done: int | None) -> str:
     """Return the path that acknowledges a batch; older services ignore the query."""
     query = "" if steps_done is None else f"?steps_done={steps_done}"
-    return f"/batch/{batch_id}/ack{query}"
+    return f"/batch/{quote(batch_id, safe='')}/ack{query}"
+
+
+def nack_path(batch_id: str) -> str:
+    """Return the path that returns a batch to the service."""
+    return f"/batch/{quote(batch_id, safe='')}/nack"
 
 
 def assigned_id(answer: Any, url: str) -> int:
@@ -372,19 +413,29 @@ def assigned_id(answer: Any, url: str) -> int:
         ) from None
 
 
-def delivered_groups(answer: Mapping[str, Any], url: str) -> list[dict[str, Any]] | None:
+def delivered_groups(answer: Any, url: str) -> list[dict[str, Any]] | None:
     """Return the groups of a response of `GET /batch`; None if no batch is ready.
 
     Raises:
-        TrajectoryApiError: no trainer is registered.
+        TrajectoryApiError: no trainer is registered, or the response has another form.
     """
+    answer = object_of(answer, "GET", f"{url}/batch")
     if answer.get("status") == "error":
         raise TrajectoryApiError(
             f"GET {without_secrets(url)}/batch: {answer.get('message')}; "
             "the service was reset or restarted: register the trainer again",
             status=200,
         )
-    batch: list[dict[str, Any]] | None = answer.get("batch")
+    batch = answer.get("batch")
+    if batch is None:
+        return None
+    if not isinstance(batch, list):
+        fault = f"batch is {kind_of(batch)}, expected a list of groups or null"
+        raise malformed_answer("GET", f"{url}/batch", fault)
+    for i, group in enumerate(batch):
+        if not isinstance(group, dict):
+            fault = f"batch[{i}] is {kind_of(group)}, expected a group"
+            raise malformed_answer("GET", f"{url}/batch", fault)
     return batch
 
 
@@ -394,12 +445,16 @@ def says_unregistered(error: TrajectoryApiError) -> bool:
     return "not registered" in str(error).lower()
 
 
-def leased_batch(answer: Mapping[str, Any], url: str) -> LeasedBatch | None:
+def leased_batch(answer: Any, url: str) -> LeasedBatch | None:
     """Return the batch of a response of `GET /batch?lease=`; otherwise like `delivered_groups`."""
     groups = delivered_groups(answer, url)
     if groups is None:
         return None
     batch_id = answer.get("batch_id")
+    is_id = isinstance(batch_id, int | str) and _BATCH_ID.fullmatch(str(batch_id))
+    if batch_id is not None and not is_id:
+        fault = f"batch_id is {batch_id!a:.80}, expected printable ASCII without blanks"
+        raise malformed_answer("GET", f"{url}/batch", fault)
     versions = answer.get("policy_versions")  # absent in responses of older services
     if isinstance(versions, list) and len(versions) == len(groups):
         for group, version in zip(groups, versions, strict=True):
@@ -599,6 +654,36 @@ async def _pieces(content: bytes) -> AsyncIterator[memoryview]:
 
 
 _T = TypeVar("_T")
+_SECONDS_BETWEEN_LOG_LINES = 30.0
+
+
+def _decompressed(arriving: httpx.Response, request: str) -> Iterator[bytes]:
+    """Yield the pieces of a response, gzip or not, decompressed.
+
+    httpx would decompress zstd and Brotli too, which make gigabytes of one piece.
+
+    Raises:
+        TrajectoryApiError: it is not gzip, incomplete, or in another encoding.
+    """
+    encoding = arriving.headers.get("Content-Encoding", "identity").strip().lower()
+    if encoding == "identity":
+        yield from arriving.iter_raw()
+        return
+    if encoding != "gzip":
+        raise TrajectoryApiError(
+            f"{request}: the response is encoded as {encoding!a:.80}, expected gzip",
+            status=arriving.status_code,
+        )
+    gunzip = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
+    is_empty = True
+    for piece in arriving.iter_raw():
+        is_empty = False
+        try:
+            yield gunzip.decompress(piece)
+        except zlib.error as error:
+            raise TrajectoryApiError(f"{request}: the response is not gzip: {error}") from None
+    if not gunzip.eof and not is_empty:
+        raise TrajectoryApiError(f"{request}: the response ends within its gzip stream")
 
 
 class SyncClient:
@@ -612,6 +697,10 @@ class SyncClient:
         timeout_s: limit on connecting, and on every pause while a response arrives.
         retry: when failed requests are retried.
         token: bearer token, sent to the service; never logged.
+        max_answer_bytes: limit on the size of a response after decompression. The default is that
+            of the largest MessagePack value and far above any batch.
+        answer_limit_s: limit on the time until a response is complete, in addition to the time for
+            which the service may wait.
         sleep: waits; replaced in tests.
         clock: monotonic seconds; replaced in tests.
 
@@ -626,9 +715,13 @@ class SyncClient:
         timeout_s: float = 60.0,
         retry: RetryRule | None = None,
         token: str | None = None,
+        max_answer_bytes: int = 2**32,
+        answer_limit_s: float = 600.0,
         sleep: Callable[[float], None] = time.sleep,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._max_answer_bytes = max_answer_bytes
+        self._answer_limit_s = answer_limit_s
         self.base_url = service_address(base_url)
         self._timeout_s = timeout_s
         self._auth_headers = auth_headers(token)
@@ -658,11 +751,11 @@ class SyncClient:
 
     def status(self) -> dict[str, Any]:
         """Return the response of `GET /status`: `current_step`, `queue_size` (groups) and more."""
-        return dict(self._ask("GET", "/status"))
+        return object_of(self._ask("GET", "/status"), "GET", f"{self.base_url}/status")
 
     def info(self) -> dict[str, Any]:
         """Return `batch_size` and `max_token_len`, -1 before a trainer registered."""
-        return dict(self._ask("GET", "/info"))
+        return object_of(self._ask("GET", "/info"), "GET", f"{self.base_url}/info")
 
     def _ask(
         self,
@@ -736,20 +829,54 @@ class SyncClient:
     ) -> httpx.Response:
         """Send once; return a successful response, raise on any other."""
         url = self.base_url + path
+        ends_at = self._clock() + wait_s + self._answer_limit_s
         try:
-            reply = self._client.request(
+            with self._client.stream(
                 method,
                 url,
                 content=body.content if body else None,
-                headers={**(headers or {}), **(body.headers if body else {})},
+                headers={
+                    "Accept-Encoding": "gzip",
+                    **(headers or {}),
+                    **(body.headers if body else {}),
+                },
                 timeout=httpx.Timeout(self._timeout_s, read=self._timeout_s + wait_s),
-            )
+            ) as arriving:
+                reply = self._received(arriving, f"{method} {without_secrets(url)}", ends_at)
         except httpx.HTTPError as error:
             sent = not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
             raise unreachable(method, url, error, attempt=attempt, sent=sent) from None
         if not reply.is_success:
             self._read(reply, method, path, attempt=attempt)
         return reply
+
+    def _received(self, arriving: httpx.Response, request: str, ends_at: float) -> httpx.Response:
+        """Read a response within the limits; return it decompressed."""
+        parts: list[bytes] = []
+        num_bytes = 0
+        next_log_at = self._clock() + _SECONDS_BETWEEN_LOG_LINES
+        for part in _decompressed(arriving, request):
+            parts.append(part)
+            num_bytes += len(part)
+            if num_bytes > self._max_answer_bytes:
+                raise TrajectoryApiError(
+                    f"{request}: the response is larger than {self._max_answer_bytes} bytes; "
+                    "use smaller batches, or check the address",
+                    status=arriving.status_code,
+                )
+            now = self._clock()
+            if now > ends_at:
+                raise TrajectoryApiError(
+                    f"{request}: the response is not complete after {self._answer_limit_s:g} s, "
+                    f"{num_bytes} bytes have arrived; check the connection to the service"
+                )
+            if now >= next_log_at:
+                logger.info("%s: %d bytes of the response have arrived", request, num_bytes)
+                next_log_at = now + _SECONDS_BETWEEN_LOG_LINES
+        headers = httpx.Headers(arriving.headers)
+        for name in ("Content-Encoding", "Content-Length", "Transfer-Encoding"):
+            headers.pop(name, None)
+        return httpx.Response(arriving.status_code, headers=headers, content=b"".join(parts))
 
     def _read(self, reply: httpx.Response, method: str, path: str, *, attempt: int = 1) -> Any:
         return read_answer(

@@ -65,6 +65,117 @@ def test_odd_value_is_refused_with_its_path(extra, path):
         rows_from_group(pair(**extra), RULES, name="group 4")
 
 
+def rows_with(value, *, of=1.0):
+    """Two rows of L entries; the fourth of the first is the value."""
+    return [[of, of, of, value, of], [of] * L]
+
+
+@pytest.mark.parametrize(
+    ("extra", "path"),
+    [
+        ({"tokens": "ab"}, "tokens: expected a list, got 'ab'"),
+        ({"tokens": [5, 5]}, r"tokens\[0\]: expected a list, got 5"),
+        ({"tokens": rows_with("a", of=1)}, r"tokens\[0\]\[3\]: expected an integer, got 'a'"),
+        ({"tokens": rows_with(7.0, of=1)}, r"tokens\[0\]\[3\]: expected an integer, got 7\.0"),
+        ({"tokens": rows_with(None, of=1)}, r"tokens\[0\]\[3\]: expected an integer, got None"),
+        ({"masks": 3}, "masks: expected a list, got 3"),
+        ({"masks": [[-100] * L, 3]}, r"masks\[1\]: expected a list, got 3"),
+        ({"masks": rows_with("7", of=-100)}, r"masks\[0\]\[3\]: expected an integer, got '7'"),
+        ({"scores": 1.0}, r"scores: expected a list, got 1\.0"),
+        ({"scores": [1.0, "2"]}, r"scores\[1\]: expected a number, got '2'"),
+        ({"inference_logprobs": True}, "inference_logprobs: expected a list, got True"),
+        ({"inference_logprobs": rows_with("x")}, r"inference_logprobs\[0\]\[3\]: expected a num"),
+        ({"advantages": 1.5}, r"advantages: expected a list, got 1\.5"),
+        ({"advantages": [None, 1.0]}, r"advantages\[0\]: expected a list, got None"),
+        ({"policy_version": "x"}, "policy_version: expected an integer or null, got 'x'"),
+        ({"policy_version": -(10**400)}, "policy_version: expected an integer or null"),
+        ({"token_versions": 5}, "token_versions: expected a list of runs"),
+        ({"token_versions": [5, None]}, r"token_versions\[0\]: expected a list of runs"),
+        ({"token_versions": [[5], None]}, r"token_versions\[0\]\[0\]: expected \[version"),
+        ({"token_versions": [[["a", L]], None]}, r"token_versions\[0\]\[0\]: expected \[version"),
+        ({"token_versions": [[[3, 5.0]], None]}, r"token_versions\[0\]\[0\]: expected \[version"),
+    ],
+)
+def test_rows_of_a_group_with_wrong_types_are_refused_with_their_path(extra, path):
+    with pytest.raises(GroupError, match=f"group 4: {path}"):
+        rows_from_group(pair(**extra), RULES, name="group 4")
+
+
+@pytest.mark.parametrize(
+    ("rules", "extra", "path"),
+    [
+        (REFERENCE, {"ref_logprobs": 1}, "ref_logprobs: expected a list, got 1"),
+        (REFERENCE, {"ref_logprobs": [1, 1]}, r"ref_logprobs\[0\]: expected a list, got 1"),
+        (REFERENCE, {"ref_logprobs": rows_with("x")}, r"ref_logprobs\[0\]\[3\]: 'x'"),
+        (TEACHER, teacher(4, [-1.0]), r"distill_token_ids\[0\]\[0\]: expected a list, got 4"),
+        (TEACHER, teacher(["x"], [-1.0]), r"distill_token_ids\[0\]\[0\]\[0\]: expected an int"),
+        (TEACHER, teacher([4], -1.0), r"distill_logprobs\[0\]\[0\]: expected a list"),
+        (TEACHER, teacher([4], ["x"]), r"distill_logprobs\[0\]\[0\]\[0\]: expected a number"),
+        (TEACHER, teacher([4], [-1.0]) | {"distill_logprobs": "ab"}, "distill_logprobs: expected"),
+    ],
+)
+def test_rows_of_optional_fields_with_wrong_types_are_refused_with_their_path(rules, extra, path):
+    with pytest.raises(GroupError, match=path):
+        rows_from_group(pair(**extra), rules)
+
+
+@pytest.mark.parametrize(
+    ("extra", "path"),
+    [
+        # 0 in float32: the logits become nan.
+        ({"overrides": [{"temperature": 1e-320}, {}]}, r"overrides\[0\]\.temperature: 1e-320; exp"),
+        ({"generation_params": {"temperature": 1e-30}}, r"generation_params\.temperature: 1e-30"),
+        ({"group_overrides": {"temperature": 1e30}}, r"group_overrides\.temperature: 1e\+30"),
+        (
+            {"advantages": [[1e30] * L, [0.0] * L]},
+            r"advantages\[0\]\[0\]: 1e\+30 is beyond ±1e\+06",
+        ),
+        ({"advantages": [0.0, -1e30]}, r"advantages\[1\]\[0\]: -1e\+30 is beyond ±1e\+06"),
+        (
+            {"inference_logprobs": rows_with(-1e300)},
+            r"inference_logprobs\[0\]\[3\]: -1e\+300 is bey",
+        ),
+        (
+            {"inference_logprobs": rows_with(500.0)},
+            r"inference_logprobs\[0\]\[3\]: 500\.0; expected",
+        ),
+        ({"inference_logprobs": rows_with(0.5)}, r"inference_logprobs\[0\]\[3\]: 0\.5; expected"),
+    ],
+)
+def test_rows_of_a_group_that_would_cancel_the_step_are_refused_with_their_path(extra, path):
+    with pytest.raises(GroupError, match=f"group 4: {path}"):
+        rows_from_group(pair(**extra), RULES, name="group 4")
+
+
+def test_rows_with_a_huge_score_and_without_a_deviation_are_refused():
+    given = group([[7, 8], [9, 9]], [1e30, -1e30])
+
+    with pytest.raises(GroupError, match=r"advantages\[0\]\[0\]: 1e\+30 is beyond"):
+        rows_from_group(given, replace(RULES, advantage_std="none"))
+
+
+@pytest.mark.parametrize("logprob", [1.0, 1e-3, 0.0, -0.0, -9999.0])
+def test_rows_with_logprobs_that_engines_report_are_taken(logprob):
+    rows = rows_from_group(pair(inference_logprobs=rows_with(logprob)), RULES)
+
+    assert rows[0].inference_logprobs == [1.0, 1.0, 1.0, logprob, 1.0]
+
+
+def test_rows_with_a_positive_logprob_of_a_masked_token_are_taken():
+    rows = rows_from_group(pair(inference_logprobs=[[5.0, 1.0, 1.0, -1.0, -1.0]] * 2), RULES)
+
+    assert len(rows) == 2
+
+
+@pytest.mark.parametrize(
+    ("temperature", "used"), [(0, 1.0), (-1, 1.0), (1e-4, 1e-4), (1, 1.0), (1e4, 1e4)]
+)
+def test_rows_with_a_temperature_that_engines_use_are_taken(temperature, used):
+    rows = rows_from_group(pair(generation_params={"temperature": temperature}), RULES)
+
+    assert rows[0].temperature == used
+
+
 def test_token_of_another_vocabulary_is_refused():
     rules = RowRules(seq_len=64, vocabulary=9)
 
