@@ -181,7 +181,7 @@ def load_model_and_tokenizer(
         freeze_other_layers(model, config.train_layer_indices)
     if config.gradient_checkpointing:
         model.enable_input_require_grads()
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        _checkpoint_activations(model)
     model.train()
     if config.debug_loading:
         for parameter_name, parameter in model.named_parameters():
@@ -218,6 +218,14 @@ def usable_length(model: Any, config: TrainingConfig) -> int:
         *(config.seq_len, positions),
     )
     return positions
+
+
+def _checkpoint_activations(model: Any) -> None:
+    options = {"use_reentrant": False}
+    if hasattr(model, "activation_checkpointing_enable"):  # its name from transformers 5.23 on
+        model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
+    else:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
 
 
 def load_frozen_model(name: str, config: TrainingConfig) -> Any:
