@@ -69,13 +69,14 @@ def add_adapters(model: Any, config: TrainingConfig, *, source: str | None = Non
     adapters do not change the model's output.
 
     Raises:
-        ConfigError: a layer or module does not exist.
+        ConfigError: a layer or module does not exist, or peft is too old for transformers.
         MissingExtraError: peft is not installed.
     """
     try:
         from peft import LoraConfig
     except ImportError as error:
         raise MissingExtraError("peft", extra="trainer") from error
+    _require_recent_peft()
     _require_layers(model, config.lora_layer_indices or (), "lora_layer_indices")
     if source is not None and is_adapter(source):
         model.load_adapter(source, is_trainable=True)
@@ -98,6 +99,21 @@ def add_adapters(model: Any, config: TrainingConfig, *, source: str | None = Non
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.float()
+
+
+def _require_recent_peft() -> None:
+    import peft
+    import transformers
+    from transformers.integrations.peft import MIN_PEFT_VERSION
+    from transformers.utils import check_peft_version
+
+    try:
+        check_peft_version(MIN_PEFT_VERSION)
+    except ValueError as error:
+        raise ConfigError(
+            f"LoRA with transformers {transformers.__version__} needs peft {MIN_PEFT_VERSION} or "
+            f"later, installed is {peft.__version__}: upgrade peft, or use an earlier transformers"
+        ) from error
 
 
 def _require_layers(model: Any, indices: Collection[int], setting: str) -> None:

@@ -64,6 +64,13 @@ def test_module_that_is_not_there_is_refused(tmp_path):
         add_adapters(tiny_llama(), lora_config(tmp_path, lora_target_modules=["nowhere"]))
 
 
+def test_peft_that_is_too_old_for_transformers_is_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("transformers.integrations.peft.MIN_PEFT_VERSION", "99.0")
+
+    with pytest.raises(ConfigError, match=r"needs peft 99\.0 or later, installed is \d"):
+        add_adapters(tiny_llama(), lora_config(tmp_path))
+
+
 def test_adapters_on_the_output_layer_are_refused_in_one_line(tmp_path, model_folder):
     with pytest.raises(ConfigError, match=r"lora_target_modules: .*lm_head") as caught:
         load_model_and_tokenizer(lora_config(tmp_path, lora_target_modules=["q_proj", "lm_head"]))
