@@ -150,7 +150,11 @@ class Watcher:
             self._is_away = False
             return answer
         if not self._is_away:
-            logger.warning("no valid response from %s%s; retrying", self._api_addr, path)
+            reason = (
+                "no answer with status 200" if reply is None else "the answer is not a JSON object"
+            )
+            url = self._api_addr + path
+            logger.warning("no valid response from %s: %s; retrying", url, reason)
         self._is_away = True
         return {}
 

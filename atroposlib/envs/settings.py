@@ -221,7 +221,13 @@ def yaml_layers(yaml_config: Mapping[str, Any], defaults: Defaults) -> YamlLayer
         hint = near_name(str(key), sections)
         if hint:
             raise UsageError(f"unknown section {key}: in the YAML file{hint}")
-        logger.warning("section %s: of the YAML file is not used by this command", key)
+        logger.warning(
+            "section %s: of the YAML file is not used by this command; settings of the environment "
+            "are in %s:, of inference servers in %s:",
+            key,
+            ENV_NAMESPACE,
+            OPENAI_NAMESPACE,
+        )
     env = yaml_config.get(ENV_NAMESPACE) or {}
     if not isinstance(env, Mapping):
         raise UsageError(f"{ENV_NAMESPACE}: expected settings by name, got {env!r}")
