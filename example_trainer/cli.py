@@ -306,14 +306,25 @@ def run_training(
         with _live_view(config) as view:
             train(config, view=view)
     except KeyboardInterrupt:
-        logger.info("interrupted; the same command with --resume continues the run")
+        logger.info("interrupted%s", _how_to_continue(config))
         sys.exit(128 + signal.SIGINT)
+    except SystemExit:  # of `_exit_on_signal`
+        logger.info("ended%s", _how_to_continue(config))
+        raise
     except AtroposError as error:
         logger.error("%s", error)
         sys.exit(exit_code_of(error))
     except Exception:
         logger.exception("training failed")
         sys.exit(1)
+
+
+def _how_to_continue(config: TrainingConfig) -> str:
+    from example_trainer.api import BatchJournal
+
+    if not BatchJournal.exists(config.save_path):
+        return ""
+    return "; the same command with --resume continues the run"
 
 
 def _live_view(config: TrainingConfig) -> contextlib.AbstractContextManager[LiveDisplay | None]:
@@ -329,8 +340,5 @@ def _live_view(config: TrainingConfig) -> contextlib.AbstractContextManager[Live
 def _exit_on_signal(number: int, _frame: FrameType | None) -> NoReturn:
     # A second signal must not interrupt the cleanup after the first.
     signal.signal(number, signal.SIG_IGN)
-    logger.info(
-        "received %s, exiting; the same command with --resume continues the run",
-        signal.Signals(number).name,
-    )
+    logger.info("received %s, exiting", signal.Signals(number).name)
     sys.exit(128 + number)

@@ -633,7 +633,10 @@ def unloadable(name: str, error: Exception, *, part: str = "model") -> ConfigErr
 
 
 def require_model_folder(name: str) -> None:
-    """Reject a path to a missing folder; names on the hub are checked when the model is loaded."""
+    """Reject a path to a missing folder; a name on the hub is checked when the model is loaded.
+
+    For a name on the hub, see also `use_cache_without_hub`.
+    """
     reason = missing_folder(name)
     if reason is not None:
         raise unloadable(name, ConfigError(reason))

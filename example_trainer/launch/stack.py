@@ -319,10 +319,11 @@ def ending_signals() -> Iterator[None]:
 
     An import that takes a few seconds is finished first: extension modules abort the process, or
     raise another exception, if one is raised while they are loaded. Python drops an exception that
-    is raised in a destructor; `check_signals` raises it again. Further signals are ignored for some
-    seconds. One after that ends this process at once, since an exception that was raised between
-    the acquisition of a lock and its `try` leaves the lock held, and the process may wait for it
-    forever; the guardians end the other processes.
+    is raised in a destructor; `check_signals` raises it again.
+
+    Further signals are ignored for some seconds. One after that ends this process at once, and the
+    guardians end the others: an exception raised at an unlucky place can leave a lock held, for
+    which this process would wait forever.
     """
     global _received
     previous = {number: signal.signal(number, _interrupt) for number in _SIGNALS}

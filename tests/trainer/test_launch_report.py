@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import io
 import json
+from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rich.console import Console
 
+from atroposlib.envs.rollouts import Admission, GroupDelivery
 from example_trainer.launch.report import (
     RewardPoint,
     RunProgress,
@@ -49,11 +53,15 @@ def test_count_steps_counts_what_the_trainer_logged(tmp_path: Path) -> None:
     assert count_steps(tmp_path / "missing.jsonl") == 0
 
 
-def test_find_drop_returns_the_reason_of_the_last_dropped_group() -> None:
-    line = "12:00:01 WARNING atroposlib.envs.rollouts: group dropped (scores_equal): all 8 scores"
-    log = f"{line} are 0.0; 90 so far\n{line} are 1.0; 100 so far\nanother line\n"
+def test_find_drop_returns_the_reason_of_the_last_dropped_group(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    delivery: Any = SimpleNamespace(_reporter=SimpleNamespace(drop_counts=Counter()))
+    for score in (0.0, 1.0):
+        admission = Admission("scores_equal", f"all 8 scores are {score}")
+        GroupDelivery._drop_group(delivery, admission)
 
-    assert find_drop(log) == "all 8 scores are 1.0; 100 so far"
+    assert find_drop(f"{caplog.text}another line\n") == "all 8 scores are 1.0"
     assert find_drop("another line\n") is None
 
 

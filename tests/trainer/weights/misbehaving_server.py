@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import re
-import threading
 import zlib
 from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
+
+from tests.trainer.weights.local_server import LocalServer
 
 _ZEROS = bytes(2**16)
 MOST_SENT_BYTES = 2**27
 """End of a body without end, so that a client that reads it fails a test instead of a machine."""
 
 
-class MisbehavingFolder:
+class MisbehavingFolder(LocalServer):
     """Serves a folder while used as a context manager.
 
     Args:
@@ -33,22 +34,7 @@ class MisbehavingFolder:
         self.encodings: list[str | None] = []
         self._root = root
         self._has_ranges = has_ranges
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
-        self._server.daemon_threads = True
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self._server.server_address[1]}"
-
-    def __enter__(self) -> MisbehavingFolder:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
+        super().__init__(self._handler())
 
     def _fault(self, path: str) -> str | None:
         return next((fault for start, fault in self.faults.items() if path.startswith(start)), None)
@@ -88,9 +74,6 @@ class MisbehavingFolder:
                         self.wfile.write(part)
                 except OSError:  # the client has closed the connection
                     self.close_connection = True
-
-            def log_message(self, *_: object) -> None:
-                pass
 
         return Handler
 

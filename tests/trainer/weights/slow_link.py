@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 import threading
 import time
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
+
+from tests.trainer.weights.local_server import LocalServer
 
 _CHUNK = 16_384
 
@@ -28,7 +30,7 @@ class TokenBucket:
         time.sleep(self._free_at - now)
 
 
-class SlowFolder:
+class SlowFolder(LocalServer):
     """Serves a folder, with ranges, while used as a context manager.
 
     Attributes:
@@ -40,22 +42,7 @@ class SlowFolder:
         self._root = root
         self._bucket = TokenBucket(bits_per_s / 8)
         self._lock = threading.Lock()
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), self._handler())
-        self._server.daemon_threads = True
-        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.01,))
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self._server.server_address[1]}"
-
-    def __enter__(self) -> SlowFolder:
-        self._thread.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._server.shutdown()
-        self._thread.join()
-        self._server.server_close()
+        super().__init__(self._handler())
 
     def _count(self, num_bytes: int) -> None:
         with self._lock:
@@ -85,8 +72,5 @@ class SlowFolder:
                     part = response[start : start + _CHUNK]
                     owner._count(len(part))
                     self.wfile.write(part)
-
-            def log_message(self, *_: object) -> None:
-                pass
 
         return Handler
