@@ -31,6 +31,7 @@ __all__ = [
     "is_adapter",
     "load_frozen_model",
     "load_model_and_tokenizer",
+    "load_pretrained",
     "num_learned_positions",
     "require_device",
     "usable_length",
@@ -269,6 +270,29 @@ def auto_class_of(model_config: Any) -> Any:
     return AutoModelForImageTextToText if reads_images else AutoModelForCausalLM
 
 
+def load_pretrained(auto_class: Any, name: str, **options: Any) -> Any:
+    """Return `auto_class.from_pretrained(name, **options)` if its files have every weight.
+
+    transformers itself initializes the others at random, with a warning.
+
+    Raises:
+        ConfigError: weights are missing, or have another shape than the model's config says.
+    """
+    model, report = auto_class.from_pretrained(
+        name, output_loading_info=True, ignore_mismatched_sizes=True, **options
+    )
+    mismatched, missing = sorted(report["mismatched_keys"]), sorted(report["missing_keys"])
+    if mismatched:
+        key, saved, expected = mismatched[0]
+        raise ConfigError(
+            f"{len(mismatched)} of its weights do not fit its config.json: {key} is "
+            f"{list(saved)}, expected {list(expected)}"
+        )
+    if missing:
+        raise ConfigError(f"{len(missing)} of its weights are missing, the first is {missing[0]}")
+    return model
+
+
 def _load(name: str, config: TrainingConfig, *, dtype: Any) -> Any:
     from transformers import AutoConfig
 
@@ -280,12 +304,14 @@ def _load(name: str, config: TrainingConfig, *, dtype: Any) -> Any:
     kinds = attention_kinds(obstacle)
     for kind in kinds[:-1]:
         try:
-            return auto_class.from_pretrained(name, dtype=dtype, attn_implementation=kind)
+            return load_pretrained(auto_class, name, dtype=dtype, attn_implementation=kind)
+        except ConfigError:
+            raise
         except (ImportError, ValueError) as error:  # not implemented for this model
             if "attention" not in str(error).lower() and "attn" not in str(error).lower():
                 raise
             logger.info("attention %s cannot be used: %s", kind, error)
-    return auto_class.from_pretrained(name, dtype=dtype, attn_implementation=kinds[-1])
+    return load_pretrained(auto_class, name, dtype=dtype, attn_implementation=kinds[-1])
 
 
 def _move_to_device(model: Any, config: TrainingConfig) -> None:

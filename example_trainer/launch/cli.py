@@ -25,7 +25,12 @@ from atroposlib.errors import AtroposError, ConfigError
 from atroposlib.utils.command_parser import CommandParser
 from atroposlib.utils.text import without_secrets
 from example_trainer.cli import config_from_args, create_full_parser, describe_errors
-from example_trainer.config import TrainingConfig, require_model_folder
+from example_trainer.config import (
+    TrainingConfig,
+    loading_errors,
+    require_model_folder,
+    unloadable,
+)
 from example_trainer.launch import report
 from example_trainer.launch.options import (
     EnvironmentFile,
@@ -179,8 +184,9 @@ def _prepare(
     paths = RunPaths(folder.resolve())
     if not is_resumed:
         require_new_folder(paths.output)  # before the checks that take longer
-        require_model_folder(options.model)
     require_packages(launches_vllm=options.engine == "vllm" and options.engine_url is None)
+    if not is_resumed:
+        require_model_folder(options.model)
     if options.engine_url is not None:
         served_model(options.engine_url, options.model)
     environments = [
@@ -778,7 +784,7 @@ class TrainRun:
         from transformers import AutoConfig, AutoTokenizer
 
         from example_trainer.images import IMAGE_MODELS, TokenizerWithProcessor
-        from example_trainer.model import auto_class_of
+        from example_trainer.model import auto_class_of, load_pretrained
         from example_trainer.weight_sync import export_for_engine
 
         self._progress.begin("copy", "Copying the model for the engine", expected="a minute")
@@ -786,7 +792,10 @@ class TrainRun:
         if not folder.is_dir():
             source = self._plan.model
             config = AutoConfig.from_pretrained(source)
-            model = auto_class_of(config).from_pretrained(source)
+            try:
+                model = load_pretrained(auto_class_of(config), source)
+            except loading_errors() as error:
+                raise unloadable(source, error) from error
             tokenizer = AutoTokenizer.from_pretrained(source)
             if config.model_type in IMAGE_MODELS:
                 tokenizer = TokenizerWithProcessor(tokenizer, source)

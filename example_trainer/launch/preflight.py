@@ -17,7 +17,7 @@ from atroposlib.errors import ConfigError, InferenceError, MissingExtraError
 from atroposlib.utils.text import shown_name, without_secrets
 from atroposlib.utils.tokenizers.earlier_calls import read_template_file
 from atroposlib.utils.writable import require_writable_folder, unwritable
-from example_trainer.config import require_model_folder, unloadable
+from example_trainer.config import loading_errors, require_model_folder, unloadable
 from example_trainer.model import auto_class_of
 
 RUN_FILE = "run.json"
@@ -103,11 +103,11 @@ def read_model(name: str) -> ModelFacts:
 
     try:
         config = AutoConfig.from_pretrained(name)
-    except (OSError, ValueError, KeyError) as error:
+    except loading_errors() as error:
         raise unloadable(name, error) from error
     try:
         tokenizer = read_template_file(AutoTokenizer.from_pretrained(name))
-    except (OSError, ValueError, KeyError) as error:
+    except loading_errors() as error:
         raise unloadable(name, error, part="the tokenizer of model") from error
     text = config.get_text_config()
     limit = getattr(text, "max_position_embeddings", None)  # not in all architectures

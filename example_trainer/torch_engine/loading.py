@@ -20,6 +20,7 @@ import torch
 from atroposlib import __version__
 from atroposlib.errors import ConfigError
 from example_trainer.config import loading_errors, require_model_folder, unloadable
+from example_trainer.model import load_pretrained
 from example_trainer.torch_engine.attention import use_slot_attention
 from example_trainer.torch_engine.generation import (
     EngineLimits,
@@ -126,7 +127,7 @@ def _load_model(options: TorchEngineOptions, device: torch.device) -> tuple[Any,
     if dtype == "auto" and device.type == "cpu":
         dtype = "float32"
     try:
-        model = AutoModelForCausalLM.from_pretrained(options.model, dtype=dtype)
+        model = load_pretrained(AutoModelForCausalLM, options.model, dtype=dtype)
     except loading_errors() as error:
         raise unloadable(options.model, error) from error
     try:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import example_trainer
 from atroposlib.errors import ConfigError
@@ -20,10 +22,13 @@ from example_trainer.model import (
     load_frozen_model,
     load_model_and_tokenizer,
 )
+from example_trainer.torch_engine.loading import TorchEngineOptions, load_engine
 from example_trainer.training import learning_rate_at
 from tests.trainer.tiny import save_tiny_model, tiny_config, tiny_llama
 
 pytestmark = pytest.mark.slow
+
+_LOST = "model.layers.1.self_attn.q_proj.weight"
 
 
 def test_model_on_a_cpu_is_float32_in_training_mode_without_cache(tmp_path):
@@ -113,6 +118,31 @@ def test_model_that_is_not_there_is_a_config_error_naming_it(tmp_path):
 
     with pytest.raises(ConfigError, match="nowhere"):
         load_model_and_tokenizer(config)
+
+
+@pytest.mark.parametrize(
+    ("width", "lost", "reason"),
+    [
+        (72, (), r"6 of its weights do not fit its config\.json: .* is \[\d+, \d+\], expected"),
+        (None, (_LOST,), f"1 of its weights are missing, the first is {_LOST}"),
+    ],
+    ids=["other shapes", "missing"],
+)
+def test_weights_that_do_not_fill_the_model_are_refused_instead_of_drawn_at_random(
+    tmp_path, width, lost, reason
+):
+    folder = save_tiny_model(tmp_path / "model")
+    described = json.loads((folder / "config.json").read_text())
+    described["intermediate_size"] = width or described["intermediate_size"]
+    (folder / "config.json").write_text(json.dumps(described))
+    tensors = load_file(folder / "model.safetensors")
+    kept = {name: tensor for name, tensor in tensors.items() if name not in lost}
+    save_file(kept, folder / "model.safetensors", metadata={"format": "pt"})
+
+    with pytest.raises(ConfigError, match=reason):
+        load_model_and_tokenizer(tiny_config(tmp_path, model_name=str(folder)))
+    with pytest.raises(ConfigError, match=reason):
+        load_engine(TorchEngineOptions(str(folder), device="cpu"))
 
 
 def test_only_the_chosen_layers_stay_trainable():
