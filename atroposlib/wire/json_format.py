@@ -22,6 +22,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
 from types import GenericAlias
 from typing import Annotated, Any, Literal, NamedTuple
 from unicodedata import category
@@ -123,6 +124,9 @@ MAX_LABEL_CHARACTERS = 256
 """Maximum length of the name of a reward part, and of a finish reason."""
 MAX_REWARD_PARTS = 256
 """Maximum number of parts of one reward."""
+
+MAX_DEPTH = 200
+"""Maximum depth of lists and objects in an opaque field; JSON parsers of trainers have limits."""
 
 Lengths = Sequence[int | None]
 """[G] entries of each row; None for one that is not a row of numbers."""
@@ -522,17 +526,34 @@ def read_opaque(name: str, text: JsonText, tokens: Lengths) -> int | None:
     `tokens` are the lengths of the trajectories, [G].
 
     Raises:
-        WireError: it is not JSON, or does not have the outer shape of the field.
+        WireError: it is not JSON, does not have the outer shape of the field, or is nested more
+            than `MAX_DEPTH` levels.
     """
     try:
         value = None if text == b"null" else msgspec.json.decode(text)
         if value is not None:
             check_opaque(name, value, tokens)
+            if len(memoryview(text)) > 2 * MAX_DEPTH:  # else there is no room for such brackets
+                _check_depth(name, value)
     except (msgspec.DecodeError, RecursionError) as error:
         raise WireError(f"{name}: {error}", kind="value_error", path=(name,)) from error
     except GroupError as error:
         raise from_group_error(error) from error
     return len(value) if isinstance(value, list) else None
+
+
+def _check_depth(name: str, value: Any) -> None:
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        containers = [each for each in level if type(each) in (dict, list)]
+        if not containers:
+            return
+        level = list(chain.from_iterable(map(_contents, containers)))
+    raise GroupError(f"{name}: nested more than {MAX_DEPTH} levels")
+
+
+def _contents(container: dict[str, Any] | list[Any]) -> Iterable[Any]:
+    return container.values() if type(container) is dict else container
 
 
 def decode_value(decoder: msgspec.json.Decoder[Any], text: JsonText, path: Path) -> Any:

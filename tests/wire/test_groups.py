@@ -22,6 +22,7 @@ from atroposlib.wire import (
     encode_group,
     encode_groups,
 )
+from atroposlib.wire.json_format import MAX_DEPTH
 
 GROUP = {
     "tokens": [[1, 2, 3], [4]],
@@ -167,6 +168,30 @@ def test_opaque_values_may_hold_the_keys_of_a_group(num_keys):
 
     assert {key: json.loads(one.payload)[key] for key in group} == group
     assert [each.payload for each in two] == [one.payload] * 2
+
+
+@pytest.mark.parametrize("wire_format", ["json", "msgpack"])
+@pytest.mark.parametrize(
+    ("field", "levels", "place"),
+    [
+        ("images", 0, lambda value: value),
+        ("generation_params", 1, lambda value: {"stop": value}),
+        ("messages", 3, lambda value: [[{"role": "user", "content": value}]]),
+    ],
+)
+def test_opaque_values_with_too_many_levels_for_a_parser_are_refused(
+    field, levels, place, wire_format
+):
+    def body(depth):
+        value = "text"
+        for _ in range(depth - levels):
+            value = [value]
+        return encode_group({**GROUP, field: place(value)}, wire_format)
+
+    assert decode_group(body(MAX_DEPTH), wire_format)
+    with pytest.raises(WireError, match=f"{field}: nested more than 200 levels") as caught:
+        decode_group(body(MAX_DEPTH + 1), wire_format)
+    assert caught.value.path == (field,)
 
 
 @pytest.mark.parametrize("comma", [b"", b",}", b"} {"])
