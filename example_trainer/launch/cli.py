@@ -25,12 +25,7 @@ from atroposlib.errors import AtroposError, ConfigError
 from atroposlib.utils.command_parser import CommandParser
 from atroposlib.utils.text import without_secrets
 from example_trainer.cli import config_from_args, create_full_parser, describe_errors
-from example_trainer.config import (
-    TrainingConfig,
-    loading_errors,
-    require_model_folder,
-    unloadable,
-)
+from example_trainer.config import TrainingConfig, loading_errors, require_model_folder, unloadable
 from example_trainer.launch import report
 from example_trainer.launch.options import (
     EnvironmentFile,
