@@ -33,6 +33,7 @@ __all__ = [
     "load_model_and_tokenizer",
     "load_pretrained",
     "num_learned_positions",
+    "own_memory",
     "require_device",
     "usable_length",
     "without_adapters",
@@ -293,6 +294,24 @@ def load_pretrained(auto_class: Any, name: str, **options: Any) -> Any:
     return model
 
 
+def own_memory(model: Any) -> None:
+    """Copy parameters and buffers to memory of their own, in place; shared ones remain shared.
+
+    transformers maps the file of the weights into memory. Weights on a CPU would follow changes of
+    the file, and the process would end with SIGBUS once it is truncated.
+    """
+    import torch
+
+    copies: dict[int, torch.UntypedStorage] = {}
+    for tensor in (*model.parameters(), *model.buffers()):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in copies:
+            copies[storage.data_ptr()] = storage.clone()
+        owned = copies[storage.data_ptr()]
+        view = torch.empty(0, dtype=tensor.dtype)
+        tensor.data = view.set_(owned, tensor.storage_offset(), tensor.shape, tensor.stride())
+
+
 def _load(name: str, config: TrainingConfig, *, dtype: Any) -> Any:
     from transformers import AutoConfig
 
@@ -320,6 +339,8 @@ def _move_to_device(model: Any, config: TrainingConfig) -> None:
     if config.packing != "off" and model.config._attn_implementation == "sdpa":
         use_packed_attention(model)
     model.to(config.device)
+    if config.device == "cpu":
+        own_memory(model)
 
 
 def _warn_of_unused_layers(config: TrainingConfig) -> None:

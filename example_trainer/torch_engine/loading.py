@@ -20,7 +20,7 @@ import torch
 from atroposlib import __version__
 from atroposlib.errors import ConfigError
 from example_trainer.config import loading_errors, require_model_folder, unloadable
-from example_trainer.model import load_pretrained
+from example_trainer.model import load_pretrained, own_memory
 from example_trainer.torch_engine.attention import use_slot_attention
 from example_trainer.torch_engine.generation import (
     EngineLimits,
@@ -138,22 +138,6 @@ def _load_model(options: TorchEngineOptions, device: torch.device) -> tuple[Any,
     if device.type == "cpu":
         own_memory(model)
     return model, tokenizer
-
-
-def own_memory(model: Any) -> None:
-    """Copy parameters and buffers to memory of their own, in place; shared ones remain shared.
-
-    transformers maps the file of the weights into memory. Weights on a CPU would follow changes of
-    the file, and the process would end with SIGBUS once it is truncated.
-    """
-    copies: dict[int, torch.UntypedStorage] = {}
-    for tensor in (*model.parameters(), *model.buffers()):
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in copies:
-            copies[storage.data_ptr()] = storage.clone()
-        owned = copies[storage.data_ptr()]
-        view = torch.empty(0, dtype=tensor.dtype)
-        tensor.data = view.set_(owned, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def _end_ids(model: Any, tokenizer: Any) -> frozenset[int]:

@@ -145,6 +145,20 @@ def test_weights_that_do_not_fill_the_model_are_refused_instead_of_drawn_at_rand
         load_engine(TorchEngineOptions(str(folder), device="cpu"))
 
 
+def test_weights_do_not_follow_a_file_that_is_overwritten_during_training(tmp_path):
+    folder = save_tiny_model(tmp_path / "model")
+    config = tiny_config(tmp_path, model_name=str(folder))
+    models = [load_model_and_tokenizer(config)[0], load_frozen_model(str(folder), config)]
+    before = [[tensor.clone() for tensor in model.parameters()] for model in models]
+
+    # Not truncated, which would end this process if the file were mapped.
+    with (folder / "model.safetensors").open("r+b") as file:
+        file.write(bytes((folder / "model.safetensors").stat().st_size))
+
+    for model, tensors in zip(models, before, strict=True):
+        assert all(map(torch.equal, model.parameters(), tensors))
+
+
 def test_only_the_chosen_layers_stay_trainable():
     model = tiny_llama(layers=3)
 

@@ -90,7 +90,7 @@ def test_engine_whose_file_is_overwritten_in_place_keeps_its_weights(
 def test_own_memory_copies_each_storage_once() -> None:
     import torch
 
-    from example_trainer.torch_engine.loading import own_memory
+    from example_trainer.model import own_memory
 
     model = torch.nn.ModuleDict({name: torch.nn.Linear(4, 4, bias=False) for name in "abc"})
     model["b"].weight = model["a"].weight
