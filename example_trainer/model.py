@@ -191,6 +191,7 @@ def load_model_and_tokenizer(
         raise unloadable(name, error) from error
     _move_to_device(model, config)
     _warn_of_unused_layers(config)
+    _warn_of_dropout(model)
     if config.freeze_vision:
         _freeze_vision(model)
     if config.uses_lora:
@@ -353,6 +354,23 @@ def _warn_of_unused_layers(config: TrainingConfig) -> None:
             unused,
             config.weight_bridge_mode,
             used,
+        )
+
+
+def _warn_of_dropout(model: Any) -> None:
+    import torch
+
+    shares = [
+        module.p if isinstance(module, torch.nn.Dropout) else getattr(module, name, 0.0)
+        for module in model.modules()
+        for name in ("attention_dropout", "attn_dropout", "dropout")
+    ]
+    largest = max(share for share in shares if isinstance(share, float | int))
+    if largest > 0:
+        logger.warning(
+            "the model has dropout of %g in training, so that its log-probabilities differ from "
+            "those of the engine: set the dropout in its config.json to 0",
+            largest,
         )
 
 

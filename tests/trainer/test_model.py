@@ -159,6 +159,18 @@ def test_weights_do_not_follow_a_file_that_is_overwritten_during_training(tmp_pa
         assert all(map(torch.equal, model.parameters(), tensors))
 
 
+@pytest.mark.parametrize("share", [0.0, 0.1])
+def test_dropout_of_a_model_is_pointed_out(tmp_path, caplog, share):
+    folder = save_tiny_model(tmp_path / "model")
+    described = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**described, "attention_dropout": share}))
+
+    load_model_and_tokenizer(tiny_config(tmp_path, model_name=str(folder)))
+
+    lines = [record.getMessage() for record in caplog.records]
+    assert any("dropout of 0.1 in training" in line for line in lines) == (share > 0)
+
+
 def test_only_the_chosen_layers_stay_trainable():
     model = tiny_llama(layers=3)
 
