@@ -23,8 +23,8 @@ import logging
 import math
 import re
 import warnings
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -41,6 +41,7 @@ from atroposlib.envs.server_handling.config import (
 from atroposlib.envs.server_handling.retry import (
     EngineStatusError,
     as_missing_completions,
+    describe,
     http_status,
     with_choices,
     without_key,
@@ -157,7 +158,7 @@ class EngineHttp:
 
         Raises:
             EngineStatusError: the engine answered an error status; its text is quoted.
-            InferenceError: the answer is longer than `MAX_ANSWER_BYTES`.
+            InferenceError: the answer is longer than `MAX_ANSWER_BYTES`, or cannot be decoded.
             aiohttp.ClientError, TimeoutError, json.JSONDecodeError: no usable answer.
         """
         timeout = aiohttp.ClientTimeout(total=timeout_s or self._timeout_s)
@@ -170,7 +171,7 @@ class EngineHttp:
         if len(raw) > STEP_BYTES and response.status < 400:
             try:
                 return await decode_in_steps(raw, lambda n: self.turns.turn(answer_cost_s(n)))
-            except (msgspec.DecodeError, UnicodeDecodeError):
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                 return _loads(raw)
         await self.turns.turn(answer_cost_s(len(raw)))
         answer = decode_answer(response, raw, decoder, api_key=self._api_key)
@@ -193,8 +194,8 @@ class EngineHttp:
 
         Raises:
             EngineStatusError: the engine answered an error status.
-            InferenceError: the answer is longer than `max_bytes`.
-            ValueError: it is not JSON.
+            InferenceError: the answer is longer than `max_bytes`, or cannot be decoded.
+            json.JSONDecodeError: it is not JSON.
             aiohttp.ClientError, TimeoutError, OSError: no answer.
         """
         timeout = aiohttp.ClientTimeout(total=min(timeout_s, self._timeout_s))
@@ -247,11 +248,20 @@ async def _chunks_of(
 
 
 def _loads(raw: bytes) -> Any:
-    """Decode an answer; `msgspec` is eight times faster, but only `json` accepts NaN."""
+    """Decode an answer; `msgspec` is eight times faster, but only `json` accepts NaN.
+
+    Raises:
+        json.JSONDecodeError: it is not JSON.
+        InferenceError: it is not Unicode, nested too deeply, or has a number that is too long.
+    """
     try:
-        return msgspec.json.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+        with suppress(msgspec.DecodeError, UnicodeDecodeError):
+            return msgspec.json.decode(raw)
         return json.loads(raw)
+    except json.JSONDecodeError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise InferenceError(f"the engine's answer cannot be decoded: {describe(error)}") from error
 
 
 def decode_answer(
@@ -267,7 +277,7 @@ def decode_answer(
     """
     if response.status < 400:
         if decoder is not None:
-            with suppress(msgspec.DecodeError, UnicodeDecodeError):
+            with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                 return decoder.decode(raw)
         return _loads(raw)
     text = without_key(raw.decode(errors="replace"), api_key)[:_ERROR_TEXT_LIMIT]
@@ -387,7 +397,7 @@ class EngineIdentity:
             logger.debug("%s%s took too long: %r", self._http.shown_url, path, error)
         except (aiohttp.ClientConnectionError, OSError) as error:
             raise _NotReachableError from error
-        except (aiohttp.ClientError, InferenceError, RecursionError, ValueError) as error:
+        except (aiohttp.ClientError, InferenceError, ValueError) as error:
             logger.debug("%s%s cannot be read: %r", self._http.shown_url, path, error)
         return None
 
@@ -819,6 +829,17 @@ def drop_double_bos(ids: Sequence[int], bos_token_id: int | None) -> list[int]:
     """Return `ids` with a single bos, also if both the template and the tokenizer added one."""
     doubled = len(ids) > 1 and ids[0] == ids[1] == bos_token_id
     return list(ids[1:] if doubled else ids)
+
+
+@contextmanager
+def reading_answer() -> Iterator[None]:
+    """Raise `InferenceError` for an answer whose values have other types than expected."""
+    try:
+        yield
+    except InferenceError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise InferenceError(f"the engine's answer is malformed: {describe(error)}") from error
 
 
 def list_of(mapping: Mapping[str, Any], name: str) -> list[Any]:

@@ -1,4 +1,4 @@
-"""Engines whose answers never end, are too long, or repeat the key of the request."""
+"""Engines whose answers never end, cannot be read, or repeat the key of the request."""
 
 from __future__ import annotations
 
@@ -27,10 +27,15 @@ LIMIT = 2**20
 
 
 class BadEngine:
-    """An engine that is healthy; the first part of the path chooses its other answers."""
+    """An engine that is healthy; the first part of the path chooses its other answers.
+
+    Attributes:
+        body: the answers at paths that begin with `/malformed`.
+    """
 
     def __init__(self) -> None:
         self.url = ""
+        self.body = b""
         self.is_over = asyncio.Event()
 
     async def answer(self, request: web.Request) -> web.StreamResponse:
@@ -40,6 +45,8 @@ class BadEngine:
         if kind == "repeats":
             text = f"headers: {request.headers['Authorization']}"
             return web.json_response({"error": {"message": text}}, status=500)
+        if kind == "malformed":
+            return web.Response(body=self.body, content_type="application/json")
         response = web.StreamResponse(status=500 if kind == "error" else 200)
         pack = zlib.compressobj(wbits=31) if kind == "gzip" else None
         if pack is not None:
@@ -138,6 +145,33 @@ async def test_key_that_an_engine_repeats_is_not_in_the_error(make_server, kind,
     assert "headers: Bearer ***" in str(caught.value)
     assert caught.value.__cause__ is not None
     assert KEY not in str(caught.value.__cause__)
+
+
+LONG_NUMBER = b"9" * 5000
+OF_SGLANG = b'[{"output_ids": %b, "meta_info": {"output_token_logprobs": [[%b, 1]], %b}}]'
+
+
+@pytest.mark.parametrize(
+    ("kind", "body"),
+    [
+        (VLLMServer, b"[" * 100_000 + b"]" * 100_000),
+        (VLLMServer, b'{"choices": ' + LONG_NUMBER + b"}"),
+        (VLLMServer, b'{"choices": "\xff"}'),
+        (SGLangServer, OF_SGLANG % (b"7", b"-0.1", b'"finish_reason": null')),
+        (SGLangServer, OF_SGLANG % (b"[1]", b"-0.1", b'"finish_reason": []')),
+        (SGLangServer, OF_SGLANG % (b"[1]", b"9" * 400, b'"finish_reason": null')),
+    ],
+    ids=["nested", "long number", "not Unicode", "ids", "reason", "logprob"],
+)
+async def test_malformed_answer_is_retried_and_named_with_the_address(
+    engine, make_server, kind, body
+) -> None:
+    engine.body = body
+
+    with pytest.raises(RetriesExhaustedError, match="the engine's answer") as caught:
+        await tokens(make_server(kind, "malformed"))
+
+    assert f"{engine.url}/malformed" in str(caught.value)
 
 
 def test_placeholder_key_leaves_other_texts_unchanged() -> None:
