@@ -174,6 +174,26 @@ async def test_malformed_answer_is_retried_and_named_with_the_address(
     assert f"{engine.url}/malformed" in str(caught.value)
 
 
+CUT_CHARACTER = b"""{"choices": [{"index": 0, "finish_reason": "length", "text": "a\\ud83d",
+    "message": {"role": "assistant", "content": "\\ud83d\\ude00\\ud83d",
+    "reasoning_content": "\\ude00", "tool_calls": [{"id": "1", "type": "function", "function":
+        {"name": "f\\ud83d", "arguments": "{\\ud83d}"}}]}}]}"""
+
+
+async def test_text_that_is_cut_within_a_character_can_be_encoded(engine, make_server) -> None:
+    engine.body = CUT_CHARACTER
+    server = make_server(OpenAIServer, "malformed")
+
+    [choice] = (await server.chat_completion(messages=MESSAGES)).choices
+    [text] = (await server.completion(prompt="a")).choices
+
+    assert text.text == "a\ufffd"
+    assert choice.message.content == "\U0001f600\ufffd"
+    assert choice.message.reasoning_content == "\ufffd"
+    function = choice.message.tool_calls[0].function
+    assert (function.name, function.arguments) == ("f\ufffd", "{\ufffd}")
+
+
 def test_placeholder_key_leaves_other_texts_unchanged() -> None:
     assert retry.without_key("expected an index", "x") == "expected an index"
     assert retry.without_key(f"the key {KEY}", KEY) == "the key ***"

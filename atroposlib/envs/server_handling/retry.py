@@ -25,7 +25,12 @@ from atroposlib.errors import (
     NoTextCompletionsError,
 )
 from atroposlib.utils import io
-from atroposlib.utils.text import hide_secrets, inert_line, without_secrets
+from atroposlib.utils.text import (
+    hide_secrets,
+    inert_line,
+    without_lone_surrogates,
+    without_secrets,
+)
 
 Answer = TypeVar("Answer")
 
@@ -146,7 +151,8 @@ def with_choices(
     """Return a method of the OpenAI client that refuses answers without complete choices.
 
     The client does not validate answers. Some providers report an error with status 200; its text
-    is in the `InferenceError`.
+    is in the `InferenceError`. Others cut a text within a character: half of a surrogate pair,
+    which no tokenizer and no file accepts, becomes U+FFFD.
 
     Args:
         create: method of the client.
@@ -181,12 +187,30 @@ def with_choices(
             getattr(choice, "message", choice) is not None for choice in choices
         )
         if is_complete:
+            for choice in choices or ():
+                _make_encodable(choice)
             return answer
         reported = getattr(answer, "error", None)
         text = "" if reported is None else f"; its error is {_shown(str(reported), api_key)}"
         raise InferenceError(f"inference server {server_name} answered without choices{text}")
 
     return ask
+
+
+_TEXTS = ("content", "reasoning_content", "reasoning", "refusal")
+
+
+def _make_encodable(choice: Any) -> None:
+    """Replace lone surrogates in the texts of a choice."""
+    message = getattr(choice, "message", None)
+    calls = getattr(message, "tool_calls", None) or ()
+    functions = [getattr(call, "function", None) for call in calls]
+    places = [(choice, "text"), *((message, name) for name in _TEXTS)]
+    places += [(function, name) for function in functions for name in ("name", "arguments")]
+    for place, name in places:
+        text = getattr(place, name, None)
+        if isinstance(text, str) and (encodable := without_lone_surrogates(text)) != text:
+            setattr(place, name, encodable)
 
 
 def http_status(error: BaseException) -> int | None:
