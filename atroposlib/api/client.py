@@ -29,10 +29,14 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Any, Literal, overload
+from typing import Annotated, Any, Literal, overload
+
+import msgspec
+from typing_extensions import NotRequired, TypedDict
 
 from atroposlib.api.client_transport import (
     BINARY_FORMAT_HEADERS,
+    MAX_ANSWER_BYTES,
     POST_RETRY,
     AsyncTransport,
     Body,
@@ -44,6 +48,7 @@ from atroposlib.api.client_transport import (
     ack_path,
     assigned_id,
     batch_path,
+    checked_object,
     delivered_groups,
     encode_body,
     is_on_this_machine,
@@ -51,6 +56,7 @@ from atroposlib.api.client_transport import (
     leased_batch,
     malformed_answer,
     nack_path,
+    object_of,
     plain,
     says_unregistered,
     service_address,
@@ -76,6 +82,49 @@ logger = logging.getLogger(__name__)
 
 _STATUS_ENV_DEFAULTS = {"self_queue_size": 0, "max_group_size": 1, "unallocated_fraction": 1.0}
 """Fields that older services leave out of `GET /status-env`."""
+
+
+class _EnvAnswer(TypedDict):
+    """A response of `POST /register-env`; the other fields need a registered trainer."""
+
+    status: str
+
+
+class _RegisteredEnv(_EnvAnswer):
+    env_id: int
+    wandb_name: str
+    starting_step: int
+    checkpoint_dir: str
+    checkpoint_interval: int
+    num_steps: int
+    run_id: NotRequired[str | None]
+    first_ticket: NotRequired[int | None]
+
+
+class _Info(TypedDict):
+    batch_size: int
+    max_token_len: int
+
+
+class _WandbInfo(TypedDict):
+    project: str | None
+    group: str | None
+
+
+class _Status(TypedDict):
+    current_step: int
+    queue_size: int
+
+
+class _EnvStatus(_Status):
+    self_queue_size: NotRequired[int]
+    max_group_size: NotRequired[Annotated[int, msgspec.Meta(ge=1)]]
+    unallocated_fraction: NotRequired[Annotated[float, msgspec.Meta(ge=0, le=1)]]
+    env_weight: NotRequired[float]
+    groups_to_start: NotRequired[int | None]
+    max_running_sequences: NotRequired[int | None]
+    policy_version: NotRequired[int | None]
+    run_id: NotRequired[str | None]
 
 
 class TrajectoryApiClient:
@@ -163,12 +212,17 @@ class TrajectoryApiClient:
         }
         if earlier is not None:
             request["env_id"], request["run_id"] = earlier
-        return dict(await self._transport.send("POST", "/register-env", plain(request)))
+        answer = await self._transport.send("POST", "/register-env", plain(request))
+        answer = self._checked(answer, _EnvAnswer, "POST", "/register-env")
+        if answer["status"] != "success":
+            return answer
+        return self._checked(answer, _RegisteredEnv, "POST", "/register-env")
 
     async def disconnect_env(self, env_id: int) -> None:
         """Disconnect an environment; raises if its id is unknown."""
         body = plain({"env_id": env_id})
         answer = await self._transport.send("POST", "/disconnect-env", body, is_repeatable=True)
+        answer = object_of(answer, "POST", f"{self.base_url}/disconnect-env")
         if answer.get("status") != "success":
             raise TrajectoryApiError(
                 f"POST {without_secrets(self.base_url)}/disconnect-env: {answer.get('error')}",
@@ -177,15 +231,15 @@ class TrajectoryApiClient:
 
     async def info(self) -> dict[str, Any]:
         """Return `batch_size` and `max_token_len`; -1 before a trainer registered."""
-        return dict(await self._get("/info"))
+        return self._checked(await self._get("/info"), _Info, "GET", "/info")
 
     async def wandb_info(self) -> dict[str, Any]:
         """Return `group` and `project`; None before a trainer registered."""
-        return dict(await self._get("/wandb_info"))
+        return self._checked(await self._get("/wandb_info"), _WandbInfo, "GET", "/wandb_info")
 
     async def status(self) -> dict[str, Any]:
         """Return `current_step` and `queue_size` (groups)."""
-        return dict(await self._get("/status"))
+        return self._checked(await self._get("/status"), _Status, "GET", "/status")
 
     async def status_env(
         self, env_id: int, *, running_sequences: int | None = None
@@ -198,17 +252,23 @@ class TrajectoryApiClient:
         report = {} if running_sequences is None else {"running_sequences": running_sequences}
         body = plain({"env_id": env_id, **report})
         answer = await self._transport.send("GET", "/status-env", body, is_repeatable=True)
+        answer = self._checked(answer, _EnvStatus, "GET", "/status-env")
         return {**_STATUS_ENV_DEFAULTS, **answer}
 
     async def batch(self) -> list[dict[str, Any]] | None:
         """Take the next batch; None if no batch is ready. Raises if no trainer is registered."""
         answer = await self._transport.send(
-            "GET", "/batch", headers=BINARY_FORMAT_HEADERS, is_repeatable=True
+            "GET",
+            "/batch",
+            headers=BINARY_FORMAT_HEADERS,
+            is_repeatable=True,
+            max_answer_bytes=MAX_ANSWER_BYTES,
         )
         return delivered_groups(answer, self.base_url)
 
     async def latest_example(self) -> dict[str, Any]:
-        return dict(await self._get("/latest_example"))
+        answer = await self._get("/latest_example", max_answer_bytes=MAX_ANSWER_BYTES)
+        return object_of(answer, "GET", f"{self.base_url}/latest_example")
 
     async def post_group(
         self, group: Mapping[str, Any], *, key: str | None = None, ticket: str | None = None
@@ -256,9 +316,10 @@ class TrajectoryApiClient:
                 encode_body, encode, value, form, zstd=self._compresses
             )
             try:
-                answer = dict(
-                    await self._transport.send("POST", path, body, headers=headers, is_post=True)
+                answer = await self._transport.send(
+                    "POST", path, body, headers=headers, is_post=True
                 )
+                answer = object_of(answer, "POST", self.base_url + path)
             except TrajectoryApiError as error:
                 if not traits.may_be_format(error.status, body):
                     raise
@@ -269,8 +330,13 @@ class TrajectoryApiClient:
                 return answer
         raise refusal
 
-    async def _get(self, path: str) -> Any:
-        return await self._transport.send("GET", path, is_repeatable=True)
+    async def _get(self, path: str, *, max_answer_bytes: int | None = None) -> Any:
+        return await self._transport.send(
+            "GET", path, is_repeatable=True, max_answer_bytes=max_answer_bytes
+        )
+
+    def _checked(self, answer: Any, kind: Any, method: str, path: str) -> dict[str, Any]:
+        return checked_object(answer, kind, method, self.base_url + path)
 
 
 _ROUTE_MISSING = (404, 405)

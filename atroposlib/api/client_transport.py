@@ -361,6 +361,20 @@ def object_of(answer: Any, method: str, url: str) -> dict[str, Any]:
     return answer
 
 
+def checked_object(answer: Any, kind: Any, method: str, url: str) -> dict[str, Any]:
+    """Return a decoded response that has the fields of a typed dictionary, and maybe others.
+
+    Raises:
+        TrajectoryApiError: it has not.
+    """
+    fields = object_of(answer, method, url)
+    try:
+        msgspec.convert(fields, kind)
+    except msgspec.ValidationError as error:
+        raise malformed_answer(method, url, str(error)) from None
+    return fields
+
+
 def _last_part(url: str) -> str:
     path = url.partition("?")[0]
     return path[path.rfind("/") :]
@@ -520,6 +534,13 @@ class WaitLog:
 
 
 _PIECE_BYTES = 2**18
+_CHUNK_BYTES = 2**16
+_MAX_ERROR_BYTES = 2**20
+MAX_ANSWER_BYTES = 2**32
+"""Limit on the size of a response after decompression: that of the largest MessagePack value, and
+far above any batch."""
+MAX_SHORT_ANSWER_BYTES = 2**26
+"""The same for responses without groups."""
 _MAX_INLINE_BYTES = 2**16
 _OUTAGE_STATUSES = (None, 502, 504)
 
@@ -568,6 +589,7 @@ class AsyncTransport:
         headers: Mapping[str, str] | None = None,
         is_repeatable: bool = False,
         is_post: bool = False,
+        max_answer_bytes: int | None = None,
     ) -> Any:
         """Send until there is a response; return it decoded.
 
@@ -578,16 +600,22 @@ class AsyncTransport:
             headers: in addition to those of the body.
             is_repeatable: Whether the request is idempotent.
             is_post: Whether it posts groups, which use `post_retry`.
+            max_answer_bytes: limit on the size of the response; `MAX_SHORT_ANSWER_BYTES` by
+                default.
 
         Raises:
-            TrajectoryApiError: the request was rejected, or received no response in time.
+            TrajectoryApiError: the request was rejected, received no response in time, or one that
+                is too large.
         """
         rule = self._post_retry if is_post else self._retry
+        max_bytes = max_answer_bytes or MAX_SHORT_ANSWER_BYTES
         started = time.monotonic()
         attempt = 1
         while True:
             try:
-                answer = await self._attempt(method, path, body, headers or {}, attempt)
+                answer = await self._attempt(
+                    method, path, body, headers or {}, attempt, max_answer_bytes=max_bytes
+                )
             except TrajectoryApiError as error:
                 self.num_outages += error.status in _OUTAGE_STATUSES
                 delay_s = rule.delay_s(
@@ -608,7 +636,14 @@ class AsyncTransport:
             attempt += 1
 
     async def _attempt(
-        self, method: str, path: str, body: Body | None, headers: Mapping[str, str], attempt: int
+        self,
+        method: str,
+        path: str,
+        body: Body | None,
+        headers: Mapping[str, str],
+        attempt: int,
+        *,
+        max_answer_bytes: int,
     ) -> Any:
         if self._session is None:
             self._session = aiohttp.ClientSession(
@@ -625,7 +660,9 @@ class AsyncTransport:
                 sent["data"] = _pieces(body.content)
         try:
             async with self._session.request(method, url, **sent) as reply:
-                content = await reply.read()
+                content = await _received(
+                    reply, f"{method} {without_secrets(url)}", max_answer_bytes
+                )
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
             was_sent = not isinstance(error, aiohttp.ClientConnectorError)
             raise unreachable(method, url, error, attempt=attempt, sent=was_sent) from None
@@ -644,6 +681,32 @@ class AsyncTransport:
         answer = read() if len(content) <= _MAX_INLINE_BYTES else await asyncio.to_thread(read)
         self.traits.learn(path, reply.headers)
         return answer
+
+
+async def _received(reply: aiohttp.ClientResponse, request: str, max_bytes: int) -> bytes:
+    """Return the body of a response, decompressed; of an error response only the beginning.
+
+    Raises:
+        TrajectoryApiError: it is longer than `max_bytes`.
+    """
+    parts: list[bytes] = []
+    num_bytes = 0
+    async for part in reply.content.iter_chunked(_CHUNK_BYTES):
+        parts.append(part)
+        num_bytes += len(part)
+        if reply.status >= 400 and num_bytes >= _MAX_ERROR_BYTES:
+            break
+        if num_bytes > max_bytes:
+            raise _too_large(request, max_bytes, status=reply.status)
+    return b"".join(parts)
+
+
+def _too_large(request: str, max_bytes: int, *, status: int) -> TrajectoryApiError:
+    return TrajectoryApiError(
+        f"{request}: the response is larger than {max_bytes} bytes; use smaller batches, or check "
+        "the address",
+        status=status,
+    )
 
 
 async def _pieces(content: bytes) -> AsyncIterator[memoryview]:
@@ -697,8 +760,7 @@ class SyncClient:
         timeout_s: limit on connecting, and on every pause while a response arrives.
         retry: when failed requests are retried.
         token: bearer token, sent to the service; never logged.
-        max_answer_bytes: limit on the size of a response after decompression. The default is that
-            of the largest MessagePack value and far above any batch.
+        max_answer_bytes: limit on the size of a response after decompression.
         answer_limit_s: limit on the time until a response is complete, in addition to the time for
             which the service may wait.
         sleep: waits; replaced in tests.
@@ -715,7 +777,7 @@ class SyncClient:
         timeout_s: float = 60.0,
         retry: RetryRule | None = None,
         token: str | None = None,
-        max_answer_bytes: int = 2**32,
+        max_answer_bytes: int = MAX_ANSWER_BYTES,
         answer_limit_s: float = 600.0,
         sleep: Callable[[float], None] = time.sleep,
         clock: Callable[[], float] = time.monotonic,
@@ -859,11 +921,7 @@ class SyncClient:
             parts.append(part)
             num_bytes += len(part)
             if num_bytes > self._max_answer_bytes:
-                raise TrajectoryApiError(
-                    f"{request}: the response is larger than {self._max_answer_bytes} bytes; "
-                    "use smaller batches, or check the address",
-                    status=arriving.status_code,
-                )
+                raise _too_large(request, self._max_answer_bytes, status=arriving.status_code)
             now = self._clock()
             if now > ends_at:
                 raise TrajectoryApiError(

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Protocol
 import msgspec
 
 from atroposlib.envs.conversation import ChatMessage
-from atroposlib.envs.server_handling.chat_rendering import render_messages
+from atroposlib.envs.server_handling.chat_rendering import render_messages, text_of_content
 from atroposlib.envs.server_handling.server_baseline import TOKEN_VERSIONS, note_node
 from atroposlib.envs.server_handling.turn_recording import SequenceNode
 from atroposlib.envs.single_turn_env import RESERVED_TOKENS, ask, complete, completion_budget
@@ -140,7 +140,8 @@ class ChatPolicy:
             messages=list(chat), n=1, max_tokens=max_tokens, **self._sampling
         )
         [choice] = answer.choices
-        return PolicyTurn(choice.message.content or "", choice.finish_reason == "length")
+        text = text_of_content(choice.message.content)
+        return PolicyTurn(text, choice.finish_reason == "length")
 
     def sequences(self) -> list[TokenSequence]:
         return []

@@ -292,6 +292,8 @@ KEY_REUSED = "was used for another body"
 """Part of the service's message about an idempotency key that it knows."""
 
 LONGEST_PAUSE_S = 10.0
+LONGEST_RETRY_AFTER_S = 60.0
+"""Longest pause that the service can ask for."""
 MOST_FAILED_SENDS = 3
 OUTAGE_LOG_INTERVAL_S = 30.0
 
@@ -392,7 +394,8 @@ class EnvSession:
             except TrajectoryApiError as error:
                 if not may_pass(error):
                     raise
-                pause_s = max(next_pause_s, error.retry_after_s or 0.0)
+                asked_s = min(error.retry_after_s or 0.0, LONGEST_RETRY_AFTER_S)
+                pause_s = max(next_pause_s, asked_s)
                 if backs_off:
                     pause_s *= 1.0 + random.random() / 4.0  # else all groups are sent again at once
                 next_pause_s = min(2.0 * next_pause_s, longest_s)

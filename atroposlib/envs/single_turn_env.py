@@ -32,7 +32,7 @@ from atroposlib.envs.reporting import (
     part_means,
     weigh,
 )
-from atroposlib.envs.server_handling.chat_rendering import render_messages
+from atroposlib.envs.server_handling.chat_rendering import render_messages, text_of_content
 from atroposlib.errors import NoTextCompletionsError
 from atroposlib.scored_data import IGNORE_INDEX
 from atroposlib.utils.aio import all_results, settle
@@ -162,14 +162,18 @@ async def complete(
         logger.debug("%s", error)
         messages = [{"role": "user", "content": prompt}] if chat is None else chat
         return await _chat(server, messages, sampling)
-    return [Answer(prefill + c.text, c.finish_reason or "stop") for c in texts.choices]
+    return [
+        Answer(prefill + text_of_content(c.text), c.finish_reason or "stop") for c in texts.choices
+    ]
 
 
 async def _chat(
     server: Any, messages: Sequence[Mapping[str, Any]], sampling: Mapping[str, Any]
 ) -> list[Answer]:
     chat = await server.chat_completion(messages=list(messages), **sampling)
-    return [Answer(c.message.content or "", c.finish_reason or "stop") for c in chat.choices]
+    return [
+        Answer(text_of_content(c.message.content), c.finish_reason or "stop") for c in chat.choices
+    ]
 
 
 async def sample_trajectories(

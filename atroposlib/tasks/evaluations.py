@@ -32,6 +32,7 @@ from pydantic import Field
 
 from atroposlib.envs.base import APIServerConfig, EvalHandlingEnum
 from atroposlib.envs.dataset_items import hub_rows
+from atroposlib.envs.server_handling.chat_rendering import text_of_content
 from atroposlib.envs.single_turn_env import SingleTurnEnv, SingleTurnEnvConfig
 from atroposlib.errors import ConfigError, ContextOverflowError, EngineSetupError, InferenceError
 from atroposlib.tasks.eval_answers import (
@@ -509,7 +510,8 @@ def _reply_of(chat: Any) -> EvalReply:
     # Fields added by providers are not declared.
     fields = (getattr(message, name, None) for name in ("reasoning_content", "reasoning"))
     reasoning = next((text for text in fields if isinstance(text, str) and text.strip()), None)
-    return EvalReply(message.content or "", reasoning, choice.finish_reason or "stop")
+    text = text_of_content(message.content)
+    return EvalReply(text, reasoning, choice.finish_reason or "stop")
 
 
 class BoxedEvalConfig(EvalFamilyConfig):

@@ -30,6 +30,7 @@ __all__ = [
     "short_score",
     "shown_name",
     "texts_in_tag",
+    "without_lone_surrogates",
     "without_secrets",
 ]
 
@@ -75,6 +76,15 @@ class InertFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         return inert_block(super().format(record))
+
+
+def without_lone_surrogates(text: str) -> str:
+    """Return a text with surrogate pairs joined and lone surrogates replaced by U+FFFD."""
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+    return text
 
 
 def inert_markup(text: str) -> str:

@@ -42,7 +42,8 @@ class ScriptedService:
 
     async def __call__(self, request: web.Request) -> web.StreamResponse:
         if request.method == "GET":
-            return web.json_response({}, headers=OFFER if self.is_current else {})
+            info = {"batch_size": -1, "max_token_len": -1}
+            return web.json_response(info, headers=OFFER if self.is_current else {})
         self.posts.append(request)
         self.bodies.append(await request.read())
         answer = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]

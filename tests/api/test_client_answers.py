@@ -5,15 +5,22 @@ from __future__ import annotations
 import gzip
 import logging
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Iterable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import repeat
 
 import pytest
 
-from atroposlib.api.client import RetryRule, TrainerClient, batches
+from atroposlib.api import client_transport
+from atroposlib.api.client import RetryRule, TrainerClient, TrajectoryApiClient, batches
 from atroposlib.errors import TrajectoryApiError
+from tests.api.helpers import make_group
 
 BATCH = b'{"batch": [{"tokens": [[1]]}], "batch_id": "7-1"}'
+GZIP_BATCH = gzip.compress(BATCH, mtime=0)
+STATUS = b'{"current_step": 1, "queue_size": 0, %b}'
+ONCE = RetryRule(attempts=1)
+ENV = {"max_token_length": 9, "desired_name": "e", "weight": 1.0, "group_size": 2}
 
 
 class RawService(ThreadingHTTPServer):
@@ -25,7 +32,7 @@ class RawService(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), _Handler)
         self.status = 200
         self.headers: dict[str, str] = {}
-        self.pieces: Sequence[bytes] = [BATCH]
+        self.pieces: Iterable[bytes] = [BATCH]
         self.num_requests = 0
 
     @property
@@ -127,7 +134,7 @@ def test_iterator_without_a_step_in_the_status_names_the_address(service):
 
 def test_gzip_response_is_decompressed(service):
     service.headers = {"Content-Encoding": "gzip"}
-    service.pieces = [gzip.compress(BATCH)]
+    service.pieces = [GZIP_BATCH]
 
     with TrainerClient(service.url) as client:
         assert client.batch() == [{"tokens": [[1]]}]
@@ -146,8 +153,7 @@ def test_response_in_another_encoding_is_refused(service, encoding):
 
 @pytest.mark.parametrize(
     ("body", "fault"),
-    [(b"no gzip", "is not gzip"), (gzip.compress(BATCH)[:-9], "ends within its gzip stream")],
-    ids=["no gzip", "truncated"],  # gzip writes the time, which differs between workers
+    [(b"no gzip", "is not gzip"), (GZIP_BATCH[:-9], "ends within its gzip stream")],
 )
 def test_damaged_gzip_response_is_retried_and_refused(service, body, fault):
     service.headers = {"Content-Encoding": "gzip"}
@@ -215,3 +221,71 @@ def test_acknowledgement_quotes_the_id_of_a_batch(service):
         client.nack("../7\n1")
 
     assert service.num_requests == 2
+
+
+def ask_env_status(client: TrajectoryApiClient) -> Awaitable[object]:
+    return client.status_env(3)
+
+
+def register_env(client: TrajectoryApiClient) -> Awaitable[object]:
+    return client.register_env(**ENV)
+
+
+@pytest.mark.parametrize(
+    ("ask", "path", "body", "found"),
+    [
+        (TrajectoryApiClient.info, "/info", b"[1]", "the response is a list"),
+        (TrajectoryApiClient.info, "/info", b"{}", "missing required field `batch_size`"),
+        (TrajectoryApiClient.wandb_info, "/wandb_info", b"{}", "missing required field `project`"),
+        (TrajectoryApiClient.status, "/status", b'{"current_step": "a"}', r"`\$.current_step`"),
+        (register_env, "/register-env", b'"ok"', "the response is a string"),
+        (register_env, "/register-env", b'{"status": "success"}', "missing required field"),
+        (ask_env_status, "/status-env", b'{"current_step": null}', r"`\$.current_step`"),
+        (ask_env_status, "/status-env", STATUS % b'"max_group_size": 0', r"`\$.max_group_size`"),
+        (ask_env_status, "/status-env", STATUS % b'"unallocated_fraction": 1e308', "fraction`"),
+        (ask_env_status, "/status-env", STATUS % b'"policy_version": "x"', r"`\$.policy_version`"),
+    ],
+)
+async def test_response_of_another_form_to_an_environment_names_the_address(
+    service, ask, path, body, found
+):
+    service.pieces = [body]
+
+    async with TrajectoryApiClient(service.url) as client:
+        with pytest.raises(TrajectoryApiError, match=found) as caught:
+            await ask(client)
+
+    assert f"{service.url}{path}: " in str(caught.value)
+    assert caught.value.status == 200
+
+
+async def test_posted_group_is_not_delivered_if_the_response_is_no_object(service):
+    service.pieces = [b"[]"]
+
+    async with TrajectoryApiClient(service.url, post_retry=ONCE) as client:
+        with pytest.raises(TrajectoryApiError, match="the response is a list"):
+            await client.post_group(make_group(1))
+
+
+@pytest.mark.parametrize("is_gzip", [False, True])
+async def test_response_to_an_environment_is_refused_above_the_limit(service, monkeypatch, is_gzip):
+    monkeypatch.setattr(client_transport, "MAX_SHORT_ANSWER_BYTES", 2**20)
+    body = b" " * 2**22
+    service.headers = {"Content-Encoding": "gzip"} if is_gzip else {}
+    # Without its end, so that the error cannot come after it.
+    service.pieces = [gzip.compress(body)[:-9] if is_gzip else body]
+
+    async with TrajectoryApiClient(service.url) as client:
+        with pytest.raises(TrajectoryApiError, match="larger than 1048576 bytes"):
+            await client.info()
+
+
+async def test_error_response_without_end_keeps_its_status(service):
+    service.status = 500
+    service.pieces = repeat(b" " * 2**16)
+
+    async with TrajectoryApiClient(service.url, retry=ONCE) as client:
+        with pytest.raises(TrajectoryApiError) as caught:
+            await client.info()
+
+    assert caught.value.status == 500

@@ -26,10 +26,10 @@ async def test_token_is_sent_with_every_request(free_port):
 
     async with scripted(handler, free_port) as url:
         async with TrajectoryApiClient(url, token=TOKEN) as client:
-            await client.info()
+            await client.latest_example()
             await client.post_group(make_group(1))
         async with TrajectoryApiClient(url) as client:
-            await client.info()
+            await client.latest_example()
 
     assert seen == [f"Bearer {TOKEN}", f"Bearer {TOKEN}", None]
 

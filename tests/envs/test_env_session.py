@@ -195,15 +195,35 @@ async def test_wait_for_a_trainer_is_told_once_and_the_next_outage_anew(
     assert told == [away, "waiting for the trainer", away]
 
 
-async def test_send_backs_off_up_to_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    pauses: list[float] = []
+@pytest.fixture
+def pauses(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Return the list of seconds of each pause; pauses end at once."""
+    noted: list[float] = []
     sleep = asyncio.sleep
 
     async def note(seconds: float) -> None:
-        pauses.append(seconds)
+        noted.append(seconds)
         await sleep(0)
 
     monkeypatch.setattr(env_session.asyncio, "sleep", note)
+    return noted
+
+
+async def test_service_cannot_ask_for_a_pause_without_end(pauses: list[float]) -> None:
+    client = ScriptedClient()
+    client.post_errors = [
+        TrajectoryApiError("full", status=503, retry_after_s=seconds)
+        for seconds in (1e9, float("inf"))
+    ]
+    session = joined_session(client)
+
+    await session.send({})
+
+    assert len(pauses) == 2
+    assert max(pauses) <= 1.25 * env_session.LONGEST_RETRY_AFTER_S
+
+
+async def test_send_backs_off_up_to_a_limit(pauses: list[float]) -> None:
     client = ScriptedClient()
     client.post_errors = [AWAY] * 6 + [TrajectoryApiError("full", status=503, retry_after_s=30.0)]
     session = EnvSession(client, retry_s=1.0)  # type: ignore[arg-type]

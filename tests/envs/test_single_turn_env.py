@@ -4,13 +4,15 @@ import asyncio
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from atroposlib.envs.base import APIServerConfig
 from atroposlib.envs.dataset_items import DatasetItems, LocalItemsConfig
-from atroposlib.envs.single_turn_env import SingleTurnEnv, SingleTurnEnvConfig
+from atroposlib.envs.policies import ChatPolicy
+from atroposlib.envs.single_turn_env import SingleTurnEnv, SingleTurnEnvConfig, ask, complete
 from atroposlib.errors import ConfigError
 from atroposlib.scored_data import check_group
 from tests.fakes import ScriptedEngine
@@ -224,3 +226,20 @@ async def test_prefill_is_read_and_not_trained(make_echo: Callable[..., EchoEnv]
     assert masked == [28 + len("<think>")] * 3  # 27 prompt tokens behind the start token
     assert group["overrides"] == [{}] + [{"set_advantage_to_zero": True}] * 2
     assert group["scores"] == [-len(tokens) / 1000 for tokens in group["tokens"]]
+
+
+@pytest.mark.parametrize(
+    ("content", "text"),
+    [(None, ""), ("one", "one"), ([{"type": "text", "text": "one"}, {"text": "two"}], "onetwo")],
+)
+async def test_answers_are_text_also_where_a_provider_sends_parts(content: Any, text: str) -> None:
+    async def answer(**_: Any) -> Any:
+        message = SimpleNamespace(content=content)
+        choice = SimpleNamespace(message=message, text=content, finish_reason="stop")
+        return SimpleNamespace(choices=[choice])
+
+    server = SimpleNamespace(chat_completion=answer, completion=answer)
+
+    assert await ask(server, None, []) == [(text, "stop")]
+    assert await complete(server, "") == [(text, "stop")]
+    assert (await ChatPolicy(server, None).write([], max_tokens=1)).text == text

@@ -23,8 +23,8 @@ import logging
 import math
 import re
 import warnings
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from difflib import get_close_matches
 from types import ModuleType
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
@@ -41,8 +41,10 @@ from atroposlib.envs.server_handling.config import (
 from atroposlib.envs.server_handling.retry import (
     EngineStatusError,
     as_missing_completions,
+    describe,
     http_status,
     with_choices,
+    without_key,
 )
 from atroposlib.envs.server_handling.server_baseline import APIServer, SharedSearch
 from atroposlib.errors import ConfigError, EngineSetupError, InferenceError
@@ -63,6 +65,12 @@ logger = logging.getLogger(__name__)
 _PROBE_TIMEOUT_S = 10.0
 _ERROR_TEXT_LIMIT = 2000
 _LONG_BYTES = 2**17
+_CHUNK_BYTES = 2**16
+_MAX_ERROR_BYTES = 2**20
+"""Length of the beginning that is read of an error response."""
+
+MAX_ANSWER_BYTES = 2**30
+"""Limit on the size of an answer after decompression, far above that of any group."""
 
 TEST_TEXT = "The tokenizer check: 12345 apples, naïve café, x = f(y) + 3;\nzwölf Übungen."
 """Digits, accents, code and a line break, but no spelling of a special token."""
@@ -126,6 +134,7 @@ class EngineHttp:
         self.root_url = root_of(base_url)
         self.turns = LoopTurns()
         self._timeout_s = timeout_s
+        self._api_key = api_key
         has_user = urlsplit(self.root_url).username is not None  # sent in place of the key
         headers = {"Authorization": f"Bearer {api_key}"} if api_key and not has_user else {}
         self._connections = _Connections(headers=headers)
@@ -149,6 +158,7 @@ class EngineHttp:
 
         Raises:
             EngineStatusError: the engine answered an error status; its text is quoted.
+            InferenceError: the answer is longer than `MAX_ANSWER_BYTES`, or cannot be decoded.
             aiohttp.ClientError, TimeoutError, json.JSONDecodeError: no usable answer.
         """
         timeout = aiohttp.ClientTimeout(total=timeout_s or self._timeout_s)
@@ -157,14 +167,14 @@ class EngineHttp:
             url, json=body, timeout=timeout, headers=trace_headers()
         )
         async with sending as response:
-            raw = await response.read()
+            raw = await body_of(response)
         if len(raw) > STEP_BYTES and response.status < 400:
             try:
                 return await decode_in_steps(raw, lambda n: self.turns.turn(answer_cost_s(n)))
-            except (msgspec.DecodeError, UnicodeDecodeError):
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                 return _loads(raw)
         await self.turns.turn(answer_cost_s(len(raw)))
-        answer = decode_answer(response, raw, decoder)
+        answer = decode_answer(response, raw, decoder, api_key=self._api_key)
         if len(raw) > _LONG_BYTES:  # processing it takes about the same time again
             await asyncio.sleep(0)
         return answer
@@ -174,7 +184,8 @@ class EngineHttp:
         timeout = aiohttp.ClientTimeout(total=self._timeout_s)
         url = f"{self.root_url}{path}"
         async with self._connections.open().get(url, timeout=timeout) as response:
-            return decode_answer(response, await response.read())
+            raw = await body_of(response)
+        return decode_answer(response, raw, api_key=self._api_key)
 
     async def ask_briefly(
         self, path: str, body: dict[str, Any] | None, *, timeout_s: float, max_bytes: int
@@ -183,7 +194,8 @@ class EngineHttp:
 
         Raises:
             EngineStatusError: the engine answered an error status.
-            ValueError: the answer is longer than `max_bytes`, or not JSON.
+            InferenceError: the answer is longer than `max_bytes`, or cannot be decoded.
+            json.JSONDecodeError: it is not JSON.
             aiohttp.ClientError, TimeoutError, OSError: no answer.
         """
         timeout = aiohttp.ClientTimeout(total=min(timeout_s, self._timeout_s))
@@ -191,12 +203,8 @@ class EngineHttp:
         url = f"{self.root_url}{path}"
         session = self._connections.open()
         async with session.request(method, url, json=body, timeout=timeout) as response:
-            raw = bytearray()
-            async for chunk in response.content.iter_chunked(2**16):
-                raw += chunk
-                if len(raw) > max_bytes:
-                    raise ValueError(f"{path} answered more than {max_bytes} bytes")
-            return decode_answer(response, bytes(raw))
+            raw = await body_of(response, max_bytes=max_bytes)
+        return decode_answer(response, raw, api_key=self._api_key)
 
     async def answers(self, path: str = "/health") -> bool:
         """Whether the server is up: it answers a GET with a status below 500.
@@ -216,28 +224,65 @@ class EngineHttp:
         await self._connections.close()
 
 
+async def body_of(response: aiohttp.ClientResponse, *, max_bytes: int | None = None) -> bytes:
+    """Return the decompressed body of an answer; only the beginning of an error response.
+
+    Raises:
+        InferenceError: the body is longer than `max_bytes`, by default `MAX_ANSWER_BYTES`.
+    """
+    return b"".join([chunk async for chunk in _chunks_of(response, max_bytes=max_bytes)])
+
+
+async def _chunks_of(
+    response: aiohttp.ClientResponse, *, max_bytes: int | None = None
+) -> AsyncIterator[bytes]:
+    limit = MAX_ANSWER_BYTES if max_bytes is None else max_bytes
+    num_bytes = 0
+    async for chunk in response.content.iter_chunked(_CHUNK_BYTES):
+        num_bytes += len(chunk)
+        if num_bytes > limit:
+            raise InferenceError(f"the answer to {response.url.path} is longer than {limit} bytes")
+        yield chunk
+        if response.status >= 400 and num_bytes >= _MAX_ERROR_BYTES:
+            return
+
+
 def _loads(raw: bytes) -> Any:
-    """Decode an answer; `msgspec` is eight times faster, but only `json` accepts NaN."""
+    """Decode an answer; `msgspec` is eight times faster, but only `json` accepts NaN.
+
+    Raises:
+        json.JSONDecodeError: it is not JSON.
+        InferenceError: it is not Unicode, nested too deeply, or has a number that is too long.
+    """
     try:
-        return msgspec.json.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError):
+        with suppress(msgspec.DecodeError, UnicodeDecodeError):
+            return msgspec.json.decode(raw)
         return json.loads(raw)
+    except json.JSONDecodeError:
+        raise
+    except (ValueError, RecursionError) as error:
+        raise InferenceError(f"the engine's answer cannot be decoded: {describe(error)}") from error
 
 
 def decode_answer(
     response: aiohttp.ClientResponse,
     raw: bytes,
     decoder: msgspec.json.Decoder[Any] | None = None,
+    *,
+    api_key: str | None = None,
 ) -> Any:
-    """Return the JSON of an answer; an error status raises `EngineStatusError` with its text."""
+    """Return the JSON of an answer; an error status raises `EngineStatusError` with its text.
+
+    The `api_key` is removed from that text, even if the server repeats it.
+    """
     if response.status < 400:
         if decoder is not None:
-            with suppress(msgspec.DecodeError, UnicodeDecodeError):
+            with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
                 return decoder.decode(raw)
         return _loads(raw)
-    text = inert_block(raw.decode(errors="replace")[:_ERROR_TEXT_LIMIT])
+    text = without_key(raw.decode(errors="replace"), api_key)[:_ERROR_TEXT_LIMIT]
     raise EngineStatusError(
-        f"{response.url.path} answered {response.status}: {text}",
+        f"{response.url.path} answered {response.status}: {inert_block(text)}",
         status=response.status,
         wait_s=retry_after_s(response.headers),
     )
@@ -352,7 +397,7 @@ class EngineIdentity:
             logger.debug("%s%s took too long: %r", self._http.shown_url, path, error)
         except (aiohttp.ClientConnectionError, OSError) as error:
             raise _NotReachableError from error
-        except (aiohttp.ClientError, ValueError) as error:
+        except (aiohttp.ClientError, InferenceError, ValueError) as error:
             logger.debug("%s%s cannot be read: %r", self._http.shown_url, path, error)
         return None
 
@@ -421,7 +466,6 @@ def _shown(ids: Sequence[int], first: int) -> str:
     return f"[{before}{shown}{after}] ({len(ids)} ids)"
 
 
-_CHUNK_BYTES = 1 << 16
 _HEADERS_OF_ENCODING = ("content-encoding", "content-length", "transfer-encoding")
 
 LIMIT_NAMES = ("max_completion_tokens", "max_tokens")
@@ -506,14 +550,14 @@ class _AiohttpTransport:
 
 
 class _Stream:
-    """The body of one answer, as it arrives."""
+    """The body of one answer, as it arrives, within the limits of `body_of`."""
 
     def __init__(self, library: ModuleType, answer: aiohttp.ClientResponse, request: Any) -> None:
         self._library, self._answer, self._request = library, answer, request
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
         try:
-            async for chunk in self._answer.content.iter_chunked(_CHUNK_BYTES):
+            async for chunk in _chunks_of(self._answer):
                 yield chunk
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
             raise _translated(self._library, error, self._request) from error
@@ -699,7 +743,12 @@ class OpenAICompatibleServer(APIServer):
         kwargs = _as_client_options(create, kwargs)
         wanted = kwargs.get("n") or 1
         single = {name: value for name, value in kwargs.items() if name != "n"}
-        ask = with_choices(create, server_name=self.health.name)
+        ask = with_choices(
+            create,
+            server_name=self.health.name,
+            timeout_s=kwargs.get("timeout", self.config.timeout),
+            api_key=self.config.api_key,
+        )
         if self.config.n_kwarg_is_ignored:
             answers = await asyncio.gather(*(ask(**single) for _ in range(wanted)))
             return append_choices(answers[0], list(answers[1:]))
@@ -780,6 +829,17 @@ def drop_double_bos(ids: Sequence[int], bos_token_id: int | None) -> list[int]:
     """Return `ids` with a single bos, also if both the template and the tokenizer added one."""
     doubled = len(ids) > 1 and ids[0] == ids[1] == bos_token_id
     return list(ids[1:] if doubled else ids)
+
+
+@contextmanager
+def reading_answer() -> Iterator[None]:
+    """Raise `InferenceError` for an answer whose values have other types than expected."""
+    try:
+        yield
+    except InferenceError:
+        raise
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        raise InferenceError(f"the engine's answer is malformed: {describe(error)}") from error
 
 
 def list_of(mapping: Mapping[str, Any], name: str) -> list[Any]:

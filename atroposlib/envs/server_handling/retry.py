@@ -8,6 +8,7 @@ error ─┬─ is_retryable ─────────► backoff_s, retry_aft
 
 from __future__ import annotations
 
+import asyncio
 import json
 import re
 from collections.abc import Awaitable, Callable, Sequence
@@ -24,7 +25,12 @@ from atroposlib.errors import (
     NoTextCompletionsError,
 )
 from atroposlib.utils import io
-from atroposlib.utils.text import hide_secrets, inert_line, without_secrets
+from atroposlib.utils.text import (
+    hide_secrets,
+    inert_line,
+    without_lone_surrogates,
+    without_secrets,
+)
 
 Answer = TypeVar("Answer")
 
@@ -35,6 +41,12 @@ MAX_OUTAGES = 20
 """Maximum number of outages during one request; more suggest that the request causes them."""
 
 LONGEST_RETRY_AFTER_S = 60.0
+
+_COMPLETION_MARGIN_S = 1.0
+"""Seconds after its timeout in which the OpenAI client may report it itself."""
+
+_MIN_KEY_CHARACTERS = 8
+"""Shorter keys are placeholders such as `x` or `EMPTY`, which also occur in texts."""
 
 _TRANSIENT_4XX = frozenset({408, 409, 429})
 
@@ -130,27 +142,75 @@ class RetriesExhaustedError(InferenceError, RetryError):
 
 
 def with_choices(
-    create: Callable[..., Awaitable[Answer]], *, server_name: str
+    create: Callable[..., Awaitable[Answer]],
+    *,
+    server_name: str,
+    timeout_s: Any = None,
+    api_key: str | None = None,
 ) -> Callable[..., Awaitable[Answer]]:
     """Return a method of the OpenAI client that refuses answers without complete choices.
 
     The client does not validate answers. Some providers report an error with status 200; its text
-    is in the `InferenceError`.
+    is in the `InferenceError`. Others cut a text within a character: half of a surrogate pair,
+    which no tokenizer and no file accepts, becomes U+FFFD.
+
+    Args:
+        create: method of the client.
+        server_name: for messages.
+        timeout_s: limit on the time until an answer is complete, since the client limits only the
+            pauses in between; values other than numbers set none.
+        api_key: removed from the text of refusals, even if the server repeats it.
     """
+    has_limit = isinstance(timeout_s, int | float)
+    limit_s = timeout_s + _COMPLETION_MARGIN_S if has_limit else None
 
     async def ask(**kwargs: Any) -> Answer:
-        answer = await create(**kwargs)
+        import openai
+
+        try:
+            answer = await asyncio.wait_for(create(**kwargs), limit_s)
+        except asyncio.TimeoutError:
+            if limit_s is None:
+                raise
+            text = f"the answer is not complete after {timeout_s:g} s (timeout)"
+            raise asyncio.TimeoutError(text) from None
+        except openai.APIStatusError as error:
+            error.message = without_key(error.message, api_key)
+            error.args = (error.message,)
+            raise
+        except openai.APIConnectionError as error:
+            if isinstance(error.__cause__, InferenceError):  # of the transport
+                raise error.__cause__ from None
+            raise
         choices = getattr(answer, "choices", None)
         is_complete = isinstance(choices, list | tuple) and all(
             getattr(choice, "message", choice) is not None for choice in choices
         )
         if is_complete:
+            for choice in choices or ():
+                _make_encodable(choice)
             return answer
         reported = getattr(answer, "error", None)
-        text = "" if reported is None else f"; its error is {_without_key(str(reported), None)}"
+        text = "" if reported is None else f"; its error is {_shown(str(reported), api_key)}"
         raise InferenceError(f"inference server {server_name} answered without choices{text}")
 
     return ask
+
+
+_TEXTS = ("content", "reasoning_content", "reasoning", "refusal")
+
+
+def _make_encodable(choice: Any) -> None:
+    """Replace lone surrogates in the texts of a choice."""
+    message = getattr(choice, "message", None)
+    calls = getattr(message, "tool_calls", None) or ()
+    functions = [getattr(call, "function", None) for call in calls]
+    places = [(choice, "text"), *((message, name) for name in _TEXTS)]
+    places += [(function, name) for function in functions for name in ("name", "arguments")]
+    for place, name in places:
+        text = getattr(place, name, None)
+        if isinstance(text, str) and (encodable := without_lone_surrogates(text)) != text:
+            setattr(place, name, encodable)
 
 
 def http_status(error: BaseException) -> int | None:
@@ -255,7 +315,7 @@ def as_setup_error(
     The `api_key` is removed from the message, even if the server repeats it.
     """
     status = http_status(error)
-    text, shown_url = _without_key(str(error), api_key), without_secrets(url)
+    text, shown_url = _shown(str(error), api_key), without_secrets(url)
     if status in (401, 403):
         key = "the api_key that is set" if api_key else "a request without an api_key"
         return EngineSetupError(
@@ -287,11 +347,16 @@ def as_missing_completions(
     return NoTextCompletionsError(
         f"inference server {shown_url} offers no text completions for model {model!r} ({status}); "
         "use chat_completion, or check model_name, server_type and base_url, which usually ends in "
-        f"/v1. Response of the server: {_without_key(text, api_key)}"
+        f"/v1. Response of the server: {_shown(text, api_key)}"
     )
 
 
-def _without_key(text: str, api_key: str | None) -> str:
-    shown = text.replace(api_key, "***") if api_key else text
-    hidden = hide_secrets(_KEY_TEXT.sub("***", shown))
+def without_key(text: str, api_key: str | None) -> str:
+    """Return a text with an API key masked, unless it is a short placeholder."""
+    is_secret = api_key is not None and len(api_key) >= _MIN_KEY_CHARACTERS
+    return text.replace(api_key, "***") if api_key and is_secret else text
+
+
+def _shown(text: str, api_key: str | None) -> str:
+    hidden = hide_secrets(_KEY_TEXT.sub("***", without_key(text, api_key)))
     return inert_line(hidden, max_characters=MAX_QUOTED_CHARACTERS)

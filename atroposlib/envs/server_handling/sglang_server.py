@@ -23,6 +23,7 @@ from atroposlib.envs.server_handling.openai_compatible import (
     check_sequences,
     list_of,
     prompt_logprobs_answer,
+    reading_answer,
     sampling_options,
     top_k_of,
 )
@@ -186,7 +187,8 @@ class SGLangServer(TokenServer):
         prompt_ids = self._prompt_ids(kwargs)
         options = sampling_options(kwargs)
         answer = await self._generate(tokens_body(prompt_ids, options), kwargs)
-        return parse_tokens(answer, prompt_ids, num_choices=options.get("n", 1))
+        with reading_answer():
+            return parse_tokens(answer, prompt_ids, num_choices=options.get("n", 1))
 
     async def _get_logprobs_wrapper(self, **kwargs: Any) -> dict[str, Any]:
         top_k = top_k_of(kwargs)

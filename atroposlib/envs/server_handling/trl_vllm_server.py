@@ -17,6 +17,7 @@ from aiohttp import ClientResponse, ClientTimeout
 
 from atroposlib.envs.server_handling.chat_rendering import TextAnswer, build_chat, build_completion
 from atroposlib.envs.server_handling.openai_compatible import (
+    body_of,
     check_count,
     decode_answer,
     list_of,
@@ -153,7 +154,8 @@ class TrlVllmServer(VLLMServer):
             session.post(url, json=body, headers=headers, timeout=timeout) as response,
         ):
             if isinstance(response, ClientResponse):
-                return decode_answer(response, await response.read())
+                raw = await body_of(response)
+                return decode_answer(response, raw, api_key=self.config.api_key)
             return await response.json()  # of a replaced session, such as in tests
 
     async def _find_generate_once(self) -> str | None:

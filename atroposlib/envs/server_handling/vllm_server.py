@@ -12,8 +12,7 @@ Two routes return the sampled ids and their logprobs:
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import aiohttp
@@ -32,11 +31,12 @@ from atroposlib.envs.server_handling.openai_compatible import (
     check_sequences,
     list_of,
     prompt_logprobs_answer,
+    reading_answer,
     sampling_options,
     tokenizer_name_of,
     top_k_of,
 )
-from atroposlib.envs.server_handling.retry import EngineStatusError, describe
+from atroposlib.envs.server_handling.retry import EngineStatusError
 from atroposlib.envs.server_handling.server_baseline import (
     SEND_COST_S,
     SharedSearch,
@@ -86,17 +86,6 @@ def completions_body(
 def generate_body(prompt_ids: list[int], options: Mapping[str, Any]) -> dict[str, Any]:
     """Return a request body for `/generate` with ids and sampled logprobs enabled."""
     return {"prompt": {"prompt_token_ids": prompt_ids}, "logprobs": 0, **options}
-
-
-@contextmanager
-def reading_answer() -> Iterator[None]:
-    """Raise `InferenceError` for an answer whose values have other types than expected."""
-    try:
-        yield
-    except InferenceError:
-        raise
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        raise InferenceError(f"the engine's answer is malformed: {describe(error)}") from error
 
 
 def parse_completions(

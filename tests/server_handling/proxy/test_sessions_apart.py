@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Iterator
 from typing import Any
+from urllib.parse import urlsplit
 
+import httpx
 import pytest
 from fastapi.testclient import TestClient
 
-from tests.server_handling.proxy.engine import Clock, RecordingEngine, app_of
+from atroposlib.envs.server_handling.proxy.app import AgentProxy
+from atroposlib.envs.server_handling.proxy.sessions import ProxySettings
+from tests.server_handling.proxy.engine import Clock, RecordingEngine, app_of, manager_of
 
 CHAT = {"messages": [{"role": "user", "content": "Hello"}]}
 ADMIN = "the administrator's"
@@ -148,6 +153,55 @@ def test_sessions_are_limited_until_one_is_gone(engine: RecordingEngine) -> None
         clock.now += 61
         create(client)
         create(client)
+
+
+def test_parts_of_one_agent_leave_room_for_the_sessions_of_others(engine: RecordingEngine) -> None:
+    with TestClient(app_of(engine, max_sessions=16)) as client:
+        agent = create(client)
+
+        def ask(part: int) -> int:
+            headers = {**bearer(agent["api_key"]), "X-Session-ID": str(part)}
+            return client.post("/v1/chat/completions", json=CHAT, headers=headers).status_code
+
+        assert [ask(part) for part in range(16)] == [200] * 14 + [429] * 2
+        create(client)
+        assert client.post("/sessions/create", json={}).status_code == 429
+        assert ask(0) == 200
+
+
+async def test_bodies_of_one_agent_have_a_limit_together(engine: RecordingEngine) -> None:
+    """Clients that never end their bodies would fill the memory of the environment."""
+    settings = ProxySettings(max_body_bytes=1000)
+    async with (
+        AgentProxy(manager_of(engine), engine.tokenizer, settings=settings) as proxy,
+        proxy.session() as session,
+        proxy.session() as other,
+        httpx.AsyncClient(base_url=proxy.root_url) as client,
+    ):
+
+        async def ask(key: str) -> httpx.Response:
+            return await client.post("/v1/chat/completions", json=CHAT, headers=bearer(key))
+
+        async def send_without_end() -> asyncio.StreamWriter:
+            address = urlsplit(proxy.root_url)
+            _, writer = await asyncio.open_connection(address.hostname, address.port)
+            head = f"POST /v1/chat/completions HTTP/1.1\r\nHost: {address.netloc}\r\n"
+            head += f"Authorization: Bearer {session.api_key}\r\nContent-Length: 1000\r\n\r\n"
+            writer.write(head.encode() + b" " * 999)
+            await writer.drain()
+            return writer
+
+        writers = [await send_without_end() for _ in range(8)]
+        while (refused := await ask(session.api_key)).status_code == 200:  # noqa: ASYNC110 - a server
+            await asyncio.sleep(0.01)  # the bodies have not arrived yet
+        of_other = await ask(other.api_key)
+        for writer in writers:
+            writer.close()
+        while (answered := await ask(session.api_key)).status_code == 429:  # noqa: ASYNC110 - a server
+            await asyncio.sleep(0.01)
+
+    assert (refused.status_code, refused.json()["error"]["code"]) == (429, "too_many_bodies")
+    assert (of_other.status_code, answered.status_code) == (200, 200)
 
 
 def test_keys_appear_nowhere_but_in_the_answer_to_the_creator(

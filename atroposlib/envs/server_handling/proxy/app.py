@@ -178,8 +178,12 @@ def _is_equal(first: str, second: str) -> bool:
     return hmac.compare_digest(first.encode(), second.encode())
 
 
-async def read_object(request: Request, *, max_bytes: int) -> dict[str, Any]:
+async def read_object(
+    request: Request, *, max_bytes: int, hold: Callable[[int], None] | None = None
+) -> dict[str, Any]:
     """Return the JSON object in a request's body; an empty body is an empty object.
+
+    `hold` is called with the size of each piece, and may refuse it.
 
     Raises:
         ProxyRefusal: 413 beyond `max_bytes`, 400 for broken JSON or strings that are not valid
@@ -190,6 +194,8 @@ async def read_object(request: Request, *, max_bytes: int) -> dict[str, Any]:
         raise _too_large(max_bytes)
     pieces = bytearray()
     async for piece in request.stream():
+        if hold is not None:
+            hold(len(piece))
         pieces += piece
         if len(pieces) > max_bytes:
             raise _too_large(max_bytes)
@@ -334,11 +340,13 @@ def _endpoint(route: Route, state: ProxyState) -> Endpoint:
     async def endpoint(request: Request) -> Response:
         session = part_of(request, state, opens=route.method == "POST")
         body: dict[str, Any] = {}
-        if route.method == "POST":
-            body = await read_object(request, max_bytes=state.settings.max_body_bytes)
-        path_params = {k: str(v) for k, v in request.path_params.items() if k != "uuid"}
-        exchange = Exchange(session, body, path_params, request.query_params, request.headers)
-        response = await _watched(request, route.handler(exchange))
+        max_bytes = state.settings.max_body_bytes
+        with session.bodies.request() as hold:
+            if route.method == "POST":
+                body = await read_object(request, max_bytes=max_bytes, hold=hold)
+            path_params = {k: str(v) for k, v in request.path_params.items() if k != "uuid"}
+            exchange = Exchange(session, body, path_params, request.query_params, request.headers)
+            response = await _watched(request, route.handler(exchange))
         names = sorted(name for name in exchange.ignored if _SAFE_NAME.fullmatch(name))
         if names:
             response.headers[IGNORED_HEADER] = ", ".join(names[:_MOST_NAMES])

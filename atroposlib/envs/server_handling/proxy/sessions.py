@@ -7,7 +7,9 @@ ManagedServer --> SampledServer --> the session's server --down--> another healt
 
 Invariants:
 
-- The number of open sessions, including parts, never exceeds `max_sessions`.
+- The number of open sessions, including parts, never exceeds `max_sessions`; agents, who open the
+  parts, leave an eighth of it to new sessions.
+- The bodies that the requests of a session hold at a time have a limit together.
 - A session idle for `session_idle_s` can no longer be found; requests in flight count as use.
 - A closed session holds no sequences, and its requests in flight are cancelled.
 - Sessions are looked up by a digest of their key; keys are never logged.
@@ -24,6 +26,7 @@ import uuid
 from array import array
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Annotated, Any, Protocol, TypeVar
 
@@ -70,6 +73,11 @@ SESSION_HEADER = "X-Session-ID"
 """Header that names the part of a session for a request, for agents that share one key."""
 
 _RETRY_S = 30
+_BODIES_RETRY_S = 1
+_SHARE_WITHOUT_PARTS = 8
+"""Parts leave `max_sessions` divided by this number free, so that no agent can take them all."""
+_BODIES_PER_SESSION = 8
+"""Bodies of the maximum size that the requests of a session may hold at a time."""
 _LONGEST_PART_ID = 256
 KEY_PREFIX = "sk-atropos-"
 """Prefix of keys; some agents accept only keys that begin like OpenAI's."""
@@ -111,6 +119,45 @@ class AgentTurn:
     row: int | None = None
     """Index of the sequence among those of the session, 0 if the server reports no ids; None if it
     is not there."""
+
+
+class HeldBodies:
+    """Size of the bodies that the requests of a session and its parts hold at a time.
+
+    Args:
+        max_bytes: limit on their sum.
+    """
+
+    def __init__(self, max_bytes: int) -> None:
+        self._max_bytes = max_bytes
+        self._num_bytes = 0
+
+    @contextmanager
+    def request(self) -> Iterator[Callable[[int], None]]:
+        """Yield a function that adds to the size of one request's body, held until the end.
+
+        The function raises 429 if the session would hold too much.
+        """
+        own = 0
+
+        def add(num_bytes: int) -> None:
+            nonlocal own
+            if self._num_bytes + num_bytes > self._max_bytes:
+                raise ProxyRefusal(
+                    f"the bodies of the session's requests have more than {self._max_bytes} bytes "
+                    "together; send fewer at a time",
+                    status=429,
+                    kind="rate_limit_error",
+                    code="too_many_bodies",
+                    retry_after_s=_BODIES_RETRY_S,
+                )
+            own += num_bytes
+            self._num_bytes += num_bytes
+
+        try:
+            yield add
+        finally:
+            self._num_bytes -= own
 
 
 class TurnLog:
@@ -275,6 +322,8 @@ class SessionState:
     """Limit of prompt and completion together; None leaves it to the engine."""
     parts: dict[str, SessionState] = field(default_factory=dict, repr=False)
     """Separate sessions under the same key, by the id that their requests name."""
+    bodies: HeldBodies = field(default_factory=lambda: HeldBodies(2**28), repr=False)
+    """Bodies of its requests and of those of its parts."""
     log: TurnLog | None = field(default=None, repr=False)
     """The turns of the session and its parts; None if they are not recorded."""
     sampling: FixedSampling = field(default_factory=FixedSampling)
@@ -467,10 +516,12 @@ class SessionStore:
         servers: list[Any] = [session.managed_server.server for session in opened]
         return Counter(id(server.current) for server in servers)
 
-    def _check_room(self) -> None:
+    def _check_room(self, *, is_part: bool) -> None:
         self.expire()
-        num_open = sum(1 + len(session.parts) for session in self._by_uuid.values())
-        if num_open >= self._settings.max_sessions:
+        num_parts = sum(len(session.parts) for session in self._by_uuid.values())
+        num_open = len(self._by_uuid) + num_parts
+        most = self._settings.max_sessions
+        if num_open >= most or (is_part and num_parts >= most - most // _SHARE_WITHOUT_PARTS):
             raise ProxyRefusal(
                 f"{num_open} sessions are open, which is the maximum; delete some, "
                 "or wait until idle ones expire",
@@ -508,8 +559,9 @@ class SessionStore:
                 )
             if not opens:
                 raise session_not_found()
-            part = self._new(session.wanted, model_name=session.model_name)
+            part = self._new(session.wanted, model_name=session.model_name, is_part=True)
             part.log, part.sampling, part.span = session.log, session.sampling, session.span
+            part.bodies = session.bodies
             session.parts[part_id] = part
         part.last_accessed = self._clock()
         return part
@@ -519,8 +571,10 @@ class SessionStore:
         self.part(session, part_id, opens=False)
         session.parts.pop(part_id).close()
 
-    def _new(self, request: SessionCreateRequest, *, model_name: str) -> SessionState:
-        self._check_room()
+    def _new(
+        self, request: SessionCreateRequest, *, model_name: str, is_part: bool = False
+    ) -> SessionState:
+        self._check_room(is_part=is_part)
         managed_server = self._open_backend(request)
         now = self._clock()
         return SessionState(
@@ -536,6 +590,7 @@ class SessionStore:
             last_accessed=now,
             clock=self._clock,
             wanted=request,
+            bodies=HeldBodies(_BODIES_PER_SESSION * self._settings.max_body_bytes),
         )
 
     def find(self, name: str) -> SessionState:
