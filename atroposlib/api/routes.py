@@ -339,8 +339,8 @@ async def get_batch(
             "batch_id": batch.token,
             "lease_expires_in_s": lease,
             "policy_versions": [
-                # A group in the binary format has its own.
-                group.known_version if group.wire_format == "json" else None
+                # A group in the binary format has its own; as JSON it is delivered without it.
+                group.known_version if "json" in (group.wire_format, accepted.wire_format) else None
                 for group in batch.groups
             ],
         }

@@ -267,7 +267,11 @@ class EnvHooks(metaclass=ABCMeta):
             count_straggler=self.count_straggler,
         )
         overrides = type(self).postprocess_histories is not EnvHooks.postprocess_histories
-        return assemble_group(results, is_scored_later=overrides), backlog
+        group = assemble_group(results, is_scored_later=overrides)
+        if group is None and any(result is not None for result in results):
+            num_missing = sum(result is None for result in results)
+            self.count_incomplete_group(num_missing, num_rollouts=len(results))
+        return group, backlog
 
     async def complete_groups(self, groups: list[ScoredDataGroup]) -> list[ScoredDataGroup]:
         """Add data that is expensive to obtain; called with admitted groups only."""
@@ -275,6 +279,10 @@ class EnvHooks(metaclass=ABCMeta):
 
     def count_straggler(self, name: str) -> None:
         """Count a rollout that took too long; called with `retried`, `left_out` or `given_up`."""
+        return
+
+    def count_incomplete_group(self, num_missing: int, *, num_rollouts: int) -> None:
+        """Count a group that is dropped because `num_missing` of its rollouts returned None."""
         return
 
     async def postprocess_histories(self, trajectories: Any) -> Any:
@@ -839,6 +847,9 @@ class BaseEnv(EnvHooks):
 
     def count_straggler(self, name: str) -> None:
         self.straggler_counts[name] += 1
+
+    def count_incomplete_group(self, num_missing: int, *, num_rollouts: int) -> None:
+        self._delivery.drop_incomplete_group(num_missing, num_rollouts=num_rollouts)
 
     @property
     def derived_batch_size(self) -> int:

@@ -87,7 +87,8 @@ class BaseEnvConfig(BaseModel):
     inference_weight: float = Field(
         1.0,
         description="Share of the inference capacity relative to other environments; "
-        "-1 excludes this environment from the sharing.",
+        "-1 excludes this environment from the sharing. The share of a batch is set by "
+        "min_batch_allocation.",
     )
     batch_size: int = Field(
         -1,

@@ -71,6 +71,7 @@ from atroposlib.utils.text import is_milestone
 from atroposlib.utils.tracing import TraceSpan, child_span, current_span, entered
 
 __all__ = [
+    "INCOMPLETE",
     "Admission",
     "GroupDelivery",
     "GroupWriter",
@@ -629,6 +630,8 @@ def _create_free(wanted: Path) -> tuple[Path, TextIO]:
 
 UNUSABLE = ("malformed", "wrong_size", "not_encodable", "outside_vocabulary")
 """Reasons that are errors of the environment."""
+INCOMPLETE = "incomplete"
+"""Reason of groups with rollouts that returned None."""
 NUM_DROPS_LOGGED = 10
 """Number of drops for one reason that are all logged as warnings; later only some are."""
 DEFAULTED_FIELDS = (
@@ -785,6 +788,11 @@ class GroupDelivery:
         groups = collected if isinstance(collected, list) else [collected]
         num_groups = sum(group is not None for group in groups)
         return 0 < num_groups <= self.num_unusable_groups() - before
+
+    def drop_incomplete_group(self, num_missing: int, *, num_rollouts: int) -> None:
+        """Log and count a group some of whose rollouts, but not all, returned None."""
+        detail = f"collect_trajectory returned None for {num_missing} of {num_rollouts} rollouts"
+        self._drop_group(Admission(INCOMPLETE, detail))
 
     def _drop_group(self, admission: Admission, *, num_groups: int = 1) -> None:
         self._reporter.drop_counts[str(admission.reason)] += num_groups

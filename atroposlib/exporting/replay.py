@@ -150,7 +150,8 @@ class RecordedModel:
             where, prompt_text = self._replayed.where, f"a prompt of {len(prompt)} tokens"
             raise NotRecordedError(
                 f"{where}: {num_replies} replies to {prompt_text} were requested, "
-                f"{len(turns)} are recorded"
+                f"{len(turns)} are recorded; the item is another one with the same first prompt, "
+                "or the environment answered a turn differently than in the recording"
             )
         return turns
 

@@ -13,6 +13,7 @@ import re
 import unicodedata
 from collections.abc import Iterable, Mapping, Sequence
 from difflib import get_close_matches
+from numbers import Integral, Real
 from typing import Any
 
 __all__ = [
@@ -130,8 +131,9 @@ def is_milestone(count: int, *, added: int = 1) -> bool:
 
 
 def short_score(score: Any) -> Any:
-    """Return a float rounded to six significant digits; other values are unchanged."""
-    return float(f"{score:.6g}") if isinstance(score, float) else score
+    """Return a float, of NumPy too, rounded to six significant digits; others are unchanged."""
+    is_float = isinstance(score, Real) and not isinstance(score, Integral)
+    return float(f"{score:.6g}") if is_float else score
 
 
 MASK = "***"

@@ -26,12 +26,14 @@ from pathlib import Path
 
 from atroposlib.errors import AtroposError, ConfigError, InferenceError
 from example_trainer.checkpointing import write_file
-from example_trainer.cli import require_extra
+from example_trainer.cli import create_full_parser, require_extra
 from example_trainer.cluster.parts import (
     TOKEN_VARIABLE,
+    TRAINER_MODULE,
     Addresses,
     Part,
     engine_names,
+    is_task_set,
     part_names,
     plan_parts,
     service_names,
@@ -152,10 +154,13 @@ class LocalRun:
         run = self._run
         with self._record.held():
             parts = plan_parts(run, _addresses(run))
+            # Before any part starts: engines may take minutes.
+            check_programs(run)
+            check_trainer_flags(parts)
+            for part in parts:
+                find_secrets(part)
             write_settings(parts, run.output)
             variables = _machine_variables(parts)
-            for part in parts:
-                find_secrets(part)  # before any part starts
             hide = hider(run)
             return RunSupervisor(
                 parts,
@@ -211,6 +216,31 @@ class LocalRun:
                 raise AtroposError(f"supervisor {pid} did not end in {_DOWN_LIMIT_S:g} s")
             time.sleep(_POLL_S)
         return f"{self._run.name} was stopped; the same command continues it"
+
+
+def check_programs(run: RunFile) -> None:
+    """Raise `ConfigError` if the file of an environment is missing on this machine."""
+    for position, section in enumerate(run.environments):
+        if is_task_set(section.program):
+            continue
+        file = run.folder / section.program
+        if not file.is_file():
+            raise ConfigError(
+                f"environments[{position}].program: there is no file {file}; it is relative to "
+                "`folder`, which is relative to the run file"
+            )
+
+
+def check_trainer_flags(parts: Sequence[Part]) -> None:
+    """Parse the flags of the trainer; one that it does not know exits with 2 and a line about it.
+
+    Settings that contradict each other are left to the trainer: to check them imports torch.
+    """
+    parser = create_full_parser()
+    parser.prog = "atropos-grpo"
+    for part in parts:
+        if part.role == "trainer":
+            parser.parse_args(part.command[part.command.index(TRAINER_MODULE) + 1 :])
 
 
 def write_settings(parts: tuple[Part, ...], output: Path) -> None:

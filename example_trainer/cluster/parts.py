@@ -40,6 +40,7 @@ Role = Literal["service", "engine", "environment", "trainer"]
 SERVICE_RUN = "run"
 """Name of the run in the service's own folder."""
 TOKEN_VARIABLE = "ATROPOS_API_TOKEN"
+TRAINER_MODULE = "example_trainer.grpo"
 RENDEZVOUS_PORT = 29500
 ENVIRONMENT_EXPIRY_S = 30.0
 """Seconds without a request after which the service counts an environment as disconnected: its next
@@ -343,8 +344,12 @@ def _environment(
 
 
 def _program(program: str) -> tuple[str, ...]:
-    is_task_set = program.partition(":")[0] in KINDS and not program.endswith(".py")
-    return ("-m", "atroposlib.cli.env", program) if is_task_set else (program,)
+    return ("-m", "atroposlib.cli.env", program) if is_task_set(program) else (program,)
+
+
+def is_task_set(program: str) -> bool:
+    """Whether a program is KIND:NAME of a task set, instead of the file of an environment."""
+    return program.partition(":")[0] in KINDS and not program.endswith(".py")
 
 
 def _environment_settings(
@@ -407,7 +412,7 @@ def _launcher(run: RunFile, addresses: Addresses) -> list[str]:
     """Return the module that starts the trainer: under torchrun if it has several processes."""
     section = run.trainer
     if section.nodes == 1 and section.gpus <= 1:
-        return ["-m", "example_trainer.grpo"]
+        return ["-m", TRAINER_MODULE]
     words = ["-m", "torch.distributed.run", f"--nnodes={section.nodes}"]
     words.append(f"--nproc-per-node={max(1, section.gpus)}")
     if section.nodes == 1:
@@ -415,4 +420,4 @@ def _launcher(run: RunFile, addresses: Addresses) -> list[str]:
     else:
         endpoint = f"{addresses.hosts['trainer']}:{RENDEZVOUS_PORT}"
         words += ["--rdzv-backend=c10d", f"--rdzv-id={run.name}", f"--rdzv-endpoint={endpoint}"]
-    return [*words, "-m", "example_trainer.grpo"]
+    return [*words, "-m", TRAINER_MODULE]

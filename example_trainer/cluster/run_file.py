@@ -177,7 +177,11 @@ class EnvironmentSection(PartResources):
     )
     count: int = Field(1, ge=1, le=MAX_ENVIRONMENTS, description="Number of processes.")
     weight: float = Field(
-        1.0, gt=0, le=1e6, description="Share of the inference capacity, relative to the others."
+        1.0,
+        gt=0,
+        le=1e6,
+        description="Share of the inference capacity, relative to the others. The share of a batch "
+        "is set by min_share.",
     )
     min_share: float | None = Field(
         None, gt=0, le=1, description="Part of every batch reserved for all its processes."

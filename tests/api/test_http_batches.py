@@ -99,6 +99,23 @@ def test_lease_names_the_policy_version_of_each_group_whatever_its_format(servic
     assert leased_batch({**older, "batch": [group]}, "http://x").groups == [group]
 
 
+@pytest.mark.parametrize(("taken", "listed"), [("json", [3, 0]), ("msgpack", [None, None])])
+def test_lease_as_json_names_the_policy_version_of_binary_groups(service, taken, listed):
+    group = {"tokens": [[1, 2]], "masks": [[-100, 2]], "scores": [0.5]}
+    service.register(batch_size=2)
+    for sampled in ({**group, "policy_version": 3}, group):
+        body = encode_group(sampled, "msgpack")
+        service.post("/scored_data", content=body, headers={"Content-Type": MSGPACK})
+
+    accept = {"json": "application/json", "msgpack": MSGPACK}[taken]
+    answer = service.get("/batch?lease=60", headers={"Accept": accept})
+    leased = decode_batch(answer.content, taken)
+
+    assert leased["policy_versions"] == listed
+    filled = leased_batch(leased, "http://x")
+    assert filled.groups[0]["policy_version"] == 3  # whichever way it was delivered
+
+
 def test_lease_given_back_is_the_next_to_leave_under_another_name(service):
     service.push(2, 2)
     leased = service.get("/batch?lease=60").json()

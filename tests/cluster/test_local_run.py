@@ -197,3 +197,18 @@ def test_secret_that_is_not_set_is_named(tmp_path, monkeypatch):
 
     assert done.returncode == 2
     assert "service.tokens: the variable NO_SUCH_TOKEN is not set; export it" in done.stderr
+
+
+def test_mistakes_that_need_no_engine_are_named_before_one_starts(tmp_path):
+    missing = scripted_run(tmp_path, steps=1, environments={"program": "no/such.py"})
+    done = Shell(missing, steps=1).up(str(missing))
+
+    assert done.returncode == 2
+    assert f"environments[0].program: there is no file {ROOT / 'no/such.py'};" in done.stderr
+
+    unknown = scripted_run(tmp_path, steps=1, trainer={"flags": {"lrr": 0.01}})
+    done = Shell(unknown, steps=1).up(str(unknown))
+
+    assert done.returncode == 2
+    assert "unrecognized argument --lrr=0.01; did you mean --lr?" in done.stderr
+    assert "started" not in done.stdout + done.stderr

@@ -156,6 +156,28 @@ async def test_process_dropped_group_counts_as_done(make_env: MakeEnv, tmp_path:
     assert records(tmp_path / "groups.jsonl") == []
 
 
+async def test_process_counts_groups_of_which_some_rollouts_returned_none(
+    make_env: MakeEnv, caplog: pytest.LogCaptureFixture
+) -> None:
+    class SomeNoneEnv(SmallEnv):
+        """Of item 1, all rollouts return None; of item 2, the second."""
+
+        async def collect_trajectory(self, item: int) -> tuple[Any, list[Any]]:
+            result, backlog = await super().collect_trajectory(item)
+            is_none = item == 1 or (item == 2 and result["scores"] == 1.0)
+            return None if is_none else result, backlog
+
+    env = make_env(SomeNoneEnv)
+
+    await process(env, groups=1, group_size=4)
+
+    assert env.drop_counts == {"incomplete": 1}
+    assert (
+        "group dropped (incomplete): collect_trajectory returned None for 1 of 4 rollouts"
+        in caplog.text
+    )
+
+
 async def _same_score(item: Any) -> tuple[Any, list[Any]]:
     return {"tokens": [65], "masks": [65], "scores": 0.0}, []
 

@@ -266,7 +266,7 @@ def test_what_was_not_recorded_is_never_made_up() -> None:
 
     assert [turn.ids for turn in turns] == [[2, 3], [2, 4]]
     assert [model.finish_reason(turn) for turn in turns] == ["stop", "length"]
-    with pytest.raises(NotRecordedError, match=r"1 replies .* 0 are recorded"):
+    with pytest.raises(NotRecordedError, match=r"1 replies .* 0 are recorded; the item is"):
         model.answer([1], 1)
     with pytest.raises(NotRecordedError):
         model.answer([1, 2], 1)

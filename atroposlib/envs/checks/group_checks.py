@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 from atroposlib.envs.checks.report import Findings, hook_site
 from atroposlib.envs.checks.runner import COLLECTING, SCORING, DryRun
 from atroposlib.envs.checks.scripted_model import Role, ScriptedSample
-from atroposlib.envs.rollouts import check_signal, wrong_number
+from atroposlib.envs.rollouts import INCOMPLETE, check_signal, wrong_number
 from atroposlib.errors import GroupError
 from atroposlib.scored_data import IGNORE_INDEX, MASKED_LOGPROB
 from atroposlib.wire import encode_group
@@ -382,7 +382,10 @@ def check_groups(env: Any, run: DryRun, findings: Findings) -> None:
     site = hook_site(type(env), COLLECTING)
     if not run.groups:
         if run.script.turns:
-            findings.fail("rollout", "good and bad answers together yielded no group", site)
+            seen = "good and bad answers together yielded no group"
+            if env.drop_counts[INCOMPLETE]:
+                seen += "; collect_trajectory returned None for some of them"
+            findings.fail("rollout", seen, site)
         else:
             findings.skip("rollout", f"bad answers alone yielded no group; {_no_gold(env)}")
         return

@@ -30,7 +30,7 @@ from atroposlib.envs.checks.scripted_model import (
 )
 from atroposlib.envs.checks.watchers import CapturedOutput
 from atroposlib.envs.evaluation_statistics import INTERVAL_ENDS
-from atroposlib.envs.rollouts import as_pair
+from atroposlib.envs.rollouts import INCOMPLETE, as_pair
 from atroposlib.envs.running import build_environment
 from atroposlib.envs.settings import Settings
 from atroposlib.scored_data import GROUP_FIELDS
@@ -408,7 +408,9 @@ async def check_cancel(stage: Stage, findings: Findings) -> None:
 
 
 def _num_counted(env: Any) -> int:
-    return int(sum((env.failure_counts + env.drop_counts).values()))
+    """Count failures and drops, except those that only say that a rollout returned None."""
+    counted = env.failure_counts + env.drop_counts
+    return int(sum(num for name, num in counted.items() if name != INCOMPLETE))
 
 
 def _report_siblings(

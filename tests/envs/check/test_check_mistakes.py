@@ -42,6 +42,12 @@ class NoScore(CleanEnv):
         return {**row, "scores": None}, backlog
 
 
+class SometimesNone(CleanEnv):
+    async def collect_trajectory(self, item: Any) -> tuple[Any, list[Any]]:
+        row, backlog = await super().collect_trajectory(item)
+        return (row if row["scores"] else None), backlog
+
+
 class Sums(SingleTurnEnv):
     default_settings: ClassVar[dict[str, Any]] = {"tokenizer_name": "no/such-tokenizer"}
 
@@ -203,6 +209,13 @@ def test_check_score_that_is_a_text_is_the_one_failure(env_cls: type[CleanEnv]) 
     assert failure.detail.endswith("'; expected a number")
     assert (failure.where or "").endswith(line_of(env_cls.score))
     assert failure.remedy.startswith("return a number for every answer")
+
+
+def test_check_rollouts_that_return_none_are_named() -> None:
+    failure = failures(SometimesNone)["rollout"]
+
+    assert failure.detail.endswith("collect_trajectory returned None for some of them")
+    assert (failure.where or "").endswith(line_of(SometimesNone.collect_trajectory))
 
 
 def test_check_score_that_is_none_is_named_at_the_rollout() -> None:
