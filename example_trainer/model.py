@@ -22,6 +22,7 @@ __all__ = [
     "attention_note",
     "auto_class_of",
     "autocast",
+    "checkpoint_activations",
     "choose_optimizer",
     "create_optimizer",
     "create_optimizer_for_params",
@@ -200,7 +201,7 @@ def load_model_and_tokenizer(
         freeze_other_layers(model, config.train_layer_indices)
     if config.gradient_checkpointing:
         model.enable_input_require_grads()
-        _checkpoint_activations(model)
+        checkpoint_activations(model)
     model.train()
     if config.debug_loading:
         for parameter_name, parameter in model.named_parameters():
@@ -239,7 +240,8 @@ def usable_length(model: Any, config: TrainingConfig) -> int:
     return positions
 
 
-def _checkpoint_activations(model: Any) -> None:
+def checkpoint_activations(model: Any) -> None:
+    """Let a model of transformers compute its activations again in the backward pass."""
     options = {"use_reentrant": False}
     if hasattr(model, "activation_checkpointing_enable"):  # its name from transformers 5.23 on
         model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)

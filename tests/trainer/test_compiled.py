@@ -12,7 +12,7 @@ from torch._dynamo.utils import counters
 from atroposlib.errors import ConfigError
 from example_trainer import policy as policies
 from example_trainer.batch import build_batch
-from example_trainer.model import use_packed_attention
+from example_trainer.model import checkpoint_activations, use_packed_attention
 from example_trainer.policy import prepare_policy
 from example_trainer.scoring import linear_logprobs
 from example_trainer.training import row_rules
@@ -41,7 +41,7 @@ def first_gradient(tmp_path, layouts, *, model=qwen3, **settings):
     use_packed_attention(built)
     settings = {**SETTINGS, **settings}
     if settings.get("gradient_checkpointing"):
-        built.gradient_checkpointing_enable({"use_reentrant": False})
+        checkpoint_activations(built)
     config = make_trainer(tmp_path, model=built, **settings).config
     policy = prepare_policy(built, config)
     trainer = make_trainer(tmp_path, model=built, policy=policy, **settings)

@@ -12,7 +12,11 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 from example_trainer.batch import build_batch
 from example_trainer.checkpointing import load_training_state, save_checkpoint
 from example_trainer.engine import EngineControl
-from example_trainer.model import create_optimizer, use_packed_attention
+from example_trainer.model import (
+    checkpoint_activations,
+    create_optimizer,
+    use_packed_attention,
+)
 from example_trainer.policy import prepare_policy
 from example_trainer.prefix_tree import build_prefix_tree
 from example_trainer.training import row_rules
@@ -92,7 +96,7 @@ def first_gradient(tmp_path, layout, *, dtype, **settings):
     """Return the gradient of one batch as one vector, on the CPU."""
     model = small_qwen3(dtype=dtype)
     if settings.get("gradient_checkpointing"):
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        checkpoint_activations(model)
     trainer, _ = trainer_on_gpu(
         tmp_path, model=model, max_grad_norm=1e9, seq_len=60,
         shared_prefixes="on", **LOSS, **settings,

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from atroposlib.errors import ConfigError
 from example_trainer.batch import build_batch, make_packed_microbatch, split_batch
 from example_trainer.loss_choice import ALGORITHMS, CORRECTIONS
-from example_trainer.model import use_packed_attention
+from example_trainer.model import checkpoint_activations, use_packed_attention
 from example_trainer.policy import obstacle_to_sharing, prepare_policy
 from example_trainer.prefix_tree import build_prefix_tree, in_tree_order, num_tree_tokens
 from example_trainer.rows import Row, RowRules
@@ -220,7 +220,7 @@ def in_float64(model, *, recomputes=False):
     """Return a model that computes all but positions in float64, with attention over trees."""
     model = model.double().train()
     if recomputes:
-        model.gradient_checkpointing_enable({"use_reentrant": False})
+        checkpoint_activations(model)
     for module in list(model.modules()):
         for name, child in module.named_children():
             if type(child).__name__.endswith("RMSNorm"):

@@ -171,7 +171,10 @@ def test_place_that_cannot_be_written_ends_the_run_before_the_model_is_loaded(
 ):
     (tmp_path / "file").write_text("")
     config = tiny_config(
-        tmp_path, model_name=str(tmp_path / "none"), **{setting: str(tmp_path / "file" / "x")}
+        tmp_path,
+        model_name=str(tmp_path / "none"),
+        engine="torch",
+        **{setting: str(tmp_path / "file" / "x")},
     )
 
     with pytest.raises(ConfigError, match=f"cannot be written: .*choose another place with {flag}"):
