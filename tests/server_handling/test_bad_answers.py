@@ -9,7 +9,7 @@ from collections.abc import AsyncIterator, Callable
 import pytest
 from aiohttp import web
 
-from atroposlib.envs.server_handling import openai_compatible, retry
+from atroposlib.envs.server_handling import engine_http, retry
 from atroposlib.envs.server_handling.config import APIServerConfig
 from atroposlib.envs.server_handling.openai_compatible import OpenAICompatibleServer
 from atroposlib.envs.server_handling.openai_server import OpenAIServer
@@ -113,7 +113,7 @@ EVERY_ROUTE = [
 async def test_answer_without_end_is_given_up_at_the_limit(
     engine, make_server, monkeypatch, kind, ask, behavior
 ) -> None:
-    monkeypatch.setattr(openai_compatible, "MAX_ANSWER_BYTES", LIMIT)
+    monkeypatch.setattr(engine_http, "MAX_ANSWER_BYTES", LIMIT)
     server = make_server(kind, behavior)
 
     with pytest.raises(RetriesExhaustedError, match=f"longer than {LIMIT} bytes") as caught:

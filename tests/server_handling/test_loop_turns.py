@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import asyncio
 
-from atroposlib.envs.server_handling.openai_compatible import answer_cost_s
+from atroposlib.envs.server_handling.engine_http import answer_cost_s
 from atroposlib.utils.aio import SHARE_S, LoopTurns
 
 

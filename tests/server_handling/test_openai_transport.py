@@ -10,7 +10,7 @@ import openai
 import pytest
 from aiohttp import web
 
-from atroposlib.envs.server_handling.openai_compatible import make_http_client
+from atroposlib.envs.server_handling.engine_http import make_http_client
 
 pytestmark = pytest.mark.slow
 

@@ -9,7 +9,7 @@ import pytest
 
 from atroposlib.envs.server_handling import vllm_server
 from atroposlib.envs.server_handling.config import APIServerConfig
-from atroposlib.envs.server_handling.openai_compatible import root_of
+from atroposlib.envs.server_handling.engine_http import root_of
 from atroposlib.envs.server_handling.openai_server import OpenAIServer
 from atroposlib.envs.server_handling.retry import RetriesExhaustedError
 from atroposlib.envs.server_handling.vllm_server import VLLMServer

@@ -10,7 +10,7 @@ import json
 import sys
 
 from atroposlib.api.client import RetryRule, TrainerClient, TrajectoryApiClient
-from atroposlib.envs.server_handling.openai_compatible import EngineHttp
+from atroposlib.envs.server_handling.engine_http import EngineHttp
 from example_trainer.engine import EngineConnection
 
 _ONCE = RetryRule(attempts=1)

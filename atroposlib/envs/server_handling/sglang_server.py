@@ -17,13 +17,12 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from atroposlib.envs.server_handling.config import resolve_openai_configs
+from atroposlib.envs.server_handling.engine_http import list_of, reading_answer
 from atroposlib.envs.server_handling.openai_compatible import (
     TokenServer,
     check_count,
     check_sequences,
-    list_of,
     prompt_logprobs_answer,
-    reading_answer,
     sampling_options,
     top_k_of,
 )

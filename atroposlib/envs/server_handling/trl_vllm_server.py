@@ -16,13 +16,8 @@ import aiohttp
 from aiohttp import ClientResponse, ClientTimeout
 
 from atroposlib.envs.server_handling.chat_rendering import TextAnswer, build_chat, build_completion
-from atroposlib.envs.server_handling.openai_compatible import (
-    body_of,
-    check_count,
-    decode_answer,
-    list_of,
-    sampling_options,
-)
+from atroposlib.envs.server_handling.engine_http import body_of, decode_answer, list_of
+from atroposlib.envs.server_handling.openai_compatible import check_count, sampling_options
 from atroposlib.envs.server_handling.retry import EngineStatusError
 from atroposlib.envs.server_handling.server_baseline import (
     APIServerConfig,

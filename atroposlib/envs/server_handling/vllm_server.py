@@ -24,14 +24,13 @@ from atroposlib.envs.server_handling.config import (
     ReasoningConfig,
     resolve_openai_configs,
 )
+from atroposlib.envs.server_handling.engine_http import list_of, reading_answer
 from atroposlib.envs.server_handling.openai_compatible import (
     ROUTE_REFUSED,
     TokenServer,
     check_count,
     check_sequences,
-    list_of,
     prompt_logprobs_answer,
-    reading_answer,
     sampling_options,
     tokenizer_name_of,
     top_k_of,
