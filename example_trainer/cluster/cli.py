@@ -18,8 +18,9 @@ from atroposlib.utils.command_parser import (
     integer_between,
 )
 from atroposlib.utils.text import near_name
-from example_trainer.cluster.local import LocalRun, hider
+from example_trainer.cluster.local import LocalRun, hider, step_lines
 from example_trainer.cluster.placement import ENDED, EXIT_CODES, RunPlacement, RunStatus
+from example_trainer.cluster.progress import StepLines
 from example_trainer.cluster.run_file import RunFile, read_run_file
 from example_trainer.launch.options import RunPaths
 from example_trainer.launch.report import count_steps
@@ -124,10 +125,10 @@ def _up(run: RunFile, on: str, args: argparse.Namespace) -> int:
         with ending_signals():
             return _show(placement.supervise(_say).masked(hider(run)))
     print(placement.submit(), flush=True)
-    return 0 if args.detach else _follow(placement, hider(run))
+    return 0 if args.detach else _follow(placement, hider(run), step_lines(run))
 
 
-def _follow(placement: RunPlacement, hide: Callable[[str], str]) -> int:
+def _follow(placement: RunPlacement, hide: Callable[[str], str], steps: StepLines) -> int:
     """Print the changes of a submitted run until it has ended; an interruption leaves it alone."""
     shown: RunStatus | None = None
     while True:
@@ -137,6 +138,8 @@ def _follow(placement: RunPlacement, hide: Callable[[str], str]) -> int:
             shown = status
         if status.state in ENDED:
             return EXIT_CODES[status.state]
+        if (line := steps.next_line()) is not None:
+            _say(hide(line))
         time.sleep(_WATCH_S)
 
 

@@ -40,6 +40,7 @@ from example_trainer.cluster.parts import (
     shell_command,
 )
 from example_trainer.cluster.placement import RunStatus
+from example_trainer.cluster.progress import StepLines
 from example_trainer.cluster.run_file import RunFile
 from example_trainer.cluster.run_secrets import hide_values
 from example_trainer.cluster.supervision import RunSupervisor, tail_of
@@ -169,6 +170,7 @@ class LocalRun:
                 on_event=lambda text: on_event(hide(text)),
                 on_change=lambda status: self._record.write(status.masked(hide)),
                 on_return=lambda part: restore_weights(part, run),
+                progress=step_lines(run).next_line,
             ).run()
 
     def submit(self) -> str:
@@ -316,6 +318,13 @@ def part_log(run: RunFile, part: str, *, lines: int) -> list[str]:
     if part not in known:
         raise ConfigError(f"there is no part {part!r}; expected one of {', '.join(known)}")
     return tail_of(RunPaths(run.output).logs / f"{part}.log", lines=lines)
+
+
+def step_lines(run: RunFile) -> StepLines:
+    """Return the progress of a run whose output folder is on this machine, or shared with it."""
+    paths = RunPaths(run.output)
+    log_path = paths.logs / "trainer.log"
+    return StepLines(paths.trainer_metrics, log_path, num_steps=run.trainer.steps)
 
 
 def _addresses(run: RunFile) -> Addresses:

@@ -52,6 +52,7 @@ class RunSupervisor:
         on_change: Receives the status whenever it changes.
         on_return: Called in a thread with a server that was started again and answers, before
             it counts as running; returns a line about what it did.
+        progress: Called often; returns a line about the run's progress now and then.
         clock: Seconds of a monotonic clock.
         sleep: Waits between two looks at the parts.
     """
@@ -65,6 +66,7 @@ class RunSupervisor:
         on_event: Callable[[str], None],
         on_change: Callable[[RunStatus], None],
         on_return: Callable[[Part], str | None] = lambda part: None,
+        progress: Callable[[], str | None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
@@ -74,6 +76,7 @@ class RunSupervisor:
         self._on_event = on_event
         self._on_change = on_change
         self._on_return = on_return
+        self._progress = progress
         self._clock = clock
         self._sleep = sleep
         self._supervisor = Supervisor()
@@ -93,6 +96,8 @@ class RunSupervisor:
                     for child in self._children:
                         self._advance(child)
                     self._report()
+                    if (line := self._progress()) is not None:
+                        self._on_event(line)
                     self._sleep(_POLL_S)
         except BaseException:
             self._run.end("stopped")
