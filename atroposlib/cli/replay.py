@@ -237,11 +237,16 @@ def _full_groups(source: Iterator[RawGroup]) -> Iterator[tuple[str, dict[str, An
 
 
 def _environment_class(path: str) -> type[Any]:
-    """Return the environment class of `FILE.py`, or of `FILE.py:CLASS` if it has several."""
+    """Return the environment class of `FILE.py`, `FILE.py:CLASS` or `KIND:NAME`."""
+    from atroposlib.adapters.registry import KINDS
     from atroposlib.envs.base import BaseEnv
 
     name, _, wanted = path.partition(":")
     file = Path(name)
+    if name in KINDS and not file.is_file():
+        from atroposlib.adapters.env import environment_class
+
+        return environment_class(path)
     if not file.is_file():
         raise ConfigError(f"there is no environment script {file}")
     sys.path.insert(0, str(file.resolve().parent))
@@ -281,7 +286,10 @@ def _parser() -> CommandParser:
     )
     score.add_argument("groups", help=groups_help)
     score.add_argument(
-        "--env", required=True, metavar="FILE.py[:CLASS]", help="script of the environment"
+        "--env",
+        required=True,
+        metavar="FILE.py[:CLASS]|KIND:NAME",
+        help="script of the environment, or a task set of another library as for atropos-env",
     )
     score.add_argument(
         "--max-items", type=int, default=10_000, help="items to search for prompts (%(default)s)"

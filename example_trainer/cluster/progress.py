@@ -14,7 +14,7 @@ _LOOK_S = 2.0
 INTERVAL_S = 60.0
 """Seconds between two lines about steps, except the first and the last step."""
 QUIET_S = 60.0
-"""Seconds without a step until a line says so; then twice as many, and so on."""
+"""Seconds without a step until a line says so; the time doubles after each line."""
 _LOG_CHARACTERS = 300
 
 

@@ -95,11 +95,11 @@ def score(
     """Scores groups with a script; in this process, where transformers is loaded already."""
     monkeypatch.setattr(sys, "path", list(sys.path))
 
-    def run(code: str, groups: list[Any], *words: object) -> SimpleNamespace:
+    def run(code: str, groups: list[Any], *words: object, env: str = "") -> SimpleNamespace:
         script = tmp_path / "some_environment.py"
         script.write_text(code)
         source = write_groups(tmp_path / "recorded.jsonl", groups)
-        flags = ("--env", script, *words, "--env.tokenizer_name", tokenizer.name_or_path)
+        flags = ("--env", env or script, *words, "--env.tokenizer_name", tokenizer.name_or_path)
         argv = ["atropos-replay", "score", source, *flags]
         monkeypatch.setattr(sys, "argv", [str(word) for word in argv])
         code_of_exit: Any = 0
@@ -134,6 +134,21 @@ def test_new_scores_are_shown_next_to_the_recorded_ones(
     assert [group["scores"] for group in saved] == [[1, 0, 0, 0], [1, -1], [1, 0, 0, 0]]
     assert saved[0]["old_scores"] == [1, -1, 0, 2]
     assert saved[0]["tokens"] == groups[0]["tokens"]
+
+
+def test_groups_of_a_task_set_are_scored_by_its_name(
+    score: Callable[..., Any], tokenizer: Any, tmp_path: Path
+) -> None:
+    rows = [{"question": f"What is {i} + {i}?", "answer": str(2 * i)} for i in range(3)]
+    questions = tmp_path / "sums.jsonl"
+    questions.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    arguments = json.dumps({"reward_functions": ["answer_text"]})
+    group = make_group(tokenizer, "What is 2 + 2?", ["4", "5"], [0.0, 1.0])
+
+    done = score("", [group], "--env.adapter_args", arguments, env=f"dataset:{questions}")
+
+    assert done.returncode == 0, done.stderr
+    assert "line 1: 1: 0 to 1, 2: 1 to 0" in done.stdout
 
 
 def two_turns(tokenizer: Any, item: int, first: str, second: str) -> tuple[list[int], list[int]]:
