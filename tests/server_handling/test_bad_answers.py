@@ -81,7 +81,8 @@ async def make_server(engine: BadEngine) -> AsyncIterator[Callable[..., OpenAICo
 
     def make(of_kind: type[OpenAICompatibleServer], behavior: str) -> OpenAICompatibleServer:
         url = f"{engine.url}/{behavior}/v1"
-        config = APIServerConfig(base_url=url, model_name="m", api_key=KEY, timeout=1)
+        timeout = 1 if behavior == "trickle" else 60
+        config = APIServerConfig(base_url=url, model_name="m", api_key=KEY, timeout=timeout)
         server = of_kind(config)
         server.max_backoff_s = 0.01
         made.append(server)
