@@ -156,10 +156,10 @@ class LocalRun:
         with self._record.held():
             parts = plan_parts(run, _addresses(run))
             # Before any part starts: engines may take minutes.
-            check_programs(run)
-            check_trainer_flags(parts)
             for part in parts:
                 find_secrets(part)
+            check_programs(run)
+            check_trainer_flags(parts)
             write_settings(parts, run.output)
             variables = _machine_variables(parts)
             hide = hider(run)

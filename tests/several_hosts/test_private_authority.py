@@ -25,7 +25,7 @@ ONCE = RetryRule(attempts=1)
 
 class StatusAnswers(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
-        content = b'{"current_step": 3}'
+        content = b'{"current_step": 3, "queue_size": 0}'
         self.send_response(200)
         self.send_header("Content-Length", str(len(content)))
         self.end_headers()
