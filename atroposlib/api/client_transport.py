@@ -25,6 +25,7 @@ import re
 import time
 import zlib
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from functools import partial
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import quote, urlsplit
 from urllib.request import getproxies
@@ -35,7 +36,7 @@ import msgspec
 from typing_extensions import Self
 
 from atroposlib.errors import ConfigError, TrajectoryApiError
-from atroposlib.utils.io import open_socket, retry_after_s, socket_options
+from atroposlib.utils.io import body_chunks, open_socket, retry_after_s, socket_options
 from atroposlib.utils.text import hide_secrets, hide_secrets_of_requests, without_secrets
 from atroposlib.wire import MEDIA_TYPES, WireFormat, decode_batch
 
@@ -534,8 +535,6 @@ class WaitLog:
 
 
 _PIECE_BYTES = 2**18
-_CHUNK_BYTES = 2**16
-_MAX_ERROR_BYTES = 2**20
 MAX_ANSWER_BYTES = 2**32
 """Limit on the size of a response after decompression: that of the largest MessagePack value, and
 far above any batch."""
@@ -660,9 +659,14 @@ class AsyncTransport:
                 sent["data"] = _pieces(body.content)
         try:
             async with self._session.request(method, url, **sent) as reply:
-                content = await _received(
-                    reply, f"{method} {without_secrets(url)}", max_answer_bytes
+                too_large = partial(
+                    _too_large,
+                    f"{method} {without_secrets(url)}",
+                    max_answer_bytes,
+                    status=reply.status,
                 )
+                chunks = body_chunks(reply, max_bytes=max_answer_bytes, too_large=too_large)
+                content = b"".join([chunk async for chunk in chunks])
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
             was_sent = not isinstance(error, aiohttp.ClientConnectorError)
             raise unreachable(method, url, error, attempt=attempt, sent=was_sent) from None
@@ -681,24 +685,6 @@ class AsyncTransport:
         answer = read() if len(content) <= _MAX_INLINE_BYTES else await asyncio.to_thread(read)
         self.traits.learn(path, reply.headers)
         return answer
-
-
-async def _received(reply: aiohttp.ClientResponse, request: str, max_bytes: int) -> bytes:
-    """Return the body of a response, decompressed; of an error response only the beginning.
-
-    Raises:
-        TrajectoryApiError: it is longer than `max_bytes`.
-    """
-    parts: list[bytes] = []
-    num_bytes = 0
-    async for part in reply.content.iter_chunked(_CHUNK_BYTES):
-        parts.append(part)
-        num_bytes += len(part)
-        if reply.status >= 400 and num_bytes >= _MAX_ERROR_BYTES:
-            break
-        if num_bytes > max_bytes:
-            raise _too_large(request, max_bytes, status=reply.status)
-    return b"".join(parts)
 
 
 def _too_large(request: str, max_bytes: int, *, status: int) -> TrajectoryApiError:

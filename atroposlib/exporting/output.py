@@ -22,6 +22,7 @@ from typing import Any, BinaryIO, Literal, NamedTuple
 import msgspec
 
 from atroposlib.errors import ConfigError
+from atroposlib.utils.text import without_lone_surrogates
 from atroposlib.utils.writable import unwritable
 
 __all__ = [
@@ -61,7 +62,7 @@ def encode_line(record: Mapping[str, Any], *, score: float | None) -> Line:
     try:
         key = content_key(record)
     except UnicodeEncodeError:
-        record = without_lone_surrogates(record)
+        record = encodable_texts(record)
         key, is_repaired = content_key(record), True
     fields = record if score is None else with_score(record, score)
     return Line(_encoder.encode(fields), key, is_repaired)
@@ -73,14 +74,14 @@ def content_key(record: Mapping[str, Any]) -> bytes:
     return hashlib.blake2b(_canonical.encode(content), digest_size=_KEY_BYTES).digest()
 
 
-def without_lone_surrogates(value: Any) -> Any:
+def encodable_texts(value: Any) -> Any:
     """Return a value with surrogate pairs joined and lone surrogates replaced."""
     if isinstance(value, str):
-        return value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        return without_lone_surrogates(value)
     if isinstance(value, Mapping):
-        return {without_lone_surrogates(k): without_lone_surrogates(v) for k, v in value.items()}
+        return {encodable_texts(k): encodable_texts(v) for k, v in value.items()}
     if isinstance(value, list):
-        return [without_lone_surrogates(entry) for entry in value]
+        return [encodable_texts(entry) for entry in value]
     return value
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import socket
 import sys
-from collections.abc import Mapping
+from collections.abc import AsyncIterator, Callable, Mapping
 from typing import Any, Protocol
 
 __all__ = [
@@ -80,6 +80,28 @@ def open_socket(address: tuple[Any, ...]) -> socket.socket:
     for option in socket_options():
         opened.setsockopt(*option)
     return opened
+
+
+_CHUNK_BYTES = 2**16
+_MAX_ERROR_BYTES = 2**20
+"""Length of the beginning that is read of an error response."""
+
+
+async def body_chunks(
+    response: Any, *, max_bytes: int, too_large: Callable[[], Exception]
+) -> AsyncIterator[bytes]:
+    """Yield the decompressed body of an aiohttp response; only the beginning of an error response.
+
+    Raises the exception that `too_large` returns if the body is longer than `max_bytes`.
+    """
+    num_bytes = 0
+    async for chunk in response.content.iter_chunked(_CHUNK_BYTES):
+        num_bytes += len(chunk)
+        if num_bytes > max_bytes:
+            raise too_large()
+        yield chunk
+        if response.status >= 400 and num_bytes >= _MAX_ERROR_BYTES:
+            return
 
 
 async def parse_http_response(resp: HttpResponse, logger: logging.Logger | None = None) -> Any:

@@ -133,7 +133,7 @@ def is_milestone(count: int, *, added: int = 1) -> bool:
 def short_score(score: Any) -> Any:
     """Return a float, of NumPy too, rounded to six significant digits; others are unchanged."""
     is_float = isinstance(score, Real) and not isinstance(score, Integral)
-    return float(f"{score:.6g}") if is_float else score
+    return float(f"{float(score):.6g}") if is_float else score
 
 
 MASK = "***"

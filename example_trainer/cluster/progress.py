@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -40,7 +41,9 @@ class StepLines:
         self._log_path = log_path
         self._num_steps = num_steps
         self._clock = clock
-        self._steps = count_steps(metrics_path)  # of an earlier start of the run
+        self._steps = 0
+        with contextlib.suppress(OSError, ValueError):
+            self._steps = count_steps(metrics_path)  # of an earlier start of the run
         self._since = clock()
         self._quiet_s = QUIET_S
         self._next_look = self._next_line = self._since
@@ -51,11 +54,13 @@ class StepLines:
         if now < self._next_look:
             return None
         self._next_look = now + _LOOK_S
-        steps = count_steps(self._metrics_path)
-        if steps != self._steps:
+        with contextlib.suppress(OSError, ValueError):  # a file that cannot be read ends no run
+            steps = count_steps(self._metrics_path)
+            if steps == self._steps:
+                return self._quiet_line(now)
             self._steps, self._since, self._quiet_s = steps, now, QUIET_S
             return self._step_line(now)
-        return self._quiet_line(now)
+        return None
 
     def _step_line(self, now: float) -> str | None:
         if now < self._next_line and self._steps < self._num_steps:
@@ -66,12 +71,12 @@ class StepLines:
         return f"{text}, {BATCH_REWARD.summary.format(rewards[-1].reward)}" if rewards else text
 
     def _quiet_line(self, now: float) -> str | None:
-        last = tail_of(self._log_path, lines=1)
-        if not last or self._steps >= self._num_steps:
+        if not self._log_path.is_file() or self._steps >= self._num_steps:
             self._since = now
         quiet_s = now - self._since
         if quiet_s < self._quiet_s:
             return None
         self._quiet_s *= 2
-        shown = inert_line(last[0], max_characters=_LOG_CHARACTERS)
+        last = " ".join(tail_of(self._log_path, lines=1))
+        shown = inert_line(last, max_characters=_LOG_CHARACTERS)
         return f"no step for {quiet_s:.0f} s; the trainer's log ends with: {shown}"

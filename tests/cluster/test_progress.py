@@ -86,3 +86,10 @@ def test_trainer_without_steps_is_pointed_out_less_and_less_often_with_its_last_
     assert run.after(10) == "step 1 of 100, reward 0.5"
     assert run.after(QUIET_S - 10) is None
     assert run.after(10) is not None
+
+
+def test_metrics_that_cannot_be_read_end_no_run(run):
+    run.metrics.mkdir()
+
+    assert run.after(3) is None
+    assert run.started(100).next_line() is None

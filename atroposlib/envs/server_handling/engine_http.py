@@ -27,7 +27,7 @@ import msgspec
 from atroposlib.envs.server_handling.retry import EngineStatusError, describe, without_key
 from atroposlib.errors import InferenceError
 from atroposlib.utils.aio import LoopTurns
-from atroposlib.utils.io import open_socket, retry_after_s
+from atroposlib.utils.io import body_chunks, open_socket, retry_after_s
 from atroposlib.utils.json_text import STEP_BYTES, decode_in_steps
 from atroposlib.utils.text import hide_secrets_of_requests, inert_block, without_secrets
 from atroposlib.utils.tracing import trace_headers
@@ -35,9 +35,6 @@ from atroposlib.utils.tracing import trace_headers
 _PROBE_TIMEOUT_S = 10.0
 _ERROR_TEXT_LIMIT = 2000
 _LONG_BYTES = 2**17
-_CHUNK_BYTES = 2**16
-_MAX_ERROR_BYTES = 2**20
-"""Length of the beginning that is read of an error response."""
 
 MAX_ANSWER_BYTES = 2**30
 """Limit on the size of an answer after decompression, far above that of any group."""
@@ -189,18 +186,12 @@ async def body_of(response: aiohttp.ClientResponse, *, max_bytes: int | None = N
     return b"".join([chunk async for chunk in _chunks_of(response, max_bytes=max_bytes)])
 
 
-async def _chunks_of(
+def _chunks_of(
     response: aiohttp.ClientResponse, *, max_bytes: int | None = None
 ) -> AsyncIterator[bytes]:
     limit = MAX_ANSWER_BYTES if max_bytes is None else max_bytes
-    num_bytes = 0
-    async for chunk in response.content.iter_chunked(_CHUNK_BYTES):
-        num_bytes += len(chunk)
-        if num_bytes > limit:
-            raise InferenceError(f"the answer to {response.url.path} is longer than {limit} bytes")
-        yield chunk
-        if response.status >= 400 and num_bytes >= _MAX_ERROR_BYTES:
-            return
+    text = f"the answer to {response.url.path} is longer than {limit} bytes"
+    return body_chunks(response, max_bytes=limit, too_large=lambda: InferenceError(text))
 
 
 def _loads(raw: bytes) -> Any:
