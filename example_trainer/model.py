@@ -282,16 +282,15 @@ def load_pretrained(auto_class: Any, name: str, **options: Any) -> Any:
     Raises:
         ConfigError: weights are missing, or have another shape than the model's config says.
     """
-    model, report = auto_class.from_pretrained(
-        name, output_loading_info=True, ignore_mismatched_sizes=True, **options
-    )
-    mismatched, missing = sorted(report["mismatched_keys"]), sorted(report["missing_keys"])
-    if mismatched:
-        key, saved, expected = mismatched[0]
+    try:
+        model, report = auto_class.from_pretrained(name, output_loading_info=True, **options)
+    except RuntimeError as error:
+        if "ignore_mismatched_sizes" not in str(error):
+            raise
         raise ConfigError(
-            f"{len(mismatched)} of its weights do not fit its config.json: {key} is "
-            f"{list(saved)}, expected {list(expected)}"
-        )
+            "its weights have other shapes than its config.json; transformers lists them above"
+        ) from error
+    missing = sorted(report["missing_keys"])
     if missing:
         raise ConfigError(f"{len(missing)} of its weights are missing, the first is {missing[0]}")
     return model

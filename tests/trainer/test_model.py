@@ -123,7 +123,7 @@ def test_model_that_is_not_there_is_a_config_error_naming_it(tmp_path):
 @pytest.mark.parametrize(
     ("width", "lost", "reason"),
     [
-        (72, (), r"6 of its weights do not fit its config\.json: .* is \[\d+, \d+\], expected"),
+        (72, (), r"its weights have other shapes than its config\.json"),
         (None, (_LOST,), f"1 of its weights are missing, the first is {_LOST}"),
     ],
     ids=["other shapes", "missing"],
