@@ -359,6 +359,8 @@ NAMES: dict[Role, str] = {
     "garbage": "meaningless answer",
     "truncated": "first half of the gold answer, truncated by the token budget,",
     "unclosed": "gold answer inside a thought that was truncated by the token budget",
+    "copied": "prompt, repeated as the answer,",
+    "foreign": "prompt of another item",
 }
 
 
@@ -412,6 +414,23 @@ def check_groups(env: Any, run: DryRun, findings: Findings) -> None:
     findings.passed("shape", f"{num_trajectories} trajectories, group_size {env.config.group_size}")
     findings.passed("finite", "scores, advantages and logprobs")
     _check_scores(replies, run, findings, hook_site(type(env), SCORING), no_gold=_no_gold(env))
+
+
+def copied_answer(env: Any, run: DryRun) -> str | None:
+    """Return an error message if the answer can be copied from the prompt, or None.
+
+    Repeating the prompt then scores as much as the gold answer, and more than repeating the prompt
+    of another item.
+    """
+    replies: list[ScoredTrajectory] = []
+    for group in filter(_can_be_aligned, run.groups):
+        alignments = _alignments(group, run.sampled, env.tokenizer)
+        roles = [a.spans[-1].reply.role if a.spans else None for a in alignments]
+        replies += scored_replies(group, roles)
+    scores: dict[Role, float] = {reply.role: reply.score for reply in replies}
+    if not {"copied", "foreign"} <= scores.keys() or scores["foreign"] >= scores["copied"]:
+        return None
+    return too_good(replies, ["copied"])
 
 
 def _no_gold(env: Any) -> str:

@@ -23,7 +23,7 @@ from tempfile import TemporaryDirectory
 from types import FrameType
 from typing import Any, NamedTuple
 
-from atroposlib.envs.checks.group_checks import check_groups
+from atroposlib.envs.checks.group_checks import check_groups, copied_answer
 from atroposlib.envs.checks.report import (
     CheckReport,
     Findings,
@@ -40,6 +40,7 @@ from atroposlib.envs.checks.runner import (
     OTHER_SEED,
     SCORE_METHODS,
     SCORING,
+    WITH_COPIED,
     DryRun,
     Stage,
     StepTimeoutError,
@@ -328,6 +329,11 @@ NUM_ITEMS = 2
 MAX_ITEMS = 6
 """Items rolled out at most."""
 
+LEAKED = (
+    "remove the answer from the prompt, or do not accept it with the rest of the prompt around it; "
+    "otherwise the model learns to copy"
+)
+
 MISSPELLED = "correct the name, or declare a setting of your own as a field of env_config_cls"
 
 UNDESCRIBED_TOOL = re.compile(r'"name": "(\w+)", "description": ""')
@@ -511,8 +517,27 @@ async def _try_failures(
             await check_failed_rollout(stage, findings, output, max_in_flight=max_in_flight)
         with finding_on_error(findings, "cancel", env_cls, COLLECTING):
             await check_cancel(stage, findings)
+    if any(run.groups and run.script.turns for run in runs) and not findings.has_failed("spread"):
+        with finding_on_error(findings, "rollout", env_cls, COLLECTING):
+            await _check_prompt(stage, findings, runs)
     with finding_on_error(findings, "evaluation", env_cls, ["evaluate"]):
         await check_evaluation(stage, findings)
+
+
+async def _check_prompt(stage: Stage, findings: Findings, runs: list[DryRun]) -> None:
+    """Report if the prompts of all items that are tried contain an answer that can be copied."""
+    decode = stage.env.tokenizer.decode
+    firsts = [run.sampled[0].prompt_ids for run in runs if run.sampled]
+    prompts = [str(decode(list(ids), skip_special_tokens=True)) for ids in firsts]
+    for _ in range(NUM_ITEMS):
+        item = await next_item(stage.env)
+        if item is None:
+            return
+        run = await dry_run(stage, item, fallbacks=WITH_COPIED, prompts=prompts)
+        found = copied_answer(stage.env, run)
+        if found is None:
+            return
+    findings.fail("wrong", str(found), _site(stage, "prompt", *SCORING), remedy=LEAKED)
 
 
 def _site(stage: Stage, *names: str) -> str | None:

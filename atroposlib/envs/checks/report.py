@@ -115,7 +115,8 @@ RULES: dict[str, Rule] = {
     ),
     "wrong": Rule(
         "wrong answers",
-        "an empty and a meaningless answer score less than the gold answer",
+        "an empty and a meaningless answer score less than the gold answer, which cannot be copied "
+        "from the prompt",
         "score the content of the answer, not its form, and compare it with the item's gold answer",
     ),
     "truncated": Rule(

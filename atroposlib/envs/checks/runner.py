@@ -42,6 +42,7 @@ __all__ = [
     "OTHER_SEED",
     "SCORE_METHODS",
     "SCORING",
+    "WITH_COPIED",
     "DryRun",
     "Stage",
     "StepTimeoutError",
@@ -151,6 +152,12 @@ MAX_BACKLOG_ROUNDS = 20
 FALLBACKS: Sequence[Sequence[Role]] = ((), ("gold", "empty", "garbage"), ("gold", "garbage"))
 """Roles tried in turn until there is a group: some environments drop groups with some answers."""
 
+WITH_COPIED: Sequence[Sequence[Role]] = (
+    ("gold", "copied", "foreign", "garbage"),
+    ("gold", "copied", "foreign"),
+)
+"""Roles of a group that shows whether the answer can be copied from the prompt."""
+
 Result = TypeVar("Result")
 
 
@@ -223,16 +230,23 @@ async def roll_out(env: Any, item: Any) -> list[Any]:
     return groups
 
 
-async def dry_run(stage: Stage, item: Any) -> DryRun:
+async def dry_run(
+    stage: Stage,
+    item: Any,
+    *,
+    fallbacks: Sequence[Sequence[Role]] = FALLBACKS,
+    prompts: Sequence[str] = (),
+) -> DryRun:
     """Roll out an item against good and bad answers.
 
-    If this yields no group, the item is rolled out again with fewer kinds of answers.
+    If the first of `fallbacks` yields no group, the item is rolled out again with the next.
+    `prompts` are those of other items, which the role `foreign` repeats.
     """
     gold = await settle(stage.env.check_gold_answer(item))
     num_before = _num_score_timeouts(stage.env)
     run = DryRun([], [], 0, make_script(gold))
-    for roles in FALLBACKS if gold else FALLBACKS[:1]:
-        script = make_script(gold, roles=roles)
+    for roles in fallbacks if gold else fallbacks[:1]:
+        script = make_script(gold, roles=roles, prompts=prompts)
         stage.model.start(script)
         groups = await within_limit(roll_out(stage.env, item))
         run = DryRun(

@@ -48,7 +48,7 @@ __all__ = [
     "make_script",
 ]
 
-Role = Literal["gold", "empty", "garbage", "truncated", "unclosed"]
+Role = Literal["gold", "empty", "garbage", "truncated", "unclosed", "copied", "foreign"]
 
 GARBAGE = "zqxv }{ wkjj ]] plomf (("
 """A wrong answer without digits; its brackets do not match, which breaks some parsers."""
@@ -76,9 +76,17 @@ class Script(NamedTuple):
     """Roles of the first, second, ... rollout; repeated."""
     turns: Sequence[str]
     """The gold answer of each turn, the last one repeated; empty without a gold answer."""
+    prompts: Sequence[str] = ()
+    """Prompts of other items, without special tokens."""
 
-    def reply(self, role: Role, turn: int) -> ScriptedReply:
-        """Return the reply of a role at a turn, counted from 0."""
+    def reply(self, role: Role, turn: int, prompt: str) -> ScriptedReply:
+        """Return the reply of a role at a turn, counted from 0.
+
+        Args:
+            role: Role of the rollout.
+            turn: Index of the reply in its rollout.
+            prompt: First prompt of the rollout, without special tokens.
+        """
         gold = self.turns[min(turn, len(self.turns) - 1)] if self.turns else GARBAGE
         if role == "gold":
             return ScriptedReply(role, gold)
@@ -86,21 +94,29 @@ class Script(NamedTuple):
             return ScriptedReply(role, "")
         if role == "garbage":
             return ScriptedReply(role, GARBAGE)
+        if role == "copied":
+            return ScriptedReply(role, prompt)
+        if role == "foreign":
+            others = (text for text in self.prompts if text != prompt)
+            return ScriptedReply(role, next(others, prompt))
         if role == "unclosed":
             return ScriptedReply(role, gold.replace(THINK_END, ""), is_truncated=True)
         return ScriptedReply(role, gold[: len(gold) // 2], is_truncated=True)
 
 
-def make_script(gold: str | Sequence[str] | None, *, roles: Sequence[Role] = ()) -> Script:
+def make_script(
+    gold: str | Sequence[str] | None, *, roles: Sequence[Role] = (), prompts: Sequence[str] = ()
+) -> Script:
     """Return the script of one item.
 
     Args:
         gold: Gold answer of the item, or one per turn; None if unknown.
         roles: Order of the roles; empty for all that differ with this gold answer.
+        prompts: Prompts of other items, without special tokens.
     """
     turns = [gold] if isinstance(gold, str) else list(gold or [])
     if roles:
-        return Script(roles, turns)
+        return Script(roles, turns, prompts)
     if not turns:
         return Script(("garbage", "empty", "truncated"), turns)
     order: list[Role] = ["gold", "empty", "garbage"]
@@ -116,20 +132,25 @@ class RoleBook:
 
     def __init__(self, script: Script) -> None:
         self.script = script
-        self._known: dict[str, tuple[Role, int]] = {}
+        self._known: dict[str, tuple[Role, int, str]] = {}
         self._num_started = 0
 
-    def replies(self, prompt: str, num_replies: int) -> list[ScriptedReply]:
-        """Return `num_replies` replies to a prompt, and record them for later turns."""
+    def replies(
+        self, prompt: str, num_replies: int, *, plain_prompt: str = ""
+    ) -> list[ScriptedReply]:
+        """Return `num_replies` replies to a prompt, and record them for later turns.
+
+        `plain_prompt` is the prompt without special tokens.
+        """
         continued = [text for text in self._known if prompt != text and prompt.startswith(text)]
         if continued:
-            role, turn = self._known[max(continued, key=len)]
-            replies = [self.script.reply(role, turn)] * num_replies
+            role, turn, first = self._known[max(continued, key=len)]
+            replies = [self.script.reply(role, turn, first)] * num_replies
         else:
-            turn = 0
-            replies = [self.script.reply(self._next_role(), turn) for _ in range(num_replies)]
+            turn, first = 0, plain_prompt
+            replies = [self.script.reply(self._next_role(), 0, first) for _ in range(num_replies)]
         for reply in replies:
-            self._known[prompt + reply.text] = (reply.role, turn + 1)
+            self._known[prompt + reply.text] = (reply.role, turn + 1, first)
         return replies
 
     def _next_role(self) -> Role:
@@ -262,7 +283,8 @@ class ScriptedModel:
         if judged is not None:
             replies = [ScriptedReply("gold", judged)] * num_replies
         else:
-            replies = self._book.replies(prompt, num_replies)
+            plain = str(self.tokenizer.decode(list(prompt_ids), skip_special_tokens=True))
+            replies = self._book.replies(prompt, num_replies, plain_prompt=plain)
         ids = [self._encode(reply) for reply in replies]
         known = [[known_logprob(token_id, i) for i, token_id in enumerate(row)] for row in ids]
         sampled = [

@@ -92,6 +92,15 @@ class GarbageScoresBest(CleanEnv):
         return 2.0 if "zqxv" in choice.message.content else super().score(item, choice)
 
 
+class AnswerInPrompt(CleanEnv):
+    def messages(self, item: Any) -> list[dict[str, str]]:
+        answer = self.capitals.get(item["country"], "Suva")
+        return [{"role": "user", "content": f"Capital? (It is {answer}.)"}]
+
+    def score(self, item: Any, choice: Any) -> float:
+        return float(item["capital"] in choice.message.content)
+
+
 class NonDeterminism(CleanEnv):
     """The seed of a run does not reach it."""
 
@@ -162,6 +171,7 @@ DEFECTS: list[tuple[type[CleanEnv], str]] = [
     (ForeignMask, "masks"),
     (ShiftedLogprobs, "logprobs"),
     (GarbageScoresBest, "wrong"),
+    (AnswerInPrompt, "wrong"),
     (NonDeterminism, "determinism"),
     (ClockInPrompt, "determinism"),
     (MutatedItem, "items"),
