@@ -18,9 +18,14 @@ from atroposlib.utils.command_parser import (
     integer_between,
 )
 from atroposlib.utils.text import near_name
-from example_trainer.cluster.local import LocalRun, hider, step_lines
+from example_trainer.cluster.local import (
+    LocalRun,
+    check_programs,
+    check_trainer_flags,
+    hider,
+    progress_lines,
+)
 from example_trainer.cluster.placement import ENDED, EXIT_CODES, RunPlacement, RunStatus
-from example_trainer.cluster.progress import StepLines
 from example_trainer.cluster.run_file import RunFile, read_run_file
 from example_trainer.launch.options import RunPaths
 from example_trainer.launch.report import count_steps
@@ -115,6 +120,10 @@ def _place(run: RunFile, on: str, file: Path) -> RunPlacement:
 
 
 def _up(run: RunFile, on: str, args: argparse.Namespace) -> int:
+    # Before any part starts: engines may take minutes, and jobs wait in a queue.
+    check_trainer_flags(run)
+    if on in ("local", "slurm"):  # elsewhere, files are in images or on the nodes
+        check_programs(run)
     placement = _place(run, on, args.file)
     if args.dry_run:
         for name, text in placement.render().items():
@@ -125,10 +134,12 @@ def _up(run: RunFile, on: str, args: argparse.Namespace) -> int:
         with ending_signals():
             return _show(placement.supervise(_say).masked(hider(run)))
     print(placement.submit(), flush=True)
-    return 0 if args.detach else _follow(placement, hider(run), step_lines(run))
+    return 0 if args.detach else _follow(placement, hider(run), progress_lines(run))
 
 
-def _follow(placement: RunPlacement, hide: Callable[[str], str], steps: StepLines) -> int:
+def _follow(
+    placement: RunPlacement, hide: Callable[[str], str], progress: Callable[[], str | None]
+) -> int:
     """Print the changes of a submitted run until it has ended; an interruption leaves it alone."""
     shown: RunStatus | None = None
     while True:
@@ -138,7 +149,7 @@ def _follow(placement: RunPlacement, hide: Callable[[str], str], steps: StepLine
             shown = status
         if status.state in ENDED:
             return EXIT_CODES[status.state]
-        if (line := steps.next_line()) is not None:
+        if (line := progress()) is not None:
             _say(hide(line))
         time.sleep(_WATCH_S)
 

@@ -29,10 +29,11 @@ from example_trainer.checkpointing import write_file
 from example_trainer.cli import create_full_parser, require_extra
 from example_trainer.cluster.parts import (
     TOKEN_VARIABLE,
-    TRAINER_MODULE,
     Addresses,
     Part,
     engine_names,
+    flag_words,
+    is_file,
     is_task_set,
     part_names,
     plan_parts,
@@ -40,7 +41,7 @@ from example_trainer.cluster.parts import (
     shell_command,
 )
 from example_trainer.cluster.placement import RunStatus
-from example_trainer.cluster.progress import StepLines
+from example_trainer.cluster.progress import LogLines, StepLines
 from example_trainer.cluster.run_file import RunFile
 from example_trainer.cluster.run_secrets import hide_values
 from example_trainer.cluster.supervision import RunSupervisor, tail_of
@@ -158,8 +159,6 @@ class LocalRun:
             # Before any part starts: engines may take minutes.
             for part in parts:
                 find_secrets(part)
-            check_programs(run)
-            check_trainer_flags(parts)
             write_settings(parts, run.output)
             variables = _machine_variables(parts)
             hide = hider(run)
@@ -170,7 +169,7 @@ class LocalRun:
                 on_event=lambda text: on_event(hide(text)),
                 on_change=lambda status: self._record.write(status.masked(hide)),
                 on_return=lambda part: restore_weights(part, run),
-                progress=step_lines(run).next_line,
+                progress=progress_lines(run),
             ).run()
 
     def submit(self) -> str:
@@ -221,28 +220,34 @@ class LocalRun:
 
 
 def check_programs(run: RunFile) -> None:
-    """Raise `ConfigError` if the file of an environment is missing on this machine."""
-    for position, section in enumerate(run.environments):
-        if is_task_set(section.program):
-            continue
-        file = run.folder / section.program
+    """Raise `ConfigError` if the file of an environment or trainer is missing on this machine."""
+    programs = {
+        f"environments[{position}]": section.program
+        for position, section in enumerate(run.environments)
+        if not is_task_set(section.program)
+    }
+    own = run.trainer.program
+    if own is not None and is_file(own):
+        programs["trainer"] = own
+    for place, program in programs.items():
+        file = run.folder / program
         if not file.is_file():
             raise ConfigError(
-                f"environments[{position}].program: there is no file {file}; it is relative to "
-                "`folder`, which is relative to the run file"
+                f"{place}.program: there is no file {file}; it is relative to `folder`, which is "
+                "relative to the run file"
             )
 
 
-def check_trainer_flags(parts: Sequence[Part]) -> None:
-    """Parse the flags of the trainer; one that it does not know exits with 2 and a line about it.
+def check_trainer_flags(run: RunFile) -> None:
+    """Parse the flags of the example trainer; an unknown one exits with 2 and a line about it.
 
     Settings that contradict each other are left to the trainer: to check them imports torch.
     """
-    parser = create_full_parser()
-    parser.prog = "atropos-grpo"
-    for part in parts:
-        if part.role == "trainer":
-            parser.parse_args(part.command[part.command.index(TRAINER_MODULE) + 1 :])
+    if run.trainer.program is None:
+        parser = create_full_parser()
+        parser.prog = "atropos-grpo"
+        words = flag_words(run.trainer.flags, booleans="switches")
+        parser.parse_args([f"--model={run.trainer.model}", *words])
 
 
 def write_settings(parts: tuple[Part, ...], output: Path) -> None:
@@ -320,11 +325,14 @@ def part_log(run: RunFile, part: str, *, lines: int) -> list[str]:
     return tail_of(RunPaths(run.output).logs / f"{part}.log", lines=lines)
 
 
-def step_lines(run: RunFile) -> StepLines:
+def progress_lines(run: RunFile) -> Callable[[], str | None]:
     """Return the progress of a run whose output folder is on this machine, or shared with it."""
     paths = RunPaths(run.output)
     log_path = paths.logs / "trainer.log"
-    return StepLines(paths.trainer_metrics, log_path, num_steps=run.trainer.steps)
+    if run.trainer.program is not None:
+        return LogLines(log_path).next_line
+    lines = StepLines(paths.trainer_metrics, log_path, num_steps=run.trainer.steps)
+    return lines.next_line
 
 
 def _addresses(run: RunFile) -> Addresses:

@@ -4,11 +4,13 @@
 
 Every placement chooses `Addresses`, calls `plan_parts` and starts the parts where it runs. The
 same command starts a part and starts it again: the service continues its `--run`, the trainer its
-checkpoints (`--resume-or-start`), and an environment registers again.
+checkpoints (`--resume-or-start`), and an environment registers again. A trainer of another program
+has the flags of the file only, and resumes by its own means.
 """
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -42,6 +44,8 @@ SERVICE_RUN = "run"
 TOKEN_VARIABLE = "ATROPOS_API_TOKEN"
 TRAINER_MODULE = "example_trainer.grpo"
 RENDEZVOUS_PORT = 29500
+_OWN_VALUES = {"model", "steps", "sequences_per_step", "context_tokens", "seed"}
+"""Settings of the trainer that flags of another program may name."""
 ENVIRONMENT_EXPIRY_S = 30.0
 """Seconds without a request after which the service counts an environment as disconnected: its next
 process registers as another one, and batches would wait for groups of the former."""
@@ -352,6 +356,11 @@ def is_task_set(program: str) -> bool:
     return program.partition(":")[0] in KINDS and not program.endswith(".py")
 
 
+def is_file(program: str) -> bool:
+    """Whether the program of a trainer is a file, instead of a module."""
+    return program.endswith(".py")
+
+
 def _environment_settings(
     run: RunFile, paths: RunPaths, addresses: Addresses, number: int
 ) -> dict[str, object]:
@@ -389,10 +398,8 @@ def _share(section: EnvironmentSection) -> dict[str, float]:
 
 def _trainer(run: RunFile, paths: RunPaths, addresses: Addresses, servers: Sequence[str]) -> Part:
     section = run.trainer
-    flags = trainer_flags(_plan(run), paths, service_url=addresses.url(service_names(run)[0]))
-    words = [f"--{name}={value}" for name, value in flags.items()]
-    words += ["--engine-urls", *_engine_urls(run, addresses), "--resume-or-start", "--replace-run"]
-    words += ["--quiet", *flag_words(section.flags, booleans="switches")]
+    is_other = section.program is not None
+    words = _own_words(run, addresses) if is_other else _grpo_words(run, paths, addresses)
     part = Part(
         name="trainer",
         role="trainer",
@@ -402,17 +409,42 @@ def _trainer(run: RunFile, paths: RunPaths, addresses: Addresses, servers: Seque
         ready_url=None,
         after=tuple(servers),
         restarts=_restarts(run.restarts),
-        progress_file=paths.trainer_metrics,
+        progress_file=paths.logs / "trainer.log" if is_other else paths.trainer_metrics,
         stall_limit_s=section.stall_limit_s,
     )
     return _with_secrets(part, _tokens(run, "trainer"))
 
 
+def _grpo_words(run: RunFile, paths: RunPaths, addresses: Addresses) -> list[str]:
+    flags = trainer_flags(_plan(run), paths, service_url=addresses.url(service_names(run)[0]))
+    words = [f"--{name}={value}" for name, value in flags.items()]
+    words += ["--engine-urls", *_engine_urls(run, addresses), "--resume-or-start", "--replace-run"]
+    return [*words, "--quiet", *flag_words(run.trainer.flags, booleans="switches")]
+
+
+def _own_words(run: RunFile, addresses: Addresses) -> list[str]:
+    """Return the flags of another trainer, with the values of the run for names in braces."""
+    urls = _engine_urls(run, addresses)
+    values = run.trainer.model_dump(include=_OWN_VALUES) | {
+        "service_url": addresses.url(service_names(run)[0]),
+        "engine_url": urls[0],
+        "engine_urls": ",".join(urls),
+        "output": addresses.output,
+    }
+    words: list[str] = []
+    for word in flag_words(run.trainer.flags, booleans="switches"):
+        filled = re.sub(r"\{(\w+)\}", lambda found: str(values.get(found[1], found[0])), word)
+        words += urls if word == "{engine_urls}" else [filled]
+    return words
+
+
 def _launcher(run: RunFile, addresses: Addresses) -> list[str]:
-    """Return the module that starts the trainer: under torchrun if it has several processes."""
+    """Return the program of the trainer: under torchrun if it has several processes."""
     section = run.trainer
+    program = section.program or TRAINER_MODULE
+    start = [program] if is_file(program) else ["-m", program]
     if section.nodes == 1 and section.gpus <= 1:
-        return ["-m", TRAINER_MODULE]
+        return start
     words = ["-m", "torch.distributed.run", f"--nnodes={section.nodes}"]
     words.append(f"--nproc-per-node={max(1, section.gpus)}")
     if section.nodes == 1:
@@ -420,4 +452,4 @@ def _launcher(run: RunFile, addresses: Addresses) -> list[str]:
     else:
         endpoint = f"{addresses.hosts['trainer']}:{RENDEZVOUS_PORT}"
         words += ["--rdzv-backend=c10d", f"--rdzv-id={run.name}", f"--rdzv-endpoint={endpoint}"]
-    return [*words, "-m", TRAINER_MODULE]
+    return [*words, *start]

@@ -1,4 +1,4 @@
-"""Lines about the progress of a run, from the metrics and the log of its trainer."""
+"""Lines about the progress of a run, from the metrics or the log of its trainer."""
 
 from __future__ import annotations
 
@@ -77,6 +77,39 @@ class StepLines:
         if quiet_s < self._quiet_s:
             return None
         self._quiet_s *= 2
-        last = " ".join(tail_of(self._log_path, lines=1))
-        shown = inert_line(last, max_characters=_LOG_CHARACTERS)
-        return f"no step for {quiet_s:.0f} s; the trainer's log ends with: {shown}"
+        return (
+            f"no step for {quiet_s:.0f} s; the trainer's log ends with: {_end_of(self._log_path)}"
+        )
+
+
+class LogLines:
+    """Returns the end of the log of another trainer now and then, if it has changed.
+
+    Args:
+        log_path: Its log; may not exist yet.
+        clock: Seconds of a monotonic clock.
+    """
+
+    def __init__(self, log_path: Path, *, clock: Callable[[], float] = time.monotonic) -> None:
+        self._log_path = log_path
+        self._clock = clock
+        self._shown = ""
+        self._next_line = clock() + INTERVAL_S
+
+    def next_line(self) -> str | None:
+        """Return a line to show now, or None; cheap enough to be called several times a second."""
+        if self._clock() < self._next_line:
+            return None
+        self._next_line = self._clock() + INTERVAL_S
+        last = ""
+        with contextlib.suppress(OSError, ValueError):
+            last = _end_of(self._log_path)
+        if last in ("", self._shown):
+            return None
+        self._shown = last
+        return f"the trainer's log ends with: {last}"
+
+
+def _end_of(log_path: Path) -> str:
+    last = " ".join(tail_of(log_path, lines=1))
+    return inert_line(last, max_characters=_LOG_CHARACTERS)

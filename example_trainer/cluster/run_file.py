@@ -204,7 +204,14 @@ class EnvironmentSection(PartResources):
 
 
 class TrainerSection(PartResources):
-    """The trainer of `example_trainer`."""
+    """The trainer of `example_trainer`, or a program that takes batches itself."""
+
+    program: str | None = Field(
+        None,
+        pattern=r"\S",
+        max_length=4096,
+        description="Python file, or module, of another trainer; none: the example trainer.",
+    )
 
     model: str = Field(
         min_length=1, max_length=4096, description="Hub name or folder, for all parts."
@@ -219,10 +226,16 @@ class TrainerSection(PartResources):
         None,
         gt=0,
         le=10**7,
-        description="Seconds without a step, its start included, after which the trainer is "
-        "started again; none: never. For local and Slurm runs.",
+        description="Seconds without a step (of `program`: a line of its log), its start included, "
+        "after which the trainer is started again; none: never. For local and Slurm runs.",
     )
-    flags: Flags = Field(default_factory=dict, description="Further flags of atropos-grpo.")
+    flags: Flags = Field(
+        default_factory=dict,
+        description="Further flags of atropos-grpo, or all flags of `program`. In the latter, "
+        "`{service_url}`, `{engine_url}`, `{engine_urls}`, `{output}`, `{model}`, `{steps}`, "
+        "`{sequences_per_step}`, `{context_tokens}` and `{seed}` stand for values of the run; "
+        "`['{engine_urls}']` gives one word per engine.",
+    )
     variables: dict[Variable, str] = Field(
         default_factory=dict, description="Environment variables; secrets as `${NAME}`."
     )

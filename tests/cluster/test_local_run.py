@@ -212,3 +212,42 @@ def test_mistakes_that_need_no_engine_are_named_before_one_starts(tmp_path):
     assert done.returncode == 2
     assert "unrecognized argument --lrr=0.01; did you mean --lr?" in done.stderr
     assert "started" not in done.stdout + done.stderr
+
+    own = scripted_run(tmp_path, steps=1, trainer={"program": "no/trainer.py"})
+    done = Shell(own, steps=1).up(str(own))
+
+    assert done.returncode == 2
+    assert f"trainer.program: there is no file {ROOT / 'no/trainer.py'};" in done.stderr
+
+
+OWN_TRAINER = """
+import sys
+from pathlib import Path
+
+from atroposlib.api.client import batches
+
+url, num_steps, marker = [word.partition("=")[2] for word in sys.argv[1:]]
+with batches(url, batch_size=4, num_steps=int(num_steps), max_token_len=64) as stream:
+    for batch in stream:
+        print("tokens", [group["tokens"] for group in batch.groups])
+        if not Path(marker).exists():
+            Path(marker).touch()
+            sys.exit(3)
+"""
+
+
+def test_another_trainer_is_started_again_and_gets_the_batch_that_it_had_not_done(tmp_path):
+    program = tmp_path / "own_trainer.py"
+    program.write_text(OWN_TRAINER, encoding="utf-8")
+    flags = {"url": "{service_url}", "steps": "{steps}", "marker": "{output}/failed"}
+    trainer = {"program": str(program), "flags": flags}
+    file = scripted_run(tmp_path, steps=3, trainer=trainer)
+
+    done = Shell(file, steps=3).up(str(file))
+
+    log = (tmp_path / "run" / "logs" / "trainer.log").read_text()
+    assert "\nfinished\n" in done.stdout, done.stdout + log
+    batches = [line for line in log.splitlines() if line.startswith("tokens")]
+    assert len(batches) == 4
+    assert batches[0] == batches[1]
+    assert len(set(batches)) == 3

@@ -132,6 +132,49 @@ def test_several_gpus_train_under_torchrun():
     assert "--nproc-per-node=4" in two.command
 
 
+def test_another_trainer_has_its_own_flags_with_values_of_the_run():
+    section = {
+        "program": "my_trainer.py",
+        "model": "m",
+        "steps": 3,
+        "flags": {
+            "service": "{service_url}",
+            "engines": ["{engine_urls}"],
+            "all": "{engine_urls}",
+            "weights": "{output}/weights",
+            "steps": "{steps}",
+            "template": "{question} {}",
+            "bf16": True,
+        },
+    }
+    engines = [{"count": 2}]
+
+    alone = plan(make_run(engines=engines, trainer=section))["trainer"]
+    spread = plan(make_run(trainer={**section, "program": "mine.trainer", "gpus": 2}))["trainer"]
+
+    urls = ["http://host-of-engine-0:9001", "http://host-of-engine-1:9002"]
+    assert alone.command[1:] == (
+        "my_trainer.py",
+        "--service=http://host-of-service:9000",
+        "--engines",
+        *urls,
+        f"--all={','.join(urls)}",
+        "--weights=/out/weights",
+        "--steps=3",
+        "--template={question} {}",
+        "--bf16",
+    )
+    assert spread.command[1:7] == (
+        "-m",
+        "torch.distributed.run",
+        "--nnodes=1",
+        "--nproc-per-node=2",
+        "--standalone",
+        "-m",
+    )
+    assert spread.command[7] == "mine.trainer"
+
+
 def test_tokens_are_names_of_secrets_and_never_in_commands_or_files():
     run = make_run(service={"tokens": {"environment": "ENV_TOKEN"}, "token_file": "/tokens"})
 

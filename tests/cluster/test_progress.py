@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from example_trainer.cluster.progress import INTERVAL_S, QUIET_S, StepLines
+from example_trainer.cluster.progress import INTERVAL_S, QUIET_S, LogLines, StepLines
 
 
 class Run:
@@ -93,3 +93,18 @@ def test_metrics_that_cannot_be_read_end_no_run(run):
 
     assert run.after(3) is None
     assert run.started(100).next_line() is None
+
+
+def test_end_of_the_log_of_another_trainer_is_shown_once_per_interval_if_it_changed(tmp_path):
+    log, now = tmp_path / "trainer.log", [0.0]
+    lines = LogLines(log, clock=lambda: now[0])
+
+    def after(seconds: float) -> str | None:
+        now[0] += seconds
+        return lines.next_line()
+
+    assert after(INTERVAL_S) is None
+    log.write_text("loaded\nstep 1: loss 0.2\n")
+    assert after(1) is None
+    assert after(INTERVAL_S) == "the trainer's log ends with: step 1: loss 0.2"
+    assert after(INTERVAL_S) is None

@@ -703,6 +703,13 @@ STEPS: tuple[Step, ...] = (
     ),
     Run(
         "docs/other_trainers.md",
+        "name: trl",
+        save_as="trl.yaml",
+        command="atropos-up trl.yaml --dry-run",
+        shows=(r"-m example_trainer.recipes.trl_grpo .*--max-steps=100",),
+    ),
+    Run(
+        "docs/other_trainers.md",
         "python -m example_trainer.recipes.trl_grpo",
         before=f"{QWEN_ENGINE}\nrun-api --store memory &\n"
         "python environments/gsm8k_server.py serve --model_name=Qwen/Qwen2.5-1.5B-Instruct"
