@@ -52,7 +52,6 @@ from atroposlib.api.client_transport import (
     delivered_groups,
     encode_body,
     is_on_this_machine,
-    kind_of,
     leased_batch,
     malformed_answer,
     nack_path,
@@ -63,6 +62,7 @@ from atroposlib.api.client_transport import (
 )
 from atroposlib.errors import ConfigError, TrajectoryApiError
 from atroposlib.utils.aio import SideThread
+from atroposlib.utils.json_text import json_kind
 from atroposlib.utils.text import without_secrets
 from atroposlib.wire import encode_group, encode_groups
 
@@ -350,7 +350,7 @@ def current_step(status: Mapping[str, Any], url: str) -> int:
     """
     step = status.get("current_step")
     if not isinstance(step, int):
-        fault = f"current_step is {kind_of(step)}, expected an integer"
+        fault = f"current_step is {json_kind(step)}, expected an integer"
         raise malformed_answer("GET", f"{url}/status", fault)
     return step
 

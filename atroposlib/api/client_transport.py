@@ -23,8 +23,7 @@ import logging
 import random
 import re
 import time
-import zlib
-from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import quote, urlsplit
@@ -36,7 +35,15 @@ import msgspec
 from typing_extensions import Self
 
 from atroposlib.errors import ConfigError, TrajectoryApiError
-from atroposlib.utils.io import body_chunks, open_socket, retry_after_s, socket_options
+from atroposlib.utils.io import (
+    body_chunks,
+    decompressed,
+    open_socket,
+    pieces,
+    retry_after_s,
+    socket_options,
+)
+from atroposlib.utils.json_text import json_kind
 from atroposlib.utils.text import hide_secrets, hide_secrets_of_requests, without_secrets
 from atroposlib.wire import MEDIA_TYPES, WireFormat, decode_batch
 
@@ -336,14 +343,6 @@ def read_answer(
     )
 
 
-_JSON_KINDS = {dict: "an object", list: "a list", str: "a string", bool: "a boolean"}
-
-
-def kind_of(value: Any) -> str:
-    """Return the JSON type of a decoded value, with an article."""
-    return "null" if value is None else _JSON_KINDS.get(type(value), "a number")
-
-
 def malformed_answer(method: str, url: str, fault: str) -> TrajectoryApiError:
     """Return the error for a successful response whose content is not that of the route."""
     text = f"{method} {without_secrets(url)}: {fault}; {_NOT_CURRENT}"
@@ -357,7 +356,7 @@ def object_of(answer: Any, method: str, url: str) -> dict[str, Any]:
         TrajectoryApiError: it is not.
     """
     if not isinstance(answer, dict):
-        fault = f"the response is {kind_of(answer)}, expected an object"
+        fault = f"the response is {json_kind(answer)}, expected an object"
         raise malformed_answer(method, url, fault)
     return answer
 
@@ -445,11 +444,11 @@ def delivered_groups(answer: Any, url: str) -> list[dict[str, Any]] | None:
     if batch is None:
         return None
     if not isinstance(batch, list):
-        fault = f"batch is {kind_of(batch)}, expected a list of groups or null"
+        fault = f"batch is {json_kind(batch)}, expected a list of groups or null"
         raise malformed_answer("GET", f"{url}/batch", fault)
     for i, group in enumerate(batch):
         if not isinstance(group, dict):
-            fault = f"batch[{i}] is {kind_of(group)}, expected a group"
+            fault = f"batch[{i}] is {json_kind(group)}, expected a group"
             raise malformed_answer("GET", f"{url}/batch", fault)
     return batch
 
@@ -656,7 +655,7 @@ class AsyncTransport:
             sent = {"headers": {**headers, **body.headers}, "data": body.content}
             if len(body.content) > _PIECE_BYTES:
                 sent["headers"]["Content-Length"] = str(len(body.content))
-                sent["data"] = _pieces(body.content)
+                sent["data"] = pieces(body.content, num_bytes=_PIECE_BYTES)
         try:
             async with self._session.request(method, url, **sent) as reply:
                 too_large = partial(
@@ -695,44 +694,8 @@ def _too_large(request: str, max_bytes: int, *, status: int) -> TrajectoryApiErr
     )
 
 
-async def _pieces(content: bytes) -> AsyncIterator[memoryview]:
-    """Split a long body so that other tasks run between the pieces."""
-    view = memoryview(content)
-    for start in range(0, len(view), _PIECE_BYTES):
-        yield view[start : start + _PIECE_BYTES]
-
-
 _T = TypeVar("_T")
 _SECONDS_BETWEEN_LOG_LINES = 30.0
-
-
-def _decompressed(arriving: httpx.Response, request: str) -> Iterator[bytes]:
-    """Yield the pieces of a response, gzip or not, decompressed.
-
-    httpx would decompress zstd and Brotli too, which make gigabytes of one piece.
-
-    Raises:
-        TrajectoryApiError: it is not gzip, incomplete, or in another encoding.
-    """
-    encoding = arriving.headers.get("Content-Encoding", "identity").strip().lower()
-    if encoding == "identity":
-        yield from arriving.iter_raw()
-        return
-    if encoding != "gzip":
-        raise TrajectoryApiError(
-            f"{request}: the response is encoded as {encoding!a:.80}, expected gzip",
-            status=arriving.status_code,
-        )
-    gunzip = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
-    is_empty = True
-    for piece in arriving.iter_raw():
-        is_empty = False
-        try:
-            yield gunzip.decompress(piece)
-        except zlib.error as error:
-            raise TrajectoryApiError(f"{request}: the response is not gzip: {error}") from None
-    if not gunzip.eof and not is_empty:
-        raise TrajectoryApiError(f"{request}: the response ends within its gzip stream")
 
 
 class SyncClient:
@@ -903,11 +866,14 @@ class SyncClient:
         parts: list[bytes] = []
         num_bytes = 0
         next_log_at = self._clock() + _SECONDS_BETWEEN_LOG_LINES
-        for part in _decompressed(arriving, request):
+        # httpx would decompress zstd and Brotli too, which make gigabytes of one piece.
+        encoding = arriving.headers.get("Content-Encoding", "identity")
+        status = arriving.status_code
+        for part in decompressed(arriving.iter_raw(), encoding, request=request, status=status):
             parts.append(part)
             num_bytes += len(part)
             if num_bytes > self._max_answer_bytes:
-                raise _too_large(request, self._max_answer_bytes, status=arriving.status_code)
+                raise _too_large(request, self._max_answer_bytes, status=status)
             now = self._clock()
             if now > ends_at:
                 raise TrajectoryApiError(
@@ -920,7 +886,7 @@ class SyncClient:
         headers = httpx.Headers(arriving.headers)
         for name in ("Content-Encoding", "Content-Length", "Transfer-Encoding"):
             headers.pop(name, None)
-        return httpx.Response(arriving.status_code, headers=headers, content=b"".join(parts))
+        return httpx.Response(status, headers=headers, content=b"".join(parts))
 
     def _read(self, reply: httpx.Response, method: str, path: str, *, attempt: int = 1) -> Any:
         return read_answer(

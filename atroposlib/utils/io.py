@@ -5,14 +5,20 @@ from __future__ import annotations
 import logging
 import socket
 import sys
-from collections.abc import AsyncIterator, Callable, Mapping
+import zlib
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
+
+from atroposlib.errors import TrajectoryApiError
 
 __all__ = [
     "DEAD_PEER_S",
+    "body_chunks",
+    "decompressed",
     "keepalive_options",
     "open_socket",
     "parse_http_response",
+    "pieces",
     "retry_after_s",
     "socket_options",
 ]
@@ -102,6 +108,40 @@ async def body_chunks(
         yield chunk
         if response.status >= 400 and num_bytes >= _MAX_ERROR_BYTES:
             return
+
+
+def decompressed(
+    chunks: Iterable[bytes], encoding: str, *, request: str, status: int
+) -> Iterator[bytes]:
+    """Yield the chunks of a response, gzip or not, decompressed.
+
+    Raises:
+        TrajectoryApiError: it is not gzip, incomplete, or in another encoding; names the request.
+    """
+    encoding = encoding.strip().lower()
+    if encoding == "identity":
+        yield from chunks
+        return
+    if encoding != "gzip":
+        message = f"{request}: the response is encoded as {encoding!a:.80}, expected gzip"
+        raise TrajectoryApiError(message, status=status)
+    gunzip = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
+    is_empty = True
+    for chunk in chunks:
+        is_empty = False
+        try:
+            yield gunzip.decompress(chunk)
+        except zlib.error as error:
+            raise TrajectoryApiError(f"{request}: the response is not gzip: {error}") from None
+    if not gunzip.eof and not is_empty:
+        raise TrajectoryApiError(f"{request}: the response ends within its gzip stream")
+
+
+async def pieces(content: bytes, *, num_bytes: int) -> AsyncIterator[memoryview]:
+    """Split a long body into pieces of `num_bytes`, so that other tasks run between them."""
+    view = memoryview(content)
+    for start in range(0, len(view), num_bytes):
+        yield view[start : start + num_bytes]
 
 
 async def parse_http_response(resp: HttpResponse, logger: logging.Logger | None = None) -> Any:

@@ -17,10 +17,25 @@ from typing import Any
 
 import msgspec
 
-__all__ = ["STEP_BYTES", "decode_in_steps", "decode_line", "encode_mapping", "to_plain"]
+__all__ = [
+    "STEP_BYTES",
+    "decode_in_steps",
+    "decode_line",
+    "encode_mapping",
+    "json_kind",
+    "to_plain",
+]
 
 _CALL_VALUES = 4096
 """Longer lists are encoded in several calls, so that other threads can run in between."""
+
+
+_KINDS = {dict: "an object", list: "a list", str: "a string", bool: "a boolean"}
+
+
+def json_kind(value: Any) -> str:
+    """Return the JSON type of a decoded value, with an article, for error messages."""
+    return "null" if value is None else _KINDS.get(type(value), "a number")
 
 
 def to_plain(value: Any) -> Any:
