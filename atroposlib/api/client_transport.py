@@ -37,7 +37,7 @@ from typing_extensions import Self
 from atroposlib.errors import ConfigError, TrajectoryApiError
 from atroposlib.utils.io import (
     body_chunks,
-    decompressed,
+    gunzipped,
     open_socket,
     pieces,
     retry_after_s,
@@ -343,10 +343,13 @@ def read_answer(
     )
 
 
+def _failed(method: str, url: str, fault: str, *, status: int | None = None) -> TrajectoryApiError:
+    return TrajectoryApiError(f"{method} {without_secrets(url)}: {fault}", status=status)
+
+
 def malformed_answer(method: str, url: str, fault: str) -> TrajectoryApiError:
     """Return the error for a successful response whose content is not that of the route."""
-    text = f"{method} {without_secrets(url)}: {fault}; {_NOT_CURRENT}"
-    return TrajectoryApiError(text, status=200)
+    return _failed(method, url, f"{fault}; {_NOT_CURRENT}", status=200)
 
 
 def object_of(answer: Any, method: str, url: str) -> dict[str, Any]:
@@ -420,11 +423,11 @@ def assigned_id(answer: Any, url: str) -> int:
     try:
         return int(uuid)  # type: ignore[arg-type]  # checked by the conversion
     except (TypeError, ValueError):
-        raise TrajectoryApiError(
-            f"POST {without_secrets(url)}/register: the response has no integer uuid; check that a "
-            "trajectory service (`run-api`) listens at this address",
-            status=200,
-        ) from None
+        fault = (
+            "the response has no integer uuid; check that a trajectory service (`run-api`) listens "
+            "at this address"
+        )
+        raise _failed("POST", f"{url}/register", fault, status=200) from None
 
 
 def delivered_groups(answer: Any, url: str) -> list[dict[str, Any]] | None:
@@ -435,11 +438,8 @@ def delivered_groups(answer: Any, url: str) -> list[dict[str, Any]] | None:
     """
     answer = object_of(answer, "GET", f"{url}/batch")
     if answer.get("status") == "error":
-        raise TrajectoryApiError(
-            f"GET {without_secrets(url)}/batch: {answer.get('message')}; "
-            "the service was reset or restarted: register the trainer again",
-            status=200,
-        )
+        fault = "the service was reset or restarted: register the trainer again"
+        raise _failed("GET", f"{url}/batch", f"{answer.get('message')}; {fault}", status=200)
     batch = answer.get("batch")
     if batch is None:
         return None
@@ -658,40 +658,30 @@ class AsyncTransport:
                 sent["data"] = pieces(body.content, num_bytes=_PIECE_BYTES)
         try:
             async with self._session.request(method, url, **sent) as reply:
-                too_large = partial(
-                    _too_large,
-                    f"{method} {without_secrets(url)}",
-                    max_answer_bytes,
-                    status=reply.status,
-                )
+                too_large = partial(_too_large, method, url, max_answer_bytes, status=reply.status)
                 chunks = body_chunks(reply, max_bytes=max_answer_bytes, too_large=too_large)
                 content = b"".join([chunk async for chunk in chunks])
         except (aiohttp.ClientError, asyncio.TimeoutError, OSError) as error:
             was_sent = not isinstance(error, aiohttp.ClientConnectorError)
             raise unreachable(method, url, error, attempt=attempt, sent=was_sent) from None
-
-        def read() -> Any:
-            return read_answer(
-                method,
-                url,
-                status=reply.status,
-                headers=reply.headers,
-                content=content,
-                attempt=attempt,
-                secrets=self._auth_headers,
-            )
-
+        read = partial(
+            read_answer,
+            method,
+            url,
+            status=reply.status,
+            headers=reply.headers,
+            content=content,
+            attempt=attempt,
+            secrets=self._auth_headers,
+        )
         answer = read() if len(content) <= _MAX_INLINE_BYTES else await asyncio.to_thread(read)
         self.traits.learn(path, reply.headers)
         return answer
 
 
-def _too_large(request: str, max_bytes: int, *, status: int) -> TrajectoryApiError:
-    return TrajectoryApiError(
-        f"{request}: the response is larger than {max_bytes} bytes; use smaller batches, or check "
-        "the address",
-        status=status,
-    )
+def _too_large(method: str, url: str, max_bytes: int, *, status: int) -> TrajectoryApiError:
+    fault = f"the response is larger than {max_bytes} bytes; use smaller batches"
+    return _failed(method, url, fault, status=status)
 
 
 _T = TypeVar("_T")
@@ -853,7 +843,7 @@ class SyncClient:
                 },
                 timeout=httpx.Timeout(self._timeout_s, read=self._timeout_s + wait_s),
             ) as arriving:
-                reply = self._received(arriving, f"{method} {without_secrets(url)}", ends_at)
+                reply = self._received(arriving, ends_at)
         except httpx.HTTPError as error:
             sent = not isinstance(error, httpx.ConnectError | httpx.ConnectTimeout)
             raise unreachable(method, url, error, attempt=attempt, sent=sent) from None
@@ -861,27 +851,37 @@ class SyncClient:
             self._read(reply, method, path, attempt=attempt)
         return reply
 
-    def _received(self, arriving: httpx.Response, request: str, ends_at: float) -> httpx.Response:
+    def _received(self, arriving: httpx.Response, ends_at: float) -> httpx.Response:
         """Read a response within the limits; return it decompressed."""
+        method, url = arriving.request.method, str(arriving.request.url)
+        status = arriving.status_code
+        failed = partial(_failed, method, url)
+
+        chunks = arriving.iter_raw()
+        # httpx would decompress zstd and Brotli too, which make gigabytes of one piece.
+        encoding = arriving.headers.get("Content-Encoding", "identity").strip().lower()
+        if encoding == "gzip":
+            chunks = gunzipped(chunks, failed)
+        elif encoding != "identity":
+            fault = f"the response is encoded as {encoding!a:.80}, expected gzip"
+            raise failed(fault, status=status)
         parts: list[bytes] = []
         num_bytes = 0
         next_log_at = self._clock() + _SECONDS_BETWEEN_LOG_LINES
-        # httpx would decompress zstd and Brotli too, which make gigabytes of one piece.
-        encoding = arriving.headers.get("Content-Encoding", "identity")
-        status = arriving.status_code
-        for part in decompressed(arriving.iter_raw(), encoding, request=request, status=status):
+        for part in chunks:
             parts.append(part)
             num_bytes += len(part)
             if num_bytes > self._max_answer_bytes:
-                raise _too_large(request, self._max_answer_bytes, status=status)
+                raise _too_large(method, url, self._max_answer_bytes, status=status)
             now = self._clock()
             if now > ends_at:
-                raise TrajectoryApiError(
-                    f"{request}: the response is not complete after {self._answer_limit_s:g} s, "
-                    f"{num_bytes} bytes have arrived; check the connection to the service"
+                raise failed(
+                    f"the response is not complete after {self._answer_limit_s:g} s, {num_bytes} "
+                    "bytes have arrived; check the connection to the service"
                 )
             if now >= next_log_at:
-                logger.info("%s: %d bytes of the response have arrived", request, num_bytes)
+                shown = f"{method} {without_secrets(url)}"
+                logger.info("%s: %d bytes of the response have arrived", shown, num_bytes)
                 next_log_at = now + _SECONDS_BETWEEN_LOG_LINES
         headers = httpx.Headers(arriving.headers)
         for name in ("Content-Encoding", "Content-Length", "Transfer-Encoding"):

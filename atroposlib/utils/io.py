@@ -9,12 +9,10 @@ import zlib
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Mapping
 from typing import Any, Protocol
 
-from atroposlib.errors import TrajectoryApiError
-
 __all__ = [
     "DEAD_PEER_S",
     "body_chunks",
-    "decompressed",
+    "gunzipped",
     "keepalive_options",
     "open_socket",
     "parse_http_response",
@@ -110,21 +108,11 @@ async def body_chunks(
             return
 
 
-def decompressed(
-    chunks: Iterable[bytes], encoding: str, *, request: str, status: int
-) -> Iterator[bytes]:
-    """Yield the chunks of a response, gzip or not, decompressed.
+def gunzipped(chunks: Iterable[bytes], failed: Callable[[str], Exception]) -> Iterator[bytes]:
+    """Yield the chunks of a gzip stream decompressed.
 
-    Raises:
-        TrajectoryApiError: it is not gzip, incomplete, or in another encoding; names the request.
+    Raises the exception that `failed` returns for a fault: it is not gzip, or incomplete.
     """
-    encoding = encoding.strip().lower()
-    if encoding == "identity":
-        yield from chunks
-        return
-    if encoding != "gzip":
-        message = f"{request}: the response is encoded as {encoding!a:.80}, expected gzip"
-        raise TrajectoryApiError(message, status=status)
     gunzip = zlib.decompressobj(wbits=zlib.MAX_WBITS | 16)
     is_empty = True
     for chunk in chunks:
@@ -132,9 +120,9 @@ def decompressed(
         try:
             yield gunzip.decompress(chunk)
         except zlib.error as error:
-            raise TrajectoryApiError(f"{request}: the response is not gzip: {error}") from None
+            raise failed(f"the response is not gzip: {error}") from None
     if not gunzip.eof and not is_empty:
-        raise TrajectoryApiError(f"{request}: the response ends within its gzip stream")
+        raise failed("the response ends within its gzip stream")
 
 
 async def pieces(content: bytes, *, num_bytes: int) -> AsyncIterator[memoryview]:
