@@ -561,6 +561,8 @@ def decode_value(decoder: msgspec.json.Decoder[Any], text: JsonText, path: Path)
     try:
         return decoder.decode(text)
     except msgspec.ValidationError as error:
+        if not path:  # a decoder stops at a wrong type; malformed text after it is the first error
+            decode_value(_value_decoder, text, path)
         raise from_validation(error, path) from error
     except UnicodeDecodeError as error:
         raise WireError(BODY_NOT_TEXT, kind="not_text", path=path) from error

@@ -135,6 +135,22 @@ def test_malformed_json_is_422_of_type_json_invalid(service, body):
     assert answer.json()["detail"][0]["type"] == "json_invalid"
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/scored_data", b"[1, x]"),
+        ("/scored_data", b'{"tokens": 5, "masks": ['),
+        ("/scored_data_list", b"{"),
+        ("/scored_data_list", b"[5, x]"),
+    ],
+)
+def test_malformed_json_is_reported_before_a_wrong_type(service, path, body):
+    answer = service.post(path, content=body)
+
+    assert answer.status_code == 422
+    assert answer.json()["detail"][0]["type"] == "json_invalid"
+
+
 @pytest.mark.parametrize("path", ["/scored_data", "/scored_data_list", "/register"])
 def test_body_that_is_not_text_is_400(service, path):
     headers = {"Content-Type": "application/json"}

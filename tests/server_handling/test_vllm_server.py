@@ -110,13 +110,16 @@ async def test_unlimited_request_needs_a_known_context(make_server: MakeServer) 
             await server.tokens_and_logprobs_completion(prompt="hi", max_tokens=None)
 
 
-async def test_prompt_with_its_own_bos_gets_no_second_one(make_server: MakeServer) -> None:
+@pytest.mark.parametrize("prompt", [{"prompt": "<s>hi"}, {"input_ids": [1, *PROMPT_IDS]}])
+async def test_prompt_with_its_own_bos_gets_no_second_one(
+    prompt: dict[str, Any], make_server: MakeServer
+) -> None:
     async with ScriptedEngine(["ok"]) as engine:
         server = make_server(engine, VLLMServer)
 
-        prompt_ids, *_ = await server.tokens_and_logprobs_completion(prompt="<s>hi")
+        prompt_ids, *_ = await server.tokens_and_logprobs_completion(**prompt)
 
-        assert prompt_ids == PROMPT_IDS
+        assert engine.requests[-1].body["prompt"] == prompt_ids == PROMPT_IDS
 
 
 async def test_prompt_ids_may_be_an_array(engine: ScriptedEngine, make_server: MakeServer) -> None:

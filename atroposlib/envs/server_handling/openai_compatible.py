@@ -603,8 +603,15 @@ class TokenServer(OpenAICompatibleServer):
     def _load_tokenizer(self) -> Any:
         return load_tokenizer(self.config)
 
-    def _prompt_ids(self, kwargs: dict[str, Any]) -> list[int]:
-        """Return the ids to send: `input_ids` unchanged, else the encoded `prompt`."""
+    def _ids_to_continue(self, kwargs: dict[str, Any]) -> list[int]:
+        """Return the ids of a prompt, with a single bos also if `input_ids` begin with two."""
+        ids = self._ids_to_score(kwargs)
+        if ids[:1] != ids[1:2]:
+            return ids  # without loading the tokenizer
+        return drop_double_bos(ids, self.tokenizer.bos_token_id)
+
+    def _ids_to_score(self, kwargs: dict[str, Any]) -> list[int]:
+        """Return `input_ids` unchanged, one logprob each, else the ids of `prompt`."""
         input_ids = kwargs.get("input_ids")
         if input_ids is not None and len(input_ids):  # arrays have no truth value
             return [int(token) for token in input_ids]

@@ -183,7 +183,7 @@ class SGLangServer(TokenServer):
         return True  # sent under SGLang's own names
 
     async def _tokens_and_logprobs_completion_wrapper(self, **kwargs: Any) -> TokensAndLogprobs:
-        prompt_ids = self._prompt_ids(kwargs)
+        prompt_ids = self._ids_to_continue(kwargs)
         options = sampling_options(kwargs)
         answer = await self._generate(tokens_body(prompt_ids, options), kwargs)
         with reading_answer():
@@ -191,7 +191,7 @@ class SGLangServer(TokenServer):
 
     async def _get_logprobs_wrapper(self, **kwargs: Any) -> dict[str, Any]:
         top_k = top_k_of(kwargs)
-        prompt_ids = self._prompt_ids(kwargs)
+        prompt_ids = self._ids_to_score(kwargs)
         body = prompt_logprobs_body(prompt_ids, sampling_options(kwargs), top_k=top_k)
         return parse_prompt_logprobs(await self._generate(body, kwargs), prompt_ids, top_k=top_k)
 

@@ -228,7 +228,7 @@ class VLLMServer(TokenServer):
         return read_template_file(self._from_pretrained(tokenizer_name_of(self.config)))
 
     async def _tokens_and_logprobs_completion_wrapper(self, **kwargs: Any) -> TokensAndLogprobs:
-        prompt_ids = self._prompt_ids(kwargs)
+        prompt_ids = self._ids_to_continue(kwargs)
         options = sampling_options(kwargs)
         answer = await self._post_tokens(prompt_ids, options, kwargs.get("timeout"))
         parse = parse_generate if self._token_route == "/generate" else parse_completions
@@ -237,7 +237,7 @@ class VLLMServer(TokenServer):
 
     async def _get_logprobs_wrapper(self, **kwargs: Any) -> dict[str, Any]:
         top_k = top_k_of(kwargs)
-        prompt_ids = self._prompt_ids(kwargs)
+        prompt_ids = self._ids_to_score(kwargs)
         options = {
             "max_tokens": 1,
             **sampling_options(kwargs),
