@@ -85,7 +85,7 @@ SERVER_DEFAULTS: dict[str, Any] = {
     "base_url": "",
     "n_kwarg_is_ignored": False,
     "health_check": True,
-    "startup_timeout": 60.0,  # ours: how long a server that never answered is waited for
+    "startup_timeout": 600.0,  # ours: how long a server that never answered is waited for
 }
 MANAGER_DEFAULTS: dict[str, Any] = {
     "slurm": False,

@@ -28,7 +28,7 @@ def test_defaults_are_those_of_the_contract() -> None:
         "base_url": "",
         "n_kwarg_is_ignored": False,
         "health_check": True,
-        "startup_timeout": 60.0,
+        "startup_timeout": 600.0,
     }
     assert ServerManagerConfig().model_dump() == {
         "slurm": False,

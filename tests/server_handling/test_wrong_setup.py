@@ -120,6 +120,23 @@ async def test_silent_server_s_first_line_says_how_long_it_is_waited_for(
     ]
 
 
+async def test_silent_server_is_named_again_now_and_then(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def probe() -> bool:
+        return False
+
+    health = ServerHealth("http://h/v1")
+    await health.confirm(probe)
+    await health.confirm(probe)
+    monkeypatch.setattr(health, "_next_line", 0.0)
+    await health.confirm(probe)
+    await health.confirm(probe)
+
+    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    assert told == 2 * ["inference server http://h/v1 does not answer; requests wait until it does"]
+
+
 async def test_manager_without_one_server_that_ever_answered_names_them_all(
     free_port: int,
 ) -> None:

@@ -98,7 +98,7 @@ class APIServerConfig(ServerBaseline):
     )
 
     startup_timeout: float = Field(
-        default=60.0,
+        default=600.0,
         ge=0,
         description="Maximum wait for a server that has never answered, in seconds; after that, "
         "requests fail with a hint about what to check. For a server that answered before, the "

@@ -217,6 +217,10 @@ def _is_running(task: asyncio.Task[Any] | None) -> bool:
     return task is not None and not task.done() and task.get_loop() is asyncio.get_running_loop()
 
 
+REMINDER_S = 60.0
+"""Seconds between two log lines about a server that does not answer."""
+
+
 class ServerHealth:
     """Health of one server, and the task that updates it.
 
@@ -233,6 +237,7 @@ class ServerHealth:
         self.name = name
         self._remedy = remedy
         self._startup_timeout_s = startup_timeout_s
+        self._next_line = 0.0
         self.watcher: asyncio.Task[None] | None = None
         self.has_answered = False
         self._is_up = True
@@ -247,7 +252,7 @@ class ServerHealth:
     def is_up(self, value: bool) -> None:
         if value and not self._is_up:
             logger.info("inference server %s answers again", self.name)
-        elif self._is_up and not value:
+        elif not value and (self._is_up or time.monotonic() >= self._next_line):
             until = "until it does"
             if not self.has_answered and self._startup_timeout_s is not None:
                 until = f"for it for up to {self._startup_timeout_s:g} s (startup_timeout)"
@@ -255,6 +260,7 @@ class ServerHealth:
             logger.warning(
                 "inference server %s does not answer; requests wait %s", self.name, until
             )
+            self._next_line = time.monotonic() + REMINDER_S
         self._is_up = value
 
     def start_watching(self, watch: Callable[[], Coroutine[Any, Any, None]]) -> None:
