@@ -372,6 +372,23 @@ def _parser() -> CommandParser:
     show.add_argument("task", help="folder of the task")
     show.set_defaults(act=_show)
 
+    _add_swe(commands)
+    for command in (new, validate):
+        command.add_argument(
+            "--repeats", type=integer_between(1, 1000), default=10,
+            help="runs of the verifier that must agree (%(default)s)",
+        )  # fmt: skip
+    for command in (new, validate, run):
+        command.add_argument(
+            "--workspaces",
+            metavar="KIND",
+            default="bubblewrap",
+            help="kind of workspace (%(default)s)",
+        )
+    return parser
+
+
+def _add_swe(commands: Any) -> None:
     swe = commands.add_parser(
         "swe",
         help="write tasks from rows in the style of SWE-bench",
@@ -402,20 +419,6 @@ def _parser() -> CommandParser:
         "--memory-mb", type=integer_between(1, 2**20), default=2048, help="(%(default)s)"
     )
     swe.set_defaults(act=_swe)
-
-    for command in (new, validate):
-        command.add_argument(
-            "--repeats", type=integer_between(1, 1000), default=10,
-            help="runs of the verifier that must agree (%(default)s)",
-        )  # fmt: skip
-    for command in (new, validate, run):
-        command.add_argument(
-            "--workspaces",
-            metavar="KIND",
-            default="bubblewrap",
-            help="kind of workspace (%(default)s)",
-        )
-    return parser
 
 
 if __name__ == "__main__":
