@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -24,6 +25,8 @@ __all__ = [
     "pad_data_to_good_offset",
     "run_training_step",
 ]
+
+logger = logging.getLogger(__name__)
 
 _NO_LIMIT = 2**31
 _SUMMED = ("pos_count", "neg_count")
@@ -105,7 +108,10 @@ def get_data(
     atropos_url: str = "http://localhost:8000",
     extract_inference_logprobs: bool = True,
 ) -> tuple[list[CollatedBatch], None]:
-    """Wait for a batch; return it and every batch that is ready, collated, and None."""
+    """Wait for a batch; return it and every batch that is ready, collated, and None.
+
+    Logs whether they have inference logprobs.
+    """
     collated: list[CollatedBatch] = []
     while True:
         data = get_batch(atropos_url)
@@ -116,6 +122,8 @@ def get_data(
                 )
             )
         elif collated:
+            num_with = sum(batch.inference_logprobs is not None for batch in collated)
+            logger.info("%d of %d batches have inference logprobs", num_with, len(collated))
             return collated, None
         else:
             time.sleep(1.0)

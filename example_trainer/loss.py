@@ -266,7 +266,9 @@ class Dppo:
         shift_BT = (inputs.logprobs_BT.exp() - inputs.anchor_BT.exp()).detach()
         dropped_BT = self.drops_BT(shift_BT, inputs.advantages_BT)
         policy_BT = torch.where(dropped_BT, 0.0, -inputs.advantages_BT * log_BT.exp())
-        return PolicyTerms(policy_BT + self.pull * log_BT**2, log_BT.exp().detach(), dropped_BT)
+        # Not clamped: the tokens that drifted most must not lose their pull.
+        pull_BT = self.pull * (inputs.logprobs_BT - inputs.anchor_BT) ** 2
+        return PolicyTerms(policy_BT + pull_BT, log_BT.exp().detach(), dropped_BT)
 
     def drops_BT(self, shift_BT: Tensor, advantages_BT: Tensor) -> Tensor:
         up_BT = (shift_BT > self.max_shift) & (advantages_BT > 0)

@@ -506,6 +506,7 @@ class StepObserver:
 
 
 _MISALIGNED_LOGPROB = 0.5
+"""Mean of the sampler's logprobs at trained tokens, with the placeholders among them."""
 _SUSPICIOUS_GAP = 2.0
 _WRONG_MODE_GAP = 0.05
 """Mean difference of sampler and trainer, in nats, above which `--logprobs-mode` may be wrong;
@@ -556,15 +557,16 @@ class StepNotes:
                 summary.num_rows_of_partial_sampling,
             )
         inference_mean = metrics.get("logprobs/inference_mean")
+        if metrics["train/trained_tokens"] and not summary.num_rows_without_logprobs:
+            missing = metrics["alignment/missing_fraction"]
+            mean = missing * MASKED_LOGPROB + (1.0 - missing) * (inference_mean or 0.0)
+            if mean > _MISALIGNED_LOGPROB:
+                logger.warning("mean inference logprob %.2f: masks and logprobs disagree", mean)
         if inference_mean is None:
             return
         self._note_wrong_mode(metrics)
         gap = abs(inference_mean - metrics["logprobs/training_mean"])
-        if inference_mean > _MISALIGNED_LOGPROB:
-            logger.warning(
-                "mean inference logprob %.2f: masks and logprobs disagree", inference_mean
-            )
-        elif gap > _SUSPICIOUS_GAP:
+        if gap > _SUSPICIOUS_GAP:
             logger.warning("trainer and engine logprobs differ by %.2f in the mean", gap)
 
     def _note_wrong_mode(self, metrics: Mapping[str, float]) -> None:

@@ -163,7 +163,8 @@ def open_parallel(config: TrainingConfig) -> Iterator[Parallel]:
     """Context in which this process belongs to the process group.
 
     Raises:
-        ConfigError: the rank is not below the number of processes.
+        ConfigError: the rank is not below the number of processes, or the address of rank 0 is
+            unknown.
     """
     if config.world_size == 1:
         yield ONE_PROCESS
@@ -175,12 +176,18 @@ def open_parallel(config: TrainingConfig) -> Iterator[Parallel]:
     on_gpu = config.device.startswith("cuda")
     if on_gpu:
         torch.cuda.set_device(config.device)
-    dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
-        init_method=config.init_method,
-        rank=config.trainer_rank,
-        world_size=config.world_size,
-    )
+    try:
+        dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
+            init_method=config.init_method,
+            rank=config.trainer_rank,
+            world_size=config.world_size,
+        )
+    except ValueError as error:  # a variable of env:// is missing
+        raise ConfigError(
+            f"world_size={config.world_size}: {error}; start the trainer with torchrun, which sets "
+            "the variables, or leave out --world-size"
+        ) from error
     yield Parallel(
         rank=config.trainer_rank,
         world_size=config.world_size,

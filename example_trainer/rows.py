@@ -324,8 +324,9 @@ MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-4, 1e4
 """Range of temperatures: logits divided by them, and the gradient, remain finite in float32."""
 MAX_ADVANTAGE = 1e6
 """Largest magnitude of an advantage; gradients remain finite in float32."""
-MAX_LOGPROB = 0.1
-"""Largest logprob: 0 and the rounding error of engines in bfloat16."""
+MIN_LOGPROB, MAX_LOGPROB = -1e9, 0.1
+"""Range of logprobs: squares of differences remain finite in float32; 0.1 is 0 and the rounding
+error of engines in bfloat16."""
 _SUPPORTED_OVERRIDES = {"set_advantage_to_zero", "temperature", "sft"}
 # The last two are settings of the environment's own teacher and have no effect here.
 _SUPPORTED_GROUP_OVERRIDES = {
@@ -503,17 +504,17 @@ def _reference(group: Group) -> Sequence[Sequence[float]] | None:
 
 
 def _check_logprobs(group: Group, field: str) -> None:
-    """Check [G][L] logprobs; where nothing is trained, they have no effect and may be positive."""
+    """Check [G][L] logprobs; where nothing is trained, any number has no effect."""
     for i, row in enumerate(group[field]):
         path = f"{field}[{i}]"
         _check_numbers(path, row)
-        # Faster than a loop over all tokens: only masked ones are above the limit.
-        above = [t for t, value in enumerate(row) if value > MAX_LOGPROB]
-        for t in above:
+        # Faster than a loop over all tokens: only masked ones are outside the range.
+        outside = [t for t, value in enumerate(row) if not MIN_LOGPROB <= value <= MAX_LOGPROB]
+        for t in outside:
             if row[t] != MASKED_LOGPROB and group["masks"][i][t] != IGNORE_INDEX:
                 raise GroupError(
-                    f"{path}[{t}]: {row[t]!r:.40}; expected a logprob, at most 0, or "
-                    f"{MASKED_LOGPROB:g} where it is unknown"
+                    f"{path}[{t}]: {row[t]!r:.40}; expected a logprob, at most 0 and at least "
+                    f"{MIN_LOGPROB:g}, or {MASKED_LOGPROB:g} where it is unknown"
                 )
 
 

@@ -63,6 +63,19 @@ def collated(*, microbatch=2):
     return data.pad_data_to_good_offset({"batch": groups}, microbatch)
 
 
+def test_data_are_all_batches_that_wait_and_the_log_says_which_have_logprobs(monkeypatch, caplog):
+    groups = [group([[7], [8]], [1.0, 0.0], logprob=logprob) for logprob in (-3.0, None)]
+    answers = iter([*({"batch": [one]} for one in groups), {"batch": None}])
+    monkeypatch.setattr(data, "get_batch", lambda url: next(answers))
+    caplog.set_level("INFO")
+
+    batches, nothing = data.get_data(2, 64)
+
+    assert [batch.inference_logprobs is None for batch in batches] == [False, True]
+    assert nothing is None
+    assert "1 of 2 batches have inference logprobs" in caplog.text
+
+
 def test_training_step_is_one_update_by_the_sum_of_the_microbatch_losses(tmp_path):
     config = tiny_config(tmp_path, warmup_steps=4, lr=0.4, max_grad_norm=1e9)
     model, expected = tiny_llama(), tiny_llama()

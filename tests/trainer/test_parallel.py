@@ -183,6 +183,16 @@ def test_rank_beyond_the_number_of_processes_is_refused(tmp_path):
         pass
 
 
+def test_several_processes_without_torchrun_are_rejected_with_the_remedy(tmp_path, monkeypatch):
+    monkeypatch.delenv("MASTER_ADDR", raising=False)
+
+    with (
+        pytest.raises(ConfigError, match=r"world_size=2: .*MASTER_ADDR.*torchrun"),
+        open_parallel(tiny_config(tmp_path, world_size=2)),
+    ):
+        pass
+
+
 @pytest.mark.long
 def test_torchrun_variables_become_settings():
     variables = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}

@@ -140,6 +140,7 @@ def test_rows_of_optional_fields_with_wrong_types_are_refused_with_their_path(ru
             r"inference_logprobs\[0\]\[3\]: 500\.0; expected",
         ),
         ({"inference_logprobs": rows_with(0.5)}, r"inference_logprobs\[0\]\[3\]: 0\.5; expected"),
+        ({"inference_logprobs": rows_with(-1e20)}, r"inference_logprobs\[0\]\[3\]: -1e\+20; exp"),
     ],
 )
 def test_rows_of_a_group_that_would_cancel_the_step_are_refused_with_their_path(extra, path):

@@ -218,6 +218,16 @@ def test_batch_without_a_trained_token_is_named(tmp_path, caplog):
     assert "4 sequences were truncated to seq_len" in caplog.text
 
 
+def test_logprobs_that_are_masked_where_tokens_are_trained_are_named(tmp_path, caplog):
+    # The prompt has the logprobs, the completion the placeholder.
+    shifted = GOOD | {"inference_logprobs": [[-1.0, -1.0, -1.0, 1.0]] * 4}
+    trainer = make_trainer(tmp_path, groups=[shifted], training_steps=1)
+
+    trainer.run()
+
+    assert "mean inference logprob 1.00: masks and logprobs disagree" in caplog.text
+
+
 def test_sequences_end_with_the_learned_positions_of_the_model(tmp_path, caplog):
     from transformers import GPT2Config, GPT2LMHeadModel
 

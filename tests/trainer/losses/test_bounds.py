@@ -164,6 +164,16 @@ def test_dropped_tokens_of_dppo_keep_the_pull():
     assert terms.ratio_BT.tolist()[0] == pytest.approx([1.8, 1.0])
 
 
+def test_pull_of_dppo_grows_beyond_the_clamp_of_the_ratio():
+    inputs = PolicyInputs(row(-50.0).requires_grad_(), row(-1.0), row(0.0), mask(1))
+
+    loss_BT = Dppo(pull=0.1)(inputs).loss_BT
+    loss_BT.sum().backward()
+
+    assert loss_BT.item() == pytest.approx(0.1 * 49.0**2)
+    assert inputs.logprobs_BT.grad.item() == pytest.approx(-0.2 * 49.0)
+
+
 def test_defaults_of_losses_and_corrections():
     defaults = {
         name: {field.name: field.default for field in dataclasses.fields(kind)}
