@@ -134,7 +134,7 @@ class TrajectoryApiError(AtroposError, RuntimeError):
         self.retry_after_s = retry_after_s
 
 
-class MissingExtraError(AtroposError, ImportError):
+class MissingExtraError(AtroposError, ImportError, RuntimeError):
     """An optional dependency is not installed; the message names the extra that includes it."""
 
     def __init__(self, package: str, *, extra: str) -> None:

@@ -16,6 +16,7 @@ from example_trainer.config import TrainingConfig, loading_errors, unloadable
 from example_trainer.images import IMAGE_MODELS, vision_encoder
 
 __all__ = [
+    "NothingTrainedError",
     "OptimizerChoice",
     "add_adapters",
     "attention_kinds",
@@ -62,6 +63,10 @@ def engine_rank(rank: int) -> int:
         if possible >= rank:
             return possible
     raise ConfigError(f"lora_r={rank}: vLLM supports ranks up to {_ENGINE_RANKS[-1]}")
+
+
+class NothingTrainedError(ConfigError, RuntimeError):
+    """No parameter of the model would be trained."""
 
 
 def add_adapters(model: Any, config: TrainingConfig, *, source: str | None = None) -> None:
@@ -379,7 +384,8 @@ def freeze_other_layers(model: Any, layer_indices: Collection[int]) -> None:
     """Freeze all parameters outside the given transformer blocks.
 
     Raises:
-        ConfigError: an index is out of range, or no parameter is in a block.
+        ConfigError: an index is out of range.
+        NothingTrainedError: no parameter is in one of the blocks.
     """
     _require_layers(model, layer_indices, "train_layer_indices")
     found = False
@@ -389,7 +395,7 @@ def freeze_other_layers(model: Any, layer_indices: Collection[int]) -> None:
         parameter.requires_grad_(chosen)
         found = found or chosen
     if not found:
-        raise ConfigError("train_layer_indices match no parameter of this model")
+        raise NothingTrainedError("train_layer_indices match no parameter of this model")
 
 
 def _freeze_vision(model: Any) -> None:
@@ -518,13 +524,13 @@ def create_optimizer_for_params(params: Iterable[Any], config: TrainingConfig) -
     """Return the optimizer of `choose_optimizer` over those parameters that require gradients.
 
     Raises:
-        RuntimeError: nothing is trainable.
+        NothingTrainedError: nothing is trainable.
     """
     import torch
 
     trainable = [parameter for parameter in params if parameter.requires_grad]
     if not trainable:
-        raise RuntimeError("no parameter requires a gradient; check train_layer_indices")
+        raise NothingTrainedError("no parameter requires a gradient; check train_layer_indices")
     choice = choose_optimizer(
         config, trains_bfloat16=any(p.dtype == torch.bfloat16 for p in trainable)
     )

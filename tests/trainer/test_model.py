@@ -196,6 +196,8 @@ def test_blocks_of_gpt2_style_models_are_found():
 def test_layer_the_model_lacks_is_refused():
     with pytest.raises(ConfigError, match=r"\[5\] do not exist: the model has layers 0-1"):
         freeze_other_layers(tiny_llama(layers=2), [0, 5])
+    with pytest.raises(RuntimeError, match="match no parameter"):
+        freeze_other_layers(tiny_llama(layers=2), [])
 
 
 @pytest.mark.parametrize(
