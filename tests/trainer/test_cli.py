@@ -13,6 +13,7 @@ from example_trainer.cli import (
     parse_args,
 )
 from example_trainer.config import TrainingConfig
+from example_trainer.run import with_engine_gpu
 
 CONTRACT_FLAGS = [
     # flag, value on the command line (None: switch), destination, default, parsed value
@@ -180,3 +181,20 @@ def test_infinity_is_how_a_bound_is_switched_off(flag):
     config = config_from_args(parse_args(["--model", "m", "--device", "cpu", flag, "inf"]))
 
     assert float("inf") in (config.max_grad_norm, config.clip_eps_high, config.importance_cap)
+
+
+@pytest.mark.parametrize(
+    ("settings", "gpu"),
+    [
+        ({"device": "cuda:2"}, 2),
+        ({"device": "cuda:2", "vllm_gpu": 0}, 0),
+        ({"device": "cuda:2", "sync_transport": "nccl"}, None),
+        ({"device": "cuda:2", "vllm_args": "--tensor-parallel-size 2"}, None),
+        ({"device": "cuda"}, None),
+        ({"device": "cpu"}, None),
+    ],
+)
+def test_engine_of_the_unified_launcher_is_on_the_gpu_of_the_trainer(settings, gpu):
+    config = TrainingConfig(model_name="m", weight_bridge_mode="in_place", **settings)
+
+    assert with_engine_gpu(config).vllm_gpu == gpu
