@@ -235,4 +235,4 @@ async def test_agent_on_a_real_engine_trains_what_it_sampled(
             num_turns, num_tokens = num_turns + len(turns), num_tokens + sampled
     print(f"{agent}: {num_turns} turns, {num_tokens} sampled tokens, {len(wrong)} mismatches")
     assert not wrong, wrong[:10]
-    assert num_turns > 2 * len(FIVE)
+    assert num_turns >= len(FIVE)
