@@ -80,6 +80,15 @@ DEFAULT_SETTINGS: Mapping[str, Mapping[str, Any]] = {
 }
 """Settings of each challenge, unless others are given."""
 
+MAX_ROOMS = 100
+"""Rooms of a game that TextWorld 1.7 can make."""
+COIN_LEVELS = [
+    100 * distractors + length
+    for distractors in range(3)
+    for length in range(1, MAX_ROOMS // (distractors + 1) + 1)
+]
+"""Levels of the coin collector, 1 to 300, without those that need more rooms."""
+
 _ART = re.compile(r"[\s_|\\/<>$]*[_|\\/<>$][\s_|\\/<>$]*")
 _STATUS = re.compile(r">| {20}")
 _UNSAFE = re.compile(r"[^A-Za-z0-9 ,.'\n-]")
@@ -116,17 +125,19 @@ def random_settings(challenge: str, source: random.Random) -> dict[str, Any]:
             "goal": source.choice(["detailed", "brief", "none"]),
         }
     if challenge == "tw-coin_collector":
-        return {"level": source.randint(1, 300)}
+        return {"level": source.choice(COIN_LEVELS)}
     if challenge == "tw-treasure_hunter":
         return {"level": source.randint(1, 30)}
     recipe = source.randint(1, 4)
+    take = source.randint(0, recipe)
     chances = {name: source.random() < 0.5 for name in ("open", "cook", "drop")}
     return {
         "recipe": recipe,
-        "take": source.randint(0, recipe),
+        "take": take,
         "go": source.choice([1, 6, 9, 12]),
         "cut": chances["cook"] and source.random() < 0.5,
-        "recipe_seed": source.randrange(1_000_000),
+        # A recipe is only drawn where an ingredient has to be taken.
+        "recipe_seed": source.randrange(1_000_000) if take else 0,
         **chances,
     }
 

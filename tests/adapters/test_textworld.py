@@ -149,6 +149,20 @@ def test_random_settings_are_those_of_the_challenge(challenge: str) -> None:
     assert len({str(settings) for settings in drawn}) > 5
 
 
+@pytest.mark.filterwarnings("ignore:Not enough variation")  # of the package, in large games
+async def test_hardest_random_settings_make_games() -> None:
+    cooking = [random_settings("tw-cooking", random.Random(seed)) for seed in range(20)]
+    without_take = next(settings for settings in cooking if not settings["take"])
+    coins = [random_settings("tw-coin_collector", random.Random(seed)) for seed in range(500)]
+    hardest = max(coins, key=lambda settings: int(settings["level"]))
+
+    for challenge, settings in (("tw-cooking", without_take), ("tw-coin_collector", hardest)):
+        adapter = await opened(challenge, settings=settings)
+
+        assert (await adapter.item(0))["settings"].items() >= settings.items()
+        await adapter.close()
+
+
 @pytest.mark.parametrize(
     ("answer", "command"),
     [
