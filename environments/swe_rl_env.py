@@ -92,7 +92,7 @@ class Issue(NamedTuple):
 
 SEARCH_MARK, MIDDLE_MARK, REPLACE_MARK = "<<<<<<< SEARCH", "=======", ">>>>>>> REPLACE"
 FENCE = re.compile(r"\s*```[\w+-]*\s*")
-PATH_LINE = re.compile(r"###\s+(\S.*?)\s*")
+PATH_LINE = re.compile(r"\s*###\s+(\S.*?)\s*")
 
 
 def read_hunks(answer: str) -> list[Hunk] | None:

@@ -55,6 +55,7 @@ def thought(answer: str) -> str:
     ("answer", "hunks"),
     [
         (HUNK, [Hunk("a.py", "        return 1\n", "        return 3\n")]),
+        (f" {HUNK}", [Hunk("a.py", "        return 1\n", "        return 3\n")]),  # after </think>
         (f"```\n{HUNK}\n```\n", [Hunk("a.py", "        return 1\n", "        return 3\n")]),
         (
             "### `b.py`\n```python\n<<<<<<< SEARCH\n=======\nx = 1\n>>>>>>> REPLACE\n```",
