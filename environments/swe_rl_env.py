@@ -26,7 +26,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from pydantic import Field
 
-from atroposlib.envs.base import APIServerConfig
+from atroposlib.envs.base import APIServerConfig, Item, ScoredDataGroup
 from atroposlib.envs.dataset_items import hub_dataset
 from atroposlib.envs.rollouts import GroupWriter
 from atroposlib.envs.single_turn_env import SingleTurnEnvConfig, Trajectory
@@ -92,7 +92,7 @@ class Issue(NamedTuple):
 
 SEARCH_MARK, MIDDLE_MARK, REPLACE_MARK = "<<<<<<< SEARCH", "=======", ">>>>>>> REPLACE"
 FENCE = re.compile(r"\s*```[\w+-]*\s*")
-PATH_LINE = re.compile(r"###\s+(\S.*?)\s*")
+PATH_LINE = re.compile(r"\s*###\s+(\S.*?)\s*")
 
 
 def read_hunks(answer: str) -> list[Hunk] | None:
@@ -549,6 +549,14 @@ class SWERLEnv(ThinkingEnv):
         """Return the similarity of the edit; 0 after a timeout."""
         completion = self.opened_tag + answer if answer else ""
         return await self.score_pool.run(score_answer, completion, item, default=0.0)
+
+    async def collect_trajectories(self, item: Issue) -> tuple[ScoredDataGroup | None, list[Item]]:
+        """Sample and score a group; `item_ids` names the issue in saved groups."""
+        group, backlog = await super().collect_trajectories(item)
+        if group is not None:
+            ids = [item.item_id] * len(group["tokens"])
+            group["item_ids"] = ids  # type: ignore[typeddict-unknown-key]
+        return group, backlog
 
     def note_group(
         self, item: Issue, trajectories: Sequence[Trajectory], scores: Sequence[float]

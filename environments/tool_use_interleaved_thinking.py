@@ -136,11 +136,19 @@ def _value(node: ast.expr) -> int | float:
             return _power(left, right)
         if type(node.op) in OPERATORS:
             return _bounded(OPERATORS[type(node.op)](left, right))
-    if isinstance(node, ast.Name) and node.id in CONSTANTS:
-        return CONSTANTS[node.id]
-    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.keywords:
-        return _bounded(_call(node.func.id, [_value(argument) for argument in node.args]))
+    name = _name(node)
+    if name in CONSTANTS:
+        return CONSTANTS[name]
+    if isinstance(node, ast.Call) and not node.keywords and (called := _name(node.func)):
+        return _bounded(_call(called, [_value(argument) for argument in node.args]))
     raise ValueError(f"expected numbers, operators and functions, got {type(node).__name__}")
+
+
+def _name(node: ast.expr) -> str:
+    """Return the name of a constant or function, with or without `math.`; empty for others."""
+    if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+        return node.attr if node.value.id == "math" else ""
+    return node.id if isinstance(node, ast.Name) else ""
 
 
 def _call(name: str, values: Sequence[Any]) -> Any:
@@ -184,7 +192,8 @@ NUMBER = re.compile(r"[-+]?[\d,]*\.?\d+(?:/\d+)?")
 
 def read_problem(row: Mapping[str, Any]) -> NumberProblem | None:
     """Return the problem of a row; None if its answer is not a number."""
-    answer = str(row.get("answer") or row.get("expected_answer") or "").strip()
+    given = (row.get("answer"), row.get("expected_answer"))
+    answer = next((str(value).strip() for value in given if value not in (None, "")), "")
     return NumberProblem(str(row["problem"]), answer) if NUMBER.fullmatch(answer) else None
 
 

@@ -56,7 +56,8 @@ META_COMMANDS = frozenset(
     ("save", "restore", "restart", "quit", "script", "transcript", "noscript", "unscript", "undo")
 )
 """Words that address the interpreter: they end games, or read and write files."""
-MAKE_TIMEOUT_S = 120.0
+MAKE_TIMEOUT_S = 600.0
+"""Time to wait for the games of other episodes: each takes seconds, one at a time."""
 CLOSE_S = 12.0
 PROMPT = (
     "You play a text adventure. Each of your messages is one command, such as: go north, take "
@@ -79,6 +80,17 @@ DEFAULT_SETTINGS: Mapping[str, Mapping[str, Any]] = {
     "tw-treasure_hunter": {"level": 5},
 }
 """Settings of each challenge, unless others are given."""
+
+MAX_SEEDS, SEED_STRIDE = 8, 1000
+"""Seeds tried for one game, and their distance."""
+MAX_ROOMS = 100
+"""Rooms of a game that TextWorld 1.7 can make."""
+COIN_LEVELS = [
+    100 * distractors + length
+    for distractors in range(3)
+    for length in range(1, MAX_ROOMS // (distractors + 1) + 1)
+]
+"""Levels of the coin collector, 1 to 300, without those that need more rooms."""
 
 _ART = re.compile(r"[\s_|\\/<>$]*[_|\\/<>$][\s_|\\/<>$]*")
 _STATUS = re.compile(r">| {20}")
@@ -108,6 +120,27 @@ class TextWorldArgs(AdapterArgs):
     )
 
 
+def _generated(item: Item) -> tuple[Any, Any]:
+    """Return the game of an item and its options, from the first seed for which there is one.
+
+    The generator fails for some seeds; for treasure hunts of level 10, for a third of them.
+    """
+    import textworld
+    from textworld.challenges import CHALLENGES
+
+    seed, num_left = item["seed"], MAX_SEEDS
+    while True:
+        num_left -= 1
+        options = textworld.GameOptions()
+        options.seeds = seed
+        try:
+            return CHALLENGES[item["challenge"]][1](dict(item["settings"]), options), options
+        except Exception:  # the package raises errors of many kinds
+            if num_left == 0:
+                raise
+        seed += SEED_STRIDE
+
+
 def random_settings(challenge: str, source: random.Random) -> dict[str, Any]:
     """Draw the settings of a challenge, over the whole range of its difficulties."""
     if challenge == "tw-simple":
@@ -116,17 +149,19 @@ def random_settings(challenge: str, source: random.Random) -> dict[str, Any]:
             "goal": source.choice(["detailed", "brief", "none"]),
         }
     if challenge == "tw-coin_collector":
-        return {"level": source.randint(1, 300)}
+        return {"level": source.choice(COIN_LEVELS)}
     if challenge == "tw-treasure_hunter":
         return {"level": source.randint(1, 30)}
     recipe = source.randint(1, 4)
+    take = source.randint(0, recipe)
     chances = {name: source.random() < 0.5 for name in ("open", "cook", "drop")}
     return {
         "recipe": recipe,
-        "take": source.randint(0, recipe),
+        "take": take,
         "go": source.choice([1, 6, 9, 12]),
         "cut": chances["cook"] and source.random() < 0.5,
-        "recipe_seed": source.randrange(1_000_000),
+        # A recipe is only drawn where an ingredient has to be taken.
+        "recipe_seed": source.randrange(1_000_000) if take else 0,
         **chances,
     }
 
@@ -223,9 +258,11 @@ class TextWorldEpisode(Episode):
                 self._adapter.give_back(self._item)
 
     def _reset(self, path: str) -> str:
-        self._env = self._adapter.start_game(path)
-        self._env.seed(self._item["seed"])
-        state = self._env.reset()
+        # Loading uses the parser with which games are made; the package has one.
+        with self._adapter.threads.alone(MAKE_TIMEOUT_S):
+            self._env = self._adapter.start_game(path)
+            self._env.seed(self._item["seed"])
+            state = self._env.reset()
         self._max_score = float(state.get("max_score") or 1)
         objective = state.get("objective")
         text = self._text_of(state)
@@ -262,6 +299,7 @@ class TextWorldAdapter(Adapter):
     """
 
     args_cls = TextWorldArgs
+    begin_timeout_s = MAKE_TIMEOUT_S
     default_settings: ClassVar[Mapping[str, Any]] = {
         "max_turns": 50,
         "max_token_length": 16_384,
@@ -303,9 +341,10 @@ class TextWorldAdapter(Adapter):
         path = self._files.path_of(_key_of(item))
         if not path.is_file():
             self._make(item, path)
-        env = self.start_game(str(path))
-        try:
+        with self.threads.alone(MAKE_TIMEOUT_S):
+            env = self.start_game(str(path))
             walkthrough = env.reset().get("extra.walkthrough")
+        try:
             return list(walkthrough) if walkthrough else None
         finally:
             env.close()
@@ -363,19 +402,15 @@ class TextWorldAdapter(Adapter):
 
     def _make(self, item: Item, path: Path) -> None:
         """Make the game of an item; the file appears once it is complete."""
-        import textworld
-        from textworld.challenges import CHALLENGES
         from textworld.generator import compile_game
 
         unfinished = Path(tempfile.mkdtemp(dir=_made_folder(path.parent.parent)))
-        options = textworld.GameOptions()
-        options.seeds = item["seed"]
-        options.path = str(unfinished / path.name)
         try:
             with self.threads.alone(MAKE_TIMEOUT_S):  # the package has one generator for all games
                 if self._is_closed:
                     raise EpisodeFailedError("the task set has been closed")
-                game = CHALLENGES[item["challenge"]][1](dict(item["settings"]), options)
+                game, options = _generated(item)
+                options.path = str(unfinished / path.name)
                 compile_game(game, options)
         except Exception as error:  # any exception of the generator fails this rollout only
             shutil.rmtree(unfinished, ignore_errors=True)

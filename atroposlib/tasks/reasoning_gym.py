@@ -203,7 +203,7 @@ def is_safe_answer(answer: str, task: str, *, gold: str | None = None) -> bool:
         return True
     if task not in EVALUATED_BY_PYTHON | EVALUATED_BY_SYMPY:
         return True
-    if len(answer) > MAX_EXPRESSION_CHARACTERS:
+    if len(answer) > max(MAX_EXPRESSION_CHARACTERS, MAX_LENGTHENING * len(gold or "")):
         return False
     if task in EVALUATED_BY_SYMPY and LONG_EXPONENT.search(answer):
         return False

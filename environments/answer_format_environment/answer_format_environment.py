@@ -125,7 +125,8 @@ class AnswerFormatEnvConfig(LocalItemsConfig, SavedRolloutsConfig):
     )
     seed: int = Field(
         default_factory=lambda: random.randint(20, 9999),
-        description="Seed of the order and of the demanded formats; random by default.",
+        description="Seed of the order and of the demanded formats; random by default. A restarted "
+        "run continues with the seed of its checkpoint.",
     )
 
 
@@ -220,6 +221,7 @@ class AnswerFormatEnv(DatasetItems, ThinkingEnv):
 
     Attributes:
         format_counts: restored number of groups by format.
+        order_seed: seed of the order of the rows; kept in checkpoints.
     """
 
     env_config_cls = AnswerFormatEnvConfig
@@ -232,6 +234,7 @@ class AnswerFormatEnv(DatasetItems, ThinkingEnv):
     def __init__(self, config: AnswerFormatEnvConfig, *args: Any, **kwargs: Any) -> None:
         config.dataset_seed = config.seed
         super().__init__(config, *args, **kwargs)
+        self.order_seed = config.seed
         unknown = [name for name in config.supported_formats or () if name not in FORMATS]
         if unknown:
             hint = near_name(unknown[0], FORMATS) or f"; known: {', '.join(FORMATS)}"
@@ -258,6 +261,9 @@ class AnswerFormatEnv(DatasetItems, ThinkingEnv):
     async def setup(self) -> None:
         self.config.set_log_levels(logger)
         await super().setup()
+        self._make_test_items()
+
+    def _make_test_items(self) -> None:
         rows: list[Any] = [*self.train, *self.test]
         for kind in sorted({row.dataset_type for row in rows}):
             if not self._names(kind):
@@ -339,12 +345,17 @@ class AnswerFormatEnv(DatasetItems, ThinkingEnv):
         return metrics
 
     def save_checkpoint(self, step: int, data: Mapping[str, Any] | None = None) -> None:
-        own = {"format_counts": dict(self.balance.counts)}
+        own = {"format_counts": dict(self.balance.counts), "order_seed": self.order_seed}
         super().save_checkpoint(step, {**(data or {}), **own})
 
     def load_checkpoint(self) -> None:
+        """Continue the run, in the order of its rows: `seed` is another one at each start."""
         super().load_checkpoint()
         self.balance = self._new_balance()
+        if self.order_seed != self.config.seed:
+            self.config.seed = self.config.dataset_seed = self.order_seed
+            self.train, self.test = self._read()
+            self._make_test_items()
 
     async def close(self) -> None:
         self.rollout_dump.close()

@@ -149,6 +149,43 @@ def test_random_settings_are_those_of_the_challenge(challenge: str) -> None:
     assert len({str(settings) for settings in drawn}) > 5
 
 
+async def test_seed_without_a_game_is_replaced() -> None:
+    adapter = await opened("tw-treasure_hunter")
+    item = {"seed": 8, "challenge": "tw-treasure_hunter", "settings": {"level": 10}}
+
+    path = await adapter.taken_game(item)
+
+    assert path.endswith(".z8")
+    await adapter.close()
+
+
+async def test_episodes_of_several_games_begin_at_once() -> None:
+    adapter = await opened("tw-simple+tw-cooking", randomize=True)
+    items = [await adapter.item(index) for index in range(3)]
+    episodes = [adapter.start(item) for item in items * 3]
+
+    openings = await asyncio.gather(*(episode.begin() for episode in episodes))
+
+    assert all("Score: 0 of" in str(opening[0]["content"]) for opening in openings)
+    for episode in episodes:
+        await episode.close()
+    await adapter.close()
+
+
+@pytest.mark.filterwarnings("ignore:Not enough variation")  # of the package, in large games
+async def test_hardest_random_settings_make_games() -> None:
+    cooking = [random_settings("tw-cooking", random.Random(seed)) for seed in range(20)]
+    without_take = next(settings for settings in cooking if not settings["take"])
+    coins = [random_settings("tw-coin_collector", random.Random(seed)) for seed in range(500)]
+    hardest = max(coins, key=lambda settings: int(settings["level"]))
+
+    for challenge, settings in (("tw-cooking", without_take), ("tw-coin_collector", hardest)):
+        adapter = await opened(challenge, settings=settings)
+
+        assert (await adapter.item(0))["settings"].items() >= settings.items()
+        await adapter.close()
+
+
 @pytest.mark.parametrize(
     ("answer", "command"),
     [

@@ -277,6 +277,28 @@ async def test_group_with_equal_scores_is_dropped_but_counts_for_its_format(
     assert other.iter == 2
 
 
+async def test_restarted_run_continues_in_the_order_of_its_own_seed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    async with ScriptedEngine([PROBED]) as engine:
+        env, again = (
+            make_env(AnswerFormatEnv, engine, monkeypatch, dataset_path=str(SAMPLE), seed=seed)
+            for seed in (20, 21)
+        )
+    for each in (env, again):
+        await each.setup()
+        each.checkpoint_dir, each.wandb_prepend, each.curr_step = str(tmp_path), "af", 2
+    await env.get_next_item()
+    env.save_checkpoint(2)
+
+    again.load_checkpoint()
+
+    assert again.eval_items() == env.eval_items()
+    assert [await again.get_next_item() for _ in range(3)] == [
+        await env.get_next_item() for _ in range(3)
+    ]
+
+
 def test_environment_passes_the_check() -> None:
     report = check_environment(AnswerFormatEnv)
 

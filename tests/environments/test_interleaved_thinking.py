@@ -47,6 +47,7 @@ def call(name: str = "calculator", **arguments: object) -> str:
         ("sqrt(16) + factorial(5)", 124.0),
         ("gcd(12, 18) + max(1, 2, 3)", 9),
         ("sin(pi)", math.sin(math.pi)),
+        ("math.sqrt(16) * math.pi", 4 * math.pi),
         ("2**-1", 0.5),
     ],
 )
@@ -59,6 +60,8 @@ def test_calculator_computes_arithmetic(expression: str, value: float) -> None:
     [
         "__import__('os').system('true')",
         "().__class__.__bases__",
+        "math.__class__",
+        "os.sqrt(4)",
         "[1][0]",
         "'a' * 3",
         "True + 1",
@@ -117,6 +120,7 @@ def test_score_of_a_message(pieces: list[str], num_results: int, parts: dict[str
     ("row", "answer"),
     [
         ({"problem": "p", "answer": "1,024"}, "1,024"),
+        ({"problem": "p", "answer": 0}, "0"),
         ({"problem": "p", "answer": None, "expected_answer": "-3.5"}, "-3.5"),
         ({"problem": "p", "answer": "\\frac{1}{2}"}, None),
         ({"problem": "p", "answer": ""}, None),

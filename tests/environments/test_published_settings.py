@@ -19,6 +19,7 @@ from environments.game_environments.gymnasium.blackjack.blackjack_env_thinking i
     BlackjackEnvConfig,
 )
 from environments.game_environments.gymnasium.gym_taxi import GymTaxiEnv
+from environments.game_environments.textworld_env.textworld_env import TextWorldEnvConfig
 from environments.gsm8k_server import GSM8kEnv
 from environments.infinimath.infinimath_env import InfiniteMathEnv, InfiniteMathEnvConfig
 from environments.mcqa_thinking_env import MCQAThinkingEnv
@@ -173,6 +174,12 @@ def test_environment_has_its_published_name(env_cls: type[BaseEnv], name: str) -
             | {"wandb_name": "blackjack", "thinking_active": True, "eval_episodes": 100}
             | {"max_think_chars_history": 3000, "max_trajectory_tokens": 24576}
             | {"debug_mode": False, "group_size": 16, "tiebreak_token_factor": 0.01},
+        ),
+        (
+            TextWorldEnvConfig,
+            {},
+            {"env_name": "TextWorld", "group_size": 16, "max_num_workers": 16, "total_steps": 500}
+            | {"max_steps": 300, "max_token_length": 32768, "randomize_challenge_settings": True},
         ),
         (
             math_server_zero.RSConfig,

@@ -161,3 +161,21 @@ def test_code_padded_beyond_what_is_examined_is_never_run(tmp_path: Path) -> Non
 )
 def test_is_safe_answer(answer: str, task: str, is_safe: bool) -> None:
     assert is_safe_answer(answer, task) is is_safe
+
+
+@pytest.mark.parametrize(
+    ("task", "params"),
+    [
+        ("spiral_matrix", {"min_n": 50, "max_n": 50}),
+        ("binary_matrix", {"min_n": 80, "max_n": 80}),
+        ("polynomial_multiplication", {"min_polynomials": 30, "max_polynomials": 30}),
+    ],
+)
+def test_long_gold_answer_scores_one(task: str, params: dict[str, int]) -> None:
+    item = tasks.TaskItem(task, params, tasks.make_dataset(task, params, seed=1)[0])
+    answer = item.entry["answer"]
+
+    assert len(answer) > tasks.MAX_EXPRESSION_CHARACTERS
+    assert tasks.score_completion(f"<answer>{answer}</answer>", item) == 1.0
+    assert tasks.score_completion(f"<answer>{answer[:-1]}x</answer>", item) < 0.5
+    assert not is_safe_answer(answer, task, gold="1 2")

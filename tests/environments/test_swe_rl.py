@@ -55,6 +55,7 @@ def thought(answer: str) -> str:
     ("answer", "hunks"),
     [
         (HUNK, [Hunk("a.py", "        return 1\n", "        return 3\n")]),
+        (f" {HUNK}", [Hunk("a.py", "        return 1\n", "        return 3\n")]),  # after </think>
         (f"```\n{HUNK}\n```\n", [Hunk("a.py", "        return 1\n", "        return 3\n")]),
         (
             "### `b.py`\n```python\n<<<<<<< SEARCH\n=======\nx = 1\n>>>>>>> REPLACE\n```",
@@ -228,6 +229,7 @@ async def test_worked_example_ends_once_enough_patches_are_well_formed(
     [group] = read_groups(out)
     check_group(group)
     assert group["scores"] == [0.0, 0.0]  # well-formed, but of no file of the issue
+    assert group["item_ids"] == ["cache-1", "cache-1"]
     assert "BEGIN FILE stats.py" in prompt
     assert "BEGIN FILE stats.py" not in str(env.prompt(issue_of()))
     assert (tmp_path / "dumps" / "swe_rl_failed_rollouts.jsonl").exists()

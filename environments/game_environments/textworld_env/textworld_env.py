@@ -46,6 +46,14 @@ class TextWorldEnvConfig(AdapterEnvConfig):
         True, description="Whether the settings of a challenge are drawn for each game."
     )
     max_steps: int = Field(300, ge=1, le=10_000, description="Commands in one game.")
+    group_size: int = Field(16, ge=1, description="Trajectories of one game.")
+    max_num_workers: int = Field(
+        16, ge=-1, description="Maximum number of groups at once; -1 as in other environments."
+    )
+    total_steps: int = Field(
+        500, ge=-1, description="Trainer steps after which the run ends; -1: the trainer's number."
+    )
+    max_token_length: int = Field(32768, ge=1, description="Token limit of one game.")
 
     @model_validator(mode="after")
     def _set_adapter(self) -> TextWorldEnvConfig:
@@ -75,10 +83,6 @@ class TextWorldEnv(AdapterEnv):
         return default_configs(
             TextWorldEnvConfig,
             MODEL,
-            group_size=16,
-            max_num_workers=16,
-            total_steps=500,
-            max_token_length=32768,
             max_turn_tokens=50,
             temperature=0.7,
             wandb_name="textworld",
