@@ -22,6 +22,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from importlib.machinery import PathFinder
 from pathlib import Path
 
 from atroposlib.errors import AtroposError, ConfigError, InferenceError
@@ -220,7 +221,7 @@ class LocalRun:
 
 
 def check_programs(run: RunFile) -> None:
-    """Raise `ConfigError` if the file of an environment or trainer is missing on this machine."""
+    """Raise `ConfigError` if the program of an environment or trainer is missing here."""
     programs = {
         f"environments[{position}]": section.program
         for position, section in enumerate(run.environments)
@@ -229,6 +230,13 @@ def check_programs(run: RunFile) -> None:
     own = run.trainer.program
     if own is not None and is_file(own):
         programs["trainer"] = own
+    elif own is not None:
+        package = own.partition(".")[0]
+        if PathFinder.find_spec(package, [str(run.folder), *sys.path]) is None:
+            raise ConfigError(
+                f"trainer.program: there is no module {package} in {run.folder} or among the "
+                "installed packages; a file ends with .py"
+            )
     for place, program in programs.items():
         file = run.folder / program
         if not file.is_file():

@@ -219,6 +219,12 @@ def test_mistakes_that_need_no_engine_are_named_before_one_starts(tmp_path):
     assert done.returncode == 2
     assert f"trainer.program: there is no file {ROOT / 'no/trainer.py'};" in done.stderr
 
+    absent = scripted_run(tmp_path, steps=1, trainer={"program": "no_such.trainer"})
+    done = Shell(absent, steps=1).up(str(absent))
+
+    assert done.returncode == 2
+    assert "trainer.program: there is no module no_such in" in done.stderr
+
 
 OWN_TRAINER = """
 import sys
