@@ -232,7 +232,9 @@ def check_programs(run: RunFile) -> None:
         programs["trainer"] = own
     elif own is not None:
         package = own.partition(".")[0]
-        if PathFinder.find_spec(package, [str(run.folder), *sys.path]) is None:
+        given = {**run.variables, **run.trainer.variables}.get("PYTHONPATH", "")
+        folders = [str(run.folder), *given.split(os.pathsep), *sys.path]
+        if PathFinder.find_spec(package, folders) is None:
             raise ConfigError(
                 f"trainer.program: there is no module {package} in {run.folder} or among the "
                 "installed packages; a file ends with .py"
