@@ -95,6 +95,11 @@ def read_result(path: Path, label: str) -> EvaluationResult:
         hint = ""
         if (path / "progress.jsonl").is_file():
             hint = "; it has an unfinished evaluation, which the same command continues"
+        elif path.is_dir():  # such as a run of atropos-train
+            below = sorted(
+                str(found.parent) for found in path.glob("environments/*/*/metrics.json")
+            )
+            hint = f"; these folders of it have one: {', '.join(below)}" if below else ""
         raise ConfigError(
             f"{label} has no result of an evaluation{hint}; expected a folder given as "
             "--env.data_dir_to_save_evals, with metrics.json, or a file metrics-<number>.json of it"

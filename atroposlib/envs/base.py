@@ -239,8 +239,13 @@ class EnvHooks(metaclass=ABCMeta):
             A `ScoredDataItem`, or any value if `postprocess_histories` builds the group, and items
             to roll out next. None instead of the first drops the group.
         """
+        name = type(self).__name__
+        if type(self).collect_trajectories is not EnvHooks.collect_trajectories:
+            raise NotImplementedError(
+                f"{name} rolls out whole groups: call collect_trajectories(item)"
+            )
         raise NotImplementedError(
-            f"{type(self).__name__} overrides neither collect_trajectory nor collect_trajectories"
+            f"{name} overrides neither collect_trajectory nor collect_trajectories"
         )
 
     async def collect_trajectories(self, item: Item) -> tuple[Any, list[Item]]:

@@ -634,10 +634,12 @@ class ServingLoop:
             is_shown = self._failures_in_a_row >= 10 * self._failures_logged
             logger.log(
                 logging.WARNING if is_shown else logging.DEBUG,
-                "%d rollouts failed in a row; waiting %.1f s before the next (failures so far: %s)",
+                "%d rollouts in a row without a usable group; waiting %.1f s before the next "
+                "(failures so far: %s; groups dropped: %s)",
                 self._failures_in_a_row,
                 pause_s,
-                dict(self._reporter.failure_counts),
+                dict(self._reporter.failure_counts) or "none",
+                dict(self._reporter.drop_counts) or "none",
             )
             self._failures_logged = self._failures_in_a_row if is_shown else self._failures_logged
             await asyncio.sleep(pause_s)

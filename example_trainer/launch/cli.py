@@ -433,7 +433,7 @@ def _folder_to_resume(
     environment_flags: dict[str, tuple[str, ...]],
 ) -> Path:
     changed = [
-        f"--{name.replace('_', '-')}"
+        f"--{name.lstrip('-').replace('_', '-')}"
         for name, value in vars(arguments).items()
         if name not in ("files", "steps", "resume") and value not in (None, False, [])
     ]
@@ -441,8 +441,8 @@ def _folder_to_resume(
     changed += [file.path for file in arguments.files]
     if changed:
         parser.error(
-            f"{changed[0].removeprefix('----') if changed[0].startswith('----') else changed[0]}: "
-            "--resume continues with the settings of the run; only --steps may change"
+            f"{changed[0]}: --resume continues with the settings of the run; only --steps may "
+            "change. For others, start a new run on its weights: --model FOLDER/trainer/final_model"
         )
     if arguments.resume:
         return Path(arguments.resume)

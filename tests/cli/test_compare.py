@@ -192,6 +192,8 @@ def test_what_cannot_be_compared_is_refused(
     assert "no item in common (20 and 1 items)" in said(other_items)
     assert "unfinished evaluation" in said(str(empty))
     assert "no result of an evaluation" in said(str(tmp_path / "missing"))
+    before = write_run(tmp_path / "trained" / "environments" / "sums" / "evaluation_before", OLD)
+    assert f"these folders of it have one: {before}" in said(str(tmp_path / "trained"))
     assert "metrics.json is not the result of an evaluation" in said(str(broken))
     assert "did you mean eval/mean_score?" in said(run_a, "--metric", "eval/mean_scor")
 

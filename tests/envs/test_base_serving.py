@@ -142,11 +142,12 @@ async def test_serve_malformed_groups_hold_back_the_next_as_failures_do(
     async with ScriptedTrainer(service.url) as trainer:
         await trainer.register()
         serving = asyncio.create_task(env.env_manager())
-        await until(lambda: "failed in a row" in caplog.text)
+        await until(lambda: "in a row without a usable group" in caplog.text)
         serving.cancel()
         await asyncio.gather(serving, return_exceptions=True)
 
     assert env.drop_counts["malformed"] >= 5
+    assert "(failures so far: none; groups dropped: {'malformed': " in caplog.text
 
 
 async def test_serve_ends_with_the_trainer_although_total_steps_is_more(

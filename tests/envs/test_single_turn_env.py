@@ -77,6 +77,15 @@ async def test_group_holds_completions_with_their_scores(make_echo: Callable[...
     assert group["messages"][1][-1]["content"] == "<think>hm</think> one"
 
 
+async def test_a_single_rollout_by_hand_names_the_hook_of_whole_groups(
+    make_echo: Callable[..., Any],
+) -> None:
+    async with ScriptedEngine([PROBED]) as engine:
+        env = make_echo(engine)
+        with pytest.raises(NotImplementedError, match=r"call collect_trajectories\(item\)"):
+            await env.collect_trajectory({"word": "one"})
+
+
 async def test_completion_that_was_cut_is_scored_as_an_empty_one(
     make_echo: Callable[..., Any],
 ) -> None:

@@ -377,6 +377,20 @@ STEPS: tuple[Step, ...] = (
         shows=(r"step \d+ of 20", "eval/mean_score: before"),
         limit_s=600,
     ),
+    Run(
+        "docs/tutorials/first_environment.md",
+        "python -m example_trainer.torch_engine",
+        until=("running on http://127.0.0.1:9001",),
+    ),
+    Run(
+        "docs/tutorials/first_environment.md",
+        "from digits import",
+        before="python -m example_trainer.torch_engine --model my_model --port 9001 &\n"
+        "await-url http://localhost:9001/health",
+        save_as="by_hand.txt",
+        command="python -m asyncio < by_hand.txt",
+        shows=(r"\[\d\.\d+, .*\]", "1: write digits"),
+    ),
     Run("docs/tutorials/own_data.md", "python make_questions.py", shows=('"answer": "even"',)),
     Run(
         "docs/tutorials/own_data.md",

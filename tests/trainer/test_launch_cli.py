@@ -69,8 +69,9 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: object) -> str:
         (["--engine-args", "'"], "cannot be split into arguments"),
         (["--resume"], "there is no run under train_runs/"),
         (["--resume", "nowhere"], "there is no run to resume"),
-        (["--resume", "nowhere", "--lr", "1"], "only --steps may change"),
+        (["--resume", "nowhere", "--lr", "1"], "start a new run on its weights: --model FOLDER/"),
         (["--resume", "nowhere", "--env.x", "1"], "only --steps may change"),
+        (["--resume", "nowhere", "--trainer.clip-eps", "1"], "error: --trainer.clip-eps: --resume"),
     ],
 )
 def test_main_wrong_words_are_refused_in_one_line(

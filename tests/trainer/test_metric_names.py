@@ -17,7 +17,7 @@ from tests.trainer.tiny import SavedTokenizer, group, tiny_config, tiny_llama
 
 PAGE = Path(example_trainer.__file__).parents[1] / "docs" / "trainer_metrics.md"
 ON_GPUS = {"train/mfu", "train/gpu_memory_gb", "train/gpu_memory_reserved_gb"}
-_NAME = re.compile(r"`((?:train|grpo|sft|distill|alignment|logprobs|benchmark)/\w+)`")
+_NAME = re.compile(r"`([a-z]+/\w+)`")
 
 TOKENS = 5  # of each trajectory: three of the prompt, two more
 
