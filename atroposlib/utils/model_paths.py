@@ -18,6 +18,7 @@ logger = logging.getLogger(__name__)
 
 _HUB = "https://huggingface.co"
 _PROXIES = {"http", "https", "all"}
+_MODELS_OF_A_RUN = ("trainer/final_model", "final_model")
 _ATTEMPTS = 3
 _RETRY_S = 1.0
 
@@ -35,7 +36,13 @@ def missing_folder(name: str) -> str | None:
 
 
 def or_missing_folder(reason: str, name: str) -> str:
-    """Return why `name` cannot be loaded: a missing folder, or `reason` and that there is none."""
+    """Return why `name` cannot be loaded: a missing folder, or `reason` and that there is none.
+
+    For the folder of a training run, the text names the model in it.
+    """
+    for inner in (Path(name, folder) for folder in _MODELS_OF_A_RUN):
+        if inner.is_dir() and not Path(name, "config.json").exists():
+            return f"it has no config.json; did you mean {inner}?"
     if Path(name).exists():
         return reason
     return missing_folder(name) or f"{reason}; there is no folder {Path(name).absolute()} either"

@@ -132,3 +132,12 @@ def test_folders_proxies_and_a_given_setting_need_no_name_service(
 
     assert os.environ["HF_HUB_OFFLINE"] == "0"
     assert without_hub.asked == []
+
+
+def test_folder_of_a_run_names_the_model_in_it(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("run/trainer/final_model").mkdir(parents=True)
+
+    said = or_missing_folder("unrecognized model", "run")
+
+    assert said == "it has no config.json; did you mean run/trainer/final_model?"

@@ -41,6 +41,19 @@ def shape_problem(group: Any, *, group_size: int) -> str | None:
         encode_group(group)
     except (GroupError, TypeError, ValueError) as error:
         return f"a group cannot be sent: {error}"
+    return _wrong_advantages(group)
+
+
+def _wrong_advantages(group: Mapping[str, Any]) -> str | None:
+    """Return an error message for advantages that a trainer refuses; the service accepts them."""
+    for i, (given, ids) in enumerate(
+        zip(group.get("advantages") or (), group["tokens"], strict=False)
+    ):
+        if isinstance(given, list | tuple) and len(given) != len(ids):
+            return (
+                f"advantages[{i}]: {len(given)} entries, tokens[{i}] has {len(ids)}; expected one "
+                "per token, or a number in place of the list"
+            )
     return None
 
 

@@ -80,6 +80,12 @@ class ForeignMask(CleanEnv):
         return row, backlog
 
 
+class ShortAdvantages(CleanEnv):
+    async def collect_trajectory(self, item: Any) -> tuple[Any, list[Any]]:
+        data, later = await super().collect_trajectory(item)
+        return {**data, "advantages": [data["scores"]]}, later
+
+
 class ShiftedLogprobs(CleanEnv):
     async def collect_trajectory(self, item: Any) -> tuple[Any, list[Any]]:
         row, backlog = await super().collect_trajectory(item)
@@ -169,6 +175,7 @@ class SwallowedException(CleanEnv):
 DEFECTS: list[tuple[type[CleanEnv], str]] = [
     (WrongMask, "masks"),
     (ForeignMask, "masks"),
+    (ShortAdvantages, "shape"),
     (ShiftedLogprobs, "logprobs"),
     (GarbageScoresBest, "wrong"),
     (AnswerInPrompt, "wrong"),
