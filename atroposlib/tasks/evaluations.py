@@ -287,9 +287,14 @@ class EvaluationEnv(SingleTurnEnv):
     def place_of_data(self) -> str:
         return self.config.dataset_path or self.config.dataset_name or self.source.path
 
+    @property
+    def split(self) -> str:
+        """The split of the data set of the hub."""
+        return self.config.dataset_split or self.source.split
+
     def load_questions(self) -> list[EvalQuestion]:
         """Read all questions; called in a thread by `setup`."""
-        return self.read_rows(self.rows(self.config.dataset_split or self.source.split, TEST_FILES))
+        return self.read_rows(self.rows(self.split, TEST_FILES))
 
     def read_rows(self, rows: Sequence[Row]) -> list[EvalQuestion]:
         """Convert rows; an error names the row."""

@@ -15,6 +15,7 @@ from atroposlib.envs.check import check_environment
 from atroposlib.errors import ConfigError, InferenceError, MissingExtraError
 from atroposlib.tasks import evaluations
 from atroposlib.tasks.choice_evaluations import (
+    AGIEVAL_ENGLISH,
     CHOICE_SOURCES,
     MMLU_SUBJECTS,
     ChoiceColumns,
@@ -27,9 +28,11 @@ from atroposlib.tasks.evaluations import (
     contains_answer,
     normalized_answer,
 )
+from environments.eval_environments.agieval_eval import AGIEvalEnv
 from environments.eval_environments.aime_eval import AIMEEvalEnv
 from environments.eval_environments.arc_eval import ARCEvalEnv
 from environments.eval_environments.bbh_eval import BBHEvalEnv
+from environments.eval_environments.boolq_eval import BoolQEvalEnv
 from environments.eval_environments.drop_eval import DROPEvalEnv
 from environments.eval_environments.gpqa_eval import GPQAEvalEnv
 from environments.eval_environments.gsm8k_eval import GSM8KEvalEnv
@@ -38,7 +41,12 @@ from environments.eval_environments.ifeval_eval import IFEvalEnv
 from environments.eval_environments.math500_eval import MATH500EvalEnv
 from environments.eval_environments.mmlu_eval import MMLUEvalEnv
 from environments.eval_environments.mmlu_pro_eval import MMLUProEvalEnv
+from environments.eval_environments.musr_eval import MuSREvalEnv
+from environments.eval_environments.obqa_eval import OBQAEvalEnv
+from environments.eval_environments.piqa_eval import PIQAEvalEnv
 from environments.eval_environments.simpleqa_eval import SimpleQAEvalEnv, read_verdict_word
+from environments.eval_environments.siqa_eval import SIQAEvalEnv
+from environments.eval_environments.winogrande_eval import WinoGrandeEvalEnv
 from tests.environments.offline import make_env
 from tests.fakes import ScriptedEngine
 from tests.scripted_engine import Fault
@@ -59,6 +67,13 @@ ENVIRONMENTS: dict[Any, tuple[str, str, str | None, str]] = {
     DROPEvalEnv: ("lighteval/drop_harness", "validation", None, "eval/accuracy"),
     SimpleQAEvalEnv: ("lighteval/SimpleQA", "test", None, "eval/exact_match_accuracy"),
     IFEvalEnv: ("google/IFEval", "train", None, "eval/prompt_level_strict_acc"),
+    AGIEvalEnv: ("dmayhem93/agieval-{}", "test", None, "eval/overall_accuracy"),
+    BoolQEvalEnv: ("lighteval/boolq_helm", "validation", None, "accuracy"),
+    MuSREvalEnv: ("TAUR-Lab/MuSR", "murder_mysteries", None, "eval/accuracy"),
+    OBQAEvalEnv: ("allenai/openbookqa", "test", "main", "eval/accuracy"),
+    PIQAEvalEnv: ("ybisk/piqa", "validation", None, "accuracy"),
+    SIQAEvalEnv: ("allenai/social_i_qa", "validation", None, "accuracy"),
+    WinoGrandeEvalEnv: ("allenai/winogrande", "validation", "winogrande_xl", "accuracy"),
 }
 ALL = pytest.mark.parametrize("env_cls", ENVIRONMENTS, ids=lambda cls: cls.__name__)
 FAST = {"max_retries": 1, "retry_delay": 0.0}
@@ -198,6 +213,10 @@ GROUP_METRICS = {
         "eval/inst_level_strict_acc",
         "eval/inst_level_loose_acc",
     },
+    AGIEvalEnv: {"eval/subset_aqua-rat_accuracy", "eval/extraction_no_match_count"},
+    BoolQEvalEnv: {"yes_accuracy", "no_accuracy"},
+    MuSREvalEnv: {"eval/answer_extraction_rate"},
+    OBQAEvalEnv: {"eval/answer_extraction_rate"},
 }
 
 
@@ -350,6 +369,9 @@ HUB_ROWS: dict[Any, dict[str, Any]] = {
         "instruction_id_list": ["punctuation:no_comma"],
         "kwargs": [{"num_words": None}],
     },
+    AGIEvalEnv: {"query": "q", "choices": ["(A)a", "(B)b"], "gold": [1]},
+    MuSREvalEnv: {"narrative": "n", "question": "q", "choices": "['a', 'b']", "answer_index": 1},
+    WinoGrandeEvalEnv: {"sentence": "a _", "option1": "a", "option2": "b", "answer": "2"},
 }
 
 
@@ -365,6 +387,7 @@ async def test_hub_is_asked_for_the_published_parts(
 
     monkeypatch.setattr(evaluations, "hub_rows", rows)
     monkeypatch.setattr("environments.eval_environments.aime_eval.hub_rows", rows)
+    monkeypatch.setattr("environments.eval_environments.agieval_eval.hub_rows", rows)
     monkeypatch.setattr(evaluations, "_all_subsets", lambda name: ["one", "two"])
     async with ScriptedEngine([]) as engine:
         env = await ready(env_cls, engine, monkeypatch, dataset_path=None)
@@ -374,6 +397,7 @@ async def test_hub_is_asked_for_the_published_parts(
         MMLUEvalEnv: [(path, split, name) for name in MMLU_SUBJECTS],
         BBHEvalEnv: [(path, split, "one"), (path, split, "two")],
         AIMEEvalEnv: [(path, split, None), ("yentinglin/aime_2025", split, None)],
+        AGIEvalEnv: [(path.format(name), split, None) for name in AGIEVAL_ENGLISH],
     }
     assert asked == expected.get(env_cls, [(path, split, subset)])
     assert len(env.questions) == len(asked)
@@ -387,6 +411,108 @@ async def test_hub_is_asked_for_the_published_parts(
     if env_cls is MMLUEvalEnv:
         assert len(asked) == 57
         assert all(dict(item.groups).keys() == {"subject", "category"} for item in env.questions)
+
+
+async def test_parts_of_agieval_and_musr_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def rows(path: str, *, split: str, subset: str | None = None) -> list[dict[str, Any]]:
+        asked.append(split if "MuSR" in path else path)
+        return [HUB_ROWS[MuSREvalEnv] if "MuSR" in path else HUB_ROWS[AGIEvalEnv]]
+
+    monkeypatch.setattr(evaluations, "hub_rows", rows)
+    monkeypatch.setattr("environments.eval_environments.agieval_eval.hub_rows", rows)
+    hub = {"dataset_path": None}
+    async with ScriptedEngine([]) as engine:
+        await ready(MuSREvalEnv, engine, monkeypatch, **hub, subset="team_allocation")
+        await ready(AGIEvalEnv, engine, monkeypatch, **hub, dataset_subset="lsat-lr")
+        await ready(AGIEvalEnv, engine, monkeypatch, **hub, english_only=False)
+
+    assert asked[:2] == ["team_allocation", "dmayhem93/agieval-lsat-lr"]
+    assert len(asked[2:]) == 17
+    assert asked[-1] == "dmayhem93/agieval-logiqa-zh"
+    with pytest.raises(ConfigError, match="did you mean lsat-lr"):
+        AGIEvalEnv.check_inputs(AGIEvalEnv.env_config_cls(dataset_subset="lsatlr"))
+
+
+@pytest.mark.parametrize(
+    ("reply", "score"),
+    [
+        ("<answer>1</answer>", 0.0),
+        ("<answer>The answer is 2.</answer>", 1.0),
+        ("<answer>1 or 2</answer>", 0.0),
+        ("<answer>B</answer>", 0.0),
+        ("2", 0.0),
+    ],
+)
+async def test_options_of_musr_are_numbers(
+    reply: str, score: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with ScriptedEngine([]) as engine:
+        env = await ready(MuSREvalEnv, engine, monkeypatch)
+
+        assert "1. Agda\n2. Bram\n3. Cora" in env.question_text(env.questions[0])
+        assert await env.score(env.questions[0], reply) == score
+
+
+@pytest.mark.parametrize(
+    ("reply", "score"),
+    [
+        ("<answer>A</answer>", 1.0),
+        ("<answer>yes</answer>", 1.0),
+        ("<answer>Yes, by the river.</answer>", 1.0),
+        ("The answer is A.", 1.0),
+        ("<answer>No, it was not.</answer>", 0.0),
+        ("<answer>yes or no</answer>", 0.0),
+        ("yes", 0.0),
+    ],
+)
+async def test_answer_of_boolq_is_a_letter_or_a_word(
+    reply: str, score: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with ScriptedEngine([]) as engine:
+        env = await ready(BoolQEvalEnv, engine, monkeypatch)
+
+        assert await env.score(env.questions[0], reply) == score
+        assert await env.score(env.questions[1], "<answer>No, in no case</answer>") == 1.0
+
+
+async def test_any_correct_option_of_agieval_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = {"query": "q", "choices": ["(A) first (B)", "(B)second", "third"], "gold": [0, 2]}
+    question = CHOICE_SOURCES["agieval"].read(row)
+    async with ScriptedEngine([]) as engine:
+        env = await ready(AGIEvalEnv, engine, monkeypatch)
+        scores = [await env.score(question, f"<answer>{letter}</answer>") for letter in "ABC"]
+
+    assert (question.choices, question.gold) == (("first (B)", "second", "third"), "AC")
+    assert scores == [1.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "message"),
+    [
+        ("boolq", {"passage": "p", "question": "q", "answer": "perhaps"}, "neither yes nor no"),
+        (
+            "musr",
+            {"narrative": "n", "question": "q", "choices": "['a', ", "answer_index": 0},
+            "are not a list",
+        ),
+        ("siqa", {"answerA": "a", "answerB": "b", "answerC": "c", "label": "0"}, "not one of its"),
+        ("winogrande", {"option1": "a", "option2": "b", "answer": "3"}, "not one of its 2"),
+    ],
+)
+def test_row_with_an_answer_beyond_its_options_is_refused(
+    name: str, row: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        CHOICE_SOURCES[name].read(row)
+
+
+@pytest.mark.parametrize(("label", "letter"), [("1", "A"), (3, "C")])
+def test_labels_of_social_iqa_start_at_one(label: Any, letter: str) -> None:
+    row = {"context": "c", "question": "q", "answerA": "a", "answerB": "b", "answerC": "c"}
+
+    assert CHOICE_SOURCES["siqa"].read({**row, "label": label}).gold == letter
 
 
 async def test_hub_without_a_column_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
