@@ -38,6 +38,7 @@ from atroposlib.errors import ConfigError, ContextOverflowError, EngineSetupErro
 from atroposlib.tasks.eval_answers import (
     answer_part,
     compare_math_strings,
+    extract_boxed_answers,
     extract_freeform_from_answer_tag,
     only_boxed_answer,
     validate_thinking_format,
@@ -595,6 +596,30 @@ def _boxed_reader(
     return read
 
 
+_OPEN_BOX = re.compile(r"\\boxed\s{1,5}([^\s$]+)")
+"""A box without braces around its one symbol."""
+
+
+def _box_of_solution(row: Row) -> str:
+    """Return the last box of a solution."""
+    solution = str(row["solution"]).replace("\\fbox", "\\boxed")
+    return (extract_boxed_answers(solution) or _OPEN_BOX.findall(solution) or [""])[-1]
+
+
+def _read_olympiad(row: Row) -> EvalQuestion:
+    """Convert a row whose gold answer is one text or several, and may have a unit."""
+    golds = [row["final_answer"]] if isinstance(row["final_answer"], str) else row["final_answer"]
+    gold = ", ".join(str(text).strip().strip("$").strip() for text in golds)
+    if not gold:
+        raise ConfigError("its gold answer is empty")
+    parts = [str(row["question"])]
+    if row.get("is_multiple_answer"):
+        parts.append("The answer has several parts. Separate them by commas within the one box.")
+    if row.get("unit"):
+        parts.append(f"The unit of the answer is {row['unit']}; leave it out of the box.")
+    return EvalQuestion("\n\n".join(parts), gold)
+
+
 BOXED_SOURCES: Mapping[str, EvalSource] = {
     "gsm8k": EvalSource(
         path="openai/gsm8k",
@@ -618,6 +643,36 @@ BOXED_SOURCES: Mapping[str, EvalSource] = {
         optional=("subject", "level"),
         read=_boxed_reader("problem", lambda row: str(row["answer"]), ("subject", "level")),
         group_metrics={"subject": "subject_{}_accuracy", "level": "level_{}_accuracy"},
+    ),
+    "math": EvalSource(
+        path="DigitalLearningGmbH/MATH-lighteval",
+        subsets=(
+            "algebra",
+            "counting_and_probability",
+            "geometry",
+            "intermediate_algebra",
+            "number_theory",
+            "prealgebra",
+            "precalculus",
+        ),
+        columns=("problem", "solution"),
+        optional=("level", "type"),
+        read=_boxed_reader("problem", _box_of_solution, ("type", "level")),
+        group_metrics={"type": "subject_{}_accuracy", "level": "{}_accuracy"},
+    ),
+    "aimo": EvalSource(
+        path="lighteval/aimo_progress_prize_1",
+        split="train",
+        columns=("problem", "answer"),
+        read=_boxed_reader("problem", lambda row: str(row["answer"])),
+    ),
+    "olympiadbench": EvalSource(
+        path="Hothan/OlympiadBench",
+        subset="OE_TO_maths_en_COMP",
+        split="train",
+        columns=("question", "final_answer"),
+        optional=("answer_type", "unit", "is_multiple_answer"),
+        read=_read_olympiad,
     ),
 }
 """Data sets of mathematics."""

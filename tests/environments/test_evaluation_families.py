@@ -23,6 +23,7 @@ from atroposlib.tasks.choice_evaluations import (
     shuffled_choices,
 )
 from atroposlib.tasks.evaluations import (
+    BOXED_SOURCES,
     EvalQuestion,
     best_drop_match,
     contains_answer,
@@ -30,6 +31,7 @@ from atroposlib.tasks.evaluations import (
 )
 from environments.eval_environments.agieval_eval import AGIEvalEnv
 from environments.eval_environments.aime_eval import AIMEEvalEnv
+from environments.eval_environments.aimo_eval import AIMOEvalEnv
 from environments.eval_environments.arc_eval import ARCEvalEnv
 from environments.eval_environments.bbh_eval import BBHEvalEnv
 from environments.eval_environments.boolq_eval import BoolQEvalEnv
@@ -39,10 +41,12 @@ from environments.eval_environments.gsm8k_eval import GSM8KEvalEnv
 from environments.eval_environments.hellaswag_eval import HellaSwagEvalEnv
 from environments.eval_environments.ifeval_eval import IFEvalEnv
 from environments.eval_environments.math500_eval import MATH500EvalEnv
+from environments.eval_environments.math_eval import MATHEvalEnv
 from environments.eval_environments.mmlu_eval import MMLUEvalEnv
 from environments.eval_environments.mmlu_pro_eval import MMLUProEvalEnv
 from environments.eval_environments.musr_eval import MuSREvalEnv
 from environments.eval_environments.obqa_eval import OBQAEvalEnv
+from environments.eval_environments.olympiadbench_eval import OlympiadBenchEvalEnv
 from environments.eval_environments.piqa_eval import PIQAEvalEnv
 from environments.eval_environments.simpleqa_eval import SimpleQAEvalEnv, read_verdict_word
 from environments.eval_environments.siqa_eval import SIQAEvalEnv
@@ -74,6 +78,9 @@ ENVIRONMENTS: dict[Any, tuple[str, str, str | None, str]] = {
     PIQAEvalEnv: ("ybisk/piqa", "validation", None, "accuracy"),
     SIQAEvalEnv: ("allenai/social_i_qa", "validation", None, "accuracy"),
     WinoGrandeEvalEnv: ("allenai/winogrande", "validation", "winogrande_xl", "accuracy"),
+    MATHEvalEnv: ("DigitalLearningGmbH/MATH-lighteval", "test", None, "accuracy"),
+    AIMOEvalEnv: ("lighteval/aimo_progress_prize_1", "train", None, "accuracy"),
+    OlympiadBenchEvalEnv: ("Hothan/OlympiadBench", "train", "OE_TO_maths_en_COMP", "accuracy"),
 }
 ALL = pytest.mark.parametrize("env_cls", ENVIRONMENTS, ids=lambda cls: cls.__name__)
 FAST = {"max_retries": 1, "retry_delay": 0.0}
@@ -217,6 +224,7 @@ GROUP_METRICS = {
     BoolQEvalEnv: {"yes_accuracy", "no_accuracy"},
     MuSREvalEnv: {"eval/answer_extraction_rate"},
     OBQAEvalEnv: {"eval/answer_extraction_rate"},
+    MATHEvalEnv: {"subject_number_theory_accuracy", "level_1_accuracy", "has_boxed_rate"},
 }
 
 
@@ -370,6 +378,7 @@ HUB_ROWS: dict[Any, dict[str, Any]] = {
         "kwargs": [{"num_words": None}],
     },
     AGIEvalEnv: {"query": "q", "choices": ["(A)a", "(B)b"], "gold": [1]},
+    MATHEvalEnv: {"problem": "q", "solution": "\\boxed{7}", "level": "Level 1", "type": "Geometry"},
     MuSREvalEnv: {"narrative": "n", "question": "q", "choices": "['a', 'b']", "answer_index": 1},
     WinoGrandeEvalEnv: {"sentence": "a _", "option1": "a", "option2": "b", "answer": "2"},
 }
@@ -397,10 +406,12 @@ async def test_hub_is_asked_for_the_published_parts(
         MMLUEvalEnv: [(path, split, name) for name in MMLU_SUBJECTS],
         BBHEvalEnv: [(path, split, "one"), (path, split, "two")],
         AIMEEvalEnv: [(path, split, None), ("yentinglin/aime_2025", split, None)],
+        MATHEvalEnv: [(path, split, name) for name in MATHEvalEnv.source.subsets or ()],
         AGIEvalEnv: [(path.format(name), split, None) for name in AGIEVAL_ENGLISH],
     }
     assert asked == expected.get(env_cls, [(path, split, subset)])
     assert len(env.questions) == len(asked)
+    assert len(asked) == {MMLUEvalEnv: 57, MATHEvalEnv: 7}.get(env_cls, len(asked))
     if env_cls is GSM8KEvalEnv:
         assert env.questions[0].gold == "1002"
     if env_cls is BBHEvalEnv:
@@ -409,8 +420,39 @@ async def test_hub_is_asked_for_the_published_parts(
             (("subset", "two"),),
         ]
     if env_cls is MMLUEvalEnv:
-        assert len(asked) == 57
         assert all(dict(item.groups).keys() == {"subject", "category"} for item in env.questions)
+
+
+@pytest.mark.parametrize(
+    ("solution", "gold"),
+    [
+        ("So $x=\\boxed{\\frac{1}{2}}$.", "\\frac{1}{2}"),
+        ("Not \\boxed{1} but \\boxed{2}.", "2"),
+        ("It is $\\boxed 7$.", "7"),
+        ("It is \\fbox{8}.", "8"),
+    ],
+)
+def test_gold_answer_of_math_is_the_last_box_of_the_solution(solution: str, gold: str) -> None:
+    read = BOXED_SOURCES["math"].read
+
+    assert read({"problem": "q", "solution": solution}).gold == gold
+    with pytest.raises(ConfigError, match="gold answer is empty"):
+        read({"problem": "q", "solution": "It is 7."})
+
+
+async def test_answers_of_olympiadbench_may_be_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with ScriptedEngine([]) as engine:
+        env = await ready(OlympiadBenchEvalEnv, engine, monkeypatch)
+        several, _, with_unit, *_, two_texts = env.questions
+        replies = ["\\boxed{2, 1, -1, -2}", "\\boxed{2, 1}", "\\boxed{1} \\boxed{2}"]
+        scores = [await env.score(several, reply) for reply in replies]
+        await env.close()
+        await env._close_score_pool()
+
+    assert scores == [1.0, 0.0, 0.0]
+    assert (several.gold, two_texts.gold) == ("-2,-1,1,2", "4, -4")
+    assert several.question.endswith("Separate them by commas within the one box.")
+    assert with_unit.question.endswith("The unit of the answer is km/h; leave it out of the box.")
 
 
 async def test_parts_of_agieval_and_musr_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
