@@ -1,4 +1,4 @@
-r"""Evaluations by table: the base of all, mathematics in a box, and answers in free text.
+r"""Evaluations by table: the base of all, and mathematics in a box.
 
     EvalSource (data set, columns) ─► rows ─► read ─► EvalQuestion ─► prompt ─► one chat per sample
                                                                                     │
@@ -6,7 +6,8 @@ r"""Evaluations by table: the base of all, mathematics in a box, and answers in 
 
 A data set is a row of a table: where it is, its columns, and how a row becomes a question. The
 programs of `environments/eval_environments/` name one row each. `choice_evaluations` has the
-questions with options, `ifeval` the instructions that a program can verify.
+questions with options, `text_evaluations` the answers in free text, and the page `ifeval_eval` the
+instructions that a program can verify.
 
 `EvaluationEnv` is a `SingleTurnEnv`: `evaluate` is its purpose, and `process`, `serve` and `check`
 work as well, with the grade as score.
@@ -19,7 +20,6 @@ import logging
 import os
 import re
 import statistics
-import string
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -36,10 +36,8 @@ from atroposlib.envs.server_handling.chat_rendering import text_of_content
 from atroposlib.envs.single_turn_env import SingleTurnEnv, SingleTurnEnvConfig
 from atroposlib.errors import ConfigError, ContextOverflowError, EngineSetupError, InferenceError
 from atroposlib.tasks.eval_answers import (
-    answer_part,
     compare_math_strings,
     extract_boxed_answers,
-    extract_freeform_from_answer_tag,
     only_boxed_answer,
     validate_thinking_format,
 )
@@ -50,7 +48,6 @@ from atroposlib.utils.score_pool import ScorePool
 
 __all__ = [
     "BOXED_SOURCES",
-    "TEXT_SOURCES",
     "BoxedEvalConfig",
     "BoxedEvalEnv",
     "EvalFamilyConfig",
@@ -59,14 +56,10 @@ __all__ = [
     "EvalReply",
     "EvalSource",
     "EvaluationEnv",
-    "TextEvalEnv",
-    "best_drop_match",
-    "contains_answer",
     "create_system_content",
     "format_math_answer_instruction",
     "get_default_thinking_prompt",
     "metric_key",
-    "normalized_answer",
 ]
 
 logger = logging.getLogger(__name__)
@@ -676,175 +669,3 @@ BOXED_SOURCES: Mapping[str, EvalSource] = {
     ),
 }
 """Data sets of mathematics."""
-
-
-_ARTICLES = re.compile(r"\b(?:a|an|the)\b")
-_WORD_PUNCTUATION = str.maketrans("", "", string.punctuation)
-NUMBER_WORDS = {
-    "zero": "0", "one": "1", "two": "2", "three": "3", "four": "4", "five": "5", "six": "6",
-    "seven": "7", "eight": "8", "nine": "9", "ten": "10", "eleven": "11", "twelve": "12",
-}  # fmt: skip
-
-
-def normalized_answer(text: str) -> str:
-    """Return a short answer for comparison: lower case, without articles and punctuation.
-
-    Numbers are written alike: `1,000` and `1000.0`, `three` and `3`. They keep their sign.
-    """
-    words = []
-    for word in re.split(r"\s+|(?<=[\w.%)])[\u2013\u2014-]+", text.lower().replace("\u2212", "-")):
-        number = _as_number(word.strip(string.punctuation.replace("-", "") + "$%"))
-        words.append(number if number is not None else word.translate(_WORD_PUNCTUATION))
-    return " ".join(_ARTICLES.sub(" ", " ".join(words)).split())
-
-
-def _as_number(word: str) -> str | None:
-    word = re.sub(r"[,$]", "", NUMBER_WORDS.get(word, word))
-    if not re.fullmatch(r"-?\d{1,30}(?:\.\d{1,30})?", word):
-        return None
-    return f"{float(word) + 0.0:.12g}"  # not -0
-
-
-def contains_answer(reply: str, gold: str) -> bool:
-    """Return whether the words of the gold answer occur in a reply, in order and adjacent."""
-    wanted, words = normalized_answer(gold).split(), normalized_answer(reply).split()
-    if not wanted:
-        return False
-    return any(
-        words[start : start + len(wanted)] == wanted
-        for start in range(len(words) - len(wanted) + 1)
-    )
-
-
-MAX_SPANS = 32
-SPAN_END = re.compile(r"[;\n]|,(?!(?<=\d,)\d{3}(?!\d))|\band\b")
-"""Separators of spans, except for the comma in `1,000`."""
-
-
-def best_drop_match(reply: str, golds: Sequence[Sequence[str]]) -> tuple[bool, float]:
-    """Return whether a reply equals one of the gold answers, and its best F1 score of words.
-
-    Args:
-        reply: the answer; for a gold answer of several spans, they are separated by commas,
-            semicolons, lines or `and`.
-        golds: accepted answers, each a list of spans.
-
-    Source: Dua et al. 2019, "DROP", arXiv:1903.00161, section 5. Differs in aligning spans
-    greedily, best pairs first.
-    """
-    is_equal, best = False, 0.0
-    for spans in golds:
-        wanted = [normalized_answer(span) for span in spans]
-        texts = SPAN_END.split(reply) if len(spans) > 1 else [reply]
-        given = [text for each in texts[:MAX_SPANS] if (text := normalized_answer(each))]
-        is_equal = is_equal or (bool(given) and sorted(given) == sorted(wanted))
-        best = max(best, _aligned_f1(given, wanted))
-    return is_equal, 1.0 if is_equal else best
-
-
-def _aligned_f1(given: Sequence[str], wanted: Sequence[str]) -> float:
-    pairs = sorted(
-        ((_word_f1(one, two), i, k) for i, one in enumerate(given) for k, two in enumerate(wanted)),
-        reverse=True,
-    )
-    used_given: set[int] = set()
-    used_wanted: set[int] = set()
-    total = 0.0
-    for score, i, k in pairs:
-        if i not in used_given and k not in used_wanted:
-            used_given.add(i)
-            used_wanted.add(k)
-            total += score
-    return total / max(len(given), len(wanted), 1)
-
-
-def _word_f1(given: str, wanted: str) -> float:
-    first, second = set(given.split()), set(wanted.split())
-    numbers = {word for word in second if word[0].isdigit()}
-    common = first & second
-    if not common or (numbers and not numbers & first):
-        return 0.0
-    precision, recall = len(common) / len(first), len(common) / len(second)
-    return 2 * precision * recall / (precision + recall)
-
-
-ANSWER_REQUEST = "Give your final answer, as short as possible, between <answer> and </answer>."
-
-
-class TextEvalEnv(EvaluationEnv):
-    """Questions with a short answer in tags; `gold` is the list of accepted answers.
-
-    Implement `grade_text`.
-    """
-
-    answer_request: ClassVar[str] = ANSWER_REQUEST
-
-    def question_text(self, item: EvalQuestion) -> str:
-        return f"{item.question}\n\n{self.answer_request}"
-
-    async def grade(self, item: EvalQuestion, completion: str) -> EvalGrade:
-        found = extract_freeform_from_answer_tag(answer_part(completion))
-        return await self.grade_text(item, found.text, found.method)
-
-    @abstractmethod
-    async def grade_text(self, item: EvalQuestion, answer: str | None, method: str) -> EvalGrade:
-        """Grade the text between the tags; None without one."""
-
-    def gold_text(self, item: EvalQuestion) -> str:
-        return " | ".join(", ".join(spans) for spans in item.gold)
-
-    def check_gold_answer(self, item: EvalQuestion) -> str:
-        return f"<think>I looked.</think><answer>{', '.join(item.gold[0])}</answer>"
-
-
-def _read_drop(row: Row) -> EvalQuestion:
-    answers = [row["answer"], *_as_rows(row.get("validated_answers"))]
-    golds = [spans for answer in answers if (spans := _drop_spans(answer))]
-    if not golds:
-        raise ConfigError("its answer has neither number nor spans nor date")
-    unique = tuple(dict.fromkeys(tuple(spans) for spans in golds))
-    return EvalQuestion(f"{row['passage']}\n\nQuestion: {row['question']}", unique)
-
-
-def _as_rows(columns: Any) -> list[Any]:
-    """Return a list of answers, which the hub stores as one mapping of lists."""
-    if not isinstance(columns, Mapping):
-        return list(columns or ())
-    count = max((len(values) for values in columns.values()), default=0)
-    return [
-        {name: values[i] for name, values in columns.items() if i < len(values)}
-        for i in range(count)
-    ]
-
-
-def _drop_spans(answer: Any) -> list[str]:
-    if isinstance(answer, str):
-        return [answer] if answer.strip() else []
-    spans = [str(span) for span in answer.get("spans") or () if str(span).strip()]
-    number = str(answer.get("number") or "").strip()
-    date = answer.get("date") or {}
-    words = [str(date.get(part) or "").strip() for part in ("day", "month", "year")]
-    return (
-        spans
-        or ([number] if number else [])
-        or ([" ".join(filter(None, words))] if any(words) else [])
-    )
-
-
-TEXT_SOURCES: Mapping[str, EvalSource] = {
-    "drop": EvalSource(
-        path="lighteval/drop_harness",
-        split="validation",
-        columns=("passage", "question", "answer"),
-        optional=("validated_answers",),
-        read=_read_drop,
-        overall="eval/accuracy",
-    ),
-    "simpleqa": EvalSource(
-        path="lighteval/SimpleQA",
-        columns=("problem", "answer"),
-        read=lambda row: EvalQuestion(str(row["problem"]), ((str(row["answer"]),),)),
-        overall="eval/exact_match_accuracy",
-    ),
-}
-"""Data sets with answers in free text."""

@@ -27,16 +27,14 @@ from atroposlib.envs.base import APIServerConfig, ServerManager
 from atroposlib.errors import ConfigError
 from atroposlib.tasks.card import EnvironmentCard
 from atroposlib.tasks.eval_answers import answer_part
-from atroposlib.tasks.evaluations import (
+from atroposlib.tasks.evaluations import EvalFamilyConfig, EvalGrade, EvalQuestion
+from atroposlib.tasks.judge import quotation_code
+from atroposlib.tasks.text_evaluations import (
     TEXT_SOURCES,
-    EvalFamilyConfig,
-    EvalGrade,
-    EvalQuestion,
     TextEvalEnv,
     contains_answer,
     normalized_answer,
 )
-from atroposlib.tasks.judge import quotation_code
 
 __all__ = ["SimpleQAEvalConfig", "SimpleQAEvalEnv", "judge_request", "read_verdict_word"]
 

@@ -25,13 +25,11 @@ from atroposlib.tasks.choice_evaluations import (
 from atroposlib.tasks.evaluations import (
     BOXED_SOURCES,
     EvalQuestion,
-    best_drop_match,
-    contains_answer,
-    normalized_answer,
 )
 from environments.eval_environments.agieval_eval import AGIEvalEnv
 from environments.eval_environments.aime_eval import AIMEEvalEnv
 from environments.eval_environments.aimo_eval import AIMOEvalEnv
+from environments.eval_environments.arc_agi_eval import ARCAGIEvalEnv
 from environments.eval_environments.arc_eval import ARCEvalEnv
 from environments.eval_environments.bbh_eval import BBHEvalEnv
 from environments.eval_environments.boolq_eval import BoolQEvalEnv
@@ -39,6 +37,7 @@ from environments.eval_environments.drop_eval import DROPEvalEnv
 from environments.eval_environments.gpqa_eval import GPQAEvalEnv
 from environments.eval_environments.gsm8k_eval import GSM8KEvalEnv
 from environments.eval_environments.hellaswag_eval import HellaSwagEvalEnv
+from environments.eval_environments.hle_eval import HLEEvalEnv
 from environments.eval_environments.ifeval_eval import IFEvalEnv
 from environments.eval_environments.math500_eval import MATH500EvalEnv
 from environments.eval_environments.math_eval import MATHEvalEnv
@@ -48,6 +47,7 @@ from environments.eval_environments.musr_eval import MuSREvalEnv
 from environments.eval_environments.obqa_eval import OBQAEvalEnv
 from environments.eval_environments.olympiadbench_eval import OlympiadBenchEvalEnv
 from environments.eval_environments.piqa_eval import PIQAEvalEnv
+from environments.eval_environments.pubmedqa_eval import PubMedQAEvalEnv
 from environments.eval_environments.simpleqa_eval import SimpleQAEvalEnv, read_verdict_word
 from environments.eval_environments.siqa_eval import SIQAEvalEnv
 from environments.eval_environments.winogrande_eval import WinoGrandeEvalEnv
@@ -81,6 +81,9 @@ ENVIRONMENTS: dict[Any, tuple[str, str, str | None, str]] = {
     MATHEvalEnv: ("DigitalLearningGmbH/MATH-lighteval", "test", None, "accuracy"),
     AIMOEvalEnv: ("lighteval/aimo_progress_prize_1", "train", None, "accuracy"),
     OlympiadBenchEvalEnv: ("Hothan/OlympiadBench", "train", "OE_TO_maths_en_COMP", "accuracy"),
+    PubMedQAEvalEnv: ("pubmed_qa", "train", "pqa_labeled", "accuracy"),
+    HLEEvalEnv: ("cais/hle", "test", None, "accuracy"),
+    ARCAGIEvalEnv: ("arc-agi-community/arc-agi-2", "test", None, "accuracy"),
 }
 ALL = pytest.mark.parametrize("env_cls", ENVIRONMENTS, ids=lambda cls: cls.__name__)
 FAST = {"max_retries": 1, "retry_delay": 0.0}
@@ -225,6 +228,7 @@ GROUP_METRICS = {
     MuSREvalEnv: {"eval/answer_extraction_rate"},
     OBQAEvalEnv: {"eval/answer_extraction_rate"},
     MATHEvalEnv: {"subject_number_theory_accuracy", "level_1_accuracy", "has_boxed_rate"},
+    HLEEvalEnv: {"category_math_accuracy", "category_biology_medicine_accuracy"},
 }
 
 
@@ -455,6 +459,51 @@ async def test_answers_of_olympiadbench_may_be_several(monkeypatch: pytest.Monke
     assert with_unit.question.endswith("The unit of the answer is km/h; leave it out of the box.")
 
 
+async def test_last_exam_has_options_and_leaves_out_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with ScriptedEngine([]) as engine:
+        env = await ready(HLEEvalEnv, engine, monkeypatch)
+        option = env.questions[1]
+        replies = ["<answer>B</answer>", "<answer>B. 2</answer>", "<answer>A or B</answer>", "B"]
+        scores = [await env.score(option, reply) for reply in replies]
+
+    assert len(env.questions) == 6
+    assert scores == [1.0, 1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("reply", "score"),
+    [
+        ("<answer>No</answer>", 1.0),
+        ("<answer>No, the groups slept alike.</answer>", 1.0),
+        ("<answer>maybe no</answer>", 0.0),
+        ("<answer>nothing</answer>", 0.0),
+        ("no", 0.0),
+    ],
+)
+async def test_decision_of_pubmedqa_is_one_word(
+    reply: str, score: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with ScriptedEngine([]) as engine:
+        env = await ready(PubMedQAEvalEnv, engine, monkeypatch)
+
+        assert await env.score(env.questions[0], reply) == score
+
+
+async def test_each_test_grid_is_a_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with ScriptedEngine([]) as engine:
+        env = await ready(ARCAGIEvalEnv, engine, monkeypatch)
+        third, fourth = env.questions[2:4]
+        text = env.question_text(third)
+        grade = await env.grade(third, "<answer>all ones</answer>")
+
+    assert len(env.questions) == 6
+    assert third.question.partition("Test")[0] == fourth.question.partition("Test")[0]
+    assert (third.gold, fourth.gold) == (((0, 2, 1), (1, 2, 0)), ((2, 5), (1, 5)))
+    assert "Example 2\nInput: [[2, 0, 2], [1, 0, 0]]\nOutput: [[1, 0, 1], [2, 0, 0]]" in text
+    assert "[[0, 2, 1], [1, 2, 0]]" not in text
+    assert (grade.score, grade.method) == (0.0, "answer_tag_no_grid")
+
+
 async def test_parts_of_agieval_and_musr_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[str] = []
 
@@ -614,76 +663,6 @@ def test_options_are_shuffled_by_seed_and_question() -> None:
     assert len({each.gold for each in orders.values()}) == 4
     assert all(each.choices["ABCD".index(each.gold)] == "right" for each in orders.values())
     assert choice_text(question) == "q\n\nA. right\nB. b\nC. c\nD. d"
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("The Danube.", "danube"),
-        ("1,000", "1000"),
-        ("1000.0", "1000"),
-        ("three apples", "3 apples"),
-        ("$5", "5"),
-        ("U.S.", "us"),
-        ("twenty-one", "twenty 1"),
-        ("-5", "-5"),
-        ("\u2212$5", "-5"),
-        ("(-5) degrees", "-5 degrees"),
-        ("3-4", "3 4"),
-        ("-0", "0"),
-    ],
-)
-def test_normalized_short_answers(text: str, expected: str) -> None:
-    assert normalized_answer(text) == expected
-
-
-@pytest.mark.parametrize(
-    ("reply", "gold", "expected"),
-    [
-        ("It is Henrik Ibsen, I think", "Henrik Ibsen", True),
-        ("Ibsen", "Henrik Ibsen", False),
-        ("I", "Henrik Ibsen", False),
-        ("Henrik's friend Ibsen", "Henrik Ibsen", False),
-        ("12", "2", False),
-        ("", "2", False),
-        ("2", "", False),
-    ],
-)
-def test_containment_is_of_whole_words_of_the_gold_answer(
-    reply: str, gold: str, expected: bool
-) -> None:
-    assert contains_answer(reply, gold) is expected
-
-
-@pytest.mark.parametrize(
-    ("reply", "golds", "is_equal", "f1"),
-    [
-        ("265", [["265"]], True, 1.0),
-        ("265 houses", [["265"]], False, pytest.approx(2 / 3)),  # precision 1/2, recall 1
-        ("264", [["265"]], False, 0.0),
-        ("264 houses", [["265 houses"]], False, 0.0),  # another number
-        ("Weld", [["Hanna Weld"], ["Weld"]], True, 1.0),
-        ("Jonas and Hanna", [["Hanna", "Jonas"]], True, 1.0),
-        ("Hanna", [["Hanna", "Jonas"]], False, 0.5),
-        ("Hanna, Jonas, Ada", [["Hanna", "Jonas"]], False, pytest.approx(2 / 3)),
-        ("", [["265"]], False, 0.0),
-        ("March 1893", [["March 1893"]], True, 1.0),
-        ("1,000 men, 2,000 men", [["2,000 men", "1,000 men"]], True, 1.0),
-        ("100, 200", [["100", "200"]], True, 1.0),
-    ],
-)
-def test_drop_match(reply: str, golds: Any, is_equal: bool, f1: Any) -> None:
-    assert best_drop_match(reply, golds) == (is_equal, f1)
-
-
-def test_drop_answers_of_the_hub_are_columns() -> None:
-    answer = {"number": "", "date": {"day": "", "month": "", "year": ""}, "spans": ["Ada"]}
-    validated = {"number": ["3", ""], "spans": [[], ["Ada L."]], "date": [{}, {}]}
-    row = {"passage": "p", "question": "q", "answer": answer, "validated_answers": validated}
-
-    question = evaluations.TEXT_SOURCES["drop"].read(row)
-
-    assert question.gold == (("Ada",), ("3",), ("Ada L.",))
 
 
 @pytest.mark.parametrize(
