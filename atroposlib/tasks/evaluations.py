@@ -667,5 +667,13 @@ BOXED_SOURCES: Mapping[str, EvalSource] = {
         optional=("answer_type", "unit", "is_multiple_answer"),
         read=_read_olympiad,
     ),
+    "phybench": EvalSource(
+        path="Eureka-Lab/PHYBench",
+        split="train",
+        columns=("content", "answer"),
+        optional=("tag", "id"),
+        read=_boxed_reader("content", lambda row: str(row["answer"]).strip().strip("$"), ("tag",)),
+        group_metrics={"tag": "tag_{}_accuracy"},
+    ),
 }
 """Data sets of mathematics."""

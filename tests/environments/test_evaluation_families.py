@@ -46,6 +46,7 @@ from environments.eval_environments.mmlu_pro_eval import MMLUProEvalEnv
 from environments.eval_environments.musr_eval import MuSREvalEnv
 from environments.eval_environments.obqa_eval import OBQAEvalEnv
 from environments.eval_environments.olympiadbench_eval import OlympiadBenchEvalEnv
+from environments.eval_environments.phybench_eval import PHYBenchEvalEnv
 from environments.eval_environments.piqa_eval import PIQAEvalEnv
 from environments.eval_environments.pubmedqa_eval import PubMedQAEvalEnv
 from environments.eval_environments.simpleqa_eval import SimpleQAEvalEnv, read_verdict_word
@@ -84,6 +85,7 @@ ENVIRONMENTS: dict[Any, tuple[str, str, str | None, str]] = {
     PubMedQAEvalEnv: ("pubmed_qa", "train", "pqa_labeled", "accuracy"),
     HLEEvalEnv: ("cais/hle", "test", None, "accuracy"),
     ARCAGIEvalEnv: ("arc-agi-community/arc-agi-2", "test", None, "accuracy"),
+    PHYBenchEvalEnv: ("Eureka-Lab/PHYBench", "train", None, "accuracy"),
 }
 ALL = pytest.mark.parametrize("env_cls", ENVIRONMENTS, ids=lambda cls: cls.__name__)
 FAST = {"max_retries": 1, "retry_delay": 0.0}
@@ -130,7 +132,11 @@ def test_source_is_the_published_one(env_cls: Any) -> None:
     assert config.eval_handling == EvalHandlingEnum.STOP_TRAIN
     assert (config.group_size, config.total_steps, config.steps_per_eval) == (1, 1, 1)
     assert config.eval_temperature == (0.0 if env_cls is MMLUEvalEnv else 0.6)
-    published = {"thinking_mode": True, "custom_thinking_prompt": None, "eval_max_tokens": 0}
+    published = {
+        "thinking_mode": env_cls is not PHYBenchEvalEnv,
+        "custom_thinking_prompt": None,
+        "eval_max_tokens": 0,
+    }
     published |= {"custom_system_prompt": None, "max_retries": 3, "retry_delay": 1.0}
     published |= {"min_response_length": 1, "full_debug": False}
     assert {name: getattr(config, name) for name in published} == published
@@ -229,6 +235,7 @@ GROUP_METRICS = {
     OBQAEvalEnv: {"eval/answer_extraction_rate"},
     MATHEvalEnv: {"subject_number_theory_accuracy", "level_1_accuracy", "has_boxed_rate"},
     HLEEvalEnv: {"category_math_accuracy", "category_biology_medicine_accuracy"},
+    PHYBenchEvalEnv: {"tag_mechanics_accuracy", "eed_score", "has_boxed_rate"},
 }
 
 
@@ -502,6 +509,39 @@ async def test_each_test_grid_is_a_question(monkeypatch: pytest.MonkeyPatch) -> 
     assert "Example 2\nInput: [[2, 0, 2], [1, 0, 0]]\nOutput: [[1, 0, 1], [2, 0, 0]]" in text
     assert "[[0, 2, 1], [1, 2, 0]]" not in text
     assert (grade.score, grade.method) == (0.0, "answer_tag_no_grid")
+
+
+async def test_formulas_of_phybench_are_compared_as_expressions(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    rows = [
+        {"content": "first", "answer": "$$m g h/2$$", "tag": "MECHANICS"},
+        {"content": "second", "answer": "", "tag": "MECHANICS"},
+        {"content": "third", "answer": "$$T$$", "tag": "OPTICS"},
+        {"content": "fourth", "answer": "$$T$$", "tag": "MECHANICS"},
+    ]
+    (tmp_path / "test.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    local = {"dataset_path": str(tmp_path)}
+    async with ScriptedEngine([]) as engine:
+        env = await ready(PHYBenchEvalEnv, engine, monkeypatch, **local, tags_filter=["mechanics"])
+        few = await ready(PHYBenchEvalEnv, engine, monkeypatch, **local, max_samples=1)
+        formula, letter = env.questions
+        texts = ["E=h \\frac{gm}{2}", "m g h", "\\int x dx"]
+        grades = [await env.grade(formula, f"\\boxed{{{text}}}") for text in texts]
+        grades.append(await env.grade(formula, "m g h/2"))
+        other = await env.grade(letter, "\\boxed{t}")
+        for each in (env, few):
+            await each.close()
+            await each._close_score_pool()
+
+    assert [(grade.score, grade.method, grade.values["eed_score"]) for grade in grades] == [
+        (1.0, "expression_compare", 100.0),
+        (0.0, "expression_compare", 40.0),
+        (0.0, "string_compare", 0.0),
+        (0.0, "no_boxed", 0.0),
+    ]
+    assert other.score == 0.0
+    assert [item.question for item in few.questions] == ["first"]
 
 
 async def test_parts_of_agieval_and_musr_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
