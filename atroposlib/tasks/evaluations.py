@@ -56,6 +56,7 @@ __all__ = [
     "EvalReply",
     "EvalSource",
     "EvaluationEnv",
+    "boxed_grade",
     "create_system_content",
     "format_math_answer_instruction",
     "get_default_thinking_prompt",
@@ -528,6 +529,20 @@ class BoxedEvalConfig(EvalFamilyConfig):
     )
 
 
+async def boxed_grade(pool: ScorePool, gold: str, completion: str) -> EvalGrade:
+    """Compare the one boxed answer of a completion, in a worker; as text if it is unreadable."""
+    boxed = only_boxed_answer(completion)
+    if boxed.text is None:
+        return EvalGrade(0.0, None, boxed.method, False)
+    verdict = await math_verdict(pool, f"\\boxed{{{boxed.text}}}", gold, skip_thinking=False)
+    is_compared = verdict.is_gold_readable and bool(verdict.answer_parsed)
+    is_correct = verdict.is_correct
+    if not is_compared:
+        is_correct = compare_math_strings(boxed.text, gold)
+    method = "math_verify" if is_compared else "string_compare"
+    return EvalGrade(float(is_correct), boxed.text, method, True)
+
+
 class BoxedEvalEnv(EvaluationEnv):
     r"""Mathematics with the answer in exactly one `\boxed{}`; `gold` is the answer as text."""
 
@@ -549,18 +564,7 @@ class BoxedEvalEnv(EvaluationEnv):
         return f"{item.question}\n\n{instruction}"
 
     async def grade(self, item: EvalQuestion, completion: str) -> EvalGrade:
-        boxed = only_boxed_answer(completion)
-        if boxed.text is None:
-            return EvalGrade(0.0, None, boxed.method, False)
-        verdict = await math_verdict(
-            self.score_pool, f"\\boxed{{{boxed.text}}}", item.gold, skip_thinking=False
-        )
-        is_compared = verdict.is_gold_readable and bool(verdict.answer_parsed)
-        is_correct = verdict.is_correct
-        if not is_compared:
-            is_correct = compare_math_strings(boxed.text, item.gold)
-        method = "math_verify" if is_compared else "string_compare"
-        return EvalGrade(float(is_correct), boxed.text, method, True)
+        return await boxed_grade(self.score_pool, item.gold, completion)
 
     def evaluation_metrics(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         methods = Counter(sample["extraction_method"] for sample in samples)
