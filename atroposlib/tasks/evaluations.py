@@ -30,7 +30,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from pydantic import Field
 
-from atroposlib.envs.base import APIServerConfig, EvalHandlingEnum
+from atroposlib.envs.base import APIServerConfig, EvalHandlingEnum, ServerManager
 from atroposlib.envs.dataset_items import hub_rows
 from atroposlib.envs.server_handling.chat_rendering import text_of_content
 from atroposlib.envs.single_turn_env import SingleTurnEnv, SingleTurnEnvConfig
@@ -56,10 +56,12 @@ __all__ = [
     "EvalReply",
     "EvalSource",
     "EvaluationEnv",
+    "JudgedEvalConfig",
     "boxed_grade",
     "create_system_content",
     "format_math_answer_instruction",
     "get_default_thinking_prompt",
+    "judge_server",
     "metric_key",
 ]
 
@@ -146,6 +148,11 @@ class EvalReply(NamedTuple):
     """Reasoning that the server returned in a field of its own."""
     finish_reason: str
 
+    @property
+    def has_thinking(self) -> bool:
+        is_valid, rest = validate_thinking_format(self.text, True)
+        return bool(self.reasoning) or (is_valid and len(rest) < len(self.text.strip()))
+
 
 Row = Mapping[str, Any]
 
@@ -221,6 +228,26 @@ class EvalFamilyConfig(SingleTurnEnvConfig):
         1, ge=0, description="Characters below which a completion counts as a failed try."
     )
     full_debug: bool = Field(False, description="Whether to log every completion and its grade.")
+
+
+class JudgedEvalConfig(EvalFamilyConfig):
+    """Settings of the evaluations with a model as judge."""
+
+    judge_model_name: str | None = Field(
+        None, description="Model of the judge; None uses the evaluated model."
+    )
+    judge_base_url: str | None = Field(
+        None,
+        description="URL of the judge's server, ending in /v1; None uses the servers of the "
+        "evaluated model.",
+    )
+    judge_api_key_env: str = Field(
+        "OPENAI_API_KEY", description="Environment variable with the key of the judge's server."
+    )
+    judge_temperature: float = Field(0.0, ge=0, description="Sampling temperature of the judge.")
+    judge_max_tokens: int = Field(
+        2048, ge=1, le=65536, description="Token limit of the judge's reply."
+    )
 
 
 class EvaluationEnv(SingleTurnEnv):
@@ -371,7 +398,6 @@ class EvaluationEnv(SingleTurnEnv):
         reply = await self.reply_to(messages)
         is_cut = reply.finish_reason == "length"
         grade = await self.grade(item, "" if is_cut else reply.text)
-        has_thinking = bool(reply.reasoning) or _has_thinking(reply.text)
         record = {
             "messages": [*messages, {"role": "assistant", "content": reply.text}],
             "score": grade.score,
@@ -381,7 +407,7 @@ class EvaluationEnv(SingleTurnEnv):
             "model_answer": grade.answer,
             "extraction_method": grade.method,
             "format_compliant": grade.is_compliant and not is_cut,
-            "has_thinking": has_thinking,
+            "has_thinking": reply.has_thinking,
             "finish_reason": reply.finish_reason,
             "groups": dict(item.groups),
             "values": dict(grade.values),
@@ -478,6 +504,23 @@ class EvaluationEnv(SingleTurnEnv):
         super().save_checkpoint(step, {**(data or {}), "iter": self.iter})
 
 
+def judge_server(env: EvaluationEnv) -> Any:
+    """Return the servers of the judge: those of the evaluated model, or one of its own."""
+    config = env.config
+    if not isinstance(config, JudgedEvalConfig) or config.judge_base_url is None:
+        return env.server
+    return ServerManager(
+        [
+            APIServerConfig(
+                model_name=config.judge_model_name or env.server_configs[0].model_name,
+                base_url=config.judge_base_url,
+                api_key=os.environ.get(config.judge_api_key_env),
+                health_check=False,
+            )
+        ]
+    )
+
+
 def metric_key(value: str) -> str:
     """Return a value as part of a metric's name: `High School` as `high_school`."""
     return re.sub(r"[^\w.+-]+", "_", value.strip().lower()).strip("_") or "unknown"
@@ -497,11 +540,6 @@ def _all_subsets(name: str) -> list[str]:
             f"{name} cannot be loaded from the hub ({error}); --env.dataset_path takes local files "
             "instead"
         ) from error
-
-
-def _has_thinking(text: str) -> bool:
-    is_valid, rest = validate_thinking_format(text, True)
-    return is_valid and len(rest) < len(text.strip())
 
 
 def _reply_of(chat: Any) -> EvalReply:

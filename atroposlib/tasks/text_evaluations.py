@@ -216,6 +216,18 @@ def _read_arc_agi(row: Row) -> EvalQuestion:
     return EvalQuestion("\n".join([*lines, "", "Test", f"Input: {asked['input']}"]), gold)
 
 
+def _read_mtbench(row: Row) -> EvalQuestion:
+    """Convert a row with the turns of a user; `gold` has each turn and its reference, if any."""
+    turns, references = list(row["turns"]), list(row.get("reference") or ())
+    if not turns:
+        raise ConfigError("it has no turns")
+    pairs = tuple(
+        (str(turn), str(references[i]) if i < len(references) and references[i] else None)
+        for i, turn in enumerate(turns)
+    )
+    return EvalQuestion(pairs[0][0], pairs, groups=(("category", str(row["category"])),))
+
+
 TEXT_SOURCES: Mapping[str, EvalSource] = {
     "drop": EvalSource(
         path="lighteval/drop_harness",
@@ -250,6 +262,15 @@ TEXT_SOURCES: Mapping[str, EvalSource] = {
         path="arc-agi-community/arc-agi-2",
         columns=("fewshots", "question"),
         read=_read_arc_agi,
+    ),
+    "mtbench": EvalSource(
+        path="lighteval/mt-bench",
+        split="train",
+        columns=("turns", "category"),
+        optional=("reference",),
+        read=_read_mtbench,
+        overall="avg_score",
+        group_metrics={"category": "category_{}_avg_score"},
     ),
 }
 """Data sets with answers in free text."""
