@@ -9,8 +9,10 @@ names several options, or none, is wrong and counted under the name of its case.
 
 from __future__ import annotations
 
+import ast
 import hashlib
 import random
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from string import ascii_uppercase
@@ -34,6 +36,8 @@ from atroposlib.tasks.evaluations import (
 )
 
 __all__ = [
+    "AGIEVAL_ENGLISH",
+    "AGIEVAL_GAOKAO",
     "CHOICE_SOURCES",
     "MMLU_CATEGORIES",
     "ChoiceColumns",
@@ -74,6 +78,10 @@ class ChoiceColumns:
     """Name of a group to its column."""
     joint: str = "\n\n"
     """Text between the columns of the question."""
+    request: str = ""
+    """Question about the columns, for data sets that have none of their own."""
+    first_index: int = 0
+    """Index of the first option in the column of the gold answer."""
 
     def __call__(self, row: Row) -> EvalQuestion:
         """Return the question of a row.
@@ -90,8 +98,8 @@ class ChoiceColumns:
             labels = []
         if not 2 <= len(choices) <= MAX_CHOICES:
             raise ConfigError(f"it has {len(choices)} options; expected 2 to {MAX_CHOICES}")
-        gold = 0 if self.gold is None else _index_of(row[self.gold], labels, len(choices))
-        parts = [str(row.get(name) or "").strip() for name in self.question]
+        gold = 0 if self.gold is None else self._index_of(row[self.gold], labels, len(choices))
+        parts = [*(str(row.get(name) or "").strip() for name in self.question), self.request]
         return EvalQuestion(
             question=self.joint.join(part for part in parts if part),
             gold=ascii_uppercase[gold],
@@ -103,18 +111,17 @@ class ChoiceColumns:
             ),
         )
 
-
-def _index_of(gold: Any, labels: Sequence[str], num_choices: int) -> int:
-    """Return the index of a gold answer: a label, an index, its digits or a letter."""
-    text = str(gold).strip()
-    if text in labels:
-        return labels.index(text)
-    letters = ascii_uppercase[:num_choices]
-    if not labels and text.isdecimal() and int(text) < num_choices:
-        return int(text)
-    if len(text) == 1 and text.upper() in letters:
-        return letters.index(text.upper())
-    raise ConfigError(f"the answer {gold!r} is not one of its {num_choices} options")
+    def _index_of(self, gold: Any, labels: Sequence[str], num_choices: int) -> int:
+        """Return the index of a gold answer: a label, an index, its digits or a letter."""
+        text = str(gold).strip()
+        if text in labels:
+            return labels.index(text)
+        letters = ascii_uppercase[:num_choices]
+        if not labels and text.isdecimal() and 0 <= int(text) - self.first_index < num_choices:
+            return int(text) - self.first_index
+        if len(text) == 1 and text.upper() in letters:
+            return letters.index(text.upper())
+        raise ConfigError(f"the answer {gold!r} is not one of its {num_choices} options")
 
 
 def shuffled_choices(question: EvalQuestion, seed: int) -> EvalQuestion:
@@ -154,7 +161,7 @@ class FewShotEvalConfig(ChoiceEvalConfig):
 
 
 class ChoiceEvalEnv(EvaluationEnv):
-    """Questions with options; `gold` is the letter of the correct one."""
+    """Questions with options; `gold` is the letter of the correct one, or all such letters."""
 
     env_config_cls: type[Any] = ChoiceEvalConfig
     config: ChoiceEvalConfig
@@ -178,11 +185,11 @@ class ChoiceEvalEnv(EvaluationEnv):
         is_compliant = found.letter is not None
         if found.letter is None and found.method != "answer_tag_ambiguous":
             found = extract_mcqa_answer_with_fallback(answer, len(item.choices))
-        score = float(found.letter == item.gold)
+        score = float(found.letter is not None and found.letter in item.gold)
         return EvalGrade(score, found.letter, found.method, is_compliant)
 
     def check_gold_answer(self, item: EvalQuestion) -> str:
-        return f"<think>I compare them.</think><answer>{item.gold}</answer>"
+        return f"<think>I compare them.</think><answer>{item.gold[0]}</answer>"
 
     def _with_examples(self, questions: list[EvalQuestion], count: int) -> list[EvalQuestion]:
         """Add the first `count` solved questions of the same group to each question."""
@@ -233,6 +240,58 @@ MMLU_CATEGORIES: Mapping[str, tuple[str, ...]] = {
 }  # fmt: skip
 """Category to its subjects, as in Hendrycks et al. 2021, arXiv:2009.03300."""
 MMLU_SUBJECTS = tuple(sorted(name for names in MMLU_CATEGORIES.values() for name in names))
+
+AGIEVAL_ENGLISH = (
+    "aqua-rat", "logiqa-en", "lsat-ar", "lsat-lr", "lsat-rc", "sat-en", "sat-en-without-passage",
+    "sat-math",
+)  # fmt: skip
+AGIEVAL_GAOKAO = (
+    "gaokao-biology", "gaokao-chemistry", "gaokao-chinese", "gaokao-english", "gaokao-geography",
+    "gaokao-history", "gaokao-mathqa", "gaokao-physics", "logiqa-zh",
+)  # fmt: skip
+"""Parts of AGIEval about Chinese examinations."""
+
+
+def _read_agieval(row: Row) -> EvalQuestion:
+    """Convert a row whose options start with their letters, and whose gold answer may be a list."""
+    golds = row["gold"] if isinstance(row["gold"], Sequence) else [row["gold"]]
+    choices = [
+        re.sub(rf"\A\s*\({letter}\)", "", str(choice))
+        for letter, choice in zip(ascii_uppercase, row["choices"], strict=False)
+    ]
+    columns = ChoiceColumns(
+        question=("query",), choices="choices", gold="gold", groups={"subset": "subset"}
+    )
+    questions = [columns({**row, "choices": choices, "gold": gold}) for gold in golds]
+    return questions[0]._replace(gold="".join(question.gold for question in questions))
+
+
+def _read_boolq(row: Row) -> EvalQuestion:
+    answer = str(row["answer"]).strip().lower()
+    answer = {"true": "yes", "false": "no"}.get(answer, answer)
+    if answer not in {"yes", "no"}:
+        raise ConfigError(f"the answer {row['answer']!r} is neither yes nor no")
+    return EvalQuestion(
+        question=f"{str(row['passage']).strip()}\n\n{str(row['question']).strip()}",
+        gold="A" if answer == "yes" else "B",
+        choices=("Yes", "No"),
+        groups=(("answer", answer),),
+    )
+
+
+def _read_musr(row: Row) -> EvalQuestion:
+    """Convert a row whose options are a list, or the text of a Python list."""
+    choices = row["choices"]
+    if isinstance(choices, str):
+        try:
+            choices = ast.literal_eval(choices)
+        except SyntaxError as error:
+            raise ConfigError(f"its options {choices!r} are not a list") from error
+    columns = ChoiceColumns(
+        question=("narrative", "question"), choices="choices", gold="answer_index"
+    )
+    return columns({**row, "choices": choices})
+
 
 CHOICE_SOURCES: Mapping[str, EvalSource] = {
     "mmlu": EvalSource(
@@ -331,6 +390,75 @@ CHOICE_SOURCES: Mapping[str, EvalSource] = {
             groups={"subset": "subset"},
         ),
         group_metrics={"subset": "subset_{}_accuracy"},
+    ),
+    "agieval": EvalSource(
+        path="dmayhem93/agieval-{}",
+        columns=("query", "choices", "gold"),
+        read=_read_agieval,
+        overall="eval/overall_accuracy",
+        group_metrics={"subset": "eval/subset_{}_accuracy"},
+    ),
+    "boolq": EvalSource(
+        path="lighteval/boolq_helm",
+        split="validation",
+        columns=("passage", "question", "answer"),
+        read=_read_boolq,
+        group_metrics={"answer": "{}_accuracy"},
+    ),
+    "musr": EvalSource(
+        path="TAUR-Lab/MuSR",
+        split="murder_mysteries",
+        columns=("narrative", "question", "choices", "answer_index"),
+        read=_read_musr,
+        overall="eval/accuracy",
+    ),
+    "obqa": EvalSource(
+        path="allenai/openbookqa",
+        subset="main",
+        columns=("question_stem", "choices", "answerKey"),
+        read=ChoiceColumns(
+            question=("question_stem",),
+            choices="choices",
+            texts="text",
+            labels="label",
+            gold="answerKey",
+        ),
+        overall="eval/accuracy",
+    ),
+    "piqa": EvalSource(
+        path="ybisk/piqa",
+        split="validation",
+        columns=("goal", "sol1", "sol2", "label"),
+        read=ChoiceColumns(
+            question=("goal",),
+            choices=("sol1", "sol2"),
+            gold="label",
+            request="Which of the two ways reaches this goal?",
+        ),
+    ),
+    "siqa": EvalSource(
+        path="allenai/social_i_qa",
+        split="validation",
+        columns=("context", "question", "answerA", "answerB", "answerC", "label"),
+        read=ChoiceColumns(
+            question=("context", "question"),
+            choices=("answerA", "answerB", "answerC"),
+            gold="label",
+            first_index=1,
+        ),
+    ),
+    "winogrande": EvalSource(
+        path="allenai/winogrande",
+        subset="winogrande_xl",
+        split="validation",
+        columns=("sentence", "option1", "option2", "answer"),
+        read=ChoiceColumns(
+            question=("sentence",),
+            choices=("option1", "option2"),
+            gold="answer",
+            request="Which option belongs in the place of the _?",
+            first_index=1,
+        ),
     ),
 }
 """Data sets of questions with options."""

@@ -34,6 +34,7 @@ __all__ = [
     "extract_mcqa_answer_with_fallback",
     "extract_number_from_answer_tag",
     "extract_thinking_content",
+    "extract_word_from_answer_tag",
     "math_normalize_string",
     "only_boxed_answer",
     "validate_thinking_format",
@@ -248,6 +249,22 @@ def extract_number_from_answer_tag(
     if debug:
         logger.info("answer %r, found by %s", found.number, found.method)
     return found
+
+
+def extract_word_from_answer_tag(response: str, words: Collection[str]) -> FoundText:
+    """Return the one of `words`, which are lower case, that the first pair of answer tags names.
+
+    Returns:
+        The word, or None, and one of `answer_tag`, `answer_tag_ambiguous`, `answer_tag_no_word`,
+        `no_answer_tag` and `empty_answer_tag`.
+    """
+    content, method = extract_freeform_from_answer_tag(response)
+    if content is None:
+        return FoundText(None, method)
+    named = set(words) & set(re.findall(r"\w+", content.lower()))
+    if len(named) == 1:
+        return FoundText(named.pop(), "answer_tag")
+    return FoundText(None, f"answer_tag_{'ambiguous' if named else 'no_word'}")
 
 
 def extract_freeform_from_answer_tag(response: str) -> FoundText:

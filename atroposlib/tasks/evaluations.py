@@ -1,4 +1,4 @@
-r"""Evaluations by table: the base of all, mathematics in a box, and answers in free text.
+r"""Evaluations by table: the base of all, and mathematics in a box.
 
     EvalSource (data set, columns) ─► rows ─► read ─► EvalQuestion ─► prompt ─► one chat per sample
                                                                                     │
@@ -6,7 +6,8 @@ r"""Evaluations by table: the base of all, mathematics in a box, and answers in 
 
 A data set is a row of a table: where it is, its columns, and how a row becomes a question. The
 programs of `environments/eval_environments/` name one row each. `choice_evaluations` has the
-questions with options, `ifeval` the instructions that a program can verify.
+questions with options, `text_evaluations` the answers in free text, and the page `ifeval_eval` the
+instructions that a program can verify.
 
 `EvaluationEnv` is a `SingleTurnEnv`: `evaluate` is its purpose, and `process`, `serve` and `check`
 work as well, with the grade as score.
@@ -19,7 +20,6 @@ import logging
 import os
 import re
 import statistics
-import string
 from abc import abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -30,15 +30,14 @@ from typing import Any, ClassVar, NamedTuple
 
 from pydantic import Field
 
-from atroposlib.envs.base import APIServerConfig, EvalHandlingEnum
+from atroposlib.envs.base import APIServerConfig, EvalHandlingEnum, ServerManager
 from atroposlib.envs.dataset_items import hub_rows
 from atroposlib.envs.server_handling.chat_rendering import text_of_content
 from atroposlib.envs.single_turn_env import SingleTurnEnv, SingleTurnEnvConfig
 from atroposlib.errors import ConfigError, ContextOverflowError, EngineSetupError, InferenceError
 from atroposlib.tasks.eval_answers import (
-    answer_part,
     compare_math_strings,
-    extract_freeform_from_answer_tag,
+    extract_boxed_answers,
     only_boxed_answer,
     validate_thinking_format,
 )
@@ -49,7 +48,6 @@ from atroposlib.utils.score_pool import ScorePool
 
 __all__ = [
     "BOXED_SOURCES",
-    "TEXT_SOURCES",
     "BoxedEvalConfig",
     "BoxedEvalEnv",
     "EvalFamilyConfig",
@@ -58,14 +56,13 @@ __all__ = [
     "EvalReply",
     "EvalSource",
     "EvaluationEnv",
-    "TextEvalEnv",
-    "best_drop_match",
-    "contains_answer",
+    "JudgedEvalConfig",
+    "boxed_grade",
     "create_system_content",
     "format_math_answer_instruction",
     "get_default_thinking_prompt",
+    "judge_server",
     "metric_key",
-    "normalized_answer",
 ]
 
 logger = logging.getLogger(__name__)
@@ -151,6 +148,11 @@ class EvalReply(NamedTuple):
     """Reasoning that the server returned in a field of its own."""
     finish_reason: str
 
+    @property
+    def has_thinking(self) -> bool:
+        is_valid, rest = validate_thinking_format(self.text, True)
+        return bool(self.reasoning) or (is_valid and len(rest) < len(self.text.strip()))
+
 
 Row = Mapping[str, Any]
 
@@ -228,6 +230,26 @@ class EvalFamilyConfig(SingleTurnEnvConfig):
     full_debug: bool = Field(False, description="Whether to log every completion and its grade.")
 
 
+class JudgedEvalConfig(EvalFamilyConfig):
+    """Settings of the evaluations with a model as judge."""
+
+    judge_model_name: str | None = Field(
+        None, description="Model of the judge; None uses the evaluated model."
+    )
+    judge_base_url: str | None = Field(
+        None,
+        description="URL of the judge's server, ending in /v1; None uses the servers of the "
+        "evaluated model.",
+    )
+    judge_api_key_env: str = Field(
+        "OPENAI_API_KEY", description="Environment variable with the key of the judge's server."
+    )
+    judge_temperature: float = Field(0.0, ge=0, description="Sampling temperature of the judge.")
+    judge_max_tokens: int = Field(
+        2048, ge=1, le=65536, description="Token limit of the judge's reply."
+    )
+
+
 class EvaluationEnv(SingleTurnEnv):
     """One data set of an evaluation; an item is an `EvalQuestion`.
 
@@ -287,9 +309,14 @@ class EvaluationEnv(SingleTurnEnv):
     def place_of_data(self) -> str:
         return self.config.dataset_path or self.config.dataset_name or self.source.path
 
+    @property
+    def split(self) -> str:
+        """The split of the data set of the hub."""
+        return self.config.dataset_split or self.source.split
+
     def load_questions(self) -> list[EvalQuestion]:
         """Read all questions; called in a thread by `setup`."""
-        return self.read_rows(self.rows(self.config.dataset_split or self.source.split, TEST_FILES))
+        return self.read_rows(self.rows(self.split, TEST_FILES))
 
     def read_rows(self, rows: Sequence[Row]) -> list[EvalQuestion]:
         """Convert rows; an error names the row."""
@@ -371,7 +398,6 @@ class EvaluationEnv(SingleTurnEnv):
         reply = await self.reply_to(messages)
         is_cut = reply.finish_reason == "length"
         grade = await self.grade(item, "" if is_cut else reply.text)
-        has_thinking = bool(reply.reasoning) or _has_thinking(reply.text)
         record = {
             "messages": [*messages, {"role": "assistant", "content": reply.text}],
             "score": grade.score,
@@ -381,7 +407,7 @@ class EvaluationEnv(SingleTurnEnv):
             "model_answer": grade.answer,
             "extraction_method": grade.method,
             "format_compliant": grade.is_compliant and not is_cut,
-            "has_thinking": has_thinking,
+            "has_thinking": reply.has_thinking,
             "finish_reason": reply.finish_reason,
             "groups": dict(item.groups),
             "values": dict(grade.values),
@@ -478,6 +504,23 @@ class EvaluationEnv(SingleTurnEnv):
         super().save_checkpoint(step, {**(data or {}), "iter": self.iter})
 
 
+def judge_server(env: EvaluationEnv) -> Any:
+    """Return the servers of the judge: those of the evaluated model, or one of its own."""
+    config = env.config
+    if not isinstance(config, JudgedEvalConfig) or config.judge_base_url is None:
+        return env.server
+    return ServerManager(
+        [
+            APIServerConfig(
+                model_name=config.judge_model_name or env.server_configs[0].model_name,
+                base_url=config.judge_base_url,
+                api_key=os.environ.get(config.judge_api_key_env),
+                health_check=False,
+            )
+        ]
+    )
+
+
 def metric_key(value: str) -> str:
     """Return a value as part of a metric's name: `High School` as `high_school`."""
     return re.sub(r"[^\w.+-]+", "_", value.strip().lower()).strip("_") or "unknown"
@@ -497,11 +540,6 @@ def _all_subsets(name: str) -> list[str]:
             f"{name} cannot be loaded from the hub ({error}); --env.dataset_path takes local files "
             "instead"
         ) from error
-
-
-def _has_thinking(text: str) -> bool:
-    is_valid, rest = validate_thinking_format(text, True)
-    return is_valid and len(rest) < len(text.strip())
 
 
 def _reply_of(chat: Any) -> EvalReply:
@@ -529,6 +567,20 @@ class BoxedEvalConfig(EvalFamilyConfig):
     )
 
 
+async def boxed_grade(pool: ScorePool, gold: str, completion: str) -> EvalGrade:
+    """Compare the one boxed answer of a completion, in a worker; as text if it is unreadable."""
+    boxed = only_boxed_answer(completion)
+    if boxed.text is None:
+        return EvalGrade(0.0, None, boxed.method, False)
+    verdict = await math_verdict(pool, f"\\boxed{{{boxed.text}}}", gold, skip_thinking=False)
+    is_compared = verdict.is_gold_readable and bool(verdict.answer_parsed)
+    is_correct = verdict.is_correct
+    if not is_compared:
+        is_correct = compare_math_strings(boxed.text, gold)
+    method = "math_verify" if is_compared else "string_compare"
+    return EvalGrade(float(is_correct), boxed.text, method, True)
+
+
 class BoxedEvalEnv(EvaluationEnv):
     r"""Mathematics with the answer in exactly one `\boxed{}`; `gold` is the answer as text."""
 
@@ -550,18 +602,7 @@ class BoxedEvalEnv(EvaluationEnv):
         return f"{item.question}\n\n{instruction}"
 
     async def grade(self, item: EvalQuestion, completion: str) -> EvalGrade:
-        boxed = only_boxed_answer(completion)
-        if boxed.text is None:
-            return EvalGrade(0.0, None, boxed.method, False)
-        verdict = await math_verdict(
-            self.score_pool, f"\\boxed{{{boxed.text}}}", item.gold, skip_thinking=False
-        )
-        is_compared = verdict.is_gold_readable and bool(verdict.answer_parsed)
-        is_correct = verdict.is_correct
-        if not is_compared:
-            is_correct = compare_math_strings(boxed.text, item.gold)
-        method = "math_verify" if is_compared else "string_compare"
-        return EvalGrade(float(is_correct), boxed.text, method, True)
+        return await boxed_grade(self.score_pool, item.gold, completion)
 
     def evaluation_metrics(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         methods = Counter(sample["extraction_method"] for sample in samples)
@@ -590,6 +631,30 @@ def _boxed_reader(
     return read
 
 
+_OPEN_BOX = re.compile(r"\\boxed\s{1,5}([^\s$]+)")
+"""A box without braces around its one symbol."""
+
+
+def _box_of_solution(row: Row) -> str:
+    """Return the last box of a solution."""
+    solution = str(row["solution"]).replace("\\fbox", "\\boxed")
+    return (extract_boxed_answers(solution) or _OPEN_BOX.findall(solution) or [""])[-1]
+
+
+def _read_olympiad(row: Row) -> EvalQuestion:
+    """Convert a row whose gold answer is one text or several, and may have a unit."""
+    golds = [row["final_answer"]] if isinstance(row["final_answer"], str) else row["final_answer"]
+    gold = ", ".join(str(text).strip().strip("$").strip() for text in golds)
+    if not gold:
+        raise ConfigError("its gold answer is empty")
+    parts = [str(row["question"])]
+    if row.get("is_multiple_answer"):
+        parts.append("The answer has several parts. Separate them by commas within the one box.")
+    if row.get("unit"):
+        parts.append(f"The unit of the answer is {row['unit']}; leave it out of the box.")
+    return EvalQuestion("\n\n".join(parts), gold)
+
+
 BOXED_SOURCES: Mapping[str, EvalSource] = {
     "gsm8k": EvalSource(
         path="openai/gsm8k",
@@ -614,177 +679,43 @@ BOXED_SOURCES: Mapping[str, EvalSource] = {
         read=_boxed_reader("problem", lambda row: str(row["answer"]), ("subject", "level")),
         group_metrics={"subject": "subject_{}_accuracy", "level": "level_{}_accuracy"},
     ),
+    "math": EvalSource(
+        path="DigitalLearningGmbH/MATH-lighteval",
+        subsets=(
+            "algebra",
+            "counting_and_probability",
+            "geometry",
+            "intermediate_algebra",
+            "number_theory",
+            "prealgebra",
+            "precalculus",
+        ),
+        columns=("problem", "solution"),
+        optional=("level", "type"),
+        read=_boxed_reader("problem", _box_of_solution, ("type", "level")),
+        group_metrics={"type": "subject_{}_accuracy", "level": "{}_accuracy"},
+    ),
+    "aimo": EvalSource(
+        path="lighteval/aimo_progress_prize_1",
+        split="train",
+        columns=("problem", "answer"),
+        read=_boxed_reader("problem", lambda row: str(row["answer"])),
+    ),
+    "olympiadbench": EvalSource(
+        path="Hothan/OlympiadBench",
+        subset="OE_TO_maths_en_COMP",
+        split="train",
+        columns=("question", "final_answer"),
+        optional=("answer_type", "unit", "is_multiple_answer"),
+        read=_read_olympiad,
+    ),
+    "phybench": EvalSource(
+        path="Eureka-Lab/PHYBench",
+        split="train",
+        columns=("content", "answer"),
+        optional=("tag", "id"),
+        read=_boxed_reader("content", lambda row: str(row["answer"]).strip().strip("$"), ("tag",)),
+        group_metrics={"tag": "tag_{}_accuracy"},
+    ),
 }
 """Data sets of mathematics."""
-
-
-_ARTICLES = re.compile(r"\b(?:a|an|the)\b")
-_WORD_PUNCTUATION = str.maketrans("", "", string.punctuation)
-NUMBER_WORDS = {
-    "zero": "0", "one": "1", "two": "2", "three": "3", "four": "4", "five": "5", "six": "6",
-    "seven": "7", "eight": "8", "nine": "9", "ten": "10", "eleven": "11", "twelve": "12",
-}  # fmt: skip
-
-
-def normalized_answer(text: str) -> str:
-    """Return a short answer for comparison: lower case, without articles and punctuation.
-
-    Numbers are written alike: `1,000` and `1000.0`, `three` and `3`. They keep their sign.
-    """
-    words = []
-    for word in re.split(r"\s+|(?<=[\w.%)])[\u2013\u2014-]+", text.lower().replace("\u2212", "-")):
-        number = _as_number(word.strip(string.punctuation.replace("-", "") + "$%"))
-        words.append(number if number is not None else word.translate(_WORD_PUNCTUATION))
-    return " ".join(_ARTICLES.sub(" ", " ".join(words)).split())
-
-
-def _as_number(word: str) -> str | None:
-    word = re.sub(r"[,$]", "", NUMBER_WORDS.get(word, word))
-    if not re.fullmatch(r"-?\d{1,30}(?:\.\d{1,30})?", word):
-        return None
-    return f"{float(word) + 0.0:.12g}"  # not -0
-
-
-def contains_answer(reply: str, gold: str) -> bool:
-    """Return whether the words of the gold answer occur in a reply, in order and adjacent."""
-    wanted, words = normalized_answer(gold).split(), normalized_answer(reply).split()
-    if not wanted:
-        return False
-    return any(
-        words[start : start + len(wanted)] == wanted
-        for start in range(len(words) - len(wanted) + 1)
-    )
-
-
-MAX_SPANS = 32
-SPAN_END = re.compile(r"[;\n]|,(?!(?<=\d,)\d{3}(?!\d))|\band\b")
-"""Separators of spans, except for the comma in `1,000`."""
-
-
-def best_drop_match(reply: str, golds: Sequence[Sequence[str]]) -> tuple[bool, float]:
-    """Return whether a reply equals one of the gold answers, and its best F1 score of words.
-
-    Args:
-        reply: the answer; for a gold answer of several spans, they are separated by commas,
-            semicolons, lines or `and`.
-        golds: accepted answers, each a list of spans.
-
-    Source: Dua et al. 2019, "DROP", arXiv:1903.00161, section 5. Differs in aligning spans
-    greedily, best pairs first.
-    """
-    is_equal, best = False, 0.0
-    for spans in golds:
-        wanted = [normalized_answer(span) for span in spans]
-        texts = SPAN_END.split(reply) if len(spans) > 1 else [reply]
-        given = [text for each in texts[:MAX_SPANS] if (text := normalized_answer(each))]
-        is_equal = is_equal or (bool(given) and sorted(given) == sorted(wanted))
-        best = max(best, _aligned_f1(given, wanted))
-    return is_equal, 1.0 if is_equal else best
-
-
-def _aligned_f1(given: Sequence[str], wanted: Sequence[str]) -> float:
-    pairs = sorted(
-        ((_word_f1(one, two), i, k) for i, one in enumerate(given) for k, two in enumerate(wanted)),
-        reverse=True,
-    )
-    used_given: set[int] = set()
-    used_wanted: set[int] = set()
-    total = 0.0
-    for score, i, k in pairs:
-        if i not in used_given and k not in used_wanted:
-            used_given.add(i)
-            used_wanted.add(k)
-            total += score
-    return total / max(len(given), len(wanted), 1)
-
-
-def _word_f1(given: str, wanted: str) -> float:
-    first, second = set(given.split()), set(wanted.split())
-    numbers = {word for word in second if word[0].isdigit()}
-    common = first & second
-    if not common or (numbers and not numbers & first):
-        return 0.0
-    precision, recall = len(common) / len(first), len(common) / len(second)
-    return 2 * precision * recall / (precision + recall)
-
-
-ANSWER_REQUEST = "Give your final answer, as short as possible, between <answer> and </answer>."
-
-
-class TextEvalEnv(EvaluationEnv):
-    """Questions with a short answer in tags; `gold` is the list of accepted answers.
-
-    Implement `grade_text`.
-    """
-
-    answer_request: ClassVar[str] = ANSWER_REQUEST
-
-    def question_text(self, item: EvalQuestion) -> str:
-        return f"{item.question}\n\n{self.answer_request}"
-
-    async def grade(self, item: EvalQuestion, completion: str) -> EvalGrade:
-        found = extract_freeform_from_answer_tag(answer_part(completion))
-        return await self.grade_text(item, found.text, found.method)
-
-    @abstractmethod
-    async def grade_text(self, item: EvalQuestion, answer: str | None, method: str) -> EvalGrade:
-        """Grade the text between the tags; None without one."""
-
-    def gold_text(self, item: EvalQuestion) -> str:
-        return " | ".join(", ".join(spans) for spans in item.gold)
-
-    def check_gold_answer(self, item: EvalQuestion) -> str:
-        return f"<think>I looked.</think><answer>{', '.join(item.gold[0])}</answer>"
-
-
-def _read_drop(row: Row) -> EvalQuestion:
-    answers = [row["answer"], *_as_rows(row.get("validated_answers"))]
-    golds = [spans for answer in answers if (spans := _drop_spans(answer))]
-    if not golds:
-        raise ConfigError("its answer has neither number nor spans nor date")
-    unique = tuple(dict.fromkeys(tuple(spans) for spans in golds))
-    return EvalQuestion(f"{row['passage']}\n\nQuestion: {row['question']}", unique)
-
-
-def _as_rows(columns: Any) -> list[Any]:
-    """Return a list of answers, which the hub stores as one mapping of lists."""
-    if not isinstance(columns, Mapping):
-        return list(columns or ())
-    count = max((len(values) for values in columns.values()), default=0)
-    return [
-        {name: values[i] for name, values in columns.items() if i < len(values)}
-        for i in range(count)
-    ]
-
-
-def _drop_spans(answer: Any) -> list[str]:
-    if isinstance(answer, str):
-        return [answer] if answer.strip() else []
-    spans = [str(span) for span in answer.get("spans") or () if str(span).strip()]
-    number = str(answer.get("number") or "").strip()
-    date = answer.get("date") or {}
-    words = [str(date.get(part) or "").strip() for part in ("day", "month", "year")]
-    return (
-        spans
-        or ([number] if number else [])
-        or ([" ".join(filter(None, words))] if any(words) else [])
-    )
-
-
-TEXT_SOURCES: Mapping[str, EvalSource] = {
-    "drop": EvalSource(
-        path="lighteval/drop_harness",
-        split="validation",
-        columns=("passage", "question", "answer"),
-        optional=("validated_answers",),
-        read=_read_drop,
-        overall="eval/accuracy",
-    ),
-    "simpleqa": EvalSource(
-        path="lighteval/SimpleQA",
-        columns=("problem", "answer"),
-        read=lambda row: EvalQuestion(str(row["problem"]), ((str(row["answer"]),),)),
-        overall="eval/exact_match_accuracy",
-    ),
-}
-"""Data sets with answers in free text."""

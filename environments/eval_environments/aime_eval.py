@@ -72,12 +72,11 @@ class AIMEEvalEnv(BoxedEvalEnv):
             questions = super().load_questions()
             known = {("year", year) for year in config.years}
             return [each for each in questions if not each.groups or known & {*each.groups}]
-        split = config.dataset_split or self.source.split
         return self.read_rows(
             [
                 {**row, "year": year}
                 for year in config.years
-                for row in hub_rows(YEARS[year], split=split, subset=config.dataset_subset)
+                for row in hub_rows(YEARS[year], split=self.split, subset=config.dataset_subset)
             ]
         )
 

@@ -14,10 +14,9 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from atroposlib.tasks.card import EnvironmentCard
-from atroposlib.tasks.evaluations import (
+from atroposlib.tasks.evaluations import EvalGrade, EvalQuestion
+from atroposlib.tasks.text_evaluations import (
     TEXT_SOURCES,
-    EvalGrade,
-    EvalQuestion,
     TextEvalEnv,
     best_drop_match,
 )

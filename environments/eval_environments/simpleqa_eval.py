@@ -14,7 +14,6 @@ another one with a server of its own.
 
 from __future__ import annotations
 
-import os
 import re
 import statistics
 from collections.abc import Mapping, Sequence
@@ -23,20 +22,17 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from atroposlib.envs.base import APIServerConfig, ServerManager
 from atroposlib.errors import ConfigError
 from atroposlib.tasks.card import EnvironmentCard
 from atroposlib.tasks.eval_answers import answer_part
-from atroposlib.tasks.evaluations import (
+from atroposlib.tasks.evaluations import EvalGrade, EvalQuestion, JudgedEvalConfig, judge_server
+from atroposlib.tasks.judge import quotation_code
+from atroposlib.tasks.text_evaluations import (
     TEXT_SOURCES,
-    EvalFamilyConfig,
-    EvalGrade,
-    EvalQuestion,
     TextEvalEnv,
     contains_answer,
     normalized_answer,
 )
-from atroposlib.tasks.judge import quotation_code
 
 __all__ = ["SimpleQAEvalConfig", "SimpleQAEvalEnv", "judge_request", "read_verdict_word"]
 
@@ -64,25 +60,10 @@ VERDICT_WORD = re.compile(
 )
 
 
-class SimpleQAEvalConfig(EvalFamilyConfig):
+class SimpleQAEvalConfig(JudgedEvalConfig):
     """Settings of SimpleQA and its judge."""
 
     use_llm_judge: bool = Field(False, description="Whether a judge decides what is correct.")
-    judge_model_name: str | None = Field(
-        None, description="Model of the judge; None uses the evaluated model."
-    )
-    judge_base_url: str | None = Field(
-        None,
-        description="URL of the judge's server, ending in /v1; None uses the servers of the "
-        "evaluated model.",
-    )
-    judge_api_key_env: str = Field(
-        "OPENAI_API_KEY", description="Environment variable with the key of the judge's server."
-    )
-    judge_temperature: float = Field(0.0, ge=0, description="Sampling temperature of the judge.")
-    judge_max_tokens: int = Field(
-        2048, ge=1, le=65536, description="Token limit of the judge's reply."
-    )
 
 
 class SimpleQAEvalEnv(TextEvalEnv):
@@ -96,7 +77,8 @@ class SimpleQAEvalEnv(TextEvalEnv):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.judge = self._judge_server()
+        is_judged = self.config.use_llm_judge
+        self.judge = judge_server(self) if is_judged else self.server
 
     @classmethod
     def check_inputs(cls, config: Any) -> None:
@@ -153,21 +135,6 @@ class SimpleQAEvalEnv(TextEvalEnv):
 
     def check_judge_reply(self, messages: Sequence[Mapping[str, Any]]) -> str | None:
         return "CORRECT" if "<correct " in str(messages[-1]["content"]) else None
-
-    def _judge_server(self) -> Any:
-        config = self.config
-        if not config.use_llm_judge or config.judge_base_url is None:
-            return self.server
-        return ServerManager(
-            [
-                APIServerConfig(
-                    model_name=config.judge_model_name or self.server_configs[0].model_name,
-                    base_url=config.judge_base_url,
-                    api_key=os.environ.get(config.judge_api_key_env),
-                    health_check=False,
-                )
-            ]
-        )
 
 
 def judge_request(question: str, gold: str, answer: str) -> str:

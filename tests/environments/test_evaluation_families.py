@@ -15,6 +15,7 @@ from atroposlib.envs.check import check_environment
 from atroposlib.errors import ConfigError, InferenceError, MissingExtraError
 from atroposlib.tasks import evaluations
 from atroposlib.tasks.choice_evaluations import (
+    AGIEVAL_ENGLISH,
     CHOICE_SOURCES,
     MMLU_SUBJECTS,
     ChoiceColumns,
@@ -22,23 +23,35 @@ from atroposlib.tasks.choice_evaluations import (
     shuffled_choices,
 )
 from atroposlib.tasks.evaluations import (
+    BOXED_SOURCES,
     EvalQuestion,
-    best_drop_match,
-    contains_answer,
-    normalized_answer,
 )
+from environments.eval_environments.agieval_eval import AGIEvalEnv
 from environments.eval_environments.aime_eval import AIMEEvalEnv
+from environments.eval_environments.aimo_eval import AIMOEvalEnv
+from environments.eval_environments.arc_agi_eval import ARCAGIEvalEnv
 from environments.eval_environments.arc_eval import ARCEvalEnv
 from environments.eval_environments.bbh_eval import BBHEvalEnv
+from environments.eval_environments.boolq_eval import BoolQEvalEnv
 from environments.eval_environments.drop_eval import DROPEvalEnv
 from environments.eval_environments.gpqa_eval import GPQAEvalEnv
 from environments.eval_environments.gsm8k_eval import GSM8KEvalEnv
 from environments.eval_environments.hellaswag_eval import HellaSwagEvalEnv
+from environments.eval_environments.hle_eval import HLEEvalEnv
 from environments.eval_environments.ifeval_eval import IFEvalEnv
 from environments.eval_environments.math500_eval import MATH500EvalEnv
+from environments.eval_environments.math_eval import MATHEvalEnv
 from environments.eval_environments.mmlu_eval import MMLUEvalEnv
 from environments.eval_environments.mmlu_pro_eval import MMLUProEvalEnv
+from environments.eval_environments.musr_eval import MuSREvalEnv
+from environments.eval_environments.obqa_eval import OBQAEvalEnv
+from environments.eval_environments.olympiadbench_eval import OlympiadBenchEvalEnv
+from environments.eval_environments.phybench_eval import PHYBenchEvalEnv
+from environments.eval_environments.piqa_eval import PIQAEvalEnv
+from environments.eval_environments.pubmedqa_eval import PubMedQAEvalEnv
 from environments.eval_environments.simpleqa_eval import SimpleQAEvalEnv, read_verdict_word
+from environments.eval_environments.siqa_eval import SIQAEvalEnv
+from environments.eval_environments.winogrande_eval import WinoGrandeEvalEnv
 from tests.environments.offline import make_env
 from tests.fakes import ScriptedEngine
 from tests.scripted_engine import Fault
@@ -59,6 +72,20 @@ ENVIRONMENTS: dict[Any, tuple[str, str, str | None, str]] = {
     DROPEvalEnv: ("lighteval/drop_harness", "validation", None, "eval/accuracy"),
     SimpleQAEvalEnv: ("lighteval/SimpleQA", "test", None, "eval/exact_match_accuracy"),
     IFEvalEnv: ("google/IFEval", "train", None, "eval/prompt_level_strict_acc"),
+    AGIEvalEnv: ("dmayhem93/agieval-{}", "test", None, "eval/overall_accuracy"),
+    BoolQEvalEnv: ("lighteval/boolq_helm", "validation", None, "accuracy"),
+    MuSREvalEnv: ("TAUR-Lab/MuSR", "murder_mysteries", None, "eval/accuracy"),
+    OBQAEvalEnv: ("allenai/openbookqa", "test", "main", "eval/accuracy"),
+    PIQAEvalEnv: ("ybisk/piqa", "validation", None, "accuracy"),
+    SIQAEvalEnv: ("allenai/social_i_qa", "validation", None, "accuracy"),
+    WinoGrandeEvalEnv: ("allenai/winogrande", "validation", "winogrande_xl", "accuracy"),
+    MATHEvalEnv: ("DigitalLearningGmbH/MATH-lighteval", "test", None, "accuracy"),
+    AIMOEvalEnv: ("lighteval/aimo_progress_prize_1", "train", None, "accuracy"),
+    OlympiadBenchEvalEnv: ("Hothan/OlympiadBench", "train", "OE_TO_maths_en_COMP", "accuracy"),
+    PubMedQAEvalEnv: ("pubmed_qa", "train", "pqa_labeled", "accuracy"),
+    HLEEvalEnv: ("cais/hle", "test", None, "accuracy"),
+    ARCAGIEvalEnv: ("arc-agi-community/arc-agi-2", "test", None, "accuracy"),
+    PHYBenchEvalEnv: ("Eureka-Lab/PHYBench", "train", None, "accuracy"),
 }
 ALL = pytest.mark.parametrize("env_cls", ENVIRONMENTS, ids=lambda cls: cls.__name__)
 FAST = {"max_retries": 1, "retry_delay": 0.0}
@@ -105,7 +132,11 @@ def test_source_is_the_published_one(env_cls: Any) -> None:
     assert config.eval_handling == EvalHandlingEnum.STOP_TRAIN
     assert (config.group_size, config.total_steps, config.steps_per_eval) == (1, 1, 1)
     assert config.eval_temperature == (0.0 if env_cls is MMLUEvalEnv else 0.6)
-    published = {"thinking_mode": True, "custom_thinking_prompt": None, "eval_max_tokens": 0}
+    published = {
+        "thinking_mode": env_cls is not PHYBenchEvalEnv,
+        "custom_thinking_prompt": None,
+        "eval_max_tokens": 0,
+    }
     published |= {"custom_system_prompt": None, "max_retries": 3, "retry_delay": 1.0}
     published |= {"min_response_length": 1, "full_debug": False}
     assert {name: getattr(config, name) for name in published} == published
@@ -198,6 +229,13 @@ GROUP_METRICS = {
         "eval/inst_level_strict_acc",
         "eval/inst_level_loose_acc",
     },
+    AGIEvalEnv: {"eval/subset_aqua-rat_accuracy", "eval/extraction_no_match_count"},
+    BoolQEvalEnv: {"yes_accuracy", "no_accuracy"},
+    MuSREvalEnv: {"eval/answer_extraction_rate"},
+    OBQAEvalEnv: {"eval/answer_extraction_rate"},
+    MATHEvalEnv: {"subject_number_theory_accuracy", "level_1_accuracy", "has_boxed_rate"},
+    HLEEvalEnv: {"category_math_accuracy", "category_biology_medicine_accuracy"},
+    PHYBenchEvalEnv: {"tag_mechanics_accuracy", "eed_score", "has_boxed_rate"},
 }
 
 
@@ -350,6 +388,10 @@ HUB_ROWS: dict[Any, dict[str, Any]] = {
         "instruction_id_list": ["punctuation:no_comma"],
         "kwargs": [{"num_words": None}],
     },
+    AGIEvalEnv: {"query": "q", "choices": ["(A)a", "(B)b"], "gold": [1]},
+    MATHEvalEnv: {"problem": "q", "solution": "\\boxed{7}", "level": "Level 1", "type": "Geometry"},
+    MuSREvalEnv: {"narrative": "n", "question": "q", "choices": "['a', 'b']", "answer_index": 1},
+    WinoGrandeEvalEnv: {"sentence": "a _", "option1": "a", "option2": "b", "answer": "2"},
 }
 
 
@@ -365,6 +407,7 @@ async def test_hub_is_asked_for_the_published_parts(
 
     monkeypatch.setattr(evaluations, "hub_rows", rows)
     monkeypatch.setattr("environments.eval_environments.aime_eval.hub_rows", rows)
+    monkeypatch.setattr("environments.eval_environments.agieval_eval.hub_rows", rows)
     monkeypatch.setattr(evaluations, "_all_subsets", lambda name: ["one", "two"])
     async with ScriptedEngine([]) as engine:
         env = await ready(env_cls, engine, monkeypatch, dataset_path=None)
@@ -374,9 +417,12 @@ async def test_hub_is_asked_for_the_published_parts(
         MMLUEvalEnv: [(path, split, name) for name in MMLU_SUBJECTS],
         BBHEvalEnv: [(path, split, "one"), (path, split, "two")],
         AIMEEvalEnv: [(path, split, None), ("yentinglin/aime_2025", split, None)],
+        MATHEvalEnv: [(path, split, name) for name in MATHEvalEnv.source.subsets or ()],
+        AGIEvalEnv: [(path.format(name), split, None) for name in AGIEVAL_ENGLISH],
     }
     assert asked == expected.get(env_cls, [(path, split, subset)])
     assert len(env.questions) == len(asked)
+    assert len(asked) == {MMLUEvalEnv: 57, MATHEvalEnv: 7}.get(env_cls, len(asked))
     if env_cls is GSM8KEvalEnv:
         assert env.questions[0].gold == "1002"
     if env_cls is BBHEvalEnv:
@@ -385,8 +431,219 @@ async def test_hub_is_asked_for_the_published_parts(
             (("subset", "two"),),
         ]
     if env_cls is MMLUEvalEnv:
-        assert len(asked) == 57
         assert all(dict(item.groups).keys() == {"subject", "category"} for item in env.questions)
+
+
+@pytest.mark.parametrize(
+    ("solution", "gold"),
+    [
+        ("So $x=\\boxed{\\frac{1}{2}}$.", "\\frac{1}{2}"),
+        ("Not \\boxed{1} but \\boxed{2}.", "2"),
+        ("It is $\\boxed 7$.", "7"),
+        ("It is \\fbox{8}.", "8"),
+    ],
+)
+def test_gold_answer_of_math_is_the_last_box_of_the_solution(solution: str, gold: str) -> None:
+    read = BOXED_SOURCES["math"].read
+
+    assert read({"problem": "q", "solution": solution}).gold == gold
+    with pytest.raises(ConfigError, match="gold answer is empty"):
+        read({"problem": "q", "solution": "It is 7."})
+
+
+async def test_answers_of_olympiadbench_may_be_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with ScriptedEngine([]) as engine:
+        env = await ready(OlympiadBenchEvalEnv, engine, monkeypatch)
+        several, _, with_unit, *_, two_texts = env.questions
+        replies = ["\\boxed{2, 1, -1, -2}", "\\boxed{2, 1}", "\\boxed{1} \\boxed{2}"]
+        scores = [await env.score(several, reply) for reply in replies]
+        await env.close()
+        await env._close_score_pool()
+
+    assert scores == [1.0, 0.0, 0.0]
+    assert (several.gold, two_texts.gold) == ("-2,-1,1,2", "4, -4")
+    assert several.question.endswith("Separate them by commas within the one box.")
+    assert with_unit.question.endswith("The unit of the answer is km/h; leave it out of the box.")
+
+
+async def test_last_exam_has_options_and_leaves_out_images(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with ScriptedEngine([]) as engine:
+        env = await ready(HLEEvalEnv, engine, monkeypatch)
+        option = env.questions[1]
+        replies = ["<answer>B</answer>", "<answer>B. 2</answer>", "<answer>A or B</answer>", "B"]
+        scores = [await env.score(option, reply) for reply in replies]
+
+    assert len(env.questions) == 6
+    assert scores == [1.0, 1.0, 0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("reply", "score"),
+    [
+        ("<answer>No</answer>", 1.0),
+        ("<answer>No, the groups slept alike.</answer>", 1.0),
+        ("<answer>maybe no</answer>", 0.0),
+        ("<answer>nothing</answer>", 0.0),
+        ("no", 0.0),
+    ],
+)
+async def test_decision_of_pubmedqa_is_one_word(
+    reply: str, score: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with ScriptedEngine([]) as engine:
+        env = await ready(PubMedQAEvalEnv, engine, monkeypatch)
+
+        assert await env.score(env.questions[0], reply) == score
+
+
+async def test_each_test_grid_is_a_question(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with ScriptedEngine([]) as engine:
+        env = await ready(ARCAGIEvalEnv, engine, monkeypatch)
+        third, fourth = env.questions[2:4]
+        text = env.question_text(third)
+        grade = await env.grade(third, "<answer>all ones</answer>")
+
+    assert len(env.questions) == 6
+    assert third.question.partition("Test")[0] == fourth.question.partition("Test")[0]
+    assert (third.gold, fourth.gold) == (((0, 2, 1), (1, 2, 0)), ((2, 5), (1, 5)))
+    assert "Example 2\nInput: [[2, 0, 2], [1, 0, 0]]\nOutput: [[1, 0, 1], [2, 0, 0]]" in text
+    assert "[[0, 2, 1], [1, 2, 0]]" not in text
+    assert (grade.score, grade.method) == (0.0, "answer_tag_no_grid")
+
+
+async def test_formulas_of_phybench_are_compared_as_expressions(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    rows = [
+        {"content": "first", "answer": "$$m g h/2$$", "tag": "MECHANICS"},
+        {"content": "second", "answer": "", "tag": "MECHANICS"},
+        {"content": "third", "answer": "$$T$$", "tag": "OPTICS"},
+        {"content": "fourth", "answer": "$$T$$", "tag": "MECHANICS"},
+    ]
+    (tmp_path / "test.jsonl").write_text("\n".join(json.dumps(row) for row in rows))
+    local = {"dataset_path": str(tmp_path)}
+    async with ScriptedEngine([]) as engine:
+        env = await ready(PHYBenchEvalEnv, engine, monkeypatch, **local, tags_filter=["mechanics"])
+        few = await ready(PHYBenchEvalEnv, engine, monkeypatch, **local, max_samples=1)
+        formula, letter = env.questions
+        texts = ["E=h \\frac{gm}{2}", "m g h", "\\int x dx"]
+        grades = [await env.grade(formula, f"\\boxed{{{text}}}") for text in texts]
+        grades.append(await env.grade(formula, "m g h/2"))
+        other = await env.grade(letter, "\\boxed{t}")
+        for each in (env, few):
+            await each.close()
+            await each._close_score_pool()
+
+    assert [(grade.score, grade.method, grade.values["eed_score"]) for grade in grades] == [
+        (1.0, "expression_compare", 100.0),
+        (0.0, "expression_compare", 40.0),
+        (0.0, "string_compare", 0.0),
+        (0.0, "no_boxed", 0.0),
+    ]
+    assert other.score == 0.0
+    assert [item.question for item in few.questions] == ["first"]
+
+
+async def test_parts_of_agieval_and_musr_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[str] = []
+
+    def rows(path: str, *, split: str, subset: str | None = None) -> list[dict[str, Any]]:
+        asked.append(split if "MuSR" in path else path)
+        return [HUB_ROWS[MuSREvalEnv] if "MuSR" in path else HUB_ROWS[AGIEvalEnv]]
+
+    monkeypatch.setattr(evaluations, "hub_rows", rows)
+    monkeypatch.setattr("environments.eval_environments.agieval_eval.hub_rows", rows)
+    hub = {"dataset_path": None}
+    async with ScriptedEngine([]) as engine:
+        await ready(MuSREvalEnv, engine, monkeypatch, **hub, subset="team_allocation")
+        await ready(AGIEvalEnv, engine, monkeypatch, **hub, dataset_subset="lsat-lr")
+        await ready(AGIEvalEnv, engine, monkeypatch, **hub, english_only=False)
+
+    assert asked[:2] == ["team_allocation", "dmayhem93/agieval-lsat-lr"]
+    assert len(asked[2:]) == 17
+    assert asked[-1] == "dmayhem93/agieval-logiqa-zh"
+    with pytest.raises(ConfigError, match="did you mean lsat-lr"):
+        AGIEvalEnv.check_inputs(AGIEvalEnv.env_config_cls(dataset_subset="lsatlr"))
+
+
+@pytest.mark.parametrize(
+    ("reply", "score"),
+    [
+        ("<answer>1</answer>", 0.0),
+        ("<answer>The answer is 2.</answer>", 1.0),
+        ("<answer>1 or 2</answer>", 0.0),
+        ("<answer>B</answer>", 0.0),
+        ("2", 0.0),
+    ],
+)
+async def test_options_of_musr_are_numbers(
+    reply: str, score: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with ScriptedEngine([]) as engine:
+        env = await ready(MuSREvalEnv, engine, monkeypatch)
+
+        assert "1. Agda\n2. Bram\n3. Cora" in env.question_text(env.questions[0])
+        assert await env.score(env.questions[0], reply) == score
+
+
+@pytest.mark.parametrize(
+    ("reply", "score"),
+    [
+        ("<answer>A</answer>", 1.0),
+        ("<answer>yes</answer>", 1.0),
+        ("<answer>Yes, by the river.</answer>", 1.0),
+        ("The answer is A.", 1.0),
+        ("<answer>No, it was not.</answer>", 0.0),
+        ("<answer>yes or no</answer>", 0.0),
+        ("yes", 0.0),
+    ],
+)
+async def test_answer_of_boolq_is_a_letter_or_a_word(
+    reply: str, score: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with ScriptedEngine([]) as engine:
+        env = await ready(BoolQEvalEnv, engine, monkeypatch)
+
+        assert await env.score(env.questions[0], reply) == score
+        assert await env.score(env.questions[1], "<answer>No, in no case</answer>") == 1.0
+
+
+async def test_any_correct_option_of_agieval_is_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    row = {"query": "q", "choices": ["(A) first (B)", "(B)second", "third"], "gold": [0, 2]}
+    question = CHOICE_SOURCES["agieval"].read(row)
+    async with ScriptedEngine([]) as engine:
+        env = await ready(AGIEvalEnv, engine, monkeypatch)
+        scores = [await env.score(question, f"<answer>{letter}</answer>") for letter in "ABC"]
+
+    assert (question.choices, question.gold) == (("first (B)", "second", "third"), "AC")
+    assert scores == [1.0, 0.0, 1.0]
+
+
+@pytest.mark.parametrize(
+    ("name", "row", "message"),
+    [
+        ("boolq", {"passage": "p", "question": "q", "answer": "perhaps"}, "neither yes nor no"),
+        (
+            "musr",
+            {"narrative": "n", "question": "q", "choices": "['a', ", "answer_index": 0},
+            "are not a list",
+        ),
+        ("siqa", {"answerA": "a", "answerB": "b", "answerC": "c", "label": "0"}, "not one of its"),
+        ("winogrande", {"option1": "a", "option2": "b", "answer": "3"}, "not one of its 2"),
+    ],
+)
+def test_row_with_an_answer_beyond_its_options_is_refused(
+    name: str, row: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ConfigError, match=message):
+        CHOICE_SOURCES[name].read(row)
+
+
+@pytest.mark.parametrize(("label", "letter"), [("1", "A"), (3, "C")])
+def test_labels_of_social_iqa_start_at_one(label: Any, letter: str) -> None:
+    row = {"context": "c", "question": "q", "answerA": "a", "answerB": "b", "answerC": "c"}
+
+    assert CHOICE_SOURCES["siqa"].read({**row, "label": label}).gold == letter
 
 
 async def test_hub_without_a_column_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -446,76 +703,6 @@ def test_options_are_shuffled_by_seed_and_question() -> None:
     assert len({each.gold for each in orders.values()}) == 4
     assert all(each.choices["ABCD".index(each.gold)] == "right" for each in orders.values())
     assert choice_text(question) == "q\n\nA. right\nB. b\nC. c\nD. d"
-
-
-@pytest.mark.parametrize(
-    ("text", "expected"),
-    [
-        ("The Danube.", "danube"),
-        ("1,000", "1000"),
-        ("1000.0", "1000"),
-        ("three apples", "3 apples"),
-        ("$5", "5"),
-        ("U.S.", "us"),
-        ("twenty-one", "twenty 1"),
-        ("-5", "-5"),
-        ("\u2212$5", "-5"),
-        ("(-5) degrees", "-5 degrees"),
-        ("3-4", "3 4"),
-        ("-0", "0"),
-    ],
-)
-def test_normalized_short_answers(text: str, expected: str) -> None:
-    assert normalized_answer(text) == expected
-
-
-@pytest.mark.parametrize(
-    ("reply", "gold", "expected"),
-    [
-        ("It is Henrik Ibsen, I think", "Henrik Ibsen", True),
-        ("Ibsen", "Henrik Ibsen", False),
-        ("I", "Henrik Ibsen", False),
-        ("Henrik's friend Ibsen", "Henrik Ibsen", False),
-        ("12", "2", False),
-        ("", "2", False),
-        ("2", "", False),
-    ],
-)
-def test_containment_is_of_whole_words_of_the_gold_answer(
-    reply: str, gold: str, expected: bool
-) -> None:
-    assert contains_answer(reply, gold) is expected
-
-
-@pytest.mark.parametrize(
-    ("reply", "golds", "is_equal", "f1"),
-    [
-        ("265", [["265"]], True, 1.0),
-        ("265 houses", [["265"]], False, pytest.approx(2 / 3)),  # precision 1/2, recall 1
-        ("264", [["265"]], False, 0.0),
-        ("264 houses", [["265 houses"]], False, 0.0),  # another number
-        ("Weld", [["Hanna Weld"], ["Weld"]], True, 1.0),
-        ("Jonas and Hanna", [["Hanna", "Jonas"]], True, 1.0),
-        ("Hanna", [["Hanna", "Jonas"]], False, 0.5),
-        ("Hanna, Jonas, Ada", [["Hanna", "Jonas"]], False, pytest.approx(2 / 3)),
-        ("", [["265"]], False, 0.0),
-        ("March 1893", [["March 1893"]], True, 1.0),
-        ("1,000 men, 2,000 men", [["2,000 men", "1,000 men"]], True, 1.0),
-        ("100, 200", [["100", "200"]], True, 1.0),
-    ],
-)
-def test_drop_match(reply: str, golds: Any, is_equal: bool, f1: Any) -> None:
-    assert best_drop_match(reply, golds) == (is_equal, f1)
-
-
-def test_drop_answers_of_the_hub_are_columns() -> None:
-    answer = {"number": "", "date": {"day": "", "month": "", "year": ""}, "spans": ["Ada"]}
-    validated = {"number": ["3", ""], "spans": [[], ["Ada L."]], "date": [{}, {}]}
-    row = {"passage": "p", "question": "q", "answer": answer, "validated_answers": validated}
-
-    question = evaluations.TEXT_SOURCES["drop"].read(row)
-
-    assert question.gold == (("Ada",), ("3",), ("Ada L.",))
 
 
 @pytest.mark.parametrize(
