@@ -285,8 +285,8 @@ def _read_musr(row: Row) -> EvalQuestion:
     if isinstance(choices, str):
         try:
             choices = ast.literal_eval(choices)
-        except SyntaxError as error:
-            raise ConfigError(f"its options {choices!r} are not a list") from error
+        except (SyntaxError, ValueError) as error:
+            raise ConfigError(f"its options {choices!r:.200} are not a list") from error
     columns = ChoiceColumns(
         question=("narrative", "question"), choices="choices", gold="answer_index"
     )
