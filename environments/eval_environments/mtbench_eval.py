@@ -6,8 +6,8 @@
         --env.dataset_path environments/data/mtbench_sample --env.data_dir_to_save_evals results
 
 The judge is `gpt-4o` on the server of OpenAI, with the key of `OPENAI_API_KEY`; see the settings
-`judge_*`. Without `judge_base_url`, the evaluated model judges itself. A reply without text, and a
-verdict without exactly one score, score 0.
+`judge_*`. With `--env.judge_base_url None`, the evaluated model judges itself. A reply without text
+and a verdict without exactly one score are 0.
 Metrics: `avg_score` (0 to 5), `turn_1_avg_score`, `turn_2_avg_score`, `category_{k}_avg_score`.
 """
 
@@ -39,7 +39,8 @@ CARD = EnvironmentCard(
     turns="2",
     reward="0 to 5 from a judge",
     data="MT-Bench from the hub, or `--env.dataset_path`",
-    command="evaluate --env.dataset_path environments/data/mtbench_sample",
+    command="evaluate --env.dataset_path environments/data/mtbench_sample "
+    "--env.judge_base_url None",
 )
 SAMPLE = Path(__file__).parents[1] / "data" / "mtbench_sample"
 SCORE_REQUEST = (
