@@ -66,7 +66,7 @@ def eed_score(gold: str, answer: str) -> EEDScore:
     gold, answer = _last_side(gold), _last_side(answer)
     if not gold or not answer or len(answer) > MAX_LENGTH_RATIO * len(gold):
         return NOT_COMPUTED
-    if re.search(r"\\(?:i{0,2}int|oint|sum)(?![a-z])", f"{gold} {answer}"):
+    if re.search(r"\\(?:(?:i{0,2}|o)int|sum)(?![a-z])", f"{gold} {answer}"):
         return NOT_COMPUTED
     try:
         wanted, given = _simplified(gold), _simplified(answer)
