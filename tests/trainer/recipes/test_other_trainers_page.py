@@ -17,6 +17,7 @@ import pytest
 import yaml
 
 from atroposlib.cli import dpo, sft, trainer_check
+from example_trainer.cluster.run_file import RunFile
 from example_trainer.recipes import trl_grpo
 from tests.api.helpers import make_group
 from tests.envs.live_service import LiveService
@@ -85,9 +86,16 @@ def test_the_arguments_of_trl_and_axolotl_are_callables_of_their_kind(service):
     assert list(inspect.signature(for_axolotl["rollout_func"]).parameters) == ["prompts", "trainer"]
 
 
+def test_flags_of_the_run_file_are_flags_of_its_trainer():
+    trainer = RunFile.model_validate(yaml.safe_load(blocks("yaml")[0])).trainer
+    flags = {flag for action in trl_grpo._parser()._actions for flag in action.option_strings}
+
+    assert trainer.program == trl_grpo.__name__
+    assert {f"--{name}" for name in trainer.flags} <= flags
+
+
 def test_the_config_of_axolotl_names_a_reward_that_takes_prompts_and_completions():
-    (text,) = blocks("yaml")
-    config = yaml.safe_load(text)
+    config = yaml.safe_load(blocks("yaml")[1])
     (name,) = config["trl"]["reward_funcs"]
     module, _, attribute = name.rpartition(".")
 
