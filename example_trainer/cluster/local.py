@@ -155,6 +155,8 @@ class LocalRun:
             ConfigError: The run needs what this machine lacks, or runs already.
         """
         run = self._run
+        with require_extra("trainer"):
+            import psutil  # noqa: F401 - parts that have started need it
         with self._record.held():
             parts = plan_parts(run, _addresses(run))
             # Before any part starts: engines may take minutes.

@@ -433,7 +433,9 @@ def _own_words(run: RunFile, addresses: Addresses) -> list[str]:
     }
     words: list[str] = []
     for word in flag_words(run.trainer.flags, booleans="switches"):
-        filled = re.sub(r"\{(\w+)\}", lambda found: str(values.get(found[1], found[0])), word)
+        filled = re.sub(
+            r"(?<!\$)\{(\w+)\}", lambda found: str(values.get(found[1], found[0])), word
+        )
         words += urls if word == "{engine_urls}" else [filled]
     return words
 

@@ -143,7 +143,7 @@ def test_another_trainer_has_its_own_flags_with_values_of_the_run():
             "all": "{engine_urls}",
             "weights": "{output}/weights",
             "steps": "{steps}",
-            "template": "{question} {}",
+            "template": "{question} {} ${model}",
             "bf16": True,
         },
     }
@@ -161,7 +161,7 @@ def test_another_trainer_has_its_own_flags_with_values_of_the_run():
         f"--all={','.join(urls)}",
         "--weights=/out/weights",
         "--steps=3",
-        "--template={question} {}",
+        "--template={question} {} ${model}",
         "--bf16",
     )
     assert spread.command[1:7] == (

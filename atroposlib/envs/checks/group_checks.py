@@ -18,10 +18,10 @@ from atroposlib.envs.checks.runner import COLLECTING, SCORING, DryRun
 from atroposlib.envs.checks.scripted_model import Role, ScriptedSample
 from atroposlib.envs.rollouts import INCOMPLETE, check_signal, wrong_number
 from atroposlib.errors import GroupError
-from atroposlib.scored_data import IGNORE_INDEX, MASKED_LOGPROB
+from atroposlib.scored_data import IGNORE_INDEX, MASKED_LOGPROB, has_zeroed_advantage
 from atroposlib.wire import encode_group
 
-__all__ = ["Alignment", "ReplySpan", "align", "check_groups"]
+__all__ = ["Alignment", "ReplySpan", "align", "check_groups", "copied_answer"]
 
 NUMBER_FIELDS = ("scores", "advantages", "inference_logprobs", "ref_logprobs")
 
@@ -49,7 +49,8 @@ def _wrong_advantages(group: Mapping[str, Any]) -> str | None:
     for i, (given, ids) in enumerate(
         zip(group.get("advantages") or (), group["tokens"], strict=False)
     ):
-        if isinstance(given, list | tuple) and len(given) != len(ids):
+        is_ignored = _is_demonstration(group, i) or has_zeroed_advantage(group, i)
+        if isinstance(given, list | tuple) and len(given) != len(ids) and not is_ignored:
             return (
                 f"advantages[{i}]: {len(given)} entries, tokens[{i}] has {len(ids)}; expected one "
                 "per token, or a number in place of the list"
@@ -421,8 +422,7 @@ def check_groups(env: Any, run: DryRun, findings: Findings) -> None:
             findings.fail("finite", path, scoring_site)
         alignments = _alignments(group, run.sampled, env.tokenizer)
         _check_alignments(group, alignments, findings, site)
-        roles = [a.spans[-1].reply.role if a.spans else None for a in alignments]
-        replies += scored_replies(group, roles)
+        replies += scored_replies(group, _roles(alignments))
     num_trajectories = len(run.groups[0]["tokens"])
     findings.passed("shape", f"{num_trajectories} trajectories, group_size {env.config.group_size}")
     findings.passed("finite", "scores, advantages and logprobs")
@@ -437,9 +437,7 @@ def copied_answer(env: Any, run: DryRun) -> str | None:
     """
     replies: list[ScoredTrajectory] = []
     for group in filter(_can_be_aligned, run.groups):
-        alignments = _alignments(group, run.sampled, env.tokenizer)
-        roles = [a.spans[-1].reply.role if a.spans else None for a in alignments]
-        replies += scored_replies(group, roles)
+        replies += scored_replies(group, _roles(_alignments(group, run.sampled, env.tokenizer)))
     scores: dict[Role, float] = {reply.role: reply.score for reply in replies}
     if not {"copied", "foreign"} <= scores.keys() or scores["foreign"] >= scores["copied"]:
         return None
@@ -477,6 +475,11 @@ def _alignments(group: Any, sampled: Sequence[ScriptedSample], tokenizer: Any) -
         )
         for i, (tokens, masks, values) in enumerate(rows)
     ]
+
+
+def _roles(alignments: Sequence[Alignment]) -> list[Role | None]:
+    """Return the role of the last reply of each trajectory, None if it has none."""
+    return [each.spans[-1].reply.role if each.spans else None for each in alignments]
 
 
 def _is_demonstration(group: Any, i: int) -> bool:

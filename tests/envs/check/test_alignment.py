@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from atroposlib.envs.checks.group_checks import align
+from atroposlib.envs.checks.group_checks import align, shape_problem
 from atroposlib.envs.checks.scripted_model import CharTokenizer, ScriptedSample, known_logprob
 
 PROMPT = [1, ord("Q"), ord("?")]
@@ -97,3 +97,16 @@ def test_align_demonstration_may_train_on_tokens_of_a_data_set() -> None:
 
     assert found.mask_problem is None
     assert "masks[0][6] is 9" in (wrong.mask_problem or "")
+
+
+def test_advantages_that_a_trainer_ignores_may_have_any_length() -> None:
+    group: dict[str, Any] = {
+        "tokens": [[1, 2], [1, 2]],
+        "masks": [[-100, 2], [-100, 2]],
+        "scores": [1.0, 0.0],
+        "advantages": [[0.5], 0.0],
+    }
+
+    assert "advantages[0]: 1 entries, tokens[0] has 2" in str(shape_problem(group, group_size=2))
+    for overrides in ([{"set_advantage_to_zero": True}, {}], [{"sft": True}, {}]):
+        assert shape_problem({**group, "overrides": overrides}, group_size=2) is None
