@@ -14,7 +14,7 @@ from collections.abc import Awaitable, Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from atroposlib.api.client import TrajectoryApiClient
 from atroposlib.errors import TrajectoryApiError
@@ -79,12 +79,19 @@ def running(folder: Path, ports: Ports) -> Iterator[Processes]:
         processes.end()
 
 
+class ProcessKill(NamedTuple):
+    """A process that was ended; a completion may still be sampled between the two times."""
+
+    role: str
+    began_at: float
+    ended_at: float
+
+
 @dataclass
 class KillAccount:
     """What happened in a run."""
 
-    kills: list[tuple[str, float]] = field(default_factory=list)
-    """Process and time of each kill."""
+    kills: list[ProcessKill] = field(default_factory=list)
     sampled: list[dict[str, Any]] = field(default_factory=list)
     """Completions of the engine."""
     groups: list[dict[str, Any]] = field(default_factory=list)
@@ -119,7 +126,10 @@ class KillAccount:
                     found.append(f"{messages} has {score}, expected {wanted}")
         for number, extra in self.num_sampled_again().items():
             times = [record["at"] for record in self.sampled if record["number"] == number]
-            kills = sum(min(times) <= at <= max(times) + 1 for _, at in self.kills)
+            kills = sum(
+                min(times) <= kill.ended_at and kill.began_at <= max(times) + 1
+                for kill in self.kills
+            )
             if extra > GROUP_SIZE * kills:
                 found.append(f"item {number}: {extra} turns sampled again after {kills} kills")
         return found
@@ -146,8 +156,9 @@ async def run_with_kills(
             await _register(client)
             for role in order[:num_kills]:
                 await _until_sampled(folder, processes, chance.randint(3, 40))
-                account.kills.append((role, time.time()))
+                began_at = time.time()
                 processes.kill(role)
+                account.kills.append(ProcessKill(role, began_at, ended_at=time.time()))
                 processes.start(role)
             await until(lambda: _num_items(folder) >= min_groups, BUILD_S)
             (folder / "stop").touch()
