@@ -31,7 +31,7 @@ from example_trainer.demo.settings import (
     save_tiny_model,
     train_tokenizer,
 )
-from example_trainer.model import add_adapters
+from example_trainer.lora import add_adapters
 from example_trainer.processes import find_free_port
 from example_trainer.vllm_manager import VllmServer
 from example_trainer.weight_sync import make_weight_sync

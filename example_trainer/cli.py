@@ -72,7 +72,8 @@ OFTEN_NEEDED = (
     *("training_steps", "lr", "batch_size", "gradient_accumulation_steps", "seq_len", "seed"),
     *("algorithm", "kl_coef", "weight_bridge_mode", "vllm_port", "gpu_memory_utilization"),
     *("atropos_url", "save_path", "checkpoint_interval", "resume", "use_wandb", "wandb_project"),
-    *("device", "train_dtype", "microbatch_tokens", "lora_r", "quiet"),
+    *("device", "train_dtype", "microbatch_tokens", "lora", "lora_r"),
+    "quiet",
 )
 """Fields that `--help` shows; `--help all` shows every flag."""
 

@@ -186,8 +186,14 @@ class ModeFields(BaseModel):
 
 
 class LoraFields(BaseModel):
-    """LoRA adapters, for the modes lora_only and lora_restart."""
+    """LoRA adapters."""
 
+    lora: bool = Field(
+        default=False,
+        description="Train LoRA adapters only. Engines get the merged model, by the "
+        "weight_bridge_mode auto, in_place or none; the modes lora_only and lora_restart, which "
+        "imply it, give them the adapters.",
+    )
     lora_r: int = Field(default=16, ge=1, description="Rank of the LoRA adapters.")
     lora_alpha: int = Field(
         default=32, ge=1, description="LoRA alpha: updates are scaled by lora_alpha / lora_r."
@@ -515,6 +521,15 @@ class TrainingConfig(
 
     @property
     def uses_lora(self) -> bool:
+        return self.lora or self._serves_adapters
+
+    @property
+    def merges_adapters(self) -> bool:
+        """Whether engines get the merged model of a run that trains adapters."""
+        return self.lora and not self._serves_adapters
+
+    @property
+    def _serves_adapters(self) -> bool:
         return self.weight_bridge_mode in ("lora_only", "lora_restart")
 
     @property
@@ -575,16 +590,17 @@ class TrainingConfig(
             self._require_transfer()
         if self.shared_prefixes == "on" and self.packing == "off":
             raise ValueError("shared_prefixes=on needs packed sequences: use packing=auto or on")
-        if self.publish_weights and self.uses_lora:
+        if self.publish_weights and self._serves_adapters:
             raise ValueError(
-                "publish_weights publishes whole models; with LoRA, use "
+                "publish_weights publishes whole models; to train adapters, use lora with "
                 "weight_bridge_mode=in_place or none"
             )
         if self.publish_weights and not self.vllm_restart_interval:
             raise ValueError("publish_weights needs vllm_restart_interval of at least 1")
-        if self.engine == "torch" and self.uses_lora:
+        if self.engine == "torch" and self._serves_adapters:
             raise ValueError(
-                "engine=torch serves no adapters: use weight_bridge_mode=auto, or engine=vllm"
+                "engine=torch serves no adapters: use lora with weight_bridge_mode=auto, or "
+                "engine=vllm"
             )
         if self.record_run and self.world_size > 1:
             raise ValueError("record_run needs one trainer process: world_size=1")

@@ -152,7 +152,7 @@ def advice(model: ModelSizes, setup: StepSetup, available_bytes: float) -> list[
     if ranks is not None:
         found.append(f"{ranks} ranks with --parallel-mode fsdp fit (torchrun)")
     if model.num_trained == model.num_parameters:
-        found.append("--weight-bridge-mode lora_only has gradients and states of adapters only")
+        found.append("--lora has gradients and states of adapters only")
     return found
 
 

@@ -1,4 +1,4 @@
-"""Loading the trained model, its LoRA adapters, and the optimizer."""
+"""Loading the trained model, and the optimizer."""
 
 from __future__ import annotations
 
@@ -6,19 +6,18 @@ import contextlib
 import importlib.util
 import logging
 import re
-from collections.abc import Collection, Iterable, Iterator
-from pathlib import Path
+from collections.abc import Collection, Iterable
 from typing import Any, Literal, NamedTuple
 
 from atroposlib.errors import ConfigError, MissingExtraError
 from atroposlib.utils.model_paths import use_cache_without_hub
-from example_trainer.config import TrainingConfig, loading_errors, unloadable
+from example_trainer.config import LoraFields, TrainingConfig, loading_errors, unloadable
 from example_trainer.images import IMAGE_MODELS, vision_encoder
+from example_trainer.lora import add_adapters, require_layers
 
 __all__ = [
     "NothingTrainedError",
     "OptimizerChoice",
-    "add_adapters",
     "attention_kinds",
     "attention_note",
     "auto_class_of",
@@ -27,10 +26,8 @@ __all__ = [
     "choose_optimizer",
     "create_optimizer",
     "create_optimizer_for_params",
-    "engine_rank",
     "flash_attention_obstacle",
     "freeze_other_layers",
-    "is_adapter",
     "load_frozen_model",
     "load_model_and_tokenizer",
     "load_pretrained",
@@ -38,126 +35,13 @@ __all__ = [
     "own_memory",
     "require_device",
     "usable_length",
-    "without_adapters",
 ]
 
 logger = logging.getLogger(__name__)
 
-_TARGET_MODULES = ["q_proj", "v_proj"]
-_ENGINE_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
-"""Values that vLLM's `--max-lora-rank` accepts."""
-
-
-def is_adapter(directory: str | Path) -> bool:
-    """Return whether a directory contains adapters rather than a model."""
-    return (Path(directory) / "adapter_config.json").is_file()
-
-
-def engine_rank(rank: int) -> int:
-    """Return the smallest `--max-lora-rank` of vLLM for adapters of a rank.
-
-    Raises:
-        ConfigError: the rank is too large for vLLM.
-    """
-    for possible in _ENGINE_RANKS:
-        if possible >= rank:
-            return possible
-    raise ConfigError(f"lora_r={rank}: vLLM supports ranks up to {_ENGINE_RANKS[-1]}")
-
 
 class NothingTrainedError(ConfigError, RuntimeError):
     """No parameter of the model would be trained."""
-
-
-def add_adapters(model: Any, config: TrainingConfig, *, source: str | None = None) -> None:
-    """Freeze a transformers model in place and add adapters, which alone are trained and saved.
-
-    The class of the model is unchanged. Adapters are float32, or of the type of the frozen weights
-    if they are sharded together. `source` may be a directory of adapters to continue from; new
-    adapters do not change the model's output.
-
-    Raises:
-        ConfigError: a layer or module does not exist, or peft is too old for transformers.
-        MissingExtraError: peft is not installed.
-    """
-    try:
-        from peft import LoraConfig
-    except ImportError as error:
-        raise MissingExtraError("peft", extra="trainer") from error
-    _require_recent_peft()
-    _require_layers(model, config.lora_layer_indices or (), "lora_layer_indices")
-    if source is not None and is_adapter(source):
-        model.load_adapter(source, is_trainable=True)
-    else:
-        settings = LoraConfig(
-            task_type="CAUSAL_LM",
-            r=config.lora_r,
-            lora_alpha=config.lora_alpha,
-            lora_dropout=config.lora_dropout,
-            target_modules=config.lora_target_modules or _TARGET_MODULES,
-            layers_to_transform=config.lora_layer_indices,
-            bias="none",
-        )
-        try:
-            model.add_adapter(settings)
-        except ValueError as error:
-            raise ConfigError(f"lora_target_modules: {error}") from error
-    _require_plain_output_layer(model)
-    if not config.is_sharded:
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.data = parameter.data.float()
-
-
-def _require_recent_peft() -> None:
-    import peft
-    import transformers
-    from transformers.integrations.peft import MIN_PEFT_VERSION
-    from transformers.utils import check_peft_version
-
-    try:
-        check_peft_version(MIN_PEFT_VERSION)
-    except ValueError as error:
-        raise ConfigError(
-            f"LoRA with transformers {transformers.__version__} needs peft {MIN_PEFT_VERSION} or "
-            f"later, installed is {peft.__version__}: upgrade peft, or use an earlier transformers"
-        ) from error
-
-
-def _require_layers(model: Any, indices: Collection[int], setting: str) -> None:
-    num_layers = model.config.get_text_config().num_hidden_layers
-    outside = sorted(index for index in indices if not 0 <= index < num_layers)
-    if outside:
-        raise ConfigError(
-            f"{setting} {outside} do not exist: the model has layers 0-{num_layers - 1}"
-        )
-
-
-def _require_plain_output_layer(model: Any) -> None:
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    if isinstance(model.get_output_embeddings(), BaseTunerLayer):
-        raise ConfigError(
-            "lora_target_modules: adapters on the output layer (lm_head) are not supported, since "
-            "logprobs are computed from its weights only; name layers inside the blocks, such as "
-            "q_proj v_proj"
-        )
-
-
-@contextlib.contextmanager
-def without_adapters(model: Any) -> Iterator[None]:
-    """Context in which a model computes without its adapters, which remain trainable."""
-    from peft.tuners.tuners_utils import BaseTunerLayer
-
-    layers = [module for module in model.modules() if isinstance(module, BaseTunerLayer)]
-    # The public method also changes `requires_grad`, which sharded weights do not support.
-    for layer in layers:
-        layer._disable_adapters = True
-    try:
-        yield
-    finally:
-        for layer in layers:
-            layer._disable_adapters = False
 
 
 _PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
@@ -196,7 +80,7 @@ def load_model_and_tokenizer(
     except loading_errors() as error:
         raise unloadable(name, error) from error
     _move_to_device(model, config)
-    _warn_of_unused_layers(config)
+    _warn_of_unused_settings(config)
     _warn_of_dropout(model)
     if config.freeze_vision:
         _freeze_vision(model)
@@ -350,17 +234,14 @@ def _move_to_device(model: Any, config: TrainingConfig) -> None:
         own_memory(model)
 
 
-def _warn_of_unused_layers(config: TrainingConfig) -> None:
-    used, unused, indices = "train_layer_indices", "lora_layer_indices", config.lora_layer_indices
+def _warn_of_unused_settings(config: TrainingConfig) -> None:
     if config.uses_lora:
-        used, unused, indices = unused, used, config.train_layer_indices
-    if indices is not None:
-        logger.warning(
-            "%s is not used: weight_bridge_mode=%s trains the blocks of %s",
-            unused,
-            config.weight_bridge_mode,
-            used,
-        )
+        reason, unused = "only adapters are trained", ["train_layer_indices"]
+    else:
+        reason, unused = "no adapters are trained; set --lora", sorted(LoraFields.model_fields)
+    for name in unused:
+        if getattr(config, name) != TrainingConfig.model_fields[name].default:
+            logger.warning("%s is not used: %s", name, reason)
 
 
 def _warn_of_dropout(model: Any) -> None:
@@ -387,7 +268,7 @@ def freeze_other_layers(model: Any, layer_indices: Collection[int]) -> None:
         ConfigError: an index is out of range.
         NothingTrainedError: no parameter is in one of the blocks.
     """
-    _require_layers(model, layer_indices, "train_layer_indices")
+    require_layers(model, layer_indices, "train_layer_indices")
     found = False
     for name, parameter in model.named_parameters():
         block = _BLOCK.search(name)

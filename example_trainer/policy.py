@@ -36,13 +36,13 @@ from example_trainer.compiled import (
 )
 from example_trainer.config import TrainingConfig
 from example_trainer.images import IMAGE_MODELS
+from example_trainer.lora import without_adapters
 from example_trainer.memory_plan import ModelSizes, StepSetup, advice, plan_memory
 from example_trainer.model import (
     attention_note,
     autocast,
     choose_optimizer,
     load_frozen_model,
-    without_adapters,
 )
 from example_trainer.parallel import ONE_PROCESS, Parallel, transformer_blocks
 from example_trainer.prefix_tree import build_prefix_tree
@@ -434,15 +434,25 @@ def setup_line(model: Any, config: TrainingConfig, policy: PreparedPolicy) -> st
     trained = next(p for p in model.parameters() if p.requires_grad)
     optimizer = choose_optimizer(config, trains_bfloat16=str(trained.dtype) == "torch.bfloat16")
     weights = str(trained.dtype).removeprefix("torch.")
+    kind = "adapters" if config.uses_lora else "trained weights"
     computed = "bfloat16" if config.autocasts else config.loaded_dtype
     return "; ".join(
         (
-            f"setup on {config.device}: {weights} trained weights, {computed} forward passes "
+            f"setup on {config.device}: {weights} {kind}, {computed} forward passes "
             f"(--train-dtype {config.train_dtype})",
+            *([_adapters_note(model, config)] if config.uses_lora else ()),
             f"attention {attention_note(model, config.device)}",
             policy.layout,
             f"optimizer {optimizer.describe()}",
         )
+    )
+
+
+def _adapters_note(model: Any, config: TrainingConfig) -> str:
+    num_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    num_weights = sum(p.numel() for p in model.parameters()) - num_trained
+    return (
+        f"LoRA of rank {config.lora_r} trains {num_trained:,} numbers for {num_weights:,} weights"
     )
 
 

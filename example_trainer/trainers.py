@@ -40,6 +40,7 @@ from example_trainer.images import (
     TokenizerWithProcessor,
     image_support,
 )
+from example_trainer.merging import with_merged_adapters
 from example_trainer.model import create_optimizer, load_model_and_tokenizer
 from example_trainer.parallel import Parallel, open_parallel
 from example_trainer.policy import (
@@ -94,6 +95,7 @@ def train(
         weight_sync = None
         if recorded is None:
             weight_sync = with_published_weights(config, make_weight_sync(config))
+            weight_sync = with_merged_adapters(config, weight_sync)
         if weight_sync is not None:
             stack.callback(weight_sync.close)
         if not parallel.is_main:

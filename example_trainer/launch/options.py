@@ -149,6 +149,11 @@ class RunPaths:
         return self.checkpoints / "final_model"
 
     @property
+    def final_adapter(self) -> Path:
+        """Of a run that trains adapters."""
+        return self.checkpoints / "final_adapter"
+
+    @property
     def curve(self) -> Path:
         """Picture of the reward over the steps."""
         return self.output / "reward_curve.png"
@@ -503,24 +508,32 @@ def place(options: TrainOptions, machine: Machine) -> GpuPlacement:
 def require_gpu_memory(
     model: ModelFacts, config: TrainingConfig, machine: Machine, placement: GpuPlacement
 ) -> None:
-    """Raise `ConfigError` if weights, gradients and optimizer states exceed the memory."""
+    """Raise `ConfigError` if weights, gradients and optimizer states exceed the memory.
+
+    Gradients and states of adapters are small, and not counted.
+    """
     if not (machine.gpus and machine.gpu_bytes) or config.train_layer_indices is not None:
         return
     weight_bytes = {"float32": 4, "bfloat16": 2}[config.loaded_dtype]
     optimizer = choose_optimizer(config, trains_bfloat16=weight_bytes == 2)
     states = STATE_BYTES[optimizer.name] * (weight_bytes if optimizer.name == "adamw" else 1)
-    needed = model.num_parameters * (2 * weight_bytes + states)
+    counted, needed = "weights", float(model.num_parameters * weight_bytes)
+    if not config.uses_lora:
+        counted = f"weights, gradients and {optimizer.name} states"
+        needed += model.num_parameters * (weight_bytes + states)
     available = machine.gpu_bytes * placement.trainer_share
     if needed <= available:
         return
     remedies = ["a smaller model"]
     if placement.is_shared:
         remedies += ["a second GPU", "a smaller --gpu-memory-utilization"]
-    if config.resolved_train_dtype != "bfloat16":
+    if weight_bytes > 2:
         remedies.append("--trainer.train-dtype bfloat16, which needs half")
+    if not config.uses_lora:
+        remedies.append("--trainer.lora, which trains adapters only")
     raise ConfigError(
-        f"{config.model_name} does not fit: weights, gradients and {optimizer.name} states of "
-        f"{model.num_parameters / 1e9:.1f} billion parameters need {needed / GIB:.0f} GiB, and "
+        f"{config.model_name} does not fit: {counted} of {model.num_parameters / 1e9:.1f} billion "
+        f"parameters need {needed / GIB:.0f} GiB, and "
         f"{available / GIB:.0f} GiB of GPU {placement.trainer[0]} are available to the trainer; "
         "use " + ", or ".join(remedies)
     )

@@ -15,7 +15,8 @@ import pytest
 
 from example_trainer.config import TrainingConfig
 from example_trainer.engine import EngineControl
-from example_trainer.model import add_adapters
+from example_trainer.lora import add_adapters
+from example_trainer.merging import MergingSync
 from example_trainer.processes import find_free_port
 from example_trainer.weight_sync import (
     InPlaceSync,
@@ -35,6 +36,7 @@ from tests.end_to_end.conftest import (
     serve_spread_out_model,
     vllm_environment,
 )
+from tests.trainer.tiny import move_adapters
 
 pytestmark = pytest.mark.slow
 
@@ -195,16 +197,6 @@ def test_engine_that_follows_published_weights_reports_the_trainers_logprobs(
     control.close()
 
 
-def move_adapters(model: Any) -> None:
-    """Change the adapters of a model as training might, only more."""
-    import torch
-
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_" in name:
-                parameter.add_(torch.randn_like(parameter))
-
-
 @pytest.mark.long
 def test_adapters_swapped_in_a_running_engine_make_it_report_the_trainers_logprobs(
     vllm_engine: EngineWithModel, tmp_path: Path
@@ -235,6 +227,37 @@ def test_adapters_swapped_in_a_running_engine_make_it_report_the_trainers_logpro
     assert max(gaps(vllm_engine.model, vllm_engine, *sample(vllm_engine, max_tokens=20))) < (
         TOLERANCE
     )
+
+
+@pytest.mark.long
+def test_adapters_merged_into_a_running_engine_make_it_report_the_trainers_logprobs(
+    vllm_engine: EngineWithModel, tmp_path: Path
+) -> None:
+    config = config_for(
+        port_of(vllm_engine), tmp_path, weight_bridge_mode="in_place", lora=True, lora_r=4
+    )
+    model = copy.deepcopy(vllm_engine.model)
+    add_adapters(model, config)
+    model.eval()
+    sync = MergingSync(config, InPlaceSync(config))
+
+    try:
+        sync.check_before_load()
+        sync.start(model, vllm_engine.tokenizer, source=config.model_name)
+        fresh = sample(vllm_engine, max_tokens=20)
+        gap_fresh = max(gaps(model, vllm_engine, *fresh))
+        move_adapters(model)
+        sync.publish(model, checkpoint=None, step=1)
+        after = sample(vllm_engine, max_tokens=20)
+    finally:
+        sync.close()
+        restore = EngineControl(engine_address(vllm_engine))
+        restore.reload_weights(vllm_engine.folder, pause_mode="abort")
+        restore.close()
+
+    assert gap_fresh < TOLERANCE
+    assert max(gaps(model, vllm_engine, *fresh)) > 0.1
+    assert max(gaps(model, vllm_engine, *after)) < TOLERANCE
 
 
 @pytest.mark.parametrize("pause_mode", ["keep", "none"])

@@ -32,6 +32,7 @@ from example_trainer.launch.stack import build_stack, trainer_arguments
 PATHS = RunPaths(Path("/run"))
 CPU = Machine(gpus=(), num_cores=4)
 ONE_GPU = Machine(gpus=("3",), num_cores=4)
+SMALL_GPU = Machine(gpus=("3",), num_cores=4, gpu_bytes=8 * 2**30)
 FOUR_GPUS = Machine(gpus=("0", "1", "2", "3"), num_cores=4)
 TINY = ModelFacts(num_parameters=1_000_000, context_tokens=1024, is_tied=False)
 REAL = ModelFacts(num_parameters=500_000_000, context_tokens=32_768, is_tied=True)
@@ -185,6 +186,10 @@ def test_running_engine_leaves_the_trainer_a_gpu_of_its_own() -> None:
         ),
         (FOUR_GPUS, ("--train-dtype=bfloat16",), None),
         (FOUR_GPUS, ("--train-layer-indices=0",), None),
+        # Frozen weights of 2 bytes are 13.
+        (ONE_GPU, ("--lora",), None),
+        (SMALL_GPU, ("--lora",), "weights of 7.0 billion parameters need 13 GiB, and 4 GiB"),
+        (SMALL_GPU, (), "train-dtype bfloat16, which needs half, or --trainer.lora, which"),
         (CPU, (), None),
     ],
 )
@@ -193,7 +198,7 @@ def test_model_that_cannot_fit_is_refused_before_anything_starts(
 ) -> None:
     options = replace(OPTIONS, trainer_flags=("--optimizer=adamw", *flags))
     model = REAL._replace(num_parameters=7_000_000_000)
-    machine = machine._replace(gpu_bytes=80 * 2**30)
+    machine = machine._replace(gpu_bytes=machine.gpu_bytes or 80 * 2**30)
     plan, _ = plan_of(options, model=model, machine=machine)
 
     def check() -> None:

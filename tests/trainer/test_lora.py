@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from atroposlib.errors import ConfigError, InferenceError
-from example_trainer.model import add_adapters, engine_rank, is_adapter, load_model_and_tokenizer
+from example_trainer.lora import add_adapters, engine_rank, is_adapter
+from example_trainer.model import load_model_and_tokenizer
 from example_trainer.training import Trainer
 from example_trainer.weight_sync import LoraSwapSync
 from tests.trainer.scripted_vllm import ScriptedVllm

@@ -91,7 +91,7 @@ def test_advice_names_what_saves_most_easily_first_and_what_would_fit():
     assert lines[1].startswith("--gradient-checkpointing saves")
     assert any(line.startswith("--optimizer adafactor saves") for line in lines)
     assert any("ranks with --parallel-mode fsdp fit" in line for line in lines)
-    assert any("lora_only" in line for line in lines)
+    assert any("--lora " in line for line in lines)
 
 
 def test_advised_tokens_and_ranks_do_fit():

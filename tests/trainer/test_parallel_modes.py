@@ -18,20 +18,27 @@ SAVED = 5  # the checkpoint before the end
 TOLERANCE = 1e-5
 ADAPTERS = ["--lora-r", "4", "--lora-dropout", "0", "--lora-target-modules", "q_proj", "up_proj"]
 RUNS = {
-    "lora_restart": (ADAPTERS, "final_adapter/adapter_model.safetensors"),
-    "in_place": ([], "final_model/model.safetensors"),
+    "lora_restart": (
+        ["--weight-bridge-mode", "lora_restart", *ADAPTERS],
+        "final_adapter/adapter_model.safetensors",
+    ),
+    "in_place": (["--weight-bridge-mode", "in_place"], "final_model/model.safetensors"),
+    "merged": (
+        ["--weight-bridge-mode", "in_place", "--lora", *ADAPTERS],
+        "final_model/model.safetensors",
+    ),
 }
 
 
 @pytest.mark.usefixtures("fake_vllm")
-@pytest.mark.parametrize("mode", RUNS)
+@pytest.mark.parametrize("kind", RUNS)
 @pytest.mark.long
 def test_two_sharded_ranks_with_an_engine_equal_one_process_also_when_resumed(
-    tmp_path, free_port, mode
+    tmp_path, free_port, kind
 ):
     save_tiny_model(tmp_path / "model")
-    flags, final = RUNS[mode]
-    flags = [*flags, "--weight-bridge-mode", mode, "--vllm-restart-interval", "3"]
+    flags, final = RUNS[kind]
+    flags = [*flags, "--vllm-restart-interval", "3"]
     flags += ["--vllm-port", str(free_port)]
     runs = {}
     for name, ranks in (("one", 1), ("two", 2)):
@@ -50,13 +57,13 @@ def test_two_sharded_ranks_with_an_engine_equal_one_process_also_when_resumed(
         )
 
     weights, metrics = runs["two"]
-    print(f"{mode}: {largest_difference(weights, runs['one'][0])} apart after {STEPS} steps")
+    print(f"{kind}: {largest_difference(weights, runs['one'][0])} apart after {STEPS} steps")
     assert largest_difference(weights, runs["one"][0]) <= TOLERANCE
     assert largest_difference(resumed, runs["one"][0]) <= TOLERANCE
     assert [line["step"] for line in lines] == [line["step"] for line in metrics]
     assert metrics[-1]["train/loss"] == pytest.approx(runs["one"][1][-1]["train/loss"], abs=1e-5)
     log = (folder / "logs" / "vllm.log").read_text()
-    if mode == "in_place":
+    if kind != "lora_restart":
         assert "reload_weights" in log
     else:
         assert f"--lora-modules training_adapter={folder / 'adapter_step_5'}" in log

@@ -78,6 +78,14 @@ def group(
     }
 
 
+def move_adapters(model: Any) -> None:
+    """Change the adapters of a model as training might, only more."""
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "lora_" in name:
+                parameter.add_(torch.randn_like(parameter))
+
+
 def tiny_config(tmp_path: Path, **overrides: Any) -> TrainingConfig:
     """Settings for a run of a few steps on the CPU."""
     defaults: dict[str, Any] = {

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import copy
 import shutil
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
+from urllib.parse import urlsplit
 
 import httpx
 import pytest
 
 from example_trainer.engine import EngineControl
+from example_trainer.lora import add_adapters
+from example_trainer.merging import MergingSync
 from example_trainer.torch_engine.generation import Job, PromptRequest
-from example_trainer.weight_sync import export_for_engine
+from example_trainer.weight_sync import InPlaceSync, export_for_engine
+from tests.trainer.tiny import SavedTokenizer, move_adapters, tiny_config
 from tests.trainer.torch_engine.conftest import LocalEngine, serve_locally, wait_until
 
 pytestmark = pytest.mark.slow
@@ -277,3 +282,30 @@ def test_a_tied_model_is_updated_from_an_untied_checkpoint(tmp_path: Path) -> No
         choice = local.complete([9, 30], max_tokens=20)["choices"][0]
 
     assert max(gaps_by_token(tied.eval(), choice)) < 1e-4
+
+
+@pytest.mark.parametrize("urls", ["port", "named"])
+def test_merged_adapters_make_it_report_the_trainers_logprobs(
+    local: LocalEngine, model: Any, tmp_path: Path, urls: str
+) -> None:
+    policy = copy.deepcopy(model)
+    settings = (
+        {"engine_urls": [local.url]} if urls == "named" else {"vllm_port": urlsplit(local.url).port}
+    )
+    config = tiny_config(tmp_path, lora=True, engine="torch", **settings)
+    add_adapters(policy, config)
+    sync = MergingSync(config, InPlaceSync(config))
+    sync.check_before_load()
+    sync.start(policy, SavedTokenizer(), source=config.model_name)
+    fresh = local.complete([9, 30], max_tokens=20)["choices"][0]
+    gap_fresh = max(gaps_by_token(policy.eval(), fresh))
+
+    move_adapters(policy)
+    sync.publish(policy, checkpoint=tmp_path / "step_1", step=1)
+    sync.close()
+
+    after = local.complete([9, 30], max_tokens=20)["choices"][0]
+    assert gap_fresh < 1e-4
+    assert max(gaps_by_token(policy, fresh)) > 0.1
+    assert max(gaps_by_token(policy, after)) < 1e-4
+    assert after["weight_versions"][0]["version"] == "1"
