@@ -31,6 +31,7 @@ from environments.multimodal_dpo.draw_samples import DATA
 from example_trainer.batch import build_batch, split_batch
 from example_trainer.images import image_support
 from example_trainer.launch.preflight import read_model
+from example_trainer.merging import MergedModel
 from example_trainer.model import load_model_and_tokenizer
 from example_trainer.policy import open_reference, prepare_policy
 from example_trainer.rows import RowRules
@@ -39,7 +40,7 @@ from example_trainer.weight_sync import export_for_engine
 from tests.environments.offline import make_env
 from tests.fakes import ScriptedEngine
 from tests.trainer.test_trainers import ScriptedEnvironment, run_config
-from tests.trainer.tiny import save_tiny_model, tiny_config
+from tests.trainer.tiny import move_adapters, save_tiny_model, tiny_config
 from tests.trainer.tiny_images import (
     image_group,
     image_tokens,
@@ -262,6 +263,26 @@ def test_adapters_train_on_images_and_are_saved_with_the_processor(tmp_path: Pat
     trained = {name for name, p in model.named_parameters() if p.grad is not None}
     assert trained
     assert all("lora_" in name and "visual" not in name for name in trained)
+
+
+@pytest.mark.parametrize("kind", ["qwen2_vl", "qwen2_5_vl"])
+def test_merged_model_has_the_files_of_the_loaded_one_and_gives_the_same_logprobs(
+    kind: str, tmp_path: Path
+) -> None:
+    save_tiny_vl(tmp_path / "model", kind)
+    config = tiny_config(tmp_path, model_name=str(tmp_path / "model"), lora=True, lora_r=4)
+    model, _ = load_model_and_tokenizer(config)
+    move_adapters(model)
+
+    export_for_engine(MergedModel(model.eval()), tmp_path / "export")
+
+    names = set(load_file(tmp_path / "model" / "model.safetensors"))
+    assert set(load_file(tmp_path / "export" / "model.safetensors")) == names | {"lm_head.weight"}
+    loaded = type(model).from_pretrained(tmp_path / "export").eval()
+    rules = RowRules(seq_len=64, images=image_support(model, str(tmp_path / "model")))
+    [microbatch] = build_batch([GROUP], rules, microbatch_size=4).microbatches
+    scores = [prepare_policy(m, config).scorer(microbatch).logprobs_BT for m in (model, loaded)]
+    torch.testing.assert_close(scores[0], scores[1], atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("is_tied", [True, False])
