@@ -61,6 +61,7 @@ from example_trainer.launch.stack import (
 )
 from example_trainer.processes import find_free_ports
 from example_trainer.reporting.page import HeldOut
+from example_trainer.reporting.run_folder import groups_files, measured_names
 from example_trainer.reporting.writing import write_report
 
 _PROGRAM = "atropos-train"
@@ -251,7 +252,7 @@ def _print_result(plan: RunPlan, paths: RunPaths, result: TrainResult) -> None:
     for name in [name for name in result.after if name in result.before]:
         before, after = result.before[name], result.after[name]
         print(f"\n{name}, measured by its evaluate")
-        for key in [key for key in report.measured_names(after) if key in before]:
+        for key in [key for key in measured_names(after) if key in before]:
             change = plain_number(after[key] - before[key])
             print(
                 f"  {key}: before {report.with_interval(before, key)}, "
@@ -831,7 +832,7 @@ class TrainRun:
                 self._progress.note(
                     ", ".join(
                         f"{key} {report.with_interval(metrics, key)}"
-                        for key in report.measured_names(metrics)
+                        for key in measured_names(metrics)
                     )
                 )
         return results
@@ -847,9 +848,9 @@ class TrainRun:
         held_out = [
             HeldOut(f"{name}: {key}", before.get(name, {}).get(key), results[key])
             for name, results in after.items()
-            for key in report.measured_names(results)
+            for key in measured_names(results)
         ]
-        groups = [report.groups_files(environment.groups) for environment in environments]
+        groups = [groups_files(environment.groups) for environment in environments]
         num_groups = report.write_rollouts_page(
             groups, paths.rollouts, groups_per_end=_GROUPS_PER_END
         )

@@ -8,8 +8,9 @@ paths and settings of runs are escaped.
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -18,6 +19,7 @@ from example_trainer.reporting.page import (
     CHARTS,
     NUM_COLORS,
     Chart,
+    HeldOut,
     Series,
     framed_chart,
     legend,
@@ -48,6 +50,23 @@ class ComparedRun(NamedTuple):
     """Records of the steps in order."""
     settings: Mapping[str, Any]
     """Settings without secrets; empty if they are not known."""
+    environments: Mapping[str, Mapping[str, Any]]
+    """Settings of each environment by its name, without secrets."""
+    accuracy: Series | None
+    """Accuracy logged by the environment."""
+    reward_parts: Sequence[Series]
+    """Named parts of the reward."""
+    held_out: Sequence[HeldOut]
+    """Results on held-out problems."""
+
+    def series(self, key: str) -> Series | None:
+        """Return a metric by step under the name of the run; None if it was not logged."""
+        found = self.accuracy if key == _ACCURACY else series_of(self.steps, key, self.label)
+        return None if found is None else found._replace(name=self.label)
+
+
+_ACCURACY = "accuracy"
+"""Key of `ComparedRun.accuracy`; no metric of a trainer has it."""
 
 
 class _Metric(NamedTuple):
@@ -60,6 +79,7 @@ class _Metric(NamedTuple):
 
 
 _METRICS = (
+    _Metric(_ACCURACY, "accuracy", "largest"),
     _Metric("train/reward_mean", "reward", "largest"),
     _Metric("train/loss", "loss"),
     _Metric("sft/loss", "loss of demonstrations", "smallest"),
@@ -75,6 +95,10 @@ _METRICS = (
     _Metric("train/tokens_per_s", "tokens/s", "largest"),
     _Metric("train/step_time", "seconds of a step", "smallest"),
 )
+_ACCURACY_CHART = Chart(
+    "Accuracy", "share of right answers, measured by the environment", ((_ACCURACY, ""),)
+)
+_PART_CHART = Chart("Part of the reward", "mean before its weight", ())
 _TIME_CHARTS = (
     Chart("Time of a step", "seconds", (("train/step_time", "time"),)),
     Chart("Wait for a batch", "seconds of a step", (("train/data_fetch_time", "time"),)),
@@ -92,7 +116,7 @@ _NOTE = (
 
 
 def make_labels(paths: Sequence[Path]) -> list[str]:
-    """Return the last name of each path, with as many parents as make it differ from the others.
+    """Return the last name of each path, with the parents that make it differ from the others.
 
     Args:
         paths: Different absolute paths.
@@ -110,16 +134,27 @@ def _label(path: Path, others: Sequence[Path]) -> str:
 
 def make_comparison_page(runs: Sequence[ComparedRun]) -> str:
     """Return the page of two to `MAX_RUNS` runs, of which each has at least one step."""
-    ends = [run.steps[end]["step"] for run in runs for end in (0, -1)]
-    x_range = (float(min(ends)), float(max(ends)))
-    main, rooms = _cards(runs, x_range)
+    rooms = _rooms(runs)
+    xs = [x for room in rooms.values() for one in room for s in one.by_color.values() for x in s.xs]
+    x_range = (min(xs), max(xs))
+    learning = rooms["Learning"]
+    main = ""
+    results = [one for one in learning if one.chart in (_ACCURACY_CHART, CHARTS["Learning"][0])]
+    if results:  # the first one of those that most runs have
+        shown = max(results, key=lambda one: len(one.by_color))
+        learning.remove(shown)
+        main = _card(shown, x_range, kind="main")
+    curves = "".join(
+        f'<h3>{heading}</h3><div class="charts">{cards}</div>'
+        for heading, room in rooms.items()
+        if (cards := "".join(_card(one, x_range) for one in room))
+    )
     return page_around(
         [
             f'<div class="hero">{_runs(runs)}{main}</div>',
             _values(runs),
             _differences(runs),
-            f'<section><h2 id="curves">Curves</h2><p class="note">{_NOTE}</p>'
-            f"{''.join(rooms)}</section>",
+            f'<section><h2 id="curves">Curves</h2><p class="note">{_NOTE}</p>{curves}</section>',
         ],
         title=f"Comparison of {len(runs)} training runs",
         lead=" · ".join(run.label for run in runs),
@@ -137,47 +172,51 @@ def _runs(runs: Sequence[ComparedRun]) -> str:
     return f'<section><h2 id="runs">Runs</h2><ul class="cards">{rows}</ul></section>'
 
 
-def _cards(runs: Sequence[ComparedRun], x_range: tuple[float, float]) -> tuple[str, list[str]]:
-    """Return the chart at the top of the page, and the others under their headings."""
-    main = ""
-    rooms = []
-    for heading, charts in CHARTS.items():
-        more = _TIME_CHARTS if heading == "Batches and speed" else ()
+class _Overlay(NamedTuple):
+    """One metric of all runs that have it."""
+
+    chart: Chart
+    name: str
+    """Name of the metric if the chart has several."""
+    by_color: Mapping[int, Series]
+
+
+def _rooms(runs: Sequence[ComparedRun]) -> dict[str, list[_Overlay]]:
+    """Return the metrics that any run has, by their heading."""
+    extended = {
+        "Learning": (_ACCURACY_CHART, *CHARTS["Learning"]),
+        "Batches and speed": (*CHARTS["Batches and speed"], *_TIME_CHARTS),
+    }
+    rooms = {
+        heading: [found for chart in charts for found in _overlays(chart, runs)]
+        for heading, charts in {**CHARTS, **extended}.items()
+    }
+    parts = [{part.name: part for part in run.reward_parts} for run in runs]
+    for name in sorted({name for of_run in parts for name in of_run}):
         found = [
-            (chart, *overlay) for chart in (*charts, *more) for overlay in _overlays(chart, runs)
+            of_run[name]._replace(name=run.label) if name in of_run else None
+            for run, of_run in zip(runs, parts, strict=True)
         ]
-        if found and found[0][0] is CHARTS["Learning"][0]:
-            main = _card(*found.pop(0), x_range, kind="main")
-        if found:
-            cards = "".join(_card(*one, x_range) for one in found)
-            rooms.append(f'<h3>{heading}</h3><div class="charts">{cards}</div>')
-    return main, rooms
+        rooms["Learning"].append(_Overlay(_PART_CHART, name, _by_color(found)))
+    return rooms
 
 
-def _overlays(
-    chart: Chart, runs: Sequence[ComparedRun]
-) -> Iterator[tuple[str, Mapping[int, Series]]]:
-    """Yield the name and the lines of each metric of a chart, without copies of its first one.
+def _by_color(found: Iterable[Series | None]) -> dict[int, Series]:
+    return {color: one for color, one in enumerate(found) if one is not None}
 
-    The name of a chart's only metric is empty.
-    """
+
+def _overlays(chart: Chart, runs: Sequence[ComparedRun]) -> Iterator[_Overlay]:
+    """Yield each metric of a chart, without copies of its first one."""
     first: Mapping[int, Series] = {}
     for i, (key, name) in enumerate(chart.lines):
-        found = {color: series_of(run.steps, key, run.label) for color, run in enumerate(runs)}
-        by_color = {color: one for color, one in found.items() if one is not None}
+        by_color = _by_color(run.series(key) for run in runs)
         if by_color and by_color != first:
-            yield name if len(chart.lines) > 1 else "", by_color
+            yield _Overlay(chart, name if len(chart.lines) > 1 else "", by_color)
         first = by_color if i == 0 else first
 
 
-def _card(
-    chart: Chart,
-    name: str,
-    by_color: Mapping[int, Series],
-    x_range: tuple[float, float],
-    *,
-    kind: str = "",
-) -> str:
+def _card(overlay: _Overlay, x_range: tuple[float, float], *, kind: str = "") -> str:
+    chart, name, by_color = overlay
     title = f"{chart.title}: {name}" if name else chart.title
     drawing = overlay_chart(title, by_color, x_range=x_range, smooths=chart.smooths)
     lines, colors = list(by_color.values()), list(by_color)
@@ -185,15 +224,15 @@ def _card(
 
 
 def _values(runs: Sequence[ComparedRun]) -> str:
-    table = _table(
-        "First, last and best values",
-        [(metric.name, cells) for metric in _METRICS if (cells := _value_cells(metric, runs))],
-        list(enumerate(runs)),
-    )
+    rows = [(metric.name, cells) for metric in _METRICS if (cells := _value_cells(metric, runs))]
+    results = [{result.name: result for result in run.held_out} for run in runs]
+    for name in dict.fromkeys(name for of_run in results for name in of_run):
+        rows.append((f"held-out {name}", [_before_and_after(one.get(name)) for one in results]))
+    table = _table("First, last and best values", rows, list(enumerate(runs)))
     note = (
         "Mean of the first steps → mean of the last ones, each a tenth of the shortest run, at "
         f"most {_MAX_WINDOW}. Below it, the best mean over that number of steps, and the step at "
-        "which it ends."
+        "which it ends. Held-out results are before → after the training."
     )
     return (
         '<section><h2 id="values">First, last and best values</h2>'
@@ -203,7 +242,7 @@ def _values(runs: Sequence[ComparedRun]) -> str:
 
 def _value_cells(metric: _Metric, runs: Sequence[ComparedRun]) -> list[str]:
     """Return a cell for each run; none if no run has the metric."""
-    found = [series_of(run.steps, metric.key, run.label) for run in runs]
+    found = [run.series(metric.key) for run in runs]
     lengths = [len(one.ys) for one in found if one is not None]
     if not lengths:
         return []
@@ -223,13 +262,24 @@ def _ends(series: Series, window: int, goal: Literal["largest", "smallest"] | No
     return f"{ends}<small>best {_rounded(best)} at {step:.0f}</small>"
 
 
+def _before_and_after(result: HeldOut | None) -> str:
+    if result is None:
+        return "not measured"
+    after = _rounded(result.after)
+    return after if result.before is None else f"{_rounded(result.before)} → {after}"
+
+
 def _rounded(value: float) -> str:
-    return short_number(float(f"{value:.3g}"))
+    return short_number(float(f"{value:.3g}")) if math.isfinite(value) else str(value)
 
 
 def _differences(runs: Sequence[ComparedRun]) -> str:
     """Return the settings that differ; runs whose settings are not known are left out."""
-    known = [(color, run) for color, run in enumerate(runs) if run.settings]
+    known = [
+        (color, run._replace(settings={**run.settings, **_of_environments(run, runs)}))
+        for color, run in enumerate(runs)
+        if run.settings
+    ]
     unknown = [run.label for run in runs if not run.settings]
     body = ""
     if len(known) > 1:
@@ -253,6 +303,16 @@ def _differences(runs: Sequence[ComparedRun]) -> str:
         listed = inert_markup(", ".join(unknown))
         body += f'<p class="note">Settings were not found next to the metrics of: {listed}.</p>'
     return f'<section><h2 id="differences">Different settings</h2>{body}</section>'
+
+
+def _of_environments(run: ComparedRun, runs: Sequence[ComparedRun]) -> dict[str, Any]:
+    """Return the settings of environments that all runs have, under names as of their flags."""
+    return {
+        f"env.{name}" if environment == "environment" else f"{environment}: env.{name}": value
+        for environment, settings in run.environments.items()
+        for name, value in settings.items()
+        if all(name in other.environments.get(environment, {}) for other in runs)
+    }
 
 
 def _settings_table(

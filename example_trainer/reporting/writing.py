@@ -39,6 +39,7 @@ from example_trainer.reporting.page import (
     series_of,
     short_number,
 )
+from example_trainer.reporting.run_folder import METRICS_NAMES, ROLLOUTS_NAME, find_run, metrics_in
 
 _FINDINGS_END_SHARE = 0.1
 _FEW_STEPS = 4
@@ -185,8 +186,6 @@ def _mean(steps: Sequence[Mapping[str, Any]], key: str) -> float | None:
 
 REPORT_NAME = "report.html"
 COMPARISON_NAME = "comparison.html"
-_METRICS_NAMES = ("metrics.jsonl", "trainer_metrics.jsonl")
-"""Names of the trainer's metrics in the folder of a run."""
 _ACCURACY = "share of right answers"
 _ACCURACY_KEY = "percent_correct"
 _PART_KEY = "train/reward/"
@@ -293,9 +292,7 @@ def write_comparison(metrics_paths: Sequence[Path], page_path: Path) -> int:
             raise ConfigError(f"{metrics_paths[i]}: the same run is given twice")
     _require_comparison(page_path)
     # A folder gives the name if the file has the name that the trainer writes.
-    labels = make_labels(
-        [path.parent if path.name in _METRICS_NAMES else path for path in resolved]
-    )
+    labels = make_labels([path.parent if path.name in METRICS_NAMES else path for path in resolved])
     runs = [_compared(path, label) for path, label in zip(metrics_paths, labels, strict=True)]
     page_path.parent.mkdir(parents=True, exist_ok=True)
     page_path.write_text(make_comparison_page(runs), encoding="utf-8", errors="replace")
@@ -306,8 +303,20 @@ def _compared(metrics_path: Path, label: str) -> ComparedRun:
     records = read_records(_lines(metrics_path))
     _require_steps(records, metrics_path)
     settings = read_settings(metrics_path).get("settings", {})
-    lead = f"{_title(settings)} · {_lead(records.steps, settings, None)}"
-    return ComparedRun(label, str(metrics_path), lead, records.steps, settings)
+    found = find_run(metrics_path, planned_steps=settings.get("training_steps"))
+    title = found.title or _title(settings, found.names)
+    environment = _lines(found.environment_path) if found.environment_path else []
+    return ComparedRun(
+        label=label,
+        source=str(metrics_path),
+        lead=f"{title} · {_lead(records.steps, settings, found.seconds)}",
+        steps=records.steps,
+        settings=settings,
+        environments=found.environments,
+        accuracy=_accuracy(environment),
+        reward_parts=_reward_parts(environment),
+        held_out=found.held_out,
+    )
 
 
 def _require_comparison(path: Path) -> None:
@@ -403,9 +412,10 @@ def read_settings(metrics_path: Path) -> dict[str, Any]:
     }
 
 
-def _title(settings: Mapping[str, Any]) -> str:
+def _title(settings: Mapping[str, Any], environments: Sequence[str] = ()) -> str:
     name = str(settings.get("model_name") or "").rstrip("/").rpartition("/")[2]
-    return f"Training of {name}" if name else "Training run"
+    title = f"Training of {name}" if name else "Training run"
+    return f"{title} on {', '.join(environments)}" if environments else title
 
 
 def _lead(
@@ -547,16 +557,19 @@ def main(argv: Sequence[str] | None = None) -> None:
         f"{COMPARISON_NAME} in the current folder",
     )
     parser.add_argument(
-        "--environment", type=Path, help="metrics of an environment of one run, for its accuracy"
+        "--environment",
+        type=Path,
+        help="metrics of an environment of one run, for its accuracy; default: those in its folder",
     )
     parser.add_argument(
         "--groups",
         type=Path,
         metavar="GROUPS.jsonl",
-        help="groups of an environment of one run, for examples of its rollouts",
+        help="groups of an environment of one run, for examples of its rollouts; default: those "
+        "in its folder",
     )
     arguments = parser.parse_args(argv)
-    metrics = [_metrics_of(run) for run in arguments.runs]
+    metrics = [metrics_in(run) for run in arguments.runs]
     try:
         if len(metrics) == 1:
             _report_one(metrics[0], arguments)
@@ -566,22 +579,20 @@ def main(argv: Sequence[str] | None = None) -> None:
         end_command("atropos-report", f"error: {error}", code=2)
 
 
-def _metrics_of(run: Path) -> Path:
-    if not run.is_dir():
-        return run
-    named = [run / name for name in _METRICS_NAMES]
-    return next((file for file in named if file.exists()), named[0])
-
-
 def _report_one(metrics: Path, arguments: argparse.Namespace) -> None:
     report = arguments.output or metrics.with_name(REPORT_NAME)
+    settings = read_settings(metrics).get("settings", {})
+    found = find_run(metrics, planned_steps=settings.get("training_steps"))
     num_steps = write_report(
         metrics,
         report,
-        environment_path=arguments.environment,
+        environment_path=arguments.environment or found.environment_path,
+        held_out=found.held_out,
         needs_steps=True,
-        groups=[[arguments.groups]] if arguments.groups else (),
-        rollouts_path=report.with_name("rollouts.html"),
+        title=found.title or _title(settings, found.names),
+        seconds=found.seconds,
+        groups=[[arguments.groups]] if arguments.groups else found.groups,
+        rollouts_path=report.with_name(ROLLOUTS_NAME),
     )
     print(f"{report}: {num_steps} steps")
 

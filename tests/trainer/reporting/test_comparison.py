@@ -59,9 +59,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         (["/a/b", "/a/b/c"], ["b", "c"]),
     ],
 )
-def test_labels_have_as_many_parents_as_tell_them_apart(
-    paths: list[str], labels: list[str]
-) -> None:
+def test_labels_have_the_parents_that_tell_them_apart(paths: list[str], labels: list[str]) -> None:
     assert make_labels([Path(path) for path in paths]) == labels
 
 
@@ -164,3 +162,32 @@ def test_only_a_page_of_several_runs_is_overwritten(capsys: pytest.CaptureFixtur
     assert report.read_text() == before
     compare(one, two)
     assert "two" in compare(two, one)
+
+
+def test_environments_in_the_folders_give_accuracy_settings_and_held_out_results() -> None:
+    accuracies = {"one": [0.25, 0.75], "two": [0.5]}
+    for run, values in accuracies.items():
+        write_run(Path(run), record(1), record(2), training_steps=2)
+        environment = Path(run) / "environments" / "sums"
+        environment.mkdir(parents=True)
+        (environment / "environment_metrics.jsonl").write_text(
+            "".join(
+                f'{{"step": {i}, "sums_0_train/percent_correct": {value}, "x_train/reward/a": 1}}\n'
+                for i, value in enumerate(values, start=1)
+            )
+        )
+        (environment / "environment_metrics.settings.yaml").write_text(
+            f"env:\n  group_size: {len(values)}\n  seed: 0\n  only_{run}: 1\n"
+        )
+    after = {"sums": {"eval/accuracy": 0.5, "eval/accuracy_ci_low": 0.25}}
+    summary = {"steps": 2, "environments": ["sums"], "evaluations_after": after}
+    Path("one/summary.json").write_text(json.dumps(summary))
+
+    page = compare("one", "two")
+
+    assert page.index("<b>Accuracy</b>") < page.index("First, last and best values</h2>")
+    assert "<b>Part of the reward: a</b>" in page
+    assert cells_of(page, "accuracy") == ["0.25 → 0.75<small>best 0.75 at 2</small>", "0.5"]
+    assert cells_of(page, "held-out sums: eval/accuracy") == ["0.5", "not measured"]
+    assert cells_of(page, "env.group_size") == ["2", "1"]
+    assert "only_" not in page
