@@ -238,12 +238,31 @@ def _train(prepared: _Prepared) -> None:
         print(f"\nstopped; every process has ended. {how_to_continue()}", file=sys.stderr)
         sys.exit(130)
     except AtroposError as error:
-        print(f"\n{_PROGRAM}: {error}\n\n{how_to_continue()}", file=sys.stderr)
+        text = f"{error}{_flags_here(str(error))}"
+        print(f"\n{_PROGRAM}: {text}\n\n{how_to_continue()}", file=sys.stderr)
         sys.exit(1)
     except SystemExit:
         print(f"\nstopped; every process has ended. {how_to_continue()}", file=sys.stderr)
         raise
     _print_result(plan, paths, result)
+
+
+def _flags_here(text: str) -> str:
+    """Return lines on the flags of atropos-grpo that have other names in this command.
+
+    Only the last line that has any is searched, which is the cause if the trainer ended.
+    """
+    names = {}
+    for action in create_full_parser()._actions:
+        for flag in action.option_strings:
+            here = _OWN_FLAGS.get(action.dest, f"{_TRAINER_PREFIX}{flag.removeprefix('--')}")
+            if action.dest not in _FIXED and flag not in {"-h", here}:
+                names[flag] = here
+    for line in reversed(text.splitlines()):
+        found = dict.fromkeys(re.findall(r"(?<![\w.-])--[a-z][a-z-]*", line))
+        if renamed := [flag for flag in found if flag in names]:
+            return "".join(f"\n{flag} of atropos-grpo is {names[flag]} here" for flag in renamed)
+    return ""
 
 
 def _print_result(plan: RunPlan, paths: RunPaths, result: TrainResult) -> None:
