@@ -16,6 +16,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from typing_extensions import assert_never
+
 from atroposlib.errors import ConfigError, GroupError
 from atroposlib.scored_data import (
     GROUP_FIELDS,
@@ -250,7 +252,12 @@ def group_advantages(
     centered = [score - mean for score in scores]
     if std == "none":
         return centered
-    degrees = len(scores) - 1 if std == "sample" else len(scores)
+    if std == "sample":
+        degrees = len(scores) - 1
+    elif std == "population":
+        degrees = len(scores)
+    else:
+        assert_never(std)
     deviation = math.sqrt(math.fsum(c * c for c in centered) / degrees)
     return [c / (deviation + eps) for c in centered]
 

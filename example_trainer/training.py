@@ -18,6 +18,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from typing_extensions import assert_never
+
 from atroposlib.api.client import LeasedBatch
 from atroposlib.errors import ConfigError, GroupError
 from atroposlib.utils.run_log import MetricsLog
@@ -247,9 +249,12 @@ def learning_rate_at(step: int, config: TrainingConfig) -> float:
         return config.lr
     num_steps = max(1, config.training_steps - config.warmup_steps)
     progress = min(1.0, (step - config.warmup_steps) / num_steps)
-    left = 1.0 - progress
-    if config.lr_schedule == "cosine":
+    if config.lr_schedule == "linear":
+        left = 1.0 - progress
+    elif config.lr_schedule == "cosine":
         left = 0.5 * (1.0 + math.cos(math.pi * progress))
+    else:
+        assert_never(config.lr_schedule)
     return config.min_lr + (config.lr - config.min_lr) * left
 
 

@@ -30,6 +30,7 @@ _COMMAND = "atropos-compare"
 _HEAD = ("metric", "baseline", "run", "difference", "95% interval", "p", "items")
 _TASK_KEY = re.compile(r"atropos\|(.*)\|0", re.DOTALL)
 MAX_NUMBER = sys.float_info.max
+_TRAINER_METRICS = ("metrics.jsonl", "trainer_metrics.jsonl")
 _METRICS_FILE = re.compile(r"metrics(-\d+)?\.json")
 
 
@@ -100,6 +101,10 @@ def read_result(path: Path, label: str) -> EvaluationResult:
                 str(found.parent) for found in path.glob("environments/*/*/metrics.json")
             )
             hint = f"; these folders of it have one: {', '.join(below)}" if below else ""
+        if any((path / name).is_file() for name in _TRAINER_METRICS) or (
+            path.name in _TRAINER_METRICS
+        ):
+            hint += "; the curves of training runs are compared by atropos-report RUN RUN"
         raise ConfigError(
             f"{label} has no result of an evaluation{hint}; expected a folder given as "
             "--env.data_dir_to_save_evals, with metrics.json, or a file metrics-<number>.json of it"

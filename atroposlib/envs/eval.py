@@ -6,13 +6,14 @@ setup_data -> run_item x all, concurrently -> mean per metric -> metrics.json, s
 from __future__ import annotations
 
 import asyncio
+import inspect
 import json
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from atroposlib.envs.evaluation_statistics import pass_at_k
 from atroposlib.envs.server_handling.config import APIServerConfig
@@ -199,9 +200,16 @@ def _averages(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     return {name: sum(row[name] for row in rows) / len(rows) for name in rows[0]}
 
 
-async def eval_runner(eval_env: EvalBase) -> dict[str, Any]:
-    """Run an evaluation on the server of `--server-url` and `--model-name`; return its metrics."""
-    parser = CommandParser(description=(type(eval_env).__doc__ or "").partition("\n")[0])
+async def eval_runner(eval_env: EvalBase | Callable[[], EvalBase]) -> dict[str, Any]:
+    """Run an evaluation on the server of `--server-url` and `--model-name`; return its metrics.
+
+    Args:
+        eval_env: The evaluation; or a class or function that returns it, which is called after the
+            flags are read, so that `--help` loads no data.
+    """
+    makes_it = inspect.isclass(eval_env) or inspect.isfunction(eval_env)
+    described = eval_env if makes_it else type(eval_env)
+    parser = CommandParser(description=(described.__doc__ or "").partition("\n")[0])
     parser.add_argument("--server-url", default="http://localhost:8000", help="%(default)s")
     parser.add_argument("--model-name", default=None, help="as the server knows it")
     arguments = parser.parse_args()
@@ -211,8 +219,9 @@ async def eval_runner(eval_env: EvalBase) -> dict[str, Any]:
         model_name=arguments.model_name or "default",
         health_check=False,
     )
+    evaluation = cast("EvalBase", eval_env() if makes_it else eval_env)  # type: ignore[call-arg]
     manager = ServerManager([config])
     try:
-        return await eval_env(manager)
+        return await evaluation(manager)
     finally:
         await manager.close()

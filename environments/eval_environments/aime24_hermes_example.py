@@ -73,18 +73,22 @@ class AIME24(EvalBase):
         return metrics, {"messages": messages, "gold": gold, "answers": answers, **metrics}
 
 
+def aime24() -> AIME24:
+    """Evaluate a model on AIME 2024."""
+    return AIME24(
+        pass_at_n=1,
+        pass_at_n_samples=4,
+        temperature=0.6,
+        top_p=0.95,
+        eval_dir="aime24_results",
+        use_system_prompt=True,
+    )
+
+
 def main() -> None:
     """Run the command line of this process."""
     try:
-        evaluation = AIME24(
-            pass_at_n=1,
-            pass_at_n_samples=4,
-            temperature=0.6,
-            top_p=0.95,
-            eval_dir="aime24_results",
-            use_system_prompt=True,
-        )
-        asyncio.run(eval_runner(evaluation))
+        asyncio.run(eval_runner(aime24))
     except ConfigError as error:
         sys.stderr.write(f"aime24_hermes_example: error: {error}\n")
         sys.exit(2)

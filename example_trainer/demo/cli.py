@@ -45,6 +45,7 @@ from example_trainer.launch.stack import Supervisor, TrainingLoop, build_stack, 
 from example_trainer.loss_choice import ALGORITHMS
 from example_trainer.processes import find_free_ports
 from example_trainer.reporting.page import HeldOut
+from example_trainer.reporting.run_folder import groups_files
 from example_trainer.reporting.writing import write_report
 
 _ENVIRONMENT_PACKAGES = {"examples": ("reasoning_gym",)}
@@ -325,9 +326,10 @@ class Demo:
         paths = self.paths
         points = report.read_rewards(paths.environment_metrics)
         report.write_curve(points, paths.curve)
-        groups = [report.groups_files(paths.groups)]
+        groups = [groups_files(paths.groups)]
         report.write_rollouts_page(groups, paths.rollouts, groups_per_end=_GROUPS_PER_END)
         name = "a small model" if self.settings.uses_tiny_model else Path(self._model).name
+        title = f"Training of {name} on sums"
         write_report(
             paths.trainer_metrics,
             paths.report,
@@ -337,7 +339,7 @@ class Demo:
                     "share of right answers", before.accuracy, after.accuracy, after.num_problems
                 )
             ],
-            title=f"Training of {name} on sums",
+            title=title,
             seconds=self.progress.elapsed_s,
             groups=groups,
             rollouts_path=paths.rollouts,
@@ -345,6 +347,7 @@ class Demo:
         self.progress.end()
         result = DemoResult(before, after, points, self.progress.elapsed_s)
         figures = {
+            "title": title,
             "accuracy_before": before.accuracy,
             "accuracy_after": after.accuracy,
             "num_held_out": before.num_problems,

@@ -18,6 +18,7 @@ from atroposlib.errors import ConfigError
 from example_trainer.cli import require_extra
 from example_trainer.launch.options import EnvironmentPlan, RunPaths, RunPlan
 from example_trainer.launch.preflight import EngineKind
+from example_trainer.reporting.run_folder import ENVIRONMENT_METRICS_NAME, GROUPS_NAME
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerFast
@@ -325,11 +326,11 @@ class DemoPaths(RunPaths):
 
     @property
     def groups(self) -> Path:
-        return self.output / "groups.jsonl"
+        return self.output / GROUPS_NAME
 
     @property
     def environment_metrics(self) -> Path:
-        return self.output / "environment_metrics.jsonl"
+        return self.output / ENVIRONMENT_METRICS_NAME
 
 
 def demo_plan(settings: DemoSettings, paths: DemoPaths, *, model: str, on_gpu: bool) -> RunPlan:

@@ -61,6 +61,7 @@ from example_trainer.launch.stack import (
 )
 from example_trainer.processes import find_free_ports
 from example_trainer.reporting.page import HeldOut
+from example_trainer.reporting.run_folder import groups_files, measured_names
 from example_trainer.reporting.writing import write_report
 
 _PROGRAM = "atropos-train"
@@ -235,12 +236,31 @@ def _train(prepared: _Prepared) -> None:
         print(f"\nstopped; every process has ended. {how_to_continue()}", file=sys.stderr)
         sys.exit(130)
     except AtroposError as error:
-        print(f"\n{_PROGRAM}: {error}\n\n{how_to_continue()}", file=sys.stderr)
+        text = f"{error}{_flags_here(str(error))}"
+        print(f"\n{_PROGRAM}: {text}\n\n{how_to_continue()}", file=sys.stderr)
         sys.exit(1)
     except SystemExit:
         print(f"\nstopped; every process has ended. {how_to_continue()}", file=sys.stderr)
         raise
     _print_result(plan, paths, result)
+
+
+def _flags_here(text: str) -> str:
+    """Return lines on the flags of atropos-grpo that have other names in this command.
+
+    Only the last line that has any is searched, which is the cause if the trainer ended.
+    """
+    names = {}
+    for action in create_full_parser()._actions:
+        for flag in action.option_strings:
+            here = _OWN_FLAGS.get(action.dest, f"{_TRAINER_PREFIX}{flag.removeprefix('--')}")
+            if action.dest not in _FIXED and flag not in {"-h", here}:
+                names[flag] = here
+    for line in reversed(text.splitlines()):
+        found = dict.fromkeys(re.findall(r"(?<![\w.-])--[a-z][a-z-]*", line))
+        if renamed := [flag for flag in found if flag in names]:
+            return "".join(f"\n{flag} of atropos-grpo is {names[flag]} here" for flag in renamed)
+    return ""
 
 
 def _print_result(plan: RunPlan, paths: RunPaths, result: TrainResult) -> None:
@@ -249,7 +269,7 @@ def _print_result(plan: RunPlan, paths: RunPaths, result: TrainResult) -> None:
     for name in [name for name in result.after if name in result.before]:
         before, after = result.before[name], result.after[name]
         print(f"\n{name}, measured by its evaluate")
-        for key in [key for key in report.measured_names(after) if key in before]:
+        for key in [key for key in measured_names(after) if key in before]:
             change = plain_number(after[key] - before[key])
             print(
                 f"  {key}: before {report.with_interval(before, key)}, "
@@ -830,7 +850,7 @@ class TrainRun:
                 self._progress.note(
                     ", ".join(
                         f"{key} {report.with_interval(metrics, key)}"
-                        for key in report.measured_names(metrics)
+                        for key in measured_names(metrics)
                     )
                 )
         return results
@@ -846,9 +866,9 @@ class TrainRun:
         held_out = [
             HeldOut(f"{name}: {key}", before.get(name, {}).get(key), results[key])
             for name, results in after.items()
-            for key in report.measured_names(results)
+            for key in measured_names(results)
         ]
-        groups = [report.groups_files(environment.groups) for environment in environments]
+        groups = [groups_files(environment.groups) for environment in environments]
         num_groups = report.write_rollouts_page(
             groups, paths.rollouts, groups_per_end=_GROUPS_PER_END
         )

@@ -22,6 +22,13 @@ from example_trainer.config import TrainingConfig
 from example_trainer.launch.preflight import EngineKind, EnvironmentFacts, ModelFacts
 from example_trainer.memory_plan import GIB, STATE_BYTES
 from example_trainer.model import choose_optimizer
+from example_trainer.reporting.run_folder import (
+    ENVIRONMENT_METRICS_NAME,
+    ENVIRONMENTS_NAME,
+    GROUPS_NAME,
+    ROLLOUTS_NAME,
+    SUMMARY_NAME,
+)
 from example_trainer.reporting.writing import REPORT_NAME
 
 
@@ -57,11 +64,11 @@ class EnvironmentPlan:
 
     @property
     def groups(self) -> Path:
-        return self.folder / "groups.jsonl"
+        return self.folder / GROUPS_NAME
 
     @property
     def metrics(self) -> Path:
-        return self.folder / "environment_metrics.jsonl"
+        return self.folder / ENVIRONMENT_METRICS_NAME
 
     def evaluation(self, when: str) -> Path:
         """Folder of the evaluation `before` or `after` training."""
@@ -166,12 +173,12 @@ class RunPaths:
     @property
     def rollouts(self) -> Path:
         """Page of rollouts from the first and the last steps."""
-        return self.output / "rollouts.html"
+        return self.output / ROLLOUTS_NAME
 
     @property
     def summary(self) -> Path:
         """JSON file with the results of the run."""
-        return self.output / "summary.json"
+        return self.output / SUMMARY_NAME
 
 
 def shown_path(path: Path) -> str:
@@ -612,7 +619,7 @@ def _environment_plan(
 ) -> EnvironmentPlan:
     name = options.names()[position]
     file = options.files[position]
-    folder = paths.output / "environments" / name
+    folder = paths.output / ENVIRONMENTS_NAME / name
     settings: dict[str, Any] = {
         "wandb_name": name,
         "max_token_length": max_token_length,

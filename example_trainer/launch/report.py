@@ -214,19 +214,6 @@ def _step_ticks(points: Sequence[RewardPoint], *, most: int) -> list[int]:
     return sorted({round(first + (last - first) * i / (count - 1)) for i in range(count)})
 
 
-def groups_files(groups_path: Path) -> list[Path]:
-    """Return the files of groups of an environment, oldest first.
-
-    An environment that is restarted adds `_1`, `_2`, ... to the name.
-    """
-    files = [groups_path]
-    while (
-        again := groups_path.with_name(f"{groups_path.stem}_{len(files)}{groups_path.suffix}")
-    ).is_file():
-        files.append(again)
-    return [path for path in files if path.is_file()]
-
-
 def write_rollouts_page(
     files: Sequence[Sequence[Path]], page_path: Path, *, groups_per_end: int
 ) -> int:
@@ -259,15 +246,6 @@ def write_rollouts_page(
 def plain_number(value: float) -> str:
     """Return a metric with four digits; rounding errors around 0 become 0."""
     return f"{round(value, 12) + 0.0:.4g}"
-
-
-_INTERVAL_ENDS = ("_stderr", "_ci_low", "_ci_high")
-"""Ends of the names by which `evaluate` reports the uncertainty of a metric."""
-
-
-def measured_names(metrics: Mapping[str, float]) -> list[str]:
-    """Return the names of an evaluation's metrics without those of their uncertainty."""
-    return [name for name in metrics if not name.endswith(_INTERVAL_ENDS)]
 
 
 def with_interval(metrics: Mapping[str, float], name: str) -> str:

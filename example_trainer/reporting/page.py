@@ -44,7 +44,10 @@ def rolling_mean(values: Sequence[float], window: int) -> list[float]:
 
 def thin_out(series: Series, *, max_points: int) -> Series:
     """Shorten a series to at most `max_points` by averaging consecutive points."""
-    size = -(-len(series.xs) // max_points)
+    return _averaged(series, -(-len(series.xs) // max_points))
+
+
+def _averaged(series: Series, size: int) -> Series:
     if size <= 1:
         return series
     starts = range(0, len(series.xs), size)
@@ -205,7 +208,32 @@ def line_chart(title: str, series: Sequence[Series], *, smooths: bool = True) ->
     thinned = [thin_out(one, max_points=_MAX_POINTS) for one in series]
     frame = _Frame([x for one in thinned for x in one.xs], [y for one in thinned for y in one.ys])
     drawn = [
-        _line(one, frame, f"c{i % NUM_COLORS}", smooths=smooths) for i, one in enumerate(thinned)
+        _line(one, frame, f"c{i % NUM_COLORS}", window=_window(one) if smooths else 0)
+        for i, one in enumerate(thinned)
+    ]
+    return _svg(title, frame.axes() + "".join(drawn))
+
+
+def overlay_chart(
+    title: str,
+    by_color: Mapping[int, Series],
+    *,
+    x_range: tuple[float, float],
+    smooths: bool = True,
+) -> str:
+    """Draw at least one line, each in its own color, such as one metric of several runs.
+
+    Lines of different length are averaged over the same number of steps, so that none lags behind
+    the others.
+    """
+    size = -(-max(len(one.xs) for one in by_color.values()) // _MAX_POINTS)
+    thinned = {color: _averaged(one, size) for color, one in by_color.items()}
+    frame = _Frame(x_range, [y for one in thinned.values() for y in one.ys])
+    windows = [window for one in thinned.values() if (window := _window(one))]
+    shortest = min(windows) if smooths and windows else 0
+    drawn = [
+        _line(one, frame, f"c{color}", window=shortest if _window(one) else 0)
+        for color, one in thinned.items()
     ]
     return _svg(title, frame.axes() + "".join(drawn))
 
@@ -227,21 +255,26 @@ def stacked_chart(title: str, series: Sequence[Series]) -> str:
     return _svg(title, "".join(areas) + frame.axes())
 
 
-def legend(names: Sequence[str]) -> str:
-    """Return the legend of a chart as HTML: each series with its color."""
+def legend(names: Sequence[str], *, colors: Sequence[int] | None = None) -> str:
+    """Return the legend of a chart as HTML: each series with its color; by default in order."""
     return "".join(
         f'<span class="key"><i class="c{i % NUM_COLORS}"></i>{inert_markup(name)}</span>'
-        for i, name in enumerate(names)
+        for i, name in zip(colors or range(len(names)), names, strict=True)
     )
 
 
-def _line(series: Series, frame: _Frame, color: str, *, smooths: bool) -> str:
+def _window(series: Series) -> int:
+    """Return the number of points of its rolling mean; 0 if it is too short for one."""
+    return 0 if len(series.xs) < _SMOOTHED_FROM else len(series.xs) // 12
+
+
+def _line(series: Series, frame: _Frame, color: str, *, window: int) -> str:
     if len(series.xs) == 1:
         x, y = frame.x(series.xs[0]), frame.y(series.ys[0])
         return f'<circle class="dot {color}" cx="{x:.1f}" cy="{y:.1f}" r="3"/>'
-    if not smooths or len(series.xs) < _SMOOTHED_FROM:
+    if not window:
         return _polyline(series.xs, series.ys, frame, f"line {color}")
-    means = rolling_mean(series.ys, len(series.ys) // 12)
+    means = rolling_mean(series.ys, window)
     return _polyline(series.xs, series.ys, frame, f"line pale {color}") + _polyline(
         series.xs, means, frame, f"line {color}"
     )
@@ -437,14 +470,29 @@ def make_page(
         _settings(settings, changed),
         "".join(f'<p class="note">{inert_markup(note)}</p>' for note in notes),
     ]
+    return page_around(parts, title=title, lead=lead)
+
+
+def page_around(
+    parts: Sequence[str], *, title: str, lead: str, head: str = "", style: str = ""
+) -> str:
+    """Return an HTML page with a heading, links to its sections and the style of all reports.
+
+    Args:
+        parts: HTML of its sections; empty ones are left out.
+        title: Heading of the page.
+        lead: Line below the heading.
+        head: HTML at the start of its head.
+        style: CSS after that of all reports.
+    """
     body = "\n".join(part for part in parts if part)
     return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8">{head}'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
         '<meta name="color-scheme" content="light dark">'
         '<meta http-equiv="Content-Security-Policy" '
         "content=\"default-src 'none'; style-src 'unsafe-inline'\">"
-        f"<title>{inert_markup(title)}</title><style>{_style()}</style></head>\n"
+        f"<title>{inert_markup(title)}</title><style>{style_of('report.css')}{style}</style></head>\n"
         f'<body><a class="skip" href="#content">Skip to the result</a>'
         f"{_top(title, lead, body)}"
         f'<main id="content" tabindex="-1">{body}</main></body></html>\n'
@@ -453,6 +501,9 @@ def make_page(
 
 _PLACES = (
     ("answers", "Answers"),
+    ("runs", "Runs"),
+    ("values", "First, last and best"),
+    ("differences", "Different settings"),
     ("numbers", "Numbers"),
     ("curves", "Curves"),
     ("steps", "Steps"),
@@ -463,8 +514,9 @@ _MAX_TITLE_CHARACTERS = 120
 
 
 @cache
-def _style() -> str:
-    return resources.files(__package__).joinpath("report.css").read_text(encoding="utf-8")
+def style_of(name: str) -> str:
+    """Return a style sheet of this package."""
+    return resources.files(__package__).joinpath(name).read_text(encoding="utf-8")
 
 
 def _top(title: str, lead: str, body: str) -> str:
@@ -656,7 +708,7 @@ def _times_card(steps: Sequence[Mapping[str, Any]]) -> str:
     if not times:
         return ""
     drawing = stacked_chart("seconds of a step", times)
-    return _framed("Time of a step", "seconds", drawing, times, kind="areas")
+    return framed_chart("Time of a step", "seconds", drawing, times, kind="areas")
 
 
 def _distinct(found: Sequence[Series | None]) -> list[Series]:
@@ -670,17 +722,24 @@ def _card(
 ) -> str:
     if not series:
         return ""
-    return _framed(title, note, line_chart(title, series, smooths=smooths), series, kind=kind)
+    return framed_chart(title, note, line_chart(title, series, smooths=smooths), series, kind=kind)
 
 
-def _framed(
-    title: str, note: str, drawing: str, series: Sequence[Series], *, kind: str = ""
+def framed_chart(
+    title: str,
+    note: str,
+    drawing: str,
+    series: Sequence[Series],
+    *,
+    kind: str = "",
+    colors: Sequence[int] | None = None,
 ) -> str:
+    """Return a drawing with its title, a note and a legend with the last value of each line."""
     names = [f"{one.name} ({short_number(one.ys[-1])})" for one in series]
     below = f"<small>{note}</small>" if note else ""
     return (
-        f'<figure class="chart {kind}"><figcaption><b>{title}</b>{below}</figcaption>{drawing}'
-        f'<div class="legend">{legend(names)}</div></figure>'
+        f'<figure class="chart {kind}"><figcaption><b>{inert_markup(title)}</b>{below}'
+        f'</figcaption>{drawing}<div class="legend">{legend(names, colors=colors)}</div></figure>'
     )
 
 

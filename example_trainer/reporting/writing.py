@@ -1,7 +1,8 @@
-"""`atropos-report`: write the report of a run from its metrics and settings."""
+"""`atropos-report`: write the report of a run, or the comparison of several, from their metrics."""
 
 from __future__ import annotations
 
+import argparse
 import datetime
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -12,6 +13,13 @@ from atroposlib.errors import ConfigError
 from atroposlib.utils.command_parser import CommandParser, end_command
 from atroposlib.utils.text import mask_secrets
 from example_trainer.checkpointing import write_file
+from example_trainer.reporting.comparison import (
+    MAX_RUNS,
+    PAGE_MARK,
+    ComparedRun,
+    make_comparison_page,
+    make_labels,
+)
 from example_trainer.reporting.examples import (
     GroupExcerpt,
     RolloutExamples,
@@ -31,6 +39,7 @@ from example_trainer.reporting.page import (
     series_of,
     short_number,
 )
+from example_trainer.reporting.run_folder import METRICS_NAMES, ROLLOUTS_NAME, find_run, metrics_in
 
 _FINDINGS_END_SHARE = 0.1
 _FEW_STEPS = 4
@@ -176,6 +185,7 @@ def _mean(steps: Sequence[Mapping[str, Any]], key: str) -> float | None:
 
 
 REPORT_NAME = "report.html"
+COMPARISON_NAME = "comparison.html"
 _ACCURACY = "share of right answers"
 _ACCURACY_KEY = "percent_correct"
 _PART_KEY = "train/reward/"
@@ -239,11 +249,8 @@ def write_report(
         ConfigError: a file cannot be read, or has no step despite `needs_steps`.
     """
     records = read_records(_lines(metrics_path))
-    if needs_steps and not records.steps:
-        raise ConfigError(
-            f"{metrics_path}: no metrics of a trainer (no line with step and {STEP_SIGN}); give "
-            "the metrics of an environment with --environment, in addition to those of its trainer"
-        )
+    if needs_steps:
+        _require_steps(records, metrics_path)
     kept = read_settings(metrics_path)
     settings, changed = kept.get("settings", {}), kept.get("changed", {})
     environment = _lines(environment_path) if environment_path else []
@@ -266,6 +273,73 @@ def write_report(
     report_path.parent.mkdir(parents=True, exist_ok=True)
     report_path.write_text(page, encoding="utf-8", errors="replace")
     return len(records.steps)
+
+
+def write_comparison(metrics_paths: Sequence[Path], page_path: Path) -> int:
+    """Write the page that compares runs and return the number of steps of the longest.
+
+    Raises:
+        ConfigError: a file cannot be read, has no step, is given twice, or there are more than
+            `MAX_RUNS`; or `page_path` is another file than such a page.
+    """
+    if len(metrics_paths) > MAX_RUNS:
+        raise ConfigError(
+            f"{len(metrics_paths)} runs; expected at most {MAX_RUNS}, one for each color of a chart"
+        )
+    resolved = [path.resolve() for path in metrics_paths]
+    for i, path in enumerate(resolved):
+        if path in resolved[:i]:
+            raise ConfigError(f"{metrics_paths[i]}: the same run is given twice")
+    _require_comparison(page_path)
+    # A folder gives the name if the file has the name that the trainer writes.
+    labels = make_labels([path.parent if path.name in METRICS_NAMES else path for path in resolved])
+    runs = [_compared(path, label) for path, label in zip(metrics_paths, labels, strict=True)]
+    page_path.parent.mkdir(parents=True, exist_ok=True)
+    page_path.write_text(make_comparison_page(runs), encoding="utf-8", errors="replace")
+    return max(len(run.steps) for run in runs)
+
+
+def _compared(metrics_path: Path, label: str) -> ComparedRun:
+    records = read_records(_lines(metrics_path))
+    _require_steps(records, metrics_path)
+    settings = read_settings(metrics_path).get("settings", {})
+    found = find_run(metrics_path, planned_steps=settings.get("training_steps"))
+    title = found.title or _title(settings, found.names)
+    environment = _lines(found.environment_path) if found.environment_path else []
+    return ComparedRun(
+        label=label,
+        source=str(metrics_path),
+        lead=f"{title} · {_lead(records.steps, settings, found.seconds)}",
+        steps=records.steps,
+        settings=settings,
+        environments=found.environments,
+        accuracy=_accuracy(environment),
+        reward_parts=_reward_parts(environment),
+        held_out=found.held_out,
+    )
+
+
+def _require_comparison(path: Path) -> None:
+    """Raise `ConfigError` if a file exists that is not a page of several runs."""
+    if not path.exists():
+        return
+    try:
+        with path.open("rb") as file:
+            is_comparison = PAGE_MARK.encode() in file.read(1024)
+    except OSError as error:
+        raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
+    if not is_comparison:
+        raise ConfigError(
+            f"{path} exists and is not a comparison of runs; give another file with --output"
+        )
+
+
+def _require_steps(records: RunRecords, metrics_path: Path) -> None:
+    if not records.steps:
+        raise ConfigError(
+            f"{metrics_path}: no metrics of a trainer (no line with step and {STEP_SIGN}); give "
+            "the metrics of an environment with --environment, in addition to those of its trainer"
+        )
 
 
 def _lines(path: Path) -> list[str]:
@@ -338,9 +412,10 @@ def read_settings(metrics_path: Path) -> dict[str, Any]:
     }
 
 
-def _title(settings: Mapping[str, Any]) -> str:
+def _title(settings: Mapping[str, Any], environments: Sequence[str] = ()) -> str:
     name = str(settings.get("model_name") or "").rstrip("/").rpartition("/")[2]
-    return f"Training of {name}" if name else "Training run"
+    title = f"Training of {name}" if name else "Training run"
+    return f"{title} on {', '.join(environments)}" if environments else title
 
 
 def _lead(
@@ -461,45 +536,74 @@ def _notes(records: RunRecords, settings: Mapping[str, Any]) -> list[str]:
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Write the report; exit with 0 on success, 2 for invalid flags or unusable files."""
+    """Write the page; exit with 0 on success, 2 for invalid flags or unusable files."""
     parser = CommandParser(
         prog="atropos-report",
-        description="Write the report of a training run: one HTML file with its curves.",
+        description="Write the report of a training run: one HTML file with its curves. Several "
+        "runs are compared in one file.",
         allow_abbrev=False,
     )
     parser.add_argument(
-        "metrics", type=Path, metavar="METRICS.jsonl", help="metrics of the trainer, or its folder"
+        "runs",
+        type=Path,
+        nargs="+",
+        metavar="RUN",
+        help=f"the folder of a run, or its metrics of the trainer; at most {MAX_RUNS} runs",
     )
     parser.add_argument(
-        "--output", type=Path, help=f"the HTML file; default: {REPORT_NAME} next to the metrics"
+        "--output",
+        type=Path,
+        help=f"the HTML file; default: {REPORT_NAME} next to the metrics, for several runs "
+        f"{COMPARISON_NAME} in the current folder",
     )
     parser.add_argument(
-        "--environment", type=Path, help="metrics of an environment, for its accuracy"
+        "--environment",
+        type=Path,
+        help="metrics of an environment of one run, for its accuracy; default: those in its folder",
     )
     parser.add_argument(
         "--groups",
         type=Path,
         metavar="GROUPS.jsonl",
-        help="groups of an environment, for examples of its rollouts",
+        help="groups of an environment of one run, for examples of its rollouts; default: those "
+        "in its folder",
     )
     arguments = parser.parse_args(argv)
-    metrics = arguments.metrics
-    if metrics.is_dir():
-        named = [metrics / name for name in ("metrics.jsonl", "trainer_metrics.jsonl")]
-        metrics = next((file for file in named if file.exists()), named[0])
-    report = arguments.output or metrics.with_name(REPORT_NAME)
+    metrics = [metrics_in(run) for run in arguments.runs]
     try:
-        num_steps = write_report(
-            metrics,
-            report,
-            environment_path=arguments.environment,
-            needs_steps=True,
-            groups=[[arguments.groups]] if arguments.groups else (),
-            rollouts_path=report.with_name("rollouts.html"),
-        )
+        if len(metrics) == 1:
+            _report_one(metrics[0], arguments)
+        else:
+            _compare(metrics, arguments)
     except (ConfigError, OSError) as error:
         end_command("atropos-report", f"error: {error}", code=2)
+
+
+def _report_one(metrics: Path, arguments: argparse.Namespace) -> None:
+    report = arguments.output or metrics.with_name(REPORT_NAME)
+    settings = read_settings(metrics).get("settings", {})
+    found = find_run(metrics, planned_steps=settings.get("training_steps"))
+    num_steps = write_report(
+        metrics,
+        report,
+        environment_path=arguments.environment or found.environment_path,
+        held_out=found.held_out,
+        needs_steps=True,
+        title=found.title or _title(settings, found.names),
+        seconds=found.seconds,
+        groups=[[arguments.groups]] if arguments.groups else found.groups,
+        rollouts_path=report.with_name(ROLLOUTS_NAME),
+    )
     print(f"{report}: {num_steps} steps")
+
+
+def _compare(metrics: Sequence[Path], arguments: argparse.Namespace) -> None:
+    for flag in ("environment", "groups"):
+        if getattr(arguments, flag) is not None:
+            raise ConfigError(f"--{flag} belongs to the report of one run; leave it out")
+    page = arguments.output or Path(COMPARISON_NAME)
+    num_steps = write_comparison(metrics, page)
+    print(f"{page}: {len(metrics)} runs, the longest of {num_steps} steps")
 
 
 if __name__ == "__main__":

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import sys
 from itertools import cycle
 from pathlib import Path
 
 import pytest
 
 from atroposlib.envs.base import APIServerConfig, ServerManager
-from environments.eval_environments.aime24_hermes_example import AIME24, SYSTEM_PROMPT
+from environments.eval_environments.aime24_hermes_example import AIME24, SYSTEM_PROMPT, main
 from tests.fakes import ScriptedEngine
 
 pytestmark = pytest.mark.slow
@@ -46,3 +47,19 @@ async def test_completions_are_counted_as_pass_at_k(tmp_path: Path) -> None:
     assert "atropos|AIME24@2:4|0" in report["results"]
     samples = (tmp_path / "results" / "samples.jsonl").read_text().splitlines()
     assert [json.loads(line)["gold"] for line in samples] == ["42", "7"]
+
+
+@pytest.mark.parametrize(("word", "code"), [("--help", 0), ("--server-ur", 2)])
+def test_flags_are_read_before_the_data(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], word: str, code: int
+) -> None:
+    monkeypatch.setattr(AIME24, "setup_data", lambda _: pytest.fail("the data was loaded"))
+    monkeypatch.setattr(sys, "argv", ["aime24_hermes_example.py", word])
+
+    with pytest.raises(SystemExit) as ended:
+        main()
+
+    assert ended.value.code == code
+    said = capsys.readouterr()
+    assert "--server-url" in said.out + said.err
+    assert code or "Evaluate a model on AIME 2024." in said.out

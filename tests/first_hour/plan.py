@@ -111,6 +111,10 @@ print(json.dumps({"instance_id": "org__maths-1", "repo": "org/maths", "base_comm
                   "FAIL_TO_PASS": ["test_two (test_maths.DoubleTest)"]}))
 END"""
 
+TRAINED_TWICE = """for run in train_runs/one train_runs/two; do
+    mkdir -p $run
+    echo '{"step": 1, "train/loss": 0.5}' > $run/trainer_metrics.jsonl
+done"""
 EXCERPT = "part of a class, shown to explain it; tests run the class"
 PICTURE = "a drawing"
 OUTPUT = "text without commands, such as the output of the block above"
@@ -654,6 +658,12 @@ STEPS: tuple[Step, ...] = (
         "example_trainer/README.md",
         "MODEL=Qwen/Qwen3-0.6B",
         shows=('"token_ids":',),
+    ),
+    Run(
+        "example_trainer/README.md",
+        "atropos-report train_runs/one train_runs/two",
+        before=TRAINED_TWICE,
+        shows=("comparison.html: 2 runs",),
     ),
     NotRun(
         "example_trainer/README.md",

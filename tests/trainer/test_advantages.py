@@ -30,3 +30,8 @@ def test_group_advantages_of_equal_scores_are_zero_even_without_eps(std):
 
 def test_group_advantages_of_one_trajectory_keep_the_raw_score():
     assert group_advantages([0.7], std="sample", eps=1e-6) == [0.7]
+
+
+def test_group_advantages_of_an_unknown_deviation_raise():
+    with pytest.raises(AssertionError, match="auto"):
+        group_advantages(REWARDS, std="auto", eps=0.0)

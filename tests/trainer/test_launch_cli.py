@@ -240,3 +240,22 @@ def test_run_without_the_report_of_its_last_step_can_be_resumed(
 
 def raised(error: Exception) -> None:
     raise error
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        ("leave it out: --unsupported-fields ignore", "is --trainer.unsupported-fields here"),
+        (
+            "log\ntrain with --packing off\nend",
+            "\n--packing of atropos-grpo is --trainer.packing here",
+        ),
+        ("a larger --seq-len", "\n--seq-len of atropos-grpo is --context-tokens here"),
+        ("a smaller --lr, --resume, --env.group_size or --vllm-port", ""),
+    ],
+)
+def test_flags_in_errors_of_the_trainer_are_named_as_here(text: str, said: str) -> None:
+    found = cli._flags_here(text)
+
+    assert found.endswith(said)
+    assert bool(found) == bool(said)

@@ -19,7 +19,6 @@ from example_trainer.launch.report import (
     count_steps,
     curve_text,
     find_drop,
-    measured_names,
     plain_number,
     read_rewards,
     with_interval,
@@ -27,6 +26,7 @@ from example_trainer.launch.report import (
     write_rollouts_page,
 )
 from example_trainer.reporting.page import rolling_mean
+from example_trainer.reporting.run_folder import measured_names
 
 POINTS = [RewardPoint(step, min(1.0, 0.3 + step / 100)) for step in range(1, 61)]
 

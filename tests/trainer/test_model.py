@@ -340,6 +340,13 @@ def test_learning_rate_warms_up_and_then_follows_its_schedule(tmp_path, schedule
     assert rates == pytest.approx(expected, abs=1e-6)
 
 
+def test_learning_rate_of_an_unknown_schedule_raises(tmp_path):
+    config = tiny_config(tmp_path, training_steps=6).model_copy(update={"lr_schedule": "step"})
+
+    with pytest.raises(AssertionError, match="step"):
+        learning_rate_at(5, config)
+
+
 def test_learning_rate_that_would_rise_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"min_lr=0\.1 must not be above lr=0\.01"):
         tiny_config(tmp_path, min_lr=0.1)

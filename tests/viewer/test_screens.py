@@ -15,7 +15,7 @@ from atroposlib.viewer.sources import JsonlSource
 from atroposlib.viewer.token_reader import TokenReader
 from atroposlib.viewer.viewer import Viewer
 from example_trainer.reporting.page import HeldOut
-from example_trainer.reporting.writing import write_report, write_settings
+from example_trainer.reporting.writing import write_comparison, write_report, write_settings
 from tests.viewer.conftest import Watched
 from tests.viewer.groups import ATTACKS, byte_tokenizer, hostile_group, make_group, write_groups
 from tests.viewer.waiting import wait_until
@@ -68,6 +68,11 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
         groups=[[groups]],
         rollouts_path=folder / "rollouts.html",
     )
+    other = folder / ("x" * 100) / "metrics.jsonl"
+    other.parent.mkdir()
+    other.write_text(metrics.read_text())
+    write_settings(other, {"model_name": "other", hostile: hostile}, {})
+    write_comparison([metrics, other], folder / "comparison.html")
     return folder
 
 
@@ -116,7 +121,7 @@ def stops_of(page: Any, count: int) -> list[str]:
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-@pytest.mark.parametrize("name", ["report", "rollouts"])
+@pytest.mark.parametrize("name", ["report", "rollouts", "comparison"])
 def test_pages_of_a_run_fit_a_phone_and_keep_the_rules_of_axe(
     run: Path, open_page: OpenPage, name: str, scheme: str
 ) -> None:
