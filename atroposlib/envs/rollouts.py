@@ -56,7 +56,7 @@ from atroposlib.envs.config import BaseEnvConfig, StragglerPolicyEnum
 from atroposlib.envs.reporting import Reporter
 from atroposlib.envs.server_handling.server_baseline import TOKEN_VERSIONS, SampledVersions
 from atroposlib.envs.service_session import EnvSession
-from atroposlib.errors import GroupError, InferenceError, TrajectoryApiError
+from atroposlib.errors import GroupError, InferenceError, NoDataError, TrajectoryApiError
 from atroposlib.scored_data import (
     GROUP_FIELDS,
     IGNORE_INDEX,
@@ -632,6 +632,8 @@ UNUSABLE = ("malformed", "wrong_size", "not_encodable", "outside_vocabulary")
 """Reasons that are errors of the environment."""
 INCOMPLETE = "incomplete"
 """Reason of groups with rollouts that returned None."""
+NUM_UNUSABLE_AT_START = 100
+"""Number of groups, the first of a process, whose errors end `serve` if none is usable."""
 NUM_DROPS_LOGGED = 10
 """Number of drops for one reason that are all logged as warnings; later only some are."""
 DEFAULTED_FIELDS = (
@@ -681,6 +683,8 @@ class GroupDelivery:
         self._reporter = reporter
         self._side_thread = side_thread
         self._vocabulary: Vocabulary | None = None
+        self._has_usable_groups = False
+        self._last_drop = ACCEPTED
         if env.config.data_path_to_save_groups is not None:
             self.jsonl_writer = GroupWriter(env.config.data_path_to_save_groups)
             env.config.data_path_to_save_groups = str(self.jsonl_writer.path)
@@ -750,6 +754,7 @@ class GroupDelivery:
             admission = await self._side_thread.run(self._vocabulary.check, group["tokens"])
         if lengths:
             self._reporter.length_bias.add_group(lengths, reason=admission.reason)
+        self._has_usable_groups |= admission.reason not in UNUSABLE
         if not admission.is_accepted:
             self._drop_group(admission)
             return False
@@ -789,12 +794,24 @@ class GroupDelivery:
         num_groups = sum(group is not None for group in groups)
         return 0 < num_groups <= self.num_unusable_groups() - before
 
+    def error_of_first_groups(self) -> NoDataError | None:
+        """Return the error of an environment whose first groups are all dropped for its errors."""
+        count = self.num_unusable_groups()
+        if self._has_usable_groups or count < NUM_UNUSABLE_AT_START:
+            return None
+        reason, detail = self._last_drop
+        return NoDataError(
+            f"all of the first {count} groups were dropped, the last one as {reason}: {detail}; "
+            "the subcommand `check` finds such errors before a run"
+        )
+
     def drop_incomplete_group(self, num_missing: int, *, num_rollouts: int) -> None:
         """Log and count a group some of whose rollouts, but not all, returned None."""
         detail = f"collect_trajectory returned None for {num_missing} of {num_rollouts} rollouts"
         self._drop_group(Admission(INCOMPLETE, detail))
 
     def _drop_group(self, admission: Admission, *, num_groups: int = 1) -> None:
+        self._last_drop = admission
         self._reporter.drop_counts[str(admission.reason)] += num_groups
         count = self._reporter.drop_counts[str(admission.reason)]
         is_shown = count < NUM_DROPS_LOGGED or is_milestone(count, added=num_groups)

@@ -722,6 +722,9 @@ class ServingLoop:
             # A rollout with unusable groups only counts as failed and delays the next ones.
             is_unusable = self._delivery.is_unusable(scored, before=num_unusable)
             self._failures_in_a_row = self._failures_in_a_row + 1 if is_unusable else 0
+            error = self._delivery.error_of_first_groups()
+            if error is not None:
+                self._scheduler.stop(error)
             self._scheduler.request_refresh()
         return scored, duration_s
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import re
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
@@ -12,8 +13,9 @@ from typing import Any
 
 import pytest
 
+from atroposlib.envs import rollouts
 from atroposlib.envs.server_handling.server_manager import ServerManager
-from atroposlib.errors import EngineSetupError
+from atroposlib.errors import EngineSetupError, NoDataError
 from tests.envs.live_service import LiveService, ScriptedTrainer, serve_until, until
 from tests.envs.small_environment import SERVERS, SmallEnv
 from tests.fakes import ScriptedEngine
@@ -148,6 +150,41 @@ async def test_serve_malformed_groups_hold_back_the_next_as_failures_do(
 
     assert env.drop_counts["malformed"] >= 5
     assert "(failures so far: none; groups dropped: {'malformed': " in caplog.text
+
+
+@pytest.mark.parametrize("usable_items", [0, 4])
+async def test_serve_whose_first_groups_are_all_malformed_ends_and_says_why(
+    service: LiveService,
+    make_env: MakeEnv,
+    monkeypatch: pytest.MonkeyPatch,
+    usable_items: int,
+) -> None:
+    monkeypatch.setattr(rollouts, "NUM_UNUSABLE_AT_START", 12)
+    service.start()
+
+    class AlwaysWrong(SmallEnv):
+        async def postprocess_histories(self, trajectories: Any) -> Any:
+            if self.num_items <= usable_items:
+                return trajectories
+            return {**trajectories, "masks": [[-100]] * 2}
+
+    env = make_env(AlwaysWrong, rollout_server_url=service.url)
+
+    async with ScriptedTrainer(service.url) as trainer:
+        await trainer.register()
+        serving = asyncio.create_task(env.env_manager())
+        await until(lambda: serving.done() or env.drop_counts["malformed"] > 15)
+        is_ended = serving.done()
+        serving.cancel()
+        [error] = await asyncio.gather(serving, return_exceptions=True)
+
+    assert is_ended == (usable_items == 0)
+    if is_ended:
+        assert isinstance(error, NoDataError)
+        assert re.search(
+            r"all of the first 1\d groups were dropped, the last one as malformed: masks\[",
+            str(error),
+        )
 
 
 async def test_serve_ends_with_the_trainer_although_total_steps_is_more(
