@@ -6,8 +6,8 @@ r"""Evaluations by table: the base of all, and mathematics in a box.
 
 A data set is a row of a table: where it is, its columns, and how a row becomes a question. The
 programs of `environments/eval_environments/` name one row each. `choice_evaluations` has the
-questions with options, `text_evaluations` the answers in free text, and the page `ifeval_eval` the
-instructions that a program can verify.
+questions with options, `text_evaluations` the answers in free text, `judged_evaluations` those that
+a judge grades, and the page `ifeval_eval` the instructions that a program can verify.
 
 `EvaluationEnv` is a `SingleTurnEnv`: `evaluate` is its purpose, and `process`, `serve` and `check`
 work as well, with the grade as score.
@@ -16,7 +16,6 @@ work as well, with the grade as score.
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import os
 import re
@@ -31,7 +30,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from pydantic import Field
 
-from atroposlib.envs.base import APIServerConfig, EvalHandlingEnum, ServerManager
+from atroposlib.envs.base import APIServerConfig, EvalHandlingEnum
 from atroposlib.envs.dataset_items import hub_rows
 from atroposlib.envs.server_handling.chat_rendering import text_of_content
 from atroposlib.envs.single_turn_env import SingleTurnEnv, SingleTurnEnvConfig
@@ -49,6 +48,7 @@ from atroposlib.utils.score_pool import ScorePool
 
 __all__ = [
     "BOXED_SOURCES",
+    "TRAIN_SETTINGS",
     "BoxedEvalConfig",
     "BoxedEvalEnv",
     "EvalFamilyConfig",
@@ -57,15 +57,12 @@ __all__ = [
     "EvalReply",
     "EvalSource",
     "EvaluationEnv",
-    "HostedJudgeConfig",
-    "JudgeModel",
-    "JudgedEvalConfig",
-    "JudgedEvaluationEnv",
+    "TrainableEvalConfig",
+    "TrainableEvaluation",
     "boxed_grade",
     "create_system_content",
     "format_math_answer_instruction",
     "get_default_thinking_prompt",
-    "judge_of",
     "metric_key",
 ]
 
@@ -73,6 +70,7 @@ logger = logging.getLogger(__name__)
 
 MODEL = "NousResearch/Hermes-3-Llama-3.1-8B"
 TEST_FILES = ("test", "validation", "valid", "val", "train")
+TRAIN_FILES = ("train",)
 EXAMPLE_FILES = ("dev", "validation", "valid", "val", "train")
 
 
@@ -234,39 +232,6 @@ class EvalFamilyConfig(SingleTurnEnvConfig):
     full_debug: bool = Field(False, description="Whether to log every completion and its grade.")
 
 
-class JudgedEvalConfig(EvalFamilyConfig):
-    """Settings of the evaluations with a model as judge."""
-
-    judge_model_name: str | None = Field(
-        None, description="Model of the judge; None uses the evaluated model."
-    )
-    judge_base_url: str | None = Field(
-        None,
-        description="URL of the judge's server, ending in /v1; None uses the servers of the "
-        "evaluated model.",
-    )
-    judge_api_key_env: str = Field(
-        "OPENAI_API_KEY", description="Environment variable with the key of the judge's server."
-    )
-    judge_temperature: float = Field(0.0, ge=0, description="Sampling temperature of the judge.")
-    judge_max_tokens: int = Field(
-        2048, ge=1, le=65536, description="Token limit of the judge's reply."
-    )
-
-
-class HostedJudgeConfig(JudgedEvalConfig):
-    """Settings of the evaluations whose judge is `gpt-4o` at OpenAI by default."""
-
-    judge_model_name: str | None = Field(
-        "gpt-4o", description="Model of the judge; None uses the evaluated model."
-    )
-    judge_base_url: str | None = Field(
-        "https://api.openai.com/v1",
-        description="URL of the judge's server, ending in /v1; None uses the servers of the "
-        "evaluated model, and that model.",
-    )
-
-
 class EvaluationEnv(SingleTurnEnv):
     """One data set of an evaluation; an item is an `EvalQuestion`.
 
@@ -274,10 +239,12 @@ class EvaluationEnv(SingleTurnEnv):
 
     Attributes:
         source: row of the table of the family.
+        default_server_type: type of the server of the default settings.
         iter: number of items handed out for training.
     """
 
     source: ClassVar[EvalSource]
+    default_server_type: ClassVar[str] = "openai"
     env_config_cls = EvalFamilyConfig
     config: EvalFamilyConfig
     scores_thinking = True  # `grade` removes it
@@ -295,14 +262,17 @@ class EvaluationEnv(SingleTurnEnv):
             port=9000,
             server={
                 "api_key": os.environ.get("OPENAI_API_KEY"),
-                "server_type": "openai",
+                "server_type": cls.default_server_type,
                 "num_requests_for_eval": 1024,
             },
-            group_size=1,
-            total_steps=1,
-            steps_per_eval=1,
-            eval_handling=EvalHandlingEnum.STOP_TRAIN,
-            wandb_name=cls.name,
+            **{
+                "group_size": 1,
+                "total_steps": 1,
+                "steps_per_eval": 1,
+                "eval_handling": EvalHandlingEnum.STOP_TRAIN,
+                "wandb_name": cls.name,
+                **cls.default_settings,
+            },
         )
 
     @classmethod
@@ -345,7 +315,7 @@ class EvaluationEnv(SingleTurnEnv):
                 raise ConfigError(
                     f"{self.place_of_data}: row {number} is not a question of "
                     f"{type(self).__name__}: {error!r}; expected the columns "
-                    f"{', '.join(self.source.columns)}"
+                    f"{', '.join(self.source.columns or self.source.optional)}"
                 ) from error
         return questions
 
@@ -521,97 +491,65 @@ class EvaluationEnv(SingleTurnEnv):
         super().save_checkpoint(step, {**(data or {}), "iter": self.iter})
 
 
-class JudgeModel:
-    """The judge of an evaluation, which gets requests of one message; created by `judge_of`.
+class TrainableEvalConfig(EvalFamilyConfig):
+    """Settings of the evaluations that are environments for training as well."""
 
-    Args:
-        server: object with `chat_completion`.
-        is_own: Whether the server is closed with the judge.
-        temperature: sampling temperature.
-        max_tokens: token limit of a reply.
-        max_concurrent_calls: maximum number of requests at a time; None: the server's limit.
-    """
-
-    def __init__(
-        self,
-        server: Any,
-        *,
-        is_own: bool,
-        temperature: float,
-        max_tokens: int,
-        max_concurrent_calls: int | None = None,
-    ) -> None:
-        self._server = server
-        self._is_own = is_own
-        self._sampling = {"n": 1, "temperature": temperature, "max_tokens": max_tokens}
-        calls = max_concurrent_calls
-        self._slots = contextlib.nullcontext() if calls is None else asyncio.Semaphore(calls)
-
-    async def reply(self, request: str) -> str:
-        """Return the reply; empty if it was truncated, or if the request exceeds the context."""
-        messages = [{"role": "user", "content": request}]
-        try:
-            async with self._slots:
-                chat = await self._server.chat_completion(
-                    messages=messages, split="eval", **self._sampling
-                )
-        except ContextOverflowError:
-            logger.debug("a request of %d characters exceeds the judge's context", len(request))
-            return ""
-        choice = chat.choices[0]
-        return "" if choice.finish_reason == "length" else text_of_content(choice.message.content)
-
-    async def close(self) -> None:
-        if self._is_own:
-            await self._server.close()
-
-
-def judge_of(env: EvaluationEnv, *, max_concurrent_calls: int | None = None) -> JudgeModel:
-    """Return the judge that the settings of an evaluation name."""
-    config: JudgedEvalConfig = env.config  # type: ignore[assignment]
-    server = env.server
-    if config.judge_base_url is not None:
-        own = APIServerConfig(
-            model_name=config.judge_model_name or env.server_configs[0].model_name,
-            base_url=config.judge_base_url,
-            api_key=os.environ.get(config.judge_api_key_env),
-            health_check=False,
-        )
-        server = ServerManager([own])
-    return JudgeModel(
-        server,
-        is_own=server is not env.server,
-        temperature=config.judge_temperature,
-        max_tokens=config.judge_max_tokens,
-        max_concurrent_calls=max_concurrent_calls,
+    train_path: str | None = Field(
+        None,
+        description="File, or folder with a train file, with the same columns: questions of "
+        "`serve` and `process`; None takes those of the evaluation.",
     )
 
 
-class JudgedEvaluationEnv(EvaluationEnv):
-    """An evaluation whose replies are graded by a judge; implement `grade` with `self.judge`.
+TRAIN_SETTINGS: Mapping[str, Any] = {
+    "total_steps": 1000,
+    "steps_per_eval": 50,
+    "eval_handling": EvalHandlingEnum.LIMIT_TRAIN,
+    "max_token_length": 8192,
+}
+
+
+class TrainableEvaluation(EvaluationEnv):
+    """An evaluation that is an environment for training as well.
 
     Attributes:
-        judge: the judge.
+        train_questions: questions of `serve` and `process`.
     """
 
-    env_config_cls = JudgedEvalConfig
-    config: JudgedEvalConfig
+    default_server_type = "vllm"  # whose answers have token ids
+    config: Any  # a TrainableEvalConfig
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        self.judge = self.make_judge()
+        self.train_questions: list[EvalQuestion] = []
 
-    def make_judge(self) -> JudgeModel:
-        return judge_of(self)
+    @classmethod
+    def check_inputs(cls, config: Any) -> None:
+        super().check_inputs(config)
+        if config.train_path:
+            require_data(_local_file(Path(config.train_path), TRAIN_FILES), cls.source.columns)
 
-    def evaluation_metrics(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        metrics = super().evaluation_metrics(samples)
-        del metrics[f"{self.source.prefix}total_correct"]  # scores are not right or wrong
-        return metrics
+    async def setup(self) -> None:
+        await super().setup()
+        self.train_questions = await asyncio.to_thread(self.load_train_questions)
 
-    async def close(self) -> None:
-        await self.judge.close()
-        await super().close()
+    def load_train_questions(self) -> list[EvalQuestion]:
+        """Read the questions for training; called in a thread by `setup`."""
+        if not self.config.train_path:
+            return self.questions
+        path = _local_file(Path(self.config.train_path), TRAIN_FILES)
+        optional = (*self.source.optional, self.source.subset_column)
+        return self.read_rows(read_records(path, self.source.columns, optional=optional))
+
+    async def get_next_item(self) -> EvalQuestion:
+        if self.iter == 0 and self.train_questions is self.questions:
+            logger.warning(
+                "training uses the questions of the evaluation, whose metrics then say little; "
+                "--env.train_path takes others"
+            )
+        item = self.train_questions[self.iter % len(self.train_questions)]
+        self.iter += 1
+        return item
 
 
 def metric_key(value: str) -> str:

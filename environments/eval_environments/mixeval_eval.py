@@ -25,14 +25,9 @@ from pydantic import Field
 from atroposlib.errors import ConfigError
 from atroposlib.tasks.card import EnvironmentCard
 from atroposlib.tasks.eval_answers import answer_part
-from atroposlib.tasks.evaluations import (
-    EvalGrade,
-    EvalQuestion,
-    EvalSource,
-    HostedJudgeConfig,
-    JudgedEvaluationEnv,
-)
+from atroposlib.tasks.evaluations import EvalGrade, EvalQuestion, EvalSource
 from atroposlib.tasks.judge import quotations, quoted_parts
+from atroposlib.tasks.judged_evaluations import HostedJudgeConfig, JudgedEvaluationEnv
 
 __all__ = ["MixEvalConfig", "MixEvalEnv", "judge_request", "read_score"]
 

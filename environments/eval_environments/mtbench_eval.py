@@ -20,13 +20,9 @@ from typing import Any, ClassVar
 
 from atroposlib.tasks.card import EnvironmentCard
 from atroposlib.tasks.eval_answers import answer_part
-from atroposlib.tasks.evaluations import (
-    EvalGrade,
-    EvalQuestion,
-    HostedJudgeConfig,
-    JudgedEvaluationEnv,
-)
+from atroposlib.tasks.evaluations import EvalGrade, EvalQuestion
 from atroposlib.tasks.judge import quotation_code
+from atroposlib.tasks.judged_evaluations import HostedJudgeConfig, JudgedEvaluationEnv
 from atroposlib.tasks.text_evaluations import TEXT_SOURCES
 
 __all__ = ["MTBenchEvalEnv", "read_score", "score_request"]

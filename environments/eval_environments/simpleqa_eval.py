@@ -25,8 +25,9 @@ from pydantic import Field
 from atroposlib.errors import ConfigError
 from atroposlib.tasks.card import EnvironmentCard
 from atroposlib.tasks.eval_answers import answer_part
-from atroposlib.tasks.evaluations import EvalGrade, EvalQuestion, JudgedEvalConfig, judge_of
+from atroposlib.tasks.evaluations import EvalGrade, EvalQuestion
 from atroposlib.tasks.judge import quotation_code
+from atroposlib.tasks.judged_evaluations import JudgedEvalConfig, judge_of
 from atroposlib.tasks.text_evaluations import (
     TEXT_SOURCES,
     TextEvalEnv,
