@@ -306,14 +306,18 @@ class EvaluationEnv(SingleTurnEnv):
         return self.read_rows(self.rows(self.split, TEST_FILES))
 
     def read_rows(self, rows: Sequence[Row]) -> list[EvalQuestion]:
-        """Convert rows; an error names the row."""
+        """Convert the rows of the evaluation."""
+        return self.questions_of(rows, place=self.place_of_data)
+
+    def questions_of(self, rows: Sequence[Row], *, place: str) -> list[EvalQuestion]:
+        """Convert rows; an error names the row, and their file or data set."""
         questions = []
         for number, row in enumerate(rows):
             try:
                 questions.append(self.source.read(row))
             except (ConfigError, LookupError, TypeError, ValueError) as error:
                 raise ConfigError(
-                    f"{self.place_of_data}: row {number} is not a question of "
+                    f"{place}: row {number} is not a question of "
                     f"{type(self).__name__}: {error!r}; expected the columns "
                     f"{', '.join(self.source.columns or self.source.optional)}"
                 ) from error
@@ -539,7 +543,8 @@ class TrainableEvaluation(EvaluationEnv):
             return self.questions
         path = _local_file(Path(self.config.train_path), TRAIN_FILES)
         optional = (*self.source.optional, self.source.subset_column)
-        return self.read_rows(read_records(path, self.source.columns, optional=optional))
+        rows = read_records(path, self.source.columns, optional=optional)
+        return self.questions_of(rows, place=str(path))
 
     async def get_next_item(self) -> EvalQuestion:
         if self.iter == 0 and self.train_questions is self.questions:

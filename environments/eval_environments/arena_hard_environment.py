@@ -159,7 +159,7 @@ class ArenaHardEnv(TrainableEvaluation, JudgedEvaluationEnv):
         "judge_base_url": None,
     }
 
-    def read_rows(self, rows: Sequence[Mapping[str, Any]]) -> list[EvalQuestion]:
+    def questions_of(self, rows: Sequence[Mapping[str, Any]], *, place: str) -> list[EvalQuestion]:
         """Convert rows, with the answers of the baseline of another file where they have none."""
         is_complete = all(text_in(row.get("baseline"), "assistant") for row in rows)
         answers = {} if is_complete else self.baseline_answers()
@@ -167,7 +167,7 @@ class ArenaHardEnv(TrainableEvaluation, JudgedEvaluationEnv):
         for row in rows:
             found = next((answers[key] for key in keys_of(row) if key in answers), None)
             completed.append({**row, "baseline": row.get("baseline") or found})
-        return super().read_rows(completed)
+        return super().questions_of(completed, place=place)
 
     def baseline_answers(self) -> dict[tuple[str, str], str]:
         """Return the answers of the baseline by the keys of their prompts."""
