@@ -53,7 +53,7 @@ PATHS = [
 ]
 EVALUATIONS = [path for path, card in find_cards().items() if card.command.startswith("evaluate ")]
 
-JUDGED_METRICS = ("avg_score", "overall_winrate")
+JUDGED_METRICS = ("avg_score", "overall_winrate", "overall_refusal_rate")
 
 MAX_TOKENS = 8192
 GROUP_SIZE, NUM_GROUPS = 3, 2
@@ -172,7 +172,7 @@ def test_evaluate_of_a_card_counts_noise_as_wrong(
         # A letter may be right by chance.
         assert metrics["total_correct"] <= metrics["total_evaluated"] / 2
     else:
-        # Noise as a judge gives no verdict.
+        # Noise as a judge gives no verdict, and noise has no phrase of a refusal.
         assert [metrics[name] for name in JUDGED_METRICS if name in metrics] == [0.0]
     assert 0 <= metrics["pass_at_2"] <= 1
 
