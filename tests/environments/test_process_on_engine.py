@@ -53,7 +53,7 @@ PATHS = [
 ]
 EVALUATIONS = [path for path, card in find_cards().items() if card.command.startswith("evaluate ")]
 
-JUDGED_METRICS = ("avg_score", "overall_winrate", "overall_refusal_rate")
+JUDGED_METRICS = ("avg_score", "overall_winrate", "overall_refusal_rate", "scored_rate")
 
 MAX_TOKENS = 8192
 GROUP_SIZE, NUM_GROUPS = 3, 2
