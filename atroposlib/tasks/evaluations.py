@@ -239,12 +239,10 @@ class EvaluationEnv(SingleTurnEnv):
 
     Attributes:
         source: row of the table of the family.
-        default_server_type: type of the server of the default settings.
         iter: number of items handed out for training.
     """
 
     source: ClassVar[EvalSource]
-    default_server_type: ClassVar[str] = "openai"
     env_config_cls = EvalFamilyConfig
     config: EvalFamilyConfig
     scores_thinking = True  # `grade` removes it
@@ -262,7 +260,7 @@ class EvaluationEnv(SingleTurnEnv):
             port=9000,
             server={
                 "api_key": os.environ.get("OPENAI_API_KEY"),
-                "server_type": cls.default_server_type,
+                "server_type": "openai",
                 "num_requests_for_eval": 1024,
             },
             **{
@@ -516,11 +514,12 @@ TRAIN_SETTINGS: Mapping[str, Any] = {
 class TrainableEvaluation(EvaluationEnv):
     """An evaluation that is an environment for training as well.
 
+    Its default server takes chats only; for the token ids of an engine, its type must be `vllm`.
+
     Attributes:
         train_questions: questions of `serve` and `process`.
     """
 
-    default_server_type = "vllm"  # whose answers have token ids
     config: Any  # a TrainableEvalConfig
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -105,6 +105,29 @@ async def test_groups_are_scored_for_training(
     assert group["scores"] == [1.0, 0.0]
 
 
+async def test_key_of_the_judge_is_sent_to_it_alone_and_not_saved(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    key = "sk-ant-" + "x" * 20
+    monkeypatch.setenv("ANTHROPIC_API_KEY", key)
+    caplog.set_level("DEBUG", logger="atroposlib")
+    async with ScriptedEngine([REPLY]) as engine, ScriptedEngine(prefers, model="j") as judge:
+        own = {"judge_base_url": judge.base_url, "judge_model_name": "j"}
+        settings = {**ArenaHardEnv.check_settings, **own, "data_dir_to_save_evals": str(tmp_path)}
+        env = make_env(ArenaHardEnv, engine, monkeypatch, **settings)
+        await env.setup()
+        await env.evaluate()
+        await env.close()
+        await env.server.close()
+    headers = [[str(request.headers) for request in each.requests] for each in (engine, judge)]
+
+    assert all(key in text for text in headers[1])
+    assert not any(key in text for text in headers[0])
+    assert key not in caplog.text
+    written = [(tmp_path / name).read_text() for name in ("metrics.json", "samples.jsonl")]
+    assert not any(key in text for text in written)
+
+
 def test_environment_passes_its_check() -> None:
     report = check_environment(ArenaHardEnv)
 
