@@ -105,6 +105,8 @@ ENVIRONMENT_VARIABLES = {
     # pragma: allowlist nextline secret
     "OPENAI_API_KEY": "Key of the official OpenAI endpoint, if `api_key` is empty; key of the "
     "server of the shipped evaluations, and of their judge.",
+    # pragma: allowlist nextline secret
+    "ANTHROPIC_API_KEY": "Key of the judge of Arena-Hard (`judge_api_key_env`).",
     "OPENAI_BASE_URL": "Address of the inference server, if `base_url` is empty.",
     # pragma: allowlist nextline secret
     "ATROPOS_API_TOKEN": "Token that environments and the trainer send to a trajectory service "

@@ -6,8 +6,8 @@ r"""Evaluations by table: the base of all, and mathematics in a box.
 
 A data set is a row of a table: where it is, its columns, and how a row becomes a question. The
 programs of `environments/eval_environments/` name one row each. `choice_evaluations` has the
-questions with options, `text_evaluations` the answers in free text, and the page `ifeval_eval` the
-instructions that a program can verify.
+questions with options, `text_evaluations` the answers in free text, `judged_evaluations` those that
+a judge grades, and the page `ifeval_eval` the instructions that a program can verify.
 
 `EvaluationEnv` is a `SingleTurnEnv`: `evaluate` is its purpose, and `process`, `serve` and `check`
 work as well, with the grade as score.
@@ -30,7 +30,7 @@ from typing import Any, ClassVar, NamedTuple
 
 from pydantic import Field
 
-from atroposlib.envs.base import APIServerConfig, EvalHandlingEnum, ServerManager
+from atroposlib.envs.base import APIServerConfig, EvalHandlingEnum
 from atroposlib.envs.dataset_items import hub_rows
 from atroposlib.envs.server_handling.chat_rendering import text_of_content
 from atroposlib.envs.single_turn_env import SingleTurnEnv, SingleTurnEnvConfig
@@ -48,6 +48,7 @@ from atroposlib.utils.score_pool import ScorePool
 
 __all__ = [
     "BOXED_SOURCES",
+    "TRAIN_SETTINGS",
     "BoxedEvalConfig",
     "BoxedEvalEnv",
     "EvalFamilyConfig",
@@ -56,12 +57,12 @@ __all__ = [
     "EvalReply",
     "EvalSource",
     "EvaluationEnv",
-    "JudgedEvalConfig",
+    "TrainableEvalConfig",
+    "TrainableEvaluation",
     "boxed_grade",
     "create_system_content",
     "format_math_answer_instruction",
     "get_default_thinking_prompt",
-    "judge_server",
     "metric_key",
 ]
 
@@ -69,6 +70,7 @@ logger = logging.getLogger(__name__)
 
 MODEL = "NousResearch/Hermes-3-Llama-3.1-8B"
 TEST_FILES = ("test", "validation", "valid", "val", "train")
+TRAIN_FILES = ("train",)
 EXAMPLE_FILES = ("dev", "validation", "valid", "val", "train")
 
 
@@ -230,26 +232,6 @@ class EvalFamilyConfig(SingleTurnEnvConfig):
     full_debug: bool = Field(False, description="Whether to log every completion and its grade.")
 
 
-class JudgedEvalConfig(EvalFamilyConfig):
-    """Settings of the evaluations with a model as judge."""
-
-    judge_model_name: str | None = Field(
-        None, description="Model of the judge; None uses the evaluated model."
-    )
-    judge_base_url: str | None = Field(
-        None,
-        description="URL of the judge's server, ending in /v1; None uses the servers of the "
-        "evaluated model.",
-    )
-    judge_api_key_env: str = Field(
-        "OPENAI_API_KEY", description="Environment variable with the key of the judge's server."
-    )
-    judge_temperature: float = Field(0.0, ge=0, description="Sampling temperature of the judge.")
-    judge_max_tokens: int = Field(
-        2048, ge=1, le=65536, description="Token limit of the judge's reply."
-    )
-
-
 class EvaluationEnv(SingleTurnEnv):
     """One data set of an evaluation; an item is an `EvalQuestion`.
 
@@ -281,11 +263,14 @@ class EvaluationEnv(SingleTurnEnv):
                 "server_type": "openai",
                 "num_requests_for_eval": 1024,
             },
-            group_size=1,
-            total_steps=1,
-            steps_per_eval=1,
-            eval_handling=EvalHandlingEnum.STOP_TRAIN,
-            wandb_name=cls.name,
+            **{
+                "group_size": 1,
+                "total_steps": 1,
+                "steps_per_eval": 1,
+                "eval_handling": EvalHandlingEnum.STOP_TRAIN,
+                "wandb_name": cls.name,
+                **cls.default_settings,
+            },
         )
 
     @classmethod
@@ -319,16 +304,20 @@ class EvaluationEnv(SingleTurnEnv):
         return self.read_rows(self.rows(self.split, TEST_FILES))
 
     def read_rows(self, rows: Sequence[Row]) -> list[EvalQuestion]:
-        """Convert rows; an error names the row."""
+        """Convert the rows of the evaluation."""
+        return self.questions_of(rows, place=self.place_of_data)
+
+    def questions_of(self, rows: Sequence[Row], *, place: str) -> list[EvalQuestion]:
+        """Convert rows; an error names the row, and their file or data set."""
         questions = []
         for number, row in enumerate(rows):
             try:
                 questions.append(self.source.read(row))
             except (ConfigError, LookupError, TypeError, ValueError) as error:
                 raise ConfigError(
-                    f"{self.place_of_data}: row {number} is not a question of "
+                    f"{place}: row {number} is not a question of "
                     f"{type(self).__name__}: {error!r}; expected the columns "
-                    f"{', '.join(self.source.columns)}"
+                    f"{', '.join(self.source.columns or self.source.optional)}"
                 ) from error
         return questions
 
@@ -504,21 +493,67 @@ class EvaluationEnv(SingleTurnEnv):
         super().save_checkpoint(step, {**(data or {}), "iter": self.iter})
 
 
-def judge_server(env: EvaluationEnv) -> Any:
-    """Return the servers of the judge: those of the evaluated model, or one of its own."""
-    config = env.config
-    if not isinstance(config, JudgedEvalConfig) or config.judge_base_url is None:
-        return env.server
-    return ServerManager(
-        [
-            APIServerConfig(
-                model_name=config.judge_model_name or env.server_configs[0].model_name,
-                base_url=config.judge_base_url,
-                api_key=os.environ.get(config.judge_api_key_env),
-                health_check=False,
-            )
-        ]
+class TrainableEvalConfig(EvalFamilyConfig):
+    """Settings of the evaluations that are environments for training as well."""
+
+    train_path: str | None = Field(
+        None,
+        description="File, or folder with a train file, with the same columns: questions of "
+        "`serve` and `process`; None takes those of the evaluation.",
     )
+
+
+TRAIN_SETTINGS: Mapping[str, Any] = {
+    "total_steps": 1000,
+    "steps_per_eval": 50,
+    "eval_handling": EvalHandlingEnum.LIMIT_TRAIN,
+    "max_token_length": 8192,
+}
+
+
+class TrainableEvaluation(EvaluationEnv):
+    """An evaluation that is an environment for training as well.
+
+    Its default server takes chats only; for the token ids of an engine, its type must be `vllm`.
+
+    Attributes:
+        train_questions: questions of `serve` and `process`.
+    """
+
+    config: Any  # a TrainableEvalConfig
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.train_questions: list[EvalQuestion] = []
+
+    @classmethod
+    def check_inputs(cls, config: Any) -> None:
+        super().check_inputs(config)
+        if config.train_path:
+            require_data(_local_file(Path(config.train_path), TRAIN_FILES), cls.source.columns)
+
+    async def setup(self) -> None:
+        await super().setup()
+        self.train_questions = await asyncio.to_thread(self.load_train_questions)
+
+    def load_train_questions(self) -> list[EvalQuestion]:
+        """Read the questions for training; called in a thread by `setup`."""
+        if not self.config.train_path:
+            return self.questions
+        path = _local_file(Path(self.config.train_path), TRAIN_FILES)
+        optional = (*self.source.optional, self.source.subset_column)
+        rows = read_records(path, self.source.columns, optional=optional)
+        return self.questions_of(rows, place=str(path))
+
+    async def get_next_item(self) -> EvalQuestion:
+        if self.iter == 0 and self.train_questions is self.questions:
+            logger.warning(
+                "training uses the questions of the evaluation, whose metrics then say little; "
+                "--env.train_path takes others"
+            )
+        item = self.train_questions[self.iter % len(self.train_questions)]
+        self.iter += 1
+        return item
 
 
 def metric_key(value: str) -> str:

@@ -144,7 +144,7 @@ def read_splits(
 
 
 def _expected(columns: Sequence[str]) -> str:
-    return f"expected rows with the columns {', '.join(columns)}"
+    return f"expected rows with the columns {', '.join(columns)}" if columns else "expected rows"
 
 
 def _sample_hint(path: Path) -> str:

@@ -18,21 +18,14 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
-from pydantic import Field
-
 from atroposlib.tasks.card import EnvironmentCard
 from atroposlib.tasks.eval_answers import answer_part
-from atroposlib.tasks.evaluations import (
-    EvalGrade,
-    EvalQuestion,
-    EvaluationEnv,
-    JudgedEvalConfig,
-    judge_server,
-)
+from atroposlib.tasks.evaluations import EvalGrade, EvalQuestion
 from atroposlib.tasks.judge import quotation_code
+from atroposlib.tasks.judged_evaluations import HostedJudgeConfig, JudgedEvaluationEnv
 from atroposlib.tasks.text_evaluations import TEXT_SOURCES
 
-__all__ = ["MTBenchEvalConfig", "MTBenchEvalEnv", "read_score", "score_request"]
+__all__ = ["MTBenchEvalEnv", "read_score", "score_request"]
 
 CARD = EnvironmentCard(
     task="requests of two turns, scored by a judge (MT-Bench)",
@@ -58,20 +51,7 @@ GOOD_REPLY = "This does all that you asked for."
 """Reply that the scripted judge of `check` rates highest."""
 
 
-class MTBenchEvalConfig(JudgedEvalConfig):
-    """Settings of MT-Bench and its judge."""
-
-    judge_model_name: str | None = Field(
-        "gpt-4o", description="Model of the judge; None uses the evaluated model."
-    )
-    judge_base_url: str | None = Field(
-        "https://api.openai.com/v1",
-        description="URL of the judge's server, ending in /v1; None uses the servers of the "
-        "evaluated model, and that model.",
-    )
-
-
-class MTBenchEvalEnv(EvaluationEnv):
+class MTBenchEvalEnv(JudgedEvaluationEnv):
     """MT-Bench; the gold answer has each turn and its reference. An item has a `category`.
 
     `process` and `serve` use the first turn.
@@ -79,16 +59,11 @@ class MTBenchEvalEnv(EvaluationEnv):
 
     name = "mtbench_eval"
     source = TEXT_SOURCES["mtbench"]
-    env_config_cls = MTBenchEvalConfig
-    config: MTBenchEvalConfig
+    env_config_cls = HostedJudgeConfig
     check_settings: ClassVar[dict[str, Any]] = {
         "dataset_path": str(SAMPLE),
         "judge_base_url": None,
     }
-
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.judge = judge_server(self)
 
     def question_text(self, item: EvalQuestion) -> str:
         return item.question
@@ -136,27 +111,10 @@ class MTBenchEvalEnv(EvaluationEnv):
         """Ask the judge about the last reply; None without a score. No text is not sent to it."""
         if not messages[-1]["content"]:
             return None
-        chat = await self.judge.chat_completion(
-            messages=[{"role": "user", "content": score_request(messages, reference)}],
-            n=1,
-            temperature=self.config.judge_temperature,
-            max_tokens=self.config.judge_max_tokens,
-            split="eval",
-        )
-        return read_score(chat.choices[0].message.content or "")
-
-    def evaluation_metrics(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-        metrics = super().evaluation_metrics(samples)
-        del metrics["total_correct"]  # scores are not right or wrong
-        return metrics
+        return read_score(await self.judge.reply(score_request(messages, reference)))
 
     def gold_text(self, item: EvalQuestion) -> str:
         return " | ".join(reference or "" for _, reference in item.gold)
-
-    async def close(self) -> None:
-        if self.judge is not self.server:
-            await self.judge.close()
-        await super().close()
 
     def check_gold_answer(self, item: EvalQuestion) -> str:
         return f"<think>I plan it.</think>{GOOD_REPLY} {item.gold[0][1] or ''}"

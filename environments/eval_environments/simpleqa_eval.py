@@ -25,8 +25,9 @@ from pydantic import Field
 from atroposlib.errors import ConfigError
 from atroposlib.tasks.card import EnvironmentCard
 from atroposlib.tasks.eval_answers import answer_part
-from atroposlib.tasks.evaluations import EvalGrade, EvalQuestion, JudgedEvalConfig, judge_server
+from atroposlib.tasks.evaluations import EvalGrade, EvalQuestion
 from atroposlib.tasks.judge import quotation_code
+from atroposlib.tasks.judged_evaluations import JudgedEvalConfig, judge_of
 from atroposlib.tasks.text_evaluations import (
     TEXT_SOURCES,
     TextEvalEnv,
@@ -77,8 +78,7 @@ class SimpleQAEvalEnv(TextEvalEnv):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
-        is_judged = self.config.use_llm_judge
-        self.judge = judge_server(self) if is_judged else self.server
+        self.judge = judge_of(self)
 
     @classmethod
     def check_inputs(cls, config: Any) -> None:
@@ -108,14 +108,7 @@ class SimpleQAEvalEnv(TextEvalEnv):
         """Ask the judge; None if its reply names no verdict. No answer is not sent to it."""
         if not answer:
             return "NOT_ATTEMPTED"
-        chat = await self.judge.chat_completion(
-            messages=[{"role": "user", "content": judge_request(question, gold, answer)}],
-            n=1,
-            temperature=self.config.judge_temperature,
-            max_tokens=self.config.judge_max_tokens,
-            split="eval",
-        )
-        return read_verdict_word(chat.choices[0].message.content or "")
+        return read_verdict_word(await self.judge.reply(judge_request(question, gold, answer)))
 
     def evaluation_metrics(self, samples: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         metrics = super().evaluation_metrics(samples)
@@ -129,8 +122,7 @@ class SimpleQAEvalEnv(TextEvalEnv):
         return dict(record["values"])
 
     async def close(self) -> None:
-        if self.judge is not self.server:
-            await self.judge.close()
+        await self.judge.close()
         await super().close()
 
     def check_judge_reply(self, messages: Sequence[Mapping[str, Any]]) -> str | None:

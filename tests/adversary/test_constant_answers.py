@@ -451,6 +451,10 @@ BY_DESIGN = {
     "game_environments/gymnasium/blackjack/blackjack_env_thinking.py": "a decision is compared "
     "with the best one, which often is to stick",
     "game_environments/gymnasium/blackjack_env.py": "the same under an earlier path",
+    "eval_environments/arena_hard_environment.py": "its scripted judge looks for one sentence",
+    "eval_environments/judgemark_eval.py": "the score of a text is the model's opinion",
+    "eval_environments/mtbench_eval.py": "its scripted judge looks for one sentence",
+    "eval_environments/refusalbench_environment.py": "any answer is wanted, or any refusal",
     "gsm8k_server_axolotl.py": "scores as gsm8k_server.py does",
     "gsm8k_server_teacher_distill.py": "scores as gsm8k_server.py does",
     "reasoning_gym_environment/reasoning_gym_environment.py": "searched above, task by task",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +13,15 @@ import pytest
 from atroposlib.envs.base import APIServerConfig, BaseEnv
 from tests.fakes import CharTokenizer, ScriptedEngine
 
-__all__ = ["PROBED", "evaluate", "group_scores_at_100", "make_env", "read_groups", "run_process"]
+__all__ = [
+    "PROBED",
+    "evaluate",
+    "evaluate_with_judge",
+    "group_scores_at_100",
+    "make_env",
+    "read_groups",
+    "run_process",
+]
 
 PROBED = "ok"
 """First reply of a list: it answers the client's look for a route that gives token ids."""
@@ -74,6 +83,33 @@ async def evaluate(
     reported = report["config_general"]["generation_parameters"]["temperature"]
     assert {request.body["temperature"] for request in engine.requests} == {reported}
     return report
+
+
+async def evaluate_with_judge(
+    env_cls: Any,
+    replies: Sequence[str] | Callable[[str], str],
+    verdicts: Sequence[str] | Callable[[str], str],
+    monkeypatch: pytest.MonkeyPatch,
+    folder: Path,
+    **settings: Any,
+) -> tuple[dict[str, Any], list[dict[str, Any]], list[str]]:
+    """Evaluate on the sample, with a judge on another server.
+
+    Returns the metrics, the samples and the requests to the judge.
+    """
+    async with ScriptedEngine(replies) as engine, ScriptedEngine(verdicts, model="judge") as judge:
+        own = {"judge_base_url": judge.base_url, "judge_model_name": "judge", "max_retries": 1}
+        saved = {"data_dir_to_save_evals": str(folder)}
+        chosen = {**env_cls.check_settings, **own, **saved, **settings}
+        env = make_env(env_cls, engine, monkeypatch, **chosen)
+        await env.setup()
+        await env.evaluate()
+        await env.close()
+        await env.server.close()
+        bodies = [request.body for request in judge.requests]
+    metrics = json.loads((folder / "metrics.json").read_text())["results"]["all"]
+    asked = [body["messages"][-1]["content"] for body in bodies if "messages" in body]
+    return metrics, read_groups(folder / "samples.jsonl"), asked
 
 
 def group_scores_at_100(env_cls: Any, scores: list[float], lengths: list[int]) -> list[float]:

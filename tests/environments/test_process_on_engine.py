@@ -53,6 +53,8 @@ PATHS = [
 ]
 EVALUATIONS = [path for path, card in find_cards().items() if card.command.startswith("evaluate ")]
 
+JUDGED_METRICS = ("avg_score", "overall_winrate", "overall_refusal_rate", "scored_rate")
+
 MAX_TOKENS = 8192
 GROUP_SIZE, NUM_GROUPS = 3, 2
 TOKENS_PER_TURN = 20
@@ -170,7 +172,8 @@ def test_evaluate_of_a_card_counts_noise_as_wrong(
         # A letter may be right by chance.
         assert metrics["total_correct"] <= metrics["total_evaluated"] / 2
     else:
-        assert metrics["avg_score"] == 0.0  # noise as a judge gives no score
+        # Noise as a judge gives no verdict, and noise has no phrase of a refusal.
+        assert [metrics[name] for name in JUDGED_METRICS if name in metrics] == [0.0]
     assert 0 <= metrics["pass_at_2"] <= 1
 
 

@@ -44,7 +44,9 @@ def flags_of(path: str) -> dict[str, Any]:
     """The settings of the environment in the command of its card."""
     words = shlex.split(CARDS[path].command)[1:]
     pairs = zip(words[::2], words[1::2], strict=True)
-    return {name.removeprefix("--env."): value for name, value in pairs}
+    return {
+        name.removeprefix("--env."): None if value == "None" else value for name, value in pairs
+    }
 
 
 class Player:

@@ -52,6 +52,7 @@ KEPT = {
     "atroposlib/workspaces/local.py": ("nobody", "a user of the system"),
     "environments/deep_research/deep_research_environment.py": ("tell", PROMPT),
     "environments/game_environments/crosswords/crosswords_env.py": ("as many", PROMPT),
+    "environments/eval_environments/judgemark_eval.py": ("tell", "the name of a criterion"),
     "environments/infinimath/infinimath_env.py": ("behind", PROMPT),
     "environments/multimodal_dpo/draw_samples.py": ("lane", "names in the samples"),
     "environments/multimodal_dpo/pixmo_clocks.py": ("tells", PROMPT),
