@@ -459,12 +459,12 @@ BY_DESIGN = {
     "gsm8k_server_teacher_distill.py": "scores as gsm8k_server.py does",
     "reasoning_gym_environment/reasoning_gym_environment.py": "searched above, task by task",
     "reasoning_gym_environment/reasoning_gym_teacher_distill.py": "searched above, task by task",
-    "eval_environments/mtbench_eval.py": "a scripted judge takes any answer in full for good",
     "rlaif_server.py": "a judge compares the answers of a group",
     "sft_loader_server.py": "it asks no model",
 }
 """Environments that are not searched here, and why."""
 EARNED_BY_CHANCE = {
+    "eval_environments/mmlu_eval.py": (0.7, "one of four choices, of which five items have one"),
     "fundamental_prediction_environment.py": (0.67, "raised, maintained or reduced"),
     "game_environments/gymnasium/blackjack/blackjack_env_no_thinking.py": (1.0, "a fair policy"),
     "game_environments/hangman/hangman_env.py": (0.5, "common letters are found in most words"),
@@ -477,7 +477,7 @@ EARNED_BY_CHANCE = {
     **{
         f"eval_environments/{name}_eval.py": (0.51, "one of two to five choices, for six items")
         for name in (
-            *("agieval", "arc", "bbh", "boolq", "gpqa", "hellaswag", "mmlu", "musr", "piqa"),
+            *("agieval", "arc", "bbh", "boolq", "gpqa", "hellaswag", "musr", "piqa"),
             "winogrande",
         )
     },

@@ -140,11 +140,9 @@ def make_environment(path: str, provider: ScriptedEngine, folder: Path) -> Any:
         "metrics_path": str(folder / "metrics.jsonl"),
         "include_messages": True,
     }
-    for name, value in settings.items():  # as on the command line
+    for name, value in settings.items():  # a list of one name, on the command line
         if isinstance(getattr(defaults, name, None), list) and isinstance(value, str):
             settings[name] = [value]
-        elif value == "None":
-            settings[name] = None
     server = APIServerConfig(base_url=provider.base_url, model_name="any-model", health_check=False)
     assert server.server_type == "openai"
     return kind(config=type(defaults)(**{**dict(defaults), **settings}), server_configs=[server])
