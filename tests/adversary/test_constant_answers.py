@@ -448,6 +448,8 @@ def test_scorers_of_all_tasks_end() -> None:
 
 
 BY_DESIGN = {
+    "agent_tasks/agent_tasks_server.py": "its agents work in sandboxes, for minutes in all; "
+    "`atropos-tasks validate` tries solutions that do nothing",
     "game_environments/gymnasium/blackjack/blackjack_env_thinking.py": "a decision is compared "
     "with the best one, which often is to stick",
     "game_environments/gymnasium/blackjack_env.py": "the same under an earlier path",
@@ -464,7 +466,6 @@ BY_DESIGN = {
 }
 """Environments that are not searched here, and why."""
 EARNED_BY_CHANCE = {
-    "eval_environments/mmlu_eval.py": (0.7, "one of four choices, of which five items have one"),
     "fundamental_prediction_environment.py": (0.67, "raised, maintained or reduced"),
     "game_environments/gymnasium/blackjack/blackjack_env_no_thinking.py": (1.0, "a fair policy"),
     "game_environments/hangman/hangman_env.py": (0.5, "common letters are found in most words"),
