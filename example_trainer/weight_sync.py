@@ -323,8 +323,9 @@ class WeightSync(Protocol):
     `check_alive`; `close` at the end, also after a failure at any point.
     """
 
-    publishes_final: bool
-    """Whether the engine outlives the run and needs the final weights."""
+    @property
+    def publishes_final(self) -> bool:
+        """Whether the engine outlives the run and needs the final weights."""
 
     @property
     def mode(self) -> str:
