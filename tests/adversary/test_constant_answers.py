@@ -461,6 +461,9 @@ BY_DESIGN = {
     "gsm8k_server_teacher_distill.py": "scores as gsm8k_server.py does",
     "reasoning_gym_environment/reasoning_gym_environment.py": "searched above, task by task",
     "reasoning_gym_environment/reasoning_gym_teacher_distill.py": "searched above, task by task",
+    "letter_counting_environment/letter_counting_environment.py": "drops groups that are mostly "
+    "wrong, as all of them are here",
+    "reward_model_env.py": "a model rates the answers",
     "rlaif_server.py": "a judge compares the answers of a group",
     "sft_loader_server.py": "it asks no model",
 }
@@ -469,6 +472,7 @@ EARNED_BY_CHANCE = {
     "fundamental_prediction_environment.py": (0.67, "raised, maintained or reduced"),
     "game_environments/gymnasium/blackjack/blackjack_env_no_thinking.py": (1.0, "a fair policy"),
     "game_environments/hangman/hangman_env.py": (0.5, "common letters are found in most words"),
+    "instruction_following_algorithm_environment.py": (0.7, "a question has the words it asks for"),
     "mcqa_thinking_env.py": (0.5, "one of some four letters"),
     "multimodal_dpo/clevr_cogen_a_train.py": (0.5, "a small number"),
     "multimodal_dpo/clevr_complex.py": (0.9, "yes, to most of the eight rows shipped"),
