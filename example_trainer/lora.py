@@ -66,12 +66,30 @@ def add_adapters(model: Any, config: TrainingConfig, *, source: str | None = Non
         try:
             model.add_adapter(settings)
         except ValueError as error:
-            raise ConfigError(f"lora_target_modules: {error}") from error
+            raise ConfigError(
+                f"lora_target_modules: {str(error).strip().splitlines()[0]} The linear layers of "
+                f"the blocks are {', '.join(_linear_layers(model))}"
+            ) from error
     _require_plain_output_layer(model)
     if not config.is_sharded:
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.float()
+
+
+def _linear_layers(model: Any) -> list[str]:
+    """Return the names of linear layers in transformer blocks, without their place."""
+    from torch.nn import Linear
+    from transformers.pytorch_utils import Conv1D
+
+    head = model.get_output_embeddings()
+    return sorted(
+        {
+            name.rpartition(".")[2]
+            for name, layer in model.named_modules()
+            if isinstance(layer, Linear | Conv1D) and layer is not head
+        }
+    )
 
 
 def _require_recent_peft() -> None:

@@ -11,19 +11,26 @@ training are not changed, so that merging loses nothing, however often it is don
 from __future__ import annotations
 
 import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from atroposlib.errors import ConfigError
 from example_trainer.config import TrainingConfig
-from example_trainer.lora import is_adapter
+from example_trainer.lora import add_adapters, is_adapter
 from example_trainer.model import auto_class_of
 from example_trainer.weight_sync import WeightSync, export_for_engine
 
 if TYPE_CHECKING:
     import torch
 
-__all__ = ["MergedModel", "MergingSync", "merged_weights", "with_merged_adapters"]
+__all__ = [
+    "MergedModel",
+    "MergingSync",
+    "merged_weights",
+    "require_adapters",
+    "with_merged_adapters",
+]
 
 
 class MergedModel:
@@ -61,17 +68,8 @@ def merged_weights(model: Any) -> dict[str, torch.Tensor]:
     Raises:
         ConfigError: a layer with an adapter is not linear.
     """
-    from peft.tuners.lora import Linear, LoraLayer
-
     weights: dict[str, torch.Tensor] = dict(model.state_dict())
-    for name, layer in model.named_modules():
-        if not isinstance(layer, LoraLayer):
-            continue
-        if not isinstance(layer, Linear):
-            raise ConfigError(
-                f"lora_target_modules: the adapter of {name} cannot be merged, since the layer is "
-                "not linear; name linear layers, such as q_proj v_proj"
-            )
+    for name, layer in _layers_with_adapters(model):
         parts = {
             key.removeprefix(f"{name}."): weights.pop(key)
             for key in list(weights)
@@ -88,6 +86,32 @@ def merged_weights(model: Any) -> dict[str, torch.Tensor]:
         if "base_layer.bias" in parts:
             weights[f"{name}.bias"] = parts["base_layer.bias"]
     return weights
+
+
+def _layers_with_adapters(model: Any) -> Iterator[tuple[str, Any]]:
+    from peft.tuners.lora import Linear, LoraLayer
+
+    for name, layer in model.named_modules():
+        if isinstance(layer, Linear):
+            yield name, layer
+        elif isinstance(layer, LoraLayer):
+            raise ConfigError(
+                f"lora_target_modules: the adapter of {name} cannot be merged, since the layer is "
+                "not linear; name linear layers, such as q_proj v_proj"
+            )
+
+
+def require_adapters(config: TrainingConfig) -> None:
+    """Raise `ConfigError` if the model of the config cannot have its adapters; loads no weights."""
+    import torch
+    from transformers import AutoConfig
+
+    model_config = AutoConfig.from_pretrained(config.model_name)
+    with torch.device("meta"):
+        model = auto_class_of(model_config).from_config(model_config)
+    add_adapters(model, config)
+    if config.merges_adapters:
+        list(_layers_with_adapters(model))
 
 
 class MergingSync:
@@ -111,7 +135,7 @@ class MergingSync:
     def start(self, model: Any, tokenizer: Any, *, source: str, step: int = 0) -> None:
         """Let an engine serve the merged model; `source` may be a checkpoint of adapters."""
         merged = MergedModel(model)
-        merged_weights(model)  # raises before an engine starts
+        list(_layers_with_adapters(model))  # raises before an engine starts
         if is_adapter(source):
             source = str(export_for_engine(merged, self._directory, tokenizer=tokenizer))
         self._inner.start(merged, tokenizer, source=source, step=step)

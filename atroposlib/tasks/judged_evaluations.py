@@ -19,7 +19,7 @@ from pydantic import Field
 
 from atroposlib.envs.base import APIServerConfig, ServerManager
 from atroposlib.envs.server_handling.chat_rendering import text_of_content
-from atroposlib.errors import ContextOverflowError
+from atroposlib.errors import ConfigError, ContextOverflowError
 from atroposlib.tasks.evaluations import EvalFamilyConfig, EvaluationEnv
 
 __all__ = [
@@ -112,10 +112,21 @@ class JudgeModel:
 
 
 def judge_of(env: EvaluationEnv, *, max_concurrent_calls: int | None = None) -> JudgeModel:
-    """Return the judge that the settings of an evaluation name."""
+    """Return the judge that the settings of an evaluation name.
+
+    Raises:
+        ConfigError: a judge at an `https` address has no key.
+    """
     config: JudgedEvalConfig = env.config  # type: ignore[assignment]
     server = env.server
     if config.judge_base_url is not None:
+        is_hosted = config.judge_base_url.startswith("https://")
+        if is_hosted and not os.environ.get(config.judge_api_key_env):
+            raise ConfigError(
+                f"{config.judge_api_key_env} is not set, and the judge at {config.judge_base_url} "
+                "needs its key: set it, name another variable with --env.judge_api_key_env, or "
+                "let the evaluated model judge with --env.judge_base_url None"
+            )
         own = APIServerConfig(
             model_name=config.judge_model_name or env.server_configs[0].model_name,
             base_url=config.judge_base_url,

@@ -183,4 +183,8 @@ def _is_flag_needed(action: argparse.Action) -> bool:
 
 
 def _explain(word: str, known: Iterable[str]) -> str:
-    return f"unrecognized argument {word}{near_name(word.split('=', 1)[0], known)}"
+    name, known = word.split("=", 1)[0], list(known)
+    # A flag of a part of the command, without the name of the part.
+    whole = [flag for flag in known if flag.partition(".")[2] == name.removeprefix("--")]
+    hint = f"; did you mean {whole[0]}?" if whole else near_name(name, known)
+    return f"unrecognized argument {word}{hint}"

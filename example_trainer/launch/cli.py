@@ -59,6 +59,7 @@ from example_trainer.launch.stack import (
     ending_signals,
     trainer_arguments,
 )
+from example_trainer.merging import require_adapters
 from example_trainer.processes import find_free_ports
 from example_trainer.reporting.page import HeldOut
 from example_trainer.reporting.run_folder import groups_files, measured_names
@@ -207,6 +208,8 @@ def _prepare(
             f"the {config.lr_schedule} schedule ends at step {options.steps} now: steps that are "
             "repeated have other learning rates than before, and another model results"
         )
+    if config.uses_lora:
+        require_adapters(config)
     require_gpu_memory(model, config, machine, place(options, machine))
     if not is_resumed:
         prepare_folder(paths.output, subfolders=[paths.logs])
@@ -372,6 +375,7 @@ def _options(
 ) -> TrainOptions:
     if not arguments.files:
         parser.error("give the file of an environment; atropos-new-env writes one to start from")
+    _refuse_idle_settings(parser, arguments)
     if arguments.model is None:
         parser.error("--model is missing: the hub name or the folder of the model to train")
     given = {
@@ -405,6 +409,23 @@ def _options(
             f"one of {', '.join(options.names())}"
         )
     return options
+
+
+def _refuse_idle_settings(parser: CommandParser, arguments: argparse.Namespace) -> None:
+    """Reject settings of adapters in a run without them, and those of whole models with them."""
+    given = {
+        name.removeprefix(_TRAINER_PREFIX): value
+        for name, value in vars(arguments).items()
+        if name.startswith(_TRAINER_PREFIX)
+    }
+    has_adapters = given.get("lora", False)
+    for name in given:
+        is_idle = name == "train_layer_indices" if has_adapters else name.startswith("lora_")
+        if is_idle:
+            parser.error(
+                f"{_TRAINER_PREFIX}{name.replace('_', '-')} has no effect "
+                f"{'with' if has_adapters else 'without'} {_TRAINER_PREFIX}lora"
+            )
 
 
 def _refuse_run_settings(environment_flags: Mapping[str, Sequence[str]]) -> None:

@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import yaml
 
+from atroposlib.errors import ConfigError
 from atroposlib.utils.text import mask_secrets
 from example_trainer.reporting.page import HeldOut
 
@@ -50,11 +51,20 @@ class FoundRun(NamedTuple):
 
 
 def metrics_in(run: Path) -> Path:
-    """Return the trainer's metrics in the folder of a run; a file is returned as it is."""
+    """Return the trainer's metrics in the folder of a run; a file is returned as it is.
+
+    Raises:
+        ConfigError: the folder has none.
+    """
     if not run.is_dir():
         return run
-    named = [run / name for name in METRICS_NAMES]
-    return next((file for file in named if file.exists()), named[0])
+    found = next((run / name for name in METRICS_NAMES if (run / name).exists()), None)
+    if found is None:
+        raise ConfigError(
+            f"{run} has no metrics of a trainer ({' or '.join(METRICS_NAMES)}); expected the "
+            "folder of a training run that has done a step"
+        )
+    return found
 
 
 def find_run(metrics_path: Path, *, planned_steps: Any) -> FoundRun:

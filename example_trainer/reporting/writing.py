@@ -569,8 +569,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         "in its folder",
     )
     arguments = parser.parse_args(argv)
-    metrics = [metrics_in(run) for run in arguments.runs]
     try:
+        metrics = [metrics_in(run) for run in arguments.runs]
         if len(metrics) == 1:
             _report_one(metrics[0], arguments)
         else:

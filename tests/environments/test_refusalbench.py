@@ -68,29 +68,47 @@ async def test_rates_are_of_decided_replies(
     assert len(asked) == 5
 
 
-async def test_judge_that_always_fails_fails_the_evaluation(
+async def test_judge_that_is_down_ends_the_evaluation_which_then_asks_it_again(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     async with ScriptedEngine([GOOD_REPLY]) as engine:
         settings = {**RefusalBenchEnv.check_settings, "data_dir_to_save_evals": str(tmp_path)}
         env = make_env(RefusalBenchEnv, engine, monkeypatch, **settings)
         await env.setup()
+        asked: list[str] = []
+        is_down = True
 
-        async def fail(_: str) -> str:
-            raise InferenceError("the judge is down")
+        async def reply(request: str) -> str:
+            asked.append(request)
+            if is_down:
+                raise InferenceError("the judge is down")
+            return "[[ANSWER]]"
 
-        monkeypatch.setattr(env.judge, "reply", fail)
-        grade = await env.grade(env.questions[0], REFUSING_REPLY)
-        with pytest.raises(InferenceError, match="all requests to the judge failed"):
+        monkeypatch.setattr(env.judge, "reply", reply)
+        with pytest.raises(InferenceError, match="the judge is down"):
             await env.evaluate()
+        num_asked, is_down = len(asked), False
+        await env.evaluate()
+        is_down = True
+        grade = await env.grade(env.questions[0], REFUSING_REPLY)
         env.config = env.config.model_copy(update={"use_fallback_scoring": False})
         with pytest.raises(InferenceError, match="the judge is down"):
             await env.grade(env.questions[0], REFUSING_REPLY)
         await env.close()
         await env.server.close()
 
+    assert len(asked) == 2 * num_asked + 2
     assert (grade.score, grade.method) == (0.0, "judge_failed")
     assert grade.values["eval/overall_refusal_rate"] == grade.values["eval/fallback_rate"] == 1.0
+
+
+async def test_judge_without_its_key_is_refused_before_a_question(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    async with ScriptedEngine([]) as engine:
+        with pytest.raises(ConfigError, match=r"OPENAI_API_KEY is not set, .*judge_base_url None"):
+            make_env(RefusalBenchEnv, engine, monkeypatch)
 
 
 async def test_groups_are_scored_for_training(

@@ -58,6 +58,12 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: object) -> str:
         (["my_words.py"], "--model is missing"),
         (["my_words.py", "--modle", "m"], "did you mean --model?"),
         (["my_words.py", "--trainer.clipeps", "1"], "did you mean --trainer.clip-eps?"),
+        (["my_words.py", "--lora"], "did you mean --trainer.lora?"),
+        (["my_words.py", "--trainer.lora-r", "8"], "lora-r has no effect without --trainer.lora"),
+        (
+            ["my_words.py", "--trainer.lora", "--trainer.train-layer-indices", "0"],
+            "--trainer.train-layer-indices has no effect with --trainer.lora",
+        ),
         (["my_words.py", "--trainer.lr", "1"], "--trainer.lr is --lr here"),
         (["my_words.py", "--trainer.model", "1"], "--trainer.model is --model here"),
         (["my_words.py", "--trainer.world-size", "2"], "sets this itself"),
@@ -131,6 +137,33 @@ def test_main_engine_of_another_model_is_named(
         line = refusal(capsys, "my_words.py", "--model", model, "--engine-url", address)
 
     assert "it serves: theirs. Use --model theirs" in line
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (
+            ("--trainer.lora-target-modules", "nope"),
+            "linear layers of the blocks are down_proj, ga",
+        ),
+        (("--trainer.lora-target-modules", "lm_head"), "on the output layer (lm_head) are not"),
+        (("--trainer.lora-target-modules", "embed_tokens"), "cannot be merged, since the layer is"),
+        (("--trainer.lora-layer-indices", "9"), "[9] do not exist: the model has layers 0-1"),
+    ],
+)
+def test_adapters_that_the_model_cannot_have_are_refused_before_anything_starts(
+    folder: Path,
+    model: Path,
+    capsys: pytest.CaptureFixture[str],
+    words: tuple[str, ...],
+    message: str,
+) -> None:
+    line = refusal(
+        capsys, "my_words.py", "--model", model, "--engine", "torch", "--trainer.lora", *words
+    )
+
+    assert message in line
+    assert not (folder / "train_runs").exists()
 
 
 def test_main_missing_packages_name_every_extra(

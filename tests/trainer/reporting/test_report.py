@@ -175,6 +175,14 @@ def test_door_says_what_cannot_be_read(tmp_path, capsys):
     assert "no.jsonl: cannot be read (No such file" in capsys.readouterr().err
 
 
+def test_door_says_that_a_folder_is_no_run(tmp_path, capsys):
+    with pytest.raises(SystemExit) as ending:
+        main([str(tmp_path)])
+
+    assert ending.value.code == 2
+    assert "has no metrics of a trainer (metrics.jsonl or trainer_" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("records", [[], [{"step": 1, "sums_0_train/percent_correct": 0.5}]])
 def test_door_refuses_metrics_without_a_step_of_a_trainer(tmp_path, capsys, records):
     metrics = write_metrics(tmp_path, *records)
