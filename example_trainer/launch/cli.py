@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import datetime
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from pydantic import ValidationError
 
@@ -59,6 +59,14 @@ from example_trainer.launch.stack import (
     ending_signals,
     trainer_arguments,
 )
+from example_trainer.launch.trainer_flags import (
+    TRAINER_PREFIX,
+    add_trainer_flags,
+    flags_here,
+    refuse_idle_settings,
+    refuse_own_settings,
+    typed_trainer_flags,
+)
 from example_trainer.merging import require_adapters
 from example_trainer.processes import find_free_ports
 from example_trainer.reporting.page import HeldOut
@@ -67,29 +75,10 @@ from example_trainer.reporting.writing import write_report
 
 _PROGRAM = "atropos-train"
 _RUNS = Path("train_runs")
-_TRAINER_PREFIX = "--trainer."
 _ENVIRONMENT_PREFIX = "--env."
 _KIND = "|".join(map(re.escape, KINDS))
 _FILE = re.compile(rf"(?P<path>.+\.py|(?:{_KIND}):.+?)(?:=(?P<weight>[^=]*))?")
 """An environment: its file or KIND:NAME, and its weight."""
-
-_OWN_FLAGS = {
-    "model_name": "--model",
-    "training_steps": "--steps",
-    "lr": "--lr",
-    "seed": "--seed",
-    "device": "--device",
-    "resume": "--resume",
-    "save_path": "--output",
-    "seq_len": "--context-tokens",
-    "batch_size": "--groups-per-step",
-    "gradient_accumulation_steps": "--groups-per-step",
-    "engine": "--engine",
-    "engine_urls": "--engine-url",
-    "gpu_memory_utilization": "--gpu-memory-utilization",
-    "vllm_args": "--engine-args",
-}
-"""Settings of the trainer that are set by a flag of this command."""
 
 _OFTEN_NEEDED = (
     *("files", "model", "steps", "output", "resume", "lr", "groups_per_step", "context_tokens"),
@@ -97,20 +86,6 @@ _OFTEN_NEEDED = (
     "gpu_memory_utilization",
 )
 """Arguments that `--help` shows; `--help all` includes the trainer's."""
-
-_NAMES_OF_SETTINGS = {
-    "model": "model_name",
-    "vllm-gpu-memory-utilization": "gpu_memory_utilization",
-}
-
-_FIXED = {
-    "metrics_path", "atropos_url", "vllm_host", "vllm_port", "vllm_gpu", "max_model_len", "dtype",
-    "vllm_start_timeout_s", "engine_wait_s", "weight_bridge_mode", "vllm_config_path",
-    "trainer_rank", "world_size", "parallel_mode", "init_method", "num_inference_nodes", "log_dir",
-    "quiet", "lora_name", "help",
-}  # fmt: skip
-"""Settings of the trainer that the run determines."""
-
 
 _FIXED_IN_ENVIRONMENTS = {
     "tokenizer_name": f"{_PROGRAM} takes the tokenizer of --model; leave it out",
@@ -135,7 +110,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     with ending_signals():
         parser = _parser()
         own, environment_flags = _split_words(words)
-        _refuse_own_settings(parser, own)
+        refuse_own_settings(parser, own)
         arguments = parser.parse_args(own)
         # From dependencies, which Python compiles on the first run.
         warnings.filterwarnings("ignore", category=SyntaxWarning)
@@ -143,7 +118,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             prepared = _prepare(parser, arguments, environment_flags)
         except (AtroposError, ValidationError) as error:
             text = (
-                describe_errors(error).replace("--", _TRAINER_PREFIX, 1)
+                describe_errors(error).replace("--", TRAINER_PREFIX, 1)
                 if isinstance(error, ValidationError)
                 else str(error)
             )
@@ -239,31 +214,13 @@ def _train(prepared: _Prepared) -> None:
         print(f"\nstopped; every process has ended. {how_to_continue()}", file=sys.stderr)
         sys.exit(130)
     except AtroposError as error:
-        text = f"{error}{_flags_here(str(error))}"
+        text = f"{error}{flags_here(str(error))}"
         print(f"\n{_PROGRAM}: {text}\n\n{how_to_continue()}", file=sys.stderr)
         sys.exit(1)
     except SystemExit:
         print(f"\nstopped; every process has ended. {how_to_continue()}", file=sys.stderr)
         raise
     _print_result(plan, paths, result)
-
-
-def _flags_here(text: str) -> str:
-    """Return lines on the flags of atropos-grpo that have other names in this command.
-
-    Only the last line that has any is searched, which is the cause if the trainer ended.
-    """
-    names = {}
-    for action in create_full_parser()._actions:
-        for flag in action.option_strings:
-            here = _OWN_FLAGS.get(action.dest, f"{_TRAINER_PREFIX}{flag.removeprefix('--')}")
-            if action.dest not in _FIXED and flag not in {"-h", here}:
-                names[flag] = here
-    for line in reversed(text.splitlines()):
-        found = dict.fromkeys(re.findall(r"(?<![\w.-])--[a-z][a-z-]*", line))
-        if renamed := [flag for flag in found if flag in names]:
-            return "".join(f"\n{flag} of atropos-grpo is {names[flag]} here" for flag in renamed)
-    return ""
 
 
 def _print_result(plan: RunPlan, paths: RunPaths, result: TrainResult) -> None:
@@ -316,7 +273,7 @@ def _parser() -> CommandParser:
         f"{_ENVIRONMENT_PREFIX}NAME VALUE sets any setting of every environment, "
         f"{_ENVIRONMENT_PREFIX}FILE.NAME VALUE of one of\nseveral (FILE without .py); "
         "`python FILE.py serve --help all` lists them with their defaults.\n"
-        f"{_TRAINER_PREFIX}NAME VALUE passes a flag of atropos-grpo to the trainer.",
+        f"{TRAINER_PREFIX}NAME VALUE passes a flag of atropos-grpo to the trainer.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
         often=_OFTEN_NEEDED,
@@ -324,48 +281,8 @@ def _parser() -> CommandParser:
     _add_run_flags(parser)
     _add_engine_flags(parser)
     trainer = parser.add_argument_group("flags of atropos-grpo, passed to the trainer")
-    for action in create_full_parser()._actions:
-        if action.dest not in _OWN_FLAGS and action.dest not in _FIXED:
-            _add_trainer_flag(trainer, action)
+    add_trainer_flags(trainer)
     return parser
-
-
-def _add_trainer_flag(group: Any, action: argparse.Action) -> None:
-    """Add a flag of the trainer under `--trainer.`, without a default."""
-    names = [
-        f"{_TRAINER_PREFIX}{name.removeprefix('--')}"
-        for name in action.option_strings
-        if name.startswith("--") and not name.startswith("--no-")
-    ]
-    options: dict[str, Any] = {
-        "dest": f"{_TRAINER_PREFIX}{action.dest}",
-        "default": argparse.SUPPRESS,
-        "help": f"{action.help or ''} (default: {action.default})".replace(
-            " (default: %(default)s)", ""
-        ),
-    }
-    if isinstance(action, argparse.BooleanOptionalAction) or action.nargs == 0:
-        options |= {"type": _boolean, "nargs": "?", "const": True, "metavar": "true|false"}
-    else:
-        options |= {
-            "type": action.type,
-            "choices": action.choices,
-            "nargs": action.nargs,
-            "metavar": action.metavar
-            or ("|".join(map(str, action.choices)) if action.choices else "VALUE"),
-        }
-    group.add_argument(*names, **options)
-
-
-def _refuse_own_settings(parser: CommandParser, words: Sequence[str]) -> None:
-    """Reject settings of the trainer that this command sets, naming its own flag."""
-    for word in words:
-        setting = word.removeprefix(_TRAINER_PREFIX).partition("=")[0]
-        name = _NAMES_OF_SETTINGS.get(setting, setting.replace("-", "_"))
-        if word.startswith(_TRAINER_PREFIX) and name in _OWN_FLAGS:
-            parser.error(f"{_TRAINER_PREFIX}{setting} is {_OWN_FLAGS[name]} here")
-        if word.startswith(_TRAINER_PREFIX) and name in _FIXED:
-            parser.error(f"{_TRAINER_PREFIX}{setting}: {_PROGRAM} sets this itself")
 
 
 def _options(
@@ -375,7 +292,7 @@ def _options(
 ) -> TrainOptions:
     if not arguments.files:
         parser.error("give the file of an environment; atropos-new-env writes one to start from")
-    _refuse_idle_settings(parser, arguments)
+    refuse_idle_settings(parser, arguments)
     if arguments.model is None:
         parser.error("--model is missing: the hub name or the folder of the model to train")
     given = {
@@ -397,7 +314,7 @@ def _options(
         starts_together=arguments.start_together,
         engine="vllm" if arguments.engine_url else choose_engine(arguments.engine).kind,
         environment_flags=environment_flags,
-        trainer_flags=_typed_trainer_flags(arguments),
+        trainer_flags=typed_trainer_flags(arguments),
         working_folder=str(Path.cwd()),
         **given,
     )
@@ -411,23 +328,6 @@ def _options(
     return options
 
 
-def _refuse_idle_settings(parser: CommandParser, arguments: argparse.Namespace) -> None:
-    """Reject settings of adapters in a run without them, and those of whole models with them."""
-    given = {
-        name.removeprefix(_TRAINER_PREFIX): value
-        for name, value in vars(arguments).items()
-        if name.startswith(_TRAINER_PREFIX)
-    }
-    has_adapters = given.get("lora", False)
-    for name in given:
-        is_idle = name == "train_layer_indices" if has_adapters else name.startswith("lora_")
-        if is_idle:
-            parser.error(
-                f"{_TRAINER_PREFIX}{name.replace('_', '-')} has no effect "
-                f"{'with' if has_adapters else 'without'} {_TRAINER_PREFIX}lora"
-            )
-
-
 def _refuse_run_settings(environment_flags: Mapping[str, Sequence[str]]) -> None:
     for words in environment_flags.values():
         for word in words:
@@ -436,25 +336,6 @@ def _refuse_run_settings(environment_flags: Mapping[str, Sequence[str]]) -> None
                 raise ConfigError(
                     f"{_ENVIRONMENT_PREFIX}{setting}: {_FIXED_IN_ENVIRONMENTS[setting]}"
                 )
-
-
-def _typed_trainer_flags(arguments: argparse.Namespace) -> tuple[str, ...]:
-    flags: list[str] = []
-    by_destination = {action.dest: action for action in create_full_parser()._actions}
-    for name, value in vars(arguments).items():
-        if not name.startswith(_TRAINER_PREFIX):
-            continue
-        action = by_destination[name.removeprefix(_TRAINER_PREFIX)]
-        flag = next(s for s in action.option_strings if s.startswith("--"))
-        if isinstance(value, bool):
-            if value != bool(action.default):
-                flags.append(flag if value else f"--no-{flag.removeprefix('--')}")
-        elif action.nargs == "+":
-            flags += [flag, *map(str, value)]
-        else:
-            text = ",".join(map(str, value)) if isinstance(value, list) else value  # layers
-            flags.append(f"{flag}={text}")
-    return tuple(flags)
 
 
 def _trainer_config(plan: RunPlan) -> TrainingConfig:
@@ -579,12 +460,6 @@ def _fraction(text: str) -> float:
     if value > 1:
         raise argparse.ArgumentTypeError(f"expected a number from 0 to 1, got {text!r}")
     return value
-
-
-def _boolean(text: str) -> bool:
-    if text.lower() not in ("true", "false"):
-        raise argparse.ArgumentTypeError(f"expected true or false, got {text!r}")
-    return text.lower() == "true"
 
 
 def _address(text: str) -> str:

@@ -18,6 +18,7 @@ from atroposlib.cli.new_env import write_environment
 from atroposlib.errors import AtroposError, ConfigError
 from example_trainer.launch import cli
 from example_trainer.launch.cli import main
+from example_trainer.launch.trainer_flags import flags_here, typed_trainer_flags
 from tests.trainer.scripted_vllm import ScriptedVllm
 from tests.trainer.tiny import save_tiny_model
 
@@ -205,7 +206,7 @@ def test_trainer_flags_are_passed_on_as_typed() -> None:
         *("--trainer.clip-eps", "0.1", "--trainer.train-layer-indices", "0-2"),
     ]
 
-    flags = cli._typed_trainer_flags(cli._parser().parse_args(words))
+    flags = typed_trainer_flags(cli._parser().parse_args(words))
 
     assert set(flags) == {
         "--no-gradient-checkpointing",
@@ -288,7 +289,7 @@ def raised(error: Exception) -> None:
     ],
 )
 def test_flags_in_errors_of_the_trainer_are_named_as_here(text: str, said: str) -> None:
-    found = cli._flags_here(text)
+    found = flags_here(text)
 
     assert found.endswith(said)
     assert bool(found) == bool(said)
