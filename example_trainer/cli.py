@@ -78,11 +78,16 @@ OFTEN_NEEDED = (
 """Fields that `--help` shows; `--help all` shows every flag."""
 
 
+MAX_LAYER = 9999
+"""Largest layer index that flags take."""
+
+
 def parse_layer_indices(text: str) -> list[int] | None:
     """Parse `0-3,28-31` into sorted, unique layer indices; an empty string means all layers.
 
     Raises:
-        argparse.ArgumentTypeError: a part is not an index or an ascending `a-b` range.
+        argparse.ArgumentTypeError: a part is not an index up to `MAX_LAYER`, or an ascending `a-b`
+            range of such.
     """
     indices: set[int] = set()
     for part in filter(None, (piece.strip() for piece in text.split(","))):
@@ -92,6 +97,8 @@ def parse_layer_indices(text: str) -> list[int] | None:
                 f"{part!r} is not a layer index (0, 1, 2, ...) or a range such as 0-3"
             )
         low, high = int(first), int(last) if dash else int(first)
+        if high > MAX_LAYER:
+            raise argparse.ArgumentTypeError(f"{part!r}: expected indices up to {MAX_LAYER}")
         if high < low:
             raise argparse.ArgumentTypeError(f"range {part!r} is descending; write {high}-{low}")
         indices.update(range(low, high + 1))

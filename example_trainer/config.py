@@ -194,7 +194,7 @@ class LoraFields(BaseModel):
         "weight_bridge_mode auto, in_place or none; the modes lora_only and lora_restart, which "
         "imply it, give them the adapters.",
     )
-    lora_r: int = Field(default=16, ge=1, description="Rank of the LoRA adapters.")
+    lora_r: int = Field(default=16, ge=1, le=8192, description="Rank of the LoRA adapters.")
     lora_alpha: int = Field(
         default=32, ge=1, description="LoRA alpha: updates are scaled by lora_alpha / lora_r."
     )

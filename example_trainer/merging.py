@@ -109,7 +109,7 @@ def require_adapters(config: TrainingConfig) -> None:
     model_config = AutoConfig.from_pretrained(config.model_name)
     with torch.device("meta"):
         model = auto_class_of(model_config).from_config(model_config)
-    add_adapters(model, config)
+        add_adapters(model, config)
     if config.merges_adapters:
         list(_layers_with_adapters(model))
 

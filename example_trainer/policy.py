@@ -450,9 +450,9 @@ def setup_line(model: Any, config: TrainingConfig, policy: PreparedPolicy) -> st
 
 def _adapters_note(model: Any, config: TrainingConfig) -> str:
     num_trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    num_weights = sum(p.numel() for p in model.parameters()) - num_trained
+    num_frozen = sum(p.numel() for p in model.parameters()) - num_trained
     return (
-        f"LoRA of rank {config.lora_r} trains {num_trained:,} numbers for {num_weights:,} weights"
+        f"LoRA of rank {config.lora_r}: {num_trained:,} trained and {num_frozen:,} frozen weights"
     )
 
 

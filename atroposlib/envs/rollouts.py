@@ -684,7 +684,7 @@ class GroupDelivery:
         self._side_thread = side_thread
         self._vocabulary: Vocabulary | None = None
         self._has_usable_groups = False
-        self._last_drop = ACCEPTED
+        self._last_unusable = ACCEPTED
         if env.config.data_path_to_save_groups is not None:
             self.jsonl_writer = GroupWriter(env.config.data_path_to_save_groups)
             env.config.data_path_to_save_groups = str(self.jsonl_writer.path)
@@ -799,7 +799,7 @@ class GroupDelivery:
         count = self.num_unusable_groups()
         if self._has_usable_groups or count < NUM_UNUSABLE_AT_START:
             return None
-        reason, detail = self._last_drop
+        reason, detail = self._last_unusable
         return NoDataError(
             f"all of the first {count} groups were dropped, the last one as {reason}: {detail}; "
             "the subcommand `check` finds such errors before a run"
@@ -811,7 +811,8 @@ class GroupDelivery:
         self._drop_group(Admission(INCOMPLETE, detail))
 
     def _drop_group(self, admission: Admission, *, num_groups: int = 1) -> None:
-        self._last_drop = admission
+        if admission.reason in UNUSABLE:
+            self._last_unusable = admission
         self._reporter.drop_counts[str(admission.reason)] += num_groups
         count = self._reporter.drop_counts[str(admission.reason)]
         is_shown = count < NUM_DROPS_LOGGED or is_milestone(count, added=num_groups)

@@ -326,12 +326,9 @@ def text_score(
 def spearman(first: Sequence[float], second: Sequence[float]) -> float:
     """Return the rank correlation of two lists of equal length; 0 if one is constant or short."""
     ranks = [_ranks(values) for values in (first, second)]
-    if len(first) < 2 or any(len(set(rank)) < 2 for rank in ranks):
+    if any(len(set(rank)) < 2 for rank in ranks):
         return 0.0
-    centre = (len(first) + 1) / 2
-    one, two = ([rank - centre for rank in each] for each in ranks)
-    product = math.fsum(a * b for a, b in zip(one, two, strict=True))
-    return product / math.sqrt(math.fsum(a * a for a in one) * math.fsum(b * b for b in two))
+    return statistics.correlation(*ranks)
 
 
 def _ranks(values: Sequence[float]) -> list[float]:

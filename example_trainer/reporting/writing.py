@@ -295,7 +295,7 @@ def write_comparison(metrics_paths: Sequence[Path], page_path: Path) -> int:
     labels = make_labels([path.parent if path.name in METRICS_NAMES else path for path in resolved])
     runs = [_compared(path, label) for path, label in zip(metrics_paths, labels, strict=True)]
     page_path.parent.mkdir(parents=True, exist_ok=True)
-    page_path.write_text(make_comparison_page(runs), encoding="utf-8", errors="replace")
+    write_file(page_path, make_comparison_page(runs).encode("utf-8", "replace"))
     return max(len(run.steps) for run in runs)
 
 

@@ -124,6 +124,7 @@ def test_config_from_args_reaches_every_field_that_has_a_flag():
         (["--model", "m", "--training-step=3"], "did you mean --training-steps?"),
         (["--model", "m", "--optimizer", "sgd"], "invalid choice: 'sgd'"),
         (["--model", "m", "--train-layer-indices", "5-2"], "is descending"),
+        (["--model", "m", "--train-layer-indices", "0-99999999999"], "indices up to 9999"),
         (["--model", "m", "--train-layer-indices", "-5"], "'-5' is not a layer index"),
         (["--model", "m", "--train-layer-indices=-5"], "'-5' is not a layer index"),
         (["--model", "m", "--train-layer-indices", "a"], "'a' is not a layer index"),
