@@ -190,9 +190,13 @@ async def test_cancelled_play_closes_the_conversation_and_leaves_no_task() -> No
 
 
 async def test_cancelled_play_of_a_failed_conversation_logs_no_lost_exception() -> None:
-    gc.collect()  # what earlier tests left
-    unhandled: list[dict[str, Any]] = []
-    asyncio.get_running_loop().set_exception_handler(lambda _, context: unhandled.append(context))
+    lost: list[str] = []
+
+    def note(_: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        # Collected clients of earlier tests report errors of their own.
+        lost.append(str(context.get("exception")))
+
+    asyncio.get_running_loop().set_exception_handler(note)
 
     class Failing(ScriptedConversation):
         async def reply(self, turn: Turn) -> Reply:
@@ -205,7 +209,7 @@ async def test_cancelled_play_of_a_failed_conversation_logs_no_lost_exception() 
             await playing
         gc.collect()  # asyncio reports a lost exception when the task is collected
 
-    assert unhandled == []
+    assert "no reply" not in lost
 
 
 async def test_what_a_reply_raises_is_raised_after_closing() -> None:
