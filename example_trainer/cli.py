@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import json
 import logging
 import signal
 import sys
@@ -14,6 +15,7 @@ import types
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import TYPE_CHECKING, Any, Literal, NoReturn
 
@@ -105,6 +107,27 @@ def parse_layer_indices(text: str) -> list[int] | None:
     return sorted(indices) or None
 
 
+def parse_arguments(text: str) -> dict[str, Any]:
+    """Parse a JSON object, such as `{"beta": 0.1}`.
+
+    Raises:
+        argparse.ArgumentTypeError: it is something else.
+    """
+    try:
+        arguments = json.loads(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from error
+    if not isinstance(arguments, dict):
+        raise argparse.ArgumentTypeError(f'{text!r}: expected an object, such as {{"beta": 0.1}}')
+    return arguments
+
+
+def function_path(text: str) -> str:
+    """Return `FILE.py:NAME` with an absolute path, since a run may change to another folder."""
+    file, _, name = text.rpartition(":")
+    return f"{Path(file).absolute()}:{name}" if file.endswith(".py") else text
+
+
 def _device(text: str) -> str:
     # argparse also converts the default "auto", but only after --help would have exited.
     return default_device() if text == "auto" else text
@@ -124,6 +147,10 @@ def _value_options(name: str, field: FieldInfo) -> dict[str, Any]:
         return {"type": _device, "default": "auto"}
     if name.endswith("_layer_indices"):
         return {"type": parse_layer_indices}
+    if name.endswith("_fn"):
+        return {"type": function_path, "metavar": "FILE.py:NAME"}
+    if typing.get_origin(annotation) is dict:
+        return {"type": parse_arguments, "metavar": "JSON", "default": {}}
     optional = typing.get_origin(annotation) in (typing.Union, types.UnionType)
     if optional:
         annotation = next(a for a in typing.get_args(annotation) if a is not type(None))

@@ -29,6 +29,7 @@ from torch import Tensor
 
 from atroposlib.errors import ConfigError
 from atroposlib.scored_data import IGNORE_INDEX, MASKED_LOGPROB
+from atroposlib.utils.imports import import_function
 from example_trainer.config import TrainingConfig
 from example_trainer.loss_choice import (
     AlgorithmName,
@@ -304,6 +305,30 @@ class ImportanceSampling:
     def __call__(self, inputs: PolicyInputs) -> PolicyTerms:
         ratio_BT, unbound_BT = inputs.ratio_BT, torch.zeros_like(inputs.mask_BT)
         return PolicyTerms(-inputs.advantages_BT * ratio_BT, ratio_BT.detach(), unbound_BT)
+
+
+@dataclass(frozen=True)
+class CustomLoss:
+    """A function of the user's own, named by `loss_fn`; `custom` checks it before the run.
+
+    Source: the function's.
+    Formula: the function's; it returns the loss of every token, or `PolicyTerms`.
+    Denominator: `token_mean`.
+    Differs from the others: the file or module is the user's.
+    """
+
+    function: Callable[[PolicyInputs], Tensor | PolicyTerms]
+
+    def __call__(self, inputs: PolicyInputs) -> PolicyTerms:
+        terms = self.function(inputs)
+        if not isinstance(terms, PolicyTerms):
+            terms = PolicyTerms(terms, inputs.ratio_BT, torch.zeros_like(inputs.mask_BT))
+        shape = tuple(inputs.mask_BT.shape)
+        if not isinstance(terms.loss_BT, Tensor) or terms.loss_BT.shape != shape:
+            found = terms.loss_BT
+            got = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else f"{found!r:.80}"
+            raise ConfigError(f"expected the loss of every token, shape {shape}; got {got}")
+        return terms._replace(ratio_BT=terms.ratio_BT.detach())
 
 
 class PolicyMismatch(NamedTuple):
@@ -664,6 +689,10 @@ def _known_BT(logprobs_BT: Tensor, mask_BT: Tensor, others_BT: Tensor) -> Tensor
 def make_loss(config: TrainingConfig) -> TrainingLoss:
     """Return the loss that the settings describe."""
     choice, correction = config.loss_choice, None
+    if config.loss_fn is None:
+        algorithm = POLICY_LOSSES[config.algorithm](**choice.bounds)
+    else:
+        algorithm = CustomLoss(import_function(config.loss_fn, config.loss_fn_args))
     if choice.correction is not None:
         correction = CORRECTION_CLASSES[choice.correction.name](**choice.correction.bounds)
     kl = KlPenalty(config.kl_coef, config.kl_estimator, is_unbiased=config.kl_unbiased)
@@ -671,7 +700,7 @@ def make_loss(config: TrainingConfig) -> TrainingLoss:
         config.distill_coef, config.distill_loss, config.distill_temperature
     )
     return TrainingLoss(
-        algorithm=POLICY_LOSSES[choice.name](**choice.bounds),
+        algorithm=algorithm,
         anchor=choice.anchor,
         correction=correction,
         reduction=choice.reduction,

@@ -1,7 +1,8 @@
 """Settings of advantages and policy losses: names, defaults, and the loss that they select.
 
 This module does not import torch, for the sake of the command line. The classes are in
-`example_trainer.loss`: `POLICY_LOSSES` and `CORRECTION_CLASSES` have the same keys.
+`example_trainer.loss`: `POLICY_LOSSES` and `CORRECTION_CLASSES` have the same keys. Functions of
+the user's own are loaded by `example_trainer.custom`.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, JsonValue
 
 from atroposlib.errors import ConfigError
 
@@ -79,6 +80,7 @@ CORRECTIONS: dict[CorrectionName, CorrectionRow] = {
 }
 
 
+DEFAULT_ALGORITHM: AlgorithmName = "dapo"
 DEFAULT_CLIP = 0.2
 DEFAULT_DUAL_CLIP = 3.0
 
@@ -95,7 +97,8 @@ class CorrectionChoice:
 class LossChoice:
     """Every setting of the policy loss, with `auto` resolved."""
 
-    name: AlgorithmName
+    name: str
+    """An algorithm's name, or `loss_fn`."""
     anchor: Anchor
     reduction: Reduction
     advantage_std: AdvantageStd
@@ -120,8 +123,28 @@ class GrpoFields(BaseModel):
     """Advantages and the policy loss."""
 
     algorithm: AlgorithmName = Field(
-        default="dapo",
+        default=DEFAULT_ALGORITHM,
         description="Policy loss; it determines the defaults of the settings below.",
+    )
+    loss_fn: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Policy loss of your own in place of the algorithm's: FILE.py:NAME or "
+        "MODULE:NAME of a function that returns the loss of every token.",
+    )
+    loss_fn_args: dict[str, JsonValue] = Field(
+        default_factory=dict,
+        description="Additional arguments of loss_fn by name, as JSON.",
+    )
+    advantage_fn: str | None = Field(
+        default=None,
+        min_length=1,
+        description="Advantages of your own: FILE.py:NAME or MODULE:NAME of a function that turns "
+        "the scores of a group into its advantages.",
+    )
+    advantage_fn_args: dict[str, JsonValue] = Field(
+        default_factory=dict,
+        description="Additional arguments of advantage_fn by name, as JSON.",
     )
     policy_coef: float = Field(
         default=1.0,
@@ -242,7 +265,10 @@ class GrpoFields(BaseModel):
         Raises:
             ConfigError: two settings contradict each other, or one has no effect.
         """
-        row, name = ALGORITHMS[self.algorithm], self.algorithm
+        self._refuse_idle()
+        row, name = ALGORITHMS[self.algorithm], str(self.algorithm)
+        if self.loss_fn is not None:
+            row, name = Algorithm(self.loss_fn, takes_clip=False), "loss_fn"
         anchor = row.anchors[0] if self.ratio_anchor == "auto" else self.ratio_anchor
         if anchor not in row.anchors:
             raise ConfigError(
@@ -279,6 +305,22 @@ class GrpoFields(BaseModel):
             bounds=bounds,
             correction=self._correction(anchor),
         )
+
+    def _refuse_idle(self) -> None:
+        for name in ("loss_fn", "advantage_fn"):
+            if getattr(self, f"{name}_args") and getattr(self, name) is None:
+                raise ConfigError(f"{name}_args has no effect without {name}")
+        if self.loss_fn is not None and self.algorithm != DEFAULT_ALGORITHM:
+            raise ConfigError(
+                f"algorithm={self.algorithm} and loss_fn={self.loss_fn} are two policy losses; "
+                "leave one out"
+            )
+        if self.loss_fn is not None and not self.policy_coef:
+            raise ConfigError("loss_fn has no effect with policy_coef=0; leave one out")
+        if self.advantage_fn is not None and self.advantage_std != "auto":
+            raise ConfigError(
+                f"advantage_std={self.advantage_std} has no effect with advantage_fn; leave it out"
+            )
 
     def _correction(self, anchor: Anchor) -> CorrectionChoice | None:
         name, cap, floor = self.importance_correction, self.importance_cap, self.importance_floor

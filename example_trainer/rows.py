@@ -12,9 +12,9 @@ from __future__ import annotations
 import itertools
 import math
 import numbers
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 from typing_extensions import assert_never
 
@@ -38,6 +38,19 @@ Group = Mapping[str, Any]
 VersionRuns = Sequence[Sequence[int | None]]
 
 
+class GroupScores(NamedTuple):
+    """Argument of `advantage_fn`: the sampled trajectories of a group, without demonstrations."""
+
+    scores: list[float]
+    """[G] the environment's, with the penalty of `overlong_max_tokens`."""
+    lengths: list[int]
+    """[G] trained tokens."""
+    indices: list[int]
+    """[G] positions in the group."""
+    group: Group
+    """All fields, as the service delivered them."""
+
+
 @dataclass(frozen=True)
 class RowRules:
     """Settings of the conversion of groups to rows."""
@@ -46,6 +59,8 @@ class RowRules:
     """Maximum length of a row in tokens; longer ones are truncated."""
     advantage_std: Literal["sample", "population", "none"] = "population"
     advantage_eps: float = 1e-8
+    advantage_fn: Callable[[GroupScores], Any] | None = None
+    """Returns [G] advantages, or [G][L]; None: those of `group_advantages`."""
     unsupported_fields: Literal["refuse", "ignore"] = "refuse"
     allow_tokenized_from_text: bool = False
     vocabulary: int | None = None
@@ -215,21 +230,39 @@ def _token_advantages(
     return result
 
 
-def _score_advantages(group: Group, rules: RowRules, are_sft: Sequence[bool]) -> list[float]:
+def _score_advantages(group: Group, rules: RowRules, are_sft: Sequence[bool]) -> list[Any]:
     """Return [G] advantages, computed from the scores of the sampled trajectories."""
-    scores = {i: float(group["scores"][i]) for i, is_sft in enumerate(are_sft) if not is_sft}
+    indices = [i for i, is_sft in enumerate(are_sft) if not is_sft]
+    scores = [float(group["scores"][i]) for i in indices]
+    lengths: list[int] = []
+    if rules.overlong_max_tokens is not None or rules.advantage_fn is not None:
+        lengths = [sum(label != IGNORE_INDEX for label in group["masks"][i]) for i in indices]
     if rules.overlong_max_tokens is not None:
-        for i in scores:
-            scores[i] += overlong_penalty(
-                sum(label != IGNORE_INDEX for label in group["masks"][i]),
-                max_tokens=rules.overlong_max_tokens,
-                buffer_tokens=rules.overlong_buffer_tokens,
+        limits = {"max_tokens": rules.overlong_max_tokens}
+        limits["buffer_tokens"] = rules.overlong_buffer_tokens
+        scores = [
+            score + overlong_penalty(length, **limits)
+            for score, length in zip(scores, lengths, strict=True)
+        ]
+    if rules.advantage_fn is None:
+        advantages = group_advantages(scores, std=rules.advantage_std, eps=rules.advantage_eps)
+    else:
+        advantages = _listed(rules.advantage_fn(GroupScores(scores, lengths, indices, group)))
+        if len(advantages) != len(scores):
+            raise ConfigError(
+                f"advantage_fn: {len(advantages)} advantages for {len(scores)} trajectories"
             )
-    advantages = group_advantages(
-        list(scores.values()), std=rules.advantage_std, eps=rules.advantage_eps
-    )
-    by_index = dict(zip(scores, advantages, strict=True))
+    by_index = dict(zip(indices, advantages, strict=True))
     return [by_index.get(i, 0.0) for i in range(len(are_sft))]
+
+
+def _listed(advantages: Any) -> list[Any]:
+    """Return the result of `advantage_fn`, which may be a tensor or an array, as a list."""
+    if hasattr(advantages, "tolist"):
+        advantages = advantages.tolist()
+    if not isinstance(advantages, (list, tuple)):
+        raise ConfigError(f"advantage_fn: expected a list of advantages; got {advantages!r:.80}")
+    return [a.tolist() if hasattr(a, "tolist") else a for a in advantages]
 
 
 def group_advantages(

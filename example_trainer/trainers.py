@@ -34,6 +34,7 @@ from example_trainer.checkpointing import (
     weights_checksum,
 )
 from example_trainer.config import TrainingConfig, require_reference
+from example_trainer.custom import require_custom_functions
 from example_trainer.images import (
     IMAGE_MODELS,
     ImageSupport,
@@ -88,6 +89,7 @@ def train(
     """
     _seed(config.seed)
     require_reference(config)
+    require_custom_functions(config)
     if config.resume_or_start and BatchJournal.exists(config.save_path):
         config = config.model_copy(update={"resume": True})
     with contextlib.ExitStack() as stack:

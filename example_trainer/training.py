@@ -22,6 +22,7 @@ from typing_extensions import assert_never
 
 from atroposlib.api.client import LeasedBatch
 from atroposlib.errors import ConfigError, GroupError
+from atroposlib.utils.imports import import_function
 from atroposlib.utils.run_log import MetricsLog
 from example_trainer.api import JOURNAL_DIRECTORY, DurableFeed
 from example_trainer.batch import Batch, Microbatch, build_batch, split_batch
@@ -228,9 +229,13 @@ _ROW_SETTINGS = {
 
 def row_rules(config: TrainingConfig) -> RowRules:
     """Return the settings of the conversion of groups to rows."""
+    advantage_fn = None
+    if config.advantage_fn is not None:
+        advantage_fn = import_function(config.advantage_fn, config.advantage_fn_args)
     return RowRules(
         **config.model_dump(include=_ROW_SETTINGS),
         advantage_std=config.loss_choice.advantage_std,
+        advantage_fn=advantage_fn,
         uses_rewards=config.policy_coef > 0,
         uses_reference=config.kl_coef > 0,
         uses_teacher=config.distill_coef > 0,

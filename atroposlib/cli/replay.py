@@ -29,6 +29,7 @@ from atroposlib.exporting.report import ExportReport
 from atroposlib.exporting.run import read_groups
 from atroposlib.scored_data import MAX_SCORE
 from atroposlib.utils.command_parser import CommandParser, end_command
+from atroposlib.utils.imports import import_script
 from atroposlib.utils.json_text import to_plain
 from atroposlib.utils.writable import require_writable_file
 
@@ -249,13 +250,7 @@ def _environment_class(path: str) -> type[Any]:
         return environment_class(path)
     if not file.is_file():
         raise ConfigError(f"there is no environment script {file}")
-    sys.path.insert(0, str(file.resolve().parent))
-    spec = importlib.util.spec_from_file_location(file.stem, file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[file.stem] = module
-    spec.loader.exec_module(module)
+    module = import_script(file)
     found = {
         name: value
         for name, value in vars(module).items()

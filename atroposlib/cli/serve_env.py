@@ -21,7 +21,6 @@ import os
 import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any, NamedTuple, NoReturn
 
 from pydantic import ValidationError
@@ -44,6 +43,7 @@ from atroposlib.serving.sessions import (
 from atroposlib.utils.cli import refused_values
 from atroposlib.utils.command_parser import CommandParser, end_command, exit_code_of
 from atroposlib.utils.command_parser import integer_between as integer
+from atroposlib.utils.imports import import_script
 from atroposlib.utils.listening import require_free_port
 from atroposlib.utils.text import InertFormatter, near_name
 
@@ -379,7 +379,7 @@ def find_environment(target: str) -> type[Any]:
             f"{', '.join(KINDS)}"
         )
     if start.endswith(".py"):
-        module = _import_script(Path(start))
+        module = import_script(Path(start))
     else:
         try:
             module = importlib.import_module(start)
@@ -392,25 +392,9 @@ def find_environment(target: str) -> type[Any]:
     return found
 
 
-def _import_script(path: Path) -> ModuleType:
-    """Import a script under its own name, so that worker processes can import it too."""
-    if not path.is_file():
-        raise ConfigError(f"there is no file {path}")
-    folder = str(path.resolve().parent)
-    if folder not in sys.path:
-        sys.path.insert(0, folder)
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    if spec is None or spec.loader is None:
-        raise ConfigError(f"{path} is not a Python file")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[path.stem] = module
-    spec.loader.exec_module(module)
-    return module
-
-
 def _class_of_script(path: Path) -> type[Any]:
     """Return the class whose `cli()` a script calls, or its only environment."""
-    module = _import_script(path)
+    module = import_script(path)
     called = {
         node.func.value.id
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8")))

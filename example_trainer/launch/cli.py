@@ -183,6 +183,10 @@ def _prepare(
             f"the {config.lr_schedule} schedule ends at step {options.steps} now: steps that are "
             "repeated have other learning rates than before, and another model results"
         )
+    if config.loss_fn is not None or config.advantage_fn is not None:
+        from example_trainer.custom import require_custom_functions  # imports torch
+
+        require_custom_functions(config)
     if config.uses_lora:
         require_adapters(config)
     require_gpu_memory(model, config, machine, place(options, machine))

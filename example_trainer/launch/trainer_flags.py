@@ -8,6 +8,7 @@ Settings that a run determines, or that have a flag of this command, are rejecte
 from __future__ import annotations
 
 import argparse
+import json
 import re
 from collections.abc import Sequence
 from typing import Any
@@ -135,6 +136,7 @@ def typed_trainer_flags(arguments: argparse.Namespace) -> tuple[str, ...]:
             flags += [flag, *map(str, value)]
         else:
             text = ",".join(map(str, value)) if isinstance(value, list) else value  # layers
+            text = json.dumps(value) if isinstance(value, dict) else text
             flags.append(f"{flag}={text}")
     return tuple(flags)
 

@@ -72,7 +72,9 @@ _TRAINER_SETTINGS = (
     )
     | set(GrpoFields.model_fields)
     | set(ExtraLossFields.model_fields)
-) - {"reference_model"}  # fmt: skip
+) - {
+    "reference_model", "loss_fn", "loss_fn_args", "advantage_fn", "advantage_fn_args",
+}  # fmt: skip
 _ENGINE_SETTINGS = frozenset({"dtype", "max_num_batched_tokens", "max_num_seqs"})
 
 

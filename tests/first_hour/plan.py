@@ -665,6 +665,12 @@ STEPS: tuple[Step, ...] = (
         before=TRAINED_TWICE,
         shows=("comparison.html: 2 runs",),
     ),
+    Run("example_trainer/README.md", "# my_loss.py", save_as="my_loss.py"),
+    Run(
+        "example_trainer/README.md",
+        "atropos-grpo --model Qwen/Qwen3-0.6B --loss-fn",
+        until=("policy loss: my_loss.py:asymmetric", "advantages: my_loss.py:leave_one_out"),
+    ),
     NotRun(
         "example_trainer/README.md",
         "torchrun --standalone --nproc-per-node 8",
