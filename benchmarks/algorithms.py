@@ -40,6 +40,8 @@ ROWS: dict[str, tuple[str, ...]] = {
     "dapo": ("--algorithm=dapo",),
     "gspo": ("--algorithm=gspo",),
     "cispo": ("--algorithm=cispo",),
+    "two_updates": ("--num-iterations=2",),
+    "four_updates": ("--num-iterations=4",),
     "stale": (*STALE, "--importance-correction=none"),
     "stale_truncated": (*STALE, "--importance-correction=token_truncate"),
 }

@@ -58,6 +58,8 @@ class Microbatch:
     """Bool, tokens of demonstrations."""
     ref_logprobs_BT: Tensor | None = None
     """`MASKED_LOGPROB` where unknown."""
+    proximal_logprobs_BT: Tensor | None = None
+    """The trainer's logprobs before the first update on the batch; None: this is the first."""
     distill_token_ids_BTK: Tensor | None = None
     """The teacher's top tokens for the label, padded."""
     distill_logprobs_BTK: Tensor | None = None

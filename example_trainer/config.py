@@ -271,6 +271,13 @@ class TrainingFields(BaseModel):
     gradient_accumulation_steps: int = Field(
         default=32, ge=1, description="Optimizer steps take batch_size times this many sequences."
     )
+    num_iterations: int = Field(
+        default=1,
+        ge=1,
+        le=64,
+        description="Optimizer updates on each batch, which together are one step: mu of GRPO, "
+        "ppo_epochs of verl. The ratio of later ones divides by the logprobs before the first.",
+    )
     pad_multiple: int = Field(
         default=64,
         ge=1,

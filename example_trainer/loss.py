@@ -583,7 +583,7 @@ class LossInputs:
     advantages_BT: Tensor
     inference_logprobs_BT: Tensor
     proximal_logprobs_BT: Tensor | None = None
-    """None: sg(l), which is equal with one step per batch."""
+    """None: sg(l), which is equal in the first update on a batch."""
     ref_logprobs_BT: Tensor | None = None
     is_sft_BT: Tensor | None = None
     """Bool, tokens of demonstrations."""
@@ -611,7 +611,7 @@ class LossTerms(NamedTuple):
 class TrainingLoss:
     """Composes an algorithm, a correction, a KL penalty, demonstrations and distillation.
 
-    With `anchor="trainer"` and one step per batch, the ratio is a 1 with the gradient of l, which
+    With `anchor="trainer"` and one update per batch, the ratio is a 1 with the gradient of l, which
     no clip changes; the correction accounts for stale or differently rounded rollouts. The ratio of
     `anchor="inference"` contains that mismatch, so that a correction raises `ConfigError`. Tokens
     without mu have ratio and weight 1.

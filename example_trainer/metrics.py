@@ -141,6 +141,10 @@ class StepStats:
             self._count("kl", terms.kl_BT[mask_BT])
         for name, part in terms.parts.items():
             self._parts_sums[name] += part
+        proximal_BT = microbatch.proximal_logprobs_BT
+        if proximal_BT is not None:
+            log_BT = log_ratio_BT(trainer, proximal_BT[mask_BT].double())
+            self._count("moved_k3", log_BT.exp() - 1.0 - log_BT)
         inference_BT = microbatch.inference_logprobs_BT
         known_BT = mask_BT & (inference_BT != MASKED_LOGPROB)
         self._compare(trainer_logprobs_BT, inference_BT, known_BT)
@@ -210,6 +214,18 @@ class StepStats:
             **self._parts(tokens),
         }
         return {**result, **self._alignment()} if sums["known"] else result
+
+    def last_iteration_metrics(self) -> dict[str, float]:
+        """Return the metrics of the last of several updates on one batch.
+
+        `kl` estimates the KL divergence of the policy from that before the first update, in nats.
+        """
+        tokens = max(1.0, self._sums["tokens"])
+        return {
+            "grpo/last_iteration_loss": self.loss,
+            "grpo/last_iteration_bound_fraction": self._sums["bound"] / tokens,
+            "grpo/last_iteration_kl": self._sums["moved_k3"] / tokens,
+        }
 
     def _parts(self, tokens: float) -> dict[str, float]:
         result = {}
@@ -463,6 +479,7 @@ class StepObserver:
         self._shape = None if peak is None else ModelShape.of(model)
         self._view = view
         self._max_token_staleness = config.max_token_staleness
+        self._num_iterations = config.num_iterations
         self._group_metrics: dict[str, float] = {}
         self._lengths: list[int] = []
 
@@ -497,7 +514,7 @@ class StepObserver:
                 num_trained_tokens=metrics["train/trained_tokens"],
                 computed_fraction=1.0 - metrics["train/shared_prefix_fraction"],
             )
-            found["train/mfu"] = flops / seconds / self._peak_flops
+            found["train/mfu"] = self._num_iterations * flops / seconds / self._peak_flops
         return found
 
     def show(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -537,7 +554,7 @@ class StepNotes:
                 next(iter(summary.bad_groups.values())),
             )
         if metrics["train/skipped_steps"]:
-            logger.warning("the gradient was not finite; this step did not change the weights")
+            logger.warning("the gradient was not finite; its update of the weights was skipped")
         if summary.num_zero_gradient_groups == summary.num_groups:
             logger.warning(
                 "no group had an advantage, a demonstration or teacher logprobs: this batch had no "

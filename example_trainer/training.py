@@ -451,48 +451,69 @@ class Trainer:
         )
 
     def train_on(self, batch: Batch) -> dict[str, float]:
-        """Take one optimizer step on a batch and return its metrics.
+        """Take one step on a batch, with `num_iterations` updates, and return its metrics.
 
-        A step whose gradient is not finite is skipped and counted, to protect the weights.
+        They are those of the first update, except `grpo/last_iteration_*`. If a gradient is not
+        finite, its update and those after it are skipped, to protect the weights.
         """
         learning_rate = learning_rate_at(self.steps_done, self.config)
         for parameters in self._optimizer.param_groups:
             # None with Adafactor's relative_step, which computes the rate itself.
             if parameters["lr"] is not None:
                 parameters["lr"] = learning_rate
-        stats = StepStats(clip_low=self._choice.clip_low, clip_high=self._choice.clip_high)
-        for microbatch in batch.microbatches:
-            self._backward(microbatch.to(self.config.device), batch, stats)
-        with self._observer.measure("optimizer"):
-            self._parallel.sum_gradients(self.model)
-            grad_norm = self._parallel.clip_gradients(
-                self.model, max_norm=self.config.max_grad_norm
-            )
-            is_finite = math.isfinite(grad_norm)
-            if is_finite:
-                self._optimizer.step()
-            self._optimizer.zero_grad(set_to_none=True)
+        num_iterations = self.config.num_iterations
+        microbatches, updates = list(batch.microbatches), []
+        for _ in range(num_iterations):
+            stats = StepStats(clip_low=self._choice.clip_low, clip_high=self._choice.clip_high)
+            for i, microbatch in enumerate(microbatches):
+                scored = self._backward(microbatch.to(self.config.device), batch, stats)
+                if num_iterations > 1:
+                    microbatches[i] = scored
+            updates.append((stats, self._update()))
+            if not math.isfinite(updates[-1][1]):
+                break
+        (first, grad_norm), (last, last_norm) = updates[0], updates[-1]
+        metrics = sum_stats(self._parallel.gather(first)).metrics()
+        if num_iterations > 1:
+            metrics |= sum_stats(self._parallel.gather(last)).last_iteration_metrics()
         return {
-            **sum_stats(self._parallel.gather(stats)).metrics(),
+            **metrics,
             **part_counts(batch.totals),
             **batch_metrics(batch.summary),
             **memory_metrics(self.config.device),
             "train/lr": learning_rate,
             "train/grad_norm": grad_norm,
-            "train/skipped_steps": float(not is_finite),
+            "train/skipped_steps": float(not math.isfinite(last_norm)),
         }
 
-    def _backward(self, microbatch: Microbatch, batch: Batch, stats: StepStats) -> None:
-        """Add the gradient of one microbatch's share of the loss."""
-        reference_BT = None
-        if batch.needs_reference and self._reference is not None:
+    def _update(self) -> float:
+        """Take one optimizer step if the gradient is finite; return its norm."""
+        with self._observer.measure("optimizer"):
+            self._parallel.sum_gradients(self.model)
+            grad_norm = self._parallel.clip_gradients(
+                self.model, max_norm=self.config.max_grad_norm
+            )
+            if math.isfinite(grad_norm):
+                self._optimizer.step()
+            self._optimizer.zero_grad(set_to_none=True)
+        return grad_norm
+
+    def _backward(self, microbatch: Microbatch, batch: Batch, stats: StepStats) -> Microbatch:
+        """Add the gradient of one microbatch's share of the loss.
+
+        Returns the microbatch with what is computed in the first iteration only: the reference,
+        logprobs at the sampling temperature, and the proximal logprobs.
+        """
+        is_first, reference_BT = microbatch.proximal_logprobs_BT is None, None
+        if is_first and batch.needs_reference and self._reference is not None:
             with self._observer.measure("forward"):
                 reference_BT = self._reference.logprobs_BT(microbatch)
         with self._observer.measure("forward"), self._autocast:
             scores = self._scorer(microbatch)
-        microbatch = at_sampling_temperature(
-            microbatch, scores, has_raw_logprobs=self._has_raw_logprobs
-        )
+        if is_first:
+            microbatch = at_sampling_temperature(
+                microbatch, scores, has_raw_logprobs=self._has_raw_logprobs
+            )
         if reference_BT is not None:
             microbatch = microbatch.with_reference(reference_BT)
         inputs = LossInputs(
@@ -500,6 +521,7 @@ class Trainer:
             labels_BT=microbatch.labels_BT,
             advantages_BT=microbatch.advantages_BT,
             inference_logprobs_BT=microbatch.inference_logprobs_BT,
+            proximal_logprobs_BT=microbatch.proximal_logprobs_BT,
             ref_logprobs_BT=microbatch.ref_logprobs_BT,
             is_sft_BT=microbatch.is_sft_BT,
             teacher=scores.teacher,
@@ -509,3 +531,6 @@ class Trainer:
             terms = self._loss(inputs, batch.totals)
             (terms.loss * self._parallel.loss_factor).backward()
         stats.add(microbatch, scores, terms, has_raw_logprobs=self._has_raw_logprobs)
+        if not is_first:
+            return microbatch
+        return replace(microbatch, proximal_logprobs_BT=scores.logprobs_BT.detach())

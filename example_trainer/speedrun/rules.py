@@ -64,10 +64,10 @@ _TRAINER_SETTINGS = (
     frozenset(
         {
             "gradient_checkpointing", "logprob_chunk_tokens", "lr", "lr_schedule",
-            "max_grad_norm", "max_token_staleness", "microbatch_tokens", "min_lr", "on_bad_group",
-            "optimizer", "packing", "pad_multiple", "shared_prefixes", "sync_pause_mode",
-            "sync_transport", "train_dtype", "train_layer_indices", "vllm_restart_interval",
-            "warmup_steps", "weight_decay",
+            "max_grad_norm", "max_token_staleness", "microbatch_tokens", "min_lr", "num_iterations",
+            "on_bad_group", "optimizer", "packing", "pad_multiple", "shared_prefixes",
+            "sync_pause_mode", "sync_transport", "train_dtype", "train_layer_indices",
+            "vllm_restart_interval", "warmup_steps", "weight_decay",
         }
     )
     | set(GrpoFields.model_fields)

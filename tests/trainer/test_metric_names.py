@@ -57,6 +57,7 @@ def run_folder(tmp_path_factory):
         kl_coef=0.1,
         distill_coef=0.5,
         max_token_staleness=1,
+        num_iterations=2,
         use_tensorboard=True,
     )
     model = tiny_llama()
