@@ -25,7 +25,13 @@ from atroposlib.errors import AtroposError, ConfigError
 from atroposlib.utils.command_parser import CommandParser
 from atroposlib.utils.text import without_secrets
 from example_trainer.cli import config_from_args, create_full_parser, describe_errors
-from example_trainer.config import TrainingConfig, loading_errors, require_model_folder, unloadable
+from example_trainer.config import (
+    TrainingConfig,
+    loading_errors,
+    require_model_folder,
+    require_reference,
+    unloadable,
+)
 from example_trainer.launch import report
 from example_trainer.launch.options import (
     EnvironmentFile,
@@ -120,7 +126,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             text = (
                 describe_errors(error).replace("--", TRAINER_PREFIX, 1)
                 if isinstance(error, ValidationError)
-                else str(error)
+                else f"{error}{flags_here(str(error))}"
             )
             parser.exit(2, f"{_PROGRAM}: error: {text}\n")
         except KeyboardInterrupt:
@@ -183,6 +189,7 @@ def _prepare(
             f"the {config.lr_schedule} schedule ends at step {options.steps} now: steps that are "
             "repeated have other learning rates than before, and another model results"
         )
+    require_reference(config)
     if config.loss_fn is not None or config.advantage_fn is not None:
         from example_trainer.custom import require_custom_functions  # imports torch
 
@@ -201,7 +208,13 @@ def _train(prepared: _Prepared) -> None:
 
     def how_to_continue() -> str:
         steps = report.count_steps(paths.trainer_metrics)
-        command = f"{_PROGRAM} --resume {shlex.quote(shown_path(paths.output))}"
+        folder = shlex.quote(shown_path(paths.output))
+        command = f"{_PROGRAM} --resume {folder}"
+        if not steps:
+            return (
+                f"no step was done. With other settings, start again with another --output or "
+                f"without {folder}; with the same ones:\n  {command}"
+            )
         return f"{steps} of {plan.steps} steps done; continue with:\n  {command}"
 
     try:

@@ -156,7 +156,7 @@ def flags_here(text: str) -> str:
     for action in create_full_parser()._actions:
         for flag in action.option_strings:
             here = _OWN_FLAGS.get(action.dest, f"{TRAINER_PREFIX}{flag.removeprefix('--')}")
-            if action.dest not in _FIXED and flag not in {"-h", here}:
+            if action.dest not in _FIXED and flag not in {"-h", "--help", here}:
                 names[flag] = here
     for line in reversed(text.splitlines()):
         found = dict.fromkeys(re.findall(r"(?<![\w.-])--[a-z][a-z-]*", line))
