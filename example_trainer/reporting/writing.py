@@ -53,33 +53,34 @@ class Limit(NamedTuple):
     key: str
     most: float
     what: str
-    """Description of an exceeded limit, and the remedy."""
+    """Description of an exceeded limit, and the remedy by the names of settings, of which the
+    commands have different flags."""
 
 
 LIMITS = (
     Limit(
         "grpo/clipped_fraction",
         0.3,
-        "many ratios to the sampler's logprobs are outside the clip range: use a smaller --lr, "
-        "publish weights more often, or use --importance-correction",
+        "many ratios to the sampler's logprobs are outside the clip range: use a smaller lr, "
+        "publish weights more often, or use importance_correction",
     ),
     Limit(
         "alignment/diff_abs_mean",
         0.1,
         "the trainer's and the engine's logprobs differ: check dtypes, the temperature, "
-        "--logprobs-mode, and staleness below",
+        "logprobs_mode, and staleness below",
     ),
     Limit(
         "train/staleness_mean",
         4,
         "groups were sampled by weights several steps old: publish more often "
-        "(--vllm-restart-interval), or reduce max_batches_offpolicy of the environments",
+        "(vllm_restart_interval), or reduce max_batches_offpolicy of the environments",
     ),
     Limit(
         "train/truncation_rate",
         0.2,
         "many completions were truncated: increase the token limits, or shorten answers with "
-        "--overlong-max-tokens",
+        "overlong_max_tokens",
     ),
     Limit(
         "train/zero_advantage_groups_fraction",
@@ -87,9 +88,7 @@ LIMITS = (
         "most groups have no gradient, because all their scores are equal: use harder or easier "
         "problems, or larger groups",
     ),
-    Limit(
-        "train/padding_fraction", 0.5, "most of the computed tokens are padding: use --packing on"
-    ),
+    Limit("train/padding_fraction", 0.5, "most of the computed tokens are padding: use packing=on"),
     Limit("alignment/missing_fraction", 0.0, "tokens have no logprobs of the sampler"),
 )
 
@@ -143,7 +142,7 @@ def _collapse(steps: Sequence[Mapping[str, Any]]) -> list[str]:
         if len(steps) >= _FEW_STEPS and first > 0 and last < _COLLAPSED_ENTROPY * first:
             return [
                 f"the entropy fell from {short_number(first)} to {short_number(last)}: the policy "
-                "has almost stopped exploring (a higher --clip-eps-high, a KL penalty, or an "
+                "has almost stopped exploring (a higher clip_eps_high, a KL penalty, or an "
                 "earlier checkpoint may help)"
             ]
         return []
@@ -271,7 +270,7 @@ def write_report(
         rollouts_name=_neighbor(rollouts_path, report_path),
     )
     report_path.parent.mkdir(parents=True, exist_ok=True)
-    report_path.write_text(page, encoding="utf-8", errors="replace")
+    write_file(report_path, page.encode("utf-8", "replace"))
     return len(records.steps)
 
 
