@@ -33,6 +33,7 @@ from example_trainer.config import (
     unloadable,
 )
 from example_trainer.launch import report
+from example_trainer.launch.config_files import with_config_files
 from example_trainer.launch.options import (
     EnvironmentFile,
     Machine,
@@ -149,6 +150,9 @@ def _prepare(
     environment_flags: dict[str, tuple[str, ...]],
 ) -> _Prepared:
     is_resumed = arguments.resume is not None
+    environment_flags, config_notes = with_config_files(
+        environment_flags, fixed=_FIXED_IN_ENVIRONMENTS
+    )
     if is_resumed:
         folder = _folder_to_resume(parser, arguments, environment_flags)
         options = read_options(folder)
@@ -181,6 +185,7 @@ def _prepare(
         machine=machine,
         is_resumed=is_resumed,
     )
+    notes += config_notes
     if not is_resumed and options.engine_url is None:
         notes += filter(None, [choose_engine(arguments.engine).note])
     config = _trainer_config(plan)

@@ -1,0 +1,79 @@
+"""YAML files of environments in a run: `--env.config FILE` becomes the flags that it stands for.
+
+    --env.config FILE  ->  --env.NAME=VALUE ... for its section `env`
+
+Flags have precedence over the file. What the run determines itself, such as the inference servers,
+is left out with a note, so that a file written for `serve` needs no changes.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any
+
+from atroposlib.envs.commands import load_yaml
+from atroposlib.errors import ConfigError
+
+__all__ = ["with_config_files"]
+
+_PREFIX = "--env."
+_FLAG = "--env.config"
+_OF_THE_RUN = {"total_steps", "batch_size", "wandb_name", "data_dir_to_save_evals"}
+"""Settings that also have flags here, and that in a file are meant for another run."""
+
+
+def with_config_files(
+    flags: Mapping[str, Sequence[str]], *, fixed: Collection[str]
+) -> tuple[dict[str, tuple[str, ...]], list[str]]:
+    """Replace `--env.config FILE` among the flags of environments by the settings of the file.
+
+    Args:
+        flags: Words by name of the environment; "" for all of them.
+        fixed: Settings that the run determines.
+
+    Returns:
+        The flags, and notes on settings that are left out.
+
+    Raises:
+        ConfigError: a file cannot be read, or has other sections.
+    """
+    expanded, notes = {}, []
+    for name, words in flags.items():
+        path, others = _split(words)
+        if path is None:
+            expanded[name] = tuple(words)
+            continue
+        content = load_yaml(path)
+        settings = content.get("env") or {}
+        if not isinstance(settings, dict) or any(not isinstance(key, str) for key in settings):
+            raise ConfigError(f"{_FLAG} {path}: section env must be a mapping of settings")
+        # A list would be extended by the flag of the same name, not replaced.
+        typed = {word.removeprefix(_PREFIX).partition("=")[0] for word in others}
+        left_out = [key for key in settings if key in fixed or key in _OF_THE_RUN]
+        left_out += [section for section in content if section != "env" and content[section]]
+        if left_out:
+            notes.append(f"{path}: not used, since the run sets it: {', '.join(left_out)}")
+        kept = {k: v for k, v in settings.items() if k not in typed and k not in left_out}
+        expanded[name] = (*(f"{_PREFIX}{key}={_text(kept[key])}" for key in kept), *others)
+    return expanded, notes
+
+
+def _split(words: Sequence[str]) -> tuple[str | None, list[str]]:
+    """Return the file that the last `--env.config` names, and the other words."""
+    path, others, remaining = None, [], iter(words)
+    for word in remaining:
+        flag, equals, value = word.partition("=")
+        if flag != _FLAG:
+            others.append(word)
+            continue
+        path = value if equals else next(remaining, None)
+        if path is None or path.startswith("--"):
+            raise ConfigError(f"{_FLAG} needs the path of a YAML file")
+    return path, others
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, (dict, list, bool)):
+        return json.dumps(value)
+    return str(value)
