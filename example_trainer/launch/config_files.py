@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import json
 from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from atroposlib.envs.commands import load_yaml
+import yaml
+
 from atroposlib.errors import ConfigError
 
 __all__ = ["with_config_files"]
@@ -44,7 +46,7 @@ def with_config_files(
         if path is None:
             expanded[name] = tuple(words)
             continue
-        content = load_yaml(path)
+        content = _read(Path(path))
         settings = content.get("env") or {}
         if not isinstance(settings, dict) or any(not isinstance(key, str) for key in settings):
             raise ConfigError(f"{_FLAG} {path}: section env must be a mapping of settings")
@@ -57,6 +59,16 @@ def with_config_files(
         kept = {k: v for k, v in settings.items() if k not in typed and k not in left_out}
         expanded[name] = (*(f"{_PREFIX}{key}={_text(kept[key])}" for key in kept), *others)
     return expanded, notes
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
+        raise ConfigError(f"{_FLAG} {path}: cannot be read as YAML: {error}") from error
+    if not isinstance(content, dict):
+        raise ConfigError(f"{_FLAG} {path}: expected a mapping with the section env")
+    return content
 
 
 def _split(words: Sequence[str]) -> tuple[str | None, list[str]]:

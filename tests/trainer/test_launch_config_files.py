@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from atroposlib.errors import AtroposError, ConfigError
+from atroposlib.errors import ConfigError
 from example_trainer.launch.config_files import with_config_files
 from example_trainer.launch.preflight import describe_environment
 
@@ -74,15 +74,17 @@ def test_environment_reads_values_of_every_kind_from_the_flags(tmp_path):
     ("text", "message"),
     [
         ("env: [group_size]", "section env must be a mapping"),
-        ("- 1", "must hold sections"),
-        ("env: {", "is not YAML"),
+        ("- 1", "expected a mapping with the section env"),
+        (None, "cannot be read as YAML"),
+        ("env: {", "cannot be read as YAML"),
     ],
 )
 def test_files_of_another_form_are_refused(tmp_path, text, message):
     path = tmp_path / "other.yaml"
-    path.write_text(text)
+    if text is not None:
+        path.write_text(text)
 
-    with pytest.raises(AtroposError, match=message):
+    with pytest.raises(ConfigError, match=message):
         with_config_files({"": ("--env.config", str(path))}, fixed=FIXED)
 
 
