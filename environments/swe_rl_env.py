@@ -28,7 +28,7 @@ from pydantic import Field
 
 from atroposlib.envs.base import APIServerConfig, Item, ScoredDataGroup
 from atroposlib.envs.dataset_items import hub_dataset
-from atroposlib.envs.rollouts import GroupWriter
+from atroposlib.envs.reporting import GroupWriter
 from atroposlib.envs.single_turn_env import SingleTurnEnvConfig, Trajectory
 from atroposlib.errors import ConfigError, NoDataError
 from atroposlib.tasks.card import EnvironmentCard

@@ -58,6 +58,7 @@ from atroposlib.envs.config import BaseEnvConfig, EvalHandlingEnum
 from atroposlib.envs.constants import ENV_NAMESPACE, NAMESPACE_SEP, OPENAI_NAMESPACE
 from atroposlib.envs.offline import ProcessRun, evaluate_once
 from atroposlib.envs.reporting import (
+    GroupWriter,
     PartSums,
     Reporter,
     RunFigures,
@@ -67,7 +68,6 @@ from atroposlib.envs.reporting import (
 )
 from atroposlib.envs.rollouts import (
     GroupDelivery,
-    GroupWriter,
     StragglerRule,
     assemble_group,
     gather_rollouts,

@@ -1,4 +1,4 @@
-"""Metrics, rollout tables, evaluation results and checkpoints of an environment.
+"""Metrics, rollout tables, saved groups, evaluation results and checkpoints of an environment.
 
 `Reporter` is a member of every environment: it holds the public metric buffers and counters
 (`completion_lengths`, `task_duration`, ...) and the metrics log. It calls `create_rollout_table`
@@ -29,11 +29,12 @@ import random
 import re
 import string
 import sys
+import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, NamedTuple, Protocol, TypeAlias
+from typing import Annotated, Any, ClassVar, NamedTuple, Protocol, TextIO, TypeAlias
 
 from pydantic import Field
 
@@ -41,7 +42,7 @@ from atroposlib.envs import eval as eval_log
 from atroposlib.envs.config import BaseEnvConfig
 from atroposlib.envs.run_snapshot import RepeatedErrors
 from atroposlib.envs.server_handling.server_manager import ServerManager
-from atroposlib.errors import ConfigError, NoDataError
+from atroposlib.errors import ConfigError, GroupError, NoDataError
 from atroposlib.scored_data import ScoredDataGroup
 from atroposlib.utils.aio import decode_long, settle
 from atroposlib.utils.json_text import encode_mapping
@@ -52,6 +53,7 @@ from atroposlib.utils.text import near_name
 from atroposlib.utils.writable import unwritable
 
 __all__ = [
+    "GroupWriter",
     "LengthBias",
     "PartSums",
     "Reporter",
@@ -772,3 +774,49 @@ def _score_pool_metrics(pool: ScorePool | None) -> dict[str, int]:
         return {}
     names = ("calls", "timeouts", "crashes", "errors")
     return {f"score_pool/{name}": pool.counts[name] for name in names}
+
+
+class GroupWriter:
+    """Appends groups to a new JSON Lines file, one flushed line each; thread-safe.
+
+    An existing file is never overwritten: `_1`, `_2`, ... is added to the stem of the path. Missing
+    parent folders are created.
+
+    Attributes:
+        path: the file that is written.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path, self._file = _create_free(Path(path))
+        self._lock = threading.Lock()
+
+    def write(self, group: Mapping[str, Any]) -> None:
+        """Write a group, with NumPy values converted.
+
+        Raises:
+            GroupError: a value has no JSON form or is not finite; the message names its key, and
+                nothing is written.
+        """
+        try:
+            line = encode_mapping(group)
+        except ValueError as error:
+            raise GroupError(f"the group cannot be written to {self.path}: {error}") from error
+        with self._lock:
+            self._file.write(line + "\n")
+            self._file.flush()
+
+    def close(self) -> None:
+        """Close the file; may be called more than once."""
+        self._file.close()
+
+
+def _create_free(wanted: Path) -> tuple[Path, TextIO]:
+    wanted.parent.mkdir(parents=True, exist_ok=True)
+    path, attempt = wanted, 0
+    while True:
+        try:
+            # Mode "x" chooses the name atomically among processes.
+            return path, path.open("x", encoding="utf-8")
+        except FileExistsError:
+            attempt += 1
+            path = wanted.with_name(f"{wanted.stem}_{attempt}{wanted.suffix}")

@@ -33,7 +33,6 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
-import threading
 import time
 from collections import Counter
 from collections.abc import (
@@ -49,11 +48,10 @@ from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import count
-from pathlib import Path
-from typing import Any, NamedTuple, Protocol, TextIO
+from typing import Any, NamedTuple, Protocol
 
 from atroposlib.envs.config import BaseEnvConfig, StragglerPolicyEnum
-from atroposlib.envs.reporting import Reporter
+from atroposlib.envs.reporting import GroupWriter, Reporter
 from atroposlib.envs.server_handling.server_baseline import TOKEN_VERSIONS, SampledVersions
 from atroposlib.envs.service_session import EnvSession
 from atroposlib.errors import GroupError, InferenceError, NoDataError, TrajectoryApiError
@@ -66,7 +64,7 @@ from atroposlib.scored_data import (
 )
 from atroposlib.type_definitions import Item
 from atroposlib.utils.aio import SideThread, decode_long, settle
-from atroposlib.utils.json_text import encode_mapping, to_plain
+from atroposlib.utils.json_text import to_plain
 from atroposlib.utils.text import is_milestone
 from atroposlib.utils.tracing import TraceSpan, child_span, current_span, entered
 
@@ -74,7 +72,6 @@ __all__ = [
     "INCOMPLETE",
     "Admission",
     "GroupDelivery",
-    "GroupWriter",
     "StragglerError",
     "StragglerRule",
     "UnfinishedGroups",
@@ -580,52 +577,6 @@ def completion_lengths(masks: Sequence[Sequence[int]]) -> list[int]:
         else sum(1 for label in mask if label != IGNORE_INDEX)
         for mask in masks
     ]
-
-
-class GroupWriter:
-    """Appends groups to a new JSON Lines file, one flushed line each; thread-safe.
-
-    An existing file is never overwritten: `_1`, `_2`, ... is added to the stem of the path. Missing
-    parent folders are created.
-
-    Attributes:
-        path: the file that is written.
-    """
-
-    def __init__(self, path: str | Path) -> None:
-        self.path, self._file = _create_free(Path(path))
-        self._lock = threading.Lock()
-
-    def write(self, group: Mapping[str, Any]) -> None:
-        """Write a group, with NumPy values converted.
-
-        Raises:
-            GroupError: a value has no JSON form or is not finite; the message names its key, and
-                nothing is written.
-        """
-        try:
-            line = encode_mapping(group)
-        except ValueError as error:
-            raise GroupError(f"the group cannot be written to {self.path}: {error}") from error
-        with self._lock:
-            self._file.write(line + "\n")
-            self._file.flush()
-
-    def close(self) -> None:
-        """Close the file; may be called more than once."""
-        self._file.close()
-
-
-def _create_free(wanted: Path) -> tuple[Path, TextIO]:
-    wanted.parent.mkdir(parents=True, exist_ok=True)
-    path, attempt = wanted, 0
-    while True:
-        try:
-            # Mode "x" chooses the name atomically among processes.
-            return path, path.open("x", encoding="utf-8")
-        except FileExistsError:
-            attempt += 1
-            path = wanted.with_name(f"{wanted.stem}_{attempt}{wanted.suffix}")
 
 
 UNUSABLE = ("malformed", "wrong_size", "not_encodable", "outside_vocabulary")

@@ -12,7 +12,7 @@ from typing import Any, Protocol, TypeVar
 from pydantic import Field
 
 from atroposlib.envs.base import APIServerConfig, BaseEnvConfig, EvalHandlingEnum
-from atroposlib.envs.rollouts import GroupWriter
+from atroposlib.envs.reporting import GroupWriter
 from atroposlib.envs.server_handling.chat_rendering import render_messages
 from atroposlib.envs.single_turn_env import SingleTurnEnv, SingleTurnEnvConfig, Trajectory
 from atroposlib.utils.length_penalty import penalize_length

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from atroposlib.envs.rollouts import GroupWriter
+from atroposlib.envs.reporting import GroupWriter
 from atroposlib.errors import GroupError
 
 GROUP = {"tokens": [[1, 2]], "masks": [[-100, 2]], "scores": [1.0]}
