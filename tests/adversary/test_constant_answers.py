@@ -469,6 +469,10 @@ BY_DESIGN = {
 }
 """Environments that are not searched here, and why."""
 EARNED_BY_CHANCE = {
+    "community/regex_generation/regex_generation_env.py": (
+        0.5,
+        "a regex without a match rejects all that it must reject",
+    ),
     "fundamental_prediction_environment.py": (0.67, "raised, maintained or reduced"),
     "game_environments/gymnasium/blackjack/blackjack_env_no_thinking.py": (1.0, "a fair policy"),
     "game_environments/hangman/hangman_env.py": (0.5, "common letters are found in most words"),
