@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +16,8 @@ from environments.community.regex_generation.regex_generation_env import (
     RegexEnv,
     score_regex,
 )
-from tests.environments.offline import make_env
-from tests.fakes import ScriptedEngine
+from tests.environments.offline import ready_env
 
-Make = Callable[..., Awaitable[Any]]
 POSITIVE, NEGATIVE = ["1", "22", "333"], ["", "a", "1a", " 1", "1 2"]
 
 
@@ -51,19 +48,10 @@ def test_score(answer: str, share: float | None) -> None:
     assert 0 <= score <= 1 if share is None else score == pytest.approx(share)
 
 
-@pytest.fixture
-def make(monkeypatch: pytest.MonkeyPatch) -> Make:
-    async def make_one(**settings: Any) -> Any:
-        async with ScriptedEngine() as engine:
-            env = make_env(RegexEnv, engine, monkeypatch, **settings)
-            await env.setup()
-            return env
-
-    return make_one
-
-
-async def test_regex_that_backtracks_for_ever_earns_nothing_and_is_ended(make: Make) -> None:
-    env = await make(num_score_workers=1, score_timeout_s=3)
+async def test_regex_that_backtracks_for_ever_earns_nothing_and_is_ended(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    env = await ready_env(RegexEnv, monkeypatch, num_score_workers=1, score_timeout_s=3)
     item = {"positive": ["a" * 60], "negative": ["a" * 60 + "b"]}
 
     scores = await env.score_all(item, ["<answer>(a*)*c</answer>", "<answer>a+</answer>"])
@@ -80,8 +68,10 @@ def test_threads_cannot_be_stopped_and_are_refused(settings: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize("answer", [".*", "(?!)", ".+", "[a-z]+", "[0-9]+", r"\S+"])
-async def test_one_regex_for_all_problems_earns_about_half(make: Make, answer: str) -> None:
-    env = await make()
+async def test_one_regex_for_all_problems_earns_about_half(
+    monkeypatch: pytest.MonkeyPatch, answer: str
+) -> None:
+    env = await ready_env(RegexEnv, monkeypatch)
 
     problems = [*env.train, *env.test]
     scores = [
@@ -93,8 +83,10 @@ async def test_one_regex_for_all_problems_earns_about_half(make: Make, answer: s
     assert sum(scores) / len(scores) < 0.65
 
 
-async def test_gold_scores_one_and_a_list_of_the_shown_examples_less(make: Make) -> None:
-    env = await make()
+async def test_gold_scores_one_and_a_list_of_the_shown_examples_less(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    env = await ready_env(RegexEnv, monkeypatch)
 
     for row in (*env.train, *env.test):
         listed = f"<answer>{'|'.join(map(re.escape, row['positive'][:NUM_SHOWN]))}</answer>"
@@ -104,24 +96,28 @@ async def test_gold_scores_one_and_a_list_of_the_shown_examples_less(make: Make)
         assert all(repr(text) not in shown for text in row["positive"][NUM_SHOWN:])
 
 
-async def test_difficulties_select_problems(make: Make) -> None:
-    env = await make(difficulties=["hard"])
+async def test_difficulties_select_problems(monkeypatch: pytest.MonkeyPatch) -> None:
+    env = await ready_env(RegexEnv, monkeypatch, difficulties=["hard"])
 
     assert {row["difficulty"] for row in (*env.train, *env.test)} == {"hard"}
 
 
-async def test_file_without_the_difficulty_is_refused(make: Make, tmp_path: Path) -> None:
+async def test_file_without_the_difficulty_is_refused(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     rows = tmp_path / "rows.jsonl"
     rows.write_text(
         '{"description": "d", "positive": ["a"], "negative": ["b"], "difficulty": "easy"}\n'
     )
 
     with pytest.raises(ConfigError, match="no training problem of the difficulty hard"):
-        await make(dataset_path=str(rows), difficulties=["hard"])
+        await ready_env(RegexEnv, monkeypatch, dataset_path=str(rows), difficulties=["hard"])
 
 
-async def test_score_from_the_threshold_on_counts_as_correct(make: Make) -> None:
-    env = await make(score_threshold=0.75)
+async def test_score_from_the_threshold_on_counts_as_correct(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    env = await ready_env(RegexEnv, monkeypatch, score_threshold=0.75)
 
     assert env.train_metrics([1.0, 0.75, 0.5, 0.0])["train/percent_correct"] == 0.5
     assert env.is_correct({"score": 0.75})
