@@ -95,6 +95,21 @@ def test_completion_without_one_tagged_action_earns_nothing(completion: str) -> 
     assert CombinedReward(REWARDS)([completion], solution="fold") == [0.0]
 
 
+@pytest.mark.parametrize(
+    ("formatted", "plain", "gold"),
+    [
+        ("raise 12", "raise", "raise 12"),
+        (None, "call", "call"),
+        ("r12", "raise", "raise"),
+        ("r12", "post blind", ""),
+    ],
+)
+def test_gold_action_is_the_first_readable_one(
+    formatted: str | None, plain: str, gold: str
+) -> None:
+    assert gold_of({"formatted_winning_action": formatted, "winning_action": plain}) == gold
+
+
 async def test_parts_of_the_score_have_names(monkeypatch: pytest.MonkeyPatch) -> None:
     env = await ready_env(PokerEnv, monkeypatch, **PokerEnv.check_settings)
     item = {"formatted_winning_action": "raise 12", "winning_action": "raise"}

@@ -13,6 +13,7 @@ import pytest
 from atroposlib.errors import ConfigError
 from environments.community.sql_query_env.sql_query_env import (
     SQLQueryEnv,
+    column_names,
     gold_query,
     gold_rows,
     score_query,
@@ -60,6 +61,12 @@ def test_gold_query(item: Mapping[str, Any], query: str | None, rows: list[Any])
     assert gold_rows(item) == rows
 
 
+def test_equal_names_of_columns_become_different() -> None:
+    names = column_names(["A", "a 3", "a", '"', ""])
+
+    assert names == ['"A"', '"a 3"', '"a 3 3"', '"column 4"', '"column 5"']
+
+
 @pytest.mark.parametrize(
     ("item", "query", "score"),
     [
@@ -72,6 +79,8 @@ def test_gold_query(item: Mapping[str, Any], query: str | None, rows: list[Any])
         (PEOPLE_OF_ELM, "SELECT 350", -1),
         (PEOPLE_OF_ELM, "VALUES (350)", -1),
         (PEOPLE_OF_ELM, "SELECT 350 FROM records", -1),
+        (PEOPLE_OF_ELM, "WITH records(x) AS (SELECT 350) SELECT x FROM records", -1),
+        (PEOPLE_OF_ELM, "SELECT x FROM (SELECT 350 AS x) AS records", -1),
         (TOWNS, "SELECT Town FROM records WHERE People > 100 ORDER BY People", 1),
         (TOWNS, "SELECT DISTINCT Town FROM records", 1),
         (TOWNS, "SELECT Town FROM records", -1),
@@ -181,7 +190,9 @@ async def test_files_of_the_archive_are_read(
     [
         ({"question": "?", "sql": {}, "table_id": "9"}, "no table '9'"),
         ({"question": "?", "sql": {"sel": 9, "agg": 0, "conds": []}, "table_id": "1"}, "WikiSQL"),
-        (question(0, 0, [[0, 0, "Ash"]]), "gold query with a result"),
+        ({"question": "?", "sql": {"sel": 0, "agg": 0}, "table_id": "1"}, "WikiSQL: KeyError"),
+        (question(0, 0, [[0, 0, "Ash"]]), "has no result"),
+        (question(0, 0, [], {**TABLE, "rows": [["Oak's"]]}), "WikiSQL: ValueError"),
     ],
 )
 async def test_questions_that_cannot_be_scored_are_refused(

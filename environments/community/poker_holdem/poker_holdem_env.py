@@ -176,12 +176,13 @@ class PokerEnv(DatasetItems, SingleTurnEnv):
 
     def _read(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         splits = super()._read()
-        train, test = ([row for row in rows if read_action(gold_of(row))] for rows in splits)
+        train, test = (list(filter(gold_of, rows)) for rows in splits)
         num_left_out = sum(map(len, splits)) - len(train) - len(test)
         if num_left_out:
             logger.warning("%d hands without a readable action are left out", num_left_out)
         if not train:
-            raise ConfigError(f"no hand has a readable action, such as {gold_of(splits[0][0])!r}")
+            first = splits[0][0]["winning_action"]
+            raise ConfigError(f"no hand has a readable action; that of the first is {first!r:.80}")
         return train, test
 
     def prompt(self, item: Mapping[str, Any]) -> list[dict[str, str]]:
@@ -204,8 +205,9 @@ class PokerEnv(DatasetItems, SingleTurnEnv):
 
 
 def gold_of(row: Mapping[str, Any]) -> str:
-    """Return the gold action of a row, with its amount where the row has one."""
-    return str(row["formatted_winning_action"] or row["winning_action"])
+    """Return the gold action, from the column that has its amount if possible; empty if unread."""
+    texts = (str(row[name] or "") for name in ("formatted_winning_action", "winning_action"))
+    return next((text for text in texts if read_action(text)), "")
 
 
 if __name__ == "__main__":

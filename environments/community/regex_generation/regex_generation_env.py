@@ -119,7 +119,7 @@ class RegexEnv(DatasetItems, SingleTurnEnv):
         "wandb_name": "regex_generation",
     }
 
-    def _read(self) -> tuple[list[Problem], list[Problem]]:
+    def _read(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         path = Path(self.config.dataset_path or SAMPLE)
         seed, optional = self.config.dataset_seed, self.optional_columns
         splits = read_splits(path, self.columns, shuffle_seed=seed, optional=optional)

@@ -67,10 +67,11 @@ class SolitaireConfig(LocalItemsConfig, SingleTurnEnvConfig):
 
 
 def _power(base: Number, exponent: Number) -> Number:
-    are_whole = isinstance(base, int) and isinstance(exponent, int)
-    if are_whole and exponent >= 0 and base.bit_length() * exponent <= MAX_POWER_BITS:
-        result: int = base**exponent
-        return result
+    if isinstance(base, int) and isinstance(exponent, int):
+        num_bits = base.bit_length() * exponent
+        if exponent >= 0 and num_bits <= MAX_POWER_BITS:
+            result: int = base**exponent
+            return result
     value = float(base) ** float(exponent)
     if isinstance(value, complex):
         raise ValueError("a power is not real")
@@ -136,9 +137,10 @@ def _value(node: ast.expr) -> Number:
         return OPERATORS[type(node.op)](_value(node.operand))
     if isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
         return OPERATORS[type(node.op)](_value(node.left), _value(node.right))
-    is_call = isinstance(node, ast.Call) and isinstance(node.func, ast.Name)
-    if is_call and node.func.id in FUNCTIONS and not node.keywords:
-        return FUNCTIONS[node.func.id](*map(_value, node.args))
+    if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and not node.keywords:
+        function = FUNCTIONS.get(node.func.id)
+        if function is not None:
+            return function(*map(_value, node.args))
     raise ValueError(f"{type(node).__name__} is not arithmetic")
 
 

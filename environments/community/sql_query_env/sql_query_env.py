@@ -30,7 +30,14 @@ from atroposlib.tasks.card import EnvironmentCard
 from atroposlib.tasks.single_turn_parts import DEEP_THINKING, rank_by_length
 from atroposlib.utils.local_records import find_split, read_records
 
-__all__ = ["SQLQueryConfig", "SQLQueryEnv", "gold_query", "gold_rows", "score_query"]
+__all__ = [
+    "SQLQueryConfig",
+    "SQLQueryEnv",
+    "column_names",
+    "gold_query",
+    "gold_rows",
+    "score_query",
+]
 
 logger = logging.getLogger("environments.sql_query")
 
@@ -73,7 +80,7 @@ Question = Mapping[str, Any]
 class SQLQueryConfig(HubItemsConfig, SingleTurnEnvConfig):
     """Source of the questions, and sampling."""
 
-    dataset_path: str | None = Field(
+    dataset_path: str | None = Field(  # type: ignore[assignment]
         None,
         description="File in the form of WikiSQL, or folder with a train and a test file; None "
         "takes dataset_name, or the questions that are shipped.",
@@ -91,8 +98,9 @@ def column_names(header: Sequence[Any]) -> list[str]:
     names: list[str] = []
     for number, title in enumerate(header, start=1):
         name = str(title).strip().replace('"', "") or f"column {number}"
-        is_taken = name.lower() in map(str.lower, names)
-        names.append(f"{name} {number}" if is_taken else name)
+        while name.lower() in map(str.lower, names):
+            name += f" {number}"
+        names.append(name)
     return [f'"{name}"' for name in names]
 
 
@@ -240,8 +248,6 @@ class SQLQueryEnv(DatasetItems, SingleTurnEnv):
         else:
             splits = _read_local(Path(path or SAMPLE), seed=self.config.dataset_seed)
         train, test = map(_with_results, splits)
-        if not train:
-            raise ConfigError("no question has a gold query with a result")
         return train, test
 
     def prompt(self, item: Question) -> list[dict[str, str]]:
@@ -264,7 +270,7 @@ class SQLQueryEnv(DatasetItems, SingleTurnEnv):
         return f"\\boxed{{{gold_query(item)}}}"
 
 
-def _read_local(path: Path, *, seed: int) -> tuple[list[Question], list[Question]]:
+def _read_local(path: Path, *, seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     if path.is_dir():
         train = _read_file(find_split(path, ["train"]))
         test = _read_file(find_split(path, ["test", "validation", "dev"]))
@@ -278,7 +284,7 @@ def _read_local(path: Path, *, seed: int) -> tuple[list[Question], list[Question
     return train, test
 
 
-def _read_file(path: Path) -> list[Question]:
+def _read_file(path: Path) -> list[dict[str, Any]]:
     rows = read_records(path, ("question", "sql"), optional=("table", "table_id"))
     if all(row["table"] for row in rows):
         return rows
@@ -296,16 +302,19 @@ def _read_file(path: Path) -> list[Question]:
 def _with_results(rows: Sequence[Question]) -> list[Question]:
     """Return the questions whose gold query has a result; all wrong queries equal an empty one."""
     kept: list[Question] = []
-    for number, row in enumerate(rows, start=1):
+    reasons: list[str] = []
+    for row in rows:
         try:
-            kept += [row] if gold_rows(row) else []
-        except (KeyError, IndexError, TypeError, ValueError, sqlite3.Error) as error:
-            raise ConfigError(
-                f"question {number}, {row['question']!r:.80}, is not in the form of WikiSQL: "
-                f"{error!r}"
-            ) from error
-    if len(kept) < len(rows):
-        logger.warning("%d questions without a result are left out", len(rows) - len(kept))
+            if gold_rows(row):
+                kept.append(row)
+            else:
+                reasons.append(f"{row['question']!r:.80} has no result")
+        except (LookupError, TypeError, ValueError, sqlite3.Error) as error:
+            reasons.append(f"{row['question']!r:.80} is not in the form of WikiSQL: {error!r}")
+    if reasons:
+        logger.warning("%d questions are left out, such as: %s", len(reasons), reasons[0])
+    if rows and not kept:
+        raise ConfigError(f"no question has a gold query with a result: {reasons[0]}")
     return kept
 
 

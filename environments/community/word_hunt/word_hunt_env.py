@@ -129,7 +129,7 @@ def points(word: str, scheme: PointScheme = "word_hunt") -> int:
 def find_words(rows: Sequence[str], dictionary: Dictionary) -> set[str]:
     """Return all words of the dictionary on a board."""
     found: set[str] = set()
-    paths = [(place,) for place in _places(rows)]
+    paths: list[tuple[tuple[int, int], ...]] = [(place,) for place in _places(rows)]
     while paths:
         path = paths.pop()
         text = "".join(rows[row][column] for row, column in path)
