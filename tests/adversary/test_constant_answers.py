@@ -469,6 +469,15 @@ BY_DESIGN = {
 }
 """Environments that are not searched here, and why."""
 EARNED_BY_CHANCE = {
+    "community/poker_holdem/poker_holdem_env.py": (0.4, "one of six actions, and related ones"),
+    "community/regex_generation/regex_generation_env.py": (
+        0.5,
+        "a regex without a match rejects all that it must reject",
+    ),
+    "community/solitaire_winning_probability/solitaire_winning_probability_env.py": (
+        0.8,
+        "any number up to the right one earns 0.2 or more, of -1 to 1",
+    ),
     "fundamental_prediction_environment.py": (0.67, "raised, maintained or reduced"),
     "game_environments/gymnasium/blackjack/blackjack_env_no_thinking.py": (1.0, "a fair policy"),
     "game_environments/hangman/hangman_env.py": (0.5, "common letters are found in most words"),

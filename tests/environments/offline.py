@@ -20,6 +20,7 @@ __all__ = [
     "group_scores_at_100",
     "make_env",
     "read_groups",
+    "ready_env",
     "run_process",
 ]
 
@@ -52,6 +53,16 @@ def make_env(
         }
     )
     return env_cls(config=config, server_configs=server)
+
+
+async def ready_env(
+    env_cls: type[BaseEnv], monkeypatch: pytest.MonkeyPatch, **settings: Any
+) -> Any:
+    """An environment after its `setup`, for tests that request no completions."""
+    async with ScriptedEngine() as engine:
+        env = make_env(env_cls, engine, monkeypatch, **settings)
+        await env.setup()
+        return env
 
 
 async def run_process(env: Any, *, num_groups: int, group_size: int) -> None:

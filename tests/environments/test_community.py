@@ -26,6 +26,10 @@ MAX_FOLDER_BYTES = 200_000
 IMPORT = re.compile(r"^\s*(?:from|import)\s+environments\b", re.MULTILINE)
 
 
+def module_of(name: str) -> str:
+    return name if name.endswith("_env") else f"{name}_env"
+
+
 def files_of(name: str) -> list[Path]:
     return [
         path
@@ -37,7 +41,7 @@ def files_of(name: str) -> list[Path]:
 def environment_of(name: str) -> type[Any]:
     """Return the class of a contributed environment; skips if a package is missing."""
     try:
-        module = importlib.import_module(f"environments.community.{name}.{name}_env")
+        module = importlib.import_module(f"environments.community.{name}.{module_of(name)}")
     except MissingExtraError as error:
         pytest.skip(str(error))
     own = [
@@ -60,7 +64,7 @@ def test_folder_has_the_layout_of_the_page(name: str) -> None:
     others = {path.relative_to(FOLDER / name).parts[0] for path in files} - set(modules)
 
     assert re.fullmatch(r"[a-z][a-z0-9_]*", name)
-    assert modules == [f"{name}_env.py"]
+    assert modules == [f"{module_of(name)}.py"]
     assert "README.md" in others
     assert others <= {"README.md", "sample"}
     assert list(find_cards(FOLDER / name)) == modules
