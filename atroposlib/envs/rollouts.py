@@ -569,6 +569,15 @@ def _largest_id(tokenizer: Any) -> int:
         return -1
 
 
+def wrong_label(group: Mapping[str, Any]) -> str | None:
+    """Describe the first mask that is neither `IGNORE_INDEX` nor its token; None: there is none."""
+    for i, (tokens, masks) in enumerate(zip(group["tokens"], group["masks"], strict=True)):
+        for t, (token, mask) in enumerate(zip(tokens, masks, strict=True)):
+            if mask != token and mask != IGNORE_INDEX:
+                return f"masks[{i}][{t}] is {mask}; expected {IGNORE_INDEX} or the token, {token}"
+    return None
+
+
 def completion_lengths(masks: Sequence[Sequence[int]]) -> list[int]:
     """Return [G] numbers of trained tokens."""
     return [
@@ -585,6 +594,8 @@ INCOMPLETE = "incomplete"
 """Reason of groups with rollouts that returned None."""
 NUM_UNUSABLE_AT_START = 100
 """Number of groups, the first of a process, whose errors end `serve` if none is usable."""
+NUM_LABELS_CHECKED = 100
+"""Number of groups, the first of a process, whose masks are compared with their tokens."""
 NUM_DROPS_LOGGED = 10
 """Number of drops for one reason that are all logged as warnings; later only some are."""
 DEFAULTED_FIELDS = (
@@ -636,6 +647,7 @@ class GroupDelivery:
         self._vocabulary: Vocabulary | None = None
         self._has_usable_groups = False
         self._last_unusable = ACCEPTED
+        self._num_labels_to_check = NUM_LABELS_CHECKED
         if env.config.data_path_to_save_groups is not None:
             self.jsonl_writer = GroupWriter(env.config.data_path_to_save_groups)
             env.config.data_path_to_save_groups = str(self.jsonl_writer.path)
@@ -690,6 +702,14 @@ class GroupDelivery:
             if is_well_formed
             else []
         )
+        if is_well_formed and self._num_labels_to_check:
+            self._num_labels_to_check -= 1
+            if wrong := await self._side_thread.run(wrong_label, group):
+                self._num_labels_to_check = 0
+                logger.warning(
+                    "%s. Groups are sent as they are; trainers reject them, or train other tokens",
+                    wrong,
+                )
         self._reporter.run_figures.add_group(group, num_tokens=sum(lengths))
         if is_well_formed:
             self._reporter.reward_parts_since_log.add(group.get("reward_parts"))

@@ -109,6 +109,20 @@ async def test_drops_of_one_reason_are_told_ever_more_rarely(
     assert told[-1].endswith("; 10 so far")
 
 
+async def test_masks_that_are_not_labels_are_sent_with_one_warning(
+    env: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    wrong = group(masks=[[-100, 66], [0, 1, 1]])
+
+    for _ in range(3):
+        await env.handle_send_to_api(wrong)
+
+    assert len(env.service_session.sent) == 3
+    warnings = [r.getMessage() for r in caplog.records if "masks[1][0] is 0" in r.getMessage()]
+    assert len(warnings) == 1
+    assert "expected -100 or the token, 65" in warnings[0]
+
+
 async def test_send_too_long_is_dropped_unless_told_otherwise(env: Any) -> None:
     env.max_token_len = 3
 
