@@ -58,6 +58,13 @@ class ExtraLossFields(BaseModel):
         default="k3",
         description="Estimator of the KL penalty; as a loss, k1 has zero gradient in expectation.",
     )
+    entropy_coef: float = Field(
+        default=0.0,
+        ge=0,
+        allow_inf_nan=False,
+        description="Weight of the policy's entropy, which is added as a bonus against its "
+        "collapse; 0: no bonus.",
+    )
     sft_coef: float = Field(
         default=1.0,
         ge=0,

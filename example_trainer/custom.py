@@ -140,4 +140,5 @@ def _inputs(logprobs: Sequence[Tensor], rows: Sequence[Sequence[int]]) -> LossIn
         sequence_ids_BT=tensor(lambda i: torch.full((len(_LABELS[i]),), ids[i]), 0)
         if any(len(row) > 1 for row in rows)
         else None,
+        entropy_BT=tensor(lambda i: -0.5 * logprobs[i], 0.0),
     )

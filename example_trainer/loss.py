@@ -2,13 +2,15 @@
 
     loss = policy_coef  * reduce(w * policy(r, A))      the policy's tokens
          + kl_coef      * reduce(kl(l, f))              the same
+         - entropy_coef * reduce(H)                     the same
          + sft_coef     * mean(-l)                      the demonstrations' tokens
          + distill_coef * mean(cross entropy)           positions with teacher logprobs
 
     l   trainer logprob, with gradient          r   exp(l - anchor), the anchor being o or mu
     o   the same before the step (proximal)     w   a function of exp(o - mu), without gradient
     mu  the inference engine's logprob          A   advantage
-    f   the reference model's logprob           sg  stop-gradient
+    f   the reference model's logprob           H   entropy of the policy, in nats
+    sg  stop-gradient
 
 Losses are minimized. Denominators count the whole batch, so that the sum over microbatches depends
 neither on the split nor on padding or packing; tokens that a correction drops count as well.
@@ -108,6 +110,8 @@ class PolicyInputs(NamedTuple):
     mask_BT: Tensor
     """Bool, the positions that this loss trains."""
     sequence_ids_BT: Tensor | None = None
+    entropy_BT: Tensor | None = None
+    """H with gradient, for losses that use it; 0 at masked positions."""
 
     @property
     def ratio_BT(self) -> Tensor:
@@ -589,6 +593,8 @@ class LossInputs:
     """Bool, tokens of demonstrations."""
     teacher: TeacherTokens | None = None
     sequence_ids_BT: Tensor | None = None
+    entropy_BT: Tensor | None = None
+    """H; needed with an `entropy_coef`."""
 
 
 class LossTerms(NamedTuple):
@@ -603,8 +609,8 @@ class LossTerms(NamedTuple):
     weights: Weights | None
     kl_BT: Tensor | None
     parts: dict[str, float]
-    """Shares of the terms in use: kl_penalty (after its coefficient), policy, sft and distill
-    (before theirs), and the divergence from the teacher, which is not in the loss."""
+    """Shares of the terms in use: kl_penalty and entropy_bonus (after their coefficients), policy,
+    sft and distill (before theirs), and the divergence from the teacher, not in the loss."""
 
 
 @dataclass(frozen=True)
@@ -625,6 +631,7 @@ class TrainingLoss:
     """Constant sequence length in the denominator of the reduction `dr_grpo`."""
     policy_coef: float = 1.0
     kl: KlPenalty | None = None
+    entropy_coef: float = 0.0
     sft: SupervisedLoss = field(default_factory=SupervisedLoss)
     distillation: Distillation | None = None
 
@@ -648,7 +655,10 @@ class TrainingLoss:
         if self.anchor == "inference":
             anchor_BT = _known_BT(inputs.inference_logprobs_BT, mask_BT, logprobs_BT.detach())
         advantages_BT = inputs.advantages_BT.to(logprobs_BT.dtype)
-        policy = PolicyInputs(logprobs_BT, anchor_BT, advantages_BT, mask_BT, ids_BT)
+        entropy_BT = inputs.entropy_BT
+        if entropy_BT is not None:
+            entropy_BT = torch.where(mask_BT, entropy_BT, 0.0)
+        policy = PolicyInputs(logprobs_BT, anchor_BT, advantages_BT, mask_BT, ids_BT, entropy_BT)
         terms, weights, kl_terms_BT = self.algorithm(policy), None, None
         loss_BT = terms.loss_BT
         if self.correction is not None:
@@ -665,6 +675,11 @@ class TrainingLoss:
             penalty = masked_reduce(penalty_BT, mask_BT, totals, **reduction)
             parts["kl_penalty"] = self.kl.coef * penalty
             loss = loss + parts["kl_penalty"]
+        if self.entropy_coef:
+            assert entropy_BT is not None
+            bonus = masked_reduce(entropy_BT, mask_BT, totals, **reduction)
+            parts["entropy_bonus"] = self.entropy_coef * bonus
+            loss = loss - parts["entropy_bonus"]
         if is_sft_BT is not None:
             sft_BT = torch.where(trained_BT & is_sft_BT, -inputs.trainer_logprobs_BT, 0.0)
             parts["sft"] = sft_BT.sum() / max(1, totals.num_sft_tokens)
@@ -707,6 +722,7 @@ def make_loss(config: TrainingConfig) -> TrainingLoss:
         horizon=config.loss_horizon or config.seq_len,
         policy_coef=config.policy_coef,
         kl=kl if config.kl_coef else None,
+        entropy_coef=config.entropy_coef,
         sft=SupervisedLoss(config.sft_coef),
         distillation=distillation if config.distill_coef else None,
     )

@@ -133,7 +133,7 @@ class StepStats:
         self._count("negative_logprob", trainer[~positive])
         self._count("bound", terms.bound_BT[mask_BT])
         if scores.entropy_BT is not None:
-            self._count("entropy", scores.entropy_BT[mask_BT])
+            self._count("entropy", scores.entropy_BT.detach()[mask_BT])
         if terms.weights is not None:
             self._count("weight", terms.weights.weight_BT[mask_BT])
             self._count("cut", terms.weights.cut_BT[mask_BT])
@@ -237,6 +237,7 @@ class StepStats:
         if "kl" in self._sums:
             result["grpo/mean_kl"] = self._sums["kl"] / tokens
         names = {"policy": "grpo/policy_loss", "kl_penalty": "grpo/kl_penalty"}
+        names["entropy_bonus"] = "grpo/entropy_bonus"
         names |= {"sft": "sft/loss", "distill": "distill/loss", "divergence": "distill/kl"}
         return result | {names[name]: part for name, part in self._parts_sums.items()}
 

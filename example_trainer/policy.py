@@ -370,6 +370,7 @@ def prepare_policy(
         distill_temperature=config.distill_temperature,
         whole_logits=can.whole_logits,
         chunk_tokens=config.logprob_chunk_tokens,
+        needs_entropy=config.entropy_coef > 0 or config.loss_fn is not None,
     )
     is_compiled = _compiles(scorer, can, config)
     scorer.shares_prefixes = _shares_prefixes(scorer, can, config)

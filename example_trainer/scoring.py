@@ -168,7 +168,7 @@ class LinearLogprobs(NamedTuple):
     logprobs_NK: torch.Tensor
     """(N, K) logprobs of the targets, with gradient; at least float32."""
     entropy_N: torch.Tensor
-    """(N,) in nats, without gradient."""
+    """(N,) in nats, with gradient."""
     untempered_N: torch.Tensor | None = None
     """(N,) logprob of the first target at temperature 1, without gradient; None without
     temperatures."""
@@ -248,15 +248,21 @@ class _Function(torch.autograd.Function):  # type: ignore[misc]  # torch has no 
                 if has_temperatures:
                     untempered_N[part] = found[3]
         ctx.save_for_backward(
-            hidden_ND, weight_VD, bias_V, targets_NK, temperatures_N, normalizer_N
+            hidden_ND, weight_VD, bias_V, targets_NK, temperatures_N, normalizer_N, entropy_N
         )
         ctx.chunk, ctx.dtype, ctx.fuses = chunk, dtype, fuses
-        ctx.mark_non_differentiable(entropy_N, untempered_N)
+        ctx.mark_non_differentiable(untempered_N)
+        ctx.set_materialize_grads(False)  # losses without entropy skip its gradient
         return logprobs_NK, entropy_N, untempered_N
 
     @staticmethod
-    def backward(ctx: Any, grad_NK: torch.Tensor, *_: Any) -> tuple[Any, ...]:
-        hidden_ND, weight_VD, bias_V, targets_NK, temperatures_N, normalizer_N = ctx.saved_tensors
+    def backward(
+        ctx: Any, grad_NK: torch.Tensor | None, entropy_grad_N: torch.Tensor | None, _: Any
+    ) -> tuple[Any, ...]:
+        *inputs, normalizer_N, entropy_N = ctx.saved_tensors
+        hidden_ND, weight_VD, bias_V, targets_NK, temperatures_N = inputs
+        if grad_NK is None:
+            grad_NK = torch.zeros_like(targets_NK, dtype=normalizer_N.dtype)
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         wide = normalizer_N.dtype
         weight = weight_VD.to(ctx.dtype)
@@ -273,6 +279,7 @@ class _Function(torch.autograd.Function):  # type: ignore[misc]  # torch has no 
                 None if temperatures_N is None else temperatures_N[part],
                 normalizer_N[part],
                 grad_NK[part],
+                None if entropy_grad_N is None else (entropy_N[part], entropy_grad_N[part]),
             )
             narrow = slope.to(ctx.dtype)
             if grad_hidden is not None:
@@ -319,12 +326,21 @@ def _slope(
     temperatures: torch.Tensor | None,
     normalizer: torch.Tensor,
     grad: torch.Tensor,
+    entropy_and_grad: tuple[torch.Tensor, torch.Tensor] | None,
 ) -> torch.Tensor:
-    """Return the gradient with respect to the logits of a chunk, in place of them."""
+    """Return the gradient with respect to the logits of a chunk, in place of them.
+
+    That of a logprob is `onehot - p`, that of the entropy H is `-p (log p + H)`.
+    """
     slope = _biased(logits, bias)
     if temperatures is not None:
         slope /= temperatures[:, None]
-    slope.sub_(normalizer[:, None]).exp_().mul_(-grad.sum(-1, keepdim=True))
+    slope.sub_(normalizer[:, None])
+    factor = -grad.sum(-1, keepdim=True)
+    if entropy_and_grad is not None:
+        entropy, entropy_grad = entropy_and_grad
+        factor = factor - entropy_grad[:, None] * (slope + entropy[:, None])
+    slope.exp_().mul_(factor)
     slope.scatter_add_(-1, targets, grad.to(slope.dtype))
     if temperatures is not None:
         slope /= temperatures[:, None]
@@ -346,14 +362,20 @@ def token_logprobs_BT(
 
     `temperatures`, (B,) or (B, T), divide the logits; values of at most 0 count as 1.
     """
-    logits_BTV = _at_least_float32(logits_BTV)
-    if temperatures is not None:
-        divisor = torch.where(temperatures > 0, temperatures, 1.0).to(logits_BTV.dtype)
-        logits_BTV = logits_BTV / divisor.view(len(labels_BT), -1, 1)
+    logits_BTV = _tempered(logits_BTV, temperatures)
     nll = F.cross_entropy(
         logits_BTV.flatten(0, 1), labels_BT.flatten(), ignore_index=IGNORE_INDEX, reduction="none"
     )
     return -nll.view_as(labels_BT)
+
+
+def token_entropy_BT(
+    logits_BTV: torch.Tensor, labels_BT: torch.Tensor, temperatures: torch.Tensor | None = None
+) -> torch.Tensor:
+    """Return the (B, T) entropy in nats where labels are trained, else 0; at least float32."""
+    logprobs_BTV = _tempered(logits_BTV, temperatures).log_softmax(-1)
+    entropy_BT = -(logprobs_BTV.exp() * logprobs_BTV).sum(-1)
+    return torch.where(labels_BT != IGNORE_INDEX, entropy_BT, 0.0)
 
 
 def topk_logprobs_BTK(
@@ -382,6 +404,15 @@ def require_known_ids(ids_BTK: torch.Tensor, *, vocabulary: int) -> None:
         )
 
 
+def _tempered(logits_BTV: torch.Tensor, temperatures: torch.Tensor | None) -> torch.Tensor:
+    """Return logits over (B,) or (B, T) temperatures, of which values of at most 0 count as 1."""
+    logits_BTV = _at_least_float32(logits_BTV)
+    if temperatures is None:
+        return logits_BTV
+    divisor = torch.where(temperatures > 0, temperatures, 1.0).to(logits_BTV.dtype)
+    return logits_BTV / divisor.view(len(logits_BTV), -1, 1)
+
+
 def _at_least_float32(logits_BTV: torch.Tensor) -> torch.Tensor:
     is_half = logits_BTV.dtype in (torch.bfloat16, torch.float16)
     return logits_BTV.float() if is_half else logits_BTV
@@ -393,7 +424,7 @@ class TokenScores(NamedTuple):
     logprobs_BT: torch.Tensor
     """(B, T) logprobs of the labels, with gradient; 0 where ignored."""
     entropy_BT: torch.Tensor | None
-    """(B, T) in nats, without gradient, 0 where ignored; None with whole logits."""
+    """(B, T) in nats, with gradient, 0 where ignored; None with whole logits, unless needed."""
     teacher: TeacherTokens | None
     """None in a microbatch without teacher logprobs."""
     untempered_BT: torch.Tensor | None = None
@@ -437,6 +468,7 @@ class PolicyScorer(torch.nn.Module):  # type: ignore[misc]  # torch has no types
             packed sequences.
         chunk_tokens: Tokens projected at a time; None: `auto_chunk_tokens`.
         fuses: Whether to reduce the logits by compiled functions.
+        needs_entropy: Whether the entropy is needed with whole logits too.
     """
 
     def __init__(
@@ -448,6 +480,7 @@ class PolicyScorer(torch.nn.Module):  # type: ignore[misc]  # torch has no types
         shares_prefixes: bool = False,
         chunk_tokens: int | None = None,
         fuses: bool = False,
+        needs_entropy: bool = False,
     ) -> None:
         super().__init__()
         self.model = model
@@ -456,6 +489,7 @@ class PolicyScorer(torch.nn.Module):  # type: ignore[misc]  # torch has no types
         self.shares_prefixes = shares_prefixes
         self._chunk_tokens = chunk_tokens
         self.fuses = fuses
+        self._needs_entropy = needs_entropy
 
     def forward(self, microbatch: Microbatch) -> TokenScores:
         """Score a microbatch; raises `GroupError` if a teacher's id is outside the vocabulary."""
@@ -520,12 +554,15 @@ class PolicyScorer(torch.nn.Module):  # type: ignore[misc]  # torch has no types
             temperatures_BT = microbatch.temperatures_BT
             untempered_BT = token_logprobs_BT(logits_BTV.detach(), microbatch.labels_BT)
         logprobs_BT = token_logprobs_BT(logits_BTV, microbatch.labels_BT, temperatures_BT)
+        entropy_BT = None
+        if self._needs_entropy:
+            entropy_BT = token_entropy_BT(logits_BTV, microbatch.labels_BT, temperatures_BT)
         ids_BTK, teacher_BTK = microbatch.distill_token_ids_BTK, microbatch.distill_logprobs_BTK
         if ids_BTK is None or teacher_BTK is None:
-            return TokenScores(logprobs_BT, None, None, untempered_BT)
+            return TokenScores(logprobs_BT, entropy_BT, None, untempered_BT)
         student_BTK = topk_logprobs_BTK(logits_BTV, ids_BTK, temperature=self._distill_temperature)
         teacher = TeacherTokens(ids_BTK, teacher_BTK, student_BTK)
-        return TokenScores(logprobs_BT, None, teacher, untempered_BT)
+        return TokenScores(logprobs_BT, entropy_BT, teacher, untempered_BT)
 
 
 def at_sampling_temperature(

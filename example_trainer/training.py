@@ -526,6 +526,7 @@ class Trainer:
             is_sft_BT=microbatch.is_sft_BT,
             teacher=scores.teacher,
             sequence_ids_BT=microbatch.sequence_ids_BT,
+            entropy_BT=scores.entropy_BT,
         )
         with self._observer.measure("backward"):
             terms = self._loss(inputs, batch.totals)

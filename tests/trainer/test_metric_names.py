@@ -58,6 +58,7 @@ def run_folder(tmp_path_factory):
         distill_coef=0.5,
         max_token_staleness=1,
         num_iterations=2,
+        entropy_coef=0.01,
         use_tensorboard=True,
     )
     model = tiny_llama()

@@ -247,6 +247,7 @@ def loss_and_gradient(tmp_path, *, algorithm, whole_logits=False, **layout):
         algorithm=algorithm,
         kl_coef=0.1,
         distill_coef=0.2,
+        entropy_coef=0.05,
         logprobs_mode="processed",
         max_grad_norm=1e9,
     )

@@ -363,6 +363,7 @@ def test_other_models_have_the_same_gradient_as_a_tree(tmp_path, model):
     [
         *({"loss_reduction": name} for name in ("sequence_mean", "dr_grpo", "sequence_sum", "sum")),
         *({"importance_correction": name} for name in ("none", *CORRECTIONS)),
+        {"entropy_coef": 0.3},
         {"kl_estimator": "k1"},
         {"kl_estimator": "k2", "kl_unbiased": True},
         {"distill_loss": "reverse_kl", "distill_temperature": 2.0},

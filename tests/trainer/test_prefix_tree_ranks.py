@@ -34,6 +34,7 @@ def two_sequences() -> list[dict[str, Any]]:
 CASES: dict[str, dict[str, Any]] = {
     **{name: {"algorithm": name} for name in ALGORITHMS},
     "sequence_mean": {"loss_reduction": "sequence_mean"},
+    "entropy": {"entropy_coef": 0.3},
     "limited_passes": {"microbatch_tokens": 90},
     "recomputed": {"gradient_checkpointing": True},
     "one_pass": {"groups": two_sequences()},

@@ -26,6 +26,20 @@ def test_every_algorithm_raises_the_preferred_token(tmp_path, algorithm):
     assert probability(trainer.model, REJECTED) < before[1]
 
 
+def test_entropy_bonus_keeps_the_policy_more_random(tmp_path):
+    entropies = []
+    for coef in (0.0, 1.0):
+        trainer = make_trainer(tmp_path / str(coef), training_steps=12, entropy_coef=coef, lr=0.02)
+
+        trainer.run()
+
+        lines = (tmp_path / str(coef) / "metrics.jsonl").read_text().splitlines()
+        entropies.append([json.loads(line)["train/entropy"] for line in lines])
+    without, with_bonus = entropies
+    assert with_bonus[0] == without[0]
+    assert with_bonus[-1] > without[-1]
+
+
 def test_demonstrations_raise_their_tokens_without_rewards(tmp_path):
     shown = group([[PREFERRED]], [0.0], group_overrides={"sft": True})
     trainer = make_trainer(tmp_path, groups=[shown], training_steps=6)

@@ -272,3 +272,16 @@ def test_reference_logprobs_are_shifted_like_labels():
 
     expected = pytest.approx([-0.2, -0.3, -0.4, 1.0])
     assert batch.microbatches[0].ref_logprobs_BT[0].tolist() == expected
+
+
+def test_entropy_bonus_is_the_mean_over_the_tokens_of_the_policy_loss():
+    entropy = double(TRAINER).abs().requires_grad_()
+    plain, _ = oracle_loss(TrainingLoss())
+
+    terms = TrainingLoss(entropy_coef=0.5)(oracle_inputs(entropy_BT=entropy), TOTALS)
+    terms.loss.backward()
+
+    mean = entropy[MASK].sum().item() / TOTALS.num_tokens
+    assert terms.parts["entropy_bonus"] == pytest.approx(0.5 * mean)
+    assert terms.loss.item() == pytest.approx(plain - 0.5 * mean)
+    torch.testing.assert_close(entropy.grad, -0.5 / TOTALS.num_tokens * MASK.double())

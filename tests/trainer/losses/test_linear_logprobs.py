@@ -40,13 +40,15 @@ def whole(hidden, weight, bias, targets, temperatures):
 @pytest.mark.parametrize("chunk", [1, 5, 37, 100])
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("with_temperatures", [False, True])
+@pytest.mark.parametrize("with_entropy", [False, True])
 def test_chunks_give_the_values_and_gradients_of_whole_logits(
-    dtype, tolerance, chunk, bias, with_temperatures
+    dtype, tolerance, chunk, bias, with_temperatures, with_entropy
 ):
     targets = torch.randint(0, V, (N, K))
     targets[:, 1] = targets[:, 0]  # one id twice
     temperatures = torch.rand(N, dtype=dtype) + 0.5 if with_temperatures else None
     slopes = torch.randn(N, K, dtype=dtype)
+    entropy_slopes = torch.randn(N, dtype=dtype) if with_entropy else torch.zeros(N, dtype=dtype)
     given, reference = inputs(dtype, bias=bias), inputs(dtype, bias=bias)
 
     found = linear_logprobs(
@@ -57,9 +59,10 @@ def test_chunks_give_the_values_and_gradients_of_whole_logits(
         temperatures_N=temperatures,
         chunk_tokens=chunk,
     )
-    (found.logprobs_NK * slopes).sum().backward()
+    loss = (found.logprobs_NK * slopes).sum()
+    (loss + (found.entropy_N * entropy_slopes).sum() if with_entropy else loss).backward()
     logprobs, entropy = whole(*reference.values(), targets, temperatures)
-    (logprobs * slopes).sum().backward()
+    ((logprobs * slopes).sum() + (entropy * entropy_slopes).sum()).backward()
 
     torch.testing.assert_close(found.logprobs_NK, logprobs, atol=tolerance, rtol=0)
     torch.testing.assert_close(found.entropy_N, entropy, atol=tolerance, rtol=0)
@@ -79,7 +82,11 @@ def test_gradient_passes_the_numerical_check():
     def call(hidden, weight, bias):
         return linear_logprobs(hidden, weight, bias, targets, chunk_tokens=2).logprobs_NK
 
+    def entropy(hidden, weight, bias):
+        return linear_logprobs(hidden, weight, bias, targets, chunk_tokens=2).entropy_N
+
     assert torch.autograd.gradcheck(call, given)
+    assert torch.autograd.gradcheck(entropy, given)
 
 
 def test_frozen_output_layer_gets_no_gradient():
