@@ -156,7 +156,7 @@ def test_files_of_the_hub_are_those_of_a_domain_and_a_split(tmp_path: Path) -> N
 async def test_group_has_the_mean_of_the_turns_and_trains_them_only(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    started = []
+    started: list[str] = []
 
     def play(prompt: str) -> str:
         if item.requests[0] not in prompt:
