@@ -48,11 +48,11 @@ from atroposlib.utils.text import inert_line
 
 __all__ = [
     "BoxEndedError",
+    "BoxTensorSpec",
     "KernelBenchConfig",
     "KernelBenchEnv",
+    "KernelProblem",
     "Measured",
-    "Problem",
-    "TensorSpec",
     "TorchBoxes",
     "matches",
     "read_problems",
@@ -202,7 +202,7 @@ class KernelBenchConfig(SingleTurnEnvConfig):
     temperature: float = Field(1.0, ge=0, description="Sampling temperature of rollouts.")
 
 
-class Problem(NamedTuple):
+class KernelProblem(NamedTuple):
     """One item."""
 
     level: int
@@ -212,7 +212,7 @@ class Problem(NamedTuple):
     """Defines `Model`, `get_inputs` and `get_init_inputs`."""
 
 
-def read_problems(folder: Path, level: int) -> list[Problem]:
+def read_problems(folder: Path, level: int) -> list[KernelProblem]:
     """Return the problems in the files `level<N>/<number>_<name>.py` of a folder, by number.
 
     Raises:
@@ -226,7 +226,7 @@ def read_problems(folder: Path, level: int) -> list[Problem]:
                 code = path.read_text(encoding="utf-8")
             except (OSError, UnicodeDecodeError) as error:
                 raise ConfigError(f"{path} cannot be read ({error})") from error
-            found.append(Problem(level, int(number[1]), path.stem, code))
+            found.append(KernelProblem(level, int(number[1]), path.stem, code))
     if not found:
         raise ConfigError(f"no problems in {folder}; expected level{level}/1_NAME.py and so on")
     return sorted(found)
@@ -256,7 +256,7 @@ def score(
 DTYPES = ("float16", "float32", "float64", "int8", "int16", "int32", "int64", "uint8", "bool")
 
 
-class TensorSpec(NamedTuple):
+class BoxTensorSpec(NamedTuple):
     """Type and shape of a tensor."""
 
     dtype: str
@@ -267,22 +267,22 @@ class TensorSpec(NamedTuple):
         return int(np.prod(self.shape, dtype=np.int64)) * np.dtype(self.dtype).itemsize
 
 
-class Trial(NamedTuple):
-    """Inputs of one hidden seed, and what the reference answered."""
+class BoxTrial(NamedTuple):
+    """Inputs of one hidden seed, and the outputs of the reference."""
 
     inputs: bytes
     outputs: bytes
     seconds: float
 
 
-class Reference(NamedTuple):
-    """What a problem's `Model` did."""
+class ReferenceRun(NamedTuple):
+    """The outputs and times of a problem's `Model`."""
 
     seed: int
     """Seed before the modules are constructed."""
-    inputs: list[TensorSpec]
-    outputs: list[TensorSpec]
-    trials: list[Trial]
+    inputs: list[BoxTensorSpec]
+    outputs: list[BoxTensorSpec]
+    trials: list[BoxTrial]
     """The first one is not timed."""
 
     @property
@@ -291,7 +291,7 @@ class Reference(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """What a solution did."""
+    """The result of a solution."""
 
     is_compiled: bool
     speedup: float | None
@@ -300,7 +300,7 @@ class Measured(NamedTuple):
 
 
 def matches(
-    given: bytes, expected: bytes, specs: Sequence[TensorSpec], *, rtol: float, atol: float
+    given: bytes, expected: bytes, specs: Sequence[BoxTensorSpec], *, rtol: float, atol: float
 ) -> bool:
     """Whether tensors are equal: numbers with a fraction within a tolerance, others exactly."""
     position = 0
@@ -320,7 +320,7 @@ def matches(
     return position == len(given) == len(expected)
 
 
-def is_finite(outputs: bytes, specs: Sequence[TensorSpec]) -> bool:
+def is_finite(outputs: bytes, specs: Sequence[BoxTensorSpec]) -> bool:
     """Whether all numbers are finite."""
     position = 0
     for spec in specs:
@@ -333,10 +333,10 @@ def is_finite(outputs: bytes, specs: Sequence[TensorSpec]) -> bool:
     return True
 
 
-def _checked_spec(dtype: str, shape: Sequence[int]) -> TensorSpec:
+def _checked_spec(dtype: str, shape: Sequence[int]) -> BoxTensorSpec:
     if dtype not in DTYPES or not all(isinstance(size, int) and size > 0 for size in shape):
         raise ValueError(f"a tensor of type {dtype!r:.40} and shape {shape!r:.80}")
-    return TensorSpec(dtype, tuple(shape))
+    return BoxTensorSpec(dtype, tuple(shape))
 
 
 class BoxEndedError(RuntimeError):
@@ -402,7 +402,7 @@ class BoxSession:
         assert self.pipe is not None
         self.pipe.write(message)
 
-    async def read_specs(self) -> list[TensorSpec]:
+    async def read_specs(self) -> list[BoxTensorSpec]:
         """Read a list of types and shapes, which only the box of a reference sends.
 
         Raises:
@@ -481,10 +481,10 @@ class TorchBoxes:
     @contextlib.asynccontextmanager
     async def session(
         self,
-        problem: Problem,
+        problem: KernelProblem,
         *,
         seed: int,
-        inputs: Sequence[TensorSpec] | None = None,
+        inputs: Sequence[BoxTensorSpec] | None = None,
         solution: str | None = None,
         output_bytes: int,
     ) -> AsyncIterator[BoxSession]:
@@ -533,7 +533,7 @@ class TorchBoxes:
             output_bytes=output_bytes,
         )
 
-    async def run_reference(self, problem: Problem) -> Reference:
+    async def run_reference(self, problem: KernelProblem) -> ReferenceRun:
         """Run a problem's `Model` on inputs of fresh seeds.
 
         Raises:
@@ -541,9 +541,9 @@ class TorchBoxes:
         """
         config = self._config
         limit, seed = config.max_tensor_mib * MEBIBYTE, secrets.randbits(32)
-        trials: list[Trial] = []
-        inputs: list[TensorSpec] = []
-        outputs: list[TensorSpec] = []
+        trials: list[BoxTrial] = []
+        inputs: list[BoxTensorSpec] = []
+        outputs: list[BoxTensorSpec] = []
         try:
             async with self.session(problem, seed=seed, output_bytes=limit) as box:
                 await box.read(1)
@@ -556,16 +556,16 @@ class TorchBoxes:
                     outputs = await box.read_specs()
                     size = sum(spec.num_bytes for spec in outputs)
                     answer, arrived_at = await box.read(size)
-                    trials.append(Trial(given, answer, arrived_at - started_at))
+                    trials.append(BoxTrial(given, answer, arrived_at - started_at))
         except BoxEndedError as error:
             raise GroupError(f"problem {problem.name}: its Model does not run, {error}") from error
-        reference = Reference(seed, inputs, outputs, trials)
+        reference = ReferenceRun(seed, inputs, outputs, trials)
         reason = await asyncio.to_thread(self._unfit, reference)
         if reason:
             raise GroupError(f"problem {problem.name}: {reason}")
         return reference
 
-    def _unfit(self, reference: Reference) -> str:
+    def _unfit(self, reference: ReferenceRun) -> str:
         """Return why a problem cannot be used; empty if it can."""
         trials, specs = reference.trials, reference.outputs
         if not all(is_finite(trial.outputs, specs) for trial in trials):
@@ -578,7 +578,9 @@ class TorchBoxes:
                 return "its outputs for other inputs are the same within the tolerance"
         return ""
 
-    async def run_solution(self, problem: Problem, solution: str, reference: Reference) -> Measured:
+    async def run_solution(
+        self, problem: KernelProblem, solution: str, reference: ReferenceRun
+    ) -> Measured:
         """Run a `ModelNew` on the inputs of the reference, and compare and time its answers."""
         size = sum(spec.num_bytes for spec in reference.outputs)
         limit = size * len(reference.trials) + MEBIBYTE
@@ -602,7 +604,7 @@ class TorchBoxes:
         speedup = reference.seconds / max(min(seconds[1:]), 1e-9)
         return Measured(True, speedup if is_right else None, "" if is_right else "wrong outputs")
 
-    def _are_right(self, answers: Sequence[bytes], reference: Reference) -> bool:
+    def _are_right(self, answers: Sequence[bytes], reference: ReferenceRun) -> bool:
         return all(
             self._matches(answer, trial.outputs, reference.outputs)
             for answer, trial in zip(answers, reference.trials, strict=True)
@@ -612,7 +614,7 @@ class TorchBoxes:
         self,
         given: bytes,
         expected: bytes,
-        specs: Sequence[TensorSpec],
+        specs: Sequence[BoxTensorSpec],
         *,
         factor: float = 1.0,
     ) -> bool:
@@ -621,7 +623,7 @@ class TorchBoxes:
 
 
 class KernelBenchEnv(SingleTurnEnv):
-    """Modules to speed up; an item is a `Problem`."""
+    """Modules to speed up; an item is a `KernelProblem`."""
 
     name = "kernelbench_parallel"
     env_config_cls = KernelBenchConfig
@@ -636,7 +638,7 @@ class KernelBenchEnv(SingleTurnEnv):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.iter = 0
-        self.problems: list[Problem] = []
+        self.problems: list[KernelProblem] = []
 
     @classmethod
     def config_init(cls) -> tuple[KernelBenchConfig, APIServerConfig]:
@@ -653,7 +655,7 @@ class KernelBenchEnv(SingleTurnEnv):
         self.problems = await asyncio.to_thread(self._read)
         self.boxes = await TorchBoxes.open(self.config)
 
-    def _read(self) -> list[Problem]:
+    def _read(self) -> list[KernelProblem]:
         config = self.config
         if config.dataset_path is not None:
             found = read_problems(Path(config.dataset_path), config.level)
@@ -668,15 +670,15 @@ class KernelBenchEnv(SingleTurnEnv):
             )
         return chosen
 
-    async def get_next_item(self) -> Problem:
+    async def get_next_item(self) -> KernelProblem:
         problem = self.problems[self.iter % len(self.problems)]
         self.iter += 1
         return problem
 
-    def eval_items(self) -> Sequence[Problem]:
+    def eval_items(self) -> Sequence[KernelProblem]:
         return self.problems
 
-    def prompt(self, item: Problem) -> list[dict[str, str]]:
+    def prompt(self, item: KernelProblem) -> list[dict[str, str]]:
         num_threads = self.config.num_threads
         content = PROMPT.format(
             code=item.code.strip(),
@@ -686,14 +688,18 @@ class KernelBenchEnv(SingleTurnEnv):
         )
         return [{"role": "system", "content": SYSTEM_PROMPT}, {"role": "user", "content": content}]
 
-    async def score(self, item: Problem, answer: str) -> Mapping[str, float]:
+    async def score(self, item: KernelProblem, answer: str) -> Mapping[str, float]:
         [scored] = await self.score_all(item, [answer])
         return scored
 
-    async def score_all(self, item: Problem, answers: Sequence[str]) -> list[Mapping[str, float]]:  # type: ignore[override]
+    async def score_all(
+        self, item: KernelProblem, answers: Sequence[str]
+    ) -> list[Mapping[str, float]]:  # type: ignore[override]
         """Return the scores of answers, all on the same fresh inputs."""
         programs = [last_code_block(answer) for answer in answers]
-        are_tried = [p is not None and 0 < len(p) <= MAX_CODE_CHARACTERS for p in programs]
+        are_tried = [
+            p is not None and len(p) <= MAX_CODE_CHARACTERS and "ModelNew" in p for p in programs
+        ]
         reference = await self.boxes.run_reference(item) if any(are_tried) else None
         measured = await all_results(
             self._measured(item, program if is_tried else None, reference)
@@ -710,7 +716,7 @@ class KernelBenchEnv(SingleTurnEnv):
         ]
 
     async def _measured(
-        self, item: Problem, program: str | None, reference: Reference | None
+        self, item: KernelProblem, program: str | None, reference: ReferenceRun | None
     ) -> Measured:
         if program is None or reference is None:
             return Measured(False, None, "no program")
@@ -740,7 +746,7 @@ class KernelBenchEnv(SingleTurnEnv):
     def is_correct(self, record: Mapping[str, Any]) -> bool:
         return float(record["score"]) > self.config.compiled_weight
 
-    def check_gold_answer(self, item: Problem) -> str:
+    def check_gold_answer(self, item: KernelProblem) -> str:
         renamed = re.sub(r"\bModel\b", "ModelNew", item.code)
         return f"<think>The same module is correct.</think>\n```python\n{renamed}\n```"
 
@@ -748,9 +754,9 @@ class KernelBenchEnv(SingleTurnEnv):
         super().save_checkpoint(step, {**(data or {}), "iter": self.iter})
 
 
-def _problem_of(row: Mapping[str, Any], level: int) -> Problem:
+def _problem_of(row: Mapping[str, Any], level: int) -> KernelProblem:
     try:
-        return Problem(level, int(row["problem_id"]), str(row["name"]), str(row["code"]))
+        return KernelProblem(level, int(row["problem_id"]), str(row["name"]), str(row["code"]))
     except (KeyError, TypeError, ValueError) as error:
         raise ConfigError(
             f"a row has no {error}; expected the columns problem_id, name and code"

@@ -14,10 +14,10 @@ from atroposlib.errors import ConfigError, GroupError
 from atroposlib.scored_data import check_group
 from environments.kernelbench_env.kernelbench_env import (
     SAMPLE,
+    BoxTensorSpec,
     KernelBenchConfig,
     KernelBenchEnv,
-    Problem,
-    TensorSpec,
+    KernelProblem,
     TorchBoxes,
     matches,
     read_problems,
@@ -112,8 +112,8 @@ def config_of(**settings: Any) -> KernelBenchConfig:
     return KernelBenchConfig(tokenizer_name="none", num_trials=2, timeout_s=30.0, **settings)
 
 
-def problem_of(code: str) -> Problem:
-    return Problem(1, 1, "1_Double", code)
+def problem_of(code: str) -> KernelProblem:
+    return KernelProblem(1, 1, "1_Double", code)
 
 
 @pytest.mark.parametrize(
@@ -135,7 +135,7 @@ def test_failures_are_below_slow_solutions_and_those_below_fast_ones(
     assert sum(parts.values()) == pytest.approx(expected)
 
 
-FLOATS, INTEGERS = TensorSpec("float32", (2,)), TensorSpec("int64", (1,))
+FLOATS, INTEGERS = BoxTensorSpec("float32", (2,)), BoxTensorSpec("int64", (1,))
 
 
 @pytest.mark.parametrize(
