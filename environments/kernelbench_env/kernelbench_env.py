@@ -181,7 +181,7 @@ class KernelBenchConfig(SingleTurnEnvConfig):
     problem_id: int | None = Field(1, ge=1, description="Number of the problem; None takes all.")
     device: Literal["cpu"] = Field("cpu", description="Device of the modules: the processor.")
     num_trials: int = Field(
-        10, ge=2, le=1000, description="Inputs that are compared, and timed; the best time counts."
+        5, ge=2, le=1000, description="Inputs that are compared, and timed; the best time counts."
     )
     num_threads: int = Field(1, ge=1, le=256, description="Threads that a box may have.")
     compiled_weight: float = Field(
@@ -197,7 +197,7 @@ class KernelBenchConfig(SingleTurnEnvConfig):
     )
     memory_mib: int = Field(4096, ge=256, le=1_048_576, description="Memory of a box in MiB.")
     max_tensor_mib: int = Field(
-        256, ge=1, le=65_536, description="Limit of all inputs and outputs of a problem in MiB."
+        2048, ge=1, le=65_536, description="Limit of all inputs and outputs of a problem in MiB."
     )
     temperature: float = Field(1.0, ge=0, description="Sampling temperature of rollouts.")
 
@@ -558,7 +558,11 @@ class TorchBoxes:
                     answer, arrived_at = await box.read(size)
                     trials.append(BoxTrial(given, answer, arrived_at - started_at))
         except BoxEndedError as error:
-            raise GroupError(f"problem {problem.name}: its Model does not run, {error}") from error
+            raise GroupError(
+                f"problem {problem.name}: its Model does not run, {error}; the limits are "
+                f"max_tensor_mib {config.max_tensor_mib} for output, memory_mib "
+                f"{config.memory_mib} and timeout_s {config.timeout_s:g}"
+            ) from error
         reference = ReferenceRun(seed, inputs, outputs, trials)
         reason = await asyncio.to_thread(self._unfit, reference)
         if reason:
@@ -694,7 +698,7 @@ class KernelBenchEnv(SingleTurnEnv):
 
     async def score_all(
         self, item: KernelProblem, answers: Sequence[str]
-    ) -> list[Mapping[str, float]]:  # type: ignore[override]
+    ) -> list[Mapping[str, float]]:
         """Return the scores of answers, all on the same fresh inputs."""
         programs = [last_code_block(answer) for answer in answers]
         are_tried = [
