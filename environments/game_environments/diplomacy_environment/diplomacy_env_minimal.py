@@ -5,10 +5,10 @@
 The rules are those of the package `diplomacy`, which runs in this process. The other powers give
 random legal orders, or are played by models on a server of their own; `README.md` has the rewards.
 
+With the inference servers in a YAML file, as `README.md` shows:
+
     python environments/game_environments/diplomacy_environment/diplomacy_env_minimal.py process \
-        --env.total_steps 4 --env.max_game_turns 2 --env.tokenizer_name NAME \
-        --openai.server_type vllm --openai.base_url http://localhost:9004/v1 \
-        --openai.model_name NAME
+        --config servers.yaml --env.total_steps 4 --env.max_game_turns 2 --env.tokenizer_name NAME
 """
 
 from __future__ import annotations
