@@ -281,9 +281,23 @@ class Bubblewrap:
         command: Sequence[str],
         *,
         files: Mapping[str, str | bytes] | None = None,
-        stdin: str | bytes = b"",
+        stdin: str | bytes | int = b"",
         limits: SandboxLimits | None = None,
+        on_output: OutputCallback | None = None,
     ) -> SandboxResult:
+        """Run a command as `Sandbox.run` does.
+
+        Args:
+            command: program and arguments.
+            files: contents of files in its folder, by relative path.
+            stdin: standard input; a number is the descriptor of a pipe from which it is read.
+            limits: limits; None takes the defaults of the sandbox.
+            on_output: called with each piece of output; must not raise.
+
+        Raises:
+            SandboxError: the sandbox could not be set up.
+            ValueError: a path of `files` is outside the folder.
+        """
         limits = limits or self._limits
         with contextlib.ExitStack() as held:
             fds = {
@@ -291,7 +305,11 @@ class Bubblewrap:
                 for path, content in (files or {}).items()
             }
             run = await self.run_in(
-                self._own_box(fds, limits), command, stdin=as_bytes(stdin), limits=limits
+                self._own_box(fds, limits),
+                command,
+                stdin=stdin if isinstance(stdin, int) else as_bytes(stdin),
+                limits=limits,
+                on_output=on_output,
             )
             return result_of(
                 run.finished,
@@ -305,7 +323,7 @@ class Bubblewrap:
         box: Box,
         command: Sequence[str],
         *,
-        stdin: bytes,
+        stdin: bytes | int,
         limits: SandboxLimits,
         on_output: OutputCallback | None = None,
     ) -> BoxRun:
@@ -388,11 +406,11 @@ class Bubblewrap:
         words = ["--ro-bind", "/usr", "/usr"]
         for name in ("bin", "lib", "lib64"):
             words += ["--symlink", f"usr/{name}", f"/{name}"]
-        for folder in self._read_only:
-            words += ["--ro-bind", folder, folder]
         words += [*KERNEL_FOLDERS]
         for folder in ("/tmp", "/box", "/dev/shm"):
             words += ["--size", str(limits.disk_bytes), "--tmpfs", folder]
+        for folder in self._read_only:  # may be in /tmp
+            words += ["--ro-bind", folder, folder]
         for path, fd in files.items():
             words += ["--file", str(fd), f"/box/{path}"]
         words += ["--remount-ro", "/"]

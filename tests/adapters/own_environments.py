@@ -63,7 +63,10 @@ ECOSYSTEMS = {
     for ecosystem in (
         Ecosystem(
             "games",
-            _tests_of("gymnasium", "textarena", "textworld", pages=("textarena", "textworld")),
+            (
+                *_tests_of("gymnasium", "textarena", "textworld", pages=("textarena", "textworld")),
+                "tests/environments/test_diplomacy.py",
+            ),
         ),
         Ecosystem("harbor", (f"{EXPORTING}/test_trace_formats.py",), version="3.12"),
         Ecosystem("gem", _tests_of("gem", pages=("gem",))),

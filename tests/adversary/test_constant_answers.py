@@ -479,6 +479,10 @@ EARNED_BY_CHANCE = {
         "any number up to the right one earns 0.2 or more, of -1 to 1",
     ),
     "fundamental_prediction_environment.py": (0.67, "raised, maintained or reduced"),
+    "game_environments/diplomacy_environment/diplomacy_env_minimal.py": (
+        0.5,
+        "all games begin alike, and a unit that has moved once stays",
+    ),
     "game_environments/gymnasium/blackjack/blackjack_env_no_thinking.py": (1.0, "a fair policy"),
     "game_environments/hangman/hangman_env.py": (0.5, "common letters are found in most words"),
     "instruction_following_algorithm_environment.py": (0.7, "a question has the words it asks for"),
@@ -713,7 +717,7 @@ async def test_gold_answers_of_many_turns_are_played_to_the_end(path: str, tmp_p
 async def test_in_all_environments_as_well(path: str, tmp_path: Path) -> None:
     if "bubblewrap" in CARDS[path].needs and shutil.which("bwrap") is None:
         pytest.skip("bubblewrap is not installed")
-    for package in ("smolagents", "textworld", "verifiers"):
+    for package in ("diplomacy", "smolagents", "textworld", "verifiers"):
         if package in CARDS[path].needs:
             pytest.importorskip(package)
 

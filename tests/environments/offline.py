@@ -43,8 +43,8 @@ def make_env(
     config, server_config = env_cls.config_init()
     chosen = {"use_wandb": False, "num_score_workers": 0, "max_token_length": 4000, **settings}
     config = config.model_copy(update=chosen)
-    [server_config] = server_config if isinstance(server_config, list) else [server_config]
-    server: APIServerConfig = server_config.model_copy(
+    first = server_config[0] if isinstance(server_config, list) else server_config
+    server: APIServerConfig = first.model_copy(
         update={
             "base_url": engine.base_url,
             "model_name": "scripted",

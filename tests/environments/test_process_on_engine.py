@@ -41,14 +41,18 @@ NEED_RIGHT_ANSWERS = (
     "tool_use_turnlevel_advantage_server.py",
 )
 """They make no group where no answer is right, or no judge takes sides; noise does neither."""
+SEVERAL_SERVERS = (
+    "game_environments/diplomacy_environment/diplomacy_env_minimal.py",
+    "mcp_env.py",
+)
 PATHS = [
     path
     for path, card in find_cards().items()
     # The model reads no images.
     if path not in NEED_RIGHT_ANSWERS
     and not path.startswith("multimodal_dpo/")
-    # Its defaults have two servers, which one tokenizer flag cannot set.
-    and path != "mcp_env.py"
+    # Their defaults have several servers, which one tokenizer flag cannot set.
+    and path not in SEVERAL_SERVERS
     if card.command.startswith("process ")
 ]
 EVALUATIONS = [path for path, card in find_cards().items() if card.command.startswith("evaluate ")]
@@ -108,7 +112,7 @@ def test_process_of_a_card_writes_groups_and_their_page(
 ) -> None:
     if "bubblewrap" in find_cards()[path].needs and shutil.which("bwrap") is None:
         pytest.skip("bubblewrap is not installed")
-    for package in ("smolagents", "textworld", "verifiers"):
+    for package in ("diplomacy", "smolagents", "textworld", "verifiers"):
         if package in find_cards()[path].needs:
             pytest.importorskip(package)
 

@@ -94,7 +94,7 @@ async def test_groups_hold_the_text_of_the_provider_and_say_so(
 ) -> None:
     if "bubblewrap" in CARDS[path].needs and shutil.which("bwrap") is None:
         pytest.skip("bubblewrap is not installed")
-    for package in ("smolagents", "textworld", "verifiers"):
+    for package in ("diplomacy", "smolagents", "textworld", "verifiers"):
         if package in CARDS[path].needs:
             pytest.importorskip(package)
     from transformers import AutoTokenizer

@@ -785,6 +785,13 @@ STEPS: tuple[Step, ...] = (
     NotRun("environments/game_environments/crosswords/README.md", "# # # R", PICTURE),
     NotRun("example_trainer/README.md", "prompt a b | c d", PICTURE),
     NotRun("environments/game_environments/hangman/README.md", "Word:", PICTURE),
+    NotRun("environments/game_environments/diplomacy_environment/README.md", "Turn 1", PICTURE),
+    NotRun(
+        "environments/game_environments/diplomacy_environment/README.md",
+        "openai:",
+        "servers that the reader has",
+    ),
+    NotRun("environments/kernelbench_env/README.md", "FOLDER/level1", PICTURE),
     Run(
         "docs/adapters/README.md",
         "atropos-env list",

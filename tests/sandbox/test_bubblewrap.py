@@ -9,6 +9,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -17,6 +18,7 @@ import pytest
 
 from atroposlib.sandbox import SandboxError, SandboxLimits, bubblewrap, run_python
 from atroposlib.sandbox.bubblewrap import Bubblewrap, new_gate
+from atroposlib.sandbox.interface import PYTHON
 from atroposlib.sandbox.limits import ControlGroups
 from tests.sandbox.processes import children
 
@@ -94,6 +96,38 @@ async def test_box_that_cannot_be_set_up_says_why() -> None:
 
     with pytest.raises(SandboxError, match="/no/such/folder"):
         await run_python(sandbox, "print('ran')")
+
+
+async def test_program_is_asked_while_it_runs_and_reads_a_folder_of_tmp() -> None:
+    program = """
+import sys
+for line in sys.stdin:
+    print(open(line.strip()).read(), flush=True)
+"""
+    reading, writing = os.pipe()
+    answers: asyncio.Queue[tuple[int, bytes]] = asyncio.Queue()
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        os.chmod(folder, 0o755)  # noqa: PTH101 - pathlib is not for coroutines
+        for name in ("one", "two"):
+            await asyncio.to_thread(Path(folder, name).write_text, f"text of {name}")
+        sandbox = Bubblewrap(limits=LIMITS, read_only=[folder])
+        running = asyncio.create_task(
+            sandbox.run(
+                [*PYTHON, "main.py"],
+                files={"main.py": program},
+                stdin=reading,
+                on_output=lambda stream, piece, _: answers.put_nowait((stream, piece)),
+            )
+        )
+        for name in ("one", "two"):
+            os.write(writing, f"{folder}/{name}\n".encode())
+            assert await answers.get() == (1, f"text of {name}\n".encode())
+        os.close(writing)
+        result = await running
+    os.close(reading)
+
+    assert result.is_success
+    assert result.stdout == "text of one\ntext of two\n"
 
 
 async def test_program_finds_its_limits() -> None:
