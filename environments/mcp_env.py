@@ -2,11 +2,11 @@
 
     request -> [system, user] -> G completions -> {"tool_name", "arguments"} -> +1 or -1
 
-For tools that run, see `docs/adapters/mcp.md`. With a vLLM server on port 9004:
+For tools that run, see `docs/adapters/mcp.md`. With vLLM servers on ports 9004 and 9005; a file for
+`--config` with the section `openai` lists others:
 
     python environments/mcp_env.py process --env.total_steps 4 \
-        --env.dataset_path environments/data/mcp_sample \
-        --env.tokenizer_name NAME --openai.model_name NAME
+        --env.dataset_path environments/data/mcp_sample
 """
 
 from __future__ import annotations
