@@ -80,11 +80,11 @@ def test_environment_reads_values_of_every_kind_from_the_flags(tmp_path):
         ("envs: {group_size: 4}", "unknown section envs; did you mean env?"),
         ("env: {x: &x [*x]}", "env.x refers to itself"),
         (
-            "a: &a [1, 1, 1, 1, 1, 1, 1, 1, 1]\n"
-            + "".join(
-                f"{n}: &{n} [{', '.join([f'*{m}'] * 9)}]\n" for m, n in zip("abcdef", "bcdefg", strict=True)
-            )
-            + "env: {x: *g}\n",
+            "a: &a ["
+            + ", ".join(["1"] * 1000)
+            + "]\nb: &b ["
+            + ", ".join(["*a"] * 1000)
+            + "]\nenv: {x: *b}\n",
             "env.x refers to itself or has over 100,000 values",
         ),
         ("env: {x: " + "9" * 6000 + "}", "cannot be read as YAML"),
