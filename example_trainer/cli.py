@@ -114,12 +114,20 @@ def parse_arguments(text: str) -> dict[str, Any]:
         argparse.ArgumentTypeError: it is something else.
     """
     try:
-        arguments = json.loads(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(f"{text!r} is not JSON: {error}") from error
+        arguments = json.loads(text, object_pairs_hook=_once)
+    except (ValueError, RecursionError) as error:
+        raise argparse.ArgumentTypeError(f"{text!r:.80} is not JSON: {error}") from error
     if not isinstance(arguments, dict):
-        raise argparse.ArgumentTypeError(f'{text!r}: expected an object, such as {{"beta": 0.1}}')
+        example = '{"beta": 0.1}'
+        raise argparse.ArgumentTypeError(f"{text!r:.80}: expected an object, such as {example}")
     return arguments
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    values = dict(pairs)
+    if len(values) < len(pairs):
+        raise ValueError("a name is given twice")
+    return values
 
 
 def function_path(text: str) -> str:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from copy import deepcopy
 from functools import partial
 from typing import Any
 
@@ -19,7 +20,7 @@ from torch import Tensor
 
 from atroposlib.errors import ConfigError, GroupError
 from atroposlib.scored_data import IGNORE_INDEX
-from atroposlib.utils.imports import import_function
+from atroposlib.utils.imports import described, import_function
 from example_trainer.config import TrainingConfig
 from example_trainer.loss import BatchTotals, LossInputs, TrainingLoss, make_loss
 from example_trainer.rows import Group, RowRules, rows_from_group
@@ -56,8 +57,13 @@ def require_custom_functions(config: TrainingConfig) -> None:
     if config.advantage_fn is not None:
         with _named("--advantage-fn"):
             function = import_function(config.advantage_fn, config.advantage_fn_args)
-            rules = RowRules(seq_len=8, advantage_fn=function)
-            _called(config.advantage_fn, "a group of 3", partial(rows_from_group, _GROUP, rules))
+            rules, group = RowRules(seq_len=8, advantage_fn=function), deepcopy(_GROUP)
+            _called(config.advantage_fn, "a group of 3", partial(rows_from_group, group, rules))
+            if group != _GROUP:
+                raise ConfigError(
+                    f"{config.advantage_fn} changes the group that it is called with; copy what it "
+                    "changes"
+                )
         logger.info("advantages: %s", config.advantage_fn)
 
 
@@ -73,12 +79,11 @@ def _check_loss(loss: TrainingLoss, name: str) -> None:
     expected: tuple[Tensor, list[Tensor]] | None = None
     for layout, microbatches in _LAYOUTS.items():
         leaves = _logprobs()
-        value = _called(
-            name, f"two sequences, {layout}", partial(_share, loss, leaves, microbatches)
-        )
+        example = f"two sequences, {layout}"
+        value = _called(name, example, partial(_share, loss, leaves, microbatches))
         if not value.requires_grad:
             raise ConfigError(f"{name}: the loss has no gradient; compute it from logprobs_BT")
-        value.backward()
+        _called(name, f"{example}, gradient", value.backward)
         gradients = [leaf.grad if leaf.grad is not None else leaf * 0 for leaf in leaves]
         if not all(torch.isfinite(tensor).all() for tensor in (value, *gradients)):
             raise ConfigError(
@@ -100,7 +105,7 @@ def _called(name: str, example: str, call: Callable[[], Any]) -> Any:
     except (ConfigError, GroupError) as error:
         raise ConfigError(f"{name} on {example}: {error}") from error
     except Exception as error:
-        raise ConfigError(f"{name} on {example}: {type(error).__name__}: {error}") from error
+        raise ConfigError(f"{name} on {example}: {described(error, name)}") from error
 
 
 def _logprobs() -> list[Tensor]:

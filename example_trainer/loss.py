@@ -324,15 +324,24 @@ class CustomLoss:
     function: Callable[[PolicyInputs], Tensor | PolicyTerms]
 
     def __call__(self, inputs: PolicyInputs) -> PolicyTerms:
+        versions = [tensor._version for tensor in inputs if tensor is not None]
         terms = self.function(inputs)
+        if versions != [tensor._version for tensor in inputs if tensor is not None]:
+            raise ConfigError(
+                "loss_fn changes its inputs in place, which other terms of the loss and later "
+                "updates read; use operations without a final underscore"
+            )
         if not isinstance(terms, PolicyTerms):
             terms = PolicyTerms(terms, inputs.ratio_BT, torch.zeros_like(inputs.mask_BT))
         shape = tuple(inputs.mask_BT.shape)
-        if not isinstance(terms.loss_BT, Tensor) or terms.loss_BT.shape != shape:
-            found = terms.loss_BT
-            got = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else f"{found!r:.80}"
-            raise ConfigError(f"expected the loss of every token, shape {shape}; got {got}")
-        return terms._replace(ratio_BT=terms.ratio_BT.detach())
+        for what, found in zip(("loss", "ratio", "bound"), terms, strict=True):
+            if not isinstance(found, Tensor) or found.shape != shape:
+                got = f"shape {tuple(found.shape)}" if isinstance(found, Tensor) else repr(found)
+                raise ConfigError(
+                    f"loss_fn: expected the {what} of every token, shape {shape}; "
+                    f"got {' '.join(got.split()):.80}"
+                )
+        return PolicyTerms(terms.loss_BT, terms.ratio_BT.detach(), terms.bound_BT.bool())
 
 
 class PolicyMismatch(NamedTuple):

@@ -16,7 +16,7 @@ from typing import Any
 from atroposlib.errors import AtroposError, ConfigError
 from atroposlib.utils.text import near_name
 
-__all__ = ["import_function", "import_object", "import_script"]
+__all__ = ["described", "import_function", "import_object", "import_script"]
 
 
 def import_script(path: Path) -> ModuleType:
@@ -41,6 +41,22 @@ def import_script(path: Path) -> ModuleType:
     return module
 
 
+def _own_script(path: Path) -> ModuleType:
+    """Return the module of a script, which several settings may name, imported once."""
+    present = sys.modules.get(path.stem)
+    if present is not None and getattr(present, "__file__", None) == str(path):
+        return present
+    if path.stem in sys.stdlib_module_names or hasattr(present, "__path__"):
+        raise ConfigError(
+            f"{path} has the name of the module {path.stem}, which other code imports; rename it"
+        )
+    try:
+        return import_script(path)
+    except Exception:
+        sys.modules.pop(path.stem, None)
+        raise
+
+
 def import_object(target: str) -> Any:
     """Return the object that `FILE.py:NAME` or `MODULE:NAME` names.
 
@@ -51,7 +67,7 @@ def import_object(target: str) -> Any:
     if not start or not name.isidentifier():
         raise ConfigError(f"{target!r}: expected FILE.py:NAME or MODULE:NAME")
     if start.endswith(".py"):
-        module = import_script(Path(start))
+        module = _own_script(Path(start).absolute())
     else:
         try:
             module = importlib.import_module(start)
@@ -60,6 +76,20 @@ def import_object(target: str) -> Any:
     if not hasattr(module, name):
         raise ConfigError(f"{start} has no {name!r}{near_name(name, vars(module))}")
     return getattr(module, name)
+
+
+def described(error: Exception, target: str) -> str:
+    """Return type, line and message of an error in the code that `target` names.
+
+    The line is the last one in the user's own file, whatever function it calls.
+    """
+    start = target.rpartition(":")[0]
+    stem = start.removesuffix(".py").replace("/", ".").rpartition(".")[2]
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame.lineno for frame in frames if Path(frame.filename).stem == stem]
+    line = error.lineno if isinstance(error, SyntaxError) else own[-1] if own else None
+    where = "" if line is None else f" in line {line}"
+    return f"{type(error).__name__}{where}: {error}"
 
 
 def import_function(target: str, arguments: Mapping[str, Any]) -> Callable[[Any], Any]:
@@ -73,10 +103,7 @@ def import_function(target: str, arguments: Mapping[str, Any]) -> Callable[[Any]
     except AtroposError:
         raise
     except Exception as error:
-        # The script is the user's own: the line of the error is the help needed.
-        lines = traceback.extract_tb(error.__traceback__)
-        line = error.lineno if isinstance(error, SyntaxError) else lines[-1].lineno
-        raise ConfigError(f"{target}: {type(error).__name__} in line {line}: {error}") from error
+        raise ConfigError(f"{target}: {described(error, target)}") from error
     if not callable(function) or isinstance(function, type):
         raise ConfigError(f"{target} is not a function")
     try:

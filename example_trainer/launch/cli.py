@@ -295,6 +295,7 @@ def _parser() -> CommandParser:
         f"{_ENVIRONMENT_PREFIX}NAME VALUE sets any setting of every environment, "
         f"{_ENVIRONMENT_PREFIX}FILE.NAME VALUE of one of\nseveral (FILE without .py); "
         "`python FILE.py serve --help all` lists them with their defaults.\n"
+        f"{_ENVIRONMENT_PREFIX}config FILE takes them from the section env of a YAML file.\n"
         f"{TRAINER_PREFIX}NAME VALUE passes a flag of atropos-grpo to the trainer.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

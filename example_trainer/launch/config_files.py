@@ -16,11 +16,16 @@ from typing import Any
 import yaml
 
 from atroposlib.errors import ConfigError
+from atroposlib.utils.text import near_name
 
 __all__ = ["with_config_files"]
 
 _PREFIX = "--env."
 _FLAG = "--env.config"
+_SECTIONS = ("env", "openai", "slurm", "testing", "max_n_completions", "proxy_url", "teacher")
+"""Sections that a file for `serve` may have; only `env` is used here."""
+_MAX_VALUES = 100_000
+"""Of one setting, with aliases written out."""
 _OF_THE_RUN = {"total_steps", "batch_size", "wandb_name", "data_dir_to_save_evals"}
 """Settings that also have flags here, and that in a file are meant for another run."""
 
@@ -53,19 +58,47 @@ def with_config_files(
         # A list would be extended by the flag of the same name, not replaced.
         typed = {word.removeprefix(_PREFIX).partition("=")[0] for word in others}
         left_out = [key for key in settings if key in fixed or key in _OF_THE_RUN]
-        left_out += [section for section in content if section != "env" and content[section]]
+        left_out += [section for section in _SECTIONS if section != "env" and content.get(section)]
         if left_out:
             notes.append(f"{path}: not used, since the run sets it: {', '.join(left_out)}")
+        notes += [_unused(path, section) for section in content if section not in _SECTIONS]
         kept = {k: v for k, v in settings.items() if k not in typed and k not in left_out}
+        for key, value in kept.items():
+            if not _is_small(value):
+                raise ConfigError(
+                    f"{_FLAG} {path}: env.{key} refers to itself or has over {_MAX_VALUES:,} values"
+                )
         expanded[name] = (*(f"{_PREFIX}{key}={_text(kept[key])}" for key in kept), *others)
     return expanded, notes
+
+
+def _unused(path: str, section: Any) -> str:
+    hint = near_name(str(section), _SECTIONS)
+    if hint:
+        raise ConfigError(f"{_FLAG} {path}: unknown section {section}{hint}")
+    return f"{path}: section {section} is not used; settings of the environment are in env"
+
+
+def _is_small(value: Any) -> bool:
+    """Return whether a value, with its aliases written out, has few parts."""
+    waiting, num_values = [value], 0
+    while waiting and num_values <= _MAX_VALUES:
+        part = waiting.pop()
+        num_values += 1
+        if isinstance(part, dict):
+            waiting.extend(part.values())
+        elif isinstance(part, (list, set)):
+            waiting.extend(part)
+    return num_values <= _MAX_VALUES
 
 
 def _read(path: Path) -> dict[str, Any]:
     try:
         content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
+    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
         raise ConfigError(f"{_FLAG} {path}: cannot be read as YAML: {error}") from error
+    if content is None:
+        return {}
     if not isinstance(content, dict):
         raise ConfigError(f"{_FLAG} {path}: expected a mapping with the section env")
     return content
@@ -87,5 +120,5 @@ def _split(words: Sequence[str]) -> tuple[str | None, list[str]]:
 
 def _text(value: Any) -> str:
     if isinstance(value, (dict, list, bool)):
-        return json.dumps(value)
+        return json.dumps(value, default=str)
     return str(value)

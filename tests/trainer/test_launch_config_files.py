@@ -77,6 +77,17 @@ def test_environment_reads_values_of_every_kind_from_the_flags(tmp_path):
         ("- 1", "expected a mapping with the section env"),
         (None, "cannot be read as YAML"),
         ("env: {", "cannot be read as YAML"),
+        ("envs: {group_size: 4}", "unknown section envs; did you mean env?"),
+        ("env: {x: &x [*x]}", "env.x refers to itself"),
+        (
+            "a: &a ["
+            + ", ".join(["1"] * 1000)
+            + "]\nb: &b ["
+            + ", ".join(["*a"] * 1000)
+            + "]\nenv: {x: *b}\n",
+            "env.x refers to itself or has over 100,000 values",
+        ),
+        ("env: {x: " + "9" * 6000 + "}", "cannot be read as YAML"),
     ],
 )
 def test_files_of_another_form_are_refused(tmp_path, text, message):
@@ -86,6 +97,26 @@ def test_files_of_another_form_are_refused(tmp_path, text, message):
 
     with pytest.raises(ConfigError, match=message):
         with_config_files({"": ("--env.config", str(path))}, fixed=FIXED)
+
+
+@pytest.mark.parametrize("text", ["", "env:\n", "group_size: 4\n1: 2\n"])
+def test_files_without_settings_change_nothing(tmp_path, text):
+    path = tmp_path / "none.yaml"
+    path.write_text(text)
+
+    flags, notes = with_config_files({"": ("--env.config", str(path))}, fixed=FIXED)
+
+    assert flags == {"": ()}
+    assert all("is not used; settings of the environment are in env" in note for note in notes)
+
+
+def test_values_that_json_does_not_have_become_text(tmp_path):
+    path = tmp_path / "dates.yaml"
+    path.write_text("env: {days: [2024-01-02]}\n")
+
+    flags, _ = with_config_files({"": ("--env.config", str(path))}, fixed=FIXED)
+
+    assert flags == {"": ('--env.days=["2024-01-02"]',)}
 
 
 @pytest.mark.parametrize("words", [("--env.config",), ("--env.config", "--env.group_size=8")])

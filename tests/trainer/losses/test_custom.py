@@ -9,7 +9,8 @@ import torch
 from pydantic import ValidationError
 
 from atroposlib.errors import ConfigError, GroupError
-from example_trainer.cli import config_from_args, create_full_parser
+from atroposlib.utils.imports import import_object
+from example_trainer.cli import config_from_args, create_full_parser, parse_arguments
 from example_trainer.config import TrainingConfig
 from example_trainer.custom import require_custom_functions
 from example_trainer.launch.trainer_flags import add_trainer_flags, typed_trainer_flags
@@ -61,6 +62,24 @@ def infinite(inputs):
     return policy_gradient(inputs) / 0
 
 
+def in_place(inputs):
+    inputs.advantages_BT.mul_(2)
+    return policy_gradient(inputs)
+
+
+def in_place_mask(inputs):
+    inputs.mask_BT.zero_()
+    return policy_gradient(inputs)
+
+
+def other_ratio(inputs):
+    return PolicyTerms(policy_gradient(inputs), inputs.ratio_BT[:, 1:], inputs.mask_BT)
+
+
+def complex_valued(inputs):
+    return policy_gradient(inputs).to(torch.complex64)
+
+
 def misspelled(inputs):
     return inputs.advantage_BT
 
@@ -85,6 +104,11 @@ def first_only(group):
 
 def nothing(group):
     pass
+
+
+def emptied(group):
+    group.group["scores"].clear()
+    return [0.0, 1.0, 2.0]
 """
 
 
@@ -163,7 +187,11 @@ def test_losses_per_sequence_pass_the_check(script, name, anchor, reduction):
         ("mean", r"expected the loss of every token, shape \(2, 5\); got shape \(\)"),
         ("constant", "has no gradient"),
         ("infinite", "is not finite"),
-        ("misspelled", "AttributeError: 'PolicyInputs' object has no attribute 'advantage_BT'"),
+        ("misspelled", r"AttributeError in line \d+: 'PolicyInputs' object has no attribute"),
+        ("in_place", "changes its inputs in place"),
+        ("in_place_mask", "changes its inputs in place"),
+        ("other_ratio", r"expected the ratio of every token, shape \(2, 5\); got shape \(2, 4\)"),
+        ("complex_valued", "gradient: RuntimeError: "),
         ("Loss", "is not a function"),
         ("polic_gradient", "has no 'polic_gradient'; did you mean policy_gradient"),
     ],
@@ -186,13 +214,39 @@ def test_loss_that_is_not_there_is_named(target, message):
         require_custom_functions(settings(loss_fn=target))
 
 
-@pytest.mark.parametrize("text", ["def loss(inputs):\n    return (\n", "x = 1\nx.missing\n"])
+@pytest.mark.parametrize(
+    "text",
+    ["def loss(inputs):\n    return (\n", "x = 1\nx.missing\n", "import json\njson.loads('{')\n"],
+)
 def test_script_that_cannot_be_imported_is_named_with_the_line(tmp_path, text):
     path = tmp_path / "broken_functions.py"
     path.write_text(text)
 
     with pytest.raises(ConfigError, match=r"broken_functions.py:loss: \w+ in line 2: "):
         require_custom_functions(settings(loss_fn=f"{path}:loss"))
+
+
+def test_script_with_the_name_of_a_module_that_others_import_is_refused(tmp_path):
+    path = tmp_path / "random.py"
+    path.write_text(SCRIPT)
+
+    with pytest.raises(ConfigError, match="has the name of the module random"):
+        require_custom_functions(settings(loss_fn=f"{path}:policy_gradient"))
+
+
+def test_functions_of_one_script_share_its_state(tmp_path):
+    path = tmp_path / "shared_functions.py"
+    path.write_text("seen = []\ndef loss(inputs):\n    return seen\ndef advantages(group): pass\n")
+
+    loss, advantages = (import_object(f"{path}:{name}") for name in ("loss", "advantages"))
+
+    assert loss.__globals__ is advantages.__globals__
+
+
+@pytest.mark.parametrize("text", ['{"a": 1, "a": 2}', "[" * 100_000, "[1]"])
+def test_arguments_that_are_not_an_object_are_refused(text):
+    with pytest.raises(argparse.ArgumentTypeError):
+        parse_arguments(text)
 
 
 def test_arguments_that_the_function_does_not_take_are_refused(script):
@@ -253,6 +307,7 @@ def test_advantages_of_the_group_have_precedence(script):
     [
         ("first_only", "1 advantages for 3 trajectories"),
         ("nothing", "expected a list of advantages; got None"),
+        ("emptied", "changes the group that it is called with"),
     ],
 )
 def test_advantage_functions_that_cannot_train_are_refused_before_the_run(script, name, message):
