@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from atroposlib.errors import ConfigError, GroupError
+from atroposlib.errors import AtroposError, ConfigError
 from atroposlib.scored_data import IGNORE_INDEX
 from atroposlib.utils.imports import described, import_function
 from example_trainer.config import TrainingConfig
@@ -102,7 +102,7 @@ def _check_loss(loss: TrainingLoss, name: str) -> None:
 def _called(name: str, example: str, call: Callable[[], Any]) -> Any:
     try:
         return call()
-    except (ConfigError, GroupError) as error:
+    except AtroposError as error:
         raise ConfigError(f"{name} on {example}: {error}") from error
     except Exception as error:
         raise ConfigError(f"{name} on {example}: {described(error, name)}") from error

@@ -18,7 +18,7 @@ from typing import Any, Literal, NamedTuple
 
 from typing_extensions import assert_never
 
-from atroposlib.errors import ConfigError, GroupError
+from atroposlib.errors import AtroposError, ConfigError, GroupError
 from atroposlib.scored_data import (
     GROUP_FIELDS,
     IGNORE_INDEX,
@@ -36,6 +36,13 @@ from example_trainer.loss import PADDED_TEACHER_ID
 
 Group = Mapping[str, Any]
 VersionRuns = Sequence[Sequence[int | None]]
+
+
+class AdvantageFunctionError(AtroposError, TypeError):
+    """A result of `advantage_fn` that no group can have; it ends the run."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(f"advantage_fn: {reason}")
 
 
 class GroupScores(NamedTuple):
@@ -249,8 +256,8 @@ def _score_advantages(group: Group, rules: RowRules, are_sft: Sequence[bool]) ->
     else:
         advantages = _listed(rules.advantage_fn(GroupScores(scores, lengths, indices, group)))
         if len(advantages) != len(scores):
-            raise ConfigError(
-                f"advantage_fn: {len(advantages)} advantages for {len(scores)} trajectories"
+            raise AdvantageFunctionError(
+                f"{len(advantages)} advantages for {len(scores)} trajectories"
             )
     by_index = dict(zip(indices, advantages, strict=True))
     return [by_index.get(i, 0.0) for i in range(len(are_sft))]
@@ -261,8 +268,12 @@ def _listed(advantages: Any) -> list[Any]:
     if hasattr(advantages, "tolist"):
         advantages = advantages.tolist()
     if not isinstance(advantages, (list, tuple)):
-        raise ConfigError(f"advantage_fn: expected a list of advantages; got {advantages!r:.80}")
-    return [a.tolist() if hasattr(a, "tolist") else a for a in advantages]
+        raise AdvantageFunctionError(f"expected a list of advantages; got {advantages!r:.80}")
+    listed = [a.tolist() if hasattr(a, "tolist") else a for a in advantages]
+    for a in listed:
+        if not isinstance(a, (int, float, list, tuple)):
+            raise AdvantageFunctionError(f"expected numbers, or a list of them; got {a!r:.80}")
+    return listed
 
 
 def group_advantages(

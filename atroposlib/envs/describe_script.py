@@ -56,8 +56,8 @@ def describe_script(
 
     Returns:
         `class_name`, `name`, `group_size`, `max_token_length`, `num_servers` (inference servers in
-        its defaults), `limits_conversation` (whether `max_token_length` includes the prompt) and
-        `is_evaluated` (whether `evaluate` measures anything).
+        its defaults), `limits_conversation` (whether `max_token_length` includes the prompt),
+        `is_evaluated` (whether `evaluate` measures anything) and `settings` (names of its config).
 
     Raises:
         ConfigError: the script runs no environment, is not complete, or rejects a setting.
@@ -87,6 +87,7 @@ def describe_script(
             _defining_module(env_cls, "evaluate") in _WITHOUT_ITEMS
             and _defining_module(env_cls, "eval_items") in _WITHOUT_ITEMS
         ),
+        "settings": list(type(settings.env).model_fields),
     }
 
 

@@ -10,12 +10,13 @@ has the flags of the file only, and resumes by its own means.
 
 from __future__ import annotations
 
+import json
 import re
 import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import yaml
 
@@ -184,7 +185,9 @@ def shell_command(part: Part) -> str:
     return " ".join([*variables, *secrets, shlex.join(part.command)])
 
 
-def _word(value: bool | int | float | str) -> str:
+def _word(value: Any) -> str:
+    if isinstance(value, dict):
+        return json.dumps(value)
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 

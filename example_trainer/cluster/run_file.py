@@ -16,6 +16,7 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    JsonValue,
     StringConstraints,
     ValidationError,
     field_validator,
@@ -34,9 +35,10 @@ _VARIABLE = r"[A-Za-z_][A-Za-z0-9_]*"
 
 Name = Annotated[str, StringConstraints(pattern=f"^{DNS_LABEL}$")]
 Variable = Annotated[str, StringConstraints(pattern=f"^{_VARIABLE}$")]
-FlagValue = bool | int | float | str | list[bool | int | float | str] | None
+FlagValue = bool | int | float | str | list[bool | int | float | str] | dict[str, JsonValue] | None
 Flags = dict[str, FlagValue]
-"""Flags of a program without their dashes. A list gives several values, null leaves a flag out."""
+"""Flags of a program without their dashes. A list gives several values, a mapping JSON, null leaves
+a flag out."""
 
 
 class _Section(BaseModel):

@@ -15,6 +15,7 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -150,9 +151,7 @@ def _prepare(
     environment_flags: dict[str, tuple[str, ...]],
 ) -> _Prepared:
     is_resumed = arguments.resume is not None
-    environment_flags, config_notes = with_config_files(
-        environment_flags, fixed=_FIXED_IN_ENVIRONMENTS
-    )
+    config_notes: list[str] = []
     if is_resumed:
         folder = _folder_to_resume(parser, arguments, environment_flags)
         options = read_options(folder)
@@ -169,6 +168,13 @@ def _prepare(
         require_model_folder(options.model)
     if options.engine_url is not None:
         served_model(options.engine_url, options.model)
+    if not is_resumed:
+        flags, config_notes = with_config_files(
+            options.environment_flags,
+            fixed=_FIXED_IN_ENVIRONMENTS,
+            known=partial(_settings_of, options),
+        )
+        options = replace(options, environment_flags=flags)
     environments = [
         describe_environment(file.program(Path(options.working_folder)), options.flags_of(name))
         for file, name in zip(options.files, options.names(), strict=True)
@@ -349,6 +355,16 @@ def _options(
             f"one of {', '.join(options.names())}"
         )
     return options
+
+
+def _settings_of(options: TrainOptions, name: str) -> set[str]:
+    """Return the settings of the environment with a name, or that all have if it is empty."""
+    found = [
+        set(describe_environment(file.program(Path(options.working_folder)), ()).settings)
+        for file, own_name in zip(options.files, options.names(), strict=True)
+        if name in ("", own_name)
+    ]
+    return set.intersection(*found)
 
 
 def _refuse_run_settings(environment_flags: Mapping[str, Sequence[str]]) -> None:

@@ -9,7 +9,7 @@ is left out with a note, so that a file written for `serve` needs no changes.
 from __future__ import annotations
 
 import json
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,13 +31,17 @@ _OF_THE_RUN = {"total_steps", "batch_size", "wandb_name", "data_dir_to_save_eval
 
 
 def with_config_files(
-    flags: Mapping[str, Sequence[str]], *, fixed: Collection[str]
+    flags: Mapping[str, Sequence[str]],
+    *,
+    fixed: Collection[str],
+    known: Callable[[str], Collection[str]],
 ) -> tuple[dict[str, tuple[str, ...]], list[str]]:
     """Replace `--env.config FILE` among the flags of environments by the settings of the file.
 
     Args:
         flags: Words by name of the environment; "" for all of them.
         fixed: Settings that the run determines.
+        known: Returns the settings that environments of a name have; called if there is a file.
 
     Returns:
         The flags, and notes on settings that are left out.
@@ -62,7 +66,15 @@ def with_config_files(
         if left_out:
             notes.append(f"{path}: not used, since the run sets it: {', '.join(left_out)}")
         notes += [_unused(path, section) for section in content if section not in _SECTIONS]
-        kept = {k: v for k, v in settings.items() if k not in typed and k not in left_out}
+        own = known(name)
+        if unknown := [key for key in settings if key not in own and key not in left_out]:
+            notes.append(
+                f"{path}: not used, since the environment has no such setting: "
+                f"{', '.join(f'{key}{near_name(key, own)}' for key in unknown)}"
+            )
+        kept = {
+            k: v for k, v in settings.items() if k not in typed and k not in (*left_out, *unknown)
+        }
         for key, value in kept.items():
             if not _is_small(value):
                 raise ConfigError(

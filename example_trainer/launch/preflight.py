@@ -48,6 +48,7 @@ class EnvironmentFacts(NamedTuple):
     num_servers: int
     limits_conversation: bool
     is_evaluated: bool
+    settings: Sequence[str] = ()
 
 
 def require_packages(

@@ -106,13 +106,22 @@ def test_flags_of_each_program_keep_their_form():
             trainer={
                 "model": "m",
                 "steps": 3,
-                "flags": {"gradient-checkpointing": False, "lr": 1e-5, "seed": None},
+                "flags": {
+                    "gradient-checkpointing": False,
+                    "lr": 1e-5,
+                    "seed": None,
+                    "loss-fn-args": {"cap": 0.5},
+                },
             },
         )
     )
 
     assert parts["environment-a"].command[-4:] == ("--env.use_wandb=false", "--env.names", "x", "y")
-    assert parts["trainer"].command[-2:] == ("--no-gradient-checkpointing", "--lr=1e-05")
+    assert parts["trainer"].command[-3:] == (
+        "--no-gradient-checkpointing",
+        "--lr=1e-05",
+        '--loss-fn-args={"cap": 0.5}',
+    )
 
 
 def test_share_of_a_killed_environment_is_soon_free_unless_a_flag_says_otherwise():

@@ -65,6 +65,7 @@ def trainer(**changes: Any) -> dict[str, Any]:
         (environment(flags={"env.args": [f"OPENAI_API_KEY={VALUE}"]}), "flags.env.args[0]"),
         (environment(variables={"JUDGE_KEY": VALUE}), "variables.JUDGE_KEY"),
         (trainer(flags={"api-key": VALUE}), "trainer.flags.api-key"),
+        (trainer(flags={"loss-fn-args": {"api_key": VALUE}}), "trainer.flags.loss-fn-args.api_key"),
         (trainer(variables={"WANDB_API_KEY": VALUE}), "trainer.variables.WANDB_API_KEY"),
         ({"engines": [{"flags": {"api-key": VALUE}}]}, "engines[0].flags.api-key"),
         ({"engines": [{"kind": "url", "urls": [f"http://u:{VALUE}@h"]}]}, "engines[0].urls[0]"),

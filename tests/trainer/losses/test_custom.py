@@ -15,7 +15,7 @@ from example_trainer.config import TrainingConfig
 from example_trainer.custom import require_custom_functions
 from example_trainer.launch.trainer_flags import add_trainer_flags, typed_trainer_flags
 from example_trainer.loss import CustomLoss, make_loss
-from example_trainer.rows import RowRules, rows_from_group
+from example_trainer.rows import AdvantageFunctionError, RowRules, rows_from_group
 from example_trainer.training import row_rules
 from tests.trainer.test_training import PREFERRED, REJECTED, make_trainer, probability
 from tests.trainer.tiny import group
@@ -313,6 +313,16 @@ def test_advantages_of_the_group_have_precedence(script):
 def test_advantage_functions_that_cannot_train_are_refused_before_the_run(script, name, message):
     with pytest.raises(ConfigError, match=f"--advantage-fn: .*{message}"):
         require_custom_functions(settings(advantage_fn=f"{script}:{name}"))
+
+
+def test_advantages_that_no_group_can_have_end_the_run(tmp_path, script):
+    names = {"short": "first_only", "none": "nothing"}
+    for folder, name in names.items():
+        trainer = make_trainer(tmp_path / folder, advantage_fn=f"{script}:{name}")
+        trainer._has_trained = True
+
+        with pytest.raises(AdvantageFunctionError, match="advantage_fn: "):
+            trainer.run()
 
 
 def test_advantages_that_are_not_finite_refuse_their_group_only():
