@@ -128,9 +128,9 @@ def test_fields_that_no_row_has_are_none():
     assert microbatch.tokens_BT.shape == (1, 3)
     fields = vars(microbatch)
     assert [name for name in fields if fields[name] is None] == [
-        "is_sft_BT", "ref_logprobs_BT", "distill_token_ids_BTK", "distill_logprobs_BTK",
-        "sequence_ids_BT", "position_ids_BT", "sequence_lengths", "pixels_PD", "image_grids_I3",
-        "image_positions_3BT", "tree",
+        "is_sft_BT", "ref_logprobs_BT", "proximal_logprobs_BT", "distill_token_ids_BTK",
+        "distill_logprobs_BTK", "sequence_ids_BT", "position_ids_BT", "sequence_lengths",
+        "pixels_PD", "image_grids_I3", "image_positions_3BT", "tree",
     ]  # fmt: skip
     assert microbatch.image_places == ()
 
