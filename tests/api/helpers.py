@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -121,12 +122,19 @@ class Service(TestClient):
 
 @contextmanager
 def serve(app: ASGIApp, port: int) -> Iterator[str]:
-    """Serve an application from a thread; yields its address."""
-    config = uvicorn.Config(
-        app, host="127.0.0.1", port=port, log_level="error", http=ObservedHttpProtocol
-    )
-    server = uvicorn.Server(config)
-    thread = threading.Thread(target=server.run, daemon=True)
+    """Serve an application from a thread; yields its address.
+
+    The port is another one if a parallel test has taken `port` meanwhile.
+    """
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind(("127.0.0.1", port))
+    except OSError:
+        listener.bind(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    server = uvicorn.Server(uvicorn.Config(app, log_level="error", http=ObservedHttpProtocol))
+    thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
     thread.start()
     deadline = time.monotonic() + 10
     while not server.started:
@@ -137,3 +145,4 @@ def serve(app: ASGIApp, port: int) -> Iterator[str]:
     finally:
         server.should_exit = True
         thread.join(timeout=10)
+        listener.close()
