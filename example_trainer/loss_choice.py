@@ -310,13 +310,13 @@ class GrpoFields(BaseModel):
         for name in ("loss_fn", "advantage_fn"):
             if getattr(self, f"{name}_args") and getattr(self, name) is None:
                 raise ConfigError(f"{name}_args has no effect without {name}")
+            if getattr(self, name) is not None and not self.policy_coef:
+                raise ConfigError(f"{name} has no effect with policy_coef=0; leave one out")
         if self.loss_fn is not None and self.algorithm != DEFAULT_ALGORITHM:
             raise ConfigError(
                 f"algorithm={self.algorithm} and loss_fn={self.loss_fn} are two policy losses; "
                 "leave one out"
             )
-        if self.loss_fn is not None and not self.policy_coef:
-            raise ConfigError("loss_fn has no effect with policy_coef=0; leave one out")
         if self.advantage_fn is not None and self.advantage_std != "auto":
             raise ConfigError(
                 f"advantage_std={self.advantage_std} has no effect with advantage_fn; leave it out"

@@ -200,6 +200,16 @@ def _prepare(
             f"the {config.lr_schedule} schedule ends at step {options.steps} now: steps that are "
             "repeated have other learning rates than before, and another model results"
         )
+    _require_trainable(config)
+    require_gpu_memory(model, config, machine, place(options, machine))
+    if not is_resumed:
+        prepare_folder(paths.output, subfolders=[paths.logs])
+    write_options(options, paths)
+    return _Prepared(paths, plan, model, notes)
+
+
+def _require_trainable(config: TrainingConfig) -> None:
+    """Raise the errors that the trainer would raise after everything else has started."""
     require_reference(config)
     if config.loss_fn is not None or config.advantage_fn is not None:
         from example_trainer.custom import require_custom_functions  # imports torch
@@ -207,11 +217,6 @@ def _prepare(
         require_custom_functions(config)
     if config.uses_lora:
         require_adapters(config)
-    require_gpu_memory(model, config, machine, place(options, machine))
-    if not is_resumed:
-        prepare_folder(paths.output, subfolders=[paths.logs])
-    write_options(options, paths)
-    return _Prepared(paths, plan, model, notes)
 
 
 def _train(prepared: _Prepared) -> None:

@@ -27,7 +27,7 @@ _SECTIONS = ("env", "openai", "slurm", "testing", "max_n_completions", "proxy_ur
 _MAX_VALUES = 100_000
 """Of one setting, with aliases written out."""
 _OF_THE_RUN = {"total_steps", "batch_size", "wandb_name", "data_dir_to_save_evals"}
-"""Settings that also have flags here, and that in a file are meant for another run."""
+"""Settings that a file has for a run of `serve` alone; `--env.NAME` still sets them."""
 
 
 def with_config_files(
@@ -47,7 +47,7 @@ def with_config_files(
         The flags, and notes on settings that are left out.
 
     Raises:
-        ConfigError: a file cannot be read, or has other sections.
+        ConfigError: a file cannot be read, a section is misspelled, or a setting is too large.
     """
     expanded, notes = {}, []
     for name, words in flags.items():

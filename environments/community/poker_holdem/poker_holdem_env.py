@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import logging
 import re
+from abc import abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
@@ -119,6 +120,9 @@ def bet_sizing(action: PokerAction, gold: PokerAction) -> float:
 class _TaggedActionReward(RewardFunction):
     """Compares the action in the tags of a completion with `solution`, the gold one."""
 
+    @abstractmethod
+    def compare(self, action: PokerAction, gold: PokerAction) -> float: ...
+
     def compute(self, completions: list[Any], solution: Any = None, **kwargs: Any) -> list[float]:
         """Return [G] rewards; 0.0 for completions without one action, or a gold one."""
         golds = one_per_completion(solution, len(completions))
@@ -128,9 +132,6 @@ class _TaggedActionReward(RewardFunction):
         gold = read_action(str(solution or ""))
         action = read_action(only_tagged(self.get_content(completion), "answer") or "")
         return self.compare(action, gold) if action and gold else 0.0
-
-    def compare(self, action: PokerAction, gold: PokerAction) -> float:
-        raise NotImplementedError
 
 
 @registry.register(name="action_match")

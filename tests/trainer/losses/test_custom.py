@@ -264,6 +264,7 @@ def test_arguments_that_the_function_does_not_take_are_refused(script):
         ({"loss_fn": "a:b", "algorithm": "grpo"}, "are two policy losses"),
         ({"loss_fn": "a:b", "clip_eps": 0.3}, "loss_fn has no clip"),
         ({"loss_fn": "a:b", "policy_coef": 0}, "no effect with policy_coef=0"),
+        ({"advantage_fn": "a:b", "policy_coef": 0}, "no effect with policy_coef=0"),
         ({"advantage_fn": "a:b", "advantage_std": "none"}, "no effect with advantage_fn"),
     ],
 )
