@@ -12,6 +12,7 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from copy import deepcopy
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -52,7 +53,8 @@ def require_custom_functions(config: TrainingConfig) -> None:
     """Raise `ConfigError` if a function of the user's own cannot be imported or cannot train."""
     if config.loss_fn is not None:
         with _named("--loss-fn"):
-            _check_loss(make_loss(config), config.loss_fn)
+            alone = replace(make_loss(config), policy_coef=1.0, entropy_coef=0.0)
+            _check_loss(alone, config.loss_fn)
         logger.info("policy loss: %s", config.loss_fn)
     if config.advantage_fn is not None:
         with _named("--advantage-fn"):

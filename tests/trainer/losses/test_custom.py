@@ -162,6 +162,12 @@ def test_file_is_found_from_the_folder_of_a_run(script, monkeypatch):
     assert flags == (f"--advantage-fn={script}:winner", '--advantage-fn-args={"loser": -1}')
 
 
+def test_other_terms_of_the_loss_are_not_blamed_on_the_function(script):
+    coefs = {"policy_coef": 1e300, "entropy_coef": 1e300}
+
+    require_custom_functions(settings(loss_fn=f"{script}:policy_gradient", **coefs))
+
+
 def test_module_on_the_path_needs_no_file(script, monkeypatch):
     monkeypatch.syspath_prepend(script.parent)
 
