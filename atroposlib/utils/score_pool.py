@@ -28,6 +28,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
+from functools import partial
 from typing import Any, Literal, Protocol, TypeVar
 
 from atroposlib.errors import AtroposError, MissingExtraError
@@ -81,12 +82,16 @@ class ProcessBackend:
     def __init__(self, num_workers: int) -> None:
         self._num_workers = num_workers
         self._pool: Any = None  # a pebble.ProcessPool; pebble is imported when it is needed
+        self._is_started = False
 
     async def call(self, function: Callable[..., Any], args: Sequence[Any], limit_s: float) -> Any:
         from pebble import ProcessExpired
 
         pool = self._workers()
-        future = pool.schedule(_outcome_of, args=[function, list(args)], timeout=limit_s)
+        schedule = partial(pool.schedule, _outcome_of, args=[function, list(args)], timeout=limit_s)
+        # The first call starts the processes, which would block the event loop.
+        future = schedule() if self._is_started else await asyncio.to_thread(schedule)
+        self._is_started = self._pool is pool
         try:
             value, error = await asyncio.wrap_future(future)
         except ProcessExpired as died:
@@ -99,11 +104,12 @@ class ProcessBackend:
 
     def close(self) -> None:
         pool, self._pool = self._pool, None
+        self._is_started = False
         if pool is not None:
             stop_processes(pool)
 
     def _workers(self) -> Any:
-        if self._pool is not None and not self._pool.active:
+        if self._pool is not None and self._is_started and not self._pool.active:
             self.close()  # a pool whose threads failed cannot run further calls
         if self._pool is None:
             from pebble import ProcessPool
