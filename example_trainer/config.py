@@ -652,24 +652,26 @@ def loading_errors() -> tuple[type[Exception], ...]:
     return OSError, ValueError, KeyError, SafetensorError
 
 
-def unloadable(name: str, error: Exception, *, part: str = "model") -> ConfigError:
-    """Return the error that a model, or a `part` of it, cannot be loaded, as one line."""
+def unloadable(
+    name: str, error: Exception, *, part: str = "model", flag: str = "--model"
+) -> ConfigError:
+    """Return the error that the model of a flag, or a part of it, cannot be loaded, as one line."""
     lines = str(error).strip().splitlines() or [type(error).__name__]
     reason = lines[0].rstrip(" .:").removesuffix(" from one of")
     return ConfigError(
-        f"{part} {name!r} cannot be loaded: {or_missing_folder(reason, name)}; --model takes the "
+        f"{part} {name!r} cannot be loaded: {or_missing_folder(reason, name)}; {flag} takes the "
         "folder of a model with its tokenizer, or its name on the Hugging Face hub"
     )
 
 
-def require_model_folder(name: str) -> None:
+def require_model_folder(name: str, flag: str = "--model") -> None:
     """Reject a path to a missing folder; a name on the hub is checked when the model is loaded.
 
     For a name on the hub, see also `use_cache_without_hub`.
     """
     reason = missing_folder(name)
     if reason is not None:
-        raise unloadable(name, ConfigError(reason))
+        raise unloadable(name, ConfigError(reason), flag=flag)
     use_cache_without_hub(name)
 
 
@@ -683,3 +685,5 @@ def require_reference(config: TrainingConfig) -> None:
         )
     if config.reference_model is not None and not config.kl_coef:
         raise ConfigError("reference_model has no effect without a KL penalty: set --kl-coef")
+    if config.reference_model not in (None, "groups"):
+        require_model_folder(config.reference_model, "--reference-model")

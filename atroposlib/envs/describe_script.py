@@ -21,6 +21,7 @@ from typing import Any, NoReturn
 from pydantic import ValidationError
 
 from atroposlib.envs.base import BaseEnv
+from atroposlib.envs.commands import load_yaml
 from atroposlib.envs.running import missing_methods
 from atroposlib.envs.settings import flags_of, read_flags
 from atroposlib.errors import AtroposError, ConfigError
@@ -71,9 +72,9 @@ def describe_script(
     command_class = env_cls.get_cli_serve_config_cls()
     try:
         command = command_class(**read_flags(words, flags_of(command_class)))
+        settings = command.layered(load_yaml(command.config) if command.config else {})
     except ValidationError as error:
         raise refused_values(error) from error
-    settings = command.layered({})
     servers = command.defaults.servers
     return {
         "class_name": env_cls.__name__,

@@ -75,6 +75,7 @@ from atroposlib.envs.reporting import (
     weigh,
 )
 from atroposlib.envs.server_handling.managed_server import ManagedServer
+from atroposlib.envs.single_turn_env import PromptRoom
 from atroposlib.envs.turn_journal import NOT_PLAIN, TurnJournal, is_plain, journaled_group
 from atroposlib.errors import ConfigError, ContextOverflowError, GroupError
 from atroposlib.scored_data import IGNORE_INDEX, ScoredDataGroup
@@ -461,6 +462,7 @@ class MultiTurnEnv(BaseEnv):
     Attributes:
         rollouts_since_log: finished rollouts since the last log.
         turn_journal: open journal while `serve` runs with the setting; otherwise None.
+        prompt_room: limit of a conversation, and the first prompts without room.
     """
 
     env_config_cls = MultiTurnEnvConfig
@@ -470,6 +472,7 @@ class MultiTurnEnv(BaseEnv):
         super().__init__(*args, **kwargs)
         self.rollouts_since_log: list[Rollout] = []
         self.turn_journal: TurnJournal | None = None
+        self.prompt_room = PromptRoom(self)
 
     @abstractmethod
     def start_conversation(self, item: Item) -> Conversation:
@@ -570,11 +573,9 @@ class MultiTurnEnv(BaseEnv):
     async def postprocess_histories(self, trajectories: Sequence[Rollout]) -> Any:
         """Combine the [G] conversations about one item; return None if one has no turn."""
         if not all(rollout.sequences for rollout in trajectories):
-            logger.warning(
-                "item skipped: its first prompt leaves no room in max_token_length (%d)",
-                self.config.max_token_length,
-            )
+            self.prompt_room.skip()
             return None
+        self.prompt_room.has_fit = True
         self._check_weights(trajectories)
         self.rollouts_since_log += trajectories
         # In a thread: long groups hold a million tokens.
@@ -704,12 +705,9 @@ class MultiTurnEnv(BaseEnv):
 
     def limits(self) -> Limits:
         """Return the limits of a conversation, from the settings and the trainer."""
-        max_tokens = self.config.max_token_length
-        if self.max_token_len > 0:
-            max_tokens = min(max_tokens, self.max_token_len)
         return Limits(
             max_turns=self.config.max_turns,
-            max_tokens=max_tokens,
+            max_tokens=self.prompt_room.limit,
             max_turn_tokens=self.config.max_turn_tokens,
             timeout_s=self.config.conversation_timeout_s,
         )

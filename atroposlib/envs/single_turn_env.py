@@ -33,7 +33,7 @@ from atroposlib.envs.reporting import (
     weigh,
 )
 from atroposlib.envs.server_handling.chat_rendering import render_messages, text_of_content
-from atroposlib.errors import NoTextCompletionsError
+from atroposlib.errors import ConfigError, NoTextCompletionsError
 from atroposlib.scored_data import IGNORE_INDEX
 from atroposlib.utils.aio import all_results, settle
 from atroposlib.utils.tokenize_for_trainer import render_chat_ids
@@ -41,6 +41,7 @@ from atroposlib.utils.tracing import child_span
 
 __all__ = [
     "Answer",
+    "PromptRoom",
     "SingleTurnEnv",
     "SingleTurnEnvConfig",
     "Trajectory",
@@ -54,6 +55,7 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 RESERVED_TOKENS = 2
+MAX_PROMPTS_WITHOUT_ROOM = 50
 
 
 class Answer(NamedTuple):
@@ -107,6 +109,37 @@ def completion_budget(
     prompt = render_chat_ids(tokenizer, messages, add_generation_prompt=True)
     prefill_ids = tokenizer.encode(prefill, add_special_tokens=False) if prefill else ()
     return max_token_length - len(prompt) - len(prefill_ids) - RESERVED_TOKENS
+
+
+class PromptRoom:
+    """Counts the prompts that leave no room for a completion; a run in which none does ends."""
+
+    def __init__(self, env: BaseEnv) -> None:
+        self.has_fit = False
+        """Whether a prompt left room."""
+        self._env = env
+        self._num_skipped = 0
+
+    @property
+    def limit(self) -> int:
+        """Maximum tokens of prompt and completion, of the environment and of the trainer."""
+        own, trainers = self._env.config.max_token_length, self._env.max_token_len
+        return min(own, trainers) if trainers > 0 else own
+
+    def skip(self, *, missing: int | None = None) -> None:
+        """Log that an item is skipped, whose prompt lacks `missing` tokens of room.
+
+        Raises:
+            ConfigError: this is the case for the first `MAX_PROMPTS_WITHOUT_ROOM` items.
+        """
+        self._num_skipped += 1
+        is_trainers = self.limit < self._env.config.max_token_length
+        source = "the trainer's maximum length" if is_trainers else "max_token_length"
+        problem = f"leaves no room in {source} ({self.limit})"
+        if self._num_skipped >= MAX_PROMPTS_WITHOUT_ROOM and not self.has_fit:
+            raise ConfigError(f"each of the first {self._num_skipped} prompts {problem}; raise it")
+        more = f"; raise it by {missing} or more" if missing else ""
+        logger.warning("item skipped: its prompt %s%s", problem, more)
 
 
 async def ask(
@@ -278,6 +311,7 @@ class SingleTurnEnv(BaseEnv):
         min_trained_tokens: shorter completions stay in their group but are not trained.
         prefill: start of every completion; part of the prompt, not trained.
         scores_since_log: weighted scores since the last log.
+        prompt_room: limit of prompt and completion, and the prompts without room.
     """
 
     scores_thinking: ClassVar[bool] = False
@@ -290,6 +324,7 @@ class SingleTurnEnv(BaseEnv):
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self.scores_since_log: list[float] = []
+        self.prompt_room = PromptRoom(self)
 
     @abstractmethod
     def prompt(self, item: Item) -> Sequence[Mapping[str, Any]]:
@@ -376,14 +411,9 @@ class SingleTurnEnv(BaseEnv):
         messages = self._checked_prompt(item)
         budget = self._budget(messages)
         if budget < 1:
-            limit = self.config.max_token_length
-            logger.warning(
-                "item skipped: its prompt leaves no room in max_token_length (%d); raise the limit "
-                "by %d or more",
-                limit,
-                1 - budget,
-            )
+            self.prompt_room.skip(missing=1 - budget)
             return None, []
+        self.prompt_room.has_fit = True
         trajectories = await sample_trajectories(
             self.server,
             self.tokenizer,
@@ -451,7 +481,7 @@ class SingleTurnEnv(BaseEnv):
     async def evaluate_item(self, item: Item) -> dict[str, Any]:
         """Sample and score one answer to an evaluation item; return its record."""
         messages = self._checked_prompt(item)
-        extra_tokens = self.eval_token_limit - self.config.max_token_length
+        extra_tokens = self.eval_token_limit - self.prompt_room.limit
         [answer] = await ask(
             self.server,
             self.tokenizer,
@@ -508,7 +538,7 @@ class SingleTurnEnv(BaseEnv):
         return is_cut or trajectory.num_completion_tokens < self.min_trained_tokens
 
     def _budget(self, messages: Sequence[Mapping[str, Any]]) -> int:
-        limit = self.config.max_token_length
+        limit = self.prompt_room.limit
         return completion_budget(
             self.tokenizer, messages, max_token_length=limit, prefill=self.prefill
         )

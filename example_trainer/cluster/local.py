@@ -21,6 +21,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from importlib.machinery import PathFinder
 from pathlib import Path
@@ -29,6 +30,7 @@ from atroposlib.errors import AtroposError, ConfigError, InferenceError
 from example_trainer.checkpointing import write_file
 from example_trainer.cli import create_full_parser, require_extra
 from example_trainer.cluster.parts import (
+    DESCRIBING_MODULE,
     TOKEN_VARIABLE,
     Addresses,
     Part,
@@ -43,6 +45,7 @@ from example_trainer.cluster.parts import (
 )
 from example_trainer.cluster.placement import RunStatus
 from example_trainer.cluster.progress import LogLines, StepLines
+from example_trainer.cluster.restarts import INVALID_SETTINGS
 from example_trainer.cluster.run_file import RunFile
 from example_trainer.cluster.run_secrets import hide_values
 from example_trainer.cluster.supervision import RunSupervisor, tail_of
@@ -56,7 +59,8 @@ from example_trainer.processes import (
 )
 from example_trainer.weight_sync import DISK_TRANSPORT, STEP_FILE
 
-_DETACH_LIMIT_S = 60.0
+_CHECK_LIMIT_S = 120.0
+_DETACH_LIMIT_S = 60.0 + _CHECK_LIMIT_S
 _DOWN_LIMIT_S = 120.0
 _POLL_S = 0.1
 
@@ -162,8 +166,9 @@ class LocalRun:
             # Before any part starts: engines may take minutes.
             for part in parts:
                 find_secrets(part)
-            write_settings(parts, run.output)
             variables = _machine_variables(parts)
+            write_settings(parts, run.output)
+            check_settings(parts, run)
             hide = hider(run)
             return RunSupervisor(
                 parts,
@@ -253,7 +258,7 @@ def check_programs(run: RunFile) -> None:
 def check_trainer_flags(run: RunFile) -> None:
     """Parse the flags of the example trainer; an unknown one exits with 2 and a line about it.
 
-    Settings that contradict each other are left to the trainer: to check them imports torch.
+    Settings that contradict each other are left to `check_settings`, which imports torch.
     """
     if run.trainer.program is None:
         parser = create_full_parser()
@@ -270,6 +275,43 @@ def write_settings(parts: tuple[Part, ...], output: Path) -> None:
         for name, text in part.files.items():
             (folder / name).touch(mode=0o600)
             (folder / name).write_text(text, encoding="utf-8")
+
+
+def check_settings(parts: Sequence[Part], run: RunFile) -> None:
+    """Raise `ConfigError` for settings that an environment or the trainer would reject.
+
+    Both start after the engines, which may take minutes.
+    """
+    with ThreadPoolExecutor(max_workers=os.cpu_count()) as pool:
+        for part, reason in zip(parts, pool.map(partial(_refusal, run=run), parts), strict=True):
+            if reason is not None:
+                raise ConfigError(f"{part.name}: {reason}")
+
+
+def _refusal(part: Part, *, run: RunFile) -> str | None:
+    """Return why the settings of a part can never work; None if they can, or it is not known."""
+    if not part.check:
+        return None
+    if DESCRIBING_MODULE in part.check:
+        program = part.check[part.check.index(DESCRIBING_MODULE) + 1]
+        # A program that is no environment of the library would run instead of being described.
+        if is_file(program) and b".cli()" not in (run.folder / program).read_bytes():
+            return None
+    try:
+        done = subprocess.run(
+            [part.command[0], *part.check],
+            cwd=run.folder,
+            env={**os.environ, **part.variables, **find_secrets(part)},
+            stdin=subprocess.DEVNULL,
+            capture_output=True,
+            text=True,
+            timeout=_CHECK_LIMIT_S,
+            check=False,
+        )
+    except subprocess.TimeoutExpired:
+        return None
+    lines = done.stderr.strip().splitlines()
+    return lines[-1] if lines and done.returncode == INVALID_SETTINGS else None
 
 
 def local_process(

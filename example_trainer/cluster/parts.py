@@ -44,6 +44,8 @@ SERVICE_RUN = "run"
 """Name of the run in the service's own folder."""
 TOKEN_VARIABLE = "ATROPOS_API_TOKEN"
 TRAINER_MODULE = "example_trainer.grpo"
+CHECKING_MODULE = "example_trainer.launch.check_trainer"
+DESCRIBING_MODULE = "atroposlib.envs.describe_script"
 RENDEZVOUS_PORT = 29500
 _OWN_VALUES = {"model", "steps", "sequences_per_step", "context_tokens", "seed"}
 """Settings of the trainer that flags of another program may name."""
@@ -104,6 +106,8 @@ class Part:
     """File that grows with its work, on a disk of the supervisor."""
     stall_limit_s: float | None = None
     """Seconds without growth of that file after which the part has failed."""
+    check: tuple[str, ...] = ()
+    """Arguments of `command[0]` that check the settings and start nothing; () if none can."""
 
 
 @dataclass(frozen=True)
@@ -330,21 +334,21 @@ def _environment(
     file = f"{name}.yaml"
     sections = _environment_settings(run, paths, addresses, number)
     place = str(addresses.settings / file)
-    words = [*_program(section.program), "serve", "--config", place]
-    words += flag_words(section.flags, booleans="values")
+    program = _program(section.program)
+    flags = ["--config", place, *flag_words(section.flags, booleans="values")]
     references = references_of(sections)
-    if references:
-        words = ["-m", FILLING_PROGRAM, place, *words]
+    filling = ["-m", FILLING_PROGRAM, place] if references else []
     part = Part(
         name=name,
         role="environment",
-        command=(addresses.python, *words),
+        command=(addresses.python, *filling, *program, "serve", *flags),
         variables=_variables(run, section.variables),
         resources=_resources(section, section.gpus),
         ready_url=None,
         after=tuple(servers),
         restarts=_restarts(section.restarts or run.restarts),
         files={file: yaml.safe_dump(sections, sort_keys=False)},
+        check=(*filling, "-m", DESCRIBING_MODULE, *program, *flags),
     )
     secrets = {name: name for name in references}
     return _with_secrets(part, {**secrets, **_tokens(run, "environment")})
@@ -414,6 +418,7 @@ def _trainer(run: RunFile, paths: RunPaths, addresses: Addresses, servers: Seque
         restarts=_restarts(run.restarts),
         progress_file=paths.logs / "trainer.log" if is_other else paths.trainer_metrics,
         stall_limit_s=section.stall_limit_s,
+        check=() if is_other else ("-m", CHECKING_MODULE, *words),
     )
     return _with_secrets(part, _tokens(run, "trainer"))
 

@@ -30,7 +30,6 @@ from example_trainer.config import (
     TrainingConfig,
     loading_errors,
     require_model_folder,
-    require_reference,
     unloadable,
 )
 from example_trainer.launch import report
@@ -56,6 +55,7 @@ from example_trainer.launch.preflight import (
     read_model,
     require_new_folder,
     require_packages,
+    require_trainable,
     served_model,
     whole_number,
 )
@@ -75,7 +75,6 @@ from example_trainer.launch.trainer_flags import (
     refuse_own_settings,
     typed_trainer_flags,
 )
-from example_trainer.merging import require_adapters
 from example_trainer.processes import find_free_ports
 from example_trainer.reporting.page import HeldOut
 from example_trainer.reporting.run_folder import groups_files, measured_names
@@ -200,23 +199,12 @@ def _prepare(
             f"the {config.lr_schedule} schedule ends at step {options.steps} now: steps that are "
             "repeated have other learning rates than before, and another model results"
         )
-    _require_trainable(config)
+    require_trainable(config)
     require_gpu_memory(model, config, machine, place(options, machine))
     if not is_resumed:
         prepare_folder(paths.output, subfolders=[paths.logs])
     write_options(options, paths)
     return _Prepared(paths, plan, model, notes)
-
-
-def _require_trainable(config: TrainingConfig) -> None:
-    """Raise the errors that the trainer would raise after everything else has started."""
-    require_reference(config)
-    if config.loss_fn is not None or config.advantage_fn is not None:
-        from example_trainer.custom import require_custom_functions  # imports torch
-
-        require_custom_functions(config)
-    if config.uses_lora:
-        require_adapters(config)
 
 
 def _train(prepared: _Prepared) -> None:

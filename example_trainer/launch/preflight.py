@@ -17,7 +17,14 @@ from atroposlib.errors import ConfigError, InferenceError, MissingExtraError
 from atroposlib.utils.text import shown_name, without_secrets
 from atroposlib.utils.tokenizers.earlier_calls import read_template_file
 from atroposlib.utils.writable import require_writable_folder, unwritable
-from example_trainer.config import loading_errors, require_model_folder, unloadable
+from example_trainer.config import (
+    TrainingConfig,
+    loading_errors,
+    require_model_folder,
+    require_reference,
+    unloadable,
+)
+from example_trainer.merging import require_adapters
 from example_trainer.model import auto_class_of
 
 RUN_FILE = "run.json"
@@ -194,6 +201,18 @@ def prepare_folder(folder: Path, *, subfolders: Iterable[Path] = ()) -> None:
     require_new_folder(folder)
     for each in (folder, *subfolders):
         require_writable_folder(each, "--output")
+
+
+def require_trainable(config: TrainingConfig) -> None:
+    """Raise the errors that the trainer would raise after everything else has started."""
+    require_model_folder(config.model_name)
+    require_reference(config)
+    if config.loss_fn is not None or config.advantage_fn is not None:
+        from example_trainer.custom import require_custom_functions  # imports torch
+
+        require_custom_functions(config)
+    if config.uses_lora:
+        require_adapters(config)
 
 
 def served_model(engine_url: str, model: str) -> None:

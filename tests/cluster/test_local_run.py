@@ -226,6 +226,41 @@ def test_mistakes_that_need_no_engine_are_named_before_one_starts(tmp_path):
     assert "trainer.program: there is no module no_such in" in done.stderr
 
 
+@pytest.mark.parametrize(
+    ("sections", "message"),
+    [
+        (
+            {"trainer": {"flags": {"device": "cpu", "kl-coef": 0.1}}},
+            "trainer: atropos-grpo: kl_coef=0.1 needs a reference",
+        ),
+        (
+            {"trainer": {"flags": {"device": "cpu", "loss-fn": "no_such.py:loss"}}},
+            "trainer: atropos-grpo: --loss-fn: there is no file",
+        ),
+        ({"trainer": {"model": "./no_such"}}, f"there is no folder {ROOT / 'no_such'}"),
+        (
+            {
+                "environments": {
+                    "program": "environments/word_sums.py",
+                    "flags": {"env.group_size": 2},
+                    "settings": {"env": {"num_digit": 3}},
+                }
+            },
+            "environment-made-up: env.num_digit in the YAML file: no such setting; did you mean "
+            "env.num_digits?",
+        ),
+    ],
+)
+def test_settings_are_checked_before_a_part_starts(sections, message, tmp_path):
+    file = scripted_run(tmp_path, steps=1, **sections)
+
+    done = Shell(file, steps=1).up(str(file))
+
+    assert done.returncode == 2, done.stderr
+    assert message in done.stderr
+    assert "started" not in done.stdout
+
+
 OWN_TRAINER = """
 import sys
 from pathlib import Path

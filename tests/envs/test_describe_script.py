@@ -103,3 +103,18 @@ def test_describe_script_reads_a_module_with_an_argument() -> None:
     assert facts["name"] == "gymnasium_FrozenLake-v1"
     assert facts["group_size"] == 5
     assert facts["limits_conversation"]
+
+
+def test_describe_script_reads_the_yaml_file_of_serve(tmp_path: Path) -> None:
+    script, config = tmp_path / "asks.py", tmp_path / "asks.yaml"
+    script.write_text(f"{EMPTY}\nAsks.cli()\n", encoding="utf-8")
+
+    config.write_text("env: {group_size: 3, max_token_length: 99}", encoding="utf-8")
+    flags = ["--config", str(config), "--env.group_size", "5"]
+    facts = json.loads(describe(script, *flags).stdout)
+    config.write_text("env: {grup_size: 3}", encoding="utf-8")
+    refused = describe(script, *flags)
+
+    assert (facts["group_size"], facts["max_token_length"]) == (5, 99)
+    assert refused.returncode == 2
+    assert "env.grup_size in the YAML file: no such setting" in refused.stderr

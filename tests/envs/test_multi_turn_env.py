@@ -14,6 +14,8 @@ from atroposlib.envs.base import APIServerConfig
 from atroposlib.envs.config import StragglerPolicyEnum
 from atroposlib.envs.conversation import Conversation, Reply, Turn
 from atroposlib.envs.multi_turn_env import MultiTurnEnv, MultiTurnEnvConfig
+from atroposlib.envs.single_turn_env import MAX_PROMPTS_WITHOUT_ROOM
+from atroposlib.errors import ConfigError
 from atroposlib.scored_data import check_group
 from tests.envs.conversations import OPENING
 from tests.fakes import ScriptedEngine
@@ -119,7 +121,10 @@ async def test_item_without_room_gives_no_group(
     async with ScriptedEngine([PROBED]) as engine:
         env = make_countdown(engine, max_token_length=20)
 
-        assert await roll_out(env, 1) is None
+        for _ in range(MAX_PROMPTS_WITHOUT_ROOM - 1):
+            assert await roll_out(env, 1) is None
+        with pytest.raises(ConfigError, match=r"no room in max_token_length \(20\)"):
+            await roll_out(env, 1)
     assert env.rollouts_since_log == []
 
 

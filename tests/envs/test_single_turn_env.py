@@ -12,7 +12,13 @@ import pytest
 from atroposlib.envs.base import APIServerConfig
 from atroposlib.envs.dataset_items import DatasetItems, LocalItemsConfig
 from atroposlib.envs.policies import ChatPolicy
-from atroposlib.envs.single_turn_env import SingleTurnEnv, SingleTurnEnvConfig, ask, complete
+from atroposlib.envs.single_turn_env import (
+    MAX_PROMPTS_WITHOUT_ROOM,
+    SingleTurnEnv,
+    SingleTurnEnvConfig,
+    ask,
+    complete,
+)
 from atroposlib.errors import ConfigError
 from atroposlib.scored_data import check_group
 from tests.fakes import ScriptedEngine
@@ -104,6 +110,33 @@ async def test_prompt_without_room_gives_no_group(make_echo: Callable[..., Any])
         env = make_echo(engine, max_token_length=10)
 
         assert await env.collect_trajectories({"word": "one"}) == (None, [])
+
+
+async def test_run_in_which_no_prompt_has_room_ends_and_names_the_limit(
+    make_echo: Callable[..., Any],
+) -> None:
+    async with ScriptedEngine([PROBED]) as engine:
+        env = make_echo(engine, max_token_length=1000)
+        env.max_token_len = 10  # the trainer's
+        for _ in range(MAX_PROMPTS_WITHOUT_ROOM - 1):
+            assert await env.collect_trajectories({"word": "one"}) == (None, [])
+        limit = r"no room in the trainer's maximum length \(10\); raise it"
+        with pytest.raises(ConfigError, match=limit):
+            await env.collect_trajectories({"word": "one"})
+
+
+async def test_completion_stays_below_the_limit_of_the_trainer(
+    make_echo: Callable[..., Any],
+) -> None:
+    async with ScriptedEngine([PROBED, "one", "on", "one"]) as engine:
+        env = make_echo(engine, max_token_length=1000)
+        env.max_token_len = 32
+        group, _ = await env.collect_trajectories({"word": "one"})
+        env.max_token_len = 10
+        for _ in range(MAX_PROMPTS_WITHOUT_ROOM):  # not an error: another prompt had room
+            assert await env.collect_trajectories({"word": "one"}) == (None, [])
+
+    assert max(map(len, group["tokens"])) < 32
 
 
 async def test_score_that_raises_fails_the_group_after_the_others(
