@@ -294,7 +294,7 @@ def _refusal(part: Part, *, run: RunFile) -> str | None:
         return None
     if DESCRIBING_MODULE in part.check:
         program = part.check[part.check.index(DESCRIBING_MODULE) + 1]
-        # A program that is no environment of the library would run instead of being described.
+        # A program that is not an environment of the library would run instead of being described.
         if is_file(program) and b".cli()" not in (run.folder / program).read_bytes():
             return None
     try:
