@@ -158,7 +158,8 @@ class EnvHooks(metaclass=ABCMeta):
 
     Attributes:
         name: name of the environment in registrations, files and metrics.
-        env_config_cls: config class; subclass `BaseEnvConfig` to add settings.
+        env_config_cls: config class; to add settings, subclass that of the base class:
+            `BaseEnvConfig`, `SingleTurnEnvConfig` or `MultiTurnEnvConfig`.
         default_model: model of the default `config_init`, served by vLLM on this machine.
         default_settings: settings of the default `config_init`; they override those of the class.
         rollout_columns: names of additional columns of the table `train/rollouts`.

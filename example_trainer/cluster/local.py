@@ -263,6 +263,7 @@ def check_trainer_flags(run: RunFile) -> None:
     if run.trainer.program is None:
         parser = create_full_parser()
         parser.prog = "atropos-grpo"
+        parser.set_defaults(device="cpu")  # its default imports torch, which a login node may lack
         words = flag_words(run.trainer.flags, booleans="switches")
         parser.parse_args([f"--model={run.trainer.model}", *words])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ import yaml
 
 import example_trainer.cluster
 from atroposlib.errors import ConfigError
+from example_trainer.cluster.local import check_trainer_flags
 from example_trainer.cluster.run_file import read_run_file
 
 WITH_PASSWORD = "redis://u:hidden@host"  # pragma: allowlist secret
@@ -93,3 +95,13 @@ def test_file_that_is_no_run_file_is_refused(tmp_path, content, said):
 
     with pytest.raises(ConfigError, match=said):
         read_run_file(path)
+
+
+def test_flags_of_the_trainer_are_checked_where_torch_is_not_installed(tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    flags = {"lr": 1e-3, "lrr": 1}
+    wrong = read_run_file(write(tmp_path, trainer={**SMALLEST["trainer"], "flags": flags}))
+
+    check_trainer_flags(read_run_file(write(tmp_path)))
+    with pytest.raises(SystemExit, match="2"):
+        check_trainer_flags(wrong)
