@@ -451,6 +451,7 @@ BY_DESIGN = {
     "agent_tasks/agent_tasks_server.py": "its agents work in sandboxes, for minutes in all; "
     "`atropos-tasks validate` tries solutions that do nothing",
     "community/goofy_math/goofy_math_env.py": "a judge compares the right answers of a group",
+    "community/philosophical_rlaif_env.py": "a judge compares the answers of a group",
     "game_environments/gymnasium/blackjack/blackjack_env_thinking.py": "a decision is compared "
     "with the best one, which often is to stick",
     "game_environments/gymnasium/blackjack_env.py": "the same under an earlier path",

@@ -22,6 +22,8 @@ from environments.community.roman_numerals.roman_numerals_env import (
 
 FOLDER = Path(__file__).parents[2] / "environments" / "community"
 NAMES = sorted(path.name for path in FOLDER.iterdir() if path.is_dir() and path.name[0] not in "._")
+FILES = sorted(path.stem for path in FOLDER.glob("*.py"))
+"""Environments at a path of an earlier version, without a folder."""
 MAX_FOLDER_BYTES = 200_000
 IMPORT = re.compile(r"^\s*(?:from|import)\s+environments\b", re.MULTILINE)
 
@@ -38,10 +40,10 @@ def files_of(name: str) -> list[Path]:
     ]
 
 
-def environment_of(name: str) -> type[Any]:
+def environment_of(path: str) -> type[Any]:
     """Return the class of a contributed environment; skips if a package is missing."""
     try:
-        module = importlib.import_module(f"environments.community.{name}.{module_of(name)}")
+        module = importlib.import_module(f"environments.community.{path}")
     except MissingExtraError as error:
         pytest.skip(str(error))
     own = [
@@ -73,9 +75,17 @@ def test_folder_has_the_layout_of_the_page(name: str) -> None:
     assert not IMPORT.search(source), "it imports another file of environments/"
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_environment_passes_the_check(name: str) -> None:
-    report = check_environment(environment_of(name))
+@pytest.mark.parametrize("name", FILES)
+def test_file_without_a_folder_has_a_card(name: str) -> None:
+    source = (FOLDER / f"{name}.py").read_text(encoding="utf-8")
+
+    assert f"{name}.py" in find_cards(FOLDER)
+    assert not IMPORT.search(source), "it imports another file of environments/"
+
+
+@pytest.mark.parametrize("path", [*(f"{name}.{module_of(name)}" for name in NAMES), *FILES])
+def test_environment_passes_the_check(path: str) -> None:
+    report = check_environment(environment_of(path))
 
     if any("is not installed; run in a clone" in failure.detail for failure in report.failures):
         pytest.skip(report.text)
