@@ -450,6 +450,7 @@ def test_scorers_of_all_tasks_end() -> None:
 BY_DESIGN = {
     "agent_tasks/agent_tasks_server.py": "its agents work in sandboxes, for minutes in all; "
     "`atropos-tasks validate` tries solutions that do nothing",
+    "community/cybersecurity_sigma/llm_judge_sigmarule_env.py": "a model rates the answers",
     "community/goofy_math/goofy_math_env.py": "a judge compares the right answers of a group",
     "community/philosophical_rlaif_env.py": "a judge compares the answers of a group",
     "game_environments/gymnasium/blackjack/blackjack_env_thinking.py": "a decision is compared "
