@@ -453,6 +453,7 @@ BY_DESIGN = {
     "community/cybersecurity_sigma/llm_judge_sigmarule_env.py": "a model rates the answers",
     "community/goofy_math/goofy_math_env.py": "a judge compares the right answers of a group",
     "community/philosophical_rlaif_env.py": "a judge compares the answers of a group",
+    "community/selcube/selcube_env.py": "each turn is a group, and the best reply is played",
     "game_environments/gymnasium/blackjack/blackjack_env_thinking.py": "a decision is compared "
     "with the best one, which often is to stick",
     "game_environments/gymnasium/blackjack_env.py": "the same under an earlier path",
