@@ -84,7 +84,7 @@ class SigmaRuleEnv(by_similarity.SigmaRuleEnv):
             NoVerdictError: the judge gave no number from 0 to 1.
         """
         rule = by_similarity.boxed_rule(answer) or ""
-        is_readable = await self.score_pool.run(_is_rule, rule, default=False)
+        is_readable: bool = await self.score_pool.run(_is_rule, rule, default=False)
         if not is_readable:
             return 0.0
         parts = {
