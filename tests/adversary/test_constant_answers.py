@@ -452,6 +452,7 @@ BY_DESIGN = {
     "`atropos-tasks validate` tries solutions that do nothing",
     "community/cybersecurity_sigma/llm_judge_sigmarule_env.py": "a model rates the answers",
     "community/goofy_math/goofy_math_env.py": "a judge compares the right answers of a group",
+    "community/humor_generation/humor_generation_env.py": "a model rates the answers",
     "community/philosophical_rlaif_env.py": "a judge compares the answers of a group",
     "community/selcube/selcube_env.py": "each turn is a group, and the best reply is played",
     "game_environments/gymnasium/blackjack/blackjack_env_thinking.py": "a decision is compared "
