@@ -105,7 +105,7 @@ class Element:
 
 
 @dataclass
-class Page:
+class HtmlPage:
     """A parsed piece of HTML."""
 
     elements: list[Element] = field(default_factory=list)
@@ -113,10 +113,10 @@ class Page:
     """Kind and name of each tag and word; the index of an element stands for its opening tag."""
 
 
-class _Reader(HTMLParser):
+class _HtmlReader(HTMLParser):
     def __init__(self) -> None:
         super().__init__(convert_charrefs=True)
-        self.page = Page()
+        self.page = HtmlPage()
         self._open: list[Element] = []
 
     def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
@@ -147,14 +147,14 @@ class _Reader(HTMLParser):
         for element in self._open:
             element.words += words
 
-    def finish(self) -> Page:
+    def finish(self) -> HtmlPage:
         self.close()
         if self.rawdata or any(element.tag not in OPTIONAL_END for element in self._open):
             raise PageError("an element is not closed")
         return self.page
 
 
-def read_page(html: str) -> Page:
+def read_page(html: str) -> HtmlPage:
     """Parse a piece of HTML; comments are left out.
 
     Raises:
@@ -162,7 +162,7 @@ def read_page(html: str) -> Page:
     """
     if len(html) > MAX_HTML_CHARACTERS:
         raise PageError(f"it has more than {MAX_HTML_CHARACTERS} characters")
-    reader = _Reader()
+    reader = _HtmlReader()
     reader.feed(html)
     page = reader.finish()
     if not page.elements:
@@ -170,7 +170,7 @@ def read_page(html: str) -> Page:
     return page
 
 
-def is_same_page(original: Page, rewrite: Page) -> bool:
+def is_same_page(original: HtmlPage, rewrite: HtmlPage) -> bool:
     """Whether a rewrite has all of the original in order, and in addition only labels.
 
     Attributes in `CHANGED_ATTRIBUTES` may differ, but not be removed; those in `ADDED_ATTRIBUTES`
@@ -213,7 +213,7 @@ def _is_kept(original: Element, rewrite: Element) -> bool:
     )
 
 
-def has_missing_alt_text(page: Page) -> bool:
+def has_missing_alt_text(page: HtmlPage) -> bool:
     """Whether an image that is not marked as decoration has no text that describes it."""
     for element in page.elements:
         attributes = element.attributes
@@ -227,7 +227,7 @@ def has_missing_alt_text(page: Page) -> bool:
     return False
 
 
-def has_missing_label(page: Page) -> bool:
+def has_missing_label(page: HtmlPage) -> bool:
     """Whether a form control has neither a label nor an attribute that names it."""
     by_id = {e.attributes["id"]: e for e in page.elements if e.attributes.get("id")}
     labeled = {
