@@ -113,7 +113,8 @@ class UFCEnv(DatasetItems, SingleTurnEnv):
         group, backlog = await super().collect_trajectories(item)
         if group is not None:
             size = len(group["tokens"])
-            group["ground_truths"] = [item["winner"]] * size
+            names = [item["winner"]] * size
+            group["ground_truths"] = names  # type: ignore[typeddict-unknown-key]
             group["group_overrides"] = {"group_size": size}
         return group, backlog
 
