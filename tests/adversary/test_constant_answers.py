@@ -450,6 +450,11 @@ def test_scorers_of_all_tasks_end() -> None:
 BY_DESIGN = {
     "agent_tasks/agent_tasks_server.py": "its agents work in sandboxes, for minutes in all; "
     "`atropos-tasks validate` tries solutions that do nothing",
+    "community/cybersecurity_sigma/llm_judge_sigmarule_env.py": "a model rates the answers",
+    "community/goofy_math/goofy_math_env.py": "a judge compares the right answers of a group",
+    "community/humor_generation/humor_generation_env.py": "a model rates the answers",
+    "community/philosophical_rlaif_env.py": "a judge compares the answers of a group",
+    "community/selcube/selcube_env.py": "each turn is a group, and the best reply is played",
     "game_environments/gymnasium/blackjack/blackjack_env_thinking.py": "a decision is compared "
     "with the best one, which often is to stick",
     "game_environments/gymnasium/blackjack_env.py": "the same under an earlier path",
@@ -478,6 +483,7 @@ EARNED_BY_CHANCE = {
         0.8,
         "any number up to the right one earns 0.2 or more, of -1 to 1",
     ),
+    "community/ufc_prediction_env/ufc_prediction_env.py": (0.5, "one of two names"),
     "fundamental_prediction_environment.py": (0.67, "raised, maintained or reduced"),
     "game_environments/diplomacy_environment/diplomacy_env_minimal.py": (
         0.5,

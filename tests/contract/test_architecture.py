@@ -94,6 +94,7 @@ SHARED_CLASS_NAMES = {
     "MathEnv": "names of the earlier math_server and math_server_zero",
     "RSConfig": "names of the earlier math_server and math_server_zero",
     "MultiTurnEnvConfig": "name of the earlier tool_use_multiturn_server",
+    "SigmaRuleEnv": "names of the two earlier environments of Sigma rules",
     "ToolCall": "a call as the chat APIs have it, and as tools receive it",
     "Output": "a place to which groups are exported, and a piece of what a command prints",
     "RunFile": "the file of the dataset environment's programs, and the file of `atropos-up`",

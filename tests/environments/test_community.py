@@ -22,12 +22,23 @@ from environments.community.roman_numerals.roman_numerals_env import (
 
 FOLDER = Path(__file__).parents[2] / "environments" / "community"
 NAMES = sorted(path.name for path in FOLDER.iterdir() if path.is_dir() and path.name[0] not in "._")
+FILES = sorted(path.stem for path in FOLDER.glob("*.py"))
+"""Environments at a path of an earlier version, without a folder."""
 MAX_FOLDER_BYTES = 200_000
-IMPORT = re.compile(r"^\s*(?:from|import)\s+environments\b", re.MULTILINE)
+IMPORT = re.compile(r"^\s*(?:from|import)\s+environments\b(?:\.community\.(\w+)\b)?", re.MULTILINE)
+"""An import of a file of `environments/`; the group is its folder, if it is a contributed one."""
 
 
 def module_of(name: str) -> str:
     return name if name.endswith("_env") else f"{name}_env"
+
+
+def modules_of(name: str) -> list[str]:
+    """Return the modules of a folder: its own, and others for the same data."""
+    return sorted(path.stem for path in (FOLDER / name).glob("*.py"))
+
+
+PATHS = [f"{name}.{module}" for name in NAMES for module in modules_of(name)] + FILES
 
 
 def files_of(name: str) -> list[Path]:
@@ -38,10 +49,10 @@ def files_of(name: str) -> list[Path]:
     ]
 
 
-def environment_of(name: str) -> type[Any]:
+def environment_of(path: str) -> type[Any]:
     """Return the class of a contributed environment; skips if a package is missing."""
     try:
-        module = importlib.import_module(f"environments.community.{name}.{module_of(name)}")
+        module = importlib.import_module(f"environments.community.{path}")
     except MissingExtraError as error:
         pytest.skip(str(error))
     own = [
@@ -60,22 +71,33 @@ def test_there_is_an_example() -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_folder_has_the_layout_of_the_page(name: str) -> None:
     files = files_of(name)
-    modules = [path.name for path in files if path.suffix == ".py"]
+    modules = sorted(path.name for path in files if path.suffix == ".py")
     others = {path.relative_to(FOLDER / name).parts[0] for path in files} - set(modules)
 
     assert re.fullmatch(r"[a-z][a-z0-9_]*", name)
-    assert modules == [f"{module_of(name)}.py"]
+    assert f"{module_of(name)}.py" in modules
+    assert all(re.fullmatch(r"[a-z][a-z0-9_]*_env\.py", module) for module in modules)
     assert "README.md" in others
     assert others <= {"README.md", "sample"}
     assert list(find_cards(FOLDER / name)) == modules
     assert sum(path.stat().st_size for path in files) <= MAX_FOLDER_BYTES
-    source = (FOLDER / name / modules[0]).read_text(encoding="utf-8")
+    for module in modules:
+        source = (FOLDER / name / module).read_text(encoding="utf-8")
+        imported = {found[1] for found in IMPORT.finditer(source)}
+        assert imported <= {name}, "it imports another file of environments/"
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_file_without_a_folder_has_a_card(name: str) -> None:
+    source = (FOLDER / f"{name}.py").read_text(encoding="utf-8")
+
+    assert f"{name}.py" in find_cards(FOLDER)
     assert not IMPORT.search(source), "it imports another file of environments/"
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_environment_passes_the_check(name: str) -> None:
-    report = check_environment(environment_of(name))
+@pytest.mark.parametrize("path", PATHS)
+def test_environment_passes_the_check(path: str) -> None:
+    report = check_environment(environment_of(path))
 
     if any("is not installed; run in a clone" in failure.detail for failure in report.failures):
         pytest.skip(report.text)

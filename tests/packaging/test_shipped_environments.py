@@ -14,6 +14,9 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 FOLDER = REPOSITORY / "environments"
 EXTENDED = {
+    "community/cybersecurity_sigma/llm_judge_sigmarule_env.py": (
+        "community/cybersecurity_sigma/cybersecurity_sigma_env.py"
+    ),
     "gsm8k_server_axolotl.py": "gsm8k_server.py",
     "gsm8k_server_teacher_distill.py": "gsm8k_server.py",
     "game_environments/gymnasium/blackjack_env.py": (
