@@ -68,6 +68,12 @@ class ExportGroup(msgspec.Struct, gc=False):
     """[G] one chat per trajectory."""
     tokenized_from_text: bool | None = None
     """Whether the tokens were made from text, because the server reports no token ids."""
+    images: Any = None
+    """[G] images, which no format contains."""
+
+    @property
+    def has_images(self) -> bool:
+        return any(self.images) if isinstance(self.images, list) else self.images is not None
 
 
 _decoder = msgspec.json.Decoder(ExportGroup)

@@ -27,6 +27,8 @@ class ExportReport:
     """Trajectories of these groups."""
     num_from_text: int = 0
     """Groups whose tokens were made from text, because the server reports no token ids."""
+    num_with_images: int = 0
+    """Groups with images, which no format contains."""
     num_records: int = 0
     """Records written."""
     dropped: Counter[str] = field(default_factory=Counter)
@@ -79,6 +81,8 @@ def report_text(report: ExportReport, *, unit: str) -> str:
             f"tokenized from text: {report.num_from_text} of the groups, whose server reported no "
             "token ids"
         )
+    if report.num_with_images:
+        lines.append(f"with images: {report.num_with_images} of the groups; {unit} are text only")
     if report.num_repaired:
         lines.append(f"lone surrogates replaced in {report.num_repaired} {unit}")
     lines += _truncation_lines(report, unit)

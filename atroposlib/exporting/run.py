@@ -78,6 +78,7 @@ def read_groups(
             continue
         report.num_groups += 1
         report.num_from_text += bool(group.tokenized_from_text)
+        report.num_with_images += group.has_images
         report.num_sequences += len(group.tokens)
         yield raw.where, group
 

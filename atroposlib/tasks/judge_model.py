@@ -33,7 +33,8 @@ class JudgeConfig(BaseEnvConfig):
     """Settings of a model as judge."""
 
     judge_model_name: str | None = Field(
-        None, description="Model of the judge; None uses the environment's own model."
+        None,
+        description="Model of the judge at `judge_base_url`; None uses the environment's own.",
     )
     judge_base_url: str | None = Field(
         None,

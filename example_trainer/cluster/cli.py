@@ -55,7 +55,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(words)
     try:
         if args.part is not None and command != "logs":
-            parser.error(f"unexpected argument {args.part}")
+            hint = near_name(str(args.file), _COMMANDS)
+            parser.error(f"unexpected argument {args.part}{hint and f' after {args.file}{hint}'}")
         run = read_run_file(args.file)
         on = args.on or _remembered(run)
         code = _COMMAND[command](run, on, args)
@@ -164,8 +165,12 @@ def _status(run: RunFile, on: str, args: argparse.Namespace) -> int:
 
 def _logs(run: RunFile, on: str, args: argparse.Namespace) -> int:
     hide = hider(run)
-    for line in _place(run, on, args.file).logs(args.part or "trainer", lines=args.lines):
+    part = args.part or "trainer"
+    lines = list(_place(run, on, args.file).logs(part, lines=args.lines))
+    for line in lines:
         print(hide(line))
+    if not lines:
+        print(f"{part} has not written a line yet", file=sys.stderr)
     return 0
 
 

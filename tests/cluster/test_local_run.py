@@ -189,6 +189,18 @@ def test_dry_run_prints_every_command_and_starts_nothing(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_misspelled_command_and_log_that_is_not_there_are_answered(tmp_path):
+    file = scripted_run(tmp_path, steps=1)
+    shell = Shell(file, steps=1)
+
+    misspelled = shell.up("statsu", str(file))
+    logs = shell.up("logs", str(file))
+
+    assert misspelled.returncode == 2
+    assert "after statsu; did you mean status?" in misspelled.stderr
+    assert logs.stderr == "trainer has not written a line yet\n"
+
+
 def test_secret_that_is_not_set_is_named(tmp_path, monkeypatch):
     monkeypatch.delenv("NO_SUCH_TOKEN", raising=False)
     file = scripted_run(tmp_path, steps=1, service={"tokens": {"trainer": "NO_SUCH_TOKEN"}})

@@ -43,6 +43,18 @@ def test_broken_lines_are_named_by_number_and_the_rest_is_used(
     assert "line 6: masks[0]: 1 entries, tokens[0] has" in report_text(report, unit="examples")
 
 
+def test_images_that_no_format_contains_are_counted(groups: list[Any], tmp_path: Path) -> None:
+    images: list[Any] = [[["data:,a"], []], ["data:,a", None], [[], []], [None, None], None]
+    filled = [{**groups[0], "images": each} for each in images]
+    source = write_groups(tmp_path / "groups.jsonl", filled)
+
+    report = run_export(sft_request(tmp_path / "out", source, format="tokens"), notify=print)
+
+    assert "with images: 2 of the groups; examples are text only" in report_text(
+        report, unit="examples"
+    )
+
+
 def test_messages_about_broken_lines_hold_nothing_of_the_text(
     tmp_path: Path, notices: list[str]
 ) -> None:

@@ -367,7 +367,10 @@ class RubiksCubeEnv(SingleTurnEnv):
         while game.goes_on:
             budget = self._budget(game.messages)
             if budget < 1:
+                if not groups:
+                    self.prompt_room.skip(missing=1 - budget)
                 break
+            self.prompt_room.has_fit = True
             trajectories = await sample_trajectories(
                 self.server,
                 self.tokenizer,
