@@ -285,7 +285,7 @@ def _stop_message(settings: ApiSettings, host: str, port: int) -> str:
 def _start_message(settings: ApiSettings, host: str, port: int, run: Run | None = None) -> str:
     shown = f"[{host}]" if ":" in host else host
     lines = [f"trajectory API: http://{shown}:{port} (Ctrl-C stops it)"]
-    lines.append(_whereabouts(settings, run))
+    lines.append(_whereabouts(settings, run, again=_again(settings, host, port)))
     if host in _LOOPBACK:
         lines.append(
             "only this machine can reach it; to serve others: --host 0.0.0.0 --token-file FILE"
@@ -300,7 +300,7 @@ def _start_message(settings: ApiSettings, host: str, port: int, run: Run | None 
     return "\n".join(lines)
 
 
-def _whereabouts(settings: ApiSettings, run: Run | None) -> str:
+def _whereabouts(settings: ApiSettings, run: Run | None, *, again: str) -> str:
     if settings.store == "memory":
         kept = "the run is in memory: it is lost when this process ends"
         is_named = settings.run_name is not None
@@ -311,7 +311,7 @@ def _whereabouts(settings: ApiSettings, run: Run | None) -> str:
     if run is not None and not run.is_new:
         return f"resuming {name}: {_progress(run)}; run {name} in {place}"
     kind = "run" if run is None else "new run"
-    return f"{kind} {name} in {place}; continue it after a stop with --run {name}"
+    return f"{kind} {name} in {place}; continue it after a stop with: {again}"
 
 
 def _progress(run: Run) -> str:

@@ -390,7 +390,7 @@ def _warn_if_local(servers: ServerConfigs) -> None:
         if url and any(host in url for host in _LOCAL_HOSTS):
             warnings.warn(
                 f"the inference server is on this machine ({without_secrets(url)}); "
-                "use --openai.base_url for another one",
+                "--openai.base_url URL selects another one",
                 UserWarning,
                 stacklevel=2,
             )
