@@ -13,9 +13,9 @@ import logging
 import os
 from typing import Any, Literal, Protocol
 
-from pydantic import Field
+from pydantic import BaseModel, Field
 
-from atroposlib.envs.base import APIServerConfig, BaseEnvConfig, ServerManager
+from atroposlib.envs.base import APIServerConfig, ServerManager
 from atroposlib.envs.server_handling.chat_rendering import text_of_content
 from atroposlib.errors import AtroposError, ConfigError, ContextOverflowError
 from atroposlib.tasks.judge import Case, Votes, ask_judge
@@ -29,8 +29,8 @@ class NoVerdictError(AtroposError, RuntimeError):
     """A judge gave no verdict on an answer, so its group has no scores."""
 
 
-class JudgeConfig(BaseEnvConfig):
-    """Settings of a model as judge."""
+class JudgeConfig(BaseModel):
+    """Settings of a model as judge; a base in addition to that of the environment."""
 
     judge_model_name: str | None = Field(
         None,
