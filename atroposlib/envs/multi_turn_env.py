@@ -573,7 +573,7 @@ class MultiTurnEnv(BaseEnv):
     async def postprocess_histories(self, trajectories: Sequence[Rollout]) -> Any:
         """Combine the [G] conversations about one item; return None if one has no turn."""
         if not all(rollout.sequences for rollout in trajectories):
-            self.prompt_room.skip()
+            self.prompt_room.skip(self.prompt_room.limit)
             return None
         self.prompt_room.has_fit = True
         self._check_weights(trajectories)

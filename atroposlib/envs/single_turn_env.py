@@ -122,20 +122,24 @@ class PromptRoom:
 
     @property
     def limit(self) -> int:
-        """Maximum tokens of prompt and completion, of the environment and of the trainer."""
+        """Maximum tokens of prompt and completion: the lower of the own and the trainer's limit."""
         own, trainers = self._env.config.max_token_length, self._env.max_token_len
         return min(own, trainers) if trainers > 0 else own
 
-    def skip(self, *, missing: int | None = None) -> None:
-        """Log that an item is skipped, whose prompt lacks `missing` tokens of room.
+    def skip(self, limit: int, *, missing: int | None = None) -> None:
+        """Log that an item is skipped, because its prompt leaves no room within a limit.
+
+        Args:
+            limit: the limit of prompt and completion.
+            missing: tokens by which it is too low; None: unknown.
 
         Raises:
-            ConfigError: this is the case for the first `MAX_PROMPTS_WITHOUT_ROOM` items.
+            ConfigError: it is so for each of the first `MAX_PROMPTS_WITHOUT_ROOM` items.
         """
         self._num_skipped += 1
-        is_trainers = self.limit < self._env.config.max_token_length
+        is_trainers = limit < self._env.config.max_token_length
         source = "the trainer's maximum length" if is_trainers else "max_token_length"
-        problem = f"leaves no room in {source} ({self.limit})"
+        problem = f"leaves no room in {source} ({limit})"
         if self._num_skipped >= MAX_PROMPTS_WITHOUT_ROOM and not self.has_fit:
             raise ConfigError(f"each of the first {self._num_skipped} prompts {problem}; raise it")
         more = f"; raise it by {missing} or more" if missing else ""
@@ -409,9 +413,12 @@ class SingleTurnEnv(BaseEnv):
     async def collect_trajectories(self, item: Item) -> tuple[ScoredDataGroup | None, list[Item]]:
         """Sample G completions in one request and score them concurrently."""
         messages = self._checked_prompt(item)
-        budget = self._budget(messages)
+        budget, limit = self._budget(messages), self.prompt_room.limit
+        if limit < self.config.max_token_length:
+            # Not in `_budget`, which evaluations also use: the trainer limits only its own data.
+            budget = min(budget, self._room(messages, limit))
         if budget < 1:
-            self.prompt_room.skip(missing=1 - budget)
+            self.prompt_room.skip(limit, missing=1 - budget)
             return None, []
         self.prompt_room.has_fit = True
         trajectories = await sample_trajectories(
@@ -481,7 +488,7 @@ class SingleTurnEnv(BaseEnv):
     async def evaluate_item(self, item: Item) -> dict[str, Any]:
         """Sample and score one answer to an evaluation item; return its record."""
         messages = self._checked_prompt(item)
-        extra_tokens = self.eval_token_limit - self.prompt_room.limit
+        extra_tokens = self.eval_token_limit - self.config.max_token_length
         [answer] = await ask(
             self.server,
             self.tokenizer,
@@ -538,7 +545,9 @@ class SingleTurnEnv(BaseEnv):
         return is_cut or trajectory.num_completion_tokens < self.min_trained_tokens
 
     def _budget(self, messages: Sequence[Mapping[str, Any]]) -> int:
-        limit = self.prompt_room.limit
+        return self._room(messages, self.config.max_token_length)
+
+    def _room(self, messages: Sequence[Mapping[str, Any]], limit: int) -> int:
         return completion_budget(
             self.tokenizer, messages, max_token_length=limit, prefill=self.prefill
         )

@@ -361,7 +361,7 @@ class ImageEnv(SingleTurnEnv):
     ) -> tuple[ScoredDataGroup | None, list[Item]]:
         budget = self._budget(self.prompt(item))
         if budget < 1:
-            self.prompt_room.skip(missing=1 - budget)
+            self.prompt_room.skip(self.config.max_token_length, missing=1 - budget)
             return None, []
         self.prompt_room.has_fit = True
         chat = await self.server.chat_completion(
@@ -463,5 +463,6 @@ class ImageEnv(SingleTurnEnv):
     def _budget(self, messages: Sequence[Mapping[str, Any]]) -> int:
         """Return the maximum tokens of a completion; the image does not count."""
         text = [{"role": "user", "content": messages[-1]["content"][0]["text"]}]
-        room = completion_budget(self.tokenizer, text, max_token_length=self.prompt_room.limit)
+        limit = self.config.max_token_length
+        room = completion_budget(self.tokenizer, text, max_token_length=limit)
         return min(self.max_tokens, room)

@@ -1,6 +1,7 @@
 """A second model: the judge of an environment, or the partner of a conversation.
 
-    settings ─► an address? a server of its own : the servers of the environment ─► JudgeModel
+    judge_base_url ─► server at that address ─────┐
+    None ──────────► servers of the environment ──┴─► JudgeModel
 
 The judge of an evaluation is asked as `split="eval"`, that of training as `split="train"`.
 """

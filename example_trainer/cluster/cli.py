@@ -55,8 +55,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parser.parse_args(words)
     try:
         if args.part is not None and command != "logs":
+            # A misspelled command is read as the file.
             hint = near_name(str(args.file), _COMMANDS)
-            parser.error(f"unexpected argument {args.part}{hint and f' after {args.file}{hint}'}")
+            where = f" after {args.file}" if hint else ""
+            parser.error(f"unexpected argument {args.part}{where}{hint}")
         run = read_run_file(args.file)
         on = args.on or _remembered(run)
         code = _COMMAND[command](run, on, args)

@@ -128,14 +128,18 @@ async def test_run_in_which_no_prompt_has_room_ends_and_names_the_limit(
 async def test_completion_stays_below_the_limit_of_the_trainer(
     make_echo: Callable[..., Any],
 ) -> None:
-    async with ScriptedEngine([PROBED, "one", "on", "one"]) as engine:
+    async with ScriptedEngine([PROBED, "one", "on", "one", "one"]) as engine:
         env = make_echo(engine, max_token_length=1000)
         env.max_token_len = 32
         group, _ = await env.collect_trajectories({"word": "one"})
         env.max_token_len = 10
         for _ in range(MAX_PROMPTS_WITHOUT_ROOM):  # not an error: another prompt had room
             assert await env.collect_trajectories({"word": "one"}) == (None, [])
+        await env.evaluate_item({"word": "one"})
 
+    # 27 prompt tokens, two kept free; evaluations have the limit of the environment
+    limits = [request.body["max_tokens"] for request in engine.requests]
+    assert (limits[-2], limits[-1]) == (32 - 29, 1000 - 29)
     assert max(map(len, group["tokens"])) < 32
 
 

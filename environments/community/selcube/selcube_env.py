@@ -368,7 +368,7 @@ class RubiksCubeEnv(SingleTurnEnv):
             budget = self._budget(game.messages)
             if budget < 1:
                 if not groups:
-                    self.prompt_room.skip(missing=1 - budget)
+                    self.prompt_room.skip(self.config.max_token_length, missing=1 - budget)
                 break
             self.prompt_room.has_fit = True
             trajectories = await sample_trajectories(
