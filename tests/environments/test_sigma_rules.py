@@ -81,6 +81,12 @@ def test_hostile_text_is_not_a_rule(text: str) -> None:
     assert read_rule(text) is None
 
 
+def test_number_too_long_to_print_is_compared_as_text() -> None:
+    base_60 = "1:" + ":".join(["59"] * 3_000)
+
+    assert score_rule(f"\\boxed{{detection: {{a: {base_60}, condition: a}}}}", GOLD) == 0.0
+
+
 async def test_one_rule_for_all_shipped_requests_earns_little(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -55,8 +55,11 @@ Leaf = tuple[tuple[str, ...], str]
 """Keys on the way to a value, and the value as text in lower case."""
 
 
-class _PlainLoader(yaml.SafeLoader):
-    """Refuses aliases, by which a short text stands for an endless one."""
+class _PlainLoader(yaml.BaseLoader):
+    """Reads every value as text, and refuses aliases: a short text could stand for an endless one.
+
+    A number in base 60 can have more digits than Python prints.
+    """
 
     def compose_node(self, parent: Any, index: Any) -> Any:
         if self.check_event(yaml.AliasEvent):
