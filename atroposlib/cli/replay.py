@@ -28,7 +28,7 @@ from atroposlib.exporting.groups import (
 from atroposlib.exporting.report import ExportReport
 from atroposlib.exporting.run import read_groups
 from atroposlib.scored_data import MAX_SCORE
-from atroposlib.utils.command_parser import CommandParser, end_command
+from atroposlib.utils.command_parser import CommandParser, end_command, reader_may_leave
 from atroposlib.utils.imports import import_script
 from atroposlib.utils.json_text import to_plain
 from atroposlib.utils.writable import require_writable_file
@@ -144,12 +144,9 @@ def _diff(args: argparse.Namespace, _: Sequence[str]) -> None:
 def _journal(args: argparse.Namespace, _: Sequence[str]) -> None:
     from atroposlib.exporting.consumption import consumption_lines
 
-    try:
+    with reader_may_leave():
         for line in consumption_lines(find_run(args.run, Path(args.data_dir))):
             print(json.dumps(line))
-        sys.stdout.flush()
-    except BrokenPipeError:  # such as `| head`; the interpreter must not flush again
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _run(args: argparse.Namespace, _: Sequence[str]) -> None:
@@ -212,12 +209,9 @@ def _cast(args: argparse.Namespace, _: Sequence[str]) -> None:
         raise ConfigError(
             f"{where} of {args.groups}: the agent of sequence {args.row} printed nothing"
         )
-    try:
+    with reader_may_leave():
         for line in cast_lines(traced.trace):
             print(line)
-        sys.stdout.flush()
-    except BrokenPipeError:  # such as `| head`; the interpreter must not flush again
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _source(name: str, data_dir: str) -> Iterator[RawGroup]:

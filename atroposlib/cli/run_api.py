@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import gc
-import os
 import shlex
 import signal
 import socket
@@ -25,7 +24,7 @@ from atroposlib.api.store.open import (
     similar_run,
 )
 from atroposlib.errors import ConfigError, MissingExtraError
-from atroposlib.utils.command_parser import CommandParser, end_command
+from atroposlib.utils.command_parser import CommandParser, end_command, reader_may_leave
 from atroposlib.utils.io import keepalive_options
 from atroposlib.utils.listening import require_free_port
 from atroposlib.utils.text import without_secrets
@@ -97,10 +96,8 @@ def _serve(settings: ApiSettings, host: str, port: int, *, reload: bool) -> None
 
 
 def _announce(message: str) -> None:
-    try:
-        print(message, flush=True)
-    except BrokenPipeError:  # such as `| head`; the interpreter must not flush again
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    with reader_may_leave():
+        print(message)
 
 
 def _serve_again(settings: ApiSettings, sockets: list[socket.socket] | None = None) -> None:

@@ -7,15 +7,24 @@ Usage errors are one line with the nearest known name. Where a command names its
 from __future__ import annotations
 
 import argparse
+import contextlib
 import math
+import os
 import sys
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from atroposlib.errors import ConfigError, MissingExtraError, TrajectoryApiError
 from atroposlib.utils.text import inert_block, near_name
 
-__all__ = ["CommandParser", "end_command", "exit_code_of", "integer_between", "number_between"]
+__all__ = [
+    "CommandParser",
+    "end_command",
+    "exit_code_of",
+    "integer_between",
+    "number_between",
+    "reader_may_leave",
+]
 
 _REFUSED_SETTINGS = (401, 403, 409)
 """HTTP statuses for an invalid token, and for settings that differ from those of the run."""
@@ -33,6 +42,16 @@ def end_command(command: str, message: object, *, code: int) -> NoReturn:
     """Print a message on standard error, without control characters, and end the process."""
     sys.stderr.write(f"{command}: {inert_block(str(message))}\n")
     sys.exit(code)
+
+
+@contextlib.contextmanager
+def reader_may_leave() -> Iterator[None]:
+    """Context of printing to a pipe whose reader may close it early, such as `| head`."""
+    try:
+        yield
+        sys.stdout.flush()
+    except BrokenPipeError:  # the interpreter must not flush again
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def integer_between(least: int, most: int) -> Callable[[str], int]:

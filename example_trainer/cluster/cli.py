@@ -16,6 +16,7 @@ from atroposlib.utils.command_parser import (
     end_command,
     exit_code_of,
     integer_between,
+    reader_may_leave,
 )
 from atroposlib.utils.text import near_name
 from example_trainer.cluster.local import (
@@ -129,8 +130,9 @@ def _up(run: RunFile, on: str, args: argparse.Namespace) -> int:
         check_programs(run)
     placement = _place(run, on, args.file)
     if args.dry_run:
-        for name, text in placement.render().items():
-            print(f"# ---- {name}\n{text.rstrip()}\n")
+        with reader_may_leave():
+            for name, text in placement.render().items():
+                print(f"# ---- {name}\n{text.rstrip()}\n")
         return 0
     _remember(run, on)
     if isinstance(placement, LocalRun) and not args.detach:
@@ -169,8 +171,9 @@ def _logs(run: RunFile, on: str, args: argparse.Namespace) -> int:
     hide = hider(run)
     part = args.part or "trainer"
     lines = list(_place(run, on, args.file).logs(part, lines=args.lines))
-    for line in lines:
-        print(hide(line))
+    with reader_may_leave():
+        for line in lines:
+            print(hide(line))
     if not lines:
         print(f"{part} has not written a line yet", file=sys.stderr)
     return 0

@@ -189,6 +189,24 @@ def test_dry_run_prints_every_command_and_starts_nothing(tmp_path):
     assert not (tmp_path / "run").exists()
 
 
+def test_reader_of_a_dry_run_may_leave(tmp_path):
+    file = scripted_run(tmp_path, steps=1)
+    reading, writing = os.pipe()
+    os.close(reading)
+
+    with os.fdopen(writing, "w") as output:
+        done = subprocess.run(
+            [sys.executable, "-m", "example_trainer.cluster.cli", str(file), "--dry-run"],
+            cwd=ROOT,
+            stdout=output,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+
+    assert (done.returncode, done.stderr) == (0, "")
+
+
 def test_misspelled_command_and_log_that_is_not_there_are_answered(tmp_path):
     file = scripted_run(tmp_path, steps=1)
     shell = Shell(file, steps=1)
