@@ -22,7 +22,7 @@ from typing import Any, BinaryIO, Literal, NamedTuple
 import msgspec
 
 from atroposlib.errors import ConfigError
-from atroposlib.utils.text import without_lone_surrogates
+from atroposlib.utils.text import encodable_texts
 from atroposlib.utils.writable import unwritable
 
 __all__ = [
@@ -72,17 +72,6 @@ def content_key(record: Mapping[str, Any]) -> bytes:
     """Return a digest of all fields except the score."""
     content = {name: value for name, value in record.items() if name != _SCORE}
     return hashlib.blake2b(_canonical.encode(content), digest_size=_KEY_BYTES).digest()
-
-
-def encodable_texts(value: Any) -> Any:
-    """Return a value with surrogate pairs joined and lone surrogates replaced."""
-    if isinstance(value, str):
-        return without_lone_surrogates(value)
-    if isinstance(value, Mapping):
-        return {encodable_texts(k): encodable_texts(v) for k, v in value.items()}
-    if isinstance(value, list):
-        return [encodable_texts(entry) for entry in value]
-    return value
 
 
 def with_score(record: Mapping[str, Any], score: float) -> dict[str, Any]:

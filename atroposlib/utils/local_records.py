@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from atroposlib.errors import ConfigError
+from atroposlib.utils.text import encodable_texts
 
 __all__ = ["SUFFIXES", "find_split", "iter_records", "read_records", "read_splits", "require_data"]
 
@@ -64,7 +65,7 @@ def iter_records(path: Path) -> Iterator[Any]:
                 yield from batch.to_pylist()
     elif path.suffix in (".json", ".yaml"):
         text = path.read_text(encoding="utf-8")
-        loaded = json.loads(text) if path.suffix == ".json" else _parsed_yaml(text)
+        loaded = _parsed_json(text) if path.suffix == ".json" else _parsed_yaml(text)
         yield from loaded if isinstance(loaded, list) else [loaded]
     elif path.suffix == ".csv":
         with path.open(encoding="utf-8-sig", newline="") as table:
@@ -168,6 +169,12 @@ def _parsed_yaml(text: str) -> Any:
 
 def _parsed(line: str, number: int) -> Any:
     try:
-        return json.loads(line)
+        return _parsed_json(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"line {number}: {error.msg} at column {error.colno}") from error
+
+
+def _parsed_json(text: str) -> Any:
+    """Return a JSON value, with U+FFFD for escaped lone surrogates, which no tokenizer accepts."""
+    value = json.loads(text)
+    return encodable_texts(value) if "\\ud" in text or "\\uD" in text else value

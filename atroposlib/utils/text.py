@@ -18,6 +18,7 @@ from typing import Any
 
 __all__ = [
     "InertFormatter",
+    "encodable_texts",
     "find_common_prefix",
     "hide_secrets",
     "hide_secrets_of_requests",
@@ -86,6 +87,17 @@ def without_lone_surrogates(text: str) -> str:
     except UnicodeEncodeError:
         return text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
     return text
+
+
+def encodable_texts(value: Any) -> Any:
+    """Return a value with surrogate pairs joined and lone surrogates replaced."""
+    if isinstance(value, str):
+        return without_lone_surrogates(value)
+    if isinstance(value, Mapping):
+        return {encodable_texts(k): encodable_texts(v) for k, v in value.items()}
+    if isinstance(value, list):
+        return [encodable_texts(entry) for entry in value]
+    return value
 
 
 def inert_markup(text: str) -> str:

@@ -36,6 +36,16 @@ def test_parquet_folder_is_read_without_further_columns(tmp_path: Path) -> None:
     assert splits == ([{"question": "q", "answer": "#### 1"}],) * 2
 
 
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json"])
+def test_escaped_lone_surrogates_are_replaced(tmp_path: Path, name: str) -> None:
+    row = {"question": "a \ud800 b \ud83d\ude00", "answer": ["\udfff", 1]}
+    (tmp_path / name).write_text(json.dumps(row))
+
+    (read,) = read_records(tmp_path / name, COLUMNS)
+
+    assert read == {"question": "a \ufffd b \U0001f600", "answer": ["\ufffd", 1]}
+
+
 def test_line_ends_where_json_lines_end_it(tmp_path: Path) -> None:
     rows = [{"question": "a\u2028b\u0085c", "answer": "1"}, {"question": "d", "answer": "2"}]
     text = "\r\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
