@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import inspect
 import re
 from pathlib import Path
 from typing import Any
@@ -57,8 +56,9 @@ def environment_of(path: str) -> type[Any]:
         pytest.skip(str(error))
     own = [
         member
-        for _, member in inspect.getmembers(module, inspect.isclass)
-        if issubclass(member, BaseEnv) and member.__module__ == module.__name__
+        for member in vars(module).values()
+        # `Mapping[str, str]` is a type in Python 3.10, and `issubclass` raises on it.
+        if BaseEnv in getattr(member, "__mro__", ()) and member.__module__ == module.__name__
     ]
     assert len(own) == 1, f"expected one subclass of BaseEnv, found {own}"
     return own[0]
