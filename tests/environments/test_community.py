@@ -25,7 +25,11 @@ NAMES = sorted(path.name for path in FOLDER.iterdir() if path.is_dir() and path.
 FILES = sorted(path.stem for path in FOLDER.glob("*.py"))
 """Environments at a path of an earlier version, without a folder."""
 MAX_FOLDER_BYTES = 200_000
-EARLIER_MODULES = {"cat_behavior_env": ["cat_server.py", "catbot_arena.py"]}
+EARLIER_MODULES = {
+    "cat_behavior_env": ["cat_server.py", "catbot_arena.py"],
+    "dynastai": ["dynastai_server.py"],
+    "wikipedia_research": ["wikipedia_article_creator.py"],
+}
 """Modules of folders that keep their paths of earlier versions."""
 IMPORT = re.compile(r"^\s*(?:from|import)\s+environments\b(?:\.community\.(\w+)\b)?", re.MULTILINE)
 """An import of a file of `environments/`; the group is its folder, if it is a contributed one."""
