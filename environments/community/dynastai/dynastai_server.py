@@ -152,16 +152,13 @@ def score_scenario(answer: str, request: Request) -> dict[str, float]:
     card = only_json_object(answer, max_characters=MAX_CHARACTERS)
     if card is None or card.keys() != KEYS:
         return parts
-    checks = (
-        lambda: True,
-        lambda: _has_texts(card, request),
-        lambda: _has_effects(card["effects"]),
-        lambda: _is_fitting(card["effects"], request),
-    )
-    for name, check in zip(parts, checks, strict=True):
-        if not check():
-            break
-        parts[name] = PART
+    parts["object"] = PART
+    if _has_texts(card, request):
+        parts["texts"] = PART
+        if _has_effects(card["effects"]):
+            parts["effects"] = PART
+            if _is_fitting(card["effects"], request):
+                parts["fit"] = PART
     return parts
 
 
