@@ -6,7 +6,6 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
 
 from environments.community.conversational_style_dpo import (
     conversational_style_dpo_env as styles,
@@ -83,15 +82,10 @@ async def test_group_with_a_pair_left_out_states_its_size(monkeypatch: pytest.Mo
         return "Gladly!" if styles.ENGAGING in prompt else next(written)
 
     env_cls = styles.ConversationalStyleDPOEnv
-    _, group, _ = await group_of(play, monkeypatch, env_cls, group_size=4)
+    _, group, _ = await group_of(play, monkeypatch, env_cls, group_size=5)
 
     assert group["scores"] == [1.0, -1.0]
     assert group["group_overrides"] == {"group_size": 2}
-
-
-def test_groups_of_an_odd_size_are_refused() -> None:
-    with pytest.raises(ValidationError, match="group_size is 3; expected an even number"):
-        styles.ConversationalStyleConfig(group_size=3)
 
 
 async def test_shipped_prompts(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,11 +14,11 @@ files; some are shipped:
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
-from pydantic import BaseModel, Field, model_validator
+from pydantic import BaseModel, Field
 
 from atroposlib.envs.base import Item, ScoredDataGroup
 from atroposlib.envs.conversation import visible_text
@@ -69,7 +69,9 @@ class Side(NamedTuple):
 class StyleSettings(BaseModel):
     """Settings of both sides of a pair; a base in addition to that of the environment."""
 
-    group_size: int = Field(2, ge=2, description="Trajectories of a group, two for each pair.")
+    group_size: int = Field(
+        2, ge=2, description="Trajectories of a group, two for each pair; one over is left out."
+    )
     chosen_temperature: float = Field(
         0.7, ge=0, description="Sampling temperature of the chosen answers."
     )
@@ -82,12 +84,6 @@ class StyleSettings(BaseModel):
     rejected_max_tokens: int = Field(
         50, ge=1, le=65536, description="Token limit of a rejected answer."
     )
-
-    @model_validator(mode="after")
-    def _group_has_pairs(self) -> StyleSettings:
-        if self.group_size % 2:
-            raise ValueError(f"group_size is {self.group_size}; expected an even number, for pairs")
-        return self
 
 
 class ConversationalStyleConfig(StyleSettings, LocalItemsConfig):
@@ -117,6 +113,7 @@ class ConversationalStyleDPOEnv(DatasetItems):
     prompt_column: ClassVar[str] = "prompt"
     engaging: ClassVar[str] = ENGAGING
     blunt: ClassVar[str] = BLUNT
+    no_gold_answer: ClassVar[str] = "the sides of a pair are not judged"
     default_model = "Qwen/Qwen2.5-1.5B-Instruct"
     default_settings: ClassVar[dict[str, Any]] = {
         "max_token_length": 2048,
@@ -168,6 +165,10 @@ class ConversationalStyleDPOEnv(DatasetItems):
             logger.info("item skipped: no answer has a text that differs from the other side's")
             return None, []
         return self._group(prompt, pairs), []
+
+    def check_judge_reply(self, messages: Sequence[Mapping[str, Any]]) -> str | None:
+        is_blunt = str(messages[0].get("content")) == self.blunt
+        return "No." if is_blunt else None
 
     async def evaluate(self, *args: Any, **kwargs: Any) -> None:
         """Do nothing: pairs are training data, and have no score of their own."""
