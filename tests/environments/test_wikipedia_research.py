@@ -27,7 +27,7 @@ from tests.fakes import ScriptedEngine
 
 pytest.importorskip("bm25s")
 
-ARTICLE = "# Vell\n\n## Harbor\nFerries land.\n\n## References\nThe page of Vell."
+ARTICLE = "# Karsholm\n\n## Harbor\nFerries land.\n\n## References\nThe page of Karsholm."
 FINAL = f"Final Step:\n```markdown\n{ARTICLE}\n```"
 
 
@@ -85,9 +85,9 @@ def test_quality() -> None:
 
 
 def test_facts_are_sentences() -> None:
-    text = "It is short. The ferry to Vell leaves at seven every morning.\n" + "x" * 600
+    text = "It is short. The ferry to Karsholm leaves at seven every morning.\n" + "x" * 600
 
-    assert facts_of(text) == ["The ferry to Vell leaves at seven every morning."]
+    assert facts_of(text) == ["The ferry to Karsholm leaves at seven every morning."]
 
 
 @pytest.mark.parametrize(
@@ -137,19 +137,21 @@ async def rollout_of(
 async def test_research_ends_with_an_article(monkeypatch: pytest.MonkeyPatch) -> None:
     turns = [
         "I begin.",
-        "<think>ferry?</think>" + call("web_search", query="ferry of Vell", filter_year=1931),
-        call("visit_page", url="vell-ferry") + call("visit_page", url="tides"),
+        "<think>ferry?</think>" + call("web_search", query="tramway of Brune", filter_year=1931),
+        call("visit_page", url="brune-tram") + call("visit_page", url="no-page"),
         FINAL,
     ]
 
-    rollout, group, metrics = await rollout_of(turns, monkeypatch, topic=Topic("The Vell ferry"))
+    rollout, group, metrics = await rollout_of(
+        turns, monkeypatch, topic=Topic("The tramway of Brune")
+    )
 
     contents = [str(message["content"]) for message in rollout.messages]
     assert (rollout.outcome, len(rollout.rewards)) == ("done", 4)
     assert not any("ferry?" in text for text in contents)
     assert "Continue: call a tool" in contents[3]
-    assert "[vell-ferry]" in contents[5]
-    assert "no search has found this page" in contents[7] or "[tides]" in contents[5]
+    assert "[brune-tram]" in contents[5]
+    assert "no search has found this page" in contents[7]
     assert rollout.conversation.facts
     quality = assess(ARTICLE, rollout.conversation.facts, min_sections=3)
     assert rollout.rewards[-1] == pytest.approx(quality.total)
@@ -162,7 +164,7 @@ async def test_research_ends_with_an_article(monkeypatch: pytest.MonkeyPatch) ->
 async def test_judge_compares_statements_with_the_reference(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    topic = Topic("Vell", "Vell is an island.")
+    topic = Topic("Karsholm", "Karsholm is an island.")
 
     rollout, _, metrics = await rollout_of(
         [FINAL], monkeypatch, topic=topic, compare_statements=True
@@ -176,7 +178,7 @@ async def test_judge_compares_statements_with_the_reference(
 
 async def test_research_without_an_article_earns_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     rollout, _, metrics = await rollout_of(
-        ["Hm."] * 3, monkeypatch, topic=Topic("Vell"), max_steps=3
+        ["Hm."] * 3, monkeypatch, topic=Topic("Karsholm"), max_steps=3
     )
 
     assert (rollout.rewards, rollout.outcome) == ([0.0] * 3, "out_of_turns")

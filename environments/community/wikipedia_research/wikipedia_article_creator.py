@@ -69,7 +69,7 @@ CARD = EnvironmentCard(
 CORPUS = Path(__file__).parents[2] / "data" / "deep_research_sample" / "corpus.jsonl"
 DEFAULT_TOPICS_FILE = "topics.json"
 DEFAULT_TOPICS = (
-    *("Karsholm", "The Vell ferry", "Tarn Hollow and its cheese", "The Great November Storm"),
+    *("Karsholm", "The tramway of Brune", "Tarn Hollow and its cheese", "The Great November Storm"),
     *("Candles", "Tides", "Honey bees", "The University of Brune", "Bread dough", "Bicycle gears"),
     *("Comet Pell and the Solvang observatory", "The Lantern Race", "The pilots of Brune"),
 )
