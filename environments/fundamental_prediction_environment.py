@@ -27,6 +27,7 @@ from atroposlib.tasks.single_turn_parts import (
     ThinkingEnv,
     answer_after_thinking,
     deep_hermes_settings,
+    long_completion_penalty,
 )
 
 __all__ = [
@@ -65,8 +66,6 @@ TASK = (
 DIRECTIONS = "maintained|raised|reduced"
 CLOSENESS = ((0.0, 1.0), (1.0, 0.9), (5.0, 0.7), (10.0, 0.5), (20.0, 0.3))
 """Maximum difference in percentage points, and the reward up to it."""
-
-LONG_FRACTION, LONG_PENALTY = 0.95, 0.5
 
 
 class Prediction(NamedTuple):
@@ -164,10 +163,9 @@ class FundamentalPredictionEnv(DatasetItems, ThinkingEnv):
         self, scores: Sequence[float], trajectories: Sequence[Trajectory]
     ) -> list[float]:
         limit = self.config.max_token_length
-        lengths = [trajectory.num_completion_tokens for trajectory in trajectories]
         rewards = [
-            reward - (LONG_PENALTY * length / limit if length > LONG_FRACTION * limit else 0.0)
-            for reward, length in zip(scores, lengths, strict=True)
+            reward - long_completion_penalty(t.num_completion_tokens, max_tokens=limit)
+            for reward, t in zip(scores, trajectories, strict=True)
         ]
         if self.config.magnitude_in_score:
             return rewards

@@ -36,6 +36,7 @@ __all__ = [
     "boxed_answer",
     "formats_for",
     "last_code_block",
+    "only_json_object",
     "only_tagged",
     "tagged_answer",
 ]
@@ -90,6 +91,18 @@ def last_code_block(answer: str) -> str | None:
             # A block in a list item is indented as a whole.
             found, block = textwrap.dedent("\n".join(block)), None
     return found
+
+
+def only_json_object(answer: str, *, max_characters: int) -> dict[str, Any] | None:
+    """Return the JSON object that is all of an answer, in a fenced block or without one.
+
+    None for any other text, a longer one, and an object in which a key occurs twice.
+    """
+    text = answer.strip()
+    if text.startswith(FENCE) and text.endswith(FENCE) and "\n" in text:
+        text = text.partition("\n")[2].removesuffix(FENCE)
+    found = _parse_json(text) if len(text) <= max_characters else None
+    return found if isinstance(found, dict) else None
 
 
 DatasetType = Literal["generic", "math_only", "code_only"]

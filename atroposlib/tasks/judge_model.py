@@ -4,6 +4,7 @@
     None ──────────► servers of the environment ──┴─► JudgeModel
 
 The judge of an evaluation is asked as `split="eval"`, that of training as `split="train"`.
+A partner reads the chat of the policy with the roles exchanged, from `chat_of_partner`.
 """
 
 from __future__ import annotations
@@ -12,16 +13,25 @@ import asyncio
 import contextlib
 import logging
 import os
+from collections.abc import Sequence
 from typing import Any, Literal, Protocol
 
 from pydantic import BaseModel, Field
 
 from atroposlib.envs.base import APIServerConfig, ServerManager
+from atroposlib.envs.conversation import ChatMessage, visible_text
 from atroposlib.envs.server_handling.chat_rendering import text_of_content
 from atroposlib.errors import AtroposError, ConfigError, ContextOverflowError
 from atroposlib.tasks.judge import Case, Votes, ask_judge
 
-__all__ = ["JudgeConfig", "JudgeModel", "NoVerdictError", "judge_of", "server_at"]
+__all__ = [
+    "JudgeConfig",
+    "JudgeModel",
+    "NoVerdictError",
+    "chat_of_partner",
+    "judge_of",
+    "server_at",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -145,6 +155,32 @@ def judge_of(
         split=split,
         max_concurrent_calls=max_concurrent_calls,
     )
+
+
+def chat_of_partner(
+    system: str, messages: Sequence[ChatMessage], *, silence: str, max_characters: int
+) -> list[dict[str, str]]:
+    """Return a conversation as the partner sees it: without thinking, and with roles exchanged.
+
+    The first message of the user is left out, since many chat templates demand that a user begins:
+    `system` is to quote it.
+
+    Args:
+        system: system message of the partner.
+        messages: chat of the policy.
+        silence: stands for a message without text after its thinking.
+        max_characters: maximum characters of a message; the rest is cut off.
+    """
+    roles = {"assistant": "user", "user": "assistant"}
+    lines = [
+        {
+            "role": roles[m["role"]],
+            "content": visible_text(str(m["content"]))[:max_characters] or silence,
+        }
+        for m in messages
+        if m["role"] in roles
+    ]
+    return [{"role": "system", "content": system}, *lines[1:]]
 
 
 def server_at(base_url: str, *, role: str, model_name: str, api_key_env: str) -> ServerManager:

@@ -25,6 +25,7 @@ __all__ = [
     "answer_after_thinking",
     "deep_hermes_settings",
     "default_configs",
+    "long_completion_penalty",
     "rank_by_length",
 ]
 
@@ -79,6 +80,20 @@ def rank_by_length(
         return list(scores)
     lengths = [len(trajectory.tokens) for trajectory in trajectories]
     return penalize_length(scores, lengths, max_tokens=max_tokens, free_fraction=free_fraction)
+
+
+LONG_FRACTION, LONG_PENALTY = 0.95, 0.5
+
+
+def long_completion_penalty(num_tokens: int, *, max_tokens: int) -> float:
+    """Return `0.5 * num_tokens / max_tokens` above 95 % of the limit, else 0.
+
+    Args:
+        num_tokens: tokens of the completion.
+        max_tokens: limit of prompt and completion.
+    """
+    is_long = num_tokens > LONG_FRACTION * max_tokens
+    return LONG_PENALTY * num_tokens / max_tokens if is_long else 0.0
 
 
 class SavedRolloutsConfig(SingleTurnEnvConfig):

@@ -90,10 +90,11 @@ def test_only_doors_and_tests_import_doors(complete: dict[str, set[str]]) -> Non
 
 
 SHARED_CLASS_NAMES = {
-    "GSM8kEnv": "gsm8k_server_axolotl.py is the earlier script of the same environment",
+    "GSM8kEnv": "names of the earlier gsm8k_server_axolotl.py and of the two about cats",
     "MathEnv": "names of the earlier math_server and math_server_zero",
     "RSConfig": "names of the earlier math_server and math_server_zero",
     "MultiTurnEnvConfig": "name of the earlier tool_use_multiturn_server",
+    "SingleToolCallingEnv": "mcp_tool_calling is the earlier script of the same environment",
     "SigmaRuleEnv": "names of the two earlier environments of Sigma rules",
     "ToolCall": "a call as the chat APIs have it, and as tools receive it",
     "Output": "a place to which groups are exported, and a piece of what a command prints",

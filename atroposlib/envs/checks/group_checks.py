@@ -494,11 +494,13 @@ def _is_demonstration(group: Any, i: int) -> bool:
 def _check_alignments(
     group: Any, alignments: list[Alignment], findings: Findings, site: str | None
 ) -> None:
+    # As a preference pair, whose sides were sampled with other prompts than the one they share.
+    is_from_text = group.get("tokenized_from_text") and not group.get("inference_logprobs")
     for alignment in alignments:
         for name, problem in (
             ("masks", alignment.mask_problem),
             ("logprobs", alignment.logprob_problem),
-            ("context", alignment.context_problem),
+            ("context", None if is_from_text else alignment.context_problem),
         ):
             if problem:
                 findings.fail(name, problem, site)
@@ -509,6 +511,8 @@ def _check_alignments(
     spans = [span for alignment in alignments for span in alignment.spans]
     if any(span.reply.has_images for span in spans):
         findings.skip("context", "the prompt had images, which the tokens of a group lack")
+    elif is_from_text:
+        findings.skip("context", "groups are marked tokenized_from_text and have no logprobs")
     else:
         findings.passed("context", f"{len(spans)} replies follow the prompts the model received")
     if group.get("inference_logprobs"):

@@ -25,7 +25,7 @@ from atroposlib.envs.dataset_items import DatasetItems, HubItemsConfig
 from atroposlib.envs.multi_turn_env import MultiTurnEnv, MultiTurnEnvConfig, Rollout
 from atroposlib.envs.server_handling.chat_rendering import text_of_content
 from atroposlib.tasks.card import EnvironmentCard
-from atroposlib.tasks.judge_model import server_at
+from atroposlib.tasks.judge_model import chat_of_partner, server_at
 
 __all__ = [
     "Consultation",
@@ -144,18 +144,8 @@ def patient_chat(case: str, messages: Sequence[ChatMessage]) -> list[dict[str, s
         case: text of the case.
         messages: chat of the doctor.
     """
-    roles = {"assistant": "user", "user": "assistant"}
-    lines = [
-        {
-            "role": roles[m["role"]],
-            "content": visible_text(str(m["content"]))[:MAX_LINE_CHARACTERS] or SILENCE,
-        }
-        for m in messages
-        if m["role"] in roles
-    ]
-    # Many chat templates demand that a user begins: the greeting becomes part of the system.
     opening = f"{PATIENT.format(case=case)}\n\nYou have greeted the doctor: {GREETING}"
-    return [{"role": "system", "content": opening}, *lines[1:]]
+    return chat_of_partner(opening, messages, silence=SILENCE, max_characters=MAX_LINE_CHARACTERS)
 
 
 class Consultation(Conversation):
