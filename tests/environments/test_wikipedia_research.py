@@ -209,6 +209,10 @@ async def test_topics(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     assert (len(env.train), len(env.test)) == (10, 3)
     with pytest.raises(ConfigError, match="cannot be read"):
         await ready_env(WikipediaArticleCreatorEnv, monkeypatch, topics_file="other.json")
+    (tmp_path / "wikipedia_articles.json").write_text('["Tea", "Tides"]')
+    monkeypatch.chdir(tmp_path)
+    env = await ready_env(WikipediaArticleCreatorEnv, monkeypatch)
+    assert {*env.train, *env.test} == {"Tea", "Tides"}
 
 
 def test_variables_change_the_defaults(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,7 +67,7 @@ CARD = EnvironmentCard(
 )
 
 CORPUS = Path(__file__).parents[2] / "data" / "deep_research_sample" / "corpus.jsonl"
-DEFAULT_TOPICS_FILE = "topics.json"
+DEFAULT_TOPICS_FILE, ARTICLES_FILE = "topics.json", "wikipedia_articles.json"
 DEFAULT_TOPICS = (
     *("Karsholm", "The tramway of Brune", "Tarn Hollow and its cheese", "The Great November Storm"),
     *("Candles", "Tides", "Honey bees", "The University of Brune", "Bread dough", "Bicycle gears"),
@@ -270,7 +270,9 @@ def read_topics(path: Path) -> list[Topic]:
 def _topics_at(name: str) -> list[Topic]:
     path = Path(name)
     if name == DEFAULT_TOPICS_FILE and not path.exists():
-        return [Topic(title) for title in DEFAULT_TOPICS]
+        path = Path(ARTICLES_FILE)
+        if not path.exists():
+            return [Topic(title) for title in DEFAULT_TOPICS]
     return read_topics(path)
 
 
@@ -411,7 +413,8 @@ class WikipediaArticleConfig(JudgeConfig, MultiTurnEnvConfig):
     topics_file: str = Field(
         DEFAULT_TOPICS_FILE,
         description="JSON file of titles, or of objects with a title and a reference as text; "
-        "without this file in the current folder, topics about the shipped pages are used.",
+        "without this file in the current folder, wikipedia_articles.json there, else topics about "
+        "the shipped pages.",
     )
     logging_active: bool = Field(True, description="Whether each article is logged.")
     search_provider: Literal["local", "tavily"] = Field(
