@@ -1,8 +1,7 @@
 from __future__ import annotations
 
-import importlib.util
+import asyncio
 import re
-import shutil
 import struct
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,8 @@ from typing import Any
 import pytest
 
 from atroposlib.envs.check import check_environment
-from atroposlib.errors import ConfigError, GroupError
+from atroposlib.errors import ConfigError, GroupError, MissingExtraError
+from atroposlib.sandbox import SandboxUnavailableError
 from atroposlib.scored_data import check_group
 from environments.kernelbench_env.kernelbench_env import (
     SAMPLE,
@@ -27,8 +27,17 @@ from tests.environments.offline import make_env
 from tests.fakes import ScriptedEngine
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
-CAN_RUN = bool(shutil.which("bwrap") and importlib.util.find_spec("torch"))
-needs_boxes = pytest.mark.skipif(not CAN_RUN, reason="needs bubblewrap and torch")
+needs_boxes = pytest.mark.usefixtures("boxes_run")
+
+
+@pytest.fixture(scope="module")
+def boxes_run() -> None:
+    """Skip without bubblewrap or PyTorch, or if no interpreter can be read in a box."""
+    try:
+        asyncio.run(TorchBoxes.open(config_of()))
+    except (MissingExtraError, SandboxUnavailableError) as error:
+        pytest.skip(str(error))
+
 
 DOUBLE = """
 import torch
