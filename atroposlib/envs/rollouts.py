@@ -371,7 +371,7 @@ def as_pair(outcome: Any) -> tuple[Any, list[Any]]:
     """Split the return value of a collecting hook into result and backlog; both are optional."""
     if isinstance(outcome, tuple) and len(outcome) == 2:
         result, backlog = outcome
-        if isinstance(backlog, str | Mapping) or not isinstance(backlog or [], Iterable):
+        if backlog and (isinstance(backlog, str | Mapping) or not isinstance(backlog, Iterable)):
             raise GroupError(
                 f"a rollout returned {backlog!r:.60} as second value; expected a list "
                 "of items to roll out next, such as []"
@@ -548,8 +548,8 @@ class Vocabulary:
             try:
                 low, high = int(min(sequence)), int(max(sequence) + 0)
             except (TypeError, ValueError):
-                wrong = wrong_number(f"tokens[{i}]", sequence)
-                return Admission("malformed", wrong or f"tokens[{i}]: expected integers")
+                text = wrong_number(f"tokens[{i}]", sequence)
+                return Admission("malformed", text or f"tokens[{i}]: expected integers")
             if high >= self._num_ids and not self._is_exact:
                 # If ids have gaps, the largest exceeds their number; finding it is slow.
                 self._num_ids = max(self._num_ids, _largest_id(self.tokenizer) + 1)

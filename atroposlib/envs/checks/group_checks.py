@@ -456,7 +456,7 @@ def _no_gold(env: Any) -> str:
 
 
 def _can_be_aligned(group: Any) -> bool:
-    """Whether tokens are numbers, with as many masks and logprobs in each trajectory."""
+    """Whether tokens are numbers, and masks and logprobs have the same lengths."""
     try:
         lengths = [[len(row) for row in group[name]] for name in ("tokens", "masks")]
         logprobs = group.get("inference_logprobs")
