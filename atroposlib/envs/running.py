@@ -81,7 +81,7 @@ def build_environment(
         env.__init__(*standard.values())
     else:
         env.__init__(**accepted_arguments(parameters, standard, others))
-    if not hasattr(env, "server"):
+    if hasattr(env_cls, "env_manager") and not hasattr(env, "server"):
         raise ConfigError(
             f"{env_cls.__name__}.__init__ in {file_of(env_cls)} does not call "
             "super().__init__(config, server_configs, slurm, testing)"
