@@ -72,7 +72,12 @@ from atroposlib.envs.rollouts import (
     assemble_group,
     gather_rollouts,
 )
-from atroposlib.envs.scheduler import EvaluationRunner, RolloutScheduler, ServingLoop
+from atroposlib.envs.scheduler import (
+    EvaluationRunner,
+    RolloutScheduler,
+    ServingLoop,
+    next_item_of,
+)
 from atroposlib.envs.server_handling.config import (
     APIServerConfig,
     OpenaiConfig,
@@ -512,7 +517,7 @@ def _make_scheduler(env: BaseEnv) -> RolloutScheduler:
     return RolloutScheduler(
         # Looked up at each call, so that hooks of an instance can be replaced.
         run_rollout=lambda item_uuid: env.handle_env(item_uuid),
-        next_item=lambda: settle(env.get_next_item()),
+        next_item=lambda: next_item_of(env),
         count_failure=env.count_failure,
         count_straggler=env.count_straggler,
     )

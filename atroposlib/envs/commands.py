@@ -8,6 +8,7 @@ run_cli ─► command class of the environment (`make_command`: a field per fla
 
 from __future__ import annotations
 
+import inspect
 import logging
 import os
 import sys
@@ -25,7 +26,12 @@ from pydantic_cli import Cmd, FailedExecutionException
 from atroposlib.envs.config import BaseEnvConfig
 from atroposlib.envs.constants import NAMESPACE_SEP
 from atroposlib.envs.run_snapshot import ErrorLine, RecentErrors, RunSnapshot
-from atroposlib.envs.running import build_environment, outside_event_loop, run_foreground
+from atroposlib.envs.running import (
+    build_environment,
+    file_of,
+    outside_event_loop,
+    run_foreground,
+)
 from atroposlib.envs.server_handling.config import (
     APIServerConfig,
     ServerBaseline,
@@ -422,10 +428,17 @@ def environment_defaults(env_cls: type[Any]) -> Defaults:
     used, and the YAML file or flags must set the rest.
 
     Raises:
+        ConfigError: `config_init` is not a class method, or does not return settings and servers.
         UsageError: `config_init` uses values that the config class rejects.
     """
+    where = f"{env_cls.__name__}.config_init in {file_of(env_cls)}"
+    if (
+        not inspect.ismethod(env_cls.config_init)
+        and inspect.signature(env_cls.config_init).parameters
+    ):
+        raise ConfigError(f"{where} is not a class method: write @classmethod in the line above it")
     try:
-        config, servers = env_cls.config_init()
+        returned = env_cls.config_init()
     except ValidationError as error:
         config_class: type[BaseEnvConfig] = env_cls.env_config_cls
         incomplete = all(detail["type"] == "missing" for detail in error.errors())
@@ -437,7 +450,23 @@ def environment_defaults(env_cls: type[Any]) -> Defaults:
             if not field.is_required()
         }
         return Defaults(config_class, optional, ServerBaseline())
+    if inspect.iscoroutine(returned):
+        returned.close()  # otherwise Python warns that it was never awaited
+    is_pair = isinstance(returned, tuple | list) and len(returned) == 2
+    if not is_pair or not isinstance(returned[0], BaseModel):
+        raise ConfigError(
+            f"{where} returned {_types_of(returned)}; expected settings and servers, such as "
+            "(BaseEnvConfig, list)"
+        )
+    config, servers = returned
     return Defaults(type(config), field_values(config), servers)
+
+
+def _types_of(returned: Any) -> str:
+    # Not the values, which may have the key of an inference server.
+    if isinstance(returned, tuple):
+        return f"({', '.join(type(value).__name__ for value in returned)})"
+    return type(returned).__name__
 
 
 def flag_fields(
@@ -532,6 +561,13 @@ def run_cli(env_cls: type[Any]) -> NoReturn:
         sys.exit(exit_code_of(error))
     except KeyboardInterrupt:
         sys.exit(_INTERRUPTED)
+    except SystemExit as error:
+        from atroposlib.envs.checks.report import traceback_site
+
+        site = traceback_site(error.__traceback__)
+        if site is not None:
+            sys.stderr.write(f"{program}: error: {site} ended the program with SystemExit\n")
+        raise
     sys.exit(0)
 
 

@@ -178,6 +178,11 @@ class DatasetItems(BaseEnv):
         super().save_checkpoint(step, {**(data or {}), "iter": self.iter})
 
     def _read(self) -> tuple[Any, Any]:
+        if not self.columns and not self.optional_columns:
+            raise ConfigError(
+                f"{type(self).__name__} names no columns, and items have no others: write "
+                'columns = ("question", "answer") in the class, with the names of your data'
+            )
         if self.config.dataset_path is None:
             return self._read_hub()
         return read_splits(

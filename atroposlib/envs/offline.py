@@ -10,7 +10,7 @@ import asyncio
 import logging
 import time
 from collections import deque
-from collections.abc import Coroutine, MutableMapping
+from collections.abc import Coroutine, Mapping, MutableMapping
 from contextlib import AsyncExitStack
 from numbers import Real
 from types import TracebackType
@@ -20,7 +20,12 @@ from atroposlib.envs.evaluation_statistics import INTERVAL_ENDS
 from atroposlib.envs.reporting import Reporter
 from atroposlib.envs.rollouts import GroupDelivery, annotate_groups, as_pair
 from atroposlib.envs.run_snapshot import RecentErrors
-from atroposlib.envs.scheduler import DrivenEnv, expect_engine_tokenizer, setup_error_of
+from atroposlib.envs.scheduler import (
+    DrivenEnv,
+    expect_engine_tokenizer,
+    next_item_of,
+    setup_error_of,
+)
 from atroposlib.envs.server_handling.server_baseline import sampled_versions
 from atroposlib.envs.server_handling.server_manager import EngineWatch
 from atroposlib.envs.service_session import EnvRegistration
@@ -68,6 +73,7 @@ class ProcessRun:
         self._delivery = delivery
         self._errors = RecentErrors()
         self._scores: list[list[Any]] = []
+        self._num_items = 0
 
     async def run(self) -> None:
         """Implement `BaseEnv.process_manager`."""
@@ -119,6 +125,11 @@ class ProcessRun:
         while self._registration.curr_step < self._env.n_groups_to_process:
             has_items = has_items and await self._start_rollouts(started)
             if not started:
+                if self._num_items == 0:
+                    raise NoDataError(
+                        f"{type(self._env).__name__}.get_next_item returned None at its first "
+                        "call: there is no item to roll out"
+                    )
                 logger.info("no items left after %d groups", self._registration.curr_step)
                 return
             if not started[0].done():
@@ -169,9 +180,10 @@ class ProcessRun:
                 return True
             if is_failed:
                 return True  # its error ends the run after the groups before it are written
-            item = await settle(self._env.get_next_item())
+            item = await next_item_of(self._env)
             if item is None:
                 return False
+            self._num_items += 1
             self._env.config.group_size = self._env.group_size_to_process
             started.append(asyncio.create_task(self._roll_out(item)))
 
@@ -214,7 +226,8 @@ class ProcessRun:
 
     def _report_processed_groups(self, collected: Any, *, duration_s: float) -> None:
         groups = collected if isinstance(collected, list) else [collected]
-        scores = [s for group in groups if group is not None for s in group.get("scores") or []]
+        rows = [group.get("scores") for group in groups if isinstance(group, Mapping)]
+        scores = [score for row in rows if isinstance(row, list | tuple) for score in row]
         self._scores.append(scores)
         logger.info(
             "group %d of %d: %d trajectories, scores %s, %.1f s",

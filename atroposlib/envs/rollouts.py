@@ -371,6 +371,11 @@ def as_pair(outcome: Any) -> tuple[Any, list[Any]]:
     """Split the return value of a collecting hook into result and backlog; both are optional."""
     if isinstance(outcome, tuple) and len(outcome) == 2:
         result, backlog = outcome
+        if backlog and (isinstance(backlog, str | Mapping) or not isinstance(backlog, Iterable)):
+            raise GroupError(
+                f"a rollout returned {backlog!r:.60} as second value; expected a list "
+                "of items to roll out next, such as []"
+            )
         return result, list(backlog or [])
     return outcome, []
 
@@ -540,7 +545,11 @@ class Vocabulary:
         for i, sequence in enumerate(tokens):
             if len(sequence) == 0 or not self._num_ids:
                 continue
-            low, high = min(sequence), max(sequence)
+            try:
+                low, high = int(min(sequence)), int(max(sequence) + 0)
+            except (TypeError, ValueError):
+                text = wrong_number(f"tokens[{i}]", sequence)
+                return Admission("malformed", text or f"tokens[{i}]: expected integers")
             if high >= self._num_ids and not self._is_exact:
                 # If ids have gaps, the largest exceeds their number; finding it is slow.
                 self._num_ids = max(self._num_ids, _largest_id(self.tokenizer) + 1)
@@ -588,7 +597,7 @@ def completion_lengths(masks: Sequence[Sequence[int]]) -> list[int]:
     ]
 
 
-UNUSABLE = ("malformed", "wrong_size", "not_encodable", "outside_vocabulary")
+UNUSABLE = ("malformed", "wrong_size", "not_encodable", "outside_vocabulary", "refused_by_service")
 """Reasons that are errors of the environment."""
 INCOMPLETE = "incomplete"
 """Reason of groups with rollouts that returned None."""
@@ -598,6 +607,10 @@ NUM_LABELS_CHECKED = 100
 """Number of groups, the first of a process, whose masks are compared with their tokens."""
 NUM_DROPS_LOGGED = 10
 """Number of drops for one reason that are all logged as warnings; later only some are."""
+ALWAYS_EQUAL = (
+    ", every group: `check` shows the scores of good and bad answers; with temperature 0, all "
+    "answers to an item are equal"
+)
 DEFAULTED_FIELDS = (
     "ref_logprobs",
     "overrides",
@@ -674,9 +687,11 @@ class GroupDelivery:
             admitted = [group for group in admitted if await self._record_group(group, item)]
             if is_sent and admitted:
                 self.items_sent_this_step += len(admitted)
+                num_unusable = self.num_unusable_groups()
                 await self._env._send_scored_data_to_api(
                     admitted if isinstance(scored_data, list) else admitted[0]
                 )
+                self._has_usable_groups |= self.num_unusable_groups() == num_unusable
 
     def close(self) -> None:
         """Close the file of saved groups, if there is one."""
@@ -725,7 +740,6 @@ class GroupDelivery:
             admission = await self._side_thread.run(self._vocabulary.check, group["tokens"])
         if lengths:
             self._reporter.length_bias.add_group(lengths, reason=admission.reason)
-        self._has_usable_groups |= admission.reason not in UNUSABLE
         if not admission.is_accepted:
             self._drop_group(admission)
             return False
@@ -787,12 +801,15 @@ class GroupDelivery:
         self._reporter.drop_counts[str(admission.reason)] += num_groups
         count = self._reporter.drop_counts[str(admission.reason)]
         is_shown = count < NUM_DROPS_LOGGED or is_milestone(count, added=num_groups)
+        is_equal = admission.reason == "scores_equal"
+        is_every_group = count == self._reporter.run_figures.num_groups
         logger.log(
             logging.WARNING if is_shown else logging.DEBUG,
-            "group dropped (%s): %s%s",
+            "group dropped (%s): %s%s%s",
             admission.reason,
             admission.detail,
             f"; {count} so far" if count >= NUM_DROPS_LOGGED else "",
+            ALWAYS_EQUAL if is_equal and is_every_group and count >= NUM_DROPS_LOGGED else "",
         )
 
     async def send(

@@ -9,9 +9,10 @@ import logging
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Coroutine, Mapping
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from types import FrameType
 from typing import Any, TypeVar
 
 from atroposlib.envs.server_handling.config import (
@@ -25,6 +26,7 @@ from atroposlib.errors import ConfigError
 __all__ = [
     "build_environment",
     "favour_event_loop",
+    "file_of",
     "missing_methods",
     "outside_event_loop",
     "run_foreground",
@@ -55,13 +57,13 @@ def build_environment(
         extra: Additional settings, by the name of an attribute or a constructor argument.
 
     Raises:
-        ConfigError: the class lacks abstract methods.
+        ConfigError: the class lacks abstract methods, or its constructor does not call ours.
     """
     missing = missing_methods(env_cls)
     if missing:
         lines = " and ".join(f"`{line}`" for line in missing.values())
         raise ConfigError(
-            f"{env_cls.__name__} in {_file_of(env_cls)} is not complete: write {lines}"
+            f"{env_cls.__name__} in {file_of(env_cls)} is not complete: write {lines}"
         )
     standard = {
         "config": settings.env,
@@ -79,6 +81,11 @@ def build_environment(
         env.__init__(*standard.values())
     else:
         env.__init__(**accepted_arguments(parameters, standard, others))
+    if hasattr(env_cls, "env_manager") and not hasattr(env, "server"):
+        raise ConfigError(
+            f"{env_cls.__name__}.__init__ in {file_of(env_cls)} does not call "
+            "super().__init__(config, server_configs, slurm, testing)"
+        )
     _configure_manager(env, settings.manager, settings.manager_given)
     return env
 
@@ -105,7 +112,8 @@ def _first_line(name: str, method: Any) -> str:
     return f"{word} {name}({names})"
 
 
-def _file_of(env_cls: type[Any]) -> str:
+def file_of(env_cls: type[Any]) -> str:
+    """Return the file that defines a class, or the name of its module."""
     try:
         return inspect.getfile(env_cls)
     except (TypeError, OSError):
@@ -174,6 +182,9 @@ def _configure_manager(env: Any, manager: ServerManagerConfig, given: frozenset[
 
 Result = TypeVar("Result")
 
+BLOCKED_S = 1.0
+"""Seconds without an answer to a signal after which the next one interrupts a blocking call."""
+
 SWITCH_INTERVAL_S = 0.0005
 """Switch interval of threads; Python's default is 5 ms."""
 
@@ -212,7 +223,8 @@ def run_foreground(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
     """Run `main()` in a new event loop until it ends or a signal stops it.
 
     The first SIGINT or SIGTERM cancels the coroutine, so that it can release its resources. A
-    second SIGINT interrupts that; a second SIGTERM does not.
+    second SIGINT interrupts that; a second SIGTERM does not. If a call of the environment blocks
+    the event loop, a second signal interrupts that call; the log names its line.
 
     Raises:
         SystemExit: after a signal, with code 128 + signal number.
@@ -221,7 +233,7 @@ def run_foreground(main: Callable[[], Coroutine[Any, Any, None]]) -> None:
     favour_event_loop()
     try:
         asyncio.run(_until_signalled(main, received))
-    except asyncio.CancelledError:
+    except (asyncio.CancelledError, KeyboardInterrupt):
         if not received:
             raise
     except Exception:
@@ -236,16 +248,34 @@ async def _until_signalled(
     main: Callable[[], Coroutine[Any, Any, None]], received: list[int]
 ) -> None:
     task = asyncio.current_task()
+    loop = asyncio.get_running_loop()
+    waiting_since: list[float] = []
 
     def stop(signum: int) -> None:
         if task is not None and (not received or signum == signal.SIGINT):
             task.cancel()
         received.append(signum)
+        waiting_since.clear()
 
-    if threading.current_thread() is threading.main_thread():
-        loop = asyncio.get_running_loop()
-        for signum in (signal.SIGINT, signal.SIGTERM):
-            # Not available on Windows, where Ctrl-C still interrupts the loop.
-            with suppress(NotImplementedError):
-                loop.add_signal_handler(signum, stop, signum)
-    await main()
+    def on_signal(signum: int, frame: FrameType | None) -> None:
+        # Not `loop.add_signal_handler`, which does nothing while a call blocks the loop.
+        now = time.monotonic()
+        if waiting_since and now - waiting_since[0] > BLOCKED_S and frame is not None:
+            waiting_since.clear()
+            place = f"{frame.f_code.co_filename}:{frame.f_lineno}, {frame.f_code.co_name}"
+            logger.error("%s blocks the event loop; it is interrupted", place)
+            received.append(signum)
+            raise KeyboardInterrupt
+        waiting_since.append(now)
+        loop.call_soon_threadsafe(stop, signum)
+
+    if threading.current_thread() is not threading.main_thread():
+        return await main()
+    earlier = {s: signal.signal(s, on_signal) for s in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        await main()
+    except KeyboardInterrupt:  # from another task, which has ended the loop with it already
+        raise asyncio.CancelledError from None
+    finally:
+        for signum, handler in earlier.items():
+            signal.signal(signum, handler)

@@ -31,6 +31,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+import traceback
 import uuid
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import AsyncExitStack
@@ -41,6 +42,7 @@ from typing import Any, Protocol
 from atroposlib.envs.config import BaseEnvConfig, EvalHandlingEnum, StragglerPolicyEnum
 from atroposlib.envs.reporting import Reporter
 from atroposlib.envs.rollouts import (
+    NUM_UNUSABLE_AT_START,
     GroupDelivery,
     UnfinishedGroups,
     annotate_groups,
@@ -56,8 +58,17 @@ from atroposlib.envs.service_session import (
     is_run_finished,
     worker_limit,
 )
-from atroposlib.errors import ConfigError, EngineSetupError, InferenceError, MissingExtraError
+from atroposlib.errors import (
+    ConfigError,
+    ContextOverflowError,
+    EngineSetupError,
+    GroupError,
+    InferenceError,
+    MissingExtraError,
+    NoDataError,
+)
 from atroposlib.utils.aio import settle
+from atroposlib.utils.text import is_milestone
 from atroposlib.utils.tracing import Tracer, open_tracer, root_span
 
 __all__ = [
@@ -65,6 +76,7 @@ __all__ = [
     "RolloutScheduler",
     "ServingLoop",
     "expect_engine_tokenizer",
+    "next_item_of",
     "setup_error_of",
 ]
 
@@ -108,6 +120,8 @@ class RolloutScheduler:
         self._count_failure = count_failure
         self._count_straggler = count_straggler
         self._retries: list[tuple[Any, int]] = []  # item, retries left
+        self._is_without_item = False
+        self._has_started = False
         self._now = now
         self._ending: set[asyncio.Task[Any]] = set()
         self._errors = RepeatedErrors(logger)
@@ -202,6 +216,12 @@ class RolloutScheduler:
                 continue
             item = self.backlog.pop() if self.backlog else await self._next_item()
             if item is None:
+                if not (self._has_started or self._is_without_item):
+                    self._is_without_item = True
+                    logger.warning(
+                        "get_next_item returned None at its first call: no item to roll out; "
+                        "asking again until there is one"
+                    )
                 return
             if len(self.workers) >= limit():
                 self.backlog.append(item)
@@ -210,6 +230,7 @@ class RolloutScheduler:
 
     def start(self, item: Any, *, timeout_s: float = 0.0, retries: int = 0) -> str:
         """Start the rollout of an item and return its uuid; arguments as for `fill`."""
+        self._has_started = True
         item_uuid = str(uuid.uuid4())
         worker = asyncio.create_task(self._work(item_uuid))
         record = {"item": item, "worker": worker, "start_time": self._now()}
@@ -476,6 +497,8 @@ class ServingLoop:
         )
         registration.count_running = self._num_running_sequences
         self._failures_in_a_row = 0
+        self._mistakes_in_a_row = 0
+        self._empty_in_a_row = 0
         self._failures_logged = 0
         self._num_evaluations_logged = 0
         self._step_logged = 0
@@ -750,11 +773,33 @@ class ServingLoop:
             self._failures_in_a_row += 1
             if not self._stop_if_fatal(error):
                 self._reporter.errors.log("a rollout failed, its group is lost", error)
+                self._stop_if_never_right(error)
             return None
+        self._empty_in_a_row = 0 if collected else self._empty_in_a_row + 1
         if not collected:
-            self._failures_in_a_row = 0
+            if is_milestone(self._empty_in_a_row) and self._empty_in_a_row >= NUM_EMPTY_LOGGED:
+                logger.warning(
+                    "%d items in a row gave no group: the collecting hooks of %s returned none",
+                    self._empty_in_a_row,
+                    type(self._env).__name__,
+                )
+            self._failures_in_a_row = self._mistakes_in_a_row = 0
             self._stop_if_fatal(setup_error_of(self._env.server))
         return collected
+
+    def _stop_if_never_right(self, error: Exception) -> None:
+        """End the run if the first rollouts all fail because of a mistake in the environment."""
+        self._mistakes_in_a_row = self._mistakes_in_a_row + 1 if isinstance(error, MISTAKES) else 0
+        count = self._mistakes_in_a_row
+        if count < NUM_UNUSABLE_AT_START or self._reporter.run_figures.num_groups:
+            return
+        self._scheduler.stop(
+            NoDataError(
+                f"all of the first {count} rollouts failed, the last one with "
+                f"{type(error).__name__}: {error}; the traceback is in the log above, and the "
+                "subcommand `check` finds such errors before a run"
+            )
+        )
 
     def _stop_if_fatal(self, error: Exception | None) -> bool:
         """End the run on an error of the settings before the first group; return whether it ends.
@@ -766,6 +811,52 @@ class ServingLoop:
             return False
         self._scheduler.stop(error)
         return True
+
+
+MISTAKES = (
+    AssertionError,
+    AttributeError,
+    ContextOverflowError,
+    GroupError,
+    ImportError,
+    LookupError,
+    NameError,
+    NotImplementedError,
+    TypeError,
+)
+"""Errors of an environment's code or lengths; unlike an outage, they do not end by themselves."""
+NUM_EMPTY_LOGGED = 10
+"""Number of items in a row without a group at which the log first says so."""
+
+ITEM_WARNING_S = 60.0
+"""Seconds in `get_next_item` after which the log says so."""
+
+
+async def next_item_of(env: DrivenEnv) -> Any:
+    """Return the next item of an environment, None if there is none now.
+
+    Raises:
+        ConfigError: `get_next_item` let the end of an iterator pass, which Python reports as an
+            error of the caller.
+    """
+    name = f"{type(env).__name__}.get_next_item"
+    text = "%s has not returned for %g s; it returns None if there is no item now"
+    late = asyncio.get_running_loop().call_later(
+        ITEM_WARNING_S, logger.warning, text, name, ITEM_WARNING_S
+    )
+    try:
+        return await settle(env.get_next_item())
+    except (StopIteration, StopAsyncIteration, RuntimeError) as error:
+        ended = error.__cause__ if isinstance(error, RuntimeError) else error
+        if not isinstance(ended, StopIteration | StopAsyncIteration):
+            raise
+        place = traceback.extract_tb(ended.__traceback__)[-1]
+        raise ConfigError(
+            f"{name} raised {type(ended).__name__} ({place.filename}:{place.lineno}): its iterator "
+            "has ended; return None if no items are left, or start again, as itertools.cycle does"
+        ) from error
+    finally:
+        late.cancel()
 
 
 def setup_error_of(server: Any) -> EngineSetupError | None:

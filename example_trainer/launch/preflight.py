@@ -6,6 +6,7 @@ import argparse
 import importlib.util
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -177,6 +178,8 @@ def describe_environment(
     if done.returncode != 0:
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
         name = program[-1]
+        lines = re.findall(rf'File "{re.escape(name)}", line (\d+)', done.stderr)
+        name += f":{lines[-1]}" if lines else ""
         raise ConfigError(last if name in last else f"{name}: {last}")
     return EnvironmentFacts(**json.loads(done.stdout.strip().splitlines()[-1]))
 

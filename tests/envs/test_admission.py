@@ -4,7 +4,14 @@ from typing import Any
 
 import pytest
 
-from atroposlib.envs.rollouts import Vocabulary, check_lengths, check_signal, completion_lengths
+from atroposlib.envs.rollouts import (
+    Vocabulary,
+    as_pair,
+    check_lengths,
+    check_signal,
+    completion_lengths,
+)
+from atroposlib.errors import GroupError
 
 
 def group(**changes: Any) -> dict[str, Any]:
@@ -162,3 +169,16 @@ def test_vocabulary_of_a_tokenizer_that_does_not_say_refuses_nothing(tokenizer: 
     tokens = [[10**9, -5]]
 
     assert Vocabulary(tokenizer).check(tokens).is_accepted
+
+
+@pytest.mark.parametrize("token", ["3", None])
+def test_vocabulary_names_a_token_that_is_no_number(token: Any) -> None:
+    admission = Vocabulary("abcdefgh").check([[1, 2], [1, token]])
+
+    assert admission == ("malformed", f"tokens[1][1] is {token!r}; expected a number")
+
+
+@pytest.mark.parametrize("backlog", [3, "item", {"question": "?"}])
+def test_backlog_that_is_no_list_of_items_is_refused(backlog: Any) -> None:
+    with pytest.raises(GroupError, match=r"as second value; expected a list of items"):
+        as_pair((group(), backlog))

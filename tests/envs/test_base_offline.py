@@ -583,3 +583,51 @@ async def test_process_that_fails_keeps_the_groups_that_later_items_finished(
 
     written = [group["tokens"][0] for group in records(tmp_path / "groups.jsonl")]
     assert written[:2] == [[2], [3]]
+
+
+async def test_process_without_a_first_item_says_so(make_env: MakeEnv) -> None:
+    env = make_env()
+    env.most_items = 0
+
+    with pytest.raises(NoDataError, match=r"SmallEnv\.get_next_item returned None at its first"):
+        await process(env, groups=1)
+
+
+class EndedIteratorEnv(SmallEnv):
+    items = iter([1, 2])
+
+    async def get_next_item(self) -> Any:
+        return next(self.items)
+
+
+class EndedPlainIteratorEnv(EndedIteratorEnv):
+    items = iter([1, 2])
+
+    def get_next_item(self) -> Any:  # type: ignore[override]  # accepted
+        return next(self.items)
+
+
+@pytest.mark.parametrize("env_cls", [EndedIteratorEnv, EndedPlainIteratorEnv])
+async def test_process_end_of_the_iterator_of_items_is_named_with_its_line(
+    make_env: MakeEnv, env_cls: type[SmallEnv]
+) -> None:
+    env = make_env(env_cls)
+
+    with pytest.raises(
+        ConfigError, match=r"get_next_item raised StopIteration \(.*test_base_offline\.py:\d+\)"
+    ):
+        await process(env, groups=9)
+
+
+class ListForPairEnv(SmallEnv):
+    async def collect_trajectories(self, item: Any) -> Any:
+        group, backlog = await super().collect_trajectories(item)
+        return [group, backlog]
+
+
+async def test_process_with_a_list_in_place_of_a_pair_keeps_the_group(make_env: MakeEnv) -> None:
+    env = make_env(ListForPairEnv)
+
+    await process(env, groups=2)
+
+    assert env.drop_counts == {"malformed": 2}

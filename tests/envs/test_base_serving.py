@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from atroposlib.envs import rollouts
+from atroposlib.envs import rollouts, scheduler
 from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.errors import EngineSetupError, NoDataError
 from tests.envs.live_service import LiveService, ScriptedTrainer, serve_until, until
@@ -527,3 +527,93 @@ async def test_serve_goes_on_over_wrong_settings_after_the_first_group(
 
     assert env.failure_counts["EngineSetupError"] > 1
     assert caplog.text.count("Traceback") == 1
+
+
+async def served_to_its_end(env: Any, service: LiveService) -> BaseException:
+    async with ScriptedTrainer(service.url) as trainer:
+        await trainer.register()
+        with pytest.raises(NoDataError) as caught:
+            await asyncio.wait_for(env.env_manager(), 60)
+    return caught.value
+
+
+async def test_serve_whose_first_rollouts_all_fail_by_a_mistake_ends_and_names_it(
+    service: LiveService, make_env: MakeEnv, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(scheduler, "NUM_UNUSABLE_AT_START", 12)
+    service.start()
+
+    class WrongKey(SmallEnv):
+        async def collect_trajectories(self, item: Any) -> Any:
+            return {}["tokens"]
+
+    error = await served_to_its_end(make_env(WrongKey, rollout_server_url=service.url), service)
+
+    assert "rollouts failed, the last one with KeyError: 'tokens'" in str(error)
+
+
+@pytest.mark.parametrize(
+    ("field", "reason"), [({"images": object()}, "encodable"), ({"overrides": {"a": 1}}, "refused")]
+)
+async def test_serve_whose_first_groups_cannot_be_sent_ends_although_some_have_equal_scores(
+    service: LiveService,
+    make_env: MakeEnv,
+    monkeypatch: pytest.MonkeyPatch,
+    field: dict[str, Any],
+    reason: str,
+) -> None:
+    monkeypatch.setattr(rollouts, "NUM_UNUSABLE_AT_START", 12)
+    service.start()
+
+    class Unsendable(SmallEnv):
+        async def postprocess_histories(self, trajectories: Any) -> Any:
+            scores = [0.0, 0.0] if self.num_items % 4 == 0 else trajectories["scores"]
+            return {**trajectories, **field, "scores": scores}
+
+    error = await served_to_its_end(make_env(Unsendable, rollout_server_url=service.url), service)
+
+    assert reason in str(error)
+
+
+async def test_serve_groups_without_a_difference_name_the_remedy(
+    service: LiveService, make_env: MakeEnv, caplog: pytest.LogCaptureFixture
+) -> None:
+    service.start()
+
+    class Constant(SmallEnv):
+        async def postprocess_histories(self, trajectories: Any) -> Any:
+            return {**trajectories, "scores": [1.0, 1.0]}
+
+    env = make_env(Constant, rollout_server_url=service.url)
+    async with ScriptedTrainer(service.url) as trainer:
+        await trainer.register()
+        await serve_until(env, until(lambda: "10 so far, every group: `check`" in caplog.text))
+
+
+@pytest.mark.parametrize(
+    ("most_items", "text"),
+    [
+        (0, "get_next_item returned None at its first call"),
+        (None, "10 items in a row gave no group: the collecting hooks of Silent returned none"),
+    ],
+)
+async def test_serve_without_items_or_groups_says_so(
+    service: LiveService,
+    make_env: MakeEnv,
+    caplog: pytest.LogCaptureFixture,
+    most_items: int | None,
+    text: str,
+) -> None:
+    service.start()
+
+    class Silent(SmallEnv):
+        async def collect_trajectories(self, item: Any) -> Any:
+            return None, []
+
+    env = make_env(Silent, rollout_server_url=service.url)
+    env.most_items = most_items
+    async with ScriptedTrainer(service.url) as trainer:
+        await trainer.register()
+        await serve_until(env, until(lambda: text in caplog.text))
+
+    assert caplog.text.count(text) == 1

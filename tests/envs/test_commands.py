@@ -12,6 +12,7 @@ import yaml
 from pydantic import Field
 from pydantic_cli import Cmd
 
+from atroposlib.envs.base import BaseEnv
 from atroposlib.envs.commands import run_cli
 from atroposlib.envs.config import BaseEnvConfig
 from atroposlib.envs.server_handling.config import APIServerConfig, ServerBaseline
@@ -429,3 +430,59 @@ def test_place_that_cannot_be_written_is_refused_before_anything_is_built(
     *_, line = capsys.readouterr().err.splitlines()
     assert "afile" in line
     assert line.endswith(f"choose another place with --{setting}")
+
+
+async def _later(cls: Any) -> Any:
+    return BaseEnvConfig(), []
+
+
+@pytest.mark.parametrize(
+    ("config_init", "message"),
+    [
+        (classmethod(lambda cls: BaseEnvConfig()), "returned BaseEnvConfig; expected settings"),
+        (classmethod(lambda cls: ({}, [])), "returned (dict, list); expected settings and servers"),
+        (classmethod(lambda cls: None), "returned NoneType; expected settings and servers"),
+        (classmethod(_later), "returned coroutine; expected settings and servers"),
+        (lambda cls: (BaseEnvConfig(), []), "is not a class method: write @classmethod"),
+    ],
+)
+@pytest.mark.parametrize("command", ["serve", "check"])
+def test_run_cli_config_init_that_does_not_fit_is_named_with_its_file(
+    command: str,
+    config_init: Any,
+    message: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    env_cls = stand_in(config_init=config_init)
+
+    assert call(env_cls, command, monkeypatch) == 2
+
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("env.py: error: StandIn.config_init in ")
+    assert message in line
+
+
+def test_run_cli_constructor_without_that_of_the_base_class_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Alone(BaseEnv):
+        def __init__(self, config: Any, server_configs: Any) -> None:
+            self.config = config
+
+        async def get_next_item(self) -> Any: ...
+
+        async def evaluate(self, *args: Any, **kwargs: Any) -> None: ...
+
+    assert call(Alone, "serve", monkeypatch) == 2
+    assert "test_commands.py does not call super().__init__(config," in capsys.readouterr().err
+
+
+def test_run_cli_exit_of_the_environment_names_its_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def leave(self: Any) -> None:
+        raise SystemExit(3)
+
+    assert call(stand_in(env_manager=leave), "serve", monkeypatch) == 3
+    assert "test_commands.py:" in capsys.readouterr().err

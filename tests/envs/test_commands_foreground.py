@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 
 import pytest
 
@@ -116,3 +117,43 @@ def test_favour_event_loop_makes_full_collections_rare_and_keeps_the_others() ->
     finally:
         gc.set_threshold(*thresholds)
         gc.unfreeze()
+
+
+BLOCKED = """
+import asyncio, time
+from atroposlib.envs import running
+
+running.BLOCKED_S = 0.0
+
+async def main():
+    try:
+        print("ready", flush=True)
+        while True:
+            time.sleep({pause_s})
+    finally:
+        print("closed", flush=True)
+
+running.run_foreground(main)
+"""
+
+
+@pytest.mark.parametrize(("signum", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_run_foreground_second_signal_interrupts_a_blocking_call_and_names_it(
+    signum: signal.Signals, code: int
+) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", BLOCKED.format(pause_s=0.01)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        while process.poll() is None:
+            process.send_signal(signum)
+            time.sleep(0.05)
+        out, err = process.communicate(timeout=120)
+
+    assert (process.returncode, out) == (code, "closed\n")
+    assert "main blocks the event loop; it is interrupted" in err
+    assert "Traceback" not in err

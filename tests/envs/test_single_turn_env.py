@@ -289,3 +289,13 @@ async def test_answers_are_text_also_where_a_provider_sends_parts(content: Any, 
     assert await ask(server, None, []) == [(text, "stop")]
     assert await complete(server, "") == [(text, "stop")]
     assert (await ChatPolicy(server, None).write([], max_tokens=1)).text == text
+
+
+async def test_dataset_items_without_columns_say_what_to_write(
+    make_echo: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(EchoEnv, "columns", ())
+
+    async with ScriptedEngine() as engine:
+        with pytest.raises(ConfigError, match=r"EchoEnv names no columns.*write columns = "):
+            await make_echo(engine).setup()

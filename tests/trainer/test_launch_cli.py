@@ -108,6 +108,14 @@ def test_main_what_cannot_run_is_refused_before_anything_starts(
     assert not (folder / "train_runs").exists()
 
 
+def test_main_environment_that_cannot_be_imported_names_its_line(
+    folder: Path, model: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "broken.py").write_text("import json\n\ndef prompt(\n")
+
+    assert "broken.py:3: SyntaxError: " in refusal(capsys, "broken.py", "--model", model)
+
+
 def test_main_model_that_is_not_there_is_refused(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

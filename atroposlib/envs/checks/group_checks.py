@@ -16,18 +16,20 @@ from typing import Any, NamedTuple
 from atroposlib.envs.checks.report import Findings, hook_site
 from atroposlib.envs.checks.runner import COLLECTING, SCORING, DryRun
 from atroposlib.envs.checks.scripted_model import Role, ScriptedSample
-from atroposlib.envs.rollouts import INCOMPLETE, check_signal, wrong_number
+from atroposlib.envs.rollouts import INCOMPLETE, Vocabulary, check_signal, wrong_number
 from atroposlib.errors import GroupError
 from atroposlib.scored_data import IGNORE_INDEX, MASKED_LOGPROB, has_zeroed_advantage
-from atroposlib.wire import encode_group
+from atroposlib.wire import decode_group, encode_group
 
 __all__ = ["Alignment", "ReplySpan", "align", "check_groups", "copied_answer"]
 
 NUMBER_FIELDS = ("scores", "advantages", "inference_logprobs", "ref_logprobs")
 
 
-def shape_problem(group: Any, *, group_size: int) -> str | None:
+def shape_problem(group: Any, *, group_size: int, tokenizer: Any = None) -> str | None:
     """Return why the base class or the service would reject a group, or None.
+
+    With a `tokenizer`, its token ids are compared with those of the group.
 
     `non_finite_path` reports infinite and NaN values, `wrong_score` scores that are not numbers.
     """
@@ -35,10 +37,12 @@ def shape_problem(group: Any, *, group_size: int) -> str | None:
         scores = [0.0] * len(group["scores"]) if wrong_score(group) else group.get("scores")
         group = {key: _finite(value) for key, value in {**group, "scores": scores}.items()}
     admission = check_signal(group, group_size=group_size, scores_must_differ=False)
+    if admission.is_accepted and tokenizer is not None:
+        admission = Vocabulary(tokenizer).check(group["tokens"])
     if not admission.is_accepted:
         return f"a group would be dropped as {admission.reason}: {admission.detail}"
     try:
-        encode_group(group)
+        decode_group(encode_group(group))
     except (GroupError, TypeError, ValueError) as error:
         return f"a group cannot be sent: {error}"
     return _wrong_advantages(group)
@@ -333,7 +337,9 @@ def scored_replies(
         trained = [i for i, label in enumerate(mask) if label != IGNORE_INDEX]
         if isinstance(advantage, list | tuple) and len(advantage) == len(mask) and trained:
             score = sum(advantage[i] for i in trained) / len(trained)
-        is_masked = not trained or bool((override or {}).get("set_advantage_to_zero"))
+        is_masked = not trained or (
+            isinstance(override, Mapping) and bool(override.get("set_advantage_to_zero"))
+        )
         if role is not None and wrong_number("", [score]) is None and math.isfinite(score):
             found.append(ScoredTrajectory(role, float(score), is_masked))
     return found
@@ -408,7 +414,7 @@ def check_groups(env: Any, run: DryRun, findings: Findings) -> None:
     findings.passed("rollout", f"{len(run.sampled)} replies to an item became a group")
     replies: list[ScoredTrajectory] = []
     for group in run.groups:
-        problem = shape_problem(group, group_size=env.config.group_size)
+        problem = shape_problem(group, group_size=env.config.group_size, tokenizer=env.tokenizer)
         if problem:
             findings.fail("shape", problem, site)
             if not _can_be_aligned(group):
@@ -450,12 +456,13 @@ def _no_gold(env: Any) -> str:
 
 
 def _can_be_aligned(group: Any) -> bool:
-    """Whether tokens, masks and logprobs of each trajectory have the same length."""
+    """Whether tokens are numbers, and masks and logprobs have the same lengths."""
     try:
         lengths = [[len(row) for row in group[name]] for name in ("tokens", "masks")]
         logprobs = group.get("inference_logprobs")
         lengths += [[len(row) for row in logprobs]] if logprobs else []
-        return all(row == lengths[0] for row in lengths)
+        are_ids = all(isinstance(token, int | float) for row in group["tokens"] for token in row)
+        return are_ids and all(row == lengths[0] for row in lengths)
     except (TypeError, KeyError, AttributeError):
         return False
 

@@ -334,6 +334,15 @@ LEAKED = (
     "otherwise the model learns to copy"
 )
 
+NO_ITEM = "return an item; None means that there is none at the moment"
+
+GREEDY = (
+    "rollouts are requested with temperature 0: an engine then gives all answers to an item alike, "
+    "and a group of equal scores is dropped"
+)
+
+WARNED = "correct what the warning names"
+
 MISSPELLED = "correct the name, or declare a setting of your own as a field of env_config_cls"
 
 UNDESCRIBED_TOOL = re.compile(r'"name": "(\w+)", "description": ""')
@@ -462,7 +471,7 @@ async def _perform(
         findings.passed("setup")
         with watch_loop() as stalls:
             with finding_on_error(findings, "rollout", env_cls, COLLECTING):
-                runs = await _run_items(stage, findings, rollout_seed)
+                runs = await _run_items(stage, findings, output, rollout_seed)
             if output is not None:
                 await _try_failures(stage, findings, output, runs)
         _report_stalls(stalls, findings)
@@ -475,7 +484,9 @@ async def _perform(
     return runs
 
 
-async def _run_items(stage: Stage, findings: Findings, rollout_seed: int | None) -> list[DryRun]:
+async def _run_items(
+    stage: Stage, findings: Findings, output: CapturedOutput | None, rollout_seed: int | None
+) -> list[DryRun]:
     """Roll out items until enough of them yield a group, and check the groups.
 
     A `rollout_seed` applies to rollouts only: the items are the same with every seed.
@@ -499,10 +510,16 @@ async def _run_items(stage: Stage, findings: Findings, rollout_seed: int | None)
         if sum(bool(each.groups) for each in runs) == NUM_ITEMS:
             break
     if not runs:
-        findings.fail("rollout", "get_next_item returns None", _site(stage, "get_next_item"))
+        where = _site(stage, "get_next_item")
+        findings.fail("rollout", "get_next_item returns None", where, remedy=NO_ITEM)
         return runs
     if not any(run.groups for run in runs):
+        warning = None if output is None else output.last_warning()
+        if warning is not None and not stage.env.drop_counts:
+            findings.fail("rollout", f"no item yields a group: {warning}", None, remedy=WARNED)
         check_groups(stage.env, runs[-1], findings)
+    if stage.model.has_been_greedy:
+        findings.note(GREEDY)
     findings.passed("items", f"{len(runs)} items are unchanged")
     return runs
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import inspect
 import json
 import random
 import sys
@@ -32,6 +33,7 @@ from atroposlib.envs.checks.watchers import CapturedOutput
 from atroposlib.envs.evaluation_statistics import INTERVAL_ENDS
 from atroposlib.envs.rollouts import INCOMPLETE, as_pair
 from atroposlib.envs.running import build_environment
+from atroposlib.envs.scheduler import next_item_of
 from atroposlib.envs.settings import Settings
 from atroposlib.scored_data import GROUP_FIELDS
 from atroposlib.utils.aio import settle
@@ -210,8 +212,20 @@ async def within_limit(step: Awaitable[Result], *, limit_s: float = STEP_LIMIT_S
 
 
 async def next_item(env: Any) -> Any:
-    """Return the next item of the environment, None if there is none."""
-    return await within_limit(settle(env.get_next_item()))
+    """Return the next item of the environment, None if there is none.
+
+    Raises:
+        TypeError: the item is what an `await` or an iteration would have given.
+    """
+    item = await within_limit(next_item_of(env))
+    if inspect.iscoroutine(item):
+        item.close()  # otherwise Python warns that it was never awaited
+    if inspect.iscoroutine(item) or inspect.isasyncgen(item) or inspect.isgenerator(item):
+        raise TypeError(
+            f"{type(env).__name__}.get_next_item returned an object of type {type(item).__name__}; "
+            "expected the item: `await` a coroutine, and write `return` in place of `yield`"
+        )
+    return item
 
 
 async def roll_out(env: Any, item: Any) -> list[Any]:

@@ -226,6 +226,7 @@ class ScriptedModel:
         latency_s: Delay of each reply.
         failure: The error that was raised by `fail_at`.
         num_answered: Requests answered since construction, evaluations included.
+        has_been_greedy: Whether a request since construction had temperature 0.
         max_in_flight: Largest number of concurrent requests since the last `start`.
         num_cancelled: Requests cancelled since the last `start`.
     """
@@ -237,6 +238,7 @@ class ScriptedModel:
         self._is_stand_in = is_stand_in
         self._judge_reply = judge_reply
         self.num_answered = 0
+        self.has_been_greedy = False
         self.start(make_script(None))
 
     def start(self, script: Script) -> None:
@@ -279,6 +281,7 @@ class ScriptedModel:
             self.num_in_flight -= 1
         self.num_answered += 1
         num_replies = kwargs.get("n") or 1
+        self.has_been_greedy |= kwargs.get("temperature") == 0
         judged = self._judge_reply(messages)
         if judged is not None:
             replies = [ScriptedReply("gold", judged)] * num_replies

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import ctypes
 import gc
 import io
 import ipaddress
@@ -46,6 +47,8 @@ __all__ = [
 ]
 
 LIMIT_S = 0.1
+BLOCKED_S = 60.0
+"""Seconds after which a call that blocks the loop is interrupted: the check would never end."""
 SAMPLE_INTERVAL_S = 0.01
 MIN_OWN_SHARE = 0.5
 """Fraction of stack samples that must show the author's code; imports do not count, since they
@@ -63,6 +66,19 @@ class LoopStall(NamedTuple):
     """The author's line; None without stack samples, because the call held the interpreter."""
 
 
+class LoopBlockedError(AtroposError, TimeoutError):
+    """A call blocked the event loop for so long that it may never end."""
+
+    def __init__(self) -> None:  # raised from its class, in the thread of the loop
+        super().__init__(f"it blocks the event loop, and did not end within {BLOCKED_S:g} s")
+
+
+def _raise_in(thread: int) -> None:
+    """Raise `LoopBlockedError` in a thread, as soon as it executes Python code."""
+    error = ctypes.py_object(LoopBlockedError)
+    ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread), error)
+
+
 class _Watch(threading.Thread):
     """Samples the stack of the loop's thread while a callback takes long."""
 
@@ -71,6 +87,7 @@ class _Watch(threading.Thread):
         self.stalls: list[LoopStall] = []
         self._loop_thread = loop_thread
         self._started_at: float | None = None
+        self._interrupted_at: float | None = None
         self._samples: list[str | None] = []
         self._collected_s = 0.0
         self._collecting_since = 0.0
@@ -79,7 +96,13 @@ class _Watch(threading.Thread):
     def run(self) -> None:
         while not self._ended.wait(SAMPLE_INTERVAL_S):
             started_at = self._started_at
-            if started_at is not None and time.monotonic() - started_at > 2 * SAMPLE_INTERVAL_S:
+            if started_at is None:
+                continue
+            blocked_s = time.monotonic() - started_at
+            if blocked_s > BLOCKED_S and self._interrupted_at != started_at:
+                self._interrupted_at = started_at
+                _raise_in(self._loop_thread)
+            if blocked_s > 2 * SAMPLE_INTERVAL_S:
                 self._samples.append(_site_of(sys._current_frames().get(self._loop_thread)))
 
     def end(self) -> None:
@@ -350,6 +373,11 @@ class CapturedOutput(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         self.records.append(record)
+
+    def last_warning(self) -> str | None:
+        """Return the text of the latest warning, None without one."""
+        warnings = [record for record in self.records if record.levelno >= logging.WARNING]
+        return warnings[-1].getMessage() if warnings else None
 
     def position(self) -> tuple[int, int]:
         """Return the current end of records and output, for `mentions`."""

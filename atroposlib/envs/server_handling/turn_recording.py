@@ -586,8 +586,17 @@ def plain_messages(messages: Sequence[Any]) -> list[Mapping[str, Any]]:
 
     Objects of a client lose their unset fields; content made only of text parts becomes one text.
     Other messages are the same objects.
+
+    Raises:
+        TypeError: `messages` is not a list of messages with roles.
     """
-    return [_plain_message(message) for message in messages]
+    plain = [] if isinstance(messages, str | Mapping) else [_plain_message(m) for m in messages]
+    if not all("role" in message for message in plain) or (messages and not plain):
+        raise TypeError(
+            f"messages is {messages!r:.100}; expected a list of messages such as "
+            '[{"role": "user", "content": "..."}]'
+        )
+    return plain
 
 
 def _plain_message(message: Any) -> Mapping[str, Any]:

@@ -14,6 +14,7 @@ import pytest
 
 from atroposlib.envs.base import BaseEnv, BaseEnvConfig
 from atroposlib.envs.check import check_environment
+from atroposlib.envs.checks import watchers
 from atroposlib.envs.checks.report import Outcome
 from atroposlib.envs.conversation import Conversation, Reply
 from atroposlib.envs.multi_turn_env import MultiTurnEnv
@@ -387,3 +388,94 @@ def test_check_undeclared_settings_of_an_environment_pass() -> None:
     report = check_environment(OwnSettings)
 
     assert report.passed, report.text
+
+
+class ItemNotAwaited(Sums):
+    async def get_next_item(self) -> Any:
+        return super().get_next_item()
+
+
+class ItemsYielded(Sums):
+    async def get_next_item(self) -> Any:  # type: ignore[override]  # the mistake
+        yield 1
+
+
+class EndedItems(Sums):
+    async def setup(self) -> None:
+        self.items = iter([])
+
+
+@pytest.mark.parametrize(
+    ("env_cls", "detail"),
+    [
+        (ItemNotAwaited, "get_next_item returned an object of type coroutine; expected the item"),
+        (ItemsYielded, "get_next_item returned an object of type async_generator; expected"),
+        (EndedItems, "EndedItems.get_next_item raised StopIteration"),
+    ],
+)
+def test_check_item_that_is_none_is_named(env_cls: type[BaseEnv], detail: str) -> None:
+    failure = failures(env_cls)["rollout"]
+
+    assert detail in failure.detail
+    assert "test_check_mistakes.py:" in (failure.where or "")
+    assert failure.remedy == METHOD_REMEDY
+
+
+def test_check_prompt_without_room_is_reported_with_the_warning() -> None:
+    class Cramped(Sums):
+        default_settings: ClassVar[dict[str, Any]] = {
+            **Sums.default_settings,
+            "max_token_length": 2,
+        }
+
+    failure = failures(Cramped)["rollout"]
+
+    assert failure.detail.startswith("no item yields a group: item skipped: its prompt leaves no")
+
+
+def test_check_temperature_zero_is_noted() -> None:
+    class Greedy(Sums):
+        default_settings: ClassVar[dict[str, Any]] = {**Sums.default_settings, "temperature": 0.0}
+
+    report = check_environment(Greedy)
+
+    assert report.passed, report.text
+    assert any("temperature 0" in note for note in report.notes)
+
+
+@pytest.mark.parametrize(
+    ("changes", "detail"),
+    [
+        ({"messages": [{"content": "?"}]}, "messages[0][0]: role and content are required"),
+        ({"tokens": [-1]}, "tokens[0] holds the id -1"),
+        ({"tokens": ["1"]}, "tokens[0][0] is '1'; expected a number"),
+    ],
+)
+def test_check_group_that_the_service_or_the_base_class_drops_is_found(
+    changes: dict[str, Any], detail: str
+) -> None:
+    class Wrong(CleanEnv):
+        async def collect_trajectory(self, item: Any) -> tuple[Any, list[Any]]:
+            row, backlog = await super().collect_trajectory(item)
+            if "tokens" in changes:
+                return {**row, "tokens": [*changes["tokens"], *row["tokens"][1:]]}, backlog
+            return {**row, **changes}, backlog
+
+    assert detail in failures(Wrong)["shape"].detail
+
+
+class Stuck(Sums):
+    async def score(self, item: Any, answer: str) -> float:
+        while True:
+            time.sleep(0.001)  # noqa: ASYNC251 - the mistake
+
+
+def test_check_call_that_never_returns_is_interrupted_and_named(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(watchers, "BLOCKED_S", 0.3)
+
+    failure = failures(Stuck)["rollout"]
+
+    assert "it blocks the event loop" in failure.detail
+    assert "test_check_mistakes.py:" in (failure.where or "")
