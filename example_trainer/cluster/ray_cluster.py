@@ -108,11 +108,16 @@ class RayRun:
         return f"run {name} is on the Ray cluster {ray.get_runtime_context().gcs_address}"
 
     def status(self) -> RunStatus:
-        self._connect()
+        ray = self._connect()
         supervisor = self._actor(SUPERVISOR)
         if supervisor is not None:
-            found: RunStatus = self._answer(supervisor.status)
-            return found
+            try:
+                found: RunStatus = self._answer(supervisor.status)
+                return found
+            except RayRunError as error:
+                # Its name is still known for a moment after its end.
+                if not isinstance(error.__cause__, ray.exceptions.ActorDiedError):
+                    raise
         saved = read_json(self._run.output / STATE_FILE)
         if not saved:
             return RunStatus("none")
@@ -193,6 +198,9 @@ class RayRun:
             handle = self._actor(unit)
             if handle is not None:
                 ray.kill(handle, no_restart=True)
+        deadline = time.monotonic() + _ANSWER_S
+        while any(map(self._actor, units)) and time.monotonic() < deadline:
+            time.sleep(_POLL_S)  # another run may use the names only then
         return len(units)
 
     def _answer(self, method: Any, *arguments: Any, limit_s: float = _ANSWER_S) -> Any:
