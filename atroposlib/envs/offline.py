@@ -126,9 +126,9 @@ class ProcessRun:
             has_items = has_items and await self._start_rollouts(started)
             if not started:
                 if self._num_items == 0:
-                    raise NoDataError(
-                        f"{type(self._env).__name__}.get_next_item returned None at its first "
-                        "call: there is no item to roll out"
+                    logger.warning(
+                        "%s.get_next_item returned None at its first call: no item to roll out",
+                        type(self._env).__name__,
                     )
                 logger.info("no items left after %d groups", self._registration.curr_step)
                 return

@@ -498,6 +498,7 @@ class ServingLoop:
         registration.count_running = self._num_running_sequences
         self._failures_in_a_row = 0
         self._mistakes_in_a_row = 0
+        self._mistakes_since = 0.0
         self._empty_in_a_row = 0
         self._failures_logged = 0
         self._num_evaluations_logged = 0
@@ -791,7 +792,10 @@ class ServingLoop:
         """End the run if the first rollouts all fail because of a mistake in the environment."""
         self._mistakes_in_a_row = self._mistakes_in_a_row + 1 if isinstance(error, MISTAKES) else 0
         count = self._mistakes_in_a_row
-        if count < NUM_UNUSABLE_AT_START or self._reporter.run_figures.num_groups:
+        if count == 1:
+            self._mistakes_since = time.monotonic()
+        is_new = time.monotonic() - self._mistakes_since < MISTAKES_S
+        if is_new or count < NUM_UNUSABLE_AT_START or self._reporter.run_figures.num_groups:
             return
         self._scheduler.stop(
             NoDataError(
@@ -825,6 +829,8 @@ MISTAKES = (
     TypeError,
 )
 """Errors of an environment's code or lengths; unlike an outage, they do not end by themselves."""
+MISTAKES_S = 60.0
+"""Seconds for which all rollouts must fail: many fail at once if what they call is not up yet."""
 NUM_EMPTY_LOGGED = 10
 """Number of items in a row without a group at which the log first says so."""
 

@@ -585,12 +585,15 @@ async def test_process_that_fails_keeps_the_groups_that_later_items_finished(
     assert written[:2] == [[2], [3]]
 
 
-async def test_process_without_a_first_item_says_so(make_env: MakeEnv) -> None:
+async def test_process_without_a_first_item_says_so_and_ends(
+    make_env: MakeEnv, caplog: pytest.LogCaptureFixture
+) -> None:
     env = make_env()
     env.most_items = 0
 
-    with pytest.raises(NoDataError, match=r"SmallEnv\.get_next_item returned None at its first"):
-        await process(env, groups=1)
+    await process(env, groups=1)
+
+    assert "SmallEnv.get_next_item returned None at its first call" in caplog.text
 
 
 class EndedIteratorEnv(SmallEnv):

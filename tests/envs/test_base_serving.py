@@ -541,6 +541,7 @@ async def test_serve_whose_first_rollouts_all_fail_by_a_mistake_ends_and_names_i
     service: LiveService, make_env: MakeEnv, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(scheduler, "NUM_UNUSABLE_AT_START", 12)
+    monkeypatch.setattr(scheduler, "MISTAKES_S", 0.0)
     service.start()
 
     class WrongKey(SmallEnv):
