@@ -60,6 +60,8 @@ SAMPLE = Path(__file__).with_name("sample")
 NO_REASONING = -1.0
 MAX_PUNCHLINE_CHARACTERS = 400
 """Longer ones are stories, and left out."""
+MAX_TEST_ROWS = 256
+"""Jokes that are reserved for evaluations, at most."""
 REMOVED = ("", "[removed]", "[deleted]")
 MAX_MEAN_LOSS = 80.0
 """Mean loss per token in nats above which it counts as this; its exponential is a float."""
@@ -277,10 +279,6 @@ class PunchlineEnv(DatasetItems, SingleTurnEnv):
     def check_gold_answer(self, item: Joke) -> str:
         punchline = item["selftext"]
         return f"<think>{punchline}</think>{punchline}"
-
-
-MAX_TEST_ROWS = 256
-"""Jokes that are reserved for evaluations, at most."""
 
 
 def _has_punchline(row: Mapping[str, Any]) -> bool:
