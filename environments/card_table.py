@@ -1,4 +1,4 @@
-"""Rewrite the table of `environments/README.md`: `python -m environments.card_table`.
+"""Rewrite the tables of `environments/README.md`: `python -m environments.card_table`.
 
     environments/**/*.py -> CARD = EnvironmentCard(...) -> one row each, between two marks
 
@@ -8,17 +8,26 @@ The modules are parsed, not imported, so their dependencies are not needed.
 from __future__ import annotations
 
 import ast
+from collections.abc import Sequence
 from pathlib import Path
 
 from atroposlib.errors import ConfigError
 from atroposlib.tasks.card import EnvironmentCard
 
-__all__ = ["card_table", "find_cards", "page_with_table"]
+__all__ = ["card_tables", "find_cards", "page_with_tables"]
 
 FOLDER = Path(__file__).parent
 PAGE = FOLDER / "README.md"
-BEGIN = "<!-- table: python -m environments.card_table -->"
-END = "<!-- end of table -->"
+BEGIN = "<!-- tables: python -m environments.card_table -->"
+END = "<!-- end of tables -->"
+SECTIONS = {
+    "": "Questions, tools and agents",
+    "game_environments/": "Games",
+    "multimodal_dpo/": "Questions about images",
+    "community/": "Contributed environments",
+    "eval_environments/": "Evaluations",
+}
+"""Heading of the table of each folder; the first one is that of all other places."""
 COLUMNS = ("environment", "task", "turns", "reward", "data", "needs", "try it")
 
 
@@ -36,13 +45,22 @@ def find_cards(folder: Path = FOLDER) -> dict[str, EnvironmentCard]:
     return cards
 
 
-def card_table(cards: dict[str, EnvironmentCard]) -> str:
-    """Return a Markdown table with one row per card."""
-    rows = [COLUMNS, ("---",) * len(COLUMNS), *(_row(path, card) for path, card in cards.items())]
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+def card_tables(cards: dict[str, EnvironmentCard]) -> str:
+    """Return a Markdown table with one row per card for each of the `SECTIONS` that has cards."""
+    rows: dict[str, list[tuple[str, ...]]] = {section: [] for section in SECTIONS}
+    for path, card in cards.items():
+        section = next((each for each in SECTIONS if each and path.startswith(each)), "")
+        rows[section].append(_row(path, card))
+    return "\n\n".join(
+        f"## {SECTIONS[section]}\n\n{_table(found)}" for section, found in rows.items() if found
+    )
 
 
-def page_with_table(page: str, table: str) -> str:
+def _table(rows: Sequence[Sequence[str]]) -> str:
+    return "\n".join(f"| {' | '.join(row)} |" for row in (COLUMNS, ("---",) * len(COLUMNS), *rows))
+
+
+def page_with_tables(page: str, tables: str) -> str:
     """Return a page with the text between its marks replaced.
 
     Raises:
@@ -51,8 +69,8 @@ def page_with_table(page: str, table: str) -> str:
     before, begin, rest = page.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not (begin and end):
-        raise ConfigError(f"the page has no place for the table, expected {BEGIN} and {END}")
-    return f"{before}{BEGIN}\n\n{table}\n\n{END}{after}"
+        raise ConfigError(f"the page has no place for the tables, expected {BEGIN} and {END}")
+    return f"{before}{BEGIN}\n\n{tables}\n\n{END}{after}"
 
 
 def _read_card(path: Path, source: str) -> EnvironmentCard:
@@ -80,9 +98,9 @@ def _row(path: str, card: EnvironmentCard) -> tuple[str, ...]:
 
 
 def main() -> None:
-    """Rewrite the table of `environments/README.md`."""
+    """Rewrite the tables of `environments/README.md`."""
     page = PAGE.read_text(encoding="utf-8")
-    PAGE.write_text(page_with_table(page, card_table(find_cards())), encoding="utf-8")
+    PAGE.write_text(page_with_tables(page, card_tables(find_cards())), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ __all__ = ["EnvironmentCard"]
 
 @dataclass(frozen=True, kw_only=True)
 class EnvironmentCard:
-    """One row of the table in `environments/README.md`.
+    """One row of a table in `environments/README.md`.
 
     The table is generated without importing the module, so every field must be a string literal, as
     in `CARD = EnvironmentCard(task="sums of large numbers", turns="up to 6", ...)`.

@@ -6,7 +6,8 @@ from pathlib import Path
 import pytest
 
 from atroposlib.errors import ConfigError
-from environments.card_table import PAGE, card_table, find_cards, page_with_table
+from atroposlib.tasks.card import EnvironmentCard
+from environments.card_table import PAGE, card_tables, find_cards, page_with_tables
 
 CARD = 'CARD = EnvironmentCard(task="sums", turns="1", reward="0 | 1", data="made", command="{}")'
 
@@ -19,7 +20,7 @@ def write(path: Path, text: str) -> None:
 def test_table_of_the_page_is_up_to_date() -> None:
     page = PAGE.read_text(encoding="utf-8")
 
-    assert page == page_with_table(page, card_table(find_cards())), (
+    assert page == page_with_tables(page, card_tables(find_cards())), (
         "environments/README.md is out of date; run: python -m environments.card_table"
     )
 
@@ -49,12 +50,29 @@ def test_cards_are_read_without_importing(tmp_path: Path) -> None:
     write(tmp_path / "folder" / "sums.py", CARD.format("process"))
     write(tmp_path / "helper.py", "")
 
-    [row] = card_table(find_cards(tmp_path)).splitlines()[2:]
+    heading, *_, row = card_tables(find_cards(tmp_path)).splitlines()
 
+    assert heading == "## Questions, tools and agents"
     assert row == (
         "| [`folder/sums.py`](folder/sums.py) | sums | 1 | 0 \\| 1 | made | core install | "
         "`python environments/folder/sums.py process` |"
     )
+
+
+def test_folders_have_tables_of_their_own() -> None:
+    card = EnvironmentCard(task="t", turns="1", reward="r", data="d", command="process")
+
+    lines = card_tables(dict.fromkeys(["community/a.py", "b.py", "communal.py"], card)).splitlines()
+
+    assert [line.split("`")[1] for line in lines if "](" in line] == [
+        "b.py",
+        "communal.py",
+        "community/a.py",
+    ]
+    assert [line for line in lines if line.startswith("## ")] == [
+        "## Questions, tools and agents",
+        "## Contributed environments",
+    ]
 
 
 @pytest.mark.parametrize("card", ['CARD = EnvironmentCard(task="sums")', "CARD = make_card()"])
@@ -66,5 +84,5 @@ def test_incomplete_card_is_an_error(tmp_path: Path, card: str) -> None:
 
 
 def test_page_without_marks_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="no place for the table"):
-        page_with_table("text", "table")
+    with pytest.raises(ConfigError, match="no place for the tables"):
+        page_with_tables("text", "table")
