@@ -147,6 +147,7 @@ def _apart(one: str, other: str) -> str:
 
 
 RAISED_BY_AUTHOR = "correct that line, or the values that reach it"
+NOT_INSTALLED = "install what the error names into this Python; the code may be right"
 RAISED_ABOUT_METHOD = "correct the arguments or the return value of that method"
 TOO_LATE = "find what it waits for; the limit for a step of the check is one minute"
 SCORED_TOO_LONG = (
@@ -248,6 +249,8 @@ def _place_and_remedy(
     if _is_unrendered(error):
         remedy = NO_TEMPLATE if _lacks_template(error) else NOT_RENDERED
         return own_line or hook_site(env_cls, (*hooks, *OTHER_HOOKS)), remedy
+    if isinstance(error, ImportError):
+        return own_line or hook_site(env_cls, hooks) or class_site(env_cls), NOT_INSTALLED
     if own_line is not None:
         is_raised_there = own_line == traceback_site(error.__traceback__, anywhere=True)
         fits = is_raised_there or name not in BEFORE_ROLLOUTS

@@ -433,6 +433,17 @@ def test_check_prompt_without_room_is_reported_with_the_warning() -> None:
     assert failure.detail.startswith("no item yields a group: item skipped: its prompt leaves no")
 
 
+def test_check_package_that_is_not_installed_is_not_blamed_on_the_code() -> None:
+    class NeedsPackage(Sums):
+        async def setup(self) -> None:
+            import no_such_package  # type: ignore[import-not-found]  # noqa: F401
+
+    failure = failures(NeedsPackage)["setup"]
+
+    assert "No module named 'no_such_package'" in failure.detail
+    assert failure.remedy.startswith("install what the error names")
+
+
 def test_check_temperature_zero_is_noted() -> None:
     class Greedy(Sums):
         default_settings: ClassVar[dict[str, Any]] = {**Sums.default_settings, "temperature": 0.0}
@@ -473,7 +484,7 @@ class Stuck(Sums):
 def test_check_call_that_never_returns_is_interrupted_and_named(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(watchers, "BLOCKED_S", 0.3)
+    monkeypatch.setattr(watchers, "BLOCKED_S", 2.0)
 
     failure = failures(Stuck)["rollout"]
 
