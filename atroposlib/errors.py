@@ -22,6 +22,7 @@ __all__ = [
     "NoDataError",
     "NoTextCompletionsError",
     "NoTokenIdsError",
+    "NoVerdictError",
     "PromptError",
     "RunStoreError",
     "TaskError",
@@ -48,6 +49,10 @@ class NoTokenIdsError(ConfigError, NotImplementedError):
 
 class NoDataError(AtroposError, RuntimeError):
     """An environment repeatedly produced no data; the message quotes its log."""
+
+
+class NoVerdictError(AtroposError, RuntimeError):
+    """A judge gave no verdict on an answer, so its group has no scores; its item is left out."""
 
 
 class PromptError(AtroposError, ValueError):

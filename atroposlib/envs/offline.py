@@ -29,7 +29,7 @@ from atroposlib.envs.scheduler import (
 from atroposlib.envs.server_handling.server_baseline import sampled_versions
 from atroposlib.envs.server_handling.server_manager import EngineWatch
 from atroposlib.envs.service_session import EnvRegistration
-from atroposlib.errors import InferenceError, NoDataError
+from atroposlib.errors import InferenceError, NoDataError, NoVerdictError
 from atroposlib.utils.aio import settle
 from atroposlib.utils.text import short_score
 
@@ -195,6 +195,10 @@ class ProcessRun:
                 collected, _ = as_pair(await settle(self._env.collect_trajectories(item)))
                 if collected:
                     collected = await settle(self._env.postprocess_histories(collected))
+        except NoVerdictError as error:  # as with a group of which nothing can be learned
+            self._env.count_failure(type(error).__name__)
+            logger.warning("an item is left out: %s", error)
+            collected = None
         finally:
             self._reporter.run_figures.end_item(number)
         annotate_groups(collected, sampled)

@@ -21,7 +21,7 @@ from pydantic import BaseModel, Field
 from atroposlib.envs.base import APIServerConfig, ServerManager
 from atroposlib.envs.conversation import ChatMessage, visible_text
 from atroposlib.envs.server_handling.chat_rendering import text_of_content
-from atroposlib.errors import AtroposError, ConfigError, ContextOverflowError
+from atroposlib.errors import ConfigError, ContextOverflowError, NoVerdictError
 from atroposlib.tasks.judge import Case, Votes, ask_judge
 
 __all__ = [
@@ -34,10 +34,6 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
-
-
-class NoVerdictError(AtroposError, RuntimeError):
-    """A judge gave no verdict on an answer, so its group has no scores."""
 
 
 class JudgeConfig(BaseModel):

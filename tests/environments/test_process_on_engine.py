@@ -34,6 +34,9 @@ ENVIRONMENTS = PAGE.parent
 NEED_RIGHT_ANSWERS = (
     "answer_format_environment/answer_format_environment.py",
     "community/goofy_math/goofy_math_env.py",
+    "community/humor_generation/humor_generation_env.py",
+    "community/meteorology_forecast/meteorology_forecast_env.py",
+    "community/philosophical_rlaif_env.py",
     "letter_counting_environment/letter_counting_environment.py",
     "math_server.py",
     "math_server_zero.py",
@@ -41,13 +44,7 @@ NEED_RIGHT_ANSWERS = (
     "rlaif_server.py",
     "tool_use_turnlevel_advantage_server.py",
 )
-"""They make no group where no answer is right, or no judge takes sides; noise does neither."""
-NEED_A_JUDGE = (
-    "community/humor_generation/humor_generation_env.py",
-    "community/meteorology_forecast/meteorology_forecast_env.py",
-    "community/philosophical_rlaif_env.py",
-)
-"""A judge whose reply has no verdict, as noise has none, ends `process` with an error."""
+"""They make no group where no answer is right, or no judge gives a verdict; noise does neither."""
 SEVERAL_SERVERS = (
     "game_environments/diplomacy_environment/diplomacy_env_minimal.py",
     "mcp_env.py",
@@ -56,7 +53,7 @@ PATHS = [
     path
     for path, card in find_cards().items()
     # The model reads no images.
-    if path not in NEED_RIGHT_ANSWERS + NEED_A_JUDGE
+    if path not in NEED_RIGHT_ANSWERS
     and not path.startswith("multimodal_dpo/")
     # Their defaults have several servers, which one tokenizer flag cannot set.
     and path not in SEVERAL_SERVERS

@@ -16,7 +16,13 @@ from atroposlib.envs import base
 from atroposlib.envs import offline as env_offline
 from atroposlib.envs.base import APIServerConfig, BaseEnv, ServerBaseline
 from atroposlib.envs.server_handling.server_baseline import note_sampled
-from atroposlib.errors import ConfigError, EngineSetupError, InferenceError, NoDataError
+from atroposlib.errors import (
+    ConfigError,
+    EngineSetupError,
+    InferenceError,
+    NoDataError,
+    NoVerdictError,
+)
 from tests.envs.small_environment import SmallEnv, small_config
 
 MakeEnv = Callable[..., Any]
@@ -583,6 +589,23 @@ async def test_process_that_fails_keeps_the_groups_that_later_items_finished(
 
     written = [group["tokens"][0] for group in records(tmp_path / "groups.jsonl")]
     assert written[:2] == [[2], [3]]
+
+
+async def test_process_leaves_out_an_item_without_a_verdict(
+    make_env: MakeEnv, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Judged(SmallEnv):
+        async def collect_trajectories(self, item: Any) -> Any:
+            if item == 1:
+                raise NoVerdictError("the judge gave no number")
+            return await super().collect_trajectories(item)
+
+    env = make_env(Judged)
+
+    await process(env, groups=2)
+
+    assert (env.curr_step, env.failure_counts) == (2, {"NoVerdictError": 1})
+    assert "an item is left out: the judge gave no number" in caplog.text
 
 
 async def test_process_without_a_first_item_says_so_and_ends(
