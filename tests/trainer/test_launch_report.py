@@ -56,7 +56,9 @@ def test_count_steps_counts_what_the_trainer_logged(tmp_path: Path) -> None:
 def test_find_drop_returns_the_reason_of_the_last_dropped_group(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    delivery: Any = SimpleNamespace(_reporter=SimpleNamespace(drop_counts=Counter()))
+    figures = SimpleNamespace(num_groups=2)
+    reporter = SimpleNamespace(drop_counts=Counter(), run_figures=figures)
+    delivery: Any = SimpleNamespace(_reporter=reporter)
     for score in (0.0, 1.0):
         admission = Admission("scores_equal", f"all 8 scores are {score}")
         GroupDelivery._drop_group(delivery, admission)
