@@ -455,8 +455,8 @@ def environment_defaults(env_cls: type[Any]) -> Defaults:
     is_pair = isinstance(returned, tuple | list) and len(returned) == 2
     if not is_pair or not isinstance(returned[0], BaseModel):
         raise ConfigError(
-            f"{where} returned {_types_of(returned)}; expected settings and servers, such as "
-            "(BaseEnvConfig, list)"
+            f"{where} returned {_types_of(returned)}; expected settings and servers: a "
+            "BaseEnvConfig and a list of APIServerConfig"
         )
     config, servers = returned
     return Defaults(type(config), field_values(config), servers)

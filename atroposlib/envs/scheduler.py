@@ -460,6 +460,27 @@ class DrivenEnv(Protocol):
     ) -> None: ...
 
 
+MISTAKES = (
+    AssertionError,
+    AttributeError,
+    ContextOverflowError,
+    GroupError,
+    ImportError,
+    LookupError,
+    NameError,
+    NotImplementedError,
+    TypeError,
+)
+"""Errors of an environment's code or lengths; unlike an outage, they do not end by themselves."""
+MISTAKES_S = 60.0
+"""Seconds for which all rollouts must fail: many fail at once if what they call is not up yet."""
+NUM_EMPTY_LOGGED = 10
+"""Number of items in a row without a group at which the log first says so."""
+
+ITEM_WARNING_S = 60.0
+"""Seconds in `get_next_item` after which the log says so."""
+
+
 class ServingLoop:
     """Serves one environment: follows the trainer's step and keeps rollouts running.
 
@@ -815,27 +836,6 @@ class ServingLoop:
             return False
         self._scheduler.stop(error)
         return True
-
-
-MISTAKES = (
-    AssertionError,
-    AttributeError,
-    ContextOverflowError,
-    GroupError,
-    ImportError,
-    LookupError,
-    NameError,
-    NotImplementedError,
-    TypeError,
-)
-"""Errors of an environment's code or lengths; unlike an outage, they do not end by themselves."""
-MISTAKES_S = 60.0
-"""Seconds for which all rollouts must fail: many fail at once if what they call is not up yet."""
-NUM_EMPTY_LOGGED = 10
-"""Number of items in a row without a group at which the log first says so."""
-
-ITEM_WARNING_S = 60.0
-"""Seconds in `get_next_item` after which the log says so."""
 
 
 async def next_item_of(env: DrivenEnv) -> Any:

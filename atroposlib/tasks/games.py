@@ -28,6 +28,7 @@ __all__ = [
     "GameEnv",
     "GameEnvConfig",
     "MoveResult",
+    "SeededEnv",
     "evaluation_seeds",
     "load_gymnasium",
     "opening_messages",
@@ -81,11 +82,11 @@ class Game(Conversation):
     """Whether the policy reached the goal."""
 
 
-class GameEnv(MultiTurnEnv):
-    """Games from seeds; write `start_conversation`, which returns a `Game`.
+class SeededEnv(MultiTurnEnv):
+    """Conversations from seeds; write `start_conversation`.
 
     Attributes:
-        iter: training games handed out so far; kept in checkpoints.
+        iter: training seeds handed out so far; kept in checkpoints.
     """
 
     env_config_cls = GameEnvConfig
@@ -103,15 +104,19 @@ class GameEnv(MultiTurnEnv):
     def eval_items(self) -> Sequence[dict[str, int]]:
         return [{"seed": seed} for seed in evaluation_seeds(self.config.eval_episodes)]
 
+    def save_checkpoint(self, step: int, data: Mapping[str, Any] | None = None) -> None:
+        super().save_checkpoint(step, {**(data or {}), "iter": self.iter})
+
+
+class GameEnv(SeededEnv):
+    """Games from seeds; write `start_conversation`, which returns a `Game`."""
+
     def metrics_of(self, rollouts: Sequence[Rollout], area: str) -> dict[str, float]:
         metrics = super().metrics_of(rollouts, area)
         if rollouts:
             games = [cast(Game, rollout.conversation) for rollout in rollouts]
             metrics[f"{area}/win_rate"] = statistics.fmean(game.is_won for game in games)
         return metrics
-
-    def save_checkpoint(self, step: int, data: Mapping[str, Any] | None = None) -> None:
-        super().save_checkpoint(step, {**(data or {}), "iter": self.iter})
 
 
 WORDS_PATH = Path(__file__).with_name("words.tsv")

@@ -99,7 +99,7 @@ def read_records(
         raise ConfigError(f"no data file {path}; {expected}{_sample_hint(path)}")
     try:
         rows = list(iter_records(path))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RecursionError) as error:
         raise ConfigError(f"{path} cannot be read ({error}); {expected}") from error
     if not rows:
         raise ConfigError(f"{path} holds no rows; {expected}")

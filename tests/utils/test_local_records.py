@@ -54,7 +54,10 @@ def test_line_ends_where_json_lines_end_it(tmp_path: Path) -> None:
     assert read_records(tmp_path / "rows.jsonl", COLUMNS) == rows
 
 
-@pytest.mark.parametrize("content", ["", "not json", '{"question": "q"}', "[1]"])
+NESTED = f'["\\\\ud800", {"[" * 900}{"]" * 900}]'
+
+
+@pytest.mark.parametrize("content", ["", "not json", '{"question": "q"}', "[1]", NESTED])
 def test_unusable_file_is_refused_with_the_expected_columns(tmp_path: Path, content: str) -> None:
     path = tmp_path / "bad.jsonl"
     path.write_text(content)

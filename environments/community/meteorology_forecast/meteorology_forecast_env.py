@@ -63,9 +63,12 @@ MAX_ANSWER_CHARACTERS = 20_000
 TEST_FRACTION = 0.2
 RATINGS = {"REASONING_SCORE": 5, "TOOL_CALL_SCORE": 3, "FORECAST_SUMMARY_SCORE": 2}
 """Name of a line of the judge to its highest number."""
-PARTS = {"REASONING_SCORE": "reasoning", "TOOL_CALL_SCORE": "tool_calls"} | {
-    "FORECAST_SUMMARY_SCORE": "forecast_summary"
+PARTS = {
+    "REASONING_SCORE": "reasoning",
+    "TOOL_CALL_SCORE": "tool_calls",
+    "FORECAST_SUMMARY_SCORE": "forecast_summary",
 }
+"""Name of a line of the judge to that of its part of the reward."""
 RATING_LINE = re.compile(
     rf"[ \t]*\*{{0,2}}({'|'.join(RATINGS)}):\*{{0,2}}[ \t]*(\d(?:\.\d{{1,2}})?)(?:/\d)?[ \t]*"
 )

@@ -22,10 +22,10 @@ from typing import Any, ClassVar, NamedTuple, cast
 from pydantic import Field
 
 from atroposlib.envs.conversation import ChatMessage, Conversation, Reply, Turn
-from atroposlib.envs.multi_turn_env import MultiTurnEnv, MultiTurnEnvConfig, Rollout
+from atroposlib.envs.multi_turn_env import Rollout
 from atroposlib.tasks.answers import only_json_object
 from atroposlib.tasks.card import EnvironmentCard
-from atroposlib.tasks.games import NUM_TRAINING_SEEDS, evaluation_seeds
+from atroposlib.tasks.games import GameEnvConfig, SeededEnv
 from atroposlib.utils.text import inert_line
 
 __all__ = ["Action", "Feed", "Post", "XitterConfig", "XitterEnv", "read_action"]
@@ -82,7 +82,7 @@ SYSTEM_PROMPT = (
 )
 
 
-class XitterConfig(MultiTurnEnvConfig):
+class XitterConfig(GameEnvConfig):
     """Settings of the feed and of the rewards."""
 
     like_reward_weight: float = Field(
@@ -102,10 +102,6 @@ class XitterConfig(MultiTurnEnvConfig):
     )
     num_agents: int = Field(
         2, ge=2, le=len(NAMES), description="Number of agents, the policy included."
-    )
-    seed: int = Field(0, ge=0, lt=NUM_TRAINING_SEEDS, description="Seed of the first feed.")
-    eval_episodes: int = Field(
-        32, ge=0, le=10_000, description="Number of feeds of one evaluation."
     )
 
 
@@ -176,8 +172,6 @@ class Feed(Conversation):
         self._config = config
         self._me, *others = source.sample(NAMES, config.num_agents)
         self.interests = {name: source.sample(TOPICS, 2) for name in others}
-        num_trends = -(-config.max_turns // TURNS_PER_TREND)
-        self._trends = [source.choice(TOPICS) for _ in range(num_trends)]
         self._seed = seed
         self._turn = 0
         self.posts: list[Post] = []
@@ -188,7 +182,7 @@ class Feed(Conversation):
 
     def trend(self, turn: int) -> str:
         """Return the trending topic of a turn."""
-        return self._trends[min(turn // TURNS_PER_TREND, len(self._trends) - 1)]
+        return random.Random(f"{self._seed} trend {turn // TURNS_PER_TREND}").choice(TOPICS)
 
     def opening(self) -> list[ChatMessage]:
         system = SYSTEM_PROMPT.format(
@@ -290,12 +284,8 @@ class Feed(Conversation):
         self._turn, self.num_invalid = state["turn"], state["num_invalid"]
 
 
-class XitterEnv(MultiTurnEnv):
-    """Feeds from seeds; an item has the `seed`.
-
-    Attributes:
-        iter: training feeds handed out so far; kept in checkpoints.
-    """
+class XitterEnv(SeededEnv):
+    """Feeds from seeds; an item has the `seed`."""
 
     name = "xitter"
     env_config_cls = XitterConfig
@@ -308,18 +298,6 @@ class XitterEnv(MultiTurnEnv):
         "wandb_name": "xitter",
     }
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self.iter = 0
-
-    async def get_next_item(self) -> dict[str, int]:
-        seed = (self.config.seed + self.iter) % NUM_TRAINING_SEEDS
-        self.iter += 1
-        return {"seed": seed}
-
-    def eval_items(self) -> Sequence[dict[str, int]]:
-        return [{"seed": seed} for seed in evaluation_seeds(self.config.eval_episodes)]
-
     def start_conversation(self, item: Mapping[str, int]) -> Feed:
         return Feed(item["seed"], self.config)
 
@@ -329,9 +307,6 @@ class XitterEnv(MultiTurnEnv):
             feeds = [cast(Feed, rollout.conversation) for rollout in rollouts]
             metrics[f"{area}/invalid_actions"] = statistics.fmean(f.num_invalid for f in feeds)
         return metrics
-
-    def save_checkpoint(self, step: int, data: Mapping[str, Any] | None = None) -> None:
-        super().save_checkpoint(step, {**(data or {}), "iter": self.iter})
 
     def check_gold_answer(self, item: Mapping[str, int]) -> list[str]:
         feed = self.start_conversation(item)
