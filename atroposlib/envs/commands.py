@@ -366,20 +366,30 @@ class EvaluateCommand(EnvCommand):
 def load_yaml(path: str) -> dict[str, Any]:
     """Read a YAML file of settings; an empty file gives an empty mapping.
 
+    Keys that are given twice are warned of, since only the last value is used.
+
     Raises:
         UsageError: the file is missing, unreadable or not a mapping.
     """
     import yaml
 
+    from atroposlib.utils.yaml_keys import load_with_repeats
+
     try:
         with Path(path).open(encoding="utf-8") as file:  # errors of `yaml` then name the file
-            content = yaml.safe_load(file)
+            content, repeated = load_with_repeats(file)
     except OSError as error:
         raise UsageError(f"config: cannot read {path}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:
         raise UsageError(f"config: {path} is not YAML: {error}") from error
     if content is not None and not isinstance(content, dict):
         raise UsageError(f"config: {path} must hold sections such as env: and openai:")
+    if repeated:
+        warnings.warn(
+            f"{path}: only the last value of {', '.join(repeated)} is used",
+            UserWarning,
+            stacklevel=2,
+        )
     return content or {}
 
 

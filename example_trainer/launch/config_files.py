@@ -17,6 +17,7 @@ import yaml
 
 from atroposlib.errors import ConfigError
 from atroposlib.utils.text import near_name
+from atroposlib.utils.yaml_keys import load_with_repeats
 
 __all__ = ["with_config_files"]
 
@@ -55,12 +56,14 @@ def with_config_files(
         if path is None:
             expanded[name] = tuple(words)
             continue
-        content = _read(Path(path))
+        content, repeated = _read(Path(path))
         settings = content.get("env") or {}
         if not isinstance(settings, dict) or any(not isinstance(key, str) for key in settings):
             raise ConfigError(f"{_FLAG} {path}: section env must be a mapping of settings")
         # A list would be extended by the flag of the same name, not replaced.
         typed = {word.removeprefix(_PREFIX).partition("=")[0] for word in others}
+        if repeated:
+            notes.append(f"{path}: only the last value of {', '.join(repeated)} is used")
         left_out = [key for key in settings if key in fixed or key in _OF_THE_RUN]
         left_out += [section for section in _SECTIONS if section != "env" and content.get(section)]
         if left_out:
@@ -104,16 +107,17 @@ def _is_small(value: Any) -> bool:
     return num_values <= _MAX_VALUES
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read(path: Path) -> tuple[dict[str, Any], list[str]]:
+    """Return the content of a file, and the keys that it has twice."""
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content, repeated = load_with_repeats(path.read_text(encoding="utf-8"))
     except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
         raise ConfigError(f"{_FLAG} {path}: cannot be read as YAML: {error}") from error
     if content is None:
-        return {}
+        return {}, []
     if not isinstance(content, dict):
         raise ConfigError(f"{_FLAG} {path}: expected a mapping with the section env")
-    return content
+    return content, repeated
 
 
 def _split(words: Sequence[str]) -> tuple[str | None, list[str]]:

@@ -7,7 +7,8 @@ Names and defaults are those of vLLM. Sampling defaults are neutral and independ
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+import logging
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any, TypeVar
@@ -25,8 +26,11 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from atroposlib.utils.text import inert_line, near_name
 from example_trainer.torch_engine.generation import EngineLimits, PromptRequest
 from example_trainer.torch_engine.sampling import SamplingSettings
+
+logger = logging.getLogger(__name__)
 
 MAX_COMPLETIONS = 512
 """Completions of one request, over all its prompts."""
@@ -55,6 +59,9 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("auto", "none", None),
 }  # fmt: skip
 """Fields of vLLM that this engine does not implement, and the values that have no effect."""
+_MAX_NOTED = 64
+_noted: set[str] = set()
+"""Ignored fields that were logged."""
 
 
 class EngineRefusal(Exception):
@@ -280,12 +287,22 @@ def parse_body(kind: type[Fields], body: Mapping[str, Any]) -> Fields:
                 "with vLLM",
                 param=name,
             )
+    _note_ignored(body.keys() - kind.model_fields.keys() - _NEUTRAL.keys(), kind.model_fields)
     try:
         return kind.model_validate(dict(body))
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         where = ".".join(map(str, first["loc"]))[:_MAX_SHOWN_CHARS]
         raise EngineRefusal(f"{where}: {first['msg']}", param=where or None) from error
+
+
+def _note_ignored(names: Iterable[str], known: Iterable[str]) -> None:
+    """Log each field that no request has had before; the first ones only."""
+    for name in names:
+        if name not in _noted and len(_noted) < _MAX_NOTED:
+            _noted.add(name)
+            shown = inert_line(name, max_characters=_MAX_SHOWN_CHARS)
+            logger.warning("field %s of a request is ignored%s", shown, near_name(shown, known))
 
 
 def text_prompts(fields: TextFields, served: ServedTorchModel) -> list[list[int]]:

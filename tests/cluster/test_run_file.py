@@ -87,7 +87,12 @@ def test_mistake_is_one_line_with_its_key(tmp_path, changes, said):
 
 @pytest.mark.parametrize(
     ("content", "said"),
-    [(b"a: [", "expected YAML"), (b"- a", "expected a mapping"), (b"\xff", "cannot be read")],
+    [
+        (b"a: [", "expected YAML"),
+        (b"- a", "expected a mapping"),
+        (b"\xff", "cannot be read"),
+        (b"name: a\ntrainer: {}\nname: b", "each key once, got name in lines 1 and 3"),
+    ],
 )
 def test_file_that_is_no_run_file_is_refused(tmp_path, content, said):
     path = tmp_path / "run.yaml"

@@ -281,6 +281,20 @@ def test_serve_empty_yaml_changes_nothing(
     assert env.config == built_by("serve", monkeypatch).config
 
 
+def test_serve_repeated_key_of_yaml_is_warned_of(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "run.yaml").write_text(
+        "x: &base {group_size: 2, seed: 1}\nenv:\n  <<: *base\n  group_size: 3\n  group_size: 4\n"
+    )
+
+    with pytest.warns(UserWarning, match="last value of group_size in lines 4 and 5 is used"):
+        env = built_by("serve --config run.yaml", monkeypatch)
+
+    assert env.config.group_size == 4
+
+
 @pytest.mark.parametrize(
     ("content", "message"),
     [

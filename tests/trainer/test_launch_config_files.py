@@ -146,6 +146,16 @@ def test_setting_that_the_environment_does_not_have_is_left_out_with_a_note(tmp_
     ]
 
 
+def test_repeated_key_is_noted_since_only_its_last_value_is_used(tmp_path):
+    path = tmp_path / "twice.yaml"
+    path.write_text("env: {temperature: 1}\n\nenv: {temperature: 0.5}\n")
+
+    flags, notes = with_config_files({"": ("--env.config", str(path))}, fixed=FIXED, known=known)
+
+    assert flags == {"": ("--env.temperature=0.5",)}
+    assert notes == [f"{path}: only the last value of env in lines 1 and 3 is used"]
+
+
 def test_environment_names_its_settings():
     facts = describe_environment([str(ENVIRONMENTS / "word_sums.py")], ())
 

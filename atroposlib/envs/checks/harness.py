@@ -18,6 +18,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
+from difflib import get_close_matches
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
@@ -55,6 +56,7 @@ from atroposlib.envs.checks.runner import (
     seeded,
     staged_settings,
 )
+from atroposlib.envs.checks.scripted_model import OPTIONS
 from atroposlib.envs.checks.watchers import (
     CapturedOutput,
     LoopStall,
@@ -523,6 +525,12 @@ async def _run_items(
         check_groups(stage.env, runs[-1], findings)
     if stage.model.has_been_greedy:
         findings.note(GREEDY)
+    for option in sorted(stage.model.options.difference(OPTIONS)):
+        for close in get_close_matches(option, OPTIONS, n=1, cutoff=0.8):
+            findings.note(
+                f"a request has the option {option}, which engines ignore if they do not know it; "
+                f"did you mean {close}?"
+            )
     findings.passed("items", f"{len(runs)} items are unchanged")
     return runs
 

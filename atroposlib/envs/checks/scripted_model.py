@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "GARBAGE",
+    "OPTIONS",
     "CharTokenizer",
     "Role",
     "RoleBook",
@@ -54,6 +55,19 @@ GARBAGE = "zqxv }{ wkjj ]] plomf (("
 """A wrong answer without digits; its brackets do not match, which breaks some parsers."""
 
 THINK_END = "</think>"
+
+OPTIONS = (
+    "add_generation_prompt", "add_special_tokens", "allowed_token_ids", "bad_words", "best_of",
+    "chat_template", "chat_template_kwargs", "continue_final_message", "echo", "extra_body",
+    "extra_headers", "frequency_penalty", "ignore_eos", "images", "include_stop_str_in_output",
+    "input_ids", "logit_bias", "logprobs", "max_completion_tokens", "max_new_tokens", "max_tokens",
+    "messages", "min_p", "min_tokens", "model", "n", "parallel_tool_calls", "presence_penalty",
+    "prompt", "prompt_logprobs", "reasoning_effort", "repetition_penalty", "response_format",
+    "return_token_ids", "seed", "skip_special_tokens", "split", "stop", "stop_token_ids", "stream",
+    "structured_outputs", "suffix", "temperature", "timeout", "tool_choice", "tools", "top_k",
+    "top_logprobs", "top_p", "truncate_prompt_tokens", "user",
+)  # fmt: skip
+"""Common options of a request, to which misspelled ones are compared."""
 
 
 class ScriptedReply(NamedTuple):
@@ -227,6 +241,7 @@ class ScriptedModel:
         failure: The error that was raised by `fail_at`.
         num_answered: Requests answered since construction, evaluations included.
         has_been_greedy: Whether a request since construction had temperature 0.
+        options: Names of the options of the requests since construction.
         max_in_flight: Largest number of concurrent requests since the last `start`.
         num_cancelled: Requests cancelled since the last `start`.
     """
@@ -239,6 +254,7 @@ class ScriptedModel:
         self._judge_reply = judge_reply
         self.num_answered = 0
         self.has_been_greedy = False
+        self.options: set[str] = set()
         self.start(make_script(None))
 
     def start(self, script: Script) -> None:
@@ -282,6 +298,7 @@ class ScriptedModel:
         self.num_answered += 1
         num_replies = kwargs.get("n") or 1
         self.has_been_greedy |= kwargs.get("temperature") == 0
+        self.options |= {*kwargs, *(kwargs.get("extra_body") or {})}
         judged = self._judge_reply(messages)
         if judged is not None:
             replies = [ScriptedReply("gold", judged)] * num_replies

@@ -332,6 +332,25 @@ def test_check_tool_without_docstring_is_noted() -> None:
     assert any(note.startswith("tool price has no docstring") for note in report.notes)
 
 
+class MisspelledOption(Sums):
+    def sampling(self) -> dict[str, Any]:
+        return {
+            "temprature": 0.7,
+            "guided_choice": ["yes"],
+            "extra_body": {"topk": 5, "min_p": 0.1},
+        }
+
+
+def test_check_misspelled_sampling_option_is_noted() -> None:
+    report = check_environment(MisspelledOption)
+
+    noted = [note for note in report.notes if "did you mean" in note]
+    assert [note.rpartition("; ")[2] for note in noted] == [
+        "did you mean temperature?",
+        "did you mean top_k?",
+    ]
+
+
 class Incomplete(BaseEnv):
     @classmethod
     def config_init(cls) -> tuple[BaseEnvConfig, Any]:

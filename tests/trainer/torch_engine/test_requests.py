@@ -142,6 +142,16 @@ def test_parse_body_with_many_bad_elements_keeps_one_error(
     assert len(str(refusal.value)) < 200
 
 
+def test_ignored_fields_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    for _ in range(2):
+        parse_body(TextFields, {"prompt": [1], "temprature": 0.7, "guided\x1b": 1, "best_of": 1})
+
+    assert sorted(record.message for record in caplog.records) == [
+        "field guided\N{SYMBOL FOR ESCAPE} of a request is ignored",
+        "field temprature of a request is ignored; did you mean temperature?",
+    ]
+
+
 def test_arguments_of_a_tool_that_json_cannot_represent_are_refused(
     torch_engine: LocalEngine,
 ) -> None:
