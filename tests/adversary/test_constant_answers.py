@@ -483,6 +483,7 @@ EARNED_BY_CHANCE = {
         0.8,
         "any number up to the right one earns 0.2 or more, of -1 to 1",
     ),
+    "community/ufc_prediction_env/ufc_image_env.py": (0.5, "one of two names"),
     "community/ufc_prediction_env/ufc_prediction_env.py": (0.5, "one of two names"),
     "fundamental_prediction_environment.py": (0.67, "raised, maintained or reduced"),
     "game_environments/diplomacy_environment/diplomacy_env_minimal.py": (

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import base64
+import io
 import json
 import statistics
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -79,4 +82,33 @@ async def test_group_names_the_winner(monkeypatch: pytest.MonkeyPatch) -> None:
 
     assert group["scores"] == [1.0, -1.0]
     assert group["ground_truths"] == ["Ada Brandt"] * 2
+    assert group["group_overrides"] == {"group_size": 2}
+
+
+async def test_bouts_in_pictures_are_the_same_and_a_picture_of_the_data_is_kept(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    image = pytest.importorskip("PIL.Image", reason="the extra examples is not installed")
+    from environments.community.ufc_prediction_env.ufc_image_env import CARD_SIZE, UFCImageEnv
+
+    def size(item: Any) -> tuple[int, int]:
+        return image.open(io.BytesIO(base64.b64decode(item["image"]))).size
+
+    bout = {"fighter_1": "José 山", "record_1": "1; " * 99, "fighter_2": "B", "record_2": ""}
+    rows = [{**bout, "winner": "B", "image": name} for name in ("given.png", None)]
+    image.new("RGB", (32, 16)).save(tmp_path / "given.png")
+    for split in ("train", "test"):
+        (tmp_path / f"{split}.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    async with ScriptedEngine(lambda _: "\\boxed{b}") as engine:
+        env = make_env(UFCImageEnv, engine, monkeypatch, group_size=2, dataset_path=str(tmp_path))
+        await env.setup()
+        items = [await env.get_next_item() for _ in range(2)]
+        group, _ = await env.collect_trajectories(items[0])
+        await env.server.close()
+
+    assert sorted(map(size, items)) == [(32, 16), CARD_SIZE]
+    assert all("José 山 and B" in item["question"] for item in items)
+    assert len(env.held_out) == 2
+    assert group["scores"] == [1.0, 1.0]
+    assert group["ground_truths"] == ["B", "B"]
     assert group["group_overrides"] == {"group_size": 2}

@@ -11,7 +11,7 @@ Bouts come from local CSV files; bouts of invented fighters are shipped:
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -25,7 +25,7 @@ from atroposlib.tasks.answers import FORMATS
 from atroposlib.tasks.card import EnvironmentCard
 from atroposlib.utils.local_records import read_splits
 
-__all__ = ["UFCConfig", "UFCEnv", "score_prediction"]
+__all__ = ["UFCConfig", "UFCEnv", "naming_winner", "read_bouts", "score_prediction"]
 
 logger = logging.getLogger("environments.ufc_prediction")
 
@@ -44,6 +44,7 @@ SYSTEM_PROMPT = (
     "written in the records, once in the form \\boxed{name}."
 )
 QUESTION = "Fighter: {fighter_1}\n{record_1}\n\nFighter: {fighter_2}\n{record_2}\n\nWho wins?"
+COLUMNS = ("fighter_1", "record_1", "fighter_2", "record_2", "winner")
 Bout = Mapping[str, str]
 """One row: both fighters, their records as text, and `winner`, one of the names."""
 
@@ -58,19 +59,51 @@ class UFCConfig(LocalItemsConfig, SingleTurnEnvConfig):
     )
 
 
-def score_prediction(answer: str, winner: str) -> float:
+def score_prediction(answer: str, gold: str) -> float:
     """Return 1.0 if the only box has the name of the winner, in any case; else -1.0.
 
     Args:
         answer: the completion without its thinking.
-        winner: name of the winner.
+        gold: name of the winner.
     """
     fields = FORMATS["latex_boxed"].extract(answer)
-    return 1.0 if fields is not None and _folded(fields["answer"]) == _folded(winner) else -1.0
+    return 1.0 if fields is not None and _folded(fields["answer"]) == _folded(gold) else -1.0
 
 
 def _folded(name: str) -> str:
     return " ".join(name.casefold().split())
+
+
+def read_bouts(
+    path: Path, *, seed: int, optional: Sequence[str] = ()
+) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+    """Return the bouts to train on and to evaluate, without those whose winner is not a fighter.
+
+    Args:
+        path: a file, or a folder with a train and a test file.
+        seed: seed of the split, if there is one file.
+        optional: further columns that bouts may have.
+
+    Raises:
+        ConfigError: there is no bout to train on.
+    """
+    splits = read_splits(path, COLUMNS, optional=optional, shuffle_seed=seed)
+    train, test = (list(filter(_has_a_winner, rows)) for rows in splits)
+    num_left_out = sum(map(len, splits)) - len(train) - len(test)
+    if num_left_out:
+        logger.warning("%d bouts are left out: their winner is not a fighter", num_left_out)
+    if not train:
+        raise ConfigError(f"{path} has no training bout whose winner is one of its fighters")
+    return train, test
+
+
+def naming_winner(group: ScoredDataGroup | None, winner: str) -> ScoredDataGroup | None:
+    """Return the group with the name of the winner for each trajectory, and its own size."""
+    if group is not None:
+        size = len(group["tokens"])
+        group["ground_truths"] = [winner] * size  # type: ignore[typeddict-unknown-key]
+        group["group_overrides"] = {"group_size": size}
+    return group
 
 
 class UFCEnv(DatasetItems, SingleTurnEnv):
@@ -79,7 +112,7 @@ class UFCEnv(DatasetItems, SingleTurnEnv):
     name = "ufc_predictor"
     env_config_cls = UFCConfig
     config: UFCConfig
-    columns = ("fighter_1", "record_1", "fighter_2", "record_2", "winner")
+    columns = COLUMNS
     logs_percent_correct = True
     default_model = "Qwen/Qwen3-1.7B"
     default_settings: ClassVar[dict[str, Any]] = {
@@ -90,14 +123,7 @@ class UFCEnv(DatasetItems, SingleTurnEnv):
 
     def _read(self) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
         path = Path(self.config.dataset_path or SAMPLE)
-        splits = read_splits(path, self.columns, shuffle_seed=self.config.dataset_seed)
-        train, test = (list(filter(_has_a_winner, rows)) for rows in splits)
-        num_left_out = sum(map(len, splits)) - len(train) - len(test)
-        if num_left_out:
-            logger.warning("%d bouts are left out: their winner is not a fighter", num_left_out)
-        if not train:
-            raise ConfigError(f"{path} has no training bout whose winner is one of its fighters")
-        return train, test
+        return read_bouts(path, seed=self.config.dataset_seed)
 
     def prompt(self, item: Bout) -> list[dict[str, str]]:
         return [
@@ -111,12 +137,7 @@ class UFCEnv(DatasetItems, SingleTurnEnv):
     async def collect_trajectories(self, item: Bout) -> tuple[ScoredDataGroup | None, list[Item]]:
         """Sample and score a group, which also has the name of the winner."""
         group, backlog = await super().collect_trajectories(item)
-        if group is not None:
-            size = len(group["tokens"])
-            names = [item["winner"]] * size
-            group["ground_truths"] = names  # type: ignore[typeddict-unknown-key]
-            group["group_overrides"] = {"group_size": size}
-        return group, backlog
+        return naming_winner(group, item["winner"]), backlog
 
     def check_gold_answer(self, item: Bout) -> str:
         return f"\\boxed{{{item['winner']}}}"
