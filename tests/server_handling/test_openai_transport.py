@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import gc
 import json
 from collections.abc import AsyncIterator, Mapping
 
@@ -10,7 +11,7 @@ import openai
 import pytest
 from aiohttp import web
 
-from atroposlib.envs.server_handling.engine_http import make_http_client
+from atroposlib.envs.server_handling.engine_http import EngineHttp, make_http_client
 
 pytestmark = pytest.mark.slow
 
@@ -140,3 +141,24 @@ async def test_hundreds_of_requests_share_the_client(
 def test_providers_on_the_internet_keep_the_clients_own_transport() -> None:
     assert make_http_client("https://api.example/v1") is None
     assert make_http_client("") is None
+
+
+def test_connections_that_nobody_closes_end_with_their_loop() -> None:
+    complaints: list[str] = []
+
+    async def main() -> EngineHttp:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(lambda _, context: complaints.append(context["message"]))
+        runner = web.AppRunner(web.Application(), access_log=None)
+        await runner.setup()
+        await web.TCPSite(runner, "127.0.0.1", 0).start()
+        http = EngineHttp(f"http://127.0.0.1:{runner.addresses[0][1]}", api_key=None, timeout_s=60)
+        assert await http.answers()
+        await runner.cleanup()
+        return http
+
+    http = asyncio.run(main())
+    del http
+    gc.collect()
+
+    assert complaints == []

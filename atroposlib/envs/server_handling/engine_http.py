@@ -15,7 +15,7 @@ from __future__ import annotations
 import asyncio
 import importlib
 import json
-from collections.abc import AsyncIterator, Iterator, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from types import ModuleType
 from typing import Any
@@ -51,13 +51,23 @@ def root_of(base_url: str) -> str:
     return base_url.rstrip("/").removesuffix("/v1").rstrip("/")
 
 
+async def _open_while_used(session: aiohttp.ClientSession) -> AsyncGenerator[None, None]:
+    async with session:
+        yield
+
+
 class _Connections:
-    """An aiohttp session of the running event loop, opened on first use."""
+    """An aiohttp session of the running event loop, opened on first use.
+
+    A generator closes it, since `asyncio.run` closes those that have started: a script that
+    closes nothing ends without complaints about its connections.
+    """
 
     def __init__(self, **options: Any) -> None:
         self._options = options
         self._session: aiohttp.ClientSession | None = None
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._use: AsyncGenerator[None, None] | None = None
 
     def open(self) -> aiohttp.ClientSession:
         # A session belongs to the loop on which it was created; another asyncio.run needs its own.
@@ -67,13 +77,16 @@ class _Connections:
             # The semaphores of the server bound the number of connections, not the connector.
             connector = aiohttp.TCPConnector(limit=0, socket_factory=open_socket)
             self._session = aiohttp.ClientSession(connector=connector, **self._options)
+            self._use = _open_while_used(self._session)
+            with suppress(StopIteration):  # how a coroutine returns, here without waiting
+                self._use.__anext__().send(None)
         return self._session
 
     async def close(self) -> None:
         """Close the connections; a later request opens new ones."""
-        session, self._session = self._session, None
-        if session is not None:
-            await session.close()
+        use, self._use, self._session = self._use, None, None
+        if use is not None:
+            await use.aclose()
 
 
 class EngineHttp:
