@@ -75,7 +75,7 @@ from atroposlib.envs.reporting import (
     weigh,
 )
 from atroposlib.envs.server_handling.managed_server import ManagedServer
-from atroposlib.envs.single_turn_env import PromptRoom
+from atroposlib.envs.single_turn_env import PromptRoom, require_settings_of
 from atroposlib.envs.turn_journal import NOT_PLAIN, TurnJournal, is_plain, journaled_group
 from atroposlib.errors import ConfigError, ContextOverflowError, GroupError
 from atroposlib.scored_data import IGNORE_INDEX, ScoredDataGroup
@@ -470,6 +470,7 @@ class MultiTurnEnv(BaseEnv):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        require_settings_of(self, MultiTurnEnvConfig)
         self.rollouts_since_log: list[Rollout] = []
         self.turn_journal: TurnJournal | None = None
         self.prompt_room = PromptRoom(self)

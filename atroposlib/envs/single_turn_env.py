@@ -49,6 +49,7 @@ __all__ = [
     "build_group",
     "complete",
     "completion_budget",
+    "require_settings_of",
     "sample_trajectories",
 ]
 
@@ -109,6 +110,16 @@ def completion_budget(
     prompt = render_chat_ids(tokenizer, messages, add_generation_prompt=True)
     prefill_ids = tokenizer.encode(prefill, add_special_tokens=False) if prefill else ()
     return max_token_length - len(prompt) - len(prefill_ids) - RESERVED_TOKENS
+
+
+def require_settings_of(env: BaseEnv, expected: type[EvaluationConfig]) -> None:
+    """Raise `ConfigError` if an environment lacks the settings that its base class reads."""
+    if not isinstance(env.config, expected):
+        raise ConfigError(
+            f"{type(env).__name__}: its settings are a {type(env.config).__name__}; expected a "
+            f"subclass of {expected.__name__}: let env_config_cls, and what config_init returns, "
+            "be one"
+        )
 
 
 class PromptRoom:
@@ -327,6 +338,7 @@ class SingleTurnEnv(BaseEnv):
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        require_settings_of(self, SingleTurnEnvConfig)
         self.scores_since_log: list[float] = []
         self.prompt_room = PromptRoom(self)
 

@@ -332,6 +332,20 @@ def test_check_tool_without_docstring_is_noted() -> None:
     assert any(note.startswith("tool price has no docstring") for note in report.notes)
 
 
+class PlainConfig(BaseEnvConfig):
+    level: int = 3
+
+
+def test_check_settings_without_those_of_the_base_class_are_named() -> None:
+    env_cls = type("PlainSums", (Sums,), {"env_config_cls": PlainConfig})
+
+    failure = failures(env_cls)["config"]
+
+    assert "PlainSums: its settings are a PlainConfig; expected a subclass of SingleTurn" in (
+        failure.detail
+    )
+
+
 class MisspelledOption(Sums):
     def sampling(self) -> dict[str, Any]:
         return {
