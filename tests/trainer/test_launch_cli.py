@@ -294,6 +294,7 @@ def raised(error: Exception) -> None:
         ),
         ("a larger --seq-len", "\n--seq-len of atropos-grpo is --context-tokens here"),
         ("a smaller --lr, --resume, --env.group_size or --vllm-port", ""),
+        ("was killed by SIGKILL:\n08:10:26 INFO setup (--train-dtype auto)", ""),
     ],
 )
 def test_flags_in_errors_of_the_trainer_are_named_as_here(text: str, said: str) -> None:
