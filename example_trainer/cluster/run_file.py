@@ -25,6 +25,7 @@ from pydantic import (
 
 from atroposlib.errors import ConfigError
 from atroposlib.utils.text import MASK, inert_line, mask_secrets, near_name
+from atroposlib.utils.yaml_errors import describe_yaml
 from example_trainer.cluster.run_secrets import check_secrets, hide_values, references_of
 
 DNS_LABEL = r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?"
@@ -386,13 +387,13 @@ def read_run_file(path: Path) -> RunFile:
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
             raise ConfigError(f"{path}: larger than {MAX_FILE_BYTES} bytes; expected a run file")
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = yaml.load(path.read_text(encoding="utf-8"), _UniqueKeys)
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
     except RecursionError:
         raise ConfigError(f"{path}: too many levels of keys and lists") from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: expected YAML{_describe_yaml(error)}") from None
+        raise ConfigError(f"{path}: expected YAML{describe_yaml(error)}") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: expected a mapping with name, environments and trainer")
     try:
@@ -403,13 +404,20 @@ def read_run_file(path: Path) -> RunFile:
     return run.model_copy(update={"folder": folder, "output": folder / run.output})
 
 
-def _describe_yaml(error: yaml.YAMLError) -> str:
-    """Return place and reason of an error without the line, which may have a secret."""
-    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
-        return ""
-    mark = error.problem_mark
-    reason = inert_line(str(error.problem or ""), max_characters=100)
-    return f" in line {mark.line + 1}, column {mark.column + 1}: {reason}"
+class _UniqueKeys(yaml.SafeLoader):
+    """Refuses a key that a mapping has twice, of which YAML's own loader takes the last."""
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        known = set()
+        for key, _ in node.value:
+            if isinstance(key, yaml.ScalarNode):
+                if key.value in known:
+                    raise yaml.MarkedYAMLError(
+                        problem=f"the key {key.value} is here a second time",
+                        problem_mark=key.start_mark,
+                    )
+                known.add(key.value)
+        return super().construct_mapping(node, deep=deep)
 
 
 def describe_problems(error: ValidationError) -> str:

@@ -87,7 +87,12 @@ def test_mistake_is_one_line_with_its_key(tmp_path, changes, said):
 
 @pytest.mark.parametrize(
     ("content", "said"),
-    [(b"a: [", "expected YAML"), (b"- a", "expected a mapping"), (b"\xff", "cannot be read")],
+    [
+        (b"a: [", "expected YAML"),
+        (b"- a", "expected a mapping"),
+        (b"\xff", "cannot be read"),
+        (b"a: 1\nb:\n  c: 1\n  c: 2", "in line 4, column 3: the key c is here a second time"),
+    ],
 )
 def test_file_that_is_no_run_file_is_refused(tmp_path, content, said):
     path = tmp_path / "run.yaml"
