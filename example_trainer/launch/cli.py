@@ -407,6 +407,10 @@ def _folder_to_resume(
 
 def _require_steps_to_do(options: TrainOptions, paths: RunPaths) -> None:
     done = count_steps(paths.trainer_metrics)
+    if done > options.steps:
+        raise ConfigError(
+            f"--steps {options.steps}: the run in {shown_path(paths.output)} has done {done} steps"
+        )
     # A run that could not be evaluated or reported after its last step has no summary of it.
     if done >= options.steps and paths.final_model.is_dir() and _is_reported(options, paths):
         raise ConfigError(
