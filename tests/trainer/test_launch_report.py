@@ -15,6 +15,7 @@ from rich.console import Console
 
 from atroposlib.envs.rollouts import Admission, GroupDelivery
 from atroposlib.envs.run_snapshot import RepeatedErrors
+from atroposlib.utils.command_parser import replace_unprintable
 from example_trainer.launch.report import (
     RewardPoint,
     RunProgress,
@@ -100,6 +101,18 @@ def test_curve_text_is_plain_and_rises_from_left_to_right() -> None:
     assert "\x1b" not in text
     assert max(map(len, lines)) <= 60
     assert max(rows[0]) > max(rows[-1])  # the highest values stand furthest to the right
+
+
+def test_curve_is_shown_by_a_terminal_without_its_characters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shown = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(shown, "ascii", write_through=True))
+
+    replace_unprintable()
+    print(curve_text(POINTS))
+
+    assert b"trainer step" in shown.getvalue()
 
 
 def test_write_rollouts_page_shows_first_and_last_groups(tmp_path: Path) -> None:
