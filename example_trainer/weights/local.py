@@ -21,7 +21,6 @@ import uuid
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TypeVar
 
@@ -30,6 +29,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ValidationError
 
 from atroposlib.errors import ConfigError
+from atroposlib.utils.writable import naming_writes
 from example_trainer.weights.format import (
     MOST_FILE_BYTES,
     Chain,
@@ -61,7 +61,6 @@ __all__ = [
     "apply_in_order",
     "fetch_head",
     "file_digest",
-    "naming_folder",
     "verify_store",
 ]
 
@@ -355,7 +354,7 @@ def apply_deltas(base_path: Path, delta_paths: list[Path], target: Path) -> str:
         return data
 
     digest = hashlib.sha256(base.header())
-    with naming_folder(target.parent), target.open("wb") as file:
+    with naming_writes(target.parent), target.open("wb") as file:
         file.write(base.header())
         for data in apply_in_order(restore, pieces_of(base.specs)):
             file.write(data.data)
@@ -402,17 +401,6 @@ def file_digest(path: Path) -> str:
     return digest.hexdigest()
 
 
-@contextmanager
-def naming_folder(folder: Path) -> Iterator[None]:
-    """Add a folder to errors of writing to it, such as that of a full disk, which name no file."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno is None or error.filename is not None:
-            raise
-        raise OSError(error.errno, error.strerror, str(folder)) from error
-
-
 def _download(store: WeightStore, file: StoredFile, folder: Path) -> Path:
     """Return a verified local copy of a file; continue an interrupted download."""
     # By content: another run at the same URL has files of the same names.
@@ -421,7 +409,7 @@ def _download(store: WeightStore, file: StoredFile, folder: Path) -> Path:
         return target
     part = target.with_name(f"{target.name}.part")
     digest = hashlib.sha256()
-    with naming_folder(folder), part.open("a+b") as output:
+    with naming_writes(folder), part.open("a+b") as output:
         output.seek(0)
         while known := output.read(_PART_BYTES):
             digest.update(known)

@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 
 from atroposlib.errors import ConfigError
 from atroposlib.utils.text import inert_line
+from atroposlib.utils.writable import naming_writes
 from example_trainer.weights.format import (
     MOST_FILE_BYTES,
     MOST_MANIFEST_BYTES,
@@ -56,7 +57,6 @@ from example_trainer.weights.local import (
     apply_in_order,
     fetch_head,
     file_digest,
-    naming_folder,
 )
 from example_trainer.weights.store import MANIFEST, WeightStore
 
@@ -313,7 +313,7 @@ class WeightsPublisher:
         folder = self._local.new_folder()
         try:
             delta_path = folder / ".delta"
-            with naming_folder(folder):
+            with naming_writes(folder):
                 written = _write_version(weights, base, folder / WEIGHTS, delta_path)
             compared = time.perf_counter()
             if manifest and version == manifest.head.version:
