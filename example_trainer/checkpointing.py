@@ -14,17 +14,19 @@ A directory is written under a temporary name and renamed, so that it is either 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import os
 import random
 import re
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from atroposlib.errors import ConfigError
+from atroposlib.utils.writable import naming_writes
 
 __all__ = [
     "check_checkpoint",
@@ -63,7 +65,8 @@ def replace_directory(path: Path, write: Callable[[Path], None]) -> Path:
         shutil.rmtree(leftover, ignore_errors=True)
     fresh.mkdir()
     try:
-        write(fresh)
+        with naming_writes(path), _safetensors_errors():
+            write(fresh)
         for file in fresh.rglob("*"):
             _flush_to_disk(file)
         _flush_to_disk(fresh)
@@ -76,6 +79,21 @@ def replace_directory(path: Path, write: Callable[[Path], None]) -> Path:
     _flush_to_disk(path.parent)
     shutil.rmtree(retired, ignore_errors=True)
     return path
+
+
+@contextlib.contextmanager
+def _safetensors_errors() -> Iterator[None]:
+    """Raise an error of the operating system that the library reports as its own as `OSError`."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except SafetensorError as error:
+        found = re.search(r"os error (\d+)", str(error))
+        if found is None:
+            raise
+        number = int(found.group(1))
+        raise OSError(number, os.strerror(number)) from error
 
 
 def save_checkpoint(
@@ -441,7 +459,7 @@ def _resumable_checkpoints(
 def write_file(path: Path, content: bytes) -> None:
     """Write a file atomically and durably: write a temporary file, sync, rename."""
     fresh = path.with_name(f"{path.name}.new")
-    with fresh.open("wb") as file:
+    with naming_writes(path), fresh.open("wb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())

@@ -25,6 +25,7 @@ from pydantic.fields import FieldInfo
 from atroposlib.errors import AtroposError, ConfigError, MissingExtraError
 from atroposlib.utils.command_parser import CommandParser, exit_code_of
 from atroposlib.utils.starting import collection_paused
+from atroposlib.utils.writable import FULL_DISK
 from example_trainer import config as fields
 from example_trainer.config import (
     TrainingConfig,
@@ -357,8 +358,11 @@ def run_training(
     except AtroposError as error:
         logger.error("%s", error)
         sys.exit(exit_code_of(error))
-    except Exception:
-        logger.exception("training failed")
+    except Exception as error:
+        if isinstance(error, OSError) and error.errno in FULL_DISK:
+            logger.error("%s%s", error, _how_to_continue(config))
+        else:
+            logger.exception("training failed")
         sys.exit(1)
 
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import logging
+import os
 import random
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
+from atroposlib.errors import ConfigError
 from atroposlib.utils.run_log import MetricsLog
 from atroposlib.utils.text import mask_secrets
 from atroposlib.utils.writable import require_writable_file, require_writable_folder
@@ -119,6 +123,7 @@ def _lead(
         weight_sync.check_before_load()
     require_writable_folder(config.save_path, "--save-path")
     require_writable_file(metrics_path_of(config), "--metrics-path")
+    stack.enter_context(_only_trainer_of(config.save_path))
     journal = BatchJournal.open(config.save_path, resume=config.resume)
     config = with_wandb_names(config, journal.run_id)
     service = recorded or _open_service(config, stack, run_id=journal.run_id)
@@ -172,6 +177,29 @@ def _lead(
             step=config.training_steps,
         )
     return final
+
+
+@contextlib.contextmanager
+def _only_trainer_of(folder: str) -> Iterator[None]:
+    """Lock the folder of a run, whose records a second trainer would delete.
+
+    Raises:
+        ConfigError: another process has locked it.
+    """
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ConfigError(
+                f"another trainer is running in {folder}; stop it, or choose another folder with "
+                "--save-path"
+            ) from None
+        except OSError as error:
+            logger.warning("%s cannot be locked against a second trainer: %s", folder, error)
+        yield
+    finally:
+        os.close(handle)
 
 
 def _open_service(

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import asyncio
 import gzip
+import ipaddress
 import logging
 import random
 import re
@@ -688,6 +689,14 @@ _T = TypeVar("_T")
 _SECONDS_BETWEEN_LOG_LINES = 30.0
 
 
+def _is_loopback(url: str) -> bool:
+    host = urlsplit(url).hostname or ""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
 class SyncClient:
     """A connection pool to the trajectory service; thread-safe.
 
@@ -727,8 +736,10 @@ class SyncClient:
         self._timeout_s = timeout_s
         self._auth_headers = auth_headers(token)
         hide_secrets_of_requests()
-        # A proxy of the environment variables is used by the default transport only.
-        transport = None if getproxies() else httpx.HTTPTransport(socket_options=socket_options())
+        # A proxy of the environment variables is used by the default transport only. It cannot
+        # reach a service on this machine.
+        uses_proxy = getproxies() and not _is_loopback(self.base_url)
+        transport = None if uses_proxy else httpx.HTTPTransport(socket_options=socket_options())
         self._client = httpx.Client(
             timeout=timeout_s, headers=self._auth_headers, transport=transport
         )

@@ -373,15 +373,16 @@ def load_yaml(path: str) -> dict[str, Any]:
     """
     import yaml
 
-    from atroposlib.utils.yaml_keys import load_with_repeats
+    from atroposlib.utils.yaml_files import describe_yaml, load_with_repeats
 
     try:
-        with Path(path).open(encoding="utf-8") as file:  # errors of `yaml` then name the file
-            content, repeated = load_with_repeats(file)
+        content, repeated = load_with_repeats(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(f"config: cannot read {path}: {error.strerror}") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError as error:
         raise UsageError(f"config: {path} is not YAML: {error}") from error
+    except yaml.YAMLError as error:
+        raise UsageError(f"config: {path} is not YAML{describe_yaml(error)}") from error
     if content is not None and not isinstance(content, dict):
         raise UsageError(f"config: {path} must hold sections such as env: and openai:")
     if repeated:

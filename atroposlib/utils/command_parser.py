@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import math
 import os
 import sys
@@ -24,6 +25,7 @@ __all__ = [
     "integer_between",
     "number_between",
     "reader_may_leave",
+    "replace_unprintable",
 ]
 
 _REFUSED_SETTINGS = (401, 403, 409)
@@ -52,6 +54,12 @@ def reader_may_leave() -> Iterator[None]:
         sys.stdout.flush()
     except BrokenPipeError:  # the interpreter must not flush again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
+def replace_unprintable() -> None:
+    """Print `?` for characters that the encoding of the terminal lacks, instead of failing."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="replace")
 
 
 def integer_between(least: int, most: int) -> Callable[[str], int]:

@@ -38,11 +38,17 @@ def missing_folder(name: str) -> str | None:
 def or_missing_folder(reason: str, name: str) -> str:
     """Return why `name` cannot be loaded: a missing folder, or `reason` and that there is none.
 
-    For the folder of a training run, the text names the model in it.
+    For the folder of a training run, the text names the model in it; adapters and GGUF files in
+    place of a model are named too.
     """
     for inner in (Path(name, folder) for folder in _MODELS_OF_A_RUN):
         if inner.is_dir() and not Path(name, "config.json").exists():
             return f"it has no config.json; did you mean {inner}?"
+    if Path(name).is_dir() and not Path(name, "config.json").exists():
+        if Path(name, "adapter_config.json").exists():
+            return "it has adapters without their model; merge them into it and save the result"
+        if any(Path(name).glob("*.gguf")):
+            return "it has GGUF files; expected config.json and safetensors files"
     if Path(name).exists():
         return reason
     return missing_folder(name) or f"{reason}; there is no folder {Path(name).absolute()} either"

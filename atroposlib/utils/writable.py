@@ -5,11 +5,21 @@ from __future__ import annotations
 import contextlib
 import errno
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from atroposlib.errors import ConfigError
 
-__all__ = ["require_writable_file", "require_writable_folder", "unwritable"]
+__all__ = [
+    "FULL_DISK",
+    "naming_writes",
+    "require_writable_file",
+    "require_writable_folder",
+    "unwritable",
+]
+
+FULL_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
+"""Errors of writing to a full disk, or beyond a quota or a limit."""
 
 
 def require_writable_folder(folder: str | Path, setting: str | None, *, makes: bool = True) -> Path:
@@ -49,6 +59,17 @@ def require_writable_file(file: str | Path, setting: str) -> Path:
         raise unwritable(path, error, setting) from error
     require_writable_folder(path.parent, setting)
     return path
+
+
+@contextlib.contextmanager
+def naming_writes(path: Path) -> Iterator[None]:
+    """Add a path to errors of writing to it, such as that of a full disk, which name no file."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def unwritable(path: str | Path, error: OSError, setting: str | None) -> ConfigError:

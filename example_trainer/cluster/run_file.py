@@ -25,7 +25,7 @@ from pydantic import (
 
 from atroposlib.errors import ConfigError
 from atroposlib.utils.text import MASK, inert_line, mask_secrets, near_name
-from atroposlib.utils.yaml_keys import load_with_repeats
+from atroposlib.utils.yaml_files import describe_yaml, load_with_repeats
 from example_trainer.cluster.run_secrets import check_secrets, hide_values, references_of
 
 DNS_LABEL = r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?"
@@ -393,7 +393,7 @@ def read_run_file(path: Path) -> RunFile:
     except RecursionError:
         raise ConfigError(f"{path}: too many levels of keys and lists") from None
     except yaml.YAMLError as error:
-        raise ConfigError(f"{path}: expected YAML{_describe_yaml(error)}") from None
+        raise ConfigError(f"{path}: expected YAML{describe_yaml(error)}") from None
     if not isinstance(content, dict):
         raise ConfigError(f"{path}: expected a mapping with name, environments and trainer")
     if repeated:
@@ -404,15 +404,6 @@ def read_run_file(path: Path) -> RunFile:
         raise ConfigError(f"{path}: {describe_problems(error)}") from error
     folder = (path.resolve().parent / run.folder).resolve()
     return run.model_copy(update={"folder": folder, "output": folder / run.output})
-
-
-def _describe_yaml(error: yaml.YAMLError) -> str:
-    """Return place and reason of an error without the line, which may have a secret."""
-    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
-        return ""
-    mark = error.problem_mark
-    reason = inert_line(str(error.problem or ""), max_characters=100)
-    return f" in line {mark.line + 1}, column {mark.column + 1}: {reason}"
 
 
 def describe_problems(error: ValidationError) -> str:

@@ -23,7 +23,7 @@ from pydantic import ValidationError
 
 from atroposlib.adapters.registry import KINDS
 from atroposlib.errors import AtroposError, ConfigError
-from atroposlib.utils.command_parser import CommandParser
+from atroposlib.utils.command_parser import CommandParser, replace_unprintable
 from atroposlib.utils.text import without_secrets
 from example_trainer.cli import config_from_args, create_full_parser, describe_errors
 from example_trainer.config import (
@@ -114,6 +114,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     of these cases.
     """
     words = list(sys.argv[1:] if argv is None else argv)
+    replace_unprintable()  # the curve of rewards
     with ending_signals():
         parser = _parser()
         own, environment_flags = _split_words(words)
@@ -407,6 +408,10 @@ def _folder_to_resume(
 
 def _require_steps_to_do(options: TrainOptions, paths: RunPaths) -> None:
     done = count_steps(paths.trainer_metrics)
+    if done > options.steps:
+        raise ConfigError(
+            f"--steps {options.steps}: the run in {shown_path(paths.output)} has done {done} steps"
+        )
     # A run that could not be evaluated or reported after its last step has no summary of it.
     if done >= options.steps and paths.final_model.is_dir() and _is_reported(options, paths):
         raise ConfigError(

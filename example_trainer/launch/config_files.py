@@ -17,7 +17,7 @@ import yaml
 
 from atroposlib.errors import ConfigError
 from atroposlib.utils.text import near_name
-from atroposlib.utils.yaml_keys import load_with_repeats
+from atroposlib.utils.yaml_files import describe_yaml, load_with_repeats
 
 __all__ = ["with_config_files"]
 
@@ -111,7 +111,9 @@ def _read(path: Path) -> tuple[dict[str, Any], list[str]]:
     """Return the content of a file, and the keys that it has twice."""
     try:
         content, repeated = load_with_repeats(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
+    except yaml.YAMLError as error:
+        raise ConfigError(f"{_FLAG} {path}: cannot be read as YAML{describe_yaml(error)}") from None
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(f"{_FLAG} {path}: cannot be read as YAML: {error}") from error
     if content is None:
         return {}, []

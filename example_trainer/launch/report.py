@@ -65,7 +65,9 @@ BATCH_REWARD = RewardMetric(
 )
 
 
-_DROPPED = re.compile(r"group dropped \(\w+\): (.+)")
+_DROPPED = re.compile(
+    r"(?:group dropped \(\w+\): |its group is lost(?:: |, \d+ times so far with ))(.+)"
+)
 _MEANS_OF_ALL_TRIES = (
     SHARE_RIGHT,
     RewardMetric(
@@ -104,7 +106,7 @@ def read_rewards(metrics_path: Path, metric: RewardMetric = SHARE_RIGHT) -> list
 
 
 def find_drop(log: str) -> str | None:
-    """Return why the last group that was dropped in an environment's log was dropped."""
+    """Return why the last group in an environment's log was dropped, or its rollout failed."""
     reasons = _DROPPED.findall(log)
     return reasons[-1] if reasons else None
 

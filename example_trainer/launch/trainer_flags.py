@@ -150,7 +150,8 @@ def _boolean(text: str) -> bool:
 def flags_here(text: str) -> str:
     """Return lines on the flags of atropos-grpo that have other names in this command.
 
-    Only the last line that has any is searched, which is the cause if the trainer ended.
+    Only the last line that has any is searched, which is the cause if the trainer ended. Lines of
+    its log that are no error are not.
     """
     names = {}
     for action in create_full_parser()._actions:
@@ -158,7 +159,7 @@ def flags_here(text: str) -> str:
             here = _OWN_FLAGS.get(action.dest, f"{TRAINER_PREFIX}{flag.removeprefix('--')}")
             if action.dest not in _FIXED and flag not in {"-h", "--help", here}:
                 names[flag] = here
-    for line in reversed(text.splitlines()):
+    for line in reversed([line for line in text.splitlines() if " INFO " not in line]):
         found = dict.fromkeys(re.findall(r"(?<![\w.-])--[a-z][a-z-]*", line))
         if renamed := [flag for flag in found if flag in names]:
             return "".join(f"\n{flag} of atropos-grpo is {names[flag]} here" for flag in renamed)

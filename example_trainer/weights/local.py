@@ -29,6 +29,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ValidationError
 
 from atroposlib.errors import ConfigError
+from atroposlib.utils.writable import naming_writes
 from example_trainer.weights.format import (
     MOST_FILE_BYTES,
     Chain,
@@ -353,7 +354,7 @@ def apply_deltas(base_path: Path, delta_paths: list[Path], target: Path) -> str:
         return data
 
     digest = hashlib.sha256(base.header())
-    with target.open("wb") as file:
+    with naming_writes(target.parent), target.open("wb") as file:
         file.write(base.header())
         for data in apply_in_order(restore, pieces_of(base.specs)):
             file.write(data.data)
@@ -408,7 +409,7 @@ def _download(store: WeightStore, file: StoredFile, folder: Path) -> Path:
         return target
     part = target.with_name(f"{target.name}.part")
     digest = hashlib.sha256()
-    with part.open("a+b") as output:
+    with naming_writes(folder), part.open("a+b") as output:
         output.seek(0)
         while known := output.read(_PART_BYTES):
             digest.update(known)

@@ -28,6 +28,7 @@ from numpy.typing import NDArray
 
 from atroposlib.errors import ConfigError
 from atroposlib.utils.text import inert_line
+from atroposlib.utils.writable import naming_writes
 from example_trainer.weights.format import (
     MOST_FILE_BYTES,
     MOST_MANIFEST_BYTES,
@@ -312,7 +313,8 @@ class WeightsPublisher:
         folder = self._local.new_folder()
         try:
             delta_path = folder / ".delta"
-            written = _write_version(weights, base, folder / WEIGHTS, delta_path)
+            with naming_writes(folder):
+                written = _write_version(weights, base, folder / WEIGHTS, delta_path)
             compared = time.perf_counter()
             if manifest and version == manifest.head.version:
                 if written.sha256 == manifest.head.weights_sha256:
@@ -467,8 +469,25 @@ class _SourceWeights:
                 if spec.name in self._sources:
                     raise ConfigError(f"{folder}: the tensor {spec.name} is in two files")
                 self._sources[spec.name] = mapped, spec
+        self._require_all_parts()
         self.header, self.specs = weights_header([spec for _, spec in self._sources.values()])
         self.architecture = architecture_of(self.specs)
+
+    def _require_all_parts(self) -> None:
+        """Raise `ConfigError` if a tensor that the index of several files names is missing."""
+        path = self.folder / f"{WEIGHTS}.index.json"
+        if not path.is_file():
+            return
+        try:
+            files = dict(json.loads(path.read_text(encoding="utf-8"))["weight_map"])
+        except (OSError, ValueError, KeyError, TypeError) as error:
+            raise ConfigError(f"{path} cannot be read: {error!r}") from error
+        missing = [name for name in files if name not in self._sources]
+        if missing:
+            raise ConfigError(
+                f"{self.folder} lacks {len(missing)} of the {len(files)} tensors in its "
+                f"{path.name}, the first is {missing[0]} in {files[missing[0]]}"
+            )
 
     def data(self, piece: Piece) -> NDArray[np.uint8]:
         placed = self.specs[piece.tensor]

@@ -99,6 +99,7 @@ class WeightStore:
 
         Raises:
             FileNotFoundError: there is no such file.
+            DamagedWeightsError: it is shorter.
             StoreError: the store failed, or returned something else.
         """
         path = self._path(name)
@@ -110,9 +111,10 @@ class WeightStore:
                 if len(content) > stop - start:  # a file system that has no ranges
                     content = content[start:stop]
         if len(content) != stop - start:
-            raise StoreError(
-                f"{self.shown_url}/{name} has no bytes {start} to {stop}: {len(content)} came"
-            )
+            message = f"{self.shown_url}/{name} has no bytes {start} to {stop}: {len(content)} came"
+            if self._is_http:  # whose answers may be cut off
+                raise StoreError(message)
+            raise DamagedWeightsError(message, name=name)
         return content
 
     async def _http_bytes(self, url: str, limit: int) -> bytes:

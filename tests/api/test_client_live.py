@@ -16,6 +16,7 @@ from atroposlib.api.settings import ApiSettings
 from atroposlib.errors import TrajectoryApiError
 from tests.api.helpers import REGISTRATION, make_group, serve
 from tests.api.test_run_api import running
+from tests.envs.live_service import LiveService
 
 pytestmark = pytest.mark.slow
 
@@ -185,3 +186,20 @@ async def test_posts_outlast_the_kill_of_a_service_that_resumes_its_run(free_por
             found = await asyncio.to_thread(drain, url)
 
     assert found == Counter(float(score) for score in range(num_groups))
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "localhost"])
+def test_service_on_this_machine_is_reached_without_a_proxy(
+    host: str, free_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("http_proxy", "all_proxy"):
+        monkeypatch.setenv(name, "http://127.0.0.1:9")
+    monkeypatch.delenv("no_proxy", raising=False)
+    service = LiveService(free_port)
+    service.start()
+
+    with TrainerClient(f"http://{host}:{free_port}", retry=RetryRule(attempts=1)) as client:
+        status = client.status()
+
+    service.stop()
+    assert status["current_step"] == 0

@@ -92,6 +92,7 @@ def test_mistake_is_one_line_with_its_key(tmp_path, changes, said):
         (b"- a", "expected a mapping"),
         (b"\xff", "cannot be read"),
         (b"name: a\ntrainer: {}\nname: b", "each key once, got name in lines 1 and 3"),
+        (b"a: 1\nb:\n  c: 1\n  c: 2", "each key once, got c in lines 3 and 4"),
     ],
 )
 def test_file_that_is_no_run_file_is_refused(tmp_path, content, said):

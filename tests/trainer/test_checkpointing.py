@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import random
+import resource
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from atroposlib.errors import ConfigError
 from example_trainer.checkpointing import (
@@ -108,6 +110,22 @@ def test_failing_write_leaves_the_old_directory_in_place(tmp_path):
 
     assert [file.name for file in target.iterdir()] == ["old"]
     assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
+
+
+def test_full_disk_names_the_directory(tmp_path):
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
+    try:
+        for write in (
+            lambda d: save_file({"w": torch.zeros(5000)}, d / "model.safetensors"),
+            lambda d: (d / "tokenizer.json").write_text("x" * 5000),
+        ):
+            with pytest.raises(OSError, match=f"large: '{tmp_path}/model'"):
+                replace_directory(tmp_path / "model", write)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    assert not list(tmp_path.iterdir())
 
 
 def files_beside_the_weights(checkpoint):

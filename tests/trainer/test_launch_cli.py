@@ -280,6 +280,14 @@ def test_run_without_the_report_of_its_last_step_can_be_resumed(
         cli._require_steps_to_do(options, paths)
 
 
+def test_run_is_not_resumed_with_fewer_steps_than_it_has_done(tmp_path: Path) -> None:
+    paths = cli.RunPaths(tmp_path)
+    paths.trainer_metrics.write_text('{"train/loss": 1}\n' * 3)
+
+    with pytest.raises(ConfigError, match=r"--steps 2: the run in .* has done 3 steps"):
+        cli._require_steps_to_do(cli.TrainOptions(files=(), model="m", steps=2), paths)
+
+
 def raised(error: Exception) -> None:
     raise error
 
@@ -294,6 +302,7 @@ def raised(error: Exception) -> None:
         ),
         ("a larger --seq-len", "\n--seq-len of atropos-grpo is --context-tokens here"),
         ("a smaller --lr, --resume, --env.group_size or --vllm-port", ""),
+        ("was killed by SIGKILL:\n08:10:26 INFO setup (--train-dtype auto)", ""),
     ],
 )
 def test_flags_in_errors_of_the_trainer_are_named_as_here(text: str, said: str) -> None:

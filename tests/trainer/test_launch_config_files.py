@@ -85,6 +85,7 @@ def test_environment_reads_values_of_every_kind_from_the_flags(tmp_path):
         ("- 1", "expected a mapping with the section env"),
         (None, "cannot be read as YAML"),
         ("env: {", "cannot be read as YAML"),
+        ("a: b: c", "cannot be read as YAML in line 1, column 5: mapping values are not allowed"),
         ("envs: {group_size: 4}", "unknown section envs; did you mean env?"),
         ("env: {x: &x [*x]}", "env.x refers to itself"),
         (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import logging
 from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +14,8 @@ import pytest
 from rich.console import Console
 
 from atroposlib.envs.rollouts import Admission, GroupDelivery
+from atroposlib.envs.run_snapshot import RepeatedErrors
+from atroposlib.utils.command_parser import replace_unprintable
 from example_trainer.launch.report import (
     RewardPoint,
     RunProgress,
@@ -53,7 +56,7 @@ def test_count_steps_counts_what_the_trainer_logged(tmp_path: Path) -> None:
     assert count_steps(tmp_path / "missing.jsonl") == 0
 
 
-def test_find_drop_returns_the_reason_of_the_last_dropped_group(
+def test_find_drop_returns_the_reason_of_the_last_group_without_use(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     figures = SimpleNamespace(num_groups=2)
@@ -65,6 +68,12 @@ def test_find_drop_returns_the_reason_of_the_last_dropped_group(
 
     assert find_drop(f"{caplog.text}another line\n") == "all 8 scores are 1.0"
     assert find_drop("another line\n") is None
+
+    errors = RepeatedErrors(logging.getLogger(__name__))
+    for count in range(1, 11):
+        errors.log("a rollout failed, its group is lost", KeyError("answer"))
+        shown = "'answer'" if count < 10 else "KeyError: 'answer'"
+        assert find_drop(caplog.text) == shown
 
 
 def test_read_rewards_no_file_yet_is_empty(tmp_path: Path) -> None:
@@ -92,6 +101,18 @@ def test_curve_text_is_plain_and_rises_from_left_to_right() -> None:
     assert "\x1b" not in text
     assert max(map(len, lines)) <= 60
     assert max(rows[0]) > max(rows[-1])  # the highest values stand furthest to the right
+
+
+def test_curve_is_shown_by_a_terminal_without_its_characters(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shown = io.BytesIO()
+    monkeypatch.setattr("sys.stdout", io.TextIOWrapper(shown, "ascii", write_through=True))
+
+    replace_unprintable()
+    print(curve_text(POINTS))
+
+    assert b"trainer step" in shown.getvalue()
 
 
 def test_write_rollouts_page_shows_first_and_last_groups(tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import signal
 import subprocess
@@ -179,3 +180,20 @@ def test_place_that_cannot_be_written_ends_the_run_before_the_model_is_loaded(
 
     with pytest.raises(ConfigError, match=f"cannot be written: .*choose another place with {flag}"):
         train(config)
+
+
+def test_second_trainer_in_a_folder_is_refused_and_changes_nothing(tmp_path):
+    config = tiny_config(tmp_path, model_name=str(tmp_path / "none"), engine="torch")
+    marker = Path(config.save_path) / "journal" / "run.json"
+    marker.parent.mkdir(parents=True)
+    marker.write_text('{"run_id": "first"}')
+    first = os.open(config.save_path, os.O_RDONLY)
+    fcntl.flock(first, fcntl.LOCK_EX)
+
+    try:
+        with pytest.raises(ConfigError, match=r"another trainer is running in .*--save-path"):
+            train(config)
+    finally:
+        os.close(first)
+
+    assert marker.read_text() == '{"run_id": "first"}'

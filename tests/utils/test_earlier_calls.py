@@ -107,6 +107,13 @@ def test_chat_without_a_template_is_one_clear_line(tokenizer: Any) -> None:
     assert given == tokenizer.encode("hi")
 
 
+def test_chat_with_a_damaged_template_is_one_clear_line(tokenizer: Any) -> None:
+    tokenizer.chat_template = "{{ messages\n[0]"
+
+    with pytest.raises(ConfigError, match=r"template .*chatml has a syntax error in line 2: "):
+        tokenizer.apply_chat_template(CHAT)
+
+
 def test_other_tokenizers_stay_as_they_are() -> None:
     class Lines:
         def apply_chat_template(self, messages: Any, tokenize: bool = True) -> str:

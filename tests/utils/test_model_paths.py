@@ -141,3 +141,13 @@ def test_folder_of_a_run_names_the_model_in_it(tmp_path, monkeypatch):
     said = or_missing_folder("unrecognized model", "run")
 
     assert said == "it has no config.json; did you mean run/trainer/final_model?"
+
+
+@pytest.mark.parametrize(
+    ("file", "said"),
+    [("adapter_config.json", "it has adapters without their model"), ("a.gguf", "it has GGUF")],
+)
+def test_folder_of_something_else_than_a_model_is_named(tmp_path, file, said):
+    (tmp_path / file).touch()
+
+    assert or_missing_folder("unrecognized model", str(tmp_path)).startswith(said)

@@ -74,12 +74,15 @@ def read_template_file(tokenizer: Any) -> Any:
 
 def no_template_text(tokenizer: Any) -> str:
     """Return the error text for a tokenizer without a chat template."""
-    name = str(getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__)
     return (
-        f"the tokenizer {name} has no chat template, so chats cannot be rendered as prompts; name "
-        "one of a chat model with --env.tokenizer_name, set the chat_template of this one, or "
-        "send completions of a prompt"
+        f"the tokenizer {_name_of(tokenizer)} has no chat template, so chats cannot be rendered "
+        "as prompts; name one of a chat model with --env.tokenizer_name, set the chat_template of "
+        "this one, or send completions of a prompt"
     )
+
+
+def _name_of(tokenizer: Any) -> str:
+    return str(getattr(tokenizer, "name_or_path", "") or type(tokenizer).__name__)
 
 
 def _apply_chat_template(tokenizer: Any, conversation: Any, *args: Any, **kwargs: Any) -> Any:
@@ -90,7 +93,15 @@ def _apply_chat_template(tokenizer: Any, conversation: Any, *args: Any, **kwargs
         raise ConfigError(no_template_text(tokenizer))
     if "return_dict" not in given:
         kwargs["return_dict"] = False
-    return method(tokenizer, conversation, *args, **kwargs)
+    from jinja2 import TemplateSyntaxError
+
+    try:
+        return method(tokenizer, conversation, *args, **kwargs)
+    except TemplateSyntaxError as error:
+        raise ConfigError(
+            f"the chat template of the tokenizer {_name_of(tokenizer)} has a syntax error in line "
+            f"{error.lineno}: {error.message}"
+        ) from error
 
 
 def _batch_decode(tokenizer: Any, sequences: Iterable[Any], *args: Any, **kwargs: Any) -> list[str]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import os
+import resource
 import shutil
 import uuid
 
@@ -418,6 +420,45 @@ def test_verify_finds_what_is_damaged(tmp_path):
     assert intact == []
     assert len(problems) == 3  # the file, and the two versions after it
     assert "is damaged" in problems[0]
+
+
+def test_verify_finds_a_file_that_is_cut_off(tmp_path):
+    store = WeightStore(str(tmp_path / "store"))
+    with WeightsPublisher(store, tmp_path / "mirror") as publisher:
+        publish_all(publisher, tmp_path / "new", 1)
+    (tmp_path / "scratch").mkdir()
+    manifest = store.manifest()
+    anchor = tmp_path / "store" / manifest.head.anchor.name
+    os.truncate(anchor, 100)
+
+    problems = verify_store(store, manifest, tmp_path / "scratch")
+
+    assert f"{anchor} has no bytes 0 to" in problems[0]
+
+
+def test_checkpoint_without_one_of_its_files_is_refused(store, tmp_path):
+    folder = write_checkpoint(tmp_path / "new", some_tensors())
+    index = {"weight_map": dict.fromkeys([*some_tensors(), "head"], "model-00002.safetensors")}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+
+    refused = pytest.raises(ConfigError, match=r"lacks 1 of the 8 .* head in model-00002")
+    with WeightsPublisher(store, tmp_path / "mirror") as publisher, refused:
+        publisher.publish(folder, 1)
+
+    assert store.manifest() is None
+
+
+def test_full_disk_names_its_folder(tmp_path):
+    store = WeightStore(str(tmp_path / "store"))
+    with WeightsPublisher(store, tmp_path / "mirror") as publisher:
+        publish_all(publisher, tmp_path / "new", 1)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2000, limits[1]))
+    try:
+        with pytest.raises(OSError, match=f"large: '{tmp_path}/into/downloads'"):
+            follow_once(store, tmp_path / "into")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
 
 
 def test_verify_accepts_versions_with_equal_weights(tmp_path):

@@ -1,20 +1,21 @@
-"""YAML files whose keys are looked at: PyYAML keeps the last value of a repeated key silently."""
+"""YAML files of settings: repeated keys, of which PyYAML keeps the last, and errors in one line."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, TextIO
+from typing import Any
 
 import yaml
 
 from atroposlib.utils.text import inert_line
 
-__all__ = ["load_with_repeats"]
+__all__ = ["describe_yaml", "load_with_repeats"]
 
 _MAX_KEY_CHARACTERS = 60
+_MAX_REASON_CHARACTERS = 100
 
 
-def load_with_repeats(source: str | TextIO) -> tuple[Any, list[str]]:
+def load_with_repeats(text: str) -> tuple[Any, list[str]]:
     """Return the content of a YAML document, and its repeated keys as `env in lines 2 and 9`.
 
     A key is repeated if its mapping has it twice. Keys of merged mappings (`<<`) may be overridden.
@@ -23,7 +24,7 @@ def load_with_repeats(source: str | TextIO) -> tuple[Any, list[str]]:
         yaml.YAMLError: the text is not YAML.
         RecursionError: it is nested too deeply.
     """
-    loader = yaml.SafeLoader(source)
+    loader = yaml.SafeLoader(text)
     try:
         root = loader.get_single_node()
         if root is None:
@@ -54,3 +55,12 @@ def _repeated_keys(root: yaml.Node) -> Iterator[str]:
                     name = inert_line(key.value, max_characters=_MAX_KEY_CHARACTERS)
                     yield f"{name} in lines {lines[key.value]} and {line}"
                 lines[key.value] = line
+
+
+def describe_yaml(error: Exception) -> str:
+    """Return place and reason of an error without the line of the file, which may have a secret."""
+    if not isinstance(error, yaml.MarkedYAMLError) or error.problem_mark is None:
+        return ""
+    mark = error.problem_mark
+    reason = inert_line(str(error.problem or ""), max_characters=_MAX_REASON_CHARACTERS)
+    return f" in line {mark.line + 1}, column {mark.column + 1}: {reason}"
