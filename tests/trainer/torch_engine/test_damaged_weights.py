@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -183,6 +184,21 @@ def test_reload_with_an_index_that_is_deeply_nested_is_refused(
 
     assert answer.status_code == 400
     assert "index.json cannot be read" in answer.json()["error"]["message"]
+
+
+def test_reload_of_a_pipe_or_of_a_file_larger_than_the_model_is_refused_unread(
+    local: LocalEngine, tmp_path: Path
+) -> None:
+    os.mkfifo(tmp_path / "pipe.safetensors")
+    with (tmp_path / "large.safetensors").open("wb") as file:
+        file.truncate(2**40)
+
+    for name, reason in (("pipe", "it is not a file"), ("large", f"it has {2**40} bytes")):
+        index = {"weight_map": {NAME: f"{name}.safetensors"}}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+        answer = reload(local, tmp_path)
+        assert answer.status_code == 400
+        assert reason in answer.json()["error"]["message"]
 
 
 @pytest.fixture(scope="module")
