@@ -318,6 +318,53 @@ def test_trainer_with_a_damaged_file_of_weights_names_the_model(tmp_path: Path) 
         load_frozen_model(str(folder), config)
 
 
+def pickle_weights(folder: Path) -> None:
+    """Replace the weights by a pickle that would write a file."""
+    import torch
+
+    class Code:
+        def __reduce__(self) -> Any:
+            return Path.touch, (folder / "was_run",)
+
+    (folder / "model.safetensors").unlink()
+    torch.save({NAME: Code()}, folder / "pytorch_model.bin")
+
+
+def write_config(**fields: Any) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        path = folder / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (pickle_weights, "a pickle that could run code"),
+        (lambda folder: (folder / "config.json").write_text("[" * 100_000), "recursion"),
+        (lambda folder: (folder / "tokenizer_config.json").write_text("[]"), "'list' object"),
+        (write_config(num_attention_heads=0), "zero"),
+        (write_config(num_attention_heads="two"), "num_attention_heads"),
+        (write_config(quantization_config={"quant_method": "aqlm"}), "aqlm"),
+    ],
+)
+def test_folder_that_is_not_one_of_a_model_is_refused(
+    tmp_path: Path, change: Callable[[Path], None], reason: str
+) -> None:
+    from example_trainer.model import load_model_and_tokenizer
+    from example_trainer.torch_engine.loading import TorchEngineOptions, load_engine
+
+    folder = save_tiny_model(tmp_path / "model")
+    change(folder)
+
+    with pytest.raises(ConfigError, match=f"cannot be loaded.*{reason}"):
+        load_engine(TorchEngineOptions(model=str(folder)))
+    with pytest.raises(ConfigError, match=f"cannot be loaded.*{reason}"):
+        load_model_and_tokenizer(tiny_config(tmp_path, model_name=str(folder)))
+    assert not (folder / "was_run").exists()
+
+
 def test_model_that_computes_nan_is_not_served(folder: Path, tmp_path: Path) -> None:
     from example_trainer.torch_engine.loading import TorchEngineOptions, load_engine
 
