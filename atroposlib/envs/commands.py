@@ -73,6 +73,7 @@ from atroposlib.utils.cli import UsageError, refused_values
 from atroposlib.utils.command_parser import exit_code_of
 from atroposlib.utils.text import InertFormatter, near_name, without_secrets
 from atroposlib.utils.writable import require_writable_file, require_writable_folder
+from atroposlib.utils.yaml_text import read_yaml
 
 if TYPE_CHECKING:
     from atroposlib.envs.base import BaseEnv
@@ -373,7 +374,7 @@ def load_yaml(path: str) -> dict[str, Any]:
 
     try:
         with Path(path).open(encoding="utf-8") as file:  # errors of `yaml` then name the file
-            content = yaml.safe_load(file)
+            content = read_yaml(file)
     except OSError as error:
         raise UsageError(f"config: cannot read {path}: {error.strerror}") from error
     except (yaml.YAMLError, UnicodeDecodeError) as error:

@@ -17,6 +17,7 @@ import yaml
 
 from atroposlib.errors import ConfigError
 from atroposlib.utils.text import near_name
+from atroposlib.utils.yaml_text import read_yaml
 
 __all__ = ["with_config_files"]
 
@@ -106,8 +107,8 @@ def _is_small(value: Any) -> bool:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, yaml.YAMLError, RecursionError) as error:
+        content = read_yaml(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError, yaml.YAMLError) as error:
         raise ConfigError(f"{_FLAG} {path}: cannot be read as YAML: {error}") from error
     if content is None:
         return {}
