@@ -37,7 +37,7 @@ _Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 _TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,10}$")]
 
 _FIRST_ERROR = Field(fail_fast=True)
-"""For lists, of which a body has millions of elements: pydantic keeps an error for each wrong one."""
+"""For lists, which may have millions of elements: pydantic keeps an error for each wrong one."""
 Objects = Annotated[list[dict[str, Any]], _FIRST_ERROR]
 Texts = Annotated[list[str], _FIRST_ERROR]
 _MOST_BIASES = 2**14
