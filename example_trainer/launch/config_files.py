@@ -17,7 +17,7 @@ import yaml
 
 from atroposlib.errors import ConfigError
 from atroposlib.utils.text import near_name
-from atroposlib.utils.yaml_text import read_yaml
+from atroposlib.utils.yaml_text import has_at_most, read_yaml
 
 __all__ = ["with_config_files"]
 
@@ -77,10 +77,8 @@ def with_config_files(
             k: v for k, v in settings.items() if k not in typed and k not in (*left_out, *unknown)
         }
         for key, value in kept.items():
-            if not _is_small(value):
-                raise ConfigError(
-                    f"{_FLAG} {path}: env.{key} refers to itself or has over {_MAX_VALUES:,} values"
-                )
+            if not has_at_most(value, _MAX_VALUES):
+                raise ConfigError(f"{_FLAG} {path}: env.{key} has over {_MAX_VALUES:,} values")
         expanded[name] = (*(f"{_PREFIX}{key}={_text(kept[key])}" for key in kept), *others)
     return expanded, notes
 
@@ -90,19 +88,6 @@ def _unused(path: str, section: Any) -> str:
     if hint:
         raise ConfigError(f"{_FLAG} {path}: unknown section {section}{hint}")
     return f"{path}: section {section} is not used; settings of the environment are in env"
-
-
-def _is_small(value: Any) -> bool:
-    """Return whether a value, with its aliases written out, has few parts."""
-    waiting, num_values = [value], 0
-    while waiting and num_values <= _MAX_VALUES:
-        part = waiting.pop()
-        num_values += 1
-        if isinstance(part, dict):
-            waiting.extend(part.values())
-        elif isinstance(part, (list, set)):
-            waiting.extend(part)
-    return num_values <= _MAX_VALUES
 
 
 def _read(path: Path) -> dict[str, Any]:

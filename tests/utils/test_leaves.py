@@ -271,6 +271,26 @@ def test_text_that_is_not_yaml_has_one_kind_of_error(text: str) -> None:
         read_yaml(text)
 
 
+@pytest.mark.parametrize(
+    "text",
+    [
+        "&x [*x]",
+        "&x {a: *x}",
+        "\n".join(f"a{i}: &a{i} [{f'*a{i - 1},' * 10}]" if i else "a0: &a0 1" for i in range(9)),
+    ],
+)
+def test_aliases_without_end_are_refused(text: str) -> None:
+    with pytest.raises(yaml.YAMLError, match="refers to itself, or there are over"):
+        read_yaml(text)
+
+
+def test_aliases_and_many_values_are_read() -> None:
+    assert read_yaml("a: &a {b: 1}\nc: {<<: *a, d: *a}") == {
+        "a": {"b": 1},
+        "c": {"b": 1, "d": {"b": 1}},
+    }
+
+
 def test_objects_of_a_yaml_text_are_not_made(tmp_path: Path) -> None:
     made = tmp_path / "made"
 
