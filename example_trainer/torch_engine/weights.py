@@ -79,9 +79,9 @@ def _read_file(path: Path, *, max_bytes: int) -> dict[str, torch.Tensor]:
     try:
         before = path.stat()
         if not stat.S_ISREG(before.st_mode):  # a pipe would block the engine
-            raise _unreadable(path, "it is not a file")
+            raise OSError("it is not a file")
         if before.st_size > max_bytes:
-            raise _unreadable(path, f"it has {before.st_size} bytes, more than the served model")
+            raise OSError(f"it has {before.st_size} bytes, more than the served model")
         tensors: dict[str, torch.Tensor] = safetensors.torch.load(path.read_bytes())
         after = path.stat()
     except (OSError, ValueError, KeyError, SafetensorError) as error:

@@ -198,7 +198,8 @@ def test_reload_of_a_pipe_or_of_a_file_larger_than_the_model_is_refused_unread(
         (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
         answer = reload(local, tmp_path)
         assert answer.status_code == 400
-        assert reason in answer.json()["error"]["message"]
+        assert f"{name}.safetensors cannot be read: {reason}" in answer.json()["error"]["message"]
+        assert answer.json()["error"]["message"].count("cannot be read") == 1
 
 
 @pytest.fixture(scope="module")
