@@ -276,7 +276,7 @@ def _read_record(checkpoint: Path) -> dict[str, Any]:
     path = _state_file(checkpoint, _STATE)
     try:
         record: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise ConfigError(
             f"the trainer's state in {path} cannot be read: {error}; delete {checkpoint} to resume "
             "from the checkpoint before it"
@@ -344,9 +344,10 @@ def check_checkpoint(checkpoint: Path) -> None:
         _check_headers(checkpoint)
         return
     try:
-        checksums: dict[str, str] = json.loads(manifest.read_text(encoding="utf-8"))["xxh3_128"]
+        found = json.loads(manifest.read_text(encoding="utf-8"))
+        checksums: dict[str, str] = dict(found["xxh3_128"])
         names = sorted(checksums)
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(f"{manifest} cannot be read: {error!r}") from error
     for name in names:
         path = checkpoint / name

@@ -6,6 +6,7 @@ There is one class per group of command-line flags (`cli` generates the flags fr
 
 from __future__ import annotations
 
+import contextlib
 import re
 import shlex
 from typing import Any, Literal
@@ -648,8 +649,17 @@ def loading_errors() -> tuple[type[Exception], ...]:
     """Return the errors by which transformers reports that a model cannot be loaded."""
     from safetensors import SafetensorError
 
-    # KeyError: an unknown architecture
-    return OSError, ValueError, KeyError, SafetensorError
+    of_fields: tuple[type[Exception], ...] = ()
+    with contextlib.suppress(ImportError):  # earlier versions do not check the fields of a config
+        from huggingface_hub.errors import StrictDataclassError
+
+        of_fields = (StrictDataclassError,)
+    return (
+        *(OSError, ValueError, KeyError, SafetensorError),  # KeyError: an unknown architecture
+        *(ImportError, RecursionError),  # a package that the model needs; deeply nested JSON
+        # Other content than that of a config: a list, no attention heads, an unknown type.
+        *(AttributeError, TypeError, ZeroDivisionError, *of_fields),
+    )
 
 
 def unloadable(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import logging
+import pickle
 import re
 from collections.abc import Collection, Iterable
 from typing import Any, Literal, NamedTuple
@@ -169,10 +170,16 @@ def load_pretrained(auto_class: Any, name: str, **options: Any) -> Any:
     transformers itself initializes the others at random, with a warning.
 
     Raises:
-        ConfigError: weights are missing, or have another shape than the model's config says.
+        ConfigError: weights are missing, are pickled together with other objects, or have another
+            shape than the model's config says.
     """
     try:
         model, report = auto_class.from_pretrained(name, output_loading_info=True, **options)
+    except pickle.UnpicklingError as error:
+        raise ConfigError(
+            "its weights are a pickle that could run code, which is not loaded; expected "
+            "model.safetensors"
+        ) from error
     except RuntimeError as error:
         if "ignore_mismatched_sizes" not in str(error):
             raise

@@ -327,7 +327,7 @@ def generation_routes(state: CompanionState) -> APIRouter:
 async def _json_of(request: Request) -> Any:
     try:
         return await request.json()
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise RequestError(f"the body is not JSON: {error}") from error
 
 
@@ -582,7 +582,7 @@ def _read_config(path: Path) -> dict[str, Any]:
     file = path / _CONFIG_NAME
     try:
         config = json.loads(file.read_text())
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise RequestError(f"adapter_path: {file} cannot be read: {error}") from error
     if not isinstance(config, dict):
         raise RequestError(f"adapter_path: {file} is not a JSON object")

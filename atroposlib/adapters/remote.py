@@ -40,6 +40,7 @@ from atroposlib.errors import (
     EpisodeTimeoutError,
 )
 from atroposlib.utils.text import near_name, shown_name, without_secrets
+from atroposlib.utils.yaml_text import read_yaml
 
 __all__ = [
     "OPEN_REQUEST_S",
@@ -134,7 +135,7 @@ def read_pairs(path: Path | None, argument: str) -> dict[str, str]:
     if path is None:
         return {}
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = read_yaml(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{argument} {path}: cannot be read: {type(error).__name__}") from None
     if not isinstance(content, dict) or not all(

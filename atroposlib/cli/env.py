@@ -23,6 +23,7 @@ from atroposlib.adapters.env import environment_class
 from atroposlib.adapters.registry import KINDS, Kind, adapter_class, read_args, split_spec
 from atroposlib.errors import ConfigError, MissingExtraError
 from atroposlib.utils.cli import UsageError
+from atroposlib.utils.yaml_text import read_yaml
 
 __all__ = ["main", "read_arguments", "split_arguments"]
 
@@ -72,7 +73,7 @@ def read_arguments(words: Sequence[str]) -> dict[str, Any]:
             arguments.update(_mapping(word, f"{ARGS_FLAG} {word}"))
         elif equals and name.isidentifier():
             try:
-                arguments[name] = yaml.safe_load(value)
+                arguments[name] = read_yaml(value)
             except yaml.YAMLError as error:
                 raise UsageError(f"{ARGS_FLAG} {name}: {value!r} is not a YAML value") from error
         else:
@@ -88,7 +89,7 @@ def read_arguments(words: Sequence[str]) -> dict[str, Any]:
 
 def _mapping(text: str, where: str) -> dict[str, Any]:
     try:
-        content = yaml.safe_load(text)
+        content = read_yaml(text)
     except yaml.YAMLError as error:
         raise UsageError(f"{where}: not JSON or YAML: {error}") from error
     if not isinstance(content, dict) or not all(isinstance(name, str) for name in content):

@@ -373,10 +373,10 @@ def load_yaml(path: str) -> dict[str, Any]:
     """
     import yaml
 
-    from atroposlib.utils.yaml_files import describe_yaml, load_with_repeats
+    from atroposlib.utils.yaml_text import describe_yaml, read_with_repeats
 
     try:
-        content, repeated = load_with_repeats(Path(path).read_text(encoding="utf-8"))
+        content, repeated = read_with_repeats(Path(path).read_text(encoding="utf-8"))
     except OSError as error:
         raise UsageError(f"config: cannot read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:

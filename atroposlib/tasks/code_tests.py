@@ -70,7 +70,7 @@ def read_problem(row: Mapping[str, Any]) -> CodeProblem:
     try:
         tests = json.loads(tests) if isinstance(tests, str) else tests
         pairs = tuple(Test(*pair) for pair in zip(tests["input"], tests["output"], strict=True))
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise ConfigError(
             f"tests of {row['problem'][:60]!r} cannot be read ({error!r}); expected "
             '{"input": [...], "output": [...]} of equal length, as an object or as JSON text'

@@ -12,6 +12,7 @@ import yaml
 
 from atroposlib.errors import ConfigError
 from atroposlib.utils.command_parser import CommandParser
+from atroposlib.utils.yaml_text import read_yaml
 
 __all__ = ["ConfigHandler"]
 
@@ -88,7 +89,7 @@ class ConfigHandler:
     def _read(self, kind: str, name: str) -> dict[str, Any]:
         path = self.config_dir / kind / f"{name}.yaml"
         try:
-            content = yaml.safe_load(path.read_text(encoding="utf-8"))
+            content = read_yaml(path.read_text(encoding="utf-8"))
         except OSError as error:
             raise ConfigError(f"cannot read {path}: {error.strerror}") from error
         except yaml.YAMLError as error:

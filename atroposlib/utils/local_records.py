@@ -11,6 +11,7 @@ from typing import Any
 
 from atroposlib.errors import ConfigError
 from atroposlib.utils.text import encodable_texts
+from atroposlib.utils.yaml_text import read_yaml
 
 __all__ = ["SUFFIXES", "find_split", "iter_records", "read_records", "read_splits", "require_data"]
 
@@ -162,7 +163,7 @@ def _parsed_yaml(text: str) -> Any:
     import yaml
 
     try:
-        return yaml.safe_load(text)
+        return read_yaml(text)
     except yaml.YAMLError as error:
         raise ValueError(f"not YAML: {error}") from error
 

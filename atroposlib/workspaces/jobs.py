@@ -32,6 +32,7 @@ import yaml
 from atroposlib.errors import ConfigError
 from atroposlib.sandbox.interface import SandboxLimits
 from atroposlib.sandbox.streams import Finished, run_bounded
+from atroposlib.utils.yaml_text import read_yaml
 from atroposlib.workspaces import bridge
 from atroposlib.workspaces.bridge import READY, Multiplexer, Streams
 from atroposlib.workspaces.container_engine import (
@@ -434,7 +435,7 @@ def _read_template(path: Path) -> dict[str, Any]:
     try:
         if path.stat().st_size > MAX_TEMPLATE_BYTES:
             raise ConfigError(f"{path}: larger than {MAX_TEMPLATE_BYTES} bytes; expected a Job")
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = read_yaml(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: expected the YAML file of a Job: {error}") from error
     if not isinstance(content, dict) or content.get("kind", "Job") != "Job":

@@ -31,6 +31,7 @@ from atroposlib.errors import ConfigError
 from atroposlib.tasks.card import EnvironmentCard
 from atroposlib.utils.aio import all_results
 from atroposlib.utils.local_records import find_split, read_records
+from atroposlib.utils.yaml_text import read_yaml
 
 __all__ = [
     "DatasetEnv",
@@ -197,7 +198,7 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     import yaml
 
     try:
-        content = yaml.safe_load(path.read_text(encoding="utf-8"))
+        content = read_yaml(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"{path} is not YAML: {error}") from error
     if not isinstance(content, dict):

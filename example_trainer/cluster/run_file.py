@@ -25,7 +25,7 @@ from pydantic import (
 
 from atroposlib.errors import ConfigError
 from atroposlib.utils.text import MASK, inert_line, mask_secrets, near_name
-from atroposlib.utils.yaml_files import describe_yaml, load_with_repeats
+from atroposlib.utils.yaml_text import describe_yaml, read_with_repeats
 from example_trainer.cluster.run_secrets import check_secrets, hide_values, references_of
 
 DNS_LABEL = r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?"
@@ -387,11 +387,9 @@ def read_run_file(path: Path) -> RunFile:
     try:
         if path.stat().st_size > MAX_FILE_BYTES:
             raise ConfigError(f"{path}: larger than {MAX_FILE_BYTES} bytes; expected a run file")
-        content, repeated = load_with_repeats(path.read_text(encoding="utf-8"))
+        content, repeated = read_with_repeats(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"{path}: cannot be read: {error}") from error
-    except RecursionError:
-        raise ConfigError(f"{path}: too many levels of keys and lists") from None
     except yaml.YAMLError as error:
         raise ConfigError(f"{path}: expected YAML{describe_yaml(error)}") from None
     if not isinstance(content, dict):

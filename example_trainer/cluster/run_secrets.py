@@ -26,6 +26,7 @@ import yaml
 from atroposlib.errors import ConfigError
 from atroposlib.utils.command_parser import end_command
 from atroposlib.utils.text import MASK, hide_secrets, mask_secrets
+from atroposlib.utils.yaml_text import read_yaml
 
 REFERENCE = re.compile(r"\$\{([A-Za-z_][A-Za-z0-9_]*)\}")
 SHORTEST_MASKED = 6
@@ -194,7 +195,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Replace this process by Python with a filled copy of the settings file."""
     file, *words = sys.argv[1:] if argv is None else argv
     try:
-        settings = yaml.safe_load(Path(file).read_text(encoding="utf-8"))
+        settings = read_yaml(Path(file).read_text(encoding="utf-8"))
         filled = yaml.safe_dump(fill(settings, os.environ), sort_keys=False)
     except ConfigError as error:
         end_command(PROGRAM, error, code=2)

@@ -17,7 +17,7 @@ import yaml
 
 from atroposlib.errors import ConfigError
 from atroposlib.utils.text import near_name
-from atroposlib.utils.yaml_files import describe_yaml, load_with_repeats
+from atroposlib.utils.yaml_text import describe_yaml, has_at_most, read_with_repeats
 
 __all__ = ["with_config_files"]
 
@@ -79,10 +79,8 @@ def with_config_files(
             k: v for k, v in settings.items() if k not in typed and k not in (*left_out, *unknown)
         }
         for key, value in kept.items():
-            if not _is_small(value):
-                raise ConfigError(
-                    f"{_FLAG} {path}: env.{key} refers to itself or has over {_MAX_VALUES:,} values"
-                )
+            if not has_at_most(value, _MAX_VALUES):
+                raise ConfigError(f"{_FLAG} {path}: env.{key} has over {_MAX_VALUES:,} values")
         expanded[name] = (*(f"{_PREFIX}{key}={_text(kept[key])}" for key in kept), *others)
     return expanded, notes
 
@@ -94,26 +92,13 @@ def _unused(path: str, section: Any) -> str:
     return f"{path}: section {section} is not used; settings of the environment are in env"
 
 
-def _is_small(value: Any) -> bool:
-    """Return whether a value, with its aliases written out, has few parts."""
-    waiting, num_values = [value], 0
-    while waiting and num_values <= _MAX_VALUES:
-        part = waiting.pop()
-        num_values += 1
-        if isinstance(part, dict):
-            waiting.extend(part.values())
-        elif isinstance(part, (list, set)):
-            waiting.extend(part)
-    return num_values <= _MAX_VALUES
-
-
 def _read(path: Path) -> tuple[dict[str, Any], list[str]]:
     """Return the content of a file, and the keys that it has twice."""
     try:
-        content, repeated = load_with_repeats(path.read_text(encoding="utf-8"))
+        content, repeated = read_with_repeats(path.read_text(encoding="utf-8"))
     except yaml.YAMLError as error:
         raise ConfigError(f"{_FLAG} {path}: cannot be read as YAML{describe_yaml(error)}") from None
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         raise ConfigError(f"{_FLAG} {path}: cannot be read as YAML: {error}") from error
     if content is None:
         return {}, []

@@ -20,6 +20,7 @@ import yaml
 
 from atroposlib.errors import ConfigError
 from atroposlib.utils.text import mask_secrets
+from atroposlib.utils.yaml_text import read_yaml
 from example_trainer.reporting.page import HeldOut
 
 ENVIRONMENTS_NAME = "environments"
@@ -128,7 +129,7 @@ def _read_settings(metrics_path: Path) -> Mapping[str, Any]:
     """Return section `env` of the settings that an environment stores next to its metrics."""
     try:
         text = metrics_path.with_suffix(".settings.yaml").read_text(encoding="utf-8")
-        settings = _mapping(yaml.safe_load(text)).get("env")
+        settings = _mapping(read_yaml(text)).get("env")
     except (OSError, ValueError, yaml.YAMLError, RecursionError):
         return {}
     return _mapping(mask_secrets(settings))

@@ -23,6 +23,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 
 from atroposlib.errors import ConfigError
 from atroposlib.utils.text import inert_line, inert_markup, near_name
+from atroposlib.utils.yaml_text import read_yaml
 from example_trainer.config import ExtraLossFields, TrainingConfig
 from example_trainer.demo.settings import DemoSettings, environment_settings
 from example_trainer.loss_choice import GrpoFields
@@ -169,12 +170,8 @@ def read_entry(path: Path) -> SpeedrunEntry:
         ConfigError: The file cannot be read, or the rules do not allow one of its settings.
     """
     try:
-        content = yaml.safe_load(_text_of(path))
-    # Not only `YAMLError`: `month: 13` in a date, `!!bool q`, thousands of brackets.
-    except (
-        *(OSError, ValueError, yaml.YAMLError),
-        *(AttributeError, LookupError, RecursionError),
-    ) as error:
+        content = read_yaml(_text_of(path))
+    except (OSError, ValueError, yaml.YAMLError) as error:
         reason = inert_line(str(error), max_characters=_MAX_REASON_CHARACTERS)
         raise ConfigError(f"{path}: cannot be read: {reason}") from error
     if not isinstance(content, dict):

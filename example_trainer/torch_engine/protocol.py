@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Annotated, Any, TypeVar
@@ -305,8 +305,10 @@ def _note_ignored(names: Iterable[str], known: Iterable[str]) -> None:
             logger.warning("field %s of a request is ignored%s", shown, near_name(shown, known))
 
 
-def text_prompts(fields: TextFields, served: ServedTorchModel) -> list[list[int]]:
-    """Return the ids of each prompt of `/v1/completions`.
+def text_prompts(fields: TextFields, served: ServedTorchModel) -> Iterator[list[int]]:
+    """Yield the ids of each prompt of `/v1/completions`, encoded when it is asked for.
+
+    Encoding all before the first is refused would delay other requests by seconds.
 
     Raises:
         EngineRefusal: There is none, one is empty, or they are too many.
@@ -320,13 +322,11 @@ def text_prompts(fields: TextFields, served: ServedTorchModel) -> list[list[int]
             f"n={fields.n}",
             param="prompt",
         )
-    encoded = []
     for prompt in prompts:
         ids = prompt
         if isinstance(prompt, str):
             ids = encode_text(served, prompt, add_special_tokens=fields.add_special_tokens)
-        encoded.append(check_ids(ids, served, param="prompt"))
-    return encoded
+        yield check_ids(ids, served, param="prompt")
 
 
 def encode_text(served: ServedTorchModel, text: str, *, add_special_tokens: bool) -> list[int]:
@@ -379,6 +379,7 @@ def render_chat(fields: ChatFields | TokenizeFields, served: ServedTorchModel) -
             f"messages: cannot be encoded as JSON: {error}", param="messages"
         ) from error
     _require_encodable(len(rendered), served, param="messages")
+    settings = _template_settings(fields.chat_template_kwargs)
     try:
         ids = served.tokenizer.apply_chat_template(
             messages,
@@ -388,7 +389,7 @@ def render_chat(fields: ChatFields | TokenizeFields, served: ServedTorchModel) -
             continue_final_message=fields.continue_final_message,
             tokenize=True,
             return_dict=False,
-            **_template_settings(fields.chat_template_kwargs),
+            **settings,
         )
     except Exception as error:  # templates raise errors of any kind for malformed messages
         raise EngineRefusal(
@@ -447,7 +448,7 @@ def _with_parsed_arguments(call: Any) -> Any:
 
 
 def prompt_requests(
-    fields: TextFields | ChatFields, prompts: Sequence[Sequence[int]], served: ServedTorchModel
+    fields: TextFields | ChatFields, prompts: Iterable[Sequence[int]], served: ServedTorchModel
 ) -> list[PromptRequest]:
     """Return the engine's requests, one for each prompt.
 
@@ -456,7 +457,7 @@ def prompt_requests(
             answer would have too many logprobs of prompt tokens.
     """
     requests = [_prompt_request(fields, prompt, served) for prompt in prompts]
-    num_entries = _num_prompt_entries(fields, prompts)
+    num_entries = _num_prompt_entries(fields, requests)
     if num_entries > _MAX_PROMPT_ENTRIES:
         raise EngineRefusal(
             f"the answer would have {num_entries} logprobs of prompt tokens, expected at most "
@@ -467,12 +468,13 @@ def prompt_requests(
     return requests
 
 
-def _num_prompt_entries(fields: TextFields | ChatFields, prompts: Sequence[Sequence[int]]) -> int:
+def _num_prompt_entries(fields: TextFields | ChatFields, requests: Sequence[PromptRequest]) -> int:
     """Return the number of logprobs of prompt tokens in an answer, over all choices."""
     num_copies = int(fields.prompt_logprobs is not None)
     if isinstance(fields, TextFields):
         num_copies = fields.n * (num_copies + int(fields.echo and fields.logprobs is not None))
-    return num_copies * sum(map(len, prompts)) * (1 + (fields.prompt_top or 0))
+    num_tokens = sum(len(request.prompt_ids) for request in requests)
+    return num_copies * num_tokens * (1 + (fields.prompt_top or 0))
 
 
 def _prompt_request(

@@ -14,7 +14,7 @@ import json
 import logging
 import socket
 import time
-from collections.abc import AsyncGenerator, Awaitable, Callable, Mapping, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -23,6 +23,7 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
+from starlette.requests import ClientDisconnect
 from starlette.types import Scope
 
 from atroposlib.errors import ConfigError, InferenceError
@@ -124,6 +125,8 @@ def _answered(endpoint: Endpoint) -> Endpoint:
             status, param, message = error.status, error.param, str(error)
         except ConfigError as error:
             status, param, message = 400, None, str(error)
+        except ClientDisconnect:  # while it sent its body
+            return Response(status_code=_CLIENT_CLOSED)
         except Exception as error:
             logger.exception("%s %s failed", request.method, request.url.path)
             status, param, message = 500, None, f"{type(error).__name__}: {error}"
@@ -171,8 +174,7 @@ class CompletionRoutes:
         require_model(fields.model, self._served)
         if fields.stream and fields.echo:
             raise EngineRefusal("echo cannot be streamed by the torch engine", param="echo")
-        prompts = text_prompts(fields, self._served)
-        return await self._answer(request, fields, prompts)
+        return await self._answer(request, fields, text_prompts(fields, self._served))
 
     async def chat(self, request: Request) -> Response:
         fields = parse_body(ChatFields, await _read_body(request))
@@ -180,7 +182,7 @@ class CompletionRoutes:
         return await self._answer(request, fields, [render_chat(fields, self._served)])
 
     async def _answer(
-        self, request: Request, fields: TextFields | ChatFields, prompts: Sequence[list[int]]
+        self, request: Request, fields: TextFields | ChatFields, prompts: Iterable[list[int]]
     ) -> Response:
         requests = prompt_requests(fields, prompts, self._served)
         if self._engine.counts().waiting + len(requests) * fields.n > _MAX_WAITING:

@@ -12,6 +12,7 @@ end this one with SIGBUS.
 from __future__ import annotations
 
 import json
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from atroposlib.errors import ConfigError
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _SHOWN_NAMES = 3
+_MAX_HEADER_BYTES = 100 * 2**20  # the limit of the safetensors library
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -37,9 +39,10 @@ def replace_weights(model: Any, folder: Path) -> None:
             from the model's, or a tensor has NaN or infinity. The model is not changed.
     """
     read: dict[str, torch.Tensor] = {}
-    for path in _files_of_checkpoint(folder):
-        read |= _read_file(path)
     state: Mapping[str, torch.Tensor] = model.state_dict()
+    max_bytes = _MAX_HEADER_BYTES + sum(8 * tensor.numel() for tensor in state.values())
+    for path in _files_of_checkpoint(folder):
+        read |= _read_file(path, max_bytes=max_bytes)
     _compare_names(set(read), set(state), _tied_names(model), folder)
     for name, tensor in read.items():
         _compare(name, tensor, state[name], folder)
@@ -69,12 +72,16 @@ def _files_of_checkpoint(folder: Path) -> list[Path]:
     return [path]
 
 
-def _read_file(path: Path) -> dict[str, torch.Tensor]:
+def _read_file(path: Path, *, max_bytes: int) -> dict[str, torch.Tensor]:
     import safetensors.torch
     from safetensors import SafetensorError
 
     try:
         before = path.stat()
+        if not stat.S_ISREG(before.st_mode):  # a pipe would block the engine
+            raise OSError("it is not a file")
+        if before.st_size > max_bytes:
+            raise OSError(f"it has {before.st_size} bytes, more than the served model")
         tensors: dict[str, torch.Tensor] = safetensors.torch.load(path.read_bytes())
         after = path.stat()
     except (OSError, ValueError, KeyError, SafetensorError) as error:

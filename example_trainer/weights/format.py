@@ -65,6 +65,8 @@ MOST_FILE_BYTES = 64 * 2**20
 """Of a config or a tokenizer."""
 MOST_MANIFEST_BYTES = 2**24
 """Enough for 20,000 versions."""
+_MAX_FILES = 10_000
+"""Configs and tokenizers in a manifest."""
 PIECE_BYTES = 2**24
 """Tensors are compared and restored in pieces of this size, which bounds the memory."""
 _MAX_HEADER_BYTES = 100 * 2**20  # the limit of the safetensors library
@@ -446,10 +448,18 @@ class Manifest(BaseModel):
     """`architecture_of` the weights."""
     epoch: int = Field(ge=0, le=_MAX_SIZE)
     """Counts the publishers that wrote here, one after another."""
-    versions: list[VersionEntry]
+    versions: list[VersionEntry] = Field(fail_fast=True)
     """By serial; consecutive."""
     files: dict[str, StoredFile] = {}
     """Config and tokenizer, by the name in a checkpoint."""
+
+    @field_validator("files", mode="before")
+    @classmethod
+    def _limit_files(cls, value: object) -> object:
+        # pydantic keeps an error for each entry.
+        if isinstance(value, dict) and len(value) > _MAX_FILES:
+            raise ValueError(f"{len(value)} files, expected at most {_MAX_FILES}")
+        return value
 
     @field_validator("files")
     @classmethod

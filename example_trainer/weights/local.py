@@ -340,17 +340,16 @@ def apply_deltas(base_path: Path, delta_paths: list[Path], target: Path) -> str:
         DamagedWeightsError: a file is damaged, or a delta does not apply to the one before it.
     """
     base = MappedWeights(base_path)
-    contents = [_mapped(path) for path in delta_paths]
     num_pieces = sum(1 for _ in pieces_of(base.specs))
-    indexes = [parse_index(content, num_pieces=num_pieces) for content in contents]
+    indexes = [parse_index(_mapped(path), num_pieces=num_pieces) for path in delta_paths]
     for before, after in itertools.pairwise(indexes):
         if before.weights_sha256 != after.base_sha256:
             raise DamagedWeightsError("two deltas are not consecutive")
 
     def restore(piece: Piece) -> NDArray[np.uint8]:
         data = base.data(piece.start, piece.stop)
-        for index, content in zip(indexes, contents, strict=True):
-            data = _apply(index, content, piece, data)
+        for index, path in zip(indexes, delta_paths, strict=True):
+            data = _apply(index, path, piece, data)
         return data
 
     digest = hashlib.sha256(base.header())
@@ -369,12 +368,13 @@ def _mapped(path: Path) -> memoryview:
 
 
 def _apply(
-    index: DeltaIndex, content: memoryview, piece: Piece, data: NDArray[np.uint8]
+    index: DeltaIndex, path: Path, piece: Piece, data: NDArray[np.uint8]
 ) -> NDArray[np.uint8]:
     frame = index.frames.get((piece.tensor, piece.number))
     if frame is None:
         return data
-    part = content[frame.offset : frame.offset + frame.num_bytes]
+    # Mapped for each piece: a map keeps a file open, and a chain may have thousands.
+    part = _mapped(path)[frame.offset : frame.offset + frame.num_bytes]
     return decode_piece(data, part, piece.width)
 
 

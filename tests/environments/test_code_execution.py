@@ -194,6 +194,7 @@ def test_prompt_names_the_starter_code_or_the_streams() -> None:
     "row",
     [
         {"problem": "p", "tests": "{"},
+        {"problem": "p", "tests": "[" * 100_000},
         {"problem": "p", "tests": {"input": ["1"], "output": []}},
         {"problem": "p", "tests": {"input": [], "output": []}},
         {"problem": "p", "tests": {"input": [1], "output": [1]}, "problem_type": "func"},

@@ -231,6 +231,14 @@ def cut(path):
     path.write_bytes(path.read_bytes()[:-100])
 
 
+def nest(path):
+    path.write_text("[" * 100_000)
+
+
+def list_checksums(path):
+    path.write_text('{"xxh3_128": ["config.json"]}')
+
+
 @pytest.mark.parametrize("has_checksums", [True, False], ids=["checksums", "older"])
 @pytest.mark.parametrize(
     ("name", "damage"),
@@ -242,6 +250,9 @@ def cut(path):
         ("model.safetensors", flip_a_byte),
         ("config.json", Path.unlink),
         ("trainer/checksums.json", cut),
+        ("trainer/checksums.json", nest),
+        ("trainer/checksums.json", list_checksums),
+        ("trainer/trainer_state.json", nest),
     ],
     ids=lambda value: getattr(value, "__name__", value),
 )

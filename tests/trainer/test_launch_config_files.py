@@ -87,14 +87,14 @@ def test_environment_reads_values_of_every_kind_from_the_flags(tmp_path):
         ("env: {", "cannot be read as YAML"),
         ("a: b: c", "cannot be read as YAML in line 1, column 5: mapping values are not allowed"),
         ("envs: {group_size: 4}", "unknown section envs; did you mean env?"),
-        ("env: {x: &x [*x]}", "env.x refers to itself"),
+        ("env: {x: &x [*x]}", "an alias refers to itself"),
         (
             "a: &a ["
-            + ", ".join(["1"] * 1000)
+            + ", ".join(["1"] * 500)
             + "]\nb: &b ["
-            + ", ".join(["*a"] * 1000)
+            + ", ".join(["*a"] * 500)
             + "]\nenv: {x: *b}\n",
-            "env.x refers to itself or has over 100,000 values",
+            "env.x has over 100,000 values",
         ),
         ("env: {x: " + "9" * 6000 + "}", "cannot be read as YAML"),
     ],

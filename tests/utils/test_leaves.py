@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+import yaml
 
 from atroposlib.errors import ConfigError
 from atroposlib.utils.display import display_metrics_table, format_metrics_table
@@ -24,6 +25,7 @@ from atroposlib.utils.text import (
     texts_in_tag,
     without_secrets,
 )
+from atroposlib.utils.yaml_text import read_yaml
 
 
 class Response:
@@ -250,3 +252,49 @@ def test_inert_formatter_shows_control_characters_as_symbols() -> None:
     record = logging.LogRecord("x", logging.INFO, "", 0, "%s", ("a\x1b[2J\nb",), None)
 
     assert InertFormatter().format(record).endswith("INFO x: a\u241b[2J\nb")
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "a: 2001-13-01",
+        "a: !!bool q",
+        "a: !!timestamp x",
+        "a: !!int x",
+        "[" * 100_000,
+        "a: [",
+        "a: \0",
+    ],
+)
+def test_text_that_is_not_yaml_has_one_kind_of_error(text: str) -> None:
+    with pytest.raises(yaml.YAMLError):
+        read_yaml(text)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "&x [*x]",
+        "&x {a: *x}",
+        "\n".join(f"a{i}: &a{i} [{f'*a{i - 1},' * 10}]" if i else "a0: &a0 1" for i in range(9)),
+    ],
+)
+def test_aliases_without_end_are_refused(text: str) -> None:
+    with pytest.raises(yaml.YAMLError, match="refers to itself, or there are over"):
+        read_yaml(text)
+
+
+def test_aliases_and_many_values_are_read() -> None:
+    assert read_yaml("a: &a {b: 1}\nc: {<<: *a, d: *a}") == {
+        "a": {"b": 1},
+        "c": {"b": 1, "d": {"b": 1}},
+    }
+
+
+def test_objects_of_a_yaml_text_are_not_made(tmp_path: Path) -> None:
+    made = tmp_path / "made"
+
+    with pytest.raises(yaml.YAMLError, match="python/object"):
+        read_yaml(f"!!python/object/apply:os.mkdir [{made}]")
+
+    assert not made.exists()

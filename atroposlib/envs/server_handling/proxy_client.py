@@ -188,5 +188,5 @@ def _message_of(text: str) -> str:
     """Return the message of an error body in OpenAI's shape, else its beginning."""
     try:
         return str(json.loads(text)["error"]["message"])
-    except (ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError, RecursionError):
         return text[:200]

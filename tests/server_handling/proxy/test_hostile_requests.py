@@ -124,6 +124,32 @@ def test_null_options_are_defaults(client: TestClient, url: str, engine: Recordi
     assert engine.calls[0].options["max_tokens"] is None
 
 
+MANY = 20_000
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("chat/completions", {"messages": [0] * MANY}),
+        ("chat/completions", {"messages": [{**HELLO, "tool_calls": [0] * MANY}]}),
+        ("chat/completions", {**CHAT, "tools": [0] * MANY}),
+        ("chat/completions", {**CHAT, "stop": [0] * MANY}),
+        ("chat/completions", {**CHAT, "logit_bias": {str(i): "x" for i in range(MANY)}}),
+        ("completions", {"prompt": [0] * MANY}),
+        ("messages", {**CHAT, "max_tokens": 1, "tools": [0] * MANY}),
+        ("responses", {"input": "Hello", "tools": [0] * MANY}),
+        ("responses", {"input": "Hello", "include": [0] * MANY}),
+    ],
+)
+def test_many_wrong_elements_are_named_by_the_first(
+    client: TestClient, url: str, path: str, fields: dict[str, Any]
+) -> None:
+    response = client.post(url.replace("chat/completions", path), json=fields)
+
+    assert response.status_code == 400
+    assert len(response.content) < 2000
+
+
 @pytest.mark.parametrize("is_declared", [True, False])
 def test_huge_body_is_413(engine: RecordingEngine, is_declared: bool) -> None:
     body = json.dumps({"messages": [{"role": "user", "content": "x" * 5000}]}).encode()

@@ -95,8 +95,9 @@ def test_generate_refuses_a_wrong_body_before_it_reaches_the_engine(
     assert engine.asked == []
 
 
-def test_body_that_is_not_json_is_refused(client):
-    answer = client.post("/generate", content=b"{")
+@pytest.mark.parametrize("body", [b"{", b"[" * 100_000])
+def test_body_that_is_not_json_is_refused(client, body):
+    answer = client.post("/generate", content=body)
 
     assert answer.status_code == 400
     assert "not JSON" in answer.json()["detail"]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import os
 import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -185,6 +186,22 @@ def test_reload_with_an_index_that_is_deeply_nested_is_refused(
     assert "index.json cannot be read" in answer.json()["error"]["message"]
 
 
+def test_reload_of_a_pipe_or_of_a_file_larger_than_the_model_is_refused_unread(
+    local: LocalEngine, tmp_path: Path
+) -> None:
+    os.mkfifo(tmp_path / "pipe.safetensors")
+    with (tmp_path / "large.safetensors").open("wb") as file:
+        file.truncate(2**40)
+
+    for name, reason in (("pipe", "it is not a file"), ("large", f"it has {2**40} bytes")):
+        index = {"weight_map": {NAME: f"{name}.safetensors"}}
+        (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+        answer = reload(local, tmp_path)
+        assert answer.status_code == 400
+        assert f"{name}.safetensors cannot be read: {reason}" in answer.json()["error"]["message"]
+        assert answer.json()["error"]["message"].count("cannot be read") == 1
+
+
 @pytest.fixture(scope="module")
 def poisoned(model_folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[LocalEngine]:
     """An engine whose logits are NaN after one token."""
@@ -300,6 +317,53 @@ def test_trainer_with_a_damaged_file_of_weights_names_the_model(tmp_path: Path) 
         load_model_and_tokenizer(config)
     with pytest.raises(ConfigError, match=r"reference_model .* cannot be loaded"):
         load_frozen_model(str(folder), config)
+
+
+def pickle_weights(folder: Path) -> None:
+    """Replace the weights by a pickle that would write a file."""
+    import torch
+
+    class Code:
+        def __reduce__(self) -> Any:
+            return Path.touch, (folder / "was_run",)
+
+    (folder / "model.safetensors").unlink()
+    torch.save({NAME: Code()}, folder / "pytorch_model.bin")
+
+
+def write_config(**fields: Any) -> Callable[[Path], None]:
+    def write(folder: Path) -> None:
+        path = folder / "config.json"
+        path.write_text(json.dumps({**json.loads(path.read_text()), **fields}))
+
+    return write
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (pickle_weights, "a pickle that could run code"),
+        (lambda folder: (folder / "config.json").write_text("[" * 100_000), "recursion"),
+        (lambda folder: (folder / "tokenizer_config.json").write_text("[]"), "'list' object"),
+        (write_config(num_attention_heads=0), "zero"),
+        (write_config(num_attention_heads="two"), "num_attention_heads"),
+        (write_config(quantization_config={"quant_method": "aqlm"}), "aqlm"),
+    ],
+)
+def test_folder_that_is_not_one_of_a_model_is_refused(
+    tmp_path: Path, change: Callable[[Path], None], reason: str
+) -> None:
+    from example_trainer.model import load_model_and_tokenizer
+    from example_trainer.torch_engine.loading import TorchEngineOptions, load_engine
+
+    folder = save_tiny_model(tmp_path / "model")
+    change(folder)
+
+    with pytest.raises(ConfigError, match=f"cannot be loaded.*{reason}"):
+        load_engine(TorchEngineOptions(model=str(folder)))
+    with pytest.raises(ConfigError, match=f"cannot be loaded.*{reason}"):
+        load_model_and_tokenizer(tiny_config(tmp_path, model_name=str(folder)))
+    assert not (folder / "was_run").exists()
 
 
 def test_model_that_computes_nan_is_not_served(folder: Path, tmp_path: Path) -> None:

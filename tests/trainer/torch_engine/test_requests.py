@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import random
 from pathlib import Path
 from typing import Any
@@ -112,6 +113,15 @@ def test_a_bad_chat_request_is_answered_with_the_field(
     assert named in refused(torch_engine, CHAT, body)
 
 
+def test_a_setting_of_templates_that_is_reserved_is_named(torch_engine: LocalEngine) -> None:
+    body = {"messages": HELLO, "chat_template_kwargs": {"tokenize": False}}
+
+    error = torch_engine.http.post(CHAT, json=body).json()["error"]
+
+    assert error["message"] == "chat_template_kwargs: tokenize cannot be set here"
+    assert error["param"] == "chat_template_kwargs"
+
+
 MANY = 20_000
 
 
@@ -220,6 +230,49 @@ def test_large_and_broken_bodies_are_refused(
     monkeypatch.setattr("example_trainer.torch_engine.server.MAX_BODY_BYTES", 1000)
     assert post(TEXT, content=b" " * 1001).status_code == 413
     assert post(TEXT, content=iter([b" " * 600] * 2)).status_code == 413
+
+
+def test_prompts_after_one_that_is_refused_are_not_encoded(
+    torch_engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    encoded: list[str] = []
+
+    def encode(_: Any, text: str, **__: Any) -> list[int]:
+        encoded.append(text)
+        return [1] * 10**4
+
+    monkeypatch.setattr("example_trainer.torch_engine.protocol.encode_text", encode)
+
+    assert "maximum context" in refused(torch_engine, TEXT, {"prompt": ["a"] * MAX_COMPLETIONS})
+    assert encoded == ["a"]
+
+
+def test_a_client_that_disconnects_while_it_sends_its_body_is_not_an_error(
+    torch_engine: LocalEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    from example_trainer.torch_engine.server import create_app
+
+    sent: list[Any] = []
+    headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": TEXT,
+        "query_string": b"",
+        "headers": headers,
+    }
+
+    async def receive() -> Any:
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    app = create_app(torch_engine.state, has_update_routes=False)
+    asyncio.run(app(scope, receive, send))
+
+    assert sent[0]["status"] == 499
+    assert not caplog.records
 
 
 def test_a_setting_beyond_any_vocabulary_does_not_end_other_requests(

@@ -12,6 +12,7 @@ import pytest
 import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
 from example_trainer.weights.format import (
     DamagedWeightsError,
@@ -268,6 +269,19 @@ def test_manifest_cannot_name_weights_or_files_outside_the_folder(name):
 
     with pytest.raises(DamagedWeightsError, match="the manifest"):
         parse_manifest(json.dumps(manifest).encode())
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"versions": [0] * 20_000}, {"files": {str(i): 0 for i in range(20_000)}}]
+)
+def test_manifest_with_many_bad_entries_keeps_one_error(wrong):
+    """Millions of errors, each of hundreds of bytes, fit into a manifest."""
+    fields = {"run": "r", "architecture": "a", "epoch": 1, "versions": [entry(1)], **wrong}
+
+    with pytest.raises(ValidationError) as refused:
+        Manifest.model_validate(fields)
+
+    assert refused.value.error_count() == 1
 
 
 @pytest.mark.parametrize("name", ["../x", "data/../../x", "/etc/passwd", "data//x", "data/", ""])

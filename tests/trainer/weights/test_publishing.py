@@ -9,6 +9,7 @@ import os
 import resource
 import shutil
 import uuid
+from pathlib import Path
 
 import pytest
 import torch
@@ -578,6 +579,23 @@ def test_empty_delta_is_damaged(tmp_path):
 
     with pytest.raises(DamagedWeightsError, match="empty"):
         apply_deltas(weights, [tmp_path / "delta"], tmp_path / "target")
+
+
+def test_chain_of_more_deltas_than_a_process_may_open_files_is_applied(tmp_path):
+    store = WeightStore(str(tmp_path / "store"))
+    rules = PublishRules(keep_versions=60, anchor_every=100, anchor_share=100.0)
+    with WeightsPublisher(store, tmp_path / "mirror", rules=rules) as publisher:
+        newest = publish_all(publisher, tmp_path / "new", 60)[-1]
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    highest = max(int(path.name) for path in Path("/dev/fd").iterdir())
+
+    resource.setrlimit(resource.RLIMIT_NOFILE, (highest + 40, before[1]))
+    try:
+        found = follow_once(store, tmp_path / "into")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+    assert same_bits(found, newest)
 
 
 def test_missing_file_is_named_without_the_secret_of_its_url(monkeypatch):

@@ -69,6 +69,7 @@ from atroposlib.envs.server_handling.proxy.refusals import ProxyRefusal, refuse
 from atroposlib.envs.server_handling.proxy.requests import (
     LARGEST_LIMIT,
     MOST_STOPS,
+    Objects,
     inner_names,
     unsupported_names,
 )
@@ -128,7 +129,7 @@ class CountFields(BaseModel):
     messages: list[Any] = Field(min_length=1)
     system: Any = None
     """Text or text blocks; parsed by `read_messages`."""
-    tools: list[dict[str, Any]] | None = None
+    tools: Objects | None = None
     tool_choice: dict[str, Any] | None = None
     thinking: dict[str, Any] | None = None
     output_config: dict[str, Any] | None = None

@@ -36,6 +36,12 @@ _Penalty = Annotated[float, Field(ge=-2, le=2, allow_inf_nan=False)]
 _Bias = Annotated[float, Field(ge=-100, le=100, allow_inf_nan=False)]
 _TokenId = Annotated[str, Field(pattern=r"^[0-9]{1,10}$")]
 
+_FIRST_ERROR = Field(fail_fast=True)
+"""For lists, which may have millions of elements: pydantic keeps an error for each wrong one."""
+Objects = Annotated[list[dict[str, Any]], _FIRST_ERROR]
+Texts = Annotated[list[str], _FIRST_ERROR]
+_MOST_BIASES = 2**14
+
 AnyModel = TypeVar("AnyModel", bound=BaseModel)
 
 _FORMS = ("text", "json_object", "json_schema", "structural_tag")
@@ -152,7 +158,7 @@ class ChatMessage(ProxyModel):
     role: str
     content: str | None = None
     """Text; a list of text parts is joined, other kinds of parts are refused."""
-    tool_calls: list[dict[str, Any]] | None = None
+    tool_calls: Objects | None = None
     tool_call_id: str | None = None
     name: str | None = None
     reasoning_content: str | None = None
@@ -199,12 +205,21 @@ class SamplingRequest(ProxyModel):
     top_p: float | None = Field(default=None, gt=0, le=1, allow_inf_nan=False)
     n: int = Field(default=1, ge=1)
     seed: int | None = Field(default=None, ge=-_LARGEST_SEED - 1, le=_LARGEST_SEED)
-    stop: str | list[str] | None = None
+    stop: str | Texts | None = None
     presence_penalty: _Penalty | None = None
     frequency_penalty: _Penalty | None = None
     logit_bias: dict[_TokenId, _Bias] | None = None
     stream: bool = False
     stream_options: dict[str, Any] | None = None
+
+    @field_validator("logit_bias", mode="before")
+    @classmethod
+    def _limit_biases(cls, value: Any) -> Any:
+        if isinstance(value, dict) and len(value) > _MOST_BIASES:
+            raise PydanticCustomError(
+                "too_long", "expected at most {most} tokens", {"most": _MOST_BIASES}
+            )
+        return value
 
     @field_validator("n", "stream", mode="before")
     @classmethod
@@ -215,10 +230,10 @@ class SamplingRequest(ProxyModel):
 class ChatCompletionProxyRequest(SamplingRequest):
     """A chat request. `max_tokens: null` lets the reply fill the context."""
 
-    messages: list[ChatMessage]
+    messages: Annotated[list[ChatMessage], _FIRST_ERROR]
     max_tokens: _Limit | None = 1024
     max_completion_tokens: _Limit | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Objects | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     include_reasoning: bool | None = None
@@ -231,7 +246,7 @@ class ChatCompletionProxyRequest(SamplingRequest):
 class CompletionProxyRequest(SamplingRequest):
     """A text request."""
 
-    prompt: str | list[str]
+    prompt: str | Texts
     max_tokens: _Limit | None = 16
     logprobs: int | None = Field(default=None, ge=0)
     echo: bool | None = None
@@ -282,7 +297,7 @@ class SetupRequest(ProxyModel):
 
     model_name: str | None = None
     tokenizer_name: str | None = None
-    servers: list[ServerEntry] = Field(default_factory=list)
+    servers: list[ServerEntry] = Field(default_factory=list, fail_fast=True)
 
 
 def read_body(model: type[AnyModel], body: Mapping[str, Any]) -> AnyModel:

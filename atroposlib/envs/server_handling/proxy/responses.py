@@ -75,6 +75,8 @@ from atroposlib.envs.server_handling.proxy.refusals import (
 )
 from atroposlib.envs.server_handling.proxy.requests import (
     LARGEST_LIMIT,
+    Objects,
+    Texts,
     inner_names,
     unsupported_names,
 )
@@ -143,12 +145,12 @@ class ResponsesFields(BaseModel):
     max_output_tokens: int | None = Field(default=None, ge=1, le=LARGEST_LIMIT)
     temperature: float | None = None
     top_p: float | None = None
-    tools: list[dict[str, Any]] | None = None
+    tools: Objects | None = None
     tool_choice: Any = None
     parallel_tool_calls: bool | None = None
     text: dict[str, Any] | None = None
     reasoning: dict[str, Any] | None = None
-    include: list[str] | None = None
+    include: Texts | None = None
     metadata: dict[str, Any] | None = None
 
 
