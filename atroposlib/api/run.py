@@ -605,7 +605,7 @@ class Run:
             self._envs.start()
             self._deliveries.start()
             self._is_open = True
-            await self._return_orphans(is_start=True)
+            await self._return_orphans()
 
     @property
     def now(self) -> float:
@@ -869,15 +869,14 @@ class Run:
         self._log.check()
         await self._deliveries.settle_unwritten()
         await self._deliveries.return_expired()
-        await self._return_orphans(is_start=False)
+        await self._return_orphans()
         await self._envs.watch()
         await self._expire_ticket()
         await self._log.discard()
         await self._log.compact_if_due()
 
-    async def _return_orphans(self, *, is_start: bool) -> None:
-        alive = await self.store.alive_replicas()
-        await self._deliveries.return_orphans(alive, is_start=is_start)
+    async def _return_orphans(self) -> None:
+        await self._deliveries.return_orphans(await self.store.alive_replicas())
 
     def _on_applied(self, record: Record) -> None:
         self._admissions.note(record)

@@ -222,6 +222,34 @@ async def test_word_of_a_batch_that_could_not_be_written_is_written_later(method
     assert await take(run) == (None if step else [0])
 
 
+class UnconfirmedStore(MemoryRunStore):
+    """A store that may write a record and then fail, as Redis does when its reply is late."""
+
+    is_failing = False
+
+    async def append(self, record, payloads=(), *, fence=None):
+        is_written = await super().append(record, payloads, fence=fence)
+        if self.is_failing:
+            raise OSError("no reply")
+        return is_written
+
+
+async def test_delivery_that_was_written_without_a_reply_is_returned():
+    store = UnconfirmedStore()
+    run = await started_run(store, batch_size=1)
+    await run.admit([decoded(), decoded()])
+    store.is_failing = True
+    with pytest.raises(OSError, match="no reply"):
+        await run.next_batch()
+    store.is_failing = False
+    sent, _ = await run.next_batch()
+
+    await run.tick()
+
+    assert [batch.token for batch in run.state.delivery.in_flight.values()] == [sent.token]
+    assert await take(run) == [0]
+
+
 async def test_waiting_callers_are_served_in_the_order_they_came():
     run = await started_run(batch_size=2)
     callers = [asyncio.create_task(take(run, wait_s=5)) for _ in range(3)]
