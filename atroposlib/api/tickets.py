@@ -10,7 +10,8 @@ Environments take turns in proportion to their weights, and in the order of thei
 order of the queue depends on the tickets, and not on how long a rollout took.
 
 Invariants: a held group is released once; the next ticket of an environment only grows. A group
-whose ticket was settled before, by its return or its expiry, is *late*: it is not held.
+whose ticket was settled before, by its return or its expiry, or whose environment has disconnected,
+is *late*: it is not held.
 """
 
 from __future__ import annotations
@@ -172,7 +173,7 @@ class TicketDesk:
         if not self.is_used:
             return None
         stream = self._streams.get(env.env_id) or self._join(env)
-        if number < stream.next_number or number in stream.held:
+        if number < stream.next_number or number in stream.held or not stream.is_connected:
             return None
         stream.held[number] = groups
         self.waiting = self.waiting.plus(Waiting.of(groups))

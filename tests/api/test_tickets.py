@@ -190,6 +190,18 @@ def test_state_late_groups_are_queued_at_once() -> None:
     assert state.counters["tickets/expired"] == 1
 
 
+def test_state_group_that_arrives_after_its_environment_disconnected_is_not_held() -> None:
+    state = ordered_state()
+    state.apply(admitted(group(1, 0), 0))
+    state.apply(admitted(group(2, 1), 0))
+    state.apply(EnvDisconnected(1, False, 1.0))
+
+    state.apply(admitted(group(3, 1), 1))
+
+    assert [one.group_id for one in state.queue] == [1, 2, 3]
+    assert state.tickets.blocking is None
+
+
 def test_state_disconnecting_releases_and_a_reset_discards_held_groups() -> None:
     state = ordered_state()
     state.apply(admitted(group(1, 0), 0))
