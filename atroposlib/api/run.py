@@ -166,8 +166,8 @@ class EnvLifecycle:
         self._clock = clock
         self._expiry_s = log.state.limits.env_expiry_s
         self._interval_s = min(_HEARTBEAT_INTERVAL_S, self._expiry_s / 4 or _HEARTBEAT_INTERVAL_S)
-        self._unwritten: dict[int, float] = {}
-        """Environment id → time of its last request to this process that is not yet in a record."""
+        self._seen: dict[int, float] = {}
+        """Environment id → time of its last request to this process."""
         self._recorded: dict[int, float] = {}
         """Environment id → time at which this process last applied a record that names it."""
         self._epoch = 0
@@ -237,7 +237,7 @@ class EnvLifecycle:
             return None
         now = self._clock()
         self._forget_former_epoch()
-        self._unwritten[env.env_id] = now
+        self._seen[env.env_id] = now
         if env.is_expired:
 
             def decide() -> tuple[Record | None, None]:
@@ -269,7 +269,7 @@ class EnvLifecycle:
     def last_heartbeat(self, env_id: int) -> float:
         """Return the time of the last heartbeat of an environment, by the clock of this process."""
         self._forget_former_epoch()
-        return max(self._recorded.get(env_id, 0.0), self._unwritten.get(env_id, 0.0), self._since)
+        return max(self._recorded.get(env_id, 0.0), self._seen.get(env_id, 0.0), self._since)
 
     async def watch(self) -> None:
         """Write heartbeats if due, and disconnect environments that timed out."""
@@ -298,15 +298,14 @@ class EnvLifecycle:
         self._forget_former_epoch()
         seen = {
             env_id: at
-            for env_id, at in self._unwritten.items()
+            for env_id, at in self._seen.items()
             if at > self._recorded.get(env_id, 0.0) and self._state.envs.find(env_id) is not None
         }
-        self._unwritten.clear()
         return EnvsSeen(self._state.epoch, seen) if seen else None
 
     def _forget_former_epoch(self) -> None:
         if self._epoch != self._state.epoch:
-            self._unwritten.clear()
+            self._seen.clear()
             self._recorded.clear()
             self._epoch = self._state.epoch
 

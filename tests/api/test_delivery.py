@@ -16,7 +16,14 @@ from atroposlib.api.state import BatchLedger, BatchToken, DeliveredBatch, parse_
 from atroposlib.api.store.base import MemoryRunStore
 from atroposlib.api.store.sqlite import SqliteRunStore
 from tests.api.helpers import REGISTRATION, make_group, serve
-from tests.api.run_helpers import Clock, decoded, open_run, started_run, take
+from tests.api.run_helpers import (
+    Clock,
+    UnwritableStore,
+    decoded,
+    open_run,
+    started_run,
+    take,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -191,17 +198,6 @@ async def test_next_batch_that_cannot_be_read_is_not_lost():
     store.is_failing = False
 
     assert [await take(run), await take(run)] == [[0], None]
-
-
-class UnwritableStore(MemoryRunStore):
-    """A store that cannot be written for a while."""
-
-    is_failing = False
-
-    async def append(self, record, payloads=(), *, fence=None):
-        if self.is_failing:
-            raise OSError("disk full")
-        return await super().append(record, payloads, fence=fence)
 
 
 @pytest.mark.parametrize(("method", "step"), [("acknowledge", 1), ("return_batch", 0)])
