@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from atroposlib.api import journal
@@ -176,6 +177,15 @@ def test_state_with_held_groups_survives_a_snapshot() -> None:
 
     assert [g.group_id for g in again.queue] == [g.group_id for g in state.queue] == [2, 3]
     assert journal.snapshot(again) == journal.snapshot(state)
+
+
+def test_state_new_trainer_does_not_know_the_versions_of_held_groups() -> None:
+    state = ordered_state()
+    state.apply(admitted(msgspec.structs.replace(group(1, 0), version=50), 1))
+
+    state.apply(TrainerRegistered({**REGISTRATION, "num_steps": 7, "replace": True}, "2", 2.0))
+
+    assert [one.known_version for one in state.tickets] == [None]
 
 
 def test_state_late_groups_are_queued_at_once() -> None:
