@@ -157,7 +157,7 @@ class EnvLifecycle:
     Each replica receives requests of some environments. It writes their heartbeats in one record,
     at most every 30 s, so that all replicas agree which environments are silent. Silence is
     measured by the clock of this process, from when it applied the last record that names an
-    environment, because the clocks of other processes may be hours off.
+    environment, or a snapshot, because the clocks of other processes may be hours off.
     """
 
     def __init__(self, log: RunLog, clock: Callable[[], float]) -> None:
@@ -172,8 +172,9 @@ class EnvLifecycle:
         """Environment id → time at which this process last applied a record that names it."""
         self._epoch = 0
         self._written_at = self._since = 0.0
+        log.on_loaded.append(self._start)
 
-    def start(self) -> None:
+    def _start(self) -> None:
         self._since = self._written_at = self._clock()
 
     async def register(self, request: RegisterEnv) -> EnvRecord | None:
@@ -601,7 +602,6 @@ class Run:
                 return
             await self._log.open()
             self.is_new = self._log.is_new
-            self._envs.start()
             self._deliveries.start()
             self._is_open = True
             await self._return_orphans()

@@ -125,6 +125,7 @@ class Deliveries:
         """Deliveries of this process; it is unaware of one whose writing failed after all."""
         self._background: set[asyncio.Task[None]] = set()
         self._report_stall = report_stall
+        log.on_loaded.append(self.wake)
 
     def start(self) -> None:
         """Restart the leases of batches that were in flight when the run was opened."""
