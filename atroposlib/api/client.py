@@ -801,11 +801,9 @@ class AsyncBatches:
         if self._fetching is None:
             self._fetching = asyncio.create_task(self._side_thread.run(self._batches.next_batch))
         fetching = self._fetching
-        try:
-            batch = await asyncio.shield(fetching)
-        finally:
-            if fetching.done():
-                self._fetching = None
+        await asyncio.wait([fetching])  # leaves it running, or done, if cancelled
+        self._fetching = None
+        batch = fetching.result()
         if batch is None:
             raise StopAsyncIteration
         return batch

@@ -316,6 +316,19 @@ async def test_async_iteration_sees_the_same_and_keeps_a_batch_of_a_cancelled_wa
     assert status(service)["current_step"] == 2
 
 
+async def test_async_batch_that_arrives_as_its_wait_is_cancelled_becomes_the_next(service):
+    async with AsyncBatches(two_per_step(service)) as stream:
+        await stream.set_policy_version(0)  # registers
+        post(service, 1.0, 2.0)
+        waiting = asyncio.create_task(anext(stream))
+        await asyncio.sleep(0)
+        stream._fetching.add_done_callback(lambda _: waiting.cancel())
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+
+        assert scores_of(await anext(stream)) == [1.0]
+
+
 async def test_async_leaving_acknowledges_the_last_batch_but_none_that_arrived_unseen(service):
     async with AsyncBatches(two_per_step(service, num_steps=2)) as stream:
         await stream.set_policy_version(0)
