@@ -212,6 +212,18 @@ def test_state_group_that_arrives_after_its_environment_disconnected_is_not_held
     assert state.tickets.blocking is None
 
 
+def test_state_environment_that_disconnected_before_its_first_ticket_blocks_nobody() -> None:
+    state = ordered_state()
+    state.apply(EnvDisconnected(1, False, 1.0))
+    state.apply(admitted(group(1, 0), 0))
+
+    state.apply(admitted(group(2, 1), 0))
+    state.apply(admitted(group(3, 0), 1))
+    state.apply(admitted(group(4, 0), 2))
+
+    assert [one.group_id for one in state.queue] == [2, 1, 3, 4]
+
+
 def test_state_disconnecting_releases_and_a_reset_discards_held_groups() -> None:
     state = ordered_state()
     state.apply(admitted(group(1, 0), 0))
