@@ -522,6 +522,8 @@ class BatchIterator:
         self._is_closed = self._is_ending = False
         self._process_id = os.getpid()
         self._held: dict[str, LeasedBatch] = {}
+        self._unconfirmed: set[str | None] = set()
+        """Ids of held batches whose acknowledgement failed; they are not returned at the end."""
         self._registering = threading.Lock()
 
     @property
@@ -546,7 +548,7 @@ class BatchIterator:
         return batch
 
     def ack(self, batch: LeasedBatch, *, is_trained: bool = True) -> None:
-        """Acknowledge a batch as trained; a second call changes nothing.
+        """Acknowledge a batch as trained; a second call changes nothing, unless the first failed.
 
         If its lease has expired, a warning is logged, since another trainer may have received it.
 
@@ -559,17 +561,19 @@ class BatchIterator:
         Raises:
             TrajectoryApiError: the service was unreachable for too long.
         """
-        if batch.batch_id is not None and self._held.pop(batch.batch_id, None) is None:
+        if batch.batch_id is not None and batch.batch_id not in self._held:
             return
         try:
             self._client.ack(batch.batch_id, steps_done=None if is_trained else 0)
         except TrajectoryApiError as error:
             if error.status not in _MOVED_ON:
+                self._unconfirmed.add(batch.batch_id)
                 raise
             logger.warning(
                 "batch %s was not acknowledged, its lease had expired: %s", batch.batch_id, error
             )
-        else:
+            is_trained = False
+        if batch.batch_id is None or self._held.pop(batch.batch_id, None) is not None:
             self.num_acknowledged += is_trained
 
     def nack(self, batch: LeasedBatch) -> None:
@@ -599,7 +603,8 @@ class BatchIterator:
         atexit.unregister(self._leave_at_exit)
         try:
             for batch in self.held:
-                self.nack(batch)
+                if batch.batch_id not in self._unconfirmed:
+                    self.nack(batch)
         except TrajectoryApiError as error:
             logger.warning("a batch will be redelivered when its lease expires: %s", error)
         self._client.close()
@@ -796,11 +801,9 @@ class AsyncBatches:
         if self._fetching is None:
             self._fetching = asyncio.create_task(self._side_thread.run(self._batches.next_batch))
         fetching = self._fetching
-        try:
-            batch = await asyncio.shield(fetching)
-        finally:
-            if fetching.done():
-                self._fetching = None
+        await asyncio.wait([fetching])  # leaves it running, or done, if cancelled
+        self._fetching = None
+        batch = fetching.result()
         if batch is None:
             raise StopAsyncIteration
         return batch

@@ -243,7 +243,7 @@ class Consumer(SyncClient):
 GROUP_STATES = ("past", "in_flight", "queued", "buffered")
 """States of groups, in the order in which groups leave the service."""
 
-_PAGE_GROUPS = 1000
+_PAGE_ENTRIES = 1000
 _ROUTE_MISSING = (404, 405)
 _GONE = (404, 410)
 _NUM_CONNECTIONS = 4
@@ -272,9 +272,14 @@ class InspectionClient(SyncClient):
 
     def envs(self) -> list[dict[str, Any]]:
         """Return the environments in order of registration."""
-        return list(self._ask("GET", "/envs?limit=1000")["envs"])
+        envs: list[dict[str, Any]] = []
+        while True:
+            page = self._ask("GET", f"/envs?limit={_PAGE_ENTRIES}&offset={len(envs)}")
+            envs += page["envs"]
+            if page.get("next_offset") is None:
+                return envs
 
-    def groups(self, state: str, *, offset: int = 0, limit: int = _PAGE_GROUPS) -> dict[str, Any]:
+    def groups(self, state: str, *, offset: int = 0, limit: int = _PAGE_ENTRIES) -> dict[str, Any]:
         """Return one page of `GET /groups`: `groups`, `total` and `next_offset`.
 
         `state` is one of `GROUP_STATES`; a page lists 1 to 1000 groups.
@@ -289,7 +294,7 @@ class InspectionClient(SyncClient):
         """
         total = int(self.groups(state, limit=1)["total"] or 0)
         is_newest_last = state == "queued"
-        starts = list(range(0, total, _PAGE_GROUPS))
+        starts = list(range(0, total, _PAGE_ENTRIES))
         found: dict[int, dict[str, Any]] = {}
         for start in reversed(starts) if is_newest_last else starts:
             page = self.groups(state, offset=start)["groups"]

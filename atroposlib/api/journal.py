@@ -252,6 +252,8 @@ class RunLog:
         self._min_when_full = _MIN_RECORDS_TO_COMPACT // 100
         self.is_new = True
         """Whether the run has no records yet."""
+        self.on_loaded: list[Callable[[], None]] = []
+        """Called after the run was opened, and after each snapshot of another replica."""
         self._outcomes: dict[int, AdmittedGroups | None] = {}
         self._deciding = asyncio.Lock()
 
@@ -263,6 +265,7 @@ class RunLog:
         """
         await self.store.open(self._apply, self._restore)
         self.check()
+        self._note_loaded()
 
     def check(self) -> None:
         """Raise `failure` if the run cannot continue."""
@@ -373,6 +376,11 @@ class RunLog:
             self._log_fault("a part of the run's snapshot cannot be loaded")
         self._num_records = 0
         self.is_new = False
+        self._note_loaded()
+
+    def _note_loaded(self) -> None:
+        for note in self.on_loaded:
+            note()
 
     def _apply(self, position: int, content: bytes) -> None:
         if self.failure is not None:

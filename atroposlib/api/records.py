@@ -22,7 +22,8 @@ _FORMAT = b"\x01"
 
 ReturnReason = Literal["lost", "refused", "expired", "owner_gone"]
 """Reason for which a batch was returned: its body did not arrive, its receiver returned it, its
-lease expired, or the replica that was sending it has stopped."""
+lease expired, or no replica is sending it: its replica has stopped, or could not confirm that the
+delivery was written."""
 
 PayloadFlaw = Literal["missing", "damaged"]
 """Reason for which a group cannot be delivered: its payload in the store is missing or damaged."""

@@ -59,6 +59,11 @@ class Connection:
     def abort(self) -> None:
         self._transport.abort()
 
+    @property
+    def has_ended(self) -> bool:
+        """Whether the client closed its side or the connection broke; later bytes are not sent."""
+        return self._unconfirmed_at_end is not None
+
     def note_end(self) -> None:
         """Record how many bytes were unconfirmed when the client closed its side."""
         if self._unconfirmed_at_end is None:
@@ -328,12 +333,14 @@ class PiecesResponse(Response):
             return not disconnect.done()
         watching = asyncio.ensure_future(self._abort_slow(connection))
         try:
-            is_sent = await self._send_all(send, disconnect)
+            is_sent = await self._send_all(send, disconnect, connection)
             return is_sent and await connection.wait_until_confirmed(disconnect.done)
         finally:
             watching.cancel()
 
-    async def _send_all(self, send: Send, disconnect: asyncio.Future[None]) -> bool:
+    async def _send_all(
+        self, send: Send, disconnect: asyncio.Future[None], connection: Connection | None = None
+    ) -> bool:
         start = {"type": "http.response.start", "status": self.status_code}
         await send({**start, "headers": self.raw_headers})
         for piece in _slices(self._pieces):
@@ -343,6 +350,8 @@ class PiecesResponse(Response):
                 return False
             self._num_sent += len(piece)
             await send({"type": "http.response.body", "body": piece, "more_body": True})
+        if connection is not None and connection.has_ended:
+            return False  # before the last piece, which was then dropped
         # Servers wait here until most of the previous pieces have left this process.
         await send({"type": "http.response.body", "body": b"", "more_body": True})
         return True

@@ -314,15 +314,15 @@ async def get_batch(
     not. After the first call, environments may register.
     """
     accepted = format_of_accept(request.headers.get("accept"))
-    if run.state.registration is None:
-        message = "Trainer not registered. Call /register first."
-        return _small({"status": "error", "message": message, "batch": []}, accepted)
-    if consumer is not None:
+    if consumer is not None and run.state.registration is not None:
         _require_consumer(run, consumer)
     key = request.headers.get("idempotency-key")
     if key is not None:
         check_key(key)
     found = await _next_batch(request, run, lease_s=lease, wait_s=wait, key=key)
+    if found is None and run.state.registration is None:  # in no replica
+        message = "Trainer not registered. Call /register first."
+        return _small({"status": "error", "message": message, "batch": []}, accepted)
     if found is None:
         return _small({"batch": None}, accepted)
     batch, payloads = found

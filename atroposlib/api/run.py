@@ -157,7 +157,7 @@ class EnvLifecycle:
     Each replica receives requests of some environments. It writes their heartbeats in one record,
     at most every 30 s, so that all replicas agree which environments are silent. Silence is
     measured by the clock of this process, from when it applied the last record that names an
-    environment, because the clocks of other processes may be hours off.
+    environment, or a snapshot, because the clocks of other processes may be hours off.
     """
 
     def __init__(self, log: RunLog, clock: Callable[[], float]) -> None:
@@ -166,14 +166,15 @@ class EnvLifecycle:
         self._clock = clock
         self._expiry_s = log.state.limits.env_expiry_s
         self._interval_s = min(_HEARTBEAT_INTERVAL_S, self._expiry_s / 4 or _HEARTBEAT_INTERVAL_S)
-        self._unwritten: dict[int, float] = {}
-        """Environment id → time of its last request to this process that is not yet in a record."""
+        self._seen: dict[int, float] = {}
+        """Environment id → time of its last request to this process."""
         self._recorded: dict[int, float] = {}
         """Environment id → time at which this process last applied a record that names it."""
         self._epoch = 0
         self._written_at = self._since = 0.0
+        log.on_loaded.append(self._start)
 
-    def start(self) -> None:
+    def _start(self) -> None:
         self._since = self._written_at = self._clock()
 
     async def register(self, request: RegisterEnv) -> EnvRecord | None:
@@ -237,7 +238,7 @@ class EnvLifecycle:
             return None
         now = self._clock()
         self._forget_former_epoch()
-        self._unwritten[env.env_id] = now
+        self._seen[env.env_id] = now
         if env.is_expired:
 
             def decide() -> tuple[Record | None, None]:
@@ -269,7 +270,7 @@ class EnvLifecycle:
     def last_heartbeat(self, env_id: int) -> float:
         """Return the time of the last heartbeat of an environment, by the clock of this process."""
         self._forget_former_epoch()
-        return max(self._recorded.get(env_id, 0.0), self._unwritten.get(env_id, 0.0), self._since)
+        return max(self._recorded.get(env_id, 0.0), self._seen.get(env_id, 0.0), self._since)
 
     async def watch(self) -> None:
         """Write heartbeats if due, and disconnect environments that timed out."""
@@ -298,15 +299,14 @@ class EnvLifecycle:
         self._forget_former_epoch()
         seen = {
             env_id: at
-            for env_id, at in self._unwritten.items()
+            for env_id, at in self._seen.items()
             if at > self._recorded.get(env_id, 0.0) and self._state.envs.find(env_id) is not None
         }
-        self._unwritten.clear()
         return EnvsSeen(self._state.epoch, seen) if seen else None
 
     def _forget_former_epoch(self) -> None:
         if self._epoch != self._state.epoch:
-            self._unwritten.clear()
+            self._seen.clear()
             self._recorded.clear()
             self._epoch = self._state.epoch
 
@@ -602,10 +602,9 @@ class Run:
                 return
             await self._log.open()
             self.is_new = self._log.is_new
-            self._envs.start()
             self._deliveries.start()
             self._is_open = True
-            await self._return_orphans(is_start=True)
+            await self._return_orphans()
 
     @property
     def now(self) -> float:
@@ -869,15 +868,14 @@ class Run:
         self._log.check()
         await self._deliveries.settle_unwritten()
         await self._deliveries.return_expired()
-        await self._return_orphans(is_start=False)
+        await self._return_orphans()
         await self._envs.watch()
         await self._expire_ticket()
         await self._log.discard()
         await self._log.compact_if_due()
 
-    async def _return_orphans(self, *, is_start: bool) -> None:
-        alive = await self.store.alive_replicas()
-        await self._deliveries.return_orphans(alive, is_start=is_start)
+    async def _return_orphans(self) -> None:
+        await self._deliveries.return_orphans(await self.store.alive_replicas())
 
     def _on_applied(self, record: Record) -> None:
         self._admissions.note(record)

@@ -121,8 +121,11 @@ class Deliveries:
         """Token of a leased batch → start of its lease, by the clock of this process."""
         self._unwritten: dict[BatchToken, bool] = {}
         """Outcomes that are not written yet: token → whether the batch arrived."""
+        self._sending: set[BatchToken] = set()
+        """Deliveries of this process; it is unaware of one whose writing failed after all."""
         self._background: set[asyncio.Task[None]] = set()
         self._report_stall = report_stall
+        log.on_loaded.append(self.wake)
 
     def start(self) -> None:
         """Restart the leases of batches that were in flight when the run was opened."""
@@ -268,13 +271,18 @@ class Deliveries:
 
     async def _deliver(self, lease_s: float | None, key: str | None) -> BatchToken | None:
         """Put a batch in flight and return its token; if cancelled, the batch is returned."""
-        plan = partial(self._plan_delivery, lease_s, key)
-        delivering = asyncio.ensure_future(self._log.guarded(plan))
+        delivering = asyncio.ensure_future(self._write_delivery(lease_s, key))
         try:
             return await asyncio.shield(delivering)
         except asyncio.CancelledError:
             delivering.add_done_callback(self._abandon_result)
             raise
+
+    async def _write_delivery(self, lease_s: float | None, key: str | None) -> BatchToken | None:
+        token = await self._log.guarded(partial(self._plan_delivery, lease_s, key))
+        if token is not None:
+            self._sending.add(token)  # before anything else is decided
+        return token
 
     def _plan_delivery(
         self, lease_s: float | None, key: str | None
@@ -387,20 +395,23 @@ class Deliveries:
             else:
                 await self.return_batch(str(token))
 
-    async def return_orphans(self, alive: Collection[str] | None, *, is_start: bool) -> None:
-        """Return batches that were being sent by replicas that have stopped.
+    async def return_orphans(self, alive: Collection[str] | None) -> None:
+        """Return batches that no process is sending.
+
+        Their replica has stopped, or did not learn that its delivery was written: the store may
+        write a record after it failed to confirm it.
 
         Args:
             alive: names of the replicas that serve the run; None: only this one.
-            is_start: Whether this replica has just started, so that batches under its name were
-                sent by its earlier process.
         """
+        in_flight = self._state.delivery.in_flight
+        self._sending = {token for token in self._sending if token.batch_id in in_flight}
 
         def is_orphan(batch: DeliveredBatch) -> bool:
             if batch.lease_until is not None:
                 return False
             if batch.owner == self._replica:
-                return is_start
+                return BatchToken(batch.batch_id, batch.attempt) not in self._sending
             return alive is None or batch.owner not in alive
 
         await self._return_all(is_orphan, "owner_gone")

@@ -700,6 +700,8 @@ class RunState:
                 self.queue.append(group)
         for env in self.envs:
             env.buffer = known(env.buffer)
+        for stream in self.tickets.streams:
+            stream.held = {number: known(groups) for number, groups in stream.held.items()}
         self.delivery.change_groups(known)
 
     def _dissolve_misfits(self) -> None:

@@ -10,7 +10,8 @@ Environments take turns in proportion to their weights, and in the order of thei
 order of the queue depends on the tickets, and not on how long a rollout took.
 
 Invariants: a held group is released once; the next ticket of an environment only grows. A group
-whose ticket was settled before, by its return or its expiry, is *late*: it is not held.
+whose ticket was settled before, by its return or its expiry, is *late*: it is not held, and neither
+is a group whose environment has disconnected.
 """
 
 from __future__ import annotations
@@ -174,6 +175,8 @@ class TicketDesk:
         stream = self._streams.get(env.env_id) or self._join(env)
         if number < stream.next_number or number in stream.held:
             return None
+        if not stream.is_connected:
+            return [groups, *self._release()]
         stream.held[number] = groups
         self.waiting = self.waiting.plus(Waiting.of(groups))
         return self._release()
@@ -216,7 +219,9 @@ class TicketDesk:
     def _join(self, env: EnvRecord) -> TicketStream:
         weight = max(MIN_ENV_WEIGHT, env.weight)
         pace = self._lowest_pace() if self._is_open else 0.0
-        stream = TicketStream(env.env_id, env.desired_name, weight, pace, held={})
+        stream = TicketStream(
+            env.env_id, env.desired_name, weight, pace, is_connected=env.is_connected, held={}
+        )
         self._streams[env.env_id] = stream
         self._is_open = self._is_open or len(self._streams) >= self.num_envs
         return stream

@@ -11,7 +11,16 @@ from atroposlib.api.store.base import MemoryRunStore, RunStore
 from atroposlib.wire import DecodedGroup
 from tests.api.helpers import REGISTRATION
 
-__all__ = ["Clock", "decoded", "env_request", "open_run", "registration", "started_run", "take"]
+__all__ = [
+    "Clock",
+    "UnwritableStore",
+    "decoded",
+    "env_request",
+    "open_run",
+    "registration",
+    "started_run",
+    "take",
+]
 
 
 class Clock:
@@ -54,6 +63,17 @@ def env_request(**changes: Any) -> RegisterEnv:
     return RegisterEnv(
         **{"max_token_length": 1000, "desired_name": "env", "weight": 1.0, **changes}
     )
+
+
+class UnwritableStore(MemoryRunStore):
+    """A store that cannot be written for a while."""
+
+    is_failing = False
+
+    async def append(self, record, payloads=(), *, fence=None):
+        if self.is_failing:
+            raise OSError("disk full")
+        return await super().append(record, payloads, fence=fence)
 
 
 async def open_run(store: RunStore | None = None, **changes: Any) -> Run:

@@ -43,6 +43,10 @@ def scores_of(batch) -> list[float]:
     return [group["scores"][0] for group in batch.groups]
 
 
+def unreachable(client: TrainerClient, batch_id: str, *, steps_done: int | None) -> None:
+    raise TrajectoryApiError("unreachable")
+
+
 def two_per_step(service: LiveService, num_steps: int = 3, **options):
     return batches(service.url, batch_size=2, num_steps=num_steps, **options)
 
@@ -157,6 +161,37 @@ def test_explicit_acknowledgement_lets_several_batches_be_held(service):
 
         assert status(service)["current_step"] == 1
         assert scores_of(next(stream)) == scores_of(second)
+
+
+def test_acknowledgement_that_failed_is_sent_again(service, monkeypatch):
+    with two_per_step(service, acknowledge="explicit") as stream:
+        stream.set_policy_version(0)  # registers
+        post(service, 1.0)
+        batch = next(stream)
+        with monkeypatch.context() as patched:
+            patched.setattr(TrainerClient, "ack", unreachable)
+            with pytest.raises(TrajectoryApiError, match="unreachable"):
+                stream.ack(batch)
+        assert stream.held == [batch]
+
+        stream.ack(batch)
+
+        assert (stream.held, stream.num_acknowledged) == ([], 1)
+        assert status(service)["current_step"] == 1
+
+
+def test_batch_whose_acknowledgement_failed_is_not_returned_at_the_end(service, monkeypatch):
+    monkeypatch.setattr(TrainerClient, "ack", unreachable)
+    stream = two_per_step(service)
+    stream.set_policy_version(0)  # registers
+    post(service, 1.0)
+    next(stream)
+    with pytest.raises(TrajectoryApiError, match="unreachable"):
+        next(stream)
+
+    stream.leave(is_failed=True)
+
+    assert status(service)["leased_batches"] == 1
 
 
 def test_batch_that_was_not_trained_on_is_no_step(service):
@@ -279,6 +314,19 @@ async def test_async_iteration_sees_the_same_and_keeps_a_batch_of_a_cancelled_wa
 
     assert seen == [[0.0], [1.0]]
     assert status(service)["current_step"] == 2
+
+
+async def test_async_batch_that_arrives_as_its_wait_is_cancelled_becomes_the_next(service):
+    async with AsyncBatches(two_per_step(service)) as stream:
+        await stream.set_policy_version(0)  # registers
+        post(service, 1.0, 2.0)
+        waiting = asyncio.create_task(anext(stream))
+        await asyncio.sleep(0)
+        stream._fetching.add_done_callback(lambda _: waiting.cancel())
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+
+        assert scores_of(await anext(stream)) == [1.0]
 
 
 async def test_async_leaving_acknowledges_the_last_batch_but_none_that_arrived_unseen(service):

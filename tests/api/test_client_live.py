@@ -8,9 +8,11 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
 
 from atroposlib.api.client import RetryRule, TrainerClient, TrajectoryApiClient
+from atroposlib.api.client_consumer import InspectionClient
 from atroposlib.api.server import create_app
 from atroposlib.api.settings import ApiSettings
 from atroposlib.errors import TrajectoryApiError
@@ -41,6 +43,16 @@ def trainer(url):
         client.register(**{**REGISTRATION, "batch_size": 2})
         assert client.batch() is None
         yield client
+
+
+def test_environments_are_listed_beyond_the_first_page(trainer, url, monkeypatch):
+    monkeypatch.setattr("atroposlib.api.client_consumer._PAGE_ENTRIES", 2)
+    request = {"max_token_length": 8, "desired_name": "env", "weight": 1.0}
+    for _ in range(5):
+        assert httpx.post(f"{url}/register-env", json=request).json()["status"] == "success"
+
+    with InspectionClient(url) as client:
+        assert [env["env_id"] for env in client.envs()] == [0, 1, 2, 3, 4]
 
 
 def rich_group(rng: random.Random, **extra: Any) -> dict[str, Any]:

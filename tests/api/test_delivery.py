@@ -16,7 +16,14 @@ from atroposlib.api.state import BatchLedger, BatchToken, DeliveredBatch, parse_
 from atroposlib.api.store.base import MemoryRunStore
 from atroposlib.api.store.sqlite import SqliteRunStore
 from tests.api.helpers import REGISTRATION, make_group, serve
-from tests.api.run_helpers import Clock, decoded, open_run, started_run, take
+from tests.api.run_helpers import (
+    Clock,
+    UnwritableStore,
+    decoded,
+    open_run,
+    started_run,
+    take,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -193,17 +200,6 @@ async def test_next_batch_that_cannot_be_read_is_not_lost():
     assert [await take(run), await take(run)] == [[0], None]
 
 
-class UnwritableStore(MemoryRunStore):
-    """A store that cannot be written for a while."""
-
-    is_failing = False
-
-    async def append(self, record, payloads=(), *, fence=None):
-        if self.is_failing:
-            raise OSError("disk full")
-        return await super().append(record, payloads, fence=fence)
-
-
 @pytest.mark.parametrize(("method", "step"), [("acknowledge", 1), ("return_batch", 0)])
 async def test_word_of_a_batch_that_could_not_be_written_is_written_later(method, step):
     store = UnwritableStore()
@@ -220,6 +216,34 @@ async def test_word_of_a_batch_that_could_not_be_written_is_written_later(method
     assert run.state.step == step
     assert run.state.delivery.in_flight == {}
     assert await take(run) == (None if step else [0])
+
+
+class UnconfirmedStore(MemoryRunStore):
+    """A store that may write a record and then fail, as Redis does when its reply is late."""
+
+    is_failing = False
+
+    async def append(self, record, payloads=(), *, fence=None):
+        is_written = await super().append(record, payloads, fence=fence)
+        if self.is_failing:
+            raise OSError("no reply")
+        return is_written
+
+
+async def test_delivery_that_was_written_without_a_reply_is_returned():
+    store = UnconfirmedStore()
+    run = await started_run(store, batch_size=1)
+    await run.admit([decoded(), decoded()])
+    store.is_failing = True
+    with pytest.raises(OSError, match="no reply"):
+        await run.next_batch()
+    store.is_failing = False
+    sent, _ = await run.next_batch()
+
+    await run.tick()
+
+    assert [batch.token for batch in run.state.delivery.in_flight.values()] == [sent.token]
+    assert await take(run) == [0]
 
 
 async def test_waiting_callers_are_served_in_the_order_they_came():

@@ -12,7 +12,7 @@ import pytest
 from starlette.types import Receive, Scope, Send
 
 from atroposlib.api.middleware import Deflater
-from atroposlib.api.responses import JoiningTransport, PiecesResponse
+from atroposlib.api.responses import EXTENSION, Connection, JoiningTransport, PiecesResponse
 from tests.api.helpers import serve
 
 pytestmark = pytest.mark.slow
@@ -170,6 +170,23 @@ class Recorder:
 
     def close(self) -> None:
         self.is_closed = True
+
+    def get_extra_info(self, name: str) -> None:
+        return None
+
+
+async def test_arrival_at_a_client_that_closes_before_the_last_piece_is_denied(told):
+    told.pieces = [b"x" * MIB]
+    connection = Connection(Recorder())
+
+    async def send(message):
+        if message.get("body"):
+            connection.note_end()  # all pieces so far are confirmed; the server does not know yet
+
+    scope = {"type": "http", "extensions": {EXTENSION: {"connection": connection}}}
+    await told(scope, asyncio.Event().wait, send)
+
+    assert told.arrivals == [False]
 
 
 async def test_head_and_first_bytes_of_an_answer_are_written_together():

@@ -53,6 +53,14 @@ def wait_for_batch(live: httpx.Client) -> list[dict[str, Any]]:
     return batch
 
 
+def test_trainer_that_registered_at_one_replica_asks_another_at_once(redis_server):
+    settings = ApiSettings(store=redis_server.url, run_name="asked-elsewhere")
+    with Service(settings) as here, Service(settings) as there:
+        here.register()
+
+        assert there.get("/batch").json() == {"batch": None}
+
+
 def test_lease_counts_once_the_batch_is_acknowledged(service):
     service.push(2)
 

@@ -13,6 +13,7 @@ from atroposlib.api.store.base import MemoryRunStore
 from atroposlib.errors import ConfigError, GroupError
 from tests.api.run_helpers import (
     Clock,
+    UnwritableStore,
     decoded,
     env_request,
     open_run,
@@ -317,6 +318,23 @@ async def test_environment_that_signed_off_stays_away():
 
     assert run.state.envs.minimums == {}
     assert not await run.disconnect_env(1)
+
+
+async def test_heartbeats_that_could_not_be_written_count():
+    clock, store = Clock(), UnwritableStore()
+    run = await started_run(store, clock=clock, env_expiry_s=60)
+    await run.register_env(env_request())
+    clock.now += 80
+    await run.view_for(0)
+    clock.now += 10
+    store.is_failing = True
+    with pytest.raises(OSError, match="disk full"):
+        await run.tick()
+
+    store.is_failing = False
+    await run.tick()
+
+    assert run.state.envs.find(0).is_connected
 
 
 async def test_polling_environment_is_noted_and_does_not_expire():

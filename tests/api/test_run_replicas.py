@@ -15,7 +15,7 @@ from atroposlib.api.records import (
     decode_record,
 )
 from atroposlib.api.run import Run
-from tests.api.run_helpers import Clock, decoded, open_run, registration, take
+from tests.api.run_helpers import Clock, decoded, env_request, open_run, registration, take
 from tests.api.shared_store import SharedLog, SharedRunStore
 
 BATCH_SIZE = 3
@@ -114,6 +114,52 @@ class Cluster:
                 await asyncio.sleep(0)
             self.kill(self.random.choice(sorted(self.replicas)))
             await self.start()
+
+
+async def two_replicas(clock: Clock) -> list[Run]:
+    log = SharedLog(0)
+    here, there = [
+        await open_run(SharedRunStore(log, name), replica=name, clock=clock) for name in ("a", "b")
+    ]
+    await here.register_trainer(registration(batch_size=1))
+    assert await here.next_batch() is None
+    await there.store.sync()
+    return [here, there]
+
+
+async def overtake(run: Run, other: Run) -> None:
+    """Let a replica miss records that another one replaces with a snapshot."""
+    other._log._num_records = 10**6
+    await other.tick()
+    await run.store.jump()
+
+
+async def test_replica_overtaken_by_a_snapshot_does_not_expire_those_who_asked_others():
+    clock = Clock()
+    here, there = await two_replicas(clock)
+    await there.register_env(env_request())
+    await here.tick()
+    for _ in range(30):
+        clock.now += 30
+        await there.view_for(0)
+        await there.tick()
+    await overtake(here, there)
+
+    await here.tick()
+
+    assert here.state.envs.find(0).is_connected
+
+
+async def test_request_that_waits_is_woken_by_a_snapshot():
+    here, there = await two_replicas(Clock())
+    waiting = asyncio.create_task(here.next_batch(wait_s=60))
+    await asyncio.sleep(0)
+    await there.admit([decoded()])
+    await overtake(here, there)
+
+    batch, _ = await asyncio.wait_for(waiting, 10)
+
+    assert batch.group_ids == [0]
 
 
 def events(log: SharedLog, kind: type) -> list:

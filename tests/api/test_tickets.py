@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import msgspec
 import pytest
 
 from atroposlib.api import journal
@@ -178,6 +179,15 @@ def test_state_with_held_groups_survives_a_snapshot() -> None:
     assert journal.snapshot(again) == journal.snapshot(state)
 
 
+def test_state_new_trainer_does_not_know_the_versions_of_held_groups() -> None:
+    state = ordered_state()
+    state.apply(admitted(msgspec.structs.replace(group(1, 0), version=50), 1))
+
+    state.apply(TrainerRegistered({**REGISTRATION, "num_steps": 7, "replace": True}, "2", 2.0))
+
+    assert [one.known_version for one in state.tickets] == [None]
+
+
 def test_state_late_groups_are_queued_at_once() -> None:
     state = ordered_state()
     state.apply(TicketReturned(0, 1, 0, True, 1.0))
@@ -188,6 +198,30 @@ def test_state_late_groups_are_queued_at_once() -> None:
     assert [one.group_id for one in state.queue] == [7]
     assert state.counters["tickets/late"] == 1
     assert state.counters["tickets/expired"] == 1
+
+
+def test_state_group_that_arrives_after_its_environment_disconnected_is_not_held() -> None:
+    state = ordered_state()
+    state.apply(admitted(group(1, 0), 0))
+    state.apply(admitted(group(2, 1), 0))
+    state.apply(EnvDisconnected(1, False, 1.0))
+
+    state.apply(admitted(group(3, 1), 1))
+
+    assert [one.group_id for one in state.queue] == [1, 2, 3]
+    assert state.tickets.blocking is None
+
+
+def test_state_environment_that_disconnected_before_its_first_ticket_blocks_nobody() -> None:
+    state = ordered_state()
+    state.apply(EnvDisconnected(1, False, 1.0))
+    state.apply(admitted(group(1, 0), 0))
+
+    state.apply(admitted(group(2, 1), 0))
+    state.apply(admitted(group(3, 0), 1))
+    state.apply(admitted(group(4, 0), 2))
+
+    assert [one.group_id for one in state.queue] == [2, 1, 3, 4]
 
 
 def test_state_disconnecting_releases_and_a_reset_discards_held_groups() -> None:
