@@ -35,6 +35,7 @@ __all__ = [
     "num_learned_positions",
     "own_memory",
     "require_device",
+    "tokens_to_test_attention",
     "usable_length",
 ]
 
@@ -234,8 +235,8 @@ def _load(name: str, config: TrainingConfig, *, dtype: Any) -> Any:
 def _move_to_device(model: Any, config: TrainingConfig) -> None:
     model.config.use_cache = False
     model.config.get_text_config().use_cache = False
-    if config.packing != "off" and model.config._attn_implementation == "sdpa":
-        use_packed_attention(model)
+    if config.packing != "off" and model.config._attn_implementation in ("sdpa", "eager"):
+        use_packed_attention(model, longest=config.seq_len)
     model.to(config.device)
     if config.device == "cpu":
         own_memory(model)
@@ -371,8 +372,32 @@ def flash_attention_obstacle(
     return None
 
 
-def use_packed_attention(model: Any) -> None:
-    """Use an attention that supports packed rows, provided that the logits do not change."""
+_WINDOWS = ("sliding_window", "attention_chunk_size", "keep_window_size")
+"""Settings of models that limit how far a token attends."""
+
+
+def tokens_to_test_attention(text_config: Any, *, at_least: int, longest: int) -> int:
+    """Return the number of tokens with which to compare an attention with the model's own.
+
+    They exceed each window of the attention that sequences of `longest` tokens exceed: with fewer
+    tokens, an implementation that does not know the window gives the same result.
+    """
+    windows = (getattr(text_config, name, None) for name in _WINDOWS)
+    reached = [each for each in windows if isinstance(each, int) and 0 < each < longest]
+    return at_least + max(reached, default=0)
+
+
+_TESTED_TOKENS = 12
+_LARGEST_DIFFERENCES = {"torch.float64": 1e-6, "torch.float32": 1e-3}
+_LARGEST_HALF_DIFFERENCE = 0.05
+"""Relative to the largest logit."""
+
+
+def use_packed_attention(model: Any, *, longest: int = 0) -> None:
+    """Use an attention that supports packed rows, provided that the logits do not change.
+
+    `longest` is the length of the longest sequences.
+    """
     import torch
 
     from example_trainer.scoring import PACKED_ATTENTION, register
@@ -381,20 +406,24 @@ def use_packed_attention(model: Any) -> None:
     if not _PACKABLE_LAYERS.issuperset(getattr(text_config, "layer_types", None) or ()):
         return
     register()
-    was_training = model.training
-    tokens = torch.arange(1, 13, device=model.device)[None] % text_config.vocab_size
+    was_training, own_attention = model.training, model.config._attn_implementation
+    number = tokens_to_test_attention(text_config, at_least=_TESTED_TOKENS, longest=longest)
+    tokens = torch.arange(1, number + 1, device=model.device)[None] % text_config.vocab_size
+    # The logits of all tokens can take gigabytes.
+    kept = {"logits_to_keep": _TESTED_TOKENS} if number > _TESTED_TOKENS else {}
     model.eval()
     try:
         with torch.no_grad():
-            before = model(input_ids=tokens).logits
+            before = model(input_ids=tokens, **kept).logits
             model.set_attn_implementation(_in_text_layers(model, PACKED_ATTENTION))
-            after = model(input_ids=tokens).logits
-        is_same = torch.allclose(before.float(), after.float(), atol=0.05, rtol=0.05)
+            after = model(input_ids=tokens, **kept).logits
+        limit = _LARGEST_DIFFERENCES.get(str(before.dtype), _LARGEST_HALF_DIFFERENCE)
+        is_same = bool((before - after).abs().max() <= limit * before.abs().max())
     except (ValueError, TypeError, RuntimeError) as error:
         logger.info("the model keeps its own attention: %s", error)
         is_same = False
     if not is_same:
-        model.set_attn_implementation("sdpa")
+        model.set_attn_implementation(own_attention)
     model.train(was_training)
 
 

@@ -62,6 +62,11 @@ _LENGTHS = (5, 7)
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 _HALF_TOLERANCE = 0.2  # of a logprob; mixed sequences or scaled logits exceed it by far
 
+_NOISE = {torch.float64: 1e-9, torch.float32: 1e-4}
+_HALF_NOISE = 0.02
+"""Difference relative to the largest value, if other sequences of a row change. Experts, and some
+kernels, round differently with other tokens in the row; mixed sequences differ by far more."""
+
 _FOREIGN_ERRORS = (
     TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError, NotImplementedError
 )  # fmt: skip
@@ -112,6 +117,8 @@ def probe(
 
 def _obstacle_to_packing(model: Any) -> str | None:
     """Return the reason why sequences cannot share a row, or None."""
+    if "chunked_attention" in (getattr(model.config.get_text_config(), "layer_types", None) or ()):
+        return "its attention has chunks, which would begin elsewhere"
     first, second = _sequences(model)
     other = first.flip(0)
     try:
@@ -119,9 +126,9 @@ def _obstacle_to_packing(model: Any) -> str | None:
         disturbed = _packed_logits(model, other, second)[-len(second) :]
     except _FOREIGN_ERRORS as error:
         return f"its forward rejects packed rows ({type(error).__name__}: {error})"
-    if not torch.allclose(packed, disturbed, atol=1e-6, rtol=0):
-        return "its layers mix packed sequences"
     alone = model(input_ids=second[None]).logits[0]
+    if not _is_noise(packed, disturbed, alone.dtype):
+        return "its layers mix packed sequences"
     dtype, alone = alone.dtype, alone.to(packed.dtype)
     difference = (packed.log_softmax(-1) - alone.log_softmax(-1)).abs().max()
     if not float(difference) <= _tolerance(dtype):
@@ -159,6 +166,12 @@ def _sequences(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
     tokens = torch.arange(1, sum(_LENGTHS) + 1, device=model.device) % vocabulary
     first, second = tokens.split(_LENGTHS)
     return first, second
+
+
+def _is_noise(found: torch.Tensor, other: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Return whether values computed in a type differ by rounding only."""
+    limit = _NOISE.get(dtype, _HALF_NOISE)
+    return bool((found - other).abs().max() <= limit * found.abs().max())
 
 
 def _tolerance(dtype: torch.dtype) -> float:
@@ -253,7 +266,9 @@ def _difference(
     num_first = packed.sequence_lengths[0] if packed.sequence_lengths else 0
     with torch.no_grad():
         others = logprobs(disturbed, True)[num_first:]
-        if not torch.allclose(found[num_first:], others, atol=1e-6, rtol=0):
+        is_autocast = torch.is_autocast_enabled(model.device.type)
+        dtype = torch.bfloat16 if is_autocast else model.base_model.dtype
+        if not _is_noise(found[num_first:], others, dtype):
             return "its layers mix branches of a tree"
     return _gap(
         model,

@@ -35,7 +35,7 @@ from example_trainer.tree_attention import tree_arguments, tree_attention
 PACKED_ATTENTION = "atropos_packed"
 """Name under which transformers finds `packed_attention`."""
 
-_UNSUPPORTED = ("softcap", "s_aux", "position_bias")
+_UNSUPPORTED = ("softcap", "position_bias")
 
 
 def register() -> None:
@@ -79,6 +79,7 @@ def packed_attention(
     dropout: float = 0.0,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    s_aux: torch.Tensor | None = None,
     sequence_lengths: Opaque[tuple[int, ...]] | None = None,
     prefix_tree: PrefixTree | None = None,
     prefix_mask: Any = None,
@@ -95,6 +96,7 @@ def packed_attention(
         dropout: Share of the weights that is dropped.
         scaling: Factor of the scores; None: 1 / sqrt(D).
         sliding_window: Number of tokens that a query attends to, with itself; None: all.
+        s_aux: (H,) attention sinks, the score of a key without a value; None: none.
         sequence_lengths: Lengths of the sequences of a single row; None: one sequence per row.
         prefix_tree: Tree of a single row, instead of sequences.
         prefix_mask: See `tree_attention`.
@@ -110,6 +112,8 @@ def packed_attention(
     if unsupported:
         raise NotImplementedError(f"packed attention has no {', '.join(unsupported)}")
     if prefix_tree is not None:
+        if s_aux is not None:
+            raise NotImplementedError("attention over trees has no sinks")
         out = tree_attention(
             query,
             key,
@@ -127,34 +131,53 @@ def packed_attention(
     groups = query.shape[1] // key.shape[1]
     # The fused kernels of CUDA share heads, but not in float32 or with a mask.
     is_half = query.dtype in (torch.bfloat16, torch.float16)
-    shares_heads = groups > 1 and query.is_cuda and is_half and sliding_window is None
+    shares_heads = groups > 1 and query.is_cuda and is_half
+    shares_heads &= sliding_window is None and s_aux is None
     if groups > 1 and not shares_heads:
         key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
     lengths = (query.shape[2],) if sequence_lengths is None else sequence_lengths.value
+    options = {"dropout_p": dropout, "scale": scaling, "enable_gqa": shares_heads}
     outputs = [
-        F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
-            dropout_p=dropout,
-            scale=scaling,
-            enable_gqa=shares_heads,
-            **_reach(q, sliding_window),
-        )
+        _attend(q, k, v, sliding_window, s_aux, **options)
         for q, k, v in zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True)
     ]
     joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
     return joined.transpose(1, 2).contiguous(), None
 
 
-def _reach(query: torch.Tensor, window: int | None) -> dict[str, Any]:
-    """Return the arguments that restrict attention to the past, or to a window of it."""
+_FURTHER_SIZE = 8
+"""Dimensions added to those of a head for a sink; the fused kernels need a multiple of 8."""
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    window: int | None,
+    sinks_H: torch.Tensor | None,
+    *,
+    scale: float | None,
+    **options: Any,
+) -> torch.Tensor:
+    """Causal attention of one sequence, (B, H, T, D), restricted to a window if there is one."""
+    size = query.shape[-1]
+    if sinks_H is not None:
+        # The sinks are a key before the others, whose value is 0, in a dimension of their own.
+        scale = size**-0.5 if scale is None else scale
+        query, key, value = (F.pad(x, (0, _FURTHER_SIZE, 1, 0)) for x in (query, key, value))
+        query[..., size] = 1.0
+        key[:, :, 0, size] = sinks_H.to(key.dtype) / scale
+    reach: dict[str, Any] = {"is_causal": True}
     length = query.shape[2]
-    if window is None or window >= length:
-        return {"is_causal": True}
-    distance = torch.arange(length, device=query.device)
-    distance = distance[:, None] - distance[None, :]
-    return {"attn_mask": (distance >= 0) & (distance < window)}
+    if window is not None and window < length:
+        distance = torch.arange(length, device=query.device)
+        distance = distance[:, None] - distance[None, :]
+        mask = (distance >= 0) & (distance < window)
+        if sinks_H is not None:
+            mask[:, 0] = True
+        reach = {"attn_mask": mask}
+    out = F.scaled_dot_product_attention(query, key, value, scale=scale, **options, **reach)
+    return out if sinks_H is None else out[:, :, 1:, :size]
 
 
 _CHUNK_BYTES = {"cpu": 16 * 2**20, "cuda": 256 * 2**20}

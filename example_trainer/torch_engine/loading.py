@@ -1,7 +1,8 @@
 """Load a model into a `TorchEngine`, with sizes that fit the machine.
 
 At the end the engine scores a few tokens, and the result is compared with transformers' own
-attention: a model whose attention the engine does not support is rejected at the start.
+attention: a model whose attention the engine does not support is rejected at the start. If the
+context is longer than a window of the attention, one token after such a window is compared too.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ import torch
 from atroposlib import __version__
 from atroposlib.errors import ConfigError
 from example_trainer.config import loading_errors, require_model_folder, unloadable
-from example_trainer.model import load_pretrained, own_memory
+from example_trainer.model import load_pretrained, own_memory, tokens_to_test_attention
 from example_trainer.torch_engine.attention import use_slot_attention
 from example_trainer.torch_engine.generation import (
     EngineLimits,
@@ -68,6 +69,7 @@ def load_engine(options: TorchEngineOptions) -> EngineState:
     device = _device_of(options.device)
     model, tokenizer = _load_model(options, device)
     reference = _reference_logprobs(model)
+    beyond = _reference_beyond_window(model, longest=_context_of(options, model))
     if any(map(math.isnan, reference)):
         raise ConfigError(
             f"model {options.model!r} computes NaN: its weights have NaN or infinity, or their "
@@ -92,7 +94,7 @@ def load_engine(options: TorchEngineOptions) -> EngineState:
         max_logprobs=options.max_logprobs,
     )
     try:
-        _compare(engine, reference, dtype=model.dtype)
+        _compare(engine, reference, beyond, dtype=model.dtype)
     except BaseException:
         engine.close()
         raise
@@ -190,9 +192,14 @@ def _cache_bytes(options: TorchEngineOptions, device: torch.device) -> int:
     return cpu_cache_gib(psutil.virtual_memory().available) * 2**30
 
 
-def _check_ids(model: Any) -> list[int]:
+def _context_of(options: TorchEngineOptions, model: Any) -> int:
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", 0)
+    return options.max_model_len or most
+
+
+def _check_ids(model: Any, num_tokens: int = _CHECKED_TOKENS) -> tuple[int, ...]:
     size = model.get_input_embeddings().num_embeddings
-    return [(7 * position + 3) % size for position in range(_CHECKED_TOKENS)]
+    return tuple((7 * position + 3) % size for position in range(num_tokens))
 
 
 def _reference_logprobs(model: Any) -> list[float]:
@@ -204,20 +211,51 @@ def _reference_logprobs(model: Any) -> list[float]:
     return [float(value) for value in chosen.squeeze(1)]
 
 
-def _compare(engine: TorchEngine, reference: list[float], *, dtype: torch.dtype) -> None:
+def _reference_beyond_window(
+    model: Any, *, longest: int
+) -> tuple[tuple[int, ...], torch.Tensor] | None:
+    """Return a prompt beyond all windows of the attention, and the logprobs of its next token.
+
+    None if sequences of `longest` tokens exceed no window, or the model has no such logits alone.
+    """
+    number = tokens_to_test_attention(
+        model.config.get_text_config(), at_least=_CHECKED_TOKENS, longest=longest
+    )
+    if number == _CHECKED_TOKENS:
+        return None
+    prompt = _check_ids(model, min(number, longest - 1))
+    ids = torch.tensor([prompt], device=model.device)
+    try:
+        with torch.inference_mode():
+            logits = model(input_ids=ids, use_cache=False, logits_to_keep=1).logits[0, -1]
+    except TypeError:
+        return None
+    return prompt, torch.log_softmax(logits.float(), dim=-1)
+
+
+def _compare(
+    engine: TorchEngine,
+    reference: list[float],
+    beyond: tuple[tuple[int, ...], torch.Tensor] | None,
+    *,
+    dtype: torch.dtype,
+) -> None:
     """Raise `ConfigError` unless the engine computes the reference logprobs."""
-    model = engine.model
-    done = threading.Event()
-    ids = tuple(_check_ids(model))
-    job = Job(PromptRequest(ids, max_tokens=0, prompt_top=0), on_done=lambda _: done.set())
-    engine.submit(job)
-    done.wait()
-    name = type(model).__name__
-    if job.error is not None:
-        raise ConfigError(
-            f"the torch engine cannot serve {name}: {job.error}; use vLLM"
-        ) from job.error
-    found = [value for value, _ in job.prompt_logprobs or ()]
+    name = type(engine.model).__name__
+    prompts = [PromptRequest(_check_ids(engine.model), max_tokens=0, prompt_top=0)]
+    if beyond is not None:
+        prompts.append(PromptRequest(beyond[0], max_tokens=1))
+    jobs = [_finished(engine, prompt) for prompt in prompts]
+    for job in jobs:
+        if job.error is not None:
+            raise ConfigError(
+                f"the torch engine cannot serve {name}: {job.error}; use vLLM"
+            ) from job.error
+    found = [value for value, _ in jobs[0].prompt_logprobs or ()]
+    if beyond is not None:
+        sampled = jobs[1].completions[0]
+        found.append(sampled.logprobs[0])
+        reference = [*reference, float(beyond[1][sampled.tokens[0]])]
     # Equal ones first: tokens that the model excludes have minus infinity.
     pairs = zip(found, reference, strict=True)
     worst = max(0.0 if a == b else abs(a - b) for a, b in pairs)
@@ -226,6 +264,14 @@ def _compare(engine: TorchEngine, reference: list[float], *, dtype: torch.dtype)
             f"the torch engine cannot serve {name}: a logprob differs by {worst:.3g} from that of "
             "transformers' own attention; use vLLM"
         )
+
+
+def _finished(engine: TorchEngine, prompt: PromptRequest) -> Job:
+    done = threading.Event()
+    job = Job(prompt, on_done=lambda _: done.set())
+    engine.submit(job)
+    done.wait()
+    return job
 
 
 def _info(

@@ -78,7 +78,9 @@ def test_flash_attention_is_used_where_all_it_needs_is_there(
     assert attention_kinds(obstacle)[0] == ("flash_attention_2" if reason is None else "sdpa")
 
 
-def test_model_without_the_fast_attention_is_loaded_with_its_own(tmp_path):
+def test_model_without_the_fast_attention_is_loaded_with_its_own_unless_ours_computes_the_same(
+    tmp_path,
+):
     from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
     class SlowConfig(LlamaConfig):
@@ -92,10 +94,11 @@ def test_model_without_the_fast_attention_is_loaded_with_its_own(tmp_path):
     AutoModelForCausalLM.register(SlowConfig, SlowLlama, exist_ok=True)
     SlowLlama(SlowConfig(**tiny_llama().config.to_dict())).save_pretrained(tmp_path / "slow")
 
-    model = load_frozen_model(str(tmp_path / "slow"), tiny_config(tmp_path))
+    for packing, note in (("off", "eager"), ("auto", "sdpa for each sequence")):
+        config = tiny_config(tmp_path, packing=packing)
+        model = load_frozen_model(str(tmp_path / "slow"), config)
 
-    assert model.config._attn_implementation == "eager"
-    assert attention_note(model, "cpu") == "eager (flash-attn needs a GPU)"
+        assert attention_note(model, "cpu") == f"{note} (flash-attn needs a GPU)"
 
 
 def test_gradient_checkpointing_changes_no_gradient(tmp_path):

@@ -173,6 +173,87 @@ def test_probe_finds_what_each_architecture_can_do():
     assert {name for name, can in found.items() if can.whole_logits} == {"gemma2"}  # caps logits
 
 
+SMALL = {
+    "vocab_size": 64, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8, "use_cache": False,
+    "num_experts": 4, "num_local_experts": 4, "num_experts_per_tok": 2, "pad_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": 2, "moe_intermediate_size": 16, "intermediate_size_mlp": 48,
+}  # fmt: skip
+
+
+def large_weights(kind, **settings):
+    """A model of another make whose logits are of the size of trained ones."""
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    config = CONFIG_MAPPING[kind](**SMALL | settings)
+    model = AutoModelForCausalLM.from_config(config).float().eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() > 1 or "sinks" in name:
+                parameter.normal_(std=0.3)
+    return model
+
+
+def logits_and_gradients(model, sequences, *, packs):
+    parameters = [p for p in model.parameters() if p.requires_grad]
+    if packs:
+        found = packed_logits(model, sequences)
+    else:
+        found = [model(input_ids=sequence[None]).logits[0] for sequence in sequences]
+    loss = sum(logits.log_softmax(-1)[:, 5].sum() for logits in found)
+    return found, torch.autograd.grad(loss, parameters, allow_unused=True)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("gpt_oss", {"sliding_window": 8}),  # sinks
+        ("qwen3_moe", {}),  # experts, which round differently with other tokens in the row
+    ],
+)
+def test_packed_rows_of_other_makes_have_the_logits_and_gradients_of_their_own_attention(
+    kind, settings
+):
+    model = large_weights(kind, **settings)
+    sequences = [torch.randint(3, 64, (n,)) for n in (30, 41, 9)]
+    expected, expected_gradients = logits_and_gradients(model, sequences, packs=False)
+
+    use_packed_attention(model, longest=64)
+    can = probe(model, packing="auto")
+    found, gradients = logits_and_gradients(model, sequences, packs=True)
+
+    assert model.config._attn_implementation == PACKED_ATTENTION
+    assert can.packs
+    for ours, own in zip(found, expected, strict=True):
+        torch.testing.assert_close(ours, own, atol=1e-4, rtol=1e-3)
+    for ours, own in zip(gradients, expected_gradients, strict=True):
+        if own is not None:
+            assert float((ours - own).norm()) <= 1e-3 * float(own.norm()) + 1e-6
+
+
+def test_a_window_that_only_a_mask_knows_keeps_the_attention_of_the_model():
+    """OLMoE's layers do not hand their window on; short sequences do not show it."""
+    for longest, expected in ((64, "sdpa"), (16, PACKED_ATTENTION)):
+        model = large_weights("olmoe", sliding_window=16)
+
+        use_packed_attention(model, longest=longest)
+
+        assert model.config._attn_implementation == expected
+
+
+def test_chunks_of_attention_are_not_packed_since_their_borders_would_move():
+    model = large_weights("llama4_text", attention_chunk_size=16, no_rope_layers=[1, 0])
+
+    use_packed_attention(model, longest=64)
+    can = probe(model, packing="auto")
+
+    assert (can.packs, can.obstacle) == (
+        False,
+        "its attention has chunks, which would begin elsewhere",
+    )
+
+
 class Recurrent(torch.nn.Module):
     """A model whose state runs through a row, whatever stands in it."""
 

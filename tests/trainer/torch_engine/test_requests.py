@@ -507,6 +507,39 @@ def test_a_model_with_other_attention_is_refused_at_the_start(tmp_path: Path) ->
         load_engine(TorchEngineOptions(model=str(tmp_path), device="cpu"))
 
 
+def test_a_window_that_only_a_mask_knows_is_refused_if_the_context_exceeds_it(
+    tmp_path: Path,
+) -> None:
+    import torch
+    from transformers import OlmoeConfig, OlmoeForCausalLM
+
+    from atroposlib.errors import ConfigError
+    from example_trainer.demo.settings import train_tokenizer
+    from example_trainer.torch_engine.loading import TorchEngineOptions, load_engine
+
+    tokenizer = train_tokenizer([[{"role": "user", "content": "a"}]], max_length=64)
+    config = OlmoeConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=32, num_hidden_layers=2,
+        num_attention_heads=2, num_key_value_heads=2, max_position_embeddings=64, num_experts=2,
+        num_experts_per_tok=1, sliding_window=20, eos_token_id=None, bos_token_id=None,
+        pad_token_id=0,
+    )  # fmt: skip
+    model = OlmoeForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(std=0.3)
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+
+    def load(max_model_len: int) -> None:
+        options = TorchEngineOptions(model=str(tmp_path), device="cpu", max_model_len=max_model_len)
+        load_engine(options).engine.close()
+
+    with pytest.raises(ConfigError, match=r"OlmoeForCausalLM: a logprob differs"):
+        load(max_model_len=64)
+    load(max_model_len=20)
+
+
 def test_a_model_with_sliding_windows_and_shared_heads_is_served(tmp_path: Path) -> None:
     import torch
     from transformers import Qwen2Config, Qwen2ForCausalLM
