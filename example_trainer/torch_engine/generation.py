@@ -206,6 +206,8 @@ class TorchEngine:
         self._seeds = random.Random(seed)
         self.weight_version = weight_version
         """Version of the weights in use; None if unknown."""
+        self.reports_failures = True
+        """Whether the log has the traceback of a failed step."""
         self._waiting: deque[_Member] = deque()
         self._running: list[_Branch] = []
         """The position is the slot in the cache."""
@@ -338,7 +340,8 @@ class TorchEngine:
         try:
             self._step()
         except Exception as error:
-            logger.exception("a generation step failed; its requests are answered")
+            level = logging.ERROR if self.reports_failures else logging.DEBUG
+            logger.log(level, "a generation step failed; its requests are answered", exc_info=True)
             self._fail_all(error)
 
     def _next_commands(self) -> bool:

@@ -3,6 +3,8 @@
 At the end the engine scores a few tokens, and the result is compared with transformers' own
 attention: a model whose attention the engine does not support is rejected at the start. If the
 context is longer than a window of the attention, one token after such a window is compared too.
+Tokens that are generated have to get the same logprobs as when they are scored at once: recurrent
+layers, whose state the engine does not keep, fail this.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ import ipaddress
 import logging
 import math
 import threading
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -37,6 +40,7 @@ logger = logging.getLogger(__name__)
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 _CHECKED_TOKENS = 16
+_GENERATED_TOKENS = 4
 _TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.2}
 """Largest difference of a logprob that rounding explains."""
 
@@ -93,11 +97,13 @@ def load_engine(options: TorchEngineOptions) -> EngineState:
         limits=limits,
         max_logprobs=options.max_logprobs,
     )
+    engine.reports_failures = False
     try:
         _compare(engine, reference, beyond, dtype=model.dtype)
     except BaseException:
         engine.close()
         raise
+    engine.reports_failures = True
     return EngineState(engine, served, _info(options, model, served, device))
 
 
@@ -240,38 +246,67 @@ def _compare(
     *,
     dtype: torch.dtype,
 ) -> None:
-    """Raise `ConfigError` unless the engine computes the reference logprobs."""
-    name = type(engine.model).__name__
-    prompts = [PromptRequest(_check_ids(engine.model), max_tokens=0, prompt_top=0)]
+    """Raise `ConfigError` unless the engine computes the reference logprobs, also one by one."""
+    ids = _check_ids(engine.model)
+    prompts = [PromptRequest(ids, max_tokens=0, prompt_top=0)]
     if beyond is not None:
-        prompts.append(PromptRequest(beyond[0], max_tokens=1))
-    jobs = [_finished(engine, prompt) for prompt in prompts]
-    for job in jobs:
-        if job.error is not None:
-            raise ConfigError(
-                f"the torch engine cannot serve {name}: {job.error}; use vLLM"
-            ) from job.error
-    found = [value for value, _ in jobs[0].prompt_logprobs or ()]
-    if beyond is not None:
-        sampled = jobs[1].completions[0]
-        found.append(sampled.logprobs[0])
-        reference = [*reference, float(beyond[1][sampled.tokens[0]])]
+        prompts.append(PromptRequest(beyond[0], max_tokens=1, seed=0))
+    scored, *others = _finished(engine, prompts)
+    found = _prompt_logprobs(scored)
+    for job in others:
+        assert beyond is not None
+        found += job.completions[0].logprobs
+        reference = [*reference, float(beyond[1][job.completions[0].tokens[0]])]
+    _require_equal(engine, found, reference, dtype, "transformers' own attention")
+    # Layers with a state of their own lose or mix it in a batch that generates.
+    starts = (ids[: _CHECKED_TOKENS // 2], ids[:_GENERATED_TOKENS])
+    generated = _finished(
+        engine, [PromptRequest(start, max_tokens=_GENERATED_TOKENS, seed=0) for start in starts]
+    )
+    for start, job in zip(starts, generated, strict=True):
+        completion = job.completions[0]
+        whole = PromptRequest((*start, *completion.tokens), max_tokens=0, prompt_top=0)
+        [rescored] = _finished(engine, [whole])
+        expected = _prompt_logprobs(rescored)[len(start) - 1 :]
+        _require_equal(engine, completion.logprobs, expected, dtype, "all tokens at once")
+
+
+def _require_equal(
+    engine: TorchEngine,
+    found: list[float],
+    expected: list[float],
+    dtype: torch.dtype,
+    source: str,
+) -> None:
     # Equal ones first: tokens that the model excludes have minus infinity.
-    pairs = zip(found, reference, strict=True)
+    pairs = zip(found, expected, strict=True)
     worst = max(0.0 if a == b else abs(a - b) for a, b in pairs)
     if not worst <= _TOLERANCES[dtype]:
         raise ConfigError(
-            f"the torch engine cannot serve {name}: a logprob differs by {worst:.3g} from that of "
-            "transformers' own attention; use vLLM"
+            f"the torch engine cannot serve {type(engine.model).__name__}: a logprob differs by "
+            f"{worst:.3g} from that of {source}; use vLLM"
         )
 
 
-def _finished(engine: TorchEngine, prompt: PromptRequest) -> Job:
-    done = threading.Event()
-    job = Job(prompt, on_done=lambda _: done.set())
-    engine.submit(job)
-    done.wait()
-    return job
+def _finished(engine: TorchEngine, prompts: Sequence[PromptRequest]) -> list[Job]:
+    """Return the jobs of prompts that run together; raises `ConfigError` if one fails."""
+    num_done = threading.Semaphore(0)
+    jobs = [Job(prompt, on_done=lambda _: num_done.release()) for prompt in prompts]
+    for job in jobs:
+        engine.submit(job)
+    for _ in jobs:
+        num_done.acquire()
+    for job in jobs:
+        if job.error is not None:
+            name = type(engine.model).__name__
+            raise ConfigError(
+                f"the torch engine cannot serve {name}: {job.error}; use vLLM"
+            ) from job.error
+    return jobs
+
+
+def _prompt_logprobs(job: Job) -> list[float]:
+    return [value for value, _ in job.prompt_logprobs or ()]
 
 
 def _info(

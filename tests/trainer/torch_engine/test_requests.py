@@ -507,6 +507,35 @@ def test_a_model_with_other_attention_is_refused_at_the_start(tmp_path: Path) ->
         load_engine(TorchEngineOptions(model=str(tmp_path), device="cpu"))
 
 
+def test_a_model_with_recurrent_layers_is_refused_at_the_start(tmp_path: Path) -> None:
+    """Each prompt alone is right: only what is generated after it lacks the state."""
+    import torch
+    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+
+    from atroposlib.errors import ConfigError
+    from example_trainer.demo.settings import train_tokenizer
+    from example_trainer.torch_engine.loading import TorchEngineOptions, load_engine
+
+    tokenizer = train_tokenizer([[{"role": "user", "content": "a"}]], max_length=64)
+    config = Qwen3NextConfig(
+        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=32, num_hidden_layers=4,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=16, max_position_embeddings=64,
+        linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=8,
+        linear_value_head_dim=8, num_experts=2, num_experts_per_tok=1, moe_intermediate_size=16,
+        shared_expert_intermediate_size=16, eos_token_id=None, bos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    model = Qwen3NextForCausalLM(config)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.dim() > 1:
+                parameter.normal_(std=0.2)
+    model.save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+
+    with pytest.raises(ConfigError, match=r"Qwen3NextForCausalLM: a logprob .* all tokens at once"):
+        load_engine(TorchEngineOptions(model=str(tmp_path), device="cpu"))
+
+
 def test_a_window_that_only_a_mask_knows_is_refused_if_the_context_exceeds_it(
     tmp_path: Path,
 ) -> None:
