@@ -330,22 +330,22 @@ class RolloutScheduler:
         if self.workers:
             logger.info("waiting up to %g s for %d groups being sent", grace_s, len(self.workers))
             await asyncio.wait(set(self.workers), timeout=grace_s)
-        stuck = await _cancel_all({*self.workers, *self._ending}, timeout_s=grace_s)
+        for worker in self.workers:
+            worker.cancel()
+        # Those that were cancelled above only end: another cancellation would stop their clean-up.
+        ending = {*self.workers, *self._ending}
+        stuck = (await asyncio.wait(ending, timeout=grace_s))[1] if ending else set()
         for task in stuck:
             logger.error("a task ignores its cancellation: %s", task)
 
 
-async def _cancel_all(
-    tasks: Iterable[asyncio.Task[Any]], *, timeout_s: float | None = None
-) -> set[asyncio.Task[Any]]:
-    """Cancel tasks and wait until they have ended; return those that still run."""
+async def _cancel_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Cancel tasks and wait until they have ended."""
     unfinished = {task for task in tasks if not task.done()}
     for task in unfinished:
         task.cancel()
-    if not unfinished:
-        return set()
-    _, pending = await asyncio.wait(unfinished, timeout=timeout_s)
-    return pending
+    if unfinished:
+        await asyncio.wait(unfinished)
 
 
 class EvaluationRunner:
