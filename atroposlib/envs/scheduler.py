@@ -748,11 +748,21 @@ class ServingLoop:
         """Roll out, score and deliver an item; return its groups and the seconds until scored."""
         policy_version = (self._registration.status_dict or {}).get("policy_version")
         first_step = self._registration.curr_step
-        with sampled_versions() as sampled, self._unfinished.counting():
-            scored = await self._collect_scored_groups(record["item"])
+        running = self._scheduler.running_items
+        try:
+            with sampled_versions() as sampled, self._unfinished.counting():
+                scored = await self._collect_scored_groups(record["item"])
+        except asyncio.CancelledError as cancelled:
+            if item_uuid not in running:
+                raise
+            self._failures_in_a_row += 1
+            raise RuntimeError("a rollout was cancelled by its own environment") from cancelled
         if sampled.oldest is not None:
             policy_version = sampled.oldest
-        self._scheduler.running_items.pop(item_uuid, None)
+        if running.pop(item_uuid, None) is None:
+            # The rollout has lost its cancellation, as `asyncio.wait_for` does before Python 3.12;
+            # its item is rolled out again, or counted as failed.
+            raise asyncio.CancelledError
         duration_s = time.time() - record["start_time"]
         self._reporter.add_rollout(duration_s=duration_s, has_data=scored is not None)
         if scored:

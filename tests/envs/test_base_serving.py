@@ -464,6 +464,45 @@ async def test_serve_rollout_without_data_keeps_its_slot_for_a_moment(make_env: 
     await env.rollout_scheduler.shut_down(grace_s=0.01)
 
 
+async def test_serve_rollout_that_cancels_itself_is_counted(make_env: MakeEnv) -> None:
+    env = make_env()
+
+    async def cancel_itself(item: Any) -> Any:
+        inner = asyncio.ensure_future(asyncio.sleep(100))
+        inner.cancel()
+        await inner
+
+    env.collect_trajectories = cancel_itself
+    env.rollout_scheduler.start("item")
+    await until(lambda: not env.workers)
+
+    assert env.failure_counts == {"RuntimeError": 1}
+
+
+async def test_serve_rollout_that_loses_its_cancellation_sends_no_group(make_env: MakeEnv) -> None:
+    env = make_env()
+    sent: list[Any] = []
+
+    async def lose_cancellation(item: Any) -> Any:
+        with suppress(asyncio.CancelledError):
+            await asyncio.sleep(100)
+        return {"tokens": [[1], [2]], "masks": [[1], [2]], "scores": [0.0, 1.0]}, []
+
+    async def send(*args: Any) -> None:
+        sent.append(args)
+
+    env.collect_trajectories = lose_cancellation
+    env.handle_send_to_api = send
+    env.rollout_scheduler.start("item")
+    await asyncio.sleep(0)
+
+    assert env.rollout_scheduler.set_running_aside() == 1
+    await until(lambda: not env.rollout_scheduler._ending)
+
+    assert env.backlog == ["item"]
+    assert sent == []
+
+
 async def _nothing(item: Any) -> tuple[None, list[Any]]:
     return None, []
 
