@@ -176,6 +176,18 @@ async def test_large_n_is_split_and_merged_in_order(make_manager: MakeManager) -
         assert sorted(r.body["n"] for r in chats) == [1, 2, 2]
 
 
+async def test_parts_of_a_seeded_request_do_not_repeat_each_other(
+    make_manager: MakeManager,
+) -> None:
+    async with ScriptedEngine(["a"]) as engine:
+        manager = make_manager(engine, max_n_completions=2)
+
+        await manager.completion(prompt="hi", n=5, seed=7)
+
+        sent = [r.body for r in engine.requests if r.path == "/v1/completions" and "seed" in r.body]
+        assert sorted((body["seed"], body["n"]) for body in sent) == [(7, 2), (9, 2), (11, 1)]
+
+
 async def test_split_decides_which_measurements_grow(make_manager: MakeManager) -> None:
     async with ScriptedEngine(["a"]) as engine:
         manager = make_manager(engine)

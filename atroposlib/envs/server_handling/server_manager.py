@@ -664,8 +664,12 @@ class ServerManager:
         n = kwargs.get("n") or 1
         if n <= self.max_n_completions:
             return [await self._route(method_of, kwargs, preferred=preferred)]
-        sizes = parts_of(n, largest=self.max_n_completions)
-        parts = (self._route(method_of, {**kwargs, "n": k}, preferred=preferred) for k in sizes)
+        requests = [{**kwargs, "n": k} for k in parts_of(n, largest=self.max_n_completions)]
+        if kwargs.get("seed") is not None:
+            # Engines sample completion i of a request with seed + i: one seed would repeat them.
+            for i, request in enumerate(requests):
+                request["seed"] += i * self.max_n_completions
+        parts = (self._route(method_of, request, preferred=preferred) for request in requests)
         return list(await asyncio.gather(*parts))
 
     async def _route(
