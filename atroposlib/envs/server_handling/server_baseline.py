@@ -224,8 +224,8 @@ REMINDER_S = 60.0
 class ServerHealth:
     """Health of one server, and the task that updates it.
 
-    Invariant: while `is_up` is False because of a probe, one watcher task runs that resets it. A
-    value set by a caller holds until the next probe.
+    Invariant: while `is_up` is False because of a probe, one watcher task runs that resets it, also
+    if it is cancelled. A value set by a caller holds until the next probe.
 
     Attributes:
         has_answered: Whether the server ever answered; until then its address may be wrong.
@@ -267,6 +267,12 @@ class ServerHealth:
         """Run `watch` in the background, unless it already runs on this event loop."""
         if not _is_running(self.watcher):
             self.watcher = asyncio.create_task(watch())
+            self.watcher.add_done_callback(self._forget_if_cancelled)
+
+    def _forget_if_cancelled(self, watcher: asyncio.Task[None]) -> None:
+        # Its event loop ends: requests on a later one would wait for a state that nothing updates.
+        if watcher.cancelled():
+            self._is_up = True
 
     async def confirm(self, probe: Callable[[], Coroutine[Any, Any, bool]]) -> bool:
         """Probe once and store the result; concurrent callers share the probe."""
