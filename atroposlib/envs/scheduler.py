@@ -367,6 +367,7 @@ class EvaluationRunner:
         self._count_failure = count_failure
         self._errors = RepeatedErrors(logger)
         self._wanted: Callable[[], Awaitable[Any]] | None = None
+        self._is_shut_down = False
 
     @property
     def is_running(self) -> bool:
@@ -390,7 +391,9 @@ class EvaluationRunner:
     async def _evaluate(self, evaluate: Callable[[], Awaitable[Any]]) -> None:
         try:
             await evaluate()
-        except Exception as error:  # noqa: BLE001 - counted and logged, training continues
+        except (Exception, asyncio.CancelledError) as error:  # counted and logged; training goes on
+            if self._is_shut_down and isinstance(error, asyncio.CancelledError):
+                raise
             self._count_failure(type(error).__name__)
             self._errors.log("the evaluation failed", error)
         self.num_ended += 1
@@ -405,6 +408,7 @@ class EvaluationRunner:
         self._wanted = None
         if self.task is None or self.task.done():
             return
+        self._is_shut_down = True
         self.task.cancel()
         await asyncio.wait({self.task}, timeout=grace_s)
         if not self.task.done():
