@@ -624,7 +624,7 @@ class ServerManager:
         else:
             server = least_loaded(self.servers, open_sessions=self._num_sessions)
             if len(self.servers) > 1:
-                server = SessionServer(server, self._choose_for_session)
+                server = SessionServer(server, self._choose_for_session, self._count_move)
         session = open_session(
             server,
             tokenizer,
@@ -699,7 +699,7 @@ class ServerManager:
         return least_loaded(free, is_training=is_training)
 
     async def _choose_for_session(self, current: Any, is_training: bool) -> Any:
-        """Return the server of a session's next request, and count the session there."""
+        """Return the server of a session's next request."""
         is_kept = current.server_healthy and not is_overloaded(
             current, self.servers, is_training=is_training
         )
@@ -707,11 +707,11 @@ class ServerManager:
             return current
         await self.wait_for_sem(is_training)
         free = self._servers_with_slots(is_training)
-        num_sessions = self._num_sessions
-        chosen = least_loaded(free, is_training=is_training, open_sessions=num_sessions)
-        num_sessions[id(current)] -= 1
-        num_sessions[id(chosen)] += 1
-        return chosen
+        return least_loaded(free, is_training=is_training, open_sessions=self._num_sessions)
+
+    def _count_move(self, old: Any, new: Any) -> None:
+        self._num_sessions[id(old)] -= 1
+        self._num_sessions[id(new)] += 1
 
     @cached_property
     def _turns(self) -> LoopTurns:
