@@ -274,3 +274,5 @@ async def test_view_with_its_own_slot_can_be_used_when_no_other_is_left() -> Non
 
     assert server.attempts_list == [1]
     assert server.sem._value == 1
+    assert server.num_answered == view.num_answered == 1
+    assert server.initialized

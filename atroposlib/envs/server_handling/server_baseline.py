@@ -20,7 +20,6 @@ counted as an outage, not as an attempt.
 from __future__ import annotations
 
 import asyncio
-import copy
 import logging
 import random
 import time
@@ -30,6 +29,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, S
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 import numpy as np
@@ -574,9 +574,10 @@ class APIServer(ABC):
         The view shares all state with this server. Its first request in flight uses the held slot;
         further ones acquire slots as usual.
         """
-        view = copy.copy(self)
-        view.sem = SemaphoreWithOwnSlot(self.sem)
-        return view
+        view: Any = object.__new__(_view_type(type(self)))
+        view.__dict__ = self.__dict__
+        view.own_sem = SemaphoreWithOwnSlot(self.sem)
+        return view  # type: ignore[no-any-return]
 
     def _inject_reasoning_kwargs(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         if self.reasoning_config is None:
@@ -683,6 +684,13 @@ class APIServer(ABC):
         if not await self.health.confirm(self.probe):
             self._start_check(is_chat=is_chat)
         return self.server_healthy
+
+
+@lru_cache(maxsize=64)
+def _view_type(kind: type[APIServer]) -> type[APIServer]:
+    """Return a class of servers that have a `sem` of their own and the state of another one."""
+    body = {"__slots__": ("own_sem",), "sem": property(lambda view: view.own_sem)}
+    return type(kind.__name__, (kind,), body)
 
 
 def failing_over(server: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
