@@ -62,7 +62,7 @@ from atroposlib.envs.server_handling.sglang_server import SGLangServer
 from atroposlib.envs.server_handling.trl_vllm_server import TrlVllmServer
 from atroposlib.envs.server_handling.vllm_server import VLLMServer
 from atroposlib.errors import ConfigError, EngineSetupError, NoTokenIdsError
-from atroposlib.utils.aio import LoopTurns
+from atroposlib.utils.aio import LoopTurns, all_results
 from atroposlib.utils.text import without_secrets
 
 if TYPE_CHECKING:
@@ -670,7 +670,7 @@ class ServerManager:
             for i, request in enumerate(requests):
                 request["seed"] += i * self.max_n_completions
         parts = (self._route(method_of, request, preferred=preferred) for request in requests)
-        return list(await asyncio.gather(*parts))
+        return await all_results(parts)
 
     async def _route(
         self,
