@@ -40,7 +40,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from atroposlib.envs.config import BaseEnvConfig, EvalHandlingEnum, StragglerPolicyEnum
-from atroposlib.envs.reporting import Reporter
+from atroposlib.envs.reporting import Reporter, keep_latest
 from atroposlib.envs.rollouts import (
     NUM_UNUSABLE_AT_START,
     GroupDelivery,
@@ -621,7 +621,7 @@ class ServingLoop:
         """Fetch the status and act on it; return whether the run continues."""
         now = time.time()
         if self.last_loop_time is not None:
-            self._reporter.mainloop_timings.append(now - self.last_loop_time)
+            keep_latest(self._reporter.mainloop_timings, now - self.last_loop_time)
         self.last_loop_time = now
         await self._env.get_status()
         await settle(self._env.env_step_checks())
@@ -704,7 +704,7 @@ class ServingLoop:
         """Implement `BaseEnv.add_train_workers`."""
         limit = self._worker_limit()
         if self._registration.curr_step > 0 or self._scheduler.workers:
-            self._reporter.workers_added_list.append(limit - len(self._scheduler.workers))
+            keep_latest(self._reporter.workers_added_list, limit - len(self._scheduler.workers))
         is_retrying = self._env.config.straggler_policy == StragglerPolicyEnum.RETRY
         await self._scheduler.fill(
             self._worker_limit,

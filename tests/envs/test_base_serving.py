@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from atroposlib.envs import rollouts, scheduler
+from atroposlib.envs import reporting, rollouts, scheduler
 from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.errors import EngineSetupError, NoDataError
 from tests.envs.live_service import LiveService, ScriptedTrainer, serve_until, until
@@ -501,6 +501,22 @@ async def test_serve_rollout_that_loses_its_cancellation_sends_no_group(make_env
 
     assert env.backlog == ["item"]
     assert sent == []
+
+
+async def test_loop_of_a_stalled_run_keeps_a_bounded_number_of_timings(
+    make_env: MakeEnv, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reporting, "MAX_LOOP_VALUES", 3)
+    env = make_env()
+
+    async def same_status() -> None:
+        env.status_dict = {"current_step": 0, "queue_size": 0}
+
+    env.get_status = same_status
+    for _ in range(9):
+        await env._serving_loop._refresh_status()
+
+    assert len(env.mainloop_timings) == 3
 
 
 async def _nothing(item: Any) -> tuple[None, list[Any]]:
