@@ -903,13 +903,15 @@ def note_sampled(
         versions.has_text = versions.has_text or is_from_text
 
 
-def note_node(tokens: Sequence[int], metadata: Mapping[str, Any] | None) -> None:
-    """Record the metadata of a sequence sampled by another process in every open collection."""
+def note_node(tokens: list[int], metadata: Mapping[str, Any] | None) -> None:
+    """Record a sequence of another process in every open collection; repetitions change nothing."""
     fields = metadata or {}
+    runs = join_runs(fields.get(TOKEN_VERSIONS) or ())
+    is_known = all((tokens, runs) in versions._runs for versions in _OPEN.get())
     note_sampled(
         fields.get("policy_version"),
         tokens=tokens,
         finish_reason=fields.get("finish_reason"),
         is_from_text=bool(fields.get(FROM_TEXT)),
-        runs=join_runs(fields.get(TOKEN_VERSIONS) or ()),
+        runs=() if is_known else runs,
     )
