@@ -188,11 +188,12 @@ def token_advantages(
     Args:
         masks: [L] `IGNORE_INDEX` on tokens that are not trained.
         spans: turns of this sequence.
-        advantages: [T] advantages of the turns of the rollout.
+        advantages: [T] advantages of the turns of the rollout. A later turn, which was sampled but
+            not taken before the time limit, has 0.0.
     """
     row = [0.0] * len(masks)
     for span in spans:
-        value = advantages[span.turn]
+        value = advantages[span.turn] if span.turn < len(advantages) else 0.0
         labels = masks[span.start : span.end]
         row[span.start : span.end] = [value if m != IGNORE_INDEX else 0.0 for m in labels]
     return row

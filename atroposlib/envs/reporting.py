@@ -66,6 +66,7 @@ __all__ = [
     "completion_length_metrics",
     "dated_run_name",
     "duration_metrics",
+    "keep_latest",
     "load_env_checkpoint",
     "part_means",
     "restore_attributes",
@@ -267,6 +268,16 @@ def duration_metrics(name: str, values: Sequence[float]) -> dict[str, Any]:
     if name in COUNT_NAMES:
         metrics[COUNT_NAMES[name]] = len(values)
     return metrics
+
+
+MAX_LOOP_VALUES = 10_000
+"""Values kept of each buffer of the main loop, which fills while the trainer's step is the same."""
+
+
+def keep_latest(values: list[Any], value: Any) -> None:
+    """Append a value to a buffer of the main loop."""
+    values.append(value)
+    del values[:-MAX_LOOP_VALUES]
 
 
 RATE_WINDOW_S = 60.0

@@ -40,7 +40,7 @@ from types import TracebackType
 from typing import Any, Protocol
 
 from atroposlib.envs.config import BaseEnvConfig, EvalHandlingEnum, StragglerPolicyEnum
-from atroposlib.envs.reporting import Reporter
+from atroposlib.envs.reporting import Reporter, keep_latest
 from atroposlib.envs.rollouts import (
     NUM_UNUSABLE_AT_START,
     GroupDelivery,
@@ -330,22 +330,22 @@ class RolloutScheduler:
         if self.workers:
             logger.info("waiting up to %g s for %d groups being sent", grace_s, len(self.workers))
             await asyncio.wait(set(self.workers), timeout=grace_s)
-        stuck = await _cancel_all({*self.workers, *self._ending}, timeout_s=grace_s)
+        for worker in self.workers:
+            worker.cancel()
+        # Those that were cancelled above only end: another cancellation would stop their clean-up.
+        ending = {*self.workers, *self._ending}
+        stuck = (await asyncio.wait(ending, timeout=grace_s))[1] if ending else set()
         for task in stuck:
             logger.error("a task ignores its cancellation: %s", task)
 
 
-async def _cancel_all(
-    tasks: Iterable[asyncio.Task[Any]], *, timeout_s: float | None = None
-) -> set[asyncio.Task[Any]]:
-    """Cancel tasks and wait until they have ended; return those that still run."""
+async def _cancel_all(tasks: Iterable[asyncio.Task[Any]]) -> None:
+    """Cancel tasks and wait until they have ended."""
     unfinished = {task for task in tasks if not task.done()}
     for task in unfinished:
         task.cancel()
-    if not unfinished:
-        return set()
-    _, pending = await asyncio.wait(unfinished, timeout=timeout_s)
-    return pending
+    if unfinished:
+        await asyncio.wait(unfinished)
 
 
 class EvaluationRunner:
@@ -367,6 +367,7 @@ class EvaluationRunner:
         self._count_failure = count_failure
         self._errors = RepeatedErrors(logger)
         self._wanted: Callable[[], Awaitable[Any]] | None = None
+        self._is_shut_down = False
 
     @property
     def is_running(self) -> bool:
@@ -390,7 +391,9 @@ class EvaluationRunner:
     async def _evaluate(self, evaluate: Callable[[], Awaitable[Any]]) -> None:
         try:
             await evaluate()
-        except Exception as error:  # noqa: BLE001 - counted and logged, training continues
+        except (Exception, asyncio.CancelledError) as error:  # counted and logged; training goes on
+            if self._is_shut_down and isinstance(error, asyncio.CancelledError):
+                raise
             self._count_failure(type(error).__name__)
             self._errors.log("the evaluation failed", error)
         self.num_ended += 1
@@ -405,6 +408,7 @@ class EvaluationRunner:
         self._wanted = None
         if self.task is None or self.task.done():
             return
+        self._is_shut_down = True
         self.task.cancel()
         await asyncio.wait({self.task}, timeout=grace_s)
         if not self.task.done():
@@ -617,7 +621,7 @@ class ServingLoop:
         """Fetch the status and act on it; return whether the run continues."""
         now = time.time()
         if self.last_loop_time is not None:
-            self._reporter.mainloop_timings.append(now - self.last_loop_time)
+            keep_latest(self._reporter.mainloop_timings, now - self.last_loop_time)
         self.last_loop_time = now
         await self._env.get_status()
         await settle(self._env.env_step_checks())
@@ -700,7 +704,7 @@ class ServingLoop:
         """Implement `BaseEnv.add_train_workers`."""
         limit = self._worker_limit()
         if self._registration.curr_step > 0 or self._scheduler.workers:
-            self._reporter.workers_added_list.append(limit - len(self._scheduler.workers))
+            keep_latest(self._reporter.workers_added_list, limit - len(self._scheduler.workers))
         is_retrying = self._env.config.straggler_policy == StragglerPolicyEnum.RETRY
         await self._scheduler.fill(
             self._worker_limit,
@@ -748,11 +752,21 @@ class ServingLoop:
         """Roll out, score and deliver an item; return its groups and the seconds until scored."""
         policy_version = (self._registration.status_dict or {}).get("policy_version")
         first_step = self._registration.curr_step
-        with sampled_versions() as sampled, self._unfinished.counting():
-            scored = await self._collect_scored_groups(record["item"])
+        running = self._scheduler.running_items
+        try:
+            with sampled_versions() as sampled, self._unfinished.counting():
+                scored = await self._collect_scored_groups(record["item"])
+        except asyncio.CancelledError as cancelled:
+            if item_uuid not in running:
+                raise
+            self._failures_in_a_row += 1
+            raise RuntimeError("a rollout was cancelled by its own environment") from cancelled
         if sampled.oldest is not None:
             policy_version = sampled.oldest
-        self._scheduler.running_items.pop(item_uuid, None)
+        if running.pop(item_uuid, None) is None:
+            # The rollout has lost its cancellation, as `asyncio.wait_for` does before Python 3.12;
+            # its item is rolled out again, or counted as failed.
+            raise asyncio.CancelledError
         duration_s = time.time() - record["start_time"]
         self._reporter.add_rollout(duration_s=duration_s, has_data=scored is not None)
         if scored:

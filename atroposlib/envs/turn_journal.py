@@ -445,18 +445,21 @@ class TurnJournal:
             return None
         encoded = encode_plain(item)
         known = next((id_ for id_, saved in self._waiting.items() if saved == encoded), None)
-        if known is None:
-            group = JournaledGroup(self, uuid.uuid4().hex, {})
-            await self.write(
-                (
-                    "INSERT INTO groups (group_id, item, step) VALUES (?, ?, ?)",
-                    (group.group_id, encoded, step),
-                )
-            )
-            return group
-        del self._waiting[known]
-        saved_step, rollouts = await self._thread.run(self._read, known)
-        group = JournaledGroup(self, known, rollouts)
+        group_id = uuid.uuid4().hex if known is None else known
+        self._waiting.pop(group_id, None)
+        try:
+            if known is not None:
+                return await self._take_over(known, step)
+            row = "INSERT INTO groups (group_id, item, step) VALUES (?, ?, ?)"
+            await self.write((row, (group_id, encoded, step)))
+        except asyncio.CancelledError:
+            self._waiting[group_id] = encoded  # its row is written nevertheless
+            raise
+        return JournaledGroup(self, group_id, {})
+
+    async def _take_over(self, group_id: str, step: int) -> JournaledGroup:
+        saved_step, rollouts = await self._thread.run(self._read, group_id)
+        group = JournaledGroup(self, group_id, rollouts)
         if saved_step > step:
             if saved_step != UNREADABLE_STEP:
                 self.note_once(

@@ -25,6 +25,7 @@ import signal
 import sys
 import threading
 import time
+import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from enum import Enum
@@ -88,7 +89,9 @@ class ProcessBackend:
         from pebble import ProcessExpired
 
         pool = self._workers()
-        schedule = partial(pool.schedule, _outcome_of, args=[function, list(args)], timeout=limit_s)
+        schedule = partial(
+            pool.schedule, _sendable_outcome_of, args=[function, list(args)], timeout=limit_s
+        )
         # The first call starts the processes, which would block the event loop.
         future = schedule() if self._is_started else await asyncio.to_thread(schedule)
         self._is_started = self._pool is pool
@@ -215,7 +218,7 @@ class RayBackend:
 def _start_and_outcome(function: Callable[..., Any], args: Sequence[Any]) -> Iterator[Any]:
     """Yield None at the start, then the outcome of the call."""
     yield None
-    yield _outcome_of(function, args)
+    yield _sendable_outcome_of(function, args)
 
 
 def stop_processes(pool: Any) -> None:
@@ -240,6 +243,23 @@ def _outcome_of(function: Callable[..., Any], args: Sequence[Any]) -> tuple[Any,
         return function(*args), None
     except Exception as error:  # noqa: BLE001 - raised again where the call is awaited
         return None, error
+
+
+def _sendable_outcome_of(function: Callable[..., Any], args: Sequence[Any]) -> tuple[Any, Any]:
+    """Return the outcome of a call for another process.
+
+    An exception whose class takes other arguments than its message cannot be rebuilt there, and
+    would end the pool with all its calls.
+    """
+    outcome = _outcome_of(function, args)
+    try:
+        pickle.loads(pickle.dumps(outcome))
+    except Exception as problem:  # noqa: BLE001 - code of any class
+        error = outcome[1]
+        if error is None:
+            return None, TypeError(f"the result cannot be sent to another process: {problem}")
+        return None, RuntimeError("".join(traceback.format_exception_only(error)).strip())
+    return outcome
 
 
 def _prepare_worker(owner_pid: int) -> None:

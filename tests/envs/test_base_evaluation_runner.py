@@ -80,6 +80,27 @@ async def test_failing_evaluation_is_logged_and_counted(caplog: pytest.LogCaptur
     assert owner.num_ended == 1
 
 
+async def test_evaluation_that_cancels_itself_is_counted_and_the_next_runs() -> None:
+    owner = Owner()
+    steps: list[str] = []
+
+    async def cancel_itself() -> None:
+        inner = asyncio.ensure_future(asyncio.Event().wait())
+        inner.cancel()
+        await inner
+
+    async def evaluate() -> None:
+        steps.append("next")
+
+    owner.runner.start(cancel_itself)
+    owner.runner.start(evaluate)
+    await owner.runner.finish()
+
+    assert owner.failures == {"CancelledError": 1}
+    assert steps == ["next"]
+    assert owner.runner.num_ended == 2
+
+
 async def test_shut_down_cancels() -> None:
     owner = Owner()
     await owner.runner.shut_down(grace_s=1)  # nothing to end

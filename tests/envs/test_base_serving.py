@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from atroposlib.envs import rollouts, scheduler
+from atroposlib.envs import reporting, rollouts, scheduler
 from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.errors import EngineSetupError, NoDataError
 from tests.envs.live_service import LiveService, ScriptedTrainer, serve_until, until
@@ -462,6 +462,61 @@ async def test_serve_rollout_without_data_keeps_its_slot_for_a_moment(make_env: 
     assert len(env.workers) == 1
     assert env.running_items == {}
     await env.rollout_scheduler.shut_down(grace_s=0.01)
+
+
+async def test_serve_rollout_that_cancels_itself_is_counted(make_env: MakeEnv) -> None:
+    env = make_env()
+
+    async def cancel_itself(item: Any) -> Any:
+        inner = asyncio.ensure_future(asyncio.sleep(100))
+        inner.cancel()
+        await inner
+
+    env.collect_trajectories = cancel_itself
+    env.rollout_scheduler.start("item")
+    await until(lambda: not env.workers)
+
+    assert env.failure_counts == {"RuntimeError": 1}
+
+
+async def test_serve_rollout_that_loses_its_cancellation_sends_no_group(make_env: MakeEnv) -> None:
+    env = make_env()
+    sent: list[Any] = []
+
+    async def lose_cancellation(item: Any) -> Any:
+        with suppress(asyncio.CancelledError):
+            await asyncio.sleep(100)
+        return {"tokens": [[1], [2]], "masks": [[1], [2]], "scores": [0.0, 1.0]}, []
+
+    async def send(*args: Any) -> None:
+        sent.append(args)
+
+    env.collect_trajectories = lose_cancellation
+    env.handle_send_to_api = send
+    env.rollout_scheduler.start("item")
+    await asyncio.sleep(0)
+
+    assert env.rollout_scheduler.set_running_aside() == 1
+    await until(lambda: not env.rollout_scheduler._ending)
+
+    assert env.backlog == ["item"]
+    assert sent == []
+
+
+async def test_loop_of_a_stalled_run_keeps_a_bounded_number_of_timings(
+    make_env: MakeEnv, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(reporting, "MAX_LOOP_VALUES", 3)
+    env = make_env()
+
+    async def same_status() -> None:
+        env.status_dict = {"current_step": 0, "queue_size": 0}
+
+    env.get_status = same_status
+    for _ in range(9):
+        await env._serving_loop._refresh_status()
+
+    assert len(env.mainloop_timings) == 3
 
 
 async def _nothing(item: Any) -> tuple[None, list[Any]]:

@@ -291,6 +291,29 @@ async def test_shut_down_leaves_no_task_and_lets_deliveries_finish() -> None:
     assert asyncio.all_tasks() == before
 
 
+async def test_shut_down_does_not_interrupt_the_clean_up_of_a_cancelled_rollout() -> None:
+    rig = Rig("ab")
+    cleaned_up = []
+
+    async def run_rollout(item_uuid: str) -> None:
+        if rig.scheduler.running_items[item_uuid]["item"] == "a":  # its group is sent
+            del rig.scheduler.running_items[item_uuid]
+            await asyncio.sleep(0.01)
+            return
+        try:
+            await asyncio.sleep(100)
+        finally:
+            await asyncio.sleep(0.1)
+            cleaned_up.append(item_uuid)
+
+    rig.scheduler._run_rollout = run_rollout
+    await rig.fill(2)
+
+    await rig.scheduler.shut_down(grace_s=5)
+
+    assert len(cleaned_up) == 1
+
+
 async def test_shut_down_lets_rollouts_finish_within_their_grace() -> None:
     rig = Rig("ab")
     await rig.fill(2)

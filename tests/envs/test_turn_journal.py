@@ -347,6 +347,58 @@ async def test_restarted_straggler_has_other_keys(
     assert len(set(env.keys)) == 3 + 4
 
 
+async def test_time_limit_while_a_turn_is_written_keeps_the_turns_before(
+    make_adding: Callable[..., AddingEnv],
+    engine: ScriptedEngine,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    env = make_adding(engine, conversation_timeout_s=2)
+    journal = await open_journal(tmp_path / "turns.sqlite")
+    write = journal.write
+
+    async def hold_second_turn(*operations: Any) -> None:
+        if any("INTO turns" in statement and values[-1] == 1 for statement, values in operations):
+            await asyncio.Event().wait()
+        await write(*operations)
+
+    monkeypatch.setattr(journal, "write", hold_second_turn)
+
+    group = await roll_out(env, journal, "item")
+
+    assert len(group["scores"]) == 2
+    for masks, advantages in zip(group["masks"], group["advantages"], strict=True):
+        assert len(masks) == len(advantages)
+        assert masks[-1] == -100 or advantages[-1] == 0.0
+
+
+@pytest.mark.parametrize("is_known", [False, True])
+async def test_group_cancelled_while_it_is_taken_is_taken_again(
+    tmp_path: Path, is_known: bool
+) -> None:
+    journal = await open_journal(tmp_path / "turns.sqlite")
+
+    async def enter(*, stops: bool) -> str:
+        async with journal.group("item", step=0, is_dropped=lambda: False) as group:
+            assert group is not None
+            if stops:
+                raise asyncio.CancelledError
+            return group.group_id
+
+    if is_known:
+        with pytest.raises(asyncio.CancelledError):
+            await enter(stops=True)
+    entering = asyncio.create_task(enter(stops=True))
+    await asyncio.sleep(0)
+    entering.cancel()
+    await asyncio.wait({entering})
+
+    assert journal.waiting_items() == ["item"]
+    await enter(stops=False)
+    await journal.close()
+    assert (await open_journal(tmp_path / "turns.sqlite")).waiting_items() == []
+
+
 async def test_expired_group_is_deleted(tmp_path: Path) -> None:
     journal = await open_journal(tmp_path / "turns.sqlite")
 

@@ -229,6 +229,25 @@ async def test_requests_wait_while_the_server_is_marked_down() -> None:
     assert server.attempts_list == [1, 1]
 
 
+def test_server_that_was_down_at_the_end_of_a_loop_is_asked_again_on_the_next() -> None:
+    class DownServer(RecordingServer):
+        async def check_server_status_task(self, chat_completion: bool = True) -> None:
+            self.server_healthy = False
+            await asyncio.sleep(100)
+
+    server = DownServer(base_url="http://down/v1", health_check=True)
+
+    async def find_it_down() -> None:
+        await server.completion(prompt="hi")
+        await asyncio.sleep(0)
+        assert not server.server_healthy
+
+    asyncio.run(find_it_down())
+
+    asyncio.run(asyncio.wait_for(server.completion(prompt="hi"), 5))
+    assert len(server.calls) == 2
+
+
 async def test_first_request_without_health_check_takes_the_server_as_up() -> None:
     server = RecordingServer(health_check=False)
     server.server_healthy = False
@@ -255,3 +274,5 @@ async def test_view_with_its_own_slot_can_be_used_when_no_other_is_left() -> Non
 
     assert server.attempts_list == [1]
     assert server.sem._value == 1
+    assert server.num_answered == view.num_answered == 1
+    assert server.initialized

@@ -176,6 +176,41 @@ async def test_large_n_is_split_and_merged_in_order(make_manager: MakeManager) -
         assert sorted(r.body["n"] for r in chats) == [1, 2, 2]
 
 
+async def test_parts_of_a_seeded_request_do_not_repeat_each_other(
+    make_manager: MakeManager,
+) -> None:
+    async with ScriptedEngine(["a"]) as engine:
+        manager = make_manager(engine, max_n_completions=2)
+
+        await manager.completion(prompt="hi", n=5, seed=7)
+
+        sent = [r.body for r in engine.requests if r.path == "/v1/completions" and "seed" in r.body]
+        assert sorted((body["seed"], body["n"]) for body in sent) == [(7, 2), (9, 2), (11, 1)]
+
+
+async def test_part_that_fails_leaves_no_other_running() -> None:
+    sizes, finished = [], []
+
+    async def answer(**kwargs: Any) -> ChatCompletion:
+        sizes.append(kwargs["n"])
+        if len(sizes) == 1:
+            raise ValueError("broken")
+        await asyncio.sleep(0.01)
+        finished.append(kwargs["n"])
+        return create_chat_completion("a", n=kwargs["n"])
+
+    server = ServerHarness()
+    server.chat_completion = answer  # type: ignore[method-assign]
+    server.sem = AsyncSemWithAdaptiveWeight(2)
+    manager = ServerManager([], testing=True, max_n_completions=2)
+    manager.servers = [server]
+
+    with pytest.raises(ValueError, match="broken"):
+        await manager.chat_completion(messages=MESSAGES, n=4)
+
+    assert finished == [2]
+
+
 async def test_split_decides_which_measurements_grow(make_manager: MakeManager) -> None:
     async with ScriptedEngine(["a"]) as engine:
         manager = make_manager(engine)

@@ -206,6 +206,26 @@ async def test_session_moves_with_all_its_tokens_when_its_server_dies(
         assert CharTokenizer().decode(sampled, True) == "dyingalive"
 
 
+async def test_session_whose_requests_move_together_is_counted_once(
+    make_manager: MakeManager,
+) -> None:
+    async with ScriptedEngine(["a"]) as one, ScriptedEngine(["b"]) as two:
+        manager = make_manager(one, two)
+
+        async with manager.managed_server() as session:
+            for server in manager.servers:
+                server.server_healthy = False
+            chats = [
+                asyncio.create_task(session.chat_completion(messages=FIRST_TURN, max_tokens=9))
+                for _ in range(3)
+            ]
+            await asyncio.sleep(0.02)  # all wait for a server
+            manager.servers[1].server_healthy = True
+            await asyncio.wait_for(asyncio.gather(*chats), timeout=5)
+
+        assert set(manager._num_sessions.values()) == {0}
+
+
 async def test_server_that_comes_back_is_given_sessions_again(make_manager: MakeManager) -> None:
     async with ScriptedEngine(["alive"]) as alive:
         dying = ScriptedEngine(["back"])

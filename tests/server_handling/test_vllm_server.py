@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from aiohttp import web
 
 from atroposlib.envs.server_handling import vllm_server
 from atroposlib.envs.server_handling.config import APIServerConfig
@@ -96,6 +97,23 @@ async def test_unlimited_request_asks_for_what_the_context_leaves(make_server: M
 
         limits = [request.body["max_tokens"] for request in engine.requests[1:]]
         assert limits == [50 - 3, 50 - 21]
+
+
+async def test_unlimited_request_for_an_adapter_asks_for_the_context_of_its_base_model(
+    make_server: MakeServer,
+) -> None:
+    class AdapterEngine(ScriptedEngine):
+        async def _models(self, _: web.Request) -> web.Response:
+            base = {"id": "base", "max_model_len": 50, "parent": None}
+            adapter = {"id": self.model, "root": "/adapter", "parent": "base"}  # as vLLM lists it
+            return web.json_response({"object": "list", "data": [base, adapter]})
+
+    async with AdapterEngine(["ok"]) as engine:
+        server = make_server(engine, VLLMServer)
+
+        await server.tokens_and_logprobs_completion(prompt="hi", max_tokens=None)
+
+        assert engine.requests[-1].body["max_tokens"] == 50 - 3
 
 
 async def test_unlimited_request_needs_a_known_context(make_server: MakeServer) -> None:

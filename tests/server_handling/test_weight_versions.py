@@ -14,6 +14,7 @@ from atroposlib.envs.server_handling.managed_server import ManagedServer
 from atroposlib.envs.server_handling.server_baseline import (
     VersionedTokens,
     join_answers,
+    note_node,
     policy_version_of,
     sampled_versions,
     spans_in,
@@ -241,6 +242,16 @@ async def test_spans_of_every_turn_are_the_versions_of_its_tokens() -> None:
         cut_runs(node.metadata["token_versions"], len(node.tokens) - 2),
         None,
     ]
+
+
+def test_sequence_that_is_fetched_after_every_turn_is_kept_once() -> None:
+    metadata = {"token_versions": [[None, 2], [7, 1]]}
+
+    with sampled_versions() as sampled:
+        for _ in range(3):
+            note_node([1, 2, 3], metadata)
+
+    assert sampled._runs == [([1, 2, 3], [(None, 2), (7, 1)])]
 
 
 async def test_branch_keeps_the_versions_of_the_turns_it_holds() -> None:

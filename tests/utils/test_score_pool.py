@@ -29,6 +29,24 @@ def refuse(number: int) -> int:
     raise ValueError(f"no {number}")
 
 
+class OwnError(Exception):
+    def __init__(self, place: str, number: int) -> None:
+        super().__init__(f"{place}: {number}")
+
+
+def refuse_with_own_error() -> int:
+    raise OwnError("unit", 3)
+
+
+def wait_and_double(number: int) -> int:
+    time.sleep(0.5)
+    return 2 * number
+
+
+def give_a_closure() -> object:
+    return lambda: 1
+
+
 def die() -> int:
     os._exit(1)
 
@@ -74,6 +92,23 @@ async def test_pool_raises_what_the_function_raises() -> None:
     with pytest.raises(ValueError, match="no 3"):
         await pool.run(refuse, 3, default=0)
     pool.close()
+
+
+async def test_pool_error_that_cannot_be_rebuilt_costs_no_other_call() -> None:
+    pool = ScorePool(num_workers=2)
+
+    *results, error = await asyncio.gather(
+        *(pool.run(wait_and_double, i) for i in range(3)),
+        pool.run(refuse_with_own_error, default=0),
+        return_exceptions=True,
+    )
+    with pytest.raises(TypeError, match="the result cannot be sent"):
+        await pool.run(give_a_closure, default=None)
+    pool.close()
+
+    assert results == [0, 2, 4]
+    assert isinstance(error, RuntimeError)
+    assert str(error).endswith("OwnError: unit: 3")
 
 
 async def test_pool_time_limit_of_one_call_goes_before_the_pools() -> None:

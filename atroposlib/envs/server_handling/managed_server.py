@@ -96,13 +96,21 @@ class SessionServer:
     so any server of the same model can continue it. All other attributes, such as `config` and
     `tokenizer`, are those of the current server.
 
+    Args:
+        first: The server at the start.
+        choose: Chooses the server of each request.
+        on_move: Called with the old and the new server when the session moves.
+
     Attributes:
         current: Server of the last request.
     """
 
-    def __init__(self, first: Any, choose: Choose) -> None:
+    def __init__(
+        self, first: Any, choose: Choose, on_move: Callable[[Any, Any], None] = lambda *_: None
+    ) -> None:
         self.current = first
         self._choose = choose
+        self._on_move = on_move
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self.current, name)
@@ -123,7 +131,10 @@ class SessionServer:
     async def _send(self, method: str, kwargs: dict[str, Any]) -> Any:
         is_training = kwargs.get("split", "train") == "train"
         while True:
-            self.current = await self._choose(self.current, is_training)
+            chosen = await self._choose(self.current, is_training)
+            if chosen is not self.current:  # another request may have moved the session meanwhile
+                self._on_move(self.current, chosen)
+                self.current = chosen
             try:
                 return await getattr(self.current, method)(**failing_over(self.current, kwargs))
             except ServerDownError as error:

@@ -39,7 +39,7 @@ from atroposlib.envs.server_handling.retry import (
 from atroposlib.envs.server_handling.server_baseline import APIServer, SharedSearch
 from atroposlib.errors import ConfigError, EngineSetupError, InferenceError
 from atroposlib.scored_data import are_token_ids
-from atroposlib.utils.aio import LoopTurns
+from atroposlib.utils.aio import LoopTurns, all_results
 from atroposlib.utils.text import shown_name, without_secrets
 from atroposlib.utils.tokenizers.earlier_calls import read_template_file
 
@@ -431,8 +431,8 @@ class OpenAICompatibleServer(APIServer):
             api_key=self.config.api_key,
         )
         if self.config.n_kwarg_is_ignored:
-            answers = await asyncio.gather(*(ask(**single) for _ in range(wanted)))
-            return append_choices(answers[0], list(answers[1:]))
+            answers = await all_results(ask(**single) for _ in range(wanted))
+            return append_choices(answers[0], answers[1:])
         answer = await ask(**kwargs)
         received = len(answer.choices)
         if received == wanted:
@@ -448,8 +448,7 @@ class OpenAICompatibleServer(APIServer):
             "sending one request per choice from now on (set n_kwarg_is_ignored to skip the test)",
             stacklevel=2,
         )
-        others = await asyncio.gather(*(ask(**single) for _ in range(wanted - 1)))
-        return append_choices(answer, list(others))
+        return append_choices(answer, await all_results(ask(**single) for _ in range(wanted - 1)))
 
 
 def other_limit_name(error: Exception, kwargs: Mapping[str, Any]) -> str | None:

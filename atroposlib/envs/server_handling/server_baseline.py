@@ -20,7 +20,6 @@ counted as an outage, not as an attempt.
 from __future__ import annotations
 
 import asyncio
-import copy
 import logging
 import random
 import time
@@ -30,6 +29,7 @@ from collections.abc import Awaitable, Callable, Coroutine, Iterator, Mapping, S
 from contextlib import contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Generic, Literal, TypeVar
 
 import numpy as np
@@ -224,8 +224,8 @@ REMINDER_S = 60.0
 class ServerHealth:
     """Health of one server, and the task that updates it.
 
-    Invariant: while `is_up` is False because of a probe, one watcher task runs that resets it. A
-    value set by a caller holds until the next probe.
+    Invariant: while `is_up` is False because of a probe, one watcher task runs that resets it, also
+    if it is cancelled. A value set by a caller holds until the next probe.
 
     Attributes:
         has_answered: Whether the server ever answered; until then its address may be wrong.
@@ -267,6 +267,12 @@ class ServerHealth:
         """Run `watch` in the background, unless it already runs on this event loop."""
         if not _is_running(self.watcher):
             self.watcher = asyncio.create_task(watch())
+            self.watcher.add_done_callback(self._forget_if_cancelled)
+
+    def _forget_if_cancelled(self, watcher: asyncio.Task[None]) -> None:
+        # Its event loop ends: requests on a later one would wait for a state that nothing updates.
+        if watcher.cancelled():
+            self._is_up = True
 
     async def confirm(self, probe: Callable[[], Coroutine[Any, Any, bool]]) -> bool:
         """Probe once and store the result; concurrent callers share the probe."""
@@ -568,9 +574,10 @@ class APIServer(ABC):
         The view shares all state with this server. Its first request in flight uses the held slot;
         further ones acquire slots as usual.
         """
-        view = copy.copy(self)
-        view.sem = SemaphoreWithOwnSlot(self.sem)
-        return view
+        view: Any = object.__new__(_view_type(type(self)))
+        view.__dict__ = self.__dict__
+        view.own_sem = SemaphoreWithOwnSlot(self.sem)
+        return view  # type: ignore[no-any-return]
 
     def _inject_reasoning_kwargs(self, kwargs: dict[str, Any]) -> dict[str, Any]:
         if self.reasoning_config is None:
@@ -677,6 +684,13 @@ class APIServer(ABC):
         if not await self.health.confirm(self.probe):
             self._start_check(is_chat=is_chat)
         return self.server_healthy
+
+
+@lru_cache(maxsize=64)
+def _view_type(kind: type[APIServer]) -> type[APIServer]:
+    """Return a class of servers that have a `sem` of their own and the state of another one."""
+    body = {"__slots__": ("own_sem",), "sem": property(lambda view: view.own_sem)}
+    return type(kind.__name__, (kind,), body)
 
 
 def failing_over(server: Any, kwargs: dict[str, Any]) -> dict[str, Any]:
@@ -889,13 +903,15 @@ def note_sampled(
         versions.has_text = versions.has_text or is_from_text
 
 
-def note_node(tokens: Sequence[int], metadata: Mapping[str, Any] | None) -> None:
-    """Record the metadata of a sequence sampled by another process in every open collection."""
+def note_node(tokens: list[int], metadata: Mapping[str, Any] | None) -> None:
+    """Record a sequence of another process in every open collection; repetitions change nothing."""
     fields = metadata or {}
+    runs = join_runs(fields.get(TOKEN_VERSIONS) or ())
+    is_known = all((tokens, runs) in versions._runs for versions in _OPEN.get())
     note_sampled(
         fields.get("policy_version"),
         tokens=tokens,
         finish_reason=fields.get("finish_reason"),
         is_from_text=bool(fields.get(FROM_TEXT)),
-        runs=join_runs(fields.get(TOKEN_VERSIONS) or ()),
+        runs=() if is_known else runs,
     )

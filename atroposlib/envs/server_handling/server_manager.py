@@ -62,7 +62,7 @@ from atroposlib.envs.server_handling.sglang_server import SGLangServer
 from atroposlib.envs.server_handling.trl_vllm_server import TrlVllmServer
 from atroposlib.envs.server_handling.vllm_server import VLLMServer
 from atroposlib.errors import ConfigError, EngineSetupError, NoTokenIdsError
-from atroposlib.utils.aio import LoopTurns
+from atroposlib.utils.aio import LoopTurns, all_results
 from atroposlib.utils.text import without_secrets
 
 if TYPE_CHECKING:
@@ -624,7 +624,7 @@ class ServerManager:
         else:
             server = least_loaded(self.servers, open_sessions=self._num_sessions)
             if len(self.servers) > 1:
-                server = SessionServer(server, self._choose_for_session)
+                server = SessionServer(server, self._choose_for_session, self._count_move)
         session = open_session(
             server,
             tokenizer,
@@ -664,9 +664,13 @@ class ServerManager:
         n = kwargs.get("n") or 1
         if n <= self.max_n_completions:
             return [await self._route(method_of, kwargs, preferred=preferred)]
-        sizes = parts_of(n, largest=self.max_n_completions)
-        parts = (self._route(method_of, {**kwargs, "n": k}, preferred=preferred) for k in sizes)
-        return list(await asyncio.gather(*parts))
+        requests = [{**kwargs, "n": k} for k in parts_of(n, largest=self.max_n_completions)]
+        if kwargs.get("seed") is not None:
+            # Engines sample completion i of a request with seed + i: one seed would repeat them.
+            for i, request in enumerate(requests):
+                request["seed"] += i * self.max_n_completions
+        parts = (self._route(method_of, request, preferred=preferred) for request in requests)
+        return await all_results(parts)
 
     async def _route(
         self,
@@ -695,7 +699,7 @@ class ServerManager:
         return least_loaded(free, is_training=is_training)
 
     async def _choose_for_session(self, current: Any, is_training: bool) -> Any:
-        """Return the server of a session's next request, and count the session there."""
+        """Return the server of a session's next request."""
         is_kept = current.server_healthy and not is_overloaded(
             current, self.servers, is_training=is_training
         )
@@ -703,11 +707,11 @@ class ServerManager:
             return current
         await self.wait_for_sem(is_training)
         free = self._servers_with_slots(is_training)
-        num_sessions = self._num_sessions
-        chosen = least_loaded(free, is_training=is_training, open_sessions=num_sessions)
-        num_sessions[id(current)] -= 1
-        num_sessions[id(chosen)] += 1
-        return chosen
+        return least_loaded(free, is_training=is_training, open_sessions=self._num_sessions)
+
+    def _count_move(self, old: Any, new: Any) -> None:
+        self._num_sessions[id(old)] -= 1
+        self._num_sessions[id(new)] += 1
 
     @cached_property
     def _turns(self) -> LoopTurns:

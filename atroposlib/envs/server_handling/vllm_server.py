@@ -276,8 +276,11 @@ class VLLMServer(TokenServer):
             return options
         if self._context_length is None:
             listing = await self.http.get_json("/v1/models")
-            lengths = {model["id"]: model.get("max_model_len") for model in listing["data"]}
-            self._context_length = lengths.get(self.config.model_name)
+            models = {model["id"]: model for model in listing["data"]}
+            own = models.get(self.config.model_name, {})
+            # vLLM lists the length of an adapter with its base model only.
+            base = models.get(own.get("parent"), {})
+            self._context_length = own.get("max_model_len") or base.get("max_model_len")
         if self._context_length is None:
             raise ConfigError(
                 f"server {self.http.shown_url} does not report the context length of model "
