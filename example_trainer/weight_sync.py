@@ -7,7 +7,6 @@
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import json
 import logging
 import os
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from atroposlib.errors import ConfigError, EngineSetupError, InferenceError
+from atroposlib.utils.listening import is_loopback
 from example_trainer.checkpointing import replace_directory
 from example_trainer.config import BUILT_MODES, TRANSFER_BACKENDS, TrainingConfig
 from example_trainer.engine import (
@@ -621,7 +621,7 @@ class AutoSync:
         port, host = config.vllm_port, config.vllm_connect_host
         is_running = bool(config.engine_urls) or is_port_in_use(port, host)
         self._owns_engine = not is_running and config.engine != "sglang"
-        if self._owns_engine and not _is_loopback(config.vllm_host):
+        if self._owns_engine and not is_loopback(config.vllm_host):
             self._switch_to_restarts()
         self._sync.check_before_load()
         if not self._owns_engine:
@@ -688,10 +688,3 @@ class AutoSync:
         self._sync = restart
         self.publishes_final = restart.publishes_final
         return restart
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"

@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import asyncio
 import gzip
-import ipaddress
 import logging
 import random
 import re
@@ -45,6 +44,7 @@ from atroposlib.utils.io import (
     socket_options,
 )
 from atroposlib.utils.json_text import json_kind
+from atroposlib.utils.listening import is_loopback
 from atroposlib.utils.text import hide_secrets, hide_secrets_of_requests, without_secrets
 from atroposlib.wire import MEDIA_TYPES, WireFormat, decode_batch
 
@@ -689,14 +689,6 @@ _T = TypeVar("_T")
 _SECONDS_BETWEEN_LOG_LINES = 30.0
 
 
-def _is_loopback(url: str) -> bool:
-    host = urlsplit(url).hostname or ""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
-
-
 class SyncClient:
     """A connection pool to the trajectory service; thread-safe.
 
@@ -738,7 +730,7 @@ class SyncClient:
         hide_secrets_of_requests()
         # A proxy of the environment variables is used by the default transport only. It cannot
         # reach a service on this machine.
-        uses_proxy = getproxies() and not _is_loopback(self.base_url)
+        uses_proxy = getproxies() and not is_loopback(urlsplit(self.base_url).hostname or "")
         transport = None if uses_proxy else httpx.HTTPTransport(socket_options=socket_options())
         self._client = httpx.Client(
             timeout=timeout_s, headers=self._auth_headers, transport=transport

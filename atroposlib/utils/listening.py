@@ -1,18 +1,27 @@
-"""A check, before a server starts, whether an address can be listened on."""
+"""Addresses of servers: whether one can be listened on, and whether it is of this machine only."""
 
 from __future__ import annotations
 
 import errno
+import ipaddress
 import socket
 from typing import Any
 
 from atroposlib.errors import ConfigError
 
-__all__ = ["CannotListenError", "require_free_port"]
+__all__ = ["CannotListenError", "is_loopback", "require_free_port"]
 
 
 class CannotListenError(ConfigError, OSError):
     """An address cannot be listened on; the message has the reason and the flags to change it."""
+
+
+def is_loopback(host: str) -> bool:
+    """Return whether an address, or the name `localhost`, can be reached from this machine only."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def require_free_port(host: str, port: int) -> None:

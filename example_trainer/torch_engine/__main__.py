@@ -15,7 +15,7 @@ from atroposlib.utils.command_parser import (
     exit_code_of,
     integer_between,
 )
-from atroposlib.utils.listening import require_free_port
+from atroposlib.utils.listening import is_loopback, require_free_port
 from atroposlib.utils.starting import collection_paused
 from example_trainer.cli import require_extra
 
@@ -46,7 +46,7 @@ def _serve(args: argparse.Namespace) -> None:
     import uvicorn
     from transformers.utils import logging as transformers_logging
 
-    from example_trainer.torch_engine.loading import TorchEngineOptions, is_loopback, load_engine
+    from example_trainer.torch_engine.loading import TorchEngineOptions, load_engine
     from example_trainer.torch_engine.server import create_app
 
     transformers_logging.disable_progress_bar()

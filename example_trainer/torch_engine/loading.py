@@ -9,7 +9,6 @@ layers, whose state the engine does not keep, fail this.
 
 from __future__ import annotations
 
-import ipaddress
 import logging
 import math
 import threading
@@ -105,14 +104,6 @@ def load_engine(options: TorchEngineOptions) -> EngineState:
         raise
     engine.reports_failures = True
     return EngineState(engine, served, _info(options, model, served, device))
-
-
-def is_loopback(host: str) -> bool:
-    """Return whether only this machine can reach a server that binds to a host."""
-    try:
-        return ipaddress.ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _device_of(name: str) -> torch.device:

@@ -418,7 +418,7 @@ def test_bad_update_requests_are_refused(
 def test_update_routes_exist_only_where_they_are_offered(torch_engine: LocalEngine) -> None:
     from fastapi.testclient import TestClient
 
-    from example_trainer.torch_engine.loading import is_loopback
+    from atroposlib.utils.listening import is_loopback
     from example_trainer.torch_engine.server import create_app
 
     client = TestClient(create_app(torch_engine.state, has_update_routes=False))
