@@ -25,6 +25,7 @@ import torch.nn.functional as F
 
 from atroposlib.errors import GroupError
 from atroposlib.scored_data import IGNORE_INDEX, MASKED_LOGPROB
+from example_trainer.attention_sinks import with_sinks
 from example_trainer.batch import Microbatch
 from example_trainer.compiled import Opaque, fused
 from example_trainer.images import encode_images
@@ -131,8 +132,7 @@ def packed_attention(
     groups = query.shape[1] // key.shape[1]
     # The fused kernels of CUDA share heads, but not in float32 or with a mask.
     is_half = query.dtype in (torch.bfloat16, torch.float16)
-    shares_heads = groups > 1 and query.is_cuda and is_half
-    shares_heads &= sliding_window is None and s_aux is None
+    shares_heads = groups > 1 and query.is_cuda and is_half and sliding_window is None
     if groups > 1 and not shares_heads:
         key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
     lengths = (query.shape[2],) if sequence_lengths is None else sequence_lengths.value
@@ -143,10 +143,6 @@ def packed_attention(
     ]
     joined = outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
     return joined.transpose(1, 2).contiguous(), None
-
-
-_FURTHER_SIZE = 8
-"""Dimensions added to those of a head for a sink; the fused kernels need a multiple of 8."""
 
 
 def _attend(
@@ -162,11 +158,8 @@ def _attend(
     """Causal attention of one sequence, (B, H, T, D), restricted to a window if there is one."""
     size = query.shape[-1]
     if sinks_H is not None:
-        # The sinks are a key before the others, whose value is 0, in a dimension of their own.
         scale = size**-0.5 if scale is None else scale
-        query, key, value = (F.pad(x, (0, _FURTHER_SIZE, 1, 0)) for x in (query, key, value))
-        query[..., size] = 1.0
-        key[:, :, 0, size] = sinks_H.to(key.dtype) / scale
+        query, key, value = with_sinks(query, key, value, sinks_H, scale=scale)
     reach: dict[str, Any] = {"is_causal": True}
     length = query.shape[2]
     if window is not None and window < length:

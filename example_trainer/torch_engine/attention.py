@@ -23,6 +23,7 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from atroposlib.errors import ConfigError
+from example_trainer.attention_sinks import with_sinks
 
 ATTENTION_NAME = "atropos_slots"
 _NEEDED_TRANSFORMERS = "4.56"
@@ -188,6 +189,7 @@ def slot_attention(
     batch: PackedBatch,
     scaling: float | None = None,
     sliding_window: int | None = None,
+    s_aux: torch.Tensor | None = None,
     **unused: Any,
 ) -> tuple[torch.Tensor, None]:
     """Attend from each packed token to its own sequence, with the signature of transformers.
@@ -201,30 +203,51 @@ def slot_attention(
         batch: The forward pass.
         scaling: Factor of the scores; None: 1 / sqrt(D).
         sliding_window: Number of tokens before and including itself that a token attends to.
+        s_aux: (H,) attention sinks; None: none.
         unused: Settings of other attention functions; those that change the result are rejected.
 
     Returns:
         (1, N, H, D), and None in place of the attention weights.
     """
-    for name in ("softcap", "s_aux", "position_bias"):
+    for name in ("softcap", "position_bias"):
         if unused.get(name) is not None:
             raise ConfigError(f"the torch engine does not support attention with {name}")
     keys, values = batch.cache.store(module.layer_idx, batch, key, value)
     parts = []
     if batch.num_running:
-        parts.append(_attend_running(batch, query, keys, values, scaling, sliding_window))
+        parts.append(_attend_running(batch, query, keys, values, scaling, sliding_window, s_aux))
     for start in batch.starts:
         part = slice(start.first, start.first + start.length)
-        mask = None
-        if sliding_window is not None and start.length > sliding_window:
-            mask = _window_mask(start.length, sliding_window, query.device)
-        attended = scaled_dot_product_attention(
-            query[:, :, part], key[:, :, part], value[:, :, part],
-            attn_mask=mask, is_causal=mask is None, scale=scaling,
-            enable_gqa=query.shape[1] != key.shape[1],
-        )  # fmt: skip
+        attended = _attend_start(
+            query[:, :, part], key[:, :, part], value[:, :, part], scaling, sliding_window, s_aux
+        )
         parts.append(attended.transpose(1, 2))
     return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0], None
+
+
+def _attend_start(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    scaling: float | None,
+    sliding_window: int | None,
+    sinks_H: torch.Tensor | None,
+) -> torch.Tensor:
+    """Return (1, H, L, D) for the tokens of a sequence that starts."""
+    size, is_shared = query.shape[3], query.shape[1] != key.shape[1]
+    if sinks_H is not None:
+        scaling = size**-0.5 if scaling is None else scaling
+        query, key, value = with_sinks(query, key, value, sinks_H, scale=scaling)
+    length, mask = query.shape[2], None
+    if sliding_window is not None and length > sliding_window:
+        mask = _window_mask(length, sliding_window, query.device)
+        if sinks_H is not None:
+            mask[:, 0] = True
+    attended = scaled_dot_product_attention(
+        query, key, value,
+        attn_mask=mask, is_causal=mask is None, scale=scaling, enable_gqa=is_shared,
+    )  # fmt: skip
+    return attended if sinks_H is None else attended[:, :, 1:, :size]
 
 
 def _attend_running(
@@ -234,6 +257,7 @@ def _attend_running(
     values: torch.Tensor,
     scaling: float | None,
     sliding_window: int | None,
+    sinks_H: torch.Tensor | None,
 ) -> torch.Tensor:
     """Return (1, B, H, D) for the single token of each running sequence."""
     num_running, length = batch.num_running, batch.running_length
@@ -243,10 +267,18 @@ def _attend_running(
     query_BJGD = query_BJGD.reshape(num_running, kv_heads, heads // kv_heads, query.shape[3])
     keys_BJTD = keys[:num_running, :, :length]
     values_BJTD = values[:num_running, :, :length]
-    attended = scaled_dot_product_attention(
-        query_BJGD, keys_BJTD, values_BJTD,
-        attn_mask=batch.running_mask(sliding_window), scale=scaling,
-    )  # fmt: skip
+    mask = batch.running_mask(sliding_window)
+    if sinks_H is None:
+        attended = scaled_dot_product_attention(
+            query_BJGD, keys_BJTD, values_BJTD, attn_mask=mask, scale=scaling
+        )
+    else:  # with the scores at hand, since a further key would copy the whole cache
+        scale = query.shape[3] ** -0.5 if scaling is None else scaling
+        scores = (query_BJGD @ keys_BJTD.transpose(2, 3) * scale).float()
+        scores = scores.masked_fill(~mask, -torch.inf)
+        sinks = sinks_H.float().view(1, kv_heads, -1, 1).expand(num_running, -1, -1, -1)
+        weights = torch.cat([scores, sinks], dim=-1).softmax(dim=-1)[..., :-1]
+        attended = weights.to(values.dtype) @ values_BJTD
     return attended.reshape(1, num_running, heads, values.shape[3])
 
 

@@ -56,7 +56,8 @@ _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "suffix": ("", None), "bad_words": ([], None), "allowed_token_ids": (None,),
     "truncate_prompt_tokens": (None,), "prompt_embeds": (None,), "chat_template": (None,),
     "response_format": ({"type": "text"}, None), "structured_outputs": (None,),
-    "tool_choice": ("auto", "none", None),
+    "tool_choice": ("auto", "none", None), "guided_json": (None,), "guided_regex": (None,),
+    "guided_choice": (None,), "guided_grammar": (None,),
 }  # fmt: skip
 """Fields of vLLM that this engine does not implement, and the values that have no effect."""
 _MAX_NOTED = 64

@@ -83,6 +83,7 @@ def refused(local: LocalEngine, path: str, body: Any, status: int = 400) -> str:
         ({"prompt": [1] * 200, "n": 512, "echo": True, "logprobs": 20}, "lower n"),
         ({"prompt": [1], "presence_penalty": 0.5}, "presence_penalty is not supported"),
         ({"prompt": [1], "response_format": {"type": "json_object"}}, "response_format"),
+        ({"prompt": [1], "guided_regex": "a+"}, "guided_regex is not supported"),
         ([1], "JSON object"),
     ],
 )
@@ -569,23 +570,36 @@ def test_a_window_that_only_a_mask_knows_is_refused_if_the_context_exceeds_it(
     load(max_model_len=20)
 
 
-def test_a_model_with_sliding_windows_and_shared_heads_is_served(tmp_path: Path) -> None:
+SMALL = {
+    "hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "max_position_embeddings": 256, "sliding_window": 8,
+    "eos_token_id": None, "bos_token_id": None,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings"),
+    [
+        ("qwen2", {"use_sliding_window": True, "max_window_layers": 1}),
+        ("gpt_oss", {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    ],
+)
+def test_models_with_windows_shared_heads_and_sinks_are_served(
+    tmp_path: Path, kind: str, settings: dict[str, Any]
+) -> None:
     import torch
-    from transformers import Qwen2Config, Qwen2ForCausalLM
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     from example_trainer.demo.settings import train_tokenizer
     from tests.trainer.torch_engine.conftest import serve_locally
 
     tokenizer = train_tokenizer([[{"role": "user", "content": "a"}]], max_length=256)
-    config = Qwen2Config(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=32, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=256,
-        use_sliding_window=True, sliding_window=8, max_window_layers=1, eos_token_id=None,
-        bos_token_id=None,
-    )  # fmt: skip
-    model = Qwen2ForCausalLM(config).eval()
+    config = CONFIG_MAPPING[kind](vocab_size=len(tokenizer), **SMALL, **settings)
+    model = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
-        for parameter in model.parameters():
+        for name, parameter in model.named_parameters():
+            if "sinks" in name:
+                parameter.normal_()
             parameter.mul_(5 if parameter.dim() > 1 else 1)
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
