@@ -4,6 +4,7 @@ All tensors are read and checked before the first one is replaced, so that a wro
 the weights as they are:
 
     files ─► tensors in host memory ─► names, shapes, types, finite ─► the model
+                  └─ transformers converts those of models that join the experts of a layer
 
 The files are read, not mapped into memory: another process may replace them meanwhile, which would
 end this one with SIGBUS.
@@ -11,6 +12,7 @@ end this one with SIGBUS.
 
 from __future__ import annotations
 
+import copy
 import json
 import stat
 from collections.abc import Mapping
@@ -43,7 +45,10 @@ def replace_weights(model: Any, folder: Path) -> None:
     max_bytes = _MAX_HEADER_BYTES + sum(8 * tensor.numel() for tensor in state.values())
     for path in _files_of_checkpoint(folder):
         read |= _read_file(path, max_bytes=max_bytes)
-    _compare_names(set(read), set(state), _tied_names(model), folder)
+    tied = _tied_names(model)
+    if not set(state) - tied <= set(read):
+        read = _converted(model, read) or read
+    _compare_names(set(read), set(state), tied, folder)
     for name, tensor in read.items():
         _compare(name, tensor, state[name], folder)
     with torch.no_grad():
@@ -89,6 +94,32 @@ def _read_file(path: Path, *, max_bytes: int) -> dict[str, torch.Tensor]:
     if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
         raise _unreadable(path, "it changed meanwhile")
     return tensors
+
+
+def _converted(model: Any, read: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
+    """Return tensors of a checkpoint under the names of the model, as transformers loads them.
+
+    None if they are not those of this model.
+    """
+    from transformers.utils import logging as transformers_logging
+
+    verbosity = transformers_logging.get_verbosity()
+    transformers_logging.set_verbosity(transformers_logging.CRITICAL)
+    try:
+        loaded, found = type(model).from_pretrained(
+            None,
+            config=copy.deepcopy(model.config),
+            state_dict=dict(read),
+            dtype=model.dtype,
+            output_loading_info=True,
+        )
+    except (RuntimeError, ValueError, TypeError, KeyError, AttributeError):
+        return None
+    finally:
+        transformers_logging.set_verbosity(verbosity)
+    if any(found.values()):
+        return None
+    return dict(loaded.state_dict())
 
 
 def _unreadable(path: Path, reason: object) -> ConfigError:

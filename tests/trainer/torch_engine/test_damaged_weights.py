@@ -373,3 +373,32 @@ def test_model_that_computes_nan_is_not_served(folder: Path, tmp_path: Path) -> 
 
     with pytest.raises(ConfigError, match="computes NaN"):
         load_engine(TorchEngineOptions(model=str(bad), device="cpu"))
+
+
+def test_experts_are_replaced_from_a_checkpoint_that_has_each_by_itself(tmp_path: Path) -> None:
+    """transformers joins the experts of a layer in memory; checkpoints and other engines do not."""
+    import torch
+    from safetensors.torch import load_file, save_file
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    from example_trainer.torch_engine.weights import replace_weights
+
+    config = Qwen3MoeConfig(
+        vocab_size=32, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
+        num_key_value_heads=1, head_dim=8, num_experts=4, num_experts_per_tok=2,
+        moe_intermediate_size=16,
+    )  # fmt: skip
+    served, trained = Qwen3MoeForCausalLM(config), Qwen3MoeForCausalLM(config)
+    trained.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert "model.layers.0.mlp.experts.3.up_proj.weight" in tensors
+
+    replace_weights(served, tmp_path)
+
+    state = trained.state_dict()
+    assert all(torch.equal(value, state[name]) for name, value in served.state_dict().items())
+
+    del tensors["model.layers.0.mlp.experts.3.up_proj.weight"]
+    save_file(tensors, tmp_path / "model.safetensors")
+    with pytest.raises(ConfigError, match="lacks tensors of the served model"):
+        replace_weights(Qwen3MoeForCausalLM(config), tmp_path)
