@@ -524,10 +524,11 @@ def shape_lines(batch: Batch, sizes: ModelSizes, setup: StepSetup) -> list[str]:
     trained = max(int((mb.labels_BT >= 0).sum()) for mb in batch.microbatches)
     chunk = min(setup.chunk_tokens, max(1, trained))
     num_inputs, num_computed = batch.summary.num_input_tokens, batch.summary.num_computed_tokens
+    shared = f"equal prefixes computed once: {num_computed} of {num_inputs} tokens remain"
     return [
         f"first batch: {len(shapes)} forward passes, largest tokens (B, T) = {largest}; padding "
         f"{batch.summary.padding_fraction:.1%}",
-        f"equal prefixes computed once: {num_computed} of {num_inputs} tokens remain",
+        *([shared] if num_computed < num_inputs else ()),
         f"hidden states (B, T, D) = {(*largest, sizes.hidden)}, logits by chunks (N, V) = "
         f"{(chunk, sizes.vocabulary)}, trained tokens of a pass up to {trained}",
     ]
