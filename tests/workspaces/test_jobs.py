@@ -154,7 +154,7 @@ async def test_saved_files_are_loaded_into_another_job(workspaces: Workspaces) -
     change = (
         "mkdir -p /work/sub; echo 1 > /work/sub/file; ln -s file /work/sub/link; rm /etc/passwd"
     )
-    listing = "cd /; ls -lR work; cat work/sub/link; ls etc"
+    listing = "cd /; stat -c '%A %n' work work/sub work/sub/*; cat work/sub/link; ls etc"
     done = await first.run(["sh", "-c", f"{change} && chmod 750 /work/sub/file"])
     assert done.is_success, done
     wanted = (await first.run(["sh", "-c", listing])).text
