@@ -186,7 +186,7 @@ def slot_attention(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,
     *,
-    batch: PackedBatch,
+    batch: PackedBatch | None = None,
     scaling: float | None = None,
     sliding_window: int | None = None,
     s_aux: torch.Tensor | None = None,
@@ -200,7 +200,7 @@ def slot_attention(
         key: (1, J, N, D)
         value: (1, J, N, D)
         attention_mask: Not used: the batch determines what a token attends to.
-        batch: The forward pass.
+        batch: The forward pass; None from layers that do not hand it on.
         scaling: Factor of the scores; None: 1 / sqrt(D).
         sliding_window: Number of tokens before and including itself that a token attends to.
         s_aux: (H,) attention sinks; None: none.
@@ -209,9 +209,11 @@ def slot_attention(
     Returns:
         (1, N, H, D), and None in place of the attention weights.
     """
+    if batch is None:
+        raise ConfigError("its layers do not hand the batch on to their attention")
     for name in ("softcap", "position_bias"):
         if unused.get(name) is not None:
-            raise ConfigError(f"the torch engine does not support attention with {name}")
+            raise ConfigError(f"its attention has {name}")
     keys, values = batch.cache.store(module.layer_idx, batch, key, value)
     parts = []
     if batch.num_running:
