@@ -152,11 +152,11 @@ async def test_memory_of_all_processes_is_watched_without_a_control_group(tmp_pa
     sandbox = Bubblewrap(limits=limits, groups=ControlGroups(tmp_path))
     program = """
 import os, time
+print('started', flush=True)
 for _ in range(8):
     if os.fork() == 0:
         held = b'x' * (60 * 2**20)
         time.sleep(50)
-print('started', flush=True)
 time.sleep(50)
 """
     result = await run_python(sandbox, program)
