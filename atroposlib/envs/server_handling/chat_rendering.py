@@ -397,8 +397,32 @@ def encode_prompt(tokenizer: Any, text: str) -> list[int]:
 
 
 def encode_added(tokenizer: Any, text: str) -> list[int]:
-    """Return the ids of text that follows a recorded sequence."""
-    return list(tokenizer.encode(text, add_special_tokens=False)) if text else []
+    """Return the ids of text that follows a recorded sequence.
+
+    SentencePiece tokenizers write a space before any text. It would be within the sequence here,
+    so such a tokenizer encodes the text behind a line end, whose ids are then cut off.
+    """
+    if not text:
+        return []
+    try:
+        has_space = _writes_space_first(tokenizer)
+    except TypeError:  # a tokenizer that cannot be hashed
+        has_space = _writes_space_first.__wrapped__(tokenizer)
+    if has_space:
+        line, ids = _encode_alone(tokenizer, "\n"), _encode_alone(tokenizer, "\n" + text)
+        if ids[: len(line)] == line:
+            return ids[len(line) :]
+    return _encode_alone(tokenizer, text)
+
+
+@lru_cache(maxsize=64)
+def _writes_space_first(tokenizer: Any) -> bool:
+    line, word, both = (_encode_alone(tokenizer, text) for text in ("\n", "x", "\nx"))
+    return both[: len(line)] == line and both[len(line) :] != word
+
+
+def _encode_alone(tokenizer: Any, text: str) -> list[int]:
+    return list(tokenizer.encode(text, add_special_tokens=False))
 
 
 def encode_model_text(tokenizer: Any, text: str, *, own_marks: str = "") -> list[int]:
@@ -528,7 +552,7 @@ async def has_ids_of_text(tokenizer: Any, ids: Sequence[int], *, hides_specials:
         end = _end_of_piece(tokenizer, ids, start)
         piece = list(ids[start:end])
         text = str(tokenizer.decode(piece, skip_special_tokens=hides_specials))
-        if encode_added(tokenizer, text) != piece:
+        if _encode_alone(tokenizer, text) != piece:
             return False
         start = end
         if start < len(ids):
