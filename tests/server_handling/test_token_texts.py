@@ -169,6 +169,13 @@ def test_text_behind_a_sequence_gets_no_space_of_its_own(scheme: str, added: str
     assert tokenizer.decode([3, *ids])[1:].replace("</s><s> ", "</s><s>") == "ca" + added
 
 
+def test_eos_of_the_tokenizer_does_not_end_a_prompt() -> None:
+    tokenizer = sentencepiece_tokenizer("never")
+
+    assert tokenizer.convert_ids_to_tokens(encode_prompt(tokenizer, "a")) == ["<s>", "a"]
+    assert encode_prompt(tokenizer, "a</s>")[-1] == tokenizer.eos_token_id
+
+
 @pytest.mark.parametrize(
     ("name", "added", "expected"),
     [

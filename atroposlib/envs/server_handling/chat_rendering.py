@@ -391,8 +391,14 @@ def _show_thinking(text: str) -> str:
 
 
 def encode_prompt(tokenizer: Any, text: str) -> list[int]:
-    """Return the ids of a whole prompt, without the duplicate if text and tokenizer add a bos."""
-    ids = tokenizer.encode(text, add_special_tokens=True)
+    """Return the ids of a whole prompt that a model continues.
+
+    A bos added by both text and tokenizer is kept once, an eos added by the tokenizer is dropped.
+    """
+    ids = list(tokenizer.encode(text, add_special_tokens=True))
+    eos = getattr(tokenizer, "eos_token_id", None)
+    if len(ids) > 1 and ids[-1] == eos and _encode_alone(tokenizer, text)[-1:] != [eos]:
+        ids.pop()
     return drop_double_bos(ids, getattr(tokenizer, "bos_token_id", None))
 
 
