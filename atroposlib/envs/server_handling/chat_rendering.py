@@ -406,7 +406,7 @@ def encode_added(tokenizer: Any, text: str) -> list[int]:
     """Return the ids of text that follows a recorded sequence.
 
     SentencePiece tokenizers write a space before any text. It would be within the sequence here,
-    so such a tokenizer encodes the text behind a line end, whose ids are then cut off.
+    so such a tokenizer encodes the text after a line end, whose ids are then cut off.
     """
     if not text:
         return []
