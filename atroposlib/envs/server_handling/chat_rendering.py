@@ -444,10 +444,10 @@ def encode_model_text(tokenizer: Any, text: str, *, own_marks: str = "") -> list
         own_marks: The added markup alone. Its special tokens stay special in `text`, unless
             `text` spells further ones.
     """
-    ids = encode_added(tokenizer, text)
+    ids = _encode_alone(tokenizer, text)
     special = _special_ids(tokenizer)
     found = [i for i in ids if i in special]
-    if not found or found == [i for i in encode_added(tokenizer, own_marks) if i in special]:
+    if not found or found == [i for i in _encode_alone(tokenizer, own_marks) if i in special]:
         return ids
     ids = _encode_split(tokenizer, text)
     if special.isdisjoint(ids):
@@ -458,7 +458,7 @@ def encode_model_text(tokenizer: Any, text: str, *, own_marks: str = "") -> list
     pieces = re.split(
         "|".join(f"(?<={re.escape(s[0])})(?={re.escape(s[1:])})" for s in longest_first), text
     )
-    ids = [i for piece in pieces for i in encode_added(tokenizer, piece)]
+    ids = [i for piece in pieces for i in _encode_alone(tokenizer, piece)]
     return [i for i in ids if i not in special]
 
 
@@ -500,7 +500,7 @@ def _encode_split(tokenizer: Any, text: str) -> list[int]:
             _COPIES[tokenizer] = splitting
         return list(splitting.encode(text, add_special_tokens=False, split_special_tokens=True))
     except Exception:  # noqa: BLE001 - any object may stand in for a tokenizer
-        return encode_added(tokenizer, text)
+        return _encode_alone(tokenizer, text)
 
 
 def _special_ids(tokenizer: Any) -> set[int]:
