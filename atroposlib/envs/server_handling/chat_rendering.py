@@ -424,7 +424,8 @@ def encode_added(tokenizer: Any, text: str) -> list[int]:
 @lru_cache(maxsize=64)
 def _writes_space_first(tokenizer: Any) -> bool:
     line, word, both = (_encode_alone(tokenizer, text) for text in ("\n", "x", "\nx"))
-    return both[: len(line)] == line and both[len(line) :] != word
+    inside = both[len(line) :] if both[: len(line)] == line else []
+    return bool(inside) and inside != word
 
 
 def _encode_alone(tokenizer: Any, text: str) -> list[int]:
