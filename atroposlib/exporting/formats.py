@@ -32,6 +32,7 @@ from atroposlib.exporting.selection import (
 )
 from atroposlib.exporting.texts import Decoder, TextPair, split_texts
 from atroposlib.scored_data import IGNORE_INDEX
+from atroposlib.utils.aio import CONTEXT_TOKENS
 
 __all__ = [
     "DPO_FORMATS",
@@ -379,13 +380,14 @@ class SftRecipe:
             return [[] for _ in picks]
         assert self._decode is not None
         spans = [spans_of(side) for _, side in picks]
-        rows = [
-            side.tokens[span.start : span.end]
+        parts = [
+            (side.tokens[first : span.end], span.start - first)
             for (_, side), own in zip(picks, spans, strict=True)
             for span in own
+            for first in [max(0, span.start - CONTEXT_TOKENS)]
         ]
-        texts = iter(self._decode(rows))
-        return [[next(texts) for _ in own] for own in spans]
+        pairs = iter(split_texts(parts, self._decode))
+        return [[next(pairs).completion for _ in own] for own in spans]
 
 
 class DpoRecipe:

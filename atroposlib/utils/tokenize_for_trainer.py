@@ -118,16 +118,17 @@ def _tokenize(
     masks = [IGNORE_INDEX] * len(tokens)
     for i in trained:
         prefix = render_chat_ids(tokenizer, chat[:i], add_generation_prompt=True)
-        if tokens[: len(prefix)] != prefix:
-            logger.warning(
-                "the chat template renders the first %d messages differently when message %d "
-                "follows them; the mask may be off by some tokens",
-                i,
-                i,
-            )
         # The last message extends to the end, closing tokens of the template included.
-        end = len(tokens) if i == len(chat) - 1 else len(render_chat_ids(tokenizer, chat[: i + 1]))
-        masks[len(prefix) : end] = tokens[len(prefix) : end]
+        whole = tokens if i == len(chat) - 1 else render_chat_ids(tokenizer, chat[: i + 1])
+        for length, rendered in ((i, prefix), (i + 1, whole)):
+            if tokens[: len(rendered)] != rendered:
+                logger.warning(
+                    "the chat template renders the first %d messages differently when message %d "
+                    "follows them; the mask may be off by some tokens",
+                    length,
+                    length,
+                )
+        masks[len(prefix) : len(whole)] = tokens[len(prefix) : len(whole)]
     if finish_reason == "length" and tokens and tokens[-1] == tokenizer.eos_token_id:
         tokens.pop()
         masks.pop()

@@ -43,8 +43,18 @@ def group_of(*completions: str, scores: list[float], prompt: str = "P:") -> Expo
     )
 
 
-def sft_records(group: ExportGroup, form: str, **rule: Any) -> list[Any]:
-    recipe = SftRecipe(SFT_FORMATS[form], SelectionRule(**rule), decoder_of(Letters()))
+class SpacedLetters(Letters):
+    """Leaves out the first space, as tokenizers of SentencePiece do."""
+
+    def decode(self, ids: list[int]) -> str:
+        return super().decode(ids).removeprefix(" ")
+
+
+def sft_records(
+    group: ExportGroup, form: str, tokenizer: Letters | None = None, **rule: Any
+) -> list[Any]:
+    decode = decoder_of(tokenizer or Letters())
+    recipe = SftRecipe(SFT_FORMATS[form], SelectionRule(**rule), decode)
     return [built.record for built in recipe.build(recipe.pick(group, "line 1").picks)]
 
 
@@ -170,6 +180,15 @@ def test_segments_of_several_turns_keep_what_is_not_trained_on_apart() -> None:
         (False, "Q"),
         (True, "b"),
     ]
+
+
+def test_segments_keep_the_space_that_a_tokenizer_leaves_out_at_the_start() -> None:
+    masks = [[X, *ids(" a"), X, X, *ids(" b")]]
+    group = ExportGroup(tokens=[ids("q a Q b")], masks=masks, scores=[1.0])
+
+    [record] = sft_records(group, "axolotl", SpacedLetters())
+
+    assert [segment["text"] for segment in record["segments"]] == ["q", " a", " Q", " b"]
 
 
 def test_boundary_inside_a_character_keeps_all_bytes(tokenizer: Any) -> None:

@@ -17,7 +17,11 @@ from atroposlib.envs.server_handling.openai_server import OpenAIServer
 from atroposlib.envs.server_handling.server_baseline import sampled_versions
 from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.envs.server_handling.sglang_server import SGLangServer
-from atroposlib.envs.server_handling.text_sampling import provider_messages, reply_of
+from atroposlib.envs.server_handling.text_sampling import (
+    end_of_turn_ids,
+    provider_messages,
+    reply_of,
+)
 from atroposlib.envs.server_handling.vllm_server import VLLMServer
 from atroposlib.errors import EngineSetupError, NoTextCompletionsError, NoTokenIdsError
 from tests.fakes import CharTokenizer, ScriptedEngine
@@ -65,6 +69,14 @@ async def test_chat_has_the_ids_of_the_template_and_of_the_text_with_its_end(
     assert second.tokens[-4:] == [*codes("two"), 2]
     assert sampled.has_text
     assert engine.count("/v1/chat/completions") == 1
+
+
+def test_end_of_turn_is_found_after_a_space_of_the_template() -> None:
+    def render(messages: Sequence[Mapping[str, Any]]) -> str:  # as the template of Llama 2
+        texts = {"user": "[INST] {} [/INST]", "assistant": " {} </s>"}
+        return "".join(texts[m["role"]].format(m["content"]) for m in messages)
+
+    assert end_of_turn_ids(CharTokenizer(), render) == [CharTokenizer.eos_token_id]
 
 
 async def test_cut_reply_has_no_end_of_turn(

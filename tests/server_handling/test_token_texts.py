@@ -139,6 +139,43 @@ def test_bos_of_template_and_tokenizer_is_one() -> None:
     assert tokenizer.decode(ids) == prompt
 
 
+def sentencepiece_tokenizer(scheme: str) -> Any:
+    """Return a tokenizer of single characters that writes a space before a text.
+
+    It adds bos and eos, as with `add_eos_token`.
+    """
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+    from transformers import PreTrainedTokenizerFast
+
+    names = ["<unk>", "<s>", "</s>", *map(chr, range(128)), "\u2581"]
+    core = Tokenizer(models.BPE(dict(zip(names, range(len(names)), strict=True)), []))
+    core.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=scheme, split=False)
+    core.decoder = decoders.Metaspace(prepend_scheme=scheme)
+    core.post_processor = processors.TemplateProcessing(
+        single="<s> $A </s>", special_tokens=[("<s>", 1), ("</s>", 2)]
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core, bos_token="<s>", eos_token="</s>", unk_token="<unk>"
+    )
+
+
+@pytest.mark.parametrize("scheme", ["first", "always", "never"])
+@pytest.mark.parametrize("added", ["ts", "\nuser: 1", " and", "</s><s>x"])
+def test_text_behind_a_sequence_gets_no_space_of_its_own(scheme: str, added: str) -> None:
+    tokenizer = sentencepiece_tokenizer(scheme)
+
+    ids = [*encode_added(tokenizer, "ca"), *encode_added(tokenizer, added)]
+
+    assert tokenizer.decode([3, *ids])[1:].replace("</s><s> ", "</s><s>") == "ca" + added
+
+
+def test_eos_of_the_tokenizer_does_not_end_a_prompt() -> None:
+    tokenizer = sentencepiece_tokenizer("never")
+
+    assert tokenizer.convert_ids_to_tokens(encode_prompt(tokenizer, "a")) == ["<s>", "a"]
+    assert encode_prompt(tokenizer, "a</s>")[-1] == tokenizer.eos_token_id
+
+
 @pytest.mark.parametrize(
     ("name", "added", "expected"),
     [

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import json
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -186,3 +188,21 @@ async def test_session_goes_on_from_an_earlier_turn_by_its_tokens() -> None:
     one, other = managed.get_state()["nodes"]
     assert one.masked_tokens[: len(first)] == other.masked_tokens[: len(first)]
     assert one.logprobs[: len(first)] == other.logprobs[: len(first)]
+
+
+@pytest.mark.parametrize("text", ["cat", " cat"])
+async def test_end_behind_a_space_of_the_template_is_not_added_again(text: str) -> None:
+    family = family_of("chatml")
+    tokenizer = copy.deepcopy(family.tokenizer)
+    tokenizer.chat_template = (
+        "{% for m in messages %}{% if m.role == 'user' %}[{{ m.content }}]"
+        "{% else %} {{ m.content | trim }} <|im_end|>{% endif %}{% endfor %}"
+    )
+    engine = TokenEngine(replace(family, tokenizer=tokenizer), (Reply(text),))
+    managed = ManagedServer(engine)
+    await managed.chat_completion(messages=[USER])
+
+    await managed.chat_completion(messages=[USER, assistant(text), USER])
+
+    assert tokenizer.decode(engine.prompts[1]) == f"[find cats]{text}<|im_end|>[find cats]"
+    assert len(managed.get_state()["nodes"]) == 1

@@ -148,6 +148,20 @@ def test_template_that_rewrites_history_keeps_lengths_equal_and_warns(
     assert "differently" in caplog.text
 
 
+def test_template_that_writes_another_end_before_a_message_warns(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Closing(CharTokenizer):  # as the template of Phi 3
+        def apply_chat_template(self, conversation: Any, **options: Any) -> Any:
+            ids = super().apply_chat_template(conversation, **options)
+            return ids if options.get("add_generation_prompt") else [*ids, self.eos_token_id]
+
+    with caplog.at_level(logging.WARNING):
+        tokenize_for_trainer(Closing(), [HI, HELLO, HI], train_on_all_assistant_turns=True)
+
+    assert "the first 2 messages differently when message 2 follows" in caplog.text
+
+
 def test_dpo_renders_both_sides() -> None:
     pair = tokenize_for_trainer_dpo(CharTokenizer(), [HI, HELLO], [HI, HI])
 

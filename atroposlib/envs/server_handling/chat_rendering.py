@@ -391,14 +391,45 @@ def _show_thinking(text: str) -> str:
 
 
 def encode_prompt(tokenizer: Any, text: str) -> list[int]:
-    """Return the ids of a whole prompt, without the duplicate if text and tokenizer add a bos."""
-    ids = tokenizer.encode(text, add_special_tokens=True)
+    """Return the ids of a whole prompt that a model continues.
+
+    A bos added by both text and tokenizer is kept once, an eos added by the tokenizer is dropped.
+    """
+    ids = list(tokenizer.encode(text, add_special_tokens=True))
+    eos = getattr(tokenizer, "eos_token_id", None)
+    if len(ids) > 1 and ids[-1] == eos and _encode_alone(tokenizer, text)[-1:] != [eos]:
+        ids.pop()
     return drop_double_bos(ids, getattr(tokenizer, "bos_token_id", None))
 
 
 def encode_added(tokenizer: Any, text: str) -> list[int]:
-    """Return the ids of text that follows a recorded sequence."""
-    return list(tokenizer.encode(text, add_special_tokens=False)) if text else []
+    """Return the ids of text that follows a recorded sequence.
+
+    SentencePiece tokenizers write a space before any text. It would be within the sequence here,
+    so such a tokenizer encodes the text after a line end, whose ids are then cut off.
+    """
+    if not text:
+        return []
+    try:
+        has_space = _writes_space_first(tokenizer)
+    except TypeError:  # a tokenizer that cannot be hashed
+        has_space = _writes_space_first.__wrapped__(tokenizer)
+    if has_space:
+        line, ids = _encode_alone(tokenizer, "\n"), _encode_alone(tokenizer, "\n" + text)
+        if ids[: len(line)] == line:
+            return ids[len(line) :]
+    return _encode_alone(tokenizer, text)
+
+
+@lru_cache(maxsize=64)
+def _writes_space_first(tokenizer: Any) -> bool:
+    line, word, both = (_encode_alone(tokenizer, text) for text in ("\n", "x", "\nx"))
+    inside = both[len(line) :] if both[: len(line)] == line else []
+    return bool(inside) and inside != word
+
+
+def _encode_alone(tokenizer: Any, text: str) -> list[int]:
+    return list(tokenizer.encode(text, add_special_tokens=False))
 
 
 def encode_model_text(tokenizer: Any, text: str, *, own_marks: str = "") -> list[int]:
@@ -414,10 +445,10 @@ def encode_model_text(tokenizer: Any, text: str, *, own_marks: str = "") -> list
         own_marks: The added markup alone. Its special tokens stay special in `text`, unless
             `text` spells further ones.
     """
-    ids = encode_added(tokenizer, text)
+    ids = _encode_alone(tokenizer, text)
     special = _special_ids(tokenizer)
     found = [i for i in ids if i in special]
-    if not found or found == [i for i in encode_added(tokenizer, own_marks) if i in special]:
+    if not found or found == [i for i in _encode_alone(tokenizer, own_marks) if i in special]:
         return ids
     ids = _encode_split(tokenizer, text)
     if special.isdisjoint(ids):
@@ -428,7 +459,7 @@ def encode_model_text(tokenizer: Any, text: str, *, own_marks: str = "") -> list
     pieces = re.split(
         "|".join(f"(?<={re.escape(s[0])})(?={re.escape(s[1:])})" for s in longest_first), text
     )
-    ids = [i for piece in pieces for i in encode_added(tokenizer, piece)]
+    ids = [i for piece in pieces for i in _encode_alone(tokenizer, piece)]
     return [i for i in ids if i not in special]
 
 
@@ -470,7 +501,7 @@ def _encode_split(tokenizer: Any, text: str) -> list[int]:
             _COPIES[tokenizer] = splitting
         return list(splitting.encode(text, add_special_tokens=False, split_special_tokens=True))
     except Exception:  # noqa: BLE001 - any object may stand in for a tokenizer
-        return encode_added(tokenizer, text)
+        return _encode_alone(tokenizer, text)
 
 
 def _special_ids(tokenizer: Any) -> set[int]:
@@ -528,7 +559,7 @@ async def has_ids_of_text(tokenizer: Any, ids: Sequence[int], *, hides_specials:
         end = _end_of_piece(tokenizer, ids, start)
         piece = list(ids[start:end])
         text = str(tokenizer.decode(piece, skip_special_tokens=hides_specials))
-        if encode_added(tokenizer, text) != piece:
+        if _encode_alone(tokenizer, text) != piece:
             return False
         start = end
         if start < len(ids):

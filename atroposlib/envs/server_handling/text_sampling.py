@@ -102,8 +102,8 @@ def reply_of(
 def end_of_turn_ids(
     tokenizer: Any, render: Callable[[Sequence[Mapping[str, Any]]], str]
 ) -> list[int]:
-    """Return the special tokens that a template writes directly after a reply; may be empty."""
-    ids = encode_added(tokenizer, render_added(render, [], []) or "")
+    """Return the special tokens that a template writes after a reply; may be empty."""
+    ids = encode_added(tokenizer, (render_added(render, [], []) or "").lstrip())
     end = next(
         (i for i, token_id in enumerate(ids) if not is_hidden(tokenizer, token_id)), len(ids)
     )

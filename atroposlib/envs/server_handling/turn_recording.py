@@ -664,7 +664,10 @@ class TurnRequest:
         """Return [P] ids to send, with the ids of the continued sequence unchanged."""
         if self.parent is None:
             return encode_prompt(self.tokenizer, self.prompt)
-        added_ids = encode_added(self.tokenizer, self.parent.added_text)
+        added, end_text = self.parent.added_text, self._last.end_text if self._last else ""
+        if end_text and added.lstrip().startswith(end_text):
+            added = added.lstrip()  # a space before the end would hide that it was sampled
+        added_ids = encode_added(self.tokenizer, added)
         node = self.parent.record.node
         return continue_ids(node, added_ids, lambda i: is_hidden(self.tokenizer, i))
 
