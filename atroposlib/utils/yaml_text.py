@@ -34,14 +34,14 @@ def read_with_repeats(text: str | IO[str]) -> tuple[Any, list[str]]:
     A key is repeated if its mapping has it twice; the value has the last one. Keys of merged
     mappings (`<<`) may be overridden. Raises like `read_yaml`.
     """
+    root, repeated, value = None, [], None
     try:
         loader = yaml.SafeLoader(text)
         try:
             root = loader.get_single_node()
-            if root is None:
-                return None, []
-            repeated = list(_repeated_keys(root))  # construction puts merged keys into the mappings
-            value = loader.construct_document(root)
+            if root is not None:
+                repeated = list(_repeated_keys(root))  # before merged keys are in the mappings
+                value = loader.construct_document(root)
         finally:
             loader.dispose()
     except RecursionError as error:
@@ -49,7 +49,9 @@ def read_with_repeats(text: str | IO[str]) -> tuple[Any, list[str]]:
     except UnicodeDecodeError:
         raise  # of the file
     except (ValueError, LookupError, AttributeError, TypeError) as error:
-        raise yaml.YAMLError("a value is not one of its type") from error
+        raise yaml.MarkedYAMLError(
+            problem="a value is not one of its type", problem_mark=_mark_of_wrong_value(root)
+        ) from error
     limit = max(_MAX_VALUES, len(text) if isinstance(text, str) else 0)
     if not has_at_most(value, limit):
         raise yaml.YAMLError(f"an alias refers to itself, or there are over {limit:,} values")
@@ -69,26 +71,44 @@ def has_at_most(value: Any, limit: int) -> bool:
     return num_values <= limit
 
 
-def _repeated_keys(root: yaml.Node) -> Iterator[str]:
+def _nodes_of(root: yaml.Node) -> Iterator[yaml.Node]:
     waiting, seen = [root], set()
     while waiting:
         node = waiting.pop()
         if id(node) in seen:  # an alias
             continue
         seen.add(id(node))
+        yield node
         if isinstance(node, yaml.SequenceNode):
             waiting += node.value
         if isinstance(node, yaml.MappingNode):
-            lines: dict[str, int] = {}
-            for key, value in node.value:
-                waiting += (key, value)
-                if not isinstance(key, yaml.ScalarNode):
-                    continue
-                line = key.start_mark.line + 1
-                if key.value in lines:
-                    name = inert_line(key.value, max_characters=_MAX_KEY_CHARACTERS)
-                    yield f"{name} in lines {lines[key.value]} and {line}"
-                lines[key.value] = line
+            waiting += [each for pair in node.value for each in pair]
+
+
+def _repeated_keys(root: yaml.Node) -> Iterator[str]:
+    for node in _nodes_of(root):
+        lines: dict[str, int] = {}
+        for key, _ in node.value if isinstance(node, yaml.MappingNode) else ():
+            if not isinstance(key, yaml.ScalarNode):
+                continue
+            line = key.start_mark.line + 1
+            if key.value in lines:
+                name = inert_line(key.value, max_characters=_MAX_KEY_CHARACTERS)
+                yield f"{name} in lines {lines[key.value]} and {line}"
+            lines[key.value] = line
+
+
+def _mark_of_wrong_value(root: yaml.Node | None) -> Any:
+    """Return the place of a value that cannot be constructed; None if it is not known."""
+    for node in _nodes_of(root) if root is not None else ():
+        if isinstance(node, yaml.ScalarNode):
+            try:
+                yaml.SafeLoader("").construct_document(node)
+            except yaml.YAMLError:
+                continue  # a merge key, which is not a value
+            except (ValueError, LookupError, AttributeError, TypeError):
+                return node.start_mark
+    return None
 
 
 def describe_yaml(error: Exception) -> str:

@@ -300,6 +300,7 @@ def test_serve_repeated_key_of_yaml_is_warned_of(
     [
         ("- a\n", "must hold sections"),
         ("env: {", "is not YAML"),
+        ("env:\n  x: 2001-13-45\n", "is not YAML in line 2, column 6: a value is not one of its"),
         ("env:\n\tgroup_size: 1", "yaml is not YAML in line 2, column 1: found character"),
         ("env:\n  grup_size: 1\n", "env.grup_size in the YAML file: no such setting; did you mean"),
     ],
