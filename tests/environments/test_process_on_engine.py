@@ -50,12 +50,13 @@ SEVERAL_SERVERS = (
     "game_environments/diplomacy_environment/diplomacy_env_minimal.py",
     "mcp_env.py",
 )
+NEED_IMAGES = ("community/ufc_prediction_env/ufc_image_env.py", "multimodal_dpo/")
+"""The model reads text alone."""
 PATHS = [
     path
     for path, card in find_cards().items()
-    # The model reads no images.
     if path not in NEED_RIGHT_ANSWERS + BY_CHANCE
-    and not path.startswith("multimodal_dpo/")
+    and not path.startswith(NEED_IMAGES)
     # Their defaults have several servers, which one tokenizer flag cannot set.
     and path not in SEVERAL_SERVERS
     if card.command.startswith("process ")
