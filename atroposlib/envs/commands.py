@@ -552,7 +552,7 @@ def run_cli(env_cls: type[Any]) -> NoReturn:
     Raises:
         SystemExit: 0 on success; 1 without data, completions, episodes or service; 2 on a usage
             error or an invalid setting; 128 + signal number after a signal. Other exceptions pass
-            through.
+            through, except refusals of an inference server, which end with 1.
     """
     program = Path(sys.argv[0]).name
     try:
@@ -579,6 +579,16 @@ def run_cli(env_cls: type[Any]) -> NoReturn:
         if site is not None:
             sys.stderr.write(f"{program}: error: {site} ended the program with SystemExit\n")
         raise
+    except Exception as error:
+        from atroposlib.envs.checks.report import traceback_site
+        from atroposlib.envs.server_handling.retry import describe_refusal
+
+        refusal = describe_refusal(error)
+        if refusal is None:
+            raise
+        site = traceback_site(error.__traceback__) or env_cls.__name__
+        sys.stderr.write(f"{program}: error: {site}: {refusal}\n")
+        sys.exit(exit_code_of(error))
     sys.exit(0)
 
 

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
+import httpx
+import openai
 import pytest
 import yaml
 from pydantic import Field
@@ -354,6 +357,25 @@ def test_run_cli_exception_of_the_command_passes_through(monkeypatch: pytest.Mon
     monkeypatch.setattr("sys.argv", ["env.py", "serve"])
     with pytest.raises(KeyError, match="inside"):
         run_cli(Breaks)
+
+
+def test_run_cli_refusal_of_an_inference_server_is_one_line_with_its_call(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    request = httpx.Request("POST", "http://127.0.0.1:1/v1/completions")
+    response = httpx.Response(400, request=request)
+
+    async def fail(_: Any) -> None:
+        raise openai.BadRequestError("no 'max_tokens', sk-secret0123", response=response, body=None)
+
+    assert call(stand_in(process_manager=fail), "process", monkeypatch) == 1
+
+    last_line = capsys.readouterr().err.splitlines()[-1]
+    assert re.fullmatch(
+        r"env\.py: error: .*test_commands\.py:\d+: an inference server refused a request: "
+        r"no 'max_tokens', \*\*\*",
+        last_line,
+    )
 
 
 async def test_run_cli_inside_a_running_event_loop_works(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -218,6 +218,17 @@ async def test_engine_type_at_a_provider_without_ids_goes_on_with_text(
     assert len(engine.requests) == num_requests + 1  # it is known now that there are no ids
 
 
+async def test_model_of_text_that_gets_an_image_is_a_wrong_setup(make_server: MakeServer) -> None:
+    content = [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}]
+    async with ScriptedEngine(["one"]) as engine:
+        from tests.fakes import Fault
+
+        server = make_server(engine, OpenAIServer)
+        engine.fail_next(Fault(status=400, message="tiny is not a multimodal model"))
+        with pytest.raises(EngineSetupError, match="reads no images"):
+            await server.chat_completion(messages=[{"role": "user", "content": content}])
+
+
 async def test_unknown_model_is_named_instead_of_missing_ids(make_server: MakeServer) -> None:
     refusal = {"status": 404, "message": "The model `scripted` does not exist."}
     async with ScriptedEngine(["one"], offers_completions=False) as engine:

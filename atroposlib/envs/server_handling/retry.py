@@ -95,6 +95,12 @@ _CHAT_ONLY_TEXT = re.compile(
     r"chat model|chat[/ .]completions|not support\w* (?:text |the )?completions?", re.IGNORECASE
 )
 
+_NO_IMAGES_TEXT = re.compile(
+    r"not a multi-?modal model|image input is not supported|image_url is only supported"
+    r"|only text is supported",
+    re.IGNORECASE,
+)
+
 MAX_QUOTED_CHARACTERS = 500
 
 _KEY_TEXT = re.compile(r"\b(?:sk|hf|gsk|key)-?_?[A-Za-z0-9_\-*]{8,}")
@@ -312,6 +318,8 @@ def as_setup_error(
 ) -> EngineSetupError | None:
     """Return the typed error if a refusal means a wrong address, model or key, else None.
 
+    A model of text that gets images is a wrong model.
+
     The `api_key` is removed from the message, even if the server repeats it.
     """
     status = http_status(error)
@@ -328,7 +336,21 @@ def as_setup_error(
             "model; check model_name, server_type and base_url, which usually ends in /v1. "
             f"Response of the server: {text}"
         )
+    if status is not None and status >= 400 and _NO_IMAGES_TEXT.search(text):
+        return EngineSetupError(
+            f"the model {model!r} of inference server {shown_url} reads no images ({status}), but "
+            f"the prompt has some; serve a multimodal model. Response of the server: {text}"
+        )
     return None
+
+
+def describe_refusal(error: Exception) -> str | None:
+    """Return the message of a request that an inference server refused, None for other errors."""
+    import openai
+
+    if not isinstance(error, (openai.APIStatusError, EngineStatusError)):
+        return None
+    return f"an inference server refused a request: {_shown(str(error), None)}"
 
 
 def as_missing_completions(
