@@ -256,6 +256,8 @@ class RunLog:
         """Called after the run was opened, and after each snapshot of another replica."""
         self._outcomes: dict[int, AdmittedGroups | None] = {}
         self._deciding = asyncio.Lock()
+        self._num_failures = 0  # of guarded writes
+        self._store_failure: str | None = None  # the last one
 
     async def open(self) -> None:
         """Load the run.
@@ -309,14 +311,30 @@ class RunLog:
         """Decide on the state and write the decision; repeat if another replica was faster.
 
         `decide` returns the guarded record to write, or None, and the result of this call.
+
+        Raises:
+            RunStoreError: the store failed, for this call or for one that this call waited for:
+                each would otherwise wait for an unreachable store in its turn.
         """
+        num_failures = self._num_failures
         async with self._deciding:
+            if self._store_failure is not None and num_failures != self._num_failures:
+                raise RunStoreError(self._store_failure)
             while True:
                 self.check()
                 record, answer = decide()
                 if record is None:
                     return answer
-                if await self.store.append(encode_record(record), fence=self.state.fence):
+                try:
+                    is_written = await self.store.append(
+                        encode_record(record), fence=self.state.fence
+                    )
+                except RunStoreError as error:
+                    if type(error) is RunStoreError:  # not one that concerns this record alone
+                        self._num_failures += 1
+                        self._store_failure = str(error)
+                    raise
+                if is_written:
                     return answer
 
     async def discard(self) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from atroposlib.api.journal import snapshot
@@ -62,3 +64,32 @@ async def test_snapshot_in_the_middle_starts_the_count_of_records_anew():
         await run.admit([GROUP], key=str(position))
 
         assert run._log._num_records == 0
+
+
+class UnreachableStore(MemoryRunStore):
+    """Fails every write, after a while, until it is reachable."""
+
+    is_reachable = False
+    num_attempts = 0
+
+    async def append(self, record, payloads=(), *, fence=None) -> bool:
+        self.num_attempts += 1
+        await asyncio.sleep(0.01)
+        if not self.is_reachable:
+            raise RunStoreError("Redis at r failed after 9 attempts: timeout")
+        return await super().append(record, payloads, fence=fence)
+
+
+async def test_calls_that_wait_for_each_other_in_an_outage_fail_together():
+    store = UnreachableStore()
+    run = Run(store)
+    await run.open()
+    store.num_attempts = 0
+
+    results = await asyncio.gather(*(run.reset() for _ in range(10)), return_exceptions=True)
+
+    assert {str(result) for result in results} == {"Redis at r failed after 9 attempts: timeout"}
+    assert store.num_attempts == 1
+    store.is_reachable = True
+    await asyncio.gather(*(run.reset() for _ in range(3)))
+    assert store.num_attempts == 4
