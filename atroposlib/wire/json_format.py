@@ -564,9 +564,10 @@ def decode_value(decoder: msgspec.json.Decoder[Any], text: JsonText, path: Path)
         if not path:  # a decoder stops at a wrong type; malformed text after it is the first error
             decode_value(_value_decoder, text, path)
         raise from_validation(error, path) from error
-    except UnicodeDecodeError as error:
-        raise WireError(BODY_NOT_TEXT, kind="not_text", path=path) from error
-    except (msgspec.DecodeError, RecursionError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        # Before msgspec 0.23, a UnicodeDecodeError.
+        if isinstance(error, UnicodeDecodeError) or "UTF-8" in str(error):
+            raise WireError(BODY_NOT_TEXT, kind="not_text", path=path) from error
         raise WireError(f"JSON decode error: {error}", kind="json_invalid", path=path) from error
 
 
