@@ -485,6 +485,7 @@ EARNED_BY_CHANCE = {
     ),
     "community/ufc_prediction_env/ufc_image_env.py": (0.5, "one of two names"),
     "community/ufc_prediction_env/ufc_prediction_env.py": (0.5, "one of two names"),
+    "community/xitter_env/xitter_env.py": (0.5, "a topic may be one of the agent's interests"),
     "fundamental_prediction_environment.py": (0.67, "raised, maintained or reduced"),
     "game_environments/diplomacy_environment/diplomacy_env_minimal.py": (
         0.5,
