@@ -2,7 +2,7 @@
 
     topics of a student -> [JSON question -> right or wrong] x N -> how much was learned
 
-How well the student knows a topic is hidden; its answers tell. It learns most from a question that
+How well the student knows a topic is hidden, and shows only in its answers. It learns most from a question that
 it answers by its own knowledge about half of the time, and more in topics that it knows less.
 Students are made from seeds, and are the same for all rollouts of a group. Needs no data:
 
@@ -60,7 +60,7 @@ TOPICS = (
 )
 SYSTEM_PROMPT = (
     "You teach one student by {num_questions} questions of multiple choice. How well the student "
-    "knows each topic is not told: find out from the answers. A question that is too easy or too "
+    "knows each topic is hidden: find out from the answers. A question that is too easy or too "
     "hard for the student teaches nothing; one that it can just about answer teaches most, and "
     "more so in a topic that it knows little about. Each turn, write one JSON object and nothing "
     "else:\n"
