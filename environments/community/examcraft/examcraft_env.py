@@ -2,9 +2,10 @@
 
     topics of a student -> [JSON question -> right or wrong] x N -> how much was learned
 
-How well the student knows a topic is hidden, and shows only in its answers. It learns most from a question that
-it answers by its own knowledge about half of the time, and more in topics that it knows less.
-Students are made from seeds, and are the same for all rollouts of a group. Needs no data:
+How well the student knows a topic is hidden, and shows only in its answers. It learns most from a
+question that it answers by its own knowledge about half of the time, and more in topics that it
+knows less. Students are made from seeds, and are the same for all rollouts of a group. Needs no
+data:
 
     python environments/community/examcraft/examcraft_env.py process --env.total_steps 4
 """
