@@ -13,6 +13,8 @@ from example_trainer.config import TrainingConfig
 __all__ = ["add_adapters", "engine_rank", "is_adapter", "require_layers", "without_adapters"]
 
 _TARGET_MODULES = ["q_proj", "v_proj"]
+_ADAPTER = "default"
+"""Name of the adapters in the model, the only ones."""
 _ENGINE_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM's `--max-lora-rank` accepts."""
 
@@ -75,6 +77,20 @@ def add_adapters(model: Any, config: TrainingConfig, *, source: str | None = Non
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.float()
+        if source is not None and is_adapter(source):
+            _restore_precision(model, Path(source))
+
+
+def _restore_precision(model: Any, source: Path) -> None:
+    """Copy the float32 values of loaded adapters, which transformers rounds to the frozen type."""
+    from safetensors.torch import load_file
+
+    path = source / "adapter_model.safetensors"
+    stored = load_file(path) if path.is_file() else {}
+    for name, parameter in model.named_parameters():
+        found = stored.get("base_model.model." + name.replace(f".{_ADAPTER}.", "."))
+        if parameter.requires_grad and found is not None:
+            parameter.data.copy_(found)
 
 
 def _linear_layers(model: Any) -> list[str]:
