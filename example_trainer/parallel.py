@@ -120,9 +120,15 @@ class Parallel:
         """Sum the gradients over the ranks, unless FSDP2 does."""
         if self.is_alone or self.is_sharded:
             return
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        # As in one process, weights that the batch does not use keep no gradient: with one of zero,
+        # the optimizer would decay them and move them by their momentum.
+        has_gradient = [p.grad is not None for p in parameters]
+        is_used = torch.tensor(has_gradient, dtype=torch.int32, device=self._device)
+        dist.all_reduce(is_used, op=dist.ReduceOp.MAX)
         pending = []
-        for parameter in model.parameters():
-            if parameter.requires_grad:
+        for parameter, used in zip(parameters, is_used.tolist(), strict=True):
+            if used:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
                 pending.append(dist.all_reduce(parameter.grad, async_op=True))
