@@ -238,7 +238,12 @@ def load_training_state(directory: Path, optimizer: Any, *, rank: int = 0) -> in
         if key.startswith("state."):
             _, index, name = key.split(".", 2)
             slots.setdefault(int(index), {})[name] = value
+    decays = [group.get("weight_decay") for group in optimizer.param_groups]
     load_optimizer_state(optimizer, {"state": slots, "param_groups": record["param_groups"]})
+    # As with the learning rate, the present setting counts, not that of the checkpoint.
+    for group, decay in zip(optimizer.param_groups, decays, strict=True):
+        if decay is not None:
+            group["weight_decay"] = decay
     if record["optimizer"] == "Adafactor":
         _restore_precision(optimizer, slots)
     version, internal, gauss = record["rng_python"]

@@ -64,6 +64,17 @@ def test_resumed_run_equals_the_undisturbed_one_bit_for_bit(tmp_path, kind, dtyp
     )
 
 
+def test_resumed_run_has_the_weight_decay_of_its_own_settings(tmp_path):
+    model = tiny_llama()
+    before = create_optimizer(model, tiny_config(tmp_path, weight_decay=0.5))
+    path = save_checkpoint(model, SavedTokenizer(), tmp_path, 1, optimizer=before)
+    resumed = create_optimizer(model, tiny_config(tmp_path, weight_decay=0.1))
+
+    load_training_state(path, resumed)
+
+    assert [group["weight_decay"] for group in resumed.param_groups] == [0.1]
+
+
 def test_checkpoint_of_another_optimizer_is_refused(tmp_path):
     model = tiny_llama()
     adamw = torch.optim.AdamW(model.parameters())
