@@ -537,6 +537,7 @@ _WRONG_MODE_GAP = 0.05
 rounding causes less."""
 
 
+_TERMS_OF_ALL_GROUPS = ("grpo/kl_penalty", "grpo/entropy_bonus")
 _TRAINED_TOKENS = ("train/trained_tokens", "sft/token_count", "distill/token_count")
 
 
@@ -563,9 +564,10 @@ class StepNotes:
         if metrics["train/skipped_steps"]:
             logger.warning("the gradient was not finite; its update of the weights was skipped")
         if summary.num_zero_gradient_groups == summary.num_groups:
+            has_others = any(name in metrics for name in _TERMS_OF_ALL_GROUPS)
             logger.warning(
-                "no group had an advantage, a demonstration or teacher logprobs: this batch had no "
-                "gradient"
+                "no group had an advantage, a demonstration or teacher logprobs: this batch had %s",
+                "only the gradient of the other terms of the loss" if has_others else "no gradient",
             )
         if not any(metrics.get(name) for name in _TRAINED_TOKENS):
             logger.warning(

@@ -84,12 +84,12 @@ def load_model_and_tokenizer(
     _move_to_device(model, config)
     _warn_of_unused_settings(config)
     _warn_of_dropout(model)
-    if config.freeze_vision:
-        _freeze_vision(model)
     if config.uses_lora:
         add_adapters(model, config, source=source)
     elif config.train_layer_indices is not None:
         freeze_other_layers(model, config.train_layer_indices)
+    if config.freeze_vision:  # with its adapters, which the names of modules may select too
+        _freeze_vision(model)
     if config.gradient_checkpointing:
         model.enable_input_require_grads()
         checkpoint_activations(model)

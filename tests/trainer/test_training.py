@@ -231,6 +231,19 @@ def test_batch_without_a_trained_token_is_named(tmp_path, caplog):
     assert "4 sequences were truncated to seq_len" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("settings", "rest"),
+    [({}, "no gradient"), ({"entropy_coef": 0.1}, "only the gradient of the other terms")],
+)
+def test_batch_without_an_advantage_is_named(tmp_path, caplog, settings, rest):
+    equal = GOOD | {"scores": [1.0] * 4}
+    trainer = make_trainer(tmp_path, groups=[equal], training_steps=1, **settings)
+
+    trainer.run()
+
+    assert f"demonstration or teacher logprobs: this batch had {rest}" in caplog.text
+
+
 def test_logprobs_that_are_masked_where_tokens_are_trained_are_named(tmp_path, caplog):
     # The prompt has the logprobs, the completion the placeholder.
     shifted = GOOD | {"inference_logprobs": [[-1.0, -1.0, -1.0, 1.0]] * 4}
