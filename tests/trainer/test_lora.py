@@ -149,6 +149,22 @@ def test_adapters_are_loaded_as_they_were_saved_whatever_the_type_of_the_frozen_
     assert all(torch.equal(saved[name], loaded[name]) for name in saved)
 
 
+def test_adapters_keep_their_shape_when_a_resumed_run_has_other_settings(
+    tmp_path, model_folder, caplog
+):
+    model, _ = load_model_and_tokenizer(lora_config(tmp_path))
+    model.save_pretrained(tmp_path / "adapters")
+
+    source = str(tmp_path / "adapters")
+    again, _ = load_model_and_tokenizer(lora_config(tmp_path, lora_alpha=64), source=source)
+
+    assert again.peft_config["default"].lora_alpha == 32
+    warnings = [record.message for record in caplog.records if "lora" in record.message]
+    assert warnings == [
+        "lora_alpha=64 is not used: the adapters from which the run continues have 32"
+    ]
+
+
 @pytest.mark.parametrize(("rank", "engine"), [(1, 8), (8, 8), (16, 16), (17, 32), (512, 512)])
 def test_engine_rank_is_the_next_one_it_knows(rank, engine):
     assert engine_rank(rank) == engine
