@@ -172,6 +172,10 @@ def open_parallel(config: TrainingConfig) -> Iterator[Parallel]:
         ConfigError: the rank is not below the number of processes, or the address of rank 0 is
             unknown.
     """
+    on_gpu = config.device.startswith("cuda")
+    if on_gpu and ":" in config.device:
+        # Random states and the peak memory are those of the current GPU.
+        torch.cuda.set_device(config.device)
     if config.world_size == 1:
         yield ONE_PROCESS
         return
@@ -179,9 +183,6 @@ def open_parallel(config: TrainingConfig) -> Iterator[Parallel]:
         raise ConfigError(
             f"trainer_rank={config.trainer_rank} must be below world_size={config.world_size}"
         )
-    on_gpu = config.device.startswith("cuda")
-    if on_gpu:
-        torch.cuda.set_device(config.device)
     try:
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if on_gpu else "gloo",

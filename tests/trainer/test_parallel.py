@@ -215,6 +215,16 @@ def test_sharded_adafactor_is_refused(tmp_path: Path):
         tiny_config(tmp_path, world_size=2, optimizer="adafactor")
 
 
+@pytest.mark.parametrize(("device", "current"), [("cuda:1", ["cuda:1"]), ("cuda", []), ("cpu", [])])
+def test_gpu_of_one_process_is_the_current_one(tmp_path, monkeypatch, device, current):
+    # A checkpoint has the random state of the current GPU, by which dropout continues.
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+
+    with open_parallel(tiny_config(tmp_path, device=device)):
+        assert chosen == current
+
+
 def sum_as_rank(rank: int, folder: Path) -> None:
     ranks = {"world_size": 2, "trainer_rank": rank, "parallel_mode": "data"}
     ranks["init_method"] = f"file://{folder / 'meeting'}"
