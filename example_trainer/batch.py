@@ -392,8 +392,7 @@ def build_batch(
         microbatches=microbatches,
         totals=_count(rows, microbatches),
         summary=replace(summary, bad_groups=bad_groups),
-        needs_reference=rules.scores_reference
-        and any(row.ref_logprobs is None and not row.is_sft for row in rows),
+        needs_reference=rules.scores_reference and any(map(_lacks_reference, rows)),
     )
 
 
@@ -502,6 +501,16 @@ def _padded_starts(
             starts.append(i)
             longest = len(row.tokens)
     return starts
+
+
+def _lacks_reference(row: Row) -> bool:
+    """Return whether the KL penalty of a row needs logprobs that its group does not contain."""
+    if row.is_sft:
+        return False
+    if row.ref_logprobs is None:
+        return True
+    pairs = zip(row.labels[1:], row.ref_logprobs[1:], strict=True)
+    return any(label != IGNORE_INDEX and known == MASKED_LOGPROB for label, known in pairs)
 
 
 def _count(rows: Sequence[Row], microbatches: Sequence[Microbatch]) -> BatchTotals:

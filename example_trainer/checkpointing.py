@@ -238,7 +238,14 @@ def load_training_state(directory: Path, optimizer: Any, *, rank: int = 0) -> in
         if key.startswith("state."):
             _, index, name = key.split(".", 2)
             slots.setdefault(int(index), {})[name] = value
+    decays = [group.get("weight_decay") for group in optimizer.param_groups]
     load_optimizer_state(optimizer, {"state": slots, "param_groups": record["param_groups"]})
+    # As with the learning rate, the present setting counts, not that of the checkpoint.
+    for group, decay in zip(optimizer.param_groups, decays, strict=True):
+        if decay is not None:
+            group["weight_decay"] = decay
+    if record["optimizer"] == "Adafactor":
+        _restore_precision(optimizer, slots)
     version, internal, gauss = record["rng_python"]
     random.setstate((version, tuple(internal), gauss))
     if "rng_numpy" in record:
@@ -247,6 +254,18 @@ def load_training_state(directory: Path, optimizer: Any, *, rank: int = 0) -> in
     if "rng.cuda" in tensors and torch.cuda.is_available():
         torch.cuda.set_rng_state(tensors.get(_state_name("cuda", rank), tensors["rng.cuda"]))
     return int(record["step"])
+
+
+def _restore_precision(optimizer: Any, slots: Mapping[int, Mapping[str, Any]]) -> None:
+    """Undo the rounding of float32 statistics to the type of their bfloat16 weights by torch."""
+    import torch
+
+    parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    for index, values in slots.items():
+        state = optimizer.state[parameters[index]]
+        for name, value in values.items():
+            if isinstance(value, torch.Tensor) and state[name].dtype != value.dtype:
+                state[name] = value.to(state[name].device)
 
 
 def move_training_state(checkpoint: Path) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 from collections.abc import Collection, Iterator
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,11 @@ from example_trainer.config import TrainingConfig
 
 __all__ = ["add_adapters", "engine_rank", "is_adapter", "require_layers", "without_adapters"]
 
+logger = logging.getLogger(__name__)
+
 _TARGET_MODULES = ["q_proj", "v_proj"]
+_ADAPTER = "default"
+"""Name of the adapters in the model, the only ones."""
 _ENGINE_RANKS = (8, 16, 32, 64, 128, 256, 320, 512)
 """Values that vLLM's `--max-lora-rank` accepts."""
 
@@ -53,6 +58,7 @@ def add_adapters(model: Any, config: TrainingConfig, *, source: str | None = Non
     require_layers(model, config.lora_layer_indices or (), "lora_layer_indices")
     if source is not None and is_adapter(source):
         model.load_adapter(source, is_trainable=True)
+        _warn_of_other_settings(model, config)
     else:
         settings = LoraConfig(
             task_type="CAUSAL_LM",
@@ -75,6 +81,37 @@ def add_adapters(model: Any, config: TrainingConfig, *, source: str | None = Non
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.float()
+        if source is not None and is_adapter(source):
+            _restore_precision(model, Path(source))
+
+
+def _warn_of_other_settings(model: Any, config: TrainingConfig) -> None:
+    saved = model.peft_config[_ADAPTER]
+    for name, value in (
+        ("lora_r", saved.r),
+        ("lora_alpha", saved.lora_alpha),
+        ("lora_dropout", saved.lora_dropout),
+    ):
+        given = getattr(config, name)
+        if value != given:
+            logger.warning(
+                "%s=%s is not used: the adapters from which the run continues have %s",
+                name,
+                given,
+                value,
+            )
+
+
+def _restore_precision(model: Any, source: Path) -> None:
+    """Copy the float32 values of loaded adapters, which transformers rounds to the frozen type."""
+    from safetensors.torch import load_file
+
+    path = source / "adapter_model.safetensors"
+    stored = load_file(path) if path.is_file() else {}
+    for name, parameter in model.named_parameters():
+        found = stored.get("base_model.model." + name.replace(f".{_ADAPTER}.", "."))
+        if parameter.requires_grad and found is not None:
+            parameter.data.copy_(found)
 
 
 def _linear_layers(model: Any) -> list[str]:

@@ -110,6 +110,7 @@ class StepStats:
         self._parts_sums: dict[str, float] = defaultdict(float)
         self._sums: dict[str, float] = defaultdict(float)
         self._largest_difference = 0.0
+        self._is_tempered = False
 
     def add(
         self,
@@ -148,15 +149,18 @@ class StepStats:
         inference_BT = microbatch.inference_logprobs_BT
         known_BT = mask_BT & (inference_BT != MASKED_LOGPROB)
         self._compare(trainer_logprobs_BT, inference_BT, known_BT)
+        # At temperature 1, both modes are the same.
+        other = (trainer_logprobs_BT - inference_BT)[known_BT].double()
         if scores.untempered_BT is not None:
+            self._is_tempered = True
             shift = (trainer_logprobs_BT - scores.untempered_BT)[known_BT].double()
-            difference = (trainer_logprobs_BT - inference_BT)[known_BT].double()
-            other = difference + shift if has_raw_logprobs else difference - shift
-            self._count("other_mode_abs", other.abs())
+            other = other + shift if has_raw_logprobs else other - shift
+        self._count("other_mode_abs", other.abs())
 
     def add_up(self, other: StepStats) -> None:
         self.loss += other.loss
         self._largest_difference = max(self._largest_difference, other._largest_difference)
+        self._is_tempered |= other._is_tempered
         for name, value in other._sums.items():
             self._sums[name] += value
         for name, value in other._parts_sums.items():
@@ -246,7 +250,7 @@ class StepStats:
         inference_mean = self._sums["inference"] / known
         squares = self._sums["inference_squared"] / known
         other_mode = {}
-        if "other_mode_abs" in self._sums:
+        if self._is_tempered:
             other_mode["alignment/other_mode_diff_abs_mean"] = self._sums["other_mode_abs"] / known
         return {
             **other_mode,
@@ -461,7 +465,8 @@ class ModelShape(NamedTuple):
 class StepObserver:
     """Collects the metrics of one step outside the loss, and displays the step in a view.
 
-    `train/mfu` needs a known GPU; `num_devices` devices share a step.
+    `train/mfu` needs a known GPU; `num_devices` devices share a step. Sequences are truncated to
+    `seq_len`; None: that of the config.
     """
 
     def __init__(
@@ -470,9 +475,10 @@ class StepObserver:
         model: Any,
         *,
         num_devices: int = 1,
+        seq_len: int | None = None,
         view: LiveDisplay | None = None,
     ) -> None:
-        self._seq_len = config.seq_len
+        self._seq_len = seq_len or config.seq_len
         self._phases = PhaseClock(config.device)
         on_gpu = config.device.startswith("cuda")
         peak = peak_flops_of(torch.cuda.get_device_name(config.device)) if on_gpu else None
@@ -531,6 +537,7 @@ _WRONG_MODE_GAP = 0.05
 rounding causes less."""
 
 
+_TERMS_OF_ALL_GROUPS = ("grpo/kl_penalty", "grpo/entropy_bonus")
 _TRAINED_TOKENS = ("train/trained_tokens", "sft/token_count", "distill/token_count")
 
 
@@ -557,9 +564,10 @@ class StepNotes:
         if metrics["train/skipped_steps"]:
             logger.warning("the gradient was not finite; its update of the weights was skipped")
         if summary.num_zero_gradient_groups == summary.num_groups:
+            has_others = any(name in metrics for name in _TERMS_OF_ALL_GROUPS)
             logger.warning(
-                "no group had an advantage, a demonstration or teacher logprobs: this batch had no "
-                "gradient"
+                "no group had an advantage, a demonstration or teacher logprobs: this batch had %s",
+                "only the gradient of the other terms of the loss" if has_others else "no gradient",
             )
         if not any(metrics.get(name) for name in _TRAINED_TOKENS):
             logger.warning(

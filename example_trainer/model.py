@@ -84,12 +84,12 @@ def load_model_and_tokenizer(
     _move_to_device(model, config)
     _warn_of_unused_settings(config)
     _warn_of_dropout(model)
-    if config.freeze_vision:
-        _freeze_vision(model)
     if config.uses_lora:
         add_adapters(model, config, source=source)
     elif config.train_layer_indices is not None:
         freeze_other_layers(model, config.train_layer_indices)
+    if config.freeze_vision:  # with its adapters, which the names of modules may select too
+        _freeze_vision(model)
     if config.gradient_checkpointing:
         model.enable_input_require_grads()
         checkpoint_activations(model)
@@ -244,12 +244,27 @@ def _move_to_device(model: Any, config: TrainingConfig) -> None:
 
 def _warn_of_unused_settings(config: TrainingConfig) -> None:
     if config.uses_lora:
-        reason, unused = "only adapters are trained", ["train_layer_indices"]
+        unused = [("only adapters are trained", ["train_layer_indices"])]
     else:
-        reason, unused = "no adapters are trained; set --lora", sorted(LoraFields.model_fields)
-    for name in unused:
-        if getattr(config, name) != TrainingConfig.model_fields[name].default:
-            logger.warning("%s is not used: %s", name, reason)
+        unused = [("no adapters are trained; set --lora", sorted(LoraFields.model_fields))]
+    if config.optimizer == "adafactor":
+        unused.append(("adafactor is used without it", ["weight_decay"]))
+        if config.adafactor_relative_step:
+            rates = ["lr", "lr_schedule", "warmup_steps"]
+            unused.append(("adafactor_relative_step determines the learning rate", rates))
+    else:
+        of_adafactor = ["adafactor_relative_step", "adafactor_scale_parameter"]
+        unused.append((f"optimizer is {config.optimizer}", of_adafactor))
+    if config.lr_schedule == "constant":
+        unused.append(("the learning rate is constant; set --lr-schedule", ["min_lr"]))
+    if not config.kl_coef:
+        unused.append(("kl_coef is 0", ["kl_estimator", "kl_unbiased"]))
+    if not config.distill_coef:
+        unused.append(("distill_coef is 0", ["distill_loss", "distill_temperature"]))
+    for reason, names in unused:
+        for name in names:
+            if getattr(config, name) != TrainingConfig.model_fields[name].default:
+                logger.warning("%s is not used: %s", name, reason)
 
 
 def _warn_of_dropout(model: Any) -> None:

@@ -120,9 +120,15 @@ class Parallel:
         """Sum the gradients over the ranks, unless FSDP2 does."""
         if self.is_alone or self.is_sharded:
             return
+        parameters = [p for p in model.parameters() if p.requires_grad]
+        # As in one process, weights that the batch does not use keep no gradient: with one of zero,
+        # the optimizer would decay them and move them by their momentum.
+        has_gradient = [p.grad is not None for p in parameters]
+        is_used = torch.tensor(has_gradient, dtype=torch.int32, device=self._device)
+        dist.all_reduce(is_used, op=dist.ReduceOp.MAX)
         pending = []
-        for parameter in model.parameters():
-            if parameter.requires_grad:
+        for parameter, used in zip(parameters, is_used.tolist(), strict=True):
+            if used:
                 if parameter.grad is None:
                     parameter.grad = torch.zeros_like(parameter)
                 pending.append(dist.all_reduce(parameter.grad, async_op=True))
@@ -166,6 +172,10 @@ def open_parallel(config: TrainingConfig) -> Iterator[Parallel]:
         ConfigError: the rank is not below the number of processes, or the address of rank 0 is
             unknown.
     """
+    on_gpu = config.device.startswith("cuda")
+    if on_gpu and ":" in config.device:
+        # Random states and the peak memory are those of the current GPU.
+        torch.cuda.set_device(config.device)
     if config.world_size == 1:
         yield ONE_PROCESS
         return
@@ -173,9 +183,6 @@ def open_parallel(config: TrainingConfig) -> Iterator[Parallel]:
         raise ConfigError(
             f"trainer_rank={config.trainer_rank} must be below world_size={config.world_size}"
         )
-    on_gpu = config.device.startswith("cuda")
-    if on_gpu:
-        torch.cuda.set_device(config.device)
     try:
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if on_gpu else "gloo",

@@ -46,7 +46,7 @@ from example_trainer.images import (
     image_support,
 )
 from example_trainer.merging import with_merged_adapters
-from example_trainer.model import create_optimizer, load_model_and_tokenizer
+from example_trainer.model import create_optimizer, load_model_and_tokenizer, require_device
 from example_trainer.parallel import Parallel, open_parallel
 from example_trainer.policy import (
     PreparedPolicy,
@@ -94,6 +94,7 @@ def train(
     _seed(config.seed)
     require_reference(config)
     require_custom_functions(config)
+    require_device(config.device)
     if config.resume_or_start and BatchJournal.exists(config.save_path):
         config = config.model_copy(update={"resume": True})
     with contextlib.ExitStack() as stack:

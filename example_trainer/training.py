@@ -332,7 +332,13 @@ class Trainer:
             scores_reference=reference is not None,
             images=images,
         )
-        self._observer = StepObserver(config, model, num_devices=parallel.world_size, view=view)
+        self._observer = StepObserver(
+            config,
+            model,
+            num_devices=parallel.world_size,
+            seq_len=self._rules.seq_len,
+            view=view,
+        )
         self._notes = StepNotes(has_raw_logprobs=not processed_logprobs)
         self._has_trained = False
         self._num_input_tokens = self._num_computed_tokens = 0
@@ -456,11 +462,12 @@ class Trainer:
         They are those of the first update, except `grpo/last_iteration_*`. If a gradient is not
         finite, its update and those after it are skipped, to protect the weights.
         """
-        learning_rate = learning_rate_at(self.steps_done, self.config)
+        rates: dict[str, float] = {}
         for parameters in self._optimizer.param_groups:
             # None with Adafactor's relative_step, which computes the rate itself.
             if parameters["lr"] is not None:
-                parameters["lr"] = learning_rate
+                parameters["lr"] = learning_rate_at(self.steps_done, self.config)
+                rates["train/lr"] = parameters["lr"]
         num_iterations = self.config.num_iterations
         microbatches, updates = list(batch.microbatches), []
         for _ in range(num_iterations):
@@ -481,7 +488,7 @@ class Trainer:
             **part_counts(batch.totals),
             **batch_metrics(batch.summary),
             **memory_metrics(self.config.device),
-            "train/lr": learning_rate,
+            **rates,
             "train/grad_norm": grad_norm,
             "train/skipped_steps": float(not math.isfinite(last_norm)),
         }

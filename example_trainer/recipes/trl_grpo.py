@@ -22,6 +22,7 @@ from atroposlib.api.client import BatchIterator, batches
 from atroposlib.errors import ConfigError, GroupError
 from atroposlib.scored_data import (
     IGNORE_INDEX,
+    MASKED_LOGPROB,
     check_group,
     has_zeroed_advantage,
     is_demonstration,
@@ -153,8 +154,10 @@ def _rollout(
     is_trained = [int(label != IGNORE_INDEX) for label in masks[start:]]
     known = None
     if logprobs is not None:
-        pairs = zip(logprobs[start:], is_trained, strict=True)
-        known = [float(value) if trained else 0.0 for value, trained in pairs]
+        pairs = list(zip(logprobs[start:], is_trained, strict=True))
+        # TRL would take the placeholder of an unknown logprob for one.
+        if (MASKED_LOGPROB, 1) not in pairs:
+            known = [float(value) if trained else 0.0 for value, trained in pairs]
     return {
         "prompt_ids": list(tokens[:start]),
         "completion_ids": list(tokens[start:]),

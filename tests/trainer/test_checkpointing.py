@@ -19,7 +19,8 @@ from example_trainer.checkpointing import (
     replace_directory,
     save_checkpoint,
 )
-from tests.trainer.tiny import SavedTokenizer, tiny_llama
+from example_trainer.model import create_optimizer
+from tests.trainer.tiny import SavedTokenizer, tiny_config, tiny_llama
 
 pytestmark = pytest.mark.slow
 
@@ -34,18 +35,17 @@ def take_steps(model, optimizer, count):
         optimizer.zero_grad()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", ["adamw", "adafactor"])
-def test_resumed_run_equals_the_undisturbed_one_bit_for_bit(tmp_path, kind):
+def test_resumed_run_equals_the_undisturbed_one_bit_for_bit(tmp_path, kind, dtype):
     from transformers import LlamaForCausalLM
-    from transformers.optimization import Adafactor
 
     def optimizer_for(model):
-        if kind == "adamw":
-            return torch.optim.AdamW(model.parameters(), lr=1e-2)
-        return Adafactor(model.parameters(), lr=1e-2, scale_parameter=False, relative_step=False)
+        return create_optimizer(model, tiny_config(tmp_path, optimizer=kind))
 
     random.seed(1)
-    model = tiny_llama(seed=1)
+    tiny_llama(seed=1).save_pretrained(tmp_path / "start")
+    model = LlamaForCausalLM.from_pretrained(tmp_path / "start", dtype=dtype).train()
     optimizer = optimizer_for(model)
     take_steps(model, optimizer, 3)
     path = save_checkpoint(model, SavedTokenizer(), tmp_path, 3, optimizer=optimizer)
@@ -53,7 +53,7 @@ def test_resumed_run_equals_the_undisturbed_one_bit_for_bit(tmp_path, kind):
 
     random.seed(99)
     torch.manual_seed(99)
-    resumed = LlamaForCausalLM.from_pretrained(path).train()
+    resumed = LlamaForCausalLM.from_pretrained(path, dtype=dtype).train()
     resumed_optimizer = optimizer_for(resumed)
     steps = load_training_state(path, resumed_optimizer)
     take_steps(resumed, resumed_optimizer, 3)
@@ -62,6 +62,17 @@ def test_resumed_run_equals_the_undisturbed_one_bit_for_bit(tmp_path, kind):
     assert all(
         torch.equal(a, b) for a, b in zip(model.parameters(), resumed.parameters(), strict=True)
     )
+
+
+def test_resumed_run_has_the_weight_decay_of_its_own_settings(tmp_path):
+    model = tiny_llama()
+    before = create_optimizer(model, tiny_config(tmp_path, weight_decay=0.5))
+    path = save_checkpoint(model, SavedTokenizer(), tmp_path, 1, optimizer=before)
+    resumed = create_optimizer(model, tiny_config(tmp_path, weight_decay=0.1))
+
+    load_training_state(path, resumed)
+
+    assert [group["weight_decay"] for group in resumed.param_groups] == [0.1]
 
 
 def test_checkpoint_of_another_optimizer_is_refused(tmp_path):

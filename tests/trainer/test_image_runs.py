@@ -239,6 +239,23 @@ def test_frozen_vision_encoder_is_unchanged_and_the_rest_is_trained(
     assert not any(name.startswith("visual.") for name in changed)
 
 
+def test_frozen_vision_encoder_has_no_trained_adapters(tmp_path: Path) -> None:
+    # Its layers are named like those of the text model, except for those of the attention.
+    config = tiny_config(
+        tmp_path,
+        model_name=str(save_tiny_vl(tmp_path / "model", "qwen2_5_vl")),
+        freeze_vision=True,
+        lora=True,
+        lora_target_modules=["gate_proj"],
+    )
+
+    model, _ = load_model_and_tokenizer(config)
+
+    trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
+    assert len(trained) == 4  # A and B in each of two blocks of the text model
+    assert not any("visual" in name for name in trained)
+
+
 def test_frozen_vision_of_a_text_model_is_refused(tmp_path: Path) -> None:
     save_tiny_model(tmp_path / "model")
     config = tiny_config(tmp_path, model_name=str(tmp_path / "model"), freeze_vision=True)

@@ -14,7 +14,14 @@ from example_trainer.training import Trainer
 from example_trainer.weight_sync import LoraSwapSync
 from tests.trainer.scripted_vllm import ScriptedVllm
 from tests.trainer.test_training import PREFERRED, REJECTED, make_trainer, probability
-from tests.trainer.tiny import SavedTokenizer, group, save_tiny_model, tiny_config, tiny_llama
+from tests.trainer.tiny import (
+    SavedTokenizer,
+    group,
+    move_adapters,
+    save_tiny_model,
+    tiny_config,
+    tiny_llama,
+)
 
 pytestmark = pytest.mark.slow
 
@@ -122,6 +129,40 @@ def test_training_saves_adapters_that_load_again(tmp_path, model_folder):
     ]
     assert is_adapter(tmp_path / "saves" / "step_3")
     assert isinstance(trainer, Trainer)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_adapters_are_loaded_as_they_were_saved_whatever_the_type_of_the_frozen_weights(
+    tmp_path, model_folder, dtype
+):
+    config = lora_config(tmp_path, train_dtype=dtype)
+    model, _ = load_model_and_tokenizer(config)
+    move_adapters(model)
+    model.save_pretrained(tmp_path / "adapters")
+
+    again, _ = load_model_and_tokenizer(config, source=str(tmp_path / "adapters"))
+
+    saved, loaded = (
+        {name: p for name, p in m.named_parameters() if p.requires_grad} for m in (model, again)
+    )
+    assert saved.keys() == loaded.keys()
+    assert all(torch.equal(saved[name], loaded[name]) for name in saved)
+
+
+def test_adapters_keep_their_shape_when_a_resumed_run_has_other_settings(
+    tmp_path, model_folder, caplog
+):
+    model, _ = load_model_and_tokenizer(lora_config(tmp_path))
+    model.save_pretrained(tmp_path / "adapters")
+
+    source = str(tmp_path / "adapters")
+    again, _ = load_model_and_tokenizer(lora_config(tmp_path, lora_alpha=64), source=source)
+
+    assert again.peft_config["default"].lora_alpha == 32
+    warnings = [record.message for record in caplog.records if "lora" in record.message]
+    assert warnings == [
+        "lora_alpha=64 is not used: the adapters from which the run continues have 32"
+    ]
 
 
 @pytest.mark.parametrize(("rank", "engine"), [(1, 8), (8, 8), (16, 16), (17, 32), (512, 512)])

@@ -44,6 +44,35 @@ def test_model_on_a_cpu_is_float32_in_training_mode_without_cache(tmp_path):
     assert len(tokenizer) == 32
 
 
+@pytest.mark.parametrize(
+    ("settings", "name"),
+    [
+        ({"optimizer": "adafactor", "weight_decay": 0.1}, "weight_decay"),
+        ({"optimizer": "adafactor", "adafactor_relative_step": True}, "lr"),
+        ({"adafactor_scale_parameter": True}, "adafactor_scale_parameter"),
+        ({"min_lr": 1e-3}, "min_lr"),
+        ({"kl_estimator": "k1"}, "kl_estimator"),
+        ({"distill_loss": "reverse_kl"}, "distill_loss"),
+    ],
+)
+def test_setting_without_an_effect_is_named(tmp_path, caplog, settings, name):
+    save_tiny_model(tmp_path / "model")
+
+    load_model_and_tokenizer(tiny_config(tmp_path, model_name=str(tmp_path / "model"), **settings))
+
+    assert f"{name} is not used: " in caplog.text
+
+
+def test_settings_that_have_an_effect_are_not_named(tmp_path, caplog):
+    save_tiny_model(tmp_path / "model")
+    settings = {"weight_decay": 0.1, "lr_schedule": "cosine", "min_lr": 1e-3}
+    settings |= {"kl_coef": 0.1, "kl_estimator": "k1", "reference_model": "groups"}
+
+    load_model_and_tokenizer(tiny_config(tmp_path, model_name=str(tmp_path / "model"), **settings))
+
+    assert "is not used" not in caplog.text
+
+
 @pytest.mark.parametrize("num_gpus", [0, 2])
 def test_gpu_that_is_not_there_is_refused_before_anything_is_loaded(
     tmp_path, monkeypatch, num_gpus

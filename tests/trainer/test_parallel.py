@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.multiprocessing
 
 from atroposlib.errors import ConfigError
 from atroposlib.scored_data import IGNORE_INDEX
@@ -212,3 +213,40 @@ def test_torchrun_variables_become_settings():
 def test_sharded_adafactor_is_refused(tmp_path: Path):
     with pytest.raises(ValueError, match="adafactor cannot be sharded"):
         tiny_config(tmp_path, world_size=2, optimizer="adafactor")
+
+
+@pytest.mark.parametrize(("device", "current"), [("cuda:1", ["cuda:1"]), ("cuda", []), ("cpu", [])])
+def test_gpu_of_one_process_is_the_current_one(tmp_path, monkeypatch, device, current):
+    # A checkpoint has the random state of the current GPU, by which dropout continues.
+    chosen = []
+    monkeypatch.setattr(torch.cuda, "set_device", chosen.append)
+
+    with open_parallel(tiny_config(tmp_path, device=device)):
+        assert chosen == current
+
+
+def sum_as_rank(rank: int, folder: Path) -> None:
+    ranks = {"world_size": 2, "trainer_rank": rank, "parallel_mode": "data"}
+    ranks["init_method"] = f"file://{folder / 'meeting'}"
+    model = torch.nn.ParameterDict(
+        {name: torch.nn.Parameter(torch.ones(1)) for name in ("by_both", "by_one", "by_none")}
+    )
+    used = model["by_both"] + (model["by_one"] if rank else 0.0)
+    with open_parallel(tiny_config(folder, **ranks)) as parallel:
+        used.sum().backward()
+        parallel.sum_gradients(model)
+    gradients = {name: p.grad for name, p in model.items()}
+    torch.save(gradients, folder / f"gradients_{rank}.pt")
+
+
+def test_weights_that_no_rank_uses_keep_no_gradient(tmp_path):
+    # Otherwise AdamW would decay them, and move them by their momentum, as one process does not.
+    torch.multiprocessing.spawn(sum_as_rank, args=(tmp_path,), nprocs=2)
+
+    for rank in range(2):
+        gradients = torch.load(tmp_path / f"gradients_{rank}.pt")
+        assert gradients == {
+            "by_both": torch.tensor([2.0]),
+            "by_one": torch.tensor([1.0]),
+            "by_none": None,
+        }

@@ -107,6 +107,19 @@ def test_groups_that_bring_logprobs_keep_them(tmp_path):
     assert not torch.equal(alone, together)
 
 
+def test_logprobs_that_a_group_leaves_open_are_scored_whatever_the_other_groups_are(tmp_path):
+    folder = save_tiny_model(tmp_path / "reference")
+    reference = make_reference(tmp_path, tiny_llama(seed=1), reference_model=str(folder))
+    plain = group([[7, 9], [8]], [1.0, 0.0])
+    open_ones = {**plain, "ref_logprobs": [[1.0] * 5, [1.0] * 4]}
+
+    expected, _ = scored_gradient(tmp_path, [plain], reference=reference)
+    found, metrics = scored_gradient(tmp_path, [open_ones], reference=reference)
+
+    assert metrics["grpo/mean_kl"] > 0
+    assert torch.equal(found, expected)
+
+
 def test_reference_of_adapters_is_the_model_without_them(tmp_path):
     folder = save_tiny_model(tmp_path / "model")
     settings = {

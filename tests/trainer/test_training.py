@@ -135,6 +135,19 @@ def test_run_raises_the_preferred_token_and_lowers_the_rejected_one(tmp_path):
     assert lines[0]["train/reward_mean"] == 0.5
 
 
+def test_learning_rate_that_the_optimizer_determines_is_not_reported(tmp_path):
+    adafactor = {"optimizer": "adafactor", "adafactor_relative_step": True}
+
+    make_trainer(tmp_path / "own", training_steps=1, **adafactor).run()
+    make_trainer(tmp_path / "set", training_steps=1).run()
+
+    own, of_config = (
+        json.loads((tmp_path / name / "metrics.jsonl").read_text()) for name in ("own", "set")
+    )
+    assert "train/lr" not in own
+    assert of_config["train/lr"] == 1e-2
+
+
 def test_run_publishes_at_the_interval_and_at_the_end(tmp_path):
     trainer = make_trainer(tmp_path, training_steps=5, vllm_restart_interval=2)
 
@@ -218,6 +231,19 @@ def test_batch_without_a_trained_token_is_named(tmp_path, caplog):
     assert "4 sequences were truncated to seq_len" in caplog.text
 
 
+@pytest.mark.parametrize(
+    ("settings", "rest"),
+    [({}, "no gradient"), ({"entropy_coef": 0.1}, "only the gradient of the other terms")],
+)
+def test_batch_without_an_advantage_is_named(tmp_path, caplog, settings, rest):
+    equal = GOOD | {"scores": [1.0] * 4}
+    trainer = make_trainer(tmp_path, groups=[equal], training_steps=1, **settings)
+
+    trainer.run()
+
+    assert f"demonstration or teacher logprobs: this batch had {rest}" in caplog.text
+
+
 def test_logprobs_that_are_masked_where_tokens_are_trained_are_named(tmp_path, caplog):
     # The prompt has the logprobs, the completion the placeholder.
     shifted = GOOD | {"inference_logprobs": [[-1.0, -1.0, -1.0, 1.0]] * 4}
@@ -242,6 +268,8 @@ def test_sequences_end_with_the_learned_positions_of_the_model(tmp_path, caplog)
 
     assert "seq_len=64 exceeds the 16 positions of the model" in caplog.text
     assert "2 sequences were truncated to seq_len" in caplog.text
+    line = json.loads((tmp_path / "metrics.jsonl").read_text())
+    assert (line["train/truncated_rows"], line["train/truncation_rate"]) == (2, 0.5)
 
 
 HUGE = GOOD | {"scores": [1e308, -1e308] * 2}
@@ -427,6 +455,23 @@ def test_logprobs_of_the_other_mode_are_named_once(tmp_path, caplog, mode, tempe
 
     warnings = [r.message for r in caplog.records if f"set --logprobs-mode {right}" in r.message]
     assert len(warnings) == 1
+
+
+@pytest.mark.parametrize("mode", ["raw", "processed"])
+def test_mismatch_of_the_other_mode_does_not_depend_on_the_microbatches(tmp_path, mode):
+    plain = group([[7, 9], [8]], [1.0, 0.0], logprob=-2.0)
+    groups = [plain, plain | {"generation_params": {"temperature": 0.5}}]
+
+    whole, split = (
+        make_trainer(tmp_path, logprobs_mode=mode).train_on(
+            build_batch(groups, RowRules(seq_len=64), microbatch_size=size)
+        )
+        for size in (4, 1)
+    )
+
+    name = "alignment/other_mode_diff_abs_mean"
+    assert whole[name] > 0.5  # of the tokens at temperature 1, whose mode does not matter, as well
+    assert split[name] == pytest.approx(whole[name], rel=1e-5)
 
 
 def test_step_whose_gradient_is_not_finite_leaves_the_weights(tmp_path):

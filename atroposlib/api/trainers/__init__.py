@@ -24,6 +24,7 @@ from atroposlib.api.client import LeasedBatch
 from atroposlib.errors import ConfigError, GroupError
 from atroposlib.scored_data import (
     IGNORE_INDEX,
+    MASKED_LOGPROB,
     check_group,
     has_placeholder_tokens,
     has_zeroed_advantage,
@@ -122,11 +123,15 @@ def _rows_of(group: Mapping[str, Any], rules: FaceRules) -> list[TrainerRow]:
             "environment's group_size to the same, and send whole groups"
         )
     logprobs = group.get("inference_logprobs") or None
+    if "inference_logprobs" in rules.ignored_fields and not rules.needs_logprobs:
+        logprobs = None
     if logprobs is None and rules.needs_logprobs:
         raise GroupError(
             f"inference_logprobs: missing, and {rules.trainer} needs them; sample from a server "
             "that returns token ids and logprobs (--openai.server_type vllm or sglang)"
         )
+    if logprobs is not None:
+        _refuse_unknown_logprobs(logprobs, group["masks"], rules)
     advantages = _advantage_rows(group, rules)
     messages, parts, reasons = (
         _per_trajectory(group, name, size)
@@ -148,6 +153,22 @@ def _rows_of(group: Mapping[str, Any], rules: FaceRules) -> list[TrainerRow]:
         )
         for i, (tokens, masks) in enumerate(zip(group["tokens"], group["masks"], strict=True))
     ]
+
+
+def _refuse_unknown_logprobs(
+    logprobs: Sequence[Sequence[float]], masks: Sequence[Sequence[int]], rules: FaceRules
+) -> None:
+    """Reject placeholders at trained tokens, which a trainer would use as logprobs."""
+    for i, (values, labels) in enumerate(zip(logprobs, masks, strict=True)):
+        for t, (value, label) in enumerate(zip(values, labels, strict=True)):
+            if label != IGNORE_INDEX and value == MASKED_LOGPROB:
+                remedy = "mask it in the environment"
+                if not rules.needs_logprobs:
+                    remedy += ", or train without logprobs: ignored_fields=['inference_logprobs']"
+                raise GroupError(
+                    f"inference_logprobs[{i}][{t}]: {MASKED_LOGPROB:g}, unknown, at a trained "
+                    f"token, and {rules.trainer} takes it for a logprob; {remedy}"
+                )
 
 
 def _where_trained(values: Sequence[float], masks: Sequence[int]) -> list[float]:

@@ -59,6 +59,17 @@ def test_rows_have_advantages_and_overrides_where_the_trainer_takes_them() -> No
     assert (first.has_zeroed_advantage, second.has_zeroed_advantage) == (False, True)
 
 
+def test_rows_of_unknown_logprobs_have_none_if_the_trainer_does_without() -> None:
+    unknown = {"inference_logprobs": [[1.0] * 5, [1.0, 1.0, -2.0]]}
+    ignored = ("inference_logprobs",)
+
+    rows = rows_of(FaceRules("the trainer", ignored_fields=ignored), **unknown)
+
+    assert [row.logprobs for row in rows] == [None, None]
+    with pytest.raises(GroupError, match="unknown, at a trained token"):
+        rows_of(FaceRules("it", needs_logprobs=True, ignored_fields=ignored), **unknown)
+
+
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
@@ -77,6 +88,10 @@ def test_rows_have_advantages_and_overrides_where_the_trainer_takes_them() -> No
         ({"masks": [[1, 2, 7, 9, 8], [-100, -100, 6]]}, r"masks\[0\]: a trajectory needs a prompt"),
         ({"tokens": [[1, 2, 7, 9, 8], [1, -2, 6]]}, r"tokens\[1\]\[1\]: -2 is not a token id"),
         ({"scores": [1.0]}, "scores: 1 entries"),
+        (
+            {"inference_logprobs": [[1.0, 1.0, -0.5, 1.0, 1.0], [1.0, 1.0, -2.0]]},
+            r"inference_logprobs\[0\]\[4\]: 1, unknown, at a trained token",
+        ),
     ],
 )
 def test_rows_reject_what_the_trainer_cannot_use(fields: dict[str, Any], message: str) -> None:

@@ -53,6 +53,19 @@ def test_rollouts_are_split_where_training_begins_and_keep_what_the_environment_
     }
 
 
+def test_completion_with_an_unknown_logprob_has_none():
+    group = {
+        "tokens": [[1, 2, 7, 8], [1, 2, 9]],
+        "masks": [[-100, -100, 7, 8], [-100, -100, 9]],
+        "scores": [1.0, 0.0],
+        "inference_logprobs": [[1.0, 1.0, -0.25, 1.0], [1.0, 1.0, -0.5]],
+    }
+
+    first, second = rollouts_of(group, size=2, temperature=1.0)
+
+    assert (first["logprobs"], second["logprobs"]) == (None, [-0.5])
+
+
 @pytest.mark.parametrize(
     ("extra", "error", "word"),
     [
