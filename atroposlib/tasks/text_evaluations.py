@@ -50,9 +50,13 @@ def normalized_answer(text: str) -> str:
 
 def _as_number(word: str) -> str | None:
     word = re.sub(r"[,$]", "", NUMBER_WORDS.get(word, word))
-    if not re.fullmatch(r"-?\d{1,30}(?:\.\d{1,30})?", word):
+    found = re.fullmatch(r"(-?)(\d{1,30})(?:\.(\d{1,30}))?", word)
+    if not found:
         return None
-    return f"{float(word) + 0.0:.12g}"  # not -0
+    # As text: a float cannot hold long numbers, such as those of books.
+    part = (found[3] or "").rstrip("0")
+    number = f"{int(found[2])}.{part}" if part else f"{int(found[2])}"
+    return number if number == "0" else found[1] + number
 
 
 def contains_answer(reply: str, gold: str) -> bool:

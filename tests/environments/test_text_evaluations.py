@@ -114,6 +114,12 @@ def test_rows_of_text_evaluations_may_have_the_forms_of_the_hub() -> None:
         ("(-5) degrees", "-5 degrees"),
         ("3-4", "3 4"),
         ("-0", "0"),
+        ("-0.0", "0"),
+        ("007", "7"),
+        ("0.50", "0.5"),
+        ("978-0306406157", "978 306406157"),
+        ("9780306406157", "9780306406157"),  # more digits than a float of 12 has
+        ("9780306406158.0", "9780306406158"),
     ],
 )
 def test_normalized_short_answers(text: str, expected: str) -> None:
