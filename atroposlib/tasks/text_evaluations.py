@@ -45,7 +45,9 @@ def normalized_answer(text: str) -> str:
     for word in re.split(r"\s+|(?<=[\w.%)])[\u2013\u2014-]+", text.lower().replace("\u2212", "-")):
         number = _as_number(word.strip(string.punctuation.replace("-", "") + "$%"))
         words.append(number if number is not None else word.translate(_WORD_PUNCTUATION))
-    return " ".join(_ARTICLES.sub(" ", " ".join(words)).split())
+    joined = " ".join(words)
+    # An answer may be an article itself, such as the grade A.
+    return " ".join(_ARTICLES.sub(" ", joined).split()) or joined.strip()
 
 
 def _as_number(word: str) -> str | None:
@@ -73,8 +75,9 @@ def contains_words(words: Sequence[str], wanted: Sequence[str]) -> bool:
 
 
 MAX_SPANS = 32
-SPAN_END = re.compile(r"[;\n]|,(?!(?<=\d,)\d{3}(?!\d))|\band\b")
-"""Separators of spans, except for the comma in `1,000`."""
+_COMMA = r"[;\n]|,(?!(?<=\d,)\d{3}(?!\d))"
+SPAN_ENDS = tuple(map(re.compile, (rf"{_COMMA}|\band\b", _COMMA, r"[;\n]|\band\b", r"[;\n]")))
+"""Separators of spans, except for the comma in `1,000`; spans may contain some of them."""
 
 
 def best_drop_match(reply: str, golds: Sequence[Sequence[str]]) -> tuple[bool, float]:
@@ -91,10 +94,10 @@ def best_drop_match(reply: str, golds: Sequence[Sequence[str]]) -> tuple[bool, f
     is_equal, best = False, 0.0
     for spans in golds:
         wanted = [normalized_answer(span) for span in spans]
-        texts = SPAN_END.split(reply) if len(spans) > 1 else [reply]
-        given = [text for each in texts[:MAX_SPANS] if (text := normalized_answer(each))]
-        is_equal = is_equal or (bool(given) and sorted(given) == sorted(wanted))
-        best = max(best, _aligned_f1(given, wanted))
+        for texts in [end.split(reply) for end in SPAN_ENDS] if len(spans) > 1 else [[reply]]:
+            given = [text for each in texts[:MAX_SPANS] if (text := normalized_answer(each))]
+            is_equal = is_equal or (bool(given) and sorted(given) == sorted(wanted))
+            best = max(best, _aligned_f1(given, wanted))
     return is_equal, 1.0 if is_equal else best
 
 

@@ -115,6 +115,7 @@ def test_rows_of_text_evaluations_may_have_the_forms_of_the_hub() -> None:
         ("3-4", "3 4"),
         ("-0", "0"),
         ("-0.0", "0"),
+        ("A", "a"),  # an article only
         ("007", "7"),
         ("0.50", "0.5"),
         ("978-0306406157", "978 306406157"),
@@ -159,6 +160,12 @@ def test_containment_is_of_whole_words_of_the_gold_answer(
         ("March 1893", [["March 1893"]], True, 1.0),
         ("1,000 men, 2,000 men", [["2,000 men", "1,000 men"]], True, 1.0),
         ("100, 200", [["100", "200"]], True, 1.0),
+        ("Bed and Breakfast, Hotel", [["Hotel", "Bed and Breakfast"]], True, 1.0),
+        ("Paris, France; Rome", [["Paris, France", "Rome"]], True, 1.0),
+        ("Paris, France and Rome, Italy", [["Paris, France", "Rome, Italy"]], True, 1.0),
+        ("Paris, France and Rome, Italy", [["Paris, France", "Rome"]], False, pytest.approx(5 / 6)),
+        ("A", [["A"]], True, 1.0),
+        ("the", [["A"]], False, 0.0),
     ],
 )
 def test_drop_match(reply: str, golds: Any, is_equal: bool, f1: Any) -> None:
