@@ -25,7 +25,7 @@ TIME_LIMIT_S = 5
 """Limit of each step of a check in the main thread; an answer over the limit is incorrect."""
 
 
-_THOUSANDS = re.compile(r"(?<![\d.,])\d{1,3}(?:(?:\\[,;:! ]|[ ~\u00a0\u2009\u202f])\d{3})+(?!\d)")
+_THOUSANDS = re.compile(r"(?<![\d.,^_])\d{1,3}(?:(?:\\[,;:! ]|[ ~\u00a0\u2009\u202f])\d{3})+(?!\d)")
 """A number with spaces between its groups of three digits; a product, for the parser."""
 _SIGN = re.compile(r"(?<![\w})\]])(?<![\w})\]] )[\u2010-\u2015\ufe63\uff0d](?=\s?[\w.\\(])")
 """A dash in the place of a minus sign, but not that of a range or a difference."""

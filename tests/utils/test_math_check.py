@@ -43,6 +43,7 @@ def test_import_loads_no_parsers_outside_of_workers() -> None:
         ("\\boxed{10\\,000}", "10000", True),
         ("\\boxed{1\\ 234\\ 567.5}", "1234567.5", True),
         ("\\boxed{1 000}", "1000", True),
+        ("\\boxed{x^2\\,100}", "x^{2100}", False),
         ("\\boxed{1\\,000}", "0", False),  # the parser takes it for 1 times 000
         ("\\boxed{(1,\\ 200)}", "(1,200)", True),
         ("\\boxed{12~\\text{cm}}", "12", True),
