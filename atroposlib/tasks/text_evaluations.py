@@ -47,7 +47,7 @@ def normalized_answer(text: str) -> str:
         words.append(number if number is not None else word.translate(_WORD_PUNCTUATION))
     joined = " ".join(words)
     # An answer may be an article itself, such as the grade A.
-    return " ".join(_ARTICLES.sub(" ", joined).split()) or joined.strip()
+    return " ".join(_ARTICLES.sub(" ", joined).split() or joined.split())
 
 
 def _as_number(word: str) -> str | None:
@@ -75,6 +75,8 @@ def contains_words(words: Sequence[str], wanted: Sequence[str]) -> bool:
 
 
 MAX_SPANS = 32
+MAX_REPLY_CHARACTERS = 10_000
+"""Longer replies are no short answers."""
 _COMMA = r"[;\n]|,(?!(?<=\d,)\d{3}(?!\d))"
 SPAN_ENDS = tuple(map(re.compile, (rf"{_COMMA}|\band\b", _COMMA, r"[;\n]|\band\b", r"[;\n]")))
 """Separators of spans, except for the comma in `1,000`; spans may contain some of them."""
@@ -92,6 +94,8 @@ def best_drop_match(reply: str, golds: Sequence[Sequence[str]]) -> tuple[bool, f
     greedily, best pairs first.
     """
     is_equal, best = False, 0.0
+    if len(reply) > MAX_REPLY_CHARACTERS:
+        return is_equal, best
     for spans in golds:
         wanted = [normalized_answer(span) for span in spans]
         for texts in [end.split(reply) for end in SPAN_ENDS] if len(spans) > 1 else [[reply]]:
