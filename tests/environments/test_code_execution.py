@@ -177,6 +177,17 @@ async def test_lists_of_arguments_and_wrapped_results_are_understood() -> None:
 
 
 @pytest.mark.usefixtures("_has_sandbox")
+async def test_expected_output_may_exceed_the_limit_of_output() -> None:
+    numbers = [str(number) for number in range(200_000)]  # 1.3 MB
+    printed = sums(tests={"input": ["200000"], "output": ["\n".join(numbers)]})
+    returned = doubled({"input": [[200_000]], "output": [numbers]})
+
+    assert await passes("print(*range(int(input())), sep='\\n')", printed)
+    assert await passes("def double(x): return [str(n) for n in range(x)]", returned)
+    assert not await passes("print('1' * 4_000_000)", printed)
+
+
+@pytest.mark.usefixtures("_has_sandbox")
 async def test_gold_programs_of_the_sample_pass_and_others_fail() -> None:
     train, test = load_problems(str(SAMPLE), "normal")
 
