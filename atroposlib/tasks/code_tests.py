@@ -188,7 +188,8 @@ def _is_close(left: float, right: float) -> bool:
 
 
 PRELUDE = """
-import json, os
+import json, os, sys
+sys.setrecursionlimit(50_000)
 space = {"__name__": "__main__"}
 exec(
     "import bisect, collections, functools, heapq, itertools, math, random, re, string, sys\\n"
@@ -199,14 +200,14 @@ exec(
 )
 program = compile(open("solution.py").read(), "solution.py", "exec")
 """
-"""Imports that answers to such problems often omit."""
+"""Imports that answers to such problems often omit, and the recursion depth that they may use."""
 
 RUNNER = PRELUDE + "exec(program, space)\n"
 
 CALLER = (
     PRELUDE
     + """
-import sys, types
+import types
 space["__name__"] = "solution"
 module = types.ModuleType("solution")  # where dataclasses look their annotations up
 module.__dict__.update(space)

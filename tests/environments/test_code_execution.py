@@ -142,6 +142,10 @@ async def test_program_on_standard_input(program: str, is_right: bool) -> None:
         ("def double(x: List[int]): return [2 * n for n in x]", True),
         ("class Solution:\n  def double(self, x): print('debug'); return [2*n for n in x]", True),
         ("def double(x): return tuple(2 * n for n in x)", True),
+        (
+            "def f(n): return n and f(n - 1)\ndef double(x): return [f(5000) + 2 * n for n in x]",
+            True,
+        ),
         ("def double(x): return x", False),
         ("def double(x): return {1, 2}", False),
         ("def other(x): return [2, 4]", False),
