@@ -34,7 +34,7 @@ PARQUET_ROWS = 1000
 
 
 SHARD = re.compile(r"-\d{5}-of-(\d{5})(?:-[0-9a-f]+)?")
-"""What follows the name of a split in the name of one of several files, with their number."""
+"""End of the name of one of several files of a split, with their number."""
 
 
 def find_split(folder: Path, names: Sequence[str]) -> Path:
