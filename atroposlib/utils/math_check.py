@@ -31,7 +31,6 @@ _SIGN = re.compile(r"(?<![\w})\]])(?<![\w})\]] )[\u2010-\u2015\ufe63\uff0d](?=\s
 """A dash in the place of a minus sign, but not that of a range or a difference."""
 _CURRENCY = re.compile(r"[\u20ac\u00a3\u00a5\u20b9]\s?(?=\d)|(?<=\d)\s?[\u20ac\u00a3\u00a5\u20b9]")
 _SPACE = re.compile(r"~|(?<!\\)\\ ")
-_WIDE_DIGITS = {0xFF10 + digit: str(digit) for digit in range(10)}
 
 
 class MathVerdict(NamedTuple):
@@ -79,7 +78,7 @@ def _retyped(text: str) -> str:
     """Return a text with numbers in the characters that the parser knows."""
     text = _THOUSANDS.sub(lambda number: re.sub(r"\D", "", number[0]), text)
     text = _CURRENCY.sub("", _SIGN.sub("-", text))
-    return _SPACE.sub(" ", text).translate(_WIDE_DIGITS)
+    return _SPACE.sub(" ", text)
 
 
 @cache
