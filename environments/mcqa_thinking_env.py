@@ -72,6 +72,10 @@ OTHER_LETTER = r"(?!\w\)?[\s,/&]{{1,5}}(?:(?:or|and)\s{{1,5}})?\(?[A-{last}]\b)"
 TEXT_END = r"(?!\w|[.,]\d|\^|/\d)"
 """After an option's text: no word or number continues."""
 
+OPTION = r"(?:(?i:option|choice)\s{1,5})?"
+WRAPPED = r"(?:[\"'`\[{{$\u201c\u2018]|\\\()([A-{last}])(?:[\"'`\]}}$\u201d\u2019]|\\\))(?!\w)"
+"""A letter in quotation marks, in square or curly brackets, or as a formula."""
+
 ALSO = re.compile(
     r"[\s*_)\]]{0,5}(?:[,;/|&]|\(?(?i:or|and)\b)[\s*_(\[|]{0,5}"
     r"(?:(?i:or|and|also|maybe|perhaps|possibly)\b[\s*_(\[]{0,5}){0,2}"
@@ -132,14 +136,17 @@ def named_options(answer: str, options: Sequence[str]) -> set[int]:
     last = ascii_uppercase[len(options) - 1]
     texts = OptionTexts(options)
     other, either = OTHER_LETTER.format(last=last), f"A-{last}a-{last.lower()}"
-    letter = re.compile(rf"\(?{other}(?:([{either}])\)?{LETTER_END}|((?![AI])[A-{last}])\s)")
-    next_letter = re.compile(rf"[A-{last}](?!\w)")
+    wrapped = WRAPPED.format(last=last)
+    letter = re.compile(
+        rf"{OPTION}(?:{wrapped}|\(?{other}(?:([{either}])\)?{LETTER_END}|((?![AI])[A-{last}])\s))"
+    )
+    next_letter = re.compile(rf"{OPTION}\(?(?:{wrapped}|([A-{last}])(?!\w))")
     found = set()
     for lead in re.finditer(LEADS, answer):
         named = texts.match(answer, lead.end())
         read = letter.match(answer, lead.end())
         if named is None and read:
-            named = ascii_uppercase.index((read[1] or read[2]).upper()), read.end()
+            named = ascii_uppercase.index((read[1] or read[2] or read[3]).upper()), read.end()
         while named:
             found.add(named[0])
             link = ALSO.match(answer, named[1])
@@ -148,8 +155,8 @@ def named_options(answer: str, options: Sequence[str]) -> set[int]:
             another = next_letter.match(answer, link.end())
             named = texts.match(answer, link.end())
             if named is None and another:
-                named = ascii_uppercase.index(another[0]), another.end()
-    boxed = rf"\\boxed\{{\s{{0,9}}(?:\\text\{{)?\(?([{either}])\)?\}}{{1,2}}"
+                named = ascii_uppercase.index(another[1] or another[2]), another.end()
+    boxed = rf"\\boxed\{{\s{{0,9}}(?:\\(?:text|math)(?:bf|rm)?\{{)?\(?([{either}])\)?\}}{{1,2}}"
     return found | {ascii_uppercase.index(box.upper()) for box in re.findall(boxed, answer)}
 
 

@@ -34,7 +34,7 @@ from atroposlib.errors import ConfigError
 from atroposlib.scored_data import IGNORE_INDEX
 from atroposlib.tasks.card import EnvironmentCard
 from atroposlib.tasks.single_turn_parts import deep_hermes_settings
-from atroposlib.utils.local_records import find_split, read_records
+from atroposlib.utils.local_records import read_split
 from atroposlib.utils.tokenize_for_trainer import UNMASKED_ROLES, render_chat_ids
 
 __all__ = [
@@ -260,8 +260,7 @@ class SFTEnv(DatasetItems):
                     f"{', '.join(rows[0])}"
                 )
         else:
-            path = Path(config.dataset_path)
-            rows = read_records(find_split(path, ["train"]) if path.is_dir() else path, names)
+            rows = read_split(Path(config.dataset_path), ["train"], names)
         Random(config.dataset_seed).shuffle(rows)
         return rows, []
 

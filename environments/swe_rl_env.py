@@ -310,8 +310,9 @@ def read_issue(statement: str, code_context: str, patch: str, *, item_id: str) -
 
     None if the patch does not apply to the files of the row, or changes nothing.
     """
-    files = read_code_context(code_context)
-    fixed = apply_unified_diff(files, patch)
+    # Answers are read without carriage returns, so files with them could not be edited.
+    files = read_code_context(code_context.replace("\r\n", "\n"))
+    fixed = apply_unified_diff(files, patch.replace("\r\n", "\n"))
     if fixed is None or fixed == files:
         return None
     return Issue(statement, files, fixed, item_id)

@@ -32,7 +32,7 @@ from atroposlib.tasks.single_turn_parts import (
     answer_after_thinking,
     deep_hermes_settings,
 )
-from atroposlib.utils.local_records import find_split, read_records
+from atroposlib.utils.local_records import read_split
 
 __all__ = ["TextReversalConfig", "TextReversalEnv", "score_reversal", "tagged_text"]
 
@@ -197,10 +197,8 @@ class TextReversalEnv(DatasetItems, ThinkingEnv):
 
     def _read_split(self, name: str, split: str) -> list[dict[str, Any]]:
         path, seed = Path(name), self.config.dataset_seed
-        if path.is_dir():
-            return read_records(find_split(path, [split]), self.columns)
-        if path.suffix or path.is_file():
-            return read_records(path, self.columns)
+        if path.is_dir() or path.suffix or path.is_file():
+            return read_split(path, [split], self.columns)
         rows = hub_rows(name, split=split, shuffle_seed=seed)
         if rows and "text" not in rows[0]:
             raise ConfigError(f"{name} has no column text; it has {', '.join(rows[0])}")

@@ -48,9 +48,9 @@ from atroposlib.sandbox import (
     run_python,
 )
 from atroposlib.scored_data import IGNORE_INDEX
-from atroposlib.tasks.answers import boxed_answer
 from atroposlib.tasks.card import EnvironmentCard
 from atroposlib.tasks.code_tests import is_same_output
+from atroposlib.tasks.eval_answers import extract_boxed_answers
 
 __all__ = [
     "InlinePolicy",
@@ -219,14 +219,18 @@ def score_message(pieces: Sequence[str], answer: str, *, num_results: int) -> di
         or any(OPEN_CALL in piece for piece in pieces[-1:])
         or any(piece.count(OPEN_CALL) != 1 for piece in pieces[:-1])
     )
-    boxed = None if is_malformed else boxed_answer(visible)
-    is_right = boxed is not None and is_same_output(_plain(boxed), _plain(answer))
+    boxes = [] if is_malformed else extract_boxed_answers(visible)
+    is_right = bool(boxes) and is_same_output(_plain(boxes[-1]), _plain(answer))
     bonus = TOOL_BONUS if is_right and num_results > 0 else 0.0
     return {"answer": 1.0 if is_right else -1.0, "tool": bonus}
 
 
+FRACTION = re.compile(r"\\[dt]?frac\{(\d{1,40})\}\{(\d{1,40})\}")
+
+
 def _plain(number: str) -> str:
-    return re.sub(r"[\s,]|\\[,!]", "", number)
+    plain = re.sub(r"[\s$]|\{?,\}?|\\[,! ]", "", number).replace("\N{MINUS SIGN}", "-")
+    return FRACTION.sub(r"\1/\2", plain)
 
 
 TOOL_BONUS = 0.2

@@ -32,7 +32,7 @@ from atroposlib.envs.dataset_items import hub_dataset
 from atroposlib.envs.reward_fns import CombinedReward
 from atroposlib.envs.reward_fns.accuracy_reward import AccuracyReward, AnswerTextReward
 from atroposlib.errors import ConfigError, EpisodeConnectionError
-from atroposlib.utils.local_records import SUFFIXES, find_split, iter_records
+from atroposlib.utils.local_records import SUFFIXES, iter_records, split_files
 from atroposlib.utils.score_pool import ScorePool
 from atroposlib.utils.text import near_name
 
@@ -229,9 +229,8 @@ class TaskRows:
 
     def _load(self, split: str) -> Any:
         path = Path(self.name)
-        if path.is_dir():
-            path = find_split(path, [split])
-        elif not path.is_file():
+        files = split_files(path, [split]) if path.is_dir() else [path]
+        if not files[0].is_file():
             if path.suffix in SUFFIXES or path.is_absolute():
                 raise ConfigError(f"no data file {self.name}")
             return hub_dataset(
@@ -243,7 +242,9 @@ class TaskRows:
             )
         import datasets
 
-        return datasets.IterableDataset.from_generator(_local_rows, gen_kwargs={"path": str(path)})
+        return datasets.IterableDataset.from_generator(
+            _local_rows, gen_kwargs={"paths": tuple(map(str, files))}
+        )
 
     def _item(self, index: int) -> Item:
         if self._rows is None or index != self._next_index:
@@ -376,15 +377,16 @@ def combined(entries: Any) -> CombinedReward:
         raise ConfigError(f"reward_functions: {entries!r:.200} cannot be used: {error}") from error
 
 
-def _local_rows(path: str) -> Iterator[Mapping[str, Any]]:
-    """Yield the rows of a file; the generator of an `IterableDataset`, which pickles it."""
-    try:
-        for number, row in enumerate(iter_records(Path(path)), 1):
-            if not isinstance(row, Mapping):
-                raise ValueError(f"row {number} is {row!r:.100}; expected columns by name")
-            yield row
-    except (ValueError, OSError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}") from error
+def _local_rows(paths: Sequence[str]) -> Iterator[Mapping[str, Any]]:
+    """Yield the rows of files; the generator of an `IterableDataset`, which pickles it."""
+    for path in paths:
+        try:
+            for number, row in enumerate(iter_records(Path(path)), 1):
+                if not isinstance(row, Mapping):
+                    raise ValueError(f"row {number} is {row!r:.100}; expected columns by name")
+                yield row
+        except (ValueError, OSError) as error:
+            raise ConfigError(f"{path} cannot be read: {error}") from error
 
 
 def _as_json(value: Any) -> Any:

@@ -138,7 +138,8 @@ for part in ("fail_to_pass", "pass_to_pass"):
     for name in names:
         if name not in passed:
             print(f"{part}: {name} did not pass")
-reward = float(all(fraction == 1 for fraction in fractions.values()))
+has_tests = bool(expected["fail_to_pass"] or expected["pass_to_pass"])
+reward = float(has_tests and all(fraction == 1 for fraction in fractions.values()))
 with open("/logs/verifier/reward.json", "w") as file:
     json.dump({"reward": reward, **fractions}, file)
 '''

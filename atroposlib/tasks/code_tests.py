@@ -6,6 +6,7 @@ row ─► Problem ─► program in a sandbox, test by test ─► output or va
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 import math
 from collections.abc import Mapping, Sequence
@@ -187,7 +188,8 @@ def _is_close(left: float, right: float) -> bool:
 
 
 PRELUDE = """
-import json, os
+import json, os, sys
+sys.setrecursionlimit(50_000)
 space = {"__name__": "__main__"}
 exec(
     "import bisect, collections, functools, heapq, itertools, math, random, re, string, sys\\n"
@@ -198,14 +200,14 @@ exec(
 )
 program = compile(open("solution.py").read(), "solution.py", "exec")
 """
-"""Imports that answers to such problems often omit."""
+"""Imports that answers to such problems often omit, and the recursion depth that they may use."""
 
 RUNNER = PRELUDE + "exec(program, space)\n"
 
 CALLER = (
     PRELUDE
     + """
-import sys, types
+import types
 space["__name__"] = "solution"
 module = types.ModuleType("solution")  # where dataclasses look their annotations up
 module.__dict__.update(space)
@@ -240,14 +242,14 @@ async def passes_all_tests(
 async def _talk(
     sandbox: Sandbox, program: str, _: CodeProblem, test: Test, limits: SandboxLimits
 ) -> bool:
+    expected = _as_text(test.output)
     result = await run_python(
         sandbox,
         RUNNER,
         stdin=_as_text(test.input),
         files={"solution.py": program},
-        limits=limits,
+        limits=_with_room_for(expected, limits),
     )
-    expected = _as_text(test.output)
     return result.is_success and await asyncio.to_thread(is_same_output, result.stdout, expected)
 
 
@@ -256,8 +258,16 @@ async def _call(
 ) -> bool:
     call = json.dumps([problem.function, arguments_of(test)])
     files = {"solution.py": program, "call.json": call}
+    expected = test.output if isinstance(test.output, str) else json.dumps(test.output, default=str)
+    limits = _with_room_for(expected, limits)
     result = await run_python(sandbox, CALLER, files=files, limits=limits)
     return result.is_success and await asyncio.to_thread(_is_expected, result.stdout, test)
+
+
+def _with_room_for(expected: str, limits: SandboxLimits) -> SandboxLimits:
+    """Return limits under which a program can print twice the expected output."""
+    room = 2 * len(expected.encode("utf-8", "replace"))
+    return dataclasses.replace(limits, output_bytes=max(limits.output_bytes, room))
 
 
 def _is_expected(printed: str, test: Test) -> bool:

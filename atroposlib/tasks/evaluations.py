@@ -43,7 +43,7 @@ from atroposlib.tasks.eval_answers import (
 )
 from atroposlib.tasks.math_problems import math_verdict
 from atroposlib.tasks.single_turn_parts import default_configs
-from atroposlib.utils.local_records import find_split, read_records, require_data
+from atroposlib.utils.local_records import find_split, read_split, require_data
 from atroposlib.utils.score_pool import ScorePool
 
 __all__ = [
@@ -325,9 +325,8 @@ class EvaluationEnv(SingleTurnEnv):
         """Return the rows of a split, or of the first of `files` in a local folder."""
         source, config = self.source, self.config
         if config.dataset_path:
-            path = _local_file(Path(config.dataset_path), files)
-            optional = (*source.optional, source.subset_column)
-            return read_records(path, source.columns, optional=optional)
+            path, optional = Path(config.dataset_path), (*source.optional, source.subset_column)
+            return read_split(path, files, source.columns, optional=optional)
         name = config.dataset_name or source.path
         loaded: list[dict[str, Any]] = []
         for subset in self.subsets_of(name):
@@ -540,9 +539,9 @@ class TrainableEvaluation(EvaluationEnv):
         """Read the questions for training; called in a thread by `setup`."""
         if not self.config.train_path:
             return self.questions
-        path = _local_file(Path(self.config.train_path), TRAIN_FILES)
+        path = Path(self.config.train_path)
         optional = (*self.source.optional, self.source.subset_column)
-        rows = read_records(path, self.source.columns, optional=optional)
+        rows = read_split(path, TRAIN_FILES, self.source.columns, optional=optional)
         return self.questions_of(rows, place=str(path))
 
     async def get_next_item(self) -> EvalQuestion:

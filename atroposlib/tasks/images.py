@@ -37,7 +37,7 @@ from atroposlib.errors import MissingExtraError, NoDataError
 from atroposlib.scored_data import IGNORE_INDEX, MASKED_LOGPROB
 from atroposlib.tasks.answers import boxed_answer, tagged_answer
 from atroposlib.tasks.single_turn_parts import default_configs
-from atroposlib.utils.local_records import find_split, read_records
+from atroposlib.utils.local_records import read_split
 from atroposlib.utils.tokenize_for_trainer import tokenize_for_trainer
 
 __all__ = [
@@ -455,10 +455,8 @@ class ImageEnv(SingleTurnEnv):
         if self.config.dataset_path is None:
             return hub_dataset(self.hub_name, split="train")
         path = Path(self.config.dataset_path)
-        if path.is_dir():
-            path = find_split(path, ["train"])
-        self.folder = path.parent
-        return read_records(path, self.columns)
+        self.folder = path if path.is_dir() else path.parent
+        return read_split(path, ["train"], self.columns)
 
     def _budget(self, messages: Sequence[Mapping[str, Any]]) -> int:
         """Return the maximum tokens of a completion; the image does not count."""

@@ -710,6 +710,20 @@ def prompt_messages(item: TaskItem, config: ReasoningGymEnvConfig) -> list[dict[
     return [*system, {"role": "user", "content": item.question}]
 
 
+NUMBER = re.compile(r"-?\d+(?:[./]\d+)?", re.ASCII)
+MARKED_NUMBER = re.compile(
+    r"(?:\*\*|`|\$|\\\(|\\boxed\{){0,4}\s{0,4}([-+]?\d(?:[\d.,/]*\d)?)\s{0,4}(?:\*\*|[`$}.]|\\\)){0,5}",
+    re.ASCII,
+)
+"""A number in bold, as code, as a formula or in a box, or one that ends a sentence."""
+
+
+def _unmarked(answer: str, gold: str | None) -> str:
+    """Return the number in an answer, without its markup, if the right answer is a number."""
+    found = MARKED_NUMBER.fullmatch(answer) if gold and NUMBER.fullmatch(gold) else None
+    return found[1] if found else answer
+
+
 def score_completion(completion: str, item: TaskItem) -> float:
     """Score a completion with the task's scorer.
 
@@ -728,8 +742,9 @@ def score_completion(completion: str, item: TaskItem) -> float:
     task = str((item.entry.get("metadata") or {}).get("source_dataset") or item.task)
     if task in EXACT_ANSWER_TASKS:
         return float(answer.lower() == str(item.entry["answer"]).lower())
-    gold = item.entry["answer"]
-    if not is_safe_answer(answer, task, gold=None if gold is None else str(gold)):
+    gold = None if item.entry["answer"] is None else str(item.entry["answer"])
+    answer = _unmarked(answer, gold)
+    if not is_safe_answer(answer, task, gold=gold):
         return 0.0
     highest = highest_score(task, answer, item.entry)
     if highest == 0.0:
@@ -744,7 +759,7 @@ def score_completion(completion: str, item: TaskItem) -> float:
     if not 0.0 < score < 1.0:
         return score
     trivial = [scorer(text, item.entry) for text in trivial_answers(task, item.entry)]
-    contains_gold = gold is not None and str(gold) in answer
+    contains_gold = gold is not None and gold in answer
     return partial_credit(task, score, trivial, contains_gold=contains_gold)
 
 

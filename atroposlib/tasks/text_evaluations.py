@@ -45,14 +45,20 @@ def normalized_answer(text: str) -> str:
     for word in re.split(r"\s+|(?<=[\w.%)])[\u2013\u2014-]+", text.lower().replace("\u2212", "-")):
         number = _as_number(word.strip(string.punctuation.replace("-", "") + "$%"))
         words.append(number if number is not None else word.translate(_WORD_PUNCTUATION))
-    return " ".join(_ARTICLES.sub(" ", " ".join(words)).split())
+    joined = " ".join(words)
+    # An answer may be an article itself, such as the grade A.
+    return " ".join(_ARTICLES.sub(" ", joined).split() or joined.split())
 
 
 def _as_number(word: str) -> str | None:
     word = re.sub(r"[,$]", "", NUMBER_WORDS.get(word, word))
-    if not re.fullmatch(r"-?\d{1,30}(?:\.\d{1,30})?", word):
+    found = re.fullmatch(r"(-?)(\d{1,30})(?:\.(\d{1,30}))?", word)
+    if not found:
         return None
-    return f"{float(word) + 0.0:.12g}"  # not -0
+    # As text: a float cannot hold long numbers, such as those of books.
+    part = (found[3] or "").rstrip("0")
+    number = f"{int(found[2])}.{part}" if part else f"{int(found[2])}"
+    return number if number == "0" else found[1] + number
 
 
 def contains_answer(reply: str, gold: str) -> bool:
@@ -69,8 +75,11 @@ def contains_words(words: Sequence[str], wanted: Sequence[str]) -> bool:
 
 
 MAX_SPANS = 32
-SPAN_END = re.compile(r"[;\n]|,(?!(?<=\d,)\d{3}(?!\d))|\band\b")
-"""Separators of spans, except for the comma in `1,000`."""
+MAX_REPLY_CHARACTERS = 10_000
+"""Longer replies are no short answers."""
+_COMMA = r"[;\n]|,(?!(?<=\d,)\d{3}(?!\d))"
+SPAN_ENDS = tuple(map(re.compile, (rf"{_COMMA}|\band\b", _COMMA, r"[;\n]|\band\b", r"[;\n]")))
+"""Separators of spans, except for the comma in `1,000`; spans may contain some of them."""
 
 
 def best_drop_match(reply: str, golds: Sequence[Sequence[str]]) -> tuple[bool, float]:
@@ -85,12 +94,14 @@ def best_drop_match(reply: str, golds: Sequence[Sequence[str]]) -> tuple[bool, f
     greedily, best pairs first.
     """
     is_equal, best = False, 0.0
+    if len(reply) > MAX_REPLY_CHARACTERS:
+        return is_equal, best
     for spans in golds:
         wanted = [normalized_answer(span) for span in spans]
-        texts = SPAN_END.split(reply) if len(spans) > 1 else [reply]
-        given = [text for each in texts[:MAX_SPANS] if (text := normalized_answer(each))]
-        is_equal = is_equal or (bool(given) and sorted(given) == sorted(wanted))
-        best = max(best, _aligned_f1(given, wanted))
+        for texts in [end.split(reply) for end in SPAN_ENDS] if len(spans) > 1 else [[reply]]:
+            given = [text for each in texts[:MAX_SPANS] if (text := normalized_answer(each))]
+            is_equal = is_equal or (bool(given) and sorted(given) == sorted(wanted))
+            best = max(best, _aligned_f1(given, wanted))
     return is_equal, 1.0 if is_equal else best
 
 

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import csv
 import json
+import logging
 import random
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,15 +15,38 @@ from atroposlib.errors import ConfigError
 from atroposlib.utils.text import encodable_texts
 from atroposlib.utils.yaml_text import read_yaml
 
-__all__ = ["SUFFIXES", "find_split", "iter_records", "read_records", "read_splits", "require_data"]
+__all__ = [
+    "SUFFIXES",
+    "find_split",
+    "iter_records",
+    "read_records",
+    "read_split",
+    "read_splits",
+    "require_data",
+    "split_files",
+]
+
+logger = logging.getLogger(__name__)
 
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".yaml")
 PARQUET_ROWS = 1000
 """Rows of a Parquet file that are decoded at a time."""
 
 
+SHARD = re.compile(r"-\d{5}-of-(\d{5})(?:-[0-9a-f]+)?")
+"""End of the name of one of several files of a split, with their number."""
+
+
 def find_split(folder: Path, names: Sequence[str]) -> Path:
-    """Return the file of a split: `<name>.jsonl`, ... (see `SUFFIXES`), or `<name>-*`.
+    """Return the first of the `split_files`."""
+    return split_files(folder, names)[0]
+
+
+def split_files(folder: Path, names: Sequence[str]) -> list[Path]:
+    """Return the files of a split, in order.
+
+    They are `<name>.jsonl`, ... (see `SUFFIXES`); or all of `<name>-00000-of-00002.parquet`, ...,
+    as the hub stores large splits; or the first one of `<name>-*`.
 
     Args:
         folder: folder of the data set.
@@ -32,11 +57,26 @@ def find_split(folder: Path, names: Sequence[str]) -> Path:
     """
     for name in names:
         for suffix in SUFFIXES:
-            found = sorted([*folder.glob(f"{name}{suffix}"), *folder.glob(f"{name}-*{suffix}")])
+            whole = folder / f"{name}{suffix}"
+            found = [whole] if whole.is_file() else sorted(folder.glob(f"{name}-*{suffix}"))
             if found:
-                return found[0]
+                return _shards(name, found) or found[:1]
     wanted = ", ".join(f"{name}{suffix}" for name in names for suffix in SUFFIXES)
     raise ConfigError(f"no data in {folder}: expected one of {wanted}")
+
+
+def _shards(name: str, files: Sequence[Path]) -> list[Path]:
+    """Return the files that are parts of one split; empty if the first one is not such a part."""
+    totals = [SHARD.fullmatch(file.stem.removeprefix(name)) for file in files]
+    if not totals[0]:
+        return []
+    total = totals[0][1]
+    parts = [file for file, found in zip(files, totals, strict=True) if found and found[1] == total]
+    if len(parts) != int(total):
+        logger.warning(
+            "%s: %d of %d files of the split %s", files[0].parent, len(parts), int(total), name
+        )
+    return parts
 
 
 def require_data(path: Path, columns: Sequence[str]) -> None:
@@ -111,6 +151,24 @@ def read_records(
     return [{column: row.get(column) for column in (*columns, *optional)} for row in rows]
 
 
+def read_split(
+    path: Path, names: Sequence[str], columns: Sequence[str], *, optional: Sequence[str] = ()
+) -> list[dict[str, Any]]:
+    """Return the rows of a split of a folder, from all of its `split_files`; or those of a file.
+
+    Args:
+        path: the folder, or a file.
+        names: possible names of the split, in the order of the search.
+        columns: required columns.
+        optional: optional columns; None replaces a missing value.
+
+    Raises:
+        ConfigError: as for `split_files` and `read_records`.
+    """
+    files = split_files(path, names) if path.is_dir() else [path]
+    return [row for file in files for row in read_records(file, columns, optional=optional)]
+
+
 def read_splits(
     path: Path,
     columns: Sequence[str],
@@ -133,9 +191,9 @@ def read_splits(
         ConfigError: a file or column is missing.
     """
     if path.is_dir():
-        train = read_records(find_split(path, ["train"]), columns, optional=optional)
+        train = read_split(path, ["train"], columns, optional=optional)
         names = ["test", "validation", "valid", "val"]
-        test = read_records(find_split(path, names), columns, optional=optional)
+        test = read_split(path, names, columns, optional=optional)
         random.Random(shuffle_seed).shuffle(train)
         random.Random(shuffle_seed).shuffle(test)
         return train, test

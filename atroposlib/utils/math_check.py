@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import multiprocessing
+import re
 import threading
 from functools import cache
 from typing import Any, NamedTuple
@@ -22,6 +23,14 @@ logger = logging.getLogger(__name__)
 THINK_END = "</think>"
 TIME_LIMIT_S = 5
 """Limit of each step of a check in the main thread; an answer over the limit is incorrect."""
+
+
+_THOUSANDS = re.compile(r"(?<![\d.,^_])\d{1,3}(?:(?:\\[,;:! ]|[ ~\u00a0\u2009\u202f])\d{3})+(?!\d)")
+"""A number with spaces between its groups of three digits; a product, for the parser."""
+_SIGN = re.compile(r"(?<![\w})\]])(?<![\w})\]] )[\u2010-\u2015\ufe63\uff0d](?=\s?[\w.\\(])")
+"""A dash in the place of a minus sign, but not that of a range or a difference."""
+_CURRENCY = re.compile(r"[\u20ac\u00a3\u00a5\u20b9]\s?(?=\d)|(?<=\d)\s?[\u20ac\u00a3\u00a5\u20b9]")
+_SPACE = re.compile(r"~|(?<!\\)\\ ")
 
 
 class MathVerdict(NamedTuple):
@@ -60,9 +69,16 @@ def check_math_answer(completion: str, gold: str, *, skip_thinking: bool = True)
     if not gold_parsed:
         return MathVerdict(False, False, "", "")
     text = answer_text(completion) if skip_thinking else completion
-    answer_parsed = _parse(text, _latex_config(strict=True))
+    answer_parsed = _parse(_retyped(text), _latex_config(strict=True))
     is_correct = bool(answer_parsed) and _verify(gold_parsed, answer_parsed)
     return MathVerdict(is_correct, True, str(gold_parsed), str(answer_parsed or ""))
+
+
+def _retyped(text: str) -> str:
+    """Return a text with numbers in the characters that the parser knows."""
+    text = _THOUSANDS.sub(lambda number: re.sub(r"\D", "", number[0]), text)
+    text = _CURRENCY.sub("", _SIGN.sub("-", text))
+    return _SPACE.sub(" ", text)
 
 
 @cache

@@ -30,7 +30,7 @@ from atroposlib.envs.single_turn_env import SingleTurnEnv, SingleTurnEnvConfig
 from atroposlib.errors import ConfigError
 from atroposlib.tasks.card import EnvironmentCard
 from atroposlib.utils.aio import all_results
-from atroposlib.utils.local_records import find_split, read_records
+from atroposlib.utils.local_records import read_records, read_split
 from atroposlib.utils.yaml_text import read_yaml
 
 __all__ = [
@@ -268,8 +268,8 @@ def _local_rows(config: DatasetEnvConfig) -> tuple[list[Row], list[Row]]:
     path, columns = Path(config.dataset_path or ""), _columns(config)
     if path.is_dir():
         wanted = [config.eval_dataset_split] if config.eval_dataset_split else EVAL_SPLITS
-        train = read_records(find_split(path, [config.split]), columns)
-        return train, read_records(find_split(path, wanted), columns)
+        train = read_split(path, [config.split], columns)
+        return train, read_split(path, wanted, columns)
     rows = read_records(path, columns)
     num_test = max(1, len(rows) // 10)
     return rows[:-num_test] or rows, rows[-num_test:]

@@ -40,7 +40,7 @@ from atroposlib.tasks.evaluations import (
 from atroposlib.tasks.judge import quotations, quoted_parts
 from atroposlib.tasks.judged_evaluations import JudgedEvalConfig, JudgedEvaluationEnv
 from atroposlib.utils.aio import all_results
-from atroposlib.utils.local_records import find_split, read_records
+from atroposlib.utils.local_records import read_split
 
 __all__ = ["ArenaHardConfig", "ArenaHardEnv", "judge_request", "read_verdict"]
 
@@ -174,8 +174,7 @@ class ArenaHardEnv(TrainableEvaluation, JudgedEvaluationEnv):
         config = self.config
         if config.baseline_path:
             path = Path(config.baseline_path)
-            path = find_split(path, BASELINE_FILES) if path.is_dir() else path
-            rows = read_records(path, (), optional=COLUMNS)
+            rows = read_split(path, BASELINE_FILES, (), optional=COLUMNS)
         elif config.dataset_path:
             return {}
         else:

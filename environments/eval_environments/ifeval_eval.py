@@ -182,6 +182,9 @@ _SENTENCE_END = re.compile(
 )
 
 
+_WORD_CHARACTER = re.compile(r"\w")
+
+
 def count_sentences(text: str) -> int:
     """Return the number of sentences; each ends with a mark or at the end of a paragraph.
 
@@ -189,18 +192,25 @@ def count_sentences(text: str) -> int:
     """
     count = 0
     for paragraph in re.split(r"\n\s*\n", text):
-        start = 0
+        start, words_end = 0, _end_of_words(paragraph)
         for end in _SENTENCE_END.finditer(paragraph):
-            sentence = paragraph[start : end.end()]
-            is_last = not re.search(r"\w", paragraph[end.end() :])
-            if not re.search(r"\w", sentence):
+            is_last = end.end() >= words_end
+            if not _WORD_CHARACTER.search(paragraph, start, end.end()):
                 continue
             if _ABBREVIATION.search(paragraph[max(0, end.end() - 12) : end.end()]) and not is_last:
                 continue
             count += 1
             start = end.end()
-        count += bool(re.search(r"\w", paragraph[start:]))
+        count += start < words_end
     return count
+
+
+def _end_of_words(text: str) -> int:
+    """Return the position after the last character of a word; 0 without one."""
+    end = len(text)
+    while end and not _WORD_CHARACTER.match(text, end - 1):
+        end -= 1
+    return end
 
 
 def _number_of_sentences(text: str, given: Arguments) -> bool:

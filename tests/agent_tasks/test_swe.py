@@ -196,6 +196,7 @@ A, B = "tests/test_a.py", "test_a.T"
         ("pytest", [f"{A}::test_one"], [f"{A}::test_two[a b]"], [1, 1, 1]),
         ("pytest", [f"{A}::test_three"], [f"{A}::test_one"], [0, 0, 1]),
         ("pytest", [f"{A}::none", f"{A}::test_one"], [], [0, 0.5, 1]),
+        ("pytest", [], [], [0, 1, 1]),  # nothing that could have passed
         ("unittest", [f"test_one ({B})"], [f"test_two ({B}.test_two)"], [1, 1, 1]),
         ("unittest", [f"test_four ({B})"], [f"test_three ({B})"], [0, 0, 0]),
     ],

@@ -142,6 +142,10 @@ async def test_program_on_standard_input(program: str, is_right: bool) -> None:
         ("def double(x: List[int]): return [2 * n for n in x]", True),
         ("class Solution:\n  def double(self, x): print('debug'); return [2*n for n in x]", True),
         ("def double(x): return tuple(2 * n for n in x)", True),
+        (
+            "def f(n): return n and f(n - 1)\ndef double(x): return [f(5000) + 2 * n for n in x]",
+            True,
+        ),
         ("def double(x): return x", False),
         ("def double(x): return {1, 2}", False),
         ("def other(x): return [2, 4]", False),
@@ -174,6 +178,17 @@ async def test_lists_of_arguments_and_wrapped_results_are_understood() -> None:
     problem = doubled({"input": [[[3]]], "output": [[[6]]]})
 
     assert await passes("def double(x): return [2 * n for n in x]", problem)
+
+
+@pytest.mark.usefixtures("_has_sandbox")
+async def test_expected_output_may_exceed_the_limit_of_output() -> None:
+    numbers = [str(number) for number in range(200_000)]  # 1.3 MB
+    printed = sums(tests={"input": ["200000"], "output": ["\n".join(numbers)]})
+    returned = doubled({"input": [[200_000]], "output": [numbers]})
+
+    assert await passes("print(*range(int(input())), sep='\\n')", printed)
+    assert await passes("def double(x): return [str(n) for n in range(x)]", returned)
+    assert not await passes("print('1' * 4_000_000)", printed)
 
 
 @pytest.mark.usefixtures("_has_sandbox")

@@ -129,6 +129,8 @@ def test_roman_numeral(number: int, numeral: str) -> None:
     [
         ("<answer>IV</answer>", Numeral(4, True), 1.0),
         ("It is <answer> 4 </answer>.", Numeral(4, False), 1.0),
+        ("<answer>1,994</answer>", Numeral(1994, False), 1.0),
+        ("<answer>19,94</answer>", Numeral(1994, False), 0.1),
         ("<answer>IIII</answer>", Numeral(4, True), 0.1),
         ("<answer>iv</answer>", Numeral(4, True), 0.1),
         ("<answer>IV</answer><answer>IV</answer>", Numeral(4, True), 0.0),

@@ -206,6 +206,11 @@ def test_sentences(text: str, count: int) -> None:
     assert ifeval.count_sentences(text) == count
 
 
+@pytest.mark.parametrize(("sentence", "count"), [("a1. ", 50_000), ("Mr. ", 1), ("?! ", 0)])
+def test_sentences_of_a_long_text(sentence: str, count: int) -> None:
+    assert ifeval.count_sentences(sentence * 50_000) == count
+
+
 def test_loose_result_forgives_an_introduction_and_asterisks() -> None:
     [instruction] = ifeval.instructions_of(["detectable_format:json_format"], [{}])
 

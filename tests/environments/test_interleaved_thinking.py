@@ -97,6 +97,8 @@ def test_calculator_rejects_anything_else(expression: str) -> None:
         (["<think>a</think> \\boxed{42}"], 0, RIGHT),
         (["a</think> \\boxed{ 42 }"], 0, RIGHT),
         (["</think> \\boxed{4,2.0}"], 0, RIGHT),
+        (["</think> \\boxed{4{,}2}, or $\\boxed{4\\,2}$"], 0, RIGHT),
+        (["</think> \\boxed{42}, not \\boxed{\\frac{42}{2}}"], 0, WRONG),
         ([f"<think>{call()}", "so</think> \\boxed{42}"], 1, HELPED),
         ([f"<think>{call()}", "so</think> \\boxed{42}"], 0, RIGHT),
         ([f"<think>{call()}", "so</think> \\boxed{41}"], 1, WRONG),
@@ -114,6 +116,14 @@ def test_calculator_rejects_anything_else(expression: str) -> None:
 )
 def test_score_of_a_message(pieces: list[str], num_results: int, parts: dict[str, float]) -> None:
     assert score_message(pieces, "42", num_results=num_results) == parts
+
+
+@pytest.mark.parametrize(
+    ("boxed", "gold"),
+    [("\\frac{1}{2}", "1/2"), ("-\\dfrac{1}{2}", "-1/2"), ("\u22125", "-5"), ("1\\,000", "1,000")],
+)
+def test_number_as_latex_is_right(boxed: str, gold: str) -> None:
+    assert score_message([f"</think> \\boxed{{{boxed}}}"], gold, num_results=0) == RIGHT
 
 
 @pytest.mark.parametrize(

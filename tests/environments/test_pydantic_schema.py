@@ -99,6 +99,29 @@ async def test_xml_list_may_be_repeated_elements(checker: SchemaChecker) -> None
     assert valid == [True, True, True]
 
 
+STRICT = """
+import datetime, enum, pydantic
+class Color(enum.Enum):
+    RED = "red"
+class Car(pydantic.BaseModel):
+    model_config = pydantic.ConfigDict(strict=True)
+    color: Color
+    built: datetime.date
+    size: tuple[int, int]
+"""
+
+
+@pytest.mark.parametrize("syntax", ["json", "yaml"])
+async def test_strict_model_takes_what_it_takes_from_json(
+    checker: SchemaChecker, syntax: Syntax
+) -> None:
+    car = {"color": "red", "built": "2024-05-17", "size": [4, 2]}
+    others = ({}, {"color": "blue"}, {"built": "May"}, {"size": ["4", 2]}, {"size": [4]})
+    texts = [write_object({**car, **other}, syntax) for other in others]
+
+    assert await checker.validate(STRICT, "Car", syntax, texts) == [True, *[False] * 4]
+
+
 @pytest.mark.parametrize(
     ("source", "name", "message"),
     [

@@ -37,6 +37,22 @@ def test_extract_answer(completion: str, answer: str | None) -> None:
     assert extract_answer(completion) == answer
 
 
+@pytest.mark.parametrize("task", ["basic_arithmetic", "gcd", "letter_counting", "dice"])
+def test_markup_around_a_number_is_ignored(task: str) -> None:
+    item = item_of(task)
+    gold = str(item.entry["answer"])
+    marked = ("**{}**", "{}.", "${}$", "`{}`", "\\({}\\)", "$\\boxed{{{}}}$.")
+    wrong = ("**{}0**", "{}, 1", "{} or 1", "-{}", "is {}")
+
+    assert [tasks.score_completion(_tagged(each, gold), item) for each in marked] == [1.0] * 6
+    # The package gives partial credit to some answers that contain the right one.
+    assert all(tasks.score_completion(_tagged(each, gold), item) < 0.5 for each in wrong)
+
+
+def _tagged(form: str, gold: str) -> str:
+    return f"<think>a</think><answer>{form.format(gold)}</answer>"
+
+
 @pytest.mark.parametrize(
     ("task", "answer"),
     [

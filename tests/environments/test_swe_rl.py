@@ -172,6 +172,14 @@ def test_right_answer_scores_one_and_a_wrong_edit_less() -> None:
     assert 0.0 < score_answer(thought(HUNK.replace("return 3", "return 5")), issue_of()) < 1.0
 
 
+def test_files_with_carriage_returns_can_be_edited() -> None:
+    issue = issue_of(*(text.replace("\n", "\r\n") for text in (PATCH, CONTEXT)))
+
+    assert issue.fixed == {"a.py": AFTER}
+    assert score_answer(thought(HUNK), issue) == 1.0
+    assert score_answer(gold_answer(issue), issue) == 1.0
+
+
 def test_files_are_read_with_and_without_numbers() -> None:
     numbered = "".join(f"{i} {line}\n" for i, line in enumerate(["a", "", "  b"], start=1))
     text = (

@@ -114,6 +114,14 @@ def test_rows_of_text_evaluations_may_have_the_forms_of_the_hub() -> None:
         ("(-5) degrees", "-5 degrees"),
         ("3-4", "3 4"),
         ("-0", "0"),
+        ("-0.0", "0"),
+        ("A", "a"),  # an article only
+        ("The * a", "the a"),
+        ("007", "7"),
+        ("0.50", "0.5"),
+        ("978-0306406157", "978 306406157"),
+        ("9780306406157", "9780306406157"),  # more digits than a float of 12 has
+        ("9780306406158.0", "9780306406158"),
     ],
 )
 def test_normalized_short_answers(text: str, expected: str) -> None:
@@ -153,6 +161,13 @@ def test_containment_is_of_whole_words_of_the_gold_answer(
         ("March 1893", [["March 1893"]], True, 1.0),
         ("1,000 men, 2,000 men", [["2,000 men", "1,000 men"]], True, 1.0),
         ("100, 200", [["100", "200"]], True, 1.0),
+        ("Bed and Breakfast, Hotel", [["Hotel", "Bed and Breakfast"]], True, 1.0),
+        ("Paris, France; Rome", [["Paris, France", "Rome"]], True, 1.0),
+        ("Paris, France and Rome, Italy", [["Paris, France", "Rome, Italy"]], True, 1.0),
+        ("Paris, France and Rome, Italy", [["Paris, France", "Rome"]], False, pytest.approx(5 / 6)),
+        ("A", [["A"]], True, 1.0),
+        ("the", [["A"]], False, 0.0),
+        (f"265{' ' * 10_000}houses", [["265"]], False, 0.0),
     ],
 )
 def test_drop_match(reply: str, golds: Any, is_equal: bool, f1: Any) -> None:

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from atroposlib.errors import ConfigError
-from atroposlib.utils.local_records import read_records, read_splits
+from atroposlib.utils.local_records import read_records, read_split, read_splits
 
 COLUMNS = ("question", "answer")
 
@@ -91,3 +91,44 @@ def test_csv_file_with_a_short_row_is_refused(tmp_path: Path) -> None:
 
     with pytest.raises(ConfigError, match="row 2 has no answer"):
         read_records(path, COLUMNS)
+
+
+def _write(path: Path, *numbers: int) -> None:
+    path.write_text("".join(json.dumps({"a": number}) + "\n" for number in numbers))
+
+
+def test_all_files_of_a_split_are_read(tmp_path: Path) -> None:
+    _write(tmp_path / "train-00000-of-00002.jsonl", 1, 2)
+    _write(tmp_path / "train-00001-of-00002.jsonl", 3)
+    _write(tmp_path / "test-00000-of-00001.jsonl", 4)
+
+    train, test = read_splits(tmp_path, ["a"], shuffle_seed=0)
+
+    assert sorted(row["a"] for row in train) == [1, 2, 3]
+    assert test == [{"a": 4}]
+
+
+def test_files_of_another_split_or_total_are_left_out(tmp_path: Path) -> None:
+    _write(tmp_path / "train-00000-of-00002-0a1b.jsonl", 1)
+    _write(tmp_path / "train-00001-of-00002-2c3d.jsonl", 2)
+    _write(tmp_path / "train-00000-of-00003.jsonl", 8)
+    _write(tmp_path / "train-small-00000-of-00001.jsonl", 9)
+
+    assert read_split(tmp_path, ["train"], ["a"]) == [{"a": 1}, {"a": 2}]
+
+
+def test_missing_file_of_a_split_is_reported(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    _write(tmp_path / "train-00000-of-00002.jsonl", 1)
+
+    assert read_split(tmp_path, ["train"], ["a"]) == [{"a": 1}]
+    assert "1 of 2 files of the split train" in caplog.text
+
+
+def test_exact_name_comes_before_longer_ones(tmp_path: Path) -> None:
+    _write(tmp_path / "train.jsonl", 1)
+    _write(tmp_path / "train-old.jsonl", 2)
+
+    assert read_split(tmp_path, ["train"], ["a"]) == [{"a": 1}]
+    assert read_split(tmp_path / "train-old.jsonl", ["train"], ["a"]) == [{"a": 2}]

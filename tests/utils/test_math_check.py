@@ -40,6 +40,23 @@ def test_import_loads_no_parsers_outside_of_workers() -> None:
         ("42", "42", False),
         ("<think>\\boxed{42}</think>no", "42", False),
         ("<think>a</think>\\boxed{42}", "42", True),
+        ("\\boxed{10\\,000}", "10000", True),
+        ("\\boxed{1\\ 234\\ 567.5}", "1234567.5", True),
+        ("\\boxed{1 000}", "1000", True),
+        ("\\boxed{x^2\\,100}", "x^{2100}", False),
+        ("\\boxed{1\\,000}", "0", False),  # the parser takes it for 1 times 000
+        ("\\boxed{(1,\\ 200)}", "(1,200)", True),
+        ("\\boxed{12~\\text{cm}}", "12", True),
+        ("\\boxed{5\\ }", "5", True),
+        ("\\boxed{\u20ac5}", "5", True),
+        ("\\boxed{\u20135}", "-5", True),
+        ("\\boxed{x = \u20135}", "-5", True),
+        ("\\boxed{1\u20135}", "-4", False),  # a range
+        (
+            "\\boxed{\\begin{pmatrix}1\\\\ 200\\end{pmatrix}}",
+            "\\begin{pmatrix}1\\\\200\\end{pmatrix}",
+            True,
+        ),
     ],
 )
 def test_check_math_answer(completion: str, gold: str, is_correct: bool) -> None:

@@ -12,13 +12,14 @@ from typing import Any
 
 from atroposlib.envs.reward_fns.registry import registry
 from atroposlib.envs.reward_fns.reward_function import RewardFunction, one_per_completion
-from atroposlib.utils.math_check import check_math_answer
+from atroposlib.utils.math_check import answer_text, check_math_answer
 
 __all__ = ["AccuracyReward", "AnswerTextReward", "accuracy_reward"]
 
 THINK_END = "</think>"
 BOX = "\\boxed"
 BOXED_CONTENT = re.compile(r"\\boxed\{([^{}]*)\}")
+TEXT_COMMAND = re.compile(r"\\(?:text|textbf|mathrm|mathbf)\{([^{}]*)\}")
 MARKED_NUMBER = re.compile(r"####\s*([-+]?[\d.,]*\d)")
 
 
@@ -153,15 +154,26 @@ class AnswerTextReward(RewardFunction):
 
 
 def _final_answer(completion: str) -> str:
-    text = completion.rpartition(THINK_END)[2]
+    text = answer_text(completion)
     before, closed, _ = text.rpartition("</answer>")
     if closed:
         text = before.rpartition("<answer>")[2]
-    boxed = BOXED_CONTENT.findall(text)
-    if boxed:
-        return str(boxed[-1])
+    boxed = _last_box(text)
+    if boxed is not None:
+        return boxed
     lines = [line for line in text.split("\n") if line.strip()]
     return lines[-1] if lines and not closed else text
+
+
+def _last_box(text: str) -> str | None:
+    r"""Return the content of the last `\boxed{}`, nested braces included; None if not closed."""
+    _, box, rest = text.rpartition(f"{BOX}{{")
+    depth = 1
+    for brace in re.finditer(r"[{}]", rest if box else ""):
+        depth += 1 if brace[0] == "{" else -1
+        if depth == 0:
+            return rest[: brace.start()]
+    return None
 
 
 def _is_same_text(answer: str, gold: Any) -> bool:
@@ -173,4 +185,5 @@ def _is_same_text(answer: str, gold: Any) -> bool:
 
 
 def _plain(text: str) -> str:
-    return " ".join(text.casefold().split()).strip(" .,;:!?\"'`*")
+    text = TEXT_COMMAND.sub(r"\1", text).replace("\u2212", "-").replace("{,}", ",")
+    return " ".join(text.casefold().split()).strip(" .,;:!?\"'`*$")

@@ -11,6 +11,7 @@ first. Needs no data:
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
@@ -74,7 +75,8 @@ def score_numeral(answer: str, item: Numeral) -> dict[str, float]:
     found = only_tagged(answer, "answer")
     if not found:
         return {"format": 0.0, "answer": 0.0}
-    return {"format": 0.1, "answer": 0.9 * (found == item.answer)}
+    given = found if item.is_to_roman else re.sub(r"(?<=\d),(?=\d{3}$)", "", found)
+    return {"format": 0.1, "answer": 0.9 * (given == item.answer)}
 
 
 class RomanNumeralsEnv(SingleTurnEnv):

@@ -28,7 +28,7 @@ from atroposlib.errors import ConfigError
 from atroposlib.tasks.answers import boxed_answer
 from atroposlib.tasks.card import EnvironmentCard
 from atroposlib.tasks.single_turn_parts import DEEP_THINKING, rank_by_length
-from atroposlib.utils.local_records import find_split, read_records
+from atroposlib.utils.local_records import read_records, split_files
 
 __all__ = [
     "SQLQueryConfig",
@@ -272,8 +272,10 @@ class SQLQueryEnv(DatasetItems, SingleTurnEnv):
 
 def _read_local(path: Path, *, seed: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     if path.is_dir():
-        train = _read_file(find_split(path, ["train"]))
-        test = _read_file(find_split(path, ["test", "validation", "dev"]))
+        train, test = (
+            [row for file in split_files(path, names) for row in _read_file(file)]
+            for names in (["train"], ["test", "validation", "dev"])
+        )
     else:
         rows = _read_file(path)
         Random(seed).shuffle(rows)
