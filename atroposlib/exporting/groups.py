@@ -16,7 +16,7 @@ import sqlite3
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
@@ -55,10 +55,14 @@ class RawGroup(NamedTuple):
     content: bytes
 
 
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+"""An id that tokenizers accept; another one would end the decoding of all groups of a chunk."""
+
+
 class ExportGroup(msgspec.Struct, gc=False):
     """The fields of a group that an export reads."""
 
-    tokens: list[list[int]]
+    tokens: list[list[TokenId]]
     """[G][L] prompt and completion ids."""
     scores: list[float]
     """[G]."""
