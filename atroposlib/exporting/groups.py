@@ -20,7 +20,7 @@ from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
-from atroposlib.api.client_consumer import Consumer, InspectionClient
+from atroposlib.api.client_consumer import Consumer, GroupKey, InspectionClient, group_key
 from atroposlib.api.client_transport import RetryRule, SyncClient, plain
 from atroposlib.api.store.sqlite_file import APPLICATION_ID
 from atroposlib.errors import ConfigError, GroupError, TrajectoryApiError
@@ -225,15 +225,16 @@ def watch_groups(
             were yielded. None takes no groups.
         sleep: Replaced in tests.
     """
-    seen: set[int] = set()
+    seen: set[GroupKey] = set()
     reported: set[str] = set()
     num_quiet_rounds = 0
     try:
         while True:
             has_leased = consumer is not None and consumer.attend()
             entries = (entry for state in _STATES for entry in client.new_groups(state, seen))
-            new = sorted({entry["id"] for entry in entries})
-            for payload in filter(None, client.payloads(new)):
+            new = sorted(set(map(group_key, entries)))
+            ids = [key.group_id for key in new]
+            for payload in filter(None, client.payloads(ids)):
                 yield RawGroup(f"group {payload.group_id}", payload.wire_format, payload.content)
             seen.update(new)
             if not is_endless:

@@ -116,6 +116,33 @@ def test_groups_that_left_the_service_stay_readable(url: str) -> None:
     source.close()
 
 
+def test_groups_of_a_service_that_restarted_without_a_store_are_shown(
+    free_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("atroposlib.viewer.sources._POLL_S", 0.0)
+    index = GroupIndex()
+    with serve(create_app(ApiSettings()), free_port) as url:
+        source = LiveSource(url)
+        start(url)
+        source._poll(index)  # lists the groups, and reads none of them
+        assert source.load(0)["scores"] == [1.0, -1.0]
+
+    with serve(create_app(ApiSettings()), int(url.rpartition(":")[2])) as again:
+        assert again == url
+        start(url)
+        httpx.post(url + "/scored_data", json=make_group("new", ["a"], [7.0])).raise_for_status()
+        source._poll(index)
+        source._poll(index)
+
+        labels = [index[i].label for i in range(len(index))]
+        assert labels == [f"group {i}" for i in (0, 1, 2, 0, 1, 2, 3)]
+        assert source.load(6)["scores"] == [7.0]
+        assert source.load(0)["scores"] == [1.0, -1.0]
+        with pytest.raises(GroupGoneError, match="group 1 was lost when the service restarted"):
+            source.load(1)
+    source.close()
+
+
 def test_a_service_that_is_away_is_said(free_port: int) -> None:
     source, index = LiveSource(f"http://127.0.0.1:{free_port}"), GroupIndex()
 
