@@ -580,6 +580,7 @@ class StoredRunSource:
         self._position = 0
         self._ids: list[int] = []
         self._waiting: list[int] = []
+        self._last_listed = -1
         self._descriptions: dict[int, QueuedGroup] = {}
         self._refreshed_at = float("-inf")
         self._lock = threading.Lock()
@@ -683,8 +684,7 @@ class StoredRunSource:
                 "SELECT position, record FROM log WHERE position >= ? ORDER BY position",
                 (self._position,),
             ).fetchall()
-            last = max(self._ids[-1:] + self._waiting[:1], default=-1)
-            fresh = [row[0] for row in self._reader.execute(_KEPT, (last,)).fetchall()]
+            fresh = [row[0] for row in self._reader.execute(_KEPT, (self._last_listed,)).fetchall()]
         for place, content in records:
             record = decode_record(content)
             if isinstance(record, GroupsAdmitted):
@@ -693,5 +693,6 @@ class StoredRunSource:
             self._position = place + 1
         for group in (*self._state.queue, *self._state.past):
             self._descriptions.setdefault(group.group_id, group)
+        self._last_listed = max(fresh, default=self._last_listed)
         self._waiting = fresh[::-1] + self._waiting
         self._refreshed_at = time.monotonic()

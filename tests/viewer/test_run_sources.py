@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -214,6 +215,23 @@ def test_a_stored_run_shows_what_comes_while_it_is_open(
 
     assert index[3].excerpt == "later"
     assert source.figures().current["groups received"] == 4
+    source.close()
+
+
+def test_a_group_that_cannot_be_read_is_counted_once(
+    url: str, settings: ApiSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("atroposlib.viewer.sources._REFRESH_S", 0.0)
+    path = settings.data_dir / "maths.sqlite3"
+    with sqlite3.connect(path) as connection:
+        connection.execute("UPDATE payload SET content = x'00' WHERE group_id = 2")
+    connection.close()
+    source, index = StoredRunSource(path), GroupIndex()
+
+    for _ in range(3):
+        source.advance(index, 1.0)
+
+    assert (len(index), source.problems.count) == (2, 1)
     source.close()
 
 
