@@ -249,6 +249,18 @@ _GONE = (404, 410)
 _NUM_CONNECTIONS = 4
 
 
+class GroupKey(NamedTuple):
+    """The identity of a group; a service that restarts without a stored run repeats its ids."""
+
+    group_id: int
+    received_at: float | None
+
+
+def group_key(entry: Mapping[str, Any]) -> GroupKey:
+    """Return the identity of a listed group."""
+    return GroupKey(int(entry["id"]), entry.get("received_at"))
+
+
 class GroupPayload(NamedTuple):
     """One group, encoded."""
 
@@ -286,8 +298,8 @@ class InspectionClient(SyncClient):
         """
         return dict(self._ask("GET", f"/groups?state={state}&offset={offset}&limit={limit}"))
 
-    def new_groups(self, state: str, seen: Container[int]) -> list[dict[str, Any]]:
-        """Return the entries of groups in a state whose ids are not in `seen`, by id.
+    def new_groups(self, state: str, seen: Container[GroupKey]) -> list[dict[str, Any]]:
+        """Return the entries of groups in a state whose keys are not in `seen`, by id.
 
         Reads pages from the newest end, until a page holds nothing new, so that a long queue is not
         read repeatedly.
@@ -298,7 +310,7 @@ class InspectionClient(SyncClient):
         found: dict[int, dict[str, Any]] = {}
         for start in reversed(starts) if is_newest_last else starts:
             page = self.groups(state, offset=start)["groups"]
-            new = {int(entry["id"]): entry for entry in page if int(entry["id"]) not in seen}
+            new = {int(entry["id"]): entry for entry in page if group_key(entry) not in seen}
             found.update(new)
             if page and not new and is_newest_last:
                 break

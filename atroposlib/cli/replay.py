@@ -7,16 +7,17 @@ import asyncio
 import importlib.util
 import json
 import logging
+import math
 import os
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from atroposlib.cli.export_command import notify
-from atroposlib.errors import ConfigError, GroupError, TrajectoryApiError
+from atroposlib.errors import ConfigError, GroupError, MissingExtraError, TrajectoryApiError
 from atroposlib.exporting.groups import (
     RawGroup,
     find_run,
@@ -28,10 +29,16 @@ from atroposlib.exporting.groups import (
 from atroposlib.exporting.report import ExportReport
 from atroposlib.exporting.run import read_groups
 from atroposlib.scored_data import MAX_SCORE
-from atroposlib.utils.command_parser import CommandParser, end_command, reader_may_leave
+from atroposlib.utils.command_parser import (
+    CommandParser,
+    end_command,
+    integer_between,
+    number_between,
+    reader_may_leave,
+)
 from atroposlib.utils.imports import import_script
 from atroposlib.utils.json_text import to_plain
-from atroposlib.utils.writable import require_writable_file
+from atroposlib.utils.writable import naming_writes, require_writable_file
 
 __all__ = ["main"]
 
@@ -54,8 +61,10 @@ def main() -> None:
         parser.error(f"unrecognized arguments: {' '.join(others)}")
     try:
         args.act(args, others)
-    except (ConfigError, TrajectoryApiError) as error:
+    except (ConfigError, MissingExtraError, TrajectoryApiError) as error:
         end_command(_COMMAND, str(error), code=2)
+    except OSError as error:  # such as a full disk
+        end_command(_COMMAND, str(error), code=1)
     except KeyboardInterrupt:
         end_command(_COMMAND, "stopped", code=_INTERRUPTED)
 
@@ -93,15 +102,28 @@ def _score(args: argparse.Namespace, flags: Sequence[str]) -> None:
 
 
 def _save(path: Path, groups: dict[str, dict[str, Any]], results: Sequence[Any]) -> None:
-    with path.open("x", encoding="utf-8") as file:
-        for result in results:
-            if result.new is None:
-                continue
-            pairs = zip(result.new, result.old, strict=True)
-            scores = [old if new is None else new for new, old in pairs]
-            group = {**groups[result.where], "scores": scores, "old_scores": result.old}
-            file.write(json.dumps(group, default=to_plain) + "\n")
+    rescored = []
+    for result in results:
+        if result.new is None:
+            continue
+        pairs = zip(result.new, result.old, strict=True)
+        scores = [old if new is None else new for new, old in pairs]
+        rescored.append({**groups[result.where], "scores": scores, "old_scores": result.old})
+    _write_new(path, rescored)
     print(f"groups with new scores: {path}")
+
+
+def _write_new(path: Path, groups: Iterable[Mapping[str, Any]]) -> None:
+    """Write groups to a new file; a failed write, as on a full disk, leaves no file."""
+    with path.open("x", encoding="utf-8") as file:
+        try:
+            with naming_writes(path):
+                for group in groups:
+                    file.write(json.dumps(group, default=to_plain) + "\n")
+                file.flush()
+        except BaseException:
+            path.unlink()
+            raise
 
 
 def _post(args: argparse.Namespace, _: Sequence[str]) -> None:
@@ -114,8 +136,13 @@ def _post(args: argparse.Namespace, _: Sequence[str]) -> None:
         posted = asyncio.run(_post_all(args, groups))
     except PostingStoppedError as error:
         print(posting_text(error.posted))
-        done = args.skip + error.posted.num_groups + error.posted.num_rejected
-        again = f"to continue, run the same command with --skip {done}"
+        posted = error.posted
+        again = (
+            f"to continue, run the same command with --skip {args.skip + posted.num_before_failure}"
+        )
+        num_repeated = posted.num_groups + posted.num_rejected - posted.num_before_failure
+        if num_repeated:
+            again += f", which sends {num_repeated} groups again that were answered out of order"
         end_command(_COMMAND, f"{error}; {again}", code=1)
     print(posting_text(posted))
 
@@ -186,9 +213,7 @@ def _import_traces(args: argparse.Namespace, _: Sequence[str]) -> None:
     report = TracesReport()
     paths = [Path(name) for name in args.files]
     groups = import_traces(paths, tokenizer=tokenizer, reward=args.reward, report=report)
-    # All of them first: a malformed file leaves no output.
-    lines = [json.dumps(group) + "\n" for group in groups]
-    output.write_text("".join(lines), encoding="utf-8")
+    _write_new(output, list(groups))  # all of them first: a malformed file leaves no output
     print(report.text(args.output))
 
 
@@ -281,7 +306,10 @@ def _parser() -> CommandParser:
         help="script of the environment, or a task set of another library as for atropos-env",
     )
     score.add_argument(
-        "--max-items", type=int, default=10_000, help="items to search for prompts (%(default)s)"
+        "--max-items",
+        type=integer_between(1, 10**9),
+        default=10_000,
+        help="items to search for prompts (%(default)s)",
     )
     score.add_argument("--save", metavar="JSONL", help="write the groups with their new scores")
     score.set_defaults(act=_score)
@@ -290,14 +318,19 @@ def _parser() -> CommandParser:
     post.add_argument("groups", help=groups_help)
     post.add_argument("--api-url", default="http://localhost:8000", help="(%(default)s)")
     post.add_argument("--rate", type=_rate, help="groups per second (default: no limit)")
-    post.add_argument("--in-flight", type=int, default=8, help="concurrent requests (%(default)s)")
-    post.add_argument("--num-groups", type=int, help="maximum number of groups")
     post.add_argument(
-        "--skip", type=int, default=0, help="groups to skip at the start (%(default)s)"
+        "--in-flight",
+        type=integer_between(1, 4096),
+        default=8,
+        help="concurrent requests (%(default)s)",
+    )
+    post.add_argument("--num-groups", type=_count, help="maximum number of groups")
+    post.add_argument(
+        "--skip", type=_count, default=0, help="groups to skip at the start (%(default)s)"
     )
     post.add_argument(
         "--patience-s",
-        type=float,
+        type=number_between(0, math.inf),
         default=60.0,
         help="seconds to wait for an unreachable service (%(default)s)",
     )

@@ -16,11 +16,11 @@ import sqlite3
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 import msgspec
 
-from atroposlib.api.client_consumer import Consumer, InspectionClient
+from atroposlib.api.client_consumer import Consumer, GroupKey, InspectionClient, group_key
 from atroposlib.api.client_transport import RetryRule, SyncClient, plain
 from atroposlib.api.store.sqlite_file import APPLICATION_ID
 from atroposlib.errors import ConfigError, GroupError, TrajectoryApiError
@@ -55,10 +55,14 @@ class RawGroup(NamedTuple):
     content: bytes
 
 
+TokenId = Annotated[int, msgspec.Meta(ge=0, lt=2**31)]
+"""An id that tokenizers accept; another one would end the decoding of all groups of a chunk."""
+
+
 class ExportGroup(msgspec.Struct, gc=False):
     """The fields of a group that an export reads."""
 
-    tokens: list[list[int]]
+    tokens: list[list[TokenId]]
     """[G][L] prompt and completion ids."""
     scores: list[float]
     """[G]."""
@@ -221,15 +225,16 @@ def watch_groups(
             were yielded. None takes no groups.
         sleep: Replaced in tests.
     """
-    seen: set[int] = set()
+    seen: set[GroupKey] = set()
     reported: set[str] = set()
     num_quiet_rounds = 0
     try:
         while True:
             has_leased = consumer is not None and consumer.attend()
             entries = (entry for state in _STATES for entry in client.new_groups(state, seen))
-            new = sorted({entry["id"] for entry in entries})
-            for payload in filter(None, client.payloads(new)):
+            new = sorted(set(map(group_key, entries)))
+            ids = [key.group_id for key in new]
+            for payload in filter(None, client.payloads(ids)):
                 yield RawGroup(f"group {payload.group_id}", payload.wire_format, payload.content)
             seen.update(new)
             if not is_endless:

@@ -14,6 +14,7 @@ import hashlib
 import json
 import os
 import shutil
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -69,9 +70,16 @@ def encode_line(record: Mapping[str, Any], *, score: float | None) -> Line:
 
 
 def content_key(record: Mapping[str, Any]) -> bytes:
-    """Return a digest of all fields except the score."""
+    """Return a digest of all fields except the score; nulls in objects count as missing.
+
+    Raises:
+        UnicodeEncodeError: the record has lone surrogates.
+    """
     content = {name: value for name, value in record.items() if name != _SCORE}
-    return hashlib.blake2b(_canonical.encode(content), digest_size=_KEY_BYTES).digest()
+    encoded = _canonical.encode(content)
+    if b"null" in encoded:  # columns do not distinguish a null from a missing entry
+        encoded = _canonical.encode(_without_nulls(content))
+    return hashlib.blake2b(encoded, digest_size=_KEY_BYTES).digest()
 
 
 def with_score(record: Mapping[str, Any], score: float) -> dict[str, Any]:
@@ -104,7 +112,7 @@ def read_columns(path: Path) -> Iterator[dict[str, Any]]:
     try:
         with parquet.ParquetFile(path / _SHARD if path.is_dir() else path) as file:
             for batch in file.iter_batches(_ROWS_PER_GROUP):
-                yield from (_without_padding(row) for row in batch.to_pylist())
+                yield from (_without_nulls(row) for row in batch.to_pylist())
     except (OSError, pyarrow.ArrowException) as error:
         raise ConfigError(f"{path} is not an export, so nothing can be added: {error}") from error
 
@@ -118,26 +126,33 @@ def write_columns(records: Sequence[dict[str, Any]], path: Path, *, is_folder: b
         is_folder: Whether to write a folder with a dataset card.
 
     Raises:
-        ConfigError: a field has values of several types, which a column cannot store.
+        ConfigError: a field has values that a column cannot store, such as some of several types,
+            empty objects, or integers beyond 64 bits.
+        OSError: the write failed; an earlier output is unchanged.
     """
     import pyarrow  # type: ignore[import-untyped]
     from pyarrow import parquet
 
+    unfinished = path.with_name(f"{path.name}.tmp")
+    file = unfinished / _SHARD if is_folder else unfinished
+    if is_folder:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        file.parent.mkdir(parents=True)
     try:
         table = pyarrow.Table.from_pylist(list(records))
-    except pyarrow.ArrowException as error:
+        parquet.write_table(table, file, row_group_size=_ROWS_PER_GROUP)
+    except (pyarrow.ArrowException, OverflowError, UnicodeEncodeError) as error:
+        _remove(unfinished)
         raise ConfigError(
-            f"{path} cannot be written: a field has values of several types ({error}); "
+            f"{path} cannot be written: a field has values that a column cannot store ({error}); "
             "--output jsonl accepts them"
         ) from error
-    unfinished = path.with_name(f"{path.name}.tmp")
+    except OSError:
+        _remove(unfinished)
+        raise
     if not is_folder:
-        parquet.write_table(table, unfinished, row_group_size=_ROWS_PER_GROUP)
         unfinished.replace(path)
         return
-    shutil.rmtree(unfinished, ignore_errors=True)
-    (unfinished / _SHARD).parent.mkdir(parents=True)
-    parquet.write_table(table, unfinished / _SHARD, row_group_size=_ROWS_PER_GROUP)
     card = _CARD.format(num_rows=table.num_rows, columns=", ".join(table.column_names))
     (unfinished / "README.md").write_text(card, encoding="utf-8")
     if path.is_dir():
@@ -149,12 +164,19 @@ def write_columns(records: Sequence[dict[str, Any]], path: Path, *, is_folder: b
         unfinished.replace(path)
 
 
-def _without_padding(value: Any) -> Any:
-    """Remove the nulls that a column adds to objects without some of its fields."""
+def _remove(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def _without_nulls(value: Any) -> Any:
+    """Remove nulls from objects; a column adds them to objects without some of its fields."""
     if isinstance(value, dict):
-        return {name: _without_padding(entry) for name, entry in value.items() if entry is not None}
+        return {name: _without_nulls(entry) for name, entry in value.items() if entry is not None}
     if isinstance(value, list):
-        return [_without_padding(entry) for entry in value]
+        return [_without_nulls(entry) for entry in value]
     return value
 
 
@@ -166,8 +188,8 @@ Mode = Literal["new", "append", "resume"]
 class Existing:
     """The content of an output before an export."""
 
-    keys: set[bytes] = field(default_factory=set)
-    """Content keys of all records, new ones included."""
+    keys: Counter[bytes] = field(default_factory=Counter)
+    """Number of records by content key, new ones included."""
     num_records: int = 0
     fields: frozenset[str] | None = None
     """Field names of the first record, without `score`; None if there are no records."""
@@ -196,6 +218,11 @@ class Output:
     def __contains__(self, key: bytes) -> bool:
         return key in self.existing.keys
 
+    @property
+    def part(self) -> Path:
+        """The JSON Lines file that has the records until the output is closed."""
+        return self.path if self._kind == "jsonl" else _part_of(self.path)
+
     def write(self, lines: Sequence[Line], fields: Iterable[str]) -> None:
         """Append records; they are flushed to the operating system.
 
@@ -215,12 +242,13 @@ class Output:
         """Finish the output: write a Parquet file or dataset folder, remove a file without records.
 
         Raises:
-            ConfigError: the records do not fit into columns; they are in `NAME.part.jsonl`.
+            ConfigError: the records do not fit into columns; they are in `part`.
+            OSError: the output cannot be written; its records are in `part`.
         """
         if self._file.closed:
             return
         self._file.close()
-        part = self.path if self._kind == "jsonl" else _part_of(self.path)
+        part = self.part
         if not self.num_written and not self.existing.num_records:
             part.unlink()
         elif self._kind != "jsonl":
@@ -301,7 +329,7 @@ def _read_existing(path: Path) -> Existing:
         for number, line in enumerate(file, start=1):
             record = _decoded(line)
             if isinstance(record, dict):
-                existing.keys.add(content_key(record))
+                existing.keys[_existing_key(record)] += 1
                 existing.num_records += 1
                 existing.fields = existing.fields or frozenset(record) - {_SCORE}
             elif line.strip() and line.endswith(b"\n"):
@@ -316,6 +344,13 @@ def _read_existing(path: Path) -> Existing:
     existing.num_cut_bytes = size - end
     _repair_end(path, end)
     return existing
+
+
+def _existing_key(record: Mapping[str, Any]) -> bytes:
+    try:
+        return content_key(record)
+    except UnicodeEncodeError:  # written by another program
+        return content_key(encodable_texts(record))
 
 
 def _repair_end(path: Path, end: int) -> None:

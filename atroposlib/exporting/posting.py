@@ -28,7 +28,9 @@ class Posted:
     num_rejected: int = 0
     """Groups that are malformed or too large."""
     num_started: int = 0
-    """Groups read from the source; at the end each is accepted or rejected."""
+    """Groups read from the source; at the end each is accepted, rejected or unanswered."""
+    num_before_failure: int = 0
+    """Groups before the first unanswered one; later ones may have been accepted."""
     num_late: int = 0
     """Groups sent more than one interval late, because the service is slower than the rate."""
     duration_s: float = 0.0
@@ -69,7 +71,7 @@ async def post_groups(
     run_started_at = time.monotonic()
     slots = asyncio.Semaphore(max_in_flight)
     tasks: set[asyncio.Task[None]] = set()
-    failures: list[TrajectoryApiError] = []
+    failures: dict[int, TrajectoryApiError] = {}
 
     async def post(number: int, where: str, group: Mapping[str, Any]) -> None:
         started_at = time.monotonic()
@@ -82,7 +84,7 @@ async def post_groups(
             notify(f"{where} is malformed: {error}")
         except TrajectoryApiError as error:
             if error.status not in _REJECTED:
-                failures.append(error)
+                failures[number] = error
                 return
             posted.num_rejected += 1
             notify(f"{where} was rejected: {error}")
@@ -106,7 +108,9 @@ async def post_groups(
         await asyncio.gather(*tasks)
         posted.duration_s = time.monotonic() - run_started_at
     if failures:
-        raise PostingStoppedError(str(failures[0]), posted) from failures[0]
+        posted.num_before_failure = min(failures) - 1
+        error = next(iter(failures.values()))
+        raise PostingStoppedError(str(error), posted) from error
     return posted
 
 

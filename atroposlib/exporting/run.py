@@ -10,6 +10,7 @@ The output is opened before the source, so that a rejected export changes nothin
 from __future__ import annotations
 
 import gc
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
@@ -92,6 +93,7 @@ def export_groups(
     has_score: bool,
     max_records: int | None,
     keeps_duplicates: bool = False,
+    skips_existing: bool = False,
     chunk_groups: int = CHUNK_GROUPS,
     progress: Progress = lambda *_: None,
 ) -> None:
@@ -105,11 +107,14 @@ def export_groups(
         has_score: Whether records have the field `score`.
         max_records: None for no limit.
         keeps_duplicates: Whether duplicates of earlier records are written.
+        skips_existing: Whether each record that the output had before is left out once, although
+            duplicates are kept: an export is resumed that had written it.
         chunk_groups: Groups processed together; larger chunks are faster, smaller ones are written
             sooner.
         progress: Called at the start and after every chunk.
     """
     progress(0, report)
+    written_before = Counter(output.existing.keys) if skips_existing else Counter[bytes]()
     with _rare_collections():
         while max_records is None or report.num_records < max_records:
             chunk = list(islice(groups, chunk_groups))
@@ -127,6 +132,7 @@ def export_groups(
                 None if max_records is None else max_records - report.num_records,
                 has_score=has_score,
                 keeps_duplicates=keeps_duplicates,
+                written_before=written_before,
             )
             progress(_write(lines, output, report), report)
 
@@ -150,8 +156,12 @@ def _new_lines(
     *,
     has_score: bool,
     keeps_duplicates: bool,
+    written_before: Counter[bytes],
 ) -> list[tuple[Line, Built]]:
-    """Encode up to `room` records that are not duplicates."""
+    """Encode up to `room` records that are not duplicates.
+
+    A record that `written_before` has is removed from it, and left out also if duplicates are kept.
+    """
     lines: list[tuple[Line, Built]] = []
     keys: set[bytes] = set()
     for candidate in built:
@@ -161,7 +171,13 @@ def _new_lines(
             report.dropped[candidate.reason] += 1
             continue
         line = encode_line(candidate.record, score=candidate.score if has_score else None)
-        if not keeps_duplicates and (line.key in keys or line.key in output):
+        if keeps_duplicates:
+            is_left_out = written_before[line.key] > 0
+            if is_left_out:
+                written_before[line.key] -= 1
+        else:
+            is_left_out = line.key in keys or line.key in output
+        if is_left_out:
             report.dropped[DUPLICATE] += 1
             continue
         keys.add(line.key)
@@ -259,7 +275,7 @@ def run_export(
     report = ExportReport()
     with ExitStack() as ending:
         output = open_output(request.path, request.kind, request.mode)
-        ending.callback(output.close)
+        ending.callback(_close, output, report)
         _describe_existing(output, notify)
         source = ending.enter_context(closing(_open_source(request.source, ending, notify)))
         try:
@@ -304,6 +320,7 @@ def _export(
         has_score=request.has_score,
         max_records=room,
         keeps_duplicates=request.keeps_duplicates,
+        skips_existing=request.mode == "resume",
         chunk_groups=1 if request.source.is_endless else CHUNK_GROUPS,
         progress=progress,
     )
@@ -380,6 +397,20 @@ def _check(
             "right one with --tokenizer, or export anyway with --any-tokenizer"
         )
     notify(f"warning: {name} may not be the tokenizer of these groups: {mismatch.reason}")
+
+
+def _close(output: Output, report: ExportReport) -> None:
+    try:
+        output.close()
+    except (OSError, KeyboardInterrupt) as error:
+        is_interrupt = isinstance(error, KeyboardInterrupt)
+        reason = "stopped" if is_interrupt else f"{output.path} cannot be written: {error}"
+        raise ExportStoppedError(
+            f"{reason}; its records are in {output.part}; to finish it, run the same command with "
+            "--resume",
+            report,
+            is_interrupt=is_interrupt,
+        ) from error
 
 
 def _describe_existing(output: Output, notify: Callable[[str], None]) -> None:

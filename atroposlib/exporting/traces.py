@@ -27,6 +27,7 @@ from atroposlib.exporting.trace_records import (
     records_of_group,
 )
 from atroposlib.utils.tokenize_for_trainer import ChatTokenizer
+from atroposlib.utils.writable import naming_writes
 from atroposlib.wire import decode_group
 
 __all__ = [
@@ -85,6 +86,7 @@ def export_traces(
 
     Raises:
         ConfigError: the folder has files, or cannot be written to.
+        OSError: a file cannot be written, as on a full disk.
     """
     _make_empty(folder)
     report = TracesReport()
@@ -105,7 +107,9 @@ def export_traces(
                 report.left_out[str(error)] += 1
                 notify(f"{where}, rollout {i}, is left out: {error}")
                 continue
-            (folder / f"{name}.json").write_text(text, encoding="utf-8")
+            file = folder / f"{name}.json"
+            with naming_writes(file):
+                file.write_text(text, encoding="utf-8")
             report.num_rollouts += 1
     return report
 

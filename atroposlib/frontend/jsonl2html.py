@@ -397,15 +397,21 @@ def generate_html(input_path: str | Path, output_path: str | Path | None = None)
 
     Args:
         input_path: JSON Lines file.
-        output_path: The page; default is the input path with the suffix `.html`.
+        output_path: The page; default is the input path with the suffix `.html`, or with another
+            `.html` if the groups are in a file of that name.
 
     Raises:
-        SystemExit: with code 1, the input does not exist or the page cannot be written.
+        SystemExit: with code 1, the input does not exist, or the page cannot be written or would
+            replace the input.
     """
     source = Path(input_path)
     if not source.is_file():
         _fail(f"no such file: {source}")
     target = Path(output_path) if output_path else source.with_suffix(".html")
+    if not output_path and target == source:
+        target = source.with_name(f"{source.name}.html")
+    if target.exists() and target.samefile(source):
+        _fail(f"the page would replace the groups in {source}; choose another output")
     try:
         differing: list[str] = []
         equal: list[str] = []

@@ -94,7 +94,8 @@ def decode_line(line: bytes) -> Any:
     """Return the value of one line.
 
     Also accepts extensions of Python's encoder: NaN, infinities, lone surrogates. Invalid UTF-8
-    becomes replacement characters.
+    becomes replacement characters. A byte order mark, with which Windows programs begin a file, is
+    skipped.
 
     Raises:
         ValueError: the line is not JSON; the message has the position.
@@ -103,7 +104,7 @@ def decode_line(line: bytes) -> Any:
     try:
         return _decoder.decode(line)
     except (msgspec.DecodeError, UnicodeDecodeError):
-        return json.loads(line.decode("utf-8", errors="replace"))
+        return json.loads(line.decode("utf-8-sig", errors="replace"))
 
 
 STEP_BYTES = 2**20

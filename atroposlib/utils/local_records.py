@@ -105,7 +105,7 @@ def iter_records(path: Path) -> Iterator[Any]:
             for batch in file.iter_batches(batch_size=PARQUET_ROWS):
                 yield from batch.to_pylist()
     elif path.suffix in (".json", ".yaml"):
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
         loaded = _parsed_json(text) if path.suffix == ".json" else _parsed_yaml(text)
         yield from loaded if isinstance(loaded, list) else [loaded]
     elif path.suffix == ".csv":
@@ -115,7 +115,7 @@ def iter_records(path: Path) -> Iterator[Any]:
             except csv.Error as error:
                 raise ValueError(f"not a table: {error}") from error
     else:
-        with path.open(encoding="utf-8", newline="\n") as lines:
+        with path.open(encoding="utf-8-sig", newline="\n") as lines:
             for number, line in enumerate(lines, start=1):
                 if line.strip():
                     yield _parsed(line.rstrip("\n"), number)

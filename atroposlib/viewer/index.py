@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from atroposlib.agent_tasks.trace import AgentTrace, rollout_of_row
 from atroposlib.utils.text import inert_line
-from atroposlib.viewer.rollouts import Group, group_of, text_of_content
+from atroposlib.viewer.rollouts import Group, group_of, mean_of, text_of_content
 
 __all__ = [
     "ORDERS",
@@ -120,6 +120,7 @@ class TextSearch:
 
 
 MAX_EXCERPT_CHARACTERS = 160
+_MAX_STEP = 2**53  # exact as a float
 _STEP_KEYS = ("step", "policy_version")
 _ENV_KEYS = ("env_name", "environment", "env_id")
 
@@ -212,7 +213,7 @@ def _environment(fields: Mapping[str, Any]) -> str:
 def _step(fields: Mapping[str, Any]) -> int | None:
     for key in _STEP_KEYS:
         value = fields.get(key)
-        if isinstance(value, int) and not isinstance(value, bool):
+        if isinstance(value, int) and not isinstance(value, bool) and abs(value) <= _MAX_STEP:
             return value
     return None
 
@@ -319,7 +320,7 @@ class GroupIndex:
             found = np.fromiter(search.found, dtype=np.int64)
             has_text[found[found < len(has_text)]] = True
             accepted &= has_text
-        keys = {"best": -high, "worst": low, "spread": low - high, "mean": -mean,
+        keys = {"best": -high, "worst": low, "spread": low / 2 - high / 2, "mean": -mean,
                 "longest": -longest}  # fmt: skip
         positions = np.flatnonzero(accepted).astype(np.int64)
         if order == "newest":
@@ -373,7 +374,7 @@ class GroupIndex:
             self._environments[row.environment],
             min(scores),
             max(scores),
-            sum(scores) / len(scores),
+            mean_of(scores),
             row.longest,
             _NO_STEP if row.step is None else row.step,
         )
@@ -386,5 +387,5 @@ def _thinned(by_step: dict[int, list[float]], max_points: int) -> list[tuple[int
     points = []
     for i in range(0, len(steps), size):
         scores = [score for step in steps[i : i + size] for score in by_step[step]]
-        points.append((steps[i : i + size][-1], sum(scores) / len(scores)))
+        points.append((steps[i : i + size][-1], mean_of(scores)))
     return points

@@ -37,6 +37,7 @@ from atroposlib.viewer.rollouts import (
     ShownRollout,
     extract_text_from_chat,
     image_address_in,
+    mean_of,
     text_of_content,
 )
 from atroposlib.viewer.sources import Problems, ServiceFigures
@@ -104,6 +105,8 @@ def number(value: float | None) -> str:
     """Format a number compactly."""
     if value is None:
         return "-"
+    if not math.isfinite(value):
+        return str(value)
     if value == int(value) and abs(value) < 1e15:
         return f"{int(value):,}"
     return f"{value:.3g}" if abs(value) < 1000 else f"{value:,.1f}"
@@ -146,9 +149,10 @@ def sparkline(values: Sequence[float]) -> str:
     if len(values) < 2:
         return ""
     low, high = min(0.0, *values), max(values)
-    span = (high - low) or 1.0
+    # Of halves: the difference of large values would overflow.
+    span = (high / 2 - low / 2) or 1.0
     points = " ".join(
-        f"{120 * i / (len(values) - 1):.1f},{26 - 24 * (value - low) / span:.1f}"
+        f"{120 * i / (len(values) - 1):.1f},{26 - 24 * (value / 2 - low / 2) / span:.1f}"
         for i, value in enumerate(values)
     )
     return (
@@ -264,21 +268,22 @@ def _distributions(scores: Mapping[str, Sequence[float]]) -> str:
 
 def _distribution(name: str, values: Sequence[float]) -> tuple[str, ...]:
     low, high = min(values), max(values)
+    half = high / 2 - low / 2  # the difference of large scores would overflow
     counts = [0] * _BARS
     for value in values:
-        place = int((value - low) / (high - low) * _BARS) if high > low else 0
+        place = int((value / 2 - low / 2) / half * _BARS) if half > 0 else 0
         counts[min(place, _BARS - 1)] += 1
     most = max(counts)
     bars = "".join(
         f'<i style="height:{max(1, round(28 * count / most)) if count else 0}px" '
-        f'title="{number(low + (high - low) * i / _BARS)} to '
-        f'{number(low + (high - low) * (i + 1) / _BARS)}: {count:,}"></i>'
+        f'title="{number(low + half * (2 * i / _BARS))} to '
+        f'{number(low + half * (2 * (i + 1) / _BARS))}: {count:,}"></i>'
         for i, count in enumerate(counts)
     )
     return (
         shown(name or "not named"),
         f"{len(values):,}",
-        number(sum(values) / len(values)),
+        number(mean_of(values)),
         number(low),
         number(high),
         f'<span class="v-bars">{bars}</span>',
@@ -325,7 +330,7 @@ def listing_page(rows: Sequence[tuple[int, GroupSummary]], *, selected: int | No
 def _row(position: int, row: GroupSummary, is_selected: bool) -> str:
     scores = "".join(score_chip(score) for score in row.scores[:_SHOWN_SCORES])
     more = len(row.scores) - _SHOWN_SCORES
-    mean = sum(row.scores) / len(row.scores) if row.scores else None
+    mean = mean_of(row.scores) if row.scores else None
     return (
         f'<tr data-group="{position}" tabindex="0"{" class=v-selected" if is_selected else ""}>'
         f"<td>{shown(row.label)}</td><td>{shown(row.environment or '-')}</td>"

@@ -29,6 +29,7 @@ __all__ = [
     "finite_number",
     "group_of",
     "image_address_in",
+    "mean_of",
     "text_of_content",
 ]
 
@@ -100,8 +101,8 @@ class Group:
         scores = self.scores
         if rollout.score is None or not scores:
             return None
-        # `math.dist` and the mean of shares: squares and sums of large scores would overflow.
-        mean = sum(score / len(scores) for score in scores)
+        # `math.dist`: squares of large scores would overflow.
+        mean = mean_of(scores)
         deviation = math.dist(scores, [mean] * len(scores)) / math.sqrt(len(scores))
         return (rollout.score - mean) / deviation if deviation > 0 else 0.0
 
@@ -180,7 +181,12 @@ def _integers(value: Any) -> Sequence[int]:
 
 
 def _numbers(value: Any) -> Sequence[float]:
-    return value if isinstance(value, list) and set(map(type, value)) <= {int, float} else ()
+    if not isinstance(value, list) or not set(map(type, value)) <= {int, float}:
+        return ()
+    try:
+        return list(map(float, value))
+    except OverflowError:
+        return ()
 
 
 def _parts(value: Any) -> Mapping[str, float]:
@@ -197,6 +203,12 @@ def finite_number(value: Any) -> float | None:
         return float(value) if math.isfinite(value) else None
     except OverflowError:
         return None
+
+
+def mean_of(values: Sequence[float]) -> float:
+    """Return the mean of at least one finite number, also if their sum overflows."""
+    mean = sum(values) / len(values)
+    return mean if math.isfinite(mean) else sum(value / len(values) for value in values)
 
 
 _IMAGE = re.compile(r"data:image/(?:jpeg|png);base64,[A-Za-z0-9+/=]+")

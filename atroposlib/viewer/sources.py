@@ -23,7 +23,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol
 
-from atroposlib.api.client_consumer import GROUP_STATES, Consumer, InspectionClient
+from atroposlib.api.client_consumer import (
+    GROUP_STATES,
+    Consumer,
+    GroupKey,
+    InspectionClient,
+    group_key,
+)
 from atroposlib.api.client_transport import RetryRule
 from atroposlib.api.journal import restore
 from atroposlib.api.queue import QueuedGroup
@@ -386,7 +392,9 @@ class LiveSource:
         self.title = f"service {without_secrets(self.base_url)}"
         self.problems = Problems()
         self._log = FigureLog()
-        self._position_of: dict[int, int] = {}
+        self._seen: set[GroupKey] = set()
+        self._latest: dict[int, int] = {}
+        """Group id → position of the last group with this id."""
         self._listed: list[dict[str, Any]] = []
         self._unread: deque[int] = deque(maxlen=_READ_AHEAD_GROUPS)
         self._polled_at = float("-inf")
@@ -407,11 +415,15 @@ class LiveSource:
     def load(self, position: int) -> Mapping[str, Any]:
         """Return a group, from the temporary file if it was read before."""
         group_id = int(self._listed[position]["id"])
-        content = self._spool.get(group_id)
+        content = self._spool.get(position)
         try:
             if content is None:
+                if self._latest[group_id] != position:
+                    raise GroupGoneError(
+                        f"group {group_id} was lost when the service restarted without a stored run"
+                    )
                 content = self._fetch(group_id)
-                self._spool.put(group_id, content)
+                self._spool.put(position, content)
             return decode_payload(content)
         except TrajectoryApiError as error:
             raise GroupGoneError(_refusal(error, group_id)) from error
@@ -445,9 +457,11 @@ class LiveSource:
 
     def _list(self, state: str, index: GroupIndex) -> None:
         """Add the new groups of one state, oldest first."""
-        for row in self._client.new_groups(state, self._position_of):
-            self._position_of[row["id"]] = index.add(_summary_of(row))
+        for row in self._client.new_groups(state, self._seen):
+            self._seen.add(group_key(row))
+            index.add(_summary_of(row))
             self._listed.append(row)
+            self._latest[int(row["id"])] = len(self._listed) - 1
             self._unread.append(len(self._listed) - 1)
 
     def _listing_refusal(self, error: TrajectoryApiError) -> str:
@@ -490,7 +504,7 @@ class LiveSource:
 
 
 class _Spool:
-    """Payloads by id in an unnamed temporary file."""
+    """Payloads by the position of their group, in an unnamed temporary file."""
 
     def __init__(self) -> None:
         self._file = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the source
@@ -498,21 +512,21 @@ class _Spool:
         self._size = 0
         self._lock = threading.Lock()
 
-    def get(self, group_id: int) -> bytes | None:
+    def get(self, position: int) -> bytes | None:
         with self._lock:
-            place = self._places.get(group_id)
+            place = self._places.get(position)
             if place is None:
                 return None
             self._file.seek(place[0])
             return self._file.read(place[1])
 
-    def put(self, group_id: int, content: bytes) -> None:
+    def put(self, position: int, content: bytes) -> None:
         with self._lock:
-            if group_id in self._places or self._size + len(content) > _SPOOL_BYTES:
+            if position in self._places or self._size + len(content) > _SPOOL_BYTES:
                 return
             self._file.seek(self._size)
             self._file.write(content)
-            self._places[group_id] = (self._size, len(content))
+            self._places[position] = (self._size, len(content))
             self._size += len(content)
 
 
@@ -566,6 +580,7 @@ class StoredRunSource:
         self._position = 0
         self._ids: list[int] = []
         self._waiting: list[int] = []
+        self._last_listed = -1
         self._descriptions: dict[int, QueuedGroup] = {}
         self._refreshed_at = float("-inf")
         self._lock = threading.Lock()
@@ -669,8 +684,7 @@ class StoredRunSource:
                 "SELECT position, record FROM log WHERE position >= ? ORDER BY position",
                 (self._position,),
             ).fetchall()
-            last = max(self._ids[-1:] + self._waiting[:1], default=-1)
-            fresh = [row[0] for row in self._reader.execute(_KEPT, (last,)).fetchall()]
+            fresh = [row[0] for row in self._reader.execute(_KEPT, (self._last_listed,)).fetchall()]
         for place, content in records:
             record = decode_record(content)
             if isinstance(record, GroupsAdmitted):
@@ -679,5 +693,6 @@ class StoredRunSource:
             self._position = place + 1
         for group in (*self._state.queue, *self._state.past):
             self._descriptions.setdefault(group.group_id, group)
+        self._last_listed = max(fresh, default=self._last_listed)
         self._waiting = fresh[::-1] + self._waiting
         self._refreshed_at = time.monotonic()

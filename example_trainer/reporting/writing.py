@@ -185,6 +185,7 @@ def _mean(steps: Sequence[Mapping[str, Any]], key: str) -> float | None:
 
 REPORT_NAME = "report.html"
 COMPARISON_NAME = "comparison.html"
+_PAGE_START = b"<!doctype html>"
 _ACCURACY = "share of right answers"
 _ACCURACY_KEY = "percent_correct"
 _PART_KEY = "train/reward/"
@@ -318,16 +319,28 @@ def _compared(metrics_path: Path, label: str) -> ComparedRun:
     )
 
 
-def _require_comparison(path: Path) -> None:
-    """Raise `ConfigError` if a file exists that is not a page of several runs."""
+def _start_of(path: Path) -> bytes | None:
+    """Return the beginning of a file; None if there is no file."""
     if not path.exists():
-        return
+        return None
     try:
         with path.open("rb") as file:
-            is_comparison = PAGE_MARK.encode() in file.read(1024)
+            return file.read(1024)
     except OSError as error:
         raise ConfigError(f"{path}: cannot be read ({error.strerror})") from error
-    if not is_comparison:
+
+
+def _require_page(path: Path) -> None:
+    """Raise `ConfigError` if a file exists that is not a page, such as the metrics of a run."""
+    start = _start_of(path) if path.is_file() else None
+    if start and not start.startswith(_PAGE_START):
+        raise ConfigError(f"{path} exists and is not a page; give another file with --output")
+
+
+def _require_comparison(path: Path) -> None:
+    """Raise `ConfigError` if a file exists that is not a page of several runs."""
+    start = _start_of(path)
+    if start is not None and PAGE_MARK.encode() not in start:
         raise ConfigError(
             f"{path} exists and is not a comparison of runs; give another file with --output"
         )
@@ -580,6 +593,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 def _report_one(metrics: Path, arguments: argparse.Namespace) -> None:
     report = arguments.output or metrics.with_name(REPORT_NAME)
+    _require_page(report)
     settings = read_settings(metrics).get("settings", {})
     found = find_run(metrics, planned_steps=settings.get("training_steps"))
     num_steps = write_report(

@@ -55,6 +55,20 @@ def test_images_that_no_format_contains_are_counted(groups: list[Any], tmp_path:
     )
 
 
+@pytest.mark.parametrize("token", [-5, 2**40, 2**70])
+def test_id_that_no_tokenizer_accepts_leaves_out_its_group(
+    token: int, groups: list[Any], tokenizer: Any, tmp_path: Path, notices: list[str]
+) -> None:
+    odd = {**groups[1], "tokens": [[token, *row[1:]] for row in groups[1]["tokens"]]}
+    source = write_groups(tmp_path / "groups.jsonl", [groups[0], odd, groups[2]])
+
+    request = sft_request(tmp_path / "out", source, tokenizer=tokenizer.name_or_path)
+    report = run_export(request, notify=notices.append)
+
+    assert (report.num_groups, report.num_broken, report.num_records) == (2, 1, 4)
+    assert notices[0].startswith("line 2 is left out: Expected int ")
+
+
 def test_messages_about_broken_lines_hold_nothing_of_the_text(
     tmp_path: Path, notices: list[str]
 ) -> None:

@@ -191,6 +191,86 @@ def test_duplicates_are_counted_or_kept(groups: list[Any], tmp_path: Path) -> No
     assert (once.num_records, once.dropped[DUPLICATE], twice.num_records) == (2, 2, 4)
 
 
+def test_resumed_export_that_keeps_duplicates_goes_on_where_it_ended(
+    groups: list[Any], tmp_path: Path
+) -> None:
+    source = write_groups(tmp_path / "groups.jsonl", [groups[i] for i in (0, 0, 1, 0, 1)])
+    whole, parts = tmp_path / "whole.jsonl", tmp_path / "parts.jsonl"
+    settings = {"format": "tokens", "keeps_duplicates": True}
+    run_export(sft_request(whole, source, **settings), notify=print)
+
+    for number, mode in ((3, "new"), (4, "resume"), (100, "resume"), (100, "resume")):
+        request = sft_request(parts, source, max_records=number, mode=mode, **settings)
+        run_export(request, notify=print)
+
+    assert len(read_records(whole)) == 10
+    assert parts.read_bytes() == whole.read_bytes()
+
+
+@pytest.mark.parametrize("name", ["out.jsonl", "out.parquet"])
+def test_record_with_nulls_is_not_added_twice(
+    name: str, groups: list[dict[str, Any]], tmp_path: Path
+) -> None:
+    chats = [[{**message, "reward": None} for message in chat] for chat in groups[0]["messages"]]
+    source = write_groups(tmp_path / "groups.jsonl", [{**groups[0], "messages": chats}])
+    path = tmp_path / name
+
+    reports = [
+        run_export(sft_request(path, source, format="atropos-messages", mode=mode), notify=print)
+        for mode in ("new", "append")
+    ]
+
+    assert [report.num_records for report in reports] == [2, 0]
+
+
+def test_output_with_a_lone_surrogate_can_be_added_to(tmp_path: Path) -> None:
+    path = tmp_path / "out.jsonl"
+    path.write_text(json.dumps(record("half \ud83d")) + "\n")
+
+    output = open_output(path, "jsonl", "append")
+    write(output, "half \ud83d", "b")
+    output.close()
+
+    assert encode_line(record("half \ud83d"), score=None).key in output
+    assert read_records(path)[0] == record("half \ud83d")
+
+
+@pytest.mark.parametrize("value", [{}, 2**70])
+def test_value_that_no_column_stores_is_named_and_the_records_stay(
+    value: Any, tmp_path: Path
+) -> None:
+    output = open_output(tmp_path / "out.parquet", "parquet", "new")
+    output.write([encode_line({"meta": value}, score=None)], ["meta"])
+
+    with pytest.raises(ConfigError, match="--output jsonl accepts them"):
+        output.close()
+
+    assert {entry.name for entry in tmp_path.iterdir()} == {"out.parquet.part.jsonl"}
+
+
+@pytest.mark.parametrize("kind", ["parquet", "dataset"])
+def test_disk_that_is_full_at_the_end_keeps_the_records(
+    kind: Any, groups_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from pyarrow import parquet
+
+    def no_space(table: Any, where: Path, **_: Any) -> None:
+        where.write_bytes(b"PAR1")
+        raise OSError(28, "No space left on device")
+
+    path = tmp_path / "made" / "out.parquet"
+    with monkeypatch.context() as patched:
+        patched.setattr(parquet, "write_table", no_space)
+        request = sft_request(path, groups_file, format="tokens", kind=kind)
+        with pytest.raises(ExportStoppedError, match=r"No space.*part\.jsonl; .*--resume"):
+            run_export(request, notify=print)
+    assert [entry.name for entry in path.parent.iterdir()] == ["out.parquet.part.jsonl"]
+
+    again = sft_request(path, groups_file, format="tokens", kind=kind, mode="resume")
+    run_export(again, notify=print)
+    assert len(load(path, kind)) == 40
+
+
 def test_full_disk_ends_the_export_and_says_how_to_go_on(
     groups_file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

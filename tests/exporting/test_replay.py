@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import subprocess
 import sys
@@ -355,6 +356,83 @@ async def test_posting_stops_where_the_service_went_away(groups: list[Any]) -> N
 
     assert (caught.value.posted.num_groups, caught.value.posted.num_rejected) == (2, 1)
     assert notices == ["line 1 was rejected: POST answered 422: bad"]
+
+
+async def test_group_that_was_not_answered_is_not_skipped(groups: list[Any]) -> None:
+    from atroposlib.errors import TrajectoryApiError
+    from atroposlib.exporting.posting import PostingStoppedError, post_groups
+
+    class FailingOnce:
+        num_posts = 0
+
+        async def post_group(self, group: Any, *, key: str) -> None:
+            self.num_posts += 1
+            number = self.num_posts
+            await asyncio.sleep(0)
+            if number == 3:
+                raise TrajectoryApiError("POST got no answer")
+
+    with pytest.raises(PostingStoppedError) as caught:
+        await post_groups(
+            FailingOnce(),  # type: ignore[arg-type]
+            ((f"line {i}", group) for i, group in enumerate(groups)),
+            groups_per_s=None,
+            max_in_flight=8,
+        )
+
+    assert caught.value.posted.num_before_failure == 2
+    assert caught.value.posted.num_groups > 2
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "reason"),
+    [
+        (["post", "G", "--skip", "-1"], 2, "--skip: expected a number from 0"),
+        (["post", "G", "--num-groups", "-1"], 2, "--num-groups: expected a number from 0"),
+        (["post", "G", "--in-flight", "0"], 2, "--in-flight: expected an integer from 1"),
+        (["score", "G", "--env", "e.py", "--max-items", "0"], 2, "--max-items: expected an"),
+        (["score", "G", "--env", "gem:x"], 2, "gem-llm is not installed"),
+        (["export-traces", "G", "--output", "OUT"], 1, "No space left on device: 'OUT/group-"),
+    ],
+)
+def test_command_that_cannot_run_ends_with_one_line(
+    words: list[str],
+    code: int,
+    reason: str,
+    groups_file: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    from atroposlib.adapters import registry
+    from atroposlib.cli import replay
+    from atroposlib.errors import MissingExtraError
+
+    def missing(*_: Any, **__: Any) -> None:
+        raise MissingExtraError("gem-llm", extra="gem")
+
+    def no_space(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(registry, "_require", missing)
+    monkeypatch.setattr(Path, "write_text", no_space)
+    places = {"G": str(groups_file), "OUT": str(tmp_path / "out")}
+    monkeypatch.setattr(sys, "argv", ["replay", *(places.get(word, word) for word in words)])
+
+    with pytest.raises(SystemExit) as ended:
+        replay.main()
+
+    assert ended.value.code == code
+    assert reason.replace("OUT", places["OUT"]) in capsys.readouterr().err
+
+
+def test_file_of_groups_that_cannot_be_written_is_removed(tmp_path: Path) -> None:
+    from atroposlib.cli import replay
+
+    with pytest.raises(TypeError):
+        replay._write_new(tmp_path / "out.jsonl", [{"a": 1}, {"a": object()}])
+
+    assert not (tmp_path / "out.jsonl").exists()
 
 
 def test_two_runs_are_compared_by_prompt() -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from atroposlib.api.client_consumer import InspectionClient
+from atroposlib.api.client_consumer import GroupKey, InspectionClient
 from atroposlib.api.store.sqlite_file import open_writer
 from atroposlib.errors import ConfigError
 from atroposlib.exporting.groups import export_group, find_run, read_run
@@ -70,7 +70,7 @@ def test_long_queue_is_walked_once_and_then_from_its_end() -> None:
     first = ids_of(client.new_groups("queued", frozenset()))
     pages_of_first, client.num_pages = client.num_pages, 0
     client.ids += [5500, 5501]
-    second = ids_of(client.new_groups("queued", set(first)))
+    second = ids_of(client.new_groups("queued", {GroupKey(i, None) for i in first}))
 
     assert first == list(range(5500))
     assert second == [5500, 5501]
@@ -80,4 +80,4 @@ def test_long_queue_is_walked_once_and_then_from_its_end() -> None:
 def test_past_groups_are_looked_at_whole_because_the_newest_come_first() -> None:
     client = Listing([9, 8, 7, 1])
 
-    assert ids_of(client.new_groups("past", {9, 7})) == [1, 8]
+    assert ids_of(client.new_groups("past", {GroupKey(9, None), GroupKey(7, None)})) == [1, 8]

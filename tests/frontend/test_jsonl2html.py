@@ -331,6 +331,21 @@ def test_empty_input_says_so(tmp_path: Path) -> None:
     assert "No data" in source.with_suffix(".html").read_text()
 
 
+def test_page_does_not_replace_its_groups(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = tmp_path / "groups.html"  # as given to `process`
+    source.write_text(json.dumps(NESTED))
+
+    generate_html(source)
+    with pytest.raises(SystemExit):
+        generate_html(source, source)
+
+    assert source.read_text() == json.dumps(NESTED)
+    assert (tmp_path / "groups.html.html").is_file()
+    assert "would replace the groups" in capsys.readouterr().err
+
+
 def test_missing_input_exits_with_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as exit_info:
         generate_html(tmp_path / "none.jsonl")

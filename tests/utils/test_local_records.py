@@ -46,6 +46,22 @@ def test_escaped_lone_surrogates_are_replaced(tmp_path: Path, name: str) -> None
     assert read == {"question": "a \ufffd b \U0001f600", "answer": ["\ufffd", 1]}
 
 
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("rows.jsonl", '{"q": "a"}\r\n{"q": "b"}\r\n'),
+        ("rows.json", '[{"q": "a"},\r\n{"q": "b"}]'),
+        ("rows.yaml", "- q: a\r\n- q: b\r\n"),
+        ("rows.csv", "q\r\na\r\nb\r\n"),
+    ],
+)
+def test_file_of_a_windows_program_is_read(name: str, text: str, tmp_path: Path) -> None:
+    path = tmp_path / name
+    path.write_bytes(b"\xef\xbb\xbf" + text.encode())
+
+    assert read_records(path, ["q"]) == [{"q": "a"}, {"q": "b"}]
+
+
 def test_line_ends_where_json_lines_end_it(tmp_path: Path) -> None:
     rows = [{"question": "a\u2028b\u0085c", "answer": "1"}, {"question": "d", "answer": "2"}]
     text = "\r\n".join(json.dumps(row, ensure_ascii=False) for row in rows)

@@ -77,6 +77,7 @@ def test_a_file_that_was_cut_is_said_and_not_misread(tmp_path: Path) -> None:
 def test_odd_numbers_and_bytes_are_read(tmp_path: Path) -> None:
     path = tmp_path / "g.jsonl"
     path.write_bytes(
+        b"\xef\xbb\xbf"  # as Windows programs write it
         b'{"messages": ["t\xe9", "\\ud800"], "scores": [NaN, "1"], "tokens": [[1, "x"], 3]}\n'
     )
     source, index = JsonlSource(path), GroupIndex()

@@ -3,11 +3,12 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from atroposlib.viewer.index import GroupIndex, summarize
+from atroposlib.viewer.index import ORDERS, GroupIndex, RowFilter, summarize
 from atroposlib.viewer.pages import (
     block,
     conversation_page,
     difference,
+    listing_page,
     number,
     overview_page,
     side_by_side_page,
@@ -72,6 +73,31 @@ def test_numbers_are_short() -> None:
 
     assert written == ["-", "0", "1", "-0.1", "0.123", "12,345", "1,234.6"]
     assert sparkline([1.0]) == ""
+
+
+def test_numbers_beyond_the_range_of_floats_are_shown(tmp_path: Path) -> None:
+    largest = 1.7e308
+    odd = {"step": 10**400, "inference_logprobs": [[10**400, -0.5]] * 2}
+    groups = [
+        make_group("q", ["a", "b"], scores, **fields)
+        for scores in ([largest, largest], [-largest, largest], [1.0, 0.0])
+        for fields in ({"step": 1}, {"step": 2}, odd)
+    ]
+    source = JsonlSource(write_groups(tmp_path / "groups.jsonl", groups))
+    index = GroupIndex()
+
+    while source.advance(index, 1.0):
+        pass
+    page = overview(index)
+    listing = listing_page(list(enumerate(map(index.__getitem__, range(9)))), selected=None)
+    orders = [index.match(RowFilter(signal="differ"), order).positions.size for order in ORDERS]
+
+    assert "nan" not in page
+    assert [index[i].step for i in range(3)] == [1, 2, None]
+    assert orders == [6] * len(ORDERS)
+    assert listing.count("<tr data-group") == 9
+    assert group_of(groups[2]).rollouts[0].logprobs == ()
+    source.close()
 
 
 def test_parts_of_a_reward_are_shown_with_their_rollout() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sqlite3
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -116,6 +117,33 @@ def test_groups_that_left_the_service_stay_readable(url: str) -> None:
     source.close()
 
 
+def test_groups_of_a_service_that_restarted_without_a_store_are_shown(
+    free_port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("atroposlib.viewer.sources._POLL_S", 0.0)
+    index = GroupIndex()
+    with serve(create_app(ApiSettings()), free_port) as url:
+        source = LiveSource(url)
+        start(url)
+        source._poll(index)  # lists the groups, and reads none of them
+        assert source.load(0)["scores"] == [1.0, -1.0]
+
+    with serve(create_app(ApiSettings()), int(url.rpartition(":")[2])) as again:
+        assert again == url
+        start(url)
+        httpx.post(url + "/scored_data", json=make_group("new", ["a"], [7.0])).raise_for_status()
+        source._poll(index)
+        source._poll(index)
+
+        labels = [index[i].label for i in range(len(index))]
+        assert labels == [f"group {i}" for i in (0, 1, 2, 0, 1, 2, 3)]
+        assert source.load(6)["scores"] == [7.0]
+        assert source.load(0)["scores"] == [1.0, -1.0]
+        with pytest.raises(GroupGoneError, match="group 1 was lost when the service restarted"):
+            source.load(1)
+    source.close()
+
+
 def test_a_service_that_is_away_is_said(free_port: int) -> None:
     source, index = LiveSource(f"http://127.0.0.1:{free_port}"), GroupIndex()
 
@@ -187,6 +215,23 @@ def test_a_stored_run_shows_what_comes_while_it_is_open(
 
     assert index[3].excerpt == "later"
     assert source.figures().current["groups received"] == 4
+    source.close()
+
+
+def test_a_group_that_cannot_be_read_is_counted_once(
+    url: str, settings: ApiSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("atroposlib.viewer.sources._REFRESH_S", 0.0)
+    path = settings.data_dir / "maths.sqlite3"
+    with sqlite3.connect(path) as connection:
+        connection.execute("UPDATE payload SET content = x'00' WHERE group_id = 2")
+    connection.close()
+    source, index = StoredRunSource(path), GroupIndex()
+
+    for _ in range(3):
+        source.advance(index, 1.0)
+
+    assert (len(index), source.problems.count) == (2, 1)
     source.close()
 
 

@@ -164,6 +164,17 @@ def test_only_a_page_of_several_runs_is_overwritten(capsys: pytest.CaptureFixtur
     assert "two" in compare(two, one)
 
 
+def test_report_of_one_run_does_not_replace_metrics(capsys: pytest.CaptureFixture[str]) -> None:
+    one, two = (write_run(Path(name), record(1)) for name in ("one", "two"))
+    metrics = two / "metrics.jsonl"
+    before = metrics.read_text()
+
+    assert "exists and is not a page" in refused(capsys, one, "--output", metrics)
+    assert metrics.read_text() == before
+    main([str(one)])
+    main([str(one)])
+
+
 def test_environments_in_the_folders_give_accuracy_settings_and_held_out_results() -> None:
     accuracies = {"one": [0.25, 0.75], "two": [0.5]}
     for run, values in accuracies.items():
