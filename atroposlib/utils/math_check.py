@@ -65,7 +65,7 @@ def check_math_answer(completion: str, gold: str, *, skip_thinking: bool = True)
     """
     _silence_parsers()
     boxed_gold = gold if "\\boxed" in gold else f"\\boxed{{{gold}}}"
-    gold_parsed = _parse(boxed_gold, _latex_config(strict=False))
+    gold_parsed = _parse(_retyped(boxed_gold), _latex_config(strict=False))
     if not gold_parsed:
         return MathVerdict(False, False, "", "")
     text = answer_text(completion) if skip_thinking else completion

@@ -45,6 +45,9 @@ def test_import_loads_no_parsers_outside_of_workers() -> None:
         ("\\boxed{1 000}", "1000", True),
         ("\\boxed{x^2\\,100}", "x^{2100}", False),
         ("\\boxed{1\\,000}", "0", False),  # the parser takes it for 1 times 000
+        ("\\boxed{1\\,000}", "1\\,000", True),
+        ("\\boxed{1000}", "$1\\ 000$", True),
+        ("\\boxed{0}", "1\\,000", False),
         ("\\boxed{(1,\\ 200)}", "(1,200)", True),
         ("\\boxed{12~\\text{cm}}", "12", True),
         ("\\boxed{5\\ }", "5", True),
