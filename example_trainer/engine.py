@@ -148,12 +148,18 @@ class EngineControl(EngineConnection):
         answer = self.send("GET", "/server_info", params={"config_format": "json"})
         return _object_in(answer) if answer.status_code == 200 else {}
 
+    def was_updated(self) -> bool:
+        """Return whether a trainer has replaced the weights; False for vLLM, which reports none."""
+        return str(self._torch_engine().get("weight_version") or 0) != "0"
+
+    def _torch_engine(self) -> dict[str, Any]:
+        """Return what a torch engine reports about itself; empty for vLLM."""
+        engine = self._server_info().get("torch_engine")
+        return engine if isinstance(engine, dict) else {}
+
     def _takes_weight_version(self) -> bool:
         if self._takes_version is None:
-            engine = self._server_info().get("torch_engine")
-            self._takes_version = isinstance(engine, dict) and bool(
-                engine.get("takes_weight_version")
-            )
+            self._takes_version = bool(self._torch_engine().get("takes_weight_version"))
         return self._takes_version
 
     def reload_weights(self, directory: Path, *, pause_mode: str, version: int = 0) -> None:
@@ -258,6 +264,11 @@ class SglangControl(EngineConnection):
     def keeps_stale_output_layer(self) -> bool:
         return False
 
+    def was_updated(self) -> bool:
+        answer = self.send("GET", "/model_info")
+        served = _object_in(answer) if answer.status_code == 200 else {}
+        return str(served.get("weight_version") or 0) not in ("0", "default")
+
     def reload_weights(self, directory: Path, *, pause_mode: str, version: int = 0) -> None:
         """Load the weights in `directory` into the running engine; see `EngineControl`.
 
@@ -310,6 +321,9 @@ class EngineFleet:
 
     def keeps_stale_output_layer(self) -> bool:
         return any(control.keeps_stale_output_layer() for control in self._controls)
+
+    def was_updated(self) -> bool:
+        return any(control.was_updated() for control in self._controls)
 
     def reload_weights(self, directory: Path, *, pause_mode: str, version: int = 0) -> None:
         """Load the weights in every engine; all finish before an error is raised."""

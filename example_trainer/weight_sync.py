@@ -532,7 +532,10 @@ class InPlaceSync:
             ) from error
 
     def start(self, model: Any, tokenizer: Any, *, source: str, step: int = 0) -> None:
-        """Launch an engine, or update an external one if the run does not start from its model."""
+        """Launch an engine, or update an external one that does not have the run's weights.
+
+        It has others if the run is resumed, or if it reports an update by an earlier run.
+        """
         is_tied = ties_output_to_input(model)
         if self._is_external:
             if is_tied and self._control.keeps_stale_output_layer():
@@ -541,7 +544,7 @@ class InPlaceSync:
                     "embedding; there vLLM does not replace the output layer in place. Stop it "
                     "and let the trainer launch the engine, or use --weight-bridge-mode none"
                 )
-            if source != self._config.model_name:
+            if source != self._config.model_name or self._control.was_updated():
                 self.publish(model, checkpoint=None, step=step)
             return
         keeps_stale = self._config.engine == "vllm" and not self._config.device.startswith("cuda")

@@ -130,6 +130,30 @@ def test_in_place_start_of_a_resumed_run_brings_the_running_engine_up_to_date(tm
     assert engine.paths.count("/resume") == 1
 
 
+@pytest.mark.parametrize(
+    ("engine", "route", "report", "is_reloaded"),
+    [
+        ("vllm", "/server_info", {"torch_engine": {"weight_version": "60"}}, True),
+        ("vllm", "/server_info", {"torch_engine": {"weight_version": None}}, False),
+        ("vllm", "/server_info", {"vllm_config": {}}, False),
+        ("sglang", "/model_info", {"weight_version": "60"}, True),
+        ("sglang", "/model_info", {"weight_version": "default"}, False),
+        ("sglang", "/model_info", {}, False),
+    ],
+)
+def test_new_run_on_an_engine_that_an_earlier_one_updated_gives_it_its_own_weights(
+    tmp_path, engine, route, report, is_reloaded
+):
+    with ScriptedVllm({route: (200, report)}) as server:
+        sync = InPlaceSync(tiny_config(tmp_path, vllm_port=server.port, engine=engine))
+        sync.check_before_load()
+        sync.start(tiny_llama(), SavedTokenizer(), source="tiny")
+        sync.close()
+
+    reloads = [path for path in server.paths if "update_weights" in path or "rpc" in path]
+    assert len(reloads) == is_reloaded + (engine == "vllm")  # vLLM is asked for the route first
+
+
 def test_in_place_sync_with_an_engine_that_cannot_names_the_remedy(tmp_path):
     with ScriptedVllm({"/collective_rpc": (404, {})}) as engine:
         sync = InPlaceSync(tiny_config(tmp_path, vllm_port=engine.port))
