@@ -14,8 +14,8 @@ from atroposlib.errors import ConfigError
 from environments.community.examcraft.examcraft_env import (
     ExamCraftConfig,
     ExamCraftEnv,
+    ExamQuestion,
     Lesson,
-    Question,
     read_profile,
     read_question,
 )
@@ -63,7 +63,7 @@ def test_answer_that_is_no_question(answer: str) -> None:
 
 
 def test_question_in_a_fence() -> None:
-    assert read_question(f"```json\n{question()}\n```") == Question(**CONTENT)
+    assert read_question(f"```json\n{question()}\n```") == ExamQuestion(**CONTENT)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +108,7 @@ async def test_question_that_is_not_asked(second: str, reason: str) -> None:
 def test_student_answers_as_well_as_it_knows() -> None:
     def share_right(known: float, difficulty: str) -> float:
         game = lesson(known, student_learning_rate=1e-9)
-        asked = Question(**CONTENT | {"difficulty": difficulty})
+        asked = ExamQuestion(**CONTENT | {"difficulty": difficulty})
         notes = [game.ask(asked, index)[1] for index in range(2000)]
         return sum(note.endswith("right.") for note in notes) / len(notes)
 

@@ -31,7 +31,14 @@ from atroposlib.tasks.card import EnvironmentCard
 from atroposlib.tasks.games import GameEnvConfig, SeededEnv
 from atroposlib.utils.text import inert_line
 
-__all__ = ["ExamCraftConfig", "ExamCraftEnv", "Lesson", "Question", "read_profile", "read_question"]
+__all__ = [
+    "ExamCraftConfig",
+    "ExamCraftEnv",
+    "ExamQuestion",
+    "Lesson",
+    "read_profile",
+    "read_question",
+]
 
 CARD = EnvironmentCard(
     task="teach a simulated student by questions of the right topic and difficulty",
@@ -92,24 +99,24 @@ class ExamCraftConfig(GameEnvConfig):
     )
 
 
-class _Strict(BaseModel):
+class _ExamModel(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
-class Topic(_Strict):
+class ExamTopic(_ExamModel):
     """A topic and how well the student knows it, 0 to 1."""
 
     name: str = Field(min_length=1, max_length=80)
     proficiency: float = Field(ge=0, le=1)
 
 
-class Profile(_Strict):
+class StudentProfile(_ExamModel):
     """The file at `profile_path`."""
 
-    topics: list[Topic] = Field(min_length=1, max_length=50)
+    topics: list[ExamTopic] = Field(min_length=1, max_length=50)
 
 
-class Question(_Strict):
+class ExamQuestion(_ExamModel):
     """One question of the teacher."""
 
     topic: str
@@ -126,7 +133,7 @@ def read_profile(path: Path) -> dict[str, float]:
         ConfigError: the file cannot be read, is not a profile, or has a topic twice.
     """
     try:
-        profile = Profile.model_validate_json(path.read_bytes())
+        profile = StudentProfile.model_validate_json(path.read_bytes())
     except OSError as error:
         raise ConfigError(f"the profile {path} cannot be read: {error}") from error
     except ValidationError as error:
@@ -142,7 +149,7 @@ def read_profile(path: Path) -> dict[str, float]:
     return topics
 
 
-def read_question(answer: str) -> Question | str:
+def read_question(answer: str) -> ExamQuestion | str:
     """Return the question of a turn, or why there is none.
 
     Args:
@@ -152,7 +159,7 @@ def read_question(answer: str) -> Question | str:
     if found is None:
         return "expected one JSON object and nothing else"
     try:
-        question = Question.model_validate(found)
+        question = ExamQuestion.model_validate(found)
     except ValidationError as error:
         first = error.errors()[0]
         return f"{'.'.join(map(str, first['loc']))}: {first['msg']}"
@@ -205,7 +212,7 @@ class Lesson(Conversation):
 
     async def reply(self, turn: Turn) -> Reply:
         question = read_question(turn.answer)
-        if isinstance(question, Question):
+        if isinstance(question, ExamQuestion):
             question = self._refusal(question) or question
         if isinstance(question, str):
             self.num_invalid += 1
@@ -217,7 +224,7 @@ class Lesson(Conversation):
             return Reply(reward=reward, is_done=True)
         return Reply(f"{note} Questions left: {left}.", reward=reward)
 
-    def _refusal(self, question: Question) -> str | None:
+    def _refusal(self, question: ExamQuestion) -> str | None:
         if question.topic not in self.proficiency:
             return f"the topics are {', '.join(self.proficiency)}"
         words = words_of(question.question)
@@ -226,7 +233,7 @@ class Lesson(Conversation):
             return "the question repeats another"
         return None
 
-    def ask(self, question: Question, index: int) -> tuple[float, str]:
+    def ask(self, question: ExamQuestion, index: int) -> tuple[float, str]:
         """Ask a valid question; return its reward and the student's answer."""
         source = random.Random(f"{self._seed} answer {index}")
         is_known = source.random() < self._share_known(question.topic, question.difficulty)
@@ -312,7 +319,7 @@ class ExamCraftEnv(SeededEnv):
                 "answer": LETTERS[index % len(LETTERS)],
             }
             turns.append(json.dumps(content))
-            lesson.ask(Question.model_validate(content), index)
+            lesson.ask(ExamQuestion.model_validate(content), index)
         return turns
 
 
