@@ -450,10 +450,16 @@ def test_scorers_of_all_tasks_end() -> None:
 BY_DESIGN = {
     "agent_tasks/agent_tasks_server.py": "its agents work in sandboxes, for minutes in all; "
     "`atropos-tasks validate` tries solutions that do nothing",
+    "community/conversational_style_dpo/conversational_style_dpo_env.py": "an answer scores by the "
+    "prompt that it was written for",
+    "community/conversational_style_dpo/gsm8k_conversational_style_dpo_env.py": "the same",
     "community/cybersecurity_sigma/llm_judge_sigmarule_env.py": "a model rates the answers",
     "community/goofy_math/goofy_math_env.py": "a judge compares the right answers of a group",
     "community/humor_generation/humor_generation_env.py": "a model rates the answers",
+    "community/meteorology_forecast/meteorology_forecast_env.py": "a model rates the answers",
     "community/philosophical_rlaif_env.py": "a judge compares the answers of a group",
+    "community/punchline_vrcli/punchline_vrcli_env.py": "a model rates the reasoning, here one of "
+    "random weights",
     "community/selcube/selcube_env.py": "each turn is a group, and the best reply is played",
     "game_environments/gymnasium/blackjack/blackjack_env_thinking.py": "a decision is compared "
     "with the best one, which often is to stick",
@@ -486,6 +492,10 @@ EARNED_BY_CHANCE = {
     "community/ufc_prediction_env/ufc_image_env.py": (0.5, "one of two names"),
     "community/ufc_prediction_env/ufc_prediction_env.py": (0.5, "one of two names"),
     "community/xitter_env/xitter_env.py": (0.5, "a topic may be one of the agent's interests"),
+    "community/wikipedia_research/wikipedia_article_creator.py": (
+        1.0,
+        "form and length of an article count, whatever it is about",
+    ),
     "fundamental_prediction_environment.py": (0.67, "raised, maintained or reduced"),
     "game_environments/diplomacy_environment/diplomacy_env_minimal.py": (
         0.5,
