@@ -35,10 +35,12 @@ __all__ = [
     "DatasetType",
     "boxed_answer",
     "formats_for",
+    "is_repetition",
     "last_code_block",
     "only_json_object",
     "only_tagged",
     "tagged_answer",
+    "words_of",
 ]
 
 _OPENED = re.compile("<answer>", re.IGNORECASE | re.ASCII)
@@ -103,6 +105,22 @@ def only_json_object(answer: str, *, max_characters: int) -> dict[str, Any] | No
         text = text.partition("\n")[2].removesuffix(FENCE)
     found = _parse_json(text) if len(text) <= max_characters else None
     return found if isinstance(found, dict) else None
+
+
+def words_of(text: str) -> set[str]:
+    """Return the different words of a text in lower case."""
+    return set(re.findall(r"\w+", text.casefold()))
+
+
+SAME_TEXT = 0.6
+"""Share of common words from which a text repeats another."""
+
+
+def is_repetition(text: str, others: Iterable[str]) -> bool:
+    """Whether a text has most words in common with one of the others."""
+    words = words_of(text)
+    known = map(words_of, others)
+    return any(len(words & other) > SAME_TEXT * max(1, len(words | other)) for other in known)
 
 
 DatasetType = Literal["generic", "math_only", "code_only"]

@@ -15,7 +15,6 @@ from __future__ import annotations
 import json
 import math
 import random
-import re
 import statistics
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,7 +25,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from atroposlib.envs.conversation import ChatMessage, Conversation, Reply, Turn
 from atroposlib.envs.multi_turn_env import Rollout
 from atroposlib.errors import ConfigError
-from atroposlib.tasks.answers import only_json_object
+from atroposlib.tasks.answers import is_repetition, only_json_object, words_of
 from atroposlib.tasks.card import EnvironmentCard
 from atroposlib.tasks.games import GameEnvConfig, SeededEnv
 from atroposlib.utils.text import inert_line
@@ -43,8 +42,7 @@ __all__ = [
 CARD = EnvironmentCard(
     task="teach a simulated student by questions of the right topic and difficulty",
     turns="8",
-    reward="per question, how well it fits the student; 1 in all for the best lesson of equal "
-    "questions to a student that knows nothing, -0.1 an invalid question",
+    reward="per question, how well it fits the student, at most 1 over all; -0.1 an invalid one",
     data="students made on the spot, or `--env.profile_path`",
     command="process --env.total_steps 4",
 )
@@ -58,8 +56,6 @@ LETTERS = ("A", "B", "C", "D")
 INVALID = -0.1
 MAX_ANSWER_CHARACTERS = 4_000
 MIN_WORDS = 5
-SAME_TEXT = 0.6
-"""Share of common words from which a question repeats another."""
 NUM_TOPICS = 4
 TOPICS = (
     *("algebra", "astronomy", "botany", "chemistry", "economics", "electricity", "ethics"),
@@ -171,11 +167,6 @@ def read_question(answer: str) -> ExamQuestion | str:
     return question
 
 
-def words_of(text: str) -> set[str]:
-    """Return the different words of a text in lower case."""
-    return set(re.findall(r"\w+", text.casefold()))
-
-
 class Lesson(Conversation):
     """The questions to one student.
 
@@ -227,9 +218,7 @@ class Lesson(Conversation):
     def _refusal(self, question: ExamQuestion) -> str | None:
         if question.topic not in self.proficiency:
             return f"the topics are {', '.join(self.proficiency)}"
-        words = words_of(question.question)
-        known = [words_of(text) for text in self._asked]
-        if any(len(words & other) > SAME_TEXT * len(words | other) for other in known):
+        if is_repetition(question.question, self._asked):
             return "the question repeats another"
         return None
 

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import json
 import random
-import re
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -23,7 +22,7 @@ from pydantic import Field
 
 from atroposlib.envs.conversation import ChatMessage, Conversation, Reply, Turn
 from atroposlib.envs.multi_turn_env import Rollout
-from atroposlib.tasks.answers import only_json_object
+from atroposlib.tasks.answers import is_repetition, only_json_object, words_of
 from atroposlib.tasks.card import EnvironmentCard
 from atroposlib.tasks.games import GameEnvConfig, SeededEnv
 from atroposlib.utils.text import inert_line
@@ -47,8 +46,6 @@ MAX_ACTION_CHARACTERS = 2_000
 MIN_POST_WORDS, MIN_COMMENT_WORDS = 4, 2
 MAX_TOPICS = 2
 """A post about more topics is spam, to which agents do not react."""
-SAME_TEXT = 0.6
-"""Share of common words from which a text repeats another."""
 TOPICS = (
     *("astronomy", "baking", "beekeeping", "chess", "cinema", "climbing", "coffee", "cycling"),
     *("gardening", "geology", "jazz", "knitting", "lighthouses", "origami", "photography"),
@@ -140,18 +137,6 @@ def read_action(answer: str) -> Action | None:
         return None
     content = inert_line(content, max_characters=MAX_POST_CHARACTERS + 1).strip()
     return Action(found["action"], post_id, content)
-
-
-def words_of(text: str) -> set[str]:
-    """Return the different words of a text in lower case."""
-    return set(re.findall(r"\w+", text.casefold()))
-
-
-def is_repetition(text: str, others: Sequence[str]) -> bool:
-    """Whether a text has most words in common with one of the others."""
-    words = words_of(text)
-    known = [words_of(other) for other in others]
-    return any(len(words & other) > SAME_TEXT * max(1, len(words | other)) for other in known)
 
 
 class Feed(Conversation):
