@@ -23,7 +23,7 @@ from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
 from atroposlib.errors import AtroposError, ConfigError, MissingExtraError
-from atroposlib.utils.command_parser import CommandParser, exit_code_of
+from atroposlib.utils.command_parser import CommandParser, exit_code_of, prepare_command
 from atroposlib.utils.starting import collection_paused
 from atroposlib.utils.writable import FULL_DISK
 from example_trainer import config as fields
@@ -314,6 +314,7 @@ def run_training(
     128 + n after signal n. SIGINT and SIGTERM unwind the run, so that every child process ends
     first.
     """
+    prepare_command()
     try:
         with require_extra("trainer"):
             config = make_config()

@@ -20,6 +20,7 @@ from pathlib import Path
 import httpx
 
 from atroposlib.errors import ConfigError, EngineSetupError, InferenceError
+from atroposlib.utils.proxies import may_use_proxy
 from atroposlib.utils.writable import require_writable_folder
 from example_trainer.checkpointing import write_file
 from example_trainer.config import TRANSFER_BACKENDS, TrainingConfig
@@ -68,7 +69,8 @@ def is_port_in_use(port: int, host: str = "127.0.0.1") -> bool:
 def check_vllm_health(port: int, host: str = "127.0.0.1") -> bool:
     """Return whether an engine answers `GET /health` with 200."""
     try:
-        return httpx.get(f"http://{host}:{port}/health", timeout=5.0).status_code == 200
+        url = f"http://{host}:{port}/health"
+        return httpx.get(url, timeout=5.0, trust_env=may_use_proxy(url)).status_code == 200
     except httpx.HTTPError:
         return False
 

@@ -47,6 +47,7 @@ from atroposlib.adapters.interface import (
     finite_reward,
 )
 from atroposlib.envs.reporting import Reward
+from atroposlib.envs.server_handling.engine_http import make_http_client
 from atroposlib.errors import ConfigError, EpisodeFailedError, EpisodeRewardError
 from atroposlib.utils.text import near_name
 
@@ -634,7 +635,11 @@ class RubricSource(Source):
         errors: list[str] = []
         _scoring_errors.set(errors)
         async with openai.AsyncOpenAI(
-            base_url=endpoint.base_url, api_key=endpoint.api_key, max_retries=0, timeout=None
+            base_url=endpoint.base_url,
+            api_key=endpoint.api_key,
+            max_retries=0,
+            timeout=None,
+            http_client=make_http_client(endpoint.base_url),
         ) as client:
             state = await env.rollout(row, chat_client(client), endpoint.model, sampling)
             is_empty = type(state.get("error")).__name__ == "EmptyModelResponseError"

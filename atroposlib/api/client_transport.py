@@ -27,7 +27,6 @@ from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any, NamedTuple, TypeVar
 from urllib.parse import quote, urlsplit
-from urllib.request import getproxies
 
 import aiohttp
 import httpx
@@ -44,7 +43,7 @@ from atroposlib.utils.io import (
     socket_options,
 )
 from atroposlib.utils.json_text import json_kind
-from atroposlib.utils.listening import is_loopback
+from atroposlib.utils.proxies import may_use_proxy
 from atroposlib.utils.text import hide_secrets, hide_secrets_of_requests, without_secrets
 from atroposlib.wire import MEDIA_TYPES, WireFormat, decode_batch
 
@@ -728,10 +727,10 @@ class SyncClient:
         self._timeout_s = timeout_s
         self._auth_headers = auth_headers(token)
         hide_secrets_of_requests()
-        # A proxy of the environment variables is used by the default transport only. It cannot
-        # reach a service on this machine.
-        uses_proxy = getproxies() and not is_loopback(urlsplit(self.base_url).hostname or "")
-        transport = None if uses_proxy else httpx.HTTPTransport(socket_options=socket_options())
+        # A proxy of the environment variables is used by the default transport only.
+        transport = None
+        if not may_use_proxy(self.base_url):
+            transport = httpx.HTTPTransport(socket_options=socket_options())
         self._client = httpx.Client(
             timeout=timeout_s, headers=self._auth_headers, transport=transport
         )

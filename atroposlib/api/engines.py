@@ -145,7 +145,9 @@ class EngineArbiter(Collector):
 
     async def run(self) -> None:
         """Poll until cancelled."""
-        async with httpx.AsyncClient(timeout=_TIMEOUT_S, transport=self._transport) as client:
+        # With a transport of its own, the client ignores proxies of the environment variables.
+        transport = self._transport or httpx.AsyncHTTPTransport()
+        async with httpx.AsyncClient(timeout=_TIMEOUT_S, transport=transport) as client:
             while True:
                 await self.poll(client)
                 await asyncio.sleep(self._poll_s)

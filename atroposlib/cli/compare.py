@@ -20,7 +20,7 @@ from typing import Any
 from atroposlib.envs.evaluation import digest_of
 from atroposlib.envs.evaluation_statistics import INTERVAL_ENDS, PairedDifference, compare_items
 from atroposlib.errors import ConfigError
-from atroposlib.utils.command_parser import CommandParser, end_command
+from atroposlib.utils.command_parser import CommandParser, end_command, prepare_command
 from atroposlib.utils.json_text import decode_line
 from atroposlib.utils.text import inert_block, near_name
 
@@ -65,6 +65,7 @@ class RunComparison:
 
 def main() -> None:
     """Print the comparison; exit code 2 if the runs cannot be compared."""
+    prepare_command()
     args = _parser().parse_args()
     if len(args.runs) < 2:
         end_command(_COMMAND, "two or more results are needed; see --help", code=2)

@@ -19,7 +19,7 @@ from atroposlib.cli.export_command import (
 )
 from atroposlib.exporting.formats import DPO_FORMATS, DpoRecipe
 from atroposlib.exporting.selection import STRATEGIES, PairRule
-from atroposlib.utils.command_parser import CommandParser
+from atroposlib.utils.command_parser import CommandParser, prepare_command
 
 __all__ = [
     "check_for_batch",
@@ -35,6 +35,7 @@ _TASKS_PER_STEP = 8
 
 def main() -> None:
     """Export pairs and print a report."""
+    prepare_command()
     parser = _parser()
     args = parser.parse_args()
     rule = PairRule(

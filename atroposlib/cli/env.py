@@ -23,6 +23,7 @@ from atroposlib.adapters.env import environment_class
 from atroposlib.adapters.registry import KINDS, Kind, adapter_class, read_args, split_spec
 from atroposlib.errors import ConfigError, MissingExtraError
 from atroposlib.utils.cli import UsageError
+from atroposlib.utils.command_parser import prepare_command
 from atroposlib.utils.yaml_text import read_yaml
 
 __all__ = ["main", "read_arguments", "split_arguments"]
@@ -35,6 +36,7 @@ USAGE = "usage: atropos-env KIND:NAME serve|process|evaluate|check [--args ...] 
 
 def main() -> None:
     """Run the command line of this process; exit codes are those of environment scripts."""
+    prepare_command()
     program = "atropos-env"
     words = sys.argv[1:]
     try:

@@ -11,7 +11,8 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from atroposlib.errors import MissingExtraError
-from atroposlib.utils.command_parser import CommandParser
+from atroposlib.utils.command_parser import CommandParser, prepare_command
+from atroposlib.utils.proxies import may_use_proxy
 
 __all__ = ["main", "run", "update_wandb"]
 
@@ -26,6 +27,7 @@ _GPUS_PER_NODE = 8
 
 def main() -> None:
     """Watch until stopped."""
+    prepare_command()
     parser = CommandParser(
         prog="inference-node-wandb-watcher",
         description="Log to wandb which inference servers of this node are healthy.",
@@ -164,7 +166,7 @@ def _get(url: str) -> Any:
     import httpx
 
     try:
-        reply = httpx.get(url, timeout=_TIMEOUT_S)
+        reply = httpx.get(url, timeout=_TIMEOUT_S, trust_env=may_use_proxy(url))
     except httpx.HTTPError:
         return None
     return reply if reply.status_code == 200 else None

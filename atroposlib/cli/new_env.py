@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from atroposlib.errors import ConfigError
-from atroposlib.utils.command_parser import CommandParser, end_command
+from atroposlib.utils.command_parser import CommandParser, end_command, prepare_command
 from atroposlib.utils.writable import require_writable_folder
 
 __all__ = ["KINDS", "main", "write_environment"]
@@ -44,6 +44,7 @@ Now:
 
 def main() -> None:
     """Write the files and print the next steps; exit code 2 when nothing was written."""
+    prepare_command()
     parser = _parser()
     args = parser.parse_args()
     try:

@@ -34,6 +34,7 @@ from atroposlib.utils.command_parser import (
     end_command,
     integer_between,
     number_between,
+    prepare_command,
     reader_may_leave,
 )
 from atroposlib.utils.imports import import_script
@@ -52,6 +53,7 @@ def main() -> None:
 
     Exit codes: 2 nothing was done, 1 it ended early or scored no group, 130 it was interrupted.
     """
+    prepare_command()
     parser = _parser()
     words = sys.argv[1:]
     if words[:1] != ["score"]:  # which also accepts flags of an environment

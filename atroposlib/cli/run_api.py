@@ -24,7 +24,12 @@ from atroposlib.api.store.open import (
     similar_run,
 )
 from atroposlib.errors import ConfigError, MissingExtraError
-from atroposlib.utils.command_parser import CommandParser, end_command, reader_may_leave
+from atroposlib.utils.command_parser import (
+    CommandParser,
+    end_command,
+    prepare_command,
+    reader_may_leave,
+)
 from atroposlib.utils.io import keepalive_options
 from atroposlib.utils.listening import require_free_port
 from atroposlib.utils.text import without_secrets
@@ -57,6 +62,7 @@ _FLAG_NAMES = {
 
 def main() -> None:
     """Serve until SIGINT or SIGTERM; invalid settings end the process with code 2."""
+    prepare_command()
     parser = _parser()
     args = parser.parse_args()
     settings = _settings(parser, args)

@@ -41,7 +41,12 @@ from atroposlib.serving.sessions import (
     require_servable,
 )
 from atroposlib.utils.cli import refused_values
-from atroposlib.utils.command_parser import CommandParser, end_command, exit_code_of
+from atroposlib.utils.command_parser import (
+    CommandParser,
+    end_command,
+    exit_code_of,
+    prepare_command,
+)
 from atroposlib.utils.command_parser import integer_between as integer
 from atroposlib.utils.imports import import_script
 from atroposlib.utils.listening import require_free_port
@@ -136,6 +141,7 @@ class _TokenizerOnUse:
 
 def main() -> NoReturn:
     """Serve until SIGINT or SIGTERM; invalid settings end the process with code 2."""
+    prepare_command()
     parser = _parser()
     # Before argparse, which would report a missing argument first.
     parser.refuse_unknown(word for word in sys.argv[1:] if not _is_for_environment(word))

@@ -17,7 +17,7 @@ from atroposlib.cli.export_command import (
 )
 from atroposlib.exporting.formats import SFT_FORMATS, SftRecipe
 from atroposlib.exporting.selection import SelectionRule
-from atroposlib.utils.command_parser import CommandParser
+from atroposlib.utils.command_parser import CommandParser, prepare_command
 
 __all__ = [
     "check_for_batch",
@@ -31,6 +31,7 @@ __all__ = [
 
 def main() -> None:
     """Export records and print a report."""
+    prepare_command()
     parser = _parser()
     args = parser.parse_args()
     rule = SelectionRule(

@@ -24,6 +24,7 @@ from atroposlib.utils.command_parser import (
     end_command,
     exit_code_of,
     integer_between,
+    prepare_command,
 )
 from atroposlib.utils.text import inert_block, inert_line
 from atroposlib.utils.writable import require_writable_file, require_writable_folder
@@ -87,6 +88,7 @@ def main() -> None:
 
     Exit codes: 2 nothing was done, 1 a task is not valid or a run failed, 130 it was interrupted.
     """
+    prepare_command()
     args = _parser().parse_args()
     try:
         code = args.act(args)

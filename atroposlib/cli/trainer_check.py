@@ -44,7 +44,12 @@ from atroposlib.api.trainers.conformance import (
     report_text,
 )
 from atroposlib.errors import ConfigError, TrajectoryApiError
-from atroposlib.utils.command_parser import CommandParser, end_command, integer_between
+from atroposlib.utils.command_parser import (
+    CommandParser,
+    end_command,
+    integer_between,
+    prepare_command,
+)
 from atroposlib.utils.text import without_secrets
 from atroposlib.wire import MEDIA_TYPES, decode_batch, encode_group
 
@@ -670,6 +675,7 @@ def main() -> None:
 
     Exit codes: 0 no rule is broken, 1 at least one is, 2 nothing was checked, 130 interrupted.
     """
+    prepare_command()
     args = _parser().parse_args()
     settings = CheckSettings(
         url=args.url.rstrip("/"),

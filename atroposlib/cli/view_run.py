@@ -21,6 +21,7 @@ from atroposlib.utils.command_parser import (
     end_command,
     exit_code_of,
     integer_between,
+    prepare_command,
 )
 from atroposlib.utils.listening import require_free_port
 from atroposlib.utils.model_paths import use_cache_without_hub
@@ -47,6 +48,7 @@ KEYS = "keys: j k next and previous group, l h rollout, n p page of the list, 1 
 
 def main() -> None:
     """Serve the pages until SIGINT or SIGTERM."""
+    prepare_command()
     view("view-run", tokenizer=DEFAULT_TOKENIZER, start_page="overview")
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from atroposlib.cli.view_run import build_interface, find_common_prefix, view
+from atroposlib.utils.command_parser import prepare_command
 from atroposlib.viewer.rollouts import extract_image_from_chat, extract_text_from_chat
 
 __all__ = [
@@ -18,6 +19,7 @@ DEFAULT_TOKENIZER = "Qwen/Qwen2-VL-2B-Instruct"
 
 def main() -> None:
     """Serve the pages until SIGINT or SIGTERM."""
+    prepare_command()
     view("view-run-multimodal", tokenizer=DEFAULT_TOKENIZER, start_page="images")
 
 

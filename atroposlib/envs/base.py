@@ -888,9 +888,14 @@ class BaseEnv(EnvHooks):
         """Asynchronous OpenAI client of the first inference server."""
         import openai
 
+        from atroposlib.envs.server_handling.engine_http import make_http_client
+
         config = self.server_configs[0]
         return openai.AsyncOpenAI(
-            api_key=config.key_for_client, base_url=config.known_base_url, timeout=config.timeout
+            api_key=config.key_for_client,
+            base_url=config.known_base_url,
+            timeout=config.timeout,
+            http_client=make_http_client(config.known_base_url or ""),
         )
 
     @cached_property

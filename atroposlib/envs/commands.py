@@ -70,7 +70,7 @@ from atroposlib.errors import (
     TrajectoryApiError,
 )
 from atroposlib.utils.cli import UsageError, refused_values
-from atroposlib.utils.command_parser import exit_code_of
+from atroposlib.utils.command_parser import exit_code_of, prepare_command
 from atroposlib.utils.text import InertFormatter, near_name, without_secrets
 from atroposlib.utils.writable import require_writable_file, require_writable_folder
 
@@ -555,6 +555,7 @@ def run_cli(env_cls: type[Any]) -> NoReturn:
             through, except refusals of an inference server, which end with 1.
     """
     program = Path(sys.argv[0]).name
+    prepare_command()
     try:
         _run_words(env_cls, sys.argv[1:], program)
     except FailedExecutionException as error:

@@ -29,7 +29,7 @@ from pathlib import Path
 from string import Template
 from typing import TYPE_CHECKING, Any
 
-from atroposlib.utils.command_parser import CommandParser
+from atroposlib.utils.command_parser import CommandParser, prepare_command
 from atroposlib.utils.json_text import decode_line
 from atroposlib.utils.text import inert_block, inert_line, inert_markup, short_score
 
@@ -432,6 +432,7 @@ def generate_html(input_path: str | Path, output_path: str | Path | None = None)
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run the command line."""
+    prepare_command()
     parser = CommandParser(prog="jsonl2html", description="Write an HTML page of a file of groups.")
     parser.add_argument("input", nargs="?", help="JSON Lines file of groups")
     parser.add_argument("output", nargs="?", help="page to write (default: INPUT with .html)")

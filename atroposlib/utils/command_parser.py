@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from typing import Any, NoReturn
 
 from atroposlib.errors import ConfigError, MissingExtraError, TrajectoryApiError
+from atroposlib.utils.proxies import exempt_this_machine
 from atroposlib.utils.text import inert_block, near_name
 
 __all__ = [
@@ -24,8 +25,8 @@ __all__ = [
     "exit_code_of",
     "integer_between",
     "number_between",
+    "prepare_command",
     "reader_may_leave",
-    "replace_unprintable",
 ]
 
 _REFUSED_SETTINGS = (401, 403, 409)
@@ -56,10 +57,15 @@ def reader_may_leave() -> Iterator[None]:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
-def replace_unprintable() -> None:
-    """Print `?` for characters that the encoding of the terminal lacks, instead of failing."""
+def prepare_command() -> None:
+    """Prepare the process of a command; `main` calls it first.
+
+    Characters that the encoding of the terminal lacks are printed as `?`, instead of failing.
+    Requests to this machine do not go to a proxy.
+    """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
+    exempt_this_machine()
 
 
 def integer_between(least: int, most: int) -> Callable[[str], int]:

@@ -16,6 +16,7 @@ from atroposlib.utils.command_parser import (
     end_command,
     exit_code_of,
     integer_between,
+    prepare_command,
     reader_may_leave,
 )
 from atroposlib.utils.text import near_name
@@ -50,6 +51,7 @@ supervisor was killed."""
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Run, or look at a run; see `--help` for the exit codes."""
+    prepare_command()
     parser = _parser()
     words = list(sys.argv[1:] if argv is None else argv)
     command = words.pop(0) if words and words[0] in _COMMANDS else "up"

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from atroposlib.errors import AtroposError, InferenceError
-from atroposlib.utils.command_parser import CommandParser, exit_code_of, replace_unprintable
+from atroposlib.utils.command_parser import CommandParser, exit_code_of, prepare_command
 from example_trainer.demo.held_out import HeldOutResult, measure_held_out
 from example_trainer.demo.settings import (
     DemoPaths,
@@ -69,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     Exits with 0 on success, 1 if a process failed, 2 on invalid settings, 130 after Ctrl-C and 143
     after SIGTERM. Every process that it started has ended in each of these cases.
     """
-    replace_unprintable()  # the curve of rewards
+    prepare_command()
     with ending_signals():
         try:
             _run(_parser().parse_args(argv))

@@ -23,7 +23,7 @@ from pydantic import ValidationError
 
 from atroposlib.adapters.registry import KINDS
 from atroposlib.errors import AtroposError, ConfigError
-from atroposlib.utils.command_parser import CommandParser, replace_unprintable
+from atroposlib.utils.command_parser import CommandParser, prepare_command
 from atroposlib.utils.text import without_secrets
 from example_trainer.cli import config_from_args, create_full_parser, describe_errors
 from example_trainer.config import (
@@ -114,7 +114,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     of these cases.
     """
     words = list(sys.argv[1:] if argv is None else argv)
-    replace_unprintable()  # the curve of rewards
+    prepare_command()
     with ending_signals():
         parser = _parser()
         own, environment_flags = _split_words(words)

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from atroposlib.errors import ConfigError
-from atroposlib.utils.command_parser import CommandParser, end_command
+from atroposlib.utils.command_parser import CommandParser, end_command, prepare_command
 from atroposlib.utils.text import mask_secrets
 from example_trainer.checkpointing import write_file
 from example_trainer.reporting.comparison import (
@@ -549,6 +549,7 @@ def _notes(records: RunRecords, settings: Mapping[str, Any]) -> list[str]:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Write the page; exit with 0 on success, 2 for invalid flags or unusable files."""
+    prepare_command()
     parser = CommandParser(
         prog="atropos-report",
         description="Write the report of a training run: one HTML file with its curves. Several "

@@ -17,7 +17,7 @@ from datetime import datetime
 from pathlib import Path
 
 from atroposlib.errors import AtroposError, ConfigError
-from atroposlib.utils.command_parser import CommandParser, exit_code_of
+from atroposlib.utils.command_parser import CommandParser, exit_code_of, prepare_command
 from example_trainer.checkpointing import write_file
 from example_trainer.demo.settings import REPOSITORY, DemoPaths, require_clone
 from example_trainer.launch.options import shown_path
@@ -44,6 +44,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     Exits with 0 on success, 1 if a run failed or a result does not count, 2 on invalid settings,
     130 after Ctrl-C and 143 after SIGTERM. Every process that it started has ended then.
     """
+    prepare_command()
     with ending_signals():
         try:
             args = _parser().parse_args(argv)

@@ -14,6 +14,7 @@ from atroposlib.utils.command_parser import (
     end_command,
     exit_code_of,
     integer_between,
+    prepare_command,
 )
 from atroposlib.utils.listening import is_loopback, require_free_port
 from atroposlib.utils.starting import collection_paused
@@ -27,6 +28,7 @@ _SHUTDOWN_S = 2
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Serve until interrupted; exit with 2 if settings are invalid, 1 if the engine fails."""
+    prepare_command()
     args = _parser().parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
     # A few short lines instead of progress bars, which fill log files.

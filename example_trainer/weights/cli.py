@@ -23,6 +23,7 @@ from atroposlib.utils.command_parser import (
     exit_code_of,
     integer_between,
     number_between,
+    prepare_command,
 )
 from atroposlib.utils.text import (
     InertFormatter,
@@ -48,6 +49,7 @@ def main() -> None:
 
     Exit codes: 2 for settings that cannot work, 1 for a failure, 130 after an interruption.
     """
+    prepare_command()
     args = _parser().parse_args()
     _log_to_stderr()
     signal.signal(signal.SIGTERM, _interrupt)

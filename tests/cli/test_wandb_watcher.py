@@ -23,7 +23,7 @@ class World:
         self.runs: list[dict[str, Any]] = []
         self.timeouts: set[float] = set()
 
-    def get(self, url: str, *, timeout: float) -> httpx.Response:
+    def get(self, url: str, *, timeout: float, trust_env: bool) -> httpx.Response:
         self.timeouts.add(timeout)
         if url not in self.answers:
             raise httpx.ConnectError("refused")

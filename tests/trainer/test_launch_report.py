@@ -15,7 +15,7 @@ from rich.console import Console
 
 from atroposlib.envs.rollouts import Admission, GroupDelivery
 from atroposlib.envs.run_snapshot import RepeatedErrors
-from atroposlib.utils.command_parser import replace_unprintable
+from atroposlib.utils.command_parser import prepare_command
 from example_trainer.launch.report import (
     RewardPoint,
     RunProgress,
@@ -109,7 +109,7 @@ def test_curve_is_shown_by_a_terminal_without_its_characters(
     shown = io.BytesIO()
     monkeypatch.setattr("sys.stdout", io.TextIOWrapper(shown, "ascii", write_through=True))
 
-    replace_unprintable()
+    prepare_command()
     print(curve_text(POINTS))
 
     assert b"trainer step" in shown.getvalue()

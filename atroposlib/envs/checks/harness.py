@@ -70,6 +70,7 @@ from atroposlib.envs.checks.watchers import (
     watch_loop,
 )
 from atroposlib.envs.running import missing_methods, outside_event_loop
+from atroposlib.envs.server_handling.engine_http import make_http_client
 from atroposlib.envs.settings import Settings
 from atroposlib.utils.aio import settle
 from atroposlib.utils.score_pool import ScoreTimeoutError
@@ -458,6 +459,7 @@ def _load_slow_modules() -> None:
     client = openai.AsyncOpenAI(
         api_key="none",  # pragma: allowlist secret
         base_url="http://localhost",
+        http_client=make_http_client("http://localhost"),
     )
     _ = client.chat.completions, client.completions
 

@@ -29,6 +29,7 @@ from atroposlib.errors import InferenceError
 from atroposlib.utils.aio import LoopTurns
 from atroposlib.utils.io import body_chunks, open_socket, retry_after_s
 from atroposlib.utils.json_text import STEP_BYTES, decode_in_steps
+from atroposlib.utils.proxies import may_use_proxy
 from atroposlib.utils.text import hide_secrets_of_requests, inert_block, without_secrets
 from atroposlib.utils.tracing import trace_headers
 
@@ -263,16 +264,16 @@ def make_http_client(base_url: str) -> Any:
     base = next(base for base in client_type.__mro__ if base.__name__ == "AsyncClient")
     # The HTTP library differs between versions of the client.
     library = importlib.import_module(base.__module__.partition(".")[0])
-    transport: Any = _AiohttpTransport(library)
+    transport: Any = _AiohttpTransport(library, uses_proxy=may_use_proxy(base_url))
     return client_type(transport=transport)
 
 
 class _AiohttpTransport:
     """Implements the transport interface of the client's HTTP library."""
 
-    def __init__(self, library: ModuleType) -> None:
+    def __init__(self, library: ModuleType, *, uses_proxy: bool) -> None:
         self._library = library
-        self._connections = _Connections(trust_env=True)
+        self._connections = _Connections(trust_env=uses_proxy)
         # The library accepts only subclasses of its own stream class.
         self._stream_type = type("_Stream", (_Stream, library.AsyncByteStream), {})
 
