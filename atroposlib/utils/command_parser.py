@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 
 from atroposlib.errors import ConfigError, MissingExtraError, TrajectoryApiError
 from atroposlib.utils.proxies import exempt_this_machine
+from atroposlib.utils.starting import allow_open_files
 from atroposlib.utils.text import inert_block, near_name
 
 __all__ = [
@@ -61,11 +62,12 @@ def prepare_command() -> None:
     """Prepare the process of a command; `main` calls it first.
 
     Characters that the encoding of the terminal lacks are printed as `?`, instead of failing.
-    Requests to this machine do not go to a proxy.
+    Requests to this machine do not go to a proxy, and the limit of open files is raised.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
     exempt_this_machine()
+    allow_open_files()
 
 
 def integer_between(least: int, most: int) -> Callable[[str], int]:

@@ -1,4 +1,6 @@
 import gc
+import subprocess
+import sys
 
 import pytest
 
@@ -34,3 +36,19 @@ def test_collection_continues_after_a_failed_import():
         raise ModuleNotFoundError("torch")
 
     assert gc.isenabled()
+
+
+def test_soft_limit_of_open_files_is_raised():
+    code = (
+        "import resource\n"
+        "from atroposlib.utils.starting import allow_open_files\n"
+        "hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (64, hard))\n"
+        "allow_open_files()\n"
+        "soft, after = resource.getrlimit(resource.RLIMIT_NOFILE)\n"
+        "print(soft > 64 or hard == 64, after == hard)\n"
+    )
+
+    ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+
+    assert ran.stdout.split() == ["True", "True"]
