@@ -126,6 +126,8 @@ ENVIRONMENT_VARIABLES = {
     "`file:PATH` or `console`. The default is `off`.",
     "ATROPOS_TRACE_URL": "Address at which `view-run` links a group to its trace, with "
     "`{trace_id}` in it.",
+    "XDG_CACHE_HOME": "Folder of caches instead of `~/.cache`: bases of workspaces, and the last "
+    "published weights.",
     "NO_PROXY": "Hosts that are reached without the proxy of `HTTP_PROXY`, `HTTPS_PROXY` or "
     "`ALL_PROXY`; commands add this machine.",
     "OTEL_EXPORTER_OTLP_ENDPOINT": "Address of the collector for `ATROPOS_TRACING=otlp`; "

@@ -552,7 +552,11 @@ def _root_of_program(program: Path) -> Path:
 
 def _is_private(folder: Path) -> bool:
     """Whether a folder is, or contains, the home folder of this user."""
-    return Path.home().resolve().is_relative_to(folder.resolve())
+    try:
+        home = Path.home()
+    except RuntimeError:  # a user of any number in a container
+        return False
+    return home.resolve().is_relative_to(folder.resolve())
 
 
 def _virtual_environment(folder: Path, where: str) -> Software:

@@ -1,9 +1,10 @@
-"""A check, before work starts, whether a path can be written to."""
+"""A check, before work starts, whether a path can be written to; the folder of caches."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,6 +13,7 @@ from atroposlib.errors import ConfigError
 
 __all__ = [
     "FULL_DISK",
+    "cache_folder",
     "naming_writes",
     "require_writable_file",
     "require_writable_folder",
@@ -20,6 +22,22 @@ __all__ = [
 
 FULL_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """Errors of writing to a full disk, or beyond a quota or a limit."""
+
+
+def cache_folder(name: str) -> Path:
+    """Return the folder of a cache: `name` in `atropos` in `XDG_CACHE_HOME`, or in `~/.cache`.
+
+    Raises:
+        ConfigError: the user has no home folder, as in a container with a user of any number.
+    """
+    named = os.environ.get("XDG_CACHE_HOME")
+    try:
+        caches = Path(named) if named else Path.home() / ".cache"
+    except RuntimeError:
+        raise ConfigError(
+            "this user has no home folder for caches; set HOME or XDG_CACHE_HOME to a folder"
+        ) from None
+    return caches / "atropos" / name
 
 
 def require_writable_folder(folder: str | Path, setting: str | None, *, makes: bool = True) -> Path:

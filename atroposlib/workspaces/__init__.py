@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from atroposlib.errors import ConfigError
+from atroposlib.utils.writable import cache_folder
 from atroposlib.workspaces.container_engine import ContainerEngine, EngineOptions, as_options
 from atroposlib.workspaces.containers import ContainerWorkspaces
 from atroposlib.workspaces.interface import (
@@ -92,4 +93,4 @@ def _cache_folder() -> Path:
     named = os.environ.get(FOLDER_VARIABLE)
     if named:
         return Path(named).absolute()
-    return Path.home() / ".cache" / "atropos" / "workspaces"
+    return cache_folder("workspaces").absolute()

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from atroposlib.errors import ConfigError
 from atroposlib.utils.text import inert_line
-from atroposlib.utils.writable import naming_writes
+from atroposlib.utils.writable import cache_folder, naming_writes
 from example_trainer.weights.format import (
     MOST_FILE_BYTES,
     MOST_MANIFEST_BYTES,
@@ -78,8 +78,7 @@ _MAX_QUOTED_CHARACTERS = 200
 
 def default_mirror(url: str) -> Path:
     """Return the folder of the last version of a store, in the user's cache."""
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    return cache / "atropos" / "weights" / hashlib.sha256(url.encode()).hexdigest()[:16]
+    return cache_folder("weights") / hashlib.sha256(url.encode()).hexdigest()[:16]
 
 
 class PublishRules(NamedTuple):

@@ -7,7 +7,12 @@ from pathlib import Path
 import pytest
 
 from atroposlib.errors import ConfigError
-from atroposlib.utils.writable import require_writable_file, require_writable_folder, unwritable
+from atroposlib.utils.writable import (
+    cache_folder,
+    require_writable_file,
+    require_writable_folder,
+    unwritable,
+)
 
 
 def test_writable_folder_is_created_and_left_empty(tmp_path: Path) -> None:
@@ -93,3 +98,17 @@ def test_folder_that_is_only_looked_at_is_not_made(tmp_path: Path) -> None:
     require_writable_folder(tmp_path / "a" / "b", "--output", makes=False)
 
     assert list(tmp_path.iterdir()) == []
+
+
+def test_user_without_a_home_folder_is_asked_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_home() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", no_home)
+
+    with pytest.raises(ConfigError, match="set HOME or XDG_CACHE_HOME"):
+        cache_folder("weights")
+
+    monkeypatch.setenv("XDG_CACHE_HOME", "/caches")
+    assert cache_folder("weights") == Path("/caches/atropos/weights")
