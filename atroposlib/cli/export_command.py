@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import math
 import os
 import signal
 import sys
@@ -25,7 +26,7 @@ from atroposlib.exporting.output import Mode, kind_of, with_score
 from atroposlib.exporting.report import ExportReport, report_text
 from atroposlib.exporting.run import ExportRequest, ExportStoppedError, SourceRequest, run_export
 from atroposlib.exporting.texts import decoder_of
-from atroposlib.utils.command_parser import end_command, integer_between
+from atroposlib.utils.command_parser import end_command, integer_between, number_between
 from atroposlib.utils.text import find_common_prefix, without_secrets
 
 __all__ = [
@@ -115,7 +116,7 @@ def _add_selection_flags(parser: argparse.ArgumentParser, *, min_score_diff: flo
     )
     choice.add_argument(
         "--minimum-score-diff-max-min",
-        type=float,
+        type=number_between(-math.inf, math.inf),
         default=min_score_diff,
         help="minimum difference of scores, exclusive (%(default)s)",
     )

@@ -31,7 +31,8 @@ logger = logging.getLogger(__name__)
 SUFFIXES = (".jsonl", ".json", ".parquet", ".csv", ".yaml")
 PARQUET_ROWS = 1000
 """Rows of a Parquet file that are decoded at a time."""
-
+_LARGEST_FIELD = 2**31 - 1
+"""Characters of a value in a CSV file."""
 
 SHARD = re.compile(r"-\d{5}-of-(\d{5})(?:-[0-9a-f]+)?")
 """End of the name of one of several files of a split, with their number."""
@@ -109,11 +110,13 @@ def iter_records(path: Path) -> Iterator[Any]:
         loaded = _parsed_json(text) if path.suffix == ".json" else _parsed_yaml(text)
         yield from loaded if isinstance(loaded, list) else [loaded]
     elif path.suffix == ".csv":
+        csv.field_size_limit(_LARGEST_FIELD)  # of the process; documents exceed 128 KiB
         with path.open(encoding="utf-8-sig", newline="") as table:
+            rows = csv.DictReader(table)
             try:
-                yield from csv.DictReader(table)
+                yield from rows
             except csv.Error as error:
-                raise ValueError(f"not a table: {error}") from error
+                raise ValueError(f"not a table: line {rows.line_num}: {error}") from error
     else:
         with path.open(encoding="utf-8-sig", newline="\n") as lines:
             for number, line in enumerate(lines, start=1):

@@ -101,6 +101,13 @@ def test_csv_file_is_read_with_quoted_line_breaks(tmp_path: Path) -> None:
     assert rows == [{"question": "a, b\nc", "answer": "1"}, {"question": 'd "e"', "answer": "2"}]
 
 
+def test_csv_file_holds_whole_documents(tmp_path: Path) -> None:
+    path, document = tmp_path / "rows.csv", "word " * 100_000
+    path.write_text(f"question,answer\n{document},1\n")
+
+    assert read_records(path, COLUMNS) == [{"question": document, "answer": "1"}]
+
+
 def test_csv_file_with_a_short_row_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "rows.csv"
     path.write_text("question,answer\na,1\nb\n")
