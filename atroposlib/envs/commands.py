@@ -71,7 +71,7 @@ from atroposlib.errors import (
 )
 from atroposlib.utils.cli import UsageError, refused_values
 from atroposlib.utils.command_parser import exit_code_of, prepare_command
-from atroposlib.utils.text import InertFormatter, near_name, without_secrets
+from atroposlib.utils.text import InertFormatter, inert_line, near_name, without_secrets
 from atroposlib.utils.writable import require_writable_file, require_writable_folder
 
 if TYPE_CHECKING:
@@ -544,6 +544,8 @@ def make_command(
 
 
 _INTERRUPTED = 130
+_MAX_MESSAGE = 1000
+"""Characters of a refusal, which may quote a conversation."""
 
 
 def run_cli(env_cls: type[Any]) -> NoReturn:
@@ -552,7 +554,7 @@ def run_cli(env_cls: type[Any]) -> NoReturn:
     Raises:
         SystemExit: 0 on success; 1 without data, completions, episodes or service; 2 on a usage
             error or an invalid setting; 128 + signal number after a signal. Other exceptions pass
-            through, except refusals of an inference server, which end with 1.
+            through, except refusals of an inference server or a chat template, which end with 1.
     """
     program = Path(sys.argv[0]).name
     prepare_command()
@@ -581,14 +583,17 @@ def run_cli(env_cls: type[Any]) -> NoReturn:
             sys.stderr.write(f"{program}: error: {site} ended the program with SystemExit\n")
         raise
     except Exception as error:
+        from atroposlib.envs.checks.harness import describe_unrendered
         from atroposlib.envs.checks.report import traceback_site
         from atroposlib.envs.server_handling.retry import describe_refusal
 
-        refusal = describe_refusal(error)
-        if refusal is None:
+        message = describe_refusal(error) or describe_unrendered(error)
+        if message is None:
             raise
         site = traceback_site(error.__traceback__) or env_cls.__name__
-        sys.stderr.write(f"{program}: error: {site}: {refusal}\n")
+        sys.stderr.write(
+            f"{program}: error: {site}: {inert_line(message, max_characters=_MAX_MESSAGE)}\n"
+        )
         sys.exit(exit_code_of(error))
     sys.exit(0)
 

@@ -378,6 +378,24 @@ def test_run_cli_refusal_of_an_inference_server_is_one_line_with_its_call(
     )
 
 
+def test_run_cli_refusal_of_a_chat_template_is_one_line_with_its_place(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def apply_chat_template() -> None:
+        raise ValueError("Conversation roles\nmust alternate")
+
+    async def fail(_: Any) -> None:
+        apply_chat_template()
+
+    assert call(stand_in(process_manager=fail), "process", monkeypatch) == 1
+
+    assert re.fullmatch(
+        r"env\.py: error: .*test_commands\.py:\d+: the tokenizer's chat template does not render "
+        r"the conversation: ValueError: Conversation roles must alternate",
+        capsys.readouterr().err.splitlines()[-1],
+    )
+
+
 async def test_run_cli_inside_a_running_event_loop_works(monkeypatch: pytest.MonkeyPatch) -> None:
     assert built_by("serve", monkeypatch).ran == ["serve"]
 

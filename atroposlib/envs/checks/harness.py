@@ -210,14 +210,26 @@ def finding_on_error(
 
 def _description(error: Exception) -> str:
     """Return the text of an exception, prefixed if scoring timed out or a template failed."""
-    text = f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
-    if _is_unrendered(error):
-        reason = "it has none" if _lacks_template(error) else text
-        return f"the tokenizer's chat template does not render the conversation: {reason}"
+    unrendered = describe_unrendered(error)
+    if unrendered is not None:
+        return unrendered
+    text = _named(error)
     if isinstance(error, StepTimeoutError) or not _is_scoring_timeout(error):
         return text
     methods = [method_name(f) for f in _frames(error) if is_named_method(f, SCORE_METHODS)]
     return f"scoring timed out{f' in {methods[0]}' if methods else ''}: {text}"
+
+
+def describe_unrendered(error: Exception) -> str | None:
+    """Return the message of an exception of a chat template, None for others."""
+    if not _is_unrendered(error):
+        return None
+    reason = "it has none" if _lacks_template(error) else _named(error)
+    return f"the tokenizer's chat template does not render the conversation: {reason}"
+
+
+def _named(error: Exception) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
 def _is_scoring_timeout(error: Exception) -> bool:
