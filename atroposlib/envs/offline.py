@@ -26,6 +26,7 @@ from atroposlib.envs.scheduler import (
     next_item_of,
     setup_error_of,
 )
+from atroposlib.envs.server_handling.retry import describe
 from atroposlib.envs.server_handling.server_baseline import sampled_versions
 from atroposlib.envs.server_handling.server_manager import EngineWatch
 from atroposlib.envs.service_session import EnvRegistration
@@ -112,8 +113,13 @@ class ProcessRun:
         for task in started:
             if not task.done() or task.cancelled() or task.exception() is not None:
                 continue
-            if task.result().collected:
+            if not task.result().collected:
+                continue
+            try:
                 await self._write_rollout(task.result())
+            except Exception as error:  # noqa: BLE001 - must not replace that of the earlier item
+                logger.warning("a finished group is not recorded completely: %s", describe(error))
+                return
 
     async def _deliver_in_order(self, started: deque[asyncio.Task[_Rollout]]) -> None:
         """Roll out up to `max_num_workers` items at once; write groups in item order.

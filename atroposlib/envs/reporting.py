@@ -576,13 +576,19 @@ class Reporter:
     def wandb_run(self, run: Any) -> None:
         self.run_log.wandb_run = run
 
-    async def tolerate(self, result: Any, hook: str) -> None:
-        """Await the result of a hook; count and log its exception instead of raising it."""
+    async def tolerate(self, result: Any, hook: str) -> bool:
+        """Await the result of a hook; count and log its exception instead of raising it.
+
+        Returns:
+            Whether there was no exception.
+        """
         try:
             await settle(result)
         except Exception as error:  # noqa: BLE001 - counted and logged
             self._env.count_failure(type(error).__name__)
             self.errors.log(f"{hook} failed", error)
+            return False
+        return True
 
     def add_rollout(self, *, duration_s: float, has_data: bool) -> None:
         self.task_duration.append(duration_s)
@@ -807,14 +813,18 @@ class GroupWriter:
         Raises:
             GroupError: a value has no JSON form or is not finite; the message names its key, and
                 nothing is written.
+            OSError: the file cannot be written, as on a full disk; the error has its path.
         """
         try:
             line = encode_mapping(group)
         except ValueError as error:
             raise GroupError(f"the group cannot be written to {self.path}: {error}") from error
         with self._lock:
-            self._file.write(line + "\n")
-            self._file.flush()
+            try:
+                self._file.write(line + "\n")
+                self._file.flush()
+            except OSError as error:
+                raise OSError(error.errno, error.strerror, str(self.path)) from error
 
     def close(self) -> None:
         """Close the file; may be called more than once."""

@@ -48,6 +48,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from contextvars import ContextVar
 from dataclasses import dataclass
 from itertools import count
+from numbers import Real
 from typing import Any, NamedTuple, Protocol
 
 from atroposlib.envs.config import BaseEnvConfig, StragglerPolicyEnum
@@ -472,7 +473,12 @@ def check_signal(
     overrides = group.get("group_overrides") or {}
     if not isinstance(overrides, Mapping):
         return Admission("malformed", f"group_overrides: expected a mapping, got {overrides!r}")
-    expected = overrides.get("group_size", group_size)
+    expected: Any = overrides.get("group_size")
+    expected = group_size if expected is None else expected
+    is_number = isinstance(expected, Real)  # those of NumPy too
+    if not is_number:
+        detail = f"group_overrides['group_size']: expected a number, got {expected!r:.60}"
+        return Admission("malformed", detail)
     tokens = group.get("tokens")
     smallest = expected if smallest_size is None else min(smallest_size, expected)
     if tokens is not None and not smallest <= len(tokens) <= expected:
@@ -684,7 +690,9 @@ class GroupDelivery:
         with ExitStack() as spans:
             for span in [_group_span(group) for group in admitted]:
                 spans.enter_context(entered(span))
-            admitted = [group for group in admitted if await self._record_group(group, item)]
+            admitted = [
+                group for group in admitted if await self._record_group(group, item, is_sent)
+            ]
             if is_sent and admitted:
                 self.items_sent_this_step += len(admitted)
                 num_unusable = self.num_unusable_groups()
@@ -694,9 +702,13 @@ class GroupDelivery:
                 self._has_usable_groups |= self.num_unusable_groups() == num_unusable
 
     def close(self) -> None:
-        """Close the file of saved groups, if there is one."""
-        if self.jsonl_writer is not None:
+        """Close the file of saved groups, if there is one; an error is only logged."""
+        if self.jsonl_writer is None:
+            return
+        try:
             self.jsonl_writer.close()
+        except OSError as error:
+            logger.error("%s is not complete: %s", self.jsonl_writer.path, error.strerror)
 
     async def _admit_group(self, group: Any, *, limit_length: bool) -> bool:
         """Check one group; return whether it is admitted."""
@@ -745,8 +757,14 @@ class GroupDelivery:
             return False
         return True
 
-    async def _record_group(self, group: ScoredDataGroup, item: Item | None) -> bool:
-        """Add an admitted group to the table and the file; return whether it can be sent."""
+    async def _record_group(
+        self, group: ScoredDataGroup, item: Item | None, is_sent: bool
+    ) -> bool:
+        """Add an admitted group to the table and the file; return whether it can be sent.
+
+        Raises:
+            OSError: the file cannot be written, and the group is not sent.
+        """
         if self._env.config.include_messages and not group.get("messages"):
             group["messages"] = [
                 [{"role": "user", "content": await decode_long(self._env.tokenizer, tokens)}]
@@ -762,6 +780,11 @@ class GroupDelivery:
         except GroupError as error:
             self._drop_group(Admission("not_encodable", str(error)))
             return False
+        except OSError as error:
+            if not is_sent:
+                raise
+            self._reporter.failure_counts[type(error).__name__] += 1
+            self._reporter.errors.log("a group is sent, but not saved", error)
         return True
 
     def num_unusable_groups(self) -> int:

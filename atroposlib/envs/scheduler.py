@@ -67,7 +67,7 @@ from atroposlib.errors import (
     MissingExtraError,
     NoDataError,
 )
-from atroposlib.utils.aio import settle
+from atroposlib.utils.aio import refuse_cancelled, settle
 from atroposlib.utils.text import is_milestone
 from atroposlib.utils.tracing import Tracer, open_tracer, root_span
 
@@ -140,7 +140,7 @@ class RolloutScheduler:
         """Keep rollouts running until `refresh` returns False.
 
         Cancelling is safe; `shut_down` ends the rollouts. Raises the exceptions of both functions,
-        and the error passed to `stop`.
+        and the error passed to `stop`. A cancellation inside a function is a RuntimeError.
 
         Args:
             refresh: fetches the service's status and acts on a new step; False ends the run.
@@ -155,6 +155,9 @@ class RolloutScheduler:
         stopper = asyncio.create_task(self._is_stopped.wait())
         try:
             await asyncio.wait({poller, filler, stopper}, return_when=asyncio.FIRST_COMPLETED)
+            for task in (poller, filler):
+                if task.done():
+                    refuse_cancelled(task)
         finally:
             await _cancel_all({poller, filler, stopper})
         if self._fatal is not None:
@@ -330,7 +333,10 @@ class RolloutScheduler:
         if self.workers:
             logger.info("waiting up to %g s for %d groups being sent", grace_s, len(self.workers))
             await asyncio.wait(set(self.workers), timeout=grace_s)
+        if self.workers:
+            logger.warning("%d groups were not sent within %g s", len(self.workers), grace_s)
         for worker in self.workers:
+            self._count_failure("not_sent")
             worker.cancel()
         # Those that were cancelled above only end: another cancellation would stop their clean-up.
         ending = {*self.workers, *self._ending}
@@ -775,12 +781,13 @@ class ServingLoop:
             if staleness >= 0:  # else the trainer went back to a checkpoint
                 self._reporter.run_figures.add_staleness(staleness)
             num_unusable = self._delivery.num_unusable_groups()
-            await self._reporter.tolerate(
-                self._env.handle_send_to_api(scored, record["item"]), "sending a group"
+            is_delivered = await self._reporter.tolerate(
+                _called(self._env.handle_send_to_api, scored, record["item"]), "sending a group"
             )
             # A rollout with unusable groups only counts as failed and delays the next ones.
             is_unusable = self._delivery.is_unusable(scored, before=num_unusable)
-            self._failures_in_a_row = self._failures_in_a_row + 1 if is_unusable else 0
+            is_failed = is_unusable or not is_delivered
+            self._failures_in_a_row = self._failures_in_a_row + 1 if is_failed else 0
             error = self._delivery.error_of_first_groups()
             if error is not None:
                 self._scheduler.stop(error)

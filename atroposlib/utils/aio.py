@@ -4,6 +4,7 @@
 with several active threads the loop waits for each of them in turn, with one thread for one step.
 
 `all_results` and `end_task` leave no task running; `settle` awaits awaitable results.
+`refuse_cancelled` makes an error of a cancellation that came from the code of a task.
 `unless_disconnected` ends the work for an HTTP client that leaves.
 
 `decode_long` decodes in pieces, so that other rollouts run in between. A tokenizer holds the
@@ -31,6 +32,7 @@ __all__ = [
     "all_results",
     "decode_long",
     "end_task",
+    "refuse_cancelled",
     "settle",
     "unless_disconnected",
 ]
@@ -92,6 +94,26 @@ async def end_task(task: asyncio.Task[Any]) -> None:
         await asyncio.wait([task], timeout=_CANCEL_AGAIN_S)
     if not task.cancelled():
         task.exception()  # so that it is not logged as never retrieved
+
+
+def refuse_cancelled(task: asyncio.Task[Any]) -> None:
+    """Check that a finished task was not cancelled, for one that its owner has not cancelled.
+
+    Code that awaits a cancelled task raises its cancellation, which would look like an end without
+    an error.
+
+    Raises:
+        RuntimeError: it was cancelled; the cause has the line of code.
+    """
+    if not task.cancelled():
+        return
+    try:
+        task.result()
+    except asyncio.CancelledError as cancelled:
+        raise RuntimeError(
+            "the run was cancelled by its own code, which let a CancelledError pass, such as that of "
+            "a cancelled task"
+        ) from cancelled
 
 
 async def unless_disconnected(

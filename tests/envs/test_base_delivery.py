@@ -85,6 +85,7 @@ async def test_send_twice_the_same_group_works(env: Any) -> None:
         (group(tokens=[[1]], masks=[[1]], scores=[1.0]), "wrong_size"),
         (group(masks=[[-100], [-100, 67, 68]]), "malformed"),
         ({"tokens": [[1], [2]]}, "malformed"),
+        (group(group_overrides={"group_size": "2"}), "malformed"),
     ],
 )
 async def test_send_drops_and_counts(
@@ -96,6 +97,49 @@ async def test_send_drops_and_counts(
     assert env.items_sent_this_step == 0
     assert env.drop_counts == {reason: 1}
     assert f"group dropped ({reason})" in caplog.text
+
+
+@pytest.mark.parametrize("size", [None, np.int64(2)])
+async def test_group_size_may_be_of_the_settings_or_of_numpy(env: Any, size: Any) -> None:
+    await env.handle_send_to_api(group(group_overrides={"group_size": size}))
+
+    assert len(env.service_session.sent) == 1
+
+
+class FullDisk:
+    """A file that cannot be written."""
+
+    def write(self, _: str) -> None:
+        raise OSError(28, "No space left on device")
+
+    def close(self) -> None:
+        self.write("")
+
+
+async def test_group_is_sent_if_its_file_cannot_be_written(
+    make_env: MakeEnv, caplog: pytest.LogCaptureFixture
+) -> None:
+    env = make_env(data_path_to_save_groups="g.jsonl")
+    env.service_session = RecordingSession()
+    env.jsonl_writer._file.close()
+    env.jsonl_writer._file = FullDisk()
+
+    await env.handle_send_to_api(group())
+    env._close_records()
+
+    assert len(env.service_session.sent) == 1
+    assert env.failure_counts == {"OSError": 1}
+    assert "sent, but not saved: [Errno 28] No space left on device: 'g.jsonl'" in caplog.text
+    assert "g.jsonl is not complete" in caplog.text
+
+
+async def test_group_that_is_only_saved_fails_with_its_file(make_env: MakeEnv) -> None:
+    env = make_env(data_path_to_save_groups="g.jsonl")
+    env.jsonl_writer._file.close()
+    env.jsonl_writer._file = FullDisk()
+
+    with pytest.raises(OSError, match=r"No space left on device: 'g\.jsonl'"):
+        await env.handle_send_to_api(group(), do_send_to_api=False)
 
 
 async def test_drops_of_one_reason_are_told_ever_more_rarely(

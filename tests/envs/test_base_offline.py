@@ -657,3 +657,54 @@ async def test_process_with_a_list_in_place_of_a_pair_keeps_the_group(make_env: 
     await process(env, groups=2)
 
     assert env.drop_counts == {"malformed": 2}
+
+
+async def await_a_cancelled_task(*_: Any) -> Any:
+    task = asyncio.create_task(asyncio.sleep(100))
+    task.cancel()
+    await task
+
+
+@pytest.mark.parametrize("hook", ["get_next_item", "collect_trajectories"])
+async def test_process_does_not_take_a_cancellation_of_the_environment_for_its_end(
+    make_env: MakeEnv, hook: str
+) -> None:
+    env = make_env(data_path_to_save_groups="groups.jsonl")
+    setattr(env, hook, await_a_cancelled_task)
+
+    with pytest.raises(RuntimeError, match="cancelled by its own code") as caught:
+        await process(env, groups=2)
+
+    assert isinstance(caught.value.__cause__, asyncio.CancelledError)
+
+
+async def test_evaluate_does_not_take_a_cancellation_of_the_environment_for_its_end(
+    make_env: MakeEnv,
+) -> None:
+    env = make_env()
+    env.evaluate = await_a_cancelled_task
+
+    with pytest.raises(RuntimeError, match="cancelled by its own code"):
+        await env._run_evaluate()
+
+
+async def test_process_raises_the_first_error_of_a_hook_that_fails_for_every_group(
+    make_env: MakeEnv, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    env = make_env(data_path_to_save_groups="groups.jsonl", max_num_workers=3)
+    num_calls = 0
+
+    async def fail(_: Any) -> None:
+        nonlocal num_calls
+        num_calls += 1
+        await asyncio.sleep(0.05)  # the other items finish
+        raise ZeroDivisionError(f"call {num_calls}")
+
+    env.wandb_log = fail
+
+    with pytest.raises(ZeroDivisionError, match="call 1") as caught:
+        await process(env, groups=3)
+
+    assert caught.value.__context__ is None
+    assert len(records(tmp_path / "groups.jsonl")) == 2
+    assert "not recorded completely: ZeroDivisionError: call 2" in caplog.text

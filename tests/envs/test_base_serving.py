@@ -152,6 +152,27 @@ async def test_serve_malformed_groups_hold_back_the_next_as_failures_do(
     assert "(failures so far: none; groups dropped: {'malformed': " in caplog.text
 
 
+class WrongCells(SmallEnv):
+    def rollout_cells(self, item: Any) -> Any:
+        raise ZeroDivisionError("a cell")
+
+
+async def test_serve_hook_that_fails_for_every_group_holds_back_the_next(
+    service: LiveService, make_env: MakeEnv, caplog: pytest.LogCaptureFixture
+) -> None:
+    service.start()
+    env = make_env(WrongCells, rollout_server_url=service.url)
+
+    async with ScriptedTrainer(service.url) as trainer:
+        await trainer.register()
+        serving = asyncio.create_task(env.env_manager())
+        await until(lambda: "in a row without a usable group" in caplog.text)
+        serving.cancel()
+        await asyncio.gather(serving, return_exceptions=True)
+
+    assert "sending a group failed: a cell" in caplog.text
+
+
 @pytest.mark.parametrize("usable_items", [0, 4])
 async def test_serve_whose_first_groups_are_all_malformed_ends_and_says_why(
     service: LiveService,

@@ -253,6 +253,21 @@ async def test_run_passes_on_what_fill_raises() -> None:
         await rig.scheduler.run(refresh=refresh, fill=fill, interval_s=INTERVAL_S)
 
 
+async def test_run_does_not_take_a_cancellation_inside_fill_for_its_end() -> None:
+    rig = Rig()
+
+    async def refresh() -> bool:
+        return True
+
+    async def fill() -> None:
+        task = asyncio.create_task(asyncio.sleep(100))
+        task.cancel()
+        await task
+
+    with pytest.raises(RuntimeError, match="cancelled by its own code"):
+        await rig.scheduler.run(refresh=refresh, fill=fill, interval_s=INTERVAL_S)
+
+
 async def test_request_refresh_comes_before_the_interval_is_over() -> None:
     rig = Rig()
     refreshed = asyncio.Event()
@@ -312,6 +327,17 @@ async def test_shut_down_does_not_interrupt_the_clean_up_of_a_cancelled_rollout(
     await rig.scheduler.shut_down(grace_s=5)
 
     assert len(cleaned_up) == 1
+
+
+async def test_shut_down_counts_groups_that_were_not_sent(caplog: pytest.LogCaptureFixture) -> None:
+    rig = Rig("ab")
+    await rig.fill(2)
+    rig.scheduler.running_items.clear()  # both have a group, which is sent
+
+    await rig.scheduler.shut_down(grace_s=0.01)
+
+    assert rig.failures == {"not_sent": 2}
+    assert "2 groups were not sent within 0.01 s" in caplog.text
 
 
 async def test_shut_down_lets_rollouts_finish_within_their_grace() -> None:

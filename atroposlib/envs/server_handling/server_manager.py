@@ -62,7 +62,7 @@ from atroposlib.envs.server_handling.sglang_server import SGLangServer
 from atroposlib.envs.server_handling.trl_vllm_server import TrlVllmServer
 from atroposlib.envs.server_handling.vllm_server import VLLMServer
 from atroposlib.errors import ConfigError, EngineSetupError, NoTokenIdsError
-from atroposlib.utils.aio import LoopTurns, all_results
+from atroposlib.utils.aio import LoopTurns, all_results, refuse_cancelled
 from atroposlib.utils.text import without_secrets
 
 if TYPE_CHECKING:
@@ -808,11 +808,16 @@ class EngineWatch:
 
         Returns:
             Whether `work` ended by itself; its exceptions are raised.
+
+        Raises:
+            RuntimeError: a cancellation inside `work` ended it, such as that of a task it awaited.
         """
         working = asyncio.create_task(work)
         watching = asyncio.create_task(self.wait_until_away(limit_s))
         try:
             await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
+            if working.done():
+                refuse_cancelled(working)
             return working.done()
         finally:
             working.cancel()
