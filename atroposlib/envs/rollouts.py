@@ -757,9 +757,7 @@ class GroupDelivery:
             return False
         return True
 
-    async def _record_group(
-        self, group: ScoredDataGroup, item: Item | None, is_sent: bool
-    ) -> bool:
+    async def _record_group(self, group: ScoredDataGroup, item: Item | None, is_sent: bool) -> bool:
         """Add an admitted group to the table and the file; return whether it can be sent.
 
         Raises:

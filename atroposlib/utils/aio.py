@@ -111,8 +111,8 @@ def refuse_cancelled(task: asyncio.Task[Any]) -> None:
         task.result()
     except asyncio.CancelledError as cancelled:
         raise RuntimeError(
-            "the run was cancelled by its own code, which let a CancelledError pass, such as that of "
-            "a cancelled task"
+            "the run was cancelled by its own code, which let a CancelledError pass, such as that "
+            "of a cancelled task"
         ) from cancelled
 
 
