@@ -250,8 +250,9 @@ class EnvCommand(Cmd):  # type: ignore[misc]  # an untyped base
 
     def layered(self, yaml_config: Mapping[str, Any]) -> Settings:
         """Return the effective settings: defaults, then the YAML file, then flags."""
+        name = class_name(self.env_cls, self.defaults)
         return layer_settings(
-            self.command, self.defaults, yaml_config, self.typed_flags(), env_name=self.env_cls.name
+            self.command, self.defaults, yaml_config, self.typed_flags(), env_name=name
         )
 
     def typed_flags(self) -> dict[str, Any]:
@@ -480,6 +481,24 @@ def _types_of(returned: Any) -> str:
     return type(returned).__name__
 
 
+def class_name(env_cls: type[Any], defaults: Defaults) -> str | None:
+    """Return the attribute `name` of an environment class; None if it has none, or a property.
+
+    Raises:
+        ConfigError: it is not a string, and `config_init` sets no `wandb_name` in its place.
+    """
+    name = env_cls.name
+    if name is None or isinstance(name, str):
+        return name
+    if hasattr(name, "__get__"):  # a property, which only instances have
+        return None
+    if defaults.env_settings.get("wandb_name") is None:
+        raise ConfigError(
+            f"{env_cls.__name__}.name in {file_of(env_cls)} is {name!r:.60}; expected a string"
+        )
+    return str(name)
+
+
 def flag_fields(
     model_class: type[BaseModel], prefix: str, values: Mapping[str, Any]
 ) -> dict[str, Any]:
@@ -525,7 +544,8 @@ def make_command(
     """
     defaults = environment_defaults(env_cls)
     defaults = defaults._replace(env_settings={**defaults.env_settings, **own_settings})
-    forced = forced_env_settings(kind.command, defaults.env_settings, env_name=env_cls.name)
+    name = class_name(env_cls, defaults)
+    forced = forced_env_settings(kind.command, defaults.env_settings, env_name=name)
     fields = {
         **flag_fields(defaults.config_class, ENV_PREFIX, {**defaults.env_settings, **forced}),
         **flag_fields(

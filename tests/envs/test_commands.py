@@ -542,3 +542,31 @@ def test_run_cli_exit_of_the_environment_names_its_line(
 
     assert call(stand_in(env_manager=leave), "serve", monkeypatch) == 3
     assert "test_commands.py:" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["serve", "process", "evaluate", "check"])
+def test_run_cli_name_that_is_no_string_is_refused(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert call(stand_in(name=3), command, monkeypatch) == 2
+    assert re.search(r"StandIn\.name in .* is 3; expected a string", capsys.readouterr().err)
+
+
+@pytest.mark.parametrize("name", [3, property(lambda env: "own")])
+def test_name_that_the_run_does_not_need_is_not_refused(
+    name: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def config_init() -> tuple[Any, Any]:
+        return StandInConfig(wandb_name="run"), StandInEnv.servers
+
+    env = built_by("serve", monkeypatch, name=name, config_init=staticmethod(config_init))
+
+    assert env.config.wandb_name == "run"
+
+
+def test_process_of_an_environment_with_a_property_as_name_has_the_default_file(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    env = built_by("process", monkeypatch, name=property(lambda env: "own"))
+
+    assert env.config.data_path_to_save_groups == "data/groups.jsonl"

@@ -14,7 +14,7 @@ from atroposlib.envs.server_handling.engine_http import root_of
 from atroposlib.envs.server_handling.openai_server import OpenAIServer
 from atroposlib.envs.server_handling.retry import RetriesExhaustedError
 from atroposlib.envs.server_handling.vllm_server import VLLMServer
-from atroposlib.errors import ConfigError
+from atroposlib.errors import ConfigError, ContextOverflowError
 from tests.fakes import CharTokenizer, Fault, ScriptedEngine, logprob_of
 
 MakeServer = Callable[..., VLLMServer]
@@ -97,6 +97,52 @@ async def test_unlimited_request_asks_for_what_the_context_leaves(make_server: M
 
         limits = [request.body["max_tokens"] for request in engine.requests[1:]]
         assert limits == [50 - 3, 50 - 21]
+
+
+@pytest.mark.parametrize(("restarted_with", "max_age_s"), [(30, 3600.0), (80, -1.0)])
+async def test_unlimited_request_follows_an_engine_restarted_with_another_context(
+    restarted_with: int, max_age_s: float, make_server: MakeServer
+) -> None:
+    async with ScriptedEngine(["ok"], max_model_len=50) as engine:
+        server = make_server(engine, VLLMServer)
+        await server.tokens_and_logprobs_completion(prompt="hi", max_tokens=None)
+
+        engine.max_model_len = restarted_with
+        server.context_max_age_s = max_age_s
+        answer = await server.tokens_and_logprobs_completion(prompt="hi", max_tokens=None)
+
+        assert answer[1] == [REPLY_IDS]
+        assert engine.requests[-1].body["max_tokens"] == restarted_with - 3
+
+
+async def test_prompt_that_is_too_long_for_an_unlimited_request_is_refused_once(
+    make_server: MakeServer,
+) -> None:
+    async with ScriptedEngine(["ok"], max_model_len=10) as engine:
+        server = make_server(engine, VLLMServer)
+
+        with pytest.raises(ContextOverflowError):
+            await server.tokens_and_logprobs_completion(prompt="x" * 20, max_tokens=None)
+
+        assert len(engine.requests) == 2  # one of them looks for the route
+
+
+async def test_unlimited_requests_at_the_same_time_ask_for_the_context_once(
+    make_server: MakeServer,
+) -> None:
+    async with ScriptedEngine(["ok"]) as engine:
+        server = make_server(engine, VLLMServer)
+        await server.tokens_and_logprobs_completion(prompt="hi")
+        num_listings = engine.num_listings
+
+        await asyncio.gather(
+            *(
+                server.tokens_and_logprobs_completion(prompt="hi", max_tokens=None)
+                for _ in range(10)
+            )
+        )
+
+        assert engine.num_listings == num_listings + 1
 
 
 async def test_unlimited_request_for_an_adapter_asks_for_the_context_of_its_base_model(

@@ -12,6 +12,7 @@ Two routes return the sampled ids and their logprobs:
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -35,7 +36,7 @@ from atroposlib.envs.server_handling.openai_compatible import (
     tokenizer_name_of,
     top_k_of,
 )
-from atroposlib.envs.server_handling.retry import EngineStatusError
+from atroposlib.envs.server_handling.retry import EngineStatusError, as_context_overflow
 from atroposlib.envs.server_handling.server_baseline import (
     SEND_COST_S,
     SharedSearch,
@@ -206,14 +207,19 @@ class VLLMServer(TokenServer):
 
     lists_every_model = True
 
+    context_max_age_s = 60.0
+    """Seconds after which the context length is asked again: an engine may have been restarted."""
+
     _token_route: TokenRoute | None = None
     _context_length: int | None = None
+    _context_asked_at = -math.inf
 
     def __init__(
         self, config: APIServerConfig, reasoning_config: ReasoningConfig | None = None
     ) -> None:
         super().__init__(config, reasoning_config)
         self._route_search: SharedSearch[TokenRoute] = SharedSearch()
+        self._context_search: SharedSearch[None] = SharedSearch()
         # Users may replace the class during construction only, so its method is read here.
         self._from_pretrained = AutoTokenizer.from_pretrained
 
@@ -264,7 +270,22 @@ class VLLMServer(TokenServer):
         if self._token_route == "/generate":
             body = generate_body(prompt_ids, options)
             return await self.http.post_json("/generate", body, timeout_s=timeout_s)
-        options = await self._with_limit(options, num_prompt_ids=len(prompt_ids))
+        limited = await self._with_limit(options, num_prompt_ids=len(prompt_ids))
+        try:
+            return await self._post_completions(prompt_ids, limited, timeout_s)
+        except EngineStatusError as error:
+            if limited is options or as_context_overflow(error) is None:
+                raise
+            # Maybe the engine was restarted with a shorter context.
+            self._context_asked_at = -math.inf
+            asked_again = await self._with_limit(options, num_prompt_ids=len(prompt_ids))
+            if asked_again == limited:
+                raise
+        return await self._post_completions(prompt_ids, asked_again, timeout_s)
+
+    async def _post_completions(
+        self, prompt_ids: list[int], options: dict[str, Any], timeout_s: float | None
+    ) -> Any:
         body = completions_body(self.config.model_name, prompt_ids, options)
         return await self.http.post_json(
             "/v1/completions", body, timeout_s=timeout_s, decoder=COMPLETIONS_DECODER
@@ -274,13 +295,8 @@ class VLLMServer(TokenServer):
         """Replace a limit of None by the rest of the context: the engine reads null as 16."""
         if "max_tokens" not in options or options["max_tokens"] is not None:
             return options
-        if self._context_length is None:
-            listing = await self.http.get_json("/v1/models")
-            models = {model["id"]: model for model in listing["data"]}
-            own = models.get(self.config.model_name, {})
-            # vLLM lists the length of an adapter with its base model only.
-            base = models.get(own.get("parent"), {})
-            self._context_length = own.get("max_model_len") or base.get("max_model_len")
+        if time.monotonic() - self._context_asked_at > self.context_max_age_s:
+            await self._context_search.result(self._ask_for_context)
         if self._context_length is None:
             raise ConfigError(
                 f"server {self.http.shown_url} does not report the context length of model "
@@ -288,6 +304,15 @@ class VLLMServer(TokenServer):
             )
         # At least 1, so that the engine itself refuses a prompt that is too long.
         return {**options, "max_tokens": max(1, self._context_length - num_prompt_ids)}
+
+    async def _ask_for_context(self) -> None:
+        listing = await self.http.get_json("/v1/models")
+        models = {model["id"]: model for model in listing["data"]}
+        own = models.get(self.config.model_name, {})
+        # vLLM lists the length of an adapter with its base model only.
+        base = models.get(own.get("parent"), {})
+        self._context_length = own.get("max_model_len") or base.get("max_model_len")
+        self._context_asked_at = time.monotonic()
 
     async def _find_route(self, some_ids: list[int]) -> TokenRoute:
         options = {"max_tokens": 1}
