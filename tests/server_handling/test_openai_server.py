@@ -184,6 +184,19 @@ async def test_ignored_n_is_remembered_if_warnings_are_errors(
     assert server.config.n_kwarg_is_ignored
 
 
+async def test_seeded_requests_in_place_of_n_do_not_repeat_each_other(
+    make_server: Callable[..., OpenAIServer],
+) -> None:
+    async with ScriptedEngine(["a"], honours_n=False) as engine:
+        server = make_server(engine)
+
+        with pytest.warns(UserWarning, match="ignores n"):
+            await server.chat_completion(messages=MESSAGES, n=3, seed=7)
+        await server.completion(prompt="hi", n=3, seed=7)
+
+        assert sorted(request.body["seed"] for request in engine.requests) == [7, 7, 8, 8, 9, 9]
+
+
 async def test_other_wrong_counts_are_an_error(
     engine: ScriptedEngine, make_server: Callable[..., OpenAIServer]
 ) -> None:

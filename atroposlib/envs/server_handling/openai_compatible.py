@@ -431,7 +431,7 @@ class OpenAICompatibleServer(APIServer):
             api_key=self.config.api_key,
         )
         if self.config.n_kwarg_is_ignored:
-            answers = await all_results(ask(**single) for _ in range(wanted))
+            answers = await all_results(ask(**_seeded(single, i)) for i in range(wanted))
             return append_choices(answers[0], answers[1:])
         answer = await ask(**kwargs)
         received = len(answer.choices)
@@ -448,7 +448,14 @@ class OpenAICompatibleServer(APIServer):
             "sending one request per choice from now on (set n_kwarg_is_ignored to skip the test)",
             stacklevel=2,
         )
-        return append_choices(answer, await all_results(ask(**single) for _ in range(wanted - 1)))
+        others = await all_results(ask(**_seeded(single, i)) for i in range(1, wanted))
+        return append_choices(answer, others)
+
+
+def _seeded(kwargs: dict[str, Any], index: int) -> dict[str, Any]:
+    """Return the request for one choice: with the same seed, all choices would be equal."""
+    seed = kwargs.get("seed")
+    return kwargs if seed is None else {**kwargs, "seed": seed + index}
 
 
 def other_limit_name(error: Exception, kwargs: Mapping[str, Any]) -> str | None:
