@@ -18,7 +18,7 @@ from openai.types.chat.chat_completion import Choice
 from atroposlib.envs.server_handling.chat_rendering import ToolCallChat, ToolCallChoice
 from atroposlib.envs.server_handling.server_baseline import note_node
 from atroposlib.envs.server_handling.turn_recording import SequenceNode
-from atroposlib.errors import InferenceError
+from atroposlib.errors import InferenceError, NoTextCompletionsError
 from atroposlib.utils.text import without_secrets
 from atroposlib.utils.tracing import trace_headers
 
@@ -33,6 +33,10 @@ _SHORT_TIMEOUT_S = 30.0
 _CHAT_TIMEOUT_S = 300.0
 _CHAT_DEFAULTS: Mapping[str, Any] = {"max_tokens": 1024, "temperature": 1.0, "n": 1}
 _LOCAL_ONLY = ("split", "skip_reasoning", "timeout", "extra_headers")
+
+
+class ChatsOnlyError(NoTextCompletionsError, NotImplementedError):
+    """A session at a proxy was asked to continue a text; environments then send a chat."""
 
 
 async def create_proxy_session(
@@ -124,7 +128,7 @@ class ProxyManagedServer:
         return ToolCallChat.model_validate({**answer, "choices": choices})
 
     async def completion(self, **kwargs: Any) -> NoReturn:
-        raise NotImplementedError("a session at a proxy answers chats only; use chat_completion")
+        raise ChatsOnlyError("a session at a proxy answers chats only; use chat_completion")
 
     def get_state(self) -> dict[str, Any]:
         return {"nodes": list(self._nodes)}
