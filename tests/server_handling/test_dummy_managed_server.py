@@ -55,6 +55,21 @@ async def test_message_without_content_leaves_its_place_empty(harness: ServerHar
     assert session.current_nodes[0].full_text == "user:hi\n\nassistant:\n\nassistant:a"
 
 
+async def test_messages_may_be_objects_of_the_client(harness: ServerHarness) -> None:
+    harness.response_map = {"": create_chat_completion(["a", "b"])}
+    harness.conv_to_dictkey = lambda _: ""  # type: ignore[method-assign]
+    session = DummyManagedServer(harness)
+    first = await session.chat_completion(messages=MESSAGES)
+
+    parts = [{"type": "text", "text": "and"}, {"type": "text", "text": " now?"}]
+    said = [first.choices[0].message, {"role": "user", "content": parts}]
+    await session.chat_completion(messages=[MESSAGES[1], *said])
+
+    assert session.current_nodes[-1].full_text == (
+        "user:hi\n\nassistant:a\n\nuser:and now?\n\nassistant:a"
+    )
+
+
 async def test_reset_empties_and_state_of_before_stays(harness: ServerHarness) -> None:
     session = DummyManagedServer(harness)
     await session.completion(prompt="p")

@@ -31,11 +31,13 @@ from atroposlib.envs.server_handling.chat_rendering import (
     TextAnswer,
     ToolAnswer,
     as_finish_reason,
+    as_mapping,
     build_chat,
     build_completion,
     encode_model_text,
     render_either,
     render_messages,
+    text_of_content,
     text_of_end,
 )
 from atroposlib.envs.server_handling.openai_compatible import (
@@ -166,7 +168,8 @@ class DummyManagedServer:
 
     async def chat_completion(self, **kwargs: Any) -> ChatCompletion:
         answer: ChatCompletion = await self.server.chat_completion(**kwargs)
-        blocks = [f"{m['role']}:{m.get('content') or ''}" for m in kwargs["messages"]]
+        messages = map(as_mapping, kwargs["messages"])
+        blocks = [f"{m['role']}:{text_of_content(m.get('content'))}" for m in messages]
         for choice in answer.choices:
             text = "\n\n".join([*blocks, f"assistant:{choice.message.content or ''}"])
             self._track(text, choice.finish_reason)
