@@ -85,6 +85,7 @@ __all__ = [
     "completion_lengths",
     "gather_rollouts",
     "run_group",
+    "settings_without_effect",
     "wrong_number",
 ]
 
@@ -127,6 +128,26 @@ class StragglerRule:
     def is_waiting(self) -> bool:
         """Whether rollouts have no time limit."""
         return self.policy == StragglerPolicyEnum.WAIT or self.timeout_s <= 0
+
+
+def settings_without_effect(config: BaseEnvConfig) -> list[str]:
+    """Return a message for each setting of rollouts that others deprive of its effect."""
+    rule, found = StragglerRule.from_config(config), []
+    if config.max_num_workers == 0:
+        found.append("max_num_workers is 0: `serve` starts no rollout; -1 is the default")
+    if rule.policy == StragglerPolicyEnum.WAIT and rule.timeout_s > 0:
+        found.append("straggler_timeout_s has no effect: straggler_policy is WAIT")
+    if rule.policy in (StragglerPolicyEnum.SHRINK, StragglerPolicyEnum.GIVE_UP):
+        name = rule.policy.value
+        if rule.timeout_s <= 0:
+            found.append(f"straggler_policy {name} has no effect: straggler_timeout_s is not set")
+        elif rule.policy == StragglerPolicyEnum.SHRINK and not rule.shrunk_sizes(config.group_size):
+            found.append(
+                f"straggler_policy SHRINK has no effect: no number from min_group_size "
+                f"({rule.min_group_size}) on divides group_size ({config.group_size}), as the size "
+                "of a shrunk group must"
+            )
+    return found
 
 
 async def run_group(

@@ -47,6 +47,7 @@ from atroposlib.envs.rollouts import (
     UnfinishedGroups,
     annotate_groups,
     as_pair,
+    settings_without_effect,
 )
 from atroposlib.envs.run_snapshot import RepeatedErrors
 from atroposlib.envs.server_handling.server_baseline import sampled_versions
@@ -550,6 +551,8 @@ class ServingLoop:
             ending.push_async_callback(self._log_last_metrics)
             ending.push_async_exit(self._end_rollouts)
             ending.push_async_callback(self._evaluations.shut_down, grace_s=env.shutdown_grace_s)
+            for text in settings_without_effect(env.config):
+                logger.warning("%s", text)
             await settle(env.setup())
             expect_engine_tokenizer(env.server, env.tokenizer, name=env.config.tokenizer_name)
             await env.setup_wandb()

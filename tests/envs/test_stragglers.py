@@ -4,13 +4,19 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import re
 from collections import Counter
 from typing import Any
 
 import pytest
 
-from atroposlib.envs.config import StragglerPolicyEnum
-from atroposlib.envs.rollouts import StragglerError, StragglerRule, run_group
+from atroposlib.envs.config import BaseEnvConfig, StragglerPolicyEnum
+from atroposlib.envs.rollouts import (
+    StragglerError,
+    StragglerRule,
+    run_group,
+    settings_without_effect,
+)
 
 SOON_S = 0.02
 
@@ -169,3 +175,28 @@ async def test_cancelling_the_group_ends_every_rollout(policy: str) -> None:
 
     assert group.cancelled()
     assert rollouts.num_cancelled == 2
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, None),
+        ({"max_num_workers": 0}, "starts no rollout"),
+        ({"straggler_timeout_s": 5}, "straggler_timeout_s has no effect"),
+        ({"straggler_policy": "RETRY"}, None),  # it restarts groups after worker_timeout
+        ({"straggler_policy": "GIVE_UP"}, "GIVE_UP has no effect: straggler_timeout_s"),
+        ({"straggler_policy": "SHRINK"}, "SHRINK has no effect: straggler_timeout_s"),
+        (
+            {"straggler_policy": "SHRINK", "straggler_timeout_s": 5, "group_size": 3},
+            r"no number from min_group_size \(2\) on divides group_size \(3\)",
+        ),
+        ({"straggler_policy": "SHRINK", "straggler_timeout_s": 5, "group_size": 4}, None),
+    ],
+)
+def test_settings_without_effect_are_named(settings: dict[str, Any], message: str | None) -> None:
+    found = settings_without_effect(BaseEnvConfig(**settings))
+
+    if message is None:
+        assert found == []
+    else:
+        assert re.search(message, *found)
