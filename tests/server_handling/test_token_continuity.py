@@ -6,11 +6,14 @@ import json
 import random
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from atroposlib.envs.server_handling.managed_server import ManagedServer
 from tests.server_handling.conversation_plans import (
     TEXTS,
     THINKING,
@@ -145,3 +148,35 @@ def test_shipped_tokenizer_is_what_the_script_makes(name: str, tmp_path: Path) -
     for file in ("tokenizer.json", "tokenizer_config.json"):
         assert folder.joinpath(file).read_text("utf-8") == (FOLDER / name / file).read_text("utf-8")
         assert (FOLDER / name / file).stat().st_size < 60_000
+
+
+SPACED_TEMPLATE = (
+    "{% for m in messages %}{% if m['role'] == 'user' %}[INST] {{ m['content'] }} [/INST]"
+    "{% else %} {{ m['content'] | trim }} </s>{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("ends", [["</s>"], ["<s>", "</s>"]])
+async def test_end_after_a_space_of_the_template_is_there_once(ends: list[str]) -> None:
+    tokenizer = load_tokenizer("mistral")
+    tokenizer.chat_template = SPACED_TEMPLATE
+    reply = tokenizer.encode("yes", add_special_tokens=False)
+    reply += tokenizer.convert_tokens_to_ids(ends)
+
+    class Engine:
+        config = SimpleNamespace(model_name="m")
+
+        async def tokens_and_logprobs_completion(self, *, input_ids: list[int], **_: Any) -> Any:
+            return input_ids, [reply], [[-0.5] * len(reply)], ["stop"]
+
+    session = ManagedServer(Engine(), tokenizer)
+    messages: list[Any] = [{"role": "user", "content": "a"}]
+    answer = await session.chat_completion(messages=messages)
+    messages.append({"role": "assistant", "content": answer.choices[0].message.content})
+    messages.append({"role": "user", "content": "b"})
+
+    await session.chat_completion(messages=messages)
+
+    (node,) = session.get_state()["nodes"]
+    end = "".join(ends)
+    assert tokenizer.decode(node.tokens) == f"<s>[INST] a [/INST]yes{end}[INST] b [/INST]yes{end}"

@@ -664,11 +664,13 @@ class TurnRequest:
         """Return [P] ids to send, with the ids of the continued sequence unchanged."""
         if self.parent is None:
             return encode_prompt(self.tokenizer, self.prompt)
-        added, end_text = self.parent.added_text, self._last.end_text if self._last else ""
-        if end_text and added.lstrip().startswith(end_text):
+        added, node = self.parent.added_text, self.parent.record.node
+        num_end_ids = self._last.num_end_ids if self._last else 0
+        # The template may write only the last of several special tokens.
+        ends = (text_of_end(self.tokenizer, node.tokens[-n:]) for n in range(1, num_end_ids + 1))
+        if any(end and added.lstrip().startswith(end) for end in ends):
             added = added.lstrip()  # a space before the end would hide that it was sampled
         added_ids = encode_added(self.tokenizer, added)
-        node = self.parent.record.node
         return continue_ids(node, added_ids, lambda i: is_hidden(self.tokenizer, i))
 
     def check_prompt(self) -> None:
