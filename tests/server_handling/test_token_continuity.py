@@ -156,20 +156,47 @@ SPACED_TEMPLATE = (
 )
 
 
+class RepeatingEngine:
+    """Samples the same ids for every prompt."""
+
+    config = SimpleNamespace(model_name="m")
+
+    def __init__(self, reply: list[int]) -> None:
+        self.reply = reply
+
+    async def tokens_and_logprobs_completion(self, *, input_ids: list[int], **_: Any) -> Any:
+        return input_ids, [self.reply], [[-0.5] * len(self.reply)], ["stop"]
+
+
+@pytest.mark.parametrize("is_restored", [False, True])
 @pytest.mark.parametrize("ends", [["</s>"], ["<s>", "</s>"]])
-async def test_end_after_a_space_of_the_template_is_there_once(ends: list[str]) -> None:
+async def test_end_after_a_space_of_the_template_is_there_once(
+    ends: list[str], is_restored: bool
+) -> None:
     tokenizer = load_tokenizer("mistral")
     tokenizer.chat_template = SPACED_TEMPLATE
-    reply = tokenizer.encode("yes", add_special_tokens=False)
-    reply += tokenizer.convert_tokens_to_ids(ends)
+    ids = tokenizer.encode("yes", add_special_tokens=False)
+    engine = RepeatingEngine([*ids, *tokenizer.convert_tokens_to_ids(ends)])
+    session = ManagedServer(engine, tokenizer)
+    first = await session.completion(prompt="[INST] a [/INST]")
+    if is_restored:  # as by a turn journal, in another process
+        nodes, session = session.get_state()["nodes"], ManagedServer(engine, tokenizer)
+        session.current_nodes += nodes
 
-    class Engine:
-        config = SimpleNamespace(model_name="m")
+    await session.completion(prompt=f"[INST] a [/INST]{first.choices[0].text} </s>[INST] b [/INST]")
 
-        async def tokens_and_logprobs_completion(self, *, input_ids: list[int], **_: Any) -> Any:
-            return input_ids, [reply], [[-0.5] * len(reply)], ["stop"]
+    (node,) = session.get_state()["nodes"]
+    end = "".join(ends)
+    assert tokenizer.decode(node.tokens) == f"<s>[INST] a [/INST]yes{end}[INST] b [/INST]yes{end}"
 
-    session = ManagedServer(Engine(), tokenizer)
+
+async def test_end_after_a_space_of_the_template_is_there_once_in_a_chat() -> None:
+    tokenizer = load_tokenizer("mistral")
+    tokenizer.chat_template = SPACED_TEMPLATE
+    ids = tokenizer.encode("yes", add_special_tokens=False)
+    session = ManagedServer(
+        RepeatingEngine([*ids, tokenizer.bos_token_id, tokenizer.eos_token_id]), tokenizer
+    )
     messages: list[Any] = [{"role": "user", "content": "a"}]
     answer = await session.chat_completion(messages=messages)
     messages.append({"role": "assistant", "content": answer.choices[0].message.content})
@@ -178,5 +205,4 @@ async def test_end_after_a_space_of_the_template_is_there_once(ends: list[str]) 
     await session.chat_completion(messages=messages)
 
     (node,) = session.get_state()["nodes"]
-    end = "".join(ends)
-    assert tokenizer.decode(node.tokens) == f"<s>[INST] a [/INST]yes{end}[INST] b [/INST]yes{end}"
+    assert " </s>" not in tokenizer.decode(node.tokens)

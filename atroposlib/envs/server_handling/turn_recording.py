@@ -255,17 +255,23 @@ def continue_ids(
     them; the longest overlap between them and the start of `added_ids` is skipped. `is_hidden`
     returns whether a token is absent from texts.
     """
-    num_hidden = 0
-    for token_id, mask in zip(reversed(node.tokens), reversed(node.masked_tokens), strict=True):
-        if mask == IGNORE_INDEX or not is_hidden(token_id):
-            break
-        num_hidden += 1
+    num_hidden = num_hidden_at_end(node, is_hidden)
     overlap = 0
     for length in range(min(num_hidden, len(added_ids)), 0, -1):
         if node.tokens[-length:] == list(added_ids[:length]):
             overlap = length
             break
     return [*node.tokens, *added_ids[overlap:]]
+
+
+def num_hidden_at_end(node: SequenceNode, is_hidden: Callable[[int], bool]) -> int:
+    """Return the number of sampled tokens at the end of a node that are absent from its text."""
+    num_hidden = 0
+    for token_id, mask in zip(reversed(node.tokens), reversed(node.masked_tokens), strict=True):
+        if mask == IGNORE_INDEX or not is_hidden(token_id):
+            break
+        num_hidden += 1
+    return num_hidden
 
 
 def make_node(
@@ -665,13 +671,16 @@ class TurnRequest:
         if self.parent is None:
             return encode_prompt(self.tokenizer, self.prompt)
         added, node = self.parent.added_text, self.parent.record.node
-        num_end_ids = self._last.num_end_ids if self._last else 0
+
+        def is_absent(token_id: int) -> bool:
+            return is_hidden(self.tokenizer, token_id)
+
         # The template may write only the last of several special tokens.
-        ends = (text_of_end(self.tokenizer, node.tokens[-n:]) for n in range(1, num_end_ids + 1))
-        if any(end and added.lstrip().startswith(end) for end in ends):
+        num_ends = num_hidden_at_end(node, is_absent)
+        ends = (text_of_end(self.tokenizer, node.tokens[-n:]) for n in range(1, num_ends + 1))
+        if any(added.lstrip().startswith(end) for end in ends):
             added = added.lstrip()  # a space before the end would hide that it was sampled
-        added_ids = encode_added(self.tokenizer, added)
-        return continue_ids(node, added_ids, lambda i: is_hidden(self.tokenizer, i))
+        return continue_ids(node, encode_added(self.tokenizer, added), is_absent)
 
     def check_prompt(self) -> None:
         """Raise `PromptError` unless the prompt has the text of every message that was added."""
