@@ -39,7 +39,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from atroposlib.envs.conversation import ChatMessage, Conversation, Reply, Turn
 from atroposlib.envs.reporting import Reward, weigh
 from atroposlib.errors import ConfigError
-from atroposlib.utils.aio import settle
+from atroposlib.utils.aio import end_task, settle
 from atroposlib.utils.tool_call_parser import parse_tool_call
 from atroposlib.utils.tracing import child_span, tool_span
 
@@ -167,26 +167,34 @@ class Tool:
             return ToolResult(name=self.name, content=_argument_error(error), is_error=True)
         values = {name: getattr(checked, name) for name in type(checked).model_fields}
         values |= dict.fromkeys(self.key_parameters, key)
+        # Not `wait_for`, which raises the function's own cancellation like one of the rollout.
+        answering = asyncio.ensure_future(self._answer(values))
         try:
-            answer = await asyncio.wait_for(self._answer(values), timeout_s)
-        except (TimeoutError, asyncio.TimeoutError):
+            await asyncio.wait({answering}, timeout=timeout_s)
+            is_late = not answering.done()
+        finally:
+            if not answering.done():
+                await end_task(answering)
+        if is_late:
             content = f"{self.name} gave no answer within {timeout_s:g} s"
             return ToolResult(name=self.name, content=content, is_error=True)
-        except Exception as error:  # an error of the author's function is a result
+        try:
+            return ToolResult(name=self.name, content=_text_of(answering.result()))
+        except (Exception, asyncio.CancelledError) as error:  # of the author's function: a result
             logger.debug("tool %s raised", self.name, exc_info=True)
             content = f"{type(error).__name__}: {error}"
             return ToolResult(name=self.name, content=content, is_error=True)
-        text = (
-            answer
-            if isinstance(answer, str)
-            else json.dumps(answer, ensure_ascii=False, default=str)
-        )
-        return ToolResult(name=self.name, content=text)
 
     async def _answer(self, values: Mapping[str, Any]) -> Any:
         if inspect.iscoroutinefunction(self.function):
             return await self.function(**values)
         return await asyncio.to_thread(self.function, **values)
+
+
+def _text_of(answer: Any) -> str:
+    return (
+        answer if isinstance(answer, str) else json.dumps(answer, ensure_ascii=False, default=str)
+    )
 
 
 def parse_tool_calls(text: str) -> list[ToolCall]:

@@ -167,6 +167,52 @@ async def test_what_a_tool_raises_is_told_to_the_model() -> None:
     assert (result.is_error, result.content) == (True, "ZeroDivisionError: division by zero")
 
 
+async def test_cancellation_inside_a_tool_is_told_to_the_model() -> None:
+    async def lose_connection() -> str:
+        task = asyncio.create_task(asyncio.sleep(30))
+        task.cancel()
+        await task
+        return "unreachable"
+
+    [result] = await run_tool_calls(
+        [ToolCall(name="lose_connection")], [Tool.of(lose_connection)], timeout_s=5.0
+    )
+
+    assert (result.is_error, result.content) == (True, "CancelledError: ")
+
+
+async def test_answer_without_a_json_form_is_told_to_the_model() -> None:
+    def count() -> dict[tuple[int, int], int]:
+        return {(1, 2): 3}
+
+    [result] = await run_tool_calls([ToolCall(name="count")], [Tool.of(count)], timeout_s=5.0)
+
+    assert result.is_error
+    assert result.content.startswith("TypeError: keys must be str")
+
+
+async def test_tool_ends_with_its_cancelled_rollout() -> None:
+    started, ended = asyncio.Event(), asyncio.Event()
+
+    async def wait() -> str:
+        started.set()
+        try:
+            await asyncio.sleep(30)
+        finally:
+            ended.set()
+        return "late"
+
+    running = asyncio.create_task(
+        run_tool_calls([ToolCall(name="wait")], [Tool.of(wait)], timeout_s=5.0)
+    )
+    await started.wait()
+    running.cancel()
+    await asyncio.wait({running})
+
+    assert running.cancelled()
+    assert ended.is_set()
+
+
 async def test_tool_out_of_time_is_told_to_the_model() -> None:
     async def wait() -> str:
         await asyncio.sleep(30)
