@@ -914,25 +914,30 @@ def annotate_groups(
         if group.get("finish_reasons") is None:
             # Tokens of another type are reported at admission.
             with suppress(TypeError, ValueError):
-                reasons = sampled.finish_reasons(group.get("tokens") or ())
+                reasons = sampled.finish_reasons(_rows_of(group, "tokens"))
                 group.update({} if reasons is None else {"finish_reasons": reasons})
         if group.get(TOKEN_VERSIONS) is None:
             with suppress(TypeError, ValueError):
-                runs = sampled.token_versions(group.get("tokens") or ())
+                runs = sampled.token_versions(_rows_of(group, "tokens"))
                 group.update({} if runs is None else {TOKEN_VERSIONS: runs})
         if sampled.has_text and _lacks_logprobs(group):
             group.update(inference_logprobs=None, tokenized_from_text=True)
 
 
 def _lacks_logprobs(group: Mapping[str, Any]) -> bool:
-    rows = group.get("inference_logprobs")
-    if rows is None or len(rows) == 0:
+    rows = _rows_of(group, "inference_logprobs")
+    if len(rows) == 0:
         return True
     return any(
         logprob > 0 and mask != IGNORE_INDEX
-        for masks, row in zip(group.get("masks") or (), rows, strict=False)
+        for masks, row in zip(_rows_of(group, "masks"), rows, strict=False)
         for mask, logprob in zip(masks, row, strict=False)
     )
+
+
+def _rows_of(group: Mapping[str, Any], name: str) -> Any:
+    rows = group.get(name)
+    return () if rows is None else rows  # arrays have no truth value
 
 
 def _make_plain(group: Any) -> None:

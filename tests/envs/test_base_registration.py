@@ -7,11 +7,16 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from aiohttp import web
 
 from atroposlib.envs.rollouts import annotate_groups
-from atroposlib.envs.server_handling.server_baseline import SampledVersions
+from atroposlib.envs.server_handling.server_baseline import (
+    SampledVersions,
+    note_sampled,
+    sampled_versions,
+)
 from atroposlib.errors import ConfigError, TrajectoryApiError
 from tests.api.may_2025_service import May2025Service
 from tests.api.scripted_service import scripted
@@ -260,3 +265,20 @@ async def test_environment_serves_a_service_of_may_2025_to_the_end(
     assert len(trainer.groups) == 6
     assert not env.drop_counts
     assert not env.failure_counts
+
+
+@pytest.mark.parametrize("form", [np.array, list])
+def test_annotate_groups_reads_arrays_as_lists(form: Any) -> None:
+    with sampled_versions() as sampled:
+        note_sampled(3, tokens=[1, 2], finish_reason="stop", is_from_text=True)
+    group = {
+        "tokens": form([[1, 2], [1, 3]]),
+        "masks": form([[-100, 2], [-100, 3]]),
+        "inference_logprobs": form([[1.0, 1.0], [1.0, 1.0]]),
+    }
+
+    annotate_groups(group, sampled)
+
+    assert group["finish_reasons"] == ["stop", None]
+    assert group["tokenized_from_text"] is True
+    assert group["inference_logprobs"] is None
