@@ -386,8 +386,9 @@ def check_class(env_cls: type[Any], read_settings: Callable[[], Settings]) -> Ch
 
 
 def _report(env_cls: type[Any], findings: Findings, started_at: float) -> CheckReport:
+    is_named = isinstance(env_cls.name, str) and env_cls.name  # else None, or a property
     return CheckReport(
-        environment=env_cls.name or env_cls.__name__,
+        environment=env_cls.name if is_named else env_cls.__name__,
         outcomes=findings.outcomes(),
         notes=findings.notes,
         duration_s=time.monotonic() - started_at,

@@ -72,3 +72,13 @@ def test_check_environment_that_makes_its_own_tokens_is_told_so() -> None:
     report = check_environment(SmallEnv)
 
     assert "masks" in [failure.name for failure in report.failures]
+
+
+def test_check_of_an_environment_with_a_property_as_name_has_the_name_of_the_class() -> None:
+    class Named(CleanEnv):
+        name = property(lambda env: "own")  # type: ignore[assignment]
+
+    report = check_environment(Named)
+
+    assert report.passed, report.text
+    assert report.environment == "Named"
