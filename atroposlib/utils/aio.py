@@ -144,6 +144,8 @@ CONTEXT_TOKENS = 8
 """Tokens decoded again before a piece, so that spaces and characters join as in the whole."""
 
 INCOMPLETE_CHARACTER = "\ufffd"
+LONGEST_CHARACTER = 4
+"""Maximum number of bytes, and so of tokens, of one character."""
 
 
 async def decode_long(tokenizer: Any, ids: Sequence[int], **options: Any) -> str:
@@ -156,8 +158,13 @@ async def decode_long(tokenizer: Any, ids: Sequence[int], **options: Any) -> str
     start = 0
     while start < len(ids):
         end = min(start + PIECE_TOKENS, len(ids))
-        context = ids[max(0, start - CONTEXT_TOKENS) : start]
-        before = tokenizer.decode(context, **options) if context else ""
+        for num_context in range(CONTEXT_TOKENS, CONTEXT_TOKENS + LONGEST_CHARACTER):
+            context = ids[max(0, start - num_context) : start]
+            before = str(tokenizer.decode(context, **options)) if context else ""
+            if INCOMPLETE_CHARACTER not in before:
+                break  # otherwise a cut character may make all bytes that follow it unreadable
+        else:
+            return str(tokenizer.decode(ids, **options))
         for end in range(end, min(end + CONTEXT_TOKENS, len(ids)) + 1):  # noqa: B020
             text = str(tokenizer.decode(context + ids[start:end], **options))
             if end == len(ids) or not text.endswith(INCOMPLETE_CHARACTER):

@@ -22,6 +22,16 @@ def byte_tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
 
 
+def fallback_tokenizer() -> Any:
+    """One token per byte, as SentencePiece has for unknown letters; a run of them is read at once.
+
+    If a run is not valid as a whole, each of its bytes is unreadable.
+    """
+    core = Tokenizer(models.BPE({f"<0x{i:02X}>": i for i in range(256)}, [], byte_fallback=True))
+    core.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    return PreTrainedTokenizerFast(tokenizer_object=core)
+
+
 def word_tokenizer() -> Any:
     """One token per word; what is between words is made up when decoding."""
     words = {"<unk>": 0, **{f"w{i}": i + 1 for i in range(1000)}}
@@ -42,6 +52,8 @@ async def test_decode_long_gives_the_text_of_the_whole(
     rng = random.Random(piece)
     cases: list[tuple[Any, list[int]]] = [
         (byte_tokenizer(), byte_tokenizer().encode(TEXT * 5)),
+        (fallback_tokenizer(), list((TEXT * 5).encode())),
+        (fallback_tokenizer(), [rng.randrange(256) for _ in range(100)]),
         (word_tokenizer(), [rng.randrange(1001) for _ in range(200)]),
         (CharTokenizer(), CharTokenizer().encode(TEXT * 5)),
         (CharTokenizer(), []),
