@@ -652,6 +652,8 @@ def create_app(state: CompanionState, rule: WebPageRule | None = None) -> FastAP
 
 
 _REFRESH_INTERVAL_S = 10.0
+_SHUTDOWN_S = 2
+"""Time for running requests after a signal to end."""
 
 engine: Any = None
 """vLLM's engine; None until `main` has started it."""
@@ -782,6 +784,8 @@ async def _answer_requests(args: Any) -> None:
         ssl_ca_certs=args.ssl_ca_certs,
         ssl_cert_reqs=args.ssl_cert_reqs,
         root_path=args.root_path or "",
+        # Requests that a pause holds would otherwise keep the process alive.
+        timeout_graceful_shutdown=_SHUTDOWN_S,
     )
     config.load()
     refreshing = None

@@ -5,6 +5,10 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 
 import httpx
@@ -43,7 +47,7 @@ def test_engine_set_by_another_program_answers_without_vllm(monkeypatch):
 
 
 COMMAND_WITH_A_STAND_IN = """
-import argparse, sys, types
+import argparse, asyncio, sys, types
 
 class Arguments:
     @staticmethod
@@ -65,6 +69,11 @@ class Engine:
     def from_engine_args(cls, args):
         return cls()
 
+    async def generate(self, *args, **options):
+        print("the engine generates", flush=True)
+        await asyncio.Event().wait()
+        yield
+
     def shutdown(self):
         print("the engine has ended", flush=True)
 
@@ -80,27 +89,49 @@ vllm_api_server.main(["--port", sys.argv[1]])
 """
 
 
+@contextmanager
+def serving(port: int, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Run the command with a stand-in for vLLM, and wait until it answers."""
+    with log.open("wb") as output:
+        command = [sys.executable, "-c", COMMAND_WITH_A_STAND_IN, str(port)]
+        server = subprocess.Popen(command, stdout=output, stderr=output)
+    try:
+        transport = httpx.HTTPTransport(retries=20)
+        with httpx.Client(transport=transport, timeout=60) as client:
+            client.get(f"http://127.0.0.1:{port}/health").raise_for_status()
+        yield server
+    finally:
+        server.kill()
+        server.wait()
+
+
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
 def test_signal_ends_the_engine_as_well(
     tmp_path: Path, free_port: int, number: signal.Signals, code: int
 ):
     log = tmp_path / "server.log"
-    with log.open("wb") as output:
-        server = subprocess.Popen(
-            [sys.executable, "-c", COMMAND_WITH_A_STAND_IN, str(free_port)],
-            stdout=output,
-            stderr=output,
-        )
-    try:
-        transport = httpx.HTTPTransport(retries=20)
-        with httpx.Client(transport=transport, timeout=60) as client:
-            client.get(f"http://127.0.0.1:{free_port}/health").raise_for_status()
+    with serving(free_port, log) as server:
         server.send_signal(number)
         found = server.wait(60)
-    finally:
-        server.kill()
-        server.wait()
 
     assert found == code, log.read_text()
     assert "the engine has ended" in log.read_text()
     assert "Traceback" not in log.read_text()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_request_that_a_pause_holds_does_not_keep_the_server_alive(
+    tmp_path: Path, free_port: int, stream: bool
+):
+    log = tmp_path / "server.log"
+    with serving(free_port, log) as server, ThreadPoolExecutor(1) as pool:
+        url = f"http://127.0.0.1:{free_port}/generate"
+        held = pool.submit(httpx.post, url, json={"prompt": "a", "stream": stream}, timeout=60)
+        while "the engine generates" not in log.read_text():
+            time.sleep(0.01)
+        server.send_signal(signal.SIGTERM)
+        # Answered with an error, or disconnected; not kept until the client gives up.
+        assert not isinstance(held.exception(), httpx.TimeoutException)
+        assert server.wait(60) == 143
+
+    assert "the engine has ended" in log.read_text()
