@@ -324,7 +324,10 @@ def generation_routes(state: CompanionState) -> APIRouter:
         parsed = read_request(await _json_of(request))
         if parsed.stream:
             outputs = _outputs(engine, state, parsed)
-            first = await anext(outputs)  # errors of the engine precede the status 200
+            # Before the response starts: errors of the engine precede the status 200.
+            first = await unless_disconnected(request.receive, _first_of(outputs))
+            if first is None:
+                return Response(status_code=_CLIENT_CLOSED)
             lines = _lines(first, outputs, parsed)
             return StreamingResponse(lines, media_type="application/x-ndjson")
         output = await unless_disconnected(request.receive, _finish(engine, state, parsed))
@@ -360,6 +363,12 @@ async def _outputs(
             yield output
     except types.client_errors as error:  # a prompt that is too long, an id outside the vocabulary
         raise RequestError(str(error)) from error
+
+
+async def _first_of(outputs: AsyncIterator[Any]) -> Any:
+    async for output in outputs:
+        return output
+    raise RuntimeError("the engine ended without an answer")
 
 
 async def _finish(engine: Any, state: CompanionState, parsed: GenerateRequest) -> Any:

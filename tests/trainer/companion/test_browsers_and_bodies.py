@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 from fastapi.testclient import TestClient
 
@@ -82,3 +84,42 @@ def test_bodies_above_the_limit_are_413(engine, monkeypatch, path):
 
         assert answer.status_code == 413
         assert "larger than 100000 bytes" in answer.json()["detail"]
+
+
+async def test_stream_of_a_client_that_leaves_before_its_first_token_is_aborted(engine):
+    has_started, has_left, is_aborted = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    async def generate(*_, **__):
+        has_started.set()
+        try:
+            await asyncio.Event().wait()
+            yield
+        finally:
+            is_aborted.set()
+
+    async def receive():
+        if not has_started.is_set():
+            body = b'{"prompt": "a", "stream": true}'
+            return {"type": "http.request", "body": body, "more_body": False}
+        await has_left.wait()
+        return {"type": "http.disconnect"}
+
+    async def send(message):
+        sent.append(message)
+
+    engine.generate, sent = generate, []
+    scope = {
+        "type": "http",
+        "method": "POST",
+        "path": "/generate",
+        "query_string": b"",
+        "headers": [(b"content-type", b"application/json")],
+    }
+    state = CompanionState(lambda: engine, lambda: TYPES)
+    answering = asyncio.create_task(create_app(state)(scope, receive, send))
+    await asyncio.wait_for(has_started.wait(), 30)
+    has_left.set()
+    await asyncio.wait_for(is_aborted.wait(), 30)
+    await answering
+
+    assert sent[0]["status"] == 499
