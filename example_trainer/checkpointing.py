@@ -15,12 +15,14 @@ A directory is written under a temporary name and renamed, so that it is either 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import json
 import logging
 import os
 import random
 import re
 import shutil
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -53,6 +55,8 @@ _CHECKSUMS = "checksums.json"
 _READ_BYTES = 2**24
 _STATE = "trainer_state.json"
 _TENSORS = "trainer_state.safetensors"
+_AT_FDCWD = -100
+_RENAME_EXCHANGE = 2
 _STEP_DIRECTORY = re.compile(r"step_(\d+)")
 
 
@@ -73,12 +77,26 @@ def replace_directory(path: Path, write: Callable[[Path], None]) -> Path:
     except BaseException:
         shutil.rmtree(fresh, ignore_errors=True)
         raise
-    if path.exists():
-        path.rename(retired)
-    fresh.rename(path)
+    if not _exchange(fresh, path):
+        if path.exists():
+            path.rename(retired)  # a process that is killed now leaves no directory of this name
+        fresh.rename(path)
     _flush_to_disk(path.parent)
-    shutil.rmtree(retired, ignore_errors=True)
+    for old in (fresh, retired):
+        shutil.rmtree(old, ignore_errors=True)
     return path
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Exchange two directories in one step; return False if that is not possible."""
+    if not sys.platform.startswith("linux") or other.is_symlink() or not other.is_dir():
+        return False
+    try:
+        rename = ctypes.CDLL(None).renameat2
+    except AttributeError:  # an older C library
+        return False
+    names = os.fsencode(one), os.fsencode(other)
+    return bool(rename(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0)
 
 
 @contextlib.contextmanager

@@ -132,11 +132,12 @@ class EngineControl(EngineConnection):
         if self._section("device_config").get("device") != "cpu":
             return False
         served = Path(str(self._section("model_config").get("model"))) / "config.json"
-        if not served.is_file():
+        try:
+            settings = json.loads(served.read_text(encoding="utf-8"))
+        except (OSError, ValueError, RecursionError):
             return True
         # In most architectures the default is tied, so that only an explicit false counts.
-        is_tied = json.loads(served.read_text(encoding="utf-8")).get("tie_word_embeddings")
-        return is_tied is not False
+        return not isinstance(settings, dict) or settings.get("tie_word_embeddings") is not False
 
     def _section(self, name: str) -> dict[str, Any]:
         """Return a section of the engine's settings; empty if it does not report it."""

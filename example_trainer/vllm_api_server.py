@@ -10,12 +10,15 @@ needs a stock vLLM only; this server is for clients that call `/generate`:
 
 from __future__ import annotations
 
+import argparse
 import asyncio
 import contextlib
 import itertools
 import json
 import logging
 import os
+import signal
+import socket
 import ssl
 import sys
 from collections.abc import (
@@ -43,7 +46,15 @@ from pydantic import BaseModel, Field
 from atroposlib.errors import ConfigError, MissingExtraError
 from atroposlib.utils.aio import unless_disconnected
 from atroposlib.utils.command_parser import end_command
+from atroposlib.utils.request_limits import BodyLimitMiddleware, LimitedHttpProtocol
 from atroposlib.utils.text import near_name
+from atroposlib.utils.web_pages import (
+    JSON_TYPES,
+    WebPageMiddleware,
+    WebPageRule,
+    check_allowed_host,
+    names_of_address,
+)
 
 __all__ = ["app", "create_app", "engine", "main"]
 
@@ -313,7 +324,10 @@ def generation_routes(state: CompanionState) -> APIRouter:
         parsed = read_request(await _json_of(request))
         if parsed.stream:
             outputs = _outputs(engine, state, parsed)
-            first = await anext(outputs)  # errors of the engine precede the status 200
+            # Before the response starts: errors of the engine precede the status 200.
+            first = await unless_disconnected(request.receive, _first_of(outputs))
+            if first is None:
+                return Response(status_code=_CLIENT_CLOSED)
             lines = _lines(first, outputs, parsed)
             return StreamingResponse(lines, media_type="application/x-ndjson")
         output = await unless_disconnected(request.receive, _finish(engine, state, parsed))
@@ -349,6 +363,12 @@ async def _outputs(
             yield output
     except types.client_errors as error:  # a prompt that is too long, an id outside the vocabulary
         raise RequestError(str(error)) from error
+
+
+async def _first_of(outputs: AsyncIterator[Any]) -> Any:
+    async for output in outputs:
+        return output
+    raise RuntimeError("the engine ended without an answer")
 
 
 async def _finish(engine: Any, state: CompanionState, parsed: GenerateRequest) -> Any:
@@ -595,9 +615,40 @@ def _available_adapters(folder: str | None) -> list[str]:
     return sorted(str(file.parent) for file in Path(folder).glob(f"*/{_CONFIG_NAME}"))
 
 
-def create_app(state: CompanionState) -> FastAPI:
-    """Return the application; the engine is looked up at every request."""
+_MAX_BODY_BYTES = 64 * 2**20
+_MEDIA_TYPES = JSON_TYPES | {
+    "application/octet-stream",
+    "application/x-www-form-urlencoded",
+    "text/plain",
+}
+"""Programs that set no type send JSON under these names; curl sends the second."""
+
+
+def web_page_rule(*, allowed_hosts: Iterable[str] = (), has_proxy: bool = False) -> WebPageRule:
+    """Return the rule for requests of browsers.
+
+    Args:
+        allowed_hosts: Further names of this machine.
+        has_proxy: Whether a proxy passes requests on, which may have been sent to any name.
+    """
+    return WebPageRule(
+        allowed_hosts=frozenset(allowed_hosts),
+        machine_name=socket.gethostname(),
+        media_types=_MEDIA_TYPES,
+        checks_host=not has_proxy,
+        host_remedy="start this server with --allowed-host {}",
+    )
+
+
+def create_app(state: CompanionState, rule: WebPageRule | None = None) -> FastAPI:
+    """Return the application; the engine is looked up at every request.
+
+    `rule`: The requests of browsers that it accepts; None: those of programs and its own ones.
+    """
     app = FastAPI(title="vLLM companion server")
+    app.add_middleware(BodyLimitMiddleware, max_body_bytes=_MAX_BODY_BYTES)
+    # A page in a browser of this host could load an adapter, or put the engine to sleep.
+    app.add_middleware(WebPageMiddleware, rule=rule or web_page_rule())
 
     @app.exception_handler(RequestError)
     async def refuse(_: Request, error: RequestError) -> JSONResponse:
@@ -610,6 +661,8 @@ def create_app(state: CompanionState) -> FastAPI:
 
 
 _REFRESH_INTERVAL_S = 10.0
+_SHUTDOWN_S = 2
+"""Time for running requests after a signal to end."""
 
 engine: Any = None
 """vLLM's engine; None until `main` has started it."""
@@ -619,7 +672,11 @@ app = create_app(_state)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Serve until interrupted; exit with 2 if flags are invalid or vLLM is missing."""
+    """Serve until interrupted.
+
+    Exits with 2 if flags are invalid or vLLM is missing, 130 after Ctrl-C and 143 after SIGTERM.
+    The processes of the engine have ended in each of these cases.
+    """
     try:
         parser = _parser()
     except MissingExtraError as error:
@@ -629,7 +686,12 @@ def main(argv: Sequence[str] | None = None) -> None:
         _refuse_shared_weights()
     except ConfigError as error:
         parser.error(str(error))
-    asyncio.run(_serve(args))
+    # By default, the signal would end this process but not those of the engine.
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))
+    try:
+        asyncio.run(_serve(args))
+    except KeyboardInterrupt:
+        sys.exit(128 + signal.SIGINT)
 
 
 def _parser() -> Any:
@@ -664,6 +726,15 @@ def _parser() -> Any:
         default=int(ssl.CERT_NONE),
         help="Certificates of clients: 0 none, 1 optional, 2 required.",
     )
+    parser.add_argument(
+        "--allowed-host",
+        dest="allowed_hosts",
+        action="append",
+        default=[],
+        type=_host_name,
+        metavar="NAME",
+        help="Further host name of this machine that requests may use; may be repeated.",
+    )
     parser.add_argument("--root-path", default=None, help="Path prefix added by a proxy.")
     parser.add_argument(
         "--log-level",
@@ -674,6 +745,13 @@ def _parser() -> Any:
         help="Level of the server's own log.",
     )
     return parser
+
+
+def _host_name(text: str) -> str:
+    try:
+        return check_allowed_host(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _refuse_shared_weights() -> None:
@@ -694,19 +772,29 @@ async def _serve(args: Any) -> None:
         await _answer_requests(args)
     finally:
         engine.shutdown()
+        engine = None  # deleted before the modules that its destructor needs
 
 
 async def _answer_requests(args: Any) -> None:
+    host = args.host or "127.0.0.1"
+    rule = web_page_rule(
+        allowed_hosts=[*args.allowed_hosts, *names_of_address(host)],
+        has_proxy=bool(args.root_path),
+    )
     config = uvicorn.Config(
-        app,
-        host=args.host or "127.0.0.1",
+        create_app(_state, rule),
+        host=host,
         port=args.port,
+        http=LimitedHttpProtocol,
+        ws="none",
         log_level=args.server_log_level,
         ssl_keyfile=args.ssl_keyfile,
         ssl_certfile=args.ssl_certfile,
         ssl_ca_certs=args.ssl_ca_certs,
         ssl_cert_reqs=args.ssl_cert_reqs,
         root_path=args.root_path or "",
+        # Requests that a pause holds would otherwise keep the process alive.
+        timeout_graceful_shutdown=_SHUTDOWN_S,
     )
     config.load()
     refreshing = None

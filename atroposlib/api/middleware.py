@@ -7,13 +7,6 @@ gzip runs piece by piece, large pieces in threads, since zlib releases the GIL. 
 than one piece, so a decompression bomb is detected at the limit, and a disconnect within
 milliseconds.
 
-Large bodies are read only while the budget has room. While other requests wait for room, requests
-whose sender is too slow are rejected:
-
-    body ─ piece by piece ─► Account.take ─► kept until the response is sent ─► Account.close
-                                  │
-                                  └ no room: the next piece is not read, the sender waits
-
 Each request has an id, which is part of all its log lines. A response 500 has the same id, so that
 it can be matched with the traceback in the log.
 """
@@ -24,16 +17,13 @@ import asyncio
 import logging
 import re
 import secrets
-import sys
-import time
 import zlib
-from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from concurrent.futures import Executor
 from contextvars import ContextVar
 from itertools import count
 from time import perf_counter
-from typing import Any, ClassVar, NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from starlette.datastructures import Headers, MutableHeaders
@@ -43,6 +33,15 @@ from starlette.responses import JSONResponse, PlainTextResponse
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from atroposlib.api.auth import path_of, rule_for
+from atroposlib.utils.request_limits import (
+    SMALL_BYTES,
+    Account,
+    BodyBudget,
+    announced,
+    capped,
+    paced,
+    too_large_message,
+)
 from atroposlib.wire import MEDIA_TYPES
 
 logger = logging.getLogger(__name__)
@@ -181,177 +180,8 @@ async def _in_thread(threads: Executor | None, num_bytes: int, work: Callable[[]
     return await asyncio.get_running_loop().run_in_executor(threads, work)
 
 
-class Pace:
-    """Checks whether bytes are sent or received fast enough; pure."""
-
-    grace_s: ClassVar[float] = 60.0
-    """Time before the rate is checked; also the longest time without any byte."""
-    min_bytes_per_s: ClassVar[float] = 16 * 1024
-    """Minimum average rate after that."""
-
-    def __init__(self) -> None:
-        self.turn_s = 0.0
-        """Seconds spent waiting for the other side."""
-        self.num_bytes = 0
-        self._silent_s = 0.0
-
-    def add(self, seconds: float, num_bytes: int) -> None:
-        self.turn_s += seconds
-        self.num_bytes += num_bytes
-        self._silent_s = 0.0 if num_bytes else self._silent_s + seconds
-
-    @property
-    def is_too_slow(self) -> bool:
-        allowed_s = self.grace_s + self.num_bytes / self.min_bytes_per_s
-        return self._silent_s >= self.grace_s or self.turn_s >= allowed_s
-
-    @property
-    def bytes_per_s(self) -> float:
-        return self.num_bytes / max(self.turn_s, 1e-9)
-
-
-class BodyBudget:
-    """Shares the memory for request bodies among the requests of one service.
-
-    The oldest request always gets room, so that one request can always finish. Memory holds at most
-    `max_bytes` plus one body. When a request has waited for `patience_s`, requests whose sender is
-    slower than `min_bytes_per_s` are evicted.
-    """
-
-    patience_s: ClassVar[float] = 5.0
-    min_bytes_per_s: ClassVar[float] = 256 * 1024
-
-    def __init__(self, max_bytes: int) -> None:
-        self._max_bytes = max_bytes
-        self.held_bytes = 0
-        self._accounts: dict[int, Account] = {}
-        self._waiting: deque[_Waiting] = deque()
-
-    def open(self) -> Account:
-        """Open the account of one request; the caller closes it."""
-        account = Account(self)
-        self._accounts[id(account)] = account
-        return account
-
-    async def grant(self, account: Account, num_bytes: int) -> None:
-        """Wait until this account may hold `num_bytes` more."""
-        if self._has_room(account, num_bytes):
-            self._give(account, num_bytes)
-            return
-        waiting = _Waiting(account, num_bytes, asyncio.get_running_loop().create_future())
-        self._waiting.append(waiting)
-        try:
-            while not waiting.granted.done():
-                done, _ = await asyncio.wait([waiting.granted], timeout=self.patience_s)
-                for each in () if done else list(self._accounts.values()):
-                    each.evict_if_slow(self.patience_s, self.min_bytes_per_s)
-        finally:
-            if waiting in self._waiting:
-                self._waiting.remove(waiting)
-
-    def forget(self, account: Account) -> None:
-        self.held_bytes -= account.held_bytes
-        del self._accounts[id(account)]
-        for waiting in list(self._waiting):
-            if self._has_room(waiting.account, waiting.num_bytes):
-                self._waiting.remove(waiting)
-                self._give(waiting.account, waiting.num_bytes)
-                if not waiting.granted.done():
-                    waiting.granted.set_result(None)
-
-    def _has_room(self, account: Account, num_bytes: int) -> bool:
-        is_oldest = next(iter(self._accounts.values())) is account
-        return is_oldest or self.held_bytes + num_bytes <= self._max_bytes
-
-    def _give(self, account: Account, num_bytes: int) -> None:
-        account.held_bytes += num_bytes
-        self.held_bytes += num_bytes
-
-
-class Account:
-    """The bytes that one request holds in memory."""
-
-    def __init__(self, budget: BodyBudget) -> None:
-        self._budget = budget
-        self.held_bytes = 0
-        self.pace = Pace()
-        self.is_evicted = False
-        """Whether the request must end because others wait for its room."""
-        self._reader: asyncio.Task[Any] | None = None
-        """The task that waits for the next piece, if any."""
-        self._reading_since = 0.0
-        self._is_stopped = False
-        self._timer: asyncio.TimerHandle | None = None
-
-    async def read(self, receive: Receive, *, timeout_s: float) -> Message | None:
-        """Wait for the next piece; None when evicted, or after a timeout that all pieces share."""
-        self._reader, self._reading_since = asyncio.current_task(), time.monotonic()
-        if self._timer is None:  # one timer for all pieces, since most arrive at once
-            self._start_timer(timeout_s, timeout_s)
-        try:
-            return await receive()
-        except asyncio.CancelledError:
-            if not self._is_stopped:
-                raise
-            _uncancel(self._reader)
-            return None
-        finally:
-            self._reader = None
-            self.pace.add(time.monotonic() - self._reading_since, 0)
-
-    def evict_if_slow(self, patience_s: float, min_bytes_per_s: float) -> None:
-        """Stop reading if the sender has been too slow."""
-        if self._reader is None:
-            return
-        turn_s = self.pace.turn_s + time.monotonic() - self._reading_since
-        if turn_s > patience_s and self.pace.num_bytes < turn_s * min_bytes_per_s:
-            self.is_evicted = True
-            self._stop()
-
-    def _start_timer(self, seconds: float, timeout_s: float) -> None:
-        loop = asyncio.get_running_loop()
-        self._timer = loop.call_later(seconds, self._check_timeout, timeout_s)
-
-    def _check_timeout(self, timeout_s: float) -> None:
-        """Stop reading if the sender sent nothing for too long; else check again later."""
-        left_s = timeout_s
-        if self._reader is not None:
-            left_s -= time.monotonic() - self._reading_since
-        if left_s > 0:
-            self._start_timer(left_s, timeout_s)
-        else:
-            self._stop()
-
-    def _stop(self) -> None:
-        if self._reader is not None and not self._is_stopped:
-            self._is_stopped = True
-            self._reader.cancel()
-
-    async def take(self, num_bytes: int) -> None:
-        await self._budget.grant(self, num_bytes)
-
-    def close(self) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
-        self._budget.forget(self)
-
-
-def _uncancel(task: asyncio.Task[Any] | None) -> None:
-    """Undo our own cancellation; raise if there was another one (detected from Python 3.11 on)."""
-    if sys.version_info >= (3, 11) and task is not None and task.uncancel() > 0:
-        raise asyncio.CancelledError
-
-
-class _Waiting(NamedTuple):
-    account: Account
-    num_bytes: int
-    granted: asyncio.Future[None]
-
-
 _MIB = 1024 * 1024
-_SMALL_BYTES = 64 * 1024
-"""Bodies up to this size are buffered by the connection anyway."""
-_SLOW_RETRY_AFTER_S = 10
+_REMEDY = "post fewer groups at a time"
 _INFLATED_AT_ONCE = 64 * 1024
 """Compressed bytes per call, which limits the output of a decompression bomb."""
 _PLAIN_ENCODINGS = ("", "identity", "utf-8", "utf8")
@@ -384,10 +214,10 @@ class GZipRequestMiddleware:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        length, encoding = _announced(scope)
+        length, encoding = announced(scope)
         if length is not None and length > self.max_body_bytes:
             await self._too_large()(scope, receive, send)
-        elif encoding in _PLAIN_ENCODINGS and length is not None and length <= _SMALL_BYTES:
+        elif encoding in _PLAIN_ENCODINGS and length is not None and length <= SMALL_BYTES:
             await self.app(scope, receive, send)
         elif encoding not in _PLAIN_ENCODINGS and "gzip" not in encoding:
             text = f"Content-Encoding {encoding!r} is not understood"
@@ -403,12 +233,14 @@ class GZipRequestMiddleware:
     async def _serve_large(
         self, scope: Scope, receive: Receive, send: Send, account: Account
     ) -> None:
-        paced = _paced(receive, account)
-        if "gzip" not in _announced(scope)[1]:
-            await self.app(scope, _capped(paced, self.max_body_bytes, account), send)
+        in_time = paced(receive, account)
+        if "gzip" not in announced(scope)[1]:
+            await self.app(
+                scope, capped(in_time, self.max_body_bytes, account, remedy=_REMEDY), send
+            )
             return
         try:
-            pieces = await self._gunzip_body(paced, account)
+            pieces = await self._gunzip_body(in_time, account)
         except GzipError:
             await PlainTextResponse("Invalid gzip payload", 400)(scope, receive, send)
         except BodyTooLargeError:
@@ -441,25 +273,7 @@ class GZipRequestMiddleware:
         return pieces
 
     def _too_large(self) -> JSONResponse:
-        return JSONResponse({"detail": _too_large_message(self.max_body_bytes)}, 413)
-
-
-def _announced(scope: Scope) -> tuple[int | None, str]:
-    """Return length (0: no body, None: unknown) and encoding, by the headers of a request."""
-    length: int | None = 0
-    encoding = ""
-    for name, value in scope["headers"]:
-        if name == b"content-length":
-            length = int(value) if value.isdigit() else None
-        elif name == b"transfer-encoding":
-            length = None
-        elif name == b"content-encoding":
-            encoding = value.decode("latin-1").strip().lower()
-    return length, encoding
-
-
-def _too_large_message(max_body_bytes: int) -> str:
-    return f"request body larger than {max_body_bytes} bytes; post fewer groups at a time"
+        return JSONResponse({"detail": too_large_message(self.max_body_bytes, _REMEDY)}, 413)
 
 
 def _plain_scope(scope: Scope, pieces: list[bytes]) -> Scope:
@@ -482,58 +296,6 @@ def _replay(pieces: list[bytes], receive: Receive) -> Receive:
         return await receive()
 
     return replay
-
-
-def _paced(receive: Receive, account: Account) -> Receive:
-    """Pass messages on; reject with 408 a sender that sends nothing for too long, or too slowly.
-
-    An evicted request gets 503, since it may be retried when there is room.
-    """
-    is_complete = False
-
-    async def paced() -> Message:
-        nonlocal is_complete
-        if is_complete:
-            return await receive()
-        pace = account.pace
-        message = await account.read(receive, timeout_s=pace.grace_s)
-        if account.is_evicted:
-            raise HTTPException(
-                503,
-                f"the body came too slowly ({pace.bytes_per_s:.0f} bytes/s) while others wait for "
-                "the memory it takes; send it again, in smaller requests",
-                {"Retry-After": str(_SLOW_RETRY_AFTER_S)},
-            )
-        if message is not None:
-            pace.add(0.0, len(message.get("body", b"")))
-            is_complete = not message.get("more_body", False)
-        if message is None or (not is_complete and pace.is_too_slow):
-            raise HTTPException(
-                408,
-                f"the body came too slowly: {pace.num_bytes} bytes in {pace.turn_s:.0f} s; "
-                f"expected {pace.min_bytes_per_s:g} bytes/s, and no silence of {pace.grace_s:g} s",
-            )
-        return message
-
-    return paced
-
-
-def _capped(receive: Receive, max_body_bytes: int, account: Account) -> Receive:
-    """Pass messages on within the budget; reject a body above the limit with 413."""
-    room = max_body_bytes
-
-    async def capped() -> Message:
-        nonlocal room
-        message = await receive()
-        num_bytes = len(message.get("body", b""))
-        room -= num_bytes
-        if room < 0:
-            raise HTTPException(413, _too_large_message(max_body_bytes))
-        if num_bytes:
-            await account.take(num_bytes)
-        return message
-
-    return capped
 
 
 class GZipResponseMiddleware:

@@ -16,16 +16,15 @@ import asyncio
 import logging
 import sys
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from http import HTTPStatus
-from typing import Any, ClassVar
+from typing import Any
 
 import msgspec
 from starlette.datastructures import Headers
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
-from atroposlib.api.middleware import Deflater, Pace
+from atroposlib.api.middleware import Deflater
+from atroposlib.utils.request_limits import LimitedHttpProtocol, Pace
 
 logger = logging.getLogger(__name__)
 
@@ -107,7 +106,6 @@ def _send_queue_bytes(transport: asyncio.Transport) -> int:
     return count[0]
 
 
-_CHECKS_PER_TIMEOUT = 4
 _STATUS_LINE_START = b"HTTP/1.1 "
 
 
@@ -149,63 +147,19 @@ class JoiningTransport:
         self._head = b""
 
 
-class ObservedHttpProtocol(HttpToolsProtocol):
+class ObservedHttpProtocol(LimitedHttpProtocol):
     """Adds the `Connection` to the scope of each request, and enforces timeouts and size limits."""
 
-    max_silence_s: ClassVar[float] = 60.0
-    """Timeout for the headers of a request, and between two pieces of its body."""
-    max_head_bytes: ClassVar[int] = 64 * 1024
-    """Maximum size of request line and headers, unless they arrive in a single piece."""
-
     observed: Connection | None = None
-    _head_bytes: int | None = None  # of the request whose headers are being read
-    _has_started = False  # headers, within the current piece
-    _is_receiving = False  # a request has started and is not complete
-    _pace: Pace  # of the body that is being received
-    _checked_at = 0.0
-    _started_at = 0.0
-    _waiting_since = 0.0
-    _timer: asyncio.TimerHandle | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(JoiningTransport(transport, self.loop))  # type: ignore[arg-type]
-        self._waiting_since = self._checked_at = self.loop.time()
-        self._pace = Pace()
-        self._check_timeout()
-
-    def data_received(self, data: bytes) -> None:
-        if self._head_bytes is None:
-            self._waiting_since = self.loop.time()
-        self._has_started = False
-        super().data_received(data)
-        # A piece in which headers start may mostly consist of other requests.
-        if self._head_bytes is not None and not self._has_started:
-            self._head_bytes += len(data)
-            if self._head_bytes > self.max_head_bytes:
-                self._refuse(HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE)
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
-        self._is_receiving = True
-        self._has_started = True
-        self._started_at = self.loop.time()
-        self._head_bytes = 0
-        self._pace = Pace()
         if self.observed is None:
             self.observed = Connection(self.transport)
         self.scope["extensions"] = {EXTENSION: {"connection": self.observed}}
-
-    def on_headers_complete(self) -> None:
-        self._head_bytes = None
-        super().on_headers_complete()
-
-    def on_body(self, body: bytes) -> None:
-        self._pace.add(0.0, len(body))
-        super().on_body(body)
-
-    def on_message_complete(self) -> None:
-        self._is_receiving = False
-        super().on_message_complete()
 
     def eof_received(self) -> None:
         """Record that the client has closed its side, while the socket is still open."""
@@ -214,42 +168,9 @@ class ObservedHttpProtocol(HttpToolsProtocol):
         super().eof_received()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        if self._timer is not None:
-            self._timer.cancel()
         if self.observed is not None:
             self.observed.note_failure()
         super().connection_lost(exc)
-
-    def _check_timeout(self) -> None:
-        """Close the connection if the client sent nothing for too long; else check again later."""
-        now = self.loop.time()
-        is_idle = self.cycle is not None and not self._is_receiving
-        if is_idle or self.flow.read_paused:
-            self._waiting_since = now
-        elif self._is_receiving:
-            self._pace.add(now - max(self._checked_at, self._started_at), 0)
-        self._checked_at = now
-        left_s = self.max_silence_s - (now - self._waiting_since)
-        is_too_slow = self._is_receiving and self._head_bytes is None and self._pace.is_too_slow
-        if left_s <= 0 or is_too_slow:
-            self._refuse(HTTPStatus.REQUEST_TIMEOUT)
-        else:
-            # Often enough to notice pauses in which the service itself does not read.
-            self._timer = self.loop.call_later(
-                min(left_s, self.max_silence_s / _CHECKS_PER_TIMEOUT), self._check_timeout
-            )
-
-    def _refuse(self, status: HTTPStatus) -> None:
-        if self.transport.is_closing():
-            return
-        is_answering = self.cycle is not None and (
-            self.cycle.response_started and not self.cycle.response_complete
-        )
-        if not is_answering:
-            text = b"%d %b" % (status, status.phrase.encode())
-            head = b"content-type: text/plain\r\ncontent-length: %d\r\nconnection: close\r\n\r\n"
-            self.transport.write(STATUS_LINE[status] + head % len(text) + text)
-        self.transport.close()
 
 
 _SLICE_BYTES = 256 * 1024

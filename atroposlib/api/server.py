@@ -42,7 +42,6 @@ from atroposlib.api.inspection import (
 )
 from atroposlib.api.metrics import ServiceMetrics
 from atroposlib.api.middleware import (
-    BodyBudget,
     Deflater,
     GZipRequestMiddleware,
     GZipResponseMiddleware,
@@ -85,6 +84,7 @@ from atroposlib.api.store.open import fresh_run_name, open_store
 from atroposlib.errors import ConfigError, GroupError, RunStoreError
 from atroposlib.scored_data import GROUP_FIELDS
 from atroposlib.utils.aio import end_task
+from atroposlib.utils.request_limits import BodyBudget
 from atroposlib.utils.tracing import open_tracer
 from atroposlib.utils.web_pages import WebPageMiddleware, WebPageRule
 from atroposlib.wire import BODY_NOT_TEXT, BODY_TYPES, WireError, decode_group

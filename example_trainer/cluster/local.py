@@ -197,6 +197,9 @@ class LocalRun:
         deadline = time.monotonic() + _DETACH_LIMIT_S
         while self._record.supervisor() != supervisor.pid:
             if supervisor.poll() is not None or time.monotonic() >= deadline:
+                supervisor.terminate()  # it would start the run after this error
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    supervisor.wait(_DOWN_LIMIT_S)
                 said = "\n".join(tail_of(log, lines=5))
                 kind = ConfigError if supervisor.returncode == 2 else AtroposError
                 raise kind(f"the supervisor did not start; its log ({log}) ends with:\n{said}")

@@ -42,11 +42,12 @@ MAX_NAME = 63
 PROBE_S = 10
 WAIT = """\
 import sys, time, urllib.request
+direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 for url in sys.argv[1:]:
     print("waiting for", url, flush=True)
     while True:
         try:
-            urllib.request.urlopen(url, timeout=5).close()
+            direct.open(url, timeout=5).close()
             break
         except OSError:
             time.sleep(1)

@@ -239,7 +239,9 @@ def write_rollouts_page(
     if not first:
         return 0
     chosen_path = page_path.with_suffix(".jsonl")
-    chosen_path.write_text("".join([*first, *last]), encoding="utf-8")
+    # A process that was killed leaves a line without an end, which another one follows.
+    ended = [f"{line.rstrip()}\n" for line in (*first, *last)]
+    chosen_path.write_text("".join(ended), encoding="utf-8")
     with contextlib.redirect_stdout(io.StringIO()):  # it prints the path
         generate_html(chosen_path, page_path)
     return len(first) + len(last)

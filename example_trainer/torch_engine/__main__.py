@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import os
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -18,16 +19,21 @@ from atroposlib.utils.command_parser import (
 )
 from atroposlib.utils.listening import is_loopback, require_free_port
 from atroposlib.utils.starting import collection_paused
+from atroposlib.utils.web_pages import check_allowed_host, names_of_address
 from example_trainer.cli import require_extra
 
 _NAME = "torch engine"
 _BILLION = 10**9
 _SHUTDOWN_S = 2
 """Time for running requests after a signal to end."""
+_INTERRUPTED = 130
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Serve until interrupted; exit with 2 if settings are invalid, 1 if the engine fails."""
+    """Serve until interrupted.
+
+    Exits with 2 if settings are invalid, 1 if the engine fails, 130 after Ctrl-C.
+    """
     prepare_command()
     args = _parser().parse_args(argv)
     logging.basicConfig(level=logging.INFO, format="%(asctime)s %(levelname)s %(message)s")
@@ -42,12 +48,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         _serve(args)
     except AtroposError as error:
         end_command(_NAME, error, code=exit_code_of(error))
+    except KeyboardInterrupt:
+        sys.exit(_INTERRUPTED)
 
 
 def _serve(args: argparse.Namespace) -> None:
     import uvicorn
     from transformers.utils import logging as transformers_logging
 
+    from atroposlib.utils.request_limits import LimitedHttpProtocol
     from example_trainer.torch_engine.loading import TorchEngineOptions, load_engine
     from example_trainer.torch_engine.server import create_app
 
@@ -55,6 +64,7 @@ def _serve(args: argparse.Namespace) -> None:
     given = dict(vars(args))
     host, port = given.pop("host"), given.pop("port")
     allows_remote = given.pop("allow_remote_updates")
+    allowed_hosts = [*given.pop("allowed_hosts"), *names_of_address(host)]
     state = load_engine(TorchEngineOptions(**given))
     has_updates = allows_remote or is_loopback(host)
     if not has_updates:
@@ -63,17 +73,23 @@ def _serve(args: argparse.Namespace) -> None:
             "(--allow-remote-updates offers them)",
             host,
         )
-    try:
-        uvicorn.run(
-            create_app(state, has_update_routes=has_updates),
+    app = create_app(state, has_update_routes=has_updates, allowed_hosts=allowed_hosts)
+    server = uvicorn.Server(
+        uvicorn.Config(
+            app,
             host=host,
             port=port,
+            http=LimitedHttpProtocol,
+            ws="none",
             access_log=False,
             log_level="info",
             timeout_keep_alive=75,
             # Requests that a pause holds would otherwise keep the process alive.
             timeout_graceful_shutdown=_SHUTDOWN_S,
         )
+    )
+    try:
+        server.run()  # raises `KeyboardInterrupt` after SIGINT
     finally:
         state.engine.close()
 
@@ -125,6 +141,16 @@ def _add_server_flags(add: Any) -> None:
     add("--host", default="127.0.0.1", help="address to bind (default 127.0.0.1)")
     add("--port", type=integer_between(1, 65535), default=8000, help="port (default 8000)")
     add(
+        "--allowed-host",
+        dest="allowed_hosts",
+        action="append",
+        default=[],
+        type=_host_name,
+        metavar="NAME",
+        help="further host name of this machine that requests may use, such as that of a proxy; "
+        "may be repeated",
+    )
+    add(
         "--logprobs-mode",
         choices=["raw_logprobs", "processed_logprobs"],
         default="raw_logprobs",
@@ -145,6 +171,13 @@ def _add_server_flags(add: Any) -> None:
 
 
 _count = integer_between(1, _BILLION)
+
+
+def _host_name(text: str) -> str:
+    try:
+        return check_allowed_host(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _share(text: str) -> float:

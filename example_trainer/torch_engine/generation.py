@@ -370,11 +370,16 @@ class TorchEngine:
             return
         request = job.request
         for index in range(request.num_completions):
-            seed = self._seeds.getrandbits(64) if request.seed is None else request.seed + index
-            completion = Completion(request, index, random.Random(seed))
+            completion = Completion(request, index, random.Random(self._seed_of(request, index)))
             job.completions.append(completion)
             self._waiting.append((job, completion))
         self._num_prompt_tokens += len(request.prompt_ids)
+
+    def _seed_of(self, request: PromptRequest, index: int) -> int:
+        if request.seed is None:
+            return self._seeds.getrandbits(64)
+        # `Random` drops the sign, so that -1 and 1 would be the same seed.
+        return (request.seed + index) % 2**64
 
     def _pause(self, mode: PauseMode, paused: Future[None]) -> None:
         if mode == "abort":

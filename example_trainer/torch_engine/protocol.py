@@ -49,6 +49,8 @@ _MAX_PROMPT_ENTRIES = 2**21
 _MAX_DECODED_TOKENS = 2**20
 _LONG_TOKEN = 64
 _SEED_LIMIT = 2**63 - 1
+_NO_SEED = -1
+"""A seed that means none, as in vLLM."""
 _MOST_TOP_K = 2**31 - 1
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "frequency_penalty": (0, None), "presence_penalty": (0, None), "repetition_penalty": (1, None),
@@ -500,7 +502,7 @@ def _prompt_request(
         num_completions=fields.n,
         max_tokens=_token_limit(fields, len(prompt_ids), served),
         sampling=_sampling(fields),
-        seed=fields.seed,
+        seed=None if fields.seed == _NO_SEED else fields.seed,
         stop_ids=stop_ids if fields.ignore_eos else stop_ids | served.end_ids,
         stop_texts=fields.stop_texts,
         num_top=fields.num_top,

@@ -23,11 +23,13 @@ from typing import Any, NamedTuple, TypeVar
 import msgspec
 from fastapi import FastAPI, Request, Response
 from fastapi.responses import StreamingResponse
+from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Scope
 
 from atroposlib.errors import ConfigError, InferenceError
 from atroposlib.utils.aio import unless_disconnected
+from atroposlib.utils.request_limits import BodyLimitMiddleware
 from atroposlib.utils.web_pages import WebPageMiddleware, WebPageRefusal, WebPageRule
 from example_trainer.torch_engine.answers import AnswerWriter, error_body
 from example_trainer.torch_engine.generation import (
@@ -74,14 +76,24 @@ class EngineState:
     """Answer of `/server_info`."""
 
 
-def create_app(state: EngineState, *, has_update_routes: bool) -> FastAPI:
+def create_app(
+    state: EngineState, *, has_update_routes: bool, allowed_hosts: Iterable[str] = ()
+) -> FastAPI:
     """Return the application.
 
-    `has_update_routes`: Whether to offer the routes that pause the engine and load files.
+    Args:
+        state: What the routes share.
+        has_update_routes: Whether to offer the routes that pause the engine and load files.
+        allowed_hosts: Further names of this machine; see `WebPageRule`.
     """
     app = FastAPI(title="torch engine", openapi_url=None)
+    app.add_middleware(BodyLimitMiddleware, max_body_bytes=MAX_BODY_BYTES)
     # A page in a browser of this host could load other weights.
-    rule = WebPageRule(machine_name=socket.gethostname())
+    rule = WebPageRule(
+        allowed_hosts=frozenset(allowed_hosts),
+        machine_name=socket.gethostname(),
+        host_remedy="start the engine with --allowed-host {}",
+    )
     app.add_middleware(WebPageMiddleware, rule=rule, answer=_refuse_web_page)
     routes = CompletionRoutes(state)
     facts = FactRoutes(state)
@@ -125,6 +137,9 @@ def _answered(endpoint: Endpoint) -> Endpoint:
             status, param, message = error.status, error.param, str(error)
         except ConfigError as error:
             status, param, message = 400, None, str(error)
+        except HTTPException as error:  # of `BodyLimitMiddleware`
+            body = error_body(error.detail, status=error.status_code)
+            return _json(body, status=error.status_code, headers=error.headers)
         except ClientDisconnect:  # while it sent its body
             return Response(status_code=_CLIENT_CLOSED)
         except Exception as error:
@@ -135,24 +150,18 @@ def _answered(endpoint: Endpoint) -> Endpoint:
     return guarded
 
 
-def _json(value: Any, *, status: int = 200) -> Response:
-    return Response(msgspec.json.encode(value), status, media_type="application/json")
+def _json(value: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> Response:
+    return Response(msgspec.json.encode(value), status, headers, media_type="application/json")
 
 
 async def _read_body(request: Request) -> dict[str, Any]:
     """Return the JSON object in a body; an empty one is an empty object."""
-    pieces = bytearray()
-    declared = request.headers.get("content-length", "0")
-    too_large = EngineRefusal(f"the body exceeds {MAX_BODY_BYTES} bytes", status=413)
-    if declared.isdecimal() and int(declared) > MAX_BODY_BYTES:
-        raise too_large
+    content = bytearray()  # not `body`, which the request would keep while it is answered
     async for piece in request.stream():
-        pieces += piece
-        if len(pieces) > MAX_BODY_BYTES:
-            raise too_large
+        content += piece
     try:
         # Unlike `json`, it refuses lone surrogates and NaN.
-        value = msgspec.json.decode(pieces) if pieces.strip() else {}
+        value = msgspec.json.decode(content) if content.strip() else {}
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise EngineRefusal(f"the body is not JSON: {error}") from error
     if not isinstance(value, dict):

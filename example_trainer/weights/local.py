@@ -247,7 +247,7 @@ def fetch_head(
         local.drop_downloads()  # of a process that was killed after the switch
         head = _record_of_head(manifest)
         if record != head:  # a step that changed no weight, such as a skipped one
-            local.rename_current(head)
+            _follow_equal_weights(store, manifest, local)
         return local.current.resolve()
     known = record.weights_sha256 if record and trust_current else None
     damaged: dict[str, int] = {}
@@ -274,6 +274,33 @@ def fetch_head(
                 local.drop_downloads()
             else:
                 raise WeightsError(f"{store.shown_url}: {error}") from error
+
+
+def _follow_equal_weights(store: WeightStore, manifest: Manifest, local: LocalWeights) -> None:
+    """Make the newest version the current one, which has the weights of the one before.
+
+    Config and tokenizer may have changed: an engine must not see them with the record of another
+    version, so they are written to a new folder.
+    """
+    current, head = local.current.resolve(), _record_of_head(manifest)
+    found = {path.name for path in current.iterdir() if not path.name.startswith(".")}
+    if found - {WEIGHTS, RECORD} == manifest.files.keys() and all(
+        file_digest(current / name) == file.sha256 for name, file in manifest.files.items()
+    ):
+        local.rename_current(head)
+        return
+    folder = local.new_folder()
+    try:
+        for name, file in manifest.files.items():
+            (folder / name).write_bytes(_small_file(store, file))
+        try:
+            os.link(current / WEIGHTS, folder / WEIGHTS)
+        except OSError:  # a file system without hard links
+            shutil.copyfile(current / WEIGHTS, folder / WEIGHTS)
+        local.install(folder, head)
+    except BaseException:
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 def _require_same_run(

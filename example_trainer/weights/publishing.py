@@ -68,6 +68,9 @@ _LEASE = "lease.json"
 _EPOCHS = "epochs"
 _DATA = "data"
 _FILES = "files"
+_INDEX = f"{WEIGHTS}.index.json"
+_NOT_LOADED = ("consolidated", "trainer_state")
+"""The weights once more under other names, and the optimizer of earlier checkpoints of ours."""
 _LEASE_S = 60.0
 _MOST_LEASE_BYTES = 2**16
 _LARGEST_NUMBER = 2**53
@@ -456,7 +459,7 @@ class _SourceWeights:
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        paths = sorted(folder.glob("*.safetensors"))
+        paths = _weight_files(folder)
         if not paths:
             raise ConfigError(
                 f"{folder} has no safetensors files; expected the folder of a checkpoint"
@@ -474,18 +477,12 @@ class _SourceWeights:
 
     def _require_all_parts(self) -> None:
         """Raise `ConfigError` if a tensor that the index of several files names is missing."""
-        path = self.folder / f"{WEIGHTS}.index.json"
-        if not path.is_file():
-            return
-        try:
-            files = dict(json.loads(path.read_text(encoding="utf-8"))["weight_map"])
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ConfigError(f"{path} cannot be read: {error!r}") from error
+        files = _indexed_files(self.folder)
         missing = [name for name in files if name not in self._sources]
         if missing:
             raise ConfigError(
                 f"{self.folder} lacks {len(missing)} of the {len(files)} tensors in its "
-                f"{path.name}, the first is {missing[0]} in {files[missing[0]]}"
+                f"{_INDEX}, the first is {missing[0]} in {files[missing[0]]}"
             )
 
     def data(self, piece: Piece) -> NDArray[np.uint8]:
@@ -500,6 +497,31 @@ class _SourceWeights:
             is_weights = path.name.endswith(NEVER_PUBLISHED) or path.name.startswith(".")
             if path.is_file() and not is_weights and path.stat().st_size <= MOST_FILE_BYTES:
                 yield path
+
+
+def _weight_files(folder: Path) -> list[Path]:
+    """Return the files of an index, or all safetensors files without one."""
+    found = sorted(folder.glob("*.safetensors"))
+    indexed = {str(name) for name in _indexed_files(folder).values()}
+    if indexed:
+        # With the file that transformers prefers to an index, so that doubled names are reported.
+        return [path for path in found if path.name in indexed | {WEIGHTS}]
+    return [path for path in found if not path.name.startswith(_NOT_LOADED)] or found
+
+
+def _indexed_files(folder: Path) -> dict[str, str]:
+    """Return the file of each tensor by the index of several files; empty without one.
+
+    Raises:
+        ConfigError: it cannot be read.
+    """
+    path = folder / _INDEX
+    if not path.is_file():
+        return {}
+    try:
+        return dict(json.loads(path.read_text(encoding="utf-8"))["weight_map"])
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ConfigError(f"{path} cannot be read: {error!r}") from error
 
 
 class _Base(NamedTuple):

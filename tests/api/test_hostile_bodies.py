@@ -18,10 +18,10 @@ from typing import Any
 import httpx
 import pytest
 
-from atroposlib.api.middleware import BodyBudget, Pace
 from atroposlib.api.responses import ObservedHttpProtocol
 from atroposlib.api.server import create_app
 from atroposlib.api.settings import ApiSettings
+from atroposlib.utils.request_limits import BodyBudget, Pace
 from tests.api.helpers import REGISTRATION, make_group, serve
 from tests.api.soak.service_process import Replica
 

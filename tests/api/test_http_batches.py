@@ -14,9 +14,9 @@ import msgspec
 import pytest
 
 from atroposlib.api.client_transport import leased_batch
-from atroposlib.api.middleware import Pace
 from atroposlib.api.server import create_app
 from atroposlib.api.settings import ApiSettings
+from atroposlib.utils.request_limits import Pace
 from atroposlib.wire import decode_batch, encode_group
 from tests.api.helpers import REGISTRATION, Service, make_group, serve
 

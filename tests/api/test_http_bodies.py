@@ -11,11 +11,11 @@ import socket
 import httpx
 import pytest
 
-from atroposlib.api.middleware import BodyBudget
 from atroposlib.api.server import create_app
 from atroposlib.api.settings import ApiSettings
 from atroposlib.api.store.base import MemoryRunStore
 from atroposlib.errors import RunStoreError
+from atroposlib.utils.request_limits import BodyBudget
 from atroposlib.wire import encode_group, encode_groups
 from tests.api.helpers import REGISTRATION, Service, make_group, serve
 

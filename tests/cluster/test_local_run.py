@@ -16,7 +16,10 @@ from typing import Any
 
 import pytest
 
+from atroposlib.errors import AtroposError
+from example_trainer.cluster.local import LocalRun
 from example_trainer.cluster.placement import PartStatus
+from example_trainer.cluster.run_file import read_run_file
 from tests.cluster.demo_run import (
     demo_run,
     held_out_accuracy,
@@ -106,6 +109,24 @@ def test_killed_parts_come_back_and_no_step_is_lost_or_doubled(tmp_path):
     assert parts["service"].restarts == 1
     assert parts["trainer"].restarts >= 1
     assert steps_of(shell.output) == list(range(1, steps + 1))
+
+
+def test_supervisor_that_does_not_start_in_time_is_ended(tmp_path, monkeypatch):
+    started: list[subprocess.Popen[bytes]] = []
+    popen = subprocess.Popen
+
+    def note(*args: Any, **options: Any) -> Any:
+        started.append(popen(*args, **options))
+        return started[-1]
+
+    monkeypatch.setattr("example_trainer.cluster.local._DETACH_LIMIT_S", 0.0)
+    monkeypatch.setattr(subprocess, "Popen", note)
+    file = scripted_run(tmp_path, steps=1)
+
+    with pytest.raises(AtroposError, match="the supervisor did not start"):
+        LocalRun(read_run_file(file), file).submit()
+
+    assert [process.poll() is None for process in started] == [False]
 
 
 @pytest.mark.long

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +13,10 @@ import pytest
 import yaml
 
 from atroposlib.errors import ConfigError
-from example_trainer.cluster.manifests import PART_LABEL, RUN_LABEL, render_manifests
+from example_trainer.cluster.manifests import PART_LABEL, RUN_LABEL, WAIT, render_manifests
 from example_trainer.cluster.run_file import RunFile, read_run_file
 from tests.cluster.fake_kubernetes import validate
+from tests.trainer.scripted_vllm import ScriptedVllm
 
 EXAMPLE = Path(__file__).parents[2] / "example_trainer/cluster/examples/kubernetes.yaml"
 KUBERNETES = {"image": "registry.example/atropos:1", "namespace": "rl"}
@@ -203,3 +206,16 @@ def test_environments_may_make_jobs_only_where_the_run_file_says_so() -> None:
 def test_run_that_cannot_work_names_the_key(sections: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         render_manifests(a_run(**sections))
+
+
+def test_waiting_for_an_address_uses_no_proxy(free_port: int) -> None:
+    dead = f"http://127.0.0.1:{free_port}"
+    with ScriptedVllm() as engine:
+        done = subprocess.run(
+            [sys.executable, "-c", WAIT, f"http://127.0.0.1:{engine.port}/health"],
+            env={**os.environ, "http_proxy": dead, "HTTP_PROXY": dead},
+            timeout=60,
+            check=False,
+        )
+
+    assert done.returncode == 0

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 import resource
+import sys
 from pathlib import Path
 
 import pytest
@@ -106,6 +107,39 @@ def test_replaced_directory_keeps_nothing_of_the_old_one(tmp_path):
 
     assert [file.name for file in target.iterdir()] == ["new"]
     assert [entry.name for entry in target.parent.iterdir()] == ["model"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="other systems cannot exchange directories")
+def test_directory_exists_at_any_time_while_it_is_replaced(tmp_path, monkeypatch):
+    target = tmp_path / "model"
+    replace_directory(target, lambda d: (d / "a").write_text("1"))
+    seen = []
+
+    def note(path, *_, **__):
+        seen.append((path.name, (target / "a").read_text()))
+
+    monkeypatch.setattr(Path, "rename", note)
+    monkeypatch.setattr("example_trainer.checkpointing._flush_to_disk", note)
+    replace_directory(target, lambda d: (d / "a").write_text("2"))
+
+    assert seen == [("a", "1"), (".model.new", "1"), (tmp_path.name, "2")]
+    assert [entry.name for entry in tmp_path.iterdir()] == ["model"]
+
+
+@pytest.mark.parametrize("is_link", [False, True])
+def test_directory_is_replaced_where_it_cannot_be_exchanged(tmp_path, monkeypatch, is_link):
+    target = tmp_path / "model"
+    if is_link:
+        (tmp_path / "elsewhere").mkdir()
+        target.symlink_to("elsewhere")
+    else:
+        target.mkdir()
+        monkeypatch.setattr("example_trainer.checkpointing._exchange", lambda *_: False)
+
+    replace_directory(target, lambda d: (d / "a").write_text("2"))
+
+    assert (target / "a").read_text() == "2"
+    assert not target.is_symlink()
 
 
 def test_failing_write_leaves_the_old_directory_in_place(tmp_path):

@@ -127,6 +127,20 @@ def test_write_rollouts_page_shows_first_and_last_groups(tmp_path: Path) -> None
     assert shown == [0, 1, 7, 8]
 
 
+def test_write_rollouts_page_unfinished_line_costs_no_group_of_another_file(tmp_path: Path) -> None:
+    paths = [tmp_path / "one.jsonl", tmp_path / "other.jsonl"]
+    for path in paths:
+        path.write_text("".join(group_line(f"{path.stem}-{number}-") for number in range(3)))
+    with paths[0].open("a") as file:
+        file.write(group_line("killed")[:20])
+
+    write_rollouts_page([[path] for path in paths], tmp_path / "page.html", groups_per_end=4)
+
+    page = (tmp_path / "page.html").read_text()
+    assert [number for number in range(3) if f"other-{number}-" in page] == [0, 1, 2]
+    assert [number for number in range(3) if f"one-{number}-" in page] == [0, 1, 2]
+
+
 def test_write_rollouts_page_few_groups_are_shown_once(tmp_path: Path) -> None:
     groups = tmp_path / "groups.jsonl"
     groups.write_text("".join(group_line(f"question-{number}-") for number in range(3)))

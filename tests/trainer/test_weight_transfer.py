@@ -243,6 +243,18 @@ def test_absurd_settings_of_an_engine_are_as_no_settings(content):
         control.close()
 
 
+@pytest.mark.parametrize("content", ["{", "[1]", "[" * 100_000, "", None])
+def test_model_of_an_engine_whose_config_cannot_be_read_counts_as_tied(tmp_path, content):
+    if content is not None:
+        (tmp_path / "config.json").write_text(content)
+    model = str(tmp_path) if content is not None else "x" * 5000
+    settings = {"device_config": {"device": "cpu"}, "model_config": {"model": model}}
+    with ScriptedVllm({"/server_info": (200, {"vllm_config": settings})}) as engine:
+        control = EngineControl(f"http://127.0.0.1:{engine.port}")
+        assert control.keeps_stale_output_layer()
+        control.close()
+
+
 @pytest.mark.parametrize("failure", [KeyError("x"), KeyboardInterrupt()])
 def test_any_failure_disconnects_and_a_failing_end_does_not_hide_it(
     tmp_path, senders, monkeypatch, failure

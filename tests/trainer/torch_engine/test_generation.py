@@ -143,6 +143,22 @@ def test_requests_at_the_same_time_have_the_tokens_of_each_alone(
         )
 
 
+def test_negative_seeds_are_different_ones_and_minus_one_is_none(
+    torch_engine: LocalEngine,
+) -> None:
+    def tokens(seed: int, **options: Any) -> list[list[int]]:
+        answer = torch_engine.complete(
+            [9, 30], seed=seed, max_tokens=12, ignore_eos=True, **options
+        )
+        return [choice["token_ids"] for choice in answer["choices"]]
+
+    several = tokens(-5, n=11)
+
+    assert several == tokens(-5, n=11)
+    assert len(set(map(tuple, several))) == 11
+    assert tokens(-1) != tokens(-1)
+
+
 def test_completions_that_begin_alike_are_computed_once_and_have_the_tokens_of_each_alone(
     torch_engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:

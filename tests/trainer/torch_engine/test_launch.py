@@ -126,6 +126,22 @@ def test_paused_engine_with_a_request_ends_with_a_signal(
         engine.stop()
 
 
+def test_interrupted_command_ends_with_130_and_without_a_traceback(
+    model_folder: Path, tmp_path: Path, free_port: int
+) -> None:
+    command = [sys.executable, "-m", "example_trainer.torch_engine", "--model", str(model_folder)]
+    command += ["--port", str(free_port), "--device", "cpu", "--max-model-len", "256"]
+    engine = ManagedProcess("engine", command, log_path=tmp_path / "engine.log")
+    with engine:
+        wait_until_ready(engine, lambda: check_vllm_health(free_port), timeout_s=120)
+        os.kill(engine.pid, signal.SIGINT)
+        wait_until(lambda: not engine.is_alive())
+        code = engine.returncode
+
+    assert code == -signal.SIGINT  # how the guardian reports 130
+    assert "Traceback" not in engine.log_path.read_text()
+
+
 @pytest.mark.parametrize("mode", ["auto", "none"])
 def test_trainer_launches_and_updates_its_own_torch_engine(
     model_folder: Path, model: Any, tokenizer: Any, tmp_path: Path, mode: str

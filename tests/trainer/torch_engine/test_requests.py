@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -224,13 +226,60 @@ def test_an_unknown_model_is_not_found(torch_engine: LocalEngine) -> None:
 def test_large_and_broken_bodies_are_refused(
     torch_engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    from fastapi.testclient import TestClient
+
+    from example_trainer.torch_engine.server import create_app
+
     post = torch_engine.http.post
     for body in (b"{", b"[" * 100_000, b"\xff\xfe", b'{"prompt": "\\ud800"}'):
         assert post(TEXT, content=body).status_code == 400
 
-    monkeypatch.setattr("example_trainer.torch_engine.server.MAX_BODY_BYTES", 1000)
-    assert post(TEXT, content=b" " * 1001).status_code == 413
-    assert post(TEXT, content=iter([b" " * 600] * 2)).status_code == 413
+    monkeypatch.setattr("example_trainer.torch_engine.server.MAX_BODY_BYTES", 100_000)
+    client = TestClient(create_app(torch_engine.state, has_update_routes=False))
+    for large in (b" " * 100_001, iter([b" " * 60_000] * 2)):
+        answer = client.post(TEXT, content=large)
+        assert answer.status_code == 413
+        error = answer.json()["error"]
+        assert (error["code"], error["message"]) == (
+            413,
+            "request body larger than 100000 bytes",
+        )
+
+
+def test_a_body_that_comes_too_slowly_is_refused_in_the_shape_of_openai(
+    torch_engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from atroposlib.utils.request_limits import Pace
+
+    monkeypatch.setattr(Pace, "grace_s", 0.05)
+    host, _, port = torch_engine.url.removeprefix("http://").partition(":")
+    head = f"POST {TEXT} HTTP/1.1\r\nHost: {host}\r\nContent-Type: application/json\r\n"
+
+    with socket.create_connection((host, int(port)), timeout=30) as connection:
+        connection.sendall(f"{head}Content-Length: 100000\r\n\r\n{{".encode())
+        answer = connection.recv(65536)
+        while b"\r\n\r\n" not in answer or not answer.endswith(b"}"):
+            answer += connection.recv(65536)
+
+    assert answer.startswith(b"HTTP/1.1 408")
+    assert json.loads(answer.partition(b"\r\n\r\n")[2])["error"]["code"] == 408
+
+
+def test_a_name_of_a_proxy_can_be_allowed(torch_engine: LocalEngine) -> None:
+    from fastapi.testclient import TestClient
+
+    from example_trainer.torch_engine.server import create_app
+
+    headers = {"Host": "engine.example.org"}
+    app = create_app(
+        torch_engine.state, has_update_routes=False, allowed_hosts=["engine.example.org"]
+    )
+    client = TestClient(app, base_url="http://127.0.0.1:9001")
+
+    assert client.get("/health", headers=headers).status_code == 200
+    refused = torch_engine.http.get("/health", headers=headers)
+    assert refused.status_code == 403
+    assert "--allowed-host engine.example.org" in refused.json()["error"]["message"]
 
 
 def test_prompts_after_one_that_is_refused_are_not_encoded(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import logging
@@ -15,7 +16,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 
 from atroposlib.errors import ConfigError
 from example_trainer.weights.cli import main
@@ -136,6 +137,50 @@ def test_config_and_tokenizer_come_with_the_weights(store, tmp_path):
     files = {path.name for path in (tmp_path / "into" / "current").iterdir()}
     assert files >= {"model.safetensors", "config.json", "tokenizer.json"}
     assert "qwen3" in (tmp_path / "into" / "current" / "config.json").read_text()
+
+
+@pytest.mark.parametrize("has_links", [True, False])
+def test_config_that_changes_without_the_weights_reaches_followers(
+    store, tmp_path, monkeypatch, has_links
+):
+    def refuse(*_):
+        raise OSError(errno.EPERM, "no hard links here")
+
+    if not has_links:
+        monkeypatch.setattr(os, "link", refuse)
+    new, current = tmp_path / "new", tmp_path / "into" / "current"
+    with WeightsPublisher(store, tmp_path / "mirror") as publisher:
+        [published] = publish_all(publisher, new, 1)
+        follow_once(store, tmp_path / "into")
+        (new / "config.json").write_text('{"model_type": "qwen3"}')
+        (new / "tokenizer.json").unlink()
+        publisher.publish(new, 2)
+
+    assert same_bits(follow_once(store, tmp_path / "into"), published)
+    assert "qwen3" in (current / "config.json").read_text()
+    names = {"model.safetensors", "config.json", "atropos_version.json"}
+    assert {path.name for path in current.iterdir()} == names
+    with opened(tmp_path / "into") as local:
+        assert local.record().version == 2
+
+
+def test_only_the_files_that_transformers_loads_are_published(store, tmp_path):
+    tensors = some_tensors()
+    single = write_checkpoint(tmp_path / "single", tensors)
+    save_file({"rng.torch": torch.zeros(4)}, single / "trainer_state.safetensors")
+    several = write_checkpoint(tmp_path / "several", tensors)
+    (several / "model.safetensors").rename(several / "model-00001.safetensors")
+    weight_map = dict.fromkeys(tensors, "model-00001.safetensors")
+    index = json.dumps({"weight_map": weight_map})
+    (several / "model.safetensors.index.json").write_text(index)
+    save_file({"layers.0": torch.zeros(4)}, several / "consolidated.safetensors")
+
+    with WeightsPublisher(store, tmp_path / "mirror") as publisher:
+        publisher.publish(single, 1)
+        report = publisher.publish(several, 2)
+
+    assert report.entry.changed_fraction == 0
+    assert same_bits(follow_once(store, tmp_path / "into"), tensors)
 
 
 def test_late_joiner_takes_the_newest_anchor_and_a_follower_only_deltas(store, tmp_path):
