@@ -287,7 +287,7 @@ def decode_binary_group(body: bytes | memoryview, content: bytes | memoryview) -
         max_score=max(scores),
         policy_version=group.policy_version,
         is_loose=is_loose(lengths),
-        is_from_text=opaque_text(group, "tokenized_from_text") == b"true",
+        is_from_text=(opaque_text(group, "tokenized_from_text") or b"").strip() == b"true",
         traceparent=traceparent,
     )
 
