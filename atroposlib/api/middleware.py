@@ -447,14 +447,16 @@ class GZipRequestMiddleware:
 def _announced(scope: Scope) -> tuple[int | None, str]:
     """Return length (0: no body, None: unknown) and encoding, by the headers of a request."""
     length: int | None = 0
-    encoding = ""
+    is_chunked, encoding = False, ""
     for name, value in scope["headers"]:
         if name == b"content-length":
             length = int(value) if value.isdigit() else None
         elif name == b"transfer-encoding":
-            length = None
+            is_chunked = True
         elif name == b"content-encoding":
             encoding = value.decode("latin-1").strip().lower()
+    if is_chunked:
+        length = None  # some servers pass both headers on, and then the length is wrong
     return length, encoding
 
 

@@ -239,6 +239,26 @@ def test_client_that_leaves_in_the_middle_of_its_body_stores_nothing(free_port):
         assert client.get("/status").json()["queue_size"] == 0
 
 
+@pytest.mark.parametrize("is_length_first", [True, False])
+async def test_length_beside_chunks_does_not_lift_the_limit(is_length_first):
+    headers = [(b"transfer-encoding", b"chunked"), (b"content-length", b"5")]
+    scope = {
+        **{"type": "http", "method": "POST", "path": "/scored_data", "query_string": b""},
+        "headers": headers[::-1] if is_length_first else headers,
+    }
+    sent = []
+
+    async def receive():
+        return {"type": "http.request", "body": bytes(2 * MIB), "more_body": False}
+
+    async def send(message):
+        sent.append(message)
+
+    await create_app(ApiSettings(max_body_bytes=MIB))(scope, receive, send)
+
+    assert sent[0]["status"] == 413
+
+
 async def test_budget_lets_the_oldest_finish_and_others_wait_for_room():
     budget = BodyBudget(100)
     oldest, second, third = budget.open(), budget.open(), budget.open()
