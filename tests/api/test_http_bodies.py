@@ -277,6 +277,25 @@ async def test_budget_lets_the_oldest_finish_and_others_wait_for_room():
     assert budget.held_bytes == 0
 
 
+async def test_budget_does_not_wait_for_a_request_whose_small_body_is_complete():
+    budget = BodyBudget(100)
+    waits_for_a_batch, second, third = budget.open(), budget.open(), budget.open()
+    await waits_for_a_batch.take(1)
+    await second.take(60)
+    await third.take(30)
+    waiting = asyncio.ensure_future(second.take(50))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+
+    waits_for_a_batch.note_complete()
+    await asyncio.wait_for(waiting, 1)
+    await asyncio.wait_for(second.take(50), 1)
+
+    for account in (waits_for_a_batch, second, third):
+        account.close()
+    assert budget.held_bytes == 0
+
+
 async def test_budget_forgets_who_gave_up_waiting():
     budget = BodyBudget(100)
     oldest, second = budget.open(), budget.open()
