@@ -7,6 +7,9 @@ import gzip
 import json
 import resource
 import socket
+import threading
+import zlib
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -44,6 +47,24 @@ def test_repeated_key_is_answered_as_before_and_stored_once(service, path):
     assert "idempotent-replayed" not in first.headers
     assert again.headers["idempotent-replayed"] == "true"
     assert service.status()["queue_size"] == (1 if path == "/scored_data" else 2)
+
+
+def test_digest_of_a_large_body_is_computed_in_a_thread(service, monkeypatch):
+    crc32, threads = zlib.crc32, []
+
+    def noted(content):
+        threads.append(threading.current_thread().name)
+        return crc32(content)
+
+    monkeypatch.setattr("atroposlib.api.routes.zlib", SimpleNamespace(crc32=noted))
+    group = {**make_group(1), "images": "x" * MIB}
+
+    for _ in range(2):
+        answer = service.post("/scored_data", json=group, headers={"Idempotency-Key": "a"})
+        assert answer.status_code == 200
+
+    assert [name.partition("_")[0] for name in threads] == ["bodies", "bodies"]
+    assert service.get("/status").json()["queue_size"] == 1
 
 
 def test_repeated_key_with_another_body_is_422(service):
