@@ -250,6 +250,7 @@ class GZipRequestMiddleware:
             await refusal(scope, receive, send)
         else:
             if pieces is not None:
+                account.note_complete()
                 await self.app(_plain_scope(scope, pieces), _replay(pieces, receive), send)
 
     async def _gunzip_body(self, receive: Receive, account: Account) -> list[bytes] | None:

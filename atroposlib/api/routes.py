@@ -92,16 +92,20 @@ async def read_groups(request: Request, run: Run, decode: Decode) -> PostedGroup
     ticket = None if ticket_text is None else parse_ticket(ticket_text)
     body = await request.body()
     wire_format: WireFormat = format_of_type(request.headers.get("content-type")) or "json"
-    work = partial(decode, body, wire_format, max_bytes=request.app.state.settings.max_body_bytes)
+    max_bytes: int = request.app.state.settings.max_body_bytes
+
+    def work() -> tuple[list[DecodedGroup], int]:
+        groups = decode(body, wire_format, max_bytes=max_bytes)
+        return groups, 0 if key is None else zlib.crc32(body) << 32 | len(body) & 0xFFFFFFFF
+
     try:
         # A MessagePack body may hold a zstd frame; the map of one group holds none.
         may_unfold = wire_format == "msgpack" and not _MAP_BEGINS(body) and _ZSTD_MAGIC in body
         is_small = len(body) <= _INLINE_BYTES and not may_unfold
-        groups = work() if is_small else await _in_threads(request, work)
+        groups, digest = work() if is_small else await _in_threads(request, work)
     except WireError as error:
         run.counters[f"groups/refused_{error.kind}"] += 1
         raise
-    digest = 0 if key is None else zlib.crc32(body) << 32 | len(body) & 0xFFFFFFFF
     return PostedGroups(groups, key, digest, ticket)
 
 

@@ -170,7 +170,8 @@ class Pace:
 class BodyBudget:
     """Shares the memory for request bodies among the requests of one service.
 
-    The oldest request always gets room, so that one request can always finish. Memory holds at most
+    The oldest request always gets room, so that one request can always finish; one that has a small
+    body and may wait for minutes, such as for a batch, does not count. Memory holds at most
     `max_bytes` plus one body. When a request has waited for `patience_s`, requests whose sender is
     slower than `min_bytes_per_s` are evicted.
     """
@@ -210,6 +211,10 @@ class BodyBudget:
         if self._accounts.pop(id(account), None) is None:
             return
         self.held_bytes -= account.held_bytes
+        self.grant_waiting()
+
+    def grant_waiting(self) -> None:
+        """Give room to the requests that wait for it, as far as there is any."""
         for waiting in list(self._waiting):
             if self._has_room(waiting.account, waiting.num_bytes):
                 self._waiting.remove(waiting)
@@ -218,8 +223,8 @@ class BodyBudget:
                     waiting.granted.set_result(None)
 
     def _has_room(self, account: Account, num_bytes: int) -> bool:
-        is_oldest = next(iter(self._accounts.values())) is account
-        return is_oldest or self.held_bytes + num_bytes <= self._max_bytes
+        oldest = next(a for a in self._accounts.values() if a is account or not a.is_small)
+        return oldest is account or self.held_bytes + num_bytes <= self._max_bytes
 
     def _give(self, account: Account, num_bytes: int) -> None:
         account.held_bytes += num_bytes
@@ -235,6 +240,7 @@ class Account:
         self.pace = Pace()
         self.is_evicted = False
         """Whether the request must end because others wait for its room."""
+        self._is_complete = False
         self._reader: asyncio.Task[Any] | None = None
         """The task that waits for the next piece, if any."""
         self._reading_since = 0.0
@@ -288,6 +294,17 @@ class Account:
     async def take(self, num_bytes: int) -> None:
         await self._budget.grant(self, num_bytes)
 
+    @property
+    def is_small(self) -> bool:
+        """Whether the body is complete and of a size that would not be counted if announced."""
+        return self._is_complete and self.held_bytes <= SMALL_BYTES
+
+    def note_complete(self) -> None:
+        """Record that the account holds the whole body and takes no more."""
+        self._is_complete = True
+        if self.is_small:
+            self._budget.grant_waiting()
+
     def close(self) -> None:
         """Give the room back; idempotent."""
         if self._timer is not None:
@@ -310,14 +327,16 @@ class _Waiting(NamedTuple):
 def announced(scope: Scope) -> tuple[int | None, str]:
     """Return length (0: no body, None: unknown) and encoding, by the headers of a request."""
     length: int | None = 0
-    encoding = ""
+    is_chunked, encoding = False, ""
     for name, value in scope["headers"]:
         if name == b"content-length":
             length = int(value) if value.isdigit() else None
         elif name == b"transfer-encoding":
-            length = None
+            is_chunked = True
         elif name == b"content-encoding":
             encoding = value.decode("latin-1").strip().lower()
+    if is_chunked:
+        length = None  # some servers pass both headers on, and then the length is wrong
     return length, encoding
 
 
@@ -373,6 +392,8 @@ def capped(receive: Receive, max_body_bytes: int, account: Account, *, remedy: s
             raise HTTPException(413, too_large_message(max_body_bytes, remedy))
         if num_bytes:
             await account.take(num_bytes)
+        if not message.get("more_body", False):
+            account.note_complete()
         return message
 
     return receive_within

@@ -33,7 +33,7 @@ from atroposlib.api.client_consumer import (
 from atroposlib.api.client_transport import RetryRule
 from atroposlib.api.journal import restore
 from atroposlib.api.queue import QueuedGroup
-from atroposlib.api.records import GroupsAdmitted, decode_record
+from atroposlib.api.records import GroupsAdmitted, UnreadableRecordError, decode_record
 from atroposlib.api.state import RunState
 from atroposlib.api.store.sqlite_file import open_reader
 from atroposlib.errors import AtroposError, ConfigError, GroupError, TrajectoryApiError
@@ -672,21 +672,23 @@ class StoredRunSource:
         return bytes(rows[0][0]) if rows else None
 
     def _refresh(self) -> None:
-        """Apply new records of the log, and list new payloads."""
+        """Apply new records of the log, and list new payloads; damaged records are skipped."""
         with self._lock:
-            position, snapshot = self._reader.execute(
-                "SELECT position, content FROM snapshot"
-            ).fetchone()
-            if snapshot is not None and position > self._position:
-                restore(self._state, snapshot)
-                self._position = position
-            records = self._reader.execute(
-                "SELECT position, record FROM log WHERE position >= ? ORDER BY position",
-                (self._position,),
-            ).fetchall()
-            fresh = [row[0] for row in self._reader.execute(_KEPT, (self._last_listed,)).fetchall()]
+            self._reader.execute("BEGIN")  # the service may compact the log meanwhile
+            try:
+                records, fresh = self._read_new()
+            finally:
+                self._reader.execute("ROLLBACK")
         for place, content in records:
-            record = decode_record(content)
+            try:
+                record = decode_record(content)
+            except UnreadableRecordError as error:
+                if error.record_type is None:
+                    raise  # of a later version
+                self.problems.add(f"record {place}: {error}")
+                self._state.skip(error.record_type, error)
+                self._position = place + 1
+                continue
             if isinstance(record, GroupsAdmitted):
                 self._descriptions.update((group.group_id, group) for group in record.groups)
             self._state.apply(record)
@@ -696,3 +698,16 @@ class StoredRunSource:
         self._last_listed = max(fresh, default=self._last_listed)
         self._waiting = fresh[::-1] + self._waiting
         self._refreshed_at = time.monotonic()
+
+    def _read_new(self) -> tuple[list[tuple[int, bytes]], list[int]]:
+        """Load a newer snapshot; return the records after it, and the ids of new payloads."""
+        execute = self._reader.execute
+        position, snapshot = execute("SELECT position, content FROM snapshot").fetchone()
+        if snapshot is not None and position > self._position:
+            restore(self._state, snapshot)
+            self._position = position
+        records = execute(
+            "SELECT position, record FROM log WHERE position >= ? ORDER BY position",
+            (self._position,),
+        ).fetchall()
+        return records, [row[0] for row in execute(_KEPT, (self._last_listed,)).fetchall()]

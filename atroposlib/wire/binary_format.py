@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from itertools import accumulate, chain
+from itertools import accumulate, chain, islice
 from types import GenericAlias
 from typing import Any, NamedTuple, TypeVar
 
@@ -287,7 +287,7 @@ def decode_binary_group(body: bytes | memoryview, content: bytes | memoryview) -
         max_score=max(scores),
         policy_version=group.policy_version,
         is_loose=is_loose(lengths),
-        is_from_text=opaque_text(group, "tokenized_from_text") == b"true",
+        is_from_text=(opaque_text(group, "tokenized_from_text") or b"").strip() == b"true",
         traceparent=traceparent,
     )
 
@@ -438,13 +438,13 @@ def gather(name: str, value: Any) -> Numbers | None:
             return Numbers(_flat(value, kinds, code), None)
         if field.shape == "GL":
             parts = [_flat(row, kinds, code) for row in value]
-            return Numbers(_joined(parts, code), list(map(len, parts)))
+            return Numbers(_concatenated(parts, code), list(map(len, parts)))
         counts = [list(map(len, row)) for row in value]
         parts = [_flat(_chained(row), kinds, code) for row in value]
     except (TypeError, ValueError, OverflowError):
         return None
     sizes = np.fromiter(chain.from_iterable(counts), dtype="<u4")
-    return Numbers(_joined(parts, code), list(map(len, counts)), sizes)
+    return Numbers(_concatenated(parts, code), list(map(len, counts)), sizes)
 
 
 def _chained(row: Any) -> Any:
@@ -463,7 +463,7 @@ def _flat(row: Any, kinds: str, code: str) -> NDArray[Any]:
     return np.frombuffer(array(code, row), dtype=code)
 
 
-def _joined(parts: Sequence[NDArray[Any]], code: str) -> NDArray[Any]:
+def _concatenated(parts: Sequence[NDArray[Any]], code: str) -> NDArray[Any]:
     return np.concatenate(parts) if parts else np.empty(0, dtype=code)
 
 
@@ -671,13 +671,51 @@ def _values(numbers: Numbers, *, as_arrays: bool) -> Any:
     ]
 
 
+_NUMBERS_AT_ONCE = 256 * 1024
+_ROWS_AT_ONCE = 4096
+"""Rows or positions that are written together: a short one takes less memory as text."""
+
+
 def _text(numbers: Numbers) -> bytes:
     if numbers.lengths is None:
-        return msgspec.json.encode(numbers.flat.tolist())
-    return b"[%b]" % b",".join(_row_text(row) for row in split_rows(numbers))
+        return _text_of(numbers.flat)
+    return b"[%b]" % _joined(_row_texts(numbers, numbers.lengths))
 
 
-def _row_text(row: NDArray[Any] | list[NDArray[Any]]) -> bytes:
-    if isinstance(row, list):
-        return b"[%b]" % b",".join(msgspec.json.encode(position.tolist()) for position in row)
-    return write_row(row, lambda part: msgspec.json.encode(part.tolist()))
+def _row_texts(numbers: Numbers, lengths: list[int]) -> Iterator[bytes]:
+    """Yield the text of each row; of a `[G][L][K]` field, without an array per position."""
+    if numbers.counts is None:
+        for row in _split(numbers.flat, lengths):
+            yield write_row(row, _text_of)
+        return
+    start = 0
+    for counts in _split(numbers.counts, lengths):
+        end = start + int(counts.sum(dtype=np.uint64))
+        yield b"[%b]" % _joined(_position_texts(numbers.flat[start:end], counts))
+        start = end
+
+
+def _position_texts(flat: NDArray[Any], counts: NDArray[Any]) -> Iterator[bytes]:
+    """Yield the text of some thousand positions at a time; of one, if it has many numbers."""
+    end = 0
+    for first in range(0, len(counts), _ROWS_AT_ONCE):
+        sizes = counts[first : first + _ROWS_AT_ONCE].tolist()
+        start, end = end, end + sum(sizes)
+        if end - start > _NUMBERS_AT_ONCE:
+            for position in _split(flat[start:end], sizes):
+                yield write_row(position, _text_of)
+        else:
+            numbers = iter(flat[start:end].tolist())
+            yield msgspec.json.encode([list(islice(numbers, size)) for size in sizes])[1:-1]
+
+
+def _text_of(numbers: NDArray[Any]) -> bytes:
+    return msgspec.json.encode(numbers.tolist())
+
+
+def _joined(texts: Iterator[bytes]) -> bytes:
+    """Join texts with commas, a few thousand at a time."""
+    parts: list[bytes] = []
+    while some := list(islice(texts, _ROWS_AT_ONCE)):
+        parts.append(b",".join(some))
+    return b",".join(parts)

@@ -299,6 +299,9 @@ def _rows_of_text(text: JsonText, lengths: Sequence[int]) -> Iterator[tuple[str,
             shape = own_shape
             _check_shape(path, shape or ())
             yield name, row
+    # Rows have no strings, so a further quote is of a name that occurs twice.
+    if sum(1 for _ in re.finditer(b'"', text)) > 2 * len(columns):
+        raise GroupError("columns: a name occurs twice")
 
 
 def _numbers_of(path: str, text: bytes, length: int) -> list[Any]:

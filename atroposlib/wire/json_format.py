@@ -316,6 +316,7 @@ _SEARCH_BYTES = 256 * 1024
 _MAX_KEY_BYTES = 64
 _MAX_TRIES = 4
 """Attempts to find the next key; if keys inside values resemble it, a parser is faster."""
+_BLANKS = b" \t\r\n"
 _value_decoder = msgspec.json.Decoder(msgspec.Raw)
 
 
@@ -387,7 +388,7 @@ def _walk_opaque(body: bytes, start: int) -> tuple[bytes, int] | None:
             _value_decoder.decode(text)
         except (msgspec.DecodeError, RecursionError):
             continue
-        return text, end
+        return text.rstrip(_BLANKS), end
     return None
 
 
@@ -758,7 +759,12 @@ def _parse_fields(body: bytes) -> dict[str, Any]:
 
 def _present(group: Any) -> dict[str, Any]:
     found = ((name, getattr(group, name)) for name in _NAMES)
-    return {name: value for name, value in found if value is not msgspec.UNSET}
+    return {name: _text_of(value) for name, value in found if value is not msgspec.UNSET}
+
+
+def _text_of(value: Any) -> Any:
+    """Return a single value as a view, as a `Raw` never equals other bytes."""
+    return memoryview(value) if isinstance(value, msgspec.Raw) else value
 
 
 def _read_at(fields: Mapping[str, Any], path: Path) -> DecodedGroup:

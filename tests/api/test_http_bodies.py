@@ -7,6 +7,9 @@ import gzip
 import json
 import resource
 import socket
+import threading
+import zlib
+from types import SimpleNamespace
 
 import httpx
 import pytest
@@ -44,6 +47,24 @@ def test_repeated_key_is_answered_as_before_and_stored_once(service, path):
     assert "idempotent-replayed" not in first.headers
     assert again.headers["idempotent-replayed"] == "true"
     assert service.status()["queue_size"] == (1 if path == "/scored_data" else 2)
+
+
+def test_digest_of_a_large_body_is_computed_in_a_thread(service, monkeypatch):
+    crc32, threads = zlib.crc32, []
+
+    def noted(content):
+        threads.append(threading.current_thread().name)
+        return crc32(content)
+
+    monkeypatch.setattr("atroposlib.api.routes.zlib", SimpleNamespace(crc32=noted))
+    group = {**make_group(1), "images": "x" * MIB}
+
+    for _ in range(2):
+        answer = service.post("/scored_data", json=group, headers={"Idempotency-Key": "a"})
+        assert answer.status_code == 200
+
+    assert [name.partition("_")[0] for name in threads] == ["bodies", "bodies"]
+    assert service.get("/status").json()["queue_size"] == 1
 
 
 def test_repeated_key_with_another_body_is_422(service):
@@ -239,6 +260,26 @@ def test_client_that_leaves_in_the_middle_of_its_body_stores_nothing(free_port):
         assert client.get("/status").json()["queue_size"] == 0
 
 
+@pytest.mark.parametrize("is_length_first", [True, False])
+async def test_length_beside_chunks_does_not_lift_the_limit(is_length_first):
+    headers = [(b"transfer-encoding", b"chunked"), (b"content-length", b"5")]
+    scope = {
+        **{"type": "http", "method": "POST", "path": "/scored_data", "query_string": b""},
+        "headers": headers[::-1] if is_length_first else headers,
+    }
+    sent = []
+
+    async def receive():
+        return {"type": "http.request", "body": bytes(2 * MIB), "more_body": False}
+
+    async def send(message):
+        sent.append(message)
+
+    await create_app(ApiSettings(max_body_bytes=MIB))(scope, receive, send)
+
+    assert sent[0]["status"] == 413
+
+
 async def test_budget_lets_the_oldest_finish_and_others_wait_for_room():
     budget = BodyBudget(100)
     oldest, second, third = budget.open(), budget.open(), budget.open()
@@ -254,6 +295,25 @@ async def test_budget_lets_the_oldest_finish_and_others_wait_for_room():
     await asyncio.wait_for(asyncio.gather(*waiting), 1)
     second.close()
     third.close()
+    assert budget.held_bytes == 0
+
+
+async def test_budget_does_not_wait_for_a_request_whose_small_body_is_complete():
+    budget = BodyBudget(100)
+    waits_for_a_batch, second, third = budget.open(), budget.open(), budget.open()
+    await waits_for_a_batch.take(1)
+    await second.take(60)
+    await third.take(30)
+    waiting = asyncio.ensure_future(second.take(50))
+    await asyncio.sleep(0)
+    assert not waiting.done()
+
+    waits_for_a_batch.note_complete()
+    await asyncio.wait_for(waiting, 1)
+    await asyncio.wait_for(second.take(50), 1)
+
+    for account in (waits_for_a_batch, second, third):
+        account.close()
     assert budget.held_bytes == 0
 
 

@@ -11,8 +11,12 @@ from typing import Any
 import httpx
 import pytest
 
+from atroposlib.api.journal import snapshot
+from atroposlib.api.records import decode_record
 from atroposlib.api.server import create_app
 from atroposlib.api.settings import ApiSettings
+from atroposlib.api.state import RunState
+from atroposlib.api.store.sqlite_file import open_reader
 from atroposlib.errors import ConfigError
 from atroposlib.viewer.index import GroupIndex
 from atroposlib.viewer.rollouts import group_of
@@ -232,6 +236,66 @@ def test_a_group_that_cannot_be_read_is_counted_once(
         source.advance(index, 1.0)
 
     assert (len(index), source.problems.count) == (2, 1)
+    source.close()
+
+
+def test_a_damaged_record_is_counted_and_the_rest_is_read(url: str, settings: ApiSettings) -> None:
+    path = settings.data_dir / "maths.sqlite3"
+    with sqlite3.connect(path) as connection:
+        (last,) = connection.execute("SELECT max(position) FROM log").fetchone()
+        (record,) = connection.execute(
+            "SELECT record FROM log WHERE position = ?", (last - 1,)
+        ).fetchone()
+        connection.execute("UPDATE log SET record = ? WHERE position = ?", (record[:-3], last - 1))
+    connection.close()
+    source, index = StoredRunSource(path), GroupIndex()
+
+    read(source, index, 3)
+
+    assert source.figures().current["groups received"] == 2
+    assert source.problems.messages[0].startswith(f"record {last - 1}: ")
+    source.close()
+
+
+class CompactedMeanwhile:
+    """A connection to the file of a run whose log is replaced just before it is read."""
+
+    def __init__(self, connection: sqlite3.Connection, path: Path) -> None:
+        self._connection = connection
+        self._path = path
+
+    def execute(self, query: str, *values: Any) -> sqlite3.Cursor:
+        """Run a query; the service compacts before the log is read."""
+        if "FROM log" in query:
+            with sqlite3.connect(self._path) as service:
+                state = RunState()
+                log = service.execute("SELECT record FROM log ORDER BY position").fetchall()
+                for (record,) in log:
+                    state.apply(decode_record(record))
+                service.execute(
+                    "UPDATE snapshot SET position = ?, content = ?", (len(log), snapshot(state))
+                )
+                service.execute("DELETE FROM log")
+            service.close()
+        return self._connection.execute(query, *values)
+
+    def close(self) -> None:
+        """Close the connection."""
+        self._connection.close()
+
+
+def test_a_log_that_is_compacted_while_it_is_read_is_read_whole(
+    url: str, settings: ApiSettings, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = settings.data_dir / "maths.sqlite3"
+    monkeypatch.setattr(
+        "atroposlib.viewer.sources.open_reader",
+        lambda path: CompactedMeanwhile(open_reader(path), path),
+    )
+
+    source = StoredRunSource(path)
+
+    assert source.figures().current["groups received"] == 3
     source.close()
 
 

@@ -328,3 +328,24 @@ def read_back(blob: bytes) -> list[dict[str, Any]]:
     groups = decode_batch(body, "msgpack")["batch"]
     assert [list(group) for group in groups] == [[f.name for f in GROUP_FIELDS if not f.is_note]]
     return groups
+
+
+@pytest.mark.parametrize("num_numbers", [1, 0])
+def test_short_positions_and_rows_take_little_memory_as_json(num_numbers):
+    num_entries = 100_000
+    entries = [[7] * num_numbers] * num_entries
+    group = {
+        **{"tokens": [[1]], "masks": [[1]], "scores": [0.5]},
+        "distill_token_ids": [entries],
+        "ref_logprobs": [[]] * num_entries,
+    }
+    stored = StoredPayload("msgpack", encode_group(group, "msgpack"))
+
+    tracemalloc.start()
+    text = convert_payload(stored, "json")
+    peak_bytes = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+
+    assert json.loads(text)["distill_token_ids"] == [entries]
+    assert json.loads(text)["ref_logprobs"] == group["ref_logprobs"]
+    assert peak_bytes < 15 * len(text)

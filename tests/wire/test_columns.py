@@ -22,6 +22,7 @@ from atroposlib.wire import (
     convert_payload,
     decode_batch,
     decode_group,
+    decode_groups,
     encode_group,
 )
 from atroposlib.wire.columns import COLUMN_TYPES, MAX_COLUMNS, check_column_text
@@ -106,6 +107,24 @@ def test_text_of_a_json_column_keeps_every_byte() -> None:
     payload = decode_group(body).payload
 
     assert payload.endswith(b',"columns":' + given_text + b"}")
+
+
+def test_json_column_that_occurs_twice_is_refused() -> None:
+    body = encode_group(base_group())[:-1]
+    hidden = b',"columns":{"w":[[1e999,"x",[]],[]],"w":[[1,2,3],[4,5]]}}'
+
+    with pytest.raises(GroupError, match="columns: a name occurs twice"):
+        decode_group(body + hidden)
+
+
+@pytest.mark.parametrize("others", [{}, {"a_key_of_an_older_client": 1}])
+def test_columns_may_be_null_beside_unknown_keys(others: dict[str, int]) -> None:
+    body = json.dumps([{**base_group(), "columns": None, "traces": None, **others}]).encode()
+
+    (group,) = decode_groups(body)
+
+    assert "columns" not in json.loads(group.payload)
+    assert "traces" not in json.loads(group.payload)
 
 
 def test_column_may_be_one_array_or_lists() -> None:

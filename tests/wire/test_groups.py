@@ -43,6 +43,15 @@ def test_tokens_made_from_text_are_counted_in_both_formats():
         assert decode_group(encode_group(GROUP, wire_format), wire_format).is_from_text is False
 
 
+def test_blanks_around_a_note_do_not_change_its_meaning():
+    spaced = json.dumps({**GROUP, "traces": None}).encode()[:-1]
+    spaced = b'{"tokenized_from_text" : true ,\n' + spaced[1:] + b"}"
+    assert decode_group(spaced).is_from_text
+    blob = encode_group({**GROUP, "tokenized_from_text": True}, "msgpack")
+    blob = blob.replace(b"\xc4\x04true", b"\xc4\x06 true ")
+    assert decode_group(blob, "msgpack").is_from_text
+
+
 def test_payload_has_every_field_in_table_order():
     payload = encode_group(GROUP)
 

@@ -148,11 +148,16 @@ def _rows_of(group: Mapping[str, Any], rules: FaceRules) -> list[TrainerRow]:
             num_prompt_tokens=_prompt_length(masks),
             policy_version=group.get("policy_version"),
             finish_reason=reasons[i],
-            messages=list(messages[i] or ()),
+            messages=_messages_of(messages[i]),
             reward_parts=dict(parts[i] or {}),
         )
         for i, (tokens, masks) in enumerate(zip(group["tokens"], group["masks"], strict=True))
     ]
+
+
+def _messages_of(conversation: Any) -> list[Any]:
+    """Return the messages of a trajectory; earlier environments send its text."""
+    return [conversation] if isinstance(conversation, str) else list(conversation or ())
 
 
 def _refuse_unknown_logprobs(

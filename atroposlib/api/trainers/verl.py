@@ -23,6 +23,8 @@ from atroposlib.errors import GroupError, MissingExtraError
 
 __all__ = ["data_proto", "data_protos"]
 
+_NUM_TURNS = "__num_turns__"
+
 
 def data_protos(
     stream: Iterable[LeasedBatch], *, pad_token_id: int, **options: Any
@@ -104,9 +106,10 @@ def data_proto(
     width_P = _width("prompt_length", prompt_length, longest_prompt)
     width_R = _width("response_length", response_length, longest_response)
 
+    tensors = _tensors(rows, width_P=width_P, width_R=width_R, pad_token_id=pad_token_id)
     return DataProto.from_dict(
-        tensors=_tensors(rows, width_P=width_P, width_R=width_R, pad_token_id=pad_token_id),
-        non_tensors=_columns(batch, groups),
+        tensors=tensors,
+        non_tensors=_columns(batch, groups, taken=tensors),
         meta_info={
             "batch_id": batch.batch_id,
             "temperature": temperature,
@@ -194,8 +197,10 @@ def _advantages(rows: Sequence[TrainerRow]) -> list[list[float]] | None:
     ]
 
 
-def _columns(batch: LeasedBatch, groups: Sequence[Sequence[TrainerRow]]) -> dict[str, Any]:
-    """Return the columns that are no tensors."""
+def _columns(
+    batch: LeasedBatch, groups: Sequence[Sequence[TrainerRow]], *, taken: Collection[str]
+) -> dict[str, Any]:
+    """Return the columns that are no tensors; the names of those are `taken`."""
     import numpy as np
 
     rows = [row for group in groups for row in group]
@@ -208,8 +213,14 @@ def _columns(batch: LeasedBatch, groups: Sequence[Sequence[TrainerRow]]) -> dict
         "finish_reason": [row.finish_reason for row in rows],
         "multi_modal_inputs": [{} for _ in rows],
     }
-    columns |= {key: [row.reward_parts.get(key) for row in rows] for key in _reward_parts(rows)}
-    made: dict[str, Any] = {"__num_turns__": np.array([_num_spans(row) for row in rows], np.int32)}
+    for key in _reward_parts(rows):
+        if key in columns or key in taken or key == _NUM_TURNS:
+            raise GroupError(
+                f"reward_parts: {key!r} is the name of another column of verl; rename the part in "
+                "the environment"
+            )
+        columns[key] = [row.reward_parts.get(key) for row in rows]
+    made: dict[str, Any] = {_NUM_TURNS: np.array([_num_spans(row) for row in rows], np.int32)}
     for key, values in columns.items():
         made[key] = np.empty(len(rows), dtype=object)
         made[key][:] = values

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -37,6 +38,30 @@ def test_rows_keep_every_span_of_several_turns() -> None:
     assert first.tokens[first.response] == [7, 9, 8]
     assert (first.score, second.score) == (1.0, 0.25)
     assert (first.policy_version, second.finish_reason) == (3, "length")
+
+
+def test_rows_keep_the_text_of_earlier_environments_whole() -> None:
+    first, second = rows_of(messages=["a whole text", [{"role": "user", "content": "hello"}]])
+
+    assert first.messages == ["a whole text"]
+    assert second.messages == [{"role": "user", "content": "hello"}]
+
+
+@pytest.mark.parametrize("name", ["uid", "rm_scores", "__num_turns__"])
+def test_reward_parts_with_the_name_of_another_column_of_verl_are_rejected(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("torch")
+    verl = SimpleNamespace(DataProto=SimpleNamespace(from_dict=lambda **made: made))
+    monkeypatch.setitem(sys.modules, "verl", verl)
+
+    def made_of(part: str) -> Any:
+        group = {**GROUP, "reward_parts": [{part: 1.0}, {part: 2.0}]}
+        return data_proto(LeasedBatch([group], "1"), pad_token_id=0)
+
+    with pytest.raises(GroupError, match=f"reward_parts: '{name}' is the name of another column"):
+        made_of(name)
+    assert list(made_of("exact")["non_tensors"]["exact"]) == [1.0, 2.0]
 
 
 def test_rows_of_a_masked_trajectory_have_a_prompt_of_one_token() -> None:
