@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import resource
+import sys
 from collections.abc import Iterator
 
 __all__ = ["allow_open_files", "collection_paused"]
@@ -42,6 +42,10 @@ def allow_open_files() -> None:
     Each request in progress is an open connection, and environments have hundreds. The limit stays
     as it is where the system does not allow more.
     """
+    if sys.platform == "win32":  # which has no such limit
+        return
+    import resource
+
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     for wanted in _OPEN_FILES:
         allowed = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
