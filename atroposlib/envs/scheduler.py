@@ -50,6 +50,7 @@ from atroposlib.envs.rollouts import (
     settings_without_effect,
 )
 from atroposlib.envs.run_snapshot import RepeatedErrors
+from atroposlib.envs.server_handling.chat_rendering import template_errors
 from atroposlib.envs.server_handling.server_baseline import sampled_versions
 from atroposlib.envs.server_handling.server_manager import EngineWatch, ServerManager
 from atroposlib.envs.service_session import (
@@ -67,6 +68,7 @@ from atroposlib.errors import (
     InferenceError,
     MissingExtraError,
     NoDataError,
+    PromptError,
 )
 from atroposlib.utils.aio import refuse_cancelled, settle
 from atroposlib.utils.text import is_milestone
@@ -480,6 +482,7 @@ MISTAKES = (
     LookupError,
     NameError,
     NotImplementedError,
+    PromptError,
     TypeError,
 )
 """Errors of an environment's code or lengths; unlike an outage, they do not end by themselves."""
@@ -835,7 +838,8 @@ class ServingLoop:
 
     def _stop_if_never_right(self, error: Exception) -> None:
         """End the run if the first rollouts all fail because of a mistake in the environment."""
-        self._mistakes_in_a_row = self._mistakes_in_a_row + 1 if isinstance(error, MISTAKES) else 0
+        is_mistake = isinstance(error, (*MISTAKES, *template_errors()))
+        self._mistakes_in_a_row = self._mistakes_in_a_row + 1 if is_mistake else 0
         count = self._mistakes_in_a_row
         if count == 1:
             self._mistakes_since = time.monotonic()

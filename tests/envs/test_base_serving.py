@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from jinja2 import TemplateError
 
 from atroposlib.envs import reporting, rollouts, scheduler
 from atroposlib.envs.server_handling.server_manager import ServerManager
@@ -613,20 +614,28 @@ async def served_to_its_end(env: Any, service: LiveService) -> BaseException:
     return caught.value
 
 
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [(KeyError("tokens"), "KeyError: 'tokens'"), (TemplateError("roles"), "TemplateError: roles")],
+)
 async def test_serve_whose_first_rollouts_all_fail_by_a_mistake_ends_and_names_it(
-    service: LiveService, make_env: MakeEnv, monkeypatch: pytest.MonkeyPatch
+    service: LiveService,
+    make_env: MakeEnv,
+    monkeypatch: pytest.MonkeyPatch,
+    error: Exception,
+    said: str,
 ) -> None:
     monkeypatch.setattr(scheduler, "NUM_UNUSABLE_AT_START", 12)
     monkeypatch.setattr(scheduler, "MISTAKES_S", 0.0)
     service.start()
 
-    class WrongKey(SmallEnv):
+    class Mistaken(SmallEnv):
         async def collect_trajectories(self, item: Any) -> Any:
-            return {}["tokens"]
+            raise error
 
-    error = await served_to_its_end(make_env(WrongKey, rollout_server_url=service.url), service)
+    ended = await served_to_its_end(make_env(Mistaken, rollout_server_url=service.url), service)
 
-    assert "rollouts failed, the last one with KeyError: 'tokens'" in str(error)
+    assert f"rollouts failed, the last one with {said}" in str(ended)
 
 
 @pytest.mark.parametrize(

@@ -252,7 +252,7 @@ def render_either(
 
     Some templates recognize a tool call only by its `tool_calls`, and reject two answers in a row.
     """
-    refusals = _refusals()
+    refusals = template_errors()
     try:
         return render(preferred)
     except refusals as error:
@@ -290,13 +290,14 @@ def text_after_reply(
     reply = {"role": "assistant", "content": marker}
     try:
         text = render([*before, reply, *added])
-    except _refusals():
+    except template_errors():
         return None
     _, found, tail = text.partition(marker)
     return tail if found else None
 
 
-def _refusals() -> tuple[type[Exception], ...]:
+def template_errors() -> tuple[type[Exception], ...]:
+    """Return the types of exception with which chat templates refuse a conversation."""
     try:
         from jinja2 import TemplateError
     except ImportError:  # then the tokenizer does not render with jinja2
