@@ -273,8 +273,8 @@ class NemoSession:
                 "id": _new_id("fc"),
                 "type": "function_call",
                 "call_id": call_id,
-                "name": call.name,
-                "arguments": json.dumps(arguments, ensure_ascii=False),
+                "name": _encodable(call.name),
+                "arguments": _encodable(json.dumps(arguments, ensure_ascii=False)),
                 "status": "completed",
             }
         )
@@ -431,6 +431,11 @@ def _response_block(output: Any, names: Mapping[str, str]) -> str:
         "content": str(output.get("output", "")),
     }
     return response_block(shown_value(shown))
+
+
+def _encodable(text: str) -> str:
+    """Return a text with lone surrogates as JSON escapes; servers reject the characters."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _new_id(prefix: str) -> str:

@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
 
 import pytest
 from aiohttp import web
 
+from atroposlib.adapters.nemo_gym import NemoSession
 from atroposlib.adapters.remote import HttpAnswer, HttpSession, numbers_of, split_names
+from atroposlib.adapters.tool_episode import MAX_DEPTH, why_not_sent
+from atroposlib.envs.tools import ToolCall
 from atroposlib.errors import ConfigError, EpisodeFailedError
 
 
@@ -68,3 +73,32 @@ def test_splits_of_another_form_are_refused(text: str) -> None:
         split_names(HttpAnswer(200, text, "GET /splits"))
 
     assert split_names(HttpAnswer(200, '[{"name": "train"}]', "GET /splits")) == ["train"]
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (r'{"a": "\ud83d\ude00", "b": [1, null, {"c": 2.5}]}', None),
+        (r'{"a": [{"b": "\ud83d"}]}', "half of a surrogate pair"),
+        (r'{"a": {"\ude00": 1}}', "half of a surrogate pair"),
+        ('{"a": ' + "[" * (MAX_DEPTH - 1) + "]" * (MAX_DEPTH - 1) + "}", None),
+        ('{"a": ' + "[" * 400 + "]" * 400 + "}", f"up to {MAX_DEPTH} lists and objects"),
+    ],
+)
+def test_arguments_that_clients_cannot_send_are_named(text: str, problem: str | None) -> None:
+    found = why_not_sent(json.loads(text))
+
+    assert found is None if problem is None else problem in str(found)
+
+
+def test_nemo_call_with_half_of_a_surrogate_pair_can_be_verified() -> None:
+    adapter: Any = None  # not asked
+    session = NemoSession(adapter, {"responses_create_params": {}})
+    arguments = {"text": "\ud800", "city": "Z\u00fcrich"}
+
+    session.note_call(ToolCall(name="look\ud800", arguments=arguments))
+
+    [item] = session.output
+    assert json.loads(item["arguments"]) == arguments
+    assert "Z\u00fcrich" in item["arguments"]
+    assert (item["arguments"] + item["name"]).encode()
