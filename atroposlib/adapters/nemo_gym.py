@@ -55,7 +55,8 @@ RESERVED = frozenset({"seed_session", "verify", "aggregate_metrics", "mcp", "res
 MAX_FILE_BYTES = 4 * 1024**3
 WATCH_S = 1.0
 """Interval of looking whether the server is still there."""
-
+INVALID_PARAMS = -32602
+"""Code of JSON-RPC for arguments that a server refuses."""
 _TOOL_CALL = re.compile(r"<tool_call>.*?(?:</tool_call>|\Z)", re.DOTALL)
 
 
@@ -295,6 +296,10 @@ class NemoSession:
         }
 
 
+class InvalidArgumentsError(EpisodeFailedError):
+    """A server refused the arguments of a call, which the policy wrote."""
+
+
 class NemoStepEpisode(Episode):
     """A session in the style of Gymnasium: the server answers every turn, and runs its calls."""
 
@@ -375,7 +380,10 @@ class NemoVerifyEpisode(ToolEpisode):
         if name in self._mcp_names:
             meta = {"_meta": {"idempotency-key": self.call_key}} if self.call_key else {}
             params = {"name": name, "arguments": arguments, **meta}
-            result = await self._ask_mcp("tools/call", params)
+            try:
+                result = await self._ask_mcp("tools/call", params)
+            except InvalidArgumentsError as error:
+                return ToolOutcome(shown_value(str(error)), is_error=True)
             texts = [part.get("text") for part in result.get("content") or ()]
             text = "\n".join(text for text in texts if isinstance(text, str))
             return ToolOutcome(shown_value(text), is_error=result.get("isError") is True)
@@ -412,6 +420,9 @@ class NemoVerifyEpisode(ToolEpisode):
         headers["Accept"] = "application/json, text/event-stream"
         body = {"jsonrpc": "2.0", "id": 1, "method": method, "params": params}
         answer = _mapping(await self._session.post(path, body, headers))
+        error = answer.get("error")
+        if isinstance(error, Mapping) and error.get("code") == INVALID_PARAMS:
+            raise InvalidArgumentsError(str(error.get("message") or "invalid arguments"))
         if not isinstance(answer.get("result"), Mapping):
             raise EpisodeFailedError(f"{method} of {self._adapter.url}{path}: {answer!r:.300}")
         result: Mapping[str, Any] = answer["result"]
