@@ -55,7 +55,8 @@ RESERVED = frozenset({"seed_session", "verify", "aggregate_metrics", "mcp", "res
 MAX_FILE_BYTES = 4 * 1024**3
 WATCH_S = 1.0
 """Interval of looking whether the server is still there."""
-
+INVALID_PARAMS = -32602
+"""Code of JSON-RPC for arguments that a server refuses."""
 _TOOL_CALL = re.compile(r"<tool_call>.*?(?:</tool_call>|\Z)", re.DOTALL)
 
 
@@ -273,8 +274,8 @@ class NemoSession:
                 "id": _new_id("fc"),
                 "type": "function_call",
                 "call_id": call_id,
-                "name": call.name,
-                "arguments": json.dumps(arguments, ensure_ascii=False),
+                "name": _encodable(call.name),
+                "arguments": _encodable(json.dumps(arguments, ensure_ascii=False)),
                 "status": "completed",
             }
         )
@@ -293,6 +294,10 @@ class NemoSession:
             "tools": self.params.get("tools") or [],
             **(reason if self.is_incomplete else {"status": "completed"}),
         }
+
+
+class InvalidArgumentsError(EpisodeFailedError):
+    """A server refused the arguments of a call, which the policy wrote."""
 
 
 class NemoStepEpisode(Episode):
@@ -375,7 +380,10 @@ class NemoVerifyEpisode(ToolEpisode):
         if name in self._mcp_names:
             meta = {"_meta": {"idempotency-key": self.call_key}} if self.call_key else {}
             params = {"name": name, "arguments": arguments, **meta}
-            result = await self._ask_mcp("tools/call", params)
+            try:
+                result = await self._ask_mcp("tools/call", params)
+            except InvalidArgumentsError as error:
+                return ToolOutcome(shown_value(str(error)), is_error=True)
             texts = [part.get("text") for part in result.get("content") or ()]
             text = "\n".join(text for text in texts if isinstance(text, str))
             return ToolOutcome(shown_value(text), is_error=result.get("isError") is True)
@@ -412,6 +420,9 @@ class NemoVerifyEpisode(ToolEpisode):
         headers["Accept"] = "application/json, text/event-stream"
         body = {"jsonrpc": "2.0", "id": 1, "method": method, "params": params}
         answer = _mapping(await self._session.post(path, body, headers))
+        error = answer.get("error")
+        if isinstance(error, Mapping) and error.get("code") == INVALID_PARAMS:
+            raise InvalidArgumentsError(str(error.get("message") or "invalid arguments"))
         if not isinstance(answer.get("result"), Mapping):
             raise EpisodeFailedError(f"{method} of {self._adapter.url}{path}: {answer!r:.300}")
         result: Mapping[str, Any] = answer["result"]
@@ -431,6 +442,11 @@ def _response_block(output: Any, names: Mapping[str, str]) -> str:
         "content": str(output.get("output", "")),
     }
     return response_block(shown_value(shown))
+
+
+def _encodable(text: str) -> str:
+    """Return a text with lone surrogates as JSON escapes; servers reject the characters."""
+    return text.encode("utf-8", "backslashreplace").decode()
 
 
 def _new_id(prefix: str) -> str:

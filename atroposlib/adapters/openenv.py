@@ -45,6 +45,7 @@ from atroposlib.adapters.tool_episode import (
     ToolOutcome,
     ToolQuestion,
     answer_argument,
+    why_not_sent,
 )
 from atroposlib.envs.conversation import ChatMessage, Reply, Turn
 from atroposlib.errors import (
@@ -421,7 +422,9 @@ class OpenEnvAdapter(Adapter):
                 action = json.loads(text)
             except (ValueError, RecursionError):
                 return None
-            return {**self.args.action_constants, **action} if isinstance(action, dict) else None
+            if not isinstance(action, dict) or why_not_sent(action) is not None:
+                return None
+            return {**self.args.action_constants, **action}
         value = _converted(text, self._fields.get(self.args.action_field, {}))
         return None if value is None else self._with_field(value)
 
@@ -637,4 +640,6 @@ def _converted(text: str, schema: Mapping[str, Any]) -> Any:
         value = _CONVERTERS.get(str(kind), json.loads)(text)
     except (ValueError, RecursionError):
         return text if kind is None else None
+    if why_not_sent(value) is not None:
+        return None
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import json
 from abc import abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,10 +21,19 @@ from atroposlib.envs.reporting import Reward
 from atroposlib.envs.tools import INSTRUCTIONS, ToolCall, parse_tool_calls, response_block
 from atroposlib.errors import ConfigError
 
-__all__ = ["ForeignTool", "ToolEpisode", "ToolOutcome", "ToolQuestion", "answer_argument"]
+__all__ = [
+    "ForeignTool",
+    "ToolEpisode",
+    "ToolOutcome",
+    "ToolQuestion",
+    "answer_argument",
+    "why_not_sent",
+]
 
 MAX_CALLS = 16
 """Calls of one turn that are run; further ones get an error as their result."""
+MAX_DEPTH = 64
+"""Lists and objects within each other; clients of other libraries fail at more."""
 
 
 @dataclass(frozen=True)
@@ -152,11 +161,32 @@ class ToolEpisode(Episode):
         if problem is None and not isinstance(arguments, dict):
             problem = "arguments: expected a JSON object"
         if problem is None:
+            problem = why_not_sent(arguments)
+        if problem is None:
             outcome = await self.call_tool(call.name, arguments)
         else:
             outcome = ToolOutcome(problem, is_error=True)
         self.num_failed_calls += outcome.is_error
         return outcome
+
+
+def why_not_sent(value: Any) -> str | None:
+    """Return why a client could fail to send a JSON value of the policy; None if it can be sent.
+
+    Python's parser accepts lone surrogates and deep values. Some clients lose their connection when
+    they encode them, which would fail the rollout, and others that share the connection.
+    """
+    level = [value]
+    for _ in range(MAX_DEPTH + 1):
+        texts = [each for each in level if isinstance(each, str)]
+        texts += [str(key) for each in level if isinstance(each, dict) for key in each]
+        if any("\ud800" <= character <= "\udfff" for text in texts for character in text):
+            return "arguments: a text has half of a surrogate pair; expected Unicode characters"
+        inner = [e.values() if isinstance(e, dict) else e for e in level if not isinstance(e, str)]
+        level = [each for values in inner if isinstance(values, Iterable) for each in values]
+        if not level:
+            return None
+    return f"arguments: expected up to {MAX_DEPTH} lists and objects within each other"
 
 
 def answer_argument(tool: ForeignTool, answer: str) -> dict[str, Any]:

@@ -201,6 +201,9 @@ class ContainerBase(Base):
             await workspace.close()
         else:
             workspace = await self._new()
+        if self._is_closed:  # while the container started
+            await workspace.close()
+            raise WorkspaceError(f"the base of {self.spec.name} is closed")
         self._open.add(workspace)
         if self._refill is None or self._refill.done():
             self._refill = asyncio.create_task(self._fill())

@@ -242,15 +242,18 @@ class LocalBase(Base):
         return self._cached
 
     async def fork(self) -> Workspace:
-        if self._is_closed:
-            raise WorkspaceError(f"the base of {self.spec.name} is closed")
+        self._require_open()
         await self._owner.wait_for_memory(self.spec.name)
         async with self._lock:
-            await self.open()
-            self._until_check -= 1
-            if self._until_check < 0:
-                await self._check()
-            workspace = self._warm.pop() if self._warm else await self._new()
+            self._require_open()  # it may have been closed during the wait
+            try:
+                workspace = await self._take()
+            finally:
+                if self._is_closed:
+                    self._release()
+            if self._is_closed:
+                await workspace.close()
+                self._require_open()
         self._open.add(workspace)
         self._start_refill()
         return workspace
@@ -268,9 +271,24 @@ class LocalBase(Base):
             try:
                 await self._check()
             finally:
-                if self._cached is not None:
-                    self._cached.release()
-                    self._cached = None
+                self._release()
+
+    def _require_open(self) -> None:
+        if self._is_closed:
+            raise WorkspaceError(f"the base of {self.spec.name} is closed")
+
+    async def _take(self) -> LocalWorkspace:
+        """Return a workspace made in advance, or a new one."""
+        await self.open()
+        self._until_check -= 1
+        if self._until_check < 0:
+            await self._check()
+        return self._warm.pop() if self._warm else await self._new()
+
+    def _release(self) -> None:
+        if self._cached is not None:
+            self._cached.release()
+            self._cached = None
 
     def forget(self, workspace: LocalWorkspace) -> None:
         self._open.discard(workspace)

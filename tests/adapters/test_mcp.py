@@ -41,6 +41,8 @@ ROWS = [
 ]
 QUESTION = re.compile(r"What is (\d+) and")
 
+NESTED = json.loads("[" * 400 + "]" * 400)
+
 
 def call(name: str, **arguments: Any) -> str:
     return f"<tool_call>{json.dumps({'name': name, 'arguments': arguments})}</tool_call>"
@@ -243,6 +245,8 @@ async def test_shared_session_is_opened_once(tasks: str, pids: Path) -> None:
         (call("sub", a=1), "there is no tool 'sub'", 30),
         (call("hang"), "gave no answer within 0.5 s", 0.5),
         (call("long_text", length=500), "[400 more characters]", 30),
+        (call("remember", text="\ud800"), "half of a surrogate pair", 30),
+        (call("remember", text=NESTED), "up to 64 lists and objects", 30),
     ],
 )
 async def test_error_of_a_tool_is_a_result(

@@ -172,6 +172,19 @@ async def test_tools_calls_are_steps_with_rewards(server: Server) -> None:
     assert rollout.outcome == "done"
 
 
+async def test_tools_arguments_that_cannot_be_sent_get_an_error(server: Server) -> None:
+    adapter = await opened(f"{server.url}/sums")
+    episode = await begun(adapter, {"seed": 24, "reset": {}})
+    text = r'{"name": "fail", "arguments": {"text": "\ud800"}}'
+
+    reply = await episode.reply(turn(f"<tool_call>{text}</tool_call>"))
+    await episode.close()
+    await adapter.close()
+
+    assert "half of a surrogate pair" in reply.chat_messages()[0]["content"]
+    assert not reply.is_done
+
+
 async def test_tools_plain_answer_goes_to_the_answer_tool(server: Server) -> None:
     adapter = await opened(f"{server.url}/sums", answer_tool="submit")
     episode = await begun(adapter, {"seed": 24, "reset": {}})

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 from aiohttp import web
 
+from atroposlib.adapters.nemo_gym import NemoGymAdapter, NemoGymArgs, NemoSession
 from atroposlib.adapters.remote import HttpAnswer, HttpSession, numbers_of, split_names
+from atroposlib.adapters.tool_episode import MAX_DEPTH, why_not_sent
+from atroposlib.envs.conversation import Turn
+from atroposlib.envs.tools import ToolCall
 from atroposlib.errors import ConfigError, EpisodeFailedError
 
 
@@ -68,3 +75,60 @@ def test_splits_of_another_form_are_refused(text: str) -> None:
         split_names(HttpAnswer(200, text, "GET /splits"))
 
     assert split_names(HttpAnswer(200, '[{"name": "train"}]', "GET /splits")) == ["train"]
+
+
+@pytest.mark.parametrize(
+    ("text", "problem"),
+    [
+        (r'{"a": "\ud83d\ude00", "b": [1, null, {"c": 2.5}]}', None),
+        (r'{"a": [{"b": "\ud83d"}]}', "half of a surrogate pair"),
+        (r'{"a": {"\ude00": 1}}', "half of a surrogate pair"),
+        ('{"a": ' + "[" * (MAX_DEPTH - 1) + "]" * (MAX_DEPTH - 1) + "}", None),
+        ('{"a": ' + "[" * 400 + "]" * 400 + "}", f"up to {MAX_DEPTH} lists and objects"),
+    ],
+)
+def test_arguments_that_clients_cannot_send_are_named(text: str, problem: str | None) -> None:
+    found = why_not_sent(json.loads(text))
+
+    assert found is None if problem is None else problem in str(found)
+
+
+def test_nemo_call_with_half_of_a_surrogate_pair_can_be_verified() -> None:
+    adapter: Any = None  # not asked
+    session = NemoSession(adapter, {"responses_create_params": {}})
+    arguments = {"text": "\ud800", "city": "Z\u00fcrich"}
+
+    session.note_call(ToolCall(name="look\ud800", arguments=arguments))
+
+    [item] = session.output
+    assert json.loads(item["arguments"]) == arguments
+    assert "Z\u00fcrich" in item["arguments"]
+    assert (item["arguments"] + item["name"]).encode()
+
+
+async def test_nemo_arguments_that_an_mcp_server_refuses_are_a_result(tmp_path: Path) -> None:
+    async def answer(request: web.Request) -> web.Response:
+        if request.path == "/openapi.json":
+            return web.json_response({"paths": {"/seed_session": {}, "/verify": {}}})
+        if request.path == "/seed_session":
+            return web.json_response({"mcp": {"url_path": "/mcp"}})
+        if (await request.json())["method"] == "tools/list":
+            return web.json_response({"result": {"tools": [{"name": "look"}]}})
+        return web.json_response({"error": {"code": -32602, "message": "city is missing"}})
+
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text(json.dumps({"responses_create_params": {"input": "go"}}))
+    async with asking(answer) as session:
+        adapter = NemoGymAdapter(session._url, NemoGymArgs(tasks=tasks), seed=1)
+        await adapter.open()
+        episode = adapter.start(await adapter.item(0))
+        await episode.begin()
+
+        text = '<tool_call>{"name": "look", "arguments": {}}</tool_call>'
+        reply = await episode.reply(Turn(text, 0, []))
+
+        await episode.close()
+        await adapter.close()
+
+    assert '"error": "city is missing"' in reply.chat_messages()[0]["content"]
+    assert not reply.is_done

@@ -16,6 +16,7 @@ from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 
@@ -25,6 +26,7 @@ from atroposlib.agent_tasks.runner import TaskRunner
 from atroposlib.errors import ConfigError
 from atroposlib.sandbox import SandboxLimits
 from atroposlib.workspaces import (
+    Base,
     EngineOptions,
     Network,
     Output,
@@ -37,7 +39,7 @@ from atroposlib.workspaces import (
 )
 from atroposlib.workspaces.container_engine import ContainerEngine, new_name
 from atroposlib.workspaces.container_saving import unpacked
-from atroposlib.workspaces.containers import ContainerWorkspaces
+from atroposlib.workspaces.containers import ContainerBase, ContainerWorkspaces
 from tests.workspaces.containers import IMAGE, PLAIN_IMAGE, Engines, open_engines
 
 pytestmark = pytest.mark.slow
@@ -631,3 +633,41 @@ echo $reward > /logs/verifier/reward.txt
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     return folder / "task"
+
+
+class _StandIn:
+    """A workspace that is made when `ready` is set, and the owner of its base."""
+
+    engine = None
+
+    def __init__(self) -> None:
+        self.ready = asyncio.Event()
+        self.is_closed = False
+
+    def forget(self, base: Base) -> None:
+        return
+
+    async def close(self) -> None:
+        self.is_closed = True
+
+
+class _SlowBase(ContainerBase):
+    _owner: Any
+
+    async def _new(self) -> Any:
+        await self._owner.ready.wait()
+        return self._owner
+
+
+async def test_fork_that_starts_while_the_base_is_closed_leaves_no_container() -> None:
+    made: Any = _StandIn()
+    base = _SlowBase(made, WorkspaceSpec("slow"), "image", "/app")
+    fork = asyncio.create_task(base.fork())
+    await asyncio.sleep(0)
+
+    await base.close()
+    made.ready.set()
+
+    with pytest.raises(WorkspaceError, match="the base of slow is closed"):
+        await fork
+    assert made.is_closed

@@ -350,6 +350,23 @@ async def test_cache_removes_bases_that_were_not_used_lately(tmp_path: Path) -> 
     assert kept == "/a\n"
 
 
+async def test_forks_that_wait_while_the_base_is_closed_leave_no_workspace(tmp_path: Path) -> None:
+    workspaces = new_workspaces(tmp_path, warm=1)
+    source = tmp_path / "source"
+    source.mkdir()
+    base = await workspaces.prepare(WorkspaceSpec("local", source=source, limits=LIMITS))
+    assert isinstance(base, LocalBase)
+    forks = [asyncio.create_task(base.fork()) for _ in range(3)]
+    await asyncio.sleep(0)
+
+    await base.close()
+    results = await asyncio.gather(*forks, return_exceptions=True)
+
+    assert [str(result) for result in results] == ["the base of local is closed"] * 3
+    assert base.num_warm == 0
+    await workspaces.close()
+
+
 async def test_workspaces_are_made_in_advance_up_to_a_limit(tmp_path: Path) -> None:
     workspaces = new_workspaces(tmp_path, warm=3, max_warm=4)
     bases = [
