@@ -196,6 +196,7 @@ def count_sentences(text: str) -> int:
         for end in _SENTENCE_END.finditer(paragraph):
             is_last = end.end() >= words_end
             if not _WORD_CHARACTER.search(paragraph, start, end.end()):
+                start = end.end()  # a later search need not read these marks again
                 continue
             if _ABBREVIATION.search(paragraph[max(0, end.end() - 12) : end.end()]) and not is_last:
                 continue
