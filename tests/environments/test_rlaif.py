@@ -56,7 +56,9 @@ def test_steering_takes_the_place_of_system_messages() -> None:
             [False] * 4,
             {
                 pair: twelfths / 12
-                for pair, twelfths in zip(combinations(range(4), 2), (1, 4, -5, -2, 3, 2))
+                for pair, twelfths in zip(
+                    combinations(range(4), 2), (1, 4, -5, -2, 3, 2), strict=True
+                )
             },
             None,
         ),
