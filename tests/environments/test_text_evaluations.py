@@ -122,6 +122,9 @@ def test_rows_of_text_evaluations_may_have_the_forms_of_the_hub() -> None:
         ("The * a", "the a"),
         ("007", "7"),
         ("0.50", "0.5"),
+        (".5", "0.5"),
+        ("-.50 degrees", "-0.5 degrees"),
+        ("...5", "5"),
         ("978-0306406157", "978 306406157"),
         ("9780306406157", "9780306406157"),  # more digits than a float of 12 has
         ("9780306406158.0", "9780306406158"),
