@@ -60,6 +60,9 @@ STEERING = "Whoever reads your answers has this taste; write to meet it.\n\n{pre
 
 GOLD = "Here is a full answer, written while the stars look on without blinking."
 
+ROUNDING = 1e-9
+"""Difference of scores that are equal but for rounding."""
+
 Messages = list[dict[str, str]]
 
 
@@ -120,7 +123,8 @@ def pair_scores(
         totals[first] += result
         totals[second] -= result
     scores = [total / max(1, len(is_cut) - 1) for total in totals]
-    return scores if len(set(scores)) > 1 else None
+    # Sums of equal results differ by rounding, in another order of the pairs.
+    return scores if max(scores) - min(scores) > ROUNDING else None
 
 
 class RLAIFEnv(DatasetItems, SingleTurnEnv):

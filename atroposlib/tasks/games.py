@@ -118,6 +118,10 @@ class GameEnv(SeededEnv):
             metrics[f"{area}/win_rate"] = statistics.fmean(game.is_won for game in games)
         return metrics
 
+    def is_correct(self, rollout: Rollout) -> bool:
+        """Whether the game was won; a lost one may have a positive return."""
+        return bool(cast(Game, rollout.conversation).is_won)
+
 
 WORDS_PATH = Path(__file__).with_name("words.tsv")
 

@@ -288,7 +288,10 @@ def _plain(text: Any) -> str:
 BOX = "\\boxed{"
 MAX_ANSWER = 2000
 FRACTION = re.compile(r"\\[dt]?frac\{([^{}]{1,40})\}\{([^{}]{1,40})\}")
-MIXED = re.compile(r"(-?)\b([0-9]{1,20})\s{0,3}\\[dt]?frac\{([0-9]{1,20})\}\{([0-9]{1,20})\}")
+MIXED = re.compile(
+    r"(-?)\b([0-9]{1,20})(?:\s{0,3}(?=\\[dt]?frac\{)|\s{1,3}(?=[0-9]))"
+    r"(?:\\[dt]?frac\{([0-9]{1,20})\}\{([0-9]{1,20})\}|([0-9]{1,20})/([0-9]{1,20})\b)"
+)
 """An integer followed by a fraction means their sum."""
 NAMED = re.compile(r"^[a-z]=(?=[-+]?[0-9.])")
 BASE = re.compile(r"^([01]+)_\(?2\)?$")
@@ -343,11 +346,16 @@ def is_equal(answer: str, solution: str) -> bool:
 
 def _normalized(text: str) -> str:
     text = text[:MAX_ANSWER].replace("\N{MINUS SIGN}", "-")
-    text = MIXED.sub(lambda m: f"{m[1]}{int(m[2]) * int(m[4]) + int(m[3])}/{m[4]}", text)
+    text = MIXED.sub(_as_fraction, text)
     text = FRACTION.sub(r"\1/\2", text)
     text = re.sub(r"[\\{}$,\s]", "", FORMATTING.sub("", text))
     text = BASE.sub(r"\1", text.lower().rstrip("."))
     return re.sub(r"^(-?)\.(?=[0-9])", r"\g<1>0.", text.removeprefix("+"))
+
+
+def _as_fraction(mixed: re.Match[str]) -> str:
+    above, below = mixed[3] or mixed[5], mixed[4] or mixed[6]
+    return f"{mixed[1]}{int(mixed[2]) * int(below) + int(above)}/{below}"
 
 
 KEPT_RESULTS = 1000

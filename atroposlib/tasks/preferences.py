@@ -161,7 +161,11 @@ class PreferenceDesk:
         case = self.pending.get(case_id)
         if case is None or not _is_choice(case, choice):
             return False
-        with self.path.open("ab") as file:
+        with self.path.open("ab+") as file:
+            if file.tell() > 0:
+                file.seek(-1, os.SEEK_END)
+                if file.read(1) != b"\n":
+                    file.write(b"\n")  # the last line of another program has no end
             file.write(json.dumps({"id": case_id, "choice": choice}).encode() + b"\n")
         self.read_file()
         return True

@@ -29,6 +29,8 @@ __all__ = [
 Row = Mapping[str, Any]
 
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
+_BARE_DECIMAL = re.compile(r"(?<![\w.])\.(?=\d)")
+"""The point of a number such as `.5`, which is no punctuation."""
 _WORD_PUNCTUATION = str.maketrans("", "", string.punctuation)
 NUMBER_WORDS = {
     "zero": "0", "one": "1", "two": "2", "three": "3", "four": "4", "five": "5", "six": "6",
@@ -39,10 +41,12 @@ NUMBER_WORDS = {
 def normalized_answer(text: str) -> str:
     """Return a short answer for comparison: lower case, without articles and punctuation.
 
-    Numbers are written alike: `1,000` and `1000.0`, `three` and `3`. They keep their sign.
+    Numbers are written alike: `1,000` and `1000.0`, `three` and `3`, `.5` and `0.5`. They keep
+    their sign.
     """
     words = []
-    for word in re.split(r"\s+|(?<=[\w.%)])[\u2013\u2014-]+", text.lower().replace("\u2212", "-")):
+    text = _BARE_DECIMAL.sub("0.", text.lower().replace("\u2212", "-"))
+    for word in re.split(r"\s+|(?<=[\w.%)])[\u2013\u2014-]+", text):
         number = _as_number(word.strip(string.punctuation.replace("-", "") + "$%"))
         words.append(number if number is not None else word.translate(_WORD_PUNCTUATION))
     joined = " ".join(words)

@@ -493,6 +493,10 @@ class ToolDialogueEnv(DatasetItems, MultiTurnEnv):
         """Return the score of a dialogue, by default the sum of its rewards."""
         return sum(rollout.rewards)
 
+    def is_correct(self, rollout: Rollout) -> bool:
+        """Whether all turns are right; a part of them may have a positive score."""
+        return conversation_of(rollout).is_complete
+
     def check_gold_answer(self, item: Item) -> Sequence[str]:
         turns = []
         for calls in item.expected_calls_by_turn:

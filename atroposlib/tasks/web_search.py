@@ -208,6 +208,8 @@ class TavilySearch:
             host = (urlsplit(address).hostname or "").rstrip(".").lower()
         except ValueError:  # not a URL
             return True
+        if not host:  # such as wikipedia.org/wiki/Otter, without a scheme
+            return bool(self._blocked)
         return any(host == domain or host.endswith(f".{domain}") for domain in self._blocked)
 
     async def _post(self, route: str, body: dict[str, Any]) -> Any:

@@ -20,7 +20,7 @@ import statistics
 import unicodedata
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal, NamedTuple, cast
 
 from pydantic import Field
 
@@ -461,6 +461,11 @@ class DeepResearchEnv(DatasetItems, MultiTurnEnv):
             f"{area}/avg_steps": statistics.fmean(len(r.rewards) for r in rollouts),
             f"{area}/completion_rate": statistics.fmean(c.verdict is not None for c in played),
         }
+
+    def is_correct(self, rollout: Rollout) -> bool:
+        """Whether the answer is right, whatever its citations earn or cost."""
+        verdict = cast(ResearchConversation, rollout.conversation).verdict
+        return verdict is not None and verdict.is_right
 
     def check_gold_answer(self, item: dict[str, Any]) -> Sequence[str]:
         turns = []

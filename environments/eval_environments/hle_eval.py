@@ -12,6 +12,7 @@ Metrics: `accuracy`, `total_evaluated`, `total_correct`, `category_{k}_accuracy`
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from string import ascii_uppercase
@@ -99,12 +100,17 @@ def is_same_answer(answer: str, gold: str, *, is_fuzzy: bool, is_case_sensitive:
     given, wanted = _words(answer), _words(gold)
     if not wanted:
         return answer.strip() == gold.strip()
-    if "".join(given) == "".join(wanted):
+    if _joined(given) == _joined(wanted):
         return True
     is_number = not any(character.isalpha() for character in gold)
     return is_fuzzy and (
         contains_words(given, wanted) or (is_number and compare_math_strings(answer, gold))
     )
+
+
+def _joined(words: Sequence[str]) -> str:
+    """Return words without spaces, except between digits: `1, 2` is not 12."""
+    return re.sub(r"(?<!\d) | (?!\d)", "", " ".join(words))
 
 
 def _words(text: str) -> list[str]:

@@ -196,6 +196,7 @@ def count_sentences(text: str) -> int:
         for end in _SENTENCE_END.finditer(paragraph):
             is_last = end.end() >= words_end
             if not _WORD_CHARACTER.search(paragraph, start, end.end()):
+                start = end.end()  # a later search need not read these marks again
                 continue
             if _ABBREVIATION.search(paragraph[max(0, end.end() - 12) : end.end()]) and not is_last:
                 continue
@@ -218,9 +219,14 @@ def _number_of_sentences(text: str, given: Arguments) -> bool:
 
 
 def _number_of_paragraphs(text: str, given: Arguments) -> bool:
-    parts = [part.strip() for part in re.split(r"\s?\*\*\*\s?", text)]
-    inner = parts[1 if not parts[0] else 0 : -1 if not parts[-1] else None]
-    return all(inner) and len(inner) == int(given["num_paragraphs"])
+    parts = _between(re.split(r"\s?\*\*\*\s?", text))
+    return all(parts) and len(parts) == int(given["num_paragraphs"])
+
+
+def _between(parts: Sequence[str]) -> list[str]:
+    """Return the stripped parts between separators, which may also open and close the text."""
+    stripped = [part.strip() for part in parts]
+    return stripped[1 if not stripped[0] else 0 : -1 if not stripped[-1] else None]
 
 
 def _number_of_words(text: str, given: Arguments) -> bool:
@@ -285,7 +291,7 @@ def _has_title(text: str, _: Arguments) -> bool:
 
 
 def _are_two_responses(text: str, _: Arguments) -> bool:
-    parts = [part.strip() for part in text.split("******")]
+    parts = _between(text.split("******"))
     return len(parts) == 2 and all(parts) and parts[0] != parts[1]
 
 

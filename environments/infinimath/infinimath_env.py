@@ -264,6 +264,9 @@ class InfiniteMathEnv(SingleTurnEnv):
             "eval/advanced_level": float(self.curriculum.level > level),
         }
 
+    def is_correct(self, record: Mapping[str, Any]) -> bool:
+        return self._is_correct(record["score"])
+
     async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
         metrics = {} if wandb_metrics is None else wandb_metrics
         for level, results in self.results_since_log.items():

@@ -174,6 +174,9 @@ class InternBootcampEnv(SingleTurnEnv):
         overall = {"eval/overall_accuracy": statistics.fmean(is_right)}
         return {**self._rates("eval", by_task), **overall}
 
+    def is_correct(self, record: Mapping[str, Any]) -> bool:
+        return bool(record["score"] == self.config.correct_reward)
+
     def save_checkpoint(self, step: int, data: Mapping[str, Any] | None = None) -> None:
         super().save_checkpoint(step, {**(data or {}), "iter": self.iter})
 

@@ -47,6 +47,7 @@ from atroposlib.utils.local_records import find_split, read_records, require_dat
 __all__ = [
     "AgentProcessError",
     "AgentRun",
+    "AgentTimeoutError",
     "GaiaQuestion",
     "ReplayedSteps",
     "SmolagentsEnv",
@@ -82,6 +83,10 @@ IMPORTS = ["csv", "json", "pathlib", "string", "decimal", "fractions"]
 
 class AgentProcessError(AtroposError, RuntimeError):
     """The agent of a rollout failed, or did not end in time."""
+
+
+class AgentTimeoutError(AgentProcessError, TimeoutError):
+    """The agent of a rollout did not end in time."""
 
 
 class GaiaQuestion(NamedTuple):
@@ -594,6 +599,17 @@ class AgentRollout(NamedTuple):
     duration_s: float
 
 
+class EvaluatedAgent(NamedTuple):
+    """The result of one agent in an evaluation."""
+
+    answer: str
+    score: float
+    parts: dict[str, float]
+    duration_s: float
+    is_late: bool = False
+    """Whether it did not end in time."""
+
+
 class SmolagentsEnv(DatasetItems, BaseEnv):
     """Questions for a code agent; an item is a `GaiaQuestion`.
 
@@ -652,25 +668,33 @@ class SmolagentsEnv(DatasetItems, BaseEnv):
         return group
 
     async def evaluate(self, *args: Any, **kwargs: Any) -> None:
-        """Run one agent for each test question and log the fraction of right answers."""
+        """Run one agent for each test question and log the fraction of right answers.
+
+        An agent that does not end in time scores 0.
+
+        Raises:
+            AgentTimeoutError: no agent ended in time.
+        """
         started_at = time.time()
         questions = [await asyncio.to_thread(self._question, row) for row in self.test]
-        rollouts = await all_results(
-            self._roll_out(question, temperature=self.config.eval_temperature)
-            for question in questions
-        )
-        if not rollouts:
+        results = await all_results(self._evaluated(question) for question in questions)
+        if not results:
             logger.info("no evaluation: the data has no test questions")
             return
-        success = [
-            is_right_answer(rollout.answer, question.answer)
-            for rollout, question in zip(rollouts, questions, strict=True)
-        ]
+        if all(result.is_late for result in results):
+            raise AgentTimeoutError(
+                f"none of {len(results)} agents ended within {self.config.process_timeout:g} s "
+                "(--env.process_timeout)"
+            )
         metrics = {
-            "eval/success_rate": statistics.fmean(success),
-            "eval/avg_score": statistics.fmean(r.trajectory.score for r in rollouts),
-            "eval/num_examples": len(rollouts),
-            "eval/avg_execution_time": statistics.fmean(r.duration_s for r in rollouts),
+            "eval/success_rate": statistics.fmean(
+                is_right_answer(result.answer, question.answer)
+                for result, question in zip(results, questions, strict=True)
+            ),
+            "eval/avg_score": statistics.fmean(result.score for result in results),
+            "eval/num_examples": len(results),
+            "eval/avg_execution_time": statistics.fmean(result.duration_s for result in results),
+            "eval/timed_out_rate": statistics.fmean(result.is_late for result in results),
         }
         await self.evaluate_log(
             metrics=metrics,
@@ -678,13 +702,13 @@ class SmolagentsEnv(DatasetItems, BaseEnv):
                 {
                     "messages": [
                         {"role": "user", "content": question.question},
-                        {"role": "assistant", "content": rollout.answer},
+                        {"role": "assistant", "content": result.answer},
                     ],
-                    "score": rollout.trajectory.score,
-                    "reward_parts": rollout.parts,
+                    "score": result.score,
+                    "reward_parts": result.parts,
                     "task_id": question.task_id,
                 }
-                for rollout, question in zip(rollouts, questions, strict=True)
+                for result, question in zip(results, questions, strict=True)
             ],
             start_time=started_at,
             end_time=time.time(),
@@ -701,6 +725,16 @@ class SmolagentsEnv(DatasetItems, BaseEnv):
             metrics["train/mean_score"] = statistics.fmean(self.scores_since_log)
         self.durations, self.scores_since_log = [], []
         await super().wandb_log(metrics)
+
+    async def _evaluated(self, question: GaiaQuestion) -> EvaluatedAgent:
+        try:
+            rollout = await self._roll_out(question, temperature=self.config.eval_temperature)
+        except AgentTimeoutError as error:
+            logger.warning("task %s: %s", question.task_id, error)
+            return EvaluatedAgent("", 0.0, {}, self.config.process_timeout, is_late=True)
+        return EvaluatedAgent(
+            rollout.answer, rollout.trajectory.score, rollout.parts, rollout.duration_s
+        )
 
     def check_gold_answer(self, item: GaiaQuestion) -> str:
         return f"Thought: it is known.\n<code>\nfinal_answer({item.answer!r})\n</code>"
@@ -723,7 +757,7 @@ class SmolagentsEnv(DatasetItems, BaseEnv):
                         run_agent(running, task, steps), self.config.process_timeout
                     )
                 except (TimeoutError, asyncio.TimeoutError) as error:
-                    raise AgentProcessError(
+                    raise AgentTimeoutError(
                         f"the agent did not end within {self.config.process_timeout:g} s"
                     ) from error
             duration_s = time.monotonic() - started_at

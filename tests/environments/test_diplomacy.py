@@ -72,6 +72,8 @@ def test_spellings_of_a_move(text: str) -> None:
         (["A MAR - PAR", "A BER H", "", "WAIVE"], SPRING, 0, 4),
         (["A BRE B", "A PAR B"], BUILDS, 1, 1),  # one unit may be built
         (["WAIVE"], BUILDS, 1, 0),
+        (["A PAR B", "WAIVE"], BUILDS._replace(max_orders=2), 2, 0),
+        (["WAIVE", "A PAR B"], BUILDS._replace(max_orders=2), 2, 0),
         (["A MAR H"] * 1000, SPRING, 1, 999),
     ],
 )

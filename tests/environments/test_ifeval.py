@@ -128,8 +128,8 @@ CASES: list[tuple[str, dict[str, Any], list[str], list[str]]] = [
     (
         "combination:two_responses",
         {},
-        ["one\n******\ntwo"],
-        ["one", "one******one", "a******b******c", "a******"],
+        ["one\n******\ntwo", "one\n******\ntwo\n******", "******\none\n******\ntwo"],
+        ["one", "one******one", "a******b******c", "a******", "a************b", "******a******a"],
     ),
     (
         "combination:repeat_prompt",

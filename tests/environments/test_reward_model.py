@@ -213,6 +213,21 @@ async def test_program_may_append_choices_while_a_group_waits(tmp_path: Path) ->
     await desk.close()
 
 
+async def test_choice_on_the_page_follows_a_line_without_an_end(tmp_path: Path) -> None:
+    other = PreferenceCase(PROMPT, ["a", "b"])
+    desk = PreferenceDesk(tmp_path / "choices.jsonl", max_pending=4)
+    asked = [asyncio.ensure_future(desk.ask(case, timeout_s=30)) for case in (CASE, other)]
+    for _ in range(4):
+        await asyncio.sleep(0)
+    desk.path.write_text(json.dumps({"id": other.case_id, "choice": 1}))
+
+    assert desk.choose(CASE.case_id, 2)
+
+    assert await asyncio.gather(*asked) == [2, 1]
+    assert desk.num_bad_lines == 0
+    await desk.close()
+
+
 async def test_group_without_a_choice_times_out_and_leaves_nothing(tmp_path: Path) -> None:
     desk = PreferenceDesk(tmp_path / "choices.jsonl", max_pending=1)
     other = PreferenceCase(PROMPT, ["a", "b"])

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from itertools import combinations
 from typing import Any
 
 import pytest
@@ -50,6 +51,17 @@ def test_steering_takes_the_place_of_system_messages() -> None:
         ([True, True], {}, None),
         # Two whole answers and a cut one: (0.5 + 1) / 2, (-0.5 + 1) / 2, (-1 - 1) / 2.
         ([False, False, True], {(0, 1): 0.5}, [0.75, 0.25, -1.0]),
+        # Twelfths that sum to 0 for each answer: 1 + 4 - 5, -1 - 2 + 3, -4 + 2 + 2, 5 - 3 - 2.
+        (
+            [False] * 4,
+            {
+                pair: twelfths / 12
+                for pair, twelfths in zip(
+                    combinations(range(4), 2), (1, 4, -5, -2, 3, 2), strict=True
+                )
+            },
+            None,
+        ),
     ],
 )
 def test_scores_of_pairs(

@@ -202,12 +202,24 @@ async def test_levels_follow_the_games_that_are_solved(monkeypatch: pytest.Monke
     numbers = [env.num_scramble_moves]
     for _ in range(6):
         for index in range(LEVEL_UP_GAMES):
-            env._note_game(index > 3)  # 12 of 16 are solved
+            env._note_game(index > 3, num_moves=numbers[-1])  # 12 of 16 are solved
         numbers.append(env.num_scramble_moves)
 
     # 7 * level / 5, rounded
     assert numbers == [1, 3, 4, 6, 7, 7, 7]
     assert (await env.get_next_item())["num_moves"] == 7
+
+
+async def test_games_of_an_earlier_level_do_not_count_for_the_next(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    env = await ready_env(RubiksCubeEnv, monkeypatch)
+    for _ in range(3 * LEVEL_UP_GAMES):  # games that were under way when the level rose
+        env._note_game(True, num_moves=1)
+
+    assert env.level == 2
+    assert env.num_scramble_moves == 3
+    assert not env.recent
 
 
 def test_one_move_for_all_cubes_solves_few() -> None:

@@ -19,6 +19,7 @@ from environments.smolagents_integration.smolagents_env import (
     SAMPLE,
     AgentProcessError,
     AgentRun,
+    AgentTimeoutError,
     PageTools,
     ReplayedSteps,
     SmolagentsEnv,
@@ -394,6 +395,49 @@ async def test_evaluation_reports_the_fraction_of_right_answers(
 
     report = json.loads((tmp_path / "metrics.json").read_text())
     assert report["results"]["all"]["eval/success_rate"] == 0.5
+
+
+FAKE_AGENT = """#!/bin/sh
+read task
+case "$task" in *slow*) sleep 60 ;; esac
+echo '{"kind": "done", "answer": "7", "texts": [], "num_errors": 0, "is_own_answer": true}'
+"""
+
+
+@pytest.mark.usefixtures("sandbox")
+@pytest.mark.parametrize(("questions", "rate"), [(["slow", "fast"], 0.5), (["slow"], None)])
+async def test_agent_over_its_time_is_wrong_in_an_evaluation(
+    questions: list[str], rate: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    agent, data, out = tmp_path / "agent", tmp_path / "data", tmp_path / "evaluation"
+    agent.write_text(FAKE_AGENT)
+    agent.chmod(0o755)
+    data.mkdir()
+    rows = [json.dumps({"Question": name, "Final answer": "7"}) + "\n" for name in questions]
+    for split in ("train", "test"):
+        (data / f"{split}.jsonl").write_text("".join(rows))
+    async with ScriptedEngine(["ok"]) as engine:
+        env = make_env(
+            SmolagentsEnv,
+            engine,
+            monkeypatch,
+            dataset_path=str(data),
+            agent_python=str(agent),
+            process_timeout=2.0,
+            data_dir_to_save_evals=str(out),
+        )
+        await env.setup()
+        if rate is None:
+            with pytest.raises(AgentTimeoutError, match="none of 1 agents"):
+                await env.evaluate()
+        else:
+            await env.evaluate()
+        await env.server.close()
+        await env.close()
+
+    if rate is not None:
+        results = json.loads((out / "metrics.json").read_text())["results"]["all"]
+        assert results["eval/success_rate"] == results["eval/timed_out_rate"] == rate
 
 
 @pytest.mark.clients

@@ -57,7 +57,7 @@ async def test_search_sends_the_key_in_a_header_and_leaves_blocked_pages_out(
     service: Service, source: TavilySearch
 ) -> None:
     urls = ["https://a.example/1", "https://www.blocked.example/2", "https://notblocked.example/3"]
-    urls += ["https://blocked.example./4", "http://[bad"]
+    urls += ["https://blocked.example./4", "http://[bad", "blocked.example/5"]
     service.answer = {"results": [{"url": url, "title": "t", "content": "c"} for url in urls]}
 
     hits = await source.search("otters", num_results=5)

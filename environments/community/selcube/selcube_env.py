@@ -386,7 +386,7 @@ class RubiksCubeEnv(SingleTurnEnv):
             groups.append(self._group(game.messages, trajectories, scores))
             best = max(range(len(scores)), key=scores.__getitem__)
             game.play(trajectories[best].completion, replies[best].move)
-        self._note_game(game.is_solved)
+        self._note_game(game.is_solved, num_moves=item["num_moves"])
         if self.config.generate_visualizations:
             name = f"cube_{item['seed']}_{'solved' if game.is_solved else 'unsolved'}.png"
             path = Path(self.config.visualizations_dir) / name
@@ -425,8 +425,10 @@ class RubiksCubeEnv(SingleTurnEnv):
     def _budget(self, messages: Sequence[Mapping[str, Any]]) -> int:
         return min(super()._budget(messages), self.config.max_turn_tokens)
 
-    def _note_game(self, is_solved: bool) -> None:
+    def _note_game(self, is_solved: bool, *, num_moves: int) -> None:
         self.solved_since_log.append(is_solved)
+        if num_moves != self.num_scramble_moves:
+            return  # it began at an earlier level
         self.recent.append(is_solved)
         is_mastered = (
             len(self.recent) == LEVEL_UP_GAMES and statistics.fmean(self.recent) >= LEVEL_UP_RATE

@@ -199,11 +199,12 @@ def check_orders(given: Iterable[str], orders: Orders) -> CheckedOrders:
     for text in given:
         order = as_engine_order(text)
         location = location_of.get(order)
-        if location is None or location in used or len(checked.valid) == orders.max_orders:
+        is_repeated = location in used and order != WAIVE  # any center may stay empty
+        if location is None or is_repeated or len(checked.valid) == orders.max_orders:
             checked.invalid.append(text)
             continue
         checked.valid.append(order)
-        if order != WAIVE:  # any center may stay empty
+        if order != WAIVE:
             used.add(location)
     return checked
 
