@@ -30,7 +30,7 @@ Row = Mapping[str, Any]
 
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
 _BARE_DECIMAL = re.compile(r"(?<![\w.])\.(?=\d)")
-"""The point of a number such as `.5`, which is no punctuation."""
+"""The point of a number such as `.5`, which is kept, unlike punctuation."""
 _WORD_PUNCTUATION = str.maketrans("", "", string.punctuation)
 NUMBER_WORDS = {
     "zero": "0", "one": "1", "two": "2", "three": "3", "four": "4", "five": "5", "six": "6",
