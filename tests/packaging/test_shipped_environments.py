@@ -26,6 +26,14 @@ EXTENDED = {
         "reasoning_gym_environment/reasoning_gym_environment.py"
     ),
     "reward_model_env.py": "rlaif_server.py",
+    "community/cat_behavior_env/catbot_arena.py": "gsm8k_server.py",
+    "community/conversational_style_dpo/gsm8k_conversational_style_dpo_env.py": (
+        "community/conversational_style_dpo/conversational_style_dpo_env.py"
+    ),
+    "community/mcp_tool_calling/mcp_tool_calling_env.py": "tool_calling_server.py",
+    "community/ufc_prediction_env/ufc_image_env.py": (
+        "community/ufc_prediction_env/ufc_prediction_env.py"
+    ),
 }
 """Environment that extends another one -> that one, which is copied with it."""
 CHECKED = {
