@@ -10,7 +10,6 @@ needs a stock vLLM only; this server is for clients that call `/generate`:
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
 import itertools
@@ -45,14 +44,13 @@ from pydantic import BaseModel, Field
 
 from atroposlib.errors import ConfigError, MissingExtraError
 from atroposlib.utils.aio import unless_disconnected
-from atroposlib.utils.command_parser import end_command
+from atroposlib.utils.command_parser import end_command, host_name, prepare_command
 from atroposlib.utils.request_limits import BodyLimitMiddleware, LimitedHttpProtocol
 from atroposlib.utils.text import near_name
 from atroposlib.utils.web_pages import (
     JSON_TYPES,
     WebPageMiddleware,
     WebPageRule,
-    check_allowed_host,
     names_of_address,
 )
 
@@ -677,6 +675,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     Exits with 2 if flags are invalid or vLLM is missing, 130 after Ctrl-C and 143 after SIGTERM.
     The processes of the engine have ended in each of these cases.
     """
+    prepare_command()
     try:
         parser = _parser()
     except MissingExtraError as error:
@@ -731,7 +730,7 @@ def _parser() -> Any:
         dest="allowed_hosts",
         action="append",
         default=[],
-        type=_host_name,
+        type=host_name,
         metavar="NAME",
         help="Further host name of this machine that requests may use; may be repeated.",
     )
@@ -745,13 +744,6 @@ def _parser() -> Any:
         help="Level of the server's own log.",
     )
     return parser
-
-
-def _host_name(text: str) -> str:
-    try:
-        return check_allowed_host(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _refuse_shared_weights() -> None:

@@ -20,6 +20,7 @@ from atroposlib.utils.command_parser import (
     CommandParser,
     end_command,
     exit_code_of,
+    host_name,
     integer_between,
     prepare_command,
 )
@@ -274,7 +275,7 @@ def _parser(prog: str, tokenizer: str) -> CommandParser:
         dest="allowed_hosts",
         metavar="HOST",
         action="append",
-        type=_host_name,
+        type=host_name,
         default=[],
         help="additional host name of the pages, for a reverse proxy or a tunnel; may be given "
         "several times",
@@ -295,15 +296,6 @@ def _parser(prog: str, tokenizer: str) -> CommandParser:
         "--share", action="store_true", help="create a public link through Gradio's servers"
     )
     return parser
-
-
-def _host_name(text: str) -> str:
-    from atroposlib.utils.web_pages import check_allowed_host
-
-    try:
-        return check_allowed_host(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 if __name__ == "__main__":

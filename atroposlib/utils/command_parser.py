@@ -19,11 +19,13 @@ from atroposlib.errors import ConfigError, MissingExtraError, TrajectoryApiError
 from atroposlib.utils.proxies import exempt_this_machine
 from atroposlib.utils.starting import allow_open_files
 from atroposlib.utils.text import inert_block, near_name
+from atroposlib.utils.web_pages import check_allowed_host
 
 __all__ = [
     "CommandParser",
     "end_command",
     "exit_code_of",
+    "host_name",
     "integer_between",
     "number_between",
     "prepare_command",
@@ -81,6 +83,14 @@ def integer_between(least: int, most: int) -> Callable[[str], int]:
         return int(text)
 
     return convert
+
+
+def host_name(text: str) -> str:
+    """Return a host name in lower case; a converter for `add_argument`, of `--allowed-host`."""
+    try:
+        return check_allowed_host(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def number_between(least: float, most: float) -> Callable[[str], float]:

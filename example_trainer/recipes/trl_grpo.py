@@ -28,7 +28,7 @@ from atroposlib.scored_data import (
     is_demonstration,
     temperature_of,
 )
-from atroposlib.utils.command_parser import CommandParser
+from atroposlib.utils.command_parser import CommandParser, prepare_command
 from example_trainer.engine import EngineControl
 from example_trainer.rows import refuse_unsampled
 
@@ -289,6 +289,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Train according to the flags and save the model."""
+    prepare_command()
     parser = _parser()
     settings = parser.parse_args(argv)
     for whole, part in (("batch_size", "micro_batch_size"), ("batch_size", "num_generations")):

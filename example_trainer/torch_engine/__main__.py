@@ -14,12 +14,13 @@ from atroposlib.utils.command_parser import (
     CommandParser,
     end_command,
     exit_code_of,
+    host_name,
     integer_between,
     prepare_command,
 )
 from atroposlib.utils.listening import is_loopback, require_free_port
 from atroposlib.utils.starting import collection_paused
-from atroposlib.utils.web_pages import check_allowed_host, names_of_address
+from atroposlib.utils.web_pages import names_of_address
 from example_trainer.cli import require_extra
 
 _NAME = "torch engine"
@@ -145,7 +146,7 @@ def _add_server_flags(add: Any) -> None:
         dest="allowed_hosts",
         action="append",
         default=[],
-        type=_host_name,
+        type=host_name,
         metavar="NAME",
         help="further host name of this machine that requests may use, such as that of a proxy; "
         "may be repeated",
@@ -171,13 +172,6 @@ def _add_server_flags(add: Any) -> None:
 
 
 _count = integer_between(1, _BILLION)
-
-
-def _host_name(text: str) -> str:
-    try:
-        return check_allowed_host(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def _share(text: str) -> float:

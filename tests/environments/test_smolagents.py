@@ -404,40 +404,71 @@ echo '{"kind": "done", "answer": "7", "texts": [], "num_errors": 0, "is_own_answ
 """
 
 
-@pytest.mark.usefixtures("sandbox")
-@pytest.mark.parametrize(("questions", "rate"), [(["slow", "fast"], 0.5), (["slow"], None)])
-async def test_agent_over_its_time_is_wrong_in_an_evaluation(
-    questions: list[str], rate: float | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    agent, data, out = tmp_path / "agent", tmp_path / "data", tmp_path / "evaluation"
+def make_fake_agents(
+    engine: ScriptedEngine,
+    monkeypatch: pytest.MonkeyPatch,
+    folder: Path,
+    *,
+    questions: list[str],
+    process_timeout: float,
+) -> SmolagentsEnv:
+    agent, data = folder / "agent", folder / "data"
     agent.write_text(FAKE_AGENT)
     agent.chmod(0o755)
     data.mkdir()
     rows = [json.dumps({"Question": name, "Final answer": "7"}) + "\n" for name in questions]
     for split in ("train", "test"):
         (data / f"{split}.jsonl").write_text("".join(rows))
+    return make_env(
+        SmolagentsEnv,
+        engine,
+        monkeypatch,
+        dataset_path=str(data),
+        agent_python=str(agent),
+        process_timeout=process_timeout,
+        data_dir_to_save_evals=str(folder / "evaluation"),
+    )
+
+
+@pytest.mark.usefixtures("sandbox")
+async def test_evaluation_in_which_every_agent_is_late_fails(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     async with ScriptedEngine(["ok"]) as engine:
-        env = make_env(
-            SmolagentsEnv,
-            engine,
-            monkeypatch,
-            dataset_path=str(data),
-            agent_python=str(agent),
-            process_timeout=2.0,
-            data_dir_to_save_evals=str(out),
+        env = make_fake_agents(
+            engine, monkeypatch, tmp_path, questions=["slow"], process_timeout=0.5
         )
         await env.setup()
-        if rate is None:
-            with pytest.raises(AgentTimeoutError, match="none of 1 agents"):
-                await env.evaluate()
-        else:
+        with pytest.raises(AgentTimeoutError, match="none of 1 agents"):
             await env.evaluate()
         await env.server.close()
         await env.close()
 
-    if rate is not None:
-        results = json.loads((out / "metrics.json").read_text())["results"]["all"]
-        assert results["eval/success_rate"] == results["eval/timed_out_rate"] == rate
+
+@pytest.mark.usefixtures("sandbox")
+async def test_late_agent_is_wrong_in_an_evaluation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with ScriptedEngine(["ok"]) as engine:
+        env = make_fake_agents(
+            engine, monkeypatch, tmp_path, questions=["slow", "fast"], process_timeout=600.0
+        )
+        await env.setup()
+        roll_out = env._roll_out
+
+        async def roll_out_or_be_late(question: Any, **options: Any) -> Any:
+            if question.question == "slow":
+                raise AgentTimeoutError("late")
+            return await roll_out(question, **options)
+
+        env._roll_out = roll_out_or_be_late  # type: ignore[method-assign]
+        await env.evaluate()
+        await env.server.close()
+        await env.close()
+
+    report = json.loads((tmp_path / "evaluation" / "metrics.json").read_text())
+    results = report["results"]["all"]
+    assert results["eval/success_rate"] == results["eval/timed_out_rate"] == 0.5
 
 
 @pytest.mark.clients

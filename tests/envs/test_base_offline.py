@@ -697,7 +697,10 @@ async def test_process_raises_the_first_error_of_a_hook_that_fails_for_every_gro
     async def fail(_: Any) -> None:
         nonlocal num_calls
         num_calls += 1
-        await asyncio.sleep(0.05)  # the other items finish
+        names = {task: task.get_coro().__qualname__ for task in asyncio.all_tasks()}
+        others = [task for task, name in names.items() if name == "ProcessRun._roll_out"]
+        if others:
+            await asyncio.wait(others)
         raise ZeroDivisionError(f"call {num_calls}")
 
     env.wandb_log = fail

@@ -174,14 +174,6 @@ def test_port_counts_as_used_only_while_something_listens():
     assert not is_port_in_use(port)
 
 
-def test_health_is_asked_without_a_proxy(monkeypatch, free_port):
-    for name in ("HTTP_PROXY", "http_proxy"):
-        monkeypatch.setenv(name, f"http://127.0.0.1:{free_port}")
-
-    with ScriptedVllm({}) as engine:
-        assert check_vllm_health(engine.port)
-
-
 def test_health_is_what_the_engine_says():
     with ScriptedVllm() as engine:
         assert check_vllm_health(engine.port)

@@ -25,7 +25,7 @@ from atroposlib.envs.server_handling.proxy.requests import (
 )
 from atroposlib.envs.server_handling.proxy.sessions import ProxySettings, SessionState, config_of
 from atroposlib.errors import ConfigError
-from atroposlib.utils.command_parser import CommandParser
+from atroposlib.utils.command_parser import CommandParser, prepare_command
 from atroposlib.utils.web_pages import names_of_address
 
 __all__ = [
@@ -92,6 +92,7 @@ def read_proxy_file(path: Path) -> ProxyFile:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Serve the proxy until it is stopped."""
+    prepare_command()
     parser = CommandParser(description="Serve tracked sessions to unmodified agents.")
     parser.add_argument("--config", type=Path, required=True, help="JSON file: model and servers")
     parser.add_argument("--host", default="127.0.0.1", help="address to bind (%(default)s)")

@@ -102,12 +102,16 @@ def test_demo_with_torch_passes_no_flag_of_vllm() -> None:
     assert not any(name.startswith("VLLM") for name in engine_variables(plan, {}))
 
 
+def make_engine(model_folder: Path, port: int, *, log: Path) -> ManagedProcess:
+    command = [sys.executable, "-m", "example_trainer.torch_engine", "--model", str(model_folder)]
+    command += ["--port", str(port), "--device", "cpu", "--max-model-len", "256"]
+    return ManagedProcess("engine", command, log_path=log)
+
+
 def test_paused_engine_with_a_request_ends_with_a_signal(
     model_folder: Path, tmp_path: Path, free_port: int
 ) -> None:
-    command = [sys.executable, "-m", "example_trainer.torch_engine", "--model", str(model_folder)]
-    command += ["--port", str(free_port), "--device", "cpu", "--max-model-len", "256"]
-    engine = ManagedProcess("engine", command, log_path=tmp_path / "engine.log")
+    engine = make_engine(model_folder, free_port, log=tmp_path / "engine.log")
     engine.start()
     try:
         wait_until_ready(engine, lambda: check_vllm_health(free_port), timeout_s=120)
@@ -129,9 +133,7 @@ def test_paused_engine_with_a_request_ends_with_a_signal(
 def test_interrupted_command_ends_with_130_and_without_a_traceback(
     model_folder: Path, tmp_path: Path, free_port: int
 ) -> None:
-    command = [sys.executable, "-m", "example_trainer.torch_engine", "--model", str(model_folder)]
-    command += ["--port", str(free_port), "--device", "cpu", "--max-model-len", "256"]
-    engine = ManagedProcess("engine", command, log_path=tmp_path / "engine.log")
+    engine = make_engine(model_folder, free_port, log=tmp_path / "engine.log")
     with engine:
         wait_until_ready(engine, lambda: check_vllm_health(free_port), timeout_s=120)
         os.kill(engine.pid, signal.SIGINT)
