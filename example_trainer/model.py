@@ -83,7 +83,7 @@ def load_model_and_tokenizer(
         raise unloadable(name, error) from error
     _move_to_device(model, config)
     _warn_of_unused_settings(config)
-    _warn_of_dropout(model)
+    _warn_of_noise(model)
     if config.uses_lora:
         add_adapters(model, config, source=source)
     elif config.train_layer_indices is not None:
@@ -267,21 +267,29 @@ def _warn_of_unused_settings(config: TrainingConfig) -> None:
                 logger.warning("%s is not used: %s", name, reason)
 
 
-def _warn_of_dropout(model: Any) -> None:
-    import torch
-
-    shares = [
-        module.p if isinstance(module, torch.nn.Dropout) else getattr(module, name, 0.0)
+def _warn_of_noise(model: Any) -> None:
+    noises = [
+        (value, "dropout" if name == "p" else name.replace("_", " "))
         for module in model.modules()
-        for name in ("attention_dropout", "attn_dropout", "dropout")
+        for name, value in vars(module).items()
+        if _draws_at_random(module, name) and isinstance(value, float | int)
     ]
-    largest = max(share for share in shares if isinstance(share, float | int))
+    largest, kind = max(noises, default=(0.0, ""))
     if largest > 0:
         logger.warning(
-            "the model has dropout of %g in training, so that its log-probabilities differ from "
-            "those of the engine: set the dropout in its config.json to 0",
-            largest,
+            "the model has %s of %g in training, so that its log-probabilities differ from those "
+            "of the engine: set it to 0 in its config.json",
+            *(kind, largest),
         )
+
+
+def _draws_at_random(module: Any, name: str) -> bool:
+    """Return whether an attribute of a module is the amount of its noise in training."""
+    import torch
+
+    if isinstance(module, torch.nn.Dropout):
+        return name == "p"
+    return any(word in name for word in ("dropout", "layerdrop", "jitter"))
 
 
 def freeze_other_layers(model: Any, layer_indices: Collection[int]) -> None:

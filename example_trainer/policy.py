@@ -100,12 +100,13 @@ def probe(
             weights; None: no context.
 
     Raises:
-        ConfigError: packing is `on` and not supported by the model.
+        ConfigError: the model is not causal, or packing is `on` and not supported by it.
     """
     was_training = model.training
     model.eval()
     try:
         with torch.no_grad(), autocast or contextlib.nullcontext():
+            _require_causal(model)
             obstacle = None if packing == "off" else _obstacle_to_packing(model)
             whole_logits = not _is_linear_head(model)
     finally:
@@ -115,10 +116,32 @@ def probe(
     return Capabilities(packing != "off" and obstacle is None, whole_logits, obstacle)
 
 
+def _require_causal(model: Any) -> None:
+    """Raise `ConfigError` if later tokens change the logprobs, as in an encoder such as BERT."""
+    first, second = _sequences(model)
+    try:
+        alone = model(input_ids=first[None]).logits[0]
+        followed = model(input_ids=torch.cat([first, second])[None]).logits[0, : len(first)]
+    except _FOREIGN_ERRORS as error:
+        logger.debug("not tested whether the model is causal: %s", error)
+        return
+    logprobs = [logits.float().log_softmax(-1) for logits in (alone, followed)]
+    difference = float((logprobs[0] - logprobs[1]).abs().max())
+    if difference > _tolerance(alone.dtype):
+        raise ConfigError(
+            f"a model of type {model.config.model_type} is not causal: later tokens change its "
+            f"log-probabilities by {difference:.2g}; expected a model that generates text from "
+            "left to right (for BERT and similar: is_decoder in config.json)"
+        )
+
+
 def _obstacle_to_packing(model: Any) -> str | None:
     """Return the reason why sequences cannot share a row, or None."""
     if "chunked_attention" in (getattr(model.config.get_text_config(), "layer_types", None) or ()):
         return "its attention has chunks, which would begin elsewhere"
+    columns = _mask_columns(model)
+    if columns is not None:
+        return f"its attention has a mask for {columns} tokens, which rows would exceed"
     first, second = _sequences(model)
     other = first.flip(0)
     try:
@@ -133,6 +156,15 @@ def _obstacle_to_packing(model: Any) -> str | None:
     difference = (packed.log_softmax(-1) - alone.log_softmax(-1)).abs().max()
     if not float(difference) <= _tolerance(dtype):
         return f"packed logprobs differ from padded ones by {float(difference):.2g}"
+    return None
+
+
+def _mask_columns(model: Any) -> int | None:
+    """Return the width of a causal mask that attention modules hold, as in GPT-Neo, or None."""
+    for name, buffer in model.named_buffers():
+        is_square = buffer.dim() >= 2 and buffer.shape[-1] == buffer.shape[-2]
+        if is_square and name.endswith(("attn.bias", "attention.bias")):
+            return int(buffer.shape[-1])
     return None
 
 

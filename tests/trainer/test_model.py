@@ -203,6 +203,28 @@ def test_dropout_of_a_model_is_pointed_out(tmp_path, caplog, share):
     assert any("dropout of 0.1 in training" in line for line in lines) == (share > 0)
 
 
+@pytest.mark.parametrize(
+    ("kind", "noise", "expected"),
+    [
+        ("seed_oss", {"residual_dropout": 0.2}, "residual dropout of 0.2 in training"),
+        ("phimoe", {"router_jitter_noise": 0.05}, "router jitter noise of 0.05 in training"),
+    ],
+)
+def test_noise_of_a_model_is_named_where_its_code_draws_it(tmp_path, caplog, kind, noise, expected):
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    folder = save_tiny_model(tmp_path / "model")
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 8}
+    quiet = {"attention_dropout": 0.0, "input_jitter_noise": 0.0}
+    config = CONFIG_MAPPING[kind](**sizes, **heads, **{**quiet, **noise}, pad_token_id=0)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+
+    load_model_and_tokenizer(tiny_config(tmp_path, model_name=str(folder)))
+
+    assert any(expected in record.getMessage() for record in caplog.records)
+
+
 def test_only_the_chosen_layers_stay_trainable():
     model = tiny_llama(layers=3)
 

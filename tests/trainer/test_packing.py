@@ -295,6 +295,35 @@ def test_loaded_model_keeps_its_attention_where_ours_would_change_it(tmp_path):
         assert PACKED_ATTENTION not in (tmp_path / "again" / "config.json").read_text()
 
 
+def test_model_with_a_mask_of_its_own_is_not_packed_beyond_it():
+    from transformers import GPTNeoConfig, GPTNeoForCausalLM
+
+    sizes = {"vocab_size": 32, "hidden_size": 16, "num_layers": 2, "num_heads": 2}
+    config = GPTNeoConfig(**sizes, attention_types=[[["global"], 2]], max_position_embeddings=16)
+
+    can = probe(GPTNeoForCausalLM(config), packing="auto")
+
+    assert not can.packs
+    assert can.obstacle == "its attention has a mask for 16 tokens, which rows would exceed"
+
+
+@pytest.mark.parametrize("packing", ["auto", "off"])
+def test_encoder_is_refused_because_later_tokens_change_its_logprobs(packing):
+    from transformers import BertConfig, BertLMHeadModel
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 32, "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1}
+    heads = {"num_attention_heads": 2, "initializer_range": 0.5}
+    encoder, decoder = (
+        BertLMHeadModel(BertConfig(**sizes, **heads, is_decoder=is_decoder))
+        for is_decoder in (False, True)
+    )
+
+    with pytest.raises(ConfigError, match=r"a model of type bert is not causal: later tokens"):
+        probe(encoder, packing=packing)
+    probe(decoder, packing=packing)
+
+
 def test_probe_leaves_the_mode_of_the_model():
     model = tiny_llama().train()
 
