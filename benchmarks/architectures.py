@@ -49,7 +49,8 @@ MAKES = (
     *("llama4_text", "deepseek_v2", "glm4", "glm4_moe", "olmo2", "olmo3", "olmoe", "smollm3"),
     *("granite", "granitemoe", "granitemoehybrid", "cohere2", "exaone4", "ernie4_5", "lfm2"),
     *("seed_oss", "apertus", "minimax_m2", "stablelm", "starcoder2", "gpt2", "gpt_neox"),
-    *("falcon_h1", "jamba", "mamba", "recurrent_gemma"),
+    *("falcon_h1", "jamba", "mamba", "recurrent_gemma", "gemma3n_text", "gemma4_text", "gpt_neo"),
+    *("deepseek_v3", "glm4_moe_lite", "qwen3_5_moe_text", "hunyuan_v1_dense", "nemotron_h"),
 )
 WINDOW = 32
 MAX_DIFFERENCE = 1e-3
@@ -66,7 +67,23 @@ SETTINGS = {
     "mamba_d_ssm": 64, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2,
 }  # fmt: skip
 """Settings of all makes, each of which has some; other ones are ignored by transformers."""
-OWN_SETTINGS = {"lfm2": {"layer_types": ["conv", "full_attention"] * 2}}
+BOTH_WINDOWS = {"layer_types": ["sliding_attention", "full_attention"] * 2}
+COMPRESSED_KEYS = {"num_key_value_heads": 4, "head_dim": 4}
+OWN_SETTINGS: dict[str, dict[str, Any]] = {
+    "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
+    "gemma3n_text": {
+        **BOTH_WINDOWS,
+        **{"num_kv_shared_layers": 2, "laurel_rank": 4, "hidden_size_per_layer_input": 8},
+    },
+    "gemma4_text": {
+        **BOTH_WINDOWS,
+        **{"num_kv_shared_layers": 2, "global_head_dim": 16, "hidden_size_per_layer_input": 8},
+        "attention_chunk_size": None,
+    },
+    "deepseek_v3": COMPRESSED_KEYS,
+    "glm4_moe_lite": COMPRESSED_KEYS,
+    "gpt_neo": {"attention_types": [[["global", "local"], 2]]},
+}
 
 
 @dataclass
@@ -86,7 +103,9 @@ def build(make: str, vocabulary: int) -> Any:
     from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     torch.manual_seed(0)
-    config = CONFIG_MAPPING[make](vocab_size=vocabulary, **SETTINGS, **OWN_SETTINGS.get(make, {}))
+    config = CONFIG_MAPPING[make](
+        vocab_size=vocabulary, **{**SETTINGS, **OWN_SETTINGS.get(make, {})}
+    )
     model = AutoModelForCausalLM.from_config(config).float().eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():

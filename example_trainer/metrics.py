@@ -21,6 +21,7 @@ from atroposlib.scored_data import IGNORE_INDEX, MASKED_LOGPROB, is_demonstratio
 from example_trainer.batch import BatchSummary, Microbatch
 from example_trainer.config import TrainingConfig
 from example_trainer.loss import BatchTotals, LossTerms, log_ratio_BT
+from example_trainer.model import layer_configs, layer_widths
 from example_trainer.rows import is_truncated_by_engine, version_runs_of
 from example_trainer.run_log import LiveDisplay
 from example_trainer.scoring import TokenScores
@@ -420,28 +421,26 @@ class ModelShape(NamedTuple):
     """Parameters outside the embeddings and the output layer."""
     num_head_parameters: int
     """Parameters of the output layer, tied or not."""
-    num_layers: int
     attention_width: int
-    """Heads times their dimension."""
+    """Heads times their dimension, summed over the layers."""
 
     @classmethod
     def of(cls, model: Any) -> ModelShape | None:
         """Read the shape of a causal language model; None for a mixture of experts."""
         config = model.config
-        layers, heads = (
-            getattr(config, name, None) for name in ("num_hidden_layers", "num_attention_heads")
-        )
-        is_sparse = any(
-            getattr(config, name, None)
+        layers = layer_configs(config) if hasattr(config, "num_hidden_layers") else []
+        is_dense = all(getattr(layer, "num_attention_heads", None) for layer in layers) and not any(
+            getattr(layer, name, None)
+            for layer in layers
             for name in ("num_experts", "num_local_experts", "n_routed_experts")
         )
         head = model.get_output_embeddings()
-        if is_sparse or head is None or not layers or not heads:
+        if not layers or not is_dense or head is None:
             return None
         ends = {id(p) for p in (head.weight, model.get_input_embeddings().weight)}
         body = sum(p.numel() for p in model.parameters() if id(p) not in ends)
-        width = getattr(config, "head_dim", None) or config.hidden_size // heads
-        return cls(body, head.weight.numel(), layers, heads * width)
+        width = sum(each.query for each in layer_widths(config))
+        return cls(body, head.weight.numel(), width)
 
     def step_flops(
         self, lengths: Iterable[int], *, num_trained_tokens: float, computed_fraction: float = 1.0
@@ -458,7 +457,7 @@ class ModelShape(NamedTuple):
         counts = list(lengths)
         body = 6.0 * self.num_body_parameters * sum(counts)
         head = 6.0 * self.num_head_parameters * num_trained_tokens
-        attention = 6.0 * self.num_layers * self.attention_width * sum(n * n for n in counts)
+        attention = 6.0 * self.attention_width * sum(n * n for n in counts)
         return computed_fraction * (body + attention) + head
 
 

@@ -17,6 +17,9 @@ from example_trainer.images import IMAGE_MODELS, vision_encoder
 from example_trainer.lora import add_adapters, require_layers
 
 __all__ = [
+    "FOREIGN_ERRORS",
+    "PLAIN_LAYERS",
+    "LayerWidths",
     "NothingTrainedError",
     "OptimizerChoice",
     "attention_kinds",
@@ -29,6 +32,8 @@ __all__ = [
     "create_optimizer_for_params",
     "flash_attention_obstacle",
     "freeze_other_layers",
+    "layer_configs",
+    "layer_widths",
     "load_frozen_model",
     "load_model_and_tokenizer",
     "load_pretrained",
@@ -46,7 +51,14 @@ class NothingTrainedError(ConfigError, RuntimeError):
     """No parameter of the model would be trained."""
 
 
-_PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
+FOREIGN_ERRORS = (
+    TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError, NotImplementedError
+)  # fmt: skip
+"""Errors that the code of a model raises for arguments it does not support."""
+
+PLAIN_LAYERS = frozenset({"full_attention", "sliding_attention"})
+"""Kinds of layers that read earlier tokens through their attention only, as transformers names
+them."""
 _BLOCK = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")
 
 
@@ -132,12 +144,21 @@ def usable_length(model: Any, config: TrainingConfig) -> int:
 
 
 def checkpoint_activations(model: Any) -> None:
-    """Let a model of transformers compute its activations again in the backward pass."""
+    """Let a model of transformers compute its activations again in the backward pass.
+
+    Raises:
+        ConfigError: the code of the model cannot do this.
+    """
     options = {"use_reentrant": False}
-    if hasattr(model, "activation_checkpointing_enable"):  # its name from transformers 5.23 on
-        model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
-    else:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+    try:
+        if hasattr(model, "activation_checkpointing_enable"):  # its name from transformers 5.23 on
+            model.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
+        else:
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+    except ValueError as error:
+        raise ConfigError(
+            f"gradient_checkpointing: {error} Train it with --no-gradient-checkpointing"
+        ) from error
 
 
 def load_frozen_model(name: str, config: TrainingConfig) -> Any:
@@ -395,6 +416,39 @@ def flash_attention_obstacle(
     return None
 
 
+class LayerWidths(NamedTuple):
+    """Sizes of one transformer block."""
+
+    query: int
+    """Heads times their size."""
+    key: int
+    intermediate: int
+
+
+def layer_widths(text_config: Any) -> list[LayerWidths]:
+    """Return the sizes of each transformer block, from the config of a causal language model."""
+    found = []
+    for index, config in enumerate(layer_configs(text_config)):
+        heads = getattr(config, "num_attention_heads", None) or 1
+        head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
+        key_heads = getattr(config, "num_key_value_heads", None) or heads
+        intermediate = getattr(config, "intermediate_size", None) or 4 * config.hidden_size
+        if isinstance(intermediate, list | tuple):  # Gemma 3n has one for each block
+            intermediate = intermediate[index]
+        found.append(LayerWidths(heads * head_size, key_heads * head_size, intermediate))
+    return found
+
+
+def layer_configs(text_config: Any) -> list[Any]:
+    """Return the config of each transformer block.
+
+    They differ in Gemma 4, whose own config raises an error for settings that do.
+    """
+    if getattr(text_config, "is_heterogeneous", False):
+        return list(text_config.per_layer_config)
+    return [text_config] * getattr(text_config, "num_hidden_layers", 1)
+
+
 _WINDOWS = ("sliding_window", "attention_chunk_size", "keep_window_size")
 """Settings of models that limit how far a token attends."""
 
@@ -405,7 +459,9 @@ def tokens_to_test_attention(text_config: Any, *, at_least: int, longest: int) -
     They exceed each window of the attention that sequences of `longest` tokens exceed: with fewer
     tokens, an implementation that does not know the window gives the same result.
     """
-    windows = (getattr(text_config, name, None) for name in _WINDOWS)
+    windows = (
+        getattr(each, name, None) for each in layer_configs(text_config) for name in _WINDOWS
+    )
     reached = [each for each in windows if isinstance(each, int) and 0 < each < longest]
     return at_least + max(reached, default=0)
 
@@ -426,7 +482,7 @@ def use_packed_attention(model: Any, *, longest: int = 0) -> None:
     from example_trainer.scoring import PACKED_ATTENTION, register
 
     text_config = model.config.get_text_config()
-    if not _PACKABLE_LAYERS.issuperset(getattr(text_config, "layer_types", None) or ()):
+    if not PLAIN_LAYERS.issuperset(getattr(text_config, "layer_types", None) or ()):
         return
     register()
     was_training, own_attention = model.training, model.config._attn_implementation

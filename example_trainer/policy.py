@@ -39,9 +39,11 @@ from example_trainer.images import IMAGE_MODELS
 from example_trainer.lora import without_adapters
 from example_trainer.memory_plan import ModelSizes, StepSetup, advice, plan_memory
 from example_trainer.model import (
+    FOREIGN_ERRORS,
     attention_note,
     autocast,
     choose_optimizer,
+    layer_widths,
     load_frozen_model,
 )
 from example_trainer.parallel import ONE_PROCESS, Parallel, transformer_blocks
@@ -66,11 +68,6 @@ _NOISE = {torch.float64: 1e-9, torch.float32: 1e-4}
 _HALF_NOISE = 0.02
 """Difference relative to the largest value, if other sequences of a row change. Experts, and some
 kernels, round differently with other tokens in the row; mixed sequences differ by far more."""
-
-_FOREIGN_ERRORS = (
-    TypeError, ValueError, RuntimeError, AttributeError, IndexError, KeyError, NotImplementedError
-)  # fmt: skip
-"""Errors that the code of a model raises for arguments it does not support."""
 
 
 @dataclass(frozen=True)
@@ -122,7 +119,7 @@ def _require_causal(model: Any) -> None:
     try:
         alone = model(input_ids=first[None]).logits[0]
         followed = model(input_ids=torch.cat([first, second])[None]).logits[0, : len(first)]
-    except _FOREIGN_ERRORS as error:
+    except FOREIGN_ERRORS as error:
         logger.debug("not tested whether the model is causal: %s", error)
         return
     logprobs = [logits.float().log_softmax(-1) for logits in (alone, followed)]
@@ -147,7 +144,7 @@ def _obstacle_to_packing(model: Any) -> str | None:
     try:
         packed = _packed_logits(model, first, second)[-len(second) :]
         disturbed = _packed_logits(model, other, second)[-len(second) :]
-    except _FOREIGN_ERRORS as error:
+    except FOREIGN_ERRORS as error:
         return f"its forward rejects packed rows ({type(error).__name__}: {error})"
     alone = model(input_ids=second[None]).logits[0]
     if not _is_noise(packed, disturbed, alone.dtype):
@@ -185,7 +182,7 @@ def _is_linear_head(model: Any) -> bool:
         hidden = model.base_model(input_ids=tokens[None]).last_hidden_state[0]
         head = model.get_output_embeddings()
         found = linear_logprobs(hidden, head.weight, head.bias, tokens[:, None]).logprobs_NK[:, 0]
-    except _FOREIGN_ERRORS as error:
+    except FOREIGN_ERRORS as error:
         logger.debug("no backbone and linear head: %s", error)
         return False
     logits = model(input_ids=tokens[None]).logits[0]
@@ -251,7 +248,7 @@ def obstacle_to_sharing(scorer: PolicyScorer, *, longest: int) -> str | None:
         return _difference(scorer.model, logprobs, packed, tree, disturbed)
     except NotImplementedError as error:
         return str(error).partition("\n")[0]
-    except _FOREIGN_ERRORS as error:
+    except FOREIGN_ERRORS as error:
         reason = str(error).partition("\n")[0]
         return f"its forward rejects trees ({type(error).__name__}: {reason})"
     finally:
@@ -574,22 +571,20 @@ def sizes_of(model: Any) -> ModelSizes:
         parameter.numel() for block in transformer_blocks(model) for parameter in block.parameters()
     )
     total = sum(parameter.numel() for parameter in parameters)
-    heads = getattr(settings, "num_attention_heads", None) or 1
-    head_width = getattr(settings, "head_dim", None) or settings.hidden_size // heads
-    key_heads = getattr(settings, "num_key_value_heads", None) or heads
+    widths = layer_widths(settings)
     has_norms = any(name.endswith(("q_norm", "query_norm")) for name, _ in model.named_modules())
     return ModelSizes(
         num_parameters=total,
         num_trained=sum(p.numel() for p in parameters if p.requires_grad),
         num_outside_blocks=total - in_blocks,
-        num_layers=settings.num_hidden_layers,
+        num_layers=len(widths),
         hidden=settings.hidden_size,
-        intermediate=getattr(settings, "intermediate_size", None) or 4 * settings.hidden_size,
+        intermediate=max(each.intermediate for each in widths),
         vocabulary=settings.vocab_size,
         weight_bytes=round(sum(p.numel() * p.element_size() for p in parameters) / max(1, total)),
         trained_bytes=max((p.element_size() for p in parameters if p.requires_grad), default=None),
-        query_width=heads * head_width,
-        normed_width=(heads + key_heads) * head_width if has_norms else 0,
+        query_width=max(each.query for each in widths),
+        normed_width=max(each.query + each.key for each in widths) if has_norms else 0,
     )
 
 

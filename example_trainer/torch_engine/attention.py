@@ -15,6 +15,7 @@ that 128 short sequences take about 128 times the attention they need.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -82,6 +83,11 @@ class SlotCache:
         """Keys and values of each layer, (S, J, T, D)."""
         self.num_slots = 0
         self.length = 0
+
+    def bytes_per_token(self) -> int:
+        """Return the memory of one token in the layers whose keys and values were stored."""
+        pairs = itertools.chain.from_iterable(self._layers.values())
+        return sum(x.shape[1] * x.shape[3] * x.element_size() for x in pairs)
 
     def padded_size(self, num_slots: int, length: int) -> int:
         """Return the tokens for which `reserve` with these arguments allocates memory."""

@@ -9,10 +9,11 @@ layers, whose state the engine does not keep, fail this.
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import math
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -23,8 +24,19 @@ import torch
 from atroposlib import __version__
 from atroposlib.errors import ConfigError
 from example_trainer.config import loading_errors, require_model_folder, unloadable
-from example_trainer.model import load_pretrained, own_memory, tokens_to_test_attention
-from example_trainer.torch_engine.attention import use_slot_attention
+from example_trainer.model import (
+    FOREIGN_ERRORS,
+    PLAIN_LAYERS,
+    load_pretrained,
+    own_memory,
+    tokens_to_test_attention,
+)
+from example_trainer.torch_engine.attention import (
+    PackedBatch,
+    PackedTokens,
+    SlotCache,
+    use_slot_attention,
+)
 from example_trainer.torch_engine.generation import (
     EngineLimits,
     Job,
@@ -71,15 +83,19 @@ def load_engine(options: TorchEngineOptions) -> EngineState:
     """
     device = _device_of(options.device)
     model, tokenizer = _load_model(options, device)
-    reference = _reference_logprobs(model)
-    beyond = _reference_beyond_window(model, longest=_context_of(options, model))
+    _require_plain_layers(model)
+    with _refusing(model):
+        reference = _reference_logprobs(model)
+        beyond = _reference_beyond_window(model, longest=_context_of(options, model))
     if any(map(math.isnan, reference)):
         raise ConfigError(
             f"model {options.model!r} computes NaN: its weights have NaN or infinity, or their "
             "type cannot represent the activations"
         )
     use_slot_attention(model)
-    limits = _limits(options, model, device)
+    with _refusing(model):
+        token_bytes = _cache_bytes_per_token(model)
+    limits = _limits(options, model, device, token_bytes=token_bytes)
     engine = TorchEngine(
         model,
         limits,
@@ -104,6 +120,48 @@ def load_engine(options: TorchEngineOptions) -> EngineState:
         raise
     engine.reports_failures = True
     return EngineState(engine, served, _info(options, model, served, device))
+
+
+def _unserved(model: Any, reason: object) -> ConfigError:
+    return ConfigError(f"the torch engine cannot serve {type(model).__name__}: {reason}; use vLLM")
+
+
+@contextlib.contextmanager
+def _refusing(model: Any) -> Iterator[None]:
+    """Raise `ConfigError` for errors of a model's own code."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except ConfigError as error:
+        raise _unserved(model, error) from error
+    except FOREIGN_ERRORS as error:
+        reason = str(error).partition("\n")[0]
+        raise _unserved(model, f"{type(error).__name__}: {reason}") from error
+
+
+def _require_plain_layers(model: Any) -> None:
+    kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
+    others = sorted(set(kinds) - PLAIN_LAYERS)
+    if others:
+        raise _unserved(model, f"it has no caches for layers of {' and '.join(others)}")
+
+
+def _cache_bytes_per_token(model: Any) -> int:
+    """Return the memory of a token in the caches, which a forward pass determines.
+
+    Layers may differ in it, and attention with compressed keys caches them expanded.
+    """
+    cache, packed = SlotCache(device=model.device, dtype=model.dtype), PackedTokens()
+    cache.reserve(1, 1)
+    packed.add_start(0, _check_ids(model, 1))
+    batch = PackedBatch(packed, cache)
+    ids, positions = batch.tokens_N[None], batch.positions_N[None]
+    with torch.inference_mode():
+        model(input_ids=ids, position_ids=positions, use_cache=False, batch=batch)
+    if not cache.bytes_per_token():
+        raise ConfigError("it has attention layers of its own")
+    return cache.bytes_per_token()
 
 
 def _device_of(name: str) -> torch.device:
@@ -145,21 +203,13 @@ def _end_ids(model: Any, tokenizer: Any) -> frozenset[int]:
     return frozenset(each for each in (*ids, tokenizer.eos_token_id) if each is not None)
 
 
-def _limits(options: TorchEngineOptions, model: Any, device: torch.device) -> EngineLimits:
-    config = model.config.get_text_config()
+def _limits(
+    options: TorchEngineOptions, model: Any, device: torch.device, *, token_bytes: int
+) -> EngineLimits:
     try:
-        most: int = config.max_position_embeddings
-        all_heads: int = config.num_attention_heads
-        token_values = 2 * config.num_hidden_layers * config.hidden_size // all_heads
+        most: int = model.config.get_text_config().max_position_embeddings
     except AttributeError as error:
-        raise ConfigError(
-            f"the torch engine cannot serve {type(model).__name__}: {error}; use vLLM"
-        ) from error
-    # Not in all architectures.
-    heads = vars(config).get("num_key_value_heads") or all_heads
-    if vars(config).get("head_dim"):
-        token_values = 2 * config.num_hidden_layers * config.head_dim
-    token_bytes: int = token_values * heads * model.dtype.itemsize
+        raise _unserved(model, error) from error
     length = options.max_model_len or most
     if length > most:
         raise ConfigError(f"--max-model-len {length}: {options.model} reads at most {most} tokens")
@@ -273,10 +323,7 @@ def _require_equal(
     pairs = zip(found, expected, strict=True)
     worst = max(0.0 if a == b else abs(a - b) for a, b in pairs)
     if not worst <= _TOLERANCES[dtype]:
-        raise ConfigError(
-            f"the torch engine cannot serve {type(engine.model).__name__}: a logprob differs by "
-            f"{worst:.3g} from that of {source}; use vLLM"
-        )
+        raise _unserved(engine.model, f"a logprob differs by {worst:.3g} from that of {source}")
 
 
 def _finished(engine: TorchEngine, prompts: Sequence[PromptRequest]) -> list[Job]:
@@ -289,10 +336,7 @@ def _finished(engine: TorchEngine, prompts: Sequence[PromptRequest]) -> list[Job
         num_done.acquire()
     for job in jobs:
         if job.error is not None:
-            name = type(engine.model).__name__
-            raise ConfigError(
-                f"the torch engine cannot serve {name}: {job.error}; use vLLM"
-            ) from job.error
+            raise _unserved(engine.model, job.error) from job.error
     return jobs
 
 

@@ -8,6 +8,8 @@ from typing import Any
 import pytest
 import torch
 from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     Qwen2ForCausalLM,
@@ -208,6 +210,29 @@ def test_sizes_are_read_from_the_model():
     # embedding and output layer 32 x 16 each, the last norm 16
     assert sizes.num_outside_blocks == 2 * 32 * 16 + 16
     assert sizes[3:] == (2, 16, 32, 32, 4, 4, 16, 0)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "intermediate", "query_width"),
+    [
+        ("gemma4_text", {"global_head_dim": 16, "intermediate_size": 32}, 32, 4 * 16),
+        ("gemma3n_text", {"intermediate_size": [32, 64, 32, 32], "laurel_rank": 4}, 64, 4 * 8),
+    ],
+)
+def test_model_whose_blocks_differ_is_trained_with_the_sizes_of_the_largest(
+    tmp_path, kind, settings, intermediate, query_width
+):
+    config = CONFIG_MAPPING[kind](
+        vocab_size=32, hidden_size=16, num_hidden_layers=4, num_attention_heads=4, head_dim=8,
+        num_key_value_heads=2, hidden_size_per_layer_input=8, vocab_size_per_layer_input=32,
+        layer_types=["sliding_attention", "full_attention"] * 2, num_kv_shared_layers=0, **settings,
+    )  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config)
+
+    make_trainer(tmp_path, model=model, training_steps=1).run()
+
+    sizes = sizes_of(model)
+    assert (sizes.intermediate, sizes.query_width) == (intermediate, query_width)
 
 
 @pytest.mark.parametrize(

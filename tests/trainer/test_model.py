@@ -225,6 +225,19 @@ def test_noise_of_a_model_is_named_where_its_code_draws_it(tmp_path, caplog, kin
     assert any(expected in record.getMessage() for record in caplog.records)
 
 
+def test_model_that_cannot_compute_activations_again_is_refused_with_the_flag(tmp_path):
+    from transformers import CTRLConfig, CTRLLMHeadModel
+
+    folder = save_tiny_model(tmp_path / "model")
+    CTRLLMHeadModel(
+        CTRLConfig(vocab_size=32, n_embd=16, dff=16, n_layer=1, n_head=2, n_positions=64)
+    ).save_pretrained(folder)
+    config = tiny_config(tmp_path, model_name=str(folder), gradient_checkpointing=True)
+
+    with pytest.raises(ConfigError, match=r"does not support.*--no-gradient-checkpointing"):
+        load_model_and_tokenizer(config)
+
+
 def test_only_the_chosen_layers_stay_trainable():
     model = tiny_llama(layers=3)
 

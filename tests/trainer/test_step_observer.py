@@ -74,11 +74,9 @@ def test_phases_add_up_and_begin_anew():
 
 
 def test_flops_of_a_step():
-    shape = ModelShape(
-        num_body_parameters=100, num_head_parameters=10, num_layers=2, attention_width=4
-    )
+    shape = ModelShape(num_body_parameters=100, num_head_parameters=10, attention_width=8)
 
-    # 6 * 100 * 5 tokens + 6 * 10 * 2 trained + 6 * 2 * 4 * (9 + 4)
+    # 6 * 100 * 5 tokens + 6 * 10 * 2 trained + 6 * 8 * (9 + 4)
     assert shape.step_flops([3, 2], num_trained_tokens=2) == 3000 + 120 + 624
 
 
@@ -91,7 +89,23 @@ def test_shape_of_a_model_leaves_the_embeddings_out():
     assert shape is not None
     assert shape.num_head_parameters == 32 * 16
     assert shape.num_body_parameters == total - 2 * 32 * 16
-    assert (shape.num_layers, shape.attention_width) == (2, 16)
+    assert shape.attention_width == 2 * 16
+
+
+def test_shape_of_a_model_whose_layers_differ_adds_their_attention():
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
+
+    config = CONFIG_MAPPING["gemma4_text"](
+        vocab_size=32, hidden_size=16, intermediate_size=32, num_hidden_layers=3,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=8, global_head_dim=16,
+        layer_types=["sliding_attention", "sliding_attention", "full_attention"],
+        hidden_size_per_layer_input=8, vocab_size_per_layer_input=32,
+    )  # fmt: skip
+
+    shape = ModelShape.of(AutoModelForCausalLM.from_config(config))
+
+    assert shape is not None
+    assert shape.attention_width == 2 * (8 + 8 + 16)
 
 
 def test_shape_of_a_mixture_of_experts_is_not_known():

@@ -557,24 +557,52 @@ def test_a_model_with_other_attention_is_refused_at_the_start(tmp_path: Path) ->
         load_engine(TorchEngineOptions(model=str(tmp_path), device="cpu"))
 
 
-def test_a_model_with_recurrent_layers_is_refused_at_the_start(tmp_path: Path) -> None:
-    """Each prompt alone is right: only what is generated after it lacks the state."""
+@pytest.mark.parametrize(
+    ("kind", "settings", "reason"),
+    [
+        pytest.param(
+            "gptj",
+            {"n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64, "rotary_dim": 8},
+            r"GPTJForCausalLM: it has attention layers of its own; use vLLM",
+            id="own attention",
+        ),
+        pytest.param(
+            "diffllama",  # each prompt alone is right, what is generated after it is not
+            {},
+            r"DiffLlamaForCausalLM: a logprob .* all tokens at once",
+            id="own cache",
+        ),
+        pytest.param(
+            "qwen3_next",
+            {"layer_types": ["linear_attention", "full_attention"], "num_experts": 2},
+            r"Qwen3NextForCausalLM: it has no caches for layers of linear_attention; use vLLM",
+            id="recurrent",
+        ),
+        pytest.param(
+            "cpmant",  # its logits have fewer entries than its embedding
+            {"hidden_size": 32, "num_attention_heads": 2, "dim_head": 16, "dim_ff": 32},
+            r"CpmAntForCausalLM: RuntimeError: index 1.* out of bounds",
+            id="error of its code",
+        ),
+    ],
+)
+def test_a_model_that_cannot_be_served_is_refused_at_the_start(
+    tmp_path: Path, kind: str, settings: dict[str, Any], reason: str
+) -> None:
     import torch
-    from transformers import Qwen3NextConfig, Qwen3NextForCausalLM
+    from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
     from atroposlib.errors import ConfigError
     from example_trainer.demo.settings import train_tokenizer
     from example_trainer.torch_engine.loading import TorchEngineOptions, load_engine
 
     tokenizer = train_tokenizer([[{"role": "user", "content": "a"}]], max_length=64)
-    config = Qwen3NextConfig(
-        vocab_size=len(tokenizer), hidden_size=32, intermediate_size=32, num_hidden_layers=4,
-        num_attention_heads=2, num_key_value_heads=1, head_dim=16, max_position_embeddings=64,
-        linear_num_key_heads=2, linear_num_value_heads=2, linear_key_head_dim=8,
-        linear_value_head_dim=8, num_experts=2, num_experts_per_tok=1, moe_intermediate_size=16,
-        shared_expert_intermediate_size=16, eos_token_id=None, bos_token_id=None, pad_token_id=0,
-    )  # fmt: skip
-    model = Qwen3NextForCausalLM(config)
+    known = CONFIG_MAPPING[kind]().to_dict()
+    sizes = {
+        **{name: value for name, value in SMALL.items() if name in known},
+        **{"vocab_size": 8 if kind == "cpmant" else len(tokenizer), "pad_token_id": 0},
+    }
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**{**sizes, **settings}))
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.dim() > 1:
@@ -582,7 +610,7 @@ def test_a_model_with_recurrent_layers_is_refused_at_the_start(tmp_path: Path) -
     model.save_pretrained(tmp_path)
     tokenizer.save_pretrained(tmp_path)
 
-    with pytest.raises(ConfigError, match=r"Qwen3NextForCausalLM: a logprob .* all tokens at once"):
+    with pytest.raises(ConfigError, match=reason):
         load_engine(TorchEngineOptions(model=str(tmp_path), device="cpu"))
 
 
@@ -631,6 +659,15 @@ SMALL = {
     [
         ("qwen2", {"use_sliding_window": True, "max_window_layers": 1}),
         ("gpt_oss", {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2}),
+        (  # the layers differ in their heads, and the last ones have keys of earlier ones
+            "gemma4_text",
+            {
+                "num_hidden_layers": 4,
+                "num_kv_shared_layers": 2,
+                "head_dim": 8,
+                "layer_types": ["sliding_attention", "full_attention"] * 2,
+            },
+        ),
     ],
 )
 def test_models_with_windows_shared_heads_and_sinks_are_served(
@@ -643,7 +680,7 @@ def test_models_with_windows_shared_heads_and_sinks_are_served(
     from tests.trainer.torch_engine.conftest import serve_locally
 
     tokenizer = train_tokenizer([[{"role": "user", "content": "a"}]], max_length=256)
-    config = CONFIG_MAPPING[kind](vocab_size=len(tokenizer), **SMALL, **settings)
+    config = CONFIG_MAPPING[kind](vocab_size=len(tokenizer), **{**SMALL, **settings})
     model = AutoModelForCausalLM.from_config(config).eval()
     with torch.no_grad():
         for name, parameter in model.named_parameters():
