@@ -25,6 +25,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from atroposlib.errors import ConfigError
 from example_trainer.attention_sinks import with_sinks
+from example_trainer.torch_engine.recurrent import SlotStates
 
 ATTENTION_NAME = "atropos_slots"
 _NEEDED_TRANSFORMERS = "4.56"
@@ -81,6 +82,7 @@ class SlotCache:
         self._dtype = dtype
         self._layers: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
         """Keys and values of each layer, (S, J, T, D)."""
+        self.states = SlotStates()
         self.num_slots = 0
         self.length = 0
 
@@ -104,6 +106,7 @@ class SlotCache:
         self.num_slots, self.length = _padded(num_slots, length)
         for layer, pair in self._layers.items():
             self._layers[layer] = (self._resized(pair[0]), self._resized(pair[1]))
+        self.states.reserve(self.num_slots)
 
     def erase(self) -> None:
         """Set all contents to zero; the memory is kept, since allocating it again takes longer."""
@@ -116,10 +119,12 @@ class SlotCache:
         for pair in self._layers.values():
             for tensor in pair:
                 tensor.nan_to_num_(0.0, 0.0, 0.0)
+        self.states.replace_nan()
 
     def clear(self) -> None:
         """Release the memory."""
         self._layers.clear()
+        self.states.clear()
         self.num_slots = self.length = 0
 
     def copy(self, sources: Sequence[int], targets: Sequence[int], *, length: int) -> None:
@@ -131,6 +136,7 @@ class SlotCache:
         for pair in self._layers.values():
             for tensor in pair:
                 tensor[target, :, :length] = tensor[source, :, :length]
+        self.states.copy(source, target)
 
     def store(
         self, layer: int, batch: PackedBatch, key_1JND: torch.Tensor, value_1JND: torch.Tensor

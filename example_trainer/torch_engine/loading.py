@@ -3,8 +3,8 @@
 At the end the engine scores a few tokens, and the result is compared with transformers' own
 attention: a model whose attention the engine does not support is rejected at the start. If the
 context is longer than a window of the attention, one token after such a window is compared too.
-Tokens that are generated have to get the same logprobs as when they are scored at once: recurrent
-layers, whose state the engine does not keep, fail this.
+Tokens that are generated have to get the same logprobs as when they are scored at once: layers with
+states that the engine does not keep fail this.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import version
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import torch
 
@@ -44,6 +44,7 @@ from example_trainer.torch_engine.generation import (
     TorchEngine,
 )
 from example_trainer.torch_engine.protocol import ServedTorchModel
+from example_trainer.torch_engine.recurrent import RECURRENT_LAYERS, use_slot_states
 from example_trainer.torch_engine.server import EngineState
 from example_trainer.vllm_manager import cpu_cache_gib
 
@@ -51,7 +52,8 @@ logger = logging.getLogger(__name__)
 
 DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 _CHECKED_TOKENS = 16
-_GENERATED_TOKENS = 4
+_GENERATED_TOKENS = (4, 8)
+"""Of two sequences, the second of which moves to the slot of the first."""
 _TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.2}
 """Largest difference of a logprob that rounding explains."""
 
@@ -83,7 +85,7 @@ def load_engine(options: TorchEngineOptions) -> EngineState:
     """
     device = _device_of(options.device)
     model, tokenizer = _load_model(options, device)
-    _require_plain_layers(model)
+    _require_known_layers(model)
     with _refusing(model):
         reference = _reference_logprobs(model)
         beyond = _reference_beyond_window(model, longest=_context_of(options, model))
@@ -93,9 +95,10 @@ def load_engine(options: TorchEngineOptions) -> EngineState:
             "type cannot represent the activations"
         )
     use_slot_attention(model)
+    use_slot_states(model)
     with _refusing(model):
-        token_bytes = _cache_bytes_per_token(model)
-    limits = _limits(options, model, device, token_bytes=token_bytes)
+        sizes = _cache_sizes(model)
+    limits = _limits(options, model, device, sizes)
     engine = TorchEngine(
         model,
         limits,
@@ -140,15 +143,27 @@ def _refusing(model: Any) -> Iterator[None]:
         raise _unserved(model, f"{type(error).__name__}: {reason}") from error
 
 
-def _require_plain_layers(model: Any) -> None:
+_SERVED_LAYERS = PLAIN_LAYERS | RECURRENT_LAYERS | {"mlp", "moe"}
+
+
+def _require_known_layers(model: Any) -> None:
     kinds = getattr(model.config.get_text_config(), "layer_types", None) or ()
-    others = sorted(set(kinds) - PLAIN_LAYERS)
+    others = sorted(set(kinds) - _SERVED_LAYERS)
     if others:
         raise _unserved(model, f"it has no caches for layers of {' and '.join(others)}")
 
 
-def _cache_bytes_per_token(model: Any) -> int:
-    """Return the memory of a token in the caches, which a forward pass determines.
+class _CacheSizes(NamedTuple):
+    """Memory of the caches, in bytes."""
+
+    token: int
+    """A token in the layers with attention."""
+    sequence: int
+    """A sequence in the recurrent layers."""
+
+
+def _cache_sizes(model: Any) -> _CacheSizes:
+    """Return the memory of the caches, which a forward pass determines.
 
     Layers may differ in it, and attention with compressed keys caches them expanded.
     """
@@ -159,9 +174,10 @@ def _cache_bytes_per_token(model: Any) -> int:
     ids, positions = batch.tokens_N[None], batch.positions_N[None]
     with torch.inference_mode():
         model(input_ids=ids, position_ids=positions, use_cache=False, batch=batch)
-    if not cache.bytes_per_token():
+    sizes = _CacheSizes(cache.bytes_per_token(), cache.states.bytes_per_slot())
+    if not any(sizes):
         raise ConfigError("it has attention layers of its own")
-    return cache.bytes_per_token()
+    return sizes
 
 
 def _device_of(name: str) -> torch.device:
@@ -204,26 +220,34 @@ def _end_ids(model: Any, tokenizer: Any) -> frozenset[int]:
 
 
 def _limits(
-    options: TorchEngineOptions, model: Any, device: torch.device, *, token_bytes: int
+    options: TorchEngineOptions, model: Any, device: torch.device, sizes: _CacheSizes
 ) -> EngineLimits:
-    try:
-        most: int = model.config.get_text_config().max_position_embeddings
-    except AttributeError as error:
-        raise _unserved(model, error) from error
-    length = options.max_model_len or most
-    if length > most:
+    length = _context_of(options, model)
+    most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
+    if not length:
+        raise _unserved(model, "its config has no max_position_embeddings; set --max-model-len")
+    if most is not None and length > most:
         raise ConfigError(f"--max-model-len {length}: {options.model} reads at most {most} tokens")
-    num_tokens = _cache_bytes(options, device) // token_bytes
-    if num_tokens < length:
+    available = _cache_bytes(options, device)
+    # States take the same memory for each sequence: at most half of it in total.
+    num_seqs = min(options.max_num_seqs, max(1, available // 2 // max(1, sizes.sequence)))
+    if num_seqs < options.max_num_seqs:
+        logger.warning(
+            "at most %d sequences run at the same time, not %d: the states of one take %.1f MiB",
+            *(num_seqs, options.max_num_seqs, sizes.sequence / 2**20),
+        )
+    for_tokens = max(0, available - num_seqs * sizes.sequence)
+    needed = length * sizes.token + sizes.sequence
+    if needed > available:
         raise ConfigError(
-            f"the caches of one sequence of {length} tokens take "
-            f"{length * token_bytes / 2**30:.2f} GiB, {num_tokens * token_bytes / 2**30:.2f} are "
-            "available; lower --max-model-len or raise --kv-cache-memory-bytes"
+            f"the caches of one sequence of {length} tokens take {needed / 2**30:.2f} GiB, "
+            f"{available / 2**30:.2f} are available; lower --max-model-len or raise "
+            "--kv-cache-memory-bytes"
         )
     return EngineLimits(
         max_model_len=length,
-        max_num_seqs=options.max_num_seqs,
-        max_cache_tokens=num_tokens,
+        max_num_seqs=num_seqs,
+        max_cache_tokens=max(length, for_tokens // max(1, sizes.token)),
         max_new_tokens=options.max_num_batched_tokens,
     )
 
@@ -299,11 +323,13 @@ def _compare(
         found += job.completions[0].logprobs
         reference = [*reference, float(beyond[1][job.completions[0].tokens[0]])]
     _require_equal(engine, found, reference, dtype, "transformers' own attention")
-    # Layers with a state of their own lose or mix it in a batch that generates.
-    starts = (ids[: _CHECKED_TOKENS // 2], ids[:_GENERATED_TOKENS])
-    generated = _finished(
-        engine, [PromptRequest(start, max_tokens=_GENERATED_TOKENS, seed=0) for start in starts]
-    )
+    # States of layers, and steps with one token, are needed only by what is generated.
+    starts = (ids[: _CHECKED_TOKENS // 2], ids[: _CHECKED_TOKENS // 4])
+    prompts = [
+        PromptRequest(start, max_tokens=number, seed=0)
+        for start, number in zip(starts, _GENERATED_TOKENS, strict=True)
+    ]
+    generated = _finished(engine, prompts)
     for start, job in zip(starts, generated, strict=True):
         completion = job.completions[0]
         whole = PromptRequest((*start, *completion.tokens), max_tokens=0, prompt_top=0)

@@ -573,10 +573,10 @@ def test_a_model_with_other_attention_is_refused_at_the_start(tmp_path: Path) ->
             id="own cache",
         ),
         pytest.param(
-            "qwen3_next",
-            {"layer_types": ["linear_attention", "full_attention"], "num_experts": 2},
-            r"Qwen3NextForCausalLM: it has no caches for layers of linear_attention; use vLLM",
-            id="recurrent",
+            "llama4_text",
+            {"layer_types": ["chunked_attention", "full_attention"], "num_local_experts": 2},
+            r"Llama4ForCausalLM: it has no caches for layers of chunked_attention; use vLLM",
+            id="chunks",
         ),
         pytest.param(
             "cpmant",  # its logits have fewer entries than its embedding
