@@ -139,7 +139,7 @@ class _ChildOutput(asyncio.SubprocessProtocol):
         into += piece
         if self._on_output is not None and piece:
             self._on_output(fd, piece, time.monotonic() - self.started_at)
-        if len(into) >= self._max_bytes and not self.full.done():
+        if len(piece) < len(data) and not self.full.done():
             self.full.set_result(None)
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -165,7 +165,7 @@ async def _end(
 
 
 SIGXCPU_EXIT = 128 + 24
-FIRST_SIGNAL_EXIT = 128 + 1
+SIGNAL_EXITS = range(128 + 1, 128 + signal.NSIG)
 MAX_MESSAGE_CHARACTERS = 300
 
 
@@ -195,7 +195,7 @@ def ending_of(
         )
     if exit_code == SIGXCPU_EXIT:
         return "cpu_time", exit_code
-    return ("signal" if exit_code >= FIRST_SIGNAL_EXIT else "exit"), exit_code
+    return ("signal" if exit_code in SIGNAL_EXITS else "exit"), exit_code
 
 
 def result_of(

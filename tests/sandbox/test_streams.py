@@ -9,7 +9,7 @@ import signal
 import pytest
 
 from atroposlib.sandbox import SandboxLimits, streams
-from atroposlib.sandbox.streams import run_bounded
+from atroposlib.sandbox.streams import Finished, ending_of, run_bounded
 
 pytestmark = pytest.mark.slow
 
@@ -28,3 +28,31 @@ async def test_output_that_another_process_holds_is_left_after_a_while(
         os.kill(int(finished.stdout.split()[0]), signal.SIGKILL)
     assert finished.stopped_for == "output"
     assert "does not end; it is left" in caplog.text
+
+
+@pytest.mark.parametrize(("num_bytes", "stopped_for"), [(1000, None), (1001, "output")])
+async def test_output_may_have_the_size_of_its_limit(
+    num_bytes: int, stopped_for: str | None
+) -> None:
+    limits = SandboxLimits(wall_s=600.0, output_bytes=1000)
+    command = ["head", "-c", str(num_bytes), "/dev/zero"]
+
+    finished = await run_bounded(command, stdin=b"", limits=limits, env=dict(os.environ))
+
+    assert (finished.stopped_for, len(finished.stdout)) == (stopped_for, 1000)
+
+
+@pytest.mark.parametrize(
+    ("exit_code", "ended_by"),
+    [
+        *((0, "exit"), (128, "exit"), (137, "signal"), (152, "cpu_time"), (192, "signal")),
+        *((193, "exit"), (255, "exit")),  # of sys.exit(-1)
+    ],
+)
+def test_exit_code_names_the_ending(exit_code: int, ended_by: str) -> None:
+    finished = Finished(0, b"", b"", stopped_for=None, duration_s=0.0)
+
+    assert ending_of(finished, exit_code=exit_code, ran_out_of_memory=False, around="bwrap") == (
+        ended_by,
+        exit_code,
+    )
