@@ -120,6 +120,24 @@ async def test_second_invalid_move_loses() -> None:
     assert episode.metrics["invalid_move"] == 1.0
 
 
+@pytest.mark.parametrize("name", ["Countdown-v0", "Cryptarithm-v0", "Slitherlink-v0"])
+async def test_invalid_moves_of_games_that_exchange_reward_and_reason_are_scored(
+    name: str,
+) -> None:
+    adapter = await opened(f"textarena:{name}")
+
+    *_, last = await play(adapter, await adapter.item(0), ["nothing"] * 40)
+
+    assert last.is_done
+    assert 0.0 <= last.reward < 1.0
+
+
+async def test_game_without_a_check_of_its_players_is_not_played_alone() -> None:
+    adapter = await opened("textarena:PublicGoodsGame-v0", opponent_moves=["[1]"])
+
+    assert adapter.num_players == 2
+
+
 @pytest.mark.parametrize("seat", [0, 1])
 async def test_random_opponent_plays_legal_moves_to_the_end(seat: int) -> None:
     adapter = await opened("textarena:TicTacToe-v0", seat=seat)
@@ -250,6 +268,8 @@ async def test_broken_game_fails_its_rollout_and_no_other(
         ("GuessTheNumber-v0", {"num_players": 2}, "cannot start with 2 players"),
         ("TicTacToe-v0", {"seat": 2}, "has the seats 0 to 1"),
         ("IteratedPrisonersDilemma-v0", {}, "opponent_moves"),
+        ("QuantumTicTacToe-v0", {}, "has 2 players: .* opponent_moves"),
+        ("TwentyQuestions-v0", {}, "failed: ValueError"),  # it asks a model itself
         ("TicTacToe-v0", {"opponent": "model"}, "opponent_base_url and opponent_model"),
     ],
 )
