@@ -166,7 +166,11 @@ class GemAdapter(Adapter):
         if module in REFUSED:
             reason, remedy = REFUSED[module]
             raise ConfigError(f"{self.name} is not offered: {reason}; {remedy}")
-        self.make().reset(seed=0)
+        env = self.make()
+        try:
+            env.reset(seed=0)
+        except Exception as error:  # such as missing data, which some games read only now
+            raise ConfigError(f"{self.name} cannot start: {error!r:.500}") from error
         separate_random("gem")
 
 

@@ -139,6 +139,23 @@ async def test_broken_game_fails_its_rollout_and_no_other(
     assert rollout.rewards == [1.0]
 
 
+class WithoutData(Env):  # type: ignore[misc]  # an untyped base
+    """Reads its data at the start of an episode."""
+
+    def reset(self, seed: int | None = None) -> Any:
+        raise LookupError("Resource words not found")
+
+    def step(self, action: str) -> Any:
+        raise NotImplementedError
+
+
+async def test_environment_without_its_data_is_named_before_the_first_rollout() -> None:
+    register("own:WithoutData", WithoutData)
+
+    with pytest.raises(ConfigError, match="own:WithoutData cannot start: LookupError"):
+        await make_adapter("gem:own:WithoutData", {}, seed=0).open()
+
+
 @pytest.mark.parametrize(
     ("name", "message"),
     [
