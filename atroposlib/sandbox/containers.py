@@ -358,6 +358,7 @@ class Containers:
         root, given = bundle / "root", bundle / "files"
         for folder in (given, root, *(root / each for each in FOLDERS)):
             folder.mkdir()
+            folder.chmod(0o755)  # whatever the umask is: the program runs as another user
         for each in ("tmp", "box"):
             (root / each).chmod(0o1777)
         for each in ("bin", "lib", "lib64"):
@@ -365,6 +366,8 @@ class Containers:
         for path, content in files.items():
             (given / path).parent.mkdir(parents=True, exist_ok=True)
             (given / path).write_bytes(as_bytes(content))
+        for copied in given.rglob("*"):
+            copied.chmod(0o755 if copied.is_dir() else 0o644)
         own_kernel = self._runtime.has_own_kernel
         spec = container_spec(
             command,
