@@ -79,14 +79,24 @@ async def run_bounded(
     )
     # Not asyncio's pipe: it is a socket, over which a program could send file descriptors.
     with _source(stdin) as source:
-        transport, _ = await loop.subprocess_exec(
-            lambda: record,
-            *command,
-            stdin=source,
-            pass_fds=pass_fds,
-            env=env or {},
-            start_new_session=True,
+        starting = asyncio.create_task(
+            loop.subprocess_exec(
+                lambda: record,
+                *command,
+                stdin=source,
+                pass_fds=pass_fds,
+                env=env or {},
+                start_new_session=True,
+            )
         )
+        try:
+            # Not cancelled with this task: asyncio would kill the command alone, and then wait for
+            # the end of its output, which a child of the command may hold.
+            await asyncio.wait({starting})
+        except asyncio.CancelledError:
+            await asyncio.shield(_end_started(starting, record.ended, kill))
+            raise
+        transport, _ = starting.result()
     try:
         async with turn or contextlib.nullcontext():
             started_at = record.started_at = time.monotonic()
@@ -145,6 +155,16 @@ class _ChildOutput(asyncio.SubprocessProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         if not self.ended.done():
             self.ended.set_result(None)
+
+
+async def _end_started(
+    starting: asyncio.Task[tuple[asyncio.SubprocessTransport, _ChildOutput]],
+    ended: asyncio.Future[None],
+    kill: Callable[[], Awaitable[None]] | None,
+) -> None:
+    with contextlib.suppress(OSError):  # it cannot be started
+        transport, _ = await starting
+        await _end(transport, ended, kill)
 
 
 async def _end(

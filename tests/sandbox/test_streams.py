@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import signal
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,6 +31,42 @@ async def test_output_that_another_process_holds_is_left_after_a_while(
         os.kill(int(finished.stdout.split()[0]), signal.SIGKILL)
     assert finished.stopped_for == "output"
     assert "does not end; it is left" in caplog.text
+
+
+async def test_command_cancelled_while_it_starts_ends_with_its_children(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    loop = asyncio.get_running_loop()
+    connect, is_connected = loop.connect_read_pipe, asyncio.Event()
+
+    async def connect_later(*args: Any) -> Any:
+        await is_connected.wait()
+        return await connect(*args)
+
+    monkeypatch.setattr(loop, "connect_read_pipe", connect_later)
+    child = tmp_path / "child"
+    command = ["sh", "-c", f"sleep 60 & echo $! > {child}.new; mv {child}.new {child}; wait"]
+    running = asyncio.create_task(
+        run_bounded(command, stdin=b"", limits=SandboxLimits(), env=dict(os.environ))
+    )
+    while not child.exists():  # noqa: ASYNC110 - made by another process
+        await asyncio.sleep(0.01)
+
+    running.cancel()
+    await asyncio.sleep(0)
+    is_connected.set()
+    done, _ = await asyncio.wait({running}, timeout=30)
+
+    assert done
+    assert running.cancelled()
+    assert not _is_running(child.read_text().strip())
+
+
+def _is_running(pid: str) -> bool:
+    try:
+        return bool(Path("/proc", pid, "cmdline").read_bytes())  # empty until it is waited for
+    except FileNotFoundError:
+        return False
 
 
 @pytest.mark.parametrize(("num_bytes", "stopped_for"), [(1000, None), (1001, "output")])
