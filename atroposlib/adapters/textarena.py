@@ -41,6 +41,8 @@ MAX_PLAYERS = 16
 MAX_OTHER_MOVES = 1000
 """Moves of others between two turns of the policy."""
 MAX_ACTION_CHARACTERS = 100_000
+START_TIMEOUT_S = 600.0
+"""Time to wait for the starts of other games: some take seconds, one at a time."""
 MAX_RETRIES = 3
 INVALID_MOVE = "Invalid Move: "
 """Start of the reason for which a game of one player ended."""
@@ -194,7 +196,7 @@ class TextArenaEpisode(Episode):
     def _reset(self) -> None:
         separate_random("textarena").seed(self._seed)
         # Some games are made with variables of their module.
-        with self._adapter.threads.alone(self._adapter.step_timeout_s):
+        with self._adapter.threads.alone(START_TIMEOUT_S):
             env, self._actions = self._adapter.make()
             env.reset(num_players=self._adapter.num_players, seed=self._seed)
         self._env = env
@@ -243,6 +245,7 @@ class TextArenaAdapter(Adapter):
     """
 
     args_cls = TextArenaArgs
+    begin_timeout_s = START_TIMEOUT_S
     default_settings: ClassVar[Mapping[str, Any]] = {"max_turns": 40, "max_token_length": 8192}
     args: TextArenaArgs
 

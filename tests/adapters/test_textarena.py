@@ -226,6 +226,32 @@ class BrokenGame(textarena.Env):  # type: ignore[misc]  # an untyped base
         return self.state.step()
 
 
+class SlowGame(BrokenGame):
+    """Takes a while to start, as those that draw a solvable board."""
+
+    def reset(self, num_players: int, seed: int | None = None) -> None:
+        time.sleep(0.2)
+        super().reset(num_players, seed)
+
+
+async def test_games_that_start_slowly_wait_for_each_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(ENV_REGISTRY, "Slow-v0", EnvSpec("Slow-v0", SlowGame, None, {}))
+    adapter = make_adapter("textarena:Slow-v0", {}, seed=0, step_timeout_s=0.1)
+    await adapter.open()
+    item = await adapter.item(0)
+    episodes = [adapter.start(item) for _ in range(3)]
+
+    begun = await asyncio.gather(*(episode.begin() for episode in episodes))
+    for episode in episodes:
+        await episode.close()
+
+    assert len(begun) == 3
+    assert adapter.begin_timeout_s is not None
+    assert adapter.begin_timeout_s > adapter.step_timeout_s
+
+
 @pytest.fixture
 def broken_game() -> Iterator[str]:
     ENV_REGISTRY["Broken-v0"] = EnvSpec("Broken-v0", BrokenGame, None, {})
