@@ -35,6 +35,8 @@ __all__ = ["GemAdapter", "GemArgs", "GemEpisode"]
 EVAL_SEEDS = 1_000_000_000
 """First seed of evaluations; those of training are smaller."""
 MAX_ACTION_CHARACTERS = 100_000
+START_TIMEOUT_S = 600.0
+"""Time to wait for the starts of other episodes, one at a time."""
 RUNS_CODE = "it runs answers as code outside a sandbox"
 USES_SIGNALS = "its scorer needs a process of its own or the main thread"
 REFUSED: Mapping[str, tuple[str, str]] = {
@@ -92,7 +94,7 @@ class GemEpisode(Episode):
         source = separate_random("gem")
         source.seed(self._seed)  # some constructors draw, too
         # Some games are made with variables of their module.
-        with self._adapter.threads.alone(self._adapter.step_timeout_s):
+        with self._adapter.threads.alone(START_TIMEOUT_S):
             self._env = self._adapter.make()
             observation, info = self._env.reset(seed=self._seed)
         return self._shown(observation, info)
@@ -117,6 +119,7 @@ class GemAdapter(Adapter):
     """One environment id; an item is the seed of an episode."""
 
     args_cls = GemArgs
+    begin_timeout_s = START_TIMEOUT_S
     default_settings: ClassVar[Mapping[str, Any]] = {"max_turns": 32, "max_token_length": 8192}
     args: GemArgs
 
@@ -166,7 +169,11 @@ class GemAdapter(Adapter):
         if module in REFUSED:
             reason, remedy = REFUSED[module]
             raise ConfigError(f"{self.name} is not offered: {reason}; {remedy}")
-        self.make().reset(seed=0)
+        env = self.make()
+        try:
+            env.reset(seed=0)
+        except Exception as error:  # such as missing data, which some games read only now
+            raise ConfigError(f"{self.name} cannot start: {error!r:.500}") from error
         separate_random("gem")
 
 

@@ -41,7 +41,11 @@ MAX_PLAYERS = 16
 MAX_OTHER_MOVES = 1000
 """Moves of others between two turns of the policy."""
 MAX_ACTION_CHARACTERS = 100_000
+START_TIMEOUT_S = 600.0
+"""Time to wait for the starts of other games: some take seconds, one at a time."""
 MAX_RETRIES = 3
+INVALID_MOVE = "Invalid Move: "
+"""Start of the reason for which a game of one player ended."""
 KNOWN_MOVES: Mapping[str, Sequence[str]] = {
     "ConnectFour": [f"[col {n}]" for n in range(7)] + [f"[{n}]" for n in range(7)],
     "IteratedMatchingPennies": ["[heads]", "[tails]"],
@@ -54,6 +58,12 @@ KNOWN_MOVES: Mapping[str, Sequence[str]] = {
     "WildTicTacToe": [f"[{mark} {n}]" for mark in "XO" for n in range(9)],
 }
 """Moves of games from which `opponent: random` chooses the legal ones, by the start of the id."""
+
+
+MAKING_ERRORS = (
+    *(ImportError, LookupError, SyntaxError, TypeError, AssertionError),
+    *(OSError, ValueError),  # a file or the key of an API that the game needs is missing
+)
 
 
 class TextArenaArgs(AdapterArgs):
@@ -186,7 +196,7 @@ class TextArenaEpisode(Episode):
     def _reset(self) -> None:
         separate_random("textarena").seed(self._seed)
         # Some games are made with variables of their module.
-        with self._adapter.threads.alone(self._adapter.step_timeout_s):
+        with self._adapter.threads.alone(START_TIMEOUT_S):
             env, self._actions = self._adapter.make()
             env.reset(num_players=self._adapter.num_players, seed=self._seed)
         self._env = env
@@ -216,10 +226,14 @@ class TextArenaEpisode(Episode):
         return legal_move(self._env, self._adapter.moves, separate_random("textarena"))
 
     def _outcome(self) -> tuple[float, Mapping[str, Any]]:
-        rewards, info = self._env.close()
+        rewards, infos = self._env.close()
         where = f"the end of {self._adapter.name}"
         reward = None if rewards is None else rewards.get(self._seat)
-        return finite_reward(reward, where), info.get(self._seat) or {}
+        info = infos.get(self._seat) or {}
+        if isinstance(reward, str) and info.get("invalid_move"):
+            # Countdown, Cryptarithm and Slitherlink exchange the reward and its reason.
+            reward = str(info.get("reason")).removeprefix(INVALID_MOVE)
+        return finite_reward(reward, where), info
 
 
 class TextArenaAdapter(Adapter):
@@ -231,6 +245,7 @@ class TextArenaAdapter(Adapter):
     """
 
     args_cls = TextArenaArgs
+    begin_timeout_s = START_TIMEOUT_S
     default_settings: ClassVar[Mapping[str, Any]] = {"max_turns": 40, "max_token_length": 8192}
     args: TextArenaArgs
 
@@ -279,7 +294,7 @@ class TextArenaAdapter(Adapter):
 
         try:
             env = textarena.make(self.name, **self.args.env_kwargs)
-        except (ImportError, LookupError, SyntaxError, TypeError, AssertionError) as error:
+        except MAKING_ERRORS as error:
             raise ConfigError(f"textarena.make({self.name!r}) failed: {error!r:.500}") from error
         actions = []
         while isinstance(env, textarena.Wrapper):
@@ -330,23 +345,26 @@ class TextArenaAdapter(Adapter):
 
     def _inspect(self) -> None:
         """Check the name and the arguments, and find out how many players the game has."""
+        import textarena
         from textarena.envs.registration import ENV_REGISTRY
 
         if self.name not in ENV_REGISTRY:
             raise ConfigError(
                 f"textarena has no game {self.name!r}{near_name(self.name, list(ENV_REGISTRY))}"
             )
-        env, _ = self.make()
-        separate_random("textarena")
         chosen = self.args.num_players
         problem: Exception | None = None
         for count in range(1, MAX_PLAYERS + 1) if chosen is None else (chosen,):
+            env, _ = self.make()
+            separate_random("textarena")
             try:
                 env.reset(num_players=count, seed=0)
             except Exception as error:  # noqa: BLE001 - any exception of the game
                 problem = error
-            else:
-                self.num_players = count
+                continue
+            self.num_players = env.state.num_players  # that of some games is fixed
+            is_for_one = isinstance(env.state, textarena.SinglePlayerState)
+            if self.num_players > 1 or is_for_one or chosen is not None:
                 break
         else:
             raise ConfigError(

@@ -53,7 +53,10 @@ EVAL_SEEDS = 1_000_000_000
 """First seed of evaluations; those of training are smaller."""
 MAX_COMMAND_CHARACTERS = 100
 META_COMMANDS = frozenset(
-    ("save", "restore", "restart", "quit", "script", "transcript", "noscript", "unscript", "undo")
+    (
+        *("save", "restore", "restart", "quit", "q", "undo"),
+        *("script", "transcript", "noscript", "unscript"),
+    )
 )
 """Words that address the interpreter: they end games, or read and write files."""
 MAKE_TIMEOUT_S = 600.0

@@ -49,6 +49,7 @@ from atroposlib.sandbox.limits import (
 )
 from atroposlib.sandbox.streams import Finished, OutputCallback, result_of, run_bounded
 from atroposlib.sandbox.system_calls import call_filter, has_filter
+from atroposlib.utils.aio import LoopSemaphore
 
 logger = logging.getLogger(__name__)
 
@@ -260,8 +261,8 @@ class Bubblewrap:
         self._limits = limits or SandboxLimits()
         self._read_only = tuple(read_only)
         slots = max_parallel or len(os.sched_getaffinity(0))
-        self._slots = asyncio.Semaphore(slots)
-        self._boxes = asyncio.Semaphore(BOXES_PER_SLOT * slots)
+        self._slots = LoopSemaphore(slots)
+        self._boxes = LoopSemaphore(BOXES_PER_SLOT * slots)
         self._groups = groups or ControlGroups()
         self._bwrap = find_program("bwrap", package="bubblewrap")
         self._prlimit: str | None = None  # only if needed: it costs time per program
@@ -333,7 +334,7 @@ class Bubblewrap:
             SandboxError: the box could not be set up.
         """
         groups = self._groups.join(limits, written=tuple(box.written))
-        async with self._boxes, groups as members:
+        async with self._boxes.of_loop(), groups as members:
             with contextlib.ExitStack() as held:
                 gate = held.enter_context(new_gate())
                 inherited = [*box.fds, *gate.fds]
@@ -381,7 +382,7 @@ class Bubblewrap:
             yield  # bwrap writes the reason to standard error
             return
         try:
-            async with self._slots:
+            async with self._slots.of_loop():
                 gate.open()
                 watch = asyncio.create_task(members.watch(pid, gate.kill_box))
                 try:

@@ -53,6 +53,7 @@ from atroposlib.sandbox.limits import (
 )
 from atroposlib.sandbox.streams import result_of, run_bounded
 from atroposlib.sandbox.system_calls import call_rules, has_filter
+from atroposlib.utils.aio import LoopSemaphore
 
 __all__ = ["CONTAINER", "GVISOR", "Containers"]
 
@@ -270,8 +271,8 @@ class Containers:
         if self._groups is not None and not allow_unbounded_memory:
             require_bound(self._groups, has_filter=has_filter())
         self._bounds_swap = bounds_swap()
-        self._slots = asyncio.Semaphore(max_parallel or len(os.sched_getaffinity(0)))
-        self._trying = asyncio.Lock()
+        self._slots = LoopSemaphore(max_parallel or len(os.sched_getaffinity(0)))
+        self._trying = LoopSemaphore(1)
         self._is_tried = False
 
     async def run(
@@ -283,7 +284,7 @@ class Containers:
         limits: SandboxLimits | None = None,
     ) -> SandboxResult:
         paths = {checked_path(path): text for path, text in (files or {}).items()}
-        async with self._trying:
+        async with self._trying.of_loop():
             if not self._is_tried:
                 await self._try_limits()
                 self._is_tried = True
@@ -307,7 +308,7 @@ class Containers:
         limits: SandboxLimits,
     ) -> SandboxResult:
         name = f"{os.getpid()}-{next(_numbers)}-container"
-        async with self._slots, self._joined(name, limits) as join:
+        async with self._slots.of_loop(), self._joined(name, limits) as join:
             with TemporaryDirectory(prefix="atropos-sandbox-") as folder:
                 bundle = Path(folder)
                 await asyncio.to_thread(self._fill, bundle, name, command, files, limits)
@@ -358,6 +359,7 @@ class Containers:
         root, given = bundle / "root", bundle / "files"
         for folder in (given, root, *(root / each for each in FOLDERS)):
             folder.mkdir()
+            folder.chmod(0o755)  # whatever the umask is: the program runs as another user
         for each in ("tmp", "box"):
             (root / each).chmod(0o1777)
         for each in ("bin", "lib", "lib64"):
@@ -365,6 +367,8 @@ class Containers:
         for path, content in files.items():
             (given / path).parent.mkdir(parents=True, exist_ok=True)
             (given / path).write_bytes(as_bytes(content))
+        for copied in given.rglob("*"):
+            copied.chmod(0o755 if copied.is_dir() else 0o644)
         own_kernel = self._runtime.has_own_kernel
         spec = container_spec(
             command,

@@ -156,9 +156,8 @@ class ControlGroups:
             limits: the limits.
             written: folders in memory that the program writes to, relative to its root folder.
         """
-        name = f"{os.getpid()}-{next(_numbers)}"
         values = _values(limits)
-        folders = tuple(f"{parent}/{name}" for parent in self._limits)
+        folders = self._new_folders()
         try:
             for folder, limited in zip(folders, self._limits.values(), strict=True):
                 Path(folder).mkdir(parents=True)  # noqa: ASYNC240 - not on a disk
@@ -168,6 +167,14 @@ class ControlGroups:
         finally:
             for folder in folders:
                 await asyncio.shield(_remove(Path(folder)))
+
+    def _new_folders(self) -> tuple[str, ...]:
+        """Return paths without groups; a killed process may have had the id of this one."""
+        while True:
+            name = f"{os.getpid()}-{next(_numbers)}"
+            folders = tuple(f"{parent}/{name}" for parent in self._limits)
+            if not any(map(os.path.exists, folders)):
+                return folders
 
 
 def bounds_swap(root: Path = ROOT) -> bool:

@@ -79,14 +79,24 @@ async def run_bounded(
     )
     # Not asyncio's pipe: it is a socket, over which a program could send file descriptors.
     with _source(stdin) as source:
-        transport, _ = await loop.subprocess_exec(
-            lambda: record,
-            *command,
-            stdin=source,
-            pass_fds=pass_fds,
-            env=env or {},
-            start_new_session=True,
+        starting = asyncio.create_task(
+            loop.subprocess_exec(
+                lambda: record,
+                *command,
+                stdin=source,
+                pass_fds=pass_fds,
+                env=env or {},
+                start_new_session=True,
+            )
         )
+        try:
+            # Not cancelled with this task: asyncio would kill the command alone, and then wait for
+            # the end of its output, which a child of the command may hold.
+            await asyncio.wait({starting})
+        except asyncio.CancelledError:
+            await asyncio.shield(_end_started(starting, record.ended, kill))
+            raise
+        transport, _ = starting.result()
     try:
         async with turn or contextlib.nullcontext():
             started_at = record.started_at = time.monotonic()
@@ -139,12 +149,22 @@ class _ChildOutput(asyncio.SubprocessProtocol):
         into += piece
         if self._on_output is not None and piece:
             self._on_output(fd, piece, time.monotonic() - self.started_at)
-        if len(into) >= self._max_bytes and not self.full.done():
+        if len(piece) < len(data) and not self.full.done():
             self.full.set_result(None)
 
     def connection_lost(self, exc: Exception | None) -> None:
         if not self.ended.done():
             self.ended.set_result(None)
+
+
+async def _end_started(
+    starting: asyncio.Task[tuple[asyncio.SubprocessTransport, _ChildOutput]],
+    ended: asyncio.Future[None],
+    kill: Callable[[], Awaitable[None]] | None,
+) -> None:
+    with contextlib.suppress(OSError):  # it cannot be started
+        transport, _ = await starting
+        await _end(transport, ended, kill)
 
 
 async def _end(
@@ -165,7 +185,7 @@ async def _end(
 
 
 SIGXCPU_EXIT = 128 + 24
-FIRST_SIGNAL_EXIT = 128 + 1
+SIGNAL_EXITS = range(128 + 1, 128 + signal.NSIG)
 MAX_MESSAGE_CHARACTERS = 300
 
 
@@ -195,7 +215,7 @@ def ending_of(
         )
     if exit_code == SIGXCPU_EXIT:
         return "cpu_time", exit_code
-    return ("signal" if exit_code >= FIRST_SIGNAL_EXIT else "exit"), exit_code
+    return ("signal" if exit_code in SIGNAL_EXITS else "exit"), exit_code
 
 
 def result_of(

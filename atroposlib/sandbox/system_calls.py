@@ -64,6 +64,8 @@ DENIED: dict[str, tuple[int, int | None]] = {
     "fanotify_init": (300, 262),
     "inotify_init": (253, None),
     "inotify_init1": (294, 26),
+    # one program could take all requests that the machine may have (fs.aio-max-nr)
+    "io_setup": (206, 0),
     # large parts of the kernel that such programs do not need
     "bpf": (321, 280),
     "perf_event_open": (298, 241),

@@ -506,13 +506,13 @@ class EpisodeHost:
         Raises:
             RefusedRequestError: there is no such split.
         """
-        if split == TEST:
-            return len(self._test_items)
-        if split != TRAIN:
+        if split not in self.splits():
             raise RefusedRequestError(
                 f"there is no split {split[:100]!r}; there are {', '.join(self.splits())}",
                 status=400,
             )
+        if split == TEST:
+            return len(self._test_items)
         return len(self._items) if self._has_all_items else self.settings.num_tasks
 
     def splits(self) -> list[str]:
@@ -709,22 +709,28 @@ class _ClientGate:
         if declared and not (declared.isdigit() and int(declared[:20]) <= self._max_bytes):
             await _refuse(scope, receive, send, 413, text)
             return
-        received = 0
+        is_too_large, received = False, 0
 
         async def limited() -> Message:
-            nonlocal received
+            nonlocal is_too_large, received
             message = await receive()
             received += len(message.get("body", b""))
             if scope["type"] == "http" and received > self._max_bytes:
+                is_too_large = True
                 raise RefusedRequestError(text, status=413)
             return message
 
+        async def answer(message: Message) -> None:
+            if not is_too_large:  # else applications answer that the body cannot be read
+                await send(message)
+
         try:
-            await self._app(scope, limited, send)
-        except RefusedRequestError as error:
-            if received <= self._max_bytes:
+            await self._app(scope, limited, answer)
+        except RefusedRequestError:
+            if not is_too_large:
                 raise
-            await _refuse(scope, receive, send, error.status, text)  # nothing is sent before a body
+        if is_too_large:
+            await _refuse(scope, receive, send, 413, text)  # nothing is sent before a body
 
     def _is_known(self, authorization: bytes) -> bool:
         if self._tokens is None:

@@ -10,6 +10,8 @@ with several active threads the loop waits for each of them in turn, with one th
 `decode_long` decodes in pieces, so that other rollouts run in between. A tokenizer holds the
 interpreter lock while it decodes, also in a thread: too long for tens of thousands of tokens.
 
+`LoopSemaphore` outlives an event loop.
+
 `LoopTurns` bounds the synchronous work of one pass of the event loop. Encoding a request or
 decoding an answer blocks the loop for a fraction of a millisecond; with hundreds of rollouts ready
 in one pass, this adds up to stalls of seconds (`benchmarks/inference.py`).
@@ -27,6 +29,7 @@ from typing import Any, TypeVar
 
 __all__ = [
     "SHARE_S",
+    "LoopSemaphore",
     "LoopTurns",
     "SideThread",
     "all_results",
@@ -137,6 +140,26 @@ async def unless_disconnected(
         for task in (working, watching):
             task.cancel()
         await asyncio.gather(working, watching, return_exceptions=True)
+
+
+class LoopSemaphore:
+    """A semaphore for objects that are used in one event loop after the other.
+
+    Those of asyncio belong to the loop in which a task first waited for them, so that the next
+    `asyncio.run` of a program would fail.
+    """
+
+    def __init__(self, value: int) -> None:
+        self._value = value
+        self._semaphore = asyncio.Semaphore(value)
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def of_loop(self) -> asyncio.Semaphore:
+        """Return the semaphore of the running loop."""
+        loop = asyncio.get_running_loop()
+        if loop is not self._loop:
+            self._loop, self._semaphore = loop, asyncio.Semaphore(self._value)
+        return self._semaphore
 
 
 PIECE_TOKENS = 512

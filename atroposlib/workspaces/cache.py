@@ -61,11 +61,11 @@ class CachedBase:
         try:
             states = _states(self.root)
             digest = json.loads((self.folder / "base.json").read_text())["digest"]
-        except FileNotFoundError:
+            if _digest(states) == digest:
+                return None
+            built = json.loads((self.folder / "files.json").read_text())
+        except (FileNotFoundError, ValueError, KeyError):  # removed in part, or cut off by a crash
             return str(self.folder)
-        if _digest(states) == digest:
-            return None
-        built = json.loads((self.folder / "files.json").read_text())
         paths = sorted(built.keys() | states.keys())
         changed = (path for path in paths if built.get(path) != states.get(path))
         return next(changed, "files.json")
@@ -125,13 +125,14 @@ class BaseCache:
     async def _open(self, key: str) -> CachedBase | None:
         lock = await self._lock(key, fcntl.LOCK_SH)
         folder = self._folder / key
-        try:
-            settings = json.loads((folder / "base.json").read_text())
-            base = CachedBase(folder, settings, lock)
-            changed = await asyncio.to_thread(base.changed_file)
-        except FileNotFoundError:
+        if not folder.exists():
             os.close(lock)
             return None
+        base = CachedBase(folder, {}, lock)
+        try:
+            changed = await asyncio.to_thread(base.changed_file)
+            if changed is None:
+                base.settings = json.loads((folder / "base.json").read_text())
         except BaseException:
             os.close(lock)
             raise

@@ -162,8 +162,28 @@ class WorkspaceEngine(Protocol):
     async def workdir_of(self, image: str) -> str:
         """Return the working directory of an image; empty or `/` if it has none."""
 
-    async def start(self, name: str, image: str, spec: WorkspaceSpec, workdir: str) -> Keeper:
-        """Start a container and return its keeper, once it runs."""
+    @property
+    def is_full(self) -> bool:
+        """Whether another container starts only after one was removed."""
+
+    async def start(
+        self,
+        name: str,
+        image: str,
+        spec: WorkspaceSpec,
+        workdir: str,
+        *,
+        is_counted: bool = True,
+    ) -> Keeper:
+        """Start a container and return its keeper, once it runs.
+
+        Args:
+            name: its name.
+            image: its image.
+            spec: its limits.
+            workdir: folder that is created in it.
+            is_counted: whether it waits while the engine is full.
+        """
 
     async def remove(self, name: str) -> None:
         """Remove a container whose keeper has ended, or was not started, with its folder."""
@@ -395,7 +415,19 @@ class ContainerEngine:
     async def workdir_of(self, image: str) -> str:
         return await self.call("image", "inspect", "--format", "{{.Config.WorkingDir}}", image)
 
-    async def start(self, name: str, image: str, spec: WorkspaceSpec, workdir: str) -> Keeper:
+    @property
+    def is_full(self) -> bool:
+        return False  # the engine has no maximum
+
+    async def start(
+        self,
+        name: str,
+        image: str,
+        spec: WorkspaceSpec,
+        workdir: str,
+        *,
+        is_counted: bool = True,
+    ) -> Keeper:
         folder = self._folder(name)
         if self.is_remote:
             made = await self.run(self.shell('mkdir -m 755 "$1"', str(folder)))

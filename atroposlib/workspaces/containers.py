@@ -140,6 +140,7 @@ class ContainerWorkspaces(Workspaces):
         self._warm = warm
         self._max_warm = max_warm
         self._bases: set[ContainerBase] = set()
+        self._num_forking = 0
         self._preparing = asyncio.Lock()
         self._is_open = False
 
@@ -162,6 +163,23 @@ class ContainerWorkspaces(Workspaces):
 
     def forget(self, base: ContainerBase) -> None:
         self._bases.discard(base)
+
+    @property
+    def needs_room(self) -> bool:
+        """Whether forks may wait for the end of other workspaces."""
+        return self._num_forking > 0 and self.engine.is_full
+
+    @contextlib.asynccontextmanager
+    async def making_room(self) -> AsyncIterator[None]:
+        """Close a workspace made in advance, of any base, if a fork would wait for its end."""
+        self._num_forking += 1
+        try:
+            warm = next((base for base in self._bases if base.num_warm), None)
+            if self.needs_room and warm is not None:
+                await warm.close_one_warm()
+            yield
+        finally:
+            self._num_forking -= 1
 
     def num_warm_for(self, base: ContainerBase) -> int:
         """Return the number of workspaces that a base may make in advance now."""
@@ -200,7 +218,8 @@ class ContainerBase(Base):
                 break
             await workspace.close()
         else:
-            workspace = await self._new()
+            async with self._owner.making_room():
+                workspace = await self._new()
         if self._is_closed:  # while the container started
             await workspace.close()
             raise WorkspaceError(f"the base of {self.spec.name} is closed")
@@ -227,21 +246,31 @@ class ContainerBase(Base):
         """Return a workspace in which no command has run, for comparisons."""
         async with self._comparing:
             if self._unchanged is None or not self._unchanged.is_running:
-                self._unchanged = await self._new()
+                # Not counted: all that are counted may be waiting for this one.
+                self._unchanged = await self._new(is_counted=False)
             return self._unchanged
 
     async def _fill(self) -> None:
         """Make workspaces in advance; a failure is reported by the next fork."""
         try:
-            while len(self._warm) < self._owner.num_warm_for(self):
+            while len(self._warm) < self._owner.num_warm_for(self) and not self.engine.is_full:
                 self._warm.append(await self._new())
+                if self._owner.needs_room:
+                    await self.close_one_warm()
         except WorkspaceError as error:
             logger.warning("no workspace of %s in advance: %s", self.spec.name, error)
 
-    async def _new(self) -> ContainerWorkspace:
+    async def close_one_warm(self) -> bool:
+        """Close a workspace made in advance; return False if there is none."""
+        if not self._warm:
+            return False
+        await self._warm.pop().close()
+        return True
+
+    async def _new(self, *, is_counted: bool = True) -> ContainerWorkspace:
         workspace = ContainerWorkspace(self, self._image, self._workdir)
         try:
-            await workspace.start()
+            await workspace.start(is_counted=is_counted)
         except BaseException:
             await asyncio.shield(workspace.close())
             raise
@@ -268,13 +297,18 @@ class ContainerWorkspace(Workspace):
     def is_running(self) -> bool:
         return self._keeper is not None and self._keeper.is_running
 
-    async def start(self) -> None:
+    async def start(self, *, is_counted: bool) -> None:
         """Start the container.
+
+        Args:
+            is_counted: whether it waits while the engine is full.
 
         Raises:
             WorkspaceError: it does not start.
         """
-        self._keeper = await self._engine.start(self.name, self._image, self._spec, self.workdir)
+        self._keeper = await self._engine.start(
+            self.name, self._image, self._spec, self.workdir, is_counted=is_counted
+        )
 
     async def run(
         self,

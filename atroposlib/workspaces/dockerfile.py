@@ -22,6 +22,7 @@ import tarfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
+from typing import NamedTuple
 
 from atroposlib.errors import ConfigError
 from atroposlib.workspaces.interface import WorkspaceSpec
@@ -37,7 +38,11 @@ MANAGERS = re.compile(
     r"\b(apt-get|apt|apk|yum|dnf|microdnf|zypper|pacman|dpkg|sudo|useradd|adduser)\b"
 )
 VARIABLE = re.compile(r"\\\$|\$(\w+)|\$\{(\w+)(?::([-+])([^}]*))?\}")
-HEREDOC = re.compile(r"<<-?\s*([\"']?)(\w+)\1")
+HEREDOC = re.compile(r"(?<!\S)<<(-?)([\"']?)(\w+)\2")
+QUOTED = re.compile(r"""('[^']*')|"(?:\\.|[^"\\])*"|(?:\\.|\$\{[^}]*\}|[^'"\\])+""", re.DOTALL)
+"""Parts of a text: in single quotes, as the first group; in double quotes; without quotes."""
+ASSIGNMENT = re.compile(r"\w+=.*", re.DOTALL)
+REDIRECTION = re.compile(r"[0-9&]?>+\s*&?[\w/.-]+")
 FLAG = re.compile(r"--([a-z-]+)(?:=(\S*))?\s+")
 ARCHIVE = re.compile(r"\.(tar|tgz|tbz2|txz|tar\.\w+)$")
 PODMAN = "use the kind podman"
@@ -157,13 +162,19 @@ def missing_packages(names: Sequence[str]) -> list[str]:
     return [name for name in names if (name, "installed") not in rows]
 
 
+class _Heredoc(NamedTuple):
+    name: str
+    content: str
+    is_quoted: bool
+    """Whether variables in it are not replaced."""
+
+
 @dataclass(frozen=True)
 class _Instruction:
     line: int
     name: str
     text: str
-    heredocs: tuple[tuple[str, str], ...]
-    """Name and content of each."""
+    heredocs: tuple[_Heredoc, ...]
 
 
 def _instructions(text: str, file: Path) -> Iterator[_Instruction]:
@@ -182,18 +193,18 @@ def _instructions(text: str, file: Path) -> Iterator[_Instruction]:
             number += 1
             if following and not following.startswith("#"):
                 line = line[:-1].rstrip() + " " + following
-        name, _, rest = line.removesuffix("\\").partition(" ")
+        name, _, rest = re.sub(r"\s", " ", line.removesuffix("\\"), count=1).partition(" ")
         heredocs = []
         if name.upper() in ("RUN", "COPY", "ADD"):
-            for _, word in HEREDOC.findall(rest):
+            for dash, quote, word in HEREDOC.findall(rest):
                 content = []
                 while number < len(lines) and lines[number].strip() != word:
-                    content.append(lines[number])
+                    content.append(lines[number].lstrip("\t") if dash else lines[number])
                     number += 1
                 if number == len(lines):
                     raise ConfigError(f"{file}:{start}: the heredoc {word} has no end")
                 number += 1
-                heredocs.append((word, "\n".join([*content, ""])))
+                heredocs.append(_Heredoc(word, "\n".join([*content, ""]), bool(quote)))
         yield _Instruction(start, name.upper(), rest.strip(), tuple(heredocs))
 
 
@@ -268,23 +279,37 @@ class _DockerfileReader:
         return ConfigError(f"{self._where}: {problem}" + (f"; {remedy}" if remedy else ""))
 
     def _expand(self, text: str) -> str:
+        return VARIABLE.sub(self._value, text)
+
+    def _value(self, found: re.Match[str]) -> str:
         variables = {**self._variables, **self._args, **self._plan.env}
-
-        def value(found: re.Match[str]) -> str:
-            key = found[1] or found[2]
-            if key is None:
-                return "$"
-            if found[3] == "+":
-                return found[4] if variables.get(key) else ""
-            return variables.get(key) or (found[4] or "")
-
-        return VARIABLE.sub(value, text)
+        key = found[1] or found[2]
+        if key is None:
+            return "$"
+        alternative = (found[4] or "").strip("\"'")
+        if found[3] == "+":
+            return alternative if variables.get(key) else ""
+        return variables.get(key) or alternative
 
     def _words(self, text: str) -> list[str]:
+        """Split a text into words, in which variables outside of single quotes are replaced.
+
+        Values are inserted after the split: spaces and quotes in them have no meaning.
+        """
+        values: list[str] = []
+
+        def place(found: re.Match[str]) -> str:
+            values.append(self._value(found))
+            return f"\0{len(values) - 1}\0"
+
+        def places(part: re.Match[str]) -> str:
+            return part[0] if part[1] else VARIABLE.sub(place, part[0])
+
         try:
-            return shlex.split(text)
+            words = shlex.split(QUOTED.sub(places, text))
         except ValueError as error:
             raise self._error(f"cannot be split into words: {error}", remedy="") from error
+        return [re.sub("\0(\\d+)\0", lambda found: values[int(found[1])], word) for word in words]
 
     def _json(self, text: str) -> list[str] | None:
         """Return the strings of a JSON list; None if the text is not one."""
@@ -298,7 +323,7 @@ class _DockerfileReader:
 
     def _pairs(self, text: str, *, may_lack: bool = False) -> list[tuple[str, str]]:
         pairs = []
-        for word in self._words(self._expand(text)):
+        for word in self._words(text):
             key, equals, value = word.partition("=")
             if not key or not (equals or may_lack):
                 raise self._error(f"expected NAME=value, got {word!r}", remedy="")
@@ -330,7 +355,7 @@ class _DockerfileReader:
 
     def _copy(self, instruction: _Instruction) -> None:
         flags, text = self._flags(instruction.text, ("chown", "chmod", "link"))
-        words = self._json(text) or self._words(self._expand(text))
+        words = [self._expand(word) for word in self._json(text) or ()] or self._words(text)
         if len(words) < 2:
             raise self._error("expected one or more sources and a destination", remedy="")
         *sources, last = words
@@ -339,12 +364,13 @@ class _DockerfileReader:
             raise self._error("/usr is read-only: expected a destination outside of it")
         is_folder = last.endswith(("/", "/.")) or last == "." or destination in self._folders
         files: dict[str, Path | bytes | None] = {}
-        contents = dict(instruction.heredocs)
+        heredocs = {each.name: each for each in instruction.heredocs}
         for source in sources:
             heredoc = HEREDOC.fullmatch(source)
             if heredoc:
-                into = posixpath.join(destination, heredoc[2]) if is_folder else destination
-                files[into] = contents[heredoc[2]].encode()
+                into = posixpath.join(destination, heredoc[3]) if is_folder else destination
+                _, content, is_quoted = heredocs[heredoc[3]]
+                files[into] = (content if is_quoted else self._expand(content)).encode()
                 continue
             if instruction.name == "ADD" and ("://" in source or ARCHIVE.search(source)):
                 raise self._error(
@@ -398,7 +424,7 @@ class _DockerfileReader:
             raise self._error("RUN --mount is not possible here, except for type=cache")
         command = self._json(text)
         if command is None and instruction.heredocs:
-            text = instruction.heredocs[0][1]
+            text = instruction.heredocs[0].content
             if not HEREDOC.fullmatch(instruction.text.strip()):
                 raise self._error("expected RUN <<NAME with the commands in the lines below")
         if command is None:
@@ -430,7 +456,9 @@ class _DockerfileReader:
             words = self._words_of_command(part)
             if not words or re.fullmatch(r"rm -rf /var/lib/apt/lists\S*", " ".join(words)):
                 continue
-            if words[0] in ("apt-get", "apt"):
+            while words and ASSIGNMENT.fullmatch(words[0]):
+                del words[0]
+            if words[:1] in (["apt-get"], ["apt"]):
                 self._check_packages(words[1:], part)
             elif MANAGERS.search(part) or re.search(r"\||\(|\bif\b|\bfor\b", part):
                 raise self._refused(text)
@@ -440,7 +468,7 @@ class _DockerfileReader:
 
     def _words_of_command(self, part: str) -> list[str]:
         try:
-            return shlex.split(part)
+            return shlex.split(REDIRECTION.sub("", part))
         except ValueError as error:
             raise self._error(
                 "a RUN that installs packages has quotes around `;`, `&&` or a line end",

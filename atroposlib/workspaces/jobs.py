@@ -155,6 +155,8 @@ class JobEngine:
         self._template = {} if options.template is None else _read_template(options.template)
         self._owner = f"atropos-owner-{secrets.token_hex(6)}"
         self._slots = asyncio.Semaphore(options.max_jobs)
+        self._counted: set[str] = set()
+        """Names of Jobs that have a slot."""
         self._jobs: dict[str, str] = {}
         """Pod by name of the Job, empty until it runs."""
         self._next_at = 0.0
@@ -191,8 +193,22 @@ class JobEngine:
     async def workdir_of(self, image: str) -> str:
         return ""  # known to the nodes only; the spec names it
 
-    async def start(self, name: str, image: str, spec: WorkspaceSpec, workdir: str) -> Keeper:
-        await asyncio.wait_for(self._slots.acquire(), self._options.start_s)
+    @property
+    def is_full(self) -> bool:
+        return self._slots.locked()
+
+    async def start(
+        self,
+        name: str,
+        image: str,
+        spec: WorkspaceSpec,
+        workdir: str,
+        *,
+        is_counted: bool = True,
+    ) -> Keeper:
+        if is_counted:
+            await self._take_slot()
+            self._counted.add(name)
         self._jobs[name] = ""
         await self._take_turn()
         job = self._manifest(name, image, spec, workdir)
@@ -209,7 +225,9 @@ class JobEngine:
         try:
             await self._delete("jobs.batch", name)
         finally:
-            self._slots.release()
+            if name in self._counted:
+                self._counted.discard(name)
+                self._slots.release()
 
     def exec_words(
         self,
@@ -308,6 +326,19 @@ class JobEngine:
                 **{"metadata": metadata, "spec": {**spec, "renewTime": now}},
             }
         )
+
+    async def _take_slot(self) -> None:
+        """Wait until fewer than `max_jobs` Jobs exist; at once if it is not full."""
+        if not self.is_full:
+            await self._slots.acquire()
+            return
+        try:
+            await asyncio.wait_for(self._slots.acquire(), self._options.start_s)
+        except asyncio.TimeoutError as error:
+            raise WorkspaceError(
+                f"no workspace was closed in {self._options.start_s} s, and max_jobs, "
+                f"{self._options.max_jobs}, are open; raise max_jobs or run fewer at a time"
+            ) from error
 
     async def _take_turn(self) -> None:
         """Wait until another Job may be made."""

@@ -153,7 +153,11 @@ def linked_file(members: tarfile.TarFile, member: tarfile.TarInfo) -> tarfile.Ta
 
 
 def extract(archive: bytes, inside: str, folder: Path) -> None:
-    """Write files of a workspace to a folder of this machine, to which only this process writes."""
+    """Write files of a workspace to a folder of this machine, to which only this process writes.
+
+    Raises:
+        WorkspaceContentError: a file has the path of a folder, or a folder that of a file.
+    """
     start = inside.strip("/")
     with tarfile.open(fileobj=io.BytesIO(archive), mode="r:") as members:
         for member in members:
@@ -162,11 +166,16 @@ def extract(archive: bytes, inside: str, folder: Path) -> None:
             if member.name == start:
                 continue
             place = folder / member.name.removeprefix(start + "/")
-            if member.isdir():
-                place.mkdir(parents=True, exist_ok=True)
-            elif (content := members.extractfile(member)) is not None:
-                place.parent.mkdir(parents=True, exist_ok=True)
-                place.write_bytes(content.read())
+            try:
+                if member.isdir():
+                    place.mkdir(parents=True, exist_ok=True)
+                elif (content := members.extractfile(member)) is not None:
+                    place.parent.mkdir(parents=True, exist_ok=True)
+                    place.write_bytes(content.read())
+            except (FileExistsError, IsADirectoryError, NotADirectoryError) as error:
+                raise WorkspaceContentError(
+                    f"{member.name!r} of a workspace cannot be copied to this machine: {error}"
+                ) from error
 
 
 @contextlib.contextmanager

@@ -9,6 +9,7 @@ import random
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -137,6 +138,50 @@ async def test_broken_game_fails_its_rollout_and_no_other(
 
     assert type(caught.value).__name__ == error
     assert rollout.rewards == [1.0]
+
+
+class SlowStart(Env):  # type: ignore[misc]  # an untyped base
+    """Takes a while to start."""
+
+    def reset(self, seed: int | None = None) -> Any:
+        time.sleep(0.2)
+        return "started", {}
+
+    def step(self, action: str) -> Any:
+        raise NotImplementedError
+
+
+async def test_episodes_that_start_slowly_wait_for_each_other() -> None:
+    register("own:SlowStart", SlowStart)
+    adapter = make_adapter("gem:own:SlowStart", {}, seed=0, step_timeout_s=0.1)
+    await adapter.open()
+    item = await adapter.item(0)
+    episodes = [adapter.start(item) for _ in range(3)]
+
+    begun = await asyncio.gather(*(episode.begin() for episode in episodes))
+    for episode in episodes:
+        await episode.close()
+
+    assert [messages[0]["content"] for messages in begun] == ["started"] * 3
+    assert adapter.begin_timeout_s is not None
+    assert adapter.begin_timeout_s > adapter.step_timeout_s
+
+
+class WithoutData(Env):  # type: ignore[misc]  # an untyped base
+    """Reads its data at the start of an episode."""
+
+    def reset(self, seed: int | None = None) -> Any:
+        raise LookupError("Resource words not found")
+
+    def step(self, action: str) -> Any:
+        raise NotImplementedError
+
+
+async def test_environment_without_its_data_is_named_before_the_first_rollout() -> None:
+    register("own:WithoutData", WithoutData)
+
+    with pytest.raises(ConfigError, match="own:WithoutData cannot start: LookupError"):
+        await make_adapter("gem:own:WithoutData", {}, seed=0).open()
 
 
 @pytest.mark.parametrize(

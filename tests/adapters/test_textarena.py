@@ -120,6 +120,24 @@ async def test_second_invalid_move_loses() -> None:
     assert episode.metrics["invalid_move"] == 1.0
 
 
+@pytest.mark.parametrize("name", ["Countdown-v0", "Cryptarithm-v0", "Slitherlink-v0"])
+async def test_invalid_moves_of_games_that_exchange_reward_and_reason_are_scored(
+    name: str,
+) -> None:
+    adapter = await opened(f"textarena:{name}")
+
+    *_, last = await play(adapter, await adapter.item(0), ["nothing"] * 40)
+
+    assert last.is_done
+    assert 0.0 <= last.reward < 1.0
+
+
+async def test_game_without_a_check_of_its_players_is_not_played_alone() -> None:
+    adapter = await opened("textarena:PublicGoodsGame-v0", opponent_moves=["[1]"])
+
+    assert adapter.num_players == 2
+
+
 @pytest.mark.parametrize("seat", [0, 1])
 async def test_random_opponent_plays_legal_moves_to_the_end(seat: int) -> None:
     adapter = await opened("textarena:TicTacToe-v0", seat=seat)
@@ -208,6 +226,32 @@ class BrokenGame(textarena.Env):  # type: ignore[misc]  # an untyped base
         return self.state.step()
 
 
+class SlowGame(BrokenGame):
+    """Takes a while to start, as those that draw a solvable board."""
+
+    def reset(self, num_players: int, seed: int | None = None) -> None:
+        time.sleep(0.2)
+        super().reset(num_players, seed)
+
+
+async def test_games_that_start_slowly_wait_for_each_other(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(ENV_REGISTRY, "Slow-v0", EnvSpec("Slow-v0", SlowGame, None, {}))
+    adapter = make_adapter("textarena:Slow-v0", {}, seed=0, step_timeout_s=0.1)
+    await adapter.open()
+    item = await adapter.item(0)
+    episodes = [adapter.start(item) for _ in range(3)]
+
+    begun = await asyncio.gather(*(episode.begin() for episode in episodes))
+    for episode in episodes:
+        await episode.close()
+
+    assert len(begun) == 3
+    assert adapter.begin_timeout_s is not None
+    assert adapter.begin_timeout_s > adapter.step_timeout_s
+
+
 @pytest.fixture
 def broken_game() -> Iterator[str]:
     ENV_REGISTRY["Broken-v0"] = EnvSpec("Broken-v0", BrokenGame, None, {})
@@ -250,6 +294,8 @@ async def test_broken_game_fails_its_rollout_and_no_other(
         ("GuessTheNumber-v0", {"num_players": 2}, "cannot start with 2 players"),
         ("TicTacToe-v0", {"seat": 2}, "has the seats 0 to 1"),
         ("IteratedPrisonersDilemma-v0", {}, "opponent_moves"),
+        ("QuantumTicTacToe-v0", {}, "has 2 players: .* opponent_moves"),
+        ("TwentyQuestions-v0", {}, "failed: ValueError"),  # it asks a model itself
         ("TicTacToe-v0", {"opponent": "model"}, "opponent_base_url and opponent_model"),
     ],
 )

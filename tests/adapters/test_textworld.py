@@ -261,3 +261,20 @@ async def test_hostile_commands_neither_end_the_process_nor_write_files(
 
     assert all(reply.messages or reply.is_done for reply in replies)
     assert not await asyncio.to_thread(lambda: list(tmp_path.iterdir()))
+
+
+@pytest.mark.parametrize("command", ["quit", "q", "look. Q", "q, look"])
+async def test_game_is_not_left_by_a_command(command: str) -> None:
+    adapter = make_adapter("textworld:tw-coin_collector", {"settings": {"level": 1}}, seed=0)
+    await adapter.open()
+    episode = adapter.start(await adapter.item(0))
+    assert isinstance(episode, TextWorldEpisode)
+    await episode.begin()
+
+    await episode.reply(Turn(command, 0, ()))
+    after = await episode.reply(Turn("inventory", 1, ()))
+    await episode.close()
+    await adapter.close()
+
+    assert "You are carrying nothing" in str(after.messages)  # and no question
+    assert "yes or no" not in str(after.messages)

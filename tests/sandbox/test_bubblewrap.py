@@ -406,3 +406,16 @@ async def test_wait_for_the_end_of_a_closed_gate_leaves_the_number_of_its_box_to
         os.close(fd)
     sleeping.kill()
     await sleeping.wait()
+
+
+def test_sandbox_is_used_by_one_event_loop_after_the_other() -> None:
+    try:
+        sandbox = Bubblewrap(limits=SandboxLimits(wall_s=60.0), max_parallel=1)
+    except SandboxError as error:
+        pytest.skip(str(error))
+
+    async def run_several() -> list[str]:
+        runs = (sandbox.run(["echo", "ran"]) for _ in range(5))
+        return [result.stdout for result in await asyncio.gather(*runs)]
+
+    assert [asyncio.run(run_several()) for _ in range(2)] == [["ran\n"] * 5] * 2

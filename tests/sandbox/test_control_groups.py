@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 from collections.abc import Iterator
 from pathlib import Path
@@ -27,6 +28,19 @@ def root() -> Iterator[Path]:
 
 def test_parents_of_ones_own_are_used(root: Path) -> None:
     assert ControlGroups(root).are_usable
+
+
+async def test_group_that_a_killed_process_of_the_same_id_left_is_not_reused(
+    root: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    groups = ControlGroups(root)
+    monkeypatch.setattr(control_groups, "_numbers", itertools.count())
+    (root / "memory" / PARENT / f"{os.getpid()}-0").mkdir()
+
+    async with groups.join(SandboxLimits()) as members:
+        names = [Path(folder).name for folder in members.folders]
+
+    assert names == [f"{os.getpid()}-1"] * 2
 
 
 def unified(root: Path, path: str, *, handed_down: str) -> Path:

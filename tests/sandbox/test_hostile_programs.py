@@ -50,6 +50,16 @@ async def test_program_reads_its_input_and_its_files(sandbox: Sandbox) -> None:
     assert (result.stdout, result.exit_code, result.ended_by) == ("in file\n", 0, "exit")
 
 
+async def test_files_are_readable_whatever_the_umask_is(sandbox: Sandbox) -> None:
+    before = os.umask(0o077)
+    try:
+        result = await sandbox.run(["cat", "data/x.txt"], files={"data/x.txt": "read"})
+    finally:
+        os.umask(before)
+
+    assert result.stdout == "read"
+
+
 async def test_exit_code_and_both_outputs_come_back(sandbox: Sandbox) -> None:
     result = await run_python(sandbox, "import sys; print('a'); sys.stderr.write('b'); sys.exit(7)")
 

@@ -232,6 +232,11 @@ async def test_denied_calls_are_refused_within(sandbox: Sandbox) -> None:
     assert {name: error for name, error in answers.items() if error not in refusals} == {}
 
 
+async def test_requests_of_the_machine_cannot_be_reserved_within(sandbox: Sandbox) -> None:
+    """One program could leave no asynchronous requests to the databases of the machine."""
+    assert await refused(sandbox, {"io_setup": (206, 0)}) == {"io_setup": "EPERM"}
+
+
 async def test_memory_that_no_limit_counts_is_refused_without_a_control_group(
     uncounted: Bubblewrap,
 ) -> None:

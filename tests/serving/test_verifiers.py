@@ -96,6 +96,8 @@ async def test_killed_client_leaves_no_episode() -> None:
     [
         ({"index": 10**6}, 400, "out of range"),
         ({"split": "dev"}, 400, "no split"),
+        ({"split": "test"}, 400, "no split"),  # this environment has no test items
+        ({"split": "test", "seed": 1}, 400, "no split"),
         ({"index": "one"}, 422, "index"),
         ({"task": 1}, 422, "task"),
         ({"index": 13}, 500, "ValueError"),
@@ -112,6 +114,22 @@ async def test_wrong_episode_is_refused(body: dict[str, Any], status: int, reaso
         assert reason in answer.text
         assert "secret" not in answer.text
         assert served.host.num_open == 0
+
+
+async def test_body_of_unknown_size_over_the_limit_is_refused() -> None:
+    async def chunks() -> AsyncIterator[bytes]:
+        for _ in range(20):
+            yield b" " * 65_536
+
+    async with (
+        serving("verifiers", f"{OWN}:EchoEnv", max_text_chars=10) as served,
+        httpx.AsyncClient(base_url=served.url) as client,
+    ):
+        headers = {"Content-Type": "application/json"}
+        answer = await client.post("/v1/episodes", content=chunks(), headers=headers)
+
+        assert answer.status_code == 413
+        assert "at most" in answer.json()["detail"]
 
 
 @pytest.mark.parametrize("body", ['{"index": NaN}', '{"split": 1, "task": "\\ud800"}'])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gzip
 import io
 import os
@@ -647,6 +648,9 @@ class _StandIn:
     def forget(self, base: Base) -> None:
         return
 
+    def making_room(self) -> contextlib.AbstractAsyncContextManager[None]:
+        return contextlib.nullcontext()
+
     async def close(self) -> None:
         self.is_closed = True
 
@@ -654,7 +658,7 @@ class _StandIn:
 class _SlowBase(ContainerBase):
     _owner: Any
 
-    async def _new(self) -> Any:
+    async def _new(self, *, is_counted: bool = True) -> Any:
         await self._owner.ready.wait()
         return self._owner
 

@@ -69,7 +69,12 @@ def context(tmp_path: Path) -> Path:
         ("ADD a.txt /x/y/z", {"/x/y/z": "a"}),
         ("ENV D=/data\nCOPY a.txt ${D}/x", {"/data/x": "a"}),
         ("COPY a.txt ${MISSING:-other}", {"/app/other": "a"}),
+        ('ENV D="/a b"\nCOPY a.txt $D/x', {"/a b/x": "a"}),
+        ('ENV D=/data\nCOPY ["a.txt", "$D/x"]', {"/data/x": "a"}),
         ("COPY <<EOF conf.ini\n[x]\ny = 1\nEOF", {"/app/conf.ini": "[x]\ny = 1\n"}),
+        ("ENV Y=1\nCOPY <<EOF c\ny = $Y, ${Y}, \\$Y\nEOF", {"/app/c": "y = 1, 1, $Y\n"}),
+        ("ENV Y=1\nCOPY <<'EOF' c\ny = $Y\nEOF", {"/app/c": "y = $Y\n"}),
+        ("COPY <<-EOF c\n\tx\n\t\ty\n\tEOF", {"/app/c": "x\ny\n"}),
     ],
 )
 def test_copy_places_files(context: Path, instruction: str, expected: dict[str, str]) -> None:
@@ -138,12 +143,38 @@ CMD ["python"]
         "RUN apt-get update && apt-get install -y --no-install-recommends git curl=1.0 "
         "&& rm -rf /var/lib/apt/lists/* && echo done",
         "RUN apt-get update\nRUN apt-get -y install git\nRUN apt-get clean; echo done",
+        "RUN DEBIAN_FRONTEND=noninteractive apt-get install -y git > /dev/null 2>&1 && echo done",
     ],
 )
 def test_packages_of_the_machine_are_not_installed_again(context: Path, text: str) -> None:
     plan = plan_of(context, f"FROM x\n{text}\n", installed=["git", "curl"])
 
     assert [step.command[-1] for step in runs(plan)] == ["echo done"]
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ('ENV A="x y"\nENV B=$A', "x y"),
+        ('ENV A="x y"\nENV B="${A} z"', "x y z"),
+        ('ENV A=\'"q"\'\nENV B="$A"', '"q"'),
+        ("ENV A=x\nENV B='$A'", "$A"),
+        ("ENV A=x\nENV B=\\$A", "$A"),
+        ('ENV B=${A:-"x y"}', "x y"),
+        ("ENV\tB=x", "x"),
+    ],
+)
+def test_variables_are_replaced_but_not_split(context: Path, text: str, value: str) -> None:
+    plan = plan_of(context, f"FROM x\n{text}\n")
+
+    assert plan.env["B"] == value
+
+
+@pytest.mark.parametrize("command", ['grep x <<< "hello"', 'python3 -c "print(1 << 2)"'])
+def test_shift_and_string_as_input_are_no_heredocs(context: Path, command: str) -> None:
+    plan = plan_of(context, f"FROM x\nRUN {command}\n")
+
+    assert [step.command[-1] for step in runs(plan)] == [command]
 
 
 @pytest.mark.parametrize(

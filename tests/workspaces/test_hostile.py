@@ -470,6 +470,17 @@ async def test_writable_folder_receives_files_but_no_links(
     assert victim.read_text() == "untouched"
 
 
+@pytest.mark.parametrize("program", ["rm file; mkdir file", "rmdir folder; echo > folder"])
+async def test_writable_folder_with_other_kinds_of_files_is_an_error_of_content(
+    workspace: Workspace, tmp_path: Path, program: str
+) -> None:
+    (tmp_path / "file").touch()
+    (tmp_path / "folder").mkdir()
+
+    with pytest.raises(WorkspaceContentError, match="cannot be copied to this machine"):
+        await shell(workspace, f"cd /logs; {program}", writable={"/logs": tmp_path})
+
+
 async def test_variables_of_a_command_are_hidden_from_other_users(workspace: Workspace) -> None:
     key = "key-" + os.urandom(8).hex()
     started = asyncio.Event()

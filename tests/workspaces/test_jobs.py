@@ -278,6 +278,39 @@ async def test_number_of_jobs_is_bounded_and_a_close_makes_room(cluster: FakeKub
 
 
 @pytest.mark.long
+async def test_workspaces_in_advance_leave_room_for_forks(cluster: FakeKubernetes) -> None:
+    options = replace(OPTIONS, max_jobs=2, start_s=60)
+    workspaces = open_workspaces("kubernetes", engine_options=options, warm=1)
+    base, other = await workspaces.prepare(SPEC), await workspaces.prepare(SPEC)
+    first = await base.fork()
+    await until(lambda: len(cluster.store.list("Job")) == 2)
+
+    second = await other.fork()
+    third = asyncio.create_task(base.fork())
+    await first.run(["touch", "/new"])
+    changed = [change.path for change in await first.changes()]
+    await first.close()
+
+    for workspace in (second, await third):
+        await workspace.run(["true"])
+    assert changed == ["/new"]
+    await workspaces.close()
+
+
+@pytest.mark.long
+async def test_fork_that_waits_too_long_is_an_error(cluster: FakeKubernetes) -> None:
+    options = replace(OPTIONS, max_jobs=1, start_s=10)
+    workspaces = open_workspaces("kubernetes", engine_options=options)
+    base = await workspaces.prepare(SPEC)
+    await base.fork()
+
+    with pytest.raises(WorkspaceError, match="no workspace was closed in 10 s, and max_jobs, 1,"):
+        await base.fork()
+
+    await workspaces.close()
+
+
+@pytest.mark.long
 async def test_requests_that_the_server_refuses_for_now_are_repeated(
     cluster: FakeKubernetes, workspaces: Workspaces
 ) -> None:

@@ -7,11 +7,12 @@ import contextlib
 import io
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import tarfile
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,7 @@ from atroposlib.workspaces import (
     WorkspaceSpec,
     open_workspaces,
 )
+from atroposlib.workspaces.cache import BaseCache
 from atroposlib.workspaces.local import LocalBase, LocalWorkspaces, memory_of_machine
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
@@ -333,6 +335,33 @@ async def test_killed_build_is_not_taken_for_a_base(
     assert stamp.strip().isdigit()
     kinds = sorted(path.suffix or "base" for path in (tmp_path / "cache").iterdir())
     assert kinds == [".lock", "base"]
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        lambda base: (base / "base.json").unlink(),
+        lambda base: (base / "base.json").write_text(""),
+        lambda base: shutil.rmtree(base / "root"),
+        lambda base: [(base / name).write_text("") for name in ("files.json", "root/stamp")],
+    ],
+)
+async def test_base_that_a_crash_left_in_part_is_built_again(
+    tmp_path: Path, damage: Callable[[Path], object]
+) -> None:
+    async def build(root: Path) -> dict[str, Any]:
+        (root / "stamp").write_text("built")
+        return {"name": "task"}
+
+    cache = BaseCache(tmp_path, max_bytes=2**30)
+    (await cache.get("key", build)).release()
+    damage(tmp_path / "key")
+
+    again = await cache.get("key", build)
+
+    assert (again.root / "stamp").read_text() == "built"
+    assert again.settings["name"] == "task"
+    again.release()
 
 
 async def test_cache_removes_bases_that_were_not_used_lately(tmp_path: Path) -> None:

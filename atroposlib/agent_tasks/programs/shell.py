@@ -13,9 +13,11 @@ import http.client
 import json
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
+import time
 import urllib.parse
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -28,6 +30,10 @@ COMMAND = re.compile(r"```[a-z]*[ \t]*\n(.*?)(?:\n)?```", re.DOTALL)
 MAX_OUTPUT = 8_000
 """Characters of a command's output that the model sees."""
 COMMAND_S = 120.0
+END_S = 1.0
+"""Seconds for the rest of the output of a command that was killed."""
+KEPT_BYTES = 65_536
+"""Bytes of the start and of the end of an output that are kept in memory."""
 
 
 class FormatError(Exception):
@@ -41,25 +47,58 @@ def run_command(command: str, timeout_s: float = COMMAND_S) -> str:
         command: text for `bash -c`.
         timeout_s: time limit in seconds; the command and its children are then killed.
     """
-    process = subprocess.Popen(
-        ["bash", "-c", command],
-        stdin=subprocess.DEVNULL,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
-        start_new_session=True,
-    )
     try:
-        data, _ = process.communicate(timeout=timeout_s)
-        ending = f"exit code {process.returncode}"
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        data, _ = process.communicate()
-        ending = f"killed after {timeout_s:g} s"
-    text = data.decode("utf-8", "replace")
-    if len(text) > MAX_OUTPUT:
+        process = subprocess.Popen(
+            ["bash", "-c", command],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+    except (ValueError, OSError) as error:  # a NUL, a lone surrogate, or too long
+        return f"[the command cannot be run: {ascii(str(error))[1:-1]}]"
+    is_done, kept, num_left_out = _read_output(process, timeout_s)
+    ending = f"exit code {process.returncode}" if is_done else f"killed after {timeout_s:g} s"
+    text = kept.decode("utf-8", "replace")
+    if len(text) > MAX_OUTPUT or num_left_out:
         half = MAX_OUTPUT // 2
-        text = f"{text[:half]}\n[{len(text) - MAX_OUTPUT} characters left out]\n{text[-half:]}"
+        num_left_out += len(text) - MAX_OUTPUT
+        text = f"{text[:half]}\n[{num_left_out} characters left out]\n{text[-half:]}"
     return f"[{ending}]\n{text}".rstrip()
+
+
+def _read_output(process: subprocess.Popen[bytes], timeout_s: float) -> tuple[bool, bytes, int]:
+    """Read until the end of a command, which is killed after `timeout_s`.
+
+    Returns:
+        Whether it ended by itself, start and end of its output, and the number of bytes between.
+    """
+    assert process.stdout is not None
+    kept, num_left_out = b"", 0
+    is_done, until = True, time.monotonic() + timeout_s
+    with process.stdout as output:
+        while True:
+            left_s = until - time.monotonic()
+            if left_s > 0 and select.select([output], [], [], left_s)[0]:
+                piece = os.read(output.fileno(), KEPT_BYTES)
+                if not piece:
+                    break
+                kept += piece
+                if len(kept) > 2 * KEPT_BYTES:
+                    num_left_out += len(kept) - 2 * KEPT_BYTES
+                    kept = kept[:KEPT_BYTES] + kept[-KEPT_BYTES:]
+            elif is_done:
+                is_done, until = False, time.monotonic() + END_S
+                os.killpg(process.pid, signal.SIGKILL)
+            else:
+                break  # a process that left the session holds the output
+    try:
+        process.wait(timeout=max(until - time.monotonic(), 0))
+    except subprocess.TimeoutExpired:  # it had closed its output
+        is_done = False
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+    return is_done, kept, num_left_out
 
 
 def command_in(reply: str) -> str | None:

@@ -1,0 +1,59 @@
+"""The shell of agents: its commands end, whatever they start or print."""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from atroposlib.agent_tasks.programs import shell
+from atroposlib.agent_tasks.programs.shell import MAX_OUTPUT, run_command
+
+pytestmark = pytest.mark.slow
+
+
+def test_output_and_exit_code_are_shown() -> None:
+    assert run_command("echo out; echo err >&2; exit 3") == "[exit code 3]\nout\nerr"
+
+
+def test_command_ends_although_a_daemon_holds_its_output(tmp_path: Path) -> None:
+    daemon = tmp_path / "pid"
+
+    shown = run_command(f"setsid sh -c 'echo $$ > {daemon}; exec sleep 60' & echo hi", 2.0)
+
+    pid = int(daemon.read_text())
+    assert Path(f"/proc/{pid}/cmdline").read_bytes()  # empty if the command waited for its end
+    os.kill(pid, signal.SIGKILL)
+    assert shown == "[killed after 2 s]\nhi"
+
+
+def test_command_that_closed_its_output_is_killed() -> None:
+    assert run_command("echo hi; exec >&- 2>&-; sleep 60", 0.5) == "[killed after 0.5 s]\nhi"
+
+
+def test_endless_output_is_not_kept_in_memory() -> None:
+    program = f"""
+import resource, sys
+sys.path.insert(0, {str(Path(shell.__file__).parent)!r})
+import shell
+resource.setrlimit(resource.RLIMIT_DATA, ({2**28}, {resource.RLIM_INFINITY}))
+print(shell.run_command("yes", 1.0))
+"""
+
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, check=True
+    )
+
+    assert done.stdout.startswith("[killed after 1 s]\ny\ny\n")
+    assert "characters left out]" in done.stdout
+    assert len(done.stdout) < MAX_OUTPUT + 100
+
+
+@pytest.mark.parametrize("command", ["echo \0", "echo \ud800", "echo " + "x" * 200_000])
+def test_command_that_cannot_be_run_is_a_result(command: str) -> None:
+    assert run_command(command).startswith("[the command cannot be run: ")
