@@ -37,7 +37,7 @@ class _StateKey(NamedTuple):
     layer: int
     field: str
     """Attribute of a cache layer of transformers: `conv_states` or `recurrent_states`."""
-    index: int
+    number: int
 
 
 class SlotStates:
@@ -118,20 +118,20 @@ def _cache_of(layer: int, states: dict[_StateKey, torch.Tensor]) -> Any:
 
     kept = LinearAttentionLayer()
     for key, state in states.items():
-        getattr(kept, key.field)[key.index] = state
-        getattr(kept, f"is_{key.field}_initialized")[key.index] = True
-        kept.has_previous_state[key.index] = True
+        getattr(kept, key.field)[key.number] = state
+        getattr(kept, f"is_{key.field}_initialized")[key.number] = True
+        kept.has_previous_state[key.number] = True
         if key.field == "conv_states":
-            kept.conv_kernel_size[key.index] = state.shape[-1]
+            kept.conv_kernel_size[key.number] = state.shape[-1]
         kept.device, kept.dtype = state.device, state.dtype
     return Cache(layers=[kept] * (layer + 1))
 
 
 def _states_in(layer: int, cache: Any) -> Iterator[tuple[_StateKey, torch.Tensor]]:
     for field in ("conv_states", "recurrent_states"):
-        for index, state in getattr(cache.layers[layer], field).items():
+        for number, state in getattr(cache.layers[layer], field).items():
             if state is not None:
-                yield _StateKey(layer, field, index), state
+                yield _StateKey(layer, field, number), state
 
 
 class _CurrentBatch:
