@@ -195,11 +195,12 @@ _COMMAND: dict[str, Callable[[RunFile, str, argparse.Namespace], int]] = {
 
 
 def _show(status: RunStatus) -> int:
-    print(_describe(status))
-    for part in status.parts:
-        restarts = f", {part.restarts} restarts" if part.restarts else ""
-        detail = f" ({part.detail})" if part.detail else ""
-        print(f"  {part.name:32s} {part.state}{restarts}{detail}")
+    with reader_may_leave():
+        print(_describe(status))
+        for part in status.parts:
+            restarts = f", {part.restarts} restarts" if part.restarts else ""
+            detail = f" ({part.detail})" if part.detail else ""
+            print(f"  {part.name:32s} {part.state}{restarts}{detail}")
     return EXIT_CODES[status.state]
 
 
