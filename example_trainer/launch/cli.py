@@ -17,7 +17,7 @@ from dataclasses import asdict, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 from pydantic import ValidationError
 
@@ -53,6 +53,7 @@ from example_trainer.launch.preflight import (
     ModelFacts,
     choose_engine,
     describe_environment,
+    hold_folder,
     prepare_folder,
     read_model,
     require_new_folder,
@@ -145,6 +146,8 @@ class _Prepared(NamedTuple):
     plan: RunPlan
     model: ModelFacts
     notes: list[str]
+    lock: IO[str]
+    """Of its folder, held while this is kept."""
 
 
 def _prepare(
@@ -157,6 +160,7 @@ def _prepare(
     if is_resumed:
         folder = _folder_to_resume(parser, arguments, environment_flags)
         options = read_options(folder)
+        lock = hold_folder(folder)
         if arguments.steps is not None:
             options = options.with_steps(arguments.steps)
     else:
@@ -206,12 +210,13 @@ def _prepare(
     require_gpu_memory(model, config, machine, place(options, machine))
     if not is_resumed:
         prepare_folder(paths.output, subfolders=[paths.logs])
+        lock = hold_folder(paths.output)
     write_options(options, paths)
-    return _Prepared(paths, plan, model, notes)
+    return _Prepared(paths, plan, model, notes, lock)
 
 
 def _train(prepared: _Prepared) -> None:
-    paths, plan, model, notes = prepared
+    paths, plan, model, notes, _ = prepared
 
     def how_to_continue() -> str:
         steps = report.count_steps(paths.trainer_metrics)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import fcntl
 import importlib.util
 import json
 import os
@@ -12,7 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import IO, Literal, NamedTuple
 
 from atroposlib.errors import ConfigError, InferenceError, MissingExtraError
 from atroposlib.utils.text import shown_name, without_secrets
@@ -30,6 +31,7 @@ from example_trainer.model import auto_class_of
 
 RUN_FILE = "run.json"
 """File with the command line of a run, in its folder."""
+_LOCK_FILE = "run.lock"
 _TRAINER_PACKAGES = ("torch", "safetensors", "matplotlib", "plotext", "psutil")
 _DESCRIBE_TIMEOUT_S = 180.0
 _REQUEST_TIMEOUT_S = 10.0
@@ -204,6 +206,27 @@ def prepare_folder(folder: Path, *, subfolders: Iterable[Path] = ()) -> None:
     require_new_folder(folder)
     for each in (folder, *subfolders):
         require_writable_folder(each, "--output")
+
+
+def hold_folder(folder: Path) -> IO[str]:
+    """Return the open lock of the folder of a run, which is held until it is closed.
+
+    A second process would give the environments of a run that is going on other addresses.
+
+    Raises:
+        ConfigError: Another process holds it.
+    """
+    lock = (folder / _LOCK_FILE).open("a", encoding="utf-8")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        raise ConfigError(
+            f"{folder}: another atropos-train is running in it; wait for its end, or stop it"
+        ) from None
+    except OSError:  # some network file systems have no locks
+        pass
+    return lock
 
 
 def require_trainable(config: TrainingConfig) -> None:

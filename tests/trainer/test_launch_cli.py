@@ -19,7 +19,7 @@ from atroposlib.errors import AtroposError, ConfigError
 from example_trainer.launch import cli
 from example_trainer.launch.cli import main
 from example_trainer.launch.options import EnvironmentFile, Machine, make_plan
-from example_trainer.launch.preflight import EnvironmentFacts, ModelFacts
+from example_trainer.launch.preflight import EnvironmentFacts, ModelFacts, hold_folder
 from example_trainer.launch.trainer_flags import flags_here, typed_trainer_flags
 from tests.trainer.scripted_vllm import ScriptedVllm
 from tests.trainer.tiny import save_tiny_model
@@ -294,6 +294,21 @@ def test_run_is_not_resumed_with_fewer_steps_than_it_has_done(tmp_path: Path) ->
         cli._require_steps_to_do(cli.TrainOptions(files=(), model="m", steps=2), paths)
 
 
+def test_run_that_is_going_on_is_not_resumed(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "run").mkdir()
+    options = cli.TrainOptions(files=(), model="m")
+    cli.write_options(options, cli.RunPaths(folder / "run"))
+
+    with hold_folder(folder / "run"):
+        said = refusal(capsys, "--resume", "run", "--steps", 300)
+
+    assert "run: another atropos-train is running in it; wait for its end" in said
+    assert cli.read_options(folder / "run") == options
+    hold_folder(folder / "run").close()
+
+
 def test_folder_on_a_full_disk_is_refused_in_one_line(
     folder: Path, model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -318,8 +333,8 @@ def test_disk_that_is_full_at_the_start_ends_the_run_in_one_line(
     full = OSError(errno.ENOSPC, "No space left on device", "run/environment.yaml")
     monkeypatch.setattr(cli.TrainRun, "_build_loop", lambda run: raised(full))
 
-    with pytest.raises(SystemExit) as caught:
-        cli._train(cli._Prepared(paths, plan, model, []))
+    with hold_folder(tmp_path) as lock, pytest.raises(SystemExit) as caught:
+        cli._train(cli._Prepared(paths, plan, model, [], lock))
 
     assert caught.value.code == 1
     said = capsys.readouterr().err
