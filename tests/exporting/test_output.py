@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -315,6 +316,21 @@ def export(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
     except SystemExit as ended:
         return int(ended.code or 0)
     return 0
+
+
+def test_reader_that_has_left_is_not_a_failure(groups_file: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "atroposlib.cli.sft", tmp_path / "out", "--format", "tokens"]
+    reader, writer = os.pipe()
+    os.close(reader)
+
+    with os.fdopen(writer, "wb") as closed:
+        ended = subprocess.run(
+            [*command, "--file", groups_file], stdout=closed, stderr=subprocess.PIPE, timeout=120
+        )
+
+    assert ended.returncode == 0, ended.stderr
+    assert b"BrokenPipe" not in ended.stderr
+    assert len(read_records(tmp_path / "out")) == 40
 
 
 def test_export_that_leaves_no_records_exits_with_1_and_the_reason(

@@ -137,6 +137,20 @@ def test_new_scores_are_shown_next_to_the_recorded_ones(
     assert saved[0]["tokens"] == groups[0]["tokens"]
 
 
+def test_output_that_cannot_be_printed_loses_no_scores(
+    score: Callable[..., Any], tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr("builtins.print", fail)
+
+    done = score(SINGLE_TURN, make_groups(tokenizer, 2), "--save", tmp_path / "new.jsonl")
+
+    assert done.returncode == 1
+    assert len(read_records(tmp_path / "new.jsonl")) == 2
+
+
 def test_groups_of_a_task_set_are_scored_by_its_name(
     score: Callable[..., Any], tokenizer: Any, tmp_path: Path
 ) -> None:
