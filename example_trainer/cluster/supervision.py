@@ -235,7 +235,7 @@ class RunSupervisor:
 
 def tail_of(path: Path, *, lines: int, max_bytes: int = 2**20) -> list[str]:
     """Return the last lines of a log; none if it does not exist."""
-    with contextlib.suppress(FileNotFoundError), path.open("rb") as log:
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError), path.open("rb") as log:
         log.seek(max(0, log.seek(0, 2) - max_bytes))
         return log.read().decode(errors="replace").splitlines()[-lines:]
     return []
