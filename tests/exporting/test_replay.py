@@ -480,3 +480,18 @@ def test_diff_names_what_cannot_be_read(
     assert done.returncode == 0, done.stderr
     assert "line 2 is left out: not JSON" in done.stderr
     assert "1 prompts are in both, 19 only in" in done.stdout
+
+
+def test_group_without_masks_or_with_odd_logprobs_is_left_out(
+    score: Callable[..., Any], tokenizer: Any
+) -> None:
+    good, unmasked, odd = make_groups(tokenizer, 3)
+    del unmasked["masks"]
+    odd["inference_logprobs"] = 1.5
+
+    done = score(SINGLE_TURN, [good, unmasked, odd])
+
+    assert done.returncode == 0, done.stderr
+    assert "1 of 1 groups scored again" in done.stdout
+    assert "line 2 is left out: masks: missing; every group needs it" in done.stderr
+    assert "line 3 is left out: Expected array | null, got float" in done.stderr
