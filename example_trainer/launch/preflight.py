@@ -167,6 +167,7 @@ def describe_environment(
             command,
             capture_output=True,
             text=True,
+            errors="replace",
             check=False,
             timeout=_DESCRIBE_TIMEOUT_S,
             stdin=subprocess.DEVNULL,
@@ -183,7 +184,12 @@ def describe_environment(
         lines = re.findall(rf'File "{re.escape(name)}", line (\d+)', done.stderr)
         name += f":{lines[-1]}" if lines else ""
         raise ConfigError(last if name in last else f"{name}: {last}")
-    return EnvironmentFacts(**json.loads(done.stdout.strip().splitlines()[-1]))
+    for line in reversed(done.stdout.splitlines()):  # the script may print at its exit
+        try:
+            return EnvironmentFacts(**json.loads(line))
+        except (ValueError, TypeError):
+            continue
+    raise ConfigError(f"{program[-1]} ends before it calls cli()")
 
 
 def require_new_folder(folder: Path) -> None:
