@@ -35,6 +35,7 @@ _LOCK_FILE = "run.lock"
 _TRAINER_PACKAGES = ("torch", "safetensors", "matplotlib", "plotext", "psutil")
 _DESCRIBE_TIMEOUT_S = 180.0
 _REQUEST_TIMEOUT_S = 10.0
+_LARGEST_INTEGER = 2**63 - 1
 
 
 class ModelFacts(NamedTuple):
@@ -286,12 +287,16 @@ def served_model(engine_url: str, model: str) -> None:
 
 
 def whole_number(least: int) -> Callable[[str], int]:
-    """Return an argparse type for integers of at least `least`."""
+    """Return an argparse type for integers of at least `least`, and at most 64 bits."""
 
     def convert(text: str) -> int:
         if not text.isdecimal() or int(text) < least:
             raise argparse.ArgumentTypeError(
                 f"expected an integer of at least {least}, got {text!r}"
+            )
+        if int(text) > _LARGEST_INTEGER:  # the engine and the service refuse it
+            raise argparse.ArgumentTypeError(
+                f"expected an integer of at most {_LARGEST_INTEGER}, got {text!r}"
             )
         return int(text)
 

@@ -71,6 +71,7 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: object) -> str:
         (["my_words.py", "--trainer.model", "1"], "--trainer.model is --model here"),
         (["my_words.py", "--trainer.world-size", "2"], "sets this itself"),
         (["my_words.py", "--steps", "0"], "expected an integer of at least 1, got '0'"),
+        (["my_words.py", "--seed", "9223372036854775808"], "at most 9223372036854775807, got"),
         (["my_words.py", "--lr", "nan"], "expected a number above 0, got 'nan'"),
         (["my_words.py=-1", "--model", "m"], "expected a number above 0, got '-1'"),
         (["my_words", "--model", "m"], "expected an environment as FILE.py or KIND:NAME"),
