@@ -171,7 +171,7 @@ def script(tmp_path: Path) -> Path:
 
 
 def test_environment_may_print_at_its_exit_and_write_any_bytes(script: Path) -> None:
-    odd = 'import atexit, os\natexit.register(print, "bye")\nos.write(2, b"caf\\xe9\\n")\n'
+    odd = 'import atexit, os\natexit.register(print, "bye")\nos.write(2, b"\\xe9\\n")\n'
     script.write_text(odd + script.read_text())
 
     facts = describe_environment([str(script)], ())
