@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import json
 import logging
 import os
@@ -495,7 +496,13 @@ def _resumable_checkpoints(
 
 
 def write_file(path: Path, content: bytes) -> None:
-    """Write a file atomically and durably: write a temporary file, sync, rename."""
+    """Write a file atomically and durably: write a temporary file, sync, rename.
+
+    Raises:
+        OSError: It cannot be written, or another kind of file, such as a device, has its name.
+    """
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
     fresh = path.with_name(f"{path.name}.new")
     with naming_writes(path), fresh.open("wb") as file:
         file.write(content)

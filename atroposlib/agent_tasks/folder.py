@@ -250,7 +250,8 @@ def _read_text(file: Path) -> str:
     try:
         if file.stat().st_size > _MAX_TEXT_BYTES:
             raise ConfigError(f"{file} is larger than {_MAX_TEXT_BYTES} bytes")
-        return file.read_text(encoding="utf-8")
+        # A byte order mark, with which Windows programs begin a file, is skipped.
+        return file.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{file} is not UTF-8: {error}") from None
     except OSError as error:

@@ -167,9 +167,10 @@ def sendable(value: Any, depth: int = 0) -> Any:
 def _read_event(value: Any) -> TraceEvent | None:
     if not isinstance(value, Mapping) or not _is_number(value.get("at")):
         return None
-    if value.get("kind") not in _KINDS:
+    kind = value.get("kind")
+    if not isinstance(kind, str) or kind not in _KINDS:
         return None
-    event: dict[str, Any] = {"at": float(value["at"]), "kind": value["kind"]}
+    event: dict[str, Any] = {"at": float(value["at"]), "kind": kind}
     event.update({name: value[name] for name in _TEXTS if isinstance(value.get(name), str)})
     event.update({name: value[name] for name in _COUNTS if _is_count(value.get(name))})
     if "arguments" in value:

@@ -20,7 +20,12 @@ from typing import Any
 from atroposlib.envs.evaluation import digest_of
 from atroposlib.envs.evaluation_statistics import INTERVAL_ENDS, PairedDifference, compare_items
 from atroposlib.errors import ConfigError
-from atroposlib.utils.command_parser import CommandParser, end_command, prepare_command
+from atroposlib.utils.command_parser import (
+    CommandParser,
+    end_command,
+    prepare_command,
+    reader_may_leave,
+)
 from atroposlib.utils.json_text import decode_line
 from atroposlib.utils.text import inert_block, near_name
 
@@ -75,10 +80,11 @@ def main() -> None:
         names = _chosen_metrics(runs, args.metric)
     except ConfigError as error:
         end_command(_COMMAND, error, code=2)
-    if args.json:
-        print(json.dumps(_as_json(runs, comparisons, names), indent=2))
-    else:
-        print(inert_block(_text(runs, comparisons, names)))
+    with reader_may_leave():
+        if args.json:
+            print(json.dumps(_as_json(runs, comparisons, names), indent=2))
+        else:
+            print(inert_block(_text(runs, comparisons, names)))
 
 
 def read_result(path: Path, label: str) -> EvaluationResult:

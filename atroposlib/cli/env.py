@@ -23,7 +23,7 @@ from atroposlib.adapters.env import environment_class
 from atroposlib.adapters.registry import KINDS, Kind, adapter_class, read_args, split_spec
 from atroposlib.errors import ConfigError, MissingExtraError
 from atroposlib.utils.cli import UsageError
-from atroposlib.utils.command_parser import prepare_command
+from atroposlib.utils.command_parser import prepare_command, reader_may_leave
 from atroposlib.utils.yaml_text import read_yaml
 
 __all__ = ["main", "read_arguments", "split_arguments"]
@@ -41,10 +41,12 @@ def main() -> None:
     words = sys.argv[1:]
     try:
         if not words or words[0] in ("list", "--help", "-h"):
-            sys.stdout.write(f"{USAGE}\n\n{_list_of_kinds()}")
+            with reader_may_leave():
+                sys.stdout.write(f"{USAGE}\n\n{_list_of_kinds()}")
             sys.exit(0 if words else 2)
         if words[0] in KINDS and len(words) == 1:
-            sys.stdout.write(_page_of_kind(words[0]))
+            with reader_may_leave():
+                sys.stdout.write(_page_of_kind(words[0]))
             sys.exit(0)
         env_cls = environment_class(words[0])
         kept, arguments = split_arguments(words[1:])

@@ -26,7 +26,12 @@ from atroposlib.exporting.output import Mode, kind_of, with_score
 from atroposlib.exporting.report import ExportReport, report_text
 from atroposlib.exporting.run import ExportRequest, ExportStoppedError, SourceRequest, run_export
 from atroposlib.exporting.texts import decoder_of
-from atroposlib.utils.command_parser import end_command, integer_between, number_between
+from atroposlib.utils.command_parser import (
+    end_command,
+    integer_between,
+    number_between,
+    reader_may_leave,
+)
 from atroposlib.utils.text import find_common_prefix, without_secrets
 
 __all__ = [
@@ -312,16 +317,20 @@ def _export_and_report(
             check_repository(args.push_to_hub)
         report = _with_bar(request, unit)
     except ExportStoppedError as stop:
-        print(report_text(stop.report, unit=unit))
+        with reader_may_leave():
+            print(report_text(stop.report, unit=unit))
         end_command(command, str(stop), code=_INTERRUPTED if stop.is_interrupt else 1)
     except (ConfigError, MissingExtraError, TrajectoryApiError) as error:
         end_command(command, str(error), code=2)
     except KeyboardInterrupt:
         end_command(command, "stopped before anything was written", code=_INTERRUPTED)
-    print(report_text(report, unit=unit))
-    if not report.num_records and not request.path.exists():
+    is_written = report.num_records > 0 or request.path.exists()
+    with reader_may_leave():
+        print(report_text(report, unit=unit))
+        if is_written:
+            print(_last_line(request, report))
+    if not is_written:
         end_command(command, _last_line(request, report), code=1)
-    print(_last_line(request, report))
     if args.push_to_hub and report.num_records:
         _push(command, request.path, args)
 

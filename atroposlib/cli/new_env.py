@@ -12,7 +12,7 @@ from pathlib import Path
 
 from atroposlib.errors import ConfigError
 from atroposlib.utils.command_parser import CommandParser, end_command, prepare_command
-from atroposlib.utils.writable import require_writable_folder
+from atroposlib.utils.writable import naming_writes, require_writable_folder
 
 __all__ = ["KINDS", "main", "write_environment"]
 
@@ -95,7 +95,7 @@ def write_environment(name: str, *, kind: str, folder: Path) -> list[Path]:
     for path, template in contents.items():
         text = template.read_text(encoding="utf-8")
         text = text.replace("template_name", name).replace("TemplateName", class_name)
-        with path.open("x", encoding="utf-8") as file:
+        with naming_writes(path), path.open("x", encoding="utf-8") as file:
             file.write(text)
     return list(contents)
 

@@ -96,11 +96,14 @@ def _score(args: argparse.Namespace, flags: Sequence[str]) -> None:
             env, model, max_items=args.max_items, on_item=bar.update, notify=notify
         )
         results = asyncio.run(rescored)
+    has_scores = any(result.new is not None for result in results)
+    if has_scores and args.save is not None:  # before output, whose reader may have left
+        _save(Path(args.save), groups, results)
     print(rescoring.rescoring_text(results, num_groups=len(recorded)))
-    if all(result.new is None for result in results):
+    if not has_scores:
         end_command(_COMMAND, "no group was scored; the reasons are above", code=1)
     if args.save is not None:
-        _save(Path(args.save), groups, results)
+        print(f"groups with new scores: {args.save}")
 
 
 def _save(path: Path, groups: dict[str, dict[str, Any]], results: Sequence[Any]) -> None:
@@ -112,7 +115,6 @@ def _save(path: Path, groups: dict[str, dict[str, Any]], results: Sequence[Any])
         scores = [old if new is None else new for new, old in pairs]
         rescored.append({**groups[result.where], "scores": scores, "old_scores": result.old})
     _write_new(path, rescored)
-    print(f"groups with new scores: {path}")
 
 
 def _write_new(path: Path, groups: Iterable[Mapping[str, Any]]) -> None:
@@ -137,7 +139,8 @@ def _post(args: argparse.Namespace, _: Sequence[str]) -> None:
     try:
         posted = asyncio.run(_post_all(args, groups))
     except PostingStoppedError as error:
-        print(posting_text(error.posted))
+        with reader_may_leave():
+            print(posting_text(error.posted))
         posted = error.posted
         again = (
             f"to continue, run the same command with --skip {args.skip + posted.num_before_failure}"

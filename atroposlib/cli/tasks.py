@@ -25,9 +25,10 @@ from atroposlib.utils.command_parser import (
     exit_code_of,
     integer_between,
     prepare_command,
+    reader_may_leave,
 )
 from atroposlib.utils.text import inert_block, inert_line
-from atroposlib.utils.writable import require_writable_file, require_writable_folder
+from atroposlib.utils.writable import naming_writes, require_writable_file, require_writable_folder
 
 if TYPE_CHECKING:
     from atroposlib.agent_tasks.folder import Task
@@ -94,6 +95,8 @@ def main() -> None:
         code = args.act(args)
     except (AtroposError, MissingExtraError) as error:
         end_command(_COMMAND, f"error: {error}", code=exit_code_of(error))
+    except OSError as error:  # such as a full disk
+        end_command(_COMMAND, f"error: {error}", code=1)
     except KeyboardInterrupt:
         end_command(_COMMAND, "stopped", code=_INTERRUPTED)
     sys.exit(code)
@@ -108,7 +111,8 @@ def _validate(args: argparse.Namespace) -> int:
     print(_report_table(reports), end="")
     if args.json is not None:
         content = [_report_json(report) for report in reports]
-        Path(args.json).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        with naming_writes(Path(args.json)):
+            Path(args.json).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
     num_valid = sum(report.is_valid for report in reports)
     print(f"{num_valid} of {len(reports)} tasks are valid")
     return 0 if num_valid == len(reports) else 1
@@ -199,7 +203,8 @@ def _list(args: argparse.Namespace) -> int:
         known = (str(task.metadata.get(key, "")) for key in ("difficulty", "category"))
         cells = [task.name, *known, ", ".join(shown_limits(task))]
         rows.append([inert_line(cell, max_characters=100) for cell in cells])
-    print(_aligned(rows), end="")
+    with reader_may_leave():
+        print(_aligned(rows), end="")
     return 0
 
 
@@ -217,12 +222,13 @@ def _show(args: argparse.Namespace) -> int:
         "variables": ", ".join({**task.env, **task.verifier_env, **task.solution_env}),
         "metadata": json.dumps(task.metadata, default=str) if task.metadata else "",
     }
-    for name, value in rows.items():
-        if value:
-            print(f"{name + ':':<11}{inert_line(value, max_characters=500)}")
-    for note in task.notes:
-        print(f"note: {inert_line(note, max_characters=300)}")
-    print(f"\n{inert_block(task.instruction).rstrip()}")
+    with reader_may_leave():
+        for name, value in rows.items():
+            if value:
+                print(f"{name + ':':<11}{inert_line(value, max_characters=500)}")
+        for note in task.notes:
+            print(f"note: {inert_line(note, max_characters=300)}")
+        print(f"\n{inert_block(task.instruction).rstrip()}")
     return 0
 
 
@@ -241,7 +247,8 @@ def _run(args: argparse.Namespace) -> int:
     print(_run_text(run), end="")
     if args.json is not None:
         content = json.dumps(dataclasses.asdict(run), indent=2)
-        Path(args.json).write_text(content + "\n", encoding="utf-8")
+        with naming_writes(Path(args.json)):
+            Path(args.json).write_text(content + "\n", encoding="utf-8")
     return 0 if run.outcome == "done" else 1
 
 
@@ -289,7 +296,8 @@ def _new(args: argparse.Namespace) -> int:
     for name, text in _TEMPLATE.items():
         file = folder / name
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text, encoding="utf-8")
+        with naming_writes(file):
+            file.write_text(text, encoding="utf-8")
         if text.startswith("#!"):
             file.chmod(0o755)
     print(f"wrote {', '.join(str(folder / name) for name in _TEMPLATE)}\n")

@@ -90,6 +90,8 @@ def openai_chat(messages: Any) -> Chat:
         if message["role"] == "tool" and not message.get("tool_call_id"):
             raise ChatError("a tool message without tool_call_id")
         if message.get("tool_calls"):
+            if not isinstance(message["tool_calls"], list):
+                raise ChatError("tool calls that are not a list")
             message["tool_calls"] = [_openai_call(call) for call in message["tool_calls"]]
     return chat
 

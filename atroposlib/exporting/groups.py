@@ -80,6 +80,13 @@ class ExportGroup(msgspec.Struct, gc=False):
         return any(self.images) if isinstance(self.images, list) else self.images is not None
 
 
+class _WholeGroup(ExportGroup, gc=False):
+    """Those fields, and the others whose types are relied on where all fields are read."""
+
+    inference_logprobs: list[list[float]] | None = None
+    """[G][L]."""
+
+
 _decoder = msgspec.json.Decoder(ExportGroup)
 
 
@@ -101,13 +108,16 @@ def export_group(raw: RawGroup) -> ExportGroup:
 
 
 def full_group(raw: RawGroup) -> dict[str, Any]:
-    """Decode all fields of a group; raises like `export_group`."""
+    """Decode all fields of a group, with its masks; raises like `export_group`."""
     if raw.format != "json":
         return _unpacked(raw.content)
     value = _plain_json(raw.content)
     if not isinstance(value, dict):
         raise GroupError(f"expected an object with tokens and scores, not {_kind(value)}")
-    _check(_converted(value))
+    group = _converted(value, _WholeGroup)
+    _check(group)
+    if group.masks is None:
+        raise GroupError("masks: missing; every group needs it")
     return value
 
 
@@ -122,10 +132,11 @@ def _plain_json(content: bytes) -> Any:
         raise GroupError(f"not JSON: {reason}") from error
 
 
-def _converted(value: Any) -> ExportGroup:
+def _converted(value: Any, kind: type[ExportGroup] = ExportGroup) -> ExportGroup:
     try:
-        return msgspec.convert(value, ExportGroup)
-    except (msgspec.ValidationError, RecursionError) as error:
+        return msgspec.convert(value, kind)
+    # A text with a lone surrogate in place of another value is the last.
+    except (msgspec.ValidationError, RecursionError, UnicodeEncodeError) as error:
         raise GroupError(str(error).replace("`", "")) from error
 
 

@@ -286,6 +286,8 @@ def open_output(path: Path, kind: OutputKind, mode: Mode) -> Output:
     Raises:
         ConfigError: the output exists, is not an export, or is not writable.
     """
+    if not path.name or (path.exists() and not (path.is_file() or path.is_dir())):
+        raise ConfigError(f"{str(path)!r}: expected the name of a file or folder to write")
     part = path if kind == "jsonl" else _part_of(path)
     for found in {path, part}:
         if mode == "new" and found.exists():

@@ -214,14 +214,14 @@ class JsonlSource:
         if problem:
             self.problems.add(f"line {number}: {problem}")
             return
-        self._places.append(place)
-        self._lengths.append(len(line))
-        text = searchable_text(fields)
-        if text:
-            index.texts.add(len(self._places) - 1, text)
-        row = summarize(fields, label=f"line {number}")
+        # First, so that a group that fails here takes no position.
+        text, row = searchable_text(fields), summarize(fields, label=f"line {number}")
         if not row.environment:  # `process` names its file after the environment
             row = row._replace(environment=self._stem)
+        self._places.append(place)
+        self._lengths.append(len(line))
+        if text:
+            index.texts.add(len(self._places) - 1, text)
         index.add(row)
 
 
@@ -651,18 +651,18 @@ class StoredRunSource:
             return
         known = self._descriptions.get(group_id)
         env = None if known is None else self._state.envs.find(known.env_id)
-        self._ids.append(group_id)
+        # First, so that a group that fails here takes no position.
         text = searchable_text(fields)
+        row = summarize(
+            fields,
+            label=f"group {group_id}",
+            environment=None if env is None else env.real_name,
+            step=None if known is None else known.known_version,
+        )
+        self._ids.append(group_id)
         if text:
             index.texts.add(len(self._ids) - 1, text)
-        index.add(
-            summarize(
-                fields,
-                label=f"group {group_id}",
-                environment=None if env is None else env.real_name,
-                step=None if known is None else known.known_version,
-            )
-        )
+        index.add(row)
 
     def _content(self, group_id: int) -> bytes | None:
         with self._lock:

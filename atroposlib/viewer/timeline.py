@@ -36,7 +36,7 @@ from atroposlib.viewer.pages import (
     score_chip,
     shown,
 )
-from atroposlib.viewer.rollouts import Group, ShownRollout
+from atroposlib.viewer.rollouts import Group, ShownRollout, finite_number
 
 __all__ = ["plain_text", "timeline_page"]
 
@@ -403,9 +403,9 @@ def _verifier(verifier: Mapping[str, Any] | None) -> str:
     ended_by = verifier.get("ended_by")
     if isinstance(ended_by, str) and ended_by != "exit":
         facts += chip(f"ended by {ended_by}")
-    duration = verifier.get("duration_s")
-    if isinstance(duration, int | float) and not isinstance(duration, bool):
-        facts += chip(seconds(float(duration)))
+    duration = finite_number(verifier.get("duration_s"))
+    if duration is not None:
+        facts += chip(seconds(duration))
     output = verifier.get("output")
     text = output if isinstance(output, str) else ""
     return f"<h2>Verifier {facts}</h2>{_output(text)}"

@@ -69,6 +69,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         end_command(_PROGRAM, "interrupted; every local part has ended", code=128 + signal.SIGINT)
     except AtroposError as error:
         end_command(_PROGRAM, error, code=exit_code_of(error))
+    except OSError as error:  # such as a full disk
+        end_command(_PROGRAM, error, code=1)
     sys.exit(code)
 
 
@@ -136,11 +138,17 @@ def _up(run: RunFile, on: str, args: argparse.Namespace) -> int:
             for name, text in placement.render().items():
                 print(f"# ---- {name}\n{text.rstrip()}\n")
         return 0
+    before = _remembered(run)
     _remember(run, on)
-    if isinstance(placement, LocalRun) and not args.detach:
-        with ending_signals():
-            return _show(placement.supervise(_say).masked(hider(run)))
-    print(placement.submit(), flush=True)
+    try:
+        if isinstance(placement, LocalRun) and not args.detach:
+            with ending_signals():
+                return _show(placement.supervise(_say).masked(hider(run)))
+        said = placement.submit()
+    except (AtroposError, OSError):  # what runs may be where it was submitted before
+        _remember(run, before)
+        raise
+    print(said, flush=True)
     return 0 if args.detach else _follow(placement, hider(run), progress_lines(run))
 
 
@@ -195,11 +203,12 @@ _COMMAND: dict[str, Callable[[RunFile, str, argparse.Namespace], int]] = {
 
 
 def _show(status: RunStatus) -> int:
-    print(_describe(status))
-    for part in status.parts:
-        restarts = f", {part.restarts} restarts" if part.restarts else ""
-        detail = f" ({part.detail})" if part.detail else ""
-        print(f"  {part.name:32s} {part.state}{restarts}{detail}")
+    with reader_may_leave():
+        print(_describe(status))
+        for part in status.parts:
+            restarts = f", {part.restarts} restarts" if part.restarts else ""
+            detail = f" ({part.detail})" if part.detail else ""
+            print(f"  {part.name:32s} {part.state}{restarts}{detail}")
     return EXIT_CODES[status.state]
 
 
@@ -226,7 +235,7 @@ def _remember(run: RunFile, on: str) -> None:
 
 def _remembered(run: RunFile) -> str:
     with contextlib.suppress(OSError):
-        on = _placement_file(run).read_text(encoding="utf-8").strip()
+        on = _placement_file(run).read_text(encoding="utf-8", errors="replace").strip()
         if on in _PLACEMENTS:
             return on
     return "local"

@@ -309,6 +309,7 @@ def _refusal(part: Part, *, run: RunFile) -> str | None:
             stdin=subprocess.DEVNULL,
             capture_output=True,
             text=True,
+            errors="replace",
             timeout=_CHECK_LIMIT_S,
             check=False,
         )

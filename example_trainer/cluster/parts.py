@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -21,6 +22,7 @@ from typing import Any, Literal
 import yaml
 
 from atroposlib.adapters.registry import KINDS
+from atroposlib.errors import ConfigError
 from example_trainer.cluster.run_file import (
     EngineSection,
     EnvironmentSection,
@@ -152,7 +154,11 @@ def part_names(run: RunFile) -> list[str]:
 
 
 def plan_parts(run: RunFile, addresses: Addresses) -> tuple[Part, ...]:
-    """Return the parts of a run in the order of their start; the trainer is the last."""
+    """Return the parts of a run in the order of their start; the trainer is the last.
+
+    Raises:
+        ConfigError: Two parts have one name.
+    """
     paths = RunPaths(addresses.output)
     services = [_service(run, paths, addresses, name) for name in service_names(run)]
     engines = [_engine(run, addresses, name, section) for name, section in _engines(run)]
@@ -161,7 +167,14 @@ def plan_parts(run: RunFile, addresses: Addresses) -> tuple[Part, ...]:
         _environment(run, paths, addresses, number, servers)
         for number in range(len(_environments(run)))
     ]
-    return (*services, *engines, *environments, _trainer(run, paths, addresses, servers))
+    parts = (*services, *engines, *environments, _trainer(run, paths, addresses, servers))
+    counts = Counter(part.name for part in parts)
+    twice = [name for name, count in counts.items() if count > 1]
+    if twice:
+        raise ConfigError(
+            f"two parts are named {twice[0]}; change the name of an engine or environment"
+        )
+    return parts
 
 
 def flag_words(flags: Flags, *, booleans: Literal["values", "switches"]) -> list[str]:

@@ -49,7 +49,7 @@ class RunSupervisor:
         make_process: Creates the process of a part.
         start_limit_s: Seconds after which a server that does not answer has failed.
         on_event: Receives one line per start, failure and restart.
-        on_change: Receives the status whenever it changes.
+        on_change: Receives the status whenever it changes; again if it could not write it.
         on_return: Called in a thread with a server that was started again and answers, before
             it counts as running; returns a line about what it did.
         progress: Called often; returns a line about the run's progress now and then.
@@ -83,6 +83,7 @@ class RunSupervisor:
         self._checks = ThreadPoolExecutor(_MAX_CHECKS, thread_name_prefix="health")
         self._http = httpx.Client(timeout=_CHECK_TIMEOUT_S, trust_env=False)
         self._reported: RunStatus | None = None
+        self._is_unwritable = False
 
     def run(self) -> RunStatus:
         """Supervise until the trainer has finished or a part has failed; return the last status.
@@ -97,7 +98,7 @@ class RunSupervisor:
                         self._advance(child)
                     self._report()
                     if (line := self._progress()) is not None:
-                        self._on_event(line)
+                        self._say(line)
                     self._sleep(_POLL_S)
         except BaseException:
             self._run.end("stopped")
@@ -114,9 +115,20 @@ class RunSupervisor:
 
     def _report(self) -> None:
         status = self.status()
-        if status != self._reported:
-            self._reported = status
+        if status == self._reported:
+            return
+        try:
             self._on_change(status)
+        except OSError as error:  # a full disk, which someone may make room on
+            if not self._is_unwritable:
+                self._say(f"the state of the run cannot be written: {error}")
+            self._is_unwritable = True
+        else:
+            self._reported, self._is_unwritable = status, False
+
+    def _say(self, line: str) -> None:
+        with contextlib.suppress(OSError):  # a full disk, or a reader that has left
+            self._on_event(line)
 
     def _advance(self, child: _Child) -> None:
         """Take the step that the state of one part and the time allow."""
@@ -139,8 +151,11 @@ class RunSupervisor:
         except ProcessFailedError as error:
             self._fail(child, now, error.reason, is_final=process.poll() == INVALID_SETTINGS)
             return
+        except OSError as error:
+            self._fail(child, now, f"could not be started: {error}")
+            return
         child.life.detail = f"pid {process.pid}"
-        self._on_event(f"{part.name} started (log: {process.log_path})")
+        self._say(f"{part.name} started (log: {process.log_path})")
 
     def _watch(self, child: _Child, now: float) -> None:
         assert child.process is not None
@@ -162,7 +177,7 @@ class RunSupervisor:
             is_healthy, child.check = child.check.result(), None
             if is_healthy:
                 if life.state == "starting":
-                    self._on_event(f"{life.part.name} is ready after {now - life.since:.0f} s")
+                    self._say(f"{life.part.name} is ready after {now - life.since:.0f} s")
                 life.answer(now)
         elif child.check is None and (life.state == "starting" or now - child.checked >= _CHECK_S):
             child.checked = now
@@ -186,7 +201,7 @@ class RunSupervisor:
             return False
         said = self._on_return(part) if returns else None
         if said is not None:
-            self._on_event(said)
+            self._say(said)
         return True
 
     def _answers(self, url: str) -> bool:
@@ -199,7 +214,7 @@ class RunSupervisor:
         assert child.process is not None
         self._supervisor.forget(child.process)
         self._run.finish(child.life)
-        self._on_event(f"{child.life.part.name} finished")
+        self._say(f"{child.life.part.name} finished")
 
     def _fail(self, child: _Child, now: float, reason: str, *, is_final: bool = False) -> None:
         """Restart a part later, or end the run."""
@@ -215,12 +230,12 @@ class RunSupervisor:
             if retry_at is None
             else f"restart {life.attempts.total} in {retry_at - now:.0f} s"
         )
-        self._on_event(f"{life.part.name} {reason}; {after}")
+        self._say(f"{life.part.name} {reason}; {after}")
 
 
 def tail_of(path: Path, *, lines: int, max_bytes: int = 2**20) -> list[str]:
     """Return the last lines of a log; none if it does not exist."""
-    with contextlib.suppress(FileNotFoundError), path.open("rb") as log:
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError), path.open("rb") as log:
         log.seek(max(0, log.seek(0, 2) - max_bytes))
         return log.read().decode(errors="replace").splitlines()[-lines:]
     return []

@@ -17,7 +17,7 @@ from dataclasses import asdict, replace
 from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple
 
 from pydantic import ValidationError
 
@@ -25,6 +25,7 @@ from atroposlib.adapters.registry import KINDS
 from atroposlib.errors import AtroposError, ConfigError
 from atroposlib.utils.command_parser import CommandParser, prepare_command
 from atroposlib.utils.text import without_secrets
+from atroposlib.utils.writable import naming_writes
 from example_trainer.cli import config_from_args, create_full_parser, describe_errors
 from example_trainer.config import (
     TrainingConfig,
@@ -40,6 +41,7 @@ from example_trainer.launch.options import (
     RunPaths,
     RunPlan,
     TrainOptions,
+    engine_flag,
     make_plan,
     place,
     require_gpu_memory,
@@ -51,6 +53,7 @@ from example_trainer.launch.preflight import (
     ModelFacts,
     choose_engine,
     describe_environment,
+    hold_folder,
     prepare_folder,
     read_model,
     require_new_folder,
@@ -124,7 +127,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         warnings.filterwarnings("ignore", category=SyntaxWarning)
         try:
             prepared = _prepare(parser, arguments, environment_flags)
-        except (AtroposError, ValidationError) as error:
+        except (AtroposError, ValidationError, OSError) as error:
             text = (
                 describe_errors(error).replace("--", TRAINER_PREFIX, 1)
                 if isinstance(error, ValidationError)
@@ -143,6 +146,8 @@ class _Prepared(NamedTuple):
     plan: RunPlan
     model: ModelFacts
     notes: list[str]
+    lock: IO[str]
+    """Of its folder, held while this is kept."""
 
 
 def _prepare(
@@ -155,6 +160,7 @@ def _prepare(
     if is_resumed:
         folder = _folder_to_resume(parser, arguments, environment_flags)
         options = read_options(folder)
+        lock = hold_folder(folder)
         if arguments.steps is not None:
             options = options.with_steps(arguments.steps)
     else:
@@ -204,12 +210,13 @@ def _prepare(
     require_gpu_memory(model, config, machine, place(options, machine))
     if not is_resumed:
         prepare_folder(paths.output, subfolders=[paths.logs])
+        lock = hold_folder(paths.output)
     write_options(options, paths)
-    return _Prepared(paths, plan, model, notes)
+    return _Prepared(paths, plan, model, notes, lock)
 
 
 def _train(prepared: _Prepared) -> None:
-    paths, plan, model, notes = prepared
+    paths, plan, model, notes, _ = prepared
 
     def how_to_continue() -> str:
         steps = report.count_steps(paths.trainer_metrics)
@@ -235,7 +242,7 @@ def _train(prepared: _Prepared) -> None:
     except KeyboardInterrupt:
         print(f"\nstopped; every process has ended. {how_to_continue()}", file=sys.stderr)
         sys.exit(130)
-    except AtroposError as error:
+    except (AtroposError, OSError) as error:  # such as a full disk
         text = f"{error}{flags_here(str(error))}"
         print(f"\n{_PROGRAM}: {text}\n\n{how_to_continue()}", file=sys.stderr)
         sys.exit(1)
@@ -389,7 +396,9 @@ def _folder_to_resume(
     changed = [
         f"--{name.lstrip('-').replace('_', '-')}"
         for name, value in vars(arguments).items()
-        if name not in ("files", "steps", "resume") and value not in (None, False, [])
+        if name not in ("files", "steps", "resume")
+        # Flags of the trainer have no default here; 0 equals False.
+        and (name.startswith(TRAINER_PREFIX) or not (value is None or value is False))
     ]
     changed += [f"{_ENVIRONMENT_PREFIX}*"] if environment_flags else []
     changed += [file.path for file in arguments.files]
@@ -512,7 +521,7 @@ def _shell_words(text: str) -> str:
         words = shlex.split(text)
     except ValueError as error:
         raise argparse.ArgumentTypeError(f"cannot be split into arguments: {error}") from error
-    fixed = [word for word in words if word.partition("=")[0] in _FIXED_ENGINE_ARGS]
+    fixed = [word for word in words if engine_flag(word) in _FIXED_ENGINE_ARGS]
     if fixed:
         raise argparse.ArgumentTypeError(
             f"{fixed[0]}: {_PROGRAM} sets this itself; to use a running engine, give its address "
@@ -647,9 +656,10 @@ def write_options(options: TrainOptions, paths: RunPaths) -> None:
     text = json.dumps(asdict(options), indent=2)
     path = paths.output / RUN_FILE
     unfinished = path.with_suffix(".new")
-    unfinished.touch(mode=0o600)
-    unfinished.write_text(text + "\n", encoding="utf-8")
-    unfinished.replace(path)
+    with naming_writes(path):
+        unfinished.touch(mode=0o600)
+        unfinished.write_text(text + "\n", encoding="utf-8")
+        unfinished.replace(path)
 
 
 def read_options(folder: Path) -> TrainOptions:

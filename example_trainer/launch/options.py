@@ -8,6 +8,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import re
 import shlex
@@ -306,12 +307,12 @@ class TrainOptions:
         return cls(**known)
 
     def names(self) -> list[str]:
-        """Return a name for each file: its stem, numbered if it repeats."""
+        """Return a unique name for each file: its stem, numbered if it repeats."""
         names: list[str] = []
         for file in self.files:
-            stem = file.stem
-            repeats = sum(name == stem or name.startswith(f"{stem}-") for name in names)
-            names.append(f"{stem}-{repeats + 1}" if repeats else stem)
+            numbered = (f"{file.stem}-{number}" for number in itertools.count(2))
+            candidates = itertools.chain([file.stem], numbered)
+            names.append(next(name for name in candidates if name not in names))
         return names
 
     def flags_of(self, name: str) -> tuple[str, ...]:
@@ -552,11 +553,16 @@ def visible_gpus(variable: str, count: int) -> tuple[str, ...]:
     return tuple(named[:count] if named else map(str, range(count)))
 
 
+def engine_flag(word: str) -> str:
+    """Return the flag of a word of `--engine-args`; vLLM reads underscores as dashes."""
+    return word.partition("=")[0].replace("_", "-")
+
+
 def _last_value(arguments: Sequence[str], names: Sequence[str]) -> str | None:
     found = None
     for position, argument in enumerate(arguments):
         flag, equals, value = argument.partition("=")
-        if flag in names:
+        if engine_flag(flag) in names:
             found = value if equals else next(iter(arguments[position + 1 :]), None)
     return found
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import fcntl
 import importlib.util
 import json
 import os
@@ -12,7 +13,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import IO, Literal, NamedTuple
 
 from atroposlib.errors import ConfigError, InferenceError, MissingExtraError
 from atroposlib.utils.text import shown_name, without_secrets
@@ -30,9 +31,11 @@ from example_trainer.model import auto_class_of
 
 RUN_FILE = "run.json"
 """File with the command line of a run, in its folder."""
+_LOCK_FILE = "run.lock"
 _TRAINER_PACKAGES = ("torch", "safetensors", "matplotlib", "plotext", "psutil")
 _DESCRIBE_TIMEOUT_S = 180.0
 _REQUEST_TIMEOUT_S = 10.0
+_LARGEST_INTEGER = 2**63 - 1
 
 
 class ModelFacts(NamedTuple):
@@ -165,6 +168,7 @@ def describe_environment(
             command,
             capture_output=True,
             text=True,
+            errors="replace",
             check=False,
             timeout=_DESCRIBE_TIMEOUT_S,
             stdin=subprocess.DEVNULL,
@@ -181,7 +185,12 @@ def describe_environment(
         lines = re.findall(rf'File "{re.escape(name)}", line (\d+)', done.stderr)
         name += f":{lines[-1]}" if lines else ""
         raise ConfigError(last if name in last else f"{name}: {last}")
-    return EnvironmentFacts(**json.loads(done.stdout.strip().splitlines()[-1]))
+    for line in reversed(done.stdout.splitlines()):  # the script may print at its exit
+        try:
+            return EnvironmentFacts(**json.loads(line))
+        except (ValueError, TypeError):
+            continue
+    raise ConfigError(f"{program[-1]} ends before it calls cli()")
 
 
 def require_new_folder(folder: Path) -> None:
@@ -204,6 +213,27 @@ def prepare_folder(folder: Path, *, subfolders: Iterable[Path] = ()) -> None:
     require_new_folder(folder)
     for each in (folder, *subfolders):
         require_writable_folder(each, "--output")
+
+
+def hold_folder(folder: Path) -> IO[str]:
+    """Return the open lock of the folder of a run, which is held until it is closed.
+
+    A second process would give the environments of a run that is going on other addresses.
+
+    Raises:
+        ConfigError: Another process holds it.
+    """
+    lock = (folder / _LOCK_FILE).open("a", encoding="utf-8")
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        lock.close()
+        raise ConfigError(
+            f"{folder}: another atropos-train is running in it; wait for its end, or stop it"
+        ) from None
+    except OSError:  # some network file systems have no locks
+        pass
+    return lock
 
 
 def require_trainable(config: TrainingConfig) -> None:
@@ -257,12 +287,16 @@ def served_model(engine_url: str, model: str) -> None:
 
 
 def whole_number(least: int) -> Callable[[str], int]:
-    """Return an argparse type for integers of at least `least`."""
+    """Return an argparse type for integers of at least `least`, and at most 64 bits."""
 
     def convert(text: str) -> int:
         if not text.isdecimal() or int(text) < least:
             raise argparse.ArgumentTypeError(
                 f"expected an integer of at least {least}, got {text!r}"
+            )
+        if int(text) > _LARGEST_INTEGER:  # the engine and the service refuse it
+            raise argparse.ArgumentTypeError(
+                f"expected an integer of at most {_LARGEST_INTEGER}, got {text!r}"
             )
         return int(text)
 

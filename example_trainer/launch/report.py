@@ -232,7 +232,8 @@ def write_rollouts_page(
     for paths in files:
         with contextlib.ExitStack() as opened:
             lines = itertools.chain.from_iterable(
-                opened.enter_context(path.open(encoding="utf-8")) for path in paths
+                opened.enter_context(path.open(encoding="utf-8", errors="replace"))
+                for path in paths
             )
             first += itertools.islice(lines, each)
             last += deque(lines, maxlen=each)

@@ -471,12 +471,15 @@ class EngineWorkerWatch:
             import psutil
 
         self._engine = engine
-        # Only those with the engine's title: other children are temporary.
-        self._workers = {
-            child: title
-            for child in psutil.Process(engine.pid).children(recursive=True)
-            if (title := " ".join(child.cmdline())).startswith(_TITLE)
-        }
+        self._workers: dict[psutil.Process, str] = {}
+        # If the engine has just ended, the supervisor of its process says so.
+        with contextlib.suppress(psutil.NoSuchProcess):
+            for child in psutil.Process(engine.pid).children(recursive=True):
+                # Only those with the engine's title: others are temporary, and may end meanwhile.
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    title = " ".join(child.cmdline())
+                    if title.startswith(_TITLE):
+                        self._workers[child] = title
 
     def check(self) -> None:
         """Raise `ProcessFailedError` if a worker has died."""

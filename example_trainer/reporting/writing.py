@@ -323,6 +323,8 @@ def _start_of(path: Path) -> bytes | None:
     """Return the beginning of a file; None if there is no file."""
     if not path.exists():
         return None
+    if not path.is_file():  # the page would take the place of a device such as /dev/null
+        raise ConfigError(f"{path} is not a regular file; give another file with --output")
     try:
         with path.open("rb") as file:
             return file.read(1024)
@@ -332,7 +334,7 @@ def _start_of(path: Path) -> bytes | None:
 
 def _require_page(path: Path) -> None:
     """Raise `ConfigError` if a file exists that is not a page, such as the metrics of a run."""
-    start = _start_of(path) if path.is_file() else None
+    start = _start_of(path)
     if start and not start.startswith(_PAGE_START):
         raise ConfigError(f"{path} exists and is not a page; give another file with --output")
 

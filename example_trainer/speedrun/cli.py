@@ -59,6 +59,9 @@ def main(argv: Sequence[str] | None = None) -> None:
         except AtroposError as error:
             print(f"\n{_NAME}: {error}", file=sys.stderr)
             sys.exit(exit_code_of(error))
+        except OSError as error:  # such as a full disk
+            print(f"\n{_NAME}: {error}", file=sys.stderr)
+            sys.exit(1)
 
 
 def _parser() -> CommandParser:

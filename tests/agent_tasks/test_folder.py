@@ -411,3 +411,15 @@ def test_hostile_document_is_refused(tmp_path: Path, toml: str, said: str) -> No
         load_task(tmp_path / "t")
 
     assert len(str(raised.value)) < 500
+
+
+def test_byte_order_mark_of_a_windows_program_is_skipped(tmp_path: Path) -> None:
+    folder = write_task(tmp_path / "t", {"task.toml": "[agent]\ntimeout_sec = 5\n"})
+    for name in ("task.toml", "instruction.md"):
+        content = (folder / name).read_bytes()
+        (folder / name).write_bytes(b"\xef\xbb\xbf" + content)
+
+    task = load_task(folder)
+
+    assert task.instruction == load_task(write_task(tmp_path / "same")).instruction
+    assert "agent 5 s" in ", ".join(shown_limits(task))

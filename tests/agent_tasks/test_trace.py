@@ -55,6 +55,7 @@ def test_read_trace_leaves_out_what_has_another_type() -> None:
     events = [
         {"at": "soon", "kind": "turn"},
         {"at": 1, "kind": "dance"},
+        {"at": 1, "kind": ["turn"]},
         {"at": 10**400, "kind": "turn"},
         "turn",
         {"at": 2, "kind": "tool_result", "text": 3, "exit_code": "1", "branch": -1},

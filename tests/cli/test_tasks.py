@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
+import subprocess
 import sys
 from pathlib import Path
 
@@ -95,6 +98,37 @@ def test_list_and_show_need_no_workspaces(
     assert "variables: KEY\n" in shown
     assert "note: tasks/t/task.toml:4: agent.user: without effect" in shown
     assert shown.endswith("Write the sum of a.txt and b.txt to sum.txt.\n")
+
+
+def test_full_disk_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fail(path: Path, *_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", fail)
+
+    assert call(monkeypatch, "new", "first") == 1
+
+    assert capsys.readouterr().err == (
+        "atropos-tasks: error: [Errno 28] No space left on device: 'first/task.toml'\n"
+    )
+
+
+@pytest.mark.parametrize(
+    "words", [("tasks", "list", "many"), ("tasks", "show", "many/t"), ("env", "list")]
+)
+def test_reader_that_has_left_ends_the_output(words: tuple[str, ...], tmp_path: Path) -> None:
+    write_task(tmp_path / "many" / "t")
+    reader, writer = os.pipe()
+    os.close(reader)
+
+    with os.fdopen(writer, "wb") as closed:
+        module, *others = words
+        command = [sys.executable, "-m", f"atroposlib.cli.{module}", *others]
+        ended = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, timeout=120)
+
+    assert (ended.returncode, ended.stderr) == (0, b"")
 
 
 @pytest.mark.parametrize(

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 
 from atroposlib.errors import AtroposError
+from example_trainer.cluster.cli import main
 from example_trainer.cluster.local import LocalRun
 from example_trainer.cluster.placement import PartStatus
 from example_trainer.cluster.run_file import read_run_file
@@ -238,6 +239,45 @@ def test_misspelled_command_and_log_that_is_not_there_are_answered(tmp_path):
     assert misspelled.returncode == 2
     assert "after statsu; did you mean status?" in misspelled.stderr
     assert logs.stderr == "trainer has not written a line yet\n"
+
+
+def refused(capsys: pytest.CaptureFixture[str], *words: object) -> tuple[object, str]:
+    """Run `atropos-up` in this process; its exit code and its errors."""
+    with pytest.raises(SystemExit) as ended:
+        main([str(word) for word in words])
+    return ended.value.code, capsys.readouterr().err
+
+
+def test_submission_that_failed_does_not_take_later_commands_elsewhere(
+    tmp_path, monkeypatch, capsys
+):
+    file = scripted_run(tmp_path, steps=1)
+    monkeypatch.setenv("PATH", str(tmp_path))
+
+    code, said = refused(capsys, file, "--on", "slurm")
+
+    assert (code, "sbatch is not installed" in said) == (2, True)
+    assert (tmp_path / "run" / "up" / "placement").read_text() == "local\n"
+
+
+def test_output_folder_that_is_a_file_is_one_line(tmp_path, capsys):
+    file = scripted_run(tmp_path, steps=1)
+    (tmp_path / "run").write_text("")
+
+    assert refused(capsys, "logs", file) == (0, "trainer has not written a line yet\n")
+    code, said = refused(capsys, file)
+
+    assert (code, said.count("\n")) == (2, 1)
+    assert "run/up cannot be written" in said
+
+
+def test_damaged_note_of_the_placement_is_not_used(tmp_path, capsys):
+    file = scripted_run(tmp_path, steps=1)
+    folder = tmp_path / "run" / "up"
+    folder.mkdir(parents=True)
+    (folder / "placement").write_bytes(b"\xff\n")
+
+    assert refused(capsys, "status", file) == (NONE, "")
 
 
 def test_secret_that_is_not_set_is_named(tmp_path, monkeypatch):

@@ -59,6 +59,21 @@ def test_parts_start_in_order_and_the_trainer_waits_for_the_servers():
     assert parts["trainer"].after == ("service", "engine-0", "engine-1")
 
 
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"environments": [{"program": "a.py", "count": 2}, {"program": "b.py", "name": "a-0"}]},
+        {
+            "engines": [{"name": "service"}],
+            "service": {"replicas": 2, "store": "redis", "redis_url": "redis://host"},
+        },
+    ],
+)
+def test_parts_of_one_name_are_refused(changes: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match=r"two parts are named (environment-a|service)-0; "):
+        plan(make_run(**changes))
+
+
 def test_command_of_the_trainer_resumes_and_names_every_engine():
     trainer = {"model": "m", "steps": 3, "flags": {"device": "cpu"}}
     engines = [{"count": 2}, {"kind": "url", "urls": ["http://x:1"]}]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import sys
@@ -69,6 +70,60 @@ def test_run_finishes_with_its_trainer_and_ends_the_others(tmp_path):
     assert status.state == "finished"
     assert [each.state for each in status.parts] == ["stopped", "finished"]
     assert not any(is_running(process.pid) for process in made)
+
+
+def test_full_disk_ends_no_run(tmp_path):
+    written: list[RunStatus] = []
+    events: list[str] = []
+    full = OSError(errno.ENOSPC, "No space left on device")
+
+    def write(status: RunStatus) -> None:
+        if len(events) < 2:
+            raise full
+        written.append(status)
+
+    def print_line(line: str) -> None:
+        events.append(line)
+        raise full
+
+    def make(part: Part) -> ManagedProcess:
+        log = tmp_path / "log"
+        return ManagedProcess(part.name, part.command, log_path=log, cwd=tmp_path)
+
+    status = RunSupervisor(
+        [part("trainer", "pass")], make, start_limit_s=30, on_event=print_line, on_change=write
+    ).run()
+
+    assert status.state == "finished"
+    assert "the state of the run cannot be written: [Errno 28] No space left on device" in events
+    assert written[-1] == status
+
+
+def test_part_whose_log_cannot_be_opened_is_started_again(tmp_path):
+    in_the_way = tmp_path / "logs"
+    in_the_way.write_text("")
+
+    def make(part: Part) -> ManagedProcess:
+        log = in_the_way / "log"
+        return ManagedProcess(part.name, part.command, log_path=log, cwd=tmp_path)
+
+    events: list[str] = []
+
+    def note(line: str) -> None:
+        events.append(line)
+        if in_the_way.is_file():
+            in_the_way.unlink()
+
+    status = RunSupervisor(
+        [part("trainer", "pass")],
+        make,
+        start_limit_s=30,
+        on_event=note,
+        on_change=lambda status: None,
+    ).run()
+
+    assert (status.state, status.parts[0].restarts) == ("finished", 1)
+    assert "trainer could not be started: " in events[0]
 
 
 def test_killed_part_is_started_again(tmp_path):

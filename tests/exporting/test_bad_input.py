@@ -125,6 +125,7 @@ def test_groups_of_both_formats_are_read_alike(name: Any, groups: list[Any]) -> 
         ('{"tokens": [[1]], "scores": []}', "scores: 0 entries"),
         ('{"tokens": [[1]], "scores": [NaN]}', "not a finite number"),
         ('{"tokens": [["a"]], "scores": [1]}', "Expected int"),
+        (r'{"tokens": "\ud800", "scores": [1]}', "surrogates not allowed"),
         ('{"tokens": [[1]], "scores": [1], "messages": [1, 2]}', "messages: 2 entries"),
         ("[" * 100_000, "not JSON"),
     ],

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -12,7 +14,7 @@ import pytest
 
 from atroposlib.cli import sft
 from atroposlib.errors import ConfigError
-from atroposlib.exporting.output import Output, encode_line, open_output
+from atroposlib.exporting.output import Output, encode_line, kind_of, open_output
 from atroposlib.exporting.report import DUPLICATE
 from atroposlib.exporting.run import ExportStoppedError, run_export
 from tests.exporting.samples import dpo_request, read_records, sft_request, write_groups
@@ -110,6 +112,18 @@ def test_place_that_cannot_be_written_is_named(place: str, tmp_path: Path) -> No
 
     with pytest.raises(ConfigError, match=f"{place} cannot be written: "):
         open_output(tmp_path / place, "jsonl", "append")
+
+
+@pytest.mark.parametrize("mode", ["new", "append"])
+@pytest.mark.parametrize("name", [".", "pipe"])
+def test_place_that_is_no_file_is_refused(
+    name: str, mode: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe")
+
+    with pytest.raises(ConfigError, match=f"'{name}': expected the name of a file or folder"):
+        open_output(Path(name), kind_of(Path(name), "auto"), mode)
 
 
 def test_broken_lines_in_the_middle_stay_and_a_missing_line_break_is_added(tmp_path: Path) -> None:
@@ -302,6 +316,21 @@ def export(monkeypatch: pytest.MonkeyPatch, *words: object) -> int:
     except SystemExit as ended:
         return int(ended.code or 0)
     return 0
+
+
+def test_reader_that_has_left_is_not_a_failure(groups_file: Path, tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "atroposlib.cli.sft", tmp_path / "out", "--format", "tokens"]
+    reader, writer = os.pipe()
+    os.close(reader)
+
+    with os.fdopen(writer, "wb") as closed:
+        ended = subprocess.run(
+            [*command, "--file", groups_file], stdout=closed, stderr=subprocess.PIPE, timeout=120
+        )
+
+    assert ended.returncode == 0, ended.stderr
+    assert b"BrokenPipe" not in ended.stderr
+    assert len(read_records(tmp_path / "out")) == 40
 
 
 def test_export_that_leaves_no_records_exits_with_1_and_the_reason(

@@ -12,6 +12,7 @@ from atroposlib.exporting.formats import (
     ChatError,
     DpoRecipe,
     SftRecipe,
+    openai_chat,
     split_chats,
 )
 from atroposlib.exporting.groups import ExportGroup
@@ -293,3 +294,11 @@ def test_lone_surrogates_are_replaced_and_pairs_joined() -> None:
     assert (
         line.content.decode() == '{"text":"a\ufffdb\U0001f600","messages":[{"content":"\ufffd"}]}'
     )
+
+
+@pytest.mark.parametrize("calls", [True, 3, {"function": {"name": "f"}}])
+def test_tool_calls_that_are_not_a_list_are_a_reason_for_the_report(calls: Any) -> None:
+    chat = [{"role": "user", "content": "q"}, {"role": "assistant", "tool_calls": calls}]
+
+    with pytest.raises(ChatError, match="tool calls that are not a list"):
+        openai_chat(chat)

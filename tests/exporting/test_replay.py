@@ -137,6 +137,20 @@ def test_new_scores_are_shown_next_to_the_recorded_ones(
     assert saved[0]["tokens"] == groups[0]["tokens"]
 
 
+def test_output_that_cannot_be_printed_loses_no_scores(
+    score: Callable[..., Any], tokenizer: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise BrokenPipeError(32, "Broken pipe")
+
+    monkeypatch.setattr("builtins.print", fail)
+
+    done = score(SINGLE_TURN, make_groups(tokenizer, 2), "--save", tmp_path / "new.jsonl")
+
+    assert done.returncode == 1
+    assert len(read_records(tmp_path / "new.jsonl")) == 2
+
+
 def test_groups_of_a_task_set_are_scored_by_its_name(
     score: Callable[..., Any], tokenizer: Any, tmp_path: Path
 ) -> None:
@@ -466,3 +480,18 @@ def test_diff_names_what_cannot_be_read(
     assert done.returncode == 0, done.stderr
     assert "line 2 is left out: not JSON" in done.stderr
     assert "1 prompts are in both, 19 only in" in done.stdout
+
+
+def test_group_without_masks_or_with_odd_logprobs_is_left_out(
+    score: Callable[..., Any], tokenizer: Any
+) -> None:
+    good, unmasked, odd = make_groups(tokenizer, 3)
+    del unmasked["masks"]
+    odd["inference_logprobs"] = 1.5
+
+    done = score(SINGLE_TURN, [good, unmasked, odd])
+
+    assert done.returncode == 0, done.stderr
+    assert "1 of 1 groups scored again" in done.stdout
+    assert "line 2 is left out: masks: missing; every group needs it" in done.stderr
+    assert "line 3 is left out: Expected array | null, got float" in done.stderr

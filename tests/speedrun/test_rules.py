@@ -323,6 +323,19 @@ def test_explanation_is_text_of_one_cell(text, cell):
     assert rules.short_explanation(text) == cell
 
 
+def test_page_that_cannot_be_written_is_one_line(monkeypatch, capsys):
+    def fail(path, content):
+        raise OSError(28, "No space left on device", str(path))
+
+    monkeypatch.setattr("example_trainer.speedrun.cli.write_file", fail)
+
+    with pytest.raises(SystemExit) as ended:
+        main(["table", "--write"])
+
+    assert ended.value.code == 1
+    assert capsys.readouterr().err.startswith("\natropos-speedrun: [Errno 28] No space left")
+
+
 def test_result_that_cannot_be_written_is_printed(tmp_path, capsys):
     result = rules.read_result(
         REPOSITORY / "benchmarks" / "speedrun" / "results" / "demo-settings.json"

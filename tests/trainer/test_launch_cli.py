@@ -18,6 +18,8 @@ from atroposlib.cli.new_env import write_environment
 from atroposlib.errors import AtroposError, ConfigError
 from example_trainer.launch import cli
 from example_trainer.launch.cli import main
+from example_trainer.launch.options import EnvironmentFile, Machine, make_plan
+from example_trainer.launch.preflight import EnvironmentFacts, ModelFacts, hold_folder
 from example_trainer.launch.trainer_flags import flags_here, typed_trainer_flags
 from tests.trainer.scripted_vllm import ScriptedVllm
 from tests.trainer.tiny import save_tiny_model
@@ -69,14 +71,19 @@ def refusal(capsys: pytest.CaptureFixture[str], *words: object) -> str:
         (["my_words.py", "--trainer.model", "1"], "--trainer.model is --model here"),
         (["my_words.py", "--trainer.world-size", "2"], "sets this itself"),
         (["my_words.py", "--steps", "0"], "expected an integer of at least 1, got '0'"),
+        (["my_words.py", "--seed", "9223372036854775808"], "at most 9223372036854775807, got"),
         (["my_words.py", "--lr", "nan"], "expected a number above 0, got 'nan'"),
         (["my_words.py=-1", "--model", "m"], "expected a number above 0, got '-1'"),
         (["my_words", "--model", "m"], "expected an environment as FILE.py or KIND:NAME"),
         (["--engine-url", "host:1"], "expected an address such as http://HOST:9001"),
         (["--engine-args", "'"], "cannot be split into arguments"),
+        (["--engine-args", "--served_model_name m"], "sets this itself; to use a running engine"),
         (["--resume"], "there is no run under train_runs/"),
         (["--resume", "nowhere"], "there is no run to resume"),
         (["--resume", "nowhere", "--lr", "1"], "start a new run on its weights: --model FOLDER/"),
+        (["--resume", "nowhere", "--seed", "0"], "error: --seed: --resume continues"),
+        (["--resume", "nowhere", "--trainer.weight-decay", "0"], "error: --trainer.weight-decay: "),
+        (["--resume", "nowhere", "--trainer.lora", "false"], "error: --trainer.lora: --resume"),
         (["--resume", "nowhere", "--env.x", "1"], "only --steps may change"),
         (["--resume", "nowhere", "--trainer.clip-eps", "1"], "error: --trainer.clip-eps: --resume"),
     ],
@@ -286,6 +293,54 @@ def test_run_is_not_resumed_with_fewer_steps_than_it_has_done(tmp_path: Path) ->
 
     with pytest.raises(ConfigError, match=r"--steps 2: the run in .* has done 3 steps"):
         cli._require_steps_to_do(cli.TrainOptions(files=(), model="m", steps=2), paths)
+
+
+def test_run_that_is_going_on_is_not_resumed(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (folder / "run").mkdir()
+    options = cli.TrainOptions(files=(), model="m")
+    cli.write_options(options, cli.RunPaths(folder / "run"))
+
+    with hold_folder(folder / "run"):
+        said = refusal(capsys, "--resume", "run", "--steps", 300)
+
+    assert "run: another atropos-train is running in it; wait for its end" in said
+    assert cli.read_options(folder / "run") == options
+    hold_folder(folder / "run").close()
+
+
+def test_folder_on_a_full_disk_is_refused_in_one_line(
+    folder: Path, model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(Path, "write_text", lambda path, *_, **__: raised(full))
+
+    said = refusal(capsys, "my_words.py", "--model", model, "--engine", "torch", "--output", "run")
+
+    assert "No space left on device: " in said
+    assert "run/run.json" in said
+
+
+def test_disk_that_is_full_at_the_start_ends_the_run_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = cli.TrainOptions(files=(EnvironmentFile("sums.py"),), model="m", engine="torch")
+    facts = EnvironmentFacts("Sums", "sums", 8, 2048, 1, True, False)
+    model = ModelFacts(num_parameters=1_000_000, context_tokens=1024, is_tied=False)
+    paths = cli.RunPaths(tmp_path)
+    machine = Machine(gpus=(), num_cores=2)
+    plan, _ = make_plan(options, paths, model=model, environments=[facts], machine=machine)
+    full = OSError(errno.ENOSPC, "No space left on device", "run/environment.yaml")
+    monkeypatch.setattr(cli.TrainRun, "_build_loop", lambda run: raised(full))
+
+    with hold_folder(tmp_path) as lock, pytest.raises(SystemExit) as caught:
+        cli._train(cli._Prepared(paths, plan, model, [], lock))
+
+    assert caught.value.code == 1
+    said = capsys.readouterr().err
+    assert "No space left on device: 'run/environment.yaml'" in said
+    assert "atropos-train --resume" in said
 
 
 def raised(error: Exception) -> None:

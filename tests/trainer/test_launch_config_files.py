@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 
+from atroposlib.cli.new_env import write_environment
 from atroposlib.errors import ConfigError
 from example_trainer.launch.config_files import with_config_files
 from example_trainer.launch.preflight import describe_environment
@@ -161,3 +162,25 @@ def test_environment_names_its_settings():
     facts = describe_environment([str(ENVIRONMENTS / "word_sums.py")], ())
 
     assert {"group_size", "max_token_length", "max_turns"} <= set(facts.settings)
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    write_environment("my_words", kind="single-turn", folder=tmp_path)
+    return tmp_path / "my_words.py"
+
+
+def test_environment_may_print_at_its_exit_and_write_any_bytes(script: Path) -> None:
+    odd = 'import atexit, os\natexit.register(print, "bye")\nos.write(2, b"\\xe9\\n")\n'
+    script.write_text(odd + script.read_text())
+
+    facts = describe_environment([str(script)], ())
+
+    assert facts.class_name == "MyWordsEnv"
+
+
+def test_script_that_ends_before_it_runs_an_environment_is_named(script: Path) -> None:
+    script.write_text("import sys\nsys.exit()\n")
+
+    with pytest.raises(ConfigError, match=r"my_words\.py ends before it calls cli\(\)"):
+        describe_environment([str(script)], ())

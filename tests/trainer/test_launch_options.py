@@ -129,7 +129,13 @@ def test_several_gpus_are_parted_between_engine_and_trainer() -> None:
 
 
 @pytest.mark.parametrize(
-    "engine_args", ["--tensor-parallel-size=3", "-tp 3", "-tp 1 --pipeline-parallel-size 3"]
+    "engine_args",
+    [
+        "--tensor-parallel-size=3",
+        "--tensor_parallel_size 3",
+        "-tp 3",
+        "-tp 1 --pipeline-parallel-size 3",
+    ],
 )
 def test_parallel_engine_gets_all_gpus_but_the_trainers(engine_args: str) -> None:
     plan, notes = plan_of(replace(OPTIONS, engine_args=engine_args), machine=FOUR_GPUS)
@@ -379,6 +385,14 @@ def test_task_set_of_another_library_is_started_by_its_command() -> None:
         "gymnasium_FrozenLake_v1-2",
         "asks",
     ]
+
+
+def test_names_of_environments_are_different() -> None:
+    files = [EnvironmentFile(f"{stem}.py") for stem in ("sums-2", "sums", "sums", "sums-hard")]
+
+    names = TrainOptions(files=tuple(files), model="m").names()
+
+    assert names == ["sums-2", "sums", "sums-3", "sums-hard"]
 
 
 def test_common_start_lets_the_trainer_wait_for_the_engine() -> None:

@@ -141,6 +141,17 @@ def test_write_rollouts_page_unfinished_line_costs_no_group_of_another_file(tmp_
     assert [number for number in range(3) if f"one-{number}-" in page] == [0, 1, 2]
 
 
+def test_write_rollouts_page_damaged_bytes_cost_one_line(tmp_path: Path) -> None:
+    groups = tmp_path / "groups.jsonl"
+    lines = [group_line(f"question-{number}-").encode() for number in range(3)]
+    groups.write_bytes(lines[0] + lines[1][:30] + b"\xe6\n" + lines[2])
+
+    write_rollouts_page([[groups]], tmp_path / "page.html", groups_per_end=4)
+
+    page = (tmp_path / "page.html").read_text()
+    assert [number for number in range(3) if f"question-{number}-" in page] == [0, 2]
+
+
 def test_write_rollouts_page_few_groups_are_shown_once(tmp_path: Path) -> None:
     groups = tmp_path / "groups.jsonl"
     groups.write_text("".join(group_line(f"question-{number}-") for number in range(3)))

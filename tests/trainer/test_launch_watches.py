@@ -96,3 +96,36 @@ def test_engine_watch_lost_process_is_named_and_others_do_not_count(tmp_path: Pa
 
         with pytest.raises(ProcessFailedError, match=r"lost its process VLLM::Worker"):
             watch.check()
+
+
+# It does not wait for its child, which has ended and stays a zombie.
+ENGINE_WITH_ZOMBIE = """
+import os, time
+if os.fork() == 0:
+    os._exit(0)
+time.sleep(60)
+"""
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="reads the state of a zombie")
+def test_engine_watch_ignores_a_child_that_has_ended(tmp_path: Path) -> None:
+    command = [sys.executable, "-S", "-c", ENGINE_WITH_ZOMBIE]
+    with ManagedProcess("engine", command, log_path=tmp_path / "log") as engine:
+        deadline = time.monotonic() + 10.0
+        while not any(is_zombie(child) for child in psutil.Process(engine.pid).children()):
+            assert time.monotonic() < deadline, "the child did not end"
+            time.sleep(0.01)
+
+        EngineWorkerWatch(engine).check()
+
+
+def is_zombie(process: psutil.Process) -> bool:
+    return bool(process.status() == psutil.STATUS_ZOMBIE)
+
+
+def test_engine_watch_leaves_an_ended_engine_to_its_supervisor(tmp_path: Path) -> None:
+    command = [sys.executable, "-S", "-c", "pass"]
+    with ManagedProcess("engine", command, log_path=tmp_path / "log") as engine:
+        engine.wait(timeout_s=10)
+
+        EngineWorkerWatch(engine).check()

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from atroposlib.errors import ConfigError
-from atroposlib.viewer.index import GroupIndex
+from atroposlib.viewer.index import GroupIndex, RowFilter
 from atroposlib.viewer.sources import GroupGoneError, JsonlSource
 from atroposlib.viewer.viewer import Viewer
 from tests.viewer.groups import hostile_group, make_group, write_groups
@@ -38,6 +38,28 @@ def test_broken_lines_are_told_by_number_and_the_rest_is_used(tmp_path: Path) ->
         "line 8",
     ]
     assert source.load(1)["scores"] == [1.0, 0.0]
+    source.close()
+
+
+def test_group_that_cannot_be_summarized_moves_no_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    odd, good = (make_group(name, ["a"], [1.0]) for name in ("odd", "good"))
+    path = write_groups(tmp_path / "g.jsonl", [odd, good])
+    source, index = JsonlSource(path), GroupIndex()
+
+    def fail(*_: object, **__: object) -> None:
+        raise TypeError("an odd value")
+
+    with monkeypatch.context() as patched:
+        patched.setattr("atroposlib.viewer.sources.summarize", fail)
+        with pytest.raises(TypeError):
+            source.advance(index, 10.0)
+    read_all(source, index)
+
+    assert [index[i].label for i in range(len(index))] == ["line 2"]
+    assert source.load(0)["messages"] == good["messages"]
+    assert index.match(RowFilter(text="good")).positions.tolist() == [0]
     source.close()
 
 

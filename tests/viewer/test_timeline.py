@@ -74,7 +74,14 @@ def test_rollout_without_a_trace_names_the_other_page() -> None:
 
 
 @pytest.mark.parametrize(
-    "trace", [{}, {"events": "x"}, {"events": [{}], "verifier": {"exit_code": "x"}}]
+    "trace",
+    [
+        {},
+        {"events": "x"},
+        {"events": [{}], "verifier": {"exit_code": "x"}},
+        {"verifier": {"duration_s": float("nan")}},
+        {"verifier": {"duration_s": 10**400}},
+    ],
 )
 def test_incomplete_trace_has_a_page(trace: Any) -> None:
     assert "Timeline" in page_of(trace)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 
+from example_trainer.checkpointing import write_file
 from example_trainer.reporting.comparison import MAX_RUNS, make_labels
 from example_trainer.reporting.page import Series, overlay_chart
 from example_trainer.reporting.writing import main, settings_path, write_settings
@@ -173,6 +175,19 @@ def test_report_of_one_run_does_not_replace_metrics(capsys: pytest.CaptureFixtur
     assert metrics.read_text() == before
     main([str(one)])
     main([str(one)])
+
+
+def test_page_does_not_replace_a_device(capsys: pytest.CaptureFixture[str]) -> None:
+    one, two = (write_run(Path(name), record(1)) for name in ("one", "two"))
+    device = Path("device")  # such as /dev/null, which a root user can replace
+    os.mkfifo(device)
+
+    for runs in ([one], [one, two]):
+        assert "device is not a regular file" in refused(capsys, *runs, "--output", device)
+    with pytest.raises(OSError, match="not a regular file"):
+        write_file(device, b"page")
+
+    assert device.is_fifo()
 
 
 def test_environments_in_the_folders_give_accuracy_settings_and_held_out_results() -> None:
