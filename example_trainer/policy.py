@@ -68,6 +68,8 @@ _NOISE = {torch.float64: 1e-9, torch.float32: 1e-4}
 _HALF_NOISE = 0.02
 """Difference relative to the largest value, if other sequences of a row change. Experts, and some
 kernels, round differently with other tokens in the row; mixed sequences differ by far more."""
+_NON_CAUSAL = 10
+"""Multiple of the noise with which a model is refused. Rounding may choose another expert."""
 
 
 @dataclass(frozen=True)
@@ -114,20 +116,23 @@ def probe(
 
 
 def _require_causal(model: Any) -> None:
-    """Raise `ConfigError` if later tokens change the logprobs, as in an encoder such as BERT."""
+    """Raise `ConfigError` if later tokens change the logits, as in an encoder such as BERT."""
     first, second = _sequences(model)
     try:
-        alone = model(input_ids=first[None]).logits[0]
-        followed = model(input_ids=torch.cat([first, second])[None]).logits[0, : len(first)]
+        logits, disturbed = (
+            model(input_ids=torch.cat([first, later])[None]).logits[0, : len(first)]
+            for later in (second, second.flip(0))
+        )
+        is_autocast = torch.is_autocast_enabled(model.device.type)
+        noise = _NOISE.get(torch.bfloat16 if is_autocast else model.base_model.dtype, _HALF_NOISE)
     except FOREIGN_ERRORS as error:
         logger.debug("not tested whether the model is causal: %s", error)
         return
-    logprobs = [logits.float().log_softmax(-1) for logits in (alone, followed)]
-    difference = float((logprobs[0] - logprobs[1]).abs().max())
-    if difference > _tolerance(alone.dtype):
+    difference = float((logits - disturbed).abs().max() / logits.abs().max())
+    if difference > _NON_CAUSAL * noise:
         raise ConfigError(
             f"a model of type {model.config.model_type} is not causal: later tokens change its "
-            f"log-probabilities by {difference:.2g}; expected a model that generates text from "
+            f"logits by {difference:.2g} of the largest; expected a model that generates text from "
             "left to right (for BERT and similar: is_decoder in config.json)"
         )
 
