@@ -293,7 +293,9 @@ def _warn_of_noise(model: Any) -> None:
         (value, "dropout" if name == "p" else name.replace("_", " "))
         for module in model.modules()
         for name, value in vars(module).items()
-        if _draws_at_random(module, name) and isinstance(value, float | int)
+        if _draws_at_random(module, name)
+        and isinstance(value, float | int)
+        and not isinstance(value, bool)
     ]
     largest, kind = max(noises, default=(0.0, ""))
     if largest > 0:

@@ -69,7 +69,7 @@ _HALF_NOISE = 0.02
 """Difference relative to the largest value, if other sequences of a row change. Experts, and some
 kernels, round differently with other tokens in the row; mixed sequences differ by far more."""
 _NON_CAUSAL = 10
-"""Multiple of the noise with which a model is refused. Rounding may choose another expert."""
+"""Multiple of the noise from which a model is refused: rounding may choose another expert."""
 
 
 @dataclass(frozen=True)

@@ -225,29 +225,33 @@ def _limits(
     length = _context_of(options, model)
     most = getattr(model.config.get_text_config(), "max_position_embeddings", None)
     if not length:
-        raise _unserved(model, "its config has no max_position_embeddings; set --max-model-len")
+        raise ConfigError(
+            f"the config of {options.model} has no max_position_embeddings: set --max-model-len"
+        )
     if most is not None and length > most:
         raise ConfigError(f"--max-model-len {length}: {options.model} reads at most {most} tokens")
     available = _cache_bytes(options, device)
-    # States take the same memory for each sequence: at most half of it in total.
-    num_seqs = min(options.max_num_seqs, max(1, available // 2 // max(1, sizes.sequence)))
-    if num_seqs < options.max_num_seqs:
-        logger.warning(
-            "at most %d sequences run at the same time, not %d: the states of one take %.1f MiB",
-            *(num_seqs, options.max_num_seqs, sizes.sequence / 2**20),
-        )
-    for_tokens = max(0, available - num_seqs * sizes.sequence)
-    needed = length * sizes.token + sizes.sequence
-    if needed > available:
+    for_states = available - length * sizes.token
+    if for_states < sizes.sequence:
+        needed = length * sizes.token + sizes.sequence
         raise ConfigError(
             f"the caches of one sequence of {length} tokens take {needed / 2**30:.2f} GiB, "
             f"{available / 2**30:.2f} are available; lower --max-model-len or raise "
             "--kv-cache-memory-bytes"
         )
+    num_seqs = options.max_num_seqs
+    if sizes.sequence:  # the states of all sequences take at most half of the memory
+        num_seqs = min(num_seqs, max(1, min(for_states, available // 2) // sizes.sequence))
+    if num_seqs < options.max_num_seqs:
+        logger.warning(
+            "at most %d sequences run at the same time, not %d: the states of one take %.1f MiB",
+            *(num_seqs, options.max_num_seqs, sizes.sequence / 2**20),
+        )
+    for_tokens = available - num_seqs * sizes.sequence
     return EngineLimits(
         max_model_len=length,
         max_num_seqs=num_seqs,
-        max_cache_tokens=max(length, for_tokens // max(1, sizes.token)),
+        max_cache_tokens=for_tokens // max(1, sizes.token),
         max_new_tokens=options.max_num_batched_tokens,
     )
 

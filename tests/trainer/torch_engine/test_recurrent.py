@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import threading
 from concurrent.futures import Future
@@ -32,6 +33,7 @@ LINEAR = {
 MAMBA = {"mamba_d_state": 8, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_chunk_size": 8}
 MODELS: dict[str, dict[str, Any]] = {
     "qwen3_5_text": LINEAR,
+    "mamba": {"state_size": 8},
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "num_experts": 2},
     "granitemoehybrid": {
@@ -97,7 +99,7 @@ def mixed_requests(num: int) -> list[PromptRequest]:
     ]
 
 
-@pytest.mark.parametrize("kind", sorted(MODELS))
+@pytest.mark.parametrize("kind", sorted(set(MODELS) - {"mamba"}))
 def test_every_token_has_the_logprob_of_the_whole_sequence(tmp_path: Path, kind: str) -> None:
     folder = save_model(tmp_path, kind)
     engine = load_engine(TorchEngineOptions(str(folder), device="cpu", max_num_seqs=8)).engine
@@ -158,9 +160,18 @@ def test_new_weights_continue_from_states_of_their_own(tmp_path: Path) -> None:
     assert gaps[num_old:].max() < 1e-3
 
 
-def test_states_limit_the_sequences_that_run_at_once(tmp_path: Path, caplog: Any) -> None:
+@pytest.mark.parametrize(
+    ("available", "for_states"),
+    [
+        (200_000, 100_000),  # half of it
+        (100_000, 100_000 - 256 * 256),  # all but the tokens of one whole sequence
+    ],
+)
+def test_states_limit_the_sequences_that_run_at_once(
+    tmp_path: Path, caplog: Any, available: int, for_states: int
+) -> None:
     folder = save_model(tmp_path, "qwen3_5_text")
-    options = TorchEngineOptions(str(folder), device="cpu", kv_cache_memory_bytes=200_000)
+    options = TorchEngineOptions(str(folder), device="cpu", kv_cache_memory_bytes=available)
 
     engine = load_engine(options).engine
     try:
@@ -171,8 +182,27 @@ def test_states_limit_the_sequences_that_run_at_once(tmp_path: Path, caplog: Any
 
     # Two layers of 4 heads of 8 x 8, and of 64 channels by 4 tokens, in float32.
     of_a_sequence = 2 * 4 * (4 * 8 * 8 + 64 * 4)
-    assert limits.max_num_seqs == 100_000 // of_a_sequence
+    assert limits.max_num_seqs == for_states // of_a_sequence
+    assert limits.max_cache_tokens >= limits.max_model_len == 256
     assert "sequences run at the same time, not 256" in caplog.text
     assert largest_difference(folder, jobs) < 1e-3
     with pytest.raises(ConfigError, match=r"one sequence of 256 tokens take 0\.00 GiB"):
         load_engine(replace(options, kv_cache_memory_bytes=1000))
+
+
+def test_model_without_a_largest_length_needs_one(tmp_path: Path) -> None:
+    folder = save_model(tmp_path, "mamba")
+    config = json.loads((folder / "config.json").read_text())
+    del config["max_position_embeddings"]  # a Mamba of a hub has none
+    (folder / "config.json").write_text(json.dumps(config))
+    options = TorchEngineOptions(str(folder), device="cpu")
+
+    with pytest.raises(ConfigError, match=r"no max_position_embeddings: set --max-model-len$"):
+        load_engine(options)
+    engine = load_engine(replace(options, max_model_len=128)).engine
+    try:
+        jobs = generate(engine, mixed_requests(6))
+    finally:
+        engine.close()
+
+    assert largest_difference(folder, jobs) < 1e-3
