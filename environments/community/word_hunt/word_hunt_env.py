@@ -228,8 +228,13 @@ class WordHuntEnv(SingleTurnEnv):
         self.iter = 0
 
     async def setup(self) -> None:
-        """Read the dictionary; raises `ConfigError` without one that has words."""
+        """Read the dictionary, and draw the boards of evaluations.
+
+        Raises:
+            ConfigError: if the dictionary has no words, or no board has one.
+        """
         self.dictionary = await asyncio.to_thread(self._read_dictionary)
+        self._eval_boards = await asyncio.to_thread(self._draw_eval_boards)
 
     def _read_dictionary(self) -> Dictionary:
         path = Path(self.config.dictionary_path or SAMPLE)
@@ -252,6 +257,9 @@ class WordHuntEnv(SingleTurnEnv):
         return await asyncio.to_thread(self._draw, str(index))
 
     def eval_items(self) -> Sequence[LetterBoard]:
+        return self._eval_boards
+
+    def _draw_eval_boards(self) -> list[LetterBoard]:
         return [self._draw(f"evaluation {index}") for index in range(NUM_EVAL_BOARDS)]
 
     def _draw(self, name: str) -> LetterBoard:
