@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from atroposlib.scored_data import IGNORE_INDEX
 from atroposlib.type_definitions import Message
+from atroposlib.utils.tokenizers.content_parts import in_readable_form
 
 __all__ = [
     "UNMASKED_ROLES",
@@ -148,7 +149,7 @@ def render_chat_ids(
     parameters = inspect.signature(tokenizer.apply_chat_template).parameters.values()
     if any(p.name == "return_dict" or p.kind is p.VAR_KEYWORD for p in parameters):
         options["return_dict"] = False
-    ids = tokenizer.apply_chat_template(chat, **options)
+    ids = tokenizer.apply_chat_template(in_readable_form(tokenizer, chat), **options)
     if isinstance(ids, Mapping):
         ids = ids["input_ids"]
     return [int(token_id) for token_id in ids]

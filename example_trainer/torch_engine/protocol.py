@@ -27,6 +27,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from atroposlib.utils.text import inert_line, near_name
+from atroposlib.utils.tokenizers.content_parts import in_readable_form
 from example_trainer.torch_engine.generation import EngineLimits, PromptRequest
 from example_trainer.torch_engine.sampling import SamplingSettings
 
@@ -385,7 +386,7 @@ def render_chat(fields: ChatFields | TokenizeFields, served: ServedTorchModel) -
     settings = _template_settings(fields.chat_template_kwargs)
     try:
         ids = served.tokenizer.apply_chat_template(
-            messages,
+            in_readable_form(served.tokenizer, messages),
             tools=fields.tools or None,
             add_generation_prompt=fields.add_generation_prompt
             and not fields.continue_final_message,

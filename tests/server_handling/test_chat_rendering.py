@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -104,3 +105,32 @@ def test_text_without_specials_keeps_tags_of_ours() -> None:
 
     assert without_specials(text, special_spellings(load_tokenizer("chatml"))) == text
     assert without_specials(text, special_spellings(CharTokenizer())) == text
+
+
+PARTS_ONLY = (
+    "{% for m in messages %}<{{ m['role'] }}>{% for p in m['content'] %}"
+    "{% if p['type'] == 'text' %}{{ p['text'] }}{% endif %}{% endfor %}{% endfor %}"
+)
+REJECTS_TEXTS = PARTS_ONLY.replace("p['type'] == 'text'", "p.text | length")
+
+
+@pytest.mark.parametrize("template", [PARTS_ONLY, REJECTS_TEXTS])
+def test_texts_become_parts_for_a_template_that_reads_only_parts(template: str) -> None:
+    tokenizer = load_tokenizer("chatml")
+    tokenizer.chat_template = template
+    given = [USER, THOUGHT, {"role": "user", "content": [{"type": "text", "text": "bye"}]}]
+    messages = copy.deepcopy(given)
+
+    text = render_messages(tokenizer, messages)
+
+    assert text == "<user>hi<assistant><think>why</think>ok<user>bye"
+    assert messages == given
+
+
+def test_texts_stay_texts_for_a_template_that_shows_parts_as_they_are() -> None:
+    tokenizer = load_tokenizer("chatml")
+    tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}{% endfor %}"
+    )
+
+    assert render_messages(tokenizer, [USER]) == "<user>hi"

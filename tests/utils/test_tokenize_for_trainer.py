@@ -12,6 +12,7 @@ from atroposlib.utils.tokenize_for_trainer import (
     tokenize_for_trainer_multistep,
 )
 from tests.fakes import CharTokenizer
+from tests.templates.make_tokenizers import load_tokenizer
 
 HI = {"role": "user", "content": "hi"}
 HELLO = {"role": "assistant", "content": "hello"}
@@ -167,3 +168,16 @@ def test_dpo_renders_both_sides() -> None:
 
     assert pair["chosen_tokens"] == tokenize_for_trainer(CharTokenizer(), [HI, HELLO])["tokens"]
     assert set(pair) == {"chosen_tokens", "chosen_masks", "rejected_tokens", "rejected_masks"}
+
+
+def test_texts_are_trained_with_a_template_that_reads_only_parts() -> None:
+    tokenizer = load_tokenizer("chatml")
+    tokenizer.chat_template = (
+        "{% for m in messages %}<|im_start|>{% for p in m['content'] %}"
+        "{% if p['type'] == 'text' %}{{ p['text'] }}{% endif %}{% endfor %}<|im_end|>{% endfor %}"
+    )
+
+    row = tokenize_for_trainer(tokenizer, [HI, HELLO])
+
+    trained = [mask for mask in row["masks"] if mask != -100]
+    assert tokenizer.decode(trained) == "<|im_start|>hello<|im_end|>"

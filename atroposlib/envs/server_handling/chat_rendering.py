@@ -28,6 +28,7 @@ from pydantic import SerializeAsAny
 from atroposlib.envs.server_handling.openai_compatible import drop_double_bos
 from atroposlib.envs.server_handling.tool_formats import whole_value
 from atroposlib.errors import ConfigError, PromptError
+from atroposlib.utils.tokenizers.content_parts import in_readable_form
 from atroposlib.utils.tokenizers.earlier_calls import no_template_text
 
 if TYPE_CHECKING:
@@ -187,7 +188,7 @@ def render_messages(
 
     A generation prompt is added unless the last message is the assistant's. Without a chat template
     each message becomes a line `role: content`. The role `developer` becomes `system` if the
-    template's source does not name it.
+    template's source does not name it, and texts become parts if the template reads only those.
 
     Args:
         tokenizer: Any object with `apply_chat_template`; None for the plain lines.
@@ -207,8 +208,10 @@ def render_messages(
     if not getattr(tokenizer, "chat_template", "their own"):
         raise ConfigError(no_template_text(tokenizer))
     shown = [_with_parsed_arguments(m) for m in _with_known_roles(tokenizer, messages)]
+    if keep_thinking:
+        shown = [_hide_thinking(message) for message in shown]
     text = tokenizer.apply_chat_template(
-        [_hide_thinking(message) for message in shown] if keep_thinking else shown,
+        in_readable_form(tokenizer, shown),
         tokenize=False,
         add_generation_prompt=not messages or messages[-1]["role"] != "assistant",
         **({"tools": tools} if tools is not None else {}),

@@ -29,6 +29,7 @@ from atroposlib.envs.server_handling.vllm_server import AutoTokenizer, VLLMServe
 from atroposlib.errors import ConfigError, InferenceError, NoTokenIdsError
 from atroposlib.scored_data import are_token_ids
 from atroposlib.utils.text import without_secrets
+from atroposlib.utils.tokenizers.content_parts import in_readable_form
 from atroposlib.utils.tracing import trace_headers
 
 if TYPE_CHECKING:
@@ -76,7 +77,7 @@ class TrlVllmServer(VLLMServer):
         url = await self._find_generate_once()
         if url is None:
             return await super()._chat_completion_wrapper(**kwargs)
-        messages = kwargs.pop("messages")
+        messages = in_readable_form(self.tokenizer, kwargs.pop("messages"))
         prompt = self.tokenizer.apply_chat_template(
             messages, tokenize=False, add_generation_prompt=True
         )

@@ -430,6 +430,20 @@ def test_tools_and_arguments_reach_the_template(torch_engine: LocalEngine, token
     assert tokenizer.decode(tokens) == "f;HelloRome"
 
 
+def test_texts_reach_a_template_that_reads_only_parts(
+    torch_engine: LocalEngine, tokenizer: Any
+) -> None:
+    template = "{% for m in messages %}{% for p in m.content %}{{ p.text }}{% endfor %}{% endfor %}"
+    served = torch_engine.tokenizer
+    original, served.chat_template = served.chat_template, template
+    try:
+        tokens = torch_engine.http.post("/tokenize", json={"messages": HELLO}).json()["tokens"]
+    finally:
+        served.chat_template = original
+
+    assert tokenizer.decode(tokens) == "Hello"
+
+
 def test_facts_of_the_engine(torch_engine: LocalEngine) -> None:
     get = torch_engine.http.get
 
