@@ -118,18 +118,8 @@ def _tokenize(
     tokens = render_chat_ids(tokenizer, chat)
     masks = [IGNORE_INDEX] * len(tokens)
     for i in trained:
-        prefix = render_chat_ids(tokenizer, chat[:i], add_generation_prompt=True)
-        # The last message extends to the end, closing tokens of the template included.
-        whole = tokens if i == len(chat) - 1 else render_chat_ids(tokenizer, chat[: i + 1])
-        for length, rendered in ((i, prefix), (i + 1, whole)):
-            if tokens[: len(rendered)] != rendered:
-                logger.warning(
-                    "the chat template renders the first %d messages differently when message %d "
-                    "follows them; the mask may be off by some tokens",
-                    length,
-                    length,
-                )
-        masks[len(prefix) : len(whole)] = tokens[len(prefix) : len(whole)]
+        start, end = _trained_span(tokenizer, tokens, chat, i)
+        masks[start:end] = tokens[start:end]
     if finish_reason == "length" and tokens and tokens[-1] == tokenizer.eos_token_id:
         tokens.pop()
         masks.pop()
@@ -139,6 +129,55 @@ def _tokenize(
     if include_messages:
         row["messages"] = chat
     return row
+
+
+def _trained_span(
+    tokenizer: ChatTokenizer, tokens: Sequence[int], chat: Chat, i: int
+) -> tuple[int, int]:
+    """Return where message i starts and ends among the [L] ids of the chat.
+
+    These are the lengths of `chat[:i]` with a generation prompt and of `chat[:i + 1]`. A template
+    may open replies with a `<think>` that it leaves out of chats; then the message starts where the
+    ids begin to differ, if its text is there.
+    """
+    prefix = render_chat_ids(tokenizer, chat[:i], add_generation_prompt=True)
+    # The last message extends to the end, closing tokens of the template included.
+    whole = tokens if i == len(chat) - 1 else render_chat_ids(tokenizer, chat[: i + 1])
+    start, num_equal = len(prefix), _num_equal(prefix, tokens)
+    if num_equal < start and _decoded(tokenizer, tokens[num_equal:]).startswith(
+        _written_forms(chat[i])
+    ):
+        start = num_equal
+    for num_messages, rendered in ((i, prefix[:start]), (i + 1, whole)):
+        if tokens[: len(rendered)] != rendered:
+            logger.warning(
+                "the chat template renders the first %d messages differently when message %d "
+                "follows them; the mask may be off by some tokens",
+                num_messages,
+                num_messages,
+            )
+    return start, len(whole)
+
+
+def _written_forms(message: Message | Mapping[str, Any]) -> tuple[str, ...]:
+    """Return the text of a message and the part behind its thinking; none without text."""
+    content = message.get("content")
+    if not isinstance(content, str):
+        return ()
+    forms = (content.strip(), content.rpartition("</think>")[2].strip())
+    return tuple(filter(None, dict.fromkeys(forms)))
+
+
+def _num_equal(ids: Sequence[int], others: Sequence[int]) -> int:
+    """Return the number of ids at the start that are equal."""
+    pairs = enumerate(zip(ids, others, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(ids), len(others)))
+
+
+def _decoded(tokenizer: ChatTokenizer, ids: Sequence[int]) -> str:
+    # Tokenizers of users may only render chats.
+    decode = getattr(tokenizer, "decode", None)
+    return "" if decode is None else str(decode(list(ids))).lstrip()
 
 
 def render_chat_ids(

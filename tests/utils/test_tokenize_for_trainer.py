@@ -132,35 +132,85 @@ def test_ids_are_a_plain_list_with_every_kind_of_tokenizer(tokenizer_cls: type[A
     )
 
 
-def test_template_that_rewrites_history_keeps_lengths_equal_and_warns(
+def test_reply_is_trained_if_the_template_drops_earlier_messages(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    chat = [HI, {"role": "assistant", "content": "<think>a</think>b"}, HI, HELLO]
-
     class Rewriting(CharTokenizer):
         def apply_chat_template(self, conversation: Any, **options: Any) -> Any:
             rewritten = conversation if len(conversation) < 4 else conversation[2:]
             return super().apply_chat_template(rewritten, **options)
 
+    chat = [HI, {"role": "assistant", "content": "<think>a</think>b"}, HI, HELLO]
+
     with caplog.at_level(logging.WARNING):
         row = tokenize_for_trainer(Rewriting(), chat)
 
-    assert len(row["tokens"]) == len(row["masks"])
-    assert "differently" in caplog.text
+    assert trained_text(row) == "hello</s>\n"
+    assert caplog.text == ""
+
+
+class Closing(CharTokenizer):
+    """Ends the last turn otherwise than those before, as the template of Phi 3."""
+
+    def apply_chat_template(self, conversation: Any, **options: Any) -> Any:
+        ids = super().apply_chat_template(conversation, **options)
+        return ids if options.get("add_generation_prompt") else [*ids, self.eos_token_id]
+
+
+class Opening(CharTokenizer):
+    """Opens replies with a thought that it leaves out of chats, as that of DeepSeek R1."""
+
+    def apply_chat_template(self, conversation: Any, **options: Any) -> Any:
+        ids = super().apply_chat_template(conversation, **options)
+        return [*ids, *map(ord, "<think>")] if options.get("add_generation_prompt") else ids
 
 
 def test_template_that_writes_another_end_before_a_message_warns(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    class Closing(CharTokenizer):  # as the template of Phi 3
-        def apply_chat_template(self, conversation: Any, **options: Any) -> Any:
-            ids = super().apply_chat_template(conversation, **options)
-            return ids if options.get("add_generation_prompt") else [*ids, self.eos_token_id]
-
     with caplog.at_level(logging.WARNING):
         tokenize_for_trainer(Closing(), [HI, HELLO, HI], train_on_all_assistant_turns=True)
 
     assert "the first 2 messages differently when message 2 follows" in caplog.text
+
+
+@pytest.mark.parametrize("text", ["hello", "<think>why</think> hello", "  hello"])
+def test_turn_starts_with_its_text_if_the_prompt_opens_a_thought(
+    text: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    class Dropping(Opening):
+        def apply_chat_template(self, conversation: Any, **options: Any) -> Any:
+            shown = [
+                {**m, "content": m["content"].rpartition("</think>")[2].strip()}
+                for m in conversation
+            ]
+            return super().apply_chat_template(shown, **options)
+
+    chat = [HI, {"role": "assistant", "content": text}, HI, HELLO]
+
+    with caplog.at_level(logging.WARNING):
+        last = tokenize_for_trainer(Dropping(), chat[:2])
+        both = tokenize_for_trainer(Dropping(), chat, train_on_all_assistant_turns=True)
+
+    assert trained_text(last) == "hello</s>\n"
+    assert trained_text(both) == "hello</s>\nhello</s>\n"
+    assert caplog.text == ""
+
+
+def test_another_opening_without_the_text_behind_it_keeps_its_length_and_warns(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    class Other(CharTokenizer):
+        def apply_chat_template(self, conversation: Any, **options: Any) -> Any:
+            ids = super().apply_chat_template(conversation, **options)
+            return [*ids[:-2], *map(ord, ">]")] if options.get("add_generation_prompt") else ids
+
+    with caplog.at_level(logging.WARNING):
+        row = tokenize_for_trainer(Other(), [HI, HELLO])
+
+    assert row["masks"][:PREFIX] == [-100] * PREFIX
+    assert row["masks"][PREFIX:] == row["tokens"][PREFIX:]
+    assert "the first 1 messages differently when message 1 follows" in caplog.text
 
 
 def test_dpo_renders_both_sides() -> None:
