@@ -160,7 +160,7 @@ def _trained_span(
 
 
 def _written_forms(message: Message | Mapping[str, Any]) -> tuple[str, ...]:
-    """Return the text of a message and the part behind its thinking; none without text."""
+    """Return the text of a message and what follows its thinking; none without text."""
     content = message.get("content")
     if not isinstance(content, str):
         return ()
