@@ -33,6 +33,14 @@ STARTS = (
 )
 MARKS = ("<tool_call>", "</tool_call>", "<think>", "</think>")
 REFUSE_SYSTEM = ("gemma", "gemma_training", "llava_next", "llava_next_training")
+PARSERS = (
+    ("llama3_1", "llama3_json"),
+    ("llama3_2", "llama3_json"),
+    ("glm4moe", "glm45"),
+    ("deepseekv3", "deepseek_v3"),
+    ("lfm2", "lfm2"),
+)
+"""Start of a template's name, and how its models write calls."""
 EXCHANGE = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "ANSWER"}]
 
 
@@ -51,7 +59,7 @@ def tool_parser_of(name: str, template: str) -> str | None:
         return "qwen3_coder"
     if "<tool_call>" in template and '"name": ' in template:
         return "hermes"
-    return "llama3_json" if name in ("llama3_1", "llama3_2") else None
+    return next((parser for start, parser in PARSERS if name.startswith(start)), None)
 
 
 def family_with(path: Path, folder: Path) -> Family:

@@ -26,7 +26,7 @@ from openai.types.chat.chat_completion import Choice
 from pydantic import SerializeAsAny
 
 from atroposlib.envs.server_handling.openai_compatible import drop_double_bos
-from atroposlib.envs.server_handling.tool_formats import whole_value
+from atroposlib.envs.server_handling.tool_calls import whole_value
 from atroposlib.errors import ConfigError, PromptError
 from atroposlib.utils.tokenizers.content_parts import in_readable_form
 from atroposlib.utils.tokenizers.earlier_calls import no_template_text

@@ -24,15 +24,15 @@ from atroposlib.envs.server_handling.chat_rendering import (
     reply_forms,
     spoken_text,
 )
-from atroposlib.envs.server_handling.tool_formats import (
+from atroposlib.envs.server_handling.tool_calls import (
     FoundCall,
     FunctionCall,
-    HermesFormat,
     ToolCall,
     ToolCallFormat,
-    registry,
     to_json,
 )
+from atroposlib.envs.server_handling.tool_formats import HermesFormat, registry
+from atroposlib.envs.server_handling.vllm_tool_format import open_vllm_format
 from atroposlib.utils.text import near_name
 
 __all__ = ["VLLM_AVAILABLE", "FunctionCall", "ToolCall", "ToolCallTranslator", "ToolParser"]
@@ -56,8 +56,9 @@ class ToolCallTranslator:
 
     Args:
         tokenizer: Decodes completions.
-        parser_name: Name of a format in `tool_formats.registry`. For an unknown name a warning
-            is logged, completions stay text and calls are rendered in the Hermes format.
+        parser_name: Name of a format in `tool_formats.registry`, or of a parser of vLLM if vLLM is
+            installed. For an unknown name a warning is logged, completions stay text and calls are
+            rendered in the Hermes format.
 
     Attributes:
         parser: The format; None if its name is unknown.
@@ -70,12 +71,15 @@ class ToolCallTranslator:
     def __init__(self, tokenizer: Any, parser_name: str = "hermes") -> None:
         self.tokenizer = tokenizer
         self.parser_name = parser_name
-        self.parser: ToolCallFormat | None = registry.find(parser_name)
+        self.parser: ToolCallFormat | None = registry.find(parser_name) or open_vllm_format(
+            parser_name, tokenizer
+        )
         self.call_id_to_raw_text: OrderedDict[str, str] = OrderedDict()
         self._answers: dict[str, _ToolAnswer] = {}
         if self.parser is None:
             logger.warning(
-                "no tool-call format %r, so tool calls stay text%s; known formats: %s",
+                "no tool-call format %r, so tool calls stay text%s; known formats: %s; others of "
+                "vLLM need vllm in this process",
                 parser_name,
                 near_name(parser_name.lower(), registry.names()),
                 ", ".join(registry.names()),

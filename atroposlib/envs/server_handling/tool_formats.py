@@ -1,211 +1,47 @@
-"""Parse and render tool calls in the formats of model families; pure, and never raises on text.
+"""Formats of tool calls of model families, and the registry that finds one by name.
 
-    completion ─► ToolCallFormat.find_calls ─► FoundCall, ...
-    calls of other origin ─► ToolCallFormat.render ─► the text the model would have written
-
-Sections: the interface `ToolCallFormat`; JSON helpers; the formats Hermes, Qwen, Llama 3 and
-Mistral; the registry that finds a format by name. To add a format, pass a subclass of
-`ToolCallFormat` to `registry.register`; the name then works as `tool_parser`.
+Sections: the formats Hermes, Qwen, Llama 3 and Mistral; the registry. Further formats are in
+`tagged_tool_formats`. To add a format, pass a subclass of `ToolCallFormat` to `registry.register`;
+the name then works as `tool_parser`.
 """
 
 from __future__ import annotations
 
 import json
 import re
-from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any
 
-from pydantic import BaseModel
+from atroposlib.envs.server_handling.tagged_tool_formats import (
+    DEEPSEEK_V3,
+    DEEPSEEK_V31,
+    KIMI_K2,
+    GlmFormat,
+    ListedCallsFormat,
+    NamedArgumentsFormat,
+    PythonCallsFormat,
+)
+from atroposlib.envs.server_handling.tool_calls import (
+    FoundCall,
+    FunctionCall,
+    NamedCall,
+    ToolCallFormat,
+    call_of,
+    is_end,
+    json_of,
+    object_of,
+    parameter_schemas,
+    read_json,
+    skip_space,
+    to_json,
+    typed_value,
+)
 
-
-class FunctionCall(BaseModel):
-    """Name and arguments of a call."""
-
-    name: str
-    arguments: str
-    """JSON text of an object, as in the chat APIs."""
-
-
-class ToolCall(BaseModel):
-    """One call in the format of the chat APIs.
-
-    `ToolCall(id="a1B2c3D4e", function=FunctionCall(name="add", arguments='{"a": 1}'))`
-    """
-
-    id: str
-    """Id by which the tool's result message refers to the call."""
-    type: Literal["function"] = "function"
-    function: FunctionCall
-
-
-class FoundCall(NamedTuple):
-    """A call read from a completion."""
-
-    name: str
-    """Name of the function, never empty."""
-    arguments: str
-    """JSON text of an object."""
-    start: int
-    """Index in the completion where the call begins, including its tag."""
-    end: int
-    call_id: str | None = None
-    """Id written by the model; None in most formats."""
-
-
-class ToolCallFormat(ABC):
-    """Tool-call syntax of one model family. Implementations hold no state.
-
-    Attributes:
-        trigger: Text that begins every call and nothing else; None if the format has none.
-        separator: Text between calls.
-    """
-
-    trigger: str | None = None
-    separator: str = "\n"
-
-    @abstractmethod
-    def find_calls(self, text: str, start: int, tools: Sequence[Any]) -> list[FoundCall]:
-        """Return the calls of a completion in their order.
-
-        If one call is malformed, the list is empty, so that a partial set of calls is never
-        executed. Never raises, whatever the text.
-
-        Args:
-            text: The completion.
-            start: Index where the search begins, after the thinking.
-            tools: Tool definitions of the request, as the caller gave them.
-        """
-
-    def frame_of(self, name: str) -> tuple[str, str] | None:
-        """Return the text before and after the arguments; None if they are not a JSON object."""
-        return None
-
-    @abstractmethod
-    def render(self, calls: Sequence[FunctionCall]) -> str:
-        """Return the text of calls; `find_calls` parses it back to the same calls."""
-
-
-def parameter_schemas(tools: Sequence[Any]) -> dict[str, Mapping[str, Any]]:
-    """Map the name of every tool to the JSON schemas of its parameters by their names.
-
-    Malformed definitions, which callers may send, are left out.
-    """
-    schemas: dict[str, Mapping[str, Any]] = {}
-    for tool in tools:
-        function = tool.get("function", tool) if isinstance(tool, Mapping) else None
-        if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            continue
-        parameters = function.get("parameters")
-        properties = parameters.get("properties") if isinstance(parameters, Mapping) else None
-        schemas[function["name"]] = properties if isinstance(properties, Mapping) else {}
-    return schemas
-
-
-_SPACE = re.compile(r"\s*")
-# An end-of-turn token may follow a call when special tokens were kept in the text.
-_END = re.compile(r"\s*(?:(?:<\|[^|<>]*\|>|</s>)\s*)*\Z")
-
-
-class ReadValue(NamedTuple):
-    """A decoded JSON value and its end."""
-
-    value: Any
-    end: int
-
-
-class NamedCall(NamedTuple):
-    """A call described by a JSON object; fields as in `FoundCall`."""
-
-    name: str
-    arguments: str
-    call_id: str | None
-
-
-def _refuse(constant: str) -> Any:
-    raise ValueError(f"{constant} is not JSON")
-
-
-# Not strict: models put line breaks into strings.
-_DECODER = json.JSONDecoder(strict=False, parse_constant=_refuse)
-
-
-def read_json(text: str, start: int) -> ReadValue | None:
-    """Read the JSON value at `start`, after optional whitespace; None if there is none."""
-    try:
-        return ReadValue(*_DECODER.raw_decode(text, skip_space(text, start)))
-    except (ValueError, RecursionError):
-        return None
-
-
-def skip_space(text: str, start: int) -> int:
-    """Return the index of the first non-whitespace character from `start` on."""
-    found = _SPACE.match(text, start)
-    return found.end() if found else start
-
-
-def is_end(text: str, start: int) -> bool:
-    """Whether only whitespace and end-of-turn tokens are left."""
-    return _END.match(text, start) is not None
-
-
-def to_json(value: Any) -> str | None:
-    """Return standard JSON text that can be encoded as UTF-8; None for a number out of range."""
-    try:
-        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
-        return text if _is_utf8(text) else json.dumps(value, allow_nan=False)
-    except (ValueError, RecursionError):
-        return None
-
-
-def call_of(value: Any) -> NamedCall | None:
-    """Return the call in an object such as `{"name": ..., "arguments": {...}}`.
-
-    The arguments may also be named `parameters`, be JSON text, or be missing; the object may be
-    nested under `function`. None for any other value.
-    """
-    if not isinstance(value, dict):
-        return None
-    call_id = value.get("id")
-    if isinstance(value.get("function"), dict):
-        value = value["function"]
-    name = value.get("name")
-    arguments = value.get("arguments", value.get("parameters"))
-    if isinstance(arguments, str):
-        arguments = whole_value(arguments)
-    arguments = {} if arguments is None else arguments
-    if not isinstance(name, str) or not name or not _is_utf8(name):
-        return None
-    text = to_json(arguments) if isinstance(arguments, dict) else None
-    if text is None:
-        return None
-    return NamedCall(name, text, call_id if isinstance(call_id, str) and call_id else None)
-
-
-def object_of(call: FunctionCall, arguments_key: str = "arguments") -> Mapping[str, Any]:
-    """Return the object that describes a call; arguments that are not JSON stay text."""
-    return {"name": call.name, arguments_key: whole_value(call.arguments, blank={})}
-
-
-def _json(call: FunctionCall, arguments_key: str = "arguments") -> str:
-    return json.dumps(object_of(call, arguments_key), ensure_ascii=False)
-
-
-def whole_value(text: str, *, blank: Any = None) -> Any:
-    """Return a text decoded as JSON; `blank` if it is empty, the text itself if it is not JSON."""
-    if not text.strip():
-        return blank
-    read = read_json(text, 0)
-    return read.value if read is not None and is_end(text, read.end) else text
-
-
-def _is_utf8(text: str) -> bool:
-    try:
-        text.encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
+__all__ = [
+    "FoundCall", "FunctionCall", "GlmFormat", "HermesFormat", "ListedCallsFormat",
+    "Llama3JsonFormat", "MistralFormat", "NamedArgumentsFormat", "PythonCallsFormat", "QwenFormat",
+    "ToolCallFormat", "ToolFormatRegistry", "registry",
+]  # fmt: skip
 
 OPEN = "<tool_call>"
 CLOSE = "</tool_call>"
@@ -240,7 +76,7 @@ class HermesFormat(ToolCallFormat):
         )
 
     def render(self, calls: Sequence[FunctionCall]) -> str:
-        return "\n".join(f"{OPEN}{_json(call)}{CLOSE}" for call in calls)
+        return "\n".join(f"{OPEN}{json_of(call)}{CLOSE}" for call in calls)
 
 
 def read_tagged_json(text: str, start: int) -> FoundCall | None:
@@ -268,7 +104,6 @@ _FUNCTION = re.compile(r"<function=([^>\n]+)>\s*")
 _PARAMETER = re.compile(
     r"<parameter=([^>\n]+)>(.*?)</parameter>(?=\s*(?:<parameter=|</function>|\Z))\s*", re.DOTALL
 )
-_PYTHON_WORDS: Mapping[str, bool | None] = {"True": True, "False": False, "None": None}
 
 
 class QwenFormat(ToolCallFormat):
@@ -313,7 +148,7 @@ class QwenFormat(ToolCallFormat):
         return f'{OPEN}\n{{"name": {named}, "arguments": ', f"}}\n{CLOSE}"
 
     def render(self, calls: Sequence[FunctionCall]) -> str:
-        write = _element if self.writes_elements else _json
+        write = _element if self.writes_elements else json_of
         return "\n".join(f"{OPEN}\n{write(call)}\n{CLOSE}" for call in calls)
 
 
@@ -338,7 +173,11 @@ def _read_element(
     types = schemas.get(name, {})
     arguments: dict[str, Any] = {}
     while (parameter := _PARAMETER.match(text, position)) is not None:
-        arguments[parameter[1].strip()] = _typed(parameter[2], types.get(parameter[1].strip()))
+        key, text_of_value = (
+            parameter[1].strip(),
+            parameter[2].removeprefix("\n").removesuffix("\n"),
+        )
+        arguments[key] = typed_value(text_of_value, types.get(key))
         position = parameter.end()
     is_closed = text.startswith("</function>", position)
     arguments_text = to_json(arguments)
@@ -346,36 +185,6 @@ def _read_element(
         return None
     end = position + len("</function>") if is_closed else len(text)
     return FoundCall(name, arguments_text, start, end)
-
-
-def _typed(text: str, schema: Any) -> Any:
-    """Convert the text of a parameter to a value according to its schema."""
-    text = text.removeprefix("\n").removesuffix("\n")
-    kinds = _kinds(schema) if isinstance(schema, Mapping) else set()
-    if not kinds or "string" in kinds:
-        return None if text == "null" and "null" in kinds else text
-    if text.strip() in _PYTHON_WORDS:
-        return _PYTHON_WORDS[text.strip()]
-    return whole_value(text, blank=text)
-
-
-def _kinds(schema: Mapping[str, Any]) -> set[str]:
-    """Return the JSON types that a schema allows; empty if it does not restrict them."""
-    kind = schema.get("type")
-    if isinstance(kind, str):
-        return {kind}
-    if isinstance(kind, list):
-        return {one for one in kind if isinstance(one, str)}
-    kinds: set[str] = set()
-    for one in [*_listed(schema, "anyOf"), *_listed(schema, "oneOf")]:
-        kinds |= _kinds(one)
-    # References are not resolved: the value is decoded if it is JSON, else kept as text.
-    return kinds | {"object"} if {"$ref", "allOf"} & schema.keys() else kinds
-
-
-def _listed(schema: Mapping[str, Any], key: str) -> list[Mapping[str, Any]]:
-    entries = schema.get(key)
-    return [e for e in entries if isinstance(e, Mapping)] if isinstance(entries, list) else []
 
 
 def _element(call: FunctionCall) -> str:
@@ -421,7 +230,7 @@ class Llama3JsonFormat(ToolCallFormat):
         return f'{{"name": {json.dumps(name, ensure_ascii=False)}, "parameters": ', "}"
 
     def render(self, calls: Sequence[FunctionCall]) -> str:
-        return "; ".join(_json(call, "parameters") for call in calls)
+        return "; ".join(json_of(call, "parameters") for call in calls)
 
 
 def _known_object(text: str, start: int, names: set[str]) -> int | None:
@@ -571,9 +380,35 @@ def _key(name: str) -> str:
 
 
 registry = ToolFormatRegistry()
-registry.register(HermesFormat(), "hermes")
+registry.register(HermesFormat(), "hermes", "granite4", "ernie45")
 registry.register(Llama3JsonFormat(), "llama3_json", "llama3", "llama4_json")
 registry.register(QwenFormat(), "qwen", "qwen2.5", "qwen3", "qwen3_json")
 registry.register(QwenFormat(writes_elements=True), "qwen3_coder", "qwen3_xml")
 registry.register(MistralFormat(), "mistral")
 registry.register(MistralFormat(writes_names=True), "mistral_v11")
+registry.register(DEEPSEEK_V3, "deepseek_v3")
+registry.register(DEEPSEEK_V31, "deepseek_v31")
+registry.register(KIMI_K2, "kimi_k2")
+registry.register(GlmFormat(), "glm45", "glm47")
+registry.register(PythonCallsFormat(), "pythonic")
+registry.register(PythonCallsFormat("<|python_start|>", "<|python_end|>"), "llama4_pythonic")
+registry.register(
+    PythonCallsFormat("<|tool_call_start|>", "<|tool_call_end|>", needs_opening=True), "lfm2"
+)
+registry.register(
+    PythonCallsFormat("<function_calls>", "</function_calls>", writes_lines=True), "olmo3"
+)
+registry.register(
+    ListedCallsFormat("<tool_calls>", closing="</tool_calls>"), "jamba", "hunyuan_a13b"
+)
+registry.register(ListedCallsFormat("functools"), "phi4_mini_json")
+registry.register(ListedCallsFormat("<|tool_call|>", "<tool_call>"), "granite")
+registry.register(
+    ListedCallsFormat(
+        "<|action_start|><|plugin|>",
+        closing="<|action_end|>",
+        arguments_key="parameters",
+        writes_list=False,
+    ),
+    "internlm",
+)
