@@ -352,3 +352,12 @@ def test_names_that_vllm_does_not_know_and_tokenizers_without_the_tokens_are_ref
     assert open_vllm_format("no_such_format", load_tokenizer("chatml")) is None
     assert open_vllm_format("deepseek_v3", load_tokenizer("chatml")) is None
     assert "vLLM's tool parser deepseek_v3 cannot be used" in caplog.text
+
+
+def test_a_parser_that_needs_token_ids_is_refused(
+    vllm_format: Callable[[str], ToolCallFormat], caplog: pytest.LogCaptureFixture
+) -> None:
+    tokenizer = vllm_format("minimax_m2")._tokenizer  # type: ignore[attr-defined]
+
+    assert open_vllm_format("openai", tokenizer) is None
+    assert "vLLM's tool parser openai cannot be used" in caplog.text

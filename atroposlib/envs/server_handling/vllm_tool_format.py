@@ -35,7 +35,8 @@ class VllmFormat(ToolCallFormat):
 
     def __init__(self, parser_class: Any, tokenizer: Any) -> None:
         self._parser_class, self._tokenizer = parser_class, tokenizer
-        parser_class(tokenizer)  # raises now rather than at the first completion
+        # Raises now rather than at the first completion: some parsers need tokens, or token ids.
+        self._extracted("", [])
 
     def find_calls(self, text: str, start: int, tools: Sequence[Any]) -> list[FoundCall]:
         try:
