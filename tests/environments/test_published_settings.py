@@ -24,6 +24,7 @@ from environments.gsm8k_server import GSM8kEnv
 from environments.infinimath.infinimath_env import InfiniteMathEnv, InfiniteMathEnvConfig
 from environments.mcqa_thinking_env import MCQAThinkingEnv
 from environments.rlaif_server import RLAIFEnv
+from environments.smolagents_integration.smolagents_env import SmolagentsEnvConfig
 from environments.tool_calling_server import SingleToolCallingEnv
 
 HERMES = "NousResearch/DeepHermes-3-Llama-3-8B-Preview"
@@ -185,6 +186,14 @@ def test_environment_has_its_published_name(env_cls: type[BaseEnv], name: str) -
             math_server_zero.RSConfig,
             {},
             {"start_tok_length": 8192, "run_evaluation": True, "mask_too_long_completions": True},
+        ),
+        (
+            SmolagentsEnvConfig,
+            {},
+            {"dataset_path": "data/gaia", "split": "validation", "use_chat_completion": True}
+            | {"max_steps": 12, "agent_verbosity": 2, "scoring_strategy": "combined"}
+            | {"length_penalty_weight": 0.1, "save_full_traces": True, "debug_scoring": False}
+            | {"max_concurrent_processes": 5, "process_timeout": 240},
         ),
     ],
 )
