@@ -290,7 +290,7 @@ class ImageEnv(SingleTurnEnv):
     @classmethod
     def config_init(cls) -> tuple[ImageEnvConfig, APIServerConfig]:
         return default_configs(
-            ImageEnvConfig,
+            cls.env_config_cls,
             MODEL,
             port=9001,
             group_size=8,

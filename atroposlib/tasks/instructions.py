@@ -36,7 +36,8 @@ __all__ = [
 WORD = re.compile(r"\w+(?:['\u2019-]\w+)*")
 SENTENCE_END = re.compile(r"(?<![.!?\u3002])[.!?\u3002]+[\"'\u201d\u2019)\]]*(?=\s|$)")
 BLANK_LINES = re.compile(r"\n[ \t\r]*\n\s*")
-BULLET = re.compile(r"^[ \t]*[*+-][ \t]+(?=[^\s*-])", re.MULTILINE)
+BULLET = re.compile(r"^[ \t]*[*+-][ \t]+(?=\S)(?![*+-](?:\s|$))", re.MULTILINE)
+"""A mark and a text, which may be bold; no divider such as `* * *`."""
 HIGHLIGHT = re.compile(r"\*{1,2}(?=[^\s*])[^*\n]+\*{1,2}")
 PLACEHOLDER = re.compile(r"\[[^\[\]\n]+\]")
 TITLE = re.compile(r"<<([^<>\n]+)>>")

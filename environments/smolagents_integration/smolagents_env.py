@@ -549,7 +549,7 @@ class SmolagentsEnvConfig(LocalItemsConfig):
     max_steps: int = Field(12, ge=1, le=100, description="Maximum number of steps of an agent.")
     max_turn_tokens: int = Field(1024, ge=1, description="Token limit of one step.")
     agent_verbosity: int = Field(
-        0, ge=0, le=3, description="Log level of smolagents; its log is shown from 1 on."
+        2, ge=0, le=3, description="Log level of smolagents; 0 shows none of its log."
     )
     scoring_strategy: Literal["combined", "correctness"] = Field(
         "combined", description="Score: all parts, or 1 for a right answer and 0 otherwise."

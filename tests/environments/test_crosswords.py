@@ -93,6 +93,7 @@ BOARD = Board(
         (["1-Across: PEAR"], [4 / 7]),
         (["1-across: pear"], [4 / 7]),
         (["- **1-Across: PEAR**"], [4 / 7]),
+        (["**1-Across**: PEAR"], [4 / 7]),
         (["It is a fruit.\n 1-Across :  PEAR."], [4 / 7]),
         (["1-Across: PEAR\n2-Down: ROCK"], [1 + WIN]),
         (["1-Across: PEAR", "2-Down: ROCK"], [4 / 7, 3 / 7 + WIN]),

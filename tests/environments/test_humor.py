@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import pytest
@@ -24,6 +25,8 @@ def reply(*numbers: int) -> str:
         (reply(2, 1, 3, 0, 2, 3), [2, 1, 3, 0, 2, 3]),
         ("<think>Score: 3</think>" + reply(0, 0, 0, 0, 0, 0), [0] * 6),
         (reply(2, 1, 3, 0, 2, 3).replace("Score:", "**Score:**"), [2, 1, 3, 0, 2, 3]),
+        (re.sub(r"(Score: .)", r"**\1**", reply(2, 1, 3, 0, 2, 3)), [2, 1, 3, 0, 2, 3]),
+        (re.sub(r"Score: (.)", r"- Score: **\1**", reply(2, 1, 3, 0, 2, 3)), [2, 1, 3, 0, 2, 3]),
         (reply(3, 1, 3, 0, 2, 3), None),  # relevance has 2 at most
         (reply(2, 1, 3, 0, 2), None),
         (reply(2, 1, 3, 0, 2, 3, 3), None),

@@ -51,6 +51,7 @@ CASES: list[tuple[str, dict[str, Any], str, str]] = [
     ("verify_postscript", {"postscript_marker": "P.P.S"}, "Bye\nP.P.S one", "Bye\nP.P.S"),
     ("validate_placeholders", {"N": 2}, "[name] of [town]", "[name] of []"),
     ("verify_bullet_points", {"N": 2}, "* a\n- b", "* a\n* * *\n**b**"),
+    ("verify_bullet_points", {"N": 3}, "* **a**: x\n- *b*\n+ -5", "* **a**\n- - -\n- *"),
     ("validate_title", {}, "<<A title>>\ntext", "<< >>\n<title>"),
     ("validate_choice", {"options": ["yes", "no"]}, "Yes.", "I know: yes or no"),
     ("validate_choice", {"options": ["it is", "it is not"]}, "it is not", "nothing"),

@@ -38,6 +38,10 @@ def verdict(reasoning: object, calls: object, summary: object) -> str:
         (verdict(5, 3, 2), [5.0, 3.0, 2.0]),
         (verdict(3.5, 0, "1/2"), [3.5, 0.0, 1.0]),
         ("<think>REASONING_SCORE: 5</think>" + verdict(1, 1, 1), [1.0, 1.0, 1.0]),
+        (
+            "**REASONING_SCORE: 4**\n- TOOL_CALL_SCORE: **2**\n* FORECAST_SUMMARY_SCORE: 1",
+            [4, 2, 1],
+        ),
         (verdict("1\nREASONING_SCORE: 5", 3, 2), None),
         (verdict(6, 3, 2), None),
         (verdict(5, 3, 2.5), None),

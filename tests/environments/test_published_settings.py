@@ -7,6 +7,8 @@ from typing import Any
 import pytest
 
 from atroposlib.envs.base import BaseEnv, EvalHandlingEnum
+from atroposlib.envs.commands import environment_defaults
+from atroposlib.envs.settings import layer_settings
 from environments import math_server, math_server_zero
 from environments.code_execution_server.code_execution_server import CodeConfig, CodingEnv
 from environments.dataset_environment.dataset_env import DatasetEnvConfig
@@ -19,11 +21,15 @@ from environments.game_environments.gymnasium.blackjack.blackjack_env_thinking i
     BlackjackEnvConfig,
 )
 from environments.game_environments.gymnasium.gym_taxi import GymTaxiEnv
-from environments.game_environments.textworld_env.textworld_env import TextWorldEnvConfig
+from environments.game_environments.textworld_env.textworld_env import (
+    TextWorldEnv,
+    TextWorldEnvConfig,
+)
 from environments.gsm8k_server import GSM8kEnv
 from environments.infinimath.infinimath_env import InfiniteMathEnv, InfiniteMathEnvConfig
 from environments.mcqa_thinking_env import MCQAThinkingEnv
 from environments.rlaif_server import RLAIFEnv
+from environments.smolagents_integration.smolagents_env import SmolagentsEnvConfig
 from environments.tool_calling_server import SingleToolCallingEnv
 
 HERMES = "NousResearch/DeepHermes-3-Llama-3-8B-Preview"
@@ -186,6 +192,14 @@ def test_environment_has_its_published_name(env_cls: type[BaseEnv], name: str) -
             {},
             {"start_tok_length": 8192, "run_evaluation": True, "mask_too_long_completions": True},
         ),
+        (
+            SmolagentsEnvConfig,
+            {},
+            {"dataset_path": "data/gaia", "split": "validation", "use_chat_completion": True}
+            | {"max_steps": 12, "agent_verbosity": 2, "scoring_strategy": "combined"}
+            | {"length_penalty_weight": 0.1, "save_full_traces": True, "debug_scoring": False}
+            | {"max_concurrent_processes": 5, "process_timeout": 240},
+        ),
     ],
 )
 def test_settings_have_the_published_names_and_defaults(
@@ -194,6 +208,16 @@ def test_settings_have_the_published_names_and_defaults(
     config = config_cls(**settings)
 
     assert {name: getattr(config, name) for name in defaults} == defaults
+
+
+@pytest.mark.parametrize("is_random", [True, False])
+def test_flag_decides_whether_settings_of_textworld_are_drawn(is_random: bool) -> None:
+    flags = {"env.randomize_challenge_settings": is_random, "env.adapter_args": {"cache_games": 2}}
+
+    settings = layer_settings("serve", environment_defaults(TextWorldEnv), {}, flags)
+
+    drawn = {"randomize": is_random, "normalize": False, "cache_games": 2}
+    assert settings.env.adapter_args == drawn  # type: ignore[attr-defined]
 
 
 def test_key_of_the_storyteller_is_that_of_the_shell(monkeypatch: pytest.MonkeyPatch) -> None:

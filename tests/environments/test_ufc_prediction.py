@@ -112,3 +112,11 @@ async def test_bouts_in_pictures_are_the_same_and_a_picture_of_the_data_is_kept(
     assert group["scores"] == [1.0, 1.0]
     assert group["ground_truths"] == ["B", "B"]
     assert group["group_overrides"] == {"group_size": 2}
+
+
+def test_settings_of_the_pictures_are_those_of_their_own_class() -> None:
+    from environments.community.ufc_prediction_env.ufc_image_env import UFCImageConfig, UFCImageEnv
+
+    config, _ = UFCImageEnv.config_init()
+
+    assert type(config) is UFCImageConfig  # else --help explains those of the base class

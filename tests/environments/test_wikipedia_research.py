@@ -95,6 +95,7 @@ def test_facts_are_sentences() -> None:
     [
         ("CORRECT: 6\nINCORRECT: 2\nUNKNOWN: 0", Statements(0.75, 0.25, 0.0)),
         ("<think>CORRECT: 1</think>**CORRECT:** 0\nINCORRECT: 0\nUNKNOWN: 2", Statements(0, 0, 1)),
+        ("**CORRECT: 6**\n- INCORRECT: **2**\n* UNKNOWN: 0", Statements(0.75, 0.25, 0.0)),
         ("CORRECT: 0\nINCORRECT: 0\nUNKNOWN: 0", None),
         ("CORRECT: 6\nCORRECT: 2\nUNKNOWN: 0", None),
         ("CORRECT: 6\nINCORRECT: 2", None),

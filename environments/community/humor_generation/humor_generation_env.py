@@ -48,7 +48,8 @@ RUBRIC = (
     ("coherence", 3, "it makes sense, and each sentence is needed"),
 )
 """Name of a rating, its highest number, and its meaning, in the order of the judge's lines."""
-SCORE_LINE = re.compile(r"[ \t]*(?:\*\*)?Score:(?:\*\*)?[ \t]*(\d)[ \t]*", re.IGNORECASE)
+SCORE_LINE = re.compile(r"[ \t*-]*Score:[ \t*]*(\d)[ \t*]*", re.IGNORECASE)
+"""A rating on a line of its own, which may be bold or an entry of a list."""
 SYSTEM_PROMPT = (
     "You are a comedy writer. Write what is asked for, new and in the style that is named, and "
     "nothing else: no introduction and no explanation. You may reason first between <think> and "

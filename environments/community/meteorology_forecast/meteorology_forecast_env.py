@@ -70,8 +70,9 @@ PARTS = {
 }
 """Name of a line of the judge to that of its part of the reward."""
 RATING_LINE = re.compile(
-    rf"[ \t]*\*{{0,2}}({'|'.join(RATINGS)}):\*{{0,2}}[ \t]*(\d(?:\.\d{{1,2}})?)(?:/\d)?[ \t]*"
+    rf"[ \t*-]*({'|'.join(RATINGS)}):[ \t*]*(\d(?:\.\d{{1,2}})?)(?:/\d)?[ \t*]*"
 )
+"""A rating on a line of its own, which may be bold or an entry of a list."""
 SUMMARY = "FORECAST SUMMARY:"
 TOOLS = (
     "surface_observations(station), radar(station, product), satellite(channel), "

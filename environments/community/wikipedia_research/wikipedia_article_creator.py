@@ -94,9 +94,8 @@ DEFAULT_RESULTS, MAX_RESULTS = 5, 10
 MAX_QUERY_CHARACTERS = 400
 MAX_TITLE_CHARACTERS, MAX_SNIPPET_CHARACTERS = 200, 300
 MIN_YEAR, MAX_YEAR = 1000, 2100
-STATEMENT_LINE = re.compile(
-    r"[ \t]*\*{0,2}(CORRECT|INCORRECT|UNKNOWN):\*{0,2}[ \t]*(\d{1,3})[ \t]*"
-)
+STATEMENT_LINE = re.compile(r"[ \t*-]*(CORRECT|INCORRECT|UNKNOWN):[ \t*]*(\d{1,3})[ \t*]*")
+"""A number on a line of its own, which may be bold or an entry of a list."""
 
 SYSTEM_PROMPT = (
     "You write an article for an encyclopedia. Research the topic first: search for pages, visit "

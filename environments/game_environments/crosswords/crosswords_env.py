@@ -219,7 +219,7 @@ WRONG_CELL = 0.1
 """Penalty of a wrong letter, as a share of the reward of a right one."""
 
 _LINE = re.compile(r"[\s*-]*([0-9]+)\s*-\s*(across|down)\b(.*)", re.IGNORECASE | re.ASCII)
-_WORD = re.compile(r"\s*:[\s*]*([A-Za-z]+)[\s*.,;]*", re.ASCII)
+_WORD = re.compile(r"[\s*]*:[\s*]*([A-Za-z]+)[\s*.,;]*", re.ASCII)
 
 
 class CrosswordGame:

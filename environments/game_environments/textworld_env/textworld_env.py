@@ -58,8 +58,9 @@ class TextWorldEnvConfig(AdapterEnvConfig):
     @model_validator(mode="after")
     def _set_adapter(self) -> TextWorldEnvConfig:
         self.adapter = f"textworld:{'+'.join(self.challenge_names)}"
-        chosen = {"randomize": self.randomize_challenge_settings, "normalize": False}
-        self.adapter_args = {**chosen, **self.adapter_args}
+        # The arguments may be those of `config_init`, which a flag is to change.
+        chosen = {"randomize": self.randomize_challenge_settings}
+        self.adapter_args = {"normalize": False, **self.adapter_args, **chosen}
         self.max_turns = self.max_steps
         return self
 
