@@ -10,6 +10,7 @@ those between are left out. Failures are retried; a lasting one ends the run.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import shutil
@@ -205,6 +206,7 @@ class PublishingSync:
         self._root = Path(config.save_path) / _FOLDER
         self._background: BackgroundPublisher | None = None
         self._tokenizer: Path | None = None
+        self._numbers = itertools.count()
 
     @property
     def mode(self) -> str:
@@ -286,8 +288,8 @@ class PublishingSync:
             return
         started = time.perf_counter()
         self._background.check()
-        folder = self._root / f"staged-{step}"
-        shutil.rmtree(folder, ignore_errors=True)
+        # Numbered: a finished run that is resumed publishes its last step at its start and its end.
+        folder = self._root / f"staged-{next(self._numbers)}-step-{step}"
         on_cpu = not self._config.device.startswith("cuda")
         stage_weights(model, folder, dtype=self._config.publish_dtype, unties=on_cpu)
         for file in self._tokenizer.iterdir() if self._tokenizer else ():
