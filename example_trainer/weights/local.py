@@ -151,6 +151,8 @@ class LocalWeights:
             raise ConfigError(
                 f"another process uses {self.root}; give each follower a folder of its own"
             ) from None
+        except OSError as error:  # some network file systems have no locks
+            logger.warning("%s cannot be locked against another process: %s", self.root, error)
         for folder in (self.root, self._checkpoints):
             for leftover in folder.glob(f"{_PARTIAL}*"):
                 is_link = leftover.is_symlink()

@@ -100,7 +100,7 @@ class PublishReport(NamedTuple):
 
     entry: VersionEntry
     is_new: bool
-    """False if the store had the same version with the same weights."""
+    """False if the store had the same version with the same weights, config and tokenizer."""
     compare_s: float
     """Seconds to compare and compress."""
     upload_s: float
@@ -109,8 +109,9 @@ class PublishReport(NamedTuple):
 class PublisherLease:
     """Right to write to a store, held by one publisher.
 
-    On a local file system, a lock that ends with the process. Elsewhere, a file that is renewed
-    from a thread and expires after a minute. Each publisher claims the next epoch.
+    On a local file system, a lock that ends with the process. Elsewhere, and on network file
+    systems without locks, a file that is renewed from a thread and expires after a minute. Each
+    publisher claims the next epoch.
     """
 
     def __init__(
@@ -136,29 +137,32 @@ class PublisherLease:
             ConfigError: another publisher is active.
         """
         root = self._store.local_root
-        held = self._read()
-        if root is not None:
-            self._lock_folder(root, held)
-        else:
+        held = self._read(_LEASE)
+        has_lock = root is not None and self._lock_folder(root, held)
+        if not has_lock:
             self._require_expired(held)
         manifest = self._store.manifest()
         epoch = 1 + max(int(held.get("epoch", 0)), manifest.epoch if manifest else 0)
-        while not self._store.create(self._epoch_name(epoch), self._owner.encode()):
-            if root is None:
-                self._refuse("another publisher started at the same time")
+        while not self._store.create(self._epoch_name(epoch), self._record(epoch)):
+            left_s = self._left_s(self._read(self._epoch_name(epoch)))
+            if not has_lock and left_s > 0:
+                self._refuse(
+                    "one started at the same time; if it was killed, its claim ends in "
+                    f"{left_s:.0f} s"
+                )
             epoch += 1  # claimed by a process that was killed
         self.epoch = epoch
         self._renew()
         for name in self._store.names(_EPOCHS):
             if name != self._epoch_name(epoch):
                 self._store.remove(name)
-        if root is None:
+        if not has_lock:
             self._thread = threading.Thread(target=self._keep, name="weights lease", daemon=True)
             self._thread.start()
 
     def check(self) -> None:
         """Raise `ConfigError` if another publisher has claimed the store since."""
-        held = self._read()
+        held = self._read(_LEASE)
         if held.get("owner") != self._owner:
             self._refuse(f"another publisher took over ({held.get('host', 'unknown host')})")
 
@@ -166,12 +170,13 @@ class PublisherLease:
         self._ended.set()
         if self._thread is not None:
             self._thread.join()
-        if self._read().get("owner") == self._owner:
+        if self._read(_LEASE).get("owner") == self._owner:
             self._renew(is_released=True)
         if self._lock is not None:
             self._lock.close()
 
-    def _lock_folder(self, root: Path, held: dict[str, Any]) -> None:
+    def _lock_folder(self, root: Path, held: dict[str, Any]) -> bool:
+        """Lock the folder; return whether its file system has locks."""
         try:
             root.mkdir(parents=True, exist_ok=True)
             self._lock = (root / "publisher.lock").open("ab")
@@ -183,9 +188,19 @@ class PublisherLease:
             self._lock.close()
             self._lock = None
             self._refuse(f"process {held.get('pid')} on {held.get('host')} publishes there")
+        except OSError as error:  # some network file systems have no locks
+            logger.warning("%s cannot be locked, a lease is used: %s", root, error)
+            self._lock.close()
+            self._lock = None
+            return False
+        return True
+
+    def _left_s(self, held: dict[str, Any]) -> float:
+        """Return the seconds until a lease or the claim of an epoch expires."""
+        return float(held.get("renewed_at", 0)) + self._lease_s - self._clock()
 
     def _require_expired(self, held: dict[str, Any]) -> None:
-        left_s = float(held.get("renewed_at", 0)) + self._lease_s - self._clock()
+        left_s = self._left_s(held)
         if not held or held.get("is_released") or left_s <= 0:
             return
         self._refuse(
@@ -211,19 +226,23 @@ class PublisherLease:
                 logger.warning("the lease could not be renewed: %s", error)
 
     def _renew(self, *, is_released: bool = False) -> None:
+        self._store.write(_LEASE, self._record(self.epoch, is_released=is_released))
+
+    def _record(self, epoch: int, *, is_released: bool = False) -> bytes:
         record = {
             "owner": self._owner,
-            "epoch": self.epoch,
+            "epoch": epoch,
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "renewed_at": self._clock(),
             "is_released": is_released,
         }
-        self._store.write(_LEASE, json.dumps(record).encode())
+        return json.dumps(record).encode()
 
-    def _read(self) -> dict[str, Any]:
+    def _read(self, name: str) -> dict[str, Any]:
+        """Return a lease or the claim of an epoch; empty if there is none that can be read."""
         try:
-            found = json.loads(self._store.read(_LEASE, max_bytes=_MOST_LEASE_BYTES) or b"{}")
+            found = json.loads(self._store.read(name, max_bytes=_MOST_LEASE_BYTES) or b"{}")
         except (ValueError, RecursionError, DamagedWeightsError):
             return {}
         is_lease = (
@@ -319,7 +338,8 @@ class WeightsPublisher:
                 written = _write_version(weights, base, folder / WEIGHTS, delta_path)
             compared = time.perf_counter()
             if manifest and version == manifest.head.version:
-                if written.sha256 == manifest.head.weights_sha256:
+                is_same = written.sha256 == manifest.head.weights_sha256
+                if is_same and weights.has_files(manifest):
                     return PublishReport(manifest.head, False, compared - started, 0.0)
                 self._require_rewinding(manifest.head, version, rewinds)
             manifest = self._upload(manifest, weights, folder, written, version)
@@ -497,6 +517,11 @@ class _SourceWeights:
             is_weights = path.name.endswith(NEVER_PUBLISHED) or path.name.startswith(".")
             if path.is_file() and not is_weights and path.stat().st_size <= MOST_FILE_BYTES:
                 yield path
+
+    def has_files(self, manifest: Manifest) -> bool:
+        """Return whether config and tokenizer are those of a manifest."""
+        own = {path.name: file_digest(path) for path in self.other_files()}
+        return own == {name: file.sha256 for name, file in manifest.files.items()}
 
 
 def _weight_files(folder: Path) -> list[Path]:

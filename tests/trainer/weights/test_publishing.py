@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import json
 import logging
@@ -240,6 +241,18 @@ def test_same_version_again_is_not_published_twice(store, tmp_path):
     assert store.manifest().head.serial == 2
 
 
+def test_same_version_with_another_config_is_refused(store, tmp_path):
+    with WeightsPublisher(store, tmp_path / "mirror") as publisher:
+        publish_all(publisher, tmp_path / "new", 2)
+        (tmp_path / "new" / "config.json").write_text('{"model_type": "other"}')
+        with pytest.raises(ConfigError, match="already has version 2"):
+            publisher.publish(tmp_path / "new", 2)
+        assert publisher.publish(tmp_path / "new", 3).is_new
+
+    follow_once(store, tmp_path / "into")
+    assert "other" in (tmp_path / "into" / "current" / "config.json").read_text()
+
+
 def test_older_version_is_refused_unless_the_run_was_resumed(store, tmp_path):
     with WeightsPublisher(store, tmp_path / "mirror") as publisher:
         published = publish_all(publisher, tmp_path / "new", 3)
@@ -372,10 +385,52 @@ def test_text_of_a_lease_is_one_line_in_errors():
 
 def test_publisher_that_was_overtaken_is_refused_at_the_same_epoch():
     store = WeightStore(f"memory://{uuid.uuid4().hex}")
-    store.create("epochs/00000001", b"another one")
+    store.create("epochs/00000001", b'{"owner": "another one", "renewed_at": 1000}')
 
-    with pytest.raises(ConfigError, match="started at the same time"):
-        PublisherLease(store).acquire()
+    with pytest.raises(ConfigError, match="same time; if it was killed, its claim ends in 59 s"):
+        PublisherLease(store, clock=lambda: 1001.0).acquire()
+
+
+@pytest.mark.parametrize("claim", [b'{"owner": "another one", "renewed_at": 1000}', b"unreadable"])
+def test_publisher_that_was_killed_while_it_claimed_an_epoch_does_not_block_the_store(claim):
+    store = WeightStore(f"memory://{uuid.uuid4().hex}")
+    store.create("epochs/00000001", claim)
+
+    lease = PublisherLease(store, clock=lambda: 1061.0)
+    lease.acquire()
+    lease.release()
+
+    assert lease.epoch == 2
+    assert store.names("epochs") == ["epochs/00000002"]
+
+
+@pytest.fixture
+def without_locks(monkeypatch):
+    """A network file system that has no locks."""
+
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+
+
+@pytest.mark.usefixtures("without_locks")
+def test_file_system_without_locks_gets_a_lease(tmp_path):
+    store = WeightStore(str(tmp_path / "store"))
+    now = 1000.0
+    lease = PublisherLease(store, clock=lambda: now)
+    publisher = WeightsPublisher(store, tmp_path / "a", lease=lease)
+    publisher.open()
+    published = publish_all(publisher, tmp_path / "new", 2)
+
+    with pytest.raises(ConfigError, match="has another publisher: .* its lease ends in 60 s"):
+        PublisherLease(store, clock=lambda: now).acquire()
+    publisher.close()
+    later = PublisherLease(store, clock=lambda: now)
+    later.acquire()
+    later.release()
+
+    assert same_bits(follow_once(store, tmp_path / "into"), published[-1])
 
 
 @pytest.mark.parametrize("part", ["delta", "anchor", "config"])
