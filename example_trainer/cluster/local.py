@@ -92,6 +92,8 @@ class SupervisorRecord:
                     f"a supervisor of the run in {self.folder.parent} is running; see `atropos-up "
                     "status`, or end it with `atropos-up down`"
                 ) from None
+            except OSError:  # some network file systems have no locks
+                pass
             yield
 
     def write(self, status: RunStatus) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import json
 import os
 import signal
@@ -71,6 +73,18 @@ def test_record_that_cannot_be_read_is_named(tmp_path: Path, text: str) -> None:
 
     with pytest.raises(ConfigError, match=r"record.json cannot be read: .*; delete it"):
         LocalRun(run, file).down()
+
+
+def test_output_folder_on_a_file_system_without_locks_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+
+    with SupervisorRecord(tmp_path).held():
+        assert (tmp_path / "up" / "lock").is_file()
 
 
 def write_record(run: RunFile, text: str) -> Path:

@@ -154,6 +154,23 @@ def test_engine_that_is_down_is_retried(tmp_path, published, caplog):
     assert "hunter2" not in caplog.text
 
 
+@pytest.mark.parametrize("kind", [EngineControl, SglangControl])
+def test_engine_behind_a_proxy_that_cannot_reach_it_is_retried(tmp_path, published, caplog, kind):
+    store, _ = published
+    clock = StoppedClock()
+    with (
+        ScriptedVllm({"/collective_rpc": (502, {}), "/model_info": (502, {})}) as proxy,
+        opened(tmp_path / "into") as local,
+    ):
+        follower = Follower(store, local, [followed(proxy, clock, kind)])
+        assert not follower.poll()
+        proxy.answers = {"/model_info": (200, {})}
+        clock.now += 10
+        assert follower.poll()
+
+    assert "answered 502; trying again" in caplog.text
+
+
 def test_engines_that_are_down_are_named_with_the_reason_by_a_follower_that_ends(
     tmp_path, published, caplog
 ):

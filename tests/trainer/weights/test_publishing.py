@@ -714,16 +714,22 @@ def test_missing_file_is_named_without_the_secret_of_its_url(monkeypatch):
     assert "secret" not in str(caught.value)
 
 
-def test_wrong_address_of_an_engine_is_shown_without_its_secret(tmp_path, monkeypatch, capsys):
-    url = "me:hunter2@host:9001"  # pragma: allowlist secret
-    words = ["follow", str(tmp_path), "--into", str(tmp_path / "into"), "--engine-url", url]
+@pytest.mark.parametrize(
+    "place",
+    ["me:hunter2@host:9001", "http://me:hunter2@[::1"],  # pragma: allowlist secret
+)
+def test_wrong_address_of_an_engine_is_shown_without_its_secret(
+    tmp_path, monkeypatch, capsys, place
+):
+    words = ["follow", str(tmp_path), "--into", str(tmp_path / "into"), "--engine-url", place]
     monkeypatch.setattr("sys.argv", ["atropos-weights", *words])
 
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit) as ended:
         main()
 
     printed = capsys.readouterr().err
-    assert "host:9001" in printed
+    assert ended.value.code == 2
+    assert place.rpartition("@")[2] in printed
     assert "hunter2" not in printed
 
 
