@@ -17,6 +17,7 @@ from atroposlib.errors import ConfigError
 from example_trainer.cluster.local import LocalRun, SupervisorRecord
 from example_trainer.cluster.run_file import RunFile, read_run_file
 from example_trainer.cluster.slurm import SlurmRun
+from example_trainer.processes import process_identity
 
 
 def written_run(folder: Path, **sections: Any) -> tuple[RunFile, Path]:
@@ -98,10 +99,10 @@ def write_record(run: RunFile, text: str) -> Path:
 def test_record_of_another_user_ends_no_process(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    psutil = pytest.importorskip("psutil")
+    pytest.importorskip("psutil")
     run, file = written_run(tmp_path)
     status = {"state": "running", "parts": [], "detail": ""}
-    victim = [os.getpid(), psutil.Process().create_time()]
+    victim = process_identity(os.getpid())
     path = write_record(run, json.dumps({"supervisor": victim, "status": status}))
     os.chown(path, 65534, 65534)
     sent: list[int] = []
