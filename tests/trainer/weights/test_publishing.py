@@ -423,7 +423,7 @@ def test_file_system_without_locks_gets_a_lease(tmp_path):
     publisher.open()
     published = publish_all(publisher, tmp_path / "new", 2)
 
-    with pytest.raises(ConfigError, match="has another publisher: .* its lease ends in 60 s"):
+    with pytest.raises(ConfigError, match=r"has another publisher: .* its lease ends in 60 s"):
         PublisherLease(store, clock=lambda: now).acquire()
     publisher.close()
     later = PublisherLease(store, clock=lambda: now)
