@@ -148,7 +148,9 @@ def test_private_sequences_do_not_change_the_style(url: str, open_page: OpenPage
     page = timeline(watched)
     for line in (2, 3):
         page.keyboard.press("j")
-        page.wait_for_function(f"document.querySelector('#v-head').innerText.includes('line {line}')")
+        page.wait_for_function(
+            f"document.querySelector('#v-head').innerText.includes('line {line}')"
+        )
 
     open_replay(page)
 
