@@ -44,6 +44,7 @@ from example_trainer.weights.format import (
     architecture_of,
     encode_piece,
     is_anchor_due,
+    is_published_name,
     kept_entries,
     pack_index,
     pieces_of,
@@ -515,8 +516,12 @@ class _SourceWeights:
         """Yield the config and the tokenizer: small files at the top of the folder."""
         for path in sorted(self.folder.iterdir()):
             is_weights = path.name.endswith(NEVER_PUBLISHED) or path.name.startswith(".")
-            if path.is_file() and not is_weights and path.stat().st_size <= MOST_FILE_BYTES:
+            if not path.is_file() or is_weights or path.stat().st_size > MOST_FILE_BYTES:
+                continue
+            if is_published_name(path.name):
                 yield path
+            else:  # such as the backup of an editor
+                logger.warning("%s is not published: not the name of a config or tokenizer", path)
 
     def has_files(self, manifest: Manifest) -> bool:
         """Return whether config and tokenizer are those of a manifest."""

@@ -165,6 +165,20 @@ def test_config_that_changes_without_the_weights_reaches_followers(
         assert local.record().version == 2
 
 
+def test_files_that_a_manifest_cannot_name_are_left_out_with_a_warning(store, tmp_path, caplog):
+    checkpoint = write_checkpoint(tmp_path / "new", some_tensors())
+    names = ["config.json~", "notes (copy).txt"]
+    for name in names:
+        (checkpoint / name).write_text("x")
+
+    with WeightsPublisher(store, tmp_path / "mirror") as publisher:
+        publisher.publish(checkpoint, 1)
+
+    assert store.manifest().files.keys() == {"config.json", "tokenizer.json"}
+    for name in names:
+        assert f"{name} is not published" in caplog.text
+
+
 def test_only_the_files_that_transformers_loads_are_published(store, tmp_path):
     tensors = some_tensors()
     single = write_checkpoint(tmp_path / "single", tensors)
