@@ -20,6 +20,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from atroposlib.errors import ConfigError
+from atroposlib.utils.writable import naming_writes
+from example_trainer.checkpointing import safetensors_errors
 from example_trainer.config import TrainingConfig
 from example_trainer.weight_sync import WeightSync, declare_untied, ties_output_to_input
 from example_trainer.weights.format import Manifest, WeightsError
@@ -174,7 +176,8 @@ def stage_weights(model: Any, folder: Path, *, dtype: str, unties: bool) -> None
         name = next(n for n, module in model.named_modules() if module is head)
         state[f"{name}.weight"] = state[f"{name}.weight"].clone()
     folder.mkdir(parents=True)
-    model.save_pretrained(folder, state_dict=state, safe_serialization=True)
+    with naming_writes(folder), safetensors_errors():
+        model.save_pretrained(folder, state_dict=state, safe_serialization=True)
     if is_tied and unties:
         declare_untied(folder / "config.json")
     if kind is not None:

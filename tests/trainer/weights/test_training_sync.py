@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import threading
 
 import httpx
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
@@ -97,6 +99,19 @@ def test_staged_copy_as_trained_keeps_every_bit(tmp_path):
 
     staged = load_file(tmp_path / "staged" / "model.safetensors")
     assert all(torch.equal(value, staged[name]) for name, value in model.state_dict().items())
+
+
+def test_full_disk_names_the_folder_of_the_staged_copy(tmp_path, monkeypatch):
+    def fill_disk(*_, **__):
+        raise SafetensorError("Error while serializing: I/O error: No space left (os error 28)")
+
+    model = tiny_llama()
+    monkeypatch.setattr(model, "save_pretrained", fill_disk)
+
+    with pytest.raises(OSError, match=r"No space left on device: .*staged") as full:
+        stage_weights(model, tmp_path / "staged", dtype="as_trained", unties=False)
+
+    assert full.value.errno == errno.ENOSPC
 
 
 class HeldPublisher(WeightsPublisher):
