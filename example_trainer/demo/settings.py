@@ -294,7 +294,7 @@ def settings_for(
     the defaults that depend on size.
 
     Raises:
-        ConfigError: The tiny model cannot read as many tokens.
+        ConfigError: `max_tokens` is more than the tiny model reads.
     """
     task = TaskSettings()
     settings = DemoSettings(model=model, seed=seed, engine=engine)
