@@ -353,6 +353,8 @@ def restore_engine(url: str, output: Path, *, name: str = "the engine") -> str |
         step = int((weights / STEP_FILE).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
+    except (OSError, ValueError) as error:  # such as a network file system that is away
+        return f"{name} serves the first weights until the next update: {error}"
     control = EngineControl(url)
     try:
         control.reload_weights(weights, pause_mode="keep", version=step)
