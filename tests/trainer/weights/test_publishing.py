@@ -10,6 +10,8 @@ import logging
 import os
 import resource
 import shutil
+import subprocess
+import sys
 import uuid
 from pathlib import Path
 
@@ -745,6 +747,27 @@ def test_wrong_address_of_an_engine_is_shown_without_its_secret(
     assert ended.value.code == 2
     assert place.rpartition("@")[2] in printed
     assert "hunter2" not in printed
+
+
+@pytest.mark.parametrize("command", ["list", "verify"])
+def test_reader_of_a_list_may_leave(tmp_path, command):
+    with WeightsPublisher(WeightStore(str(tmp_path / "store")), tmp_path / "mirror") as publisher:
+        publish_all(publisher, tmp_path / "new", 1)
+    reading, writing = os.pipe()
+    os.close(reading)
+
+    with os.fdopen(writing, "w") as output:
+        done = subprocess.run(
+            [sys.executable, "-u", "-m", "example_trainer.weights.cli", command, "store"],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
+            stdout=output,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_file_larger_than_the_disk_is_not_downloaded(tmp_path, monkeypatch):
