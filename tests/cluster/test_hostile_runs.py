@@ -8,12 +8,14 @@ import json
 import os
 import signal
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import yaml
 
 from atroposlib.errors import ConfigError
+from example_trainer.cluster import slurm
 from example_trainer.cluster.local import LocalRun, SupervisorRecord
 from example_trainer.cluster.run_file import RunFile, read_run_file
 from example_trainer.cluster.slurm import SlurmRun
@@ -86,6 +88,23 @@ def test_output_folder_on_a_file_system_without_locks_is_used(
 
     with SupervisorRecord(tmp_path).held():
         assert (tmp_path / "up" / "lock").is_file()
+
+
+def test_parts_of_a_slurm_job_reach_its_nodes_without_a_proxy_of_the_cluster(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, _ = written_run(tmp_path, slurm={"gpus_per_node": 4})
+    for name in ("http_proxy", "no_proxy", "NO_PROXY"):
+        monkeypatch.setenv(name, "")  # restores what the code under test sets
+    monkeypatch.setenv("http_proxy", "http://proxy:3128")
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "nid[1-2]")
+    monkeypatch.setattr(slurm, "_slurm", lambda *_: "nid1\nnid2\n")
+    monkeypatch.setattr(slurm, "RunSupervisor", lambda *_, **__: SimpleNamespace(run=lambda: None))
+
+    slurm._supervise(run)
+
+    assert {"nid1", "nid2"} <= set(os.environ["no_proxy"].split(","))
+    assert os.environ["NO_PROXY"] == os.environ["no_proxy"]
 
 
 def write_record(run: RunFile, text: str) -> Path:
