@@ -48,6 +48,10 @@ class WeightStore:
 
     Args:
         url: A folder, or a URL such as `s3://bucket/run`. `http://` can only be read.
+
+    Raises:
+        ConfigError: the URL is malformed, or the package of its file system is missing.
+        StoreError: its server does not answer.
     """
 
     def __init__(self, url: str) -> None:
@@ -62,6 +66,9 @@ class WeightStore:
                 f"{self.shown_url} cannot be opened: {hide_secrets(str(error))}; expected a folder "
                 "or a URL of a file system that fsspec knows, whose package is installed"
             ) from None
+        except Exception as error:  # noqa: BLE001 - some file systems connect, each with own errors
+            reason = hide_secrets(f"{type(error).__name__}: {error}")
+            raise StoreError(f"cannot open {self.shown_url}: {reason}") from None
         self._root = str(self._root).rstrip("/")
         protocols = self._fs.protocol
         self._protocols = {protocols} if isinstance(protocols, str) else set(protocols)
