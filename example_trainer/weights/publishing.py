@@ -13,6 +13,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 import socket
 import threading
@@ -69,6 +70,13 @@ _LEASE = "lease.json"
 _EPOCHS = "epochs"
 _DATA = "data"
 _FILES = "files"
+_OWN_NAMES = re.compile(
+    rf"{_EPOCHS}/(\.new-[0-9a-f]{{32}}-)?[0-9]{{8,}}"
+    rf"|{_DATA}/(\.new-[0-9a-f]{{32}}-)?[0-9]{{8,}}-[0-9]+\.(delta|safetensors)"
+    rf"|{_FILES}/(\.new-[0-9a-f]{{32}}-)?[0-9a-f]{{64}}"
+)
+"""Files of publishers, also unfinished ones. Others are never deleted: the URL may be that of a
+folder or bucket with more in it, such as data sets in `data`."""
 _INDEX = f"{WEIGHTS}.index.json"
 _NOT_LOADED = ("consolidated", "trainer_state")
 """The weights once more under other names, and the optimizer of earlier checkpoints of ours."""
@@ -155,7 +163,7 @@ class PublisherLease:
         self.epoch = epoch
         self._renew()
         for name in self._store.names(_EPOCHS):
-            if name != self._epoch_name(epoch):
+            if name != self._epoch_name(epoch) and _OWN_NAMES.fullmatch(name):
                 self._store.remove(name)
         if not has_lock:
             self._thread = threading.Thread(target=self._keep, name="weights lease", daemon=True)
@@ -469,7 +477,7 @@ class WeightsPublisher:
         used = manifest.stored_names()
         try:
             for name in [*self._store.names(_DATA), *self._store.names(_FILES)]:
-                if name not in used:
+                if name not in used and _OWN_NAMES.fullmatch(name):
                     self._store.remove(name)
         except WeightsError as error:
             logger.warning("old files stay until the next version: %s", error)

@@ -282,6 +282,23 @@ def test_older_version_is_refused_unless_the_run_was_resumed(store, tmp_path):
     assert same_bits(follow_once(store, tmp_path / "into"), published[0])
 
 
+def test_publisher_deletes_no_files_but_its_own(store, tmp_path):
+    others = ["data/train.csv", "data/00000001.safetensors", "files/notes.txt", "epochs/3.pt"]
+    left = [
+        "data/00000001-0.delta", f"data/.new-{'0' * 32}-00000001-0.safetensors",
+        f"files/{'0' * 64}", "epochs/00000000",
+    ]  # fmt: skip
+    for name in [*others, *left]:
+        store.write(name, b"content")
+
+    with WeightsPublisher(store, tmp_path / "mirror") as publisher:
+        publish_all(publisher, tmp_path / "new", 2)
+
+    found = {name for folder in ("data", "files", "epochs") for name in store.names(folder)}
+    assert found >= set(others)
+    assert not found & set(left)
+
+
 def test_other_model_is_refused_and_nothing_changes(store, tmp_path):
     with WeightsPublisher(store, tmp_path / "mirror") as publisher:
         publish_all(publisher, tmp_path / "new", 2)
