@@ -342,6 +342,20 @@ def test_folder_with_a_link_to_other_files_is_refused(tmp_path, name):
         pass
 
 
+@pytest.mark.parametrize("name", ["checkpoints/step_100/model.pt", "downloads/mine.zip"])
+def test_folder_whose_files_have_other_names_is_refused_and_keeps_them(tmp_path, name):
+    for number in ("100", "200", "300"):
+        other = tmp_path / "into" / name.replace("100", number)
+        other.parent.mkdir(parents=True, exist_ok=True)
+        other.write_text("mine")
+    before = sorted(tmp_path.rglob("*"))
+
+    with pytest.raises(ConfigError, match="has other files, such as"), opened(tmp_path / "into"):
+        pass
+
+    assert sorted(tmp_path.rglob("*")) == before
+
+
 def test_two_followers_in_one_folder_are_refused(tmp_path):
     with (
         opened(tmp_path / "into"),
