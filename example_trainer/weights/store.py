@@ -50,13 +50,15 @@ class WeightStore:
         url: A folder, or a URL such as `s3://bucket/run`. `http://` can only be read.
 
     Raises:
-        ConfigError: the URL is malformed, or the package of its file system is missing.
+        ConfigError: the URL is empty or malformed, or the package of its file system is missing.
         StoreError: its server does not answer.
     """
 
     def __init__(self, url: str) -> None:
         self.shown_url = without_secrets(url)
         hide_secrets_of_requests()
+        if not url:  # of an unset variable; fsspec would take the working directory
+            raise ConfigError("the URL of the store is empty; expected a folder or a URL")
         if url.startswith(("http://", "https://")) and "?" in url:
             raise ConfigError(f"{self.shown_url}: expected the URL of a folder, without a query")
         try:

@@ -175,3 +175,8 @@ def test_server_that_is_down_at_the_start_is_named_without_its_secret():
             WeightStore(url)
 
     assert "hunter2" not in str(failed.value)
+
+
+def test_empty_url_is_refused():
+    with pytest.raises(ConfigError, match="the URL of the store is empty"):
+        WeightStore("")
