@@ -43,6 +43,7 @@ __all__ = [
     "move_training_state",
     "random_states",
     "replace_directory",
+    "safetensors_errors",
     "save_checkpoint",
     "save_lora_checkpoint",
     "save_training_state",
@@ -70,7 +71,7 @@ def replace_directory(path: Path, write: Callable[[Path], None]) -> Path:
         shutil.rmtree(leftover, ignore_errors=True)
     fresh.mkdir()
     try:
-        with naming_writes(path), _safetensors_errors():
+        with naming_writes(path), safetensors_errors():
             write(fresh)
         for file in fresh.rglob("*"):
             _flush_to_disk(file)
@@ -101,7 +102,7 @@ def _exchange(one: Path, other: Path) -> bool:
 
 
 @contextlib.contextmanager
-def _safetensors_errors() -> Iterator[None]:
+def safetensors_errors() -> Iterator[None]:
     """Raise an error of the operating system that the library reports as its own as `OSError`."""
     from safetensors import SafetensorError
 

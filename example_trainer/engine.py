@@ -44,6 +44,9 @@ class EngineConnection:
     """HTTP requests to one engine, whose address is without `/v1`.
 
     The default timeout allows for large models, which take minutes to reload.
+
+    Raises:
+        ConfigError: The address is malformed.
     """
 
     def __init__(self, base_url: str, *, timeout_s: float = 600.0) -> None:
@@ -51,12 +54,18 @@ class EngineConnection:
         hide_secrets_of_requests()
         # `trust_env=False`: proxies of the environment are not for a local engine. The transport
         # still reads SSL_CERT_FILE, for engines whose proxy has TLS.
-        self._http = httpx.Client(
-            base_url=base_url,
-            timeout=timeout_s,
-            transport=httpx.HTTPTransport(socket_options=socket_options()),
-            trust_env=False,
-        )
+        try:
+            self._http = httpx.Client(
+                base_url=base_url,
+                timeout=timeout_s,
+                transport=httpx.HTTPTransport(socket_options=socket_options()),
+                trust_env=False,
+            )
+        except httpx.InvalidURL as error:
+            raise ConfigError(
+                f"the address of the engine is {self.shown_url!r}; expected an address such as "
+                "http://localhost:9001"
+            ) from error
 
     @property
     def shown_url(self) -> str:
@@ -78,6 +87,17 @@ class EngineConnection:
             raise EngineUnreachableError(
                 f"{method} {self.shown_url}{path} failed: {error!r}"
             ) from error
+
+    def status_of(self, method: str, path: str, **options: Any) -> int:
+        """Return the status of a response, with the arguments of `send`.
+
+        Raises:
+            EngineUnreachableError: The engine did not respond, or a reverse proxy did in its place.
+        """
+        status = self.send(method, path, **options).status_code
+        if status in _STATUSES_OF_PROXIES:
+            raise EngineUnreachableError(f"{method} {self.shown_url}{path} answered {status}")
+        return status
 
     def post(self, path: str, **options: Any) -> httpx.Response:
         """Return the response to a POST, with the arguments of `send`.
@@ -109,7 +129,7 @@ class EngineControl(EngineConnection):
     def require_in_place_updates(self) -> None:
         """Raise `NoInPlaceUpdatesError` if the engine cannot reload its weights while it runs."""
         # A request without a method is rejected with 400 and has no effect; 404 means no route.
-        status = self.send("POST", "/collective_rpc", json={}).status_code
+        status = self.status_of("POST", "/collective_rpc", json={})
         if status != 400:
             raise NoInPlaceUpdatesError(
                 f"the engine at {self.shown_url} has no in-place weight updates (POST "
@@ -252,7 +272,7 @@ class SglangControl(EngineConnection):
 
     def require_in_place_updates(self) -> None:
         """Raise `ConfigError` unless an SGLang answers there."""
-        status = self.send("GET", "/model_info").status_code
+        status = self.status_of("GET", "/model_info")
         if status != 200:
             raise ConfigError(
                 f"the engine at {self.shown_url} is not SGLang (GET /model_info answered "

@@ -344,7 +344,7 @@ def process_identity(pid: int) -> list[float]:
     """Return process id and start time, since ids are reused; time 0 if it has ended."""
     psutil = _psutil()
     try:
-        return [pid, psutil.Process(pid).create_time()]
+        return [pid, _start_of(psutil.Process(pid))]
     except psutil.NoSuchProcess:
         return [pid, 0.0]
 
@@ -352,13 +352,28 @@ def process_identity(pid: int) -> list[float]:
 def is_same_process(identity: Sequence[float]) -> bool:
     """Whether the process of a `process_identity` on this machine has not ended."""
     psutil = _psutil()
-    pid, created = identity
+    pid, started = identity
     try:
         process = psutil.Process(int(pid))
-        is_same = bool(abs(process.create_time() - created) < 1)
+        is_same = bool(abs(_start_of(process) - started) < 1)
         return is_same and process.status() != psutil.STATUS_ZOMBIE
     except psutil.NoSuchProcess:
         return False
+
+
+def _start_of(process: Any) -> float:
+    """Return the start time of a `psutil.Process`; on Linux the clock ticks since the boot.
+
+    There, `create_time` changes for every process when the clock of the machine is set.
+    """
+    if not sys.platform.startswith("linux"):
+        return float(process.create_time())
+    try:
+        stat = Path(f"/proc/{process.pid}/stat").read_text(encoding="utf-8", errors="replace")
+    except (FileNotFoundError, ProcessLookupError):
+        return 0.0
+    # The name in parentheses may contain any character; the fields follow the last ")".
+    return float(stat.rpartition(")")[2].split()[19])
 
 
 def _psutil() -> Any:

@@ -23,7 +23,7 @@ from atroposlib.adapters.env import environment_class
 from atroposlib.adapters.registry import KINDS, Kind, adapter_class, read_args, split_spec
 from atroposlib.errors import ConfigError, MissingExtraError
 from atroposlib.utils.cli import UsageError
-from atroposlib.utils.command_parser import prepare_command, reader_may_leave
+from atroposlib.utils.command_parser import end_command, prepare_command, reader_may_leave
 from atroposlib.utils.yaml_text import read_yaml
 
 __all__ = ["main", "read_arguments", "split_arguments"]
@@ -58,6 +58,8 @@ def main() -> None:
     except (ConfigError, MissingExtraError, UsageError) as error:
         sys.stderr.write(f"{program}: error: {error}\n")
         sys.exit(2)
+    except OSError as error:  # such as standard output on a full disk
+        end_command(program, f"error: {error}", code=1)
     env_cls.cli()
 
 

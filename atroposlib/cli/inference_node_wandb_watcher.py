@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from atroposlib.errors import MissingExtraError
+from atroposlib.errors import ConfigError, MissingExtraError
 from atroposlib.utils.command_parser import CommandParser, prepare_command
 from atroposlib.utils.proxies import may_use_proxy
 
@@ -44,7 +44,7 @@ def main() -> None:
     logging.getLogger("httpx").setLevel(logging.WARNING)
     try:
         run(args.api_addr, args.tp, args.node_num)
-    except MissingExtraError as error:
+    except (ConfigError, MissingExtraError) as error:
         parser.error(str(error))
     except KeyboardInterrupt:
         logger.info("stopped")
@@ -82,6 +82,9 @@ class Watcher:
         node_num: Index of this node.
         engine_url: Returns the address of an engine, without a trailing slash.
         sleep: Replaced in tests.
+
+    Raises:
+        ConfigError: The address of the service is malformed.
     """
 
     def __init__(
@@ -93,7 +96,9 @@ class Watcher:
         engine_url: Callable[[int], str] = lambda i: f"http://localhost:{_FIRST_PORT + i}",
         sleep: Callable[[float], None] = time.sleep,
     ) -> None:
-        self._api_addr = api_addr.rstrip("/")
+        from atroposlib.api.client_transport import service_address  # imports httpx
+
+        self._api_addr = service_address(api_addr)
         self._engines = [engine_url(i) for i in range(_GPUS_PER_NODE // tp)]
         self._node_num = node_num
         self._sleep = sleep

@@ -52,6 +52,8 @@ _SWITCH_INTERVAL_S = 0.001
 _DEFAULTS: Mapping[str, Any] = {"store": "sqlite"}
 """Defaults that differ from `ApiSettings`: the run of this command is stored."""
 _INTERRUPTED = 130
+_NAMED_FIRST = ("run_name", "store", "data_dir", "token_file")
+"""Settings at the beginning of the command that continues a run."""
 _FLAG_NAMES = {
     "run_name": "--run",
     "cors_origins": "--cors-origin",
@@ -276,7 +278,22 @@ def _again(settings: ApiSettings, host: str, port: int) -> str:
         flags += ["--port", str(port)]
     if settings.token_file is not None:
         flags += ["--token-file", str(settings.token_file)]
+    for name, field in ApiSettings.model_fields.items():
+        value = getattr(settings, name)
+        if name == "allowed_hosts":
+            value = tuple(each for each in value if each not in names_of_address(host))
+        if name not in _NAMED_FIRST and value != field.get_default():
+            flags += _words_of(name, value)
     return shlex.join(flags)
+
+
+def _words_of(name: str, value: Any) -> list[str]:
+    """Return the flag of a field with its value, without secrets."""
+    flag = _FLAG_NAMES.get(name, "--" + name.replace("_", "-"))
+    if isinstance(value, bool):
+        return [flag if value else flag.replace("--", "--no-", 1)]
+    values = value if isinstance(value, tuple) else (value,)
+    return [word for each in values for word in (flag, without_secrets(str(each)))]
 
 
 def _stop_message(settings: ApiSettings, host: str, port: int) -> str:

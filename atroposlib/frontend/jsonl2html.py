@@ -183,7 +183,7 @@ def create_html_for_group(group_data: Mapping[str, Any], index: int) -> str:
         )
         for i, (chat, score) in enumerate(pairs)
     )
-    numbers = [score for _, score in pairs if get_score_class(score)]
+    numbers = [score for _, score in pairs if get_score_class(score) and score == score]  # no NaN
     best = max(numbers, default="")
     mean = _mean(numbers)
     return (

@@ -59,8 +59,8 @@
   }
 
   function number(group, name, missing) {
-    var text = group.dataset[name];
-    return text === "" ? missing : Number(text);
+    var text = group.dataset[name].replace("inf", "Infinity");
+    return text === "" || text === "nan" ? missing : Number(text);
   }
 
   var comparisons = {

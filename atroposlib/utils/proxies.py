@@ -7,11 +7,12 @@ reads the variables sends these requests to the proxy, for which `localhost` is 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from urllib.parse import urlsplit
 
 from atroposlib.utils.listening import is_loopback
 
-__all__ = ["exempt_this_machine", "may_use_proxy"]
+__all__ = ["exempt_hosts", "exempt_this_machine", "may_use_proxy"]
 
 _THIS_MACHINE = ("localhost", "127.0.0.1", "::1")
 _ALL = "*"
@@ -29,10 +30,15 @@ def exempt_this_machine() -> None:
 
     It is for commands, whose process and children also use the clients of other libraries.
     """
+    exempt_hosts(_THIS_MACHINE)
+
+
+def exempt_hosts(names: Iterable[str]) -> None:
+    """Add hosts to `no_proxy` and `NO_PROXY`, if the variables name a proxy."""
     excepted = os.environ.get("no_proxy") or os.environ.get("NO_PROXY", "")
     listed = [host.strip() for host in excepted.split(",") if host.strip()]
     proxies = {name.lower() for name, value in os.environ.items() if value} - {"no_proxy"}
     if _ALL in listed or not any(name.endswith("_proxy") for name in proxies):
         return
-    hosts = [*listed, *(host for host in _THIS_MACHINE if host not in listed)]
+    hosts = [*listed, *(host for host in names if host not in listed)]
     os.environ["no_proxy"] = os.environ["NO_PROXY"] = ",".join(hosts)

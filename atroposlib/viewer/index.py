@@ -57,7 +57,8 @@ class TextStore:
         """Add the text of a group; a second one is searched as well."""
         content = text.lower().encode("utf-8", errors="replace") + b"\n"
         with self._lock:
-            self._file.seek(0, 2)
+            # Not at the end: a full disk may have left a part of a text there.
+            self._file.seek(self._starts[-1])
             self._file.write(content)
             self._owners.append(position)
             self._starts.append(self._starts[-1] + len(content))

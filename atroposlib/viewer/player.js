@@ -69,6 +69,8 @@
   };
 
   Screen.prototype.control = function (text, name) {
+    // Private sequences do other things: `>4;1m` reports keys, and does not turn text bold.
+    if (/^[<=>?]/.test(text)) { return; }
     var numbers = text.split(";").map(function (part) { return parseInt(part, 10) || 0; });
     var count = Math.min(Math.max(1, numbers[0]), MAX_LINES);
     if (name === "m") { this.color(numbers); }

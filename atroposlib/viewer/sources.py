@@ -220,9 +220,9 @@ class JsonlSource:
             row = row._replace(environment=self._stem)
         self._places.append(place)
         self._lengths.append(len(line))
-        if text:
-            index.texts.add(len(self._places) - 1, text)
         index.add(row)
+        if text:  # last: without room for it, the group is shown and not found
+            index.texts.add(len(self._places) - 1, text)
 
 
 def _problem(fields: Any) -> str | None:
@@ -660,9 +660,9 @@ class StoredRunSource:
             step=None if known is None else known.known_version,
         )
         self._ids.append(group_id)
-        if text:
-            index.texts.add(len(self._ids) - 1, text)
         index.add(row)
+        if text:  # last, as above
+            index.texts.add(len(self._ids) - 1, text)
 
     def _content(self, group_id: int) -> bytes | None:
         with self._lock:

@@ -625,7 +625,8 @@ class Keeper:
                 line = await asyncio.wait_for(keeper.read(), READY_S)
                 found = re.fullmatch(r"ready:(.*):(.*)", line)
                 if found is None:
-                    await process.wait()
+                    # It may wait for input, after a greeting of a login shell.
+                    await keeper.close()
                     errors.seek(0)
                     text = errors.read(2000).decode("utf-8", "replace").strip()
                     raise WorkspaceError(f"a container did not start: {text or line}")

@@ -92,6 +92,8 @@ class SupervisorRecord:
                     f"a supervisor of the run in {self.folder.parent} is running; see `atropos-up "
                     "status`, or end it with `atropos-up down`"
                 ) from None
+            except OSError:  # some network file systems have no locks
+                pass
             yield
 
     def write(self, status: RunStatus) -> None:
@@ -351,6 +353,8 @@ def restore_engine(url: str, output: Path, *, name: str = "the engine") -> str |
         step = int((weights / STEP_FILE).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return None
+    except (OSError, ValueError) as error:  # such as a network file system that is away
+        return f"{name} serves the first weights until the next update: {error}"
     control = EngineControl(url)
     try:
         control.reload_weights(weights, pause_mode="keep", version=step)

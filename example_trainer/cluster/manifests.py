@@ -351,7 +351,7 @@ def _container(run: RunFile, part: Part, name: str) -> Manifest:
         mounts.append({"name": "tokens", "mountPath": folder, "readOnly": True})
     made: Manifest = {
         **{"name": part.role if part.role == "service" else name, "image": run.kubernetes.image},
-        "command": list(part.command),
+        "command": list(map(_literal, part.command)),
         "env": _variables(run, part),
         **_resources(part),
         "securityContext": {
@@ -380,11 +380,18 @@ def _token_volume(run: RunFile) -> Manifest:
 def _variables(run: RunFile, part: Part) -> list[Manifest]:
     # Caches of libraries, which the home folder of the image cannot take.
     values = {"HOME": "/tmp", **part.variables}
-    found: list[Manifest] = [{"name": name, "value": value} for name, value in values.items()]
+    found: list[Manifest] = [
+        {"name": name, "value": _literal(value)} for name, value in values.items()
+    ]
     for name, key in part.secrets.items():
         source = {"secretKeyRef": {"name": run.kubernetes.token_secret, "key": key}}
         found.append({"name": name, "valueFrom": source})
     return found
+
+
+def _literal(text: str) -> str:
+    """Return a word of a command, or a value, in which Kubernetes replaces no `$(NAME)` or `$$`."""
+    return text.replace("$", "$$")
 
 
 def _resources(part: Part) -> Manifest:

@@ -32,6 +32,7 @@ DNS_LABEL = r"[a-z]([a-z0-9-]{0,38}[a-z0-9])?"
 MAX_ENGINES = 4096
 MAX_ENVIRONMENTS = 1024
 MAX_FILE_BYTES = 2**20
+_LARGEST_PORT = 65535
 _VARIABLE = r"[A-Za-z_][A-Za-z0-9_]*"
 
 Name = Annotated[str, StringConstraints(pattern=f"^{DNS_LABEL}$")]
@@ -88,7 +89,7 @@ class ServiceSection(PartResources):
     port: int | None = Field(
         None,
         ge=1,
-        le=65535,
+        le=_LARGEST_PORT,
         description="Port; none: a free one locally and on Ray, 8000 elsewhere.",
     )
     store: Literal["sqlite", "redis"] = Field(
@@ -115,6 +116,11 @@ class ServiceSection(PartResources):
             raise ValueError("store: redis and redis_url belong together; give both or neither")
         if self.replicas > 1 and self.store != "redis":
             raise ValueError("replicas above 1 need store: redis and redis_url")
+        if self.port is not None and self.port + self.replicas - 1 > _LARGEST_PORT:
+            raise ValueError(
+                f"replicas have consecutive ports: expected a port up to "
+                f"{_LARGEST_PORT + 1 - self.replicas} for {self.replicas} replicas, got {self.port}"
+            )
         return self
 
 

@@ -25,6 +25,7 @@ from pathlib import Path
 
 from atroposlib.errors import AtroposError, ConfigError
 from atroposlib.utils.command_parser import end_command, exit_code_of
+from atroposlib.utils.proxies import exempt_hosts
 from atroposlib.utils.text import inert_line
 from example_trainer.cluster.local import (
     SupervisorRecord,
@@ -327,6 +328,7 @@ def _supervise(run: RunFile) -> RunStatus:
     hosts = _slurm("scontrol", "show", "hostnames", os.environ["SLURM_JOB_NODELIST"]).split()
     if len(hosts) != layout.num_nodes:
         raise ConfigError(f"the job has {len(hosts)} nodes; expected {layout.num_nodes}")
+    exempt_hosts(hosts)  # the parts reach each other without a proxy of the cluster
     addresses = layout.addresses(run, hosts)
     parts = plan_parts(run, addresses)
     record = SupervisorRecord(run.output)

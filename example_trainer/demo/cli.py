@@ -35,6 +35,7 @@ from example_trainer.launch import report
 from example_trainer.launch.options import shown_path
 from example_trainer.launch.preflight import (
     choose_engine,
+    positive_number,
     prepare_folder,
     read_model,
     require_packages,
@@ -76,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         except KeyboardInterrupt:
             print("\ninterrupted; every process has ended", file=sys.stderr)
             sys.exit(128 + signal.SIGINT)
-        except AtroposError as error:
+        except (AtroposError, OSError) as error:  # such as a full disk
             print(f"\natropos-demo: {error}", file=sys.stderr)
             sys.exit(exit_code_of(error))
 
@@ -132,7 +133,7 @@ def _parser() -> CommandParser:
     add("--model", help="hub name or folder of a model to use instead of the small one")
     add("--seed", type=whole_number(0), default=0, help="seed of the run (default 0)")
     add("--steps", type=whole_number(1), help="trainer steps (default: the profile's)")
-    add("--lr", type=float, help="learning rate (default 2e-4; 1e-6 with --model)")
+    add("--lr", type=positive_number, help="learning rate (default 2e-4; 1e-6 with --model)")
     add(
         "--max-tokens",
         type=whole_number(32),

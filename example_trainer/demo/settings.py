@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from atroposlib.errors import ConfigError
+from atroposlib.utils.writable import naming_writes
 from example_trainer.cli import require_extra
 from example_trainer.launch.options import EnvironmentPlan, RunPaths, RunPlan
 from example_trainer.launch.preflight import EngineKind
@@ -134,9 +135,12 @@ def save_tiny_model(
     with require_extra("trainer"):
         from transformers.utils import logging as transformers_logging
 
+        from example_trainer.checkpointing import safetensors_errors
+
     transformers_logging.disable_progress_bar()  # the file has 4 MB
-    model.save_pretrained(os.fspath(folder))
-    tokenizer.save_pretrained(os.fspath(folder))
+    with naming_writes(folder), safetensors_errors():
+        model.save_pretrained(os.fspath(folder))
+        tokenizer.save_pretrained(os.fspath(folder))
 
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -288,9 +292,18 @@ def settings_for(
 
     `quick` runs through every part without learning much. A `model` instead of the tiny one changes
     the defaults that depend on size.
+
+    Raises:
+        ConfigError: `max_tokens` is more than the tiny model reads.
     """
     task = TaskSettings()
     settings = DemoSettings(model=model, seed=seed, engine=engine)
+    limit = settings.shape.max_length
+    if model is None and max_tokens is not None and max_tokens > limit:
+        raise ConfigError(
+            f"--max-tokens {max_tokens}: the small model reads at most {limit} tokens; give at "
+            f"most {limit}, or another model with --model"
+        )
     if algorithm is not None:
         settings = replace(settings, trainer_flags=(f"--algorithm={algorithm}",))
     if model is not None:

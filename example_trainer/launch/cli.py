@@ -54,6 +54,7 @@ from example_trainer.launch.preflight import (
     choose_engine,
     describe_environment,
     hold_folder,
+    positive_number,
     prepare_folder,
     read_model,
     require_new_folder,
@@ -488,21 +489,11 @@ def _environment_file(text: str) -> EnvironmentFile:
         )
     if match["weight"] is None:
         return EnvironmentFile(match["path"])
-    return EnvironmentFile(match["path"], _positive(match["weight"]))
-
-
-def _positive(text: str) -> float:
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < float("inf"):
-        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
-    return value
+    return EnvironmentFile(match["path"], positive_number(match["weight"]))
 
 
 def _fraction(text: str) -> float:
-    value = _positive(text)
+    value = positive_number(text)
     if value > 1:
         raise argparse.ArgumentTypeError(f"expected a number from 0 to 1, got {text!r}")
     return value
@@ -556,7 +547,7 @@ def _add_run_flags(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--lr",
-        type=_positive,
+        type=positive_number,
         help="learning rate (default: 1e-6, which is common if all weights are trained; "
         "2e-4 below 20 million parameters. The default of atropos-grpo is 1e-5)",
     )

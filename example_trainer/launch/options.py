@@ -13,9 +13,11 @@ import math
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from pydantic import TypeAdapter, ValidationError
 
 from atroposlib.adapters.registry import KINDS
 from atroposlib.errors import ConfigError
@@ -300,11 +302,22 @@ class TrainOptions:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any]) -> TrainOptions:
-        """Return the options from the JSON form of `asdict`."""
-        known = dict(values)
-        known["files"] = tuple(EnvironmentFile(*each) for each in known["files"])
-        known["trainer_flags"] = tuple(known["trainer_flags"])
-        return cls(**known)
+        """Return the options from the JSON form of `asdict`.
+
+        Raises:
+            ValueError: A key is unknown, or a value has another type, as after an edit by hand.
+        """
+        given = dict(values)
+        unknown = sorted(given.keys() - {each.name for each in fields(cls)})
+        if unknown:
+            raise ValueError(f"{unknown[0]}: unknown key")
+        try:
+            return TypeAdapter(cls).validate_python(given)
+        except ValidationError as error:
+            first = error.errors()[0]
+            place = ".".join(map(str, first["loc"]))
+            # Without the value, which may hold an API key.
+            raise ValueError(f"{place}: {first['msg']}") from None
 
     def names(self) -> list[str]:
         """Return a unique name for each file: its stem, numbered if it repeats."""

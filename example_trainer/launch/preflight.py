@@ -301,3 +301,14 @@ def whole_number(least: int) -> Callable[[str], int]:
         return int(text)
 
     return convert
+
+
+def positive_number(text: str) -> float:
+    """Return a finite number above 0; an argparse type."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < float("inf"):
+        raise argparse.ArgumentTypeError(f"expected a number above 0, got {text!r}")
+    return value

@@ -24,6 +24,7 @@ from atroposlib.utils.command_parser import (
     integer_between,
     number_between,
     prepare_command,
+    reader_may_leave,
 )
 from atroposlib.utils.text import (
     InertFormatter,
@@ -142,13 +143,15 @@ def _engines(args: argparse.Namespace) -> list[FollowedEngine]:
 
 def _list(args: argparse.Namespace) -> int:
     manifest = _manifest(args.url)
-    print(
-        f"run {manifest.run[:12]}, epoch {manifest.epoch}, {len(manifest.versions)} versions, "
-        f"{manifest.head.weights_bytes / 2**20:.1f} MiB of weights"
-    )
     now = time.time()
-    for entry in manifest.versions:
-        print(f"version {entry.version:>8}  {_sizes(entry)}  {_age(now - entry.published_at)} ago")
+    with reader_may_leave():
+        print(
+            f"run {manifest.run[:12]}, epoch {manifest.epoch}, {len(manifest.versions)} versions, "
+            f"{manifest.head.weights_bytes / 2**20:.1f} MiB of weights"
+        )
+        for entry in manifest.versions:
+            age = _age(now - entry.published_at)
+            print(f"version {entry.version:>8}  {_sizes(entry)}  {age} ago")
     return 0
 
 
@@ -162,9 +165,10 @@ def _verify(args: argparse.Namespace) -> int:
         require_writable_folder(args.scratch, "--scratch")
     with tempfile.TemporaryDirectory(dir=args.scratch, prefix="atropos-weights-") as scratch:
         found = verify_store(store, manifest, Path(scratch))
-    for problem in found:
-        print(inert_block(problem))
-    print(f"{len(manifest.versions)} versions, {len(found)} problems")
+    with reader_may_leave():
+        for problem in found:
+            print(inert_block(problem))
+        print(f"{len(manifest.versions)} versions, {len(found)} problems")
     return 1 if found else 0
 
 

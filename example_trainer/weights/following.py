@@ -1,7 +1,7 @@
 """Follow a store: keep a folder at the newest version, and engines that load it in place.
 
 Versions are downloaded, applied and verified while engines generate; they pause only to load the
-files of the new version. Failures of the store or of an engine are logged and retried.
+files of the new version. Failures of the store, the folder or an engine are logged and retried.
 """
 
 from __future__ import annotations
@@ -239,10 +239,14 @@ class Follower:
         )
 
     def _update_engines(self) -> bool:
-        record = self._local.record()
+        try:
+            record = self._local.record()
+            folder = self._local.current.resolve()
+        except OSError as error:  # such as a network file system that is away
+            logger.warning("%s cannot be read: %s", self._local.root, error)
+            return False
         if record is None:
             return not self._engines
-        folder = self._local.current.resolve()
         loaded = [
             engine.update(folder, serial=record.serial, version=record.version)
             for engine in self._engines

@@ -49,6 +49,7 @@ __all__ = [
     "encode_piece",
     "header_size",
     "is_anchor_due",
+    "is_published_name",
     "kept_entries",
     "pack_index",
     "parse_header",
@@ -438,6 +439,11 @@ class VersionEntry(BaseModel):
     """Unix time of the publisher's clock."""
 
 
+def is_published_name(name: str) -> bool:
+    """Return whether a manifest may name a file of a checkpoint so: no path, and no weights."""
+    return bool(re.fullmatch(r"\w[\w.+\- ]*", name)) and not name.endswith(NEVER_PUBLISHED)
+
+
 class Manifest(BaseModel):
     """The only file of a store that is overwritten, and the last one that a publisher writes."""
 
@@ -464,11 +470,7 @@ class Manifest(BaseModel):
     @field_validator("files")
     @classmethod
     def _refuse_paths(cls, value: dict[str, StoredFile]) -> dict[str, StoredFile]:
-        wrong = [
-            name
-            for name in value
-            if not re.fullmatch(r"[\w][\w.+\- ]*", name) or name.endswith(NEVER_PUBLISHED)
-        ]
+        wrong = [name for name in value if not is_published_name(name)]
         if wrong:
             raise ValueError(f"not a file name: {wrong[0]!r}")
         return value

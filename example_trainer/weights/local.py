@@ -16,6 +16,7 @@ import itertools
 import logging
 import mmap
 import os
+import re
 import shutil
 import uuid
 from collections import deque
@@ -70,6 +71,8 @@ WEIGHTS = "model.safetensors"
 RECORD = "atropos_version.json"
 _PART_BYTES = 2**23
 _PARTIAL = ".partial-"
+_OWN_CHECKPOINT = re.compile(r"[0-9]{8,}-v[0-9]+(-[0-9a-f]{8})?")
+_OWN_DOWNLOAD = re.compile(r"[0-9a-f]{64}(\.part)?")
 _THREADS = min(4, os.cpu_count() or 1)
 
 _Given = TypeVar("_Given")
@@ -141,6 +144,14 @@ class LocalWeights:
         for folder in (self._checkpoints, self.downloads):
             if folder.is_symlink():  # files there are deleted
                 raise ConfigError(f"{folder} is a link; expected a folder of an earlier call")
+        for folder, own in ((self._checkpoints, _OWN_CHECKPOINT), (self.downloads, _OWN_DOWNLOAD)):
+            names = [path.name for path in folder.iterdir()] if folder.is_dir() else []
+            others = [name for name in names if not own.fullmatch(name) and name[0] != "."]
+            if others:
+                raise ConfigError(
+                    f"{folder} has other files, such as {others[0]}; expected a new folder or one "
+                    "of an earlier call"
+                )
         self.downloads.mkdir(parents=True, exist_ok=True)
         self._checkpoints.mkdir(exist_ok=True)
         self._lock = (self.root / "lock").open("ab")
@@ -151,6 +162,8 @@ class LocalWeights:
             raise ConfigError(
                 f"another process uses {self.root}; give each follower a folder of its own"
             ) from None
+        except OSError as error:  # some network file systems have no locks
+            logger.warning("%s cannot be locked against another process: %s", self.root, error)
         for folder in (self.root, self._checkpoints):
             for leftover in folder.glob(f"{_PARTIAL}*"):
                 is_link = leftover.is_symlink()
@@ -212,17 +225,23 @@ class LocalWeights:
         """Delete all versions, which are of another run."""
         self.current.unlink(missing_ok=True)
         for folder in self._checkpoints.iterdir():
-            shutil.rmtree(folder)
+            if _OWN_CHECKPOINT.fullmatch(folder.name):
+                shutil.rmtree(folder)
         self.drop_downloads()
 
     def drop_downloads(self) -> None:
         for download in self.downloads.iterdir():
-            download.unlink()
+            if _OWN_DOWNLOAD.fullmatch(download.name):
+                download.unlink()
 
     def _drop_old(self, *, keep: int) -> None:
         """Delete old versions; an engine may still read the one before the current one."""
         now = self.current.resolve().name
-        found = [path for path in self._checkpoints.iterdir() if path.name != now]
+        found = [
+            path
+            for path in self._checkpoints.iterdir()
+            if path.name != now and _OWN_CHECKPOINT.fullmatch(path.name)
+        ]
         found.sort(key=lambda path: path.stat().st_mtime)
         for path in found[: max(0, len(found) - (keep - 1))]:
             shutil.rmtree(path, ignore_errors=True)

@@ -13,6 +13,7 @@ import hashlib
 import json
 import logging
 import os
+import re
 import shutil
 import socket
 import threading
@@ -44,6 +45,7 @@ from example_trainer.weights.format import (
     architecture_of,
     encode_piece,
     is_anchor_due,
+    is_published_name,
     kept_entries,
     pack_index,
     pieces_of,
@@ -68,6 +70,13 @@ _LEASE = "lease.json"
 _EPOCHS = "epochs"
 _DATA = "data"
 _FILES = "files"
+_OWN_NAMES = re.compile(
+    rf"{_EPOCHS}/(\.new-[0-9a-f]{{32}}-)?[0-9]{{8,}}"
+    rf"|{_DATA}/(\.new-[0-9a-f]{{32}}-)?[0-9]{{8,}}-[0-9]+\.(delta|safetensors)"
+    rf"|{_FILES}/(\.new-[0-9a-f]{{32}}-)?[0-9a-f]{{64}}"
+)
+"""Files of publishers, also unfinished ones. Others are never deleted: the URL may be that of a
+folder or bucket with more in it, such as data sets in `data`."""
 _INDEX = f"{WEIGHTS}.index.json"
 _NOT_LOADED = ("consolidated", "trainer_state")
 """The weights once more under other names, and the optimizer of earlier checkpoints of ours."""
@@ -100,7 +109,7 @@ class PublishReport(NamedTuple):
 
     entry: VersionEntry
     is_new: bool
-    """False if the store had the same version with the same weights."""
+    """False if the store had the same version with the same weights, config and tokenizer."""
     compare_s: float
     """Seconds to compare and compress."""
     upload_s: float
@@ -109,8 +118,9 @@ class PublishReport(NamedTuple):
 class PublisherLease:
     """Right to write to a store, held by one publisher.
 
-    On a local file system, a lock that ends with the process. Elsewhere, a file that is renewed
-    from a thread and expires after a minute. Each publisher claims the next epoch.
+    On a local file system, a lock that ends with the process. Elsewhere, and on network file
+    systems without locks, a file that is renewed from a thread and expires after a minute. Each
+    publisher claims the next epoch.
     """
 
     def __init__(
@@ -136,29 +146,32 @@ class PublisherLease:
             ConfigError: another publisher is active.
         """
         root = self._store.local_root
-        held = self._read()
-        if root is not None:
-            self._lock_folder(root, held)
-        else:
+        held = self._read(_LEASE)
+        has_lock = root is not None and self._lock_folder(root, held)
+        if not has_lock:
             self._require_expired(held)
         manifest = self._store.manifest()
         epoch = 1 + max(int(held.get("epoch", 0)), manifest.epoch if manifest else 0)
-        while not self._store.create(self._epoch_name(epoch), self._owner.encode()):
-            if root is None:
-                self._refuse("another publisher started at the same time")
+        while not self._store.create(self._epoch_name(epoch), self._record(epoch)):
+            left_s = self._left_s(self._read(self._epoch_name(epoch)))
+            if not has_lock and left_s > 0:
+                self._refuse(
+                    "one started at the same time; if it was killed, its claim ends in "
+                    f"{left_s:.0f} s"
+                )
             epoch += 1  # claimed by a process that was killed
         self.epoch = epoch
         self._renew()
         for name in self._store.names(_EPOCHS):
-            if name != self._epoch_name(epoch):
+            if name != self._epoch_name(epoch) and _OWN_NAMES.fullmatch(name):
                 self._store.remove(name)
-        if root is None:
+        if not has_lock:
             self._thread = threading.Thread(target=self._keep, name="weights lease", daemon=True)
             self._thread.start()
 
     def check(self) -> None:
         """Raise `ConfigError` if another publisher has claimed the store since."""
-        held = self._read()
+        held = self._read(_LEASE)
         if held.get("owner") != self._owner:
             self._refuse(f"another publisher took over ({held.get('host', 'unknown host')})")
 
@@ -166,12 +179,13 @@ class PublisherLease:
         self._ended.set()
         if self._thread is not None:
             self._thread.join()
-        if self._read().get("owner") == self._owner:
+        if self._read(_LEASE).get("owner") == self._owner:
             self._renew(is_released=True)
         if self._lock is not None:
             self._lock.close()
 
-    def _lock_folder(self, root: Path, held: dict[str, Any]) -> None:
+    def _lock_folder(self, root: Path, held: dict[str, Any]) -> bool:
+        """Lock the folder; return whether its file system has locks."""
         try:
             root.mkdir(parents=True, exist_ok=True)
             self._lock = (root / "publisher.lock").open("ab")
@@ -183,9 +197,19 @@ class PublisherLease:
             self._lock.close()
             self._lock = None
             self._refuse(f"process {held.get('pid')} on {held.get('host')} publishes there")
+        except OSError as error:  # some network file systems have no locks
+            logger.warning("%s cannot be locked, a lease is used: %s", root, error)
+            self._lock.close()
+            self._lock = None
+            return False
+        return True
+
+    def _left_s(self, held: dict[str, Any]) -> float:
+        """Return the seconds until a lease or the claim of an epoch expires."""
+        return float(held.get("renewed_at", 0)) + self._lease_s - self._clock()
 
     def _require_expired(self, held: dict[str, Any]) -> None:
-        left_s = float(held.get("renewed_at", 0)) + self._lease_s - self._clock()
+        left_s = self._left_s(held)
         if not held or held.get("is_released") or left_s <= 0:
             return
         self._refuse(
@@ -211,19 +235,23 @@ class PublisherLease:
                 logger.warning("the lease could not be renewed: %s", error)
 
     def _renew(self, *, is_released: bool = False) -> None:
+        self._store.write(_LEASE, self._record(self.epoch, is_released=is_released))
+
+    def _record(self, epoch: int, *, is_released: bool = False) -> bytes:
         record = {
             "owner": self._owner,
-            "epoch": self.epoch,
+            "epoch": epoch,
             "host": socket.gethostname(),
             "pid": os.getpid(),
             "renewed_at": self._clock(),
             "is_released": is_released,
         }
-        self._store.write(_LEASE, json.dumps(record).encode())
+        return json.dumps(record).encode()
 
-    def _read(self) -> dict[str, Any]:
+    def _read(self, name: str) -> dict[str, Any]:
+        """Return a lease or the claim of an epoch; empty if there is none that can be read."""
         try:
-            found = json.loads(self._store.read(_LEASE, max_bytes=_MOST_LEASE_BYTES) or b"{}")
+            found = json.loads(self._store.read(name, max_bytes=_MOST_LEASE_BYTES) or b"{}")
         except (ValueError, RecursionError, DamagedWeightsError):
             return {}
         is_lease = (
@@ -319,7 +347,8 @@ class WeightsPublisher:
                 written = _write_version(weights, base, folder / WEIGHTS, delta_path)
             compared = time.perf_counter()
             if manifest and version == manifest.head.version:
-                if written.sha256 == manifest.head.weights_sha256:
+                is_same = written.sha256 == manifest.head.weights_sha256
+                if is_same and weights.has_files(manifest):
                     return PublishReport(manifest.head, False, compared - started, 0.0)
                 self._require_rewinding(manifest.head, version, rewinds)
             manifest = self._upload(manifest, weights, folder, written, version)
@@ -448,7 +477,7 @@ class WeightsPublisher:
         used = manifest.stored_names()
         try:
             for name in [*self._store.names(_DATA), *self._store.names(_FILES)]:
-                if name not in used:
+                if name not in used and _OWN_NAMES.fullmatch(name):
                     self._store.remove(name)
         except WeightsError as error:
             logger.warning("old files stay until the next version: %s", error)
@@ -495,8 +524,17 @@ class _SourceWeights:
         """Yield the config and the tokenizer: small files at the top of the folder."""
         for path in sorted(self.folder.iterdir()):
             is_weights = path.name.endswith(NEVER_PUBLISHED) or path.name.startswith(".")
-            if path.is_file() and not is_weights and path.stat().st_size <= MOST_FILE_BYTES:
+            if not path.is_file() or is_weights or path.stat().st_size > MOST_FILE_BYTES:
+                continue
+            if is_published_name(path.name):
                 yield path
+            else:  # such as the backup of an editor
+                logger.warning("%s is not published: not the name of a config or tokenizer", path)
+
+    def has_files(self, manifest: Manifest) -> bool:
+        """Return whether config and tokenizer are those of a manifest."""
+        own = {path.name: file_digest(path) for path in self.other_files()}
+        return own == {name: file.sha256 for name, file in manifest.files.items()}
 
 
 def _weight_files(folder: Path) -> list[Path]:

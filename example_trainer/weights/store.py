@@ -48,11 +48,17 @@ class WeightStore:
 
     Args:
         url: A folder, or a URL such as `s3://bucket/run`. `http://` can only be read.
+
+    Raises:
+        ConfigError: the URL is empty or malformed, or the package of its file system is missing.
+        StoreError: its server does not answer.
     """
 
     def __init__(self, url: str) -> None:
         self.shown_url = without_secrets(url)
         hide_secrets_of_requests()
+        if not url:  # of an unset variable; fsspec would take the working directory
+            raise ConfigError("the URL of the store is empty; expected a folder or a URL")
         if url.startswith(("http://", "https://")) and "?" in url:
             raise ConfigError(f"{self.shown_url}: expected the URL of a folder, without a query")
         try:
@@ -62,6 +68,9 @@ class WeightStore:
                 f"{self.shown_url} cannot be opened: {hide_secrets(str(error))}; expected a folder "
                 "or a URL of a file system that fsspec knows, whose package is installed"
             ) from None
+        except Exception as error:  # noqa: BLE001 - some file systems connect, each with own errors
+            reason = hide_secrets(f"{type(error).__name__}: {error}")
+            raise StoreError(f"cannot open {self.shown_url}: {reason}") from None
         self._root = str(self._root).rstrip("/")
         protocols = self._fs.protocol
         self._protocols = {protocols} if isinstance(protocols, str) else set(protocols)

@@ -10,6 +10,7 @@ those between are left out. Failures are retried; a lasting one ends the run.
 
 from __future__ import annotations
 
+import itertools
 import json
 import logging
 import shutil
@@ -19,6 +20,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from atroposlib.errors import ConfigError
+from atroposlib.utils.writable import naming_writes
+from example_trainer.checkpointing import safetensors_errors
 from example_trainer.config import TrainingConfig
 from example_trainer.weight_sync import WeightSync, declare_untied, ties_output_to_input
 from example_trainer.weights.format import Manifest, WeightsError
@@ -173,7 +176,8 @@ def stage_weights(model: Any, folder: Path, *, dtype: str, unties: bool) -> None
         name = next(n for n, module in model.named_modules() if module is head)
         state[f"{name}.weight"] = state[f"{name}.weight"].clone()
     folder.mkdir(parents=True)
-    model.save_pretrained(folder, state_dict=state, safe_serialization=True)
+    with naming_writes(folder), safetensors_errors():
+        model.save_pretrained(folder, state_dict=state, safe_serialization=True)
     if is_tied and unties:
         declare_untied(folder / "config.json")
     if kind is not None:
@@ -205,6 +209,7 @@ class PublishingSync:
         self._root = Path(config.save_path) / _FOLDER
         self._background: BackgroundPublisher | None = None
         self._tokenizer: Path | None = None
+        self._numbers = itertools.count()
 
     @property
     def mode(self) -> str:
@@ -286,8 +291,8 @@ class PublishingSync:
             return
         started = time.perf_counter()
         self._background.check()
-        folder = self._root / f"staged-{step}"
-        shutil.rmtree(folder, ignore_errors=True)
+        # Numbered: a finished run that is resumed publishes its last step at its start and its end.
+        folder = self._root / f"staged-{next(self._numbers)}-step-{step}"
         on_cpu = not self._config.device.startswith("cuda")
         stage_weights(model, folder, dtype=self._config.publish_dtype, unties=on_cpu)
         for file in self._tokenizer.iterdir() if self._tokenizer else ():

@@ -269,6 +269,23 @@ def test_run_api_says_new_or_resuming_and_how_to_continue_after_ctrl_c(free_port
     assert "resuming mine: step 0, 1 group waiting" in outputs[1]
 
 
+def test_run_api_continues_with_the_flags_of_its_start(free_port, tmp_path):
+    flags = (
+        *("--data-dir", str(tmp_path), "--run", "mine", "--fsync", "--max-queue-sequences", "64"),
+        *("--engine", "http://127.0.0.1:1", "--allowed-host", "runs.example.org"),
+    )
+    with running(free_port, *flags) as process:
+        wait_until_up(free_port)
+        process.send_signal(signal.SIGINT)
+        output, _ = process.communicate(timeout=120)
+
+    assert output.splitlines()[-1] == (
+        f"stopped; continue with: run-api --run mine --data-dir {tmp_path} "
+        f"--host localhost --port {free_port} --fsync --max-queue-sequences 64 "
+        "--engine http://127.0.0.1:1 --allowed-host runs.example.org"
+    )
+
+
 def test_run_api_in_memory_says_that_its_run_is_lost(free_port):
     with running(free_port) as process:
         wait_until_up(free_port)

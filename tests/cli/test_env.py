@@ -55,6 +55,19 @@ def test_list_names_the_kinds_and_what_is_missing() -> None:
     assert "gymnasium      Gymnasium environments" in listed.stdout
 
 
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="Linux has this device")
+@pytest.mark.parametrize("word", ["list", "gymnasium"])
+def test_list_to_a_full_disk_ends_with_one_line(word: str) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "atroposlib.cli.env", word],
+            stdout=full, stderr=subprocess.PIPE, text=True, timeout=120, check=False,
+        )  # fmt: skip
+
+    assert done.returncode == 1
+    assert done.stderr == "atropos-env: error: [Errno 28] No space left on device\n"
+
+
 def test_kind_alone_shows_its_arguments() -> None:
     page = run("gymnasium")
 

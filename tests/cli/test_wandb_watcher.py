@@ -123,3 +123,19 @@ def test_flags(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[st
         watcher.main()
     assert ended.value.code == 2
     assert "expected 1 or more" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("address", ["api:8000", "http://[::1", "http://api:port", "http://"])
+def test_malformed_address_of_the_service_ends_with_2_and_one_line(
+    world: World, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], address: str
+) -> None:
+    words = ["watcher", "--api_addr", address, "--tp", "1", "--node_num", "0"]
+    monkeypatch.setattr(sys, "argv", words)
+
+    with pytest.raises(SystemExit) as ended:
+        watcher.main()
+
+    printed = capsys.readouterr().err
+    assert ended.value.code == 2
+    assert printed.count("\n") == 1
+    assert "expected an address such as http://localhost:8000" in printed

@@ -41,6 +41,15 @@ FIRST_BACKOFF_S = 0.2
 WORKLOADS = ("Deployment", "StatefulSet", "Job")
 
 
+def expand(text: str, variables: Mapping[str, str]) -> str:
+    """Return a word of a command as Kubernetes does: `$(NAME)` is replaced, `$$` is one `$`."""
+    return re.sub(
+        r"\$(?:\$|\((\w+)\))",
+        lambda found: variables.get(found[1], found[0]) if found[1] else "$",
+        text,
+    )
+
+
 class Container:
     """The processes of one container, and its output since the first start."""
 
@@ -544,8 +553,8 @@ class Cluster:
             env["PATH"] = f"{Path(sys.executable).parent}:/usr/bin:/bin"
             env["PYTHONPATH"] = os.pathsep.join(filter(None, [env.get("PYTHONPATH"), str(ROOT)]))
         given = [*spec.get("command", []), *spec.get("args", [])]
-        expand = [re.sub(r"\$\((\w+)\)", lambda m: env.get(m[1], m[0]), each) for each in given]
-        return [*words, *(each.replace("0.0.0.0", address) for each in expand)], env
+        expanded = [expand(each, env) for each in given]
+        return [*words, *(each.replace("0.0.0.0", address) for each in expanded)], env
 
     def _mounts(self, pod: dict[str, Any], spec: dict[str, Any], folder: Path) -> list[str]:
         namespace = pod["metadata"]["namespace"]
@@ -619,7 +628,7 @@ class Cluster:
         for each in spec.get("env", []):
             source = each.get("valueFrom", {})
             if "value" in each:
-                found[each["name"]] = each["value"]
+                found[each["name"]] = expand(each["value"], found)
             elif "fieldRef" in source:
                 found[each["name"]] = fields[source["fieldRef"]["fieldPath"]]
             elif "secretKeyRef" in source:

@@ -15,6 +15,7 @@ import yaml
 from atroposlib.errors import ConfigError
 from example_trainer.cluster.manifests import PART_LABEL, RUN_LABEL, WAIT, render_manifests
 from example_trainer.cluster.run_file import RunFile, read_run_file
+from tests.cluster.fake_kubelet import expand
 from tests.cluster.fake_kubernetes import validate
 from tests.trainer.scripted_vllm import ScriptedVllm
 
@@ -168,6 +169,23 @@ def test_parts_reach_each_other_by_the_names_of_services() -> None:
     for name in ("service", "engine-0", "engine-1"):
         selector = objects["Service", f"run-{name}"]["spec"]["selector"]
         assert selector[PART_LABEL] == name
+
+
+def test_flags_and_variables_have_the_text_of_the_run_file_in_the_container() -> None:
+    prompt = "Write $$x$$, not $(HOME) or $HOME."
+    environment = {
+        "program": "environments/gsm8k_server.py",
+        "flags": {"env.system_prompt": prompt},
+        "variables": {"PROMPT": prompt},
+    }
+
+    objects = objects_of(a_run(environments=[environment]))
+
+    container = pod_of(objects["Deployment", "run-environment-gsm8k-server"])["containers"][0]
+    given = {each["name"]: expand(each["value"], {}) for each in container["env"]}
+    words = [expand(word, given) for word in container["command"]]
+    assert f"--env.system_prompt={prompt}" in words
+    assert given["PROMPT"] == prompt
 
 
 def test_servers_have_probes_of_their_own_routes() -> None:

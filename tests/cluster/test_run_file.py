@@ -52,6 +52,10 @@ def test_example_is_valid_and_its_programs_exist(path):
         ({"engines": [{"kind": "torch", "tensor_parallel": 2}]}, "tensor_parallel above 1 needs"),
         ({"service": {"replicas": 2}}, "service: replicas above 1 need store: redis"),
         (
+            {"service": {"replicas": 2, "port": 65535, "store": "redis", "redis_url": "redis://h"}},
+            "service: replicas have consecutive ports: expected a port up to 65534 for 2 replicas",
+        ),
+        (
             {"service": {"store": "redis", "redis_url": WITH_PASSWORD}},
             "service.redis_url: looks like a secret",
         ),

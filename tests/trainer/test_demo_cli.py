@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from safetensors import SafetensorError
 
 from example_trainer.demo import cli
 from example_trainer.demo import settings as repository
@@ -23,13 +24,23 @@ def run_main(*arguments: str) -> int:
 
 @pytest.mark.parametrize(
     "arguments",
-    [("--sed", "1"), ("--seed", "-1"), ("--steps", "0"), ("--steps", "x"), ("--profile", "huge")],
+    [
+        ("--sed", "1"),
+        ("--seed", "-1"),
+        ("--steps", "0"),
+        ("--steps", "x"),
+        ("--profile", "huge"),
+        ("--lr", "-1"),
+        ("--lr", "nan"),
+        ("--lr", "inf"),
+        ("--max-tokens", "257"),
+    ],
 )
 def test_main_wrong_flag_exits_with_2(
     arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run_main(*arguments) == 2
-    assert "error" in capsys.readouterr().err
+    assert arguments[0] in capsys.readouterr().err
 
 
 def test_main_output_folder_in_use_is_refused(
@@ -41,6 +52,22 @@ def test_main_output_folder_in_use_is_refused(
 
     assert "is not empty; choose another folder" in capsys.readouterr().err
     assert [path.name for path in tmp_path.iterdir()] == ["precious.txt"]
+
+
+def test_main_full_disk_is_one_line_that_names_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fill_disk(*_: object, **__: object) -> None:
+        raise SafetensorError("Error while serializing: I/O error: No space left (os error 28)")
+
+    monkeypatch.setattr("transformers.PreTrainedModel.save_pretrained", fill_disk)
+
+    code = run_main("--profile", "quick", "--engine", "torch", "--output", str(tmp_path / "run"))
+
+    assert code == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert lines[-1].startswith("atropos-demo: [Errno 28] No space left on device: ")
+    assert str(tmp_path / "run") in lines[-1]
 
 
 def test_main_missing_package_names_the_extra(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
@@ -415,3 +416,23 @@ def test_common_start_is_refused_on_a_shared_gpu() -> None:
     assert plan_of(options, machine=FOUR_GPUS)[0].starts_together
     with pytest.raises(ConfigError, match="separate GPUs"):
         plan_of(options, machine=ONE_GPU)
+
+
+@pytest.mark.parametrize(
+    ("edit", "message"),
+    [
+        ({"steps": 3.5}, "steps: Input should be a valid integer"),
+        ({"environment_flags": []}, "environment_flags: Input should be a valid dictionary"),
+        ({"files": [[5]]}, "files.0.0: Input should be a valid string"),
+        ({"engine": "sglang"}, "engine: Input should be 'vllm' or 'torch'"),
+        ({"stepz": 3}, "stepz: unknown key"),
+    ],
+)
+def test_saved_options_that_were_edited_wrongly_name_the_key(
+    edit: dict[str, Any], message: str
+) -> None:
+    saved = {"files": [["environment.py", 1.0]], "model": "m", "trainer_flags": []}
+
+    assert TrainOptions.from_json({**saved, "steps": "3"}).steps == 3
+    with pytest.raises(ValueError, match=re.escape(message)):
+        TrainOptions.from_json({**saved, **edit})

@@ -20,6 +20,8 @@ from example_trainer.processes import (
     find_cause,
     find_free_port,
     find_free_ports,
+    is_same_process,
+    process_identity,
     wait_until_ready,
 )
 
@@ -329,3 +331,17 @@ def test_failure_names_the_cause_from_the_log_of_this_start_alone(tmp_path: Path
         f"(log: {log})"
     )
     assert "earlier" not in process.log_tail()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="a clock of Linux")
+def test_process_is_the_same_after_the_clock_of_the_machine_was_set(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    psutil = pytest.importorskip("psutil")
+    identity = process_identity(os.getpid())
+    booted_at = psutil.boot_time()
+    # The kernel moves the time of the boot with the clock.
+    monkeypatch.setattr("psutil._pslinux.boot_time", lambda: booted_at + 3600)
+
+    assert is_same_process(identity)
+    assert not is_same_process([os.getpid(), identity[1] + 60])

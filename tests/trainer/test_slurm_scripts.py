@@ -18,7 +18,7 @@ STAND_INS = {
     "scontrol": "printf 'a1\\na2\\nb1\\nb2\\n'",
     "srun": 'printf "%s\\0" "$@" >> "$CALLS/$$"\n'
     'case "$*" in *broken*) exit 3;; *torchrun*) exec sleep "${TRAINING_S:-0}" &>/dev/null;; esac',
-    "curl": "exit 0",
+    "curl": 'echo "not by a proxy: $no_proxy $NO_PROXY" >&2',
 }
 
 
@@ -84,6 +84,27 @@ def test_job_trains_on_the_first_nodes_and_serves_on_the_others(tmp_path):
     assert any("run-api" in call for call in calls)
     environment = next(call for call in calls if "serve" in call)
     assert shlex.join(environment).endswith("--openai.server_type vllm")
+
+
+@pytest.mark.parametrize(
+    ("given", "excepted"),
+    [
+        ({}, "a1,a2,b1,b2"),
+        ({"no_proxy": "localhost,.site"}, "localhost,.site,a1,a2,b1,b2"),
+        ({"NO_PROXY": "localhost"}, "localhost,a1,a2,b1,b2"),
+    ],
+)
+def test_nodes_are_reached_without_a_proxy_of_the_cluster(tmp_path, given, excepted):
+    done, _ = run_job(tmp_path, MODEL="m", ENV_PROGRAM="e", **given)
+
+    assert done.returncode == 0, done.stderr
+    assert f"not by a proxy: {excepted} {excepted}\n" in done.stderr
+
+
+def test_exception_of_all_hosts_from_the_proxy_stays_alone(tmp_path):
+    done, _ = run_job(tmp_path, MODEL="m", ENV_PROGRAM="e", no_proxy="*", NO_PROXY="*")
+
+    assert "not by a proxy: * *\n" in done.stderr
 
 
 def test_job_ends_when_a_part_of_it_fails(tmp_path):

@@ -1,13 +1,15 @@
 from __future__ import annotations
 
+import errno
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from atroposlib.errors import ConfigError
-from atroposlib.viewer.index import GroupIndex, RowFilter
+from atroposlib.viewer.index import GroupIndex, RowFilter, TextStore
 from atroposlib.viewer.sources import GroupGoneError, JsonlSource
 from atroposlib.viewer.viewer import Viewer
 from tests.viewer.groups import hostile_group, make_group, write_groups
@@ -38,6 +40,30 @@ def test_broken_lines_are_told_by_number_and_the_rest_is_used(tmp_path: Path) ->
         "line 8",
     ]
     assert source.load(1)["scores"] == [1.0, 0.0]
+    source.close()
+
+
+class FullStore(TextStore):
+    """Has no room for the texts of its first group."""
+
+    def add(self, position: int, text: str) -> None:
+        if position == 0:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        super().add(position, text)
+
+
+def test_group_whose_text_finds_no_room_moves_no_other(tmp_path: Path) -> None:
+    groups = [make_group(name, ["a"], [float(i)]) for i, name in enumerate(("one", "two"))]
+    source, index = JsonlSource(write_groups(tmp_path / "g.jsonl", groups)), GroupIndex()
+    index.texts = FullStore()
+
+    with pytest.raises(OSError, match="No space left"):
+        read_all(source, index)
+    read_all(source, index)
+
+    assert [index[i].label for i in range(len(index))] == ["line 1", "line 2"]
+    assert [source.load(i)["scores"] for i in range(len(index))] == [[0.0], [1.0]]
+    assert index.match(RowFilter(text="two")).positions.tolist() == [1]
     source.close()
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -63,3 +64,18 @@ def test_report_is_searched_and_sorted_and_stays_inert(
     assert page.evaluate("window.attacked") is None
     assert page.is_visible("h1")
     assert watched.complaints == []
+
+
+def test_infinite_and_missing_scores_do_not_disturb_the_order(
+    tmp_path: Path, open_page: Callable[..., Watched]
+) -> None:
+    scores = [2.0, -math.inf, math.nan, math.inf, 5.0, 0.5]
+    groups = [make_group(f"question {i}", ["answer"], [score]) for i, score in enumerate(scores)]
+    source = write_groups(tmp_path / "groups.jsonl", groups)
+    generate_html(source)
+    page = open_page(source.with_suffix(".html").as_uri()).page
+
+    page.select_option("#order", "best")
+    assert shown_groups(page) == [f"Group {i}" for i in (3, 4, 0, 5, 1, 2)]
+    page.select_option("#order", "worst")
+    assert shown_groups(page) == [f"Group {i}" for i in (1, 5, 0, 4, 2, 3)]

@@ -19,6 +19,8 @@ from tests.viewer.waiting import wait_until
 pytestmark = [pytest.mark.slow, pytest.mark.filterwarnings("default")]
 OpenPage = Callable[..., Watched]
 MOVES = "\x1b[2J\x1b[Hab\x1b[1;2Hc\x1b[K\n\x1b[999999999Ax\x1b[38;5;300my\x1b[48;2;1;2;3mz\x1b["
+KEY_REPORTS = "\x1b[>4;1m"
+"""Sent by shells and editors to a terminal; it does not change how text looks."""
 
 
 @pytest.fixture(scope="module")
@@ -27,7 +29,15 @@ def url(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     hostile = make_trace()
     for i, event in enumerate(hostile["events"]):
         event["text"] = "\n".join(ATTACKS) + (MOVES if i == 2 else "")
-    groups = [traced_group(), make_group("hostile", ["x"], [1.0], traces=[hostile])]
+    plain = make_trace()
+    for event in plain["events"]:
+        if event["kind"] == "output":
+            event["text"] = f"{KEY_REPORTS}plain\n"
+    groups = [
+        traced_group(),
+        make_group("hostile", ["x"], [1.0], traces=[hostile]),
+        make_group("plain", ["x"], [1.0], traces=[plain]),
+    ]
     path = write_groups(tmp_path_factory.mktemp("groups") / "groups.jsonl", groups)
     reader = TokenReader("bytes", lambda _: byte_tokenizer())
     viewer = Viewer(JsonlSource(path), reader)
@@ -130,4 +140,20 @@ def test_hostile_output_is_text(url: str, open_page: OpenPage) -> None:
     assert page.evaluate("window.attacked") is None
     assert "window.attacked = 1</script>" in page.inner_text(".v-terminal")
     assert page.locator(".v-terminal *:not(div):not(span)").count() == 0
+    assert watched.complaints == []
+
+
+def test_private_sequences_do_not_change_the_style(url: str, open_page: OpenPage) -> None:
+    watched = open_page(url)
+    page = timeline(watched)
+    for line in (2, 3):
+        page.keyboard.press("j")
+        page.wait_for_function(
+            f"document.querySelector('#v-head').innerText.includes('line {line}')"
+        )
+
+    open_replay(page)
+
+    assert "plain" in page.inner_text(".v-terminal")
+    assert page.locator(".v-terminal .v-bold").count() == 0
     assert watched.complaints == []

@@ -38,7 +38,7 @@ from atroposlib.workspaces import (
     WorkspaceSpec,
     open_workspaces,
 )
-from atroposlib.workspaces.container_engine import ContainerEngine, new_name
+from atroposlib.workspaces.container_engine import ContainerEngine, Keeper, new_name
 from atroposlib.workspaces.container_saving import unpacked
 from atroposlib.workspaces.containers import ContainerBase, ContainerWorkspaces
 from tests.workspaces.containers import IMAGE, PLAIN_IMAGE, Engines, open_engines
@@ -675,3 +675,11 @@ async def test_fork_that_starts_while_the_base_is_closed_leaves_no_container() -
     with pytest.raises(WorkspaceError, match="the base of slow is closed"):
         await fork
     assert made.is_closed
+
+
+async def test_greeting_before_a_container_is_an_error_that_shows_it() -> None:
+    # As of a login shell of another machine; the program goes on reading its input.
+    words = ["sh", "-c", "echo Welcome; cat > /dev/null"]
+
+    with pytest.raises(WorkspaceError, match="did not start: Welcome"):
+        await Keeper.start(words, dict(os.environ))

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import logging
+import os
 import sys
 
 import pytest
@@ -12,6 +15,7 @@ from example_trainer.engine import EngineControl, SglangControl
 from example_trainer.weights.cli import main
 from example_trainer.weights.following import FollowedEngine, Follower
 from example_trainer.weights.format import WeightsError
+from example_trainer.weights.local import LocalWeights
 from example_trainer.weights.publishing import WeightsPublisher
 from example_trainer.weights.store import StoreError, WeightStore
 from tests.trainer.scripted_vllm import ScriptedVllm
@@ -152,6 +156,23 @@ def test_engine_that_is_down_is_retried(tmp_path, published, caplog):
 
     assert "trying again" in caplog.text
     assert "hunter2" not in caplog.text
+
+
+@pytest.mark.parametrize("kind", [EngineControl, SglangControl])
+def test_engine_behind_a_proxy_that_cannot_reach_it_is_retried(tmp_path, published, caplog, kind):
+    store, _ = published
+    clock = StoppedClock()
+    with (
+        ScriptedVllm({"/collective_rpc": (502, {}), "/model_info": (502, {})}) as proxy,
+        opened(tmp_path / "into") as local,
+    ):
+        follower = Follower(store, local, [followed(proxy, clock, kind)])
+        assert not follower.poll()
+        proxy.answers = {"/model_info": (200, {})}
+        clock.now += 10
+        assert follower.poll()
+
+    assert "answered 502; trying again" in caplog.text
 
 
 def test_engines_that_are_down_are_named_with_the_reason_by_a_follower_that_ends(
@@ -299,6 +320,36 @@ def test_store_that_is_down_is_retried_while_engines_keep_their_version(
         assert follower.poll()
 
     assert caplog.text.count("timed out; trying again in 1 s") == 1
+    assert len(reloads(engine)) == 2
+
+
+class AwayFolder(LocalWeights):
+    """Cannot be read while `is_away`."""
+
+    is_away = False
+
+    def record(self):
+        if self.is_away:
+            raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(self.current))
+        return super().record()
+
+
+def test_folder_that_is_away_for_a_while_does_not_end_the_follower(tmp_path, published, caplog):
+    store, publish = published
+    clock = StoppedClock()
+    local = AwayFolder(tmp_path / "into")
+    local.open()
+    with ScriptedVllm() as engine, contextlib.closing(local):
+        follower = Follower(store, local, [followed(engine, clock)], clock=clock)
+        assert follower.poll()
+        publish(2)
+        local.is_away = True
+        assert not follower.poll()
+        local.is_away = False
+        clock.now += 10
+        assert follower.poll()
+
+    assert "Stale file handle" in caplog.text
     assert len(reloads(engine)) == 2
 
 

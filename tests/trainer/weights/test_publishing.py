@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import hashlib
 import json
 import logging
 import os
 import resource
 import shutil
+import subprocess
+import sys
 import uuid
 from pathlib import Path
 
@@ -164,6 +167,20 @@ def test_config_that_changes_without_the_weights_reaches_followers(
         assert local.record().version == 2
 
 
+def test_files_that_a_manifest_cannot_name_are_left_out_with_a_warning(store, tmp_path, caplog):
+    checkpoint = write_checkpoint(tmp_path / "new", some_tensors())
+    names = ["config.json~", "notes (copy).txt"]
+    for name in names:
+        (checkpoint / name).write_text("x")
+
+    with WeightsPublisher(store, tmp_path / "mirror") as publisher:
+        publisher.publish(checkpoint, 1)
+
+    assert store.manifest().files.keys() == {"config.json", "tokenizer.json"}
+    for name in names:
+        assert f"{name} is not published" in caplog.text
+
+
 def test_only_the_files_that_transformers_loads_are_published(store, tmp_path):
     tensors = some_tensors()
     single = write_checkpoint(tmp_path / "single", tensors)
@@ -240,6 +257,18 @@ def test_same_version_again_is_not_published_twice(store, tmp_path):
     assert store.manifest().head.serial == 2
 
 
+def test_same_version_with_another_config_is_refused(store, tmp_path):
+    with WeightsPublisher(store, tmp_path / "mirror") as publisher:
+        publish_all(publisher, tmp_path / "new", 2)
+        (tmp_path / "new" / "config.json").write_text('{"model_type": "other"}')
+        with pytest.raises(ConfigError, match="already has version 2"):
+            publisher.publish(tmp_path / "new", 2)
+        assert publisher.publish(tmp_path / "new", 3).is_new
+
+    follow_once(store, tmp_path / "into")
+    assert "other" in (tmp_path / "into" / "current" / "config.json").read_text()
+
+
 def test_older_version_is_refused_unless_the_run_was_resumed(store, tmp_path):
     with WeightsPublisher(store, tmp_path / "mirror") as publisher:
         published = publish_all(publisher, tmp_path / "new", 3)
@@ -251,6 +280,23 @@ def test_older_version_is_refused_unless_the_run_was_resumed(store, tmp_path):
 
     assert [entry.version for entry in store.manifest().versions] == [1, 2, 3, 2]
     assert same_bits(follow_once(store, tmp_path / "into"), published[0])
+
+
+def test_publisher_deletes_no_files_but_its_own(store, tmp_path):
+    others = ["data/train.csv", "data/00000001.safetensors", "files/notes.txt", "epochs/3.pt"]
+    left = [
+        "data/00000001-0.delta", f"data/.new-{'0' * 32}-00000001-0.safetensors",
+        f"files/{'0' * 64}", "epochs/00000000",
+    ]  # fmt: skip
+    for name in [*others, *left]:
+        store.write(name, b"content")
+
+    with WeightsPublisher(store, tmp_path / "mirror") as publisher:
+        publish_all(publisher, tmp_path / "new", 2)
+
+    found = {name for folder in ("data", "files", "epochs") for name in store.names(folder)}
+    assert found >= set(others)
+    assert not found & set(left)
 
 
 def test_other_model_is_refused_and_nothing_changes(store, tmp_path):
@@ -294,6 +340,20 @@ def test_folder_with_a_link_to_other_files_is_refused(tmp_path, name):
 
     with pytest.raises(ConfigError, match="is a link"), opened(tmp_path / "into"):
         pass
+
+
+@pytest.mark.parametrize("name", ["checkpoints/step_100/model.pt", "downloads/mine.zip"])
+def test_folder_whose_files_have_other_names_is_refused_and_keeps_them(tmp_path, name):
+    for number in ("100", "200", "300"):
+        other = tmp_path / "into" / name.replace("100", number)
+        other.parent.mkdir(parents=True, exist_ok=True)
+        other.write_text("mine")
+    before = sorted(tmp_path.rglob("*"))
+
+    with pytest.raises(ConfigError, match="has other files, such as"), opened(tmp_path / "into"):
+        pass
+
+    assert sorted(tmp_path.rglob("*")) == before
 
 
 def test_two_followers_in_one_folder_are_refused(tmp_path):
@@ -372,10 +432,52 @@ def test_text_of_a_lease_is_one_line_in_errors():
 
 def test_publisher_that_was_overtaken_is_refused_at_the_same_epoch():
     store = WeightStore(f"memory://{uuid.uuid4().hex}")
-    store.create("epochs/00000001", b"another one")
+    store.create("epochs/00000001", b'{"owner": "another one", "renewed_at": 1000}')
 
-    with pytest.raises(ConfigError, match="started at the same time"):
-        PublisherLease(store).acquire()
+    with pytest.raises(ConfigError, match="same time; if it was killed, its claim ends in 59 s"):
+        PublisherLease(store, clock=lambda: 1001.0).acquire()
+
+
+@pytest.mark.parametrize("claim", [b'{"owner": "another one", "renewed_at": 1000}', b"unreadable"])
+def test_publisher_that_was_killed_while_it_claimed_an_epoch_does_not_block_the_store(claim):
+    store = WeightStore(f"memory://{uuid.uuid4().hex}")
+    store.create("epochs/00000001", claim)
+
+    lease = PublisherLease(store, clock=lambda: 1061.0)
+    lease.acquire()
+    lease.release()
+
+    assert lease.epoch == 2
+    assert store.names("epochs") == ["epochs/00000002"]
+
+
+@pytest.fixture
+def without_locks(monkeypatch):
+    """A network file system that has no locks."""
+
+    def refuse(*_):
+        raise OSError(errno.ENOLCK, os.strerror(errno.ENOLCK))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+
+
+@pytest.mark.usefixtures("without_locks")
+def test_file_system_without_locks_gets_a_lease(tmp_path):
+    store = WeightStore(str(tmp_path / "store"))
+    now = 1000.0
+    lease = PublisherLease(store, clock=lambda: now)
+    publisher = WeightsPublisher(store, tmp_path / "a", lease=lease)
+    publisher.open()
+    published = publish_all(publisher, tmp_path / "new", 2)
+
+    with pytest.raises(ConfigError, match=r"has another publisher: .* its lease ends in 60 s"):
+        PublisherLease(store, clock=lambda: now).acquire()
+    publisher.close()
+    later = PublisherLease(store, clock=lambda: now)
+    later.acquire()
+    later.release()
+
+    assert same_bits(follow_once(store, tmp_path / "into"), published[-1])
 
 
 @pytest.mark.parametrize("part", ["delta", "anchor", "config"])
@@ -659,17 +761,44 @@ def test_missing_file_is_named_without_the_secret_of_its_url(monkeypatch):
     assert "secret" not in str(caught.value)
 
 
-def test_wrong_address_of_an_engine_is_shown_without_its_secret(tmp_path, monkeypatch, capsys):
-    url = "me:hunter2@host:9001"  # pragma: allowlist secret
-    words = ["follow", str(tmp_path), "--into", str(tmp_path / "into"), "--engine-url", url]
+@pytest.mark.parametrize(
+    "place",
+    ["me:hunter2@host:9001", "http://me:hunter2@[::1"],  # pragma: allowlist secret
+)
+def test_wrong_address_of_an_engine_is_shown_without_its_secret(
+    tmp_path, monkeypatch, capsys, place
+):
+    words = ["follow", str(tmp_path), "--into", str(tmp_path / "into"), "--engine-url", place]
     monkeypatch.setattr("sys.argv", ["atropos-weights", *words])
 
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit) as ended:
         main()
 
     printed = capsys.readouterr().err
-    assert "host:9001" in printed
+    assert ended.value.code == 2
+    assert place.rpartition("@")[2] in printed
     assert "hunter2" not in printed
+
+
+@pytest.mark.parametrize("command", ["list", "verify"])
+def test_reader_of_a_list_may_leave(tmp_path, command):
+    with WeightsPublisher(WeightStore(str(tmp_path / "store")), tmp_path / "mirror") as publisher:
+        publish_all(publisher, tmp_path / "new", 1)
+    reading, writing = os.pipe()
+    os.close(reading)
+
+    with os.fdopen(writing, "w") as output:
+        done = subprocess.run(
+            [sys.executable, "-u", "-m", "example_trainer.weights.cli", command, "store"],
+            cwd=tmp_path,
+            env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[3])},
+            stdout=output,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_file_larger_than_the_disk_is_not_downloaded(tmp_path, monkeypatch):

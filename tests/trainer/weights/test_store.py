@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import tracemalloc
 import uuid
 
@@ -164,3 +165,18 @@ def test_manifest_that_followers_would_refuse_is_not_published(tmp_path, publish
         publisher.publish(write_checkpoint(tmp_path / "new", some_tensors(3)), 3)
 
     assert store.manifest().head.version == 2
+
+
+def test_server_that_is_down_at_the_start_is_named_without_its_secret():
+    with socket.socket() as deaf:
+        deaf.bind(("127.0.0.1", 0))
+        url = f"ftp://me:hunter2@127.0.0.1:{deaf.getsockname()[1]}/run"  # pragma: allowlist secret
+        with pytest.raises(StoreError, match=r"cannot open ftp://.*refused") as failed:
+            WeightStore(url)
+
+    assert "hunter2" not in str(failed.value)
+
+
+def test_empty_url_is_refused():
+    with pytest.raises(ConfigError, match="the URL of the store is empty"):
+        WeightStore("")

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import threading
 
 import httpx
 import pytest
 import torch
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from transformers import LlamaForCausalLM
 
@@ -99,11 +101,24 @@ def test_staged_copy_as_trained_keeps_every_bit(tmp_path):
     assert all(torch.equal(value, staged[name]) for name, value in model.state_dict().items())
 
 
+def test_full_disk_names_the_folder_of_the_staged_copy(tmp_path, monkeypatch):
+    def fill_disk(*_, **__):
+        raise SafetensorError("Error while serializing: I/O error: No space left (os error 28)")
+
+    model = tiny_llama()
+    monkeypatch.setattr(model, "save_pretrained", fill_disk)
+
+    with pytest.raises(OSError, match=r"No space left on device: .*staged") as full:
+        stage_weights(model, tmp_path / "staged", dtype="as_trained", unties=False)
+
+    assert full.value.errno == errno.ENOSPC
+
+
 class HeldPublisher(WeightsPublisher):
     """Publishes nothing before `released`; fails while there are `failures`."""
 
-    def __init__(self, store, mirror, failures=()):
-        super().__init__(store, mirror)
+    def __init__(self, store, mirror, failures=(), **options):
+        super().__init__(store, mirror, **options)
         self.released = threading.Event()
         self.started = threading.Event()
         self.failures = list(failures)
@@ -193,6 +208,25 @@ def test_publisher_ends_although_the_engine_cannot_be_stopped(tmp_path):
 
     names = [thread.name for thread in threading.enumerate()]
     assert "weights publisher" not in names
+
+
+def test_step_that_is_published_twice_does_not_lose_its_copy(tmp_path, monkeypatch):
+    monkeypatch.setattr("example_trainer.weights.training_sync.WeightsPublisher", HeldPublisher)
+    config = tiny_config(
+        tmp_path, weight_bridge_mode="off", publish_weights=str(tmp_path / "store")
+    )
+    sync = PublishingSync(config, None)
+    sync.check_before_load()
+    publisher = sync._background._publisher
+    model = tiny_llama()
+
+    sync.start(model, SavedTokenizer(), source="tiny", step=3)
+    publisher.started.wait()
+    sync.publish(model, checkpoint=None, step=3)
+    publisher.released.set()
+    sync.close()
+
+    assert [e.version for e in WeightStore(str(tmp_path / "store")).manifest().versions] == [3]
 
 
 def test_lasting_failure_is_raised_in_the_training_loop(tmp_path, monkeypatch):
