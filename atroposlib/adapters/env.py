@@ -144,9 +144,12 @@ class GuardedConversation(Conversation):
         self._has_ended = True  # after an invalid reward, nothing is left to score
         self._check_reward(reply.reward)
         self._has_ended = reply.is_done
+        messages = reply.messages
+        if not (reply.is_done or messages or reply.history):
+            messages = [{"role": "user", "content": ""}]  # an observation without text
         return replace(
             reply,
-            messages=self._inert(reply.messages),
+            messages=self._inert(messages),
             history=None if reply.history is None else self._inert(reply.history),
         )
 

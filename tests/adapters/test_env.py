@@ -175,6 +175,19 @@ async def test_episode_that_a_limit_ends_is_scored_before_it_is_closed(make_fake
     assert made().episodes[0].calls == ["begin", "reply", "reply", "truncated", "close"]
 
 
+async def test_empty_observation_is_an_empty_message(make_fake: MakeEnv) -> None:
+    async def says_nothing(turn: Turn) -> Reply:
+        return Reply("", reward=1.0, is_done=turn.index == 1)
+
+    async with ScriptedEngine([PROBED, "a", "b"]) as engine:
+        env = await make_fake(engine)
+        made().behaviours = [says_nothing]
+        rollout, _ = await env.collect_trajectory(await env.get_next_item())
+
+    assert rollout.rewards == [1.0, 1.0]
+    assert [m["content"] for m in rollout.messages] == ["begin", "a", "", "b"]
+
+
 async def test_cancelled_rollout_closes_its_episode(make_fake: MakeEnv) -> None:
     async with ScriptedEngine([PROBED, "a"]) as engine:
         env = await make_fake(engine)
