@@ -394,6 +394,21 @@ async def test_page_mapping_is_taken(server: Server, tmp_path: Path) -> None:
     assert "Guess my number. Write one action" in adapter.prompt
 
 
+@pytest.mark.parametrize("kind", ["string", "integer", "boolean"])
+async def test_action_field_that_may_be_null_takes_values_of_its_kind(
+    server: Server, kind: str
+) -> None:
+    adapter: Any = await opened(f"{server.url}/guess")
+    adapter._fields = {"guess": {"anyOf": [{"type": kind}, {"type": "null"}]}}
+    taken = {"string": ["42", "true", "no"], "integer": [42, None, None]}
+    taken["boolean"] = [None, True, None]
+
+    actions = [adapter.action_of(f"<action>{text}</action>") for text in ("42", "true", "no")]
+
+    assert actions == [None if v is None else {"guess": v} for v in taken[kind]]
+    assert f"({kind})" in adapter._form_of_actions({})
+
+
 @pytest.mark.timeout(1200)
 async def test_page_every_command_works(tmp_path: Path) -> None:
     tokenizer = load_tokenizer("qwen2_5")
