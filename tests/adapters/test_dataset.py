@@ -147,6 +147,34 @@ async def test_later_row_without_an_answer_is_named_before_training(tmp_path: Pa
         await opened(str(path))
 
 
+@pytest.mark.parametrize("column", ["question", "answer"])
+async def test_row_without_a_value_after_those_checked_is_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, column: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    import atroposlib.adapters.dataset as page
+
+    monkeypatch.setattr(page, "ROWS_CHECKED", 1)
+    rows = [{**row, column: None} if row is ROWS[7] else row for row in ROWS]
+    name = write(tmp_path / "rows.jsonl", rows)
+    adapter = await opened(name, shuffle_buffer=0, eval_every=5)
+
+    held_out = [item["messages"][-1]["content"] for item in await adapter.eval_items(100)]
+    trained = await questions(adapter, 0, 39 - len(held_out))
+    again = await questions(adapter, 39 - len(held_out), 41 - len(held_out))
+
+    assert sorted([*held_out, *trained]) == sorted(r["question"] for r in ROWS if r is not ROWS[7])
+    assert again == trained[:2]
+    assert adapter.metrics()["rows_skipped"] > 0
+    assert f"the column {column!r} has no value; the row is" in caplog.text
+
+
+async def test_evaluation_split_of_one_file_is_refused(tmp_path: Path) -> None:
+    adapter = await opened(write(tmp_path / "rows.jsonl"), eval_split="test")
+
+    with pytest.raises(ConfigError, match=r"eval_split: .*rows\.jsonl is one file"):
+        await adapter.eval_items(4)
+
+
 async def test_chat_and_template_become_the_prompt(tmp_path: Path) -> None:
     chat = [
         {"role": "user", "content": "hi"},
@@ -218,6 +246,7 @@ async def test_reward_function_that_raises_fails_its_rollout_only(
         ("[1]", {}, "row 1 is 1; expected columns by name"),
         ("{nothing", {}, "cannot be read"),
         ('[{"question": "x", "answer": 1}]', {"template": "{q}"}, "template does not fit"),
+        ('[{"q": null, "answer": 1}]', {"template": "{q:.2f}"}, "template does not fit"),
         ('[{"question": "x", "answer": 1}]', {"messages_field": "question"}, "expected a list of"),
     ],
 )
