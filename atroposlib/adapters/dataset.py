@@ -450,6 +450,7 @@ class DatasetAdapter(Adapter):
 
     args_cls = DatasetArgs
     default_settings: ClassVar[Mapping[str, Any]] = {"max_turns": 1, "max_token_length": 4096}
+    limits_replies = True
     args: DatasetArgs
 
     def __init__(self, name: str, args: DatasetArgs, **settings: Any) -> None:

@@ -122,13 +122,15 @@ class GuardedConversation(Conversation):
         where: str,
         step_timeout_s: float,
         begin_timeout_s: float | None = None,
+        limits_replies: bool = False,
         specials: re.Pattern[str] | None = None,
     ) -> None:
         self.episode = episode
         self._specials = specials
         self._where = where
         self._step_timeout_s = step_timeout_s
-        self._begin_timeout_s = begin_timeout_s
+        self._begin_timeout_s = begin_timeout_s or step_timeout_s
+        self._reply_timeout_s = None if limits_replies else step_timeout_s
         self._opening: Sequence[ChatMessage] = ()
         self._has_ended = False
         self.is_closed = False
@@ -140,7 +142,7 @@ class GuardedConversation(Conversation):
         return self._opening
 
     async def reply(self, turn: Turn) -> Reply:
-        reply = await self._call(self.episode.reply(turn))
+        reply = await self._call(self.episode.reply(turn), self._reply_timeout_s)
         self._has_ended = True  # after an invalid reward, nothing is left to score
         self._check_reward(reply.reward)
         self._has_ended = reply.is_done
@@ -182,9 +184,9 @@ class GuardedConversation(Conversation):
             for message in messages
         ]
 
-    async def _call(self, call: Awaitable[Result], limit_s: float | None = None) -> Result:
+    async def _call(self, call: Awaitable[Result], limit_s: float | None) -> Result:
         try:
-            return await _within(call, limit_s or self._step_timeout_s, self._where)
+            return await _within(call, limit_s, self._where)
         except BaseException:
             self._has_ended = True  # nothing is left to score
             raise
@@ -322,6 +324,7 @@ class AdapterEnv(MultiTurnEnv):
             where=self.config.adapter,
             step_timeout_s=self.config.step_timeout_s,
             begin_timeout_s=self.adapter.begin_timeout_s,
+            limits_replies=self.adapter.limits_replies,
         )
 
     async def collect_trajectory(self, item: Item) -> tuple[Rollout, list[Item]]:
@@ -400,6 +403,7 @@ class AdapterEnv(MultiTurnEnv):
             where=self.config.adapter,
             step_timeout_s=self.config.step_timeout_s,
             begin_timeout_s=self.adapter.begin_timeout_s,
+            limits_replies=self.adapter.limits_replies,
             specials=self._specials,
         )
         async with self._policy(is_evaluation=is_evaluation) as policy:

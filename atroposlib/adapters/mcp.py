@@ -576,6 +576,7 @@ class McpAdapter(Adapter):
 
     args_cls = McpArgs
     default_settings: ClassVar[Mapping[str, Any]] = {"max_turns": 8, "max_token_length": 8192}
+    limits_replies = True
     args: McpArgs
 
     def __init__(self, name: str, args: McpArgs, **settings: Any) -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import csv
 import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -235,6 +237,30 @@ async def test_reward_function_that_raises_fails_its_rollout_only(
         rollout, _ = await env.collect_trajectory(item)
 
     assert rollout.rewards == [0.5]
+
+
+async def test_reward_that_takes_longer_than_a_step_counts(
+    tmp_path: Path, make_env: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from atroposlib.envs.reward_fns import registry
+
+    make_env()
+    monkeypatch.setattr(registry, "_entries", dict(registry._entries))
+    is_released = threading.Event()
+
+    @registry.register_function("patient")
+    def patient(completions: list[Any], **kwargs: Any) -> list[float]:
+        is_released.wait(20)
+        return [1.0]
+
+    name = write(tmp_path / "rows.jsonl")
+    args = {"reward_functions": ["patient"], "score_workers": 0, "score_timeout_s": 30}
+    settings = {"group_size": 1, "step_timeout_s": 0.2, "episode_retries": 0}
+    async with adapter_env(f"dataset:{name}", args, lambda _: "4", **settings) as env:
+        asyncio.get_running_loop().call_later(1, is_released.set)
+        rollout, _ = await env.collect_trajectory(await env.get_next_item())
+
+    assert rollout.rewards == [1.0]
 
 
 @pytest.mark.parametrize(

@@ -264,6 +264,23 @@ async def test_error_of_a_tool_is_a_result(
     assert rollout.reward_parts[-1] == {"answer_text": 1.0, "calls": 0.0}
 
 
+async def test_late_calls_of_one_turn_may_take_longer_than_a_step(tasks: str, pids: Path) -> None:
+    args = {**ARGS, "servers": [command(pids)], "tool_timeout_s": 1}
+    replies = iter(["ok", 3 * call("hang"), "<answer>40</answer>"])
+
+    async with adapter_env(
+        f"mcp:{tasks}",
+        args,
+        lambda _: next(replies),
+        group_size=1,
+        step_timeout_s=2,
+        episode_retries=0,
+    ) as env:
+        [rollout], _ = await roll_out(env)
+
+    assert rollout.messages[-2]["content"].count("gave no answer within 1 s") == 3
+
+
 @pytest.mark.parametrize("sessions", ["per_rollout", "shared"])
 async def test_crash_of_a_server_fails_its_rollout_which_is_repeated(
     tasks: str, pids: Path, sessions: str
