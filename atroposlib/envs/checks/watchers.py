@@ -250,7 +250,7 @@ async def end_default_executor() -> None:
     executor.shutdown(wait=False)
     loop.set_default_executor(ThreadPoolExecutor(max_workers=1))
     deadline = loop.time() + THREADS_S
-    while loop.time() < deadline and _are_alive(executor._threads):  # noqa: ASYNC110
+    while loop.time() < deadline and _are_alive(executor._threads):  # noqa: ASYNC110 - no event
         await asyncio.sleep(POLL_S)
 
 
