@@ -34,6 +34,7 @@ from atroposlib.adapters.interface import (
     finite_reward,
 )
 from atroposlib.adapters.registry import adapter_class, make_adapter, split_spec
+from atroposlib.adapters.remote import repeat_until_connected
 from atroposlib.envs.base import BaseEnvConfig
 from atroposlib.envs.conversation import ChatMessage, Conversation, Reply, Turn, is_chat
 from atroposlib.envs.multi_turn_env import (
@@ -77,6 +78,8 @@ CLOSE_S = 15.0
 """Time limit of closing one episode."""
 OPEN_S = 900.0
 """Time limit of loading a task set."""
+OUTAGE_S = 3600.0
+"""Time for which the next item is asked for again while its source cannot be reached."""
 MIN_AGENT_TOKENS = 16
 
 Result = TypeVar("Result")
@@ -309,7 +312,10 @@ class AdapterEnv(MultiTurnEnv):
 
     async def get_next_item(self) -> Item:
         index, self.iter = self.iter, self.iter + 1
-        return await _within(self.adapter.item(index), OPEN_S, self.config.adapter)
+        where = self.config.adapter
+        return await repeat_until_connected(
+            lambda: _within(self.adapter.item(index), OPEN_S, where), limit_s=OUTAGE_S, where=where
+        )
 
     def eval_items(self) -> Sequence[Item]:
         return self._eval_items

@@ -16,6 +16,7 @@ from atroposlib.envs.conversation import Reply, Turn
 from atroposlib.errors import (
     ConfigError,
     EngineSetupError,
+    EpisodeConnectionError,
     EpisodeFailedError,
     EpisodeRewardError,
     EpisodeTimeoutError,
@@ -186,6 +187,26 @@ async def test_empty_observation_is_an_empty_message(make_fake: MakeEnv) -> None
 
     assert rollout.rewards == [1.0, 1.0]
     assert [m["content"] for m in rollout.messages] == ["begin", "a", "", "b"]
+
+
+async def test_item_that_cannot_be_read_is_asked_for_again(
+    make_fake: MakeEnv, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    async def item(index: int) -> dict[str, Any]:
+        asked.append(index)
+        if len(asked) < 3:
+            raise EpisodeConnectionError("the hub does not answer")
+        return {"index": index}
+
+    async with ScriptedEngine([PROBED]) as engine:
+        env = await make_fake(engine)
+        monkeypatch.setattr(made(), "item", item)
+        items = [await env.get_next_item(), await env.get_next_item()]
+
+    assert items == [{"index": 0}, {"index": 1}]
+    assert asked == [0, 0, 0, 1]
 
 
 async def test_cancelled_rollout_closes_its_episode(make_fake: MakeEnv) -> None:
