@@ -119,7 +119,9 @@ async def test_call_in_a_thread_that_does_not_return_is_named_and_left_behind(
     left = await wait_for_end(before)
     is_released.set()
 
-    assert [leftover.what.rpartition("_")[0] for leftover in left] == ["thread asyncio"]
+    assert [(each.what.rpartition("_")[0], each.where) for each in left] == [
+        ("thread asyncio", None)
+    ]
     assert await asyncio.to_thread(sum, [1, 2]) == 3
     await end_default_executor()
     assert await wait_for_end(before) == []
