@@ -519,6 +519,28 @@ async def test_server_that_ends_at_once_is_named_with_its_stderr(tasks: str) -> 
     await adapter.close()
 
 
+async def test_calls_of_a_parquet_file_have_no_arguments_of_other_rows(
+    tmp_path: Path, pids: Path
+) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    calls = [
+        [{"name": "add", "arguments": {"a": 1, "b": {"c": [{"d": 2}, {"e": 3}]}}}],
+        [{"name": "long_text", "arguments": {"length": 3, "b": {"f": 1}}}],
+    ]
+    rows = [{"question": f"q{i}", "expected_calls": each} for i, each in enumerate(calls)]
+    path = tmp_path / "tasks.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    adapter = make_adapter(f"mcp:{path}", {**ARGS, "servers": [command(pids)]}, seed=0)
+    await adapter.open()
+
+    items = [await adapter.item(index) for index in range(2)]
+    await adapter.close()
+
+    assert [item["row"]["expected_calls"] for item in items] == calls
+
+
 async def test_row_without_a_reward_is_rejected(tmp_path: Path, pids: Path) -> None:
     path = tmp_path / "rows.json"
     path.write_text(json.dumps([{"question": "q"}]))
