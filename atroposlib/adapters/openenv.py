@@ -360,6 +360,7 @@ class OpenEnvAdapter(Adapter):
 
     args_cls = OpenEnvArgs
     default_settings: ClassVar[Mapping[str, Any]] = {"max_turns": 16, "max_token_length": 4096}
+    limits_replies = True
     args: OpenEnvArgs
 
     def __init__(self, name: str, args: OpenEnvArgs, **settings: Any) -> None:

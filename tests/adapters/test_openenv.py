@@ -172,6 +172,22 @@ async def test_tools_calls_are_steps_with_rewards(server: Server) -> None:
     assert rollout.outcome == "done"
 
 
+async def test_tools_calls_of_one_turn_may_take_longer_than_a_step(server: Server) -> None:
+    wait = '<tool_call>\n{"name": "wait", "arguments": {}}\n</tool_call>'
+    async with ScriptedEngine(["ok"]) as engine:
+        env = at_engine(f"openenv:{server.url}/sums", engine, step_timeout_s=2.0)
+        try:
+            await env.setup()
+            episode = env.start_conversation({"seed": 24, "reset": {}})
+            await episode.begin()
+            reply = await episode.reply(turn(3 * wait))
+            await episode.close()
+        finally:
+            await env.close()
+
+    assert reply.chat_messages()[0]["content"].count("waited") == 3
+
+
 async def test_tools_arguments_that_cannot_be_sent_get_an_error(server: Server) -> None:
     adapter = await opened(f"{server.url}/sums")
     episode = await begun(adapter, {"seed": 24, "reset": {}})
