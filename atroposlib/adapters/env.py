@@ -69,6 +69,7 @@ from atroposlib.errors import (
     EpisodeTimeoutError,
     MissingExtraError,
 )
+from atroposlib.utils.text import without_lone_surrogates
 
 __all__ = ["AdapterEnv", "AdapterEnvConfig", "environment_class"]
 
@@ -174,16 +175,17 @@ class GuardedConversation(Conversation):
     def _inert(self, messages: Any) -> Any:
         """Return messages that spell no special tokens; turns of the policy are unchanged.
 
-        `play` reports what is not a chat.
+        Halves of surrogate pairs are replaced, which no tokenizer takes. `play` reports what is not
+        a chat.
         """
         if isinstance(messages, str):
-            return without_specials(messages, self._specials)
-        if self._specials is None or not is_chat(messages):
+            return _inert_text(messages, self._specials)
+        if not is_chat(messages):
             return messages
         return [
             message
-            if message["role"] == "assistant"
-            else {**message, "content": _map_texts(message.get("content"), self._specials)}
+            if message["role"] == "assistant" or "content" not in message
+            else {**message, "content": _map_texts(message["content"], self._specials)}
             for message in messages
         ]
 
@@ -198,13 +200,17 @@ class GuardedConversation(Conversation):
         _checked_reward(reward, self._where)
 
 
-def _map_texts(content: Any, specials: re.Pattern[str]) -> Any:
+def _inert_text(text: str, specials: re.Pattern[str] | None) -> str:
+    return without_specials(without_lone_surrogates(text), specials)
+
+
+def _map_texts(content: Any, specials: re.Pattern[str] | None) -> Any:
     if isinstance(content, str):
-        return without_specials(content, specials)
+        return _inert_text(content, specials)
     if not isinstance(content, list | tuple):
         return content
     return [
-        {**part, "text": without_specials(part["text"], specials)}
+        {**part, "text": _inert_text(part["text"], specials)}
         if isinstance(part, Mapping) and isinstance(part.get("text"), str)
         else part
         for part in content

@@ -189,6 +189,18 @@ async def test_empty_observation_is_an_empty_message(make_fake: MakeEnv) -> None
     assert [m["content"] for m in rollout.messages] == ["begin", "a", "", "b"]
 
 
+async def test_half_of_a_surrogate_pair_is_replaced(make_fake: MakeEnv) -> None:
+    async def says_half(turn: Turn) -> Reply:
+        return Reply("file \udcff", reward=1.0, is_done=turn.index == 1)
+
+    async with ScriptedEngine([PROBED, "a", "b"]) as engine:
+        env = await make_fake(engine)
+        made().behaviours = [says_half]
+        rollout, _ = await env.collect_trajectory(await env.get_next_item())
+
+    assert rollout.messages[2]["content"] == "file \ufffd"
+
+
 async def test_item_that_cannot_be_read_is_asked_for_again(
     make_fake: MakeEnv, monkeypatch: pytest.MonkeyPatch
 ) -> None:
