@@ -222,8 +222,8 @@ class TaskRows:
                 raise ConfigError(f"{error} (row {number})") from error
         if not number:
             raise ConfigError(f"{self.name} holds no rows")
-        self._train = data.filter(self._is_usable).filter(
-            lambda row: not self._is_for_evaluation(row)
+        self._train = data.filter(
+            lambda row: self._is_usable(row) and not self._is_for_evaluation(row)
         )
         if self.args.shuffle_buffer:
             self._train = self._train.shuffle(seed=self.seed, buffer_size=self.args.shuffle_buffer)
@@ -235,7 +235,7 @@ class TaskRows:
     def _is_usable(self, row: Mapping[str, Any]) -> bool:
         """Whether a row has what an item needs; those after the checked ones may not."""
         try:
-            self._as_item(row)
+            self._read(row)
         except ConfigError as error:
             self.num_skipped += 1
             if is_milestone(self.num_skipped):
@@ -326,6 +326,15 @@ class TaskRows:
         return digest % self.args.eval_every == 0
 
     def _as_item(self, row: Mapping[str, Any]) -> Item:
+        item = self._read(row)
+        try:
+            copied: Item = json.loads(json.dumps(item, default=_as_json))
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{self.name}: a row is not JSON: {error}") from error
+        return copied
+
+    def _read(self, row: Mapping[str, Any]) -> Item:
+        """Return the item of a row, with its values as they are."""
         args = self.args
         answer = row.get(args.answer_field) if args.answer_field is not None else None
         if answer is None and args.answer_field is not None and self._needs_answer:
@@ -337,11 +346,7 @@ class TaskRows:
             item["ground_truth"] = self._value(row, args.ground_truth_field)
         if self._rewards_field is not None and row.get(self._rewards_field) is not None:
             item["reward_functions"] = row[self._rewards_field]
-        try:
-            copied: Item = json.loads(json.dumps(item, default=_as_json))
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"{self.name}: a row is not JSON: {error}") from error
-        return copied
+        return item
 
     def _chat(self, row: Mapping[str, Any]) -> list[ChatMessage]:
         args = self.args
