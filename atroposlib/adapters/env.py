@@ -513,8 +513,14 @@ class AdapterEnv(MultiTurnEnv):
             settings = ProxySettings(max_sequence_tokens=limit)
             proxy = AgentProxy(self.server, self.tokenizer, settings=settings)
             self._proxy, self._proxy_started = proxy, asyncio.ensure_future(proxy.start())
-        await asyncio.shield(self._proxy_started)
-        return self._proxy
+        proxy, started = self._proxy, self._proxy_started
+        try:
+            await asyncio.shield(started)
+        except Exception:
+            if self._proxy is proxy:
+                self._proxy = None  # the next rollout starts another one
+            raise
+        return proxy
 
 
 def chats_of_rows(turns: Sequence[AgentTurn]) -> dict[int, list[ChatMessage]]:

@@ -13,6 +13,7 @@ import pytest
 from atroposlib.adapters.env import AdapterEnv, AdapterEnvConfig, environment_class
 from atroposlib.envs.base import APIServerConfig
 from atroposlib.envs.conversation import Reply, Turn
+from atroposlib.envs.server_handling.proxy import AgentProxy
 from atroposlib.errors import (
     ConfigError,
     EngineSetupError,
@@ -256,6 +257,30 @@ async def test_agent_keeps_the_engines_tokens_and_its_reward(make_fake: MakeEnv)
     assert rollout.rewards == [0.5]
     assert rollout.metrics == {"num_turns": 2}
     assert group["scores"] == [0.5]
+
+
+async def test_proxy_that_could_not_start_is_started_again(
+    make_fake: MakeEnv, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, failures = AgentProxy.start, [OSError("too many open files")]
+
+    async def started(proxy: AgentProxy) -> None:
+        if failures:
+            raise failures.pop()
+        await start(proxy)
+
+    monkeypatch.setattr(AgentProxy, "start", started)
+    async with ScriptedEngine(["one"]) as engine:
+        env = await make_fake(engine, adapter_args={"is_agent": True})
+        made().rewards = [1.0]
+        item = await env.get_next_item()
+        with pytest.raises(OSError, match="open files"):
+            await env.collect_trajectory(item)
+        made().rewards = [1.0, 1.0]
+        rollout, _ = await env.collect_trajectory(item)
+        await env.close()
+
+    assert rollout.rewards == [1.0]
 
 
 async def test_agent_does_not_start_while_no_engine_answers(make_fake: MakeEnv) -> None:
