@@ -34,7 +34,7 @@ from atroposlib.envs.reward_fns.accuracy_reward import AccuracyReward, AnswerTex
 from atroposlib.errors import ConfigError, EpisodeConnectionError
 from atroposlib.utils.local_records import SUFFIXES, iter_records, split_files
 from atroposlib.utils.score_pool import ScorePool
-from atroposlib.utils.text import near_name
+from atroposlib.utils.text import is_milestone, near_name
 
 __all__ = ["DatasetAdapter", "DatasetArgs", "RowEpisode", "TaskRows", "score_text"]
 
@@ -116,6 +116,7 @@ class TaskRows:
 
     Attributes:
         num_rows: training rows; None until all have been read once.
+        num_skipped: rows that could not be used, counted with each pass.
     """
 
     def __init__(
@@ -132,6 +133,7 @@ class TaskRows:
         self.args = args
         self.seed = seed
         self.num_rows: int | None = None
+        self.num_skipped = 0
         self.reward = combined(args.reward_functions)
         self._optional_fields = tuple(optional_fields)
         self._needs_answer = needs_answer
@@ -207,7 +209,8 @@ class TaskRows:
 
     def metrics(self) -> dict[str, float]:
         counts = self._pool.counts
-        return {f"score_{name}": counts[name] for name in ("timeouts", "crashes", "errors")}
+        scores = {f"score_{name}": counts[name] for name in ("timeouts", "crashes", "errors")}
+        return {**scores, "rows_skipped": self.num_skipped}
 
     def _open(self) -> None:
         data = self._load(self.args.split)
@@ -219,7 +222,9 @@ class TaskRows:
                 raise ConfigError(f"{error} (row {number})") from error
         if not number:
             raise ConfigError(f"{self.name} holds no rows")
-        self._train = data.filter(lambda row: not self._is_for_evaluation(row))
+        self._train = data.filter(
+            lambda row: self._is_usable(row) and not self._is_for_evaluation(row)
+        )
         if self.args.shuffle_buffer:
             self._train = self._train.shuffle(seed=self.seed, buffer_size=self.args.shuffle_buffer)
 
@@ -227,8 +232,24 @@ class TaskRows:
         """Return how many rows are checked before training; those of the hub are downloaded."""
         return ROWS_CHECKED if Path(self.name).exists() else 1
 
+    def _is_usable(self, row: Mapping[str, Any]) -> bool:
+        """Whether a row has what an item needs; those after the checked ones may not."""
+        try:
+            self._read(row)
+        except ConfigError as error:
+            self.num_skipped += 1
+            if is_milestone(self.num_skipped):
+                logger.warning("a row is skipped (%d so far): %s", self.num_skipped, error)
+            return False
+        return True
+
     def _load(self, split: str) -> Any:
         path = Path(self.name)
+        if path.is_file() and split != self.args.split:
+            raise ConfigError(
+                f"eval_split: {self.name} is one file, without splits; expected a folder with a "
+                "file for each, or eval_every"
+            )
         files = split_files(path, [split]) if path.is_dir() else [path]
         if not files[0].is_file():
             if path.suffix in SUFFIXES or path.is_absolute():
@@ -284,12 +305,13 @@ class TaskRows:
 
     def _eval_items(self, limit: int) -> list[Item]:
         if self.args.eval_split is not None:
-            data = self._load(self.args.eval_split)
+            data = self._load(self.args.eval_split).filter(self._is_usable)
             return [self._as_item(row) for row in data.take(limit)]
         if not self.args.eval_every:
             return []
         found: list[Item] = []
-        for row in self._load(self.args.split).take(ROWS_FOR_EVALUATIONS):
+        data = self._load(self.args.split).take(ROWS_FOR_EVALUATIONS)
+        for row in data.filter(self._is_usable):
             if self._is_for_evaluation(row):
                 found.append(self._as_item(row))
             if len(found) == limit:
@@ -304,6 +326,15 @@ class TaskRows:
         return digest % self.args.eval_every == 0
 
     def _as_item(self, row: Mapping[str, Any]) -> Item:
+        item = self._read(row)
+        try:
+            copied: Item = json.loads(json.dumps(item, default=_as_json))
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{self.name}: a row is not JSON: {error}") from error
+        return copied
+
+    def _read(self, row: Mapping[str, Any]) -> Item:
+        """Return the item of a row, with its values as they are."""
         args = self.args
         answer = row.get(args.answer_field) if args.answer_field is not None else None
         if answer is None and args.answer_field is not None and self._needs_answer:
@@ -315,11 +346,7 @@ class TaskRows:
             item["ground_truth"] = self._value(row, args.ground_truth_field)
         if self._rewards_field is not None and row.get(self._rewards_field) is not None:
             item["reward_functions"] = row[self._rewards_field]
-        try:
-            copied: Item = json.loads(json.dumps(item, default=_as_json))
-        except (TypeError, ValueError) as error:
-            raise ConfigError(f"{self.name}: a row is not JSON: {error}") from error
-        return copied
+        return item
 
     def _chat(self, row: Mapping[str, Any]) -> list[ChatMessage]:
         args = self.args
@@ -343,7 +370,7 @@ class TaskRows:
             return str(self._value(row, self.args.question_field))
         try:
             return self.args.template.format_map(row)[:MAX_PROMPT_CHARACTERS]
-        except (KeyError, IndexError, AttributeError, ValueError) as error:
+        except (KeyError, IndexError, AttributeError, ValueError, TypeError) as error:
             raise ConfigError(
                 f"template does not fit the row {row!r:.200}: {error!r}; the columns are "
                 f"{', '.join(map(str, row))}"
@@ -354,6 +381,10 @@ class TaskRows:
             return row[column]
         if not isinstance(row, Mapping):
             raise ConfigError(f"{self.name}: a row is {row!r:.100}; expected columns by name")
+        if column in row:
+            raise ConfigError(
+                f"{self.name}: the column {column!r} has no value; the row is {row!r:.100}"
+            )
         hint = near_name(column, list(row)) or f"; the columns are {', '.join(map(str, row))}"
         raise ConfigError(
             f"{self.name}: a row has no column {column!r}{hint}; the row is {row!r:.100}"
@@ -424,6 +455,7 @@ class DatasetAdapter(Adapter):
 
     args_cls = DatasetArgs
     default_settings: ClassVar[Mapping[str, Any]] = {"max_turns": 1, "max_token_length": 4096}
+    limits_replies = True
     args: DatasetArgs
 
     def __init__(self, name: str, args: DatasetArgs, **settings: Any) -> None:

@@ -34,6 +34,7 @@ from atroposlib.adapters.interface import (
     finite_reward,
 )
 from atroposlib.adapters.registry import adapter_class, make_adapter, split_spec
+from atroposlib.adapters.remote import repeat_until_connected
 from atroposlib.envs.base import BaseEnvConfig
 from atroposlib.envs.conversation import ChatMessage, Conversation, Reply, Turn, is_chat
 from atroposlib.envs.multi_turn_env import (
@@ -68,6 +69,7 @@ from atroposlib.errors import (
     EpisodeTimeoutError,
     MissingExtraError,
 )
+from atroposlib.utils.text import without_lone_surrogates
 
 __all__ = ["AdapterEnv", "AdapterEnvConfig", "environment_class"]
 
@@ -77,6 +79,8 @@ CLOSE_S = 15.0
 """Time limit of closing one episode."""
 OPEN_S = 900.0
 """Time limit of loading a task set."""
+OUTAGE_S = 3600.0
+"""Time for which the next item is asked for again while its source cannot be reached."""
 MIN_AGENT_TOKENS = 16
 
 Result = TypeVar("Result")
@@ -122,13 +126,15 @@ class GuardedConversation(Conversation):
         where: str,
         step_timeout_s: float,
         begin_timeout_s: float | None = None,
+        limits_replies: bool = False,
         specials: re.Pattern[str] | None = None,
     ) -> None:
         self.episode = episode
         self._specials = specials
         self._where = where
         self._step_timeout_s = step_timeout_s
-        self._begin_timeout_s = begin_timeout_s
+        self._begin_timeout_s = begin_timeout_s or step_timeout_s
+        self._reply_timeout_s = None if limits_replies else step_timeout_s
         self._opening: Sequence[ChatMessage] = ()
         self._has_ended = False
         self.is_closed = False
@@ -140,13 +146,16 @@ class GuardedConversation(Conversation):
         return self._opening
 
     async def reply(self, turn: Turn) -> Reply:
-        reply = await self._call(self.episode.reply(turn))
+        reply = await self._call(self.episode.reply(turn), self._reply_timeout_s)
         self._has_ended = True  # after an invalid reward, nothing is left to score
         self._check_reward(reply.reward)
         self._has_ended = reply.is_done
+        messages = reply.messages
+        if not (reply.is_done or messages or reply.history):
+            messages = [{"role": "user", "content": ""}]  # an observation without text
         return replace(
             reply,
-            messages=self._inert(reply.messages),
+            messages=self._inert(messages),
             history=None if reply.history is None else self._inert(reply.history),
         )
 
@@ -166,22 +175,23 @@ class GuardedConversation(Conversation):
     def _inert(self, messages: Any) -> Any:
         """Return messages that spell no special tokens; turns of the policy are unchanged.
 
-        `play` reports what is not a chat.
+        Halves of surrogate pairs are replaced, which no tokenizer takes. `play` reports what is not
+        a chat.
         """
         if isinstance(messages, str):
-            return without_specials(messages, self._specials)
-        if self._specials is None or not is_chat(messages):
+            return _inert_text(messages, self._specials)
+        if not is_chat(messages):
             return messages
         return [
             message
-            if message["role"] == "assistant"
-            else {**message, "content": _map_texts(message.get("content"), self._specials)}
+            if message["role"] == "assistant" or "content" not in message
+            else {**message, "content": _map_texts(message["content"], self._specials)}
             for message in messages
         ]
 
-    async def _call(self, call: Awaitable[Result], limit_s: float | None = None) -> Result:
+    async def _call(self, call: Awaitable[Result], limit_s: float | None) -> Result:
         try:
-            return await _within(call, limit_s or self._step_timeout_s, self._where)
+            return await _within(call, limit_s, self._where)
         except BaseException:
             self._has_ended = True  # nothing is left to score
             raise
@@ -190,13 +200,17 @@ class GuardedConversation(Conversation):
         _checked_reward(reward, self._where)
 
 
-def _map_texts(content: Any, specials: re.Pattern[str]) -> Any:
+def _inert_text(text: str, specials: re.Pattern[str] | None) -> str:
+    return without_specials(without_lone_surrogates(text), specials)
+
+
+def _map_texts(content: Any, specials: re.Pattern[str] | None) -> Any:
     if isinstance(content, str):
-        return without_specials(content, specials)
+        return _inert_text(content, specials)
     if not isinstance(content, list | tuple):
         return content
     return [
-        {**part, "text": without_specials(part["text"], specials)}
+        {**part, "text": _inert_text(part["text"], specials)}
         if isinstance(part, Mapping) and isinstance(part.get("text"), str)
         else part
         for part in content
@@ -304,7 +318,10 @@ class AdapterEnv(MultiTurnEnv):
 
     async def get_next_item(self) -> Item:
         index, self.iter = self.iter, self.iter + 1
-        return await _within(self.adapter.item(index), OPEN_S, self.config.adapter)
+        where = self.config.adapter
+        return await repeat_until_connected(
+            lambda: _within(self.adapter.item(index), OPEN_S, where), limit_s=OUTAGE_S, where=where
+        )
 
     def eval_items(self) -> Sequence[Item]:
         return self._eval_items
@@ -319,6 +336,7 @@ class AdapterEnv(MultiTurnEnv):
             where=self.config.adapter,
             step_timeout_s=self.config.step_timeout_s,
             begin_timeout_s=self.adapter.begin_timeout_s,
+            limits_replies=self.adapter.limits_replies,
         )
 
     async def collect_trajectory(self, item: Item) -> tuple[Rollout, list[Item]]:
@@ -397,6 +415,7 @@ class AdapterEnv(MultiTurnEnv):
             where=self.config.adapter,
             step_timeout_s=self.config.step_timeout_s,
             begin_timeout_s=self.adapter.begin_timeout_s,
+            limits_replies=self.adapter.limits_replies,
             specials=self._specials,
         )
         async with self._policy(is_evaluation=is_evaluation) as policy:
@@ -494,8 +513,14 @@ class AdapterEnv(MultiTurnEnv):
             settings = ProxySettings(max_sequence_tokens=limit)
             proxy = AgentProxy(self.server, self.tokenizer, settings=settings)
             self._proxy, self._proxy_started = proxy, asyncio.ensure_future(proxy.start())
-        await asyncio.shield(self._proxy_started)
-        return self._proxy
+        proxy, started = self._proxy, self._proxy_started
+        try:
+            await asyncio.shield(started)
+        except Exception:
+            if self._proxy is proxy:
+                self._proxy = None  # the next rollout starts another one
+            raise
+        return proxy
 
 
 def chats_of_rows(turns: Sequence[AgentTurn]) -> dict[int, list[ChatMessage]]:

@@ -174,12 +174,15 @@ class Adapter(ABC):
             sets no limit.
         begin_timeout_s: time limit of `begin`, for adapters whose episodes wait there for their
             turn to start a process; None: `step_timeout_s`.
+        limits_replies: Whether each part of a reply has a time limit of the adapter's own, such as
+            one call of a tool, so that `step_timeout_s` does not apply to the whole of it.
     """
 
     args_cls: ClassVar[type[AdapterArgs]] = AdapterArgs
     default_settings: ClassVar[Mapping[str, Any]] = MappingProxyType({})
     max_concurrent: int | None = None
     begin_timeout_s: float | None = None
+    limits_replies: bool = False
 
     def __init__(self, name: str, args: Any, *, seed: int, step_timeout_s: float = 60.0) -> None:
         self.name = name

@@ -540,6 +540,13 @@ class McpEpisode(ToolEpisode):
         await self._adapter.end_rollout(sessions)
 
 
+def given(value: Any) -> Any:
+    """Return JSON without null in objects, with which Parquet fills the keys of other rows."""
+    if isinstance(value, dict):
+        return {key: given(entry) for key, entry in value.items() if entry is not None}
+    return [given(entry) for entry in value] if isinstance(value, list) else value
+
+
 def is_answered(item: Item) -> bool:
     """Whether the text of the last turn is rewarded."""
     return item.get("answer") is not None or item.get("reward_functions") is not None
@@ -576,6 +583,7 @@ class McpAdapter(Adapter):
 
     args_cls = McpArgs
     default_settings: ClassVar[Mapping[str, Any]] = {"max_turns": 8, "max_token_length": 8192}
+    limits_replies = True
     args: McpArgs
 
     def __init__(self, name: str, args: McpArgs, **settings: Any) -> None:
@@ -778,7 +786,7 @@ class McpAdapter(Adapter):
         try:
             calls = json.loads(expected) if isinstance(expected, str) else expected
             read = [
-                {"name": str(call["name"]), "arguments": dict(call.get("arguments") or {})}
+                {"name": str(call["name"]), "arguments": given(dict(call.get("arguments") or {}))}
                 for call in calls
             ]
         except (ValueError, TypeError, KeyError, AttributeError) as error:

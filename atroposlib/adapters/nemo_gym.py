@@ -462,6 +462,7 @@ class NemoGymAdapter(Adapter):
 
     args_cls = NemoGymArgs
     default_settings: ClassVar[Mapping[str, Any]] = {"max_turns": 16, "max_token_length": 8192}
+    limits_replies = True
     args: NemoGymArgs
 
     def __init__(self, name: str, args: NemoGymArgs, **settings: Any) -> None:

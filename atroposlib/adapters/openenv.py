@@ -360,6 +360,7 @@ class OpenEnvAdapter(Adapter):
 
     args_cls = OpenEnvArgs
     default_settings: ClassVar[Mapping[str, Any]] = {"max_turns": 16, "max_token_length": 4096}
+    limits_replies = True
     args: OpenEnvArgs
 
     def __init__(self, name: str, args: OpenEnvArgs, **settings: Any) -> None:
@@ -564,7 +565,7 @@ class OpenEnvAdapter(Adapter):
             return f"Write one action as <action>NAME</action>; the actions are: {names}."
         field = self.args.action_field
         if field is not None:
-            details = self._fields.get(field, {})
+            details = _without_null(self._fields.get(field, {}))
             kind = details.get("type") or "value"
             choices = details.get("enum")
             about = f", one of: {', '.join(map(str, choices))}" if choices else f" ({kind})"
@@ -619,6 +620,12 @@ def _fields_of(schema: Mapping[str, Any]) -> Any:
     return schema.get("properties") or {}
 
 
+def _without_null(schema: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the schema of the value, if a field has a value of one kind or none."""
+    forms = [form for form in schema.get("anyOf") or () if form.get("type") != "null"]
+    return {**schema, **forms[0]} if len(forms) == 1 else schema
+
+
 def _is_refused_handshake(error: BaseException | None) -> bool:
     from websockets.exceptions import InvalidHandshake
 
@@ -629,6 +636,7 @@ def _is_refused_handshake(error: BaseException | None) -> bool:
 
 def _converted(text: str, schema: Mapping[str, Any]) -> Any:
     """Return the text of an action as a value of its JSON schema; None if it does not fit."""
+    schema = _without_null(schema)
     choices = schema.get("enum")
     if choices:
         number = find_action(text, {str(c).lower(): i for i, c in enumerate(choices)})

@@ -48,6 +48,7 @@ from atroposlib.errors import (
     EpisodeConnectionError,
     EpisodeFailedError,
     EpisodeRewardError,
+    EpisodeTimeoutError,
 )
 
 __all__ = ["OrsAdapter", "OrsArgs", "OrsEpisode"]
@@ -109,8 +110,13 @@ class OrsEpisode(ToolEpisode):
     async def call_tool(self, name: str, arguments: dict[str, Any]) -> ToolOutcome:
         from openreward.api.errors import ToolCallError
 
+        limit_s = self._adapter.step_timeout_s
         try:
-            output = await self._ask(self._session.call_tool(name, arguments))
+            calling = self._ask(self._session.call_tool(name, arguments))
+            output = await asyncio.wait_for(calling, limit_s)
+        except (TimeoutError, asyncio.TimeoutError) as error:
+            text = f"{self._adapter.url}: {name} gave no answer within {limit_s:g} s"
+            raise EpisodeTimeoutError(text) from error
         except ToolCallError as error:
             is_over = error.reason == "episode_finished"
             return ToolOutcome(error.detail, is_error=True, is_done=is_over)
@@ -178,6 +184,7 @@ class OrsAdapter(Adapter):
 
     args_cls = OrsArgs
     default_settings: ClassVar[Mapping[str, Any]] = {"max_turns": 16, "max_token_length": 8192}
+    limits_replies = True
     args: OrsArgs
 
     def __init__(self, name: str, args: OrsArgs, **settings: Any) -> None:

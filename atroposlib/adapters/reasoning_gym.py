@@ -98,6 +98,7 @@ class ReasoningGymAdapter(Adapter):
 
     args_cls = ReasoningGymArgs
     default_settings: ClassVar[Mapping[str, Any]] = {"max_turns": 1, "max_token_length": 4096}
+    limits_replies = True
     args: ReasoningGymArgs
 
     def __init__(self, name: str, args: ReasoningGymArgs, **settings: Any) -> None:

@@ -233,6 +233,10 @@ def _read_row(values: Mapping[str, Any], where: str) -> _SweRow:
     for column, text in texts.items():
         if not isinstance(text, str):
             raise ConfigError(f"{where}: {column}: expected a text, got {type(text).__name__}")
+    for column in ("patch", "test_patch"):
+        # Some data sets strip their texts; git needs the end of the last line.
+        if not texts[column].endswith("\n"):
+            texts[column] += "\n"
     image = values.get("image")
     if image is not None and not re.fullmatch(r"[\w./:@-]{1,300}", str(image)):
         raise ConfigError(f"{where}: image: expected the name of an image, got {str(image)[:80]!r}")

@@ -252,8 +252,9 @@ def _printed(run: TaskRun, stream: str) -> str:
 
 
 def _files(folder: Path) -> Iterable[Path]:
+    """Yield the files below a folder; links that lead to no file have no content."""
     for parent, _, names in os.walk(folder):
-        yield from (Path(parent, name) for name in names)
+        yield from (path for name in names if (path := Path(parent, name)).is_file())
 
 
 def _digest(path: Path) -> str:

@@ -472,7 +472,13 @@ class TrainerProcess:
     """The trainer started by `--command`; ends it, and nothing else."""
 
     def __init__(self, command: str, url: str) -> None:
-        self._words = [word.replace("{url}", url) for word in shlex.split(command)]
+        try:
+            words = shlex.split(command)
+        except ValueError as error:
+            raise ConfigError(f"--command: expected a command, got {command!r}: {error}") from error
+        if not words:
+            raise ConfigError("--command: expected a command, got an empty text")
+        self._words = [word.replace("{url}", url) for word in words]
         self._process: asyncio.subprocess.Process | None = None
 
     async def start(self) -> None:
@@ -661,7 +667,7 @@ def _judge_rows(settings: CheckSettings, relay: Relay, checklist: Checklist) -> 
     if settings.rows is None or relay.content is None:
         return
     try:
-        lines = settings.rows.read_text(encoding="utf-8").splitlines()
+        lines = settings.rows.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError as error:
         checklist.broke("rows", f"{settings.rows} cannot be read: {error.strerror}")
         return

@@ -313,7 +313,7 @@ class EvaluationEnv(SingleTurnEnv):
         for number, row in enumerate(rows):
             try:
                 questions.append(self.source.read(row))
-            except (ConfigError, LookupError, TypeError, ValueError) as error:
+            except (ConfigError, LookupError, TypeError, ValueError, AttributeError) as error:
                 raise ConfigError(
                     f"{place}: row {number} is not a question of "
                     f"{type(self).__name__}: {error!r}; expected the columns "

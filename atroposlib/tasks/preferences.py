@@ -197,11 +197,13 @@ class PreferenceDesk:
 
     async def _choice_of(self, case: PreferenceCase) -> int | None:
         case_id = case.case_id
-        if case_id in self._choices and _is_choice(case, self._choices[case_id]):
+        if self._is_answered(case_id, case):
             return self._choices[case_id]
         if self._watch is None:
             self._watch = asyncio.create_task(self._watch_file())
         async with self._room:
+            if self._is_answered(case_id, case):  # while it waited for room
+                return self._choices[case_id]
             future: asyncio.Future[int | None] = asyncio.get_running_loop().create_future()
             sharing = self._waiting.setdefault(case_id, [])
             sharing.append(future)
@@ -214,6 +216,9 @@ class PreferenceDesk:
                 sharing.remove(future)
                 if not sharing:
                     del self._waiting[case_id], self.pending[case_id]
+
+    def _is_answered(self, case_id: str, case: PreferenceCase) -> bool:
+        return case_id in self._choices and _is_choice(case, self._choices[case_id])
 
     def _note_line(self, line: bytes) -> None:
         if not line.strip():

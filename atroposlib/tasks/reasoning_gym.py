@@ -215,7 +215,10 @@ def is_safe_answer(answer: str, task: str, *, gold: str | None = None) -> bool:
     except (ValueError, RecursionError, MemoryError):
         return False
     if task in EVALUATED_BY_SYMPY:
-        return _is_arithmetic(tree)
+        try:
+            return _is_arithmetic(tree)
+        except RecursionError:
+            return False
     return all(isinstance(node, LITERAL_NODES) for node in ast.walk(tree))
 
 

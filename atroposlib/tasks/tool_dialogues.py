@@ -184,9 +184,14 @@ class _Message(NamedTuple):
 
 
 def dialogue_of(row: Mapping[str, Any], rule: DialogueRule) -> Dialogue | None:
-    """Return the dialogue of a row; None if it is of another scenario."""
-    messages = [_as_message(m) for m in row["conversations"] if m["from"] != "system"]
-    systems = [m["value"] for m in row["conversations"] if m["from"] == "system"]
+    """Return the dialogue of a row; None if it is of another scenario.
+
+    Raises:
+        ConfigError: the row does not hold messages.
+    """
+    recorded = _messages_of(row)
+    messages = [_as_message(m) for m in recorded if m["from"] != "system"]
+    systems = [m["value"] for m in recorded if m["from"] == "system"]
     kinds = re.sub("T+", "T", "".join(message.kind for message in messages))
     if not re.fullmatch(PATTERNS[rule.scenario], kinds):
         return None
@@ -264,6 +269,19 @@ class DialogueConversation(Conversation):
         if not check.is_match or turn.index == len(self.dialogue.inter_turns):
             return Reply(is_done=True)
         return Reply(self.dialogue.inter_turns[turn.index])
+
+
+def _messages_of(row: Mapping[str, Any]) -> Sequence[Mapping[str, str]]:
+    messages = row["conversations"]
+    is_list = isinstance(messages, list | tuple) and all(isinstance(m, Mapping) for m in messages)
+    if not is_list or not all(
+        isinstance(m.get(key), str) for m in messages for key in ("from", "value")
+    ):
+        raise ConfigError(
+            'conversations: expected a list of {"from": "human", "value": "..."}, got '
+            f"{messages!r:.200}"
+        )
+    return list(messages)
 
 
 def _as_message(message: Mapping[str, str]) -> _Message:
@@ -514,7 +532,7 @@ def conversation_of(rollout: Rollout) -> DialogueConversation:
 
 
 def _request_of(row: dict[str, Any]) -> str:
-    texts = (m["value"] for m in row["conversations"] if m["from"] == "human")
+    texts = (m["value"] for m in _messages_of(row) if m["from"] == "human")
     return next(texts, "").strip()
 
 

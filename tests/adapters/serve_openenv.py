@@ -7,6 +7,7 @@ guesses break the environment on purpose.
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import time
 from typing import Any
@@ -102,6 +103,12 @@ class SumEnv(MCPEnvironment):
         def fail(text: str) -> str:
             """Fail."""
             raise ValueError(text)
+
+        @mcp.tool
+        async def wait() -> str:
+            """Take a second."""
+            await asyncio.sleep(1)
+            return "waited"
 
         @mcp.tool
         def submit(answer: str) -> str:

@@ -82,6 +82,9 @@ class Games(Base):
             raise KeyError("unlucky")
         if params.answer == "hang":
             await asyncio.sleep(3)
+        if params.answer == "wait":
+            await asyncio.sleep(1)
+            return output("waited")
         if params.answer == "none":
             return output("over", finished=True)
         return output("over", reward=0.5, finished=True)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import csv
 import json
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -147,6 +149,34 @@ async def test_later_row_without_an_answer_is_named_before_training(tmp_path: Pa
         await opened(str(path))
 
 
+@pytest.mark.parametrize("column", ["question", "answer"])
+async def test_row_without_a_value_after_those_checked_is_skipped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, column: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    import atroposlib.adapters.dataset as page
+
+    monkeypatch.setattr(page, "ROWS_CHECKED", 1)
+    rows = [{**row, column: None} if row is ROWS[7] else row for row in ROWS]
+    name = write(tmp_path / "rows.jsonl", rows)
+    adapter = await opened(name, shuffle_buffer=0, eval_every=5)
+
+    held_out = [item["messages"][-1]["content"] for item in await adapter.eval_items(100)]
+    trained = await questions(adapter, 0, 39 - len(held_out))
+    again = await questions(adapter, 39 - len(held_out), 41 - len(held_out))
+
+    assert sorted([*held_out, *trained]) == sorted(r["question"] for r in ROWS if r is not ROWS[7])
+    assert again == trained[:2]
+    assert adapter.metrics()["rows_skipped"] > 0
+    assert f"the column {column!r} has no value; the row is" in caplog.text
+
+
+async def test_evaluation_split_of_one_file_is_refused(tmp_path: Path) -> None:
+    adapter = await opened(write(tmp_path / "rows.jsonl"), eval_split="test")
+
+    with pytest.raises(ConfigError, match=r"eval_split: .*rows\.jsonl is one file"):
+        await adapter.eval_items(4)
+
+
 async def test_chat_and_template_become_the_prompt(tmp_path: Path) -> None:
     chat = [
         {"role": "user", "content": "hi"},
@@ -209,6 +239,30 @@ async def test_reward_function_that_raises_fails_its_rollout_only(
     assert rollout.rewards == [0.5]
 
 
+async def test_reward_that_takes_longer_than_a_step_counts(
+    tmp_path: Path, make_env: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from atroposlib.envs.reward_fns import registry
+
+    make_env()
+    monkeypatch.setattr(registry, "_entries", dict(registry._entries))
+    is_released = threading.Event()
+
+    @registry.register_function("patient")
+    def patient(completions: list[Any], **kwargs: Any) -> list[float]:
+        is_released.wait(20)
+        return [1.0]
+
+    name = write(tmp_path / "rows.jsonl")
+    args = {"reward_functions": ["patient"], "score_workers": 0, "score_timeout_s": 30}
+    settings = {"group_size": 1, "step_timeout_s": 0.2, "episode_retries": 0}
+    async with adapter_env(f"dataset:{name}", args, lambda _: "4", **settings) as env:
+        asyncio.get_running_loop().call_later(1, is_released.set)
+        rollout, _ = await env.collect_trajectory(await env.get_next_item())
+
+    assert rollout.rewards == [1.0]
+
+
 @pytest.mark.parametrize(
     ("text", "args", "message"),
     [
@@ -218,6 +272,7 @@ async def test_reward_function_that_raises_fails_its_rollout_only(
         ("[1]", {}, "row 1 is 1; expected columns by name"),
         ("{nothing", {}, "cannot be read"),
         ('[{"question": "x", "answer": 1}]', {"template": "{q}"}, "template does not fit"),
+        ('[{"q": null, "answer": 1}]', {"template": "{q:.2f}"}, "template does not fit"),
         ('[{"question": "x", "answer": 1}]', {"messages_field": "question"}, "expected a list of"),
     ],
 )

@@ -13,9 +13,11 @@ import pytest
 from atroposlib.adapters.env import AdapterEnv, AdapterEnvConfig, environment_class
 from atroposlib.envs.base import APIServerConfig
 from atroposlib.envs.conversation import Reply, Turn
+from atroposlib.envs.server_handling.proxy import AgentProxy
 from atroposlib.errors import (
     ConfigError,
     EngineSetupError,
+    EpisodeConnectionError,
     EpisodeFailedError,
     EpisodeRewardError,
     EpisodeTimeoutError,
@@ -175,6 +177,51 @@ async def test_episode_that_a_limit_ends_is_scored_before_it_is_closed(make_fake
     assert made().episodes[0].calls == ["begin", "reply", "reply", "truncated", "close"]
 
 
+async def test_empty_observation_is_an_empty_message(make_fake: MakeEnv) -> None:
+    async def says_nothing(turn: Turn) -> Reply:
+        return Reply("", reward=1.0, is_done=turn.index == 1)
+
+    async with ScriptedEngine([PROBED, "a", "b"]) as engine:
+        env = await make_fake(engine)
+        made().behaviours = [says_nothing]
+        rollout, _ = await env.collect_trajectory(await env.get_next_item())
+
+    assert rollout.rewards == [1.0, 1.0]
+    assert [m["content"] for m in rollout.messages] == ["begin", "a", "", "b"]
+
+
+async def test_half_of_a_surrogate_pair_is_replaced(make_fake: MakeEnv) -> None:
+    async def says_half(turn: Turn) -> Reply:
+        return Reply("file \udcff", reward=1.0, is_done=turn.index == 1)
+
+    async with ScriptedEngine([PROBED, "a", "b"]) as engine:
+        env = await make_fake(engine)
+        made().behaviours = [says_half]
+        rollout, _ = await env.collect_trajectory(await env.get_next_item())
+
+    assert rollout.messages[2]["content"] == "file \ufffd"
+
+
+async def test_item_that_cannot_be_read_is_asked_for_again(
+    make_fake: MakeEnv, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    async def item(index: int) -> dict[str, Any]:
+        asked.append(index)
+        if len(asked) < 3:
+            raise EpisodeConnectionError("the hub does not answer")
+        return {"index": index}
+
+    async with ScriptedEngine([PROBED]) as engine:
+        env = await make_fake(engine)
+        monkeypatch.setattr(made(), "item", item)
+        items = [await env.get_next_item(), await env.get_next_item()]
+
+    assert items == [{"index": 0}, {"index": 1}]
+    assert asked == [0, 0, 0, 1]
+
+
 async def test_cancelled_rollout_closes_its_episode(make_fake: MakeEnv) -> None:
     async with ScriptedEngine([PROBED, "a"]) as engine:
         env = await make_fake(engine)
@@ -210,6 +257,30 @@ async def test_agent_keeps_the_engines_tokens_and_its_reward(make_fake: MakeEnv)
     assert rollout.rewards == [0.5]
     assert rollout.metrics == {"num_turns": 2}
     assert group["scores"] == [0.5]
+
+
+async def test_proxy_that_could_not_start_is_started_again(
+    make_fake: MakeEnv, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start, failures = AgentProxy.start, [OSError("too many open files")]
+
+    async def started(proxy: AgentProxy) -> None:
+        if failures:
+            raise failures.pop()
+        await start(proxy)
+
+    monkeypatch.setattr(AgentProxy, "start", started)
+    async with ScriptedEngine(["one"]) as engine:
+        env = await make_fake(engine, adapter_args={"is_agent": True})
+        made().rewards = [1.0]
+        item = await env.get_next_item()
+        with pytest.raises(OSError, match="open files"):
+            await env.collect_trajectory(item)
+        made().rewards = [1.0, 1.0]
+        rollout, _ = await env.collect_trajectory(item)
+        await env.close()
+
+    assert rollout.rewards == [1.0]
 
 
 async def test_agent_does_not_start_while_no_engine_answers(make_fake: MakeEnv) -> None:

@@ -264,6 +264,23 @@ async def test_error_of_a_tool_is_a_result(
     assert rollout.reward_parts[-1] == {"answer_text": 1.0, "calls": 0.0}
 
 
+async def test_late_calls_of_one_turn_may_take_longer_than_a_step(tasks: str, pids: Path) -> None:
+    args = {**ARGS, "servers": [command(pids)], "tool_timeout_s": 1}
+    replies = iter(["ok", 3 * call("hang"), "<answer>40</answer>"])
+
+    async with adapter_env(
+        f"mcp:{tasks}",
+        args,
+        lambda _: next(replies),
+        group_size=1,
+        step_timeout_s=2,
+        episode_retries=0,
+    ) as env:
+        [rollout], _ = await roll_out(env)
+
+    assert rollout.messages[-2]["content"].count("gave no answer within 1 s") == 3
+
+
 @pytest.mark.parametrize("sessions", ["per_rollout", "shared"])
 async def test_crash_of_a_server_fails_its_rollout_which_is_repeated(
     tasks: str, pids: Path, sessions: str
@@ -500,6 +517,28 @@ async def test_server_that_ends_at_once_is_named_with_its_stderr(tasks: str) -> 
     with pytest.raises(EpisodeConnectionError, match="no_such_module"):
         await adapter.open()
     await adapter.close()
+
+
+async def test_calls_of_a_parquet_file_have_no_arguments_of_other_rows(
+    tmp_path: Path, pids: Path
+) -> None:
+    import pyarrow
+    import pyarrow.parquet
+
+    calls = [
+        [{"name": "add", "arguments": {"a": 1, "b": {"c": [{"d": 2}, {"e": 3}]}}}],
+        [{"name": "long_text", "arguments": {"length": 3, "b": {"f": 1}}}],
+    ]
+    rows = [{"question": f"q{i}", "expected_calls": each} for i, each in enumerate(calls)]
+    path = tmp_path / "tasks.parquet"
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    adapter = make_adapter(f"mcp:{path}", {**ARGS, "servers": [command(pids)]}, seed=0)
+    await adapter.open()
+
+    items = [await adapter.item(index) for index in range(2)]
+    await adapter.close()
+
+    assert [item["row"]["expected_calls"] for item in items] == calls
 
 
 async def test_row_without_a_reward_is_rejected(tmp_path: Path, pids: Path) -> None:

@@ -172,6 +172,22 @@ async def test_tools_calls_are_steps_with_rewards(server: Server) -> None:
     assert rollout.outcome == "done"
 
 
+async def test_tools_calls_of_one_turn_may_take_longer_than_a_step(server: Server) -> None:
+    wait = '<tool_call>\n{"name": "wait", "arguments": {}}\n</tool_call>'
+    async with ScriptedEngine(["ok"]) as engine:
+        env = at_engine(f"openenv:{server.url}/sums", engine, step_timeout_s=2.0)
+        try:
+            await env.setup()
+            episode = env.start_conversation({"seed": 24, "reset": {}})
+            await episode.begin()
+            reply = await episode.reply(turn(3 * wait))
+            await episode.close()
+        finally:
+            await env.close()
+
+    assert reply.chat_messages()[0]["content"].count("waited") == 3
+
+
 async def test_tools_arguments_that_cannot_be_sent_get_an_error(server: Server) -> None:
     adapter = await opened(f"{server.url}/sums")
     episode = await begun(adapter, {"seed": 24, "reset": {}})
@@ -392,6 +408,21 @@ async def test_page_mapping_is_taken(server: Server, tmp_path: Path) -> None:
     assert adapter.action_of("I say <action>two</action>") == {"guess": 2}
     assert adapter.action_of("three") is None
     assert "Guess my number. Write one action" in adapter.prompt
+
+
+@pytest.mark.parametrize("kind", ["string", "integer", "boolean"])
+async def test_action_field_that_may_be_null_takes_values_of_its_kind(
+    server: Server, kind: str
+) -> None:
+    adapter: Any = await opened(f"{server.url}/guess")
+    adapter._fields = {"guess": {"anyOf": [{"type": kind}, {"type": "null"}]}}
+    taken = {"string": ["42", "true", "no"], "integer": [42, None, None]}
+    taken["boolean"] = [None, True, None]
+
+    actions = [adapter.action_of(f"<action>{text}</action>") for text in ("42", "true", "no")]
+
+    assert actions == [None if v is None else {"guess": v} for v in taken[kind]]
+    assert f"({kind})" in adapter._form_of_actions({})
 
 
 @pytest.mark.timeout(1200)

@@ -196,6 +196,21 @@ async def test_call_that_hangs_times_out_and_others_go_on(server: Server) -> Non
     await server.wait_for_sessions(0)
 
 
+async def test_calls_of_one_turn_may_take_longer_than_a_step(server: Server) -> None:
+    async with ScriptedEngine(["ok"]) as engine:
+        env = at_engine(f"ors:{server.url}#games", engine, step_timeout_s=2.0)
+        try:
+            await env.setup()
+            episode = env.start_conversation(TASK)
+            await episode.begin()
+            reply = await episode.reply(turn(3 * call("answer", answer="wait")))
+            await episode.close()
+        finally:
+            await env.close()
+
+    assert reply.chat_messages()[0]["content"].count("waited") == 3
+
+
 async def test_cancelled_rollouts_leave_no_session(server: Server) -> None:
     adapter = await opened(f"{server.url}#sums")
     episodes = [await begun(adapter, TASK) for _ in range(3)]

@@ -127,6 +127,18 @@ def test_repository_may_be_a_file(tmp_path: Path, kind: str) -> None:
     assert load_task(folder).name == row["instance_id"]
 
 
+def test_patches_without_a_line_end_are_applied(tmp_path: Path) -> None:
+    row = make_repository(tmp_path / "repositories" / "org__maths")
+    stripped = {name: row[name].rstrip("\n") for name in ("patch", "test_patch")}
+
+    folder = write_swe_task({**row, **stripped}, settings(tmp_path), tmp_path / "tasks")
+
+    assert (folder / "tests" / "files" / "test_maths.py").read_text() == NEW_TEST
+    repository = folder / "environment" / "repository"
+    git(repository, "apply", str(folder / "solution" / "solution.patch"))
+    assert (repository / "maths.py").read_text() == RIGHT
+
+
 def test_existing_task_is_kept(tmp_path: Path) -> None:
     row = make_repository(tmp_path / "repositories" / "org__maths")
     (folder,) = write_swe_tasks([row], settings(tmp_path), tmp_path / "tasks")

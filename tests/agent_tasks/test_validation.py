@@ -121,6 +121,16 @@ async def test_input_of_both_sides_may_be_seen(runner: TaskRunner, tmp_path: Pat
     assert report.status("hidden") == "ok"
 
 
+async def test_link_to_a_missing_file_is_not_read(runner: TaskRunner, tmp_path: Path) -> None:
+    folder = write_task(tmp_path / "t")
+    for part in ("environment", "tests"):
+        (folder / part / "link").symlink_to("missing")
+
+    report = await validate_task(runner, load_task(folder), repeats=1)
+
+    assert report.is_valid, faults(report)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize(
     ("test", "is_strict"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import math
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -177,6 +178,26 @@ async def test_a_command_that_does_not_exist_is_refused(service: LiveService) ->
         await checked(service, "no-such-trainer")
 
 
+@pytest.mark.parametrize("command", ["", "python 'train.py"])
+async def test_a_command_that_cannot_be_split_is_refused(
+    service: LiveService, command: str
+) -> None:
+    with pytest.raises(ConfigError, match="--command: expected"):
+        await checked(service, command)
+
+
+async def test_rows_that_are_not_text_are_a_broken_rule(
+    service: LiveService, tmp_path: Path
+) -> None:
+    binary = tmp_path / "rows.bin"
+    binary.write_bytes(b"\xff\n")
+
+    command = small_trainer(tmp_path / "rows.jsonl", "--steps=1")
+    checklist = await checked(service, command, rows=binary)
+
+    assert "row 1 is not as documented" in checklist.broken["rows"]
+
+
 def test_command_prints_the_table_and_exits_with_1_for_a_broken_rule(service: LiveService) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "atroposlib.cli.trainer_check", service.url, "--command", "true"],
@@ -233,6 +254,9 @@ def test_rows_are_compared_with_what_was_posted() -> None:
     assert set(broken_by([off, rows[1]], content, 5)) == {"advantages"}
     assert set(broken_by([masked, rows[1]], content, 5)) == {"masks"}
     assert "row 1 is not as documented" in broken_by([{"tokens": 3}], content, 5)["rows"]
+    shifted = {**rows[0], "trained": rows[0]["trained"][1:], "advantages": off["advantages"][1:]}
+    for malformed in (shifted, {**rows[0], "tokens": [[1]]}, {**rows[0], "trained": [math.inf]}):
+        assert "row 1 is not as documented" in broken_by([malformed], content, 5)["rows"]
 
 
 def test_report_names_reason_and_remedy_of_each_broken_rule() -> None:

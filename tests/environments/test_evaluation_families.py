@@ -661,6 +661,16 @@ async def test_unreadable_row_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path
             await ready(MMLUEvalEnv, engine, monkeypatch, dataset_path=str(path))
 
 
+async def test_answer_of_another_type_is_named(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps({"question": "q", "answer": 72}) + "\n")
+    async with ScriptedEngine([]) as engine:
+        with pytest.raises(ConfigError, match="row 0 is not a question of GSM8KEvalEnv"):
+            await ready(GSM8KEvalEnv, engine, monkeypatch, dataset_path=str(path))
+
+
 def test_missing_file_is_found_before_anything_is_loaded(tmp_path: Path) -> None:
     (tmp_path / "empty").mkdir()
 

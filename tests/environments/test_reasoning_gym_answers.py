@@ -168,6 +168,7 @@ def test_code_padded_beyond_what_is_examined_is_never_run(tmp_path: Path) -> Non
         ("A+3 B-1", "rush_hour", True),
         ("9" * 50_000, "spell_backward", False),
         ("system(1)", "countdown", False),
+        ("-" * 1500 + "1", "countdown", False),
         ("[['_', 'Q'], ['Q', '_']]", "n_queens", True),
         ("_ Q\nQ _", "n_queens", True),
         ("AABCD", "string_insertion", True),

@@ -213,6 +213,18 @@ async def test_program_may_append_choices_while_a_group_waits(tmp_path: Path) ->
     await desk.close()
 
 
+async def test_equal_case_that_waited_for_room_takes_the_choice(tmp_path: Path) -> None:
+    desk = PreferenceDesk(tmp_path / "choices.jsonl", max_pending=1)
+    asking = [asyncio.create_task(desk.ask(CASE, timeout_s=5)) for _ in range(2)]
+    for _ in range(4):
+        await asyncio.sleep(0)
+
+    assert desk.choose(CASE.case_id, 1)
+
+    assert await asyncio.gather(*asking) == [1, 1]
+    await desk.close()
+
+
 async def test_choice_on_the_page_follows_a_line_without_an_end(tmp_path: Path) -> None:
     other = PreferenceCase(PROMPT, ["a", "b"])
     desk = PreferenceDesk(tmp_path / "choices.jsonl", max_pending=4)

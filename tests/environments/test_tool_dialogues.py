@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from atroposlib.envs.conversation import Turn
+from atroposlib.errors import ConfigError
 from atroposlib.tasks.tool_calls import covers, read_calls
 from atroposlib.tasks.tool_dialogues import (
     Dialogue,
@@ -207,3 +208,12 @@ def test_blocks_that_are_never_closed_are_no_calls() -> None:
     text = "<tool_call>" * 50_000
 
     assert read_calls(text) == ([], 0, text)
+
+
+@pytest.mark.parametrize(
+    "conversations",
+    [[{"role": "user", "content": "hi"}], "hi", [{"from": "human", "value": None}], 3],
+)
+def test_row_of_another_form_is_named(conversations: Any) -> None:
+    with pytest.raises(ConfigError, match="conversations: expected a list of"):
+        dialogue_of({"conversations": conversations}, DialogueRule())

@@ -272,10 +272,12 @@ def check_rows(
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
-            tokens = tuple(row["tokens"])
+            tokens = tuple(int(token) for token in row["tokens"])
             trained = tuple(int(value) for value in row["trained"])
             advantages = [float(value) for value in row["advantages"]]
-        except (ValueError, KeyError, TypeError) as error:
+            if not len(tokens) == len(trained) == len(advantages):
+                raise ValueError("expected one entry of trained and of advantages per token")
+        except (ValueError, KeyError, TypeError, OverflowError) as error:
             checklist.broke("rows", f"row {number} is not as documented: {error!r}")
             return
         posted = content.posted.get(tokens)

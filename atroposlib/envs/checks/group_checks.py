@@ -429,8 +429,9 @@ def check_groups(env: Any, run: DryRun, findings: Findings) -> None:
         alignments = _alignments(group, run.sampled, env.tokenizer)
         _check_alignments(group, alignments, findings, site)
         replies += scored_replies(group, _roles(alignments))
-    num_trajectories = len(run.groups[0]["tokens"])
-    findings.passed("shape", f"{num_trajectories} trajectories, group_size {env.config.group_size}")
+    if not findings.has_failed("shape"):
+        counts = f"{len(run.groups[0]['tokens'])} trajectories, group_size {env.config.group_size}"
+        findings.passed("shape", counts)
     findings.passed("finite", "scores, advantages and logprobs")
     _check_scores(replies, run, findings, hook_site(type(env), SCORING), no_gold=_no_gold(env))
 

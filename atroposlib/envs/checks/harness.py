@@ -65,6 +65,7 @@ from atroposlib.envs.checks.watchers import (
     Running,
     block_network,
     capture_output,
+    end_default_executor,
     end_leftover_tasks,
     wait_for_end,
     watch_loop,
@@ -332,7 +333,7 @@ def _report_stalls(stalls: list[LoopStall], findings: Findings) -> None:
 
 async def _report_leftovers(before: Running, findings: Findings) -> None:
     """Report what still runs after `close`, and cancel leftover tasks."""
-    await asyncio.get_running_loop().shutdown_default_executor()
+    await end_default_executor()
     left = await wait_for_end(before)
     if left:
         names = ", ".join(sorted({leftover.what for leftover in left}))

@@ -470,8 +470,10 @@ def traceback_site(
 
 
 def code_site(code: CodeType | None) -> str | None:
-    """Return the first line of a code object."""
-    return None if code is None else shown(code.co_filename, code.co_firstlineno)
+    """Return the first line of a code object of the author."""
+    if code is None or not is_own_file(code.co_filename):
+        return None
+    return shown(code.co_filename, code.co_firstlineno)
 
 
 def hook_site(env_cls: type[Any], names: Iterable[str]) -> str | None:

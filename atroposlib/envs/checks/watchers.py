@@ -25,7 +25,8 @@ import threading
 import time
 import weakref
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -42,6 +43,7 @@ __all__ = [
     "Running",
     "block_network",
     "capture_output",
+    "end_default_executor",
     "end_leftover_tasks",
     "wait_for_end",
     "watch_loop",
@@ -202,10 +204,12 @@ def watch_loop() -> Iterator[list[LoopStall]]:
 
 
 GRACE_S = 1.0
+THREADS_S = 10.0
+"""Time that calls of `asyncio.to_thread` have to return after `close`."""
 POLL_S = 0.02
 HELPERS = ("resource_tracker", "forkserver", "semaphore_tracker")
 """Processes of Python itself."""
-HELPER_THREADS = ("asyncio_", "asyncio-waitpid-", "waitpid-", "check-")
+HELPER_THREADS = ("asyncio-waitpid-", "waitpid-", "check-")
 """Threads of the event loop and of the check itself."""
 
 
@@ -231,6 +235,27 @@ class Running(NamedTuple):
         except RuntimeError:
             tasks = set()
         return cls(frozenset(tasks), frozenset(threading.enumerate()), _child_processes())
+
+
+async def end_default_executor() -> None:
+    """End the threads of `asyncio.to_thread`; a call that does not return keeps its thread.
+
+    Up to Python 3.11, `shutdown_default_executor` waits for such a call without limit, and so does
+    `asyncio.run`, which therefore gets another executor.
+    """
+    loop: Any = asyncio.get_running_loop()
+    executor = getattr(loop, "_default_executor", None)  # asyncio has no public access to it
+    if executor is None:
+        return
+    executor.shutdown(wait=False)
+    loop.set_default_executor(ThreadPoolExecutor(max_workers=1))
+    deadline = loop.time() + THREADS_S
+    while loop.time() < deadline and _are_alive(executor._threads):  # noqa: ASYNC110 - no event
+        await asyncio.sleep(POLL_S)
+
+
+def _are_alive(threads: Iterable[threading.Thread]) -> bool:
+    return any(thread.is_alive() for thread in threads)
 
 
 async def wait_for_end(before: Running) -> list[Leftover]:

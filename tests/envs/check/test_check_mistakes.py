@@ -508,6 +508,17 @@ def test_check_group_that_the_service_or_the_base_class_drops_is_found(
     assert detail in failures(Wrong)["shape"].detail
 
 
+def test_check_group_without_tokens_is_one_failure() -> None:
+    class Lacking(CleanEnv):
+        async def postprocess_histories(self, trajectories: Any) -> Any:
+            return {name: value for name, value in trajectories.items() if name != "tokens"}
+
+    found = failures(Lacking)
+
+    assert set(found) == {"shape"}
+    assert "tokens: missing" in found["shape"].detail
+
+
 class Stuck(Sums):
     async def score(self, item: Any, answer: str) -> float:
         while True:

@@ -6,11 +6,13 @@ import asyncio
 import socket
 import subprocess
 import sys
+import threading
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 
+from atroposlib.envs.checks import watchers
 from atroposlib.envs.checks.harness import finding_on_error
 from atroposlib.envs.checks.report import Findings
 from atroposlib.envs.checks.runner import StepTimeoutError, changed_path, data_of, within_limit
@@ -19,6 +21,7 @@ from atroposlib.envs.checks.watchers import (
     NetworkBlockedError,
     Running,
     block_network,
+    end_default_executor,
     end_leftover_tasks,
     wait_for_end,
 )
@@ -100,6 +103,27 @@ async def test_wait_for_end_names_processes_and_tasks_that_go_on() -> None:
 
     assert sorted(leftover.what.split()[0] for leftover in left) == ["process", "task"]
     assert task.cancelled()
+    assert await wait_for_end(before) == []
+
+
+async def test_call_in_a_thread_that_does_not_return_is_named_and_left_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(watchers, "THREADS_S", 0.05)
+    before, is_released = Running.now(), threading.Event()
+    call = asyncio.ensure_future(asyncio.to_thread(is_released.wait))
+    await asyncio.sleep(0)
+    call.cancel()
+
+    await end_default_executor()
+    left = await wait_for_end(before)
+    is_released.set()
+
+    assert [(each.what.rpartition("_")[0], each.where) for each in left] == [
+        ("thread asyncio", None)
+    ]
+    assert await asyncio.to_thread(sum, [1, 2]) == 3
+    await end_default_executor()
     assert await wait_for_end(before) == []
 
 
