@@ -8,7 +8,8 @@ ENGINE ?=
 WORKERS ?= -n 2 --dist loadfile --no-loadscope-reorder
 # With COVERAGE=1, tests record which lines run, and `make figures-table` prints the sums.
 PYTEST := $(BIN)/$(if $(COVERAGE),coverage run -m,python -m) pytest
-SLOW_TESTS_OF_PURE_RULES := tests/server_handling/test_tool_formats.py tests/wire/test_properties.py \
+SLOW_TESTS_OF_PURE_RULES := tests/server_handling/test_tool_formats.py \
+	tests/server_handling/test_tagged_tool_formats.py tests/wire/test_properties.py \
 	tests/trainer/weights/test_publishing.py tests/trainer/weights/test_following.py
 COVERAGE_TABLE := $(BIN)/coverage combine --quiet && \
 	$(BIN)/coverage json --quiet -o build/coverage/figures.json && \
