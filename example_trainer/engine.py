@@ -328,6 +328,8 @@ class EngineFleet:
 
     def __init__(self, controls: Sequence[EngineControl | SglangControl]) -> None:
         self._controls = controls
+        self._outdated: dict[int, list[EngineControl | SglangControl]] = {}
+        """Engines without the weights of the last update, by its version; empty if all have."""
 
     def close(self) -> None:
         for control in self._controls:
@@ -347,14 +349,22 @@ class EngineFleet:
         return any(control.was_updated() for control in self._controls)
 
     def reload_weights(self, directory: Path, *, pause_mode: str, version: int = 0) -> None:
-        """Load the weights in every engine; all finish before an error is raised."""
+        """Load the weights in every engine; all finish before an error is raised.
+
+        The next call with the same version updates only the engines that failed: the others would
+        be paused, and their requests aborted, for weights that they have.
+        """
 
         def reload(control: EngineControl | SglangControl) -> None:
             control.reload_weights(directory, pause_mode=pause_mode, version=version)
 
-        with ThreadPoolExecutor(len(self._controls)) as pool:
-            for done in [pool.submit(reload, control) for control in self._controls]:
-                done.result()
+        controls = self._outdated.get(version, self._controls)
+        with ThreadPoolExecutor(len(controls)) as pool:
+            updates = [(control, pool.submit(reload, control)) for control in controls]
+        failed = [control for control, update in updates if update.exception() is not None]
+        self._outdated = {version: failed} if failed else {}
+        for _, update in updates:
+            update.result()
 
 
 def engine_addresses(config: TrainingConfig) -> list[str]:

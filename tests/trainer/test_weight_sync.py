@@ -280,7 +280,29 @@ def test_weights_through_shared_memory_leave_nothing_behind(tmp_path):
 def test_weights_too_large_for_shared_memory_are_refused_with_the_sizes(monkeypatch):
     monkeypatch.setattr(engine_weights.shutil, "disk_usage", lambda _: SimpleNamespace(free=1))
     with pytest.raises(ConfigError, match="two copies of the weights"):
-        require_shared_memory_for(tiny_llama())
+        require_shared_memory_for(tiny_llama(), SHARED_MEMORY / "no_weights_yet")
+
+
+def test_shared_memory_for_two_copies_is_enough_for_every_update(tmp_path, monkeypatch):
+    model = tiny_llama()
+    size_bytes = 2.5 * sum(value.nbytes for value in model.state_dict().values())
+
+    def usage(folder):
+        used_bytes = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+        return SimpleNamespace(free=size_bytes - used_bytes)
+
+    monkeypatch.setattr(engine_weights, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(engine_weights.shutil, "disk_usage", usage)
+    with ScriptedVllm() as engine:
+        config = tiny_config(
+            tmp_path / "other", vllm_port=engine.port, sync_transport="shared_memory"
+        )
+        sync = InPlaceSync(config)
+        for step in (1, 2, 3):
+            sync.publish(model, checkpoint=None, step=step)
+        sync.close()
+
+    assert engine.paths.count("/collective_rpc") == 3
 
 
 @pytest.mark.parametrize(
@@ -371,6 +393,26 @@ def test_update_is_repeated_until_an_engine_on_another_host_can_be_reached(tmp_p
     assert len(pauses) == 1
     once = ["/pause", "/collective_rpc"]
     assert engine.paths == [*once, "/resume", *once, "/reset_prefix_cache", "/resume"]
+
+
+def test_update_is_repeated_for_the_engines_that_do_not_have_it_yet(tmp_path):
+    with ScriptedVllm({"/pause": (503, {})}) as away, ScriptedVllm() as good:
+        pauses = []
+
+        def recover(pause_s):
+            pauses.append(pause_s)
+            if len(pauses) == 2:
+                del away.answers["/pause"]
+
+        urls = [f"http://127.0.0.1:{engine.port}" for engine in (away, good)]
+        sync = InPlaceSync(tiny_config(tmp_path, engine_urls=urls), sleep=recover)
+        sync.publish(tiny_llama(), checkpoint=None, step=1)
+        repeated = [away.paths.count("/collective_rpc"), good.paths.count("/collective_rpc")]
+        sync.publish(tiny_llama(), checkpoint=None, step=2)
+        sync.close()
+
+    assert (len(pauses), repeated) == (2, [1, 1])
+    assert away.paths.count("/collective_rpc") == good.paths.count("/collective_rpc") == 2
 
 
 @pytest.mark.parametrize("settings", [{"engine_timeout_s": 0.0}, {"engine_urls": None}])
