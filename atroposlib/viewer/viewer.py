@@ -264,6 +264,8 @@ class ViewState:
     """First token shown."""
     digest: int = 0
     """Hash of the content, to detect changes."""
+    page_digest: int = 0
+    """Hash of the content without the head."""
 
 
 class BrowserTab:
