@@ -210,7 +210,7 @@ class EngineControl(EngineConnection):
             return
         try:
             self.post("/pause", params={"mode": pause_mode})
-        except InferenceError:
+        except BaseException:  # also Ctrl-C: `wait` takes as long as the running requests
             # A pause that was not answered in time takes effect later.
             with contextlib.suppress(InferenceError):
                 self.post("/resume")
@@ -300,7 +300,12 @@ class SglangControl(EngineConnection):
         if mode is None:
             self._update(directory, version, drops_caches=True)
             return
-        self.post("/pause_generation", json={"mode": mode})
+        try:
+            self.post("/pause_generation", json={"mode": mode})
+        except BaseException:  # it may take effect later
+            with contextlib.suppress(InferenceError):
+                self.post("/continue_generation", json={})
+            raise
         try:
             self._update(directory, version, drops_caches=mode != "in_place")
         finally:

@@ -436,6 +436,42 @@ def test_engine_whose_pause_failed_is_resumed(tmp_path):
     assert engine.paths == ["/pause", "/resume"]
 
 
+@pytest.mark.parametrize(
+    ("kind", "pause", "resume"),
+    [
+        (EngineControl, "/pause", "/resume"),
+        (SglangControl, "/pause_generation", "/continue_generation"),
+    ],
+)
+def test_engine_whose_pause_was_interrupted_is_resumed(tmp_path, monkeypatch, kind, pause, resume):
+    send = kind.send
+
+    def interrupted_send(self, method, path, **options):
+        answer = send(self, method, path, **options)
+        if path == pause:
+            raise KeyboardInterrupt
+        return answer
+
+    monkeypatch.setattr(kind, "send", interrupted_send)
+    with ScriptedVllm() as engine:
+        control = kind(f"http://127.0.0.1:{engine.port}")
+        with pytest.raises(KeyboardInterrupt):
+            control.reload_weights(tmp_path, pause_mode="keep")
+        control.close()
+
+    assert engine.paths == [pause, resume]
+
+
+def test_sglang_whose_pause_failed_continues(tmp_path):
+    with ScriptedVllm({"/pause_generation": (500, {})}) as engine:
+        control = SglangControl(f"http://127.0.0.1:{engine.port}")
+        with pytest.raises(InferenceError, match="/pause_generation answered 500"):
+            control.reload_weights(tmp_path, pause_mode="keep")
+        control.close()
+
+    assert engine.paths == ["/pause_generation", "/continue_generation"]
+
+
 def test_auto_updates_a_running_engine_in_place(tmp_path, caplog):
     with ScriptedVllm() as engine, caplog.at_level(logging.INFO):
         config = tiny_config(tmp_path, vllm_port=engine.port, weight_bridge_mode="auto")
