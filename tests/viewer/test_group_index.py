@@ -123,3 +123,9 @@ def test_what_is_typed_becomes_a_filter() -> None:
         "best",
     )
     assert filter_of("", "all", "nonsense", "nonsense") == (RowFilter(), "oldest")
+
+
+def test_tokens_and_steps_may_be_typed_as_they_are_shown() -> None:
+    typed, _ = filter_of("", "all", "oldest", "any", "", "", "1,234", "1,234,567", "1,000", "2,5")
+
+    assert typed == RowFilter(min_tokens=1234, max_tokens=1_234_567, min_step=1000, max_step=2)
