@@ -494,13 +494,13 @@ class LiveSource:
                 self._problem = str(error)
             return
         text = searchable_text(fields)
-        if text:
-            index.texts.add(position, text)
         listed = index[position]
         index.replace(
             position,
             summarize(fields, label=listed.label, environment=listed.environment, step=listed.step),
         )
+        if text:  # last: without room for it, the group is shown and not found
+            index.texts.add(position, text)
 
 
 class _Spool:
