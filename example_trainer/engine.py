@@ -210,7 +210,7 @@ class EngineControl(EngineConnection):
             return
         try:
             self.post("/pause", params={"mode": pause_mode})
-        except InferenceError:
+        except BaseException:  # also Ctrl-C: `wait` takes as long as the running requests
             # A pause that was not answered in time takes effect later.
             with contextlib.suppress(InferenceError):
                 self.post("/resume")
@@ -300,7 +300,12 @@ class SglangControl(EngineConnection):
         if mode is None:
             self._update(directory, version, drops_caches=True)
             return
-        self.post("/pause_generation", json={"mode": mode})
+        try:
+            self.post("/pause_generation", json={"mode": mode})
+        except BaseException:  # it may take effect later
+            with contextlib.suppress(InferenceError):
+                self.post("/continue_generation", json={})
+            raise
         try:
             self._update(directory, version, drops_caches=mode != "in_place")
         finally:
@@ -328,6 +333,8 @@ class EngineFleet:
 
     def __init__(self, controls: Sequence[EngineControl | SglangControl]) -> None:
         self._controls = controls
+        self._outdated: dict[int, list[EngineControl | SglangControl]] = {}
+        """Engines without the weights of the last update, by its version; empty if all have."""
 
     def close(self) -> None:
         for control in self._controls:
@@ -347,14 +354,22 @@ class EngineFleet:
         return any(control.was_updated() for control in self._controls)
 
     def reload_weights(self, directory: Path, *, pause_mode: str, version: int = 0) -> None:
-        """Load the weights in every engine; all finish before an error is raised."""
+        """Load the weights in every engine; all finish before an error is raised.
+
+        The next call with the same version updates only the engines that failed: the others would
+        be paused, and their requests aborted, for weights that they have.
+        """
 
         def reload(control: EngineControl | SglangControl) -> None:
             control.reload_weights(directory, pause_mode=pause_mode, version=version)
 
-        with ThreadPoolExecutor(len(self._controls)) as pool:
-            for done in [pool.submit(reload, control) for control in self._controls]:
-                done.result()
+        controls = self._outdated.get(version, self._controls)
+        with ThreadPoolExecutor(len(controls)) as pool:
+            updates = [(control, pool.submit(reload, control)) for control in controls]
+        failed = [control for control, update in updates if update.exception() is not None]
+        self._outdated = {version: failed} if failed else {}
+        for _, update in updates:
+            update.result()
 
 
 def engine_addresses(config: TrainingConfig) -> list[str]:

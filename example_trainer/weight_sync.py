@@ -256,16 +256,18 @@ def transport_directory(config: TrainingConfig) -> Path:
     return SHARED_MEMORY / f"atropos_weights_{os.getpid()}_{config.vllm_port}"
 
 
-def require_shared_memory_for(model: Any) -> None:
+def require_shared_memory_for(model: Any, directory: Path) -> None:
     """Raise `ConfigError` if shared memory has no space for two copies of the weights.
 
-    One is in place while the other is written. Containers often have little.
+    One is in place while the other is written: a copy in `directory` is the first of them.
+    Containers often have little.
     """
     need_bytes = 2 * sum(value.nbytes for value in model.state_dict().values())
-    free_bytes = shutil.disk_usage(SHARED_MEMORY).free
+    held_bytes = sum(file.stat().st_size for file in directory.rglob("*") if file.is_file())
+    free_bytes = shutil.disk_usage(SHARED_MEMORY).free + held_bytes
     if free_bytes < need_bytes:
         raise ConfigError(
-            f"{SHARED_MEMORY} has {free_bytes / 2**30:.1f} GiB free, two copies of the weights "
+            f"{SHARED_MEMORY} has {free_bytes / 2**30:.1f} GiB for them, two copies of the weights "
             f"take {need_bytes / 2**30:.1f}; give it more (docker: --shm-size) or use "
             "--sync-transport disk"
         )
@@ -559,7 +561,7 @@ class InPlaceSync:
 
     def publish(self, model: Any, *, checkpoint: Path | None, step: int = 0) -> None:
         if self._config.sync_transport == "shared_memory":
-            require_shared_memory_for(model)
+            require_shared_memory_for(model, self._directory)
         if self._transfer is None:
             export_for_engine(model, self._directory, step=step)
         limit_s = self._config.engine_timeout_s if self._config.engine_urls else 0.0

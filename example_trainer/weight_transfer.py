@@ -42,12 +42,15 @@ logger = logging.getLogger(__name__)
 class WeightTransfer:
     """Sends the weights of a model to the configured engines, one after the other.
 
-    Errors of an engine are `InferenceError`; the next `send` connects to it again.
+    Errors of an engine are `InferenceError`; the next `send` connects to it again, and does not
+    repeat a step for the engines that have it.
     """
 
     def __init__(self, config: TrainingConfig) -> None:
         self._config = config
         self._links = [_EngineLink(url, config) for url in engine_addresses(config)]
+        self._outdated: dict[int, list[_EngineLink]] = {}
+        """Engines without the weights of the last step, by its number; empty if all have."""
 
     def require_backend(self) -> None:
         """Raise `ConfigError` if an engine was not started for this kind of transfer."""
@@ -56,8 +59,11 @@ class WeightTransfer:
 
     def send(self, model: Any, step: int) -> None:
         """Let every engine serve the weights of `model`, the policy after `step` steps."""
-        for link in self._links:
+        links = self._outdated.get(step, self._links)
+        for position, link in enumerate(links):
+            self._outdated = {step: links[position:]}
             link.send(model, step)
+        self._outdated = {}
 
     def close(self) -> None:
         for link in self._links:

@@ -508,7 +508,7 @@ class _Wiring:
         head = self.screen.head(view)
         status = self.screen.status(view) if view.page == "groups" else ""
         widgets = self.widgets
-        tab.view = replace(view, digest=hash((page, head, status)))
+        tab.view = replace(view, digest=hash((page, head, status)), page_digest=hash(page))
         answer: dict[Any, Any] = {widgets.head: head}
         if view.page == "groups":
             answer[widgets.status] = status
@@ -570,8 +570,9 @@ class _Wiring:
             answer = self._show(tab, self._filter(before, *values))
             if tab.view.digest == before.digest:
                 return {self.widgets.head: self.gr.skip()}
-            has_opened = before.group is None and tab.view.group is not None
-            if tab.view.page in ("overview", "groups") or has_opened:
+            # A page of one group changes when its group arrives, and when tokens become text.
+            has_changed = tab.view.page_digest != before.page_digest
+            if tab.view.page in ("overview", "groups") or has_changed:
                 return answer
             return {self.widgets.head: answer[self.widgets.head]}
 

@@ -9,7 +9,9 @@ the file. It can pause and continue later, also over text that was added since.
 
 from __future__ import annotations
 
+import errno
 import mmap
+import os
 import tempfile
 import threading
 import time
@@ -45,7 +47,8 @@ class TextStore:
     """Texts by the position of their group; one thread adds, any number search."""
 
     def __init__(self) -> None:
-        self._file = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the store
+        # Without a buffer, so that a full disk is noticed by `add`, and by no search.
+        self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - lives with the store
         self._lock = threading.Lock()
         self._owners = array("q")
         self._starts = array("q", [0])
@@ -54,12 +57,17 @@ class TextStore:
         return len(self._owners)
 
     def add(self, position: int, text: str) -> None:
-        """Add the text of a group; a second one is searched as well."""
+        """Add the text of a group; a second one is searched as well.
+
+        Raises:
+            OSError: the disk has no room for it; it is left out.
+        """
         content = text.lower().encode("utf-8", errors="replace") + b"\n"
         with self._lock:
             # Not at the end: a full disk may have left a part of a text there.
             self._file.seek(self._starts[-1])
-            self._file.write(content)
+            if self._file.write(content) < len(content):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
             self._owners.append(position)
             self._starts.append(self._starts[-1] + len(content))
 
@@ -69,7 +77,6 @@ class TextStore:
     def find(self, wanted: bytes, start: int, stop: int) -> list[int]:
         """Return the positions of groups whose text contains `wanted`, for a range of entries."""
         with self._lock:
-            self._file.flush()
             starts = self._starts[start : stop + 1]
         first, last = starts[0], starts[-1]
         aligned = first - first % mmap.ALLOCATIONGRANULARITY

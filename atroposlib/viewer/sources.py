@@ -494,20 +494,24 @@ class LiveSource:
                 self._problem = str(error)
             return
         text = searchable_text(fields)
-        if text:
-            index.texts.add(position, text)
         listed = index[position]
         index.replace(
             position,
             summarize(fields, label=listed.label, environment=listed.environment, step=listed.step),
         )
+        if text:  # last: without room for it, the group is shown and not found
+            index.texts.add(position, text)
 
 
 class _Spool:
-    """Payloads by the position of their group, in an unnamed temporary file."""
+    """Payloads by the position of their group, in an unnamed temporary file.
+
+    Those for which the disk has no room are left out.
+    """
 
     def __init__(self) -> None:
-        self._file = tempfile.TemporaryFile()  # noqa: SIM115 - lives as long as the source
+        # Without a buffer, so that a full disk is noticed by `put`.
+        self._file = tempfile.TemporaryFile(buffering=0)  # noqa: SIM115 - lives with the source
         self._places: dict[int, tuple[int, int]] = {}
         self._size = 0
         self._lock = threading.Lock()
@@ -524,8 +528,13 @@ class _Spool:
         with self._lock:
             if position in self._places or self._size + len(content) > _SPOOL_BYTES:
                 return
-            self._file.seek(self._size)
-            self._file.write(content)
+            try:
+                self._file.seek(self._size)
+                is_whole = self._file.write(content) == len(content)
+            except OSError:
+                return
+            if not is_whole:
+                return
             self._places[position] = (self._size, len(content))
             self._size += len(content)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import logging
 import math
 import os
+import re
 import threading
 from collections import Counter, OrderedDict
 from dataclasses import dataclass
@@ -264,6 +265,8 @@ class ViewState:
     """First token shown."""
     digest: int = 0
     """Hash of the content, to detect changes."""
+    page_digest: int = 0
+    """Hash of the content without the head."""
 
 
 class BrowserTab:
@@ -297,7 +300,8 @@ def filter_of(
         order: one of `ORDERS`.
         signal: `any`, `differ` or `all equal`.
         ranges: minimum and maximum of score, tokens and step as typed, in this order; a text that
-            is not a number sets no bound.
+            is not a number sets no bound. Tokens and steps may have the separators with which
+            they are shown, as in `1,234`.
     """
     low, high, shortest, longest, first, last = (*ranges, *[None] * 6)[:6]
     wanted = RowFilter(
@@ -323,6 +327,10 @@ def _number(value: Any) -> float | None:
     return number if math.isfinite(number) else None
 
 
+_GROUPED = re.compile(r"\s*-?\d{1,3}(,\d{3})+\s*")
+
+
 def _whole(value: Any) -> int | None:
-    number = _number(value)
+    is_grouped = isinstance(value, str) and _GROUPED.fullmatch(value)
+    number = _number(value.replace(",", "") if is_grouped else value)
     return None if number is None else int(number)

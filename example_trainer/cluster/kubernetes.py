@@ -146,7 +146,12 @@ class KubernetesRun:
         command = ["kubectl", *context, f"--namespace={place.namespace}", *words]
         try:
             return subprocess.run(
-                command, capture_output=True, text=True, check=False, timeout=timeout_s
+                command,
+                capture_output=True,
+                encoding="utf-8",
+                errors="replace",  # a log may contain any bytes
+                check=False,
+                timeout=timeout_s,
             )
         except subprocess.TimeoutExpired as error:
             raise ConfigError(

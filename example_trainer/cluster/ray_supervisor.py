@@ -33,7 +33,7 @@ from example_trainer.cluster.parts import (
     plan_parts,
     service_names,
 )
-from example_trainer.cluster.placement import RunState, RunStatus
+from example_trainer.cluster.placement import ENDED, RunState, RunStatus
 from example_trainer.cluster.ray_hosts import (
     BIND,
     PYTHON,
@@ -124,11 +124,21 @@ class RaySupervisor:
         self._ends_at: float | None = None
         self._is_over = False
         self._saved: Mapping[str, Any] = {}
-        self._hosted = self._create_hosts(read_json(self._run.output / STATE_FILE))
+        self._hosted: dict[str, _HostedPart] = {}
+        saved = read_json(self._run.output / STATE_FILE)
+        if saved.get("submission") != self._submission:
+            saved = {}
+        self._ended = _ended_status(saved)
+        """The state of a run that had ended when Ray restarted this actor; None otherwise."""
+        if self._ended is not None:
+            return
+        self._hosted = self._create_hosts(saved)
         threading.Thread(target=self._work, daemon=True).start()
 
     def status(self) -> RunStatus:
         """Return the state of the run; it has not ended before its programs have."""
+        if self._ended is not None:
+            return self._ended
         status = self._lives.status()
         if self._is_over:
             return status
@@ -139,7 +149,7 @@ class RaySupervisor:
         self._end("stopped")
 
     def _create_hosts(self, saved: Mapping[str, Any]) -> dict[str, _HostedPart]:
-        known = saved["hosted"] if saved.get("submission") == self._submission else {}
+        known = saved.get("hosted", {})
         found = {}
         for name, life in self._lives.lives.items():
             hosted = _HostedPart(life)
@@ -353,6 +363,12 @@ class RaySupervisor:
         if content != self._saved:
             write_json(self._run.output / STATE_FILE, content)
             self._saved = content
+
+
+def _ended_status(saved: Mapping[str, Any]) -> RunStatus | None:
+    """Return the saved state of a run if it has ended."""
+    status = RunStatus.from_json(saved["status"]) if saved else None
+    return status if status is not None and status.state in ENDED else None
 
 
 def _digest(part: Part) -> str:

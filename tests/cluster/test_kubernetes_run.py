@@ -6,6 +6,7 @@ The pods run as a user without rights, on a read-only file system, in bubblewrap
 from __future__ import annotations
 
 import asyncio
+import os
 import re
 import shutil
 from collections.abc import AsyncIterator, Callable
@@ -72,6 +73,22 @@ async def until(
         await asyncio.sleep(0.5)
         status = await asyncio.to_thread(run.status)
     return status
+
+
+def test_log_with_bytes_that_are_not_text_is_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pods = '{"items": [{"metadata": {"name": "pod", "creationTimestamp": "2026"}}]}'
+    kubectl = tmp_path / "bin" / "kubectl"
+    kubectl.parent.mkdir()
+    kubectl.write_text(
+        f"#!/bin/sh\ncase $* in *logs*) printf 'one\\n\\377 two\\n';; *) echo '{pods}';; esac\n"
+    )
+    kubectl.chmod(0o755)
+    monkeypatch.setenv("PATH", str(kubectl.parent), prepend=os.pathsep)
+    run = run_of(scripted_run(tmp_path, steps=2, kubernetes=KUBERNETES))
+
+    assert list(run.logs("trainer", lines=2)) == ["one", "\ufffd two"]
 
 
 async def test_run_that_waits_for_a_secret_is_waiting_and_down_ends_only_its_own(

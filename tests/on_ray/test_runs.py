@@ -98,6 +98,22 @@ def test_run_survives_the_death_of_each_of_its_processes(ray_cluster: Any, tmp_p
     assert (after.state, part_of(after, ENVIRONMENT).restarts) == ("finished", 1)
 
 
+def test_run_that_has_ended_stays_so_if_its_supervisor_is_restarted(
+    ray_cluster: Any, tmp_path: Path
+) -> None:
+    placement = submitted(tmp_path, "ended")
+    (tmp_path / "trainer.exit").write_text("2")
+    wait_for(lambda: placement.status().state == "failed", placement)
+    before = placement.status()
+
+    os.kill(worker_pid("ended.supervisor"), signal.SIGKILL)
+
+    assert placement.status() == before
+    started_pids(placement, "trainer", count=1)
+    assert placement.down() == "run ended: ended 1 actors"
+    assert placement.status() == before
+
+
 @pytest.mark.long
 def test_down_ends_only_what_this_run_started(ray_cluster: Any, tmp_path: Path) -> None:
     (tmp_path / "other").mkdir()

@@ -280,7 +280,29 @@ def test_weights_through_shared_memory_leave_nothing_behind(tmp_path):
 def test_weights_too_large_for_shared_memory_are_refused_with_the_sizes(monkeypatch):
     monkeypatch.setattr(engine_weights.shutil, "disk_usage", lambda _: SimpleNamespace(free=1))
     with pytest.raises(ConfigError, match="two copies of the weights"):
-        require_shared_memory_for(tiny_llama())
+        require_shared_memory_for(tiny_llama(), SHARED_MEMORY / "no_weights_yet")
+
+
+def test_shared_memory_for_two_copies_is_enough_for_every_update(tmp_path, monkeypatch):
+    model = tiny_llama()
+    size_bytes = 2.5 * sum(value.nbytes for value in model.state_dict().values())
+
+    def usage(folder):
+        used_bytes = sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+        return SimpleNamespace(free=size_bytes - used_bytes)
+
+    monkeypatch.setattr(engine_weights, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(engine_weights.shutil, "disk_usage", usage)
+    with ScriptedVllm() as engine:
+        config = tiny_config(
+            tmp_path / "other", vllm_port=engine.port, sync_transport="shared_memory"
+        )
+        sync = InPlaceSync(config)
+        for step in (1, 2, 3):
+            sync.publish(model, checkpoint=None, step=step)
+        sync.close()
+
+    assert engine.paths.count("/collective_rpc") == 3
 
 
 @pytest.mark.parametrize(
@@ -373,6 +395,26 @@ def test_update_is_repeated_until_an_engine_on_another_host_can_be_reached(tmp_p
     assert engine.paths == [*once, "/resume", *once, "/reset_prefix_cache", "/resume"]
 
 
+def test_update_is_repeated_for_the_engines_that_do_not_have_it_yet(tmp_path):
+    with ScriptedVllm({"/pause": (503, {})}) as away, ScriptedVllm() as good:
+        pauses = []
+
+        def recover(pause_s):
+            pauses.append(pause_s)
+            if len(pauses) == 2:
+                del away.answers["/pause"]
+
+        urls = [f"http://127.0.0.1:{engine.port}" for engine in (away, good)]
+        sync = InPlaceSync(tiny_config(tmp_path, engine_urls=urls), sleep=recover)
+        sync.publish(tiny_llama(), checkpoint=None, step=1)
+        repeated = [away.paths.count("/collective_rpc"), good.paths.count("/collective_rpc")]
+        sync.publish(tiny_llama(), checkpoint=None, step=2)
+        sync.close()
+
+    assert (len(pauses), repeated) == (2, [1, 1])
+    assert away.paths.count("/collective_rpc") == good.paths.count("/collective_rpc") == 2
+
+
 @pytest.mark.parametrize("settings", [{"engine_timeout_s": 0.0}, {"engine_urls": None}])
 def test_update_is_not_repeated_without_a_time_limit_or_for_a_local_engine(tmp_path, settings):
     with ScriptedVllm({"/collective_rpc": (502, {})}) as engine:
@@ -392,6 +434,42 @@ def test_engine_whose_pause_failed_is_resumed(tmp_path):
         control.close()
 
     assert engine.paths == ["/pause", "/resume"]
+
+
+@pytest.mark.parametrize(
+    ("kind", "pause", "resume"),
+    [
+        (EngineControl, "/pause", "/resume"),
+        (SglangControl, "/pause_generation", "/continue_generation"),
+    ],
+)
+def test_engine_whose_pause_was_interrupted_is_resumed(tmp_path, monkeypatch, kind, pause, resume):
+    send = kind.send
+
+    def interrupted_send(self, method, path, **options):
+        answer = send(self, method, path, **options)
+        if path == pause:
+            raise KeyboardInterrupt
+        return answer
+
+    monkeypatch.setattr(kind, "send", interrupted_send)
+    with ScriptedVllm() as engine:
+        control = kind(f"http://127.0.0.1:{engine.port}")
+        with pytest.raises(KeyboardInterrupt):
+            control.reload_weights(tmp_path, pause_mode="keep")
+        control.close()
+
+    assert engine.paths == [pause, resume]
+
+
+def test_sglang_whose_pause_failed_continues(tmp_path):
+    with ScriptedVllm({"/pause_generation": (500, {})}) as engine:
+        control = SglangControl(f"http://127.0.0.1:{engine.port}")
+        with pytest.raises(InferenceError, match="/pause_generation answered 500"):
+            control.reload_weights(tmp_path, pause_mode="keep")
+        control.close()
+
+    assert engine.paths == ["/pause_generation", "/continue_generation"]
 
 
 def test_auto_updates_a_running_engine_in_place(tmp_path, caplog):

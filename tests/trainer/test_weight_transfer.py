@@ -188,6 +188,25 @@ def test_failed_update_resumes_the_engine_and_the_next_one_connects_again(tmp_pa
     assert [sender.num_shutdowns for sender in made] == [1, 1]
 
 
+def test_update_is_not_repeated_for_an_engine_that_has_it(tmp_path, senders):
+    with ScriptedVllm(served_with("nccl")) as good, ScriptedVllm(served_with("nccl")) as away:
+        away.answers["/pause"] = (503, {})
+        urls = [f"http://127.0.0.1:{engine.port}" for engine in (good, away)]
+
+        def recover(pause_s):
+            del away.answers["/pause"]
+
+        config = transfer_config(tmp_path, engine_urls=urls)
+        sync = InPlaceSync(config, sleep=recover)
+        sync.publish(tiny_llama(), checkpoint=None, step=1)
+        repeated = [engine.paths.count("/finish_weight_update") for engine in (good, away)]
+        sync.publish(tiny_llama(), checkpoint=None, step=2)
+        sync.close()
+
+    assert repeated == [1, 1]
+    assert [engine.paths.count("/finish_weight_update") for engine in (good, away)] == [2, 2]
+
+
 def test_error_of_the_gpu_link_names_engine_and_remedy(tmp_path, senders, monkeypatch):
     def fail(self):
         raise RuntimeError("NCCL error: unhandled system error")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -214,6 +215,31 @@ def test_a_page_of_one_group_opens_the_first_where_none_is_open(
 
     assert "line 1" in page.inner_text("#v-head .v-name")
     assert watched.complaints == []
+
+
+def test_tokens_that_are_shown_become_text_when_the_tokenizer_has_been_loaded(
+    tmp_path: Path, open_page: OpenPage
+) -> None:
+    may_load = threading.Event()
+
+    def load(_: str) -> Any:
+        may_load.wait()
+        return byte_tokenizer()
+
+    path = write_groups(tmp_path / "groups.jsonl", [make_group("question", ["right"], [1.0])])
+    viewer = Viewer(JsonlSource(path), TokenReader("bytes", load, is_lazy=True))
+    wait_until(lambda: not viewer.is_reading and len(viewer.index))
+    app = build_app(viewer)
+    watched = open_page(launch_app(app))
+    page = show(watched, "tokens", ".v-tokens b")
+    before = page.inner_text(".v-tokens")
+
+    may_load.set()
+    page.wait_for_function("document.querySelector('.v-tokens').innerText.includes('question')")
+
+    assert before.startswith("⟨")
+    app.close()
+    viewer.close()
 
 
 @pytest.mark.long

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import resource
+
 import pytest
 
 from atroposlib.viewer.index import GroupIndex, GroupSummary, Order, RowFilter, TextStore
@@ -108,6 +110,24 @@ def test_a_search_goes_on_where_it_stopped_and_over_what_came_since() -> None:
     assert search.found == {0, 10, 20, 30, 40, 50}
 
 
+def test_text_without_room_on_the_disk_is_left_out_of_searches() -> None:
+    store = TextStore()
+    store.add(0, "needle")
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (50, limits[1]))
+    try:
+        for text in ("needle " * 20, "needle " * 2000):
+            with pytest.raises(OSError, match="No space left"):
+                store.add(1, text)
+        store.add(2, "needle")
+        search = store.search("needle")
+        is_complete = search.advance(1.0)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+
+    assert (is_complete, search.found) == (True, {0, 2})
+
+
 def test_what_is_typed_becomes_a_filter() -> None:
     typed = filter_of(" word ", "maths", "best", "all equal", "0,5", "x", "10", "", "-1", None)
 
@@ -123,3 +143,9 @@ def test_what_is_typed_becomes_a_filter() -> None:
         "best",
     )
     assert filter_of("", "all", "nonsense", "nonsense") == (RowFilter(), "oldest")
+
+
+def test_tokens_and_steps_may_be_typed_as_they_are_shown() -> None:
+    typed, _ = filter_of("", "all", "oldest", "any", "", "", "1,234", "1,234,567", "1,000", "2,5")
+
+    assert typed == RowFilter(min_tokens=1234, max_tokens=1_234_567, min_step=1000, max_step=2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import resource
 import sqlite3
 import time
 from collections.abc import Iterator
@@ -119,6 +120,20 @@ def test_groups_that_left_the_service_stay_readable(url: str) -> None:
 
     assert source.load(0)["scores"] == [1.0, -1.0]
     source.close()
+
+
+def test_group_for_which_the_disk_has_no_room_is_shown(url: str) -> None:
+    source, index = LiveSource(url), GroupIndex()
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    source._poll(index)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (10, limits[1]))
+    try:
+        scores = [source.load(position)["scores"] for position in (0, 1, 0)]
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    source.close()
+
+    assert scores == [[1.0, -1.0], [2.0, -1.0], [1.0, -1.0]]
 
 
 def test_groups_of_a_service_that_restarted_without_a_store_are_shown(
