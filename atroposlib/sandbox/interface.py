@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
 import math
 import os
@@ -158,12 +159,31 @@ def as_bytes(content: str | bytes) -> bytes:
 @contextlib.contextmanager
 def content_fd(content: str | bytes) -> Iterator[int]:
     """Provide content in memory as a file descriptor that another process can only read."""
-    fd = os.memfd_create("sandbox-file", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    fd = _sealed_fd(as_bytes(content))
     try:
-        with open(fd, "wb", closefd=False) as file:
-            file.write(as_bytes(content))
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
-        os.lseek(fd, 0, os.SEEK_SET)
         yield fd
     finally:
         os.close(fd)
+
+
+_SEAL_ATTEMPTS = 5
+
+
+def _sealed_fd(content: bytes, *, attempts: int = _SEAL_ATTEMPTS) -> int:
+    """Return a descriptor of sealed memory, at its start.
+
+    The kernel refuses to seal memory while it moves one of its pages, which takes a fresh copy.
+    """
+    fd = os.memfd_create("sandbox-file", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        with open(fd, "wb", closefd=False) as file:
+            file.write(content)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+        os.lseek(fd, 0, os.SEEK_SET)
+    except BaseException as error:
+        os.close(fd)
+        is_busy = isinstance(error, OSError) and error.errno == errno.EBUSY
+        if not is_busy or attempts <= 1:
+            raise
+        return _sealed_fd(content, attempts=attempts - 1)
+    return fd
