@@ -11,7 +11,9 @@ written before the batch is acknowledged, as the trainer's journal is.
 from __future__ import annotations
 
 import asyncio
+import itertools
 import os
+import signal
 import sys
 import time
 from pathlib import Path
@@ -51,12 +53,16 @@ class PlainClusterRun(ClusterRun):
 
 
 async def post_groups(url: str, record: Path, token: str | None) -> None:
-    """Post groups until the process ends."""
+    """Post groups until SIGINT; the last one is recorded as well."""
+    is_ending = asyncio.Event()
+    asyncio.get_running_loop().add_signal_handler(signal.SIGINT, is_ending.set)
     async with TrajectoryApiClient(url, retry=_PATIENT, token=token) as client:
         await client.register_env(
             max_token_length=8, desired_name="plain", weight=1.0, group_size=GROUP_SIZE
         )
-        for number in range(1_000_000):
+        for number in itertools.count():
+            if is_ending.is_set():
+                return
             name = f"{os.getpid()}-{number}"
             row = [1, 2, 3]
             group: dict[str, Any] = {"tokens": [row] * GROUP_SIZE, "masks": [row] * GROUP_SIZE}
