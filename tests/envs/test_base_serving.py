@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import math
 import re
 from collections.abc import Callable
 from contextlib import suppress
@@ -190,7 +191,9 @@ async def test_serve_whose_first_groups_are_all_malformed_ends_and_says_why(
     async with ScriptedTrainer(service.url) as trainer:
         await trainer.register()
         serving = asyncio.create_task(env.env_manager())
-        await until(lambda: serving.done() or env.drop_counts["malformed"] > 15)
+        # While the run ends, rollouts that were in flight may still be dropped.
+        most_dropped = 15 if usable_items else math.inf
+        await until(lambda: serving.done() or env.drop_counts["malformed"] > most_dropped)
         is_ended = serving.done()
         serving.cancel()
         [error] = await asyncio.gather(serving, return_exceptions=True)
@@ -199,7 +202,7 @@ async def test_serve_whose_first_groups_are_all_malformed_ends_and_says_why(
     if is_ended:
         assert isinstance(error, NoDataError)
         assert re.search(
-            r"all of the first 1\d groups were dropped, the last one as malformed: masks\[",
+            r"all of the first \d\d groups were dropped, the last one as malformed: masks\[",
             str(error),
         )
 
