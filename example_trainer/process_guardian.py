@@ -125,7 +125,7 @@ def _read_request() -> float:
     except OSError:
         line = b""
     try:
-        return float(line)
+        return float(line.partition(b"\n")[0])  # a second request may follow
     except ValueError:
         return PARENT_GONE_GRACE_S
 

@@ -129,6 +129,7 @@ class ManagedProcess:
         if self._command_pid is None:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._guardian.wait(timeout=_START_TIMEOUT_S)
+            self.stop()  # it may only have been too slow
             raise ProcessFailedError(self, "could not be started")
 
     @property

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 
+from example_trainer import process_guardian, processes
 from example_trainer.processes import (
     ManagedProcess,
     ProcessFailedError,
@@ -109,6 +110,18 @@ def test_start_missing_program_raises_with_reason(tmp_path: Path) -> None:
     assert not process.is_alive()
 
 
+def test_start_that_takes_too_long_leaves_no_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(processes, "_START_TIMEOUT_S", 0.0)
+    process = ManagedProcess("slow", python(SLEEP), log_path=tmp_path / "log")
+
+    with pytest.raises(ProcessFailedError, match="could not be started"):
+        process.start()
+
+    assert not process.is_alive()
+
+
 def test_start_uses_given_environment_and_folder(tmp_path: Path) -> None:
     code = "import os; print(os.environ['COLOUR'], os.getcwd())"
     env = {**os.environ, "COLOUR": "green"}
@@ -178,6 +191,17 @@ def test_stop_stubborn_command_is_killed_after_grace(tmp_path: Path) -> None:
     code = process.stop(grace_s=0.1)
 
     assert code == -signal.SIGKILL
+
+
+def test_requests_to_stop_that_are_read_at_once_keep_their_grace(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    ours, theirs = socket.socketpair()
+    with ours, theirs:
+        monkeypatch.setattr(process_guardian, "CONTROL_FD", theirs.fileno())
+        ours.sendall(b"300.0\n300.0\n")
+
+        assert process_guardian._read_request() == 300.0
 
 
 def test_stop_polite_command_needs_no_grace(tmp_path: Path) -> None:
