@@ -365,7 +365,7 @@ def _change(change: Mapping[str, Any], *, is_open: bool, has_room: bool) -> str:
         body = f'<p class="v-legend">{shown(facts + note)}</p>'
         is_open = False
     else:
-        lines = diff.splitlines()
+        lines = diff.split("\n")
         added = sum(line.startswith("+") and not line.startswith("+++") for line in lines)
         removed = sum(line.startswith("-") and not line.startswith("---") for line in lines)
         facts = f"+{added:,} -{removed:,} · {facts}"
@@ -383,7 +383,9 @@ def _change(change: Mapping[str, Any], *, is_open: bool, has_room: bool) -> str:
 def _diff(diff: str) -> str:
     cut = diff[:MAX_TEXT_CHARACTERS]
     more = "" if cut == diff else empty(f"{len(diff) - len(cut):,} more characters")
-    spans = "".join(_diff_line(line) for line in plain_text(cut).split("\n") if line)
+    # Not as terminal output, where a carriage return would hide the sign and the text before it.
+    lines = (line.rstrip("\r") for line in cut.split("\n"))
+    spans = "".join(_diff_line(line) for line in lines if line)
     return f'<div class="v-patch">{spans}</div>{more}'
 
 

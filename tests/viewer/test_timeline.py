@@ -141,6 +141,14 @@ def test_plain_text_has_no_escape_sequences(text: str, expected: str) -> None:
     assert plain_text(text) == expected
 
 
+def test_changed_lines_show_all_of_their_text() -> None:
+    diff = "@@ -1 +1 @@\n-start\r\n+rm -rf build\recho done\n"
+    page = page_of({"changes": [{"path": "/a", "kind": "modified", "size": 9, "diff": diff}]})
+
+    assert "<del>-start</del>" in page
+    assert re.search(r"<ins>\+rm -rf build.?echo done</ins>", page)
+
+
 def test_page_of_a_long_rollout_has_a_limit() -> None:
     events = [{"at": i, "kind": "turn", "text": "words " * 20_000} for i in range(100)]
     change = {"path": "/a", "kind": "added", "size": 9, "diff": "+x\n" * 30_000}
