@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 from example_trainer.torch_engine.generation import Completion, Job, TopEntries
 from example_trainer.torch_engine.protocol import ChatFields, ServedTorchModel, TextFields
+from example_trainer.torch_engine.texts import find_stop
 
 TokenRow = tuple[int, float | None, TopEntries]
 """A token, its logprob and the most likely tokens at its position."""
@@ -140,7 +141,8 @@ class AnswerWriter:
             tokens = tokens[:-1]
         text = self._decode(tokens)
         if isinstance(reason, str):
-            end = text.find(reason)
+            min_tokens = completion.request.sampling.min_tokens
+            end = find_stop(text, reason, len(self._decode(tokens[:min_tokens])))
             return text[: end + (len(reason) if includes else 0)] if end >= 0 else text
         return text
 

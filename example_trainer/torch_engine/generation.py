@@ -22,10 +22,11 @@ import logging
 import math
 import random
 import threading
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple, TypeVar
 
@@ -33,7 +34,12 @@ import torch
 
 from atroposlib.errors import InferenceError
 from example_trainer.torch_engine.attention import PackedBatch, PackedTokens, SlotCache
-from example_trainer.torch_engine.sampling import SampledRows, SamplingSettings, sample_rows
+from example_trainer.torch_engine.sampling import (
+    PastTokens,
+    SampledRows,
+    SamplingSettings,
+    sample_rows,
+)
 from example_trainer.torch_engine.weights import replace_weights
 
 logger = logging.getLogger(__name__)
@@ -66,11 +72,16 @@ class PromptRequest:
     stop_ids: frozenset[int] = frozenset()
     """Tokens that end a completion, of which they are part."""
     stop_texts: tuple[str, ...] = ()
-    """Texts that end a completion."""
+    """Texts that end a completion after `sampling.min_tokens`."""
     num_top: int = 0
     """Most likely tokens to return for each completion token."""
     prompt_top: int | None = None
     """Most likely tokens to return for each prompt token; None: no logprobs of the prompt."""
+
+    @cached_property
+    def distinct_ids(self) -> frozenset[int]:
+        """Tokens that the prompt has."""
+        return frozenset(self.prompt_ids)
 
 
 class Completion:
@@ -82,6 +93,8 @@ class Completion:
         self.generator = generator
         self.tokens: list[int] = []
         """[C]"""
+        self.counts: Counter[int] = Counter()
+        """How often each token was sampled."""
         self.logprobs: list[float] = []
         """[C]"""
         self.tops: list[TopEntries] = []
@@ -102,8 +115,13 @@ class Completion:
     def all_ids(self) -> list[int]:
         return [*self.request.prompt_ids, *self.tokens]
 
+    @property
+    def past(self) -> PastTokens:
+        return PastTokens(self.request.distinct_ids, self.counts, len(self.tokens))
+
     def append(self, token: int, logprob: float, top: TopEntries, version: str | None) -> None:
         self.tokens.append(token)
+        self.counts[token] += 1
         self.logprobs.append(logprob)
         if self.request.num_top:
             self.tops.append(top)
@@ -515,6 +533,7 @@ class TorchEngine:
         rows = sample_rows(
             logits_BV[torch.tensor(slots, device=logits_BV.device)],
             [each.request.sampling for each in completions],
+            [each.past for each in completions],
             [each.generator for each in completions],
             num_top=max(each.request.num_top for each in completions),
             is_processed=self._is_processed,

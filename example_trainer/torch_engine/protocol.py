@@ -39,6 +39,7 @@ MAX_BODY_BYTES = 64 * 2**20
 _MAX_STOPS = 64
 _MAX_STOP_CHARS = 1024
 _MAX_BIASES = 4096
+_MAX_ALLOWED = 2**20
 _MAX_OBJECTS = 2**16
 """Messages or tools of a request."""
 _MAX_FIELDS = 256
@@ -54,13 +55,11 @@ _NO_SEED = -1
 """A seed that means none, as in vLLM."""
 _MOST_TOP_K = 2**31 - 1
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
-    "frequency_penalty": (0, None), "presence_penalty": (0, None), "repetition_penalty": (1, None),
-    "min_tokens": (0, None), "best_of": (1, None), "use_beam_search": (False, None),
-    "suffix": ("", None), "bad_words": ([], None), "allowed_token_ids": (None,),
-    "truncate_prompt_tokens": (None,), "prompt_embeds": (None,), "chat_template": (None,),
-    "response_format": ({"type": "text"}, None), "structured_outputs": (None,),
-    "tool_choice": ("auto", "none", None), "guided_json": (None,), "guided_regex": (None,),
-    "guided_choice": (None,), "guided_grammar": (None,),
+    "best_of": (1, None), "use_beam_search": (False, None), "suffix": ("", None),
+    "bad_words": ([], None), "truncate_prompt_tokens": (None,), "prompt_embeds": (None,),
+    "chat_template": (None,), "response_format": ({"type": "text"}, None),
+    "structured_outputs": (None,), "tool_choice": ("auto", "none", None), "guided_json": (None,),
+    "guided_regex": (None,), "guided_choice": (None,), "guided_grammar": (None,),
 }  # fmt: skip
 """Fields of vLLM that this engine does not implement, and the values that have no effect."""
 _MAX_NOTED = 64
@@ -169,6 +168,13 @@ class _SamplingFields(BaseModel):
     ) = None
     stop_token_ids: list[StrictInt] | None = Field(default=None, max_length=_MAX_STOPS)
     logit_bias: Annotated[dict[int, float] | None, BeforeValidator(_with_few_biases)] = None
+    allowed_token_ids: list[StrictInt] | None = Field(
+        default=None, min_length=1, max_length=_MAX_ALLOWED, fail_fast=True
+    )
+    min_tokens: StrictInt | None = Field(default=None, ge=0)
+    repetition_penalty: float | None = Field(default=None, ge=0.01, le=100)
+    frequency_penalty: float | None = Field(default=None, ge=-2, le=2)
+    presence_penalty: float | None = Field(default=None, ge=-2, le=2)
     ignore_eos: StrictBool = False
     include_stop_str_in_output: StrictBool = False
     skip_special_tokens: StrictBool = True
@@ -494,15 +500,18 @@ def _prompt_request(
             )
     if fields.prompt_top is not None:
         _require_scorable(len(prompt_ids), served)
-    for name, ids in (("stop_token_ids", fields.stop_token_ids), ("logit_bias", fields.logit_bias)):
-        if ids:
+    for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
+        if ids := getattr(fields, name):
             check_ids(list(ids), served, param=name)
     stop_ids = frozenset(fields.stop_token_ids or ())
+    max_tokens = _token_limit(fields, len(prompt_ids), served)
+    sampling = _sampling(fields, held_ids=stop_ids | served.end_ids)
+    _require_possible(sampling, max_tokens)
     return PromptRequest(
         prompt_ids=tuple(prompt_ids),
         num_completions=fields.n,
-        max_tokens=_token_limit(fields, len(prompt_ids), served),
-        sampling=_sampling(fields),
+        max_tokens=max_tokens,
+        sampling=sampling,
         seed=None if fields.seed == _NO_SEED else fields.seed,
         stop_ids=stop_ids if fields.ignore_eos else stop_ids | served.end_ids,
         stop_texts=fields.stop_texts,
@@ -520,7 +529,8 @@ def _require_scorable(num_tokens: int, served: ServedTorchModel) -> None:
         )
 
 
-def _sampling(fields: TextFields | ChatFields) -> SamplingSettings:
+def _sampling(fields: TextFields | ChatFields, *, held_ids: frozenset[int]) -> SamplingSettings:
+    penalty = fields.repetition_penalty
     return SamplingSettings(
         temperature=1.0 if fields.temperature is None else fields.temperature,
         top_p=1.0 if fields.top_p is None else fields.top_p,
@@ -530,7 +540,26 @@ def _sampling(fields: TextFields | ChatFields) -> SamplingSettings:
             token: min(100.0, max(-100.0, bias))
             for token, bias in (fields.logit_bias or {}).items()
         },
+        allowed_ids=None if fields.allowed_token_ids is None else tuple(fields.allowed_token_ids),
+        min_tokens=fields.min_tokens or 0,
+        held_ids=held_ids if fields.min_tokens else frozenset(),
+        repetition_penalty=1.0 if penalty is None else penalty,
+        frequency_penalty=fields.frequency_penalty or 0.0,
+        presence_penalty=fields.presence_penalty or 0.0,
     )
+
+
+def _require_possible(sampling: SamplingSettings, max_tokens: int) -> None:
+    if sampling.min_tokens > max_tokens:
+        raise EngineRefusal(
+            f"min_tokens must be at most max_tokens={max_tokens}, got {sampling.min_tokens}",
+            param="min_tokens",
+        )
+    if sampling.min_tokens and sampling.held_ids.issuperset(sampling.allowed_ids or (-1,)):
+        raise EngineRefusal(
+            "allowed_token_ids has only tokens that end a completion, which min_tokens excludes",
+            param="allowed_token_ids",
+        )
 
 
 def _token_limit(fields: TextFields | ChatFields, num_prompt: int, served: ServedTorchModel) -> int:

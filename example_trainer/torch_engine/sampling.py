@@ -10,7 +10,9 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import NamedTuple
 
 import torch
@@ -32,6 +34,34 @@ class SamplingSettings:
     """Minimum probability, relative to that of the most likely token."""
     logit_bias: Mapping[int, float] = field(default_factory=dict)
     """Added to the logits before the temperature."""
+    allowed_ids: tuple[int, ...] | None = None
+    """[A] the only tokens that can be sampled; None: all."""
+    min_tokens: int = 0
+    """Number of tokens before which `held_ids` are excluded."""
+    held_ids: frozenset[int] = frozenset()
+    """Tokens that would end the completion."""
+    repetition_penalty: float = 1.0
+    """Divides positive logits of tokens of prompt and completion, and multiplies negative ones."""
+    frequency_penalty: float = 0.0
+    """Subtracted from a token's logit for each time that the completion has it."""
+    presence_penalty: float = 0.0
+    """Subtracted from the logits of tokens that the completion has."""
+
+    @cached_property
+    def allowed_A(self) -> torch.Tensor:
+        return torch.tensor(self.allowed_ids)
+
+    @property
+    def adjusts(self) -> bool:
+        """Whether logits change for other reasons than temperature and filters."""
+        return (
+            bool(self.logit_bias)
+            or self.allowed_ids is not None
+            or self.min_tokens > 0
+            or self.repetition_penalty != 1
+            or self.frequency_penalty != 0
+            or self.presence_penalty != 0
+        )
 
     @property
     def is_greedy(self) -> bool:
@@ -41,6 +71,17 @@ class SamplingSettings:
     def truncates(self) -> bool:
         """Whether a filter can exclude tokens."""
         return not self.is_greedy and (self.top_p < 1 or self.top_k > 0 or self.min_p > 0)
+
+
+class PastTokens(NamedTuple):
+    """Tokens of a sequence so far."""
+
+    prompt_ids: AbstractSet[int]
+    """Tokens that the prompt has."""
+    counts: Mapping[int, int]
+    """How often the completion has a token."""
+    num_tokens: int
+    """Of the completion."""
 
 
 class SampledRows(NamedTuple):
@@ -59,6 +100,7 @@ class SampledRows(NamedTuple):
 def sample_rows(
     logits_MV: torch.Tensor,
     settings: Sequence[SamplingSettings],
+    pasts: Sequence[PastTokens],
     generators: Sequence[random.Random],
     *,
     num_top: int,
@@ -69,13 +111,14 @@ def sample_rows(
     Args:
         logits_MV: Logits of the model; not modified.
         settings: [M]
+        pasts: [M]
         generators: [M] one number is drawn from each, also for greedy rows.
         num_top: K, the most likely tokens to return as well.
-        is_processed: Whether logprobs are those of the sampling distribution (bias, temperature and
-            filters), instead of the model's own.
+        is_processed: Whether logprobs are those of the sampling distribution (bias, penalties,
+            temperature and filters), instead of the model's own.
     """
     raw_MV = logits_MV.float()
-    scores_MV = filter_logits(raw_MV, settings)
+    scores_MV = filter_logits(raw_MV, settings, pasts)
     logprobs_MV = torch.log_softmax(scores_MV, dim=-1)
     uniforms = [generator.random() for generator in generators]
     tokens_M = _draw(logprobs_MV, settings, uniforms)
@@ -90,13 +133,19 @@ def sample_rows(
     return SampledRows(tokens_M.tolist(), chosen_M.tolist(), top_tokens, top_logprobs)
 
 
-def filter_logits(logits_MV: torch.Tensor, settings: Sequence[SamplingSettings]) -> torch.Tensor:
-    """Return the logits after bias, temperature and filters; excluded tokens are minus infinity.
+def filter_logits(
+    logits_MV: torch.Tensor, settings: Sequence[SamplingSettings], pasts: Sequence[PastTokens]
+) -> torch.Tensor:
+    """Return the logits that are sampled from; those of excluded tokens are minus infinity.
 
-    Greedy rows have the bias only.
+    Temperature and filters do not apply to greedy rows.
     """
     device = logits_MV.device
-    scores_MV = _with_bias(logits_MV, settings)
+    scores_MV = logits_MV
+    if any(each.adjusts for each in settings):
+        scores_MV = logits_MV.clone()
+        for scores_V, each, past in zip(scores_MV, settings, pasts, strict=True):
+            _adjust(scores_V, each, past)
     temperatures = [1.0 if each.is_greedy else each.temperature for each in settings]
     if any(value != 1.0 for value in temperatures):
         scores_MV = scores_MV / torch.tensor(temperatures, device=device).unsqueeze(1)
@@ -109,18 +158,29 @@ def filter_logits(logits_MV: torch.Tensor, settings: Sequence[SamplingSettings])
     return scores_MV
 
 
-def _with_bias(logits_MV: torch.Tensor, settings: Sequence[SamplingSettings]) -> torch.Tensor:
-    entries = [
-        (row, token, bias)
-        for row, each in enumerate(settings)
-        for token, bias in each.logit_bias.items()
-    ]
-    if not entries:
-        return logits_MV
-    rows, tokens, biases = zip(*entries, strict=True)
-    device = logits_MV.device
-    index = (torch.tensor(rows, device=device), torch.tensor(tokens, device=device))
-    return logits_MV.index_put(index, torch.tensor(biases, device=device), accumulate=True)
+def _adjust(scores_V: torch.Tensor, settings: SamplingSettings, past: PastTokens) -> None:
+    """Apply everything before the temperature to the logits of a row, in the order of vLLM."""
+
+    def on_device(values: Sequence[float]) -> torch.Tensor:
+        return torch.tensor(values, device=scores_V.device)
+
+    if settings.allowed_ids is not None:
+        excluded_V = torch.ones_like(scores_V, dtype=torch.bool)
+        excluded_V[settings.allowed_A.to(scores_V.device)] = False
+        scores_V.masked_fill_(excluded_V, -torch.inf)
+    if past.num_tokens < settings.min_tokens and settings.held_ids:
+        scores_V[on_device(list(settings.held_ids))] = -torch.inf
+    if settings.logit_bias:
+        biases = on_device(list(settings.logit_bias.values()))
+        scores_V[on_device(list(settings.logit_bias))] += biases
+    if settings.repetition_penalty != 1:
+        index = on_device(list(past.prompt_ids | past.counts.keys()))
+        before, penalty = scores_V[index], settings.repetition_penalty
+        scores_V[index] = torch.where(before > 0, before / penalty, before * penalty)
+    if past.counts and (settings.frequency_penalty or settings.presence_penalty):
+        counts = on_device(list(past.counts.values()))
+        penalties = settings.frequency_penalty * counts + settings.presence_penalty
+        scores_V[on_device(list(past.counts))] -= penalties
 
 
 def _truncate(scores_RV: torch.Tensor, settings: Sequence[SamplingSettings]) -> torch.Tensor:

@@ -248,7 +248,9 @@ class CompletionRoutes:
                 text = GrowingText(
                     self._decoding.tokenizer, skips_special=fields.skip_special_tokens
                 )
-                finders[completion.index] = StopFinder(text, request.stop_texts)
+                finders[completion.index] = StopFinder(
+                    text, request.stop_texts, min_tokens=request.sampling.min_tokens
+                )
             return finders[completion.index].find(completion.tokens)
 
         return Job(

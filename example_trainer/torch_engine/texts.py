@@ -41,16 +41,23 @@ class GrowingText:
 
 
 class StopFinder:
-    """Finds the first stop text in a completion as it grows."""
+    """Finds the first stop text in a completion as it grows, after `min_tokens` tokens."""
 
-    def __init__(self, text: GrowingText, stops: Sequence[str]) -> None:
+    def __init__(self, text: GrowingText, stops: Sequence[str], *, min_tokens: int = 0) -> None:
         self._text = text
         self._stops = stops
-        self._longest = max(map(len, stops))
+        self._min_tokens = min_tokens
 
     def find(self, tokens: Sequence[int]) -> str | None:
         """Return the stop text that begins first, given all tokens so far."""
-        first = max(0, len(self._text.text) - self._longest + 1)
+        searched = len(self._text.text)
         text = self._text.add(tokens)
-        found = [(text.find(stop, first), stop) for stop in self._stops]
+        if len(tokens) <= self._min_tokens:
+            return None
+        found = [(find_stop(text, stop, searched), stop) for stop in self._stops]
         return min((each for each in found if each[0] >= 0), default=(0, None))[1]
+
+
+def find_stop(text: str, stop: str, searched: int) -> int:
+    """Return the position of `stop`, -1 if it does not end after `searched` characters."""
+    return text.find(stop, max(0, searched - len(stop) + 1))

@@ -135,6 +135,62 @@ async def test_three_turns_stay_one_sequence_of_the_engines_own_tokens(
     assert worst_difference(vllm_engine.model, node) < TOLERANCE
 
 
+PENALTIES: list[dict[str, Any]] = [
+    {"frequency_penalty": 0.9},
+    {"presence_penalty": 1.5},
+    {"repetition_penalty": 1.4},
+    {"repetition_penalty": 0.7, "frequency_penalty": -0.5, "presence_penalty": 0.3},
+    {"allowed_token_ids": [5, 17, 40, 41], "presence_penalty": 0.4},
+    {"min_tokens": 5, "logit_bias": {"17": 30}, "stop_token_ids": [17]},
+]
+
+
+@pytest.mark.parametrize("settings", PENALTIES, ids=lambda settings: "+".join(settings))
+def test_penalties_and_limits_of_tokens_change_the_logits_by_their_formulas(
+    vllm_engine: EngineWithModel, settings: dict[str, Any]
+) -> None:
+    prompt = vllm_engine.tokenizer.encode("3 plus 1 is 4, 3 plus 2 is")
+    body = {"model": vllm_engine.model_name, "prompt": prompt, "max_tokens": 16, "temperature": 0,
+            "ignore_eos": True, "logprobs": 0, "return_token_ids": True, **settings}  # fmt: skip
+
+    answer = httpx.post(f"{vllm_engine.base_url}/completions", json=body, timeout=60)
+
+    assert answer.status_code == 200, answer.text
+    [choice] = answer.json()["choices"]
+    assert choice["token_ids"] == greedy_tokens(
+        vllm_engine.model, prompt, 16, {"held": vllm_engine.tokenizer.eos_token_id, **settings}
+    )
+    rows = forward_logprobs(vllm_engine.model, [*prompt, *choice["token_ids"]])[len(prompt) - 1 :]
+    expected = [row[token] for row, token in zip(rows, choice["token_ids"], strict=True)]
+    assert choice["logprobs"]["token_logprobs"] == pytest.approx(expected, abs=TOLERANCE)
+
+
+def greedy_tokens(
+    model: Any, prompt: Sequence[int], count: int, settings: dict[str, Any]
+) -> list[int]:
+    """Return the most likely tokens, one by one, under penalties written as in their definition."""
+    import torch
+
+    stops = settings.get("stop_token_ids", [])
+    tokens: list[int] = []
+    while len(tokens) < count and not set(tokens) & set(stops):
+        with torch.no_grad():
+            scores = model(torch.tensor([[*prompt, *tokens]])).logits[0, -1].double().tolist()
+        for token in range(len(scores)):
+            if token not in settings.get("allowed_token_ids", [token]):
+                scores[token] = float("-inf")
+            if len(tokens) < settings.get("min_tokens", 0) and token in [settings["held"], *stops]:
+                scores[token] = float("-inf")
+            scores[token] += settings.get("logit_bias", {}).get(str(token), 0)
+            if token in prompt or token in tokens:
+                penalty = settings.get("repetition_penalty", 1)
+                scores[token] *= penalty if scores[token] < 0 else 1 / penalty
+            scores[token] -= settings.get("frequency_penalty", 0) * tokens.count(token)
+            scores[token] -= settings.get("presence_penalty", 0) * (token in tokens)
+        tokens.append(scores.index(max(scores)))
+    return tokens
+
+
 async def test_prompt_logprobs_equal_a_forward_pass(
     vllm_engine: EngineWithModel, manager: ServerManager
 ) -> None:

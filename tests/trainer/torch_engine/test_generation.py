@@ -285,19 +285,42 @@ def test_a_stream_has_the_text_and_tokens_of_the_whole_answer(
 def test_streamed_text_never_contains_the_beginning_of_a_stop_text(
     torch_engine: LocalEngine, tokenizer: Any
 ) -> None:
-    import json
-
     options = {"max_tokens": 60, "temperature": 0, "ignore_eos": True}
     text = torch_engine.complete([9, 30, 31], **options)["choices"][0]["text"]
     stop = text[20:26]
     body = {"prompt": [9, 30, 31], "stop": stop, "stream": True, **options}
 
-    with torch_engine.http.stream("POST", "/v1/completions", json=body) as answer:
-        lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
-    chunks = [json.loads(line)["choices"][0] for line in lines[:-1]]
+    chunks = streamed_choices(torch_engine, body)
 
     assert "".join(chunk["text"] for chunk in chunks) == text[: text.index(stop)]
     assert (chunks[-1]["finish_reason"], chunks[-1]["stop_reason"]) == ("stop", stop)
+
+
+@pytest.mark.parametrize("min_tokens", [0, 5])
+def test_stop_text_before_the_minimum_of_tokens_is_text(
+    torch_engine: LocalEngine, tokenizer: Any, min_tokens: int
+) -> None:
+    [one] = tokenizer.encode("1")
+    body = {"prompt": [9, 30, 31], "allowed_token_ids": [one], "min_tokens": min_tokens,
+            "stop": "11", "max_tokens": 60}  # fmt: skip
+
+    [choice] = torch_engine.complete(**body)["choices"]
+    chunks = streamed_choices(torch_engine, {**body, "stream": True})
+
+    # As in vLLM, the stop text may begin in the last token of the minimum.
+    assert choice["token_ids"] == [one] * (min_tokens + 1 if min_tokens else 2)
+    assert choice["text"] == "1" * max(0, min_tokens - 1)
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("stop", "11")
+    assert "".join(chunk["text"] for chunk in chunks) == choice["text"]
+
+
+def streamed_choices(local: LocalEngine, body: dict[str, Any]) -> list[dict[str, Any]]:
+    """Return the first choice of each chunk of a stream."""
+    import json
+
+    with local.http.stream("POST", "/v1/completions", json=body) as answer:
+        lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+    return [json.loads(line)["choices"][0] for line in lines[:-1]]
 
 
 def test_one_long_sequence_is_not_padded_to_several() -> None:

@@ -9,17 +9,23 @@ from typing import Any
 import pytest
 import torch
 
-from example_trainer.torch_engine.sampling import SamplingSettings, filter_logits, sample_rows
+from example_trainer.torch_engine.sampling import (
+    PastTokens,
+    SamplingSettings,
+    filter_logits,
+    sample_rows,
+)
 from example_trainer.torch_engine.texts import GrowingText, StopFinder
 
 pytestmark = pytest.mark.slow  # imports torch
 
+NO_TOKENS = PastTokens(frozenset(), {}, 0)
 PROBS = [0.1, 0.4, 0.05, 0.25, 0.2]
 
 
 def kept_tokens(**settings: Any) -> list[int]:
     logits = torch.tensor([PROBS]).log()
-    scores = filter_logits(logits, [SamplingSettings(**settings)])
+    scores = filter_logits(logits, [SamplingSettings(**settings)], [NO_TOKENS])
     return [token for token, score in enumerate(scores[0].tolist()) if score > -math.inf]
 
 
@@ -52,7 +58,12 @@ def test_rows_have_settings_of_their_own_and_do_not_change_the_logits() -> None:
     ]
 
     rows = sample_rows(
-        logits, settings, [random.Random(n) for n in range(3)], num_top=2, is_processed=False
+        logits,
+        settings,
+        [NO_TOKENS] * 3,
+        [random.Random(n) for n in range(3)],
+        num_top=2,
+        is_processed=False,
     )
 
     assert rows.tokens == [1, 1, 2]
@@ -67,6 +78,7 @@ def test_processed_logprobs_are_of_the_distribution_that_was_sampled() -> None:
     rows = sample_rows(
         logits,
         [SamplingSettings(temperature=0.5, top_k=1)],
+        [NO_TOKENS],
         [random.Random(0)],
         num_top=0,
         is_processed=True,
@@ -80,7 +92,12 @@ def test_excluded_tokens_are_never_drawn() -> None:
     generators = [random.Random(n) for n in range(4000)]
 
     rows = sample_rows(
-        logits, [SamplingSettings(top_k=3)] * 4000, generators, num_top=0, is_processed=True
+        logits,
+        [SamplingSettings(top_k=3)] * 4000,
+        [NO_TOKENS] * 4000,
+        generators,
+        num_top=0,
+        is_processed=True,
     )
 
     assert set(rows.tokens) == {1, 3, 4}
@@ -110,6 +127,16 @@ def test_stop_text_over_several_tokens_is_found_once_complete() -> None:
     found = [finder.find(list(data[: end + 1])) for end in range(8)]
 
     assert found == [None] * 7 + ["stop"]
+
+
+def test_stop_text_counts_after_the_minimum_of_tokens() -> None:
+    data = b"stop, longer stop, stop"
+    text = GrowingText(ByteTokenizer(), skips_special=True)
+    finder = StopFinder(text, ["stop", "er stop, st"], min_tokens=4)
+
+    found = [finder.find(list(data[: end + 1])) for end in range(17)]
+
+    assert found == [None] * 16 + ["stop"]
 
 
 def test_tokens_without_text_are_decoded_a_few_times_only() -> None:
