@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from atroposlib.api.queue import GroupQueue, QueuedGroup, oldest_combination, pack_exact
@@ -80,7 +80,6 @@ def test_take_batch_of_equal_groups_keeps_the_order(count, size, packs):
     assert delivered == list(range(count - count % packs))
 
 
-@settings(deadline=None)
 @given(sizes=SIZES, target=st.integers(1, 30))
 def test_oldest_combination_is_the_first_of_all_combinations(sizes, target):
     found = oldest_combination(sizes[:10], target)

@@ -127,7 +127,7 @@ class Model:
         assert queue.unpackable_sequences == sum(stuck)
 
 
-@settings(deadline=None, max_examples=300)
+@settings(max_examples=300)
 @given(moves=st.lists(MOVES, max_size=40))
 def test_every_plan_equals_the_rules_on_the_whole_queue(moves):
     model = Model()
@@ -136,7 +136,6 @@ def test_every_plan_equals_the_rules_on_the_whole_queue(moves):
         model.play(move, details)
 
 
-@settings(deadline=None)
 @given(
     first=st.lists(st.tuples(SIZES, ENVS), min_size=10, max_size=60),
     later=st.lists(st.tuples(SIZES, ENVS), max_size=30),

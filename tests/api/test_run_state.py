@@ -109,7 +109,7 @@ class History:
         return records.GroupsAdmitted(self._epoch(), groups, at, 0, key, digest)
 
 
-@settings(max_examples=75, deadline=None)
+@settings(max_examples=75)
 @given(st.data())
 def test_snapshot_and_the_rest_of_the_log_give_the_same_state(data):
     history = History(data)
@@ -127,7 +127,7 @@ def test_snapshot_and_the_rest_of_the_log_give_the_same_state(data):
     assert restored.delivery.num_sequences == history.state.delivery.num_sequences
 
 
-@settings(max_examples=75, deadline=None)
+@settings(max_examples=75)
 @given(st.data())
 def test_every_payload_is_held_by_somebody_or_given_up_once(data):
     history = History(data)

@@ -7,7 +7,7 @@ import json
 import zlib
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atroposlib.api.settings import ApiSettings
@@ -185,7 +185,7 @@ POSTS = ["/register", "/register-env", "/disconnect-env", "/status-env", "/score
          "/scored_data_list"]  # fmt: skip
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150)
 @given(path=st.sampled_from(POSTS), value=JSON_VALUES, as_gzip=st.booleans())
 def test_fuzz_any_json_is_never_a_server_error(shared, path, value, as_gzip):
     body = json.dumps(value).encode("utf-8")
@@ -200,7 +200,7 @@ def test_fuzz_any_json_is_never_a_server_error(shared, path, value, as_gzip):
     assert shared.get("/latest_example").status_code == 200
 
 
-@settings(max_examples=150, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=150)
 @given(changes=st.dictionaries(st.sampled_from(FIELDS), JSON_VALUES, max_size=3))
 def test_fuzz_groups_are_stored_whole_or_refused(shared, changes):
     shared.get("/reset_data")
@@ -214,7 +214,7 @@ def test_fuzz_groups_are_stored_whole_or_refused(shared, changes):
     assert (batch.json()["batch"] is not None) == (answer.status_code == 200)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(path=st.sampled_from(POSTS), body=st.binary(max_size=60), as_gzip=st.booleans())
 def test_fuzz_any_bytes_are_never_a_server_error(shared, path, body, as_gzip):
     headers = GZIP if as_gzip else {"Content-Type": "application/json"}

@@ -41,7 +41,7 @@ def runs_of(board: Board) -> list[str]:
     return [run for line in rows + columns for run in line.split() if len(run) > 1]
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.sampled_from(["easy", "medium", "hard"]), st.integers(0, 2_000_000))
 def test_every_run_of_a_board_is_an_entry_and_a_listed_word(difficulty: str, seed: int) -> None:
     level = LEVELS[difficulty]  # type: ignore[index]
@@ -55,7 +55,7 @@ def test_every_run_of_a_board_is_an_entry_and_a_listed_word(difficulty: str, see
     assert all(entry.clue == words_at(None)[entry.word] for entry in board.entries)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(st.integers(0, 2_000_000))
 def test_board_hangs_together_and_is_numbered_in_reading_order(seed: int) -> None:
     board = make_board(words_at(None), LEVELS["medium"], seed=seed)

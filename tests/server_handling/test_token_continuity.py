@@ -10,7 +10,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atroposlib.envs.server_handling.managed_server import ManagedServer
@@ -102,7 +102,7 @@ async def test_a_thousand_random_conversations_hold_the_engines_tokens(name: str
 
 @pytest.mark.parametrize("name", NAMES)
 @given(plan=plans(), track_tree=st.booleans())
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=20)
 async def test_any_conversation_holds_the_engines_tokens(
     name: str, plan: Plan, track_tree: bool
 ) -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch.nn.attention.flex_attention import flex_attention
 from torch.utils.flop_counter import FlopCounterMode
@@ -133,7 +133,6 @@ def dense_attention(query, key, value, mask):
     return F.scaled_dot_product_attention(query, key, value, attn_mask=mask).transpose(1, 2)
 
 
-@settings(deadline=None)
 @given(sequences=sequence_lists, limits=limits)
 def test_attention_by_blocks_equals_a_dense_mask(sequences, limits):
     tree = build_prefix_tree(sequences, **limits)
@@ -164,7 +163,6 @@ def test_attention_in_bfloat16_is_near_to_float32():
         torch.testing.assert_close(one.grad.float(), other.grad, atol=0.1, rtol=0.05)
 
 
-@settings(deadline=None)
 @given(sequences=sequence_lists, block_size=st.integers(1, 9))
 def test_blocks_of_the_mask_on_a_gpu_leave_out_no_pair(sequences, block_size):
     tree = build_prefix_tree(sequences, min_shared=1)
@@ -392,7 +390,6 @@ def test_batch_as_a_tree_computes_each_prefix_once():
     assert batch.summary.padding_fraction == 0.0
 
 
-@settings(deadline=None)
 @given(
     limit=st.integers(1, 200),
     sizes=st.lists(st.integers(1, 6), min_size=1, max_size=4),

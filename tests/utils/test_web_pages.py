@@ -277,7 +277,7 @@ VALUES = st.one_of(
 )
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(
     headers=st.lists(st.tuples(st.sampled_from([name.encode() for name in WATCHED]), VALUES)),
     method=st.sampled_from(["GET", "POST", "OPTIONS", "X"]),

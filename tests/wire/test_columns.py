@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as arrays_of
 
@@ -29,9 +29,7 @@ from atroposlib.wire.columns import COLUMN_TYPES, MAX_COLUMNS, check_column_text
 
 FORMATS: tuple[WireFormat, ...] = ("json", "msgpack")
 LENGTHS = (3, 2)
-round_trips = settings(
-    max_examples=100, deadline=None, suppress_health_check=[HealthCheck.too_slow]
-)
+round_trips = settings(max_examples=100)
 
 
 def base_group(lengths: Any = LENGTHS, **extra: Any) -> dict[str, Any]:

@@ -7,7 +7,7 @@ import json
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atroposlib.scored_data import GROUP_FIELDS
@@ -32,7 +32,7 @@ BODIES = {
     "msgpack": encode_group(FULL_GROUP, "msgpack"),
     "zstd": encode_group(FULL_GROUP, "msgpack", zstd=True),
 }
-fuzz = settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+fuzz = settings(max_examples=200)
 
 
 def exact(group: Any) -> str:

@@ -96,7 +96,7 @@ async def play(make_store: type[RunStore], steps: list[tuple[str, int]]) -> None
 
 @pytest.mark.parametrize("make_store", [MemoryRunStore, SqliteRunStore])
 def test_random_operations_lead_to_what_the_model_says(make_store: type[RunStore]) -> None:
-    @settings(max_examples=60, deadline=None)
+    @settings(max_examples=60)
     @given(steps=STEPS)
     def run_example(steps: list[tuple[str, int]]) -> None:
         asyncio.run(play(make_store, steps))

@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atroposlib.scored_data import IGNORE_INDEX, MASKED_LOGPROB
@@ -160,7 +160,7 @@ CASES = [
 
 
 @pytest.mark.parametrize(("name", "correction", "reduction"), CASES)
-@settings(max_examples=25, deadline=None, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=25)
 @given(seed=st.integers(0, 10**6))
 def test_loss_depends_neither_on_split_nor_padding_nor_packing(name, correction, reduction, seed):
     torch.manual_seed(seed)

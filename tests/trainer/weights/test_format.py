@@ -53,7 +53,7 @@ def pairs_of_pieces(draw: st.DrawFn) -> tuple[int, np.ndarray, np.ndarray]:
     return width, old, new.view(np.uint8)
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(pairs_of_pieces())
 def test_decoded_piece_has_the_bits_of_the_new_one(case):
     width, old, new = case
@@ -67,7 +67,7 @@ def test_decoded_piece_has_the_bits_of_the_new_one(case):
         assert decode_piece(old, frame, width).tobytes() == new.tobytes()
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(pairs_of_pieces(), st.data())
 def test_damaged_frame_is_an_error_or_other_bytes_and_never_a_crash(case, data):
     width, old, new = case

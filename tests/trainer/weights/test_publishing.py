@@ -100,7 +100,7 @@ def histories(draw):
     return versions
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(histories())
 def test_any_types_and_shapes_are_restored_bit_by_bit(tmp_path_factory, versions):
     folder = tmp_path_factory.mktemp("any")

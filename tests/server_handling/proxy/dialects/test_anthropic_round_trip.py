@@ -79,7 +79,7 @@ def sent_back(message: Message, turn: Turn, habit: Habits) -> list[dict[str, Any
     return [assistant, {"role": "user", "content": results}]
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(conversations(), habits)
 def test_history_sent_back_gives_the_messages_given_out(turns: list[Turn], habit: Habits) -> None:
     session = ScriptedSession(ANTHROPIC, [turn.completion for turn in turns])
@@ -98,7 +98,7 @@ def test_history_sent_back_gives_the_messages_given_out(turns: list[Turn], habit
     asyncio.run(converse())
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(conversations(), habits)
 def test_stream_carries_what_the_whole_answer_carries(turns: list[Turn], habit: Habits) -> None:
     body = {"messages": [{"role": "user", "content": "Go."}], "max_tokens": 9}

@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from hypothesis import HealthCheck, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from atroposlib.envs.server_handling.chat_rendering import INSERTED_TEXTS
@@ -181,7 +181,7 @@ thoughts = st.sampled_from(
 Key = Callable[[str], str]
 
 
-@settings(deadline=None, max_examples=300, suppress_health_check=[HealthCheck.too_slow])
+@settings(max_examples=300)
 @given(thoughts, words, st.integers(0, 10**6))
 def test_kept_thoughts_with_other_space_mean_the_same(thought: str, said: str, seed: int) -> None:
     chance = random.Random(seed)

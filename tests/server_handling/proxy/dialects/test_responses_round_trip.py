@@ -67,7 +67,7 @@ def sent_back(response: Response, turn: Turn, habit: Habits) -> list[Any]:
     return items
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(conversations(), st.booleans(), habits)
 def test_history_sent_back_gives_the_messages_given_out(
     turns: list[Turn], asks_reasoning: bool, habit: Habits
@@ -89,7 +89,7 @@ def test_history_sent_back_gives_the_messages_given_out(
     asyncio.run(converse())
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(conversations(), st.booleans())
 def test_previous_response_id_continues_the_messages_given_out(
     turns: list[Turn], asks_reasoning: bool
@@ -112,7 +112,7 @@ def test_previous_response_id_continues_the_messages_given_out(
     asyncio.run(converse())
 
 
-@settings(deadline=None, max_examples=60)
+@settings(max_examples=60)
 @given(conversations())
 def test_stream_carries_what_the_whole_answer_carries(turns: list[Turn]) -> None:
     for turn in turns:

@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from atroposlib.envs.server_handling.proxy.requests import Thought, split_thinking, with_thinking
@@ -24,7 +24,6 @@ def test_split_thinking_takes_only_what_comes_first(completion: str, thought: Th
     assert split_thinking(completion) == thought
 
 
-@settings(deadline=None)
 @given(st.text("ab \n", min_size=1), st.text("ab \n"))
 def test_thinking_written_back_splits_into_the_same_parts(thinking: str, text: str) -> None:
     written = with_thinking(thinking, text)
