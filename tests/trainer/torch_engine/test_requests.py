@@ -715,8 +715,13 @@ def test_models_with_windows_shared_heads_and_sinks_are_served(
 
     with serve_locally(tmp_path) as local:
         answer = local.complete([list(range(3, 33)), [4]], max_tokens=40, ignore_eos=True)
+        earlier = answer["choices"][0]["token_ids"]
+        prompt = [*range(3, 33), *earlier, *range(5, 25)]
+        cached = local.engine.counts().cached_tokens
+        continued = local.complete(prompt, max_tokens=40, ignore_eos=True)
+        assert local.engine.counts().cached_tokens == cached + 69  # the last one was not computed
 
-    for choice in answer["choices"]:
+    for choice in (*answer["choices"], *continued["choices"]):
         prompt, tokens = choice["prompt_token_ids"], choice["token_ids"]
         with torch.no_grad():
             logits = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1]

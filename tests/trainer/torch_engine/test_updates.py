@@ -100,6 +100,26 @@ def test_kept_requests_continue_under_new_weights_with_new_caches(
     assert local.http.get("/server_info").json()["torch_engine"]["weight_version"] == "12"
 
 
+@pytest.mark.parametrize("discard", ["reload", "reset"])
+def test_caches_of_finished_requests_end_with_the_weights(
+    local: LocalEngine, model: Any, other_model: Any, other_folder: Path, discard: str
+) -> None:
+    prompt = list(range(10, 60))
+    local.complete(prompt, max_tokens=20)
+    if discard == "reload":
+        body = {"method": "reload_weights", "kwargs": {"weights_path": str(other_folder)}}
+        local.http.post("/collective_rpc", json=body).raise_for_status()
+    else:
+        local.http.post("/reset_prefix_cache").raise_for_status()
+    cached = local.engine.counts().cached_tokens
+
+    after = local.complete(prompt, max_tokens=20)["choices"][0]
+
+    assert local.engine.counts().cached_tokens == cached
+    used = other_model if discard == "reload" else model
+    assert max(gaps_by_token(used, after)) < 1e-4
+
+
 def test_a_reload_without_a_version_leaves_the_key_out(
     local: LocalEngine, other_folder: Path
 ) -> None:

@@ -1,0 +1,176 @@
+"""Caches of finished sequences in the torch engine: what is found, what it costs, exact tokens."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from example_trainer.torch_engine.prefixes import PrefixPool
+from tests.trainer.torch_engine.conftest import LocalEngine, serve_locally
+from tests.trainer.torch_engine.test_generation import logits_of_completion, worst_gap
+from tests.trainer.torch_engine.test_recurrent import save_model
+
+pytestmark = pytest.mark.slow
+
+TOLERANCE = 1e-4
+
+
+def pool_of(*sequences: Sequence[int]) -> PrefixPool:
+    """A pool whose caches are told apart by the layer: the number of their sequence."""
+    pool = PrefixPool()
+    for number, tokens in enumerate(sequences):
+        pool.add(tokens, {number: None})  # type: ignore[dict-item]
+    return pool
+
+
+def found_in(pool: PrefixPool, tokens: Sequence[int]) -> tuple[int, int] | None:
+    """Return the number of the sequence and the length of the beginning."""
+    found = pool.find(tokens)
+    return None if found is None else (next(iter(found.caches)), found.length)
+
+
+def test_longest_beginning_is_found_without_the_last_token() -> None:
+    first, second = list(range(40)), [*range(20), *range(100, 130)]
+    pool = pool_of(first, second)
+
+    assert found_in(pool, [*first, 7, 8]) == (0, 40)
+    assert found_in(pool, first) == (0, 39)
+    assert found_in(pool, [*second[:35], 7]) == (1, 35)
+    assert found_in(pool, [*range(16), 7]) in ((0, 16), (1, 16))
+    assert found_in(pool, range(16)) is None
+    assert found_in(pool, [7, *first]) is None
+
+
+def test_sequence_replaces_the_one_that_it_continues() -> None:
+    pool = pool_of(range(20), range(50), range(50))
+
+    assert pool.num_tokens == 50
+    assert found_in(pool, range(60)) == (2, 50)
+
+
+def test_unused_sequences_are_removed_first() -> None:
+    sequences = [[number] * 20 for number in range(3)]
+    pool = pool_of(*sequences)
+    pool.find([*sequences[0], 9])
+
+    pool.shrink(40)
+
+    assert [found_in(pool, [*each, 9]) is not None for each in sequences] == [True, False, True]
+    assert pool.num_tokens == 40
+    pool.shrink(0)
+    assert pool._by_block == {}
+
+
+# Few different blocks, so that many sequences share some.
+blocks = st.lists(st.sampled_from([(1,) * 16, (2,) * 16, (1,) * 15 + (3,), (4,)]), max_size=6)
+sequences = blocks.map(lambda parts: [token for part in parts for token in part])
+
+
+@given(added=st.lists(sequences, max_size=12), wanted=sequences, room=st.integers(0, 300))
+def test_whatever_is_found_is_a_beginning_of_both(
+    added: list[list[int]], wanted: list[int], room: int
+) -> None:
+    pool = pool_of(*added)
+    pool.shrink(room)
+    kept = [sequence.tokens for sequence in pool._sequences.values()]
+    assert pool.num_tokens == sum(map(len, kept)) <= room
+
+    found = found_in(pool, wanted)
+
+    longest = max((shared(each, wanted[:-1]) for each in kept), default=0)
+    if found is None:
+        assert longest < 16
+    else:
+        number, length = found
+        assert added[number][:length] == wanted[:length]
+        assert length >= longest - longest % 16
+        assert length < len(wanted)
+
+
+def shared(first: Sequence[int], second: Sequence[int]) -> int:
+    pairs = zip(first, second, strict=False)
+    return next((i for i, (a, b) in enumerate(pairs) if a != b), min(len(first), len(second)))
+
+
+@pytest.fixture(scope="module")
+def small_engine(model_folder: Path) -> Iterator[LocalEngine]:
+    """An engine whose caches hold few sequences."""
+    with serve_locally(model_folder, max_num_seqs=4, kv_cache_memory_bytes=2**20) as local:
+        yield local
+
+
+def conversation(local: LocalEngine, source: random.Random, *, num_turns: int) -> list[Any]:
+    """Return the choices of turns, each of which sends the ones before it again."""
+    prompt = [source.randrange(3, 290) for _ in range(30)]
+    choices = []
+    for _ in range(num_turns):
+        [choice] = local.complete(prompt, max_tokens=20, ignore_eos=True)["choices"]
+        choices.append(choice)
+        prompt = prompt + choice["token_ids"] + [source.randrange(3, 290) for _ in range(9)]
+    return choices
+
+
+def test_turns_of_a_conversation_compute_only_what_is_new(
+    torch_engine: LocalEngine, model: Any
+) -> None:
+    cached = torch_engine.engine.counts().cached_tokens
+
+    choices = conversation(torch_engine, random.Random(1), num_turns=5)
+
+    for choice in choices:
+        assert worst_gap(logits_of_completion(model, choice), choice) < TOLERANCE
+    # The last token of a turn was sampled, but not computed.
+    expected = sum(len(choice["prompt_token_ids"]) - 10 for choice in choices[1:])
+    assert torch_engine.engine.counts().cached_tokens == cached + expected
+    metrics = torch_engine.http.get("/metrics").text
+    assert f'vllm:prefix_cache_hits_total{{model_name="tiny"}} {cached + expected}' in metrics
+
+
+def test_caches_of_finished_sequences_leave_the_memory_to_running_ones(
+    small_engine: LocalEngine, model: Any
+) -> None:
+    from concurrent.futures import ThreadPoolExecutor
+
+    engine = small_engine.engine
+    with ThreadPoolExecutor(6) as workers:
+        futures = [
+            workers.submit(conversation, small_engine, random.Random(n), num_turns=4)
+            for n in range(6)
+        ]
+        choices = [choice for future in futures for choice in future.result()]
+
+    assert 0 < engine._prefixes.num_tokens <= engine.limits.max_cache_tokens // 2
+    for choice in choices:
+        assert worst_gap(logits_of_completion(model, choice), choice) < TOLERANCE
+
+
+def test_prompt_logprobs_of_a_cached_prompt_are_complete(torch_engine: LocalEngine) -> None:
+    prompt = [5 + 3 * n for n in range(50)]
+    first = torch_engine.complete(prompt, max_tokens=2, temperature=0, prompt_logprobs=1)
+
+    second = torch_engine.complete(prompt, max_tokens=2, temperature=0, prompt_logprobs=1)
+
+    entries = [answer["choices"][0]["prompt_logprobs"] for answer in (first, second)]
+    assert [set(entry or ()) for entry in entries[0]] == [set(entry or ()) for entry in entries[1]]
+    assert len(entries[1]) == 50
+
+
+def test_recurrent_models_and_engines_without_the_cache_compute_every_prompt(
+    model_folder: Path, tmp_path: Path
+) -> None:
+    prompt = list(range(3, 60))
+    for folder, options in (
+        (model_folder, {"enable_prefix_caching": False}),
+        (save_model(tmp_path, "qwen3_5_text"), {}),
+    ):
+        with serve_locally(folder, **options) as local:
+            for _ in range(2):
+                local.complete(prompt, max_tokens=3, ignore_eos=True)
+            assert local.engine.counts().cached_tokens == 0
+            assert local.engine._prefixes.num_tokens == 0
