@@ -525,9 +525,9 @@ class TorchEngine:
             job, completion = self._waiting[0]
             tokens = tuple(completion.all_ids)
             longest = max(length, len(tokens))
-            adds = 0 if tokens in starts else len(tokens) - self._prefixes.length(tokens)
             if num_slots and not self._fits(num_slots + 1, longest):
                 break
+            adds = 0 if tokens in starts else len(tokens) - self._prefixes.length(tokens)
             if starts and num_new + adds > self.limits.max_new_tokens:
                 break
             self._starting.append(self._waiting.popleft())

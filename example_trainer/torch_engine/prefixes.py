@@ -67,7 +67,7 @@ class PrefixPool:
     def find(self, tokens: Sequence[int]) -> FoundPrefix | None:
         """Return the longest beginning of `tokens` that is found, without the last token."""
         sequence = self._longest(tokens)
-        length = 0 if sequence is None else _common_length(sequence.tokens, tokens[:-1])
+        length = 0 if sequence is None else _common_length(sequence.tokens, tuple(tokens[:-1]))
         if sequence is None or length < _BLOCK:
             return None
         self._sequences.move_to_end(id(sequence))
@@ -114,6 +114,13 @@ def _block_keys(tokens: Sequence[int]) -> Iterator[int]:
         yield key
 
 
-def _common_length(first: Sequence[int], second: Sequence[int]) -> int:
-    pairs = enumerate(zip(first, second, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
+def _common_length(first: tuple[int, ...], second: tuple[int, ...]) -> int:
+    """Return the number of equal tokens at the beginning, by comparing ever smaller slices."""
+    low, high = 0, min(len(first), len(second))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if first[low:middle] == second[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
