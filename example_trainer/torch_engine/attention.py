@@ -27,7 +27,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from atroposlib.errors import ConfigError
 from example_trainer.attention_sinks import with_sinks
-from example_trainer.torch_engine.recurrent import SlotStates
+from example_trainer.torch_engine.recurrent import SavedStates, SlotStates
 
 ATTENTION_NAME = "atropos_slots"
 _NEEDED_TRANSFORMERS = "4.56"
@@ -35,8 +35,13 @@ _LENGTH_STEP = 64
 _SLOTS_STEP = 8
 
 
-SavedSlot = dict[int, tuple[torch.Tensor, torch.Tensor]]
-"""Keys and values of a sequence by layer, (J, C, D) for C tokens."""
+class SavedSlot(NamedTuple):
+    """The caches of a sequence of C tokens."""
+
+    layers: dict[int, tuple[torch.Tensor, torch.Tensor]]
+    """Keys and values of each layer, (J, C, D)."""
+    states: SavedStates
+    """Of recurrent layers, after the last token."""
 
 
 class NewTokens(NamedTuple):
@@ -149,18 +154,20 @@ class SlotCache:
         self.states.copy(source, target)
 
     def save(self, slot: int, length: int) -> SavedSlot:
-        """Return a copy of the first `length` tokens of a slot."""
-        return {
+        """Return a copy of a slot with a sequence of `length` tokens."""
+        layers = {
             layer: (keys[slot, :, :length].clone(), values[slot, :, :length].clone())
             for layer, (keys, values) in self._layers.items()
         }
+        return SavedSlot(layers, self.states.save(slot))
 
     def load(self, slot: int, saved: SavedSlot, length: int) -> None:
-        """Copy the first `length` tokens of a saved slot to a slot."""
-        for layer, pair in saved.items():
+        """Copy the first `length` tokens of a saved slot to a slot, and the states."""
+        for layer, pair in saved.layers.items():
             tensors = self._tensors_of(layer, *pair)
             for tensor, content in zip(tensors, pair, strict=True):
                 tensor[slot, :, :length] = content[:, :length]
+        self.states.load(slot, saved.states)
 
     def store(
         self, layer: int, batch: PackedBatch, key_1JND: torch.Tensor, value_1JND: torch.Tensor

@@ -170,6 +170,8 @@ class EngineLimits:
     """Tokens of the caches, with padding to the longest sequence."""
     max_new_tokens: int = 8192
     """Prompt tokens that start in one step, unless one prompt is longer."""
+    state_tokens: int = 0
+    """Tokens whose caches take the memory of a sequence's states in recurrent layers."""
 
 
 class EngineCounts(NamedTuple):
@@ -224,7 +226,7 @@ class TorchEngine:
         self.limits = limits
         self.model = model
         self._cache = SlotCache(device=next(model.parameters()).device, dtype=model.dtype)
-        self._prefixes = PrefixPool()
+        self._prefixes = PrefixPool(whole=limits.state_tokens > 0)
         self.keeps_prefixes = keeps_prefixes
         """Whether the caches of finished sequences are used by requests that continue them."""
         self._is_processed = is_processed
@@ -563,14 +565,14 @@ class TorchEngine:
 
     def _save_prefix(self, slot: int, completion: Completion) -> None:
         """Keep the caches of a finished sequence; of several completions of a prompt, the first."""
-        # States of recurrent layers are those after the last token, not after any beginning.
-        if not self.keeps_prefixes or completion.index or self._cache.states.bytes_per_slot():
+        if not self.keeps_prefixes or completion.index or not completion.tokens:
             return
         length = completion.num_tokens - 1  # the last token was sampled, not computed
-        room = self._prefix_limit()
-        if length <= room:
-            self._prefixes.shrink(room - length)
-            self._prefixes.add(completion.all_ids[:length], self._cache.save(slot, length))
+        room, cost = self._prefix_limit(), length + self.limits.state_tokens
+        if cost <= room:
+            self._prefixes.shrink(room - cost)
+            caches = self._cache.save(slot, length)
+            self._prefixes.add(completion.all_ids[:length], caches, cost=cost)
 
     def _sample(self, logits_BV: torch.Tensor) -> None:
         """Append one token to each running sequence, finish those that end, split the branches."""

@@ -55,7 +55,8 @@ DtypeName = Literal["auto", "float32", "bfloat16", "float16"]
 _CHECKED_TOKENS = 16
 _GENERATED_TOKENS = (4, 8)
 """Of two sequences, the second of which moves to the slot of the first."""
-_CONTINUED_TOKENS = 40
+_CONTINUED_TOKENS, _NEW_TOKENS = 40, 8
+"""Of a prompt that continues another, and how many of them are new."""
 _TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.2}
 """Largest difference of a logprob that rounding explains."""
 
@@ -98,15 +99,15 @@ def load_engine(options: TorchEngineOptions) -> EngineState:
             "type cannot represent the activations"
         )
     use_slot_attention(model)
-    use_slot_states(model)
     with _refusing(model):
+        continues_from_states = use_slot_states(model)
         sizes = _cache_sizes(model)
     limits = _limits(options, model, device, sizes)
     engine = TorchEngine(
         model,
         limits,
         is_processed=options.logprobs_mode == "processed_logprobs",
-        keeps_prefixes=options.enable_prefix_caching,
+        keeps_prefixes=options.enable_prefix_caching and continues_from_states,
         seed=options.seed,
         weight_version=options.weight_version,
     )
@@ -258,6 +259,7 @@ def _limits(
         max_num_seqs=num_seqs,
         max_cache_tokens=for_tokens // max(1, sizes.token),
         max_new_tokens=options.max_num_batched_tokens,
+        state_tokens=-(-sizes.sequence // max(1, sizes.token)),
     )
 
 
@@ -352,14 +354,14 @@ def _compare_continued(engine: TorchEngine, *, dtype: torch.dtype) -> None:
     prompt = _check_ids(engine.model, _CONTINUED_TOKENS)
     if not engine.keeps_prefixes or engine.limits.max_model_len < _CONTINUED_TOKENS + 2:
         return
-    _finished(engine, [PromptRequest(prompt[:-1], max_tokens=1, seed=0)])
+    _finished(engine, [PromptRequest(prompt[:-_NEW_TOKENS], max_tokens=1, seed=0)])
     [continued] = _finished(engine, [PromptRequest(prompt, max_tokens=1, seed=0)])
     completion = continued.completions[0]
     whole = PromptRequest((*prompt, *completion.tokens), max_tokens=0, prompt_top=0)
     [rescored] = _finished(engine, [whole])
     worst = _worst_difference(completion.logprobs, _prompt_logprobs(rescored)[-1:])
     if not worst <= _TOLERANCES[dtype]:
-        logger.warning(
+        logger.info(
             "requests that continue others are computed as a whole: with cached tokens, a logprob "
             "of %s differs by %.3g",
             *(type(engine.model).__name__, worst),

@@ -6,6 +6,9 @@ and only the tokens after them are computed:
     finished     system, question, answer                      saved
     request      system, question, answer, next question       computed: the next question
 
+With recurrent layers, whose states are those after the last token, a request has to continue all
+tokens of a sequence.
+
 Sequences are found by the hashes of their blocks of tokens, each of which includes the blocks
 before it, and compared token by token.
 """
@@ -32,6 +35,8 @@ class _SavedSequence:
     tokens: tuple[int, ...]
     """[C]"""
     caches: SavedSlot
+    cost: int
+    """Memory, in tokens."""
 
 
 class FoundPrefix(NamedTuple):
@@ -43,31 +48,39 @@ class FoundPrefix(NamedTuple):
 
 
 class PrefixPool:
-    """Saved sequences, of which the ones that were not used for the longest time are removed."""
+    """Saved sequences, of which the ones that were not used for the longest time are removed.
 
-    def __init__(self) -> None:
+    `whole`: Whether a request has to continue a sequence as a whole, as with recurrent layers,
+    whose states are those after its last token.
+    """
+
+    def __init__(self, *, whole: bool = False) -> None:
+        self._whole = whole
         self._sequences: OrderedDict[int, _SavedSequence] = OrderedDict()
         """The one used last is the last."""
         self._by_block: dict[int, dict[int, _SavedSequence]] = {}
-        """Sequences that have a block, the newest last."""
-        self.num_tokens = 0
-        """Of all sequences."""
+        """Sequences that have a block, or end with it if they are used as a whole; newest last."""
+        self.cost = 0
+        """Memory of all sequences, in tokens."""
 
-    def add(self, tokens: Sequence[int], caches: SavedSlot) -> None:
-        """Keep a sequence, in place of one that it continues."""
-        earlier = self._longest(tokens)
-        if earlier is not None and earlier.tokens == tuple(tokens[: len(earlier.tokens)]):
+    def add(self, tokens: Sequence[int], caches: SavedSlot, *, cost: int) -> None:
+        """Keep a sequence, in place of one that can be used for the same requests only."""
+        sequence = _SavedSequence(tuple(tokens), caches, cost)
+        earlier = self._longest(sequence.tokens)
+        if earlier is not None and earlier.tokens == (
+            sequence.tokens if self._whole else sequence.tokens[: len(earlier.tokens)]
+        ):
             self._remove(earlier)
-        sequence = _SavedSequence(tuple(tokens), caches)
         self._sequences[id(sequence)] = sequence
-        for key in _block_keys(sequence.tokens):
+        for key in self._keys_of(sequence):
             self._by_block.setdefault(key, {})[id(sequence)] = sequence
-        self.num_tokens += len(sequence.tokens)
+        self.cost += cost
 
     def find(self, tokens: Sequence[int]) -> FoundPrefix | None:
         """Return the longest beginning of `tokens` that is found, without the last token."""
-        sequence = self._longest(tokens)
-        length = 0 if sequence is None else _common_length(sequence.tokens, tuple(tokens[:-1]))
+        wanted = tuple(tokens[:-1])
+        sequence = self._longest(wanted)
+        length = 0 if sequence is None else _common_length(sequence.tokens, wanted)
         if sequence is None or length < _BLOCK:
             return None
         self._sequences.move_to_end(id(sequence))
@@ -78,33 +91,41 @@ class PrefixPool:
         found = self.find(tokens)
         return 0 if found is None else found.length
 
-    def shrink(self, max_tokens: int) -> None:
-        """Remove sequences until they have at most `max_tokens` tokens."""
-        while self.num_tokens > max_tokens:
+    def shrink(self, max_cost: int) -> None:
+        """Remove sequences until they take at most `max_cost`."""
+        while self.cost > max_cost:
             self._remove(next(iter(self._sequences.values())))
 
     def clear(self) -> None:
         self._sequences.clear()
         self._by_block.clear()
-        self.num_tokens = 0
+        self.cost = 0
 
-    def _longest(self, tokens: Sequence[int]) -> _SavedSequence | None:
+    def _longest(self, tokens: tuple[int, ...]) -> _SavedSequence | None:
         found = None
         for key in _block_keys(tokens):
-            sequences = self._by_block.get(key)
-            if sequences is None:
+            sequences = self._by_block.get(key, {})
+            if self._whole:
+                ends = (each for each in sequences.values() if _begins_with(tokens, each.tokens))
+                found = max(ends, key=lambda each: len(each.tokens), default=found)
+            elif sequences:
+                found = next(reversed(sequences.values()))
+            else:
                 break
-            found = next(reversed(sequences.values()))
         return found
+
+    def _keys_of(self, sequence: _SavedSequence) -> list[int]:
+        keys = list(_block_keys(sequence.tokens))
+        return keys[-1:] if self._whole else keys
 
     def _remove(self, sequence: _SavedSequence) -> None:
         del self._sequences[id(sequence)]
-        for key in _block_keys(sequence.tokens):
+        for key in self._keys_of(sequence):
             sequences = self._by_block[key]
             del sequences[id(sequence)]
             if not sequences:
                 del self._by_block[key]
-        self.num_tokens -= len(sequence.tokens)
+        self.cost -= sequence.cost
 
 
 def _block_keys(tokens: Sequence[int]) -> Iterator[int]:
@@ -112,6 +133,10 @@ def _block_keys(tokens: Sequence[int]) -> Iterator[int]:
     for end in range(_BLOCK, len(tokens) + 1, _BLOCK):
         key = hash((key, tuple(tokens[end - _BLOCK : end])))
         yield key
+
+
+def _begins_with(tokens: tuple[int, ...], beginning: tuple[int, ...]) -> bool:
+    return tokens[: len(beginning)] == beginning
 
 
 def _common_length(first: tuple[int, ...], second: tuple[int, ...]) -> int:

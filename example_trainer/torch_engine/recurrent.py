@@ -5,8 +5,8 @@ code in transformers computes a batch of sequences (B, T, D), from the states of
 none. `use_slot_states` lets these layers compute the packed row of a forward pass:
 
     row (1, N, D)     running sequences, one token each  ─► (B, 1, D)  from the states of B slots
-                      a new sequence of L tokens         ─► (1, L, D)  from none; the states it
-                                                                       leaves are those of its slot
+                      a new sequence of L tokens         ─► (1, L, D)  from none, or after cached
+                                                                       tokens those of its slot
 
 The states of a slot take the same memory for any number of tokens. Layers that keep states in
 another way compute other logprobs, which the comparison at the start finds.
@@ -16,20 +16,24 @@ Shape suffixes: S slots of the states, B running sequences, N packed tokens, D h
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 
+from example_trainer.model import FOREIGN_ERRORS
+
 if TYPE_CHECKING:
     from example_trainer.torch_engine.attention import PackedBatch
 
-__all__ = ["RECURRENT_LAYERS", "SlotStates", "use_slot_states"]
+__all__ = ["RECURRENT_LAYERS", "SavedStates", "SlotStates", "use_slot_states"]
 
 RECURRENT_LAYERS = frozenset({"linear_attention", "conv", "hybrid"})
 """Kinds of layers with states, as transformers names them; a hybrid one has an attention too."""
 
+_PROBED_TOKENS = 6
 _CACHE_ARGUMENTS = ("cache_params", "past_key_values")
 
 
@@ -38,6 +42,10 @@ class _StateKey(NamedTuple):
     field: str
     """Attribute of a cache layer of transformers: `conv_states` or `recurrent_states`."""
     number: int
+
+
+SavedStates = dict[_StateKey, torch.Tensor]
+"""States of one sequence."""
 
 
 class SlotStates:
@@ -70,6 +78,15 @@ class SlotStates:
         for state in self._states.values():
             state.nan_to_num_(0.0, 0.0, 0.0)
 
+    def save(self, slot: int) -> SavedStates:
+        """Return a copy of the states of a slot."""
+        return {key: state[slot].clone() for key, state in self._states.items()}
+
+    def load(self, slot: int, saved: SavedStates) -> None:
+        """Copy saved states to a slot."""
+        for key, state in saved.items():
+            self._slots_for(key, state[None])[slot] = state
+
     def copy(self, source: torch.Tensor, target: torch.Tensor) -> None:
         """Copy the states of slots to other slots."""
         for state in self._states.values():
@@ -96,7 +113,8 @@ class SlotStates:
                 if state.data_ptr() != slots.data_ptr():  # not updated in place
                     slots.copy_(state)
         for start in batch.starts:
-            cache = _cache_of(layer, {})
+            earlier = self._slot_states(layer, start.slot) if start.num_cached else {}
+            cache = _cache_of(layer, earlier)
             part = slice(start.first, start.first + start.length)
             outputs.append(compute(hidden_1ND[:, part], cache)[0])
             for key, state in _states_in(layer, cache):
@@ -105,6 +123,11 @@ class SlotStates:
 
     def _running_states(self, layer: int, count: int) -> dict[_StateKey, torch.Tensor]:
         return {key: x[:count] for key, x in self._states.items() if key.layer == layer}
+
+    def _slot_states(self, layer: int, slot: int) -> dict[_StateKey, torch.Tensor]:
+        # A copy, since layers may change states in place.
+        chosen = {key: x for key, x in self._states.items() if key.layer == layer}
+        return {key: x[slot : slot + 1].clone() for key, x in chosen.items()}
 
     def _slots_for(self, key: _StateKey, state: torch.Tensor) -> torch.Tensor:
         if key not in self._states:
@@ -143,22 +166,54 @@ class _CurrentBatch:
         self.batch = kwargs.get("batch")
 
 
-def use_slot_states(model: Any) -> None:
+def use_slot_states(model: Any) -> bool:
     """Let the recurrent layers of a transformers model compute packed batches.
 
     Forward passes without a `batch` are unchanged. Does nothing for models without such layers.
+
+    Returns:
+        Whether all of them can compute several tokens from earlier states.
     """
     try:
         from transformers.cache_utils import LinearAttentionLayer  # noqa: F401
     except ImportError:  # an older version; the comparison at the start refuses these models
-        return
+        return True
     found = list(_recurrent_modules(model))
     if not found:
-        return
+        return True
+    by_class = {type(module): (module, name) for module, name in found}
+    continues = all(_continues_from_states(model, *each) for each in by_class.values())
     current = _CurrentBatch()
     model.register_forward_pre_hook(current.note, with_kwargs=True)
     for module, cache_argument in found:
         module.forward = _packed_forward(module, cache_argument, current)
+    return continues
+
+
+def _continues_from_states(model: Any, module: Any, cache_argument: str) -> bool:
+    """Whether a layer computes the same output for tokens in two parts as for all at once.
+
+    Some layers compute several tokens from no states, whatever the cache has. In the type of the
+    model, the difference might pass for rounding.
+    """
+    layer = copy.deepcopy(module).float()
+    generator = torch.Generator().manual_seed(0)
+    shape = (1, 2 * _PROBED_TOKENS, model.config.get_text_config().hidden_size)
+    hidden_1TD = torch.randn(shape, generator=generator).to(model.device)
+
+    def compute(part_1TD: torch.Tensor, cache: Any) -> torch.Tensor:
+        output: torch.Tensor = layer(part_1TD, **{cache_argument: cache})
+        return output
+
+    try:
+        with torch.inference_mode():
+            whole = compute(hidden_1TD, _cache_of(module.layer_idx, {}))
+            cache = _cache_of(module.layer_idx, {})
+            parts = [compute(part, cache) for part in hidden_1TD.split(_PROBED_TOKENS, dim=1)]
+    except FOREIGN_ERRORS:
+        return False
+    tolerance = 1e-3 * float(whole.abs().max())
+    return bool(torch.allclose(torch.cat(parts, dim=1), whole, rtol=0, atol=tolerance))
 
 
 def _recurrent_modules(model: Any) -> Iterator[tuple[Any, str]]:

@@ -8,31 +8,38 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from example_trainer.torch_engine.attention import SavedSlot
 from example_trainer.torch_engine.prefixes import PrefixPool
 from tests.trainer.torch_engine.conftest import LocalEngine, serve_locally
 from tests.trainer.torch_engine.test_generation import logits_of_completion, worst_gap
-from tests.trainer.torch_engine.test_recurrent import save_model
+from tests.trainer.torch_engine.test_recurrent import MODELS, save_model
 
 pytestmark = pytest.mark.slow
 
 TOLERANCE = 1e-4
 
 
-def pool_of(*sequences: Sequence[int]) -> PrefixPool:
-    """A pool whose caches are told apart by the layer: the number of their sequence."""
-    pool = PrefixPool()
+def pool_of(*sequences: Sequence[int], whole: bool = False) -> PrefixPool:
+    """Return a pool with sequences that cost a token more than they have."""
+    pool = PrefixPool(whole=whole)
     for number, tokens in enumerate(sequences):
-        pool.add(tokens, {number: None})  # type: ignore[dict-item]
+        pool.add(tokens, numbered(number), cost=len(tokens) + 1)
     return pool
+
+
+def numbered(number: int) -> SavedSlot:
+    """Return caches that are known by a layer with that number."""
+    return SavedSlot({number: (torch.empty(0), torch.empty(0))}, {})
 
 
 def found_in(pool: PrefixPool, tokens: Sequence[int]) -> tuple[int, int] | None:
     """Return the number of the sequence and the length of the beginning."""
     found = pool.find(tokens)
-    return None if found is None else (next(iter(found.caches)), found.length)
+    return None if found is None else (next(iter(found.caches.layers)), found.length)
 
 
 def test_longest_beginning_is_found_without_the_last_token() -> None:
@@ -50,8 +57,20 @@ def test_longest_beginning_is_found_without_the_last_token() -> None:
 def test_sequence_replaces_the_one_that_it_continues() -> None:
     pool = pool_of(range(20), range(50), range(50))
 
-    assert pool.num_tokens == 50
+    assert pool.cost == 51
     assert found_in(pool, range(60)) == (2, 50)
+
+
+def test_sequences_used_as_a_whole_are_found_by_what_continues_them() -> None:
+    pool = pool_of(range(20), range(50), [*range(20), *range(90, 120)], range(50), whole=True)
+
+    assert pool.cost == 21 + 51 + 51
+    assert found_in(pool, range(51)) == (3, 50)
+    assert found_in(pool, range(50)) == (0, 20)
+    assert found_in(pool, [*range(20), 7]) == (0, 20)
+    assert found_in(pool, range(20)) is None
+    pool.shrink(0)
+    assert pool._by_block == {}
 
 
 def test_unused_sequences_are_removed_first() -> None:
@@ -59,10 +78,10 @@ def test_unused_sequences_are_removed_first() -> None:
     pool = pool_of(*sequences)
     pool.find([*sequences[0], 9])
 
-    pool.shrink(40)
+    pool.shrink(42)
 
     assert [found_in(pool, [*each, 9]) is not None for each in sequences] == [True, False, True]
-    assert pool.num_tokens == 40
+    assert pool.cost == 42
     pool.shrink(0)
     assert pool._by_block == {}
 
@@ -72,24 +91,33 @@ blocks = st.lists(st.sampled_from([(1,) * 16, (2,) * 16, (1,) * 15 + (3,), (4,)]
 sequences = blocks.map(lambda parts: [token for part in parts for token in part])
 
 
-@given(added=st.lists(sequences, max_size=12), wanted=sequences, room=st.integers(0, 300))
+@given(
+    added=st.lists(sequences, max_size=12),
+    wanted=sequences,
+    room=st.integers(0, 300),
+    whole=st.booleans(),
+)
 def test_whatever_is_found_is_a_beginning_of_both(
-    added: list[list[int]], wanted: list[int], room: int
+    added: list[list[int]], wanted: list[int], room: int, whole: bool
 ) -> None:
-    pool = pool_of(*added)
+    pool = pool_of(*added, whole=whole)
     pool.shrink(room)
     kept = [sequence.tokens for sequence in pool._sequences.values()]
-    assert pool.num_tokens == sum(map(len, kept)) <= room
+    assert pool.cost == sum(len(tokens) + 1 for tokens in kept) <= room
 
     found = found_in(pool, wanted)
 
-    longest = max((shared(each, wanted[:-1]) for each in kept), default=0)
+    lengths = [shared(each, wanted[:-1]) for each in kept]
+    if whole:
+        pairs = zip(lengths, kept, strict=True)
+        lengths = [length for length, tokens in pairs if length == len(tokens)]
+    longest = max(lengths, default=0)
     if found is None:
         assert longest < 16
     else:
         number, length = found
         assert added[number][:length] == wanted[:length]
-        assert length >= longest - longest % 16
+        assert length == longest if whole else length >= longest - longest % 16
         assert length < len(wanted)
 
 
@@ -107,12 +135,12 @@ def small_engine(model_folder: Path) -> Iterator[LocalEngine]:
 
 def conversation(local: LocalEngine, source: random.Random, *, num_turns: int) -> list[Any]:
     """Return the choices of turns, each of which sends the ones before it again."""
-    prompt = [source.randrange(3, 290) for _ in range(30)]
+    prompt = [source.randrange(3, 250) for _ in range(30)]
     choices = []
     for _ in range(num_turns):
         [choice] = local.complete(prompt, max_tokens=20, ignore_eos=True)["choices"]
         choices.append(choice)
-        prompt = prompt + choice["token_ids"] + [source.randrange(3, 290) for _ in range(9)]
+        prompt = prompt + choice["token_ids"] + [source.randrange(3, 250) for _ in range(9)]
     return choices
 
 
@@ -145,7 +173,7 @@ def test_caches_of_finished_sequences_leave_the_memory_to_running_ones(
         ]
         choices = [choice for future in futures for choice in future.result()]
 
-    assert 0 < engine._prefixes.num_tokens <= engine.limits.max_cache_tokens // 2
+    assert 0 < engine._prefixes.cost <= engine.limits.max_cache_tokens // 2
     for choice in choices:
         assert worst_gap(logits_of_completion(model, choice), choice) < TOLERANCE
 
@@ -161,16 +189,34 @@ def test_prompt_logprobs_of_a_cached_prompt_are_complete(torch_engine: LocalEngi
     assert len(entries[1]) == 50
 
 
-def test_recurrent_models_and_engines_without_the_cache_compute_every_prompt(
-    model_folder: Path, tmp_path: Path
+def test_engine_without_the_cache_computes_every_prompt(model_folder: Path) -> None:
+    with serve_locally(model_folder, enable_prefix_caching=False) as local:
+        for _ in range(2):
+            local.complete(list(range(3, 60)), max_tokens=3)
+
+        assert local.engine.counts().cached_tokens == 0
+
+
+FROM_NO_STATES = ("mamba", "jamba")
+"""Models whose layers compute several tokens from no states."""
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_recurrent_layers_continue_from_the_states_of_finished_sequences(
+    tmp_path: Path, kind: str
 ) -> None:
-    prompt = list(range(3, 60))
-    for folder, options in (
-        (model_folder, {"enable_prefix_caching": False}),
-        (save_model(tmp_path, "qwen3_5_text"), {}),
-    ):
-        with serve_locally(folder, **options) as local:
-            for _ in range(2):
-                local.complete(prompt, max_tokens=3, ignore_eos=True)
-            assert local.engine.counts().cached_tokens == 0
-            assert local.engine._prefixes.num_tokens == 0
+    from transformers import AutoModelForCausalLM
+
+    folder = save_model(tmp_path, kind)
+    with serve_locally(folder) as local:
+        at_start = local.engine.counts().cached_tokens
+        choices = conversation(local, random.Random(1), num_turns=4)
+        conversation(local, random.Random(2), num_turns=1)
+        again = conversation(local, random.Random(1), num_turns=2)
+        cached = local.engine.counts().cached_tokens - at_start
+
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    for choice in (*choices, *again):
+        assert worst_gap(logits_of_completion(model, choice), choice) < 1e-3
+    expected = sum(len(choice["prompt_token_ids"]) - 10 for choice in [*choices[1:], again[1]])
+    assert cached == (0 if kind in FROM_NO_STATES else expected)
