@@ -7,7 +7,8 @@ compared with the forward pass of the model as transformers loads it:
     attention      the attention of the trainer: ours (atropos_packed) or that of transformers
     rows           packed, or padded with the reason
     equal prefixes computed once, or the reason
-    torch engine   served, or the reason why it is refused at the start
+    torch engine   served, with prompts that continue finished ones computed from there on or as a
+                   whole, or the reason why it is refused at the start
     difference     the largest one of a logprob, over all that is used; above 1e-3 it is an error
 
 Makes that the installed transformers does not have are left out, unless they are named. Takes a
@@ -40,7 +41,7 @@ from example_trainer.policy import obstacle_to_sharing, probe
 from example_trainer.prefix_tree import build_prefix_tree
 from example_trainer.rows import Row
 from example_trainer.scoring import PolicyScorer
-from example_trainer.torch_engine.generation import Job, PromptRequest
+from example_trainer.torch_engine.generation import Job, PromptRequest, TorchEngine
 from example_trainer.torch_engine.loading import TorchEngineOptions, load_engine
 
 MAKES = (
@@ -193,29 +194,43 @@ def differences(
 
 
 def try_engine(folder: str, model: Any, rows: Sequence[list[int]]) -> tuple[str, list[float]]:
-    """Generate after several prompts at once; return the outcome and the largest differences."""
+    """Generate after several prompts at once, then after what continues each.
+
+    Returns the outcome and the largest differences.
+    """
     try:
         engine = load_engine(TorchEngineOptions(model=folder, device="cpu")).engine
     except ConfigError as error:
         return f"refused: {str(error).partition(': ')[2].removesuffix('; use vLLM')}", []
+    at_start = engine.counts().cached_tokens
+    try:
+        jobs = generate(engine, rows)
+        tokens = [list(job.completions[0].tokens) for job in jobs]
+        longer = [row + new + row[:7] for row, new in zip(rows, tokens, strict=True)]
+        jobs += generate(engine, longer)
+        continues = engine.counts().cached_tokens > at_start
+    finally:
+        engine.close()
+    gaps = []
+    for row, job in zip([*rows, *longer], jobs, strict=True):
+        [completion] = job.completions
+        own = logprobs_of(model, [*row, *completion.tokens])[len(row) - 1 :]
+        gaps.append(float((own - torch.tensor(completion.logprobs)).abs().max()))
+    return "served" if continues else "served, prompts as a whole", gaps
+
+
+def generate(engine: TorchEngine, rows: Sequence[list[int]]) -> list[Job]:
+    """Return the finished jobs of prompts that run together."""
     num_done = threading.Semaphore(0)
     jobs = [
         Job(PromptRequest(tuple(row), max_tokens=50), on_done=lambda _: num_done.release())
         for row in rows
     ]
-    try:
-        for job in jobs:
-            engine.submit(job)
-        for _ in jobs:
-            num_done.acquire()
-    finally:
-        engine.close()
-    gaps = []
-    for row, job in zip(rows, jobs, strict=True):
-        [completion] = job.completions
-        own = logprobs_of(model, [*row, *completion.tokens])[len(row) - 1 :]
-        gaps.append(float((own - torch.tensor(completion.logprobs)).abs().max()))
-    return "served", gaps
+    for job in jobs:
+        engine.submit(job)
+    for _ in jobs:
+        num_done.acquire()
+    return jobs
 
 
 def main() -> None:
