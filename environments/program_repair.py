@@ -61,11 +61,13 @@ for arguments, expected in json.loads({examples!r}):
     found = {name}(*arguments)
     print("ok" if found == expected else "WRONG", "{name}", arguments, "gave", repr(found))
 """
-JUDGE = """import json, sys
+JUDGE = """import json, os, sys
+results = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)  # prints of the program are not results
 sys.path.insert(0, "/app")
 name, cases = json.load(sys.stdin)
 function = getattr(__import__(name), name)
-print(json.dumps([function(*arguments) for arguments in cases]))
+print(json.dumps([function(*arguments) for arguments in cases]), file=results, flush=True)
 """
 LIMITS = SandboxLimits(
     wall_s=20.0, cpu_s=10, memory_bytes=2**28, max_processes=32, disk_bytes=2**24
@@ -261,9 +263,10 @@ class RepairConversation(ToolConversation):
             result = await judge.run(["/usr/bin/python3", "-I", "-c", JUDGE], stdin=request)
         finally:
             await judge.close()
+        printed = b"".join(piece.data for piece in result.output if piece.stream == "stdout")
         try:
-            return float(result.is_success and json.loads(result.text) == self.item.expected())
-        except (ValueError, RecursionError):  # it printed something else
+            return float(result.is_success and json.loads(printed) == self.item.expected())
+        except (ValueError, RecursionError):  # it ended before, or printed something itself
             return 0.0
 
     def state(self) -> list[dict[str, Any]]:

@@ -95,6 +95,25 @@ async def test_repaired_program_is_judged_by_hidden_cases(env: ProgramRepairEnv)
     assert "WRONG" not in str(ends["examples only"][0].messages)
 
 
+async def test_right_program_may_print_and_warn(env: ProgramRepairEnv) -> None:
+    program = BrokenProgram(0, 0)
+    right = program.correct_source
+    sources = {
+        "prints": right.replace("    ordered", "    print(numbers)\n    ordered", 1),
+        "writes errors": f"import sys\nprint('loaded', file=sys.stderr)\n{right}",
+        "causes a warning": right.replace("% 2 == 1", "% 2 is 1"),
+    }
+
+    rewards = {}
+    for name, source in sources.items():
+        conversation = env.start_conversation(program)
+        await conversation.reply(call(f"cat > median.py <<'END'\n{source}END"))
+        rewards[name] = (await conversation.reply(answer())).reward
+        await conversation.close()
+
+    assert rewards == dict.fromkeys(sources, 1.0)
+
+
 async def test_conversation_continues_with_its_files(env: ProgramRepairEnv) -> None:
     program = BROKEN[4]
     first, second = env.start_conversation(program), env.start_conversation(program)
