@@ -55,6 +55,31 @@ def test_classifier_rates_alone_as_in_a_batch(reward_model: RewardModel) -> None
     assert reward_model.rate(PROMPT, []) == []
 
 
+@pytest.mark.parametrize("model_padding", [None, 0, 255])
+@pytest.mark.parametrize("tokenizer_padding", ["<pad>", None])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_decoder_rates_alone_as_in_a_batch(
+    model_padding: int | None, tokenizer_padding: str | None, side: str
+) -> None:
+    torch = pytest.importorskip("torch")
+    from transformers import AutoTokenizer, GPT2Config, GPT2ForSequenceClassification
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 257, "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 128}
+    tokens = {"pad_token_id": model_padding, "bos_token_id": None, "eos_token_id": None}
+    config = GPT2Config(**sizes, **tokens, num_labels=1)
+    tokenizer = AutoTokenizer.from_pretrained(SAMPLE_MODEL)
+    tokenizer.pad_token, tokenizer.padding_side = tokenizer_padding, side
+    model = GPT2ForSequenceClassification(config).eval()
+    rated = RewardModel(model, tokenizer, max_tokens=None, batch_size=2)
+    answers = ["A short one.", "A longer answer, which is padded differently."]
+
+    together = rated.rate(PROMPT, answers)
+
+    alone = [rated.rate(PROMPT, [answer])[0] for answer in answers]
+    assert together == pytest.approx(alone, abs=1e-4)
+
+
 def test_classifier_of_two_labels_without_template_gives_their_difference(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
