@@ -18,7 +18,7 @@ import json
 import random
 import tarfile
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -280,7 +280,11 @@ class RepairConversation(ToolConversation):
 
 
 class ProgramRepairEnv(MultiTurnEnv):
-    """Programs with a bug each."""
+    """Programs with a bug each.
+
+    Attributes:
+        iter: programs handed out so far; kept in checkpoints.
+    """
 
     name = "program_repair"
     env_config_cls = ProgramRepairEnvConfig
@@ -292,8 +296,11 @@ class ProgramRepairEnv(MultiTurnEnv):
         "max_token_length": 8192,
     }
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.iter = 0
+
     async def setup(self) -> None:
-        self.random = random.Random(self.config.seed)
         self.workspaces = open_workspaces()
         with tempfile.TemporaryDirectory() as source:
             spec = WorkspaceSpec("program_repair", source=Path(source), limits=LIMITS)
@@ -313,8 +320,10 @@ class ProgramRepairEnv(MultiTurnEnv):
         return workspace
 
     async def get_next_item(self) -> BrokenProgram:
-        number = self.random.randrange(len(TASKS))
-        return BrokenProgram(number, self.random.randrange(len(TASKS[number].bugs)))
+        source = random.Random(f"{self.config.seed}:{self.iter}")
+        self.iter += 1
+        number = source.randrange(len(TASKS))
+        return BrokenProgram(number, source.randrange(len(TASKS[number].bugs)))
 
     def eval_items(self) -> Sequence[BrokenProgram]:
         return [
@@ -331,6 +340,9 @@ class ProgramRepairEnv(MultiTurnEnv):
 
     def decode_item(self, encoded: list[int]) -> BrokenProgram:
         return BrokenProgram(*encoded)
+
+    def save_checkpoint(self, step: int, data: Mapping[str, Any] | None = None) -> None:
+        super().save_checkpoint(step, {**(data or {}), "iter": self.iter})
 
     def check_gold_answer(self, item: BrokenProgram) -> Any:
         command = f"cat > {item.name}.py <<'END'\n{item.correct_source}END\npython3 check.py"
