@@ -262,7 +262,10 @@ class RewardModelEnv(DatasetItems, SingleTurnEnv):
             case = PreferenceCase(item.messages, answers)
             timeout_s = self.config.preference_timeout_s
             choice = await self.desk.ask(case, timeout_s=timeout_s)
-            return choice_scores(choice, len(answers))
+            if choice is None:
+                return choice_scores(choice, len(answers))
+            # Rollouts may have the same answer, of which a person chooses one.
+            return [float(answer == answers[choice]) for answer in answers]
         if self._model is None:
             raise RuntimeError("the reward model is not loaded; await setup() first")
         rated: list[float] = await self._in_thread(

@@ -279,6 +279,32 @@ async def test_group_without_a_choice_times_out_and_leaves_nothing(tmp_path: Pat
     await desk.close()
 
 
+async def test_same_answers_are_shown_once_and_scored_alike(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with ScriptedEngine([PROBED, PROBED]) as engine:
+        env = make_env(
+            RewardModelEnv,
+            engine,
+            monkeypatch,
+            source="human",
+            dataset_path=str(SAMPLE),
+            preferences_path=str(tmp_path / "choices.jsonl"),
+        )
+    await env.setup()
+    assert env.desk is not None
+    item = await env.get_next_item()
+
+    scoring = asyncio.ensure_future(env.score_all(item, ["one", "two", "one", "two", "three"]))
+    case_id, _ = await _next_case(env)
+    page = preference_page(env.desk)
+    assert env.desk.choose(case_id, 2)
+
+    assert await scoring == [1.0, 0.0, 1.0, 0.0, 0.0]
+    assert [page.count(f"<pre>{text}</pre>") for text in ("one", "two", "three")] == [1, 1, 1]
+    await env.close()
+
+
 def test_page_escapes_every_text_and_cuts_long_ones(tmp_path: Path) -> None:
     case = PreferenceCase([{"role": HOSTILE, "content": HOSTILE}], [HOSTILE, "x" * 50_000])
     desk = PreferenceDesk(tmp_path / "choices.jsonl", max_pending=1)
