@@ -467,9 +467,10 @@ class WordProblems:
         except openai.OpenAIError as error:
             logger.warning("exercise not rewritten: %s", error)
             return question
-        [choice] = reply.choices[:1] or [None]
-        story = choice and choice.finish_reason != "length" and choice.message.content
-        return (story or question).strip()
+        # Some services answer an error with status 200 and without choices.
+        choices = [choice for choice in reply.choices or () if choice.finish_reason != "length"]
+        story = choices[0].message.content if choices else None
+        return (story or "").strip() or question
 
     async def close(self) -> None:
         if "_client" in vars(self):

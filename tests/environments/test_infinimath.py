@@ -9,8 +9,11 @@ from random import Random
 from typing import Any
 
 import pytest
+from fastapi import FastAPI
+from fastapi.responses import JSONResponse
 
 from atroposlib.envs.check import check_environment
+from atroposlib.envs.server_handling.proxy.app import serving
 from atroposlib.errors import ConfigError, MissingExtraError
 from atroposlib.tasks.infinimath import (
     BUILTIN_GENERATORS,
@@ -342,6 +345,28 @@ async def test_exercise_is_told_as_a_story_with_a_key() -> None:
         await writer.close()
 
     assert story == "Two cats meet two cats. How many?"
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        {"choices": None, "error": {"message": "overloaded"}},
+        {"choices": []},
+        {"choices": [{"index": 0, "finish_reason": "stop", "message": {"content": " \n"}}]},
+        {"choices": [{"index": 0, "finish_reason": "stop", "message": {"content": None}}]},
+        {"choices": [{"index": 0, "finish_reason": "length", "message": {"content": "Two"}}]},
+    ],
+)
+async def test_exercise_stays_as_it_is_without_a_story(reply: dict[str, Any]) -> None:
+    app = FastAPI()
+    app.post("/v1/chat/completions")(lambda: JSONResponse(reply))
+    async with serving(app, host="127.0.0.1", port=0) as port:
+        url = f"http://127.0.0.1:{port}/v1"
+        writer = WordProblems(api_key="x", base_url=url, model_name="m")
+        story = await writer.rewrite("What is 2 + 2?")
+        await writer.close()
+
+    assert story == "What is 2 + 2?"
 
 
 def test_environment_passes_the_check() -> None:
