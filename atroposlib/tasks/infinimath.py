@@ -470,7 +470,7 @@ class WordProblems:
         # Some services answer an error with status 200 and without choices.
         choices = [choice for choice in reply.choices or () if choice.finish_reason != "length"]
         story = choices[0].message.content if choices else None
-        return (story or "").strip() or question
+        return visible_text(story or "").strip() or question
 
     async def close(self) -> None:
         if "_client" in vars(self):

@@ -339,7 +339,8 @@ async def test_exercise_stays_as_it_is_without_a_key_or_an_answer() -> None:
 
 
 async def test_exercise_is_told_as_a_story_with_a_key() -> None:
-    async with ScriptedEngine(lambda _: "Two cats meet two cats. How many?") as engine:
+    reply = "<think>It is 4.</think>\nTwo cats meet two cats. How many?"
+    async with ScriptedEngine(lambda _: reply) as engine:
         writer = WordProblems(api_key="x", base_url=engine.base_url, model_name="m")
         story = await writer.rewrite("What is 2 + 2?")
         await writer.close()
