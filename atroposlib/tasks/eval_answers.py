@@ -441,7 +441,7 @@ _WRAPPER = re.compile(r"\\(?:boxed|text|mathrm|mathbf)\s{0,3}\{([^{}]{0,10000})\
 _SPACING = re.compile(r"\\(?:[,;:! ]|quad|qquad|left(?![a-z])|right(?![a-z]))|~|\$")
 _THOUSANDS = re.compile(r"-?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
 _BARE_DECIMAL = re.compile(r"(?<![\w.])\.(?=\d)")
-"""The point of a number such as `.5`, which is no punctuation."""
+"""The point of a number such as `.5`, which is kept, unlike punctuation."""
 MAX_WRAPPERS = 10
 """Commands around one content that are removed."""
 RELATIVE_TOLERANCE = 1e-6
