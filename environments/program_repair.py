@@ -18,7 +18,7 @@ import json
 import random
 import tarfile
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -61,11 +61,13 @@ for arguments, expected in json.loads({examples!r}):
     found = {name}(*arguments)
     print("ok" if found == expected else "WRONG", "{name}", arguments, "gave", repr(found))
 """
-JUDGE = """import json, sys
+JUDGE = """import json, os, sys
+results = os.fdopen(os.dup(1), "w")
+os.dup2(2, 1)  # prints of the program are not results
 sys.path.insert(0, "/app")
 name, cases = json.load(sys.stdin)
 function = getattr(__import__(name), name)
-print(json.dumps([function(*arguments) for arguments in cases]))
+print(json.dumps([function(*arguments) for arguments in cases]), file=results, flush=True)
 """
 LIMITS = SandboxLimits(
     wall_s=20.0, cpu_s=10, memory_bytes=2**28, max_processes=32, disk_bytes=2**24
@@ -261,9 +263,10 @@ class RepairConversation(ToolConversation):
             result = await judge.run(["/usr/bin/python3", "-I", "-c", JUDGE], stdin=request)
         finally:
             await judge.close()
+        printed = b"".join(piece.data for piece in result.output if piece.stream == "stdout")
         try:
-            return float(result.is_success and json.loads(result.text) == self.item.expected())
-        except (ValueError, RecursionError):  # it printed something else
+            return float(result.is_success and json.loads(printed) == self.item.expected())
+        except (ValueError, RecursionError):  # it ended before, or printed something itself
             return 0.0
 
     def state(self) -> list[dict[str, Any]]:
@@ -277,7 +280,11 @@ class RepairConversation(ToolConversation):
 
 
 class ProgramRepairEnv(MultiTurnEnv):
-    """Programs with a bug each."""
+    """Programs with a bug each.
+
+    Attributes:
+        iter: programs handed out so far; kept in checkpoints.
+    """
 
     name = "program_repair"
     env_config_cls = ProgramRepairEnvConfig
@@ -289,8 +296,11 @@ class ProgramRepairEnv(MultiTurnEnv):
         "max_token_length": 8192,
     }
 
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.iter = 0
+
     async def setup(self) -> None:
-        self.random = random.Random(self.config.seed)
         self.workspaces = open_workspaces()
         with tempfile.TemporaryDirectory() as source:
             spec = WorkspaceSpec("program_repair", source=Path(source), limits=LIMITS)
@@ -310,8 +320,10 @@ class ProgramRepairEnv(MultiTurnEnv):
         return workspace
 
     async def get_next_item(self) -> BrokenProgram:
-        number = self.random.randrange(len(TASKS))
-        return BrokenProgram(number, self.random.randrange(len(TASKS[number].bugs)))
+        source = random.Random(f"{self.config.seed}:{self.iter}")
+        self.iter += 1
+        number = source.randrange(len(TASKS))
+        return BrokenProgram(number, source.randrange(len(TASKS[number].bugs)))
 
     def eval_items(self) -> Sequence[BrokenProgram]:
         return [
@@ -328,6 +340,9 @@ class ProgramRepairEnv(MultiTurnEnv):
 
     def decode_item(self, encoded: list[int]) -> BrokenProgram:
         return BrokenProgram(*encoded)
+
+    def save_checkpoint(self, step: int, data: Mapping[str, Any] | None = None) -> None:
+        super().save_checkpoint(step, {**(data or {}), "iter": self.iter})
 
     def check_gold_answer(self, item: BrokenProgram) -> Any:
         command = f"cat > {item.name}.py <<'END'\n{item.correct_source}END\npython3 check.py"

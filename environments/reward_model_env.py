@@ -74,7 +74,8 @@ class RewardModel:
         tokenizer: its tokenizer; with a chat template it reads whole chats, without one a pair of
             the last message and the answer.
         max_tokens: length at which texts are truncated; None takes that of the model.
-        batch_size: texts in one forward pass.
+        batch_size: texts in one forward pass; 1 is used if model and tokenizer do not have the same
+            padding token, by which a decoder finds the end of a text.
     """
 
     def __init__(
@@ -85,7 +86,12 @@ class RewardModel:
         positions = getattr(model.config, "max_position_embeddings", None)
         known = [n for n in (max_tokens, positions, tokenizer.model_max_length) if n]
         self._max_tokens = min(n for n in [*known, MAX_LENGTH_UNKNOWN])
+        tokenizer.padding_side = "right"  # positions are counted from the left
+        padding = getattr(model.config, "pad_token_id", None)
         self._batch_size = batch_size
+        if padding is None or padding != tokenizer.pad_token_id:
+            logger.info("answers are rated one at a time: the reward model cannot be padded")
+            self._batch_size = 1
 
     @classmethod
     def load(
@@ -256,7 +262,10 @@ class RewardModelEnv(DatasetItems, SingleTurnEnv):
             case = PreferenceCase(item.messages, answers)
             timeout_s = self.config.preference_timeout_s
             choice = await self.desk.ask(case, timeout_s=timeout_s)
-            return choice_scores(choice, len(answers))
+            if choice is None:
+                return choice_scores(choice, len(answers))
+            # Rollouts may have the same answer, of which a person chooses one.
+            return [float(answer == answers[choice]) for answer in answers]
         if self._model is None:
             raise RuntimeError("the reward model is not loaded; await setup() first")
         rated: list[float] = await self._in_thread(

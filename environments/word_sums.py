@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, NamedTuple
 
 from pydantic import Field
@@ -101,7 +101,11 @@ class SumConversation(ToolConversation):
 
 
 class WordSumsEnv(MultiTurnEnv):
-    """Problems with large numbers."""
+    """Problems with large numbers.
+
+    Attributes:
+        iter: problems handed out so far; kept in checkpoints.
+    """
 
     name = "word_sums"
     env_config_cls = WordSumsEnvConfig
@@ -113,11 +117,14 @@ class WordSumsEnv(MultiTurnEnv):
         "max_token_length": 4096,
     }
 
-    async def setup(self) -> None:
-        self.random = random.Random(self.config.seed)
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.iter = 0
 
     async def get_next_item(self) -> WordSum:
-        return self._make_problem(self.random)
+        source = random.Random(f"{self.config.seed}:{self.iter}")
+        self.iter += 1
+        return self._make_problem(source)
 
     def eval_items(self) -> Sequence[WordSum]:
         fixed = random.Random(f"evaluation {self.config.seed}")
@@ -131,6 +138,9 @@ class WordSumsEnv(MultiTurnEnv):
 
     def decode_item(self, encoded: list[int]) -> WordSum:
         return WordSum(*encoded)
+
+    def save_checkpoint(self, step: int, data: Mapping[str, Any] | None = None) -> None:
+        super().save_checkpoint(step, {**(data or {}), "iter": self.iter})
 
     def check_gold_answer(self, item: WordSum) -> Any:
         return f"<answer>{item.answer}</answer>"

@@ -24,7 +24,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from types import MappingProxyType
+from types import BuiltinMethodType, MappingProxyType, MethodType
 from typing import Any, ClassVar, TypeVar
 
 from pydantic import BaseModel, ConfigDict
@@ -566,9 +566,15 @@ def separate_random(package: str) -> ThreadRandom:
                 setattr(module, name, _THREAD_RANDOM)
             elif value is sys.modules.get("numpy"):
                 setattr(module, name, _NUMPY)
-            elif getattr(value, "__self__", None) is random.seed.__self__:  # type: ignore[attr-defined]
+            elif _is_of_global_generator(value):
                 setattr(module, name, _late_function(value.__name__))
     return _THREAD_RANDOM
+
+
+def _is_of_global_generator(value: Any) -> bool:
+    # By its type first: objects that load data when they are asked for an attribute are left alone.
+    is_method = type(value) in (MethodType, BuiltinMethodType)
+    return is_method and value.__self__ is random.seed.__self__  # type: ignore[attr-defined]
 
 
 def _late_function(name: str) -> Callable[..., Any]:

@@ -29,7 +29,7 @@ from atroposlib.adapters.interface import (
     finite_reward,
     separate_random,
 )
-from atroposlib.envs.conversation import ChatMessage, Reply, Turn
+from atroposlib.envs.conversation import ChatMessage, Reply, Turn, visible_text
 from atroposlib.errors import ConfigError, EpisodeConnectionError, EpisodeFailedError
 from atroposlib.utils.text import near_name
 
@@ -304,7 +304,7 @@ class TextArenaAdapter(Adapter):
         return env, actions
 
     async def ask_opponent(self, chat: Sequence[Mapping[str, str]]) -> str:
-        """Return a move of the opponent's model.
+        """Return a move of the opponent's model, without its thinking.
 
         Raises:
             EpisodeConnectionError: its API does not answer.
@@ -320,7 +320,9 @@ class TextArenaAdapter(Adapter):
             )
         except openai.OpenAIError as error:
             raise EpisodeConnectionError(f"the opponent's API failed: {error}") from error
-        return answer.choices[0].message.content or ""
+        if not answer.choices:  # as some services answer an error
+            raise EpisodeConnectionError("the opponent's API failed: its answer has no choices")
+        return visible_text(answer.choices[0].message.content or "")
 
     def _item(self, seed: int) -> Item:
         seat = self.args.seat

@@ -38,6 +38,7 @@ __all__ = [
     "math_normalize_string",
     "only_boxed_answer",
     "validate_thinking_format",
+    "with_leading_zeros",
 ]
 
 logger = logging.getLogger(__name__)
@@ -439,9 +440,16 @@ def only_boxed_answer(response: str, *, after_think: bool = True) -> BoxedAnswer
 _WRAPPER = re.compile(r"\\(?:boxed|text|mathrm|mathbf)\s{0,3}\{([^{}]{0,10000})\}")
 _SPACING = re.compile(r"\\(?:[,;:! ]|quad|qquad|left(?![a-z])|right(?![a-z]))|~|\$")
 _THOUSANDS = re.compile(r"-?\d{1,3}(?:,\d{3})+(?:\.\d+)?")
+_BARE_DECIMAL = re.compile(r"(?<![\w.])\.(?=\d)")
+"""The point of a number such as `.5`, which is kept, unlike punctuation."""
 MAX_WRAPPERS = 10
 """Commands around one content that are removed."""
 RELATIVE_TOLERANCE = 1e-6
+
+
+def with_leading_zeros(text: str) -> str:
+    """Return a text with numbers such as `.5` written as `0.5`."""
+    return _BARE_DECIMAL.sub("0.", text)
 
 
 def math_normalize_string(text: str) -> str:
@@ -455,7 +463,7 @@ def math_normalize_string(text: str) -> str:
     text = _SPACING.sub("", text)
     text = re.sub(r"\\(?:times|cdot)(?![a-z])", "*", text)
     text = re.sub(r"\\div(?![a-z])", "/", text)
-    text = text.strip(" \t\r\n.,:;").lower()
+    text = with_leading_zeros(text).strip(" \t\r\n.,:;").lower()
     text = text.replace(",", "") if _THOUSANDS.fullmatch(text) else text
     return " ".join(text.split())
 

@@ -288,15 +288,21 @@ def _plain(text: Any) -> str:
 BOX = "\\boxed{"
 MAX_ANSWER = 2000
 FRACTION = re.compile(r"\\[dt]?frac\{([^{}]{1,40})\}\{([^{}]{1,40})\}")
+BARE_FRACTION = re.compile(
+    r"(\\[dt]?frac)\s{0,3}(?:\{([^{}]{1,40})\}|([0-9]))\s{0,3}(?:\{([^{}]{1,40})\}|([0-9])(?![0-9]))"
+)
+r"""A fraction that may lack braces around a digit, as in `\frac12`."""
 MIXED = re.compile(
     r"(-?)\b([0-9]{1,20})(?:\s{0,3}(?=\\[dt]?frac\{)|\s{1,3}(?=[0-9]))"
     r"(?:\\[dt]?frac\{([0-9]{1,20})\}\{([0-9]{1,20})\}|([0-9]{1,20})/([0-9]{1,20})\b)"
 )
 """An integer followed by a fraction means their sum."""
 NAMED = re.compile(r"^[a-z]=(?=[-+]?[0-9.])")
-BASE = re.compile(r"^([01]+)_\(?2\)?$")
+UNIT = re.compile(r"(?<=[0-9])(?:c?m(?:\^[23])?|\^circ|\N{DEGREE SIGN}|degrees|radians)$")
+PERCENT = re.compile(r"(?<=[0-9])%$")
+BASE = re.compile(r"^\(?([01]+)\)?_\(?(?:2|two)\)?$")
 FORMATTING = re.compile(
-    r"\\(?:text|textbf|mathrm|mathbf|left|right|displaystyle|quad|qquad)\b|\\[,;! ]"
+    r"\\(?:text|textbf|mathrm|mathbf|left|right|displaystyle|quad|qquad)(?![a-z])|\\[,;! ()\[\]]"
 )
 NUMBER = re.compile(r"-?[0-9]{1,40}(?:/[0-9]{1,40}|\.[0-9]{1,40})?")
 
@@ -330,10 +336,16 @@ def read_answer(completion: str) -> str:
 
 
 def is_equal(answer: str, solution: str) -> bool:
-    """Compare two answers as numbers if both are numbers, else as text without LaTeX and spaces."""
+    """Compare two answers as numbers if both are numbers, else as text without LaTeX and spaces.
+
+    A name or a unit that only one of them has is left out: `x=5` equals `5`, but not `y=5`.
+    """
     one, other = _normalized(answer), _normalized(solution)
-    if bool(NAMED.match(one)) != bool(NAMED.match(other)):  # `x=5` equals `5`, but not `y=5`
-        one, other = NAMED.sub("", one), NAMED.sub("", other)
+    for extra in (NAMED, UNIT):
+        if bool(extra.search(one)) != bool(extra.search(other)):
+            one, other = extra.sub("", one), extra.sub("", other)
+    if not PERCENT.search(one):
+        other = PERCENT.sub("", other)
     if not one:
         return False
     if NUMBER.fullmatch(one) and NUMBER.fullmatch(other):
@@ -345,10 +357,11 @@ def is_equal(answer: str, solution: str) -> bool:
 
 
 def _normalized(text: str) -> str:
-    text = text[:MAX_ANSWER].replace("\N{MINUS SIGN}", "-")
+    text = FORMATTING.sub("", text[:MAX_ANSWER].replace("\N{MINUS SIGN}", "-"))
+    text = BARE_FRACTION.sub(lambda f: f"{f[1]}{{{f[2] or f[3]}}}{{{f[4] or f[5]}}}", text)
     text = MIXED.sub(_as_fraction, text)
     text = FRACTION.sub(r"\1/\2", text)
-    text = re.sub(r"[\\{}$,\s]", "", FORMATTING.sub("", text))
+    text = re.sub(r"[\\{}$,\s]", "", text)
     text = BASE.sub(r"\1", text.lower().rstrip("."))
     return re.sub(r"^(-?)\.(?=[0-9])", r"\g<1>0.", text.removeprefix("+"))
 
@@ -454,9 +467,10 @@ class WordProblems:
         except openai.OpenAIError as error:
             logger.warning("exercise not rewritten: %s", error)
             return question
-        [choice] = reply.choices[:1] or [None]
-        story = choice and choice.finish_reason != "length" and choice.message.content
-        return (story or question).strip()
+        # Some services answer an error with status 200 and without choices.
+        choices = [choice for choice in reply.choices or () if choice.finish_reason != "length"]
+        story = choices[0].message.content if choices else None
+        return visible_text(story or "").strip() or question
 
     async def close(self) -> None:
         if "_client" in vars(self):

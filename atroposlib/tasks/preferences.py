@@ -289,7 +289,7 @@ POLICY = (
 
 
 def preference_page(desk: PreferenceDesk) -> str:
-    """Return the page of the oldest pending case, its completions in an order of their own."""
+    """Return the page of the oldest pending case, each completion once, in an order of its own."""
     num_pending = len(desk.pending)
     status = f"{num_pending} waiting, {desk.num_judged} judged, {desk.num_timeouts} timed out."
     if not desk.pending:
@@ -297,7 +297,9 @@ def preference_page(desk: PreferenceDesk) -> str:
         return PAGE.format(refresh=refresh, style=STYLE, status=status, body="No group waits.")
     case_id, case = next(iter(desk.pending.items()))
     # People prefer what they see first, so the order is independent of the index.
-    order = random.Random(case_id).sample(range(len(case.completions)), len(case.completions))
+    texts = list(case.completions)
+    distinct = [i for i, text in enumerate(texts) if texts.index(text) == i]
+    order = random.Random(case_id).sample(distinct, len(distinct))
     prompt = "".join(
         f'<article class="prompt"><b>{_text(message.get("role"))}</b>'
         f"<pre>{_text(message.get('content'))}</pre></article>\n"

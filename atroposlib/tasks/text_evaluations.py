@@ -12,7 +12,11 @@ from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 from atroposlib.errors import ConfigError
-from atroposlib.tasks.eval_answers import answer_part, extract_freeform_from_answer_tag
+from atroposlib.tasks.eval_answers import (
+    answer_part,
+    extract_freeform_from_answer_tag,
+    with_leading_zeros,
+)
 from atroposlib.tasks.evaluations import EvalGrade, EvalQuestion, EvalSource, EvaluationEnv
 
 __all__ = [
@@ -29,8 +33,6 @@ __all__ = [
 Row = Mapping[str, Any]
 
 _ARTICLES = re.compile(r"\b(?:a|an|the)\b")
-_BARE_DECIMAL = re.compile(r"(?<![\w.])\.(?=\d)")
-"""The point of a number such as `.5`, which is kept, unlike punctuation."""
 _WORD_PUNCTUATION = str.maketrans("", "", string.punctuation)
 NUMBER_WORDS = {
     "zero": "0", "one": "1", "two": "2", "three": "3", "four": "4", "five": "5", "six": "6",
@@ -45,7 +47,7 @@ def normalized_answer(text: str) -> str:
     their sign.
     """
     words = []
-    text = _BARE_DECIMAL.sub("0.", text.lower().replace("\u2212", "-"))
+    text = with_leading_zeros(text.lower().replace("\u2212", "-"))
     for word in re.split(r"\s+|(?<=[\w.%)])[\u2013\u2014-]+", text):
         number = _as_number(word.strip(string.punctuation.replace("-", "") + "$%"))
         words.append(number if number is not None else word.translate(_WORD_PUNCTUATION))

@@ -191,12 +191,18 @@ def _support(answer: FinalAnswer, faithful: Sequence[Citation], question: Questi
     golds = [words_of(gold) for gold in question.answers]
     wanted = [c for c in faithful if c.page in question.pages or not question.pages]
     quotes = [words_of(citation.quote) for citation in wanted]
-    if not any(_contains(quote, gold) for quote in quotes for gold in golds):
+    if not any(_holds_answer(quote, gold) for quote in quotes for gold in golds):
         return 0.0
     cited = {citation.page for citation in faithful}
     pages = question.pages or list(cited)
     covered = sum(page in cited for page in pages) / len(pages)
     return covered * len(faithful) / len(answer.citations)
+
+
+def _holds_answer(quote: Sequence[str], gold: Sequence[str]) -> bool:
+    """Whether a quote contains an answer, with its articles or without them."""
+    bare_quote, bare_gold = ([w for w in words if w not in ARTICLES] for words in (quote, gold))
+    return _contains(quote, gold) or _contains(bare_quote, bare_gold)
 
 
 def _economy(num_calls: int, question: Question, max_calls: int) -> float:

@@ -25,6 +25,7 @@ from atroposlib.tasks.eval_answers import (
     answer_part,
     compare_math_strings,
     extract_letter_from_answer_tag,
+    with_leading_zeros,
 )
 from atroposlib.tasks.evaluations import EvalFamilyConfig, EvalGrade, EvalQuestion
 from atroposlib.tasks.text_evaluations import TEXT_SOURCES, TextEvalEnv, contains_words
@@ -114,7 +115,8 @@ def _joined(words: Sequence[str]) -> str:
 
 
 def _words(text: str) -> list[str]:
-    words = (word.strip(AROUND_WORDS) for word in text.replace("\u2212", "-").split())
+    plain = with_leading_zeros(text.replace("\u2212", "-"))
+    words = (word.strip(AROUND_WORDS) for word in plain.split())
     return [word for word in words if word not in {"", "the", "The"}]
 
 

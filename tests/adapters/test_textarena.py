@@ -174,8 +174,9 @@ def test_legal_move_leaves_the_game_as_it_is() -> None:
 
 async def test_model_opponent_is_asked_for_its_moves() -> None:
     def opponent(prompt: str) -> str:
+        assert "[0] is taken" not in prompt
         free = prompt.rpartition("Available Moves:")[2]
-        return re.findall(r"\[\d\]", free)[-1]
+        return "<think>[0] is taken.</think>" + re.findall(r"\[\d\]", free)[-1]
 
     async with ScriptedEngine(opponent) as engine:
         adapter = await opened(

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from atroposlib.agent_tasks.programs import shell
-from atroposlib.agent_tasks.programs.shell import MAX_OUTPUT, run_command
+from atroposlib.agent_tasks.programs.shell import MAX_OUTPUT, command_in, run_command
 
 pytestmark = pytest.mark.slow
 
@@ -57,3 +57,18 @@ print(shell.run_command("yes", 1.0))
 @pytest.mark.parametrize("command", ["echo \0", "echo \ud800", "echo " + "x" * 200_000])
 def test_command_that_cannot_be_run_is_a_result(command: str) -> None:
     assert run_command(command).startswith("[the command cannot be run: ")
+
+
+@pytest.mark.parametrize(
+    ("reply", "command"),
+    [
+        ("I look.\n```sh\nls\n```", "ls"),
+        ("<think>Or\n```sh\nrm -r .\n```\nNo.</think>\n```sh\nls\n```", "ls"),
+        ("Or\n```sh\nrm -r .\n```\nNo.</think>\n```sh\nls\n```", "ls"),  # opened by a template
+        ("<think>I ran\n```sh\nls\n```\n</think>It is done.", None),
+        ("<think>I could\n```sh\nrm -r .\n```", None),
+        ("It is done.", None),
+    ],
+)
+def test_commands_of_the_thinking_are_not_run(reply: str, command: str | None) -> None:
+    assert command_in(reply) == command

@@ -71,6 +71,14 @@ def test_score_of_an_answer(text: str, score: float) -> None:
     assert score_of(text) == pytest.approx(score)
 
 
+def test_quote_without_the_article_of_the_answer_supports_it() -> None:
+    question = Question("After what?", ["A storm"], ["otter"], [])
+    quote = '<cite page="otter">in 1931 after the storm</cite>'
+
+    assert score_of(f"<answer>storm</answer>{quote}", question=question) == 1.0
+    assert score_of(f"<answer>storm</answer>{TRUE}", question=question) == 0.4
+
+
 @pytest.mark.parametrize(
     ("gold", "text", "is_right"),
     [

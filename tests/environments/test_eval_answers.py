@@ -321,6 +321,9 @@ def test_normalized_mathematics(text: str, expected: str) -> None:
         ("", "4", False),
         ("25168", "2516_8", False),
         ("2516_8", "2516_8", True),
+        (".5", "0.5", True),
+        ("$-.5$.", "-0.5", True),
+        (".5", "5", False),
     ],
 )
 def test_mathematics_as_text(pred: str, gold: str, is_equal: bool) -> None:

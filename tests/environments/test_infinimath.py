@@ -9,8 +9,11 @@ from random import Random
 from typing import Any
 
 import pytest
+from fastapi import FastAPI
+from fastapi.responses import JSONResponse
 
 from atroposlib.envs.check import check_environment
+from atroposlib.envs.server_handling.proxy.app import serving
 from atroposlib.errors import ConfigError, MissingExtraError
 from atroposlib.tasks.infinimath import (
     BUILTIN_GENERATORS,
@@ -93,6 +96,22 @@ def test_reward_of_a_completion(completion: str, reward: float) -> None:
         ("\N{MINUS SIGN}5", "-5", True),
         ("\\text{Yes}", "yes", True),
         ("\\left( 1, 2 \\right)", "(1,2)", True),
+        ("\\frac12", "1/2", True),
+        ("1\\tfrac 12", "3/2", True),
+        ("\\frac1{12}", "1/12", True),
+        ("\\frac123", "1/23", False),
+        ("\\displaystyle\\frac{1}{2}", "1/2", True),
+        ("\\(5\\)", "5", True),
+        ("(1011)_{2}", "1011", True),
+        ("1011_{\\text{two}}", "1011", True),
+        ("1176", "1176 m^2", True),
+        ("1176 \\text{ m}^2", "1176 m^2", True),
+        ("1176 m^3", "1176 m^2", False),
+        ("117", "1176 m^2", False),
+        ("86^\\circ", "86", True),
+        ("68.59", "68.59%", True),
+        ("68.59\\%", "68.59%", True),
+        ("36%", "36", False),
         ("-3", "3", False),
         ("701", "\\sqrt{701}", False),
         ("", "", False),
@@ -320,12 +339,35 @@ async def test_exercise_stays_as_it_is_without_a_key_or_an_answer() -> None:
 
 
 async def test_exercise_is_told_as_a_story_with_a_key() -> None:
-    async with ScriptedEngine(lambda _: "Two cats meet two cats. How many?") as engine:
+    reply = "<think>It is 4.</think>\nTwo cats meet two cats. How many?"
+    async with ScriptedEngine(lambda _: reply) as engine:
         writer = WordProblems(api_key="x", base_url=engine.base_url, model_name="m")
         story = await writer.rewrite("What is 2 + 2?")
         await writer.close()
 
     assert story == "Two cats meet two cats. How many?"
+
+
+@pytest.mark.parametrize(
+    "reply",
+    [
+        {"choices": None, "error": {"message": "overloaded"}},
+        {"choices": []},
+        {"choices": [{"index": 0, "finish_reason": "stop", "message": {"content": " \n"}}]},
+        {"choices": [{"index": 0, "finish_reason": "stop", "message": {"content": None}}]},
+        {"choices": [{"index": 0, "finish_reason": "length", "message": {"content": "Two"}}]},
+    ],
+)
+async def test_exercise_stays_as_it_is_without_a_story(reply: dict[str, Any]) -> None:
+    app = FastAPI()
+    app.post("/v1/chat/completions")(lambda: JSONResponse(reply))
+    async with serving(app, host="127.0.0.1", port=0) as port:
+        url = f"http://127.0.0.1:{port}/v1"
+        writer = WordProblems(api_key="x", base_url=url, model_name="m")
+        story = await writer.rewrite("What is 2 + 2?")
+        await writer.close()
+
+    assert story == "What is 2 + 2?"
 
 
 def test_environment_passes_the_check() -> None:

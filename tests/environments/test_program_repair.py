@@ -12,6 +12,8 @@ from atroposlib.envs.check import check_environment
 from atroposlib.envs.conversation import Reply, Turn
 from atroposlib.workspaces import WorkspaceError, open_workspaces
 from environments.program_repair import TASKS, BrokenProgram, ProgramRepairEnv, RepairConversation
+from tests.environments.offline import make_env
+from tests.fakes import ScriptedEngine
 
 pytestmark = pytest.mark.slow
 
@@ -35,7 +37,7 @@ async def env(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> AsyncIterator[
     except WorkspaceError as error:
         pytest.skip(str(error))
     env = object.__new__(ProgramRepairEnv)
-    env.config = ProgramRepairEnv.config_init()[0]
+    env.config, env.iter = ProgramRepairEnv.config_init()[0], 0
     await env.setup()
     yield env
     await env.close()
@@ -95,6 +97,25 @@ async def test_repaired_program_is_judged_by_hidden_cases(env: ProgramRepairEnv)
     assert "WRONG" not in str(ends["examples only"][0].messages)
 
 
+async def test_right_program_may_print_and_warn(env: ProgramRepairEnv) -> None:
+    program = BrokenProgram(0, 0)
+    right = program.correct_source
+    sources = {
+        "prints": right.replace("    ordered", "    print(numbers)\n    ordered", 1),
+        "writes errors": f"import sys\nprint('loaded', file=sys.stderr)\n{right}",
+        "causes a warning": right.replace("% 2 == 1", "% 2 is 1"),
+    }
+
+    rewards = {}
+    for name, source in sources.items():
+        conversation = env.start_conversation(program)
+        await conversation.reply(call(f"cat > median.py <<'END'\n{source}END"))
+        rewards[name] = (await conversation.reply(answer())).reward
+        await conversation.close()
+
+    assert rewards == dict.fromkeys(sources, 1.0)
+
+
 async def test_conversation_continues_with_its_files(env: ProgramRepairEnv) -> None:
     program = BROKEN[4]
     first, second = env.start_conversation(program), env.start_conversation(program)
@@ -110,6 +131,23 @@ async def test_conversation_continues_with_its_files(env: ProgramRepairEnv) -> N
     assert (await second.reply(answer())).reward == 1.0
     for conversation in (first, second):
         await conversation.close()
+
+
+async def test_programs_go_on_where_a_checkpoint_left_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with ScriptedEngine(["ok"]) as engine:
+        env, again = (make_env(ProgramRepairEnv, engine, monkeypatch) for _ in range(2))
+    for one in (env, again):
+        one.checkpoint_dir, one.wandb_prepend, one.curr_step = str(tmp_path), "repair_0", 1
+
+    programs = [await env.get_next_item() for _ in range(5)]
+    env.save_checkpoint(1)
+    again.load_checkpoint()
+    later = [await again.get_next_item() for _ in range(20)]
+
+    assert later == [await env.get_next_item() for _ in range(20)]
+    assert later[:5] != programs
 
 
 async def test_items_are_read_back_from_the_journal(env: ProgramRepairEnv) -> None:

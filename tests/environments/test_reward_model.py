@@ -55,6 +55,31 @@ def test_classifier_rates_alone_as_in_a_batch(reward_model: RewardModel) -> None
     assert reward_model.rate(PROMPT, []) == []
 
 
+@pytest.mark.parametrize("model_padding", [None, 0, 255])
+@pytest.mark.parametrize("tokenizer_padding", ["<pad>", None])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_decoder_rates_alone_as_in_a_batch(
+    model_padding: int | None, tokenizer_padding: str | None, side: str
+) -> None:
+    torch = pytest.importorskip("torch")
+    from transformers import AutoTokenizer, GPT2Config, GPT2ForSequenceClassification
+
+    torch.manual_seed(0)
+    sizes = {"vocab_size": 257, "n_embd": 32, "n_layer": 1, "n_head": 2, "n_positions": 128}
+    tokens = {"pad_token_id": model_padding, "bos_token_id": None, "eos_token_id": None}
+    config = GPT2Config(**sizes, **tokens, num_labels=1)
+    tokenizer = AutoTokenizer.from_pretrained(SAMPLE_MODEL)
+    tokenizer.pad_token, tokenizer.padding_side = tokenizer_padding, side
+    model = GPT2ForSequenceClassification(config).eval()
+    rated = RewardModel(model, tokenizer, max_tokens=None, batch_size=2)
+    answers = ["A short one.", "A longer answer, which is padded differently."]
+
+    together = rated.rate(PROMPT, answers)
+
+    alone = [rated.rate(PROMPT, [answer])[0] for answer in answers]
+    assert together == pytest.approx(alone, abs=1e-4)
+
+
 def test_classifier_of_two_labels_without_template_gives_their_difference(tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
@@ -252,6 +277,32 @@ async def test_group_without_a_choice_times_out_and_leaves_nothing(tmp_path: Pat
     assert (desk.num_timeouts, desk.pending) == (2, {})
     assert not desk.choose(CASE.case_id, 0)
     await desk.close()
+
+
+async def test_same_answers_are_shown_once_and_scored_alike(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with ScriptedEngine([PROBED, PROBED]) as engine:
+        env = make_env(
+            RewardModelEnv,
+            engine,
+            monkeypatch,
+            source="human",
+            dataset_path=str(SAMPLE),
+            preferences_path=str(tmp_path / "choices.jsonl"),
+        )
+    await env.setup()
+    assert env.desk is not None
+    item = await env.get_next_item()
+
+    scoring = asyncio.ensure_future(env.score_all(item, ["one", "two", "one", "two", "three"]))
+    case_id, _ = await _next_case(env)
+    page = preference_page(env.desk)
+    assert env.desk.choose(case_id, 2)
+
+    assert await scoring == [1.0, 0.0, 1.0, 0.0, 0.0]
+    assert [page.count(f"<pre>{text}</pre>") for text in ("one", "two", "three")] == [1, 1, 1]
+    await env.close()
 
 
 def test_page_escapes_every_text_and_cuts_long_ones(tmp_path: Path) -> None:

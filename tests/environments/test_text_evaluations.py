@@ -35,6 +35,8 @@ from environments.eval_environments.hle_eval import is_same_answer
         ("-2", "2", (False, False, False)),
         ("3.9", "3.2", (False, False, False)),
         ("1,000.0", "1000", (False, True, True)),
+        (".5", "5", (False, False, False)),
+        (".5", "0.5", (True, True, True)),
         ("?", "?!", (False, False, False)),
         ("", "7", (False, False, False)),
     ],

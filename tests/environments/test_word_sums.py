@@ -84,6 +84,22 @@ async def test_process_writes_sequences_with_masked_tool_results(
             assert trained.count("<tool_call>") == (2 if score else 0)
 
 
+async def test_problems_go_on_where_a_checkpoint_left_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async with ScriptedEngine(["ok"]) as engine:
+        env, again = (make_env(WordSumsEnv, engine, monkeypatch) for _ in range(2))
+    for one in (env, again):
+        one.checkpoint_dir, one.wandb_prepend, one.curr_step = str(tmp_path), "sums_0", 1
+        await one.setup()
+
+    problems = [await env.get_next_item() for _ in range(3)]
+    env.save_checkpoint(1)
+    again.load_checkpoint()
+
+    assert await again.get_next_item() == await env.get_next_item() not in problems
+
+
 def test_environment_passes_the_check() -> None:
     report = check_environment(WordSumsEnv)
 

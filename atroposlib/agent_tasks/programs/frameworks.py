@@ -105,7 +105,7 @@ def langgraph(instruction: str, words: argparse.Namespace) -> Any:
     agent = create_agent(model, [tool(bash)], system_prompt=PROMPT)
     chat = {"messages": [{"role": "user", "content": instruction}]}
     try:  # a turn is two steps of the graph: the model, and its tools
-        state = agent.invoke(chat, {"recursion_limit": 2 * words.max_turns + 1})
+        state = agent.invoke(chat, {"recursion_limit": 2 * words.max_turns})
     except GraphRecursionError as error:
         return error
     return state["messages"][-1].text

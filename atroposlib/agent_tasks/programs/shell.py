@@ -102,8 +102,9 @@ def _read_output(process: subprocess.Popen[bytes], timeout_s: float) -> tuple[bo
 
 
 def command_in(reply: str) -> str | None:
-    """Return the command in the first block of a reply; None without one."""
-    found = COMMAND.search(reply)
+    """Return the command in the first block after the thinking of a reply; None without one."""
+    answer = reply.rpartition("</think>")[2].partition("<think>")[0]
+    found = COMMAND.search(answer)
     return found.group(1).strip() or None if found else None
 
 
