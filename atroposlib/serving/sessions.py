@@ -526,10 +526,13 @@ class EpisodeHost:
             RefusedRequestError: the index is out of range.
         """
         count = self.num_tasks(split)
-        if index is None and seed is not None:
-            return random.Random(seed).randrange(count)
-        if index is None:
+        if index is None and seed is None:
             index, self._next_index = self._next_index % count, self._next_index + 1
+        if split == TRAIN:
+            # Clients may know this number from the time before the last item was drawn.
+            count = self.settings.num_tasks
+        if index is None:
+            index = random.Random(seed).randrange(count)
         if not 0 <= index < count:
             raise RefusedRequestError(
                 f"index {index} of the split {split} is out of range; expected 0 to {count - 1}",

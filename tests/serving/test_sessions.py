@@ -83,6 +83,17 @@ async def test_finite_environment_repeats_its_items() -> None:
         assert host.num_tasks("test") == 2
 
 
+async def test_item_of_an_index_and_of_a_seed_stays_the_same_when_all_items_are_known() -> None:
+    async with opened(f"{OWN}:QuestionEnv", num_tasks=100) as host:
+        seeded = [await host.start(seed=5) for _ in range(2)]
+        indexed = [await host.start(index=70) for _ in range(2)]
+
+        assert host.num_tasks("train") == 3
+        assert seeded[0].messages == seeded[1].messages
+        assert seeded[0].index == seeded[1].index
+        assert indexed[0].messages == indexed[1].messages
+
+
 @pytest.mark.parametrize(
     ("text", "is_truncated", "parts"),
     [
