@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import functools
 import io
 import logging
 import posixpath
@@ -13,14 +14,15 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
+from atroposlib.workspaces.box_tools import READING_ERRORS
 from atroposlib.workspaces.interface import Output, WorkspaceContentError
 
 __all__ = [
     "MAX_FILES",
     "MEMBER_BYTES",
     "OutputRecord",
+    "UntrustedTar",
     "extract",
-    "linked_file",
     "regular_files",
     "tar_of",
     "unified_diff",
@@ -70,10 +72,39 @@ class OutputRecord:
         return tuple(Output(time_s, stream, bytes(data)) for time_s, stream, data in self._pieces)
 
 
+class UntrustedTar(tarfile.TarFile):
+    """A tar archive that programs of a container wrote; `UntrustedTar.open` reads it."""
+
+    def next(self) -> tarfile.TarInfo | None:
+        """Return the next member.
+
+        Raises:
+            tarfile.ReadError: the member after it would start before it: such archives never end.
+        """
+        member = super().next()
+        if member is not None and self.offset <= member.offset:
+            raise tarfile.ReadError(f"{member.name!r} has a negative size")
+        return member
+
+    @functools.cached_property
+    def _by_name(self) -> dict[str, tarfile.TarInfo]:
+        return {member.name: member for member in self.getmembers()}
+
+    def linked_file(self, member: tarfile.TarInfo) -> tarfile.TarInfo | None:
+        """Return the regular file that a hard link stands for; None if the archive lacks it."""
+        found = self._by_name.get(member.linkname)
+        return found if found is not None and _is_plain(found) else None
+
+
+def _is_plain(member: tarfile.TarInfo) -> bool:
+    """Whether a member has all bytes of its content: a sparse file may be larger than memory."""
+    return member.isreg() and not member.issparse()
+
+
 def regular_files(*archives: bytes, max_bytes: int | None = None, strict: bool = False) -> bytes:
     """Return a tar archive with the regular files and folders of others.
 
-    Hard links become files. Other links, devices and setuid bits are left out.
+    Hard links become files. Other links, devices, sparse files and setuid bits are left out.
 
     Args:
         archives: archives whose contents are not trusted.
@@ -89,11 +120,11 @@ def regular_files(*archives: bytes, max_bytes: int | None = None, strict: bool =
     with tarfile.open(fileobj=output, mode="w", format=tarfile.PAX_FORMAT) as kept:
         for archive in filter(None, archives):
             try:
-                with tarfile.open(fileobj=io.BytesIO(archive), mode="r:") as members:
+                with UntrustedTar.open(fileobj=io.BytesIO(archive), mode="r:") as members:
                     for member in members:
                         total += _keep(members, member, kept, done, strict=strict)
                         _check_bounds(total, len(done), max_bytes)
-            except (tarfile.TarError, EOFError, OSError) as error:
+            except READING_ERRORS as error:
                 raise WorkspaceContentError(f"an archive is malformed: {error}") from error
     return output.getvalue()
 
@@ -106,7 +137,7 @@ def _check_bounds(total: int, num_files: int, max_bytes: int | None) -> None:
 
 
 def _keep(
-    members: tarfile.TarFile,
+    members: UntrustedTar,
     member: tarfile.TarInfo,
     kept: tarfile.TarFile,
     done: dict[str, tuple[int, int]],
@@ -116,7 +147,7 @@ def _keep(
     """Copy a regular file or folder to another archive; return the size of its content."""
     name = posixpath.normpath(member.name)
     is_outside = name.startswith(("/", "../")) or name == ".."
-    if strict and (is_outside or not (member.isdir() or member.isreg())):
+    if strict and (is_outside or not (member.isdir() or _is_plain(member))):
         raise WorkspaceContentError(
             f"{member.name!r} in an archive: expected regular files and folders with paths "
             "relative to /"
@@ -131,25 +162,16 @@ def _keep(
         done[name] = (0, 0)
         return 0
     if member.islnk():
-        linked = linked_file(members, member)
+        linked = members.linked_file(member)
         if linked is None:
             return 0
         member = linked
-    if not member.isreg():
+    if not _is_plain(member):
         return 0
     copy.size = member.size
     kept.addfile(copy, members.extractfile(member))
     done[name] = (0, member.size)
     return member.size
-
-
-def linked_file(members: tarfile.TarFile, member: tarfile.TarInfo) -> tarfile.TarInfo | None:
-    """Return the regular file that a hard link of an archive stands for; None if it lacks it."""
-    try:
-        found = members.getmember(member.linkname)
-    except KeyError:
-        return None
-    return found if found.isreg() else None
 
 
 def extract(archive: bytes, inside: str, folder: Path) -> None:
