@@ -200,6 +200,7 @@ async def test_removed_and_replaced_files_are_changes(workspace: Workspace) -> N
 
     assert [change[:2] for change in changes] == [
         ("/app/binary", "removed"),
+        ("/app/sub/", "removed"),
         ("/app/sub/run.sh", "removed"),
         ("/app/text.txt", "removed"),
         ("/app/text.txt/y", "added"),
