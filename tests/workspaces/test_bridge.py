@@ -32,7 +32,7 @@ async def test_refusal_that_comes_before_the_pipe_is_read_ends_the_connection() 
         running = asyncio.create_task(ends.run())
         opening = asyncio.create_task(ends.carry(8000, await near.get()))
 
-        while not pipe.written:
+        while not pipe.written:  # noqa: ASYNC110 - it has no event
             await asyncio.sleep(0)
         number, _, _ = HEAD.unpack(pipe.written[: HEAD.size])
         carried.feed_data(HEAD.pack(number, ABORT, 0))
