@@ -170,8 +170,8 @@ class ControlGroups:
                     _write(f"{folder}/{file}", values[file])
             yield Membership(folders, _memory_bytes(limits), self.count_memory, written)
         finally:
-            for folder in folders:
-                await asyncio.shield(_remove(Path(folder)))
+            # Together: the wait for the first one may be cancelled.
+            await asyncio.shield(_remove_all(folders))
 
     def _new_folders(self) -> tuple[str, ...]:
         """Return paths without groups; a killed process may have had the id of this one."""
@@ -429,6 +429,11 @@ def _read(file: str) -> str:
         return os.read(fd, READ_BYTES).decode()
     finally:
         os.close(fd)
+
+
+async def _remove_all(folders: Iterable[str]) -> None:
+    for folder in folders:
+        await _remove(Path(folder))
 
 
 async def _remove(folder: Path) -> None:

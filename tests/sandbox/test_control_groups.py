@@ -48,6 +48,29 @@ async def test_group_that_a_killed_process_of_the_same_id_left_is_not_reused(
     assert names == [f"{os.getpid()}-1"] * 2
 
 
+async def test_all_groups_of_a_program_are_removed_although_the_wait_for_it_is_cancelled(
+    root: Path,
+) -> None:
+    groups = ControlGroups(root)
+
+    async def join() -> None:
+        async with groups.join(SandboxLimits()) as members:
+            (Path(members.folders[0]) / "busy").touch()  # as a process that has not ended yet
+            folders.extend(map(Path, members.folders))
+            joined.set()
+
+    folders: list[Path] = []
+    joined = asyncio.Event()
+    joining = asyncio.create_task(join())
+    await joined.wait()
+    joining.cancel()
+    await asyncio.wait({joining})
+    (folders[0] / "busy").unlink()
+    await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()})
+
+    assert [folder.exists() for folder in folders] == [False, False]
+
+
 def unified(root: Path, path: str, *, handed_down: str) -> Path:
     """Make a group of version 2 with what lies above it, as the kernel shows them."""
     folder = root
