@@ -499,6 +499,11 @@ class ContainerWorkspace(Workspace):
                 await keeper.end_processes()
             if not marked.is_started:
                 raise WorkspaceError(f"{program} could not be started: {message_of(finished)}")
+            if finished.stopped_for is None and finished.returncode < 0:
+                # Of the program of the engine: exit codes of commands are not negative.
+                raise WorkspaceError(
+                    f"{words[0]}, which ran {program}, was ended by signal {-finished.returncode}"
+                )
             ended_by, exit_code = ending_of(
                 finished,
                 exit_code=finished.returncode,
