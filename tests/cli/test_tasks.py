@@ -116,7 +116,13 @@ def test_full_disk_is_one_line(
 
 
 @pytest.mark.parametrize(
-    "words", [("tasks", "list", "many"), ("tasks", "show", "many/t"), ("env", "list")]
+    "words",
+    [
+        ("tasks", "list", "many"),
+        ("tasks", "show", "many/t"),
+        ("env", "list"),
+        ("new_env", "my_game"),
+    ],
 )
 def test_reader_that_has_left_ends_the_output(words: tuple[str, ...], tmp_path: Path) -> None:
     write_task(tmp_path / "many" / "t")
