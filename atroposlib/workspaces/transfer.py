@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import errno
 import functools
 import io
 import logging
@@ -37,6 +38,8 @@ MAX_FILES = 100_000
 MEMBER_BYTES = 16_384
 """Bound of the headers of one file in an archive."""
 MAX_DIFF_LINES = 2000
+NAME_ERRORS = (errno.EEXIST, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG, errno.EILSEQ)
+"""Errors of writing a file for which its path is the cause, and not this machine."""
 
 
 class OutputRecord:
@@ -178,7 +181,8 @@ def extract(archive: bytes, inside: str, folder: Path) -> None:
     """Write files of a workspace to a folder of this machine, to which only this process writes.
 
     Raises:
-        WorkspaceContentError: a file has the path of a folder, or a folder that of a file.
+        WorkspaceContentError: a file has the path of a folder, a folder that of a file, or a path
+            is not possible on this machine.
     """
     start = inside.strip("/")
     with tarfile.open(fileobj=io.BytesIO(archive), mode="r:") as members:
@@ -194,7 +198,9 @@ def extract(archive: bytes, inside: str, folder: Path) -> None:
                 elif (content := members.extractfile(member)) is not None:
                     place.parent.mkdir(parents=True, exist_ok=True)
                     place.write_bytes(content.read())
-            except (FileExistsError, IsADirectoryError, NotADirectoryError) as error:
+            except OSError as error:
+                if error.errno not in NAME_ERRORS:
+                    raise
                 raise WorkspaceContentError(
                     f"{member.name!r} of a workspace cannot be copied to this machine: {error}"
                 ) from error

@@ -5,13 +5,14 @@ from __future__ import annotations
 import io
 import tarfile
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from atroposlib.workspaces import WorkspaceContentError
 from atroposlib.workspaces.container_saving import packed_changes
-from atroposlib.workspaces.transfer import UntrustedTar, regular_files
+from atroposlib.workspaces.transfer import UntrustedTar, extract, regular_files
 
 MAX_BYTES = 100_000
 
@@ -122,3 +123,13 @@ def test_hard_links_become_files_and_are_found_in_one_pass(
         content = members.extractfile("app/7")
         assert content is not None
         assert content.read() == b"text"
+
+
+@pytest.mark.parametrize("name", ["x" * 300, "x/" * 3000 + "x"])
+def test_name_that_this_machine_does_not_allow_is_an_error_of_content(
+    tmp_path: Path, name: str
+) -> None:
+    archive = collected(archive_of(member(f"out/{name}", path=f"out/{name}")))
+
+    with pytest.raises(WorkspaceContentError, match="cannot be copied to this machine"):
+        extract(archive, "/out", tmp_path)
