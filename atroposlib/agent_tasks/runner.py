@@ -92,6 +92,18 @@ BASH = "/bin/bash"
 _USER_PROGRAMS = re.compile(r"/(?:root|home/[^/]+)/\.local(?=/|$)")
 """Folder of programs and Python packages of a user, which come first on PATH."""
 _HOMES = re.compile(r"/root|/home(?:/[^/]+)?")
+_REMOVE = """
+rm -rf -- "$@" 2>/dev/null && exit
+for path do
+  path=${path%/}
+  rm -rf -- "$path" 2>/dev/null && continue
+  folder=${path%/*}/
+  mode=$(stat -c %a -- "$folder") && chmod u+rwx -- "$folder" || exit
+  [ -L "$path" ] || chmod -R u+rwX -- "$path"
+  rm -rf -- "$path" && chmod "$mode" -- "$folder" || exit
+done
+"""
+"""Removes files, also those of folders that their owner cannot write to."""
 _KEEP_USER_PROGRAMS = """
 mkdir /.kept || exit
 number=0
@@ -100,14 +112,14 @@ for folder in /root/.local /home/*/.local; do
   [ ! -d "$folder" ] || mv "$folder" "/.kept/$number" || exit
   set -- "$@" "$folder"
 done
-xargs -0 rm -rf -- || exit
+xargs -0 sh -c REMOVE sh || exit
 number=0
 for folder in "$@"; do
   number=$((number + 1))
   [ ! -d "/.kept/$number" ] || { mkdir -p "${folder%/*}" && mv "/.kept/$number" "$folder"; } || exit
 done
 rm -r /.kept
-"""
+""".replace("REMOVE", shlex.quote(_REMOVE))
 _MAX_DEPTH = 128
 """Names in the path of an artifact; longer paths are left out."""
 
@@ -651,7 +663,7 @@ def _taken(
 
 def _replaced(changes: Sequence[FileChange]) -> list[str]:
     """Return the paths of the base that are gone: a file may have become a link, or a folder."""
-    gone = [change.path for change in changes if change.kind != "added"]
+    gone = [change.path.rstrip("/") for change in changes if change.kind != "added"]
     parents = {str(parent) for path in gone for parent in PurePosixPath(path).parents}
     return [*gone, *(c.path for c in changes if c.kind == "added" and c.path in parents)]
 
@@ -664,7 +676,7 @@ async def _restore(task: Task, workspace: Workspace, work: _Work) -> None:
     """
     if work.removed:
         paths = b"".join(os.fsencode(path) + b"\0" for path in work.removed)
-        command: Sequence[str] = ("xargs", "-0", "rm", "-rf", "--")
+        command: Sequence[str] = ("xargs", "-0", "sh", "-c", _REMOVE, "sh")
         if not _has_user_programs(task) and any(map(_HOMES.fullmatch, work.removed)):
             command = ("sh", "-c", _KEEP_USER_PROGRAMS)
         limits = SandboxLimits(wall_s=_CLEANUP_S)

@@ -11,7 +11,12 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from atroposlib.errors import ConfigError
-from atroposlib.utils.command_parser import CommandParser, end_command, prepare_command
+from atroposlib.utils.command_parser import (
+    CommandParser,
+    end_command,
+    prepare_command,
+    reader_may_leave,
+)
 from atroposlib.utils.writable import naming_writes, require_writable_folder
 
 __all__ = ["KINDS", "main", "write_environment"]
@@ -52,16 +57,15 @@ def main() -> None:
     except (ConfigError, OSError) as error:
         end_command(parser.prog, f"error: {error}", code=2)
     script, test, data = (str(path) for path in paths)
-    print(
-        NEXT_STEPS.format(
-            files=f"{script}, {test} and {data}",
-            python=Path(sys.executable).name,
-            script=script,
-            test=test,
-            data=data,
-        ),
-        end="",
+    steps = NEXT_STEPS.format(
+        files=f"{script}, {test} and {data}",
+        python=Path(sys.executable).name,
+        script=script,
+        test=test,
+        data=data,
     )
+    with reader_may_leave():
+        print(steps, end="")
 
 
 def write_environment(name: str, *, kind: str, folder: Path) -> list[Path]:

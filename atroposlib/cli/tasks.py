@@ -108,14 +108,19 @@ def _validate(args: argparse.Namespace) -> int:
     if args.json is not None:
         require_writable_file(args.json, "--json")
     reports = asyncio.run(_validated(load_tasks(args.tasks), args))
-    print(_report_table(reports), end="")
-    if args.json is not None:
-        content = [_report_json(report) for report in reports]
-        with naming_writes(Path(args.json)):
-            Path(args.json).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    _write_json(args.json, [_report_json(report) for report in reports])
     num_valid = sum(report.is_valid for report in reports)
-    print(f"{num_valid} of {len(reports)} tasks are valid")
+    with reader_may_leave():
+        print(_report_table(reports), end="")
+        print(f"{num_valid} of {len(reports)} tasks are valid")
     return 0 if num_valid == len(reports) else 1
+
+
+def _write_json(file: str | None, content: Any) -> None:
+    """Write results to the file of `--json`, if it is given; before they are printed."""
+    if file is not None:
+        with naming_writes(Path(file)):
+            Path(file).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 async def _validated(tasks: Sequence[Task], args: argparse.Namespace) -> list[TaskReport]:
@@ -244,11 +249,9 @@ def _run(args: argparse.Namespace) -> int:
     else:
         agent = AgentCommand(name="command", command=("sh", "-c", args.agent))
     run = asyncio.run(_one_run(load_task(Path(args.task)), agent, args.workspaces))
-    print(_run_text(run), end="")
-    if args.json is not None:
-        content = json.dumps(dataclasses.asdict(run), indent=2)
-        with naming_writes(Path(args.json)):
-            Path(args.json).write_text(content + "\n", encoding="utf-8")
+    _write_json(args.json, dataclasses.asdict(run))
+    with reader_may_leave():
+        print(_run_text(run), end="")
     return 0 if run.outcome == "done" else 1
 
 
@@ -300,10 +303,12 @@ def _new(args: argparse.Namespace) -> int:
             file.write_text(text, encoding="utf-8")
         if text.startswith("#!"):
             file.chmod(0o755)
-    print(f"wrote {', '.join(str(folder / name) for name in _TEMPLATE)}\n")
+    with reader_may_leave():
+        print(f"wrote {', '.join(str(folder / name) for name in _TEMPLATE)}\n")
     reports = asyncio.run(_validated([load_task(folder)], args))
-    print(_report_table(reports), end="")
-    print(_NEXT_STEPS.format(folder=folder), end="")
+    with reader_may_leave():
+        print(_report_table(reports), end="")
+        print(_NEXT_STEPS.format(folder=folder), end="")
     return 0 if reports[0].is_valid else 1
 
 

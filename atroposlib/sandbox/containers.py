@@ -311,7 +311,14 @@ class Containers:
         async with self._slots.of_loop(), self._joined(name, limits) as join:
             with TemporaryDirectory(prefix="atropos-sandbox-") as folder:
                 bundle = Path(folder)
-                await asyncio.to_thread(self._fill, bundle, name, command, files, limits)
+                filling = asyncio.create_task(
+                    asyncio.to_thread(self._fill, bundle, name, command, files, limits)
+                )
+                try:
+                    await asyncio.shield(filling)
+                except asyncio.CancelledError:
+                    await asyncio.wait({filling})  # the folder is removed after its last file
+                    raise
                 runtime = [self._program, "--root", str(bundle / "state"), *self._runtime.options]
                 started = bundle / "pid"
                 words = [*runtime, "run", "--bundle", folder, "--pid-file", str(started), name]

@@ -19,6 +19,7 @@ import resource
 import shutil
 import signal
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
 from typing import Literal
@@ -64,6 +65,7 @@ READ_BYTES = 4096
 REMOVE_TRIES = 50
 REMOVE_PAUSE_S = 0.002
 WATCH_PAUSE_S = 0.05
+WATCH_THREADS = 4
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 FILE_BYTES = 1536  # approximate kernel memory of an empty file
 SOCKET_BYTES = 212_992  # buffer of a socket other than TCP: net.core.wmem_default
@@ -118,9 +120,12 @@ class Membership:
             pid: id of its first process.
             kill: ends all of its processes.
         """
+        measure = functools.partial(_memory_of, pid, self.memory_bytes, self.written)
+        loop = asyncio.get_running_loop()
         while not self.is_memory_counted:
             await asyncio.sleep(WATCH_PAUSE_S)
-            if _memory_of(pid, self.memory_bytes, self.written) > self.memory_bytes:
+            # In a thread: for programs with many processes or connections, it takes long.
+            if await loop.run_in_executor(_watch_threads(), measure) > self.memory_bytes:
                 self.was_killed_here = True
                 kill()
                 return
@@ -165,8 +170,8 @@ class ControlGroups:
                     _write(f"{folder}/{file}", values[file])
             yield Membership(folders, _memory_bytes(limits), self.count_memory, written)
         finally:
-            for folder in folders:
-                await asyncio.shield(_remove(Path(folder)))
+            # Together: the wait for the first one may be cancelled.
+            await asyncio.shield(_remove_all(folders))
 
     def _new_folders(self) -> tuple[str, ...]:
         """Return paths without groups; a killed process may have had the id of this one."""
@@ -320,6 +325,12 @@ def _values(limits: SandboxLimits) -> dict[str, str]:
     return dict(zip(LIMITS, (memory, "0", processes, memory, memory, memory), strict=True))
 
 
+@functools.cache
+def _watch_threads() -> ThreadPoolExecutor:
+    """Return threads of their own, since others may wait for what a program does."""
+    return ThreadPoolExecutor(WATCH_THREADS, thread_name_prefix="atropos-watch")
+
+
 def _memory_of(pid: int, enough: int, written: Iterable[str]) -> int:
     """Return the bytes of a process, its descendants, their folders and their sockets.
 
@@ -358,17 +369,26 @@ def _share(pid: str) -> int:
 
 def _sockets_of(pid: int) -> int:
     """Return the memory of the sockets of a network namespace, TCP buffers included."""
+    folder = f"/proc/{pid}/net"
     taken = 0
-    with contextlib.suppress(OSError, StopIteration):
+    with contextlib.suppress(OSError):
         if os.path.samestat(os.stat(f"/proc/{pid}/ns/net"), os.stat("/proc/self/ns/net")):  # noqa: PTH116
             return 0  # not in the box yet
-        rows = Path(f"/proc/{pid}/net/sockstat").read_text().splitlines()
-        taken += SOCKET_BYTES * next(int(row.split()[2]) for row in rows if "sockets: used" in row)
+        counts = _counts_of(f"{folder}/sockstat") | _counts_of(f"{folder}/sockstat6")
+        taken += SOCKET_BYTES * counts.get("sockets", 0)
         for name in ("tcp", "tcp6"):
-            for row in Path(f"/proc/{pid}/net/{name}").read_text().splitlines()[1:]:
+            if not counts.get(name.upper()):
+                continue  # the kernel searches the connections of the machine for this table
+            for row in Path(f"{folder}/{name}").read_text().splitlines()[1:]:
                 sent, received = row.split()[4].split(":")
                 taken += int(sent, 16) + int(received, 16)
     return taken
+
+
+def _counts_of(file: str) -> dict[str, int]:
+    """Return the numbers of sockets in use by their kind."""
+    rows = (line.split() for line in _read(file).splitlines())
+    return {row[0].rstrip(":"): int(row[2]) for row in rows if row[1] in ("used", "inuse")}
 
 
 def _files_of(pid: int, written: Iterable[str]) -> int:
@@ -409,6 +429,11 @@ def _read(file: str) -> str:
         return os.read(fd, READ_BYTES).decode()
     finally:
         os.close(fd)
+
+
+async def _remove_all(folders: Iterable[str]) -> None:
+    for folder in folders:
+        await _remove(Path(folder))
 
 
 async def _remove(folder: Path) -> None:

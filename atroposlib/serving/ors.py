@@ -94,9 +94,10 @@ class OrsTask(Environment):  # type: ignore[misc]  # the package is untyped
 
     @classmethod
     async def get_task(cls, split: str, index: int) -> dict[str, Any]:
-        if not 0 <= index < cls.host.num_tasks(split):
-            raise IndexError(index)
-        return {"split": split, "index": index}
+        try:
+            return {"split": split, "index": cls.host.index_of(split, index, None)}
+        except RefusedRequestError as error:
+            raise IndexError(index) from error
 
     @classmethod
     async def get_task_range(

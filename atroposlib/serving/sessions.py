@@ -526,10 +526,13 @@ class EpisodeHost:
             RefusedRequestError: the index is out of range.
         """
         count = self.num_tasks(split)
-        if index is None and seed is not None:
-            return random.Random(seed).randrange(count)
-        if index is None:
+        if index is None and seed is None:
             index, self._next_index = self._next_index % count, self._next_index + 1
+        if split == TRAIN:
+            # Clients may know this number from the time before the last item was drawn.
+            count = self.settings.num_tasks
+        if index is None:
+            index = random.Random(seed).randrange(count)
         if not 0 <= index < count:
             raise RefusedRequestError(
                 f"index {index} of the split {split} is out of range; expected 0 to {count - 1}",
@@ -560,7 +563,11 @@ class EpisodeHost:
 
     async def _begin(self, split: str, index: int) -> ServedEpisode:
         item = await self.within_limits(self._item(split, index), "the item")
-        conversation = await self.within_limits(self._start(item), "the start")
+        try:
+            conversation = self._conversation(item)
+        except Exception as error:
+            raise self._refusal("the start", error) from error
+        # Nothing is awaited in between: a conversation that is not closed may keep a program.
         episode = ServedEpisode(self, conversation, split=split, index=index)
         try:
             await self.within_limits(episode.begin(), "the start")
@@ -620,12 +627,16 @@ class EpisodeHost:
         except asyncio.CancelledError as error:
             raise RefusedRequestError(f"{what} cancelled itself", status=500) from error
         except Exception as error:
-            logger.exception("%s: %s failed", self.name, what)
-            raise RefusedRequestError(
-                f"{what} of the environment failed ({type(error).__name__}); the log of the server "
-                "has the details",
-                status=500,
-            ) from error
+            raise self._refusal(what, error) from error
+
+    def _refusal(self, what: str, error: Exception) -> RefusedRequestError:
+        """Log an error of the environment, and return the one for the client."""
+        logger.error("%s: %s failed", self.name, what, exc_info=error)
+        return RefusedRequestError(
+            f"{what} of the environment failed ({type(error).__name__}); the log of the server "
+            "has the details",
+            status=500,
+        )
 
     def _conversation(self, item: Any) -> Conversation:
         if isinstance(self.env, SingleTurnEnv):
@@ -634,9 +645,6 @@ class EpisodeHost:
         if not isinstance(conversation, Conversation):
             raise TypeError(f"start_conversation returned {conversation!r:.100}")
         return conversation
-
-    async def _start(self, item: Any) -> Conversation:
-        return self._conversation(item)
 
     async def _item(self, split: str, index: int) -> Any:
         if split == TEST:

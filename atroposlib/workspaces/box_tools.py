@@ -96,6 +96,12 @@ def make_accessible(path: str, mode: int) -> None:
     CHANGED_MODES.append((path, os.lstat(path).st_ino, before))
 
 
+def make_writable(folder: str) -> None:
+    """Make a folder writable, until `restore_modes`, for its owner: files of it are replaced."""
+    if not os.access(folder, os.W_OK | os.X_OK):
+        make_accessible(folder, 0o700)
+
+
 def restore_modes() -> None:
     """Restore the permissions that `make_accessible` changed, except of what was replaced since."""
     while CHANGED_MODES:
@@ -191,6 +197,7 @@ def put(archive_file: BinaryIO, *, has_links: bool) -> None:
         places: dict[str, str] = {}
         for member in members:
             extract(archive, member, places)
+        restore_modes()
         for member in reversed(folders):  # last, since a folder may be read-only
             place = places["/".join(names_of(member))]
             os.chmod(place, member.mode & 0o777)  # noqa: PTH101
@@ -228,6 +235,7 @@ def make_folder(names: list[str], places: dict[str, str]) -> str:
             if os.path.islink(inner):  # noqa: PTH114
                 inner = resolve(inner[len(MERGED) :], follow_last=True)
             if not os.path.isdir(inner):  # noqa: PTH112
+                make_writable(place)
                 os.mkdir(inner)  # noqa: PTH102
             places[shown] = inner
         place = places[shown]
@@ -240,7 +248,9 @@ def extract(archive: tarfile.TarFile, member: tarfile.TarInfo, places: dict[str,
     if member.isdir() or not names:
         places["/".join(names)] = make_folder(names, places)
         return
-    place = f"{make_folder(names[:-1], places)}/{names[-1]}"
+    folder = make_folder(names[:-1], places)
+    make_writable(folder)
+    place = f"{folder}/{names[-1]}"
     if os.path.lexists(place):
         os.unlink(place)  # noqa: PTH108 - a link is replaced, not followed
     if member.issym():
@@ -300,11 +310,15 @@ class Changes:
             yield [path, "modified", new.st_size, self._diff(path, old, new)]
 
     def _all(self, root: str, path: str, kind: str) -> Iterator[list[Any]]:
-        """Yield a file, or the files of a folder, and folders that are empty."""
+        """Yield a file, or the files of a folder and folders that are empty.
+
+        A folder that was removed is yielded before its files.
+        """
         for place, _, state in walk(root + path, ""):
             found = place[len(root) :]
             if stat.S_ISDIR(state.st_mode):
-                if not entries(place) and found not in self._hidden:
+                is_gone = kind == "removed" and found == path
+                if (is_gone or not entries(place)) and found not in self._hidden:
                     yield [found + "/", kind, 0, None]
             elif found not in self._hidden or state.st_size:
                 pair = (state, None) if kind == "removed" else (None, state)

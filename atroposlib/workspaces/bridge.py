@@ -82,8 +82,10 @@ class Multiplexer:
             streams[1].transport.abort()
             return
         self._last = (self._last + 1) % 2**32
-        await self._send(self._last, OPEN, str(port).encode())
+        self._writer.write(self._frame(self._last, OPEN, str(port).encode()))
+        # Before anything is awaited: the answer of the other end may come at once.
         self._begin(self._last, streams)
+        await self._writer.drain()
 
     async def _accept(self, number: int, data: bytes) -> None:
         try:
@@ -140,8 +142,11 @@ class Multiplexer:
                 connection.task.cancel()
 
     async def _send(self, number: int, kind: int, data: bytes = b"") -> None:
-        self._writer.write(HEAD.pack(number, kind, len(data)) + data)
+        self._writer.write(self._frame(number, kind, data))
         await self._writer.drain()
+
+    def _frame(self, number: int, kind: int, data: bytes) -> bytes:
+        return HEAD.pack(number, kind, len(data)) + data
 
 
 async def serve(folder: str, ports: List[int]) -> None:  # noqa: UP006

@@ -26,6 +26,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from atroposlib.utils.writable import FULL_DISK
 from atroposlib.workspaces.interface import WorkspaceError
 
 __all__ = ["BaseCache", "CachedBase", "remove_tree"]
@@ -102,6 +103,17 @@ class BaseCache:
                 f"the folder of prepared workspaces cannot be created: {error}; "
                 "set ATROPOS_WORKSPACES_DIR to a folder on a local disk"
             ) from error
+        try:
+            return await self._get(key, build)
+        except OSError as error:
+            if not self._is_of_cache(error):
+                raise
+            raise WorkspaceError(
+                f"prepared workspaces cannot be written to {self._folder}: {_reason(error)}; "
+                "free space there, or set ATROPOS_WORKSPACES_DIR to another folder on a local disk"
+            ) from error
+
+    async def _get(self, key: str, build: Build) -> CachedBase:
         while True:
             base = await self._open(key)
             if base is not None:
@@ -113,6 +125,12 @@ class BaseCache:
                     await asyncio.to_thread(self._trim)
             finally:
                 os.close(lock)
+
+    def _is_of_cache(self, error: OSError) -> bool:
+        """Whether an error is one of writing to the cache, and not of reading a build context."""
+        if isinstance(error, shutil.Error) or error.errno in FULL_DISK:
+            return True
+        return error.filename is not None and str(error.filename).startswith(str(self._folder))
 
     async def discard(self, base: CachedBase) -> None:
         """Remove a base whose files were changed, also if other processes use it."""
@@ -206,6 +224,11 @@ class BaseCache:
         finally:
             os.close(fd)
         return True
+
+
+def _reason(error: OSError) -> str:
+    """Return the message of an error; of those of several copied files, the first one."""
+    return str(error.args[0][0][2] if isinstance(error, shutil.Error) else error)
 
 
 def remove_tree(folder: Path) -> None:

@@ -25,7 +25,7 @@ from atroposlib.workspaces.box_tools import (
     check_saved,
 )
 from atroposlib.workspaces.interface import WorkspaceContentError
-from atroposlib.workspaces.transfer import MAX_FILES, MEMBER_BYTES, linked_file
+from atroposlib.workspaces.transfer import MAX_FILES, MEMBER_BYTES, UntrustedTar
 
 __all__ = ["Unpacked", "packed_changes", "unpacked"]
 
@@ -108,9 +108,9 @@ def _file(name: str, found: tarfile.TarInfo, content: bytes) -> tuple[tarfile.Ta
 def _files(raw: Sequence[bytes]) -> Iterator[tuple[tarfile.TarInfo, bytes]]:
     """Yield the regular files and symbolic links of archives; hard links become files."""
     for archive in filter(None, raw):
-        with tarfile.open(fileobj=io.BytesIO(archive), mode="r:") as members:
+        with UntrustedTar.open(fileobj=io.BytesIO(archive), mode="r:") as members:
             for member in members:
-                source = linked_file(members, member) if member.islnk() else member
+                source = members.linked_file(member) if member.islnk() else member
                 if member.issym():
                     yield member, b""
                 elif source is not None and source.isreg() and not source.issparse():

@@ -114,6 +114,7 @@ done
 """
 EXTRACT = "exec tar -x -o -p -f - -C /"
 STDOUT, STDERR = 1, 2
+HIGHEST_EXIT_CODE = 255
 SOME_MISSING = 2
 """Highest exit code of `tar` and `stat` if some files could not be read."""
 VARIABLE = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
@@ -494,11 +495,19 @@ class ContainerWorkspace(Workspace):
                 kill=keeper.end_processes,
                 on_output=marked.add,
             )
-            marked.finish(finished.returncode, finished.duration_s)
+            is_noticed = marked.finish(finished.returncode, finished.duration_s)
             if finished.stopped_for is None:
                 await keeper.end_processes()
             if not marked.is_started:
                 raise WorkspaceError(f"{program} could not be started: {message_of(finished)}")
+            if finished.stopped_for is None and finished.returncode < 0:
+                # Of the program of the engine: exit codes of commands are not negative.
+                raise WorkspaceError(
+                    f"{words[0]}, which ran {program}, was ended by signal {-finished.returncode}"
+                )
+            if finished.stopped_for is None and not is_noticed:
+                reason = message_of(finished).splitlines()[-1]
+                raise WorkspaceError(f"{words[0]} lost the connection to {program}: {reason}")
             ended_by, exit_code = ending_of(
                 finished,
                 exit_code=finished.returncode,
@@ -638,22 +647,27 @@ class MarkedOutput:
 
     def __init__(self, record: OutputRecord, max_bytes: int, *, notice: str = "") -> None:
         self.mark = f"<{secrets.token_hex(16)}>"
-        self.num_added = len(self.mark) + len(notice)
+        self.num_added = len(self.mark) + len(notice.format(HIGHEST_EXIT_CODE))
         """Bytes of standard error that are not of the command."""
         self._left = {STDOUT: max_bytes, STDERR: max_bytes}
         self.is_started = False
         self._before = b""
         self._record = record
         self._notice = notice
-        self._num_held = len(notice)
+        self._num_held = len(notice.format(HIGHEST_EXIT_CODE))
         self._held = b""
 
-    def finish(self, exit_code: int, time_s: float) -> None:
-        """Add what was held back, without the notice of this exit code."""
+    def finish(self, exit_code: int, time_s: float) -> bool:
+        """Add what was held back, without the notice of this exit code.
+
+        Returns:
+            False if there is no notice although this exit code should have one.
+        """
         held, self._held, self._num_held = self._held, b"", 0
-        if exit_code != 0 and self._notice:
-            held = held.removesuffix(self._notice.format(exit_code).encode())
-        self.add(STDERR, held, time_s)
+        notice = self._notice.format(exit_code).encode() if exit_code != 0 else b""
+        is_noticed = held.endswith(notice)
+        self.add(STDERR, held.removesuffix(notice), time_s)
+        return is_noticed
 
     def add(self, fd: int, data: bytes, time_s: float) -> None:
         if fd == STDERR and not self.is_started:

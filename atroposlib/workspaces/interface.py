@@ -124,8 +124,8 @@ class FileChange(NamedTuple):
     """A difference between a workspace and its base."""
 
     path: str
-    """Absolute path in the workspace, with a final `/` for an empty folder. Bytes that are not
-    UTF-8 are surrogate escapes, as of `os.fsdecode`."""
+    """Absolute path in the workspace, with a final `/` for a folder that is empty, or was removed.
+    Bytes that are not UTF-8 are surrogate escapes, as of `os.fsdecode`."""
     kind: Literal["added", "modified", "removed"]
     size: int
     """Bytes of the new content; 0 if removed."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import errno
+import functools
 import io
 import logging
 import posixpath
@@ -13,14 +15,15 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Literal
 
+from atroposlib.workspaces.box_tools import READING_ERRORS
 from atroposlib.workspaces.interface import Output, WorkspaceContentError
 
 __all__ = [
     "MAX_FILES",
     "MEMBER_BYTES",
     "OutputRecord",
+    "UntrustedTar",
     "extract",
-    "linked_file",
     "regular_files",
     "tar_of",
     "unified_diff",
@@ -35,6 +38,8 @@ MAX_FILES = 100_000
 MEMBER_BYTES = 16_384
 """Bound of the headers of one file in an archive."""
 MAX_DIFF_LINES = 2000
+NAME_ERRORS = (errno.EEXIST, errno.EISDIR, errno.ENOTDIR, errno.ENAMETOOLONG, errno.EILSEQ)
+"""Errors of writing a file for which its path is the cause, and not this machine."""
 
 
 class OutputRecord:
@@ -70,10 +75,39 @@ class OutputRecord:
         return tuple(Output(time_s, stream, bytes(data)) for time_s, stream, data in self._pieces)
 
 
+class UntrustedTar(tarfile.TarFile):
+    """A tar archive that programs of a container wrote; `UntrustedTar.open` reads it."""
+
+    def next(self) -> tarfile.TarInfo | None:
+        """Return the next member.
+
+        Raises:
+            tarfile.ReadError: the member after it would start before it: such archives never end.
+        """
+        member = super().next()
+        if member is not None and self.offset <= member.offset:
+            raise tarfile.ReadError(f"{member.name!r} has a negative size")
+        return member
+
+    @functools.cached_property
+    def _by_name(self) -> dict[str, tarfile.TarInfo]:
+        return {member.name: member for member in self.getmembers()}
+
+    def linked_file(self, member: tarfile.TarInfo) -> tarfile.TarInfo | None:
+        """Return the regular file that a hard link stands for; None if the archive lacks it."""
+        found = self._by_name.get(member.linkname)
+        return found if found is not None and _is_plain(found) else None
+
+
+def _is_plain(member: tarfile.TarInfo) -> bool:
+    """Whether a member has all bytes of its content: a sparse file may be larger than memory."""
+    return member.isreg() and not member.issparse()
+
+
 def regular_files(*archives: bytes, max_bytes: int | None = None, strict: bool = False) -> bytes:
     """Return a tar archive with the regular files and folders of others.
 
-    Hard links become files. Other links, devices and setuid bits are left out.
+    Hard links become files. Other links, devices, sparse files and setuid bits are left out.
 
     Args:
         archives: archives whose contents are not trusted.
@@ -89,11 +123,11 @@ def regular_files(*archives: bytes, max_bytes: int | None = None, strict: bool =
     with tarfile.open(fileobj=output, mode="w", format=tarfile.PAX_FORMAT) as kept:
         for archive in filter(None, archives):
             try:
-                with tarfile.open(fileobj=io.BytesIO(archive), mode="r:") as members:
+                with UntrustedTar.open(fileobj=io.BytesIO(archive), mode="r:") as members:
                     for member in members:
                         total += _keep(members, member, kept, done, strict=strict)
                         _check_bounds(total, len(done), max_bytes)
-            except (tarfile.TarError, EOFError, OSError) as error:
+            except READING_ERRORS as error:
                 raise WorkspaceContentError(f"an archive is malformed: {error}") from error
     return output.getvalue()
 
@@ -106,7 +140,7 @@ def _check_bounds(total: int, num_files: int, max_bytes: int | None) -> None:
 
 
 def _keep(
-    members: tarfile.TarFile,
+    members: UntrustedTar,
     member: tarfile.TarInfo,
     kept: tarfile.TarFile,
     done: dict[str, tuple[int, int]],
@@ -116,7 +150,7 @@ def _keep(
     """Copy a regular file or folder to another archive; return the size of its content."""
     name = posixpath.normpath(member.name)
     is_outside = name.startswith(("/", "../")) or name == ".."
-    if strict and (is_outside or not (member.isdir() or member.isreg())):
+    if strict and (is_outside or not (member.isdir() or _is_plain(member))):
         raise WorkspaceContentError(
             f"{member.name!r} in an archive: expected regular files and folders with paths "
             "relative to /"
@@ -131,11 +165,11 @@ def _keep(
         done[name] = (0, 0)
         return 0
     if member.islnk():
-        linked = linked_file(members, member)
+        linked = members.linked_file(member)
         if linked is None:
             return 0
         member = linked
-    if not member.isreg():
+    if not _is_plain(member):
         return 0
     copy.size = member.size
     kept.addfile(copy, members.extractfile(member))
@@ -143,20 +177,12 @@ def _keep(
     return member.size
 
 
-def linked_file(members: tarfile.TarFile, member: tarfile.TarInfo) -> tarfile.TarInfo | None:
-    """Return the regular file that a hard link of an archive stands for; None if it lacks it."""
-    try:
-        found = members.getmember(member.linkname)
-    except KeyError:
-        return None
-    return found if found.isreg() else None
-
-
 def extract(archive: bytes, inside: str, folder: Path) -> None:
     """Write files of a workspace to a folder of this machine, to which only this process writes.
 
     Raises:
-        WorkspaceContentError: a file has the path of a folder, or a folder that of a file.
+        WorkspaceContentError: a file has the path of a folder, a folder that of a file, or a path
+            is not possible on this machine.
     """
     start = inside.strip("/")
     with tarfile.open(fileobj=io.BytesIO(archive), mode="r:") as members:
@@ -172,7 +198,9 @@ def extract(archive: bytes, inside: str, folder: Path) -> None:
                 elif (content := members.extractfile(member)) is not None:
                     place.parent.mkdir(parents=True, exist_ok=True)
                     place.write_bytes(content.read())
-            except (FileExistsError, IsADirectoryError, NotADirectoryError) as error:
+            except OSError as error:
+                if error.errno not in NAME_ERRORS:
+                    raise
                 raise WorkspaceContentError(
                     f"{member.name!r} of a workspace cannot be copied to this machine: {error}"
                 ) from error

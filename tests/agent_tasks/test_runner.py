@@ -152,6 +152,43 @@ async def test_removed_and_replaced_files_are_so_for_the_verifier(
     assert (run.outcome, run.reward, run.verifier_output) == ("done", 1.0, "y\n")
 
 
+async def test_changes_in_a_folder_that_its_owner_cannot_write_to_reach_the_verifier(
+    runner: TaskRunner, tmp_path: Path
+) -> None:
+    files = {
+        "environment/Dockerfile": "FROM x\nWORKDIR /app\nRUN mkdir -p m/n && cd m && "
+        "touch a b n/c && ln -s / l && chmod 555 n . && mkdir /app/w && touch /app/w/e\n",
+        "tests/test.sh": "cat m/a; ls m /app/w; stat -c %a m\necho 1 > /logs/verifier/reward.txt\n",
+    }
+    task = load_task(write_task(tmp_path / "t", files))
+
+    script = "chmod 755 m m/n; echo new > m/a; rm -r m/b m/n/c m/l w/e; echo more > m/f"
+    run = await runner.run(task, shell(script))
+
+    assert (run.outcome, run.reward, run.error) == ("done", 1.0, "")
+    assert run.verifier_output == "new\n/app/w:\n\nm:\na\nf\nn\n555\n"
+
+
+async def test_folder_that_was_removed_is_missing_for_the_verifier(
+    runner: TaskRunner, tmp_path: Path
+) -> None:
+    files = {
+        "environment/folder/x": "x",
+        "environment/folder/in/y": "y",
+        "tests/test.sh": "[ -e /app/folder ] || echo 1 > /logs/verifier/reward.txt\n",
+    }
+    task = load_task(write_task(tmp_path / "t", files))
+
+    run = await runner.run(task, shell("rm -r folder"))
+
+    assert (run.reward, run.error) == (1.0, "")
+    assert [change.path for change in run.changes] == [
+        "/app/folder/",
+        "/app/folder/in/y",
+        "/app/folder/x",
+    ]
+
+
 async def test_more_changes_than_are_listed_still_reach_the_verifier(
     runner: TaskRunner, tmp_path: Path
 ) -> None:

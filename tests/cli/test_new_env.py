@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from atroposlib.cli.new_env import KINDS, main, write_environment
+from atroposlib.cli.new_env import KINDS, TEMPLATES, main, write_environment
 from atroposlib.errors import ConfigError
 from atroposlib.scored_data import check_group
 from tests.byte_tokenizer import save_byte_tokenizer
@@ -121,6 +121,12 @@ async def test_process_of_a_new_environment_writes_groups_and_a_page(
         check_group(group)
         assert ("advantages" in group) == (kind in ("game", "tools"))
     assert (tmp_path / "groups.html").exists()
+
+
+def test_scores_take_linear_time_on_a_text_of_opening_tags() -> None:
+    templates = (TEMPLATES / f"{kind.replace('-', '_')}.py.txt" for kind in KINDS)
+
+    assert not [path.name for path in templates if "(.*?)" in path.read_text(encoding="utf-8")]
 
 
 @pytest.mark.parametrize("kind", KINDS)

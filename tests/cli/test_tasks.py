@@ -116,19 +116,41 @@ def test_full_disk_is_one_line(
 
 
 @pytest.mark.parametrize(
-    "words", [("tasks", "list", "many"), ("tasks", "show", "many/t"), ("env", "list")]
+    "words",
+    [
+        ("tasks", "list", "many"),
+        ("tasks", "show", "many/t"),
+        ("env", "list"),
+        ("new_env", "my_game"),
+    ],
 )
 def test_reader_that_has_left_ends_the_output(words: tuple[str, ...], tmp_path: Path) -> None:
     write_task(tmp_path / "many" / "t")
-    reader, writer = os.pipe()
-    os.close(reader)
 
-    with os.fdopen(writer, "wb") as closed:
-        module, *others = words
-        command = [sys.executable, "-m", f"atroposlib.cli.{module}", *others]
-        ended = subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, timeout=120)
+    ended = without_a_reader(*words)
 
     assert (ended.returncode, ended.stderr) == (0, b"")
+
+
+def without_a_reader(module: str, *words: str) -> subprocess.CompletedProcess[bytes]:
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "wb") as closed:
+        command = [sys.executable, "-m", f"atroposlib.cli.{module}", *words]
+        return subprocess.run(command, stdout=closed, stderr=subprocess.PIPE, timeout=120)
+
+
+@pytest.mark.usefixtures("workspaces")
+@pytest.mark.parametrize("words", [("run",), ("validate", "--repeats", "1")])
+def test_results_are_saved_although_the_reader_has_left(
+    words: tuple[str, ...], tmp_path: Path
+) -> None:
+    write_task(tmp_path / "t")
+
+    ended = without_a_reader("tasks", *words, "t", "--json", "results.json")
+
+    assert (ended.returncode, ended.stderr) == (0, b"")
+    assert json.loads((tmp_path / "results.json").read_text())
 
 
 @pytest.mark.parametrize(

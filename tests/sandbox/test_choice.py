@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
 import shutil
+import tempfile
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from atroposlib.sandbox import SandboxLimits, SandboxUnavailableError, open_sandbox
+from atroposlib.sandbox.containers import Containers
 from atroposlib.sandbox.limits import PARENT, ControlGroups, require_bound
 
 
@@ -92,3 +96,37 @@ for word; do test "$before" = --pid-file && echo 1 > "$word"; before=$word; done
 
     with pytest.raises(SandboxUnavailableError, match="the limit of memory does not hold here"):
         await sandbox.run(["/usr/bin/true"])
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="containers need root")
+async def test_folder_of_a_program_that_is_cancelled_while_it_is_written_is_removed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    runtime = tmp_path / "runc"
+    runtime.touch(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:/usr/bin:/bin")
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    sandbox = open_sandbox("container")
+    assert isinstance(sandbox, Containers)
+    started, written, is_cancelled = asyncio.Event(), asyncio.Event(), threading.Event()
+    loop = asyncio.get_running_loop()
+
+    def fill(bundle: Path, *_: object) -> None:
+        loop.call_soon_threadsafe(started.set)
+        is_cancelled.wait()
+        (bundle / "later").mkdir(parents=True)
+        loop.call_soon_threadsafe(written.set)
+
+    monkeypatch.setattr(sandbox, "_is_tried", True)
+    monkeypatch.setattr(sandbox, "_fill", fill)
+
+    running = asyncio.create_task(sandbox.run(["true"]))
+    await started.wait()
+    running.cancel()
+    await asyncio.wait({running}, timeout=0.05)  # it ends here only if it does not wait
+    is_cancelled.set()
+    await written.wait()
+    await asyncio.wait({running})
+
+    assert running.cancelled()
+    assert os.listdir(tmp_path) == ["runc"]  # noqa: PTH208 - not blocking

@@ -2,17 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import itertools
 import os
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import pytest
 
 from atroposlib.sandbox import SandboxLimits
 from atroposlib.sandbox import limits as control_groups
-from atroposlib.sandbox.limits import PARENT, ControlGroups
+from atroposlib.sandbox.bubblewrap import Bubblewrap
+from atroposlib.sandbox.interface import PYTHON
+from atroposlib.sandbox.limits import PARENT, ControlGroups, Membership
 
 
 @pytest.fixture
@@ -41,6 +46,29 @@ async def test_group_that_a_killed_process_of_the_same_id_left_is_not_reused(
         names = [Path(folder).name for folder in members.folders]
 
     assert names == [f"{os.getpid()}-1"] * 2
+
+
+async def test_all_groups_of_a_program_are_removed_although_the_wait_for_it_is_cancelled(
+    root: Path,
+) -> None:
+    groups = ControlGroups(root)
+
+    async def join() -> None:
+        async with groups.join(SandboxLimits()) as members:
+            (Path(members.folders[0]) / "busy").touch()  # as a process that has not ended yet
+            folders.extend(map(Path, members.folders))
+            joined.set()
+
+    folders: list[Path] = []
+    joined = asyncio.Event()
+    joining = asyncio.create_task(join())
+    await joined.wait()
+    joining.cancel()
+    await asyncio.wait({joining})
+    (folders[0] / "busy").unlink()
+    await asyncio.gather(*asyncio.all_tasks() - {asyncio.current_task()})
+
+    assert [folder.exists() for folder in folders] == [False, False]
 
 
 def unified(root: Path, path: str, *, handed_down: str) -> Path:
@@ -134,3 +162,62 @@ def test_parents_of_somebody_else_are_not_used(root: Path) -> None:
         os.seteuid(0)
 
     assert not groups.are_usable
+
+
+async def test_memory_is_measured_outside_of_the_event_loop(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    threads: list[threading.Thread] = []
+    kills: list[int] = []
+
+    def measured(pid: int, enough: int, written: tuple[str, ...]) -> int:
+        threads.append(threading.current_thread())
+        return enough + 1
+
+    monkeypatch.setattr(control_groups, "_memory_of", measured)
+    members = Membership((), 100, is_memory_counted=False, written=())
+
+    await members.watch(7, lambda: kills.append(1))
+
+    assert (len(threads), kills, members.ran_out_of_memory) == (1, [1], True)
+    assert threads[0] is not threading.current_thread()
+
+
+@pytest.mark.parametrize(
+    ("opened", "tables"),
+    [("socket.socketpair()", set()), ("socket.create_server(('127.0.0.1', 0))", {"tcp"})],
+)
+async def test_tables_of_connections_are_read_only_for_a_program_that_has_some(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, opened: str, tables: set[str]
+) -> None:
+    started, loop = asyncio.Event(), asyncio.get_running_loop()
+    measured: asyncio.Queue[int] = asyncio.Queue()
+    read: list[str] = []
+    text_of, memory_of = Path.read_text, control_groups._memory_of
+
+    def noted(self: Path, *args: Any, **options: Any) -> str:
+        read.append(self.name)
+        return text_of(self, *args, **options)
+
+    def reported(*args: Any) -> int:
+        result = memory_of(*args)
+        loop.call_soon_threadsafe(measured.put_nowait, result)
+        return result
+
+    monkeypatch.setattr(Path, "read_text", noted)
+    monkeypatch.setattr(control_groups, "_memory_of", reported)
+    program = f"import socket, time\nheld = {opened}\nprint(1, flush=True)\ntime.sleep(50)"
+    running = asyncio.create_task(
+        Bubblewrap(groups=ControlGroups(tmp_path)).run(
+            [*PYTHON, "-c", program], on_output=lambda *_: started.set()
+        )
+    )
+    await started.wait()
+    while not measured.empty():
+        measured.get_nowait()
+    for _ in range(3):  # the first one may have been running
+        await measured.get()
+    running.cancel()
+    await asyncio.wait({running})
+
+    assert {"tcp", "tcp6"} & set(read) == tables

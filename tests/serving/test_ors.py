@@ -84,6 +84,22 @@ async def test_environment_of_one_turn_has_an_answer() -> None:
         assert (end.reward, end.finished) == (2.0, True)
 
 
+async def test_task_is_found_also_when_all_items_are_known() -> None:
+    async with (
+        serving("ors", f"{OWN}:QuestionEnv", num_tasks=9) as served,
+        client_of(served) as env,
+    ):
+        tasks = [await env.get_task("train", 7)]
+        async with env.session(task=tasks[0]) as session:
+            await session.get_messages()
+        tasks.append(await env.get_task("train", 7))
+
+        assert served.host.num_tasks("train") == 3
+        assert tasks[0].task_spec == tasks[1].task_spec == {"split": "train", "index": 7}
+        with pytest.raises(Exception, match="Invalid index"):
+            await env.get_task("train", 9)
+
+
 async def test_failed_turn_names_its_kind_and_spares_others() -> None:
     async with serving("ors", f"{OWN}:EchoEnv") as served, client_of(served) as env:
         async with (

@@ -73,6 +73,20 @@ async def test_index_out_of_range_is_refused(index: int) -> None:
             await host.start(split="dev")
 
 
+async def test_conversation_of_a_client_that_leaves_while_it_starts_is_closed() -> None:
+    async with opened(f"{OWN}:EchoEnv") as host:
+        num_open = Echo.opened - Echo.closed
+        starting = asyncio.create_task(host.start(index=1))
+        while Echo.opened - Echo.closed == num_open:  # noqa: ASYNC110 - it has no event
+            await asyncio.sleep(0)
+        starting.cancel()
+        await asyncio.wait({starting})
+
+        assert starting.cancelled()
+        assert Echo.opened - Echo.closed == num_open
+        assert host.num_open == 0
+
+
 async def test_finite_environment_repeats_its_items() -> None:
     async with opened(f"{OWN}:QuestionEnv", num_tasks=100) as host:
         episode = await host.start(index=4)
@@ -81,6 +95,17 @@ async def test_finite_environment_repeats_its_items() -> None:
         assert host.num_tasks("train") == 3
         assert host.splits() == ["train", "test"]
         assert host.num_tasks("test") == 2
+
+
+async def test_item_of_an_index_and_of_a_seed_stays_the_same_when_all_items_are_known() -> None:
+    async with opened(f"{OWN}:QuestionEnv", num_tasks=100) as host:
+        seeded = [await host.start(seed=5) for _ in range(2)]
+        indexed = [await host.start(index=70) for _ in range(2)]
+
+        assert host.num_tasks("train") == 3
+        assert seeded[0].messages == seeded[1].messages
+        assert seeded[0].index == seeded[1].index
+        assert indexed[0].messages == indexed[1].messages
 
 
 @pytest.mark.parametrize(

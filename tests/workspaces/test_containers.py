@@ -282,6 +282,28 @@ async def test_cancelled_command_ends(local: Workspace) -> None:
     assert "sleep 1000" not in listed.text
 
 
+async def test_program_of_the_engine_that_is_killed_is_an_error_and_not_the_end_of_the_command(
+    local: Workspace,
+) -> None:
+    started = asyncio.Event()
+    command = ["sh", "-c", "echo started; sleep 1000"]
+    running = asyncio.create_task(local.run(command, on_output=lambda _: started.set()))
+    await started.wait()
+    _kill_commands_of_the_engine()
+
+    with pytest.raises(WorkspaceError, match="podman, which ran sh, was ended by signal 9"):
+        await running
+
+    assert (await local.run(["echo", "again"])).text == "again\n"
+
+
+def _kill_commands_of_the_engine() -> None:
+    for children in Path("/proc/self/task").glob("*/children"):
+        for pid in children.read_text().split():
+            if b"\0exec\0" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                os.kill(int(pid), signal.SIGKILL)
+
+
 async def test_command_in_a_missing_folder_is_an_error(local: Workspace) -> None:
     with pytest.raises(WorkspaceError, match=r"echo could not be started: .*/missing"):
         await local.run(["echo"], cwd="/missing")

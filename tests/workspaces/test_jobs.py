@@ -18,6 +18,7 @@ from datetime import datetime, timezone
 from pathlib import Path
 
 import pytest
+from aiohttp import web
 
 from atroposlib.errors import ConfigError
 from atroposlib.sandbox import SandboxLimits
@@ -31,7 +32,15 @@ from atroposlib.workspaces import (
     open_workspaces,
 )
 from atroposlib.workspaces.jobs import JobEngine, as_job_options, is_expired
-from tests.cluster.fake_kubernetes import FakeKubernetes, fake_kubernetes, require_cluster
+from tests.cluster import fake_kubernetes as fake_cluster
+from tests.cluster.fake_kubernetes import (
+    Container,
+    FakeKubernetes,
+    fake_kubernetes,
+    feed,
+    require_cluster,
+    send_stream,
+)
 from tests.workspaces.containers import write_root
 
 pytestmark = pytest.mark.slow
@@ -121,6 +130,39 @@ async def test_command_has_its_input_variables_folder_and_exit_code(workspace: W
     }
     assert outputs == {"stdout": b'input\nit\'s a "value"\n/tmp\n', "stderr": b"problem\n"}
     assert (result.exit_code, result.ended_by) == (7, "exit")
+
+
+async def test_exit_code_of_three_digits_adds_nothing_to_the_output(workspace: Workspace) -> None:
+    result = await workspace.run(["sh", "-c", "echo problem >&2; exit 137"])
+
+    assert (result.exit_code, result.text) == (137, "problem\n")
+
+
+async def test_connection_that_is_lost_is_an_error_and_not_the_end_of_the_command(
+    workspace: Workspace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def lost(socket: web.WebSocketResponse, container: Container, words: list[str]) -> None:
+        process = await container.execute(words)
+        assert process.stdin is not None
+        reading = asyncio.create_task(feed(socket, process.stdin))
+        copying = asyncio.create_task(send_stream(socket, 2, process.stderr))
+        assert process.stdout is not None
+        await socket.send_bytes(b"\x01" + await process.stdout.readline())
+        reading.cancel()
+        copying.cancel()
+        process.kill()
+        assert socket._req is not None
+        assert socket._req.transport is not None
+        socket._req.transport.abort()
+
+    with monkeypatch.context() as patched:
+        patched.setattr(fake_cluster, "serve_exec", lost)
+        with pytest.raises(
+            WorkspaceError, match=r"kubectl lost the connection to sh: error: .*1006"
+        ):
+            await workspace.run(["sh", "-c", "echo started; sleep 1000"])
+
+    assert (await workspace.run(["echo", "again"])).text == "again\n"
 
 
 @pytest.mark.long

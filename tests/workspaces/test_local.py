@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import io
 import os
 import re
@@ -200,6 +201,7 @@ async def test_removed_and_replaced_files_are_changes(workspace: Workspace) -> N
 
     assert [change[:2] for change in changes] == [
         ("/app/binary", "removed"),
+        ("/app/sub/", "removed"),
         ("/app/sub/run.sh", "removed"),
         ("/app/text.txt", "removed"),
         ("/app/text.txt/y", "added"),
@@ -475,6 +477,32 @@ async def test_fork_without_memory_left_is_refused(tmp_path: Path) -> None:
         await base.fork()
 
     await owner.close()
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        OSError(errno.ENOSPC, "No space left on device"),
+        shutil.Error([("/a", "/b", "No space left on device"), ("/c", "/d", "other")]),
+    ],
+)
+async def test_full_disk_of_the_cache_is_an_error_with_the_folder_and_the_remedy(
+    tmp_path: Path, error: OSError
+) -> None:
+    async def build(root: Path) -> dict[str, Any]:
+        raise error
+
+    cache = BaseCache(tmp_path / "cache", max_bytes=2**30)
+
+    with pytest.raises(WorkspaceError) as refused:
+        await cache.get("key", build)
+
+    assert re.fullmatch(
+        r"prepared workspaces cannot be written to .*/cache: (\[Errno 28\] )?No space left on "
+        "device; free space there, or set ATROPOS_WORKSPACES_DIR to another folder on a local disk",
+        str(refused.value),
+    )
+    assert [path.name for path in (tmp_path / "cache").iterdir()] == ["key.lock"]
 
 
 @pytest.mark.parametrize(
