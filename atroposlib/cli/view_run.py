@@ -32,7 +32,14 @@ if TYPE_CHECKING:
     from atroposlib.viewer.sources import GroupSource
     from atroposlib.viewer.viewer import Viewer
 
-__all__ = ["build_interface", "find_common_prefix", "main", "view"]
+__all__ = [
+    "build_interface",
+    "check_for_batch",
+    "find_common_prefix",
+    "main",
+    "register_to_api",
+    "view",
+]
 
 DEFAULT_TOKENIZER = "NousResearch/DeepHermes-3-Llama-3-8B-Preview"
 DEFAULT_URL = "http://localhost:8000"
@@ -40,6 +47,8 @@ DEFAULT_PORT = 9101
 """Not 9001, the port of the inference engine in examples."""
 TOKEN_VARIABLE = "ATROPOS_API_TOKEN"
 TRACE_VARIABLE = "ATROPOS_TRACE_URL"
+_NUM_STEPS = 69
+_GROUPS_PER_BATCH = 8
 _SERVICE_WAIT_S = 10.0
 _TERMINATED = 128 + signal.SIGTERM
 _TOKENIZER_WAIT_S = 60.0
@@ -115,6 +124,27 @@ async def build_interface(
     app = build_app(_viewer(source, tokenizer, None), group_size=group_size)
     launch_app(app, port=port)
     return app
+
+
+async def register_to_api(group_size: int, max_token_len: int) -> None:
+    """Reset the run of the service on this machine, and register as its trainer.
+
+    For viewers built on this module: the pages here need neither.
+
+    Args:
+        group_size: Trajectories per group; a batch has eight groups.
+        max_token_len: Maximum tokens of a trajectory.
+    """
+    from atroposlib.cli.export_command import register_to_api as register
+
+    await register(group_size, max_token_len, DEFAULT_URL, _NUM_STEPS, _GROUPS_PER_BATCH)
+
+
+async def check_for_batch() -> list[dict[str, Any]]:
+    """Poll the service on this machine every second for the next batch, and return its groups."""
+    from atroposlib.cli.export_command import check_for_batch as poll
+
+    return await poll(DEFAULT_URL)
 
 
 def _serve(prog: str, viewer: Viewer, args: argparse.Namespace, start_page: str) -> None:

@@ -208,7 +208,7 @@ def render_page(input_name: str, groups: Sequence[str], *, num_from_text: int = 
     """Return a page that loads nothing.
 
     Args:
-        input_name: Name of the input, shown in the title.
+        input_name: Name of the input, shown in the title and in the heading.
         groups: Results of `create_html_for_group`, in the order of the page.
         num_from_text: Number of groups that are `tokenized_from_text`.
     """
@@ -220,7 +220,6 @@ def render_page(input_name: str, groups: Sequence[str], *, num_from_text: int = 
     )
     return Template(_resource("template.html")).substitute(
         title=inert_markup(f"Rendered Messages - {input_name}"),
-        name=inert_markup(input_name),
         style=_resource("page.css"),
         note=(
             f'<p class="hint">{num_from_text} of {len(groups)} groups are tokenized from text: the '

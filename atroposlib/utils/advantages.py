@@ -71,6 +71,8 @@ def compute_stats(data: Sequence[Any]) -> dict[str, float]:
 def _flatten(data: Any) -> list[float]:
     if isinstance(data, bool | int | float | np.number):
         return [float(data)]
+    if hasattr(data, "tolist"):
+        return _flatten(data.tolist())
     if isinstance(data, str | bytes | dict) or not hasattr(data, "__iter__"):
         raise ValueError(f"expected numbers in nested lists, found {type(data).__name__}")
     return [number for entry in data for number in _flatten(entry)]

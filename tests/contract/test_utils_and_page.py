@@ -208,6 +208,7 @@ def test_page_styles_rewards_and_moves_by_arrow_keys(tmp_path: Path) -> None:
 
     page = target.read_text(encoding="utf-8")
     assert "<title>Rendered Messages - in.jsonl</title>" in page
+    assert "<h1>Rendered Messages - in.jsonl</h1>" in page
     for part in ("reward-positive", "reward-zero", "reward-negative", "groups-container"):
         assert part in page
     for part in ("ArrowDown", "ArrowUp", "click"):

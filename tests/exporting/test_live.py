@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -18,7 +19,7 @@ import httpx
 import pytest
 
 from atroposlib.api.client_consumer import InspectionClient
-from atroposlib.cli import dpo, sft
+from atroposlib.cli import dpo, sft, view_run, view_run_multimodal
 from atroposlib.errors import ConfigError
 from atroposlib.exporting.groups import find_run, full_group, read_run, watch_groups
 from tests.exporting.conftest import Service
@@ -269,3 +270,19 @@ async def test_grabber_of_the_contract_is_the_trainer(
     assert [list(record) for record in read_records(path)] == [keys] * 2
     with pytest.raises(ConfigError, match="left as it is"):
         await grab(str(path), service.url, 4, 2048, "", False, 3, 2, False, 0.5, False)
+
+
+def test_viewers_of_others_register_and_take_a_batch_as_before(
+    start_service: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    service = start_service()
+    monkeypatch.setattr(view_run, "DEFAULT_URL", service.url)
+
+    asyncio.run(view_run.register_to_api(2, 99))
+    row = [1, 2]
+    service.post([{"tokens": [row] * 8, "masks": [row] * 8, "scores": [1.0] * 8}] * 2)
+    groups = asyncio.run(view_run.check_for_batch())
+
+    assert service.ask("/info") == {"batch_size": 16, "max_token_len": 99}
+    assert [len(group["tokens"]) for group in groups] == [8, 8]
+    assert view_run_multimodal.register_to_api is view_run.register_to_api

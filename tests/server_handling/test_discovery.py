@@ -51,6 +51,9 @@ def test_nodes_with_other_numbers_of_gpus_have_as_many_servers() -> None:
     [
         ({}, "NUM_TRAINING_NODES"),
         ({"NUM_TRAINING_NODES": "one"}, "NUM_TRAINING_NODES"),
+        ({"NUM_TRAINING_NODES": "2"}, "NUM_TRAINING_NODES is 2 of 2 nodes"),
+        ({"NUM_TRAINING_NODES": "-1"}, "NUM_TRAINING_NODES"),
+        ({"NUM_TRAINING_NODES": "1", "INFER_TP": "16"}, "INFER_TP is 16, more than the 8 GPUs"),
         ({"NUM_TRAINING_NODES": "1", "INFER_TP": "two"}, "INFER_TP"),
         ({"NUM_TRAINING_NODES": "1", "INFER_TP": "0"}, "INFER_TP"),
         ({"NUM_TRAINING_NODES": "1", "GPUS_PER_NODE": "0"}, "GPUS_PER_NODE"),

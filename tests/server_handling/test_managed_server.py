@@ -101,6 +101,28 @@ async def test_chat_is_tracked_behind_its_rendered_prompt(
     assert node.masked_tokens[: len(prompt) + 1] == [-100] * (len(prompt) + 1)
 
 
+class UserDefinedServer:
+    """A server of a user, which reads a limit as a number; keeps the options it received."""
+
+    config = SimpleNamespace(model_name="test_model")
+    tokenizer = CodePointTokenizer()
+
+    async def tokens_and_logprobs_completion(self, **kwargs: Any) -> tuple[Any, ...]:
+        self.options = kwargs
+        num_tokens = min(2, kwargs.get("max_tokens", 512))
+        return kwargs["input_ids"], [[72] * num_tokens], [[-0.1] * num_tokens], ["stop"]
+
+
+async def test_user_defined_server_gets_no_limit_that_the_caller_did_not_give() -> None:
+    server = UserDefinedServer()
+    managed = ManagedServer(server)
+
+    answer = await managed.chat_completion(messages=[USER], temperature=0.5, split="eval")
+
+    assert answer.choices[0].message.content == "HH"
+    assert server.options.keys() == {"prompt", "input_ids", "model", "temperature", "split"}
+
+
 async def test_prompt_equal_to_a_text_continues_it(
     harness: ServerHarness, managed: ManagedServer
 ) -> None:

@@ -40,6 +40,18 @@ def test_compute_stats_of_jagged_lists():
     assert compute_stats([[1, 2, 3], [4, 5]]) == {"mean": 3.0, "var": 2.0}
 
 
+def test_advantages_of_tensors_equal_those_of_lists():
+    torch = pytest.importorskip("torch")
+    of_lists = compute_grpo_process_supervision_advantages([[1, 2, 3], [4, 5]])
+
+    of_tensors = compute_grpo_process_supervision_advantages(
+        [torch.tensor([1.0, 2.0, 3.0]), torch.tensor([4.0, 5.0])]
+    )
+
+    assert compute_stats([np.array(4.0), torch.tensor(6)]) == {"mean": 5.0, "var": 1.0}
+    assert [a.tolist() for a in of_tensors] == [a.tolist() for a in of_lists]
+
+
 def test_compute_stats_variance_of_equal_numbers_is_not_negative():
     assert compute_stats([0.1] * 10)["var"] >= 0
 

@@ -157,7 +157,7 @@ def test_report_starts_with_result_curve_and_answers_and_is_read_by_keyboard(
     assert page.evaluate("location.hash") == "#steps"
     page.goto((run / "report.html").as_uri())
     page.click("text=All rollouts of the first and the last steps")
-    page.wait_for_selector("h1 >> text=Rollouts")
+    page.wait_for_selector("h1 >> text=Rendered Messages")
     assert watched.complaints == []
 
 

@@ -284,6 +284,11 @@ class ManagedServer:
         # Test and user-defined servers may lack the attribute.
         return not getattr(present_server(self.server), "gives_token_ids", True)
 
+    @property
+    def _takes_no_limit(self) -> bool:
+        """Whether the server is one of ours; user-defined ones get only what the caller gave."""
+        return getattr(present_server(self.server), "takes_no_limit", False)
+
     async def chat_completion(self, **kwargs: Any) -> ChatCompletion:
         """Return the model's answers to `messages` and record their sequences.
 
@@ -298,7 +303,7 @@ class ManagedServer:
             PromptError: the prompt would lack the text of a message, or the last message is the
                 assistant's and calls tools.
         """
-        if kwargs.keys().isdisjoint(ALL_LIMIT_NAMES):
+        if kwargs.keys().isdisjoint(ALL_LIMIT_NAMES) and self._takes_no_limit:
             kwargs["max_tokens"] = None
         turn = self._chat_turn(
             kwargs.pop("messages"), kwargs.pop("tools", None), kwargs.pop("tool_choice", None)

@@ -278,10 +278,12 @@ class OpenAICompatibleServer(APIServer):
         openai: The client; its retries are disabled because the pipeline retries.
         lists_every_model: Whether a model that the server does not list is refused before the
             first request. Providers accept names that they do not list.
+        takes_no_limit: Whether a `max_tokens` of None lets a completion fill the context.
         identity: Model list and tokenizer check of the server.
     """
 
     lists_every_model = False
+    takes_no_limit = True
 
     def __init__(
         self, config: APIServerConfig, reasoning_config: ReasoningConfig | None = None

@@ -260,7 +260,7 @@ def slurm_urls(hosts: Sequence[str], environ: Mapping[str, str]) -> list[str]:
     GPUS_PER_NODE GPUs.
 
     Raises:
-        ConfigError: a variable is missing or not a number above 0.
+        ConfigError: a variable is missing or not a number in its range, or no server is left.
     """
     num_training_nodes = _integer(environ, "NUM_TRAINING_NODES", default=None)
     tensor_parallel = _integer(environ, "INFER_TP", default=1)
@@ -268,6 +268,15 @@ def slurm_urls(hosts: Sequence[str], environ: Mapping[str, str]) -> list[str]:
     for name, number in (("INFER_TP", tensor_parallel), ("GPUS_PER_NODE", gpus)):
         if number < 1:
             raise ConfigError(f"{name} is {number}; expected at least 1")
+    if not 0 <= num_training_nodes < len(hosts):
+        raise ConfigError(
+            f"NUM_TRAINING_NODES is {num_training_nodes} of {len(hosts)} nodes; expected 0 to "
+            f"{len(hosts) - 1}, so that a node is left for inference"
+        )
+    if tensor_parallel > gpus:
+        raise ConfigError(
+            f"INFER_TP is {tensor_parallel}, more than the {gpus} GPUs of a node (GPUS_PER_NODE)"
+        )
     ports = range(FIRST_SLURM_PORT, FIRST_SLURM_PORT + gpus // tensor_parallel)
     return [f"http://{host}:{port}/v1" for host in hosts[num_training_nodes:] for port in ports]
 

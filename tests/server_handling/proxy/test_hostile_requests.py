@@ -67,12 +67,13 @@ def test_broken_json_is_400(client: TestClient, url: str, body: bytes) -> None:
         ({**CHAT, "logit_bias": [1]}, "logit_bias"),
     ],
 )
-def test_wrong_types_are_400_and_named(
+def test_wrong_types_are_422_and_named(
     client: TestClient, url: str, engine: RecordingEngine, body: Any, param: str
 ) -> None:
     response = client.post(url, json=body)
+    rendered = client.post(f"{url}/render", json=body)
 
-    assert response.status_code == 400
+    assert (response.status_code, rendered.status_code) == (422, 422)
     assert error_of(response)["param"] == param
     assert response.json()["detail"][0].keys() == {"loc", "msg", "type"}
     assert engine.calls == []
@@ -146,8 +147,17 @@ def test_many_wrong_elements_are_named_by_the_first(
 ) -> None:
     response = client.post(url.replace("chat/completions", path), json=fields)
 
-    assert response.status_code == 400
+    assert response.status_code == (422 if path == "chat/completions" else 400)
     assert len(response.content) < 2000
+
+
+def test_wrong_types_of_a_session_by_key_are_400_as_of_the_provider(client: TestClient) -> None:
+    key = client.post("/sessions/create", json={}).json()["api_key"]
+    headers = {"Authorization": f"Bearer {key}"}
+
+    response = client.post("/v1/chat/completions", json={**CHAT, "n": "many"}, headers=headers)
+
+    assert (response.status_code, error_of(response)["param"]) == (400, "n")
 
 
 @pytest.mark.parametrize("is_declared", [True, False])

@@ -232,10 +232,12 @@ def _too_large(max_bytes: int) -> ProxyRefusal:
 def mount_dialect(app: FastAPI, dialect: Dialect, state: ProxyState) -> None:
     """Serve a dialect's routes below `/v1` (session by key) and `/{uuid}/v1` (session by name)."""
     for route in dialect.routes:
-        endpoint = answered(
-            _endpoint(route, state), lambda _: dialect.error_body, invalid_status=400
-        )
-        for prefix in ("/v1", "/{uuid}/v1"):
+        for prefix, invalid_status in (("/v1", 400), ("/{uuid}/v1", route.invalid_status)):
+            endpoint = answered(
+                _endpoint(route, state),
+                lambda _: dialect.error_body,
+                invalid_status=invalid_status,
+            )
             app.add_api_route(
                 prefix + route.path, endpoint, methods=[route.method], tags=[dialect.name]
             )

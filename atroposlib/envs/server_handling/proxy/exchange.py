@@ -560,6 +560,9 @@ class Route:
     session, and at `/{uuid}/v1/messages`."""
     handler: Handler
     method: Literal["GET", "POST", "DELETE"] = "POST"
+    invalid_status: int = 400
+    """Status for a body with missing or mistyped fields, of a session named in the path; with a key
+    it is 400, as that of the providers."""
 
 
 @dataclass(frozen=True)

@@ -214,8 +214,9 @@ def _split_reasoning(
 OPENAI = Dialect(
     "openai",
     (
-        Route("/chat/completions", create_chat_completion),
-        Route("/chat/completions/render", render_chat),
+        # 422 is the status of the earlier proxy, whose clients use these two.
+        Route("/chat/completions", create_chat_completion, invalid_status=422),
+        Route("/chat/completions/render", render_chat, invalid_status=422),
         Route("/completions", create_completion),
     ),
     openai_error_body,
