@@ -80,9 +80,9 @@ class PromptRequest:
     """Most likely tokens to return for each prompt token; None: no logprobs of the prompt."""
 
     @cached_property
-    def distinct_ids(self) -> frozenset[int]:
-        """Tokens that the prompt has."""
-        return frozenset(self.prompt_ids)
+    def distinct_D(self) -> torch.Tensor:
+        """Distinct tokens of the prompt."""
+        return torch.tensor(list(set(self.prompt_ids)))
 
 
 class Completion:
@@ -118,7 +118,7 @@ class Completion:
 
     @property
     def past(self) -> PastTokens:
-        return PastTokens(self.request.distinct_ids, self.counts, len(self.tokens))
+        return PastTokens(self.request.distinct_D, self.counts, len(self.tokens))
 
     def append(self, token: int, logprob: float, top: TopEntries, version: str | None) -> None:
         self.tokens.append(token)

@@ -1,6 +1,6 @@
 """Sampling of one token per row from the logits of a model, and the logprobs of the tokens.
 
-Shapes: `M` rows (one per sequence), `V` vocabulary, `K` most likely tokens.
+Shapes: `M` rows (one per sequence), `V` vocabulary, `K` most likely tokens, `D` distinct tokens.
 
 The random number of a token comes from the generator of its sequence, so that a sequence with a
 seed has the same tokens whatever runs at the same time, apart from rounding of the logits.
@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Mapping, Sequence
-from collections.abc import Set as AbstractSet
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import NamedTuple
@@ -76,8 +75,8 @@ class SamplingSettings:
 class PastTokens(NamedTuple):
     """Tokens of a sequence so far."""
 
-    prompt_ids: AbstractSet[int]
-    """Tokens that the prompt has."""
+    prompt_D: torch.Tensor
+    """Distinct tokens of the prompt, on the CPU."""
     counts: Mapping[int, int]
     """Number of times that the completion has a token."""
     num_tokens: int
@@ -161,8 +160,8 @@ def filter_logits(
 def _adjust(scores_V: torch.Tensor, settings: SamplingSettings, past: PastTokens) -> None:
     """Apply everything before the temperature to the logits of a row, in the order of vLLM."""
 
-    def on_device(values: Sequence[float]) -> torch.Tensor:
-        return torch.tensor(values, device=scores_V.device)
+    def on_device(values: Sequence[float], dtype: torch.dtype = torch.long) -> torch.Tensor:
+        return torch.tensor(values, device=scores_V.device, dtype=dtype)
 
     if settings.allowed_ids is not None:
         excluded_V = torch.ones_like(scores_V, dtype=torch.bool)
@@ -171,14 +170,15 @@ def _adjust(scores_V: torch.Tensor, settings: SamplingSettings, past: PastTokens
     if past.num_tokens < settings.min_tokens and settings.held_ids:
         scores_V[on_device(list(settings.held_ids))] = -torch.inf
     if settings.logit_bias:
-        biases = on_device(list(settings.logit_bias.values()))
+        biases = on_device(list(settings.logit_bias.values()), scores_V.dtype)
         scores_V[on_device(list(settings.logit_bias))] += biases
     if settings.repetition_penalty != 1:
-        index = on_device(list(past.prompt_ids | past.counts.keys()))
+        # A token of both is twice in the index, and gets the same value twice.
+        index = torch.cat([past.prompt_D.to(scores_V.device), on_device(list(past.counts))])
         before, penalty = scores_V[index], settings.repetition_penalty
         scores_V[index] = torch.where(before > 0, before / penalty, before * penalty)
     if past.counts and (settings.frequency_penalty or settings.presence_penalty):
-        counts = on_device(list(past.counts.values()))
+        counts = on_device(list(past.counts.values()), scores_V.dtype)
         penalties = settings.frequency_penalty * counts + settings.presence_penalty
         scores_V[on_device(list(past.counts))] -= penalties
 
