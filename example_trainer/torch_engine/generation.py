@@ -157,6 +157,11 @@ class Job:
         """Set before `on_done` if the request failed."""
         self.num_open = request.num_completions
 
+    @property
+    def wants_prompt_logprobs(self) -> bool:
+        """Whether logprobs of the prompt are requested and not computed yet."""
+        return self.request.prompt_top is not None and self.prompt_logprobs is None
+
 
 @dataclass(frozen=True)
 class EngineLimits:
@@ -520,7 +525,7 @@ class TorchEngine:
 
     def _admit(self) -> list[_Branch]:
         """Take sequences that fit from the queue; those with the same tokens are a branch."""
-        starts: dict[tuple[int, ...], _Branch] = {}
+        starts: dict[tuple[bool, tuple[int, ...]], _Branch] = {}
         num_slots, num_new = self._num_running, 0
         length = max((branch.num_tokens for branch in self._running), default=0)
         while self._waiting and num_slots < self.limits.max_num_seqs:
@@ -529,11 +534,14 @@ class TorchEngine:
             longest = max(length, len(tokens))
             if num_slots and not self._fits(num_slots + 1, longest):
                 break
-            adds = 0 if tokens in starts else len(tokens) - self._prefixes.length(tokens)
+            # Cached tokens are computed too if their logprobs are requested.
+            key = job.wants_prompt_logprobs, tokens
+            num_cached = 0 if job.wants_prompt_logprobs else self._prefixes.length(tokens)
+            adds = 0 if key in starts else len(tokens) - num_cached
             if starts and num_new + adds > self.limits.max_new_tokens:
                 break
             self._starting.append(self._waiting.popleft())
-            starts.setdefault(tokens, _Branch([])).members.append((job, completion))
+            starts.setdefault(key, _Branch([])).members.append((job, completion))
             num_slots, length, num_new = num_slots + 1, longest, num_new + adds
         if starts:
             self._reserve(num_slots, length)
@@ -554,7 +562,7 @@ class TorchEngine:
 
     def _load_prefix(self, slot: int, start: _Branch) -> int:
         """Copy the caches of the tokens that a finished sequence has too; return their number."""
-        if _wants_prompt_logprobs(start):  # which are computed with the tokens
+        if _wants_prompt_logprobs(start):
             return 0
         found = self._prefixes.find(start.tokens)
         if found is None:
@@ -698,10 +706,7 @@ def _forward(
 
 
 def _wants_prompt_logprobs(start: _Branch) -> bool:
-    return start.num_tokens > 1 and any(
-        job.request.prompt_top is not None and job.prompt_logprobs is None
-        for job, _ in start.members
-    )
+    return start.num_tokens > 1 and any(job.wants_prompt_logprobs for job, _ in start.members)
 
 
 def _keep_prompt_logprobs(starts: Sequence[_Branch], scored: Sequence[torch.Tensor | None]) -> None:

@@ -189,6 +189,33 @@ def test_prompt_logprobs_of_a_cached_prompt_are_complete(torch_engine: LocalEngi
     assert len(entries[1]) == 50
 
 
+def test_scored_prompts_count_in_full_in_a_step(
+    model_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from example_trainer.torch_engine import generation
+
+    sizes: list[int] = []
+    forward = generation._forward
+
+    def recorded(model: Any, cache: Any, packed: Any, starts: Any) -> Any:
+        sizes.append(len(packed.tokens))
+        return forward(model, cache, packed, starts)
+
+    monkeypatch.setattr(generation, "_forward", recorded)
+    prompts = [[5 + number] * 50 for number in range(6)]
+    with serve_locally(model_folder, max_num_batched_tokens=64) as local:
+        local.complete(prompts, max_tokens=2)
+        sizes.clear()
+        answer = local.complete(prompts, max_tokens=2, prompt_logprobs=0)
+        scored = max(sizes)
+        sizes.clear()
+        local.complete(prompts, max_tokens=2)
+
+    assert [len(choice["prompt_logprobs"]) for choice in answer["choices"]] == [50] * 6
+    assert 50 <= scored <= 64 + 6
+    assert max(sizes) <= 6  # the last token of each prompt
+
+
 def test_engine_without_the_cache_computes_every_prompt(model_folder: Path) -> None:
     with serve_locally(model_folder, enable_prefix_caching=False) as local:
         for _ in range(2):
