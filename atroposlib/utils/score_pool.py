@@ -28,6 +28,8 @@ import time
 import traceback
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, InvalidStateError
+from concurrent.futures.process import BrokenProcessPool
 from enum import Enum
 from functools import partial
 from typing import Any, Literal, Protocol, TypeVar
@@ -51,6 +53,8 @@ TRACED_CALL_S = 0.01
 
 OWNER_CHECK_INTERVAL_S = 1.0
 CLOSING_S = 5.0
+MOST_POOLS = 5
+"""Pools in which a call is tried, if other calls end them."""
 
 
 class ScoreTimeoutError(AtroposError, TimeoutError):
@@ -84,26 +88,36 @@ class ProcessBackend:
         self._num_workers = num_workers
         self._pool: Any = None  # a pebble.ProcessPool; pebble is imported when it is needed
         self._is_started = False
+        self._futures: set[Future[Any]] = set()
+        """Calls of the pool that have not ended."""
 
     async def call(self, function: Callable[..., Any], args: Sequence[Any], limit_s: float) -> Any:
         from pebble import ProcessExpired
 
-        pool = self._workers()
-        schedule = partial(
-            pool.schedule, _sendable_outcome_of, args=[function, list(args)], timeout=limit_s
-        )
-        # The first call starts the processes, which would block the event loop.
-        future = schedule() if self._is_started else await asyncio.to_thread(schedule)
-        self._is_started = self._pool is pool
-        try:
-            value, error = await asyncio.wrap_future(future)
-        except ProcessExpired as died:
-            raise ScoreCrashError(f"the worker of a scoring function died: {died}") from died
-        except (TimeoutError, asyncio.TimeoutError) as late:  # two classes before Python 3.11
-            raise ScoreTimeoutError(f"ended after {limit_s:g} s") from late
-        if error is not None:
-            raise error
-        return value
+        for _ in range(MOST_POOLS):
+            pool = self._workers()
+            schedule = partial(
+                pool.schedule, _sendable_outcome_of, args=[function, list(args)], timeout=limit_s
+            )
+            # The first call starts the processes, which would block the event loop.
+            future = schedule() if self._is_started else await asyncio.to_thread(schedule)
+            self._is_started = self._pool is pool
+            self._futures.add(future)
+            try:
+                value, error = await asyncio.wrap_future(future)
+            except ProcessExpired as died:
+                raise ScoreCrashError(f"the worker of a scoring function died: {died}") from died
+            except (TimeoutError, asyncio.TimeoutError) as late:  # two classes before Python 3.11
+                raise ScoreTimeoutError(f"ended after {limit_s:g} s") from late
+            except BrokenProcessPool:
+                self._give_up(pool)
+                continue
+            finally:
+                self._futures.discard(future)
+            if error is not None:
+                raise error
+            return value
+        raise ScoreCrashError(f"the workers died in {MOST_POOLS} pools with the scoring function")
 
     def close(self) -> None:
         pool, self._pool = self._pool, None
@@ -111,9 +125,23 @@ class ProcessBackend:
         if pool is not None:
             stop_processes(pool)
 
+    def _give_up(self, pool: Any) -> None:
+        """Let all calls of a pool run in a new one.
+
+        pebble ends a pool if a worker dies before it is known which call the worker runs. Calls
+        that were not sent to a worker yet would wait for ever.
+        """
+        if pool is not self._pool:
+            return
+        waiting, self._futures = self._futures, set()
+        self.close()
+        for future in waiting:
+            with contextlib.suppress(InvalidStateError):
+                future.set_exception(BrokenProcessPool("another call ended the pool"))
+
     def _workers(self) -> Any:
         if self._pool is not None and self._is_started and not self._pool.active:
-            self.close()  # a pool whose threads failed cannot run further calls
+            self._give_up(self._pool)  # a pool whose threads failed cannot run further calls
         if self._pool is None:
             from pebble import ProcessPool
 

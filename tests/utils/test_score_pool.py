@@ -6,7 +6,9 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -136,6 +138,37 @@ async def test_pool_crash_of_a_worker_costs_one_score() -> None:
 
     assert scores == [2, -1, 6]
     assert pool.counts == {"calls": 4, "crashes": 2}
+
+
+@pytest.mark.parametrize("num_losses", [1, 100])
+async def test_pool_lost_by_a_crash_runs_the_other_calls_again(
+    monkeypatch: pytest.MonkeyPatch, num_losses: int
+) -> None:
+    from pebble.pool.process import PoolManager
+
+    lost: list[int] = []
+    find = PoolManager.find_expired_task
+
+    def find_later(manager: Any, worker_id: int) -> Any:
+        """Not know what a worker ran that died at once, as happens now and then."""
+        if len(lost) < num_losses:
+            lost.append(worker_id)
+            raise BrokenProcessPool("All workers expired")
+        return find(manager, worker_id)
+
+    monkeypatch.setattr(PoolManager, "find_expired_task", find_later)
+    pool = ScorePool(num_workers=1)
+    long = "x" * 100_000  # does not fit into the pipe to the worker
+
+    scores = await asyncio.gather(
+        pool.run(die, default=-1), *(pool.run(len, long, default=-1) for _ in range(4))
+    )
+    again = await pool.run(double, 4)
+    pool.close()
+
+    assert scores[0] == -1
+    assert set(scores[1:]) <= ({100_000} if num_losses == 1 else {100_000, -1})
+    assert again == 8
 
 
 async def test_pool_tells_a_time_out_inside_the_function_from_its_own() -> None:
