@@ -498,13 +498,13 @@ class ContainerWorkspace(Workspace):
             is_noticed = marked.finish(finished.returncode, finished.duration_s)
             if finished.stopped_for is None:
                 await keeper.end_processes()
-            if not marked.is_started:
-                raise WorkspaceError(f"{program} could not be started: {message_of(finished)}")
             if finished.stopped_for is None and finished.returncode < 0:
                 # Of the program of the engine: exit codes of commands are not negative.
                 raise WorkspaceError(
                     f"{words[0]}, which ran {program}, was ended by signal {-finished.returncode}"
                 )
+            if not marked.is_started:
+                raise WorkspaceError(f"{program} could not be started: {message_of(finished)}")
             if finished.stopped_for is None and not is_noticed:
                 reason = message_of(finished).splitlines()[-1]
                 raise WorkspaceError(f"{words[0]} lost the connection to {program}: {reason}")
