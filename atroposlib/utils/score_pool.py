@@ -100,7 +100,11 @@ class ProcessBackend:
                 pool.schedule, _sendable_outcome_of, args=[function, list(args)], timeout=limit_s
             )
             # The first call starts the processes, which would block the event loop.
-            future = schedule() if self._is_started else await asyncio.to_thread(schedule)
+            try:
+                future = schedule() if self._is_started else await asyncio.to_thread(schedule)
+            except RuntimeError:  # another call has ended the pool
+                self._give_up(pool)
+                continue
             self._is_started = self._pool is pool
             self._futures.add(future)
             try:
@@ -117,7 +121,10 @@ class ProcessBackend:
             if error is not None:
                 raise error
             return value
-        raise ScoreCrashError(f"the workers died in {MOST_POOLS} pools with the scoring function")
+        raise ScoreCrashError(
+            f"the worker processes ended {MOST_POOLS} times before or during the call; a scoring "
+            "function that ends its process at once does this to others"
+        )
 
     def close(self) -> None:
         pool, self._pool = self._pool, None

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from example_trainer.torch_engine.generation import Completion, Job, TopEntries
 from example_trainer.torch_engine.protocol import ChatFields, ServedTorchModel, TextFields
-from example_trainer.torch_engine.texts import find_stop
+from example_trainer.torch_engine.texts import INCOMPLETE, find_stop
 
 TokenRow = tuple[int, float | None, TopEntries]
 """A token, its logprob and the most likely tokens at its position."""
@@ -141,8 +141,8 @@ class AnswerWriter:
             tokens = tokens[:-1]
         text = self._decode(tokens)
         if isinstance(reason, str):
-            min_tokens = completion.request.sampling.min_tokens
-            end = find_stop(text, reason, len(self._decode(tokens[:min_tokens])))
+            first = self._decode(tokens[: completion.request.sampling.min_tokens])
+            end = find_stop(text, reason, len(first.rstrip(INCOMPLETE)))
             return text[: end + (len(reason) if includes else 0)] if end >= 0 else text
         return text
 

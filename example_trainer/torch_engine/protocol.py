@@ -555,7 +555,8 @@ def _require_possible(sampling: SamplingSettings, max_tokens: int) -> None:
             f"min_tokens must be at most max_tokens={max_tokens}, got {sampling.min_tokens}",
             param="min_tokens",
         )
-    if sampling.min_tokens and sampling.held_ids.issuperset(sampling.allowed_ids or (-1,)):
+    allowed = sampling.allowed_ids
+    if sampling.min_tokens and allowed is not None and sampling.held_ids.issuperset(allowed):
         raise EngineRefusal(
             "allowed_token_ids has only tokens that end a completion, which min_tokens excludes",
             param="allowed_token_ids",

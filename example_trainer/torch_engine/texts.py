@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-_INCOMPLETE = "\ufffd"
+INCOMPLETE = "\ufffd"
 """Written by tokenizers for a character whose last bytes are missing."""
 
 _MAX_UNDECODED = 64
@@ -29,7 +29,7 @@ class GrowingText:
         before = self._decode(tokens[self._first : self._read])
         now = self._decode(tokens[self._first :])
         # Decoded with the tokens before it, since spaces and bytes depend on them.
-        is_whole = len(now) > len(before) and not now.endswith(_INCOMPLETE)
+        is_whole = len(now) > len(before) and not now.endswith(INCOMPLETE)
         # Invalid bytes and skipped tokens could go on without end.
         if is_whole or len(tokens) - self._first > _MAX_UNDECODED:
             self.text += now[len(before) :]
