@@ -530,7 +530,7 @@ def _require_scorable(num_tokens: int, served: ServedTorchModel) -> None:
 
 
 def _sampling(fields: TextFields | ChatFields, *, held_ids: frozenset[int]) -> SamplingSettings:
-    penalty = fields.repetition_penalty
+    penalty, allowed = fields.repetition_penalty, fields.allowed_token_ids
     return SamplingSettings(
         temperature=1.0 if fields.temperature is None else fields.temperature,
         top_p=1.0 if fields.top_p is None else fields.top_p,
@@ -540,7 +540,7 @@ def _sampling(fields: TextFields | ChatFields, *, held_ids: frozenset[int]) -> S
             token: min(100.0, max(-100.0, bias))
             for token, bias in (fields.logit_bias or {}).items()
         },
-        allowed_ids=None if fields.allowed_token_ids is None else tuple(fields.allowed_token_ids),
+        allowed_ids=None if allowed is None else tuple(set(allowed)),
         min_tokens=fields.min_tokens or 0,
         held_ids=held_ids if fields.min_tokens else frozenset(),
         repetition_penalty=1.0 if penalty is None else penalty,
