@@ -50,6 +50,12 @@ SEVERAL_SERVERS = (
     "game_environments/diplomacy_environment/diplomacy_env_minimal.py",
     "mcp_env.py",
 )
+BOTH_SIDES_HOT = ("--env.chosen_temperature", "1", "--env.rejected_temperature", "1")
+EXTRA_WORDS = {
+    "community/conversational_style_dpo/conversational_style_dpo_env.py": BOTH_SIDES_HOT,
+    "community/conversational_style_dpo/gsm8k_conversational_style_dpo_env.py": BOTH_SIDES_HOT,
+}
+"""At a low temperature the noise ends at its first token, and a pair needs two texts."""
 NEED_IMAGES = ("community/ufc_prediction_env/ufc_image_env.py", "multimodal_dpo/")
 """The model reads text alone."""
 PATHS = [
@@ -212,4 +218,5 @@ def _words(path: str, engine: EngineWithModel, folder: Path) -> list[str]:
         *("--env.metrics_path", str(folder / "metrics.jsonl")),
         *("--openai.base_url", engine.base_url, "--openai.model_name", engine.model_name),
         *("--openai.server_type", "vllm", "--openai.tokenizer_name", str(engine.folder)),
+        *EXTRA_WORDS.get(path, ()),
     ]
