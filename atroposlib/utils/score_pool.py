@@ -32,18 +32,26 @@ from concurrent.futures import Future, InvalidStateError
 from concurrent.futures.process import BrokenProcessPool
 from enum import Enum
 from functools import partial
+from pathlib import Path
 from typing import Any, Literal, Protocol, TypeVar
 
 from atroposlib.errors import AtroposError, MissingExtraError
 from atroposlib.utils.text import is_milestone
 from atroposlib.utils.tracing import slow_span
 
-__all__ = ["ScoreCrashError", "ScorePool", "ScoreTimeoutError", "stop_processes"]
+__all__ = [
+    "ProcessBackend",
+    "ScoreCrashError",
+    "ScorePool",
+    "ScoreTimeoutError",
+    "stop_processes",
+]
 
 logger = logging.getLogger(__name__)
 
 MEMORY_LIMIT_BYTES = 4 * 2**30
-"""Address space of one worker; a computation that exceeds it fails."""
+"""Address space of one worker, in addition to what its preparation takes; a computation that
+exceeds it fails."""
 
 PR_SET_PDEATHSIG = 1
 """Option of `prctl` on Linux: signal this process when its parent ends."""
@@ -82,10 +90,17 @@ class ScoreBackend(Protocol):
 
 
 class ProcessBackend:
-    """Worker processes on this machine; they start with the first call."""
+    """Worker processes on this machine; they start with the first call.
 
-    def __init__(self, num_workers: int) -> None:
+    Args:
+        num_workers: number of concurrent calls.
+        prepare: called in each new worker, before its first call and without a time limit; must be
+            picklable.
+    """
+
+    def __init__(self, num_workers: int, prepare: Callable[[], object] | None = None) -> None:
         self._num_workers = num_workers
+        self._prepare = prepare
         self._pool: Any = None  # a pebble.ProcessPool; pebble is imported when it is needed
         self._is_started = False
         self._futures: set[Future[Any]] = set()
@@ -156,7 +171,7 @@ class ProcessBackend:
             self._pool = ProcessPool(
                 max_workers=self._num_workers,
                 initializer=_prepare_worker,
-                initargs=[os.getpid()],
+                initargs=[os.getpid(), self._prepare],
                 context=multiprocessing.get_context("spawn"),
             )
         return self._pool
@@ -297,15 +312,27 @@ def _sendable_outcome_of(function: Callable[..., Any], args: Sequence[Any]) -> t
     return outcome
 
 
-def _prepare_worker(owner_pid: int) -> None:
+def _prepare_worker(owner_pid: int, prepare: Callable[[], object] | None) -> None:
     # One thread per worker: numerical libraries reserve memory for every thread they may start.
     os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
+    _end_with_owner(owner_pid)
+    limit = MEMORY_LIMIT_BYTES
+    if prepare is not None:
+        prepare()
+        limit += _address_space()
     with contextlib.suppress(ImportError, ValueError, OSError):
         import resource
 
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
-        resource.setrlimit(resource.RLIMIT_AS, (MEMORY_LIMIT_BYTES, hard))
-    _end_with_owner(owner_pid)
+        resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+
+
+def _address_space() -> int:
+    """Return the bytes of this process's address space; 0 if the system does not report them."""
+    with contextlib.suppress(OSError):
+        pages = Path("/proc/self/statm").read_text(encoding="ascii").split()[0]
+        return int(pages) * os.sysconf("SC_PAGE_SIZE")
+    return 0
 
 
 def _end_with_owner(owner_pid: int) -> None:

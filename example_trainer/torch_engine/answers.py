@@ -122,9 +122,11 @@ class AnswerWriter:
     def _ending(self, completion: Completion) -> dict[str, Any]:
         """Return the fields of a choice that are known at its end."""
         reason = completion.stop_reason
+        if reason in self._served.end_ids and not self._fields.ignore_eos:
+            reason = None
         ending: dict[str, Any] = {
             "finish_reason": completion.finish_reason,
-            "stop_reason": None if reason in self._served.end_ids else reason,
+            "stop_reason": reason,
         }
         runs = completion.version_runs
         if runs and all(version is not None for version, _ in runs):

@@ -34,6 +34,7 @@ import torch
 
 from atroposlib.errors import InferenceError
 from example_trainer.torch_engine.attention import PackedBatch, PackedTokens, SlotCache
+from example_trainer.torch_engine.grammars import Grammar, GrammarState, constrain
 from example_trainer.torch_engine.prefixes import PrefixPool
 from example_trainer.torch_engine.sampling import (
     PastTokens,
@@ -53,6 +54,7 @@ _NOT_FINITE = (
     "the model's logits are NaN or infinite: its weights have such numbers, or their type cannot "
     "represent the activations"
 )
+_OR_EXCLUDED = "; or the other settings exclude every token that the grammar allows"
 TopEntries = list[tuple[int, float]]
 """Token ids and their logprobs, most likely first."""
 Result = TypeVar("Result")
@@ -68,6 +70,8 @@ class PromptRequest:
     max_tokens: int = 16
     """Completion tokens; 0 with `prompt_top` computes the logprobs of the prompt only."""
     sampling: SamplingSettings = field(default_factory=SamplingSettings)
+    grammar: Grammar | None = None
+    """Limits the tokens of the completions; None: any text."""
     seed: int | None = None
     """The completion with index i uses `seed + i`; None: from the engine's seed."""
     stop_ids: frozenset[int] = frozenset()
@@ -92,6 +96,9 @@ class Completion:
         self.request = request
         self.index = index
         self.generator = generator
+        self.grammar: GrammarState | None = None
+        if request.grammar is not None:
+            self.grammar = request.grammar.start(request.stop_ids)
         self.tokens: list[int] = []
         """[C]"""
         self.counts: Counter[int] = Counter()
@@ -120,8 +127,19 @@ class Completion:
     def past(self) -> PastTokens:
         return PastTokens(self.request.distinct_D, self.counts, len(self.tokens))
 
+    def problem_of(self, logprob: float) -> str | None:
+        """Return why the completion cannot go on by a token with this logprob; None if it can."""
+        if self.grammar is not None and self.grammar.failure is not None:
+            return self.grammar.failure
+        # NaN if any logit of the row is NaN or infinite; minus infinity if no token is allowed.
+        if math.isfinite(logprob):
+            return None
+        return _NOT_FINITE if self.grammar is None else _NOT_FINITE + _OR_EXCLUDED
+
     def append(self, token: int, logprob: float, top: TopEntries, version: str | None) -> None:
         self.tokens.append(token)
+        if self.grammar is not None:
+            self.grammar.accept(token)
         self.counts[token] += 1
         self.logprobs.append(logprob)
         if self.request.num_top:
@@ -586,8 +604,9 @@ class TorchEngine:
         """Append one token to each running sequence, finish those that end, split the branches."""
         slots = [slot for slot, branch in enumerate(self._running) for _ in branch.members]
         completions = [completion for _, completion in self._running_members()]
+        logits_MV = logits_BV[torch.tensor(slots, device=logits_BV.device)]
         rows = sample_rows(
-            logits_BV[torch.tensor(slots, device=logits_BV.device)],
+            constrain(logits_MV, [each.grammar for each in completions]),
             [each.request.sampling for each in completions],
             [each.past for each in completions],
             [each.generator for each in completions],
@@ -600,11 +619,11 @@ class TorchEngine:
         members = zip(slots, self._running_members(), strict=True)
         for row, (slot, (job, completion)) in enumerate(members):
             if completion.request.max_tokens > 0:
-                # The logprob is NaN if any logit of the row is NaN or infinite.
-                if math.isnan(rows.logprobs[row]):
-                    job.error = InferenceError(_NOT_FINITE)
-                else:
+                problem = completion.problem_of(rows.logprobs[row])
+                if problem is None:
                     self._append(completion, rows, row)
+                else:
+                    job.error = InferenceError(problem)
             if job.error is not None:
                 failed.append(job)
                 continue

@@ -29,6 +29,7 @@ from pydantic_core import PydanticCustomError
 from atroposlib.utils.text import inert_line, near_name
 from atroposlib.utils.tokenizers.content_parts import in_readable_form
 from example_trainer.torch_engine.generation import EngineLimits, PromptRequest
+from example_trainer.torch_engine.grammars import Grammar, GrammarKind, GrammarSource
 from example_trainer.torch_engine.sampling import SamplingSettings
 
 logger = logging.getLogger(__name__)
@@ -57,11 +58,15 @@ _MOST_TOP_K = 2**31 - 1
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1, None), "use_beam_search": (False, None), "suffix": ("", None),
     "bad_words": ([], None), "truncate_prompt_tokens": (None,), "prompt_embeds": (None,),
-    "chat_template": (None,), "response_format": ({"type": "text"}, None),
-    "structured_outputs": (None,), "tool_choice": ("auto", "none", None), "guided_json": (None,),
+    "chat_template": (None,), "tool_choice": ("auto", "none", None), "guided_json": (None,),
     "guided_regex": (None,), "guided_choice": (None,), "guided_grammar": (None,),
 }  # fmt: skip
 """Fields of vLLM that this engine does not implement, and the values that have no effect."""
+_SOURCE_TYPES: dict[GrammarKind, tuple[type, ...]] = {
+    "json": (dict, str), "json_object": (bool,), "regex": (str,), "choice": (list,),
+    "grammar": (str,), "structural_tag": (str, dict),
+}  # fmt: skip
+"""Fields of `structured_outputs`, of which a request has one."""
 _MAX_NOTED = 64
 _noted: set[str] = set()
 """Ignored fields that were logged."""
@@ -183,6 +188,8 @@ class _SamplingFields(BaseModel):
     return_tokens_as_token_ids: StrictBool | None = None
     stream: StrictBool | None = None
     stream_options: dict[str, Any] | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
 
     @property
     def stop_texts(self) -> tuple[str, ...]:
@@ -313,6 +320,68 @@ def _note_ignored(names: Iterable[str], known: Iterable[str]) -> None:
             _noted.add(name)
             shown = inert_line(name, max_characters=_MAX_SHOWN_CHARS)
             logger.warning("field %s of a request is ignored%s", shown, near_name(shown, known))
+
+
+def grammar_source(fields: TextFields | ChatFields) -> GrammarSource | None:
+    """Return the form that the completions follow, which one of two fields sets.
+
+    Raises:
+        EngineRefusal: Both are set, or one is malformed.
+    """
+    form, given = fields.response_format, fields.structured_outputs
+    source = None if form is None else _source_of_format(form)
+    if given is None:
+        return source
+    if source is not None:
+        raise EngineRefusal(
+            "expected one of response_format and structured_outputs, got both",
+            param="structured_outputs",
+        )
+    set_names = [name for name in _SOURCE_TYPES if given.get(name) not in (None, False)]
+    if len(set_names) != 1:
+        expected = ", ".join(_SOURCE_TYPES)
+        raise EngineRefusal(
+            f"structured_outputs: expected one of {expected}, got {', '.join(set_names) or 'none'}",
+            param="structured_outputs",
+        )
+    _note_ignored(given.keys() - _SOURCE_TYPES.keys(), _SOURCE_TYPES)
+    return _source(set_names[0], given[set_names[0]], where=f"structured_outputs.{set_names[0]}")
+
+
+def _source_of_format(form: Mapping[str, Any]) -> GrammarSource | None:
+    kind = form.get("type")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return _source("json_object", True, where="response_format")
+    if kind == "structural_tag":
+        return _source("structural_tag", dict(form), where="response_format")
+    holder = form.get("json_schema")
+    if kind == "json_schema" and isinstance(holder, dict):
+        return _source("json", holder.get("schema"), where="response_format.json_schema.schema")
+    raise EngineRefusal(
+        "response_format: expected the type text, json_object, json_schema with its json_schema, "
+        "or structural_tag",
+        param="response_format",
+    )
+
+
+def _source(kind: GrammarKind, value: Any, *, where: str) -> GrammarSource:
+    expected = _SOURCE_TYPES[kind]
+    is_valid = isinstance(value, expected)
+    if isinstance(value, list):
+        is_valid = is_valid and bool(value) and all(isinstance(each, str) for each in value)
+    if not is_valid:
+        names = {dict: "an object", str: "a text", list: "a list of texts", bool: "true"}
+        shown = " or ".join(names[each] for each in expected)
+        raise EngineRefusal(f"{where}: expected {shown}", param=where)
+    try:
+        text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
+        if kind in ("json", "structural_tag") and isinstance(value, str):
+            msgspec.json.decode(value)
+    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError) as error:
+        raise EngineRefusal(f"{where}: not JSON: {error}", param=where) from error
+    return GrammarSource(kind, text)
 
 
 def text_prompts(fields: TextFields, served: ServedTorchModel) -> Iterator[list[int]]:
@@ -458,15 +527,18 @@ def _with_parsed_arguments(call: Any) -> Any:
 
 
 def prompt_requests(
-    fields: TextFields | ChatFields, prompts: Iterable[Sequence[int]], served: ServedTorchModel
+    fields: TextFields | ChatFields,
+    prompts: Iterable[Sequence[int]],
+    served: ServedTorchModel,
+    grammar: Grammar | None = None,
 ) -> list[PromptRequest]:
-    """Return the engine's requests, one for each prompt.
+    """Return the engine's requests, one for each prompt; `grammar` limits their completions.
 
     Raises:
         EngineRefusal: Prompt and completion exceed the context, a number exceeds its limit, or the
             answer would have too many logprobs of prompt tokens.
     """
-    requests = [_prompt_request(fields, prompt, served) for prompt in prompts]
+    requests = [_prompt_request(fields, prompt, served, grammar) for prompt in prompts]
     num_entries = _num_prompt_entries(fields, requests)
     if num_entries > _MAX_PROMPT_ENTRIES:
         raise EngineRefusal(
@@ -488,7 +560,10 @@ def _num_prompt_entries(fields: TextFields | ChatFields, requests: Sequence[Prom
 
 
 def _prompt_request(
-    fields: TextFields | ChatFields, prompt_ids: Sequence[int], served: ServedTorchModel
+    fields: TextFields | ChatFields,
+    prompt_ids: Sequence[int],
+    served: ServedTorchModel,
+    grammar: Grammar | None,
 ) -> PromptRequest:
     for name in ("num_top", "prompt_top"):
         if (
@@ -512,6 +587,7 @@ def _prompt_request(
         num_completions=fields.n,
         max_tokens=max_tokens,
         sampling=sampling,
+        grammar=grammar,
         seed=None if fields.seed == _NO_SEED else fields.seed,
         stop_ids=stop_ids if fields.ignore_eos else stop_ids | served.end_ids,
         stop_texts=fields.stop_texts,

@@ -36,7 +36,7 @@ class SamplingSettings:
     allowed_ids: tuple[int, ...] | None = None
     """[A] the only tokens that can be sampled; None: all."""
     min_tokens: int = 0
-    """Number of tokens before which `held_ids` are excluded."""
+    """Number of tokens before which `held_ids` are excluded, unless nothing else is allowed."""
     held_ids: frozenset[int] = frozenset()
     """Tokens that would end the completion."""
     repetition_penalty: float = 1.0
@@ -168,7 +168,9 @@ def _adjust(scores_V: torch.Tensor, settings: SamplingSettings, past: PastTokens
         excluded_V[settings.allowed_A.to(scores_V.device)] = False
         scores_V.masked_fill_(excluded_V, -torch.inf)
     if past.num_tokens < settings.min_tokens and settings.held_ids:
-        scores_V[on_device(list(settings.held_ids))] = -torch.inf
+        held_V = scores_V.index_fill(0, on_device(list(settings.held_ids)), -torch.inf)
+        if held_V.max() > -torch.inf:  # else a grammar allows nothing but the end
+            scores_V.copy_(held_V)
     if settings.logit_bias:
         biases = on_device(list(settings.logit_bias.values()), scores_V.dtype)
         scores_V[on_device(list(settings.logit_bias))] += biases

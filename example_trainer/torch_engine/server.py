@@ -27,7 +27,7 @@ from starlette.exceptions import HTTPException
 from starlette.requests import ClientDisconnect
 from starlette.types import Scope
 
-from atroposlib.errors import ConfigError, InferenceError
+from atroposlib.errors import ConfigError, InferenceError, MissingExtraError
 from atroposlib.utils.aio import unless_disconnected
 from atroposlib.utils.request_limits import BodyLimitMiddleware
 from atroposlib.utils.web_pages import WebPageMiddleware, WebPageRefusal, WebPageRule
@@ -39,6 +39,7 @@ from example_trainer.torch_engine.generation import (
     PromptRequest,
     TorchEngine,
 )
+from example_trainer.torch_engine.grammars import Grammar, GrammarCompiler, GrammarError
 from example_trainer.torch_engine.protocol import (
     MAX_BODY_BYTES,
     ChatFields,
@@ -50,6 +51,7 @@ from example_trainer.torch_engine.protocol import (
     UpdateFields,
     check_ids,
     encode_text,
+    grammar_source,
     parse_body,
     prompt_requests,
     render_chat,
@@ -86,7 +88,16 @@ def create_app(
         has_update_routes: Whether to offer the routes that pause the engine and load files.
         allowed_hosts: Further names of this machine; see `WebPageRule`.
     """
-    app = FastAPI(title="torch engine", openapi_url=None)
+    routes = CompletionRoutes(state)
+
+    @contextlib.asynccontextmanager
+    async def closed_at_the_end(_: FastAPI) -> AsyncGenerator[None, None]:
+        try:
+            yield
+        finally:
+            routes.close()
+
+    app = FastAPI(title="torch engine", openapi_url=None, lifespan=closed_at_the_end)
     app.add_middleware(BodyLimitMiddleware, max_body_bytes=MAX_BODY_BYTES)
     # A page in a browser of this host could load other weights.
     rule = WebPageRule(
@@ -95,7 +106,6 @@ def create_app(
         host_remedy="start the engine with --allowed-host {}",
     )
     app.add_middleware(WebPageMiddleware, rule=rule, answer=_refuse_web_page)
-    routes = CompletionRoutes(state)
     facts = FactRoutes(state)
     table: list[tuple[str, str, Endpoint]] = [
         ("POST", "/v1/completions", routes.text),
@@ -177,6 +187,13 @@ class CompletionRoutes:
         self._served = state.served
         # Threads only decode, with a tokenizer of their own: one that encodes may change.
         self._decoding = replace(state.served, tokenizer=copy.deepcopy(state.served.tokenizer))
+        self._grammars = GrammarCompiler(
+            self._decoding.tokenizer, self._served.vocabulary_size, self._served.end_ids
+        )
+
+    def close(self) -> None:
+        """End the process that compiles grammars."""
+        self._grammars.close()
 
     async def text(self, request: Request) -> Response:
         fields = parse_body(TextFields, await _read_body(request))
@@ -193,7 +210,8 @@ class CompletionRoutes:
     async def _answer(
         self, request: Request, fields: TextFields | ChatFields, prompts: Iterable[list[int]]
     ) -> Response:
-        requests = prompt_requests(fields, prompts, self._served)
+        grammar = await self._grammar(fields)
+        requests = prompt_requests(fields, prompts, self._served, grammar)
         if self._engine.counts().waiting + len(requests) * fields.n > _MAX_WAITING:
             raise EngineRefusal(f"{_MAX_WAITING} completions are waiting; try later", status=503)
         writer = AnswerWriter(fields, self._decoding)
@@ -206,6 +224,16 @@ class CompletionRoutes:
         if writer.is_large(jobs):
             return await asyncio.to_thread(lambda: _json(writer.whole(jobs)))
         return _json(writer.whole(jobs))
+
+    async def _grammar(self, fields: TextFields | ChatFields) -> Grammar | None:
+        source = grammar_source(fields)
+        if source is None:
+            return None
+        try:
+            return await self._grammars.compile(source)
+        except (GrammarError, MissingExtraError) as error:
+            name = "structured_outputs" if fields.structured_outputs else "response_format"
+            raise EngineRefusal(f"{name}: {error}", param=name) from error
 
     async def _finish(
         self, fields: TextFields | ChatFields, requests: Sequence[PromptRequest]

@@ -93,7 +93,7 @@ def refused(local: LocalEngine, path: str, body: Any, status: int = 400) -> str:
             "only tokens that end a completion",
         ),
         ({"prompt": [1], "allowed_token_ids": [10**9]}, "out of vocabulary"),
-        ({"prompt": [1], "response_format": {"type": "json_object"}}, "response_format"),
+        ({"prompt": [1], "response_format": {"type": "xml"}}, "response_format: expected the type"),
         ({"prompt": [1], "guided_regex": "a+"}, "guided_regex is not supported"),
         ([1], "JSON object"),
     ],
