@@ -125,7 +125,7 @@ class Completion:
 
     @property
     def past(self) -> PastTokens:
-        return PastTokens(self.request.distinct_D, self.counts, len(self.tokens))
+        return PastTokens(self.request.distinct_D, self.counts, self.tokens)
 
     def problem_of(self, logprob: float) -> str | None:
         """Return why the completion cannot go on by a token with this logprob; None if it can."""

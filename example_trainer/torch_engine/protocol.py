@@ -41,6 +41,8 @@ _MAX_STOPS = 64
 _MAX_STOP_CHARS = 1024
 _MAX_BIASES = 4096
 _MAX_ALLOWED = 2**20
+_MAX_BAD_WORDS = 1024
+_MAX_BAD_WORD_CHARS = 128
 _MAX_OBJECTS = 2**16
 """Messages or tools of a request."""
 _MAX_FIELDS = 256
@@ -57,8 +59,8 @@ _NO_SEED = -1
 _MOST_TOP_K = 2**31 - 1
 _NEUTRAL: dict[str, tuple[Any, ...]] = {
     "best_of": (1, None), "use_beam_search": (False, None), "suffix": ("", None),
-    "bad_words": ([], None), "truncate_prompt_tokens": (None,), "prompt_embeds": (None,),
-    "chat_template": (None,), "tool_choice": ("auto", "none", None), "guided_json": (None,),
+    "truncate_prompt_tokens": (None,), "prompt_embeds": (None,), "chat_template": (None,),
+    "tool_choice": ("auto", "none", None), "guided_json": (None,),
     "guided_regex": (None,), "guided_choice": (None,), "guided_grammar": (None,),
 }  # fmt: skip
 """Fields of vLLM that this engine does not implement, and the values that have no effect."""
@@ -175,6 +177,9 @@ class _SamplingFields(BaseModel):
     logit_bias: Annotated[dict[int, float] | None, BeforeValidator(_with_few_biases)] = None
     allowed_token_ids: list[StrictInt] | None = Field(
         default=None, min_length=1, max_length=_MAX_ALLOWED, fail_fast=True
+    )
+    bad_words: list[Annotated[str, Field(min_length=1, max_length=_MAX_STOP_CHARS)]] | None = Field(
+        default=None, max_length=_MAX_BAD_WORDS, fail_fast=True
     )
     min_tokens: StrictInt | None = Field(default=None, ge=0)
     repetition_penalty: float | None = Field(default=None, ge=0.01, le=100)
@@ -538,7 +543,8 @@ def prompt_requests(
         EngineRefusal: Prompt and completion exceed the context, a number exceeds its limit, or the
             answer would have too many logprobs of prompt tokens.
     """
-    requests = [_prompt_request(fields, prompt, served, grammar) for prompt in prompts]
+    sampling = _sampling(fields, served)
+    requests = [_prompt_request(fields, prompt, served, sampling, grammar) for prompt in prompts]
     num_entries = _num_prompt_entries(fields, requests)
     if num_entries > _MAX_PROMPT_ENTRIES:
         raise EngineRefusal(
@@ -563,6 +569,7 @@ def _prompt_request(
     fields: TextFields | ChatFields,
     prompt_ids: Sequence[int],
     served: ServedTorchModel,
+    sampling: SamplingSettings,
     grammar: Grammar | None,
 ) -> PromptRequest:
     for name in ("num_top", "prompt_top"):
@@ -575,12 +582,8 @@ def _prompt_request(
             )
     if fields.prompt_top is not None:
         _require_scorable(len(prompt_ids), served)
-    for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
-        if ids := getattr(fields, name):
-            check_ids(list(ids), served, param=name)
     stop_ids = frozenset(fields.stop_token_ids or ())
     max_tokens = _token_limit(fields, len(prompt_ids), served)
-    sampling = _sampling(fields, held_ids=stop_ids | served.end_ids)
     _require_possible(sampling, max_tokens)
     return PromptRequest(
         prompt_ids=tuple(prompt_ids),
@@ -605,7 +608,26 @@ def _require_scorable(num_tokens: int, served: ServedTorchModel) -> None:
         )
 
 
-def _sampling(fields: TextFields | ChatFields, *, held_ids: frozenset[int]) -> SamplingSettings:
+def _sequences_of(words: Iterable[str], served: ServedTorchModel) -> Iterator[tuple[int, ...]]:
+    """Yield the tokens of each word, as at the beginning of a text and after a space."""
+    for word in words:
+        alone, spaced = (
+            served.tokenizer.encode(prefix + word.lstrip(), add_special_tokens=False)
+            for prefix in ("", " ")
+        )
+        if not alone:
+            raise EngineRefusal(f"bad_words: {word[:40]!r} has no tokens", param="bad_words")
+        yield tuple(alone)
+        # A space that is a token of its own adds nothing.
+        if spaced and spaced[0] != alone[0] and len(spaced) == len(alone):
+            yield tuple(spaced)
+
+
+def _sampling(fields: TextFields | ChatFields, served: ServedTorchModel) -> SamplingSettings:
+    for name in ("stop_token_ids", "logit_bias", "allowed_token_ids"):
+        if ids := getattr(fields, name):
+            check_ids(list(ids), served, param=name)
+    held_ids = served.end_ids.union(fields.stop_token_ids or ()) if fields.min_tokens else ()
     penalty, allowed = fields.repetition_penalty, fields.allowed_token_ids
     return SamplingSettings(
         temperature=1.0 if fields.temperature is None else fields.temperature,
@@ -617,8 +639,9 @@ def _sampling(fields: TextFields | ChatFields, *, held_ids: frozenset[int]) -> S
             for token, bias in (fields.logit_bias or {}).items()
         },
         allowed_ids=None if allowed is None else tuple(set(allowed)),
+        bad_words=tuple(_sequences_of(fields.bad_words or (), served)),
         min_tokens=fields.min_tokens or 0,
-        held_ids=held_ids if fields.min_tokens else frozenset(),
+        held_ids=frozenset(held_ids),
         repetition_penalty=1.0 if penalty is None else penalty,
         frequency_penalty=fields.frequency_penalty or 0.0,
         presence_penalty=fields.presence_penalty or 0.0,

@@ -35,6 +35,8 @@ class SamplingSettings:
     """Added to the logits before the temperature."""
     allowed_ids: tuple[int, ...] | None = None
     """[A] the only tokens that can be sampled; None: all."""
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    """Token sequences that the completion cannot have, each at least one token."""
     min_tokens: int = 0
     """Number of tokens before which `held_ids` are excluded, unless nothing else is allowed."""
     held_ids: frozenset[int] = frozenset()
@@ -56,6 +58,7 @@ class SamplingSettings:
         return (
             bool(self.logit_bias)
             or self.allowed_ids is not None
+            or bool(self.bad_words)
             or self.min_tokens > 0
             or self.repetition_penalty != 1
             or self.frequency_penalty != 0
@@ -79,8 +82,8 @@ class PastTokens(NamedTuple):
     """Distinct tokens of the prompt, on the CPU."""
     counts: Mapping[int, int]
     """Number of times that the completion has a token."""
-    num_tokens: int
-    """Of the completion."""
+    tokens: Sequence[int]
+    """[C] of the completion."""
 
 
 class SampledRows(NamedTuple):
@@ -167,7 +170,9 @@ def _adjust(scores_V: torch.Tensor, settings: SamplingSettings, past: PastTokens
         excluded_V = torch.ones_like(scores_V, dtype=torch.bool)
         excluded_V[settings.allowed_A.to(scores_V.device)] = False
         scores_V.masked_fill_(excluded_V, -torch.inf)
-    if past.num_tokens < settings.min_tokens and settings.held_ids:
+    if settings.bad_words:
+        scores_V[on_device(_last_of_bad_words(settings.bad_words, past.tokens))] = -torch.inf
+    if len(past.tokens) < settings.min_tokens and settings.held_ids:
         held_V = scores_V.index_fill(0, on_device(list(settings.held_ids)), -torch.inf)
         if held_V.max() > -torch.inf:  # else a grammar allows nothing but the end
             scores_V.copy_(held_V)
@@ -183,6 +188,15 @@ def _adjust(scores_V: torch.Tensor, settings: SamplingSettings, past: PastTokens
         counts = on_device(list(past.counts.values()), scores_V.dtype)
         penalties = settings.frequency_penalty * counts + settings.presence_penalty
         scores_V[on_device(list(past.counts))] -= penalties
+
+
+def _last_of_bad_words(words: Sequence[tuple[int, ...]], tokens: Sequence[int]) -> list[int]:
+    """Return the last token of each word whose other tokens end the completion."""
+    return [
+        last
+        for *first, last in words
+        if len(first) <= len(tokens) and list(tokens[len(tokens) - len(first) :]) == first
+    ]
 
 
 def _truncate(scores_RV: torch.Tensor, settings: Sequence[SamplingSettings]) -> torch.Tensor:

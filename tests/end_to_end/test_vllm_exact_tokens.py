@@ -142,6 +142,7 @@ PENALTIES: list[dict[str, Any]] = [
     {"repetition_penalty": 0.7, "frequency_penalty": -0.5, "presence_penalty": 0.3},
     {"allowed_token_ids": [5, 17, 40, 41], "presence_penalty": 0.4},
     {"min_tokens": 5, "logit_bias": {"17": 30}, "stop_token_ids": [17]},
+    {"bad_words": ["zz", "1"], "logit_bias": {"92": 30}},
 ]
 
 
@@ -157,9 +158,10 @@ def test_penalties_and_limits_of_tokens_change_the_logits_by_their_formulas(
 
     assert answer.status_code == 200, answer.text
     [choice] = answer.json()["choices"]
-    assert choice["token_ids"] == greedy_tokens(
-        vllm_engine.model, prompt, 16, {"held": vllm_engine.tokenizer.eos_token_id, **settings}
-    )
+    encode = vllm_engine.tokenizer.encode
+    bad = [encode(word, add_special_tokens=False) for word in settings.get("bad_words", [])]
+    known = {"held": vllm_engine.tokenizer.eos_token_id, "bad": bad, **settings}
+    assert choice["token_ids"] == greedy_tokens(vllm_engine.model, prompt, 16, known)
     rows = forward_logprobs(vllm_engine.model, [*prompt, *choice["token_ids"]])[len(prompt) - 1 :]
     expected = [row[token] for row, token in zip(rows, choice["token_ids"], strict=True)]
     assert choice["logprobs"]["token_logprobs"] == pytest.approx(expected, abs=TOLERANCE)
@@ -178,6 +180,8 @@ def greedy_tokens(
             scores = model(torch.tensor([[*prompt, *tokens]])).logits[0, -1].double().tolist()
         for token in range(len(scores)):
             if token not in settings.get("allowed_token_ids", [token]):
+                scores[token] = float("-inf")
+            if any([*tokens, token][-len(word) :] == word for word in settings["bad"]):
                 scores[token] = float("-inf")
             if len(tokens) < settings.get("min_tokens", 0) and token in [settings["held"], *stops]:
                 scores[token] = float("-inf")

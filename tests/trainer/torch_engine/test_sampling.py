@@ -19,7 +19,7 @@ from example_trainer.torch_engine.texts import GrowingText, StopFinder
 
 pytestmark = pytest.mark.slow  # imports torch
 
-NO_TOKENS = PastTokens(torch.empty(0, dtype=torch.long), {}, 0)
+NO_TOKENS = PastTokens(torch.empty(0, dtype=torch.long), {}, [])
 PROBS = [0.1, 0.4, 0.05, 0.25, 0.2]
 
 
