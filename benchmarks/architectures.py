@@ -41,7 +41,8 @@ from example_trainer.policy import obstacle_to_sharing, probe
 from example_trainer.prefix_tree import build_prefix_tree
 from example_trainer.rows import Row
 from example_trainer.scoring import PolicyScorer
-from example_trainer.torch_engine.generation import Job, PromptRequest, TorchEngine
+from example_trainer.torch_engine.generation import TorchEngine
+from example_trainer.torch_engine.jobs import Job, PromptRequest
 from example_trainer.torch_engine.loading import TorchEngineOptions, load_engine
 
 MAKES = (

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, NamedTuple
 
-from example_trainer.torch_engine.generation import Completion, Job, TopEntries
+from example_trainer.torch_engine.jobs import Completion, Job, TopEntries
 from example_trainer.torch_engine.protocol import ChatFields, ServedTorchModel, TextFields
 from example_trainer.torch_engine.texts import INCOMPLETE, find_stop
 

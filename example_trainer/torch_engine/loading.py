@@ -38,12 +38,9 @@ from example_trainer.torch_engine.attention import (
     SlotCache,
     use_slot_attention,
 )
-from example_trainer.torch_engine.generation import (
-    EngineLimits,
-    Job,
-    PromptRequest,
-    TorchEngine,
-)
+from example_trainer.torch_engine.batching import EngineLimits
+from example_trainer.torch_engine.generation import TorchEngine
+from example_trainer.torch_engine.jobs import Job, PromptRequest
 from example_trainer.torch_engine.protocol import ServedTorchModel
 from example_trainer.torch_engine.recurrent import RECURRENT_LAYERS, use_slot_states
 from example_trainer.torch_engine.server import EngineState
@@ -323,7 +320,7 @@ def _compare(
     dtype: torch.dtype,
 ) -> None:
     """Raise `ConfigError` unless the engine computes the reference logprobs, also one by one."""
-    ids = _check_ids(engine.model)
+    ids = _check_ids(engine.batch.model)
     prompts = [PromptRequest(ids, max_tokens=0, prompt_top=0)]
     if beyond is not None:
         prompts.append(PromptRequest(beyond[0], max_tokens=1, seed=0))
@@ -351,8 +348,8 @@ def _compare(
 
 def _compare_continued(engine: TorchEngine, *, dtype: torch.dtype) -> None:
     """Keep no caches of finished sequences if what continues them gets other logprobs."""
-    prompt = _check_ids(engine.model, _CONTINUED_TOKENS)
-    if not engine.keeps_prefixes or engine.limits.max_model_len < _CONTINUED_TOKENS + 2:
+    prompt = _check_ids(engine.batch.model, _CONTINUED_TOKENS)
+    if not engine.batch.keeps_prefixes or engine.batch.limits.max_model_len < _CONTINUED_TOKENS + 2:
         return
     _finished(engine, [PromptRequest(prompt[:-_NEW_TOKENS], max_tokens=1, seed=0)])
     [continued] = _finished(engine, [PromptRequest(prompt, max_tokens=1, seed=0)])
@@ -364,9 +361,9 @@ def _compare_continued(engine: TorchEngine, *, dtype: torch.dtype) -> None:
         logger.info(
             "requests that continue others are computed as a whole: with cached tokens, a logprob "
             "of %s differs by %.3g",
-            *(type(engine.model).__name__, worst),
+            *(type(engine.batch.model).__name__, worst),
         )
-        engine.keeps_prefixes = False
+        engine.batch.keeps_prefixes = False
 
 
 def _require_equal(
@@ -378,7 +375,7 @@ def _require_equal(
 ) -> None:
     worst = _worst_difference(found, expected)
     if not worst <= _TOLERANCES[dtype]:
-        raise _unserved(engine.model, f"a logprob differs by {worst:.3g} from that of {source}")
+        raise _unserved(engine.batch.model, f"a logprob differs by {worst:.3g} from that of {source}")
 
 
 def _worst_difference(found: Sequence[float], expected: Sequence[float]) -> float:
@@ -397,7 +394,7 @@ def _finished(engine: TorchEngine, prompts: Sequence[PromptRequest]) -> list[Job
         num_done.acquire()
     for job in jobs:
         if job.error is not None:
-            raise _unserved(engine.model, job.error) from job.error
+            raise _unserved(engine.batch.model, job.error) from job.error
     return jobs
 
 

@@ -28,8 +28,9 @@ from pydantic_core import PydanticCustomError
 
 from atroposlib.utils.text import inert_line, near_name
 from atroposlib.utils.tokenizers.content_parts import in_readable_form
-from example_trainer.torch_engine.generation import EngineLimits, PromptRequest
+from example_trainer.torch_engine.batching import EngineLimits
 from example_trainer.torch_engine.grammars import Grammar, GrammarKind, GrammarSource
+from example_trainer.torch_engine.jobs import PromptRequest
 from example_trainer.torch_engine.sampling import SamplingSettings
 
 logger = logging.getLogger(__name__)

@@ -32,14 +32,9 @@ from atroposlib.utils.aio import unless_disconnected
 from atroposlib.utils.request_limits import BodyLimitMiddleware
 from atroposlib.utils.web_pages import WebPageMiddleware, WebPageRefusal, WebPageRule
 from example_trainer.torch_engine.answers import AnswerWriter, error_body
-from example_trainer.torch_engine.generation import (
-    PAUSE_MODES,
-    Completion,
-    Job,
-    PromptRequest,
-    TorchEngine,
-)
+from example_trainer.torch_engine.generation import PAUSE_MODES, TorchEngine
 from example_trainer.torch_engine.grammars import Grammar, GrammarCompiler, GrammarError
+from example_trainer.torch_engine.jobs import Completion, Job, PromptRequest
 from example_trainer.torch_engine.protocol import (
     MAX_BODY_BYTES,
     ChatFields,

@@ -275,7 +275,7 @@ def test_tokens_that_the_model_excludes_have_the_lowest_logprob(
     def exclude(_: Any, __: Any, logits: Any) -> Any:
         return logits.index_fill(-1, torch.tensor([31, 33]), -torch.inf)
 
-    hook = local.engine.model.lm_head.register_forward_hook(exclude)
+    hook = local.engine.batch.model.lm_head.register_forward_hook(exclude)
     try:
         [choice] = local.complete(
             [9, 30, 31, 32], n=1, max_tokens=20, echo=True, temperature=1.0, ignore_eos=True

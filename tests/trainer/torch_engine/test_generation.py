@@ -162,7 +162,7 @@ def test_negative_seeds_are_different_ones_and_minus_one_is_none(
 def test_completions_that_begin_alike_are_computed_once_and_have_the_tokens_of_each_alone(
     torch_engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from example_trainer.torch_engine.generation import PackedBatch
+    from example_trainer.torch_engine.batching import PackedBatch
 
     options = {"max_tokens": 20, "temperature": 1.0, "ignore_eos": True}
     options["logit_bias"] = {"40": 100, "41": 98}  # ends and splits at random positions
@@ -175,7 +175,7 @@ def test_completions_that_begin_alike_are_computed_once_and_have_the_tokens_of_e
         computed.append(len(packed.tokens))
         return PackedBatch(packed, *rest)
 
-    monkeypatch.setattr("example_trainer.torch_engine.generation.PackedBatch", record)
+    monkeypatch.setattr("example_trainer.torch_engine.batching.PackedBatch", record)
     together = torch_engine.complete([5, 6, 7], n=12, seed=0, **options)["choices"]
 
     prefixes = {tuple(each["token_ids"][:end]) for each in alone for end in range(20)}
@@ -192,7 +192,7 @@ def test_more_requests_than_slots_and_cache_are_all_answered(
     model_folder: Path, model: Any
 ) -> None:
     with serve_locally(model_folder, max_num_seqs=3, kv_cache_memory_bytes=2**19) as local:
-        assert local.engine.limits.max_cache_tokens < 3 * 256
+        assert local.engine.batch.limits.max_cache_tokens < 3 * 256
         answer = local.complete(random_prompts(12), max_tokens=100, ignore_eos=True)
         assert local.engine.counts().preemptions > 0
 
@@ -337,7 +337,7 @@ def test_events_of_a_client_that_does_not_read_do_not_pile_up() -> None:
     import asyncio
     import random
 
-    from example_trainer.torch_engine.generation import Completion, Job, PromptRequest
+    from example_trainer.torch_engine.jobs import Completion, Job, PromptRequest
     from example_trainer.torch_engine.server import _Progress, _StreamEvents
 
     async def unread() -> None:
@@ -361,11 +361,11 @@ def test_prompt_logprobs_do_not_depend_on_the_parts_they_are_computed_in(
 ) -> None:
     import torch
 
-    from example_trainer.torch_engine.generation import _prompt_entries
+    from example_trainer.torch_engine.batching import _prompt_entries
 
     logits = torch.randn(9, 20)
     tokens = list(range(10))
     whole = _prompt_entries(logits, tokens, 2)
-    monkeypatch.setattr("example_trainer.torch_engine.generation._SCORED_ROWS", 4)
+    monkeypatch.setattr("example_trainer.torch_engine.batching._SCORED_ROWS", 4)
 
     assert _prompt_entries(logits, tokens, 2) == whole

@@ -173,7 +173,7 @@ def test_caches_of_finished_sequences_leave_the_memory_to_running_ones(
         ]
         choices = [choice for future in futures for choice in future.result()]
 
-    assert 0 < engine._prefixes.cost <= engine.limits.max_cache_tokens // 2
+    assert 0 < engine.batch._prefixes.cost <= engine.batch.limits.max_cache_tokens // 2
     for choice in choices:
         assert worst_gap(logits_of_completion(model, choice), choice) < TOLERANCE
 
@@ -192,16 +192,16 @@ def test_prompt_logprobs_of_a_cached_prompt_are_complete(torch_engine: LocalEngi
 def test_scored_prompts_count_in_full_in_a_step(
     model_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from example_trainer.torch_engine import generation
+    from example_trainer.torch_engine import batching
 
     sizes: list[int] = []
-    forward = generation._forward
+    forward = batching._forward
 
     def recorded(model: Any, cache: Any, packed: Any, starts: Any) -> Any:
         sizes.append(len(packed.tokens))
         return forward(model, cache, packed, starts)
 
-    monkeypatch.setattr(generation, "_forward", recorded)
+    monkeypatch.setattr(batching, "_forward", recorded)
     prompts = [[5 + number] * 50 for number in range(6)]
     with serve_locally(model_folder, max_num_batched_tokens=64) as local:
         local.complete(prompts, max_tokens=2)

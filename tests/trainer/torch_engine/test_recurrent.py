@@ -16,7 +16,7 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from atroposlib.errors import ConfigError
 from example_trainer.demo.settings import train_tokenizer
-from example_trainer.torch_engine.generation import Job, PromptRequest
+from example_trainer.torch_engine.jobs import Job, PromptRequest
 from example_trainer.torch_engine.loading import TorchEngineOptions, load_engine
 
 pytestmark = pytest.mark.slow
@@ -115,7 +115,7 @@ def test_every_token_has_the_logprob_of_the_whole_sequence(tmp_path: Path, kind:
 def test_states_are_computed_again_when_the_caches_were_full(tmp_path: Path, kind: str) -> None:
     folder = save_model(tmp_path, kind)
     engine = load_engine(TorchEngineOptions(str(folder), device="cpu", max_num_seqs=8)).engine
-    engine.limits = replace(engine.limits, max_cache_tokens=400)
+    engine.batch.limits = replace(engine.batch.limits, max_cache_tokens=400)
     try:
         jobs = generate(engine, mixed_requests(12))
         preemptions = engine.counts().preemptions
@@ -175,7 +175,7 @@ def test_states_limit_the_sequences_that_run_at_once(
 
     engine = load_engine(options).engine
     try:
-        limits = engine.limits
+        limits = engine.batch.limits
         jobs = generate(engine, mixed_requests(6))
     finally:
         engine.close()

@@ -189,7 +189,7 @@ def test_choices_of_a_prompt_share_its_logprobs_while_the_answer_is_built(
     torch_engine: LocalEngine,
 ) -> None:
     from example_trainer.torch_engine.answers import AnswerWriter
-    from example_trainer.torch_engine.generation import Completion, Job, PromptRequest
+    from example_trainer.torch_engine.jobs import Completion, Job, PromptRequest
 
     fields = TextFields(prompt=[5, 6], n=2, echo=True, logprobs=1, prompt_logprobs=1)
     request = PromptRequest((5, 6), num_completions=2, num_top=1, prompt_top=1)

@@ -16,7 +16,7 @@ import pytest
 from example_trainer.engine import EngineControl
 from example_trainer.lora import add_adapters
 from example_trainer.merging import MergingSync
-from example_trainer.torch_engine.generation import Job, PromptRequest
+from example_trainer.torch_engine.jobs import Job, PromptRequest
 from example_trainer.weight_sync import InPlaceSync, export_for_engine
 from tests.trainer.tiny import SavedTokenizer, move_adapters, tiny_config
 from tests.trainer.torch_engine.conftest import LocalEngine, serve_locally, wait_until
@@ -170,7 +170,7 @@ def test_waiting_pause_ends_when_a_step_fails(
     def fail() -> None:
         raise RuntimeError("out of memory")
 
-    monkeypatch.setattr(local.engine, "_step", fail)
+    monkeypatch.setattr(local.engine.batch, "step", fail)
     failed: Future[Job] = Future()
     local.engine.submit(Job(PromptRequest((9,)), on_done=failed.set_result))
 
