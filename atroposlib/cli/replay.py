@@ -65,7 +65,8 @@ def main() -> None:
     if others and args.act is not _score:
         parser.error(f"unrecognized arguments: {' '.join(others)}")
     try:
-        args.act(args, others)
+        with reader_may_leave():
+            args.act(args, others)
     except (ConfigError, MissingExtraError, TrajectoryApiError) as error:
         end_command(_COMMAND, str(error), code=2)
     except OSError as error:  # such as a full disk

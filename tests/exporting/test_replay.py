@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 import time
@@ -539,6 +540,21 @@ def test_two_runs_are_compared_by_prompt() -> None:
     assert "mean score of 1 of them is higher in the second run, of 0 lower" in text
     assert "line 1 and line 2: 0.5 to 1" in text
     assert "mean score              0.6667  1" in text
+
+
+def test_diff_whose_reader_has_left_is_no_failure(groups_file: Path, tmp_path: Path) -> None:
+    errors = tmp_path / "errors"
+    reading, writing = os.pipe()
+    os.close(reading)
+    with errors.open("w") as stream, open(writing, "wb") as pipe:  # noqa: PTH123 - a descriptor
+        done = subprocess.run(
+            [*(sys.executable, "-m", "atroposlib.cli.replay", "diff"), groups_file, groups_file],
+            stdout=pipe,
+            stderr=stream,
+            check=False,
+        )
+
+    assert (done.returncode, errors.read_text()) == (0, "")
 
 
 def test_diff_names_what_cannot_be_read(
