@@ -105,7 +105,7 @@ def _serve(settings: ApiSettings, host: str, port: int, *, reload: bool) -> None
 
 
 def _announce(message: str) -> None:
-    # A full disk that takes no message is no reason not to serve.
+    # The service also runs if a full disk takes no message.
     with contextlib.suppress(OSError), reader_may_leave():
         print(message)
 
