@@ -337,7 +337,7 @@ def _snapshot(row: _SweRow, repositories: Path, target: Path, where: str) -> Non
                 _git(["clone", "--quiet", "--bare", str(bundle), str(source)], Path(made), where)
             # `git archive` would leave out files with the attribute export-ignore.
             env = {
-                "GIT_DIR": _git(["rev-parse", "--absolute-git-dir"], source, where).strip(),
+                "GIT_DIR": str(_without_settings(source, Path(made, "git"), where)),
                 "GIT_WORK_TREE": str(target),
                 "GIT_INDEX_FILE": str(Path(made, "index")),
             }
@@ -349,6 +349,18 @@ def _snapshot(row: _SweRow, repositories: Path, target: Path, where: str) -> Non
         ["commit", "--quiet", "--allow-empty", "--message", f"{row.repo} at {row.base_commit}"],
     ):
         _git(command, target, where)
+
+
+def _without_settings(source: Path, target: Path, where: str) -> Path:
+    """Make a bare repository with the objects of another, but not the programs in its settings."""
+    objects = _git(["rev-parse", "--git-path", "objects"], source, where).removesuffix("\n")
+    kind = _git(["rev-parse", "--show-object-format"], source, where).strip()
+    command = ["init", "--quiet", "--bare", "--template=", f"--object-format={kind}", str(target)]
+    _git(command, target.parent, where)
+    alternates = target / "objects" / "info" / "alternates"
+    alternates.parent.mkdir(exist_ok=True)
+    alternates.write_bytes(os.fsencode(source.resolve() / objects) + b"\n")
+    return target
 
 
 def _extract(archive: Path, target: Path, where: str) -> None:

@@ -172,6 +172,33 @@ def test_settings_of_git_in_an_archive_run_no_program(tmp_path: Path) -> None:
     assert not ran.exists()
 
 
+def test_settings_of_git_in_a_repository_run_no_program(tmp_path: Path) -> None:
+    repository, ran = tmp_path / "repositories" / "org__maths", tmp_path / "ran"
+    row = make_repository(repository)
+    git(repository, "config", "filter.x.smudge", f"touch {ran}; cat")
+    (repository / ".git" / "info").mkdir(exist_ok=True)
+    (repository / ".git" / "info" / "attributes").write_text("*.py filter=x\n")
+
+    write_swe_task(row, settings(tmp_path), tmp_path / "tasks")
+
+    assert not ran.exists()
+
+
+def test_commit_of_a_shallow_worktree_is_found(tmp_path: Path) -> None:
+    made, shallow = tmp_path / "made", tmp_path / "shallow"
+    row = make_repository(made)
+    git(made, "branch", "base", row["base_commit"])
+    fetch = ("clone", "--quiet", "--depth=1", "--branch=base", f"file://{made}", str(shallow))
+    git(tmp_path, *fetch)
+    (tmp_path / "repositories").mkdir()
+    worktree = tmp_path / "repositories" / "org__maths"
+    git(shallow, "worktree", "add", "--quiet", "--detach", str(worktree), row["base_commit"])
+
+    folder = write_swe_task(row, settings(tmp_path), tmp_path / "tasks")
+
+    assert (folder / "environment" / "repository" / "maths.py").read_text() == WRONG
+
+
 def test_empty_image_is_that_of_the_settings(tmp_path: Path) -> None:
     row = make_repository(tmp_path / "repositories" / "org__maths") | {"image": ""}
 
