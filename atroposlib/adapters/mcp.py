@@ -789,7 +789,7 @@ class McpAdapter(Adapter):
                 {"name": str(call["name"]), "arguments": given(dict(call.get("arguments") or {}))}
                 for call in calls
             ]
-        except (ValueError, TypeError, KeyError, AttributeError) as error:
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
             raise ConfigError(
                 f"{self.name}: {column} is {expected!r:.200}; expected a list of "
                 '{"name": ..., "arguments": {...}}'

@@ -114,7 +114,7 @@ class Tasks:
         where = f"tasks {self._path}, row {number + 1}"
         try:
             row = json.loads(line)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise ConfigError(f"{where}: not JSON: {error}") from error
         if not isinstance(row, dict) or not isinstance(row.get(PARAMS), dict):
             raise ConfigError(f"{where}: expected a JSON object with {PARAMS}")
@@ -176,7 +176,7 @@ def _opening_message(entry: Any, where: str) -> ChatMessage:
 def _parsed(arguments: Any) -> Any:
     try:
         return json.loads(arguments)
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RecursionError):
         return arguments
 
 

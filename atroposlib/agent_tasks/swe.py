@@ -237,7 +237,7 @@ def _read_row(values: Mapping[str, Any], where: str) -> _SweRow:
         # Some data sets strip their texts; git needs the end of the last line.
         if not texts[column].endswith("\n"):
             texts[column] += "\n"
-    image = values.get("image")
+    image = values.get("image") or None  # tables have an empty text where there is none
     if image is not None and not re.fullmatch(r"[\w./:@-]{1,300}", str(image)):
         raise ConfigError(f"{where}: image: expected the name of an image, got {str(image)[:80]!r}")
     return _SweRow(
@@ -255,7 +255,7 @@ def _test_names(value: Any, where: str) -> list[str]:
     """Return a list, or one that is written as a JSON string, as data sets have it."""
     try:
         names: Any = json.loads(value) if isinstance(value, str) else list(value)
-    except (ValueError, TypeError):
+    except (ValueError, TypeError, RecursionError):
         names = None
     is_list = isinstance(names, list) and all(isinstance(name, str) for name in names)
     if is_list and len(names) <= _MAX_TESTS:
@@ -337,7 +337,7 @@ def _snapshot(row: _SweRow, repositories: Path, target: Path, where: str) -> Non
                 _git(["clone", "--quiet", "--bare", str(bundle), str(source)], Path(made), where)
             # `git archive` would leave out files with the attribute export-ignore.
             env = {
-                "GIT_DIR": _git(["rev-parse", "--absolute-git-dir"], source, where).strip(),
+                "GIT_DIR": str(_without_settings(source, Path(made, "git"), where)),
                 "GIT_WORK_TREE": str(target),
                 "GIT_INDEX_FILE": str(Path(made, "index")),
             }
@@ -351,12 +351,38 @@ def _snapshot(row: _SweRow, repositories: Path, target: Path, where: str) -> Non
         _git(command, target, where)
 
 
+def _without_settings(source: Path, target: Path, where: str) -> Path:
+    """Make a bare repository with the objects of another, but not the programs in its settings."""
+    objects = _git(["rev-parse", "--git-path", "objects"], source, where).removesuffix("\n")
+    kind = _git(["rev-parse", "--show-object-format"], source, where).strip()
+    command = ["init", "--quiet", "--bare", "--template=", f"--object-format={kind}", str(target)]
+    _git(command, target.parent, where)
+    alternates = target / "objects" / "info" / "alternates"
+    alternates.parent.mkdir(exist_ok=True)
+    alternates.write_bytes(os.fsencode(source.resolve() / objects) + b"\n")
+    return target
+
+
 def _extract(archive: Path, target: Path, where: str) -> None:
     try:
         with tarfile.open(archive) as tar:
             tar.extractall(target, filter="data")
+        _remove_git_folders(target)
     except (tarfile.TarError, OSError) as error:
         raise ConfigError(f"{where}: {archive} cannot be unpacked: {error}") from error
+
+
+def _remove_git_folders(folder: Path) -> None:
+    """Remove what git has put into a checkout.
+
+    It would show later commits, run programs that its settings name, and, in the file that stands
+    for the folder in a worktree, lead to the repository outside.
+    """
+    for path in list(folder.rglob(".git")):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink()
 
 
 def _repository(row: _SweRow, repositories: Path, where: str) -> Path:

@@ -35,6 +35,8 @@ Status = Literal["ok", "failed", "warning", "not run"]
 _MIN_DIGEST_BYTES = 16
 """Smaller files are equal by chance."""
 _SEARCH_S = 300.0
+_TESTS_PER_SEARCH = 1000
+"""The system limits a command line to 2 MB, and `find` takes quadratic time to read it."""
 _SCRIPT, _DIGESTS = "/logs/agent/search.sh", "/logs/agent/digests"
 """Files of the search in the workspace."""
 _SCRIPTS = frozenset({".sh", ".py", ".js", ".ts", ".rb", ".pl", ".go", ".rs"})
@@ -286,8 +288,8 @@ def _search_script(names: Iterable[str], sizes: Iterable[int]) -> str:
 
     Programs of the system may have the same names as tests, so their digests are compared only.
     """
-    by_name = " -o ".join(f"-name {shlex.quote(_literal(name))}" for name in sorted(names))
-    by_size = " -o ".join(f"-size {size}c" for size in sorted(sizes))
+    by_name = _joined([f"-name {shlex.quote(_literal(name))}" for name in sorted(names)])
+    by_size = _joined([f"-size {size}c" for size in sorted(sizes)])
     system = " -o ".join(f"-path {folder}" for folder in SYSTEM_FOLDERS)
     kernel = r"\( -path /proc -o -path /sys \) -prune"
     script = (
@@ -295,17 +297,23 @@ def _search_script(names: Iterable[str], sizes: Iterable[int]) -> str:
         "command -v $tool > /dev/null || { echo $tool is missing; exit 1; }\ndone\n"
     )
     script += "for folder in /tests /solution; do [ -e $folder ] && echo found $folder; done\n"
-    if by_name:
+    for tests in by_name:
         script += (
-            rf"find / \( {system} \) -prune -o -type f \( {by_name} \) -print 2>/dev/null"
+            rf"find / \( {system} \) -prune -o -type f \( {tests} \) -print 2>/dev/null"
             ' | while IFS= read -r file; do echo "found $file"; done\n'
         )
-    if by_size:
+    for tests in by_size:
         script += (
-            rf"find / {kernel} -o -type f \( {by_size} \) -exec sha256sum {{}} + 2>/dev/null"
+            rf"find / {kernel} -o -type f \( {tests} \) -exec sha256sum {{}} + 2>/dev/null"
             f' | grep -F -f {_DIGESTS} | while IFS= read -r line; do echo "file $line"; done\n'
         )
     return script + "echo searched\n"
+
+
+def _joined(tests: Sequence[str]) -> list[str]:
+    """Return alternatives of `find`; too many for one command line are several."""
+    starts = range(0, len(tests), _TESTS_PER_SEARCH)
+    return [" -o ".join(tests[start : start + _TESTS_PER_SEARCH]) for start in starts]
 
 
 def _literal(name: str) -> str:

@@ -78,13 +78,16 @@ def main() -> None:
         runs = [read_result(Path(name), name) for name in args.runs]
         comparisons = compare_runs(runs)
         names = _chosen_metrics(runs, args.metric)
-    except ConfigError as error:
+    except (ConfigError, OSError) as error:
         end_command(_COMMAND, error, code=2)
-    with reader_may_leave():
-        if args.json:
-            print(json.dumps(_as_json(runs, comparisons, names), indent=2))
-        else:
-            print(inert_block(_text(runs, comparisons, names)))
+    try:
+        with reader_may_leave():
+            if args.json:
+                print(json.dumps(_as_json(runs, comparisons, names), indent=2))
+            else:
+                print(inert_block(_text(runs, comparisons, names)))
+    except OSError as error:  # such as standard output on a full disk
+        end_command(_COMMAND, error, code=1)
 
 
 def read_result(path: Path, label: str) -> EvaluationResult:
@@ -117,7 +120,7 @@ def read_result(path: Path, label: str) -> EvaluationResult:
             "--env.data_dir_to_save_evals, with metrics.json, or a file metrics-<number>.json of it"
         )
     try:
-        report = json.loads(file.read_text(encoding="utf-8"))
+        report = decode_line(file.read_bytes())
         general, results = _mapping(report["config_general"]), _mapping(report["results"])
         metrics = _mapping(results["all"])
         [task] = [found[1] for name in results if (found := _TASK_KEY.fullmatch(name))]
@@ -150,6 +153,8 @@ def _read_values(path: Path) -> dict[str, dict[str, list[float]]]:
         return values
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
+            if not line.strip():
+                continue
             try:
                 record = decode_line(line)
             except (ValueError, RecursionError) as error:
@@ -173,7 +178,8 @@ def _item_of(record: Any) -> str | None:
     if isinstance(record.get("item_id"), str):
         return str(record["item_id"])
     chat = []
-    for message in record.get("messages") or ():
+    messages = record.get("messages")
+    for message in messages if isinstance(messages, list) else ():
         if not isinstance(message, Mapping) or message.get("role") == "assistant":
             break
         chat.append(message)

@@ -70,7 +70,7 @@ def read_arguments(words: Sequence[str]) -> dict[str, Any]:
         words: `name=value` pairs, JSON objects and paths of YAML files; later ones override.
 
     Raises:
-        UsageError: a word has another form.
+        UsageError: a word has another form, or a value has a type that JSON lacks.
     """
     arguments: dict[str, Any] = {}
     for word in words:
@@ -90,6 +90,13 @@ def read_arguments(words: Sequence[str]) -> dict[str, Any]:
                     f"{ARGS_FLAG} {word!r}: expected name=value, a JSON object or a YAML file"
                 ) from error
             arguments.update(_mapping(text, f"{ARGS_FLAG} {word}"))
+    for name, argument in arguments.items():
+        try:
+            json.dumps(argument)
+        except TypeError as error:  # YAML has more types
+            raise UsageError(
+                f"{ARGS_FLAG} {name}: {error}; text such as 2024-01-31 needs quotes in YAML"
+            ) from error
     return arguments
 
 

@@ -69,7 +69,7 @@ def main() -> None:
 
 
 def write_environment(name: str, *, kind: str, folder: Path) -> list[Path]:
-    """Write an environment, its test and its data set.
+    """Write an environment, its test and its data set: all three files, or none.
 
     Args:
         name: Name of the environment and its module, in lower case with underscores.
@@ -96,11 +96,18 @@ def write_environment(name: str, *, kind: str, folder: Path) -> list[Path]:
             f"{', '.join(taken)} would be overwritten; choose another name or another --dir"
         )
     require_writable_folder(folder, "--dir")
-    for path, template in contents.items():
-        text = template.read_text(encoding="utf-8")
-        text = text.replace("template_name", name).replace("TemplateName", class_name)
-        with naming_writes(path), path.open("x", encoding="utf-8") as file:
-            file.write(text)
+    written: list[Path] = []
+    try:
+        for path, template in contents.items():
+            text = template.read_text(encoding="utf-8")
+            text = text.replace("template_name", name).replace("TemplateName", class_name)
+            with naming_writes(path), path.open("x", encoding="utf-8") as file:
+                written.append(path)
+                file.write(text)
+    except BaseException:  # such as a full disk; with a part of the files it would not start again
+        for path in written:
+            path.unlink(missing_ok=True)
+        raise
     return list(contents)
 
 

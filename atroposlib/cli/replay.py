@@ -14,7 +14,7 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from atroposlib.cli.export_command import notify
 from atroposlib.errors import ConfigError, GroupError, MissingExtraError, TrajectoryApiError
@@ -41,6 +41,9 @@ from atroposlib.utils.imports import import_script
 from atroposlib.utils.json_text import to_plain
 from atroposlib.utils.writable import naming_writes, require_writable_file
 
+if TYPE_CHECKING:
+    from atroposlib.exporting.posting import Posted
+
 __all__ = ["main"]
 
 _COMMAND = "atropos-replay"
@@ -62,7 +65,8 @@ def main() -> None:
     if others and args.act is not _score:
         parser.error(f"unrecognized arguments: {' '.join(others)}")
     try:
-        args.act(args, others)
+        with reader_may_leave():
+            args.act(args, others)
     except (ConfigError, MissingExtraError, TrajectoryApiError) as error:
         end_command(_COMMAND, str(error), code=2)
     except OSError as error:  # such as a full disk
@@ -131,28 +135,33 @@ def _write_new(path: Path, groups: Iterable[Mapping[str, Any]]) -> None:
 
 
 def _post(args: argparse.Namespace, _: Sequence[str]) -> None:
-    from atroposlib.exporting.posting import PostingStoppedError, posting_text
+    from atroposlib.exporting.posting import Posted, PostingStoppedError, posting_text
 
     source = _source(args.groups, args.data_dir)
     stop = None if args.num_groups is None else args.skip + args.num_groups
     groups = islice(_full_groups(source), args.skip, stop)
+    posted = Posted()
+    stopped, code = "", 0
     try:
-        posted = asyncio.run(_post_all(args, groups))
+        asyncio.run(_post_all(args, groups, posted))
     except PostingStoppedError as error:
-        with reader_may_leave():
-            print(posting_text(error.posted))
-        posted = error.posted
-        again = (
-            f"to continue, run the same command with --skip {args.skip + posted.num_before_failure}"
-        )
+        stopped, code = str(error), 1
+    except KeyboardInterrupt:
+        stopped, code = "stopped", _INTERRUPTED
+    with reader_may_leave():
+        print(posting_text(posted))
+    if stopped:
+        skip = args.skip + posted.num_before_failure
+        again = f"to continue, run the same command with --skip {skip}"
         num_repeated = posted.num_groups + posted.num_rejected - posted.num_before_failure
         if num_repeated:
             again += f", which sends {num_repeated} groups again that were answered out of order"
-        end_command(_COMMAND, f"{error}; {again}", code=1)
-    print(posting_text(posted))
+        end_command(_COMMAND, f"{stopped}; {again}", code=code)
 
 
-async def _post_all(args: argparse.Namespace, groups: Iterator[tuple[str, Any]]) -> Any:
+async def _post_all(
+    args: argparse.Namespace, groups: Iterator[tuple[str, Any]], posted: Posted
+) -> None:
     from atroposlib.api.client import RetryRule, TrajectoryApiClient
     from atroposlib.exporting.posting import post_groups
 
@@ -160,8 +169,13 @@ async def _post_all(args: argparse.Namespace, groups: Iterator[tuple[str, Any]])
     token = os.environ.get("ATROPOS_API_TOKEN")
     async with TrajectoryApiClient(args.api_url, token=token, post_retry=rule) as client:
         await client.info()  # negotiates the format of groups
-        return await post_groups(
-            client, groups, groups_per_s=args.rate, max_in_flight=args.in_flight, notify=notify
+        await post_groups(
+            client,
+            groups,
+            groups_per_s=args.rate,
+            max_in_flight=args.in_flight,
+            notify=notify,
+            posted=posted,
         )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import gc
 import shlex
 import signal
@@ -104,7 +105,8 @@ def _serve(settings: ApiSettings, host: str, port: int, *, reload: bool) -> None
 
 
 def _announce(message: str) -> None:
-    with reader_may_leave():
+    # The service also runs if a full disk takes no message.
+    with contextlib.suppress(OSError), reader_may_leave():
         print(message)
 
 

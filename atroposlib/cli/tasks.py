@@ -12,6 +12,7 @@ import asyncio
 import dataclasses
 import json
 import re
+import shutil
 import sys
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
@@ -285,6 +286,16 @@ def _run_text(run: TaskRun) -> str:
     return "\n".join(lines) + "\n"
 
 
+def _write_template(folder: Path) -> None:
+    for name, text in _TEMPLATE.items():
+        file = folder / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with naming_writes(file):
+            file.write_text(text, encoding="utf-8")
+        if text.startswith("#!"):
+            file.chmod(0o755)
+
+
 def _new(args: argparse.Namespace) -> int:
     from atroposlib.agent_tasks.folder import load_task
 
@@ -296,13 +307,11 @@ def _new(args: argparse.Namespace) -> int:
     if folder.exists():
         raise ConfigError(f"{folder} exists and is left as it is; choose another name")
     require_writable_folder(args.dir, "--dir")
-    for name, text in _TEMPLATE.items():
-        file = folder / name
-        file.parent.mkdir(parents=True, exist_ok=True)
-        with naming_writes(file):
-            file.write_text(text, encoding="utf-8")
-        if text.startswith("#!"):
-            file.chmod(0o755)
+    try:
+        _write_template(folder)
+    except BaseException:  # such as a full disk; with a part of the files it would not start again
+        shutil.rmtree(folder, ignore_errors=True)
+        raise
     with reader_may_leave():
         print(f"wrote {', '.join(str(folder / name) for name in _TEMPLATE)}\n")
     reports = asyncio.run(_validated([load_task(folder)], args))

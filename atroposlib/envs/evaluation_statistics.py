@@ -69,7 +69,7 @@ class PairedDifference(NamedTuple):
 
     difference: float
     low: float | None
-    """Lower end of its 95% interval, by bootstrap over items; None for a single item."""
+    """Lower end of its 95% interval, by bootstrap over items; None for too few of them."""
     high: float | None
     p_value: float
     """Two-sided, of the hypothesis that the models are equal."""
@@ -155,7 +155,9 @@ def compare_items(
     ]  # [N] pairs
     differences = [new - old for old, new in means]
     difference = statistics.fmean(differences)
-    low, high = _percentiles(_resampled_means(differences)) if len(names) > 1 else (None, None)
+    low, high = None, None
+    if len(names) >= MIN_BOOTSTRAP_ITEMS:
+        low, high = _percentiles(_resampled_means(differences))
     single = all(len(first[name]) == len(second[name]) == 1 for name in names)
     if single and all(_are_binary(pair) for pair in means):
         p_value = mcnemar_p_value(

@@ -20,7 +20,7 @@ from typing import Any, Literal
 
 from pydantic import Field
 
-from atroposlib.agent_tasks.trace import AgentTrace, TraceEvent, read_trace
+from atroposlib.agent_tasks.trace import AgentTrace, TraceEvent, read_trace, sendable
 from atroposlib.errors import ConfigError
 from atroposlib.exporting.trace_records import (
     OURS,
@@ -33,6 +33,7 @@ from atroposlib.exporting.trace_records import (
     ours_in,
     ours_of,
     own_record,
+    parsed_arguments,
     rows_of_calls,
     validated,
 )
@@ -273,8 +274,7 @@ def _call_of_chat(i: int, call: Any) -> dict[str, Any]:
     function = function if isinstance(function, Mapping) else call
     arguments = function.get("arguments")
     if isinstance(arguments, str):
-        with suppress(ValueError):
-            arguments = json.loads(arguments)
+        arguments = parsed_arguments(arguments)
     return {
         "tool_call_id": str(call.get("id") or f"call-{i}"),
         "function_name": str(function.get("name") or "tool"),
@@ -559,7 +559,7 @@ def _events_of(step: AtifStep, branch: int) -> Iterator[dict[str, Any]]:
             "branch": branch,
             "call_id": call.tool_call_id,
             "name": call.function_name,
-            "arguments": call.arguments,
+            "arguments": sendable(call.arguments),
         }
     for result in step.observation.results if step.observation else ():
         if result.content is not None:
@@ -588,7 +588,8 @@ def _read_own_atif(
     value = ours.get("trace")
     if isinstance(value, Mapping) and isinstance(value.get("events"), list):
         events = list(value["events"])
-        for place, event in _own_events(documents):
+        are_in_steps = None in events  # of a trace whose turns are the calls
+        for place, event in _own_events(documents) if are_in_steps else ():
             if not 0 <= place < len(events):
                 raise ConfigError(
                     f"{where}: extra.atropos.event {place}; expected one of the trace"

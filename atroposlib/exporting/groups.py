@@ -24,6 +24,7 @@ from atroposlib.api.client_consumer import Consumer, GroupKey, InspectionClient,
 from atroposlib.api.client_transport import RetryRule, SyncClient, plain
 from atroposlib.api.store.sqlite_file import APPLICATION_ID
 from atroposlib.errors import ConfigError, GroupError, TrajectoryApiError
+from atroposlib.scored_data import MAX_SCORE
 from atroposlib.utils.text import without_secrets
 from atroposlib.wire import WireFormat
 
@@ -163,8 +164,8 @@ def _check(group: ExportGroup) -> None:
     for i, (mask, ids) in enumerate(zip(group.masks or (), group.tokens, strict=False)):
         if len(mask) != len(ids):
             raise GroupError(f"masks[{i}]: {len(mask)} entries, tokens[{i}] has {len(ids)}")
-    if any(score != score or score in (float("inf"), -float("inf")) for score in group.scores):
-        raise GroupError("scores: a score is not a finite number")
+    if not all(-MAX_SCORE <= score <= MAX_SCORE for score in group.scores):  # NaN is not either
+        raise GroupError(f"scores: a score is not a finite number within ±{MAX_SCORE:g}")
 
 
 def _kind(value: Any) -> str:

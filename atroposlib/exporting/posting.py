@@ -12,7 +12,7 @@ from typing import Any
 from atroposlib.api.client import TrajectoryApiClient
 from atroposlib.errors import GroupError, TrajectoryApiError
 
-__all__ = ["PostingStoppedError", "post_groups", "posting_text"]
+__all__ = ["Posted", "PostingStoppedError", "post_groups", "posting_text"]
 
 _REJECTED = (400, 413, 422)
 """Statuses for a group that is malformed or too large."""
@@ -30,7 +30,10 @@ class Posted:
     num_started: int = 0
     """Groups read from the source; at the end each is accepted, rejected or unanswered."""
     num_before_failure: int = 0
-    """Groups before the first unanswered one; later ones may have been accepted."""
+    """Groups before the first unanswered one; later ones may have been accepted.
+
+    All of them, if none is unanswered.
+    """
     num_late: int = 0
     """Groups sent more than one interval late, because the service is slower than the rate."""
     duration_s: float = 0.0
@@ -53,8 +56,9 @@ async def post_groups(
     groups_per_s: float | None,
     max_in_flight: int = 8,
     notify: Callable[[str], None] = lambda _: None,
+    posted: Posted | None = None,
 ) -> Posted:
-    """Post groups in order.
+    """Post groups in order. Cancelling it cancels the requests.
 
     Args:
         client: Client of the service.
@@ -62,30 +66,35 @@ async def post_groups(
         groups_per_s: None posts as fast as the service accepts groups.
         max_in_flight: Maximum number of concurrent requests.
         notify: Receives a line for each rejected group.
+        posted: Receives the counts, also of a call that is cancelled.
 
     Raises:
         PostingStoppedError: the service is unreachable or rejects the client.
     """
-    posted = Posted()
+    posted = Posted() if posted is None else posted
     run = uuid.uuid4().hex
     run_started_at = time.monotonic()
     slots = asyncio.Semaphore(max_in_flight)
     tasks: set[asyncio.Task[None]] = set()
+    unanswered: set[int] = set()
     failures: dict[int, TrajectoryApiError] = {}
 
     async def post(number: int, where: str, group: Mapping[str, Any]) -> None:
         started_at = time.monotonic()
         try:
             await client.post_group(group, key=f"replay-{run}-{number}")
+            unanswered.discard(number)
             posted.num_groups += 1
             posted.num_sequences += len(group["tokens"])
         except GroupError as error:
+            unanswered.discard(number)
             posted.num_rejected += 1
             notify(f"{where} is malformed: {error}")
         except TrajectoryApiError as error:
             if error.status not in _REJECTED:
                 failures[number] = error
                 return
+            unanswered.discard(number)
             posted.num_rejected += 1
             notify(f"{where} was rejected: {error}")
         finally:
@@ -100,15 +109,21 @@ async def post_groups(
             if failures:
                 break
             posted.num_started += 1
+            unanswered.add(posted.num_started)
             sent = {name: value for name, value in group.items() if name != "env_id"}
             task = asyncio.create_task(post(posted.num_started, where, sent))
             tasks.add(task)
             task.add_done_callback(tasks.discard)
-    finally:
         await asyncio.gather(*tasks)
+    except asyncio.CancelledError:
+        for task in tasks:
+            task.cancel()
+        raise
+    finally:
+        await asyncio.gather(*tasks, return_exceptions=True)
         posted.duration_s = time.monotonic() - run_started_at
+        posted.num_before_failure = min(unanswered, default=posted.num_started + 1) - 1
     if failures:
-        posted.num_before_failure = min(failures) - 1
         error = next(iter(failures.values()))
         raise PostingStoppedError(str(error), posted) from error
     return posted

@@ -351,14 +351,20 @@ def rescoring_text(results: Sequence[Rescored], *, num_groups: int) -> str:
     """Return the changes of scores as text."""
     done = [result for result in results if result.new is not None]
     changed = [result for result in done if result.changes()]
-    old = [score for result in done for score in result.old]
-    new = [score for result in done for score in result.new or () if score is not None]
+    pairs = [pair for result in done for pair in zip(result.old, result.new or (), strict=True)]
+    both = [(before, after) for before, after in pairs if after is not None]
     lines = [
         f"{len(done)} of {num_groups} groups scored again, {len(changed)} changed, "
-        f"{sum(len(result.changes()) for result in changed)} of {len(old)} trajectories"
+        f"{sum(len(result.changes()) for result in changed)} of {len(pairs)} trajectories"
     ]
-    if new:
-        lines.append(f"mean score {sum(old) / len(old):.4g} before, {sum(new) / len(new):.4g} now")
+    if both:
+        before, after = (fmean(scores) for scores in zip(*both, strict=True))
+        lines.append(f"mean score {before:.4g} before, {after:.4g} now")
+    if len(both) < len(pairs):
+        lines.append(
+            f"{len(pairs) - len(both)} trajectories keep their scores and are not in the mean: the "
+            "environment returns other tokens for them"
+        )
     for result in changed[:_MAX_SHOWN]:
         shown = ", ".join(f"{i + 1}: {a:g} to {b:g}" for i, a, b in result.changes())
         lines.append(f"  {result.where}: {shown}")

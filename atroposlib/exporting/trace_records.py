@@ -51,6 +51,7 @@ __all__ = [
     "ours_in",
     "ours_of",
     "own_record",
+    "parsed_arguments",
     "records_of_group",
     "rows_of_calls",
     "validated",
@@ -394,11 +395,18 @@ def _call_for_template(call: Any) -> Any:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
         return call
-    try:
-        arguments = json.loads(function["arguments"])
-    except ValueError:
-        return call
+    arguments = parsed_arguments(function["arguments"])
     return {**call, "function": {**function, "arguments": arguments}}
+
+
+def parsed_arguments(text: str) -> Any:
+    """Return the arguments of a tool call; the text, which is the model's, if it is not JSON."""
+    try:
+        arguments = json.loads(text)
+        json.dumps(arguments, allow_nan=False)  # Python also reads NaN, and 1e999 as infinity
+    except (ValueError, RecursionError):
+        return text
+    return arguments
 
 
 def own_record(ours: Mapping[str, Any], where: str) -> RolloutRecord:
@@ -420,6 +428,8 @@ def own_record(ours: Mapping[str, Any], where: str) -> RolloutRecord:
             raise ConfigError(
                 f"{where}: atropos.rows: expected tail_token_ids, a list, and fields, an object"
             )
+        if not isinstance(fields.get("columns", {}), dict):
+            raise ConfigError(f"{where}: atropos.rows.fields.columns: expected an object")
         chat = row.get("messages")
         if chat is not None and not _is_chat(chat):
             raise ConfigError(f"{where}: atropos.rows.messages: expected a list of objects or null")

@@ -103,7 +103,8 @@ def export_traces(
             try:
                 document = atif_of(record, name=name) if kind == "atif" else openenv_of(record)
                 text = json.dumps(document, allow_nan=False)
-            except ValueError as error:  # of the group, or of a number that is not finite
+            # Of the group, a number that is not finite, or too many levels.
+            except (ValueError, RecursionError) as error:
                 report.left_out[str(error)] += 1
                 notify(f"{where}, rollout {i}, is left out: {error}")
                 continue
@@ -156,7 +157,8 @@ def import_traces(
         records.sort(key=lambda record: record.place.rollout if record.place else 0)
         group = group_of_records(records, tokenizer)
         try:
-            decode_group(json.dumps(group).encode())
+            # A lone surrogate, which a model may generate, is kept.
+            decode_group(json.dumps(group, ensure_ascii=False).encode("utf-8", "replace"))
         except GroupError as error:
             raise ConfigError(f"{records[0].where}: {error}") from error
         report.num_groups += 1
@@ -231,7 +233,7 @@ def _decoded(content: bytes, where: str) -> Any:
 
 def _trial_result(file: Path) -> Mapping[str, Any] | None:
     """Return the result of the Harbor trial that a trajectory is from: TRIAL/agent/FILE."""
-    result = file.parent.parent / _RESULT
+    result = file.absolute().parent.parent / _RESULT
     if file.name != _TRAJECTORY or not result.is_file():
         return None
     value = _decoded(_read(result), str(result))

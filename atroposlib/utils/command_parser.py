@@ -55,7 +55,8 @@ def reader_may_leave() -> Iterator[None]:
     """Context of printing to a pipe whose reader may close it early, such as `| head`."""
     try:
         yield
-        sys.stdout.flush()
+        if sys.stdout is not None:  # as in a process that was started without one
+            sys.stdout.flush()
     except BrokenPipeError:  # the interpreter must not flush again
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 

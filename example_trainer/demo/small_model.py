@@ -62,12 +62,12 @@ def read_chats(file: Path) -> list[list[Mapping[str, str]]]:
             content = opened.read(MAX_BYTES + 1)
         if len(content) > MAX_BYTES:
             raise ConfigError(f"{file} has more than {MAX_BYTES:,} bytes; give fewer examples")
-        text = content.decode()
+        text = content.decode("utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot read {file}: {error}") from None
     # Not `splitlines`: texts in JSON may have other characters that end a line, such as U+2028.
-    lines = text.removesuffix("\n").split("\n") if text else []
-    chats = [_chat_of(line, f"{file}, line {number}") for number, line in enumerate(lines, 1)]
+    lines = enumerate(text.split("\n"), 1)
+    chats = [_chat_of(line, f"{file}, line {n}") for n, line in lines if line.strip()]
     if not chats:
         raise ConfigError(f"{file} is empty; write one chat per line")
     return chats

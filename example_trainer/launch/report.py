@@ -10,6 +10,7 @@ import contextlib
 import io
 import itertools
 import json
+import math
 import re
 import shutil
 import time
@@ -47,6 +48,12 @@ class RewardMetric(NamedTuple):
     """Format string for the progress line, such as `reward {:.3g}`."""
     limits: tuple[float, float] | None
     """Lower and upper bound of its values; None if unbounded."""
+
+    def limits_of(self, rewards: Sequence[float]) -> tuple[float, float] | None:
+        """Return the limits of an axis; None if an environment has other values, such as 62 %."""
+        if self.limits is None or min(rewards) < self.limits[0] or max(rewards) > self.limits[1]:
+            return None
+        return self.limits
 
 
 SHARE_RIGHT = RewardMetric(
@@ -97,10 +104,10 @@ def read_rewards(metrics_path: Path, metric: RewardMetric = SHARE_RIGHT) -> list
         return []
     points = []
     for line in lines:
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, OverflowError):
             record = json.loads(line)
             reward = next((v for k, v in record.items() if k.endswith(metric.key)), None)
-            if reward is not None:
+            if reward is not None and math.isfinite(reward):  # NaN: the mean of nothing
                 points.append(RewardPoint(int(record["step"]), float(reward)))
     return points
 
@@ -168,7 +175,7 @@ def write_curve(
     axes.plot(
         steps, rolling_mean(rewards, window), color="#253237", linewidth=2, label=_smoothing(window)
     )
-    axes.set(xlabel="trainer step", ylabel=metric.label, ylim=metric.limits)
+    axes.set(xlabel="trainer step", ylabel=metric.label, ylim=metric.limits_of(rewards))
     axes.grid(alpha=0.3)
     axes.legend(loc="lower right")
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -198,8 +205,9 @@ def curve_text(
     figure.label("trainer step", axis="x")
     ticks = _step_ticks(points, most=max(2, width // 9))
     figure.ruler("x").ticks(ticks, [str(tick) for tick in ticks])
-    if metric.limits is not None:
-        figure.ruler("y").lim(*metric.limits)
+    limits = metric.limits_of(rewards)
+    if limits is not None:
+        figure.ruler("y").lim(*limits)
     signal = figure.signal([point.step for point in points], rewards, marker="braille")
     signal.lines()
     figure.draw(signal)

@@ -541,6 +541,19 @@ async def test_calls_of_a_parquet_file_have_no_arguments_of_other_rows(
     assert [item["row"]["expected_calls"] for item in items] == calls
 
 
+async def test_expected_calls_that_are_nested_too_deeply_are_rejected(
+    tmp_path: Path, pids: Path
+) -> None:
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps([{"question": "q", "expected_calls": "[" * 100_000}]))
+    adapter = make_adapter(f"mcp:{path}", {**ARGS, "servers": [command(pids)]}, seed=0)
+    await adapter.open()
+
+    with pytest.raises(ConfigError, match="expected a list of"):
+        await adapter.item(0)
+    await adapter.close()
+
+
 async def test_row_without_a_reward_is_rejected(tmp_path: Path, pids: Path) -> None:
     path = tmp_path / "rows.json"
     path.write_text(json.dumps([{"question": "q"}]))

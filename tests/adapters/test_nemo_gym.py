@@ -388,6 +388,7 @@ async def test_half_open_connection_times_out(free_port: int) -> None:
         ("/counter", [FOLLOW], "no field 'initial_count'"),
         ("/counter", [], "has no rows"),
         ("/counter", ["{"], "row 1: not JSON"),
+        ("/counter", ["[" * 100_000], "row 1: not JSON"),
         ("/counter", [{"expected_count": 1}], "expected a JSON object with responses_create_p"),
         ("/counter", [{"responses_create_params": {"input": []}}], "expected a text or a list"),
         (
@@ -441,6 +442,14 @@ def test_opening_messages_of_earlier_calls_and_parts() -> None:
         },
         {"role": "user", "content": "<tool_response>\nseen\n</tool_response>"},
     ]
+
+
+def test_nested_arguments_of_an_earlier_call_are_text() -> None:
+    call = {"type": "function_call", "name": "look", "arguments": "[" * 100_000}
+
+    [message] = opening_messages({"input": [call]}, "row 1")
+
+    assert call["arguments"] in message["content"]
 
 
 def test_check_passes(server: Server, tmp_path: Path) -> None:

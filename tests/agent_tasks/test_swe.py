@@ -127,6 +127,87 @@ def test_repository_may_be_a_file(tmp_path: Path, kind: str) -> None:
     assert load_task(folder).name == row["instance_id"]
 
 
+def archived_with_git(folder: Path, repositories: Path, *, is_worktree: bool) -> dict[str, Any]:
+    """Archive a checkout with its folder `.git`, or a worktree with its file `.git`."""
+    row = make_repository(folder)
+    checkout = folder
+    if is_worktree:
+        checkout = folder.with_name("worktree")
+        git(folder, "worktree", "add", "--quiet", str(checkout), row["base_commit"])
+    else:
+        git(folder, "checkout", "--quiet", row["base_commit"])
+    repositories.mkdir()
+    archive = repositories / "org__maths-1.tar"
+    subprocess.run(["tar", "-C", checkout, "-cf", archive, "."], check=True)
+    return row
+
+
+@pytest.mark.parametrize("is_worktree", [False, True])
+def test_archive_of_a_checkout_shows_no_later_commit(tmp_path: Path, is_worktree: bool) -> None:
+    made = tmp_path / "made"
+    row = archived_with_git(made, tmp_path / "repositories", is_worktree=is_worktree)
+
+    folder = write_swe_task(row, settings(tmp_path), tmp_path / "tasks")
+
+    repository = folder / "environment" / "repository"
+    assert (repository / "maths.py").read_text() == WRONG
+    assert git(repository, "log", "--all", "--format=%s").splitlines() == [
+        f"org/maths at {row['base_commit']}"
+    ]
+    assert git(made, "log", "--all", "--format=%s").splitlines() == ["the repair", "base"]
+
+
+def test_settings_of_git_in_an_archive_run_no_program(tmp_path: Path) -> None:
+    made, ran = tmp_path / "made", tmp_path / "ran"
+    row = make_repository(made)
+    git(made, "checkout", "--quiet", row["base_commit"])
+    git(made, "config", "filter.x.clean", f"touch {ran}; cat")
+    (made / ".gitattributes").write_text("*.py filter=x\n")
+    (tmp_path / "repositories").mkdir()
+    archive = tmp_path / "repositories" / "org__maths-1.tar"
+    subprocess.run(["tar", "-C", made, "-cf", archive, "."], check=True)
+
+    write_swe_task(row, settings(tmp_path), tmp_path / "tasks")
+
+    assert not ran.exists()
+
+
+def test_settings_of_git_in_a_repository_run_no_program(tmp_path: Path) -> None:
+    repository, ran = tmp_path / "repositories" / "org__maths", tmp_path / "ran"
+    row = make_repository(repository)
+    git(repository, "config", "filter.x.smudge", f"touch {ran}; cat")
+    (repository / ".git" / "info").mkdir(exist_ok=True)
+    (repository / ".git" / "info" / "attributes").write_text("*.py filter=x\n")
+
+    write_swe_task(row, settings(tmp_path), tmp_path / "tasks")
+
+    assert not ran.exists()
+
+
+def test_commit_of_a_shallow_worktree_is_found(tmp_path: Path) -> None:
+    made, shallow = tmp_path / "made", tmp_path / "shallow"
+    row = make_repository(made)
+    git(made, "branch", "base", row["base_commit"])
+    fetch = ("clone", "--quiet", "--depth=1", "--branch=base", f"file://{made}", str(shallow))
+    git(tmp_path, *fetch)
+    (tmp_path / "repositories").mkdir()
+    worktree = tmp_path / "repositories" / "org__maths"
+    git(shallow, "worktree", "add", "--quiet", "--detach", str(worktree), row["base_commit"])
+
+    folder = write_swe_task(row, settings(tmp_path), tmp_path / "tasks")
+
+    assert (folder / "environment" / "repository" / "maths.py").read_text() == WRONG
+
+
+def test_empty_image_is_that_of_the_settings(tmp_path: Path) -> None:
+    row = make_repository(tmp_path / "repositories" / "org__maths") | {"image": ""}
+
+    folder = write_swe_task(row, settings(tmp_path), tmp_path / "tasks")
+
+    dockerfile = (folder / "environment" / "Dockerfile").read_text()
+    assert dockerfile.startswith(f"FROM {settings(tmp_path).image}\n")
+
+
 def test_patches_without_a_line_end_are_applied(tmp_path: Path) -> None:
     row = make_repository(tmp_path / "repositories" / "org__maths")
     stripped = {name: row[name].rstrip("\n") for name in ("patch", "test_patch")}
@@ -162,6 +243,7 @@ def test_existing_task_is_kept(tmp_path: Path) -> None:
         ({"patch": 3}, "patch: expected a text, got int"),
         ({"FAIL_TO_PASS": "x"}, "FAIL_TO_PASS: expected a list"),
         ({"FAIL_TO_PASS": [1]}, "FAIL_TO_PASS: expected a list"),
+        ({"FAIL_TO_PASS": "[" * 100_000}, "FAIL_TO_PASS: expected a list"),
         ({"test_patch": "x"}, "git apply failed"),
         (
             {"test_patch": "--- /dev/null\n+++ b/../../out\n@@ -0,0 +1 @@\n+x\n"},

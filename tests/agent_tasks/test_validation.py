@@ -11,7 +11,13 @@ import pytest
 from atroposlib.agent_tasks.folder import load_task, load_tasks
 from atroposlib.agent_tasks.runner import TaskRunner
 from atroposlib.agent_tasks.swe import SweSettings, write_swe_task
-from atroposlib.agent_tasks.validation import CHECKS, TaskReport, validate_task, validate_tasks
+from atroposlib.agent_tasks.validation import (
+    CHECKS,
+    TaskReport,
+    _search_script,
+    validate_task,
+    validate_tasks,
+)
 from tests.agent_tasks.task_folders import ADDITION, write_task
 from tests.agent_tasks.test_swe import make_repository
 
@@ -119,6 +125,18 @@ async def test_input_of_both_sides_may_be_seen(runner: TaskRunner, tmp_path: Pat
     report = await validate_task(runner, task, repeats=1)
 
     assert report.status("hidden") == "ok"
+
+
+@pytest.mark.parametrize("position", [0, 59_999])
+def test_one_of_very_many_hidden_names_is_found(position: int, tmp_path: Path) -> None:
+    names = [f"expected_case_{i:06d}.json" for i in range(60_000)]
+    (tmp_path / names[position]).write_text("{}")
+    script = _search_script(names, []).replace("find / ", f"find {tmp_path} ")
+
+    done = subprocess.run(["sh", "-s"], input=script, capture_output=True, text=True, check=True)
+
+    assert f"found {tmp_path / names[position]}\n" in done.stdout
+    assert done.stdout.endswith("searched\n")
 
 
 async def test_link_to_a_missing_file_is_not_read(runner: TaskRunner, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from pathlib import Path
 
 import httpx
 import pytest
@@ -418,3 +419,18 @@ def test_run_api_stops_quietly_if_nobody_reads_its_output(free_port, tmp_path):
         code = process.wait(timeout=120)
 
     assert (code, errors.read_text()) == (130, "")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is full")
+def test_run_api_serves_and_stops_if_the_disk_of_its_output_is_full(free_port):
+    with Path("/dev/full").open("w") as full:
+        process = subprocess.Popen(
+            [*START, "--host", "localhost", "--port", str(free_port), *IN_MEMORY], stdout=full
+        )
+    try:
+        wait_until_up(free_port)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(timeout=60) == 130
+    finally:
+        process.kill()
+        process.wait()

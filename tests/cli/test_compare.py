@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -271,3 +272,62 @@ def test_names_with_escape_codes_are_shown_as_text(
     run([old, new], monkeypatch)
 
     assert "\x1b" not in capsys.readouterr().out
+
+
+def test_blank_lines_byte_order_marks_and_records_of_another_form_are_accepted(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old, new = write_run(tmp_path / "old", OLD), write_run(tmp_path / "new", NEW)
+    samples, metrics = tmp_path / "new" / "samples.jsonl", tmp_path / "new" / "metrics.json"
+    samples.write_text(f'\ufeff{samples.read_text()}\n{{"messages": 5}}\n \n', encoding="utf-8")
+    metrics.write_text(f"\ufeff{metrics.read_text()}", encoding="utf-8")
+
+    run([old, new, "--json"], monkeypatch)
+
+    [comparison] = json.loads(capsys.readouterr().out)["comparisons"]
+    assert comparison["num_common_items"] == len(OLD)
+
+
+def test_unreadable_file_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    old, new = write_run(tmp_path / "old", OLD), write_run(tmp_path / "new", NEW)
+    samples = tmp_path / "new" / "samples.jsonl"
+    opened = Path.open
+
+    def refuse(path: Path, *args: Any, **options: Any) -> Any:
+        if path == samples:
+            raise PermissionError(13, "Permission denied", str(path))
+        return opened(path, *args, **options)
+
+    monkeypatch.setattr(Path, "open", refuse)
+
+    assert f"Permission denied: '{samples}'" in refusal([old, new], monkeypatch, capsys)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no device that is full")
+def test_full_disk_behind_standard_output_is_one_line(tmp_path: Path) -> None:
+    old, new = write_run(tmp_path / "old", OLD), write_run(tmp_path / "new", NEW)
+
+    with Path("/dev/full").open("w") as full:
+        ended = subprocess.run(
+            [sys.executable, "-m", "atroposlib.cli.compare", old, new],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+
+    assert (ended.returncode, ended.stderr) == (
+        1,
+        "atropos-compare: [Errno 28] No space left on device\n",
+    )
+
+
+def test_closed_standard_output_is_no_error(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new = write_run(tmp_path / "old", OLD), write_run(tmp_path / "new", NEW)
+    monkeypatch.setattr(sys, "stdout", None)
+
+    run([old, new], monkeypatch)

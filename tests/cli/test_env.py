@@ -48,6 +48,12 @@ def test_word_that_is_no_argument_is_refused(word: str) -> None:
         read_arguments([word])
 
 
+@pytest.mark.parametrize("value", ["2024-01-31", "{day: 2024-01-31}", "!!binary aGk=", "!!set {a}"])
+def test_value_of_a_type_that_json_lacks_is_refused(value: str) -> None:
+    with pytest.raises(UsageError, match=r"--args since: .* needs quotes"):
+        read_arguments([f"since={value}"])
+
+
 def test_list_names_the_kinds_and_what_is_missing() -> None:
     listed = run("list")
 

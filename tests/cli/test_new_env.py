@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import os
 import re
 import shutil
@@ -167,6 +168,24 @@ def test_nothing_is_overwritten_and_nothing_written_beside(tmp_path: Path) -> No
 
     assert [path.name for path in tmp_path.iterdir()] == ["test_my_thing.py"]
     assert mine.read_text() == "mine"
+
+
+def test_full_disk_leaves_no_part_of_the_files(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened = Path.open
+
+    def fail_on_data(path: Path, *args: Any, **options: Any) -> Any:
+        if path.name == "my_thing_data.jsonl":
+            raise OSError(errno.ENOSPC, "No space left on device")
+        return opened(path, *args, **options)
+
+    monkeypatch.setattr(Path, "open", fail_on_data)
+
+    with pytest.raises(OSError, match="No space left"):
+        write_environment("my_thing", kind="game", folder=tmp_path)
+
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize(

@@ -113,6 +113,7 @@ def test_full_disk_is_one_line(
     assert capsys.readouterr().err == (
         "atropos-tasks: error: [Errno 28] No space left on device: 'first/task.toml'\n"
     )
+    assert not Path("first").exists()
 
 
 @pytest.mark.parametrize(

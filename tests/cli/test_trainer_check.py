@@ -259,6 +259,16 @@ def test_rows_are_compared_with_what_was_posted() -> None:
         assert "row 1 is not as documented" in broken_by([malformed], content, 5)["rows"]
 
 
+def test_blank_lines_between_rows_are_skipped() -> None:
+    content, checklist = Content(2, 32), Checklist()
+    content.groups(5)
+
+    lines = [line for row in written(content) for line in (json.dumps(row), "", " ")]
+    check_rows(lines, content, {5: 1}, checklist)
+
+    assert checklist.broken == {}
+
+
 def test_report_names_reason_and_remedy_of_each_broken_rule() -> None:
     checklist = Checklist()
     checklist.saw("registers", "busy")

@@ -139,6 +139,15 @@ def test_comparison_is_over_common_items_and_second_minus_first() -> None:
     assert (found.num_items, found.test, found.p_value) == (3, "mcnemar", 1.0)
 
 
+@pytest.mark.parametrize(("num_items", "has_interval"), [(1, False), (4, False), (5, True)])
+def test_difference_of_few_items_has_no_interval(num_items: int, has_interval: bool) -> None:
+    old = {str(i): [0.0] for i in range(num_items)}
+
+    found = compare_items(old, {name: [1.0] for name in old})
+
+    assert (found.low, found.high) == ((1.0, 1.0) if has_interval else (None, None))
+
+
 def test_comparison_of_clear_and_of_no_difference() -> None:
     old = {str(i): [0.1 * (i % 5), 0.2] for i in range(100)}
     new = {name: [value + 0.3 for value in row] for name, row in old.items()}

@@ -124,6 +124,7 @@ def test_groups_of_both_formats_are_read_alike(name: Any, groups: list[Any]) -> 
         ('{"tokens": [[1]], "scores": [1, 2]}', "scores: 2 entries, tokens has 1"),
         ('{"tokens": [[1]], "scores": []}', "scores: 0 entries"),
         ('{"tokens": [[1]], "scores": [NaN]}', "not a finite number"),
+        ('{"tokens": [[1]], "scores": [1e308]}', "not a finite number within ±"),
         ('{"tokens": [["a"]], "scores": [1]}', "Expected int"),
         (r'{"tokens": "\ud800", "scores": [1]}', "surrogates not allowed"),
         ('{"tokens": [[1]], "scores": [1], "messages": [1, 2]}', "messages: 2 entries"),

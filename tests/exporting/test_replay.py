@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import os
 import subprocess
 import sys
 import time
@@ -21,8 +22,10 @@ from atroposlib.exporting.replay import (
     NotRecordedError,
     RecordedGroup,
     RecordedModel,
+    Rescored,
     comparison_text,
     record_run,
+    rescoring_text,
 )
 from tests.exporting.conftest import Service
 from tests.exporting.samples import make_group, make_groups, read_records, write_groups
@@ -398,6 +401,76 @@ async def test_group_that_was_not_answered_is_not_skipped(groups: list[Any]) -> 
     assert caught.value.posted.num_groups > 2
 
 
+async def test_cancelled_posting_ends_its_requests_and_counts_the_groups_before(
+    groups: list[Any],
+) -> None:
+    from atroposlib.exporting.posting import Posted, post_groups
+
+    asked = asyncio.Event()
+
+    class Hanging:
+        num_posts = 0
+
+        async def post_group(self, group: Any, *, key: str) -> None:
+            self.num_posts += 1
+            if self.num_posts > 2:
+                asked.set()
+                await asyncio.Event().wait()
+
+    posted = Posted()
+    posting = asyncio.create_task(
+        post_groups(
+            Hanging(),  # type: ignore[arg-type]
+            ((f"line {i}", group) for i, group in enumerate(groups)),
+            groups_per_s=None,
+            max_in_flight=2,
+            posted=posted,
+        )
+    )
+    await asked.wait()
+    posting.cancel()
+
+    with pytest.raises(asyncio.CancelledError):
+        await posting
+    assert (posted.num_groups, posted.num_before_failure) == (2, 2)
+
+
+def test_interrupted_posting_is_said_with_how_to_go_on(
+    groups: list[Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    async def interrupt(*_: Any, posted: Any, **__: Any) -> None:
+        posted.num_groups, posted.num_before_failure = 5, 4
+        raise KeyboardInterrupt
+
+    async def info(_: Any) -> None:
+        pass
+
+    monkeypatch.setattr("atroposlib.exporting.posting.post_groups", interrupt)
+    monkeypatch.setattr("atroposlib.api.client.TrajectoryApiClient.info", info)
+    source = str(write_groups(tmp_path / "groups.jsonl", groups))
+    monkeypatch.setattr(sys, "argv", ["atropos-replay", "post", source, "--skip", "2"])
+
+    with pytest.raises(SystemExit) as ended:
+        replay.main()
+
+    assert ended.value.code == 130
+    assert "stopped; to continue, run the same command with --skip 6, which sends 1 groups" in (
+        capsys.readouterr().err
+    )
+
+
+def test_means_are_of_the_trajectories_that_have_both_scores() -> None:
+    rescored = [Rescored("line 1", [0.0, 1.0], [None, 1.0])]
+
+    text = rescoring_text(rescored, num_groups=1)
+
+    assert "mean score 1 before, 1 now" in text
+    assert "1 trajectories keep their scores" in text
+
+
 @pytest.mark.parametrize(
     ("words", "code", "reason"),
     [
@@ -467,6 +540,21 @@ def test_two_runs_are_compared_by_prompt() -> None:
     assert "mean score of 1 of them is higher in the second run, of 0 lower" in text
     assert "line 1 and line 2: 0.5 to 1" in text
     assert "mean score              0.6667  1" in text
+
+
+def test_diff_whose_reader_has_left_is_no_failure(groups_file: Path, tmp_path: Path) -> None:
+    errors = tmp_path / "errors"
+    reading, writing = os.pipe()
+    os.close(reading)
+    with errors.open("w") as stream, open(writing, "wb") as pipe:  # noqa: PTH123 - a descriptor
+        done = subprocess.run(
+            [*(sys.executable, "-m", "atroposlib.cli.replay", "diff"), groups_file, groups_file],
+            stdout=pipe,
+            stderr=stream,
+            check=False,
+        )
+
+    assert (done.returncode, errors.read_text()) == (0, "")
 
 
 def test_diff_names_what_cannot_be_read(

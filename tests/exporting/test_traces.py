@@ -70,6 +70,45 @@ def test_turns_that_do_not_fit_the_masks_return_equal_too(tmp_path: Path) -> Non
     assert imported(tmp_path / "traces") == [group]
 
 
+def test_chat_with_tools_whose_turns_do_not_fit_the_masks_returns_equal(tmp_path: Path) -> None:
+    group = traced_group()
+    group["traces"][0]["events"][6]["num_tokens"] += 1
+    tool_call = {"id": "c1", "type": "function", "function": {"name": "ls", "arguments": "{}"}}
+    group["messages"] = [
+        [
+            {"role": "user", "content": "Greet by name."},
+            {"role": "assistant", "content": "", "tool_calls": [tool_call]},
+            {"role": "tool", "tool_call_id": "c1", "content": "a file"},
+        ]
+    ] * 4
+
+    exported(tmp_path / "traces", "atif", group)
+
+    assert imported(tmp_path / "traces") == [group]
+
+
+@pytest.mark.parametrize("arguments", ["[" * 100_000, '{"a": NaN}', '{"a": 1e999}', "{"])
+def test_arguments_that_a_model_wrote_wrongly_are_text(arguments: str, tmp_path: Path) -> None:
+    group = chat_group()
+    group["messages"][1][1]["tool_calls"][0]["function"]["arguments"] = arguments
+
+    documents = exported(tmp_path / "traces", "atif", group)
+
+    [tool_call] = documents[1]["steps"][1]["tool_calls"]
+    assert tool_call["arguments"] == {"arguments": arguments}
+    assert imported(tmp_path / "traces") == [group]
+
+
+@pytest.mark.parametrize("kind", ["atif", "openenv"])
+def test_lone_surrogate_of_a_model_returns(kind: str, tmp_path: Path) -> None:
+    group = chat_group()
+    group["messages"][1][1]["content"] = "it is \ud83d"
+
+    exported(tmp_path / "traces", kind, group)
+
+    assert imported(tmp_path / "traces") == [group]
+
+
 def test_atif_has_steps_with_calls_results_and_ids(tmp_path: Path) -> None:
     group = traced_group()
 
@@ -253,6 +292,33 @@ def test_rollouts_of_one_task_are_one_group_with_the_rewards_of_their_trials(
     assert "inference_logprobs" not in groups[0]
 
 
+@pytest.mark.parametrize("path", ["trajectory.json", "."])
+def test_trial_of_a_relative_path_is_found(
+    path: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ids = {"prompt_token_ids": [1, 2], "completion_token_ids": [3, 4]}
+    agent = tmp_path / "trial" / "agent"
+    agent.mkdir(parents=True)
+    written(tmp_path / "trial" / "result.json", {"verifier_result": {"rewards": {"reward": 0.5}}})
+    written(agent / "trajectory.json", atif(asks("solve it"), says("done", metrics=ids)))
+    monkeypatch.chdir(agent)
+
+    [group] = imported(Path(path))
+
+    assert group["scores"] == [0.5]
+
+
+def test_foreign_arguments_that_only_python_reads_are_text(tmp_path: Path) -> None:
+    ids = {"prompt_token_ids": [1, 2], "completion_token_ids": [3, 4]}
+    call = {"tool_call_id": "a", "function_name": "f", "arguments": {"x": float("nan")}}
+    step = says("done", metrics=ids, tool_calls=[call], timestamp="2026-01-02T03:04:05Z")
+    document = atif(asks("solve it"), step, extra={"reward": 1})
+
+    [group] = imported(written(tmp_path / "t.json", document))
+
+    assert group["traces"][0]["events"][1]["arguments"] == {"x": "nan"}
+
+
 def bad_metrics(**metrics: Any) -> dict[str, Any]:
     return atif(asks("1?"), says("one", metrics={"prompt_token_ids": [1], **metrics}))
 
@@ -320,6 +386,10 @@ def test_time_that_no_calendar_has_is_left_out(tmp_path: Path) -> None:
         (lambda d: d["steps"][1]["extra"]["atropos"].update(row=9), "step 2: extra.atropos.row 9"),
         (lambda d: d["steps"][1]["extra"]["atropos"].update(event=99), "atropos.event 99"),
         (lambda d: d["extra"]["atropos"].update(rows=3), "atropos.rows: expected a list"),
+        (
+            lambda d: d["extra"]["atropos"]["rows"][0]["fields"].update(columns=3),
+            "atropos.rows.fields.columns: expected an object",
+        ),
         (
             lambda d: d["extra"]["atropos"].update(score="x"),
             "atropos.score: expected a finite number",

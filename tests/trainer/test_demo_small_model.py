@@ -155,6 +155,14 @@ def test_absurd_examples_are_refused(tmp_path: Path, content: str, reason: str) 
         read_chats(file)
 
 
+def test_byte_order_mark_and_blank_lines_are_skipped(tmp_path: Path) -> None:
+    file = tmp_path / "chats.jsonl"
+    line = json.dumps({"messages": CHAT})
+    file.write_bytes(f"\ufeff{line}\r\n\r\n{line}\n\n".encode())
+
+    assert read_chats(file) == [CHAT, CHAT]
+
+
 def test_line_separator_in_a_text_does_not_end_its_line(tmp_path: Path) -> None:
     file = tmp_path / "chats.jsonl"
     chat = [{**QUESTION, "content": "a\u2028b"}, CHAT[1]]

@@ -76,6 +76,23 @@ def test_find_drop_returns_the_reason_of_the_last_group_without_use(
         assert find_drop(caplog.text) == shown
 
 
+def test_read_rewards_mean_of_nothing_is_left_out(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    rewards = [float("nan"), 0.5, float("inf"), 10**400]
+    lines = [{"step": i, "sums/train/percent_correct": each} for i, each in enumerate(rewards)]
+    path.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    assert read_rewards(path) == [RewardPoint(1, 0.5)]
+
+
+def test_curve_of_values_beyond_its_limits_shows_them(tmp_path: Path) -> None:
+    points = [RewardPoint(1, 2e6), RewardPoint(2, 0.5)]
+
+    write_curve(points, tmp_path / "curve.png")
+
+    assert "2.0e6" in curve_text(points, width=60, height=12)
+
+
 def test_read_rewards_no_file_yet_is_empty(tmp_path: Path) -> None:
     assert read_rewards(tmp_path / "metrics.jsonl") == []
 

@@ -262,7 +262,7 @@ def check_rows(
     """Compare the rows that the trainer wrote with what was posted.
 
     Args:
-        lines: JSON objects.
+        lines: JSON objects; blank lines are skipped.
         content: what was posted.
         trained_slots: deliveries of each batch that was acknowledged as trained, by slot.
         checklist: receives the results.
@@ -270,6 +270,8 @@ def check_rows(
     counts: Counter[tuple[int, ...]] = Counter()
     checklist.saw("rows")
     for number, line in enumerate(lines, start=1):
+        if not line.strip():
+            continue
         try:
             row = json.loads(line)
             tokens = tuple(int(token) for token in row["tokens"])
