@@ -382,7 +382,7 @@ def _remove_git_folders(folder: Path) -> None:
         if path.is_dir() and not path.is_symlink():
             shutil.rmtree(path)
         else:
-            path.unlink()
+            path.unlink(missing_ok=True)  # it may have been in a folder that was removed
 
 
 def _repository(row: _SweRow, repositories: Path, where: str) -> Path:
