@@ -97,7 +97,7 @@ def test_start_command_runs_output_and_exit_code_are_kept(tmp_path: Path) -> Non
 
     process.start()
 
-    assert process.wait(timeout_s=10) == 3
+    assert process.wait(timeout_s=60) == 3
     assert process.describe_exit() == "ended with exit code 3"
     assert process.log_tail() == "hello"
 
@@ -129,7 +129,7 @@ def test_start_uses_given_environment_and_folder(tmp_path: Path) -> None:
     process = ManagedProcess("env", python(code), log_path=tmp_path / "log", env=env, cwd=tmp_path)
 
     process.start()
-    process.wait(timeout_s=10)
+    process.wait(timeout_s=60)
 
     assert process.log_tail() == f"green {tmp_path}"
 
@@ -138,7 +138,7 @@ def test_describe_exit_killed_command_names_the_signal(tmp_path: Path) -> None:
     with ManagedProcess("sleeper", python(SLEEP), log_path=tmp_path / "log") as process:
         os.kill(process.pid, signal.SIGKILL)
 
-        assert process.wait(timeout_s=10) == -signal.SIGKILL
+        assert process.wait(timeout_s=60) == -signal.SIGKILL
         assert process.describe_exit() == "was killed by SIGKILL"
 
 
@@ -155,7 +155,7 @@ def test_kill_9_of_command_ends_children(family: tuple[ManagedProcess, list[int]
 
     os.kill(process.pid, signal.SIGKILL)
 
-    assert process.wait(timeout_s=10) == -signal.SIGKILL
+    assert process.wait(timeout_s=60) == -signal.SIGKILL
     assert not [pid for pid in children if is_running(pid)]
 
 
@@ -179,7 +179,7 @@ def test_owner_dies_everything_ends(tmp_path: Path, signum: signal.Signals) -> N
     assert all(is_running(pid) for pid in everyone)
 
     owner.send_signal(signum)
-    owner.wait(timeout=10)
+    owner.wait(timeout=60)
 
     assert eventually(lambda: not any(is_running(pid) for pid in everyone))
 
