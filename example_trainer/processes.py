@@ -316,7 +316,7 @@ def find_free_port(host: str = "127.0.0.1") -> int:
 
 
 def find_free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
-    """Find `count` different free ports on `host`.
+    """Find `count` different free ports on `host`, which no other call finds for a minute.
 
     They lie below the ports that the system gives to outgoing connections. Otherwise any
     connection could take the port of a server before it starts, or while it is started again.
@@ -328,17 +328,35 @@ def find_free_ports(count: int, host: str = "127.0.0.1") -> list[int]:
     for port in random.SystemRandom().sample(_SERVER_PORTS, len(_SERVER_PORTS)):
         if len(ports) == count:
             break
-        with socket.socket() as probe:
-            try:
-                probe.bind((host, port))
-            except OSError as error:
-                if error.errno != errno.EADDRINUSE:
-                    raise
-            else:
-                ports.append(port)
+        if _reserve_port(host, port):
+            ports.append(port)
     if len(ports) < count:
         raise OSError(errno.EADDRINUSE, f"{len(ports)} of {count} ports are free on {host}")
     return ports
+
+
+def _reserve_port(host: str, port: int) -> bool:
+    """Keep a port from other calls, of any process, until its server starts; False if it is taken.
+
+    A closed connection stays in TIME_WAIT for about a minute. Meanwhile the port can be bound with
+    SO_REUSEADDR only, which servers set and which is not set here.
+    """
+    with socket.socket() as listener:
+        try:
+            listener.bind((host, port))
+            listener.listen(1)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE:
+                raise
+            return False
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        with (
+            contextlib.suppress(OSError),  # where nothing connects, the port is free all the same
+            socket.create_connection((host, port), timeout=1.0) as client,
+        ):
+            listener.accept()[0].close()
+            client.recv(1)
+    return True
 
 
 def process_identity(pid: int) -> list[float]:

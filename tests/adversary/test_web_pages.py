@@ -493,8 +493,10 @@ def _forwarding(port: int, target_port: int) -> Iterator[None]:
                 _pump(self.request, onward)
                 back.join()
 
-    with socketserver.ThreadingTCPServer(("127.0.0.1", port), Forward) as server:
-        server.daemon_threads = True
+    class Forwarding(socketserver.ThreadingTCPServer):
+        allow_reuse_address = daemon_threads = True
+
+    with Forwarding(("127.0.0.1", port), Forward) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield
         server.shutdown()

@@ -136,7 +136,7 @@ def serve(app: ASGIApp, port: int) -> Iterator[str]:
     server = uvicorn.Server(uvicorn.Config(app, log_level="error", http=ObservedHttpProtocol))
     thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
     thread.start()
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while not server.started:
         assert time.monotonic() < deadline, "the service did not start"
         time.sleep(0.005)

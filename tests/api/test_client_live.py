@@ -126,7 +126,7 @@ async def test_batch_waits_for_the_group_that_completes_it(url, trainer):
         assert not waiting.done()
         await client.post_group(make_group(2))
 
-        assert await asyncio.wait_for(waiting, 5)
+        assert await asyncio.wait_for(waiting, 60)
 
 
 async def test_policy_version_reaches_environments_and_comes_back_with_their_groups(url, trainer):

@@ -322,7 +322,7 @@ def test_batch_that_a_client_did_not_read_is_delivered_again(free_port):
             assert client.get("/status").json()["current_step"] == 0
 
         batch = None
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while batch is None and time.monotonic() < deadline:
             batch = client.get("/batch").json()["batch"]
 

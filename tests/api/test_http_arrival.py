@@ -49,7 +49,7 @@ class Told:
 
     def wait(self, count: int) -> list[bool]:
         with self._changed:
-            assert self._changed.wait_for(lambda: len(self.arrivals) >= count, timeout=10)
+            assert self._changed.wait_for(lambda: len(self.arrivals) >= count, timeout=60)
         return self.arrivals
 
 

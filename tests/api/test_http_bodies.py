@@ -292,7 +292,7 @@ async def test_budget_lets_the_oldest_finish_and_others_wait_for_room():
 
     oldest.close()
 
-    await asyncio.wait_for(asyncio.gather(*waiting), 1)
+    await asyncio.wait_for(asyncio.gather(*waiting), 60)
     second.close()
     third.close()
     assert budget.held_bytes == 0
@@ -309,8 +309,8 @@ async def test_budget_does_not_wait_for_a_request_whose_small_body_is_complete()
     assert not waiting.done()
 
     waits_for_a_batch.note_complete()
-    await asyncio.wait_for(waiting, 1)
-    await asyncio.wait_for(second.take(50), 1)
+    await asyncio.wait_for(waiting, 60)
+    await asyncio.wait_for(second.take(50), 60)
 
     for account in (waits_for_a_batch, second, third):
         account.close()

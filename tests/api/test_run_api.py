@@ -43,7 +43,7 @@ def running(port: int, *flags: str) -> Iterator[subprocess.Popen[str]]:
 
 def wait_until_up(port: int) -> str:
     url = f"http://localhost:{port}"
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while time.monotonic() < deadline:
         try:
             if httpx.get(f"{url}/info").status_code == 200:

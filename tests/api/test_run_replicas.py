@@ -157,7 +157,7 @@ async def test_request_that_waits_is_woken_by_a_snapshot():
     await there.admit([decoded()])
     await overtake(here, there)
 
-    batch, _ = await asyncio.wait_for(waiting, 10)
+    batch, _ = await asyncio.wait_for(waiting, 60)
 
     assert batch.group_ids == [0]
 

@@ -78,8 +78,8 @@ async def test_hooks_get_their_arguments_by_position_while_serving(
     ) as trainer:
         await trainer.register()
         serving = asyncio.create_task(env.env_manager())
-        await asyncio.wait_for(trainer.train(3), 20)
-        await asyncio.wait_for(serving, 20)
+        await asyncio.wait_for(trainer.train(3), 60)
+        await asyncio.wait_for(serving, 60)
 
     assert env.events[0] == "setup"
     assert env.events[-1] == "close"

@@ -102,8 +102,8 @@ async def test_overrides_that_call_super_take_part(
     async with ScriptedTrainer(service.url) as trainer:
         await trainer.register()
         serving = asyncio.create_task(env.env_manager())
-        await asyncio.wait_for(trainer.train(3), 20)
-        await asyncio.wait_for(serving, 20)
+        await asyncio.wait_for(trainer.train(3), 60)
+        await asyncio.wait_for(serving, 60)
 
     assert env.events[:4] == ["env_manager", "setup", "registered 0", "batch 4"]
     assert "step" in env.events

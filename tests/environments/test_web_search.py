@@ -39,14 +39,19 @@ def service() -> Service:
 
 
 @pytest.fixture
-async def source(service: Service) -> Any:
+def timeout_s() -> float:
+    return 60.0
+
+
+@pytest.fixture
+async def source(service: Service, timeout_s: float) -> Any:
     app = web.Application(client_max_size=1 << 20)
     app.router.add_post("/{route}", service)
     async with TestServer(app) as server:
         search = TavilySearch(
             {KEY_VARIABLE: KEY},
             base_url=str(server.make_url("/")),
-            timeout_s=0.1,
+            timeout_s=timeout_s,
             blocked_domains=["blocked.example"],
         )
         yield search
@@ -107,6 +112,7 @@ async def test_failures_tell_what_happened_and_nothing_of_the_key(
     assert KEY not in repr(source)
 
 
+@pytest.mark.parametrize("timeout_s", [0.1])
 async def test_service_that_does_not_answer_in_time(service: Service, source: TavilySearch) -> None:
     service.delay_s = 5.0
 

@@ -46,7 +46,7 @@ class LiveService:
         self._server = uvicorn.Server(config)
         self._thread = threading.Thread(target=self._server.run, daemon=True)
         self._thread.start()
-        deadline = time.monotonic() + 10
+        deadline = time.monotonic() + 60
         while not self._server.started:
             assert time.monotonic() < deadline, "the service did not start"
             time.sleep(0.005)

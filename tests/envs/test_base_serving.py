@@ -349,7 +349,7 @@ async def test_serve_next_item_raising_ends_the_run_in_order(
     async with ScriptedTrainer(service.url) as trainer:
         await trainer.register()
         with pytest.raises(OSError, match="data set is gone"):
-            await asyncio.wait_for(env.env_manager(), 10)
+            await asyncio.wait_for(env.env_manager(), 60)
 
     assert env.events == ["setup", "close"]
     assert not env.service_session.is_registered
@@ -412,7 +412,7 @@ async def test_serve_cancelled_ends_everything_and_disconnects(
     async with ScriptedTrainer(service.url, num_steps=1000) as trainer:
         await trainer.register()
         serving = asyncio.create_task(env.env_manager())
-        await asyncio.wait_for(hanging.wait(), 10)
+        await asyncio.wait_for(hanging.wait(), 60)
         await until(lambda: env.service_session.num_groups_sent == 2)
         serving.cancel()
         await asyncio.wait({serving})

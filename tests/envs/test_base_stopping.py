@@ -38,7 +38,7 @@ async def test_stopped_environment_lets_rollouts_finish_and_delivers_them(
     async with ScriptedTrainer(service.url, num_steps=1000) as trainer:
         await trainer.register()
         serving = asyncio.create_task(env.env_manager())
-        await asyncio.wait_for(are_running.wait(), 10)
+        await asyncio.wait_for(are_running.wait(), 60)
         await until(lambda: len(env.workers) == 2)
 
         serving.cancel()
@@ -69,7 +69,7 @@ async def test_environment_stopped_twice_does_not_wait(
     async with ScriptedTrainer(service.url, num_steps=1000) as trainer:
         await trainer.register()
         serving = asyncio.create_task(env.env_manager())
-        await asyncio.wait_for(are_running.wait(), 10)
+        await asyncio.wait_for(are_running.wait(), 60)
 
         serving.cancel()
         await asyncio.sleep(0.05)
@@ -190,7 +190,7 @@ async def test_shrunk_groups_are_delivered_and_counted(
     try:
         async with ScriptedTrainer(service.url, num_steps=1000, batch_size=4) as trainer:
             await trainer.register()
-            await asyncio.wait_for(trainer.train(6), 20)
+            await asyncio.wait_for(trainer.train(6), 60)
             await env.wandb_log({})
     finally:
         serving.cancel()

@@ -135,7 +135,7 @@ async def test_send_that_hears_late_of_the_old_id_keeps_the_new_registration() -
         raise UNKNOWN
 
     client.status_env = answer_late  # type: ignore[method-assign]
-    await asyncio.wait_for(session.send({}), 1)
+    await asyncio.wait_for(session.send({}), 60)
 
     assert [group["env_id"] for group, _ in client.posts] == [0]
 

@@ -246,8 +246,8 @@ async def test_serving_sends_what_the_teacher_says_to_the_trainer(
         env = serving(make_env, service.url, engine.base_url)
         await trainer.register()
         running = asyncio.create_task(env.env_manager())
-        await asyncio.wait_for(trainer.train(3), 20)
-        await asyncio.wait_for(running, 20)
+        await asyncio.wait_for(trainer.train(3), 60)
+        await asyncio.wait_for(running, 60)
 
     group = trainer.groups[0]
     assert group["tokens"] == [[65, 66, 67]] * 2
@@ -265,8 +265,8 @@ async def test_serving_goes_on_without_a_teacher_that_takes_too_long(
         env = serving(make_env, service.url, "http://127.0.0.1:9/v1", worker_timeout=0.05)
         await trainer.register()
         running = asyncio.create_task(env.env_manager())
-        await asyncio.wait_for(trainer.train(3), 20)
-        await asyncio.wait_for(running, 20)
+        await asyncio.wait_for(trainer.train(3), 60)
+        await asyncio.wait_for(running, 60)
 
     assert trainer.groups[0]["distill_token_ids"] is None
     assert env.failure_counts["teacher_logprobs"] >= 6

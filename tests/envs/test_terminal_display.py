@@ -236,7 +236,7 @@ async def test_snapshot_of_a_served_environment(service: LiveService, make_env: 
     async with ScriptedTrainer(service.url, num_steps=1000) as trainer:
         await trainer.register()
         serving = asyncio.create_task(env.env_manager())
-        await asyncio.wait_for(trainer.train(3), 20)
+        await asyncio.wait_for(trainer.train(3), 60)
         await until(lambda: env.curr_step == 3)
         snapshot = None
 

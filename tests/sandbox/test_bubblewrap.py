@@ -400,7 +400,7 @@ async def test_wait_for_the_end_of_a_closed_gate_leaves_the_number_of_its_box_to
     await waiting  # until its time limit
     os.write(writing, b"output")
 
-    await asyncio.wait_for(arrived.wait(), 30)
+    await asyncio.wait_for(arrived.wait(), 60)
     asyncio.get_running_loop().remove_reader(number)
     for fd in {reading, writing, number}:
         os.close(fd)

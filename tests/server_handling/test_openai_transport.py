@@ -102,7 +102,7 @@ async def test_stream_arrives_piece_by_piece(
     server, client = provider
 
     stream = await client.chat.completions.create(model="m", messages=MESSAGES, stream=True)
-    first = await asyncio.wait_for(anext(stream), timeout=5)
+    first = await asyncio.wait_for(anext(stream), timeout=60)
     server.may_end.set()
     rest = [chunk.choices[0].delta.content async for chunk in stream]
 

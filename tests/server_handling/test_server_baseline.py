@@ -244,7 +244,7 @@ def test_server_that_was_down_at_the_end_of_a_loop_is_asked_again_on_the_next() 
 
     asyncio.run(find_it_down())
 
-    asyncio.run(asyncio.wait_for(server.completion(prompt="hi"), 5))
+    asyncio.run(asyncio.wait_for(server.completion(prompt="hi"), 60))
     assert len(server.calls) == 2
 
 
@@ -252,7 +252,7 @@ async def test_first_request_without_health_check_takes_the_server_as_up() -> No
     server = RecordingServer(health_check=False)
     server.server_healthy = False
 
-    await asyncio.wait_for(server.completion(prompt="hi"), timeout=1)
+    await asyncio.wait_for(server.completion(prompt="hi"), timeout=60)
 
     assert server.server_healthy
 
@@ -270,7 +270,7 @@ async def test_view_with_its_own_slot_can_be_used_when_no_other_is_left() -> Non
 
     async with server.sem:
         view = server.with_own_slot()
-        await asyncio.wait_for(view.completion(prompt="hi"), timeout=1)
+        await asyncio.wait_for(view.completion(prompt="hi"), timeout=60)
 
     assert server.attempts_list == [1]
     assert server.sem._value == 1

@@ -254,7 +254,7 @@ async def test_server_that_dies_hands_its_requests_to_the_others(
         requests = [asyncio.create_task(manager.completion(prompt="x")) for _ in range(30)]
         await asyncio.sleep(0.05)
         await dying.stop()
-        answers = await asyncio.wait_for(asyncio.gather(*requests), timeout=5)
+        answers = await asyncio.wait_for(asyncio.gather(*requests), timeout=60)
 
         assert {answer.choices[0].text for answer in answers} == {"alive"}
         assert [server.server_healthy for server in manager.servers] == [False, True]
@@ -325,7 +325,7 @@ async def test_request_waits_while_every_server_is_down(make_manager: MakeManage
     await asyncio.sleep(0.1)
     assert not request.done()
     await engines[1].start(engines[1].port)
-    answer = await asyncio.wait_for(request, timeout=5)
+    answer = await asyncio.wait_for(request, timeout=60)
     await engines[1].stop()
 
     assert answer.choices[0].text == "back"
@@ -339,7 +339,7 @@ async def test_dedicated_server_can_be_used_while_holding_its_only_slot(
 
         async with manager.dedicated_server() as server:
             assert manager.servers[0].sem._value == 0
-            answer = await asyncio.wait_for(server.completion(prompt="x"), timeout=5)
+            answer = await asyncio.wait_for(server.completion(prompt="x"), timeout=60)
 
         assert answer.choices[0].text == "a"
         assert manager.servers[0].sem._value == 1

@@ -91,7 +91,7 @@ async def test_address_where_nobody_listens_fails_with_what_was_tried(
 
     expected = rf"{url} has not answered .* --port {free_port}\), or set base_url"
     with pytest.raises(EngineSetupError, match=expected) as caught:
-        await asyncio.wait_for(server.chat_completion(messages=MESSAGES), timeout=5)
+        await asyncio.wait_for(server.chat_completion(messages=MESSAGES), timeout=60)
 
     await server.close()
     assert "--openai.base_url" in str(caught.value)
@@ -147,7 +147,7 @@ async def test_manager_without_one_server_that_ever_answered_names_them_all(
     with pytest.raises(
         InferenceError, match=rf"none of .* {urls[0]}, {urls[1]}; start them.*--openai"
     ):
-        await asyncio.wait_for(manager.chat_completion(messages=MESSAGES), timeout=5)
+        await asyncio.wait_for(manager.chat_completion(messages=MESSAGES), timeout=60)
 
     await manager.close()
 
@@ -160,7 +160,7 @@ async def test_server_still_starting_is_waited_for(free_port: int) -> None:
     request = asyncio.create_task(server.completion(prompt="hi"))
     await asyncio.sleep(0.1)
     await engine.start(free_port)
-    answer = await asyncio.wait_for(request, timeout=5)
+    answer = await asyncio.wait_for(request, timeout=60)
     await engine.stop()
     await server.close()
 
@@ -180,7 +180,7 @@ async def test_server_that_answered_once_is_waited_for_without_limit(
     await asyncio.sleep(0.15)
     assert not request.done()
     await engine.start(engine.port)
-    answer = await asyncio.wait_for(request, timeout=5)
+    answer = await asyncio.wait_for(request, timeout=60)
     await engine.stop()
 
     assert answer.choices[0].text == "back"

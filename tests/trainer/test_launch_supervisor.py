@@ -48,7 +48,7 @@ def test_supervisor_check_killed_process_is_named_with_its_log(tmp_path: Path) -
         supervisor.start(victim)
         assert eventually(lambda: victim.log_tail() == "hello")
         os.kill(victim.pid, signal.SIGKILL)
-        victim.wait(timeout_s=10)
+        victim.wait(timeout_s=60)
 
         with pytest.raises(ProcessFailedError, match=r"(?s)victim was killed by SIGKILL.*hello"):
             supervisor.check()
@@ -58,10 +58,10 @@ def test_supervisor_check_finished_process_is_a_failure_unless_allowed(tmp_path:
     allowed, forbidden = make("allowed", tmp_path, "pass"), make("forbidden", tmp_path, "pass")
     with Supervisor() as supervisor:
         supervisor.start(allowed, may_finish=True)
-        allowed.wait(timeout_s=10)
+        allowed.wait(timeout_s=60)
         supervisor.check()
         supervisor.start(forbidden)
-        forbidden.wait(timeout_s=10)
+        forbidden.wait(timeout_s=60)
 
         with pytest.raises(ProcessFailedError, match="forbidden ended with exit code 0"):
             supervisor.check()
@@ -71,7 +71,7 @@ def test_supervisor_check_allowed_to_finish_but_failed_is_named(tmp_path: Path) 
     process = make("trainer", tmp_path, "raise SystemExit(4)")
     with Supervisor() as supervisor:
         supervisor.start(process, may_finish=True)
-        process.wait(timeout_s=10)
+        process.wait(timeout_s=60)
 
         with pytest.raises(ProcessFailedError, match="trainer ended with exit code 4"):
             supervisor.check()
@@ -85,12 +85,12 @@ def test_supervisor_check_cause_that_ends_a_moment_later_is_named(tmp_path: Path
         nonlocal now
         now += seconds
         os.kill(engine.pid, signal.SIGKILL)
-        engine.wait(timeout_s=10)
+        engine.wait(timeout_s=60)
 
     with Supervisor(clock=lambda: now, sleep=sleep) as supervisor:
         supervisor.start(engine)
         supervisor.start(trainer)
-        trainer.wait(timeout_s=10)
+        trainer.wait(timeout_s=60)
 
         with pytest.raises(ProcessFailedError, match="engine was killed"):
             supervisor.check()
@@ -101,7 +101,7 @@ def test_supervisor_wait_another_process_ends_is_noticed(tmp_path: Path) -> None
         slow, other = make("slow", tmp_path), make("other", tmp_path, "raise SystemExit(2)")
         supervisor.start(other)
         supervisor.start(slow)
-        other.wait(timeout_s=10)
+        other.wait(timeout_s=60)
 
         with pytest.raises(ProcessFailedError, match="other ended with exit code 2"):
             supervisor.wait_until_ready(slow, lambda: False, timeout_s=30)

@@ -62,7 +62,7 @@ def test_stall_watch_environment_ended_early_is_named_sooner(
         "environment", [sys.executable, "-c", "pass"], log_path=tmp_path / "environment.log"
     )
     environment.start()
-    environment.wait(timeout_s=10)
+    environment.wait(timeout_s=60)
     watch.check(0, trainer=trainer, environments=[environment])
     clock.now = 61.0
 
@@ -71,11 +71,11 @@ def test_stall_watch_environment_ended_early_is_named_sooner(
 
 
 # Stand-ins that carry the titles of an engine's processes.
-ENGINE = "(exec -a VLLM::Worker sleep 60) & (exec -a helper sleep 60) & wait; sleep 60"
+ENGINE = "(exec -a VLLM::Worker sleep 600) & (exec -a helper sleep 600) & wait; sleep 600"
 
 
 def child_of(engine: ManagedProcess, title: str) -> psutil.Process:
-    deadline = time.monotonic() + 10.0
+    deadline = time.monotonic() + 60.0
     while time.monotonic() < deadline:
         for child in psutil.Process(engine.pid).children(recursive=True):
             if child.cmdline()[:1] == [title]:
@@ -92,7 +92,7 @@ def test_engine_watch_lost_process_is_named_and_others_do_not_count(tmp_path: Pa
         helper.kill()
         watch.check()
         worker.kill()
-        worker.wait(timeout=10)
+        worker.wait(timeout=60)
 
         with pytest.raises(ProcessFailedError, match=r"lost its process VLLM::Worker"):
             watch.check()
@@ -124,6 +124,6 @@ def is_zombie(process: psutil.Process) -> bool:
 def test_engine_watch_leaves_an_ended_engine_to_its_supervisor(tmp_path: Path) -> None:
     command = [sys.executable, "-S", "-c", "pass"]
     with ManagedProcess("engine", command, log_path=tmp_path / "log") as engine:
-        engine.wait(timeout_s=10)
+        engine.wait(timeout_s=60)
 
         EngineWorkerWatch(engine).check()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import random
 import signal
 import socket
 import subprocess
@@ -96,7 +97,7 @@ def test_start_command_runs_output_and_exit_code_are_kept(tmp_path: Path) -> Non
 
     process.start()
 
-    assert process.wait(timeout_s=10) == 3
+    assert process.wait(timeout_s=60) == 3
     assert process.describe_exit() == "ended with exit code 3"
     assert process.log_tail() == "hello"
 
@@ -128,7 +129,7 @@ def test_start_uses_given_environment_and_folder(tmp_path: Path) -> None:
     process = ManagedProcess("env", python(code), log_path=tmp_path / "log", env=env, cwd=tmp_path)
 
     process.start()
-    process.wait(timeout_s=10)
+    process.wait(timeout_s=60)
 
     assert process.log_tail() == f"green {tmp_path}"
 
@@ -137,7 +138,7 @@ def test_describe_exit_killed_command_names_the_signal(tmp_path: Path) -> None:
     with ManagedProcess("sleeper", python(SLEEP), log_path=tmp_path / "log") as process:
         os.kill(process.pid, signal.SIGKILL)
 
-        assert process.wait(timeout_s=10) == -signal.SIGKILL
+        assert process.wait(timeout_s=60) == -signal.SIGKILL
         assert process.describe_exit() == "was killed by SIGKILL"
 
 
@@ -154,7 +155,7 @@ def test_kill_9_of_command_ends_children(family: tuple[ManagedProcess, list[int]
 
     os.kill(process.pid, signal.SIGKILL)
 
-    assert process.wait(timeout_s=10) == -signal.SIGKILL
+    assert process.wait(timeout_s=60) == -signal.SIGKILL
     assert not [pid for pid in children if is_running(pid)]
 
 
@@ -178,7 +179,7 @@ def test_owner_dies_everything_ends(tmp_path: Path, signum: signal.Signals) -> N
     assert all(is_running(pid) for pid in everyone)
 
     owner.send_signal(signum)
-    owner.wait(timeout=10)
+    owner.wait(timeout=60)
 
     assert eventually(lambda: not any(is_running(pid) for pid in everyone))
 
@@ -261,13 +262,43 @@ def test_free_ports_differ_and_are_not_those_of_outgoing_connections() -> None:
 
 
 def test_taken_ports_are_passed_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken, free = find_free_ports(2)
-    monkeypatch.setattr("example_trainer.processes._SERVER_PORTS", [taken, free])
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        ports = [listener.getsockname()[1], next(_unused_ports())]
+        monkeypatch.setattr("example_trainer.processes._SERVER_PORTS", ports)
 
-    with socket.create_server(("127.0.0.1", taken)):
-        assert find_free_port() == free
         with pytest.raises(OSError, match="1 of 2 ports are free"):
             find_free_ports(2)
+
+
+def test_port_that_was_found_is_not_found_again_before_its_server_starts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("example_trainer.processes._SERVER_PORTS", list(_unused_ports())[:3])
+    search = "from example_trainer import processes; processes._SERVER_PORTS = {}; "
+    search += "print(processes.find_free_port())"
+
+    first = find_free_port()
+    command = [sys.executable, "-c", search.format(processes._SERVER_PORTS)]
+    second = int(subprocess.run(command, capture_output=True, check=True).stdout)
+    third = find_free_port("0.0.0.0")
+
+    assert {first, second, third} == set(processes._SERVER_PORTS)
+    with pytest.raises(OSError, match="0 of 1 ports are free"):
+        find_free_port()
+    for port in (first, second, third):
+        with socket.create_server(("127.0.0.1", port)):
+            pass
+
+
+def _unused_ports() -> Iterator[int]:
+    """Yield ports that nothing uses, out of those that no other test is given."""
+    for port in random.sample(range(2_000, 10_000), 200):
+        with socket.socket() as probe:
+            is_unused = probe.connect_ex(("127.0.0.1", port)) != 0
+        if is_unused:
+            yield port
 
 
 def test_free_port_of_an_address_of_another_machine_is_an_error() -> None:

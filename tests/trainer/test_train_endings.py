@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.several_hosts.lines import read_lines
 from tests.trainer.running_command import LINUX_ONLY, PATIENCE_S, RunningCommand, running
 
 pytest.importorskip("vllm")
@@ -66,9 +67,8 @@ def steps_logged(command: RunningCommand) -> list[int]:
 
 def losses_logged(command: RunningCommand) -> dict[int, float]:
     """Return the loss of each step."""
-    path = command.output / "trainer_metrics.jsonl"
-    lines = path.read_text().splitlines() if path.exists() else []
-    records = [record for record in map(json.loads, lines) if "train/loss" in record]
+    lines = read_lines(command.output / "trainer_metrics.jsonl")
+    records = [record for record in lines if "train/loss" in record]
     assert len({record["step"] for record in records}) == len(records)
     return {record["step"]: record["train/loss"] for record in records}
 

@@ -165,9 +165,7 @@ def test_server_that_dies_later_is_noticed(tmp_path, free_port, fake_vllm):
 
 def test_port_counts_as_used_only_while_something_listens():
     port = find_free_port()
-    with socket.socket() as listener:
-        listener.bind(("127.0.0.1", port))
-        listener.listen()
+    with socket.create_server(("127.0.0.1", port)):
         assert is_port_in_use(port)
         assert not wait_for_vllm_ready(find_free_port(), timeout=0.0)
 

@@ -101,7 +101,7 @@ async def test_a_complete_body_takes_no_room_while_it_is_answered() -> None:
         asyncio.create_task(limited(scope, _receive_from(messages), send)) for _ in range(3)
     ]
     for _ in requests:
-        await asyncio.wait_for(is_read.acquire(), 30)
+        await asyncio.wait_for(is_read.acquire(), 60)
     may_end.set()
     await asyncio.gather(*requests)
 
@@ -142,6 +142,6 @@ async def test_body_that_comes_too_slowly_is_408(monkeypatch: pytest.MonkeyPatch
         "headers": [(b"content-length", b"100000")],
     }
     receive = _receive_from([{"type": "http.request", "body": b" ", "more_body": True}])
-    await asyncio.wait_for(make_app(max_body_bytes=MIB)(scope, receive, send), 30)
+    await asyncio.wait_for(make_app(max_body_bytes=MIB)(scope, receive, send), 60)
 
     assert sent[0]["status"] == 408

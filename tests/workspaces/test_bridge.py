@@ -41,5 +41,5 @@ async def test_refusal_that_comes_before_the_pipe_is_read_ends_the_connection() 
         pipe.is_read.set()
         await opening
 
-        assert await asyncio.wait_for(reader.read(), 20) == b""
+        assert await asyncio.wait_for(reader.read(), 60) == b""
         writer.close()

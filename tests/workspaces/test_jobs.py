@@ -396,7 +396,7 @@ async def test_jobs_of_a_killed_owner_end_and_are_removed_by_another(
     await other.open()
     # The lease of a lost owner is deleted after its Jobs.
     with contextlib.suppress(asyncio.TimeoutError):
-        await asyncio.wait_for(until(lambda: len(cluster.store.list("Lease")) == 1), 30)
+        await asyncio.wait_for(until(lambda: len(cluster.store.list("Lease")) == 1), 60)
 
     assert cluster.store.list("Job") == []
     assert len(cluster.store.list("Lease")) == 1

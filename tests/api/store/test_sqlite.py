@@ -9,14 +9,16 @@ import resource
 import sqlite3
 import subprocess
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from atroposlib.api.store.base import Payload
-from atroposlib.api.store.sqlite import SqliteRunStore
+from atroposlib.api.store.sqlite import SqliteRunStore, Writer
 from atroposlib.errors import ConfigError, RunStoreError
 from tests.api.store.stores import OpenRun, is_stored, opened
 
@@ -304,17 +306,42 @@ async def test_files_stay_small_while_groups_pass_through(path: Path) -> None:
     assert total_bytes(path.parent) < 2**20, "the file is shrunk on closing"
 
 
-async def test_discarding_much_does_not_hold_up_appends(path: Path) -> None:
+async def test_discarding_much_does_not_hold_up_appends(
+    path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    done: list[str] = []
+    goes_on = threading.Event()
+    goes_on.set()
+    delete_slice, write_appends = Writer._delete_slice, Writer._write_appends
+
+    def delete(writer: Writer) -> bool:
+        goes_on.wait(60)
+        done.append("slice")
+        return delete_slice(writer)
+
+    def append(writer: Writer, appends: Any) -> None:
+        done.append("append")
+        write_appends(writer, appends)
+
+    monkeypatch.setattr(Writer, "_delete_slice", delete)
+    monkeypatch.setattr(Writer, "_write_appends", append)
     async with opened(lambda: SqliteRunStore(path)) as run:
         content = b"x" * 30_000
         for _ in range(10):
             ids = await run.store.new_group_ids(200)
             await run.store.append(b"many", [Payload(group_id, content) for group_id in ids])
-        await run.store.discard(range(ids[-1] + 1))
+        done.clear()
+        goes_on.clear()
 
-        await asyncio.wait_for(run.store.append(b"one"), timeout=0.5)
+        discarding = asyncio.ensure_future(run.store.discard(range(ids[-1] + 1)))
+        appending = asyncio.ensure_future(run.store.append(b"one"))
+        await asyncio.sleep(0)
+        goes_on.set()
+        await asyncio.gather(discarding, appending)
 
     assert run.records[-1] == b"one"
+    assert done.index("append") <= 1
+    assert done.count("slice") > 10
 
 
 async def test_appends_of_one_moment_come_back_in_the_order_they_were_made(path: Path) -> None:

@@ -117,9 +117,9 @@ async def test_stream_of_a_client_that_leaves_before_its_first_token_is_aborted(
     }
     state = CompanionState(lambda: engine, lambda: TYPES)
     answering = asyncio.create_task(create_app(state)(scope, receive, send))
-    await asyncio.wait_for(has_started.wait(), 30)
+    await asyncio.wait_for(has_started.wait(), 60)
     has_left.set()
-    await asyncio.wait_for(is_aborted.wait(), 30)
+    await asyncio.wait_for(is_aborted.wait(), 60)
     await answering
 
     assert sent[0]["status"] == 499

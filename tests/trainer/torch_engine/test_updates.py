@@ -136,7 +136,7 @@ def test_waiting_pause_lets_requests_finish_and_holds_new_ones(
     with ThreadPoolExecutor(2) as pool:
         running = in_background(local, pool)
         local.http.post("/pause", params={"mode": "wait"})
-        assert running.done() or running.result(timeout=10)
+        assert running.done() or running.result(timeout=60)
         assert local.http.get("/is_paused").json() == {"is_paused": True}
         held = pool.submit(local.complete, [9], max_tokens=3)
         wait_until(lambda: local.engine.counts().waiting == 1)
@@ -157,10 +157,10 @@ def test_waiting_pause_ends_when_the_clients_it_waits_for_disconnect(local: Loca
     paused = engine.pause("wait")
     engine.abort(jobs)
 
-    paused.result(timeout=10)
+    paused.result(timeout=60)
 
     assert engine.is_paused
-    engine.resume().result(timeout=10)
+    engine.resume().result(timeout=60)
     assert local.complete([9], max_tokens=2)["choices"]
 
 
@@ -174,22 +174,22 @@ def test_waiting_pause_ends_when_a_step_fails(
     failed: Future[Job] = Future()
     local.engine.submit(Job(PromptRequest((9,)), on_done=failed.set_result))
 
-    local.engine.pause("wait").result(timeout=10)
+    local.engine.pause("wait").result(timeout=60)
 
-    assert "out of memory" in str(failed.result(timeout=10).error)
+    assert "out of memory" in str(failed.result(timeout=60).error)
 
 
 def test_closing_answers_requests_and_pauses(local: LocalEngine) -> None:
     engine = local.engine
     answered: Future[Job] = Future()
-    engine.pause("keep").result(timeout=10)
+    engine.pause("keep").result(timeout=60)
     engine.submit(Job(PromptRequest((9,)), on_done=answered.set_result))
     cancelled = engine.pause("wait")
     cancelled.cancel()
 
     engine.close()
 
-    assert "shutting down" in str(answered.result(timeout=10).error)
+    assert "shutting down" in str(answered.result(timeout=60).error)
 
 
 def test_aborting_pause_answers_with_the_tokens_so_far(local: LocalEngine) -> None:
