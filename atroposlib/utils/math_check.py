@@ -21,6 +21,7 @@ __all__ = ["MathVerdict", "answer_text", "check_math_answer"]
 logger = logging.getLogger(__name__)
 
 THINK_END = "</think>"
+WORKER_IMPORTS = ("math_verify",)
 TIME_LIMIT_S = 5
 """Limit of each step of a check in the main thread; an answer over the limit is incorrect."""
 
@@ -140,6 +141,6 @@ def _time_limit_s() -> int | None:
 
 
 if multiprocessing.parent_process() is not None:
-    # In a scoring worker, import the parsers together with this module: they take seconds, which
-    # would count towards the time limit of the first call.
+    # A scoring worker that imports this module for its first call imports the parsers too, before
+    # the time limit of the call begins.
     import math_verify  # noqa: F401 - kept in sys.modules for the calls

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib
 import logging
 import multiprocessing
 import os
@@ -52,6 +53,10 @@ logger = logging.getLogger(__name__)
 MEMORY_LIMIT_BYTES = 4 * 2**30
 """Address space of one worker, in addition to what its preparation takes; a computation that
 exceeds it fails."""
+
+WORKER_IMPORTS = "WORKER_IMPORTS"
+"""Attribute of modules: names of modules that a worker imports before its first call, since the
+time would count towards the limit of the call."""
 
 PR_SET_PDEATHSIG = 1
 """Option of `prctl` on Linux: signal this process when its parent ends."""
@@ -316,6 +321,7 @@ def _prepare_worker(owner_pid: int, prepare: Callable[[], object] | None) -> Non
     # One thread per worker: numerical libraries reserve memory for every thread they may start.
     os.environ.update(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")
     _end_with_owner(owner_pid)
+    _import_for_workers()
     limit = MEMORY_LIMIT_BYTES
     if prepare is not None:
         prepare()
@@ -325,6 +331,13 @@ def _prepare_worker(owner_pid: int, prepare: Callable[[], object] | None) -> Non
 
         _, hard = resource.getrlimit(resource.RLIMIT_AS)
         resource.setrlimit(resource.RLIMIT_AS, (limit, hard))
+
+
+def _import_for_workers() -> None:
+    for module in list(sys.modules.values()):  # those that the script of the owner imports
+        for name in getattr(module, "__dict__", {}).get(WORKER_IMPORTS, ()):
+            with contextlib.suppress(ImportError):  # the call that needs it says so
+                importlib.import_module(name)
 
 
 def _address_space() -> int:

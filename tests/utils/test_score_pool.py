@@ -254,6 +254,41 @@ if __name__ == "__main__":
 """
 
 
+IMPORTER = """
+import asyncio, sys
+import scoring
+from atroposlib.utils import math_check
+from atroposlib.utils.score_pool import ScorePool
+
+async def main():
+    pool = ScorePool(num_workers=1)
+    print(await pool.run(scoring.imported))
+    pool.close()
+
+if __name__ == "__main__":
+    asyncio.run(main())
+"""
+SCORING = """
+import sys
+WORKER_IMPORTS = ("colorsys", "a_package_that_is_not_installed")
+
+def imported():
+    return [name for name in ("colorsys", "math_verify") if name in sys.modules]
+"""
+
+
+def test_worker_imports_what_scoring_needs_before_its_first_call(tmp_path: Path) -> None:
+    (tmp_path / "scoring.py").write_text(SCORING, encoding="utf-8")
+    (tmp_path / "main.py").write_text(IMPORTER, encoding="utf-8")
+
+    ended = subprocess.run(
+        [sys.executable, str(tmp_path / "main.py")],
+        capture_output=True, text=True, check=False, timeout=120,
+    )  # fmt: skip
+
+    assert ended.stdout == "['colorsys', 'math_verify']\n", ended.stderr
+
+
 CLOSED_EARLY = """
 import asyncio, os
 from atroposlib.utils.score_pool import ScorePool
