@@ -45,8 +45,9 @@ MAX_NESTING = 80
 _COMPILING_S = 30.0
 _MAX_COMPILED_BYTES = 2**28
 """Memory of all grammars that are kept for later requests."""
-_SLOW_TOKEN_S = 5.0
-"""Processor time for the allowed tokens of one position; ambiguous grammars exceed it."""
+_STARTING_S, _TOKEN_S = 2.0, 0.02
+"""Processor time that a request may spend in its grammar, at first and for each token more.
+Ambiguous grammars exceed it."""
 _PLACE_IN_LIBRARY = re.compile(r"^\[[\d:]+\] \S+:\d+: ")
 """Time and line of its code, before a message of xgrammar."""
 _UNENFORCED = frozenset(
@@ -78,9 +79,16 @@ class Grammar:
     end_ids: frozenset[int]
     """Tokens that end a turn, which are allowed where the text may end."""
 
-    def start(self, stop_ids: frozenset[int]) -> GrammarState:
+    def start(self, stop_ids: frozenset[int], time_left: GrammarTime) -> GrammarState:
         """Return the state before the first token; `stop_ids` also end the completion."""
-        return GrammarState(self, self.end_ids | stop_ids)
+        return GrammarState(self, self.end_ids | stop_ids, time_left)
+
+
+class GrammarTime:
+    """Processor time that the completions of one request have left, in seconds."""
+
+    def __init__(self) -> None:
+        self.left_s = _STARTING_S
 
 
 class GrammarState:
@@ -90,10 +98,11 @@ class GrammarState:
         failure: why the completion cannot go on; None while it can.
     """
 
-    def __init__(self, grammar: Grammar, end_ids: frozenset[int]) -> None:
+    def __init__(self, grammar: Grammar, end_ids: frozenset[int], time_left: GrammarTime) -> None:
         from xgrammar import GrammarMatcher
 
         self._matcher = GrammarMatcher(grammar.compiled, override_stop_tokens=sorted(end_ids))
+        self._time = time_left
         self.failure: str | None = None
 
     @property
@@ -111,23 +120,23 @@ class GrammarState:
         """Move on by a sampled token."""
         if not self.is_open:
             return
+        self._time.left_s += _TOKEN_S
         is_accepted = self._run(self._matcher.accept_token, token)
         if self.failure is None and not is_accepted:
             self.failure = f"the grammar does not allow the token {token}"
 
     def _run(self, function: Callable[..., object], *args: object) -> object:
+        if self._time.left_s <= 0:
+            self.failure = "the grammar takes too long; expected one that is less ambiguous"
+            return None
         started = time.thread_time()
         try:
-            result = function(*args)
+            return function(*args)
         except RuntimeError as error:
             self.failure = f"the grammar failed: {error}"
             return None
-        if time.thread_time() - started > _SLOW_TOKEN_S:
-            self.failure = (
-                f"the grammar took more than {_SLOW_TOKEN_S:g} s for one token; expected one that "
-                "is less ambiguous"
-            )
-        return result
+        finally:
+            self._time.left_s -= time.thread_time() - started
 
 
 def constrain(logits_MV: torch.Tensor, states: Sequence[GrammarState | None]) -> torch.Tensor:

@@ -11,7 +11,7 @@ from functools import cached_property
 
 import torch
 
-from example_trainer.torch_engine.grammars import Grammar, GrammarState
+from example_trainer.torch_engine.grammars import Grammar, GrammarState, GrammarTime
 from example_trainer.torch_engine.sampling import PastTokens, SamplingSettings
 
 NOT_FINITE = (
@@ -47,6 +47,11 @@ class PromptRequest:
     """Most likely tokens to return for each prompt token; None: no logprobs of the prompt."""
 
     @cached_property
+    def grammar_time(self) -> GrammarTime:
+        """Time that the completions have left in the grammar, which they share."""
+        return GrammarTime()
+
+    @cached_property
     def distinct_D(self) -> torch.Tensor:
         """Distinct tokens of the prompt."""
         return torch.tensor(list(set(self.prompt_ids)))
@@ -61,7 +66,7 @@ class Completion:
         self.generator = generator
         self.grammar: GrammarState | None = None
         if request.grammar is not None:
-            self.grammar = request.grammar.start(request.stop_ids)
+            self.grammar = request.grammar.start(request.stop_ids, request.grammar_time)
         self.tokens: list[int] = []
         """[C]"""
         self.counts: Counter[int] = Counter()

@@ -375,7 +375,9 @@ def _require_equal(
 ) -> None:
     worst = _worst_difference(found, expected)
     if not worst <= _TOLERANCES[dtype]:
-        raise _unserved(engine.batch.model, f"a logprob differs by {worst:.3g} from that of {source}")
+        raise _unserved(
+            engine.batch.model, f"a logprob differs by {worst:.3g} from that of {source}"
+        )
 
 
 def _worst_difference(found: Sequence[float], expected: Sequence[float]) -> float:

@@ -221,11 +221,11 @@ def test_a_schema_that_takes_long_to_compile_is_refused_and_others_are_served(
     assert after["choices"][0]["text"] == "still here"
 
 
-def test_a_grammar_that_takes_long_for_one_token_ends_its_request(
+def test_a_grammar_that_takes_long_ends_its_request(
     torch_engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(grammars, "_SLOW_TOKEN_S", -1.0)
-    body = {"prompt": PROMPT, "structured_outputs": {"regex": "[0-9]+"}}
+    monkeypatch.setattr(grammars, "_TOKEN_S", -1.0)  # after the second token, none is left
+    body = {"prompt": PROMPT, "structured_outputs": {"regex": "[0-9]{9}"}, "n": 3}
 
     answer = torch_engine.http.post("/v1/completions", json=body)
 
