@@ -31,7 +31,7 @@ class BrokenServer(SimpleResourcesServer):
         if body["how"] == "raise":
             raise KeyError("unlucky")
         if body["how"] == "hang":
-            await asyncio.sleep(3)
+            await asyncio.sleep(12)
         contents = {"none": '{"reward": null}', "nan": '{"reward": NaN}', "text": "sorry"}
         text = contents.get(body["how"], '{"reward": 1.0}')
         return Response(text, media_type="application/json")

@@ -46,7 +46,7 @@ class GuessEnv(Environment[GuessAction, GuessObservation, State]):
         if action.guess == RAISES:
             raise KeyError("unlucky")
         if action.guess == HANGS:
-            time.sleep(3)
+            time.sleep(12)
         if action.guess == NO_REWARD:
             return GuessObservation(message="over", done=True)
         if action.guess == INFINITE:
@@ -106,8 +106,8 @@ class SumEnv(MCPEnvironment):
 
         @mcp.tool
         async def wait() -> str:
-            """Take a second."""
-            await asyncio.sleep(1)
+            """Take two seconds."""
+            await asyncio.sleep(2)
             return "waited"
 
         @mcp.tool

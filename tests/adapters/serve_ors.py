@@ -81,9 +81,9 @@ class Games(Base):
         if params.answer == "raise":
             raise KeyError("unlucky")
         if params.answer == "hang":
-            await asyncio.sleep(3)
+            await asyncio.sleep(12)
         if params.answer == "wait":
-            await asyncio.sleep(1)
+            await asyncio.sleep(2)
             return output("waited")
         if params.answer == "none":
             return output("over", finished=True)

@@ -299,7 +299,7 @@ async def test_verify_that_hangs_times_out_and_others_go_on(server: Server) -> N
     async with ScriptedEngine(["x"]) as engine:
         args = {"tasks": write_tasks(row)}
         env = at_engine(
-            f"nemo-gym:{server.url}/broken", engine, args, step_timeout_s=1.0, episode_retries=0
+            f"nemo-gym:{server.url}/broken", engine, args, step_timeout_s=4.0, episode_retries=0
         )
         try:
             await env.setup()
@@ -370,7 +370,7 @@ async def test_server_restart_repeats_the_rollout(free_port: int) -> None:
 
 async def test_half_open_connection_times_out(free_port: int) -> None:
     with Server(MODULE, free_port).running() as server:
-        adapter = await opened(f"{server.url}/counter", COUNTER, step_timeout_s=1.0)
+        adapter = await opened(f"{server.url}/counter", COUNTER, step_timeout_s=4.0)
         episode = await begun(adapter, COUNTER)
 
         server.pause()

@@ -183,7 +183,7 @@ async def test_call_that_hangs_times_out_and_others_go_on(server: Server) -> Non
         return call("answer", answer=hanging.pop() if hanging and "look:" in prompt else "x")
 
     async with ScriptedEngine(policy) as engine:
-        env = at_engine(f"ors:{server.url}#games", engine, step_timeout_s=2.0, episode_retries=1)
+        env = at_engine(f"ors:{server.url}#games", engine, step_timeout_s=4.0, episode_retries=3)
         try:
             await env.setup()
             group = await roll_out(env, TASK)
@@ -198,7 +198,7 @@ async def test_call_that_hangs_times_out_and_others_go_on(server: Server) -> Non
 
 async def test_calls_of_one_turn_may_take_longer_than_a_step(server: Server) -> None:
     async with ScriptedEngine(["ok"]) as engine:
-        env = at_engine(f"ors:{server.url}#games", engine, step_timeout_s=2.0)
+        env = at_engine(f"ors:{server.url}#games", engine, step_timeout_s=5.0)
         try:
             await env.setup()
             episode = env.start_conversation(TASK)
@@ -305,7 +305,7 @@ async def test_server_restart_repeats_the_rollout(free_port: int) -> None:
 async def test_half_open_connection_times_out(free_port: int) -> None:
     with Server(MODULE, free_port).running() as server:
         async with ScriptedEngine([call("add", a=1, b=1)]) as engine:
-            env = at_engine(f"ors:{server.url}#sums", engine, step_timeout_s=1.5, max_turns=2)
+            env = at_engine(f"ors:{server.url}#sums", engine, step_timeout_s=4.0, max_turns=2)
             try:
                 await env.setup()
                 episode: Any = env.start_conversation(TASK)

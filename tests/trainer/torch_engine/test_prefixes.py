@@ -138,7 +138,9 @@ def conversation(local: LocalEngine, source: random.Random, *, num_turns: int) -
     prompt = [source.randrange(3, 250) for _ in range(30)]
     choices = []
     for _ in range(num_turns):
-        [choice] = local.complete(prompt, max_tokens=20, ignore_eos=True)["choices"]
+        # With a seed, since other tokens may be at a tie of two experts.
+        options = {"max_tokens": 20, "ignore_eos": True, "seed": len(prompt)}
+        [choice] = local.complete(prompt, **options)["choices"]
         choices.append(choice)
         prompt = prompt + choice["token_ids"] + [source.randrange(3, 250) for _ in range(9)]
     return choices
