@@ -6,6 +6,9 @@ and the worker is terminated after the time limit.
 
     score = await self.score_pool.run(check_answer, completion, gold, timeout=5, default=0.0)
 
+A module of scoring functions that load a package which takes seconds names it, so that a worker
+imports it before its first call: `WORKER_IMPORTS = ("math_verify",)`.
+
 | backend | call over the time limit | call that kills its worker |
 |---|---|---|
 | processes | the worker is terminated and replaced | the worker is replaced |
@@ -54,9 +57,8 @@ MEMORY_LIMIT_BYTES = 4 * 2**30
 """Address space of one worker, in addition to what its preparation takes; a computation that
 exceeds it fails."""
 
-WORKER_IMPORTS = "WORKER_IMPORTS"
-"""Attribute of modules: names of modules that a worker imports before its first call, since the
-time would count towards the limit of the call."""
+_IMPORTS = "WORKER_IMPORTS"
+"""Attribute of modules, see above."""
 
 PR_SET_PDEATHSIG = 1
 """Option of `prctl` on Linux: signal this process when its parent ends."""
@@ -335,8 +337,8 @@ def _prepare_worker(owner_pid: int, prepare: Callable[[], object] | None) -> Non
 
 def _import_for_workers() -> None:
     for module in list(sys.modules.values()):  # those that the script of the owner imports
-        for name in getattr(module, "__dict__", {}).get(WORKER_IMPORTS, ()):
-            with contextlib.suppress(ImportError):  # the call that needs it says so
+        for name in getattr(module, "__dict__", {}).get(_IMPORTS, ()):
+            with contextlib.suppress(Exception):  # the call that needs it says so
                 importlib.import_module(name)
 
 

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+import msgspec
 import numpy as np
 import torch
 
@@ -181,7 +182,8 @@ class GrammarCompiler:
         self._end_ids = end_ids
         self._info: xgrammar.TokenizerInfo | None = None
         self._process: ProcessBackend | None = None
-        self._kept: OrderedDict[GrammarSource, Grammar] = OrderedDict()
+        self._kept: OrderedDict[GrammarSource, Grammar | GrammarError] = OrderedDict()
+        """Also errors, so that a source which takes too long is not tried for each request."""
         self._lock = asyncio.Lock()
 
     async def compile(self, source: GrammarSource) -> Grammar:
@@ -193,20 +195,34 @@ class GrammarCompiler:
         """
         if importlib.util.find_spec("xgrammar") is None:
             raise MissingExtraError("xgrammar", extra="trainer")
-        _require_bounded(source)
-        # One at a time: requests that wait often have the same source.
-        async with self._lock:
-            if source not in self._kept:
-                self._kept[source] = await self._compile(source)
-                self._remove_oldest()
-            self._kept.move_to_end(source)
-            return self._kept[source]
+        if len(source.text) > MAX_SOURCE_CHARS:
+            raise GrammarError(
+                f"expected at most {MAX_SOURCE_CHARS} characters, got {len(source.text)}"
+            )
+        if source not in self._kept:
+            # One at a time: requests that wait often have the same source.
+            async with self._lock:
+                if source not in self._kept:
+                    self._kept[source] = await self._grammar_or_error(source)
+                    self._remove_oldest()
+        self._kept.move_to_end(source)
+        found = self._kept[source]
+        if isinstance(found, GrammarError):
+            raise GrammarError(str(found))
+        return found
 
     def close(self) -> None:
         """End the process; closing twice has no effect."""
         process, self._process = self._process, None
         if process is not None:
             process.close()
+
+    async def _grammar_or_error(self, source: GrammarSource) -> Grammar | GrammarError:
+        try:
+            _check_schema(source)
+            return await self._compile(source)
+        except GrammarError as error:
+            return error
 
     async def _compile(self, source: GrammarSource) -> Grammar:
         if self._info is None:
@@ -236,10 +252,14 @@ class GrammarCompiler:
             raise GrammarError(f"xgrammar does not support the tokenizer: {error}") from error
 
     def _remove_oldest(self) -> None:
-        num_bytes = sum(each.compiled.memory_size_bytes for each in self._kept.values())
+        num_bytes = sum(_size_of(*entry) for entry in self._kept.items())
         while len(self._kept) > 1 and num_bytes > _MAX_COMPILED_BYTES:
-            _, removed = self._kept.popitem(last=False)
-            num_bytes -= removed.compiled.memory_size_bytes
+            num_bytes -= _size_of(*self._kept.popitem(last=False))
+
+
+def _size_of(source: GrammarSource, found: Grammar | GrammarError) -> int:
+    size = len(source.text)
+    return size if isinstance(found, GrammarError) else size + found.compiled.memory_size_bytes
 
 
 def _load(serialized: str, info: xgrammar.TokenizerInfo) -> xgrammar.CompiledGrammar:
@@ -248,15 +268,16 @@ def _load(serialized: str, info: xgrammar.TokenizerInfo) -> xgrammar.CompiledGra
     return CompiledGrammar.deserialize_json(serialized, info)
 
 
-def _require_bounded(source: GrammarSource) -> None:
-    if len(source.text) > MAX_SOURCE_CHARS:
-        raise GrammarError(
-            f"expected at most {MAX_SOURCE_CHARS} characters, got {len(source.text)}"
-        )
-    if source.kind in ("json", "structural_tag"):
-        keywords = set(_keywords(json.loads(source.text)))
-        for name in sorted(keywords & _UNENFORCED):
-            logger.warning("structured outputs: %s of a JSON schema is not enforced", name)
+def _check_schema(source: GrammarSource) -> None:
+    """Log keywords that are not enforced; `GrammarError` for a schema that is not JSON or deep."""
+    if source.kind not in ("json", "structural_tag"):
+        return
+    try:
+        schema = msgspec.json.decode(source.text)
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise GrammarError(f"the schema is not JSON: {error}") from error
+    for name in sorted(_UNENFORCED.intersection(_keywords(schema))):
+        logger.warning("structured outputs: %s of a JSON schema is not enforced", name)
 
 
 def _keywords(root: Any) -> Iterator[str]:

@@ -179,8 +179,8 @@ class _SamplingFields(BaseModel):
     allowed_token_ids: list[StrictInt] | None = Field(
         default=None, min_length=1, max_length=_MAX_ALLOWED, fail_fast=True
     )
-    bad_words: list[Annotated[str, Field(min_length=1, max_length=_MAX_STOP_CHARS)]] | None = Field(
-        default=None, max_length=_MAX_BAD_WORDS, fail_fast=True
+    bad_words: list[Annotated[str, Field(min_length=1, max_length=_MAX_BAD_WORD_CHARS)]] | None = (
+        Field(default=None, max_length=_MAX_BAD_WORDS, fail_fast=True)
     )
     min_tokens: StrictInt | None = Field(default=None, ge=0)
     repetition_penalty: float | None = Field(default=None, ge=0.01, le=100)
@@ -381,13 +381,9 @@ def _source(kind: GrammarKind, value: Any, *, where: str) -> GrammarSource:
         names = {dict: "an object", str: "a text", list: "a list of texts", bool: "true"}
         shown = " or ".join(names[each] for each in expected)
         raise EngineRefusal(f"{where}: expected {shown}", param=where)
-    try:
-        text = value if isinstance(value, str) else msgspec.json.encode(value).decode()
-        if kind in ("json", "structural_tag") and isinstance(value, str):
-            msgspec.json.decode(value)
-    except (msgspec.DecodeError, UnicodeEncodeError, RecursionError) as error:
-        raise EngineRefusal(f"{where}: not JSON: {error}", param=where) from error
-    return GrammarSource(kind, text)
+    return GrammarSource(
+        kind, value if isinstance(value, str) else msgspec.json.encode(value).decode()
+    )
 
 
 def text_prompts(fields: TextFields, served: ServedTorchModel) -> Iterator[list[int]]:

@@ -33,7 +33,12 @@ from atroposlib.utils.request_limits import BodyLimitMiddleware
 from atroposlib.utils.web_pages import WebPageMiddleware, WebPageRefusal, WebPageRule
 from example_trainer.torch_engine.answers import AnswerWriter, error_body
 from example_trainer.torch_engine.generation import PAUSE_MODES, TorchEngine
-from example_trainer.torch_engine.grammars import Grammar, GrammarCompiler, GrammarError
+from example_trainer.torch_engine.grammars import (
+    Grammar,
+    GrammarCompiler,
+    GrammarError,
+    GrammarSource,
+)
 from example_trainer.torch_engine.jobs import Completion, Job, PromptRequest
 from example_trainer.torch_engine.protocol import (
     MAX_BODY_BYTES,
@@ -205,7 +210,11 @@ class CompletionRoutes:
     async def _answer(
         self, request: Request, fields: TextFields | ChatFields, prompts: Iterable[list[int]]
     ) -> Response:
-        grammar = await self._grammar(fields)
+        source, grammar = grammar_source(fields), None
+        if source is not None:
+            grammar = await unless_disconnected(request.receive, self._compile(fields, source))
+            if grammar is None:
+                return Response(status_code=_CLIENT_CLOSED)
         requests = prompt_requests(fields, prompts, self._served, grammar)
         if self._engine.counts().waiting + len(requests) * fields.n > _MAX_WAITING:
             raise EngineRefusal(f"{_MAX_WAITING} completions are waiting; try later", status=503)
@@ -220,10 +229,7 @@ class CompletionRoutes:
             return await asyncio.to_thread(lambda: _json(writer.whole(jobs)))
         return _json(writer.whole(jobs))
 
-    async def _grammar(self, fields: TextFields | ChatFields) -> Grammar | None:
-        source = grammar_source(fields)
-        if source is None:
-            return None
+    async def _compile(self, fields: TextFields | ChatFields, source: GrammarSource) -> Grammar:
         try:
             return await self._grammars.compile(source)
         except (GrammarError, MissingExtraError) as error:

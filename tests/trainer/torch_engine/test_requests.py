@@ -85,6 +85,7 @@ def refused(local: LocalEngine, path: str, body: Any, status: int = 400) -> str:
         ({"prompt": [1] * 200, "n": 512, "echo": True, "logprobs": 20}, "lower n"),
         ({"prompt": [1], "bad_words": [""]}, "bad_words"),
         ({"prompt": [1], "bad_words": ["a"] * 1025}, "bad_words"),
+        ({"prompt": [1], "bad_words": ["a" * 129]}, "bad_words"),
         ({"prompt": [1], "best_of": 2}, "best_of is not supported"),
         ({"prompt": [1], "presence_penalty": 2.5}, "presence_penalty"),
         ({"prompt": [1], "repetition_penalty": 0}, "repetition_penalty"),

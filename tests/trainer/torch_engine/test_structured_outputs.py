@@ -7,14 +7,20 @@ import json
 import logging
 import multiprocessing
 import re
-from collections.abc import Callable
+import socket
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 
 from example_trainer.torch_engine import grammars
-from example_trainer.torch_engine.grammars import MAX_NESTING, GrammarCompiler, GrammarSource
-from tests.trainer.torch_engine.conftest import LocalEngine
+from example_trainer.torch_engine.grammars import (
+    MAX_NESTING,
+    GrammarCompiler,
+    GrammarError,
+    GrammarSource,
+)
+from tests.trainer.torch_engine.conftest import LocalEngine, wait_until
 
 pytestmark = pytest.mark.slow
 
@@ -27,6 +33,10 @@ POINT = {
 }
 # The schema without white space, which an untrained model could write for ever.
 DENSE_POINT = r'\{"x":[0-9]{1,2},"kind":"(a|b)"\}'
+MINUTES_TO_COMPILE = {
+    "type": "object",
+    "properties": {f"p{i}": {"type": "string"} for i in range(20_000)},
+}
 TAG = {"type": "tag", "begin": "<t>", "end": "</t>"}
 DIGITS_IN_A_TAG = {
     "type": "structural_tag",
@@ -149,7 +159,7 @@ def test_a_minimum_of_tokens_yields_to_the_end_of_the_grammar(torch_engine: Loca
         ({"structured_outputs": {"json": {}, "regex": "a"}}, "got json, regex"),
         ({"structured_outputs": {"choice": []}}, "structured_outputs.choice: expected a list"),
         ({"structured_outputs": {"choice": [1]}}, "structured_outputs.choice: expected a list"),
-        ({"structured_outputs": {"json": "{"}}, "structured_outputs.json: not JSON"),
+        ({"structured_outputs": {"json": "{"}}, "structured_outputs: the schema is not JSON"),
         ({"structured_outputs": {"json": [1]}}, "expected an object or a text"),
         ({"structured_outputs": {"json": {"type": "nope"}}}, 'Unsupported type "nope"'),
         ({"structured_outputs": {"regex": "("}}, "structured_outputs: Regex parsing error"),
@@ -198,7 +208,8 @@ def test_keywords_that_are_not_enforced_are_logged(
     schema = {"$defs": {"not": items}, "anyOf": [{"$ref": "#/$defs/not"}, {"type": "null"}]}
 
     with caplog.at_level(logging.WARNING):
-        torch_engine.complete(PROMPT, max_tokens=3, structured_outputs={"json": schema})
+        for _ in range(2):
+            torch_engine.complete(PROMPT, max_tokens=3, structured_outputs={"json": schema})
 
     warnings = [r.getMessage() for r in caplog.records if "not enforced" in r.getMessage()]
     assert warnings == ["structured outputs: uniqueItems of a JSON schema is not enforced"]
@@ -208,9 +219,7 @@ def test_a_schema_that_takes_long_to_compile_is_refused_and_others_are_served(
     torch_engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grammars, "_COMPILING_S", 2.0)
-    # Minutes on any machine.
-    slow = {"type": "object", "properties": {f"p{i}": {"type": "string"} for i in range(20_000)}}
-    body = {"prompt": PROMPT, "structured_outputs": {"json": slow}}
+    body = {"prompt": PROMPT, "structured_outputs": {"json": MINUTES_TO_COMPILE}}
 
     answer = torch_engine.http.post("/v1/completions", json=body)
 
@@ -249,23 +258,77 @@ def test_settings_that_leave_no_token_end_the_request(
     assert "exclude every token that the grammar allows" in answer.json()["error"]["message"]
 
 
+def test_a_client_that_leaves_ends_the_compilation(
+    torch_engine: LocalEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    events: list[str] = []
+    compile_source = GrammarCompiler._compile
+
+    async def recorded(self: GrammarCompiler, source: GrammarSource) -> grammars.Grammar:
+        try:
+            events.append("started")
+            return await compile_source(self, source)
+        except asyncio.CancelledError:
+            events.append("cancelled")
+            raise
+
+    monkeypatch.setattr(GrammarCompiler, "_compile", recorded)
+    body = {"prompt": PROMPT, "structured_outputs": {"json": {**MINUTES_TO_COMPILE, "title": "a"}}}
+    request = torch_engine.http.build_request("POST", "/v1/completions", json=body)
+    head = [f"{name}: {value}" for name, value in request.headers.items()]
+
+    with socket.create_connection((request.url.host, request.url.port)) as client:
+        lines = "\r\n".join(["POST /v1/completions HTTP/1.1", *head, "", ""])
+        client.sendall(lines.encode() + request.content)
+        wait_until(lambda: events)
+
+    wait_until(lambda: events == ["started", "cancelled"])
+
+
+@pytest.fixture
+def compiler(tokenizer: Any) -> Iterator[GrammarCompiler]:
+    made = GrammarCompiler(tokenizer, len(tokenizer), frozenset({tokenizer.eos_token_id}))
+    yield made
+    made.close()
+
+
+async def test_a_kept_grammar_does_not_wait_for_another(compiler: GrammarCompiler) -> None:
+    kept = await compiler.compile(GrammarSource("regex", "a+"))
+    source = GrammarSource("json", json.dumps(MINUTES_TO_COMPILE))
+    slow = asyncio.create_task(compiler.compile(source))
+    await asyncio.sleep(0)  # until it waits for its process
+
+    assert await compiler.compile(GrammarSource("regex", "a+")) is kept
+    assert not slow.done()
+    slow.cancel()
+
+
+async def test_a_source_that_takes_too_long_is_tried_once(
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(grammars, "_COMPILING_S", 2.0)
+    source = GrammarSource("json", json.dumps(MINUTES_TO_COMPILE))
+    with pytest.raises(GrammarError, match="takes more than 2 s"):
+        await compiler.compile(source)
+    monkeypatch.setattr(compiler, "_compile", None)
+
+    with pytest.raises(GrammarError, match="takes more than 2 s"):
+        await compiler.compile(source)
+
+
 async def test_the_latest_grammars_are_kept(
-    tokenizer: Any, monkeypatch: pytest.MonkeyPatch
+    compiler: GrammarCompiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(grammars, "_MAX_COMPILED_BYTES", 1)
-    compiler = GrammarCompiler(tokenizer, len(tokenizer), frozenset({tokenizer.eos_token_id}))
     first, second = GrammarSource("regex", "a+"), GrammarSource("regex", "b+")
-    try:
-        compiled = [await compiler.compile(source) for source in (first, first, second, first)]
-    finally:
-        compiler.close()
+
+    compiled = [await compiler.compile(source) for source in (first, first, second, first)]
 
     assert compiled[0] is compiled[1]
     assert compiled[3] is not compiled[0]
 
 
-async def test_closing_ends_the_process(tokenizer: Any) -> None:
-    compiler = GrammarCompiler(tokenizer, len(tokenizer), frozenset({tokenizer.eos_token_id}))
+async def test_closing_ends_the_process(compiler: GrammarCompiler) -> None:
     before = set(multiprocessing.active_children())
     await compiler.compile(GrammarSource("regex", "a+"))
     [started] = set(multiprocessing.active_children()) - before
