@@ -272,7 +272,8 @@ async def test_request_refresh_comes_before_the_interval_is_over(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     sleep = asyncio.sleep
-    monkeypatch.setattr(asyncio, "sleep", lambda seconds: sleep(0))  # requests are merged for half
+    # Requests within half an interval are merged; the test does not wait for that.
+    monkeypatch.setattr(asyncio, "sleep", lambda seconds: sleep(0))
     rig = Rig()
     refreshed = asyncio.Event()
     num_refreshes = 0
