@@ -132,7 +132,7 @@ def _content_of(payload: Any, path: str) -> bytes:
     encoded = body if comma else text
     if "://" in encoded[:64]:
         raise GroupError(
-            f"{path}: {text[:40]!r} is an address, which the trainer does not fetch; send {_DIRECT}"
+            f"{path}: {text[:40]!r} is an address, which is not fetched; send {_DIRECT}"
         )
     if len(encoded) > 4 * MAX_IMAGE_BYTES // 3 + 4:
         raise GroupError(f"{path}: larger than {MAX_IMAGE_BYTES} bytes")
@@ -212,12 +212,14 @@ class ImageReader:
         merge_size: Patches, per direction, whose embeddings the model merges.
         process: Returns (P, D) pixels and (1, 3) grid of an RGB image.
         rope_index: `get_rope_index` of the model.
+        max_numbers: Most numbers of the patches of all distinct images of a group or a prompt.
     """
 
     image_token_id: int
     merge_size: int
     process: Callable[[Any], tuple[torch.Tensor, torch.Tensor]]
     rope_index: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    max_numbers: int = MAX_GROUP_NUMBERS
 
     def read(
         self, group: Mapping[str, Any], *, requires_tokens: bool = True
@@ -254,6 +256,36 @@ class ImageReader:
             self._aligned(ids, read) for ids, read in zip(expanded["tokens"], images, strict=True)
         ]
 
+    def read_prompt(
+        self, tokens: Sequence[int], payloads: Mapping[str, Any]
+    ) -> tuple[list[int], AlignedImages]:
+        """Return a prompt with one token per merged patch, and its images.
+
+        Args:
+            tokens: One token for each image, between others.
+            payloads: Place of each image in the request, for errors, to its payload; at least one.
+
+        Raises:
+            GroupError: images are malformed, or tokens do not match them.
+        """
+        lengths = [run.end - run.start for run in self._runs(tokens)]
+        if lengths != [1] * len(payloads):
+            raise GroupError(
+                f"the prompt has {sum(lengths)} image tokens (id {self.image_token_id}), expected "
+                f"one for each of the {len(payloads)} images, separated by other tokens; does a "
+                "text contain such a token?"
+            )
+        if len(payloads) > MAX_IMAGES:
+            raise GroupError(f"{len(payloads)} images; expected at most {MAX_IMAGES}")
+        processed: dict[str, ProcessedImage] = {}
+        images = tuple(
+            self._processed(payload, path, processed) for path, payload in payloads.items()
+        )
+        expanded = [tokens[t] for t in self._sources(0, len(tokens), self._runs(tokens), images)]
+        aligned = self._aligned(expanded, images)
+        assert aligned is not None
+        return expanded, aligned
+
     def _runs(self, tokens: Sequence[int]) -> list[ImageRun]:
         """Return the runs of image tokens."""
         if self.image_token_id not in tokens:  # faster than the loop below
@@ -269,7 +301,7 @@ class ImageReader:
     def _processed(
         self, payload: Any, path: str, processed: dict[str, ProcessedImage]
     ) -> ProcessedImage:
-        """Process an image, once for all trajectories of a group that have it."""
+        """Process an image, once for all places of a group or a prompt that have it."""
         key = _text_of(payload) or ""
         if key not in processed:
             image = decode_image(payload, path)
@@ -280,10 +312,10 @@ class ImageReader:
                     error
                 )
             numbers = sum(other.pixels_PD.numel() for other in processed.values())
-            if numbers + pixels_PD.numel() > MAX_GROUP_NUMBERS:
+            if numbers + pixels_PD.numel() > self.max_numbers:
                 raise GroupError(
-                    f"{path}: the images of the group have more than {MAX_GROUP_NUMBERS} numbers "
-                    "after the image processor; send fewer or smaller ones"
+                    f"{path}: all images together have more than {self.max_numbers} numbers after "
+                    "the image processor; send fewer or smaller ones"
                 )
             time, height, width = grids[0].tolist()
             processed[key] = ProcessedImage(pixels_PD, (time, height, width))
@@ -426,7 +458,7 @@ class ImageSupport(NamedTuple):
 
 
 TEXT_ONLY = ImageSupport(
-    None, "the model is text only; train one that reads images, such as Qwen2.5-VL"
+    None, "the model is text only; use one that reads images, such as Qwen2.5-VL"
 )
 
 
@@ -465,17 +497,15 @@ def image_support(model: Any, source: str, *, is_sharded: bool = False) -> Image
         return found["pixel_values"], found["image_grid_thw"]
 
     merge_size = model.config.vision_config.spatial_merge_size
-    reader = ImageReader(
-        model.config.image_token_id, merge_size, process, model.base_model.get_rope_index
-    )
     logger.info(
-        "images: read by %s, a token per %d x %d patches; vision encoder %s",
-        type(processor).__name__,
-        merge_size,
-        merge_size,
-        "trained" if any(p.requires_grad for p in vision_encoder(model).parameters()) else "frozen",
+        "images: read by %s, a token per %d x %d patches",
+        *(type(processor).__name__, merge_size, merge_size),
     )
-    return ImageSupport(reader)
+    return ImageSupport(
+        ImageReader(
+            model.config.image_token_id, merge_size, process, model.base_model.get_rope_index
+        )
+    )
 
 
 def vision_encoder(model: Any) -> torch.nn.Module:

@@ -32,6 +32,7 @@ __all__ = [
     "create_optimizer_for_params",
     "flash_attention_obstacle",
     "freeze_other_layers",
+    "in_text_layers",
     "layer_configs",
     "layer_widths",
     "load_frozen_model",
@@ -496,7 +497,7 @@ def use_packed_attention(model: Any, *, longest: int = 0) -> None:
     try:
         with torch.no_grad():
             before = model(input_ids=tokens, **kept).logits
-            model.set_attn_implementation(_in_text_layers(model, PACKED_ATTENTION))
+            model.set_attn_implementation(in_text_layers(model, PACKED_ATTENTION))
             after = model(input_ids=tokens, **kept).logits
         limit = _LARGEST_DIFFERENCES.get(str(before.dtype), _LARGEST_HALF_DIFFERENCE)
         is_same = bool((before - after).abs().max() <= limit * before.abs().max())
@@ -508,7 +509,7 @@ def use_packed_attention(model: Any, *, longest: int = 0) -> None:
     model.train(was_training)
 
 
-def _in_text_layers(model: Any, attention: str) -> str | dict[str, str]:
+def in_text_layers(model: Any, attention: str) -> str | dict[str, str]:
     """Return the argument that sets an attention outside a vision encoder, which is not causal."""
     return {"text_config": attention} if model.config.model_type in IMAGE_MODELS else attention
 

@@ -44,6 +44,7 @@ from example_trainer.images import (
     ImageSupport,
     TokenizerWithProcessor,
     image_support,
+    vision_encoder,
 )
 from example_trainer.merging import with_merged_adapters
 from example_trainer.model import create_optimizer, load_model_and_tokenizer, require_device
@@ -279,6 +280,10 @@ def _load(config: TrainingConfig, parallel: Parallel, checkpoint: Path | None) -
     optimizer = create_optimizer(model, config)
     # A checkpoint of adapters has the files of the image processor as well.
     images = image_support(model, source, is_sharded=parallel.is_sharded)
+    if images.reader is not None:
+        parameters = vision_encoder(model).parameters()
+        is_trained = any(parameter.requires_grad for parameter in parameters)
+        logger.info("vision encoder: %s", "trained" if is_trained else "frozen")
     if model.config.model_type in IMAGE_MODELS:
         tokenizer = TokenizerWithProcessor(tokenizer, source)
     steps_done = 0

@@ -27,6 +27,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from atroposlib.errors import ConfigError
 from example_trainer.attention_sinks import with_sinks
+from example_trainer.model import in_text_layers
 from example_trainer.torch_engine.recurrent import SavedStates, SlotStates
 
 ATTENTION_NAME = "atropos_slots"
@@ -362,7 +363,7 @@ def use_slot_attention(model: Any) -> None:
         ) from error
     AttentionInterface.register(ATTENTION_NAME, slot_attention)
     try:
-        model.set_attn_implementation(ATTENTION_NAME)
+        model.set_attn_implementation(in_text_layers(model, ATTENTION_NAME))
     except (AttributeError, ValueError) as error:
         raise ConfigError(
             f"the torch engine cannot serve {type(model).__name__}: {error}; use vLLM"

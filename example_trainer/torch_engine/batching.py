@@ -28,8 +28,9 @@ import torch
 from atroposlib.errors import InferenceError
 from example_trainer.torch_engine.attention import PackedBatch, PackedTokens, SlotCache
 from example_trainer.torch_engine.grammars import constrain
+from example_trainer.torch_engine.images import encoder_outputs
 from example_trainer.torch_engine.jobs import NOT_FINITE, Completion, Job, TopEntries
-from example_trainer.torch_engine.prefixes import PrefixPool
+from example_trainer.torch_engine.prefixes import FoundPrefix, PrefixPool
 from example_trainer.torch_engine.sampling import SampledRows, sample_rows
 
 _SCORED_ROWS = 256
@@ -61,16 +62,20 @@ class _Branch(NamedTuple):
     members: list[Member]
 
     @property
+    def completion(self) -> Completion:
+        return self.members[0][1]
+
+    @property
     def tokens(self) -> list[int]:
-        return self.members[0][1].all_ids
+        return self.completion.all_ids
 
     @property
     def last_token(self) -> int:
-        return self.members[0][1].tokens[-1]
+        return self.completion.tokens[-1]
 
     @property
     def num_tokens(self) -> int:
-        return self.members[0][1].num_tokens
+        return self.completion.num_tokens
 
 
 class SequenceBatch:
@@ -95,6 +100,7 @@ class SequenceBatch:
         is_processed: bool,
         keeps_prefixes: bool,
         weight_version: str | None,
+        image_token_id: int | None = None,
     ) -> None:
         self.model = model
         self.limits = limits
@@ -104,6 +110,7 @@ class SequenceBatch:
         self.num_preemptions = 0
         self.num_cached_tokens = 0
         self._is_processed = is_processed
+        self._image_token_id = image_token_id
         self._cache = SlotCache(device=next(model.parameters()).device, dtype=model.dtype)
         self._prefixes = PrefixPool(whole=limits.state_tokens > 0)
         self._waiting: deque[Member] = deque()
@@ -183,11 +190,34 @@ class SequenceBatch:
             packed.add_running(branch.last_token, branch.num_tokens - 1)
         for slot, start in enumerate(starts, len(self._running)):
             packed.add_start(slot, start.tokens, num_cached=self._load_prefix(slot, start))
-        logits, scored = _forward(self.model, self._cache, packed, starts)
+        logits, scored = _forward(
+            self.model, self._cache, packed, starts, **self._image_inputs(packed, starts)
+        )
         self._running += starts
         self._starting = []
         _keep_prompt_logprobs(starts, scored)
         self._sample(logits)
+
+    def _image_inputs(self, packed: PackedTokens, starts: Sequence[_Branch]) -> dict[str, Any]:
+        """Return the arguments of a model that reads images, none for others."""
+        if self._image_token_id is None:
+            return {}
+        parts = [
+            branch.completion.positions(branch.num_tokens - 1, branch.num_tokens)
+            for branch in self._running
+        ]
+        for start, new in zip(starts, packed.starts, strict=True):
+            parts.append(start.completion.positions(new.num_cached, start.num_tokens))
+        # The first of the four are those of the text.
+        positions_4N = torch.cat([torch.tensor([packed.positions]), torch.cat(parts, dim=1)])
+        images = (start.completion.request.images for start in starts)
+        outputs = encoder_outputs(
+            self.model,
+            packed.tokens,
+            list(zip(packed.starts, images, strict=True)),
+            image_token_id=self._image_token_id,
+        )
+        return {"position_ids": positions_4N.unsqueeze(1).to(self._cache.device), **outputs}
 
     def _make_room(self) -> None:
         """Return the newest sequences to the queue while the caches would exceed their limit.
@@ -216,14 +246,14 @@ class SequenceBatch:
         length = max((branch.num_tokens for branch in self._running), default=0)
         while self._waiting and num_slots < self.limits.max_num_seqs:
             job, completion = self._waiting[0]
-            tokens = tuple(completion.all_ids)
+            tokens = tuple(completion.identity_ids)
             longest = max(length, len(tokens))
             if num_slots and not self._fits(num_slots + 1, longest):
                 break
             # Cached tokens are computed too if their logprobs are requested.
             key = job.wants_prompt_logprobs, tokens
-            num_cached = 0 if job.wants_prompt_logprobs else self._prefixes.length(tokens)
-            adds = 0 if key in starts else len(tokens) - num_cached
+            found = None if job.wants_prompt_logprobs else self._find_prefix(completion)
+            adds = 0 if key in starts else len(tokens) - (found.length if found else 0)
             if starts and num_new + adds > self.limits.max_new_tokens:
                 break
             self._starting.append(self._waiting.popleft())
@@ -246,11 +276,19 @@ class SequenceBatch:
         used = max(reserved, self._cache.num_slots * self._cache.length)
         return max(0, min(limit - used, limit // 2))
 
+    def _find_prefix(self, completion: Completion) -> FoundPrefix | None:
+        """Return the tokens that a finished sequence has too, with whole images."""
+        found = self._prefixes.find(completion.identity_ids)
+        images = completion.request.images
+        if found is None or images is None:
+            return found
+        return found._replace(length=images.whole_length(found.length))
+
     def _load_prefix(self, slot: int, start: _Branch) -> int:
         """Copy the caches of the tokens that a finished sequence has too; return their number."""
         if _wants_prompt_logprobs(start):
             return 0
-        found = self._prefixes.find(start.tokens)
+        found = self._find_prefix(start.completion)
         if found is None:
             return 0
         self._cache.load(slot, found.caches, found.length)
@@ -266,7 +304,7 @@ class SequenceBatch:
         if cost <= room:
             self._prefixes.shrink(room - cost)
             caches = self._cache.save(slot, length)
-            self._prefixes.add(completion.all_ids[:length], caches, cost=cost)
+            self._prefixes.add(completion.identity_ids[:length], caches, cost=cost)
 
     def _sample(self, logits_BV: torch.Tensor) -> None:
         """Append one token to each running sequence, finish those that end, split the branches."""
@@ -362,9 +400,12 @@ class SequenceBatch:
 
 
 def _forward(
-    model: Any, cache: SlotCache, packed: PackedTokens, starts: Sequence[_Branch]
+    model: Any, cache: SlotCache, packed: PackedTokens, starts: Sequence[_Branch], **inputs: Any
 ) -> tuple[torch.Tensor, list[torch.Tensor | None]]:
-    """Return the logits (B, V) of all branches, and of each start's prompt if requested."""
+    """Return the logits (B, V) of all branches, and of each start's prompt if requested.
+
+    `inputs`: Further arguments of the model; `position_ids` in place of those of text.
+    """
     rows = list(range(packed.num_running))
     scored_rows: list[int] = []
     for start, new in zip(starts, packed.starts, strict=True):
@@ -374,10 +415,10 @@ def _forward(
     batch = PackedBatch(packed, cache)
     logits = model(
         input_ids=batch.tokens_N.unsqueeze(0),
-        position_ids=batch.positions_N.unsqueeze(0),
         use_cache=False,
         logits_to_keep=torch.tensor(rows + scored_rows, device=cache.device),
         batch=batch,
+        **{"position_ids": batch.positions_N.unsqueeze(0), **inputs},
     ).logits[0]
     if cache.device.type == "mps":  # without float64, which sampling needs
         logits = logits.cpu()

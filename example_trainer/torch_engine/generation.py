@@ -55,13 +55,16 @@ class TorchEngine:
         keeps_prefixes: bool = True,
         seed: int = 0,
         weight_version: str | None = None,
+        image_token_id: int | None = None,
     ) -> None:
+        """`image_token_id`: Token of images if the model is one of `IMAGE_MODELS`."""
         self.batch = SequenceBatch(
             model,
             limits,
             is_processed=is_processed,
             keeps_prefixes=keeps_prefixes,
             weight_version=weight_version,
+            image_token_id=image_token_id,
         )
         """Its methods are called in the thread only."""
         self._seeds = random.Random(seed)

@@ -12,6 +12,7 @@ from functools import cached_property
 import torch
 
 from example_trainer.torch_engine.grammars import Grammar, GrammarState, GrammarTime
+from example_trainer.torch_engine.images import PromptImages
 from example_trainer.torch_engine.sampling import PastTokens, SamplingSettings
 
 NOT_FINITE = (
@@ -29,6 +30,7 @@ class PromptRequest:
 
     prompt_ids: tuple[int, ...]
     """[P], at least one."""
+    images: PromptImages | None = None
     num_completions: int = 1
     max_tokens: int = 16
     """Completion tokens; 0 with `prompt_top` computes the logprobs of the prompt only."""
@@ -90,6 +92,19 @@ class Completion:
     @property
     def all_ids(self) -> list[int]:
         return [*self.request.prompt_ids, *self.tokens]
+
+    @property
+    def identity_ids(self) -> list[int]:
+        """Numbers that are equal for equal tokens, of images for equal images."""
+        images = self.request.images
+        return self.all_ids if images is None else [*images.identity_ids, *self.tokens]
+
+    def positions(self, first: int, end: int) -> torch.Tensor:
+        """Return (3, end - first): positions in time, height and width, equal for text."""
+        images = self.request.images
+        if images is not None:
+            return images.positions(first, end)
+        return torch.arange(first, end).expand(3, -1)
 
     @property
     def past(self) -> PastTokens:

@@ -25,9 +25,11 @@ import torch
 from atroposlib import __version__
 from atroposlib.errors import ConfigError
 from example_trainer.config import loading_errors, require_model_folder, unloadable
+from example_trainer.images import ImageReader, image_support
 from example_trainer.model import (
     FOREIGN_ERRORS,
     PLAIN_LAYERS,
+    auto_class_of,
     load_pretrained,
     own_memory,
     tokens_to_test_attention,
@@ -40,6 +42,7 @@ from example_trainer.torch_engine.attention import (
 )
 from example_trainer.torch_engine.batching import EngineLimits
 from example_trainer.torch_engine.generation import TorchEngine
+from example_trainer.torch_engine.images import PromptImages, PromptReader
 from example_trainer.torch_engine.jobs import Job, PromptRequest
 from example_trainer.torch_engine.protocol import ServedTorchModel
 from example_trainer.torch_engine.recurrent import RECURRENT_LAYERS, use_slot_states
@@ -54,6 +57,11 @@ _GENERATED_TOKENS = (4, 8)
 """Of two sequences, the second of which moves to the slot of the first."""
 _CONTINUED_TOKENS, _NEW_TOKENS = 40, 8
 """Of a prompt that continues another, and how many of them are new."""
+_CHECKED_IMAGE = (
+    "iVBORw0KGgoAAAANSUhEUgAAAEAAAABACAAAAACPAi4CAAAANElEQVR42u3MMREAIAwEMArFv2Lu6oDl10RAaq9MnzS4"
+    "adACgUAgEAgEAoFAIBAIfuqFwQB9LgLy4CuODgAAAABJRU5ErkJggg=="
+)
+"""A gradient of 64 x 64 pixels, as base64 of a PNG."""
 _TOLERANCES = {torch.float32: 1e-3, torch.bfloat16: 0.5, torch.float16: 0.2}
 """Largest difference of a logprob that rounding explains."""
 
@@ -87,7 +95,9 @@ def load_engine(options: TorchEngineOptions) -> EngineState:
     device = _device_of(options.device)
     model, tokenizer = _load_model(options, device)
     _require_known_layers(model)
+    images = image_support(model, options.model)
     with _refusing(model):
+        image_check = None if images.reader is None else _check_of_images(model, images.reader)
         reference = _reference_logprobs(model)
         beyond = _reference_beyond_window(model, longest=_context_of(options, model))
     if any(map(math.isnan, reference)):
@@ -107,6 +117,7 @@ def load_engine(options: TorchEngineOptions) -> EngineState:
         keeps_prefixes=options.enable_prefix_caching and continues_from_states,
         seed=options.seed,
         weight_version=options.weight_version,
+        image_token_id=None if images.reader is None else images.reader.image_token_id,
     )
     served = ServedTorchModel(
         name=options.served_model_name or options.model,
@@ -116,10 +127,14 @@ def load_engine(options: TorchEngineOptions) -> EngineState:
         end_ids=_end_ids(model, tokenizer),
         limits=limits,
         max_logprobs=options.max_logprobs,
+        image_reader=_prompt_reader(images.reader, image_check, limits),
+        obstacle_to_images=images.obstacle,
     )
     engine.reports_failures = False
     try:
         _compare(engine, reference, beyond, dtype=model.dtype)
+        if image_check is not None:
+            _compare_with_image(engine, image_check, dtype=model.dtype)
         _compare_continued(engine, dtype=model.dtype)
     except BaseException:
         engine.close()
@@ -197,13 +212,14 @@ def _device_of(name: str) -> torch.device:
 
 def _load_model(options: TorchEngineOptions, device: torch.device) -> tuple[Any, Any]:
     require_model_folder(options.model)
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers import AutoConfig, AutoTokenizer
 
     dtype: Any = options.dtype
     if dtype == "auto" and device.type == "cpu":
         dtype = "float32"
     try:
-        model = load_pretrained(AutoModelForCausalLM, options.model, dtype=dtype)
+        auto_class = auto_class_of(AutoConfig.from_pretrained(options.model))
+        model = load_pretrained(auto_class, options.model, dtype=dtype)
     except loading_errors() as error:
         raise unloadable(options.model, error) from error
     try:
@@ -260,6 +276,16 @@ def _limits(
     )
 
 
+def _prompt_reader(
+    reader: ImageReader | None, check: _ImageCheck | None, limits: EngineLimits
+) -> PromptReader | None:
+    if reader is None or check is None:
+        return None
+    return PromptReader(
+        reader, max_tokens=limits.max_model_len, numbers_per_token=check.numbers_per_token
+    )
+
+
 def _cache_bytes(options: TorchEngineOptions, device: torch.device) -> int:
     if options.kv_cache_memory_bytes is not None:
         return options.kv_cache_memory_bytes
@@ -285,8 +311,13 @@ def _reference_logprobs(model: Any) -> list[float]:
     """Return the logprobs of tokens after the first, by the model's own attention."""
     ids = torch.tensor([_check_ids(model)], device=model.device)
     with torch.inference_mode():
-        logits = model(input_ids=ids, use_cache=False).logits[0, :-1].float()
-    chosen = torch.log_softmax(logits, dim=-1).gather(1, ids[0, 1:].unsqueeze(1))
+        return _logprobs_of(model(input_ids=ids, use_cache=False).logits, ids)
+
+
+def _logprobs_of(logits_1PV: torch.Tensor, ids_1P: torch.Tensor) -> list[float]:
+    """Return the logprobs of the tokens after the first."""
+    logprobs_PV = torch.log_softmax(logits_1PV[0, :-1].float(), dim=-1)
+    chosen = logprobs_PV.gather(1, ids_1P[0, 1:].unsqueeze(1))
     return [float(value) for value in chosen.squeeze(1)]
 
 
@@ -344,6 +375,49 @@ def _compare(
         [rescored] = _finished(engine, [whole])
         expected = _prompt_logprobs(rescored)[len(start) - 1 :]
         _require_equal(engine, completion.logprobs, expected, dtype, "all tokens at once")
+
+
+class _ImageCheck(NamedTuple):
+    """A prompt with an image, and what the model's own attention computes for it."""
+
+    prompt_ids: tuple[int, ...]
+    images: PromptImages
+    logprobs: list[float]
+    """Of the tokens after the first."""
+    numbers_per_token: int
+    """Numbers of the patches that an image token stands for."""
+
+
+def _check_of_images(model: Any, reader: ImageReader) -> _ImageCheck:
+    text, half = _check_ids(model), _CHECKED_TOKENS // 2
+    prompt = (*text[:half], reader.image_token_id, *text[half:])
+    ids, aligned = reader.read_prompt(prompt, {"the image of the check": _CHECKED_IMAGE})
+    [image] = aligned.images
+    tokens_1P = torch.tensor([ids], device=model.device)
+    with torch.inference_mode():
+        logits = model(
+            input_ids=tokens_1P,
+            pixel_values=image.pixels_PD.to(model.device),
+            image_grid_thw=torch.tensor([image.grid], device=model.device),
+            mm_token_type_ids=(tokens_1P == reader.image_token_id).int(),
+            use_cache=False,
+        ).logits
+    return _ImageCheck(
+        tuple(ids),
+        PromptImages.of_prompt(ids, aligned),
+        _logprobs_of(logits, tokens_1P),
+        image.pixels_PD.numel() // reader.num_tokens(image),
+    )
+
+
+def _compare_with_image(engine: TorchEngine, check: _ImageCheck, *, dtype: torch.dtype) -> None:
+    """Raise `ConfigError` unless a prompt with an image gets the logprobs of transformers."""
+    if len(check.prompt_ids) >= engine.batch.limits.max_model_len:
+        return
+    request = PromptRequest(check.prompt_ids, check.images, max_tokens=0, prompt_top=0)
+    [scored] = _finished(engine, [request])
+    source = "transformers' own attention, after an image"
+    _require_equal(engine, _prompt_logprobs(scored), check.logprobs, dtype, source)
 
 
 def _compare_continued(engine: TorchEngine, *, dtype: torch.dtype) -> None:

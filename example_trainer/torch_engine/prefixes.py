@@ -86,11 +86,6 @@ class PrefixPool:
         self._sequences.move_to_end(id(sequence))
         return FoundPrefix(sequence.caches, length)
 
-    def length(self, tokens: Sequence[int]) -> int:
-        """Return the number of tokens that `find` finds."""
-        found = self.find(tokens)
-        return 0 if found is None else found.length
-
     def shrink(self, max_cost: int) -> None:
         """Remove sequences until they take at most `max_cost`."""
         while self.cost > max_cost:

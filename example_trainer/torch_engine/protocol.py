@@ -11,7 +11,7 @@ import logging
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 import msgspec
 from pydantic import (
@@ -26,10 +26,12 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from atroposlib.errors import GroupError, MissingExtraError
 from atroposlib.utils.text import inert_line, near_name
-from atroposlib.utils.tokenizers.content_parts import in_readable_form
+from atroposlib.utils.tokenizers.content_parts import in_readable_form, reads_parts
 from example_trainer.torch_engine.batching import EngineLimits
 from example_trainer.torch_engine.grammars import Grammar, GrammarKind, GrammarSource
+from example_trainer.torch_engine.images import PromptImages, PromptReader
 from example_trainer.torch_engine.jobs import PromptRequest
 from example_trainer.torch_engine.sampling import SamplingSettings
 
@@ -97,6 +99,9 @@ class ServedTorchModel:
     """Tokens that end a completion."""
     limits: EngineLimits
     max_logprobs: int = 20
+    image_reader: PromptReader | None = None
+    obstacle_to_images: str = ""
+    """Why there is no `image_reader`, with the remedy."""
 
     @cached_property
     def max_characters(self) -> int:
@@ -444,13 +449,26 @@ def check_ids(ids: Sequence[int], served: ServedTorchModel, *, param: str) -> li
     return list(ids)
 
 
-def render_chat(fields: ChatFields | TokenizeFields, served: ServedTorchModel) -> list[int]:
-    """Return the ids of a conversation under the model's chat template.
+class RenderedChat(NamedTuple):
+    """A conversation under the model's chat template."""
+
+    ids: list[int]
+    """With one token for each image."""
+    images: dict[str, Any]
+    """Place of each image in the request, such as `messages.0.content.1`, to its payload."""
+
+
+def render_chat(fields: ChatFields | TokenizeFields, served: ServedTorchModel) -> RenderedChat:
+    """Return a conversation under the model's chat template.
 
     Raises:
-        EngineRefusal: A message has content other than text, or the template rejects it.
+        EngineRefusal: A message has content that the model does not read, or the template rejects
+            it.
     """
-    messages = [_with_plain_content(each, i) for i, each in enumerate(fields.messages or [])]
+    images: dict[str, Any] = {}
+    messages = [
+        _with_plain_content(each, i, served, images) for i, each in enumerate(fields.messages or [])
+    ]
     if not messages:
         raise EngineRefusal("messages: expected at least one", param="messages")
     try:
@@ -476,7 +494,22 @@ def render_chat(fields: ChatFields | TokenizeFields, served: ServedTorchModel) -
         raise EngineRefusal(
             f"messages: the chat template failed: {error}", param="messages"
         ) from error
-    return check_ids(ids, served, param="messages")
+    return RenderedChat(check_ids(ids, served, param="messages"), images)
+
+
+async def read_images(
+    chat: RenderedChat, served: ServedTorchModel
+) -> tuple[list[int], PromptImages]:
+    """Return the ids of a chat with images, with all tokens of these, and the images.
+
+    Raises:
+        EngineRefusal: An image cannot be read, or the template did not write one token for each.
+    """
+    assert served.image_reader is not None
+    try:
+        return await served.image_reader.read(chat.ids, chat.images)
+    except (GroupError, MissingExtraError) as error:
+        raise EngineRefusal(str(error), param="messages") from error
 
 
 def _template_settings(given: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -493,21 +526,28 @@ def _template_settings(given: Mapping[str, Any] | None) -> dict[str, Any]:
     return dict(given or {})
 
 
-def _with_plain_content(message: Mapping[str, Any], index: int) -> dict[str, Any]:
-    """Return a message as templates expect it: content as text, arguments of tools as objects."""
+def _with_plain_content(
+    message: Mapping[str, Any], index: int, served: ServedTorchModel, images: dict[str, Any]
+) -> dict[str, Any]:
+    """Return a message as templates expect it: content as text, arguments of tools as objects.
+
+    Content with images is a list of parts; the images are added to `images`.
+    """
     where = f"messages.{index}"
     if not isinstance(message.get("role"), str):
         raise EngineRefusal(f"{where}.role: expected a text", param="messages")
     plain = dict(message)
     content = message.get("content")
     if isinstance(content, list):
-        found = [each.get("text") for each in content if isinstance(each, dict)]
-        texts = [text for text in found if isinstance(text, str)]
-        if len(texts) != len(content):
-            raise EngineRefusal(
-                f"{where}.content: only text is supported by the torch engine", param="messages"
-            )
-        plain["content"] = "\n".join(texts)
+        parts = [
+            _plain_part(part, f"{where}.content.{i}", served, images)
+            for i, part in enumerate(content)
+        ]
+        is_text = all(part["type"] == "text" for part in parts)
+        if is_text and not reads_parts(served.tokenizer):
+            plain["content"] = "\n".join(part["text"] for part in parts)
+        else:
+            plain["content"] = parts
     elif not isinstance(content, str):
         if content is not None:
             raise EngineRefusal(f"{where}.content: expected a text or parts", param="messages")
@@ -515,6 +555,22 @@ def _with_plain_content(message: Mapping[str, Any], index: int) -> dict[str, Any
     if isinstance(message.get("tool_calls"), list):
         plain["tool_calls"] = [_with_parsed_arguments(call) for call in message["tool_calls"]]
     return plain
+
+
+def _plain_part(
+    part: Any, where: str, served: ServedTorchModel, images: dict[str, Any]
+) -> dict[str, str]:
+    """Return a part of a message's content; an image is added to `images`."""
+    if isinstance(part, dict) and isinstance(part.get("text"), str):
+        return {"type": "text", "text": part["text"]}
+    if not isinstance(part, dict) or "image_url" not in part:
+        raise EngineRefusal(
+            f"{where}: the torch engine reads parts of type text and image_url", param="messages"
+        )
+    if served.image_reader is None:
+        raise EngineRefusal(f"{where}: {served.obstacle_to_images}", param="messages")
+    images[where] = part
+    return {"type": "image"}
 
 
 def _with_parsed_arguments(call: Any) -> Any:
@@ -533,15 +589,20 @@ def prompt_requests(
     prompts: Iterable[Sequence[int]],
     served: ServedTorchModel,
     grammar: Grammar | None = None,
+    images: PromptImages | None = None,
 ) -> list[PromptRequest]:
     """Return the engine's requests, one for each prompt; `grammar` limits their completions.
+
+    `images` are those of the only prompt.
 
     Raises:
         EngineRefusal: Prompt and completion exceed the context, a number exceeds its limit, or the
             answer would have too many logprobs of prompt tokens.
     """
     sampling = _sampling(fields, served)
-    requests = [_prompt_request(fields, prompt, served, sampling, grammar) for prompt in prompts]
+    requests = [
+        _prompt_request(fields, prompt, served, sampling, grammar, images) for prompt in prompts
+    ]
     num_entries = _num_prompt_entries(fields, requests)
     if num_entries > _MAX_PROMPT_ENTRIES:
         raise EngineRefusal(
@@ -568,6 +629,7 @@ def _prompt_request(
     served: ServedTorchModel,
     sampling: SamplingSettings,
     grammar: Grammar | None,
+    images: PromptImages | None,
 ) -> PromptRequest:
     for name in ("num_top", "prompt_top"):
         if (
@@ -584,6 +646,7 @@ def _prompt_request(
     _require_possible(sampling, max_tokens)
     return PromptRequest(
         prompt_ids=tuple(prompt_ids),
+        images=images,
         num_completions=fields.n,
         max_tokens=max_tokens,
         sampling=sampling,

@@ -39,6 +39,7 @@ from example_trainer.torch_engine.grammars import (
     GrammarError,
     GrammarSource,
 )
+from example_trainer.torch_engine.images import PromptImages
 from example_trainer.torch_engine.jobs import Completion, Job, PromptRequest
 from example_trainer.torch_engine.protocol import (
     MAX_BODY_BYTES,
@@ -54,6 +55,7 @@ from example_trainer.torch_engine.protocol import (
     grammar_source,
     parse_body,
     prompt_requests,
+    read_images,
     render_chat,
     text_prompts,
 )
@@ -192,8 +194,10 @@ class CompletionRoutes:
         )
 
     def close(self) -> None:
-        """End the process that compiles grammars."""
+        """End the process that compiles grammars, and the thread that reads images."""
         self._grammars.close()
+        if self._served.image_reader is not None:
+            self._served.image_reader.close()
 
     async def text(self, request: Request) -> Response:
         fields = parse_body(TextFields, await _read_body(request))
@@ -205,17 +209,28 @@ class CompletionRoutes:
     async def chat(self, request: Request) -> Response:
         fields = parse_body(ChatFields, await _read_body(request))
         require_model(fields.model, self._served)
-        return await self._answer(request, fields, [render_chat(fields, self._served)])
+        chat = render_chat(fields, self._served)
+        if not chat.images:
+            return await self._answer(request, fields, [chat.ids])
+        read = await unless_disconnected(request.receive, read_images(chat, self._served))
+        if read is None:
+            return Response(status_code=_CLIENT_CLOSED)
+        ids, images = read
+        return await self._answer(request, fields, [ids], images)
 
     async def _answer(
-        self, request: Request, fields: TextFields | ChatFields, prompts: Iterable[list[int]]
+        self,
+        request: Request,
+        fields: TextFields | ChatFields,
+        prompts: Iterable[list[int]],
+        images: PromptImages | None = None,
     ) -> Response:
         source, grammar = grammar_source(fields), None
         if source is not None:
             grammar = await unless_disconnected(request.receive, self._compile(fields, source))
             if grammar is None:
                 return Response(status_code=_CLIENT_CLOSED)
-        requests = prompt_requests(fields, prompts, self._served, grammar)
+        requests = prompt_requests(fields, prompts, self._served, grammar, images)
         if self._engine.counts().waiting + len(requests) * fields.n > _MAX_WAITING:
             raise EngineRefusal(f"{_MAX_WAITING} completions are waiting; try later", status=503)
         writer = AnswerWriter(fields, self._decoding)
@@ -460,7 +475,7 @@ class FactRoutes:
         if (fields.prompt is None) == (fields.messages is None):
             raise EngineRefusal("expected either prompt or messages")
         if fields.prompt is None:
-            ids = render_chat(fields, self._served)
+            ids = render_chat(fields, self._served).ids
         else:
             special = fields.add_special_tokens
             ids = encode_text(self._served, fields.prompt, add_special_tokens=special)

@@ -344,11 +344,11 @@ BROKEN: dict[str, tuple[Any, str]] = {
     "not base64": (["no image!"], r"images\[0\]\[0\]: 'no image!': expected base64"),
     "empty": ([[""]], r"images\[0\]\[0\]: not a readable image"),
     "no image": (["aGVsbG8="], r"images\[0\]\[0\]: not a readable image"),
-    "an address": (["https://example.org/a.png"], r"is an address, which the trainer does not"),
+    "an address": (["https://example.org/a.png"], r"is an address, which is not fetched"),
     "an address with commas": (["https://example.org/a,b.png"], "is not a data: URL with base64"),
     "a data URL of text": (["data:text/plain,hello"], "is not a data: URL with base64"),
     "a path": (["../../etc/hostname"], r"images\[0\]\[0\]: '../../etc/hostname': expected base64"),
-    "a file URL": (["file:///etc/hostname"], r"is an address, which the trainer does not fetch"),
+    "a file URL": (["file:///etc/hostname"], r"is an address, which is not fetched"),
     "an SVG": ([base64.b64encode(b"<svg/>").decode()], r"not a readable image"),
     "a cut PNG": ([base64.b64encode(base64.b64decode(WIDE)[:200]).decode()], "not a readable"),
     "too many": ([[WIDE] * 65], r"images\[0\]: 65 images; expected at most 64"),
@@ -382,15 +382,14 @@ def test_large_image_is_refused_by_its_size(rules: RowRules) -> None:
         rows_from_group(group, rules)
 
 
-def test_images_of_a_group_are_refused_by_their_sum(
-    rules: RowRules, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_images_of_a_group_are_refused_by_their_sum(rules: RowRules) -> None:
     [group] = mixed_groups(is_expanded=True)[2:]
     rows_from_group(group, rules)
-    monkeypatch.setattr("example_trainer.images.MAX_GROUP_NUMBERS", 1000)
+    assert rules.images.reader is not None
+    limited = ImageSupport(replace(rules.images.reader, max_numbers=1000))
 
     with pytest.raises(GroupError, match="more than 1000 numbers"):
-        rows_from_group(group, rules)
+        rows_from_group(group, replace(rules, images=limited))
 
 
 def test_payload_is_refused_by_its_length_before_it_is_decoded(rules: RowRules) -> None:

@@ -102,6 +102,33 @@ def save_tiny_vl(directory: Path, kind: str = "qwen2_vl", **config: Any) -> Path
     return directory
 
 
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "[{{ message.role }}]"
+    "{% if message.content is string %}{{ message.content }}{% else %}"
+    "{% for part in message.content %}"
+    "{% if part.type == 'image' %}<261><260><262>{% else %}{{ part.text }}{% endif %}"
+    "{% endfor %}{% endif %}<264>"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}[assistant]{% endif %}"
+)
+TURN_END = 264
+
+
+def save_tiny_chat_vl(directory: Path, kind: str, **config: Any) -> Path:
+    """As `save_tiny_vl`, with a chat template and names of the tokens of images."""
+    from transformers import AddedToken, AutoTokenizer
+
+    save_tiny_vl(directory, kind, **config)
+    tokenizer = AutoTokenizer.from_pretrained(directory)
+    names = [f"<{i}>" for i in (IMAGE, VISION_START, VISION_END, VIDEO, TURN_END)]
+    tokenizer.add_tokens([AddedToken(name, special=True, normalized=False) for name in names])
+    tokenizer.eos_token = f"<{TURN_END}>"
+    tokenizer.chat_template = CHAT_TEMPLATE
+    tokenizer.save_pretrained(directory)
+    return directory
+
+
 def save_processor(directory: Path) -> None:
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import (
         Qwen2VLImageProcessorPil,

@@ -1,22 +1,24 @@
-"""Messages for chat templates that read content as parts only, as those of some vision models do.
+"""Messages for chat templates that read content as parts, as those of some vision models do.
 
     {"content": "hi"}  ->  {"content": [{"type": "text", "text": "hi"}]}
 
-Such a template leaves out, or rejects, a content that is a text. vLLM converts messages likewise
-(`--chat-template-content-format auto`).
+A template that reads parts only leaves out, or rejects, a content that is a text. vLLM converts
+messages likewise (`--chat-template-content-format auto`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-__all__ = ["in_readable_form"]
+__all__ = ["in_readable_form", "reads_parts"]
 
 _PROBE = "atropos-probe"
 _MAX_KNOWN = 64
 _known: dict[str, bool] = {}
 """Whether a template reads parts only, by its source."""
+_known_parts: dict[str, bool] = {}
+"""Whether a template reads parts, by its source."""
 
 
 def in_readable_form(
@@ -32,6 +34,14 @@ def in_readable_form(
     return [_in_parts(message) for message in messages]
 
 
+def reads_parts(tokenizer: Any) -> bool:
+    """Return whether the chat template shows the texts in a list of parts, not the list itself."""
+    template = getattr(tokenizer, "chat_template", None)
+    if not isinstance(template, str):
+        return False
+    return _kept(_known_parts, template, lambda: _shows_parts(tokenizer))
+
+
 def _in_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
     content = message.get("content")
     if not isinstance(content, str):
@@ -40,19 +50,34 @@ def _in_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _reads_parts_only(tokenizer: Any, template: str) -> bool:
-    if template not in _known:
-        if len(_known) >= _MAX_KNOWN:
-            _known.clear()
+    def find() -> bool:
         message = {"role": "user", "content": _PROBE}
-        _known[template] = not _shows_probe(tokenizer, message) and _shows_probe(
-            tokenizer, _in_parts(message)
-        )
-    return _known[template]
+        return not _shows_probe(tokenizer, message) and _shows_probe(tokenizer, _in_parts(message))
+
+    return _kept(_known, template, find)
+
+
+def _kept(known: dict[str, bool], template: str, find: Callable[[], bool]) -> bool:
+    if template not in known:
+        if len(known) >= _MAX_KNOWN:
+            known.clear()
+        known[template] = find()
+    return known[template]
 
 
 def _shows_probe(tokenizer: Any, message: Mapping[str, Any]) -> bool:
+    return _PROBE in _rendered(tokenizer, message)
+
+
+def _shows_parts(tokenizer: Any) -> bool:
+    text = _rendered(tokenizer, _in_parts({"role": "user", "content": _PROBE}))
+    # A template that takes a content as it is shows the whole list.
+    return _PROBE in text and f"{_PROBE}'" not in text and f'{_PROBE}"' not in text
+
+
+def _rendered(tokenizer: Any, message: Mapping[str, Any]) -> str:
+    """Return the text of a message, empty if the template rejects it."""
     try:
-        text = tokenizer.apply_chat_template([message], tokenize=False)
+        return str(tokenizer.apply_chat_template([message], tokenize=False))
     except Exception:  # noqa: BLE001 - templates fail in many ways, and the chat itself will, too
-        return False
-    return _PROBE in str(text)
+        return ""

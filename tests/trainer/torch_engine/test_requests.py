@@ -112,7 +112,7 @@ def test_a_bad_text_request_is_answered_with_the_field(
     [
         ({"messages": []}, "messages"),
         ({"messages": [{"content": "no role"}]}, "messages.0.role"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "only text"),
+        ({"messages": [{"role": "user", "content": [{"type": "audio"}]}]}, "messages.0.content.0"),
         ({"messages": HELLO, "logprobs": True, "top_logprobs": 21}, "--max-logprobs"),
         ({"messages": HELLO, "max_completion_tokens": 0}, "max_completion_tokens"),
         ({"messages": HELLO, "chat_template": "x"}, "chat_template"),
