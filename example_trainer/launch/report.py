@@ -322,6 +322,7 @@ class RunProgress:
         self._phase: str | None = None
         self._phase_started = self._started
         self._last_line = self._started
+        self._last_state = ""
         self._task: TaskID | None = None
         self._bar = Progress(
             *_bar_columns(self.console.width),
@@ -346,6 +347,7 @@ class RunProgress:
         self.end()
         self._phase = phase
         self._phase_started = self._last_line = self._clock()
+        self._last_state = ""
         number = len(self.seconds_by_phase) + 1
         self.console.print(f"[bold]{number}. {escape(title)}[/bold] ({escape(expected)})")
         if self.console.is_terminal:
@@ -357,7 +359,11 @@ class RunProgress:
             self._bar.update(self._task, completed=done, total=total, state=escape(state))
         elif self._clock() - self._last_line >= _SECONDS_BETWEEN_LINES:
             self._last_line = self._clock()
-            self.console.print(f"   {escape(state)}{self._time_left(done, total)}")
+            shown = f"{state}{self._time_left(done, total)}"
+            if state == self._last_state:
+                shown = f"no change after {self._clock() - self._phase_started:.0f} s"
+            self._last_state = state
+            self.console.print(f"   {escape(shown)}")
 
     def note(self, text: str) -> None:
         self.console.print(f"   {escape(text)}")

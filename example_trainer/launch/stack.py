@@ -498,6 +498,9 @@ class TrainerStallWatch:
     """Detects that the trainer has made no step for `limit_s` seconds.
 
     If an environment has ended, one minute is enough.
+
+    Attributes:
+        stalled_s: Seconds without a step, at the last check.
     """
 
     def __init__(self, limit_s: float, *, clock: Callable[[], float] = time.monotonic) -> None:
@@ -505,6 +508,7 @@ class TrainerStallWatch:
         self._clock = clock
         self._num_steps = 0
         self._since = clock()
+        self.stalled_s = 0.0
 
     def check(
         self, num_steps: int, *, trainer: ManagedProcess, environments: Sequence[ManagedProcess]
@@ -513,15 +517,17 @@ class TrainerStallWatch:
         now = self._clock()
         if num_steps != self._num_steps:
             self._num_steps, self._since = num_steps, now
-        stalled_s = now - self._since
+        self.stalled_s = now - self._since
         ended = next((each for each in environments if each.returncode is not None), None)
-        if ended is not None and stalled_s >= min(_LIMIT_WITHOUT_ENVIRONMENT_S, self._limit_s):
+        if ended is not None and self.stalled_s >= min(_LIMIT_WITHOUT_ENVIRONMENT_S, self._limit_s):
             raise ProcessFailedError(ended, "ended, but the trainer has steps left to do")
-        if stalled_s >= self._limit_s:
-            raise ProcessFailedError(trainer, f"has made no step for {stalled_s:.0f} s")
+        if self.stalled_s >= self._limit_s:
+            raise ProcessFailedError(trainer, f"has made no step for {self.stalled_s:.0f} s")
 
 
 _POLL_S = 0.5
+_NOTED_STALL_S = 60.0
+"""Time without a step after which the progress names the groups that environments drop."""
 _HEALTH_TIMEOUT_S = 5.0
 _USAGE_ERROR = 2
 
@@ -627,7 +633,7 @@ class TrainingLoop:
             self.check()
             steps = report.count_steps(self._paths.trainer_metrics)
             watch.check(steps, trainer=stack.trainer, environments=stack.environments)
-            self._progress.update(steps, plan.steps, self._state(steps))
+            self._progress.update(steps, plan.steps, self._state(steps, stalled_s=watch.stalled_s))
             time.sleep(_POLL_S)
         self.check()
         # A short run ends before the first line of progress.
@@ -679,21 +685,27 @@ class TrainingLoop:
             ),
         )
 
-    def _state(self, steps: int) -> str:
+    def _state(self, steps: int, *, stalled_s: float = 0.0) -> str:
+        """Return the last step with its reward, and why no other one follows, if that is known."""
+        drops = self._drops() if not steps or stalled_s >= _NOTED_STALL_S else []
+        if not steps:
+            return "; ".join(drops) or "waiting for the first batch"
+        return "; ".join([self._last_step(steps), *drops])
+
+    def _drops(self) -> list[str]:
+        """Return why environments have dropped their last groups."""
+        return [
+            f"{plan.name} drops groups: {reason} ({shown_path(process.log_path)})"
+            for plan, process in zip(self._plan.environments, self.stack.environments, strict=True)
+            if (reason := report.find_drop(process.log_tail(lines=_DROP_LINES)))
+        ]
+
+    def _last_step(self, steps: int) -> str:
         metrics = [environment.metrics for environment in self._plan.environments]
         if self._reward is None:
             shown, points = report.find_rewards(metrics, self._paths.trainer_metrics)
         else:
             shown, points = self._reward, report.read_rewards(metrics[0], self._reward)
-        if not steps:
-            drops = [
-                f"{plan.name} drops groups: {reason} ({shown_path(process.log_path)})"
-                for plan, process in zip(
-                    self._plan.environments, self.stack.environments, strict=True
-                )
-                if (reason := report.find_drop(process.log_tail(lines=_DROP_LINES)))
-            ]
-            return "; ".join(drops) or "waiting for the first batch"
         if not points:
             return f"step {steps} of {self._plan.steps}"
         reward = rolling_mean([point.reward for point in points], 10)[-1]
