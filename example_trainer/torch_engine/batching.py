@@ -11,6 +11,9 @@ are a branch, which has one slot and is computed once:
     slot 0: 7 + 1 =   ─►   slot 0: 7 + 1 = 8      (5 of 8 completions)
                            slot 1: 7 + 1 = 9      (3 completions, with a copy of the caches)
 
+A prompt that begins like one that runs, or starts, gets a copy of its caches: of prompts with the
+same instructions, the first starts, and the others one step later.
+
 transformers' own continuous batching has one set of sampling settings for all requests, no most
 likely tokens or prompt logprobs, and keeps caches of old weights; see also `attention`.
 """
@@ -19,20 +22,27 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
 
 from atroposlib.errors import InferenceError
-from example_trainer.torch_engine.attention import PackedBatch, PackedTokens, SlotCache
+from example_trainer.torch_engine.attention import (
+    PackedBatch,
+    PackedTokens,
+    SavedSlot,
+    SlotCache,
+)
 from example_trainer.torch_engine.grammars import constrain
 from example_trainer.torch_engine.images import encoder_outputs
 from example_trainer.torch_engine.jobs import NOT_FINITE, Completion, Job, TopEntries
-from example_trainer.torch_engine.prefixes import FoundPrefix, PrefixPool
+from example_trainer.torch_engine.prefixes import BLOCK_TOKENS, PrefixPool
 from example_trainer.torch_engine.sampling import SampledRows, sample_rows
 
+_AWAITED_TOKENS = 64
+"""Prompt tokens that a sequence gets from one that starts, so that it starts one step later."""
 _SCORED_ROWS = 256
 """Tokens of a prompt whose logprobs are computed at a time, which bounds the memory."""
 
@@ -78,18 +88,29 @@ class _Branch(NamedTuple):
         return self.completion.num_tokens
 
 
+class _KnownPrefix(NamedTuple):
+    """The beginning of a sequence whose caches are known; one of the two sources is set."""
+
+    length: int
+    """Number of its tokens."""
+    saved: SavedSlot | None = None
+    """Caches of a finished sequence."""
+    slot: int | None = None
+    """Slot of a running sequence."""
+
+
 class SequenceBatch:
     """The sequences that run and wait; only one thread uses it.
 
     Attributes:
         model: Its attention uses the caches of the batch.
         limits: Sizes of the batch.
-        keeps_prefixes: Whether the caches of finished sequences are used by requests that continue
-            them.
+        keeps_prefixes: Whether the caches of other sequences, running or finished, are used by
+            requests that begin with the same tokens.
         weight_version: Version of the weights in use; None if unknown.
         num_generated_tokens: Tokens that were sampled so far.
         num_preemptions: Sequences that returned to the queue because the caches were full.
-        num_cached_tokens: Prompt tokens whose caches were copied from finished sequences.
+        num_cached_tokens: Prompt tokens whose caches were copied from other sequences.
     """
 
     def __init__(
@@ -118,6 +139,8 @@ class SequenceBatch:
         """The position is the slot in the cache."""
         self._starting: list[Member] = []
         """Taken from the queue in the current step."""
+        self._prompt_slots: dict[int, int] = {}
+        """Slots of running sequences by the keys of their prompts, in the current step."""
 
     @property
     def num_running(self) -> int:
@@ -242,6 +265,8 @@ class SequenceBatch:
     def _admit(self) -> list[_Branch]:
         """Take sequences that fit from the queue; those with the same tokens are a branch."""
         starts: dict[tuple[bool, tuple[int, ...]], _Branch] = {}
+        starting_keys: set[int] = set()
+        self._prompt_slots = self._find_prompt_slots()
         num_slots, num_new = self.num_running, 0
         length = max((branch.num_tokens for branch in self._running), default=0)
         while self._waiting and num_slots < self.limits.max_num_seqs:
@@ -252,10 +277,16 @@ class SequenceBatch:
                 break
             # Cached tokens are computed too if their logprobs are requested.
             key = job.wants_prompt_logprobs, tokens
-            found = None if job.wants_prompt_logprobs else self._find_prefix(completion)
-            adds = 0 if key in starts else len(tokens) - (found.length if found else 0)
+            num_known = 0 if job.wants_prompt_logprobs else self._find_prefix(completion).length
+            adds = 0 if key in starts else len(tokens) - num_known
             if starts and num_new + adds > self.limits.max_new_tokens:
                 break
+            if adds and not job.wants_prompt_logprobs:
+                keys = completion.request.block_keys if self._shares_prompts else ()
+                num_starting = _num_leading(keys, starting_keys) * BLOCK_TOKENS
+                if num_starting >= num_known + _AWAITED_TOKENS:
+                    break
+                starting_keys.update(keys)
             self._starting.append(self._waiting.popleft())
             starts.setdefault(key, _Branch([])).members.append((job, completion))
             num_slots, length, num_new = num_slots + 1, longest, num_new + adds
@@ -276,24 +307,50 @@ class SequenceBatch:
         used = max(reserved, self._cache.num_slots * self._cache.length)
         return max(0, min(limit - used, limit // 2))
 
-    def _find_prefix(self, completion: Completion) -> FoundPrefix | None:
-        """Return the tokens that a finished sequence has too, with whole images."""
-        found = self._prefixes.find(completion.identity_ids)
+    @property
+    def _shares_prompts(self) -> bool:
+        """Whether the caches of running sequences are used; states are those of the last token."""
+        return self.keeps_prefixes and not self.limits.state_tokens
+
+    def _find_prompt_slots(self) -> dict[int, int]:
+        """Return the slots of running sequences by the keys of their prompts."""
+        if not (self._shares_prompts and self._waiting):
+            return {}
+        return {
+            key: slot
+            for slot, branch in enumerate(self._running)
+            for key in branch.completion.request.block_keys
+        }
+
+    def _find_prefix(self, completion: Completion) -> _KnownPrefix:
+        """Return the longest known beginning of a sequence, with whole images."""
+        tokens = completion.identity_ids
+        found = self._prefixes.find(tokens)
+        known = _KnownPrefix(0) if found is None else _KnownPrefix(found.length, found.caches)
+        keys = completion.request.block_keys
+        num_blocks = _num_leading(keys, self._prompt_slots)
+        length = min(num_blocks * BLOCK_TOKENS, len(tokens) - 1)
+        if length > known.length:
+            slot = self._prompt_slots[keys[num_blocks - 1]]
+            other = self._running[slot].completion.request.identity_ids
+            if other[:length] == tuple(tokens[:length]):
+                known = _KnownPrefix(length, slot=slot)
         images = completion.request.images
-        if found is None or images is None:
-            return found
-        return found._replace(length=images.whole_length(found.length))
+        if images is None:
+            return known
+        return known._replace(length=images.whole_length(known.length))
 
     def _load_prefix(self, slot: int, start: _Branch) -> int:
-        """Copy the caches of the tokens that a finished sequence has too; return their number."""
+        """Copy the caches of tokens that another sequence has too; return their number."""
         if _wants_prompt_logprobs(start):
             return 0
-        found = self._find_prefix(start.completion)
-        if found is None:
-            return 0
-        self._cache.load(slot, found.caches, found.length)
-        self.num_cached_tokens += found.length
-        return found.length
+        known = self._find_prefix(start.completion)
+        if known.saved is not None:
+            self._cache.load(slot, known.saved, known.length)
+        elif known.slot is not None:
+            self._cache.copy([known.slot], [slot], length=known.length)
+        self.num_cached_tokens += known.length
+        return known.length
 
     def _save_prefix(self, slot: int, completion: Completion) -> None:
         """Keep the caches of a finished sequence; of several completions of a prompt, the first."""
@@ -429,6 +486,11 @@ def _forward(
         scored.append(logits[first : first + count] if count else None)
         first += count
     return logits[: len(rows)], scored
+
+
+def _num_leading(keys: Sequence[int], known: Container[int]) -> int:
+    """Return the number of keys before the first one that is not known."""
+    return next((i for i, key in enumerate(keys) if key not in known), len(keys))
 
 
 def _wants_prompt_logprobs(start: _Branch) -> bool:

@@ -40,7 +40,7 @@ class EngineCounts(NamedTuple):
     preemptions: int
     """Sequences returned to the queue because the caches were full."""
     cached_tokens: int
-    """Prompt tokens whose caches were copied from finished sequences."""
+    """Prompt tokens whose caches were copied from other sequences."""
 
 
 class TorchEngine:

@@ -13,6 +13,7 @@ import torch
 
 from example_trainer.torch_engine.grammars import Grammar, GrammarState, GrammarTime
 from example_trainer.torch_engine.images import PromptImages
+from example_trainer.torch_engine.prefixes import block_keys
 from example_trainer.torch_engine.sampling import PastTokens, SamplingSettings
 
 NOT_FINITE = (
@@ -47,6 +48,16 @@ class PromptRequest:
     """Most likely tokens to return for each completion token."""
     prompt_top: int | None = None
     """Most likely tokens to return for each prompt token; None: no logprobs of the prompt."""
+
+    @property
+    def identity_ids(self) -> tuple[int, ...]:
+        """[P] numbers that are equal for equal tokens, those of images for equal images."""
+        return self.prompt_ids if self.images is None else self.images.identity_ids
+
+    @cached_property
+    def block_keys(self) -> tuple[int, ...]:
+        """Hashes by which prompts that begin alike are found."""
+        return tuple(block_keys(self.identity_ids))
 
     @cached_property
     def grammar_time(self) -> GrammarTime:
@@ -95,9 +106,8 @@ class Completion:
 
     @property
     def identity_ids(self) -> list[int]:
-        """Numbers that are equal for equal tokens, of images for equal images."""
-        images = self.request.images
-        return self.all_ids if images is None else [*images.identity_ids, *self.tokens]
+        """Numbers that are equal for equal tokens, those of images for equal images."""
+        return [*self.request.identity_ids, *self.tokens]
 
     def positions(self, first: int, end: int) -> torch.Tensor:
         """Return (3, end - first): positions in time, height and width, equal for text."""

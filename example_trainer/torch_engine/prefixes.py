@@ -22,9 +22,9 @@ from typing import NamedTuple
 
 from example_trainer.torch_engine.attention import SavedSlot
 
-__all__ = ["FoundPrefix", "PrefixPool"]
+__all__ = ["BLOCK_TOKENS", "FoundPrefix", "PrefixPool", "block_keys"]
 
-_BLOCK = 16
+BLOCK_TOKENS = 16
 """Tokens of a block; fewer tokens in common are computed again."""
 
 
@@ -81,7 +81,7 @@ class PrefixPool:
         wanted = tuple(tokens[:-1])
         sequence = self._longest(wanted)
         length = 0 if sequence is None else _common_length(sequence.tokens, wanted)
-        if sequence is None or length < _BLOCK:
+        if sequence is None or length < BLOCK_TOKENS:
             return None
         self._sequences.move_to_end(id(sequence))
         return FoundPrefix(sequence.caches, length)
@@ -98,7 +98,7 @@ class PrefixPool:
 
     def _longest(self, tokens: tuple[int, ...]) -> _SavedSequence | None:
         found = None
-        for key in _block_keys(tokens):
+        for key in block_keys(tokens):
             sequences = self._by_block.get(key, {})
             if self._whole:
                 ends = (each for each in sequences.values() if _begins_with(tokens, each.tokens))
@@ -110,7 +110,7 @@ class PrefixPool:
         return found
 
     def _keys_of(self, sequence: _SavedSequence) -> list[int]:
-        keys = list(_block_keys(sequence.tokens))
+        keys = list(block_keys(sequence.tokens))
         return keys[-1:] if self._whole else keys
 
     def _remove(self, sequence: _SavedSequence) -> None:
@@ -123,10 +123,11 @@ class PrefixPool:
         self.cost -= sequence.cost
 
 
-def _block_keys(tokens: Sequence[int]) -> Iterator[int]:
+def block_keys(tokens: Sequence[int]) -> Iterator[int]:
+    """Yield a hash for each whole block, which depends on the blocks before it too."""
     key = 0
-    for end in range(_BLOCK, len(tokens) + 1, _BLOCK):
-        key = hash((key, tuple(tokens[end - _BLOCK : end])))
+    for end in range(BLOCK_TOKENS, len(tokens) + 1, BLOCK_TOKENS):
+        key = hash((key, tuple(tokens[end - BLOCK_TOKENS : end])))
         yield key
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ from hypothesis import strategies as st
 
 from example_trainer.torch_engine.attention import SavedSlot
 from example_trainer.torch_engine.prefixes import PrefixPool
-from tests.trainer.torch_engine.conftest import LocalEngine, serve_locally
+from tests.trainer.torch_engine.conftest import LocalEngine, serve_locally, wait_until
 from tests.trainer.torch_engine.test_generation import logits_of_completion, worst_gap
 from tests.trainer.torch_engine.test_recurrent import MODELS, save_model
 
@@ -165,8 +166,6 @@ def test_turns_of_a_conversation_compute_only_what_is_new(
 def test_caches_of_finished_sequences_leave_the_memory_to_running_ones(
     small_engine: LocalEngine, model: Any
 ) -> None:
-    from concurrent.futures import ThreadPoolExecutor
-
     engine = small_engine.engine
     with ThreadPoolExecutor(6) as workers:
         futures = [
@@ -178,6 +177,103 @@ def test_caches_of_finished_sequences_leave_the_memory_to_running_ones(
     assert 0 < engine.batch._prefixes.cost <= engine.batch.limits.max_cache_tokens // 2
     for choice in choices:
         assert worst_gap(logits_of_completion(model, choice), choice) < TOLERANCE
+
+
+INSTRUCTIONS = [3 + (7 * n) % 240 for n in range(100)]
+"""Tokens that several prompts begin with: 6 blocks and 4 tokens."""
+
+
+def start_together(local: LocalEngine, prompts: Sequence[Any], **options: Any) -> list[Any]:
+    """Return the choices of requests that the engine finds at the same time."""
+    local.engine.pause("keep").result()
+    with ThreadPoolExecutor(len(prompts)) as workers:
+        try:
+            answers = [workers.submit(local.complete, each, **options) for each in prompts]
+            wait_until(lambda: local.engine.counts().waiting == len(prompts))
+        finally:
+            local.engine.resume().result()
+        return [choice for answer in answers for choice in answer.result()["choices"]]
+
+
+def test_prompts_that_begin_alike_are_computed_once_at_the_same_time(
+    torch_engine: LocalEngine, model: Any
+) -> None:
+    torch_engine.engine.reset_caches().result()
+    cached = torch_engine.engine.counts().cached_tokens
+    prompts = [[*INSTRUCTIONS, number, 9, 8] for number in range(10, 17)]
+
+    choices = start_together(torch_engine, prompts, max_tokens=12, ignore_eos=True, seed=3)
+
+    assert torch_engine.engine.counts().cached_tokens == cached + 6 * 96
+    for choice in choices:
+        assert worst_gap(logits_of_completion(model, choice), choice) < TOLERANCE
+
+
+def test_prompt_of_a_running_request_is_not_computed_again(
+    torch_engine: LocalEngine, model: Any
+) -> None:
+    torch_engine.engine.reset_caches().result()
+    options = {"max_tokens": 60, "ignore_eos": True}
+    with ThreadPoolExecutor(1) as workers:
+        running = workers.submit(torch_engine.complete, [*INSTRUCTIONS, 5], n=8, **options)
+        wait_until(lambda: torch_engine.engine.counts().running or running.done())
+        cached = torch_engine.engine.counts().cached_tokens
+        same, shorter = start_together(
+            torch_engine, [[*INSTRUCTIONS, 5], INSTRUCTIONS[:64]], max_tokens=12, ignore_eos=True
+        )
+
+    # A prompt's last token is always computed, since its logits are needed.
+    assert torch_engine.engine.counts().cached_tokens - cached >= 96 + 63
+    for choice in (same, shorter, *running.result()["choices"]):
+        assert worst_gap(logits_of_completion(model, choice), choice) < TOLERANCE
+
+
+def test_running_sequences_share_their_prompt_again_after_an_update(
+    model_folder: Path, model: Any
+) -> None:
+    with serve_locally(model_folder) as local, ThreadPoolExecutor(1) as workers:
+        prompts = [[*INSTRUCTIONS, number] for number in range(10, 14)]
+        options = {"max_tokens": 100, "ignore_eos": True, "n": 2}
+        running = workers.submit(local.complete, prompts, **options)
+        wait_until(lambda: local.engine.counts().running == 8 or running.done())
+        local.engine.pause("keep").result()
+        cached = local.engine.counts().cached_tokens
+        local.engine.reload(model_folder, version="2").result()
+        local.engine.resume().result()
+        choices = running.result()["choices"]
+
+    assert local.engine.counts().cached_tokens == cached + 7 * 96
+    for choice in choices:
+        assert worst_gap(logits_of_completion(model, choice), choice) < TOLERANCE
+
+
+def test_random_requests_that_share_beginnings_have_exact_logprobs(
+    model_folder: Path, model: Any
+) -> None:
+    source = random.Random(4)
+    trunks = [[source.randrange(3, 250) for _ in range(length)] for length in (20, 48, 90)]
+    requests: list[dict[str, Any]] = []
+    for _ in range(60):
+        prompt = [*source.choice(trunks)[: source.randint(1, 90)]]
+        prompt += [source.randrange(3, 250) for _ in range(source.randint(0, 40))]
+        requests.append(
+            {
+                "prompt": prompt, "max_tokens": source.randint(1, 30), "ignore_eos": True,
+                "n": source.randint(1, 3), "seed": source.randint(0, 99),
+                **({"prompt_logprobs": 0} if source.random() < 0.1 else {}),
+            }
+        )  # fmt: skip
+    with (
+        serve_locally(model_folder, max_num_seqs=12, kv_cache_memory_bytes=2**21) as local,
+        ThreadPoolExecutor(16) as workers,
+    ):
+        answers = list(workers.map(lambda each: local.complete(**each), requests))
+        counts = local.engine.counts()
+
+    assert counts.cached_tokens > 1000
+    for answer in answers:
+        for choice in answer["choices"]:
+            assert worst_gap(logits_of_completion(model, choice), choice) < TOLERANCE
 
 
 def test_prompt_logprobs_of_a_cached_prompt_are_complete(torch_engine: LocalEngine) -> None:
@@ -222,6 +318,7 @@ def test_engine_without_the_cache_computes_every_prompt(model_folder: Path) -> N
     with serve_locally(model_folder, enable_prefix_caching=False) as local:
         for _ in range(2):
             local.complete(list(range(3, 60)), max_tokens=3)
+        start_together(local, [[*INSTRUCTIONS, 5], [*INSTRUCTIONS, 6]], max_tokens=3)
 
         assert local.engine.counts().cached_tokens == 0
 
