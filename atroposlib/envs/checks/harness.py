@@ -152,6 +152,7 @@ def _apart(one: str, other: str) -> str:
 
 RAISED_BY_AUTHOR = "correct that line, or the values that reach it"
 NOT_INSTALLED = "install what the error names into this Python; the code may be right"
+ENDED_PROGRAM = "raise an exception in place of sys.exit, which ends the whole process"
 RAISED_ABOUT_METHOD = "correct the arguments or the return value of that method"
 TOO_LATE = "find what it waits for; the limit for a step of the check is one minute"
 SCORED_TOO_LONG = (
@@ -177,6 +178,13 @@ RENDERERS = ("apply_chat_template", "_apply_chat_template")
 BEFORE_ROLLOUTS = ("config", "setup")
 """Rules whose own remedy also fits exceptions from installed packages."""
 
+BEFORE_GROUPS = (*BEFORE_ROLLOUTS, "rollout")
+"""Rules that a run breaks which ends before it has groups."""
+
+RUN_ONCE = (
+    "keep state in self, not in the class or the module, and end in close() what setup has opened"
+)
+
 OTHER_HOOKS = ("start_conversation", "score_all", "prompt", "score")
 """Methods that authors define where the base class collects; the most specific first."""
 
@@ -185,7 +193,7 @@ OTHER_HOOKS = ("start_conversation", "score_all", "prompt", "score")
 def finding_on_error(
     findings: Findings, name: str, env_cls: type[Any], hooks: Sequence[str]
 ) -> Iterator[None]:
-    """Record an exception of the block as a failure of one rule, and suppress it.
+    """Record an exception of the block, or its `sys.exit`, as a failure of one rule; suppress it.
 
     Args:
         findings: Collects the finding.
@@ -196,7 +204,7 @@ def finding_on_error(
     """
     try:
         yield
-    except Exception as error:  # noqa: BLE001 - one step of the check: what it raises is the result
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - one step: what it raises is the result
         if _is_by_network(error):
             findings.skip(name, "stopped by the attempt to reach the network")
             return
@@ -209,7 +217,7 @@ def finding_on_error(
         findings.fail(name, _description(error), where, remedy=remedy)
 
 
-def _description(error: Exception) -> str:
+def _description(error: BaseException) -> str:
     """Return the text of an exception, prefixed if scoring timed out or a template failed."""
     unrendered = describe_unrendered(error)
     if unrendered is not None:
@@ -221,7 +229,7 @@ def _description(error: Exception) -> str:
     return f"scoring timed out{f' in {methods[0]}' if methods else ''}: {text}"
 
 
-def describe_unrendered(error: Exception) -> str | None:
+def describe_unrendered(error: BaseException) -> str | None:
     """Return the message of an exception of a chat template, None for others."""
     if not _is_unrendered(error):
         return None
@@ -229,11 +237,11 @@ def describe_unrendered(error: Exception) -> str | None:
     return f"the tokenizer's chat template does not render the conversation: {reason}"
 
 
-def _named(error: Exception) -> str:
+def _named(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
-def _is_scoring_timeout(error: Exception) -> bool:
+def _is_scoring_timeout(error: BaseException) -> bool:
     if isinstance(error, StepTimeoutError):
         return str(error).startswith("scoring")
     is_late = isinstance(error, TimeoutError | asyncio.TimeoutError)  # two before Python 3.11
@@ -241,20 +249,20 @@ def _is_scoring_timeout(error: Exception) -> bool:
     return isinstance(error, ScoreTimeoutError) or (is_late and is_scoring)
 
 
-def _is_unrendered(error: Exception) -> bool:
+def _is_unrendered(error: BaseException) -> bool:
     return any(frame.f_code.co_name in RENDERERS for frame in _frames(error))
 
 
-def _lacks_template(error: Exception) -> bool:
+def _lacks_template(error: BaseException) -> bool:
     return "has no chat template" in str(error) or "chat_template is not set" in str(error)
 
 
-def _frames(error: Exception) -> list[FrameType]:
+def _frames(error: BaseException) -> list[FrameType]:
     return [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
 
 
 def _place_and_remedy(
-    name: str, error: Exception, env_cls: type[Any], hooks: Sequence[str]
+    name: str, error: BaseException, env_cls: type[Any], hooks: Sequence[str]
 ) -> tuple[str | None, str | None]:
     """Return the place in the author's files, and a remedy if the rule's does not fit."""
     if _is_scoring_timeout(error):
@@ -265,6 +273,8 @@ def _place_and_remedy(
     if _is_unrendered(error):
         remedy = NO_TEMPLATE if _lacks_template(error) else NOT_RENDERED
         return own_line or hook_site(env_cls, (*hooks, *OTHER_HOOKS)), remedy
+    if isinstance(error, SystemExit):
+        return own_line or hook_site(env_cls, hooks), ENDED_PROGRAM
     if isinstance(error, ImportError):
         return own_line or hook_site(env_cls, hooks) or class_site(env_cls), NOT_INSTALLED
     if own_line is not None:
@@ -288,6 +298,15 @@ def _is_by_network(error: BaseException | None) -> bool:
             return True
         error = error.__cause__ or error.__context__
     return False
+
+
+def _report_later_runs(again: Findings, findings: Findings) -> None:
+    """Report a run that failed although the first one, in the same process, did not."""
+    for outcome in again.outcomes():
+        is_new = outcome.status == "failed" and not findings.has_failed(outcome.name)
+        if is_new and outcome.name in BEFORE_GROUPS:
+            detail = f"a later run in the same process failed: {outcome.detail}"
+            findings.fail("determinism", detail, outcome.where, remedy=RUN_ONCE)
 
 
 def _report_determinism(
@@ -435,10 +454,12 @@ def _run_all(env_cls: type[Any], settings: Settings, findings: Findings) -> None
             )
         first = _run(env_cls, staged, findings, output, is_stand_in=is_stand_in)
         if first:
+            again = Findings()
             second, third = (
-                _run(env_cls, staged, Findings(), None, is_stand_in=is_stand_in, rollout_seed=seed)
+                _run(env_cls, staged, again, None, is_stand_in=is_stand_in, rollout_seed=seed)
                 for seed in (None, OTHER_SEED)
             )
+            _report_later_runs(again, findings)
             _report_determinism(env_cls, first, second, third, findings)
     _report_network(attempts, findings)
 
@@ -461,7 +482,13 @@ def _run(
             own = settings._replace(env=settings.env.model_copy(deep=True))
             stage = Stage.build(env_cls, own, is_stand_in=is_stand_in)
             findings.passed("config", f"group_size {own.env.group_size}")
-            return asyncio.run(_perform(stage, findings, output, before, rollout_seed))
+            try:
+                return asyncio.run(_perform(stage, findings, output, before, rollout_seed))
+            except SystemExit as error:  # of a task, which ends the event loop
+                is_evaluating = any(is_named_method(f, ("evaluate",)) for f in _frames(error))
+                name = "evaluation" if is_evaluating else "rollout"
+                with finding_on_error(findings, name, env_cls, COLLECTING):
+                    raise
     return []
 
 

@@ -233,7 +233,7 @@ class CheckReport:
     notes: Sequence[str] = ()
     """Remarks on how the check was made, such as a substituted tokenizer."""
     duration_s: float = 0.0
-    mistake: Exception | None = None
+    mistake: BaseException | None = None
     """A mistake in the name or the arguments of a task set; `setup` raised it."""
 
     @property
@@ -270,7 +270,7 @@ class CheckReport:
         from rich.markup import escape
         from rich.table import Table
 
-        table = Table(title=f"check of {self.environment}", title_justify="left")
+        table = Table(title=escape(f"check of {self.environment}"), title_justify="left")
         table.add_column("check", no_wrap=True)
         table.add_column("result", no_wrap=True)
         table.add_column("seen", overflow="fold")
@@ -316,7 +316,7 @@ class Findings:
     """
 
     notes: list[str] = field(default_factory=list)
-    mistake: Exception | None = None
+    mistake: BaseException | None = None
     """The exception of `setup` that stands for a mistake in the command line."""
     _outcomes: dict[str, Outcome] = field(default_factory=dict)
 

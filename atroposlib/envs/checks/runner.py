@@ -36,7 +36,7 @@ from atroposlib.envs.running import build_environment
 from atroposlib.envs.scheduler import next_item_of
 from atroposlib.envs.settings import Settings
 from atroposlib.scored_data import GROUP_FIELDS
-from atroposlib.utils.aio import settle
+from atroposlib.utils.aio import refuse_cancelled, settle
 from atroposlib.utils.json_text import to_plain
 
 __all__ = [
@@ -193,17 +193,21 @@ async def within_limit(step: Awaitable[Result], *, limit_s: float = STEP_LIMIT_S
 
     Raises:
         StepTimeoutError: the step takes longer; the message names a scoring method it was in.
+        RuntimeError: the step let a CancelledError pass.
     """
     task = asyncio.ensure_future(step)
     try:
         await asyncio.wait({task}, timeout=limit_s)
         if task.done():
+            refuse_cancelled(task)
             return task.result()
         scoring = pending_method(SCORE_METHODS)
     finally:
         if not task.done():
             task.cancel()
             await asyncio.wait({task})
+        if not task.cancelled():
+            task.exception()  # so that it is not logged as never retrieved after a sys.exit
     late = f"did not end within {limit_s:g} s"
     if scoring is None:
         raise StepTimeoutError(late)
