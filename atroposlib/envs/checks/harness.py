@@ -34,6 +34,7 @@ from atroposlib.envs.checks.report import (
     mentioned_site,
     method_name,
     misspelled_setting,
+    site_of,
     traceback_site,
 )
 from atroposlib.envs.checks.runner import (
@@ -185,9 +186,6 @@ RUN_ONCE = (
     "keep state in self, not in the class or the module, and end in close() what setup has opened"
 )
 
-OTHER_HOOKS = ("start_conversation", "score_all", "prompt", "score")
-"""Methods that authors define where the base class collects; the most specific first."""
-
 
 @contextmanager
 def finding_on_error(
@@ -267,14 +265,14 @@ def _place_and_remedy(
     """Return the place in the author's files, and a remedy if the rule's does not fit."""
     if _is_scoring_timeout(error):
         where = error.where if isinstance(error, StepTimeoutError) else None
-        where = where or traceback_site(error.__traceback__) or hook_site(env_cls, SCORING)
+        where = where or traceback_site(error.__traceback__) or site_of(env_cls, SCORING)
         return where, SCORED_TOO_LONG
     own_line = traceback_site(error.__traceback__)
     if _is_unrendered(error):
         remedy = NO_TEMPLATE if _lacks_template(error) else NOT_RENDERED
-        return own_line or hook_site(env_cls, (*hooks, *OTHER_HOOKS)), remedy
+        return own_line or site_of(env_cls, hooks), remedy
     if isinstance(error, SystemExit):
-        return own_line or hook_site(env_cls, hooks), ENDED_PROGRAM
+        return own_line or site_of(env_cls, hooks), ENDED_PROGRAM
     if isinstance(error, ImportError):
         return own_line or hook_site(env_cls, hooks) or class_site(env_cls), NOT_INSTALLED
     if own_line is not None:
@@ -286,7 +284,7 @@ def _place_and_remedy(
         return mentioned, RAISED_ABOUT_METHOD
     if isinstance(error, NotImplementedError):  # the author does not define a hook
         return hook_site(env_cls, hooks) or class_site(env_cls), None
-    where = hook_site(env_cls, (*hooks, *OTHER_HOOKS)) or class_site(env_cls)
+    where = site_of(env_cls, hooks)
     if isinstance(error, TimeoutError | asyncio.TimeoutError):
         return where, TOO_LATE
     return where, None if name in BEFORE_ROLLOUTS else RAISED_ABOUT_METHOD
@@ -318,10 +316,10 @@ def _report_determinism(
 ) -> None:
     changed = difference(trace_of(first), trace_of(second))
     if changed:
-        findings.fail("determinism", changed, hook_site(env_cls, ("get_next_item", *COLLECTING)))
+        findings.fail("determinism", changed, site_of(env_cls, ("get_next_item", *COLLECTING)))
     changed = changed_score(trace_of(first), trace_of(other_seed))
     if changed:
-        where = hook_site(env_cls, SCORING)
+        where = site_of(env_cls, SCORING)
         findings.fail("determinism", changed, where, remedy=RANDOM_SCORE)
     findings.passed("determinism", f"two runs of {len(first)} items are the same")
 
@@ -612,4 +610,4 @@ async def _check_prompt(stage: Stage, findings: Findings, runs: list[DryRun]) ->
 
 
 def _site(stage: Stage, *names: str) -> str | None:
-    return hook_site(type(stage.env), names)
+    return site_of(type(stage.env), names)

@@ -28,6 +28,7 @@ from atroposlib.envs.settings import ENV_PREFIX
 from atroposlib.utils.text import near_name
 
 __all__ = [
+    "OTHER_HOOKS",
     "RULES",
     "CheckReport",
     "Findings",
@@ -42,6 +43,7 @@ __all__ = [
     "method_name",
     "misspelled_setting",
     "pending_method",
+    "site_of",
     "stack_site",
     "traceback_site",
 ]
@@ -494,6 +496,15 @@ def class_site(cls: type[Any]) -> str | None:
         return shown(file_name, inspect.getsourcelines(cls)[1]) if is_own else None
     except (OSError, TypeError):
         return None
+
+
+OTHER_HOOKS = ("start_conversation", "score_all", "prompt", "score")
+"""Methods that authors define where the base class collects; the most specific first."""
+
+
+def site_of(env_cls: type[Any], names: Iterable[str]) -> str | None:
+    """Return the line of the first of these methods or of `OTHER_HOOKS`, else of the class."""
+    return hook_site(env_cls, (*names, *OTHER_HOOKS)) or class_site(env_cls)
 
 
 def mentioned_site(error: BaseException, others: Iterable[str] = ()) -> str | None:

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from pydantic import BaseModel
 
-from atroposlib.envs.checks.report import Findings, hook_site, pending_method, traceback_site
+from atroposlib.envs.checks.report import Findings, pending_method, site_of, traceback_site
 from atroposlib.envs.checks.scripted_model import (
     CharTokenizer,
     Role,
@@ -54,6 +54,7 @@ __all__ = [
     "check_failed_rollout",
     "data_of",
     "dry_run",
+    "gold_answer",
     "is_local_tokenizer",
     "next_item",
     "roll_out",
@@ -232,6 +233,22 @@ async def next_item(env: Any) -> Any:
     return item
 
 
+async def gold_answer(env: Any, item: Any) -> str | Sequence[str] | None:
+    """Return the gold answer of an item, or one per turn, or None.
+
+    Raises:
+        TypeError: the environment returned another value.
+    """
+    gold = await settle(env.check_gold_answer(item))
+    turns = gold if isinstance(gold, list | tuple) else [gold]
+    if gold is not None and not all(isinstance(turn, str) for turn in turns):
+        raise TypeError(
+            f"{type(env).__name__}.check_gold_answer returned {gold!r:.60}; expected the text of a "
+            "reply, a list with one text per turn, or None"
+        )
+    return gold  # type: ignore[no-any-return]  # checked above
+
+
 async def roll_out(env: Any, item: Any) -> list[Any]:
     """Collect and postprocess the groups of an item and, until there is one, of its backlog."""
     groups: list[Any] = []
@@ -260,7 +277,7 @@ async def dry_run(
     If the first of `fallbacks` yields no group, the item is rolled out again with the next.
     `prompts` are those of other items, which the role `foreign` repeats.
     """
-    gold = await settle(stage.env.check_gold_answer(item))
+    gold = await gold_answer(stage.env, item)
     num_before = _num_score_timeouts(stage.env)
     run = DryRun([], [], 0, make_script(gold))
     for roles in fallbacks if gold else fallbacks[:1]:
@@ -357,6 +374,8 @@ SIBLING_LATENCY_S = 0.05
 CANCEL_LIMIT_S = 2.0
 POLL_S = 0.005
 
+NO_ITEMS_LEFT = "get_next_item returned None: no item was left for it"
+
 
 async def check_failed_rollout(
     stage: Stage, findings: Findings, output: CapturedOutput, *, max_in_flight: int
@@ -371,8 +390,10 @@ async def check_failed_rollout(
     """
     item = await next_item(stage.env)
     if item is None:
+        for name in ("siblings", "swallowed"):
+            findings.skip(name, NO_ITEMS_LEFT)
         return
-    gold = await settle(stage.env.check_gold_answer(item))
+    gold = await gold_answer(stage.env, item)
     model = stage.model
     model.start(make_script(gold))
     model.fail_at = 1 if max_in_flight > 1 else 0
@@ -400,7 +421,7 @@ async def check_failed_rollout(
             "an inference request failed, and neither an exception nor a log line nor a count "
             "reports it",
             traceback_site(model.failure.__traceback__, outermost=True)
-            or hook_site(type(stage.env), COLLECTING),
+            or site_of(type(stage.env), COLLECTING),
         )
 
 
@@ -408,9 +429,10 @@ async def check_cancel(stage: Stage, findings: Findings) -> None:
     """Cancel a rollout while it waits for the model, then roll out its item again."""
     item = await next_item(stage.env)
     if item is None:
+        findings.skip("cancel", NO_ITEMS_LEFT)
         return
-    site = hook_site(type(stage.env), COLLECTING)
-    gold = await settle(stage.env.check_gold_answer(item))
+    site = site_of(type(stage.env), COLLECTING)
+    gold = await gold_answer(stage.env, item)
     before = data_of(item)
     stage.model.start(make_script(gold))
     stage.model.hangs = True
@@ -448,7 +470,7 @@ def _num_counted(env: Any) -> int:
 def _report_siblings(
     env: Any, findings: Findings, num_requests: int, num_running: int, num_cancelled: int
 ) -> None:
-    site = hook_site(type(env), COLLECTING)
+    site = site_of(type(env), COLLECTING)
     if num_requests <= 1:
         findings.passed("siblings", "the group is made of one request at a time")
     elif num_running:
@@ -475,7 +497,7 @@ async def check_evaluation(stage: Stage, findings: Findings) -> None:
     Exceptions of `evaluate` propagate.
     """
     env = stage.env
-    site = hook_site(type(env), ["evaluate"])
+    site = site_of(type(env), ["evaluate"])
     stage.model.start(make_script(None))
     num_before = stage.model.num_answered
     env._reporter.start_local_run()

@@ -301,6 +301,9 @@ class ScriptedModel:
         self.options |= {*kwargs, *(kwargs.get("extra_body") or {})}
         judged = self._judge_reply(messages)
         if judged is not None:
+            if not isinstance(judged, str):
+                name = self._judge_reply.__qualname__
+                raise TypeError(f"{name} returned {judged!r:.60}; expected a text or None")
             replies = [ScriptedReply("gold", judged)] * num_replies
         else:
             plain = str(self.tokenizer.decode(list(prompt_ids), skip_special_tokens=True))

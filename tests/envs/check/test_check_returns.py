@@ -1,0 +1,125 @@
+"""`check` on hooks that return what cannot be used: one finding, at the hook."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from atroposlib.envs.check import check_environment
+from tests.envs.check.defects import CleanEnv
+from tests.envs.check.other_environments import Judged
+from tests.envs.check.test_check_mistakes import Sums, failures
+
+pytestmark = pytest.mark.slow
+
+
+class GoldNumber(CleanEnv):
+    def check_gold_answer(self, item: Any) -> Any:
+        return 42
+
+    def score(self, item: Any, choice: Any) -> float:
+        return float("capital" in choice.message.content)
+
+
+class GoldMessages(GoldNumber):
+    def check_gold_answer(self, item: Any) -> Any:
+        return [{"role": "assistant", "content": "Paris"}]
+
+
+@pytest.mark.parametrize("env_cls", [GoldNumber, GoldMessages])
+def test_check_gold_answer_that_is_no_text_is_named_at_its_method(env_cls: type[CleanEnv]) -> None:
+    found = failures(env_cls)
+
+    assert set(found) == {"rollout"}
+    assert f"{env_cls.__name__}.check_gold_answer returned" in found["rollout"].detail
+    assert "expected the text of a reply" in found["rollout"].detail
+    assert "test_check_returns.py:" in (found["rollout"].where or "")
+
+
+class JudgeNumber(Judged):
+    def check_judge_reply(self, messages: Any) -> Any:
+        return None if super().check_judge_reply(messages) is None else 7
+
+
+def test_check_judge_reply_that_is_no_text_is_named() -> None:
+    failure = failures(JudgeNumber)["rollout"]
+
+    assert (
+        failure.detail
+        == "TypeError: JudgeNumber.check_judge_reply returned 7; expected a text or None"
+    )
+
+
+class JudgeWithoutScript(Judged):
+    check_judge_reply = CleanEnv.check_judge_reply
+
+
+def test_check_judge_without_a_script_is_advised_to_have_one() -> None:
+    failure = failures(JudgeWithoutScript)["spread"]
+
+    assert "define check_judge_reply(self, messages)" in failure.remedy
+
+
+@pytest.mark.parametrize("token", [-5, 2_000_000])
+def test_check_token_outside_the_vocabulary_is_one_failure(token: int) -> None:
+    class Foreign(CleanEnv):
+        async def collect_trajectory(self, item: Any) -> tuple[Any, list[Any]]:
+            row, backlog = await super().collect_trajectory(item)
+            return {**row, "tokens": [*row["tokens"][:-1], token]}, backlog
+
+    found = failures(Foreign)
+
+    assert set(found) == {"shape"}
+    assert f"holds the id {token}" in found["shape"].detail
+
+
+@pytest.mark.parametrize("num_items", [1, 2])
+def test_check_of_few_items_says_why_the_rest_was_not_tried(num_items: int) -> None:
+    class Few(CleanEnv):
+        async def get_next_item(self) -> Any:
+            self.num_taken = getattr(self, "num_taken", 0) + 1
+            return await super().get_next_item() if self.num_taken <= num_items else None
+
+    report = check_environment(Few)
+
+    skipped = {o.name: o.detail for o in report.outcomes if o.status == "skipped"}
+    assert report.passed, report.text
+    assert set(skipped) == {"siblings", "swallowed", "cancel"}
+    assert all("no item was left" in detail for detail in skipped.values())
+
+
+class ChangesItem(Sums):
+    async def get_next_item(self) -> Any:
+        return {"terms": [await super().get_next_item()]}
+
+    def eval_items(self) -> Any:
+        return [{"terms": [3]}]
+
+    def prompt(self, item: Any) -> Any:
+        item["terms"].append(1)
+        return [{"role": "user", "content": f"{item['terms']}?"}]
+
+    async def score(self, item: Any, answer: str) -> float:
+        return float(answer == "right")
+
+    def check_gold_answer(self, item: Any) -> str:
+        return "right"
+
+
+def test_check_of_a_single_turn_environment_has_places_in_its_own_methods() -> None:
+    found = failures(ChangesItem)
+
+    assert "test_check_returns.py:" in (found["items"].where or "")
+
+
+class NoContent(Sums):
+    def prompt(self, item: Any) -> Any:
+        return [{"role": "user", "text": f"{item} + 1?"}]
+
+
+def test_check_message_without_content_is_named() -> None:
+    failure = failures(NoContent)["rollout"]
+
+    assert "NoContent.prompt returned a message without content" in failure.detail
+    assert "test_check_returns.py:" in (failure.where or "")
