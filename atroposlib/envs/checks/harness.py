@@ -57,7 +57,7 @@ from atroposlib.envs.checks.runner import (
     seeded,
     staged_settings,
 )
-from atroposlib.envs.checks.scripted_model import OPTIONS
+from atroposlib.envs.checks.scripted_model import OPTIONS, CharTokenizer
 from atroposlib.envs.checks.watchers import (
     CapturedOutput,
     LoopStall,
@@ -153,6 +153,10 @@ def _apart(one: str, other: str) -> str:
 
 RAISED_BY_AUTHOR = "correct that line, or the values that reach it"
 NOT_INSTALLED = "install what the error names into this Python; the code may be right"
+NOT_IN_STAND_IN = (
+    "set --env.tokenizer_name to a folder on this machine: the tokenizer of characters, which "
+    "replaces the configured one here, lacks this attribute; the code may be right"
+)
 ENDED_PROGRAM = "raise an exception in place of sys.exit, which ends the whole process"
 RAISED_ABOUT_METHOD = "correct the arguments or the return value of that method"
 TOO_LATE = "find what it waits for; the limit for a step of the check is one minute"
@@ -271,6 +275,8 @@ def _place_and_remedy(
     if _is_unrendered(error):
         remedy = NO_TEMPLATE if _lacks_template(error) else NOT_RENDERED
         return own_line or site_of(env_cls, hooks), remedy
+    if isinstance(error, AttributeError) and isinstance(error.obj, CharTokenizer):
+        return own_line or site_of(env_cls, hooks), NOT_IN_STAND_IN
     if isinstance(error, SystemExit):
         return own_line or site_of(env_cls, hooks), ENDED_PROGRAM
     if isinstance(error, ImportError):
