@@ -42,6 +42,7 @@ from atroposlib.envs.checks.runner import (
     OTHER_SEED,
     SCORE_METHODS,
     SCORING,
+    SETUP_LIMIT_S,
     WITH_COPIED,
     DryRun,
     Stage,
@@ -53,6 +54,7 @@ from atroposlib.envs.checks.runner import (
     data_of,
     dry_run,
     is_local_tokenizer,
+    limited_here,
     next_item,
     seeded,
     staged_settings,
@@ -159,7 +161,7 @@ NOT_IN_STAND_IN = (
 )
 ENDED_PROGRAM = "raise an exception in place of sys.exit, which ends the whole process"
 RAISED_ABOUT_METHOD = "correct the arguments or the return value of that method"
-TOO_LATE = "find what it waits for; the limit for a step of the check is one minute"
+TOO_LATE = "find what it waits for, or give it less to do here"
 SCORED_TOO_LONG = (
     "score in a worker with a time limit and a default: await self.score_pool.run(function, *args, "
     "timeout=5, default=0.0)"
@@ -271,6 +273,8 @@ def _place_and_remedy(
         where = error.where if isinstance(error, StepTimeoutError) else None
         where = where or traceback_site(error.__traceback__) or site_of(env_cls, SCORING)
         return where, SCORED_TOO_LONG
+    if isinstance(error, StepTimeoutError) and error.where is not None:
+        return error.where, TOO_LATE
     own_line = traceback_site(error.__traceback__)
     if _is_unrendered(error):
         remedy = NO_TEMPLATE if _lacks_template(error) else NOT_RENDERED
@@ -519,7 +523,8 @@ async def _perform(
     env_cls = type(stage.env)
     runs: list[DryRun] = []
     with finding_on_error(findings, "setup", env_cls, ["setup"]):
-        await settle(stage.env.setup())
+        with limited_here(SETUP_LIMIT_S):
+            await settle(stage.env.setup())
         findings.passed("setup")
         with watch_loop() as stalls:
             with finding_on_error(findings, "rollout", env_cls, COLLECTING):
@@ -528,7 +533,8 @@ async def _perform(
                 await _try_failures(stage, findings, output, runs)
         _report_stalls(stalls, findings)
     with finding_on_error(findings, "leftovers", env_cls, ["close"]):
-        await settle(stage.env.close())
+        with limited_here():
+            await settle(stage.env.close())
         await stage.env._close_score_pool()
         await stage.env.server.close()
     stage.env._close_records()

@@ -45,6 +45,7 @@ __all__ = [
     "pending_method",
     "site_of",
     "stack_site",
+    "suspended_site",
     "traceback_site",
 ]
 
@@ -416,6 +417,13 @@ def pending_method(names: Iterable[str]) -> tuple[str, str] | None:
             if frame is not None and is_named_method(frame, names):
                 return method_name(frame), shown(frame.f_code.co_filename, frame.f_lineno)
     return None
+
+
+def suspended_site(task: asyncio.Task[Any]) -> str | None:
+    """Return the innermost line of the author that a task is suspended at."""
+    frames = [frame for _, frame in _await_chain(task) if frame is not None]
+    own = [frame for frame in frames if is_own_file(frame.f_code.co_filename)]
+    return shown(own[-1].f_code.co_filename, own[-1].f_lineno) if own else None
 
 
 def _await_chain(task: asyncio.Task[Any]) -> Iterator[tuple[Any, FrameType | None]]:

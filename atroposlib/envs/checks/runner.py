@@ -19,7 +19,14 @@ from typing import Any, NamedTuple, TypeVar
 
 from pydantic import BaseModel
 
-from atroposlib.envs.checks.report import Findings, pending_method, site_of, traceback_site
+from atroposlib.envs.checks.report import (
+    OTHER_HOOKS,
+    Findings,
+    pending_method,
+    site_of,
+    suspended_site,
+    traceback_site,
+)
 from atroposlib.envs.checks.scripted_model import (
     CharTokenizer,
     Role,
@@ -44,6 +51,7 @@ __all__ = [
     "OTHER_SEED",
     "SCORE_METHODS",
     "SCORING",
+    "SETUP_LIMIT_S",
     "WITH_COPIED",
     "DryRun",
     "Stage",
@@ -56,6 +64,7 @@ __all__ = [
     "dry_run",
     "gold_answer",
     "is_local_tokenizer",
+    "limited_here",
     "next_item",
     "roll_out",
     "seeded",
@@ -150,6 +159,8 @@ SCORING = (*SCORE_METHODS, *COLLECTING)
 """A finding about scores points at the first of these methods that the author defines."""
 
 STEP_LIMIT_S = 60.0
+SETUP_LIMIT_S = 600.0
+"""Data and models may take minutes to load."""
 MAX_BACKLOG_ROUNDS = 20
 
 FALLBACKS: Sequence[Sequence[Role]] = ((), ("gold", "empty", "garbage"), ("gold", "garbage"))
@@ -202,18 +213,55 @@ async def within_limit(step: Awaitable[Result], *, limit_s: float = STEP_LIMIT_S
         if task.done():
             refuse_cancelled(task)
             return task.result()
-        scoring = pending_method(SCORE_METHODS)
+        late = _too_late(task, limit_s)
     finally:
         if not task.done():
             task.cancel()
             await asyncio.wait({task})
         if not task.cancelled():
             task.exception()  # so that it is not logged as never retrieved after a sys.exit
-    late = f"did not end within {limit_s:g} s"
-    if scoring is None:
-        raise StepTimeoutError(late)
-    method, where = scoring
-    raise StepTimeoutError(f"scoring timed out: {method} {late}", where)
+    raise late
+
+
+@contextmanager
+def limited_here(limit_s: float = STEP_LIMIT_S) -> Iterator[None]:
+    """Limit the time of a block of this task.
+
+    Some clients must be closed by the task that has opened them, so that `setup` and `close` have
+    none of their own.
+
+    Raises:
+        StepTimeoutError: the block takes longer.
+    """
+    task = asyncio.current_task()
+    assert task is not None
+    late: list[StepTimeoutError] = []
+
+    def end() -> None:
+        late.append(_too_late(task, limit_s))
+        task.cancel()
+
+    timer = asyncio.get_running_loop().call_later(limit_s, end)
+    try:
+        yield
+    except asyncio.CancelledError:
+        if not late:
+            raise
+        if sys.version_info >= (3, 11):
+            task.uncancel()
+        raise late[0] from None
+    finally:
+        timer.cancel()
+
+
+def _too_late(task: asyncio.Task[Any], limit_s: float) -> StepTimeoutError:
+    text = f"did not end within {limit_s:g} s"
+    scoring = pending_method(SCORE_METHODS)
+    if scoring is not None:
+        method, where = scoring
+        return StepTimeoutError(f"scoring timed out: {method} {text}", where)
+    pending = pending_method((*COLLECTING, *OTHER_HOOKS))  # of a rollout in a task of its own
+    return StepTimeoutError(text, suspended_site(task) or (pending[1] if pending else None))
 
 
 async def next_item(env: Any) -> Any:

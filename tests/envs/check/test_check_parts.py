@@ -15,7 +15,13 @@ import pytest
 from atroposlib.envs.checks import watchers
 from atroposlib.envs.checks.harness import finding_on_error
 from atroposlib.envs.checks.report import Findings
-from atroposlib.envs.checks.runner import StepTimeoutError, changed_path, data_of, within_limit
+from atroposlib.envs.checks.runner import (
+    StepTimeoutError,
+    changed_path,
+    data_of,
+    limited_here,
+    within_limit,
+)
 from atroposlib.envs.checks.scripted_model import GARBAGE, RoleBook, make_script
 from atroposlib.envs.checks.watchers import (
     NetworkBlockedError,
@@ -143,12 +149,37 @@ async def test_step_that_waits_for_a_score_says_so() -> None:
 
     assert str(scoring.value) == "scoring timed out: Scorer.score did not end within 0.01 s"
     assert "test_check_parts.py:" in (scoring.value.where or "")
-    assert (str(waiting.value), waiting.value.where) == ("did not end within 0.01 s", None)
+    assert str(waiting.value) == "did not end within 0.01 s"
+    assert f"test_check_parts.py:{line_of(other) + 1}" in (waiting.value.where or "")
 
 
 class RaisingEnv:
     def setup(self) -> None:
         raise KeyError("capitals")
+
+
+async def test_block_that_takes_too_long_ends_in_its_own_task_and_names_the_line() -> None:
+    task = asyncio.current_task()
+    seen = []
+
+    async def wait() -> None:
+        seen.append(asyncio.current_task())
+        await asyncio.Event().wait()
+
+    with (
+        pytest.raises(StepTimeoutError, match=r"did not end within 0.01 s") as stop,
+        limited_here(0.01),
+    ):
+        await wait()
+
+    assert seen == [task]
+    assert f"test_check_parts.py:{line_of(wait) + 2}" in (stop.value.where or "")
+    with limited_here(0.01):
+        await asyncio.sleep(0)  # a block in time is not cancelled, nor is this task any more
+
+
+def line_of(function: Any) -> int:
+    return int(function.__code__.co_firstlineno)
 
 
 def test_finding_on_error_keeps_the_remedy_of_settings_unless_the_author_raises() -> None:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import pytest
 
 from atroposlib.envs.check import check_environment
+from atroposlib.envs.checks import harness
 from tests.envs.check.defects import CleanEnv
 from tests.envs.check.other_environments import Judged
 from tests.envs.check.test_check_mistakes import Sums, failures
@@ -123,3 +125,19 @@ def test_check_message_without_content_is_named() -> None:
 
     assert "NoContent.prompt returned a message without content" in failure.detail
     assert "test_check_returns.py:" in (failure.where or "")
+
+
+class NeverSetUp(CleanEnv):
+    async def setup(self) -> None:
+        await asyncio.Event().wait()
+
+
+def test_check_setup_that_never_ends_fails_at_its_line(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(harness, "SETUP_LIMIT_S", 0.05)
+
+    found = failures(NeverSetUp)
+
+    assert set(found) == {"setup"}
+    line = NeverSetUp.setup.__code__.co_firstlineno + 1
+    assert (found["setup"].where or "").endswith(f"test_check_returns.py:{line}")
+    assert found["setup"].remedy.startswith("find what it waits for")
