@@ -387,6 +387,12 @@ GREEDY = (
     "and a group of equal scores is dropped"
 )
 
+TOOLS = (
+    "requests have tools, but the scripted model answers with text only: its message.tool_calls is "
+    "None, and an answer that an engine would read as a call scores like any other text. Use "
+    "managed_server with self.server.tool_parser, which reads the calls here as well"
+)
+
 WARNED = "correct what the warning names"
 
 MISSPELLED = "correct the name, or declare a setting of your own as a field of env_config_cls"
@@ -578,6 +584,8 @@ async def _run_items(
         check_groups(stage.env, runs[-1], findings)
     if stage.model.has_been_greedy:
         findings.note(GREEDY)
+    if "tools" in stage.model.options:
+        findings.note(TOOLS)
     for option in sorted(stage.model.options.difference(OPTIONS)):
         for close in get_close_matches(option, OPTIONS, n=1, cutoff=0.8):
             findings.note(

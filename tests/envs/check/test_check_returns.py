@@ -141,3 +141,18 @@ def test_check_setup_that_never_ends_fails_at_its_line(monkeypatch: pytest.Monke
     line = NeverSetUp.setup.__code__.co_firstlineno + 1
     assert (found["setup"].where or "").endswith(f"test_check_returns.py:{line}")
     assert found["setup"].remedy.startswith("find what it waits for")
+
+
+def test_check_of_requests_with_tools_says_that_no_call_is_read() -> None:
+    class Calling(CleanEnv):
+        async def evaluate(self, *args: Any, **kwargs: Any) -> None:
+            return
+
+        async def collect_trajectory(self, item: Any) -> tuple[Any, list[Any]]:
+            tool = {"type": "function", "function": {"name": "say", "parameters": {}}}
+            await self.server.chat_completion(messages=self.messages(item), tools=[tool])
+            return await super().collect_trajectory(item)
+
+    notes = check_environment(Calling).notes
+
+    assert any("its message.tool_calls is None" in note for note in notes)
