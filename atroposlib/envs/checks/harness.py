@@ -28,6 +28,7 @@ from atroposlib.envs.checks.group_checks import check_groups, copied_answer
 from atroposlib.envs.checks.report import (
     CheckReport,
     Findings,
+    Outcome,
     class_site,
     hook_site,
     is_named_method,
@@ -461,12 +462,9 @@ def _run_all(env_cls: type[Any], settings: Settings, findings: Findings) -> None
                 "--env.tokenizer_name to a folder on this machine"
             )
         staged = staged_settings(settings, Path(folder), is_stand_in=is_stand_in)
-        if staged.env.group_size != settings.env.group_size:
-            findings.note(
-                f"the check uses group_size {staged.env.group_size} instead of "
-                f"{settings.env.group_size}, so that a group has every kind of answer"
-            )
-        first = _run(env_cls, staged, findings, output, is_stand_in=is_stand_in)
+        staged, first = _first_run(
+            env_cls, settings, staged, findings, output, is_stand_in=is_stand_in
+        )
         if first:
             again = Findings()
             second, third = (
@@ -476,6 +474,53 @@ def _run_all(env_cls: type[Any], settings: Settings, findings: Findings) -> None
             _report_later_runs(again, findings)
             _report_determinism(env_cls, first, second, third, findings)
     _report_network(attempts, findings)
+
+
+def _first_run(
+    env_cls: type[Any],
+    settings: Settings,
+    staged: Settings,
+    findings: Findings,
+    output: CapturedOutput,
+    *,
+    is_stand_in: bool,
+) -> tuple[Settings, list[DryRun]]:
+    """Run with a group size that has every kind of answer, or as set if that alone works.
+
+    Some environments make groups of one size, such as pairs.
+
+    Returns:
+        The settings of the run, and its rollouts.
+    """
+    found = Findings()
+    runs = _run(env_cls, staged, found, output, is_stand_in=is_stand_in)
+    size, own_size = staged.env.group_size, settings.env.group_size
+    failed = [outcome for outcome in found.outcomes() if _may_be_of_group_size(outcome)]
+    if size != own_size and failed:
+        as_set = staged._replace(env=staged.env.model_copy(update={"group_size": own_size}))
+        found_as_set = Findings()
+        runs_as_set = _run(env_cls, as_set, found_as_set, output, is_stand_in=is_stand_in)
+        if not any(found_as_set.has_failed(outcome.name) for outcome in failed):
+            found_as_set.note(
+                f"the check uses group_size {own_size}, as set, in which not every kind of answer "
+                f"has a place: with {size}, the environment fails ({failed[0].detail})"
+            )
+            findings.add(found_as_set)
+            return as_set, runs_as_set
+    if size != own_size:
+        found.note(
+            f"the check uses group_size {size} instead of {own_size}, so that a group has every "
+            "kind of answer"
+        )
+    findings.add(found)
+    return staged, runs
+
+
+def _may_be_of_group_size(outcome: Outcome) -> bool:
+    """Whether an environment may break a rule because it cannot have groups of another size."""
+    is_early = outcome.name in BEFORE_ROLLOUTS
+    is_size = outcome.name == "shape" and "wrong_size" in outcome.detail
+    return outcome.status == "failed" and (is_early or is_size)
 
 
 def _run(

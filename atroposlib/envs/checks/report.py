@@ -342,6 +342,14 @@ class Findings:
         if text not in self.notes:
             self.notes.append(text)
 
+    def add(self, others: Findings) -> None:
+        """Add the findings of a run."""
+        for note in others.notes:
+            self.note(note)
+        for outcome in others._outcomes.values():
+            self._record(outcome)
+        self.mistake = self.mistake or others.mistake
+
     def has_failed(self, name: str) -> bool:
         return name in self._outcomes and self._outcomes[name].status == "failed"
 

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from atroposlib.envs.base import BaseEnvConfig
 from atroposlib.envs.check import check_environment
 from atroposlib.envs.checks import harness
 from tests.envs.check.defects import CleanEnv
@@ -156,3 +157,48 @@ def test_check_of_requests_with_tools_says_that_no_call_is_read() -> None:
     notes = check_environment(Calling).notes
 
     assert any("its message.tool_calls is None" in note for note in notes)
+
+
+class Pairs(CleanEnv):
+    """Its groups have two trajectories by their nature."""
+
+    @classmethod
+    def config_init(cls) -> tuple[BaseEnvConfig, Any]:
+        config, servers = super().config_init()
+        return config.model_copy(update={"group_size": 2}), servers
+
+    async def collect_trajectories(self, item: Any) -> tuple[Any, list[Any]]:
+        rows = [(await self.collect_trajectory(item))[0] for _ in range(2)]
+        return {name: [row[name] for row in rows] for name in rows[0]}, []
+
+
+class Even(CleanEnv):
+    def __init__(self, config: BaseEnvConfig, *args: Any, **kwargs: Any) -> None:
+        if config.group_size % 2:
+            raise ValueError("group_size must be even")
+        super().__init__(config, *args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("env_cls", "size", "reason"),
+    [(Pairs, 2, "wrong_size: 2 trajectories, expected 5"), (Even, 4, "must be even")],
+)
+def test_check_of_groups_of_one_size_uses_that_size_and_says_so(
+    env_cls: type[CleanEnv], size: int, reason: str
+) -> None:
+    report = check_environment(env_cls)
+
+    assert report.passed, report.text
+    [note] = [note for note in report.notes if "group_size" in note]
+    assert note.startswith(f"the check uses group_size {size}, as set")
+    assert reason in note
+
+
+def test_check_of_a_small_group_keeps_what_a_bad_answer_breaks() -> None:
+    class Raises(Pairs):
+        collect_trajectories = CleanEnv.collect_trajectories
+
+        def score(self, item: Any, choice: Any) -> float:
+            return 1 / (0 if "zqxv" in choice.message.content else 1)
+
+    assert "ZeroDivisionError" in failures(Raises)["rollout"].detail
