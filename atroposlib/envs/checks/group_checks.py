@@ -396,6 +396,8 @@ WORSE_ROLES: Mapping[str, tuple[Role, ...]] = {
 NO_GOLD_EITHER = "there is no gold answer"
 SCORE_RULES = ("spread", *WORSE_ROLES)
 SCORING_TIMED_OUT = "scoring timed out and returned its default"
+OUTSIDE_VOCABULARY = "outside_vocabulary"
+OTHER_TOKENIZER = "encode text with self.tokenizer, and copy token ids as they are"
 UNSCRIPTED_JUDGE = (
     "if a judge model scores the answers, define check_judge_reply(self, messages) -> str | None "
     "and return its verdict on them; otherwise check what the scoring function compares"
@@ -422,7 +424,8 @@ def check_groups(env: Any, run: DryRun, findings: Findings) -> None:
     for group in run.groups:
         problem = shape_problem(group, group_size=env.config.group_size, tokenizer=env.tokenizer)
         if problem:
-            findings.fail("shape", problem, site)
+            is_foreign = OUTSIDE_VOCABULARY in problem
+            findings.fail("shape", problem, site, remedy=OTHER_TOKENIZER if is_foreign else None)
             if not _can_be_aligned(group, env.tokenizer):
                 continue
         wrong = wrong_score(group)

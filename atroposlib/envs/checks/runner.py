@@ -572,13 +572,20 @@ def _check_file(path: Path, findings: Findings, site: str | None, requests: str)
     except (ValueError, KeyError) as error:
         findings.fail("evaluation", f"{path.name} cannot be read: {error!r}", site)
         return
-    names = ", ".join(name for name in metrics if not name.endswith(INTERVAL_ENDS)) or "no metric"
-    findings.passed("evaluation", f"{requests}; {path.name} has {names}")
+    names = ", ".join(name for name in metrics if not name.endswith(INTERVAL_ENDS))
+    if names:
+        findings.passed("evaluation", f"{requests}; {path.name} has {names}")
+    else:
+        findings.fail("evaluation", f"{path.name} has no metric after {requests}", site)
 
 
 def _logged_keys(path: Path) -> list[str]:
-    """Return the evaluation's metrics in the local metrics file."""
+    """Return the evaluation's metrics in the local metrics file.
+
+    Authors name them freely; those of the training and of the servers are logged without one, too.
+    """
     if not path.exists():
         return []
-    rows: list[dict[str, Any]] = [json.loads(line) for line in path.read_text().splitlines()]
-    return sorted({key for row in rows for key in row if "eval" in key and "server_" not in key})
+    lines = path.read_text(encoding="utf-8").splitlines()
+    keys = {key for line in lines for key in json.loads(line)} - {"step", "time"}
+    return sorted(key for key in keys if "server_" not in key and not key.startswith("train/"))

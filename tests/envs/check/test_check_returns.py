@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from atroposlib.envs.base import BaseEnvConfig
+from atroposlib.envs.base import BaseEnv, BaseEnvConfig
 from atroposlib.envs.check import check_environment
 from atroposlib.envs.checks import harness
 from tests.envs.check.defects import CleanEnv
@@ -75,6 +75,7 @@ def test_check_token_outside_the_vocabulary_is_one_failure(token: int) -> None:
 
     assert set(found) == {"shape"}
     assert f"holds the id {token}" in found["shape"].detail
+    assert found["shape"].remedy.startswith("encode text with self.tokenizer")
 
 
 @pytest.mark.parametrize("num_items", [1, 2])
@@ -202,3 +203,44 @@ def test_check_of_a_small_group_keeps_what_a_bad_answer_breaks() -> None:
             return 1 / (0 if "zqxv" in choice.message.content else 1)
 
     assert "ZeroDivisionError" in failures(Raises)["rollout"].detail
+
+
+class OwnName(CleanEnv):
+    """Its evaluation logs a metric whose name does not say so."""
+
+    async def evaluate(self, *args: Any, **kwargs: Any) -> None:
+        await self.server.chat_completion(messages=self.messages({"country": "Fiji"}))
+        self.accuracy = 0.5
+
+    async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
+        metrics = {"test/accuracy": self.accuracy, **(wandb_metrics or {})}
+        await super().wandb_log(metrics)
+
+
+def test_check_evaluation_may_log_metrics_of_any_name() -> None:
+    report = check_environment(OwnName)
+
+    assert report.passed, report.text
+    assert "logged test/accuracy" in report.text
+
+
+class TrainMetricsOnly(OwnName):
+    async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
+        await BaseEnv.wandb_log(self, {"train/percent_correct": 0.5})
+
+
+class NoMetrics(OwnName):
+    async def evaluate(self, *args: Any, **kwargs: Any) -> None:
+        self.accuracy = 0.5
+        await self.server.chat_completion(messages=self.messages({"country": "Fiji"}))
+        await self.evaluate_log({}, verbose=False)
+
+
+@pytest.mark.parametrize(
+    ("env_cls", "detail"),
+    [(TrainMetricsOnly, "no result was written"), (NoMetrics, "metrics.json has no metric")],
+)
+def test_check_evaluation_without_a_result_of_its_own_fails(
+    env_cls: type[CleanEnv], detail: str
+) -> None:
+    assert detail in failures(env_cls)["evaluation"].detail
