@@ -686,15 +686,17 @@ class TrainingLoop:
         else:
             shown, points = self._reward, report.read_rewards(metrics[0], self._reward)
         if not steps:
-            drops = [
-                f"{plan.name} drops groups: {reason} ({shown_path(process.log_path)})"
-                for plan, process in zip(
-                    self._plan.environments, self.stack.environments, strict=True
-                )
-                if (reason := report.find_drop(process.log_tail(lines=_DROP_LINES)))
-            ]
-            return "; ".join(drops) or "waiting for the first batch"
+            return "; ".join(self._causes()) or "waiting for the first batch"
         if not points:
             return f"step {steps} of {self._plan.steps}"
         reward = rolling_mean([point.reward for point in points], 10)[-1]
         return f"step {steps} of {self._plan.steps}, {shown.summary.format(reward)}"
+
+    def _causes(self) -> Iterator[str]:
+        """Yield why environments have no group, from their logs."""
+        for plan, process in zip(self._plan.environments, self.stack.environments, strict=True):
+            log, place = process.log_tail(lines=_DROP_LINES), shown_path(process.log_path)
+            if reason := report.find_drop(log):
+                yield f"{plan.name} drops groups: {reason} ({place})"
+            elif reason := report.find_lack(log):
+                yield f"waiting for the first batch; {plan.name} logged: {reason} ({place})"
