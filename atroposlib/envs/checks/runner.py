@@ -244,6 +244,8 @@ def limited_here(limit_s: float = STEP_LIMIT_S) -> Iterator[None]:
     timer = asyncio.get_running_loop().call_later(limit_s, end)
     try:
         yield
+        if late:  # the block has let the cancellation pass
+            raise late[0]
     except asyncio.CancelledError:
         if not late:
             raise

@@ -396,12 +396,16 @@ def _put(look_up: Any, look_up_on_loop: Any, connect: Any) -> None:
 def _is_local(host: Any) -> bool:
     if isinstance(host, bytes):
         host = host.decode(errors="replace")
-    if host in (None, "", "localhost"):
+    name = str(host or "localhost").lower().removesuffix(".")
+    if name == "localhost" or name.endswith(".localhost"):
         return True
     try:
-        return ipaddress.ip_address(str(host).partition("%")[0]).is_loopback
+        address = ipaddress.ip_address(name.partition("%")[0])
     except ValueError:
         return False
+    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped:
+        address = address.ipv4_mapped
+    return address.is_loopback or address.is_unspecified  # connecting to 0.0.0.0 stays here
 
 
 LIBRARY = "atroposlib."

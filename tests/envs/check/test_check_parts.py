@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -87,6 +88,30 @@ def test_block_network_lets_this_machine_through_and_names_who_reaches_out(free_
     assert [attempt.host for attempt in attempts] == [f"127.0.0.1:{free_port}", "192.0.2.1"]
     assert all("test_check_parts.py:" in (attempt.where or "") for attempt in attempts)
     assert socket.getaddrinfo.__module__ == "socket"
+
+
+@pytest.mark.parametrize(
+    ("host", "is_here"),
+    [
+        ("127.0.0.5", True),
+        ("0.0.0.0", True),
+        ("::", True),
+        ("::ffff:127.0.0.1", True),
+        ("LOCALHOST.", True),
+        ("engine.localhost", True),
+        (b"127.0.0.1", True),
+        ("", True),
+        ("10.0.0.1", False),
+        ("::ffff:10.0.0.1", False),
+        ("notlocalhost", False),
+        ("localhost.example", False),
+    ],
+)
+def test_block_network_knows_the_names_of_this_machine(host: Any, is_here: bool) -> None:
+    with watchers.block_network() as attempts, suppress(OSError, watchers.NetworkBlockedError):
+        socket.getaddrinfo(host, 1, flags=socket.AI_NUMERICHOST)
+
+    assert bool(attempts) is not is_here
 
 
 async def test_block_network_reaches_look_ups_on_the_event_loop() -> None:
