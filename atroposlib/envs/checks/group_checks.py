@@ -345,6 +345,18 @@ def scored_replies(
     return found
 
 
+def repeated_trajectory(group: Mapping[str, Any], sampled: Sequence[ScriptedSample]) -> str | None:
+    """Return an error message if different scores belong to one trajectory, or None."""
+    num_replies = len({tuple(reply.ids) for reply in sampled if reply.role is not None})
+    rows = {tuple(row) for row in group["tokens"]}
+    if len(rows) > 1 or num_replies < 2 or len(set(map(str, group["scores"]))) < 2:
+        return None
+    return (
+        f"every trajectory has the same tokens, with different scores; the model gave "
+        f"{num_replies} different replies"
+    )
+
+
 def equal_scores(replies: Sequence[ScoredTrajectory]) -> str | None:
     """Return an error message if the gold answer and all others score the same, or None."""
     scores = {reply.score for reply in replies}
@@ -396,6 +408,7 @@ WORSE_ROLES: Mapping[str, tuple[Role, ...]] = {
 NO_GOLD_EITHER = "there is no gold answer"
 SCORE_RULES = ("spread", *WORSE_ROLES)
 SCORING_TIMED_OUT = "scoring timed out and returned its default"
+ONE_EACH = "add the tokens, masks and logprobs of each reply to the group next to its score"
 OUTSIDE_VOCABULARY = "outside_vocabulary"
 OTHER_TOKENIZER = "encode text with self.tokenizer, and copy token ids as they are"
 UNSCRIPTED_JUDGE = (
@@ -434,6 +447,9 @@ def check_groups(env: Any, run: DryRun, findings: Findings) -> None:
         path = non_finite_path(group)
         if path:
             findings.fail("finite", path, scoring_site)
+        repeated = repeated_trajectory(group, run.sampled)
+        if repeated:
+            findings.fail("spread", repeated, site, remedy=ONE_EACH)
         alignments = _alignments(group, run.sampled, env.tokenizer)
         _check_alignments(group, alignments, findings, site)
         replies += scored_replies(group, _roles(alignments))

@@ -38,7 +38,7 @@ from atroposlib.envs.checks.scripted_model import (
 )
 from atroposlib.envs.checks.watchers import CapturedOutput
 from atroposlib.envs.evaluation_statistics import INTERVAL_ENDS
-from atroposlib.envs.rollouts import INCOMPLETE, as_pair
+from atroposlib.envs.rollouts import INCOMPLETE, Vocabulary, as_pair
 from atroposlib.envs.running import build_environment
 from atroposlib.envs.scheduler import next_item_of
 from atroposlib.envs.settings import Settings
@@ -458,7 +458,8 @@ async def check_failed_rollout(
             findings.skip(name, "the rollout made no request that could fail")
         return
     _report_siblings(stage.env, findings, max_in_flight, num_running, num_cancelled)
-    num_kept = sum(len(group["tokens"]) for group in groups if "tokens" in group)
+    kept = [row for group in groups if "tokens" in group for row in group["tokens"]]
+    num_kept = sum(_has_reply(row, model) for row in kept)
     if error is not None:
         findings.passed("swallowed", f"{type(error).__name__} reaches the base class")
     elif num_kept >= stage.env.config.group_size:
@@ -466,13 +467,33 @@ async def check_failed_rollout(
     elif _num_counted(stage.env) > num_counted or output.mentions(model.failure, since=position):
         findings.passed("swallowed", "the environment logs or counts it")
     else:
+        instead = ", a trajectory without a reply takes its place" if len(kept) > num_kept else ""
         findings.fail(
             "swallowed",
-            "an inference request failed, and neither an exception nor a log line nor a count "
-            "reports it",
+            f"an inference request failed{instead}, and neither an exception nor a log line nor a "
+            "count reports it",
             traceback_site(model.failure.__traceback__, outermost=True)
             or site_of(type(stage.env), COLLECTING),
         )
+
+
+def _has_reply(row: Any, model: ScriptedModel) -> bool:
+    """Whether a trajectory has the text of a reply, or is no row of token ids.
+
+    An empty reply has the text of its prompt.
+    """
+    if (
+        not isinstance(row, list | tuple)
+        or not Vocabulary(model.tokenizer).check([row]).is_accepted
+    ):
+        return True  # reported under the rule `shape`
+
+    def text_of(ids: Sequence[int]) -> str:
+        return str(model.tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    text = text_of(row)
+    pairs = ((text_of(each.ids), each.prompt_ids) for each in model.sampled)
+    return any(reply in text if reply else text_of(prompt) in text for reply, prompt in pairs)
 
 
 async def check_cancel(stage: Stage, findings: Findings) -> None:

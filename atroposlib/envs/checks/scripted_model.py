@@ -10,6 +10,7 @@ prompt ──► continues a known text? its role, next turn : the next role in 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
@@ -56,6 +57,9 @@ GARBAGE = "zqxv }{ wkjj ]] plomf (("
 """A wrong answer without digits; its brackets do not match, which breaks some parsers."""
 
 THINK_END = "</think>"
+
+PERIOD = 8
+"""Rollouts after which the roles of a script repeat; the largest group of a check."""
 
 OPTIONS = (
     "add_generation_prompt", "add_special_tokens", "allowed_token_ids", "bad_words", "best_of",
@@ -134,12 +138,13 @@ def make_script(
         return Script(roles, turns, prompts)
     if not turns:
         return Script(("garbage", "empty", "truncated"), turns)
-    order: list[Role] = ["gold", "empty", "garbage"]
+    others: list[Role] = ["empty", "garbage"]
     if any(len(turn) > 1 for turn in turns):
-        order.append("truncated")
+        others.append("truncated")
     if any(THINK_END in turn for turn in turns):
-        order.append("unclosed")
-    return Script(order, turns)
+        others.append("unclosed")
+    # One gold answer at the start of a group: scores in another order are those of other roles.
+    return Script(["gold", *itertools.islice(itertools.cycle(others), PERIOD - 1)], turns)
 
 
 class RoleBook:

@@ -48,10 +48,19 @@ def test_role_book_gives_each_rollout_its_role_and_keeps_it_over_turns() -> None
 def test_role_book_several_completions_of_one_request_have_different_roles() -> None:
     replies = RoleBook(make_script("<think>a</think>b")).replies("Q", 6)
 
-    roles = ["gold", "empty", "garbage", "truncated", "unclosed", "gold"]
+    roles = ["gold", "empty", "garbage", "truncated", "unclosed", "empty"]
     assert [reply.role for reply in replies] == roles
     assert [reply.is_truncated for reply in replies] == [role in roles[3:5] for role in roles]
     assert replies[4].text == "<think>ab"
+
+
+@pytest.mark.parametrize("gold", ["A", "Paris", "<think>a</think>b"])
+@pytest.mark.parametrize("num_rollouts", range(2, 9))
+def test_roles_of_a_group_differ_if_they_are_read_backwards(gold: str, num_rollouts: int) -> None:
+    replies = RoleBook(make_script(gold)).replies("Q", num_rollouts)
+
+    is_gold = [reply.role == "gold" for reply in replies]
+    assert is_gold != is_gold[::-1]
 
 
 @dataclass

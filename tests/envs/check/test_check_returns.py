@@ -244,3 +244,63 @@ def test_check_evaluation_without_a_result_of_its_own_fails(
     env_cls: type[CleanEnv], detail: str
 ) -> None:
     assert detail in failures(env_cls)["evaluation"].detail
+
+
+class Placeholder(CleanEnv):
+    """A failed rollout becomes a trajectory that no model wrote."""
+
+    async def collect_trajectory(self, item: Any) -> tuple[Any, list[Any]]:
+        try:
+            return await super().collect_trajectory(item)
+        except Exception:  # noqa: BLE001 - the defect
+            row = {"tokens": [5, 6], "masks": [-100, 6], "inference_logprobs": [1.0, -0.1]}
+            return {**row, "scores": 0.0}, []
+
+
+def test_check_failed_rollout_that_becomes_a_trajectory_is_found() -> None:
+    found = failures(Placeholder)
+
+    assert set(found) == {"swallowed"}
+    assert "a trajectory without a reply takes its place" in found["swallowed"].detail
+
+
+class Retries(CleanEnv):
+    async def collect_trajectory(self, item: Any) -> tuple[Any, list[Any]]:
+        try:
+            return await super().collect_trajectory(item)
+        except Exception:  # noqa: BLE001 - it is tried again
+            return await super().collect_trajectory(item)
+
+
+def test_check_failed_rollout_that_is_tried_again_passes() -> None:
+    report = check_environment(Retries)
+
+    assert report.passed, report.text
+    assert "retries a failed request itself" in report.text
+
+
+class ScoresOfOthers(CleanEnv):
+    async def postprocess_histories(self, trajectories: Any) -> Any:
+        return {**trajectories, "scores": trajectories["scores"][::-1]}
+
+
+@pytest.mark.parametrize("group_size", [5, 6, 7, 8])
+def test_check_scores_in_another_order_than_the_trajectories_are_found(group_size: int) -> None:
+    report = check_environment(ScoresOfOthers, group_size=group_size)
+
+    assert "wrong" in {failure.name for failure in report.failures}
+
+
+class OneTrajectory(CleanEnv):
+    async def postprocess_histories(self, trajectories: Any) -> Any:
+        names = ("tokens", "masks", "inference_logprobs")
+        first = {name: [trajectories[name][0]] * len(trajectories[name]) for name in names}
+        return {**trajectories, **first}
+
+
+def test_check_group_of_one_trajectory_with_the_scores_of_others_is_found() -> None:
+    found = failures(OneTrajectory)
+
+    assert set(found) == {"spread"}
+    assert "the model gave 4 different replies" in found["spread"].detail
+    assert found["spread"].remedy.startswith("add the tokens, masks and logprobs of each reply")
