@@ -232,6 +232,7 @@ def limited_here(limit_s: float = STEP_LIMIT_S) -> Iterator[None]:
 
     Raises:
         StepTimeoutError: the block takes longer.
+        RuntimeError: the block let a CancelledError pass (from Python 3.11 on).
     """
     task = asyncio.current_task()
     assert task is not None
@@ -246,7 +247,11 @@ def limited_here(limit_s: float = STEP_LIMIT_S) -> Iterator[None]:
         yield
         if late:  # the block has let the cancellation pass
             raise late[0]
-    except asyncio.CancelledError:
+    except asyncio.CancelledError as error:
+        if not late and sys.version_info >= (3, 11) and not task.cancelling():
+            raise RuntimeError(
+                "its own code let a CancelledError pass, such as that of a cancelled task"
+            ).with_traceback(error.__traceback__) from error
         if not late:
             raise
         if sys.version_info >= (3, 11):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import sys
 from typing import Any
 
 import pytest
@@ -304,3 +305,27 @@ def test_check_group_of_one_trajectory_with_the_scores_of_others_is_found() -> N
     assert set(found) == {"spread"}
     assert "the model gave 4 different replies" in found["spread"].detail
     assert found["spread"].remedy.startswith("add the tokens, masks and logprobs of each reply")
+
+
+class CancelledSetup(CleanEnv):
+    async def setup(self) -> None:
+        raise asyncio.CancelledError
+
+
+class CancelledClose(CleanEnv):
+    async def close(self) -> None:
+        raise asyncio.CancelledError
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="a task does not know who cancels it")
+@pytest.mark.parametrize(
+    ("env_cls", "rule"), [(CancelledSetup, "setup"), (CancelledClose, "leftovers")]
+)
+def test_check_cancellation_that_a_hook_lets_pass_is_a_failure(
+    env_cls: type[CleanEnv], rule: str
+) -> None:
+    found = failures(env_cls)
+
+    assert set(found) == {rule}
+    assert "let a CancelledError pass" in found[rule].detail
+    assert "test_check_returns.py:" in (found[rule].where or "")
