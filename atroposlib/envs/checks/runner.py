@@ -483,7 +483,7 @@ async def check_failed_rollout(
 
 
 def _has_reply(row: Any, model: ScriptedModel) -> bool:
-    """Whether a trajectory has the text of a reply, or is no row of token ids.
+    """Whether a trajectory has the text of a reply, or is not a row of token ids.
 
     An empty reply has the text of its prompt.
     """
