@@ -56,7 +56,7 @@ def checked_chat(chat: Any, method: str, *, signature: str) -> Sequence[ChatMess
         signature: its signature, such as `def opening(self)`.
 
     Raises:
-        TypeError: the value is not a list of messages.
+        TypeError: the value is not a list of messages, or one for the policy has no content.
     """
     if inspect.isawaitable(chat):
         if inspect.iscoroutine(chat):
@@ -64,6 +64,10 @@ def checked_chat(chat: Any, method: str, *, signature: str) -> Sequence[ChatMess
         raise TypeError(f"{method} is async: write `{signature}` without async")
     if not is_chat(chat):
         raise TypeError(f"{method} returned {chat!r:.100}; expected {A_CHAT}")
+    for message in chat:
+        # A template renders it as empty or as "None"; assistant messages may have tool calls only.
+        if message["role"] in ("system", "user") and message.get("content") is None:
+            raise TypeError(f"{method} returned a message without content: {message!r:.100}")
     return list(chat)
 
 

@@ -509,7 +509,7 @@ def check_signal(
     except GroupError as error:
         return Admission("malformed", str(error))
     except TypeError as error:
-        return Admission("malformed", _wrong_number_of(group) or str(error))
+        return Admission("malformed", _wrong_row_of(group) or _wrong_number_of(group) or str(error))
     scores = group["scores"]
     if scores_must_differ and len(scores) > 1 and all(s == scores[0] for s in scores):
         return Admission("scores_equal", f"all {len(scores)} scores are {scores[0]}")
@@ -526,6 +526,16 @@ def wrong_number(path: str, values: Sequence[Any]) -> str | None:
             math.isfinite(value)
         except (TypeError, ValueError):
             return f"{path}[{i}] is {value!r:.60}; expected a number"
+    return None
+
+
+def _wrong_row_of(group: Mapping[str, Any]) -> str | None:
+    """Return a message about the first trajectory that has a number or None for a list."""
+    for name in ("tokens", *(field.name for field in GROUP_FIELDS if field.aligned)):
+        rows = group.get(name)
+        for i, row in enumerate(rows if isinstance(rows, list | tuple) else ()):
+            if row is None or isinstance(row, Real):
+                return f"{name}[{i}] is {row}; expected a list with one entry per token"
     return None
 
 

@@ -75,6 +75,7 @@ BATCH_REWARD = RewardMetric(
 _DROPPED = re.compile(
     r"(?:group dropped \(\w+\): |its group is lost(?:: |, \d+ times so far with ))(.+)"
 )
+_WITHOUT_ROLLOUT = re.compile(r"get_next_item returned None|item skipped: .+")
 _MEANS_OF_ALL_TRIES = (
     SHARE_RIGHT,
     RewardMetric(
@@ -115,6 +116,12 @@ def read_rewards(metrics_path: Path, metric: RewardMetric = SHARE_RIGHT) -> list
 def find_drop(log: str) -> str | None:
     """Return why the last group in an environment's log was dropped, or its rollout failed."""
     reasons = _DROPPED.findall(log)
+    return reasons[-1] if reasons else None
+
+
+def find_lack(log: str) -> str | None:
+    """Return the last reason in an environment's log why it started no rollout."""
+    reasons = _WITHOUT_ROLLOUT.findall(log)
     return reasons[-1] if reasons else None
 
 

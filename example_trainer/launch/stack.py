@@ -687,18 +687,18 @@ class TrainingLoop:
 
     def _state(self, steps: int, *, stalled_s: float = 0.0) -> str:
         """Return the last step with its reward, and why no other one follows, if that is known."""
-        drops = self._drops() if not steps or stalled_s >= _NOTED_STALL_S else []
-        if not steps:
-            return "; ".join(drops) or "waiting for the first batch"
-        return "; ".join([self._last_step(steps), *drops])
+        causes = self._causes() if not steps or stalled_s >= _NOTED_STALL_S else ()
+        start = self._last_step(steps) if steps else "waiting for the first batch"
+        return "; ".join([start, *causes])
 
-    def _drops(self) -> list[str]:
-        """Return why environments have dropped their last groups."""
-        return [
-            f"{plan.name} drops groups: {reason} ({shown_path(process.log_path)})"
-            for plan, process in zip(self._plan.environments, self.stack.environments, strict=True)
-            if (reason := report.find_drop(process.log_tail(lines=_DROP_LINES)))
-        ]
+    def _causes(self) -> Iterator[str]:
+        """Yield why environments have no group, from their logs."""
+        for plan, process in zip(self._plan.environments, self.stack.environments, strict=True):
+            log, place = process.log_tail(lines=_DROP_LINES), shown_path(process.log_path)
+            if reason := report.find_drop(log):
+                yield f"{plan.name} drops groups: {reason} ({place})"
+            elif reason := report.find_lack(log):
+                yield f"{plan.name} logged: {reason} ({place})"
 
     def _last_step(self, steps: int) -> str:
         metrics = [environment.metrics for environment in self._plan.environments]

@@ -85,6 +85,11 @@ def test_check_signal_names_the_field_that_is_no_list() -> None:
             {"inference_logprobs": [[1.0, -0.1, -0.2], [1.0, "x"]]},
             "inference_logprobs[1][1] is 'x'; expected a number",
         ),
+        (
+            {"inference_logprobs": [[1.0, -0.1, -0.2], None]},
+            "inference_logprobs[1] is None; expected a list with one entry per token",
+        ),
+        ({"tokens": [5, 6]}, "tokens[0] is 5; expected a list with one entry per token"),
     ],
 )
 def test_check_signal_names_the_value_that_is_no_number(

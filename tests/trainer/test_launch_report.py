@@ -15,6 +15,7 @@ from rich.console import Console
 
 from atroposlib.envs.rollouts import Admission, GroupDelivery
 from atroposlib.envs.run_snapshot import RepeatedErrors
+from atroposlib.envs.scheduler import RolloutScheduler
 from atroposlib.utils.command_parser import prepare_command
 from example_trainer.launch.report import (
     RewardPoint,
@@ -22,6 +23,7 @@ from example_trainer.launch.report import (
     count_steps,
     curve_text,
     find_drop,
+    find_lack,
     plain_number,
     read_rewards,
     with_interval,
@@ -74,6 +76,24 @@ def test_find_drop_returns_the_reason_of_the_last_group_without_use(
         errors.log("a rollout failed, its group is lost", KeyError("answer"))
         shown = "'answer'" if count < 10 else "KeyError: 'answer'"
         assert find_drop(caplog.text) == shown
+
+
+async def test_find_lack_names_what_the_scheduler_logs_without_an_item(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    async def no_item() -> None:
+        return None
+
+    scheduler = RolloutScheduler(
+        run_rollout=lambda _: no_item(), next_item=no_item, count_failure=lambda _: None
+    )
+
+    await scheduler.fill(lambda: 1, timeout_s=0)
+
+    assert find_lack(caplog.text) == "get_next_item returned None"
+    assert find_lack("another line\n") is None
+    skipped = "WARNING x: item skipped: its prompt leaves no room\n"
+    assert find_lack(caplog.text + skipped) == "item skipped: its prompt leaves no room"
 
 
 def test_read_rewards_mean_of_nothing_is_left_out(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
-from atroposlib.envs.checks.report import Findings, hook_site
+from atroposlib.envs.checks.report import Findings, hook_site, site_of
 from atroposlib.envs.checks.runner import COLLECTING, SCORING, DryRun
 from atroposlib.envs.checks.scripted_model import Role, ScriptedSample
 from atroposlib.envs.rollouts import INCOMPLETE, Vocabulary, check_signal, wrong_number
@@ -345,6 +345,18 @@ def scored_replies(
     return found
 
 
+def repeated_trajectory(group: Mapping[str, Any], sampled: Sequence[ScriptedSample]) -> str | None:
+    """Return an error message if different scores belong to one trajectory, or None."""
+    num_replies = len({tuple(reply.ids) for reply in sampled if reply.role is not None})
+    rows = {tuple(row) for row in group["tokens"]}
+    if len(rows) > 1 or num_replies < 2 or len(set(map(str, group["scores"]))) < 2:
+        return None
+    return (
+        f"every trajectory has the same tokens, with different scores; the model gave "
+        f"{num_replies} different replies"
+    )
+
+
 def equal_scores(replies: Sequence[ScoredTrajectory]) -> str | None:
     """Return an error message if the gold answer and all others score the same, or None."""
     scores = {reply.score for reply in replies}
@@ -396,12 +408,19 @@ WORSE_ROLES: Mapping[str, tuple[Role, ...]] = {
 NO_GOLD_EITHER = "there is no gold answer"
 SCORE_RULES = ("spread", *WORSE_ROLES)
 SCORING_TIMED_OUT = "scoring timed out and returned its default"
+ONE_EACH = "add the tokens, masks and logprobs of each reply to the group next to its score"
+OUTSIDE_VOCABULARY = "outside_vocabulary"
+OTHER_TOKENIZER = "encode text with self.tokenizer, and copy token ids as they are"
+UNSCRIPTED_JUDGE = (
+    "if a judge model scores the answers, define check_judge_reply(self, messages) -> str | None "
+    "and return its verdict on them; otherwise check what the scoring function compares"
+)
 NO_NUMBER = "return a number for every answer, also for one that cannot be parsed"
 
 
 def check_groups(env: Any, run: DryRun, findings: Findings) -> None:
     """Check the groups that one item yielded, and add the findings."""
-    site = hook_site(type(env), COLLECTING)
+    site = site_of(type(env), COLLECTING)
     if not run.groups:
         if run.script.turns:
             seen = "good and bad answers together yielded no group"
@@ -412,28 +431,37 @@ def check_groups(env: Any, run: DryRun, findings: Findings) -> None:
             findings.skip("rollout", f"bad answers alone yielded no group; {_no_gold(env)}")
         return
     findings.passed("rollout", f"{len(run.sampled)} replies to an item became a group")
+    scoring_site = site_of(type(env), SCORING)
     replies: list[ScoredTrajectory] = []
+    policy_prompts: set[str] = set()
     for group in run.groups:
         problem = shape_problem(group, group_size=env.config.group_size, tokenizer=env.tokenizer)
         if problem:
-            findings.fail("shape", problem, site)
-            if not _can_be_aligned(group):
+            is_foreign = OUTSIDE_VOCABULARY in problem
+            findings.fail("shape", problem, site, remedy=OTHER_TOKENIZER if is_foreign else None)
+            if not _can_be_aligned(group, env.tokenizer):
                 continue
-        scoring_site = hook_site(type(env), SCORING)
         wrong = wrong_score(group)
         if wrong:
             findings.fail("finite", wrong, scoring_site, remedy=NO_NUMBER)
         path = non_finite_path(group)
         if path:
             findings.fail("finite", path, scoring_site)
+        repeated = repeated_trajectory(group, run.sampled)
+        if repeated:
+            findings.fail("spread", repeated, site, remedy=ONE_EACH)
         alignments = _alignments(group, run.sampled, env.tokenizer)
         _check_alignments(group, alignments, findings, site)
         replies += scored_replies(group, _roles(alignments))
+        policy_prompts |= {span.reply.prompt for each in alignments for span in each.spans}
     if not findings.has_failed("shape"):
         counts = f"{len(run.groups[0]['tokens'])} trajectories, group_size {env.config.group_size}"
         findings.passed("shape", counts)
     findings.passed("finite", "scores, advantages and logprobs")
-    _check_scores(replies, run, findings, hook_site(type(env), SCORING), no_gold=_no_gold(env))
+    others = {sampled.prompt for sampled in run.sampled if sampled.role} - policy_prompts
+    is_judged = bool(others) and hook_site(type(env), ["check_judge_reply"]) is None
+    remedy = UNSCRIPTED_JUDGE if is_judged else None
+    _check_scores(replies, run, findings, scoring_site, no_gold=_no_gold(env), remedy=remedy)
 
 
 def copied_answer(env: Any, run: DryRun) -> str | None:
@@ -443,7 +471,9 @@ def copied_answer(env: Any, run: DryRun) -> str | None:
     of another item.
     """
     replies: list[ScoredTrajectory] = []
-    for group in filter(_can_be_aligned, run.groups):
+    for group in run.groups:
+        if not _can_be_aligned(group, env.tokenizer):
+            continue
         replies += scored_replies(group, _roles(_alignments(group, run.sampled, env.tokenizer)))
     scores: dict[Role, float] = {reply.role: reply.score for reply in replies}
     if not {"copied", "foreign"} <= scores.keys() or scores["foreign"] >= scores["copied"]:
@@ -456,14 +486,15 @@ def _no_gold(env: Any) -> str:
     return getattr(env, "no_gold_answer", NO_GOLD)
 
 
-def _can_be_aligned(group: Any) -> bool:
-    """Whether tokens are numbers, and masks and logprobs have the same lengths."""
+def _can_be_aligned(group: Any, tokenizer: Any) -> bool:
+    """Whether tokens are ids of the tokenizer, and masks and logprobs have the same lengths."""
     try:
         lengths = [[len(row) for row in group[name]] for name in ("tokens", "masks")]
         logprobs = group.get("inference_logprobs")
         lengths += [[len(row) for row in logprobs]] if logprobs else []
         are_ids = all(isinstance(token, int | float) for row in group["tokens"] for token in row)
-        return are_ids and all(row == lengths[0] for row in lengths)
+        are_known = are_ids and Vocabulary(tokenizer).check(group["tokens"]).is_accepted
+        return are_known and all(row == lengths[0] for row in lengths)
     except (TypeError, KeyError, AttributeError):
         return False
 
@@ -536,6 +567,7 @@ def _check_scores(
     site: str | None,
     *,
     no_gold: str,
+    remedy: str | None,
 ) -> None:
     if not any(reply.role == "gold" for reply in replies):
         is_known = bool(run.script.turns)
@@ -553,7 +585,7 @@ def _check_scores(
         )
     equal = equal_scores(replies)
     if equal:
-        findings.fail("spread", f"{equal}{timed_out}", site)
+        findings.fail("spread", f"{equal}{timed_out}", site, remedy=remedy)
         for name in ("wrong", "truncated"):
             findings.skip(name, "all scores are equal")
         return
@@ -563,7 +595,7 @@ def _check_scores(
         present = sorted({reply.role for reply in replies} & set(roles))
         problem = too_good(replies, roles, unless_masked=name == "truncated")
         if problem:
-            findings.fail(name, f"{problem}{timed_out}", site)
+            findings.fail(name, f"{problem}{timed_out}", site, remedy=remedy)
         elif present:
             findings.passed(name, f"{', '.join(present)}: below gold")
         else:

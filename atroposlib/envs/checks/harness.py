@@ -28,12 +28,14 @@ from atroposlib.envs.checks.group_checks import check_groups, copied_answer
 from atroposlib.envs.checks.report import (
     CheckReport,
     Findings,
+    Outcome,
     class_site,
     hook_site,
     is_named_method,
     mentioned_site,
     method_name,
     misspelled_setting,
+    site_of,
     traceback_site,
 )
 from atroposlib.envs.checks.runner import (
@@ -41,6 +43,7 @@ from atroposlib.envs.checks.runner import (
     OTHER_SEED,
     SCORE_METHODS,
     SCORING,
+    SETUP_LIMIT_S,
     WITH_COPIED,
     DryRun,
     Stage,
@@ -52,11 +55,12 @@ from atroposlib.envs.checks.runner import (
     data_of,
     dry_run,
     is_local_tokenizer,
+    limited_here,
     next_item,
     seeded,
     staged_settings,
 )
-from atroposlib.envs.checks.scripted_model import OPTIONS
+from atroposlib.envs.checks.scripted_model import OPTIONS, CharTokenizer
 from atroposlib.envs.checks.watchers import (
     CapturedOutput,
     LoopStall,
@@ -152,8 +156,13 @@ def _apart(one: str, other: str) -> str:
 
 RAISED_BY_AUTHOR = "correct that line, or the values that reach it"
 NOT_INSTALLED = "install what the error names into this Python; the code may be right"
+NOT_IN_STAND_IN = (
+    "set --env.tokenizer_name to a folder on this machine: the tokenizer of characters, which "
+    "replaces the configured one here, lacks this attribute; the code may be right"
+)
+ENDED_PROGRAM = "raise an exception in place of sys.exit, which ends the whole process"
 RAISED_ABOUT_METHOD = "correct the arguments or the return value of that method"
-TOO_LATE = "find what it waits for; the limit for a step of the check is one minute"
+TOO_LATE = "find what it waits for, or give it less to do here"
 SCORED_TOO_LONG = (
     "score in a worker with a time limit and a default: await self.score_pool.run(function, *args, "
     "timeout=5, default=0.0)"
@@ -177,15 +186,19 @@ RENDERERS = ("apply_chat_template", "_apply_chat_template")
 BEFORE_ROLLOUTS = ("config", "setup")
 """Rules whose own remedy also fits exceptions from installed packages."""
 
-OTHER_HOOKS = ("start_conversation", "score_all", "prompt", "score")
-"""Methods that authors define where the base class collects; the most specific first."""
+BEFORE_GROUPS = (*BEFORE_ROLLOUTS, "rollout")
+"""Rules that a run breaks which ends before it has groups."""
+
+RUN_ONCE = (
+    "keep state in self, not in the class or the module, and end in close() what setup has opened"
+)
 
 
 @contextmanager
 def finding_on_error(
     findings: Findings, name: str, env_cls: type[Any], hooks: Sequence[str]
 ) -> Iterator[None]:
-    """Record an exception of the block as a failure of one rule, and suppress it.
+    """Record an exception of the block, or its `sys.exit`, as a failure of one rule; suppress it.
 
     Args:
         findings: Collects the finding.
@@ -196,7 +209,7 @@ def finding_on_error(
     """
     try:
         yield
-    except Exception as error:  # noqa: BLE001 - one step of the check: what it raises is the result
+    except (Exception, SystemExit) as error:  # noqa: BLE001 - one step: what it raises is the result
         if _is_by_network(error):
             findings.skip(name, "stopped by the attempt to reach the network")
             return
@@ -209,7 +222,7 @@ def finding_on_error(
         findings.fail(name, _description(error), where, remedy=remedy)
 
 
-def _description(error: Exception) -> str:
+def _description(error: BaseException) -> str:
     """Return the text of an exception, prefixed if scoring timed out or a template failed."""
     unrendered = describe_unrendered(error)
     if unrendered is not None:
@@ -221,7 +234,7 @@ def _description(error: Exception) -> str:
     return f"scoring timed out{f' in {methods[0]}' if methods else ''}: {text}"
 
 
-def describe_unrendered(error: Exception) -> str | None:
+def describe_unrendered(error: BaseException) -> str | None:
     """Return the message of an exception of a chat template, None for others."""
     if not _is_unrendered(error):
         return None
@@ -229,11 +242,11 @@ def describe_unrendered(error: Exception) -> str | None:
     return f"the tokenizer's chat template does not render the conversation: {reason}"
 
 
-def _named(error: Exception) -> str:
+def _named(error: BaseException) -> str:
     return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
 
 
-def _is_scoring_timeout(error: Exception) -> bool:
+def _is_scoring_timeout(error: BaseException) -> bool:
     if isinstance(error, StepTimeoutError):
         return str(error).startswith("scoring")
     is_late = isinstance(error, TimeoutError | asyncio.TimeoutError)  # two before Python 3.11
@@ -241,30 +254,36 @@ def _is_scoring_timeout(error: Exception) -> bool:
     return isinstance(error, ScoreTimeoutError) or (is_late and is_scoring)
 
 
-def _is_unrendered(error: Exception) -> bool:
+def _is_unrendered(error: BaseException) -> bool:
     return any(frame.f_code.co_name in RENDERERS for frame in _frames(error))
 
 
-def _lacks_template(error: Exception) -> bool:
+def _lacks_template(error: BaseException) -> bool:
     return "has no chat template" in str(error) or "chat_template is not set" in str(error)
 
 
-def _frames(error: Exception) -> list[FrameType]:
+def _frames(error: BaseException) -> list[FrameType]:
     return [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
 
 
 def _place_and_remedy(
-    name: str, error: Exception, env_cls: type[Any], hooks: Sequence[str]
+    name: str, error: BaseException, env_cls: type[Any], hooks: Sequence[str]
 ) -> tuple[str | None, str | None]:
     """Return the place in the author's files, and a remedy if the rule's does not fit."""
     if _is_scoring_timeout(error):
         where = error.where if isinstance(error, StepTimeoutError) else None
-        where = where or traceback_site(error.__traceback__) or hook_site(env_cls, SCORING)
+        where = where or traceback_site(error.__traceback__) or site_of(env_cls, SCORING)
         return where, SCORED_TOO_LONG
+    if isinstance(error, StepTimeoutError) and error.where is not None:
+        return error.where, TOO_LATE
     own_line = traceback_site(error.__traceback__)
     if _is_unrendered(error):
         remedy = NO_TEMPLATE if _lacks_template(error) else NOT_RENDERED
-        return own_line or hook_site(env_cls, (*hooks, *OTHER_HOOKS)), remedy
+        return own_line or site_of(env_cls, hooks), remedy
+    if isinstance(error, AttributeError) and isinstance(error.obj, CharTokenizer):
+        return own_line or site_of(env_cls, hooks), NOT_IN_STAND_IN
+    if isinstance(error, SystemExit):
+        return own_line or site_of(env_cls, hooks), ENDED_PROGRAM
     if isinstance(error, ImportError):
         return own_line or hook_site(env_cls, hooks) or class_site(env_cls), NOT_INSTALLED
     if own_line is not None:
@@ -276,7 +295,7 @@ def _place_and_remedy(
         return mentioned, RAISED_ABOUT_METHOD
     if isinstance(error, NotImplementedError):  # the author does not define a hook
         return hook_site(env_cls, hooks) or class_site(env_cls), None
-    where = hook_site(env_cls, (*hooks, *OTHER_HOOKS)) or class_site(env_cls)
+    where = site_of(env_cls, hooks)
     if isinstance(error, TimeoutError | asyncio.TimeoutError):
         return where, TOO_LATE
     return where, None if name in BEFORE_ROLLOUTS else RAISED_ABOUT_METHOD
@@ -290,6 +309,15 @@ def _is_by_network(error: BaseException | None) -> bool:
     return False
 
 
+def _report_later_runs(again: Findings, findings: Findings) -> None:
+    """Report a run that failed although the first one, in the same process, did not."""
+    for outcome in again.outcomes():
+        is_new = outcome.status == "failed" and not findings.has_failed(outcome.name)
+        if is_new and outcome.name in BEFORE_GROUPS:
+            detail = f"a later run in the same process failed: {outcome.detail}"
+            findings.fail("determinism", detail, outcome.where, remedy=RUN_ONCE)
+
+
 def _report_determinism(
     env_cls: type[Any],
     first: list[DryRun],
@@ -299,10 +327,10 @@ def _report_determinism(
 ) -> None:
     changed = difference(trace_of(first), trace_of(second))
     if changed:
-        findings.fail("determinism", changed, hook_site(env_cls, ("get_next_item", *COLLECTING)))
+        findings.fail("determinism", changed, site_of(env_cls, ("get_next_item", *COLLECTING)))
     changed = changed_score(trace_of(first), trace_of(other_seed))
     if changed:
-        where = hook_site(env_cls, SCORING)
+        where = site_of(env_cls, SCORING)
         findings.fail("determinism", changed, where, remedy=RANDOM_SCORE)
     findings.passed("determinism", f"two runs of {len(first)} items are the same")
 
@@ -358,6 +386,12 @@ NO_ITEM = "return an item; None means that there is none at the moment"
 GREEDY = (
     "rollouts are requested with temperature 0: an engine then gives all answers to an item alike, "
     "and a group of equal scores is dropped"
+)
+
+TOOLS = (
+    "requests have tools, but the scripted model answers with text only: its message.tool_calls is "
+    "None, and an answer that an engine would read as a call scores like any other text. Use "
+    "managed_server with self.server.tool_parser, which reads the calls here as well"
 )
 
 WARNED = "correct what the warning names"
@@ -428,19 +462,65 @@ def _run_all(env_cls: type[Any], settings: Settings, findings: Findings) -> None
                 "--env.tokenizer_name to a folder on this machine"
             )
         staged = staged_settings(settings, Path(folder), is_stand_in=is_stand_in)
-        if staged.env.group_size != settings.env.group_size:
-            findings.note(
-                f"the check uses group_size {staged.env.group_size} instead of "
-                f"{settings.env.group_size}, so that a group has every kind of answer"
-            )
-        first = _run(env_cls, staged, findings, output, is_stand_in=is_stand_in)
+        staged, first = _first_run(
+            env_cls, settings, staged, findings, output, is_stand_in=is_stand_in
+        )
         if first:
+            again = Findings()
             second, third = (
-                _run(env_cls, staged, Findings(), None, is_stand_in=is_stand_in, rollout_seed=seed)
+                _run(env_cls, staged, again, None, is_stand_in=is_stand_in, rollout_seed=seed)
                 for seed in (None, OTHER_SEED)
             )
+            _report_later_runs(again, findings)
             _report_determinism(env_cls, first, second, third, findings)
     _report_network(attempts, findings)
+
+
+def _first_run(
+    env_cls: type[Any],
+    settings: Settings,
+    staged: Settings,
+    findings: Findings,
+    output: CapturedOutput,
+    *,
+    is_stand_in: bool,
+) -> tuple[Settings, list[DryRun]]:
+    """Run with a group size that has every kind of answer, or as set if that alone works.
+
+    Some environments make groups of one size, such as pairs.
+
+    Returns:
+        The settings of the run, and its rollouts.
+    """
+    found = Findings()
+    runs = _run(env_cls, staged, found, output, is_stand_in=is_stand_in)
+    size, own_size = staged.env.group_size, settings.env.group_size
+    failed = [outcome for outcome in found.outcomes() if _may_be_of_group_size(outcome)]
+    if size != own_size and failed:
+        as_set = staged._replace(env=staged.env.model_copy(update={"group_size": own_size}))
+        found_as_set = Findings()
+        runs_as_set = _run(env_cls, as_set, found_as_set, output, is_stand_in=is_stand_in)
+        if not any(found_as_set.has_failed(outcome.name) for outcome in failed):
+            found_as_set.note(
+                f"the check uses group_size {own_size}, as set, in which not every kind of answer "
+                f"has a place: with {size}, the environment fails ({failed[0].detail})"
+            )
+            findings.add(found_as_set)
+            return as_set, runs_as_set
+    if size != own_size:
+        found.note(
+            f"the check uses group_size {size} instead of {own_size}, so that a group has every "
+            "kind of answer"
+        )
+    findings.add(found)
+    return staged, runs
+
+
+def _may_be_of_group_size(outcome: Outcome) -> bool:
+    """Whether an environment may break a rule because it cannot have groups of another size."""
+    is_early = outcome.name in BEFORE_ROLLOUTS
+    is_size = outcome.name == "shape" and "wrong_size" in outcome.detail
+    return outcome.status == "failed" and (is_early or is_size)
 
 
 def _run(
@@ -461,7 +541,13 @@ def _run(
             own = settings._replace(env=settings.env.model_copy(deep=True))
             stage = Stage.build(env_cls, own, is_stand_in=is_stand_in)
             findings.passed("config", f"group_size {own.env.group_size}")
-            return asyncio.run(_perform(stage, findings, output, before, rollout_seed))
+            try:
+                return asyncio.run(_perform(stage, findings, output, before, rollout_seed))
+            except SystemExit as error:  # of a task, which ends the event loop
+                is_evaluating = any(is_named_method(f, ("evaluate",)) for f in _frames(error))
+                name = "evaluation" if is_evaluating else "rollout"
+                with finding_on_error(findings, name, env_cls, COLLECTING):
+                    raise
     return []
 
 
@@ -488,7 +574,8 @@ async def _perform(
     env_cls = type(stage.env)
     runs: list[DryRun] = []
     with finding_on_error(findings, "setup", env_cls, ["setup"]):
-        await settle(stage.env.setup())
+        with limited_here(SETUP_LIMIT_S):
+            await settle(stage.env.setup())
         findings.passed("setup")
         with watch_loop() as stalls:
             with finding_on_error(findings, "rollout", env_cls, COLLECTING):
@@ -497,7 +584,8 @@ async def _perform(
                 await _try_failures(stage, findings, output, runs)
         _report_stalls(stalls, findings)
     with finding_on_error(findings, "leftovers", env_cls, ["close"]):
-        await settle(stage.env.close())
+        with limited_here():
+            await settle(stage.env.close())
         await stage.env._close_score_pool()
         await stage.env.server.close()
     stage.env._close_records()
@@ -541,6 +629,8 @@ async def _run_items(
         check_groups(stage.env, runs[-1], findings)
     if stage.model.has_been_greedy:
         findings.note(GREEDY)
+    if "tools" in stage.model.options:
+        findings.note(TOOLS)
     for option in sorted(stage.model.options.difference(OPTIONS)):
         for close in get_close_matches(option, OPTIONS, n=1, cutoff=0.8):
             findings.note(
@@ -585,4 +675,4 @@ async def _check_prompt(stage: Stage, findings: Findings, runs: list[DryRun]) ->
 
 
 def _site(stage: Stage, *names: str) -> str | None:
-    return hook_site(type(stage.env), names)
+    return site_of(type(stage.env), names)

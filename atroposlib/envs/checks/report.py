@@ -28,6 +28,7 @@ from atroposlib.envs.settings import ENV_PREFIX
 from atroposlib.utils.text import near_name
 
 __all__ = [
+    "OTHER_HOOKS",
     "RULES",
     "CheckReport",
     "Findings",
@@ -42,7 +43,9 @@ __all__ = [
     "method_name",
     "misspelled_setting",
     "pending_method",
+    "site_of",
     "stack_site",
+    "suspended_site",
     "traceback_site",
 ]
 
@@ -233,7 +236,7 @@ class CheckReport:
     notes: Sequence[str] = ()
     """Remarks on how the check was made, such as a substituted tokenizer."""
     duration_s: float = 0.0
-    mistake: Exception | None = None
+    mistake: BaseException | None = None
     """A mistake in the name or the arguments of a task set; `setup` raised it."""
 
     @property
@@ -270,7 +273,7 @@ class CheckReport:
         from rich.markup import escape
         from rich.table import Table
 
-        table = Table(title=f"check of {self.environment}", title_justify="left")
+        table = Table(title=escape(f"check of {self.environment}"), title_justify="left")
         table.add_column("check", no_wrap=True)
         table.add_column("result", no_wrap=True)
         table.add_column("seen", overflow="fold")
@@ -316,7 +319,7 @@ class Findings:
     """
 
     notes: list[str] = field(default_factory=list)
-    mistake: Exception | None = None
+    mistake: BaseException | None = None
     """The exception of `setup` that stands for a mistake in the command line."""
     _outcomes: dict[str, Outcome] = field(default_factory=dict)
 
@@ -338,6 +341,14 @@ class Findings:
         """Add a remark to the report, once."""
         if text not in self.notes:
             self.notes.append(text)
+
+    def add(self, others: Findings) -> None:
+        """Add the findings of a run."""
+        for note in others.notes:
+            self.note(note)
+        for outcome in others._outcomes.values():
+            self._record(outcome)
+        self.mistake = self.mistake or others.mistake
 
     def has_failed(self, name: str) -> bool:
         return name in self._outcomes and self._outcomes[name].status == "failed"
@@ -414,6 +425,13 @@ def pending_method(names: Iterable[str]) -> tuple[str, str] | None:
             if frame is not None and is_named_method(frame, names):
                 return method_name(frame), shown(frame.f_code.co_filename, frame.f_lineno)
     return None
+
+
+def suspended_site(task: asyncio.Task[Any]) -> str | None:
+    """Return the innermost line of the author that a task is suspended at."""
+    frames = [frame for _, frame in _await_chain(task) if frame is not None]
+    own = [frame for frame in frames if is_own_file(frame.f_code.co_filename)]
+    return shown(own[-1].f_code.co_filename, own[-1].f_lineno) if own else None
 
 
 def _await_chain(task: asyncio.Task[Any]) -> Iterator[tuple[Any, FrameType | None]]:
@@ -494,6 +512,15 @@ def class_site(cls: type[Any]) -> str | None:
         return shown(file_name, inspect.getsourcelines(cls)[1]) if is_own else None
     except (OSError, TypeError):
         return None
+
+
+OTHER_HOOKS = ("start_conversation", "score_all", "prompt", "score")
+"""Methods that authors define where the base class collects; the most specific first."""
+
+
+def site_of(env_cls: type[Any], names: Iterable[str]) -> str | None:
+    """Return the line of the first of these methods or of `OTHER_HOOKS`, else of the class."""
+    return hook_site(env_cls, (*names, *OTHER_HOOKS)) or class_site(env_cls)
 
 
 def mentioned_site(error: BaseException, others: Iterable[str] = ()) -> str | None:

@@ -19,7 +19,14 @@ from typing import Any, NamedTuple, TypeVar
 
 from pydantic import BaseModel
 
-from atroposlib.envs.checks.report import Findings, hook_site, pending_method, traceback_site
+from atroposlib.envs.checks.report import (
+    OTHER_HOOKS,
+    Findings,
+    pending_method,
+    site_of,
+    suspended_site,
+    traceback_site,
+)
 from atroposlib.envs.checks.scripted_model import (
     CharTokenizer,
     Role,
@@ -31,12 +38,12 @@ from atroposlib.envs.checks.scripted_model import (
 )
 from atroposlib.envs.checks.watchers import CapturedOutput
 from atroposlib.envs.evaluation_statistics import INTERVAL_ENDS
-from atroposlib.envs.rollouts import INCOMPLETE, as_pair
+from atroposlib.envs.rollouts import INCOMPLETE, Vocabulary, as_pair
 from atroposlib.envs.running import build_environment
 from atroposlib.envs.scheduler import next_item_of
 from atroposlib.envs.settings import Settings
 from atroposlib.scored_data import GROUP_FIELDS
-from atroposlib.utils.aio import settle
+from atroposlib.utils.aio import refuse_cancelled, settle
 from atroposlib.utils.json_text import to_plain
 
 __all__ = [
@@ -44,6 +51,7 @@ __all__ = [
     "OTHER_SEED",
     "SCORE_METHODS",
     "SCORING",
+    "SETUP_LIMIT_S",
     "WITH_COPIED",
     "DryRun",
     "Stage",
@@ -54,7 +62,9 @@ __all__ = [
     "check_failed_rollout",
     "data_of",
     "dry_run",
+    "gold_answer",
     "is_local_tokenizer",
+    "limited_here",
     "next_item",
     "roll_out",
     "seeded",
@@ -149,6 +159,8 @@ SCORING = (*SCORE_METHODS, *COLLECTING)
 """A finding about scores points at the first of these methods that the author defines."""
 
 STEP_LIMIT_S = 60.0
+SETUP_LIMIT_S = 600.0
+"""Data and models may take minutes to load."""
 MAX_BACKLOG_ROUNDS = 20
 
 FALLBACKS: Sequence[Sequence[Role]] = ((), ("gold", "empty", "garbage"), ("gold", "garbage"))
@@ -193,22 +205,70 @@ async def within_limit(step: Awaitable[Result], *, limit_s: float = STEP_LIMIT_S
 
     Raises:
         StepTimeoutError: the step takes longer; the message names a scoring method it was in.
+        RuntimeError: the step let a CancelledError pass.
     """
     task = asyncio.ensure_future(step)
     try:
         await asyncio.wait({task}, timeout=limit_s)
         if task.done():
+            refuse_cancelled(task)
             return task.result()
-        scoring = pending_method(SCORE_METHODS)
+        late = _too_late(task, limit_s)
     finally:
         if not task.done():
             task.cancel()
             await asyncio.wait({task})
-    late = f"did not end within {limit_s:g} s"
-    if scoring is None:
-        raise StepTimeoutError(late)
-    method, where = scoring
-    raise StepTimeoutError(f"scoring timed out: {method} {late}", where)
+        if not task.cancelled():
+            task.exception()  # so that it is not logged as never retrieved after a sys.exit
+    raise late
+
+
+@contextmanager
+def limited_here(limit_s: float = STEP_LIMIT_S) -> Iterator[None]:
+    """Limit the time of a block of this task.
+
+    Some clients must be closed by the task that has opened them, so that `setup` and `close` have
+    none of their own.
+
+    Raises:
+        StepTimeoutError: the block takes longer.
+        RuntimeError: the block let a CancelledError pass (from Python 3.11 on).
+    """
+    task = asyncio.current_task()
+    assert task is not None
+    late: list[StepTimeoutError] = []
+
+    def end() -> None:
+        late.append(_too_late(task, limit_s))
+        task.cancel()
+
+    timer = asyncio.get_running_loop().call_later(limit_s, end)
+    try:
+        yield
+        if late:  # the block has let the cancellation pass
+            raise late[0]
+    except asyncio.CancelledError as error:
+        if not late and sys.version_info >= (3, 11) and not task.cancelling():
+            raise RuntimeError(
+                "its own code let a CancelledError pass, such as that of a cancelled task"
+            ).with_traceback(error.__traceback__) from error
+        if not late:
+            raise
+        if sys.version_info >= (3, 11):
+            task.uncancel()
+        raise late[0] from None
+    finally:
+        timer.cancel()
+
+
+def _too_late(task: asyncio.Task[Any], limit_s: float) -> StepTimeoutError:
+    text = f"did not end within {limit_s:g} s"
+    scoring = pending_method(SCORE_METHODS)
+    if scoring is not None:
+        method, where = scoring
+        return StepTimeoutError(f"scoring timed out: {method} {text}", where)
+    pending = pending_method((*COLLECTING, *OTHER_HOOKS))  # of a rollout in a task of its own
+    return StepTimeoutError(text, suspended_site(task) or (pending[1] if pending else None))
 
 
 async def next_item(env: Any) -> Any:
@@ -226,6 +286,22 @@ async def next_item(env: Any) -> Any:
             "expected the item: `await` a coroutine, and write `return` in place of `yield`"
         )
     return item
+
+
+async def gold_answer(env: Any, item: Any) -> str | Sequence[str] | None:
+    """Return the gold answer of an item, or one per turn, or None.
+
+    Raises:
+        TypeError: the environment returned another value.
+    """
+    gold = await settle(env.check_gold_answer(item))
+    turns = gold if isinstance(gold, list | tuple) else [gold]
+    if gold is not None and not all(isinstance(turn, str) for turn in turns):
+        raise TypeError(
+            f"{type(env).__name__}.check_gold_answer returned {gold!r:.60}; expected the text of a "
+            "reply, a list with one text per turn, or None"
+        )
+    return gold  # type: ignore[no-any-return]  # checked above
 
 
 async def roll_out(env: Any, item: Any) -> list[Any]:
@@ -256,7 +332,7 @@ async def dry_run(
     If the first of `fallbacks` yields no group, the item is rolled out again with the next.
     `prompts` are those of other items, which the role `foreign` repeats.
     """
-    gold = await settle(stage.env.check_gold_answer(item))
+    gold = await gold_answer(stage.env, item)
     num_before = _num_score_timeouts(stage.env)
     run = DryRun([], [], 0, make_script(gold))
     for roles in fallbacks if gold else fallbacks[:1]:
@@ -353,6 +429,8 @@ SIBLING_LATENCY_S = 0.05
 CANCEL_LIMIT_S = 2.0
 POLL_S = 0.005
 
+NO_ITEMS_LEFT = "get_next_item returned None: no item was left for it"
+
 
 async def check_failed_rollout(
     stage: Stage, findings: Findings, output: CapturedOutput, *, max_in_flight: int
@@ -367,8 +445,10 @@ async def check_failed_rollout(
     """
     item = await next_item(stage.env)
     if item is None:
+        for name in ("siblings", "swallowed"):
+            findings.skip(name, NO_ITEMS_LEFT)
         return
-    gold = await settle(stage.env.check_gold_answer(item))
+    gold = await gold_answer(stage.env, item)
     model = stage.model
     model.start(make_script(gold))
     model.fail_at = 1 if max_in_flight > 1 else 0
@@ -383,7 +463,8 @@ async def check_failed_rollout(
             findings.skip(name, "the rollout made no request that could fail")
         return
     _report_siblings(stage.env, findings, max_in_flight, num_running, num_cancelled)
-    num_kept = sum(len(group["tokens"]) for group in groups if "tokens" in group)
+    kept = [row for group in groups if "tokens" in group for row in group["tokens"]]
+    num_kept = sum(_has_reply(row, model) for row in kept)
     if error is not None:
         findings.passed("swallowed", f"{type(error).__name__} reaches the base class")
     elif num_kept >= stage.env.config.group_size:
@@ -391,22 +472,43 @@ async def check_failed_rollout(
     elif _num_counted(stage.env) > num_counted or output.mentions(model.failure, since=position):
         findings.passed("swallowed", "the environment logs or counts it")
     else:
+        instead = ", a trajectory without a reply takes its place" if len(kept) > num_kept else ""
         findings.fail(
             "swallowed",
-            "an inference request failed, and neither an exception nor a log line nor a count "
-            "reports it",
+            f"an inference request failed{instead}, and neither an exception nor a log line nor a "
+            "count reports it",
             traceback_site(model.failure.__traceback__, outermost=True)
-            or hook_site(type(stage.env), COLLECTING),
+            or site_of(type(stage.env), COLLECTING),
         )
+
+
+def _has_reply(row: Any, model: ScriptedModel) -> bool:
+    """Whether a trajectory has the text of a reply, or is not a row of token ids.
+
+    An empty reply has the text of its prompt.
+    """
+    if (
+        not isinstance(row, list | tuple)
+        or not Vocabulary(model.tokenizer).check([row]).is_accepted
+    ):
+        return True  # reported under the rule `shape`
+
+    def text_of(ids: Sequence[int]) -> str:
+        return str(model.tokenizer.decode(list(ids), skip_special_tokens=True))
+
+    text = text_of(row)
+    pairs = ((text_of(each.ids), each.prompt_ids) for each in model.sampled)
+    return any(reply in text if reply else text_of(prompt) in text for reply, prompt in pairs)
 
 
 async def check_cancel(stage: Stage, findings: Findings) -> None:
     """Cancel a rollout while it waits for the model, then roll out its item again."""
     item = await next_item(stage.env)
     if item is None:
+        findings.skip("cancel", NO_ITEMS_LEFT)
         return
-    site = hook_site(type(stage.env), COLLECTING)
-    gold = await settle(stage.env.check_gold_answer(item))
+    site = site_of(type(stage.env), COLLECTING)
+    gold = await gold_answer(stage.env, item)
     before = data_of(item)
     stage.model.start(make_script(gold))
     stage.model.hangs = True
@@ -444,7 +546,7 @@ def _num_counted(env: Any) -> int:
 def _report_siblings(
     env: Any, findings: Findings, num_requests: int, num_running: int, num_cancelled: int
 ) -> None:
-    site = hook_site(type(env), COLLECTING)
+    site = site_of(type(env), COLLECTING)
     if num_requests <= 1:
         findings.passed("siblings", "the group is made of one request at a time")
     elif num_running:
@@ -471,7 +573,7 @@ async def check_evaluation(stage: Stage, findings: Findings) -> None:
     Exceptions of `evaluate` propagate.
     """
     env = stage.env
-    site = hook_site(type(env), ["evaluate"])
+    site = site_of(type(env), ["evaluate"])
     stage.model.start(make_script(None))
     num_before = stage.model.num_answered
     env._reporter.start_local_run()
@@ -498,13 +600,20 @@ def _check_file(path: Path, findings: Findings, site: str | None, requests: str)
     except (ValueError, KeyError) as error:
         findings.fail("evaluation", f"{path.name} cannot be read: {error!r}", site)
         return
-    names = ", ".join(name for name in metrics if not name.endswith(INTERVAL_ENDS)) or "no metric"
-    findings.passed("evaluation", f"{requests}; {path.name} has {names}")
+    names = ", ".join(name for name in metrics if not name.endswith(INTERVAL_ENDS))
+    if names:
+        findings.passed("evaluation", f"{requests}; {path.name} has {names}")
+    else:
+        findings.fail("evaluation", f"{path.name} has no metric after {requests}", site)
 
 
 def _logged_keys(path: Path) -> list[str]:
-    """Return the evaluation's metrics in the local metrics file."""
+    """Return the evaluation's metrics in the local metrics file.
+
+    Authors name them freely; those of the training and of the servers are logged without one, too.
+    """
     if not path.exists():
         return []
-    rows: list[dict[str, Any]] = [json.loads(line) for line in path.read_text().splitlines()]
-    return sorted({key for row in rows for key in row if "eval" in key and "server_" not in key})
+    lines = path.read_text(encoding="utf-8").splitlines()
+    keys = {key for line in lines for key in json.loads(line)} - {"step", "time"}
+    return sorted(key for key in keys if "server_" not in key and not key.startswith("train/"))

@@ -10,10 +10,12 @@ prompt ──► continues a known text? its role, next turn : the next role in 
 from __future__ import annotations
 
 import asyncio
+import itertools
 import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from numbers import Integral
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from atroposlib.envs.server_handling.chat_rendering import (
@@ -55,6 +57,9 @@ GARBAGE = "zqxv }{ wkjj ]] plomf (("
 """A wrong answer without digits; its brackets do not match, which breaks some parsers."""
 
 THINK_END = "</think>"
+
+PERIOD = 8
+"""Rollouts after which the roles of a script repeat; the largest group of a check."""
 
 OPTIONS = (
     "add_generation_prompt", "add_special_tokens", "allowed_token_ids", "bad_words", "best_of",
@@ -133,12 +138,13 @@ def make_script(
         return Script(roles, turns, prompts)
     if not turns:
         return Script(("garbage", "empty", "truncated"), turns)
-    order: list[Role] = ["gold", "empty", "garbage"]
+    others: list[Role] = ["empty", "garbage"]
     if any(len(turn) > 1 for turn in turns):
-        order.append("truncated")
+        others.append("truncated")
     if any(THINK_END in turn for turn in turns):
-        order.append("unclosed")
-    return Script(order, turns)
+        others.append("unclosed")
+    # One gold answer at the start of a group: scores in another order are those of other roles.
+    return Script(["gold", *itertools.islice(itertools.cycle(others), PERIOD - 1)], turns)
 
 
 class RoleBook:
@@ -301,6 +307,9 @@ class ScriptedModel:
         self.options |= {*kwargs, *(kwargs.get("extra_body") or {})}
         judged = self._judge_reply(messages)
         if judged is not None:
+            if not isinstance(judged, str):
+                name = self._judge_reply.__qualname__
+                raise TypeError(f"{name} returned {judged!r:.60}; expected a text or None")
             replies = [ScriptedReply("gold", judged)] * num_replies
         else:
             plain = str(self.tokenizer.decode(list(prompt_ids), skip_special_tokens=True))
@@ -402,11 +411,38 @@ def _answers(pairs: Sequence[tuple[ScriptedReply, ScriptedSample]]) -> list[Text
 _SPECIALS = re.compile("(<pad>|<s>|</s>)")
 
 
+class _Encoded(dict[str, Any]):
+    """Result of calling a tokenizer, whose entries are attributes as well."""
+
+    def __getattr__(self, name: str) -> Any:
+        try:
+            return self[name]
+        except KeyError:
+            raise AttributeError(f"the encoding has no {name}") from None
+
+    def to(self, *_: Any, **__: Any) -> _Encoded:
+        return self
+
+
+def _as_tensor(rows: Any, kind: str | None) -> Any:
+    """Return rows as the tensor that the argument `return_tensors` of a tokenizer names."""
+    if kind is None:
+        return rows
+    if kind == "np":
+        import numpy
+
+        return numpy.array(rows)
+    import torch
+
+    return torch.tensor(rows)
+
+
 class CharTokenizer:
     r"""One token per character, its id the code point; ids 0, 1 and 2 are pad, bos and eos.
 
     `encode("ab")` is `[1, 97, 98]`. The chat template renders each message as
-    `[role]content</s>\n` and opens the reply with `[assistant]`.
+    `[role]content</s>\n` and opens the reply with `[assistant]`. It has the methods of a tokenizer
+    of transformers that environments use.
 
     Args:
         template_bos: Whether the chat template starts with the bos, as some real ones do.
@@ -415,10 +451,12 @@ class CharTokenizer:
 
     pad_token, bos_token, eos_token = "<pad>", "<s>", "</s>"
     pad_token_id, bos_token_id, eos_token_id = 0, 1, 2
+    unk_token, unk_token_id = None, None
     name_or_path = "char-tokenizer"
     vocab_size = 256
     model_max_length = 1_000_000
-    padding_side = "right"
+    padding_side, truncation_side = "right", "right"
+    is_fast = False
 
     def __init__(self, *, template_bos: bool = False, strips_thinking: bool = False) -> None:
         self.template_bos = template_bos
@@ -430,13 +468,40 @@ class CharTokenizer:
     def all_special_ids(self) -> list[int]:
         return [0, 1, 2]
 
+    @property
+    def all_special_tokens(self) -> list[str]:
+        return list(self._specials)
+
+    @property
+    def special_tokens_map(self) -> dict[str, str]:
+        names = ("pad_token", "bos_token", "eos_token")
+        return dict(zip(names, self._specials, strict=True))
+
     def __len__(self) -> int:
         return sys.maxunicode + 1
 
     def get_vocab(self) -> dict[str, int]:
         return {chr(i): i for i in range(3, self.vocab_size)} | self._specials
 
-    def encode(self, text: str, add_special_tokens: bool = True, **_: Any) -> list[int]:
+    def get_added_vocab(self) -> dict[str, int]:
+        return dict(self._specials)
+
+    def add_tokens(self, *_: Any, **__: Any) -> int:
+        """Add nothing: any text is a sequence of known characters."""
+        return 0
+
+    add_special_tokens = add_tokens
+
+    def encode(
+        self,
+        text: str,
+        add_special_tokens: bool = True,
+        *,
+        truncation: Any = False,
+        max_length: int | None = None,
+        return_tensors: str | None = None,
+        **_: Any,
+    ) -> Any:
         """Return one id per character, after the bos unless `add_special_tokens` is False."""
         ids = [self.bos_token_id] if add_special_tokens else []
         for piece in _SPECIALS.split(text):
@@ -444,12 +509,16 @@ class CharTokenizer:
                 ids.append(self._specials[piece])
             else:
                 ids.extend(map(ord, piece))
-        return ids
+        ids = ids[:max_length] if truncation else ids
+        return ids if return_tensors is None else _as_tensor([ids], return_tensors)
+
+    def tokenize(self, text: str, **_: Any) -> list[str]:
+        return [self.decode([i]) for i in self.encode(text, add_special_tokens=False)]
 
     def decode(self, token_ids: Any, skip_special_tokens: bool = False, **_: Any) -> str:
         names = {i: s for s, i in self._specials.items()}
         pieces = []
-        for token_id in (int(t) for t in token_ids):
+        for token_id in map(int, [token_ids] if isinstance(token_ids, Integral) else token_ids):
             if token_id not in names:
                 pieces.append(chr(token_id))
             elif not skip_special_tokens:
@@ -461,20 +530,43 @@ class CharTokenizer:
     ) -> list[str]:
         return [self.decode(ids, skip_special_tokens=skip_special_tokens) for ids in sequences]
 
-    def convert_ids_to_tokens(self, ids: Sequence[int]) -> list[str]:
-        return [self.decode([i]) for i in ids]
+    def convert_ids_to_tokens(self, ids: Any, **_: Any) -> Any:
+        return self.decode(ids) if isinstance(ids, int) else [self.decode([i]) for i in ids]
+
+    def convert_tokens_to_string(self, tokens: Sequence[str]) -> str:
+        return "".join(tokens)
 
     def convert_tokens_to_ids(self, tokens: Any) -> Any:
         if isinstance(tokens, str):
             return self.get_vocab().get(tokens, 0)
         return [self.get_vocab().get(token, 0) for token in tokens]
 
-    def __call__(self, text: Any, add_special_tokens: bool = True, **_: Any) -> dict[str, Any]:
-        if isinstance(text, str):
-            ids: Any = self.encode(text, add_special_tokens)
-            return {"input_ids": ids, "attention_mask": [1] * len(ids)}
-        ids = [self.encode(one, add_special_tokens) for one in text]
-        return {"input_ids": ids, "attention_mask": [[1] * len(row) for row in ids]}
+    def __call__(
+        self,
+        text: Any,
+        add_special_tokens: bool = True,
+        *,
+        padding: Any = False,
+        return_tensors: str | None = None,
+        **options: Any,
+    ) -> _Encoded:
+        texts = [text] if isinstance(text, str) else text
+        ids = [self.encode(one, add_special_tokens, **options) for one in texts]
+        longest = max(map(len, ids), default=0) if padding else 0
+        if padding == "max_length":
+            longest = options.get("max_length") or longest
+        masks = [[1] * len(row) for row in ids]
+        columns = {"input_ids": (ids, self.pad_token_id), "attention_mask": (masks, 0)}
+        encoded = _Encoded()
+        for name, (rows, filler) in columns.items():
+            rows = [self._padded(row, longest, filler) for row in rows]
+            is_one = isinstance(text, str) and return_tensors is None
+            encoded[name] = rows[0] if is_one else _as_tensor(rows, return_tensors)
+        return encoded
+
+    def _padded(self, row: list[int], length: int, filler: int) -> list[int]:
+        padding = [filler] * (length - len(row))
+        return padding + row if self.padding_side == "left" else row + padding
 
     def apply_chat_template(
         self,
@@ -483,6 +575,7 @@ class CharTokenizer:
         tokenize: bool = True,
         add_generation_prompt: bool = False,
         return_dict: bool = False,
+        return_tensors: str | None = None,
         **_: Any,
     ) -> Any:
         """Return ids, text if `tokenize` is False, or a mapping if `return_dict`."""
@@ -498,5 +591,5 @@ class CharTokenizer:
             text += "[assistant]"
         if not tokenize:
             return text
-        ids = self.encode(text, add_special_tokens=False)
-        return {"input_ids": ids, "attention_mask": [1] * len(ids)} if return_dict else ids
+        encoded = self(text, add_special_tokens=False, return_tensors=return_tensors)
+        return encoded if return_dict else encoded["input_ids"]

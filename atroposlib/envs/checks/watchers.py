@@ -396,15 +396,41 @@ def _put(look_up: Any, look_up_on_loop: Any, connect: Any) -> None:
 def _is_local(host: Any) -> bool:
     if isinstance(host, bytes):
         host = host.decode(errors="replace")
-    if host in (None, "", "localhost"):
+    name = str(host or "localhost").lower().removesuffix(".")
+    if name == "localhost" or name.endswith(".localhost"):
         return True
     try:
-        return ipaddress.ip_address(str(host).partition("%")[0]).is_loopback
+        address = ipaddress.ip_address(name.partition("%")[0])
     except ValueError:
         return False
+    if isinstance(address, ipaddress.IPv6Address) and address.ipv4_mapped:
+        address = address.ipv4_mapped
+    return address.is_loopback or address.is_unspecified  # connecting to 0.0.0.0 stays here
 
 
 LIBRARY = "atroposlib."
+
+
+class _Memory(io.BytesIO):
+    """Bytes that stay open when a stream that an environment puts around them ends."""
+
+    def close(self) -> None:
+        pass
+
+
+class _CapturedStream(io.TextIOWrapper):
+    """A standard stream in memory, with the buffer, encoding and descriptor of a real one.
+
+    What a child process writes to the descriptor is dropped.
+    """
+
+    def __init__(self, memory: _Memory) -> None:
+        super().__init__(memory, encoding="utf-8", errors="backslashreplace", write_through=True)
+        self._null = os.open(os.devnull, os.O_WRONLY)
+        weakref.finalize(self, os.close, self._null)
+
+    def fileno(self) -> int:
+        return self._null
 
 
 class CapturedOutput(logging.Handler):
@@ -412,13 +438,14 @@ class CapturedOutput(logging.Handler):
 
     Attributes:
         records: Log records of level INFO and above.
-        printed: Output on the standard streams.
+        stream: Takes the place of the standard streams.
     """
 
     def __init__(self) -> None:
         super().__init__(logging.INFO)
         self.records: list[logging.LogRecord] = []
-        self.printed = io.StringIO()
+        self._printed = _Memory()
+        self.stream = _CapturedStream(self._printed)
 
     def emit(self, record: logging.LogRecord) -> None:
         self.records.append(record)
@@ -430,7 +457,8 @@ class CapturedOutput(logging.Handler):
 
     def position(self) -> tuple[int, int]:
         """Return the current end of records and output, for `mentions`."""
-        return len(self.records), self.printed.tell()
+        self.stream.flush()
+        return len(self.records), self._printed.tell()
 
     def mentions(self, error: BaseException, *, since: tuple[int, int]) -> bool:
         """Whether there is a traceback, the text of the error, or a warning of the author's."""
@@ -441,7 +469,8 @@ class CapturedOutput(logging.Handler):
             has_traceback = bool(record.exc_info and record.exc_info[1] is not None)
             if is_warning or has_traceback or text in record.getMessage():
                 return True
-        return text in self.printed.getvalue()[offset:]
+        self.stream.flush()
+        return text.encode() in self._printed.getvalue()[offset:]
 
 
 @contextlib.contextmanager
@@ -454,8 +483,8 @@ def capture_output() -> Iterator[CapturedOutput]:
     root.setLevel(logging.INFO)
     try:
         with (
-            contextlib.redirect_stdout(captured.printed),
-            contextlib.redirect_stderr(captured.printed),
+            contextlib.redirect_stdout(captured.stream),
+            contextlib.redirect_stderr(captured.stream),
         ):
             yield captured
     finally:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import io
+import sys
 import threading
 from contextlib import suppress
 from typing import Any
@@ -162,7 +164,23 @@ class OwnClient(CleanEnv):
         return await super().collect_trajectory(item)
 
 
-CLEAN: list[type[CleanEnv]] = [TextOnly, TwoTurns, Judged, Thinking]
+class UsesStreams(CleanEnv):
+    """Uses what the standard streams of a process have and a text in memory lacks."""
+
+    async def setup(self) -> None:
+        await super().setup()
+        assert isinstance(sys.stdout, io.TextIOWrapper)
+        sys.stdout.reconfigure(encoding=sys.stdout.encoding.lower(), errors="replace")
+        sys.stdout = io.TextIOWrapper(sys.stdout.buffer, encoding="utf-8")
+        process = await asyncio.create_subprocess_exec("true", stdout=sys.stderr)
+        await process.wait()
+
+    def score(self, item: Any, choice: Any) -> float:
+        sys.stdout.buffer.write(choice.message.content.encode())
+        return super().score(item, choice)
+
+
+CLEAN: list[type[CleanEnv]] = [TextOnly, TwoTurns, Judged, Thinking, UsesStreams]
 DEFECTS: list[tuple[type[CleanEnv], str]] = [
     (ReadsThoughts, "truncated"),
     (LostPrefix, "context"),

@@ -6,6 +6,7 @@ import asyncio
 import inspect
 import itertools
 import random
+import sys
 import time
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -517,6 +518,81 @@ def test_check_group_without_tokens_is_one_failure() -> None:
 
     assert set(found) == {"shape"}
     assert "tokens: missing" in found["shape"].detail
+
+
+class TakesPort(CleanEnv):
+    async def setup(self) -> None:
+        await super().setup()
+        if PORT:
+            raise OSError("address already in use")
+        PORT.append(1)
+
+
+PORT: list[int] = []
+
+
+def test_check_run_that_fails_only_the_second_time_says_why() -> None:
+    failure = failures(TakesPort)["determinism"]
+
+    assert failure.detail == (
+        "a later run in the same process failed: OSError: address already in use"
+    )
+    assert "test_check_mistakes.py:" in (failure.where or "")
+    assert "end in close() what setup has opened" in failure.remedy
+
+
+class ExitsInSetup(CleanEnv):
+    async def setup(self) -> None:
+        sys.exit(0)
+
+
+class ExitsInRollout(CleanEnv):
+    def score(self, item: Any, choice: Any) -> float:
+        sys.exit("no more disk")
+
+
+class ExitsInEvaluation(CleanEnv):
+    async def evaluate(self, *args: Any, **kwargs: Any) -> None:
+        sys.exit(1)
+
+
+@pytest.mark.parametrize(
+    ("env_cls", "rule", "detail"),
+    [
+        (ExitsInSetup, "setup", "SystemExit: 0"),
+        (ExitsInRollout, "rollout", "SystemExit: no more disk"),
+        (ExitsInEvaluation, "evaluation", "SystemExit: 1"),
+    ],
+)
+def test_check_program_that_ends_itself_fails_at_that_line(
+    env_cls: type[BaseEnv], rule: str, detail: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    found = failures(env_cls)
+
+    assert set(found) == {rule}
+    assert found[rule].detail == detail
+    assert "test_check_mistakes.py:" in (found[rule].where or "")
+    assert "in place of sys.exit" in found[rule].remedy
+    assert "never retrieved" not in caplog.text
+
+
+def test_check_evaluation_that_lets_a_cancellation_pass_is_a_failure() -> None:
+    class Cancelled(CleanEnv):
+        async def evaluate(self, *args: Any, **kwargs: Any) -> None:
+            raise asyncio.CancelledError
+
+    failure = failures(Cancelled)["evaluation"]
+
+    assert "cancelled by its own code" in failure.detail
+
+
+def test_check_name_like_markup_is_printed_as_it_is() -> None:
+    class Marked(CleanEnv):
+        name = "[b]ca[/i]"
+
+    report = check_environment(Marked)
+
+    assert report.text.startswith("check of [b]ca[/i]")
 
 
 class Stuck(Sums):

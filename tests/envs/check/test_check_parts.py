@@ -7,6 +7,7 @@ import socket
 import subprocess
 import sys
 import threading
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,7 +16,13 @@ import pytest
 from atroposlib.envs.checks import watchers
 from atroposlib.envs.checks.harness import finding_on_error
 from atroposlib.envs.checks.report import Findings
-from atroposlib.envs.checks.runner import StepTimeoutError, changed_path, data_of, within_limit
+from atroposlib.envs.checks.runner import (
+    StepTimeoutError,
+    changed_path,
+    data_of,
+    limited_here,
+    within_limit,
+)
 from atroposlib.envs.checks.scripted_model import GARBAGE, RoleBook, make_script
 from atroposlib.envs.checks.watchers import (
     NetworkBlockedError,
@@ -41,10 +48,19 @@ def test_role_book_gives_each_rollout_its_role_and_keeps_it_over_turns() -> None
 def test_role_book_several_completions_of_one_request_have_different_roles() -> None:
     replies = RoleBook(make_script("<think>a</think>b")).replies("Q", 6)
 
-    roles = ["gold", "empty", "garbage", "truncated", "unclosed", "gold"]
+    roles = ["gold", "empty", "garbage", "truncated", "unclosed", "empty"]
     assert [reply.role for reply in replies] == roles
     assert [reply.is_truncated for reply in replies] == [role in roles[3:5] for role in roles]
     assert replies[4].text == "<think>ab"
+
+
+@pytest.mark.parametrize("gold", ["A", "Paris", "<think>a</think>b"])
+@pytest.mark.parametrize("num_rollouts", range(2, 9))
+def test_roles_of_a_group_differ_if_they_are_read_backwards(gold: str, num_rollouts: int) -> None:
+    replies = RoleBook(make_script(gold)).replies("Q", num_rollouts)
+
+    is_gold = [reply.role == "gold" for reply in replies]
+    assert is_gold != is_gold[::-1]
 
 
 @dataclass
@@ -81,6 +97,30 @@ def test_block_network_lets_this_machine_through_and_names_who_reaches_out(free_
     assert [attempt.host for attempt in attempts] == [f"127.0.0.1:{free_port}", "192.0.2.1"]
     assert all("test_check_parts.py:" in (attempt.where or "") for attempt in attempts)
     assert socket.getaddrinfo.__module__ == "socket"
+
+
+@pytest.mark.parametrize(
+    ("host", "is_here"),
+    [
+        ("127.0.0.5", True),
+        ("0.0.0.0", True),
+        ("::", True),
+        ("::ffff:127.0.0.1", True),
+        ("LOCALHOST.", True),
+        ("engine.localhost", True),
+        (b"127.0.0.1", True),
+        ("", True),
+        ("10.0.0.1", False),
+        ("::ffff:10.0.0.1", False),
+        ("notlocalhost", False),
+        ("localhost.example", False),
+    ],
+)
+def test_block_network_knows_the_names_of_this_machine(host: Any, is_here: bool) -> None:
+    with watchers.block_network() as attempts, suppress(OSError, watchers.NetworkBlockedError):
+        socket.getaddrinfo(host, 1, flags=socket.AI_NUMERICHOST)
+
+    assert bool(attempts) is not is_here
 
 
 async def test_block_network_reaches_look_ups_on_the_event_loop() -> None:
@@ -143,12 +183,37 @@ async def test_step_that_waits_for_a_score_says_so() -> None:
 
     assert str(scoring.value) == "scoring timed out: Scorer.score did not end within 0.01 s"
     assert "test_check_parts.py:" in (scoring.value.where or "")
-    assert (str(waiting.value), waiting.value.where) == ("did not end within 0.01 s", None)
+    assert str(waiting.value) == "did not end within 0.01 s"
+    assert f"test_check_parts.py:{line_of(other) + 1}" in (waiting.value.where or "")
 
 
 class RaisingEnv:
     def setup(self) -> None:
         raise KeyError("capitals")
+
+
+async def test_block_that_takes_too_long_ends_in_its_own_task_and_names_the_line() -> None:
+    task = asyncio.current_task()
+    seen = []
+
+    async def wait() -> None:
+        seen.append(asyncio.current_task())
+        await asyncio.Event().wait()
+
+    with (
+        pytest.raises(StepTimeoutError, match=r"did not end within 0.01 s") as stop,
+        limited_here(0.01),
+    ):
+        await wait()
+
+    assert seen == [task]
+    assert f"test_check_parts.py:{line_of(wait) + 2}" in (stop.value.where or "")
+    with limited_here(0.01):
+        await asyncio.sleep(0)  # a block in time is not cancelled, nor is this task any more
+
+
+def line_of(function: Any) -> int:
+    return int(function.__code__.co_firstlineno)
 
 
 def test_finding_on_error_keeps_the_remedy_of_settings_unless_the_author_raises() -> None:
