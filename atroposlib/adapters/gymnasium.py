@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import fnmatch
 import importlib.resources
+import io
 import random
 import re
 from collections.abc import Mapping, Sequence
@@ -103,6 +104,25 @@ def find_action(answer: str, actions: Mapping[str, int]) -> int | None:
     pattern = "|".join(rf"(?<![\w-]){re.escape(name)}(?![\w-])" for name in names)
     found = {actions[name] for name in re.findall(pattern, text)}
     return found.pop() if len(found) == 1 else None
+
+
+def numbers_by_name(names: Mapping[int, Sequence[str]]) -> dict[str, int]:
+    """Return the number of each name of an action, in the form that `find_action` takes.
+
+    Raises:
+        ConfigError: an action has no name, or two actions have the same one.
+    """
+    numbers: dict[str, int] = {}
+    for number, given in names.items():
+        plain = [" ".join(name.lower().split()) for name in given]
+        if not all(plain) or not plain:
+            raise ConfigError(f"actions: action {number} has no name, got {list(given)}")
+        for name in plain:
+            if numbers.setdefault(name, number) != number:
+                raise ConfigError(
+                    f"actions: {name!r} names the actions {numbers[name]} and {number}"
+                )
+    return numbers
 
 
 class GymnasiumEpisode(Episode):
@@ -232,7 +252,9 @@ class GymnasiumAdapter(Adapter):
         if self.args.observation == "str":
             text = plain_text(str(env.unwrapped))
         elif self._renders:
-            text = plain_text(env.render() or "")
+            rendering = env.render()  # a text or, as Gymnasium also permits, a `StringIO`
+            is_file = isinstance(rendering, io.StringIO)
+            text = plain_text(rendering.getvalue() if is_file else rendering or "")
         else:
             text = str(value)
         try:
@@ -285,6 +307,6 @@ class GymnasiumAdapter(Adapter):
                 f"{first + count - 1}"
             )
         names = {n: [name] if isinstance(name, str) else list(name) for n, name in named.items()}
-        self._numbers = {name.lower(): n for n, given in names.items() for name in given}
+        self._numbers = numbers_by_name(names)
         shown = ", ".join(given[0] for given in names.values())
         self.action_help = f"Write one action as <action>NAME</action>; the actions are: {shown}."
