@@ -15,6 +15,7 @@ import asyncio
 import functools
 import random
 import statistics
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
@@ -74,14 +75,15 @@ class ReasoningGymEpisode(Episode):
         super().__init__()
         self._adapter = adapter
         self._item = item
+        self._made: TaskItem | None = None
 
     async def begin(self) -> Sequence[ChatMessage]:
         # In a thread: some generators take seconds.
-        made = await asyncio.to_thread(self._adapter.task_item, self._item)
+        made = self._made = await asyncio.to_thread(self._adapter.task_item, self._item)
         return tasks.prompt_messages(made, self._adapter.config_of(made.task))
 
     async def reply(self, turn: Turn) -> Reply:
-        made = self._adapter.task_item(self._item)
+        made = self._made or self._adapter.task_item(self._item)
         score = await self._adapter.pool.run(tasks.score_completion, turn.text, made, default=0.0)
         self.metrics["correct"] = float(score >= tasks.CORRECT)
         return Reply(reward=score, is_done=True)
@@ -110,6 +112,7 @@ class ReasoningGymAdapter(Adapter):
         self.pool = ScorePool(num_workers=args.score_workers, timeout_s=args.score_timeout_s)
         self.config_of = functools.lru_cache(maxsize=256)(self._config_of)
         self._made = functools.lru_cache(maxsize=256)(self._make)
+        self._making = threading.Lock()
 
     async def open(self) -> None:
         await asyncio.to_thread(self._open)
@@ -160,10 +163,15 @@ class ReasoningGymAdapter(Adapter):
         )
 
     def task_item(self, item: Item) -> TaskItem:
-        """Make the question of an item; those made last are kept for the other rollouts."""
-        return self._made(
-            item["task"], item.get("index"), item.get("complexity"), item.get("eval_number")
-        )
+        """Make the question of an item; those made last are kept for the other rollouts.
+
+        Rollouts that begin together wait for each other, since some generators take seconds, or
+        make another question each time.
+        """
+        with self._making:
+            return self._made(
+                item["task"], item.get("index"), item.get("complexity"), item.get("eval_number")
+            )
 
     def _make(
         self, task: str, index: int | None, complexity: float | None, eval_number: int | None

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import json
 import os
 import subprocess
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +22,7 @@ from atroposlib.adapters.reasoning_gym import ReasoningGymAdapter
 from atroposlib.adapters.registry import make_adapter
 from atroposlib.envs.conversation import Turn
 from atroposlib.errors import ConfigError
+from atroposlib.tasks.reasoning_gym import TaskItem
 from tests.adapters.playing import adapter_env, roll_out
 
 pytestmark = pytest.mark.slow
@@ -120,6 +124,32 @@ async def test_answer_that_would_run_as_code_scores_zero(tmp_path: Path) -> None
 
     assert reply.reward == 0.0
     assert not target.exists()
+
+
+async def test_rollouts_of_an_item_have_one_question_which_is_scored(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made, begun, go_on = itertools.count(), threading.Event(), threading.Event()
+
+    def another_each_time(config: Any, index: int, complexity: Any = None) -> TaskItem:
+        number = next(made)
+        begun.set()
+        assert go_on.wait(30)
+        return TaskItem("chain_sum", {}, {"question": f"{number}?", "answer": f"{number}"})
+
+    adapter = await opened("chain_sum")
+    monkeypatch.setattr("atroposlib.tasks.reasoning_gym.train_item", another_each_time)
+    episodes = [adapter.start(await adapter.item(7)) for _ in range(4)]
+
+    beginning = asyncio.gather(*(episode.begin() for episode in episodes))
+    await asyncio.to_thread(begun.wait, 30)
+    go_on.set()
+    openings = await beginning
+    adapter._made.cache_clear()  # as after many other items
+    replies = [await e.reply(Turn("<answer>0</answer>", 0, ())) for e in episodes]
+
+    assert [opening[-1]["content"] for opening in openings] == ["0?"] * 4
+    assert [reply.reward for reply in replies] == [1.0] * 4
 
 
 @pytest.mark.parametrize(
