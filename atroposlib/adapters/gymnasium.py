@@ -11,10 +11,14 @@ from __future__ import annotations
 
 import fnmatch
 import importlib.resources
+import importlib.util
 import io
+import logging
 import random
 import re
+import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import yaml
@@ -33,6 +37,8 @@ from atroposlib.errors import ConfigError
 from atroposlib.utils.text import texts_in_tag
 
 __all__ = ["GymnasiumAdapter", "GymnasiumArgs", "GymnasiumEpisode", "find_action", "plain_text"]
+
+logger = logging.getLogger(__name__)
 
 EVAL_SEEDS = 1_000_000_000
 """First seed of evaluations; those of training are smaller."""
@@ -82,6 +88,14 @@ def shipped_mapping(env_id: str) -> dict[str, Any]:
     mappings: dict[str, dict[str, Any]] = yaml.safe_load(text.read_text(encoding="utf-8"))
     bare = env_id.rpartition(":")[2]
     return next((m for pattern, m in mappings.items() if fnmatch.fnmatch(bare, pattern)), {})
+
+
+def _make_importable(module: str) -> None:
+    """Let a module of the current folder be imported, which is not on the path of a command."""
+    package, folder = module.partition(".")[0], Path.cwd()
+    is_here = (folder / f"{package}.py").is_file() or (folder / package).is_dir()
+    if package and is_here and importlib.util.find_spec(package) is None:
+        sys.path.append(str(folder))
 
 
 def plain_text(rendering: str) -> str:
@@ -266,6 +280,7 @@ class GymnasiumAdapter(Adapter):
 
     def _inspect(self) -> None:
         """Read the spaces of the environment, and check that the mapping fits them."""
+        _make_importable(self.name.rpartition(":")[0])
         env = self.make()
         try:
             modes = env.metadata.get("render_modes") or ()
@@ -275,7 +290,10 @@ class GymnasiumAdapter(Adapter):
             self._renders = wanted == "render" or (wanted == "auto" and "ansi" in modes)
             self._read_actions(env.action_space)
         finally:
-            env.close()
+            try:
+                env.close()
+            except Exception as error:  # noqa: BLE001 - some expect a `reset` before
+                logger.warning("%s was not closed: %r", self.name, error)
         listed = self.action_help
         prompt = self.args.prompt or f"You play {self.name}. {{actions}}"
         self.prompt = prompt.replace("{actions}", listed)

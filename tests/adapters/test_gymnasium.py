@@ -165,6 +165,13 @@ class StringIoRendering(Echo):
         return io.StringIO("a board")
 
 
+class ClosesAfterReset(Echo):
+    game: Any = None
+
+    def close(self) -> None:
+        self.game.end()
+
+
 class Continuous(Echo):
     action_space = spaces.Box(0, 1)  # type: ignore[assignment]
 
@@ -174,6 +181,7 @@ def registered() -> Iterator[None]:
     envs = {
         "Echo-v0": Echo,
         "Continuous-v0": Continuous,
+        "ClosesAfterReset-v0": ClosesAfterReset,
         "StringIoRendering-v0": StringIoRendering,
     }
     for name, env_cls in envs.items():
@@ -195,6 +203,35 @@ async def test_text_space_takes_the_text_of_the_answer() -> None:
     assert invalid.reward == -0.1
     assert last.is_done
     assert last.reward == 1.0
+
+
+async def test_environment_that_cannot_be_closed_before_a_reset_is_played(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    adapter = await opened("ClosesAfterReset-v0")
+
+    assert "ClosesAfterReset-v0 was not closed: AttributeError" in caplog.text
+    assert "TEXT" in adapter.prompt
+
+
+def test_module_of_the_current_folder_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "own_games.py").write_text(
+        "import gymnasium\n"
+        "gymnasium.register('Own-v0', 'gymnasium.envs.toy_text.frozen_lake:FrozenLakeEnv')\n"
+    )
+    program = (
+        "import sys; sys.path[0] = sys.argv.pop(1); from atroposlib.cli.env import main; main()"
+    )
+
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(REPOSITORY), "gymnasium:own_games:Own-v0", "check"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+    assert done.returncode == 0, done.stdout + done.stderr
 
 
 async def test_rendering_may_be_a_string_io() -> None:
