@@ -265,12 +265,12 @@ class GymnasiumAdapter(Adapter):
         """Return the message with an observation."""
         if self.args.observation == "str":
             text = plain_text(str(env.unwrapped))
-        elif self._renders:
-            rendering = env.render()  # a text or, as Gymnasium also permits, a `StringIO`
-            is_file = isinstance(rendering, io.StringIO)
-            text = plain_text(rendering.getvalue() if is_file else rendering or "")
         else:
-            text = str(value)
+            # A text or, as Gymnasium also permits, a `StringIO`; None if it has been printed.
+            rendering: Any = env.render() if self._renders else None
+            is_file = isinstance(rendering, io.StringIO)
+            shown = rendering.getvalue() if is_file else rendering
+            text = str(value) if shown is None else plain_text(shown)
         try:
             return self.args.observation_template.format(text=text, value=value, info=info)
         except (KeyError, IndexError, AttributeError, ValueError, TypeError) as error:

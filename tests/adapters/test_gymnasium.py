@@ -242,6 +242,15 @@ async def test_rendering_may_be_a_string_io() -> None:
     assert opening[0]["content"].endswith("a board")
 
 
+async def test_value_is_shown_if_the_rendering_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StringIoRendering, "render", lambda self: None)
+    adapter = await opened("StringIoRendering-v0")
+
+    opening, *_ = await play(adapter, await adapter.item(0), [])
+
+    assert opening[0]["content"].endswith("write yes")
+
+
 async def test_names_of_actions_are_found_whatever_their_spaces() -> None:
     adapter = await opened("FrozenLake-v1", actions={0: " Go  left ", 1: "go\ndown"})
 
