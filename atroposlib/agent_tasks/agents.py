@@ -366,7 +366,9 @@ def check_placeholders(text: str, where: str) -> None:
     for _, name, spec, conversion in found:
         if name is None:
             continue
-        if name not in PLACEHOLDERS or spec or conversion:
+        if name in PLACEHOLDERS and (spec or conversion):
+            raise ConfigError(f"{where}: {text!r:.200}: {{{name}}} takes no format")
+        if name not in PLACEHOLDERS:
             known = ", ".join(f"{{{known}}}" for known in PLACEHOLDERS)
             raise ConfigError(
                 f"{where}: {text!r:.200}: unknown placeholder {{{name}}}"
@@ -388,12 +390,6 @@ def find_agent(settings: AgentSettings, where: str = "agent") -> Agent:
     if preset is None:
         words = split_command(settings.agent, where)
         software = _own_software(settings.prefix, where)
-        used = {name for word in words for name in placeholders_of(word)}
-        for name in used & {"python", "bin", "node"} - set(software.words):
-            raise ConfigError(
-                f"{where}: {{{name}}} needs the folder of the software; "
-                f"set its {_prefix_word(where)}"
-            )
         return _agent(settings, Path(words[0]).name, words, {}, software, where)
     if preset.runtime == "python":
         software = _python_software(preset, settings.prefix, where)
@@ -412,6 +408,13 @@ def _agent(
 ) -> Agent:
     for text in settings.env.values():
         check_placeholders(text, f"{where}: env")
+    texts = (*command, *settings.env.values())
+    used = {name for text in texts for name in placeholders_of(text)}
+    for missing in used & {"python", "bin", "node"} - set(software.words):
+        raise ConfigError(
+            f"{where}: {{{missing}}} needs the folder of the software; "
+            f"set its {_prefix_word(where)}"
+        )
     return Agent(
         name=settings.name or name,
         command=command,

@@ -79,13 +79,21 @@ def test_command_with_an_argument_too_long_for_the_system_is_refused() -> None:
         found.command_for(task, MODEL, workdir="/app")
 
 
+@pytest.mark.parametrize(("agent", "variable"), [("run it", "{bin}:/usr/bin"), ("shell", "{node}")])
+def test_variable_that_needs_missing_software_is_refused(agent: str, variable: str) -> None:
+    settings = AgentSettings(agent=agent, env={"PATH": variable})
+
+    with pytest.raises(ConfigError, match="needs the folder of the software"):
+        find_agent(settings)
+
+
 @pytest.mark.parametrize(
     ("command", "expected"),
     [
         ("run {instruktion}", r"unknown placeholder \{instruktion\}.*did you mean instruction"),
         ("run {task.folder}", "unknown placeholder"),
-        ("run {task!r}", "unknown placeholder"),
-        ("run {task:>9}", "unknown placeholder"),
+        ("run {task!r}", r"\{task\} takes no format"),
+        ("run {task:>9}", r"\{task\} takes no format"),
         ("run {}", "unknown placeholder"),
         ("run {task", "write literal braces twice"),
         ("run 'a", "No closing quotation"),
