@@ -6,6 +6,7 @@ import json
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
@@ -71,11 +72,15 @@ def test_command_keeps_doubled_braces_as_one() -> None:
     assert list(command_of(["run", '{{"a": 1}}', "{model}"]).command)[1] == '{"a": 1}'
 
 
-def test_command_with_an_argument_too_long_for_the_system_is_refused() -> None:
-    found = find_agent(AgentSettings(agent="run {instruction}"))
+@pytest.mark.parametrize(
+    "settings",
+    [{"agent": "run {instruction}"}, {"agent": "run it", "env": {"TASK": "{instruction}"}}],
+)
+def test_command_with_a_text_too_long_for_the_system_is_refused(settings: dict[str, Any]) -> None:
+    found = find_agent(AgentSettings.model_validate(settings))
     task = Task(name="long", folder=Path("/tasks/long"), instruction="x" * 200_000)
 
-    with pytest.raises(ConfigError, match=r"task 'long'.*200,000 bytes.*instruction_file"):
+    with pytest.raises(ConfigError, match=r"task 'long'.*200,00\d bytes.*instruction_file"):
         found.command_for(task, MODEL, workdir="/app")
 
 
