@@ -15,7 +15,6 @@ import asyncio
 import functools
 import random
 import statistics
-import threading
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal
 
@@ -78,8 +77,7 @@ class ReasoningGymEpisode(Episode):
         self._made: TaskItem | None = None
 
     async def begin(self) -> Sequence[ChatMessage]:
-        # In a thread: some generators take seconds.
-        made = self._made = await asyncio.to_thread(self._adapter.task_item, self._item)
+        made = self._made = await self._adapter.made_item(self._item)
         return tasks.prompt_messages(made, self._adapter.config_of(made.task))
 
     async def reply(self, turn: Turn) -> Reply:
@@ -112,7 +110,7 @@ class ReasoningGymAdapter(Adapter):
         self.pool = ScorePool(num_workers=args.score_workers, timeout_s=args.score_timeout_s)
         self.config_of = functools.lru_cache(maxsize=256)(self._config_of)
         self._made = functools.lru_cache(maxsize=256)(self._make)
-        self._making = threading.Lock()
+        self._making: dict[tuple[Any, ...], asyncio.Future[TaskItem]] = {}
 
     async def open(self) -> None:
         await asyncio.to_thread(self._open)
@@ -162,16 +160,21 @@ class ReasoningGymAdapter(Adapter):
             target_accuracy=self.args.target_accuracy, **state.get("curriculum", {})
         )
 
-    def task_item(self, item: Item) -> TaskItem:
-        """Make the question of an item; those made last are kept for the other rollouts.
+    async def made_item(self, item: Item) -> TaskItem:
+        """Make the question of an item in a thread, once for all rollouts that begin together.
 
-        Rollouts that begin together wait for each other, since some generators take seconds, or
-        make another question each time.
+        Some generators take seconds, and some make another question each time.
         """
-        with self._making:
-            return self._made(
-                item["task"], item.get("index"), item.get("complexity"), item.get("eval_number")
-            )
+        key = _numbers_of(item)
+        if key not in self._making:
+            making = asyncio.ensure_future(asyncio.to_thread(self._made, *key))
+            making.add_done_callback(lambda _: self._making.pop(key))
+            self._making[key] = making
+        return await asyncio.shield(self._making[key])
+
+    def task_item(self, item: Item) -> TaskItem:
+        """Make the question of an item; those made last are kept."""
+        return self._made(*_numbers_of(item))
 
     def _make(
         self, task: str, index: int | None, complexity: float | None, eval_number: int | None
@@ -216,3 +219,8 @@ class ReasoningGymAdapter(Adapter):
         weights = [self.args.weights.get(name, 1.0) for name in self.names]
         if not (min(weights) >= 0 and 0 < sum(weights) < float("inf")):
             raise ConfigError("weights: expected finite numbers of at least 0, and one above 0")
+
+
+def _numbers_of(item: Item) -> tuple[Any, ...]:
+    """Return what determines the question of an item."""
+    return item["task"], item.get("index"), item.get("complexity"), item.get("eval_number")
