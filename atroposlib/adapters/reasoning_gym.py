@@ -20,9 +20,9 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from atroposlib.adapters.interface import Adapter, AdapterArgs, Episode, Item
+from atroposlib.adapters.interface import Adapter, AdapterArgs, Episode, EpisodeThreads, Item
 from atroposlib.envs.conversation import ChatMessage, Reply, Turn
-from atroposlib.errors import ConfigError
+from atroposlib.errors import ConfigError, EpisodeTimeoutError
 from atroposlib.tasks import reasoning_gym as tasks
 from atroposlib.tasks.reasoning_gym import Curriculum, ReasoningGymEnvConfig, TaskItem
 from atroposlib.utils.score_pool import ScorePool
@@ -110,6 +110,7 @@ class ReasoningGymAdapter(Adapter):
         self.pool = ScorePool(num_workers=args.score_workers, timeout_s=args.score_timeout_s)
         self.config_of = functools.lru_cache(maxsize=256)(self._config_of)
         self._made = functools.lru_cache(maxsize=256)(self._make)
+        self._threads = EpisodeThreads(f"reasoning-gym:{name}")
         self._making: dict[tuple[Any, ...], asyncio.Future[TaskItem]] = {}
 
     async def open(self) -> None:
@@ -163,14 +164,28 @@ class ReasoningGymAdapter(Adapter):
     async def made_item(self, item: Item) -> TaskItem:
         """Make the question of an item in a thread, once for all rollouts that begin together.
 
-        Some generators take seconds, and some make another question each time.
+        Some generators take minutes, and some make another question each time.
+
+        Raises:
+            EpisodeTimeoutError: it takes longer than a step may.
         """
         key = _numbers_of(item)
         if key not in self._making:
-            making = asyncio.ensure_future(asyncio.to_thread(self._made, *key))
+            making = asyncio.ensure_future(self._make_in_time(key))
             making.add_done_callback(lambda _: self._making.pop(key))
             self._making[key] = making
         return await asyncio.shield(self._making[key])
+
+    async def _make_in_time(self, key: tuple[Any, ...]) -> TaskItem:
+        thread = self._threads.open()
+        try:
+            return await asyncio.wait_for(thread.call(self._made, *key), self.step_timeout_s)
+        except (TimeoutError, asyncio.TimeoutError) as error:
+            raise EpisodeTimeoutError(
+                f"{key[0]} made no question within {self.step_timeout_s:g} s; lower its complexity"
+            ) from error
+        finally:
+            await thread.close()
 
     def task_item(self, item: Item) -> TaskItem:
         """Make the question of an item; those made last are kept."""
