@@ -16,6 +16,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import math
 import re
 from collections.abc import AsyncIterator, Awaitable, Mapping, Sequence
 from dataclasses import replace
@@ -81,6 +82,8 @@ OPEN_S = 900.0
 """Time limit of loading a task set."""
 OUTAGE_S = 3600.0
 """Time for which the next item is asked for again while its source cannot be reached."""
+MAX_FAILED_ITEMS = 3
+"""Items in a row that the other library may fail to make before the run ends."""
 MIN_AGENT_TOKENS = 16
 
 Result = TypeVar("Result")
@@ -317,6 +320,16 @@ class AdapterEnv(MultiTurnEnv):
         await super().close()
 
     async def get_next_item(self) -> Item:
+        """Return the next item; one that the other library cannot make is left out."""
+        for _ in range(MAX_FAILED_ITEMS - 1):
+            try:
+                return await self._next_item()
+            except EpisodeFailedError as error:
+                self.count_failure(type(error).__name__)
+                logger.warning("item %d is left out: %s", self.iter - 1, error)
+        return await self._next_item()
+
+    async def _next_item(self) -> Item:
         index, self.iter = self.iter, self.iter + 1
         where = self.config.adapter
         return await repeat_until_connected(
@@ -429,7 +442,7 @@ class AdapterEnv(MultiTurnEnv):
                 )
             finally:
                 await conversation.close()  # does nothing if `play` has closed it
-        rollout.metrics = dict(episode.metrics)
+        rollout.metrics = finite_metrics(episode.metrics)
         return rollout
 
     @cached_property
@@ -503,7 +516,7 @@ class AdapterEnv(MultiTurnEnv):
             reward_parts=[weighed.parts],
             messages=list(end.messages) or sequences[0].messages,
             outcome="truncated" if end.is_truncated else "done",
-            metrics=dict(end.metrics),
+            metrics=finite_metrics(end.metrics),
             trace=end.trace,
         )
 
@@ -521,6 +534,20 @@ class AdapterEnv(MultiTurnEnv):
                 self._proxy = None  # the next rollout starts another one
             raise
         return proxy
+
+
+def finite_metrics(metrics: Mapping[str, Any]) -> dict[str, float]:
+    """Return the finite numbers of metrics; others would spoil the means, or could not be logged.
+
+    Numbers of NumPy and tensors of one element are numbers.
+    """
+    numbers: dict[str, float] = {}
+    for name, value in metrics.items():
+        with contextlib.suppress(TypeError, ValueError, OverflowError):
+            number = float(value)
+            if math.isfinite(number):
+                numbers[name] = number
+    return numbers
 
 
 def chats_of_rows(turns: Sequence[AgentTurn]) -> dict[int, list[ChatMessage]]:

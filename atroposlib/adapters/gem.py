@@ -9,6 +9,7 @@ process, or that cannot be used from several threads, are refused; the message n
 
 from __future__ import annotations
 
+import inspect
 import logging
 import random
 import warnings
@@ -170,11 +171,28 @@ class GemAdapter(Adapter):
             reason, remedy = REFUSED[module]
             raise ConfigError(f"{self.name} is not offered: {reason}; {remedy}")
         env = self.make()
+        check_arguments(env, self.args.env_kwargs, self.name)
         try:
             env.reset(seed=0)
         except Exception as error:  # such as missing data, which some games read only now
             raise ConfigError(f"{self.name} cannot start: {error!r:.500}") from error
         separate_random("gem")
+
+
+def check_arguments(env: Any, given: Mapping[str, Any], name: str) -> None:
+    """Refuse arguments that the constructor of a game takes as `**_`, which it ignores.
+
+    Raises:
+        ConfigError: there is one.
+    """
+    parameters = inspect.signature(type(env).__init__).parameters.values()
+    if not any(p.kind is p.VAR_KEYWORD and p.name.startswith("_") for p in parameters):
+        return
+    known = [p.name for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD][1:]
+    for argument in given:
+        if argument not in known:
+            hint = near_name(argument, known) or f"; it has {', '.join(known)}"
+            raise ConfigError(f"env_kwargs: {name} has no argument {argument!r}{hint}")
 
 
 def _import_gem() -> None:

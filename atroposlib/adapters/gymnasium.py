@@ -11,9 +11,14 @@ from __future__ import annotations
 
 import fnmatch
 import importlib.resources
+import importlib.util
+import io
+import logging
 import random
 import re
+import sys
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, ClassVar, Literal
 
 import yaml
@@ -32,6 +37,8 @@ from atroposlib.errors import ConfigError
 from atroposlib.utils.text import texts_in_tag
 
 __all__ = ["GymnasiumAdapter", "GymnasiumArgs", "GymnasiumEpisode", "find_action", "plain_text"]
+
+logger = logging.getLogger(__name__)
 
 EVAL_SEEDS = 1_000_000_000
 """First seed of evaluations; those of training are smaller."""
@@ -83,6 +90,14 @@ def shipped_mapping(env_id: str) -> dict[str, Any]:
     return next((m for pattern, m in mappings.items() if fnmatch.fnmatch(bare, pattern)), {})
 
 
+def _make_importable(module: str) -> None:
+    """Let a module of the current folder be imported, which is not on the path of a command."""
+    package, folder = module.partition(".")[0], Path.cwd()
+    is_here = (folder / f"{package}.py").is_file() or (folder / package).is_dir()
+    if package and is_here and importlib.util.find_spec(package) is None:
+        sys.path.append(str(folder))
+
+
 def plain_text(rendering: str) -> str:
     """Return a rendering without terminal codes; highlighted characters are put in brackets."""
     return _ESCAPE.sub("", _HIGHLIGHTED.sub(r"[\1]", rendering)).strip("\n")
@@ -103,6 +118,25 @@ def find_action(answer: str, actions: Mapping[str, int]) -> int | None:
     pattern = "|".join(rf"(?<![\w-]){re.escape(name)}(?![\w-])" for name in names)
     found = {actions[name] for name in re.findall(pattern, text)}
     return found.pop() if len(found) == 1 else None
+
+
+def numbers_by_name(names: Mapping[int, Sequence[str]]) -> dict[str, int]:
+    """Return the number of each name of an action, in the form that `find_action` takes.
+
+    Raises:
+        ConfigError: an action has no name, or two actions have the same one.
+    """
+    numbers: dict[str, int] = {}
+    for number, given in names.items():
+        plain = [" ".join(name.lower().split()) for name in given]
+        if not all(plain) or not plain:
+            raise ConfigError(f"actions: action {number} has no name, got {list(given)}")
+        for name in plain:
+            if numbers.setdefault(name, number) != number:
+                raise ConfigError(
+                    f"actions: {name!r} names the actions {numbers[name]} and {number}"
+                )
+    return numbers
 
 
 class GymnasiumEpisode(Episode):
@@ -231,10 +265,12 @@ class GymnasiumAdapter(Adapter):
         """Return the message with an observation."""
         if self.args.observation == "str":
             text = plain_text(str(env.unwrapped))
-        elif self._renders:
-            text = plain_text(env.render() or "")
         else:
-            text = str(value)
+            # A text or, as Gymnasium also permits, a `StringIO`; None if it has been printed.
+            rendering: Any = env.render() if self._renders else None
+            is_file = isinstance(rendering, io.StringIO)
+            shown = rendering.getvalue() if is_file else rendering
+            text = str(value) if shown is None else plain_text(shown)
         try:
             return self.args.observation_template.format(text=text, value=value, info=info)
         except (KeyError, IndexError, AttributeError, ValueError, TypeError) as error:
@@ -244,6 +280,7 @@ class GymnasiumAdapter(Adapter):
 
     def _inspect(self) -> None:
         """Read the spaces of the environment, and check that the mapping fits them."""
+        _make_importable(self.name.rpartition(":")[0])
         env = self.make()
         try:
             modes = env.metadata.get("render_modes") or ()
@@ -253,7 +290,10 @@ class GymnasiumAdapter(Adapter):
             self._renders = wanted == "render" or (wanted == "auto" and "ansi" in modes)
             self._read_actions(env.action_space)
         finally:
-            env.close()
+            try:
+                env.close()
+            except Exception as error:  # noqa: BLE001 - some expect a `reset` before
+                logger.warning("%s was not closed: %r", self.name, error)
         listed = self.action_help
         prompt = self.args.prompt or f"You play {self.name}. {{actions}}"
         self.prompt = prompt.replace("{actions}", listed)
@@ -285,6 +325,6 @@ class GymnasiumAdapter(Adapter):
                 f"{first + count - 1}"
             )
         names = {n: [name] if isinstance(name, str) else list(name) for n, name in named.items()}
-        self._numbers = {name.lower(): n for n, given in names.items() for name in given}
+        self._numbers = numbers_by_name(names)
         shown = ", ".join(given[0] for given in names.values())
         self.action_help = f"Write one action as <action>NAME</action>; the actions are: {shown}."

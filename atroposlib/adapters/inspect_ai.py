@@ -43,6 +43,7 @@ from atroposlib.errors import (
     EpisodeFailedError,
     EpisodeRewardError,
 )
+from atroposlib.utils.text import near_name
 
 __all__ = ["InspectAdapter", "InspectArgs", "InspectEpisode", "Worker", "main"]
 
@@ -329,7 +330,7 @@ def end_of_sample(reply: Mapping[str, Any], wanted: Sequence[str], where: str) -
     unknown = [name for name in names if name not in scores]
     if unknown or not names:
         raise EpisodeRewardError(
-            f"{where} gave no score {unknown[0] if unknown else 'at all'}; its scores are: "
+            f"{where} gave no score {unknown[0] if unknown else first}; its scores are: "
             f"{', '.join(scores) or 'none'}"
         )
     metrics = {name: v for name, v in scores.items() if v is not None and math.isfinite(v)}
@@ -370,7 +371,7 @@ def main() -> None:
                 reply = task.summary()
             else:
                 reply = task.evaluate(request)
-        except Exception as error:  # noqa: BLE001 - foreign code; the parent process reports it
+        except (Exception, SystemExit) as error:  # noqa: BLE001 - foreign code; it is reported
             reply = {"error": f"{type(error).__name__}: {error}"}
         replies.write(json.dumps(reply) + "\n")
         replies.flush()
@@ -391,20 +392,25 @@ class LoadedTask:
                 f"{name} names {len(tasks)} tasks; expected one, such as {name}@NAME of the task"
             )
         self.task = tasks[0]
+        check_task_args(self.task, request["task_args"])
         self.samples = list(self.task.dataset)
         self.request = request
 
     def summary(self) -> dict[str, Any]:
+        sandboxes = [self.task.sandbox, *(sample.sandbox for sample in self.samples)]
+        return {
+            "num_samples": len(self.samples),
+            "scorers": self.scorers(),
+            "sandboxes": sorted({box.type for box in sandboxes if box is not None}),
+        }
+
+    def scorers(self) -> list[str]:
+        """Return the names of the scorers, with those of their packages."""
         from inspect_ai.util import registry_info
 
         scorers = self.task.scorer or []
         listed = scorers if isinstance(scorers, list | tuple) else [scorers]
-        sandboxes = [self.task.sandbox, *(sample.sandbox for sample in self.samples)]
-        return {
-            "num_samples": len(self.samples),
-            "scorers": [registry_info(scorer).name for scorer in listed],
-            "sandboxes": sorted({box.type for box in sandboxes if box is not None}),
-        }
+        return [registry_info(scorer).name for scorer in listed]
 
     def evaluate(self, request: Mapping[str, Any]) -> dict[str, Any]:
         import inspect_ai
@@ -414,6 +420,7 @@ class LoadedTask:
         sample = copy.deepcopy(self.samples[request["sample"]])
         task = copy.copy(self.task)
         task.dataset = MemoryDataset([sample], name=self.task.dataset.name)
+        task.model = None  # one of the task would be asked in place of the policy
         model = get_model(
             f"openai-api/policy/{request['model']}",
             base_url=request["base_url"],
@@ -428,7 +435,8 @@ class LoadedTask:
             error = next((error.message for error in errors if error is not None), None)
             if error is not None or not samples:
                 return {"error": error or f"inspect ended as {log.status}"}
-            return reply_of_sample(samples[0], str(model))
+            first_scorer = self.scorers()[0].rpartition("/")[2]
+            return reply_of_sample(samples[0], str(model), first_scorer)
 
     def _settings(self, request: Mapping[str, Any], folder: str) -> dict[str, Any]:
         """Return the arguments of `eval` that the installed version has."""
@@ -459,7 +467,19 @@ class LoadedTask:
         return settings
 
 
-def reply_of_sample(sample: Any, policy: str) -> dict[str, Any]:
+def check_task_args(task: Any, given: Mapping[str, Any]) -> None:
+    """Raise `ValueError` for arguments that the task does not take; inspect only logs them."""
+    from inspect_ai._util.registry import registry_params
+    from inspect_ai.util import registry_info
+
+    for name in given:
+        if name not in registry_params(task):
+            known = registry_info(task).metadata.get("params") or ()
+            hint = near_name(name, known) or f"; it has {', '.join(known) or 'none'}"
+            raise ValueError(f"task_args: the task has no argument {name!r}{hint}")
+
+
+def reply_of_sample(sample: Any, policy: str, first_scorer: str) -> dict[str, Any]:
     """Return what the parent process needs of an evaluated sample."""
     if asks_policy_in_scoring(sample, policy):
         return {
@@ -472,7 +492,7 @@ def reply_of_sample(sample: Any, policy: str) -> dict[str, Any]:
     length = sample.output.stop_reason in ("max_tokens", "model_length")
     return {
         "scores": scores,
-        "first_scorer": next(iter(sample.scores or {}), ""),
+        "first_scorer": first_scorer,
         "num_turns": sum(message.role == "assistant" for message in sample.messages),
         "limit": sample.limit.type if sample.limit is not None else None,
         "is_truncated": sample.limit is not None or length,

@@ -310,7 +310,9 @@ class EpisodeThreads:
         """
         lock = self._alone
         if not lock.acquire(timeout=timeout_s):
-            self._alone = threading.Lock()  # the one inside may never return
+            with self._lock:
+                if self._alone is lock:  # else another thread has given it up
+                    self._alone = threading.Lock()  # the one inside may never return
             raise EpisodeTimeoutError(
                 f"{self.where}: the call of another episode has not returned within {timeout_s:g} s"
             )
@@ -382,6 +384,7 @@ class EpisodeLoop:
     Episodes of all rollouts run in it, so that a scoring function that never returns does not
     block the service. It is noticed when a call is cancelled: if the loop does not react within
     `reaction_s`, its thread is abandoned, the other calls fail, and the next call opens a new loop.
+    The abandoned loop ends once it reacts.
 
     Args:
         where: start of error messages, such as `verifiers:wordle`.
@@ -395,6 +398,7 @@ class EpisodeLoop:
         self.reaction_s = reaction_s
         self.max_abandoned = max_abandoned
         self._num_opened = 0
+        self._num_abandoned = 0
         self._loop: asyncio.AbstractEventLoop | None = None
         self._lost: asyncio.Event | None = None
 
@@ -441,10 +445,9 @@ class EpisodeLoop:
 
     def _opened(self) -> tuple[asyncio.AbstractEventLoop, asyncio.Event]:
         if self._loop is None or self._lost is None:
-            if self._num_opened > self.max_abandoned:
+            if self._num_abandoned > self.max_abandoned:
                 raise EpisodeFailedError(
-                    f"{self.where}: {self.max_abandoned} calls have blocked the library; no more "
-                    "are made"
+                    f"{self.where}: {self._num_abandoned} calls block the library; no more are made"
                 )
             self._num_opened += 1
             self._loop, self._lost = asyncio.new_event_loop(), asyncio.Event()
@@ -455,11 +458,18 @@ class EpisodeLoop:
 
     async def _check(self, loop: asyncio.AbstractEventLoop) -> None:
         """Abandon the loop if it does not react."""
-        reaction = asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop)
-        done, _ = await asyncio.wait({asyncio.wrap_future(reaction)}, timeout=self.reaction_s)
+        reaction = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop))
+        done, _ = await asyncio.wait({reaction}, timeout=self.reaction_s)
         if not done and self._loop is loop and self._lost is not None:
             self._lost.set()
             self._loop = self._lost = None
+            self._num_abandoned += 1
+            reaction.add_done_callback(lambda _: self._end_abandoned(loop))
+
+    def _end_abandoned(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._num_abandoned -= 1
+        ended = asyncio.run_coroutine_threadsafe(_cancel_others(), loop)
+        ended.add_done_callback(lambda _: loop.call_soon_threadsafe(loop.stop))
 
     @staticmethod
     def _work(loop: asyncio.AbstractEventLoop) -> None:

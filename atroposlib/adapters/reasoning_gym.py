@@ -20,9 +20,9 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from atroposlib.adapters.interface import Adapter, AdapterArgs, Episode, Item
+from atroposlib.adapters.interface import Adapter, AdapterArgs, Episode, EpisodeThreads, Item
 from atroposlib.envs.conversation import ChatMessage, Reply, Turn
-from atroposlib.errors import ConfigError
+from atroposlib.errors import ConfigError, EpisodeTimeoutError
 from atroposlib.tasks import reasoning_gym as tasks
 from atroposlib.tasks.reasoning_gym import Curriculum, ReasoningGymEnvConfig, TaskItem
 from atroposlib.utils.score_pool import ScorePool
@@ -74,14 +74,14 @@ class ReasoningGymEpisode(Episode):
         super().__init__()
         self._adapter = adapter
         self._item = item
+        self._made: TaskItem | None = None
 
     async def begin(self) -> Sequence[ChatMessage]:
-        # In a thread: some generators take seconds.
-        made = await asyncio.to_thread(self._adapter.task_item, self._item)
+        made = self._made = await self._adapter.made_item(self._item)
         return tasks.prompt_messages(made, self._adapter.config_of(made.task))
 
     async def reply(self, turn: Turn) -> Reply:
-        made = self._adapter.task_item(self._item)
+        made = self._made or self._adapter.task_item(self._item)
         score = await self._adapter.pool.run(tasks.score_completion, turn.text, made, default=0.0)
         self.metrics["correct"] = float(score >= tasks.CORRECT)
         return Reply(reward=score, is_done=True)
@@ -110,6 +110,8 @@ class ReasoningGymAdapter(Adapter):
         self.pool = ScorePool(num_workers=args.score_workers, timeout_s=args.score_timeout_s)
         self.config_of = functools.lru_cache(maxsize=256)(self._config_of)
         self._made = functools.lru_cache(maxsize=256)(self._make)
+        self._threads = EpisodeThreads(f"reasoning-gym:{name}")
+        self._making: dict[tuple[Any, ...], asyncio.Future[TaskItem]] = {}
 
     async def open(self) -> None:
         await asyncio.to_thread(self._open)
@@ -159,11 +161,35 @@ class ReasoningGymAdapter(Adapter):
             target_accuracy=self.args.target_accuracy, **state.get("curriculum", {})
         )
 
+    async def made_item(self, item: Item) -> TaskItem:
+        """Make the question of an item in a thread, once for all rollouts that begin together.
+
+        Some generators take minutes, and some make another question each time.
+
+        Raises:
+            EpisodeTimeoutError: it takes longer than a step may.
+        """
+        key = _numbers_of(item)
+        if key not in self._making:
+            making = asyncio.ensure_future(self._make_in_time(key))
+            making.add_done_callback(lambda _: self._making.pop(key))
+            self._making[key] = making
+        return await asyncio.shield(self._making[key])
+
+    async def _make_in_time(self, key: tuple[Any, ...]) -> TaskItem:
+        thread = self._threads.open()
+        try:
+            return await asyncio.wait_for(thread.call(self._made, *key), self.step_timeout_s)
+        except (TimeoutError, asyncio.TimeoutError) as error:
+            raise EpisodeTimeoutError(
+                f"{key[0]} made no question within {self.step_timeout_s:g} s; lower its complexity"
+            ) from error
+        finally:
+            await thread.close()
+
     def task_item(self, item: Item) -> TaskItem:
-        """Make the question of an item; those made last are kept for the other rollouts."""
-        return self._made(
-            item["task"], item.get("index"), item.get("complexity"), item.get("eval_number")
-        )
+        """Make the question of an item; those made last are kept."""
+        return self._made(*_numbers_of(item))
 
     def _make(
         self, task: str, index: int | None, complexity: float | None, eval_number: int | None
@@ -208,3 +234,8 @@ class ReasoningGymAdapter(Adapter):
         weights = [self.args.weights.get(name, 1.0) for name in self.names]
         if not (min(weights) >= 0 and 0 < sum(weights) < float("inf")):
             raise ConfigError("weights: expected finite numbers of at least 0, and one above 0")
+
+
+def _numbers_of(item: Item) -> tuple[Any, ...]:
+    """Return what determines the question of an item."""
+    return item["task"], item.get("index"), item.get("complexity"), item.get("eval_number")

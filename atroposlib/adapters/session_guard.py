@@ -37,6 +37,10 @@ MAX_SESSIONS = 8192
 """Sessions that the guard keeps; the oldest is forgotten first."""
 MAX_THREADS = 64
 READ_BYTES = 65536
+MAX_UNSENT_BYTES = 16 * 2**20
+"""Messages that do not fit into the pipe of a guard; one that leaves more unread is ended."""
+FLUSH_S = 5.0
+FLUSH_EVERY_S = 0.05
 
 
 class EndRequest(NamedTuple):
@@ -56,6 +60,7 @@ class SessionGuard:
     def __init__(self) -> None:
         self._process: subprocess.Popen[bytes] | None = None
         self._is_broken = False
+        self._unsent = bytearray()
 
     def opened(self, key: str, requests: Sequence[EndRequest], *, repeat_s: float = 0.0) -> None:
         """Note a session, or replace what is known of it.
@@ -77,6 +82,11 @@ class SessionGuard:
         """End the guard, which first ends the sessions that are still open."""
         import asyncio
 
+        if self._process is not None:
+            deadline = time.monotonic() + FLUSH_S
+            while self._unsent and time.monotonic() < deadline:
+                await asyncio.sleep(FLUSH_EVERY_S)
+                self._flush()
         process, self._process = self._process, None
         if process is not None and process.stdin is not None:
             process.stdin.close()
@@ -84,14 +94,23 @@ class SessionGuard:
                 await asyncio.to_thread(process.wait, TOTAL_S + REQUEST_S)
 
     def _send(self, message: dict[str, Any]) -> None:
-        if self._is_broken:
-            return
-        line = json.dumps(message).encode() + b"\n"
+        if not self._is_broken:
+            self._unsent += json.dumps(message).encode() + b"\n"
+            self._flush()
+
+    def _flush(self) -> None:
+        """Write what fits into the pipe.
+
+        The rest, such as sessions that begin while the guard starts, is sent with later messages.
+        """
         try:
-            if self._pipe().write(line) != len(line):  # a full pipe takes nothing, or a part
-                self._give_up("it does not read its pipe")
+            # A full pipe takes nothing, or a part.
+            del self._unsent[: self._pipe().write(self._unsent) or 0]
         except OSError as error:
             self._give_up(f"{type(error).__name__}: {error.strerror}")
+        else:
+            if len(self._unsent) > MAX_UNSENT_BYTES:
+                self._give_up("it does not read its pipe")
 
     def _pipe(self) -> Any:
         if self._process is None:
@@ -111,6 +130,7 @@ class SessionGuard:
 
     def _give_up(self, reason: str) -> None:
         self._is_broken = True
+        self._unsent.clear()
         if self._process is not None:
             self._process.kill()  # it would take the end of the pipe for the end of this process
         logger.warning(

@@ -404,7 +404,10 @@ class TextWorldAdapter(Adapter):
         return {"seed": seed, "challenge": challenge, "settings": settings}
 
     def _make(self, item: Item, path: Path) -> None:
-        """Make the game of an item; the file appears once it is complete."""
+        """Make the game of an item; the file appears once it is complete.
+
+        One that an abandoned call has made meanwhile is kept, since others may be loading it.
+        """
         from textworld.generator import compile_game
 
         unfinished = Path(tempfile.mkdtemp(dir=_made_folder(path.parent.parent)))
@@ -412,16 +415,18 @@ class TextWorldAdapter(Adapter):
             with self.threads.alone(MAKE_TIMEOUT_S):  # the package has one generator for all games
                 if self._is_closed:
                     raise EpisodeFailedError("the task set has been closed")
-                game, options = _generated(item)
-                options.path = str(unfinished / path.name)
-                compile_game(game, options)
+                if not path.is_file():
+                    game, options = _generated(item)
+                    options.path = str(unfinished / path.name)
+                    compile_game(game, options)
+                    shutil.rmtree(path.parent, ignore_errors=True)
+                    unfinished.rename(path.parent)
         except Exception as error:  # any exception of the generator fails this rollout only
             shutil.rmtree(unfinished, ignore_errors=True)
             raise EpisodeFailedError(
                 f"{item['challenge']} made no game with {item['settings']}: {error!r:.500}"
             ) from error
-        shutil.rmtree(path.parent, ignore_errors=True)
-        unfinished.rename(path.parent)
+        shutil.rmtree(unfinished, ignore_errors=True)
 
     def _close(self) -> None:
         with contextlib.suppress(EpisodeTimeoutError), self.threads.alone(CLOSE_S):

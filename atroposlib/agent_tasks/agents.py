@@ -51,7 +51,7 @@ STATE_FOLDER = "/tmp/atropos"
 """Folder of a box for the settings and logs of agents."""
 INSTRUCTION_FILE = f"{STATE_FOLDER}/instruction.md"
 MAX_WORD_BYTES = 128 * 1024 - 1
-"""Longest argument of a program on Linux."""
+"""Longest argument of a program on Linux, and longest variable with its name."""
 SYSTEM_FOLDERS = (Path("/usr"), Path("/bin"), Path("/lib"), Path("/lib64"))
 """Folders of this machine that every box shows."""
 
@@ -266,7 +266,7 @@ class Agent:
         """Return what is executed in the workspace of one rollout.
 
         Raises:
-            ConfigError: an argument is too long for the system.
+            ConfigError: an argument or a variable is too long for the system.
         """
         values = {
             **self.software.words,
@@ -283,10 +283,11 @@ class Agent:
             "max_turns": str(self.max_turns),
         }
         words = [text.format_map(values) for text in self.command]
-        for word in words:
+        variables = {name: text.format_map(values) for name, text in self.env.items()}
+        for word in (*words, *(f"{name}={value}" for name, value in variables.items())):
             if len(word.encode()) > MAX_WORD_BYTES:
                 raise ConfigError(
-                    f"agent {self.name!r}, task {task.name!r}: an argument has "
+                    f"agent {self.name!r}, task {task.name!r}: an argument or a variable has "
                     f"{len(word.encode()):,} bytes, at most {MAX_WORD_BYTES:,} are possible; "
                     "name the instruction as {instruction_file}"
                 )
@@ -294,10 +295,7 @@ class Agent:
         return AgentCommand(
             name=self.name,
             command=words,
-            env={
-                **client_variables(model),
-                **{name: text.format_map(values) for name, text in self.env.items()},
-            },
+            env={**client_variables(model), **variables},
             files={INSTRUCTION_FILE: task.instruction} if needs_file else {},
             read_only=self._read_only(),
             stdin=b"" if self.names_instruction else task.instruction.encode(),
@@ -366,7 +364,9 @@ def check_placeholders(text: str, where: str) -> None:
     for _, name, spec, conversion in found:
         if name is None:
             continue
-        if name not in PLACEHOLDERS or spec or conversion:
+        if name in PLACEHOLDERS and (spec or conversion):
+            raise ConfigError(f"{where}: {text!r:.200}: {{{name}}} takes no format")
+        if name not in PLACEHOLDERS:
             known = ", ".join(f"{{{known}}}" for known in PLACEHOLDERS)
             raise ConfigError(
                 f"{where}: {text!r:.200}: unknown placeholder {{{name}}}"
@@ -388,12 +388,6 @@ def find_agent(settings: AgentSettings, where: str = "agent") -> Agent:
     if preset is None:
         words = split_command(settings.agent, where)
         software = _own_software(settings.prefix, where)
-        used = {name for word in words for name in placeholders_of(word)}
-        for name in used & {"python", "bin", "node"} - set(software.words):
-            raise ConfigError(
-                f"{where}: {{{name}}} needs the folder of the software; "
-                f"set its {_prefix_word(where)}"
-            )
         return _agent(settings, Path(words[0]).name, words, {}, software, where)
     if preset.runtime == "python":
         software = _python_software(preset, settings.prefix, where)
@@ -412,6 +406,13 @@ def _agent(
 ) -> Agent:
     for text in settings.env.values():
         check_placeholders(text, f"{where}: env")
+    texts = (*command, *settings.env.values())
+    used = {name for text in texts for name in placeholders_of(text)}
+    for missing in used & {"python", "bin", "node"} - set(software.words):
+        raise ConfigError(
+            f"{where}: {{{missing}}} needs the folder of the software; "
+            f"set its {_prefix_word(where)}"
+        )
     return Agent(
         name=settings.name or name,
         command=command,

@@ -544,7 +544,7 @@ def _absolute(value: Any) -> str:
     path = PurePosixPath(_text(value))
     if not path.is_absolute() or ".." in path.parts:
         raise ValueError(f"expected an absolute path without '..', got {_shown(value)}")
-    return str(path)
+    return f"/{str(path).lstrip('/')}"  # of two slashes at the start, POSIX keeps both
 
 
 def _choice(*choices: str) -> Callable[[Any], str]:

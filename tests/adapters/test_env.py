@@ -8,6 +8,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 
 from atroposlib.adapters.env import AdapterEnv, AdapterEnvConfig, environment_class
@@ -220,6 +221,41 @@ async def test_item_that_cannot_be_read_is_asked_for_again(
 
     assert items == [{"index": 0}, {"index": 1}]
     assert asked == [0, 0, 0, 1]
+
+
+async def test_item_that_cannot_be_made_is_left_out(
+    make_fake: MakeEnv, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    impossible = {1, 2, 4, 5, 6}
+
+    async def item(index: int) -> dict[str, Any]:
+        if index in impossible:
+            raise ValueError(f"no game of seed {index}")
+        return {"index": index}
+
+    async with ScriptedEngine([PROBED]) as engine:
+        env = await make_fake(engine)
+        monkeypatch.setattr(made(), "item", item)
+        items = [await env.get_next_item(), await env.get_next_item()]
+        with pytest.raises(EpisodeFailedError, match="no game of seed 6"):
+            await env.get_next_item()
+
+    assert items == [{"index": 0}, {"index": 3}]
+
+
+async def test_metrics_that_are_not_finite_numbers_are_left_out(make_fake: MakeEnv) -> None:
+    odd = {"loss": float("inf"), "norm": float("nan"), "map": "4x4", "depth": np.float32(2)}
+
+    async def measures(turn: Turn) -> Reply:
+        made().episodes[-1].metrics.update(odd)
+        return Reply(reward=1.0, is_done=True)
+
+    async with ScriptedEngine([PROBED, "a", "b"]) as engine:
+        env = await make_fake(engine)
+        made().behaviours = [measures]
+        rollout, _ = await env.collect_trajectory(await env.get_next_item())
+
+    assert rollout.metrics == {"depth": 2.0, "closed": 1.0}
 
 
 async def test_cancelled_rollout_closes_its_episode(make_fake: MakeEnv) -> None:

@@ -104,6 +104,42 @@ async def test_number_of_blocked_loops_is_limited(loop: EpisodeLoop) -> None:
         call.cancel()
         with pytest.raises(asyncio.CancelledError):
             await call
-    with pytest.raises(EpisodeFailedError, match="1 calls have blocked the library"):
+    with pytest.raises(EpisodeFailedError, match="2 calls block the library"):
         await loop.call(thread_name)
     release.set()
+
+
+async def test_loop_that_reacts_after_all_is_ended_and_no_longer_counts(loop: EpisodeLoop) -> None:
+    cancelled = threading.Event()
+
+    async def waits() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cancelled.set()
+
+    async def blocks(started: threading.Event, release: threading.Event) -> None:
+        started.set()
+        release.wait(30)
+
+    for number in range(4):  # more than may hang at the same time
+        other = asyncio.ensure_future(loop.call(waits))
+        thread = await loop.call(current_thread)
+        started, release = threading.Event(), threading.Event()
+        call = asyncio.ensure_future(loop.call(blocks, started, release))
+        await asyncio.to_thread(started.wait, 10)
+        call.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await call
+        with pytest.raises(EpisodeTimeoutError):
+            await other
+        release.set()
+        await asyncio.to_thread(thread.join, 10)
+
+        assert not thread.is_alive()
+        assert cancelled.is_set()
+        assert loop.generation == number + 2
+
+
+async def current_thread() -> threading.Thread:
+    return threading.current_thread()

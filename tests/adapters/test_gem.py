@@ -211,3 +211,8 @@ def test_check_command_is_green(tmp_path: Path) -> None:
     )
 
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+async def test_misspelt_argument_of_a_game_is_named() -> None:
+    with pytest.raises(ConfigError, match="no argument 'max_turn'; did you mean max_turns"):
+        await opened("game:GuessTheNumber-v0-easy", env_kwargs={"max_turn": 3})

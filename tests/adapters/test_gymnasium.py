@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import io
 import os
 import re
 import subprocess
@@ -153,16 +154,40 @@ class Echo(gymnasium.Env):  # type: ignore[type-arg]
         return f"you wrote {action}", reward, action == "yes", False, {}
 
 
+class StringIoRendering(Echo):
+    action_space = spaces.Discrete(2)  # type: ignore[assignment]
+    metadata = {"render_modes": ["ansi"]}  # noqa: RUF012 - as environments write it
+
+    def __init__(self, render_mode: str | None = None) -> None:
+        self.render_mode = render_mode
+
+    def render(self) -> io.StringIO:  # type: ignore[override]
+        return io.StringIO("a board")
+
+
+class ClosesAfterReset(Echo):
+    game: Any = None
+
+    def close(self) -> None:
+        self.game.end()
+
+
 class Continuous(Echo):
     action_space = spaces.Box(0, 1)  # type: ignore[assignment]
 
 
 @pytest.fixture(autouse=True)
 def registered() -> Iterator[None]:
-    for name, env_cls in (("Echo-v0", Echo), ("Continuous-v0", Continuous)):
+    envs = {
+        "Echo-v0": Echo,
+        "Continuous-v0": Continuous,
+        "ClosesAfterReset-v0": ClosesAfterReset,
+        "StringIoRendering-v0": StringIoRendering,
+    }
+    for name, env_cls in envs.items():
         gymnasium.register(name, env_cls, disable_env_checker=True, order_enforce=False)
     yield
-    for name in ("Echo-v0", "Continuous-v0"):
+    for name in envs:
         del gymnasium.registry[name]
 
 
@@ -178,6 +203,59 @@ async def test_text_space_takes_the_text_of_the_answer() -> None:
     assert invalid.reward == -0.1
     assert last.is_done
     assert last.reward == 1.0
+
+
+async def test_environment_that_cannot_be_closed_before_a_reset_is_played(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    adapter = await opened("ClosesAfterReset-v0")
+
+    assert "ClosesAfterReset-v0 was not closed: AttributeError" in caplog.text
+    assert "TEXT" in adapter.prompt
+
+
+def test_module_of_the_current_folder_is_imported(tmp_path: Path) -> None:
+    (tmp_path / "own_games.py").write_text(
+        "import gymnasium\n"
+        "gymnasium.register('Own-v0', 'gymnasium.envs.toy_text.frozen_lake:FrozenLakeEnv')\n"
+    )
+    program = (
+        "import sys; sys.path[0] = sys.argv.pop(1); from atroposlib.cli.env import main; main()"
+    )
+
+    done = subprocess.run(
+        [sys.executable, "-c", program, str(REPOSITORY), "gymnasium:own_games:Own-v0", "check"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
+async def test_rendering_may_be_a_string_io() -> None:
+    adapter = await opened("StringIoRendering-v0")
+
+    opening, *_ = await play(adapter, await adapter.item(0), [])
+
+    assert opening[0]["content"].endswith("a board")
+
+
+async def test_value_is_shown_if_the_rendering_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(StringIoRendering, "render", lambda self: None)
+    adapter = await opened("StringIoRendering-v0")
+
+    opening, *_ = await play(adapter, await adapter.item(0), [])
+
+    assert opening[0]["content"].endswith("write yes")
+
+
+async def test_names_of_actions_are_found_whatever_their_spaces() -> None:
+    adapter = await opened("FrozenLake-v1", actions={0: " Go  left ", 1: "go\ndown"})
+
+    assert adapter.action_of("<action>go left</action>") == 0
+    assert adapter.action_of("I go down") == 1
 
 
 @pytest.mark.parametrize(
@@ -215,6 +293,9 @@ async def test_broken_environment_fails_its_rollout_and_no_other(
         ("FrozenLak-v1", {}, "FrozenLak"),
         ("Continuous-v0", {}, "expected a Discrete or a Text space"),
         ("FrozenLake-v1", {"actions": {7: "jump"}}, "has no action 7; expected 0 to 3"),
+        ("FrozenLake-v1", {"actions": {0: "left", 2: []}}, "action 2 has no name"),
+        ("FrozenLake-v1", {"actions": {0: ["left", " "]}}, "action 0 has no name"),
+        ("FrozenLake-v1", {"actions": {0: "go", 1: "Go"}}, "'go' names the actions 0 and 1"),
         ("FrozenLake-v1", {"env_kwargs": {"no_such": 1}}, "no_such"),
         ("Echo-v0", {"observation": "render"}, "has no ansi rendering"),
         ("no_such_module:Env-v0", {}, "no_such_module"),

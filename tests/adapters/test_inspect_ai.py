@@ -109,6 +109,26 @@ async def test_unknown_score_is_named_with_those_there_are() -> None:
             await env.collect_trajectory(await env.get_next_item())
 
 
+async def test_sample_that_the_first_scorer_leaves_out_has_no_reward_of_another() -> None:
+    spec = f"inspect_ai:{FILE}@partly_scored"
+    async with (
+        ScriptedEngine(lambda prompt: "1") as engine,
+        playing(engine, spec, IN_ORDER, episode_retries=0) as env,
+    ):
+        with pytest.raises(
+            EpisodeRewardError, match=r"no score unscored; its scores are: includes$"
+        ):
+            await env.collect_trajectory(await env.get_next_item())
+
+
+async def test_policy_is_asked_in_place_of_the_model_of_a_task() -> None:
+    spec = f"inspect_ai:{FILE}@with_a_model"
+    async with ScriptedEngine(lambda prompt: "1") as engine, playing(engine, spec, {}) as env:
+        rollout, _ = await env.collect_trajectory(await env.get_next_item())
+
+    assert rollout.rewards == [1.0]
+
+
 async def test_choices_are_asked_and_scored_by_inspect() -> None:
     prompts: list[str] = []
 
@@ -208,7 +228,9 @@ async def test_cancelled_rollout_ends_its_worker() -> None:
         (f"{FILE}@sandboxed", {}, r"runs commands in a sandbox \(local\)"),
         (f"{FILE}@summs", {}, "summs"),
         ("no_such_package/summs", {}, "no_such_package/summs"),
-        (FILE.name, {}, "6 tasks; expected one"),
+        (FILE.name, {}, "8 tasks; expected one"),
+        (f"{FILE}@broken", {"task_args": {"fault": "no licence"}}, "SystemExit: no licence"),
+        (f"{FILE}@sums", {"task_args": {"counts": 3}}, "no argument 'counts'; did you mean count"),
         (f"{FILE}@sums", {"held_out": 6}, "6 samples, 6 of them held out"),
     ],
 )

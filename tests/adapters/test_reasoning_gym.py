@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import itertools
 import json
 import os
 import subprocess
 import sys
+import threading
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -18,7 +21,8 @@ pytest.importorskip("reasoning_gym", reason="needs the package reasoning-gym")
 from atroposlib.adapters.reasoning_gym import ReasoningGymAdapter
 from atroposlib.adapters.registry import make_adapter
 from atroposlib.envs.conversation import Turn
-from atroposlib.errors import ConfigError
+from atroposlib.errors import ConfigError, EpisodeTimeoutError
+from atroposlib.tasks.reasoning_gym import TaskItem
 from tests.adapters.playing import adapter_env, roll_out
 
 pytestmark = pytest.mark.slow
@@ -120,6 +124,55 @@ async def test_answer_that_would_run_as_code_scores_zero(tmp_path: Path) -> None
 
     assert reply.reward == 0.0
     assert not target.exists()
+
+
+async def test_generator_that_does_not_return_holds_up_its_item_only(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    go_on, threads = threading.Event(), []
+
+    def takes_minutes(config: Any, index: int, complexity: Any = None) -> TaskItem:
+        threads.append(threading.current_thread())
+        assert index or go_on.wait(60)
+        return TaskItem("chain_sum", {}, {"question": "1?", "answer": "1"})
+
+    adapter = await opened("chain_sum")
+    monkeypatch.setattr("atroposlib.tasks.reasoning_gym.train_item", takes_minutes)
+    monkeypatch.setattr(adapter, "step_timeout_s", 0.2)
+    with pytest.raises(EpisodeTimeoutError, match=r"chain_sum made no question within 0\.2 s"):
+        await adapter.start(await adapter.item(0)).begin()
+    monkeypatch.setattr(adapter, "step_timeout_s", 60)
+    opening = await adapter.start(await adapter.item(1)).begin()
+    go_on.set()
+
+    assert opening[-1]["content"] == "1?"
+    assert all(thread.daemon for thread in threads)  # the process can end meanwhile
+
+
+async def test_rollouts_of_an_item_have_one_question_which_is_scored(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    made, begun, go_on = itertools.count(), threading.Event(), threading.Event()
+
+    def another_each_time(config: Any, index: int, complexity: Any = None) -> TaskItem:
+        number = next(made)
+        begun.set()
+        assert go_on.wait(30)
+        return TaskItem("chain_sum", {}, {"question": f"{number}?", "answer": f"{number}"})
+
+    adapter = await opened("chain_sum")
+    monkeypatch.setattr("atroposlib.tasks.reasoning_gym.train_item", another_each_time)
+    episodes = [adapter.start(await adapter.item(7)) for _ in range(4)]
+
+    beginning = asyncio.gather(*(episode.begin() for episode in episodes))
+    await asyncio.to_thread(begun.wait, 30)
+    go_on.set()
+    openings = await beginning
+    adapter._made.cache_clear()  # as after many other items
+    replies = [await e.reply(Turn("<answer>0</answer>", 0, ())) for e in episodes]
+
+    assert [opening[-1]["content"] for opening in openings] == ["0?"] * 4
+    assert [reply.reward for reply in replies] == [1.0] * 4
 
 
 @pytest.mark.parametrize(

@@ -285,8 +285,9 @@ async def test_guard_that_was_killed_is_named_once(caplog: pytest.LogCaptureFixt
 
 
 async def test_guard_that_does_not_read_is_ended_without_requests(
-    server: EndServer, caplog: pytest.LogCaptureFixture
+    server: EndServer, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("atroposlib.adapters.session_guard.MAX_UNSENT_BYTES", 65536)
     guard = SessionGuard()
     guard.opened("a", [post(server, "/a")])
     assert guard._process is not None
@@ -300,6 +301,27 @@ async def test_guard_that_does_not_read_is_ended_without_requests(
     [record] = caplog.records
     assert "does not read its pipe" in record.getMessage()
     assert server.requests == []
+
+
+async def test_sessions_that_begin_while_the_guard_starts_do_not_fill_its_pipe(
+    server: EndServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    guard = SessionGuard()
+    guard.opened("a", [post(server, "/a")])
+    assert guard._process is not None
+    guard._process.send_signal(signal.SIGSTOP)
+
+    with caplog.at_level(logging.WARNING):
+        for number in range(1000):  # 64 KiB fit into the pipe
+            guard.opened(str(number), [post(server, "/ended")])
+        for number in range(1000):
+            guard.ended(str(number))
+        guard.opened("z", [post(server, "/z")])
+        guard._process.send_signal(signal.SIGCONT)
+        await guard.close()
+
+    assert caplog.records == []
+    assert server.paths() == ["/a", "/z"]
 
 
 def test_module_imports_no_package_of_others() -> None:

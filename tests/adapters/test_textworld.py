@@ -8,6 +8,7 @@ import random
 import shutil
 import subprocess
 import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,8 @@ from typing import Any
 import pytest
 
 pytest.importorskip("textworld", reason="needs the package textworld")
+
+from textworld.generator import compile_game
 
 from atroposlib.adapters.registry import make_adapter
 from atroposlib.adapters.textworld import (
@@ -123,6 +126,36 @@ async def test_game_that_cannot_be_made_fails_its_item() -> None:
 
     with pytest.raises(EpisodeFailedError, match="tw-coin_collector made no game"):
         await adapter.item(0)
+    await adapter.close()
+
+
+async def test_game_that_an_abandoned_call_makes_is_not_replaced(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    compiled, begun, go_on = [], threading.Semaphore(0), threading.Event()
+
+    def compile_slowly(game: Any, options: Any) -> None:
+        assert go_on.wait(60)
+        compiled.append(options.path)
+        compile_game(game, options)
+
+    def make(item: Any, path: Path) -> None:
+        begun.release()
+        TextWorldAdapter._make(adapter, item, path)
+
+    monkeypatch.setattr("textworld.generator.compile_game", compile_slowly)
+    adapter = await opened("tw-treasure_hunter", settings={"level": 1})
+    monkeypatch.setattr(adapter, "_make", make)
+    item = adapter._item(1)
+    first = asyncio.ensure_future(adapter.taken_game(item))
+    await asyncio.to_thread(begun.acquire)
+    second = asyncio.ensure_future(adapter.taken_game(item))
+    first.cancel()
+    await asyncio.to_thread(begun.acquire)
+    go_on.set()
+
+    assert (await second).endswith(".z8")
+    assert len(compiled) == 1
     await adapter.close()
 
 

@@ -6,6 +6,7 @@ import json
 import sys
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 import pytest
 from pydantic import ValidationError
@@ -71,12 +72,24 @@ def test_command_keeps_doubled_braces_as_one() -> None:
     assert list(command_of(["run", '{{"a": 1}}', "{model}"]).command)[1] == '{"a": 1}'
 
 
-def test_command_with_an_argument_too_long_for_the_system_is_refused() -> None:
-    found = find_agent(AgentSettings(agent="run {instruction}"))
+@pytest.mark.parametrize(
+    "settings",
+    [{"agent": "run {instruction}"}, {"agent": "run it", "env": {"TASK": "{instruction}"}}],
+)
+def test_command_with_a_text_too_long_for_the_system_is_refused(settings: dict[str, Any]) -> None:
+    found = find_agent(AgentSettings.model_validate(settings))
     task = Task(name="long", folder=Path("/tasks/long"), instruction="x" * 200_000)
 
-    with pytest.raises(ConfigError, match=r"task 'long'.*200,000 bytes.*instruction_file"):
+    with pytest.raises(ConfigError, match=r"task 'long'.*200,00\d bytes.*instruction_file"):
         found.command_for(task, MODEL, workdir="/app")
+
+
+@pytest.mark.parametrize(("agent", "variable"), [("run it", "{bin}:/usr/bin"), ("shell", "{node}")])
+def test_variable_that_needs_missing_software_is_refused(agent: str, variable: str) -> None:
+    settings = AgentSettings(agent=agent, env={"PATH": variable})
+
+    with pytest.raises(ConfigError, match="needs the folder of the software"):
+        find_agent(settings)
 
 
 @pytest.mark.parametrize(
@@ -84,8 +97,8 @@ def test_command_with_an_argument_too_long_for_the_system_is_refused() -> None:
     [
         ("run {instruktion}", r"unknown placeholder \{instruktion\}.*did you mean instruction"),
         ("run {task.folder}", "unknown placeholder"),
-        ("run {task!r}", "unknown placeholder"),
-        ("run {task:>9}", "unknown placeholder"),
+        ("run {task!r}", r"\{task\} takes no format"),
+        ("run {task:>9}", r"\{task\} takes no format"),
         ("run {}", "unknown placeholder"),
         ("run {task", "write literal braces twice"),
         ("run 'a", "No closing quotation"),

@@ -113,6 +113,15 @@ def test_task_without_keys_has_the_defaults_of_the_format(tmp_path: Path) -> Non
     assert task.artifacts == ()
 
 
+def test_paths_have_one_slash_at_their_start(tmp_path: Path) -> None:
+    text = "artifacts = ['//app//out/', '///app/./log']\n[environment]\nworkdir = '//app'\n"
+
+    task = load_task(make_task(tmp_path / "slashes", text))
+
+    assert task.artifacts == (Artifact("/app/out"), Artifact("/app/log"))
+    assert task.workdir == "/app"
+
+
 def test_task_of_an_older_version_is_read(tmp_path: Path) -> None:
     old = (
         'version = "1.0"\n[environment]\nmemory = "2G"\nstorage = "512M"\nallow_internet = false\n'
