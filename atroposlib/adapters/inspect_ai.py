@@ -469,9 +469,12 @@ class LoadedTask:
 
 def check_task_args(task: Any, given: Mapping[str, Any]) -> None:
     """Raise `ValueError` for arguments that the task does not take; inspect only logs them."""
-    from inspect_ai._util.registry import registry_params
     from inspect_ai.util import registry_info
 
+    try:
+        from inspect_ai._util.registry import registry_params
+    except ImportError:  # not public, so that a later version may not have it
+        return
     for name in given:
         if name not in registry_params(task):
             known = registry_info(task).metadata.get("params") or ()

@@ -140,7 +140,7 @@ class SequenceBatch:
         self._starting: list[Member] = []
         """Taken from the queue in the current step."""
         self._prompt_slots: dict[int, int] = {}
-        """Slots of running sequences by the keys of their prompts, in the current step."""
+        """Slots of running sequences by the keys of their prompts, in a step that starts others."""
 
     @property
     def num_running(self) -> int:
@@ -266,7 +266,6 @@ class SequenceBatch:
         """Take sequences that fit from the queue; those with the same tokens are a branch."""
         starts: dict[tuple[bool, tuple[int, ...]], _Branch] = {}
         starting_keys: set[int] = set()
-        self._prompt_slots = self._find_prompt_slots()
         num_slots, num_new = self.num_running, 0
         length = max((branch.num_tokens for branch in self._running), default=0)
         while self._waiting and num_slots < self.limits.max_num_seqs:
@@ -275,6 +274,8 @@ class SequenceBatch:
             longest = max(length, len(tokens))
             if num_slots and not self._fits(num_slots + 1, longest):
                 break
+            if not starts:
+                self._prompt_slots = self._find_prompt_slots()
             # Cached tokens are computed too if their logprobs are requested.
             key = job.wants_prompt_logprobs, tokens
             num_known = 0 if job.wants_prompt_logprobs else self._find_prefix(completion).length
@@ -314,7 +315,7 @@ class SequenceBatch:
 
     def _find_prompt_slots(self) -> dict[int, int]:
         """Return the slots of running sequences by the keys of their prompts."""
-        if not (self._shares_prompts and self._waiting):
+        if not self._shares_prompts:
             return {}
         return {
             key: slot
