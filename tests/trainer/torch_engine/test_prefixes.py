@@ -232,11 +232,14 @@ def test_running_sequences_share_their_prompt_again_after_an_update(
     model_folder: Path, model: Any
 ) -> None:
     with serve_locally(model_folder) as local, ThreadPoolExecutor(1) as workers:
-        prompts = [[*INSTRUCTIONS, number] for number in range(10, 14)]
-        options = {"max_tokens": 100, "ignore_eos": True, "n": 2}
-        running = workers.submit(local.complete, prompts, **options)
-        wait_until(lambda: local.engine.counts().running == 8 or running.done())
+        prompts = [[*INSTRUCTIONS, number] for number in range(10, 18)]
+        options = {"max_tokens": 100, "ignore_eos": True}
         local.engine.pause("keep").result()
+        running = workers.submit(local.complete, prompts, **options)
+        wait_until(lambda: local.engine.counts().waiting == 8)
+        while local.engine.counts().running < 8:  # for a few steps at a time
+            local.engine.resume().result()
+            local.engine.pause("keep").result()
         cached = local.engine.counts().cached_tokens
         local.engine.reload(model_folder, version="2").result()
         local.engine.resume().result()
