@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from atroposlib.utils.tokenizers.content_parts import in_readable_form
+from atroposlib.utils.tokenizers.content_parts import in_readable_form, reads_parts
 from tests.server_handling.conversation_plans import random_plan
 from tests.server_handling.random_conversations import Agent, Family
 from tests.templates.make_tokenizers import Family as TokenizerFamily
@@ -99,6 +99,25 @@ async def play_conversations(path: Path, folder: Path, number: int) -> None:
 async def test_conversations_hold_the_engines_tokens_with_every_template(tmp_path: Path) -> None:
     for path in template_paths():
         await play_conversations(path, tmp_path / path.stem, 2)
+
+
+@pytest.mark.skipif(not template_paths(), reason="trl is not installed")
+def test_parts_are_read_by_the_templates_that_show_their_texts(tmp_path: Path) -> None:
+    parts = [{"type": "text", "text": "FIRST"}, {"type": "text", "text": "SECOND"}]
+    found: dict[str, bool] = {}
+    for path in template_paths():
+        tokenizer = family_with(path, tmp_path / path.stem).tokenizer
+        found[path.stem] = reads_parts(tokenizer)
+        if found[path.stem]:
+            shown = tokenizer.apply_chat_template(
+                [{"role": "user", "content": parts}], tokenize=False
+            )
+            assert "FIRST" in shown.partition("SECOND")[0], path.stem
+            assert "'text'" not in shown, path.stem
+
+    # As vLLM 0.32 finds them.
+    assert found.items() >= {"qwen2_5_vl": True, "smolvlm": True, "qwen3_5_think": True}.items()
+    assert found.items() >= {"qwen2_5": False, "llama3_1": False, "qwen3": False}.items()
 
 
 @pytest.mark.long

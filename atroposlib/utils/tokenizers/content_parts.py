@@ -8,7 +8,7 @@ messages likewise (`--chat-template-content-format auto`).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 __all__ = ["in_readable_form", "reads_parts"]
@@ -39,7 +39,9 @@ def reads_parts(tokenizer: Any) -> bool:
     template = getattr(tokenizer, "chat_template", None)
     if not isinstance(template, str):
         return False
-    return _kept(_known_parts, template, lambda: _shows_parts(tokenizer))
+    if template not in _known_parts:
+        _keep(_known_parts, template, _shows_parts(tokenizer))
+    return _known_parts[template]
 
 
 def _in_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -50,19 +52,19 @@ def _in_parts(message: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _reads_parts_only(tokenizer: Any, template: str) -> bool:
-    def find() -> bool:
+    if template not in _known:
         message = {"role": "user", "content": _PROBE}
-        return not _shows_probe(tokenizer, message) and _shows_probe(tokenizer, _in_parts(message))
+        is_found = not _shows_probe(tokenizer, message) and _shows_probe(
+            tokenizer, _in_parts(message)
+        )
+        _keep(_known, template, is_found)
+    return _known[template]
 
-    return _kept(_known, template, find)
 
-
-def _kept(known: dict[str, bool], template: str, find: Callable[[], bool]) -> bool:
-    if template not in known:
-        if len(known) >= _MAX_KNOWN:
-            known.clear()
-        known[template] = find()
-    return known[template]
+def _keep(known: dict[str, bool], template: str, found: bool) -> None:
+    if len(known) >= _MAX_KNOWN:
+        known.clear()
+    known[template] = found
 
 
 def _shows_probe(tokenizer: Any, message: Mapping[str, Any]) -> bool:
