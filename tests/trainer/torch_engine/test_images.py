@@ -203,6 +203,35 @@ def test_prompts_that_start_together_have_their_own_images(local: LocalEngine) -
         assert logprobs_of(choice) == pytest.approx(logprobs_of(expected), abs=1e-4)
 
 
+def test_image_of_different_questions_is_computed_once(one_kind: LocalEngine) -> None:
+    # The image ends in the middle of a block, and the questions differ from their first token on.
+    shared = user(text("look. "), *[image(OTHER_WIDE)] * 12)
+    questions = ["a and b?", "c and d?", "e and f?", "g and h?"]
+    messages = [[{**shared, "content": [*shared["content"], text(each)]}] for each in questions]
+    greedy = {"temperature": 0, "max_tokens": 6}
+    alone = []
+    for each in messages:
+        one_kind.engine.reset_caches().result()
+        alone.append(chat(one_kind, each, **greedy))
+    one_kind.engine.reset_caches().result()
+    cached = one_kind.engine.counts().cached_tokens
+    one_kind.engine.pause("keep").result()
+
+    with ThreadPoolExecutor(len(messages)) as pool:
+        try:
+            answers = [pool.submit(chat, one_kind, each, **greedy) for each in messages]
+            wait_until(lambda: one_kind.engine.counts().waiting == len(messages))
+        finally:
+            one_kind.engine.resume().result()
+
+    num_shared = len("[user]look. ") + 12 * 8
+    assert one_kind.engine.counts().cached_tokens == cached + 3 * num_shared
+    for answer, expected in zip(answers, alone, strict=True):
+        [choice], [own] = answer.result()["choices"], expected["choices"]
+        assert choice["token_ids"] == own["token_ids"]
+        assert logprobs_of(choice) == pytest.approx(logprobs_of(own), abs=1e-4)
+
+
 def test_sampled_image_tokens_are_tokens_like_others(local: LocalEngine) -> None:
     always = {"logit_bias": {str(IMAGE): 100}, "temperature": 0}
     written = chat(local, QUESTION, max_tokens=64, **always)
