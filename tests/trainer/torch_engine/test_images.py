@@ -342,7 +342,10 @@ def large() -> str:
     [
         ([text("a"), image("https://a.example/b.png")], "^messages.0.content.1: .* not fetched"),
         ([image("file:///etc/hostname")], "^messages.0.content.0: .* not fetched"),
-        ([image("data:image/png;base64,aaaa")], "^messages.0.content.0: not a readable image"),
+        (
+            [image("data:image/png;base64,aaaa")],
+            "^messages.0.content.0: not a readable image: expected .* formats PNG, JPEG, GIF",
+        ),
         ([image("data:image/png;base64,%%")], "^messages.0.content.0: .* expected base64"),
         ([{"type": "image_url", "image_url": {}}], "^messages.0.content.0: expected base64"),
         ([{"type": "image_url", "image_url": None}], "^messages.0.content.0: expected base64"),
@@ -362,6 +365,24 @@ def test_images_that_cannot_be_read_are_refused_with_their_place(
 
     assert re.search(named, message), message
     assert len(message) < 500
+
+
+def test_image_with_a_caption_in_the_same_part_is_read(one_kind: LocalEngine) -> None:
+    answer = chat(one_kind, [user({**image(WIDE), "text": "a caption"})])
+
+    assert answer["prompt_token_ids"].count(IMAGE) == 6
+
+
+def test_image_that_the_chat_template_leaves_out_is_named(tmp_path: Path) -> None:
+    folder = save_tiny_chat_vl(tmp_path, "qwen2_vl")
+    template = "{% for message in messages %}{{ message.content[0].text }}{% endfor %}"
+    (folder / "chat_template.jinja").write_text(template)
+
+    with serve_locally(folder) as engine:
+        message = refused(engine, text("a"), image(WIDE))
+
+    assert "0 image tokens (id 260), expected one for each of the 1 images" in message
+    assert message.endswith("the chat template leaves out images of some messages, or all")
 
 
 def test_text_with_an_image_token_and_no_image_is_text(one_kind: LocalEngine) -> None:
