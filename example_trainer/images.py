@@ -485,6 +485,10 @@ def image_support(model: Any, source: str, *, is_sharded: bool = False) -> Image
         )
     if "mm_encoder_outputs" not in inspect.signature(model.base_model.forward).parameters:
         return ImageSupport(None, "this transformers is too old for images; install 5.19 or newer")
+    try:
+        import PIL  # noqa: F401
+    except ImportError:
+        return ImageSupport(None, str(MissingExtraError("pillow", extra="examples")))
     from transformers import AutoImageProcessor
 
     try:
