@@ -88,7 +88,7 @@ def decode_image(payload: Any, path: str) -> Any:
         MissingExtraError: Pillow is not installed.
     """
     try:
-        from PIL import Image
+        from PIL import Image, UnidentifiedImageError
     except ImportError as error:
         raise MissingExtraError("pillow", extra="examples") from error
     content = io.BytesIO(_content_of(payload, path))
@@ -100,6 +100,8 @@ def decode_image(payload: Any, path: str) -> Any:
         shown = _as_engines_show(image) if num_pixels <= MAX_PIXELS else None
     except Exception as error:  # decoders raise errors of any kind for malformed bytes
         reason = str(error) or type(error).__name__
+        if isinstance(error, UnidentifiedImageError):  # whose text is an address in memory
+            reason = f"expected the content of a file in one of the formats {', '.join(_FORMATS)}"
         raise GroupError(f"{path}: not a readable image: {reason}") from error
     if shown is None:
         raise GroupError(
@@ -270,10 +272,13 @@ class ImageReader:
         """
         lengths = [run.end - run.start for run in self._runs(tokens)]
         if lengths != [1] * len(payloads):
+            if sum(lengths) < len(payloads):
+                reason = "the chat template leaves out images of some messages, or all"
+            else:
+                reason = "does a text contain such a token?"
             raise GroupError(
                 f"the prompt has {sum(lengths)} image tokens (id {self.image_token_id}), expected "
-                f"one for each of the {len(payloads)} images, separated by other tokens; does a "
-                "text contain such a token?"
+                f"one for each of the {len(payloads)} images, separated by other tokens; {reason}"
             )
         if len(payloads) > MAX_IMAGES:
             raise GroupError(f"{len(payloads)} images; expected at most {MAX_IMAGES}")
@@ -480,6 +485,10 @@ def image_support(model: Any, source: str, *, is_sharded: bool = False) -> Image
         )
     if "mm_encoder_outputs" not in inspect.signature(model.base_model.forward).parameters:
         return ImageSupport(None, "this transformers is too old for images; install 5.19 or newer")
+    try:
+        import PIL  # noqa: F401
+    except ImportError:
+        return ImageSupport(None, str(MissingExtraError("pillow", extra="examples")))
     from transformers import AutoImageProcessor
 
     try:

@@ -22,9 +22,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 
@@ -37,8 +37,14 @@ from example_trainer.torch_engine.attention import (
 )
 from example_trainer.torch_engine.grammars import constrain
 from example_trainer.torch_engine.images import encoder_outputs
-from example_trainer.torch_engine.jobs import NOT_FINITE, Completion, Job, TopEntries
-from example_trainer.torch_engine.prefixes import BLOCK_TOKENS, PrefixPool
+from example_trainer.torch_engine.jobs import (
+    NOT_FINITE,
+    Completion,
+    Job,
+    PromptRequest,
+    TopEntries,
+)
+from example_trainer.torch_engine.prefixes import PrefixPool, common_length
 from example_trainer.torch_engine.sampling import SampledRows, sample_rows
 
 _AWAITED_TOKENS = 64
@@ -64,6 +70,7 @@ class EngineLimits:
 
 
 Member = tuple[Job, Completion]
+Value = TypeVar("Value")
 
 
 class _Branch(NamedTuple):
@@ -265,7 +272,7 @@ class SequenceBatch:
     def _admit(self) -> list[_Branch]:
         """Take sequences that fit from the queue; those with the same tokens are a branch."""
         starts: dict[tuple[bool, tuple[int, ...]], _Branch] = {}
-        starting_keys: set[int] = set()
+        starting: dict[int, PromptRequest] = {}
         num_slots, num_new = self.num_running, 0
         length = max((branch.num_tokens for branch in self._running), default=0)
         while self._waiting and num_slots < self.limits.max_num_seqs:
@@ -283,11 +290,14 @@ class SequenceBatch:
             if starts and num_new + adds > self.limits.max_new_tokens:
                 break
             if adds and not job.wants_prompt_logprobs:
-                keys = completion.request.block_keys if self._shares_prompts else ()
-                num_starting = _num_leading(keys, starting_keys) * BLOCK_TOKENS
+                other = _longest_match(completion, starting)
+                num_starting = 0 if other is None else _shared_length(completion, other)
                 if num_starting >= num_known + _AWAITED_TOKENS:
                     break
-                starting_keys.update(keys)
+                if self._shares_prompts:
+                    starting.update(
+                        dict.fromkeys(completion.request.block_keys, completion.request)
+                    )
             self._starting.append(self._waiting.popleft())
             starts.setdefault(key, _Branch([])).members.append((job, completion))
             num_slots, length, num_new = num_slots + 1, longest, num_new + adds
@@ -328,18 +338,13 @@ class SequenceBatch:
         tokens = completion.identity_ids
         found = self._prefixes.find(tokens)
         known = _KnownPrefix(0) if found is None else _KnownPrefix(found.length, found.caches)
-        keys = completion.request.block_keys
-        num_blocks = _num_leading(keys, self._prompt_slots)
-        length = min(num_blocks * BLOCK_TOKENS, len(tokens) - 1)
-        if length > known.length:
-            slot = self._prompt_slots[keys[num_blocks - 1]]
-            other = self._running[slot].completion.request.identity_ids
-            if other[:length] == tuple(tokens[:length]):
+        known = known._replace(length=completion.whole_length(known.length))
+        slot = _longest_match(completion, self._prompt_slots)
+        if slot is not None:
+            length = _shared_length(completion, self._running[slot].completion.request)
+            if length > known.length:
                 known = _KnownPrefix(length, slot=slot)
-        images = completion.request.images
-        if images is None:
-            return known
-        return known._replace(length=images.whole_length(known.length))
+        return known
 
     def _load_prefix(self, slot: int, start: _Branch) -> int:
         """Copy the caches of tokens that another sequence has too; return their number."""
@@ -489,9 +494,23 @@ def _forward(
     return logits[: len(rows)], scored
 
 
-def _num_leading(keys: Sequence[int], known: Container[int]) -> int:
-    """Return the number of keys before the first one that is not known."""
-    return next((i for i, key in enumerate(keys) if key not in known), len(keys))
+def _longest_match(completion: Completion, known: Mapping[int, Value]) -> Value | None:
+    """Return the value of the last block of the prompt that is known, with those before it."""
+    found = None
+    for key in completion.request.block_keys:
+        if key not in known:
+            break
+        found = known[key]
+    return found
+
+
+def _shared_length(completion: Completion, other: PromptRequest) -> int:
+    """Return the number of tokens that a sequence has in common with a prompt.
+
+    Its last token is always computed, and images as a whole.
+    """
+    length = common_length(other.identity_ids, tuple(completion.identity_ids[:-1]))
+    return completion.whole_length(length)
 
 
 def _wants_prompt_logprobs(start: _Branch) -> bool:

@@ -116,6 +116,11 @@ class Completion:
             return images.positions(first, end)
         return torch.arange(first, end).expand(3, -1)
 
+    def whole_length(self, length: int) -> int:
+        """Return the number of tokens, at most `length`, that have whole images only."""
+        images = self.request.images
+        return length if images is None else images.whole_length(length)
+
     @property
     def past(self) -> PastTokens:
         return PastTokens(self.request.distinct_D, self.counts, self.tokens)

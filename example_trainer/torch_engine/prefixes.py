@@ -22,7 +22,7 @@ from typing import NamedTuple
 
 from example_trainer.torch_engine.attention import SavedSlot
 
-__all__ = ["BLOCK_TOKENS", "FoundPrefix", "PrefixPool", "block_keys"]
+__all__ = ["BLOCK_TOKENS", "FoundPrefix", "PrefixPool", "block_keys", "common_length"]
 
 BLOCK_TOKENS = 16
 """Tokens of a block; fewer tokens in common are computed again."""
@@ -80,7 +80,7 @@ class PrefixPool:
         """Return the longest beginning of `tokens` that is found, without the last token."""
         wanted = tuple(tokens[:-1])
         sequence = self._longest(wanted)
-        length = 0 if sequence is None else _common_length(sequence.tokens, wanted)
+        length = 0 if sequence is None else common_length(sequence.tokens, wanted)
         if sequence is None or length < BLOCK_TOKENS:
             return None
         self._sequences.move_to_end(id(sequence))
@@ -135,7 +135,7 @@ def _begins_with(tokens: tuple[int, ...], beginning: tuple[int, ...]) -> bool:
     return tokens[: len(beginning)] == beginning
 
 
-def _common_length(first: tuple[int, ...], second: tuple[int, ...]) -> int:
+def common_length(first: tuple[int, ...], second: tuple[int, ...]) -> int:
     """Return the number of equal tokens at the beginning, by comparing ever smaller slices."""
     low, high = 0, min(len(first), len(second))
     while low < high:

@@ -561,7 +561,8 @@ def _plain_part(
     part: Any, where: str, served: ServedTorchModel, images: dict[str, Any]
 ) -> dict[str, str]:
     """Return a part of a message's content; an image is added to `images`."""
-    if isinstance(part, dict) and isinstance(part.get("text"), str):
+    kind = part.get("type") if isinstance(part, dict) else None
+    if kind != "image_url" and isinstance(part, dict) and isinstance(part.get("text"), str):
         return {"type": "text", "text": part["text"]}
     if not isinstance(part, dict) or "image_url" not in part:
         raise EngineRefusal(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import io
+import sys
 from dataclasses import replace
 from pathlib import Path
 from random import Random
@@ -33,6 +34,7 @@ from tests.trainer.tiny_images import (
     image_group,
     image_tokens,
     picture,
+    save_tiny_vl,
     support,
     tiny_vl,
 )
@@ -486,6 +488,18 @@ def test_damaged_image_is_read_or_refused(kind: str) -> None:
         text = base64.b64encode(bytes(damaged[: random.randint(1, len(damaged))])).decode()
         with contextlib.suppress(GroupError):
             assert decode_image(text, "images[0][0]").mode == "RGB"
+
+
+def test_models_that_read_images_without_pillow_name_the_extra(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save_tiny_vl(tmp_path)
+    monkeypatch.setitem(sys.modules, "PIL", None)
+
+    found = image_support(tiny_vl("qwen2_vl"), str(folder))
+
+    assert found.reader is None
+    assert found.obstacle.startswith("pillow is not installed; ")
 
 
 def test_models_without_images_say_what_is_missing(tmp_path: Path) -> None:

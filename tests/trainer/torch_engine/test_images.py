@@ -203,6 +203,35 @@ def test_prompts_that_start_together_have_their_own_images(local: LocalEngine) -
         assert logprobs_of(choice) == pytest.approx(logprobs_of(expected), abs=1e-4)
 
 
+def test_image_of_different_questions_is_computed_once(one_kind: LocalEngine) -> None:
+    # The image ends in the middle of a block, and the questions differ from their first token on.
+    shared = user(text("look. "), *[image(OTHER_WIDE)] * 12)
+    questions = ["a and b?", "c and d?", "e and f?", "g and h?"]
+    messages = [[{**shared, "content": [*shared["content"], text(each)]}] for each in questions]
+    greedy = {"temperature": 0, "max_tokens": 6}
+    alone = []
+    for each in messages:
+        one_kind.engine.reset_caches().result()
+        alone.append(chat(one_kind, each, **greedy))
+    one_kind.engine.reset_caches().result()
+    cached = one_kind.engine.counts().cached_tokens
+    one_kind.engine.pause("keep").result()
+
+    with ThreadPoolExecutor(len(messages)) as pool:
+        try:
+            answers = [pool.submit(chat, one_kind, each, **greedy) for each in messages]
+            wait_until(lambda: one_kind.engine.counts().waiting == len(messages))
+        finally:
+            one_kind.engine.resume().result()
+
+    num_shared = len("[user]look. ") + 12 * 8
+    assert one_kind.engine.counts().cached_tokens == cached + 3 * num_shared
+    for answer, expected in zip(answers, alone, strict=True):
+        [choice], [own] = answer.result()["choices"], expected["choices"]
+        assert choice["token_ids"] == own["token_ids"]
+        assert logprobs_of(choice) == pytest.approx(logprobs_of(own), abs=1e-4)
+
+
 def test_sampled_image_tokens_are_tokens_like_others(local: LocalEngine) -> None:
     always = {"logit_bias": {str(IMAGE): 100}, "temperature": 0}
     written = chat(local, QUESTION, max_tokens=64, **always)
@@ -313,7 +342,10 @@ def large() -> str:
     [
         ([text("a"), image("https://a.example/b.png")], "^messages.0.content.1: .* not fetched"),
         ([image("file:///etc/hostname")], "^messages.0.content.0: .* not fetched"),
-        ([image("data:image/png;base64,aaaa")], "^messages.0.content.0: not a readable image"),
+        (
+            [image("data:image/png;base64,aaaa")],
+            "^messages.0.content.0: not a readable image: expected .* formats PNG, JPEG, GIF",
+        ),
         ([image("data:image/png;base64,%%")], "^messages.0.content.0: .* expected base64"),
         ([{"type": "image_url", "image_url": {}}], "^messages.0.content.0: expected base64"),
         ([{"type": "image_url", "image_url": None}], "^messages.0.content.0: expected base64"),
@@ -333,6 +365,24 @@ def test_images_that_cannot_be_read_are_refused_with_their_place(
 
     assert re.search(named, message), message
     assert len(message) < 500
+
+
+def test_image_with_a_caption_in_the_same_part_is_read(one_kind: LocalEngine) -> None:
+    answer = chat(one_kind, [user({**image(WIDE), "text": "a caption"})])
+
+    assert answer["prompt_token_ids"].count(IMAGE) == 6
+
+
+def test_image_that_the_chat_template_leaves_out_is_named(tmp_path: Path) -> None:
+    folder = save_tiny_chat_vl(tmp_path, "qwen2_vl")
+    template = "{% for message in messages %}{{ message.content[0].text }}{% endfor %}"
+    (folder / "chat_template.jinja").write_text(template)
+
+    with serve_locally(folder) as engine:
+        message = refused(engine, text("a"), image(WIDE))
+
+    assert "0 image tokens (id 260), expected one for each of the 1 images" in message
+    assert message.endswith("the chat template leaves out images of some messages, or all")
 
 
 def test_text_with_an_image_token_and_no_image_is_text(one_kind: LocalEngine) -> None:

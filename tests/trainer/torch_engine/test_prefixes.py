@@ -180,7 +180,7 @@ def test_caches_of_finished_sequences_leave_the_memory_to_running_ones(
 
 
 INSTRUCTIONS = [3 + (7 * n) % 240 for n in range(100)]
-"""Tokens that several prompts begin with: 6 blocks and 4 tokens."""
+"""Tokens that several prompts begin with: 6 blocks and a part of the next one."""
 
 
 def start_together(local: LocalEngine, prompts: Sequence[Any], **options: Any) -> list[Any]:
@@ -204,7 +204,7 @@ def test_prompts_that_begin_alike_are_computed_once_at_the_same_time(
 
     choices = start_together(torch_engine, prompts, max_tokens=12, ignore_eos=True, seed=3)
 
-    assert torch_engine.engine.counts().cached_tokens == cached + 6 * 96
+    assert torch_engine.engine.counts().cached_tokens == cached + 6 * 100
     for choice in choices:
         assert worst_gap(logits_of_completion(model, choice), choice) < TOLERANCE
 
@@ -245,7 +245,8 @@ def test_running_sequences_share_their_prompt_again_after_an_update(
         local.engine.resume().result()
         choices = running.result()["choices"]
 
-    assert local.engine.counts().cached_tokens == cached + 7 * 96
+    # Two completions of a prompt also share its last token.
+    assert 7 * 100 <= local.engine.counts().cached_tokens - cached <= 7 * 101
     for choice in choices:
         assert worst_gap(logits_of_completion(model, choice), choice) < TOLERANCE
 
