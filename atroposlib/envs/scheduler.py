@@ -51,6 +51,7 @@ from atroposlib.envs.rollouts import (
 )
 from atroposlib.envs.run_snapshot import RepeatedErrors
 from atroposlib.envs.server_handling.chat_rendering import template_errors
+from atroposlib.envs.server_handling.retry import http_status
 from atroposlib.envs.server_handling.server_baseline import sampled_versions
 from atroposlib.envs.server_handling.server_manager import EngineWatch, ServerManager
 from atroposlib.envs.service_session import (
@@ -486,6 +487,8 @@ MISTAKES = (
     TypeError,
 )
 """Errors of an environment's code or lengths; unlike an outage, they do not end by themselves."""
+REFUSED_REQUESTS = (400, 413, 422)
+"""Statuses of an engine that does not understand a request, such as images for a model of text."""
 MISTAKES_S = 60.0
 """Seconds for which all rollouts must fail: many fail at once if what they call is not up yet."""
 NUM_EMPTY_LOGGED = 10
@@ -837,8 +840,9 @@ class ServingLoop:
         return collected
 
     def _stop_if_never_right(self, error: Exception) -> None:
-        """End the run if the first rollouts all fail because of a mistake in the environment."""
+        """End the run if the first rollouts all fail because of a mistake, not of an outage."""
         is_mistake = isinstance(error, (*MISTAKES, *template_errors()))
+        is_mistake = is_mistake or http_status(error) in REFUSED_REQUESTS
         self._mistakes_in_a_row = self._mistakes_in_a_row + 1 if is_mistake else 0
         count = self._mistakes_in_a_row
         if count == 1:

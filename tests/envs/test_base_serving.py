@@ -16,6 +16,7 @@ import pytest
 from jinja2 import TemplateError
 
 from atroposlib.envs import reporting, rollouts, scheduler
+from atroposlib.envs.server_handling.retry import EngineStatusError
 from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.errors import EngineSetupError, NoDataError
 from tests.envs.live_service import LiveService, ScriptedTrainer, serve_until, until
@@ -614,7 +615,11 @@ async def served_to_its_end(env: Any, service: LiveService) -> BaseException:
 
 @pytest.mark.parametrize(
     ("error", "said"),
-    [(KeyError("tokens"), "KeyError: 'tokens'"), (TemplateError("roles"), "TemplateError: roles")],
+    [
+        (KeyError("tokens"), "KeyError: 'tokens'"),
+        (TemplateError("roles"), "TemplateError: roles"),
+        (EngineStatusError("text only", status=400), "EngineStatusError: text only"),
+    ],
 )
 async def test_serve_whose_first_rollouts_all_fail_by_a_mistake_ends_and_names_it(
     service: LiveService,
