@@ -78,7 +78,7 @@ def post(server: EndServer, path: str) -> EndRequest:
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 120
     while not condition():
         assert time.monotonic() < deadline, "the condition was not met"
         time.sleep(0.02)
@@ -112,16 +112,16 @@ for name in "abc":
 guard.ended("b")
 others = []
 if child == "fork":
-    other = multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,))
+    other = multiprocessing.get_context("fork").Process(target=time.sleep, args=(600,))
     other.start()
     others.append(other.pid)
 elif child == "spawn":
-    others.append(subprocess.Popen(["sleep", "60"], stdin=subprocess.DEVNULL).pid)
+    others.append(subprocess.Popen(["sleep", "600"], stdin=subprocess.DEVNULL).pid)
 print(guard._process.pid, *others, flush=True)
 if child == "end":
     asyncio.run(guard.close())
 else:
-    time.sleep(60)
+    time.sleep(600)
 """
 
 
@@ -164,7 +164,7 @@ def test_killed_process_ends_its_open_sessions_once(server: EndServer, child: st
 def test_process_that_ends_takes_its_guard_along(server: EndServer) -> None:
     process, guard, _ = hold(server, "end")
 
-    assert process.wait(30) == 0
+    assert process.wait(120) == 0
 
     assert not is_running(guard)
     assert server.paths() == ["/a", "/c"]
@@ -234,7 +234,7 @@ def test_servers_that_hang_or_are_gone_do_not_hold_up_the_others(
 
     end_sessions([{"requests": [r._asdict() for r in each], "repeat_s": 0} for each in sessions])
 
-    assert server.paths() == ["/hang"] * 70 + ["/last"]
+    wait_until(lambda: server.paths() == ["/hang"] * 70 + ["/last"])
 
 
 def test_all_requests_have_one_time_limit(

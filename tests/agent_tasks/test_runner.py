@@ -27,6 +27,9 @@ from tests.agent_tasks.task_folders import write_task
 
 pytestmark = pytest.mark.slow
 
+LIMITS_S = (3, 30)
+"""Time limits to try: within the first, a busy machine may not start a program."""
+
 
 def shell(script: str, **options: object) -> AgentCommand:
     return AgentCommand(name="shell", command=("bash", "-c", script), **options)  # type: ignore[arg-type]
@@ -357,13 +360,15 @@ async def test_software_whose_folder_has_the_tests_is_refused(
 
 
 async def test_agent_that_runs_out_of_time_is_verified(runner: TaskRunner, tmp_path: Path) -> None:
-    toml = "[agent]\ntimeout_sec = 3\n"
-    task = load_task(write_task(tmp_path / "t", {"task.toml": toml}))
-
-    run = await runner.run(task, shell("echo 42 > sum.txt; sleep 600"))
+    for limit_s in LIMITS_S:
+        toml = f"[agent]\ntimeout_sec = {limit_s}\n"
+        task = load_task(write_task(tmp_path / f"t{limit_s}", {"task.toml": toml}))
+        run = await runner.run(task, shell("echo 42 > sum.txt; sleep 600"))
+        if run.reward:
+            break
 
     assert (run.outcome, run.reward, run.agent_exit_code) == ("agent_timeout", 1.0, None)
-    assert run.error == "the agent was ended after 3 s"
+    assert run.error == f"the agent was ended after {limit_s} s"
 
 
 async def test_agent_that_fails_is_verified(runner: TaskRunner, tmp_path: Path) -> None:
@@ -400,13 +405,15 @@ async def test_verifier_without_a_usable_reward_fails(
 
 
 async def test_verifier_that_runs_out_of_time_is_ended(runner: TaskRunner, tmp_path: Path) -> None:
-    files = {
-        "task.toml": "[verifier]\ntimeout_sec = 3\n",
-        "tests/test.sh": "echo 1 > /logs/verifier/reward.txt; echo begun; sleep 600",
-    }
-    task = load_task(write_task(tmp_path / "t", files))
-
-    run = await runner.run(task, "nothing")
+    for limit_s in LIMITS_S:
+        files = {
+            "task.toml": f"[verifier]\ntimeout_sec = {limit_s}\n",
+            "tests/test.sh": "echo 1 > /logs/verifier/reward.txt; echo begun; sleep 600",
+        }
+        task = load_task(write_task(tmp_path / f"t{limit_s}", files))
+        run = await runner.run(task, "nothing")
+        if run.verifier_output:
+            break
 
     assert (run.outcome, run.reward) == ("verifier_timeout", 0.0)
     assert run.verifier_output == "begun\n"

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -125,7 +126,7 @@ def test_parts_of_a_score_are_computed_by_hand() -> None:
 
 
 def steps_in(sandbox: Sandbox, *tools: Tool, **files: bytes) -> ReplayedSteps:
-    return ReplayedSteps(sandbox, tools, files, timeout_s=5.0)
+    return ReplayedSteps(sandbox, tools, files, timeout_s=60.0)
 
 
 async def test_variables_and_files_live_on_from_step_to_step(sandbox: Sandbox) -> None:
@@ -198,7 +199,8 @@ async def test_number_of_tool_calls_is_limited(sandbox: Sandbox) -> None:
 async def test_hostile_step_ends_in_an_error_and_the_next_one_runs(
     sandbox: Sandbox, code: str, error: str
 ) -> None:
-    steps = ReplayedSteps(sandbox, [], {}, timeout_s=2.0)
+    steps = ReplayedSteps(sandbox, [], {}, timeout_s=60.0)
+    steps._limits = replace(steps._limits, cpu_s=2)
 
     hostile = await steps.run(code)
     after = await steps.run("1 + 1")

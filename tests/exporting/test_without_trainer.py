@@ -146,6 +146,14 @@ def num_lines(path: Path) -> int:
     return path.read_bytes().count(b"\n") if path.exists() else 0
 
 
+async def next_batch(trainer: httpx.AsyncClient, environment: Command) -> Any:
+    for _ in range(int(PATIENCE_S / 20)):
+        batch = (await trainer.get("/batch?wait=20&lease=60")).json()
+        if batch["batch"] is not None:
+            return batch
+    raise AssertionError(f"no batch; the environment wrote:\n{environment.output}")
+
+
 @pytest.mark.long
 async def test_trainer_takes_over_from_an_export_that_goes_on_by_looking(
     serve: Any, start: Any, service: Service, tokenizer: Any, tmp_path: Path
@@ -167,8 +175,7 @@ async def test_trainer_takes_over_from_an_export_that_goes_on_by_looking(
     async with httpx.AsyncClient(base_url=service.url, timeout=60) as trainer:
         # The trainer alone takes batches, of its own size; the export sees new groups all the same.
         while num_taken < 12 or (num_lines(path) == before and num_taken < 200):
-            batch = (await trainer.get("/batch?wait=20&lease=60")).json()
-            assert batch["batch"] is not None, environment.output
+            batch = await next_batch(trainer, environment)
             assert sum(len(group["scores"]) for group in batch["batch"]) == 8
             await trainer.post(f"/batch/{batch['batch_id']}/ack")
             num_taken += 1

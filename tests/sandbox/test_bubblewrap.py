@@ -77,18 +77,26 @@ print(began, time.monotonic())
 
 
 async def test_program_whose_turn_never_comes_does_not_run() -> None:
-    sandbox = Bubblewrap(limits=LIMITS, max_parallel=1)
+    sandbox = Bubblewrap(limits=replace(LIMITS, wall_s=600.0), max_parallel=1)
     before = children()
-    first = asyncio.create_task(run_python(sandbox, "import time; time.sleep(1); print('first')"))
-    await asyncio.sleep(0.3)
+    started = asyncio.Event()
+    reading, writing = os.pipe()
+    program = "print('first', flush=True); input()"
+    first = asyncio.create_task(
+        sandbox.run([*PYTHON, "-c", program], stdin=reading, on_output=lambda *_: started.set())
+    )
+    await started.wait()
     second = asyncio.create_task(run_python(sandbox, "print('second')"))
-    await asyncio.sleep(0.3)
+    await asyncio.sleep(0.3)  # it ends here only if it does not wait
     second.cancel()
     with pytest.raises(asyncio.CancelledError):
         await second
+    os.write(writing, b"\n")
 
     assert (await first).stdout == "first\n"
     assert children() == before
+    for fd in (reading, writing):
+        os.close(fd)
 
 
 async def test_box_that_cannot_be_set_up_says_why() -> None:
@@ -327,14 +335,19 @@ async def test_keys_of_the_parent_cannot_be_listed() -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="root alone can become others")
 async def test_each_program_has_a_user_of_its_own() -> None:
-    sandbox = Bubblewrap(limits=LIMITS, max_parallel=3)
-    program = "import os, time; print(os.getuid(), os.getgid(), flush=True); time.sleep(1)"
-    runs = [asyncio.create_task(run_python(sandbox, program)) for _ in range(3)]
+    sandbox = Bubblewrap(limits=replace(LIMITS, wall_s=600.0), max_parallel=3)
+    program = "import os, sys; print(os.getuid(), os.getgid()); sys.stdin.read()"
+    reading, writing = os.pipe()
+    runs = [
+        asyncio.create_task(sandbox.run([*PYTHON, "-c", program], stdin=reading)) for _ in range(3)
+    ]
     users: set[int] = set()
-    while len(users) < 3 and not all(run.done() for run in runs):
+    while len(users) < 3 and not any(run.done() for run in runs):
         await asyncio.sleep(0.02)
         users |= {uid for pid in children() for uid in _users_within(pid)}
+    os.close(writing)  # which ends the programs
     results = await asyncio.gather(*runs)
+    os.close(reading)
 
     assert len(users) == 3
     assert not users & {0, 65534}

@@ -206,9 +206,10 @@ async def test_tables_of_connections_are_read_only_for_a_program_that_has_some(
 
     monkeypatch.setattr(Path, "read_text", noted)
     monkeypatch.setattr(control_groups, "_memory_of", reported)
-    program = f"import socket, time\nheld = {opened}\nprint(1, flush=True)\ntime.sleep(50)"
+    program = f"import socket, time\nheld = {opened}\nprint(1, flush=True)\ntime.sleep(600)"
+    limits = SandboxLimits(wall_s=600.0)
     running = asyncio.create_task(
-        Bubblewrap(groups=ControlGroups(tmp_path)).run(
+        Bubblewrap(limits=limits, groups=ControlGroups(tmp_path)).run(
             [*PYTHON, "-c", program], on_output=lambda *_: started.set()
         )
     )

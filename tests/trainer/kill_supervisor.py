@@ -1,6 +1,7 @@
 """Runs the trainer as a process, kills it at random moments and starts it again until it is done.
 
-The groups lie in the service before the trainer starts, so that two runs get the same batches.
+The groups lie in the service before the trainer starts, so that two runs get the same batches. One
+group per kill is posted after that kill: a trainer that is faster than the kill has to wait.
 """
 
 from __future__ import annotations
@@ -112,10 +113,12 @@ class Supervisor:
         self._service.start()
         try:
             with httpx.Client(base_url=self._service.url) as http:
-                posted = http.post("/scored_data_list", json=seeded_groups(self._steps))
-                posted.raise_for_status()
+                groups = seeded_groups(self._steps)
+                first, held_back = groups[: self._steps - kills], groups[self._steps - kills :]
+                http.post("/scored_data_list", json=first).raise_for_status()
                 while self._live(rng, outcome, kills=kills, span_s=span_s) != 0:
-                    pass
+                    later = held_back[outcome.kills - 1]
+                    http.post("/scored_data", json=later).raise_for_status()
                 status = http.get("/status").json()
                 outcome.service_step = status["current_step"]
                 outcome.queue_groups = status["queue_size"]

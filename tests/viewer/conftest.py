@@ -80,7 +80,7 @@ def open_page(browser: Any) -> Iterator[Callable[..., Watched]]:
 
     def open_at(url: str, *, scheme: str = "light") -> Watched:
         context = browser.new_context(viewport={"width": 1366, "height": 768}, color_scheme=scheme)
-        context.set_default_timeout(30_000)
+        context.set_default_timeout(120_000)
         contexts.append(context)
         watched = Watched(context.new_page())
         watched.page.goto(url)

@@ -208,7 +208,7 @@ def test_lazy_tokenizer_is_loaded_when_tokens_are_read() -> None:
     reader.text([])
     reader.text([1, 2])
     reader.text([3])
-    reader.wait(30)
+    reader.wait(120)
 
     assert (before, loaded) == ([], ["some/name"])
     assert reader.problem is not None

@@ -14,7 +14,7 @@ ANSWER = "There are twelve boxes of ten, so a hundred and twenty parts."
 
 def reader_of(tokenizer: Any) -> TokenReader:
     reader = TokenReader("some/name", lambda _: tokenizer)
-    assert reader.wait(10)
+    assert reader.wait(120)
     return reader
 
 
@@ -99,7 +99,7 @@ def test_without_a_tokenizer_tokens_are_ids_and_the_reason_is_said() -> None:
 
     reader = TokenReader("wrong/name", fail)
 
-    assert not reader.wait(10)
+    assert not reader.wait(120)
     assert reader.text([5, 6]) == "⟨5⟩⟨6⟩"
     assert reader.problem is not None
     assert "wrong/name is not a folder" in reader.problem
@@ -110,7 +110,7 @@ def test_pages_do_not_wait_for_a_tokenizer_that_is_being_loaded(tmp_path: Path) 
     may_end = threading.Event()
 
     def load(_: str) -> Any:
-        may_end.wait(10)
+        may_end.wait(120)
         return byte_tokenizer()
 
     reader = TokenReader("slow", load)
@@ -118,5 +118,5 @@ def test_pages_do_not_wait_for_a_tokenizer_that_is_being_loaded(tmp_path: Path) 
     assert reader.text([5]) == "⟨5⟩"
     assert reader.problem is None
     may_end.set()
-    assert reader.wait(10)
+    assert reader.wait(120)
     assert reader.text(byte_ids("now")) == "now"

@@ -8,7 +8,7 @@ from collections.abc import Callable
 __all__ = ["wait_until"]
 
 
-def wait_until(is_so: Callable[[], object], *, timeout_s: float = 20.0) -> None:
+def wait_until(is_so: Callable[[], object], *, timeout_s: float = 120.0) -> None:
     """Return as soon as something is so; fail when it takes too long."""
     deadline = time.monotonic() + timeout_s
     while not is_so():

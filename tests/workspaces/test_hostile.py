@@ -169,14 +169,18 @@ while not os.path.exists('/tmp/started'):
 
 async def test_time_limit_ends_all_processes_before_the_next_command(workspace: Workspace) -> None:
     writer = "while true; do echo x >> /tmp/ticks; sleep 0.01; done"
-    limits = replace(LIMITS, wall_s=0.5)
+    await shell(workspace, "touch /tmp/ticks")
 
-    result = await shell(workspace, f"({writer}) & setsid bash -c '{writer}'", limits=limits)
-    sizes = await shell(workspace, "stat -c %s /tmp/ticks; sleep 0.2; stat -c %s /tmp/ticks")
+    for wall_s in (0.5, 30.0):  # the first may end before a busy machine has started the writers
+        limits = replace(LIMITS, wall_s=wall_s)
+        result = await shell(workspace, f"({writer}) & setsid bash -c '{writer}'", limits=limits)
+        sizes = await shell(workspace, "stat -c %s /tmp/ticks; sleep 0.2; stat -c %s /tmp/ticks")
+        first, second = map(int, sizes.text.split())
+        if first:
+            break
 
     assert result.ended_by == "wall_time"
-    first, second = sizes.text.split()
-    assert first == second
+    assert first == second > 0
 
 
 async def test_fork_bomb_is_bounded(workspace: Workspace) -> None:
@@ -612,16 +616,17 @@ async def _rollouts(base: Base, number: int) -> None:
 @pytest.mark.parametrize("number", [pytest.param(30), pytest.param(500, marks=pytest.mark.long)])
 async def test_rollouts_in_a_row_leave_no_growth(base: Base, number: int) -> None:
     await _rollouts(base, 5)
-    before, memory = await _settled_counts(), _shared_memory()
-
-    await _rollouts(base, number)
-
-    assert await _settled_counts() == before
-    for _ in range(100):  # other programs of this machine have files in memory too
-        if _shared_memory() - memory < number * 2**20:
+    before = await _settled_counts()
+    growth = 0
+    for _ in range(3):  # other programs of this machine have files in memory too
+        memory = _shared_memory()
+        await _rollouts(base, number)
+        assert await _settled_counts() == before
+        growth = _shared_memory() - memory
+        if growth < number * 2**20:  # half of what the rollouts wrote
             break
-        await asyncio.sleep(0.1)
-    assert _shared_memory() - memory < number * 2**20  # half of what the rollouts wrote
+
+    assert growth < number * 2**20
 
 
 async def _settled_counts() -> tuple[int, int, int]:

@@ -15,6 +15,7 @@ import sys
 import tarfile
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import pytest
@@ -142,9 +143,18 @@ async def test_ending_of_a_command(
 
 async def test_output_arrives_in_order_while_the_command_runs(workspace: Workspace) -> None:
     pieces: list[Output] = []
-    text = "echo a; sleep 0.2; echo b >&2; sleep 0.2; echo c"
+    wait = "until [ -e /seen/{} ]; do sleep 0.02; done"
+    text = f"echo a; {wait.format(1)}; echo b >&2; {wait.format(2)}; echo c"
 
-    result = await workspace.run(["sh", "-c", text], on_output=pieces.append)
+    with TemporaryDirectory() as folder:
+        os.chmod(folder, 0o755)  # noqa: PTH101 - pathlib is not for coroutines
+        seen = Path(folder)
+
+        def note(piece: Output) -> None:
+            pieces.append(piece)
+            (seen / str(len(pieces))).touch()
+
+        result = await workspace.run(["sh", "-c", text], read_only={"/seen": seen}, on_output=note)
 
     expected = [("stdout", b"a\n"), ("stderr", b"b\n"), ("stdout", b"c\n")]
     assert [(piece.stream, piece.data) for piece in result.output] == expected
@@ -325,7 +335,7 @@ async def test_killed_build_is_not_taken_for_a_base(
 ) -> None:
     spec = spec_of(tmp_path / "source", "FROM x\nRUN date +%s%N > /stamp; sleep 3")
     killed = builder(tmp_path)
-    for _ in range(1000):
+    for _ in range(6000):
         if list((tmp_path / "cache").glob("*.building/root")):
             break
         await asyncio.sleep(0.02)
@@ -404,7 +414,7 @@ async def test_workspaces_are_made_in_advance_up_to_a_limit(tmp_path: Path) -> N
         await workspaces.prepare(WorkspaceSpec("x", env={"N": str(number)})) for number in range(2)
     ]
     forks = [await base.fork() for base in bases]
-    for _ in range(200):
+    for _ in range(6000):
         warm = [base.num_warm for base in bases if isinstance(base, LocalBase)]
         if sum(warm) == 4:
             break

@@ -43,7 +43,7 @@ class LocalEngine:
         return answer.json()
 
 
-def wait_until(condition: Callable[[], object], *, limit_s: float = 30.0) -> None:
+def wait_until(condition: Callable[[], object], *, limit_s: float = 120.0) -> None:
     deadline = time.monotonic() + limit_s
     while not condition():
         assert time.monotonic() < deadline, "the condition did not become true"

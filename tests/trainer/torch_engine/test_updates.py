@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import shutil
+import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -65,6 +67,25 @@ def in_background(local: LocalEngine, pool: ThreadPoolExecutor, **options: Any) 
     return future
 
 
+@contextmanager
+def held_back(local: LocalEngine, num_tokens: int) -> Iterator[None]:
+    """Let the engine generate about `num_tokens` tokens meanwhile, so that no request ends."""
+    engine, is_over = local.engine, threading.Event()
+    step, most = engine.batch.step, engine.counts().generated_tokens + num_tokens
+
+    def step_later() -> None:
+        while not (is_over.is_set() or engine._commands or engine.counts().generated_tokens < most):
+            is_over.wait(0.002)
+        step()
+
+    engine.batch.step = step_later
+    try:
+        yield
+    finally:
+        is_over.set()
+        engine.batch.step = step
+
+
 def gaps_by_token(model: Any, choice: Any) -> list[float]:
     """Return [C] differences between the logprobs of a choice and those of a model."""
     import torch
@@ -82,9 +103,10 @@ def test_kept_requests_continue_under_new_weights_with_new_caches(
     local: LocalEngine, control: EngineControl, model: Any, other_model: Any, other_folder: Path
 ) -> None:
     with ThreadPoolExecutor(1) as pool:
-        future = in_background(local, pool, n=4)
-        control.require_in_place_updates()
-        control.reload_weights(other_folder, pause_mode="keep", version=12)
+        with held_back(local, 100):
+            future = in_background(local, pool, n=4)
+            control.require_in_place_updates()
+            control.reload_weights(other_folder, pause_mode="keep", version=12)
         choices = future.result()["choices"]
     after = local.complete([9, 30, 31], max_tokens=20)["choices"][0]
 
