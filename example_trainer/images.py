@@ -501,11 +501,16 @@ def image_support(model: Any, source: str, *, is_sharded: bool = False) -> Image
             "preprocessor_config.json of the model",
         )
 
-    def process(image: Any) -> tuple[torch.Tensor, torch.Tensor]:
-        found = processor(images=[image], return_tensors="pt")
-        return found["pixel_values"], found["image_grid_thw"]
+    vision = model.config.vision_config
+    other_size = _size_unlike_model(processor, vision)
+    if other_size is not None:
+        return ImageSupport(None, f"the preprocessor_config.json of {source!r} has {other_size}")
 
-    merge_size = model.config.vision_config.spatial_merge_size
+    def process(image: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        processed = processor(images=[image], return_tensors="pt")
+        return processed["pixel_values"], processed["image_grid_thw"]
+
+    merge_size = vision.spatial_merge_size
     logger.info(
         "images: read by %s, a token per %d x %d patches",
         *(type(processor).__name__, merge_size, merge_size),
@@ -515,6 +520,20 @@ def image_support(model: Any, source: str, *, is_sharded: bool = False) -> Image
             model.config.image_token_id, merge_size, process, model.base_model.get_rope_index
         )
     )
+
+
+def _size_unlike_model(processor: Any, vision: Any) -> str | None:
+    """Return the first size of a processor that the vision encoder does not have, or None."""
+    expected = {
+        "merge_size": vision.spatial_merge_size,
+        "patch_size": vision.patch_size,
+        "temporal_patch_size": vision.temporal_patch_size,
+    }
+    for name, size in expected.items():
+        found = getattr(processor, name, size)
+        if found != size:
+            return f"{name} {found}, the vision encoder of the model has {size}"
+    return None
 
 
 def vision_encoder(model: Any) -> torch.nn.Module:

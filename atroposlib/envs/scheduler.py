@@ -842,19 +842,21 @@ class ServingLoop:
     def _stop_if_never_right(self, error: Exception) -> None:
         """End the run if the first rollouts all fail because of a mistake, not of an outage."""
         is_mistake = isinstance(error, (*MISTAKES, *template_errors()))
-        is_mistake = is_mistake or http_status(error) in REFUSED_REQUESTS
-        self._mistakes_in_a_row = self._mistakes_in_a_row + 1 if is_mistake else 0
+        is_refused = http_status(error) in REFUSED_REQUESTS
+        self._mistakes_in_a_row = self._mistakes_in_a_row + 1 if is_mistake or is_refused else 0
         count = self._mistakes_in_a_row
         if count == 1:
             self._mistakes_since = time.monotonic()
         is_new = time.monotonic() - self._mistakes_since < MISTAKES_S
         if is_new or count < NUM_UNUSABLE_AT_START or self._reporter.run_figures.num_groups:
             return
+        remedy = "the subcommand `check` finds such errors before a run"
+        if is_refused:
+            remedy = "the engine does not accept such requests"
         self._scheduler.stop(
             NoDataError(
                 f"all of the first {count} rollouts failed, the last one with "
-                f"{type(error).__name__}: {error}; the traceback is in the log above, and the "
-                "subcommand `check` finds such errors before a run"
+                f"{type(error).__name__}: {error}; the traceback is in the log above, and {remedy}"
             )
         )
 

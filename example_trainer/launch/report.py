@@ -329,7 +329,8 @@ class RunProgress:
         self._phase: str | None = None
         self._phase_started = self._started
         self._last_line = self._started
-        self._last_state = ""
+        self._state = self._shown_state = ""
+        self._state_since = self._started
         self._task: TaskID | None = None
         self._bar = Progress(
             *_bar_columns(self.console.width),
@@ -354,7 +355,7 @@ class RunProgress:
         self.end()
         self._phase = phase
         self._phase_started = self._last_line = self._clock()
-        self._last_state = ""
+        self._state = self._shown_state = ""
         number = len(self.seconds_by_phase) + 1
         self.console.print(f"[bold]{number}. {escape(title)}[/bold] ({escape(expected)})")
         if self.console.is_terminal:
@@ -362,15 +363,18 @@ class RunProgress:
 
     def update(self, done: float, total: float | None, state: str) -> None:
         """Show the progress of the phase: units done, their total if known, and a description."""
+        now = self._clock()
+        if state != self._state:
+            self._state, self._state_since = state, now
         if self._task is not None:
             self._bar.update(self._task, completed=done, total=total, state=escape(state))
-        elif self._clock() - self._last_line >= _SECONDS_BETWEEN_LINES:
-            self._last_line = self._clock()
-            shown = f"{state}{self._time_left(done, total)}"
-            if state == self._last_state:
-                shown = f"no change after {self._clock() - self._phase_started:.0f} s"
-            self._last_state = state
-            self.console.print(f"   {escape(shown)}")
+        elif now - self._last_line >= _SECONDS_BETWEEN_LINES:
+            self._last_line = now
+            line = f"{state}{self._time_left(done, total)}"
+            if state == self._shown_state:
+                line = f"no change for {now - self._state_since:.0f} s"
+            self._shown_state = state
+            self.console.print(f"   {escape(line)}")
 
     def note(self, text: str) -> None:
         self.console.print(f"   {escape(text)}")

@@ -48,7 +48,7 @@ from example_trainer.torch_engine.prefixes import PrefixPool, common_length
 from example_trainer.torch_engine.sampling import SampledRows, sample_rows
 
 _AWAITED_TOKENS = 64
-"""Prompt tokens that a sequence gets from one that starts, so that it starts one step later."""
+"""A sequence waits a step for one that starts if it has this many more tokens from that one."""
 _SCORED_ROWS = 256
 """Tokens of a prompt whose logprobs are computed at a time, which bounds the memory."""
 

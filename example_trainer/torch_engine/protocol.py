@@ -561,16 +561,16 @@ def _plain_part(
     part: Any, where: str, served: ServedTorchModel, images: dict[str, Any]
 ) -> dict[str, str]:
     """Return a part of a message's content; an image is added to `images`."""
-    kind = part.get("type") if isinstance(part, dict) else None
-    if kind != "image_url" and isinstance(part, dict) and isinstance(part.get("text"), str):
-        return {"type": "text", "text": part["text"]}
-    if not isinstance(part, dict) or "image_url" not in part:
+    fields = part if isinstance(part, dict) else {}
+    if fields.get("type") != "image_url" and isinstance(fields.get("text"), str):
+        return {"type": "text", "text": fields["text"]}
+    if "image_url" not in fields:
         raise EngineRefusal(
             f"{where}: the torch engine reads parts of type text and image_url", param="messages"
         )
     if served.image_reader is None:
         raise EngineRefusal(f"{where}: {served.obstacle_to_images}", param="messages")
-    images[where] = part
+    images[where] = fields
     return {"type": "image"}
 
 

@@ -639,6 +639,7 @@ async def test_serve_whose_first_rollouts_all_fail_by_a_mistake_ends_and_names_i
     ended = await served_to_its_end(make_env(Mistaken, rollout_server_url=service.url), service)
 
     assert f"rollouts failed, the last one with {said}" in str(ended)
+    assert ("`check`" in str(ended)) == (not isinstance(error, EngineStatusError))
 
 
 @pytest.mark.parametrize(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import contextlib
 import io
+import json
 import sys
 from dataclasses import replace
 from pathlib import Path
@@ -500,6 +501,20 @@ def test_models_that_read_images_without_pillow_name_the_extra(
 
     assert found.reader is None
     assert found.obstacle.startswith("pillow is not installed; ")
+
+
+@pytest.mark.parametrize("name", ["merge_size", "patch_size", "temporal_patch_size"])
+def test_processor_of_another_model_is_named(tmp_path: Path, name: str) -> None:
+    folder = save_tiny_vl(tmp_path)
+    path = folder / "preprocessor_config.json"
+    settings = json.loads(path.read_text())
+    path.write_text(json.dumps({**settings, name: 3}))
+
+    found = image_support(tiny_vl("qwen2_vl"), str(folder))
+
+    assert found.reader is None
+    expected = f"has {name} 3, the vision encoder of the model has {settings[name]}"
+    assert found.obstacle.endswith(expected)
 
 
 def test_models_without_images_say_what_is_missing(tmp_path: Path) -> None:

@@ -203,6 +203,8 @@ def test_progress_without_a_terminal_writes_plain_lines() -> None:
     with RunProgress(console, clock=lambda: now) as progress:
         progress.begin("learn", "Learning [a lot]", expected="a minute")
         progress.update(1, 10, "step 1")  # too soon after the title to say more
+        now = 10.0
+        progress.update(5, 10, "step 5")
         now = 20.0
         progress.update(5, 10, "step 5")
         now = 40.0
@@ -214,7 +216,7 @@ def test_progress_without_a_terminal_writes_plain_lines() -> None:
     assert out.getvalue().splitlines() == [
         "1. Learning [a lot] (a minute)",
         "   step 5, about 20 s left",
-        "   no change after 40 s",
+        "   no change for 30 s",
         "   done",
     ]
     assert progress.seconds_by_phase == {"learn": 42.0}
