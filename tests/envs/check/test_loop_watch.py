@@ -14,6 +14,8 @@ from pathlib import Path
 
 import pytest
 
+from atroposlib.envs.checks.harness import _report_stalls
+from atroposlib.envs.checks.report import Findings
 from atroposlib.envs.checks.watchers import LoopStall, watch_loop
 
 
@@ -27,7 +29,7 @@ async def test_watch_loop_names_the_line_of_a_call_that_waits() -> None:
             await asyncio.sleep(0)
 
     assert [stall.duration_s > 0.1 for stall in stalls] == [True]
-    assert "test_loop_watch.py:26" in (stalls[0].where or "")
+    assert "test_loop_watch.py:28" in (stalls[0].where or "")
 
 
 async def test_watch_loop_names_the_line_of_a_long_computation() -> None:
@@ -81,3 +83,33 @@ async def test_watch_loop_leaves_out_what_other_processes_took() -> None:
         own_s = time.monotonic() - started_at - (waited_for_processor_s() - waited_before)
 
     assert [stall.duration_s <= own_s for stall in stalls] == [True]
+
+
+@pytest.mark.parametrize(
+    ("stalls", "is_reported"),
+    [
+        ([], False),
+        ([LoopStall(0.14, None)], False),  # the thread that samples got no processor, for example
+        ([LoopStall(0.14, None), LoopStall(0.2, None)], True),
+        ([LoopStall(0.14, "env.py:7")], True),
+    ],
+)
+def test_one_stall_without_a_line_is_not_reported(
+    stalls: list[LoopStall], is_reported: bool
+) -> None:
+    findings = Findings()
+
+    _report_stalls(stalls, findings)
+
+    assert findings.has_failed("blocking") == is_reported
+
+
+def test_report_names_the_longest_stall_that_has_a_line() -> None:
+    findings = Findings()
+
+    _report_stalls(
+        [LoopStall(0.5, None), LoopStall(0.2, "a.py:1"), LoopStall(0.3, "b.py:2")], findings
+    )
+
+    (outcome,) = [o for o in findings.outcomes() if o.status == "failed"]
+    assert (outcome.detail, outcome.where) == ("one call blocked it for 0.30 s", "b.py:2")
