@@ -174,7 +174,7 @@ def test_caches_of_finished_sequences_leave_the_memory_to_running_ones(
         ]
         choices = [choice for future in futures for choice in future.result()]
 
-    assert 0 < engine.batch._prefixes.cost <= engine.batch.limits.max_cache_tokens // 2
+    assert 0 < engine.batch.shared.cost <= engine.batch.limits.max_cache_tokens // 2
     for choice in choices:
         assert worst_gap(logits_of_completion(model, choice), choice) < TOLERANCE
 
