@@ -201,13 +201,16 @@ class SequenceBatch:
         for branch in self._running:
             packed.add_running(branch.last_token, branch.num_tokens - 1)
         for slot, start in enumerate(starts, len(self._running)):
-            num_cached = 0
+            num_cached = kept_at = 0
             if not _wants_prompt_logprobs(start):
                 num_cached = self.shared.load(slot, start.completion)
-            packed.add_start(slot, start.tokens, num_cached=num_cached)
+                kept_at = self.shared.beginning_to_keep(start.completion, num_cached)
+            packed.add_start(slot, start.tokens, num_cached=num_cached, kept_at=kept_at)
         logits, scored = _forward(
             self.model, self._cache, packed, starts, **self._image_inputs(packed, starts)
         )
+        completions = [start.completion for start in starts]
+        self.shared.save_beginnings(zip(packed.starts, completions, strict=True))
         self._running += starts
         self._starting = []
         _keep_prompt_logprobs(starts, scored)
@@ -263,7 +266,8 @@ class SequenceBatch:
             job, completion = self._waiting[0]
             tokens = tuple(completion.identity_ids)
             longest = max(length, len(tokens))
-            if num_slots and not self._fits(num_slots + 1, longest):
+            reserved = self._cache.padded_size(num_slots + 1, longest)
+            if num_slots and reserved > self.limits.max_cache_tokens:
                 break
             if not starts:
                 self.shared.begin_step([branch.completion.request for branch in self._running])
@@ -275,9 +279,9 @@ class SequenceBatch:
             if starts and num_new + adds > self.limits.max_new_tokens:
                 break
             if adds and can_share:
-                if self.shared.should_wait(completion, num_known):
+                if self.shared.should_wait(completion, num_known, reserved=reserved):
                     break
-                self.shared.note_start(completion.request)
+                self.shared.note_start(completion, num_known)
             self._starting.append(self._waiting.popleft())
             starts.setdefault(key, _Branch([])).members.append((job, completion))
             num_slots, length, num_new = num_slots + 1, longest, num_new + adds

@@ -6,21 +6,29 @@
 
 A sequence that has more in common with one that starts in the same step waits for the next step,
 in which that one runs.
+
+Recurrent layers have the states after the last token only. A sequence that begins like another one
+is therefore computed in two parts, and what it has between them is saved for the third.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import itertools
+from collections import OrderedDict
+from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
-from example_trainer.torch_engine.attention import SavedSlot, SlotCache
+from example_trainer.torch_engine.attention import NewTokens, SavedSlot, SlotCache
 from example_trainer.torch_engine.jobs import Completion, PromptRequest
-from example_trainer.torch_engine.prefixes import PrefixPool, common_length
+from example_trainer.torch_engine.prefixes import BLOCK_TOKENS, PrefixPool, common_length
 
 __all__ = ["SharedCaches"]
 
 _AWAITED_TOKENS = 64
 """A sequence waits a step for one that starts if it has this many more tokens from that one."""
+
+_RECENT_BLOCKS = 1 << 16
+"""Blocks of earlier prompts that are recognized, with recurrent layers."""
 
 _Value = TypeVar("_Value")
 
@@ -60,6 +68,10 @@ class SharedCaches:
         """Slots of running sequences by the keys of their prompts."""
         self._starting: dict[int, PromptRequest] = {}
         """Sequences that start in this step by the keys of their prompts."""
+        self._recent: OrderedDict[int, None] = OrderedDict()
+        """Keys of prompts that started before; the newest is the last."""
+        self._kept_lengths: dict[int, int] = {}
+        """Beginnings to keep in this step, by the identity of the request."""
 
     @property
     def cost(self) -> int:
@@ -67,14 +79,14 @@ class SharedCaches:
         return self._finished.cost
 
     @property
-    def _shares_prompts(self) -> bool:
-        """Whether the caches of running sequences are used; states are those of the last token."""
-        return self.is_enabled and not self._state_tokens
+    def _has_states(self) -> bool:
+        """Whether there are recurrent layers, so that running sequences cannot be copied."""
+        return self._state_tokens > 0
 
     def begin_step(self, running: Sequence[PromptRequest]) -> None:
         """Look at the running sequences, by slot, in a step that starts others."""
-        self._starting = {}
-        if self._shares_prompts:
+        self._starting, self._kept_lengths = {}, {}
+        if self.is_enabled and not self._has_states:
             self._running = running
             self._slots = {
                 key: slot for slot, request in enumerate(running) for key in request.block_keys
@@ -84,17 +96,59 @@ class SharedCaches:
         """Return the number of tokens of a sequence whose caches need not be computed."""
         return self._find(completion).length
 
-    def should_wait(self, completion: Completion, num_known: int) -> bool:
-        """Whether a sequence that starts in this step has many more than the known tokens."""
-        other = _longest_match(completion, self._starting)
-        return other is not None and (
-            _shared_length(completion, other) >= num_known + _AWAITED_TOKENS
-        )
+    def should_wait(self, completion: Completion, num_known: int, *, reserved: int) -> bool:
+        """Whether a sequence that starts in this step has many more than the known tokens.
 
-    def note_start(self, request: PromptRequest) -> None:
+        `reserved`: Tokens that running sequences are about to have.
+        """
+        other = _longest_match(completion, self._starting)
+        shared = 0 if other is None else _shared_length(completion, other)
+        if other is None or shared < num_known + _AWAITED_TOKENS:
+            return False
+        if not self._has_states:
+            return True
+        if shared == len(other.prompt_ids):
+            shared -= 1  # its last token is computed after those that are kept
+        if not self._can_keep(shared, reserved=reserved):
+            return False
+        self._kept_lengths[id(other)] = max(shared, self._kept_lengths.get(id(other), 0))
+        return True
+
+    def note_start(self, completion: Completion, num_known: int) -> None:
         """Let sequences with more of these tokens wait for the next step."""
-        if self._shares_prompts:
-            self._starting.update(dict.fromkeys(request.block_keys, request))
+        if not self.is_enabled:
+            return
+        request = completion.request
+        self._starting.update(dict.fromkeys(request.block_keys, request))
+        if self._has_states:
+            blocks = itertools.takewhile(self._recent.__contains__, request.block_keys)
+            length = min(BLOCK_TOKENS * sum(1 for _ in blocks), completion.num_tokens - 1)
+            length = completion.whole_length(length)
+            if length >= num_known + _AWAITED_TOKENS and self._can_keep(length):
+                self._kept_lengths[id(request)] = length
+            self._note_recent(request.block_keys)
+
+    def _note_recent(self, keys: Iterable[int]) -> None:
+        for key in keys:
+            self._recent[key] = None
+            self._recent.move_to_end(key)
+        while len(self._recent) > _RECENT_BLOCKS:
+            self._recent.popitem(last=False)
+
+    def beginning_to_keep(self, completion: Completion, num_cached: int) -> int:
+        """Return the number of first tokens to keep of a sequence that starts; 0: none.
+
+        `num_cached`: Tokens whose caches were copied.
+        """
+        length = self._kept_lengths.get(id(completion.request), 0)
+        return length if num_cached < length < completion.num_tokens else 0
+
+    def save_beginnings(self, started: Iterable[tuple[NewTokens, Completion]]) -> None:
+        """Keep the caches of first tokens, after the forward pass that started the sequences."""
+        for new, completion in started:
+            if new.kept_at:
+                self._save(new.slot, completion, new.kept_at, is_beginning=True)
+        self._cache.states.drop_kept()
 
     def load(self, slot: int, completion: Completion) -> int:
         """Copy the caches of the longest known beginning; return its number of tokens."""
@@ -110,11 +164,15 @@ class SharedCaches:
         """Keep the caches of a finished sequence; of several completions of a prompt, the first."""
         if not self.is_enabled or completion.index or not completion.tokens:
             return
-        length = completion.num_tokens - 1  # the last token was sampled, not computed
-        room, cost = self._room(), length + self._state_tokens
-        if cost <= room:
-            self._finished.shrink(room - cost)
-            caches = self._cache.save(slot, length)
+        self._save(slot, completion, completion.num_tokens - 1)  # the last one was not computed
+
+    def _save(
+        self, slot: int, completion: Completion, length: int, *, is_beginning: bool = False
+    ) -> None:
+        if self._can_keep(length):
+            cost = length + self._state_tokens
+            self._finished.shrink(self._room() - cost)
+            caches = self._cache.save(slot, length, is_beginning=is_beginning)
             self._finished.add(completion.identity_ids[:length], caches, cost=cost)
 
     def make_room(self, num_tokens: int) -> None:
@@ -124,6 +182,7 @@ class SharedCaches:
     def clear(self) -> None:
         """Discard the saved caches."""
         self._finished.clear()
+        self._recent.clear()
 
     def _room(self, reserved: int = 0) -> int:
         """Return the tokens of finished sequences to keep: at most a half, and what others leave.
@@ -132,6 +191,9 @@ class SharedCaches:
         """
         used = max(reserved, self._cache.num_slots * self._cache.length)
         return max(0, min(self._max_tokens - used, self._max_tokens // 2))
+
+    def _can_keep(self, length: int, *, reserved: int = 0) -> bool:
+        return length + self._state_tokens <= self._room(reserved)
 
     def _find(self, completion: Completion) -> _KnownPrefix:
         """Return the longest known beginning of a sequence, with whole images."""
