@@ -44,6 +44,7 @@ async def test_exception_of_a_call_is_raised(loop: EpisodeLoop) -> None:
 
 
 async def test_cancelled_call_is_cancelled_in_its_loop(loop: EpisodeLoop) -> None:
+    loop.reaction_s = 60  # of a loop that is not blocked, on any machine
     ended = threading.Event()
     started = threading.Event()
 

@@ -207,7 +207,7 @@ def test_check_command_is_green(tmp_path: Path) -> None:
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=500,
     )
 
     assert done.returncode == 0, done.stdout + done.stderr

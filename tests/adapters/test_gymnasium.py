@@ -149,7 +149,7 @@ class Echo(gymnasium.Env):  # type: ignore[type-arg]
         if action == "stop":
             raise StopIteration
         if action == "hang":
-            time.sleep(3)
+            time.sleep(12)
         reward: Any = {"nan": float("nan"), "none": None, "yes": 1.0}.get(action, 0.0)
         return f"you wrote {action}", reward, action == "yes", False, {}
 
@@ -228,7 +228,7 @@ def test_module_of_the_current_folder_is_imported(tmp_path: Path) -> None:
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=500,
     )
 
     assert done.returncode == 0, done.stdout + done.stderr
@@ -274,8 +274,9 @@ async def test_broken_environment_fails_its_rollout_and_no_other(
     make_env()
     replies = iter(["ok", answer, "yes"])
 
+    limit_s = 4 if answer == "hang" else 60  # steps that must not be late have the same limit
     async with adapter_env(
-        "gymnasium:Echo-v0", {}, lambda _: next(replies), episode_retries=0, step_timeout_s=0.5
+        "gymnasium:Echo-v0", {}, lambda _: next(replies), episode_retries=0, step_timeout_s=limit_s
     ) as env:
         item = await env.get_next_item()
         with pytest.raises(EpisodeError) as caught:
@@ -343,7 +344,7 @@ def test_check_command_is_green(tmp_path: Path) -> None:
         cwd=tmp_path,
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=500,
     )
 
     assert done.returncode == 0, done.stdout + done.stderr

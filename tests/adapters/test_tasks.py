@@ -123,11 +123,14 @@ async def test_evaluation_on_a_server_without_token_ids_has_turns(tmp_path: Path
 
 
 async def test_agent_that_does_not_end_is_truncated_and_scored(tmp_path: Path) -> None:
-    write_task(tmp_path, "be-ready", timeout_s=3)
     policy = shell_policy("echo ready > status.txt; sleep 1000")
 
-    async with adapter_env(f"tasks:{tmp_path}", {}, policy) as env:
-        rollouts, group = await roll_out(env)
+    for limit_s in (3, 30):  # a busy machine may not come to the command within the first
+        write_task(tmp_path, "be-ready", timeout_s=limit_s)
+        async with adapter_env(f"tasks:{tmp_path}", {}, policy) as env:
+            rollouts, group = await roll_out(env)
+        if group["scores"] == [1.0, 1.0]:
+            break
 
     assert [rollout.outcome for rollout in rollouts] == ["truncated", "truncated"]
     assert group["scores"] == [1.0, 1.0]

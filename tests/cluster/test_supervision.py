@@ -19,6 +19,7 @@ from example_trainer.launch.stack import ending_signals
 from example_trainer.processes import ManagedProcess, find_free_port
 from tests.trainer.test_launch_supervisor import InterruptedDestructor
 from tests.trainer.test_processes import is_running
+from tests.viewer.waiting import wait_until
 
 POLICY = RestartPolicy(attempts=2, first_backoff_s=0, longest_backoff_s=0, healthy_s=600)
 SERVER = "import sys, time; open(sys.argv[1], 'a').write('x'); time.sleep(60)"
@@ -138,6 +139,8 @@ def test_killed_part_is_started_again(tmp_path):
     def kill_first(status: RunStatus) -> None:
         [environment, _] = status.parts
         if environment.state == "running" and not made:
+            counted = tmp_path / "environment"
+            wait_until(lambda: counted.exists() and counted.stat().st_size)
             made.append(int(environment.detail.removeprefix("pid ")))
             os.kill(made[0], signal.SIGKILL)
 
@@ -192,9 +195,10 @@ def test_invalid_settings_are_not_tried_again(tmp_path):
 def test_exit_2_is_tried_again_if_a_needed_part_does_not_answer(tmp_path):
     # The engine serves nothing when the trainer asks, as while it is started again.
     code = (
-        "import os, sys\n"
+        "import os, sys, time\n"
         "first = not os.path.exists('trainer')\n"
         "open('trainer', 'a').close()\n"
+        "while not os.path.exists('engine has ended'): time.sleep(0.05)\n"
         "sys.exit(2 if first else 0)"
     )
     engine = part("engine", SERVER, role="environment")
@@ -208,7 +212,7 @@ def test_exit_2_is_tried_again_if_a_needed_part_does_not_answer(tmp_path):
 
 
 class _FailsOnce:
-    """Kills the first part together with the first start of the second."""
+    """Kills the first part after the first start of the second, and notes that it has ended."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -219,6 +223,8 @@ class _FailsOnce:
         if trainer.state == "running" and not self._is_done:
             self._is_done = True
             os.kill(int(engine.detail.removeprefix("pid ")), signal.SIGKILL)
+        elif self._is_done and engine.state != "running":
+            (self._folder / "engine has ended").touch()
 
 
 def test_part_that_cannot_be_executed_is_named(tmp_path):

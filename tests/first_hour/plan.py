@@ -227,7 +227,11 @@ STEPS: tuple[Step, ...] = (
         "redis-server --appendonly",
         until=("(?s)8000 .*8001 |8001 .*8000 ",),
     ),
-    Run("docs/redis.md", "redis-cli --scan", before="redis-server --save '' & sleep 1"),
+    Run(
+        "docs/redis.md",
+        "redis-cli --scan",
+        before="redis-server --save '' &\nuntil redis-cli ping; do sleep 0.1; done",
+    ),
     NotRun("docs/ray.md", "ray start --head", "needs ten GPUs; tests/on_ray runs smaller files"),
     Run("docs/ray.md", "atropos-up example_trainer", shows=(r"gsm8k-7b\.environment-gsm8k",)),
     Run(

@@ -34,7 +34,7 @@ async def test_pool_on_ray_ends_and_replaces_workers(ray_cluster: Any) -> None:
 
     results = [
         # Less time than a worker takes to start: the limit counts from the start of the call.
-        await pool.run(double, 2, timeout=0.2),
+        await pool.run(double, 2, timeout=1.0),
         await pool.run(time.sleep, 600, timeout=0.5, default=None),
         await pool.run(die, timeout=60, default=-1),
         await pool.run(double, 4),

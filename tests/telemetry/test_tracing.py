@@ -226,12 +226,13 @@ def test_exports_are_what_the_protocol_defines(tracer: Tracer, sink: ListSink) -
         tracer.begin("linked", links=[HEADER], kind=tracing.CLIENT).end()
     tracer.close()
 
-    for body in sink.bodies:
+    kinds = {}
+    for body in sink.bodies:  # two, if an export falls between the spans
         request = service.ExportTraceServiceRequest()
         json_format.Parse(body, request)
         spans = request.resource_spans[0].scope_spans[0].spans
-        assert {span.name for span in spans} == {"root", "linked"}
-        assert spans[0].kind == 3
+        kinds.update({span.name: span.kind for span in spans})
+    assert kinds == {"root": tracing.INTERNAL, "linked": tracing.CLIENT} == {"root": 1, "linked": 3}
 
 
 def test_a_sink_that_fails_loses_spans_and_is_reported_once(

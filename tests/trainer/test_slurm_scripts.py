@@ -50,7 +50,7 @@ def run_job(tmp_path, **variables):
         },
         capture_output=True,
         text=True,
-        timeout=30,
+        timeout=300,
         check=False,
     )
     return done, [path.read_text().split("\0")[:-1] for path in calls.iterdir()]

@@ -43,7 +43,9 @@ def save_tiny_model(directory: Path) -> Path:
     """A model directory with a tokenizer that transformers can load."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
+    from transformers.utils import logging as transformers_logging
 
+    transformers_logging.disable_progress_bar()  # tests read what is written to stderr
     tiny_llama().save_pretrained(directory)
     words = models.WordLevel({f"w{i}": i for i in range(VOCAB)}, unk_token="w0")
     PreTrainedTokenizerFast(tokenizer_object=Tokenizer(words)).save_pretrained(directory)

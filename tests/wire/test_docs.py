@@ -57,8 +57,8 @@ def test_table_names_every_field_in_order():
 
 
 @pytest.mark.skipif(not shutil.which("curl") or not shutil.which("jq"), reason="needs curl and jq")
-def test_shell_client_posts_and_takes_batches(unused_tcp_port):
-    with serve(create_app(), unused_tcp_port) as url:
+def test_shell_client_posts_and_takes_batches(free_port):
+    with serve(create_app(), free_port) as url:
         arguments = {
             role: [DOCS / "client.sh", role, url, "2"] for role in ("trainer", "environment")
         }

@@ -25,7 +25,7 @@ from atroposlib.workspaces import (
     WorkspaceError,
     WorkspaceSpec,
 )
-from atroposlib.workspaces.local import LocalWorkspaces
+from atroposlib.workspaces.local import LocalBase, LocalWorkspaces
 
 pytestmark = [pytest.mark.slow, pytest.mark.asyncio(loop_scope="module")]
 
@@ -616,12 +616,12 @@ async def _rollouts(base: Base, number: int) -> None:
 @pytest.mark.parametrize("number", [pytest.param(30), pytest.param(500, marks=pytest.mark.long)])
 async def test_rollouts_in_a_row_leave_no_growth(base: Base, number: int) -> None:
     await _rollouts(base, 5)
-    before = await _settled_counts()
+    before = await _settled_counts(base)
     growth = 0
     for _ in range(3):  # other programs of this machine have files in memory too
         memory = _shared_memory()
         await _rollouts(base, number)
-        assert await _settled_counts() == before
+        assert await _settled_counts(base, expected=before) == before
         growth = _shared_memory() - memory
         if growth < number * 2**20:  # half of what the rollouts wrote
             break
@@ -629,10 +629,21 @@ async def test_rollouts_in_a_row_leave_no_growth(base: Base, number: int) -> Non
     assert growth < number * 2**20
 
 
-async def _settled_counts() -> tuple[int, int, int]:
-    """Wait until the workspaces made in advance are there again."""
+async def _settled_counts(
+    base: Base, *, expected: tuple[int, int, int] | None = None
+) -> tuple[int, int, int]:
+    """Wait until the workspaces made in advance are there again, and the others have ended.
+
+    These have once the counts are as expected; by default, once they do not change.
+    """
+    assert isinstance(base, LocalBase)
+    assert base._refill is not None
+    await base._refill
     found = [counts()]
-    while len(found) < 10 or len(set(found[-10:])) > 1:
+    for _ in range(1200):
+        is_settled = len(found) >= 10 and len(set(found[-10:])) == 1
+        if found[-1] == expected or (expected is None and is_settled):
+            break
         await asyncio.sleep(0.05)
         found.append(counts())
     return found[-1]

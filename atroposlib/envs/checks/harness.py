@@ -351,16 +351,10 @@ def _report_network(attempts: list[NetworkAttempt], findings: Findings) -> None:
 
 
 def _report_stalls(stalls: list[LoopStall], findings: Findings) -> None:
-    named = [stall for stall in stalls if stall.where is not None]
-    if named:
-        longest = max(named)
+    if stalls:
+        longest = max(stalls)
         findings.fail(
             "blocking", f"one call blocked it for {longest.duration_s:.2f} s", longest.where
-        )
-    elif len(stalls) >= MIN_UNNAMED_STALLS:
-        duration = f"{max(stalls).duration_s:.2f} s"
-        findings.fail(
-            "blocking", f"a computation that held the interpreter blocked it for {duration}"
         )
     findings.passed("blocking", "no call blocked it for more than 100 ms")
 
@@ -377,9 +371,6 @@ async def _report_leftovers(before: Running, findings: Findings) -> None:
     await end_leftover_tasks(before)
 
 
-MIN_UNNAMED_STALLS = 2
-"""Stalls without stack samples that are reported: a call of the author holds the interpreter for
-each item, while the first call of a library can do so once on a busy machine."""
 NUM_ITEMS = 2
 """Items that must yield a group."""
 MAX_ITEMS = 6

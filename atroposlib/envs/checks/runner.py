@@ -426,7 +426,7 @@ def _short(value: Any) -> str:
 
 
 SIBLING_LATENCY_S = 0.05
-CANCEL_LIMIT_S = 2.0
+CANCEL_LIMIT_S = 10.0
 POLL_S = 0.005
 
 NO_ITEMS_LEFT = "get_next_item returned None: no item was left for it"

@@ -65,8 +65,8 @@ class LoopStall(NamedTuple):
     """A callback that blocked the event loop."""
 
     duration_s: float
-    where: str | None
-    """The author's line; None without stack samples, because the call held the interpreter."""
+    where: str
+    """The author's line."""
 
 
 class LoopBlockedError(AtroposError, TimeoutError):
@@ -160,13 +160,13 @@ class _Watch(threading.Thread):
     def _add_stall(
         self, duration_s: float, samples: list[str | None], *, computed_s: float
     ) -> None:
+        # After a call that holds the interpreter, one sample is taken. There is none only where
+        # this thread had no processor, so that nothing is known of the call.
         own = [site for site in samples if site is not None]
         was_waiting = len(samples) >= MIN_SAMPLES_SHARE * duration_s / SAMPLE_INTERVAL_S
         if computed_s <= LIMIT_S and not was_waiting:
             return
-        if not samples:
-            self.stalls.append(LoopStall(duration_s, None))
-        elif own and len(own) >= MIN_OWN_SHARE * len(samples):
+        if own and len(own) >= MIN_OWN_SHARE * len(samples):
             self.stalls.append(LoopStall(duration_s, Counter(own).most_common(1)[0][0]))
 
 
@@ -203,7 +203,10 @@ def watch_loop() -> Iterator[list[LoopStall]]:
         watch.end()
 
 
-GRACE_S = 1.0
+GRACE_S = 5.0
+"""Time that tasks, threads and processes have to end after `close`, on a busy machine too."""
+MIN_LOOKS = 50
+"""Looks at them at least: the whole process may stand still for longer than `GRACE_S`."""
 THREADS_S = 10.0
 """Time that calls of `asyncio.to_thread` have to return after `close`."""
 POLL_S = 0.02
@@ -259,13 +262,16 @@ def _are_alive(threads: Iterable[threading.Thread]) -> bool:
 
 
 async def wait_for_end(before: Running) -> list[Leftover]:
-    """Wait up to a second for what was started since `before`, and return what still runs."""
-    deadline = asyncio.get_running_loop().time() + GRACE_S
-    while True:
-        left = _started_since(before)
-        if not left or asyncio.get_running_loop().time() > deadline:
-            return left
+    """Wait some seconds for what was started since `before`, and return what still runs."""
+    loop = asyncio.get_running_loop()
+    deadline = loop.time() + GRACE_S
+    num_looks = 0
+    while left := _started_since(before):
+        num_looks += 1
+        if num_looks >= MIN_LOOKS and loop.time() > deadline:
+            break
         await asyncio.sleep(POLL_S)
+    return left
 
 
 async def end_leftover_tasks(before: Running) -> None:

@@ -30,8 +30,9 @@ def test_check_defect_is_the_one_failure(env_cls: type[CleanEnv], rule: str) -> 
 
     # A busy machine holds the loop too, where a client loads its certificates for example.
     ignored = {"blocking"} - {rule}
-    assert [f.name for f in report.failures if f.name not in ignored] == [rule], report.text
-    assert "other_environments.py:" in (report.failures[0].where or "")
+    failures = [failure for failure in report.failures if failure.name not in ignored]
+    assert [failure.name for failure in failures] == [rule], report.text
+    assert "other_environments.py:" in (failures[0].where or "")
 
 
 def test_check_environment_with_a_client_of_its_own_is_noted() -> None:

@@ -146,6 +146,23 @@ async def test_wait_for_end_names_processes_and_tasks_that_go_on() -> None:
     assert await wait_for_end(before) == []
 
 
+async def test_wait_for_end_waits_for_a_task_whose_process_stood_still(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(watchers, "GRACE_S", -1.0)  # it has passed before the first look
+    before = Running.now()
+
+    async def ends_soon() -> None:
+        for _ in range(3):
+            await asyncio.sleep(watchers.POLL_S)
+
+    task = asyncio.create_task(ends_soon())
+    left = await wait_for_end(before)
+
+    assert left == []
+    assert task.done()
+
+
 async def test_call_in_a_thread_that_does_not_return_is_named_and_left_behind(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
