@@ -31,7 +31,7 @@ from typing import Any, ClassVar, Literal, TextIO
 import tenacity
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from atroposlib.adapters.dataset import DatasetArgs, TaskRows
+from atroposlib.adapters.dataset import DatasetArgs, TaskRows, given
 from atroposlib.adapters.interface import Adapter, Item
 from atroposlib.adapters.session_guard import EndRequest, SessionGuard
 from atroposlib.adapters.tool_episode import (
@@ -540,13 +540,6 @@ class McpEpisode(ToolEpisode):
         await self._adapter.end_rollout(sessions)
 
 
-def given(value: Any) -> Any:
-    """Return JSON without null in objects, with which Parquet fills the keys of other rows."""
-    if isinstance(value, dict):
-        return {key: given(entry) for key, entry in value.items() if entry is not None}
-    return [given(entry) for entry in value] if isinstance(value, list) else value
-
-
 def is_answered(item: Item) -> bool:
     """Whether the text of the last turn is rewarded."""
     return item.get("answer") is not None or item.get("reward_functions") is not None
@@ -599,6 +592,7 @@ class McpAdapter(Adapter):
             optional_fields=[args.expected_calls_field],
             rewards_field=args.rewards_field,
             needs_answer=False,
+            check=self._checked,
         )
         self.tools: list[ForeignTool] = []
         self.places: dict[str, tuple[str, str]] = {}
@@ -634,10 +628,10 @@ class McpAdapter(Adapter):
         logging.getLogger("mcp.client.stdio").removeFilter(self._log_filter)
 
     async def item(self, index: int) -> Item:
-        return self._checked(await self.rows.item(index))
+        return await self.rows.item(index)
 
     async def eval_items(self, limit: int) -> Sequence[Item]:
-        return [self._checked(item) for item in await self.rows.eval_items(limit)]
+        return await self.rows.eval_items(limit)
 
     def start(self, item: Item) -> McpEpisode:
         return McpEpisode(self, item)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import csv
 import json
 import os
 import re
@@ -12,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
@@ -21,6 +22,7 @@ pytest.importorskip("mcp.client.client", reason="needs mcp 2")
 
 from atroposlib.adapters.mcp import McpArgs, McpSession, calls_reward, expand
 from atroposlib.adapters.registry import make_adapter
+from atroposlib.envs.conversation import Turn
 from atroposlib.errors import ConfigError, EpisodeConnectionError
 from tests.adapters.playing import adapter_env, roll_out
 from tests.adapters.remote_servers import spawn_process
@@ -547,22 +549,67 @@ async def test_expected_calls_that_are_nested_too_deeply_are_rejected(
     path = tmp_path / "rows.json"
     path.write_text(json.dumps([{"question": "q", "expected_calls": "[" * 100_000}]))
     adapter = make_adapter(f"mcp:{path}", {**ARGS, "servers": [command(pids)]}, seed=0)
-    await adapter.open()
 
     with pytest.raises(ConfigError, match="expected a list of"):
-        await adapter.item(0)
+        await adapter.open()
     await adapter.close()
 
 
-async def test_row_without_a_reward_is_rejected(tmp_path: Path, pids: Path) -> None:
+async def test_row_without_a_reward_is_rejected_before_training(tmp_path: Path, pids: Path) -> None:
     path = tmp_path / "rows.json"
-    path.write_text(json.dumps([{"question": "q"}]))
+    path.write_text(json.dumps([*ROWS, {"question": "q"}]))
+    adapter = make_adapter(f"mcp:{path}", {**ARGS, "servers": [command(pids)]}, seed=0)
+
+    with pytest.raises(ConfigError, match=r"none of 'answer', 'expected_calls'.*\(row 4\)"):
+        await adapter.open()
+    await adapter.close()
+
+
+async def test_row_without_a_reward_after_those_checked_is_skipped(
+    tmp_path: Path, pids: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("atroposlib.adapters.dataset.ROWS_CHECKED", 1)
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps([ROWS[0], {"question": "q"}, ROWS[1]]))
     adapter = make_adapter(f"mcp:{path}", {**ARGS, "servers": [command(pids)]}, seed=0)
     await adapter.open()
 
-    with pytest.raises(ConfigError, match="none of 'answer', 'expected_calls'"):
-        await adapter.item(0)
+    items = [await adapter.item(index) for index in range(3)]
     await adapter.close()
+
+    assert [item["answer"] for item in items] == ["40", "42", "40"]
+    assert adapter.metrics()["rows_skipped"] == 2
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".csv"])
+async def test_reward_functions_of_single_rows_are_read_from_every_format(
+    tmp_path: Path, pids: Path, suffix: str
+) -> None:
+    listed: list[Any] = [
+        [{"type": "format", "weight": 2.0, "params": {"preferred_tags": ["think"]}}],
+        [{"type": "answer_text"}],
+    ]
+    path = tmp_path / f"rows{suffix}"
+    if suffix == ".parquet":
+        import pyarrow
+        import pyarrow.parquet
+
+        rows = [{"question": "q", "answer": "1", "reward_functions": each} for each in listed]
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    else:
+        with path.open("w", newline="") as table:
+            writer = csv.writer(table)
+            writer.writerow(["question", "answer", "reward_functions"])
+            writer.writerows(["q", "1", json.dumps(each)] for each in listed)
+    adapter = make_adapter(f"mcp:{path}", {**ARGS, "servers": [command(pids)]}, seed=0)
+    await adapter.open()
+
+    items = [await adapter.item(index) for index in range(2)]
+    reply = await cast(Any, adapter.start(items[1])).reply(Turn("<answer>1</answer>", 0, ()))
+    await adapter.close()
+
+    assert [item["reward_functions"] for item in items] == listed
+    assert reply.reward == {"answer_text": 1.0}
 
 
 @pytest.mark.parametrize(
