@@ -397,7 +397,7 @@ class TaskRows:
                 prompt = f"{prompt}\n\n{first['content']}"  # chat templates allow one
                 messages = messages[1:]
             messages.insert(0, {"role": "system", "content": prompt})
-        return messages
+        return list(messages)
 
     def _message(self, message: ChatMessage) -> dict[str, Any]:
         """Return a message of a row with the fields that chat templates read."""

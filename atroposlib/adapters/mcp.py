@@ -45,6 +45,7 @@ from atroposlib.errors import (
     AtroposError,
     ConfigError,
     EpisodeConnectionError,
+    EpisodeFailedError,
 )
 from atroposlib.tasks.tool_calls import num_matching
 from atroposlib.utils.text import is_milestone, near_name
@@ -54,8 +55,10 @@ __all__ = ["McpAdapter", "McpArgs", "McpEpisode", "McpServerSpec", "McpSession",
 logger = logging.getLogger(__name__)
 
 MAX_TOOLS = 512
-MAX_PAGES = 64
-"""Pages of the tools of one server."""
+MAX_PAGES, MAX_LISTED_TOOLS = 64, 10_000
+"""Of the tools of one server, some of which may be selected."""
+LEAST_LIST_S = 60.0
+"""Least time limit of listing the tools of a server."""
 MAX_EXPECTED_CALLS = 256
 STDERR_BYTES = 2000
 """Last bytes of a child's stderr that are kept for error messages."""
@@ -270,6 +273,10 @@ class StderrTail(asyncio.Protocol):
                 transport.close()
 
 
+class UnusableAnswerError(EpisodeFailedError):
+    """A server answered a request in a form that the SDK refuses; its session goes on."""
+
+
 class McpSession:
     """A connection to one server, held by a task of its own.
 
@@ -334,16 +341,30 @@ class McpSession:
         await asyncio.wait({self._task}, timeout=CLOSE_S)
 
     async def list_tools(self) -> list[Any]:
-        """Return the descriptions of all tools, page by page."""
+        """Return the descriptions of all tools, page by page.
+
+        Raises:
+            ConfigError: the list has no end.
+            EpisodeConnectionError: the server is lost.
+            UnusableAnswerError: a description does not fit the protocol.
+            mcp.MCPError: the server rejects the request.
+        """
         tools: list[Any] = []
-        cursor = None
-        for _ in range(MAX_PAGES):
+        cursor: str | None = None
+        earlier: set[str] = set()
+        while len(earlier) < MAX_PAGES and len(tools) <= MAX_LISTED_TOOLS:
             page = await self._ask(self._client.list_tools(cursor=cursor))
             tools += page.tools
             cursor = page.next_cursor
-            if cursor is None or len(tools) > MAX_TOOLS:
+            if cursor is None:
+                return tools
+            if cursor in earlier:
                 break
-        return tools
+            earlier.add(cursor)
+        raise ConfigError(
+            f"servers: {self.name}: its list of tools has no end: after {len(tools)} tools it "
+            f"continues at {cursor!r:.100}"
+        )
 
     async def call_tool(self, tool: str, arguments: dict[str, Any], *, key: str = "") -> Any:
         """Call a tool and return the result of the SDK; its errors are results, too.
@@ -355,6 +376,7 @@ class McpSession:
 
         Raises:
             EpisodeConnectionError: the server is lost.
+            UnusableAnswerError: the result does not fit the protocol, or the tool's own schema.
             mcp.MCPError: the server rejects the call.
         """
         if not self.is_alive:
@@ -379,11 +401,16 @@ class McpSession:
         try:
             return asking.result()
         except MCPError as error:
-            if is_lost(error.code, error.message):
+            if self._is_lost(error):
                 raise self.lost(error.message) from error
             raise
-        except (OSError, RuntimeError) as error:
-            raise self.lost(f"{type(error).__name__}: {error}") from error
+        except (OSError, RuntimeError, ValueError) as error:
+            if isinstance(error, OSError) or self._task.done():
+                raise self.lost(f"{type(error).__name__}: {error}") from error
+            raise UnusableAnswerError(f"the answer cannot be used: {str(error)[:500]}") from error
+
+    def _is_lost(self, error: Any) -> bool:
+        return is_lost(error.code, error.message, is_program=self._spec.url is None)
 
     def lost(self, reason: str) -> EpisodeConnectionError:
         """Return the exception of a lost server, with the end of its stderr."""
@@ -461,20 +488,35 @@ class McpSession:
             return error
         text = f"{type(error).__name__}: {error}"
         is_version = isinstance(error, RuntimeError) and "protocol version" in str(error)
-        if isinstance(error, MCPError) and not is_lost(error.code, error.message):
+        if isinstance(error, MCPError) and not self._is_lost(error):
             is_version = True
         if is_version:
             return ConfigError(f"servers: {self.name}: the protocol does not fit: {text}")
         return self.lost(text)
 
 
-def is_lost(code: int, message: str) -> bool:
-    """Whether an error of the protocol means that the server, or the session, is lost."""
-    from mcp_types import INTERNAL_ERROR, INVALID_PARAMS
+def is_lost(code: int, message: str, *, is_program: bool) -> bool:
+    """Whether an error of the protocol means that the server, or the session, is lost.
 
-    if code == INTERNAL_ERROR:
-        return message == "Server returned an error response"  # an HTTP status of 500 and above
-    return code != INVALID_PARAMS and -32768 <= code <= -32000
+    Other errors are answers. A program that answers is there; over HTTP, an unknown session is
+    reported with different codes, by servers and by the SDK.
+    """
+    from mcp_types import (
+        CONNECTION_CLOSED,
+        INTERNAL_ERROR,
+        INVALID_REQUEST,
+        METHOD_NOT_FOUND,
+        PARSE_ERROR,
+        REQUEST_TIMEOUT,
+    )
+
+    of_sdk = {
+        (CONNECTION_CLOSED, "Connection closed"),
+        (METHOD_NOT_FOUND, "Not Found"),  # an HTTP status of 404
+        (INTERNAL_ERROR, "Server returned an error response"),  # of 500 and above
+    }
+    of_sessions = {CONNECTION_CLOSED, REQUEST_TIMEOUT, INVALID_REQUEST, PARSE_ERROR}
+    return (code, message) in of_sdk or (not is_program and code in of_sessions)
 
 
 def _command_of(spec: McpServerSpec, where: str) -> list[str]:
@@ -514,7 +556,7 @@ class McpEpisode(ToolEpisode):
         except (TimeoutError, asyncio.TimeoutError):
             text = f"{name} gave no answer within {args.tool_timeout_s:g} s"
             return ToolOutcome(text, is_error=True)
-        except MCPError as error:
+        except (MCPError, UnusableAnswerError) as error:
             return ToolOutcome(str(error)[: args.max_result_characters], is_error=True)
         if not result.is_error:
             self._made.append({"name": name, "arguments": arguments})
@@ -615,10 +657,22 @@ class McpAdapter(Adapter):
         for server in self.args.servers:
             session = await self._opened(server)
             try:
-                listed[server] = await session.list_tools()
+                listed[server] = await self._listed(session)
             finally:
                 await self._end(session)
         self._offer(listed)
+
+    async def _listed(self, session: McpSession) -> list[Any]:
+        from mcp import MCPError
+
+        limit_s = max(LEAST_LIST_S, self.args.connect_timeout_s)
+        try:
+            return await asyncio.wait_for(session.list_tools(), limit_s)
+        except (TimeoutError, asyncio.TimeoutError) as error:
+            raise session.lost(f"it did not list its tools within {limit_s:g} s") from error
+        except (MCPError, UnusableAnswerError) as error:
+            where = f"servers: {session.name}"
+            raise ConfigError(f"{where}: its tools cannot be listed: {error}") from error
 
     async def close(self) -> None:
         shared, self._shared = self._shared, {}
@@ -741,7 +795,9 @@ class McpAdapter(Adapter):
         owners: dict[str, list[str]] = {}
         for server, tools in listed.items():
             for tool in tools:
-                owners.setdefault(tool.name, []).append(server)
+                if server in owners.setdefault(tool.name, []):
+                    raise ConfigError(f"servers: {server} lists the tool {tool.name!r} twice")
+                owners[tool.name].append(server)
         for server, tools in listed.items():
             for tool in tools:
                 name = tool.name if len(owners[tool.name]) == 1 else f"{server}_{tool.name}"

@@ -20,7 +20,14 @@ import pytest
 
 pytest.importorskip("mcp.client.client", reason="needs mcp 2")
 
-from atroposlib.adapters.mcp import McpArgs, McpSession, calls_reward, expand
+from atroposlib.adapters.mcp import (
+    McpAdapter,
+    McpArgs,
+    McpSession,
+    calls_reward,
+    expand,
+    is_lost,
+)
 from atroposlib.adapters.registry import make_adapter
 from atroposlib.envs.conversation import Turn
 from atroposlib.errors import ConfigError, EpisodeConnectionError
@@ -264,6 +271,132 @@ async def test_error_of_a_tool_is_a_result(
 
     assert shown in rollout.messages[-2]["content"]
     assert rollout.reward_parts[-1] == {"answer_text": 1.0, "calls": 0.0}
+
+
+SCRIPTED_SERVER = """
+import json, sys
+pages, calls = json.loads(sys.argv[1])
+for line in sys.stdin:
+    request = json.loads(line)
+    params = request.get("params") or {}
+    if "id" not in request:
+        continue
+    if request["method"] == "initialize":
+        answer = {"result": {"protocolVersion": params["protocolVersion"],
+                             "capabilities": {"tools": {}},
+                             "serverInfo": {"name": "scripted", "version": "0"}}}
+    elif request["method"] == "tools/list":
+        answer = pages[params.get("cursor") or ""]
+    elif request["method"] == "tools/call":
+        answer = calls[params["name"]]
+    else:
+        answer = {"error": {"code": -32601, "message": "Method not found"}}
+    print(json.dumps({"jsonrpc": "2.0", "id": request["id"], **answer}), flush=True)
+"""
+
+
+def scripted(pages: dict[str, Any], calls: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return a server that answers with pages of tools by cursor, and to calls by name."""
+    script = json.dumps([pages, calls or {}])
+    return {"scripted": {"command": sys.executable, "args": ["-c", SCRIPTED_SERVER, script]}}
+
+
+def tool(name: str, **fields: Any) -> dict[str, Any]:
+    return {"name": name, "inputSchema": {"type": "object"}, **fields}
+
+
+def page(*tools: dict[str, Any], following: str | None = None) -> dict[str, Any]:
+    rest = {} if following is None else {"nextCursor": following}
+    return {"result": {"tools": list(tools), **rest}}
+
+
+NUMBER = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
+WRONG_RESULT = {"content": [{"type": "text", "text": "3"}], "structuredContent": {"x": "three"}}
+
+
+@pytest.mark.parametrize("sessions", ["per_rollout", "shared"])
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ({"error": {"code": -32002, "message": "no such record"}}, "no such record"),
+        ({"error": {"code": -32601, "message": "unknown tool"}}, "unknown tool"),
+        ({"error": {"code": -32000, "message": "quota used up"}}, "quota used up"),
+        ({"result": WRONG_RESULT}, "'three' is not of type 'integer'"),
+        ({"result": {"content": [{"type": "hologram"}]}}, "validation errors for CallToolResult"),
+    ],
+)
+async def test_answer_that_is_an_error_or_does_not_fit_is_a_result(
+    tasks: str, answer: dict[str, Any], message: str, sessions: str
+) -> None:
+    servers = scripted({"": page(tool("odd", outputSchema=NUMBER))}, {"odd": answer})
+    args = {**ARGS, "servers": servers, "sessions": sessions, "connect_attempts": 1}
+    adapter = make_adapter(f"mcp:{tasks}", args, seed=0)
+    await adapter.open()
+    episode = cast(Any, adapter.start(await adapter.item(0)))
+
+    await episode.begin()
+    replies = [await episode.reply(Turn(call("odd"), index, ())) for index in range(2)]
+    await episode.close()
+    await adapter.close()
+
+    for reply in replies:
+        assert message in reply.messages
+        assert not reply.is_done
+    assert episode.num_failed_calls == 2
+    assert adapter.metrics()["failed_connections"] == 0
+
+
+def test_error_of_an_unknown_session_is_a_loss_over_http_only() -> None:
+    codes = [-32000, -32001, -32600, -32700]
+
+    assert [is_lost(code, "unknown session", is_program=False) for code in codes] == [True] * 4
+    assert [is_lost(code, "unknown session", is_program=True) for code in codes] == [False] * 4
+    assert is_lost(-32000, "Connection closed", is_program=True)
+    assert not is_lost(-32002, "no such record", is_program=False)
+
+
+async def test_tools_of_late_pages_can_be_selected(tasks: str) -> None:
+    pages = {
+        "": page(*(tool(f"a{i}") for i in range(600)), following="2"),
+        "2": page(tool("late")),
+    }
+    args = {**ARGS, "servers": scripted(pages), "tools": ["late"]}
+    adapter = cast(McpAdapter, make_adapter(f"mcp:{tasks}", args, seed=0))
+
+    await adapter.open()
+    await adapter.close()
+
+    assert [each.name for each in adapter.tools] == ["late"]
+
+
+@pytest.mark.parametrize(
+    ("pages", "message"),
+    [
+        (
+            {"": page(tool("a"), following="x"), "x": page(tool("b"), following="x")},
+            "scripted: its list of tools has no end: after 2 tools it continues at 'x'",
+        ),
+        ({"": page(tool("a"), tool("a"))}, "scripted lists the tool 'a' twice"),
+        ({"": page({"name": "a"})}, "scripted: its tools cannot be listed: .*inputSchema"),
+        (
+            {"": {"error": {"code": -32603, "message": "no database"}}},
+            "scripted: its tools cannot be listed: no database",
+        ),
+        (
+            {"": {"error": {"code": -32601, "message": "Method not found"}}},
+            "scripted: its tools cannot be listed: Method not found",
+        ),
+    ],
+)
+async def test_tools_that_cannot_be_listed_are_named_with_their_server(
+    tasks: str, pages: dict[str, Any], message: str
+) -> None:
+    args = {**ARGS, "servers": scripted(pages), "connect_attempts": 1}
+    adapter = make_adapter(f"mcp:{tasks}", args, seed=0)
+
+    with pytest.raises(ConfigError, match=f"(?s){message}"):
+        await adapter.open()
+    await adapter.close()
 
 
 async def test_late_calls_of_one_turn_may_take_longer_than_a_step(tasks: str, pids: Path) -> None:
