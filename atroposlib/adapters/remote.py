@@ -45,6 +45,7 @@ from atroposlib.utils.yaml_text import read_yaml
 
 __all__ = [
     "OPEN_REQUEST_S",
+    "TOO_MANY_REQUESTS",
     "HttpAnswer",
     "HttpSession",
     "RemoteArgs",
@@ -75,6 +76,10 @@ MAX_TASKS = 10_000_000
 MAX_METRICS = 32
 MAX_NUMBER = sys.float_info.max
 REDIRECTIONS = (301, 302, 303, 307, 308)
+TOO_MANY_REQUESTS = 429
+"""Status of a request that was not handled, and may be repeated."""
+BUSY_WAITS_S = (0.5, 1.0, 2.0, 4.0)
+"""Waits before its repetitions."""
 
 Result = TypeVar("Result")
 
@@ -203,6 +208,14 @@ class HttpSession:
         await self._client.close()
 
     async def _request(self, method: str, path: str, **content: Any) -> HttpAnswer:
+        for wait_s in BUSY_WAITS_S:
+            answer = await self._request_once(method, path, **content)
+            if answer.status != TOO_MANY_REQUESTS:
+                return answer
+            await asyncio.sleep(wait_s)
+        return await self._request_once(method, path, **content)
+
+    async def _request_once(self, method: str, path: str, **content: Any) -> HttpAnswer:
         where = f"{method} {self._url}{path}"
         try:
             # A redirection could lead to any host that this machine reaches.

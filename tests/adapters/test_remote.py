@@ -63,6 +63,24 @@ async def test_redirection_is_not_followed(status: int) -> None:
     assert paths == ["/verify"]
 
 
+@pytest.mark.parametrize(("num_busy", "status"), [(2, 200), (9, 429)])
+async def test_request_to_a_busy_server_is_repeated(
+    num_busy: int, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("atroposlib.adapters.remote.BUSY_WAITS_S", (0.0, 0.0, 0.0))
+    bodies = []
+
+    async def busy(request: web.Request) -> web.Response:
+        bodies.append(await request.json())
+        return web.Response(status=429 if len(bodies) <= num_busy else 200)
+
+    async with asking(busy) as session:
+        answer = await session.post("/verify", {"reward": 1})
+
+    assert answer.status == status
+    assert bodies == [{"reward": 1}] * min(num_busy + 1, 4)
+
+
 @pytest.mark.parametrize("text", ["{", "[" * 100_000])
 def test_answer_that_is_not_json_is_refused(text: str) -> None:
     with pytest.raises(EpisodeFailedError, match="expected JSON"):
