@@ -348,22 +348,25 @@ class TaskRows:
         answer = row.get(args.answer_field) if args.answer_field is not None else None
         if answer is None and args.answer_field is not None and self._needs_answer:
             answer = self._value(row, args.answer_field)
+        if answer == "" and not self._needs_answer:
+            answer = None  # an empty cell of a CSV file
         extra = {name: self._value(row, name) for name in args.item_fields}
-        extra.update({n: row[n] for n in self._optional_fields if row.get(n) is not None})
+        extra.update({n: row[n] for n in self._optional_fields if row.get(n) not in (None, "")})
         item = {"messages": self._chat(row), "answer": answer, "row": extra}
         if args.ground_truth_field is not None:
             item["ground_truth"] = self._value(row, args.ground_truth_field)
-        if self._rewards_field is not None and row.get(self._rewards_field) is not None:
+        if self._rewards_field is not None and row.get(self._rewards_field) not in (None, ""):
             item["reward_functions"] = given(_from_json(row[self._rewards_field]))
         self._check_gold(item)
         return item if self._check is None else self._check(item)
 
     def _check_gold(self, item: Item) -> None:
-        """Refuse several right answers where a function would compare with the first, or none."""
+        """Refuse several right answers, of which a function would use the first, and empty ones."""
         answer, truth = item["answer"], item.get("ground_truth")
         gold = answer if truth is None else truth
-        is_one = not isinstance(gold, Mapping | list | tuple)
-        if is_one or (not isinstance(gold, Mapping) and len(gold) == 1):
+        [one] = gold if isinstance(gold, list | tuple) and len(gold) == 1 else [gold]
+        is_empty = one != one or (isinstance(one, str) and not one.strip())  # NaN is empty, too
+        if not (is_empty or isinstance(one, Mapping | list | tuple)):
             return
         for function in self.reward_of(item).reward_functions:
             if isinstance(function, COMPARING):
@@ -414,7 +417,10 @@ class TaskRows:
 
     def _question(self, row: Mapping[str, Any]) -> str:
         if self.args.template is None:
-            return str(self._value(row, self.args.question_field))
+            question = str(self._value(row, self.args.question_field))
+            if not question.strip():
+                raise ConfigError(f"{self.name}: the question is empty; the row is {row!r:.100}")
+            return question
         columns = {column: value for column, value in row.items() if value is not None}
         try:
             return self.args.template.format_map(columns)[:MAX_PROMPT_CHARACTERS]

@@ -299,6 +299,7 @@ class McpSession:
         self._guard_key = uuid.uuid4().hex
         self._end_request: EndRequest | None = None
         self._is_ended = False
+        self._refusal_status: int | None = None
         self._stderr = StderrTail()
         self._stop = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -413,10 +414,12 @@ class McpSession:
         return is_lost(error.code, error.message, is_program=self._spec.url is None)
 
     def lost(self, reason: str) -> EpisodeConnectionError:
-        """Return the exception of a lost server, with the end of its stderr."""
+        """Return the exception of a lost server, with the end of its stderr or its HTTP status."""
         self._client = None
         tail = self._stderr.last_line()
         shown = f"; its stderr ends: {tail}" if tail else ""
+        if self._refusal_status is not None:
+            shown += f"; its last answer had the HTTP status {self._refusal_status}"
         return EpisodeConnectionError(f"MCP server {self.name} is lost: {reason}{shown}")
 
     async def _hold(self, ready: asyncio.Future[Any]) -> None:
@@ -461,8 +464,11 @@ class McpSession:
         return await stack.enter_async_context(Client(transport, mode=self._mode, cache=None))
 
     async def _note_response(self, response: Any) -> None:
-        """Inform the guard of the HTTP session, whose id the SDK keeps to itself."""
+        """Note a refusal, and inform the guard of the session; the SDK keeps both to itself."""
         request = response.request
+        if request.method == "POST":
+            is_refusal = response.status_code >= 400
+            self._refusal_status = response.status_code if is_refusal else None
         session_id = response.headers.get(SESSION_HEADER) or request.headers.get(SESSION_HEADER)
         if session_id is None or self._is_ended:
             return

@@ -153,11 +153,18 @@ def opening_messages(params: Mapping[str, Any], where: str) -> list[ChatMessage]
         )
     for entry in entries:
         message = _opening_message(entry, where)
-        if message["role"] == "system" and messages and messages[-1]["role"] == "system":
-            joined = f"{messages.pop()['content']}\n\n{message['content']}"
-            message = {"role": "system", "content": joined}  # chat templates allow one
+        role, earlier = message["role"], messages[-1] if messages else {}
+        # Chat templates allow one system message; calls and results of one turn are one message.
+        between = {"system": "\n\n"}.get(role, "\n" if _is_of_call(entry) else None)
+        if earlier.get("role") == role and between is not None:
+            messages.pop()
+            message = {"role": role, "content": earlier["content"] + between + message["content"]}
         messages.append(message)
     return messages
+
+
+def _is_of_call(entry: Mapping[str, Any]) -> bool:
+    return entry.get("type") in ("function_call", "function_call_output")
 
 
 def _opening_message(entry: Any, where: str) -> ChatMessage:

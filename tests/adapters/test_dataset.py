@@ -254,6 +254,24 @@ async def test_list_of_right_answers_is_refused_by_functions_that_compare(tmp_pa
             await opened(name)
 
 
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"question": "q", "answer": " "}, "answer is ' '; accuracy compares with one text"),
+        ({"question": "q", "answer": float("nan")}, "answer is nan; accuracy compares with one"),
+        ({"question": "q", "answer": []}, r"answer is \[\]; accuracy compares with one"),
+        ({"question": "", "answer": "1"}, "the question is empty"),
+    ],
+)
+async def test_row_with_an_empty_value_is_refused(
+    tmp_path: Path, row: dict[str, Any], message: str
+) -> None:
+    name = write(tmp_path / "rows.json", [row])
+
+    with pytest.raises(ConfigError, match=message):
+        await opened(name)
+
+
 async def test_reward_functions_are_named_parts(
     tmp_path: Path, make_env: Callable[..., Any]
 ) -> None:

@@ -17,6 +17,7 @@ from typing import Any, cast
 
 import httpx
 import pytest
+from aiohttp import web
 
 pytest.importorskip("mcp.client.client", reason="needs mcp 2")
 
@@ -743,6 +744,62 @@ async def test_reward_functions_of_single_rows_are_read_from_every_format(
 
     assert [item["reward_functions"] for item in items] == listed
     assert reply.reward == {"answer_text": 1.0}
+
+
+async def test_empty_cells_of_a_table_are_values_that_a_row_lacks(
+    tmp_path: Path, pids: Path
+) -> None:
+    path = tmp_path / "rows.csv"
+    expected = json.dumps(ROWS[0]["expected_calls"])
+    with path.open("w", newline="") as table:
+        writer = csv.writer(table)
+        writer.writerow(["question", "answer", "expected_calls", "reward_functions"])
+        writer.writerows([["q", "1", "", ""], ["q", "", expected, ""]])
+    adapter = make_adapter(f"mcp:{path}", {**ARGS, "servers": [command(pids)]}, seed=0)
+    await adapter.open()
+
+    answered, called = [await adapter.item(index) for index in range(2)]
+    replies = [
+        await cast(Any, adapter.start(item)).reply(Turn("<answer>1</answer>", 0, ()))
+        for item in (answered, called)
+    ]
+    await adapter.close()
+
+    assert [reply.reward for reply in replies] == [{"answer_text": 1.0}, {"calls": 0.0}]
+
+
+async def test_status_of_a_server_that_refuses_a_connection_is_shown(tasks: str) -> None:
+    async def refuse(request: web.Request) -> web.Response:
+        return web.Response(status=401)
+
+    app = web.Application()
+    app.router.add_route("*", "/mcp", refuse)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    servers = {"search": f"http://127.0.0.1:{runner.addresses[0][1]}/mcp"}
+    args = {**ARGS, "servers": servers, "connect_attempts": 1}
+    adapter = make_adapter(f"mcp:{tasks}", args, seed=0)
+
+    with pytest.raises(EpisodeConnectionError, match=r"search is lost: .* the HTTP status 401"):
+        await adapter.open()
+    await adapter.close()
+    await runner.cleanup()
+
+
+async def test_unknown_tool_of_many_is_answered_with_some_names(tasks: str) -> None:
+    servers = scripted({"": page(*(tool(f"tool_{i}") for i in range(400)))})
+    adapter = make_adapter(f"mcp:{tasks}", {**ARGS, "servers": servers}, seed=0)
+    await adapter.open()
+    episode = cast(Any, adapter.start(await adapter.item(0)))
+
+    await episode.begin()
+    reply = await episode.reply(Turn(call("tool_31x"), 0, ()))
+    await episode.close()
+    await adapter.close()
+
+    assert "no tool 'tool_31x'; did you mean tool_31" in reply.messages
+    assert len(reply.messages) < 1000
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,12 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from atroposlib.adapters.nemo_gym import NemoGymAdapter, NemoGymArgs, NemoSession
+from atroposlib.adapters.nemo_gym import (
+    NemoGymAdapter,
+    NemoGymArgs,
+    NemoSession,
+    opening_messages,
+)
 from atroposlib.adapters.remote import (
     HttpAnswer,
     HttpSession,
@@ -117,6 +122,24 @@ def test_arguments_that_clients_cannot_send_are_named(text: str, problem: str | 
     found = why_not_sent(json.loads(text))
 
     assert found is None if problem is None else problem in str(found)
+
+
+def test_nemo_calls_and_results_of_one_turn_are_one_message() -> None:
+    calls = [
+        {"type": "function_call", "name": name, "arguments": "{}", "call_id": name}
+        for name in ("look", "count")
+    ]
+    results = [
+        {"type": "function_call_output", "output": output, "call_id": "x"} for output in ("a", "b")
+    ]
+    entries = [{"role": "user", "content": "go"}, {"role": "assistant", "content": "I look."}]
+
+    messages = opening_messages({"input": [*entries, *calls, *results, entries[0]]}, "row 1")
+
+    assert [(m["role"], m["content"].count("<tool_")) for m in messages] == [
+        ("user", 0), ("assistant", 2), ("user", 2), ("user", 0)
+    ]  # fmt: skip
+    assert messages[1]["content"].startswith("I look.\n<tool_call>\n")
 
 
 def test_nemo_call_with_half_of_a_surrogate_pair_can_be_verified() -> None:
