@@ -251,15 +251,14 @@ def test_running_sequences_share_their_prompt_again_after_an_update(
         assert worst_gap(logits_of_completion(model, choice), choice) < TOLERANCE
 
 
-def test_random_requests_that_share_beginnings_have_exact_logprobs(
-    model_folder: Path, model: Any
-) -> None:
+def random_requests(count: int, *, trunks: Sequence[int], vocabulary: int) -> list[dict[str, Any]]:
+    """Return requests that begin with a part of one of a few sequences, of these lengths."""
     source = random.Random(4)
-    trunks = [[source.randrange(3, 250) for _ in range(length)] for length in (20, 48, 90)]
+    shared = [[source.randrange(3, vocabulary) for _ in range(length)] for length in trunks]
     requests: list[dict[str, Any]] = []
-    for _ in range(60):
-        prompt = [*source.choice(trunks)[: source.randint(1, 90)]]
-        prompt += [source.randrange(3, 250) for _ in range(source.randint(0, 40))]
+    for _ in range(count):
+        prompt = [*source.choice(shared)[: source.randint(1, max(trunks))]]
+        prompt += [source.randrange(3, vocabulary) for _ in range(source.randint(0, 40))]
         requests.append(
             {
                 "prompt": prompt, "max_tokens": source.randint(1, 30), "ignore_eos": True,
@@ -267,6 +266,13 @@ def test_random_requests_that_share_beginnings_have_exact_logprobs(
                 **({"prompt_logprobs": 0} if source.random() < 0.1 else {}),
             }
         )  # fmt: skip
+    return requests
+
+
+def test_random_requests_that_share_beginnings_have_exact_logprobs(
+    model_folder: Path, model: Any
+) -> None:
+    requests = random_requests(60, trunks=(20, 48, 90), vocabulary=250)
     with (
         serve_locally(model_folder, max_num_seqs=12, kv_cache_memory_bytes=2**21) as local,
         ThreadPoolExecutor(16) as workers,
@@ -415,19 +421,7 @@ def test_random_requests_of_recurrent_models_have_exact_logprobs(
     tmp_path: Path, kind: str, cache_bytes: int
 ) -> None:
     folder = save_model(tmp_path, kind)
-    source = random.Random(4)
-    trunks = [[source.randrange(3, 60) for _ in range(length)] for length in (80, 110, 150)]
-    requests: list[dict[str, Any]] = []
-    for _ in range(40):
-        prompt = [*source.choice(trunks)[: source.randint(60, 150)]]
-        prompt += [source.randrange(3, 60) for _ in range(source.randint(0, 40))]
-        requests.append(
-            {
-                "prompt": prompt, "max_tokens": source.randint(1, 30), "ignore_eos": True,
-                "n": source.randint(1, 3), "seed": source.randint(0, 99),
-                **({"prompt_logprobs": 0} if source.random() < 0.1 else {}),
-            }
-        )  # fmt: skip
+    requests = random_requests(40, trunks=(80, 110, 150), vocabulary=60)
     with (
         serve_locally(folder, max_num_seqs=12, kv_cache_memory_bytes=cache_bytes) as local,
         ThreadPoolExecutor(len(requests)) as workers,
