@@ -210,7 +210,7 @@ class SequenceBatch:
             self.model, self._cache, packed, starts, **self._image_inputs(packed, starts)
         )
         completions = [start.completion for start in starts]
-        self.shared.save_beginnings(zip(packed.starts, completions, strict=True))
+        self.shared.end_step(zip(packed.starts, completions, strict=True))
         self._running += starts
         self._starting = []
         _keep_prompt_logprobs(starts, scored)

@@ -85,7 +85,6 @@ class SharedCaches:
 
     def begin_step(self, running: Sequence[PromptRequest]) -> None:
         """Look at the running sequences, by slot, in a step that starts others."""
-        self._starting, self._kept_lengths = {}, {}
         if self.is_enabled and not self._has_states:
             self._running = running
             self._slots = {
@@ -143,11 +142,16 @@ class SharedCaches:
         length = self._kept_lengths.get(id(completion.request), 0)
         return length if num_cached < length < completion.num_tokens else 0
 
-    def save_beginnings(self, started: Iterable[tuple[NewTokens, Completion]]) -> None:
+    def end_step(self, started: Iterable[tuple[NewTokens, Completion]]) -> None:
         """Keep the caches of first tokens, after the forward pass that started the sequences."""
         for new, completion in started:
             if new.kept_at:
                 self._save(new.slot, completion, new.kept_at, is_beginning=True)
+        self._forget_step()
+
+    def _forget_step(self) -> None:
+        """Release the requests, whose images take memory, and the states between two parts."""
+        self._running, self._slots, self._starting, self._kept_lengths = (), {}, {}, {}
         self._cache.states.drop_kept()
 
     def load(self, slot: int, completion: Completion) -> int:
@@ -183,6 +187,7 @@ class SharedCaches:
         """Discard the saved caches."""
         self._finished.clear()
         self._recent.clear()
+        self._forget_step()
 
     def _room(self, reserved: int = 0) -> int:
         """Return the tokens of finished sequences to keep: at most a half, and what others leave.

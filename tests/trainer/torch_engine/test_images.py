@@ -268,6 +268,18 @@ async def test_equal_images_of_open_requests_are_processed_once(one_kind: LocalE
     assert len(processed) == 4
 
 
+def test_images_of_ended_requests_are_released(one_kind: LocalEngine) -> None:
+    reader = one_kind.state.served.image_reader
+    assert reader is not None
+    chat(one_kind, QUESTION)
+
+    def is_empty() -> bool:
+        gc.collect()
+        return not reader._in_use
+
+    wait_until(is_empty)  # the thread of the engine may hold the last request for a moment
+
+
 def test_sampled_image_tokens_are_tokens_like_others(local: LocalEngine) -> None:
     always = {"logit_bias": {str(IMAGE): 100}, "temperature": 0}
     written = chat(local, QUESTION, max_tokens=64, **always)
