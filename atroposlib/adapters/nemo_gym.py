@@ -38,7 +38,14 @@ from atroposlib.adapters.remote import (
     server_address,
     shown_value,
 )
-from atroposlib.adapters.tool_episode import ForeignTool, ToolEpisode, ToolOutcome, ToolQuestion
+from atroposlib.adapters.tool_episode import (
+    ForeignTool,
+    ToolEpisode,
+    ToolOutcome,
+    ToolQuestion,
+    text_of_blocks,
+    tool_of,
+)
 from atroposlib.envs.conversation import ChatMessage, Reply, Turn
 from atroposlib.envs.reporting import Reward
 from atroposlib.envs.tools import ToolCall, parse_tool_calls, response_block
@@ -209,7 +216,10 @@ def listed_tools(params: Mapping[str, Any], where: str) -> list[ForeignTool]:
                 f"{where}: {PARAMS}.tools has {tool!r:.100}; expected functions whose names are "
                 f"not {', '.join(sorted(RESERVED))}"
             )
-        tools.append(ForeignTool(name, tool.get("description") or "", tool.get("parameters") or {}))
+        try:
+            tools.append(tool_of(tool, "parameters", where))
+        except EpisodeFailedError as error:
+            raise ConfigError(str(error)) from error
     return tools
 
 
@@ -371,12 +381,11 @@ class NemoVerifyEpisode(ToolEpisode):
         if isinstance(answer.get("mcp"), Mapping):
             self._mcp = answer["mcp"]
             listed = (await self._ask_mcp("tools/list", {})).get("tools") or ()
-            self._mcp_names = {tool["name"] for tool in listed} - {tool.name for tool in tools}
-            tools += [
-                ForeignTool(t["name"], t.get("description") or "", t.get("inputSchema") or {})
-                for t in listed
-                if t["name"] in self._mcp_names
-            ]
+            where = f"tools/list of {self._adapter.url}"
+            own = {tool.name for tool in tools}
+            further = [tool_of(description, "inputSchema", where) for description in listed]
+            tools += [tool for tool in further if tool.name not in own]
+            self._mcp_names = {tool.name for tool in further} - own
         return ToolQuestion(opening_messages(self._session.params, "task"), tools)
 
     async def reply(self, turn: Turn) -> Reply:
@@ -399,8 +408,9 @@ class NemoVerifyEpisode(ToolEpisode):
                 result = await self._ask_mcp("tools/call", params)
             except InvalidArgumentsError as error:
                 return ToolOutcome(shown_value(str(error)), is_error=True)
-            texts = [part.get("text") for part in result.get("content") or ()]
-            text = "\n".join(text for text in texts if isinstance(text, str))
+            text = text_of_blocks(result.get("content"))
+            if not text and result.get("structuredContent") is not None:
+                text = shown_value(result["structuredContent"])
             return ToolOutcome(shown_value(text), is_error=result.get("isError") is True)
         headers = {"Idempotency-Key": self.call_key} if self.call_key else None
         answer = await self._session.post(f"/{quote(name, safe='')}", arguments, headers)

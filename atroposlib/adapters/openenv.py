@@ -46,6 +46,8 @@ from atroposlib.adapters.tool_episode import (
     ToolOutcome,
     ToolQuestion,
     answer_argument,
+    text_of_blocks,
+    tool_of,
     why_not_sent,
 )
 from atroposlib.envs.conversation import ChatMessage, Reply, Turn
@@ -237,7 +239,8 @@ class Progress:
             EpisodeRewardError: it is not finite, or the episode ended without any.
         """
         observation = result.observation if isinstance(result.observation, Mapping) else {}
-        metadata = result.metadata or observation.get("metadata") or {}
+        given = result.metadata or observation.get("metadata")
+        metadata = given if isinstance(given, Mapping) else {}
         self._metrics["steps"] = self._metrics.get("steps", 0.0) + 1
         self._metrics.update(numbers_of(metadata))
         is_truncated = observation.get("truncated", metadata.get("truncated", False))
@@ -352,10 +355,8 @@ def _tool_result(observation: Any, where: str) -> tuple[str, bool]:
     result = observation.get("result")
     if not isinstance(result, Mapping) or not isinstance(result.get("content"), list):
         return shown_value(observation if "result" not in observation else result), False
-    texts = [block.get("text") for block in result["content"] if isinstance(block, Mapping)]
-    found = [text for text in texts if isinstance(text, str)]
-    shown = "\n".join(found) if found else result.get("data")
-    return shown_value(shown), result.get("is_error") is True
+    text = text_of_blocks(result["content"])
+    return shown_value(text or result.get("data")), result.get("is_error") is True
 
 
 class OpenEnvAdapter(Adapter):
@@ -467,7 +468,8 @@ class OpenEnvAdapter(Adapter):
         schema = _checked_schema(api, await http.get("/schema"), self.url)
         metadata = await http.get("/metadata")
         details = metadata.json() if metadata.is_ok else {}
-        return schema, str(details.get("description") or "")
+        description = details.get("description") if isinstance(details, Mapping) else None
+        return schema, str(description or "")
 
     async def _read_splits(self, http: HttpSession) -> None:
         listed = await http.get("/list_environments")
@@ -487,9 +489,12 @@ class OpenEnvAdapter(Adapter):
         )
         for split in {self._split, self._eval_split}:
             answer = await http.post(f"/{names[0]}/num_tasks", {"split": split})
-            count = answer.json().get("num_tasks")
+            content = answer.json()
+            count = content.get("num_tasks") if isinstance(content, Mapping) else content
             if not isinstance(count, int) or count < 1:
-                raise ConfigError(f"split {split!r} of {self.url} has {count!r} tasks")
+                raise ConfigError(
+                    f"split {split!r} of {self.url} has {count!r:.100} tasks; expected 1 or more"
+                )
             self._splits[split] = TaskOrder(count, self.seed)
 
     async def _try_sessions(self) -> None:
@@ -529,10 +534,7 @@ class OpenEnvAdapter(Adapter):
         except (EpisodeFailedError, InvalidActionError):
             return []  # an environment without MCP
         listed = result.observation.get("tools") if isinstance(result.observation, Mapping) else []
-        return [
-            ForeignTool(tool["name"], tool.get("description") or "", tool.get("input_schema") or {})
-            for tool in listed or []
-        ]
+        return [tool_of(tool, "input_schema", f"list_tools of {self.url}") for tool in listed or []]
 
     def _choose_interface(self) -> None:
         if self.args.interface == "tools" and not self.tools:
@@ -626,10 +628,12 @@ def _checked_schema(api: HttpAnswer, schema: HttpAnswer, url: str) -> Mapping[st
     try:
         found = schema.json()
         forms = [found["action"], found["observation"]]
-        if all(isinstance(f, Mapping) and isinstance(_fields_of(f), Mapping) for f in forms):
+        fields = [_fields_of(form) for form in forms]
+        is_checked = all(isinstance(each, Mapping) for each in fields)
+        if is_checked and all(isinstance(f, Mapping) for each in fields for f in each.values()):
             checked: Mapping[str, Any] = found
             return checked
-    except (EpisodeFailedError, KeyError, TypeError):
+    except (EpisodeFailedError, KeyError, TypeError, AttributeError):
         pass
     raise ConfigError(
         f"{url} is not an OpenEnv server: GET /schema returned status {schema.status} without the "

@@ -11,6 +11,7 @@ import importlib
 import importlib.metadata
 from collections.abc import Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from packaging.specifiers import SpecifierSet
@@ -199,6 +200,8 @@ def make_adapter(
     """
     kind, name = split_spec(spec)
     adapter_cls = adapter_class(kind)
+    if name.startswith("~/"):
+        name = str(Path(name).expanduser())  # no shell does so after a colon
     return adapter_cls(
         name, read_args(adapter_cls.args_cls, args), seed=seed, step_timeout_s=step_timeout_s
     )

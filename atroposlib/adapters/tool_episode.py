@@ -19,7 +19,7 @@ from atroposlib.adapters.interface import Episode
 from atroposlib.envs.conversation import ChatMessage, Reply, Turn
 from atroposlib.envs.reporting import Reward
 from atroposlib.envs.tools import INSTRUCTIONS, ToolCall, parse_tool_calls, response_block
-from atroposlib.errors import ConfigError
+from atroposlib.errors import ConfigError, EpisodeFailedError
 from atroposlib.utils.text import near_name
 
 __all__ = [
@@ -28,6 +28,8 @@ __all__ = [
     "ToolOutcome",
     "ToolQuestion",
     "answer_argument",
+    "text_of_blocks",
+    "tool_of",
     "why_not_sent",
 ]
 
@@ -193,6 +195,38 @@ def why_not_sent(value: Any) -> str | None:
         if not level:
             return None
     return f"arguments: expected up to {MAX_DEPTH} lists and objects within each other"
+
+
+def tool_of(description: Any, schema_key: str, where: str) -> ForeignTool:
+    """Return a tool that a server describes.
+
+    Args:
+        description: its `name`, `description`, and schema of the arguments.
+        schema_key: key of the schema.
+        where: start of the error message.
+
+    Raises:
+        EpisodeFailedError: it has no name, or its schema is not an object.
+    """
+    fields = description if isinstance(description, Mapping) else {}
+    name, schema = fields.get("name"), fields.get(schema_key) or {}
+    if not isinstance(name, str) or not isinstance(schema, Mapping):
+        raise EpisodeFailedError(
+            f"{where}: a tool is {description!r:.200}; expected a name, and an object {schema_key}"
+        )
+    return ForeignTool(name, str(fields.get("description") or ""), schema)
+
+
+def text_of_blocks(blocks: Any) -> str:
+    """Return the content of an MCP result as text; content that is not text is named."""
+    shown = []
+    for block in blocks if isinstance(blocks, list) else ():
+        fields = block if isinstance(block, Mapping) else {}
+        if isinstance(fields.get("text"), str):
+            shown.append(fields["text"])
+        elif fields.get("type") not in (None, "text"):
+            shown.append(f"[{fields['type']}]")
+    return "\n".join(shown)
 
 
 def answer_argument(tool: ForeignTool, answer: str) -> dict[str, Any]:

@@ -376,6 +376,18 @@ async def test_rows_that_are_all_reserved_are_an_error(tmp_path: Path) -> None:
         await adapter.item(0)
 
 
+async def test_file_in_the_home_folder_is_found(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    write(tmp_path / "rows.jsonl", ROWS[:1])
+
+    adapter = make_adapter("dataset:~/rows.jsonl", {"eval_every": 0, "score_workers": 0}, seed=0)
+    await adapter.open()
+
+    assert (await adapter.item(0))["answer"] == "0"
+
+
 @pytest.mark.parametrize("name", ["no/such.jsonl", "/no/such/folder"])
 async def test_missing_file_is_not_asked_of_the_hub(name: str) -> None:
     with pytest.raises(ConfigError, match="no data file"):

@@ -6,6 +6,7 @@ import asyncio
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import yaml
 from aiohttp import web
 
 from atroposlib.adapters.interface import Adapter
-from atroposlib.adapters.openenv import _value_schema
+from atroposlib.adapters.openenv import Progress, _tool_result, _value_schema
 from atroposlib.adapters.registry import make_adapter
 from atroposlib.envs.conversation import Turn
 from atroposlib.errors import (
@@ -463,6 +464,29 @@ def test_references_of_a_field_lead_to_its_values(field: Any, expected: Any) -> 
 
     assert schema.get("enum") == expected
     assert schema.get("description") == field.get("description")
+
+
+def test_result_of_a_tool_that_is_not_text_is_named() -> None:
+    image = {"type": "image", "data": "AA"}
+
+    results = [
+        _tool_result({"result": {"content": content, "data": data}}, "x")
+        for content, data in (([image], None), ([{"text": "a"}, image], "a"), ([], {"b": 1}))
+    ]
+
+    assert results == [("[image]", False), ("a\n[image]", False), ('{"b": 1}', False)]
+
+
+@pytest.mark.parametrize("metadata", [[1], "text", None, {"distance": 2}])
+def test_metadata_of_another_form_are_no_metrics(metadata: Any) -> None:
+    metrics: dict[str, float] = {}
+    observation = {"text": "x", "metadata": metadata}
+    result = SimpleNamespace(observation=observation, metadata=None, reward=1.0, done=True)
+
+    reward = Progress("x", metrics).reward_of(result)
+
+    assert reward == 1.0
+    assert metrics.get("distance") == (2.0 if isinstance(metadata, dict) else None)
 
 
 @pytest.mark.parametrize(

@@ -26,7 +26,7 @@ from atroposlib.adapters.remote import (
     numbers_of,
     split_names,
 )
-from atroposlib.adapters.tool_episode import MAX_DEPTH, why_not_sent
+from atroposlib.adapters.tool_episode import MAX_DEPTH, tool_of, why_not_sent
 from atroposlib.envs.conversation import Turn
 from atroposlib.envs.tools import ToolCall
 from atroposlib.errors import ConfigError, EpisodeFailedError
@@ -233,6 +233,49 @@ async def test_port_is_refused_if_no_address_of_the_host_listens(
 
     assert (before, during) == (True, False)
     assert await is_refusing("no-such-host.invalid", free_port, timeout_s=10) is None
+
+
+@pytest.mark.parametrize(
+    ("result", "text"),
+    [
+        ({"content": [{"type": "image", "data": "AA"}]}, "[image]"),
+        ({"content": [{"type": "text", "text": "a"}, {"type": "audio"}]}, "a\\n[audio]"),
+        ({"content": [], "structuredContent": {"x": 1}}, '{\\"x\\": 1}'),
+        ({"content": None}, ""),
+    ],
+)
+async def test_nemo_result_that_is_not_text_is_named(
+    tmp_path: Path, result: dict[str, Any], text: str
+) -> None:
+    async def answer(request: web.Request) -> web.Response:
+        if request.path == "/openapi.json":
+            return await described(request)
+        if request.path == "/seed_session":
+            return web.json_response({"mcp": {"url_path": "/mcp"}})
+        is_list = (await request.json())["method"] == "tools/list"
+        return web.json_response({"result": {"tools": [{"name": "look"}]} if is_list else result})
+
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text(NEMO_ROW)
+    async with asking(answer) as session:
+        adapter = NemoGymAdapter(session._url, NemoGymArgs(tasks=tasks), seed=1)
+        await adapter.open()
+        episode = adapter.start(await adapter.item(0))
+        await episode.begin()
+
+        call = '<tool_call>{"name": "look", "arguments": {}}</tool_call>'
+        reply = await episode.reply(Turn(call, 0, []))
+
+        await episode.close()
+        await adapter.close()
+
+    assert f'"content": "{text}"' in reply.chat_messages()[0]["content"]
+
+
+@pytest.mark.parametrize("tool", [{"description": "x"}, "look", {"name": "a", "parameters": [1]}])
+def test_tool_of_another_form_is_named(tool: Any) -> None:
+    with pytest.raises(EpisodeFailedError, match=r"tools/list of x: a tool is .*; expected a name"):
+        tool_of(tool, "parameters", "tools/list of x")
 
 
 async def test_nemo_arguments_that_an_mcp_server_refuses_are_a_result(tmp_path: Path) -> None:
