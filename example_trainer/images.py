@@ -25,7 +25,7 @@ import itertools
 import logging
 import math
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping, MutableMapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -259,13 +259,19 @@ class ImageReader:
         ]
 
     def read_prompt(
-        self, tokens: Sequence[int], payloads: Mapping[str, Any]
+        self,
+        tokens: Sequence[int],
+        payloads: Mapping[str, Any],
+        *,
+        known: MutableMapping[str, ProcessedImage] | None = None,
     ) -> tuple[list[int], AlignedImages]:
         """Return a prompt with one token per merged patch, and its images.
 
         Args:
             tokens: One token for each image, between others.
             payloads: Place of each image in the request, for errors, to its payload; at least one.
+            known: Images of other prompts by their payloads, which are not processed again; gets
+                those of this one.
 
         Raises:
             GroupError: images are malformed, or tokens do not match them.
@@ -284,7 +290,7 @@ class ImageReader:
             raise GroupError(f"{len(payloads)} images; expected at most {MAX_IMAGES}")
         processed: dict[str, ProcessedImage] = {}
         images = tuple(
-            self._processed(payload, path, processed) for path, payload in payloads.items()
+            self._processed(payload, path, processed, known) for path, payload in payloads.items()
         )
         expanded = [tokens[t] for t in self._sources(0, len(tokens), self._runs(tokens), images)]
         aligned = self._aligned(expanded, images)
@@ -304,27 +310,37 @@ class ImageReader:
         return runs
 
     def _processed(
-        self, payload: Any, path: str, processed: dict[str, ProcessedImage]
+        self,
+        payload: Any,
+        path: str,
+        processed: dict[str, ProcessedImage],
+        known: MutableMapping[str, ProcessedImage] | None = None,
     ) -> ProcessedImage:
         """Process an image, once for all places of a group or a prompt that have it."""
         key = _text_of(payload) or ""
         if key not in processed:
-            image = decode_image(payload, path)
-            try:
-                pixels_PD, grids = self.process(image)
-            except ValueError as error:  # such as an extreme aspect ratio
-                raise GroupError(f"{path}: the model's image processor rejects it: {error}") from (
-                    error
-                )
+            image = None if known is None else known.get(key)
+            if image is None:
+                image = self._process(payload, path)
             numbers = sum(other.pixels_PD.numel() for other in processed.values())
-            if numbers + pixels_PD.numel() > self.max_numbers:
+            if numbers + image.pixels_PD.numel() > self.max_numbers:
                 raise GroupError(
                     f"{path}: all images together have more than {self.max_numbers} numbers after "
                     "the image processor; send fewer or smaller ones"
                 )
-            time, height, width = grids[0].tolist()
-            processed[key] = ProcessedImage(pixels_PD, (time, height, width))
+            processed[key] = image
+            if known is not None:
+                known[key] = image
         return processed[key]
+
+    def _process(self, payload: Any, path: str) -> ProcessedImage:
+        image = decode_image(payload, path)
+        try:
+            pixels_PD, grids = self.process(image)
+        except ValueError as error:  # such as an extreme aspect ratio
+            raise GroupError(f"{path}: the model's image processor rejects it: {error}") from error
+        time, height, width = grids[0].tolist()
+        return ProcessedImage(pixels_PD, (time, height, width))
 
     def num_tokens(self, image: ProcessedImage) -> int:
         return math.prod(image.grid) // self.merge_size**2

@@ -19,7 +19,7 @@ import decimal
 import itertools
 import json
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -36,7 +36,7 @@ from atroposlib.utils.local_records import SUFFIXES, iter_records, split_files
 from atroposlib.utils.score_pool import ScorePool
 from atroposlib.utils.text import is_milestone, near_name
 
-__all__ = ["DatasetAdapter", "DatasetArgs", "RowEpisode", "TaskRows", "score_text"]
+__all__ = ["DatasetAdapter", "DatasetArgs", "RowEpisode", "TaskRows", "given", "score_text"]
 
 logger = logging.getLogger(__name__)
 
@@ -47,6 +47,10 @@ ROWS_FOR_EVALUATIONS = 100_000
 MAX_REWARDS = 64
 """Different rewards of rows that are kept."""
 MAX_PROMPT_CHARACTERS = 1_000_000
+COMPARING = (AccuracyReward, AnswerTextReward)
+"""Reward functions that compare a completion with one right answer."""
+CALL_FIELDS = ("name", "tool_calls", "tool_call_id")
+"""Fields of a message that chat templates read, in addition to its role and content."""
 
 
 class DatasetArgs(AdapterArgs):
@@ -113,6 +117,7 @@ class TaskRows:
         optional_fields: columns that become part of the item's `row` where they are given.
         needs_answer: Whether each row must have an answer.
         rewards_field: column with reward functions for single rows, if any.
+        check: returns an item as it is used; raises `ConfigError` if its row cannot be used.
 
     Attributes:
         num_rows: training rows; None until all have been read once.
@@ -128,6 +133,7 @@ class TaskRows:
         optional_fields: Sequence[str] = (),
         needs_answer: bool = True,
         rewards_field: str | None = None,
+        check: Callable[[Item], Item] | None = None,
     ) -> None:
         self.name = name
         self.args = args
@@ -138,6 +144,7 @@ class TaskRows:
         self._optional_fields = tuple(optional_fields)
         self._needs_answer = needs_answer
         self._rewards_field = rewards_field
+        self._check = check
         self._rewards_of_rows: dict[str, CombinedReward] = {}
         self._pool = ScorePool(num_workers=args.score_workers, timeout_s=args.score_timeout_s)
         self._train: Any = None  # an IterableDataset
@@ -199,11 +206,13 @@ class TaskRows:
 
     def gold_text(self, item: Item) -> str | None:
         """Return a right answer if one is known and a function compares answers with it."""
-        answer = item.get("answer")
-        comparing = (AccuracyReward, AnswerTextReward)
+        truth = item.get("ground_truth")
+        answer = item.get("answer") if truth is None else truth
         functions = self.reward_of(item).reward_functions
-        if answer is None or not any(isinstance(each, comparing) for each in functions):
+        if answer is None or not any(isinstance(each, COMPARING) for each in functions):
             return None
+        if isinstance(answer, list):
+            [answer] = answer
         gold = str(answer).rsplit("####", 1)[-1].strip()
         return f"<answer>\\boxed{{{gold}}}</answer>"
 
@@ -339,14 +348,33 @@ class TaskRows:
         answer = row.get(args.answer_field) if args.answer_field is not None else None
         if answer is None and args.answer_field is not None and self._needs_answer:
             answer = self._value(row, args.answer_field)
+        if answer == "" and not self._needs_answer:
+            answer = None  # an empty cell of a CSV file
         extra = {name: self._value(row, name) for name in args.item_fields}
-        extra.update({n: row[n] for n in self._optional_fields if row.get(n) is not None})
+        extra.update({n: row[n] for n in self._optional_fields if row.get(n) not in (None, "")})
         item = {"messages": self._chat(row), "answer": answer, "row": extra}
         if args.ground_truth_field is not None:
             item["ground_truth"] = self._value(row, args.ground_truth_field)
-        if self._rewards_field is not None and row.get(self._rewards_field) is not None:
-            item["reward_functions"] = row[self._rewards_field]
-        return item
+        if self._rewards_field is not None and row.get(self._rewards_field) not in (None, ""):
+            item["reward_functions"] = given(_from_json(row[self._rewards_field]))
+        self._check_gold(item)
+        return item if self._check is None else self._check(item)
+
+    def _check_gold(self, item: Item) -> None:
+        """Refuse several right answers, of which a function would use the first, and empty ones."""
+        answer, truth = item["answer"], item.get("ground_truth")
+        gold = answer if truth is None else truth
+        [one] = gold if isinstance(gold, list | tuple) and len(gold) == 1 else [gold]
+        is_empty = one != one or (isinstance(one, str) and not one.strip())  # NaN is empty, too
+        if not (is_empty or isinstance(one, Mapping | list | tuple)):
+            return
+        for function in self.reward_of(item).reward_functions:
+            if isinstance(function, COMPARING):
+                column = self.args.answer_field if truth is None else self.args.ground_truth_field
+                raise ConfigError(
+                    f"{self.name}: {column} is {gold!r:.100}; {function.name} compares with one "
+                    "text or number. A reward function of your own gets the whole value"
+                )
 
     def _chat(self, row: Mapping[str, Any]) -> list[ChatMessage]:
         args = self.args
@@ -356,24 +384,50 @@ class TaskRows:
                 raise ConfigError(
                     f"{self.name}: {args.messages_field} is {chat!r:.100}; expected {A_CHAT}"
                 )
-            messages = [{"role": m["role"], "content": m.get("content")} for m in chat]
-            while len(messages) > 1 and messages[-1]["role"] == "assistant":
+            messages = [self._message(message) for message in chat]
+            while messages and messages[-1]["role"] == "assistant":
                 messages.pop()
+            if not messages:
+                raise ConfigError(
+                    f"{self.name}: {args.messages_field} has assistant messages only: {chat!r:.100}"
+                )
         else:
             messages = [{"role": "user", "content": self._question(row)}]
         if args.system_prompt:
-            messages.insert(0, {"role": "system", "content": args.system_prompt})
+            first = messages[0]
+            prompt = args.system_prompt
+            if first["role"] == "system" and isinstance(first["content"], str):
+                prompt = f"{prompt}\n\n{first['content']}"  # chat templates allow one
+                messages = messages[1:]
+            messages.insert(0, {"role": "system", "content": prompt})
         return list(messages)
+
+    def _message(self, message: ChatMessage) -> dict[str, Any]:
+        """Return a message of a row with the fields that chat templates read."""
+        fields = {name: message[name] for name in CALL_FIELDS if message.get(name) is not None}
+        role, content = message["role"], message.get("content")
+        if content is None and fields.get("tool_calls"):
+            content = ""
+        if not isinstance(role, str) or not isinstance(content, str | list):
+            raise ConfigError(
+                f"{self.name}: {self.args.messages_field} has the message {message!r:.200}; "
+                "expected a role and a text as its content"
+            )
+        return {"role": role, "content": content, **given(fields)}
 
     def _question(self, row: Mapping[str, Any]) -> str:
         if self.args.template is None:
-            return str(self._value(row, self.args.question_field))
+            question = str(self._value(row, self.args.question_field))
+            if not question.strip():
+                raise ConfigError(f"{self.name}: the question is empty; the row is {row!r:.100}")
+            return question
+        columns = {column: value for column, value in row.items() if value is not None}
         try:
-            return self.args.template.format_map(row)[:MAX_PROMPT_CHARACTERS]
+            return self.args.template.format_map(columns)[:MAX_PROMPT_CHARACTERS]
         except (KeyError, IndexError, AttributeError, ValueError, TypeError) as error:
             raise ConfigError(
-                f"template does not fit the row {row!r:.200}: {error!r}; the columns are "
-                f"{', '.join(map(str, row))}"
+                f"template does not fit the row {row!r:.200}: {error!r}; the columns with a value "
+                f"are {', '.join(map(str, columns))}"
             ) from error
 
     def _value(self, row: Mapping[str, Any], column: str) -> Any:
@@ -385,7 +439,7 @@ class TaskRows:
             raise ConfigError(
                 f"{self.name}: the column {column!r} has no value; the row is {row!r:.100}"
             )
-        hint = near_name(column, list(row)) or f"; the columns are {', '.join(map(str, row))}"
+        hint = near_name(column, map(str, row)) or f"; the columns are {', '.join(map(str, row))}"
         raise ConfigError(
             f"{self.name}: a row has no column {column!r}{hint}; the row is {row!r:.100}"
         )
@@ -418,6 +472,23 @@ def _local_rows(paths: Sequence[str]) -> Iterator[Mapping[str, Any]]:
                 yield row
         except (ValueError, OSError) as error:
             raise ConfigError(f"{path} cannot be read: {error}") from error
+
+
+def given(value: Any) -> Any:
+    """Return JSON without null in objects, with which Parquet fills the keys of other rows."""
+    if isinstance(value, dict):
+        return {key: given(entry) for key, entry in value.items() if entry is not None}
+    return [given(entry) for entry in value] if isinstance(value, list) else value
+
+
+def _from_json(value: Any) -> Any:
+    """Return the value of a text that is a list or an object, as in a CSV file."""
+    if not isinstance(value, str) or not value.lstrip().startswith(("[", "{")):
+        return value
+    try:
+        return json.loads(value)
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"{value!r:.100} is not JSON: {error}") from error
 
 
 def _as_json(value: Any) -> Any:

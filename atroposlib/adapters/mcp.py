@@ -31,7 +31,7 @@ from typing import Any, ClassVar, Literal, TextIO
 import tenacity
 from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
 
-from atroposlib.adapters.dataset import DatasetArgs, TaskRows
+from atroposlib.adapters.dataset import DatasetArgs, TaskRows, given
 from atroposlib.adapters.interface import Adapter, Item
 from atroposlib.adapters.session_guard import EndRequest, SessionGuard
 from atroposlib.adapters.tool_episode import (
@@ -45,6 +45,7 @@ from atroposlib.errors import (
     AtroposError,
     ConfigError,
     EpisodeConnectionError,
+    EpisodeFailedError,
 )
 from atroposlib.tasks.tool_calls import num_matching
 from atroposlib.utils.text import is_milestone, near_name
@@ -54,8 +55,10 @@ __all__ = ["McpAdapter", "McpArgs", "McpEpisode", "McpServerSpec", "McpSession",
 logger = logging.getLogger(__name__)
 
 MAX_TOOLS = 512
-MAX_PAGES = 64
-"""Pages of the tools of one server."""
+MAX_PAGES, MAX_LISTED_TOOLS = 64, 10_000
+"""Of the tools of one server, some of which may be selected."""
+LEAST_LIST_S = 60.0
+"""Least time limit of listing the tools of a server."""
 MAX_EXPECTED_CALLS = 256
 STDERR_BYTES = 2000
 """Last bytes of a child's stderr that are kept for error messages."""
@@ -270,6 +273,10 @@ class StderrTail(asyncio.Protocol):
                 transport.close()
 
 
+class UnusableAnswerError(EpisodeFailedError):
+    """A server answered a request in a form that the SDK refuses; its session goes on."""
+
+
 class McpSession:
     """A connection to one server, held by a task of its own.
 
@@ -292,6 +299,7 @@ class McpSession:
         self._guard_key = uuid.uuid4().hex
         self._end_request: EndRequest | None = None
         self._is_ended = False
+        self._refusal_status: int | None = None
         self._stderr = StderrTail()
         self._stop = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
@@ -334,16 +342,30 @@ class McpSession:
         await asyncio.wait({self._task}, timeout=CLOSE_S)
 
     async def list_tools(self) -> list[Any]:
-        """Return the descriptions of all tools, page by page."""
+        """Return the descriptions of all tools, page by page.
+
+        Raises:
+            ConfigError: the list has no end.
+            EpisodeConnectionError: the server is lost.
+            UnusableAnswerError: a description does not fit the protocol.
+            mcp.MCPError: the server rejects the request.
+        """
         tools: list[Any] = []
-        cursor = None
-        for _ in range(MAX_PAGES):
+        cursor: str | None = None
+        earlier: set[str] = set()
+        while len(earlier) < MAX_PAGES and len(tools) <= MAX_LISTED_TOOLS:
             page = await self._ask(self._client.list_tools(cursor=cursor))
             tools += page.tools
             cursor = page.next_cursor
-            if cursor is None or len(tools) > MAX_TOOLS:
+            if cursor is None:
+                return tools
+            if cursor in earlier:
                 break
-        return tools
+            earlier.add(cursor)
+        raise ConfigError(
+            f"servers: {self.name}: its list of tools has no end: after {len(tools)} tools it "
+            f"continues at {cursor!r:.100}"
+        )
 
     async def call_tool(self, tool: str, arguments: dict[str, Any], *, key: str = "") -> Any:
         """Call a tool and return the result of the SDK; its errors are results, too.
@@ -355,6 +377,7 @@ class McpSession:
 
         Raises:
             EpisodeConnectionError: the server is lost.
+            UnusableAnswerError: the result does not fit the protocol, or the tool's own schema.
             mcp.MCPError: the server rejects the call.
         """
         if not self.is_alive:
@@ -379,17 +402,24 @@ class McpSession:
         try:
             return asking.result()
         except MCPError as error:
-            if is_lost(error.code, error.message):
+            if self._is_lost(error):
                 raise self.lost(error.message) from error
             raise
-        except (OSError, RuntimeError) as error:
-            raise self.lost(f"{type(error).__name__}: {error}") from error
+        except (OSError, RuntimeError, ValueError) as error:
+            if isinstance(error, OSError) or self._task.done():
+                raise self.lost(f"{type(error).__name__}: {error}") from error
+            raise UnusableAnswerError(f"the answer cannot be used: {str(error)[:500]}") from error
+
+    def _is_lost(self, error: Any) -> bool:
+        return is_lost(error.code, error.message, is_program=self._spec.url is None)
 
     def lost(self, reason: str) -> EpisodeConnectionError:
-        """Return the exception of a lost server, with the end of its stderr."""
+        """Return the exception of a lost server, with the end of its stderr or its HTTP status."""
         self._client = None
         tail = self._stderr.last_line()
         shown = f"; its stderr ends: {tail}" if tail else ""
+        if self._refusal_status is not None:
+            shown += f"; its last answer had the HTTP status {self._refusal_status}"
         return EpisodeConnectionError(f"MCP server {self.name} is lost: {reason}{shown}")
 
     async def _hold(self, ready: asyncio.Future[Any]) -> None:
@@ -434,8 +464,11 @@ class McpSession:
         return await stack.enter_async_context(Client(transport, mode=self._mode, cache=None))
 
     async def _note_response(self, response: Any) -> None:
-        """Inform the guard of the HTTP session, whose id the SDK keeps to itself."""
+        """Note a refusal, and inform the guard of the session; the SDK keeps both to itself."""
         request = response.request
+        if request.method == "POST":
+            is_refusal = response.status_code >= 400
+            self._refusal_status = response.status_code if is_refusal else None
         session_id = response.headers.get(SESSION_HEADER) or request.headers.get(SESSION_HEADER)
         if session_id is None or self._is_ended:
             return
@@ -461,20 +494,35 @@ class McpSession:
             return error
         text = f"{type(error).__name__}: {error}"
         is_version = isinstance(error, RuntimeError) and "protocol version" in str(error)
-        if isinstance(error, MCPError) and not is_lost(error.code, error.message):
+        if isinstance(error, MCPError) and not self._is_lost(error):
             is_version = True
         if is_version:
             return ConfigError(f"servers: {self.name}: the protocol does not fit: {text}")
         return self.lost(text)
 
 
-def is_lost(code: int, message: str) -> bool:
-    """Whether an error of the protocol means that the server, or the session, is lost."""
-    from mcp_types import INTERNAL_ERROR, INVALID_PARAMS
+def is_lost(code: int, message: str, *, is_program: bool) -> bool:
+    """Whether an error of the protocol means that the server, or the session, is lost.
 
-    if code == INTERNAL_ERROR:
-        return message == "Server returned an error response"  # an HTTP status of 500 and above
-    return code != INVALID_PARAMS and -32768 <= code <= -32000
+    Other errors are answers. A program that answers is there; over HTTP, an unknown session is
+    reported with different codes, by servers and by the SDK.
+    """
+    from mcp_types import (
+        CONNECTION_CLOSED,
+        INTERNAL_ERROR,
+        INVALID_REQUEST,
+        METHOD_NOT_FOUND,
+        PARSE_ERROR,
+        REQUEST_TIMEOUT,
+    )
+
+    of_sdk = {
+        (CONNECTION_CLOSED, "Connection closed"),
+        (METHOD_NOT_FOUND, "Not Found"),  # an HTTP status of 404
+        (INTERNAL_ERROR, "Server returned an error response"),  # of 500 and above
+    }
+    of_sessions = {CONNECTION_CLOSED, REQUEST_TIMEOUT, INVALID_REQUEST, PARSE_ERROR}
+    return (code, message) in of_sdk or (not is_program and code in of_sessions)
 
 
 def _command_of(spec: McpServerSpec, where: str) -> list[str]:
@@ -514,7 +562,7 @@ class McpEpisode(ToolEpisode):
         except (TimeoutError, asyncio.TimeoutError):
             text = f"{name} gave no answer within {args.tool_timeout_s:g} s"
             return ToolOutcome(text, is_error=True)
-        except MCPError as error:
+        except (MCPError, UnusableAnswerError) as error:
             return ToolOutcome(str(error)[: args.max_result_characters], is_error=True)
         if not result.is_error:
             self._made.append({"name": name, "arguments": arguments})
@@ -538,13 +586,6 @@ class McpEpisode(ToolEpisode):
     async def close(self) -> None:
         sessions, self._sessions = self._sessions, {}
         await self._adapter.end_rollout(sessions)
-
-
-def given(value: Any) -> Any:
-    """Return JSON without null in objects, with which Parquet fills the keys of other rows."""
-    if isinstance(value, dict):
-        return {key: given(entry) for key, entry in value.items() if entry is not None}
-    return [given(entry) for entry in value] if isinstance(value, list) else value
 
 
 def is_answered(item: Item) -> bool:
@@ -599,6 +640,7 @@ class McpAdapter(Adapter):
             optional_fields=[args.expected_calls_field],
             rewards_field=args.rewards_field,
             needs_answer=False,
+            check=self._checked,
         )
         self.tools: list[ForeignTool] = []
         self.places: dict[str, tuple[str, str]] = {}
@@ -621,10 +663,22 @@ class McpAdapter(Adapter):
         for server in self.args.servers:
             session = await self._opened(server)
             try:
-                listed[server] = await session.list_tools()
+                listed[server] = await self._listed(session)
             finally:
                 await self._end(session)
         self._offer(listed)
+
+    async def _listed(self, session: McpSession) -> list[Any]:
+        from mcp import MCPError
+
+        limit_s = max(LEAST_LIST_S, self.args.connect_timeout_s)
+        try:
+            return await asyncio.wait_for(session.list_tools(), limit_s)
+        except (TimeoutError, asyncio.TimeoutError) as error:
+            raise session.lost(f"it did not list its tools within {limit_s:g} s") from error
+        except (MCPError, UnusableAnswerError) as error:
+            where = f"servers: {session.name}"
+            raise ConfigError(f"{where}: its tools cannot be listed: {error}") from error
 
     async def close(self) -> None:
         shared, self._shared = self._shared, {}
@@ -634,10 +688,10 @@ class McpAdapter(Adapter):
         logging.getLogger("mcp.client.stdio").removeFilter(self._log_filter)
 
     async def item(self, index: int) -> Item:
-        return self._checked(await self.rows.item(index))
+        return await self.rows.item(index)
 
     async def eval_items(self, limit: int) -> Sequence[Item]:
-        return [self._checked(item) for item in await self.rows.eval_items(limit)]
+        return await self.rows.eval_items(limit)
 
     def start(self, item: Item) -> McpEpisode:
         return McpEpisode(self, item)
@@ -747,7 +801,9 @@ class McpAdapter(Adapter):
         owners: dict[str, list[str]] = {}
         for server, tools in listed.items():
             for tool in tools:
-                owners.setdefault(tool.name, []).append(server)
+                if server in owners.setdefault(tool.name, []):
+                    raise ConfigError(f"servers: {server} lists the tool {tool.name!r} twice")
+                owners[tool.name].append(server)
         for server, tools in listed.items():
             for tool in tools:
                 name = tool.name if len(owners[tool.name]) == 1 else f"{server}_{tool.name}"

@@ -31,6 +31,7 @@ from atroposlib.adapters.remote import (
     HttpSession,
     RemoteArgs,
     TaskOrder,
+    is_refusing,
     numbers_of,
     read_pairs,
     repeat_until_connected,
@@ -53,6 +54,8 @@ PARAMS = "responses_create_params"
 RESERVED = frozenset({"seed_session", "verify", "aggregate_metrics", "mcp", "reset", "step"})
 """Routes of the servers, which no tool may be named after."""
 MAX_FILE_BYTES = 4 * 1024**3
+ROWS_CHECKED = 10_000
+"""Rows of a file that are read before training."""
 WATCH_S = 1.0
 """Interval of looking whether the server is still there."""
 INVALID_PARAMS = -32602
@@ -102,6 +105,11 @@ class Tasks:
     def __len__(self) -> int:
         return len(self._starts)
 
+    def check(self) -> None:
+        """Read the first rows; raises as `row`."""
+        for number in range(min(len(self), ROWS_CHECKED)):
+            self.row(number)
+
     def row(self, number: int) -> dict[str, Any]:
         """Return row `number`, counted from 0.
 
@@ -145,11 +153,18 @@ def opening_messages(params: Mapping[str, Any], where: str) -> list[ChatMessage]
         )
     for entry in entries:
         message = _opening_message(entry, where)
-        if message["role"] == "system" and messages and messages[-1]["role"] == "system":
-            joined = f"{messages.pop()['content']}\n\n{message['content']}"
-            message = {"role": "system", "content": joined}  # chat templates allow one
+        role, earlier = message["role"], messages[-1] if messages else {}
+        # Chat templates allow one system message; calls and results of one turn are one message.
+        between = {"system": "\n\n"}.get(role, "\n" if _is_of_call(entry) else None)
+        if earlier.get("role") == role and between is not None:
+            messages.pop()
+            message = {"role": role, "content": earlier["content"] + between + message["content"]}
         messages.append(message)
     return messages
+
+
+def _is_of_call(entry: Mapping[str, Any]) -> bool:
+    return entry.get("type") in ("function_call", "function_call_output")
 
 
 def _opening_message(entry: Any, where: str) -> ChatMessage:
@@ -483,6 +498,7 @@ class NemoGymAdapter(Adapter):
         self._order = TaskOrder(len(self._tasks), self.seed)
         path = self.args.eval_tasks
         self._eval_tasks = await asyncio.to_thread(Tasks, path) if path else self._tasks
+        await asyncio.to_thread(self._tasks.check)
         http = self.http(max(self.step_timeout_s, OPEN_REQUEST_S))
         try:
             api = await repeat_until_connected(
@@ -501,7 +517,10 @@ class NemoGymAdapter(Adapter):
     async def item(self, index: int) -> Item:
         assert self._tasks is not None  # set by `open`, as the others
         assert self._order is not None
-        return await asyncio.to_thread(self._tasks.row, self._order.at(index))
+        try:
+            return await asyncio.to_thread(self._tasks.row, self._order.at(index))
+        except ConfigError as error:  # after the rows that were checked; others are left
+            raise EpisodeFailedError(str(error)) from error
 
     async def eval_items(self, limit: int) -> Sequence[Item]:
         assert self._eval_tasks is not None
@@ -523,17 +542,10 @@ class NemoGymAdapter(Adapter):
         port = parts.port or (443 if parts.scheme == "https" else 80)
         is_away = False
         while True:
-            try:
-                _, writer = await asyncio.wait_for(
-                    asyncio.open_connection(parts.hostname, port), WATCH_S
-                )
-                writer.close()
-                is_away = False
-            except ConnectionRefusedError:
-                self.num_outages += not is_away
-                is_away = True
-            except (OSError, asyncio.TimeoutError):
-                pass  # a busy server
+            is_refusing_now = await is_refusing(str(parts.hostname), port, timeout_s=WATCH_S)
+            if is_refusing_now is not None:
+                self.num_outages += is_refusing_now and not is_away
+                is_away = is_refusing_now
             await asyncio.sleep(WATCH_S)
 
 

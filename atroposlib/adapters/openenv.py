@@ -27,6 +27,7 @@ from atroposlib.adapters.gymnasium import EVAL_SEEDS, find_action
 from atroposlib.adapters.interface import Adapter, Episode, Item, finite_reward
 from atroposlib.adapters.remote import (
     OPEN_REQUEST_S,
+    TOO_MANY_REQUESTS,
     HttpAnswer,
     HttpSession,
     RemoteArgs,
@@ -68,6 +69,8 @@ PING_S = 10.0
 PONG_S = 20.0
 """Time limit of their answers; servers whose event loop is busy answer late."""
 CLOSING_S = 12.0
+MAX_REFERENCES = 20
+"""References of a schema that refer to each other."""
 
 _CODE = re.compile(r"\(code: (?:WSErrorCode\.)?(\w+)\)\s*\Z")
 _CONVERTERS: dict[str, Any] = {"string": str, "integer": int, "number": float}
@@ -372,7 +375,8 @@ class OpenEnvAdapter(Adapter):
         self.tools: Sequence[ForeignTool] = ()
         self.answer_tool: ForeignTool | None = None
         self.client_class: Any = None
-        self._fields: dict[str, Any] = {}
+        self._action_schema: Mapping[str, Any] = {}
+        self._fields: Mapping[str, Any] = {}
         self._splits: dict[str, TaskOrder] = {}
         self._split = ""
         self._eval_split = ""
@@ -386,7 +390,8 @@ class OpenEnvAdapter(Adapter):
             schema, description = await repeat_until_connected(
                 lambda: self._read_server(http), limit_s=self.args.reconnect_s, where=self.url
             )
-            self._fields = dict(_fields_of(schema["action"]))
+            self._action_schema = schema["action"]
+            self._fields = _fields_of(self._action_schema)
             self._check_observation_field(schema["observation"])
             await self._read_splits(http)
         finally:
@@ -394,7 +399,7 @@ class OpenEnvAdapter(Adapter):
         await repeat_until_connected(
             self._try_sessions, limit_s=self.args.reconnect_s, where=self.url
         )
-        self._choose_interface(schema["action"])
+        self._choose_interface()
         prompt = self.args.prompt or f"{description}\n\n{{actions}}"
         self.prompt = prompt.replace("{actions}", self.action_help).strip()
 
@@ -426,7 +431,8 @@ class OpenEnvAdapter(Adapter):
             if not isinstance(action, dict) or why_not_sent(action) is not None:
                 return None
             return {**self.args.action_constants, **action}
-        value = _converted(text, self._fields.get(self.args.action_field, {}))
+        field = self._fields.get(self.args.action_field, {})
+        value = _converted(text, _value_schema(field, self._action_schema))
         return None if value is None else self._with_field(value)
 
     def text_of(self, observation: Any) -> str:
@@ -506,7 +512,8 @@ class OpenEnvAdapter(Adapter):
         except EpisodeConnectionError as error:
             if _is_refused_handshake(error):
                 raise ConfigError(
-                    f"{self.url} has no WebSocket route /ws; expected a server of openenv 0.10"
+                    f"{self.url} has no WebSocket route /ws, or refuses its connections ({error}); "
+                    "expected a server of openenv 0.10, and headers_file if it asks for a key"
                 ) from error
             raise
         finally:
@@ -527,7 +534,7 @@ class OpenEnvAdapter(Adapter):
             for tool in listed or []
         ]
 
-    def _choose_interface(self, schema: Mapping[str, Any]) -> None:
+    def _choose_interface(self) -> None:
         if self.args.interface == "tools" and not self.tools:
             raise ConfigError(f"interface: the environment of {self.url} lists no MCP tools")
         if self.tools:
@@ -554,29 +561,43 @@ class OpenEnvAdapter(Adapter):
                 f"actions: an action has the fields {', '.join(own)}; set action_field, or give "
                 "each action as a mapping of its fields"
             )
-        self.action_help = self._form_of_actions(schema)
+        self._check_required_fields()
+        self.action_help = self._form_of_actions()
+
+    def _check_required_fields(self) -> None:
+        """Refuse a mapping to one field that leaves out others which every action needs."""
+        if self.args.action_field is None:
+            return
+        known = {self.args.action_field, *self._hidden_fields()}
+        missing = [name for name in self._action_schema.get("required") or () if name not in known]
+        if missing:
+            raise ConfigError(
+                f"action_constants: an action of {self.url} also requires {', '.join(missing)}"
+            )
 
     def _hidden_fields(self) -> set[str]:
         return {"metadata", *self.args.action_constants}
 
-    def _form_of_actions(self, schema: Mapping[str, Any]) -> str:
+    def _form_of_actions(self) -> str:
         if self.args.actions is not None:
             names = ", ".join(self.args.actions)
             return f"Write one action as <action>NAME</action>; the actions are: {names}."
         field = self.args.action_field
         if field is not None:
-            details = _without_null(self._fields.get(field, {}))
+            schema = self._action_schema
+            details = _value_schema(self._fields.get(field, {}), schema)
             kind = details.get("type") or "value"
             choices = details.get("enum")
             about = f", one of: {', '.join(map(str, choices))}" if choices else f" ({kind})"
+            if kind == "object":
+                about = f", a JSON object of the form {_with_definitions(details, schema)}"
             described = f" {details['description']}." if details.get("description") else ""
             return f"Write your action as <action>{field.upper()}</action>{about}.{described}"
         hidden = self._hidden_fields()
         shown = {name: field for name, field in self._fields.items() if name not in hidden}
-        definitions = {"$defs": schema["$defs"]} if "$defs" in schema else {}
         return (
             "Write your action as a JSON object within <action></action>; its fields are: "
-            f"{json.dumps({**shown, **definitions}, ensure_ascii=False)}"
+            f"{_with_definitions(shown, self._action_schema)}"
         )
 
     def _check_observation_field(self, schema: Mapping[str, Any]) -> None:
@@ -620,23 +641,45 @@ def _fields_of(schema: Mapping[str, Any]) -> Any:
     return schema.get("properties") or {}
 
 
-def _without_null(schema: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return the schema of the value, if a field has a value of one kind or none."""
-    forms = [form for form in schema.get("anyOf") or () if form.get("type") != "null"]
-    return {**schema, **forms[0]} if len(forms) == 1 else schema
+def _value_schema(schema: Mapping[str, Any], root: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return the schema of the value of a field.
+
+    References are replaced, as of an `Enum` class, and null is left out if a field has a value of
+    one kind or none.
+    """
+    for _ in range(MAX_REFERENCES):
+        forms = [form for form in schema.get("anyOf") or () if form.get("type") != "null"]
+        name = str(schema.get("$ref", "")).rpartition("/")[2]
+        if name:
+            own = {key: value for key, value in schema.items() if key != "$ref"}
+            schema = {**(root.get("$defs") or {}).get(name, {}), **own}
+        elif len(forms) == 1:
+            own = {key: value for key, value in schema.items() if key != "anyOf"}
+            schema = {**own, **forms[0]}
+        else:
+            break
+    return schema
+
+
+def _with_definitions(schema: Mapping[str, Any], root: Mapping[str, Any]) -> str:
+    text = json.dumps(schema, ensure_ascii=False)
+    if '"$ref"' not in text or "$defs" not in root:
+        return text
+    return json.dumps({**schema, "$defs": root["$defs"]}, ensure_ascii=False)
 
 
 def _is_refused_handshake(error: BaseException | None) -> bool:
-    from websockets.exceptions import InvalidHandshake
+    """Whether a server refused a connection for good, not because it is busy or starts."""
+    from websockets.exceptions import InvalidHandshake, InvalidStatus
 
     while error is not None and not isinstance(error, InvalidHandshake):
         error = error.__cause__
-    return error is not None
+    status = error.response.status_code if isinstance(error, InvalidStatus) else 0
+    return error is not None and status != TOO_MANY_REQUESTS and status < 500
 
 
 def _converted(text: str, schema: Mapping[str, Any]) -> Any:
-    """Return the text of an action as a value of its JSON schema; None if it does not fit."""
-    schema = _without_null(schema)
+    """Return the text of an action as a value of its `_value_schema`; None if it does not fit."""
     choices = schema.get("enum")
     if choices:
         number = find_action(text, {str(c).lower(): i for i, c in enumerate(choices)})

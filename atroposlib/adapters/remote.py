@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
+import socket
 import sys
 from collections.abc import Awaitable, Callable, Mapping
 from pathlib import Path
@@ -44,11 +45,13 @@ from atroposlib.utils.yaml_text import read_yaml
 
 __all__ = [
     "OPEN_REQUEST_S",
+    "TOO_MANY_REQUESTS",
     "HttpAnswer",
     "HttpSession",
     "RemoteArgs",
     "TaskOrder",
     "choose",
+    "is_refusing",
     "numbers_of",
     "read_pairs",
     "repeat_until_connected",
@@ -73,6 +76,10 @@ MAX_TASKS = 10_000_000
 MAX_METRICS = 32
 MAX_NUMBER = sys.float_info.max
 REDIRECTIONS = (301, 302, 303, 307, 308)
+TOO_MANY_REQUESTS = 429
+"""Status of a request that was not handled, and may be repeated."""
+BUSY_WAITS_S = (0.5, 1.0, 2.0, 4.0)
+"""Waits before its repetitions."""
 
 Result = TypeVar("Result")
 
@@ -201,6 +208,14 @@ class HttpSession:
         await self._client.close()
 
     async def _request(self, method: str, path: str, **content: Any) -> HttpAnswer:
+        for wait_s in BUSY_WAITS_S:
+            answer = await self._request_once(method, path, **content)
+            if answer.status != TOO_MANY_REQUESTS:
+                return answer
+            await asyncio.sleep(wait_s)
+        return await self._request_once(method, path, **content)
+
+    async def _request_once(self, method: str, path: str, **content: Any) -> HttpAnswer:
         where = f"{method} {self._url}{path}"
         try:
             # A redirection could lead to any host that this machine reaches.
@@ -268,6 +283,29 @@ async def repeat_until_connected(
         raise EpisodeConnectionError(
             f"{where}: no connection in {count} {'attempt' if count == 1 else 'attempts'}: {cause}"
         ) from cause
+
+
+async def is_refusing(host: str, port: int, *, timeout_s: float) -> bool | None:
+    """Whether no program listens on a port; None if that is unknown, as of a busy machine.
+
+    A name such as localhost may have several addresses, on some of which nothing ever listens.
+    """
+    try:
+        found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
+    except OSError:
+        return None
+    addresses = sorted({str(info[4][0]) for info in found})
+    tried = (asyncio.open_connection(address, port) for address in addresses)
+    limited = (asyncio.wait_for(each, timeout_s) for each in tried)
+    results = await asyncio.gather(*limited, return_exceptions=True)
+    writers = [result[1] for result in results if isinstance(result, tuple)]
+    for writer in writers:
+        writer.close()
+    if writers:
+        return False
+    is_late = any(isinstance(result, (TimeoutError, asyncio.TimeoutError)) for result in results)
+    is_refused = any(isinstance(result, ConnectionRefusedError) for result in results)
+    return True if is_refused and not is_late else None
 
 
 def choose(wanted: str | None, known: list[str], preferred: str, what: str) -> str:

@@ -20,6 +20,7 @@ from atroposlib.envs.conversation import ChatMessage, Reply, Turn
 from atroposlib.envs.reporting import Reward
 from atroposlib.envs.tools import INSTRUCTIONS, ToolCall, parse_tool_calls, response_block
 from atroposlib.errors import ConfigError
+from atroposlib.utils.text import near_name
 
 __all__ = [
     "ForeignTool",
@@ -32,6 +33,8 @@ __all__ = [
 
 MAX_CALLS = 16
 """Calls of one turn that are run; further ones get an error as their result."""
+MAX_NAMES = 32
+"""Tools that the error of a call of an unknown tool lists."""
 MAX_DEPTH = 64
 """Lists and objects within each other; clients of other libraries fail at more."""
 
@@ -156,7 +159,10 @@ class ToolEpisode(Episode):
         if problem is None and position >= MAX_CALLS:
             problem = f"at most {MAX_CALLS} calls of one turn are run"
         if problem is None and call.name not in self._tools:
-            problem = f"there is no tool {call.name!r}; there are {', '.join(self._tools)}"
+            names = list(self._tools)
+            known = ", ".join(names[:MAX_NAMES]) + (", ..." if len(names) > MAX_NAMES else "")
+            hint = near_name(call.name, names) if len(names) > MAX_NAMES else ""
+            problem = f"there is no tool {call.name!r}{hint}; there are {known}"
         arguments = {} if call.arguments is None else call.arguments
         if problem is None and not isinstance(arguments, dict):
             problem = "arguments: expected a JSON object"

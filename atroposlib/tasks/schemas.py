@@ -314,6 +314,8 @@ class SchemaChecker:
 
 
 MAX_DEPTH = 6
+MAX_CHARACTERS, MAX_ENTRIES = 10_000, 1_000
+"""Of a text and of a list of an example; a model may demand any number."""
 FORMATTED = {
     "email": "someone@example.com",
     "date": "2024-05-17",
@@ -338,7 +340,7 @@ def example_of(schema: Mapping[str, Any], source: Random) -> Any:
         source: random numbers that choose the values.
 
     Raises:
-        ConfigError: the schema is recursive without an end.
+        ConfigError: the schema is recursive without an end, or demands too long a text or list.
     """
     return _example(schema, schema, source, 0)
 
@@ -397,6 +399,8 @@ def _example_list(
     if "prefixItems" in rules:
         return [_example(item, root, source, depth + 1) for item in rules["prefixItems"]]
     low, high = rules.get("minItems", 0), rules.get("maxItems", 100)
+    if low > MAX_ENTRIES:
+        raise ConfigError(f"a list has at least {low:,} entries; expected at most {MAX_ENTRIES:,}")
     wanted = min(high, max(low, 1 if depth < MAX_DEPTH else 0))
     entries: list[Any] = []
     for _ in range(20 * wanted):
@@ -441,7 +445,11 @@ def _example_text(rules: Mapping[str, Any], source: Random) -> str:
     if rules.get("format") in FORMATTED:
         return FORMATTED[rules["format"]]
     text = " ".join(source.sample(WORDS, 2))
-    low, high = rules.get("minLength", 0), rules.get("maxLength", 10_000)
+    low, high = rules.get("minLength", 0), rules.get("maxLength", MAX_CHARACTERS)
+    if low > MAX_CHARACTERS:
+        raise ConfigError(
+            f"a text has at least {low:,} characters; expected at most {MAX_CHARACTERS:,}"
+        )
     while len(text) < low:
         text += f" {source.choice(WORDS)}"
     return text[:high].rstrip().ljust(min(low, high), "a")
@@ -459,6 +467,13 @@ class ObjectError(NamedTuple):
 NOT_A_FORMAT = "neither one nor the other"
 SIZES = ("minLength", "minItems")
 """Bounds that no value can break if they are 0."""
+LARGEST_SIZES = {
+    "minLength": MAX_CHARACTERS,
+    "maxLength": MAX_CHARACTERS,
+    "minItems": MAX_ENTRIES,
+    "maxItems": MAX_ENTRIES,
+}
+"""Larger bounds are not broken: the object would be too large for a prompt, or for the memory."""
 BROKEN: dict[str, Callable[[Any, Any], Any]] = {
     "minimum": lambda _, bound: bound - 1,
     "exclusiveMinimum": lambda _, bound: bound,
@@ -508,8 +523,11 @@ def _errors_of_value(
     if rules.get("format") in FORMATTED:
         yield ObjectError("format_error", path, NOT_A_FORMAT)
     for name, wrong in BROKEN.items():
-        if rules.get(name) is not None and not (name in SIZES and rules[name] == 0):
-            yield ObjectError("constraint_error", path, wrong(value, rules[name]))
+        bound = rules.get(name)
+        if bound is None or (name in SIZES and bound == 0):
+            continue
+        if bound <= LARGEST_SIZES.get(name, bound):
+            yield ObjectError("constraint_error", path, wrong(value, bound))
 
 
 def spoiled(example: Any, errors: Sequence[ObjectError]) -> Any:

@@ -96,7 +96,7 @@ class LocalCorpus:
         """Read and index the pages of a file; blocks.
 
         Raises:
-            ConfigError: the file cannot be read, or an id occurs twice.
+            ConfigError: the file cannot be read, an id occurs twice, or no page has a word.
             MissingExtraError: bm25s is not installed.
         """
         try:
@@ -111,7 +111,10 @@ class LocalCorpus:
             raise ConfigError(f"{path}: {len(rows) - len(pages)} ids occur more than once")
         index = bm25s.BM25()
         texts = [f"{page.title}\n{page.title}\n{page.text}" for page in pages.values()]
-        index.index(bm25s.tokenize(texts, show_progress=False), show_progress=False)
+        words = bm25s.tokenize(texts, show_progress=False)
+        if not any(map(len, words.ids)):
+            raise ConfigError(f"{path}: no page has a word that can be searched")
+        index.index(words, show_progress=False)
 
         def tokenize(query: str) -> list[list[str]]:
             tokens: list[list[str]] = bm25s.tokenize([query], return_ids=False, show_progress=False)

@@ -7,7 +7,7 @@ import json
 import logging
 import random
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -95,33 +95,33 @@ def require_data(path: Path, columns: Sequence[str]) -> None:
 def iter_records(path: Path) -> Iterator[Any]:
     """Yield the rows of a file with one of the `SUFFIXES`; JSON and YAML are read as a whole.
 
+    A file with another suffix is read as JSON Lines, and so is a `.json` file with several values.
+
     Raises:
         ValueError: the content is malformed; the message names the line.
         OSError: the file cannot be read.
     """
-    if path.suffix == ".parquet":
+    suffix = path.suffix.lower()
+    if suffix == ".parquet":
         import pyarrow.parquet  # type: ignore[import-untyped]
 
         with pyarrow.parquet.ParquetFile(path) as file:
             for batch in file.iter_batches(batch_size=PARQUET_ROWS):
                 yield from batch.to_pylist()
-    elif path.suffix in (".json", ".yaml"):
-        text = path.read_text(encoding="utf-8-sig")
-        loaded = _parsed_json(text) if path.suffix == ".json" else _parsed_yaml(text)
+    elif suffix == ".json":
+        yield from _json_rows(path.read_text(encoding="utf-8-sig"))
+    elif suffix in (".yaml", ".yml"):
+        loaded = _parsed_yaml(path.read_text(encoding="utf-8-sig"))
         yield from loaded if isinstance(loaded, list) else [loaded]
-    elif path.suffix == ".csv":
-        csv.field_size_limit(_LARGEST_FIELD)  # of the process; documents exceed 128 KiB
-        with path.open(encoding="utf-8-sig", newline="") as table:
-            rows = csv.DictReader(table)
-            try:
-                yield from rows
-            except csv.Error as error:
-                raise ValueError(f"not a table: line {rows.line_num}: {error}") from error
+    elif suffix == ".csv":
+        yield from _table_rows(path)
     else:
         with path.open(encoding="utf-8-sig", newline="\n") as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    yield _parsed(line.rstrip("\n"), number)
+            try:
+                yield from _json_lines(lines)
+            except ValueError as error:
+                hint = "" if suffix in SUFFIXES else f"; {_suffix_hint(suffix)}"
+                raise ValueError(f"{error}{hint}") from error
 
 
 def read_records(
@@ -220,6 +220,45 @@ def _sample_hint(path: Path) -> str:
     )
 
 
+def _suffix_hint(suffix: str) -> str:
+    read_as = "a file without a suffix" if not suffix else f"a {suffix} file"
+    return f"{read_as} is read as JSON Lines; other formats have the suffix {', '.join(SUFFIXES)}"
+
+
+def _table_rows(path: Path) -> Iterator[dict[str, str | None]]:
+    csv.field_size_limit(_LARGEST_FIELD)  # of the process; documents exceed 128 KiB
+    with path.open(encoding="utf-8-sig", newline="") as table:
+        rows = csv.DictReader(table)
+        try:
+            for row in rows:
+                further = row.pop(None, None)  # type: ignore[call-overload]
+                if further and any(further):
+                    raise ValueError(
+                        f"not a table: line {rows.line_num} has {len(row) + len(further)} values "
+                        f"for {len(row)} columns; expected quotes around values with commas"
+                    )
+                yield row
+        except csv.Error as error:
+            raise ValueError(f"not a table: line {rows.line_num}: {error}") from error
+
+
+def _json_rows(text: str) -> Iterator[Any]:
+    try:
+        loaded = _parsed_json(text)
+    except json.JSONDecodeError as error:
+        if error.msg != "Extra data":
+            raise
+        yield from _json_lines(text.split("\n"))  # the hub has JSON Lines in such files, too
+        return
+    yield from loaded if isinstance(loaded, list) else [loaded]
+
+
+def _json_lines(lines: Iterable[str]) -> Iterator[Any]:
+    for number, line in enumerate(lines, start=1):
+        if line.strip():
+            yield _parsed(line.rstrip("\n"), number)
+
+
 def _parsed_yaml(text: str) -> Any:
     import yaml
 
@@ -234,9 +273,14 @@ def _parsed(line: str, number: int) -> Any:
         return _parsed_json(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"line {number}: {error.msg} at column {error.colno}") from error
+    except ValueError as error:
+        raise ValueError(f"line {number}: {error}") from error
 
 
 def _parsed_json(text: str) -> Any:
     """Return a JSON value, with U+FFFD for escaped lone surrogates, which no tokenizer accepts."""
-    value = json.loads(text)
-    return encodable_texts(value) if "\\ud" in text or "\\uD" in text else value
+    try:
+        value = json.loads(text)
+        return encodable_texts(value) if "\\ud" in text or "\\uD" in text else value
+    except RecursionError as error:
+        raise ValueError("lists or objects are nested too deeply") from error

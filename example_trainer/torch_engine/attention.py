@@ -54,6 +54,17 @@ class NewTokens(NamedTuple):
     length: int
     num_cached: int
     """Tokens of the sequence before them, whose keys and values are in the slot."""
+    kept_at: int = 0
+    """Tokens of the sequence after which the states of recurrent layers are kept; 0: none."""
+
+    @property
+    def parts(self) -> list[slice]:
+        """Its places in the row, in two parts if the states between them are kept."""
+        end = self.first + self.length
+        if not self.kept_at:
+            return [slice(self.first, end)]
+        middle = self.first + self.kept_at - self.num_cached
+        return [slice(self.first, middle), slice(middle, end)]
 
 
 @dataclass
@@ -77,10 +88,12 @@ class PackedTokens:
         self.slots.append(self.num_running)
         self.num_running += 1
 
-    def add_start(self, slot: int, tokens: Sequence[int], *, num_cached: int = 0) -> None:
+    def add_start(
+        self, slot: int, tokens: Sequence[int], *, num_cached: int = 0, kept_at: int = 0
+    ) -> None:
         """Add the tokens of a new sequence, without the first `num_cached`."""
         length = len(tokens) - num_cached
-        self.starts.append(NewTokens(slot, len(self.tokens), length, num_cached))
+        self.starts.append(NewTokens(slot, len(self.tokens), length, num_cached, kept_at))
         self.tokens.extend(tokens[num_cached:])
         self.positions.extend(range(num_cached, len(tokens)))
         self.slots.extend([slot] * length)
@@ -154,13 +167,18 @@ class SlotCache:
                 tensor[target, :, :length] = tensor[source, :, :length]
         self.states.copy(source, target)
 
-    def save(self, slot: int, length: int) -> SavedSlot:
-        """Return a copy of a slot with a sequence of `length` tokens."""
+    def save(self, slot: int, length: int, *, is_beginning: bool = False) -> SavedSlot:
+        """Return a copy of the first `length` tokens of a slot.
+
+        The states are those after its last token, or those kept in the forward pass that started
+        the sequence if it `is_beginning`.
+        """
         layers = {
             layer: (keys[slot, :, :length].clone(), values[slot, :, :length].clone())
             for layer, (keys, values) in self._layers.items()
         }
-        return SavedSlot(layers, self.states.save(slot))
+        states = self.states.kept(slot) if is_beginning else self.states.save(slot)
+        return SavedSlot(layers, states)
 
     def load(self, slot: int, saved: SavedSlot, length: int) -> None:
         """Copy the first `length` tokens of a saved slot to a slot, and the states."""

@@ -11,8 +11,7 @@ are a branch, which has one slot and is computed once:
     slot 0: 7 + 1 =   ─►   slot 0: 7 + 1 = 8      (5 of 8 completions)
                            slot 1: 7 + 1 = 9      (3 completions, with a copy of the caches)
 
-A prompt that begins like one that runs, or starts, gets a copy of its caches: of prompts with the
-same instructions, the first starts, and the others one step later.
+A prompt that begins like one that runs gets a copy of its caches; see `sharing`.
 
 transformers' own continuous batching has one set of sampling settings for all requests, no most
 likely tokens or prompt logprobs, and keeps caches of old weights; see also `attention`.
@@ -22,9 +21,9 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import torch
 
@@ -32,7 +31,6 @@ from atroposlib.errors import InferenceError
 from example_trainer.torch_engine.attention import (
     PackedBatch,
     PackedTokens,
-    SavedSlot,
     SlotCache,
 )
 from example_trainer.torch_engine.grammars import constrain
@@ -41,14 +39,11 @@ from example_trainer.torch_engine.jobs import (
     NOT_FINITE,
     Completion,
     Job,
-    PromptRequest,
     TopEntries,
 )
-from example_trainer.torch_engine.prefixes import PrefixPool, common_length
 from example_trainer.torch_engine.sampling import SampledRows, sample_rows
+from example_trainer.torch_engine.sharing import SharedCaches
 
-_AWAITED_TOKENS = 64
-"""A sequence waits a step for one that starts if it has this many more tokens from that one."""
 _SCORED_ROWS = 256
 """Tokens of a prompt whose logprobs are computed at a time, which bounds the memory."""
 
@@ -70,7 +65,6 @@ class EngineLimits:
 
 
 Member = tuple[Job, Completion]
-Value = TypeVar("Value")
 
 
 class _Branch(NamedTuple):
@@ -95,29 +89,16 @@ class _Branch(NamedTuple):
         return self.completion.num_tokens
 
 
-class _KnownPrefix(NamedTuple):
-    """The beginning of a sequence whose caches are known; one of the two sources is set."""
-
-    length: int
-    """Number of its tokens."""
-    saved: SavedSlot | None = None
-    """Caches of a finished sequence."""
-    slot: int | None = None
-    """Slot of a running sequence."""
-
-
 class SequenceBatch:
     """The sequences that run and wait; only one thread uses it.
 
     Attributes:
         model: Its attention uses the caches of the batch.
         limits: Sizes of the batch.
-        keeps_prefixes: Whether the caches of other sequences, running or finished, are used by
-            requests that begin with the same tokens.
+        shared: Caches that sequences have from others which begin with the same tokens.
         weight_version: Version of the weights in use; None if unknown.
         num_generated_tokens: Tokens that were sampled so far.
         num_preemptions: Sequences that returned to the queue because the caches were full.
-        num_cached_tokens: Prompt tokens whose caches were copied from other sequences.
     """
 
     def __init__(
@@ -132,22 +113,23 @@ class SequenceBatch:
     ) -> None:
         self.model = model
         self.limits = limits
-        self.keeps_prefixes = keeps_prefixes
         self.weight_version = weight_version
         self.num_generated_tokens = 0
         self.num_preemptions = 0
-        self.num_cached_tokens = 0
         self._is_processed = is_processed
         self._image_token_id = image_token_id
         self._cache = SlotCache(device=next(model.parameters()).device, dtype=model.dtype)
-        self._prefixes = PrefixPool(whole=limits.state_tokens > 0)
+        self.shared = SharedCaches(
+            self._cache,
+            is_enabled=keeps_prefixes,
+            max_tokens=limits.max_cache_tokens,
+            state_tokens=limits.state_tokens,
+        )
         self._waiting: deque[Member] = deque()
         self._running: list[_Branch] = []
         """The position is the slot in the cache."""
         self._starting: list[Member] = []
         """Taken from the queue in the current step."""
-        self._prompt_slots: dict[int, int] = {}
-        """Slots of running sequences by the keys of their prompts, in a step that starts others."""
 
     @property
     def num_running(self) -> int:
@@ -198,12 +180,12 @@ class SequenceBatch:
         self._running, self._starting = [], []
         self._waiting.clear()
         self._cache.clear()
-        self._prefixes.clear()
+        self.shared.clear()
         return jobs
 
     def drop_caches(self) -> None:
         """Discard the caches; those of running sequences are computed again."""
-        self._prefixes.clear()
+        self.shared.clear()
         if not self._running:
             self._cache.clear()
             return
@@ -219,10 +201,16 @@ class SequenceBatch:
         for branch in self._running:
             packed.add_running(branch.last_token, branch.num_tokens - 1)
         for slot, start in enumerate(starts, len(self._running)):
-            packed.add_start(slot, start.tokens, num_cached=self._load_prefix(slot, start))
+            num_cached = kept_at = 0
+            if not _wants_prompt_logprobs(start):
+                num_cached = self.shared.load(slot, start.completion)
+                kept_at = self.shared.beginning_to_keep(start.completion, num_cached)
+            packed.add_start(slot, start.tokens, num_cached=num_cached, kept_at=kept_at)
         logits, scored = _forward(
             self.model, self._cache, packed, starts, **self._image_inputs(packed, starts)
         )
+        completions = [start.completion for start in starts]
+        self.shared.save_beginnings(zip(packed.starts, completions, strict=True))
         self._running += starts
         self._starting = []
         _keep_prompt_logprobs(starts, scored)
@@ -272,32 +260,28 @@ class SequenceBatch:
     def _admit(self) -> list[_Branch]:
         """Take sequences that fit from the queue; those with the same tokens are a branch."""
         starts: dict[tuple[bool, tuple[int, ...]], _Branch] = {}
-        starting: dict[int, PromptRequest] = {}
         num_slots, num_new = self.num_running, 0
         length = max((branch.num_tokens for branch in self._running), default=0)
         while self._waiting and num_slots < self.limits.max_num_seqs:
             job, completion = self._waiting[0]
             tokens = tuple(completion.identity_ids)
             longest = max(length, len(tokens))
-            if num_slots and not self._fits(num_slots + 1, longest):
+            reserved = self._cache.padded_size(num_slots + 1, longest)
+            if num_slots and reserved > self.limits.max_cache_tokens:
                 break
             if not starts:
-                self._prompt_slots = self._find_prompt_slots()
+                self.shared.begin_step([branch.completion.request for branch in self._running])
             # Cached tokens are computed too if their logprobs are requested.
-            key = job.wants_prompt_logprobs, tokens
-            num_known = 0 if job.wants_prompt_logprobs else self._find_prefix(completion).length
+            can_share = not job.wants_prompt_logprobs
+            key = can_share, tokens
+            num_known = self.shared.known_length(completion) if can_share else 0
             adds = 0 if key in starts else len(tokens) - num_known
             if starts and num_new + adds > self.limits.max_new_tokens:
                 break
-            if adds and not job.wants_prompt_logprobs:
-                other = _longest_match(completion, starting)
-                num_starting = 0 if other is None else _shared_length(completion, other)
-                if num_starting >= num_known + _AWAITED_TOKENS:
+            if adds and can_share:
+                if self.shared.should_wait(completion, num_known, reserved=reserved):
                     break
-                if self._shares_prompts:
-                    starting.update(
-                        dict.fromkeys(completion.request.block_keys, completion.request)
-                    )
+                self.shared.note_start(completion, num_known)
             self._starting.append(self._waiting.popleft())
             starts.setdefault(key, _Branch([])).members.append((job, completion))
             num_slots, length, num_new = num_slots + 1, longest, num_new + adds
@@ -306,68 +290,8 @@ class SequenceBatch:
         return list(starts.values())
 
     def _reserve(self, num_slots: int, length: int) -> None:
-        self._prefixes.shrink(self._prefix_limit(self._cache.padded_size(num_slots, length)))
+        self.shared.make_room(self._cache.padded_size(num_slots, length))
         self._cache.reserve(num_slots, length)
-
-    def _prefix_limit(self, reserved: int = 0) -> int:
-        """Return the tokens of finished sequences to keep: at most a half, and what others leave.
-
-        `reserved`: Tokens that running sequences are about to have.
-        """
-        limit = self.limits.max_cache_tokens
-        used = max(reserved, self._cache.num_slots * self._cache.length)
-        return max(0, min(limit - used, limit // 2))
-
-    @property
-    def _shares_prompts(self) -> bool:
-        """Whether the caches of running sequences are used; states are those of the last token."""
-        return self.keeps_prefixes and not self.limits.state_tokens
-
-    def _find_prompt_slots(self) -> dict[int, int]:
-        """Return the slots of running sequences by the keys of their prompts."""
-        if not self._shares_prompts:
-            return {}
-        return {
-            key: slot
-            for slot, branch in enumerate(self._running)
-            for key in branch.completion.request.block_keys
-        }
-
-    def _find_prefix(self, completion: Completion) -> _KnownPrefix:
-        """Return the longest known beginning of a sequence, with whole images."""
-        tokens = completion.identity_ids
-        found = self._prefixes.find(tokens)
-        known = _KnownPrefix(0) if found is None else _KnownPrefix(found.length, found.caches)
-        known = known._replace(length=completion.whole_length(known.length))
-        slot = _longest_match(completion, self._prompt_slots)
-        if slot is not None:
-            length = _shared_length(completion, self._running[slot].completion.request)
-            if length > known.length:
-                known = _KnownPrefix(length, slot=slot)
-        return known
-
-    def _load_prefix(self, slot: int, start: _Branch) -> int:
-        """Copy the caches of tokens that another sequence has too; return their number."""
-        if _wants_prompt_logprobs(start):
-            return 0
-        known = self._find_prefix(start.completion)
-        if known.saved is not None:
-            self._cache.load(slot, known.saved, known.length)
-        elif known.slot is not None:
-            self._cache.copy([known.slot], [slot], length=known.length)
-        self.num_cached_tokens += known.length
-        return known.length
-
-    def _save_prefix(self, slot: int, completion: Completion) -> None:
-        """Keep the caches of a finished sequence; of several completions of a prompt, the first."""
-        if not self.keeps_prefixes or completion.index or not completion.tokens:
-            return
-        length = completion.num_tokens - 1  # the last token was sampled, not computed
-        room, cost = self._prefix_limit(), length + self.limits.state_tokens
-        if cost <= room:
-            self._prefixes.shrink(room - cost)
-            caches = self._cache.save(slot, length)
-            self._prefixes.add(completion.identity_ids[:length], caches, cost=cost)
 
     def _sample(self, logits_BV: torch.Tensor) -> None:
         """Append one token to each running sequence, finish those that end, split the branches."""
@@ -398,7 +322,7 @@ class SequenceBatch:
                 continue
             reason = self._reason_to_finish(job, completion)
             if reason is not None:
-                self._save_prefix(slot, completion)
+                self.shared.save(slot, completion)
                 finished.append((job, completion, reason))
                 continue
             branch = successors[slot].setdefault(completion.tokens[-1], _Branch([]))
@@ -492,25 +416,6 @@ def _forward(
         scored.append(logits[first : first + count] if count else None)
         first += count
     return logits[: len(rows)], scored
-
-
-def _longest_match(completion: Completion, known: Mapping[int, Value]) -> Value | None:
-    """Return the value of the last block of the prompt that is known, with those before it."""
-    found = None
-    for key in completion.request.block_keys:
-        if key not in known:
-            break
-        found = known[key]
-    return found
-
-
-def _shared_length(completion: Completion, other: PromptRequest) -> int:
-    """Return the number of tokens that a sequence has in common with a prompt.
-
-    Its last token is always computed, and images as a whole.
-    """
-    length = common_length(other.identity_ids, tuple(completion.identity_ids[:-1]))
-    return completion.whole_length(length)
 
 
 def _wants_prompt_logprobs(start: _Branch) -> bool:

@@ -106,7 +106,7 @@ class TorchEngine:
             batch.num_generated_tokens,
             batch.cache_use,
             batch.num_preemptions,
-            batch.num_cached_tokens,
+            batch.shared.num_copied_tokens,
         )
 
     def submit(self, job: Job) -> None:

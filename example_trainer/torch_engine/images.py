@@ -17,6 +17,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 
@@ -80,6 +81,8 @@ def _content_number(image: ProcessedImage) -> int:
 class PromptReader:
     """Reads the images of prompts in a thread of its own, one prompt at a time.
 
+    Prompts whose requests are open at the same time share equal images.
+
     Args:
         reader: The reader of the model.
         max_tokens: Image tokens of a prompt, which bounds the memory.
@@ -88,6 +91,8 @@ class PromptReader:
 
     def __init__(self, reader: ImageReader, *, max_tokens: int, numbers_per_token: int) -> None:
         self._reader = replace(reader, max_numbers=max_tokens * numbers_per_token)
+        self._in_use: WeakValueDictionary[str, ProcessedImage] = WeakValueDictionary()
+        """By their payloads."""
         self._executor = ThreadPoolExecutor(max_workers=1, thread_name_prefix="images")
 
     def close(self) -> None:
@@ -112,7 +117,8 @@ class PromptReader:
             return self._reader.process(image)
 
         def read() -> tuple[list[int], PromptImages]:
-            expanded, aligned = replace(self._reader, process=process).read_prompt(tokens, payloads)
+            reader = replace(self._reader, process=process)
+            expanded, aligned = reader.read_prompt(tokens, payloads, known=self._in_use)
             return expanded, PromptImages.of_prompt(expanded, aligned)
 
         loop = asyncio.get_running_loop()

@@ -423,7 +423,8 @@ def _compare_with_image(engine: TorchEngine, check: _ImageCheck, *, dtype: torch
 def _compare_continued(engine: TorchEngine, *, dtype: torch.dtype) -> None:
     """Keep no caches of finished sequences if what continues them gets other logprobs."""
     prompt = _check_ids(engine.batch.model, _CONTINUED_TOKENS)
-    if not engine.batch.keeps_prefixes or engine.batch.limits.max_model_len < _CONTINUED_TOKENS + 2:
+    shared, limits = engine.batch.shared, engine.batch.limits
+    if not shared.is_enabled or limits.max_model_len < _CONTINUED_TOKENS + 2:
         return
     _finished(engine, [PromptRequest(prompt[:-_NEW_TOKENS], max_tokens=1, seed=0)])
     [continued] = _finished(engine, [PromptRequest(prompt, max_tokens=1, seed=0)])
@@ -437,7 +438,7 @@ def _compare_continued(engine: TorchEngine, *, dtype: torch.dtype) -> None:
             "of %s differs by %.3g",
             *(type(engine.batch.model).__name__, worst),
         )
-        engine.batch.keeps_prefixes = False
+        shared.is_enabled = False
 
 
 def _require_equal(

@@ -55,6 +55,8 @@ class SlotStates:
         self._states: dict[_StateKey, torch.Tensor] = {}
         """(S, ...) each."""
         self._num_slots = 0
+        self._kept: dict[int, SavedStates] = {}
+        """States after the beginnings of sequences in the last forward pass, by slot."""
 
     def bytes_per_slot(self) -> int:
         """Return the memory of one sequence in the layers that have left states."""
@@ -72,6 +74,7 @@ class SlotStates:
     def clear(self) -> None:
         """Release the memory."""
         self._states.clear()
+        self._kept.clear()
 
     def replace_nan(self) -> None:
         """Set NaN and infinity to zero."""
@@ -81,6 +84,14 @@ class SlotStates:
     def save(self, slot: int) -> SavedStates:
         """Return a copy of the states of a slot."""
         return {key: state[slot].clone() for key, state in self._states.items()}
+
+    def kept(self, slot: int) -> SavedStates:
+        """Return the states after the beginning of a sequence that has just started."""
+        return self._kept[slot]
+
+    def drop_kept(self) -> None:
+        """Release the states after beginnings."""
+        self._kept.clear()
 
     def load(self, slot: int, saved: SavedStates) -> None:
         """Copy saved states to a slot."""
@@ -113,11 +124,15 @@ class SlotStates:
                 if state.data_ptr() != slots.data_ptr():  # not updated in place
                     slots.copy_(state)
         for start in batch.starts:
-            earlier = self._slot_states(layer, start.slot) if start.num_cached else {}
-            cache = _cache_of(layer, earlier)
-            part = slice(start.first, start.first + start.length)
-            outputs.append(compute(hidden_1ND[:, part], cache)[0])
-            for key, state in _states_in(layer, cache):
+            states = self._slot_states(layer, start.slot) if start.num_cached else {}
+            for number, part in enumerate(start.parts):
+                if number:
+                    own = self._kept.setdefault(start.slot, {})
+                    own.update({key: state[0].clone() for key, state in states.items()})
+                cache = _cache_of(layer, states)
+                outputs.append(compute(hidden_1ND[:, part], cache)[0])
+                states = dict(_states_in(layer, cache))
+            for key, state in states.items():
                 self._slots_for(key, state)[start.slot] = state[0]
         return torch.cat(outputs)[None]
 

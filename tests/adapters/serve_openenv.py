@@ -1,13 +1,14 @@
 """A server of openenv with small environments, each under a path, for tests: `python -m ... PORT`.
 
 `guess` asks for a number, `sums` has MCP tools, `tasks` is `guess` with splits, `lonely` allows one
-session, `newer` speaks another version of the protocol, `blank` has actions without fields. Some
-guesses break the environment on purpose.
+session, `newer` speaks another version of the protocol, `blank` has actions without fields, and
+`moves` takes a direction and a speed. Some guesses break the environment on purpose.
 """
 
 from __future__ import annotations
 
 import asyncio
+import enum
 import sys
 import time
 from typing import Any
@@ -142,6 +143,28 @@ class SumEnv(MCPEnvironment):
         return State()
 
 
+class Direction(enum.Enum):
+    LEFT = "left"
+    RIGHT = "right"
+
+
+class MoveAction(Action):
+    direction: Direction
+    speed: int
+
+
+class MoveEnv(Environment[MoveAction, GuessObservation, State]):
+    def reset(self, seed: int | None = None, episode_id: str | None = None, **kwargs: Any) -> Any:
+        return GuessObservation(message="move")
+
+    def step(self, action: MoveAction, timeout_s: float | None = None, **kwargs: Any) -> Any:
+        return GuessObservation(message=f"moved {action.direction.value}", reward=1.0, done=True)
+
+    @property
+    def state(self) -> State:
+        return State()
+
+
 ENVIRONMENTS: dict[str, tuple[Any, Any, Any, int]] = {
     "guess": (GuessEnv, GuessAction, GuessObservation, 4),
     "lonely": (GuessEnv, GuessAction, GuessObservation, 1),
@@ -149,6 +172,7 @@ ENVIRONMENTS: dict[str, tuple[Any, Any, Any, int]] = {
     "sums": (SumEnv, Action, Observation, 8),
     "newer": (GuessEnv, GuessAction, GuessObservation, 8),
     "blank": (GuessEnv, Action, Observation, 8),
+    "moves": (MoveEnv, MoveAction, GuessObservation, 1),
 }
 
 

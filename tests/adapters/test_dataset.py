@@ -195,6 +195,83 @@ async def test_chat_and_template_become_the_prompt(tmp_path: Path) -> None:
     assert item["row"] == {"b": "x"}
 
 
+async def test_system_message_of_a_row_joins_that_of_the_settings(tmp_path: Path) -> None:
+    chat = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "hi"}]
+    name = write(tmp_path / "rows.json", [{"chat": chat}])
+    options: dict[str, Any] = {"answer_field": None, "eval_every": 0, "messages_field": "chat"}
+
+    adapter = await opened(name, system_prompt="Be kind.", **options)
+
+    system = {"role": "system", "content": "Be kind.\n\nBe brief."}
+    assert (await adapter.item(0))["messages"] == [system, chat[1]]
+
+
+@pytest.mark.parametrize("suffix", [".jsonl", ".parquet"])
+async def test_calls_of_a_chat_are_kept(tmp_path: Path, suffix: str) -> None:
+    calls = [{"id": "1", "type": "function", "function": {"name": "f", "arguments": '{"a": 1}'}}]
+    chat = [
+        {"role": "user", "content": "use f"},
+        {"role": "assistant", "content": None, "tool_calls": calls},
+        {"role": "tool", "content": "5", "tool_call_id": "1"},
+        {"role": "assistant", "content": "It is 5."},
+    ]
+    name = write(tmp_path / f"rows{suffix}", [{"chat": chat, "answer": "5"}])
+
+    adapter = await opened(name, messages_field="chat", eval_every=0)
+
+    assert (await adapter.item(0))["messages"] == [chat[0], {**chat[1], "content": ""}, chat[2]]
+
+
+@pytest.mark.parametrize(
+    ("chat", "message"),
+    [
+        ([{"role": "user", "content": None}], "the message .*; expected a role and a text"),
+        ([{"role": "user", "content": 5}], "the message .*; expected a role and a text"),
+        ([{"role": None, "content": "hi"}], "the message .*; expected a role and a text"),
+        ([{"role": "assistant", "content": "hi"}], "assistant messages only"),
+    ],
+)
+async def test_chat_without_a_prompt_is_named_at_the_start(
+    tmp_path: Path, chat: Any, message: str
+) -> None:
+    name = write(tmp_path / "rows.json", [{"chat": chat, "answer": "5"}])
+
+    with pytest.raises(ConfigError, match=rf"rows\.json: chat has .*{message}"):
+        await opened(name, messages_field="chat")
+
+
+async def test_list_of_right_answers_is_refused_by_functions_that_compare(tmp_path: Path) -> None:
+    rows: list[dict[str, Any]] = [{"question": "q", "answer": ["Paris"]}]
+    one = await opened(write(tmp_path / "one.json", rows), eval_every=0)
+    several = write(tmp_path / "several.json", [{"question": "q", "answer": ["Paris", "paris"]}])
+    record = write(tmp_path / "record.json", [{"question": "q", "answer": {"text": "Paris"}}])
+    other = await opened(several, eval_every=0, reward_functions=["format"])
+
+    assert one.gold_answer(await one.item(0)) == "<answer>\\boxed{Paris}</answer>"
+    assert (await other.item(0))["answer"] == ["Paris", "paris"]
+    for name in (several, record):
+        with pytest.raises(ConfigError, match=r"answer is .*accuracy compares with one text"):
+            await opened(name)
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ({"question": "q", "answer": " "}, "answer is ' '; accuracy compares with one text"),
+        ({"question": "q", "answer": float("nan")}, "answer is nan; accuracy compares with one"),
+        ({"question": "q", "answer": []}, r"answer is \[\]; accuracy compares with one"),
+        ({"question": "", "answer": "1"}, "the question is empty"),
+    ],
+)
+async def test_row_with_an_empty_value_is_refused(
+    tmp_path: Path, row: dict[str, Any], message: str
+) -> None:
+    name = write(tmp_path / "rows.json", [row])
+
+    with pytest.raises(ConfigError, match=message):
+        await opened(name)
+
+
 async def test_reward_functions_are_named_parts(
     tmp_path: Path, make_env: Callable[..., Any]
 ) -> None:
@@ -273,6 +350,12 @@ async def test_reward_that_takes_longer_than_a_step_counts(
         ("{nothing", {}, "cannot be read"),
         ('[{"question": "x", "answer": 1}]', {"template": "{q}"}, "template does not fit"),
         ('[{"q": null, "answer": 1}]', {"template": "{q:.2f}"}, "template does not fit"),
+        (
+            '[{"a": 2, "hint": null, "answer": 1}]',
+            {"template": "{a} {hint}"},
+            "'hint'.; the columns with a value are a, answer",
+        ),
+        ('[{"question": "x", "1": 2}]', {}, "no column 'answer'"),
         ('[{"question": "x", "answer": 1}]', {"messages_field": "question"}, "expected a list of"),
     ],
 )

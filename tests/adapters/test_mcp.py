@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import csv
 import json
 import os
 import re
@@ -12,15 +13,24 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
+from aiohttp import web
 
 pytest.importorskip("mcp.client.client", reason="needs mcp 2")
 
-from atroposlib.adapters.mcp import McpArgs, McpSession, calls_reward, expand
+from atroposlib.adapters.mcp import (
+    McpAdapter,
+    McpArgs,
+    McpSession,
+    calls_reward,
+    expand,
+    is_lost,
+)
 from atroposlib.adapters.registry import make_adapter
+from atroposlib.envs.conversation import Turn
 from atroposlib.errors import ConfigError, EpisodeConnectionError
 from tests.adapters.playing import adapter_env, roll_out
 from tests.adapters.remote_servers import spawn_process
@@ -262,6 +272,132 @@ async def test_error_of_a_tool_is_a_result(
 
     assert shown in rollout.messages[-2]["content"]
     assert rollout.reward_parts[-1] == {"answer_text": 1.0, "calls": 0.0}
+
+
+SCRIPTED_SERVER = """
+import json, sys
+pages, calls = json.loads(sys.argv[1])
+for line in sys.stdin:
+    request = json.loads(line)
+    params = request.get("params") or {}
+    if "id" not in request:
+        continue
+    if request["method"] == "initialize":
+        answer = {"result": {"protocolVersion": params["protocolVersion"],
+                             "capabilities": {"tools": {}},
+                             "serverInfo": {"name": "scripted", "version": "0"}}}
+    elif request["method"] == "tools/list":
+        answer = pages[params.get("cursor") or ""]
+    elif request["method"] == "tools/call":
+        answer = calls[params["name"]]
+    else:
+        answer = {"error": {"code": -32601, "message": "Method not found"}}
+    print(json.dumps({"jsonrpc": "2.0", "id": request["id"], **answer}), flush=True)
+"""
+
+
+def scripted(pages: dict[str, Any], calls: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Return a server that answers with pages of tools by cursor, and to calls by name."""
+    script = json.dumps([pages, calls or {}])
+    return {"scripted": {"command": sys.executable, "args": ["-c", SCRIPTED_SERVER, script]}}
+
+
+def tool(name: str, **fields: Any) -> dict[str, Any]:
+    return {"name": name, "inputSchema": {"type": "object"}, **fields}
+
+
+def page(*tools: dict[str, Any], following: str | None = None) -> dict[str, Any]:
+    rest = {} if following is None else {"nextCursor": following}
+    return {"result": {"tools": list(tools), **rest}}
+
+
+NUMBER = {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}
+WRONG_RESULT = {"content": [{"type": "text", "text": "3"}], "structuredContent": {"x": "three"}}
+
+
+@pytest.mark.parametrize("sessions", ["per_rollout", "shared"])
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ({"error": {"code": -32002, "message": "no such record"}}, "no such record"),
+        ({"error": {"code": -32601, "message": "unknown tool"}}, "unknown tool"),
+        ({"error": {"code": -32000, "message": "quota used up"}}, "quota used up"),
+        ({"result": WRONG_RESULT}, "'three' is not of type 'integer'"),
+        ({"result": {"content": [{"type": "hologram"}]}}, "validation errors for CallToolResult"),
+    ],
+)
+async def test_answer_that_is_an_error_or_does_not_fit_is_a_result(
+    tasks: str, answer: dict[str, Any], message: str, sessions: str
+) -> None:
+    servers = scripted({"": page(tool("odd", outputSchema=NUMBER))}, {"odd": answer})
+    args = {**ARGS, "servers": servers, "sessions": sessions, "connect_attempts": 1}
+    adapter = make_adapter(f"mcp:{tasks}", args, seed=0)
+    await adapter.open()
+    episode = cast(Any, adapter.start(await adapter.item(0)))
+
+    await episode.begin()
+    replies = [await episode.reply(Turn(call("odd"), index, ())) for index in range(2)]
+    await episode.close()
+    await adapter.close()
+
+    for reply in replies:
+        assert message in reply.messages
+        assert not reply.is_done
+    assert episode.num_failed_calls == 2
+    assert adapter.metrics()["failed_connections"] == 0
+
+
+def test_error_of_an_unknown_session_is_a_loss_over_http_only() -> None:
+    codes = [-32000, -32001, -32600, -32700]
+
+    assert [is_lost(code, "unknown session", is_program=False) for code in codes] == [True] * 4
+    assert [is_lost(code, "unknown session", is_program=True) for code in codes] == [False] * 4
+    assert is_lost(-32000, "Connection closed", is_program=True)
+    assert not is_lost(-32002, "no such record", is_program=False)
+
+
+async def test_tools_of_late_pages_can_be_selected(tasks: str) -> None:
+    pages = {
+        "": page(*(tool(f"a{i}") for i in range(600)), following="2"),
+        "2": page(tool("late")),
+    }
+    args = {**ARGS, "servers": scripted(pages), "tools": ["late"]}
+    adapter = cast(McpAdapter, make_adapter(f"mcp:{tasks}", args, seed=0))
+
+    await adapter.open()
+    await adapter.close()
+
+    assert [each.name for each in adapter.tools] == ["late"]
+
+
+@pytest.mark.parametrize(
+    ("pages", "message"),
+    [
+        (
+            {"": page(tool("a"), following="x"), "x": page(tool("b"), following="x")},
+            "scripted: its list of tools has no end: after 2 tools it continues at 'x'",
+        ),
+        ({"": page(tool("a"), tool("a"))}, "scripted lists the tool 'a' twice"),
+        ({"": page({"name": "a"})}, "scripted: its tools cannot be listed: .*inputSchema"),
+        (
+            {"": {"error": {"code": -32603, "message": "no database"}}},
+            "scripted: its tools cannot be listed: no database",
+        ),
+        (
+            {"": {"error": {"code": -32601, "message": "Method not found"}}},
+            "scripted: its tools cannot be listed: Method not found",
+        ),
+    ],
+)
+async def test_tools_that_cannot_be_listed_are_named_with_their_server(
+    tasks: str, pages: dict[str, Any], message: str
+) -> None:
+    args = {**ARGS, "servers": scripted(pages), "connect_attempts": 1}
+    adapter = make_adapter(f"mcp:{tasks}", args, seed=0)
+
+    with pytest.raises(ConfigError, match=f"(?s){message}"):
+        await adapter.open()
+    await adapter.close()
 
 
 async def test_late_calls_of_one_turn_may_take_longer_than_a_step(tasks: str, pids: Path) -> None:
@@ -547,22 +683,123 @@ async def test_expected_calls_that_are_nested_too_deeply_are_rejected(
     path = tmp_path / "rows.json"
     path.write_text(json.dumps([{"question": "q", "expected_calls": "[" * 100_000}]))
     adapter = make_adapter(f"mcp:{path}", {**ARGS, "servers": [command(pids)]}, seed=0)
-    await adapter.open()
 
     with pytest.raises(ConfigError, match="expected a list of"):
-        await adapter.item(0)
+        await adapter.open()
     await adapter.close()
 
 
-async def test_row_without_a_reward_is_rejected(tmp_path: Path, pids: Path) -> None:
+async def test_row_without_a_reward_is_rejected_before_training(tmp_path: Path, pids: Path) -> None:
     path = tmp_path / "rows.json"
-    path.write_text(json.dumps([{"question": "q"}]))
+    path.write_text(json.dumps([*ROWS, {"question": "q"}]))
+    adapter = make_adapter(f"mcp:{path}", {**ARGS, "servers": [command(pids)]}, seed=0)
+
+    with pytest.raises(ConfigError, match=r"none of 'answer', 'expected_calls'.*\(row 4\)"):
+        await adapter.open()
+    await adapter.close()
+
+
+async def test_row_without_a_reward_after_those_checked_is_skipped(
+    tmp_path: Path, pids: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("atroposlib.adapters.dataset.ROWS_CHECKED", 1)
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps([ROWS[0], {"question": "q"}, ROWS[1]]))
     adapter = make_adapter(f"mcp:{path}", {**ARGS, "servers": [command(pids)]}, seed=0)
     await adapter.open()
 
-    with pytest.raises(ConfigError, match="none of 'answer', 'expected_calls'"):
-        await adapter.item(0)
+    items = [await adapter.item(index) for index in range(3)]
     await adapter.close()
+
+    assert [item["answer"] for item in items] == ["40", "42", "40"]
+    assert adapter.metrics()["rows_skipped"] == 2
+
+
+@pytest.mark.parametrize("suffix", [".parquet", ".csv"])
+async def test_reward_functions_of_single_rows_are_read_from_every_format(
+    tmp_path: Path, pids: Path, suffix: str
+) -> None:
+    listed: list[Any] = [
+        [{"type": "format", "weight": 2.0, "params": {"preferred_tags": ["think"]}}],
+        [{"type": "answer_text"}],
+    ]
+    path = tmp_path / f"rows{suffix}"
+    if suffix == ".parquet":
+        import pyarrow
+        import pyarrow.parquet
+
+        rows = [{"question": "q", "answer": "1", "reward_functions": each} for each in listed]
+        pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+    else:
+        with path.open("w", newline="") as table:
+            writer = csv.writer(table)
+            writer.writerow(["question", "answer", "reward_functions"])
+            writer.writerows(["q", "1", json.dumps(each)] for each in listed)
+    adapter = make_adapter(f"mcp:{path}", {**ARGS, "servers": [command(pids)]}, seed=0)
+    await adapter.open()
+
+    items = [await adapter.item(index) for index in range(2)]
+    reply = await cast(Any, adapter.start(items[1])).reply(Turn("<answer>1</answer>", 0, ()))
+    await adapter.close()
+
+    assert [item["reward_functions"] for item in items] == listed
+    assert reply.reward == {"answer_text": 1.0}
+
+
+async def test_empty_cells_of_a_table_are_values_that_a_row_lacks(
+    tmp_path: Path, pids: Path
+) -> None:
+    path = tmp_path / "rows.csv"
+    expected = json.dumps(ROWS[0]["expected_calls"])
+    with path.open("w", newline="") as table:
+        writer = csv.writer(table)
+        writer.writerow(["question", "answer", "expected_calls", "reward_functions"])
+        writer.writerows([["q", "1", "", ""], ["q", "", expected, ""]])
+    adapter = make_adapter(f"mcp:{path}", {**ARGS, "servers": [command(pids)]}, seed=0)
+    await adapter.open()
+
+    answered, called = [await adapter.item(index) for index in range(2)]
+    replies = [
+        await cast(Any, adapter.start(item)).reply(Turn("<answer>1</answer>", 0, ()))
+        for item in (answered, called)
+    ]
+    await adapter.close()
+
+    assert [reply.reward for reply in replies] == [{"answer_text": 1.0}, {"calls": 0.0}]
+
+
+async def test_status_of_a_server_that_refuses_a_connection_is_shown(tasks: str) -> None:
+    async def refuse(request: web.Request) -> web.Response:
+        return web.Response(status=401)
+
+    app = web.Application()
+    app.router.add_route("*", "/mcp", refuse)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    servers = {"search": f"http://127.0.0.1:{runner.addresses[0][1]}/mcp"}
+    args = {**ARGS, "servers": servers, "connect_attempts": 1}
+    adapter = make_adapter(f"mcp:{tasks}", args, seed=0)
+
+    with pytest.raises(EpisodeConnectionError, match=r"search is lost: .* the HTTP status 401"):
+        await adapter.open()
+    await adapter.close()
+    await runner.cleanup()
+
+
+async def test_unknown_tool_of_many_is_answered_with_some_names(tasks: str) -> None:
+    servers = scripted({"": page(*(tool(f"tool_{i}") for i in range(400)))})
+    adapter = make_adapter(f"mcp:{tasks}", {**ARGS, "servers": servers}, seed=0)
+    await adapter.open()
+    episode = cast(Any, adapter.start(await adapter.item(0)))
+
+    await episode.begin()
+    reply = await episode.reply(Turn(call("tool_31x"), 0, ()))
+    await episode.close()
+    await adapter.close()
+
+    assert "no tool 'tool_31x'; did you mean tool_31" in reply.messages
+    assert len(reply.messages) < 1000
 
 
 @pytest.mark.parametrize(

@@ -10,8 +10,10 @@ from typing import Any
 
 import pytest
 import yaml
+from aiohttp import web
 
 from atroposlib.adapters.interface import Adapter
+from atroposlib.adapters.openenv import _value_schema
 from atroposlib.adapters.registry import make_adapter
 from atroposlib.envs.conversation import Turn
 from atroposlib.errors import (
@@ -359,6 +361,11 @@ async def test_kill_of_our_process_leaves_no_session(server: Server, tmp_path: P
         ("/guess", {"split": "train"}, "has no tasks"),
         ("/tasks", {"split": "trains"}, "did you mean train"),
         ("/sums", {"answer_tool": "add"}, "one required argument"),
+        (
+            "/moves",
+            {"action_field": "direction"},
+            "action_constants: an action of .* requires speed",
+        ),
     ],
 )
 async def test_open_what_cannot_work_is_refused(
@@ -422,7 +429,73 @@ async def test_action_field_that_may_be_null_takes_values_of_its_kind(
     actions = [adapter.action_of(f"<action>{text}</action>") for text in ("42", "true", "no")]
 
     assert actions == [None if v is None else {"guess": v} for v in taken[kind]]
-    assert f"({kind})" in adapter._form_of_actions({})
+    assert f"({kind})" in adapter._form_of_actions()
+
+
+async def test_members_of_an_enum_are_names_of_actions(server: Server) -> None:
+    args = {"action_field": "direction", "action_constants": {"speed": 3}}
+    adapter: Any = await opened(f"{server.url}/moves", max_concurrent=1, **args)
+    episode = await begun(adapter, await adapter.item(0))
+
+    reply = await episode.reply(turn("I go <action>Left</action>"))
+    await episode.close()
+
+    assert "<action>DIRECTION</action>, one of: left, right." in adapter.prompt
+    assert (reply.messages, reply.reward) == ("moved left", 1.0)
+    assert adapter.action_of("<action>up</action>") is None
+
+
+@pytest.mark.parametrize(
+    ("field", "expected"),
+    [
+        ({"anyOf": [{"$ref": "#/$defs/Side"}, {"type": "null"}]}, ["left", "right"]),
+        ({"$ref": "#/$defs/Other", "description": "d"}, ["left", "right"]),
+        ({"$ref": "#/$defs/Loop"}, None),
+        ({"$ref": "#/$defs/Absent"}, None),
+        ({"anyOf": [{"$ref": "#/$defs/Side"}, {"type": "integer"}]}, None),
+    ],
+)
+def test_references_of_a_field_lead_to_its_values(field: Any, expected: Any) -> None:
+    side = {"enum": ["left", "right"], "type": "string"}
+    other, loop = {"$ref": "#/$defs/Side"}, {"$ref": "#/$defs/Loop"}
+
+    schema = _value_schema(field, {"$defs": {"Side": side, "Other": other, "Loop": loop}})
+
+    assert schema.get("enum") == expected
+    assert schema.get("description") == field.get("description")
+
+
+@pytest.mark.parametrize(
+    ("status", "error", "text"),
+    [
+        (503, EpisodeConnectionError, "no connection in"),
+        (429, EpisodeConnectionError, "no connection in"),
+        (401, ConfigError, "refuses its connections .*401.*headers_file"),
+        (404, ConfigError, "no WebSocket route /ws"),
+    ],
+)
+async def test_refused_websocket_is_tried_again_only_if_the_server_is_busy(
+    status: int, error: type[Exception], text: str
+) -> None:
+    async def answer(request: web.Request) -> web.Response:
+        if request.path == "/ws":
+            return web.Response(status=status)
+        fields = {"properties": {"guess": {"type": "integer"}}}
+        content: Any = {"action": fields, "observation": fields}
+        if request.path == "/list_environments":
+            content = []
+        return web.json_response(content)
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", answer)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    port = runner.addresses[0][1]
+
+    with pytest.raises(error, match=text):
+        await opened(f"http://127.0.0.1:{port}", reconnect_s=0.5)
+    await runner.cleanup()
 
 
 @pytest.mark.timeout(1200)

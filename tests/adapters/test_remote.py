@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
+import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -11,8 +13,19 @@ from typing import Any
 import pytest
 from aiohttp import web
 
-from atroposlib.adapters.nemo_gym import NemoGymAdapter, NemoGymArgs, NemoSession
-from atroposlib.adapters.remote import HttpAnswer, HttpSession, numbers_of, split_names
+from atroposlib.adapters.nemo_gym import (
+    NemoGymAdapter,
+    NemoGymArgs,
+    NemoSession,
+    opening_messages,
+)
+from atroposlib.adapters.remote import (
+    HttpAnswer,
+    HttpSession,
+    is_refusing,
+    numbers_of,
+    split_names,
+)
 from atroposlib.adapters.tool_episode import MAX_DEPTH, why_not_sent
 from atroposlib.envs.conversation import Turn
 from atroposlib.envs.tools import ToolCall
@@ -55,6 +68,24 @@ async def test_redirection_is_not_followed(status: int) -> None:
     assert paths == ["/verify"]
 
 
+@pytest.mark.parametrize(("num_busy", "status"), [(2, 200), (9, 429)])
+async def test_request_to_a_busy_server_is_repeated(
+    num_busy: int, status: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("atroposlib.adapters.remote.BUSY_WAITS_S", (0.0, 0.0, 0.0))
+    bodies = []
+
+    async def busy(request: web.Request) -> web.Response:
+        bodies.append(await request.json())
+        return web.Response(status=429 if len(bodies) <= num_busy else 200)
+
+    async with asking(busy) as session:
+        answer = await session.post("/verify", {"reward": 1})
+
+    assert answer.status == status
+    assert bodies == [{"reward": 1}] * min(num_busy + 1, 4)
+
+
 @pytest.mark.parametrize("text", ["{", "[" * 100_000])
 def test_answer_that_is_not_json_is_refused(text: str) -> None:
     with pytest.raises(EpisodeFailedError, match="expected JSON"):
@@ -93,6 +124,24 @@ def test_arguments_that_clients_cannot_send_are_named(text: str, problem: str | 
     assert found is None if problem is None else problem in str(found)
 
 
+def test_nemo_calls_and_results_of_one_turn_are_one_message() -> None:
+    calls = [
+        {"type": "function_call", "name": name, "arguments": "{}", "call_id": name}
+        for name in ("look", "count")
+    ]
+    results = [
+        {"type": "function_call_output", "output": output, "call_id": "x"} for output in ("a", "b")
+    ]
+    entries = [{"role": "user", "content": "go"}, {"role": "assistant", "content": "I look."}]
+
+    messages = opening_messages({"input": [*entries, *calls, *results, entries[0]]}, "row 1")
+
+    assert [(m["role"], m["content"].count("<tool_")) for m in messages] == [
+        ("user", 0), ("assistant", 2), ("user", 2), ("user", 0)
+    ]  # fmt: skip
+    assert messages[1]["content"].startswith("I look.\n<tool_call>\n")
+
+
 def test_nemo_call_with_half_of_a_surrogate_pair_can_be_verified() -> None:
     adapter: Any = None  # not asked
     session = NemoSession(adapter, {"responses_create_params": {}})
@@ -104,6 +153,86 @@ def test_nemo_call_with_half_of_a_surrogate_pair_can_be_verified() -> None:
     assert json.loads(item["arguments"]) == arguments
     assert "Z\u00fcrich" in item["arguments"]
     assert (item["arguments"] + item["name"]).encode()
+
+
+NEMO_ROUTES = {"paths": {"/seed_session": {}, "/verify": {}}}
+NEMO_ROW = json.dumps({"responses_create_params": {"input": "go"}})
+
+
+async def described(request: web.Request) -> web.Response:
+    return web.json_response(NEMO_ROUTES)
+
+
+async def test_nemo_row_that_is_no_task_is_named_before_training(tmp_path: Path) -> None:
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text(f'{NEMO_ROW}\n{{"prompt": "go"}}\n')
+    async with asking(described) as session:
+        adapter = NemoGymAdapter(session._url, NemoGymArgs(tasks=tasks), seed=1)
+
+        with pytest.raises(ConfigError, match="row 2: expected a JSON object with"):
+            await adapter.open()
+        await adapter.close()
+
+
+async def test_nemo_row_that_is_no_task_after_those_checked_fails_its_item_only(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("atroposlib.adapters.nemo_gym.ROWS_CHECKED", 1)
+    tasks = tmp_path / "tasks.jsonl"
+    tasks.write_text(f"{NEMO_ROW}\nnot JSON\n")
+    async with asking(described) as session:
+        adapter = NemoGymAdapter(session._url, NemoGymArgs(tasks=tasks), seed=1)
+        await adapter.open()
+        results = await asyncio.gather(adapter.item(0), adapter.item(1), return_exceptions=True)
+        await adapter.close()
+
+    assert json.loads(NEMO_ROW) in results
+    assert [str(each) for each in results if isinstance(each, EpisodeFailedError)] == [
+        f"tasks {tasks}, row 2: not JSON: Expecting value: line 1 column 1 (char 0)"
+    ]
+
+
+@pytest.fixture
+def two_addresses(monkeypatch: pytest.MonkeyPatch) -> str:
+    """Return a name with two addresses, as localhost has where IPv6 is on."""
+    known = socket.getaddrinfo
+
+    def look_up(host: Any, port: Any, *args: Any, **kwargs: Any) -> Any:
+        hosts = ["127.0.0.1", "127.0.0.2"] if host == "two.test" else [host]
+        return [info for each in hosts for info in known(each, port, *args, **kwargs)]
+
+    monkeypatch.setattr(socket, "getaddrinfo", look_up)
+    return "two.test"
+
+
+async def test_nemo_outage_of_a_server_with_two_addresses_is_noticed(
+    two_addresses: str, free_port: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("atroposlib.adapters.nemo_gym.WATCH_S", 0.01)
+    url = f"http://{two_addresses}:{free_port}"
+    adapter = NemoGymAdapter(url, NemoGymArgs(tasks=tmp_path / "tasks.jsonl"), seed=1)
+    watching = asyncio.create_task(adapter._watch_server())
+
+    for _ in range(1000):
+        if adapter.num_outages:
+            break
+        await asyncio.sleep(0.01)
+    watching.cancel()
+    await asyncio.wait({watching})
+
+    assert adapter.num_outages == 1
+
+
+async def test_port_is_refused_if_no_address_of_the_host_listens(
+    two_addresses: str, free_port: int
+) -> None:
+    before = await is_refusing(two_addresses, free_port, timeout_s=10)
+    server = await asyncio.start_server(lambda *_: None, "127.0.0.2", free_port)
+    async with server:
+        during = await is_refusing(two_addresses, free_port, timeout_s=10)
+
+    assert (before, during) == (True, False)
+    assert await is_refusing("no-such-host.invalid", free_port, timeout_s=10) is None
 
 
 async def test_nemo_arguments_that_an_mcp_server_refuses_are_a_result(tmp_path: Path) -> None:

@@ -24,18 +24,57 @@ def test_output_and_exit_code_are_shown() -> None:
     assert run_command("echo out; echo err >&2; exit 3") == "[exit code 3]\nout\nerr"
 
 
-def test_command_ends_although_a_daemon_holds_its_output(tmp_path: Path) -> None:
+def test_server_in_the_background_answers_the_next_command(tmp_path: Path) -> None:
+    """Also after it has printed more than a pipe holds."""
+    program = f"""
+import http.server, os
+print("starts", flush=True)
+class Handler(http.server.BaseHTTPRequestHandler):
+    def do_GET(self):
+        for _ in range(200):
+            print("x" * 1000, flush=True)
+        self.send_response(200)
+        self.end_headers()
+        self.wfile.write(b"pong")
+server = http.server.HTTPServer(("127.0.0.1", 0), Handler)
+with open({str(tmp_path / "new")!r}, "w") as file:
+    print(server.server_port, os.getpid(), file=file)
+os.rename({str(tmp_path / "new")!r}, {str(tmp_path / "server")!r})
+server.serve_forever()
+"""
+    (tmp_path / "server.py").write_text(program)
+    ready = tmp_path / "server"
+    wait = f"until [ -e {ready} ]; do sleep 0.05; done"
+
+    shown = run_command(f"{sys.executable} {tmp_path}/server.py & {wait}; echo hi", 60)
+    port, pid = map(int, ready.read_text().split())
+    try:
+        asks = f"import urllib.request as r; print(r.urlopen('http://127.0.0.1:{port}').read())"
+        answers = [run_command(f'{sys.executable} -c "{asks}"', 60) for _ in range(2)]
+    finally:
+        os.kill(pid, signal.SIGKILL)
+
+    assert shown == "[exit code 0, processes in the background still run]\nstarts\nhi"
+    assert answers == ["[exit code 0]\nb'pong'"] * 2
+
+
+def test_processes_of_a_command_that_takes_too_long_are_killed(tmp_path: Path) -> None:
+    pid = tmp_path / "pid"
     for limit_s in LIMITS_S:
-        daemon = tmp_path / f"pid-{limit_s:g}"
-        started = f"echo $$ > {daemon}.new; mv {daemon}.new {daemon}"
-        shown = run_command(f"setsid sh -c '{started}; exec sleep 600' & echo hi", limit_s)
-        if daemon.exists() and "hi" in shown:
+        shown = run_command(f"sleep 600 & echo $! > {pid}; echo hi; wait", limit_s)
+        if "hi" in shown:
             break
 
-    pid = int(daemon.read_text())
-    assert Path(f"/proc/{pid}/cmdline").read_bytes()  # empty if the command waited for its end
-    os.kill(pid, signal.SIGKILL)
     assert shown == f"[killed after {limit_s:g} s]\nhi"
+    assert _state(int(pid.read_text())) in ("Z", None)
+
+
+def _state(pid: int) -> str | None:
+    """Return the state of a process, Z if it is dead; None if there is no such process."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except FileNotFoundError:
+        return None
 
 
 def test_command_that_closed_its_output_is_killed() -> None:

@@ -111,6 +111,14 @@ async def test_players(corpus: LocalCorpus, player: str, turns: list[str], score
     assert conversation.verdict is not None
 
 
+def test_corpus_without_a_word_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "corpus.jsonl"
+    path.write_text(json.dumps({"id": "1", "title": "The", "text": "a"}))
+
+    with pytest.raises(ConfigError, match="no page has a word that can be searched"):
+        LocalCorpus.load(path)
+
+
 class OnePage:
     """A source with one page, whose name and text are awkward."""
 

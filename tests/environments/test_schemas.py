@@ -136,3 +136,35 @@ def test_xml_text_has_an_item_per_entry() -> None:
         *("<r>", "<a>", "<item>1</item>", "<item>true</item>", "</a>"),
         *("<b/>", "<c>&lt;&amp;&gt;</c>", "<d/>", "</r>"),
     ]
+
+
+@pytest.mark.parametrize(
+    ("field", "kinds"),
+    [
+        ({"type": "string", "maxLength": 2**32 - 1}, ["type_error"]),
+        ({"type": "string", "maxLength": 20}, ["type_error", "constraint_error"]),
+        ({"type": "array", "items": {"const": 1}, "maxItems": 2**40}, ["type_error", "enum_error"]),
+    ],
+)
+def test_bound_that_only_a_huge_value_breaks_is_left_alone(
+    field: dict[str, Any], kinds: list[str]
+) -> None:
+    schema = {"type": "object", "properties": {"x": field}}
+
+    errors = possible_errors(example_of(schema, Random(0)), schema)
+
+    assert [error.kind for error in errors] == kinds
+
+
+@pytest.mark.parametrize(
+    "field",
+    [
+        {"type": "string", "minLength": 10**12},
+        {"type": "array", "items": {"type": "integer"}, "minItems": 10**12},
+    ],
+)
+def test_model_that_demands_a_huge_value_is_refused(field: dict[str, Any]) -> None:
+    schema = {"type": "object", "properties": {"x": field}}
+
+    with pytest.raises(ConfigError, match=r"at least 1,000,000,000,000 .*; expected at most"):
+        example_of(schema, Random(0))

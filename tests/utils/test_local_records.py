@@ -116,6 +116,61 @@ def test_csv_file_with_a_short_row_is_refused(tmp_path: Path) -> None:
         read_records(path, COLUMNS)
 
 
+def test_csv_row_with_more_values_than_columns_is_refused_with_its_line(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text("question,answer\na,1\nHello, world,2\n")
+
+    with pytest.raises(ConfigError, match="line 3 has 3 values for 2 columns; expected quotes"):
+        read_records(path, COLUMNS)
+
+
+def test_csv_file_with_commas_at_line_ends_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "rows.csv"
+    path.write_text("question,answer\na,1,\nb,2,,\n")
+
+    assert read_records(path, COLUMNS) == [
+        {"question": "a", "answer": "1"},
+        {"question": "b", "answer": "2"},
+    ]
+
+
+def test_json_file_of_json_lines_is_read(tmp_path: Path) -> None:
+    path = tmp_path / "train.json"
+    path.write_text('{"question": "a", "answer": 1}\r\n\n{"question": "b\u2028", "answer": 2}\n')
+
+    rows = read_records(path, COLUMNS)
+
+    assert rows == [{"question": "a", "answer": 1}, {"question": "b\u2028", "answer": 2}]
+
+
+@pytest.mark.parametrize("name", ["rows.yml", "rows.YAML"])
+def test_yaml_file_of_another_suffix_is_read(name: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text("- {question: a, answer: 1}\n")
+
+    assert read_records(tmp_path / name, COLUMNS) == [{"question": "a", "answer": 1}]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("rows.tsv", b"q\ta\n", "a .tsv file is read as JSON Lines; other formats have the suffix"),
+        ("rows.jsonl.gz", b"\x1f\x8b\x08", "a .gz file is read as JSON Lines"),
+        ("rows", b"q", "a file without a suffix is read as JSON Lines"),
+        ("rows.jsonl", b"q", r"line 1: Expecting value at column 1\); expected rows"),
+        ("rows.json", b'{"question": 1}\n{"answer"', "line 2: "),
+        ("rows.json", b"[" * 100_000, "nested too deeply"),
+        ("rows.jsonl", b"{}\n" + b"[" * 100_000, "line 2: .*nested too deeply"),
+    ],
+)
+def test_unreadable_file_is_refused_with_the_reason(
+    name: str, content: bytes, message: str, tmp_path: Path
+) -> None:
+    (tmp_path / name).write_bytes(content)
+
+    with pytest.raises(ConfigError, match=message):
+        read_records(tmp_path / name, COLUMNS)
+
+
 def _write(path: Path, *numbers: int) -> None:
     path.write_text("".join(json.dumps({"a": number}) + "\n" for number in numbers))
 

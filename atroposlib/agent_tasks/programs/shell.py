@@ -13,11 +13,10 @@ import http.client
 import json
 import os
 import re
-import select
 import signal
 import subprocess
 import sys
-import time
+import threading
 import urllib.parse
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -31,7 +30,7 @@ MAX_OUTPUT = 8_000
 """Characters of a command's output that the model sees."""
 COMMAND_S = 120.0
 END_S = 1.0
-"""Seconds for the rest of the output of a command that was killed."""
+"""Seconds for the first output of processes in the background, after the end of a command."""
 KEPT_BYTES = 65_536
 """Bytes of the start and of the end of an output that are kept in memory."""
 
@@ -45,7 +44,8 @@ def run_command(command: str, timeout_s: float = COMMAND_S) -> str:
 
     Args:
         command: text for `bash -c`.
-        timeout_s: time limit in seconds; the command and its children are then killed.
+        timeout_s: time limit in seconds; the command and its children are then killed. Processes
+            that it started in the background and did not wait for go on without a limit.
     """
     try:
         process = subprocess.Popen(
@@ -57,9 +57,17 @@ def run_command(command: str, timeout_s: float = COMMAND_S) -> str:
         )
     except (ValueError, OSError) as error:  # a NUL, a lone surrogate, or too long
         return f"[the command cannot be run: {ascii(str(error))[1:-1]}]"
-    is_done, kept, num_left_out = _read_output(process, timeout_s)
-    ending = f"exit code {process.returncode}" if is_done else f"killed after {timeout_s:g} s"
-    text = kept.decode("utf-8", "replace")
+    output = _Output(process)
+    try:
+        process.wait(timeout_s)
+        ending = f"exit code {process.returncode}"
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        ending = f"killed after {timeout_s:g} s"
+    if not output.has_ended_within(END_S):
+        ending += ", processes in the background still run"
+    text, num_left_out = output.so_far()
     if len(text) > MAX_OUTPUT or num_left_out:
         half = MAX_OUTPUT // 2
         num_left_out += len(text) - MAX_OUTPUT
@@ -67,38 +75,36 @@ def run_command(command: str, timeout_s: float = COMMAND_S) -> str:
     return f"[{ending}]\n{text}".rstrip()
 
 
-def _read_output(process: subprocess.Popen[bytes], timeout_s: float) -> tuple[bool, bytes, int]:
-    """Read until the end of a command, which is killed after `timeout_s`.
+class _Output:
+    """The output of a command, read by a thread for as long as any process holds it.
 
-    Returns:
-        Whether it ended by itself, start and end of its output, and the number of bytes between.
+    A server in the background would end if the other end of its output were closed.
     """
-    assert process.stdout is not None
-    kept, num_left_out = b"", 0
-    is_done, until = True, time.monotonic() + timeout_s
-    with process.stdout as output:
-        while True:
-            left_s = until - time.monotonic()
-            if left_s > 0 and select.select([output], [], [], left_s)[0]:
-                piece = os.read(output.fileno(), KEPT_BYTES)
-                if not piece:
-                    break
-                kept += piece
-                if len(kept) > 2 * KEPT_BYTES:
-                    num_left_out += len(kept) - 2 * KEPT_BYTES
-                    kept = kept[:KEPT_BYTES] + kept[-KEPT_BYTES:]
-            elif is_done:
-                is_done, until = False, time.monotonic() + END_S
-                os.killpg(process.pid, signal.SIGKILL)
-            else:
-                break  # a process that left the session holds the output
-    try:
-        process.wait(timeout=max(until - time.monotonic(), 0))
-    except subprocess.TimeoutExpired:  # it had closed its output
-        is_done = False
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-    return is_done, kept, num_left_out
+
+    def __init__(self, process: subprocess.Popen[bytes]) -> None:
+        self._kept, self._num_left_out = b"", 0
+        self._lock = threading.Lock()
+        self._thread = threading.Thread(target=self._read, args=[process.stdout], daemon=True)
+        self._thread.start()
+
+    def has_ended_within(self, limit_s: float) -> bool:
+        """Wait for the end of the output; whether it came within the limit."""
+        self._thread.join(limit_s)
+        return not self._thread.is_alive()
+
+    def so_far(self) -> tuple[str, int]:
+        """Return start and end of the output, and the number of bytes between."""
+        with self._lock:
+            return self._kept.decode("utf-8", "replace"), self._num_left_out
+
+    def _read(self, stream: Any) -> None:
+        with stream:
+            while piece := os.read(stream.fileno(), KEPT_BYTES):
+                with self._lock:
+                    self._kept += piece
+                    if len(self._kept) > 2 * KEPT_BYTES:
+                        self._num_left_out += len(self._kept) - 2 * KEPT_BYTES
+                        self._kept = self._kept[:KEPT_BYTES] + self._kept[-KEPT_BYTES:]
 
 
 def command_in(reply: str) -> str | None:

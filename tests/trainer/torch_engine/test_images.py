@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import base64
+import gc
 import io
 import json
 import re
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +20,12 @@ pytest.importorskip("PIL", reason="the extra examples is not installed")
 
 from PIL import Image
 
+from atroposlib.errors import GroupError
 from example_trainer.batch import build_batch
 from example_trainer.images import ImageReader, image_support
 from example_trainer.policy import prepare_policy
 from example_trainer.rows import RowRules
-from example_trainer.torch_engine.images import PromptImages
+from example_trainer.torch_engine.images import PromptImages, PromptReader
 from tests.trainer.tiny import tiny_config
 from tests.trainer.tiny_images import (
     IMAGE,
@@ -230,6 +233,39 @@ def test_image_of_different_questions_is_computed_once(one_kind: LocalEngine) ->
         [choice], [own] = answer.result()["choices"], expected["choices"]
         assert choice["token_ids"] == own["token_ids"]
         assert logprobs_of(choice) == pytest.approx(logprobs_of(own), abs=1e-4)
+
+
+async def test_equal_images_of_open_requests_are_processed_once(one_kind: LocalEngine) -> None:
+    _, reader = reader_of(one_kind)
+    processed: list[Any] = []
+
+    def process(picture: Any) -> Any:
+        processed.append(picture)
+        return reader.process(picture)
+
+    pixels_PD, _ = reader.process(Image.new("RGB", (8, 8)))  # of one token
+    prompts = PromptReader(
+        replace(reader, process=process), max_tokens=7, numbers_per_token=pixels_PD.numel()
+    )
+
+    async def read(*payloads: str) -> PromptImages:
+        places = {f"images[{n}]": payload for n, payload in enumerate(payloads)}
+        _, images = await prompts.read([7, IMAGE] * len(payloads), places)
+        return images
+
+    first, second = await read(WIDE), await read(SMALL, WIDE)
+    shared = second.aligned.images[1] is first.aligned.images[0]
+    num_processed = len(processed)
+    with pytest.raises(GroupError, match=r"images\[1\]: all images together have more"):
+        await read(TALL, WIDE, SMALL)  # the limit of a prompt counts images of other prompts too
+    del first, second
+    gc.collect()
+    await read(WIDE)
+    prompts.close()
+
+    assert shared
+    assert num_processed == 2
+    assert len(processed) == 4
 
 
 def test_sampled_image_tokens_are_tokens_like_others(local: LocalEngine) -> None:

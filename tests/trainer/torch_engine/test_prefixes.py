@@ -174,7 +174,7 @@ def test_caches_of_finished_sequences_leave_the_memory_to_running_ones(
         ]
         choices = [choice for future in futures for choice in future.result()]
 
-    assert 0 < engine.batch._prefixes.cost <= engine.batch.limits.max_cache_tokens // 2
+    assert 0 < engine.batch.shared.cost <= engine.batch.limits.max_cache_tokens // 2
     for choice in choices:
         assert worst_gap(logits_of_completion(model, choice), choice) < TOLERANCE
 
@@ -251,15 +251,14 @@ def test_running_sequences_share_their_prompt_again_after_an_update(
         assert worst_gap(logits_of_completion(model, choice), choice) < TOLERANCE
 
 
-def test_random_requests_that_share_beginnings_have_exact_logprobs(
-    model_folder: Path, model: Any
-) -> None:
+def random_requests(count: int, *, trunks: Sequence[int], vocabulary: int) -> list[dict[str, Any]]:
+    """Return requests that begin with a part of one of a few sequences, of these lengths."""
     source = random.Random(4)
-    trunks = [[source.randrange(3, 250) for _ in range(length)] for length in (20, 48, 90)]
+    shared = [[source.randrange(3, vocabulary) for _ in range(length)] for length in trunks]
     requests: list[dict[str, Any]] = []
-    for _ in range(60):
-        prompt = [*source.choice(trunks)[: source.randint(1, 90)]]
-        prompt += [source.randrange(3, 250) for _ in range(source.randint(0, 40))]
+    for _ in range(count):
+        prompt = [*source.choice(shared)[: source.randint(1, max(trunks))]]
+        prompt += [source.randrange(3, vocabulary) for _ in range(source.randint(0, 40))]
         requests.append(
             {
                 "prompt": prompt, "max_tokens": source.randint(1, 30), "ignore_eos": True,
@@ -267,6 +266,13 @@ def test_random_requests_that_share_beginnings_have_exact_logprobs(
                 **({"prompt_logprobs": 0} if source.random() < 0.1 else {}),
             }
         )  # fmt: skip
+    return requests
+
+
+def test_random_requests_that_share_beginnings_have_exact_logprobs(
+    model_folder: Path, model: Any
+) -> None:
+    requests = random_requests(60, trunks=(20, 48, 90), vocabulary=250)
     with (
         serve_locally(model_folder, max_num_seqs=12, kv_cache_memory_bytes=2**21) as local,
         ThreadPoolExecutor(16) as workers,
@@ -350,3 +356,105 @@ def test_recurrent_layers_continue_from_the_states_of_finished_sequences(
         assert worst_gap(logits_of_completion(model, choice), choice) < 1e-3
     expected = sum(len(choice["prompt_token_ids"]) - 10 for choice in [*choices[1:], again[1]])
     assert cached == (0 if kind in FROM_NO_STATES else expected)
+
+
+CONTINUED = sorted(set(MODELS) - set(FROM_NO_STATES))
+
+
+def worst_recurrent_gap(folder: Path, choices: list[Any]) -> float:
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    return max(worst_gap(logits_of_completion(model, choice), choice) for choice in choices)
+
+
+@pytest.mark.parametrize("kind", CONTINUED)
+def test_recurrent_layers_compute_common_instructions_once(tmp_path: Path, kind: str) -> None:
+    folder = save_model(tmp_path, kind)
+    shared = [3 + number % 50 for number in INSTRUCTIONS]
+    prompts = [[*shared, number, 9, 8] for number in range(10, 17)]
+    with serve_locally(folder) as local:
+        cached = local.engine.counts().cached_tokens
+        choices = start_together(local, prompts, max_tokens=12, ignore_eos=True, seed=3)
+        together = local.engine.counts().cached_tokens - cached
+        # The first completion of each prompt was saved too; a new question has the instructions.
+        [later] = start_together(local, [[*shared, 55, 9, 8]], max_tokens=12, ignore_eos=True)
+        after = local.engine.counts().cached_tokens - cached - together
+
+    assert (together, after) == (6 * len(shared), len(shared))
+    assert worst_recurrent_gap(folder, [*choices, later]) < 1e-3
+
+
+def test_recurrent_layers_know_instructions_of_requests_that_ended(tmp_path: Path) -> None:
+    folder = save_model(tmp_path, "qwen3_5_text")
+    shared = [3 + number % 50 for number in INSTRUCTIONS]
+    cached, choices = [], []
+    with serve_locally(folder) as local:
+        before = local.engine.counts().cached_tokens
+        for number in range(10, 14):
+            choices += local.complete([*shared, number, 9], max_tokens=9, ignore_eos=True)[
+                "choices"
+            ]
+            cached.append(local.engine.counts().cached_tokens - before)
+
+    # Of the second request, the beginning is saved; the last two begin with whole blocks of it.
+    assert cached == [0, 0, 96, 2 * 96]
+    assert worst_recurrent_gap(folder, choices) < 1e-3
+
+
+def test_recurrent_layers_share_a_prompt_that_another_one_continues(tmp_path: Path) -> None:
+    folder = save_model(tmp_path, "qwen3_5_text")
+    shared = [3 + number % 50 for number in INSTRUCTIONS]
+    with serve_locally(folder) as local:
+        before = local.engine.counts().cached_tokens
+        prompts = [shared, [*shared, 5, 6]]
+        choices = local.complete(prompts, max_tokens=9, ignore_eos=True)["choices"]
+        cached = local.engine.counts().cached_tokens - before
+
+    assert cached == len(shared) - 1  # the last token of the first prompt is computed after them
+    assert worst_recurrent_gap(folder, choices) < 1e-3
+
+
+@pytest.mark.parametrize("cache_bytes", [2**19, 2**17], ids=["roomy", "small"])
+@pytest.mark.parametrize("kind", CONTINUED)
+def test_random_requests_of_recurrent_models_have_exact_logprobs(
+    tmp_path: Path, kind: str, cache_bytes: int
+) -> None:
+    folder = save_model(tmp_path, kind)
+    requests = random_requests(40, trunks=(80, 110, 150), vocabulary=60)
+    with (
+        serve_locally(folder, max_num_seqs=12, kv_cache_memory_bytes=cache_bytes) as local,
+        ThreadPoolExecutor(len(requests)) as workers,
+    ):
+        local.engine.pause("keep").result()
+        running = [workers.submit(local.complete, **each) for each in requests]
+        wait_until(lambda: local.engine.counts().waiting == sum(each["n"] for each in requests))
+        local.engine.resume().result()
+        answers = [each.result() for each in running]
+        counts = local.engine.counts()
+
+    assert counts.cached_tokens > 500 or cache_bytes == 2**17
+    choices = [choice for answer in answers for choice in answer["choices"]]
+    assert worst_recurrent_gap(folder, choices) < 1e-3
+
+
+def test_no_request_waits_for_instructions_that_cannot_be_kept(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = save_model(tmp_path, "qwen3_5_text")
+    shared = [3 + number % 50 for number in INSTRUCTIONS]
+    prompts = [[*shared, number] for number in range(10, 18)]
+    with serve_locally(folder) as local:
+        batch = local.engine.batch
+        batch.shared._max_tokens = 100  # half of them are for saved caches
+        num_running, step = [], batch.step
+
+        def noted_step() -> None:
+            num_running.append(batch.num_running)
+            step()
+
+        monkeypatch.setattr(batch, "step", noted_step)
+        choices = start_together(local, prompts, max_tokens=4, ignore_eos=True)
+
+    assert num_running[:2] == [0, len(prompts)]
+    assert worst_recurrent_gap(folder, choices) < 1e-3
