@@ -78,12 +78,12 @@ class Server:
         self._process.send_signal(signal.SIGCONT)
 
     def get(self, path: str) -> Any:
-        with urllib.request.urlopen(self.url + path, timeout=5) as response:
+        with urllib.request.urlopen(self.url + path, timeout=60) as response:
             return json.load(response)
 
     def post(self, path: str) -> None:
         request = urllib.request.Request(self.url + path, method="POST")
-        with urllib.request.urlopen(request, timeout=5):
+        with urllib.request.urlopen(request, timeout=60):
             pass
 
     def sessions(self) -> int | None:

@@ -325,7 +325,7 @@ async def test_half_open_connection_fails_the_step(
     free_port: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("atroposlib.adapters.openenv.PING_S", 0.3)
-    monkeypatch.setattr("atroposlib.adapters.openenv.PONG_S", 0.3)
+    monkeypatch.setattr("atroposlib.adapters.openenv.PONG_S", 4.0)
     with Server(MODULE, free_port).running() as server:
         adapter = await opened(f"{server.url}/guess")
         episode = await begun(adapter, {"seed": 1, "reset": {}})

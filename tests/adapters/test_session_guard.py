@@ -241,6 +241,7 @@ def test_all_requests_have_one_time_limit(
     server: EndServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("atroposlib.adapters.session_guard.TOTAL_S", 0.2)
+    monkeypatch.setattr("atroposlib.adapters.session_guard.REQUEST_S", 60.0)
     session = {"requests": [post(server, "/hang")._asdict()], "repeat_s": 0}
 
     end_sessions([session] * 3)

@@ -156,17 +156,20 @@ def test_any_calls_written_as_python_are_read_back(name: str, calls: Calls) -> N
     assert read(name, text) == calls
 
 
+WITHOUT_TAGS = TEXTS.map(lambda text: text.replace("<", ""))
+
+
 @settings(max_examples=40)
 @given(
     calls=st.lists(
-        st.tuples(st.sampled_from(["f", "g.h"]), st.dictionaries(TEXTS, TEXTS)), min_size=1
+        st.tuples(
+            st.sampled_from(["f", "g.h"]),
+            st.dictionaries(WITHOUT_TAGS.map(str.strip), WITHOUT_TAGS),
+        ),
+        min_size=1,
     )
 )
 def test_elements_of_glm_keep_texts(calls: Calls) -> None:
-    texts = [text for _, arguments in calls for pair in arguments.items() for text in pair]
-    assume(not any("<" in text for text in texts))
-    assume(all(key == key.strip() for _, arguments in calls for key in arguments))
-
     assert read("glm45", write("glm45", calls)) == calls
 
 
