@@ -29,8 +29,11 @@ COMMAND = re.compile(r"```[a-z]*[ \t]*\n(.*?)(?:\n)?```", re.DOTALL)
 MAX_OUTPUT = 8_000
 """Characters of a command's output that the model sees."""
 COMMAND_S = 120.0
-END_S = 1.0
-"""Seconds for the first output of processes in the background, after the end of a command."""
+END_LOOKS, LOOK_S = 20, 0.05
+"""Looks for the end of the output after the end of a command, and seconds between them.
+
+Several looks, since a busy machine may stand still for longer than one of them.
+"""
 KEPT_BYTES = 65_536
 """Bytes of the start and of the end of an output that are kept in memory."""
 
@@ -65,7 +68,7 @@ def run_command(command: str, timeout_s: float = COMMAND_S) -> str:
         os.killpg(process.pid, signal.SIGKILL)
         process.wait()
         ending = f"killed after {timeout_s:g} s"
-    if not output.has_ended_within(END_S):
+    if not output.ends_soon():
         ending += ", processes in the background still run"
     text, num_left_out = output.so_far()
     if len(text) > MAX_OUTPUT or num_left_out:
@@ -87,10 +90,13 @@ class _Output:
         self._thread = threading.Thread(target=self._read, args=[process.stdout], daemon=True)
         self._thread.start()
 
-    def has_ended_within(self, limit_s: float) -> bool:
-        """Wait for the end of the output; whether it came within the limit."""
-        self._thread.join(limit_s)
-        return not self._thread.is_alive()
+    def ends_soon(self) -> bool:
+        """Wait for the end of the output; False if processes in the background hold it."""
+        for _ in range(END_LOOKS):
+            self._thread.join(LOOK_S)
+            if not self._thread.is_alive():
+                return True
+        return False
 
     def so_far(self) -> tuple[str, int]:
         """Return start and end of the output, and the number of bytes between."""
