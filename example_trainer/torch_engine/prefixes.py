@@ -1,4 +1,4 @@
-"""Caches of finished sequences, for requests that begin with the same tokens.
+"""Saved caches of sequences, for requests that begin with the same tokens.
 
 A conversation sends its earlier turns again with every request. Their keys and values are copied,
 and only the tokens after them are computed:

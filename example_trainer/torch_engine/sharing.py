@@ -2,13 +2,14 @@
 
     waiting      instructions, question          the longest known beginning of its tokens, in
     running      instructions, question  ──────► the slot of a sequence that runs,
-    finished     instructions, question  ──────► or saved when a sequence ended
+    ended        instructions, question  ──────► or saved when a sequence ended
 
 A sequence that has more in common with one that starts in the same step waits for the next step,
 in which that one runs.
 
-Recurrent layers have the states after the last token only. A sequence that begins like another one
-is therefore computed in two parts, and what it has between them is saved for the third.
+Recurrent layers have the states after the last token only, so that a running sequence cannot be
+copied. A sequence that begins like an earlier one is computed in two parts, and the states between
+them are saved for those that begin so too.
 """
 
 from __future__ import annotations
@@ -25,8 +26,10 @@ from example_trainer.torch_engine.prefixes import BLOCK_TOKENS, PrefixPool, comm
 __all__ = ["SharedCaches"]
 
 _AWAITED_TOKENS = 64
-"""A sequence waits a step for one that starts if it has this many more tokens from that one."""
+"""A sequence waits a step for one that starts if it has this many more tokens from that one.
 
+With recurrent layers, a beginning is saved if it has this many more tokens than are known.
+"""
 _RECENT_BLOCKS = 1 << 16
 """Blocks of earlier prompts that are recognized, with recurrent layers."""
 
@@ -39,13 +42,19 @@ class _KnownPrefix(NamedTuple):
     length: int
     """Number of its tokens."""
     saved: SavedSlot | None = None
-    """Caches of a finished sequence."""
+    """Caches of a sequence that ended, or of a beginning."""
     slot: int | None = None
     """Slot of a running sequence."""
 
 
 class SharedCaches:
     """Finds, copies and saves the caches of beginnings that several sequences have.
+
+    A step of the engine calls its methods in this order:
+
+        for each waiting sequence    begin_step (once), known_length, should_wait, note_start
+        for each starting one        load, beginning_to_keep
+        after the forward pass       end_step; save, for each sequence that ends
 
     Attributes:
         is_enabled: Whether caches are shared.
@@ -61,7 +70,7 @@ class SharedCaches:
         self._cache = cache
         self._max_tokens = max_tokens
         self._state_tokens = state_tokens
-        self._finished = PrefixPool(whole=state_tokens > 0)
+        self._saved = PrefixPool(whole=state_tokens > 0)
         self._running: Sequence[PromptRequest] = ()
         """By slot."""
         self._slots: dict[int, int] = {}
@@ -76,7 +85,7 @@ class SharedCaches:
     @property
     def cost(self) -> int:
         """Memory of the saved caches, in tokens."""
-        return self._finished.cost
+        return self._saved.cost
 
     @property
     def _has_states(self) -> bool:
@@ -175,22 +184,22 @@ class SharedCaches:
     ) -> None:
         if self._can_keep(length):
             cost = length + self._state_tokens
-            self._finished.shrink(self._room() - cost)
+            self._saved.shrink(self._room() - cost)
             caches = self._cache.save(slot, length, is_beginning=is_beginning)
-            self._finished.add(completion.identity_ids[:length], caches, cost=cost)
+            self._saved.add(completion.identity_ids[:length], caches, cost=cost)
 
     def make_room(self, num_tokens: int) -> None:
         """Discard saved caches, so that running sequences can have this many tokens."""
-        self._finished.shrink(self._room(num_tokens))
+        self._saved.shrink(self._room(num_tokens))
 
     def clear(self) -> None:
         """Discard the saved caches."""
-        self._finished.clear()
+        self._saved.clear()
         self._recent.clear()
         self._forget_step()
 
     def _room(self, reserved: int = 0) -> int:
-        """Return the tokens of finished sequences to keep: at most a half, and what others leave.
+        """Return the tokens whose caches may be saved: at most a half, and what others leave.
 
         `reserved`: Tokens that running sequences are about to have.
         """
@@ -202,7 +211,7 @@ class SharedCaches:
 
     def _find(self, completion: Completion) -> _KnownPrefix:
         """Return the longest known beginning of a sequence, with whole images."""
-        found = self._finished.find(completion.identity_ids)
+        found = self._saved.find(completion.identity_ids)
         known = _KnownPrefix(0)
         if found is not None:
             known = _KnownPrefix(completion.whole_length(found.length), found.caches)

@@ -27,14 +27,16 @@ from atroposlib.adapters.remote import (
     split_names,
 )
 from atroposlib.adapters.tool_episode import MAX_DEPTH, tool_of, why_not_sent
-from atroposlib.envs.conversation import Turn
+from atroposlib.envs.conversation import Reply, Turn
 from atroposlib.envs.tools import ToolCall
 from atroposlib.errors import ConfigError, EpisodeFailedError
+
+Answer = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 @contextlib.asynccontextmanager
 async def asking(
-    answer: Callable[[web.Request], Awaitable[web.StreamResponse]],
+    answer: Answer,
 ) -> AsyncIterator[HttpSession]:
     """Open a session with a server that answers every request in the same way."""
     app = web.Application()
@@ -235,6 +237,24 @@ async def test_port_is_refused_if_no_address_of_the_host_listens(
     assert await is_refusing("no-such-host.invalid", free_port, timeout_s=10) is None
 
 
+async def reply_to_look(answer: Answer, folder: Path) -> Reply:
+    """Return the reply of a NeMo Gym server to a call of its tool `look`."""
+    tasks = folder / "tasks.jsonl"
+    tasks.write_text(NEMO_ROW)
+    async with asking(answer) as session:
+        adapter = NemoGymAdapter(session._url, NemoGymArgs(tasks=tasks), seed=1)
+        await adapter.open()
+        episode = adapter.start(await adapter.item(0))
+        await episode.begin()
+
+        call = '<tool_call>{"name": "look", "arguments": {}}</tool_call>'
+        reply = await episode.reply(Turn(call, 0, []))
+
+        await episode.close()
+        await adapter.close()
+    return reply
+
+
 @pytest.mark.parametrize(
     ("result", "text"),
     [
@@ -255,19 +275,7 @@ async def test_nemo_result_that_is_not_text_is_named(
         is_list = (await request.json())["method"] == "tools/list"
         return web.json_response({"result": {"tools": [{"name": "look"}]} if is_list else result})
 
-    tasks = tmp_path / "tasks.jsonl"
-    tasks.write_text(NEMO_ROW)
-    async with asking(answer) as session:
-        adapter = NemoGymAdapter(session._url, NemoGymArgs(tasks=tasks), seed=1)
-        await adapter.open()
-        episode = adapter.start(await adapter.item(0))
-        await episode.begin()
-
-        call = '<tool_call>{"name": "look", "arguments": {}}</tool_call>'
-        reply = await episode.reply(Turn(call, 0, []))
-
-        await episode.close()
-        await adapter.close()
+    reply = await reply_to_look(answer, tmp_path)
 
     assert f'"content": "{text}"' in reply.chat_messages()[0]["content"]
 
@@ -288,19 +296,7 @@ async def test_nemo_arguments_that_an_mcp_server_refuses_are_a_result(tmp_path: 
             return web.json_response({"result": {"tools": [{"name": "look"}]}})
         return web.json_response({"error": {"code": -32602, "message": "city is missing"}})
 
-    tasks = tmp_path / "tasks.jsonl"
-    tasks.write_text(json.dumps({"responses_create_params": {"input": "go"}}))
-    async with asking(answer) as session:
-        adapter = NemoGymAdapter(session._url, NemoGymArgs(tasks=tasks), seed=1)
-        await adapter.open()
-        episode = adapter.start(await adapter.item(0))
-        await episode.begin()
-
-        text = '<tool_call>{"name": "look", "arguments": {}}</tool_call>'
-        reply = await episode.reply(Turn(text, 0, []))
-
-        await episode.close()
-        await adapter.close()
+    reply = await reply_to_look(answer, tmp_path)
 
     assert '"error": "city is missing"' in reply.chat_messages()[0]["content"]
     assert not reply.is_done
