@@ -5,8 +5,10 @@ from __future__ import annotations
 import os
 import re
 import signal
+import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -63,9 +65,22 @@ def pytest_configure(config: pytest.Config) -> None:
     # Shells start jobs in the background with SIGINT ignored, which every child would inherit.
     if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
         signal.signal(signal.SIGINT, signal.default_int_handler)
+    if sys.version_info < (3, 12):
+        sys.addaudithook = partial(_add_audit_hook, os.getpid(), sys.addaudithook)
     if "PYTEST_XDIST_WORKER" in os.environ:
         # Threads of torch in several workers compete for cores; torch reads this when imported.
         os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+
+def _add_audit_hook(pid: int, add: Callable[[Any], None], hook: Any) -> None:
+    """Refuse a hook in the process of the tests, where it stays for all that follow.
+
+    Before Python 3.12, `sys.settrace` fails in one thread while hooks run in another, and
+    coverage.py calls it in each thread that starts. The thread ends, and what it had to do is lost.
+    """
+    if os.getpid() == pid:
+        raise RuntimeError("add the audit hook in another process; see tests/conftest.py")
+    add(hook)
 
 
 # Examples may take any time, since machines differ.

@@ -277,6 +277,11 @@ _guard = _Guard()
 
 @lru_cache(maxsize=1)
 def _install_guard() -> None:
+    """Install the audit hook, which stays for as long as the process runs: a scoring worker.
+
+    Before Python 3.12, threads that start at the same time under a debugger or coverage.py may
+    fail in a process with a hook.
+    """
     sys.addaudithook(_refuse)
 
 

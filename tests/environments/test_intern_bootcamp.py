@@ -1,7 +1,10 @@
 from __future__ import annotations
 
+import multiprocessing
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +14,6 @@ from atroposlib.envs.check import check_environment
 from atroposlib.errors import ConfigError
 from atroposlib.scored_data import check_group
 from atroposlib.tasks.bootcamps import (
-    BootcampCase,
     Coinsbootcamp,
     UnsafeVerifierError,
     bootcamp_reward,
@@ -94,19 +96,30 @@ class Halfbootcamp:
 '''
 
 
-@pytest.fixture
-def tasks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     """The name of a module of bootcamps."""
-    (tmp_path / "camp_tasks.py").write_text(TASKS)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    yield "camp_tasks"
+    folder = tmp_path_factory.mktemp("bootcamps")
+    (folder / "camp_tasks.py").write_text(TASKS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(folder))
+        yield "camp_tasks"
     sys.modules.pop("camp_tasks", None)
 
 
-def verify(case: BootcampCase, text: str, *, format_score: float = 0.2) -> float:
-    return verify_answer(
-        case, text, format_score=format_score, short_penalty=False, short_threshold=50
-    )
+@pytest.fixture(scope="module")
+def worker(tasks: str) -> Iterator[ProcessPoolExecutor]:
+    """A process with the guard of verifiers, which stays for as long as a process runs."""
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(max_workers=1, mp_context=context) as executor:
+        yield executor
+
+
+@pytest.fixture
+def verify(worker: ProcessPoolExecutor) -> Callable[..., float]:
+    """Called with a case and a text, returns the score of the verifier."""
+    score = partial(verify_answer, format_score=0.2, short_penalty=False, short_threshold=50)
+    return lambda case, text: worker.submit(score, case, text).result()
 
 
 @pytest.mark.parametrize(
@@ -140,7 +153,7 @@ def test_reward_of_a_base_score(base: float, reward: float) -> None:
     assert bootcamp_reward(base, correct=1.0, incorrect=-0.5) == pytest.approx(reward)
 
 
-def test_case_depends_on_its_seed_only() -> None:
+def test_case_depends_on_its_seed_only(verify: Callable[..., float]) -> None:
     cases = [make_case("Coinsbootcamp", {"max_coins": 4}, seed) for seed in ("a", "b", "a")]
 
     assert cases[0] == cases[2] != cases[1]
@@ -148,7 +161,9 @@ def test_case_depends_on_its_seed_only() -> None:
     assert verify(cases[0], str(cases[0].solution)) == 1.0
 
 
-def test_class_of_any_module_is_loaded_with_its_arguments(tasks: str) -> None:
+def test_class_of_any_module_is_loaded_with_its_arguments(
+    tasks: str, verify: Callable[..., float]
+) -> None:
     case = make_case(f"{tasks}:Evenbootcamp", {"highest": 0}, "a")
 
     assert case.prompt == "Name an even number above 0."
@@ -156,32 +171,33 @@ def test_class_of_any_module_is_loaded_with_its_arguments(tasks: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["Evalbootcamp", "Quietbootcamp"])
-@pytest.mark.parametrize("text", ["1 + 1", "__import__('os').getcwd()", "open('x', 'w')"])
+@pytest.mark.parametrize("text", ["1 + 1", "__import__('os').getcwd()", "open({!r}, 'w')"])
 def test_verifier_that_runs_the_answer_as_code_is_stopped(
-    tasks: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, text: str
+    tasks: str, verify: Callable[..., float], tmp_path: Path, name: str, text: str
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     case = make_case(f"{tasks}:{name}", {}, "a")
 
     with pytest.raises(UnsafeVerifierError, match="select another task"):
-        verify(case, text)
+        verify(case, text.format(str(tmp_path / "x")))
     assert not (tmp_path / "x").exists()
 
 
-def test_verifier_that_starts_a_program_is_stopped(tasks: str, tmp_path: Path) -> None:
+def test_verifier_that_starts_a_program_is_stopped(
+    tasks: str, verify: Callable[..., float], worker: ProcessPoolExecutor, tmp_path: Path
+) -> None:
     case = make_case(f"{tasks}:Shellbootcamp", {}, "a")
 
     with pytest.raises(UnsafeVerifierError, match=r"os\.system"):
         verify(case, f"touch {tmp_path / 'made'}")
     assert not (tmp_path / "made").exists()
-    assert eval("1 + 1") == 2  # outside of verifiers nothing is refused
+    assert worker.submit(eval, "1 + 1").result() == 2  # outside of verifiers nothing is refused
 
 
-def test_verifier_may_parse_literals(tasks: str) -> None:
+def test_verifier_may_parse_literals(tasks: str, verify: Callable[..., float]) -> None:
     assert verify(make_case(f"{tasks}:Literalbootcamp", {}, "a"), "[1, 2]") == 1.0
 
 
-def test_score_out_of_range_is_an_error(tasks: str) -> None:
+def test_score_out_of_range_is_an_error(tasks: str, verify: Callable[..., float]) -> None:
     with pytest.raises(ValueError, match=r"returned 7\.0; expected 0 to 1"):
         verify(make_case(f"{tasks}:Hugebootcamp", {}, "a"), "x")
 
@@ -210,6 +226,7 @@ def test_random_task_lists_the_classes_of_the_package(
     with pytest.raises(ConfigError, match=r"--env\.task_name Coinsbootcamp"):
         package_tasks()
     (tmp_path / "internbootcamp.py").write_text(TASKS)
+    monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setitem(sys.modules, "internbootcamp", __import__("internbootcamp"))
 
     names = package_tasks()
@@ -229,6 +246,7 @@ async def test_process_scores_groups(tmp_path: Path, monkeypatch: pytest.MonkeyP
             engine,
             monkeypatch,
             task_name="Coinsbootcamp",
+            num_score_workers=1,
             data_path_to_save_groups=str(out),
         )
         await run_process(env, num_groups=1, group_size=3)
@@ -268,6 +286,7 @@ async def test_evaluation_names_the_task(tmp_path: Path, monkeypatch: pytest.Mon
             monkeypatch,
             tmp_path,
             task_name="Coinsbootcamp",
+            num_score_workers=1,
             num_eval_cases=5,
         )
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -183,13 +183,25 @@ INSTRUCTIONS = [3 + (7 * n) % 240 for n in range(100)]
 """Tokens that several prompts begin with: 6 blocks and a part of the next one."""
 
 
+def wait_until_waiting(local: LocalEngine, answers: list[Future[Any]], *, count: int) -> None:
+    """Wait until so many sequences wait in a paused engine; raise the error of a request."""
+
+    def are_waiting() -> bool:
+        for answer in answers:
+            if answer.done():
+                answer.result()
+        return bool(local.engine.counts().waiting == count)
+
+    wait_until(are_waiting)
+
+
 def start_together(local: LocalEngine, prompts: Sequence[Any], **options: Any) -> list[Any]:
     """Return the choices of requests that the engine finds at the same time."""
     local.engine.pause("keep").result()
     with ThreadPoolExecutor(len(prompts)) as workers:
         try:
             answers = [workers.submit(local.complete, each, **options) for each in prompts]
-            wait_until(lambda: local.engine.counts().waiting == len(prompts))
+            wait_until_waiting(local, answers, count=len(prompts))
         finally:
             local.engine.resume().result()
         return [choice for answer in answers for choice in answer.result()["choices"]]
@@ -408,7 +420,7 @@ def test_recurrent_layers_share_a_prompt_that_another_one_continues(tmp_path: Pa
     with serve_locally(folder) as local:
         before = local.engine.counts().cached_tokens
         prompts = [shared, [*shared, 5, 6]]
-        choices = local.complete(prompts, max_tokens=9, ignore_eos=True)["choices"]
+        choices = start_together(local, prompts, max_tokens=9, ignore_eos=True)
         cached = local.engine.counts().cached_tokens - before
 
     assert cached == len(shared) - 1  # the last token of the first prompt is computed after them
@@ -428,7 +440,7 @@ def test_random_requests_of_recurrent_models_have_exact_logprobs(
     ):
         local.engine.pause("keep").result()
         running = [workers.submit(local.complete, **each) for each in requests]
-        wait_until(lambda: local.engine.counts().waiting == sum(each["n"] for each in requests))
+        wait_until_waiting(local, running, count=sum(each["n"] for each in requests))
         local.engine.resume().result()
         answers = [each.result() for each in running]
         counts = local.engine.counts()
