@@ -340,15 +340,17 @@ def check_group(group: Mapping[str, Any]) -> None:
         if field.required and group.get(field.name) is None:
             raise GroupError(f"{field.name}: missing; every group needs it")
     tokens = group["tokens"]
-    if not tokens:
+    if len(tokens) == 0:  # arrays have no truth value
         raise GroupError("tokens: empty; a group needs at least one trajectory")
     _check_count("scores", group["scores"], len(tokens))
     _check_finite("scores", group["scores"])
     _check_scores(group["scores"])
     for field in GROUP_FIELDS:
         rows = group.get(field.name)
+        if not field.aligned or rows is None:
+            continue
         # Some environments use an empty list for an optional field without values.
-        if not field.aligned or rows is None or (not rows and not field.required):
+        if not field.required and hasattr(rows, "__len__") and len(rows) == 0:
             continue
         _check_count(field.name, rows, len(tokens))
         for i, (row, ids) in enumerate(zip(rows, tokens, strict=True)):

@@ -38,17 +38,23 @@ def json_kind(value: Any) -> str:
     return "null" if value is None else _KINDS.get(type(value), "a number")
 
 
-def to_plain(value: Any) -> Any:
-    """Convert a NumPy scalar or array to plain Python, as in `json.dumps(..., default=to_plain)`.
+_ARRAYS = {"numpy": ("ndarray", "generic"), "torch": ("Tensor",)}
+"""Classes of arrays and scalars by package."""
 
-    Does not import NumPy.
+
+def to_plain(value: Any) -> Any:
+    """Convert scalars and arrays of NumPy and torch, as in `json.dumps(..., default=to_plain)`.
+
+    Imports neither of them.
 
     Raises:
         TypeError: the value has another type.
     """
-    numpy = sys.modules.get("numpy")
-    if numpy is not None and isinstance(value, numpy.ndarray | numpy.generic):
-        return value.tolist()
+    for package, names in _ARRAYS.items():
+        module = sys.modules.get(package)
+        kinds: list[Any] = [getattr(module, name, None) for name in names]
+        if any(kind is not None and isinstance(value, kind) for kind in kinds):
+            return value.tolist()
     raise TypeError(f"a value of type {type(value).__name__} has no JSON form")
 
 

@@ -614,13 +614,17 @@ _ENCODED_NUMBERS = 16 * 1024
 
 def write_row(row: Any, encode: Callable[[Any], bytes]) -> bytes:
     """Return `encode(row)` for a row [L] or [L][K], encoding long rows in several calls."""
-    if row is None or isinstance(row, str | dict | float | int) or len(row) == 0:
+    try:
+        length = 0 if isinstance(row, str | dict) else len(row)
+    except TypeError:  # a number or null in place of a row, those of NumPy and torch too
+        length = 0
+    if length == 0:
         return encode(row)
     per_entry = len(row[0]) if isinstance(row[0], list) else 1
     step = max(1, _ENCODED_NUMBERS // max(1, per_entry))
-    if len(row) <= step:
+    if length <= step:
         return encode(row)
-    parts = (encode(row[start : start + step])[1:-1] for start in range(0, len(row), step))
+    parts = (encode(row[start : start + step])[1:-1] for start in range(0, length, step))
     return b"[%b]" % b",".join(parts)
 
 

@@ -318,6 +318,46 @@ def test_encode_group_converts_numpy_and_models():
     assert written["messages"] == [[{"role": "user", "content": "hi"}]]
 
 
+ARRAY_GROUP = {
+    "tokens": [[1, 2], [1, 3]],
+    "masks": [[-100, 2], [-100, 3]],
+    "scores": [1.0, 0.0],
+    "inference_logprobs": [[1.0, -0.5], [1.0, -0.25]],
+    "advantages": [0.5, -0.5],
+    "ref_logprobs": [[-1.0, -2.0], [-1.0, -4.0]],
+    "distill_token_ids": [[[1, 2], [3, 4]], [[5, 6], [7, 8]]],
+}
+
+
+def narrow(values):
+    """Return an array of 32 bits."""
+    array = np.array(values)
+    return array.astype(np.float32 if array.dtype.kind == "f" else np.int32)
+
+
+def tensor(values):
+    return pytest.importorskip("torch").tensor(values)
+
+
+def leaves(values, convert):
+    return [leaves(each, convert) if isinstance(each, list) else convert(each) for each in values]
+
+
+@pytest.mark.parametrize("wire_format", ["json", "binary"])
+@pytest.mark.parametrize("field", ARRAY_GROUP)
+@pytest.mark.parametrize("convert", [narrow, tensor], ids=["numpy", "torch"])
+def test_arrays_and_their_scalars_are_sent_as_lists_are(convert, field, wire_format):
+    expected = encode_group(ARRAY_GROUP, wire_format)
+    values = ARRAY_GROUP[field]
+
+    for form in (
+        convert(values),
+        [convert(each) for each in values],
+        leaves(values, lambda number: convert(number)[()]),
+    ):
+        assert encode_group({**ARRAY_GROUP, field: form}, wire_format) == expected
+
+
 def test_encode_group_names_the_field_it_cannot_write():
     with pytest.raises(
         GroupError, match="images: cannot be sent: a value of type type has no JSON form"

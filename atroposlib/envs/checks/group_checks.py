@@ -9,6 +9,7 @@ masks    . . . . c c c e . . . c c e        trained positions must lie in a span
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -18,7 +19,13 @@ from atroposlib.envs.checks.runner import COLLECTING, SCORING, DryRun
 from atroposlib.envs.checks.scripted_model import Role, ScriptedSample
 from atroposlib.envs.rollouts import INCOMPLETE, Vocabulary, check_signal, wrong_number
 from atroposlib.errors import GroupError
-from atroposlib.scored_data import IGNORE_INDEX, MASKED_LOGPROB, has_zeroed_advantage
+from atroposlib.scored_data import (
+    GROUP_FIELDS,
+    IGNORE_INDEX,
+    MASKED_LOGPROB,
+    GroupField,
+    has_zeroed_advantage,
+)
 from atroposlib.wire import decode_group, encode_group
 
 __all__ = ["Alignment", "ReplySpan", "align", "check_groups", "copied_answer"]
@@ -42,24 +49,40 @@ def shape_problem(group: Any, *, group_size: int, tokenizer: Any = None) -> str 
     if not admission.is_accepted:
         return f"a group would be dropped as {admission.reason}: {admission.detail}"
     try:
-        decode_group(encode_group(group))
+        body = encode_group(group)
+        decode_group(body)
     except (GroupError, TypeError, ValueError) as error:
         return f"a group cannot be sent: {error}"
-    return _wrong_advantages(group)
+    sent = json.loads(body)
+    problems = (_misaligned(sent, field) for field in GROUP_FIELDS if field.per_trajectory)
+    return next((problem for problem in problems if problem), None)
 
 
-def _wrong_advantages(group: Mapping[str, Any]) -> str | None:
-    """Return an error message for advantages that a trainer refuses; the service accepts them."""
-    for i, (given, ids) in enumerate(
-        zip(group.get("advantages") or (), group["tokens"], strict=False)
-    ):
-        is_ignored = _is_demonstration(group, i) or has_zeroed_advantage(group, i)
-        if isinstance(given, list | tuple) and len(given) != len(ids) and not is_ignored:
-            return (
-                f"advantages[{i}]: {len(given)} entries, tokens[{i}] has {len(ids)}; expected one "
-                "per token, or a number in place of the list"
-            )
+def _misaligned(group: Mapping[str, Any], field: GroupField) -> str | None:
+    """Return an error message for a field whose counts or lengths are not those of the tokens.
+
+    The service accepts it; a trainer refuses it, or it belongs to another trajectory there.
+    """
+    name, tokens = field.name, group["tokens"]
+    values = group.get(name) or ()
+    if all(entry is None or entry == [] for entry in values):  # trainers ignore it
+        return None
+    if len(values) != len(tokens):
+        return f"{name}: {len(values)} entries; expected one for each of {len(tokens)} trajectories"
+    is_advantage = name == "advantages"
+    remedy = "expected one per token" + ", or a number in place of the list" * is_advantage
+    for i, (row, ids) in enumerate(zip(values, tokens, strict=True)):
+        if not field.shape.startswith("GL") or (is_advantage and _has_own_advantage(group, i)):
+            continue
+        if len(row) != len(ids):
+            return f"{name}[{i}]: {len(row)} entries, tokens[{i}] has {len(ids)}; {remedy}"
     return None
+
+
+def _has_own_advantage(group: Mapping[str, Any], i: int) -> bool:
+    """Whether the list of advantages of a trajectory is not used, or it is one number."""
+    is_list = isinstance(group["advantages"][i], list)
+    return not is_list or _is_demonstration(group, i) or has_zeroed_advantage(group, i)
 
 
 def wrong_score(group: Any) -> str | None:

@@ -110,3 +110,26 @@ def test_advantages_that_a_trainer_ignores_may_have_any_length() -> None:
     assert "advantages[0]: 1 entries, tokens[0] has 2" in str(shape_problem(group, group_size=2))
     for overrides in ([{"set_advantage_to_zero": True}, {}], [{"sft": True}, {}]):
         assert shape_problem({**group, "overrides": overrides}, group_size=2) is None
+
+
+@pytest.mark.parametrize(
+    ("field", "values", "message"),
+    [
+        ("ref_logprobs", [[-1.0, -1.0], [-1.0]], "ref_logprobs[1]: 1 entries, tokens[1] has 2"),
+        ("distill_token_ids", [[[7], [7]], [[7]]], "distill_token_ids[1]: 1 entries"),
+        ("advantages", [0.5], "advantages: 1 entries; expected one for each of 2"),
+        ("messages", [[{"role": "user", "content": "x"}]], "messages: 1 entries"),
+        ("overrides", [{}, {}, {}], "overrides: 3 entries"),
+        ("finish_reasons", ["stop"], "finish_reasons: 1 entries"),
+    ],
+)
+def test_fields_of_each_trajectory_have_the_counts_of_the_tokens(
+    field: str, values: Any, message: str
+) -> None:
+    group: dict[str, Any] = {
+        "tokens": [[1, 2], [1, 2]], "masks": [[-100, 2], [-100, 2]], "scores": [1.0, 0.0]
+    }  # fmt: skip
+
+    assert message in str(shape_problem({**group, field: values}, group_size=2))
+    assert shape_problem({**group, field: []}, group_size=2) is None
+    assert shape_problem({**group, field: None}, group_size=2) is None
