@@ -134,6 +134,8 @@ class Alignment(NamedTuple):
     logprob_problem: str | None
     context_problem: str | None
     num_trained: int
+    omits_end: bool
+    """Whether a reply is trained without its end of turn."""
 
 
 def align(
@@ -171,7 +173,17 @@ def align(
         else _logprob_problem(path, tokens, masks, logprobs, spans),
         context_problem=_context_problem(path, tokens, spans, tokenizer),
         num_trained=len(trained),
+        omits_end=any(_omits_end(span, masks, tokenizer.eos_token_id) for span in spans),
     )
+
+
+def _omits_end(span: ReplySpan, masks: Sequence[int], eos_token_id: int | None) -> bool:
+    """Whether a reply ended by itself, and is trained without the token that ended it."""
+    ids = span.reply.ids
+    if eos_token_id is None or ids[-1:] != [eos_token_id]:
+        return False
+    trained = [i for i in range(span.start, span.end) if masks[i] != IGNORE_INDEX]
+    return bool(trained) and trained[-1] != span.start + len(ids) - 1
 
 
 def _spans(
@@ -438,6 +450,10 @@ UNSCRIPTED_JUDGE = (
     "if a judge model scores the answers, define check_judge_reply(self, messages) -> str | None "
     "and return its verdict on them; otherwise check what the scoring function compares"
 )
+OMITTED_END = (
+    "the model does not learn to stop: replies are trained without their last token, the end of "
+    "turn; add it to tokens, masks and logprobs"
+)
 NO_NUMBER = "return a number for every answer, also for one that cannot be parsed"
 
 
@@ -566,6 +582,8 @@ def _check_alignments(
         ):
             if problem:
                 findings.fail(name, problem, site)
+    if any(alignment.omits_end for alignment in alignments):
+        findings.note(OMITTED_END)
     trained = sum(alignment.num_trained for alignment in alignments)
     if not trained:
         findings.fail("masks", "every token of the group is masked; nothing is trained", site)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 from typing import Any
 
@@ -44,6 +45,26 @@ def test_align_exact_trajectory_has_no_problem_and_one_span() -> None:
 )
 def test_align_harmless_variant_has_no_problem(tokens: Any, masks: Any, logprobs: Any) -> None:
     assert problems(tokens, masks, logprobs) == []
+
+
+@pytest.mark.parametrize(
+    ("tokens", "masks", "omits_end"),
+    [
+        (TOKENS[:-1], MASKS[:-1], True),
+        (TOKENS, [*MASKS[:-1], -100], True),
+        (TOKENS, MASKS, False),
+        ([*TOKENS, 10], [*MASKS, 10], False),
+        (TOKENS, [-100] * 6 + IDS[-1:], False),
+        (TOKENS, [-100] * 7, False),
+    ],
+)
+def test_align_reply_without_its_end_of_turn(tokens: Any, masks: Any, omits_end: bool) -> None:
+    truncated = dataclasses.replace(REPLY, ids=IDS[:-1], logprobs=KNOWN[:-1])
+
+    assert (
+        align("[0]", tokens, masks, None, [REPLY], CharTokenizer()).omits_end,
+        align("[0]", tokens, masks, None, [truncated], CharTokenizer()).omits_end,
+    ) == (omits_end, False)
 
 
 @pytest.mark.parametrize(

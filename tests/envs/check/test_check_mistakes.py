@@ -478,6 +478,22 @@ def test_check_package_that_is_not_installed_is_not_blamed_on_the_code() -> None
     assert failure.remedy.startswith("install what the error names")
 
 
+def test_check_replies_without_their_end_are_noted() -> None:
+    class Unended(CleanEnv):
+        async def collect_trajectory(self, item: Any) -> tuple[Any, list[Any]]:
+            row, backlog = await super().collect_trajectory(item)
+            if row["tokens"][-1] == self.tokenizer.eos_token_id:
+                for name in ("tokens", "masks", "inference_logprobs"):
+                    row[name] = row[name][:-1]
+            return row, backlog
+
+    report = check_environment(Unended)
+
+    assert report.passed, report.text
+    assert any("does not learn to stop" in note for note in report.notes)
+    assert not any("to stop" in note for note in check_environment(CleanEnv).notes)
+
+
 def test_check_temperature_zero_is_noted() -> None:
     class Greedy(Sums):
         default_settings: ClassVar[dict[str, Any]] = {**Sums.default_settings, "temperature": 0.0}
