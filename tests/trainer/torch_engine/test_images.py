@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import gc
 import io
@@ -235,6 +236,12 @@ def test_image_of_different_questions_is_computed_once(one_kind: LocalEngine) ->
         assert logprobs_of(choice) == pytest.approx(logprobs_of(own), abs=1e-4)
 
 
+def holds_none(reader: PromptReader) -> bool:
+    """Whether the images of ended requests are released; threads hold the last for a moment."""
+    gc.collect()
+    return not reader._in_use
+
+
 async def test_equal_images_of_open_requests_are_processed_once(one_kind: LocalEngine) -> None:
     _, reader = reader_of(one_kind)
     processed: list[Any] = []
@@ -259,7 +266,8 @@ async def test_equal_images_of_open_requests_are_processed_once(one_kind: LocalE
     with pytest.raises(GroupError, match=r"images\[1\]: all images together have more"):
         await read(TALL, WIDE, SMALL)  # the limit of a prompt counts images of other prompts too
     del first, second
-    gc.collect()
+    while not holds_none(prompts):  # noqa: ASYNC110 - no event
+        await asyncio.sleep(0.002)
     await read(WIDE)
     prompts.close()
 
@@ -273,11 +281,7 @@ def test_images_of_ended_requests_are_released(one_kind: LocalEngine) -> None:
     assert reader is not None
     chat(one_kind, QUESTION)
 
-    def is_empty() -> bool:
-        gc.collect()
-        return not reader._in_use
-
-    wait_until(is_empty)  # the thread of the engine may hold the last request for a moment
+    wait_until(lambda: holds_none(reader))
 
 
 def test_sampled_image_tokens_are_tokens_like_others(local: LocalEngine) -> None:
