@@ -13,17 +13,27 @@ from typing import Any
 
 import pytest
 
+from atroposlib.envs.base import BaseEnvConfig
 from atroposlib.envs.checks import watchers
 from atroposlib.envs.checks.harness import finding_on_error
 from atroposlib.envs.checks.report import Findings
 from atroposlib.envs.checks.runner import (
+    Stage,
     StepTimeoutError,
     changed_path,
+    check_cancel,
     data_of,
+    gold_answer,
     limited_here,
     within_limit,
 )
-from atroposlib.envs.checks.scripted_model import GARBAGE, RoleBook, make_script
+from atroposlib.envs.checks.scripted_model import (
+    GARBAGE,
+    CharTokenizer,
+    RoleBook,
+    ScriptedModel,
+    make_script,
+)
 from atroposlib.envs.checks.watchers import (
     NetworkBlockedError,
     Running,
@@ -227,6 +237,66 @@ async def test_block_that_takes_too_long_ends_in_its_own_task_and_names_the_line
     assert f"test_check_parts.py:{line_of(wait) + 2}" in (stop.value.where or "")
     with limited_here(0.01):
         await asyncio.sleep(0)  # a block in time is not cancelled, nor is this task any more
+
+
+async def test_limits_count_a_process_that_stands_still_in_part() -> None:
+    async def short() -> str:
+        for _ in range(5):
+            await asyncio.sleep(0)
+        return "done"
+
+    assert await within_limit(short(), limit_s=0.0) == "done"  # each look finds it passed
+    with limited_here(0.0):
+        assert await short() == "done"
+
+
+class KeptLock:
+    """Waits for a lock that a failed rollout has kept."""
+
+    config = BaseEnvConfig(group_size=1)
+
+    def __init__(self) -> None:
+        self.lock = asyncio.Lock()
+
+    def get_next_item(self) -> dict[str, str]:
+        return {"question": "?"}
+
+    def check_gold_answer(self, item: Any) -> None:
+        return None
+
+    async def collect_trajectories(self, item: Any) -> tuple[None, list[Any]]:
+        await self.lock.acquire()
+        return None, []
+
+
+async def test_rollout_that_waits_forever_before_its_first_request_does_not_keep_the_check(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(within_limit.__kwdefaults__, "limit_s", 0.0)
+    model = ScriptedModel(CharTokenizer(), is_stand_in=True, judge_reply=lambda _: None)
+    env, findings = KeptLock(), Findings()
+    await env.lock.acquire()
+
+    with finding_on_error(findings, "cancel", KeptLock, ["collect_trajectories"]):
+        await check_cancel(Stage(env, model), findings)
+
+    failed = next(outcome for outcome in findings.outcomes() if outcome.name == "cancel")
+    assert failed.detail == "StepTimeoutError: did not end within 0 s and made no request"
+    assert f"test_check_parts.py:{line_of(KeptLock.collect_trajectories) + 1}" in failed.where
+
+
+async def test_gold_answer_that_never_comes_does_not_keep_the_check(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Waits:
+        async def check_gold_answer(self, item: Any) -> str:
+            await asyncio.Event().wait()
+            return ""
+
+    monkeypatch.setitem(within_limit.__kwdefaults__, "limit_s", 0.0)
+
+    with pytest.raises(StepTimeoutError, match="did not end within 0 s"):
+        await gold_answer(Waits(), {})
 
 
 def line_of(function: Any) -> int:
