@@ -21,7 +21,14 @@ from atroposlib.errors import GroupError
 from atroposlib.scored_data import IGNORE_INDEX, MASKED_LOGPROB, has_zeroed_advantage
 from atroposlib.wire import decode_group, encode_group
 
-__all__ = ["Alignment", "ReplySpan", "align", "check_groups", "copied_answer"]
+__all__ = [
+    "SCORING_TIMED_OUT",
+    "Alignment",
+    "ReplySpan",
+    "align",
+    "check_groups",
+    "copied_answer",
+]
 
 NUMBER_FIELDS = ("scores", "advantages", "inference_logprobs", "ref_logprobs")
 

@@ -15,9 +15,10 @@ import pytest
 
 from atroposlib.envs.base import BaseEnvConfig
 from atroposlib.envs.checks import watchers
-from atroposlib.envs.checks.harness import finding_on_error
+from atroposlib.envs.checks.harness import _report_determinism, finding_on_error
 from atroposlib.envs.checks.report import Findings
 from atroposlib.envs.checks.runner import (
+    DryRun,
     Stage,
     StepTimeoutError,
     changed_path,
@@ -32,6 +33,7 @@ from atroposlib.envs.checks.scripted_model import (
     CharTokenizer,
     RoleBook,
     ScriptedModel,
+    ScriptedSample,
     make_script,
 )
 from atroposlib.envs.checks.watchers import (
@@ -237,6 +239,34 @@ async def test_block_that_takes_too_long_ends_in_its_own_task_and_names_the_line
     assert f"test_check_parts.py:{line_of(wait) + 2}" in (stop.value.where or "")
     with limited_here(0.01):
         await asyncio.sleep(0)  # a block in time is not cancelled, nor is this task any more
+
+
+def runs_with(score: float, *, num_timeouts: int = 0, prompt: str = "Q") -> list[DryRun]:
+    sampled = ScriptedSample("gold", prompt, [81], [65], None)
+    group = {"tokens": [[81, 65]], "scores": [score]}
+    return [DryRun([group], [sampled], 1, make_script("A"), num_timeouts)]
+
+
+@pytest.mark.parametrize(
+    ("second", "other_seed", "status"),
+    [
+        (runs_with(1.0), runs_with(1.0), "passed"),
+        (runs_with(0.0), runs_with(1.0), "failed"),
+        (runs_with(1.0), runs_with(0.0), "failed"),
+        (runs_with(0.0, num_timeouts=1), runs_with(1.0), "skipped"),
+        (runs_with(1.0), runs_with(0.0, num_timeouts=1), "skipped"),
+        (runs_with(1.0, num_timeouts=1), runs_with(1.0), "passed"),
+        (runs_with(0.0, num_timeouts=1, prompt="R"), runs_with(1.0), "failed"),
+    ],
+)
+def test_scores_that_timed_out_are_not_taken_for_chance(
+    second: list[DryRun], other_seed: list[DryRun], status: str
+) -> None:
+    findings = Findings()
+
+    _report_determinism(KeptLock, runs_with(1.0), second, other_seed, findings)
+
+    assert {o.name: o.status for o in findings.outcomes()}["determinism"] == status
 
 
 async def test_limits_count_a_process_that_stands_still_in_part() -> None:
