@@ -48,6 +48,7 @@ __all__ = [
     "ThreadRandom",
     "finite_reward",
     "separate_random",
+    "shown_error",
 ]
 
 Item = dict[str, Any]
@@ -264,6 +265,11 @@ def finite_reward(value: Any, where: str) -> float:
     if not math.isfinite(number):
         raise EpisodeRewardError(f"{where} gave the reward {number}; expected a finite number")
     return number
+
+
+def shown_error(error: BaseException | None) -> str:
+    """Return an exception of another library for a message; that of a file names the file."""
+    return (f"{type(error).__name__}: {error}" if isinstance(error, OSError) else repr(error))[:500]
 
 
 class EpisodeThreads:
