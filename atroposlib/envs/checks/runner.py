@@ -202,7 +202,7 @@ class StepTimeoutError(TimeoutError):
 
 
 async def within_limit(step: Awaitable[Result], *, limit_s: float = STEP_LIMIT_S) -> Result:
-    """Wait for a step of the environment.
+    """Wait for a step of the environment; one that swallows its cancellation is left behind.
 
     Raises:
         StepTimeoutError: the step takes longer; the message names a scoring method it was in.
@@ -217,8 +217,8 @@ async def within_limit(step: Awaitable[Result], *, limit_s: float = STEP_LIMIT_S
     finally:
         if not task.done():
             task.cancel()
-            await asyncio.wait({task})
-        if not task.cancelled():
+            await _ends_within(task, CANCEL_LIMIT_S)
+        if task.done() and not task.cancelled():
             task.exception()  # so that it is not logged as never retrieved after a sys.exit
     raise late
 

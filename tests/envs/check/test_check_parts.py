@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from atroposlib.envs.base import BaseEnvConfig
-from atroposlib.envs.checks import watchers
+from atroposlib.envs.checks import runner, watchers
 from atroposlib.envs.checks.harness import _report_determinism, finding_on_error
 from atroposlib.envs.checks.report import Findings
 from atroposlib.envs.checks.runner import (
@@ -278,6 +278,30 @@ async def test_limits_count_a_process_that_stands_still_in_part() -> None:
     assert await within_limit(short(), limit_s=0.0) == "done"  # each look finds it passed
     with limited_here(0.0):
         assert await short() == "done"
+
+
+async def test_step_that_swallows_its_cancellation_is_left_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    is_stopped = False
+
+    async def goes_on() -> None:
+        while not is_stopped:
+            with suppress(BaseException):
+                await asyncio.sleep(0)
+
+    monkeypatch.setattr(watchers, "GRACE_S", 0.0)
+    monkeypatch.setattr(runner, "CANCEL_LIMIT_S", 0.0)
+    before = Running.now()
+
+    with pytest.raises(StepTimeoutError, match="did not end within 0 s"):
+        await within_limit(goes_on(), limit_s=0.0)
+    [task] = asyncio.all_tasks() - before.tasks
+    await end_leftover_tasks(before)
+
+    assert asyncio.all_tasks() == before.tasks  # `asyncio.run` would wait for it
+    is_stopped = True
+    await task
 
 
 class KeptLock:
