@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from atroposlib.errors import ConfigError
-from example_trainer.config import TrainingConfig
+from example_trainer.config import TrainingConfig, loading_errors, unloadable
 from example_trainer.lora import add_adapters, is_adapter
 from example_trainer.model import auto_class_of
 from example_trainer.weight_sync import WeightSync, export_for_engine
@@ -106,9 +106,13 @@ def require_adapters(config: TrainingConfig) -> None:
     import torch
     from transformers import AutoConfig
 
-    model_config = AutoConfig.from_pretrained(config.model_name)
+    try:
+        model_config = AutoConfig.from_pretrained(config.model_name)
+        with torch.device("meta"):
+            model = auto_class_of(model_config).from_config(model_config)
+    except loading_errors() as error:
+        raise unloadable(config.model_name, error) from error
     with torch.device("meta"):
-        model = auto_class_of(model_config).from_config(model_config)
         add_adapters(model, config)
     if config.merges_adapters:
         list(_layers_with_adapters(model))

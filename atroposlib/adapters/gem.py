@@ -26,6 +26,7 @@ from atroposlib.adapters.interface import (
     Item,
     finite_reward,
     separate_random,
+    shown_error,
 )
 from atroposlib.envs.conversation import ChatMessage, Reply, Turn
 from atroposlib.errors import ConfigError
@@ -155,7 +156,7 @@ class GemAdapter(Adapter):
         try:
             return gem.make(self.name, **self.args.env_kwargs)
         except (ImportError, LookupError, OSError, TypeError, AssertionError) as error:
-            raise ConfigError(f"gem.make({self.name!r}) failed: {error!r:.500}") from error
+            raise ConfigError(f"gem.make({self.name!r}) failed: {shown_error(error)}") from error
 
     def _inspect(self) -> None:
         """Check the name and the arguments, and import the environment's module."""
@@ -175,7 +176,7 @@ class GemAdapter(Adapter):
         try:
             env.reset(seed=0)
         except Exception as error:  # such as missing data, which some games read only now
-            raise ConfigError(f"{self.name} cannot start: {error!r:.500}") from error
+            raise ConfigError(f"{self.name} cannot start: {shown_error(error)}") from error
         separate_random("gem")
 
 

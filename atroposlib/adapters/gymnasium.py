@@ -270,6 +270,11 @@ class GymnasiumAdapter(Adapter):
             rendering: Any = env.render() if self._renders else None
             is_file = isinstance(rendering, io.StringIO)
             shown = rendering.getvalue() if is_file else rendering
+            if not isinstance(shown, str | None):
+                raise ConfigError(
+                    f"{self.name} renders an object of type {type(shown).__name__}; expected a "
+                    "text: set render_mode to ansi in env_kwargs, or observation=value"
+                )
             text = str(value) if shown is None else plain_text(shown)
         try:
             return self.args.observation_template.format(text=text, value=value, info=info)
@@ -287,7 +292,8 @@ class GymnasiumAdapter(Adapter):
             wanted = self.args.observation
             if wanted == "render" and "ansi" not in modes:
                 raise ConfigError(f"{self.name} has no ansi rendering; it has {list(modes)}")
-            self._renders = wanted == "render" or (wanted == "auto" and "ansi" in modes)
+            is_text = "ansi" in modes and self.args.env_kwargs.get("render_mode", "ansi") == "ansi"
+            self._renders = wanted == "render" or (wanted == "auto" and is_text)
             self._read_actions(env.action_space)
         finally:
             try:

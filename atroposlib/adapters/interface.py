@@ -48,6 +48,7 @@ __all__ = [
     "ThreadRandom",
     "finite_reward",
     "separate_random",
+    "shown_error",
 ]
 
 Item = dict[str, Any]
@@ -244,7 +245,7 @@ def finite_reward(value: Any, where: str) -> float:
     """Return a reward of another library as a float.
 
     Args:
-        value: the reward; numbers of NumPy and tensors of one element are numbers.
+        value: the reward; numbers of NumPy, and arrays and tensors of one element, are numbers.
         where: start of the error message, such as `FrozenLake-v1`.
 
     Raises:
@@ -252,8 +253,11 @@ def finite_reward(value: Any, where: str) -> float:
     """
     if value is None:
         raise EpisodeRewardError(f"{where} gave no reward; expected a finite number")
+    import numpy
+
     try:
-        number = float(value)
+        # NumPy 2.4 makes no float of an array with dimensions.
+        number = float(value.item() if isinstance(value, numpy.ndarray) else value)
     except (TypeError, ValueError, OverflowError) as error:
         raise EpisodeRewardError(
             f"{where} gave the reward {value!r:.100}; expected a finite number"
@@ -261,6 +265,11 @@ def finite_reward(value: Any, where: str) -> float:
     if not math.isfinite(number):
         raise EpisodeRewardError(f"{where} gave the reward {number}; expected a finite number")
     return number
+
+
+def shown_error(error: BaseException | None) -> str:
+    """Return an exception of another library for a message; that of a file names the file."""
+    return (f"{type(error).__name__}: {error}" if isinstance(error, OSError) else repr(error))[:500]
 
 
 class EpisodeThreads:

@@ -28,6 +28,7 @@ from atroposlib.adapters.interface import (
     Item,
     finite_reward,
     separate_random,
+    shown_error,
 )
 from atroposlib.envs.conversation import ChatMessage, Reply, Turn, visible_text
 from atroposlib.errors import ConfigError, EpisodeConnectionError, EpisodeFailedError
@@ -295,7 +296,9 @@ class TextArenaAdapter(Adapter):
         try:
             env = textarena.make(self.name, **self.args.env_kwargs)
         except MAKING_ERRORS as error:
-            raise ConfigError(f"textarena.make({self.name!r}) failed: {error!r:.500}") from error
+            raise ConfigError(
+                f"textarena.make({self.name!r}) failed: {shown_error(error)}"
+            ) from error
         actions = []
         while isinstance(env, textarena.Wrapper):
             if isinstance(env, textarena.ActionWrapper):
@@ -308,6 +311,7 @@ class TextArenaAdapter(Adapter):
 
         Raises:
             EpisodeConnectionError: its API does not answer.
+            ConfigError: its address, model or key is wrong.
         """
         import openai
 
@@ -318,8 +322,22 @@ class TextArenaAdapter(Adapter):
                 max_tokens=self.args.opponent_max_tokens,
                 temperature=self.args.opponent_temperature,
             )
+        except (
+            openai.AuthenticationError,
+            openai.NotFoundError,
+            openai.PermissionDeniedError,
+        ) as error:
+            raise ConfigError(
+                f"the opponent's API at {self.args.opponent_base_url} refuses its requests; check "
+                f"opponent_base_url, opponent_model and opponent_api_key_variable: {error}"
+            ) from error
         except openai.OpenAIError as error:
             raise EpisodeConnectionError(f"the opponent's API failed: {error}") from error
+        if isinstance(answer, str):  # a page in HTML
+            raise ConfigError(
+                f"opponent_base_url {self.args.opponent_base_url} is not that of an API, which "
+                "ends in /v1"
+            )
         if not answer.choices:  # as some services answer an error
             raise EpisodeConnectionError("the opponent's API failed: its answer has no choices")
         return visible_text(answer.choices[0].message.content or "")
@@ -371,7 +389,7 @@ class TextArenaAdapter(Adapter):
         else:
             raise ConfigError(
                 f"{self.name} cannot start with "
-                f"{'1 to 16' if chosen is None else chosen} players: {problem!r:.500}"
+                f"{'1 to 16' if chosen is None else chosen} players: {shown_error(problem)}"
             ) from problem
         seat = self.args.seat
         if seat != "random" and not 0 <= seat < self.num_players:

@@ -33,6 +33,7 @@ from atroposlib.adapters.interface import (
     EpisodeThreads,
     Item,
     finite_reward,
+    shown_error,
 )
 from atroposlib.envs.conversation import ChatMessage, Reply, Turn
 from atroposlib.errors import ConfigError, EpisodeFailedError, EpisodeTimeoutError
@@ -424,7 +425,7 @@ class TextWorldAdapter(Adapter):
         except Exception as error:  # any exception of the generator fails this rollout only
             shutil.rmtree(unfinished, ignore_errors=True)
             raise EpisodeFailedError(
-                f"{item['challenge']} made no game with {item['settings']}: {error!r:.500}"
+                f"{item['challenge']} made no game with {item['settings']}: {shown_error(error)}"
             ) from error
         shutil.rmtree(unfinished, ignore_errors=True)
 

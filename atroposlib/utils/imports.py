@@ -78,7 +78,7 @@ def import_object(target: str) -> Any:
     return getattr(module, name)
 
 
-def described(error: Exception, target: str) -> str:
+def described(error: BaseException, target: str) -> str:
     """Return type, line and message of an error in the code that `target` names.
 
     The line is the last one in the user's own file, whatever function it calls.
@@ -102,7 +102,7 @@ def import_function(target: str, arguments: Mapping[str, Any]) -> Callable[[Any]
         function = import_object(target)
     except AtroposError:
         raise
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # a script may end the program
         raise ConfigError(f"{target}: {described(error, target)}") from error
     if not callable(function) or isinstance(function, type):
         raise ConfigError(f"{target} is not a function")

@@ -18,6 +18,7 @@ import pytest
 pytest.importorskip("gymnasium", reason="needs the package gymnasium")
 
 import gymnasium
+import numpy
 from gymnasium import spaces
 
 from atroposlib.adapters.gymnasium import GymnasiumAdapter, find_action, plain_text
@@ -133,6 +134,9 @@ async def test_answer_without_an_action_costs_a_little(ends: bool, is_done: bool
     assert metrics["invalid_answers"] == 1
 
 
+REWARDS = {"nan": float("nan"), "none": None, "yes": 1.0, "array": numpy.array([0.5])}
+
+
 class Echo(gymnasium.Env):  # type: ignore[type-arg]
     """A text environment that breaks on request."""
 
@@ -150,13 +154,13 @@ class Echo(gymnasium.Env):  # type: ignore[type-arg]
             raise StopIteration
         if action == "hang":
             time.sleep(12)
-        reward: Any = {"nan": float("nan"), "none": None, "yes": 1.0}.get(action, 0.0)
+        reward: Any = REWARDS.get(action, 0.0)
         return f"you wrote {action}", reward, action == "yes", False, {}
 
 
 class StringIoRendering(Echo):
     action_space = spaces.Discrete(2)  # type: ignore[assignment]
-    metadata = {"render_modes": ["ansi"]}  # noqa: RUF012 - as environments write it
+    metadata = {"render_modes": ["ansi", "rgb_array"]}  # noqa: RUF012 - as environments write it
 
     def __init__(self, render_mode: str | None = None) -> None:
         self.render_mode = render_mode
@@ -205,6 +209,14 @@ async def test_text_space_takes_the_text_of_the_answer() -> None:
     assert last.reward == 1.0
 
 
+async def test_reward_may_be_an_array_of_one_number() -> None:
+    adapter = await opened("Echo-v0")
+
+    _, reply, _ = await play(adapter, await adapter.item(0), ["array"])
+
+    assert reply.reward == 0.5
+
+
 async def test_environment_that_cannot_be_closed_before_a_reset_is_played(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
@@ -249,6 +261,25 @@ async def test_value_is_shown_if_the_rendering_is_none(monkeypatch: pytest.Monke
     opening, *_ = await play(adapter, await adapter.item(0), [])
 
     assert opening[0]["content"].endswith("write yes")
+
+
+async def test_value_is_shown_if_another_rendering_is_asked_for() -> None:
+    adapter = await opened("StringIoRendering-v0", env_kwargs={"render_mode": "rgb_array"})
+
+    opening, *_ = await play(adapter, await adapter.item(0), [])
+
+    assert opening[0]["content"].endswith("write yes")
+
+
+@pytest.mark.parametrize("rendering", [["a", "board"], numpy.zeros((2, 2, 3), dtype=numpy.uint8)])
+async def test_rendering_that_is_no_text_is_named(
+    monkeypatch: pytest.MonkeyPatch, rendering: Any
+) -> None:
+    monkeypatch.setattr(StringIoRendering, "render", lambda self: rendering)
+    adapter = await opened("StringIoRendering-v0")
+
+    with pytest.raises(ConfigError, match=f"type {type(rendering).__name__}; expected a text"):
+        await play(adapter, await adapter.item(0), [])
 
 
 async def test_names_of_actions_are_found_whatever_their_spaces() -> None:

@@ -18,6 +18,8 @@ import pytest
 pytest.importorskip("textarena", reason="needs the package textarena")
 
 import textarena
+from aiohttp import web
+from aiohttp.test_utils import TestServer
 from textarena.envs.registration import ENV_REGISTRY, EnvSpec
 
 from atroposlib.adapters.registry import make_adapter
@@ -206,6 +208,26 @@ async def test_opponent_that_does_not_answer_fails_the_rollout() -> None:
     await adapter.close()
 
 
+@pytest.mark.parametrize("status", [200, 401, 404])
+async def test_opponent_whose_address_or_model_is_wrong_is_named(status: int) -> None:
+    async def answer(_: web.Request) -> web.Response:
+        return web.Response(text="<html>a page</html>", content_type="text/html", status=status)
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", answer)
+    async with TestServer(app) as server:
+        adapter = await opened(
+            "textarena:TicTacToe-v0",
+            opponent="model",
+            opponent_base_url=str(server.make_url("/")),
+            opponent_model="m",
+        )
+
+        with pytest.raises(ConfigError, match=f"opponent.* {server.make_url('/')} .*"):
+            await play(adapter, await adapter.item(0), ["[0]"])
+        await adapter.close()
+
+
 class BrokenGame(textarena.Env):  # type: ignore[misc]  # an untyped base
     """Breaks in the way of its first move."""
 
@@ -297,6 +319,7 @@ async def test_broken_game_fails_its_rollout_and_no_other(
         ("TicTacToe-v0", {"seat": 2}, "has the seats 0 to 1"),
         ("IteratedPrisonersDilemma-v0", {}, "opponent_moves"),
         ("QuantumTicTacToe-v0", {}, "has 2 players: .* opponent_moves"),
+        ("UsedCarNegotiation-v0", {}, "FileNotFoundError: .*blue_book.txt"),  # it is not packaged
         ("TwentyQuestions-v0", {}, "failed: ValueError"),  # it asks a model itself
         ("TicTacToe-v0", {"opponent": "model"}, "opponent_base_url and opponent_model"),
     ],

@@ -11,6 +11,7 @@ import torch
 from pydantic import ValidationError
 
 from atroposlib.errors import ConfigError
+from example_trainer.launch import check_trainer
 from example_trainer.lora import add_adapters, is_adapter
 from example_trainer.merging import MergedModel, MergingSync, merged_weights, with_merged_adapters
 from example_trainer.parallel import GatheredModel, gather_weights
@@ -238,3 +239,25 @@ def test_published_weights_and_the_torch_engine_need_a_merged_model(tmp_path):
         assert tiny_config(tmp_path, lora=True, **settings).merges_adapters
         with pytest.raises(ValidationError, match="use lora with"):
             tiny_config(tmp_path, weight_bridge_mode="lora_restart", **settings)
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("{", "is not a valid JSON file"),
+        ('{"model_type": "nonesuch"}', "nonesuch"),
+        ('{"model_type": "vit"}', "Unrecognized configuration class"),  # it reads no text
+    ],
+)
+def test_check_of_adapters_names_a_model_that_cannot_be_loaded(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], text: str, reason: str
+) -> None:
+    (tmp_path / "config.json").write_text(text)
+
+    with pytest.raises(SystemExit) as end:
+        check_trainer.main(["--model-name", str(tmp_path), "--training-steps", "1", "--lora"])
+
+    last = capsys.readouterr().err.strip().splitlines()[-1]
+    assert end.value.code == 2
+    assert last.startswith(f"atropos-grpo: model '{tmp_path}' cannot be loaded: ")
+    assert reason in last

@@ -28,7 +28,14 @@ from atroposlib.scored_data import (
 )
 from atroposlib.wire import decode_group, encode_group
 
-__all__ = ["Alignment", "ReplySpan", "align", "check_groups", "copied_answer"]
+__all__ = [
+    "SCORING_TIMED_OUT",
+    "Alignment",
+    "ReplySpan",
+    "align",
+    "check_groups",
+    "copied_answer",
+]
 
 NUMBER_FIELDS = ("scores", "advantages", "inference_logprobs", "ref_logprobs")
 

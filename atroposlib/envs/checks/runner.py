@@ -28,6 +28,7 @@ from atroposlib.envs.checks.report import (
     traceback_site,
 )
 from atroposlib.envs.checks.scripted_model import (
+    NUM_WAITS,
     CharTokenizer,
     Role,
     Script,
@@ -201,7 +202,7 @@ class StepTimeoutError(TimeoutError):
 
 
 async def within_limit(step: Awaitable[Result], *, limit_s: float = STEP_LIMIT_S) -> Result:
-    """Wait for a step of the environment.
+    """Wait for a step of the environment; one that swallows its cancellation is left behind.
 
     Raises:
         StepTimeoutError: the step takes longer; the message names a scoring method it was in.
@@ -209,18 +210,26 @@ async def within_limit(step: Awaitable[Result], *, limit_s: float = STEP_LIMIT_S
     """
     task = asyncio.ensure_future(step)
     try:
-        await asyncio.wait({task}, timeout=limit_s)
-        if task.done():
+        if await _ends_within(task, limit_s):
             refuse_cancelled(task)
             return task.result()
         late = _too_late(task, limit_s)
     finally:
         if not task.done():
             task.cancel()
-            await asyncio.wait({task})
-        if not task.cancelled():
+            await _ends_within(task, CANCEL_LIMIT_S)
+        if task.done() and not task.cancelled():
             task.exception()  # so that it is not logged as never retrieved after a sys.exit
     raise late
+
+
+async def _ends_within(task: asyncio.Future[Any], limit_s: float) -> bool:
+    """Whether a task ends in time, of which the process may stand still for a part."""
+    for _ in range(NUM_WAITS):
+        await asyncio.wait({task}, timeout=limit_s / NUM_WAITS)
+        if task.done():
+            return True
+    return False
 
 
 @contextmanager
@@ -237,12 +246,18 @@ def limited_here(limit_s: float = STEP_LIMIT_S) -> Iterator[None]:
     task = asyncio.current_task()
     assert task is not None
     late: list[StepTimeoutError] = []
+    timer: asyncio.TimerHandle
 
     def end() -> None:
         late.append(_too_late(task, limit_s))
         task.cancel()
 
-    timer = asyncio.get_running_loop().call_later(limit_s, end)
+    def wait(num_waits: int) -> None:
+        nonlocal timer
+        then = (wait, num_waits - 1) if num_waits > 1 else (end,)
+        timer = asyncio.get_running_loop().call_later(limit_s / NUM_WAITS, *then)
+
+    wait(NUM_WAITS)
     try:
         yield
         if late:  # the block has let the cancellation pass
@@ -294,7 +309,7 @@ async def gold_answer(env: Any, item: Any) -> str | Sequence[str] | None:
     Raises:
         TypeError: the environment returned another value.
     """
-    gold = await settle(env.check_gold_answer(item))
+    gold = await within_limit(settle(env.check_gold_answer(item)))
     turns = gold if isinstance(gold, list | tuple) else [gold]
     if gold is not None and not all(isinstance(turn, str) for turn in turns):
         raise TypeError(
@@ -455,6 +470,8 @@ async def check_failed_rollout(
     model.latency_s = SIBLING_LATENCY_S
     position, num_counted = output.position(), _num_counted(stage.env)
     error, groups = await _outcome(stage.env, item)
+    if isinstance(error, StepTimeoutError):
+        raise StepTimeoutError(f"{error} after a request failed", error.where)
     num_running, num_cancelled = model.num_in_flight, model.num_cancelled
     while model.num_in_flight:  # noqa: ASYNC110 - the requests of this check end by themselves
         await asyncio.sleep(POLL_S)
@@ -513,14 +530,17 @@ async def check_cancel(stage: Stage, findings: Findings) -> None:
     stage.model.start(make_script(gold))
     stage.model.hangs = True
     rollout = asyncio.create_task(roll_out(stage.env, item))
-    while not stage.model.num_in_flight and not rollout.done():  # noqa: ASYNC110
-        await asyncio.sleep(POLL_S)
+    try:
+        await within_limit(_until_waiting(rollout, stage.model))
+    except StepTimeoutError as late:
+        rollout.cancel()
+        await _ends_within(rollout, CANCEL_LIMIT_S)
+        raise StepTimeoutError(f"{late} and made no request", late.where) from None
     if rollout.done() and not stage.model.num_in_flight and rollout.exception() is None:
         findings.skip("cancel", "the rollout made no request during which it could be cancelled")
         return
     rollout.cancel()
-    await asyncio.wait({rollout}, timeout=CANCEL_LIMIT_S)
-    if not rollout.done():
+    if not await _ends_within(rollout, CANCEL_LIMIT_S):
         findings.fail("cancel", f"a cancelled rollout continued for {CANCEL_LIMIT_S:g} s", site)
         return
     if not rollout.cancelled() and rollout.exception() is None:
@@ -535,6 +555,11 @@ async def check_cancel(stage: Stage, findings: Findings) -> None:
         where = traceback_site(error.__traceback__) or site
         findings.fail("cancel", f"rolling out the item again raised {error!r}", where)
     findings.passed("cancel", "it ended at once, and its item was rolled out again")
+
+
+async def _until_waiting(rollout: asyncio.Future[Any], model: ScriptedModel) -> None:
+    while not model.num_in_flight and not rollout.done():  # noqa: ASYNC110 - no event
+        await asyncio.sleep(POLL_S)
 
 
 def _num_counted(env: Any) -> int:

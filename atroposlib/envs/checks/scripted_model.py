@@ -39,6 +39,7 @@ if TYPE_CHECKING:
 
 __all__ = [
     "GARBAGE",
+    "NUM_WAITS",
     "OPTIONS",
     "CharTokenizer",
     "Role",
@@ -203,6 +204,8 @@ def _parts(message: Any) -> list[Mapping[str, Any]]:
 
 
 NUM_SLOTS = 4096
+NUM_WAITS = 10
+"""Waits that make up a delay or a time limit: while a whole process stands still, one can pass."""
 
 
 def known_logprob(token_id: int, position: int) -> float:
@@ -340,7 +343,8 @@ class ScriptedModel:
             raise self.failure
         if self.hangs:
             await asyncio.Event().wait()
-        await asyncio.sleep(self.latency_s)
+        for _ in range(NUM_WAITS if self.latency_s else 1):
+            await asyncio.sleep(self.latency_s / NUM_WAITS)
 
     def _encode(self, reply: ScriptedReply) -> list[int]:
         ids = list(self.tokenizer.encode(reply.text, add_special_tokens=False))

@@ -275,12 +275,19 @@ async def wait_for_end(before: Running) -> list[Leftover]:
 
 
 async def end_leftover_tasks(before: Running) -> None:
-    """Cancel the tasks started since `before`, so that the loop can be closed."""
+    """Cancel the tasks started since `before`, so that the loop can be closed.
+
+    `asyncio.run` would wait forever for those that swallow their cancellation. They are kept, since
+    they would swallow the end of their coroutine, too.
+    """
     tasks = asyncio.all_tasks() - before.tasks - {asyncio.current_task()}  # type: ignore[arg-type]
     for task in tasks:
         task.cancel()
     if tasks:
-        await asyncio.wait(tasks, timeout=GRACE_S)
+        _, left = await asyncio.wait(tasks, timeout=GRACE_S)
+        for task in left:
+            asyncio._unregister_task(task)
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(task))
 
 
 def _started_since(before: Running) -> list[Leftover]:

@@ -16,7 +16,7 @@ import openai  # noqa: F401 - `self.client` needs it, and importing it holds the
 from atroposlib.utils.tokenize_for_trainer import tokenize_for_trainer
 from tests.envs.check.defects import CleanEnv
 
-__all__ = ["CLEAN", "DEFECTS", "STOPPED", "OwnClient"]
+__all__ = ["CLEAN", "DEFECTS", "STOPPED", "LostSiblings", "OwnClient"]
 
 STOPPED = threading.Event()
 

@@ -7,8 +7,9 @@ from typing import Any
 import pytest
 
 from atroposlib.envs.check import check_environment
+from atroposlib.envs.checks import runner
 from tests.envs.check.defects import CleanEnv
-from tests.envs.check.other_environments import CLEAN, DEFECTS, STOPPED, OwnClient
+from tests.envs.check.other_environments import CLEAN, DEFECTS, STOPPED, LostSiblings, OwnClient
 from tests.envs.small_environment import SmallEnv
 from tests.envs.test_base_readme import readme_environment
 
@@ -33,6 +34,19 @@ def test_check_defect_is_the_one_failure(env_cls: type[CleanEnv], rule: str) -> 
     failures = [failure for failure in report.failures if failure.name not in ignored]
     assert [failure.name for failure in failures] == [rule], report.text
     assert "other_environments.py:" in (failures[0].where or "")
+
+
+@pytest.mark.parametrize(("env_cls", "failed"), [(CleanEnv, set()), (LostSiblings, {"siblings"})])
+def test_check_of_failed_rollouts_in_a_process_that_stands_still(
+    monkeypatch: pytest.MonkeyPatch, env_cls: type[CleanEnv], failed: set[str]
+) -> None:
+    monkeypatch.setattr(runner, "SIBLING_LATENCY_S", 1e-9)  # has passed whenever it is looked at
+    monkeypatch.setattr(runner, "CANCEL_LIMIT_S", 1e-9)
+
+    report = check_environment(env_cls)
+
+    ignored = {"blocking"}
+    assert {failure.name for failure in report.failures} - ignored == failed, report.text
 
 
 def test_check_environment_with_a_client_of_its_own_is_noted() -> None:

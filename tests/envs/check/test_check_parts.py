@@ -13,17 +13,29 @@ from typing import Any
 
 import pytest
 
-from atroposlib.envs.checks import watchers
-from atroposlib.envs.checks.harness import finding_on_error
+from atroposlib.envs.base import BaseEnvConfig
+from atroposlib.envs.checks import runner, watchers
+from atroposlib.envs.checks.harness import _report_determinism, finding_on_error
 from atroposlib.envs.checks.report import Findings
 from atroposlib.envs.checks.runner import (
+    DryRun,
+    Stage,
     StepTimeoutError,
     changed_path,
+    check_cancel,
     data_of,
+    gold_answer,
     limited_here,
     within_limit,
 )
-from atroposlib.envs.checks.scripted_model import GARBAGE, RoleBook, make_script
+from atroposlib.envs.checks.scripted_model import (
+    GARBAGE,
+    CharTokenizer,
+    RoleBook,
+    ScriptedModel,
+    ScriptedSample,
+    make_script,
+)
 from atroposlib.envs.checks.watchers import (
     NetworkBlockedError,
     Running,
@@ -227,6 +239,118 @@ async def test_block_that_takes_too_long_ends_in_its_own_task_and_names_the_line
     assert f"test_check_parts.py:{line_of(wait) + 2}" in (stop.value.where or "")
     with limited_here(0.01):
         await asyncio.sleep(0)  # a block in time is not cancelled, nor is this task any more
+
+
+def runs_with(score: float, *, num_timeouts: int = 0, prompt: str = "Q") -> list[DryRun]:
+    sampled = ScriptedSample("gold", prompt, [81], [65], None)
+    group = {"tokens": [[81, 65]], "scores": [score]}
+    return [DryRun([group], [sampled], 1, make_script("A"), num_timeouts)]
+
+
+@pytest.mark.parametrize(
+    ("second", "other_seed", "status"),
+    [
+        (runs_with(1.0), runs_with(1.0), "passed"),
+        (runs_with(0.0), runs_with(1.0), "failed"),
+        (runs_with(1.0), runs_with(0.0), "failed"),
+        (runs_with(0.0, num_timeouts=1), runs_with(1.0), "skipped"),
+        (runs_with(1.0), runs_with(0.0, num_timeouts=1), "skipped"),
+        (runs_with(1.0, num_timeouts=1), runs_with(1.0), "passed"),
+        (runs_with(0.0, num_timeouts=1, prompt="R"), runs_with(1.0), "failed"),
+    ],
+)
+def test_scores_that_timed_out_are_not_taken_for_chance(
+    second: list[DryRun], other_seed: list[DryRun], status: str
+) -> None:
+    findings = Findings()
+
+    _report_determinism(KeptLock, runs_with(1.0), second, other_seed, findings)
+
+    assert {o.name: o.status for o in findings.outcomes()}["determinism"] == status
+
+
+async def test_limits_count_a_process_that_stands_still_in_part() -> None:
+    async def short() -> str:
+        for _ in range(5):
+            await asyncio.sleep(0)
+        return "done"
+
+    assert await within_limit(short(), limit_s=0.0) == "done"  # each look finds it passed
+    with limited_here(0.0):
+        assert await short() == "done"
+
+
+async def test_step_that_swallows_its_cancellation_is_left_behind(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    is_stopped = False
+
+    async def goes_on() -> None:
+        while not is_stopped:
+            with suppress(BaseException):
+                await asyncio.sleep(0)
+
+    monkeypatch.setattr(watchers, "GRACE_S", 0.0)
+    monkeypatch.setattr(runner, "CANCEL_LIMIT_S", 0.0)
+    before = Running.now()
+
+    with pytest.raises(StepTimeoutError, match="did not end within 0 s"):
+        await within_limit(goes_on(), limit_s=0.0)
+    [task] = asyncio.all_tasks() - before.tasks
+    await end_leftover_tasks(before)
+
+    assert asyncio.all_tasks() == before.tasks  # `asyncio.run` would wait for it
+    is_stopped = True
+    await task
+
+
+class KeptLock:
+    """Waits for a lock that a failed rollout has kept."""
+
+    config = BaseEnvConfig(group_size=1)
+
+    def __init__(self) -> None:
+        self.lock = asyncio.Lock()
+
+    def get_next_item(self) -> dict[str, str]:
+        return {"question": "?"}
+
+    def check_gold_answer(self, item: Any) -> None:
+        return None
+
+    async def collect_trajectories(self, item: Any) -> tuple[None, list[Any]]:
+        await self.lock.acquire()
+        return None, []
+
+
+async def test_rollout_that_waits_forever_before_its_first_request_does_not_keep_the_check(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setitem(within_limit.__kwdefaults__, "limit_s", 0.0)
+    model = ScriptedModel(CharTokenizer(), is_stand_in=True, judge_reply=lambda _: None)
+    env, findings = KeptLock(), Findings()
+    await env.lock.acquire()
+
+    with finding_on_error(findings, "cancel", KeptLock, ["collect_trajectories"]):
+        await check_cancel(Stage(env, model), findings)
+
+    failed = next(outcome for outcome in findings.outcomes() if outcome.name == "cancel")
+    assert failed.detail == "StepTimeoutError: did not end within 0 s and made no request"
+    assert f"test_check_parts.py:{line_of(KeptLock.collect_trajectories) + 1}" in failed.where
+
+
+async def test_gold_answer_that_never_comes_does_not_keep_the_check(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Waits:
+        async def check_gold_answer(self, item: Any) -> str:
+            await asyncio.Event().wait()
+            return ""
+
+    monkeypatch.setitem(within_limit.__kwdefaults__, "limit_s", 0.0)
+
+    with pytest.raises(StepTimeoutError, match="did not end within 0 s"):
+        await gold_answer(Waits(), {})
 
 
 def line_of(function: Any) -> int:

@@ -222,7 +222,12 @@ def test_loss_that_is_not_there_is_named(target, message):
 
 @pytest.mark.parametrize(
     "text",
-    ["def loss(inputs):\n    return (\n", "x = 1\nx.missing\n", "import json\njson.loads('{')\n"],
+    [
+        "def loss(inputs):\n    return (\n",
+        "x = 1\nx.missing\n",
+        "import json\njson.loads('{')\n",
+        "import sys\nsys.exit()\n",
+    ],
 )
 def test_script_that_cannot_be_imported_is_named_with_the_line(tmp_path, text):
     path = tmp_path / "broken_functions.py"
