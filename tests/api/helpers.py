@@ -133,7 +133,7 @@ def serve(app: ASGIApp, port: int) -> Iterator[str]:
     except OSError:
         listener.bind(("127.0.0.1", 0))
     port = listener.getsockname()[1]
-    server = uvicorn.Server(uvicorn.Config(app, log_level="error", http=ObservedHttpProtocol))
+    server = uvicorn.Server(uvicorn.Config(app, log_config=None, http=ObservedHttpProtocol))
     thread = threading.Thread(target=server.run, args=([listener],), daemon=True)
     thread.start()
     deadline = time.monotonic() + 60

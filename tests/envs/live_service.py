@@ -40,7 +40,7 @@ class LiveService:
             create_app(settings),
             host="127.0.0.1",
             port=self.port,
-            log_level="error",
+            log_config=None,
             timeout_graceful_shutdown=1,
         )
         self._server = uvicorn.Server(config)

@@ -3,6 +3,7 @@ from __future__ import annotations
 import os
 import socket
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -63,7 +64,7 @@ class Resolver:
 
 
 @pytest.fixture
-def without_hub(monkeypatch: pytest.MonkeyPatch) -> Resolver:
+def without_hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[Resolver]:
     """No host is found, and the environment says nothing of the hub or of proxies."""
     resolver = Resolver(failures=float("inf"))
     monkeypatch.setattr(socket, "getaddrinfo", resolver)
@@ -75,7 +76,8 @@ def without_hub(monkeypatch: pytest.MonkeyPatch) -> Resolver:
     for module in ("huggingface_hub.constants", "datasets.config"):
         monkeypatch.setitem(sys.modules, module, SimpleNamespace(HF_HUB_OFFLINE=False))
     model_paths._is_found.cache_clear()
-    return resolver
+    yield resolver
+    model_paths._is_found.cache_clear()  # the answers of the resolver
 
 
 def is_offline() -> bool:

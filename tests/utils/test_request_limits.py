@@ -44,7 +44,7 @@ def make_app(**limits: int) -> Starlette:
 
 @contextmanager
 def served(app: Starlette, port: int) -> Iterator[None]:
-    config = uvicorn.Config(app, port=port, http=LimitedHttpProtocol, log_level="warning")
+    config = uvicorn.Config(app, port=port, http=LimitedHttpProtocol, log_config=None)
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()

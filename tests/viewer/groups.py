@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import atexit
 import base64
 import json
+import shutil
 import tempfile
 from collections.abc import Iterable
 from functools import cache
@@ -56,7 +58,9 @@ def make_group(
 @cache
 def byte_tokenizer() -> Any:
     """The tokenizer of these groups; its folder is its name."""
-    return save_byte_tokenizer(Path(tempfile.mkdtemp(prefix="viewer-tokenizer-")))
+    folder = tempfile.mkdtemp(prefix="viewer-tokenizer-")
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return save_byte_tokenizer(Path(folder))
 
 
 def byte_ids(text: str) -> list[int]:

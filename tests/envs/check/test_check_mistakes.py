@@ -548,6 +548,8 @@ PORT: list[int] = []
 
 
 def test_check_run_that_fails_only_the_second_time_says_why() -> None:
+    PORT.clear()
+
     failure = failures(TakesPort)["determinism"]
 
     assert failure.detail == (

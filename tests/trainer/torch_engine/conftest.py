@@ -68,7 +68,7 @@ def serve_locally(folder: Path, **options: Any) -> Iterator[LocalEngine]:
     port = find_free_port()
     app = create_app(state, has_update_routes=True)
     server = uvicorn.Server(
-        uvicorn.Config(app, port=port, log_level="warning", timeout_graceful_shutdown=1)
+        uvicorn.Config(app, port=port, log_config=None, timeout_graceful_shutdown=1)
     )
     thread = threading.Thread(target=server.run, daemon=True)
     thread.start()

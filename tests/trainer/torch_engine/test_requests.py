@@ -14,6 +14,7 @@ from pydantic import ValidationError
 
 from atroposlib.api.concurrency import EngineReading
 from atroposlib.api.engines import read_metrics
+from example_trainer.torch_engine import protocol
 from example_trainer.torch_engine.protocol import (
     MAX_COMPLETIONS,
     ChatFields,
@@ -167,7 +168,10 @@ def test_parse_body_with_many_bad_elements_keeps_one_error(
     assert len(str(refusal.value)) < 200
 
 
-def test_ignored_fields_are_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_ignored_fields_are_logged_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(protocol, "_noted", set())  # as in a new process
     for _ in range(2):
         parse_body(TextFields, {"prompt": [1], "temprature": 0.7, "guided\x1b": 1, "best_of": 1})
 
