@@ -52,11 +52,11 @@ def process_as_found(scripts: Path) -> Iterator[None]:
 
 
 def _forget_scripts(folder: str) -> None:
-    sys.path[:] = [each for each in sys.path if not each.startswith(folder)]
+    sys.path[:] = [each for each in sys.path if not str(each).startswith(folder)]
     for name, module in list(sys.modules.items()):
         # `vars`, since asking a lazy module for an attribute may import it.
         path = vars(module).get("__file__") if isinstance(module, ModuleType) else None
-        if path is not None and path.startswith(folder):
+        if str(path).startswith(folder):
             del sys.modules[name]
 
 
