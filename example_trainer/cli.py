@@ -86,13 +86,15 @@ MAX_LAYER = 9999
 
 
 def parse_layer_indices(text: str) -> list[int] | None:
-    """Parse `0-3,28-31` into sorted, unique layer indices; an empty string means all layers.
+    """Parse `0-3,28-31` into sorted, unique layer indices; `none` and an empty string mean all.
 
     Raises:
         argparse.ArgumentTypeError: a part is not an index up to `MAX_LAYER`, or an ascending `a-b`
             range of such.
     """
     indices: set[int] = set()
+    if text.strip().lower() == "none":  # as for other settings that may be absent
+        return None
     for part in filter(None, (piece.strip() for piece in text.split(","))):
         first, dash, last = part.partition("-")
         if not first.strip().isdecimal() or (dash and not last.strip().isdecimal()):

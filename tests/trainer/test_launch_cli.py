@@ -16,6 +16,7 @@ import pytest
 
 from atroposlib.cli.new_env import write_environment
 from atroposlib.errors import AtroposError, ConfigError
+from example_trainer.cli import create_full_parser
 from example_trainer.launch import cli
 from example_trainer.launch.cli import main
 from example_trainer.launch.options import EnvironmentFile, Machine, make_plan
@@ -219,16 +220,21 @@ def test_trainer_flags_are_passed_on_as_typed() -> None:
     words = [
         *("a.py", "--trainer.gradient-checkpointing", "false", "--trainer.use-wandb", "true"),
         *("--trainer.clip-eps", "0.1", "--trainer.train-layer-indices", "0-2"),
+        *("--trainer.lora-layer-indices", "", "--trainer.max-token-staleness", "none"),
     ]
 
     flags = typed_trainer_flags(cli._parser().parse_args(words))
+    passed_on = create_full_parser().parse_args(["--model", "m", *flags])
 
     assert set(flags) == {
         "--no-gradient-checkpointing",
         "--use-wandb",
         "--clip-eps=0.1",
         "--train-layer-indices=0,1,2",
+        "--lora-layer-indices=None",
+        "--max-token-staleness=None",
     }
+    assert (passed_on.lora_layer_indices, passed_on.max_token_staleness) == (None, None)
 
 
 def test_help_lists_flags_with_defaults_and_loads_nothing_heavy() -> None:

@@ -213,6 +213,7 @@ def test_losses_that_cannot_train_are_refused_before_the_run(script, name, messa
         ("own_loss", "expected FILE.py:NAME or MODULE:NAME"),
         ("no_such_module:loss", "No module named 'no_such_module'"),
         ("/no/such/file.py:loss", "there is no file /no/such/file.py"),
+        ("torch:relu", "no signature found for builtin .*; it is called with one value"),
     ],
 )
 def test_loss_that_is_not_there_is_named(target, message):
