@@ -108,10 +108,8 @@ def import_function(target: str, arguments: Mapping[str, Any]) -> Callable[[Any]
         raise ConfigError(f"{target} is not a function")
     try:
         inspect.signature(function).bind(None, **arguments)
-    except (
-        TypeError,
-        ValueError,
-    ) as error:  # ValueError: some built-in functions have no signature
+    # ValueError: some built-in functions have no signature.
+    except (TypeError, ValueError) as error:
         names = ", ".join(arguments) or "none"
         raise ConfigError(
             f"{target}: {error}; it is called with one value and the arguments: {names}"

@@ -48,13 +48,16 @@ def to_plain(value: Any) -> Any:
     Imports neither of them.
 
     Raises:
-        TypeError: the value has another type.
+        TypeError: the value has another type, or its numbers cannot be read.
     """
     for package, names in _ARRAYS.items():
         module = sys.modules.get(package)
         kinds: list[Any] = [getattr(module, name, None) for name in names]
         if any(kind is not None and isinstance(value, kind) for kind in kinds):
-            return value.tolist()
+            try:
+                return value.tolist()
+            except RuntimeError as error:  # such as a tensor on the device `meta`
+                raise TypeError(f"a {type(value).__name__} has no JSON form: {error}") from error
     raise TypeError(f"a value of type {type(value).__name__} has no JSON form")
 
 

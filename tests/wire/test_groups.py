@@ -358,6 +358,14 @@ def test_arrays_and_their_scalars_are_sent_as_lists_are(convert, field, wire_for
         assert encode_group({**ARRAY_GROUP, field: form}, wire_format) == expected
 
 
+def test_encode_group_names_a_tensor_whose_numbers_cannot_be_read():
+    torch = pytest.importorskip("torch")
+    unreadable = torch.empty(2, device="meta")
+
+    with pytest.raises(GroupError, match="advantages: cannot be sent: a Tensor has no JSON form: "):
+        encode_group({**ARRAY_GROUP, "advantages": unreadable})
+
+
 def test_encode_group_names_the_field_it_cannot_write():
     with pytest.raises(
         GroupError, match="images: cannot be sent: a value of type type has no JSON form"

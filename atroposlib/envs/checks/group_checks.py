@@ -76,18 +76,20 @@ def _misaligned(group: Mapping[str, Any], field: GroupField) -> str | None:
         return None
     if len(values) != len(tokens):
         return f"{name}: {len(values)} entries; expected one for each of {len(tokens)} trajectories"
+    if not field.shape.startswith("GL"):
+        return None
     is_advantage = name == "advantages"
     remedy = "expected one per token" + ", or a number in place of the list" * is_advantage
     for i, (row, ids) in enumerate(zip(values, tokens, strict=True)):
-        if not field.shape.startswith("GL") or (is_advantage and _has_own_advantage(group, i)):
+        if is_advantage and _needs_no_advantages(group, i):
             continue
         if len(row) != len(ids):
             return f"{name}[{i}]: {len(row)} entries, tokens[{i}] has {len(ids)}; {remedy}"
     return None
 
 
-def _has_own_advantage(group: Mapping[str, Any], i: int) -> bool:
-    """Whether the list of advantages of a trajectory is not used, or it is one number."""
+def _needs_no_advantages(group: Mapping[str, Any], i: int) -> bool:
+    """Whether a trajectory has one number as its advantage, or trainers do not use the list."""
     is_list = isinstance(group["advantages"][i], list)
     return not is_list or _is_demonstration(group, i) or has_zeroed_advantage(group, i)
 
