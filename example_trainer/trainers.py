@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import logging
 import os
 import random
@@ -15,10 +14,13 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from atroposlib.errors import ConfigError
 from atroposlib.utils.run_log import MetricsLog
 from atroposlib.utils.text import mask_secrets
-from atroposlib.utils.writable import require_writable_file, require_writable_folder
+from atroposlib.utils.writable import (
+    lock_file,
+    require_writable_file,
+    require_writable_folder,
+)
 from example_trainer.api import (
     SMALLEST_LIMIT_BYTES,
     BatchJournal,
@@ -190,15 +192,12 @@ def _only_trainer_of(folder: str) -> Iterator[None]:
     """
     handle = os.open(folder, os.O_RDONLY)
     try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ConfigError(
-                f"another trainer is running in {folder}; stop it, or choose another folder with "
-                "--save-path"
-            ) from None
-        except OSError as error:
-            logger.warning("%s cannot be locked against a second trainer: %s", folder, error)
+        lock_file(
+            handle,
+            folder,
+            refusal=f"another trainer is running in {folder}; stop it, or choose another folder "
+            "with --save-path",
+        )
         yield
     finally:
         os.close(handle)

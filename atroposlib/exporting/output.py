@@ -1,7 +1,7 @@
 """The output of an export: JSON Lines, a Parquet file, a dataset folder, or a data set on the hub.
 
 Invariants: existing records are never overwritten; a JSON Lines file is valid after every write;
-an export can be resumed.
+an export can be resumed; two exports do not write to one output at the same time.
 
 Whole lines are appended to JSON Lines. Parquet files and dataset folders are written when the
 export ends; until then their records are in `NAME.part.jsonl` next to them. After a crash,
@@ -24,7 +24,7 @@ import msgspec
 
 from atroposlib.errors import ConfigError
 from atroposlib.utils.text import encodable_texts
-from atroposlib.utils.writable import unwritable
+from atroposlib.utils.writable import lock_file, unwritable
 
 __all__ = [
     "Line",
@@ -247,13 +247,13 @@ class Output:
         """
         if self._file.closed:
             return
-        self._file.close()
-        part = self.part
-        if not self.num_written and not self.existing.num_records:
-            part.unlink()
-        elif self._kind != "jsonl":
-            write_columns(_records(part), self.path, is_folder=self._kind == "dataset")
-            part.unlink()
+        is_empty = not self.num_written and not self.existing.num_records
+        with self._file:  # locked until the records are in place
+            self._file.flush()
+            if self._kind != "jsonl" and not is_empty:
+                write_columns(_records(self.part), self.path, is_folder=self._kind == "dataset")
+        if self._kind != "jsonl" or is_empty:
+            self.part.unlink()
 
     def _check_fields(self, fields: frozenset[str]) -> None:
         known = self.existing.fields
@@ -284,7 +284,8 @@ def open_output(path: Path, kind: OutputKind, mode: Mode) -> Output:
         mode: `new` rejects an existing output; `append` and `resume` add to it.
 
     Raises:
-        ConfigError: the output exists, is not an export, or is not writable.
+        ConfigError: the output exists, is not an export, is not writable, or another export
+            writes to it.
     """
     if not path.name or (path.exists() and not (path.is_file() or path.is_dir())):
         raise ConfigError(f"{str(path)!r}: expected the name of a file or folder to write")
@@ -298,9 +299,14 @@ def open_output(path: Path, kind: OutputKind, mode: Mode) -> Output:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         if part != path and path.exists() and not part.exists():
-            _write_part(part, read_columns(path))
-        existing = _read_existing(part) if part.exists() else Existing()
+            _write_part(part, path)
         file = part.open("xb" if mode == "new" else "ab")
+        try:
+            _lock(file, path)
+            existing = _read_existing(part)
+        except BaseException:
+            file.close()
+            raise
     except OSError as error:
         raise unwritable(path, error, None) from error
     return Output(path, kind, file, existing)
@@ -310,13 +316,23 @@ def _part_of(path: Path) -> Path:
     return path.with_name(f"{path.name}.part.jsonl")
 
 
-def _write_part(part: Path, records: Iterable[dict[str, Any]]) -> None:
-    """Write all records or no file: an incomplete one would be resumed as an export."""
+def _write_part(part: Path, path: Path) -> None:
+    """Write all records of a Parquet file or folder to its JSON Lines file, or no file.
+
+    An incomplete one would be resumed as an export.
+    """
     unfinished = part.with_name(part.name + ".tmp")
-    with unfinished.open("wb") as file:
-        for record in records:
+    with unfinished.open("ab") as file:
+        _lock(file, path)
+        file.truncate(0)
+        for record in read_columns(path):
             file.write(json.dumps(record).encode() + b"\n")
     unfinished.replace(part)
+
+
+def _lock(file: BinaryIO, path: Path) -> None:
+    refusal = f"another export writes to {path}; wait for its end, or choose another name"
+    lock_file(file.fileno(), path, refusal=refusal)
 
 
 def _records(part: Path) -> list[dict[str, Any]]:

@@ -1,10 +1,12 @@
-"""A check, before work starts, whether a path can be written to; the folder of caches."""
+"""Checks, before work starts, whether a path can be written to; locks; the folder of caches."""
 
 from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
+import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -14,11 +16,14 @@ from atroposlib.errors import ConfigError
 __all__ = [
     "FULL_DISK",
     "cache_folder",
+    "lock_file",
     "naming_writes",
     "require_writable_file",
     "require_writable_folder",
     "unwritable",
 ]
+
+logger = logging.getLogger(__name__)
 
 FULL_DISK = frozenset({errno.ENOSPC, errno.EDQUOT, errno.EFBIG})
 """Errors of writing to a full disk, or beyond a quota or a limit."""
@@ -77,6 +82,28 @@ def require_writable_file(file: str | Path, setting: str) -> Path:
         raise unwritable(path, error, setting) from error
     require_writable_folder(path.parent, setting)
     return path
+
+
+def lock_file(descriptor: int, path: str | Path, *, refusal: str) -> bool:
+    """Lock an open file or folder against other processes until it is closed.
+
+    Returns whether it is locked; some network file systems, and Windows, have no such locks.
+
+    Raises:
+        ConfigError: another process has locked it; `refusal` is the message.
+    """
+    if sys.platform == "win32":
+        return False
+    import fcntl
+
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ConfigError(refusal) from None
+    except OSError as error:
+        logger.warning("%s cannot be locked against a second process: %s", path, error)
+        return False
+    return True
 
 
 @contextlib.contextmanager

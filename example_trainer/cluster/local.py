@@ -13,7 +13,6 @@ State, logs and settings are in the output folder:
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import json
 import os
 import signal
@@ -27,6 +26,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 from atroposlib.errors import AtroposError, ConfigError, InferenceError
+from atroposlib.utils.writable import lock_file
 from example_trainer.checkpointing import write_file
 from example_trainer.cli import create_full_parser, require_extra
 from example_trainer.cluster.parts import (
@@ -85,15 +85,12 @@ class SupervisorRecord:
         except OSError as error:
             raise ConfigError(f"output: {self.folder} cannot be written: {error}") from error
         with lock:
-            try:
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise ConfigError(
-                    f"a supervisor of the run in {self.folder.parent} is running; see `atropos-up "
-                    "status`, or end it with `atropos-up down`"
-                ) from None
-            except OSError:  # some network file systems have no locks
-                pass
+            lock_file(
+                lock.fileno(),
+                self.folder,
+                refusal=f"a supervisor of the run in {self.folder.parent} is running; see "
+                "`atropos-up status`, or end it with `atropos-up down`",
+            )
             yield
 
     def write(self, status: RunStatus) -> None:

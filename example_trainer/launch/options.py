@@ -320,13 +320,19 @@ class TrainOptions:
             raise ValueError(f"{place}: {first['msg']}") from None
 
     def names(self) -> list[str]:
-        """Return a unique name for each file: its stem, numbered if it repeats."""
-        names: list[str] = []
+        """Return a unique name for each file: its stem, numbered if it repeats.
+
+        Their folders and logs are distinct too, where spaces and upper case make no difference.
+        """
+        names: dict[str, str] = {}
         for file in self.files:
             numbered = (f"{file.stem}-{number}" for number in itertools.count(2))
-            candidates = itertools.chain([file.stem], numbered)
-            names.append(next(name for name in candidates if name not in names))
-        return names
+            for name in itertools.chain([file.stem], numbered):
+                path = name.replace(" ", "_").casefold()
+                if path not in names:
+                    names[path] = name
+                    break
+        return list(names.values())
 
     def flags_of(self, name: str) -> tuple[str, ...]:
         return (*self.environment_flags.get("", ()), *self.environment_flags.get(name, ()))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import fcntl
 import importlib.util
 import json
 import os
@@ -18,7 +17,7 @@ from typing import IO, Literal, NamedTuple
 from atroposlib.errors import ConfigError, InferenceError, MissingExtraError
 from atroposlib.utils.text import shown_name, without_secrets
 from atroposlib.utils.tokenizers.earlier_calls import read_template_file
-from atroposlib.utils.writable import require_writable_folder, unwritable
+from atroposlib.utils.writable import lock_file, require_writable_folder, unwritable
 from example_trainer.config import (
     TrainingConfig,
     loading_errors,
@@ -225,14 +224,15 @@ def hold_folder(folder: Path) -> IO[str]:
     """
     lock = (folder / _LOCK_FILE).open("a", encoding="utf-8")
     try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
+        lock_file(
+            lock.fileno(),
+            folder,
+            refusal=f"{folder}: another atropos-train is running in it; wait for its end, or stop "
+            "it",
+        )
+    except ConfigError:
         lock.close()
-        raise ConfigError(
-            f"{folder}: another atropos-train is running in it; wait for its end, or stop it"
-        ) from None
-    except OSError:  # some network file systems have no locks
-        pass
+        raise
     return lock
 
 

@@ -10,7 +10,6 @@ that is killed at any point leaves the version before it.
 
 from __future__ import annotations
 
-import fcntl
 import hashlib
 import itertools
 import logging
@@ -30,7 +29,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ValidationError
 
 from atroposlib.errors import ConfigError
-from atroposlib.utils.writable import naming_writes
+from atroposlib.utils.writable import lock_file, naming_writes
 from example_trainer.weights.format import (
     MOST_FILE_BYTES,
     Chain,
@@ -156,14 +155,14 @@ class LocalWeights:
         self._checkpoints.mkdir(exist_ok=True)
         self._lock = (self.root / "lock").open("ab")
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            lock_file(
+                self._lock.fileno(),
+                self.root,
+                refusal=f"another process uses {self.root}; give each follower a folder of its own",
+            )
+        except ConfigError:
             self._lock.close()
-            raise ConfigError(
-                f"another process uses {self.root}; give each follower a folder of its own"
-            ) from None
-        except OSError as error:  # some network file systems have no locks
-            logger.warning("%s cannot be locked against another process: %s", self.root, error)
+            raise
         for folder in (self.root, self._checkpoints):
             for leftover in folder.glob(f"{_PARTIAL}*"):
                 is_link = leftover.is_symlink()

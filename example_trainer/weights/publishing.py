@@ -8,7 +8,6 @@ is not in the manifest. The publisher keeps the last version on this host, as th
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import logging
@@ -29,7 +28,7 @@ from numpy.typing import NDArray
 
 from atroposlib.errors import ConfigError
 from atroposlib.utils.text import inert_line
-from atroposlib.utils.writable import cache_folder, naming_writes
+from atroposlib.utils.writable import cache_folder, lock_file, naming_writes
 from example_trainer.weights.format import (
     MOST_FILE_BYTES,
     MOST_MANIFEST_BYTES,
@@ -191,18 +190,15 @@ class PublisherLease:
             self._lock = (root / "publisher.lock").open("ab")
         except OSError as error:
             raise ConfigError(f"{root} cannot be written: {error.strerror}") from error
+        holder = f"process {held.get('pid')} on {held.get('host')} publishes there"
+        is_locked = False
         try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            self._lock.close()
-            self._lock = None
-            self._refuse(f"process {held.get('pid')} on {held.get('host')} publishes there")
-        except OSError as error:  # some network file systems have no locks
-            logger.warning("%s cannot be locked, a lease is used: %s", root, error)
-            self._lock.close()
-            self._lock = None
-            return False
-        return True
+            is_locked = lock_file(self._lock.fileno(), root, refusal=self._refusal(holder))
+        finally:
+            if not is_locked:
+                self._lock.close()
+                self._lock = None
+        return is_locked
 
     def _left_s(self, held: dict[str, Any]) -> float:
         """Return the seconds until a lease or the claim of an epoch expires."""
@@ -218,10 +214,11 @@ class PublisherLease:
         )
 
     def _refuse(self, reason: str) -> None:
+        raise ConfigError(self._refusal(reason))
+
+    def _refusal(self, reason: str) -> str:
         shown = inert_line(reason, max_characters=_MAX_QUOTED_CHARACTERS)
-        raise ConfigError(
-            f"{self._store.shown_url} has another publisher: {shown}; end it, or use another URL"
-        )
+        return f"{self._store.shown_url} has another publisher: {shown}; end it, or use another URL"
 
     def _keep(self) -> None:
         while not self._ended.wait(self._lease_s / 4):

@@ -75,8 +75,7 @@ def test_folders_of_one_name_are_loaded_separately(tmp_path: Path) -> None:
 def test_killed_export_goes_on_without_its_half_line(name: str, kind: Any, tmp_path: Path) -> None:
     output = open_output(tmp_path / name, kind, "new")
     write(output, "a", "b")
-    part = tmp_path / (name if kind == "jsonl" else f"{name}.part.jsonl")
-    with part.open("ab") as file:  # as a process that is killed while it writes
+    with output._file as file:  # as a process that is killed while it writes
         file.write(b'{"prompt":"p","comp')
 
     again = open_output(tmp_path / name, kind, "resume")
@@ -353,3 +352,27 @@ def test_export_that_leaves_no_records_exits_with_1_and_the_reason(
     # There is nothing to add, and the output is as it should be.
     assert export(monkeypatch, *flags, good, "--append-to-previous") == 0
     assert export(monkeypatch, *flags, good, "--resume", "--num-seqs-to-save", 1) == 0
+
+
+@pytest.mark.parametrize(("name", "kind"), KINDS)
+@pytest.mark.parametrize("mode", ["resume", "append"])
+def test_second_export_to_an_output_waits_for_the_end_of_the_first(
+    mode: Any, name: str, kind: Any, tmp_path: Path
+) -> None:
+    path = tmp_path / name
+    first = open_output(path, kind, "new")
+    write(first, "a")
+    first._file.write(b'{"prompt":"p","comp')  # the rest follows with the next write
+    first._file.flush()
+
+    with pytest.raises(ConfigError, match=f"another export writes to .*{name}"):
+        open_output(path, kind, mode)
+    first._file.write(encode_line(record("b"), score=None).content[19:] + b"\n")
+    first.close()
+    again = open_output(path, kind, mode)
+    with pytest.raises(ConfigError, match="another export writes"):
+        open_output(path, kind, mode)
+    write(again, "c")
+    again.close()
+
+    assert [row["completion"] for row in load(path, kind)] == ["a", "b", "c"]

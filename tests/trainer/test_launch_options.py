@@ -388,6 +388,13 @@ def test_task_set_of_another_library_is_started_by_its_command() -> None:
     ]
 
 
+@pytest.mark.parametrize("stem", ["a_b", "A b", "A_B"])
+def test_names_that_differ_only_by_spaces_or_case_are_numbered(stem: str) -> None:
+    files = (EnvironmentFile("a b.py"), EnvironmentFile(f"{stem}.py"))
+
+    assert TrainOptions(files=files, model="m").names() == ["a b", f"{stem}-2"]
+
+
 def test_names_of_environments_are_different() -> None:
     files = [EnvironmentFile(f"{stem}.py") for stem in ("sums-2", "sums", "sums", "sums-hard")]
 
