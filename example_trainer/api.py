@@ -46,10 +46,10 @@ from atroposlib.api.client import (
 )
 from atroposlib.errors import ConfigError, TrajectoryApiError
 from atroposlib.utils.text import without_secrets
+from atroposlib.utils.writable import write_file
 from example_trainer.checkpointing import (
     drop_checkpoints_before,
     has_unnamed_checkpoint,
-    write_file,
 )
 from example_trainer.config import TrainingConfig
 

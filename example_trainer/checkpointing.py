@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import errno
 import json
 import logging
 import os
@@ -29,7 +28,7 @@ from pathlib import Path
 from typing import Any
 
 from atroposlib.errors import ConfigError
-from atroposlib.utils.writable import naming_writes
+from atroposlib.utils.writable import flush_to_disk, naming_writes
 
 __all__ = [
     "check_checkpoint",
@@ -47,7 +46,6 @@ __all__ = [
     "save_checkpoint",
     "save_lora_checkpoint",
     "save_training_state",
-    "write_file",
 ]
 
 logger = logging.getLogger(__name__)
@@ -74,8 +72,8 @@ def replace_directory(path: Path, write: Callable[[Path], None]) -> Path:
         with naming_writes(path), safetensors_errors():
             write(fresh)
         for file in fresh.rglob("*"):
-            _flush_to_disk(file)
-        _flush_to_disk(fresh)
+            flush_to_disk(file)
+        flush_to_disk(fresh)
     except BaseException:
         shutil.rmtree(fresh, ignore_errors=True)
         raise
@@ -83,7 +81,7 @@ def replace_directory(path: Path, write: Callable[[Path], None]) -> Path:
         if path.exists():
             path.rename(retired)  # a process that is killed now leaves no directory of this name
         fresh.rename(path)
-    _flush_to_disk(path.parent)
+    flush_to_disk(path.parent)
     for old in (fresh, retired):
         shutil.rmtree(old, ignore_errors=True)
     return path
@@ -299,9 +297,9 @@ def move_training_state(checkpoint: Path) -> bool:
         folder = checkpoint / _STATE_FOLDER
         folder.mkdir(exist_ok=True)
         (checkpoint / name).rename(folder / name)
-        _flush_to_disk(folder)
+        flush_to_disk(folder)
     if present:
-        _flush_to_disk(checkpoint)
+        flush_to_disk(checkpoint)
     return bool(present)
 
 
@@ -496,31 +494,6 @@ def _resumable_checkpoints(
     return steps
 
 
-def write_file(path: Path, content: bytes) -> None:
-    """Write a file atomically and durably: write a temporary file, sync, rename.
-
-    Raises:
-        OSError: It cannot be written, or another kind of file, such as a device, has its name.
-    """
-    if path.exists() and not path.is_file():
-        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
-    fresh = path.with_name(f"{path.name}.new")
-    with naming_writes(path), fresh.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    fresh.rename(path)
-    _flush_to_disk(path.parent)
-
-
 def _numpy_state(state: Mapping[str, Any]) -> dict[str, Any]:
     inner = {**state["state"], "key": state["state"]["key"].tolist()}
     return {**state, "state": inner}
-
-
-def _flush_to_disk(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

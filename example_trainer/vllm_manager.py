@@ -21,8 +21,7 @@ import httpx
 
 from atroposlib.errors import ConfigError, EngineSetupError, InferenceError
 from atroposlib.utils.proxies import may_use_proxy
-from atroposlib.utils.writable import require_writable_folder
-from example_trainer.checkpointing import write_file
+from atroposlib.utils.writable import require_writable_folder, write_file
 from example_trainer.config import TRANSFER_BACKENDS, TrainingConfig
 from example_trainer.processes import (
     ManagedProcess,

@@ -436,7 +436,9 @@ class Admissions:
         arriving = Waiting(
             sum(group.num_sequences for group in groups), sum(len(g.payload) for g in groups)
         )
-        waiting, needed = self._state.tickets.counted(ticket, self._state.waiting, arriving)
+        waiting, needed = self._state.waiting, arriving
+        if ticket is not None:
+            waiting, needed = self._state.tickets.counted(ticket, waiting, arriving)
         check_room(
             self._state.limits,
             waiting=waiting.plus(self._arriving),

@@ -137,14 +137,14 @@ class TicketDesk:
         return None if stream is None else Ticket(stream.env_id, stream.next_number)
 
     def counted(
-        self, ticket: Ticket | None, waiting: Waiting, arriving: Waiting
+        self, ticket: Ticket, waiting: Waiting, arriving: Waiting
     ) -> tuple[Waiting, Waiting]:
         """Return what waits and what arrives, as the limits of the queue count them.
 
         Groups with the next ticket of their environment are those for which others are held. Only
         the queue itself keeps them out, once it is full.
         """
-        if ticket is None or ticket.number != self._next_number(ticket.env_id):
+        if ticket.number != self._next_number(ticket.env_id):
             return waiting, arriving
         return waiting.plus(self.waiting, -1), Waiting(1, 1)
 

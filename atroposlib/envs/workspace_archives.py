@@ -24,6 +24,7 @@ from collections.abc import Collection
 from pathlib import Path
 
 from atroposlib.utils.aio import SideThread
+from atroposlib.utils.writable import flush_to_disk
 from atroposlib.workspaces.interface import Workspace
 
 __all__ = ["RolloutArchive", "WorkspaceArchives"]
@@ -73,11 +74,7 @@ class WorkspaceArchives:
         except OSError:
             new.unlink(missing_ok=True)
             raise
-        directory = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
+        flush_to_disk(path.parent)
 
     def sizes(self, group_id: str) -> dict[int, int]:
         """Return the bytes of the archives of each rollout of a group."""

@@ -1,4 +1,4 @@
-"""Checks, before work starts, whether a path can be written to; locks; the folder of caches."""
+"""Writing of files: checks before work starts, locks, durable writes, the folder of caches."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ from atroposlib.errors import ConfigError
 __all__ = [
     "FULL_DISK",
     "cache_folder",
+    "flush_to_disk",
     "lock_file",
     "naming_writes",
     "require_writable_file",
     "require_writable_folder",
     "unwritable",
+    "write_file",
 ]
 
 logger = logging.getLogger(__name__)
@@ -115,6 +117,32 @@ def naming_writes(path: Path) -> Iterator[None]:
         if error.errno is None or error.filename is not None:
             raise
         raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def write_file(path: Path, content: bytes) -> None:
+    """Write a file atomically and durably: write a temporary file, sync, rename.
+
+    Raises:
+        OSError: It cannot be written, or another kind of file, such as a device, has its name.
+    """
+    if path.exists() and not path.is_file():
+        raise OSError(errno.EINVAL, "it is not a regular file", str(path))
+    fresh = path.with_name(f"{path.name}.new")
+    with naming_writes(path), fresh.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    fresh.rename(path)
+    flush_to_disk(path.parent)
+
+
+def flush_to_disk(path: Path) -> None:
+    """Wait until a file, or the names in a folder, are on disk, and so survive a power failure."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
 
 
 def unwritable(path: str | Path, error: OSError, setting: str | None) -> ConfigError:

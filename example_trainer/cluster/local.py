@@ -26,8 +26,7 @@ from importlib.machinery import PathFinder
 from pathlib import Path
 
 from atroposlib.errors import AtroposError, ConfigError, InferenceError
-from atroposlib.utils.writable import lock_file
-from example_trainer.checkpointing import write_file
+from atroposlib.utils.writable import lock_file, write_file
 from example_trainer.cli import create_full_parser, require_extra
 from example_trainer.cluster.parts import (
     DESCRIBING_MODULE,

@@ -28,7 +28,7 @@ import httpx
 
 from atroposlib.errors import ConfigError
 from atroposlib.utils.listening import CannotListenError, require_free_port
-from example_trainer.checkpointing import write_file
+from atroposlib.utils.writable import write_file
 from example_trainer.cluster.local import find_secrets, hider, restore_weights, write_settings
 from example_trainer.cluster.parts import Part
 from example_trainer.cluster.restarts import INVALID_SETTINGS

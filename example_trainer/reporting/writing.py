@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 from atroposlib.errors import ConfigError
 from atroposlib.utils.command_parser import CommandParser, end_command, prepare_command
 from atroposlib.utils.text import mask_secrets
-from example_trainer.checkpointing import write_file
+from atroposlib.utils.writable import write_file
 from example_trainer.reporting.comparison import (
     MAX_RUNS,
     PAGE_MARK,

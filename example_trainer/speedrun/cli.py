@@ -18,7 +18,7 @@ from pathlib import Path
 
 from atroposlib.errors import AtroposError, ConfigError
 from atroposlib.utils.command_parser import CommandParser, exit_code_of, prepare_command
-from example_trainer.checkpointing import write_file
+from atroposlib.utils.writable import write_file
 from example_trainer.demo.settings import REPOSITORY, DemoPaths, require_clone
 from example_trainer.launch.options import shown_path
 from example_trainer.launch.preflight import choose_engine, require_packages, whole_number

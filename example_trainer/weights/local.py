@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 from pydantic import BaseModel, ValidationError
 
 from atroposlib.errors import ConfigError
-from atroposlib.utils.writable import lock_file, naming_writes
+from atroposlib.utils.writable import flush_to_disk, lock_file, naming_writes
 from example_trainer.weights.format import (
     MOST_FILE_BYTES,
     Chain,
@@ -49,7 +49,7 @@ from example_trainer.weights.format import (
     parse_index,
     pieces_of,
 )
-from example_trainer.weights.store import WeightStore, flush_folder
+from example_trainer.weights.store import WeightStore
 
 __all__ = [
     "RECORD",
@@ -197,18 +197,18 @@ class LocalWeights:
         """Make a folder with all files of a version the current one; return its new path."""
         (folder / RECORD).write_text(version.model_dump_json(), encoding="utf-8")
         for path in folder.iterdir():
-            _flush_file(path)
-        flush_folder(folder)
+            flush_to_disk(path)
+        flush_to_disk(folder)
         target = self._checkpoints / f"{version.serial:08d}-v{version.version}"
         if target.exists():  # damaged, or of an interrupted call: it is not in use
             target = target.with_name(f"{target.name}-{uuid.uuid4().hex[:8]}")
         folder.rename(target)
-        flush_folder(self._checkpoints)
+        flush_to_disk(self._checkpoints)
         link = self.root / f"{_PARTIAL}current"
         link.unlink(missing_ok=True)
         link.symlink_to(Path("checkpoints") / target.name)
         link.replace(self.current)
-        flush_folder(self.root)
+        flush_to_disk(self.root)
         self.drop_downloads()
         self._drop_old(keep=2)
         return target
@@ -217,7 +217,7 @@ class LocalWeights:
         """Record that the weights of the current version are those of another one as well."""
         scratch = self.current / f"{_PARTIAL}record"
         scratch.write_text(version.model_dump_json(), encoding="utf-8")
-        _flush_file(scratch)
+        flush_to_disk(scratch)
         scratch.replace(self.current / RECORD)
 
     def forget(self) -> None:
@@ -582,8 +582,3 @@ def _small_file(store: WeightStore, file: StoredFile) -> bytes:
     if content is None or hashlib.sha256(content).hexdigest() != file.sha256:
         raise DamagedWeightsError(f"{store.shown_url}/{file.name} is damaged", name=file.name)
     return content
-
-
-def _flush_file(path: Path) -> None:
-    with path.open("rb") as file:
-        os.fsync(file.fileno())

@@ -21,6 +21,7 @@ from fsspec.implementations.local import LocalFileSystem
 
 from atroposlib.errors import ConfigError
 from atroposlib.utils.text import hide_secrets, hide_secrets_of_requests, without_secrets
+from atroposlib.utils.writable import flush_to_disk
 from example_trainer.weights.format import (
     MOST_FILE_BYTES,
     MOST_MANIFEST_BYTES,
@@ -30,7 +31,7 @@ from example_trainer.weights.format import (
     parse_manifest,
 )
 
-__all__ = ["MANIFEST", "StoreError", "WeightStore", "flush_folder"]
+__all__ = ["MANIFEST", "StoreError", "WeightStore"]
 
 MANIFEST = "manifest.json"
 _PUT_IS_ATOMIC = {"abfs", "adl", "az", "gcs", "gs", "memory", "oss", "s3", "s3a"}
@@ -253,7 +254,7 @@ class WeightStore:
             scratch.replace(target)
         finally:
             scratch.unlink(missing_ok=True)
-        flush_folder(target.parent)
+        flush_to_disk(target.parent)
 
     @contextlib.contextmanager
     def _errors(self, action: str) -> Iterator[None]:
@@ -278,12 +279,3 @@ async def _first_bytes(stream: Any, limit: int) -> bytes:
             break
         content += chunk
     return bytes(content)
-
-
-def flush_folder(path: Path) -> None:
-    """Write the entries of a folder to disk, so that renames survive a power failure."""
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -119,7 +119,7 @@ def test_directory_exists_at_any_time_while_it_is_replaced(tmp_path, monkeypatch
         seen.append((path.name, (target / "a").read_text()))
 
     monkeypatch.setattr(Path, "rename", note)
-    monkeypatch.setattr("example_trainer.checkpointing._flush_to_disk", note)
+    monkeypatch.setattr("example_trainer.checkpointing.flush_to_disk", note)
     replace_directory(target, lambda d: (d / "a").write_text("2"))
 
     assert seen == [("a", "1"), (".model.new", "1"), (tmp_path.name, "2")]

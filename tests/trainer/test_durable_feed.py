@@ -126,7 +126,7 @@ MOMENTS = {
     "trained, not acknowledged": (Trainer, "train_on", 3, True),
     "acknowledged, no checkpoint yet": (LeasingService, "acknowledge", 4, True),
     "checkpoint half written": (checkpointing, "save_training_state", 2, False),
-    "checkpoint written, not in place": (checkpointing, "_flush_to_disk", 2, False),
+    "checkpoint written, not in place": (checkpointing, "_exchange", 2, False),
     "checkpoint in place, journal not cut": (BatchJournal, "forget_through", 1, False),
     "checkpoint in place, old one not dropped": (training, "drop_old_checkpoints", 2, False),
     "checkpoint in place, not acknowledged": (training, "drop_old_checkpoints", 2, True),

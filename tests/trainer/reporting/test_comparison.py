@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from example_trainer.checkpointing import write_file
+from atroposlib.utils.writable import write_file
 from example_trainer.reporting.comparison import MAX_RUNS, make_labels
 from example_trainer.reporting.page import Series, overlay_chart
 from example_trainer.reporting.writing import main, settings_path, write_settings
