@@ -95,7 +95,9 @@ class VllmFields(BaseModel):
     """The inference engine."""
 
     vllm_host: str = Field(
-        default="127.0.0.1", description="Host of the engine, to which a launched one binds."
+        default="127.0.0.1",
+        min_length=1,
+        description="Host of the engine, to which a launched one binds.",
     )
     vllm_port: int = Field(default=9001, ge=1, le=65535, description="Port of the engine.")
     vllm_gpu: int | None = Field(default=None, ge=0, description="GPU index for a launched engine.")
@@ -346,18 +348,23 @@ class TrainingFields(BaseModel):
         default=False, description="Adafactor's scale_parameter."
     )
     adafactor_relative_step: bool = Field(default=False, description="Adafactor's relative_step.")
-    weight_decay: float = Field(default=0.01, ge=0, description="Decoupled weight decay (AdamW).")
+    weight_decay: float = Field(
+        default=0.01, ge=0, allow_inf_nan=False, description="Decoupled weight decay (AdamW)."
+    )
     max_grad_norm: float = Field(
         default=1.0, gt=0, description="Maximum norm of the gradient, which is clipped to it."
     )
     seed: int = Field(
-        default=0, ge=0, description="Seed of the random generators of Python, numpy and torch."
+        default=0,
+        ge=0,
+        le=2**32 - 1,
+        description="Seed of the random generators of Python, numpy and torch.",
     )
     device: str = Field(
         default_factory=default_device, description="Torch device; auto: cuda if available."
     )
     save_path: str = Field(
-        default="trained_model_checkpoints", description="Directory of checkpoints."
+        default="trained_model_checkpoints", min_length=1, description="Directory of checkpoints."
     )
     checkpoint_interval: int | None = Field(
         default=None,

@@ -43,6 +43,7 @@ __all__ = [
     "require_device",
     "tokens_to_test_attention",
     "usable_length",
+    "usable_pad_multiple",
 ]
 
 logger = logging.getLogger(__name__)
@@ -142,6 +143,15 @@ def usable_length(model: Any, config: TrainingConfig) -> int:
         *(config.seq_len, positions),
     )
     return positions
+
+
+def usable_pad_multiple(model: Any, config: TrainingConfig) -> int:
+    """Return `pad_multiple`, or less where padding would exceed the positions of the model."""
+    positions = num_learned_positions(model)
+    if positions is None:
+        return config.pad_multiple
+    multiples = range(min(config.pad_multiple, positions), 0, -1)
+    return next(multiple for multiple in multiples if positions % multiple == 0)
 
 
 def checkpoint_activations(model: Any) -> None:
@@ -347,10 +357,15 @@ def require_device(device: str) -> None:
     """Raise `ConfigError` for a GPU that torch does not see."""
     import torch
 
-    if not device.startswith("cuda"):
+    kind, _, index = device.partition(":")
+    if kind == "cpu":
         return
-    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    if int(device.partition(":")[2] or 0) >= num_gpus:
+    if kind == "mps":
+        num_gpus = int(torch.backends.mps.is_available())
+    else:
+        backend = getattr(torch, kind)
+        num_gpus = backend.device_count() if backend.is_available() else 0
+    if int(index or 0) >= num_gpus:
         raise ConfigError(
             f"device={device}: torch sees {num_gpus} GPUs here; choose one of them, or --device cpu"
         )

@@ -190,7 +190,7 @@ def open_parallel(config: TrainingConfig) -> Iterator[Parallel]:
             rank=config.trainer_rank,
             world_size=config.world_size,
         )
-    except ValueError as error:  # a variable of env:// is missing
+    except (ValueError, RuntimeError) as error:  # a missing variable of env://, another scheme
         raise ConfigError(
             f"world_size={config.world_size}: {error}; start the trainer with torchrun, which sets "
             "the variables, or leave out --world-size"

@@ -49,7 +49,7 @@ from example_trainer.metrics import (
     step_line,
     sum_stats,
 )
-from example_trainer.model import autocast, usable_length
+from example_trainer.model import autocast, usable_length, usable_pad_multiple
 from example_trainer.parallel import ONE_PROCESS, Parallel
 from example_trainer.policy import PreparedPolicy, Reference, log_step_plan, prepare_policy
 from example_trainer.rows import RowRules
@@ -332,6 +332,7 @@ class Trainer:
             scores_reference=reference is not None,
             images=images,
         )
+        self._pad_multiple = usable_pad_multiple(model, config)
         self._observer = StepObserver(
             config,
             model,
@@ -448,7 +449,7 @@ class Trainer:
             leased.groups,
             replace(self._rules, oldest_version=oldest_version),
             microbatch_size=self.config.batch_size,
-            pad_multiple=self.config.pad_multiple,
+            pad_multiple=self._pad_multiple,
             packs=self._packs,
             max_tokens=self.config.microbatch_tokens,
             num_ranks=self._parallel.world_size,

@@ -59,10 +59,19 @@ _TORCHRUN_NAMES = {
 
 
 def is_port_in_use(port: int, host: str = "127.0.0.1") -> bool:
-    """Return whether a process accepts connections on a port."""
+    """Return whether a process accepts connections on a port.
+
+    Raises:
+        EngineSetupError: the host is unknown.
+    """
     with socket.socket() as probe:
         probe.settimeout(1.0)
-        return probe.connect_ex((host, port)) == 0
+        try:
+            return probe.connect_ex((host, port)) == 0
+        except (socket.gaierror, UnicodeError) as error:
+            raise EngineSetupError(
+                f"--vllm-host: {host!r} is not the name or IPv4 address of a host: {error}"
+            ) from error
 
 
 def check_vllm_health(port: int, host: str = "127.0.0.1") -> bool:

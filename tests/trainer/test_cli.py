@@ -163,6 +163,10 @@ def test_contradicting_settings_are_refused_with_the_remedy():
     ("argv", "message"),
     [
         (["--lr", "inf"], "--lr: Input should be a finite number"),
+        (["--weight-decay", "inf"], "--weight-decay: Input should be a finite number"),
+        (["--seed", "4294967296"], "--seed: Input should be less than or equal to 4294967295"),
+        (["--save-path", ""], "--save-path: String should have at least 1 character"),
+        (["--vllm-host", ""], "--vllm-host: String should have at least 1 character"),
         (["--kl-coef", "inf"], "--kl-coef: Input should be a finite number"),
         (["--device", "tpu"], "--device: expected auto, cpu, cuda, or one GPU"),
         (["--device", "cuda:x"], "--device: expected auto, cpu, cuda, or one GPU"),

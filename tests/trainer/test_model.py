@@ -21,6 +21,7 @@ from example_trainer.model import (
     freeze_other_layers,
     load_frozen_model,
     load_model_and_tokenizer,
+    require_device,
 )
 from example_trainer.torch_engine.loading import TorchEngineOptions, load_engine
 from example_trainer.training import learning_rate_at
@@ -83,6 +84,15 @@ def test_gpu_that_is_not_there_is_refused_before_anything_is_loaded(
 
     with pytest.raises(ConfigError, match=f"device=cuda:2: torch sees {num_gpus} GPUs"):
         load_model_and_tokenizer(config)
+
+
+@pytest.mark.parametrize("kind", ["mps", "xpu"])
+def test_other_accelerator_that_is_not_there_is_refused_as_well(monkeypatch, kind):
+    backend = torch.backends.mps if kind == "mps" else torch.xpu
+    monkeypatch.setattr(backend, "is_available", lambda: False)
+
+    with pytest.raises(ConfigError, match=f"device={kind}: torch sees 0 GPUs"):
+        require_device(kind)
 
 
 @pytest.mark.parametrize(

@@ -194,6 +194,14 @@ def test_several_processes_without_torchrun_are_rejected_with_the_remedy(tmp_pat
         pass
 
 
+def test_rendezvous_address_of_an_unknown_kind_is_rejected(tmp_path):
+    with (
+        pytest.raises(ConfigError, match=r"world_size=2: No rendezvous handler.*torchrun"),
+        open_parallel(tiny_config(tmp_path, world_size=2, init_method="rank0:29500")),
+    ):
+        pass
+
+
 @pytest.mark.long
 def test_torchrun_variables_become_settings():
     variables = {"RANK": "5", "WORLD_SIZE": "8", "LOCAL_RANK": "1"}

@@ -254,14 +254,22 @@ def test_logprobs_that_are_masked_where_tokens_are_trained_are_named(tmp_path, c
     assert "mean inference logprob 1.00: masks and logprobs disagree" in caplog.text
 
 
-def test_sequences_end_with_the_learned_positions_of_the_model(tmp_path, caplog):
+@pytest.mark.parametrize("pad_multiple", [1, 6, 64])
+def test_sequences_and_padding_end_with_the_learned_positions_of_the_model(
+    tmp_path, caplog, pad_multiple
+):
     from transformers import GPT2Config, GPT2LMHeadModel
 
     shape = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 16}
     model = GPT2LMHeadModel(GPT2Config(vocab_size=32, **shape, bos_token_id=0, eos_token_id=0))
     long = group([[PREFERRED] * 20, [REJECTED]] * 2, [1.0, 0.0] * 2)
     trainer = make_trainer(
-        tmp_path, groups=[long], model=model, training_steps=1, packing="off", pad_multiple=1
+        tmp_path,
+        groups=[long],
+        model=model,
+        training_steps=1,
+        packing="off",
+        pad_multiple=pad_multiple,
     )
 
     trainer.run()

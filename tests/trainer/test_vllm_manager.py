@@ -11,7 +11,7 @@ import sys
 
 import pytest
 
-from atroposlib.errors import ConfigError
+from atroposlib.errors import ConfigError, EngineSetupError
 from example_trainer.processes import ProcessFailedError, find_free_port
 from example_trainer.vllm_manager import (
     VllmServer,
@@ -170,6 +170,12 @@ def test_port_counts_as_used_only_while_something_listens():
         assert not wait_for_vllm_ready(find_free_port(), timeout=0.0)
 
     assert not is_port_in_use(port)
+
+
+@pytest.mark.parametrize("host", ["no such host", "::1", "a" * 70 + ".test"])
+def test_host_that_is_unknown_is_named_with_its_flag(host):
+    with pytest.raises(EngineSetupError, match=r"--vllm-host: .* is not the name or IPv4 address"):
+        is_port_in_use(9001, host)
 
 
 def test_health_is_what_the_engine_says():
