@@ -150,6 +150,7 @@ def save_checkpoint(
                 optimizer_state=optimizer_state,
                 states_by_rank=states_by_rank,
                 step_metrics=step_metrics,
+                trained_weights=trained_weights(model),
             )
             _write_checksums(directory)
 
@@ -163,6 +164,11 @@ def save_lora_checkpoint(
     """Save adapters as `adapter_step_<step>` or `final_adapter`, and return the directory."""
     path = Path(save_path) / ("final_adapter" if is_final else f"adapter_step_{step}")
     return replace_directory(path, model.save_pretrained)
+
+
+def trained_weights(model: Any) -> list[str]:
+    """Return the names of the trained parameters of a model, in the order of its optimizer."""
+    return [name for name, value in model.named_parameters() if value.requires_grad]
 
 
 def random_states() -> dict[str, Any]:
@@ -184,6 +190,7 @@ def save_training_state(
     optimizer_state: Mapping[str, Any] | None = None,
     states_by_rank: Sequence[Mapping[str, Any]] | None = None,
     step_metrics: Mapping[str, float] | None = None,
+    trained_weights: Sequence[str] | None = None,
 ) -> None:
     """Write the state of the run to the folder `trainer` of a checkpoint, without pickling.
 
@@ -195,6 +202,7 @@ def save_training_state(
         optimizer_state: Of the whole model; None: `optimizer.state_dict()`.
         states_by_rank: `random_states` of every rank; None: of this process alone.
         step_metrics: Of the last step, for a run that is killed before it has logged them.
+        trained_weights: `trained_weights` of the model; None: not recorded.
     """
     import numpy as np
     import torch
@@ -223,18 +231,23 @@ def save_training_state(
         "rng_numpy": _numpy_state(np.random.get_state(legacy=False)),
         "feed": feed_state or {},
         "metrics": dict(step_metrics or {}),
+        "trained_weights": trained_weights,
     }
     (folder / _STATE).write_text(json.dumps(record), encoding="utf-8")
 
 
-def load_training_state(directory: Path, optimizer: Any, *, rank: int = 0) -> int:
+def load_training_state(
+    directory: Path, optimizer: Any, *, rank: int = 0, model: Any = None
+) -> int:
     """Restore optimizer and random generators; return the optimizer steps completed.
 
-    The optimizer is that of the whole model or of this rank's shard. If the checkpoint has no
-    random state of `rank`, that of rank 0 is used.
+    The optimizer is that of the whole model or of this rank's shard. It keeps its own settings: the
+    present ones count, not those of the checkpoint. If the checkpoint has no random state of
+    `rank`, that of rank 0 is used.
 
     Raises:
-        ConfigError: the checkpoint was written with another class of optimizer.
+        ConfigError: the checkpoint was written with another class of optimizer, or by a run that
+            trains other weights than `model`.
     """
     import numpy as np
     import torch
@@ -248,6 +261,7 @@ def load_training_state(directory: Path, optimizer: Any, *, rank: int = 0) -> in
             f"{directory} was written by {record['optimizer']}, this run uses "
             f"{type(optimizer).__name__}; choose the same optimizer or start without --resume"
         )
+    _require_same_weights(directory, record, optimizer, model)
     tensors = load_file(_state_file(directory, _TENSORS))
     slots: dict[int, dict[str, Any]] = {
         int(index): dict(values) for index, values in record["plain_state"].items()
@@ -256,12 +270,11 @@ def load_training_state(directory: Path, optimizer: Any, *, rank: int = 0) -> in
         if key.startswith("state."):
             _, index, name = key.split(".", 2)
             slots.setdefault(int(index), {})[name] = value
-    decays = [group.get("weight_decay") for group in optimizer.param_groups]
-    load_optimizer_state(optimizer, {"state": slots, "param_groups": record["param_groups"]})
-    # As with the learning rate, the present setting counts, not that of the checkpoint.
-    for group, decay in zip(optimizer.param_groups, decays, strict=True):
-        if decay is not None:
-            group["weight_decay"] = decay
+    groups = [
+        {**saved, **{name: value for name, value in own.items() if name != "params"}}
+        for saved, own in zip(record["param_groups"], optimizer.param_groups, strict=True)
+    ]
+    load_optimizer_state(optimizer, {"state": slots, "param_groups": groups})
     if record["optimizer"] == "Adafactor":
         _restore_precision(optimizer, slots)
     version, internal, gauss = record["rng_python"]
@@ -272,6 +285,19 @@ def load_training_state(directory: Path, optimizer: Any, *, rank: int = 0) -> in
     if "rng.cuda" in tensors and torch.cuda.is_available():
         torch.cuda.set_rng_state(tensors.get(_state_name("cuda", rank), tensors["rng.cuda"]))
     return int(record["step"])
+
+
+def _require_same_weights(
+    directory: Path, record: Mapping[str, Any], optimizer: Any, model: Any
+) -> None:
+    saved = [len(group["params"]) for group in record["param_groups"]]
+    differs = saved != [len(group["params"]) for group in optimizer.param_groups]
+    names = record.get("trained_weights")  # not in checkpoints of earlier versions
+    if differs or (model is not None and names is not None and names != trained_weights(model)):
+        raise ConfigError(
+            f"{directory} was written by a run that trains other weights of the model; choose the "
+            "same --lora, --train-layer-indices and --freeze-vision, or start without --resume"
+        )
 
 
 def _restore_precision(optimizer: Any, slots: Mapping[int, Mapping[str, Any]]) -> None:

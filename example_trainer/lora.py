@@ -87,12 +87,14 @@ def add_adapters(model: Any, config: TrainingConfig, *, source: str | None = Non
 
 def _warn_of_other_settings(model: Any, config: TrainingConfig) -> None:
     saved = model.peft_config[_ADAPTER]
-    for name, value in (
-        ("lora_r", saved.r),
-        ("lora_alpha", saved.lora_alpha),
-        ("lora_dropout", saved.lora_dropout),
+    modules = sorted(set(config.lora_target_modules or _TARGET_MODULES))
+    for name, value, given in (
+        ("lora_r", saved.r, config.lora_r),
+        ("lora_alpha", saved.lora_alpha, config.lora_alpha),
+        ("lora_dropout", saved.lora_dropout, config.lora_dropout),
+        ("lora_target_modules", sorted(saved.target_modules), modules),
+        ("lora_layer_indices", saved.layers_to_transform, config.lora_layer_indices),
     ):
-        given = getattr(config, name)
         if value != given:
             logger.warning(
                 "%s=%s is not used: the adapters from which the run continues have %s",

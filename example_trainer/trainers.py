@@ -287,7 +287,7 @@ def _load(config: TrainingConfig, parallel: Parallel, checkpoint: Path | None) -
         tokenizer = TokenizerWithProcessor(tokenizer, source)
     steps_done = 0
     if checkpoint is not None:
-        steps_done = load_training_state(checkpoint, optimizer, rank=parallel.rank)
+        steps_done = load_training_state(checkpoint, optimizer, rank=parallel.rank, model=model)
     logger.info("%s", setup_line(model, config, policy))
     logger.info("starting after step %d from %s", steps_done, source)
     return _Loaded(model, tokenizer, policy, reference, optimizer, images, source, steps_done)

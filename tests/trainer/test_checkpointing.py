@@ -20,7 +20,7 @@ from example_trainer.checkpointing import (
     replace_directory,
     save_checkpoint,
 )
-from example_trainer.model import create_optimizer
+from example_trainer.model import create_optimizer, freeze_other_layers
 from tests.trainer.tiny import SavedTokenizer, tiny_config, tiny_llama
 
 pytestmark = pytest.mark.slow
@@ -74,6 +74,35 @@ def test_resumed_run_has_the_weight_decay_of_its_own_settings(tmp_path):
     load_training_state(path, resumed)
 
     assert [group["weight_decay"] for group in resumed.param_groups] == [0.1]
+
+
+def test_resumed_run_has_the_adafactor_settings_of_its_own(tmp_path):
+    model = tiny_llama()
+    relative = {"optimizer": "adafactor", "adafactor_relative_step": True}
+    before = create_optimizer(model, tiny_config(tmp_path, **relative))
+    path = save_checkpoint(model, SavedTokenizer(), tmp_path, 1, optimizer=before)
+    resumed = create_optimizer(model, tiny_config(tmp_path, optimizer="adafactor", lr=0.5))
+
+    load_training_state(path, resumed)
+
+    group = resumed.param_groups[0]
+    assert (group["relative_step"], group["lr"]) == (False, 0.5)
+
+
+@pytest.mark.parametrize(("before", "after"), [([0], [1]), ([0], [0, 1]), ([0, 1], [0])])
+def test_checkpoint_of_a_run_that_trains_other_weights_is_refused(tmp_path, before, after):
+    models = []
+    for layers in (before, after):
+        models.append(tiny_llama())
+        freeze_other_layers(models[-1], layers)
+    optimizers = [create_optimizer(model, tiny_config(tmp_path)) for model in models]
+    take_steps(models[0], optimizers[0], 1)
+    path = save_checkpoint(models[0], SavedTokenizer(), tmp_path, 1, optimizer=optimizers[0])
+
+    with pytest.raises(ConfigError, match="trains other weights of the model; choose the same"):
+        load_training_state(path, optimizers[1], model=models[1])
+
+    assert load_training_state(path, optimizers[0], model=models[0]) == 1
 
 
 def test_checkpoint_of_another_optimizer_is_refused(tmp_path):

@@ -156,12 +156,16 @@ def test_adapters_keep_their_shape_when_a_resumed_run_has_other_settings(
     model.save_pretrained(tmp_path / "adapters")
 
     source = str(tmp_path / "adapters")
-    again, _ = load_model_and_tokenizer(lora_config(tmp_path, lora_alpha=64), source=source)
+    others = {"lora_alpha": 64, "lora_target_modules": ["o_proj"], "lora_layer_indices": [1]}
+    again, _ = load_model_and_tokenizer(lora_config(tmp_path, **others), source=source)
 
     assert again.peft_config["default"].lora_alpha == 32
     warnings = [record.message for record in caplog.records if "lora" in record.message]
+    reason = "is not used: the adapters from which the run continues have"
     assert warnings == [
-        "lora_alpha=64 is not used: the adapters from which the run continues have 32"
+        f"lora_alpha=64 {reason} 32",
+        f"lora_target_modules=['o_proj'] {reason} ['q_proj', 'v_proj']",
+        f"lora_layer_indices=[1] {reason} None",
     ]
 
 
