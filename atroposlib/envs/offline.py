@@ -290,14 +290,22 @@ async def evaluate_once(env: DrivenEnv, reporter: Reporter) -> None:
         reporter.start_local_run()
         expect_engine_tokenizer(env.server, env.tokenizer, name=env.config.tokenizer_name)
         reporter.begin_evaluation()
+        logged_before = reporter.run_log.latest
         await while_engines_stay(env, settle(env.evaluate()))
         reporter.require_answers(None)
+        if reporter.run_log.latest is logged_before:
+            await reporter.tolerate(_log_kept_metrics(env), "wandb_log")
         latest = reporter.run_log.latest
         for name, value in latest.items():
             if "eval/" in name and isinstance(value, Real) and not name.endswith(INTERVAL_ENDS):
                 low, high = latest.get(f"{name}_ci_low"), latest.get(f"{name}_ci_high")
                 shown = "" if low is None else f" (95% interval {low:.4g} to {high:.4g})"
                 logger.info("%s: %.4g%s", name, value, shown)
+
+
+async def _log_kept_metrics(env: DrivenEnv) -> None:
+    """Log the results that an overridden `wandb_log` adds, as at the next step of `serve`."""
+    await settle(env.wandb_log({}))
 
 
 async def while_engines_stay(env: DrivenEnv, work: Coroutine[Any, Any, None]) -> None:

@@ -35,7 +35,12 @@ from atroposlib.envs.server_handling.server_baseline import (
 from atroposlib.envs.server_handling.server_harness import ServerHarness
 from atroposlib.errors import InferenceError
 from atroposlib.exporting.groups import ExportGroup
-from atroposlib.exporting.selection import prompt_lengths, trained_spans
+from atroposlib.exporting.selection import (
+    end_of_reply,
+    line_break_ids,
+    prompt_lengths,
+    trained_spans,
+)
 from atroposlib.utils.aio import settle
 
 if TYPE_CHECKING:
@@ -93,12 +98,19 @@ class RecordedModel:
     Args:
         groups: Groups of the earlier run.
         end_ids: Special tokens; a completion that ends with another token was truncated.
+        tail_ids: Tokens that a chat template may write after them.
     """
 
-    def __init__(self, groups: Sequence[RecordedGroup], end_ids: Collection[int]) -> None:
+    def __init__(
+        self,
+        groups: Sequence[RecordedGroup],
+        end_ids: Collection[int],
+        tail_ids: Collection[int] = (),
+    ) -> None:
         self._waiting: dict[tuple[int, ...], list[int]] = defaultdict(list)
         self._groups = groups
         self._end_ids = frozenset(end_ids)
+        self._tail_ids = frozenset(tail_ids)
         for number, group in enumerate(groups):
             for prompt in group.prompts():
                 self._waiting[prompt].append(number)
@@ -156,10 +168,11 @@ class RecordedModel:
         return turns
 
     def finish_reason(self, turn: ReplayedTurn) -> Any:
-        return "stop" if turn.ids and turn.ids[-1] in self._end_ids else "length"
+        is_complete = end_of_reply(turn.ids, self._end_ids, self._tail_ids) is not None
+        return "stop" if is_complete else "length"
 
     def without_end(self, ids: list[int]) -> list[int]:
-        return ids[:-1] if ids and ids[-1] in self._end_ids else ids
+        return ids[: end_of_reply(ids, self._end_ids, self._tail_ids)]
 
 
 class RecordedServer(ServerHarness):
@@ -265,7 +278,8 @@ def build_replayed(env_cls: type[Any], settings: Any, groups: Sequence[RecordedG
     manager = settings.manager.model_copy(update={"testing": True, "slurm": False})
     env_config = settings.env.model_copy(update=changes)
     env = build_environment(env_cls, settings._replace(env=env_config, manager=manager))
-    model = RecordedModel(groups, env.tokenizer.all_special_ids)
+    tokenizer = env.tokenizer
+    model = RecordedModel(groups, tokenizer.all_special_ids, line_break_ids(tokenizer))
     configs = env.server_configs or [server.config for server in env.server.servers]
     env.server.servers = [RecordedServer(model, env.tokenizer, config) for config in configs]
     return env, model

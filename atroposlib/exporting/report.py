@@ -112,10 +112,10 @@ def _histogram_lines(values: Sequence[float]) -> list[str]:
 
 
 def _truncation_lines(report: ExportReport, unit: str) -> list[str]:
-    if not report.knows_truncation:
+    if not report.knows_truncation or not report.num_records:
         return []
     if not report.num_truncated:
-        return ["no completion was truncated"]
+        return [f"truncated: none of the {unit}"]
     more = report.num_truncated - len(report.truncated)
     named = "; ".join(report.truncated) + (f"; and {more} more" if more else "")
     return [f"truncated: {report.num_truncated} {unit} ({named})"]

@@ -36,7 +36,7 @@ from atroposlib.exporting.groups import (
 )
 from atroposlib.exporting.output import Line, Mode, Output, OutputKind, encode_line, open_output
 from atroposlib.exporting.report import DUPLICATE, ExportReport
-from atroposlib.exporting.selection import TruncationRule
+from atroposlib.exporting.selection import TruncationRule, line_break_ids
 from atroposlib.exporting.texts import Decoder, check_tokenizer, decoder_of, load_tokenizer
 from atroposlib.utils.text import without_secrets
 
@@ -310,7 +310,9 @@ def _export(
         if request.checks_tokenizer:
             _check(request.tokenizer, tokenizer, [group for _, group in first], notify)
         decode = decoder_of(tokenizer)
-        truncation = TruncationRule(frozenset(tokenizer.all_special_ids), request.drops_truncated)
+        truncation = TruncationRule(
+            frozenset(tokenizer.all_special_ids), request.drops_truncated, line_break_ids(tokenizer)
+        )
         report.knows_truncation = bool(truncation.end_ids)
     export_groups(
         groups,

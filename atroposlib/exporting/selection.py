@@ -36,6 +36,8 @@ __all__ = [
     "TruncationRule",
     "UsableTrajectory",
     "common_prefix_length",
+    "end_of_reply",
+    "line_break_ids",
     "pair_prompt_length",
     "pair_up",
     "prompt_lengths",
@@ -300,10 +302,36 @@ class TruncationRule(NamedTuple):
     end_ids: Collection[int] = ()
     """Special tokens that end a complete completion; empty if unknown."""
     drops: bool = False
+    tail_ids: Collection[int] = ()
+    """Tokens of the line break that a chat template may write after the end; see `end_of_reply`."""
 
 
 UNKNOWN_ENDS = TruncationRule()
 """Treats no completion as truncated."""
+
+
+def line_break_ids(tokenizer: Any) -> frozenset[int]:
+    """Return the tokens of a line break."""
+    return frozenset(tokenizer.encode("\n", add_special_tokens=False))
+
+
+def end_of_reply(
+    ids: Sequence[int], end_ids: Collection[int], tail_ids: Collection[int]
+) -> int | None:
+    """Return the index of the token that ends a reply; None if the reply was truncated.
+
+    Groups of rendered chats, as of `tokenize_for_trainer`, may also train the line break that the
+    template writes after the end token.
+
+    Args:
+        ids: [C] the trained tokens of the reply.
+        end_ids: special tokens.
+        tail_ids: tokens that may follow the end.
+    """
+    last = len(ids) - 1
+    while last > 0 and ids[last] in tail_ids:
+        last -= 1
+    return last if last >= 0 and ids[last] in end_ids else None
 
 
 class UsableTrajectory(NamedTuple):
@@ -323,6 +351,7 @@ class TrajectoryReader:
 
     def __init__(self, truncation: TruncationRule, *, needs_messages: bool) -> None:
         self._end_ids = frozenset(truncation.end_ids)
+        self._tail_ids = frozenset(truncation.tail_ids)
         self._drops = truncation.drops
         self._needs_messages = needs_messages
 
@@ -365,4 +394,4 @@ class TrajectoryReader:
         last = len(ids) - 1
         while mask and last > 0 and mask[last] == IGNORE_INDEX:
             last -= 1
-        return ids[last] not in self._end_ids
+        return end_of_reply(ids[: last + 1], self._end_ids, self._tail_ids) is None

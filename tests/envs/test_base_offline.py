@@ -425,6 +425,63 @@ async def test_evaluate_writes_results_and_metrics(
     assert logged[0]["eval/percent_correct"] == 0.5
 
 
+class BufferedEvaluationEnv(SmallEnv):
+    """Keeps its results for `wandb_log`, as many environments do."""
+
+    kept: tuple[float, ...] = ()
+
+    async def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        self.kept = (0.25,)
+
+    async def wandb_log(self, wandb_metrics: dict[str, Any] | None = None) -> None:
+        metrics = {"eval/percent_correct": sum(self.kept) / len(self.kept)}
+        self.kept = ()
+        await super().wandb_log({**(wandb_metrics or {}), **metrics})
+
+
+async def test_evaluate_results_kept_for_wandb_log_are_logged(
+    make_env: MakeEnv, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO"):
+        await make_env(BufferedEvaluationEnv)._run_evaluate()
+
+    assert "eval/percent_correct: 0.25" in caplog.text
+    logged = records(tmp_path / "logs" / "small" / "metrics.jsonl")
+    assert [line["eval/percent_correct"] for line in logged] == [0.25]
+
+
+class LoggingTwiceEnv(BufferedEvaluationEnv):
+    async def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        await super().evaluate()
+        await self.wandb_log()
+
+
+async def test_evaluate_that_logs_its_results_logs_once(
+    make_env: MakeEnv, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level("INFO"):
+        await make_env(LoggingTwiceEnv)._run_evaluate()
+
+    assert "eval/percent_correct: 0.25" in caplog.text
+    assert len(records(tmp_path / "logs" / "small" / "metrics.jsonl")) == 1
+
+
+class NothingToLogEnv(BufferedEvaluationEnv):
+    async def evaluate(self, *args: Any, **kwargs: Any) -> Any:
+        return None
+
+
+async def test_evaluate_wandb_log_that_fails_does_not_end_it(
+    make_env: MakeEnv, caplog: pytest.LogCaptureFixture
+) -> None:
+    env = make_env(NothingToLogEnv)
+
+    await env._run_evaluate()
+
+    assert "wandb_log failed" in caplog.text
+    assert env._reporter.failure_counts == {"ZeroDivisionError": 1}
+
+
 async def test_evaluate_without_a_folder_only_warns(
     make_env: MakeEnv, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import Any
 
 import pytest
@@ -17,6 +18,7 @@ from atroposlib.exporting.formats import (
 )
 from atroposlib.exporting.groups import ExportGroup
 from atroposlib.exporting.output import content_key, encode_line
+from atroposlib.exporting.report import ExportReport, report_text
 from atroposlib.exporting.selection import PairRule, SelectionRule, TruncationRule
 from atroposlib.exporting.texts import decoder_of, split_texts
 
@@ -273,6 +275,31 @@ def test_truncated_trajectories_are_seen_by_their_last_trained_token() -> None:
 
     assert whole(drops=False) == [True, False, False]
     assert whole(drops=True) == [False, False]
+
+
+@pytest.mark.parametrize(
+    ("text", "is_truncated"),
+    [("aE", False), ("aE\n", False), ("aE\n\n", False), ("a\n", True), ("\n", True), ("aEb", True)],
+)
+def test_line_break_that_a_template_trains_after_the_end_is_not_a_truncation(
+    text: str, is_truncated: bool
+) -> None:
+    group = ExportGroup(tokens=[ids("P" + text)], masks=[[X, *ids(text)]], scores=[1.0])
+    rule = TruncationRule({ord("E")}, False, {ord("\n")})
+    recipe = SftRecipe(SFT_FORMATS["tokens"], SelectionRule(), None, rule)
+
+    (built,) = recipe.build(recipe.pick(group, "g").picks)
+
+    assert built.is_truncated is is_truncated
+
+
+def test_report_of_dropped_truncated_trajectories_does_not_deny_them() -> None:
+    report = ExportReport(dropped=Counter(truncated=2), knows_truncation=True)
+
+    assert "truncated: none" not in report_text(report, unit="examples")
+
+    report.add_record(where="line 1", score=1.0, length=3, is_truncated=False)
+    assert "truncated: none of the examples" in report_text(report, unit="examples")
 
 
 def test_content_key_is_that_of_the_record_without_its_score() -> None:

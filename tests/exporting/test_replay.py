@@ -22,6 +22,7 @@ from atroposlib.exporting.replay import (
     NotRecordedError,
     RecordedGroup,
     RecordedModel,
+    ReplayedTurn,
     Rescored,
     comparison_text,
     record_run,
@@ -303,6 +304,15 @@ def test_what_was_not_recorded_is_never_made_up() -> None:
         model.answer([1], 1)
     with pytest.raises(NotRecordedError):
         model.answer([1, 2], 1)
+
+
+def test_reply_of_a_rendered_chat_ends_before_the_line_break_of_the_template() -> None:
+    model = RecordedModel([], end_ids=[3], tail_ids=[9])
+
+    turns = [ReplayedTurn([2, 3, 9], []), ReplayedTurn([2, 4, 9], [])]
+
+    assert [model.finish_reason(turn) for turn in turns] == ["stop", "length"]
+    assert [model.without_end(turn.ids) for turn in turns] == [[2], [2, 4, 9]]
 
 
 @pytest.mark.long

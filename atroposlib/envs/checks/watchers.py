@@ -358,9 +358,12 @@ class NetworkAttempt(NamedTuple):
 def block_network() -> Iterator[list[NetworkAttempt]]:
     """Block connections and name resolution except for this machine; yields the attempts.
 
-    The attempts include connections of the author's code to this machine, which are allowed.
+    The attempts include connections of the author's code to this machine, which are allowed. Those
+    to servers of this process are left out, such as the proxy through which an agent reaches
+    `self.server`.
     """
     attempts: list[NetworkAttempt] = []
+    own_ports: set[int] = set()
 
     def refuse(host: Any) -> None:
         if not _is_local(host):
@@ -369,6 +372,8 @@ def block_network() -> Iterator[list[NetworkAttempt]]:
             raise NetworkBlockedError(f"a check blocks the network; {host} cannot be reached")
 
     def note_local(address: Any) -> None:
+        if address[1] in own_ports:
+            return
         where = stack_site(sys._getframe(2)) or awaiting_site()
         if where is not None:
             attempts.append(NetworkAttempt(f"{address[0]}:{address[1]}", False, where))
@@ -387,23 +392,30 @@ def block_network() -> Iterator[list[NetworkAttempt]]:
             note_local(address)
         return originals["connect"](connection, address)
 
+    def listen(server: Any, *args: Any) -> None:
+        originals["listen"](server, *args)
+        if server.family != getattr(socket, "AF_UNIX", None):
+            own_ports.add(server.getsockname()[1])
+
     loop_class = asyncio.BaseEventLoop
     originals: dict[str, Any] = {
         "look_up": socket.getaddrinfo,
         "look_up_on_loop": loop_class.getaddrinfo,
         "connect": socket.socket.connect,
+        "listen": socket.socket.listen,
     }
-    _put(look_up, look_up_on_loop, connect)
+    _put(look_up, look_up_on_loop, connect, listen)
     try:
         yield attempts
     finally:
-        _put(originals["look_up"], originals["look_up_on_loop"], originals["connect"])
+        _put(*originals.values())
 
 
-def _put(look_up: Any, look_up_on_loop: Any, connect: Any) -> None:
+def _put(look_up: Any, look_up_on_loop: Any, connect: Any, listen: Any) -> None:
     socket.getaddrinfo = look_up
     asyncio.BaseEventLoop.getaddrinfo = look_up_on_loop  # type: ignore[method-assign]
     socket.socket.connect = connect  # type: ignore[method-assign]
+    socket.socket.listen = listen  # type: ignore[method-assign]
 
 
 def _is_local(host: Any) -> bool:

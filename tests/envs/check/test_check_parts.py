@@ -111,6 +111,17 @@ def test_block_network_lets_this_machine_through_and_names_who_reaches_out(free_
     assert socket.getaddrinfo.__module__ == "socket"
 
 
+async def test_block_network_leaves_out_servers_of_the_process_itself() -> None:
+    with block_network() as attempts:
+        server = await asyncio.start_server(lambda _, writer: writer.close(), "127.0.0.1", 0)
+        async with server:
+            port = server.sockets[0].getsockname()[1]
+            socket.create_connection(("127.0.0.1", port)).close()
+
+    assert attempts == []
+    assert "block_network" not in repr(socket.socket.listen)
+
+
 @pytest.mark.parametrize(
     ("host", "is_here"),
     [
