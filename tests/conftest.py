@@ -17,7 +17,7 @@ import pytest
 from xdist.scheduler import LoadScopeScheduling
 
 from example_trainer.processes import find_free_port
-from tests.process_state import process_as_found
+from tests.process_state import pools_closed, process_as_found
 from tests.redis_server import RedisServer
 
 FOLDERS_THAT_SHARE = ("end_to_end", "exporting", "on_ray", "packaging")
@@ -169,11 +169,11 @@ def _skip_without_option(config: pytest.Config, items: list[pytest.Item]) -> Non
 
 @pytest.fixture(scope="module", autouse=True)
 def own_state(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """After each file, undo what commands set in this process.
+    """After each file, undo what commands set in this process, and close pools that are open.
 
     Which files share a process depends on timing, so that what one leaves fails others by chance.
     """
-    with process_as_found(tmp_path_factory.getbasetemp()):
+    with process_as_found(tmp_path_factory.getbasetemp()), pools_closed():
         yield
 
 

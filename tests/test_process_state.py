@@ -7,8 +7,10 @@ import logging
 import os
 import signal
 import sys
+import threading
 import warnings
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +19,8 @@ from atroposlib.envs.commands import _show_progress_messages
 from atroposlib.envs.running import favour_event_loop
 from atroposlib.tasks.single_turn_parts import SavedRolloutsConfig
 from atroposlib.utils.imports import import_script
-from tests.process_state import VARIABLES, process_as_found
+from atroposlib.utils.score_pool import ScorePool
+from tests.process_state import HUB_SETTINGS, VARIABLES, pools_closed, process_as_found
 
 
 def test_what_commands_set_is_undone(
@@ -25,6 +28,8 @@ def test_what_commands_set_is_undone(
 ) -> None:
     for name in VARIABLES:
         monkeypatch.delenv(name, raising=False)
+    for name in HUB_SETTINGS:
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(HF_HUB_OFFLINE=False))
     caplog.set_level(logging.DEBUG, "atroposlib.envs.base")
     script = tmp_path / "rewards" / "own_reward.py"
     script.parent.mkdir()
@@ -38,6 +43,8 @@ def test_what_commands_set_is_undone(
         import_script(script)
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         os.environ.update(dict.fromkeys(VARIABLES, "1"))
+        for name in HUB_SETTINGS:
+            vars(sys.modules[name])["HF_HUB_OFFLINE"] = True
         changed = state()
 
     assert [now != then for now, then in zip(changed, before, strict=True)] == [True] * len(before)
@@ -55,5 +62,32 @@ def state() -> list[Any]:
         list(sys.path),
         "own_reward" in sys.modules,
         [os.environ.get(name) for name in VARIABLES],
+        [vars(sys.modules[name])["HF_HUB_OFFLINE"] for name in HUB_SETTINGS],
         [(logger.level, logger.propagate) for logger in loggers],
     ]
+
+
+def test_setting_of_the_hub_is_undone_where_it_was_imported_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("HF_HUB_OFFLINE", raising=False)
+    for name in HUB_SETTINGS:
+        monkeypatch.delitem(sys.modules, name, raising=False)
+
+    with process_as_found(tmp_path):
+        for name in HUB_SETTINGS:
+            monkeypatch.setitem(sys.modules, name, SimpleNamespace(HF_HUB_OFFLINE=True))
+
+    assert [vars(sys.modules[name]) for name in HUB_SETTINGS] == [{"HF_HUB_OFFLINE": False}] * 2
+
+
+async def test_pools_that_stay_open_are_closed() -> None:
+    before = set(threading.enumerate())
+
+    with pools_closed():
+        for _ in range(2):  # of an environment that nothing refers to any longer
+            assert await ScorePool(num_workers=0).run(str, 3) == "3"
+        during = set(threading.enumerate())
+
+    assert len(during - before) > 2
+    assert not {thread for thread in during - before if thread.is_alive()}

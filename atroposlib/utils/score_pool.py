@@ -209,8 +209,10 @@ class ThreadBackend:
         pool, self._pool = self._pool, None
         if pool is not None:
             pool.stop()
-            with contextlib.suppress(TimeoutError):
-                pool.join(timeout=CLOSING_S)
+            # pebble waits without limit for the calls of a pool that was stopped.
+            ending = threading.Thread(target=pool.join, daemon=True)
+            ending.start()
+            ending.join(CLOSING_S)
 
 
 class RayBackend:

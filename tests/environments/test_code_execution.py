@@ -30,7 +30,7 @@ pytestmark = pytest.mark.slow
 
 NO_ENV: Any = None
 """The prompt depends on the problem alone."""
-LIMITS = SandboxLimits(wall_s=3.0, cpu_s=1)
+LIMITS = SandboxLimits(wall_s=60.0, cpu_s=1)
 
 
 @pytest.fixture(scope="session")

@@ -238,7 +238,7 @@ async def test_gold_way_of_every_question_scores_highest(corpus: LocalCorpus) ->
     for row in ROWS:
         turns = env_turns(None, row)  # type: ignore[arg-type]
         conversation = ResearchConversation(
-            Question(**row), corpus, max_steps=10, tool_timeout_s=5.0, is_thinking=False
+            Question(**row), corpus, max_steps=10, tool_timeout_s=60.0, is_thinking=False
         )
 
         rewards = [(await conversation.reply(Turn(t, i, ()))).reward for i, t in enumerate(turns)]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import logging
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,14 @@ extract_first_boxed_answer math_normalize_string compare_math_strings score_math
 score_math_answer_async format_math_answer_instruction create_system_content save_eval_results
 load_eval_results calculate_accuracy group_results_by_key format_percentage print_eval_summary
 """
+
+
+@pytest.fixture(scope="module", autouse=True)
+def executors_closed() -> Iterator[None]:
+    """Their worker processes would stay until the process of the tests ends."""
+    yield
+    for executor in helpers._EXECUTORS.values():
+        executor.shutdown(cancel_futures=True)
 
 
 def test_all_public_helpers_exist() -> None:

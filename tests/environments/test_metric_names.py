@@ -133,7 +133,7 @@ def test_deep_research() -> None:
     source: Any = None
     games = [
         ResearchConversation(
-            Question("?", [], [], []), source, max_steps=3, tool_timeout_s=1.0, is_thinking=True
+            Question("?", [], [], []), source, max_steps=3, tool_timeout_s=60.0, is_thinking=True
         )
         for _ in range(2)
     ]

@@ -196,7 +196,7 @@ async def test_choices_of_the_file_answer_at_once_and_in_later_runs(tmp_path: Pa
 
     for _ in range(2):
         desk = PreferenceDesk(path, max_pending=1)
-        assert await desk.ask(CASE, timeout_s=5) == 2
+        assert await desk.ask(CASE, timeout_s=60) == 2
         assert (desk.num_judged, desk.num_bad_lines) == (1, 1)
         await desk.close()
 
@@ -209,19 +209,19 @@ async def test_long_line_is_skipped_and_a_new_file_is_read_from_its_start(tmp_pa
         file.write("x" * 9 + "\n" + json.dumps({"id": CASE.case_id, "choice": 2}) + "\n")
     desk.read_file()
 
-    assert await desk.ask(CASE, timeout_s=5) == 2
+    assert await desk.ask(CASE, timeout_s=60) == 2
     assert desk.num_bad_lines == 1
 
     path.write_text(json.dumps({"id": CASE.case_id, "choice": 0}) + "\n")
     desk.read_file()
 
-    assert await desk.ask(CASE, timeout_s=5) == 0
+    assert await desk.ask(CASE, timeout_s=60) == 0
     await desk.close()
 
 
 async def test_program_may_append_choices_while_a_group_waits(tmp_path: Path) -> None:
     desk = PreferenceDesk(tmp_path / "choices.jsonl", max_pending=4)
-    asked = [asyncio.ensure_future(desk.ask(CASE, timeout_s=30)) for _ in range(2)]
+    asked = [asyncio.ensure_future(desk.ask(CASE, timeout_s=60)) for _ in range(2)]
     await asyncio.sleep(0)
     await asyncio.sleep(0)
 
@@ -240,7 +240,7 @@ async def test_program_may_append_choices_while_a_group_waits(tmp_path: Path) ->
 
 async def test_equal_case_that_waited_for_room_takes_the_choice(tmp_path: Path) -> None:
     desk = PreferenceDesk(tmp_path / "choices.jsonl", max_pending=1)
-    asking = [asyncio.create_task(desk.ask(CASE, timeout_s=5)) for _ in range(2)]
+    asking = [asyncio.create_task(desk.ask(CASE, timeout_s=60)) for _ in range(2)]
     for _ in range(4):
         await asyncio.sleep(0)
 
@@ -253,7 +253,7 @@ async def test_equal_case_that_waited_for_room_takes_the_choice(tmp_path: Path) 
 async def test_choice_on_the_page_follows_a_line_without_an_end(tmp_path: Path) -> None:
     other = PreferenceCase(PROMPT, ["a", "b"])
     desk = PreferenceDesk(tmp_path / "choices.jsonl", max_pending=4)
-    asked = [asyncio.ensure_future(desk.ask(case, timeout_s=30)) for case in (CASE, other)]
+    asked = [asyncio.ensure_future(desk.ask(case, timeout_s=60)) for case in (CASE, other)]
     for _ in range(4):
         await asyncio.sleep(0)
     desk.path.write_text(json.dumps({"id": other.case_id, "choice": 1}))

@@ -6,11 +6,13 @@ import asyncio
 import contextlib
 import itertools
 import os
+import re
 import shutil
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -215,33 +217,55 @@ def test_box_that_waits_ends_with_the_next_sandbox_when_its_process_was_killed(
 import asyncio, os, signal
 from pathlib import Path
 from atroposlib.sandbox import SandboxLimits
-from atroposlib.sandbox.bubblewrap import Bubblewrap
+from atroposlib.sandbox.bubblewrap import Bubblewrap, Gate
 from atroposlib.sandbox.limits import ControlGroups
 
+num_set_up = 0
+wait_for_box = Gate.wait_for_box
+
+async def count(gate):
+    global num_set_up
+    box = await wait_for_box(gate)
+    num_set_up += 1
+    return box
+
 async def main():
+    Gate.wait_for_box = count
     groups = ControlGroups(Path({str(tmp_path)!r}))
     limits = SandboxLimits(memory_bytes={MARKED_BYTES}, disk_bytes={MARKED_BYTES})
     sandbox = Bubblewrap(limits=limits, max_parallel=1, groups=groups)
     for _ in range(3):
         asyncio.create_task(sandbox.run(["/usr/bin/sleep", "60"]))
-    while len(boxes()) < 6:  # three, and bwrap around each
+    while num_set_up < 3:
         await asyncio.sleep(0.05)
-    await asyncio.sleep(0.3)
     os.kill(os.getpid(), signal.SIGKILL)
 
-from tests.sandbox.test_bubblewrap import boxes
 asyncio.run(main())
 """
     subprocess.run([sys.executable, "-c", killed], timeout=60)
+    wait_until(lambda: not any(is_outside(pid) for pid in boxes()))
     assert boxes()
 
     Bubblewrap(groups=ControlGroups(tmp_path))
 
-    for _ in range(1000):  # the kernel takes a moment
-        if not boxes():
-            break
+    wait_until(lambda: not boxes())
+
+
+def wait_until(is_so: Callable[[], bool]) -> None:
+    """Wait for what the kernel does to processes of which one was killed."""
+    for _ in range(1000):
+        if is_so():
+            return
         time.sleep(0.02)
-    assert boxes() == []
+    pytest.fail("it did not come to be so")
+
+
+def is_outside(pid: str) -> bool:
+    """Whether this is the bubblewrap around a box, which ends with the process that started it."""
+    with contextlib.suppress(OSError):
+        status = Path("/proc", pid, "status").read_text()
+        return re.search(r"^NSpid:\t\d+$", status, re.MULTILINE) is not None
+    return False
 
 
 MARKED_BYTES = 61_440_001 // 4096 * 4096

@@ -64,7 +64,7 @@ async def serving(
             await host.close_episodes()
 
 
-async def until_closed(host: EpisodeHost, *, limit_s: float = 20.0) -> None:
+async def until_closed(host: EpisodeHost, *, limit_s: float = 120.0) -> None:
     """Wait until no episode is open."""
 
     async def wait() -> None:

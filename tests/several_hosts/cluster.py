@@ -293,8 +293,8 @@ class ClusterRun:
 
     def _ask(self, host: str, url: str, role: str) -> dict[str, Any]:
         header = f"Authorization: Bearer {self._tokens[role]}"
-        command = ["curl", "--silent", "--fail", "--max-time", "10", "--header", header]
-        command += ["--cacert", str(self.folder / "ca.pem"), url]
+        command = ["curl", "--silent", "--fail", "--connect-timeout", "10", "--max-time", "60"]
+        command += ["--header", header, "--cacert", str(self.folder / "ca.pem"), url]
         answer = subprocess.run(self.hosts[host].command(command), check=True, capture_output=True)
         return dict(json.loads(answer.stdout))
 

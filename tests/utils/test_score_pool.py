@@ -212,6 +212,23 @@ async def test_pool_of_threads_stops_waiting_and_runs_closures() -> None:
     assert (late, after, pool.num_timeouts) == (False, "next", 1)
 
 
+async def test_pool_of_threads_closes_while_a_call_does_not_end(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("atroposlib.utils.score_pool.CLOSING_S", 0.1)
+    pool = ScorePool(num_workers=0)
+    over = threading.Event()
+    assert await pool.run(over.wait, timeout=0.05, default=False) is False
+    closing = threading.Thread(target=pool.close, daemon=True)
+
+    closing.start()
+    closing.join(60)
+
+    is_closed = not closing.is_alive()
+    over.set()
+    assert is_closed
+
+
 async def test_pool_on_ray_without_ray_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ray", None)
     pool = ScorePool(backend="RAY")

@@ -154,7 +154,7 @@ def test_report_starts_with_result_curve_and_answers_and_is_read_by_keyboard(
     assert stops_of(page, 6) == ["a#content", *(f"a#{p}" for p in places)]
     page.keyboard.press("Shift+Tab")
     page.keyboard.press("Enter")
-    assert page.evaluate("location.hash") == "#steps"
+    page.wait_for_function("location.hash === '#steps'")
     page.goto((run / "report.html").as_uri())
     page.click("text=All rollouts of the first and the last steps")
     page.wait_for_selector("h1 >> text=Rendered Messages")
