@@ -63,7 +63,7 @@ def tokenize_for_trainer(
         train_on_all_assistant_turns: whether every message of `UNMASKED_ROLES` is trained,
             instead of the last message, of any role.
         finish_reason: for `length`, a truncated completion, the end-of-text token added by the
-            template, and white space after it, are removed, because the policy did not sample them.
+            template is removed, because the policy did not sample it.
 
     Returns:
         `tokens` [L], `masks` [L], and `messages` if requested.
@@ -120,25 +120,15 @@ def _tokenize(
     for i in trained:
         start, end = _trained_span(tokenizer, tokens, chat, i)
         masks[start:end] = tokens[start:end]
-    if finish_reason == "length":
-        num_sampled = _num_without_end(tokenizer, tokens)
-        del tokens[num_sampled:], masks[num_sampled:]
+    if finish_reason == "length" and tokens and tokens[-1] == tokenizer.eos_token_id:
+        tokens.pop()
+        masks.pop()
     if len(tokens) != len(masks):
         raise AssertionError(f"masks: {len(masks)} entries, tokens has {len(tokens)}")
     row: dict[str, Any] = {"tokens": tokens, "masks": masks}
     if include_messages:
         row["messages"] = chat
     return row
-
-
-def _num_without_end(tokenizer: ChatTokenizer, tokens: Sequence[int]) -> int:
-    """Return the number of ids before the final end-of-text token; all of them without one."""
-    ends = [i for i, token in enumerate(tokens) if token == tokenizer.eos_token_id]
-    if not ends:
-        return len(tokens)
-    tail = tokens[ends[-1] + 1 :]
-    is_final = not tail or (_can_decode(tokenizer) and not _decoded(tokenizer, tail))
-    return ends[-1] if is_final else len(tokens)
 
 
 def _trained_span(
@@ -184,11 +174,8 @@ def _num_equal(ids: Sequence[int], others: Sequence[int]) -> int:
     return next((i for i, (a, b) in pairs if a != b), min(len(ids), len(others)))
 
 
-def _can_decode(tokenizer: ChatTokenizer) -> bool:
-    return getattr(tokenizer, "decode", None) is not None  # those of users may only render chats
-
-
 def _decoded(tokenizer: ChatTokenizer, ids: Sequence[int]) -> str:
+    # Tokenizers of users may only render chats.
     decode = getattr(tokenizer, "decode", None)
     return "" if decode is None else str(decode(list(ids))).lstrip()
 

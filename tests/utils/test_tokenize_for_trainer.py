@@ -90,24 +90,6 @@ def test_truncated_completion_loses_the_end_token_it_never_had(options: dict[str
     assert whole["tokens"][-1] == CharTokenizer.eos_token_id
 
 
-def test_truncated_completion_loses_the_line_break_that_follows_the_end_token() -> None:
-    cut = tokenize_for_trainer(CharTokenizer(), [HI, HELLO], finish_reason="length")
-
-    assert trained_text(cut) == "hello"
-    assert cut["tokens"][:PREFIX] == CharTokenizer().apply_chat_template([HI, HELLO])[:PREFIX]
-
-
-def test_truncated_completion_without_an_end_token_keeps_its_text() -> None:
-    class OpenTokenizer(CharTokenizer):
-        def apply_chat_template(self, *args: Any, **kwargs: Any) -> Any:
-            ids = super().apply_chat_template(*args, **kwargs)
-            return ids if kwargs.get("add_generation_prompt") else ids[:-2]
-
-    cut = tokenize_for_trainer(OpenTokenizer(), [HI, HELLO], finish_reason="length")
-
-    assert trained_text(cut) == "hello"
-
-
 def test_finished_completion_keeps_its_end_token() -> None:
     row = tokenize_for_trainer(EndingTokenizer(), [HI, HELLO], finish_reason="stop")
 
