@@ -174,7 +174,7 @@ def test_base_unknown_name_is_an_attribute_error() -> None:
 
 
 def test_base_import_leaves_heavy_packages_alone() -> None:
-    heavy = "('transformers', 'wandb', 'torch', 'datasets', 'fastapi', 'vllm')"
+    heavy = "('transformers', 'wandb', 'torch', 'datasets', 'fastapi', 'openai', 'vllm')"
     code = f"import atroposlib.envs.base, sys; print([m for m in {heavy} if m in sys.modules])"
 
     result = subprocess.run(

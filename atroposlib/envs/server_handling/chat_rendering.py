@@ -6,8 +6,7 @@
 `calls_of`, `normal_form` and `reply_forms` normalize messages for comparison; `turn_recording` has
 the rules. `render_added` returns the text that a template writes after a reply.
 
-Tool calls in answers are plain dictionaries. The OpenAI client's own types convert them to objects,
-which cannot be indexed, so the answer types here are subclasses.
+The types of the OpenAI client are imported when an answer is built, since that takes a second.
 """
 
 from __future__ import annotations
@@ -21,10 +20,6 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast
 from weakref import WeakKeyDictionary
 
-from openai.types.chat import ChatCompletion, ChatCompletionMessage
-from openai.types.chat.chat_completion import Choice
-from pydantic import SerializeAsAny
-
 from atroposlib.envs.server_handling.openai_compatible import drop_double_bos
 from atroposlib.envs.server_handling.tool_calls import whole_value
 from atroposlib.errors import ConfigError, PromptError
@@ -32,6 +27,8 @@ from atroposlib.utils.tokenizers.content_parts import in_readable_form
 from atroposlib.utils.tokenizers.earlier_calls import no_template_text
 
 if TYPE_CHECKING:
+    from openai.types.chat import ChatCompletion
+    from openai.types.chat.chat_completion import Choice
     from openai.types.completion import Completion
     from openai.types.completion_usage import CompletionUsage
 
@@ -618,6 +615,15 @@ def build_chat(
     usage: CompletionUsage | None = None,
 ) -> ChatCompletion:
     """Build a chat answer with one choice per completion, numbered from 0; `created` in seconds."""
+    from openai.types.chat import ChatCompletion, ChatCompletionMessage
+    from openai.types.chat.chat_completion import Choice
+
+    from atroposlib.envs.server_handling.tool_call_answers import (
+        ToolCallChat,
+        ToolCallChoice,
+        ToolCallMessage,
+    )
+
     choices: list[Choice] = []
     for i, answer in enumerate(answers):
         if isinstance(answer, ToolAnswer):
@@ -663,23 +669,3 @@ def build_completion(
         ],
         usage=usage,
     )
-
-
-class ToolCallMessage(ChatCompletionMessage):
-    """A message whose tool calls are dictionaries."""
-
-    tool_calls: list[dict[str, Any]] | None = None  # type: ignore[assignment]  # see the module
-    """Each `{"id", "type": "function", "function": {"name", "arguments"}}`."""
-
-
-class ToolCallChoice(Choice):
-    """A choice whose message holds tool calls."""
-
-    message: ToolCallMessage
-
-
-class ToolCallChat(ChatCompletion):
-    """An answer whose choices may call tools."""
-
-    choices: list[SerializeAsAny[Choice]]
-    """Serialized by their own class; the client's type would warn about the dictionaries."""

@@ -13,9 +13,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import aiohttp
-from openai.types.chat.chat_completion import Choice
 
-from atroposlib.envs.server_handling.chat_rendering import ToolCallChat, ToolCallChoice
 from atroposlib.envs.server_handling.server_baseline import note_node
 from atroposlib.envs.server_handling.turn_recording import SequenceNode
 from atroposlib.errors import InferenceError, NoTextCompletionsError
@@ -114,6 +112,10 @@ class ProxyManagedServer:
         Raises:
             RuntimeError: the proxy refused, with its message.
         """
+        from openai.types.chat.chat_completion import Choice
+
+        from atroposlib.envs.server_handling.tool_call_answers import ToolCallChat, ToolCallChoice
+
         body = {**_CHAT_DEFAULTS, **kwargs}
         for name in _LOCAL_ONLY:
             body.pop(name, None)
