@@ -459,6 +459,8 @@ UNSCRIPTED_JUDGE = (
     "if a judge model scores the answers, define check_judge_reply(self, messages) -> str | None "
     "and return its verdict on them; otherwise check what the scoring function compares"
 )
+UNSAMPLED = "rollouts yield no group and make no request to the model"
+SAMPLE = "request replies through self.server, and return a group or a scored trajectory"
 OMITTED_END = (
     "the model does not learn to stop: replies are trained without their last token, the end of "
     "turn; add it to tokens, masks and logprobs"
@@ -470,7 +472,9 @@ def check_groups(env: Any, run: DryRun, findings: Findings) -> None:
     """Check the groups that one item yielded, and add the findings."""
     site = site_of(type(env), COLLECTING)
     if not run.groups:
-        if run.script.turns:
+        if not run.sampled:
+            findings.fail("rollout", UNSAMPLED, site, remedy=SAMPLE)
+        elif run.script.turns:
             seen = "good and bad answers together yielded no group"
             if env.drop_counts[INCOMPLETE]:
                 seen += "; collect_trajectory returned None for some of them"

@@ -186,6 +186,7 @@ PRECEDENCE: Sequence[Status] = ("skipped", "passed", "failed")
 """A later status replaces an earlier one."""
 
 NOT_REACHED = "not reached; see the failures"
+WITHOUT_GROUP = "not reached, since no item yields a group"
 
 
 @dataclass(frozen=True)
@@ -277,14 +278,15 @@ class CheckReport:
         table.add_column("check", no_wrap=True)
         table.add_column("result", no_wrap=True)
         table.add_column("seen", overflow="fold")
-        unreached = [outcome for outcome in self.outcomes if outcome.detail == NOT_REACHED]
+        reason = NOT_REACHED if self.failures else WITHOUT_GROUP
+        unreached = [outcome for outcome in self.outcomes if outcome.detail == reason]
         collapsed = unreached if len(unreached) > 1 else []
         for outcome in self.outcomes:
             if outcome not in collapsed:
                 seen = "see below" if outcome.status == "failed" else escape(outcome.detail)
                 table.add_row(outcome.rule.title, MARKS[outcome.status], seen)
         if collapsed:
-            table.add_row(f"{len(collapsed)} others", MARKS["skipped"], NOT_REACHED)
+            table.add_row(f"{len(collapsed)} others", MARKS["skipped"], reason)
         console.print(table)
         for note in self.notes:
             console.print(f"note: {escape(note)}", highlight=False)
@@ -355,7 +357,9 @@ class Findings:
 
     def outcomes(self) -> list[Outcome]:
         """Return one outcome per rule; rules that were not reached are skipped."""
-        return [self._outcomes.get(name, Outcome(name, "skipped", NOT_REACHED)) for name in RULES]
+        has_failure = any(self.has_failed(name) for name in RULES)
+        reason = NOT_REACHED if has_failure else WITHOUT_GROUP
+        return [self._outcomes.get(name, Outcome(name, "skipped", reason)) for name in RULES]
 
     def _record(self, outcome: Outcome) -> None:
         known = self._outcomes.get(outcome.name)

@@ -213,6 +213,48 @@ def test_check_score_that_is_a_text_is_the_one_failure(env_cls: type[CleanEnv]) 
     assert failure.remedy.startswith("return a number for every answer")
 
 
+class Silent(CleanEnv):
+    """Makes no request, and returns no trajectory."""
+
+    async def collect_trajectory(self, item: Any) -> tuple[Any, list[Any]]:
+        return None, []
+
+
+class DropsBadAnswers(SingleTurnEnv):
+    """Sends the groups of right answers only, of which the check knows none."""
+
+    default_settings: ClassVar[dict[str, Any]] = {"tokenizer_name": "no/such-tokenizer"}
+
+    async def get_next_item(self) -> Any:
+        return 1
+
+    def prompt(self, item: Any) -> Any:
+        return [{"role": "user", "content": "tea"}]
+
+    async def score(self, item: Any, answer: str) -> float:
+        return float(answer == "with milk")
+
+    async def postprocess_histories(self, trajectories: Any) -> Any:
+        return trajectories if any(trajectories["scores"]) else None
+
+
+def test_check_rollouts_without_a_request_and_a_group_fail() -> None:
+    failure = failures(Silent)["rollout"]
+
+    assert failure.detail == "rollouts yield no group and make no request to the model"
+    assert (failure.where or "").endswith(line_of(Silent.collect_trajectory))
+    assert "self.server" in failure.remedy
+
+
+def test_check_without_a_group_or_a_failure_refers_to_no_failures() -> None:
+    report = check_environment(DropsBadAnswers)
+
+    assert report.passed, report.text
+    assert "bad answers alone yielded no group" in report.text
+    assert "not reached, since no item yields a group" in report.text
+    assert "see the failures" not in report.text
+
+
 def test_check_rollouts_that_return_none_are_named() -> None:
     failure = failures(SometimesNone)["rollout"]
 
