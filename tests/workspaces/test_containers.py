@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import gc
 import gzip
 import io
 import os
@@ -597,21 +598,24 @@ async def test_many_forks_leave_nothing(engines: Engines) -> None:
     workspaces = ContainerWorkspaces(ContainerEngine("podman", engines.options), warm=0)
     base = await workspaces.prepare(SPEC)
     await (await base.fork()).close()
-    before = _left(engines)
+    num_files_before, *before = _left(engines)
     for _ in range(5):
         workspace = await base.fork()
         await workspace.run(["true"], network=Network(forwards={8000: "127.0.0.1:1"}))
         await workspace.close()
-    after = _left(engines)
+    num_files, *after = _left(engines)
     await workspaces.close()
 
     assert after == before
+    assert num_files <= num_files_before
 
 
-def _left(engines: Engines) -> tuple[list[str], list[str], set[str]]:
-    descriptors = sorted(path.name for path in Path("/proc/self/fd").iterdir())
+def _left(engines: Engines) -> tuple[int, list[str], set[str]]:
+    """Return the number of open files, without those that are garbage of earlier tests."""
+    gc.collect()
+    num_files = len(list(Path("/proc/self/fd").iterdir()))
     own = {path for path in _own_folders() if f"-{os.getpid()}-" in path}
-    return descriptors, engines.containers(), own
+    return num_files, engines.containers(), own
 
 
 async def test_task_runs_in_containers(engine: tuple[str, EngineOptions], tmp_path: Path) -> None:
