@@ -54,7 +54,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NoReturn
 
 from pydantic import BaseModel, Field
 
-from atroposlib.envs.config import BaseEnvConfig, EvalHandlingEnum, reject_misspelled
+from atroposlib.envs.config import BaseEnvConfig, EvalHandlingEnum
 from atroposlib.envs.constants import ENV_NAMESPACE, NAMESPACE_SEP, OPENAI_NAMESPACE
 from atroposlib.envs.offline import ProcessRun, evaluate_once
 from atroposlib.envs.reporting import (
@@ -192,12 +192,8 @@ class EnvHooks(metaclass=ABCMeta):
         The servers are a list of `APIServerConfig`, one `APIServerConfig`, or a `ServerBaseline`.
         The default uses `default_settings` and `default_model`. Called by the command line; YAML
         and flags override the result.
-
-        Raises:
-            ConfigError: a name in `default_settings` is a misspelled setting.
         """
         settings = dict(cls.default_settings)
-        reject_misspelled(settings, cls.env_config_cls, f"{cls.__name__}.default_settings")
         if cls.default_model is None:
             return cls.env_config_cls.model_validate(settings), ServerBaseline()
         settings.setdefault("tokenizer_name", cls.default_model)

@@ -2,21 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from enum import Enum
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from atroposlib.errors import ConfigError
-from atroposlib.utils.text import near_name
-
-__all__ = [
-    "BaseEnvConfig",
-    "EvalHandlingEnum",
-    "ScoreBackendEnum",
-    "StragglerPolicyEnum",
-    "reject_misspelled",
-]
+__all__ = ["BaseEnvConfig", "EvalHandlingEnum", "ScoreBackendEnum", "StragglerPolicyEnum"]
 
 
 class EvalHandlingEnum(str, Enum):
@@ -243,17 +233,3 @@ class BaseEnvConfig(BaseModel):
         description="Whether to also write the metrics as TensorBoard event files, to the folder "
         "tensorboard next to metrics_path; needs the extra tensorboard.",
     )
-
-
-def reject_misspelled(names: Iterable[str], config_cls: type[BaseModel], source: str) -> None:
-    """Raise `ConfigError` for a name that resembles a setting of a class and is not one of them.
-
-    Args:
-        names: names of settings.
-        config_cls: the class that declares the settings.
-        source: where the names are, such as `MyEnv.default_settings`.
-    """
-    for name in names:
-        hint = "" if name in config_cls.model_fields else near_name(name, config_cls.model_fields)
-        if hint:
-            raise ConfigError(f"{source}: {config_cls.__name__} has no setting {name!r}{hint}")

@@ -4,11 +4,8 @@ from __future__ import annotations
 
 from typing import ClassVar
 
-import pytest
-
 from atroposlib.envs.base import APIServerConfig, BaseEnv, EnvHooks, ServerBaseline
 from atroposlib.envs.multi_turn_env import MultiTurnEnv, MultiTurnEnvConfig
-from atroposlib.errors import ConfigError
 
 
 def test_config_init_without_a_word_of_the_author_is_that_of_the_config_class() -> None:
@@ -30,23 +27,6 @@ def test_config_init_takes_model_and_settings_of_the_class() -> None:
     assert server == APIServerConfig(
         model_name="some/model", base_url="http://localhost:9001/v1", server_type="vllm"
     )
-
-
-def test_config_init_rejects_a_misspelled_name_in_the_settings_and_keeps_others() -> None:
-    class Misspelled(MultiTurnEnv):
-        default_settings: ClassVar[dict[str, object]] = {"group_siez": 8}
-
-    class Undeclared(MultiTurnEnv):
-        default_settings: ClassVar[dict[str, object]] = {"board": "hex"}
-
-    with pytest.raises(ConfigError) as raised:
-        Misspelled.config_init()
-
-    assert str(raised.value) == (
-        "Misspelled.default_settings: MultiTurnEnvConfig has no setting 'group_siez'; "
-        "did you mean group_size?"
-    )
-    assert Undeclared.config_init()[0].model_extra == {"board": "hex"}
 
 
 def test_config_init_keeps_a_tokenizer_of_the_settings_and_discovery_without_a_model() -> None:
