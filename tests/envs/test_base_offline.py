@@ -439,31 +439,22 @@ class BufferedEvaluationEnv(SmallEnv):
         await super().wandb_log({**(wandb_metrics or {}), **metrics})
 
 
-async def test_evaluate_results_kept_for_wandb_log_are_logged(
-    make_env: MakeEnv, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
-    with caplog.at_level("INFO"):
-        await make_env(BufferedEvaluationEnv)._run_evaluate()
-
-    assert "eval/percent_correct: 0.25" in caplog.text
-    logged = records(tmp_path / "logs" / "small" / "metrics.jsonl")
-    assert [line["eval/percent_correct"] for line in logged] == [0.25]
-
-
-class LoggingTwiceEnv(BufferedEvaluationEnv):
+class LoggingItselfEnv(BufferedEvaluationEnv):
     async def evaluate(self, *args: Any, **kwargs: Any) -> Any:
         await super().evaluate()
         await self.wandb_log()
 
 
-async def test_evaluate_that_logs_its_results_logs_once(
-    make_env: MakeEnv, tmp_path: Path, caplog: pytest.LogCaptureFixture
+@pytest.mark.parametrize("env_cls", [BufferedEvaluationEnv, LoggingItselfEnv])
+async def test_evaluate_results_kept_for_wandb_log_are_logged_once(
+    env_cls: type[SmallEnv], make_env: MakeEnv, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level("INFO"):
-        await make_env(LoggingTwiceEnv)._run_evaluate()
+        await make_env(env_cls)._run_evaluate()
 
     assert "eval/percent_correct: 0.25" in caplog.text
-    assert len(records(tmp_path / "logs" / "small" / "metrics.jsonl")) == 1
+    logged = records(tmp_path / "logs" / "small" / "metrics.jsonl")
+    assert [line["eval/percent_correct"] for line in logged] == [0.25]
 
 
 class NothingToLogEnv(BufferedEvaluationEnv):

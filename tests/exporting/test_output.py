@@ -356,7 +356,7 @@ def test_export_that_leaves_no_records_exits_with_1_and_the_reason(
 
 @pytest.mark.parametrize(("name", "kind"), KINDS)
 @pytest.mark.parametrize("mode", ["resume", "append"])
-def test_second_export_to_an_output_waits_for_the_end_of_the_first(
+def test_second_export_to_an_output_is_refused_until_the_first_ends(
     mode: Any, name: str, kind: Any, tmp_path: Path
 ) -> None:
     path = tmp_path / name
