@@ -15,10 +15,10 @@ import logging
 import math
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import Executor, ThreadPoolExecutor
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from dataclasses import fields
-from typing import Any
+from typing import Any, TypeVar
 from uuid import uuid4
 
 import msgspec
@@ -120,6 +120,8 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 _MAX_ECHO_BYTES = 200
 _RETRY_AFTER_S = 5
@@ -251,6 +253,26 @@ _BODY_THREADS = 2
 _TICK_S = 1.0
 
 
+class _BodyThreads(Executor):
+    """Threads for large bodies, started by the first one, also after a shutdown.
+
+    An application has several lifespans if a test client enters it more than once.
+    """
+
+    def __init__(self) -> None:
+        self._pool: ThreadPoolExecutor | None = None
+
+    def submit(self, fn: Callable[..., T], /, *args: Any, **kwargs: Any) -> Future[T]:
+        if self._pool is None:
+            self._pool = ThreadPoolExecutor(_BODY_THREADS, thread_name_prefix="bodies")
+        return self._pool.submit(fn, *args, **kwargs)
+
+    def shutdown(self, wait: bool = True, *, cancel_futures: bool = False) -> None:
+        pool, self._pool = self._pool, None
+        if pool is not None:
+            pool.shutdown(wait=wait, cancel_futures=cancel_futures)
+
+
 def create_app(settings: ApiSettings | None = None) -> FastAPI:
     """Create an application with its own run, loaded at the start or by the first request.
 
@@ -280,7 +302,7 @@ def create_app(settings: ApiSettings | None = None) -> FastAPI:
         metrics.registry.register(arbiter)
     run.on_delivered = metrics.observe_delivery
     store.observe = metrics.observe_store
-    threads = ThreadPoolExecutor(_BODY_THREADS, thread_name_prefix="bodies")
+    threads = _BodyThreads()
     application = FastAPI(
         title="AtroposLib API", lifespan=_lifespan_of(run, threads, arbiter), responses=EVERYWHERE
     )

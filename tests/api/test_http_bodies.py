@@ -67,6 +67,18 @@ def test_digest_of_a_large_body_is_computed_in_a_thread(service, monkeypatch):
     assert service.get("/status").json()["queue_size"] == 1
 
 
+def test_large_bodies_are_read_in_every_lifespan_of_an_application(service):
+    group = {**make_group(1), "images": "x" * MIB}
+    with service:
+        before = service.post("/scored_data", json=group)
+
+    with service:
+        after = service.post("/scored_data", json=group)
+        compressed = service.post("/scored_data", content=gzip.compress(MIB * b"x"), headers=GZIP)
+
+    assert (before.status_code, after.status_code, compressed.status_code) == (200, 200, 422)
+
+
 def test_repeated_key_with_another_body_is_422(service):
     key = {"Idempotency-Key": "one"}
     service.post("/scored_data", json=make_group(1), headers=key)
