@@ -36,6 +36,10 @@ def chat(client: TestClient, uuid: str, messages: list[Any], **options: Any) -> 
     return answer
 
 
+def ids_of(text: str) -> list[int]:
+    return CharTokenizer().encode(text, add_special_tokens=False)
+
+
 def nodes_of(client: TestClient, uuid: str) -> list[dict[str, Any]]:
     nodes: list[dict[str, Any]] = client.get(f"/{uuid}/nodes").json()["nodes"]
     return nodes
@@ -232,8 +236,7 @@ def test_render_shows_the_prompt_and_records_nothing(
     assert rendered["prompt_text"].startswith("[tools]1</s>")
     assert rendered["prompt_text"].endswith("[assistant]")
     assert rendered["num_tokens"] == len(rendered["token_ids"])
-    sent = CharTokenizer().encode(rendered["prompt_text"])
-    assert rendered["token_ids"] == sent
+    assert rendered["token_ids"] == ids_of(rendered["prompt_text"])
     assert nodes_of(client, uuid) == engine.calls == []
 
 
@@ -247,7 +250,17 @@ def test_render_shows_the_begun_reply_that_is_sent(
     chat(client, uuid, body["messages"])
 
     assert rendered["prompt_text"].endswith("[user]Hello</s>\n[assistant]Hi")
-    assert engine.calls[0].prompt_ids == rendered["token_ids"]
+    assert engine.calls[0].options["prompt"] == rendered["prompt_text"]
+
+
+def test_render_shows_the_ids_of_the_text_in_later_turns_too(client: TestClient) -> None:
+    uuid = create(client)
+    reply = chat(client, uuid, [HELLO])["choices"][0]["message"]
+
+    body = {"messages": [HELLO, reply, HELLO]}
+    rendered = client.post(f"/{uuid}/v1/chat/completions/render", json=body).json()
+
+    assert rendered["token_ids"] == ids_of(rendered["prompt_text"])
 
 
 @pytest.mark.parametrize("choice", [{}, {"tool_choice": "auto"}])

@@ -187,9 +187,15 @@ async def create_completion(exchange: Exchange) -> Response:
 
 
 async def render_chat(exchange: Exchange) -> Response:
-    """Answer `POST /chat/completions/render`: the prompt, without generating."""
+    """Answer `POST /chat/completions/render`: the prompt, without generating.
+
+    The ids are those of the text alone, as existing clients expect: without a bos that only the
+    tokenizer adds, and not those recorded in earlier turns.
+    """
     request = as_sampled(exchange.session, _read(exchange, ChatCompletionProxyRequest))
-    text, ids = exchange.render(request)
+    text = exchange.render(request).text
+    tokenizer = exchange.session.managed_server.tokenizer
+    ids = list(tokenizer.encode(text, add_special_tokens=False))
     prompt = RenderResponse(prompt_text=text, token_ids=ids, num_tokens=len(ids))
     return JSONResponse(prompt.model_dump())
 
