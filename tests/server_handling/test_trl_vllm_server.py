@@ -79,6 +79,16 @@ async def test_chat_is_decoded_text_of_the_rendered_prompt(patched_server: TrlVl
     )
 
 
+async def test_public_calls_need_no_more_of_a_replaced_session(
+    patched_server: TrlVllmServer,
+) -> None:
+    text = await patched_server.completion(prompt="Hello")
+    chat = await patched_server.chat_completion(messages=MESSAGES)
+
+    assert text.choices[0].text == chat.choices[0].message.content == "decoded"
+    assert patched_server.attempts_list == [1, 1]
+
+
 @pytest.mark.parametrize("ids", [None, ["a"], [-4], [2**70]])
 async def test_ids_that_cannot_be_tokens_are_refused(
     ids: Any, patched_server: TrlVllmServer, monkeypatch: pytest.MonkeyPatch
