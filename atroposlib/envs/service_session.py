@@ -107,7 +107,7 @@ class QueueStatus:
         """
         status = cls(
             current_step=int(reply["current_step"]),
-            queue_groups=int(reply["queue_size"]),
+            queue_groups=int(reply.get("queue_size", 0)),
             own_queue_groups=int(reply.get("self_queue_size", 0)),
             max_group_size=int(reply.get("max_group_size", 1)),
             unallocated_fraction=float(reply.get("unallocated_fraction", 1.0)),
@@ -360,6 +360,14 @@ class EnvSession:
         return self._is_registered.is_set()
 
     @property
+    def is_forgotten(self) -> bool:
+        """Whether the service forgot this environment, until it is registered again.
+
+        One that never registered, such as in a test of single methods, is not forgotten.
+        """
+        return self.env_id is not None and not self.is_registered
+
+    @property
     def earlier_registration(self) -> tuple[int, str] | None:
         """Id and run of the latest registration; None before it, or if the run has no name."""
         if self.env_id is None or self._run_id is None:
@@ -507,7 +515,8 @@ class EnvSession:
         num_failures = 0
 
         async def deliver() -> bool:
-            await self._is_registered.wait()
+            if self.is_forgotten:
+                await self._is_registered.wait()
             await self._confirm_registration()
             order = self._ticket_text(ticket)
             if isinstance(groups, list):
@@ -826,7 +835,7 @@ class EnvRegistration:
 
     @property
     def are_starts_held_back(self) -> bool:
-        """Whether no rollout may start: the environment is not registered, or the queue is full."""
-        return not self.session().is_registered or is_queue_full(
+        """Whether no rollout may start: the environment is forgotten, or the queue is full."""
+        return self.session().is_forgotten or is_queue_full(
             self.queue_status(), self.capacity_limits()
         )

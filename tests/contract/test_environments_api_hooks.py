@@ -328,7 +328,7 @@ async def test_metrics_wait_for_a_new_step_and_enough_groups(
     env.wandb_log = logged.append
 
     for step in (0, 1, 1):
-        env.status_dict = {"current_step": step, "queue_size": 0}
+        env.status_dict = {"current_step": step}
         await env.env_step_checks()
 
     assert logged == [{}] * num_logs
@@ -337,21 +337,15 @@ async def test_metrics_wait_for_a_new_step_and_enough_groups(
 
 async def test_workers_added_are_noted_except_at_the_very_start(make_env: MakeEnv) -> None:
     env = make_env(batch_size=4, max_num_workers=3)
-    env.service_session = Registered()
     env.status_dict = {"current_step": 0, "queue_size": 0}
 
     await env.add_train_workers()
-    assert env.workers_added_list == []
+    assert (env.workers_added_list, len(env.workers)) == ([], 3)
     env.curr_step = 1
     await env.add_train_workers()
 
     assert env.workers_added_list == [0]
     await env.rollout_scheduler.shut_down(grace_s=1)
-
-
-class Registered:
-    is_registered = True
-    num_groups_sent = 0
 
 
 @pytest.mark.parametrize(

@@ -70,6 +70,15 @@ async def test_send_repeats_under_one_key_and_a_new_group_gets_a_new_one() -> No
     assert session.num_groups_sent == 3
 
 
+async def test_send_without_any_registration_is_not_held_back() -> None:
+    client = ScriptedClient()
+    session = EnvSession(client, retry_s=0.001)  # type: ignore[arg-type]
+
+    await asyncio.wait_for(session.send({"scores": [1.0]}), timeout=60)
+
+    assert [group for group, _ in client.posts] == [{"scores": [1.0], "env_id": None}]
+
+
 async def test_send_asks_for_its_registration_after_an_outage_only() -> None:
     client = ScriptedClient()
     client.post_errors = [AWAY]
