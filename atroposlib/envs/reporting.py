@@ -512,6 +512,8 @@ class ReportedEnv(Protocol):
     wandb_prepend: str | None
 
     @property
+    def wandb(self) -> Any: ...
+    @property
     def desired_name(self) -> str: ...
     async def create_rollout_table(self, wandb_metrics: dict[str, Any], /) -> Any: ...
     def rollout_cells(self, item: Any, /) -> Sequence[Any]: ...
@@ -650,7 +652,22 @@ class Reporter:
             metrics.update(await settle(server.wandb_metrics({}, f"server_{i}")) or {})
         if env.config.use_wandb and self.run_log.wandb_run is None:
             self.run_log.wandb_run = _run_opened_elsewhere()
+            if self.run_log.wandb_run is None:
+                self._log_without_run(metrics)
         self.run_log.log(metrics, step=env.curr_step)
+
+    def _log_without_run(self, metrics: Mapping[str, Any]) -> None:
+        """Call `wandb.log`, which authors replace in tests; without a run it refuses."""
+        try:
+            wandb = self._env.wandb
+        except ImportError:  # logged when no run could be opened
+            wandb = None
+        if wandb is None:
+            return
+        try:
+            wandb.log(dict(metrics), step=self._env.curr_step)
+        except wandb.Error as error:
+            logger.debug("wandb did not log the metrics: %s", error)
 
     def add_rollout_table(self, metrics: dict[str, Any]) -> dict[str, Any]:
         """Implement `BaseEnv.create_rollout_table`."""

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
@@ -61,6 +62,20 @@ async def log(env: Any, **given: Any) -> dict[str, Any]:
     [(metrics, step)] = logged
     assert step == env.curr_step
     return dict(metrics)
+
+
+@pytest.mark.parametrize("name", ["wandb.log", "atroposlib.envs.base.wandb.log"])
+async def test_wandb_log_calls_a_replaced_log_without_a_run(make_env: MakeEnv, name: str) -> None:
+    env = make_env(use_wandb=True)
+    env.curr_step = 7
+
+    with patch(name) as replaced:
+        await env.wandb_log({"own": 1})
+    await env.wandb_log({"own": 2})  # the real one refuses without a run
+
+    replaced.assert_called_once()
+    assert replaced.call_args.args[0]["own"] == 1
+    assert replaced.call_args.kwargs == {"step": 7}
 
 
 async def test_wandb_log_completion_lengths(make_env: MakeEnv) -> None:
