@@ -61,6 +61,33 @@ async def test_environment_with_workers_of_its_own_serves_to_the_end(
     assert env.workers == set()
 
 
+class WithoutService(SmallEnv):
+    """Replaces every method that asks the service, without calling those of the base class."""
+
+    async def register_env(self) -> None:
+        self.env_id = 0
+        self.sent: list[Any] = []
+
+    async def get_server_info(self) -> None:
+        self.config.batch_size, self.max_token_len = 4, 1000
+
+    async def get_status(self) -> None:
+        self.status_dict = {"current_step": len(self.sent), "queue_size": 0, "env_weight": 1.0}
+
+    async def _send_scored_data_to_api(self, scored_data: Any) -> None:
+        self.sent.append(scored_data)
+
+
+async def test_environment_that_registers_in_its_own_way_starts_rollouts(
+    make_env: MakeEnv,
+) -> None:
+    env = make_env(WithoutService, total_steps=3, steps_per_eval=0)
+
+    await asyncio.wait_for(env.env_manager(), 60)
+
+    assert len(env.sent) >= 3
+
+
 class CallingSuper(SmallEnv):
     """Overrides what it may and hands on to the base class each time."""
 
