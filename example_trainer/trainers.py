@@ -148,9 +148,12 @@ def _lead(
     spans = open_step_spans(journal.run_id)
     if spans is not None:
         stack.callback(spans.close)
-    service.register(loaded.steps_done + journal.count_after(loaded.steps_done))
+    last_recorded = loaded.steps_done + journal.count_after(loaded.steps_done)
+    service.register(last_recorded)
     record = TrainingRecord(config.save_path, journal.run_id) if config.record_run else None
-    feed = _open_feed(config, service, journal, checkpoint, loaded.model, record)
+    feed = _open_feed(
+        config, service, journal, checkpoint, loaded.model, record, last_recorded_step=last_recorded
+    )
     feed.settle(loaded.steps_done)
     # All ranks gather sharded weights together; `_follow` calls this too.
     model = parallel.whole_model(loaded.model)
@@ -229,6 +232,8 @@ def _open_feed(
     checkpoint: Path | None,
     model: Any,
     record: TrainingRecord | None,
+    *,
+    last_recorded_step: int,
 ) -> DurableFeed:
     limit_bytes = max(SMALLEST_LIMIT_BYTES, checkpoint_bytes(model, trained_only=config.uses_lora))
     if config.checkpoint_interval == 0:
@@ -239,7 +244,14 @@ def _open_feed(
             limit_bytes / 2**30,
         )
     state = load_feed_state(checkpoint) if checkpoint else None
-    return DurableFeed(service, journal, state, journal_limit_bytes=limit_bytes, record=record)
+    return DurableFeed(
+        service,
+        journal,
+        state,
+        journal_limit_bytes=limit_bytes,
+        record=record,
+        last_recorded_step=last_recorded_step,
+    )
 
 
 def _follow(config: TrainingConfig, parallel: Parallel, weight_sync: WeightSync | None) -> Path:
