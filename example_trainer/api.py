@@ -6,7 +6,6 @@ The trainer's disk decides whether a batch was trained: the newest checkpoint gi
 done, and the journal holds the batches of the steps after it.
 
     journal/ run.json          which run writes here
-             repeated          written when all recorded steps are repeated
              step_<n>.batch    the batch of optimizer step n: groups and lease token
              step_<n>/         a checkpoint, written when the records had become too large
              refused_<k>.batch a batch that was rejected; never read again
@@ -71,7 +70,6 @@ __all__ = [
     "read_batch",
     "register_trainer",
     "registration_of",
-    "repeated_file",
 ]
 
 logger = logging.getLogger(__name__)
@@ -309,14 +307,6 @@ class _BatchRecord(msgspec.Struct, frozen=True):
     groups: list[dict[str, Any]]
 
 
-def repeated_file(save_path: str | Path) -> Path:
-    """Return the file that a trainer writes once it has repeated the steps in its journal.
-
-    It waits for new batches then, and the engine has its weights.
-    """
-    return Path(save_path) / JOURNAL_DIRECTORY / "repeated"
-
-
 def checkpoint_bytes(model: Any, *, trained_only: bool) -> int:
     """Return the approximate size of a checkpoint: weights, and two moments per trained weight.
 
@@ -390,7 +380,6 @@ class BatchJournal:
         """
         directory = Path(save_path) / JOURNAL_DIRECTORY
         marker = directory / "run.json"
-        repeated_file(save_path).unlink(missing_ok=True)
         if resume and marker.is_file():
             return cls(directory, _read_run_id(marker))
         if resume and not has_unnamed_checkpoint(save_path):
@@ -410,10 +399,6 @@ class BatchJournal:
 
     def path_of(self, step: int) -> Path:
         return self.directory / f"step_{step}.batch"
-
-    def mark_repeated(self) -> None:
-        """Write `repeated_file`."""
-        (self.directory / "repeated").touch()
 
     def write(self, step: int, batch: LeasedBatch) -> None:
         """Record the batch of an optimizer step; it is on disk when this returns."""
@@ -621,7 +606,6 @@ class DurableFeed:
         return batch
 
     def _new_batch(self, step: int) -> tuple[LeasedBatch, BatchMark | None]:
-        self._journal.mark_repeated()
         while True:
             batch = recordable(self._feed.next_batch(step))
             mark = BatchMark.of(batch)

@@ -29,7 +29,7 @@ from urllib.parse import urlsplit
 import httpx
 import yaml
 
-from example_trainer.api import JOURNAL_DIRECTORY, repeated_file
+from example_trainer.api import JOURNAL_DIRECTORY
 from example_trainer.cli import require_extra
 from example_trainer.engine import EngineControl
 from example_trainer.launch import report
@@ -585,7 +585,6 @@ class TrainingLoop:
                 control.close()
 
     def start_trainer(self) -> None:
-        repeated_file(self._paths.checkpoints).unlink(missing_ok=True)
         self._supervisor.start(self.stack.trainer, may_finish=True)
 
     def start_together(self) -> None:
@@ -615,9 +614,6 @@ class TrainingLoop:
     def reinforce(self) -> None:
         """Start the environments, if they are not running, and wait until the trainer has ended.
 
-        Those of a resumed run start once the trainer has repeated its steps: before, the engine has
-        older weights than their groups would be trained with.
-
         Raises:
             ProcessFailedError: A process failed, or the trainer makes no steps.
         """
@@ -631,11 +627,10 @@ class TrainingLoop:
             self._progress.note(
                 "first, the trainer repeats the steps after its last checkpoint (same batches)"
             )
+        self._start_environments()
         watch = TrainerStallWatch(plan.stall_limit_s)
         while stack.trainer.is_alive():
             self.check()
-            if not plan.is_resumed or repeated_file(self._paths.checkpoints).is_file():
-                self._start_environments()
             steps = report.count_steps(self._paths.trainer_metrics)
             watch.check(steps, trainer=stack.trainer, environments=stack.environments)
             self._progress.update(steps, plan.steps, self._state(steps, stalled_s=watch.stalled_s))
@@ -692,8 +687,7 @@ class TrainingLoop:
 
     def _state(self, steps: int, *, stalled_s: float = 0.0) -> str:
         """Return the last step with its reward, and why no other one follows, if that is known."""
-        is_waiting = self._has_environments and (not steps or stalled_s >= _NOTED_STALL_S)
-        causes = self._causes() if is_waiting else ()
+        causes = self._causes() if not steps or stalled_s >= _NOTED_STALL_S else ()
         start = self._last_step(steps) if steps else "waiting for the first batch"
         return "; ".join([start, *causes])
 

@@ -12,7 +12,7 @@ from atroposlib.api.client import LeasedBatch
 from atroposlib.errors import ConfigError
 from atroposlib.utils.run_log import MetricsLog
 from example_trainer import api, checkpointing, training
-from example_trainer.api import BatchJournal, DurableFeed, checkpoint_bytes, repeated_file
+from example_trainer.api import BatchJournal, DurableFeed, checkpoint_bytes
 from example_trainer.checkpointing import (
     find_intact_checkpoint,
     load_feed_state,
@@ -245,20 +245,6 @@ def test_refused_batch_is_set_aside_and_acknowledged(tmp_path, caplog):
     assert [path.name for path in (tmp_path / "journal").glob("*.batch")] == ["refused_1.batch"]
     assert "batch 0-1 is rejected and kept as" in caplog.text
     assert feed.next_batch(0).batch_id == "1-1"
-
-
-def test_file_says_when_the_recorded_steps_are_repeated(tmp_path):
-    file = repeated_file(tmp_path)
-    first = DurableFeed(LeasingService(), BatchJournal.open(tmp_path, resume=False))
-    first.next_batch(0)
-    assert file.is_file(), "nothing is repeated, so the first batch is a new one"
-
-    feed = DurableFeed(LeasingService(), BatchJournal.open(tmp_path, resume=True))
-    assert not file.exists(), "it is that of the process before"
-    feed.next_batch(0)
-    assert not file.exists(), "the batch is recorded"
-    feed.next_batch(1)
-    assert file.is_file()
 
 
 def test_refused_batches_do_not_fill_the_disk(tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import pytest
 import yaml
 
-from example_trainer.api import repeated_file
 from example_trainer.cli import config_from_args, create_full_parser
 from example_trainer.demo.settings import (
     ENVIRONMENT_DOOR,
@@ -21,17 +19,13 @@ from example_trainer.demo.settings import (
     settings_for,
 )
 from example_trainer.launch.options import RunPlan
-from example_trainer.launch.report import RunProgress
 from example_trainer.launch.stack import (
     Stack,
-    Supervisor,
-    TrainingLoop,
     build_stack,
     engine_arguments,
     environment_sections,
     trainer_arguments,
 )
-from example_trainer.processes import ManagedProcess
 
 
 def make_plan(settings: DemoSettings, folder: Path) -> RunPlan:
@@ -173,51 +167,3 @@ def test_trainer_gets_the_algorithm_of_the_command_line_last(tmp_path: Path) -> 
     arguments = trainer_words(settings_for("full", algorithm="gspo"), tmp_path)
 
     assert arguments[-1] == "--algorithm=gspo"
-
-
-TRAINER = """
-import sys, time
-from pathlib import Path
-started, repeated = map(Path, sys.argv[1:])
-for _ in range(20):  # while it repeats its steps, an environment would have time to start
-    if started.exists():
-        break
-    time.sleep(0.05)
-repeated.parent.mkdir(parents=True)
-repeated.touch()
-while not started.exists():
-    time.sleep(0.05)
-"""
-ENVIRONMENT = """
-import sys, time
-from pathlib import Path
-started, repeated = map(Path, sys.argv[1:])
-started.write_text(str(repeated.exists()))
-time.sleep(600)
-"""
-
-
-@pytest.mark.parametrize("is_resumed", [True, False])
-def test_environments_of_a_resumed_run_start_once_its_steps_are_repeated(
-    tmp_path: Path, is_resumed: bool
-) -> None:
-    paths, started = DemoPaths(tmp_path), tmp_path / "started"
-    files = [str(started), str(repeated_file(paths.checkpoints))]
-
-    def part(name: str, code: str) -> ManagedProcess:
-        command = [sys.executable, "-c", code, *files]
-        return ManagedProcess(name, command, log_path=tmp_path / f"{name}.log")
-
-    settings = settings_for("quick", model=None)
-    stack = replace(
-        make_stack(settings, tmp_path),
-        trainer=part("trainer", TRAINER),
-        environments=(part("environment", ENVIRONMENT),),
-    )
-    plan = replace(make_plan(settings, tmp_path), is_resumed=is_resumed)
-    with RunProgress() as progress, Supervisor() as supervisor:
-        loop = TrainingLoop(stack, plan, paths, progress=progress, supervisor=supervisor)
-        loop.start_trainer()
-        loop.reinforce()
-
-    assert started.read_text() == str(is_resumed)
