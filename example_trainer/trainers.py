@@ -49,7 +49,12 @@ from example_trainer.images import (
     vision_encoder,
 )
 from example_trainer.merging import with_merged_adapters
-from example_trainer.model import create_optimizer, load_model_and_tokenizer, require_device
+from example_trainer.model import (
+    create_optimizer,
+    load_model_and_tokenizer,
+    require_device,
+    require_model,
+)
 from example_trainer.parallel import Parallel, open_parallel
 from example_trainer.policy import (
     PreparedPolicy,
@@ -128,6 +133,8 @@ def _lead(
     require_writable_folder(config.save_path, "--save-path")
     require_writable_file(metrics_path_of(config), "--metrics-path")
     stack.enter_context(_only_trainer_of(config.save_path))
+    if not config.resume:  # before an earlier run's journal is emptied
+        require_model(config.model_name)
     journal = BatchJournal.open(config.save_path, resume=config.resume)
     config = with_wandb_names(config, journal.run_id)
     service = recorded or _open_service(config, stack, run_id=journal.run_id)
