@@ -563,6 +563,8 @@ class DurableFeed:
         state: Return value of `state` for the resumed checkpoint; None without one.
         journal_limit_bytes: Size of the records at which a checkpoint has to replace them.
         record: Keeps the batches beyond the checkpoints; None: they are not kept.
+        last_recorded_step: Last optimizer step whose batch was in the journal at the start; steps
+            up to it are repeated.
     """
 
     def __init__(
@@ -573,7 +575,9 @@ class DurableFeed:
         *,
         journal_limit_bytes: int = SMALLEST_LIMIT_BYTES,
         record: TrainingRecord | None = None,
+        last_recorded_step: int = 0,
     ) -> None:
+        self.last_recorded_step = last_recorded_step
         self._record = record
         self._feed = feed
         self._journal = journal

@@ -64,6 +64,21 @@ them."""
 _BLOCK = re.compile(r"(?:^|\.)(?:layers|h)\.(\d+)\.")
 
 
+def require_model(name: str) -> None:
+    """Check that the config of a model can be read, which takes less time than loading it.
+
+    Raises:
+        ConfigError: it cannot.
+    """
+    from transformers import AutoConfig
+
+    use_cache_without_hub(name)
+    try:
+        AutoConfig.from_pretrained(name)
+    except loading_errors() as error:
+        raise unloadable(name, error) from error
+
+
 def load_model_and_tokenizer(
     config: TrainingConfig, single_copy: bool = False, *, source: str | None = None
 ) -> tuple[Any, Any]:

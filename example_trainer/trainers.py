@@ -49,7 +49,12 @@ from example_trainer.images import (
     vision_encoder,
 )
 from example_trainer.merging import with_merged_adapters
-from example_trainer.model import create_optimizer, load_model_and_tokenizer, require_device
+from example_trainer.model import (
+    create_optimizer,
+    load_model_and_tokenizer,
+    require_device,
+    require_model,
+)
 from example_trainer.parallel import Parallel, open_parallel
 from example_trainer.policy import (
     PreparedPolicy,
@@ -128,6 +133,8 @@ def _lead(
     require_writable_folder(config.save_path, "--save-path")
     require_writable_file(metrics_path_of(config), "--metrics-path")
     stack.enter_context(_only_trainer_of(config.save_path))
+    if not config.resume:  # before an earlier run's journal is emptied
+        require_model(config.model_name)
     journal = BatchJournal.open(config.save_path, resume=config.resume)
     config = with_wandb_names(config, journal.run_id)
     service = recorded or _open_service(config, stack, run_id=journal.run_id)
@@ -148,9 +155,12 @@ def _lead(
     spans = open_step_spans(journal.run_id)
     if spans is not None:
         stack.callback(spans.close)
-    service.register(loaded.steps_done + journal.count_after(loaded.steps_done))
+    last_recorded = loaded.steps_done + journal.count_after(loaded.steps_done)
+    service.register(last_recorded)
     record = TrainingRecord(config.save_path, journal.run_id) if config.record_run else None
-    feed = _open_feed(config, service, journal, checkpoint, loaded.model, record)
+    feed = _open_feed(
+        config, service, journal, checkpoint, loaded.model, record, last_recorded_step=last_recorded
+    )
     feed.settle(loaded.steps_done)
     # All ranks gather sharded weights together; `_follow` calls this too.
     model = parallel.whole_model(loaded.model)
@@ -229,6 +239,8 @@ def _open_feed(
     checkpoint: Path | None,
     model: Any,
     record: TrainingRecord | None,
+    *,
+    last_recorded_step: int,
 ) -> DurableFeed:
     limit_bytes = max(SMALLEST_LIMIT_BYTES, checkpoint_bytes(model, trained_only=config.uses_lora))
     if config.checkpoint_interval == 0:
@@ -239,7 +251,14 @@ def _open_feed(
             limit_bytes / 2**30,
         )
     state = load_feed_state(checkpoint) if checkpoint else None
-    return DurableFeed(service, journal, state, journal_limit_bytes=limit_bytes, record=record)
+    return DurableFeed(
+        service,
+        journal,
+        state,
+        journal_limit_bytes=limit_bytes,
+        record=record,
+        last_recorded_step=last_recorded_step,
+    )
 
 
 def _follow(config: TrainingConfig, parallel: Parallel, weight_sync: WeightSync | None) -> Path:

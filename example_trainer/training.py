@@ -108,7 +108,7 @@ class Publisher:
     def before_step(self, step: int) -> None:
         """Let the engine free memory for optimizer step `step`."""
         if self.weight_sync is not None and self.parallel.is_main:
-            self.weight_sync.before_step(sync_follows=self._is_sync_due(step))
+            self.weight_sync.before_step(sync_follows=self._publishes_after(step))
 
     def after_step(self, step: int, metrics: Mapping[str, float]) -> None:
         """Write and publish what is due after a step, except the final model, see `finish`.
@@ -118,10 +118,12 @@ class Publisher:
         self._step_metrics = metrics
         if self.config.record_run and self.feed is not None:
             self.feed.note_weights(step, weights_checksum(self.model))
-        publishes = self._is_sync_due(step) and step < self.config.training_steps
         # Rank 0 has the clock and the journal; all ranks take part in saving.
+        publishes = self._publishes_after(step) and step < self.config.training_steps
         is_full = self.feed is not None and self.feed.wants_checkpoint()
-        saves, cuts_journal = self.parallel.broadcast((self._is_checkpoint_due(step), is_full))
+        saves, publishes, cuts_journal = self.parallel.broadcast(
+            (self._is_checkpoint_due(step), publishes, is_full)
+        )
         if not (saves or publishes or cuts_journal):
             return
         model = self.parallel.whole_model(self.model)
@@ -162,6 +164,17 @@ class Publisher:
         waited_s = self._clock() - self._saved_at
         is_last = step >= self.config.training_steps
         return not is_last and waited_s >= 60 * self.config.checkpoint_minutes
+
+    def _publishes_after(self, step: int) -> bool:
+        """Return whether weights are published after a step; only rank 0 knows.
+
+        Of the steps that a resumed run repeats, that is the last one due: rollouts with the weights
+        of earlier ones would be trained many steps later.
+        """
+        if self.feed is None or not self._is_sync_due(step):
+            return False
+        repeated = range(step + 1, self.feed.last_recorded_step + 1)
+        return not any(map(self._is_sync_due, repeated))
 
     def _is_sync_due(self, step: int) -> bool:
         publishes_final = self.weight_sync is not None and self.weight_sync.publishes_final

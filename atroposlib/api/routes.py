@@ -710,7 +710,10 @@ async def is_live() -> dict[str, Any]:
 
 @operations_router.get("/health/ready", response_model=None)
 async def is_ready(request: Request) -> Response | dict[str, Any]:
-    """Return 200 with counts if groups and batches can be served, else 503 with the reason."""
+    """Return 200 with counts if batches can be served, else 503 with the reason.
+
+    A store without space for new groups has a `store_full`.
+    """
     run: Run = request.app.state.run
     store: WatchedStore = request.app.state.watched_store
     try:
@@ -721,7 +724,8 @@ async def is_ready(request: Request) -> Response | dict[str, Any]:
     problem = problem or await store.problem()
     if problem is not None:
         return JSONResponse({"status": "not ready", "reason": problem}, 503)
-    return {"status": "ready", "counters": dict(run.state.counters + run.counters)}
+    full = {} if run.full_reason is None else {"store_full": run.full_reason}
+    return {"status": "ready", **full, "counters": dict(run.state.counters + run.counters)}
 
 
 @operations_router.get("/metrics", response_class=PlainTextResponse)

@@ -172,6 +172,8 @@ class EnvLifecycle:
         """Environment id → time at which this process last applied a record that names it."""
         self._epoch = 0
         self._written_at = self._since = 0.0
+        self.awaits_trainer = False
+        """Whether environments that register wait, as before the first request for a batch."""
         log.on_loaded.append(self._start)
 
     def _start(self) -> None:
@@ -181,7 +183,8 @@ class EnvLifecycle:
         """Add an environment to the run; None until a trainer has requested a batch."""
 
         def decide() -> tuple[Record | None, int | None]:
-            if self._state.registration is None or not self._state.is_started:
+            has_trainer = self._state.registration is not None and self._state.is_started
+            if not has_trainer or self.awaits_trainer:
                 return None, None
             if self._has_been_taken_over(request):
                 return None, request.env_id
@@ -605,6 +608,10 @@ class Run:
             await self._log.open()
             self.is_new = self._log.is_new
             self._deliveries.start()
+            # The engines of a run that is continued may have other weights until its trainer
+            # requests a batch. With several replicas, it may have done so at another one.
+            is_shared = await self.store.alive_replicas() is not None
+            self._envs.awaits_trainer = not (self.is_new or is_shared)
             self._is_open = True
             await self._return_orphans()
 
@@ -783,6 +790,7 @@ class Run:
         self, *, lease_s: float | None = None, wait_s: float = 0.0, key: str | None = None
     ) -> tuple[DeliveredBatch, list[StoredPayload]] | None:
         """Deliver the oldest batch that can be formed; see `Deliveries.next_batch`."""
+        self._envs.awaits_trainer = False
         try:
             found = await self._deliveries.next_batch(lease_s=lease_s, wait_s=wait_s, key=key)
         except BusyError:

@@ -153,7 +153,7 @@ def _page_of_kind(name: str) -> str:
         lines += textwrap.wrap(
             text,
             WIDTH,
-            initial_indent=f"  {argument:24}",
+            initial_indent=f"  {argument:23} ",
             subsequent_indent=" " * 26,
             break_on_hyphens=False,
         )

@@ -59,9 +59,11 @@ NEUTRAL_SETTINGS = frozenset(
         "eval_limit_ratio", "eval_resume", "eval_samples_per_item", "full_debug", "group_size",
         "include_messages", "inference_weight", "max_batches_offpolicy", "max_eval_workers",
         "max_num_workers", "max_num_workers_per_node", "max_retries", "metrics_path",
-        "min_batch_allocation", "min_items_sent_before_logging", "num_rollouts_to_keep",
-        "num_rollouts_per_group_for_logging", "num_score_workers", "retry_delay",
-        "rollout_server_url", "score_backend", "steps_per_eval", "total_steps", "use_wandb",
+        "min_batch_allocation", "min_group_size", "min_items_sent_before_logging",
+        "num_rollouts_per_group_for_logging", "num_rollouts_to_keep", "num_score_workers",
+        "retry_delay", "rollout_grace_s", "rollout_server_url", "score_backend", "steps_per_eval",
+        "straggler_batches", "straggler_policy", "straggler_retries", "straggler_timeout_s",
+        "total_steps", "turn_journal", "turn_journal_mib", "use_tensorboard", "use_wandb",
         "wandb_name", "worker_timeout",
     }
 )  # fmt: skip

@@ -53,6 +53,44 @@ async def test_run_survives_a_restart(open_store):
     await again.close()
 
 
+async def test_new_environments_of_a_continued_run_wait_for_its_trainer(tmp_path):
+    store = tmp_path / "run.sqlite"
+    run = await open_run(SqliteRunStore(store))
+    await run.register_trainer(registration())
+    await run.next_batch()
+    known = await run.register_env(env_request())
+    await run.close()
+
+    again = await open_run(SqliteRunStore(store))
+
+    assert await again.register_env(env_request()) is None
+    assert await again.view_for(known.env_id) is not None
+    await again.register_trainer(registration(replace=True))
+    assert await again.register_env(env_request()) is None
+    await again.next_batch()
+    assert (await again.register_env(env_request())).real_name == "env_1"
+    await again.close()
+
+
+async def test_environment_of_a_replica_that_restarts_does_not_wait(redis_server):
+    """The trainer may have requested its batches at another replica."""
+    stores = pytest.importorskip("atroposlib.api.store.redis")
+    first, second = [
+        await open_run(stores.RedisRunStore(redis_server.url, "pair", replica=name), replica=name)
+        for name in "ab"
+    ]
+    await first.register_trainer(registration())
+    await first.next_batch()
+    await second.close()
+
+    store = stores.RedisRunStore(redis_server.url, "pair", replica="b")
+    again = await open_run(store, replica="b")
+
+    assert (await again.register_env(env_request())).real_name == "env_0"
+    await again.close()
+    await first.close()
+
+
 async def test_refused_batch_is_no_step_before_and_after_a_restart(open_store):
     run = await open_run(open_store("r"), replica="r")
     await run.register_trainer(registration(batch_size=1))

@@ -82,6 +82,12 @@ def test_kind_alone_shows_its_arguments() -> None:
     assert "ends_on_invalid" in page.stdout
 
 
+def test_long_name_of_an_argument_is_apart_from_its_description() -> None:
+    shown = run("textarena")
+
+    assert "  opponent_api_key_variable Environment variable" in shown.stdout
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

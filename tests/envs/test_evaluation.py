@@ -187,6 +187,24 @@ async def test_other_model_or_settings_start_from_zero_and_keep_the_file(
     assert len(kept) == 1 + 3
 
 
+async def test_settings_of_rollouts_and_logs_do_not_start_from_zero(make: Make) -> None:
+    async with ScriptedEngine(["one"]) as engine:
+        await interrupt(make, engine)
+        before = len(engine.requests)
+        env = make(
+            WordEnv,
+            engine,
+            use_tensorboard=True,
+            straggler_policy="RETRY",
+            straggler_timeout_s=5.0,
+            rollout_grace_s=1.0,
+        )
+        await env.evaluate()
+        await env.server.close()
+
+        assert len(engine.requests) - before == 1
+
+
 async def test_line_that_a_kill_cut_is_asked_again(make: Make) -> None:
     async with ScriptedEngine(["one"]) as engine:
         await interrupt(make, engine)

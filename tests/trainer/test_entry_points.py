@@ -117,3 +117,15 @@ def test_model_that_is_not_there_exits_with_2_and_the_cause(tmp_path):
     assert result.returncode == 2
     assert "nowhere" in result.stderr
     assert "Traceback" not in result.stderr
+
+
+def test_unknown_name_of_a_model_ends_the_run_before_it_waits_for_a_service(tmp_path, caplog):
+    words = ["--model", "no-such-model", "--device", "cpu", "--weight-bridge-mode", "off"]
+    words += ["--save-path", str(tmp_path), "--atropos-url", "http://127.0.0.1:1"]
+
+    with pytest.raises(SystemExit) as ended:
+        grpo.main(words)
+
+    assert ended.value.code == 2
+    assert "no-such-model' cannot be loaded: " in caplog.text
+    assert not (tmp_path / "journal").exists()

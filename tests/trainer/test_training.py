@@ -27,6 +27,8 @@ PREFERRED, REJECTED = 7, 8
 class ScriptedFeed:
     """Hands out the same groups for every step."""
 
+    last_recorded_step = 0
+
     def __init__(self, groups):
         self._groups = groups
         self.steps = []
@@ -157,6 +159,23 @@ def test_run_publishes_at_the_interval_and_at_the_end(tmp_path):
     assert sync.published == [None, None, "final_model"]
     assert trainer._feed.policy_versions == [2, 4, 5]
     assert sync.made_room == [False, True, False, True, True]
+
+
+@pytest.mark.parametrize(
+    ("interval", "recorded", "versions"),
+    [(1, 3, [3, 4, 5]), (2, 3, [2, 4, 5]), (2, 4, [4, 5]), (1, 5, [5])],
+)
+def test_repeated_steps_update_the_engine_once_with_the_newest_weights(
+    tmp_path, interval, recorded, versions
+):
+    trainer = make_trainer(tmp_path, training_steps=5, vllm_restart_interval=interval)
+    trainer._feed.last_recorded_step = recorded
+
+    trainer.run()
+
+    assert trainer._feed.policy_versions == versions
+    made_room = trainer._weight_sync.made_room
+    assert [step for step, makes in enumerate(made_room, start=1) if makes] == versions
 
 
 def test_run_with_interval_0_never_publishes(tmp_path):

@@ -21,6 +21,7 @@ import asyncio
 import logging
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager
+from math import inf
 from time import monotonic, perf_counter
 from typing import NamedTuple, Protocol
 
@@ -176,13 +177,14 @@ class WatchedStore:
         self.observe = observe
         self._clock = clock
         self._failures: dict[tuple[str, bool], tuple[float, str]] = {}
-        """(operation, has payloads) → time and reason of its last failure."""
+        """(operation, has payloads) → time of its last failure (-inf: no space), and reason."""
 
     async def problem(self, *, timeout_s: float = 2.0) -> str | None:
         """Query the store; return the reason for which it is not usable, None if it is.
 
         An operation that failed in the last 30 s and has not succeeded since also counts, because a
-        full disk can still be queried and read.
+        broken disk can still be queried and read. A full store does not: it delivers batches, which
+        frees space, so that a supervisor or load balancer must not take it out of service.
         """
         try:
             await asyncio.wait_for(self.sync(), timeout_s)
@@ -192,7 +194,7 @@ class WatchedStore:
             return _describe(error)
         since = self._clock() - _FAILURE_COUNTS_S
         failures = (reason for at, reason in self._failures.values() if at > since)
-        return self.store.full_reason or next(failures, None)
+        return next(failures, None)
 
     @property
     def full_reason(self) -> str | None:
@@ -251,7 +253,8 @@ class WatchedStore:
             if (operation, has_payloads) not in self._failures:
                 logger.error("the store fails to %s: %s", operation, _describe(error))
             reason = f"{operation}: {_describe(error)}"
-            self._failures[operation, has_payloads] = self._clock(), reason
+            at = -inf if isinstance(error, StoreFullError) else self._clock()
+            self._failures[operation, has_payloads] = at, reason
             raise
         if self._failures.pop((operation, has_payloads), None) is not None:
             logger.info("the store can %s again", operation)

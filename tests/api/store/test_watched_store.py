@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from atroposlib.api.store.base import MemoryRunStore, Payload, WatchedStore
+from atroposlib.api.store.base import MemoryRunStore, Payload, StoreFullError, WatchedStore
 
 
 class FragileStore(MemoryRunStore):
@@ -85,6 +85,18 @@ async def test_reads_that_work_do_not_hide_writes_that_fail(
     await watched.fetch([0])
 
     assert await watched.problem() == "append: OSError: the disk is full"
+
+
+async def test_full_store_is_no_problem_as_it_still_delivers(
+    watched: WatchedStore, fragile: FragileStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    fragile.error = StoreFullError("the disk is full")
+    for _ in range(2):
+        with pytest.raises(StoreFullError):
+            await watched.append(b"record", [Payload(0, b"payload")])
+
+    assert await watched.problem() is None
+    assert caplog.text.count("the store fails to append") == 1
 
 
 async def test_failed_write_is_forgotten_when_nobody_tries_again(

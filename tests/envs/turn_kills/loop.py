@@ -160,6 +160,8 @@ async def run_with_kills(
                 processes.kill(role)
                 account.kills.append(ProcessKill(role, began_at, ended_at=time.time()))
                 processes.start(role)
+                if role == "service":  # a trainer, which waits for a batch, asks again
+                    account.groups += await _answered(client.batch) or []
             await until(lambda: _num_items(folder) >= min_groups, BUILD_S)
             (folder / "stop").touch()
             await _take_groups(client, folder, account, processes)
