@@ -11,9 +11,10 @@ import inspect
 import json
 import random
 import sys
-from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -53,6 +54,7 @@ __all__ = [
     "SCORE_METHODS",
     "SCORING",
     "SETUP_LIMIT_S",
+    "STEP_LIMIT_S",
     "WITH_COPIED",
     "DryRun",
     "Stage",
@@ -233,11 +235,17 @@ async def _ends_within(task: asyncio.Future[Any], limit_s: float) -> bool:
 
 
 @contextmanager
-def limited_here(limit_s: float = STEP_LIMIT_S) -> Iterator[None]:
+def limited_here(
+    limit_s: float, *, on_swallowed: Callable[[StepTimeoutError], None] = lambda _: None
+) -> Iterator[None]:
     """Limit the time of a block of this task.
 
     Some clients must be closed by the task that has opened them, so that `setup` and `close` have
     none of their own.
+
+    Args:
+        limit_s: Time limit of the block in seconds.
+        on_swallowed: Called if the block continues after it was cancelled, and so does its task.
 
     Raises:
         StepTimeoutError: the block takes longer.
@@ -248,16 +256,17 @@ def limited_here(limit_s: float = STEP_LIMIT_S) -> Iterator[None]:
     late: list[StepTimeoutError] = []
     timer: asyncio.TimerHandle
 
+    def wait(wait_s: float, then: Callable[[], None], num_waits: int = NUM_WAITS) -> None:
+        nonlocal timer
+        call = partial(wait, wait_s, then, num_waits - 1) if num_waits > 1 else then
+        timer = asyncio.get_running_loop().call_later(wait_s / NUM_WAITS, call)
+
     def end() -> None:
         late.append(_too_late(task, limit_s))
         task.cancel()
+        wait(CANCEL_LIMIT_S, lambda: on_swallowed(late[0]))
 
-    def wait(num_waits: int) -> None:
-        nonlocal timer
-        then = (wait, num_waits - 1) if num_waits > 1 else (end,)
-        timer = asyncio.get_running_loop().call_later(limit_s / NUM_WAITS, *then)
-
-    wait(NUM_WAITS)
+    wait(limit_s, end)
     try:
         yield
         if late:  # the block has let the cancellation pass
