@@ -29,7 +29,6 @@ from atroposlib.envs.checks.report import (
     traceback_site,
 )
 from atroposlib.envs.checks.scripted_model import (
-    NUM_WAITS,
     CharTokenizer,
     Role,
     Script,
@@ -45,7 +44,7 @@ from atroposlib.envs.running import build_environment
 from atroposlib.envs.scheduler import next_item_of
 from atroposlib.envs.settings import Settings
 from atroposlib.scored_data import GROUP_FIELDS
-from atroposlib.utils.aio import refuse_cancelled, settle
+from atroposlib.utils.aio import NUM_WAITS, ends_within, refuse_cancelled, settle
 from atroposlib.utils.json_text import to_plain
 
 __all__ = [
@@ -212,26 +211,17 @@ async def within_limit(step: Awaitable[Result], *, limit_s: float = STEP_LIMIT_S
     """
     task = asyncio.ensure_future(step)
     try:
-        if await _ends_within(task, limit_s):
+        if await ends_within(task, limit_s):
             refuse_cancelled(task)
             return task.result()
         late = _too_late(task, limit_s)
     finally:
         if not task.done():
             task.cancel()
-            await _ends_within(task, CANCEL_LIMIT_S)
+            await ends_within(task, CANCEL_LIMIT_S)
         if task.done() and not task.cancelled():
             task.exception()  # so that it is not logged as never retrieved after a sys.exit
     raise late
-
-
-async def _ends_within(task: asyncio.Future[Any], limit_s: float) -> bool:
-    """Whether a task ends in time, of which the process may stand still for a part."""
-    for _ in range(NUM_WAITS):
-        await asyncio.wait({task}, timeout=limit_s / NUM_WAITS)
-        if task.done():
-            return True
-    return False
 
 
 @contextmanager
@@ -543,13 +533,13 @@ async def check_cancel(stage: Stage, findings: Findings) -> None:
         await within_limit(_until_waiting(rollout, stage.model))
     except StepTimeoutError as late:
         rollout.cancel()
-        await _ends_within(rollout, CANCEL_LIMIT_S)
+        await ends_within(rollout, CANCEL_LIMIT_S)
         raise StepTimeoutError(f"{late} and made no request", late.where) from None
     if rollout.done() and not stage.model.num_in_flight and rollout.exception() is None:
         findings.skip("cancel", "the rollout made no request during which it could be cancelled")
         return
     rollout.cancel()
-    if not await _ends_within(rollout, CANCEL_LIMIT_S):
+    if not await ends_within(rollout, CANCEL_LIMIT_S):
         findings.fail("cancel", f"a cancelled rollout continued for {CANCEL_LIMIT_S:g} s", site)
         return
     if not rollout.cancelled() and rollout.exception() is None:
