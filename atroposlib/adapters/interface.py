@@ -35,6 +35,7 @@ from atroposlib.envs.reporting import Reward
 from atroposlib.envs.server_handling.proxy import AgentTurn
 from atroposlib.errors import EpisodeFailedError, EpisodeRewardError, EpisodeTimeoutError
 from atroposlib.utils.aio import ends_within
+from atroposlib.utils.json_text import single_number
 
 __all__ = [
     "Adapter",
@@ -254,11 +255,8 @@ def finite_reward(value: Any, where: str) -> float:
     """
     if value is None:
         raise EpisodeRewardError(f"{where} gave no reward; expected a finite number")
-    import numpy
-
     try:
-        # NumPy 2.4 makes no float of an array with dimensions.
-        number = float(value.item() if isinstance(value, numpy.ndarray) else value)
+        number = float(single_number(value))
     except (TypeError, ValueError, OverflowError) as error:
         raise EpisodeRewardError(
             f"{where} gave the reward {value!r:.100}; expected a finite number"

@@ -45,7 +45,7 @@ from atroposlib.envs.scheduler import next_item_of
 from atroposlib.envs.settings import Settings
 from atroposlib.scored_data import GROUP_FIELDS
 from atroposlib.utils.aio import NUM_WAITS, ends_within, refuse_cancelled, settle
-from atroposlib.utils.json_text import to_plain
+from atroposlib.utils.json_text import single_number, to_plain
 
 __all__ = [
     "COLLECTING",
@@ -379,6 +379,9 @@ def _plain(group: Any) -> Any:
             plain[field.name] = to_plain(plain.get(field.name))
         except TypeError:
             continue  # reported under the rule `shape`
+    scores = plain.get("scores")
+    if isinstance(scores, list | tuple):
+        plain["scores"] = [single_number(score) for score in scores]
     logprobs = plain.get("inference_logprobs")
     if isinstance(logprobs, list) and not logprobs:  # as some environments without logprobs do
         plain["inference_logprobs"] = None
