@@ -374,6 +374,8 @@ def _check_finite(path: str, values: Sequence[float]) -> None:
             return
     except OverflowError:  # an integer too large for a float
         pass
+    except RuntimeError as error:  # such as of a tensor on the device `meta`
+        raise GroupError(f"{path}: its numbers cannot be read: {error}") from error
     for i, value in enumerate(values):
         try:
             is_finite = math.isfinite(value)

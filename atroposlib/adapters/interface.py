@@ -34,6 +34,8 @@ from atroposlib.envs.conversation import ChatMessage, Reply, Turn
 from atroposlib.envs.reporting import Reward
 from atroposlib.envs.server_handling.proxy import AgentTurn
 from atroposlib.errors import EpisodeFailedError, EpisodeRewardError, EpisodeTimeoutError
+from atroposlib.utils.aio import ends_within
+from atroposlib.utils.json_text import single_number
 
 __all__ = [
     "Adapter",
@@ -253,11 +255,8 @@ def finite_reward(value: Any, where: str) -> float:
     """
     if value is None:
         raise EpisodeRewardError(f"{where} gave no reward; expected a finite number")
-    import numpy
-
     try:
-        # NumPy 2.4 makes no float of an array with dimensions.
-        number = float(value.item() if isinstance(value, numpy.ndarray) else value)
+        number = float(single_number(value))
     except (TypeError, ValueError, OverflowError) as error:
         raise EpisodeRewardError(
             f"{where} gave the reward {value!r:.100}; expected a finite number"
@@ -399,7 +398,6 @@ class EpisodeLoop:
         where: start of error messages, such as `verifiers:wordle`.
         reaction_s: seconds after which a loop that does not react is abandoned.
         max_abandoned: number of loops that may hang at the same time.
-
     """
 
     def __init__(self, where: str, *, reaction_s: float = 2.0, max_abandoned: int = 16) -> None:
@@ -454,7 +452,7 @@ class EpisodeLoop:
 
     def _opened(self) -> tuple[asyncio.AbstractEventLoop, asyncio.Event]:
         if self._loop is None or self._lost is None:
-            if self._num_abandoned > self.max_abandoned:
+            if self._num_abandoned >= self.max_abandoned:
                 raise EpisodeFailedError(
                     f"{self.where}: {self._num_abandoned} calls block the library; no more are made"
                 )
@@ -468,8 +466,8 @@ class EpisodeLoop:
     async def _check(self, loop: asyncio.AbstractEventLoop) -> None:
         """Abandon the loop if it does not react."""
         reaction = asyncio.wrap_future(asyncio.run_coroutine_threadsafe(asyncio.sleep(0), loop))
-        done, _ = await asyncio.wait({reaction}, timeout=self.reaction_s)
-        if not done and self._loop is loop and self._lost is not None:
+        is_healthy = await ends_within(reaction, self.reaction_s)
+        if not is_healthy and self._loop is loop and self._lost is not None:
             self._lost.set()
             self._loop = self._lost = None
             self._num_abandoned += 1

@@ -257,6 +257,7 @@ class TextArenaAdapter(Adapter):
         known = next((KNOWN_MOVES[k] for k in KNOWN_MOVES if name.startswith(k)), ())
         self.moves = known if args.opponent_moves is None else args.opponent_moves
         self._client: Any = None
+        self._has_answered = False
 
     async def open(self) -> None:
         if self.args.opponent == "model":
@@ -310,8 +311,8 @@ class TextArenaAdapter(Adapter):
         """Return a move of the opponent's model, without its thinking.
 
         Raises:
-            EpisodeConnectionError: its API does not answer.
-            ConfigError: its address, model or key is wrong.
+            EpisodeConnectionError: its API does not answer, or no longer does.
+            ConfigError: its address, model or key is wrong; not once it has answered.
         """
         import openai
 
@@ -327,20 +328,25 @@ class TextArenaAdapter(Adapter):
             openai.NotFoundError,
             openai.PermissionDeniedError,
         ) as error:
-            raise ConfigError(
+            raise self._refused(
                 f"the opponent's API at {self.args.opponent_base_url} refuses its requests; check "
                 f"opponent_base_url, opponent_model and opponent_api_key_variable: {error}"
             ) from error
         except openai.OpenAIError as error:
             raise EpisodeConnectionError(f"the opponent's API failed: {error}") from error
         if isinstance(answer, str):  # a page in HTML
-            raise ConfigError(
+            raise self._refused(
                 f"opponent_base_url {self.args.opponent_base_url} is not that of an API, which "
                 "ends in /v1"
             )
         if not answer.choices:  # as some services answer an error
             raise EpisodeConnectionError("the opponent's API failed: its answer has no choices")
+        self._has_answered = True
         return visible_text(answer.choices[0].message.content or "")
+
+    def _refused(self, message: str) -> Exception:
+        """Return an error that ends the run, or fails the rollout if the settings were right."""
+        return EpisodeConnectionError(message) if self._has_answered else ConfigError(message)
 
     def _item(self, seed: int) -> Item:
         seat = self.args.seat

@@ -49,6 +49,9 @@ __all__ = [
     "random_settings",
 ]
 
+STORY_HEADER_BYTES = 64
+STORY_UNITS: Mapping[int, int] = {1: 2, 2: 2, 3: 2, 4: 4, 5: 4, 6: 8, 7: 8, 8: 8}
+"""Bytes that the length in the header of a story file is counted in, by version."""
 GAME_SUFFIXES = (".z8", ".z5", ".z6", ".ulx", ".json")
 EVAL_SEEDS = 1_000_000_000
 """First seed of evaluations; those of training are smaller."""
@@ -443,6 +446,8 @@ class TextWorldAdapter(Adapter):
 
         if not self.names and not Path(self.name).is_file():
             raise ConfigError(f"no game file {self.name}")
+        if Path(self.name).suffix.startswith(".z"):
+            _check_story(Path(self.name))
         for name in self.names:
             if name not in DEFAULT_SETTINGS or name not in CHALLENGES:
                 raise ConfigError(
@@ -456,6 +461,22 @@ class TextWorldAdapter(Adapter):
                     f"settings: {self.name} has no setting {setting!r}{near_name(setting, known)}; "
                     f"it has {', '.join(sorted(known))}"
                 )
+
+
+def _check_story(path: Path) -> None:
+    """Raise `ConfigError` for a file at which the interpreter would end the whole process.
+
+    Source: The Z-Machine Standards Document, version 1.1, section 11.
+    """
+    with path.open("rb") as file:
+        header = file.read(STORY_HEADER_BYTES)
+    if len(header) < STORY_HEADER_BYTES or header[0] not in STORY_UNITS:
+        raise ConfigError(f"{path} is not a game of the Z-machine")
+    num_bytes = int.from_bytes(header[26:28], "big") * STORY_UNITS[header[0]]
+    if num_bytes > path.stat().st_size:
+        raise ConfigError(
+            f"{path} is incomplete: it has {path.stat().st_size} bytes of {num_bytes}"
+        )
 
 
 def _made_folder(folder: Path) -> Path:

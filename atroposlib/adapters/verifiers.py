@@ -309,10 +309,13 @@ class TasksetSource(Source):
     async def open(self) -> None:
         import verifiers.v1 as vf
 
-        if self._is_plain:
+        if not self._is_plain:
+            return
+        async with contextlib.AsyncExitStack() as opening:  # ends those of train if eval's fail
             for split, config in self._configs.items():
                 env = vf.load_environment(config)
-                self._shared[split] = await self._stack.enter_async_context(env.shared_tools())
+                self._shared[split] = await opening.enter_async_context(env.shared_tools())
+            self._stack = opening.pop_all()
 
     async def close(self) -> None:
         await self._stack.aclose()

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import inspect
 import logging
-import os
 import sys
 import time
 import warnings
@@ -711,8 +710,6 @@ def _show_progress_messages() -> None:
     # The OpenAI client uses one httpx or the other; the agent proxy is a server of uvicorn.
     for package in ("httpx", "httpx2", "uvicorn"):
         logging.getLogger(package).setLevel(logging.WARNING)
-    # Environments need only the tokenizers of transformers: it advises to install PyTorch.
-    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     logging.getLogger("huggingface_hub").propagate = False  # it has a handler of its own
 
 

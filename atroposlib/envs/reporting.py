@@ -45,7 +45,7 @@ from atroposlib.envs.server_handling.server_manager import ServerManager
 from atroposlib.errors import ConfigError, GroupError, NoDataError
 from atroposlib.scored_data import ScoredDataGroup
 from atroposlib.utils.aio import decode_long, settle
-from atroposlib.utils.json_text import encode_mapping
+from atroposlib.utils.json_text import encode_mapping, single_number
 from atroposlib.utils.metrics import get_std_min_max_avg
 from atroposlib.utils.run_log import MetricsLog
 from atroposlib.utils.score_pool import ScorePool
@@ -92,7 +92,7 @@ def as_number(value: Any, source: str) -> float:
     """
     try:
         if not isinstance(value, str | bytes):
-            return float(value)
+            return float(single_number(value))
     except (TypeError, ValueError, OverflowError):
         pass
     raise TypeError(f"{source} {value!r:.200}; expected a number")

@@ -65,7 +65,7 @@ from atroposlib.scored_data import (
 )
 from atroposlib.type_definitions import Item
 from atroposlib.utils.aio import SideThread, decode_long, settle
-from atroposlib.utils.json_text import to_plain
+from atroposlib.utils.json_text import single_number, to_plain
 from atroposlib.utils.text import is_milestone
 from atroposlib.utils.tracing import TraceSpan, child_span, current_span, entered
 
@@ -951,7 +951,7 @@ def _rows_of(group: Mapping[str, Any], name: str) -> Any:
 
 
 def _make_plain(group: Any) -> None:
-    """Convert NumPy arrays to lists, and empty optional rows to None, in place."""
+    """Convert arrays to lists, scores to numbers, and empty optional rows to None, in place."""
     if not isinstance(group, MutableMapping):
         return
     for field in GROUP_FIELDS:
@@ -963,3 +963,6 @@ def _make_plain(group: Any) -> None:
                 group[field.name] = to_plain(value)
             except TypeError:
                 continue  # reported when the group is encoded
+    scores = group.get("scores")
+    if isinstance(scores, list | tuple):
+        group["scores"] = [single_number(score) for score in scores]

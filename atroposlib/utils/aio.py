@@ -4,6 +4,7 @@
 with several active threads the loop waits for each of them in turn, with one thread for one step.
 
 `all_results` and `end_task` leave no task running; `settle` awaits awaitable results.
+`ends_within` limits time without counting that in which the process stands still.
 `refuse_cancelled` makes an error of a cancellation that came from the code of a task.
 `unless_disconnected` ends the work for an HTTP client that leaves.
 
@@ -28,6 +29,7 @@ from functools import partial
 from typing import Any, TypeVar
 
 __all__ = [
+    "NUM_WAITS",
     "SHARE_S",
     "LoopSemaphore",
     "LoopTurns",
@@ -35,6 +37,7 @@ __all__ = [
     "all_results",
     "decode_long",
     "end_task",
+    "ends_within",
     "refuse_cancelled",
     "settle",
     "unless_disconnected",
@@ -97,6 +100,19 @@ async def end_task(task: asyncio.Task[Any]) -> None:
         await asyncio.wait([task], timeout=_CANCEL_AGAIN_S)
     if not task.cancelled():
         task.exception()  # so that it is not logged as never retrieved
+
+
+NUM_WAITS = 10
+"""Waits that make up a delay or a time limit: while a whole process stands still, one can pass."""
+
+
+async def ends_within(task: asyncio.Future[Any], limit_s: float) -> bool:
+    """Whether a task ends in time, of which the process may stand still for a part."""
+    for _ in range(NUM_WAITS):
+        await asyncio.wait({task}, timeout=limit_s / NUM_WAITS)
+        if task.done():
+            return True
+    return False
 
 
 def refuse_cancelled(task: asyncio.Task[Any]) -> None:

@@ -66,11 +66,13 @@ def prepare_command() -> None:
 
     Characters that the encoding of the terminal lacks are printed as `?`, instead of failing.
     Requests to this machine do not go to a proxy, and the limit of open files is raised.
+    transformers, whose tokenizers need no PyTorch, does not advise to install it.
     """
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors="replace")
     exempt_this_machine()
     allow_open_files()
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
 
 
 def integer_between(least: int, most: int) -> Callable[[str], int]:

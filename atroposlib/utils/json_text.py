@@ -23,6 +23,7 @@ __all__ = [
     "decode_line",
     "encode_mapping",
     "json_kind",
+    "single_number",
     "to_plain",
 ]
 
@@ -59,6 +60,22 @@ def to_plain(value: Any) -> Any:
             except RuntimeError as error:  # such as a tensor on the device `meta`
                 raise TypeError(f"a {type(value).__name__} has no JSON form: {error}") from error
     raise TypeError(f"a value of type {type(value).__name__} has no JSON form")
+
+
+def single_number(value: Any) -> Any:
+    """Return the number of an array or tensor that has one; other values as they are.
+
+    NumPy 2.4 makes no float of an array with dimensions.
+    """
+    if isinstance(value, list | tuple):
+        return value
+    try:
+        plain = to_plain(value)
+    except TypeError:
+        return value
+    while isinstance(plain, list) and len(plain) == 1:
+        plain = plain[0]
+    return value if isinstance(plain, list) else plain
 
 
 def encode_mapping(mapping: Mapping[str, Any], *, allow_nan: bool = False) -> str:

@@ -407,7 +407,10 @@ def read_run_file(path: Path) -> RunFile:
     except ValidationError as error:
         raise ConfigError(f"{path}: {describe_problems(error)}") from error
     folder = (path.resolve().parent / run.folder).resolve()
-    return run.model_copy(update={"folder": folder, "output": folder / run.output})
+    output = folder / run.output
+    if ".." in output.parts:  # other paths keep their links, which may differ between nodes
+        output = output.resolve()
+    return run.model_copy(update={"folder": folder, "output": output})
 
 
 def describe_problems(error: ValidationError) -> str:

@@ -77,7 +77,10 @@ _DROPPED = re.compile(
 )
 _WITHOUT_ROLLOUT = re.compile(r"get_next_item returned None|item skipped: .+")
 _MEANS_OF_ALL_TRIES = (
-    SHARE_RIGHT,
+    # Each environment decides what counts as correct, and some log a percentage.
+    SHARE_RIGHT._replace(
+        label="percent_correct of the environment", summary="percent_correct {:.3g}"
+    ),
     RewardMetric(
         key="train/mean_score", label="mean score", summary="mean score {:.3g}", limits=None
     ),

@@ -14,7 +14,7 @@ from atroposlib.errors import EpisodeFailedError, EpisodeTimeoutError
 
 @pytest.fixture
 async def loop() -> AsyncIterator[EpisodeLoop]:
-    made = EpisodeLoop("lib", reaction_s=0.2, max_abandoned=1)
+    made = EpisodeLoop("lib", reaction_s=0.2, max_abandoned=2)
     yield made
     await made.close()
 
@@ -89,6 +89,23 @@ async def test_blocked_loop_is_replaced_and_its_other_calls_fail(loop: EpisodeLo
     assert loop.generation == 2
     assert await loop.call(thread_name) == "episodes"
     release.set()
+
+
+async def test_healthy_loop_is_kept_where_the_process_stands_still(
+    loop: EpisodeLoop, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loop.reaction_s = 0.0  # each look finds it passed
+    monkeypatch.setattr(loop, "_loop", asyncio.get_running_loop())  # so that turns are in order
+    monkeypatch.setattr(loop, "_lost", asyncio.Event())
+
+    call = asyncio.ensure_future(loop.call(asyncio.sleep, 60))
+    await asyncio.sleep(0)
+    call.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await call
+
+    assert loop.generation == 0  # else the number of the next one
+    monkeypatch.undo()
 
 
 async def test_number_of_blocked_loops_is_limited(loop: EpisodeLoop) -> None:

@@ -25,7 +25,7 @@ from textarena.envs.registration import ENV_REGISTRY, EnvSpec
 from atroposlib.adapters.registry import make_adapter
 from atroposlib.adapters.textarena import TextArenaAdapter, legal_move
 from atroposlib.envs.conversation import Turn
-from atroposlib.errors import ConfigError, EpisodeError
+from atroposlib.errors import ConfigError, EpisodeConnectionError, EpisodeError
 from tests.adapters.playing import adapter_env, roll_out
 from tests.fakes import ScriptedEngine
 
@@ -225,6 +225,29 @@ async def test_opponent_whose_address_or_model_is_wrong_is_named(status: int) ->
 
         with pytest.raises(ConfigError, match=f"opponent.* {server.make_url('/')} .*"):
             await play(adapter, await adapter.item(0), ["[0]"])
+        await adapter.close()
+
+
+@pytest.mark.parametrize("status", [200, 401, 404])
+async def test_opponent_that_refuses_after_it_has_answered_fails_the_rollout(status: int) -> None:
+    answers = [web.json_response({"choices": [{"message": {"content": "[1]"}}]})]
+
+    async def answer(_: web.Request) -> web.Response:
+        page = web.Response(text="<html>a page</html>", content_type="text/html", status=status)
+        return answers.pop() if answers else page
+
+    app = web.Application()
+    app.router.add_route("*", "/{path:.*}", answer)
+    async with TestServer(app) as server:
+        adapter = await opened(
+            "textarena:TicTacToe-v0",
+            opponent="model",
+            opponent_base_url=str(server.make_url("/")),
+            opponent_model="m",
+        )
+
+        with pytest.raises(EpisodeConnectionError, match="opponent"):
+            await play(adapter, await adapter.item(0), ["[0]", "[2]"])
         await adapter.close()
 
 

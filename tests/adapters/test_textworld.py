@@ -174,6 +174,29 @@ async def test_wrong_settings_are_named_before_the_first_rollout(
         await opened(name, **args)
 
 
+async def test_broken_story_is_named_at_which_the_interpreter_ends_the_process(
+    tmp_path: Path,
+) -> None:
+    adapter = await opened("tw-simple")
+    made = Path(await adapter.taken_game(await adapter.item(0)))
+    story = await asyncio.to_thread(made.read_bytes)
+    await adapter.close()
+    broken = {b"": "not a game", b"x" * 80: "not a game", story[:-1000]: "is incomplete"}
+
+    for content, message in broken.items():
+        path = tmp_path / "game.z8"
+        path.write_bytes(content)
+        with pytest.raises(ConfigError, match=message):
+            await opened(str(path))
+
+    path.write_bytes(story)
+    whole = await opened(str(path))
+    episode = whole.start(await whole.item(0))
+    assert await episode.begin()
+    await episode.close()
+    await whole.close()
+
+
 @pytest.mark.parametrize("challenge", list(DEFAULT_SETTINGS))
 def test_random_settings_are_those_of_the_challenge(challenge: str) -> None:
     drawn = [random_settings(challenge, random.Random(seed)) for seed in range(50)]

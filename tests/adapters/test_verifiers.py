@@ -13,7 +13,8 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -254,6 +255,36 @@ async def test_what_cannot_be_played_is_refused_by_open(
 
     with pytest.raises(ConfigError, match=message):
         await adapter.open()
+    await adapter.close()
+
+
+@only_tasksets
+async def test_shared_tools_of_training_end_if_those_of_evaluations_cannot_be_started(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    import verifiers.v1 as vf
+
+    running = set()
+
+    class SharedTools(vf.SingleAgentEnv):
+        @asynccontextmanager
+        async def shared_tools(self) -> AsyncIterator[dict[str, Any]]:
+            if self.taskset.config.fault:
+                raise RuntimeError("the tools cannot be started")
+            running.add("train")
+            try:
+                yield {}
+            finally:
+                running.remove("train")
+
+    monkeypatch.setattr(vf, "load_environment", SharedTools)
+    adapter = opened({**at_three(), "eval_args": {"fault": "raises"}})
+
+    with pytest.raises(RuntimeError, match="the tools cannot be started") as kept:
+        await adapter.open()
+
+    assert kept.value.__traceback__ is not None  # it would keep what is open
+    assert not running
     await adapter.close()
 
 

@@ -359,6 +359,7 @@ class RunMachine(RuleBasedStateMachine):
         if self.kind != "memory":
             self.store = self.new_store()
         self.run = self.open()
+        self.model.is_started = False  # until the trainer asks again
         being_sent = [i for i, b in self.model.in_flight.items() if b.lease_until is None]
         self.model.return_batch(being_sent)
         for batch in self.model.in_flight.values():  # leases begin anew

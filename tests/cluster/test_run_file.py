@@ -34,6 +34,17 @@ def test_paths_are_relative_to_the_file(tmp_path):
     assert (run.folder, run.output) == (tmp_path / "work", tmp_path / "work" / "out")
 
 
+def test_output_with_parent_folders_is_one_path_and_links_are_kept_without(tmp_path):
+    (tmp_path / "link").symlink_to(tmp_path / "disk")
+
+    outputs = [
+        read_run_file(write(tmp_path, output=name)).output
+        for name in ("./none/../../out", "link/../out", "link")
+    ]
+
+    assert outputs == [tmp_path.parent / "out", tmp_path / "out", tmp_path / "link"]
+
+
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.name)
 def test_example_is_valid_and_its_programs_exist(path):
     run = read_run_file(path)

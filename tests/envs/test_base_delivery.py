@@ -183,6 +183,15 @@ async def test_send_numpy_arrays_become_lists(env: Any) -> None:
     assert env.service_session.sent[0]["scores"] == [1.0, 0.0]
 
 
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+async def test_send_scores_that_are_arrays_of_one_number(env: Any, shape: tuple[int, ...]) -> None:
+    scores = [np.full(shape, 1.0), np.full(shape, 0.0)]
+
+    await env.handle_send_to_api(group(scores=scores))
+
+    assert json.dumps(env.service_session.sent[0]["scores"]) == "[1.0, 0.0]"
+
+
 async def test_send_empty_logprobs_count_as_not_given(env: Any) -> None:
     await env.handle_send_to_api(group(inference_logprobs=[], advantages=[]))
 

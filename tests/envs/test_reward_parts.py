@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from pydantic import ValidationError
 
@@ -69,6 +70,8 @@ def make_parts(make_env: Callable[..., Any]) -> Callable[..., PartsEnv]:
         ({"a": 1, "b": -0.5}, {}, 0.5, {"a": 1.0, "b": -0.5}),
         ({"a": 1.0, "b": 0.5}, {"b": 0.2}, 1.1, {"a": 1.0, "b": 0.5}),
         ({"a": True}, {"a": 0.0}, 0.0, {"a": 1.0}),
+        (np.array([0.5]), {}, 0.5, {}),
+        ({"a": np.array([[0.5]])}, {}, 0.5, {"a": 0.5}),
     ],
 )
 def test_weigh_sums_the_parts_by_their_weights(

@@ -24,6 +24,7 @@ from example_trainer.launch.report import (
     curve_text,
     find_drop,
     find_lack,
+    find_rewards,
     plain_number,
     read_rewards,
     with_interval,
@@ -111,6 +112,16 @@ def test_curve_of_values_beyond_its_limits_shows_them(tmp_path: Path) -> None:
     write_curve(points, tmp_path / "curve.png")
 
     assert "2.0e6" in curve_text(points, width=60, height=12)
+
+
+def test_find_rewards_says_percent_correct_as_the_environment_logs_it(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1, "cat/train/percent_correct": 62.0}')
+
+    metric, points = find_rewards([path], tmp_path / "trainer.jsonl")
+
+    assert metric.summary.format(points[0].reward) == "percent_correct 62"
+    assert metric.label == "percent_correct of the environment"
 
 
 def test_read_rewards_no_file_yet_is_empty(tmp_path: Path) -> None:

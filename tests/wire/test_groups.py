@@ -364,6 +364,8 @@ def test_encode_group_names_a_tensor_whose_numbers_cannot_be_read():
 
     with pytest.raises(GroupError, match="advantages: cannot be sent: a Tensor has no JSON form: "):
         encode_group({**ARRAY_GROUP, "advantages": unreadable})
+    with pytest.raises(GroupError, match="scores: its numbers cannot be read: "):
+        encode_group({**ARRAY_GROUP, "scores": unreadable})
 
 
 def test_encode_group_names_the_field_it_cannot_write():

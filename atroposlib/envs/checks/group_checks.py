@@ -452,6 +452,9 @@ WORSE_ROLES: Mapping[str, tuple[Role, ...]] = {
 NO_GOLD_EITHER = "there is no gold answer"
 SCORE_RULES = ("spread", *WORSE_ROLES)
 SCORING_TIMED_OUT = "scoring timed out and returned its default"
+MORE_TIME = (
+    "time the scoring function with such an answer, or raise its time limit, score_timeout_s"
+)
 ONE_EACH = "add the tokens, masks and logprobs of each reply to the group next to its score"
 OUTSIDE_VOCABULARY = "outside_vocabulary"
 OTHER_TOKENIZER = "encode text with self.tokenizer, and copy token ids as they are"
@@ -632,10 +635,10 @@ def _check_scores(
         return
     timed_out = ""
     if run.num_score_timeouts:
-        timed_out = f"; {SCORING_TIMED_OUT}"
+        timed_out, remedy = f"; {SCORING_TIMED_OUT}", MORE_TIME
         findings.note(
-            f"scoring timed out {run.num_score_timeouts} times and its default was used: check "
-            "the scoring function with such an answer, or raise --env.score_timeout_s"
+            f"scoring timed out {run.num_score_timeouts} times and its default was used: "
+            f"{MORE_TIME}"
         )
     equal = equal_scores(replies)
     if equal:

@@ -19,6 +19,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from difflib import get_close_matches
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from types import FrameType
@@ -44,6 +45,7 @@ from atroposlib.envs.checks.runner import (
     SCORE_METHODS,
     SCORING,
     SETUP_LIMIT_S,
+    STEP_LIMIT_S,
     WITH_COPIED,
     DryRun,
     Stage,
@@ -576,10 +578,40 @@ async def _perform(
     before: Running,
     rollout_seed: int | None,
 ) -> list[DryRun]:
+    """Run the steps of the environment; a `setup` or `close` that never ends is left behind."""
+    endless: asyncio.Future[tuple[str, str, StepTimeoutError]]
+    endless = asyncio.get_running_loop().create_future()
+    steps = asyncio.create_task(_steps(stage, findings, output, rollout_seed, endless))
+    waited: set[asyncio.Future[Any]] = {steps, endless}
+    await asyncio.wait(waited, return_when=asyncio.FIRST_COMPLETED)
+    stage.env._close_records()
+    if steps.done():
+        await _report_leftovers(before, findings)
+        return steps.result()
+    name, hook, late = endless.result()
+    with finding_on_error(findings, name, type(stage.env), [hook]):
+        raise late
+    await stage.env._close_score_pool()
+    await end_leftover_tasks(before)
+    return []
+
+
+async def _steps(
+    stage: Stage,
+    findings: Findings,
+    output: CapturedOutput | None,
+    rollout_seed: int | None,
+    endless: asyncio.Future[tuple[str, str, StepTimeoutError]],
+) -> list[DryRun]:
+    """Set up, roll out items, close; `endless` gets the rule and the hook that does not end."""
+
+    def give_up(name: str, hook: str, late: StepTimeoutError) -> None:
+        endless.set_result((name, hook, late))
+
     env_cls = type(stage.env)
     runs: list[DryRun] = []
     with finding_on_error(findings, "setup", env_cls, ["setup"]):
-        with limited_here(SETUP_LIMIT_S):
+        with limited_here(SETUP_LIMIT_S, on_swallowed=partial(give_up, "setup", "setup")):
             await settle(stage.env.setup())
         findings.passed("setup")
         with watch_loop() as stalls:
@@ -589,12 +621,10 @@ async def _perform(
                 await _try_failures(stage, findings, output, runs)
         _report_stalls(stalls, findings)
     with finding_on_error(findings, "leftovers", env_cls, ["close"]):
-        with limited_here():
+        with limited_here(STEP_LIMIT_S, on_swallowed=partial(give_up, "leftovers", "close")):
             await settle(stage.env.close())
         await stage.env._close_score_pool()
         await stage.env.server.close()
-    stage.env._close_records()
-    await _report_leftovers(before, findings)
     return runs
 
 

@@ -11,9 +11,10 @@ import inspect
 import json
 import random
 import sys
-from collections.abc import Awaitable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -28,7 +29,6 @@ from atroposlib.envs.checks.report import (
     traceback_site,
 )
 from atroposlib.envs.checks.scripted_model import (
-    NUM_WAITS,
     CharTokenizer,
     Role,
     Script,
@@ -44,8 +44,8 @@ from atroposlib.envs.running import build_environment
 from atroposlib.envs.scheduler import next_item_of
 from atroposlib.envs.settings import Settings
 from atroposlib.scored_data import GROUP_FIELDS
-from atroposlib.utils.aio import refuse_cancelled, settle
-from atroposlib.utils.json_text import to_plain
+from atroposlib.utils.aio import NUM_WAITS, ends_within, refuse_cancelled, settle
+from atroposlib.utils.json_text import single_number, to_plain
 
 __all__ = [
     "COLLECTING",
@@ -53,6 +53,7 @@ __all__ = [
     "SCORE_METHODS",
     "SCORING",
     "SETUP_LIMIT_S",
+    "STEP_LIMIT_S",
     "WITH_COPIED",
     "DryRun",
     "Stage",
@@ -210,34 +211,31 @@ async def within_limit(step: Awaitable[Result], *, limit_s: float = STEP_LIMIT_S
     """
     task = asyncio.ensure_future(step)
     try:
-        if await _ends_within(task, limit_s):
+        if await ends_within(task, limit_s):
             refuse_cancelled(task)
             return task.result()
         late = _too_late(task, limit_s)
     finally:
         if not task.done():
             task.cancel()
-            await _ends_within(task, CANCEL_LIMIT_S)
+            await ends_within(task, CANCEL_LIMIT_S)
         if task.done() and not task.cancelled():
             task.exception()  # so that it is not logged as never retrieved after a sys.exit
     raise late
 
 
-async def _ends_within(task: asyncio.Future[Any], limit_s: float) -> bool:
-    """Whether a task ends in time, of which the process may stand still for a part."""
-    for _ in range(NUM_WAITS):
-        await asyncio.wait({task}, timeout=limit_s / NUM_WAITS)
-        if task.done():
-            return True
-    return False
-
-
 @contextmanager
-def limited_here(limit_s: float = STEP_LIMIT_S) -> Iterator[None]:
+def limited_here(
+    limit_s: float, *, on_swallowed: Callable[[StepTimeoutError], None] = lambda _: None
+) -> Iterator[None]:
     """Limit the time of a block of this task.
 
     Some clients must be closed by the task that has opened them, so that `setup` and `close` have
     none of their own.
+
+    Args:
+        limit_s: Time limit of the block in seconds.
+        on_swallowed: Called if the block continues after it was cancelled, and so does its task.
 
     Raises:
         StepTimeoutError: the block takes longer.
@@ -248,16 +246,17 @@ def limited_here(limit_s: float = STEP_LIMIT_S) -> Iterator[None]:
     late: list[StepTimeoutError] = []
     timer: asyncio.TimerHandle
 
+    def wait(wait_s: float, then: Callable[[], None], num_waits: int = NUM_WAITS) -> None:
+        nonlocal timer
+        call = partial(wait, wait_s, then, num_waits - 1) if num_waits > 1 else then
+        timer = asyncio.get_running_loop().call_later(wait_s / NUM_WAITS, call)
+
     def end() -> None:
         late.append(_too_late(task, limit_s))
         task.cancel()
+        wait(CANCEL_LIMIT_S, lambda: on_swallowed(late[0]))
 
-    def wait(num_waits: int) -> None:
-        nonlocal timer
-        then = (wait, num_waits - 1) if num_waits > 1 else (end,)
-        timer = asyncio.get_running_loop().call_later(limit_s / NUM_WAITS, *then)
-
-    wait(NUM_WAITS)
+    wait(limit_s, end)
     try:
         yield
         if late:  # the block has let the cancellation pass
@@ -380,6 +379,9 @@ def _plain(group: Any) -> Any:
             plain[field.name] = to_plain(plain.get(field.name))
         except TypeError:
             continue  # reported under the rule `shape`
+    scores = plain.get("scores")
+    if isinstance(scores, list | tuple):
+        plain["scores"] = [single_number(score) for score in scores]
     logprobs = plain.get("inference_logprobs")
     if isinstance(logprobs, list) and not logprobs:  # as some environments without logprobs do
         plain["inference_logprobs"] = None
@@ -534,13 +536,13 @@ async def check_cancel(stage: Stage, findings: Findings) -> None:
         await within_limit(_until_waiting(rollout, stage.model))
     except StepTimeoutError as late:
         rollout.cancel()
-        await _ends_within(rollout, CANCEL_LIMIT_S)
+        await ends_within(rollout, CANCEL_LIMIT_S)
         raise StepTimeoutError(f"{late} and made no request", late.where) from None
     if rollout.done() and not stage.model.num_in_flight and rollout.exception() is None:
         findings.skip("cancel", "the rollout made no request during which it could be cancelled")
         return
     rollout.cancel()
-    if not await _ends_within(rollout, CANCEL_LIMIT_S):
+    if not await ends_within(rollout, CANCEL_LIMIT_S):
         findings.fail("cancel", f"a cancelled rollout continued for {CANCEL_LIMIT_S:g} s", site)
         return
     if not rollout.cancelled() and rollout.exception() is None:

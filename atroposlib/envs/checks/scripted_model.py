@@ -31,6 +31,7 @@ from atroposlib.envs.server_handling.server_baseline import (
 )
 from atroposlib.envs.server_handling.server_harness import ServerHarness
 from atroposlib.errors import InferenceError
+from atroposlib.utils.aio import NUM_WAITS
 from atroposlib.utils.tokenize_for_trainer import render_chat_ids
 
 if TYPE_CHECKING:
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
 
 __all__ = [
     "GARBAGE",
-    "NUM_WAITS",
     "OPTIONS",
     "CharTokenizer",
     "Role",
@@ -204,8 +204,6 @@ def _parts(message: Any) -> list[Mapping[str, Any]]:
 
 
 NUM_SLOTS = 4096
-NUM_WAITS = 10
-"""Waits that make up a delay or a time limit: while a whole process stands still, one can pass."""
 
 
 def known_logprob(token_id: int, position: int) -> float:

@@ -312,6 +312,7 @@ def test_check_default_of_a_scoring_that_timed_out_is_not_taken_for_a_score() ->
 
     spread = next(failure for failure in report.failures if failure.name == "spread")
     assert spread.detail.endswith("; scoring timed out and returned its default")
+    assert spread.remedy.startswith("time the scoring function with such an answer")
     assert any("scoring timed out 5 times" in note for note in report.notes)
 
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import sys
+from contextlib import suppress
 from typing import Any
 
 import pytest
 
 from atroposlib.envs.base import BaseEnv, BaseEnvConfig
 from atroposlib.envs.check import check_environment
-from atroposlib.envs.checks import harness
+from atroposlib.envs.checks import harness, runner, watchers
 from tests.envs.check.defects import CleanEnv
 from tests.envs.check.other_environments import Judged
 from tests.envs.check.test_check_mistakes import Sums, failures
@@ -328,4 +329,38 @@ def test_check_cancellation_that_a_hook_lets_pass_is_a_failure(
 
     assert set(found) == {rule}
     assert "let a CancelledError pass" in found[rule].detail
+    assert "test_check_returns.py:" in (found[rule].where or "")
+
+
+async def never() -> None:
+    while True:
+        with suppress(asyncio.CancelledError):
+            await asyncio.Event().wait()
+
+
+class EndlessSetup(CleanEnv):
+    async def setup(self) -> None:
+        await never()
+
+
+class EndlessClose(CleanEnv):
+    async def close(self) -> None:
+        await never()
+
+
+@pytest.mark.parametrize(
+    ("env_cls", "rule"), [(EndlessSetup, "setup"), (EndlessClose, "leftovers")]
+)
+def test_check_hook_that_swallows_its_cancellation_is_left_behind(
+    env_cls: type[CleanEnv], rule: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(harness, "SETUP_LIMIT_S", 0.05)
+    monkeypatch.setattr(harness, "STEP_LIMIT_S", 0.05)
+    monkeypatch.setattr(runner, "CANCEL_LIMIT_S", 0.05)
+    monkeypatch.setattr(watchers, "GRACE_S", 0.05)
+
+    found = failures(env_cls)
+
+    assert set(found) == {rule}
+    assert found[rule].detail == "StepTimeoutError: did not end within 0.05 s"
     assert "test_check_returns.py:" in (found[rule].where or "")
