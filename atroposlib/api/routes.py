@@ -712,7 +712,7 @@ async def is_live() -> dict[str, Any]:
 async def is_ready(request: Request) -> Response | dict[str, Any]:
     """Return 200 with counts if batches can be served, else 503 with the reason.
 
-    A store without space for new groups has a `store_full`.
+    While there is no space for new groups, the response has the reason as `store_full`.
     """
     run: Run = request.app.state.run
     store: WatchedStore = request.app.state.watched_store
