@@ -19,6 +19,7 @@ from typing import Any, Protocol
 
 from atroposlib.errors import ConfigError, EngineSetupError, InferenceError
 from atroposlib.utils.listening import is_loopback
+from atroposlib.utils.starting import vllm_command
 from example_trainer.checkpointing import replace_directory
 from example_trainer.config import BUILT_MODES, TRANSFER_BACKENDS, TrainingConfig
 from example_trainer.engine import (
@@ -529,7 +530,7 @@ class InPlaceSync:
         except InferenceError as error:
             raise EngineSetupError(
                 f"no engine answers at an address of --engine-urls: {error}; start it with "
-                f"VLLM_SERVER_DEV_MODE=1 vllm serve {self._config.model_name}, or omit "
+                f"VLLM_SERVER_DEV_MODE=1 {vllm_command()} {self._config.model_name}, or omit "
                 "--engine-urls to launch one"
             ) from error
 

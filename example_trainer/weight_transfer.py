@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 from atroposlib.errors import ConfigError, InferenceError, MissingExtraError
+from atroposlib.utils.starting import vllm_command
 from atroposlib.utils.text import hide_secrets
 from example_trainer.config import TrainingConfig
 from example_trainer.engine import EngineControl, engine_addresses
@@ -90,7 +91,7 @@ class _EngineLink:
             raise ConfigError(
                 f"sync_transport={backend}, but the engine at {self._control.shown_url} has the "
                 f"transfer engine {found or 'none'}; start it with VLLM_SERVER_DEV_MODE=1 "
-                f"{serializes}vllm serve {self._config.model_name} {flags}, or use "
+                f"{serializes}{vllm_command()} {self._config.model_name} {flags}, or use "
                 "--sync-transport disk"
             )
 

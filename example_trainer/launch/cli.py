@@ -24,6 +24,7 @@ from pydantic import ValidationError
 from atroposlib.adapters.registry import KINDS
 from atroposlib.errors import AtroposError, ConfigError
 from atroposlib.utils.command_parser import CommandParser, prepare_command
+from atroposlib.utils.starting import vllm_command
 from atroposlib.utils.text import without_secrets
 from atroposlib.utils.writable import naming_writes
 from example_trainer.cli import config_from_args, create_full_parser, describe_errors
@@ -284,7 +285,7 @@ def _print_result(plan: RunPlan, paths: RunPaths, result: TrainResult) -> None:
     print(f"logs          {shown_path(paths.logs)}\n")
     model = shlex.quote(shown_path(paths.final_model))
     print("next:")
-    serves = f"vllm serve {model} --port 9001"
+    serves = f"{vllm_command()} {model} --port 9001"
     if plan.engine == "torch":
         serves = f"python -m example_trainer.torch_engine --model {model} --port 9001"
     print(f"  {serves}          # serve the trained model")

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import IO, Literal, NamedTuple
 
 from atroposlib.errors import ConfigError, InferenceError, MissingExtraError
+from atroposlib.utils.starting import vllm_command
 from atroposlib.utils.text import shown_name, without_secrets
 from atroposlib.utils.tokenizers.earlier_calls import read_template_file
 from atroposlib.utils.writable import lock_file, require_writable_folder, unwritable
@@ -261,7 +262,8 @@ def served_model(engine_url: str, model: str) -> None:
     except InferenceError as error:
         raise ConfigError(
             f"no engine answers at --engine-url {without_secrets(engine_url)} ({error}); start it "
-            f"with VLLM_SERVER_DEV_MODE=1 vllm serve {model}, or omit --engine-url to launch one"
+            f"with VLLM_SERVER_DEV_MODE=1 {vllm_command()} {model}, or omit --engine-url to "
+            "launch one"
         ) from error
     finally:
         engine.close()

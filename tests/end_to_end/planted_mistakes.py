@@ -21,6 +21,7 @@ from typing import Any
 
 from aiohttp import web
 
+from atroposlib.utils.starting import vllm_command
 from example_trainer.processes import find_free_port
 from tests.byte_tokenizer import save_byte_tokenizer
 from tests.envs.live_service import REGISTRATION, LiveService
@@ -121,7 +122,7 @@ DEAD = "http://127.0.0.1:9"
 
 MODEL_LINE = "serves no model 'X'; it serves: tiny. Use --openai.model_name tiny"
 TOKENIZER_LINE = "the tokenizer ./othertok is not the engine's: "
-START_ENGINE = "start it (vllm serve tiny --port 9), or set base_url (--openai.base_url)"
+START_ENGINE = f"start it ({vllm_command()} tiny --port 9), or set base_url (--openai.base_url)"
 NO_SERVICE = "is not a trajectory service; check the address, `run-api` starts"
 UNWRITABLE = "cannot be written: "
 
@@ -208,7 +209,7 @@ def _grpo_rows() -> list[Row]:
         Row("wrong port of the service", f"{GRPO_ALONE} --atropos-url {{root}}", NO_SERVICE),
         Row("typo", f"{GRPO_ALONE} --batch-sise 2", "did you mean --batch-size"),
         Row("dead engine", f"{in_place} --engine-urls {DEAD} --atropos-url {{api}}",
-            "start it with VLLM_SERVER_DEV_MODE=1 vllm serve"),
+            f"start it with VLLM_SERVER_DEV_MODE=1 {vllm_command()}"),
         Row("wrong port of the engine", f"{in_place} --vllm-port {{taken}} --atropos-url {{api}}",
             "wait for the engine to be ready, or choose another --vllm-port"),
         Row("port in use", f"{GRPO} --weight-bridge-mode none --vllm-port {{taken}}",
@@ -229,7 +230,7 @@ def _train_rows() -> list[Row]:
         Row("wrong port of the engine", f"{TRAIN} --engine-url {{api}}",
             "omit --engine-url to launch one"),
         Row("dead engine", f"{TRAIN} --engine-url {DEAD}",
-            "start it with VLLM_SERVER_DEV_MODE=1 vllm serve"),
+            f"start it with VLLM_SERVER_DEV_MODE=1 {vllm_command()}"),
         Row("typo", f"{TRAIN} --stesp 3", "did you mean --steps"),
         Row("typo", f"{TRAIN} --env.group_sise 3", "did you mean --env.group_size"),
         Row("typo", TRAIN.replace("mine.py", "mein.py"), "mein.py: there is no such file"),

