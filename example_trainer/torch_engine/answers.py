@@ -1,6 +1,6 @@
 """JSON of the answers, in the shapes of vLLM.
 
-Each choice has the weight versions that sampled its tokens, if the engine knows all of them:
+Each choice has the weight versions that sampled its tokens, null for unknown ones, unless all are:
 
     "weight_versions": [{"version": "12", "num_tokens": 57}, {"version": "13", "num_tokens": 3}]
 """
@@ -129,7 +129,7 @@ class AnswerWriter:
             "stop_reason": reason,
         }
         runs = completion.version_runs
-        if runs and all(version is not None for version, _ in runs):
+        if any(version is not None for version, _ in runs):
             ending["weight_versions"] = [
                 {"version": version, "num_tokens": count} for version, count in runs
             ]

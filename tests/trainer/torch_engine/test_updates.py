@@ -15,6 +15,7 @@ from urllib.parse import urlsplit
 import httpx
 import pytest
 
+from atroposlib.scored_data import read_spans
 from example_trainer.engine import EngineControl
 from example_trainer.lora import add_adapters
 from example_trainer.merging import MergingSync
@@ -150,6 +151,22 @@ def test_a_reload_without_a_version_leaves_the_key_out(
     assert local.http.post("/collective_rpc", json=body).json() == {"results": [None]}
 
     assert "weight_versions" not in local.complete([9], max_tokens=2)["choices"][0]
+
+
+def test_unknown_versions_of_some_tokens_are_null_and_the_others_are_named(
+    local: LocalEngine, other_folder: Path
+) -> None:
+    body = {"method": "reload_weights", "kwargs": {"weights_path": str(other_folder)}}
+    with ThreadPoolExecutor(1) as pool:
+        with held_back(local, 100):
+            future = in_background(local, pool)
+            local.http.post("/collective_rpc", json=body).raise_for_status()
+        [choice] = future.result()["choices"]
+
+    spans = read_spans(choice["weight_versions"], 200, completion_index=0)
+
+    assert [span.version for span in spans] == ["7", None]
+    assert all(span.num_tokens > 0 for span in spans)
 
 
 def test_waiting_pause_lets_requests_finish_and_holds_new_ones(
