@@ -168,10 +168,11 @@ class TrajectoryFeed:
     def register(self, step: int) -> None:
         """Register this run, which has completed `step` optimizer steps.
 
+        A step needs no exact number of sequences, so that groups of any sizes are delivered.
         With `replace_run`, the first call replaces a run that has other settings. Later calls do
         not: a service that has lost this run may serve another one by then.
         """
-        body = registration_of(self._config, starting_step=step)
+        body = registration_of(self._config, starting_step=step) | {"short_batches": True}
         if self._config.replace_run and not self._is_registered:
             body["replace"] = True
         self._client.register(**body)

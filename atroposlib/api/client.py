@@ -724,7 +724,7 @@ def batches(
 
     Args:
         base_url: address of the service.
-        batch_size: exact number of sequences per batch.
+        batch_size: exact number of sequences per batch; the maximum with `short_batches`.
         num_steps: batches of the whole run, including the `starting_step` earlier ones.
         max_token_len: maximum length of the sequences that environments send, in tokens.
         starting_step: batches trained before, if a run is continued.
@@ -738,6 +738,7 @@ def batches(
         token: bearer token, sent to the service; never logged.
         **registration: further fields of `POST /register`, such as `checkpoint_dir`. `replace=True`
             replaces the settings of a running run, and sets its step to `starting_step`.
+            `short_batches=True` accepts fewer sequences if sizes of groups do not add up.
 
     Raises:
         ConfigError: a number is out of bounds, or the address or the token cannot be used.

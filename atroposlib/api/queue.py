@@ -12,6 +12,9 @@ of trajectories. A batch is chosen in one of two ways, and groups are never spli
     with guaranteed shares      `pack_with_minimums`: each environment's share first, then the
                                 rest, oldest first
 
+A trainer that accepts short batches gets, where these rules find none, the oldest groups that fit
+into a batch (`oldest_that_fit`).
+
 The rules work on sizes alone and return positions in the order given.
 
 Invariants: a group is queued at most once; every counter equals the sum over the queued groups.
@@ -193,7 +196,11 @@ class GroupQueue:
         return removed
 
     def plan_batch(
-        self, batch_size: int, minimums: Mapping[int, float] | None = None
+        self,
+        batch_size: int,
+        minimums: Mapping[int, float] | None = None,
+        *,
+        allows_short: bool = False,
     ) -> list[QueuedGroup] | None:
         """Choose the next batch without removing it.
 
@@ -201,15 +208,28 @@ class GroupQueue:
             batch_size: sequences of the batch, at least 1.
             minimums: environment → guaranteed share of the batch; a mapping that is passed again
                 must be unchanged.
+            allows_short: whether the oldest groups that fit are chosen if sizes do not add up.
 
         Returns:
-            Groups with exactly `batch_size` sequences in order of delivery, or None.
+            Groups with exactly `batch_size` sequences, or at most with `allows_short`, in order of
+            delivery, or None.
         """
         if self.num_sequences < batch_size:
             return None
         if not minimums:
             positions = self._plan_packs(batch_size) or self._plan_combination(batch_size)
+            if not positions and allows_short:
+                positions = self._plan_short(batch_size, {})
             return self._at(positions) if positions else None
+        planned = self._plan_shares(batch_size, minimums)
+        if planned is None and allows_short and self._has_misfits(batch_size):
+            positions = self._plan_short(batch_size, minimums)
+            return self._at(positions) if positions else None
+        return planned
+
+    def _plan_shares(
+        self, batch_size: int, minimums: Mapping[int, float]
+    ) -> list[QueuedGroup] | None:
         if self._refused == (batch_size, minimums):
             return None
         positions = pack_with_minimums(
@@ -223,7 +243,11 @@ class GroupQueue:
         return self._at(positions) if positions else None
 
     def plan_in_order(
-        self, batch_size: int, minimums: Mapping[int, float] | None = None
+        self,
+        batch_size: int,
+        minimums: Mapping[int, float] | None = None,
+        *,
+        allows_short: bool = False,
     ) -> list[QueuedGroup] | None:
         """Choose the batch that the shortest part of the queue, from its oldest group, can form.
 
@@ -232,7 +256,7 @@ class GroupQueue:
         first = GroupQueue()
         for group in self if self.num_sequences >= batch_size else ():
             first.append(group)
-            planned = first.plan_batch(batch_size, minimums)
+            planned = first.plan_batch(batch_size, minimums, allows_short=allows_short)
             if planned is not None:
                 return planned
         return None
@@ -270,6 +294,17 @@ class GroupQueue:
         if not is_reachable(self._num_by_size, batch_size):
             return None
         return oldest_combination([group.num_sequences for group in self], batch_size)
+
+    def _plan_short(self, batch_size: int, minimums: Mapping[int, float]) -> list[int] | None:
+        return oldest_that_fit(
+            [(group.num_sequences, group.env_id) for group in self],
+            batch_size=batch_size,
+            minimums=minimums,
+        )
+
+    def _has_misfits(self, batch_size: int) -> bool:
+        """Whether there are sizes that form no packs, or that never add up to a batch."""
+        return self.unpackable_sequences > 0 or not is_reachable(self._num_by_size, batch_size)
 
     def _at(self, positions: Sequence[int]) -> list[QueuedGroup]:
         groups = list(islice(self, max(positions) + 1))
@@ -438,6 +473,47 @@ def pack_with_minimums(
                 taken[position] = None
                 room -= size
     return list(taken) if room == 0 else None
+
+
+def oldest_that_fit(
+    groups: Sequence[tuple[int, int | None]], *, batch_size: int, minimums: Mapping[int, float]
+) -> list[int] | None:
+    """Choose the oldest groups that together hold at most `batch_size` sequences.
+
+    Owners with a guaranteed share come first; groups that do not fit are passed over. The oldest
+    group of the first of them, or of the queue, is always chosen, so that none waits for ever.
+
+    Args:
+        groups: (size, owner), oldest first.
+        batch_size: maximum number of sequences.
+        minimums: owner → share of the batch; shares that exceed the batch are scaled down.
+
+    Returns:
+        Positions in order of delivery; None if an owner has too few sequences for its share, or
+        no group fits.
+    """
+    held: Counter[int | None] = Counter()
+    smallest: dict[int | None, int] = {}
+    for size, owner in groups:
+        held[owner] += size
+        smallest[owner] = min(size, smallest.get(owner, size))
+    needs = {owner: int(batch_size * share) for owner, share in minimums.items()}
+    if any(held[owner] < need for owner, need in needs.items()):
+        return None
+    taken: dict[int, None] = {}  # an ordered set
+    room = batch_size
+    for owner, need in scaled_needs(minimums, smallest, batch_size).items():
+        rest = need
+        for position, (size, sender) in enumerate(groups):
+            if rest > 0 and sender == owner and size <= room:
+                taken[position] = None
+                rest -= size
+                room -= size
+    for position, (size, _) in enumerate(groups):
+        if position not in taken and size <= room:
+            taken[position] = None
+            room -= size
+    return list(taken) or None
 
 
 def _num_packable(

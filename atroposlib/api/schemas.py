@@ -83,13 +83,18 @@ class Registration(BaseModel):
         description="Name of a tool that stands in while no trainer is registered, such as an "
         "export: environments start at once, and any trainer may take its place. None: a trainer.",
     )
+    short_batches: bool = Field(
+        default=False,
+        description="Deliver the oldest groups with at most `batch_size` sequences if the sizes of "
+        "the queued ones do not add up to it. Otherwise a batch waits for other sizes.",
+    )
 
     def differences(self, asked: Registration) -> list[str]:
         """List the settings of another registration that differ from this one.
 
         The checkpoint interval is left out if both trainers derived it from the number of steps.
         """
-        ignored = {"starting_step", "replace", "consumer"}
+        ignored = {"starting_step", "replace", "consumer", "short_batches"}
         if all(each.save_checkpoint_interval == each.num_steps for each in (self, asked)):
             ignored.add("save_checkpoint_interval")
         return [

@@ -45,15 +45,25 @@ class Patience(NamedTuple):
 
 
 def find_stalls(
-    queue: GroupQueue, envs: EnvRegistry, *, batch_size: int, patience: Patience | None = None
+    queue: GroupQueue,
+    envs: EnvRegistry,
+    *,
+    batch_size: int,
+    patience: Patience | None = None,
+    allows_short: bool = False,
 ) -> list[Stall]:
     """Find every reason for which groups are not delivered.
 
     Shares and sizes are checked only once the queue holds enough sequences for a batch. Without
-    `patience`, reasons that depend on time are skipped.
+    `patience`, reasons that depend on time are skipped. With `allows_short`, any sizes are
+    delivered.
     """
-    found = [*_oversized(queue, batch_size), *_unpackable(queue)]
-    if 0 < batch_size <= queue.num_sequences:
+    found = list(_oversized(queue, batch_size))
+    if not allows_short:
+        found += _unpackable(queue)
+    if 0 < batch_size <= queue.num_sequences and not (
+        allows_short and queue.plan_batch(batch_size, envs.minimums, allows_short=True)
+    ):
         unfilled = list(_unfilled_shares(queue, envs, batch_size))
         found += unfilled or _unreachable(queue, envs, batch_size)
     if patience is not None:
@@ -175,7 +185,13 @@ class StallWatch:
 
     def _find(self, patience: Patience | None = None) -> list[Stall]:
         state = self._state
-        return find_stalls(state.queue, state.envs, batch_size=state.batch_size, patience=patience)
+        return find_stalls(
+            state.queue,
+            state.envs,
+            batch_size=state.batch_size,
+            patience=patience,
+            allows_short=state.allows_short_batches,
+        )
 
     def report(self) -> None:
         """Log each reason for which enough sequences form no batch, once; checks at intervals."""

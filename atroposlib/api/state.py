@@ -526,6 +526,11 @@ class RunState:
         return self.registration.batch_size if self.registration else 0
 
     @property
+    def allows_short_batches(self) -> bool:
+        """Whether the trainer accepts fewer sequences where sizes do not add up to a batch."""
+        return self.registration is not None and self.registration.short_batches
+
+    @property
     def consumer(self) -> str | None:
         """Name of the registered consumer; None if a trainer or no client is registered."""
         return self.registration.consumer if self.registration else None
@@ -542,14 +547,13 @@ class RunState:
     def plan_batch(self) -> list[QueuedGroup] | None:
         """Choose the groups of the next batch; None if there are too few.
 
-        A trainer gets exactly `batch_size` sequences; a consumer gets the oldest groups, of any
-        size, with at most `batch_size` sequences in total.
+        A trainer gets exactly `batch_size` sequences, unless it accepts short batches; a consumer
+        gets the oldest groups, of any size, with at most `batch_size` sequences in total.
         """
         if self.consumer is not None:
             return self.queue.plan_oldest(self.batch_size)
-        if self.tickets.is_used:
-            return self.queue.plan_in_order(self.batch_size, self.envs.minimums)
-        return self.queue.plan_batch(self.batch_size, self.envs.minimums)
+        plan = self.queue.plan_in_order if self.tickets.is_used else self.queue.plan_batch
+        return plan(self.batch_size, self.envs.minimums, allows_short=self.allows_short_batches)
 
     @property
     def past(self) -> PastGroups:

@@ -76,6 +76,8 @@ _DROPPED = re.compile(
     r"(?:group dropped \(\w+\): |its group is lost(?:: |, \d+ times so far with ))(.+)"
 )
 _WITHOUT_ROLLOUT = re.compile(r"get_next_item returned None|item skipped: .+")
+_WITHOUT_BATCH = re.compile(r"no full batch yet; (?!are environments running)(.+)")
+_STEP_LINE = re.compile(r" step \d+/\d+ \|")
 _MEANS_OF_ALL_TRIES = (
     # Each environment decides what counts as correct, and some log a percentage.
     SHARE_RIGHT._replace(
@@ -125,6 +127,12 @@ def find_drop(log: str) -> str | None:
 def find_lack(log: str) -> str | None:
     """Return the last reason in an environment's log why it started no rollout."""
     reasons = _WITHOUT_ROLLOUT.findall(log)
+    return reasons[-1] if reasons else None
+
+
+def find_unfilled(log: str) -> str | None:
+    """Return the reason in the trainer's log why no batch has formed since its last step."""
+    reasons = _WITHOUT_BATCH.findall(_STEP_LINE.split(log)[-1])
     return reasons[-1] if reasons else None
 
 

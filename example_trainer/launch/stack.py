@@ -692,7 +692,10 @@ class TrainingLoop:
         return "; ".join([start, *causes])
 
     def _causes(self) -> Iterator[str]:
-        """Yield why environments have no group, from their logs."""
+        """Yield why there is no batch or no group, from the logs of trainer and environments."""
+        trainer = self.stack.trainer
+        if reason := report.find_unfilled(trainer.log_tail(lines=_DROP_LINES)):
+            yield f"the trainer waits: {reason} ({shown_path(trainer.log_path)})"
         for plan, process in zip(self._plan.environments, self.stack.environments, strict=True):
             log, place = process.log_tail(lines=_DROP_LINES), shown_path(process.log_path)
             if reason := report.find_drop(log):

@@ -40,6 +40,31 @@ def live(free_port: int) -> Iterator[httpx.Client]:
         yield client
 
 
+def test_sizes_that_do_not_add_up_form_a_short_batch_for_a_trainer_that_accepts_it() -> None:
+    exact, short = Service(), Service()
+    for service in (exact, short):
+        service.register(batch_size=4, **({"short_batches": True} if service is short else {}))
+        for _ in range(2):
+            service.post("/scored_data", json=make_group(3)).raise_for_status()
+
+    assert exact.get("/batch").json()["batch"] is None
+    reasons = {stall["reason"] for stall in exact.get("/status").json()["stalls"]}
+    assert reasons == {"batch/unreachable"}
+    assert short.get("/status").json().get("stalls", []) == []
+    assert [len(group["tokens"]) for group in short.get("/batch").json()["batch"]] == [3]
+    assert short.get("/batch").json()["batch"] is None  # 3 of 4 wait for more
+
+
+def test_registering_again_may_leave_out_that_short_batches_are_accepted() -> None:
+    service = Service()
+    service.register(batch_size=4, short_batches=True)
+
+    assert service.register(batch_size=4) is not None
+    service.post("/scored_data", json=make_group(3))
+    service.post("/scored_data", json=make_group(3))
+    assert service.get("/batch").json()["batch"] is not None
+
+
 def ask(live: httpx.Client, path: str) -> socket.socket:
     """Send a GET and return the connection, unread."""
     connection = socket.create_connection((live.base_url.host, live.base_url.port))

@@ -42,6 +42,26 @@ def ids(groups) -> list[int] | None:
     return None if groups is None else [group.group_id for group in groups]
 
 
+@settings(deadline=None)
+@given(st.lists(st.tuples(SIZES, ENVS), max_size=30), BATCH_SIZES, MINIMUMS)
+def test_short_batches_leave_no_group_waiting_for_ever(groups, batch_size, minimums) -> None:
+    queue = GroupQueue()
+    for group_id, (size, env_id) in enumerate(groups):
+        queue.append(entry(group_id, size, env_id))
+    exact = queue.plan_batch(batch_size, minimums)
+
+    planned = queue.plan_batch(batch_size, minimums, allows_short=True)
+
+    if exact is not None:
+        assert planned == exact
+    elif planned is not None:
+        assert 0 < sum(group.num_sequences for group in planned) <= batch_size
+        assert len(set(ids(planned))) == len(planned)
+    if exact is None and not minimums and queue.num_sequences >= batch_size:
+        fitting = [group for group in queue if group.num_sequences <= batch_size]
+        assert (planned or [None])[0] == (fitting or [None])[0]
+
+
 def expected_plan(
     groups: list[QueuedGroup], batch_size: int, minimums: Mapping[int, float]
 ) -> list[int] | None:

@@ -115,6 +115,44 @@ def test_oldest_groups_within_a_batch(queued, batch_size, expected):
     assert ids(sizes(*queued).plan_oldest(batch_size)) == expected
 
 
+@pytest.mark.parametrize(
+    ("queued", "batch_size", "expected"),
+    [
+        ((3, 3, 3), 6, [0, 1]),  # they add up
+        ((1, 3, 1, 2), 4, [0, 1]),  # an exact combination comes first
+        ((3, 3, 3), 8, [0, 1]),
+        ((24, 26), 32, [0]),
+        ((5, 7, 2, 5), 8, [0, 2]),  # the second does not fit, the third does
+        ((3, 3, 3), 10, None),  # fewer wait than a batch has
+        ((9, 5, 7), 8, [1]),  # the first was posted for a larger batch
+        ((9, 9), 8, None),
+    ],
+)
+def test_short_batches_take_the_oldest_groups_that_fit(queued, batch_size, expected):
+    assert ids(sizes(*queued).plan_batch(batch_size, allows_short=True)) == expected
+
+
+def test_short_batches_in_order_do_not_depend_on_later_groups():
+    assert ids(sizes(5, 7, 3, 5).plan_in_order(8, allows_short=True)) == [0]
+    assert ids(sizes(5, 7).plan_in_order(8, allows_short=True)) == [0]
+
+
+@pytest.mark.parametrize(
+    ("queued", "expected"),
+    [
+        (((3, 0), (3, 1), (3, 0), (3, 1)), [1, 3]),  # the half of 1 takes two of its groups
+        (((3, 0), (3, 0), (2, 1), (3, 1)), [2, 3, 0]),
+        (((3, 0), (3, 0), (3, 0)), None),  # 1 has nothing for its half
+        (((3, 0), (3, 0), (3, 1)), None),  # 1 has less than its half
+        (((4, 0), (4, 0), (2, 1)), None),  # all sizes pack: 1 is waited for
+    ],
+)
+def test_short_batches_keep_guaranteed_shares(queued, expected):
+    queue = queue_of(*(entry(i, size, env_id) for i, (size, env_id) in enumerate(queued)))
+
+    assert ids(queue.plan_batch(8, {1: 0.5}, allows_short=True)) == expected
+
+
 def test_plan_in_order_takes_the_batch_that_formed_first():
     queue = sizes(2, 1, 4, 1)
 

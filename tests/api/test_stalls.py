@@ -35,6 +35,23 @@ def envs_of(*minimums: float | None, group_size: int | None = None) -> EnvRegist
     return envs
 
 
+@pytest.mark.parametrize(
+    ("specs", "minimums", "expected"),
+    [
+        ((4, 3, 3, 3), (), []),  # a short batch of 4 and 3 forms
+        ((16, 3, 3, 3), (), [("queue/oversized", 16)]),
+        ((16,), (), [("queue/oversized", 16), ("batch/unreachable", 16)]),
+        # Environment 0 has less than its half of 8.
+        (((3, 0), (3, 1), (3, 1), (4, 1)), (0.5, None), [("allocation/unfilled", 1)]),
+        (((3, 0), (3, 0), (3, 1), (4, 1)), (0.5, None), []),
+    ],
+)
+def test_sizes_are_no_stall_if_short_batches_are_accepted(specs, minimums, expected) -> None:
+    found = find_stalls(queue_of(*specs), envs_of(*minimums), batch_size=8, allows_short=True)
+
+    assert kinds(found) == expected
+
+
 def kinds(stalls: Sequence[Stall]) -> list[tuple[str, int]]:
     return [(stall.reason, stall.num_sequences) for stall in stalls]
 

@@ -25,6 +25,7 @@ from example_trainer.launch.report import (
     find_drop,
     find_lack,
     find_rewards,
+    find_unfilled,
     plain_number,
     read_rewards,
     with_interval,
@@ -95,6 +96,18 @@ async def test_find_lack_names_what_the_scheduler_logs_without_an_item(
     assert find_lack("another line\n") is None
     skipped = "WARNING x: item skipped: its prompt leaves no room\n"
     assert find_lack(caplog.text + skipped) == "item skipped: its prompt leaves no room"
+
+
+def test_find_unfilled_names_why_no_batch_followed_the_last_step() -> None:
+    waits = "12:00:00 INFO step 3: no full batch yet; environment 0 (maths) reserves 4 sequences"
+    step = "12:00:40 INFO step 3/9 | reward 0.1 | loss 0.1"
+    unknown = "12:01:20 INFO step 4: no full batch yet; are environments running?"
+
+    assert find_unfilled(waits) == "environment 0 (maths) reserves 4 sequences"
+    assert find_unfilled(f"{step}\n{waits}\n{waits.replace('4 s', '5 s')}\n") == (
+        "environment 0 (maths) reserves 5 sequences"
+    )
+    assert find_unfilled(f"{waits}\n{step}\n{unknown}\n") is None
 
 
 def test_read_rewards_mean_of_nothing_is_left_out(tmp_path: Path) -> None:
