@@ -69,7 +69,7 @@ from atroposlib.errors import (
     TrajectoryApiError,
 )
 from atroposlib.utils.cli import UsageError, refused_values
-from atroposlib.utils.command_parser import exit_code_of, prepare_command
+from atroposlib.utils.command_parser import exit_code_of, prepare_command, reader_may_leave
 from atroposlib.utils.text import InertFormatter, inert_line, near_name, without_secrets
 from atroposlib.utils.writable import require_writable_file, require_writable_folder
 
@@ -313,9 +313,7 @@ class ServeCommand(ViewedCommand):
             **shown_settings(settings, only_changed=True),
             **self.shown_extra(extra, only_changed=True),
         }
-        sys.stdout.write("# settings that differ from the defaults of the library\n")
-        sys.stdout.write(_yaml_text(changed))
-        sys.stdout.flush()
+        _print(f"# settings that differ from the defaults of the library\n{_yaml_text(changed)}")
         run_foreground(run_viewed(env, env.env_manager, quiet=self.quiet))
 
 
@@ -617,9 +615,14 @@ def run_cli(env_cls: type[Any]) -> NoReturn:
     sys.exit(0)
 
 
+def _print(text: str) -> None:
+    with reader_may_leave():
+        sys.stdout.write(text)
+
+
 def _run_words(env_cls: type[Any], words: Sequence[str], program: str) -> None:
     if words and _is_help(words[0]):
-        sys.stdout.write(_overview(env_cls, program, is_full=_wants_all(words)))
+        _print(_overview(env_cls, program, is_full=_wants_all(words)))
         return
     if not words or words[0].startswith("-"):
         usage = f"usage: {program} {{{','.join(COMMANDS)}}} [--name value ...]"
@@ -633,7 +636,7 @@ def _run_words(env_cls: type[Any], words: Sequence[str], program: str) -> None:
     if any(map(_is_help, flag_words)):
         intro = (command_class.__doc__ or "").strip()
         usage = f"{program} {name} [--name value ...]"
-        sys.stdout.write(_help(flags, usage, intro, is_full=_wants_all(flag_words)))
+        _print(_help(flags, usage, intro, is_full=_wants_all(flag_words)))
         return
     command = read_command(command_class, flag_words)
     _show_progress_messages()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import re
 from pathlib import Path
 from typing import Any
@@ -570,3 +571,13 @@ def test_process_of_an_environment_with_a_property_as_name_has_the_default_file(
     env = built_by("process", monkeypatch, name=property(lambda env: "own"))
 
     assert env.config.data_path_to_save_groups == "data/groups.jsonl"
+
+
+@pytest.mark.parametrize("line", ["--help", "serve --help all"])
+def test_help_may_be_read_in_part(line: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)  # as `| head -1` does once it has its line
+    with os.fdopen(writer, "w") as closed:
+        monkeypatch.setattr("sys.stdout", closed)
+
+        assert call(stand_in(), line, monkeypatch) == 0
