@@ -58,6 +58,7 @@ __all__ = [
     "read_spans",
     "select_runs",
     "temperature_of",
+    "wrong_number",
 ]
 
 IGNORE_INDEX = -100
@@ -367,12 +368,25 @@ def _check_count(name: str, rows: Sequence[Any], expected: int) -> None:
         raise GroupError(f"{name}: {len(rows)} entries, tokens has {expected}")
 
 
+def wrong_number(path: str, values: Sequence[Any]) -> str | None:
+    """Return a message about the first value that is not a number, or None.
+
+    Numbers include those of NumPy and tensors of one element, but not strings.
+    """
+    for i, value in enumerate(values):
+        try:
+            math.isfinite(value)
+        except (TypeError, ValueError):
+            return f"{path}[{i}] is {value!r:.60}; expected a number"
+    return None
+
+
 def _check_finite(path: str, values: Sequence[float]) -> None:
     # A sum is finite only if all numbers are; summing is much faster than a loop.
     try:
         if math.isfinite(sum(values)):
             return
-    except OverflowError:  # an integer too large for a float
+    except (OverflowError, TypeError):  # an integer too large for a float, or no number
         pass
     except RuntimeError as error:  # such as of a tensor on the device `meta`
         raise GroupError(f"{path}: its numbers cannot be read: {error}") from error
@@ -381,6 +395,8 @@ def _check_finite(path: str, values: Sequence[float]) -> None:
             is_finite = math.isfinite(value)
         except OverflowError as error:
             raise GroupError(f"{path}[{i}]: an integer too large for a float") from error
+        except (TypeError, ValueError) as error:
+            raise GroupError(wrong_number(path, values) or f"{path}: {error}") from error
         if not is_finite:
             raise GroupError(f"{path}[{i}]: {value} is not a finite number")
 

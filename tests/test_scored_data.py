@@ -61,6 +61,8 @@ def test_check_group_well_formed_passes() -> None:
         ({"masks": [[-100, 15, 2], [-100, 2]]}, r"masks\[1\]: 2 entries, tokens\[1\] has 4"),
         ({"scores": [1.0]}, "scores: 1 entries, tokens has 2"),
         ({"scores": [1.0, math.nan]}, r"scores\[1\]: nan is not a finite number"),
+        ({"scores": [1.0, [1.0]]}, r"scores\[1\] is \[1.0\]; expected a number"),
+        ({"scores": [1.0, "1"]}, r"scores\[1\] is '1'; expected a number"),
         ({"scores": [1.0, 1e308]}, r"scores\[1\]: 1e\+308; expected a score within ±1e\+30"),
         ({"scores": [-1.01e30, 0.0]}, r"scores\[0\]: -1.01e\+30; expected"),
         ({"scores": [1.0, 10**400]}, r"scores\[1\]: an integer too large"),

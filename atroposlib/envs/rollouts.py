@@ -62,6 +62,7 @@ from atroposlib.scored_data import (
     ScoredDataGroup,
     check_group,
     merge_items,
+    wrong_number,
 )
 from atroposlib.type_definitions import Item
 from atroposlib.utils.aio import SideThread, decode_long, settle
@@ -86,7 +87,6 @@ __all__ = [
     "gather_rollouts",
     "run_group",
     "settings_without_effect",
-    "wrong_number",
 ]
 
 logger = logging.getLogger(__name__)
@@ -509,24 +509,11 @@ def check_signal(
     except GroupError as error:
         return Admission("malformed", str(error))
     except TypeError as error:
-        return Admission("malformed", _wrong_row_of(group) or _wrong_number_of(group) or str(error))
+        return Admission("malformed", _wrong_row_of(group) or str(error))
     scores = group["scores"]
     if scores_must_differ and len(scores) > 1 and all(s == scores[0] for s in scores):
         return Admission("scores_equal", f"all {len(scores)} scores are {scores[0]}")
     return ACCEPTED
-
-
-def wrong_number(path: str, values: Sequence[Any]) -> str | None:
-    """Return a message about the first value that is not a number, or None.
-
-    Numbers include those of NumPy and tensors of one element, but not strings.
-    """
-    for i, value in enumerate(values):
-        try:
-            math.isfinite(value)
-        except (TypeError, ValueError):
-            return f"{path}[{i}] is {value!r:.60}; expected a number"
-    return None
 
 
 def _wrong_row_of(group: Mapping[str, Any]) -> str | None:
@@ -537,19 +524,6 @@ def _wrong_row_of(group: Mapping[str, Any]) -> str | None:
             if row is None or isinstance(row, Real):
                 return f"{name}[{i}] is {row}; expected a list with one entry per token"
     return None
-
-
-def _wrong_number_of(group: Mapping[str, Any]) -> str | None:
-    wrong = wrong_number("scores", group["scores"])
-    rows = group.get("inference_logprobs")
-    if wrong or not isinstance(rows, list | tuple):
-        return wrong
-    found = (
-        wrong_number(f"inference_logprobs[{i}]", row)
-        for i, row in enumerate(rows)
-        if isinstance(row, list | tuple)
-    )
-    return next((text for text in found if text), None)
 
 
 def check_lengths(tokens: Sequence[Sequence[int]], *, max_token_len: int) -> Admission:

@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 from atroposlib.envs.checks.report import Findings, hook_site, site_of
 from atroposlib.envs.checks.runner import COLLECTING, SCORING, DryRun
 from atroposlib.envs.checks.scripted_model import Role, ScriptedSample
-from atroposlib.envs.rollouts import INCOMPLETE, Vocabulary, check_signal, wrong_number
+from atroposlib.envs.rollouts import INCOMPLETE, Vocabulary, check_signal
 from atroposlib.errors import GroupError
 from atroposlib.scored_data import (
     GROUP_FIELDS,
@@ -25,6 +25,7 @@ from atroposlib.scored_data import (
     MASKED_LOGPROB,
     GroupField,
     has_zeroed_advantage,
+    wrong_number,
 )
 from atroposlib.wire import decode_group, encode_group
 
