@@ -64,7 +64,8 @@ def find_stalls(
     if 0 < batch_size <= queue.num_sequences and not (
         allows_short and queue.plan_batch(batch_size, envs.minimums, allows_short=True)
     ):
-        unfilled = list(_unfilled_shares(queue, envs, batch_size))
+        needs_packs = not (allows_short and queue.unpackable_sequences)
+        unfilled = list(_unfilled_shares(queue, envs, batch_size, needs_packs=needs_packs))
         found += unfilled or _unreachable(queue, envs, batch_size)
     if patience is not None:
         found += _silent(envs, batch_size, patience)
@@ -93,18 +94,24 @@ def _unpackable(queue: GroupQueue) -> Iterator[Stall]:
         yield Stall("queue/unpackable", stuck, message)
 
 
-def _unfilled_shares(queue: GroupQueue, envs: EnvRegistry, batch_size: int) -> Iterator[Stall]:
-    """Find guaranteed shares that prevent a batch: environments without a single pack."""
+def _unfilled_shares(
+    queue: GroupQueue, envs: EnvRegistry, batch_size: int, *, needs_packs: bool
+) -> Iterator[Stall]:
+    """Find guaranteed shares that prevent a batch: environments without a single pack.
+
+    Without `needs_packs`, those with too few sequences.
+    """
     for env_id, share in envs.minimums.items():
         env = envs.find(env_id)
         need = min(batch_size, int(batch_size * share))
-        if env is None or need <= 0 or queue.has_packable(env_id):
-            continue
         held = queue.sequences_by_env.get(env_id, 0)
+        is_filled = queue.has_packable(env_id) if needs_packs else held >= need
+        if env is None or need <= 0 or is_filled:
+            continue
+        packs = f", none in a pack of {queue.largest_group}" if needs_packs else ""
         message = (
             f"environment {env_id} ({env.real_name}) reserves {need} sequences of each batch and "
-            f"has {held} queued, none in a pack of {queue.largest_group}; no batch forms until it "
-            "catches up or disconnects"
+            f"has {held} queued{packs}; no batch forms until it catches up or disconnects"
         )
         yield Stall("allocation/unfilled", max(need - held, 0) or held, message)
 

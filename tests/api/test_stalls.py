@@ -44,6 +44,9 @@ def envs_of(*minimums: float | None, group_size: int | None = None) -> EnvRegist
         # Environment 0 has less than its half of 8.
         (((3, 0), (3, 1), (3, 1), (4, 1)), (0.5, None), [("allocation/unfilled", 1)]),
         (((3, 0), (3, 0), (3, 1), (4, 1)), (0.5, None), []),
+        # 1 has less than its half; 0 has more, though its groups do not pack to 5.
+        (((2, 0), (2, 0), (2, 0), (3, 1)), (0.5, 0.5), [("allocation/unfilled", 1)]),
+        (((2, 0), (2, 0), (2, 0), (5, 1)), (0.5, 0.5), []),
     ],
 )
 def test_sizes_are_no_stall_if_short_batches_are_accepted(specs, minimums, expected) -> None:
