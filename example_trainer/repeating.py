@@ -20,7 +20,12 @@ from typing import Any
 
 from atroposlib.api.client import LeasedBatch
 from atroposlib.errors import AtroposError, ConfigError
-from atroposlib.utils.command_parser import CommandParser, end_command, exit_code_of
+from atroposlib.utils.command_parser import (
+    CommandParser,
+    end_command,
+    exit_code_of,
+    reader_may_leave,
+)
 from example_trainer.api import RECORD_DIRECTORY, read_batch
 from example_trainer.config import TrainingConfig
 
@@ -274,11 +279,16 @@ def main(argv: Sequence[str] | None = None) -> None:
             output,
             device=arguments.device,
             num_steps=arguments.steps,
-            report=print,
+            report=_print,
         )
     except AtroposError as error:
         end_command(_COMMAND, error, code=exit_code_of(error))
-    print(f"{steps} steps repeated; the weights are equal after each of them")
+    _print(f"{steps} steps repeated; the weights are equal after each of them")
+
+
+def _print(text: str) -> None:
+    with reader_may_leave():
+        print(text)
 
 
 if __name__ == "__main__":

@@ -184,6 +184,15 @@ def free_port() -> int:
 
 
 @pytest.fixture
+def leave_reader(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], None]]:
+    """Make standard output a pipe that nothing reads, as after `| head` has its line."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    with os.fdopen(writer, "w", buffering=1) as closed:
+        yield lambda: monkeypatch.setattr("sys.stdout", closed)
+
+
+@pytest.fixture
 def offline_hub(monkeypatch: pytest.MonkeyPatch) -> None:
     """Make downloads fail at once instead of after the retries of the hub's client."""
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)

@@ -382,7 +382,8 @@ def _push(command: str, path: Path, args: argparse.Namespace) -> None:
         push_to_hub(path, args.push_to_hub, is_public=args.public)
     except ConfigError as error:
         end_command(command, str(error), code=1)
-    print(f"pushed to {args.push_to_hub}")
+    with reader_may_leave():
+        print(f"pushed to {args.push_to_hub}")
 
 
 def _interrupt(*_: object) -> NoReturn:

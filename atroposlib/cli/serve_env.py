@@ -46,6 +46,7 @@ from atroposlib.utils.command_parser import (
     end_command,
     exit_code_of,
     prepare_command,
+    reader_may_leave,
 )
 from atroposlib.utils.command_parser import integer_between as integer
 from atroposlib.utils.imports import import_script
@@ -215,15 +216,16 @@ async def _serve(
         async with listening(
             app, host, address=args.host, port=args.port, has_websockets=protocol.has_websockets
         ) as port:
-            sys.stdout.write(_start_message(host, args, port))
-            sys.stdout.flush()
+            with reader_may_leave():
+                sys.stdout.write(_start_message(host, args, port))
             try:
                 await asyncio.Event().wait()
             finally:
                 await host.close_episodes()  # before the server waits for their requests
     finally:
         await host.close()
-        sys.stdout.write("stopped; all episodes are closed\n")
+        with reader_may_leave():
+            sys.stdout.write("stopped; all episodes are closed\n")
 
 
 @contextlib.asynccontextmanager

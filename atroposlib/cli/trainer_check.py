@@ -49,6 +49,7 @@ from atroposlib.utils.command_parser import (
     end_command,
     integer_between,
     prepare_command,
+    reader_may_leave,
 )
 from atroposlib.utils.text import without_secrets
 from atroposlib.wire import MEDIA_TYPES, decode_batch, encode_group
@@ -546,7 +547,8 @@ async def check(settings: CheckSettings) -> tuple[Checklist, list[str]]:
                 trainer = TrainerProcess(settings.command, address)
                 await trainer.start()
             else:
-                print(f"start the trainer with the service at {address}", flush=True)
+                with reader_may_leave():
+                    print(f"start the trainer with the service at {address}")
             notes = await _watch(settings, relay, side, client, trainer)
         finally:
             if trainer is not None:
@@ -699,7 +701,8 @@ def main() -> None:
         end_command(_COMMAND, str(error), code=2)
     except KeyboardInterrupt:
         end_command(_COMMAND, "stopped", code=_INTERRUPTED)
-    print(report_text(checklist, notes))
+    with reader_may_leave():
+        print(report_text(checklist, notes))
     sys.exit(1 if checklist.broken else 0)
 
 

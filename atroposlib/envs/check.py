@@ -20,6 +20,7 @@ from atroposlib.envs.checks.report import CheckReport, Outcome
 from atroposlib.envs.commands import DATASET_PATH_FLAG, JSON_FLAG, EnvCommand, make_command
 from atroposlib.envs.settings import ENV_PREFIX, Settings
 from atroposlib.utils.cli import UsageError
+from atroposlib.utils.command_parser import reader_may_leave
 from atroposlib.utils.writable import require_writable_file
 
 __all__ = [
@@ -94,7 +95,11 @@ class CheckCommand(EnvCommand):
         report = run_checks(self.env_cls, settings)
         if report.mistake is not None:
             raise report.mistake
-        report.print_to(Console())
+        console = Console()
+        with console.capture() as printed:  # its own printing exits where the reader has left
+            report.print_to(console)
+        with reader_may_leave():
+            sys.stdout.write(printed.get())
         path = self.typed_flags().get(JSON_FLAG)
         if path is not None:
             Path(path).write_text(json.dumps(report.as_json(), indent=2) + "\n", encoding="utf-8")

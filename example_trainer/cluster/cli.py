@@ -148,7 +148,8 @@ def _up(run: RunFile, on: str, args: argparse.Namespace) -> int:
     except (AtroposError, OSError):  # what runs may be where it was submitted before
         _remember(run, before)
         raise
-    print(said, flush=True)
+    with reader_may_leave():
+        print(said)
     return 0 if args.detach else _follow(placement, hider(run), progress_lines(run))
 
 
@@ -173,7 +174,8 @@ def _status(run: RunFile, on: str, args: argparse.Namespace) -> int:
     code = _show(_place(run, on, args.file).status().masked(hider(run)))
     steps = count_steps(RunPaths(run.output).trainer_metrics)
     if steps:
-        print(f"step {steps} of {run.trainer.steps}")
+        with reader_may_leave():
+            print(f"step {steps} of {run.trainer.steps}")
     return code
 
 
@@ -190,7 +192,9 @@ def _logs(run: RunFile, on: str, args: argparse.Namespace) -> int:
 
 
 def _down(run: RunFile, on: str, args: argparse.Namespace) -> int:
-    print(_place(run, on, args.file).down())
+    said = _place(run, on, args.file).down()
+    with reader_may_leave():
+        print(said)
     return 0
 
 
@@ -217,7 +221,8 @@ def _describe(status: RunStatus) -> str:
 
 
 def _say(text: str) -> None:
-    print(f"{time.strftime('%H:%M:%S')} {text}", flush=True)
+    with reader_may_leave():
+        print(f"{time.strftime('%H:%M:%S')} {text}")
 
 
 def _placement_file(run: RunFile) -> Path:

@@ -19,7 +19,12 @@ from pathlib import Path
 from typing import NamedTuple
 
 from atroposlib.errors import AtroposError, InferenceError
-from atroposlib.utils.command_parser import CommandParser, exit_code_of, prepare_command
+from atroposlib.utils.command_parser import (
+    CommandParser,
+    exit_code_of,
+    prepare_command,
+    reader_may_leave,
+)
 from example_trainer.demo.held_out import HeldOutResult, measure_held_out
 from example_trainer.demo.settings import (
     DemoPaths,
@@ -118,7 +123,8 @@ def _run(args: argparse.Namespace) -> None:
             [*(_PHASES_OF_TINY_MODEL if settings.uses_tiny_model else ()), *_PHASES],
         )
         result = Demo(settings, paths, progress).run()
-    _print_result(settings, paths, result)
+    with reader_may_leave():
+        _print_result(settings, paths, result)
 
 
 def _parser() -> CommandParser:

@@ -23,7 +23,7 @@ from pydantic import ValidationError
 
 from atroposlib.adapters.registry import KINDS
 from atroposlib.errors import AtroposError, ConfigError
-from atroposlib.utils.command_parser import CommandParser, prepare_command
+from atroposlib.utils.command_parser import CommandParser, prepare_command, reader_may_leave
 from atroposlib.utils.starting import vllm_command
 from atroposlib.utils.text import without_secrets
 from atroposlib.utils.writable import naming_writes
@@ -251,7 +251,8 @@ def _train(prepared: _Prepared) -> None:
     except SystemExit:
         print(f"\nstopped; every process has ended. {how_to_continue()}", file=sys.stderr)
         raise
-    _print_result(plan, paths, result)
+    with reader_may_leave():
+        _print_result(plan, paths, result)
 
 
 def _print_result(plan: RunPlan, paths: RunPaths, result: TrainResult) -> None:

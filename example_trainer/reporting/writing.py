@@ -10,7 +10,12 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from atroposlib.errors import ConfigError
-from atroposlib.utils.command_parser import CommandParser, end_command, prepare_command
+from atroposlib.utils.command_parser import (
+    CommandParser,
+    end_command,
+    prepare_command,
+    reader_may_leave,
+)
 from atroposlib.utils.text import mask_secrets
 from atroposlib.utils.writable import write_file
 from example_trainer.reporting.comparison import (
@@ -610,7 +615,8 @@ def _report_one(metrics: Path, arguments: argparse.Namespace) -> None:
         groups=[[arguments.groups]] if arguments.groups else found.groups,
         rollouts_path=report.with_name(ROLLOUTS_NAME),
     )
-    print(f"{report}: {num_steps} steps")
+    with reader_may_leave():
+        print(f"{report}: {num_steps} steps")
 
 
 def _compare(metrics: Sequence[Path], arguments: argparse.Namespace) -> None:
@@ -619,7 +625,8 @@ def _compare(metrics: Sequence[Path], arguments: argparse.Namespace) -> None:
             raise ConfigError(f"--{flag} belongs to the report of one run; leave it out")
     page = arguments.output or Path(COMPARISON_NAME)
     num_steps = write_comparison(metrics, page)
-    print(f"{page}: {len(metrics)} runs, the longest of {num_steps} steps")
+    with reader_may_leave():
+        print(f"{page}: {len(metrics)} runs, the longest of {num_steps} steps")
 
 
 if __name__ == "__main__":

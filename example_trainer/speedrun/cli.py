@@ -17,7 +17,12 @@ from datetime import datetime
 from pathlib import Path
 
 from atroposlib.errors import AtroposError, ConfigError
-from atroposlib.utils.command_parser import CommandParser, exit_code_of, prepare_command
+from atroposlib.utils.command_parser import (
+    CommandParser,
+    exit_code_of,
+    prepare_command,
+    reader_may_leave,
+)
 from atroposlib.utils.writable import write_file
 from example_trainer.demo.settings import REPOSITORY, DemoPaths, require_clone
 from example_trainer.launch.options import shown_path
@@ -188,7 +193,8 @@ def _timed_runs(
 
 def _say(found: Sequence[str]) -> int:
     if not found:
-        print("the result counts")
+        with reader_may_leave():
+            print("the result counts")
         return 0
     for reason in found:
         print(f"does not count: {reason}", file=sys.stderr)
@@ -204,7 +210,8 @@ def _verify(args: argparse.Namespace) -> int:
         from example_trainer.speedrun import running
 
         found += running.disagreements(result, args.runs.resolve())
-    print(f"{result.name}: {result.seconds:.1f} s, {result.cpu_seconds:.1f} CPU s")
+    with reader_may_leave():
+        print(f"{result.name}: {result.seconds:.1f} s, {result.cpu_seconds:.1f} CPU s")
     return _say(found)
 
 
@@ -215,7 +222,8 @@ def _table(args: argparse.Namespace) -> int:
         page = _PAGE.read_text(encoding="utf-8")
         write_file(_PAGE, rules.with_table(page, text).encode())
     else:
-        print(text)
+        with reader_may_leave():
+            print(text)
     return 0
 
 

@@ -92,12 +92,14 @@ def _publish(args: argparse.Namespace) -> int:
         report = publisher.publish(source, args.version, rewinds=args.rewind)
     entry = report.entry
     if not report.is_new:
-        print(f"version {entry.version} with these weights was published before")
-        return 0
-    print(
-        f"published version {entry.version}: {_sizes(entry)}, {report.compare_s:.2f} s to compare, "
-        f"{report.upload_s:.2f} s to write"
-    )
+        text = f"version {entry.version} with these weights was published before"
+    else:
+        text = (
+            f"published version {entry.version}: {_sizes(entry)}, {report.compare_s:.2f} s to "
+            f"compare, {report.upload_s:.2f} s to write"
+        )
+    with reader_may_leave():
+        print(text)
     return 0
 
 
@@ -118,7 +120,8 @@ def _follow(args: argparse.Namespace) -> int:
         if args.once:
             follower.follow_once()
             record = local.record()
-            print(f"version {record.version if record else '?'} is in {local.current}")
+            with reader_may_leave():
+                print(f"version {record.version if record else '?'} is in {local.current}")
         else:
             follower.follow()
     finally:

@@ -102,6 +102,28 @@ def test_port_in_use_is_said_with_the_flag_that_chooses_another(tmp_path: Path) 
     assert "GRADIO" not in done.stderr
 
 
+def test_pages_are_served_although_the_reader_of_their_address_has_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leave_reader: Callable[[], None]
+) -> None:
+    app = pytest.importorskip("atroposlib.viewer.app")
+    served = []
+
+    class Pages:
+        def block_thread(self) -> None:
+            served.append(True)
+
+    monkeypatch.setattr(app, "build_app", lambda *_, **__: Pages())
+    monkeypatch.setattr(app, "launch_app", lambda *_, **__: "http://127.0.0.1:1/")
+    groups = tmp_path / "groups.jsonl"
+    groups.write_text("{}\n")
+    monkeypatch.setattr("sys.argv", ["view-run", "--file", str(groups), "--port", "0"])
+    leave_reader()
+
+    view_run.main()
+
+    assert served
+
+
 def test_address_of_another_machine_is_said_in_a_line() -> None:
     pytest.importorskip("gradio")
     from atroposlib.viewer.app import launch_app

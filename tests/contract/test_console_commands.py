@@ -5,10 +5,13 @@ from __future__ import annotations
 import importlib
 import re
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from atroposlib.api.trainers.conformance import Checklist
+from atroposlib.cli.trainer_check import CheckSettings
 from atroposlib.utils.command_parser import CommandParser
 
 REPOSITORY = Path(__file__).parents[2]
@@ -147,3 +150,27 @@ def test_short_help_shows_what_is_needed_and_often_needed() -> None:
     assert "--rare" not in text
     assert "All others, 1 of them: tool --help all" in text
     assert "--rare" in parser.format_help()
+
+
+@pytest.mark.parametrize(
+    "words", [["table"], ["verify", "benchmarks/speedrun/results/forty-steps.json"]]
+)
+def test_results_of_speedruns_may_be_read_in_part(
+    words: list[str], monkeypatch: pytest.MonkeyPatch, leave_reader: Callable[[], None]
+) -> None:
+    monkeypatch.chdir(REPOSITORY)
+    leave_reader()
+
+    assert call("atropos-speedrun", words, monkeypatch) == 0
+
+
+def test_result_of_a_trainer_check_may_be_read_in_part(
+    monkeypatch: pytest.MonkeyPatch, leave_reader: Callable[[], None]
+) -> None:
+    async def check(_: CheckSettings) -> tuple[Checklist, list[str]]:
+        return Checklist(), []
+
+    monkeypatch.setattr("atroposlib.cli.trainer_check.check", check)
+    leave_reader()
+
+    assert call("atropos-trainer-check", ["http://127.0.0.1:1"], monkeypatch) == 0

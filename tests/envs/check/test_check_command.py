@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -55,6 +56,17 @@ def test_check_command_clean_environment_exits_0_with_a_table_and_json(
     report = json.loads((tmp_path / "report.json").read_text())
     assert (code, report["passed"], len(report["checks"])) == (0, True, 20)
     assert "20 passed" in capsys.readouterr().out
+
+
+def test_check_command_whose_reader_has_left_passes_and_writes_its_report(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, leave_reader: Callable[[], None]
+) -> None:
+    leave_reader()
+
+    code = call(CleanEnv, f"check --json {tmp_path / 'report.json'}", monkeypatch)
+
+    assert code == 0
+    assert json.loads((tmp_path / "report.json").read_text())["passed"]
 
 
 def test_check_command_defect_exits_1_with_place_rule_and_remedy(

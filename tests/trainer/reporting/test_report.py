@@ -167,6 +167,15 @@ def test_door_takes_a_folder_and_says_where_the_report_is(tmp_path, capsys):
     assert capsys.readouterr().out == f"{tmp_path / 'report.html'}: 1 steps\n"
 
 
+def test_report_is_written_although_the_reader_of_its_name_has_left(tmp_path, leave_reader):
+    write_metrics(tmp_path, record(1))
+    leave_reader()
+
+    main([str(tmp_path)])
+
+    assert (tmp_path / "report.html").is_file()
+
+
 def test_door_says_what_cannot_be_read(tmp_path, capsys):
     with pytest.raises(SystemExit) as ending:
         main([str(tmp_path / "no.jsonl")])
