@@ -55,6 +55,14 @@ _CHECKSUMS = "checksums.json"
 _READ_BYTES = 2**24
 _STATE = "trainer_state.json"
 _TENSORS = "trainer_state.safetensors"
+_STATE_FIELDS: dict[str, type] = {
+    "step": int,
+    "optimizer": str,
+    "param_groups": list,
+    "plain_state": dict,
+    "rng_python": list,
+}
+"""Fields of the record of a run's state that every version writes."""
 _AT_FDCWD = -100
 _RENAME_EXCHANGE = 2
 _STEP_DIRECTORY = re.compile(r"step_(\d+)")
@@ -66,7 +74,7 @@ def replace_directory(path: Path, write: Callable[[Path], None]) -> Path:
     fresh = path.with_name(f".{path.name}.new")
     retired = path.with_name(f".{path.name}.old")
     for leftover in (fresh, retired):
-        shutil.rmtree(leftover, ignore_errors=True)
+        _remove(leftover)
     fresh.mkdir()
     try:
         with naming_writes(path), safetensors_errors():
@@ -85,6 +93,14 @@ def replace_directory(path: Path, write: Callable[[Path], None]) -> Path:
     for old in (fresh, retired):
         shutil.rmtree(old, ignore_errors=True)
     return path
+
+
+def _remove(path: Path) -> None:
+    """Delete a directory, a file or a link, if it exists."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def _exchange(one: Path, other: Path) -> bool:
@@ -344,9 +360,13 @@ def _read_record(checkpoint: Path) -> dict[str, Any]:
             f"the trainer's state in {path} cannot be read: {error}; delete {checkpoint} to resume "
             "from the checkpoint before it"
         ) from error
-    if not isinstance(record, dict):
+    parts = [record]
+    if isinstance(record, dict):
+        parts += [record.get(name, {}) for name in ("feed", "metrics")]
+    if not all(isinstance(part, dict) for part in parts):
         raise ConfigError(
-            f"the trainer's state in {path}: expected a JSON object; delete {checkpoint}"
+            f"the trainer's state in {path}: expected a JSON object, with objects as feed and "
+            f"metrics; delete {checkpoint}"
         )
     return record
 
@@ -401,10 +421,14 @@ def check_checkpoint(checkpoint: Path) -> None:
     Raises:
         ConfigError: names the file that is damaged or missing.
     """
-    _read_record(checkpoint)
+    record = _read_record(checkpoint)
     manifest = checkpoint / _STATE_FOLDER / _CHECKSUMS
     if not manifest.is_file():
         _check_headers(checkpoint)
+        for name, kind in _STATE_FIELDS.items():
+            if not isinstance(record.get(name), kind):
+                path = _state_file(checkpoint, _STATE)
+                raise ConfigError(f"{path} is damaged: expected {name} of type {kind.__name__}")
         return
     try:
         found = json.loads(manifest.read_text(encoding="utf-8"))
@@ -478,7 +502,7 @@ def drop_old_checkpoints(save_path: str | Path, *, keep: int, run_id: str | None
     """Delete all but the newest `keep` resumable checkpoints of a run."""
     for pattern in (".step_*.old", ".step_*.new"):  # left over by a killed process
         for leftover in Path(save_path).glob(pattern):
-            shutil.rmtree(leftover, ignore_errors=True)
+            _remove(leftover)
     checkpoints = _resumable_checkpoints(save_path, run_id)
     for step in sorted(checkpoints)[:-keep]:
         _drop(checkpoints[step])
@@ -494,6 +518,7 @@ def drop_checkpoints_before(step: int, directory: Path) -> None:
 def _drop(checkpoint: Path) -> None:
     # Renamed first, so that an incomplete checkpoint never has its name.
     retired = checkpoint.with_name(f".{checkpoint.name}.old")
+    _remove(retired)
     checkpoint.rename(retired)
     shutil.rmtree(retired, ignore_errors=True)
 

@@ -291,6 +291,7 @@ class TrainingFields(BaseModel):
     pad_multiple: int = Field(
         default=64,
         ge=1,
+        le=2**20,
         description="Sequences of a forward pass are padded to a multiple of this many tokens; "
         "a small multiple saves time on a CPU.",
     )

@@ -81,6 +81,8 @@ def with_config_files(
         for key, value in kept.items():
             if not has_at_most(value, _MAX_VALUES):
                 raise ConfigError(f"{_FLAG} {path}: env.{key} has over {_MAX_VALUES:,} values")
+            if "\0" in _text(value):  # which words of a command cannot have
+                raise ConfigError(f"{_FLAG} {path}: env.{key} has a NUL character")
         expanded[name] = (*(f"{_PREFIX}{key}={_text(kept[key])}" for key in kept), *others)
     return expanded, notes
 

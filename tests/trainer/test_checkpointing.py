@@ -13,6 +13,7 @@ from safetensors.torch import save_file
 
 from atroposlib.errors import ConfigError
 from example_trainer.checkpointing import (
+    drop_checkpoints_before,
     drop_old_checkpoints,
     find_intact_checkpoint,
     load_training_state,
@@ -278,6 +279,26 @@ def test_what_a_killed_save_left_is_removed(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("make", [Path.touch, lambda path: path.symlink_to("elsewhere")])
+def test_files_in_place_of_temporary_directories_are_replaced(tmp_path, make):
+    (tmp_path / "elsewhere").mkdir()
+    for name in (".step_4.new", ".step_4.old"):
+        make(tmp_path / name)
+
+    replace_directory(tmp_path / "step_4", lambda directory: None)
+
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["elsewhere", "step_4"]
+
+
+def test_checkpoint_whose_earlier_removal_was_killed_is_dropped(tmp_path):
+    for path in two_checkpoints(tmp_path):
+        (tmp_path / f".{path.name}.old" / "trainer").mkdir(parents=True)
+
+    drop_checkpoints_before(2, tmp_path)
+
+    assert sorted(path.name for path in tmp_path.iterdir()) == [".step_2.old", "step_2"]
+
+
 def two_checkpoints(folder, *, run_id="r"):
     model = tiny_llama()
     optimizer = torch.optim.AdamW(model.parameters())
@@ -313,6 +334,14 @@ def list_checksums(path):
     path.write_text('{"xxh3_128": ["config.json"]}')
 
 
+def replace_feed(path):
+    path.write_text('{"feed": [1]}')
+
+
+def empty(path):
+    path.write_text("{}")
+
+
 @pytest.mark.parametrize("has_checksums", [True, False], ids=["checksums", "older"])
 @pytest.mark.parametrize(
     ("name", "damage"),
@@ -327,6 +356,8 @@ def list_checksums(path):
         ("trainer/checksums.json", nest),
         ("trainer/checksums.json", list_checksums),
         ("trainer/trainer_state.json", nest),
+        ("trainer/trainer_state.json", replace_feed),
+        ("trainer/trainer_state.json", empty),
     ],
     ids=lambda value: getattr(value, "__name__", value),
 )

@@ -98,6 +98,7 @@ def test_environment_reads_values_of_every_kind_from_the_flags(tmp_path):
             "env.x has over 100,000 values",
         ),
         ("env: {x: " + "9" * 6000 + "}", "cannot be read as YAML"),
+        ('env: {x: "a\\0b"}', "env.x has a NUL character"),
     ],
 )
 def test_files_of_another_form_are_refused(tmp_path, text, message):
