@@ -11,7 +11,6 @@ from __future__ import annotations
 import argparse
 import json
 import re
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -34,7 +33,8 @@ __all__ = ["EvaluationResult", "RunComparison", "compare_runs", "main", "read_re
 _COMMAND = "atropos-compare"
 _HEAD = ("metric", "baseline", "run", "difference", "95% interval", "p", "items")
 _TASK_KEY = re.compile(r"atropos\|(.*)\|0", re.DOTALL)
-MAX_NUMBER = sys.float_info.max
+MAX_NUMBER = 1e300
+"""Sums and differences of values up to this one are finite."""
 _TRAINER_METRICS = ("metrics.jsonl", "trainer_metrics.jsonl")
 _METRICS_FILE = re.compile(r"metrics(-\d+)?\.json")
 
@@ -187,7 +187,7 @@ def _item_of(record: Any) -> str | None:
 
 
 def _is_number(value: Any) -> bool:
-    """Whether a value is a finite number; NaN cannot be compared."""
+    """Whether a value is a number that can be compared; NaN is not."""
     return isinstance(value, int | float) and abs(value) <= MAX_NUMBER
 
 

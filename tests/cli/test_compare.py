@@ -263,6 +263,29 @@ def test_values_that_are_not_finite_are_left_out(
     assert "eval/nan" not in shown
 
 
+def test_numbers_whose_differences_are_not_finite_are_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    huge = 1.7e308
+    old = write_run(tmp_path / "old", {name: [-1.0] for name in OLD})
+    new = write_run(tmp_path / "new", NEW)
+    for folder, value in ((old, -huge), (new, huge)):
+        path = Path(folder) / "metrics.json"
+        report = json.loads(path.read_text())
+        report["results"]["all"] |= {"eval/huge": value}
+        path.write_text(json.dumps(report))
+        samples = Path(folder) / "samples.jsonl"
+        lines = [json.loads(line) for line in samples.read_text().splitlines()]
+        for line in lines:
+            line["metric_values"]["eval/huge"] = value
+        samples.write_text("".join(json.dumps(line) + "\n" for line in lines))
+
+    run([old, new, "--json"], monkeypatch)
+
+    found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert list(found["comparisons"][0]["metrics"]) == ["eval/mean_score"]
+
+
 def test_names_with_escape_codes_are_shown_as_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
